@@ -1,0 +1,62 @@
+"""Where a converted checkpoint is to run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Platform = Literal["cuda", "rocm", "xpu", "cpu"]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of device.
+
+    Attributes:
+        name: market name (`H100`) or the architecture given by the user (`sm90`, `gfx942`).
+        platform: which software stack drives it. Capabilities of different platforms are never compared.
+        arch: `sm90`, `gfx942`, `xpu`, `x86-amx`, ...
+        capability: CUDA compute capability `(major, minor)`; None on other platforms.
+        memory_gib: device memory, where the name tells it.
+    """
+
+    name: str
+    platform: Platform
+    arch: str
+    capability: tuple[int, int] | None = None
+    memory_gib: int | None = None
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """How an engine will be started. Sizes are counts of ranks.
+
+    Attributes:
+        gpu: the device of every rank.
+        tp: tensor-parallel size.
+        ep: expert-parallel size (1: off). Under EP every rank holds whole experts.
+        dp: data-parallel size.
+        all2all: all-to-all kind of the engine (`deepep_low_latency`, ...), or None for its default.
+        batched: experts get activations as `[E, max_tokens, K]` instead of `[tokens, K]`.
+        lora: LoRA adapters on the experts.
+        eplb: expert-parallel load balancing.
+        dtype: activation dtype.
+        backend: a backend asked for by name, or `auto`.
+        engine: policy that decides, `vllm@0.33.0` or `moeq`.
+        env: environment variables that engines read, as sorted `(name, value)` pairs.
+        packages: optional packages and whether they are present, as sorted `(name, present)` pairs.
+    """
+
+    gpu: Gpu
+    tp: int = 1
+    ep: int = 1
+    dp: int = 1
+    all2all: str | None = None
+    batched: bool = False
+    lora: bool = False
+    eplb: bool = False
+    dtype: Literal["bf16", "fp16"] = "bf16"
+    backend: str = "auto"
+    engine: str = "vllm@0.33.0"
+    env: tuple[tuple[str, str], ...] = ()
+    packages: tuple[tuple[str, bool], ...] = ()

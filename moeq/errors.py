@@ -1,0 +1,55 @@
+"""The one exception users see, and what each kind of failure means to the shell.
+
+Every expected failure is a `MoeqError` with a stable dotted code such as `source.truncated`. The part before the
+dot is the kind, and the kind alone decides the exit code: scripts branch on the number, people read the message,
+and no two places can disagree about what a kind means.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Process exit codes of the `moeq` command (a stable contract)."""
+
+    OK = 0
+    NO = 1
+    USAGE = 2
+    ENVIRONMENT = 3
+    SOURCE = 4
+    RESOURCES = 5
+    BUG = 70
+    INTERRUPTED = 130
+
+
+EXIT_CODES: dict[str, ExitCode] = {
+    "answer": ExitCode.NO,  # it ran fine and the answer is no: no backend, mismatch, beyond tolerance
+    "usage": ExitCode.USAGE,  # the request makes no sense: bad option, output exists, unsupported combination of options
+    "environment": ExitCode.ENVIRONMENT,  # this machine lacks something: a package, a GPU, a permission
+    "source": ExitCode.SOURCE,  # the checkpoint is missing, gated, corrupt, incomplete or of an unknown format
+    "resources": ExitCode.RESOURCES,  # out of disk or over the memory ceiling; partial work is kept
+    "interrupted": ExitCode.INTERRUPTED,
+    "bug": ExitCode.BUG,
+}
+
+
+class MoeqError(Exception):
+    """An expected failure, worded for the person who has to act on it.
+
+    Args:
+        code: `kind.detail`, where kind is a key of `EXIT_CODES`. Stable: scripts may match on it.
+        message: what is wrong, where, with the numbers.
+        hint: the nearest thing that works, or None where there is none.
+    """
+
+    def __init__(self, code: str, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.hint = hint
+        self.exit_code = EXIT_CODES[code.partition(".")[0]]
+
+    def __reduce__(self) -> tuple[type[MoeqError], tuple[str, str, str | None]]:
+        # The default would rebuild from `args` alone and fail; errors must cross process boundaries.
+        return (type(self), (self.code, self.message, self.hint))

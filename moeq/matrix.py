@@ -1,0 +1,112 @@
+"""The logical quantised matrix: what schemes decode a checkpoint into and layouts encode from.
+
+It says what the weights *mean* (codes, scales, zero points) and nothing about how any file or kernel arranges
+them, so that every format meets every layout in one place. Both records are axis-explicit: sizes are fields and
+are never read back off a tensor that some format stores transposed.
+
+Conventions, for one projection of one expert:
+
+* `N` output features, `K` input features, `G = ceil(K / group_size)` groups along `K`;
+* codes are unsigned: an integer of `b` bits is stored as `0 .. 2**b - 1` with zero point `2**(b-1)` when symmetric
+  (int8 weights are therefore offset by 128); float codes (`e2m1`, `e4m3`) are their bit patterns;
+* `value[n, k] = scales[n, g(k)] * (codes[n, k] - zeros[n, g(k)])`, where `g(k) = k // group_size` unless
+  `group_index` says otherwise (act-order);
+* `w13` is the gate rows followed by the up rows (`N = 2 * intermediate_size`), `w2` is the down projection.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Role = Literal["w13", "w2", "gate", "up", "down"]
+
+#: Bits of one code, by element type. `intB` are integers, `e2m1`/`e4m3`/`e5m2` floats, the rest plain floats.
+ELEMENT_BITS: dict[str, int] = {
+    **{f"int{bits}": bits for bits in range(2, 9)},
+    "e2m1": 4,
+    "e4m3": 8,
+    "e5m2": 8,
+    "bf16": 16,
+    "f16": 16,
+    "f32": 32,
+}
+
+
+@dataclass(frozen=True)
+class MatrixSpec:
+    """Everything about a quantised matrix that headers and config alone tell. Needs no torch.
+
+    Attributes:
+        role: which projection this is; layouts arrange the gate and up halves of `w13` differently.
+        n: output features (`w13`: gate and up together).
+        k: input features.
+        element: element type of a code, a key of `ELEMENT_BITS`.
+        group_size: codes along `K` that share a scale, 1 .. k; `k` itself means one scale per output channel.
+        scale_dtype: dtype of a stored scale: `f16`, `bf16`, `f32`, `e8m0` (one exponent byte) or `e4m3`.
+        symmetric: no stored zero points: zero is `2**(b-1)` for integers, 0 for floats.
+        act_order: columns are assigned to groups by `QuantizedMatrix.group_index` instead of `k // group_size`.
+        bias_dtype: dtype of the bias vector `[N]`, or None where there is none.
+        gated: whether `w13` holds gate and up (False: a single projection, `N = intermediate_size`).
+    """
+
+    role: Role
+    n: int
+    k: int
+    element: str
+    group_size: int
+    scale_dtype: str
+    symmetric: bool = True
+    act_order: bool = False
+    bias_dtype: str | None = None
+    gated: bool = True
+
+    @property
+    def bits(self) -> int:
+        """Bits per code."""
+        return ELEMENT_BITS[self.element]
+
+    @property
+    def num_groups(self) -> int:
+        """Scales along `K`; the last group may be partial."""
+        return -(-self.k // self.group_size)
+
+    @property
+    def integer(self) -> bool:
+        """Whether codes are integers with a zero point (as opposed to small floats)."""
+        return self.element.startswith("int")
+
+    @property
+    def symmetric_zero(self) -> int:
+        """The implied zero point of a symmetric matrix."""
+        return 1 << (self.bits - 1) if self.integer else 0
+
+    def with_sizes(self, *, n: int | None = None, k: int | None = None) -> MatrixSpec:
+        """The same matrix with other sizes (a shard, or padded)."""
+        return replace(self, n=self.n if n is None else n, k=self.k if k is None else k)
+
+
+@dataclass(frozen=True)
+class QuantizedMatrix:
+    """One quantised matrix as numbers.
+
+    Attributes:
+        spec: sizes and types.
+        codes: uint8 `[N, K]`, unsigned codes.
+        scales: `[N, G]` in the stored dtype (`e8m0`: uint8 exponent bytes; `e4m3`: torch.float8_e4m3fn).
+        zeros: uint8 or int16 `[N, G]` effective zero points, or None when symmetric.
+        group_index: int32 `[K]`, group of each input column; None unless `spec.act_order`.
+        global_scale: float32 `[N]` second-level scale (NVFP4), or None.
+        bias: `[N]`, or None.
+    """
+
+    spec: MatrixSpec
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    group_index: Tensor | None = None
+    global_scale: Tensor | None = None
+    bias: Tensor | None = None

@@ -1,0 +1,102 @@
+"""The record that says how a checkpoint encodes its weights. No torch.
+
+A `Scheme` is what the oracle decides on, so it carries *everything* a kernel may depend on: two checkpoints that
+some kernel has to treat differently never compare equal (vLLM's keys merge group sizes, and int4-in-int8 with
+int8; both have led to wrong picks).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from moeq.matrix import ELEMENT_BITS
+
+Granularity = Literal["tensor", "channel", "token", "group", "block"]
+
+#: How stored zero points relate to the effective ones: absent, stored as is, or stored minus one (GPTQ v1).
+ZeroPoint = Literal["none", "stored", "stored-minus-one"]
+
+
+@dataclass(frozen=True)
+class ScaleKey:
+    """What one scale covers.
+
+    Attributes:
+        dtype: `f16`, `bf16`, `f32`, `e8m0`, `e4m3`.
+        granularity: what shares a scale.
+        group_shape: `(rows, columns)` that share a scale; -1 stands for the whole axis.
+        dynamic: computed at run time (activations) instead of stored.
+    """
+
+    dtype: str
+    granularity: Granularity
+    group_shape: tuple[int, int]
+    dynamic: bool = False
+
+
+@dataclass(frozen=True)
+class QuantKey:
+    """Type of a quantised tensor, weight or activation.
+
+    Attributes:
+        dtype: element type of a value: `int4`, `int8`, `e2m1`, `e4m3`, ... (see `moeq.matrix.ELEMENT_BITS`).
+        storage: container the elements are stored in: `i32-packed`, `u8-packed`, `i8`, `f8`, ...
+        scale: first-level scale.
+        symmetric: no zero points.
+        scale2: second-level scale (NVFP4's global scale), if any.
+    """
+
+    dtype: str
+    storage: str
+    scale: ScaleKey
+    symmetric: bool = True
+    scale2: ScaleKey | None = None
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one set of expert weights is encoded.
+
+    Attributes:
+        format: id of the checkpoint format in the scheme registry (`gptq`, `awq`, `ct-pack`, `ct-int8`, `mxfp4`, ...).
+        weight: type of the weights.
+        activation: type that the checkpoint asks activations to be quantised to; None for weight-only.
+        packing: where a code sits in its container (free text of the format, shown to people).
+        zero_point: how zero points are stored.
+        act_order: columns were reordered by activation order (`g_idx` is not `k // group_size`).
+        has_bias: expert projections carry biases.
+        quant_method: the name under which the config declares it (`gptq`, `compressed-tensors`, ...).
+        checkpoint_format: the format's own variant (`gptq`, `gptq_v2`, `gemm`, `pack-quantized`, ...).
+        writer: the tool that wrote it, where the config says.
+    """
+
+    format: str
+    weight: QuantKey
+    activation: QuantKey | None = None
+    packing: str = ""
+    zero_point: ZeroPoint = "none"
+    act_order: bool = False
+    has_bias: bool = False
+    quant_method: str = ""
+    checkpoint_format: str = ""
+    writer: str | None = None
+
+    @property
+    def bits(self) -> int:
+        """Bits per weight code."""
+        return ELEMENT_BITS[self.weight.dtype]
+
+    @property
+    def group_size(self) -> int:
+        """Weights along `K` per scale, or -1 for one scale per channel (or coarser)."""
+        return self.weight.scale.group_shape[1]
+
+    @property
+    def title(self) -> str:
+        """Short name for people, such as `gptq int4 g128 sym`."""
+        scope = f"g{self.group_size}" if self.group_size > 0 else self.weight.scale.granularity
+        symmetry = "sym" if self.weight.symmetric else "asym"
+        order = " act-order" if self.act_order else ""
+        activation = f" act-{self.activation.dtype}" if self.activation else ""
+        return f"{self.format} {self.weight.dtype} {scope} {symmetry}{order}{activation}"
