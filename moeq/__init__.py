@@ -1,0 +1,55 @@
+"""Inspect, repack and prove the expert weights of quantised Mixture-of-Experts checkpoints.
+
+    import moeq
+
+    ckpt = moeq.open("path/or/hub-org/name")          # headers only
+    ckpt.info                                         # what `moeq inspect --json` prints, as records
+    ckpt.dequantize(0, 3, "gate")                     # float32 [N, K]
+    verdict = moeq.decide(ckpt, deployment)           # backend, layout and every reason
+    moeq.convert("source", "destination", deployment)
+    moeq.run_check("destination", source="source")
+
+Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Public name -> "module:attribute". Resolved on first use, so that `import moeq` stays instant.
+_PUBLIC = {
+    "MoeqError": "moeq.errors:MoeqError",
+    "open": "moeq.model:open",
+    "Checkpoint": "moeq.model:Checkpoint",
+    "Deployment": "moeq.deploy.deployment:Deployment",
+    "Gpu": "moeq.deploy.deployment:Gpu",
+    "decide": "moeq.pipeline.decide:decide",
+    "convert": "moeq.pipeline.convert:convert",
+    "run_check": "moeq.check.run_check:run_check",
+}
+
+__all__ = ["__version__", *_PUBLIC]
+
+if TYPE_CHECKING:
+    from moeq.check.run_check import run_check
+    from moeq.deploy.deployment import Deployment, Gpu
+    from moeq.errors import MoeqError
+    from moeq.model import Checkpoint, open
+    from moeq.pipeline.convert import convert
+    from moeq.pipeline.decide import decide
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'moeq' has no attribute '{name}'")
+    module, _, attribute = _PUBLIC[name].partition(":")
+    value = getattr(import_module(module), attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,87 @@
+"""The one place that writes to the terminal.
+
+stdout carries the answer and nothing else: text for people, or with `--json` exactly one document, also on failure.
+Everything that is not the answer (progress, warnings, errors, hints) goes to stderr. Commands never print.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from moeq.errors import MoeqError
+
+
+class Output:
+    """Sink of one command.
+
+    Args:
+        schema: name of the command's JSON document, such as `moeq.inspect/1`.
+        json_mode: whether `--json` was given.
+    """
+
+    def __init__(self, schema: str, json_mode: bool = False) -> None:
+        self.schema = schema
+        self.json_mode = json_mode
+
+    @property
+    def stdout(self) -> Console:
+        """Console for the answer. Not wrapped at 80 columns when piped: scripts grep lines."""
+        from rich.console import Console
+
+        return Console(width=None if sys.stdout.isatty() else 160, highlight=False, soft_wrap=not sys.stdout.isatty())
+
+    @property
+    def stderr(self) -> Console:
+        """Console for everything else."""
+        from rich.console import Console
+
+        return Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
+
+    def answer(
+        self, document: Mapping[str, Any], render: Callable[[Console], None], *, ok: bool = True
+    ) -> None:
+        """Write the command's answer: `document` in JSON mode, else what `render` draws.
+
+        Args:
+            document: the JSON document without `schema` and `ok`, which are added here.
+            render: draws the same facts for people.
+            ok: False where the command ran fine and the answer is no (exit code 1).
+        """
+        if self.json_mode:
+            self._document({"ok": ok, **document})
+        else:
+            render(self.stdout)
+
+    def failure(self, error: MoeqError) -> None:
+        """Report a MoeqError: one line and a hint on stderr, and in JSON mode the document on stdout."""
+        if self.json_mode:
+            details = {"code": error.code, "message": error.message, "hint": error.hint}
+            self._document({"ok": False, "error": {**details, "exit_code": int(error.exit_code)}})
+        self._line("error", "bold red", error.message)
+        if error.hint:
+            self._line("hint", "cyan", error.hint)
+
+    def warning(self, message: str) -> None:
+        """Something odd that does not stop the command."""
+        self._line("warning", "yellow", message)
+
+    def note(self, message: str) -> None:
+        """Progress and the like."""
+        self.stderr.print(message, markup=False)
+
+    def _line(self, label: str, style: str, message: str) -> None:
+        from rich.text import Text
+
+        self.stderr.print(Text.assemble((f"{label}: ", style), message))
+
+    def _document(self, document: Mapping[str, Any]) -> None:
+        # allow_nan=False: NaN and Infinity are not JSON, and a reader in another language would choke on them.
+        text = json.dumps({"schema": self.schema, **document}, indent=2, allow_nan=False, default=str)
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
