@@ -31,7 +31,17 @@ _PUBLIC = {
     "run_check": "moeq.check.run_check:run_check",
 }
 
-__all__ = ["__version__", *_PUBLIC]
+__all__ = [
+    "Checkpoint",
+    "Deployment",
+    "Gpu",
+    "MoeqError",
+    "__version__",
+    "convert",
+    "decide",
+    "open",
+    "run_check",
+]
 
 if TYPE_CHECKING:
     from moeq.check.run_check import run_check

@@ -61,4 +61,4 @@ def _update(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
     data = tensor.contiguous().view(-1).view(torch.uint8)
     digest.update(name.encode())
     digest.update(data.numel().to_bytes(8, "little"))
-    digest.update(memoryview(data.numpy()))
+    digest.update(data.numpy().data)

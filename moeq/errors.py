@@ -25,7 +25,7 @@ class ExitCode(IntEnum):
 
 EXIT_CODES: dict[str, ExitCode] = {
     "answer": ExitCode.NO,  # it ran fine and the answer is no: no backend, mismatch, beyond tolerance
-    "usage": ExitCode.USAGE,  # the request makes no sense: bad option, output exists, unsupported combination of options
+    "usage": ExitCode.USAGE,  # the request makes no sense: bad option, output exists, options that contradict
     "environment": ExitCode.ENVIRONMENT,  # this machine lacks something: a package, a GPU, a permission
     "source": ExitCode.SOURCE,  # the checkpoint is missing, gated, corrupt, incomplete or of an unknown format
     "resources": ExitCode.RESOURCES,  # out of disk or over the memory ceiling; partial work is kept

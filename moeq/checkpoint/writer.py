@@ -85,7 +85,11 @@ class SafetensorsWriter:
             if not chunk:
                 raise MoeqError("source.truncated", f"the source file ends {remaining} bytes inside tensor '{name}'")
             self._pwrite(chunk, position)
-            position, source_offset, remaining = position + len(chunk), source_offset + len(chunk), remaining - len(chunk)
+            position, source_offset, remaining = (
+                position + len(chunk),
+                source_offset + len(chunk),
+                remaining - len(chunk),
+            )
 
     def read(self, name: str, offset: int, count: int) -> bytearray:
         """Read back bytes of a tensor as they lie in the file."""

@@ -86,7 +86,7 @@ def run(argv: Sequence[str]) -> int:
         out.failure(MoeqError("interrupted.ctrl-c", "interrupted; what was finished is kept"))
         return int(ExitCode.INTERRUPTED)
     except BrokenPipeError:
-        # The reader went away (`moeq inspect ... | head`): nothing to report, and Python's own message at exit is noise.
+        # The reader went away (`moeq inspect ... | head`). Python's own message at exit would be noise.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitCode.OK)
     except Exception as error:  # noqa: BLE001 - the last line of defence: a bug must be reported as one, exit code 70

@@ -3,40 +3,40 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
 DEPLOY = "Deployment"
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead of text.")]
-RevisionOption = Annotated[Optional[str], typer.Option("--revision", help="Hub revision: branch, tag or commit.")]
+RevisionOption = Annotated[str | None, typer.Option("--revision", help="Hub revision: branch, tag or commit.")]
 
 GpuOption = Annotated[
-    Optional[str],
-    typer.Option("--gpu", help="H100, a100, sm90, gfx942, cpu ... Default: the GPU found here.", rich_help_panel=DEPLOY),
+    str | None,
+    typer.Option("--gpu", help="H100, a100, sm90, gfx942, cpu ... [the GPU found here]", rich_help_panel=DEPLOY),
 ]
-TpOption = Annotated[Optional[int], typer.Option("--tp", help="Tensor-parallel size [1].", rich_help_panel=DEPLOY)]
-EpOption = Annotated[Optional[int], typer.Option("--ep", help="Expert-parallel size [1].", rich_help_panel=DEPLOY)]
+TpOption = Annotated[int | None, typer.Option("--tp", help="Tensor-parallel size [1].", rich_help_panel=DEPLOY)]
+EpOption = Annotated[int | None, typer.Option("--ep", help="Expert-parallel size [1].", rich_help_panel=DEPLOY)]
 BatchedOption = Annotated[
-    Optional[bool],
+    bool | None,
     typer.Option("--batched/--standard", help="Activations as [E, max_tokens, K].", rich_help_panel=DEPLOY),
 ]
 LoraOption = Annotated[
-    Optional[bool], typer.Option("--lora/--no-lora", help="LoRA adapters on the experts.", rich_help_panel=DEPLOY)
+    bool | None, typer.Option("--lora/--no-lora", help="LoRA adapters on the experts.", rich_help_panel=DEPLOY)
 ]
 DtypeOption = Annotated[
-    Optional[str], typer.Option("--dtype", help="Activation dtype: bf16 or fp16 [bf16].", rich_help_panel=DEPLOY)
+    str | None, typer.Option("--dtype", help="Activation dtype: bf16 or fp16 [bf16].", rich_help_panel=DEPLOY)
 ]
 BackendOption = Annotated[
-    Optional[str],
+    str | None,
     typer.Option("--backend", help="Force a backend; unsupported is an error. [auto]", rich_help_panel=DEPLOY),
 ]
 EngineOption = Annotated[
-    Optional[str],
+    str | None,
     typer.Option("--engine", help="Whose rules decide: vllm@0.33.0 or moeq.", rich_help_panel=DEPLOY),
 ]
 DeployOption = Annotated[
-    Optional[Path],
+    Path | None,
     typer.Option("--deploy", help="TOML file with these options; options given win.", rich_help_panel=DEPLOY),
 ]

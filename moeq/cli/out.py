@@ -43,9 +43,7 @@ class Output:
 
         return Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
 
-    def answer(
-        self, document: Mapping[str, Any], render: Callable[[Console], None], *, ok: bool = True
-    ) -> None:
+    def answer(self, document: Mapping[str, Any], render: Callable[[Console], None], *, ok: bool = True) -> None:
         """Write the command's answer: `document` in JSON mode, else what `render` draws.
 
         Args:

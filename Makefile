@@ -1,0 +1,37 @@
+# Two commands on a fresh machine with Python 3.11+ and make: `make demo` and `make test`.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CHECKPOINT := tests/data/checkpoints/gptq-int4-g32-qwen3moe
+DEMO := demo-output
+
+.PHONY: demo test lint gpu-test clean
+
+# The environment is rebuilt when what it holds changes. torch goes first and pinned: asked for by range, pip would take
+# the newest build with several gigabytes of GPU libraries.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "moeq needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[kernels,dev]'
+	@touch $(STAMP)
+
+demo: $(STAMP)
+	@rm -rf $(DEMO)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/demo.sh $(CHECKPOINT) $(DEMO)
+
+test: $(STAMP) lint
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+gpu-test: $(STAMP)
+	$(BIN)/python -m pytest -q -m gpu
+
+clean:
+	rm -rf $(VENV) $(DEMO) .pytest_cache .mypy_cache .ruff_cache

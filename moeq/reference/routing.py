@@ -1,0 +1,75 @@
+"""Router rules in plain float32 torch: which experts a token goes to, and with what weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]
+
+_SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda logits: torch.softmax(logits, dim=-1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda logits: torch.sqrt(torch.nn.functional.softplus(logits)),
+}
+
+
+@dataclass(frozen=True)
+class RoutingRule:
+    """A model's top-k rule.
+
+    Attributes:
+        top_k: experts per token.
+        scoring: how router logits become scores.
+        renormalize: divide the chosen scores by their sum.
+        scaling_factor: multiplies the weights at the end.
+        num_groups: experts are split into this many equal groups, of which the best `topk_groups` stay eligible.
+        topk_groups: see `num_groups`.
+        group_score: a group is ranked by its best score (`max`, DeepSeek-V2) or its best two (`top2`, DeepSeek-V3).
+    """
+
+    top_k: int
+    scoring: Scoring = "softmax"
+    renormalize: bool = True
+    scaling_factor: float = 1.0
+    num_groups: int = 1
+    topk_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Result of routing: `weights` float32 `[M, top_k]` and `ids` int64 `[M, top_k]`."""
+
+    weights: Tensor
+    ids: Tensor
+
+
+def route(logits: Tensor, rule: RoutingRule, correction_bias: Tensor | None = None) -> Routed:
+    """Apply a top-k rule.
+
+    Args:
+        logits: router output `[M, E]`, any float dtype.
+        rule: the model's rule.
+        correction_bias: `[E]`, added to the scores for *choosing* only, never for weighting (DeepSeek-V3).
+    """
+    scores = _SCORES[rule.scoring](logits.float())
+    choice = scores if correction_bias is None else scores + correction_bias.float()
+    if rule.num_groups > 1:
+        choice = _keep_best_groups(choice, rule)
+    ids = torch.topk(choice, rule.top_k, dim=-1, sorted=True).indices
+    weights = scores.gather(-1, ids)
+    if rule.renormalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(1e-20)
+    return Routed(weights * rule.scaling_factor, ids)
+
+
+def _keep_best_groups(choice: Tensor, rule: RoutingRule) -> Tensor:
+    grouped = choice.view(choice.shape[0], rule.num_groups, -1)
+    best = grouped.topk(2 if rule.group_score == "top2" else 1, dim=-1).values.sum(dim=-1)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(rule.topk_groups, dim=-1).indices, True)
+    return grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).view_as(choice)
