@@ -16,6 +16,7 @@ Conventions, for one projection of one expert:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -110,3 +111,32 @@ class QuantizedMatrix:
     group_index: Tensor | None = None
     global_scale: Tensor | None = None
     bias: Tensor | None = None
+
+    def rows(self, start: int, stop: int, role: Role) -> QuantizedMatrix:
+        """Output features `start .. stop` as a matrix of their own (views, nothing is copied)."""
+
+        def cut(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor[start:stop]
+
+        return replace(
+            self,
+            spec=replace(self.spec, n=stop - start, role=role),
+            codes=self.codes[start:stop],
+            scales=self.scales[start:stop],
+            zeros=cut(self.zeros),
+            global_scale=cut(self.global_scale),
+            bias=cut(self.bias),
+        )
+
+
+def split_projections(matrix: QuantizedMatrix) -> Iterator[tuple[Literal["gate", "up", "down"], QuantizedMatrix]]:
+    """The projections that a stacked matrix holds: gate and up of `w13` (up alone without a gate), down of `w2`."""
+    spec = matrix.spec
+    if spec.role == "w2":
+        yield "down", matrix.rows(0, spec.n, "down")
+    elif not spec.gated:
+        yield "up", matrix.rows(0, spec.n, "up")
+    else:
+        half = spec.n // 2
+        yield "gate", matrix.rows(0, half, "gate")
+        yield "up", matrix.rows(half, spec.n, "up")

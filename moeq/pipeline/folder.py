@@ -1,0 +1,180 @@
+"""The output folder of a conversion: built beside its final name, resumed where it was left, published by one rename."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from moeq.checkpoint.manifest import MANIFEST_NAME, Manifest, Projection
+from moeq.errors import MoeqError
+
+if TYPE_CHECKING:
+    from moeq.checkpoint.source import Source
+    from moeq.model import Checkpoint
+    from moeq.pipeline.plan import FilePlan, Plan
+
+JOURNAL_NAME = "moeq-journal.jsonl"
+INDEX_NAME = "model.safetensors.index.json"
+
+
+class WorkFolder:
+    """`<DST>.moeq-partial` until `publish`, then DST.
+
+    The journal in it names the job and lists every finished file with the digests of its units, one line each,
+    written after the file itself is on disk: what the journal says is done, is done.
+
+    Args:
+        destination: final folder.
+        job: digest of the plan.
+        force: replace an existing output of moeq.
+    """
+
+    def __init__(self, destination: Path, job: str, *, force: bool = False) -> None:
+        self.destination = destination
+        self.path = destination.with_name(destination.name + ".moeq-partial")
+        self.job = job
+        self.force = force
+        self._journal: dict[str, dict[Projection, tuple[str, ...]]] = {}
+
+    def check(self, source: Source) -> None:
+        """Refuse a destination that would lose somebody's data.
+
+        Raises:
+            MoeqError: `usage.destination-exists`, `usage.destination-is-source`, `usage.no-parent`.
+        """
+        destination = self.destination
+        if not destination.name:
+            raise MoeqError("usage.no-parent", f"'{destination}' is not a folder that can be created")
+        if not destination.parent.is_dir():
+            raise MoeqError(
+                "usage.no-parent", f"{destination.parent} does not exist", f"create it first: mkdir -p {destination.parent}"
+            )
+        folder = source.folder
+        if folder is not None and (destination.resolve() == folder.resolve() or destination.resolve() in folder.resolve().parents):
+            raise MoeqError(
+                "usage.destination-is-source", f"{destination} is, or holds, the source itself", "name another folder"
+            )
+        if not destination.exists() or (destination.is_dir() and not any(destination.iterdir())):
+            return
+        if not (destination / MANIFEST_NAME).is_file():
+            raise MoeqError(
+                "usage.destination-exists",
+                f"{destination} exists and is not an output of moeq",
+                "name another folder; --force replaces only what moeq itself wrote",
+            )
+        if not self.force:
+            raise MoeqError(
+                "usage.destination-exists", f"{destination} already holds a conversion", "--force replaces it"
+            )
+
+    def __enter__(self) -> WorkFolder:
+        try:
+            self.path.mkdir(exist_ok=True)
+            if not self._resume():
+                shutil.rmtree(self.path)
+                self.path.mkdir()
+                self._append({"job": self.job})
+        except OSError as error:
+            raise MoeqError("environment.write", f"cannot write {self.path}: {error.strerror}") from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Keep partial work of interruptions and full disks, which the same command continues; else remove it."""
+        keep = isinstance(error, KeyboardInterrupt) or (
+            isinstance(error, MoeqError) and error.code.startswith(("resources.", "interrupted."))
+        )
+        if error is not None and not keep:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def finished(self, file: FilePlan) -> dict[Projection, tuple[str, ...]] | None:
+        """Digests of a file that an earlier run finished, or None."""
+        return self._journal.get(file.name)
+
+    def record(self, file: FilePlan, digests: Mapping[Projection, tuple[str, ...]]) -> None:
+        """Note that a file is complete and on disk."""
+        size = (self.path / file.name).stat().st_size
+        self._append({"file": file.name, "size": size, "digests": dict(digests)})
+
+    def publish(self) -> None:
+        """Give the finished folder its name. With `force` the old one is removed only after the new one stands."""
+        (self.path / JOURNAL_NAME).unlink()
+        _fsync_folder(self.path)
+        old = None
+        if self.destination.exists():
+            old = self.destination.with_name(self.destination.name + ".moeq-old")
+            shutil.rmtree(old, ignore_errors=True)
+            os.replace(self.destination, old)
+        os.replace(self.path, self.destination)
+        _fsync_folder(self.destination.parent)
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _resume(self) -> bool:
+        """Read the journal of an interrupted run; False where it is of another job or unreadable."""
+        try:
+            lines = (self.path / JOURNAL_NAME).read_text(encoding="utf-8").splitlines()
+            records = [json.loads(line) for line in lines]
+        except (OSError, ValueError):
+            return False
+        if not records or records[0].get("job") != self.job:
+            return False
+        for record in records[1:]:
+            path = self.path / record["file"]
+            if path.is_file() and path.stat().st_size == record["size"]:
+                self._journal[record["file"]] = {name: tuple(values) for name, values in record["digests"].items()}
+        return True
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        with (self.path / JOURNAL_NAME).open("a", encoding="utf-8") as journal:
+            journal.write(json.dumps(record) + "\n")
+            journal.flush()
+            os.fsync(journal.fileno())
+
+
+def write_side_files(checkpoint: Checkpoint, plan: Plan, manifest: Manifest, folder: Path) -> None:
+    """Everything that is not a weight file: copied files, index, `config.json`, and `moeq.json` last."""
+    for name in checkpoint.source.side_files():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(checkpoint.source.path(name), target)
+    weight_map = {tensor: file.name for file in plan.files for tensor in file.tensors}
+    _write_json(folder / INDEX_NAME, {"metadata": {"total_size": plan.bytes_out}, "weight_map": weight_map})
+    _write_json(folder / "config.json", converted_config(checkpoint.source.config, manifest))
+    _write_json(folder / MANIFEST_NAME, manifest.to_json())
+
+
+def converted_config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, Any]:
+    """The source's `config.json` with the original quantisation config kept inside the new one."""
+    original = config.get("quantization_config")
+    return {
+        **config,
+        "quantization_config": {
+            "quant_method": "moeq",
+            "manifest": MANIFEST_NAME,
+            "layouts": sorted({layer.layout for layer in manifest.layers}),
+            "original": original,
+        },
+    }
+
+
+def _write_json(path: Path, document: Mapping[str, Any]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(document, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _fsync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
