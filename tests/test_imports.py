@@ -1,0 +1,135 @@
+"""The import table: data flows one way, and what must start fast imports no torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+RECORDS = {"errors", "matrix"}
+
+# area -> areas it may import. An area is the first name below `moeq`; "" is moeq/__init__.py itself.
+MAY_IMPORT: dict[str, set[str]] = {
+    "": {"model", "pipeline", "check", "deploy", *RECORDS},
+    "errors": set(),
+    "matrix": set(),
+    "digest": {*RECORDS},
+    "deploy": {*RECORDS},
+    "schemes": {*RECORDS},
+    "checkpoint": {*RECORDS},
+    "layouts": {*RECORDS},
+    "oracle": {"schemes", "deploy", "layouts", *RECORDS},
+    "reference": {"schemes", *RECORDS},
+    "model": {"checkpoint", "schemes", "layouts", *RECORDS},
+    "pipeline": {"", "model", "checkpoint", "schemes", "layouts", "oracle", "deploy", "digest", *RECORDS},
+    "check": {"", "model", "reference", "layouts", "checkpoint", "schemes", "digest", *RECORDS},
+    "report": {"oracle", "pipeline", "check", "checkpoint", "schemes", "layouts", "deploy", *RECORDS},
+}
+
+# Areas where torch may be imported at module level; elsewhere only inside functions.
+TORCH_AT_TOP = {"reference", "check", "layouts"}
+# ... but not in these, which the oracle and `inspect` load.
+TORCH_FREE_MODULES = {"moeq/layouts/__init__.py", "moeq/layouts/base.py", "moeq/layouts/registry.py"}
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for path in sorted((ROOT / "moeq").rglob("*.py")):
+        parts = path.relative_to(ROOT / "moeq").with_suffix("").parts
+        yield ("" if parts == ("__init__",) else parts[0]), path
+
+
+def type_checking_lines(tree: ast.Module) -> set[int]:
+    lines: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return lines
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool, int]]:
+    """(imported module, at module level and at run time, line)."""
+    tree = ast.parse(path.read_text())
+    typing_only = type_checking_lines(tree)
+    inside = {
+        child.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for child in ast.walk(node)
+        if isinstance(child, ast.Import | ast.ImportFrom)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [node.module or ""]
+        else:
+            continue
+        for name in names:
+            yield name, node.lineno not in inside and node.lineno not in typing_only, node.lineno
+
+
+def test_every_area_is_in_the_table() -> None:
+    assert {area for area, _ in modules()} - {"cli"} <= set(MAY_IMPORT)
+
+
+def test_areas_import_only_what_the_table_allows() -> None:
+    wrong = []
+    for area, path in modules():
+        if area == "cli":
+            continue
+        for name, _, line in imports(path):
+            top, _, rest = name.partition(".")
+            if top == "moeq_kernels" and area != "check":
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
+            if top != "moeq":
+                continue
+            target = rest.partition(".")[0]
+            if target != area and target not in MAY_IMPORT[area]:
+                wrong.append(f"{path.relative_to(ROOT)}:{line} ({area}) imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_torch_is_imported_inside_functions_where_it_must_be() -> None:
+    wrong = []
+    for area, path in modules():
+        relative = str(path.relative_to(ROOT))
+        if area in TORCH_AT_TOP and relative not in TORCH_FREE_MODULES:
+            continue
+        wrong += [
+            f"{relative}:{line}" for name, top, line in imports(path) if top and name.partition(".")[0] == "torch"
+        ]
+    assert not wrong, wrong
+
+
+def test_kernels_never_import_moeq() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in sorted((ROOT / "kernels" / "moeq_kernels").rglob("*.py"))
+        for name, _, line in imports(path)
+        if name.partition(".")[0] == "moeq"
+    ]
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import moeq",
+        "import moeq.cli.app as app; app.run(['--help'])",
+        "import moeq.oracle.decide",
+        "import moeq.layouts.registry",
+        "import moeq.cli.app as app; app.run(['inspect', 'tests/data/checkpoints/gptq-int4-g32-qwen3moe', '--gpu', 'a100'])",
+        "import moeq.cli.app as app; app.run(['oracle', 'tests/data/checkpoints/gptq-int4-g32-qwen3moe', '--gpu', 'a100'])",
+    ],
+)
+def test_no_torch_is_loaded(code: str) -> None:
+    program = f"{code}\nimport sys; sys.exit(3 if 'torch' in sys.modules or 'triton' in sys.modules else 0)"
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr or result.stdout
