@@ -1,0 +1,54 @@
+"""Fused Mixture-of-Experts kernels that read packed expert weights as they are stored.
+
+    from moeq_kernels import PackedExperts, PackedMatrix, fused_moe
+    y = fused_moe(x, experts, topk_weights, topk_ids, activation="silu")
+
+Importing this needs no GPU, no torch and no triton; calling a kernel does. Without a GPU, call
+`moeq_kernels.interpreter.enable()` before anything imports triton, and pass CPU tensors.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+# Public name -> "module:attribute", resolved on first use: importing this package must not import torch.
+_PUBLIC = {
+    "KernelArgumentError": "moeq_kernels.errors:KernelArgumentError",
+    "KernelEnvironmentError": "moeq_kernels.errors:KernelEnvironmentError",
+    "KernelError": "moeq_kernels.errors:KernelError",
+    "KernelUnsupportedError": "moeq_kernels.errors:KernelUnsupportedError",
+    "PackedExperts": "moeq_kernels.records:PackedExperts",
+    "PackedMatrix": "moeq_kernels.records:PackedMatrix",
+    "fused_moe": "moeq_kernels.fused:fused_moe",
+    "fused_moe_batched": "moeq_kernels.fused:fused_moe_batched",
+}
+
+__all__ = [
+    "KernelArgumentError",
+    "KernelEnvironmentError",
+    "KernelError",
+    "KernelUnsupportedError",
+    "PackedExperts",
+    "PackedMatrix",
+    "fused_moe",
+    "fused_moe_batched",
+]
+
+if TYPE_CHECKING:
+    from moeq_kernels.errors import KernelArgumentError, KernelEnvironmentError, KernelError, KernelUnsupportedError
+    from moeq_kernels.fused import fused_moe, fused_moe_batched
+    from moeq_kernels.records import PackedExperts, PackedMatrix
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'moeq_kernels' has no attribute '{name}'")
+    module, _, attribute = _PUBLIC[name].partition(":")
+    value = getattr(import_module(module), attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,80 @@
+"""Packs random codes into kernel layouts with torch, on any device, for tests and benchmarks of the kernels.
+
+Written from the closed forms of the layouts (element by element, "which code does this field of this word hold"),
+not from the reshapes that the device code uses, so that a mistake in one does not hide in the other. Products use
+`moeq.layouts`, which is tested against the engines' own bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def pack_words(fields: Tensor, bits: int) -> Tensor:
+    """`[..., F]` codes, field 0 lowest -> int32 `[...]`."""
+    words = torch.zeros(fields.shape[:-1], dtype=torch.int64, device=fields.device)
+    for index in range(fields.shape[-1]):
+        words |= fields[..., index].to(torch.int64) << (bits * index)
+    return (words & 0xFFFFFFFF).sub((words >> 31) << 32).to(torch.int32)
+
+
+def marlin_weight(codes: Tensor, bits: int) -> Tensor:
+    """uint8 codes `[E, N, K]` -> int32 `[E, K / 16, N * 16 * bits / 32]`, Marlin's 16-bit-activation order."""
+    experts, n_size, k_size = codes.shape
+    per_word = 32 // bits
+    device = codes.device
+    row = torch.arange(k_size // 16, device=device)[:, None, None]
+    col = torch.arange(n_size * 16 // per_word, device=device)[None, :, None]
+    p = torch.arange(per_word, device=device)[None, None, :]
+    if bits == 4:
+        lane, m = (col % 128) // 4, col % 4
+        n = 64 * (col // 128) + 16 * m + 8 * ((p % 4) // 2) + lane // 4
+        k = 16 * row + 8 * (p % 2) + 2 * (lane % 4) + p // 4
+    else:
+        lane, m = (col % 256) // 8, col % 8
+        n = 64 * (col // 256) + 16 * (m // 2) + 8 * (m % 2) + lane // 4
+        k = 16 * row + 8 * (p % 2) + 2 * (lane % 4) + p // 2
+    flat = n * k_size + k
+    return torch.stack([pack_words(codes[e].reshape(-1)[flat], bits) for e in range(experts)])
+
+
+def group_column(n: Tensor) -> Tensor:
+    """Where Marlin stores the group scale of column n."""
+    return 64 * (n // 64) + 8 * (n % 8) + (n % 64) // 8
+
+
+def single_column(n: Tensor) -> Tensor:
+    """Where Marlin stores the channel scale, or the bias, of column n."""
+    r = n % 32
+    return 32 * (n // 32) + 8 * ((r % 8) // 2) + 2 * (r // 8) + r % 2
+
+
+def marlin_scale(scales: Tensor) -> Tensor:
+    """`[E, N, G]` -> `[E, G, N]`: channel order for G = 1, group order otherwise."""
+    n = torch.arange(scales.shape[1], device=scales.device)
+    column = single_column(n) if scales.shape[2] == 1 else group_column(n)
+    out = torch.empty_like(scales.transpose(1, 2).contiguous())
+    out[:, :, column] = scales.transpose(1, 2)
+    return out
+
+
+def marlin_zero(zeros: Tensor, bits: int) -> Tensor:
+    """uint8 zero points `[E, N, G]` -> int32 `[E, G, N * bits / 32]`."""
+    experts, n_size, groups = zeros.shape
+    per_word = 32 // bits
+    device = zeros.device
+    word = torch.arange(n_size // per_word, device=device)[:, None]
+    p = torch.arange(per_word, device=device)[None, :]
+    if bits == 4:
+        n = 64 * (word // 8) + 8 * (2 * (p % 4) + p // 4) + word % 8
+    else:
+        n = 64 * (word // 16) + 8 * (4 * (word % 2) + 2 * (p % 2) + p // 2) + (word % 16) // 2
+    return pack_words(zeros.transpose(1, 2)[:, :, n], bits).reshape(experts, groups, -1).contiguous()
+
+
+def marlin_bias(bias: Tensor) -> Tensor:
+    """`[E, N]` -> `[E, N]` in Marlin's 32-column order."""
+    out = torch.empty_like(bias)
+    out[:, single_column(torch.arange(bias.shape[1], device=bias.device))] = bias
+    return out

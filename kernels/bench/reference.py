@@ -1,0 +1,98 @@
+"""The MoE layer in plain torch, for tests and benchmarks of the kernels: no packing, no triton, no blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A MoE layer as plain numbers.
+
+    Attributes:
+        w13: float32 `[E, N, H]`, gate rows then up rows (or up to `interleaved` / ungated, see `order`).
+        w2: float32 `[E, H, I]`.
+        b13, b2: float32 biases `[E, N]`, `[E, H]`, or None.
+        order: `gate-up`, `interleaved` or `ungated`.
+        activation, alpha, beta, limit: as `fused_moe`; limit None for no clamping.
+    """
+
+    w13: Tensor
+    w2: Tensor
+    b13: Tensor | None = None
+    b2: Tensor | None = None
+    order: str = "gate-up"
+    activation: str = "silu"
+    alpha: float = 1.702
+    beta: float = 1.0
+    limit: float | None = None
+
+
+def activate(h: Tensor, layer: Layer) -> Tensor:
+    """`[R, N]` pre-activations -> `[R, I]`."""
+    if layer.order == "ungated":
+        return _activation(h, layer.activation)
+    if layer.order == "interleaved":
+        gate, up = h[:, 0::2], h[:, 1::2]
+    else:
+        gate, up = h.chunk(2, dim=1)
+    if layer.limit is not None:
+        gate, up = gate.clamp(max=layer.limit), up.clamp(-layer.limit, layer.limit)
+    if layer.activation == "swiglu_oai":
+        return gate * torch.sigmoid(layer.alpha * gate) * (up + layer.beta)
+    return _activation(gate, layer.activation) * up
+
+
+def _activation(h: Tensor, name: str) -> Tensor:
+    table = {
+        "silu": torch.nn.functional.silu,
+        "gelu": torch.nn.functional.gelu,
+        "gelu_tanh": lambda v: torch.nn.functional.gelu(v, approximate="tanh"),
+        "relu2": lambda v: torch.relu(v) ** 2,
+    }
+    return table[name](h)
+
+
+def moe(
+    x: Tensor,
+    layer: Layer,
+    weights: Tensor,
+    ids: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    weight_on_input: bool = False,
+) -> Tensor:
+    """`[M, H]` float32 result for x `[M, H]`, weights and ids `[M, k]` (ids outside 0 .. E - 1 are skipped).
+
+    With `dtype` None every step is float32 (the truth). With a 16-bit dtype it is what a 16-bit implementation on
+    dequantised weights does: weights rounded to dtype, products of 16-bit values accumulated in float32, the
+    activation's result and the final result rounded to dtype.
+    """
+
+    def rounded(value: Tensor) -> Tensor:
+        return value if dtype is None else value.to(dtype).float()
+
+    x32, weights32 = x.float(), weights.float()
+    y = torch.zeros(x.shape[0], layer.w2.shape[1], device=x.device)
+    for choice in range(ids.shape[1]):
+        for expert in ids[:, choice].unique().tolist():
+            if not 0 <= expert < layer.w13.shape[0]:
+                continue
+            rows = (ids[:, choice] == expert).nonzero().flatten()
+            factor = weights32[rows, choice, None]
+            h = x32[rows] @ rounded(layer.w13[expert]).T
+            h = h * factor if weight_on_input else h
+            h = h if layer.b13 is None else h + layer.b13[expert]
+            a = rounded(activate(h, layer))
+            out = a @ rounded(layer.w2[expert]).T
+            out = out if layer.b2 is None else out + layer.b2[expert]
+            y[rows] += out if weight_on_input else out * factor
+    return rounded(y)
+
+
+def relative_error(actual: Tensor, truth: Tensor) -> float:
+    """Frobenius norm of the difference over that of the truth."""
+    return float((actual.float() - truth).norm() / truth.norm().clamp(min=1e-30))

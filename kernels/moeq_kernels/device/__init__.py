@@ -1,0 +1,1 @@
+"""Device code. Importing these modules needs triton; the host side imports them on first use."""

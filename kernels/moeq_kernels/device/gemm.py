@@ -1,0 +1,178 @@
+"""The grouped matrix product of both projections, and the weighted sum over a token's experts."""
+# mypy: ignore-errors
+# (device code is Triton's language, not Python's)
+
+import triton
+import triton.language as tl
+
+from moeq_kernels.device.activations import activate, activate_gated
+from moeq_kernels.device.codecs import column_of
+from moeq_kernels.device.numerics import dot, round_half_even, round_to
+from moeq_kernels.device.scales import scale_offset, scale_to_float, single_order, weight_tile
+
+
+@triton.jit
+def _finish(acc, rows, valid, p0, expert, scale, bias, global_scale, x_scale, pair_weight,
+            N: tl.constexpr, CODEC: tl.constexpr, ORDER: tl.constexpr, STRIDE: tl.constexpr, BIAS_SINGLE: tl.constexpr,
+            CHANNELWISE: tl.constexpr, BN: tl.constexpr, WEIGHT_FIRST: tl.constexpr):  # fmt: skip
+    """Everything linear after the dot, in float32: channel scales, activation scales, router weight, bias.
+
+    WEIGHT_FIRST multiplies by the router weight before the bias (`router weight on input`).
+    """
+    positions = p0 + tl.arange(0, BN)
+    inside = positions < N
+    acc = acc.to(tl.float32)
+    if CHANNELWISE:
+        offset = scale_offset(0, positions, CODEC, ORDER, STRIDE)
+        acc = acc * scale_to_float(tl.load(scale + offset, mask=inside, other=0))[None, :]
+    if x_scale is not None:
+        acc = acc * tl.load(x_scale + rows, mask=valid, other=0.0)[:, None]
+    if global_scale is not None:
+        acc = acc * tl.load(global_scale + expert)
+    if WEIGHT_FIRST:
+        acc = acc * pair_weight[:, None]
+    if bias is not None:
+        column = column_of(positions, CODEC)
+        if BIAS_SINGLE:
+            column = single_order(column)
+        acc = acc + tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit
+def moe_gemm(
+    x, x_scale, w, scale, zero, bias, global_scale, permutation, group_index, out,
+    slots, block_expert, pair_weights, num_pairs, stride_x, stride_out,
+    stride_we, stride_se, stride_ze, stride_be,
+    TOP_K: tl.constexpr, K_X: tl.constexpr, N_OUT: tl.constexpr,
+    K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    CODEC: tl.constexpr, ELEMENT: tl.constexpr, ORDER: tl.constexpr, STRIDE: tl.constexpr, CHANNELWISE: tl.constexpr,
+    BIAS_SINGLE: tl.constexpr, EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr, WEIGHT_FIRST: tl.constexpr, WEIGHT_LAST: tl.constexpr,
+    TILES_N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """One BM x BN tile of one expert's product, from packed weights, with its epilogue.
+
+    `slots` lists pair numbers (token * top_k + choice) in blocks of BM, one expert per block; a pair number of
+    num_pairs is padding. Row `pair // TOP_K` of x is read, row `pair` of out is written. EPILOGUE is `halves` (two
+    accumulators BN wide, gate at p0 and up at p0 + N / 2), `interleaved` (one accumulator, pairs of columns) or
+    `plain`. WEIGHT_FIRST and WEIGHT_LAST say where the router weight is applied, if here at all.
+    """
+    program = tl.program_id(0)
+    block = program // TILES_N
+    p0 = (program % TILES_N) * BN
+    expert = tl.load(block_expert + block)
+    if expert < 0:
+        return
+    expert = expert.to(tl.int64)
+    pairs = tl.load(slots + block * BM + tl.arange(0, BM))
+    valid = pairs < num_pairs
+    rows = pairs // TOP_K
+    w += expert * stride_we
+    if scale is not None:
+        scale += expert * stride_se
+    if zero is not None:
+        zero += expert * stride_ze
+    if bias is not None:
+        bias += expert * stride_be
+    if permutation is not None:
+        permutation += expert * K
+    if group_index is not None:
+        group_index += expert * K
+
+    ACC: tl.constexpr = tl.int32 if ELEMENT == "int8" else tl.float32
+    acc = tl.zeros((BM, BN), ACC)
+    if EPILOGUE == "halves":
+        acc_up = tl.zeros((BM, BN), ACC)
+    x_rows = x + rows.to(tl.int64)[:, None] * stride_x
+    for step in range((K + BK - 1) // BK):
+        k0 = step * BK
+        k = k0 + tl.arange(0, BK)
+        source = k
+        if permutation is not None:
+            source = tl.load(permutation + k, mask=k < K, other=K_X)
+        a = tl.load(x_rows + source[None, :], mask=valid[:, None] & (source < K_X)[None, :], other=0)
+        b = weight_tile(w, scale, zero, group_index, k0, p0, K, N, G, GROUP, ROWS, CODEC, ELEMENT, ORDER, STRIDE,
+                        CHANNELWISE, BK, BN, DTYPE, INTERPRET)  # fmt: skip
+        acc = dot(a, b, acc, INTERPRET)
+        if EPILOGUE == "halves":
+            b = weight_tile(w, scale, zero, group_index, k0, p0 + N // 2, K, N, G, GROUP, ROWS, CODEC, ELEMENT, ORDER,
+                            STRIDE, CHANNELWISE, BK, BN, DTYPE, INTERPRET)  # fmt: skip
+            acc_up = dot(a, b, acc_up, INTERPRET)
+
+    pair_weight = tl.full((BM,), 1.0, tl.float32)
+    if WEIGHT_FIRST or WEIGHT_LAST:
+        pair_weight = tl.load(pair_weights + pairs, mask=valid, other=0.0)
+    value = _finish(acc, rows, valid, p0, expert, scale, bias, global_scale, x_scale, pair_weight, N,
+                    CODEC, ORDER, STRIDE, BIAS_SINGLE, CHANNELWISE, BN, WEIGHT_FIRST)  # fmt: skip
+    column = column_of(p0 + tl.arange(0, BN), CODEC)
+    if EPILOGUE == "halves":
+        up = _finish(acc_up, rows, valid, p0 + N // 2, expert, scale, bias, global_scale, x_scale,
+                     pair_weight, N, CODEC, ORDER, STRIDE, BIAS_SINGLE, CHANNELWISE, BN, WEIGHT_FIRST)  # fmt: skip
+        value = activate_gated(value, up, ACTIVATION, ALPHA, BETA, LIMIT)
+        keep = column < N // 2
+    elif EPILOGUE == "interleaved":
+        if CODEC == "marlin4" or CODEC == "marlin8":  # positions 8 octet + ...: gate and up differ in octet bit 0
+            pairs_last = tl.permute(tl.reshape(value, (BM, BN // 16, 2, 8)), (0, 1, 3, 2))
+            column = tl.reshape(tl.permute(tl.reshape(column, (BN // 16, 2, 8)), (0, 2, 1)), (BN // 2, 2))
+        else:
+            pairs_last = tl.reshape(value, (BM, BN // 16, 8, 2))
+            column = tl.reshape(column, (BN // 2, 2))
+        gate, up = tl.split(pairs_last)
+        value = tl.reshape(activate_gated(gate, up, ACTIVATION, ALPHA, BETA, LIMIT), (BM, BN // 2))
+        column, _odd = tl.split(column)
+        column = column // 2
+        keep = column < N // 2
+    else:
+        if ACTIVATION != "none":
+            value = activate(value, ACTIVATION)
+        keep = column < N
+    if WEIGHT_LAST:
+        value = value * pair_weight[:, None]
+    keep = keep & (column < N_OUT)
+    where = out + pairs.to(tl.int64)[:, None] * stride_out + column[None, :]
+    tl.store(where, round_to(value, out.dtype.element_ty, INTERPRET), mask=valid[:, None] & keep[None, :])
+
+
+@triton.jit
+def sum_choices(
+    parts, local_ids, out, num_tokens, stride_out,
+    TOP_K: tl.constexpr, H: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """out[t] = parts[t, 0] + parts[t, 1] + ... in that order, in float32; choices of absent experts are left out."""
+    tokens = tl.program_id(0) * BT + tl.arange(0, BT)
+    columns = tl.program_id(1) * BH + tl.arange(0, BH)
+    mask = (tokens < num_tokens)[:, None] & (columns < H)[None, :]
+    total = tl.zeros((BT, BH), tl.float32)
+    for choice in range(TOP_K):
+        pair = tokens * TOP_K + choice
+        present = tl.load(local_ids + pair, mask=tokens < num_tokens, other=-1) >= 0
+        part = parts + pair.to(tl.int64)[:, None] * H + columns[None, :]
+        total += tl.load(part, mask=mask & present[:, None], other=0.0)
+    where = out + tokens.to(tl.int64)[:, None] * stride_out + columns[None, :]
+    tl.store(where, round_to(total, out.dtype.element_ty, INTERPRET), mask=mask)
+
+
+@triton.jit
+def quantize_rows(x, q, scales, static_scale, stride_x, stride_q,
+                  K: tl.constexpr, BLOCK: tl.constexpr, INTERPRET: tl.constexpr):  # fmt: skip
+    """Symmetric int8 codes of a row, to nearest even: scale = max |x| / 127 (1 for a zero row), or the static one."""
+    row = tl.program_id(0).to(tl.int64)
+    if static_scale is not None:
+        scale = tl.load(static_scale)
+    else:
+        largest = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, K, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            value = tl.load(x + row * stride_x + column, mask=column < K, other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, tl.abs(value))
+        top = tl.max(largest, axis=0)
+        scale = tl.where(top > 0.0, tl.div_rn(top, 127.0), 1.0)
+    for start in range(0, K, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        value = tl.load(x + row * stride_x + column, mask=column < K, other=0.0).to(tl.float32)
+        code = round_half_even(tl.div_rn(value, scale))
+        code = tl.minimum(tl.maximum(code, -128.0), 127.0)
+        tl.store(q + row * stride_q + column, code.to(tl.int8), mask=column < K)
+    tl.store(scales + row, scale)

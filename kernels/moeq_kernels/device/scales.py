@@ -1,0 +1,152 @@
+"""Group scales and zero points in their stored orders, spread over a tile of codes.
+
+Orders: `marlin-group` and `marlin-single` are Marlin's two column permutations (vLLM 0.33 `marlin_permute_scales`),
+`marlin-mx` and `marlin-mx-single` the same followed by its byte order for e8m0, `rows` is `[N, G]`, `hopper-mx`
+triton_kernels' HopperMXScaleLayout for 8 warps.
+"""
+# mypy: ignore-errors
+# (device code is Triton's language, not Python's)
+
+import triton
+import triton.language as tl
+
+from moeq_kernels.device.codecs import codes, column_of
+from moeq_kernels.device.numerics import round_to, small_int_to_float
+
+
+@triton.jit
+def single_order(column):
+    """Where a column's value lies in Marlin's 32-column order (channel-wise scales, biases)."""
+    inner = column % 32
+    return column - inner + 8 * ((inner % 8) // 2) + 2 * (inner // 8) + inner % 2
+
+
+@triton.jit
+def scale_offset(group, position, CODEC: tl.constexpr, ORDER: tl.constexpr, STRIDE: tl.constexpr):
+    """Element offset of the scale of (group, position) within one expert; STRIDE is the stored row length."""
+    if ORDER == "marlin-group":
+        return group * STRIDE + position  # a Marlin tile's positions are in this very order
+    elif ORDER == "marlin-single":
+        return group * STRIDE + single_order(column_of(position, CODEC))
+    elif ORDER == "marlin-mx":
+        octet = position % 8  # 4 * (block // 2) + 2 * (block % 2) + half -> 4 * (block // 2) + 2 * half + block % 2
+        return group * STRIDE + position - octet % 4 + 2 * (octet % 2) + (octet // 2) % 2
+    elif ORDER == "marlin-mx-single":
+        single = single_order(column_of(position, CODEC))
+        return group * STRIDE + single - single % 4 + 2 * (single % 2) + (single // 2) % 2
+    elif ORDER == "rows":
+        return position * STRIDE + group
+    else:
+        tl.static_assert(ORDER == "hopper-mx", "unknown scale order")
+        row = 8 * (position // 256) + (position % 128) // 16
+        column = 64 * (group // 2) + 32 * ((position % 256) // 128)
+        return row * STRIDE + column + 4 * (position % 8) + 2 * (group % 2) + (position % 16) // 8
+
+
+@triton.jit
+def scale_to_float(stored):
+    """A stored scale as float32; bytes are e8m0 exponents, 2**(byte - 127), 255 = NaN."""
+    if stored.dtype == tl.uint8:
+        byte = stored.to(tl.int32)
+        bits = tl.where(byte == 0, 0x00400000, byte << 23)  # 2**-127 is subnormal
+        return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    else:
+        return stored.to(tl.float32)
+
+
+@triton.jit
+def group_rows(k0, group_index, GROUP: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, K: tl.constexpr):
+    """Groups that the rows k0 .. k0 + BK use: ROWS consecutive ones, or one per row when ROWS == BK."""
+    if group_index is not None:
+        k = k0 + tl.arange(0, BK)
+        return tl.load(group_index + k, mask=k < K, other=0)
+    elif ROWS == BK:
+        return (k0 + tl.arange(0, BK)) // GROUP
+    else:
+        return k0 // GROUP + tl.arange(0, ROWS)
+
+
+@triton.jit
+def spread(values, ROWS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
+    """[ROWS, BN] -> something that broadcasts against [BK, BN], each row covering BK / ROWS rows."""
+    if ROWS == 1 or ROWS == BK:
+        return values
+    else:
+        wide = tl.broadcast_to(values[:, None, :], (ROWS, BK // ROWS, BN))
+        return tl.reshape(wide, (BK, BN))
+
+
+@triton.jit
+def zero_points(zero, groups, p0, G: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
+                CODEC: tl.constexpr, ELEMENT: tl.constexpr):  # fmt: skip
+    """int32 [ROWS, BN] zero points; 0 beyond the matrix."""
+    if CODEC == "marlin4":  # word 8 tile + octet, field block + 4 half
+        words = p0 // 8 + tl.arange(0, BN // 8)
+        mask = (groups[:, None] < G) & (words[None, :] < N // 8)
+        packed = tl.load(zero + groups[:, None] * (N // 8) + words[None, :], mask=mask, other=0)
+        fields = tl.join(packed, packed >> 4)  # block bit 0
+        fields = tl.join(fields, fields >> 8)  # block bit 1
+        fields = tl.join(fields, fields >> 16) & 15  # half
+        return tl.reshape(tl.permute(fields, (0, 1, 3, 2, 4)), (ROWS, BN))
+    elif CODEC == "marlin8":  # word 16 tile + 2 octet + block // 2, byte 2 half + block % 2
+        words = p0 // 4 + tl.arange(0, BN // 4)
+        mask = (groups[:, None] < G) & (words[None, :] < N // 4)
+        packed = tl.load(zero + groups[:, None] * (N // 4) + words[None, :], mask=mask, other=0)
+        fields = tl.join(packed, packed >> 8)  # block % 2
+        fields = tl.join(fields, fields >> 16) & 255  # half
+        return tl.reshape(fields, (ROWS, BN))
+    else:
+        columns = p0 + tl.arange(0, BN)
+        mask = (groups[:, None] < G) & (columns[None, :] < N)
+        if ELEMENT == "uint4":  # uint8 [N / 2, G], low nibble = even column
+            offset = (columns[None, :] // 2) * G + groups[:, None]
+            packed = tl.load(zero + offset, mask=mask, other=0).to(tl.int32)
+            return (packed >> (4 * (columns[None, :] % 2))) & 15
+        else:  # uint8 [N, G]
+            return tl.load(zero + columns[None, :] * G + groups[:, None], mask=mask, other=0).to(tl.int32)
+
+
+@triton.jit
+def e2m1_to_float(code):
+    """4-bit floats 0 .. 15 to float32: 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
+    magnitude = code & 7
+    bits = (magnitude << 22) + (126 << 23)  # right for 1 and above
+    bits = tl.where(magnitude == 1, 126 << 23, bits)
+    bits = tl.where(magnitude == 0, 0, bits)
+    return (bits | ((code & 8) << 28)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def weight_tile(
+    w, scale, zero, group_index, k0, p0,
+    K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    CODEC: tl.constexpr, ELEMENT: tl.constexpr, ORDER: tl.constexpr, STRIDE: tl.constexpr, CHANNELWISE: tl.constexpr,
+    BK: tl.constexpr, BN: tl.constexpr, DTYPE: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Weights [BK, BN] as operand of a dot: DTYPE, rounded once; int8 codes for `int8`.
+
+    Channel-wise scales are left to the epilogue: integers minus zero points are exact in 16-bit floats.
+    """
+    code = codes(w, k0, p0, K, N, BK, BN, CODEC)
+    if ELEMENT == "float" or ELEMENT == "int8":
+        return code
+    else:
+        groups = group_rows(k0, group_index, GROUP, ROWS, BK, K)
+        if ELEMENT == "e2m1":
+            value = e2m1_to_float(code)
+        else:
+            value = small_int_to_float(code.to(tl.int32))
+            if zero is not None:
+                points = zero_points(zero, groups, p0, G, N, ROWS, BN, CODEC, ELEMENT)
+                value = value - spread(small_int_to_float(points), ROWS, BK, BN)
+            elif ELEMENT == "uint4":
+                value = value - 8.0
+            else:
+                value = value - 128.0
+        if not CHANNELWISE:
+            positions = p0 + tl.arange(0, BN)
+            offset = scale_offset(groups[:, None], positions[None, :], CODEC, ORDER, STRIDE)
+            mask = (groups[:, None] < G) & (positions[None, :] < N)
+            stored = tl.load(scale + offset, mask=mask, other=0)
+            value = value * spread(scale_to_float(stored), ROWS, BK, BN)
+        return round_to(value, DTYPE, INTERPRET)

@@ -1,0 +1,87 @@
+"""Packed expert weights as the kernels take them. Importing this needs neither torch nor triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+W13Order = Literal["gate-up", "interleaved", "ungated"]
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """One projection of all local experts, in the bytes of one layout.
+
+    Attributes:
+        layout: versioned layout id, such as `marlin-wna16/1`; `capabilities.CAPABILITIES` lists them all.
+        weight: packed codes `[E, ...]`, shape and dtype as the layout says.
+        n: output features as stored, padding included (`w13`: gate and up together).
+        k: input features as stored, padding included.
+        element: type of a code: `int4`, `int8`, `e2m1`, or `bf16` / `f16` where weights are not quantised.
+        group_size: codes along `k` that share a scale; `k` (or anything larger, or -1) means one per output feature.
+        scale: scales `[E, ...]` in the layout's order, or None for unquantised weights.
+        zero: packed zero points `[E, ...]`, or None where the code's midpoint is zero.
+        bias: `[E, n]` in the layout's order, or None.
+        permutation: int32 `[E, k]`: row `i` of the packed matrix multiplies input column `permutation[e, i]`
+            (act-order); None for the identity.
+        group_index: int32 `[E, k]`, scale group of each packed row, where groups are not `row // group_size`.
+        global_scale: float32 `[E]` multiplying the whole matrix, or None.
+        input_scale: float32 `[1]` static activation scale for int8 activations; None quantises each row on its own.
+    """
+
+    layout: str
+    weight: Tensor
+    n: int
+    k: int
+    element: str
+    group_size: int
+    scale: Tensor | None = None
+    zero: Tensor | None = None
+    bias: Tensor | None = None
+    permutation: Tensor | None = None
+    group_index: Tensor | None = None
+    global_scale: Tensor | None = None
+    input_scale: Tensor | None = None
+
+    @property
+    def channelwise(self) -> bool:
+        """Whether each output feature has a single scale."""
+        return self.group_size == -1 or self.group_size >= self.k
+
+    @property
+    def num_groups(self) -> int:
+        """Scales along `k`."""
+        return 1 if self.channelwise else -(-self.k // self.group_size)
+
+    @property
+    def num_experts(self) -> int:
+        """Experts held here."""
+        return int(self.weight.shape[0])
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """Both projections of the local experts of one MoE layer.
+
+    Attributes:
+        w13: gate and up; `n` is twice the (padded) intermediate size, or once where ungated.
+        w2: down; `k` is the (padded) intermediate size.
+        w13_order: `gate-up` (gate rows, then up rows), `interleaved` (gate 0, up 0, gate 1, ...) or `ungated`.
+    """
+
+    w13: PackedMatrix
+    w2: PackedMatrix
+    w13_order: W13Order = "gate-up"
+
+    @property
+    def num_experts(self) -> int:
+        """Local experts."""
+        return self.w13.num_experts
+
+    @property
+    def intermediate_size(self) -> int:
+        """Intermediate features as stored, padding included."""
+        return self.w13.n if self.w13_order == "ungated" else self.w13.n // 2

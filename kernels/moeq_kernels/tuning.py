@@ -1,0 +1,37 @@
+"""Tile sizes: a small table by rows per expert, chosen once per call from shapes alone (nothing is timed)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Tile of one program: `m` rows, `n` columns (per accumulator), `k` per step; powers of two.
+
+    `m` and `k` are at least 16 (32 for int8 activations), `n` at least 64 for Marlin layouts.
+    """
+
+    m: int
+    n: int
+    k: int
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+def next_power_of_two(value: int) -> int:
+    """Smallest power of two that is at least `value`."""
+    return 1 << max(0, value - 1).bit_length()
+
+
+def choose_blocks(rows_per_expert: float, k: int, *, interpret: bool) -> Blocks:
+    """Blocks for that average number of rows per expert.
+
+    The interpreter pays per operation, not per element: it gets few, large tiles.
+    """
+    m = min(64, max(16, next_power_of_two(int(rows_per_expert))))
+    if interpret:
+        return Blocks(m, 256, min(256, max(64, next_power_of_two(k))))
+    if m <= 32:
+        return Blocks(m, 64, 64, num_warps=4, num_stages=3)
+    return Blocks(m, 128, 64, num_warps=8, num_stages=3)

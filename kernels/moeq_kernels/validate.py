@@ -1,0 +1,174 @@
+"""Argument checks of the host wrappers. Every message names both sides: what was given and what is needed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moeq_kernels.errors import KernelArgumentError, KernelEnvironmentError, KernelUnsupportedError
+from moeq_kernels.formats import Format, find_format
+from moeq_kernels.records import PackedExperts, PackedMatrix
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2")
+
+
+def shape_of(tensor: Tensor) -> str:
+    """`bfloat16 [3, 4]`."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def require_runnable(x: Tensor) -> None:
+    """Raises KernelEnvironmentError when triton is missing or x is on a CPU without the interpreter."""
+    from moeq_kernels import interpreter
+
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise KernelEnvironmentError(
+            "the kernels need triton, which is not installed here", "pip install 'triton>=3.6' (Linux only)"
+        ) from error
+    if x.device.type == "cpu" and not interpreter.active():
+        raise KernelEnvironmentError(
+            "x is on the CPU, where kernels only run in Triton's interpreter, and that is not enabled",
+            "move the tensors to a GPU, or call moeq_kernels.interpreter.enable() before triton is imported "
+            "(or set TRITON_INTERPRET=1)",
+        )
+
+
+def require(condition: bool, message: str, hint: str | None = None) -> None:
+    """Raises KernelArgumentError unless condition holds."""
+    if not condition:
+        raise KernelArgumentError(message, hint)
+
+
+def check_routing(x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> None:
+    """Shapes, dtypes and devices of a standard call. Swapped weights and ids cannot pass: one must float, one not."""
+    require(x.dim() == 2, f"x is {shape_of(x)}; it must be [tokens, hidden_size]")
+    swapped = "the order is fused_moe(x, experts, topk_weights, topk_ids)"
+    require(
+        topk_weights.is_floating_point(),
+        f"topk_weights is {shape_of(topk_weights)}; it must be floating point",
+        swapped,
+    )
+    require(
+        topk_ids.dtype in (torch.int32, torch.int64),
+        f"topk_ids is {shape_of(topk_ids)}; it must be int32 or int64",
+        swapped,
+    )
+    for name, tensor in (("topk_weights", topk_weights), ("topk_ids", topk_ids)):
+        require(
+            tensor.dim() == 2 and tensor.shape[0] == x.shape[0],
+            f"{name} is {shape_of(tensor)}; with x {shape_of(x)} it must be [{x.shape[0]}, top_k]",
+        )
+        require(tensor.device == x.device, f"{name} is on {tensor.device}, but x is on {x.device}")
+    require(
+        topk_weights.shape == topk_ids.shape,
+        f"topk_weights is {shape_of(topk_weights)}, but topk_ids is {shape_of(topk_ids)}; they must have one shape",
+    )
+    require(topk_ids.shape[1] >= 1, f"topk_ids is {shape_of(topk_ids)}; top_k must be at least 1")
+
+
+def check_experts(x: Tensor, experts: PackedExperts, activation: str) -> tuple[Format, Format]:
+    """Sizes of both projections against each other, x and the activation. Returns the formats of w13 and w2."""
+    require(activation in ACTIVATIONS, f"unknown activation '{activation}'", f"known: {', '.join(ACTIVATIONS)}")
+    require(
+        experts.w13_order in ("gate-up", "interleaved", "ungated"),
+        f"unknown w13_order '{experts.w13_order}'",
+        "known: gate-up, interleaved, ungated",
+    )
+    gated = experts.w13_order != "ungated"
+    require(
+        gated or activation != "swiglu_oai",
+        "activation swiglu_oai multiplies gate and up, but w13_order is 'ungated'",
+    )
+    require(not gated or activation != "relu2", f"activation relu2 has no gate, but w13_order is '{experts.w13_order}'")
+    require(
+        experts.w13.num_experts == experts.w2.num_experts,
+        f"w13 holds {experts.w13.num_experts} experts, but w2 holds {experts.w2.num_experts}",
+    )
+    require(not gated or experts.w13.n % 2 == 0, f"w13.n = {experts.w13.n} is odd, but holds gate and up")
+    require(
+        experts.w2.k == experts.intermediate_size,
+        f"w2.k = {experts.w2.k}, but w13 (n = {experts.w13.n}, {experts.w13_order}) makes "
+        f"{experts.intermediate_size} intermediate features",
+    )
+    hidden = x.shape[-1]
+    require(hidden <= experts.w13.k, f"x is {shape_of(x)}, but w13.k = {experts.w13.k} is smaller than its last size")
+    require(hidden <= experts.w2.n, f"x is {shape_of(x)}, but w2.n = {experts.w2.n} is smaller than its last size")
+    halves = 2 if experts.w13_order == "gate-up" else 1
+    return _check_matrix("w13", x, experts.w13, halves), _check_matrix("w2", x, experts.w2, 1)
+
+
+def _check_matrix(name: str, x: Tensor, matrix: PackedMatrix, halves: int) -> Format:
+    fmt = find_format(matrix.layout, matrix.element)
+    experts, n, k = matrix.num_experts, matrix.n, matrix.k
+    kind = f"{fmt.layout} {fmt.element}"
+    dtype = str(x.dtype).removeprefix("torch.")
+    if dtype not in fmt.dtypes:
+        raise KernelUnsupportedError(f"x is {dtype}, but {kind} kernels take {' or '.join(fmt.dtypes)}")
+    require(
+        n % (fmt.n_multiple * halves) == 0 and k % fmt.k_multiple == 0,
+        f"{name} is n = {n}, k = {k}; {kind} needs n a multiple of {fmt.n_multiple * halves} and k of {fmt.k_multiple}",
+    )
+    _check_tensor(f"{name}.weight", x, matrix.weight, (experts, *fmt.weight_shape(n, k)), (fmt.weight_dtype,))
+    if not matrix.channelwise and matrix.group_size not in fmt.group_sizes:
+        raise KernelUnsupportedError(
+            f"{name} has groups of {matrix.group_size}; {kind} kernels read {', '.join(map(str, fmt.group_sizes))}"
+        )
+    if fmt.group_order is None and fmt.single_order is None:
+        require(matrix.scale is None, f"{name}.scale is given, but {kind} weights have no scales")
+    else:
+        require(matrix.scale is not None, f"{name}.scale is missing; {kind} weights need scales")
+        _check_scale(name, x, matrix, fmt)
+    require(matrix.zero is None or fmt.zero_points, f"{name}.zero is given, but {kind} has no zero points")
+    if matrix.zero is not None:
+        _check_zero(name, x, matrix)
+    if matrix.bias is not None:
+        _check_tensor(f"{name}.bias", x, matrix.bias, (experts, n), ("bfloat16", "float16", "float32"))
+    for part in ("permutation", "group_index"):
+        tensor = getattr(matrix, part)
+        if tensor is not None:
+            _check_tensor(f"{name}.{part}", x, tensor, (experts, k), ("int32",))
+    if matrix.global_scale is not None:
+        _check_tensor(f"{name}.global_scale", x, matrix.global_scale, (experts,), ("float32",))
+    require(
+        matrix.input_scale is None or fmt.int8_activations,
+        f"{name}.input_scale is given, but {kind} does not quantise activations",
+    )
+    if matrix.input_scale is not None:
+        _check_tensor(f"{name}.input_scale", x, matrix.input_scale, (1,), ("float32",))
+    return fmt
+
+
+def _check_scale(name: str, x: Tensor, matrix: PackedMatrix, fmt: Format) -> None:
+    scale = matrix.scale
+    assert scale is not None  # told mypy; checked by the caller
+    order = fmt.single_order if matrix.channelwise else fmt.group_order
+    if order is None:
+        raise KernelUnsupportedError(f"{name} has groups of {matrix.group_size}, which {fmt.layout} does not store")
+    groups, experts, n = matrix.num_groups, matrix.num_experts, matrix.n
+    shapes = {
+        "rows": (experts, n, groups),
+        "hopper-mx": (experts, -(-n // 256) * 8, 32 * (-(-groups // 4) * 4)),
+    }
+    _check_tensor(f"{name}.scale", x, scale, shapes.get(order, (experts, groups, n)), fmt.scale_dtypes)
+
+
+def _check_zero(name: str, x: Tensor, matrix: PackedMatrix) -> None:
+    zero = matrix.zero
+    assert zero is not None  # told mypy; checked by the caller
+    experts, n, groups = matrix.num_experts, matrix.n, matrix.num_groups
+    per_word = {"int4": 8, "int8": 4}[matrix.element]
+    per_byte = {"int4": 2, "int8": 1}[matrix.element]
+    if matrix.weight.dtype == torch.int32:
+        _check_tensor(f"{name}.zero", x, zero, (experts, groups, n // per_word), ("int32",))
+    else:
+        _check_tensor(f"{name}.zero", x, zero, (experts, n // per_byte, groups), ("uint8",))
+
+
+def _check_tensor(name: str, x: Tensor, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
+    wanted = f"it must be {' or '.join(dtypes)} {list(shape)}"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    require(dtype in dtypes and tuple(tensor.shape) == shape, f"{name} is {shape_of(tensor)}; {wanted}")
+    require(tensor.is_contiguous(), f"{name} has strides {tensor.stride()}; it must be contiguous")
+    require(tensor.device == x.device, f"{name} is on {tensor.device}, but x is on {x.device}")

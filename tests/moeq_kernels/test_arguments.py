@@ -1,0 +1,120 @@
+"""Mistakes in a call are refused with both sides named, before any kernel runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.cases import integer_layer, route
+from moeq_kernels import KernelArgumentError, KernelUnsupportedError, fused_moe
+
+KERNELS = Path(__file__).parents[2] / "kernels"
+
+
+@pytest.fixture
+def call(device: torch.device):
+    packed, _ = integer_layer("marlin-wna16/1", experts=4, hidden=128, intermediate=64, device=device)
+    routed = route(3, 128, 4, 2, device=device)
+    return packed, routed
+
+
+def test_swapped_weights_and_ids_are_refused(call) -> None:
+    packed, routed = call
+    with pytest.raises(KernelArgumentError, match=r"topk_weights is int32 \[3, 2\]; it must be floating point"):
+        fused_moe(routed.x, packed, routed.ids, routed.weights)
+
+
+def test_float_ids_are_refused(call) -> None:
+    packed, routed = call
+    with pytest.raises(KernelArgumentError, match=r"topk_ids is float32 \[3, 2\]; it must be int32 or int64"):
+        fused_moe(routed.x, packed, routed.weights, routed.weights)
+
+
+def test_shapes_name_both_sides(call) -> None:
+    packed, routed = call
+    with pytest.raises(KernelArgumentError, match=r"topk_ids is int32 \[2, 2\]; with x bfloat16 \[3, 128\]"):
+        fused_moe(routed.x, packed, routed.weights, routed.ids[:2])
+    with pytest.raises(KernelArgumentError, match=r"w13.k = 128 is smaller"):
+        fused_moe(torch.zeros(3, 192, dtype=torch.bfloat16, device=routed.x.device), packed, routed.weights, routed.ids)
+    short = dataclasses.replace(packed, w2=dataclasses.replace(packed.w2, k=128))
+    with pytest.raises(KernelArgumentError, match=r"w2.k = 128, but w13 \(n = 128, gate-up\) makes 64"):
+        fused_moe(routed.x, short, routed.weights, routed.ids)
+    bad = dataclasses.replace(packed.w13, scale=packed.w13.scale[:, :1])
+    with pytest.raises(KernelArgumentError, match=r"w13.scale is bfloat16 \[4, 1, 128\]; it must be .*\[4, 2, 128\]"):
+        fused_moe(routed.x, dataclasses.replace(packed, w13=bad), routed.weights, routed.ids)
+
+
+def test_unknown_layouts_and_dtypes_are_refused(call) -> None:
+    packed, routed = call
+    other = dataclasses.replace(packed, w13=dataclasses.replace(packed.w13, layout="marlin-wna16/9"))
+    with pytest.raises(KernelUnsupportedError, match="marlin-wna16/9"):
+        fused_moe(routed.x, other, routed.weights, routed.ids)
+    with pytest.raises(KernelUnsupportedError, match="x is float32"):
+        fused_moe(routed.x.float(), packed, routed.weights, routed.ids)
+    with pytest.raises(KernelArgumentError, match="unknown activation 'swish'"):
+        fused_moe(routed.x, packed, routed.weights, routed.ids, activation="swish")
+
+
+def test_ids_beyond_the_experts_are_refused(call) -> None:
+    packed, routed = call
+    if routed.x.device.type != "cpu":
+        pytest.skip("looking at ids would synchronise the GPU; they count as absent there")
+    with pytest.raises(KernelArgumentError, match="topk_ids run from 0 to 4, but experts from 0 to 3"):
+        fused_moe(routed.x, packed, routed.weights, torch.tensor([[0, 1], [2, 3], [1, 4]]))
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(KERNELS), "PATH": "/usr/bin:/bin", "HOME": "/tmp", **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_importing_needs_neither_torch_nor_triton() -> None:
+    done = run_python(
+        "import sys, moeq_kernels, moeq_kernels.records, moeq_kernels.formats, moeq_kernels.interpreter\n"
+        "assert 'torch' not in sys.modules and 'triton' not in sys.modules"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_cpu_tensors_without_the_interpreter_name_the_remedy() -> None:
+    done = run_python(
+        "from bench.cases import integer_layer, route\n"
+        "from moeq_kernels import fused_moe\n"
+        "p, _ = integer_layer('marlin-wna16/1', experts=2, hidden=64, intermediate=64)\n"
+        "r = route(1, 64, 2, 1)\n"
+        "fused_moe(r.x, p, r.weights, r.ids)"
+    )
+    assert "KernelEnvironmentError" in done.stderr
+    assert "moeq_kernels.interpreter.enable()" in done.stderr
+
+
+def test_missing_triton_is_named() -> None:
+    done = run_python(
+        "import sys\n"
+        "sys.modules['triton'] = None\n"
+        "from bench.cases import integer_layer, route\n"
+        "from moeq_kernels import fused_moe\n"
+        "p, _ = integer_layer('marlin-wna16/1', experts=2, hidden=64, intermediate=64)\n"
+        "r = route(1, 64, 2, 1)\n"
+        "fused_moe(r.x, p, r.weights, r.ids)"
+    )
+    assert "KernelEnvironmentError: the kernels need triton" in done.stderr
+
+
+def test_the_interpreter_is_refused_when_it_is_too_late() -> None:
+    done = run_python("import triton\nfrom moeq_kernels import interpreter\ninterpreter.enable()")
+    assert "KernelEnvironmentError" in done.stderr
+    assert "before triton is imported" in done.stderr
+    done = run_python("from moeq_kernels import interpreter\ninterpreter.enable()\nimport triton\ninterpreter.enable()")
+    assert done.returncode == 0, done.stderr
