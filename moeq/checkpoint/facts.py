@@ -1,0 +1,137 @@
+"""Model facts in `config.json`, under whatever key each family keeps them.
+
+Values come from strangers: a count is an exact integer within sane bounds or an error naming key and value, never a
+coerced string or a float. Two synonyms that disagree are an error naming both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from moeq.errors import MoeqError
+
+#: Sub-configs that hold the language model of multimodal checkpoints, most specific first.
+TEXT_CONFIGS = ("text_config", "language_config", "llm_config", "thinker_config.text_config")
+
+#: No model comes near this; larger values exist to make readers allocate.
+MAX_COUNT = 1 << 24
+
+EXPERTS = (
+    "num_local_experts",
+    "num_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "num_moe_experts",
+    "ffn_config.moe_num_experts",
+    "moe.num_experts",
+)
+TOP_K = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "experts_per_token",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+    "top_k_experts",
+    "ffn_config.moe_top_k",
+    "moe.num_experts_per_tok",
+)
+EXPERT_INTERMEDIATE = ("moe_intermediate_size", "expert_ffn_hidden_size", "ffn_config.ffn_hidden_size")
+EXPERT_INPUT = ("moe_latent_size", "routed_expert_hidden_size", "moe_hidden_size")
+SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
+SHARED_SIZES = (
+    "shared_expert_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+    "shared_intermediate_size",
+    "share_expert_dim",
+)
+HIDDEN = ("hidden_size", "d_model", "dim")
+LAYERS = ("num_hidden_layers", "n_layers")
+ACTIVATION = ("hidden_act", "hidden_activation", "mlp_hidden_act", "ffn_config.ffn_act_fn.name")
+SCORING = ("scoring_func", "moe_router_activation_func", "expert_selection_fn")
+RENORMALIZE = ("norm_topk_prob", "moe_renormalize", "route_norm")
+SCALING = ("routed_scaling_factor", "moe_router_scaling_factor", "router_scaling_factor", "moe_routed_scaling_factor")
+GROUPS = ("n_group", "num_expert_group")
+GROUPS_KEPT = ("topk_group",)
+MTP = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers")
+
+
+class Facts:
+    """Typed look-ups in a config: the language model's sub-config first, then the top level."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+        nested = (_descend(config, path) for path in TEXT_CONFIGS)
+        self.scopes: list[Mapping[str, Any]] = [scope for scope in nested if isinstance(scope, Mapping)]
+        self.scopes.append(config)
+
+    def find(self, keys: Sequence[str]) -> Iterator[tuple[str, Any]]:
+        """Every key present with a value other than null, from the first scope that has any."""
+        for scope in self.scopes:
+            found = [(key, value) for key in keys if (value := _descend(scope, key)) is not None]
+            if found:
+                yield from found
+                return
+
+    def count(self, keys: Sequence[str]) -> int | None:
+        """A count, or None. A list (per layer, or text before vision) counts as its largest entry.
+
+        Raises:
+            MoeqError: `source.bad-config` for anything but a sane integer, or where synonyms disagree.
+        """
+        known: tuple[str, int] | None = None
+        for key, value in self.find(keys):
+            number = exact_count(key, max(value) if _int_list(value) else value)
+            if known and known[1] != number:
+                detail = f"config.json: {known[0]} is {known[1]} but {key} is {number}; they name the same thing"
+                raise MoeqError("source.bad-config", detail)
+            known = known or (key, number)
+        return known[1] if known else None
+
+    def number(self, keys: Sequence[str]) -> float | None:
+        """A finite number, or None."""
+        for key, value in self.find(keys):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e30:
+                raise MoeqError("source.bad-config", f"config.json: {key} is {_show(value)}, expected a number")
+            return float(value)
+        return None
+
+    def flag(self, keys: Sequence[str]) -> bool | None:
+        """A boolean, or None."""
+        for key, value in self.find(keys):
+            if not isinstance(value, bool):
+                raise MoeqError("source.bad-config", f"config.json: {key} is {_show(value)}, expected true or false")
+            return value
+        return None
+
+    def text(self, keys: Sequence[str]) -> str | None:
+        """A string, or None."""
+        for key, value in self.find(keys):
+            if not isinstance(value, str) or not value.isprintable() or len(value) > 200:
+                raise MoeqError("source.bad-config", f"config.json: {key} is {_show(value)}, expected a name")
+            return value
+        return None
+
+
+def exact_count(key: str, value: Any) -> int:
+    """`value` as a count between 0 and 2**24. Raises MoeqError naming key and value."""
+    if type(value) is not int or not 0 <= value <= MAX_COUNT:
+        detail = f"config.json: {key} is {_show(value)}, expected a whole number from 0 to {MAX_COUNT:,}"
+        raise MoeqError("source.bad-config", detail)
+    return value
+
+
+def _int_list(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
+def _descend(scope: Mapping[str, Any], path: str) -> Any:
+    value: Any = scope
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _show(value: Any) -> str:
+    return ascii(value)[:60]

@@ -1,0 +1,181 @@
+"""Which files of a checkpoint hold its tensors: the index, or the files themselves.
+
+The index decides: tensors may lie in several shards (stale copies are real) and shard names follow no rule
+(zero-based, different digit counts, `model_extra_tensors.safetensors`), so they are read, never constructed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moeq.checkpoint.header import Header, TensorEntry
+from moeq.checkpoint.notice import Notice
+from moeq.errors import MoeqError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The files that hold a checkpoint's tensors.
+
+    Attributes:
+        files: file names in index order.
+        weight_map: tensor name to file, or None where there is no index.
+        index: name of the index file, if any.
+        total_size: what the index says the tensors add up to.
+        notices: what is odd about the choice.
+    """
+
+    files: tuple[str, ...]
+    weight_map: dict[str, str] | None = None
+    index: str | None = None
+    total_size: int | None = None
+    notices: tuple[Notice, ...] = ()
+
+
+def choose_weights(names: Iterable[str], read_index: Callable[[str], dict[str, Any]], where: str) -> Weights:
+    """Pick the weight files among the names of a checkpoint's top folder.
+
+    Args:
+        names: file names of the top folder. Sub-folders (`original/`, `metal/`) hold second copies and are ignored.
+        read_index: reads one index file as a JSON object.
+        where: the checkpoint, for messages.
+
+    Raises:
+        MoeqError: `source.no-weights` (saying what is there instead), `source.bad-index`, `source.unsafe-path`.
+    """
+    present = sorted(names)
+    indices = [name for name in present if name.endswith(".safetensors.index.json")]
+    single = [name for name in present if name.endswith(".safetensors")]
+    if indices:
+        chosen = INDEX_NAME if INDEX_NAME in indices else indices[0]
+        weights = _from_index(read_index(chosen), chosen)
+        return _with_oddities(weights, indices, single)
+    if SINGLE_NAME in single:
+        extra = [name for name in single if name != SINGLE_NAME]
+        notices = [Notice("files.not-loaded", f"not part of {SINGLE_NAME}: {_few(extra)}")] if extra else []
+        return Weights((SINGLE_NAME,), notices=tuple(notices))
+    if single:
+        return Weights(tuple(single), notices=(Notice("files.no-index", f"no index: took every file, {_few(single)}"),))
+    raise _no_weights(present, where)
+
+
+def _from_index(document: dict[str, Any], name: str) -> Weights:
+    weight_map = document.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise MoeqError("source.bad-index", f"{name}: `weight_map` is not an object that maps tensors to files")
+    files: dict[str, None] = {}
+    for tensor, file in weight_map.items():
+        if file not in files:
+            check_file_name(file, f"{name}: tensor {ascii(tensor)[:120]}")
+            files[file] = None
+    # Equal strings become one object each: hundreds of thousands of tensors share a few dozen files.
+    shared = {file: file for file in files}
+    weight_map = {tensor: shared[file] for tensor, file in weight_map.items()}
+    metadata = document.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    size = int(total) if isinstance(total, (int, float)) and 0 <= total < 1 << 63 else None
+    return Weights(tuple(files), weight_map, name, size)
+
+
+def check_file_name(file: object, where: str) -> None:
+    """Refuse file names that could leave the checkpoint. Lexical: Hub caches are made of symbolic links."""
+    parts = file.split("/") if isinstance(file, str) else [""]
+    if not isinstance(file, str) or not file.isprintable():
+        problem = "is not a file name"
+    elif file.startswith("/") or "\\" in file or ":" in file or any(part in ("", ".", "..") for part in parts):
+        problem = "leads out of the checkpoint folder or is not a plain relative path"
+    elif not file.endswith(".safetensors"):
+        problem = "is not a .safetensors file"
+    else:
+        return
+    raise MoeqError("source.unsafe-path", f"{where}: file {ascii(file)[:200]} {problem}")
+
+
+def _with_oddities(weights: Weights, indices: Sequence[str], single: Sequence[str]) -> Weights:
+    notices = []
+    if len(indices) > 1:
+        notices.append(Notice("files.several-indices", f"several index files ({_few(indices)}); read {weights.index}"))
+    extra = [name for name in single if name not in weights.files]
+    if extra:
+        notices.append(Notice("files.not-in-index", f"files that {weights.index} does not mention: {_few(extra)}"))
+    return Weights(weights.files, weights.weight_map, weights.index, weights.total_size, tuple(notices))
+
+
+def _no_weights(names: Sequence[str], where: str) -> MoeqError:
+    suffixes = {
+        ".bin": ("PyTorch pickles", "moeq refuses pickles; convert them to safetensors"),
+        ".pt": ("PyTorch pickles", "moeq refuses pickles; convert them to safetensors"),
+        ".pth": ("PyTorch pickles", "moeq refuses pickles; convert them to safetensors"),
+        ".gguf": ("GGUF files", "moeq reads safetensors checkpoints; look for the GPTQ, AWQ or compressed-tensors one"),
+        ".incomplete": ("unfinished downloads", "finish the download first"),
+    }
+    for suffix, (what, hint) in suffixes.items():
+        found = [name for name in names if name.endswith(suffix)]
+        if found:
+            return MoeqError("source.no-weights", f"{where} holds {what} and no safetensors: {_few(found)}", hint)
+    return MoeqError("source.no-weights", f"{where} has no *.safetensors file and no safetensors index")
+
+
+def merge_headers(weights: Weights, headers: Iterable[Header]) -> tuple[dict[str, TensorEntry], list[Notice]]:
+    """One table of tensors from the headers of all files, the index deciding about duplicates.
+
+    Raises:
+        MoeqError: `source.index-mismatch` where the index names a tensor that its file does not hold, or, without an
+            index, two files hold the same tensor.
+    """
+    tensors: dict[str, TensorEntry] = {}
+    notices: list[Notice] = []
+    strangers: list[str] = []
+    shadowed: list[str] = []
+    weight_map = weights.weight_map
+    for header in headers:
+        notices += [Notice("header.unknown-field", note) for note in header.notes[:3]]
+        if weight_map is None:
+            _add_unindexed(tensors, header)
+            continue
+        for name, entry in header.tensors.items():
+            file = weight_map.get(name)
+            if file == header.file:
+                tensors[name] = entry
+            elif file is None:
+                strangers.append(name)
+            else:
+                shadowed.append(name)
+    if weight_map is not None:
+        _check_index(weights, weight_map, tensors)
+    if strangers:
+        notices.append(Notice("index.unlisted", f"tensors in files but not in the index, ignored: {_few(strangers)}"))
+    if shadowed:
+        notices.append(Notice("index.duplicates", f"tensors in several files, the index decides: {_few(shadowed)}"))
+    total = sum(entry.end - entry.start for entry in tensors.values())
+    if weights.total_size not in (None, total):
+        message = f"the index says tensors add up to {weights.total_size:,} bytes, they are {total:,}"
+        notices.append(Notice("index.total-size", message))
+    return tensors, notices
+
+
+def _add_unindexed(tensors: dict[str, TensorEntry], header: Header) -> None:
+    for name, entry in header.tensors.items():
+        if name in tensors:
+            detail = f"tensor {name} is in {tensors[name].file} and in {entry.file}, and no index says which one counts"
+            raise MoeqError("source.index-mismatch", detail)
+        tensors[name] = entry
+
+
+def _check_index(weights: Weights, weight_map: dict[str, str], tensors: dict[str, TensorEntry]) -> None:
+    if len(tensors) == len(weight_map):
+        return
+    absent = [name for name in weight_map if name not in tensors]
+    first = absent[0]
+    detail = f"{weights.index} names {len(absent):,} tensors that their files do not hold, first {ascii(first)[:200]}"
+    raise MoeqError("source.index-mismatch", f"{detail} in {weight_map[first]}", "the download mixes two revisions")
+
+
+def _few(names: Sequence[str], limit: int = 5) -> str:
+    shown = ", ".join(ascii(name)[1:-1] for name in names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit:,} more"

@@ -1,0 +1,110 @@
+"""Strict reading of the JSON files of a checkpoint: configs and indices come from strangers.
+
+Python's parser keeps the last of two equal keys, accepts `NaN` and recurses as deep as the input says. A checkpoint
+that needs any of those means different things to different readers, so it is refused here, in one sentence.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, NoReturn
+
+from moeq.errors import MoeqError
+
+#: Configs of mixed checkpoints list every module and reach megabytes; nothing real comes near this.
+MAX_CONFIG_BYTES = 64 << 20
+
+#: The index of the largest published checkpoint (497,220 tensors) is about 60 MB.
+MAX_INDEX_BYTES = 256 << 20
+
+
+class DuplicateKeyError(ValueError):
+    """A JSON object has the same key twice."""
+
+
+def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """`object_pairs_hook` that refuses duplicate keys."""
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise DuplicateKeyError(f"duplicate key {key[:200]!r}")
+            seen.add(key)
+    return table
+
+
+def _refuse_constant(token: str) -> float:
+    # Python writes `Infinity` for real settings (time_step_limit of Mamba layers); NaN is never a setting.
+    if token == "NaN":
+        raise ValueError("NaN is not a JSON value")
+    return float(token)
+
+
+def parse_json(raw: bytes, where: str, code: str = "source.bad-config") -> Any:
+    """Parse UTF-8 JSON strictly. Raises MoeqError(code) naming `where` and the position."""
+
+    def refuse(detail: str) -> NoReturn:
+        raise MoeqError(code, f"{where}: {detail}")
+
+    if raw.startswith(b"\xef\xbb\xbf"):
+        refuse("starts with a byte order mark, which JSON does not allow")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        refuse(f"not UTF-8 text (byte {error.start})")
+    try:
+        return json.loads(text, object_pairs_hook=unique_pairs, parse_constant=_refuse_constant)
+    except RecursionError:
+        refuse("brackets are nested too deeply")
+    except json.JSONDecodeError as error:
+        refuse(f"not valid JSON: {error.msg} at line {error.lineno} column {error.colno}")
+    except ValueError as error:
+        refuse(f"not valid JSON: {str(error)[:300]}")
+
+
+def parse_object(raw: bytes, where: str, code: str = "source.bad-config") -> dict[str, Any]:
+    """`parse_json` for a file that must hold an object."""
+    value = parse_json(raw, where, code)
+    if not isinstance(value, dict):
+        raise MoeqError(code, f"{where}: holds a {type(value).__name__}, expected a JSON object")
+    return value
+
+
+def read_regular(path: Path, where: str, limit: int) -> bytes:
+    """Bytes of a regular file of at most `limit` bytes.
+
+    Pipes and devices are refused before they are opened, so that a hostile folder cannot make the reader wait.
+    """
+    info = stat_regular(path, where)
+    if info.st_size > limit:
+        raise MoeqError("source.too-large", f"{where}: {info.st_size:,} bytes, the limit for this file is {limit:,}")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise MoeqError("source.unreadable", f"{where}: {error.strerror}") from error
+
+
+def stat_regular(path: Path, where: str) -> os.stat_result:
+    """Status of a regular file (symlinks followed). Raises MoeqError for anything else."""
+    try:
+        info = path.stat()
+    except FileNotFoundError as error:
+        dangling = " (a symbolic link whose target is gone)" if path.is_symlink() else ""
+        raise MoeqError("source.missing-file", f"{where}: no such file{dangling}") from error
+    except (OSError, ValueError) as error:
+        raise MoeqError("source.unreadable", f"{where}: {error}") from error
+    if not stat.S_ISREG(info.st_mode):
+        kind = "a folder" if stat.S_ISDIR(info.st_mode) else "not a regular file"
+        raise MoeqError("source.not-a-file", f"{where}: is {kind}")
+    return info
+
+
+def read_object(
+    path: Path, where: str, limit: int = MAX_CONFIG_BYTES, code: str = "source.bad-config"
+) -> dict[str, Any]:
+    """Read and parse a JSON object from a regular file."""
+    return parse_object(read_regular(path, where, limit), where, code)

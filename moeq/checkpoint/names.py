@@ -1,0 +1,269 @@
+"""Tensor names: which of them are expert weights, and of which layer, expert and projection.
+
+Families spell the same thing in many ways (`mlp.experts.3.gate_proj.qweight`, `block_sparse_moe.experts.3.w1.qweight`,
+`mlp.experts.gate_up_proj_blocks`), and tools re-spell it again, so every spelling is accepted for every family. Names
+are taken apart with plain splits: the largest checkpoints have half a million of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, NoReturn
+
+from moeq.checkpoint.header import TensorEntry
+from moeq.errors import MoeqError
+
+#: Expert number of a tensor that stacks all experts of a layer.
+FUSED = -1
+
+Projection = Literal["gate", "up", "down", "gate_up"]
+
+#: Projection names of per-expert modules. DBRX forks use w1/v1/w2, Grok linear/linear_v/linear_1.
+PROJECTIONS: dict[str, Projection] = {
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+    "w1": "gate",
+    "w3": "up",
+    "w2": "down",
+    "v1": "up",
+    "linear": "gate",
+    "linear_v": "up",
+    "linear_1": "down",
+    "gate_up_proj": "gate_up",
+}
+
+#: Parameters that hold all experts of a layer, longest first so that prefixes cannot win.
+FUSED_PARAMETERS: tuple[tuple[str, Projection], ...] = (
+    ("gate_up_proj", "gate_up"),
+    ("output_linear", "down"),
+    ("input_linear", "gate_up"),
+    ("gate_proj", "gate"),
+    ("down_proj", "down"),
+    ("up_proj", "up"),
+    ("w13", "gate_up"),
+    ("fc1", "gate_up"),
+    ("fc2", "down"),
+    ("w1", "gate"),
+    ("v1", "up"),
+    ("w3", "up"),
+    ("w2", "down"),
+)
+
+#: Part suffixes of fused parameters (no `.weight` leaf) in the spelling of per-expert modules.
+_FUSED_PARTS = {
+    "": "weight",
+    "packed": "weight_packed",
+    "scale": "weight_scale",
+    "scale_inv": "weight_scale_inv",
+    "shape": "weight_shape",
+    "zero_point": "weight_zero_point",
+    "g_idx": "weight_g_idx",
+    "global_scale": "weight_global_scale",
+    "scale_2": "weight_scale_2",
+}
+
+_LAYER_CONTAINERS = frozenset({"layers", "blocks", "layer", "h", "mtp"})
+
+#: Modules that hold fused experts without being called `experts` (Step, Granite-MoE, MLX).
+_FUSED_MODULES = (".moe.", ".block_sparse_moe.", ".switch_mlp.")
+
+
+class ExpertTensor(NamedTuple):
+    """What the name of an expert tensor says.
+
+    Attributes:
+        layer: layer number within its stack.
+        expert: expert number, or `FUSED`.
+        proj: projection.
+        part: suffix in per-expert spelling (`qweight`, `weight_packed`, ...).
+        prefix: module path of the layer's experts, such as `model.layers.0.mlp.experts`.
+    """
+
+    layer: int
+    expert: int
+    proj: Projection
+    part: str
+    prefix: str
+
+
+@dataclass
+class LayerExperts:
+    """All expert tensors of one layer.
+
+    Attributes:
+        stack: path of the layers it belongs to, such as `model.layers`.
+        layer: number within the stack.
+        prefix: module path of the experts.
+        parts: `(projection, part)` to expert number to tensor.
+        spelling: projection to the name used for it in tensor names.
+    """
+
+    stack: str
+    layer: int
+    prefix: str
+    parts: dict[tuple[Projection, str], dict[int, TensorEntry]] = field(default_factory=dict)
+    spelling: dict[Projection, str] = field(default_factory=dict)
+
+    @property
+    def fused(self) -> bool:
+        """Whether tensors stack all experts."""
+        return any(FUSED in entries for entries in self.parts.values())
+
+    @property
+    def expert_ids(self) -> set[int]:
+        """Numbers of the experts found; empty when fused."""
+        found: set[int] = set()
+        for entries in self.parts.values():
+            found.update(entries)
+        return found - {FUSED}
+
+    def tensors(self) -> Iterator[TensorEntry]:
+        """Every expert tensor of the layer."""
+        for entries in self.parts.values():
+            yield from entries.values()
+
+    def unit(self, expert: int) -> dict[Projection, dict[str, TensorEntry]]:
+        """Tensors of one expert: projection to part to tensor. Fused tensors are returned whole."""
+        unit: dict[Projection, dict[str, TensorEntry]] = {}
+        for (projection, part), entries in self.parts.items():
+            entry = entries.get(expert) or entries.get(FUSED)
+            if entry is not None:
+                unit.setdefault(projection, {})[part] = entry
+        return unit
+
+    def module(self, projection: Projection, expert: int) -> str:
+        """Module name of a projection, as configs name it."""
+        spelled = self.spelling.get(projection, projection)
+        return f"{self.prefix}.{spelled}" if self.fused else f"{self.prefix}.{expert}.{spelled}"
+
+
+def parse_name(name: str) -> ExpertTensor | None:
+    """Take one tensor name apart; None where it is not an expert tensor of a numbered layer."""
+    layers = index_experts({name: TensorEntry(name, "U8", (1, 1, 1), "", 0, 1)})
+    for layer in layers:
+        for (projection, part), entries in layer.parts.items():
+            for expert in entries:
+                return ExpertTensor(layer.layer, expert, projection, part, layer.prefix)
+    return None
+
+
+def index_experts(tensors: Mapping[str, TensorEntry]) -> list[LayerExperts]:
+    """Find the expert tensors, grouped by layer, in order of appearance.
+
+    Raises:
+        MoeqError: `source.bad-names` for expert or layer numbers that no writer produces (`experts.007`) and for
+            layers that spell one projection in two ways.
+    """
+    index = _Indexer()
+    numbers = index.numbers
+    groups = index.groups
+    for name, entry in tensors.items():
+        head, found, tail = name.partition(".experts.")
+        if not found:
+            if len(entry.shape) == 3:
+                index.add_unusual(entry)
+            continue
+        expert, _, rest = tail.partition(".")
+        number = numbers.get(expert)
+        if number is None:
+            number = index.number(expert, name)
+            if number == FUSED:
+                index.add_fused(f"{head}.experts", tail, entry)
+                continue
+        projection, _, part = rest.partition(".")
+        group = groups.get((head, projection, part))
+        if group is None:
+            group = index.open_group(head, projection, part)
+        group[number] = entry
+    return list(index.layers.values())
+
+
+class _Indexer:
+    """State of one pass over the names."""
+
+    def __init__(self) -> None:
+        self.layers: dict[str, LayerExperts] = {}
+        self.groups: dict[tuple[str, str, str], dict[int, TensorEntry]] = {}
+        self.numbers: dict[str, int] = {}
+
+    def number(self, text: str, name: str) -> int:
+        """Expert number, or FUSED for text that is not a number. Refuses numbers that no writer produces."""
+        digits = text.removeprefix("-")
+        if not digits.isnumeric():
+            return FUSED
+        if text != digits or not _canonical(digits) or len(digits) > 6:
+            _refuse(name, f"expert number {text!a}")
+        value = self.numbers[text] = int(digits)
+        return value
+
+    def open_group(self, head: str, projection: str, part: str) -> dict[int, TensorEntry]:
+        """The group of a `(projection, part)` seen for the first time; unplaced names get one that is dropped."""
+        role = PROJECTIONS.get(projection)
+        layer = self._layer(f"{head}.experts") if role else None
+        group: dict[int, TensorEntry] = {}
+        if role and layer:
+            group = self._group(layer, role, projection, part or "weight")
+        self.groups[head, projection, part] = group
+        return group
+
+    def add_fused(self, prefix: str, tail: str, entry: TensorEntry) -> None:
+        """A tensor that stacks all experts: `gate_up_proj_blocks`, `w13_weight`, `mlp.w1`, `gate_up_proj.weight`."""
+        # DBRX puts its stacked parameters one level deeper; forks put numbered experts there.
+        inner = tail.removeprefix("mlp.")
+        expert, _, rest = inner.partition(".")
+        number = self.number(expert, entry.name) if inner != tail else FUSED
+        if number != FUSED:
+            projection, _, part = rest.partition(".")
+            self.open_group(f"{prefix}.mlp".removesuffix(".experts"), projection, part)[number] = entry
+            return
+        for parameter, role in FUSED_PARAMETERS:
+            if inner.startswith(parameter):
+                part = inner[len(parameter) :].lstrip("._")
+                layer = self._layer(prefix)
+                if layer:
+                    self._group(layer, role, parameter, _FUSED_PARTS.get(part, part))[FUSED] = entry
+                return
+
+    def add_unusual(self, entry: TensorEntry) -> None:
+        """A 3-D tensor outside a module called `experts`."""
+        for module in _FUSED_MODULES:
+            head, found, tail = entry.name.partition(module)
+            if found:
+                self.add_fused(head + module.rstrip("."), tail, entry)
+                return
+
+    def _group(self, layer: LayerExperts, role: Projection, spelled: str, part: str) -> dict[int, TensorEntry]:
+        known = layer.spelling.setdefault(role, spelled)
+        if known != spelled:
+            _refuse(f"{layer.prefix}.*.{spelled}", f"a second spelling of the {role} projection, next to {known},")
+        return layer.parts.setdefault((role, part), {})
+
+    def _layer(self, prefix: str) -> LayerExperts | None:
+        if prefix not in self.layers:
+            place = _locate(prefix)
+            if place is None:
+                return None
+            self.layers[prefix] = LayerExperts(place[0], place[1], prefix)
+        return self.layers[prefix]
+
+
+def _locate(prefix: str) -> tuple[str, int] | None:
+    """Stack path and layer number of an experts module: the last number that follows a layer container."""
+    parts = prefix.split(".")
+    for position in range(len(parts) - 1, 0, -1):
+        digits = parts[position]
+        if digits.isnumeric() and parts[position - 1] in _LAYER_CONTAINERS:
+            if not _canonical(digits) or len(digits) > 6:
+                _refuse(prefix, f"layer number {digits!a}")
+            return ".".join(parts[:position]), int(digits)
+    return None
+
+
+def _canonical(digits: str) -> bool:
+    return digits.isascii() and digits.isdigit() and (digits == "0" or digits[0] != "0")
+
+
+def _refuse(name: str, what: str) -> NoReturn:
+    raise MoeqError("source.bad-names", f"tensor {name}: {what} is not something a checkpoint writer produces")

@@ -1,0 +1,227 @@
+"""A checkpoint as files: configs, tensor headers, and bytes on request. Needs no torch until data is read."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moeq.checkpoint.header import Header, TensorEntry, read_header
+from moeq.checkpoint.index import choose_weights, merge_headers
+from moeq.checkpoint.jsonfile import MAX_INDEX_BYTES, read_object, stat_regular
+from moeq.checkpoint.notice import Notice
+from moeq.errors import MoeqError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CONFIG_NAME = "config.json"
+
+#: Files beside `config.json` in which tools keep the quantisation config.
+SIDE_CONFIGS = (
+    "quantize_config.json",
+    "quant_config.json",
+    "quantization_config.json",
+    "hf_quant_config.json",
+    "quant_model_description.json",
+    "params.json",
+)
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A weight file: name relative to the checkpoint and size in bytes."""
+
+    name: str
+    size: int
+
+
+class Source(ABC):
+    """A checkpoint's files.
+
+    Attributes:
+        name: path or repository as the user named it.
+        revision: commit of a Hub source, else None.
+        config: `config.json`.
+        side_configs: quantisation configs in files of their own, by file name.
+        tensors: every tensor by name.
+        files: weight files.
+        notices: what is odd about the files.
+        expert_names: names of the tensors that conversion consumes; everything else is copied unchanged. Set by
+            `moeq.model.open`, which knows the experts.
+    """
+
+    def __init__(self, name: str, config: dict[str, Any], side_configs: dict[str, dict[str, Any]]) -> None:
+        self.name = name
+        self.revision: str | None = None
+        self.config = config
+        self.side_configs = side_configs
+        self.tensors: Mapping[str, TensorEntry] = {}
+        self.files: tuple[FileEntry, ...] = ()
+        self.notices: list[Notice] = []
+        self.expert_names: frozenset[str] = frozenset()
+
+    @abstractmethod
+    def path(self, file: str) -> Path:
+        """Local path of a file of the checkpoint (a Hub source downloads it first)."""
+
+    @abstractmethod
+    def side_files(self) -> tuple[str, ...]:
+        """Names of all other files of the top folder: tokenizer, generation config, licence, ..."""
+
+    def identity(self) -> str:
+        """Digest that changes when the config or any tensor's place changes. Costs no reading of data."""
+        digest = hashlib.sha256(repr((self.revision, sorted(self.config.items(), key=str))).encode())
+        digest.update(repr(sorted((file.name, file.size) for file in self.files)).encode())
+        for name in sorted(self.tensors):
+            digest.update(repr(tuple(self.tensors[name])).encode())
+        return digest.hexdigest()
+
+    def entry(self, name: str) -> TensorEntry:
+        """Header entry of a tensor. Raises MoeqError `source.no-such-tensor`."""
+        try:
+            return self.tensors[name]
+        except KeyError:
+            raise MoeqError("source.no-such-tensor", f"{self.name} has no tensor {ascii(name)[:200]}") from None
+
+    def read_bytes(self, file: str, start: int, end: int) -> bytearray:
+        """Bytes `[start, end)` of a file. Nothing stays mapped or cached.
+
+        Raises:
+            MoeqError: `source.truncated` where the file has become shorter than its header said.
+        """
+        buffer = bytearray(end - start)
+        view = memoryview(buffer)
+        try:
+            with self.path(file).open("rb", buffering=0) as stream:
+                stream.seek(start)
+                while view:
+                    count = stream.readinto(view)
+                    if not count:
+                        raise MoeqError("source.truncated", f"{file}: ended before byte {end:,} while being read")
+                    view = view[count:]
+        except OSError as error:
+            raise MoeqError("source.unreadable", f"{file}: {error.strerror or error}") from error
+        return buffer
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, reading just its bytes."""
+        entry = self.entry(name)
+        return _tensor(self.read_bytes(entry.file, entry.start, entry.end), entry.dtype, entry.shape, name)
+
+    def read_row(self, entry: TensorEntry, row: int) -> Tensor:
+        """`tensor[row]`, reading only that slice of the leading axis."""
+        size = (entry.end - entry.start) // entry.shape[0]
+        start = entry.start + row * size
+        return _tensor(self.read_bytes(entry.file, start, start + size), entry.dtype, entry.shape[1:], entry.name)
+
+
+#: Torch dtype by safetensors dtype, for those torch has.
+_TORCH_DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "uint8",  # exponent bytes, as everywhere in moeq
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "C64": "complex64",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
+}
+
+
+def _tensor(data: bytearray, dtype: str, shape: tuple[int, ...], name: str) -> Tensor:
+    import torch
+
+    if dtype not in _TORCH_DTYPES:
+        raise MoeqError("source.unsupported-dtype", f"tensor {name}: torch has no type for {dtype}")
+    torch_dtype = getattr(torch, _TORCH_DTYPES[dtype])
+    if not data:
+        return torch.empty(shape, dtype=torch_dtype)
+    # A copy of its own, so alignment of the file does not matter and nothing else can change it.
+    return torch.frombuffer(data, dtype=torch.uint8).view(torch_dtype).reshape(shape)
+
+
+class LocalSource(Source):
+    """A checkpoint in a local folder.
+
+    Raises:
+        MoeqError: `source.missing`, `source.no-config`, `source.no-weights`, `source.missing-shard`, and the errors of
+            header and index validation.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder = folder
+        names = _listing(folder, name)
+        config = _read_config(folder, names, name)
+        super().__init__(name, config, _read_side_configs(folder, names))
+        weights = choose_weights(
+            names, lambda index: read_object(folder / index, index, MAX_INDEX_BYTES, "source.bad-index"), name
+        )
+        _check_present(folder, weights.files, weights.index)
+        headers = [_local_header(folder, file) for file in weights.files]
+        self.files = tuple(FileEntry(header.file, header.size) for header in headers)
+        self.tensors, notices = merge_headers(weights, headers)
+        self.notices = [*weights.notices, *notices]
+        self._side_files = tuple(sorted(set(names) - set(weights.files) - {weights.index}))
+
+    def path(self, file: str) -> Path:
+        return self.folder / file
+
+    def side_files(self) -> tuple[str, ...]:
+        return self._side_files
+
+
+def _listing(folder: Path, name: str) -> list[str]:
+    """Names of the files in the top folder."""
+    try:
+        with os.scandir(folder) as entries:
+            return [entry.name for entry in entries if not entry.is_dir()]
+    except FileNotFoundError:
+        raise MoeqError("source.missing", f"{name}: no such folder") from None
+    except NotADirectoryError:
+        hint = f"name the folder that holds it: {folder.parent}"
+        raise MoeqError("source.missing", f"{name}: is a file, expected a checkpoint folder", hint) from None
+    except (OSError, ValueError) as error:
+        raise MoeqError("source.unreadable", f"{name}: {error}") from error
+
+
+def _read_config(folder: Path, names: Iterable[str], name: str) -> dict[str, Any]:
+    if CONFIG_NAME in names:
+        return read_object(folder / CONFIG_NAME, CONFIG_NAME)
+    if "params.json" in names:
+        return read_object(folder / "params.json", "params.json")
+    raise MoeqError("source.no-config", f"{name} has no {CONFIG_NAME}", "name the folder of a Hugging Face checkpoint")
+
+
+def _read_side_configs(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    present = set(names)
+    return {side: read_object(folder / side, side) for side in SIDE_CONFIGS if side in present}
+
+
+def _check_present(folder: Path, files: Iterable[str], index: str | None) -> None:
+    wanted = list(files)
+    missing = [file for file in wanted if not (folder / file).exists()]
+    if missing:
+        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        detail = f"{len(missing)} of {len(wanted)} weight files named by {index} are missing: {shown}"
+        raise MoeqError("source.missing-shard", detail, "finish the download: hf download <repo> --local-dir <folder>")
+
+
+def _local_header(folder: Path, file: str) -> Header:
+    stat_regular(folder / file, file)
+    return read_header(folder / file, file)

@@ -1,0 +1,172 @@
+"""A checkpoint as a user meets it: open it, ask what it is, read one expert's matrix.
+
+Headers only, and no torch, until data is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from moeq.checkpoint.facts import EXPERTS, LAYERS, Facts
+from moeq.checkpoint.families import find_family
+from moeq.checkpoint.header import TensorEntry
+from moeq.checkpoint.info import CheckpointInfo
+from moeq.checkpoint.names import FUSED, Projection, index_experts
+from moeq.checkpoint.source import LocalSource, Source
+from moeq.describe import Model, describe, model_type, split_stacks
+from moeq.errors import MoeqError
+from moeq.matrix import MatrixSpec, QuantizedMatrix, Role
+from moeq.schemes.base import Scheme
+from moeq.schemes.config import find_declaration
+from moeq.schemes.registry import get_format
+from moeq.schemes.resolve import WHOLE_PARTS, ExpertKind, Experts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def open(path_or_repo: str | Path, revision: str | None = None) -> Checkpoint:
+    """Open a checkpoint: a local folder (source or converted) or a Hugging Face repository.
+
+    Reads config and headers only and imports no torch.
+
+    Raises:
+        MoeqError: `source.*`, exit code 4, for everything that can be wrong with it.
+    """
+    source = LocalSource(Path(path_or_repo), str(path_or_repo))
+    return Checkpoint(source)
+
+
+class Checkpoint:
+    """A checkpoint that was opened.
+
+    Attributes:
+        source: its files: configs, tensor headers, bytes on request.
+        kind: `source`, or `converted` for an output of `moeq convert`.
+        info: what `moeq inspect` tells.
+    """
+
+    kind: Literal["source", "converted"] = "source"
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        facts = Facts(source.config)
+        layers = index_experts(source.tensors)
+        stacks = split_stacks(layers, facts.count(LAYERS))
+        if not stacks.main:
+            raise _not_moe(source, facts)
+        declaration, notices = find_declaration(source.config, source.side_configs)
+        source.notices.extend(notices)
+        family = find_family(model_type(facts))
+        interleaved = family is not None and family.interleaved
+        self._experts: dict[int, Experts] = {
+            number: Experts(layer, declaration, interleaved)
+            for number, layer in (*stacks.main.items(), *stacks.mtp.items())
+        }
+        source.expert_names = frozenset(entry.name for layer in stacks.main.values() for entry in layer.tensors())
+        self.info: CheckpointInfo = describe(Model(source, facts, family, stacks, self._experts, declaration))
+
+    def expert_prefix(self, layer: int) -> str:
+        """Module path of a layer's experts, such as `model.layers.0.mlp.experts`."""
+        return self._layer(layer).layer.prefix
+
+    def num_experts(self, layer: int) -> int:
+        """Routed experts of a layer."""
+        return self._layer(layer).num_experts
+
+    def scheme_of(self, layer: int, expert: int = 0, role: Role = "w13") -> Scheme:
+        """How an expert's weights are encoded."""
+        return self._kind(layer, expert).projection(role).scheme
+
+    def spec(self, layer: int, role: Role, expert: int = 0) -> MatrixSpec:
+        """Sizes and types of a matrix, from headers alone.
+
+        Args:
+            layer: layer number.
+            role: `gate`, `up`, `down`, `w13` (gate rows, then up rows) or `w2` (the same matrix as `down`).
+            expert: expert number.
+        """
+        return self._kind(layer, expert).spec(role)
+
+    def matrix(self, layer: int, expert: int, role: Role) -> QuantizedMatrix:
+        """One logical matrix, reading just its tensors.
+
+        Raises:
+            MoeqError: `source.not-quantized`, `source.bad-data` where the data is impossible, `source.inconsistent`
+                where gate and up cannot be joined into `w13`.
+        """
+        from moeq.schemes.joining import concatenate_rows, select_rows
+
+        kind = self._kind(layer, expert)
+        wanted = kind.spec(role)
+        if role in ("gate", "up") and "gate_up" in kind.projections:
+            stored = self._read(layer, expert, "gate_up", kind)
+            return select_rows(stored, wanted, first=role == "gate", interleaved=kind.interleaved)
+        if role == "w13" and "gate_up" in kind.projections and kind.interleaved:
+            gate, up = self.matrix(layer, expert, "gate"), self.matrix(layer, expert, "up")
+            return concatenate_rows(gate, up, wanted)
+        if role == "w13" and "gate" in kind.projections:
+            gate, up = (self._read(layer, expert, projection, kind) for projection in ("gate", "up"))
+            return concatenate_rows(gate, up, wanted)
+        projection: Projection = "gate_up" if role == "w13" and kind.gated else _PROJECTION[role]
+        return self._read(layer, expert, projection, kind, role)
+
+    def dequantize(self, layer: int, expert: int, projection: Literal["gate", "up", "down"]) -> Tensor:
+        """float32 `[N, K]`, the exact product `scale * (code - zero)`."""
+        from moeq.schemes.dequantize import dequantize
+
+        return dequantize(self.matrix(layer, expert, projection))
+
+    def _layer(self, layer: int) -> Experts:
+        if layer not in self._experts:
+            known = ", ".join(map(str, self._experts))
+            raise MoeqError("usage.no-such-layer", f"layer {layer} has no routed experts", f"MoE layers: {known}")
+        return self._experts[layer]
+
+    def _kind(self, layer: int, expert: int) -> ExpertKind:
+        return self._layer(layer).kind(expert)
+
+    def _read(
+        self, layer: int, expert: int, projection: Projection, kind: ExpertKind, role: Role | None = None
+    ) -> QuantizedMatrix:
+        """Decode one stored projection."""
+        from moeq.schemes.check import check_matrix
+
+        tensors = self._layer(layer).layer
+        described = kind.projections[projection]
+        spec = kind.spec(role) if role else described.spec
+        parts = self._parts(tensors.unit(expert)[projection], tensors.fused, expert)
+        module = tensors.module(projection, expert)
+        try:
+            matrix = get_format(described.scheme.format).unpack(parts, spec, described.scheme)
+        except MoeqError as error:
+            raise MoeqError(error.code, f"{module}: {error.message}", error.hint) from None
+        check_matrix(matrix, module)
+        return matrix
+
+    def _parts(self, entries: Mapping[str, TensorEntry], fused: bool, expert: int) -> dict[str, Tensor]:
+        source = self.source
+        parts: dict[str, Tensor] = {}
+        for part, entry in entries.items():
+            whole = not fused or part in WHOLE_PARTS
+            parts[part] = source.read(entry.name) if whole else source.read_row(entry, expert)
+        return parts
+
+
+_PROJECTION: dict[Role, Projection] = {"gate": "gate", "up": "up", "down": "down", "w2": "down", "w13": "up"}
+
+
+def _not_moe(source: Source, facts: Facts) -> MoeqError:
+    declared = facts.count(EXPERTS)
+    detail = "its config declares no experts" if not declared else f"its config declares {declared} experts"
+    return MoeqError(
+        "source.not-moe",
+        f"{source.name}: no routed experts among {len(source.tensors):,} tensors, and {detail}",
+        "moeq looks for tensors named like `layers.0.mlp.experts.0.gate_proj.*` and stacked ones like "
+        "`experts.gate_up_proj`; dense models need no moeq",
+    )
+
+
+__all__ = ["FUSED", "Checkpoint", "open"]

@@ -1,0 +1,180 @@
+"""What a quantisation config declares for a module, whatever dialect it is written in. No torch.
+
+Headers decide what is quantised; the config decides what headers cannot tell (symmetry, zero-point convention,
+act-order, activation quantisation) and is checked against them.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from moeq.errors import MoeqError
+from moeq.schemes.base import QuantKey
+
+
+@dataclass(frozen=True)
+class Declared:
+    """The quantisation that a config declares for one module.
+
+    Attributes:
+        method: normalised `quant_method`.
+        variant: the method's own format name (`gptq_v2`, `gemm`, `pack-quantized`, `auto_round:auto_gptq`, ...).
+        bits: bits of a weight, if declared.
+        group_size: weights along `K` per scale; -1 is one per channel; None where not declared.
+        symmetric: None where not declared.
+        act_order: columns are reordered by activation size.
+        strategy: granularity by name (`group`, `channel`, `tensor`, `block`), where the dialect has it.
+        activation: what activations are to be quantised to.
+        writer: tool that wrote the checkpoint.
+        rule: the config entry that decided, for messages.
+    """
+
+    method: str
+    variant: str = ""
+    bits: int | None = None
+    group_size: int | None = None
+    symmetric: bool | None = None
+    act_order: bool = False
+    strategy: str | None = None
+    activation: QuantKey | None = None
+    writer: str | None = None
+    rule: str = "quantization_config"
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """A whole quantisation config.
+
+    Attributes:
+        method: normalised `quant_method`.
+        origin: file and key it was found under.
+        default: what holds where no rule says otherwise; None where nothing is quantised by default.
+        resolve: module name to its declaration, None where the config leaves the module unquantised.
+        per_expert: rules may single out experts, so each has to be looked up.
+        refusal: why nothing declared this way can be converted (rotations, sparsity, ...), or None.
+        raw: the config itself.
+    """
+
+    method: str
+    origin: str
+    default: Declared | None
+    resolve: Callable[[str], Declared | None]
+    per_expert: bool = False
+    refusal: str | None = None
+    raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Typed look-ups in a quantisation config; every error names the key, the value and the place.
+
+    Python's `bool` is an `int` and many configs come from hand-edited JSON, so types are checked exactly.
+    """
+
+    table: Mapping[str, Any]
+    where: str
+
+    def integer(self, *keys: str, low: int = -1, high: int = 1 << 20) -> int | None:
+        """The first of `keys` present with a value other than null, as an exact integer in range."""
+        for key, value in self._present(keys):
+            if type(value) is not int or not low <= value <= high:
+                raise self.refuse(key, value, f"expected a whole number from {low} to {high}")
+            return value
+        return None
+
+    def flag(self, *keys: str) -> bool | None:
+        """The first of `keys` present, as a boolean."""
+        for key, value in self._present(keys):
+            if not isinstance(value, bool):
+                raise self.refuse(key, value, "expected true or false")
+            return value
+        return None
+
+    def text(self, *keys: str) -> str | None:
+        """The first of `keys` present, as a string, lower case."""
+        for key, value in self._present(keys):
+            if not isinstance(value, str) or len(value) > 200 or not value.isprintable():
+                raise self.refuse(key, value, "expected a name")
+            return value.lower()
+        return None
+
+    def names(self, *keys: str) -> list[str]:
+        """The first of `keys` present, as a list of strings (one string counts as a comma-separated list)."""
+        for key, value in self._present(keys):
+            items = value.split(",") if isinstance(value, str) else value
+            if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+                raise self.refuse(key, value, "expected a list of names")
+            return [item.strip() for item in items]
+        return []
+
+    def table_of(self, *keys: str) -> dict[str, Any]:
+        """The first of `keys` present, as an object."""
+        for key, value in self._present(keys):
+            if not isinstance(value, dict):
+                raise self.refuse(key, value, "expected an object")
+            return value
+        return {}
+
+    def refuse(self, key: str, value: object, expected: str) -> MoeqError:
+        """The error for a value of the wrong kind."""
+        return MoeqError("source.bad-config", f"{self.where}: {key} is {ascii(value)[:80]}, {expected}")
+
+    def _present(self, keys: Sequence[str]) -> Iterator[tuple[str, Any]]:
+        for key in keys:
+            value = self.table.get(key)
+            if value is not None:
+                yield key, value
+
+
+def group_size(fields: Fields, *keys: str) -> int | None:
+    """A group size: positive, or -1 for one scale per channel; None where not declared."""
+    value = fields.integer(*keys)
+    if value == 0:
+        raise fields.refuse(keys[0], 0, "expected -1 or a positive number of weights")
+    return value
+
+
+#: Seconds that all rules of a checkpoint together may spend on matching names.
+_MATCH_BUDGET = 5.0
+
+#: Longest pattern, and most unbounded repeats in one; real rules have at most five of the latter.
+_MAX_PATTERN = 4096
+_MAX_REPEATS = 6
+
+_REPEAT = re.compile(r"(?<!\\)(?:[*+]|\{\d*,\})")
+_NESTED = re.compile(r"(?<!\\)(?:[*+]|\{\d*,\d*\})[^()]*\)[*+{]")
+
+
+class Patterns:
+    """Compiles and matches regular expressions that come from a stranger's config.
+
+    Nested repeats (exponential) are refused, the rest is bounded by a number of repeats and a time budget.
+    """
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self._spent = 0.0
+
+    def compile(self, text: str) -> re.Pattern[str]:
+        """A pattern within bounds. Raises MoeqError `source.bad-pattern` naming it."""
+        shown = ascii(text[:120])
+        if len(text) > _MAX_PATTERN or len(_REPEAT.findall(text)) > _MAX_REPEATS or _NESTED.search(text):
+            raise MoeqError("source.bad-pattern", f"{self.where}: pattern {shown} could take unbounded time to match")
+        try:
+            return re.compile(text)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise MoeqError("source.bad-pattern", f"{self.where}: pattern {shown} is not valid: {error}") from error
+
+    def matches(self, pattern: re.Pattern[str], name: str, *, anywhere: bool = False) -> bool:
+        """Whether the pattern matches at the start of `name` (or anywhere in it), counting the time spent."""
+        started = time.perf_counter()
+        found = (pattern.search if anywhere else pattern.match)(name) is not None
+        self._spent += time.perf_counter() - started
+        if self._spent > _MATCH_BUDGET:
+            shown = ascii(pattern.pattern[:120])
+            raise MoeqError("source.bad-pattern", f"{self.where}: matching takes too long, last pattern {shown}")
+        return found

@@ -1,0 +1,60 @@
+"""From a logical matrix to numbers. The one definition of what codes, scales and zero points mean."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moeq.matrix import QuantizedMatrix
+
+#: Values of the OCP Microscaling FP4 codes (E2M1): bit 3 is the sign.
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def dequantize(matrix: QuantizedMatrix) -> Tensor:
+    """float32 `[N, K]`: the exact product `scale * (code - zero)`, rounded once.
+
+    Up to a second-level scale every product fits float32 exactly (11 scale bits times 8 code bits) except for float32
+    scales, where the single rounding is float32's own; with a second-level scale it is done in float64.
+    """
+    numbers = code_values(matrix)
+    if matrix.zeros is not None:
+        numbers -= _per_column(matrix, matrix.zeros.to(torch.float32))
+    scales = _per_column(matrix, scale_values(matrix))
+    if matrix.global_scale is None:
+        return numbers.mul_(scales)
+    product = numbers.double() * scales.double() * matrix.global_scale.double().unsqueeze(1)
+    return product.float()
+
+
+def code_values(matrix: QuantizedMatrix) -> Tensor:
+    """float32 `[N, K]`: codes as numbers, integers relative to the symmetric zero point unless zeros are stored."""
+    spec = matrix.spec
+    if spec.element == "e2m1":
+        return torch.tensor(E2M1_VALUES)[matrix.codes.long()]
+    if spec.element in ("e4m3", "e5m2"):
+        kind = torch.float8_e4m3fn if spec.element == "e4m3" else torch.float8_e5m2
+        return matrix.codes.contiguous().view(kind).float()
+    offset = spec.symmetric_zero if matrix.zeros is None else 0
+    return matrix.codes.float() - offset
+
+
+def scale_values(matrix: QuantizedMatrix) -> Tensor:
+    """float32 `[N, G]`: scales as numbers."""
+    return e8m0_values(matrix.scales) if matrix.spec.scale_dtype == "e8m0" else matrix.scales.float()
+
+
+def e8m0_values(exponents: Tensor) -> Tensor:
+    """float32 values `2**(e - 127)` of OCP E8M0 bytes; 255 is NaN, 0 is the subnormal `2**-127`."""
+    bits = exponents.to(torch.int32) << 23
+    bits = torch.where(exponents == 0, torch.full_like(bits, 1 << 22), bits)
+    values = bits.view(torch.float32)
+    return torch.where(exponents == 255, torch.full_like(values, float("nan")), values)
+
+
+def _per_column(matrix: QuantizedMatrix, per_group: Tensor) -> Tensor:
+    """Spread `[N, G]` over the columns: `[N, K]`."""
+    spec = matrix.spec
+    if matrix.group_index is not None:
+        return per_group[:, matrix.group_index.long()]
+    return per_group.repeat_interleave(spec.group_size, dim=1)[:, : spec.k]

@@ -1,0 +1,148 @@
+"""What a checkpoint format is: how to recognise, describe and decode one projection of one expert. No torch.
+
+A format is one file with one `Format` subclass and one row in the registry. `matches` and `describe` look at headers
+and config only; `unpack` is the only place that sees data.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, NoReturn
+
+from moeq.errors import MoeqError
+from moeq.matrix import MatrixSpec, QuantizedMatrix, Role
+from moeq.schemes.base import Scheme
+from moeq.schemes.declared import Declared
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class PartSig(NamedTuple):
+    """Header facts of one part: safetensors dtype and shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+#: Part name to header facts, for one projection of one expert.
+Parts = Mapping[str, PartSig]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a format is told beside the parts.
+
+    Attributes:
+        where: module name, for messages.
+        role: which projection.
+        declared: what the config says about the module.
+        k_hint: input features as the sibling projection's headers imply them, or None where unknown.
+        gated: whether the expert has a gate projection.
+    """
+
+    where: str
+    role: Role
+    declared: Declared
+    k_hint: int | None = None
+    gated: bool = True
+
+
+@dataclass(frozen=True)
+class Described:
+    """One projection as headers and config describe it."""
+
+    scheme: Scheme
+    spec: MatrixSpec
+
+
+class Format(ABC):
+    """A checkpoint format.
+
+    Subclasses set:
+        id: registry id, `Scheme.format`.
+        title: one line for people.
+        refusal: why conversion does not take it, as the end of the sentence "moeq does not convert it: ...";
+            None where it does.
+    """
+
+    id: ClassVar[str]
+    title: ClassVar[str]
+    refusal: ClassVar[str | None] = None
+
+    @abstractmethod
+    def matches(self, parts: Parts) -> bool:
+        """Whether the parts are of this format (suffixes, dtypes and ranks)."""
+
+    @abstractmethod
+    def out_features(self, parts: Parts) -> int:
+        """`N`, which every format's headers tell by themselves."""
+
+    @abstractmethod
+    def describe(self, parts: Parts, context: Context) -> Described:
+        """Scheme and sizes. Raises MoeqError `source.inconsistent` where headers and config disagree."""
+
+    @abstractmethod
+    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
+        """Decode the parts of one projection. Raises MoeqError `source.bad-data` for impossible values."""
+
+
+def inconsistent(where: str, detail: str, hint: str | None = None) -> NoReturn:
+    """Raise the error for headers and config that contradict each other."""
+    raise MoeqError("source.inconsistent", f"{where}: {detail}", hint)
+
+
+def expect_shape(parts: Parts, part: str, shape: tuple[int, ...], context: Context) -> None:
+    """Check a part's shape where the part exists."""
+    found = parts.get(part)
+    if found is not None and found.shape != shape:
+        inconsistent(context.where, f"{part} is {list(found.shape)}, expected {list(shape)}")
+
+
+#: `MatrixSpec` dtype name of a stored float, by safetensors dtype.
+FLOAT_NAMES: dict[str, str] = {
+    "F16": "f16",
+    "BF16": "bf16",
+    "F32": "f32",
+    "F8_E4M3": "e4m3",
+    "F8_E8M0": "e8m0",
+    "U8": "e8m0",
+}
+
+
+def float_name(parts: Parts, part: str, context: Context, allowed: tuple[str, ...] = ("F16", "BF16", "F32")) -> str:
+    """Dtype name of a float part, which must be one of the allowed safetensors dtypes."""
+    dtype = parts[part].dtype
+    if dtype not in allowed:
+        inconsistent(context.where, f"{part} is {dtype}, expected {' or '.join(allowed)}")
+    return FLOAT_NAMES[dtype]
+
+
+def bias_dtype(parts: Parts, context: Context, n: int) -> str | None:
+    """Dtype of the bias vector, or None."""
+    if "bias" not in parts:
+        return None
+    expect_shape(parts, "bias", (n,), context)
+    return float_name(parts, "bias", context)
+
+
+def resolve_groups(context: Context, k: int, groups: int) -> int:
+    """Group size from the declared one and the number of groups found; the last group may be partial.
+
+    Raises:
+        MoeqError: `source.inconsistent` with both numbers.
+    """
+    declared = context.declared.group_size
+    if declared is None:
+        if groups == 0 or k % groups:
+            inconsistent(context.where, f"{groups} groups do not divide K={k}, and no group size is declared")
+        return k // groups
+    size = k if declared == -1 else min(declared, k)
+    expected = -(-k // size)
+    if expected != groups:
+        implied = f"K/{groups} = {k // groups}" if groups and k % groups == 0 else f"{groups} groups"
+        detail = f"group_size {declared} makes {expected} groups of K={k}, the scales have {groups} ({implied})"
+        inconsistent(context.where, detail, "the config does not describe this tensor; was one of them replaced?")
+    return size

@@ -1,0 +1,337 @@
+"""GPTQ: codes packed along `K` in int32 words, per-group scales and zero points (AutoGPTQ, GPTQModel, AutoRound).
+
+Tensors of one projection: `qweight` I32 `[ceil(K * b / 32), N]`, `qzeros` I32 `[G, ceil(N * b / 32)]`, `scales`
+`[G, N]`, optional `g_idx` I32 `[K]` and `bias` `[N]`. Checked against GPTQModel 7.7, AutoGPTQ 0.7.1 and AutoRound
+0.16.1.
+
+Zero points are the dangerous part. Version 1 stores `z - 1`, and GPTQModel subtracts from the whole word, so a zero
+point of 0 borrows from its neighbour; only adding to the whole word undoes that. Version 2 stores `z`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from moeq.errors import MoeqError
+from moeq.matrix import MatrixSpec, QuantizedMatrix
+from moeq.schemes.base import QuantKey, ScaleKey, Scheme, ZeroPoint
+from moeq.schemes.declared import Declaration, Declared, Fields, Patterns, group_size
+from moeq.schemes.format import (
+    Context,
+    Described,
+    Format,
+    Parts,
+    bias_dtype,
+    expect_shape,
+    float_name,
+    inconsistent,
+    resolve_groups,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Variants whose zero points are stored as they are; all others store them minus one.
+_RAW_ZEROS = frozenset({"gptq_v2", "gptq_p", "auto_round", "auto_round:gptqmodel", "auto_round:auto_round"})
+
+#: Variants that store odd widths as one continuous bit stream.
+_CONTINUOUS = frozenset({"gptq", "gptq_v2", "auto_round:gptq", "auto_round:auto_gptq", *_RAW_ZEROS}) - {"gptq_p"}
+
+#: Checkpoint formats that a GPTQ config may name but that are other formats, or change the mathematics.
+_OTHER_FORMATS = {
+    "marlin": "serialised Marlin v1 weights",
+    "bitblas": "BitBLAS weights",
+    "qqq": "QQQ weights (a second scale and int8 activations)",
+    "exl3": "EXL3 weights",
+    "gguf": "GGUF weights",
+    "vptq": "VPTQ weights",
+    "paroquant": "ParoQuant weights (rotated)",
+}
+
+
+def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
+    """Read a GPTQ `quantization_config` or `quantize_config.json` (AutoGPTQ, GPTQModel, optimum, AutoRound export)."""
+    fields = Fields(table, origin)
+    variant = fields.text("checkpoint_format", "format") or "gptq"
+    if fields.flag("is_marlin_format"):
+        variant = "marlin"
+    default = Declared(
+        method="gptq",
+        variant=variant,
+        bits=fields.integer("bits", "w_bit", "wbits", low=1, high=16),
+        group_size=-1 if _null_group(table) else group_size(fields, "group_size", "q_group_size"),
+        symmetric=_symmetric(fields),
+        act_order=bool(fields.flag("desc_act")),
+        writer=_writer(table),
+        rule=origin,
+    )
+    rules = _dynamic_rules(fields, default)
+    patterns = Patterns(f"{origin}: dynamic")
+    compiled = [(patterns.compile(text), declared) for text, declared in rules]
+
+    def resolve(module: str) -> Declared | None:
+        for pattern, declared in compiled:
+            if patterns.matches(pattern, module):
+                return declared
+        return default
+
+    return Declaration(
+        method="gptq",
+        origin=origin,
+        default=default,
+        resolve=resolve,
+        per_expert=any("expert" in text for text, _ in rules),
+        refusal=_refusal(fields, variant),
+        raw=table,
+    )
+
+
+def _null_group(table: Mapping[str, Any]) -> bool:
+    return "group_size" in table and table["group_size"] is None
+
+
+def _symmetric(fields: Fields) -> bool:
+    symmetric = fields.flag("sym")
+    if symmetric is None:
+        zero_point = fields.flag("zero_point")
+        symmetric = True if zero_point is None else not zero_point
+    return symmetric
+
+
+def _writer(table: Mapping[str, Any]) -> str | None:
+    meta = table.get("meta")
+    quantizer = meta.get("quantizer") if isinstance(meta, Mapping) else None
+    if isinstance(quantizer, list):
+        return ", ".join(str(item) for item in quantizer)[:200] or None
+    found = quantizer or table.get("provider") or table.get("autoround_version")
+    return str(found)[:200] if found else None
+
+
+def _refusal(fields: Fields, variant: str) -> str | None:
+    rotation = fields.table.get("rotation")
+    if rotation not in (None, False, ""):
+        return f"its weights are rotated (rotation: {ascii(rotation)[:60]}), which changes the model's mathematics"
+    pack_dtype = fields.text("pack_dtype")
+    if pack_dtype not in (None, "int32"):
+        return f"codes are packed into {pack_dtype}, moeq reads int32"
+    if variant in _OTHER_FORMATS:
+        return f"it holds {_OTHER_FORMATS[variant]}"
+    return None
+
+
+def _dynamic_rules(fields: Fields, default: Declared) -> list[tuple[str, Declared | None]]:
+    """GPTQModel's `dynamic`: regex to overrides, `-:` excludes; excluding rules come first, then file order."""
+    rules: list[tuple[str, Declared | None]] = []
+    for text, overrides in fields.table_of("dynamic").items():
+        if text.startswith("-:"):
+            rules.append((text[2:], None))
+            continue
+        if overrides is False:
+            rules.append((text.removeprefix("+:"), None))
+            continue
+        if not isinstance(overrides, dict):
+            raise fields.refuse(f"dynamic[{ascii(text)[:80]}]", overrides, "expected an object of overrides")
+        rules.append((text.removeprefix("+:"), _overridden(default, overrides, f"{fields.where}: dynamic[{text!r}]")))
+    return sorted(rules, key=lambda rule: rule[1] is not None)
+
+
+def _overridden(default: Declared, overrides: dict[str, Any], where: str) -> Declared:
+    fields = Fields(overrides, where)
+    bits = fields.integer("bits", low=1, high=16)
+    groups = group_size(fields, "group_size")
+    symmetric = fields.flag("sym")
+    act_order = fields.flag("desc_act")
+    return replace(
+        default,
+        variant=fields.text("checkpoint_format", "format") or default.variant,
+        bits=default.bits if bits is None else bits,
+        group_size=default.group_size if groups is None else groups,
+        symmetric=default.symmetric if symmetric is None else symmetric,
+        act_order=default.act_order if act_order is None else act_order,
+        rule=where[:200],
+    )
+
+
+class Gptq(Format):
+    """GPTQ weights packed along `K`."""
+
+    id = "gptq"
+    title = "GPTQ: int32 words along K, scales and zero points per group"
+
+    def matches(self, parts: Parts) -> bool:
+        weight, scales = parts.get("qweight"), parts.get("scales")
+        if weight is None or scales is None or weight.dtype != "I32" or len(weight.shape) != 2:
+            return False
+        return len(scales.shape) == 2 and weight.shape[1] == scales.shape[1]
+
+    def out_features(self, parts: Parts) -> int:
+        return parts["qweight"].shape[1]
+
+    def describe(self, parts: Parts, context: Context) -> Described:
+        words, n = parts["qweight"].shape
+        groups = parts["scales"].shape[0]
+        declared = context.declared
+        k = _input_features(parts, context, words)
+        bits = _bits(context, words, k)
+        expect_shape(parts, "qzeros", (groups, -(-n * bits // 32)), context)
+        expect_shape(parts, "g_idx", (k,), context)
+        size = resolve_groups(context, k, groups)
+        scale_dtype = float_name(parts, "scales", context)
+        symmetric = declared.symmetric if declared.symmetric is not None else "qzeros" not in parts
+        spec = MatrixSpec(
+            role=context.role,
+            n=n,
+            k=k,
+            element=f"int{bits}",
+            group_size=size,
+            scale_dtype=scale_dtype,
+            symmetric=symmetric,
+            act_order=declared.act_order and groups > 1 and "g_idx" in parts,
+            bias_dtype=bias_dtype(parts, context, n),
+            gated=context.gated,
+        )
+        return Described(_scheme(spec, declared, "qzeros" in parts), spec)
+
+    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
+        import torch
+
+        codes = _codes(parts["qweight"].t(), spec.bits, spec.k, scheme.checkpoint_format)
+        zeros = _zeros(parts["qzeros"], spec, scheme) if "qzeros" in parts else None
+        index = _group_index(parts.get("g_idx"), spec)
+        return QuantizedMatrix(
+            spec=replace(spec, act_order=index is not None),
+            codes=codes,
+            scales=parts["scales"].t().contiguous(),
+            zeros=None if spec.symmetric or zeros is None else zeros.to(torch.int16),
+            group_index=index,
+            bias=parts.get("bias"),
+        )
+
+
+def _input_features(parts: Parts, context: Context, words: int) -> int:
+    if "g_idx" in parts and len(parts["g_idx"].shape) == 1:
+        return parts["g_idx"].shape[0]
+    if context.k_hint is not None:
+        return context.k_hint
+    if context.declared.bits:
+        return words * 32 // context.declared.bits
+    return inconsistent(context.where, "neither g_idx nor the config tells how many input features qweight holds")
+
+
+def _bits(context: Context, words: int, k: int) -> int:
+    declared = context.declared.bits
+    implied = words * 32 // k if k else 0
+    bits = declared if declared is not None else implied
+    if bits not in range(2, 9) or -(-k * bits // 32) != words:
+        detail = (
+            f"{words} words hold K={k} codes of {words * 32 / k if k else 0:g} bits, the config declares {declared}"
+        )
+        inconsistent(context.where, detail, "the config does not describe this tensor")
+    planar = context.declared.variant == "gptq_p"
+    if bits in (5, 6, 7) and not planar and context.declared.variant not in _CONTINUOUS - {"gptq", "gptq_v2"}:
+        detail = f"{bits}-bit codes are planar or continuous with equal shapes, and the config does not say which"
+        inconsistent(context.where, detail, "it needs checkpoint_format: gptq_p")
+    return bits
+
+
+def _scheme(spec: MatrixSpec, declared: Declared, has_zeros: bool) -> Scheme:
+    grouped = declared.group_size != -1
+    scale = ScaleKey(spec.scale_dtype, "group" if grouped else "channel", (1, declared.group_size or spec.group_size))
+    zero_point: ZeroPoint = "stored" if declared.variant in _RAW_ZEROS else "stored-minus-one"
+    return Scheme(
+        format=Gptq.id,
+        weight=QuantKey(spec.element, "i32-packed", scale, spec.symmetric),
+        activation=declared.activation,
+        packing="bit planes along K" if declared.variant == "gptq_p" else "bit stream along K, low bits first",
+        zero_point=zero_point if has_zeros else "none",
+        act_order=declared.act_order,
+        has_bias=spec.bias_dtype is not None,
+        quant_method=declared.method,
+        checkpoint_format=declared.variant,
+        writer=declared.writer,
+    )
+
+
+def _codes(words: Tensor, bits: int, count: int, variant: str) -> Tensor:
+    """uint8 `[rows, count]` of int32 words `[rows, W]`."""
+    from moeq.schemes.bits import PLANES, planar_codes, stream_codes
+
+    if variant == "gptq_p" and bits in PLANES:
+        return planar_codes(words.contiguous(), bits, count)
+    return stream_codes(words, bits, count)
+
+
+def _zeros(qzeros: Tensor, spec: MatrixSpec, scheme: Scheme) -> Tensor:
+    """Effective zero points, uint8 `[N, G]`; those of a symmetric matrix are verified to be the constant."""
+    stored = _codes(qzeros, spec.bits, spec.n, scheme.checkpoint_format)
+    raw = scheme.zero_point == "stored"
+    if spec.symmetric:
+        _check_symmetric(stored, spec, raw)
+        return stored.t()
+    if raw:
+        return stored.t().contiguous()
+    _check_corruption(qzeros, spec.bits)
+    if 32 % spec.bits:
+        return ((stored + 1) & ((1 << spec.bits) - 1)).t().contiguous()
+    ones = sum(1 << shift for shift in range(0, 32, spec.bits))
+    # Whole words: a zero point of 0 borrowed from its neighbour when GPTQModel subtracted.
+    words = qzeros + (ones - (1 << 32) if ones >= 1 << 31 else ones)
+    return _codes(words, spec.bits, spec.n, scheme.checkpoint_format).t().contiguous()
+
+
+def _check_symmetric(stored: Tensor, spec: MatrixSpec, raw: bool) -> None:
+    constant = spec.symmetric_zero - (0 if raw else 1)
+    if bool((stored == constant).all()):
+        return
+    other = spec.symmetric_zero - (1 if raw else 0)
+    if bool((stored == other).all()):
+        version, found = ("gptq_v2", "gptq") if raw else ("gptq", "gptq_v2")
+        raise MoeqError(
+            "source.zero-points",
+            f"zero-point convention mismatch: the config says {version}, whose symmetric zero points are stored as "
+            f"{constant}, but every stored field is {other}, as in {found}",
+            f"set checkpoint_format to {found} in config.json if that is what wrote it",
+        )
+    raise MoeqError(
+        "source.zero-points",
+        f"the config says symmetric, but stored zero points range from {int(stored.min())} to {int(stored.max())} "
+        f"where the symmetric constant is {constant}",
+        "set sym to false in config.json if the weights are asymmetric",
+    )
+
+
+def _check_corruption(qzeros: Tensor, bits: int) -> None:
+    """AutoGPTQ 0.7 turned a zero point of 0 into all-ones in every higher field of the word: unrecoverable."""
+    import torch
+
+    if 32 % bits:
+        return
+    words = qzeros.to(torch.int64) & 0xFFFFFFFF
+    top = (1 << 32) - (1 << (32 - 3 * bits)) if bits * 3 <= 32 else 0xFFFFFFFF
+    damaged = (words & top) == top
+    if bool(damaged.any()):
+        raise MoeqError(
+            "source.zero-points",
+            f"zero points corrupted by AutoGPTQ: {int(damaged.sum())} words end in fields of all ones, which a zero "
+            "point of 0 leaves behind",
+            "re-quantise with GPTQModel, or symmetrically",
+        )
+
+
+def _group_index(g_idx: Tensor | None, spec: MatrixSpec) -> Tensor | None:
+    """The stored group index where it differs from `k // group_size` (or act-order is declared)."""
+    import torch
+
+    if g_idx is None or spec.num_groups == 1:
+        return None
+    index = g_idx.to(torch.int32)
+    if int(index.min()) < 0 or int(index.max()) >= spec.num_groups:
+        detail = f"g_idx ranges from {int(index.min())} to {int(index.max())}, there are {spec.num_groups} groups"
+        raise MoeqError("source.bad-data", detail)
+    trivial = torch.arange(spec.k, dtype=torch.int32) // spec.group_size
+    return None if not spec.act_order and torch.equal(index, trivial) else index
+
+
+FORMAT = Gptq()

@@ -1,0 +1,238 @@
+"""From tensor names and config to the scheme of every expert. No torch.
+
+Headers decide. A checkpoint has tens of thousands of experts of a handful of kinds, so a kind is described once and
+shared by every expert that has the same headers and the same declaration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+from moeq.checkpoint.header import TensorEntry
+from moeq.checkpoint.names import FUSED, LayerExperts, Projection
+from moeq.errors import MoeqError
+from moeq.matrix import MatrixSpec, Role
+from moeq.schemes.base import Scheme
+from moeq.schemes.declared import Declaration, Declared
+from moeq.schemes.format import Context, Described, Format, PartSig, inconsistent
+from moeq.schemes.registry import match_format
+
+#: Parts that describe a whole fused tensor and so have no leading expert axis.
+WHOLE_PARTS = frozenset({"weight_shape"})
+
+#: Projections in the order in which messages name them.
+_ORDER: tuple[Projection, ...] = ("gate", "up", "gate_up", "down")
+
+Unit = Mapping[Projection, Mapping[str, TensorEntry]]
+
+
+@dataclass(frozen=True)
+class ExpertKind:
+    """How one expert is encoded: what headers and config say about each of its projections.
+
+    Attributes:
+        projections: `gate`, `up`, `down`, or `gate_up` where gate and up are one tensor.
+        interleaved: rows of a `gate_up` tensor alternate (gate even, up odd) instead of being two halves.
+    """
+
+    projections: Mapping[Projection, Described]
+    interleaved: bool = False
+
+    @property
+    def gated(self) -> bool:
+        """Whether there is a gate projection."""
+        return "gate" in self.projections or "gate_up" in self.projections
+
+    @property
+    def scheme(self) -> Scheme:
+        """Scheme of the input projections (gate, up)."""
+        return self.projection("up").scheme
+
+    @property
+    def schemes(self) -> list[Scheme]:
+        """Distinct schemes of the projections."""
+        return list(dict.fromkeys(described.scheme for described in self.projections.values()))
+
+    def projection(self, role: Role) -> Described:
+        """The stored tensor group that holds a role."""
+        wanted: dict[Role, tuple[Projection, ...]] = {
+            "gate": ("gate", "gate_up"),
+            "up": ("up", "gate_up"),
+            "w13": ("gate_up", "up"),
+            "down": ("down",),
+            "w2": ("down",),
+        }
+        for name in wanted[role]:
+            if name in self.projections:
+                return self.projections[name]
+        raise MoeqError("source.incomplete-experts", f"these experts have no {role} projection")
+
+    def spec(self, role: Role) -> MatrixSpec:
+        """Sizes and types of a role. Raises MoeqError `source.inconsistent` where gate and up cannot share `w13`."""
+        found = self.projection(role).spec
+        if "gate_up" in self.projections and role in ("gate", "up"):
+            return replace(found, role=role, n=found.n // 2)
+        if role == "w13" and "gate" in self.projections:
+            return _joined(self.projections["gate"].spec, found)
+        return replace(found, role=role)
+
+
+def _joined(gate: MatrixSpec, up: MatrixSpec) -> MatrixSpec:
+    joined = replace(gate, role="w13", n=gate.n + up.n)
+    if replace(up, role="w13", n=joined.n) != joined:
+        inconsistent("gate and up projections", f"differ and cannot be fused: gate {gate}, up {up}")
+    return joined
+
+
+@dataclass(frozen=True)
+class KindGroup:
+    """The experts of a layer that share a kind."""
+
+    kind: ExpertKind
+    experts: tuple[int, ...]
+
+
+class Experts:
+    """The experts of one layer with their kinds.
+
+    Attributes:
+        layer: the layer's tensors.
+        num_experts: number of experts found.
+    """
+
+    def __init__(self, layer: LayerExperts, declaration: Declaration | None, interleaved: bool) -> None:
+        self.layer = layer
+        self.num_experts = _count(layer)
+        self._declaration = declaration
+        self._interleaved = interleaved
+        self._kinds: dict[object, ExpertKind] = {}
+        self._uniform = not (declaration and declaration.per_expert) and _is_uniform(layer, self.num_experts)
+
+    def kind(self, expert: int) -> ExpertKind:
+        """How that expert is encoded. Raises MoeqError `usage.no-such-expert` and what `describe` raises."""
+        if not 0 <= expert < self.num_experts:
+            detail = f"layer {self.layer.layer} has experts 0 .. {self.num_experts - 1}, there is no {expert}"
+            raise MoeqError("usage.no-such-expert", detail)
+        if self._uniform and None in self._kinds:
+            return self._kinds[None]
+        unit = self.layer.unit(expert)
+        declared = {projection: self._declared(projection, expert) for projection in unit}
+        key = None if self._uniform else (_signature(unit), tuple(declared.values()))
+        if key not in self._kinds:
+            self._kinds[key] = self._describe(unit, declared, expert)
+        return self._kinds[key]
+
+    def kinds(self) -> list[KindGroup]:
+        """Every kind in the layer with the experts that have it, in order of first appearance."""
+        if self._uniform:
+            return [KindGroup(self.kind(0), tuple(range(self.num_experts)))] if self.num_experts else []
+        members: dict[int, list[int]] = {}
+        kinds: dict[int, ExpertKind] = {}
+        for expert in range(self.num_experts):
+            kind = self.kind(expert)
+            kinds[id(kind)] = kind
+            members.setdefault(id(kind), []).append(expert)
+        return [KindGroup(kinds[key], tuple(experts)) for key, experts in members.items()]
+
+    def _declared(self, projection: Projection, expert: int) -> Declared | None:
+        if self._declaration is None:
+            return None
+        return self._declaration.resolve(self.layer.module(projection, expert))
+
+    def _describe(self, unit: Unit, declared: Mapping[Projection, Declared | None], expert: int) -> ExpertKind:
+        sigs = {projection: _sigs(self.layer, parts) for projection, parts in unit.items()}
+        formats: dict[Projection, Format] = {}
+        for projection in (name for name in _ORDER if name in sigs):
+            found = match_format(sigs[projection])
+            if found is None:
+                _unknown(self.layer.module(projection, expert), sigs[projection])
+            formats[projection] = found
+        hints = _k_hints({projection: formats[projection].out_features(sigs[projection]) for projection in formats})
+        gated = "gate" in formats or "gate_up" in formats
+        described = {}
+        for projection, chosen in formats.items():
+            context = Context(
+                where=self.layer.module(projection, expert),
+                role="w13" if projection == "gate_up" else projection,
+                declared=declared[projection] or _headers_only(self._declaration),
+                k_hint=hints.get(projection),
+                gated=gated,
+            )
+            described[projection] = chosen.describe(sigs[projection], context)
+        return ExpertKind(described, self._interleaved)
+
+
+def _headers_only(declaration: Declaration | None) -> Declared:
+    """For tensors that are quantised although no config says so."""
+    if declaration and declaration.default:
+        return declaration.default
+    return Declared(method=declaration.method if declaration else "", rule="tensor headers")
+
+
+def _sigs(layer: LayerExperts, parts: Mapping[str, TensorEntry]) -> dict[str, PartSig]:
+    """Header facts per expert: a tensor that stacks all experts loses its leading axis."""
+    if not layer.fused:
+        return {part: PartSig(entry.dtype, entry.shape) for part, entry in parts.items()}
+    return {
+        part: PartSig(entry.dtype, entry.shape if part in WHOLE_PARTS else entry.shape[1:])
+        for part, entry in parts.items()
+    }
+
+
+def _signature(unit: Unit) -> tuple[tuple[str, str, str, tuple[int, ...]], ...]:
+    return tuple(
+        (projection, part, entry.dtype, entry.shape)
+        for projection, parts in unit.items()
+        for part, entry in parts.items()
+    )
+
+
+def _is_uniform(layer: LayerExperts, count: int) -> bool:
+    """Whether all experts have the same parts with the same dtypes and shapes."""
+    if layer.fused:
+        return True
+    return all(
+        len(entries) == count and len({entry[1:3] for entry in entries.values()}) == 1
+        for entries in layer.parts.values()
+    )
+
+
+def _count(layer: LayerExperts) -> int:
+    if layer.fused:
+        sizes = {
+            entries[FUSED].shape[0] if entries[FUSED].shape else 0
+            for (_, part), entries in layer.parts.items()
+            if FUSED in entries and part not in WHOLE_PARTS
+        }
+        if len(sizes) != 1:
+            inconsistent(layer.prefix, f"stacked tensors disagree about the number of experts: {sorted(sizes)}")
+        return sizes.pop()
+    ids = layer.expert_ids
+    count = max(ids) + 1
+    if len(ids) != count:
+        missing = sorted(set(range(count)) - ids)
+        shown = ", ".join(map(str, missing[:8]))
+        raise MoeqError(
+            "source.incomplete-experts",
+            f"{layer.prefix}: experts 0 .. {count - 1} are named, {len(missing)} of them have no tensors: {shown}",
+        )
+    return count
+
+
+def _k_hints(outputs: Mapping[Projection, int]) -> dict[Projection, int]:
+    """Input features of each projection, from the output features of its sibling: experts map a space to itself."""
+    hints: dict[Projection, int] = {}
+    up = outputs.get("up") or outputs.get("gate") or (outputs["gate_up"] // 2 if "gate_up" in outputs else None)
+    down = outputs.get("down")
+    if up is not None:
+        hints["down"] = up
+    if down is not None:
+        hints |= {"gate": down, "up": down, "gate_up": down}
+    return hints
+
+
+def _unknown(module: str, parts: Mapping[str, PartSig]) -> NoReturn:
+    shown = ", ".join(f"{part} {sig.dtype}{list(sig.shape)}" for part, sig in sorted(parts.items()))
+    raise MoeqError("source.unsupported-format", f"{module}: no known format has the tensors {shown[:400]}")

@@ -1,0 +1,46 @@
+"""Plain floating-point expert weights: described and read, never converted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from moeq.errors import MoeqError
+from moeq.matrix import MatrixSpec, QuantizedMatrix
+from moeq.schemes.base import QuantKey, ScaleKey, Scheme
+from moeq.schemes.format import FLOAT_NAMES, Context, Described, Format, Parts, bias_dtype
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_PLAIN = ("BF16", "F16", "F32")
+
+
+class Unquantized(Format):
+    """One float tensor `[N, K]` per projection."""
+
+    id = "unquantized"
+    title = "not quantised"
+    refusal = "its experts are not quantised"
+
+    def matches(self, parts: Parts) -> bool:
+        weight = parts.get("weight")
+        return weight is not None and weight.dtype in _PLAIN and not parts.keys() - {"weight", "bias"}
+
+    def out_features(self, parts: Parts) -> int:
+        return parts["weight"].shape[0]
+
+    def describe(self, parts: Parts, context: Context) -> Described:
+        weight = parts["weight"]
+        n, k = weight.shape if len(weight.shape) == 2 else (1, 1)
+        element = FLOAT_NAMES[weight.dtype]
+        bias = bias_dtype(parts, context, n)
+        spec = MatrixSpec(context.role, n, k, element, k, "f32", bias_dtype=bias, gated=context.gated)
+        key = QuantKey(element, element, ScaleKey("f32", "tensor", (-1, -1)))
+        return Described(Scheme(self.id, key, has_bias=bias is not None), spec)
+
+    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
+        raise MoeqError("source.not-quantized", "these experts are not quantised: they have no codes")
+
+
+FORMAT = Unquantized()
