@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def stream_codes(words: Tensor, bits: int, count: int) -> Tensor:
@@ -17,6 +19,8 @@ def stream_codes(words: Tensor, bits: int, count: int) -> Tensor:
     Returns:
         uint8 `[..., count]`.
     """
+    import torch
+
     octets = words.contiguous().view(torch.uint8).reshape(*words.shape[:-1], -1)
     if 8 % bits == 0:
         mask = (1 << bits) - 1
@@ -27,6 +31,8 @@ def stream_codes(words: Tensor, bits: int, count: int) -> Tensor:
 
 def _straddling_codes(octets: Tensor, bits: int, count: int) -> Tensor:
     """Widths that do not divide 8: `bits` bytes hold 8 codes."""
+    import torch
+
     missing = -octets.shape[-1] % bits
     padded = torch.nn.functional.pad(octets, (0, missing)).to(torch.int64)
     lanes = padded.reshape(*padded.shape[:-1], -1, bits)
@@ -37,6 +43,8 @@ def _straddling_codes(octets: Tensor, bits: int, count: int) -> Tensor:
 
 def lane_codes(words: Tensor, bits: int, count: int) -> Tensor:
     """Codes of int32 words that hold `32 // bits` whole fields each, top bits unused: uint8 `[..., count]`."""
+    import torch
+
     shifts = torch.arange(32 // bits, dtype=torch.int32) * bits
     fields = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
     return fields.flatten(-2)[..., :count].to(torch.uint8).contiguous()
@@ -50,6 +58,8 @@ def planar_codes(words: Tensor, bits: int, count: int) -> Tensor:
         bits: 3, 5, 6 or 7.
         count: codes per row, a multiple of 32.
     """
+    import torch
+
     blocks = words.reshape(*words.shape[:-1], -1, bits)
     codes = torch.zeros(*blocks.shape[:-1], 32, dtype=torch.uint8)
     word = shift = 0

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import torch
-
 from moeq.errors import MoeqError
 from moeq.matrix import QuantizedMatrix
 from moeq.schemes.dequantize import scale_values
 
+if TYPE_CHECKING:
+    pass
+
 
 def check_matrix(matrix: QuantizedMatrix, where: str) -> None:
     """Refuse scales that are NaN or infinite. Raises MoeqError `source.bad-data` naming the first."""
+    import torch
+
     bad = ~torch.isfinite(scale_values(matrix))
     if bool(bad.any()):
         row, group = (int(index) for index in bad.nonzero()[0])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from moeq.matrix import QuantizedMatrix
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Values of the OCP Microscaling FP4 codes (E2M1): bit 3 is the sign.
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -17,6 +17,8 @@ def dequantize(matrix: QuantizedMatrix) -> Tensor:
     Up to a second-level scale every product fits float32 exactly (11 scale bits times 8 code bits) except for float32
     scales, where the single rounding is float32's own; with a second-level scale it is done in float64.
     """
+    import torch
+
     numbers = code_values(matrix)
     if matrix.zeros is not None:
         numbers -= _per_column(matrix, matrix.zeros.to(torch.float32))
@@ -29,6 +31,8 @@ def dequantize(matrix: QuantizedMatrix) -> Tensor:
 
 def code_values(matrix: QuantizedMatrix) -> Tensor:
     """float32 `[N, K]`: codes as numbers, integers relative to the symmetric zero point unless zeros are stored."""
+    import torch
+
     spec = matrix.spec
     if spec.element == "e2m1":
         return torch.tensor(E2M1_VALUES)[matrix.codes.long()]
@@ -46,6 +50,8 @@ def scale_values(matrix: QuantizedMatrix) -> Tensor:
 
 def e8m0_values(exponents: Tensor) -> Tensor:
     """float32 values `2**(e - 127)` of OCP E8M0 bytes; 255 is NaN, 0 is the subnormal `2**-127`."""
+    import torch
+
     bits = exponents.to(torch.int32) << 23
     bits = torch.where(exponents == 0, torch.full_like(bits, 1 << 22), bits)
     values = bits.view(torch.float32)

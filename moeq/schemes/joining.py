@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def select_rows(matrix: QuantizedMatrix, spec: MatrixSpec, *, first: bool, interleaved: bool) -> QuantizedMatrix:
@@ -37,6 +38,8 @@ def concatenate_rows(gate: QuantizedMatrix, up: QuantizedMatrix, spec: MatrixSpe
     Raises:
         MoeqError: `source.inconsistent` where the two do not share one assignment of columns to groups.
     """
+    import torch
+
     if not _same_index(gate.group_index, up.group_index):
         raise MoeqError(
             "source.inconsistent",
@@ -56,10 +59,14 @@ def concatenate_rows(gate: QuantizedMatrix, up: QuantizedMatrix, spec: MatrixSpe
 
 
 def _same_index(first: Tensor | None, second: Tensor | None) -> bool:
+    import torch
+
     if first is None or second is None:
         return first is None and second is None
     return torch.equal(first, second)
 
 
 def _both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    import torch
+
     return None if first is None or second is None else torch.cat([first, second])

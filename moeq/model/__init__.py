@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Literal
 from moeq.checkpoint.facts import EXPERTS, LAYERS, Facts
 from moeq.checkpoint.families import find_family
 from moeq.checkpoint.header import TensorEntry
-from moeq.checkpoint.info import CheckpointInfo
 from moeq.checkpoint.names import FUSED, Projection, index_experts
 from moeq.checkpoint.source import LocalSource, Source
-from moeq.describe import Model, describe, model_type, split_stacks
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix, Role
+from moeq.model.describe import Model, describe, model_type, split_stacks
+from moeq.model.experts import WHOLE_PARTS, ExpertKind, Experts
+from moeq.model.info import CheckpointInfo
+from moeq.model.quantization import find_declaration
 from moeq.schemes.base import Scheme
-from moeq.schemes.config import find_declaration
 from moeq.schemes.registry import get_format
-from moeq.schemes.resolve import WHOLE_PARTS, ExpertKind, Experts
 
 if TYPE_CHECKING:
     from torch import Tensor

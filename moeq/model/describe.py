@@ -21,15 +21,16 @@ from moeq.checkpoint.facts import (
     Facts,
 )
 from moeq.checkpoint.families import Family
-from moeq.checkpoint.info import CheckpointInfo, RoutingInfo, SchemeUse
+from moeq.checkpoint.info import RoutingInfo
 from moeq.checkpoint.names import LayerExperts
 from moeq.checkpoint.notice import Notice
 from moeq.checkpoint.source import Source
 from moeq.errors import MoeqError
+from moeq.model.experts import Experts
+from moeq.model.info import CheckpointInfo, SchemeUse
 from moeq.schemes.base import Scheme
 from moeq.schemes.declared import Declaration
 from moeq.schemes.registry import get_format
-from moeq.schemes.resolve import Experts
 
 
 @dataclass(frozen=True)
