@@ -6,9 +6,6 @@ from moeq.errors import MoeqError
 from moeq.matrix import QuantizedMatrix
 from moeq.schemes.dequantize import scale_values
 
-if TYPE_CHECKING:
-    pass
-
 
 def check_matrix(matrix: QuantizedMatrix, where: str) -> None:
     """Refuse scales that are NaN or infinite. Raises MoeqError `source.bad-data` naming the first."""

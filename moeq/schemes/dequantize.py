@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from moeq.matrix import QuantizedMatrix
 
 if TYPE_CHECKING:
