@@ -78,3 +78,60 @@ def marlin_bias(bias: Tensor) -> Tensor:
     out = torch.empty_like(bias)
     out[:, single_column(torch.arange(bias.shape[1], device=bias.device))] = bias
     return out
+
+
+def nibbles(codes: Tensor) -> Tensor:
+    """uint8 codes `[E, N, K]` -> uint8 `[E, N, K / 2]`, low nibble = even k (Triton WNA16, plain MXFP4)."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def wna16_zero(zeros: Tensor, bits: int) -> Tensor:
+    """uint8 zero points `[E, N, G]` -> uint8 `[E, N / 2, G]` for 4 bits (low nibble = even n), unchanged for 8."""
+    return zeros[:, 0::2] | (zeros[:, 1::2] << 4) if bits == 4 else zeros
+
+
+def marlin_mx_scale(exponents: Tensor) -> Tensor:
+    """uint8 e8m0 `[E, N, G]` -> `[E, G, N]`: Marlin's column order, then 0, 2, 1, 3 in every four."""
+    n = torch.arange(exponents.shape[1], device=exponents.device)
+    column = single_column(n) if exponents.shape[2] == 1 else group_column(n)
+    swapped = torch.tensor([0, 2, 1, 3], device=n.device)
+    out = torch.empty_like(exponents.transpose(1, 2).contiguous())
+    out[:, :, column - column % 4 + swapped[column % 4]] = exponents.transpose(1, 2)
+    return out
+
+
+def hopper_value(codes: Tensor) -> Tensor:
+    """uint8 e2m1 codes `[E, N, K]` -> uint8 `[E, N / 4, 2 K]` (triton_kernels HopperMXValueLayout, in memory order)."""
+    packed = nibbles(codes).to(torch.int64)
+    experts, n_size, kb_size = packed.shape
+    n = torch.arange(n_size, device=codes.device)[:, None]
+    kb = torch.arange(kb_size, device=codes.device)[None, :]
+    row = 4 * (n // 16) + (n % 8) // 2
+    col = 16 * (2 * (kb // 32) + n % 2) + 4 * (kb % 4) + (kb % 32) // 8
+    j = 2 * ((kb % 8) // 4) + (n % 16) // 8
+    words = torch.zeros(experts, n_size // 4, kb_size, dtype=torch.int64, device=codes.device)
+    # Bits of the code (3 = sign) to bits of the half-word, by byte number j.
+    places = [{3: 15 - 3 * i, 2: 8 - 3 * i, 1: 7 - 3 * i, 0: 6 - 3 * i} for i in range(3)] + [
+        {3: 14, 2: 11, 1: 10, 0: 13}
+    ]
+    for number, place in enumerate(places):
+        here = j == number
+        for half in (0, 1):
+            for source, target in place.items():
+                bit = ((packed >> (4 * half + source)) & 1) << (16 * half + target)
+                words[:, row.expand_as(here)[here], col[here]] |= bit[:, here]
+    words = words - ((words >> 31) << 32)
+    return words.to(torch.int32).contiguous().view(torch.uint8)
+
+
+def hopper_scale(exponents: Tensor) -> Tensor:
+    """uint8 e8m0 `[E, N, G]` -> `[E, N' / 32, 32 G']` for 8 warps; N' multiple of 256, G' of 4, zeros added."""
+    experts, n_size, groups = exponents.shape
+    n_pad, g_pad = -(-n_size // 256) * 256, -(-groups // 4) * 4
+    n = torch.arange(n_size, device=exponents.device)[:, None]
+    g = torch.arange(groups, device=exponents.device)[None, :]
+    row = 8 * (n // 256) + (n % 128) // 16 + 0 * g
+    col = 64 * (g // 2) + 32 * ((n % 256) // 128) + 4 * (n % 8) + 2 * (g % 2) + (n % 16) // 8
+    out = torch.zeros(experts, n_pad // 32, 32 * g_pad, dtype=torch.uint8, device=exponents.device)
+    out[:, row, col] = exponents
+    return out

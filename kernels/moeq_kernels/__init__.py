@@ -20,6 +20,7 @@ _PUBLIC = {
     "KernelUnsupportedError": "moeq_kernels.errors:KernelUnsupportedError",
     "PackedExperts": "moeq_kernels.records:PackedExperts",
     "PackedMatrix": "moeq_kernels.records:PackedMatrix",
+    "expert_products": "moeq_kernels.products:expert_products",
     "fused_moe": "moeq_kernels.fused:fused_moe",
     "fused_moe_batched": "moeq_kernels.fused:fused_moe_batched",
 }
@@ -31,6 +32,7 @@ __all__ = [
     "KernelUnsupportedError",
     "PackedExperts",
     "PackedMatrix",
+    "expert_products",
     "fused_moe",
     "fused_moe_batched",
 ]
@@ -38,6 +40,7 @@ __all__ = [
 if TYPE_CHECKING:
     from moeq_kernels.errors import KernelArgumentError, KernelEnvironmentError, KernelError, KernelUnsupportedError
     from moeq_kernels.fused import fused_moe, fused_moe_batched
+    from moeq_kernels.products import expert_products
     from moeq_kernels.records import PackedExperts, PackedMatrix
 
 

@@ -50,6 +50,22 @@ class Format:
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
     int8_activations: bool = False
 
+    def scale_shape(self, order: str, n: int, groups: int) -> Shape:
+        """Shape of the scales of one packed expert in that order."""
+        shapes = {"rows": (n, groups), "hopper-mx": (-(-n // 256) * 8, 32 * (-(-groups // 4) * 4))}
+        return shapes.get(order, (groups, n))
+
+    def zero_shape(self, n: int, groups: int) -> Shape:
+        """Shape of the zero points of one packed expert."""
+        if self.zero_dtype == "int32":
+            return (groups, n * int(self.element.removeprefix("int")) // 32)
+        return (n * int(self.element.removeprefix("int")) // 8, groups)
+
+    @property
+    def zero_dtype(self) -> str:
+        """torch dtype name of packed zero points."""
+        return "int32" if self.codec.startswith("marlin") else "uint8"
+
 
 _FLOATS = ("bfloat16", "float16", "float32")
 _GROUPS = (16, 32, 64, 128, 256, -1)
@@ -74,7 +90,81 @@ def _marlin(element: str, codec: str, words: int) -> Format:
     )
 
 
-_TABLE = (_marlin("int4", "marlin4", 2), _marlin("int8", "marlin8", 4))
+def _mxfp4(layout: str, codec: str, weight_shape: ShapeOf, weight_dtype: str, order: str, **limits: int) -> Format:
+    return Format(
+        layout=layout,
+        element="e2m1",
+        codec=codec,
+        kind="e2m1",
+        weight_shape=weight_shape,
+        weight_dtype=weight_dtype,
+        group_order=order,
+        single_order="marlin-mx-single" if order == "marlin-mx" else order,
+        scale_dtypes=("uint8",),
+        group_sizes=(32,),
+        bias_single=order == "marlin-mx",
+        dtypes=("bfloat16",),  # e8m0 scales span the range of bfloat16, not that of float16
+        **limits,
+    )
+
+
+def _plain(layout: str, element: str, codec: str, kind: str, per_byte: int) -> Format:
+    return Format(
+        layout=layout,
+        element=element,
+        codec=codec,
+        kind=kind,
+        weight_shape=lambda n, k: (n, k // per_byte),
+        weight_dtype="int8" if kind == "int8" else "uint8",
+        group_order=None if kind == "int8" else "rows",
+        single_order="rows",
+        scale_dtypes=_FLOATS,
+        group_sizes=(-1,) if kind == "int8" else _GROUPS,
+        zero_points=kind != "int8",
+        n_multiple=per_byte,
+        k_multiple=per_byte,
+        int8_activations=kind == "int8",
+    )
+
+
+def _unquantized(element: str, dtype: str) -> Format:
+    return Format(
+        layout="unquantized/1",
+        element=element,
+        codec="rows",
+        kind="float",
+        weight_shape=lambda n, k: (n, k),
+        weight_dtype=dtype,
+        group_order=None,
+        single_order=None,
+        scale_dtypes=(),
+        group_sizes=(),
+        dtypes=(dtype,),
+    )
+
+
+_TABLE = (
+    _marlin("int4", "marlin4", 2),
+    _marlin("int8", "marlin8", 4),
+    _plain("triton-wna16/1", "int4", "nibbles", "uint4", 2),
+    _plain("triton-wna16/1", "int8", "rows", "uint8", 1),
+    _plain("int8-w8a8/1", "int8", "rows", "int8", 1),
+    _mxfp4(
+        "marlin-mxfp4/1", "marlin4", lambda n, k: (k // 16, 2 * n), "int32", "marlin-mx", n_multiple=64, k_multiple=32
+    ),
+    _mxfp4("mxfp4-identity/1", "nibbles", lambda n, k: (n, k // 2), "uint8", "rows", k_multiple=32),
+    _mxfp4(
+        "triton-kernels-hopper/1",
+        "hopper4",
+        lambda n, k: (n // 4, 2 * k),
+        "uint8",
+        "hopper-mx",
+        n_multiple=16,
+        k_multiple=64,
+    ),
+    _unquantized("bf16", "bfloat16"),
+    _unquantized("f16", "float16"),
+)
 
 #: Every format that `fused_moe` reads, by (layout id, element).
 FORMATS: dict[tuple[str, str], Format] = {(entry.layout, entry.element): entry for entry in _TABLE}

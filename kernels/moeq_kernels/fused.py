@@ -9,7 +9,7 @@ from moeq_kernels.align import align, align_batched
 from moeq_kernels.formats import Format
 from moeq_kernels.launch import Epilogue, Rows, gemm, sum_choices
 from moeq_kernels.records import PackedExperts
-from moeq_kernels.tuning import Blocks, choose_blocks
+from moeq_kernels.tuning import Blocks, blocks_on
 from moeq_kernels.validate import check_experts, check_routing, require, require_runnable, shape_of
 
 #: Elements of the float32 buffer of expert outputs; longer calls go through it in pieces of whole tokens.
@@ -73,7 +73,7 @@ def fused_moe(
     for start in range(0, tokens, piece):
         part = slice(start, min(start + piece, tokens))
         ids = local_ids[part].reshape(-1)
-        used = blocks or _blocks(ids.numel(), experts, w13_format)
+        used = blocks or blocks_on(x, ids.numel(), experts.num_experts, w13_format)
         rows = Rows(x[part], top_k, align(ids, experts.num_experts, used.m), weights[part].reshape(-1), ids.numel())
         outputs = _both_products(rows, experts, (w13_format, w2_format), (first, last), hidden, used, torch.float32)
         sum_choices(outputs, ids, top_k, y[part])
@@ -127,7 +127,7 @@ def fused_moe_batched(
     last = Epilogue(weight_last=weighted and not router_weight_on_input)
 
     y = torch.zeros(count * max_tokens, hidden, dtype=x.dtype, device=x.device)
-    used = blocks or choose_blocks(max_tokens, experts.w13.k, interpret=_interpreted())
+    used = blocks or blocks_on(x, count * max_tokens, experts.num_experts, formats[0])
     alignment = align_batched(num_tokens.to(x.device), max_tokens, used.m)
     flat = torch.ones(1, device=x.device) if row_weights is None else row_weights.to(torch.float32).reshape(-1)
     rows = Rows(x.reshape(count * max_tokens, hidden), 1, alignment, flat, count * max_tokens)
@@ -200,13 +200,3 @@ def _first_epilogue(
         limit=default_limit if limit is None else float(limit),
         weight_first=weight_first,
     )
-
-
-def _blocks(pairs: int, experts: PackedExperts, fmt: Format) -> Blocks:
-    return choose_blocks(pairs / max(1, experts.num_experts), experts.w13.k, interpret=_interpreted())
-
-
-def _interpreted() -> bool:
-    from moeq_kernels import interpreter
-
-    return interpreter.active()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -76,106 +77,146 @@ def constants(matrix: PackedMatrix, fmt: Format, blocks: Blocks) -> dict[str, An
     }
 
 
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch, ready to run or to be compiled ahead of time.
+
+    Attributes:
+        kernel: function name in `device.gemm`.
+        programs: grid, one number per axis.
+        arguments: tensors (or None) and integers, by parameter name, in order.
+        constants: constexpr parameters.
+        num_warps, num_stages: compilation options.
+    """
+
+    kernel: str
+    programs: tuple[int, ...]
+    arguments: dict[str, Tensor | int | None]
+    constants: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def run(self) -> None:
+        """Launches, unless the grid is empty."""
+        if 0 in self.programs:
+            return
+        kernel = getattr(import_module("moeq_kernels.device.gemm"), self.kernel)
+        interpret = interpreter.active()
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        kernel[self.programs](*self.arguments.values(), **self.constants, INTERPRET=interpret, **options)
+
+
 def gemm(rows: Rows, matrix: PackedMatrix, fmt: Format, out: Tensor, epilogue: Epilogue, blocks: Blocks) -> None:
     """out[pair] = epilogue(x[pair // pairs_per_row] @ W[expert of pair].T) for every aligned pair."""
-    from moeq_kernels.device.gemm import moe_gemm
-
     x, x_scale = rows.x, None
     if fmt.int8_activations:
         x, x_scale = quantize(x, matrix.input_scale)
+    gemm_launch(rows, x, x_scale, matrix, fmt, out, epilogue, blocks).run()
+
+
+def gemm_launch(
+    rows: Rows,
+    x: Tensor,
+    x_scale: Tensor | None,
+    matrix: PackedMatrix,
+    fmt: Format,
+    out: Tensor,
+    epilogue: Epilogue,
+    blocks: Blocks,
+) -> Launch:
+    """The launch of `moe_gemm`; x are the rows, or their int8 codes with x_scale."""
     width = matrix.n // 2 if epilogue.kind == "halves" else matrix.n
     tiles = -(-width // blocks.n)
-    if rows.alignment.num_blocks == 0:
-        return
-    words = matrix.weight
-    if fmt.codec == "hopper4":
-        words = words.view(torch.int32)
-    moe_gemm[(rows.alignment.num_blocks * tiles,)](
-        x,
-        x_scale,
-        words,
-        matrix.scale,
-        matrix.zero,
-        matrix.bias,
-        matrix.global_scale,
-        matrix.permutation,
-        matrix.group_index,
-        out,
-        rows.alignment.slots,
-        rows.alignment.block_expert,
-        rows.pair_weights,
-        rows.num_pairs,
-        x.stride(0),
-        out.stride(0),
-        words.stride(0),
-        0 if matrix.scale is None else matrix.scale.stride(0),
-        0 if matrix.zero is None else matrix.zero.stride(0),
-        0 if matrix.bias is None else matrix.bias.stride(0),
-        TOP_K=rows.pairs_per_row,
-        K_X=min(x.shape[1], matrix.k),
-        N_OUT=out.shape[1],
+    words = matrix.weight.view(torch.int32) if fmt.codec == "hopper4" else matrix.weight
+    arguments: dict[str, Tensor | int | None] = {
+        "x": x,
+        "x_scale": x_scale,
+        "w": words,
+        "scale": matrix.scale,
+        "zero": matrix.zero,
+        "bias": matrix.bias,
+        "global_scale": matrix.global_scale,
+        "permutation": matrix.permutation,
+        "group_index": matrix.group_index,
+        "out": out,
+        "slots": rows.alignment.slots,
+        "block_expert": rows.alignment.block_expert,
+        "pair_weights": rows.pair_weights,
+        "num_pairs": rows.num_pairs,
+        "stride_x": x.stride(0),
+        "stride_out": out.stride(0),
+        "stride_we": words.stride(0),
+        "stride_se": 0 if matrix.scale is None else matrix.scale.stride(0),
+        "stride_ze": 0 if matrix.zero is None else matrix.zero.stride(0),
+        "stride_be": 0 if matrix.bias is None else matrix.bias.stride(0),
+    }
+    constexprs = {
+        "TOP_K": rows.pairs_per_row,
+        "K_X": min(x.shape[1], matrix.k),
+        "N_OUT": out.shape[1],
         **constants(matrix, fmt, blocks),
-        EPILOGUE=epilogue.kind,
-        ACTIVATION=epilogue.activation,
-        ALPHA=epilogue.alpha,
-        BETA=epilogue.beta,
-        LIMIT=epilogue.limit,
-        WEIGHT_FIRST=epilogue.weight_first,
-        WEIGHT_LAST=epilogue.weight_last,
-        TILES_N=tiles,
-        BM=blocks.m,
-        BN=blocks.n,
-        BK=blocks.k,
-        DTYPE=triton_dtype(rows.x.dtype),
-        INTERPRET=interpreter.active(),
-        num_warps=blocks.num_warps,
-        num_stages=blocks.num_stages,
-    )
+        "EPILOGUE": epilogue.kind,
+        "ACTIVATION": epilogue.activation,
+        "ALPHA": epilogue.alpha,
+        "BETA": epilogue.beta,
+        "LIMIT": epilogue.limit,
+        "WEIGHT_FIRST": epilogue.weight_first,
+        "WEIGHT_LAST": epilogue.weight_last,
+        "TILES_N": tiles,
+        "BM": blocks.m,
+        "BN": blocks.n,
+        "BK": blocks.k,
+        "DTYPE": triton_dtype(rows.x.dtype),
+    }
+    programs = (rows.alignment.num_blocks * tiles,)
+    return Launch("moe_gemm", programs, arguments, constexprs, blocks.num_warps, blocks.num_stages)
 
 
 def quantize(x: Tensor, static_scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """int8 codes `[R, K]` and float32 scales `[R]` of the rows of x."""
-    from moeq_kernels.device.gemm import quantize_rows
-
     codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    if x.shape[0]:
-        quantize_rows[(x.shape[0],)](
-            x,
-            codes,
-            scales,
-            static_scale,
-            x.stride(0),
-            codes.stride(0),
-            K=x.shape[1],
-            BLOCK=min(4096, next_power_of_two(x.shape[1])),
-            INTERPRET=interpreter.active(),
-        )
+    quantize_launch(x, codes, scales, static_scale).run()
     return codes, scales
+
+
+def quantize_launch(x: Tensor, codes: Tensor, scales: Tensor, static_scale: Tensor | None) -> Launch:
+    """The launch of `quantize_rows`."""
+    arguments: dict[str, Tensor | int | None] = {
+        "x": x,
+        "q": codes,
+        "scales": scales,
+        "static_scale": static_scale,
+        "stride_x": x.stride(0),
+        "stride_q": codes.stride(0),
+    }
+    block = min(4096, next_power_of_two(x.shape[1]))
+    return Launch("quantize_rows", (x.shape[0],), arguments, {"K": x.shape[1], "BLOCK": block})
 
 
 def sum_choices(parts: Tensor, local_ids: Tensor, top_k: int, out: Tensor) -> None:
     """out[t] = sum over a token's present choices of parts `[P, H]` float32, in order."""
-    from moeq_kernels.device.gemm import sum_choices as kernel
-
-    tokens, hidden = out.shape
-    if not tokens or not hidden:
-        return
     interpret = interpreter.active()
-    block_tokens = min(64, next_power_of_two(tokens)) if interpret else 1
-    block_hidden = min(4096 if interpret else 1024, next_power_of_two(hidden))
-    kernel[(-(-tokens // block_tokens), -(-hidden // block_hidden))](
-        parts,
-        local_ids,
-        out,
-        tokens,
-        out.stride(0),
-        TOP_K=top_k,
-        H=hidden,
-        BT=block_tokens,
-        BH=block_hidden,
-        INTERPRET=interpret,
-    )
+    block_tokens = min(64, next_power_of_two(out.shape[0])) if interpret else 1
+    block_hidden = min(4096 if interpret else 1024, next_power_of_two(out.shape[1]))
+    sum_launch(parts, local_ids, top_k, out, block_tokens, block_hidden).run()
+
+
+def sum_launch(
+    parts: Tensor, local_ids: Tensor, top_k: int, out: Tensor, block_tokens: int, block_hidden: int
+) -> Launch:
+    """The launch of `sum_choices`, a program per block of tokens and of hidden features."""
+    tokens, hidden = out.shape
+    arguments: dict[str, Tensor | int | None] = {
+        "parts": parts,
+        "local_ids": local_ids,
+        "out": out,
+        "num_tokens": tokens,
+        "stride_out": out.stride(0),
+    }
+    programs = (-(-tokens // block_tokens), -(-hidden // block_hidden))
+    constexprs = {"TOP_K": top_k, "H": hidden, "BT": block_tokens, "BH": block_hidden}
+    return Launch("sum_choices", programs, arguments, constexprs)
 
 
 def triton_dtype(dtype: torch.dtype) -> Any:

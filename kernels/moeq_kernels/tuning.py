@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+from moeq_kernels import interpreter
+from moeq_kernels.formats import Format
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -24,14 +30,24 @@ def next_power_of_two(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
 
-def choose_blocks(rows_per_expert: float, k: int, *, interpret: bool) -> Blocks:
-    """Blocks for that average number of rows per expert.
+def choose_blocks(rows_per_expert: float, fmt: Format, *, shared: int = 227 * 1024, interpret: bool) -> Blocks:
+    """Blocks for that average number of rows per expert, on a GPU with `shared` bytes of shared memory per block.
 
     The interpreter pays per operation, not per element: it gets few, large tiles.
     """
     m = min(64, max(16, next_power_of_two(int(rows_per_expert))))
     if interpret:
-        return Blocks(m, 256, min(256, max(64, next_power_of_two(k))))
+        return Blocks(m, 256, 256)
     if m <= 32:
         return Blocks(m, 64, 64, num_warps=4, num_stages=3)
-    return Blocks(m, 128, 64, num_warps=8, num_stages=3)
+    return Blocks(m, 128, 64, num_warps=8, num_stages=3 if shared > 100 * 1024 else 2)
+
+
+def blocks_on(x: Tensor, pairs: int, num_experts: int, fmt: Format) -> Blocks:
+    """Blocks for a call on x's device, or for the interpreter."""
+    rows = pairs / max(1, num_experts)
+    if interpreter.active():
+        return choose_blocks(rows, fmt, interpret=True)
+    properties = torch.cuda.get_device_properties(x.device)
+    shared = int(getattr(properties, "shared_memory_per_block_optin", 64 * 1024))
+    return choose_blocks(rows, fmt, shared=shared, interpret=False)

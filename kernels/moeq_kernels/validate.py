@@ -96,10 +96,11 @@ def check_experts(x: Tensor, experts: PackedExperts, activation: str) -> tuple[F
     require(hidden <= experts.w13.k, f"x is {shape_of(x)}, but w13.k = {experts.w13.k} is smaller than its last size")
     require(hidden <= experts.w2.n, f"x is {shape_of(x)}, but w2.n = {experts.w2.n} is smaller than its last size")
     halves = 2 if experts.w13_order == "gate-up" else 1
-    return _check_matrix("w13", x, experts.w13, halves), _check_matrix("w2", x, experts.w2, 1)
+    return check_matrix("w13", x, experts.w13, halves), check_matrix("w2", x, experts.w2, 1)
 
 
-def _check_matrix(name: str, x: Tensor, matrix: PackedMatrix, halves: int) -> Format:
+def check_matrix(name: str, x: Tensor, matrix: PackedMatrix, halves: int) -> Format:
+    """Parts of one packed matrix against its sizes; `halves` is 2 where n holds two halves. Returns its format."""
     fmt = find_format(matrix.layout, matrix.element)
     experts, n, k = matrix.num_experts, matrix.n, matrix.k
     kind = f"{fmt.layout} {fmt.element}"
@@ -122,7 +123,8 @@ def _check_matrix(name: str, x: Tensor, matrix: PackedMatrix, halves: int) -> Fo
         _check_scale(name, x, matrix, fmt)
     require(matrix.zero is None or fmt.zero_points, f"{name}.zero is given, but {kind} has no zero points")
     if matrix.zero is not None:
-        _check_zero(name, x, matrix)
+        shape = (experts, *fmt.zero_shape(n, matrix.num_groups))
+        _check_tensor(f"{name}.zero", x, matrix.zero, shape, (fmt.zero_dtype,))
     if matrix.bias is not None:
         _check_tensor(f"{name}.bias", x, matrix.bias, (experts, n), ("bfloat16", "float16", "float32"))
     for part in ("permutation", "group_index"):
@@ -146,24 +148,8 @@ def _check_scale(name: str, x: Tensor, matrix: PackedMatrix, fmt: Format) -> Non
     order = fmt.single_order if matrix.channelwise else fmt.group_order
     if order is None:
         raise KernelUnsupportedError(f"{name} has groups of {matrix.group_size}, which {fmt.layout} does not store")
-    groups, experts, n = matrix.num_groups, matrix.num_experts, matrix.n
-    shapes = {
-        "rows": (experts, n, groups),
-        "hopper-mx": (experts, -(-n // 256) * 8, 32 * (-(-groups // 4) * 4)),
-    }
-    _check_tensor(f"{name}.scale", x, scale, shapes.get(order, (experts, groups, n)), fmt.scale_dtypes)
-
-
-def _check_zero(name: str, x: Tensor, matrix: PackedMatrix) -> None:
-    zero = matrix.zero
-    assert zero is not None  # told mypy; checked by the caller
-    experts, n, groups = matrix.num_experts, matrix.n, matrix.num_groups
-    per_word = {"int4": 8, "int8": 4}[matrix.element]
-    per_byte = {"int4": 2, "int8": 1}[matrix.element]
-    if matrix.weight.dtype == torch.int32:
-        _check_tensor(f"{name}.zero", x, zero, (experts, groups, n // per_word), ("int32",))
-    else:
-        _check_tensor(f"{name}.zero", x, zero, (experts, n // per_byte, groups), ("uint8",))
+    shape = (matrix.num_experts, *fmt.scale_shape(order, matrix.n, matrix.num_groups))
+    _check_tensor(f"{name}.scale", x, scale, shape, fmt.scale_dtypes)
 
 
 def _check_tensor(name: str, x: Tensor, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
