@@ -75,13 +75,13 @@ class SourceEntry:
         name: path or repository as the user named it.
         revision: commit, for a Hub source.
         files: file name to size in bytes.
-        config_sha256: digest of the source's `config.json`.
+        identity: digest of the source's config and tensor places; changes when the source does.
     """
 
     name: str
     revision: str | None
     files: Mapping[str, int]
-    config_sha256: str
+    identity: str
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def _parse(document: dict[str, Any]) -> Manifest:
     source = document["source"]
     return Manifest(
         moeq_version=str(document["moeq_version"]),
-        source=SourceEntry(source["name"], source["revision"], dict(source["files"]), source["config_sha256"]),
+        source=SourceEntry(source["name"], source["revision"], dict(source["files"]), source["identity"]),
         scheme=dict(document["scheme"]),
         backend=str(document["backend"]),
         deployment=dict(document["deployment"]),

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, cast
 
 import moeq
 from moeq.checkpoint.manifest import (
-    MANIFEST_NAME,
     STACKED_ROLES,
     LayerEntry,
     Manifest,
@@ -22,8 +21,9 @@ from moeq.checkpoint.manifest import (
     SourceEntry,
     StackedRole,
 )
+from moeq.checkpoint.source import CONFIG_NAME
 from moeq.checkpoint.writer import SafetensorsWriter
-from moeq.digest import logical_digest
+from moeq.digest import DIGEST_NAME, logical_digest
 from moeq.errors import MoeqError
 from moeq.matrix import QuantizedMatrix, split_projections
 from moeq.model import Checkpoint
@@ -35,6 +35,7 @@ from moeq.pipeline.plan import FilePlan, LayerPlan, Plan, make_plan
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moeq.checkpoint.source import Source
     from moeq.deploy.deployment import Deployment
 
 
@@ -54,6 +55,18 @@ class ProgressEvent:
 
 
 Progress = Callable[[ProgressEvent], None]
+
+
+@dataclass(frozen=True)
+class _Advance:
+    """Reports progress within one file, given what earlier files came to."""
+
+    progress: Progress
+    before: int
+    total: int
+
+    def __call__(self, done: int, label: str) -> None:
+        self.progress(ProgressEvent(self.before + done, self.total, label))
 
 
 @dataclass(frozen=True)
@@ -113,7 +126,7 @@ def convert(
         raise MoeqError("answer.no-backend", verdict.refusal, verdict.nearest)
     plan = make_plan(checkpoint, verdict.convert.layout)
     folder = WorkFolder(destination, plan.digest, force=force)
-    folder.check(checkpoint.source)
+    folder.check(checkpoint.source.path(CONFIG_NAME).parent)
     if dry_run:
         return Conversion(destination, plan, verdict, None)
 
@@ -121,12 +134,12 @@ def convert(
         layers, resumed = _write_files(checkpoint, plan, folder, progress or (lambda event: None))
         manifest = Manifest(
             moeq_version=moeq.__version__,
-            source=_source_entry(checkpoint),
+            source=_source_entry(checkpoint.source),
             scheme=asdict(checkpoint.scheme_of(plan.layers[0].entry.layer, 0)),
             backend=verdict.convert.backend,
             deployment=asdict(deployment),
             layers=tuple(layers),
-            digest=folder.digest_name,
+            digest=DIGEST_NAME,
             advisories=tuple(advisory.code for advisory in verdict.advisories),
         )
         write_side_files(checkpoint, plan, manifest, folder.path)
@@ -143,9 +156,8 @@ def _write_files(
         if finished is not None:
             resumed += 1
         else:
-            finished = _write_file(checkpoint, file, folder, lambda n, label, base=done: progress(  # type: ignore[misc]
-                ProgressEvent(base + n, plan.bytes_out, label)
-            ))
+            advance = _Advance(progress, done, plan.bytes_out)
+            finished = _write_file(checkpoint, file, folder, advance)
             folder.record(file, finished)
         if file.layer is not None:
             layers.append(replace(file.layer.entry, digests=finished))
@@ -157,12 +169,12 @@ def _write_files(
 Digests = dict[Projection, tuple[str, ...]]
 
 
-def _write_file(
-    checkpoint: Checkpoint, file: FilePlan, folder: WorkFolder, advance: Callable[[int, str], None]
-) -> Digests:
+def _write_file(checkpoint: Checkpoint, file: FilePlan, folder: WorkFolder, advance: _Advance) -> Digests:
     with SafetensorsWriter(folder.path / file.name, file.tensors, _metadata(file)) as writer:
-        digests = _copy_tensors(checkpoint, file, writer, advance) if file.layer is None else _write_experts(
-            checkpoint, file.layer, writer, advance
+        digests = (
+            _copy_tensors(checkpoint, file, writer, advance)
+            if file.layer is None
+            else _write_experts(checkpoint, file.layer, writer, advance)
         )
         writer.finish()
     return digests
@@ -172,9 +184,7 @@ def _metadata(file: FilePlan) -> dict[str, str]:
     return {"format": "pt"} if file.layer is None else {"format": "pt", "moeq_layout": file.layer.entry.layout}
 
 
-def _copy_tensors(
-    checkpoint: Checkpoint, file: FilePlan, writer: SafetensorsWriter, advance: Callable[[int, str], None]
-) -> Digests:
+def _copy_tensors(checkpoint: Checkpoint, file: FilePlan, writer: SafetensorsWriter, advance: _Advance) -> Digests:
     source, done = checkpoint.source, 0
     for name in file.tensors:
         entry = source.tensors[name]
@@ -188,9 +198,7 @@ def _copy_tensors(
     return {}
 
 
-def _write_experts(
-    checkpoint: Checkpoint, layer: LayerPlan, writer: SafetensorsWriter, advance: Callable[[int, str], None]
-) -> Digests:
+def _write_experts(checkpoint: Checkpoint, layer: LayerPlan, writer: SafetensorsWriter, advance: _Advance) -> Digests:
     digests: dict[Projection, list[str]] = {}
     done = 0
     for role in STACKED_ROLES:
@@ -259,14 +267,6 @@ def _tensor(data: bytearray, like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.frombuffer(data, dtype=torch.uint8).view(like.dtype).view(shape)
 
 
-def _source_entry(checkpoint: Checkpoint) -> SourceEntry:
-    identity = checkpoint.source.identity()
-    return SourceEntry(
-        name=identity.name,
-        revision=identity.revision,
-        files=dict(identity.files),
-        config_sha256=identity.config_sha256,
-    )
-
-
-__all__ = ["MANIFEST_NAME", "Conversion", "Progress", "ProgressEvent", "convert", "same_matrix", "write_unit"]
+def _source_entry(source: Source) -> SourceEntry:
+    files = {file.name: file.size for file in source.files}
+    return SourceEntry(source.name, source.revision, files, source.identity())

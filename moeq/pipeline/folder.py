@@ -1,4 +1,4 @@
-"""The output folder of a conversion: built beside its final name, resumed where it was left, published by one rename."""
+"""The output folder of a conversion: built beside its final name, resumed where left, published by one rename."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from moeq.checkpoint.manifest import MANIFEST_NAME, Manifest, Projection
+from moeq.checkpoint.source import CONFIG_NAME
 from moeq.errors import MoeqError
 
 if TYPE_CHECKING:
-    from moeq.checkpoint.source import Source
     from moeq.model import Checkpoint
     from moeq.pipeline.plan import FilePlan, Plan
 
 JOURNAL_NAME = "moeq-journal.jsonl"
 INDEX_NAME = "model.safetensors.index.json"
+
+#: Weights in other formats beside the safetensors are not copied: they would be a stale second model.
+_OTHER_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 
 
 class WorkFolder:
@@ -41,8 +44,11 @@ class WorkFolder:
         self.force = force
         self._journal: dict[str, dict[Projection, tuple[str, ...]]] = {}
 
-    def check(self, source: Source) -> None:
+    def check(self, source: Path) -> None:
         """Refuse a destination that would lose somebody's data.
+
+        Args:
+            source: folder of the source checkpoint.
 
         Raises:
             MoeqError: `usage.destination-exists`, `usage.destination-is-source`, `usage.no-parent`.
@@ -52,10 +58,11 @@ class WorkFolder:
             raise MoeqError("usage.no-parent", f"'{destination}' is not a folder that can be created")
         if not destination.parent.is_dir():
             raise MoeqError(
-                "usage.no-parent", f"{destination.parent} does not exist", f"create it first: mkdir -p {destination.parent}"
+                "usage.no-parent",
+                f"{destination.parent} does not exist",
+                f"create it first: mkdir -p {destination.parent}",
             )
-        folder = source.folder
-        if folder is not None and (destination.resolve() == folder.resolve() or destination.resolve() in folder.resolve().parents):
+        if destination.resolve() in (source.resolve(), *source.resolve().parents):
             raise MoeqError(
                 "usage.destination-is-source", f"{destination} is, or holds, the source itself", "name another folder"
             )
@@ -141,12 +148,11 @@ class WorkFolder:
 def write_side_files(checkpoint: Checkpoint, plan: Plan, manifest: Manifest, folder: Path) -> None:
     """Everything that is not a weight file: copied files, index, `config.json`, and `moeq.json` last."""
     for name in checkpoint.source.side_files():
-        target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(checkpoint.source.path(name), target)
+        if name != CONFIG_NAME and not name.endswith(_OTHER_WEIGHTS):
+            shutil.copyfile(checkpoint.source.path(name), folder / name)
     weight_map = {tensor: file.name for file in plan.files for tensor in file.tensors}
     _write_json(folder / INDEX_NAME, {"metadata": {"total_size": plan.bytes_out}, "weight_map": weight_map})
-    _write_json(folder / "config.json", converted_config(checkpoint.source.config, manifest))
+    _write_json(folder / CONFIG_NAME, converted_config(checkpoint.source.config, manifest))
     _write_json(folder / MANIFEST_NAME, manifest.to_json())
 
 

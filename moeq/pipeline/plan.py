@@ -117,7 +117,7 @@ def make_plan(checkpoint: Checkpoint, layout_id: str) -> Plan:
     source = checkpoint.source
     return Plan(
         files=tuple(files),
-        expert_bytes_in=sum(entry.nbytes for name, entry in source.tensors.items() if name in source.expert_names),
+        expert_bytes_in=sum(source.tensors[name].nbytes for name in source.expert_names),
         padding_bytes=sum(layer.padding.extra_bytes * layer.entry.num_experts for layer in layers),
         digest=_digest(checkpoint, layout_id, files),
     )

@@ -11,9 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Weights of one expert: `(expert, "gate" | "up" | "down") -> float32 [N, K]`.
-ExpertWeights = Callable[[int, str], Tensor]
-
 
 @dataclass(frozen=True)
 class Activation:
@@ -30,7 +27,7 @@ class Activation:
     limit: float | None = 7.0
 
 
-_PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": torch.nn.functional.silu,
     "gelu": torch.nn.functional.gelu,
     "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
@@ -38,92 +35,99 @@ _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def activate(gate: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
-    """Combine gate and up projections `[T, I]`; `up` is None for experts without a gate."""
+def activate(gate: Tensor | None, up: Tensor, activation: Activation) -> Tensor:
+    """Combine gate and up projections `[T, I]`; without a gate the function applies to `up` itself."""
     if activation.name == "swigluoai":
-        if up is None:
+        if gate is None:
             raise ValueError("swigluoai needs gate and up")
         if activation.limit is not None:
             gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
         return gate * torch.sigmoid(activation.alpha * gate) * (up + 1)
-    activated = _PLAIN[activation.name](gate)
-    return activated if up is None else activated * up
+    function = ACTIVATIONS[activation.name]
+    return function(up) if gate is None else function(gate) * up
 
 
 @dataclass(frozen=True)
-class Biases:
-    """Expert biases: `(expert, "gate" | "up" | "down") -> [N]`, or None for that projection."""
+class Linear:
+    """One projection: float32 `weight` `[N, K]` and `bias` `[N]` or None."""
 
-    of: Callable[[int, str], Tensor | None] = lambda expert, projection: None
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """`x @ weight.T + bias` in float32.
+
+        With `dtype`, x and the weight are first rounded to it: the product as 16-bit tensor cores compute it, which
+        sum in float32.
+        """
+        weight = self.weight.float() if dtype is None else rounded(self.weight, dtype)
+        x = x.float() if dtype is None else rounded(x, dtype)
+        return torch.nn.functional.linear(x, weight, None if self.bias is None else self.bias.float())
+
+
+@dataclass(frozen=True)
+class Expert:
+    """The projections of one expert; `gate` is None where the family has none."""
+
+    gate: Linear | None
+    up: Linear
+    down: Linear
 
 
 @dataclass(frozen=True)
 class ExpertTrace:
-    """What the reference computed for one expert, in the order of its tokens.
+    """What one expert computed for `T` tokens.
 
     Attributes:
-        expert: expert id.
-        tokens: int64 `[T]` rows of `x`.
-        slots: int64 `[T]` position of the expert among the token's top-k.
-        gate: float32 `[T, I]`; without a gate the only first projection.
-        up: float32 `[T, I]` or None.
-        hidden: float32 `[T, I]` after the activation.
-        down: float32 `[T, H]`, not yet weighted.
+        gate: float32 `[T, I]`, or None without a gate.
+        up: float32 `[T, I]`.
+        hidden: float32 `[T, I]`, after the activation.
+        down: float32 `[T, H]`, not weighted.
     """
 
-    expert: int
-    tokens: Tensor
-    slots: Tensor
-    gate: Tensor
-    up: Tensor | None
+    gate: Tensor | None
+    up: Tensor
     hidden: Tensor
     down: Tensor
 
 
-@dataclass(frozen=True)
-class ReferenceOutput:
-    """`y` float32 `[M, H]` and, per expert that got tokens, its trace."""
+def run_expert(x: Tensor, expert: Expert, activation: Activation, dtype: torch.dtype | None = None) -> ExpertTrace:
+    """One expert on `x` `[T, H]`, in float32 or, with `dtype`, rounded where a 16-bit fused layer rounds."""
+    gate = None if expert.gate is None else expert.gate(x, dtype)
+    up = expert.up(x, dtype)
+    hidden = activate(gate, up, activation)
+    if dtype is not None:
+        hidden = rounded(hidden, dtype)
+    return ExpertTrace(gate, up, hidden, expert.down(hidden, dtype))
 
-    y: Tensor
-    traces: tuple[ExpertTrace, ...]
+
+def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 values that `dtype` can hold."""
+    return tensor.to(dtype).float()
 
 
 def moe(
     x: Tensor,
-    weights: ExpertWeights,
+    experts: Callable[[int], Expert],
     topk_weights: Tensor,
     topk_ids: Tensor,
-    *,
     activation: Activation | None = None,
-    gated: bool = True,
-    biases: Biases | None = None,
-) -> ReferenceOutput:
+) -> Tensor:
     """One MoE layer in float32.
 
     Args:
         x: `[M, H]`, any float dtype; computed in float32.
-        weights: dequantised weights, fetched one expert at a time so that memory stays at one expert.
+        experts: dequantised weights by expert id, asked for one expert at a time so that memory stays at one expert.
         topk_weights: `[M, top_k]`.
         topk_ids: integer `[M, top_k]`.
         activation: defaults to SiLU.
-        gated: whether there are separate gate and up projections.
-        biases: expert biases, where there are any.
+
+    Returns:
+        float32 `[M, H]`.
     """
-    activation, biases = activation or Activation(), biases or Biases()
-    x = x.float()
     y = torch.zeros(x.shape, dtype=torch.float32)
-    traces = []
     for expert in torch.unique(topk_ids).tolist():
         tokens, slots = torch.where(topk_ids == expert)
-        rows = x[tokens]
-        gate = _linear(rows, weights(expert, "gate" if gated else "up"), biases.of(expert, "gate" if gated else "up"))
-        up = _linear(rows, weights(expert, "up"), biases.of(expert, "up")) if gated else None
-        hidden = activate(gate, up, activation)
-        down = _linear(hidden, weights(expert, "down"), biases.of(expert, "down"))
-        y.index_add_(0, tokens, down * topk_weights[tokens, slots].float().unsqueeze(1))
-        traces.append(ExpertTrace(expert, tokens, slots, gate, up, hidden, down))
-    return ReferenceOutput(y, tuple(traces))
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.nn.functional.linear(x, weight.float(), None if bias is None else bias.float())
+        trace = run_expert(x[tokens], experts(expert), activation or Activation())
+        y.index_add_(0, tokens, trace.down * topk_weights[tokens, slots].float().unsqueeze(1))
+    return y

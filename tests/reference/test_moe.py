@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moeq.reference.moe import Activation, Biases, activate, moe
+from moeq.reference.moe import Activation, Expert, Linear, activate, moe, run_expert
 
 
 def by_hand(x, gate, up, down, weights, ids):
@@ -24,23 +24,26 @@ def test_against_a_loop_over_tokens() -> None:
     down = torch.randn(experts, hidden, inter)
     x, weights = torch.randn(tokens, hidden), torch.rand(tokens, 2)
     ids = torch.tensor([[0, 1], [1, 0], [3, 0], [0, 3], [3, 1]])  # expert 2 gets no token
-    matrices = {"gate": gate, "up": up, "down": down}
-    result = moe(x, lambda e, name: matrices[name][e], weights, ids)
-    torch.testing.assert_close(result.y.double(), by_hand(x, gate, up, down, weights, ids), rtol=1e-5, atol=1e-5)
-    assert [trace.expert for trace in result.traces] == [0, 1, 3]
-    assert sum(len(trace.tokens) for trace in result.traces) == tokens * 2
+    asked = []
+
+    def expert(e: int) -> Expert:
+        asked.append(e)
+        return Expert(Linear(gate[e]), Linear(up[e]), Linear(down[e]))
+
+    y = moe(x, expert, weights, ids)
+    torch.testing.assert_close(y.double(), by_hand(x, gate, up, down, weights, ids), rtol=1e-5, atol=1e-5)
+    assert asked == [0, 1, 3]
 
 
 def test_biases_are_added_before_the_activation() -> None:
-    x = torch.zeros(1, 2)
-    weights = {"gate": torch.zeros(1, 2), "up": torch.zeros(1, 2), "down": torch.ones(2, 1)}
-    biases = {"gate": torch.tensor([2.0]), "up": torch.tensor([3.0]), "down": torch.tensor([0.5, 0.25])}
-    result = moe(
-        x, lambda e, name: weights[name], torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int64),
-        biases=Biases(lambda e, name: biases[name]),
-    )  # fmt: skip
+    expert = Expert(
+        Linear(torch.zeros(1, 2), torch.tensor([2.0])),
+        Linear(torch.zeros(1, 2), torch.tensor([3.0])),
+        Linear(torch.ones(2, 1), torch.tensor([0.5, 0.25])),
+    )
+    trace = run_expert(torch.zeros(1, 2), expert, Activation())
     silu = 2.0 / (1 + torch.exp(torch.tensor(-2.0))).item()
-    assert result.y[0].tolist() == pytest.approx([silu * 3 + 0.5, silu * 3 + 0.25])
+    assert trace.down[0].tolist() == pytest.approx([silu * 3 + 0.5, silu * 3 + 0.25])
 
 
 def test_swigluoai_clamps_and_shifts() -> None:
@@ -51,10 +54,24 @@ def test_swigluoai_clamps_and_shifts() -> None:
 
 
 def test_experts_without_a_gate() -> None:
-    x = torch.tensor([[1.0, -1.0]])
-    weights = {"up": torch.tensor([[2.0, 0.0], [0.0, 2.0]]), "down": torch.eye(2)}
-    result = moe(
-        x, lambda e, name: weights[name], torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int64),
-        activation=Activation("relu2"), gated=False,
-    )  # fmt: skip
-    assert result.y.tolist() == [[4.0, 0.0]]
+    expert = Expert(None, Linear(torch.tensor([[2.0, 0.0], [0.0, 2.0]])), Linear(torch.eye(2)))
+    trace = run_expert(torch.tensor([[1.0, -1.0]]), expert, Activation("relu2"))
+    assert trace.down.tolist() == [[4.0, 0.0]]
+    assert trace.gate is None
+
+
+def test_a_dtype_rounds_weights_and_the_hidden_values() -> None:
+    value = 1 + 2.0**-10  # bf16 has 8 bits of mantissa
+    one = Expert(None, Linear(torch.tensor([[value]])), Linear(torch.tensor([[1.0]])))
+    exact = run_expert(torch.tensor([[1.0]]), one, Activation("relu2"))
+    plain = run_expert(torch.tensor([[1.0]]), one, Activation("relu2"), torch.bfloat16)
+    assert exact.up.item() == value
+    assert plain.up.item() == 1.0
+    assert exact.hidden.item() == pytest.approx(value**2)
+    inexact = run_expert(
+        torch.tensor([[1.0]]),
+        Expert(None, Linear(torch.tensor([[1.0078125]])), one.down),
+        Activation("relu2"),
+        torch.bfloat16,
+    )
+    assert inexact.hidden.item() == torch.tensor(1.0078125**2).bfloat16().item()

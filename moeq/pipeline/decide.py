@@ -1,0 +1,63 @@
+"""From an opened checkpoint to the oracle's question."""
+
+from __future__ import annotations
+
+from moeq.checkpoint.facts import GROUPS, Facts
+from moeq.model.info import RoutingInfo
+from moeq.deploy.deployment import Deployment
+from moeq.errors import MoeqError
+from moeq.model import Checkpoint
+from moeq.oracle import decide as oracle
+from moeq.oracle.records import MoeShape, Routing, Verdict
+
+# How engines name routing rules: by scoring, renormalisation and correction bias. DeepSeek's rule is told from
+# MiniMax's by the config having expert groups at all (even one).
+_ROUTING: dict[tuple[str, bool, bool], Routing] = {
+    ("softmax", True, False): "RenormalizeNaive",
+    ("topk-softmax", True, False): "RenormalizeNaive",
+    ("softmax", False, False): "Default",
+    ("softmax", True, True): "Unspecified",
+    ("softmax", False, True): "Unspecified",
+    ("sigmoid", True, True): "DeepSeekV3",
+    ("sigmoid", True, False): "SigmoidRenorm",
+    ("sigmoid", False, False): "Sigmoid",
+    ("topk-sigmoid", False, False): "Llama4",
+    ("sqrtsoftplus", True, True): "DeepseekV4",
+    ("sqrtsoftplus", True, False): "DeepseekV4",
+}
+
+
+def decide(checkpoint: Checkpoint, deployment: Deployment) -> Verdict:
+    """Which backend runs this checkpoint's experts on that deployment, and why.
+
+    Raises:
+        MoeqError: `source.not-quantized` for plain experts, `source.no-top-k` where the config does not say how many
+            experts a token uses; `answer.backend-unsupported` for a forced backend.
+    """
+    scheme = checkpoint.scheme_of(checkpoint.info.moe_layers[0])
+    return oracle.decide(scheme, moe_shape(checkpoint), deployment)
+
+
+def moe_shape(checkpoint: Checkpoint) -> MoeShape:
+    """The sizes and kinds of the checkpoint's MoE layers, in the oracle's terms."""
+    info = checkpoint.info
+    if info.top_k is None:
+        raise MoeqError("source.no-top-k", f"{info.name}: config.json does not say how many experts a token uses")
+    scheme = checkpoint.scheme_of(info.moe_layers[0])
+    return MoeShape(
+        hidden_size=info.expert_input_size,
+        intermediate_size=info.intermediate_size,
+        num_experts=info.num_experts,
+        top_k=info.top_k,
+        activation=info.activation if info.gated else f"{info.activation}_no_mul",
+        gated=info.gated,
+        has_bias=scheme.has_bias,
+        routing=routing_name(info.routing, grouped=bool(Facts(checkpoint.source.config).count(GROUPS))),
+        routed_scaling_factor=info.routing.scaling_factor,
+    )
+
+
+def routing_name(rule: RoutingInfo, *, grouped: bool) -> Routing:
+    """The engine's name of a routing rule; `Custom` for one it has no name for."""
+    name = _ROUTING.get((rule.scoring, rule.renormalize, rule.correction_bias), "Custom")
+    return "MiniMax2" if name == "DeepSeekV3" and not grouped else name

@@ -1,0 +1,35 @@
+"""Kernels run in Triton's interpreter where there is no GPU; that must be chosen before anything imports triton."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from moeq_kernels import interpreter
+
+HAS_GPU = torch.cuda.is_available()
+CHECKPOINTS = Path(__file__).parent / "data" / "checkpoints"
+
+if not HAS_GPU:
+    interpreter.enable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") and not HAS_GPU:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(scope="session")
+def checkpoints() -> Path:
+    """Folder of small checkpoints that real quantisers wrote."""
+    return CHECKPOINTS
+
+
+@pytest.fixture(scope="session")
+def expected() -> dict[str, dict[str, dict[str, object]]]:
+    """Per checkpoint and expert projection: shape and sha256 of the dequantised float32 values."""
+    return json.loads((CHECKPOINTS / "expected.json").read_text())
