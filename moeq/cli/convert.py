@@ -40,7 +40,9 @@ def command(
     from moeq.pipeline.convert import convert
 
     out: Output = ctx.obj
-    deployment = options.deployment(deploy, gpu, tp, ep, batched, lora, dtype, backend, engine)
+    deployment = options.deployment(
+        deploy, gpu=gpu, tp=tp, ep=ep, batched=batched, lora=lora, dtype=dtype, backend=backend, engine=engine
+    )
     with ProgressReport(out, "convert", quiet=quiet or json) as report:
         conversion = convert(
             src,

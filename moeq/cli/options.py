@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from moeq.deploy.deployment import Deployment
 
 DEPLOY = "Deployment"
 
@@ -40,3 +43,10 @@ DeployOption = Annotated[
     Path | None,
     typer.Option("--deploy", help="TOML file with these options; options given win.", rich_help_panel=DEPLOY),
 ]
+
+
+def deployment(file: Path | None, **given: Any) -> Deployment:
+    """The deployment that the options above (by their long names) and a `--deploy` file describe."""
+    from moeq.deploy.options import make_deployment
+
+    return make_deployment(given, file)

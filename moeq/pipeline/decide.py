@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from moeq.checkpoint.facts import GROUPS, Facts
-from moeq.model.info import RoutingInfo
 from moeq.deploy.deployment import Deployment
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
+from moeq.model.info import RoutingInfo
 from moeq.oracle import decide as oracle
 from moeq.oracle.records import MoeShape, Routing, Verdict
 
@@ -35,7 +35,9 @@ def decide(checkpoint: Checkpoint, deployment: Deployment) -> Verdict:
             experts a token uses; `answer.backend-unsupported` for a forced backend.
     """
     scheme = checkpoint.scheme_of(checkpoint.info.moe_layers[0])
-    return oracle.decide(scheme, moe_shape(checkpoint), deployment)
+    declared = checkpoint.source.config.get("quantization_config")
+    config = declared if isinstance(declared, dict) else None
+    return oracle.decide(scheme, moe_shape(checkpoint), deployment, config=config)
 
 
 def moe_shape(checkpoint: Checkpoint) -> MoeShape:
