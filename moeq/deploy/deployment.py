@@ -45,6 +45,7 @@ class Deployment:
         engine: policy that decides, `vllm@0.33.0` or `moeq`.
         env: environment variables that engines read, as sorted `(name, value)` pairs.
         packages: optional packages and whether they are present, as sorted `(name, present)` pairs.
+        quantization: quantisation method that the user names to the engine (`moe_wna16`), or None for the checkpoint's.
     """
 
     gpu: Gpu
@@ -60,3 +61,4 @@ class Deployment:
     engine: str = "vllm@0.33.0"
     env: tuple[tuple[str, str], ...] = ()
     packages: tuple[tuple[str, bool], ...] = ()
+    quantization: str | None = None

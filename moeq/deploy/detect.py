@@ -1,0 +1,83 @@
+"""Which device this machine has: asks the drivers, imports nothing heavy."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Callable
+from pathlib import Path
+
+from moeq.deploy.deployment import Gpu
+from moeq.deploy.gpus import find_by_device_name, parse_gpu
+
+_CUDA_MAJOR, _CUDA_MINOR = 75, 76  # cuDeviceGetAttribute: compute capability
+_KFD = Path("/sys/class/kfd/kfd/topology/nodes")
+
+
+def detect_gpu() -> Gpu | None:
+    """The first GPU found by asking the CUDA driver, then the AMD kernel driver; None where there is none.
+
+    A CPU is never the answer: whether a model is meant to run on the CPU is the user's decision, not a finding.
+    """
+    for probe in _PROBES:
+        gpu = probe()
+        if gpu is not None:
+            return gpu
+    return None
+
+
+def detect_cpu() -> Gpu:
+    """The kind of this machine's processor (`x86-amx`, `x86`, `arm64`, `ppc64le`, `x86-zen`)."""
+    machine = platform.machine().lower()
+    if machine in ("aarch64", "arm64"):
+        return parse_gpu("arm64")
+    if machine.startswith("ppc64"):
+        return parse_gpu("ppc64le")
+    try:
+        info = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return parse_gpu("x86")
+    if "amx_tile" in info:
+        return parse_gpu("x86-amx")
+    return parse_gpu("x86-zen") if "AuthenticAMD" in info and "avx512" in info else parse_gpu("x86")
+
+
+def _cuda() -> Gpu | None:
+    """Ask libcuda, which the driver installs; needs no toolkit and no torch."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    name = ctypes.create_string_buffer(128)
+    calls: tuple[Callable[[], int], ...] = (
+        lambda: driver.cuInit(0),
+        lambda: driver.cuDeviceGet(ctypes.byref(device), 0),
+        lambda: driver.cuDeviceGetAttribute(ctypes.byref(major), _CUDA_MAJOR, device),
+        lambda: driver.cuDeviceGetAttribute(ctypes.byref(minor), _CUDA_MINOR, device),
+        lambda: driver.cuDeviceGetName(name, len(name), device),
+    )
+    if any(call() != 0 for call in calls):
+        return None
+    capability = (major.value, minor.value)
+    named = find_by_device_name(name.value.decode(errors="replace"))
+    if named is not None and named.capability == capability:
+        return named
+    return parse_gpu(f"sm{capability[0]}{capability[1]}")
+
+
+def _rocm() -> Gpu | None:
+    """Read the AMD kernel driver's topology: `gfx_target_version 90402` is gfx942."""
+    for node in sorted(_KFD.glob("*/properties")) if _KFD.is_dir() else ():
+        try:
+            fields = dict(line.split(maxsplit=1) for line in node.read_text().splitlines() if " " in line)
+        except OSError:
+            continue
+        version = int(fields.get("gfx_target_version", "0"))
+        if version:
+            major, minor, step = version // 10000, version // 100 % 100, version % 100
+            return parse_gpu(f"gfx{major}{minor:x}{step:x}")
+    return None
+
+
+_PROBES: tuple[Callable[[], Gpu | None], ...] = (_cuda, _rocm)

@@ -1,0 +1,107 @@
+"""The GPU table: market names to architectures, as data, and what to make of the name a user gives."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from functools import cache
+
+from moeq.deploy.deployment import Gpu
+from moeq.errors import MoeqError
+
+# One row per compute capability: `names` with memory in GiB (several sizes are sold under some names: the smallest).
+_CUDA: dict[tuple[int, int], dict[str, int | None]] = {
+    (7, 0): {"V100": 16},
+    (7, 5): {"T4": 16, "RTX 2080 Ti": 11},
+    (8, 0): {"A100": 80, "A100-40GB": 40, "A30": 24},
+    (8, 6): {"A10": 24, "A40": 48, "A6000": 48, "RTX 3080": 10, "RTX 3090": 24},
+    (8, 7): {"Orin": 64},
+    (8, 9): {"L4": 24, "L40": 48, "L40S": 48, "RTX 4080": 16, "RTX 4090": 24, "RTX 6000 Ada": 48},
+    (9, 0): {"H100": 80, "H100 NVL": 94, "H200": 141, "H20": 96, "H800": 80, "GH200": 96},
+    (10, 0): {"B200": 180, "GB200": 186},
+    (10, 3): {"B300": 288, "GB300": 288},
+    (11, 0): {"Thor": 128},
+    (12, 0): {"RTX 5070": 12, "RTX 5080": 16, "RTX 5090": 32, "RTX PRO 6000": 96},
+    (12, 1): {"GB10": 128, "DGX Spark": 128},
+}
+
+_ROCM: dict[str, dict[str, int | None]] = {
+    "gfx90a": {"MI210": 64, "MI250": 128, "MI250X": 128, "MI200": 64},
+    "gfx942": {"MI300A": 128, "MI300X": 192, "MI325X": 256},
+    "gfx950": {"MI350": 288, "MI350X": 288, "MI355X": 288},
+    "gfx1100": {"RX 7900 XTX": 24, "RX 7900": 20, "W7900": 48},
+    "gfx1200": {"RX 9060 XT": 16},
+    "gfx1201": {"RX 9070": 16, "RX 9070 XT": 16, "R9700": 32},
+    "gfx1250": {"gfx1250": None},
+}
+
+_XPU: dict[str, int | None] = {"XPU": None, "Arc B580": 12, "Arc Pro B60": 24, "Max 1550": 128}
+
+# CPU kinds are instruction sets, since that is what kernels ask for.
+_CPU: dict[str, tuple[str, ...]] = {
+    "x86-amx": ("CPU", "CPU-AMX", "Sapphire Rapids", "Granite Rapids"),
+    "x86": ("CPU-x86",),
+    "x86-zen": ("CPU-Zen", "EPYC"),
+    "arm64": ("CPU-ARM", "Graviton", "Grace"),
+    "ppc64le": ("CPU-Power",),
+}
+
+
+@cache
+def known_gpus() -> dict[str, Gpu]:
+    """Every named device, by its market name."""
+    table: dict[str, Gpu] = {}
+    for capability, rows in _CUDA.items():
+        arch = f"sm{capability[0]}{capability[1]}"
+        table.update({name: Gpu(name, "cuda", arch, capability, memory) for name, memory in rows.items()})
+    for arch, rows in _ROCM.items():
+        table.update({name: Gpu(name, "rocm", arch, None, memory) for name, memory in rows.items()})
+    table.update({name: Gpu(name, "xpu", "xpu", None, memory) for name, memory in _XPU.items()})
+    for arch, names in _CPU.items():
+        table.update({name: Gpu(name, "cpu", arch) for name in names})
+    return table
+
+
+def _key(name: str) -> str:
+    """Spelling does not matter: case, spaces, dashes and a maker's prefix are dropped."""
+    plain = re.sub(r"[^a-z0-9]", "", name.lower())
+    return re.sub(r"^(nvidia|geforce|amd|instinct|radeon|intel|tesla)+", "", plain)
+
+
+@cache
+def _by_key() -> dict[str, Gpu]:
+    return {_key(name): gpu for name, gpu in known_gpus().items()}
+
+
+def parse_gpu(name: str) -> Gpu:
+    """The device of that name: a market name, `smXY`, `gfxNNN`, or a CPU kind.
+
+    Raises:
+        MoeqError: `usage.unknown-gpu`, naming the nearest known ones.
+    """
+    key = _key(name)
+    if key in _by_key():
+        return _by_key()[key]
+    if match := re.fullmatch(r"sm(\d+)(\d)a?", key):
+        capability = (int(match[1]), int(match[2]))
+        if capability >= (5, 0):
+            return Gpu(f"sm{match[1]}{match[2]}", "cuda", f"sm{match[1]}{match[2]}", capability)
+    if re.fullmatch(r"gfx[0-9a-f]{3,4}", key):
+        return Gpu(key, "rocm", key)
+    if key in {_key(arch) for arch in _CPU}:
+        arch = next(arch for arch in _CPU if _key(arch) == key)
+        return Gpu(arch, "cpu", arch)
+    near = difflib.get_close_matches(key, _by_key(), n=4, cutoff=0.5)
+    names = ", ".join(_by_key()[match].name for match in near) or ", ".join(list(known_gpus())[:8]) + ", ..."
+    raise MoeqError(
+        "usage.unknown-gpu",
+        f"no GPU is known as '{name}'",
+        f"nearest known: {names}; an architecture works too: sm90, gfx942, x86-amx",
+    )
+
+
+def find_by_device_name(reported: str) -> Gpu | None:
+    """The table's row for a name that a driver reports (`NVIDIA H100 80GB HBM3`), or None."""
+    key = _key(reported)
+    hits = [known for known in _by_key() if key.startswith(known)]
+    return _by_key()[max(hits, key=len)] if hits else None

@@ -1,0 +1,101 @@
+"""Deployment options as users give them: on the command line, in a TOML file, or not at all."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moeq.deploy.deployment import Deployment, Gpu
+from moeq.deploy.detect import detect_gpu
+from moeq.deploy.gpus import parse_gpu
+from moeq.errors import MoeqError
+
+DTYPES = {
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+    "fp16": "fp16",
+    "f16": "fp16",
+    "float16": "fp16",
+    "half": "fp16",
+}
+_COUNTS = ("tp", "ep", "dp")
+_SWITCHES = ("batched", "lora", "eplb")
+_TEXTS = ("backend", "engine", "all2all", "quantization")
+_KEYS = ("gpu", "dtype", "env", "packages", *_COUNTS, *_SWITCHES, *_TEXTS)
+
+
+def read_deploy_file(path: Path) -> dict[str, Any]:
+    """Options of a `--deploy` file: TOML with the option names as keys, `[env]` and `[packages]` as tables.
+
+    Raises:
+        MoeqError: `usage.deploy-file` where it is missing, is not TOML, or holds an unknown key.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise MoeqError("usage.deploy-file", f"{path}: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise MoeqError("usage.deploy-file", f"{path} is not TOML: {error}") from error
+    unknown = sorted(set(table) - set(_KEYS))
+    if unknown:
+        raise MoeqError("usage.deploy-file", f"{path}: unknown keys {', '.join(unknown)}", f"known: {', '.join(_KEYS)}")
+    return table
+
+
+def make_deployment(options: Mapping[str, Any], file: Path | None = None, *, detect: bool = True) -> Deployment:
+    """The deployment that options and file describe; options that are None count as not given and options win.
+
+    Args:
+        options: any of `gpu`, `tp`, `ep`, `dp`, `batched`, `lora`, `eplb`, `dtype`, `backend`, `engine`, `all2all`,
+            `quantization`, `env`, `packages`.
+        file: a `--deploy` file.
+        detect: look for a local GPU where none is named.
+
+    Raises:
+        MoeqError: `usage.no-gpu` where none is named or found, `usage.unknown-gpu`, `usage.deployment` for values that
+            make no sense, `usage.deploy-file`.
+    """
+    given = {**(read_deploy_file(file) if file else {}), **{k: v for k, v in options.items() if v is not None}}
+    gpu = _gpu(given.get("gpu"), detect)
+    fields: dict[str, Any] = {"gpu": gpu, "dtype": _dtype(given.get("dtype"), gpu)}
+    for name in _COUNTS:
+        if name in given:
+            fields[name] = _count(name, given[name])
+    for name in (*_SWITCHES, *_TEXTS):
+        if name in given:
+            fields[name] = given[name]
+    if "backend" in fields:
+        fields["backend"] = str(fields["backend"]).lower().replace("-", "_")
+    fields["env"] = tuple(sorted((str(key), str(value)) for key, value in given.get("env", {}).items()))
+    fields["packages"] = tuple(sorted((str(key), bool(value)) for key, value in given.get("packages", {}).items()))
+    return Deployment(**fields)
+
+
+def _gpu(name: Any, detect: bool) -> Gpu:
+    if name is not None:
+        return parse_gpu(str(name))
+    found = detect_gpu() if detect else None
+    if found is None:
+        raise MoeqError(
+            "usage.no-gpu",
+            "no GPU was found here and none was named: a decision needs to know the device",
+            "name one: --gpu H100, --gpu MI300X, --gpu sm90, --gpu gfx942 or --gpu cpu",
+        )
+    return found
+
+
+def _dtype(name: Any, gpu: Gpu) -> str:
+    """Activation dtype; not given, it is bf16 where the hardware has it, as engines do."""
+    if name is None:
+        return "fp16" if gpu.capability is not None and gpu.capability < (8, 0) else "bf16"
+    if str(name).lower() not in DTYPES:
+        raise MoeqError("usage.deployment", f"dtype '{name}' is not known", "bf16 or fp16")
+    return DTYPES[str(name).lower()]
+
+
+def _count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise MoeqError("usage.deployment", f"{name} is {value!r}, it has to be an integer of at least 1")
+    return value

@@ -1,0 +1,73 @@
+"""The oracle's front door: scheme, shape and deployment in, verdict out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from moeq.deploy.deployment import Deployment
+from moeq.errors import MoeqError
+from moeq.oracle.declare import config_of
+from moeq.oracle.engine import resolve, sensitivity, settle, verdict_of
+from moeq.oracle.policy import load_policy
+from moeq.oracle.records import MoeShape, Verdict
+from moeq.schemes.base import Scheme
+
+
+def judge(
+    scheme: Scheme,
+    shape: MoeShape,
+    deployment: Deployment,
+    *,
+    config: Mapping[str, Any] | None = None,
+    explain: bool = True,
+) -> Verdict:
+    """Judge every backend for a scheme on a deployment. A refusal is a verdict too.
+
+    Args:
+        scheme: how the experts are encoded.
+        shape: sizes of the layer; biases of the scheme count as well.
+        deployment: where it is to run; `engine` names the policy that decides.
+        config: the checkpoint's own `quantization_config`, where at hand: per-module rules are read from it.
+        explain: also try single changes: what would unlock each backend, and which packages and variables mattered.
+
+    Raises:
+        MoeqError: `usage.unknown-engine`.
+    """
+    shape = replace(shape, has_bias=shape.has_bias or scheme.has_bias)
+    return judge_config(config if config is not None else config_of(scheme), shape, deployment, scheme.title, explain)
+
+
+def judge_config(
+    config: Mapping[str, Any], shape: MoeShape, deployment: Deployment, title: str = "", explain: bool = True
+) -> Verdict:
+    """Judge a `quantization_config` under an engine policy (see `judge`)."""
+    policy = load_policy(deployment.engine)
+    notes: list[str] = []
+    deployment = settle(deployment, notes)
+    outcome = resolve(policy, config, shape, deployment)
+    verdict = verdict_of(outcome, title, tuple(notes))
+    if not explain:
+        return verdict
+    mattered = sensitivity(outcome, lambda other: resolve(policy, config, shape, other))
+    return replace(verdict, mattered=mattered)
+
+
+def decide(
+    scheme: Scheme,
+    shape: MoeShape,
+    deployment: Deployment,
+    *,
+    config: Mapping[str, Any] | None = None,
+    explain: bool = True,
+) -> Verdict:
+    """`judge`, with a backend that was asked for and cannot work as an error.
+
+    Raises:
+        MoeqError: `answer.backend-unsupported` with the reasons and the alternatives; `usage.unknown-engine`.
+    """
+    verdict = judge(scheme, shape, deployment, config=config, explain=explain)
+    if deployment.backend != "auto" and verdict.selected is None:
+        raise MoeqError("answer.backend-unsupported", verdict.refusal, verdict.nearest)
+    return verdict

@@ -1,0 +1,242 @@
+"""One engine's verdict: config, method, selection, gates, and what convert can write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moeq.deploy.deployment import Deployment
+from moeq.oracle.advisories import advisories_for
+from moeq.oracle.case import Case, Method
+from moeq.oracle.declare import ALIASES, OUTSIDE, READERS, entry_of
+from moeq.oracle.gates import Stage, run_gates
+from moeq.oracle.methods import ConfigRefusal, Question
+from moeq.oracle.policy import EnginePolicy
+from moeq.oracle.records import CandidateReport, ConvertTarget, EngineError, Gate, MoeShape, Reason, Verdict
+from moeq.oracle.select import Selection, activation_of, judge_all, select
+from moeq.oracle.sizes import sizes_for, transient_bytes
+
+#: Family whose backends are listed where the engine refuses a config before choosing any.
+_FAMILY_OF_ENTRY = {
+    "gptq": "wna16",
+    "awq": "wna16",
+    "moe_wna16": "wna16",
+    "inc": "wna16",
+    "gpt_oss_mxfp4": "mxfp4",
+    "mxfp4": "mxfp4-generic",
+    "experts_int8": "int8",
+    "fp8": "fp8",
+}
+_MARLIN = ("MARLIN", "BATCHED_MARLIN")
+_OPEN = Method("", "wna16", "none", "none")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Everything about one deployment up to kernel creation.
+
+    Attributes:
+        case: the question; its method is a stand-in where the config was refused.
+        entry: entry point.
+        selection: what selection gives.
+        gates: all gates.
+        refused: the config was refused before selection.
+    """
+
+    case: Case
+    entry: str
+    selection: Selection
+    gates: tuple[Gate, ...]
+    refused: bool = False
+
+    @property
+    def runs(self) -> str | None:
+        """Backend and class that really run, or None: the fact that counterfactuals compare."""
+        chosen = self.selection.selected
+        return f"{chosen.backend}/{chosen.experts}" if chosen and all(gate.passed for gate in self.gates) else None
+
+
+def settle(deployment: Deployment, notes: list[str] | None = None) -> Deployment:
+    """Fill in what the engine derives: expert parallelism takes every rank, so `dp` follows from `ep` and `tp`."""
+    if deployment.ep > 1 and deployment.dp == 1 and deployment.ep % deployment.tp == 0:
+        dp = deployment.ep // deployment.tp
+        if dp > 1 and notes is not None:
+            notes.append(f"ep {deployment.ep} with tp {deployment.tp} means dp {dp}: ep is tp x dp in this engine")
+        return replace(deployment, dp=dp)
+    return deployment
+
+
+def resolve(policy: EnginePolicy, config: Mapping[str, Any], shape: MoeShape, deployment: Deployment) -> Outcome:
+    """Run config reading, selection and gates for a checkpoint's quantisation config."""
+    entry = entry_of(config, shape, deployment.quantization)
+    probe = Case(policy, deployment, shape, replace(_OPEN, family=_FAMILY_OF_ENTRY.get(entry, "wna16")))
+    try:
+        method = _read(entry, config, probe)
+    except ConfigRefusal as refusal:
+        return _refused(probe, entry, refusal)
+    return resolve_method(Case(policy, deployment, shape, method), entry)
+
+
+def resolve_method(case: Case, entry: str) -> Outcome:
+    """Selection and gates for a method that is already known."""
+    selection = select(case)
+    chosen = selection.selected
+    if chosen is not None and case.method.channel_assertion and chosen.backend not in _MARLIN:
+        text = f"per-channel scales: {chosen.backend} is selected and a check that only Marlin passes stops the engine"
+        error = EngineError("AssertionError", "BARE_ASSERTION", text, "--moe-backend marlin where it is supported")
+        selection = replace(selection, selected=None, error=error)
+    return Outcome(case, entry, selection, run_gates(Stage(case, entry, selection.selected)))
+
+
+def _read(entry: str, config: Mapping[str, Any], probe: Case) -> Method:
+    reader = READERS.get(entry)
+    if reader is None:
+        what = (
+            "runs without a selection function"
+            if entry in OUTSIDE
+            else "is not a quantisation method this oracle knows"
+        )
+        raise ConfigRefusal(
+            "ValueError", "CONFIG", f"quant_method '{entry}' {what}", f"known: {', '.join(READERS)}", "G0"
+        )
+    return reader(Question(config, probe))
+
+
+def _refused(probe: Case, entry: str, refusal: ConfigRefusal) -> Outcome:
+    reason = Reason(refusal.code or "G0", refusal.text, refusal.hint)
+    family = probe.policy.families[probe.method.family]
+    listed = [
+        replace(row, supported=False, reasons=(reason,), layout=None, no_layout="the engine refuses the config")
+        for row in judge_all(probe, family)
+    ]
+    error = EngineError(refusal.error, refusal.kind, refusal.text, refusal.hint, refusal.code)
+    selection = Selection(None, error, tuple(listed))
+    return Outcome(probe, entry, selection, run_gates(Stage(probe, entry, None)), refused=True)
+
+
+# ------------------------------------------------------------------------------------------------ convert
+
+
+def convert_target(outcome: Outcome) -> ConvertTarget | None:
+    """What convert writes: the engine's choice, else the next supported backend whose bytes can be made offline."""
+    case, selected = outcome.case, outcome.selection.selected
+    forced = case.deployment.backend != "auto"
+    rows = [selected] if selected is not None else []
+    if not forced:
+        rows += [row for row in outcome.selection.candidates if row.supported and row != selected]
+    for row in rows:
+        usable = row.layout is not None and (row is selected or row.flag is not None)
+        if (
+            usable
+            and all(gate.passed for gate in run_gates(Stage(case, outcome.entry, row)))
+            and _assertable(case, row)
+        ):
+            return _target(case, row, selected)
+    return None
+
+
+def _assertable(case: Case, row: CandidateReport) -> bool:
+    return not case.method.channel_assertion or row.backend in _MARLIN
+
+
+def _target(case: Case, row: CandidateReport, selected: CandidateReport | None) -> ConvertTarget:
+    assert row.layout is not None  # the caller looked
+    flag, why = None, None
+    if row is not selected:
+        flag = f"{case.policy.backend_flag} {row.flag}"
+        engine = f"{selected.backend}: {selected.no_layout}" if selected else "the engine's own choice does not start"
+        why = f"{engine}; start the engine with {flag}"
+    return ConvertTarget(row.backend, row.experts, row.layout, flag, sizes_for(case, row), why)
+
+
+# ------------------------------------------------------------------------------------------------ what mattered
+
+
+def sensitivity(outcome: Outcome, again: Callable[[Deployment], Outcome]) -> tuple[tuple[str, str], ...]:
+    """Environment variables and packages whose other value would change what runs, with their present values."""
+    case = outcome.case
+    found: list[tuple[str, str]] = []
+    classes = [case.policy.classes[name] for name in _class_names(case)]
+    for package in sorted({name for row in classes for name in row.packages}):
+        present = case.package(package)
+        if again(with_package(case.deployment, package, not present)).runs != outcome.runs:
+            found.append((package, "present" if present else "absent"))
+    wanted = {pair for row in classes for pair in row.env} | {("VLLM_BATCH_INVARIANT", "1")}
+    for name, value in sorted(wanted):
+        have = case.env(name)
+        other = None if have == value else value
+        if again(with_env(case.deployment, name, other)).runs != outcome.runs:
+            found.append((name, have or "unset"))
+    return tuple(found)
+
+
+def _class_names(case: Case) -> list[str]:
+    """Classes of the family that the device itself does not rule out: no switch can help the others."""
+    rows = case.policy.families[case.method.family].backends.values()
+    names = {name for row in rows for name in (*row.classes, *row.forced_classes)}
+    return [name for name in names if any(term.admits(case.gpu) for term in case.policy.classes[name].devices)]
+
+
+def with_package(deployment: Deployment, name: str, present: bool) -> Deployment:
+    """The same deployment with a package there or not."""
+    return replace(deployment, packages=tuple(sorted({**dict(deployment.packages), name: present}.items())))
+
+
+def with_env(deployment: Deployment, name: str, value: str | None) -> Deployment:
+    """The same deployment with an environment variable set, or unset where the value is None."""
+    env = {key: old for key, old in deployment.env if key != name}
+    return replace(deployment, env=tuple(sorted({**env, name: value}.items() if value is not None else env.items())))
+
+
+# ------------------------------------------------------------------------------------------------ verdict
+
+
+def verdict_of(outcome: Outcome, title: str, notes: tuple[str, ...] = ()) -> Verdict:
+    """The report of an outcome, without counterfactuals."""
+    case, chosen = outcome.case, outcome.selection.selected
+    sizes = sizes_for(case, chosen) if chosen else None
+    return Verdict(
+        engine=case.policy.name,
+        scheme=title,
+        deployment=case.deployment,
+        shape=case.shape,
+        asked=case.deployment.backend,
+        method=case.method.name or None,
+        family=None if outcome.refused else case.method.family,
+        weight_key=None if outcome.refused else case.method.weight_key,
+        activation_key=case.method.activation_key,
+        selected=chosen,
+        error=outcome.selection.error,
+        gates=outcome.gates,
+        candidates=outcome.selection.candidates,
+        convert=None if outcome.refused else convert_target(outcome),
+        runs_as=runs_as(case, chosen) if chosen else None,
+        sizes=sizes,
+        transient_bytes=transient_bytes(case, chosen, sizes) if chosen and sizes else None,
+        advisories=advisories_for(outcome.case, outcome.selection),
+        notes=(*notes, *case.method.notes, *outcome.selection.notes),
+        reported_backend=outcome.selection.reported,
+    )
+
+
+_ACTIVATION_BITS = {"kMxfp8": 8, "kFp8": 8, "kInt8": 8, "kMxfp4": 4, "kNvfp4": 4, "kMxfp6": 6}
+#: Classes that run weight-only whatever the activation key says.
+_WEIGHT_ONLY = ("Marlin", "Emulation")
+
+
+def runs_as(case: Case, chosen: CandidateReport) -> str:
+    """Precision that really runs, such as `W4A16`: several kernels ignore the activation type they were asked for."""
+    family = case.policy.families[case.method.family]
+    key = activation_of(case, family, family.backends[chosen.backend])
+    bits = next((bits for prefix, bits in _ACTIVATION_BITS.items() if key.startswith(prefix)), 16)
+    if any(word in chosen.experts for word in _WEIGHT_ONLY) or case.method.config == "experts_int8":
+        bits = 16
+    return f"W{case.method.bits or _key_bits(case.method.weight_key)}A{bits}"
+
+
+def _key_bits(key: str) -> int:
+    return next((bits for prefix, bits in _ACTIVATION_BITS.items() if key.startswith(prefix)), 16)
+
+
+__all__ = ["ALIASES", "Outcome", "resolve", "resolve_method", "sensitivity", "settle", "verdict_of"]

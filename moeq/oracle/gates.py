@@ -1,0 +1,225 @@
+"""Gates: what else can stop a deployment, before and after backend selection (G0 to G9 of the report).
+
+Each gate is a value with a check; all are evaluated and reported, passed or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from moeq.oracle.case import Case
+from moeq.oracle.records import CandidateReport, Gate
+from moeq.oracle.rules import class_reasons, nearest_tp
+from moeq.oracle.select import activation_of
+from moeq.oracle.sizes import shrunk_group, sizes_for
+
+
+@dataclass(frozen=True)
+class Failed:
+    """One way a gate can fail."""
+
+    error: str
+    text: str
+    remedy: str | None = None
+    kind: str = "CONFIG"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a gate looks at: the case, the name the checkpoint is known by, and the selected backend, if any."""
+
+    case: Case
+    entry: str
+    selected: CandidateReport | None
+
+
+@dataclass(frozen=True)
+class GateRule:
+    """One gate."""
+
+    code: str
+    stage: str
+    explain: str
+    check: Callable[[Stage], Iterator[Failed]]
+
+
+def _method(stage: Stage) -> Iterator[Failed]:
+    deployment, gates = stage.case.deployment, stage.case.policy.gates
+    asked, entry = deployment.quantization, stage.entry
+    if asked is None:
+        return
+    aliases = gates["aliases"]
+    found = aliases.get(entry, entry)
+    if aliases.get(asked, asked) != found and found not in gates["overridable"].get(asked, ()):
+        text = f"the checkpoint's method {entry} does not match the quantization argument {asked}"
+        yield Failed("ValueError", text, "drop --quantization")
+
+
+def _platform(stage: Stage) -> Iterator[Failed]:
+    case = stage.case
+    names = {stage.entry, case.deployment.quantization or stage.entry}
+    for name in sorted(names & set(case.policy.gates["excluded"].get(case.gpu.platform, ()))):
+        yield Failed("ValueError", f"{name} quantization is not supported on {case.gpu.platform}")
+
+
+def _capability(stage: Stage) -> Iterator[Failed]:
+    case, gpu = stage.case, stage.case.gpu
+    name = stage.entry
+    least = case.policy.gates["min_capability"].get(case.policy.gates["aliases"].get(name, name))
+    if least is None or gpu.platform != "cuda" or gpu.capability is None:
+        return
+    have = gpu.capability[0] * 10 + gpu.capability[1]
+    if have < least:
+        text = f"{name} needs compute capability {least / 10:.1f}, {gpu.name} has {have / 10:.1f}"
+        yield Failed("ValueError", text, f"a GPU of capability {least / 10:.1f} or newer")
+
+
+def _dtype(stage: Stage) -> Iterator[Failed]:
+    case = stage.case
+    name = case.policy.gates["aliases"].get(stage.entry, stage.entry)
+    allowed = case.policy.gates["activation_dtypes"].get(name)
+    dtype = case.deployment.dtype
+    if allowed is not None and dtype not in allowed:
+        yield Failed(
+            "ValueError", f"{dtype} is not supported for {stage.entry}, only {', '.join(allowed)}", "dtype bf16"
+        )
+    capability = case.gpu.capability
+    if dtype == "bf16" and case.gpu.platform == "cuda" and capability is not None and capability < (8, 0):
+        text = f"bf16 needs compute capability 8.0, {case.gpu.name} has {capability[0]}.{capability[1]}"
+        yield Failed("ValueError", text, "dtype fp16")
+
+
+def _sizes(stage: Stage) -> Iterator[Failed]:
+    case = stage.case
+    total, tp = case.shape.intermediate_size, case.moe_tp
+    if total % tp:
+        text = f"intermediate size {total} does not divide by tp {tp} (remainder {total % tp})"
+        yield Failed("AssertionError", text, nearest_tp(case, lambda size: True))
+    d = case.deployment
+    if d.ep > 1 and d.ep != d.tp * d.dp:
+        text = f"expert parallelism takes every rank: ep is tp x dp = {d.tp} x {d.dp} = {d.tp * d.dp}, not {d.ep}"
+        yield Failed("ValueError", text, f"ep {d.tp * d.dp}, or tp {d.ep}")
+    if d.ep > case.shape.num_experts:
+        yield Failed("ValueError", f"ep {d.ep} is more than {case.shape.num_experts} experts", "a smaller ep")
+
+
+def _eplb(stage: Stage) -> Iterator[Failed]:
+    case = stage.case
+    if not case.deployment.eplb:
+        return
+    supported = case.policy.gates["eplb"].get(case.method.name, False)
+    backend = stage.selected.backend if stage.selected else None
+    if isinstance(supported, list):
+        supported = backend in supported
+    if not supported:
+        text = f"EPLB: {case.method.name} does not support it for {backend}"
+        yield Failed("NotImplementedError", text, "no expert load balancing", "EPLB")
+
+
+def _create(stage: Stage) -> Iterator[Failed]:
+    case, method = stage.case, stage.case.method
+    group, hidden, inner = method.group_size, case.shape.hidden_size, case.intermediate
+    if method.name in ("MoeWNA16Method", "AutoAWQMoEMethod") and group is not None and group < 0:
+        yield Failed(
+            "RuntimeError", f"group_size {group} gives a negative number of groups", "requantise with a group size"
+        )
+    elif method.name == "MoeWNA16Method" and group is not None:
+        shrunk = shrunk_group(hidden, inner, group)
+        if shrunk < 32 and shrunk != group:
+            text = f"group size {group} is halved to {shrunk} to divide {hidden} and {inner} per rank, below 32"
+            yield Failed("AssertionError", text, nearest_tp(case, lambda s: shrunk_group(hidden, s, group) >= 32))
+    if method.name == "CompressedTensorsWNA16MoEMethod" and group is not None and group > 0:
+        for what, size in (("hidden size", hidden), ("intermediate size per rank", inner)):
+            if size % group:
+                remedy = nearest_tp(case, lambda s: s % group == 0)
+                yield Failed("ValueError", f"{what} {size} is not a multiple of group size {group}", remedy)
+        if method.zero_points and (2 * inner % 8 or hidden % 8):
+            yield Failed("ValueError", f"zero points need 2 x {inner} and {hidden} to be multiples of 8")
+    if method.name == "AutoGPTQMoEMethod" and case.env("VLLM_MARLIN_INPUT_DTYPE") == "int8" and method.bits == 4:
+        yield Failed("AssertionError", "VLLM_MARLIN_INPUT_DTYPE=int8 with 4-bit GPTQ trips an inverted check",
+                     "unset VLLM_MARLIN_INPUT_DTYPE")  # fmt: skip
+
+
+# (config class, backend) pairs whose converter raises, and with what. None for bias: whatever the bias.
+_NO_CONVERTER: tuple[tuple[str, str, bool | None, str, str], ...] = (
+    ("quark", "HUMMING", None, "TypeError", "Humming's weight schema does not know the Quark config"),
+    ("quark", "CPU", None, "TypeError", "the CPU converter does not know the Quark config"),
+    ("moe_wna16", "CPU", None, "TypeError", "the CPU converter does not know the MoeWNA16 config"),
+    ("quark", "CUTLASS_MXFP4_MXFP4", None, "ValueError", "the gpt-oss converter has no CUTLASS branch"),
+    ("quark", "B12X_MXFP4_BF16", None, "ValueError", "the gpt-oss converter has no B12X branch"),
+    ("quark", "B12X_MXFP4_MXFP8", None, "ValueError", "the gpt-oss converter has no B12X branch"),
+    ("quark", "FLASHINFER_CUTLASS_MXFP4_BF16", False, "AssertionError", "the gpt-oss converter requires biases"),
+    ("quark", "FLASHINFER_CUTLASS_MXFP4_MXFP8", False, "AssertionError", "the gpt-oss converter requires biases"),
+    ("quark", "FLASHINFER_TRTLLM_MXFP4_BF16", None, "AssertionError", "Quark passes no permutation cache"),
+    ("quark", "FLASHINFER_TRTLLM_MXFP4_MXFP8", None, "AssertionError", "Quark passes no permutation cache"),
+    ("mxfp4", "FLASHINFER_TRTLLM_MXFP4_BF16", False, "AssertionError", "the gpt-oss converter requires biases"),
+)
+
+
+def _convert(stage: Stage) -> Iterator[Failed]:
+    case, selected = stage.case, stage.selected
+    if selected is None:
+        return
+    for config, backend, bias, error, text in _NO_CONVERTER:
+        fits = (config, backend) == (case.method.config, selected.backend) and bias in (None, case.shape.has_bias)
+        generic = config == "mxfp4" and case.method.family != "mxfp4"
+        if fits and not generic:
+            yield Failed(error, f"conversion to {backend}: {text}", "another backend", "CONVERSION")
+
+
+_FLASHINFER_ONE_SIDED = ("kNvfp4Dynamic", "kMxfp8Dynamic", "kFp8Dynamic128Sym", "none")
+
+
+def _kernel(stage: Stage) -> Iterator[Failed]:
+    case, selected = stage.case, stage.selected
+    if selected is None:
+        return
+    family = case.policy.families[case.method.family]
+    activation = activation_of(case, family, family.backends[selected.backend])
+    if family.option("hard_wired") and not selected.supported:
+        reasons = class_reasons(case, case.policy.classes[selected.experts], activation)
+        text = "; ".join(reason.text for reason in reasons)
+        yield Failed(
+            "ValueError", f"{selected.experts} is taken unchecked and refused: {text}", None, "KERNEL_CREATION"
+        )
+    if case.all2all == "flashinfer_nvlink_one_sided" and activation not in _FLASHINFER_ONE_SIDED:
+        text = f"flashinfer_nvlink_one_sided cannot dispatch activations {activation}"
+        yield Failed("NotImplementedError", text, "all-to-all allgather_reducescatter", "KERNEL_CREATION")
+    if case.shape.router_weight_on_input and case.shape.top_k != 1 and not selected.monolithic:
+        text = f"router weights on the input work for top-k 1 only, this is {case.shape.top_k}"
+        yield Failed("AssertionError", text, None, "KERNEL_CREATION")
+
+
+GATES: tuple[GateRule, ...] = (
+    GateRule("G0", "method detection", "The method a checkpoint declares, or the one the user names.", _method),
+    GateRule("G1", "platform list", "Methods that a platform's build leaves out.", _platform),
+    GateRule("G2", "minimum capability", "Least CUDA compute capability of a method.", _capability),
+    GateRule("G3", "activation dtype", "dtypes a method and the device take.", _dtype),
+    GateRule("G5", "sizes per rank", "Division over ranks, then round-up by the backend's rule.", _sizes),
+    GateRule("G6", "load balancing", "EPLB is the method's to support, not the backend's.", _eplb),
+    GateRule("G7", "create weights", "Parameters are allocated: groups have to divide the sizes.", _create),
+    GateRule("G8", "conversion", "Load-time conversion has to know the config class.", _convert),
+    GateRule("G9", "kernel creation", "Prepare and experts objects are made and checked against each other.", _kernel),
+)  # fmt: skip
+
+
+def run_gates(stage: Stage) -> tuple[Gate, ...]:
+    """Every gate's result. G4, selection itself, is not among them: it is the verdict."""
+    found = []
+    for rule in GATES:
+        failures = list(rule.check(stage))
+        if not failures:
+            found.append(Gate(rule.code, rule.stage, True, _passed(rule, stage)))
+        found.extend(Gate(rule.code, rule.stage, False, f.text, f.error, f.kind, f.remedy) for f in failures)
+    return tuple(found)
+
+
+def _passed(rule: GateRule, stage: Stage) -> str:
+    if rule.code != "G5" or stage.selected is None:
+        return "passed"
+    sizes = sizes_for(stage.case, stage.selected)
+    return (
+        f"hidden {sizes.hidden} -> {sizes.padded_hidden}, "
+        f"intermediate per rank {sizes.intermediate} -> {sizes.padded_intermediate}"
+    )
