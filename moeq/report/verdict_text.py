@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
@@ -35,7 +33,9 @@ def render_summary(console: Console, verdict: Verdict, *, verbose: bool = False)
     for advisory in verdict.advisories:
         _line(console, "advisory", Text(f"{advisory.code}: {advisory.symptom}", style="yellow"))
     others = [one for one in verdict.candidates if one is not verdict.selected]
-    console.print(Padding(_reasons(others, verbose), (0, 0, 0, 2)))
+    width = max((len(one.backend) for one in others), default=0)
+    for one in others:
+        console.print(Text(f"  {one.backend:<{width}}  {_reasons(one, verbose)}", style="dim"))
 
 
 def deployment_text(deployment: Deployment) -> str:
@@ -49,22 +49,14 @@ def deployment_text(deployment: Deployment) -> str:
     return ", ".join([deployment.gpu.name, *sizes, *switches, deployment.dtype])
 
 
-def _reasons(candidates: list[CandidateReport], verbose: bool) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for candidate in candidates:
-        if candidate.supported:
-            table.add_row(candidate.backend, "would work too, comes later in the engine's order", style="dim")
-            continue
-        shown = candidate.reasons if verbose else candidate.reasons[:1]
-        text = "; ".join(reason.text for reason in shown)
-        if len(candidate.reasons) > len(shown):
-            text += f" (+{len(candidate.reasons) - len(shown)} more: --verbose)"
-        if candidate.unlock:
-            text += f" → {candidate.unlock}"
-        table.add_row(candidate.backend, text, style="dim")
-    return table
+def _reasons(candidate: CandidateReport, verbose: bool) -> str:
+    if candidate.supported:
+        return "would work too, comes later in the engine's order"
+    shown = candidate.reasons if verbose else candidate.reasons[:1]
+    text = "; ".join(reason.text for reason in shown)
+    if len(candidate.reasons) > len(shown):
+        text += f" (+{len(candidate.reasons) - len(shown)} more: --verbose)"
+    return f"{text} → {candidate.unlock}" if candidate.unlock else text
 
 
 def _line(console: Console, label: str, text: Text) -> None:
