@@ -64,13 +64,22 @@ def moe(
     *,
     dtype: torch.dtype | None = None,
     weight_on_input: bool = False,
+    int8_activations: bool = False,
 ) -> Tensor:
     """`[M, H]` float32 result for x `[M, H]`, weights and ids `[M, k]` (ids outside 0 .. E - 1 are skipped).
 
     With `dtype` None every step is float32 (the truth). With a 16-bit dtype it is what a 16-bit implementation on
     dequantised weights does: weights rounded to dtype, products of 16-bit values accumulated in float32, the
-    activation's result and the final result rounded to dtype.
+    activation's result and the final result rounded to dtype. With `int8_activations` both products take rows
+    quantised to int8 (scale = max |row| / 127, to nearest even) times exact weights.
     """
+
+    def product(rows: Tensor, matrix: Tensor) -> Tensor:
+        if not int8_activations:
+            return rows @ rounded(matrix).T
+        top = rows.abs().amax(dim=1, keepdim=True)
+        scale = torch.where(top > 0, top / 127, 1.0)
+        return (torch.round(rows / scale).double() @ matrix.T.double()).float() * scale
 
     def rounded(value: Tensor) -> Tensor:
         return value if dtype is None else value.to(dtype).float()
@@ -83,11 +92,11 @@ def moe(
                 continue
             rows = (ids[:, choice] == expert).nonzero().flatten()
             factor = weights32[rows, choice, None]
-            h = x32[rows] @ rounded(layer.w13[expert]).T
+            h = product(x32[rows], layer.w13[expert])
             h = h * factor if weight_on_input else h
             h = h if layer.b13 is None else h + layer.b13[expert]
             a = rounded(activate(h, layer))
-            out = a @ rounded(layer.w2[expert]).T
+            out = product(a, layer.w2[expert])
             out = out if layer.b2 is None else out + layer.b2[expert]
             y[rows] += out if weight_on_input else out * factor
     return rounded(y)

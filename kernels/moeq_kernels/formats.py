@@ -90,7 +90,14 @@ def _marlin(element: str, codec: str, words: int) -> Format:
     )
 
 
-def _mxfp4(layout: str, codec: str, weight_shape: ShapeOf, weight_dtype: str, order: str, **limits: int) -> Format:
+def _mxfp4(
+    layout: str,
+    codec: str,
+    weight_shape: ShapeOf,
+    weight_dtype: str,
+    orders: tuple[str, str],
+    multiples: tuple[int, int],
+) -> Format:
     return Format(
         layout=layout,
         element="e2m1",
@@ -98,13 +105,14 @@ def _mxfp4(layout: str, codec: str, weight_shape: ShapeOf, weight_dtype: str, or
         kind="e2m1",
         weight_shape=weight_shape,
         weight_dtype=weight_dtype,
-        group_order=order,
-        single_order="marlin-mx-single" if order == "marlin-mx" else order,
+        group_order=orders[0],
+        single_order=orders[1],
         scale_dtypes=("uint8",),
         group_sizes=(32,),
-        bias_single=order == "marlin-mx",
+        bias_single=orders[0] == "marlin-mx",
+        n_multiple=multiples[0],
+        k_multiple=multiples[1],
         dtypes=("bfloat16",),  # e8m0 scales span the range of bfloat16, not that of float16
-        **limits,
     )
 
 
@@ -150,17 +158,28 @@ _TABLE = (
     _plain("triton-wna16/1", "int8", "rows", "uint8", 1),
     _plain("int8-w8a8/1", "int8", "rows", "int8", 1),
     _mxfp4(
-        "marlin-mxfp4/1", "marlin4", lambda n, k: (k // 16, 2 * n), "int32", "marlin-mx", n_multiple=64, k_multiple=32
+        layout="marlin-mxfp4/1",
+        codec="marlin4",
+        weight_shape=lambda n, k: (k // 16, 2 * n),
+        weight_dtype="int32",
+        orders=("marlin-mx", "marlin-mx-single"),
+        multiples=(64, 32),
     ),
-    _mxfp4("mxfp4-identity/1", "nibbles", lambda n, k: (n, k // 2), "uint8", "rows", k_multiple=32),
     _mxfp4(
-        "triton-kernels-hopper/1",
-        "hopper4",
-        lambda n, k: (n // 4, 2 * k),
-        "uint8",
-        "hopper-mx",
-        n_multiple=16,
-        k_multiple=64,
+        layout="mxfp4-identity/1",
+        codec="nibbles",
+        weight_shape=lambda n, k: (n, k // 2),
+        weight_dtype="uint8",
+        orders=("rows", "rows"),
+        multiples=(1, 32),
+    ),
+    _mxfp4(
+        layout="triton-kernels-hopper/1",
+        codec="hopper4",
+        weight_shape=lambda n, k: (n // 4, 2 * k),
+        weight_dtype="uint8",
+        orders=("hopper-mx", "hopper-mx"),
+        multiples=(16, 64),
     ),
     _unquantized("bf16", "bfloat16"),
     _unquantized("f16", "float16"),

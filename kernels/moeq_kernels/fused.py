@@ -41,7 +41,7 @@ def fused_moe(
             clamping gate from above and up on both sides at limit), or `relu2` (ungated, squared ReLU).
         alpha: `swiglu_oai` only; 1.702 by default.
         beta: `swiglu_oai` only; 1 by default.
-        limit: clamp of gate and up; 7 by default for `swiglu_oai`, none otherwise.
+        limit: clamp of gate and up (gpt-oss: 7), None for none.
         expert_map: int32 or int64 `[global experts]`, local expert of each global one or -1 where it is on another
             rank (expert parallelism). Choices of absent experts contribute nothing.
         router_weight_on_input: multiply the gate and up products (before bias and activation) by the router weight
@@ -191,12 +191,11 @@ def _first_epilogue(
     require(limit is None or limit > 0, f"limit is {limit}; it must be positive", "leave it out for no limit")
     kinds = {"gate-up": "halves", "interleaved": "interleaved", "ungated": "plain"}
     require(limit is None or experts.w13_order != "ungated", "limit clamps gate and up, but w13_order is 'ungated'")
-    default_limit = 7.0 if oai else 0.0
     return Epilogue(
         kind=kinds[experts.w13_order],
         activation=activation,
         alpha=1.702 if alpha is None else float(alpha),
         beta=1.0 if beta is None else float(beta),
-        limit=default_limit if limit is None else float(limit),
+        limit=0.0 if limit is None else float(limit),
         weight_first=weight_first,
     )

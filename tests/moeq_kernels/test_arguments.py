@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.cases import integer_layer, route
+from bench.cases import Recipe, make_layer, route
 from moeq_kernels import KernelArgumentError, KernelUnsupportedError, fused_moe
 
 KERNELS = Path(__file__).parents[2] / "kernels"
@@ -18,7 +18,7 @@ KERNELS = Path(__file__).parents[2] / "kernels"
 
 @pytest.fixture
 def call(device: torch.device):
-    packed, _ = integer_layer("marlin-wna16/1", experts=4, hidden=128, intermediate=64, device=device)
+    packed, _ = make_layer(Recipe(), device)
     routed = route(3, 128, 4, 2, device=device)
     return packed, routed
 
@@ -89,9 +89,9 @@ def test_importing_needs_neither_torch_nor_triton() -> None:
 
 def test_cpu_tensors_without_the_interpreter_name_the_remedy() -> None:
     done = run_python(
-        "from bench.cases import integer_layer, route\n"
+        "from bench.cases import Recipe, make_layer, route\n"
         "from moeq_kernels import fused_moe\n"
-        "p, _ = integer_layer('marlin-wna16/1', experts=2, hidden=64, intermediate=64)\n"
+        "p, _ = make_layer(Recipe(experts=2, hidden=64))\n"
         "r = route(1, 64, 2, 1)\n"
         "fused_moe(r.x, p, r.weights, r.ids)"
     )
@@ -103,9 +103,9 @@ def test_missing_triton_is_named() -> None:
     done = run_python(
         "import sys\n"
         "sys.modules['triton'] = None\n"
-        "from bench.cases import integer_layer, route\n"
+        "from bench.cases import Recipe, make_layer, route\n"
         "from moeq_kernels import fused_moe\n"
-        "p, _ = integer_layer('marlin-wna16/1', experts=2, hidden=64, intermediate=64)\n"
+        "p, _ = make_layer(Recipe(experts=2, hidden=64))\n"
         "r = route(1, 64, 2, 1)\n"
         "fused_moe(r.x, p, r.weights, r.ids)"
     )

@@ -20,7 +20,7 @@ def dot(a, b, acc, INTERPRET: tl.constexpr):
     if INTERPRET and acc.dtype == tl.float32:
         return acc + tl.dot(a.to(tl.float32), b.to(tl.float32))
     else:
-        return tl.dot(a, b, acc)
+        return tl.dot(a, b, acc, out_dtype=acc.dtype)
 
 
 @triton.jit
