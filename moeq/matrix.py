@@ -86,8 +86,10 @@ class MatrixSpec:
         return 1 << (self.bits - 1) if self.integer else 0
 
     def with_sizes(self, *, n: int | None = None, k: int | None = None) -> MatrixSpec:
-        """The same matrix with other sizes (a shard, or padded)."""
-        return replace(self, n=self.n if n is None else n, k=self.k if k is None else k)
+        """The same matrix with other sizes (a shard, or padded). One scale per output channel stays one."""
+        k = self.k if k is None else k
+        group_size = k if self.group_size >= self.k else self.group_size
+        return replace(self, n=self.n if n is None else n, k=k, group_size=group_size)
 
 
 @dataclass(frozen=True)

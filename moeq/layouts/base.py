@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 #: Parts a packed matrix may consist of. `moeq.json` and the converted tensors use these names as suffixes.
-PARTS = ("weight", "scale", "zero", "bias")
+#: `global_scale` multiplies a whole matrix; `permutation` and `group_index` belong to act-order; `compensation` holds
+#: the sums that integer CPU kernels subtract.
+PARTS = ("weight", "scale", "zero", "bias", "global_scale", "permutation", "group_index", "compensation")
 
 W13Order = Literal["gate-up", "up-gate", "interleaved"]
 
@@ -53,24 +55,74 @@ class SliceRule:
     Attributes:
         n: output features, per half for `w13`; None where slices along `N` are not legal.
         k: input features; None where slices along `K` are not legal.
+        k_least: fewest input features of a slice (a layout may arrange a single group of scales differently).
     """
 
     n: int | None
     k: int | None
+    k_least: int = 0
+
+
+@dataclass(frozen=True)
+class PaddingRule:
+    """What sizes are rounded up to before packing (`moeq.layouts.padding` does it).
+
+    Attributes:
+        intermediate: multiple of the intermediate size: rows of each half of `w13`, columns of `w2`.
+        hidden: multiple of the hidden size: columns of `w13`, rows of `w2`.
+        whole_groups: the intermediate size is also a multiple of the group size, so that no group is cut.
+    """
+
+    intermediate: int = 1
+    hidden: int = 1
+    whole_groups: bool = False
+
+    @property
+    def title(self) -> str:
+        """For tables: `I to 64 and whole groups`."""
+        parts = []
+        if self.intermediate > 1 or self.whole_groups:
+            parts.append(f"I to {self.intermediate}" + (" and whole groups" if self.whole_groups else ""))
+        if self.hidden > 1:
+            parts.append(f"H to {self.hidden}")
+        return ", ".join(parts) or "none"
 
 
 class Layout(ABC):
     """A kernel's byte arrangement for expert matrices.
 
+    A layout without options is a plain class; where the bytes depend on something, each choice is an id of its own, so
+    that an id in a manifest always says everything.
+
     Subclasses set:
         id: versioned name, `marlin-wna16/1`. The number changes whenever the bytes do.
         title: one line for people.
+        source: library and version whose kernels read these bytes.
+        elements: element types of codes it holds (`moeq.matrix.ELEMENT_BITS`).
+        schemes: what it holds, for people.
+        arch: devices whose kernels read it, for people.
+        slicing: legal slices, for people (`slices` gives the numbers).
+        padding: how sizes are rounded up before packing.
         w13_order: how the gate and up rows of `w13` lie in the packed result.
+        lossy: what is lost for some inputs, or None where packing is always exact.
+        survey_scope: None, or why every expert must be looked at before the first is packed (see `survey`).
     """
 
     id: ClassVar[str]
     title: ClassVar[str]
+    source: ClassVar[str] = ""
+    elements: ClassVar[tuple[str, ...]] = ()
+    schemes: ClassVar[str] = ""
+    arch: ClassVar[str] = ""
+    slicing: ClassVar[str] = ""
+    padding: ClassVar[PaddingRule] = PaddingRule()
     w13_order: ClassVar[W13Order] = "gate-up"
+    lossy: ClassVar[str | None] = None
+    survey_scope: ClassVar[str | None] = None
+
+    def __init__(self, *, allow_lossy: bool = False, survey: float | None = None) -> None:
+        self.allow_lossy = allow_lossy
+        self.surveyed = survey
 
     @abstractmethod
     def problems(self, spec: MatrixSpec) -> list[Problem]:
@@ -87,6 +139,28 @@ class Layout(ABC):
     @abstractmethod
     def pack(self, matrix: QuantizedMatrix) -> dict[str, Tensor]:
         """Packed parts of one expert, shaped as `tensors` says. Raises MoeqError where `problems` is not empty."""
+
+    def pack_into(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
+        """`pack` into buffers of the caller, shaped as `tensors` says, so that their memory can be reused."""
+        for part, packed in self.pack(matrix).items():
+            out[part].view(packed.dtype).copy_(packed.view(out[part].shape))
+
+    def survey(self, matrix: QuantizedMatrix) -> float | None:
+        """What this layout must know of every local expert before it packs one; None where it needs nothing.
+
+        Two passes: `found = max(layout.survey(expert) for every local expert of w13 or w2)`, then
+        `layout.with_survey(found).pack(...)`. w13 and w2 are surveyed apart. The result depends on which experts are
+        local, so such packings differ between EP (and TP) degrees.
+        """
+        return None
+
+    def with_survey(self, found: float) -> Self:
+        """This layout, knowing the largest `survey` of the local experts."""
+        return type(self)(allow_lossy=self.allow_lossy, survey=found)
+
+    def losses(self, matrix: QuantizedMatrix) -> int:
+        """Stored numbers of this matrix that packing would change; 0 where `unpack(pack(x)) == x`."""
+        return 0
 
     @abstractmethod
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec) -> QuantizedMatrix:

@@ -13,11 +13,11 @@ LAYOUTS: dict[str, str] = {
 }
 
 
-def get_layout(layout_id: str) -> Layout:
+def get_layout(layout_id: str, *, allow_lossy: bool = False) -> Layout:
     """The layout of that id. Raises MoeqError `usage.unknown-layout`, naming the known ones."""
     if layout_id not in LAYOUTS:
         known = ", ".join(sorted(LAYOUTS))
         raise MoeqError("usage.unknown-layout", f"no layout is called '{layout_id}'", f"known layouts: {known}")
     module, _, name = LAYOUTS[layout_id].partition(":")
-    layout: Layout = getattr(import_module(module), name)()
+    layout: Layout = getattr(import_module(module), name)(allow_lossy=allow_lossy)
     return layout

@@ -1,0 +1,178 @@
+"""One pass of numba over any `Arrangement`: a table for the fixed digits, two loops for the free ones."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numba import njit
+
+from moeq.layouts.arrangement import Arrangement, Digit
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Smallest table worth a loop of its own; smaller ones take in part of the free column digit.
+_TABLE = 64
+
+
+@dataclass(frozen=True)
+class _Loops:
+    """An arrangement for one matrix size: where each element comes from and each word goes, in elements and words.
+
+    Word number `outer * outer_words + inner * inner_words + word[t]` holds, as field f, element
+    `first + outer * outer_elements + inner * inner_elements + element[t] + field[f]`.
+    """
+
+    sizes: np.ndarray[Any, np.dtype[np.int64]]
+    element: np.ndarray[Any, np.dtype[np.int64]]
+    word: np.ndarray[Any, np.dtype[np.int64]]
+    field: np.ndarray[Any, np.dtype[np.int64]]
+
+
+def pack(arrangement: Arrangement, elements: Tensor, bits: int, out: Tensor) -> None:
+    """Fill `out` (flat words) from contiguous `elements`."""
+    loops = _loops(arrangement, elements.shape[0], elements.shape[1])
+    source, target = _unsigned(elements), _unsigned(out)
+    _PACK[len(loops.field)](source, target, loops.sizes, loops.element, loops.word, loops.field, bits)
+
+
+def unpack(arrangement: Arrangement, words: Tensor, bits: int, out: Tensor) -> None:
+    """Fill contiguous `out` `[rows, columns]` from flat words."""
+    loops = _loops(arrangement, out.shape[0], out.shape[1])
+    source, target = _unsigned(words), _unsigned(out)
+    mask = (1 << bits) - 1
+    _UNPACK[len(loops.field)](source, target, loops.sizes, loops.element, loops.word, loops.field, bits, mask)
+
+
+def _unsigned(tensor: Tensor) -> np.ndarray[Any, Any]:
+    array = tensor.view(-1).numpy()
+    return array.view(f"u{array.itemsize}")
+
+
+@lru_cache(maxsize=256)
+def _loops(arrangement: Arrangement, rows: int, columns: int) -> _Loops:
+    radix = arrangement.radices(rows, columns)
+    element_stride = _strides(arrangement.columns, radix, 1) | _strides(arrangement.rows, radix, columns)
+    word_stride = _strides(arrangement.words, radix, 1)
+    first = 0
+    for digit in (*arrangement.words, *arrangement.fields):
+        if digit.reversed:
+            first += (radix[digit.name] - 1) * element_stride[digit.name]
+            element_stride[digit.name] *= -1
+    outer = next(digit.name for digit in arrangement.rows if not digit.radix)
+    inner = next(digit.name for digit in arrangement.columns if not digit.radix)
+    table = [digit.name for digit in arrangement.words if digit.name not in (outer, inner)]
+    size = math.prod(radix[name] for name in table)
+    taken = math.gcd(radix[inner], 1 << 10) if size < _TABLE else 1
+    while taken > 1 and size * taken > 4 * _TABLE:
+        taken //= 2
+    axes = [(radix[name], element_stride[name], word_stride[name]) for name in table]
+    axes.append((taken, element_stride[inner], word_stride[inner]))
+    axes.sort(key=lambda axis: -axis[2])
+    sizes = [first, radix[outer], element_stride[outer], word_stride[outer]]
+    sizes += [radix[inner] // taken, element_stride[inner] * taken, word_stride[inner] * taken]
+    return _Loops(
+        np.array(sizes, np.int64),
+        _offsets([(count, stride) for count, stride, _ in axes]),
+        _offsets([(count, stride) for count, _, stride in axes]),
+        _offsets([(radix[digit.name], element_stride[digit.name]) for digit in arrangement.fields]),
+    )
+
+
+def _strides(digits: tuple[Digit, ...], radix: dict[str, int], unit: int) -> dict[str, int]:
+    strides = {}
+    for digit in reversed(digits):
+        strides[digit.name] = unit
+        unit *= radix[digit.name]
+    return strides
+
+
+def _offsets(axes: list[tuple[int, int]]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    offsets = np.zeros(1, np.int64)
+    for count, stride in axes:
+        offsets = (offsets[:, None] + np.arange(count, dtype=np.int64) * stride).reshape(-1)
+    return offsets
+
+
+@njit(cache=True, nogil=True)
+def _pack1(source, target, sizes, element, word, field, bits):  # type: ignore[no-untyped-def]
+    for a in range(sizes[1]):
+        for b in range(sizes[4]):
+            s = sizes[0] + a * sizes[2] + b * sizes[5]
+            t = a * sizes[3] + b * sizes[6]
+            for i in range(len(word)):
+                target[t + word[i]] = source[s + element[i]]
+
+
+@njit(cache=True, nogil=True)
+def _pack2(source, target, sizes, element, word, field, bits):  # type: ignore[no-untyped-def]
+    f1 = field[1]
+    for a in range(sizes[1]):
+        for b in range(sizes[4]):
+            s = sizes[0] + a * sizes[2] + b * sizes[5]
+            t = a * sizes[3] + b * sizes[6]
+            for i in range(len(word)):
+                e = s + element[i]
+                target[t + word[i]] = source[e] | source[e + f1] << bits
+
+
+@njit(cache=True, nogil=True)
+def _pack4(source, target, sizes, element, word, field, bits):  # type: ignore[no-untyped-def]
+    f1, f2, f3 = field[1], field[2], field[3]
+    for a in range(sizes[1]):
+        for b in range(sizes[4]):
+            s = sizes[0] + a * sizes[2] + b * sizes[5]
+            t = a * sizes[3] + b * sizes[6]
+            for i in range(len(word)):
+                e = s + element[i]
+                low = np.uint32(source[e]) | np.uint32(source[e + f1]) << np.uint32(bits)
+                high = np.uint32(source[e + f2]) | np.uint32(source[e + f3]) << np.uint32(bits)
+                target[t + word[i]] = low | high << np.uint32(2 * bits)
+
+
+@njit(cache=True, nogil=True)
+def _pack8(source, target, sizes, element, word, field, bits):  # type: ignore[no-untyped-def]
+    f1, f2, f3, f4, f5, f6, f7 = field[1], field[2], field[3], field[4], field[5], field[6], field[7]
+    for a in range(sizes[1]):
+        for b in range(sizes[4]):
+            s = sizes[0] + a * sizes[2] + b * sizes[5]
+            t = a * sizes[3] + b * sizes[6]
+            for i in range(len(word)):
+                e = s + element[i]
+                v0 = np.uint32(source[e]) | np.uint32(source[e + f1]) << np.uint32(4)
+                v1 = np.uint32(source[e + f2]) | np.uint32(source[e + f3]) << np.uint32(4)
+                v2 = np.uint32(source[e + f4]) | np.uint32(source[e + f5]) << np.uint32(4)
+                v3 = np.uint32(source[e + f6]) | np.uint32(source[e + f7]) << np.uint32(4)
+                target[t + word[i]] = (v0 | v1 << np.uint32(8)) | (v2 | v3 << np.uint32(8)) << np.uint32(16)
+
+
+@njit(cache=True, nogil=True)
+def _unpack1(source, target, sizes, element, word, field, bits, mask):  # type: ignore[no-untyped-def]
+    for a in range(sizes[1]):
+        for b in range(sizes[4]):
+            s = sizes[0] + a * sizes[2] + b * sizes[5]
+            t = a * sizes[3] + b * sizes[6]
+            for i in range(len(word)):
+                target[s + element[i]] = source[t + word[i]]
+
+
+@njit(cache=True, nogil=True)
+def _unpack_fields(source, target, sizes, element, word, field, bits, mask):  # type: ignore[no-untyped-def]
+    for a in range(sizes[1]):
+        for b in range(sizes[4]):
+            s = sizes[0] + a * sizes[2] + b * sizes[5]
+            t = a * sizes[3] + b * sizes[6]
+            for i in range(len(word)):
+                e = s + element[i]
+                value = np.uint32(source[t + word[i]])
+                for f in range(len(field)):
+                    target[e + field[f]] = value & np.uint32(mask)
+                    value >>= np.uint32(bits)
+
+
+_PACK = {1: _pack1, 2: _pack2, 4: _pack4, 8: _pack8}
+_UNPACK = {1: _unpack1, 2: _unpack_fields, 4: _unpack_fields, 8: _unpack_fields}

@@ -1,0 +1,53 @@
+"""Index maps that the layouts of the Marlin family share. Source: vLLM 0.33.0 (`marlin_utils`, Marlin's kernels).
+
+A tile is 16 (K) by 64 (N) codes, read by a warp of 32 lanes. In the patterns, `r` is the lane's column within an octet
+and `p` its pair of k; a word holds k, k + 1 (`q`), k + 8 (`h`) and, for 4 bits, columns 8 apart (`o`).
+"""
+
+from __future__ import annotations
+
+from moeq.layouts.arranged import STORED_DTYPE, Part
+from moeq.layouts.arrangement import Arrangement
+from moeq.matrix import MatrixSpec
+
+#: Weights for 16-bit activations, by bits.
+WEIGHT = {
+    4: Arrangement("n c4 o2 r8, k h2 p4 q2 -> k n r p c | q o h"),
+    8: Arrangement("n c4 o2 r8, k h2 p4 q2 -> k n r p c o | q h"),
+}
+
+#: Several groups along K: columns in 64s, octets transposed.
+GROUPED = Arrangement("n o8 r8, g -> g n r o")
+
+#: One scale per channel, and every bias: columns in 32s.
+SINGLE = Arrangement("n a4 b4 c2, g -> g n b a c")
+
+#: Zero points, by bits.
+ZERO = {
+    4: Arrangement("n u4 v2 r8, g -> g n r | v u"),
+    8: Arrangement("n o2 s2 t2 r8, g -> g n r o | t s"),
+}
+
+
+def weight_part(spec: MatrixSpec, arrangement: Arrangement) -> Part:
+    """int32 `[K / 16, N * 16 * bits / 32]`."""
+    return Part("codes", arrangement, (spec.k // 16, spec.n * spec.bits // 2), "I32", spec.bits)
+
+
+def scale_part(spec: MatrixSpec, arrangement: Arrangement) -> Part:
+    """`[G, N]` in the stored dtype."""
+    dtype = STORED_DTYPE[spec.scale_dtype]
+    bits = {"f16": 16, "bf16": 16, "e8m0": 8}[spec.scale_dtype]
+    return Part("scales", arrangement, (spec.num_groups, spec.n), dtype, bits, group=spec.group_size)
+
+
+def zero_part(spec: MatrixSpec, arrangement: Arrangement) -> Part:
+    """int32 `[G, N * bits / 32]`."""
+    shape = (spec.num_groups, spec.n * spec.bits // 32)
+    return Part("zeros", arrangement, shape, "I32", spec.bits, group=spec.group_size)
+
+
+def bias_part(spec: MatrixSpec) -> Part:
+    """`[N]` in the stored dtype, always in the single order."""
+    dtype = STORED_DTYPE[spec.bias_dtype or ""]
+    return Part("bias", SINGLE, (spec.n,), dtype, 32 if dtype == "F32" else 16)

@@ -1,0 +1,136 @@
+"""Rounding sizes up to what a layout needs, before packing, with its cost known beforehand.
+
+Gate and up are padded apart (zero rows after each half), as is w2's K: zero codes, zero scales and zero zero points.
+A zero code is not the value zero, but it never counts: with groups, the padded scales are zero; with one scale per
+channel, the padded columns of w2 meet activations that are zero because the padded rows of w13 have zero scales and
+biases. Source of the rule: vLLM 0.33.0, `marlin_moe_padded_intermediate` and the MXFP4 size rounding of its oracle.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from moeq.errors import MoeqError
+from moeq.layouts.arranged import is_gated_w13
+from moeq.layouts.base import Layout
+from moeq.matrix import MatrixSpec, QuantizedMatrix
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SCALE_BITS = {"f16": 16, "bf16": 16, "f32": 32, "e8m0": 8, "e4m3": 8}
+
+
+@dataclass(frozen=True)
+class PaddingPlan:
+    """How the two matrices of an expert are padded.
+
+    Attributes:
+        w13: padded spec of w13 (n counts both halves).
+        w2: padded spec of w2.
+        original_w13: spec before padding.
+        original_w2: spec before padding.
+    """
+
+    w13: MatrixSpec
+    w2: MatrixSpec
+    original_w13: MatrixSpec
+    original_w2: MatrixSpec
+
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes that padding adds to one expert: codes, scales, zero points and biases."""
+        padded, plain = (self.w13, self.w2), (self.original_w13, self.original_w2)
+        return sum(logical_bytes(spec) for spec in padded) - sum(logical_bytes(spec) for spec in plain)
+
+    @property
+    def changes(self) -> bool:
+        """Whether anything is padded at all."""
+        return self.extra_bytes > 0
+
+    def pad(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
+        """The padded matrix; the matrix itself where its size stays.
+
+        Raises:
+            MoeqError: `usage.padding-act-order` where act-order columns would have to be padded.
+        """
+        before, after = self._specs(matrix.spec)
+        if before == after:
+            return matrix
+        if matrix.group_index is not None and before.k != after.k:
+            raise MoeqError(
+                "usage.padding-act-order",
+                f"{before.role} has act-order, so K = {before.k} cannot be padded to {after.k}",
+                "re-quantise with desc_act=False",
+            )
+        return _resized(matrix, after)
+
+    def unpad(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
+        """The exact inverse of `pad`."""
+        before, after = self._specs(matrix.spec)
+        return matrix if before == after else _resized(matrix, before)
+
+    def _specs(self, spec: MatrixSpec) -> tuple[MatrixSpec, MatrixSpec]:
+        return (self.original_w2, self.w2) if spec.role == "w2" else (self.original_w13, self.w13)
+
+
+def plan_padding(layout: Layout, w13: MatrixSpec, w2: MatrixSpec) -> PaddingPlan:
+    """How a layout pads an expert whose w13 and w2 have these specs.
+
+    The caller checks `layout.problems` of the padded specs; this only rounds sizes.
+    """
+    rule = layout.padding
+    intermediate = rule.intermediate
+    if rule.whole_groups and w2.num_groups > 1:
+        intermediate = math.lcm(intermediate, w2.group_size)
+    halves = 2 if is_gated_w13(w13) else 1
+    size, hidden = _round_up(w2.k, intermediate), _round_up(w2.n, rule.hidden)
+    return PaddingPlan(
+        w13=w13.with_sizes(n=halves * size, k=hidden),
+        w2=w2.with_sizes(n=hidden, k=size),
+        original_w13=w13,
+        original_w2=w2,
+    )
+
+
+def logical_bytes(spec: MatrixSpec) -> int:
+    """Bytes of the numbers of a matrix, tightly packed: codes, scales, zero points, bias."""
+    per_group = _SCALE_BITS[spec.scale_dtype] + (0 if spec.symmetric else spec.bits)
+    bits = spec.n * (spec.k * spec.bits + spec.num_groups * per_group)
+    return bits // 8 + spec.n * (_SCALE_BITS[spec.bias_dtype] // 8 if spec.bias_dtype else 0)
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _resized(matrix: QuantizedMatrix, spec: MatrixSpec) -> QuantizedMatrix:
+    """The matrix cut or zero-filled to the sizes of `spec`, each half of a gated w13 apart."""
+    halves = 2 if is_gated_w13(spec) else 1
+
+    def resize(tensor: Tensor, columns: int | None) -> Tensor:
+        old = tensor.reshape(halves, matrix.spec.n // halves, *tensor.shape[1:])
+        shape = [halves, spec.n // halves] + ([] if columns is None else [columns])
+        new = tensor.new_zeros(shape) if tensor.element_size() > 1 else _zero_bytes(tensor, shape)
+        part = tuple(slice(0, min(a, b)) for a, b in zip(old.shape, new.shape, strict=True))
+        new[part] = old[part]
+        return new.flatten(0, 1)
+
+    return replace(
+        matrix,
+        spec=spec,
+        codes=resize(matrix.codes, spec.k),
+        scales=resize(matrix.scales, spec.num_groups),
+        zeros=None if matrix.zeros is None else resize(matrix.zeros, spec.num_groups),
+        bias=None if matrix.bias is None else resize(matrix.bias, None),
+        global_scale=None if matrix.global_scale is None else resize(matrix.global_scale, None),
+    )
+
+
+def _zero_bytes(tensor: Tensor, shape: list[int]) -> Tensor:
+    """Zeros of a one-byte dtype; torch cannot fill every float8 type directly."""
+    import torch
+
+    return torch.zeros(shape, dtype=torch.uint8).view(tensor.dtype)

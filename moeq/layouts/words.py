@@ -1,0 +1,115 @@
+"""From elements to packed words and back, by an `Arrangement`: in numba where it is installed, else in torch.
+
+Both roads give the same bytes. The numba road makes one pass over the data, without scratch, into a buffer that
+callers may reuse; it starts to pay at `COMPILED_FROM` elements, below which importing numba costs more than it saves.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from moeq.layouts.arrangement import Arrangement
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+#: Elements from which the compiled loops are used.
+COMPILED_FROM = 1 << 18
+
+
+@lru_cache(maxsize=1)
+def have_numba() -> bool:
+    """Whether the compiled loops are available."""
+    return importlib.util.find_spec("numba") is not None
+
+
+def word_dtype(bits: int) -> torch.dtype:
+    """The torch dtype that holds words of 8, 16 or 32 bits."""
+    import torch
+
+    return {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}[bits]
+
+
+def pack_words(
+    arrangement: Arrangement, elements: Tensor, bits: int, out: Tensor | None = None, *, compiled: bool | None = None
+) -> Tensor:
+    """Arrange a matrix into words.
+
+    Args:
+        arrangement: the index map.
+        elements: `[rows, columns]`, uint8 codes where words hold several fields, else any dtype of `bits` bits.
+        bits: bits of one element within a word.
+        out: flat buffer of words to fill, or None for a new one.
+        compiled: force the numba road (True) or the torch road (False); None chooses by size.
+
+    Returns:
+        Flat words: uint8, int16 or int32, as wide as all fields of a word together.
+    """
+    import torch
+
+    fields = arrangement.fields_per_word
+    dtype = word_dtype(bits * fields)
+    if out is None:
+        out = torch.empty(elements.numel() // fields, dtype=dtype)
+    if fields == 1 and elements.dtype != dtype:
+        elements = elements.view(dtype)
+    if _compiled(compiled, elements.numel()):
+        from moeq.layouts.fast.scatter import pack
+
+        pack(arrangement, elements.contiguous(), bits, out)
+        return out
+    spread = arrangement.spread(elements)
+    words = out.view(spread.shape[: len(arrangement.words)])
+    if fields == 1:
+        words.copy_(spread)
+        return out
+    spread = spread.flatten(len(arrangement.words))
+    words.copy_(spread[..., 0])
+    for field in range(1, fields):
+        words |= spread[..., field].to(dtype) << (bits * field)
+    return out
+
+
+def unpack_words(
+    arrangement: Arrangement,
+    words: Tensor,
+    shape: tuple[int, int],
+    bits: int,
+    *,
+    compiled: bool | None = None,
+) -> Tensor:
+    """The exact inverse of `pack_words`.
+
+    Args:
+        words: packed words of any shape.
+        shape: `(rows, columns)` of the matrix.
+
+    Returns:
+        `[rows, columns]`, uint8 codes where words hold several fields, else words of `bits` bits.
+    """
+    import torch
+
+    fields = arrangement.fields_per_word
+    dtype = word_dtype(bits * fields)
+    words = words.contiguous().view(dtype).reshape(-1)
+    if _compiled(compiled, words.numel() * fields):
+        from moeq.layouts.fast.scatter import unpack
+
+        out = torch.empty(shape, dtype=torch.uint8 if fields > 1 else dtype)
+        unpack(arrangement, words, bits, out)
+        return out
+    view = words.view(arrangement.word_shape(*shape))
+    if fields == 1:
+        return arrangement.gather(view, *shape).contiguous()
+    mask = (1 << bits) - 1
+    radix = arrangement.radices(*shape)
+    codes = torch.stack([((view >> (bits * field)) & mask).to(torch.uint8) for field in range(fields)], dim=-1)
+    codes = codes.view(*view.shape, *(radix[digit.name] for digit in arrangement.fields))
+    return arrangement.gather(codes, *shape).contiguous()
+
+
+def _compiled(wanted: bool | None, elements: int) -> bool:
+    return wanted if wanted is not None else elements >= COMPILED_FROM and have_numba()
