@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, NoReturn
 
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix, Role
-from moeq.schemes.base import Scheme
+from moeq.schemes.base import Granularity, QuantKey, ScaleKey, Scheme, ZeroPoint
 from moeq.schemes.declared import Declared
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ class Format(ABC):
     refusal: ClassVar[str | None] = None
 
     @abstractmethod
-    def matches(self, parts: Parts) -> bool:
-        """Whether the parts are of this format (suffixes, dtypes and ranks)."""
+    def matches(self, parts: Parts, declared: Declared | None) -> bool:
+        """Whether the parts are of this format: suffixes, dtypes and ranks, the config only where those tie."""
 
     @abstractmethod
     def out_features(self, parts: Parts) -> int:
@@ -87,6 +87,58 @@ class Format(ABC):
     @abstractmethod
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
         """Decode the parts of one projection. Raises MoeqError `source.bad-data` for impossible values."""
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """What a format contributes to a `Scheme` beside the sizes.
+
+    Attributes:
+        storage: container of a code.
+        packing: where a code sits in it, for people.
+        granularity: what shares a scale.
+        group_shape: `(rows, columns)` that share a scale, -1 for a whole axis.
+        zero_point: how zero points are stored.
+        scale2: second-level scale, if any.
+    """
+
+    storage: str
+    packing: str
+    granularity: Granularity = "group"
+    group_shape: tuple[int, int] = (1, -1)
+    zero_point: ZeroPoint = "none"
+    scale2: ScaleKey | None = None
+
+
+def make_scheme(format_id: str, spec: MatrixSpec, declared: Declared, encoding: Encoding) -> Scheme:
+    """The scheme of a projection, from its sizes, what the config says and how the format encodes."""
+    scale = ScaleKey(spec.scale_dtype, encoding.granularity, encoding.group_shape)
+    return Scheme(
+        format=format_id,
+        weight=QuantKey(spec.element, encoding.storage, scale, spec.symmetric, encoding.scale2),
+        activation=declared.activation,
+        packing=encoding.packing,
+        zero_point=encoding.zero_point,
+        act_order=declared.act_order,
+        has_bias=spec.bias_dtype is not None,
+        quant_method=declared.method,
+        checkpoint_format=declared.variant,
+        writer=declared.writer,
+    )
+
+
+def group_encoding(
+    context: Context, spec: MatrixSpec, storage: str, packing: str, zero_point: ZeroPoint = "none"
+) -> Encoding:
+    """Encoding with one scale per group, or per channel where the config says so or one group covers the row.
+
+    The declared group size is kept where a projection is narrower than a group, so that `w13` and `w2` of one
+    checkpoint have one scheme.
+    """
+    size = context.declared.group_size
+    channel = size == -1 or (size is None and spec.group_size == spec.k)
+    shape = (1, -1) if channel else (1, size or spec.group_size)
+    return Encoding(storage, packing, "channel" if channel else "group", shape, zero_point)
 
 
 def inconsistent(where: str, detail: str, hint: str | None = None) -> NoReturn:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
-from moeq.schemes.base import QuantKey, ScaleKey, Scheme, ZeroPoint
+from moeq.schemes.base import Scheme, ZeroPoint
 from moeq.schemes.declared import Declaration, Declared, Fields, Patterns, group_size
 from moeq.schemes.format import (
     Context,
@@ -26,7 +26,9 @@ from moeq.schemes.format import (
     bias_dtype,
     expect_shape,
     float_name,
+    group_encoding,
     inconsistent,
+    make_scheme,
     resolve_groups,
 )
 
@@ -160,9 +162,11 @@ class Gptq(Format):
     id = "gptq"
     title = "GPTQ: int32 words along K, scales and zero points per group"
 
-    def matches(self, parts: Parts) -> bool:
+    def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight, scales = parts.get("qweight"), parts.get("scales")
         if weight is None or scales is None or weight.dtype != "I32" or len(weight.shape) != 2:
+            return False
+        if declared and declared.method == "awq" and declared.variant == "gemv":
             return False
         return len(scales.shape) == 2 and weight.shape[1] == scales.shape[1]
 
@@ -192,14 +196,17 @@ class Gptq(Format):
             bias_dtype=bias_dtype(parts, context, n),
             gated=context.gated,
         )
-        return Described(_scheme(spec, declared, "qzeros" in parts), spec)
+        zero_point: ZeroPoint = "stored" if declared.variant in _RAW_ZEROS else "stored-minus-one"
+        packing = "bit planes along K" if declared.variant == "gptq_p" else "bit stream along K, low bits first"
+        encoding = group_encoding(context, spec, "i32-packed", packing, zero_point if "qzeros" in parts else "none")
+        return Described(make_scheme(self.id, spec, declared, encoding), spec)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
         import torch
 
         codes = _codes(parts["qweight"].t(), spec.bits, spec.k, scheme.checkpoint_format)
         zeros = _zeros(parts["qzeros"], spec, scheme) if "qzeros" in parts else None
-        index = _group_index(parts.get("g_idx"), spec)
+        index = read_group_index(parts.get("g_idx"), spec)
         return QuantizedMatrix(
             spec=replace(spec, act_order=index is not None),
             codes=codes,
@@ -234,24 +241,6 @@ def _bits(context: Context, words: int, k: int) -> int:
         detail = f"{bits}-bit codes are planar or continuous with equal shapes, and the config does not say which"
         inconsistent(context.where, detail, "it needs checkpoint_format: gptq_p")
     return bits
-
-
-def _scheme(spec: MatrixSpec, declared: Declared, has_zeros: bool) -> Scheme:
-    grouped = declared.group_size != -1
-    scale = ScaleKey(spec.scale_dtype, "group" if grouped else "channel", (1, declared.group_size or spec.group_size))
-    zero_point: ZeroPoint = "stored" if declared.variant in _RAW_ZEROS else "stored-minus-one"
-    return Scheme(
-        format=Gptq.id,
-        weight=QuantKey(spec.element, "i32-packed", scale, spec.symmetric),
-        activation=declared.activation,
-        packing="bit planes along K" if declared.variant == "gptq_p" else "bit stream along K, low bits first",
-        zero_point=zero_point if has_zeros else "none",
-        act_order=declared.act_order,
-        has_bias=spec.bias_dtype is not None,
-        quant_method=declared.method,
-        checkpoint_format=declared.variant,
-        writer=declared.writer,
-    )
 
 
 def _codes(words: Tensor, bits: int, count: int, variant: str) -> Tensor:
@@ -320,7 +309,7 @@ def _check_corruption(qzeros: Tensor, bits: int) -> None:
         )
 
 
-def _group_index(g_idx: Tensor | None, spec: MatrixSpec) -> Tensor | None:
+def read_group_index(g_idx: Tensor | None, spec: MatrixSpec) -> Tensor | None:
     """The stored group index where it differs from `k // group_size` (or act-order is declared)."""
     import torch
 

@@ -8,18 +8,43 @@ from importlib import import_module
 from typing import Any
 
 from moeq.errors import MoeqError
-from moeq.schemes.declared import Declaration
+from moeq.schemes.declared import Declaration, Declared
 from moeq.schemes.format import Format, Parts
 
 #: format id -> module with `FORMAT`. In the order in which headers are matched: specific formats first.
 FORMATS: dict[str, str] = {
     "gptq": "moeq.schemes.gptq",
+    "awq": "moeq.schemes.awq",
+    "awq-gemv": "moeq.schemes.awq_gemv",
+    "awq-gemv-fast": "moeq.schemes.awq_gemv_fast",
+    "marlin-v1": "moeq.schemes.marlin_v1",
+    "quark-int4": "moeq.schemes.quark_int4",
+    "ct-pack": "moeq.schemes.ct_pack",
+    "mxfp4": "moeq.schemes.mxfp4",
+    "ct-mxfp4": "moeq.schemes.ct_mxfp4",
+    "deepseek-fp4": "moeq.schemes.deepseek_fp4",
+    "nvfp4": "moeq.schemes.nvfp4",
+    "modelopt-int4": "moeq.schemes.modelopt_int4",
+    "ct-int8": "moeq.schemes.ct_int8",
+    "mxfp8": "moeq.schemes.mxfp8",
+    "fp8": "moeq.schemes.fp8",
+    "fp8-block": "moeq.schemes.fp8_block",
     "unquantized": "moeq.schemes.unquantized",
+    "foreign": "moeq.schemes.foreign",
 }
 
 #: `quant_method` -> "module:function" that reads the config.
 DIALECTS: dict[str, str] = {
     "gptq": "moeq.schemes.gptq:read_config",
+    "awq": "moeq.schemes.awq:read_config",
+    "auto-round": "moeq.schemes.autoround:read_config",
+    "compressed-tensors": "moeq.schemes.compressed_tensors:read_config",
+    "mxfp4": "moeq.schemes.plain_configs:read_mxfp4",
+    "fp8": "moeq.schemes.plain_configs:read_fp8",
+    "w8a8_int8": "moeq.schemes.plain_configs:read_int8",
+    "blockwise_int8": "moeq.schemes.plain_configs:read_int8",
+    "quark": "moeq.schemes.quark:read_config",
+    "modelopt": "moeq.schemes.modelopt:read_config",
 }
 
 
@@ -33,11 +58,11 @@ def get_format(format_id: str) -> Format:
     return found
 
 
-def match_format(parts: Parts) -> Format | None:
+def match_format(parts: Parts, declared: Declared | None) -> Format | None:
     """The first format whose headers the parts have, or None."""
     for format_id in FORMATS:
         candidate = get_format(format_id)
-        if candidate.matches(parts):
+        if candidate.matches(parts, declared):
             return candidate
     return None
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import QuantKey, ScaleKey, Scheme
+from moeq.schemes.declared import Declared
 from moeq.schemes.format import FLOAT_NAMES, Context, Described, Format, Parts, bias_dtype
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class Unquantized(Format):
     title = "not quantised"
     refusal = "its experts are not quantised"
 
-    def matches(self, parts: Parts) -> bool:
+    def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight = parts.get("weight")
         return weight is not None and weight.dtype in _PLAIN and not parts.keys() - {"weight", "bias"}
 

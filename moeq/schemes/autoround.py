@@ -1,0 +1,89 @@
+"""AutoRound's own config: GPTQ or AWQ packing under `packing_format`, exceptions under `extra_config`.
+
+Checked against auto-round 0.16.1. vLLM resolves `extra_config` by exact name, then suffix, then `re.search`; so does
+this reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from moeq.schemes.declared import Declaration, Declared, Fields, Patterns, group_size
+
+#: Data types whose tensors are not packed integers; headers tell them apart.
+_FLOAT_TYPES = ("mx_fp", "nv_fp", "fp", "mx_fp4", "nv_fp4", "mx_fp8", "fp8")
+
+
+def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
+    """Read a `quantization_config` of AutoRound ("auto-round", "intel/auto-round", "inc")."""
+    fields = Fields(table, origin)
+    packing = fields.text("packing_format") or "auto_round:auto_gptq"
+    awq = packing.endswith("awq")
+    size = table.get("group_size")
+    default = Declared(
+        method="awq" if awq else "auto-round",
+        variant="gemm" if awq else packing,
+        bits=fields.integer("bits", low=1, high=16),
+        # FP8 blocks are declared as [rows, columns]; headers tell their size.
+        group_size=None if isinstance(size, list) else group_size(fields, "group_size"),
+        symmetric=fields.flag("sym") is not False,
+        writer=f"auto-round {fields.text('autoround_version') or ''}".strip(),
+        rule=origin,
+    )
+    if (fields.text("data_type") or "int") in _FLOAT_TYPES:
+        default = replace(default, bits=None, group_size=None)
+    exceptions = _exceptions(fields, default)
+    patterns = Patterns(f"{origin}: extra_config")
+    compiled = [
+        (patterns.compile(text), declared) for text, declared in exceptions.items() if _looks_like_pattern(text)
+    ]
+
+    def resolve(module: str) -> Declared | None:
+        if module in exceptions:
+            return exceptions[module]
+        suffixes = (module[position + 1 :] for position, character in enumerate(module) if character == ".")
+        for suffix in suffixes:
+            if suffix in exceptions:
+                return exceptions[suffix]
+        for pattern, declared in compiled:
+            if patterns.matches(pattern, module, anywhere=True):
+                return declared
+        return default
+
+    return Declaration(
+        method="auto-round",
+        origin=origin,
+        default=default,
+        resolve=resolve,
+        per_expert=any("expert" in text and "shared" not in text for text in exceptions),
+        raw=table,
+    )
+
+
+def _exceptions(fields: Fields, default: Declared) -> dict[str, Declared | None]:
+    exceptions: dict[str, Declared | None] = {}
+    for name, overrides in fields.table_of("extra_config").items():
+        if not isinstance(overrides, dict):
+            raise fields.refuse(f"extra_config[{ascii(name)[:80]}]", overrides, "expected an object of overrides")
+        inner = Fields(overrides, f"{fields.where}: extra_config[{ascii(name)[:80]}]")
+        bits = inner.integer("bits", low=1, high=32)
+        size = None if isinstance(overrides.get("group_size"), list) else group_size(inner, "group_size")
+        symmetric = inner.flag("sym")
+        exceptions[name] = (
+            None
+            if bits is not None and bits >= 16
+            else replace(
+                default,
+                bits=default.bits if bits is None else bits,
+                group_size=default.group_size if size is None else size,
+                symmetric=default.symmetric if symmetric is None else symmetric,
+                rule=inner.where,
+            )
+        )
+    return exceptions
+
+
+def _looks_like_pattern(text: str) -> bool:
+    return any(character in text for character in "*+?[](){}^$|\\")

@@ -1,0 +1,165 @@
+"""AWQ "gemm": codes packed along `N` in int32 words, eight nibbles in a fixed shuffled order.
+
+Tensors of one projection: `qweight` I32 `[K, N / 8]`, `qzeros` I32 `[G, N / 8]` (absent where symmetric), `scales`
+`[G, N]`, optional `bias` `[N]`. Zero points are stored as they are. Checked against AutoAWQ 0.2.9; GPTQModel and
+AutoRound write the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from moeq.errors import MoeqError
+from moeq.matrix import MatrixSpec, QuantizedMatrix
+from moeq.schemes.base import Scheme
+from moeq.schemes.declared import Declaration, Declared, Fields, group_size
+from moeq.schemes.format import (
+    Context,
+    Described,
+    Format,
+    Parts,
+    bias_dtype,
+    expect_shape,
+    float_name,
+    group_encoding,
+    inconsistent,
+    make_scheme,
+    resolve_groups,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Nibble of a word that holds column `8 * c + j`, for `j` = 0 .. 7.
+NIBBLE_OF_COLUMN = (0, 4, 1, 5, 2, 6, 3, 7)
+
+#: Spellings of the on-disk packing. exllama is a runtime kernel for the gemm packing.
+_VARIANTS = {"exllama": "gemm", "llm-awq": "gemv_fast"}
+
+
+def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
+    """Read an AWQ config (AutoAWQ, llm-awq, GPTQModel, AutoRound export)."""
+    fields = Fields(table, origin)
+    variant = fields.text("version", "checkpoint_format", "format") or "gemm"
+    zero_point = fields.flag("zero_point")
+    symmetric = fields.flag("sym")
+    default = Declared(
+        method="awq",
+        variant=_VARIANTS.get(variant, variant),
+        bits=fields.integer("bits", "w_bit", low=1, high=16),
+        group_size=group_size(fields, "group_size", "q_group_size"),
+        symmetric=symmetric if zero_point is None else not zero_point,
+        writer=_writer(table),
+        rule=origin,
+    )
+    skipped = tuple(fields.names("modules_to_not_convert"))
+
+    def resolve(module: str) -> Declared | None:
+        # Substring semantics, as in AutoAWQ; "gate" therefore hits "gate_proj" too, and headers overrule it.
+        return None if any(name in module for name in skipped) else default
+
+    return Declaration("awq", origin, default, resolve, raw=table)
+
+
+def _writer(table: Mapping[str, Any]) -> str | None:
+    meta = table.get("meta")
+    quantizer = meta.get("quantizer") if isinstance(meta, Mapping) else None
+    found = ", ".join(map(str, quantizer)) if isinstance(quantizer, list) else quantizer
+    return str(found or table.get("provider") or table.get("backend") or "")[:200] or None
+
+
+class Awq(Format):
+    """AWQ weights in the gemm packing."""
+
+    id = "awq"
+    title = "AWQ gemm: int32 words along N, nibbles in AutoAWQ's order"
+
+    def matches(self, parts: Parts, declared: Declared | None) -> bool:
+        weight, scales = parts.get("qweight"), parts.get("scales")
+        if weight is None or scales is None or weight.dtype != "I32" or len(weight.shape) != 2 != len(scales.shape):
+            return False
+        if declared and declared.variant == "gemv":
+            return False
+        return any(weight.shape[1] * (32 // bits) == scales.shape[1] for bits in (2, 4, 8)) and (
+            weight.shape[0] >= scales.shape[0]
+        )
+
+    def out_features(self, parts: Parts) -> int:
+        return parts["scales"].shape[1]
+
+    def describe(self, parts: Parts, context: Context) -> Described:
+        k, words = parts["qweight"].shape
+        groups, n = parts["scales"].shape
+        bits = 32 * words // n
+        declared = context.declared
+        if declared.bits not in (None, bits):
+            inconsistent(
+                context.where, f"{words} words hold {n} codes of {bits} bits, the config declares {declared.bits}"
+            )
+        _check_width(bits, context)
+        expect_shape(parts, "qzeros", (groups, words), context)
+        symmetric = "qzeros" not in parts if declared.symmetric is None else declared.symmetric
+        spec = MatrixSpec(
+            role=context.role,
+            n=n,
+            k=k,
+            element=f"int{bits}",
+            group_size=resolve_groups(context, k, groups),
+            scale_dtype=float_name(parts, "scales", context),
+            symmetric=symmetric,
+            bias_dtype=bias_dtype(parts, context, n),
+            gated=context.gated,
+        )
+        zero_point = "stored" if "qzeros" in parts else "none"
+        packing = "nibbles along N, order 0 2 4 6 1 3 5 7" if bits == 4 else "bytes along N"
+        encoding = group_encoding(context, spec, "i32-packed", packing, zero_point)
+        return Described(make_scheme(self.id, spec, declared, encoding), spec)
+
+    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
+        zeros = _columns(parts["qzeros"], spec.bits, spec.n) if "qzeros" in parts else None
+        if spec.symmetric and zeros is not None:
+            check_constant(zeros, spec)
+            zeros = None
+        return QuantizedMatrix(
+            spec=spec,
+            codes=_columns(parts["qweight"], spec.bits, spec.n).t().contiguous(),
+            scales=parts["scales"].t().contiguous(),
+            zeros=None if zeros is None else zeros.t().contiguous(),
+            bias=parts.get("bias"),
+        )
+
+
+def _check_width(bits: int, context: Context) -> None:
+    """Only 4 bits mean the same to every writer; GPTQModel writes 8 bits in natural order."""
+    if bits == 4 or (bits == 8 and "gptqmodel" in (context.declared.writer or "").lower()):
+        return
+    raise MoeqError(
+        "source.unsupported-format",
+        f"{context.where}: {bits}-bit AWQ, which writers pack in different orders, and the config does not say which",
+        "use the 4-bit checkpoint, or GPTQ for 8 bits",
+    )
+
+
+def check_constant(zeros: Tensor, spec: MatrixSpec) -> None:
+    """Verify that stored zero points of a symmetric matrix are the symmetric constant."""
+    if not bool((zeros == spec.symmetric_zero).all()):
+        raise MoeqError(
+            "source.zero-points",
+            f"the config says symmetric, but stored zero points range from {int(zeros.min())} to {int(zeros.max())} "
+            f"where the symmetric constant is {spec.symmetric_zero}",
+            "set zero_point to true in config.json if the weights are asymmetric",
+        )
+
+
+def _columns(words: Tensor, bits: int, count: int) -> Tensor:
+    """uint8 `[rows, count]` of int32 words packed along columns."""
+    from moeq.schemes.bits import stream_codes
+
+    codes = stream_codes(words, bits, count)
+    if bits != 4:
+        return codes
+    return codes.reshape(codes.shape[0], -1, 8)[..., list(NIBBLE_OF_COLUMN)].reshape(codes.shape[0], count)
+
+
+FORMAT = Awq()

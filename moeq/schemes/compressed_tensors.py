@@ -1,0 +1,172 @@
+"""The config of compressed-tensors (llm-compressor, Kimi, Red Hat AI): groups of targets with per-tensor arguments.
+
+Checked against compressed-tensors 0.6 to 0.20. Fields that are null and fields that are absent mean the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moeq.schemes.base import Granularity, QuantKey, ScaleKey
+from moeq.schemes.declared import Declaration, Declared, Fields, Patterns, group_size
+
+#: Arguments of the named presets that may stand in for a group: bits, type, strategy, group size, symmetric.
+_PRESETS: dict[str, dict[str, Any]] = {
+    "W8A16": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+    "W4A16": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True},
+    "W4A16_ASYM": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": False},
+    "W8A8": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+    "INT8": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+    "FP8": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True},
+    "FP8_DYNAMIC": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
+    "NVFP4A16": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+    "NVFP4": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+    "MXFP4A16": {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32},
+    "MXFP4": {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32},
+}
+
+_DYNAMIC_INT8 = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+_PRESET_ACTIVATIONS: dict[str, dict[str, Any]] = {"W8A8": _DYNAMIC_INT8, "INT8": _DYNAMIC_INT8}
+
+#: Strategy names to granularity.
+_GRANULARITY: dict[str, Granularity] = {
+    "tensor": "tensor",
+    "channel": "channel",
+    "token": "token",
+    "group": "group",
+    "tensor_group": "group",
+    "block": "block",
+}
+
+#: Formats whose tensors are sparse: other bytes under similar names.
+_SPARSE = frozenset({"marlin-24", "sparse-24-bitmask", "sparse-bitmask"})
+
+
+@dataclass(frozen=True)
+class _Group:
+    """One config group: what it targets and what it declares."""
+
+    targets: tuple[str, ...]
+    declared: Declared
+
+
+def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
+    """Read a `quantization_config` (or, before 0.7, `compression_config`) of compressed-tensors."""
+    fields = Fields(table, origin)
+    groups = [_group(name, value, fields) for name, value in fields.table_of("config_groups").items()]
+    patterns = Patterns(origin)
+    ignored = _Targets(fields.names("ignore"), patterns)
+    targets = [(_Targets(group.targets, patterns), group.declared) for group in groups]
+
+    def resolve(module: str) -> Declared | None:
+        if ignored.names(module):
+            return None
+        for target, declared in targets:
+            if target.names(module):
+                return declared
+        # Class names ("Linear") cannot be told from tensor names; they take what nothing else claims.
+        return next((declared for target, declared in targets if target.classes), None)
+
+    return Declaration(
+        method="compressed-tensors",
+        origin=origin,
+        default=groups[0].declared if groups else None,
+        resolve=resolve,
+        per_expert=any(target.mentions("expert") for target, _ in targets) or ignored.mentions("expert"),
+        refusal=_refusal(fields),
+        raw=table,
+    )
+
+
+class _Targets:
+    """Targets or ignore entries: exact module names, `re:` patterns, class names."""
+
+    def __init__(self, entries: list[str] | tuple[str, ...], patterns: Patterns) -> None:
+        self._patterns = patterns
+        self._exact = frozenset(entry for entry in entries if not entry.startswith("re:"))
+        self._compiled = [patterns.compile(entry[3:]) for entry in entries if entry.startswith("re:")]
+        self.classes = any("." not in entry and entry[:1].isupper() for entry in self._exact)
+
+    def names(self, module: str) -> bool:
+        """Whether an entry names the module."""
+        return module in self._exact or any(self._patterns.matches(pattern, module) for pattern in self._compiled)
+
+    def mentions(self, word: str) -> bool:
+        """Whether an entry has the word in it, so that experts may be treated one by one."""
+        single = any(word in entry for entry in self._exact)
+        return single or any(_singles_out(pattern.pattern, word) for pattern in self._compiled)
+
+
+def _singles_out(pattern: str, word: str) -> bool:
+    """Whether a pattern about experts has a digit or class in it that could pick some and leave others."""
+    _, found, rest = pattern.partition(word)
+    return bool(found) and any(character.isdigit() or character in "[(\\|" for character in rest.replace("\\.", "."))
+
+
+def _group(name: str, value: Any, fields: Fields) -> _Group:
+    where = f"{fields.where}: config_groups[{ascii(name)[:60]}]"
+    if isinstance(value, list) and name in _PRESETS:
+        group: dict[str, Any] = {
+            "targets": value,
+            "weights": _PRESETS[name],
+            "input_activations": _PRESET_ACTIVATIONS.get(name),
+        }
+    elif isinstance(value, dict):
+        group = value
+    else:
+        raise fields.refuse(f"config_groups[{ascii(name)[:60]}]", value, "expected an object")
+    inner = Fields(group, where)
+    weights = Fields(inner.table_of("weights"), f"{where}.weights")
+    variant = inner.text("format") or fields.text("format") or ""
+    size = group_size(weights, "group_size")
+    strategy = weights.text("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
+    declared = Declared(
+        method="compressed-tensors",
+        variant=variant,
+        bits=weights.integer("num_bits", low=1, high=16),
+        group_size=-1 if strategy == "channel" else size,
+        symmetric=weights.flag("symmetric") is not False,
+        act_order=_act_order(weights),
+        strategy=strategy,
+        activation=_activation(Fields(inner.table_of("input_activations"), f"{where}.input_activations")),
+        writer=f"compressed-tensors {fields.text('version') or ''}".strip(),
+        rule=where,
+    )
+    return _Group(tuple(inner.names("targets")), declared)
+
+
+def _act_order(weights: Fields) -> bool:
+    """`group` (also `dynamic`, true) stores `weight_g_idx`; `weight` and `static` leave the plain layout."""
+    value = weights.table.get("actorder")
+    if value in (None, False, "weight", "static"):
+        return False
+    if value in (True, "group", "dynamic"):
+        return True
+    raise weights.refuse("actorder", value, "expected group, weight, static, dynamic or null")
+
+
+def _activation(arguments: Fields) -> QuantKey | None:
+    if not arguments.table:
+        return None
+    bits = arguments.integer("num_bits", low=1, high=16) or 8
+    kind = arguments.text("type") or "int"
+    strategy = arguments.text("strategy") or "tensor"
+    granularity = _GRANULARITY.get(strategy, "tensor")
+    size = group_size(arguments, "group_size") or -1
+    dynamic = arguments.table.get("dynamic") in (True, "local")
+    dtype = {(8, "float"): "e4m3", (4, "float"): "e2m1"}.get((bits, kind), f"int{bits}")
+    shape = {"tensor": (-1, -1), "token": (1, -1), "channel": (1, -1)}.get(granularity, (1, size))
+    symmetric = arguments.flag("symmetric") is not False
+    return QuantKey(dtype, "runtime", ScaleKey("f32", granularity, shape, dynamic), symmetric)
+
+
+def _refusal(fields: Fields) -> str | None:
+    if fields.table_of("transform_config"):
+        return "its weights are transformed (transform_config), which changes the model's mathematics"
+    sparsity = fields.table_of("sparsity_config").get("format")
+    variant = fields.text("format")
+    if variant in _SPARSE or sparsity not in (None, "dense"):
+        return f"its weights are sparse ({variant if variant in _SPARSE else ascii(sparsity)[:40]})"
+    return None

@@ -1,0 +1,150 @@
+"""compressed-tensors `pack-quantized`: codes packed along `K` in int32 words, one row per output feature.
+
+Tensors of one projection: `weight_packed` I32 `[N, P]`, `weight_scale` `[N, G]` (`[N, 1]` per channel),
+`weight_shape` I64 `[2]`, optional `weight_zero_point` (I32 `[ceil(N * b / 32), G]`, packed along `N`; up to 0.6 I8
+`[N, G]`), `weight_g_idx` I32 `[K]` (up to 0.18) and `bias` `[N]`. Codes are offset binary: signed value plus
+`2**(b-1)`.
+
+Up to 0.17 a word holds `floor(32 / b)` whole codes, from 0.18 on rows are dense bit streams; the two differ for
+3, 5, 6 and 7 bits and are told apart by `P`. Checked against compressed-tensors 0.15, 0.17, 0.18, 0.19 and 0.20.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from moeq.errors import MoeqError
+from moeq.matrix import MatrixSpec, QuantizedMatrix
+from moeq.schemes.base import Scheme
+from moeq.schemes.declared import Declared
+from moeq.schemes.format import (
+    Context,
+    Described,
+    Format,
+    Parts,
+    bias_dtype,
+    expect_shape,
+    float_name,
+    group_encoding,
+    inconsistent,
+    make_scheme,
+    resolve_groups,
+)
+from moeq.schemes.gptq import read_group_index
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class CtPack(Format):
+    """compressed-tensors packed integers."""
+
+    id = "ct-pack"
+    title = "compressed-tensors pack-quantized: int32 words along K"
+
+    def matches(self, parts: Parts, declared: Declared | None) -> bool:
+        packed, scale = parts.get("weight_packed"), parts.get("weight_scale")
+        if packed is None or scale is None or packed.dtype != "I32" or len(packed.shape) != 2:
+            return False
+        return len(scale.shape) == 2 and scale.shape[0] == packed.shape[0]
+
+    def out_features(self, parts: Parts) -> int:
+        return parts["weight_packed"].shape[0]
+
+    def describe(self, parts: Parts, context: Context) -> Described:
+        n, words = parts["weight_packed"].shape
+        groups = parts["weight_scale"].shape[1]
+        declared = context.declared
+        k, bits = _input_features(parts, context, words)
+        _check_zero_shape(parts, n, bits, groups, context)
+        expect_shape(parts, "weight_g_idx", (k,), context)
+        spec = MatrixSpec(
+            role=context.role,
+            n=n,
+            k=k,
+            element=f"int{bits}",
+            group_size=resolve_groups(context, k, groups),
+            scale_dtype=float_name(parts, "weight_scale", context),
+            symmetric="weight_zero_point" not in parts,
+            act_order=declared.act_order and groups > 1 and "weight_g_idx" in parts,
+            bias_dtype=bias_dtype(parts, context, n),
+            gated=context.gated,
+        )
+        zero_point = "none" if spec.symmetric else "stored"
+        encoding = group_encoding(context, spec, "i32-packed", "offset binary along K, low bits first", zero_point)
+        return Described(make_scheme(self.id, spec, declared, encoding), spec)
+
+    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
+        _check_stored_shape(parts.get("weight_shape"), spec)
+        packed = parts["weight_packed"]
+        index = read_group_index(parts.get("weight_g_idx"), spec)
+        return QuantizedMatrix(
+            spec=replace(spec, act_order=index is not None),
+            codes=_row_codes(packed, spec.bits, spec.k),
+            scales=parts["weight_scale"].contiguous(),
+            zeros=None if spec.symmetric else _zeros(parts["weight_zero_point"], spec),
+            group_index=index,
+            bias=parts.get("bias"),
+        )
+
+
+def _input_features(parts: Parts, context: Context, words: int) -> tuple[int, int]:
+    """`(K, bits)` from the sibling projection, the declared bits and the number of words."""
+    declared = context.declared.bits
+    k = context.k_hint or (words * 32 // declared if declared else 0)
+    if "weight_g_idx" in parts:
+        k = parts["weight_g_idx"].shape[0]
+    bits = declared or (words * 32 // k if k else 0)
+    if bits not in range(2, 9) or words not in (_dense(k, bits), _lanes(k, bits)):
+        implied = f"{words * 32 / k:g}" if k else "?"
+        detail = f"{words} words hold K={k} codes of {implied} bits, the config declares {declared}"
+        inconsistent(context.where, detail, "the config does not describe this tensor")
+    return k, bits
+
+
+def _dense(count: int, bits: int) -> int:
+    return -(-count * bits // 32)
+
+
+def _lanes(count: int, bits: int) -> int:
+    return -(-count // (32 // bits))
+
+
+def _check_zero_shape(parts: Parts, n: int, bits: int, groups: int, context: Context) -> None:
+    zero = parts.get("weight_zero_point")
+    if zero is None:
+        return
+    packed = zero.dtype == "I32" and zero.shape in ((_dense(n, bits), groups), (_lanes(n, bits), groups))
+    if not packed and not (zero.dtype in ("I8", "U8") and zero.shape == (n, groups)):
+        expected = f"I32 [{_dense(n, bits)}, {groups}]"
+        inconsistent(context.where, f"weight_zero_point is {zero.dtype} {list(zero.shape)}, expected {expected}")
+
+
+def _row_codes(words: Tensor, bits: int, count: int) -> Tensor:
+    from moeq.schemes.bits import lane_codes, stream_codes
+
+    dense = words.shape[-1] == _dense(count, bits)
+    return stream_codes(words, bits, count) if dense else lane_codes(words, bits, count)
+
+
+def _zeros(stored: Tensor, spec: MatrixSpec) -> Tensor:
+    """Unsigned zero points `[N, G]`: offset binary like the codes, packed along `N`; unpacked ones are signed."""
+    import torch
+
+    if stored.dtype == torch.int32:
+        return _row_codes(stored.t().contiguous(), spec.bits, spec.n).t().contiguous()
+    return (stored.to(torch.int16) + spec.symmetric_zero).contiguous()
+
+
+def _check_stored_shape(shape: Tensor | None, spec: MatrixSpec) -> None:
+    if shape is None:
+        return
+    stored = [int(size) for size in shape.flatten()][-2:]
+    if stored != [spec.n, spec.k]:
+        detail = f"weight_shape says {stored}, the packed tensor holds {[spec.n, spec.k]}"
+        raise MoeqError("source.inconsistent", detail)
+
+
+FORMAT = CtPack()

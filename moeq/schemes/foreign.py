@@ -1,0 +1,68 @@
+"""Formats that are recognised by their tensors, named, and otherwise left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from moeq.errors import MoeqError
+from moeq.matrix import MatrixSpec, QuantizedMatrix
+from moeq.schemes.base import QuantKey, ScaleKey, Scheme
+from moeq.schemes.declared import Declared
+from moeq.schemes.format import Context, Described, Format, Parts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Part that gives a format away -> its name. A trailing dot matches any part that starts so.
+_SIGNS: tuple[tuple[str, str], ...] = (
+    ("weight.quant_state.", "bitsandbytes 4-bit"),
+    ("weight.absmax", "bitsandbytes 4-bit"),
+    ("SCB", "bitsandbytes 8-bit"),
+    ("W_q", "HQQ"),
+    ("weight_qdata", "torchao"),
+    ("_weight_qdata", "torchao"),
+    ("biases", "MLX"),
+    ("weight_offset", "Ascend msModelSlim"),
+    ("deq_scale", "Ascend msModelSlim"),
+    ("trellis", "EXL3"),
+    ("q_weight", "EXL2"),
+    ("codebooks", "AQLM"),
+    ("centroids", "VPTQ"),
+    ("bitmask", "compressed-tensors sparse"),
+    ("meta", "compressed-tensors marlin-24"),
+)
+
+
+def foreign_name(parts: Parts) -> str | None:
+    """Name of the foreign format that the parts give away, or None."""
+    for sign, name in _SIGNS:
+        if sign in parts or (sign.endswith(".") and any(part.startswith(sign) for part in parts)):
+            return name
+    return None
+
+
+class Foreign(Format):
+    """Anything recognised that moeq does not read."""
+
+    id = "foreign"
+    title = "a format that moeq recognises but does not read"
+    refusal = "moeq does not read this format"
+
+    def matches(self, parts: Parts, declared: Declared | None) -> bool:
+        return foreign_name(parts) is not None
+
+    def out_features(self, parts: Parts) -> int:
+        return 0
+
+    def describe(self, parts: Parts, context: Context) -> Described:
+        name = foreign_name(parts) or "unknown"
+        spec = MatrixSpec(context.role, 0, 0, "int8", 1, "f32", gated=context.gated)
+        key = QuantKey("int8", name, ScaleKey("f32", "tensor", (-1, -1)))
+        return Described(Scheme(self.id, key, packing=name, quant_method=context.declared.method), spec)
+
+    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
+        raise MoeqError("source.unsupported-format", f"these weights are {scheme.packing}, which moeq does not read")
+
+
+FORMAT = Foreign()

@@ -1,0 +1,40 @@
+"""What the FP4 formats share: two E2M1 codes per byte, low nibble first, under byte-sized or FP8 scales."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moeq.matrix import MatrixSpec
+from moeq.schemes.format import Context, Parts, bias_dtype, inconsistent
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def nibble_codes(octets: Tensor) -> Tensor:
+    """uint8 `[..., 2 * B]` codes of bytes `[..., B]`, low nibble first."""
+    import torch
+
+    from moeq.schemes.bits import stream_codes
+
+    octets = octets.view(torch.uint8)
+    return stream_codes(octets, 4, octets.shape[-1] * 2)
+
+
+def fp4_spec(parts: Parts, context: Context, weight: str, scale: str, group: int, scale_dtype: str) -> MatrixSpec:
+    """Spec of `weight` `[N, K / 2]` bytes under `scale` `[N, K / group]`."""
+    n, octets = parts[weight].shape
+    k = octets * 2
+    found = parts[scale].shape
+    if found != (n, -(-k // group)):
+        inconsistent(context.where, f"{scale} is {list(found)}, expected {[n, -(-k // group)]} (one per {group} codes)")
+    return MatrixSpec(
+        role=context.role,
+        n=n,
+        k=k,
+        element="e2m1",
+        group_size=group,
+        scale_dtype=scale_dtype,
+        bias_dtype=bias_dtype(parts, context, n),
+        gated=context.gated,
+    )

@@ -1,0 +1,80 @@
+"""FP8 weights with one scale per output channel or per tensor. Described and read, not converted.
+
+Tensors: `weight` F8_E4M3 `[N, K]`, `weight_scale` `[N, 1]` or one number; static activations add `input_scale`.
+Written by compressed-tensors `float-quantized`, ModelOpt FP8 and FBGEMM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from moeq.matrix import MatrixSpec, QuantizedMatrix
+from moeq.schemes.base import Scheme
+from moeq.schemes.declared import Declared
+from moeq.schemes.format import (
+    Context,
+    Described,
+    Encoding,
+    Format,
+    Parts,
+    bias_dtype,
+    float_name,
+    inconsistent,
+    make_scheme,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Why no FP8 format is converted.
+FP8_REFUSAL = "serving engines read FP8 experts as they are; there is nothing to repack offline"
+
+
+class Fp8(Format):
+    """FP8 weights, scales per channel or per tensor."""
+
+    id = "fp8"
+    title = "FP8 (E4M3): one scale per output channel or tensor"
+    refusal = FP8_REFUSAL
+
+    def matches(self, parts: Parts, declared: Declared | None) -> bool:
+        weight, scale = parts.get("weight"), parts.get("weight_scale")
+        if weight is None or scale is None or weight.dtype != "F8_E4M3" or len(weight.shape) != 2:
+            return False
+        return scale.shape in ((weight.shape[0], 1), (weight.shape[0],), (1,), (1, 1), ())
+
+    def out_features(self, parts: Parts) -> int:
+        return parts["weight"].shape[0]
+
+    def describe(self, parts: Parts, context: Context) -> Described:
+        n, k = parts["weight"].shape
+        if context.k_hint not in (None, k):
+            inconsistent(context.where, f"weight has K={k}, the sibling projection implies {context.k_hint}")
+        per_channel = parts["weight_scale"].shape in ((n, 1), (n,))
+        spec = MatrixSpec(
+            role=context.role,
+            n=n,
+            k=k,
+            element="e4m3",
+            group_size=k,
+            scale_dtype=float_name(parts, "weight_scale", context),
+            bias_dtype=bias_dtype(parts, context, n),
+            gated=context.gated,
+        )
+        encoding = Encoding(
+            "f8",
+            "one byte per code",
+            granularity="channel" if per_channel else "tensor",
+            group_shape=(1, -1) if per_channel else (-1, -1),
+        )
+        return Described(make_scheme(self.id, spec, context.declared, encoding), spec)
+
+    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
+        import torch
+
+        scales = parts["weight_scale"].reshape(-1, 1).expand(spec.n, 1).contiguous()
+        return QuantizedMatrix(spec, parts["weight"].view(torch.uint8), scales, bias=parts.get("bias"))
+
+
+FORMAT = Fp8()

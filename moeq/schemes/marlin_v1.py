@@ -1,0 +1,114 @@
+"""Marlin v1 as a checkpoint format (AutoGPTQ `is_marlin_format`, AutoAWQ `marlin`): symmetric int4 in tiles.
+
+Tensors: `qweight` (or `B`) I32 `[K / 16, 2 * N]`, `scales` (or `s`) F16 `[G, N]`, group size -1 or 128. Recognised and
+read; the layout is one kernel's and is not converted. Checked against AutoAWQ 0.2.9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from moeq.matrix import MatrixSpec, QuantizedMatrix
+from moeq.schemes.base import Scheme
+from moeq.schemes.declared import Declared
+from moeq.schemes.format import (
+    Context,
+    Described,
+    Format,
+    Parts,
+    bias_dtype,
+    float_name,
+    group_encoding,
+    inconsistent,
+    make_scheme,
+    resolve_groups,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _weight(names: Mapping[str, object]) -> str:
+    return "qweight" if "qweight" in names else "B"
+
+
+def _scale(names: Mapping[str, object]) -> str:
+    return "scales" if "scales" in names else "s"
+
+
+class MarlinV1(Format):
+    """Serialised Marlin v1 weights."""
+
+    id = "marlin-v1"
+    title = "Marlin v1: int4 in 16 x 16 tiles"
+    refusal = "serialised Marlin v1 is already one kernel's layout; start from the GPTQ checkpoint it was made from"
+
+    def matches(self, parts: Parts, declared: Declared | None) -> bool:
+        weight, scale = parts.get(_weight(parts)), parts.get(_scale(parts))
+        if weight is None or scale is None or weight.dtype != "I32":
+            return False
+        return len(weight.shape) == len(scale.shape) == 2 and weight.shape[1] == 2 * scale.shape[1]
+
+    def out_features(self, parts: Parts) -> int:
+        return parts[_scale(parts)].shape[1]
+
+    def describe(self, parts: Parts, context: Context) -> Described:
+        k, n = parts[_weight(parts)].shape[0] * 16, self.out_features(parts)
+        if n % 64:
+            inconsistent(context.where, f"N={n} is not a multiple of 64, which Marlin needs")
+        spec = MatrixSpec(
+            role=context.role,
+            n=n,
+            k=k,
+            element="int4",
+            group_size=resolve_groups(context, k, parts[_scale(parts)].shape[0]),
+            scale_dtype=float_name(parts, _scale(parts), context),
+            bias_dtype=bias_dtype(parts, context, n),
+            gated=context.gated,
+        )
+        encoding = group_encoding(context, spec, "i32-packed", "16 x 16 tiles permuted for tensor cores")
+        return Described(make_scheme(self.id, spec, context.declared, encoding), spec)
+
+    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
+        import torch
+
+        from moeq.schemes.bits import stream_codes
+
+        nibbles = stream_codes(parts[_weight(parts)], 4, spec.n * 16).reshape(spec.k // 16, -1, 1024)
+        flat = torch.empty_like(nibbles)
+        flat[..., torch.tensor(_weight_order())] = nibbles
+        # A strip of 16 rows is a list of 16 x 16 tiles, row-major inside a tile.
+        codes = flat.reshape(spec.k // 16, spec.n // 16, 16, 16).permute(0, 2, 1, 3).reshape(spec.k, spec.n)
+        stored = parts[_scale(parts)]
+        order = torch.tensor(_scale_order(grouped=spec.num_groups > 1))
+        chunks = stored.reshape(stored.shape[0], -1, len(order))
+        scales = torch.empty_like(chunks)
+        scales[..., order] = chunks
+        return QuantizedMatrix(
+            spec, codes.t().contiguous(), scales.reshape(stored.shape).t().contiguous(), bias=parts.get("bias")
+        )
+
+
+def _weight_order() -> list[int]:
+    """Entry `i` of a permuted run of 1024 comes from entry `order[i]` of the tile list."""
+    order: list[int] = []
+    for lane in range(32):
+        first = [
+            16 * row + lane // 4 + 8 * block
+            for block in (0, 1)
+            for row in (2 * (lane % 4), 2 * (lane % 4) + 1, 2 * (lane % 4 + 4), 2 * (lane % 4 + 4) + 1)
+        ]
+        for tile in range(4):
+            order += [entry + 256 * tile for entry in first]
+    interleave = (0, 2, 4, 6, 1, 3, 5, 7)
+    return [order[start + step] for start in range(0, len(order), 8) for step in interleave]
+
+
+def _scale_order(*, grouped: bool) -> list[int]:
+    if grouped:
+        return [lane + 8 * step for lane in range(8) for step in range(8)]
+    return [2 * lane + step for lane in range(4) for step in (0, 1, 8, 9, 16, 17, 24, 25)]
+
+
+FORMAT = MarlinV1()

@@ -1,0 +1,50 @@
+"""MXFP8: `weight` F8_E4M3 `[N, K]` and `weight_scale` U8 `[N, K / 32]` exponent bytes. Described and read, not converted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from moeq.matrix import MatrixSpec, QuantizedMatrix
+from moeq.schemes.base import Scheme
+from moeq.schemes.declared import Declared
+from moeq.schemes.format import Context, Described, Encoding, Format, Parts, bias_dtype, inconsistent, make_scheme
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Mxfp8(Format):
+    """OCP MXFP8 weights."""
+
+    id = "mxfp8"
+    title = "MXFP8: E4M3 codes, exponent bytes per 32"
+    refusal = "serving engines read MXFP8 experts as they are; there is nothing to repack offline"
+
+    def matches(self, parts: Parts, declared: Declared | None) -> bool:
+        weight, scale = parts.get("weight"), parts.get("weight_scale")
+        if weight is None or scale is None or len(weight.shape) != 2 or len(scale.shape) != 2:
+            return False
+        return weight.dtype == "F8_E4M3" and scale.dtype in ("U8", "F8_E8M0")
+
+    def out_features(self, parts: Parts) -> int:
+        return parts["weight"].shape[0]
+
+    def describe(self, parts: Parts, context: Context) -> Described:
+        n, k = parts["weight"].shape
+        if parts["weight_scale"].shape != (n, -(-k // 32)):
+            found = list(parts["weight_scale"].shape)
+            inconsistent(context.where, f"weight_scale is {found}, expected {[n, -(-k // 32)]} (one per 32 codes)")
+        bias = bias_dtype(parts, context, n)
+        spec = MatrixSpec(context.role, n, k, "e4m3", 32, "e8m0", bias_dtype=bias, gated=context.gated)
+        encoding = Encoding("f8", "one byte per code", group_shape=(1, 32))
+        return Described(make_scheme(self.id, spec, context.declared, encoding), spec)
+
+    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
+        import torch
+
+        codes = parts["weight"].view(torch.uint8)
+        return QuantizedMatrix(spec, codes, parts["weight_scale"].contiguous(), bias=parts.get("bias"))
+
+
+FORMAT = Mxfp8()

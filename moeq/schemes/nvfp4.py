@@ -1,0 +1,77 @@
+"""NVFP4: E2M1 codes, one E4M3 scale per 16 of them, one float32 scale per tensor. Described and read, not converted.
+
+Tensors: compressed-tensors `weight_packed` U8 `[N, K / 2]`, `weight_scale` F8_E4M3 `[N, K / 16]`,
+`weight_global_scale` F32 (a divisor); ModelOpt `weight`, `weight_scale`, `weight_scale_2` F32 (a multiplier, its
+reciprocal). Checked against compressed-tensors 0.20 and nvidia-modelopt 0.47.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from moeq.errors import MoeqError
+from moeq.matrix import MatrixSpec, QuantizedMatrix
+from moeq.schemes.base import ScaleKey, Scheme
+from moeq.schemes.declared import Declared
+from moeq.schemes.format import Context, Described, Encoding, Format, Parts, make_scheme
+from moeq.schemes.fp4 import fp4_spec, nibble_codes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _weight(names: Mapping[str, object]) -> str:
+    return "weight_packed" if "weight_packed" in names else "weight"
+
+
+class Nvfp4(Format):
+    """NVFP4 weights, compressed-tensors or ModelOpt spelling."""
+
+    id = "nvfp4"
+    title = "NVFP4: E2M1 codes, E4M3 scales per 16, float32 scale per tensor"
+    refusal = "no layout of moeq holds NVFP4's two levels of scales"
+
+    def matches(self, parts: Parts, declared: Declared | None) -> bool:
+        weight, scale = parts.get(_weight(parts)), parts.get("weight_scale")
+        if weight is None or scale is None or len(weight.shape) != 2 or len(scale.shape) != 2:
+            return False
+        return weight.dtype == "U8" and scale.dtype == "F8_E4M3" and not parts.keys().isdisjoint(_GLOBAL)
+
+    def out_features(self, parts: Parts) -> int:
+        return parts[_weight(parts)].shape[0]
+
+    def describe(self, parts: Parts, context: Context) -> Described:
+        spec = fp4_spec(parts, context, _weight(parts), "weight_scale", 16, "e4m3")
+        encoding = Encoding(
+            "u8-packed",
+            "two codes per byte along K, low nibble first",
+            group_shape=(1, 16),
+            scale2=ScaleKey("f32", "tensor", (-1, -1)),
+        )
+        return Described(make_scheme(self.id, spec, context.declared, encoding), spec)
+
+    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
+        return QuantizedMatrix(
+            spec=spec,
+            codes=nibble_codes(parts[_weight(parts)]),
+            scales=parts["weight_scale"].contiguous(),
+            global_scale=_multiplier(parts).expand(spec.n).contiguous(),
+            bias=parts.get("bias"),
+        )
+
+
+_GLOBAL = ("weight_global_scale", "weight_scale_2")
+
+
+def _multiplier(parts: Mapping[str, Tensor]) -> Tensor:
+    """The second-level scale as a multiplier, `[1]`. A reciprocal is kept in float64, so that the product is exact."""
+    if "weight_scale_2" in parts:
+        return parts["weight_scale_2"].float().reshape(1)
+    divisor = parts["weight_global_scale"].double().reshape(1)
+    if not bool(divisor > 0):
+        raise MoeqError("source.bad-data", f"weight_global_scale is {float(divisor)}, expected a positive number")
+    return 1 / divisor
+
+
+FORMAT = Nvfp4()

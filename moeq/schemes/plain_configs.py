@@ -1,0 +1,60 @@
+"""Configs that say little: `mxfp4` (gpt-oss), `fp8` (DeepSeek and others), SGLang's int8. Headers tell the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from moeq.schemes.base import QuantKey, ScaleKey
+from moeq.schemes.declared import Declaration, Declared, Fields
+
+_INT8_TOKEN = QuantKey("int8", "runtime", ScaleKey("f32", "token", (1, -1), dynamic=True))
+_FP8_TOKEN = QuantKey("e4m3", "runtime", ScaleKey("f32", "group", (1, 128), dynamic=True))
+_FP8_TENSOR = QuantKey("e4m3", "runtime", ScaleKey("f32", "tensor", (-1, -1), dynamic=True))
+_FP8_STATIC = QuantKey("e4m3", "runtime", ScaleKey("f32", "tensor", (-1, -1)))
+
+
+def read_mxfp4(table: Mapping[str, Any], origin: str) -> Declaration:
+    """Read gpt-oss' config: only `modules_to_not_convert`, with `*` wildcards."""
+    declared = Declared(method="mxfp4", variant="mxfp4", bits=4, group_size=32, symmetric=True, rule=origin)
+    return _declaration(Fields(table, origin), declared)
+
+
+def read_int8(table: Mapping[str, Any], origin: str) -> Declaration:
+    """Read SGLang's `w8a8_int8` or `blockwise_int8` config."""
+    fields = Fields(table, origin)
+    method = fields.text("quant_method") or "w8a8_int8"
+    declared = Declared(method=method, variant=method, bits=8, symmetric=True, activation=_INT8_TOKEN, rule=origin)
+    return _declaration(fields, declared)
+
+
+def read_fp8(table: Mapping[str, Any], origin: str) -> Declaration:
+    """Read the `fp8` config of DeepSeek, Qwen, GLM, MiniMax and MiMo (blocks, or one scale per tensor)."""
+    fields = Fields(table, origin)
+    blocks = table.get("weight_block_size") is not None
+    static = fields.text("activation_scheme") == "static"
+    activation = _FP8_STATIC if static else _FP8_TOKEN if blocks else _FP8_TENSOR
+    declared = Declared(
+        method="fp8",
+        variant=fields.text("fmt", "scale_fmt") or "e4m3",
+        symmetric=True,
+        strategy="block" if blocks else "tensor",
+        activation=activation,
+        rule=origin,
+    )
+    return _declaration(fields, declared)
+
+
+def _declaration(fields: Fields, declared: Declared) -> Declaration:
+    skipped = tuple(fields.names("modules_to_not_convert", "ignored_layers", "ignore"))
+
+    def resolve(module: str) -> Declared | None:
+        return None if any(_names(entry, module) for entry in skipped) else declared
+
+    return Declaration(declared.method, fields.where, declared, resolve, raw=fields.table)
+
+
+def _names(entry: str, module: str) -> bool:
+    """Exact name, enclosing module, or wildcard."""
+    return module == entry or module.startswith(f"{entry}.") or ("*" in entry and fnmatchcase(module, f"{entry}*"))
