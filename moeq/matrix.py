@@ -91,6 +91,18 @@ class MatrixSpec:
         group_size = k if self.group_size >= self.k else self.group_size
         return replace(self, n=self.n if n is None else n, k=k, group_size=group_size)
 
+    def with_role(self, role: Role, n: int) -> MatrixSpec:
+        """Some of the rows, as a matrix of their own."""
+        return replace(self, role=role, n=n)
+
+
+def projection_spec(stacked: MatrixSpec, role: Role) -> MatrixSpec:
+    """Spec of one projection of a stacked `w13` or `w2`; the stacked spec itself for its own role."""
+    if role in ("w13", "w2"):
+        return stacked
+    halves = 2 if stacked.role == "w13" and stacked.gated else 1
+    return stacked.with_role(role, stacked.n // halves)
+
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
@@ -122,7 +134,7 @@ class QuantizedMatrix:
 
         return replace(
             self,
-            spec=replace(self.spec, n=stop - start, role=role),
+            spec=self.spec.with_role(role, stop - start),
             codes=self.codes[start:stop],
             scales=self.scales[start:stop],
             zeros=cut(self.zeros),

@@ -86,11 +86,22 @@ class SourceEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The whole of `moeq.json`."""
+    """The whole of `moeq.json`.
+
+    Attributes:
+        moeq_version: version that wrote it.
+        source: where the weights came from.
+        model: what `moeq inspect --json` says of the source.
+        backend: backend whose kernel reads the layout.
+        deployment: what it was converted for.
+        layers: every layer with experts.
+        digest: definition of the digests (`moeq.digest.DIGEST_NAME`).
+        advisories: codes of engine defects that touch this deployment.
+    """
 
     moeq_version: str
     source: SourceEntry
-    scheme: Mapping[str, Any]
+    model: Mapping[str, Any]
     backend: str
     deployment: Mapping[str, Any]
     layers: tuple[LayerEntry, ...]
@@ -145,7 +156,7 @@ def _parse(document: dict[str, Any]) -> Manifest:
     return Manifest(
         moeq_version=str(document["moeq_version"]),
         source=SourceEntry(source["name"], source["revision"], dict(source["files"]), source["identity"]),
-        scheme=dict(document["scheme"]),
+        model=dict(document["model"]),
         backend=str(document["backend"]),
         deployment=dict(document["deployment"]),
         layers=tuple(_parse_layer(entry) for entry in document["layers"]),

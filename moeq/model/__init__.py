@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from moeq.checkpoint.facts import EXPERTS, LAYERS, Facts
 from moeq.checkpoint.families import find_family
 from moeq.checkpoint.header import TensorEntry
+from moeq.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from moeq.checkpoint.names import FUSED, Projection, index_experts
 from moeq.checkpoint.source import LocalSource, Source
 from moeq.errors import MoeqError
@@ -36,6 +37,10 @@ def open(path_or_repo: str | Path, revision: str | None = None) -> Checkpoint:
         MoeqError: `source.*`, exit code 4, for everything that can be wrong with it.
     """
     source = LocalSource(Path(path_or_repo), str(path_or_repo))
+    if MANIFEST_NAME in source.side_files():
+        from moeq.model.converted import ConvertedCheckpoint
+
+        return ConvertedCheckpoint(source, read_manifest(source.folder))
     return Checkpoint(source)
 
 

@@ -145,7 +145,7 @@ class Experts:
         sigs = {projection: _sigs(self.layer, parts) for projection, parts in unit.items()}
         formats: dict[Projection, Format] = {}
         for projection in (name for name in _ORDER if name in sigs):
-            found = match_format(sigs[projection])
+            found = match_format(sigs[projection], declared[projection])
             if found is None:
                 _unknown(self.layer.module(projection, expert), sigs[projection])
             formats[projection] = found

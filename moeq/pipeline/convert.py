@@ -135,7 +135,7 @@ def convert(
         manifest = Manifest(
             moeq_version=moeq.__version__,
             source=_source_entry(checkpoint.source),
-            scheme=asdict(checkpoint.scheme_of(plan.layers[0].entry.layer, 0)),
+            model=checkpoint.info.to_json(),
             backend=verdict.convert.backend,
             deployment=asdict(deployment),
             layers=tuple(layers),
