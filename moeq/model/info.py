@@ -9,6 +9,8 @@ from moeq.checkpoint.info import ModuleUse, RoutingInfo
 from moeq.checkpoint.notice import Notice
 from moeq.schemes.base import Scheme
 
+__all__ = ["CheckpointInfo", "ModuleUse", "RoutingInfo", "SchemeUse"]
+
 
 @dataclass(frozen=True)
 class SchemeUse:

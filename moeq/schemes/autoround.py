@@ -20,11 +20,10 @@ def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
     """Read a `quantization_config` of AutoRound ("auto-round", "intel/auto-round", "inc")."""
     fields = Fields(table, origin)
     packing = fields.text("packing_format") or "auto_round:auto_gptq"
-    awq = packing.endswith("awq")
     size = table.get("group_size")
     default = Declared(
-        method="awq" if awq else "auto-round",
-        variant="gemm" if awq else packing,
+        method="auto-round",
+        variant=packing,
         bits=fields.integer("bits", low=1, high=16),
         # FP8 blocks are declared as [rows, columns]; headers tell their size.
         group_size=None if isinstance(size, list) else group_size(fields, "group_size"),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
-from moeq.schemes.base import Scheme
+from moeq.schemes.base import Scheme, ZeroPoint
 from moeq.schemes.declared import Declaration, Declared, Fields, group_size
 from moeq.schemes.format import (
     Context,
@@ -111,7 +111,7 @@ class Awq(Format):
             bias_dtype=bias_dtype(parts, context, n),
             gated=context.gated,
         )
-        zero_point = "stored" if "qzeros" in parts else "none"
+        zero_point: ZeroPoint = "stored" if "qzeros" in parts else "none"
         packing = "nibbles along N, order 0 2 4 6 1 3 5 7" if bits == 4 else "bytes along N"
         encoding = group_encoding(context, spec, "i32-packed", packing, zero_point)
         return Described(make_scheme(self.id, spec, declared, encoding), spec)

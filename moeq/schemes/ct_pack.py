@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
-from moeq.schemes.base import Scheme
+from moeq.schemes.base import Scheme, ZeroPoint
 from moeq.schemes.declared import Declared
 from moeq.schemes.format import (
     Context,
@@ -72,7 +72,7 @@ class CtPack(Format):
             bias_dtype=bias_dtype(parts, context, n),
             gated=context.gated,
         )
-        zero_point = "none" if spec.symmetric else "stored"
+        zero_point: ZeroPoint = "none" if spec.symmetric else "stored"
         encoding = group_encoding(context, spec, "i32-packed", "offset binary along K, low bits first", zero_point)
         return Described(make_scheme(self.id, spec, declared, encoding), spec)
 

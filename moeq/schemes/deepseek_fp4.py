@@ -1,4 +1,7 @@
-"""DeepSeek-V4 native FP4 experts: `weight` I8 `[N, K / 2]` (two codes per byte, not int8) and `scale` F8_E8M0 `[N, K / 32]`."""
+"""DeepSeek-V4 native FP4 experts.
+
+Tensors: `weight` I8 `[N, K / 2]` (two codes per byte, not int8) and `scale` F8_E8M0 `[N, K / 32]`.
+"""
 
 from __future__ import annotations
 

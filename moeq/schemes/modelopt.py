@@ -1,4 +1,4 @@
-"""The config of NVIDIA ModelOpt: `hf_quant_config.json` or `quantization_config`, one algorithm or one per module (0.47)."""
+"""The config of NVIDIA ModelOpt 0.47, in either of its two shapes: one algorithm, or one per module."""
 
 from __future__ import annotations
 

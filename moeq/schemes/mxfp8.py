@@ -1,4 +1,4 @@
-"""MXFP8: `weight` F8_E4M3 `[N, K]` and `weight_scale` U8 `[N, K / 32]` exponent bytes. Described and read, not converted."""
+"""MXFP8: `weight` F8_E4M3 `[N, K]`, `weight_scale` U8 `[N, K / 32]` exponents. Described and read, not converted."""
 
 from __future__ import annotations
 
