@@ -5,23 +5,336 @@ What an advisory says is data of the engine's policy file; when it applies is on
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from moeq.oracle.case import Case
+from moeq.oracle.methods import PREFIX
+from moeq.oracle.policy import ExpertsClass
 from moeq.oracle.records import Advisory
-from moeq.oracle.select import Selection
+from moeq.oracle.sizes import marlin_padded
 
-Condition = Callable[[Case, Selection], bool]
+if TYPE_CHECKING:
+    from moeq.oracle.engine import Outcome
+
+Condition = Callable[["Outcome"], bool]
+_MARLIN_CLASSES = ("MarlinExperts", "BatchedMarlinExperts")
 
 
-def advisories_for(case: Case, selection: Selection) -> tuple[Advisory, ...]:
+def advisories_for(outcome: Outcome) -> tuple[Advisory, ...]:
     """Advisories of the policy whose condition holds."""
-    found = []
-    for row in case.policy.advisories:
-        if CONDITIONS[row["when"]](case, selection):
-            fields = {key: value for key, value in row.items() if key != "when"}
-            found.append(Advisory(**{**fields, "requirement": tuple(row["requirement"])}))
-    return tuple(found)
+    return tuple(make(row) for row in outcome.case.policy.advisories if CONDITIONS[row["when"]](outcome))
 
 
-CONDITIONS: dict[str, Condition] = {}
+def make(row: dict[str, Any]) -> Advisory:
+    """The record of one row of a policy file."""
+    fields = {key: value for key, value in row.items() if key != "when"}
+    return Advisory(**{**fields, "requirement": tuple(row["requirement"])})
+
+
+# ------------------------------------------------------------------------------------------------ looking at outcomes
+
+
+def _class(outcome: Outcome) -> ExpertsClass | None:
+    """Predicates of the selected class, or None."""
+    selected = outcome.selection.selected
+    if selected is None:
+        return None
+    classes = outcome.case.policy.classes
+    return classes.get(f"W4A8:{selected.experts}") if selected.backend == "CPU_INT4" else classes[selected.experts]
+
+
+def _backend(outcome: Outcome) -> str:
+    selected = outcome.selection.selected
+    return selected.backend if selected else ""
+
+
+def _runs_marlin(outcome: Outcome) -> bool:
+    selected = outcome.selection.selected
+    return selected is not None and selected.experts in _MARLIN_CLASSES
+
+
+def _wna16_marlin(outcome: Outcome) -> bool:
+    return _runs_marlin(outcome) and outcome.case.method.family == "wna16"
+
+
+def _padded(outcome: Outcome) -> bool:
+    case = outcome.case
+    return _wna16_marlin(outcome) and marlin_padded(case.intermediate, case.method.group_size) != case.intermediate
+
+
+def _failed(outcome: Outcome, *codes: str) -> bool:
+    return any(gate.code in codes and not gate.passed for gate in outcome.gates)
+
+
+def _error(outcome: Outcome) -> str:
+    return outcome.selection.error.kind if outcome.selection.error else ""
+
+
+# ------------------------------------------------------------------------------------------------ conditions
+
+
+def _w13_scale_order(outcome: Outcome) -> bool:
+    case, group = outcome.case, outcome.case.method.group_size or -1
+    return _wna16_marlin(outcome) and 0 < case.intermediate <= group < case.shape.hidden_size
+
+
+def _lora_ignored(outcome: Outcome) -> bool:
+    row = _class(outcome)
+    return row is not None and outcome.case.deployment.lora and row.ignores_lora
+
+
+def _bias_dropped(outcome: Outcome) -> bool:
+    row = _class(outcome)
+    if row is None or not outcome.case.shape.has_bias:
+        return False
+    return row.drops_bias or outcome.case.method.config == "awq"
+
+
+def _zero_points_dropped(outcome: Outcome) -> bool:
+    row = _class(outcome)
+    return row is not None and row.drops_zero_points and outcome.case.method.raw_zero_points
+
+
+def _wna16_ep_zero_points(outcome: Outcome) -> bool:
+    method = outcome.case.method
+    return method.name == "MoeWNA16Method" and method.raw_zero_points and outcome.case.use_ep
+
+
+def _int8_activation_check(outcome: Outcome) -> bool:
+    asked = outcome.case.env("VLLM_MARLIN_INPUT_DTYPE") == "int8"
+    return asked and outcome.case.method.name == "AutoGPTQMoEMethod"
+
+
+def _input_dtype_lost(outcome: Outcome) -> bool:
+    asked = outcome.case.env("VLLM_MARLIN_INPUT_DTYPE") is not None
+    return asked and _runs_marlin(outcome) and outcome.case.method.config in ("awq", "inc", "ct")
+
+
+def _awq_alias(outcome: Outcome) -> bool:
+    return outcome.refused and outcome.entry == "awq" and "w_bit" in outcome.config and "bits" not in outcome.config
+
+
+def _gptq_asymmetric(outcome: Outcome) -> bool:
+    return outcome.refused and outcome.entry == "gptq" and outcome.config.get("sym") is False
+
+
+def _negative_groups(outcome: Outcome) -> bool:
+    method = outcome.case.method
+    return method.name in ("AutoAWQMoEMethod", "MoeWNA16Method") and (method.group_size or 0) < 0
+
+
+def _bias_assumed(outcome: Outcome) -> bool:
+    case = outcome.case
+    asked = case.deployment.backend in ("triton", "flashinfer_trtllm", "rdna3")
+    return asked and case.method.bias_possible and not case.shape.has_bias and _error(outcome) == "OVERRIDE_UNSUPPORTED"
+
+
+def _gpt_oss_lora_rocm(outcome: Outcome) -> bool:
+    case = outcome.case
+    rocm = case.gpu.platform == "rocm" and case.deployment.lora
+    return rocm and outcome.entry == "gpt_oss_mxfp4" and _error(outcome) == "NO_BACKEND"
+
+
+def _backend_never_works(outcome: Outcome) -> bool:
+    asked, case = outcome.case.deployment.backend, outcome.case
+    if asked not in case.policy.gates["backend_names"]:
+        return True
+    cutlass = case.method.family == "mxfp4" and asked == "flashinfer_cutlass"
+    no_variant = cutlass and case.gpu.platform == "cuda" and case.gpu.capability != (9, 0)
+    return asked != "auto" and (no_variant or case.method.family == "w4a8-int8")
+
+
+def _experts_names(outcome: Outcome) -> tuple[list[str], list[str]]:
+    """Names of single projections that the engine does not look at, and those it does."""
+    projections = ("gate_proj", "up_proj", "down_proj")
+    return (
+        [f"{PREFIX}.{e}.{p}" for e in range(1, outcome.case.shape.num_experts) for p in projections],
+        [PREFIX, *(f"{PREFIX}.0.{p}" for p in projections)],
+    )
+
+
+def _per_expert_rules(outcome: Outcome) -> bool:
+    if outcome.entry not in _RULE_MATCHERS:
+        return False
+    rules = _RULE_MATCHERS[outcome.entry](outcome.config)
+    if not rules:
+        return False
+    unseen, seen = _experts_names(outcome)
+    looked_at = seen if outcome.entry == "compressed-tensors" else seen[:1]
+    missed = unseen if outcome.entry == "compressed-tensors" else unseen + seen[1:]
+    return any(
+        any(matches(name) for name in missed) and not any(matches(name) for name in looked_at) for matches in rules
+    )
+
+
+Matcher = Callable[[str], bool]
+
+
+def _gptq_rules(config: Any) -> list[Matcher]:
+    patterns = [re.sub(r"^[-+]:", "", pattern) for pattern in config.get("dynamic") or {}]
+    return [_starts(pattern) for pattern in patterns]
+
+
+def _awq_rules(config: Any) -> list[Matcher]:
+    return [_contains(entry) for entry in config.get("modules_to_not_convert") or ()]
+
+
+def _ct_rules(config: Any) -> list[Matcher]:
+    entries = [str(entry) for entry in config.get("ignore") or () if "expert" in str(entry)]
+    return [_starts(entry[3:]) if entry.startswith("re:") else _equals(entry) for entry in entries]
+
+
+def _starts(pattern: str) -> Matcher:
+    compiled = re.compile(pattern)
+    return lambda name: compiled.match(name) is not None
+
+
+def _contains(text: str) -> Matcher:
+    return lambda name: text in f"{name}."
+
+
+def _equals(text: str) -> Matcher:
+    return lambda name: text == name
+
+
+_RULE_MATCHERS: dict[str, Callable[[Any], list[Matcher]]] = {
+    "gptq": _gptq_rules,
+    "awq": _awq_rules,
+    "compressed-tensors": _ct_rules,
+}
+
+
+def _rules_before_fallback(outcome: Outcome) -> bool:
+    fallback = outcome.case.method.name == "MoeWNA16Method" and outcome.entry == "gptq"
+    return fallback and any(matches(PREFIX) for matches in _gptq_rules(outcome.config))
+
+
+def _emulation(outcome: Outcome) -> bool:
+    return outcome.case.method.family == "wna16" and _backend(outcome) == "EMULATION"
+
+
+def _emulation_zero(outcome: Outcome) -> bool:
+    v2 = outcome.config.get("checkpoint_format") == "gptq_v2"
+    return _emulation(outcome) and outcome.case.method.config == "gptq" and not v2
+
+
+def _interleaved_padding(outcome: Outcome) -> bool:
+    return _padded(outcome) and outcome.case.shape.activation == "swigluoai"
+
+
+def _non_gated_padding(outcome: Outcome) -> bool:
+    return _padded(outcome) and not outcome.case.shape.gated
+
+
+def _later_gate_fails(outcome: Outcome) -> bool:
+    return outcome.selection.selected is not None and _failed(outcome, "G6", "G7", "G8", "G9")
+
+
+def _group32_cpu(outcome: Outcome) -> bool:
+    case = outcome.case
+    return case.gpu.arch == "x86-amx" and case.method.weight_key == "kInt4Static32" and _error(outcome) == "NO_BACKEND"
+
+
+def _int8_online(outcome: Outcome) -> bool:
+    return outcome.case.method.name == "Int8OnlineMoEMethod"
+
+
+def _precision_differs(outcome: Outcome) -> bool:
+    from moeq.oracle.engine import declared_activation_bits, runs_as
+
+    selected, case = outcome.selection.selected, outcome.case
+    if selected is None or _int8_online(outcome):
+        return False
+    return int(runs_as(case, selected).partition("A")[2]) != declared_activation_bits(case)
+
+
+def _block_list(outcome: Outcome) -> bool:
+    listed = outcome.config.get("modules_in_block_to_quantize")
+    if not listed or outcome.entry != "gptq":
+        return False
+    names = [name for group in listed for name in ([group] if isinstance(group, str) else group)]
+    return not any("expert" in name for name in names)
+
+
+def _gptq_v2(outcome: Outcome) -> bool:
+    stored = outcome.config.get("checkpoint_format") == "gptq_v2" and outcome.entry in ("gptq", "moe_wna16")
+    return stored and _backend(outcome) in ("CPU", "RDNA3", "TRITON")
+
+
+def _mxint4_bytes(outcome: Outcome) -> bool:
+    return _backend(outcome) == "FLASHINFER_TRTLLM" and outcome.case.method.config == "moe_wna16"
+
+
+def _scaling_dropped(outcome: Outcome) -> bool:
+    row, shape = _class(outcome), outcome.case.shape
+    needs = shape.routed_scaling_factor != 1.0 or shape.swiglu_limit is not None or shape.activation == "swigluoai"
+    return row is not None and row.drops_scaling and needs
+
+
+def _override_mixed(outcome: Outcome) -> bool:
+    """The backend flag would stop unquantised MoE layers: asked for one, or told that the experts here are such."""
+    return outcome.case.method.family == "unquantized" and _error(outcome) == "OVERRIDE_UNKNOWN"
+
+
+def _cutlass_mxfp4_hopper(outcome: Outcome) -> bool:
+    return _backend(outcome) == "FLASHINFER_CUTLASS_MXFP4_BF16" and outcome.case.gpu.capability == (9, 0)
+
+
+def _nvfp4_non_gated(outcome: Outcome) -> bool:
+    case = outcome.case
+    relu = case.method.family == "nvfp4" and case.shape.activation == "relu2_no_mul"
+    return relu and _backend(outcome) == "FLASHINFER_TRTLLM"
+
+
+def _new_architecture(outcome: Outcome) -> bool:
+    capability = outcome.case.gpu.capability
+    return capability is not None and capability >= (11, 0) and outcome.selection.selected is not None
+
+
+def _marlin_mxfp4_fp16(outcome: Outcome) -> bool:
+    return (
+        _runs_marlin(outcome)
+        and outcome.case.method.family.startswith("mxfp4")
+        and (outcome.case.deployment.dtype == "fp16")
+    )
+
+
+CONDITIONS: dict[str, Condition] = {
+    "w13_scale_order": _w13_scale_order,
+    "lora_ignored": _lora_ignored,
+    "bias_dropped": _bias_dropped,
+    "channel_assertion": lambda o: o.case.method.channel_assertion and _error(o) == "BARE_ASSERTION",
+    "quark_converter": lambda o: o.entry == "quark" and _failed(o, "G8"),
+    "hard_wired": lambda o: o.case.method.family == "mxfp4-ct",
+    "zero_points_dropped": _zero_points_dropped,
+    "wna16_ep_zero_points": _wna16_ep_zero_points,
+    "int8_activation_check": _int8_activation_check,
+    "input_dtype_lost": _input_dtype_lost,
+    "awq_alias": _awq_alias,
+    "gptq_asymmetric": _gptq_asymmetric,
+    "negative_groups": _negative_groups,
+    "bias_assumed": _bias_assumed,
+    "gpt_oss_lora_rocm": _gpt_oss_lora_rocm,
+    "backend_never_works": _backend_never_works,
+    "per_expert_rules": _per_expert_rules,
+    "bare_assertion": lambda o: _error(o) == "BARE_ASSERTION",
+    "rules_before_fallback": _rules_before_fallback,
+    "emulation_zero": _emulation_zero,
+    "emulation": _emulation,
+    "interleaved_padding": _interleaved_padding,
+    "non_gated_padding": _non_gated_padding,
+    "later_gate_fails": _later_gate_fails,
+    "group32_cpu": _group32_cpu,
+    "int8_online": _int8_online,
+    "precision_differs": _precision_differs,
+    "block_list": _block_list,
+    "gptq_v2": _gptq_v2,
+    "mxint4_bytes": _mxint4_bytes,
+    "scaling_dropped": _scaling_dropped,
+    "override_mixed": _override_mixed,
+    "cutlass_mxfp4_hopper": _cutlass_mxfp4_hopper,
+    "nvfp4_non_gated": _nvfp4_non_gated,
+    "new_architecture": _new_architecture,
+    "marlin_mxfp4_fp16": _marlin_mxfp4_fp16,
+}

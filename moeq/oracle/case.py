@@ -51,12 +51,16 @@ class Method:
 
 @dataclass(frozen=True)
 class Case:
-    """One method, shape and deployment, under one policy."""
+    """One method, shape and deployment, under one policy.
+
+    `brief` asks for the first failed rule only: for counterfactuals, where nothing but yes or no is looked at.
+    """
 
     policy: EnginePolicy
     deployment: Deployment
     shape: MoeShape
     method: Method
+    brief: bool = False
 
     @property
     def gpu(self) -> Gpu:

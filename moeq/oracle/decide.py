@@ -12,6 +12,7 @@ from moeq.oracle.declare import config_of
 from moeq.oracle.engine import resolve, sensitivity, settle, verdict_of
 from moeq.oracle.policy import load_policy
 from moeq.oracle.records import MoeShape, Verdict
+from moeq.oracle.unlock import unlocked
 from moeq.schemes.base import Scheme
 
 
@@ -50,8 +51,9 @@ def judge_config(
     verdict = verdict_of(outcome, title, tuple(notes))
     if not explain:
         return verdict
-    mattered = sensitivity(outcome, lambda other: resolve(policy, config, shape, other))
-    return replace(verdict, mattered=mattered)
+    mattered = sensitivity(outcome, lambda other: resolve(policy, config, shape, other, brief=True))
+    candidates = unlocked(outcome, shape, lambda asked, layer, where: resolve(policy, asked, layer, where, brief=True))
+    return replace(verdict, mattered=mattered, candidates=candidates)
 
 
 def decide(

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moeq.deploy.deployment import Deployment
 from moeq.oracle.advisories import advisories_for
 from moeq.oracle.case import Case, Method
-from moeq.oracle.declare import ALIASES, OUTSIDE, READERS, entry_of
+from moeq.oracle.declare import OUTSIDE, READERS, entry_of
 from moeq.oracle.gates import Stage, run_gates
 from moeq.oracle.methods import ConfigRefusal, Question
-from moeq.oracle.policy import EnginePolicy
+from moeq.oracle.policy import EnginePolicy, ExpertsClass
 from moeq.oracle.records import CandidateReport, ConvertTarget, EngineError, Gate, MoeShape, Reason, Verdict
 from moeq.oracle.select import Selection, activation_of, judge_all, select
 from moeq.oracle.sizes import sizes_for, transient_bytes
@@ -42,6 +42,7 @@ class Outcome:
         selection: what selection gives.
         gates: all gates.
         refused: the config was refused before selection.
+        config: the quantisation config, for conditions that look at per-module rules.
     """
 
     case: Case
@@ -49,6 +50,7 @@ class Outcome:
     selection: Selection
     gates: tuple[Gate, ...]
     refused: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def runs(self) -> str | None:
@@ -67,18 +69,20 @@ def settle(deployment: Deployment, notes: list[str] | None = None) -> Deployment
     return deployment
 
 
-def resolve(policy: EnginePolicy, config: Mapping[str, Any], shape: MoeShape, deployment: Deployment) -> Outcome:
-    """Run config reading, selection and gates for a checkpoint's quantisation config."""
+def resolve(
+    policy: EnginePolicy, config: Mapping[str, Any], shape: MoeShape, deployment: Deployment, *, brief: bool = False
+) -> Outcome:
+    """Run config reading, selection and gates for a checkpoint's quantisation config (`brief`: see `Case`)."""
     entry = entry_of(config, shape, deployment.quantization)
-    probe = Case(policy, deployment, shape, replace(_OPEN, family=_FAMILY_OF_ENTRY.get(entry, "wna16")))
+    probe = Case(policy, deployment, shape, replace(_OPEN, family=_FAMILY_OF_ENTRY.get(entry, "wna16")), brief)
     try:
         method = _read(entry, config, probe)
     except ConfigRefusal as refusal:
-        return _refused(probe, entry, refusal)
-    return resolve_method(Case(policy, deployment, shape, method), entry)
+        return _refused(probe, entry, refusal, config)
+    return resolve_method(replace(probe, method=method), entry, config)
 
 
-def resolve_method(case: Case, entry: str) -> Outcome:
+def resolve_method(case: Case, entry: str, config: Mapping[str, Any] | None = None) -> Outcome:
     """Selection and gates for a method that is already known."""
     selection = select(case)
     chosen = selection.selected
@@ -86,7 +90,7 @@ def resolve_method(case: Case, entry: str) -> Outcome:
         text = f"per-channel scales: {chosen.backend} is selected and a check that only Marlin passes stops the engine"
         error = EngineError("AssertionError", "BARE_ASSERTION", text, "--moe-backend marlin where it is supported")
         selection = replace(selection, selected=None, error=error)
-    return Outcome(case, entry, selection, run_gates(Stage(case, entry, selection.selected)))
+    return Outcome(case, entry, selection, run_gates(Stage(case, entry, selection.selected)), config=config or {})
 
 
 def _read(entry: str, config: Mapping[str, Any], probe: Case) -> Method:
@@ -103,7 +107,7 @@ def _read(entry: str, config: Mapping[str, Any], probe: Case) -> Method:
     return reader(Question(config, probe))
 
 
-def _refused(probe: Case, entry: str, refusal: ConfigRefusal) -> Outcome:
+def _refused(probe: Case, entry: str, refusal: ConfigRefusal, config: Mapping[str, Any]) -> Outcome:
     reason = Reason(refusal.code or "G0", refusal.text, refusal.hint)
     family = probe.policy.families[probe.method.family]
     listed = [
@@ -112,7 +116,7 @@ def _refused(probe: Case, entry: str, refusal: ConfigRefusal) -> Outcome:
     ]
     error = EngineError(refusal.error, refusal.kind, refusal.text, refusal.hint, refusal.code)
     selection = Selection(None, error, tuple(listed))
-    return Outcome(probe, entry, selection, run_gates(Stage(probe, entry, None)), refused=True)
+    return Outcome(probe, entry, selection, run_gates(Stage(probe, entry, None)), True, config)
 
 
 # ------------------------------------------------------------------------------------------------ convert
@@ -157,7 +161,7 @@ def sensitivity(outcome: Outcome, again: Callable[[Deployment], Outcome]) -> tup
     """Environment variables and packages whose other value would change what runs, with their present values."""
     case = outcome.case
     found: list[tuple[str, str]] = []
-    classes = [case.policy.classes[name] for name in _class_names(case)]
+    classes = candidate_classes(case)
     for package in sorted({name for row in classes for name in row.packages}):
         present = case.package(package)
         if again(with_package(case.deployment, package, not present)).runs != outcome.runs:
@@ -171,11 +175,12 @@ def sensitivity(outcome: Outcome, again: Callable[[Deployment], Outcome]) -> tup
     return tuple(found)
 
 
-def _class_names(case: Case) -> list[str]:
+def candidate_classes(case: Case) -> list[ExpertsClass]:
     """Classes of the family that the device itself does not rule out: no switch can help the others."""
     rows = case.policy.families[case.method.family].backends.values()
     names = {name for row in rows for name in (*row.classes, *row.forced_classes)}
-    return [name for name in names if any(term.admits(case.gpu) for term in case.policy.classes[name].devices)]
+    classes = [case.policy.classes[name] for name in sorted(names)]
+    return [row for row in classes if any(term.admits(case.gpu) for term in row.devices)]
 
 
 def with_package(deployment: Deployment, name: str, present: bool) -> Deployment:
@@ -214,7 +219,7 @@ def verdict_of(outcome: Outcome, title: str, notes: tuple[str, ...] = ()) -> Ver
         runs_as=runs_as(case, chosen) if chosen else None,
         sizes=sizes,
         transient_bytes=transient_bytes(case, chosen, sizes) if chosen and sizes else None,
-        advisories=advisories_for(outcome.case, outcome.selection),
+        advisories=advisories_for(outcome),
         notes=(*notes, *case.method.notes, *outcome.selection.notes),
         reported_backend=outcome.selection.reported,
     )
@@ -235,8 +240,11 @@ def runs_as(case: Case, chosen: CandidateReport) -> str:
     return f"W{case.method.bits or _key_bits(case.method.weight_key)}A{bits}"
 
 
-def _key_bits(key: str) -> int:
+def declared_activation_bits(case: Case) -> int:
+    """Bits of activations as the checkpoint declares them."""
+    key = case.method.activation_key or "none"
     return next((bits for prefix, bits in _ACTIVATION_BITS.items() if key.startswith(prefix)), 16)
 
 
-__all__ = ["ALIASES", "Outcome", "resolve", "resolve_method", "sensitivity", "settle", "verdict_of"]
+def _key_bits(key: str) -> int:
+    return next((bits for prefix, bits in _ACTIVATION_BITS.items() if key.startswith(prefix)), 16)

@@ -287,8 +287,9 @@ class Verdict:
         remedies = [gate.remedy for gate in self.gates if not gate.passed and gate.remedy]
         if remedies:
             return "; ".join(dict.fromkeys(remedies))
-        unlocks = [f"{c.backend}: {c.unlock}" for c in self.candidates if c.unlock and not c.supported]
-        return "; ".join(unlocks[:2]) or None
+        rows = [row for row in self.candidates if row.unlock and not row.supported]
+        rows.sort(key=lambda row: "a device of" in str(row.unlock))  # stable: nearer changes keep the engine's order
+        return "; ".join(f"{row.backend}: {row.unlock}" for row in rows[:2]) or None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for a JSON document."""

@@ -246,6 +246,8 @@ RULES: tuple[Rule, ...] = (
 
 def nearest_tp(case: Case, fits: Callable[[int], bool]) -> str | None:
     """The tensor-parallel size (or expert parallelism) nearest to the asked one whose shard fits."""
+    if case.brief:
+        return None
     total, tp = case.shape.intermediate_size, case.deployment.tp
     sizes = [size for size in (1, 2, 4, 8, 16, 32) if total % size == 0 and fits(total // size)]
     if case.use_ep or not sizes:
@@ -363,9 +365,15 @@ def filter_reasons(case: Case, backend: Backend) -> tuple[Reason, ...]:
     for name in backend.filters:
         row = FILTERS[name]
         found.extend(Reason(row.code, text, remedy) for text, remedy in row.check(case))
+        if found and case.brief:
+            break
     return tuple(found)
 
 
 def class_reasons(case: Case, row: ExpertsClass, activation: str) -> tuple[Reason, ...]:
     """Every failed rule of an experts class, in the order of evaluation."""
-    return tuple(Reason(rule.code, *failure) for rule in RULES for failure in rule.check(case, row, activation))
+    found = (Reason(rule.code, *failure) for rule in RULES for failure in rule.check(case, row, activation))
+    if case.brief:
+        first = next(found, None)
+        return (first,) if first else ()
+    return tuple(found)

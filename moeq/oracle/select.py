@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from moeq.layouts.registry import LAYOUTS
@@ -78,8 +79,6 @@ def backend_order(case: Case, family: Family) -> tuple[str, ...]:
 
 
 def _applies(move: dict[str, Any], case: Case) -> bool:
-    from fnmatch import fnmatchcase
-
     return (
         device_term(move["when"]).admits(case.gpu)
         and fnmatchcase(case.method.weight_key, move.get("weights", "*"))
@@ -177,8 +176,9 @@ def judge_all(case: Case, family: Family) -> tuple[CandidateReport, ...]:
 
 def _never_automatic(case: Case, report: CandidateReport) -> CandidateReport:
     """A backend outside the platform's order is never tried by itself, whatever its classes say."""
-    how = f"only {case.policy.backend_flag} {report.flag} reaches it" if report.flag else "nothing reaches it"
-    reason = Reason("F11_NOT_LISTED", f"not in the order for {case.gpu.platform}: {how}", how if report.flag else None)
+    flag = f"{case.policy.backend_flag} {report.flag}" if report.flag else None
+    how = f"only {flag} reaches it" if flag else "nothing reaches it"
+    reason = Reason("F11_NOT_LISTED", f"not in the order for {case.gpu.platform}: {how}", flag)
     return replace(report, supported=False, reasons=(*report.reasons, reason))
 
 

@@ -1,0 +1,152 @@
+"""The nearest single change that makes a backend work, found by trying it: counterfactuals, not rules of thumb."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moeq.deploy.deployment import Deployment
+from moeq.oracle.case import Case
+from moeq.oracle.engine import Outcome, candidate_classes, settle, with_env, with_package
+from moeq.oracle.records import CandidateReport, MoeShape
+
+Config = Mapping[str, Any]
+Again = Callable[[Config, MoeShape, Deployment], Outcome]
+
+TP_SIZES = (1, 2, 4, 8, 16)
+GROUP_SIZES = (128, 64, 32)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing a user could do differently, and the question it makes."""
+
+    text: str
+    config: Config
+    shape: MoeShape
+    deployment: Deployment
+
+
+def unlocked(outcome: Outcome, shape: MoeShape, again: Again) -> tuple[CandidateReport, ...]:
+    """The candidates, each unsupported one with the first change that makes it supported."""
+    rows = outcome.selection.candidates
+    waiting = {row.backend for row in rows if not row.supported and on_device(outcome.case, row)}
+    found: dict[str, str] = {}
+    for change in changes(outcome, shape):
+        if not waiting - set(found):
+            break
+        other = again(change.config, change.shape, change.deployment)
+        if other.refused:
+            continue
+        for row in other.selection.candidates:
+            if row.supported and row.backend in waiting:
+                found.setdefault(row.backend, change.text)
+    return tuple(row if row.supported else replace(row, unlock=found.get(row.backend) or together(row)) for row in rows)
+
+
+def on_device(case: Case, row: CandidateReport) -> bool:
+    """Whether some class of the backend exists for this device: no change but another device helps the rest."""
+    names = case.policy.families[case.method.family].backends[row.backend].classes
+    return any(term.admits(case.gpu) for name in names for term in case.policy.classes[name].devices)
+
+
+def together(row: CandidateReport) -> str | None:
+    """Where no single change helps: the remedies of all failed rules at once, if each has one."""
+    moved = any(reason.code == "P01_DEVICE" for reason in row.reasons)
+    # On another device the order of this platform is of no interest.
+    remedies = [reason.remedy for reason in row.reasons if not (moved and reason.code == "F11_NOT_LISTED")]
+    if not remedies or any(remedy is None for remedy in remedies):
+        return None
+    return " and ".join(dict.fromkeys(str(remedy) for remedy in remedies))
+
+
+def changes(outcome: Outcome, shape: MoeShape) -> Iterator[Change]:
+    """Single changes in order of nearness: how it is started, then what is installed, then the checkpoint itself."""
+    deployment, config = outcome.case.deployment, outcome.config
+    for text, other in _deployments(outcome.case, deployment):
+        yield Change(text, config, shape, other)
+    for text, asked in _configs(config):
+        yield Change(text, asked, shape, deployment)
+    if shape.has_bias:
+        yield Change("a checkpoint without expert biases", config, replace(shape, has_bias=False), deployment)
+    if shape.router_dtype == "fp32":
+        yield Change("bf16 router logits", config, replace(shape, router_dtype=None), deployment)
+
+
+def _deployments(case: Case, d: Deployment) -> Iterator[tuple[str, Deployment]]:
+    if d.ep == 1:
+        fits = [tp for tp in TP_SIZES if tp != d.tp and case.shape.intermediate_size % tp == 0]
+        for tp in sorted(fits, key=lambda size: (abs(size - d.tp), size)):
+            yield f"tp {tp}", replace(d, tp=tp)
+        if d.tp > 1:
+            yield f"ep {d.tp} (whole experts per rank)", settle(replace(d, ep=d.tp))
+    else:
+        yield "ep 1", replace(d, ep=1)
+    if d.dp > 1:
+        yield "dp 1", replace(d, dp=1, ep=d.tp if d.ep > 1 else 1)
+    if d.batched or d.all2all:
+        yield "all-to-all allgather_reducescatter", replace(d, batched=False, all2all=None)
+    if d.lora:
+        yield "no LoRA on experts", replace(d, lora=False)
+    if d.eplb:
+        yield "no expert load balancing", replace(d, eplb=False)
+    other = "fp16" if d.dtype == "bf16" else "bf16"
+    yield f"dtype {other}", replace(d, dtype=other)
+    yield from _switches(case, d)
+
+
+def _switches(case: Case, d: Deployment) -> Iterator[tuple[str, Deployment]]:
+    classes = candidate_classes(case)
+    for name in sorted({package for row in classes for package in row.packages}):
+        if not case.package(name):
+            yield f"install {name}", with_package(d, name, True)
+    env = {pair for row in classes for pair in row.env}
+    env |= {("VLLM_HUMMING_MOE_GEMM_TYPE", row.gemm_type) for row in classes if row.gemm_type}
+    for name, value in sorted(env):
+        if case.env(name) != value:
+            yield f"set {name}={value}", with_env(d, name, value)
+    for name in ("VLLM_BATCH_INVARIANT", "VLLM_CPU_INT4_W4A8"):
+        if case.env(name) is not None:
+            yield f"unset {name}", with_env(d, name, None)
+    for row in classes:
+        missing = [package for package in row.packages if not case.package(package)]
+        if missing and row.env and case.env(row.env[0][0]) != row.env[0][1]:
+            (name, value), package = row.env[0], missing[0]
+            yield f"install {package} and set {name}={value}", with_env(with_package(d, package, True), name, value)
+
+
+def _configs(config: Config) -> Iterator[tuple[str, Config]]:
+    """Other group sizes and symmetry, in the config's own spelling."""
+    method = config.get("quant_method")
+    if method in ("gptq", "awq", "auto-round"):
+        for group in GROUP_SIZES:
+            if config.get("group_size") not in (None, group):
+                yield f"group size {group}", {**config, "group_size": group}
+        if config.get("sym") is False:
+            yield "a symmetric checkpoint", {**config, "sym": True}
+        if config.get("zero_point"):
+            yield "a checkpoint without zero points", {**config, "zero_point": False}
+        if config.get("desc_act"):
+            yield "a checkpoint without act-order", {**config, "desc_act": False}
+    if method == "compressed-tensors":
+        yield from _ct_configs(config)
+
+
+def _ct_configs(config: Config) -> Iterator[tuple[str, Config]]:
+    groups = config.get("config_groups") or {}
+    for key, group in groups.items():
+        weights = group.get("weights") or {}
+        if weights.get("type", "int") != "int":
+            continue
+        options: list[tuple[str, dict[str, Any]]] = []
+        if group.get("input_activations") is None:
+            options += [
+                (f"group size {size}", {"group_size": size, "strategy": "group"})
+                for size in GROUP_SIZES
+                if weights.get("group_size") != size
+            ]
+        if weights.get("symmetric") is False:
+            options.append(("a symmetric checkpoint", {"symmetric": True}))
+        for text, change in options:
+            yield text, {**config, "config_groups": {**groups, key: {**group, "weights": {**weights, **change}}}}
