@@ -249,16 +249,20 @@ def same_matrix(left: QuantizedMatrix, right: QuantizedMatrix) -> bool:
             return a is b
         if a.shape != b.shape or a.element_size() != b.element_size():
             return False
-        return bool(torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)))
+        return bool(torch.equal(_flat_bytes(a), _flat_bytes(b)))
 
     parts = ("codes", "scales", "zeros", "group_index", "global_scale", "bias")
     return all(same(getattr(left, part), getattr(right, part)) for part in parts)
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def _flat_bytes(tensor: Tensor) -> Tensor:
     import torch
 
-    return cast(memoryview, tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return cast(memoryview, _flat_bytes(tensor).numpy().data)
 
 
 def _tensor(data: bytearray, like: Tensor, shape: tuple[int, ...]) -> Tensor:
