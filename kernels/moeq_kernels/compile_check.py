@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch import Tensor
 from moeq_kernels import interpreter
 from moeq_kernels.align import Alignment
 from moeq_kernels.errors import KernelArgumentError, KernelEnvironmentError
-from moeq_kernels.formats import find_format
+from moeq_kernels.formats import FORMATS, Format, find_format
 from moeq_kernels.launch import Epilogue, Launch, Rows, gemm_launch, quantize_launch, sum_launch
 from moeq_kernels.records import PackedMatrix
 from moeq_kernels.tuning import choose_blocks
@@ -59,7 +59,7 @@ class Case:
         name: says what it is, unique.
         layout, element, group_size: the weights; empty layout for kernels that read none.
         rows: average rows per expert, which decides the tile.
-        epilogue: `halves`, `interleaved`, `plain` (down) or a kernel name: `quantize_rows`, `sum_choices`.
+        epilogue: `halves` or `interleaved` (gate and up), `down`, or a kernel name: `quantize_rows`, `sum_choices`.
         activation: of the gate-up product.
         dtype: of x.
         zero_points, bias, act_order: which optional parts there are.
@@ -102,6 +102,50 @@ class Outcome:
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 2048, 768, 128, 8
 
+_EPILOGUES = ("halves", "interleaved", "down")
+
+
+def full_matrix() -> list[Case]:
+    """Every format x tile x epilogue, and every option of integer formats."""
+    cases = [Case("quantize_rows", epilogue="quantize_rows"), Case("sum_choices", epilogue="sum_choices")]
+    for fmt in FORMATS.values():
+        for rows in (8, 32, 256):
+            base = _base_case(fmt, rows)
+            cases += [replace(base, name=f"{base.name} {kind}", epilogue=kind) for kind in _EPILOGUES]
+            cases += _options(fmt, base)
+    return cases
+
+
+def trimmed_matrix() -> list[Case]:
+    """One case per format and kernel: what a test run can afford."""
+    cases = [Case("quantize_rows", epilogue="quantize_rows"), Case("sum_choices", epilogue="sum_choices")]
+    for index, fmt in enumerate(FORMATS.values()):
+        base = _base_case(fmt, (8, 256)[index % 2])
+        kind = _EPILOGUES[index % 3]
+        cases.append(replace(base, name=f"{base.name} {kind}", epilogue=kind))
+    return cases
+
+
+def _base_case(fmt: Format, rows: int) -> Case:
+    group = 32 if fmt.element == "e2m1" else -1 if -1 in fmt.group_sizes and len(fmt.group_sizes) == 1 else 128
+    activation = "swiglu_oai" if fmt.element == "e2m1" else "silu"
+    name = f"{fmt.layout} {fmt.element} rows {rows}"
+    dtype: torch.dtype = getattr(torch, fmt.dtypes[0])
+    return Case(name, fmt.layout, fmt.element, group, rows, activation=activation, dtype=dtype)
+
+
+def _options(fmt: Format, base: Case) -> list[Case]:
+    cases = [replace(base, name=f"{base.name} bias", bias=True)]
+    if len(fmt.dtypes) > 1:
+        cases.append(replace(base, name=f"{base.name} float16", dtype=torch.float16))
+    if fmt.zero_points:
+        cases += [
+            replace(base, name=f"{base.name} g32 zero points", group_size=32, zero_points=True),
+            replace(base, name=f"{base.name} channel zero points", group_size=-1, zero_points=True),
+            replace(base, name=f"{base.name} act-order", act_order=True),
+        ]
+    return cases
+
 
 def compile_case(case: Case, target: str) -> Outcome:
     """Compiles one case. A compiler error is an Outcome with a problem, not an exception.
@@ -112,8 +156,9 @@ def compile_case(case: Case, target: str) -> Outcome:
         raise KernelEnvironmentError("kernels cannot be compiled in the interpreter", "unset TRITON_INTERPRET")
     if target not in TARGETS:
         raise KernelArgumentError(f"unknown target '{target}'", f"known: {', '.join(TARGETS)}")
+    launch = launch_of(case, target)
     try:
-        compiled = _compile(launch_of(case, target), TARGETS[target])
+        compiled = _compile(launch, TARGETS[target])
     except Exception as error:  # noqa: BLE001 - triton raises many types; the message is the finding
         text = str(error).strip() or type(error).__name__
         return Outcome(case.name, target, -1, 0, 0, 0, f"does not compile: {text[:300]}")
@@ -130,9 +175,8 @@ def launch_of(case: Case, target: str = "sm_90") -> Launch:
         parts, ids = meta(64 * TOP_K, HIDDEN, dtype=torch.float32), meta(64 * TOP_K, dtype=torch.int32)
         return sum_launch(parts, ids, TOP_K, meta(64, HIDDEN, dtype=case.dtype), 1, 1024)
 
-    down = case.epilogue == "plain" and case.activation == "none"
-    halves = 1 if case.epilogue == "plain" else 2
-    n, k = (HIDDEN, INTERMEDIATE) if down else (halves * INTERMEDIATE, HIDDEN)
+    down = case.epilogue == "down"
+    n, k = (HIDDEN, INTERMEDIATE) if down else (2 * INTERMEDIATE, HIDDEN)
     matrix = _meta_matrix(case, n, k)
     fmt = find_format(case.layout, case.element)
     blocks = choose_blocks(case.rows, fmt, shared=TARGETS[target].shared, interpret=False)
