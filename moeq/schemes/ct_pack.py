@@ -82,9 +82,9 @@ class CtPack(Format):
         index = read_group_index(parts.get("weight_g_idx"), spec)
         return QuantizedMatrix(
             spec=replace(spec, act_order=index is not None),
-            codes=_row_codes(packed, spec.bits, spec.k),
+            codes=_row_codes(packed, spec.bits, spec.k, scheme.writer),
             scales=parts["weight_scale"].contiguous(),
-            zeros=None if spec.symmetric else _zeros(parts["weight_zero_point"], spec),
+            zeros=None if spec.symmetric else _zeros(parts["weight_zero_point"], spec, scheme.writer),
             group_index=index,
             bias=parts.get("bias"),
         )
@@ -122,19 +122,34 @@ def _check_zero_shape(parts: Parts, n: int, bits: int, groups: int, context: Con
         inconsistent(context.where, f"weight_zero_point is {zero.dtype} {list(zero.shape)}, expected {expected}")
 
 
-def _row_codes(words: Tensor, bits: int, count: int) -> Tensor:
+#: Last version that stored whole codes per word.
+_LAST_LANES = (0, 17)
+
+
+def _row_codes(words: Tensor, bits: int, count: int, writer: str | None) -> Tensor:
     from moeq.schemes.bits import lane_codes, stream_codes
 
-    dense = words.shape[-1] == _dense(count, bits)
+    width = words.shape[-1]
+    dense = width == _dense(count, bits)
+    if dense and width == _lanes(count, bits) and 32 % bits:
+        dense = _version(writer) > _LAST_LANES
     return stream_codes(words, bits, count) if dense else lane_codes(words, bits, count)
 
 
-def _zeros(stored: Tensor, spec: MatrixSpec) -> Tensor:
+def _version(writer: str | None) -> tuple[int, int]:
+    """Major and minor version of compressed-tensors as the config says it; the newest where it does not."""
+    numbers = (writer or "").rpartition(" ")[2].split(".")[:2]
+    if len(numbers) == 2 and all(number.isdigit() for number in numbers):
+        return int(numbers[0]), int(numbers[1])
+    return (1 << 30, 0)
+
+
+def _zeros(stored: Tensor, spec: MatrixSpec, writer: str | None) -> Tensor:
     """Unsigned zero points `[N, G]`: offset binary like the codes, packed along `N`; unpacked ones are signed."""
     import torch
 
     if stored.dtype == torch.int32:
-        return _row_codes(stored.t().contiguous(), spec.bits, spec.n).t().contiguous()
+        return _row_codes(stored.t().contiguous(), spec.bits, spec.n, writer).t().contiguous()
     return (stored.to(torch.int16) + spec.symmetric_zero).contiguous()
 
 

@@ -262,12 +262,23 @@ def _zeros(qzeros: Tensor, spec: MatrixSpec, scheme: Scheme) -> Tensor:
     if raw:
         return stored.t().contiguous()
     _check_corruption(qzeros, spec.bits)
-    if 32 % spec.bits:
+    if 32 % spec.bits and "gptqmodel" not in (scheme.writer or "").lower():
+        # Fields straddle words; AutoGPTQ and AutoRound subtracted from each field by itself.
         return ((stored + 1) & ((1 << spec.bits) - 1)).t().contiguous()
-    ones = sum(1 << shift for shift in range(0, 32, spec.bits))
     # Whole words: a zero point of 0 borrowed from its neighbour when GPTQModel subtracted.
-    words = qzeros + (ones - (1 << 32) if ones >= 1 << 31 else ones)
+    words = qzeros + _ones(spec.bits, qzeros.shape[1])
     return _codes(words, spec.bits, spec.n, scheme.checkpoint_format).t().contiguous()
+
+
+def _ones(bits: int, count: int) -> Tensor:
+    """int32 `[count]`: words of a bit stream in which every field is 1."""
+    import torch
+
+    starts = range(0, 32 * count, bits)
+    words = [0] * count
+    for start in starts:
+        words[start // 32] |= 1 << (start % 32)
+    return torch.tensor([word - (1 << 32) if word >> 31 else word for word in words], dtype=torch.int32)
 
 
 def _check_symmetric(stored: Tensor, spec: MatrixSpec, raw: bool) -> None:
