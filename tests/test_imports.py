@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": {"checkpoint", "schemes", "layouts", *RECORDS},
     "pipeline": {"", "model", "checkpoint", "schemes", "layouts", "oracle", "deploy", "digest", *RECORDS},
     "check": {"", "model", "reference", "layouts", "checkpoint", "schemes", "digest", *RECORDS},
-    "report": {"oracle", "pipeline", "check", "checkpoint", "schemes", "layouts", "deploy", *RECORDS},
+    "report": {"model", "oracle", "pipeline", "check", "checkpoint", "schemes", "layouts", "deploy", *RECORDS},
 }
 
 # Areas where torch may be imported at module level; elsewhere only inside functions.

@@ -73,6 +73,6 @@ def decided(checkpoint: Checkpoint, deployment: Deployment | None) -> tuple[Verd
     try:
         return decide(checkpoint, deployment), None
     except MoeqError as error:
-        if error.code.startswith("answer."):
-            raise  # a backend was forced that does not fit: that is the answer to this command too
+        if deployment.backend != "auto":
+            raise  # a backend was asked for that does not fit: that is the answer to this command too
         return None, error.message

@@ -119,6 +119,7 @@ def convert(
     checkpoint = moeq.open(src, revision=revision)
     if checkpoint.kind == "converted":
         raise MoeqError("usage.already-converted", f"{src} is itself an output of `moeq convert`", "convert its source")
+    _require_convertible(checkpoint)
     if backend != "auto":
         deployment = replace(deployment, backend=backend)
     verdict = decide(checkpoint, deployment)
@@ -145,6 +146,17 @@ def convert(
         write_side_files(checkpoint, plan, manifest, folder.path)
         folder.publish()
     return Conversion(destination, plan, verdict, manifest, resumed)
+
+
+def _require_convertible(checkpoint: Checkpoint) -> None:
+    """Refuse formats that moeq reads but does not repack, by name and with the reason."""
+    info = checkpoint.info
+    if any(use.scheme.format == "unquantized" for use in info.schemes):
+        raise MoeqError(
+            "source.not-quantized", f"{info.name}: the experts are not quantised", "there is nothing to repack"
+        )
+    if info.refusals:
+        raise MoeqError("source.not-convertible", f"{info.name}: {'; '.join(info.refusals)}")
 
 
 def _write_files(
