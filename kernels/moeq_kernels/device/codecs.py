@@ -44,7 +44,7 @@ def _marlin4(w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: 
     rows = k0 // 16 + tl.arange(0, BK // 16)
     words = p0 * 2 + tl.arange(0, 2 * BN)
     mask = (rows[:, None] < K // 16) & (words[None, :] < 2 * N)
-    packed = tl.load(w + rows[:, None] * (2 * N) + words[None, :], mask=mask, other=0)
+    packed = tl.load(w + rows[:, None] * (2 * N) + words[None, :], mask=mask, other=0).to(tl.uint32, bitcast=True)
     fields = tl.join(packed, packed >> 4)  # bit 0 of the field: k + 8
     fields = tl.join(fields, fields >> 8)  # bit 1: column + 8
     fields = tl.join(fields, fields >> 16)  # bit 2: k + 1
@@ -59,7 +59,7 @@ def _marlin8(w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: 
     rows = k0 // 16 + tl.arange(0, BK // 16)
     words = p0 * 4 + tl.arange(0, 4 * BN)
     mask = (rows[:, None] < K // 16) & (words[None, :] < 4 * N)
-    packed = tl.load(w + rows[:, None] * (4 * N) + words[None, :], mask=mask, other=0)
+    packed = tl.load(w + rows[:, None] * (4 * N) + words[None, :], mask=mask, other=0).to(tl.uint32, bitcast=True)
     fields = tl.join(packed, packed >> 8)  # bit 0 of the byte number: k + 8
     fields = tl.join(fields, fields >> 16)  # bit 1: k + 1
     fields = tl.reshape(fields & 255, (BK // 16, BN // 64, 8, 4, 4, 2, 2, 2))
@@ -93,7 +93,7 @@ def _hopper4(w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: 
     rows = p0 // 4 + tl.arange(0, BN // 4)
     words = k0 // 2 + tl.arange(0, BK // 2)
     mask = (rows[:, None] < N // 4) & (words[None, :] < K // 2)
-    packed = tl.load(w + rows[:, None] * (K // 2) + words[None, :], mask=mask, other=0)
+    packed = tl.load(w + rows[:, None] * (K // 2) + words[None, :], mask=mask, other=0).to(tl.uint32, bitcast=True)
     half = tl.join(packed, packed >> 16)  # low half-word: even k
     code0 = ((half >> 12) & 8) | ((half >> 6) & 7)
     code1 = ((half >> 9) & 8) | ((half >> 3) & 7)

@@ -43,13 +43,6 @@ def round_half_even(value):
 
 
 @triton.jit
-def small_int_to_float(code):
-    """Integers 0 .. 2**23 - 1 to float32, exactly: the bits of 2**23 + code, minus 2**23."""
-    # A plain conversion runs at a quarter of the rate of logic operations on NVIDIA GPUs.
-    return (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
-
-
-@triton.jit
 def sigmoid(value):
     """1 / (1 + exp(-value)) without overflow on either side."""
     small = tl.exp(-tl.abs(value))

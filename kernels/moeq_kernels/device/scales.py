@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from moeq_kernels.device.codecs import codes, column_of
-from moeq_kernels.device.numerics import round_to, small_int_to_float
+from moeq_kernels.device.numerics import round_to
 
 
 @triton.jit
@@ -84,17 +84,19 @@ def zero_points(zero, groups, p0, G: tl.constexpr, N: tl.constexpr, ROWS: tl.con
         words = p0 // 8 + tl.arange(0, BN // 8)
         mask = (groups[:, None] < G) & (words[None, :] < N // 8)
         packed = tl.load(zero + groups[:, None] * (N // 8) + words[None, :], mask=mask, other=0)
+        packed = packed.to(tl.uint32, bitcast=True)
         fields = tl.join(packed, packed >> 4)  # block bit 0
         fields = tl.join(fields, fields >> 8)  # block bit 1
         fields = tl.join(fields, fields >> 16) & 15  # half
-        return tl.reshape(tl.permute(fields, (0, 1, 3, 2, 4)), (ROWS, BN))
+        return tl.reshape(tl.permute(fields, (0, 1, 3, 2, 4)), (ROWS, BN)).to(tl.int32)
     elif CODEC == "marlin8":  # word 16 tile + 2 octet + block // 2, byte 2 half + block % 2
         words = p0 // 4 + tl.arange(0, BN // 4)
         mask = (groups[:, None] < G) & (words[None, :] < N // 4)
         packed = tl.load(zero + groups[:, None] * (N // 4) + words[None, :], mask=mask, other=0)
+        packed = packed.to(tl.uint32, bitcast=True)
         fields = tl.join(packed, packed >> 8)  # block % 2
         fields = tl.join(fields, fields >> 16) & 255  # half
-        return tl.reshape(fields, (ROWS, BN))
+        return tl.reshape(fields, (ROWS, BN)).to(tl.int32)
     else:
         columns = p0 + tl.arange(0, BN)
         mask = (groups[:, None] < G) & (columns[None, :] < N)
@@ -109,11 +111,10 @@ def zero_points(zero, groups, p0, G: tl.constexpr, N: tl.constexpr, ROWS: tl.con
 @triton.jit
 def e2m1_to_float(code):
     """4-bit floats 0 .. 15 to float32: 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
-    magnitude = code & 7
-    bits = (magnitude << 22) + (126 << 23)  # right for 1 and above
-    bits = tl.where(magnitude == 1, 126 << 23, bits)
-    bits = tl.where(magnitude == 0, 0, bits)
-    return (bits | ((code & 8) << 28)).to(tl.float32, bitcast=True)
+    # Sign, exponent and mantissa moved to their places in float32 are the value times 2**-126, subnormals included;
+    # float32 subnormals are not flushed (Triton's default), so one product by a power of two is exact.
+    bits = ((code & 7) << 22) | ((code & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 85070591730234615865843651857942052864.0
 
 
 @triton.jit
@@ -135,14 +136,15 @@ def weight_tile(
         if ELEMENT == "e2m1":
             value = e2m1_to_float(code)
         else:
-            value = small_int_to_float(code.to(tl.int32))
+            # The bits of 2**23 + code, minus (2**23 + zero point): exact, and cheaper than converting integers.
+            value = (code.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
             if zero is not None:
                 points = zero_points(zero, groups, p0, G, N, ROWS, BN, CODEC, ELEMENT)
-                value = value - spread(small_int_to_float(points), ROWS, BK, BN)
+                value = value - spread((points | 0x4B000000).to(tl.float32, bitcast=True), ROWS, BK, BN)
             elif ELEMENT == "uint4":
-                value = value - 8.0
+                value = value - 8388616.0
             else:
-                value = value - 128.0
+                value = value - 8388736.0
         if not CHANNELWISE:
             positions = p0 + tl.arange(0, BN)
             offset = scale_offset(groups[:, None], positions[None, :], CODEC, ORDER, STRIDE)
