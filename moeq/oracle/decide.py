@@ -10,6 +10,7 @@ from moeq.deploy.deployment import Deployment
 from moeq.errors import MoeqError
 from moeq.oracle.declare import config_of
 from moeq.oracle.engine import resolve, sensitivity, settle, verdict_of
+from moeq.oracle.own import ENGINE, judge_own
 from moeq.oracle.policy import load_policy
 from moeq.oracle.records import MoeShape, Verdict
 from moeq.oracle.unlock import unlocked
@@ -37,6 +38,8 @@ def judge(
         MoeqError: `usage.unknown-engine`.
     """
     shape = replace(shape, has_bias=shape.has_bias or scheme.has_bias)
+    if deployment.engine == ENGINE:
+        return judge_own(scheme, shape, deployment)
     return judge_config(config if config is not None else config_of(scheme), shape, deployment, scheme.title, explain)
 
 
@@ -70,6 +73,6 @@ def decide(
         MoeqError: `answer.backend-unsupported` with the reasons and the alternatives; `usage.unknown-engine`.
     """
     verdict = judge(scheme, shape, deployment, config=config, explain=explain)
-    if deployment.backend != "auto" and verdict.selected is None:
+    if deployment.backend != "auto" and not verdict.ok:
         raise MoeqError("answer.backend-unsupported", verdict.refusal, verdict.nearest)
     return verdict

@@ -277,7 +277,7 @@ def load_policy(engine: str) -> EnginePolicy:
     Raises:
         MoeqError: `usage.unknown-engine`, naming the known ones.
     """
-    if engine not in engine_names():
+    if engine not in engine_names() or engine == "moeq":
         known = ", ".join(engine_names())
         raise MoeqError("usage.unknown-engine", f"no engine policy is called '{engine}'", f"known: {known}")
     path = files("moeq.oracle").joinpath("engines", engine.replace("@", "-") + ".toml")

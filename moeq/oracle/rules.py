@@ -348,13 +348,15 @@ FILTERS: dict[str, Filter] = {
     "zero-point": Filter("F01_ZERO_POINT", "no zero points", _f_zero_point),
     "bias": Filter("F02_BIAS", "no expert bias", _f_bias),
     "ct-only": Filter("F03_CONFIG", "compressed-tensors only", _f_ct_only),
-    "marlin-config": Filter("F03_CONFIG", "config class", _f_marlin_config),
+    "marlin-config": Filter("F03_CONFIG", "AWQ, GPTQ or compressed-tensors", _f_marlin_config),
     "not-awq": Filter("F04_LAYOUT", "not the AWQ layout", _f_not_awq),
     "not-moe-wna16": Filter("F04_LAYOUT", "not the MoeWNA16 layout", _f_not_moe_wna16),
     "act-order": Filter("F05_ACT_ORDER", "no act-order", _f_act_order),
     "group-only": Filter("F06_STRATEGY", "group scales only", _f_group_only),
-    "marlin-shape": Filter("F07_MARLIN_SHAPE", "Marlin shapes", _f_marlin_shape),
-    "zen-w4a8": Filter("F08_SWITCH", "int8 activations allowed", _f_zen_w4a8),
+    "marlin-shape": Filter(
+        "F07_MARLIN_SHAPE", "hidden % 128, groups 32/64/128/channel that divide the shard", _f_marlin_shape
+    ),
+    "zen-w4a8": Filter("F08_SWITCH", "VLLM_CPU_INT4_W4A8 not 0", _f_zen_w4a8),
     "zen-group": Filter("F09_GROUP", "group size multiple of 4", _f_zen_group),
 }
 

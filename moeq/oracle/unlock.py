@@ -91,8 +91,7 @@ def _deployments(case: Case, d: Deployment) -> Iterator[tuple[str, Deployment]]:
         yield "no LoRA on experts", replace(d, lora=False)
     if d.eplb:
         yield "no expert load balancing", replace(d, eplb=False)
-    other = "fp16" if d.dtype == "bf16" else "bf16"
-    yield f"dtype {other}", replace(d, dtype=other)
+    yield ("dtype fp16", replace(d, dtype="fp16")) if d.dtype == "bf16" else ("dtype bf16", replace(d, dtype="bf16"))
     yield from _switches(case, d)
 
 

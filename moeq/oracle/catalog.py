@@ -1,0 +1,135 @@
+"""Everything that has a code, explained: rules, pre-filters, gates, advisories, requirements, kinds of failure."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+from moeq.errors import EXIT_CODES, MoeqError
+from moeq.oracle.gates import GATES
+from moeq.oracle.own import OWN_RULES
+from moeq.oracle.policy import engine_names, load_policy
+from moeq.oracle.rules import FILTERS, RULES
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One code and what it means.
+
+    Attributes:
+        code: the code.
+        kind: `rule`, `pre-filter`, `gate`, `advisory`, `requirement`, `kernel rule` or `failure`.
+        title: a few words.
+        text: the explanation.
+        facts: further facts by name.
+    """
+
+    code: str
+    kind: str
+    title: str
+    text: str
+    facts: tuple[tuple[str, str], ...] = ()
+
+
+_SELECTION = (
+    ("F10_ACTIVATION_KEY", "activation precision", "MXFP4 backends each run activations in one precision; those that "
+     "differ from what the checkpoint asks for are left out, and 16-bit ones are the fallback."),
+    ("F11_NOT_LISTED", "not tried by itself", "The backend is not in the platform's order; only its name reaches it."),
+    ("F12_LIMIT", "activation limit", "NVFP4 backends that do not apply the model's activation limit are left out."),
+)  # fmt: skip
+
+_KINDS = {
+    "NO_BACKEND": "No backend of the family passes its rules; every candidate's reasons are in the report.",
+    "SILENT_NONE": "No backend passes and the engine goes on without one instead of stopping.",
+    "CONFIG": "The engine refuses the checkpoint's quantisation config before it looks at backends.",
+    "OVERRIDE_UNKNOWN": "The backend asked for is not a name that this family knows.",
+    "OVERRIDE_UNSUPPORTED": "The backend asked for is known and cannot run this.",
+    "BARE_ASSERTION": "The engine stops at an assertion without text.",
+    "KERNEL_CREATION": "The selected class is refused when its kernel is made.",
+    "CONVERSION": "The selected backend has no converter for this config.",
+}
+
+_EXITS = {
+    "answer": "It ran fine and the answer is no.",
+    "usage": "The request makes no sense as it stands.",
+    "environment": "This machine lacks something.",
+    "source": "The checkpoint is missing, gated, corrupt, incomplete or of an unknown format.",
+    "resources": "Out of disk or over the memory ceiling; partial work is kept.",
+    "interrupted": "Interrupted; partial work is kept.",
+    "bug": "A bug in moeq.",
+}
+
+
+@cache
+def requirements() -> dict[str, str]:
+    """Requirement id -> the promise in one line."""
+    text = files("moeq.oracle").joinpath("requirements.toml").read_text(encoding="utf-8")
+    table: dict[str, str] = tomllib.loads(text)
+    return table
+
+
+def _entries() -> Iterator[Entry]:
+    for rule in RULES:
+        yield Entry(rule.code, "rule", rule.title, rule.explain)
+    for row in FILTERS.values():
+        text = "A check of the engine on a whole backend, before its classes are looked at."
+        yield Entry(row.code, "pre-filter", row.title, text)
+    for code, title, text in _SELECTION:
+        yield Entry(code, "pre-filter", title, text)
+    for gate in GATES:
+        yield Entry(gate.code, "gate", gate.stage, gate.explain)
+    yield Entry("G4", "gate", "selection", "Backend selection itself: the candidates and their reasons.")
+    for code, (_, text) in OWN_RULES.items():
+        yield Entry(code, "kernel rule", "moeq's own kernels", text)
+    yield from _advisories()
+    for code, text in requirements().items():
+        named = ", ".join(entry.code for entry in _advisories() if code in dict(entry.facts)["requirement"].split(", "))
+        yield Entry(code, "requirement", "what moeq promises", text, (("advisories", named),) if named else ())
+    for code, text in _KINDS.items():
+        yield Entry(code, "failure", "how an engine's selection can end", text)
+    for code, text in _EXITS.items():
+        yield Entry(code, "failure", f"exit code {int(EXIT_CODES[code])}", f"{text} Codes {code}.* belong to it.")
+
+
+def _advisories() -> Iterator[Entry]:
+    for engine in engine_names():
+        if engine == "moeq":
+            continue
+        for row in load_policy(engine).advisories:
+            facts: list[tuple[str, str]] = [
+                (key, row[key]) for key in ("versions", "workaround", "issue", "fixed_by") if key in row
+            ]
+            facts.append(("requirement", ", ".join(row["requirement"])))
+            yield Entry(row["code"], "advisory", "known defect", row["symptom"], tuple(facts))
+
+
+@cache
+def catalog() -> dict[str, Entry]:
+    """Every entry by its code; of pre-filters that share a code the titles are joined."""
+    table: dict[str, Entry] = {}
+    for entry in _entries():
+        known = table.get(entry.code)
+        title = f"{known.title}; {entry.title}" if known and entry.title not in known.title else entry.title
+        table[entry.code] = Entry(entry.code, entry.kind, title, entry.text, entry.facts)
+    return table
+
+
+def explain(code: str) -> Entry:
+    """What a code means; case does not matter, `P04` stands for `P04_SCHEME`, and `usage.x` for its kind.
+
+    Raises:
+        MoeqError: `usage.unknown-code`, naming the nearest known ones.
+    """
+    table = {key.lower(): entry for key, entry in catalog().items()}
+    asked = code.lower()
+    short = {key.partition("_")[0]: entry for key, entry in table.items() if "_" in key}
+    entry = table.get(asked) or short.get(asked) or (table.get(asked.partition(".")[0]) if "." in asked else None)
+    if entry is None:
+        near = difflib.get_close_matches(asked, table, n=3, cutoff=0.4)
+        hint = f"nearest: {', '.join(table[key].code for key in near)}" if near else "`moeq explain` lists all codes"
+        raise MoeqError("usage.unknown-code", f"nothing is known as '{code}'", hint)
+    return entry

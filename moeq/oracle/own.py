@@ -1,0 +1,332 @@
+"""The `moeq` policy: what moeq's own kernels run. One row per kernel format, the same kind of verdict.
+
+Unlike an engine's keys, the question here is the scheme itself: real group size, zero points, act-order, biases and
+activation type, so that no two schemes look alike.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from moeq.deploy.deployment import Deployment
+from moeq.layouts.registry import LAYOUTS
+from moeq.oracle.policy import DeviceTerm, device_term
+from moeq.oracle.records import CandidateReport, ConvertTarget, EngineError, Gate, MoeShape, Reason, Sizes, Verdict
+from moeq.oracle.sizes import round_up
+from moeq.schemes.base import Scheme
+
+ENGINE = "moeq"
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """One format that the kernels read: a row of `engines/moeq.toml`.
+
+    Attributes:
+        backend: name to ask for it by.
+        layout: layout id.
+        element: element type of a code.
+        scales: scale dtypes read.
+        group_sizes: group sizes read, -1 for one scale per channel.
+        zero_points: packed zero points are read.
+        act_order: a permutation of input columns is applied.
+        activation: type that rows of x are quantised to, or `none`.
+        dtypes: dtypes of x.
+        n_multiple: multiple of output features (per half).
+        k_multiple: multiple of input features.
+    """
+
+    backend: str
+    layout: str
+    element: str
+    scales: tuple[str, ...]
+    group_sizes: tuple[int, ...]
+    zero_points: bool
+    act_order: bool = False
+    activation: str = "none"
+    dtypes: tuple[str, ...] = ("bf16", "fp16")
+    n_multiple: int = 1
+    k_multiple: int = 1
+
+
+@dataclass(frozen=True)
+class OwnPolicy:
+    """Everything `engines/moeq.toml` says."""
+
+    devices: tuple[DeviceTerm, ...]
+    activations: tuple[str, ...]
+    kernels: tuple[KernelRow, ...]
+
+
+@cache
+def own_policy() -> OwnPolicy:
+    """The policy of moeq's own kernels."""
+    raw = tomllib.loads(files("moeq.oracle").joinpath("engines", "moeq.toml").read_text(encoding="utf-8"))
+    rows = []
+    for item in raw["kernels"]:
+        row: dict[str, Any] = dict(item)
+        sizes = raw["groups"] if row["group_sizes"] == "groups" else row["group_sizes"]
+        row.update(group_sizes=tuple(sizes), scales=tuple(row["scales"]))
+        if "dtypes" in row:
+            row["dtypes"] = tuple(row["dtypes"])
+        rows.append(KernelRow(**row))
+    terms = tuple(device_term(text) for text in raw["devices"])
+    return OwnPolicy(terms, tuple(raw["activations"]), tuple(rows))
+
+
+@dataclass(frozen=True)
+class Request:
+    """One scheme and layer on one deployment."""
+
+    scheme: Scheme
+    shape: MoeShape
+    deployment: Deployment
+
+    @property
+    def tp(self) -> int:
+        """Ranks that share one expert."""
+        return 1 if self.deployment.ep > 1 else self.deployment.tp
+
+    @property
+    def intermediate(self) -> int:
+        """Expert width per rank."""
+        return self.shape.intermediate_size // self.tp
+
+    @property
+    def group(self) -> int:
+        """Group size, -1 for one scale per channel."""
+        return self.scheme.group_size if self.scheme.group_size > 0 else -1
+
+    @property
+    def activation(self) -> str:
+        """Type that the checkpoint asks activations to be quantised to."""
+        return self.scheme.activation.dtype if self.scheme.activation else "none"
+
+
+Check = Callable[[Request, KernelRow], Iterator[Reason]]
+
+
+def _device(request: Request, row: KernelRow) -> Iterator[Reason]:
+    gpu, terms = request.deployment.gpu, own_policy().devices
+    if not any(term.admits(gpu) for term in terms):
+        wanted = " or ".join(term.text for term in terms)
+        yield Reason(
+            "K01_DEVICE", f"{gpu.name} ({gpu.platform} {gpu.arch}) is not {wanted}", f"a device of kind {wanted}"
+        )
+
+
+def _element(request: Request, row: KernelRow) -> Iterator[Reason]:
+    if request.scheme.weight.dtype != row.element:
+        yield Reason("K02_ELEMENT", f"weights are {request.scheme.weight.dtype}, this kernel reads {row.element}")
+
+
+def _scale(request: Request, row: KernelRow) -> Iterator[Reason]:
+    scale = request.scheme.weight.scale
+    if scale.dtype not in row.scales:
+        yield Reason("K03_SCALE", f"scales are {scale.dtype}, this kernel reads {', '.join(row.scales)}")
+    if request.scheme.weight.scale2 is not None:
+        yield Reason("K03_SCALE", "a second level of scales, which this kernel has no input for")
+    if scale.granularity in ("tensor", "block"):
+        yield Reason("K03_SCALE", f"scales are per {scale.granularity}, this kernel reads groups along K")
+
+
+def _group(request: Request, row: KernelRow) -> Iterator[Reason]:
+    if request.group not in row.group_sizes:
+        known = ", ".join("channel" if size < 0 else str(size) for size in row.group_sizes)
+        yield Reason("K04_GROUP", f"group size {request.group} is not one of {known}")
+
+
+def _group_cut(request: Request, row: KernelRow) -> Iterator[Reason]:
+    group, inner, hidden = request.group, request.intermediate, request.shape.hidden_size
+    if group > 0 and inner % group and request.tp > 1:
+        text = f"tp {request.tp} cuts groups of {group}: {inner} per rank leaves {inner % group}"
+        yield Reason("K05_GROUP_CUT", text, _nearest_tp(request, group))
+    if group > 0 and hidden % group:
+        yield Reason("K05_GROUP_CUT", f"hidden size {hidden} is not a multiple of group size {group}")
+
+
+def _nearest_tp(request: Request, group: int) -> str | None:
+    total, tp = request.shape.intermediate_size, request.tp
+    fits = [size for size in (1, 2, 4, 8, 16) if total % size == 0 and total // size % group == 0]
+    best = min(fits, key=lambda size: abs(size - tp), default=None)
+    return f"tp {best} ({total // best} per rank) or ep {tp}" if best else None
+
+
+def _zero_points(request: Request, row: KernelRow) -> Iterator[Reason]:
+    if not request.scheme.weight.symmetric and not row.zero_points:
+        yield Reason("K06_ZERO_POINT", "the checkpoint has zero points, this kernel reads none")
+
+
+def _act_order(request: Request, row: KernelRow) -> Iterator[Reason]:
+    if request.scheme.act_order and not row.act_order:
+        yield Reason("K07_ACT_ORDER", "columns are reordered by activation order, this kernel does not permute x")
+    if row.act_order and not request.scheme.act_order:
+        yield Reason("K07_ACT_ORDER", "only for checkpoints with act-order")
+    if request.scheme.act_order and request.tp > 1:
+        yield Reason("K07_ACT_ORDER", f"act-order with tp {request.tp}: any row may use any group", f"ep {request.tp}")
+
+
+def _activation_type(request: Request, row: KernelRow) -> Iterator[Reason]:
+    if request.activation != row.activation:
+        wanted = {"none": "16-bit"}
+        asked, runs = wanted.get(request.activation, request.activation), wanted.get(row.activation, row.activation)
+        yield Reason("K08_ACTIVATION_TYPE", f"the checkpoint asks for {asked} activations, this kernel runs {runs}")
+
+
+def _activation(request: Request, row: KernelRow) -> Iterator[Reason]:
+    known = own_policy().activations
+    if request.shape.activation not in known:
+        yield Reason("K09_ACTIVATION", f"activation {request.shape.activation} is not one of {', '.join(known)}")
+
+
+def _dtype(request: Request, row: KernelRow) -> Iterator[Reason]:
+    dtype = request.deployment.dtype
+    if dtype not in row.dtypes:
+        yield Reason("K10_DTYPE", f"dtype {dtype}, this kernel takes {', '.join(row.dtypes)}", f"dtype {row.dtypes[0]}")
+
+
+def _lora(request: Request, row: KernelRow) -> Iterator[Reason]:
+    if request.deployment.lora:
+        yield Reason("K11_LORA", "no kernel applies LoRA adapters on experts", "no LoRA on experts (merge them)")
+
+
+def _division(request: Request, row: KernelRow) -> Iterator[Reason]:
+    total = request.shape.intermediate_size
+    if total % request.tp:
+        yield Reason("K12_DIVISION", f"intermediate size {total} does not divide by tp {request.tp}", "another tp")
+    if request.deployment.ep > request.shape.num_experts:
+        text = f"ep {request.deployment.ep} is more than {request.shape.num_experts} experts"
+        yield Reason("K12_DIVISION", text, "a smaller ep")
+
+
+#: Code -> what the rule is about, for `moeq explain`.
+OWN_RULES: dict[str, tuple[Check, str]] = {
+    "K01_DEVICE": (
+        _device,
+        "moeq's kernels run from sm_80 and on gfx942 and gfx950; on a CPU, in Triton's interpreter.",
+    ),
+    "K02_ELEMENT": (_element, "Element type of the weight codes."),
+    "K03_SCALE": (_scale, "Type and granularity of the scales."),
+    "K04_GROUP": (_group, "The real group size, which the key carries."),
+    "K05_GROUP_CUT": (_group_cut, "A shard must not cut a group of weights that share a scale."),
+    "K06_ZERO_POINT": (_zero_points, "Stored zero points are never dropped."),
+    "K07_ACT_ORDER": (_act_order, "Act-order needs a kernel that permutes the columns of x."),
+    "K08_ACTIVATION_TYPE": (_activation_type, "Activations run in the precision the checkpoint declares."),
+    "K09_ACTIVATION": (_activation, "The activation function between the two products."),
+    "K10_DTYPE": (_dtype, "e8m0 scales span the range of bfloat16, not that of float16."),
+    "K11_LORA": (_lora, "LoRA is advertised only where it is applied."),
+    "K12_DIVISION": (_division, "Ranks divide the intermediate size and the experts."),
+}
+
+
+def own_sizes(request: Request, row: KernelRow) -> Sizes:
+    """Sizes per rank as the layout stores them: w13 has K = hidden, w2 has K = intermediate."""
+    hidden, inner = request.shape.hidden_size, request.intermediate
+    along_k = math.lcm(row.k_multiple, max(request.group, 1))
+    local = -(-request.shape.num_experts // request.deployment.ep)
+    padded_hidden = round_up(hidden, math.lcm(row.n_multiple, row.k_multiple))
+    return Sizes(hidden, inner, padded_hidden, round_up(inner, math.lcm(row.n_multiple, along_k)), local)
+
+
+def judge_own(scheme: Scheme, shape: MoeShape, deployment: Deployment) -> Verdict:
+    """The verdict of moeq's own kernels. A forced backend restricts the choice; see `moeq.oracle.decide`."""
+    request = Request(scheme, shape, deployment)
+    judged = _closest([(row, _report(request, row)) for row in own_policy().kernels])
+    asked = deployment.backend
+    names = {row.backend.lower() for row, _ in judged}
+    fits = [pair for pair in judged if pair[1].supported and asked in ("auto", pair[0].backend.lower())]
+    reports = tuple(report for _, report in judged)
+    error = None if fits else _error(asked, names, reports)
+    selected = fits[0] if fits else None
+    with_layout = [pair for pair in fits if pair[1].layout is not None]
+    return Verdict(
+        engine=ENGINE,
+        scheme=scheme.title,
+        deployment=deployment,
+        shape=shape,
+        asked=asked,
+        method=None,
+        family="moeq",
+        weight_key=scheme.title,
+        activation_key=None if request.activation == "none" else request.activation,
+        selected=selected[1] if selected else None,
+        error=error,
+        gates=(_dry_run(request, selected),) if selected else (),
+        candidates=reports,
+        convert=_target(request, with_layout[0], selected) if with_layout else None,
+        runs_as=f"W{scheme.bits}A{8 if selected[0].activation == 'int8' else 16}" if selected else None,
+        sizes=own_sizes(request, selected[0]) if selected else None,
+        transient_bytes=0 if selected else None,
+        notes=_notes(deployment),
+    )
+
+
+def _closest(judged: list[tuple[KernelRow, CandidateReport]]) -> list[tuple[KernelRow, CandidateReport]]:
+    """One row per backend: a kernel that reads several element types is judged by the one that comes closest."""
+    best: dict[str, tuple[KernelRow, CandidateReport]] = {}
+    for row, report in judged:
+        if row.backend not in best or len(report.reasons) < len(best[row.backend][1].reasons):
+            best[row.backend] = (row, report)
+    return list(best.values())
+
+
+def _notes(deployment: Deployment) -> tuple[str, ...]:
+    interpreted = deployment.gpu.platform == "cpu"
+    return ("on a CPU the kernels run in Triton's interpreter: for checks, not for serving",) if interpreted else ()
+
+
+def _report(request: Request, row: KernelRow) -> CandidateReport:
+    reasons = tuple(reason for check, _ in OWN_RULES.values() for reason in check(request, row))
+    have = row.layout in LAYOUTS
+    remedies = [reason.remedy for reason in reasons]
+    unlock = " and ".join(dict.fromkeys(map(str, remedies))) if reasons and all(remedies) else None
+    return CandidateReport(
+        backend=row.backend,
+        experts=f"moeq_kernels {row.layout} {row.element}",
+        layout=row.layout if have else None,
+        no_layout=None if have else f"layout {row.layout} is not in this version of moeq",
+        supported=not reasons,
+        reasons=reasons,
+        unlock=unlock,
+        flag=row.backend.lower(),
+    )
+
+
+def _error(asked: str, names: set[str], reports: tuple[CandidateReport, ...]) -> EngineError:
+    works = ", ".join(report.backend.lower() for report in reports if report.supported)
+    hint = f"works here: {works}" if works else None
+    if asked != "auto" and asked not in names:
+        text = f"'{asked}' names no kernel of moeq; known: {', '.join(sorted(names))}"
+        return EngineError("MoeqError", "OVERRIDE_UNKNOWN", text, hint)
+    rows = [report for report in reports if asked in ("auto", report.backend.lower())]
+    # The kernels that came closest say most about the checkpoint.
+    fewest = min(len(report.reasons) for report in rows)
+    closest = [row for row in rows if len(row.reasons) == fewest]
+    reasons = "; ".join(f"{row.backend}: {', '.join(reason.text for reason in row.reasons)}" for row in closest)
+    kind = "NO_BACKEND" if asked == "auto" else "OVERRIDE_UNSUPPORTED"
+    return EngineError("MoeqError", kind, f"no kernel of moeq runs this: {reasons}", hint)
+
+
+def _dry_run(request: Request, chosen: tuple[KernelRow, CandidateReport]) -> Gate:
+    sizes = own_sizes(request, chosen[0])
+    text = (
+        f"hidden {sizes.hidden} -> {sizes.padded_hidden}, "
+        f"intermediate per rank {sizes.intermediate} -> {sizes.padded_intermediate}"
+    )
+    return Gate("G5", "sizes per rank", True, text)
+
+
+def _target(
+    request: Request, chosen: tuple[KernelRow, CandidateReport], selected: tuple[KernelRow, CandidateReport] | None
+) -> ConvertTarget:
+    row, report = chosen
+    why = None
+    if selected is not None and selected[1] is not report:
+        why = f"{selected[1].backend}: {selected[1].no_layout}"
+    return ConvertTarget(report.backend, report.experts, row.layout, None, own_sizes(request, row), why)

@@ -1,0 +1,109 @@
+"""Many deployments at once: one scheme and layer over GPUs x TP x EP, as a table of cells."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from moeq.deploy.deployment import Deployment, Gpu
+from moeq.errors import MoeqError
+from moeq.oracle.decide import judge
+from moeq.oracle.records import MoeShape, Verdict
+from moeq.schemes.base import Scheme
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One deployment of a sweep.
+
+    Attributes:
+        gpu: device name.
+        tp: tensor-parallel size.
+        ep: expert-parallel size.
+        verdict: what the oracle says there.
+    """
+
+    gpu: str
+    tp: int
+    ep: int
+    verdict: Verdict
+
+    @property
+    def name(self) -> str:
+        """`H100/tp8/ep1`, as `--require` names it."""
+        return f"{self.gpu}/tp{self.tp}/ep{self.ep}"
+
+    @property
+    def word(self) -> str:
+        """Backend that runs, or `-`."""
+        return self.verdict.chosen.backend if self.verdict.chosen else "-"
+
+
+def sweep(
+    scheme: Scheme,
+    shape: MoeShape,
+    base: Deployment,
+    gpus: Sequence[Gpu],
+    tps: Sequence[int],
+    eps: Sequence[int],
+    config: Mapping[str, Any] | None = None,
+) -> list[Cell]:
+    """Every cell of GPUs x TP x EP, in that order. Cells that cannot be are refusals, never exceptions.
+
+    Where one deployment has both, `ep` is the number of ranks that share the experts (tp x dp), so `tp 2, ep 8` is
+    four data-parallel groups of two.
+    """
+    cells = []
+    for gpu, tp, ep in product(gpus, tps, eps):
+        where = replace(base, gpu=gpu, tp=tp, ep=ep, dtype=_dtype(base, gpu))
+        cells.append(Cell(gpu.name, tp, ep, judge(scheme, shape, where, config=config, explain=False)))
+    return cells
+
+
+def _dtype(base: Deployment, gpu: Gpu) -> Any:
+    old = gpu.capability is not None and gpu.capability < (8, 0)
+    return "fp16" if old and base.dtype == "bf16" else base.dtype
+
+
+_REQUIRE = re.compile(r"(?P<gpu>[^/=]+)(?:/tp(?P<tp>\d+))?(?:/ep(?P<ep>\d+))?(?:=(?P<backend>\w+))?", re.IGNORECASE)
+
+
+def unmet(cells: Iterable[Cell], required: Iterable[str]) -> list[str]:
+    """What is wrong with required cells: no backend, or another than the named one.
+
+    Args:
+        cells: the sweep.
+        required: `GPU[/tpN][/epN][=BACKEND]`, or `all` for a GPU of any name.
+
+    Raises:
+        MoeqError: `usage.require` for a spelling that names nothing in the sweep.
+    """
+    cells, found = list(cells), []
+    for text in required:
+        match = _REQUIRE.fullmatch(text.strip())
+        rows = [cell for cell in cells if match and _named(cell, match)]
+        if match is None or not rows:
+            raise MoeqError(
+                "usage.require",
+                f"--require '{text}' names no cell of this sweep",
+                "GPU[/tpN][/epN][=BACKEND] or all; for example H100/tp8=MARLIN",
+            )
+        wanted = match["backend"]
+        for cell in rows:
+            if cell.verdict.chosen is None:
+                found.append(f"{cell.name}: {cell.verdict.refusal}")
+            elif wanted and cell.word != wanted.upper():
+                found.append(f"{cell.name}: {cell.word}, not {wanted.upper()}")
+    return found
+
+
+def _named(cell: Cell, match: re.Match[str]) -> bool:
+    name = match["gpu"].lower()
+    return (
+        name in ("all", "*", cell.gpu.lower())
+        and match["tp"] in (None, str(cell.tp))
+        and match["ep"] in (None, str(cell.ep))
+    )

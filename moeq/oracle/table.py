@@ -1,0 +1,196 @@
+"""Tables about backends and verdicts: rows for `moeq backends`, and the Markdown of `docs/backends.md`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
+from moeq.errors import MoeqError
+from moeq.layouts.registry import LAYOUTS
+from moeq.oracle.decide import judge
+from moeq.oracle.own import ENGINE, own_policy
+from moeq.oracle.policy import Backend, EnginePolicy, ExpertsClass, Family, load_policy
+from moeq.oracle.records import MoeShape, Verdict
+from moeq.oracle.rules import FILTERS
+from moeq.oracle.sweep import Cell
+from moeq.schemes.base import Scheme
+
+# ------------------------------------------------------------------------------------------------ backends
+
+
+def backend_rows(engine: str, family: str | None = None) -> list[dict[str, Any]]:
+    """One row per backend: family, name, flag, devices, limits and layouts.
+
+    Raises:
+        MoeqError: `usage.unknown-engine`, `usage.unknown-family`.
+    """
+    if engine == ENGINE:
+        return _own_rows()
+    policy = load_policy(engine)
+    if family is not None and family not in policy.families:
+        known = ", ".join(policy.families)
+        raise MoeqError("usage.unknown-family", f"no family is called '{family}'", f"known: {known}")
+    wanted = [policy.families[family]] if family else list(policy.families.values())
+    return [_row(policy, one, backend) for one in wanted for backend in one.backends.values()]
+
+
+def _row(policy: EnginePolicy, family: Family, backend: Backend) -> dict[str, Any]:
+    classes = [policy.classes[name] for name in backend.classes]
+    layouts = list(
+        dict.fromkeys([layout for _, layout in backend.layouts] + ([backend.layout] if backend.layout else []))
+    )
+    return {
+        "family": family.name,
+        "title": family.title,
+        "backend": backend.name,
+        "flag": backend.flag,
+        "classes": [row.name.rpartition(":")[2] for row in classes],
+        "devices": list(dict.fromkeys(term.text for row in classes for term in row.devices)),
+        "needs": list(dict.fromkeys(package for row in classes for package in row.packages)),
+        "limits": _limits(backend, classes),
+        "layouts": [layout for layout in layouts if layout in LAYOUTS],
+        "no_layout": backend.no_layout or "moeq has none yet",
+    }
+
+
+def _limits(backend: Backend, classes: Sequence[ExpertsClass]) -> list[str]:
+    """What a backend asks for beyond its device, in words."""
+    words = [FILTERS[name].title for name in backend.filters]
+    if all(row.format == "batched" for row in classes):
+        words.append("batched activations")
+    if not any(row.lora for row in classes):
+        words.append("no LoRA")
+    for row in classes[:1]:
+        words += [f"package {name}" for name in row.packages] + [f"{name}={value}" for name, value in row.env]
+        if row.max_padded_experts:
+            words.append(f"fewer than {row.max_padded_experts + 1} experts")
+    return words
+
+
+def _own_rows() -> list[dict[str, Any]]:
+    policy = own_policy()
+    return [
+        {
+            "family": ENGINE,
+            "title": "moeq's own kernels",
+            "backend": row.backend,
+            "flag": row.backend.lower(),
+            "classes": ["moeq_kernels.fused_moe"],
+            "devices": [term.text for term in policy.devices],
+            "needs": ["triton"],
+            "limits": [f"{row.element}", f"groups {', '.join(map(str, row.group_sizes))}", "no LoRA"],
+            "layouts": [row.layout] if row.layout in LAYOUTS else [],
+            "no_layout": "moeq has none yet",
+        }
+        for row in policy.kernels
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ matrices
+
+
+def matrix(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of a sweep: one row per GPU, one column per TP and EP; `*` marks advisories."""
+    forms = list(dict.fromkeys((cell.tp, cell.ep) for cell in cells))
+    columns = ["GPU", *(f"TP{tp}" + (f" EP{ep}" if ep > 1 else "") for tp, ep in forms)]
+    by_key = {(cell.gpu, cell.tp, cell.ep): cell for cell in cells}
+    rows = []
+    for gpu in dict.fromkeys(cell.gpu for cell in cells):
+        words = [by_key[gpu, tp, ep] for tp, ep in forms]
+        rows.append(
+            [gpu, *(cell.word + ("*" if cell.verdict.advisories and cell.verdict.ok else "") for cell in words)]
+        )
+    return columns, rows
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [f"| {' | '.join(columns)} |", f"|{'|'.join(' --- ' for _ in columns)}|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def matrix_markdown(cells: Sequence[Cell]) -> str:
+    """A sweep as a Markdown table."""
+    return markdown(*matrix(cells))
+
+
+# ------------------------------------------------------------------------------------------------ the docs page
+
+
+@dataclass(frozen=True)
+class Example:
+    """One checkpoint of the docs table: its name, and what the oracle is asked."""
+
+    name: str
+    scheme: Scheme
+    shape: MoeShape
+    config: Mapping[str, Any] | None = None
+
+
+#: Columns of the docs table: title, device, packages.
+DEVICES: tuple[tuple[str, str, tuple[tuple[str, bool], ...]], ...] = (
+    ("A100", "A100", ()),
+    ("H100", "H100", ()),
+    ("H100, no Humming", "H100", (("humming", False),)),
+    ("B200", "B200", ()),
+    ("RTX 5090", "RTX 5090", ()),
+    ("MI300X", "MI300X", ()),
+    ("MI355X", "MI355X", ()),
+    ("CPU (AMX)", "CPU", ()),
+)
+
+
+def verdict_words(verdict: Verdict) -> str:
+    """A verdict in a table cell: what runs, and what convert writes."""
+    if verdict.chosen is None:
+        kind = verdict.error.kind if verdict.error else next(gate.kind for gate in verdict.gates if not gate.passed)
+        text = f"**no** ({str(kind).lower().replace('_', ' ')})"
+    else:
+        text = verdict.chosen.backend
+    if verdict.convert is None:
+        return text
+    flag = f", `{verdict.convert.flag}`" if verdict.convert.flag else ""
+    return f"{text}<br>→ {verdict.convert.layout}{flag}"
+
+
+def verdict_table(examples: Iterable[Example], engine: str) -> str:
+    """Checkpoints x devices under one policy, as Markdown."""
+    rows = []
+    for example in examples:
+        words = [f"`{example.name}`"]
+        for _, gpu, packages in DEVICES:
+            where = Deployment(parse_gpu(gpu), engine=engine, packages=packages)
+            verdict = judge(example.scheme, example.shape, where, config=example.config, explain=False)
+            words.append(verdict_words(verdict))
+        rows.append(words)
+    return markdown(["checkpoint", *(title for title, _, _ in DEVICES)], rows)
+
+
+def backends_page(examples: Sequence[Example]) -> str:
+    """The whole of `docs/backends.md`."""
+    parts = [
+        "# Backends",
+        "<!-- Generated by moeq.oracle.table.backends_page; a test checks that it is up to date. -->",
+        "Which backend runs which checkpoint, and what `moeq convert` writes for it (`→ layout`, with the flag to start "
+        "the engine with where that is not its own choice). `moeq oracle SRC --gpu ...` gives every reason; "
+        "`moeq explain CODE` explains one.",
+        "## vLLM 0.33.0, one GPU, bf16",
+        verdict_table(examples, "vllm@0.33.0"),
+        "## moeq's own kernels",
+        verdict_table(examples, ENGINE),
+        "## Families",
+        _families("vllm@0.33.0"),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _families(engine: str) -> str:
+    rows = []
+    for row in backend_rows(engine):
+        layouts = ", ".join(row["layouts"]) or f"none: {row['no_layout']}"
+        flag = f"`{row['flag']}`" if row["flag"] else ""
+        rows.append([row["family"], row["backend"], flag, ", ".join(row["devices"]), "; ".join(row["limits"]), layouts])
+    return markdown(["family", "backend", "flag", "device", "limits", "offline layout"], rows)
