@@ -16,6 +16,8 @@ TEXT_CONFIGS = ("text_config", "language_config", "llm_config", "thinker_config.
 
 #: No model comes near this; larger values exist to make readers allocate.
 MAX_COUNT = 1 << 24
+MAX_LAYERS = 1 << 12
+MAX_EXPERTS = 1 << 16
 
 EXPERTS = (
     "num_local_experts",
@@ -54,6 +56,7 @@ RENORMALIZE = ("norm_topk_prob", "moe_renormalize", "route_norm")
 SCALING = ("routed_scaling_factor", "moe_router_scaling_factor", "router_scaling_factor", "moe_routed_scaling_factor")
 GROUPS = ("n_group", "num_expert_group")
 GROUPS_KEPT = ("topk_group",)
+LAYER_LISTS = ("layers_block_type", "hybrid_override_pattern", "layer_types", "mlp_layer_types")
 MTP = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers")
 
 
@@ -74,7 +77,7 @@ class Facts:
                 yield from found
                 return
 
-    def count(self, keys: Sequence[str]) -> int | None:
+    def count(self, keys: Sequence[str], limit: int = MAX_COUNT) -> int | None:
         """A count, or None. A list (per layer, or text before vision) counts as its largest entry.
 
         Raises:
@@ -82,7 +85,7 @@ class Facts:
         """
         known: tuple[str, int] | None = None
         for key, value in self.find(keys):
-            number = exact_count(key, max(value) if _int_list(value) else value)
+            number = exact_count(key, max(value) if _int_list(value) else value, limit)
             if known and known[1] != number:
                 detail = f"config.json: {known[0]} is {known[1]} but {key} is {number}; they name the same thing"
                 raise MoeqError("source.bad-config", detail)
@@ -113,11 +116,25 @@ class Facts:
             return value
         return None
 
+    def layers(self) -> int | None:
+        """Number of decoder layers, from the count or from a list or pattern with one entry per layer."""
+        declared = self.count(LAYERS, MAX_LAYERS)
+        if declared is not None:
+            return declared
+        for _, value in self.find(LAYER_LISTS):
+            if isinstance(value, (list, str)) and len(value) <= MAX_LAYERS:
+                return len(value)
+        return None
 
-def exact_count(key: str, value: Any) -> int:
-    """`value` as a count between 0 and 2**24. Raises MoeqError naming key and value."""
-    if type(value) is not int or not 0 <= value <= MAX_COUNT:
-        detail = f"config.json: {key} is {_show(value)}, expected a whole number from 0 to {MAX_COUNT:,}"
+    def experts(self) -> int | None:
+        """Routed experts of a layer."""
+        return self.count(EXPERTS, MAX_EXPERTS)
+
+
+def exact_count(key: str, value: Any, limit: int = MAX_COUNT) -> int:
+    """`value` as a count between 0 and `limit`. Raises MoeqError naming key and value."""
+    if type(value) is not int or not 0 <= value <= limit:
+        detail = f"config.json: {key} is {_show(value)}, expected a whole number from 0 to {limit:,}"
         raise MoeqError("source.bad-config", detail)
     return value
 

@@ -1,6 +1,6 @@
 """Model families as data: what `config.json` and tensor names do not say by themselves.
 
-Values are the defaults of the families' own modelling code (transformers 5.23, vLLM 0.33); explicit config keys win.
+Values are those of the families' own modelling code (transformers 5.23, vLLM 0.33); explicit config keys win.
 """
 
 from __future__ import annotations
@@ -8,7 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus", "sparsemixer", "topk-softmax", "topk-sigmoid"]
+#: Where the unquantised checkpoint keeps its experts: one module per projection and expert, or stacked parameters with
+#: gate and up as two halves of the rows, as alternating rows, or with rows and columns exchanged.
+Stacking = Literal["per-expert", "halves", "interleaved", "transposed"]
+
+_W123 = ("w1", "w3", "w2")
 
 
 @dataclass(frozen=True)
@@ -19,45 +23,285 @@ class Family:
         title: name for people.
         model_types: `model_type` values, of the text config where nested.
         experts: path of the experts module under a layer.
+        projections: spelling of gate, up and down; an empty gate where there is none.
+        stacking: how the family's own checkpoints keep experts. Quantised exports of any family may be per-expert.
+        layers: paths of the decoder layers in published checkpoints.
+        router: router module under a layer.
         scoring: how router logits become scores, where the config does not say.
         renormalize: whether the chosen scores are divided by their sum, where the config does not say.
         scaling: routed scaling factor, where the config does not say.
         group_score: how a group of experts is ranked, where there are groups.
-        correction_bias: a per-expert bias takes part in choosing.
-        intermediate_keys: config keys of the expert intermediate size; searched in order.
-        activation: where the config does not say (or says something the model ignores).
-        gated: whether experts have a gate projection.
-        interleaved: rows of fused gate/up tensors alternate instead of being two halves.
-        router: router module under a layer.
+        intermediate_keys: config keys of the expert intermediate size, searched in order.
+        activation: what the model's code uses where it ignores the config key, or None to trust the config.
     """
 
     title: str
     model_types: tuple[str, ...]
     experts: str = "mlp.experts"
-    scoring: Scoring = "softmax"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    stacking: Stacking = "per-expert"
+    layers: tuple[str, ...] = ("model.layers",)
+    router: str = "mlp.gate"
+    scoring: str = "softmax"
     renormalize: bool = True
     scaling: float = 1.0
     group_score: Literal["max", "top2"] = "max"
-    correction_bias: bool = False
     intermediate_keys: tuple[str, ...] = ("moe_intermediate_size",)
-    activation: str = "silu"
-    gated: bool = True
-    interleaved: bool = False
-    router: str = "mlp.gate"
+    activation: str | None = None
 
+    @property
+    def interleaved(self) -> bool:
+        """Whether rows of stacked gate/up tensors alternate."""
+        return self.stacking == "interleaved"
+
+
+_DENSE_SIZE = ("intermediate_size",)
+_VISION_LAYERS = ("model.language_model.layers", "model.layers")
+_KIMI_LAYERS = ("language_model.model.layers", "model.layers")
 
 FAMILIES: tuple[Family, ...] = (
-    Family("Mixtral", ("mixtral",), experts="block_sparse_moe.experts", intermediate_keys=("intermediate_size",)),
+    Family(
+        "Mixtral",
+        ("mixtral",),
+        experts="block_sparse_moe.experts",
+        projections=_W123,
+        router="block_sparse_moe.gate",
+        intermediate_keys=_DENSE_SIZE,
+    ),
     Family("Qwen2-MoE", ("qwen2_moe",), renormalize=False),
     Family("Qwen3-MoE", ("qwen3_moe",)),
+    Family("Qwen3-Next", ("qwen3_next",)),
+    Family(
+        "Qwen3.5-MoE",
+        ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_6_moe", "qwen3_6_moe_text", "qwen3_8_moe", "qwen3_8_moe_text"),
+        stacking="halves",
+        layers=_VISION_LAYERS,
+    ),
+    Family("Qwen3-VL-MoE", ("qwen3_vl_moe", "qwen3_vl_moe_text"), stacking="transposed", layers=_VISION_LAYERS),
+    Family(
+        "Qwen3-Omni-MoE",
+        ("qwen3_omni_moe", "qwen3_omni_moe_text", "qwen3_omni_moe_thinker"),
+        layers=("thinker.model.layers", "talker.model.layers"),
+    ),
+    Family("DeepSeek-V2", ("deepseek_v2",), renormalize=False),
+    Family("DeepSeek-V3", ("deepseek_v3",), scoring="sigmoid", scaling=2.5, group_score="top2"),
+    Family("DeepSeek-V3.2", ("deepseek_v32",), scoring="sigmoid", scaling=2.5, group_score="top2"),
+    Family(
+        "DeepSeek-V4",
+        ("deepseek_v4", "deepseek_ref"),
+        experts="ffn.experts",
+        projections=_W123,
+        layers=("layers",),
+        router="ffn.gate",
+        scoring="sqrtsoftplus",
+        scaling=1.5,
+    ),
+    Family("Kimi-K2", ("kimi_k2",), scoring="sigmoid", scaling=2.827, group_score="top2"),
+    Family("Kimi-K2.5", ("kimi_k25",), scoring="sigmoid", scaling=2.827, group_score="top2", layers=_KIMI_LAYERS),
+    Family(
+        "Kimi-Linear / K3",
+        ("kimi_linear", "kimi_k3"),
+        experts="block_sparse_moe.experts",
+        projections=_W123,
+        layers=("model.layers", "language_model.model.layers"),
+        router="block_sparse_moe.gate",
+        scoring="sigmoid",
+    ),
+    Family("GLM-4.5", ("glm4_moe", "glm4_moe_lite"), scoring="sigmoid", group_score="top2"),
+    Family("GLM-4.5V", ("glm4v_moe", "glm4v_moe_text"), scoring="sigmoid", group_score="top2", layers=_VISION_LAYERS),
+    Family(
+        "GLM-5",
+        ("glm_moe_dsa", "glm5_next"),
+        scoring="sigmoid",
+        group_score="top2",
+        layers=("model.layers", *_VISION_LAYERS),
+    ),
+    Family(
+        "MiniMax-M1",
+        ("minimax", "minimax_text_01", "minimax_m1"),
+        experts="block_sparse_moe.experts",
+        projections=_W123,
+        router="block_sparse_moe.gate",
+        intermediate_keys=_DENSE_SIZE,
+    ),
+    Family(
+        "MiniMax-M2",
+        ("minimax_m2",),
+        experts="block_sparse_moe.experts",
+        projections=_W123,
+        router="block_sparse_moe.gate",
+        scoring="sigmoid",
+        intermediate_keys=_DENSE_SIZE,
+    ),
+    Family(
+        "MiniMax-M3",
+        ("minimax_m3", "minimax_m3_vl", "minimax_m3_text"),
+        experts="block_sparse_moe.experts",
+        projections=_W123,
+        layers=_KIMI_LAYERS,
+        router="block_sparse_moe.gate",
+        scoring="sigmoid",
+        scaling=2.0,
+        intermediate_keys=("moe_intermediate_size", "intermediate_size"),
+        activation="swigluoai",
+    ),
     Family(
         "gpt-oss",
         ("gpt_oss",),
-        scoring="topk-softmax",
-        intermediate_keys=("intermediate_size",),
-        activation="swigluoai",
-        interleaved=True,
+        stacking="interleaved",
         router="mlp.router",
+        scoring="topk-softmax",
+        intermediate_keys=_DENSE_SIZE,
+        activation="swigluoai",
+    ),
+    Family(
+        "Llama-4",
+        ("llama4", "llama4_text"),
+        experts="feed_forward.experts",
+        stacking="transposed",
+        layers=("language_model.model.layers", "model.layers"),
+        router="feed_forward.router",
+        scoring="topk-sigmoid",
+        renormalize=False,
+        intermediate_keys=_DENSE_SIZE,
+    ),
+    Family(
+        "Phi-3.5-MoE",
+        ("phimoe",),
+        experts="block_sparse_moe.experts",
+        projections=_W123,
+        router="block_sparse_moe.gate",
+        scoring="sparsemixer",
+        renormalize=False,
+        intermediate_keys=_DENSE_SIZE,
+    ),
+    Family(
+        "DBRX",
+        ("dbrx",),
+        experts="ffn.experts",
+        projections=("w1", "v1", "w2"),
+        layers=("transformer.blocks",),
+        router="ffn.router.layer",
+        intermediate_keys=("ffn_config.ffn_hidden_size",),
+    ),
+    Family(
+        "Jamba",
+        ("jamba",),
+        experts="feed_forward.experts",
+        router="feed_forward.router",
+        renormalize=False,
+        intermediate_keys=_DENSE_SIZE,
+    ),
+    Family("OLMoE", ("olmoe", "flex_olmo"), renormalize=False, intermediate_keys=_DENSE_SIZE),
+    Family(
+        "Granite-MoE",
+        ("granitemoe", "granitemoehybrid", "granitemoeshared"),
+        experts="block_sparse_moe",
+        projections=("input_linear", "input_linear", "output_linear"),
+        stacking="halves",
+        router="block_sparse_moe.router.layer",
+        scoring="topk-softmax",
+        intermediate_keys=_DENSE_SIZE,
+    ),
+    Family("Hunyuan-A13B", ("hunyuan_v1_moe",), router="mlp.gate.wg"),
+    Family("Hunyuan 3", ("hy_v3", "hy_v4"), router="mlp.router.gate", scoring="sigmoid", scaling=2.826),
+    Family("ERNIE-4.5", ("ernie4_5_moe", "ernie4_5_vl_moe", "ernie4_5_moe_vl")),
+    Family(
+        "Step-3",
+        ("step3_text", "step3p5", "step3p7", "step3_vl"),
+        experts="moe",
+        router="moe.gate",
+        stacking="halves",
+        scoring="sigmoid",
+        scaling=3.0,
+    ),
+    Family(
+        "Nemotron-3",
+        ("nemotron_h", "nemotron_h_moe"),
+        experts="mixer.experts",
+        projections=("", "up_proj", "down_proj"),
+        layers=("backbone.layers", "model.layers"),
+        router="mixer.gate",
+        scoring="sigmoid",
+        scaling=2.5,
+        activation="relu2",
+    ),
+    Family("Bailing / Ling", ("bailing_moe",)),
+    Family(
+        "Bailing / Ling 2",
+        ("bailing_moe_v2", "bailing_moe_linear", "bailing_hybrid", "bailing_moe_v2_5"),
+        scoring="sigmoid",
+        scaling=2.5,
+        group_score="top2",
+    ),
+    Family("dots", ("dots1", "dots3"), scoring="sigmoid", group_score="top2"),
+    Family(
+        "LongCat-Flash",
+        ("longcat_flash",),
+        router="mlp.router.classifier",
+        renormalize=False,
+        scaling=6.0,
+        intermediate_keys=("expert_ffn_hidden_size", "moe_intermediate_size"),
+    ),
+    Family(
+        "Mistral Large 3 / Small 4",
+        ("mistral4", "mistral3", "mistral_large_3"),
+        experts="experts",
+        projections=_W123,
+        layers=("layers", *_VISION_LAYERS),
+        router="gate",
+    ),
+    Family("MiMo-V2", ("mimo_v2", "mimo_v2_flash"), scoring="sigmoid"),
+    Family(
+        "Gemma-4",
+        ("gemma4", "gemma4_text"),
+        experts="experts",
+        stacking="halves",
+        layers=_VISION_LAYERS,
+        router="router.proj",
+    ),
+    Family("Inkling", ("inkling",), projections=("w13", "w13", "w2"), stacking="interleaved", scoring="sigmoid"),
+    Family(
+        "LFM2-MoE",
+        ("lfm2_moe",),
+        experts="feed_forward.experts",
+        projections=_W123,
+        router="feed_forward.gate",
+        scoring="sigmoid",
+    ),
+    Family("AFMoE / Trinity", ("afmoe",), router="mlp.router.gate", scoring="sigmoid"),
+    Family("Laguna", ("laguna",), scoring="sigmoid"),
+    Family("Solar-Open", ("solar_open",), scoring="sigmoid"),
+    Family("EXAONE-MoE", ("exaone_moe",), scoring="sigmoid"),
+    Family("A.X-K1", ("axk1", "ax_k1"), scoring="sigmoid"),
+    Family("Flint", ("flint",), scoring="sigmoid"),
+    Family("Beam", ("beam",), scoring="sigmoid"),
+    Family("Mellum", ("mellum",)),
+    Family(
+        "Arctic",
+        ("arctic",),
+        experts="block_sparse_moe.experts",
+        projections=_W123,
+        router="block_sparse_moe.gate",
+        intermediate_keys=_DENSE_SIZE,
+    ),
+    Family(
+        "Grok",
+        ("grok-1", "grok_1", "grok1", "grok_2"),
+        experts="block_sparse_moe.experts",
+        projections=_W123,
+        router="block_sparse_moe.gate",
+        intermediate_keys=("moe_intermediate_size", "intermediate_size"),
+        activation="gelu",
+    ),
+    Family(
+        "Aria",
+        ("aria", "aria_text"),
+        projections=("fc1", "fc1", "fc2"),
+        stacking="transposed",
+        layers=("language_model.model.layers", "model.language_model.layers"),
+        router="mlp.router",
+        scoring="topk-softmax",
     ),
 )
 
@@ -66,4 +310,4 @@ _BY_TYPE = {model_type: family for family in FAMILIES for model_type in family.m
 
 def find_family(model_type: str) -> Family | None:
     """The family of a `model_type`, or None."""
-    return _BY_TYPE.get(model_type)
+    return _BY_TYPE.get(model_type.lower())

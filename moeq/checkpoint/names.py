@@ -175,7 +175,7 @@ def index_experts(tensors: Mapping[str, TensorEntry]) -> list[LayerExperts]:
         projection, _, part = rest.partition(".")
         group = groups.get((head, projection, part))
         if group is None:
-            group = index.open_group(head, projection, part)
+            group = index.open_group(head, f"{head}.experts", projection, part)
         group[number] = entry
     return list(index.layers.values())
 
@@ -198,10 +198,10 @@ class _Indexer:
         value = self.numbers[text] = int(digits)
         return value
 
-    def open_group(self, head: str, projection: str, part: str) -> dict[int, TensorEntry]:
+    def open_group(self, head: str, prefix: str, projection: str, part: str) -> dict[int, TensorEntry]:
         """The group of a `(projection, part)` seen for the first time; unplaced names get one that is dropped."""
         role = PROJECTIONS.get(projection)
-        layer = self._layer(f"{head}.experts") if role else None
+        layer = self._layer(prefix) if role else None
         group: dict[int, TensorEntry] = {}
         if role and layer:
             group = self._group(layer, role, projection, part or "weight")
@@ -216,7 +216,9 @@ class _Indexer:
         number = self.number(expert, entry.name) if inner != tail else FUSED
         if number != FUSED:
             projection, _, part = rest.partition(".")
-            self.open_group(f"{prefix}.mlp".removesuffix(".experts"), projection, part)[number] = entry
+            known = self.groups.get((f"{prefix}.mlp", projection, part))
+            group = self.open_group(f"{prefix}.mlp", f"{prefix}.mlp", projection, part) if known is None else known
+            group[number] = entry
             return
         for parameter, role in FUSED_PARAMETERS:
             if inner.startswith(parameter):

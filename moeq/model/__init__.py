@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from moeq.checkpoint.facts import EXPERTS, LAYERS, Facts
+from moeq.checkpoint.facts import Facts
 from moeq.checkpoint.families import find_family
 from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.manifest import MANIFEST_NAME, read_manifest
@@ -18,7 +18,7 @@ from moeq.checkpoint.source import LocalSource, Source
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix, Role
 from moeq.model.describe import Model, describe, model_type, split_stacks
-from moeq.model.experts import WHOLE_PARTS, ExpertKind, Experts
+from moeq.model.experts import UNKNOWN_ORDER, WHOLE_PARTS, ExpertKind, Experts
 from moeq.model.info import CheckpointInfo
 from moeq.model.quantization import find_declaration
 from moeq.schemes.base import Scheme
@@ -59,15 +59,16 @@ class Checkpoint:
         self.source = source
         facts = Facts(source.config)
         layers = index_experts(source.tensors)
-        stacks = split_stacks(layers, facts.count(LAYERS))
+        stacks = split_stacks(layers, facts.layers())
         if not stacks.main:
             raise _not_moe(source, facts)
         declaration, notices = find_declaration(source.config, source.side_configs)
         source.notices.extend(notices)
         family = find_family(model_type(facts))
-        interleaved = family is not None and family.interleaved
+        interleaved = family.interleaved if family else None
+        declared = facts.experts()
         self._experts: dict[int, Experts] = {
-            number: Experts(layer, declaration, interleaved)
+            number: Experts(layer, declaration, interleaved, declared)
             for number, layer in (*stacks.main.items(), *stacks.mtp.items())
         }
         source.expert_names = frozenset(entry.name for layer in stacks.main.values() for entry in layer.tensors())
@@ -107,9 +108,11 @@ class Checkpoint:
         kind = self._kind(layer, expert)
         wanted = kind.spec(role)
         if role in ("gate", "up") and "gate_up" in kind.projections:
+            if kind.interleaved is None:
+                raise MoeqError("source.unknown-order", f"{self.expert_prefix(layer)}: {UNKNOWN_ORDER}")
             stored = self._read(layer, expert, "gate_up", kind)
             return select_rows(stored, wanted, first=role == "gate", interleaved=kind.interleaved)
-        if role == "w13" and "gate_up" in kind.projections and kind.interleaved:
+        if role == "w13" and "gate_up" in kind.projections and kind.interleaved is not False:
             gate, up = self.matrix(layer, expert, "gate"), self.matrix(layer, expert, "up")
             return concatenate_rows(gate, up, wanted)
         if role == "w13" and "gate" in kind.projections:
@@ -164,7 +167,7 @@ _PROJECTION: dict[Role, Projection] = {"gate": "gate", "up": "up", "down": "down
 
 
 def _not_moe(source: Source, facts: Facts) -> MoeqError:
-    declared = facts.count(EXPERTS)
+    declared = facts.experts()
     detail = "its config declares no experts" if not declared else f"its config declares {declared} experts"
     return MoeqError(
         "source.not-moe",

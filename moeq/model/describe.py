@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from moeq.checkpoint.facts import (
     ACTIVATION,
-    EXPERTS,
     GROUPS,
     GROUPS_KEPT,
     HIDDEN,
-    LAYERS,
     RENORMALIZE,
     SCALING,
     SCORING,
@@ -21,13 +19,26 @@ from moeq.checkpoint.facts import (
     Facts,
 )
 from moeq.checkpoint.families import Family
-from moeq.checkpoint.info import RoutingInfo
+from moeq.checkpoint.header import TensorEntry
+from moeq.checkpoint.info import ModuleUse, RoutingInfo
 from moeq.checkpoint.names import LayerExperts
 from moeq.checkpoint.notice import Notice
 from moeq.checkpoint.source import Source
 from moeq.errors import MoeqError
-from moeq.model.experts import Experts
+from moeq.matrix import MatrixSpec
+from moeq.model.experts import ExpertKind, Experts
 from moeq.model.info import CheckpointInfo, SchemeUse
+from moeq.model.modules import module_uses
+from moeq.model.oddities import (
+    check_complete,
+    check_counts,
+    check_sizes,
+    declared_oddities,
+    layer_oddities,
+    mixed_oddities,
+    scheme_oddities,
+    tensor_oddities,
+)
 from moeq.schemes.base import Scheme
 from moeq.schemes.declared import Declaration
 from moeq.schemes.registry import get_format
@@ -94,16 +105,17 @@ class Model:
 def describe(model: Model) -> CheckpointInfo:
     """The whole record. Raises MoeqError `source.inconsistent` where tensors and config contradict each other."""
     facts, source, family = model.facts, model.source, model.family or Family("unknown", ())
-    moe_layers = tuple(model.stacks.main)
-    first = model.experts[moe_layers[0]].kind(0)
-    down, up = first.spec("w2"), first.spec("up")
-    declared_layers = facts.count(LAYERS)
-    num_layers = declared_layers if declared_layers is not None else max(moe_layers) + 1
-    counts = tuple(model.experts[layer].num_experts for layer in moe_layers)
-    expert_bytes = sum(entry.nbytes for layer in model.stacks.main.values() for entry in layer.tensors())
-    total = sum(entry.nbytes for entry in source.tensors.values())
+    main = {number: model.experts[number] for number in model.stacks.main}
+    check_counts(facts, main.values())
+    check_complete(main.values())
+    first = next(iter(main.values())).kind(0)
+    down, up = sizes(first, family)
+    num_layers = facts.layers() or max(main) + 1
+    expert_tensors = [entry for layer in model.stacks.main.values() for entry in layer.tensors()]
+    expert_bytes = sum(entry.nbytes for entry in expert_tensors)
+    rest = [entry for entry in source.tensors.values() if entry.name not in source.expert_names]
     schemes = scheme_uses(model)
-    warnings = [*source.notices, *_check_sizes(model, counts)]
+    shared = facts.count(SHARED_EXPERTS) or int(bool(facts.count(SHARED_SIZES)))
     return CheckpointInfo(
         name=source.name,
         revision=source.revision,
@@ -112,38 +124,69 @@ def describe(model: Model) -> CheckpointInfo:
         family=family.title,
         family_from_names=model.family is None,
         num_layers=num_layers,
-        moe_layers=moe_layers,
-        dense_layers=tuple(sorted(set(range(num_layers)) - set(moe_layers))),
+        moe_layers=tuple(main),
+        dense_layers=tuple(sorted(set(range(num_layers)) - set(main))),
         mtp_layers=tuple(model.stacks.mtp),
-        num_experts=max(counts),
-        experts_per_layer=counts,
+        num_experts=max(item.num_experts for item in main.values()),
+        experts_per_layer=tuple(item.num_experts for item in main.values()),
         top_k=facts.count(TOP_K),
         hidden_size=facts.count(HIDDEN) or down.n,
         expert_input_size=up.k,
         intermediate_size=down.k,
-        shared_experts=facts.count(SHARED_EXPERTS) or int(bool(facts.count(SHARED_SIZES))),
-        shared_intermediate_size=facts.count(SHARED_SIZES) or None,
+        shared_experts=shared,
+        shared_intermediate_size=facts.count(SHARED_SIZES) or (shared * down.k or None),
         activation=_activation(facts, family),
         gated=first.gated,
-        routing=routing(facts, family),
+        routing=routing(facts, family, source.tensors),
         quant_method=model.declaration.method if model.declaration else None,
         quant_origin=model.declaration.origin if model.declaration else None,
         schemes=schemes,
         expert_bytes=expert_bytes,
-        other_bytes=total - expert_bytes,
+        other_bytes=sum(entry.nbytes for entry in rest),
         num_tensors=len(source.tensors),
         num_files=len(source.files),
         dtype=facts.text(("dtype", "torch_dtype")),
-        modules=(),
+        modules=tuple(_modules(model, rest, expert_bytes)),
         refusals=_refusals(model, schemes),
-        warnings=tuple(warnings),
+        warnings=tuple(_warnings(model, schemes, rest, up, down)),
     )
 
 
-def _activation(facts: Facts, family: Family) -> str:
-    """The family's own activation where its code ignores the config key, else what the config says."""
-    declared = facts.text(ACTIVATION)
-    return declared if declared and family.activation == "silu" else family.activation
+def sizes(kind: ExpertKind, family: Family) -> tuple[MatrixSpec, MatrixSpec]:
+    """`(down, up)` of one expert; parameters stored with rows and columns exchanged are turned round."""
+    down, up = kind.spec("w2"), kind.spec("up")
+    if "gate_up" in kind.projections and family.stacking == "transposed" and kind.scheme.format == "unquantized":
+        stored = kind.spec("w13")
+        return down.with_sizes(n=down.k, k=down.n), up.with_sizes(n=stored.k // 2, k=stored.n)
+    return down, up
+
+
+def _modules(model: Model, rest: list[TensorEntry], expert_bytes: int) -> list[ModuleUse]:
+    total = quantized = 0
+    for number in model.stacks.main:
+        for group in model.experts[number].kinds():
+            for described in group.kind.projections.values():
+                total += len(group.experts)
+                quantized += len(group.experts) if described.scheme.format != "unquantized" else 0
+    return module_uses(rest, ModuleUse("experts", quantized, total - quantized, expert_bytes))
+
+
+def _warnings(
+    model: Model, schemes: Iterable[SchemeUse], rest: list[TensorEntry], up: MatrixSpec, down: MatrixSpec
+) -> Iterator[Notice]:
+    facts = model.facts
+    main = [model.experts[number] for number in model.stacks.main]
+    mtp = {number: model.experts[number] for number in model.stacks.mtp}
+    yield from model.source.notices
+    yield from check_sizes(facts, model.family, up, down)
+    yield from declared_oddities(model.source.name, model.declaration, main)
+    yield from scheme_oddities(use.scheme for use in schemes)
+    yield from mixed_oddities(main)
+    yield from tensor_oddities(rest)
+    yield from layer_oddities(facts, facts.layers() or 0, model.stacks.main, mtp)
+    if model.stacks.other:
+        prefixes = sorted({layer.stack for layer in model.stacks.other})
+        yield Notice("stack.other", f"further stacks with experts are copied unchanged: {', '.join(prefixes[:4])}")
 
 
 def model_type(facts: Facts) -> str:
@@ -151,7 +194,16 @@ def model_type(facts: Facts) -> str:
     return facts.text(("model_type",)) or "unknown"
 
 
-def routing(facts: Facts, family: Family) -> RoutingInfo:
+def _activation(facts: Facts, family: Family) -> str:
+    """The family's own activation where its code ignores the config key, else what the config says."""
+    return family.activation or facts.text(ACTIVATION) or "silu"
+
+
+#: Leaf names of the per-expert bias that takes part in choosing experts.
+_CORRECTION_BIASES = ("e_score_correction_bias", "expert_bias", "router_bias")
+
+
+def routing(facts: Facts, family: Family, tensors: Iterable[str]) -> RoutingInfo:
     """Routing rule from the config, the family filling in what it leaves out."""
     renormalize = facts.flag(RENORMALIZE)
     scaling = facts.number(SCALING)
@@ -162,7 +214,7 @@ def routing(facts: Facts, family: Family) -> RoutingInfo:
         num_groups=facts.count(GROUPS) or 1,
         topk_groups=facts.count(GROUPS_KEPT) or 1,
         group_score=family.group_score,
-        correction_bias=family.correction_bias,
+        correction_bias=any(name.endswith(_CORRECTION_BIASES) for name in tensors),
     )
 
 
@@ -198,20 +250,10 @@ def _refusals(model: Model, schemes: Iterable[SchemeUse]) -> tuple[str, ...]:
     reasons = [use.refusal for use in schemes if use.refusal]
     if model.declaration and model.declaration.refusal:
         reasons.append(model.declaration.refusal)
+    for number in model.stacks.main:
+        for group in model.experts[number].kinds():
+            reasons += group.kind.problems()
     return tuple(dict.fromkeys(reasons))
-
-
-def _check_sizes(model: Model, counts: tuple[int, ...]) -> list[Notice]:
-    """Numbers of experts and sizes against the config."""
-    declared = model.facts.count(EXPERTS)
-    if declared is not None and declared != max(counts):
-        raise MoeqError(
-            "source.inconsistent",
-            f"the config declares {declared} experts, the tensors of layer {next(iter(model.stacks.main))} have "
-            f"{counts[0]}",
-            "the checkpoint was pruned without updating config.json, or files are missing",
-        )
-    return []
 
 
 def _architecture(config: Mapping[str, object]) -> str:

@@ -25,6 +25,9 @@ WHOLE_PARTS = frozenset({"weight_shape"})
 #: Projections in the order in which messages name them.
 _ORDER: tuple[Projection, ...] = ("gate", "up", "gate_up", "down")
 
+#: Why fused gate/up tensors of an unknown family are not split.
+UNKNOWN_ORDER = "gate and up are one tensor, and nothing tells whether their rows are two halves or alternate"
+
 Unit = Mapping[Projection, Mapping[str, TensorEntry]]
 
 
@@ -34,11 +37,12 @@ class ExpertKind:
 
     Attributes:
         projections: `gate`, `up`, `down`, or `gate_up` where gate and up are one tensor.
-        interleaved: rows of a `gate_up` tensor alternate (gate even, up odd) instead of being two halves.
+        interleaved: rows of a `gate_up` tensor alternate (gate even, up odd) instead of being two halves; None where
+            nothing tells which.
     """
 
     projections: Mapping[Projection, Described]
-    interleaved: bool = False
+    interleaved: bool | None = False
 
     @property
     def gated(self) -> bool:
@@ -54,6 +58,16 @@ class ExpertKind:
     def schemes(self) -> list[Scheme]:
         """Distinct schemes of the projections."""
         return list(dict.fromkeys(described.scheme for described in self.projections.values()))
+
+    def problems(self) -> list[str]:
+        """Why this kind cannot be converted, beside its formats."""
+        if self.interleaved is None and "gate_up" in self.projections:
+            return [UNKNOWN_ORDER]
+        try:
+            self.spec("w13")
+        except MoeqError as error:
+            return [error.message]
+        return []
 
     def projection(self, role: Role) -> Described:
         """The stored tensor group that holds a role."""
@@ -100,11 +114,19 @@ class Experts:
     Attributes:
         layer: the layer's tensors.
         num_experts: number of experts found.
+        flat: experts are stacked along the rows of 2-D tensors (DBRX) instead of along an axis of their own.
     """
 
-    def __init__(self, layer: LayerExperts, declaration: Declaration | None, interleaved: bool) -> None:
+    def __init__(
+        self,
+        layer: LayerExperts,
+        declaration: Declaration | None,
+        interleaved: bool | None,
+        declared_experts: int | None = None,
+    ) -> None:
         self.layer = layer
-        self.num_experts = _count(layer)
+        self.num_experts = _count(layer, declared_experts)
+        self.flat = layer.fused and _flat(layer)
         self._declaration = declaration
         self._interleaved = interleaved
         self._kinds: dict[object, ExpertKind] = {}
@@ -142,7 +164,7 @@ class Experts:
         return self._declaration.resolve(self.layer.module(projection, expert))
 
     def _describe(self, unit: Unit, declared: Mapping[Projection, Declared | None], expert: int) -> ExpertKind:
-        sigs = {projection: _sigs(self.layer, parts) for projection, parts in unit.items()}
+        sigs = {projection: _sigs(self, parts) for projection, parts in unit.items()}
         formats: dict[Projection, Format] = {}
         for projection in (name for name in _ORDER if name in sigs):
             found = match_format(sigs[projection], declared[projection])
@@ -171,10 +193,15 @@ def _headers_only(declaration: Declaration | None) -> Declared:
     return Declared(method=declaration.method if declaration else "", rule="tensor headers")
 
 
-def _sigs(layer: LayerExperts, parts: Mapping[str, TensorEntry]) -> dict[str, PartSig]:
+def _sigs(owner: Experts, parts: Mapping[str, TensorEntry]) -> dict[str, PartSig]:
     """Header facts per expert: a tensor that stacks all experts loses its leading axis."""
-    if not layer.fused:
+    if not owner.layer.fused:
         return {part: PartSig(entry.dtype, entry.shape) for part, entry in parts.items()}
+    if owner.flat:
+        count = owner.num_experts
+        return {
+            part: PartSig(entry.dtype, (entry.shape[0] // count, *entry.shape[1:])) for part, entry in parts.items()
+        }
     return {
         part: PartSig(entry.dtype, entry.shape if part in WHOLE_PARTS else entry.shape[1:])
         for part, entry in parts.items()
@@ -199,7 +226,18 @@ def _is_uniform(layer: LayerExperts, count: int) -> bool:
     )
 
 
-def _count(layer: LayerExperts) -> int:
+def _flat(layer: LayerExperts) -> bool:
+    weights = [entries[FUSED] for (_, part), entries in layer.parts.items() if part == "weight" and FUSED in entries]
+    return bool(weights) and all(len(entry.shape) == 2 for entry in weights)
+
+
+def _count(layer: LayerExperts, declared: int | None) -> int:
+    if layer.fused and _flat(layer):
+        rows = {entry.shape[0] for entry in layer.tensors()}
+        if not declared or len(rows) != 1 or rows.pop() % declared:
+            detail = f"rows {sorted(entry.shape[0] for entry in layer.tensors())} do not split into {declared} experts"
+            inconsistent(layer.prefix, detail)
+        return declared
     if layer.fused:
         sizes = {
             entries[FUSED].shape[0] if entries[FUSED].shape else 0

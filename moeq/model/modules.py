@@ -1,0 +1,105 @@
+"""What is quantised outside the routed experts, decided by headers. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from moeq.checkpoint.header import TensorEntry
+from moeq.checkpoint.info import ModuleUse
+
+#: Leaf names that only quantised modules have.
+_QUANT_LEAVES = frozenset(
+    {
+        "qweight",
+        "weight_packed",
+        "weight_scale",
+        "weight_scale_inv",
+        "weight_scale_2",
+        "scales",
+        "SCB",
+        "W_q",
+        "absmax",
+    }
+)
+
+_QUANT_DTYPES = frozenset({"I8", "U8", "I32", "U32", "F8_E4M3", "F8_E5M2", "F4"})
+
+_PACKED = frozenset({"I32", "I8", "U8"})
+
+#: Name component -> part of the model. The first rule that matches a component, in this order.
+_RULES: tuple[tuple[str, str], ...] = (
+    ("mtp", "mtp"),
+    ("shared_expert_gate", "router"),
+    ("shared_expert", "shared experts"),
+    ("shared_experts", "shared experts"),
+    ("share_expert", "shared experts"),
+    ("shared_mlp", "shared experts"),
+    ("gate", "router"),
+    ("router", "router"),
+    ("self_attn", "attention"),
+    ("attention", "attention"),
+    ("attn", "attention"),
+    ("linear_attn", "attention"),
+    ("norm_attn_norm", "attention"),
+    ("vision_tower", "vision"),
+    ("visual", "vision"),
+    ("vision_model", "vision"),
+    ("mlp", "dense mlp"),
+    ("feed_forward", "dense mlp"),
+    ("ffn", "dense mlp"),
+    ("lm_head", "lm_head"),
+    ("output", "lm_head"),
+    ("head", "lm_head"),
+    ("embed_tokens", "embeddings"),
+    ("tok_embeddings", "embeddings"),
+    ("wte", "embeddings"),
+    ("embed", "embeddings"),
+)
+
+
+@dataclass
+class _Module:
+    quantized: bool = False
+    matrix: bool = False
+
+
+def part_of(module: str) -> str:
+    """Part of the model that a module belongs to."""
+    components = set(module.split("."))
+    return next((part for name, part in _RULES if name in components), "other")
+
+
+def module_uses(tensors: Iterable[TensorEntry], experts: ModuleUse) -> list[ModuleUse]:
+    """Summary per part of the model; routed experts, counted elsewhere, come first.
+
+    Args:
+        tensors: every tensor that is not a routed expert's.
+        experts: the summary of the routed experts.
+    """
+    modules: dict[str, _Module] = {}
+    sizes: dict[str, int] = {}
+    for entry in tensors:
+        name, _, leaf = entry.name.rpartition(".")
+        module = modules.setdefault(name, _Module())
+        module.matrix |= len(entry.shape) >= 2
+        module.quantized |= leaf in _QUANT_LEAVES or (leaf == "weight" and entry.dtype in _QUANT_DTYPES)
+        part = part_of(name)
+        sizes[part] = sizes.get(part, 0) + entry.nbytes
+    counts: dict[str, list[int]] = {}
+    for name, module in modules.items():
+        if module.matrix or module.quantized:
+            counts.setdefault(part_of(name), [0, 0])[0 if module.quantized else 1] += 1
+    rest = [ModuleUse(part, numbers[0], numbers[1], sizes[part]) for part, numbers in counts.items()]
+    return [experts, *sorted(rest, key=lambda use: -use.bytes)]
+
+
+def quantized_routers(tensors: Iterable[TensorEntry]) -> list[str]:
+    """Router modules that are quantised, which engines do not expect."""
+    found: dict[str, None] = {}
+    for entry in tensors:
+        name, _, leaf = entry.name.rpartition(".")
+        # DeepSeek-V4's hash-routed layers keep an integer table that is not a weight.
+        if leaf != "tid2eid" and part_of(name) == "router" and (leaf in _QUANT_LEAVES or entry.dtype in _PACKED):
+            found[name] = None
+    return list(found)
