@@ -52,6 +52,8 @@ class MatrixSpec:
         act_order: columns are assigned to groups by `QuantizedMatrix.group_index` instead of `k // group_size`.
         bias_dtype: dtype of the bias vector `[N]`, or None where there is none.
         gated: whether `w13` holds gate and up (False: a single projection, `N = intermediate_size`).
+        all_groups: scales along `K` where they are not `ceil(k / group_size)`: a shard of an act-order matrix keeps
+            every group of the whole one, since its columns may belong to any of them. None otherwise.
     """
 
     role: Role
@@ -64,6 +66,7 @@ class MatrixSpec:
     act_order: bool = False
     bias_dtype: str | None = None
     gated: bool = True
+    all_groups: int | None = None
 
     @property
     def bits(self) -> int:
@@ -73,7 +76,7 @@ class MatrixSpec:
     @property
     def num_groups(self) -> int:
         """Scales along `K`; the last group may be partial."""
-        return -(-self.k // self.group_size)
+        return -(-self.k // self.group_size) if self.all_groups is None else self.all_groups
 
     @property
     def integer(self) -> bool:
@@ -88,7 +91,7 @@ class MatrixSpec:
     def with_sizes(self, *, n: int | None = None, k: int | None = None) -> MatrixSpec:
         """The same matrix with other sizes (a shard, or padded). One scale per output channel stays one."""
         k = self.k if k is None else k
-        group_size = k if self.group_size >= self.k else self.group_size
+        group_size = k if self.num_groups == 1 else self.group_size
         return replace(self, n=self.n if n is None else n, k=k, group_size=group_size)
 
     def with_role(self, role: Role, n: int) -> MatrixSpec:

@@ -5,7 +5,9 @@ Headers only, and no torch, until data is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -36,7 +38,24 @@ def open(path_or_repo: str | Path, revision: str | None = None) -> Checkpoint:
     Raises:
         MoeqError: `source.*`, exit code 4, for everything that can be wrong with it.
     """
-    source = LocalSource(Path(path_or_repo), str(path_or_repo))
+    with _without_collection():
+        return _open(Path(path_or_repo), str(path_or_repo))
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Headers become millions of objects of which none is garbage; collecting in between costs a third of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _open(path: Path, name: str) -> Checkpoint:
+    source = LocalSource(path, name)
     if MANIFEST_NAME in source.side_files():
         from moeq.model.converted import ConvertedCheckpoint
 
@@ -81,6 +100,10 @@ class Checkpoint:
     def num_experts(self, layer: int) -> int:
         """Routed experts of a layer."""
         return self._layer(layer).num_experts
+
+    def experts(self, layer: int) -> Experts:
+        """A layer's experts as they are stored: tensors, and the kind of every expert."""
+        return self._layer(layer)
 
     def scheme_of(self, layer: int, expert: int = 0, role: Role = "w13") -> Scheme:
         """How an expert's weights are encoded."""

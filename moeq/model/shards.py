@@ -1,0 +1,147 @@
+"""Shards of an expert's matrices: what each rank of a deployment holds, and the whole from its shards.
+
+Tensor parallelism cuts the intermediate size: the rows of gate and up alike, and the columns of w2 (with their groups).
+Expert parallelism hands out whole experts. The bias of w2 belongs to the first rank only, since ranks add up their
+outputs; the others hold zeros. A shard of an act-order w2 keeps every group of the whole, because its columns may
+belong to any of them. Source of the rules: vLLM 0.33.0 and 0.26.0 (`FusedMoE.weight_loader`, `is_k_full`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from moeq.errors import MoeqError
+from moeq.matrix import MatrixSpec, QuantizedMatrix
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Range:
+    """`start .. stop`, the stop excluded."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """How many."""
+        return self.stop - self.start
+
+
+def shard_spec(spec: MatrixSpec, part: Range) -> MatrixSpec:
+    """Spec of the shard of `w13` or `w2` that holds these intermediate features."""
+    if spec.role != "w2":
+        return spec.with_sizes(n=part.size * halves(spec))
+    if part.size == spec.k:
+        return spec
+    if spec.act_order:
+        return replace(spec, k=part.size, all_groups=spec.num_groups)
+    return spec.with_sizes(k=part.size)
+
+
+def shard_matrix(matrix: QuantizedMatrix, part: Range, *, first: bool) -> QuantizedMatrix:
+    """The shard that holds these intermediate features.
+
+    Args:
+        matrix: `w13` or `w2` of one expert.
+        part: intermediate features, at group boundaries of w2 unless it has act-order or one scale per channel.
+        first: whether this is rank 0, which keeps the bias of w2.
+    """
+    spec = shard_spec(matrix.spec, part)
+    if spec == matrix.spec:
+        return matrix
+    return _columns(matrix, spec, part, first) if spec.role == "w2" else _rows(matrix, spec, part)
+
+
+def join_shards(spec: MatrixSpec, shards: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
+    """The whole matrix from its shards in the order of their ranks. The inverse of `shard_matrix`."""
+    import torch
+
+    if len(shards) == 1:
+        return shards[0]
+    first = shards[0]
+    if spec.role == "w2":
+        once = spec.act_order or spec.num_groups == 1
+        return replace(
+            first,
+            spec=spec,
+            codes=torch.cat([shard.codes for shard in shards], dim=1),
+            scales=first.scales if once else torch.cat([shard.scales for shard in shards], dim=1),
+            zeros=first.zeros if once else _cat([shard.zeros for shard in shards], 1),
+            group_index=_cat([shard.group_index for shard in shards], 0),
+        )
+    count = halves(spec)
+
+    def join(tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat([tensor.reshape(count, -1, *tensor.shape[1:]) for tensor in tensors], dim=1).flatten(0, 1)
+
+    def join_present(tensors: Sequence[Tensor | None]) -> Tensor | None:
+        present = [tensor for tensor in tensors if tensor is not None]
+        return join(present) if present else None
+
+    return replace(
+        first,
+        spec=spec,
+        codes=join([shard.codes for shard in shards]),
+        scales=join([shard.scales for shard in shards]),
+        zeros=join_present([shard.zeros for shard in shards]),
+        global_scale=join_present([shard.global_scale for shard in shards]),
+        bias=join_present([shard.bias for shard in shards]),
+    )
+
+
+def halves(spec: MatrixSpec) -> int:
+    """Matrices stacked in the rows: 2 for gate and up."""
+    return 2 if spec.role == "w13" and spec.gated else 1
+
+
+def _rows(matrix: QuantizedMatrix, spec: MatrixSpec, part: Range) -> QuantizedMatrix:
+    count = halves(spec)
+
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor.reshape(count, -1, *tensor.shape[1:])[:, part.start : part.stop].flatten(0, 1)
+
+    def cut_present(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else cut(tensor)
+
+    return replace(
+        matrix,
+        spec=spec,
+        codes=cut(matrix.codes),
+        scales=cut(matrix.scales),
+        zeros=cut_present(matrix.zeros),
+        global_scale=cut_present(matrix.global_scale),
+        bias=cut_present(matrix.bias),
+    )
+
+
+def _columns(matrix: QuantizedMatrix, spec: MatrixSpec, part: Range, first: bool) -> QuantizedMatrix:
+    whole = matrix.spec
+    everything = whole.act_order or whole.num_groups == 1
+    if not everything and part.start % whole.group_size:
+        raise MoeqError(
+            "usage.group-cut",
+            f"{whole.role}: a shard that starts at column {part.start} cuts a group of {whole.group_size}",
+        )
+    size = whole.group_size
+    groups = slice(None) if everything else slice(part.start // size, -(-part.stop // size))
+    return replace(
+        matrix,
+        spec=spec,
+        codes=matrix.codes[:, part.start : part.stop],
+        scales=matrix.scales[:, groups],
+        zeros=None if matrix.zeros is None else matrix.zeros[:, groups],
+        group_index=None if matrix.group_index is None else matrix.group_index[part.start : part.stop],
+        bias=matrix.bias if matrix.bias is None or first else matrix.bias.new_zeros(matrix.bias.shape),
+    )
+
+
+def _cat(tensors: Sequence[Tensor | None], dim: int) -> Tensor | None:
+    import torch
+
+    present = [tensor for tensor in tensors if tensor is not None]
+    return torch.cat(present, dim=dim) if present else None
