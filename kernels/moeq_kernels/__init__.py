@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 # Public name -> "module:attribute", resolved on first use: importing this package must not import torch.
 _PUBLIC = {
+    "CAPABILITIES": "moeq_kernels.capabilities:CAPABILITIES",
+    "Capability": "moeq_kernels.capabilities:Capability",
     "KernelArgumentError": "moeq_kernels.errors:KernelArgumentError",
     "KernelEnvironmentError": "moeq_kernels.errors:KernelEnvironmentError",
     "KernelError": "moeq_kernels.errors:KernelError",
@@ -23,25 +25,33 @@ _PUBLIC = {
     "expert_products": "moeq_kernels.products:expert_products",
     "fused_moe": "moeq_kernels.fused:fused_moe",
     "fused_moe_batched": "moeq_kernels.fused:fused_moe_batched",
+    "Router": "moeq_kernels.routing:Router",
+    "route": "moeq_kernels.routing:route",
 }
 
 __all__ = [
+    "CAPABILITIES",
+    "Capability",
     "KernelArgumentError",
     "KernelEnvironmentError",
     "KernelError",
     "KernelUnsupportedError",
     "PackedExperts",
     "PackedMatrix",
+    "Router",
     "expert_products",
     "fused_moe",
     "fused_moe_batched",
+    "route",
 ]
 
 if TYPE_CHECKING:
+    from moeq_kernels.capabilities import CAPABILITIES, Capability
     from moeq_kernels.errors import KernelArgumentError, KernelEnvironmentError, KernelError, KernelUnsupportedError
     from moeq_kernels.fused import fused_moe, fused_moe_batched
     from moeq_kernels.products import expert_products
     from moeq_kernels.records import PackedExperts, PackedMatrix
+    from moeq_kernels.routing import Router, route
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 from moeq_kernels.errors import KernelUnsupportedError
 
+#: Activations between gate-up and down, and those that also work without a gate (`relu2` only so).
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
+UNGATED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
+
 Shape = tuple[int, ...]
 ShapeOf = Callable[[int, int], Shape]
 

@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 
 from moeq_kernels.errors import KernelArgumentError, KernelEnvironmentError, KernelUnsupportedError
-from moeq_kernels.formats import Format, find_format
+from moeq_kernels.formats import ACTIVATIONS, UNGATED_ACTIVATIONS, Format, find_format
 from moeq_kernels.records import PackedExperts, PackedMatrix
-
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2")
 
 
 def shape_of(tensor: Tensor) -> str:
@@ -70,18 +68,15 @@ def check_routing(x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> None:
 
 def check_experts(x: Tensor, experts: PackedExperts, activation: str) -> tuple[Format, Format]:
     """Sizes of both projections against each other, x and the activation. Returns the formats of w13 and w2."""
-    require(activation in ACTIVATIONS, f"unknown activation '{activation}'", f"known: {', '.join(ACTIVATIONS)}")
+    known = {"gate-up": ACTIVATIONS, "interleaved": ACTIVATIONS, "ungated": UNGATED_ACTIVATIONS}
+    order = experts.w13_order
+    require(order in known, f"unknown w13_order '{order}'", f"known: {', '.join(known)}")
     require(
-        experts.w13_order in ("gate-up", "interleaved", "ungated"),
-        f"unknown w13_order '{experts.w13_order}'",
-        "known: gate-up, interleaved, ungated",
+        activation in known[order],
+        f"unknown activation '{activation}' for w13_order '{order}'",
+        f"known: {', '.join(known[order])}",
     )
-    gated = experts.w13_order != "ungated"
-    require(
-        gated or activation != "swiglu_oai",
-        "activation swiglu_oai multiplies gate and up, but w13_order is 'ungated'",
-    )
-    require(not gated or activation != "relu2", f"activation relu2 has no gate, but w13_order is '{experts.w13_order}'")
+    gated = order != "ungated"
     require(
         experts.w13.num_experts == experts.w2.num_experts,
         f"w13 holds {experts.w13.num_experts} experts, but w2 holds {experts.w2.num_experts}",

@@ -1,0 +1,72 @@
+"""What `fused_moe` covers, for programs that decide before they load anything. Needs neither torch nor triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moeq_kernels.formats import ACTIVATIONS, FORMATS, UNGATED_ACTIVATIONS
+
+
+@dataclass(frozen=True)
+class Capability:
+    """One weight layout that the kernels read.
+
+    Attributes:
+        layout: layout id.
+        elements: element types of codes.
+        group_sizes: codes that share a scale; -1 is one scale per output feature. Empty for unquantised weights.
+        zero_points: whether stored zero points are read.
+        act_order: whether columns may be permuted (act-order).
+        dtypes: torch dtype names of the activations.
+        int8_activations: whether activations are quantised to int8 per token on the way.
+        n_multiple, k_multiple: what stored output features (per half for gate and up) and input features must be
+            multiples of.
+        biases: whether expert biases are added.
+        activations: with a gate; `swiglu_oai` in both gate-up and interleaved row order.
+        ungated_activations: without a gate.
+        activation_formats: `standard` (`[tokens, hidden]`) and `batched` (`[experts, max_tokens, hidden]`).
+        expert_parallel: whether experts may live on other ranks (expert map).
+        router_weight_on_input: whether the router weight may multiply the input.
+        minimum_cuda: lowest NVIDIA compute capability.
+        rocm: AMD architectures that the kernels are compiled (not run) for.
+        interpreter: whether they run without a GPU.
+    """
+
+    layout: str
+    elements: tuple[str, ...]
+    group_sizes: tuple[int, ...]
+    zero_points: bool
+    act_order: bool
+    dtypes: tuple[str, ...]
+    int8_activations: bool
+    n_multiple: int
+    k_multiple: int
+    biases: bool = True
+    activations: tuple[str, ...] = ACTIVATIONS
+    ungated_activations: tuple[str, ...] = UNGATED_ACTIVATIONS
+    activation_formats: tuple[str, ...] = ("standard", "batched")
+    expert_parallel: bool = True
+    router_weight_on_input: bool = True
+    minimum_cuda: tuple[int, int] = (8, 0)
+    rocm: tuple[str, ...] = ("gfx942", "gfx950")
+    interpreter: bool = True
+
+
+def _capability(layout: str) -> Capability:
+    entries = [entry for entry in FORMATS.values() if entry.layout == layout]
+    first = entries[0]
+    return Capability(
+        layout=layout,
+        elements=tuple(entry.element for entry in entries),
+        group_sizes=first.group_sizes,
+        zero_points=first.zero_points,
+        act_order=first.zero_points,  # both belong to integer weights with 16-bit activations
+        dtypes=tuple(dict.fromkeys(dtype for entry in entries for dtype in entry.dtypes)),
+        int8_activations=first.int8_activations,
+        n_multiple=max(entry.n_multiple for entry in entries),
+        k_multiple=max(entry.k_multiple for entry in entries),
+    )
+
+
+#: One record per layout, in the order of the format table.
+CAPABILITIES: tuple[Capability, ...] = tuple(_capability(layout) for layout in dict.fromkeys(key[0] for key in FORMATS))

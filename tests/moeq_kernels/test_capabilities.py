@@ -1,0 +1,28 @@
+"""The table of what the kernels cover says what they do."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from bench.cases import Recipe, make_layer, route
+from bench.comparison import compare
+from moeq_kernels import CAPABILITIES
+from moeq_kernels.formats import FORMATS
+
+
+def test_one_record_per_layout() -> None:
+    assert sorted((c.layout, e) for c in CAPABILITIES for e in c.elements) == sorted(FORMATS)
+    assert all(dataclasses.is_dataclass(c) and hash(c) for c in CAPABILITIES)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: c.layout)
+def test_every_claimed_group_size_runs(capability, device: torch.device) -> None:
+    for element in capability.elements[:1]:
+        for group in capability.group_sizes or (-1,):
+            recipe = Recipe(capability.layout, element, experts=2, hidden=256, intermediate=256, group_size=group)
+            packed, layer = make_layer(recipe, device)
+            result = compare(packed, layer, route(2, 256, 2, 1, device=device))
+            assert result.passed, f"groups of {group}: {result.ratio:.2f} times the error of 16-bit products"
