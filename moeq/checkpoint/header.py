@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -147,11 +148,13 @@ def parse_header(raw: bytes, file: str, size: int) -> Header:
     """
     if not raw.startswith(b"{"):
         _bad(file, "the header does not start with `{`")
-    table = parse_object(raw, f"{file}: header", "source.bad-header")
+    table = parse_object(raw, f"{file}: header", "source.bad-header", floats=False)
     metadata = _metadata(table.pop("__metadata__", None), file)
     data_start = 8 + len(raw)
     notes: list[str] = []
-    tensors = _entries(table, file, data_start, notes)
+    # `true` equals 1 as a dictionary key, so shapes are looked at one by one where the header has it anywhere.
+    strict = b"true" in raw or b"false" in raw
+    tensors = _entries(table, file, data_start, notes, strict)
     _check_cover(tensors, file, data_start, size)
     return Header(file, size, tensors, metadata, tuple(notes))
 
@@ -164,7 +167,7 @@ def _metadata(value: Any, file: str) -> dict[str, str]:
     return value
 
 
-def _entries(table: dict[str, Any], file: str, base: int, notes: list[str]) -> dict[str, TensorEntry]:
+def _entries(table: dict[str, Any], file: str, base: int, notes: list[str], strict: bool) -> dict[str, TensorEntry]:
     # Checkpoints have hundreds of thousands of tensors of a few dozen kinds: a kind is checked once.
     kinds: dict[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...], int]] = {}
     tensors: dict[str, TensorEntry] = {}
@@ -177,7 +180,7 @@ def _entries(table: dict[str, Any], file: str, base: int, notes: list[str]) -> d
             kind = kinds.get(key)
         except (TypeError, KeyError, ValueError):
             _explain_entry(name, info, file)
-        if kind is None or any(type(size) is not int for size in info["shape"]):
+        if kind is None or strict:
             kind = kinds[key] = _kind(name, info, file)
         if type(begin) is not int or type(end) is not int or begin < 0 or end - begin != kind[2]:
             _explain_offsets(name, info, file, kind[2])
@@ -232,7 +235,7 @@ def _explain_offsets(name: str, info: dict[str, Any], file: str, nbytes: int | N
 def _check_cover(tensors: dict[str, TensorEntry], file: str, data_start: int, size: int) -> None:
     """Tensors must tile the data area exactly: no hole, no overlap, nothing after the last."""
     position = data_start
-    for entry in sorted(tensors.values(), key=lambda entry: entry[4:6]):
+    for entry in sorted(tensors.values(), key=itemgetter(4, 5)):
         if entry.start != position:
             what = "overlaps the tensor before it" if entry.start < position else "leaves a hole before it"
             offset, expected = entry.start - data_start, position - data_start

@@ -44,8 +44,15 @@ def _refuse_constant(token: str) -> float:
     return float(token)
 
 
-def parse_json(raw: bytes, where: str, code: str = "source.bad-config") -> Any:
-    """Parse UTF-8 JSON strictly. Raises MoeqError(code) naming `where` and the position."""
+def _refuse_float(token: str) -> float:
+    raise ValueError(f"{token[:40]} is not a whole number")
+
+
+def parse_json(raw: bytes, where: str, code: str = "source.bad-config", *, floats: bool = True) -> Any:
+    """Parse UTF-8 JSON strictly, with `floats=False` for documents that hold whole numbers only.
+
+    Raises MoeqError(code) naming `where` and the position.
+    """
 
     def refuse(detail: str) -> NoReturn:
         raise MoeqError(code, f"{where}: {detail}")
@@ -57,7 +64,12 @@ def parse_json(raw: bytes, where: str, code: str = "source.bad-config") -> Any:
     except UnicodeDecodeError as error:
         refuse(f"not UTF-8 text (byte {error.start})")
     try:
-        return json.loads(text, object_pairs_hook=unique_pairs, parse_constant=_refuse_constant)
+        return json.loads(
+            text,
+            object_pairs_hook=unique_pairs,
+            parse_constant=_refuse_constant if floats else _refuse_float,
+            parse_float=float if floats else _refuse_float,
+        )
     except RecursionError:
         refuse("brackets are nested too deeply")
     except json.JSONDecodeError as error:
@@ -66,9 +78,9 @@ def parse_json(raw: bytes, where: str, code: str = "source.bad-config") -> Any:
         refuse(f"not valid JSON: {str(error)[:300]}")
 
 
-def parse_object(raw: bytes, where: str, code: str = "source.bad-config") -> dict[str, Any]:
+def parse_object(raw: bytes, where: str, code: str = "source.bad-config", *, floats: bool = True) -> dict[str, Any]:
     """`parse_json` for a file that must hold an object."""
-    value = parse_json(raw, where, code)
+    value = parse_json(raw, where, code, floats=floats)
     if not isinstance(value, dict):
         raise MoeqError(code, f"{where}: holds a {type(value).__name__}, expected a JSON object")
     return value
