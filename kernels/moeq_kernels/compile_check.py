@@ -135,7 +135,7 @@ def _base_case(fmt: Format, rows: int) -> Case:
 
 
 def _options(fmt: Format, base: Case) -> list[Case]:
-    cases = [replace(base, name=f"{base.name} bias", bias=True)]
+    cases = [replace(base, name=f"{base.name} gelu bias", activation="gelu", bias=True)]
     if len(fmt.dtypes) > 1:
         cases.append(replace(base, name=f"{base.name} float16", dtype=torch.float16))
     if fmt.zero_points:

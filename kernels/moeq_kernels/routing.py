@@ -28,7 +28,7 @@ class Router:
         scaling_factor: multiplies the weights at the end (DeepSeek's `routed_scaling_factor`).
         num_groups: experts form this many equal groups; only those of the best `topk_groups` can be chosen.
         topk_groups: how many groups stay.
-        group_score: a group counts as its best score (`max`, DeepSeek-V2) or the sum of its best two (`top2`, DeepSeek-V3).
+        group_score: a group counts as its best score (`max`, DeepSeek-V2) or its best two summed (`top2`, DeepSeek-V3).
     """
 
     top_k: int
