@@ -5,6 +5,7 @@
     ckpt = moeq.open("path/or/hub-org/name")          # headers only
     ckpt.info                                         # what `moeq inspect --json` prints, as records
     ckpt.dequantize(0, 3, "gate")                     # float32 [N, K]
+    deployment = moeq.Deployment(gpu=moeq.gpu("H100"), tp=2)
     verdict = moeq.decide(ckpt, deployment)           # backend, layout and every reason
     moeq.convert("source", "destination", deployment)
     moeq.run_check("destination", source="source")
@@ -26,6 +27,7 @@ _PUBLIC = {
     "Checkpoint": "moeq.model:Checkpoint",
     "Deployment": "moeq.deploy.deployment:Deployment",
     "Gpu": "moeq.deploy.deployment:Gpu",
+    "gpu": "moeq.deploy.gpus:parse_gpu",
     "decide": "moeq.pipeline.decide:decide",
     "convert": "moeq.pipeline.convert:convert",
     "run_check": "moeq.check.run_check:run_check",
@@ -39,6 +41,7 @@ __all__ = [
     "__version__",
     "convert",
     "decide",
+    "gpu",
     "open",
     "run_check",
 ]
@@ -46,6 +49,7 @@ __all__ = [
 if TYPE_CHECKING:
     from moeq.check.run_check import run_check
     from moeq.deploy.deployment import Deployment, Gpu
+    from moeq.deploy.gpus import parse_gpu as gpu
     from moeq.errors import MoeqError
     from moeq.model import Checkpoint, open
     from moeq.pipeline.convert import convert
