@@ -50,6 +50,7 @@ class Source(ABC):
         side_configs: quantisation configs in files of their own, by file name.
         tensors: every tensor by name.
         files: weight files.
+        index: name of the index file, or None where there is none.
         notices: what is odd about the files.
         expert_names: names of the tensors that conversion consumes; everything else is copied unchanged. Set by
             `moeq.model.open`, which knows the experts.
@@ -62,6 +63,7 @@ class Source(ABC):
         self.side_configs = side_configs
         self.tensors: Mapping[str, TensorEntry] = {}
         self.files: tuple[FileEntry, ...] = ()
+        self.index: str | None = None
         self.notices: list[Notice] = []
         self.expert_names: frozenset[str] = frozenset()
 
@@ -175,6 +177,7 @@ class LocalSource(Source):
         _check_present(folder, weights.files, weights.index)
         headers = [_local_header(folder, file) for file in weights.files]
         self.files = tuple(FileEntry(header.file, header.size) for header in headers)
+        self.index = weights.index
         self.tensors, notices = merge_headers(weights, headers)
         self.notices = [*weights.notices, *notices]
         self._side_files = tuple(sorted(set(names) - set(weights.files) - {weights.index}))
