@@ -56,12 +56,16 @@ OUTSIDE = ("torchao", "fbgemm_fp8", "fp_quant", "bitsandbytes", "gguf", "hqq", "
 
 def entry_of(config: Mapping[str, Any], shape: MoeShape, asked: str | None) -> str:
     """The entry point a checkpoint goes through: its declared method, or the one the user names."""
+    named = ALIASES.get(asked or "", asked or "")
+    return named if named in READERS else declared_method(config, shape)
+
+
+def declared_method(config: Mapping[str, Any], shape: MoeShape) -> str:
+    """The method a checkpoint's config declares, in its canonical spelling; empty where it declares none."""
     declared = str(config.get("quant_method", ""))
     if declared == "mxfp4" and _is_gpt_oss(shape):
-        declared = "gpt_oss_mxfp4"
-    if asked is None:
-        return ALIASES.get(declared, declared)
-    return ALIASES.get(asked, asked) if ALIASES.get(asked, asked) in READERS else ALIASES.get(declared, declared)
+        return "gpt_oss_mxfp4"
+    return ALIASES.get(declared, declared)
 
 
 def _is_gpt_oss(shape: MoeShape) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from moeq.deploy.deployment import Deployment
 from moeq.oracle.advisories import advisories_for
 from moeq.oracle.case import Case, Method
-from moeq.oracle.declare import OUTSIDE, READERS, entry_of
+from moeq.oracle.declare import OUTSIDE, READERS, declared_method, entry_of
 from moeq.oracle.gates import Stage, run_gates
 from moeq.oracle.methods import ConfigRefusal, Question
 from moeq.oracle.policy import EnginePolicy, ExpertsClass
@@ -52,6 +52,10 @@ class Outcome:
     refused: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)
 
+    def stage(self, row: CandidateReport | None) -> Stage:
+        """What the gates look at if that backend were the selected one."""
+        return Stage(self.case, self.entry, row, declared_method(self.config, self.case.shape))
+
     @property
     def runs(self) -> str | None:
         """Backend and class that really run, or None: the fact that counterfactuals compare."""
@@ -90,7 +94,11 @@ def resolve_method(case: Case, entry: str, config: Mapping[str, Any] | None = No
         text = f"per-channel scales: {chosen.backend} is selected and a check that only Marlin passes stops the engine"
         error = EngineError("AssertionError", "BARE_ASSERTION", text, "--moe-backend marlin where it is supported")
         selection = replace(selection, selected=None, error=error)
-    return Outcome(case, entry, selection, run_gates(Stage(case, entry, selection.selected)), config=config or {})
+    return _gated(Outcome(case, entry, selection, (), config=config or {}))
+
+
+def _gated(outcome: Outcome) -> Outcome:
+    return replace(outcome, gates=run_gates(outcome.stage(outcome.selection.selected)))
 
 
 def _read(entry: str, config: Mapping[str, Any], probe: Case) -> Method:
@@ -116,7 +124,7 @@ def _refused(probe: Case, entry: str, refusal: ConfigRefusal, config: Mapping[st
     ]
     error = EngineError(refusal.error, refusal.kind, refusal.text, refusal.hint, refusal.code)
     selection = Selection(None, error, tuple(listed))
-    return Outcome(probe, entry, selection, run_gates(Stage(probe, entry, None)), True, config)
+    return _gated(Outcome(probe, entry, selection, (), True, config))
 
 
 # ------------------------------------------------------------------------------------------------ convert
@@ -131,11 +139,7 @@ def convert_target(outcome: Outcome) -> ConvertTarget | None:
         rows += [row for row in outcome.selection.candidates if row.supported and row != selected]
     for row in rows:
         usable = row.layout is not None and (row is selected or row.flag is not None)
-        if (
-            usable
-            and all(gate.passed for gate in run_gates(Stage(case, outcome.entry, row)))
-            and _assertable(case, row)
-        ):
+        if usable and all(gate.passed for gate in run_gates(outcome.stage(row))) and _assertable(case, row):
             return _target(case, row, selected)
     return None
 

@@ -27,11 +27,12 @@ class Failed:
 
 @dataclass(frozen=True)
 class Stage:
-    """What a gate looks at: the case, the name the checkpoint is known by, and the selected backend, if any."""
+    """What a gate looks at: the case, the method it goes by, the selected backend if any, and the declared method."""
 
     case: Case
     entry: str
     selected: CandidateReport | None
+    declared: str = ""
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,11 @@ class GateRule:
 
 def _method(stage: Stage) -> Iterator[Failed]:
     deployment, gates = stage.case.deployment, stage.case.policy.gates
-    asked, entry = deployment.quantization, stage.entry
-    if asked is None:
+    asked, declared = deployment.quantization, stage.declared
+    if asked is None or not declared:
         return
-    aliases = gates["aliases"]
-    found = aliases.get(entry, entry)
-    if aliases.get(asked, asked) != found and found not in gates["overridable"].get(asked, ()):
-        text = f"the checkpoint's method {entry} does not match the quantization argument {asked}"
+    if gates["aliases"].get(asked, asked) != declared and declared not in gates["overridable"].get(asked, ()):
+        text = f"the checkpoint's method {declared} does not match the quantization argument {asked}"
         yield Failed("ValueError", text, "drop --quantization")
 
 
@@ -108,7 +107,7 @@ def _eplb(stage: Stage) -> Iterator[Failed]:
     case = stage.case
     if not case.deployment.eplb:
         return
-    supported = case.policy.gates["eplb"].get(case.method.name, False)
+    supported = case.policy.gates["eplb"].get(case.method.name, True)  # not established for methods left out
     backend = stage.selected.backend if stage.selected else None
     if isinstance(supported, list):
         supported = backend in supported

@@ -189,7 +189,7 @@ def check_awq_fallback(question: Question) -> None:
         text = f"AWQ through MoeWNA16 needs capability 75, which reads -1 on {gpu.platform}"
         raise ConfigRefusal("ValueError", "CONFIG", text, code="G2")
     if gpu.platform == "cuda" and (gpu.capability or (0, 0)) < (7, 5):
-        text = f"AWQ through MoeWNA16 needs compute capability 7.5, {gpu.name} has {gpu.capability}"
+        text = f"AWQ through MoeWNA16 needs compute capability 7.5, {gpu.name} ({gpu.arch}) has less"
         raise ConfigRefusal("ValueError", "CONFIG", text, code="G2")
 
 

@@ -288,7 +288,7 @@ class Verdict:
         if remedies:
             return "; ".join(dict.fromkeys(remedies))
         rows = [row for row in self.candidates if row.unlock and not row.supported]
-        rows.sort(key=lambda row: "a device of" in str(row.unlock))  # stable: nearer changes keep the engine's order
+        rows.sort(key=lambda row: _distance(str(row.unlock)))  # stable: equal ones keep the engine's order
         return "; ".join(f"{row.backend}: {row.unlock}" for row in rows[:2]) or None
 
     def to_json(self) -> dict[str, Any]:
@@ -300,3 +300,8 @@ class Verdict:
         document["deployment"]["packages"] = dict(self.deployment.packages)
         document["mattered"] = dict(self.mattered)
         return document
+
+
+def _distance(unlock: str) -> tuple[bool, int, bool]:
+    """How far a change is: another device last, several changes after one, a mere name first."""
+    return ("a device of" in unlock, unlock.count(" and "), not unlock.startswith("--"))

@@ -87,7 +87,7 @@ _PARALLEL: dict[str, tuple[Callable[[Case], bool], str, str]] = {
         "an all-to-all other than allgather_reducescatter",
         "all-to-all allgather_reducescatter",
     ),
-    "no-all2all": (lambda case: case.uses_all2all, "all-to-all kernels (expert parallel, dp > 1)", "dp 1"),
+    "no-all2all": (lambda case: case.uses_all2all, "all-to-all kernels (expert parallel with dp above 1)", "dp 1"),
     "no-dp": (lambda case: case.deployment.dp > 1, "data-parallel ranks", "dp 1"),
     "no-ep": (lambda case: case.use_ep, "expert parallelism", "ep 1"),
     "only-ep": (lambda case: not case.use_ep, "no expert parallelism", "ep above 1"),
@@ -105,7 +105,8 @@ def _parallel(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failur
     for name in row.parallel:
         broken, text, remedy = _PARALLEL[name]
         if broken(case):
-            yield f"{text} (tp {deployment.tp}, ep {deployment.ep}, dp {deployment.dp}, {case.all2all})", remedy
+            sizes = f"tp {deployment.tp}, ep {deployment.ep}, dp {deployment.dp}"
+            yield f"{text} ({sizes}, {case.all2all or 'no'} all-to-all)", remedy
 
 
 def _hash_routing(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
@@ -322,7 +323,7 @@ def _f_zen_w4a8(case: Case) -> Iterator[Failure]:
 def _f_zen_group(case: Case) -> Iterator[Failure]:
     group = case.method.group_size
     if group is None or group <= 0 or group % 4:
-        yield f"group size {group} is not a positive multiple of 4", None
+        yield f"group size {group or -1} is not a positive multiple of 4", None
 
 
 def marlin_shape(case: Case, group: int | None, tile_padding: bool = True) -> Iterator[Failure]:
