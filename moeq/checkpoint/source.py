@@ -56,9 +56,11 @@ class Source(ABC):
             `moeq.model.open`, which knows the experts.
     """
 
-    def __init__(self, name: str, config: dict[str, Any], side_configs: dict[str, dict[str, Any]]) -> None:
+    def __init__(
+        self, name: str, config: dict[str, Any], side_configs: dict[str, dict[str, Any]], revision: str | None = None
+    ) -> None:
         self.name = name
-        self.revision: str | None = None
+        self.revision = revision
         self.config = config
         self.side_configs = side_configs
         self.tensors: Mapping[str, TensorEntry] = {}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from moeq.checkpoint.facts import Facts
 from moeq.checkpoint.families import find_family
 from moeq.checkpoint.header import TensorEntry
+from moeq.checkpoint.hub import looks_like_repository, open_repository
 from moeq.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from moeq.checkpoint.names import FUSED, Projection, index_experts
 from moeq.checkpoint.source import LocalSource, Source
@@ -39,7 +40,12 @@ def open(path_or_repo: str | Path, revision: str | None = None) -> Checkpoint:
         MoeqError: `source.*`, exit code 4, for everything that can be wrong with it.
     """
     with _without_collection():
-        return _open(Path(path_or_repo), str(path_or_repo))
+        source = _source(path_or_repo, revision)
+        if MANIFEST_NAME in source.side_files():
+            from moeq.model.converted import ConvertedCheckpoint
+
+            return ConvertedCheckpoint(source, read_manifest(source.path(MANIFEST_NAME).parent))
+        return Checkpoint(source)
 
 
 @contextmanager
@@ -54,13 +60,17 @@ def _without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _open(path: Path, name: str) -> Checkpoint:
-    source = LocalSource(path, name)
-    if MANIFEST_NAME in source.side_files():
-        from moeq.model.converted import ConvertedCheckpoint
-
-        return ConvertedCheckpoint(source, read_manifest(source.folder))
-    return Checkpoint(source)
+def _source(path_or_repo: str | Path, revision: str | None) -> Source:
+    """A folder where there is one, else a repository where the text has the form of its name."""
+    text = str(path_or_repo)
+    # A NUL in a path is a ValueError deep inside the operating system's calls.
+    path = Path(text.replace("\0", "\N{SYMBOL FOR NULL}"))
+    if isinstance(path_or_repo, str) and not path.exists() and looks_like_repository(text):
+        return open_repository(text, revision)
+    if revision is not None:
+        detail = f"--revision {revision!a} names a revision of a Hub repository, and {text} is a path"
+        raise MoeqError("usage.revision-of-path", detail, "leave out --revision")
+    return LocalSource(path, text)
 
 
 class Checkpoint:

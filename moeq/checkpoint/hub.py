@@ -1,0 +1,198 @@
+"""A checkpoint in a Hugging Face repository: configs and headers only, through `huggingface_hub`. No torch.
+
+The revision is resolved to a commit once and everything is read at that commit. Configs and the index go through the
+client's cache; headers are fetched by range requests, so a terabyte costs some tens of megabytes. Weight files are
+downloaded (through the cache) only when data is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from moeq.checkpoint.header import Header, header_length, parse_header
+from moeq.checkpoint.hub_errors import explain, transport_errors
+from moeq.checkpoint.index import choose_weights, merge_headers
+from moeq.checkpoint.jsonfile import MAX_CONFIG_BYTES, MAX_INDEX_BYTES, read_object
+from moeq.checkpoint.ranges import RangeReader
+from moeq.checkpoint.source import CONFIG_NAME, SIDE_CONFIGS, FileEntry, LocalSource, Source
+from moeq.errors import MoeqError
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import ModelInfo
+
+T = TypeVar("T")
+
+#: First request per weight file, in bytes; most headers of sharded checkpoints fit.
+FIRST_RANGE = 1 << 20
+
+#: Headers of all files together; the largest published checkpoint needs about 80 MB.
+MAX_TOTAL_HEADERS = 512 << 20
+
+_CONCURRENCY = 8
+
+
+def looks_like_repository(text: str) -> bool:
+    """Whether `text` has the form `org/name` (letters, digits, `-`, `_`, `.`), and not that of a path."""
+    parts = text.split("/")
+    return len(parts) == 2 and all(
+        part
+        and part[0].isalnum()
+        and part.isascii()
+        and part.replace("-", "").replace("_", "").replace(".", "").isalnum()
+        for part in parts
+    )
+
+
+def open_repository(repo: str, revision: str | None) -> Source:
+    """A repository, or its cached copy where `HF_HUB_OFFLINE` is set.
+
+    Raises:
+        MoeqError: `source.gated`, `source.not-found`, `source.revision`, `source.offline`, `source.network`, each with
+            the next step; and the errors of header and index validation.
+    """
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    try:
+        return HubSource(repo, revision)
+    except OfflineModeIsEnabled:
+        return _cached(repo, revision)
+
+
+def _cached(repo: str, revision: str | None) -> LocalSource:
+    """The snapshot in the client's cache. Snapshots are often partial: a config without weights."""
+    from huggingface_hub import try_to_load_from_cache
+
+    hint = f"unset HF_HUB_OFFLINE, or download the repository first: hf download {repo}"
+    config = try_to_load_from_cache(repo, CONFIG_NAME, revision=revision)
+    if not isinstance(config, str):
+        message = f"{repo} is not in the local cache, and HF_HUB_OFFLINE is set"
+        raise MoeqError("source.offline", message, hint)
+    folder = Path(config).parent
+    try:
+        source = LocalSource(folder, repo)
+    except MoeqError as error:
+        message = f"the cached copy of {repo} is not complete, and HF_HUB_OFFLINE is set: {error.message}"
+        raise MoeqError("source.offline", message, hint) from None
+    source.revision = folder.name
+    return source
+
+
+class HubSource(Source):
+    """A repository read over the network."""
+
+    def __init__(self, repo: str, revision: str | None) -> None:
+        self.repo = repo
+        self.revision: str | None = None
+        self._asked = revision
+        info = self._call(lambda: self._model_info(revision))
+        self.revision = info.sha
+        self._sizes = {file.rfilename: file.size for file in info.siblings or []}
+        top = [name for name in self._sizes if "/" not in name]
+        config = self._config(top)
+        sides = {side: self._json(side, MAX_CONFIG_BYTES, "source.bad-config") for side in SIDE_CONFIGS if side in top}
+        super().__init__(repo, config, sides, info.sha)
+        weights = choose_weights(top, lambda name: self._json(name, MAX_INDEX_BYTES, "source.bad-index"), repo)
+        missing = [file for file in weights.files if file not in self._sizes]
+        if missing:
+            detail = f"{len(missing)} of {len(weights.files)} files named by {weights.index} are not in {repo}"
+            raise MoeqError("source.missing-shard", f"{detail}: {', '.join(missing[:5])}")
+        headers = self._call(lambda: self._headers(weights.files))
+        self.files = tuple(FileEntry(header.file, header.size) for header in headers)
+        self.index = weights.index
+        self.tensors, notices = merge_headers(weights, headers)
+        self.notices = [*weights.notices, *notices]
+        self._side_files = tuple(sorted(set(top) - set(weights.files) - {weights.index}))
+
+    def path(self, file: str) -> Path:
+        from huggingface_hub import hf_hub_download
+
+        # Asking for the config by branch makes the cache remember the branch, so that it opens offline later.
+        revision = self._asked if file == CONFIG_NAME else self.revision
+        path = Path(self._call(lambda: hf_hub_download(self.repo, file, revision=revision)))
+        if file == CONFIG_NAME and path.parent.name != self.revision:
+            detail = f"{self.repo} moved from commit {self.revision} to {path.parent.name} while it was being read"
+            raise MoeqError("source.changed", detail, "try again")
+        return path
+
+    def side_files(self) -> tuple[str, ...]:
+        return self._side_files
+
+    def _model_info(self, revision: str | None) -> ModelInfo:
+        from huggingface_hub import HfApi
+
+        return HfApi(library_name="moeq").model_info(self.repo, revision=revision, files_metadata=True)
+
+    def _config(self, top: list[str]) -> dict[str, Any]:
+        for name in (CONFIG_NAME, "params.json"):
+            if name in top:
+                return self._json(name, MAX_CONFIG_BYTES, "source.bad-config")
+        raise MoeqError("source.no-config", f"{self.repo} has no {CONFIG_NAME}", "name a repository of a model")
+
+    def _json(self, file: str, limit: int, code: str) -> dict[str, Any]:
+        size = self._sizes.get(file)
+        if size is not None and size > limit:
+            raise MoeqError("source.too-large", f"{file}: {size:,} bytes, the limit for this file is {limit:,}")
+        with _quiet():
+            path = self.path(file)
+        return read_object(path, file, limit, code)
+
+    def _headers(self, files: tuple[str, ...]) -> list[Header]:
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.utils import build_hf_headers
+
+        reader = RangeReader(build_hf_headers(library_name="moeq"), MAX_TOTAL_HEADERS)
+
+        def fetch(file: str) -> Header:
+            return _fetch_header(reader, hf_hub_url(self.repo, file, revision=self.revision), file, self._sizes[file])
+
+        with ThreadPoolExecutor(_CONCURRENCY) as pool:
+            return list(pool.map(fetch, files))
+
+    def _call(self, action: Callable[[], T]) -> T:
+        """Run a client call and turn its errors into ours."""
+        from huggingface_hub.errors import (
+            HfHubHTTPError,
+            HFValidationError,
+            LocalEntryNotFoundError,
+            OfflineModeIsEnabled,
+        )
+
+        try:
+            return action()
+        except OfflineModeIsEnabled:
+            raise
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, *transport_errors()) as error:
+            raise explain(error, self.repo, self._asked) from None
+
+
+def _fetch_header(reader: RangeReader, url: str, file: str, size: int | None) -> Header:
+    """Header of a remote file: one range request, a second where the header is longer."""
+    first, total = reader.read(url, file, 0, FIRST_RANGE)
+    if size is not None and total != size:
+        detail = f"{file}: the repository lists {size:,} bytes, the server sends a file of {total:,}"
+        raise MoeqError("source.changed", detail, "the repository changed meanwhile; try again")
+    length = header_length(first[:16], file, total)
+    raw = first[8 : 8 + length]
+    if len(raw) < length:
+        rest, _ = reader.read(url, file, len(first), 8 + length)
+        raw += rest
+    return parse_header(bytes(raw), file, total)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars for small files."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()

@@ -1,0 +1,65 @@
+"""What the Hub client's errors mean to a user, and what to do next."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from moeq.errors import MoeqError
+
+
+def transport_errors() -> tuple[type[Exception], ...]:
+    """Network errors of the HTTP library that the installed client uses (httpx before 2.0, httpx2 since)."""
+    from huggingface_hub import get_session
+
+    library = import_module(type(get_session()).__module__.partition(".")[0])
+    return (library.HTTPError, OSError)
+
+
+def explain(error: Exception, repo: str, revision: str | None) -> MoeqError:
+    """The MoeqError for an error of the client."""
+    from huggingface_hub import errors
+
+    # Most specific first: a gated repository is a RepositoryNotFoundError as well.
+    table: tuple[tuple[type[Exception], str, str, str | None], ...] = (
+        (
+            errors.GatedRepoError,
+            "source.gated",
+            f"{repo} is gated: access has to be granted to your account",
+            f"accept the licence at https://huggingface.co/{repo}, then `hf auth login` or set HF_TOKEN",
+        ),
+        (
+            errors.RepositoryNotFoundError,
+            "source.not-found",
+            f"{repo}: no such repository, or it is private and your token does not open it",
+            "check the spelling (org/name); for a private repository `hf auth login` or set HF_TOKEN",
+        ),
+        (
+            errors.RevisionNotFoundError,
+            "source.revision",
+            f"{repo} has no revision {revision!r}",
+            "leave out --revision for the default branch, or name a branch, tag or commit",
+        ),
+        (errors.EntryNotFoundError, "source.missing-file", f"{repo}: {_first_line(error)}", None),
+        (
+            errors.HFValidationError,
+            "source.not-found",
+            f"{repo!r} is neither a folder here nor a valid repository name",
+            "name a folder, or a repository as org/name",
+        ),
+    )
+    for kind, code, message, hint in table:
+        if isinstance(error, kind):
+            return MoeqError(code, message, hint)
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status in (401, 403):
+        hint = "`hf auth login` or set HF_TOKEN to a token with read access"
+        return MoeqError("source.gated", f"{repo}: the Hub refuses access (HTTP {status})", hint)
+    if status is not None:
+        return MoeqError("source.network", f"{repo}: the Hub answered HTTP {status}", "try again later")
+    hint = "check the network, a proxy (HTTPS_PROXY) or a mirror (HF_ENDPOINT); downloaded repositories open as folders"
+    return MoeqError("source.network", f"{repo}: the Hub cannot be reached: {_first_line(error)}", hint)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return ascii(lines[0][:200])[1:-1] if lines else type(error).__name__

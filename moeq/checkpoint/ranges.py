@@ -1,0 +1,126 @@
+"""Byte ranges of remote files, read defensively: servers ignore ranges, stall, and answer with error pages."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from moeq.errors import MoeqError
+
+_RETRY = frozenset({408, 425, 429, 500, 502, 503, 504})
+_ATTEMPTS = 4
+
+#: Seconds between attempts, and the longest wait a server can ask for.
+_FIRST_WAIT, _LONGEST_WAIT = 0.5, 10.0
+
+#: Seconds that one range may take in all; a server that drips bytes is given up.
+_DEADLINE = 120.0
+
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
+
+
+class RangeReader:
+    """Reads ranges with the Hub client's session (its proxies, certificates and redirects).
+
+    Args:
+        headers: request headers, with authorisation.
+        budget: most bytes to read in all.
+    """
+
+    def __init__(self, headers: dict[str, str], budget: int) -> None:
+        self._headers = headers
+        self._left = budget
+        self._lock = threading.Lock()
+
+    def read(self, url: str, file: str, start: int, stop: int) -> tuple[bytes, int]:
+        """Bytes `[start, stop)` of a file (fewer at its end), and the size of the whole file.
+
+        Raises:
+            MoeqError: `source.network` for servers that refuse or misbehave, `source.too-large` beyond the budget.
+        """
+        wait, status = _FIRST_WAIT, 0
+        for attempt in range(_ATTEMPTS):
+            if attempt:
+                time.sleep(min(wait, _LONGEST_WAIT))
+            outcome = self._attempt(url, file, start, stop)
+            if not isinstance(outcome, _Busy):
+                return outcome
+            status, wait = outcome.status, wait * 2 if outcome.wait is None else outcome.wait
+        raise MoeqError("source.network", f"{file}: the server answered HTTP {status} {_ATTEMPTS} times", "try later")
+
+    def _attempt(self, url: str, file: str, start: int, stop: int) -> tuple[bytes, int] | _Busy:
+        from huggingface_hub import get_session
+        from huggingface_hub.utils import hf_raise_for_status
+
+        headers = {**self._headers, "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+        with get_session().stream("GET", url, headers=headers, follow_redirects=True) as response:
+            if response.status_code in _RETRY:
+                return _Busy(response.status_code, _seconds(response.headers.get("retry-after")))
+            if response.status_code not in (200, 206):
+                response.read()
+                hf_raise_for_status(response)
+                raise MoeqError("source.network", f"{file}: the server answered HTTP {response.status_code}")
+            return self._body(response, file, start, stop)
+
+    def _body(self, response: Any, file: str, start: int, stop: int) -> tuple[bytes, int]:
+        whole = response.status_code == 200
+        first, total = (0, _length(response, file)) if whole else _content_range(response, file)
+        if first != (0 if whole else start):
+            raise MoeqError("source.network", f"{file}: asked for bytes from {start:,}, the server sent from {first:,}")
+        # A server that ignores ranges sends everything from the start: skip, take what is needed, and hang up.
+        wanted = min(stop, total) - first
+        data = bytearray()
+        begun = time.monotonic()
+        for chunk in response.iter_bytes():
+            self._spend(len(chunk), file)
+            data += chunk
+            if len(data) >= wanted:
+                break
+            if time.monotonic() - begun > _DEADLINE:
+                raise MoeqError(
+                    "source.network", f"{file}: the server is too slow ({len(data):,} bytes in {_DEADLINE:g} s)"
+                )
+        if len(data) < wanted:
+            detail = f"{file}: the connection ended after {len(data):,} of {wanted:,} bytes"
+            raise MoeqError("source.network", detail, "try again")
+        return bytes(data[start - first : wanted]), total
+
+    def _spend(self, count: int, file: str) -> None:
+        with self._lock:
+            self._left -= count
+            if self._left < 0:
+                raise MoeqError(
+                    "source.too-large", f"{file}: the headers of this checkpoint are larger than any known one"
+                )
+
+
+@dataclass(frozen=True)
+class _Busy:
+    """The server asked to come back later, perhaps saying in how many seconds."""
+
+    status: int
+    wait: float | None
+
+
+def _seconds(value: str | None) -> float | None:
+    return float(value) if value and value.isascii() and value.isdigit() and len(value) < 6 else None
+
+
+def _content_range(response: Any, file: str) -> tuple[int, int]:
+    found = _CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))
+    if found is None or int(found[2]) < int(found[1]):
+        shown = ascii(response.headers.get("content-range"))[:80]
+        raise MoeqError(
+            "source.network", f"{file}: the server sent a range without saying which (Content-Range {shown})"
+        )
+    return int(found[1]), int(found[3])
+
+
+def _length(response: Any, file: str) -> int:
+    value = response.headers.get("content-length", "")
+    if not value.isdigit() or len(value) > 18:
+        raise MoeqError("source.network", f"{file}: the server ignores ranges and does not say how long the file is")
+    return int(value)

@@ -1,0 +1,220 @@
+"""Repositories: the real Hub client against a real HTTP server on loopback.
+
+The client reads its settings when it is imported, so it runs in processes of its own with `HF_ENDPOINT` set.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint.hub_server import SHA, Behaviour, Hub, serving
+
+from moeq.checkpoint.hub import looks_like_repository
+
+CHECKPOINTS = Path(__file__).parents[1] / "data" / "checkpoints"
+
+CLIENT = """
+import json, sys
+import moeq
+for line in sys.stdin:
+    ask = json.loads(line)
+    try:
+        checkpoint = moeq.open(ask["repo"], revision=ask.get("revision"))
+        answer = {"info": checkpoint.info.to_json(), "tensors": len(checkpoint.source.tensors)}
+        answer["torch"] = "torch" in sys.modules
+        if ask.get("read"):
+            answer["sum"] = float(checkpoint.dequantize(0, 1, "up").sum())
+    except moeq.MoeqError as error:
+        answer = {"code": error.code, "message": error.message, "hint": error.hint, "exit": int(error.exit_code)}
+    print(json.dumps(answer), flush=True)
+"""
+
+Ask = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[Hub]:
+    with serving() as running:
+        yield running
+
+
+def client(hub_url: str, cache: Path, **settings: str) -> Iterator[Ask]:
+    """One process with the client in it; call it with a question, get its answer."""
+    ours = {"HF_ENDPOINT": hub_url, "HF_HOME": str(cache), "HF_HUB_CACHE": str(cache / "hub"), "NO_PROXY": "127.0.0.1"}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
+    process = subprocess.Popen(
+        [sys.executable, "-c", CLIENT],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**inherited, **ours, **settings},
+    )
+    assert process.stdin
+    assert process.stdout
+    stdin, stdout = process.stdin, process.stdout
+
+    def ask(repo: str, **more: Any) -> dict[str, Any]:
+        stdin.write(json.dumps({"repo": repo, **more}) + "\n")
+        stdin.flush()
+        answer: dict[str, Any] = json.loads(stdout.readline())
+        return answer
+
+    yield ask
+    stdin.close()
+    process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("hub-cache")
+
+
+@pytest.fixture(scope="module")
+def ask(hub: Hub, cache: Path) -> Iterator[Ask]:
+    yield from client(hub.url, cache, HF_TOKEN="hf_test_token")
+
+
+def test_headers_are_read_without_the_weights(hub: Hub, ask: Ask, tmp_path: Path) -> None:
+    """Padding makes the file larger than the first range, so that reading all of it would show."""
+    folder = with_ballast(tmp_path, 3 << 20)
+    repo = hub.add("org/large", folder)
+    before = hub.bytes_sent
+    answer = ask(repo)
+    assert answer["info"]["schemes"][0]["title"] == "gptq int4 g32 sym"
+    assert answer["info"]["revision"] == SHA
+    assert not answer["torch"]
+    assert hub.bytes_sent - before < (1 << 20) + 20_000
+    assert "Bearer hf_test_token" in hub.authorizations
+    weights = [path for _, path, _ in hub.requests if "/org/large/" in path and path.endswith(".safetensors")]
+    assert weights
+    assert all(f"/resolve/{SHA}/" in path for path in weights), "headers are read at the commit found first"
+
+
+def with_ballast(folder: Path, size: int) -> Path:
+    """The small GPTQ checkpoint with one large tensor more at the end."""
+    source = CHECKPOINTS / "gptq-int4-g32-qwen3moe"
+    data = (source / "model.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
+    header["ballast"] = {"dtype": "U8", "shape": [size], "data_offsets": [len(body), len(body) + size]}
+    raw = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw + body + bytes(size))
+    (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+    return folder
+
+
+def test_sharded_repository_equals_the_folder(hub: Hub, ask: Ask) -> None:
+    import moeq
+
+    answer = ask(hub.add("org/sharded", CHECKPOINTS / "mxfp4-gptoss"))
+    local = json.loads(json.dumps(moeq.open(CHECKPOINTS / "mxfp4-gptoss").info.to_json()))
+    different = {key for key in local if local[key] != answer["info"][key]}
+    assert different == {"name", "revision"}
+
+
+def test_data_is_downloaded_when_asked_for(hub: Hub, ask: Ask) -> None:
+    import moeq
+
+    name = "awq-int4-g32-qwen3moe"
+    answer = ask(hub.add("org/data", CHECKPOINTS / name), read=True)
+    assert answer["sum"] == float(moeq.open(CHECKPOINTS / name).dequantize(0, 1, "up").sum())
+
+
+def test_header_longer_than_the_first_range(hub: Hub, ask: Ask, tmp_path: Path) -> None:
+    folder = with_ballast(tmp_path, 16)
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    padded = data[8 : 8 + length] + b" " * (2 << 20)
+    path.write_bytes(len(padded).to_bytes(8, "little") + padded + data[8 + length :])
+    answer = ask(hub.add("org/long-header", folder))
+    assert answer["info"]["num_experts"] == 4
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "code", "hint"),
+    [
+        pytest.param(Behaviour(403, "GatedRepo"), "source.gated", "licence", id="01-gated"),
+        pytest.param(Behaviour(401, "RepoNotFound"), "source.not-found", "TOKEN", id="01-private"),
+        pytest.param(Behaviour(404, "RepoNotFound"), "source.not-found", "spelling", id="02-typo"),
+        pytest.param(Behaviour(wrong_range=True), "source.network", None, id="54-wrong-content-range"),
+        pytest.param(Behaviour(drops_connection=True), "source.network", None, id="54-connection-dropped"),
+        pytest.param(Behaviour(resolve_status=410), "source.network", None, id="54-client-error"),
+        pytest.param(Behaviour(busy_first=99), "source.network", None, id="54-always-busy"),
+        pytest.param(Behaviour(lists_size=1234), "source.changed", "again", id="56-changed-meanwhile"),
+    ],
+)
+def test_refusals(hub: Hub, ask: Ask, behaviour: Behaviour, code: str, hint: str | None) -> None:
+    repo = hub.add(f"org/refused-{code.partition('.')[2]}-{id(behaviour)}", CHECKPOINTS / "mxfp4-gptoss", behaviour)
+    answer = ask(repo)
+    assert answer.get("code") == code, answer
+    assert answer["exit"] == 4
+    assert "\n" not in answer["message"]
+    if hint:
+        assert hint in answer["hint"]
+
+
+def test_case_02_wrong_revision(hub: Hub, ask: Ask) -> None:
+    repo = hub.add("org/revision", CHECKPOINTS / "mxfp4-gptoss")
+    answer = ask(repo, revision="no-such-branch")
+    assert (answer["code"], answer["exit"]) == ("source.revision", 4)
+    assert "no-such-branch" in answer["message"]
+
+
+def test_case_54_server_that_ignores_ranges(hub: Hub, ask: Ask) -> None:
+    answer = ask(hub.add("org/whole", CHECKPOINTS / "mxfp4-gptoss", Behaviour(ignores_ranges=True)))
+    assert answer["info"]["num_experts"] == 4
+
+
+def test_case_54_server_that_is_busy_at_first(hub: Hub, ask: Ask) -> None:
+    answer = ask(hub.add("org/busy", CHECKPOINTS / "mxfp4-gptoss", Behaviour(busy_first=2)))
+    assert answer["info"]["num_experts"] == 4
+
+
+def test_missing_config_and_missing_shard(hub: Hub, ask: Ask, tmp_path: Path) -> None:
+    for file in (CHECKPOINTS / "mxfp4-gptoss").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    answer = ask(hub.add("org/partial", tmp_path))
+    assert answer["code"] == "source.missing-shard"
+    (tmp_path / "config.json").unlink()
+    assert ask(hub.add("org/no-config", tmp_path))["code"] == "source.no-config"
+
+
+def test_case_55_offline(hub: Hub, cache: Path, ask: Ask) -> None:
+    """Offline, a downloaded repository opens from the cache, anything else says which setting is in the way."""
+    ask(hub.add("org/cached", CHECKPOINTS / "ct-w8a8-qwen3moe"), read=True)
+    ask(hub.add("org/headers-only", CHECKPOINTS / "mxfp4-gptoss"))
+    offline = client("http://127.0.0.1:9", cache, HF_HUB_OFFLINE="1")
+    ask_offline = next(offline)
+    assert ask_offline("org/cached")["info"]["revision"] == SHA
+    for repo in ("org/never-seen", "org/headers-only"):
+        answer = ask_offline(repo)
+        assert (answer["code"], answer["exit"]) == ("source.offline", 4)
+        assert "HF_HUB_OFFLINE" in answer["message"]
+    next(offline, None)
+
+
+def test_no_network(tmp_path: Path) -> None:
+    unreachable = client("http://127.0.0.1:9", tmp_path)
+    answer = next(unreachable)("org/name")
+    assert (answer["code"], answer["exit"]) == ("source.network", 4)
+    assert "HTTPS_PROXY" in answer["hint"]
+    next(unreachable, None)
+
+
+@pytest.mark.parametrize("text", ["org/name", "Qwen/Qwen3-30B-A3B-GPTQ-Int4", "a/b.c_d"])
+def test_repository_names(text: str) -> None:
+    assert looks_like_repository(text)
+
+
+@pytest.mark.parametrize("text", ["name", "./org/name", "/org/name", "a/b/c", "org/", "../x", "örg/n", "~/x"])
+def test_other_texts_are_paths(text: str) -> None:
+    assert not looks_like_repository(text)
