@@ -59,7 +59,7 @@ def command(
         typer.Option("--require", help="Cell that must have a backend: H100/tp8, H100/tp8=MARLIN, all."),
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="The matrix as a Markdown table.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Every reason.")] = False,
+    brief: Annotated[bool, typer.Option("--brief", help="Only the first reason of each backend.")] = False,
     json: options.JsonOption = False,
 ) -> int:
     """Decide the kernel backend for a deployment, with every reason. Several values of --gpu, --tp, --ep: a matrix."""
@@ -72,7 +72,7 @@ def command(
     out: Output = ctx.obj
     many = max(len(gpus), len(tps), len(eps)) > 1 or bool(require) or markdown
     if not many:
-        return _single(out, src, revision, base, verbose=verbose)
+        return _single(out, src, revision, base, brief=brief)
     return _matrix(out, src, revision, base, (gpus, tps, eps), require or [], markdown)
 
 
@@ -89,7 +89,7 @@ def _question(src: str, revision: str | None) -> Any:
     return scheme, moe_shape(checkpoint), declared if isinstance(declared, dict) else None
 
 
-def _single(out: Output, src: str, revision: str | None, deployment: Deployment, *, verbose: bool) -> int:
+def _single(out: Output, src: str, revision: str | None, deployment: Deployment, *, brief: bool) -> int:
     from moeq.oracle.decide import judge
 
     scheme, shape, config = _question(src, revision)
@@ -99,7 +99,7 @@ def _single(out: Output, src: str, revision: str | None, deployment: Deployment,
         from moeq.report.verdict_text import render_summary
 
         console.print(f"{src}  {verdict.scheme}", style="bold", markup=False)
-        render_summary(console, verdict, verbose=verbose)
+        render_summary(console, verdict, verbose=not brief)
         _details(console, verdict)
 
     out.answer({"source": src, "verdict": verdict.to_json()}, render, ok=verdict.ok)

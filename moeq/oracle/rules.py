@@ -138,7 +138,7 @@ def _hidden(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]
 
 def _format(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
     if case.format != row.format:
-        remedy = "a standard all-to-all" if row.format == "standard" else "all-to-all deepep_low_latency or nixl_ep"
+        remedy = "a standard all-to-all" if row.format == "standard" else "expert parallelism with all-to-all deepep_low_latency"
         yield f"activations are {case.format}, the kernel takes {row.format}", remedy
 
 
