@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from moeq.errors import MoeqError
 from moeq.layouts.arrangement import Arrangement, Block
 from moeq.layouts.base import Layout, Problem, SliceRule, TensorSpec
-from moeq.layouts.words import pack_words, unpack_words
+from moeq.layouts.bits import BitPermutation
+from moeq.layouts.words import pack_words, unpack_words, word_dtype
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 #: safetensors dtype and bytes of a stored scale, by `MatrixSpec.scale_dtype` (or `bias_dtype`).
 STORED_DTYPE: dict[str, str] = {"f16": "F16", "bf16": "BF16", "f32": "F32", "e8m0": "U8", "e4m3": "F8_E4M3"}
 
-_BITS = {"U8": 8, "I8": 8, "F8_E4M3": 8, "F16": 16, "BF16": 16, "I32": 32, "F32": 32}
+#: Bits of a stored element.
+DTYPE_BITS = {"U8": 8, "I8": 8, "F8_E4M3": 8, "F16": 16, "BF16": 16, "I32": 32, "F32": 32}
 
 Field = Literal["codes", "scales", "zeros", "bias"]
 
@@ -37,6 +39,7 @@ def torch_dtype(name: str) -> torch.dtype:
     names = {
         "U8": torch.uint8,
         "I8": torch.int8,
+        "I16": torch.int16,
         "F8_E4M3": torch.float8_e4m3fn,
         "F16": torch.float16,
         "BF16": torch.bfloat16,
@@ -58,6 +61,7 @@ class Part:
         bits: bits of one element within a word.
         pad: multiples that rows and columns are zero-filled to inside the layout (gate and up together for `w13`).
         group: input features per column, for the arithmetic of slices (scales: the group size; codes: 1).
+        rewrite: permutation of the bits of every finished word, or None.
     """
 
     field: Field
@@ -67,6 +71,7 @@ class Part:
     bits: int
     pad: tuple[int, int] = (1, 1)
     group: int = 1
+    rewrite: BitPermutation | None = None
 
     @property
     def spec(self) -> TensorSpec:
@@ -103,18 +108,25 @@ class ArrangedLayout(Layout):
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         """The parts of one packed expert. Called only for specs without `problems`."""
 
+    def extra_tensors(self, spec: MatrixSpec) -> dict[str, TensorSpec]:
+        """Stored tensors that are no arrangement of a logical one."""
+        return {}
+
+    def fill_extra(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
+        """Fill the tensors of `extra_tensors`."""
+
     def problems(self, spec: MatrixSpec) -> list[Problem]:
-        return [*_type_problems(self, spec), *_size_problems(self, spec)]
+        return _type_problems(self, spec) or _size_problems(self, spec)
 
     def tensors(self, spec: MatrixSpec) -> dict[str, TensorSpec]:
         self.check(spec)
-        return {name: part.spec for name, part in self.parts(spec).items()}
+        return {name: part.spec for name, part in self.parts(spec).items()} | self.extra_tensors(spec)
 
     def slices(self, spec: MatrixSpec) -> SliceRule:
         n, k = self.n_multiple, self.k_multiple
         for part in self.parts(spec).values():
             per_half = 2 if part.arrangement.has_halves else 1
-            n = math.lcm(n, part.arrangement.row_multiple // per_half, part.pad[0])
+            n = math.lcm(n, math.lcm(part.arrangement.row_multiple, part.pad[0]) // per_half)
             if part.field != "bias" and (part.field == "codes" or spec.num_groups > 1):
                 k = math.lcm(k, part.group * math.lcm(part.arrangement.column_multiple, part.pad[1]))
         return SliceRule(n, k)
@@ -143,18 +155,15 @@ class ArrangedLayout(Layout):
         self.check(matrix.spec)
         self.check_values(matrix)
         for name, part in self.parts(matrix.spec).items():
-            elements = self.encode(name, matrix)
-            if part.bits * part.arrangement.fields_per_word == 64:
-                raise ValueError(f"{self.id} {name}: words of 64 bits")
-            pack_words(part.arrangement, _zero_fill(elements, part), part.bits, _flat_words(out[name], part))
+            arrange(part, self.encode(name, matrix), out[name])
+        self.fill_extra(matrix, out)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec) -> QuantizedMatrix:
         self.check(spec)
         found: dict[str, Tensor] = {}
         for name, part in self.parts(spec).items():
-            rows, columns = self.logical_shape(part.field, spec)
-            words = unpack_words(part.arrangement, parts[name], part.padded(rows, columns), part.bits)
-            found[part.field] = self.decode(name, words[:rows, :columns].contiguous(), spec)
+            elements = rearrange(part, parts[name], self.logical_shape(part.field, spec))
+            found[part.field] = self.decode(name, elements, spec)
         return QuantizedMatrix(
             spec=spec,
             codes=found["codes"],
@@ -164,26 +173,38 @@ class ArrangedLayout(Layout):
         )
 
     def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
-        """The elements `[rows, columns]` that a part arranges: of the logical tensor, unless a layout recodes it."""
-        import torch
-
+        """The elements `[rows, columns]` that a part arranges: the logical tensor, unless a layout recodes it."""
         part = self.parts(matrix.spec)[name]
         tensor: Tensor = getattr(matrix, part.field)
         if part.field == "zeros":
-            tensor = tensor.to(torch.uint8)
-        return tensor.unsqueeze(1) if part.field == "bias" else tensor
+            return tensor.to(torch_dtype("U8"))
+        if part.field == "bias":
+            tensor = tensor.unsqueeze(1)
+        return tensor if part.field == "codes" or _as_stored(part, matrix.spec) else tensor.to(torch_dtype(part.dtype))
 
     def decode(self, name: str, elements: Tensor, spec: MatrixSpec) -> Tensor:
         """The inverse of `encode`, from the words of `unpack_words`."""
-        import torch
-
         part = self.parts(spec)[name]
         if part.field == "codes":
-            return elements.view(torch.uint8)
+            return elements.view(torch_dtype("U8"))
         if part.field == "zeros":
-            return elements.view(torch.uint8).to(torch.int16)
-        dtype = spec.bias_dtype if part.field == "bias" else spec.scale_dtype
-        return elements.view(torch_dtype(STORED_DTYPE[dtype or ""]))
+            return elements.view(torch_dtype("U8")).to(torch_dtype("I16"))
+        logical = torch_dtype(_logical_dtype(part, spec))
+        return elements.view(logical) if _as_stored(part, spec) else elements.view(torch_dtype(part.dtype)).to(logical)
+
+    def recodes(self, part: Part, spec: MatrixSpec) -> bool:
+        """Whether a part holds other values than the logical tensor (and so might lose some)."""
+        return part.field in ("scales", "bias") and not _as_stored(part, spec)
+
+    def losses(self, matrix: QuantizedMatrix) -> int:
+        lost = 0
+        for name, part in self.parts(matrix.spec).items():
+            if self.recodes(part, matrix.spec):
+                before: Tensor = getattr(matrix, part.field)
+                words = self.encode(name, matrix).contiguous().view(word_dtype(part.bits))
+                after = self.decode(name, words, matrix.spec)
+                lost += changed(before.reshape(-1), after.reshape(-1))
+        return lost
 
     def logical_shape(self, field: Field, spec: MatrixSpec) -> tuple[int, int]:
         """Size of a logical tensor as a matrix."""
@@ -227,23 +248,36 @@ class ArrangedLayout(Layout):
         Raises:
             MoeqError: `usage.illegal-slice` where `slices` does not allow it.
         """
-        shard = self._shard_spec(spec, n, k)
-        wanted = self.tensors(shard)
+        return self.cut_parts(parts, spec, self.shard_spec(spec, n, k), n=n, k=k)
+
+    def cut_parts(
+        self,
+        parts: Mapping[str, Tensor],
+        spec: MatrixSpec,
+        shard: MatrixSpec,
+        *,
+        n: tuple[int, int],
+        k: tuple[int, int],
+    ) -> dict[str, Tensor]:
+        """The arranged parts of `slice_parts`, without its checks."""
+        wanted = self.parts(shard)
         cut = {}
         for name, part in self.parts(spec).items():
             rows, columns = self.logical_shape(part.field, spec)
             first, last = (0, 1) if part.field == "bias" else (k[0] // part.group, -(-k[1] // part.group))
             if part.field in ("scales", "zeros") and spec.num_groups == 1:
                 first, last = 0, 1
+            halves = 2 if is_gated_w13(spec) else 1
             shape = part.padded(rows, columns)
-            width = min(-(-(last - first) // part.pad[1]) * part.pad[1], shape[1])
-            block = Block(n[0], n[1] - n[0], first, width)
-            words = _flat_words(parts[name].contiguous(), part)
-            kept = part.arrangement.narrow(words, shape, block, 2 if is_gated_w13(spec) else 1)
+            height, width = part.padded(halves * (n[1] - n[0]), last - first)
+            block = Block(n[0], height // halves, first, width)
+            words = flat_words(parts[name].contiguous(), part)
+            kept = part.arrangement.narrow(words, shape, block, halves)
             cut[name] = kept.view(torch_dtype(part.dtype)).reshape(wanted[name].shape)
         return cut
 
-    def _shard_spec(self, spec: MatrixSpec, n: tuple[int, int], k: tuple[int, int]) -> MatrixSpec:
+    def shard_spec(self, spec: MatrixSpec, n: tuple[int, int], k: tuple[int, int]) -> MatrixSpec:
+        """The spec of a slice. Raises MoeqError `usage.illegal-slice` where it is none."""
         rule, half = self.slices(spec), spec.n // (2 if is_gated_w13(spec) else 1)
         for axis, (start, stop), size, unit in (("N", n, half, rule.n), ("K", k, spec.k, rule.k)):
             whole = (start, stop) == (0, size)
@@ -265,22 +299,55 @@ def is_gated_w13(spec: MatrixSpec) -> bool:
     return spec.role == "w13" and spec.gated
 
 
-def _zero_fill(elements: Tensor, part: Part) -> Tensor:
-    import torch
+def arrange(part: Part, elements: Tensor, out: Tensor) -> None:
+    """Pack a matrix `[rows, columns]` into one stored tensor, zero-filling where the layout pads inside."""
+    words = flat_words(out, part)
+    pack_words(part.arrangement, _zero_fill(elements, part), part.bits, words)
+    if part.rewrite is not None:
+        part.rewrite.apply_(words)
 
+
+def rearrange(part: Part, packed: Tensor, shape: tuple[int, int]) -> Tensor:
+    """The inverse of `arrange`: codes, or words of `part.bits` bits, `[rows, columns]`."""
+    words = flat_words(packed.contiguous(), part)
+    if part.rewrite is not None:
+        words = part.rewrite.inverse.apply_(words.clone())
+    padded = part.padded(*shape)
+    found = unpack_words(part.arrangement, words, padded, part.bits)
+    halves = 2 if part.arrangement.has_halves else 1
+    kept = found.view(halves, padded[0] // halves, padded[1])[:, : shape[0] // halves, : shape[1]]
+    return kept.reshape(shape)
+
+
+def _zero_fill(elements: Tensor, part: Part) -> Tensor:
     rows, columns = part.padded(*elements.shape)
     if (rows, columns) == tuple(elements.shape):
         return elements
-    filled = torch.zeros((rows, columns), dtype=elements.dtype)
-    filled[: elements.shape[0], : elements.shape[1]] = elements
-    return filled
+    # Gate and up apart: where an engine fills up interleaved rows at their end, half of that belongs to each.
+    halves = 2 if part.arrangement.has_halves else 1
+    old = elements.reshape(halves, -1, elements.shape[1])
+    filled = elements.new_zeros((halves, rows // halves, columns))
+    filled[:, : old.shape[1], : old.shape[2]] = old
+    return filled.view(rows, columns)
 
 
-def _flat_words(tensor: Tensor, part: Part) -> Tensor:
-    """A packed tensor as the words of its arrangement."""
-    from moeq.layouts.words import word_dtype
-
+def flat_words(tensor: Tensor, part: Part) -> Tensor:
+    """A stored tensor as the words of its arrangement."""
     return tensor.view(-1).view(word_dtype(part.bits * part.arrangement.fields_per_word))
+
+
+def changed(before: Tensor, after: Tensor) -> int:
+    """How many values differ in their bits."""
+    width = word_dtype(8 * before.element_size())
+    return int((before.contiguous().view(width) != after.contiguous().view(width)).sum())
+
+
+def _logical_dtype(part: Part, spec: MatrixSpec) -> str:
+    return STORED_DTYPE[(spec.bias_dtype or "") if part.field == "bias" else spec.scale_dtype]
+
+
+def _as_stored(part: Part, spec: MatrixSpec) -> bool:
+    return part.field in ("codes", "zeros") or _logical_dtype(part, spec) == part.dtype
 
 
 def _type_problems(layout: ArrangedLayout, spec: MatrixSpec) -> list[Problem]:
@@ -300,24 +367,47 @@ def _type_problems(layout: ArrangedLayout, spec: MatrixSpec) -> list[Problem]:
 
 
 def _size_problems(layout: ArrangedLayout, spec: MatrixSpec) -> list[Problem]:
-    found = []
-    half = spec.n // 2 if is_gated_w13(spec) else spec.n
-    axes = (("K", "layout.k-multiple", spec.k, layout.k_multiple), ("N", "layout.n-multiple", half, layout.n_multiple))
+    found = list(_group_problems(layout, spec))
+    n_multiple, k_multiple = _multiples(layout, spec)
+    gated = is_gated_w13(spec)
+    axes = [
+        ("K", "layout.k-multiple", spec.k, k_multiple),
+        ("N per half" if gated else "N", "layout.n-multiple", spec.n // (2 if gated else 1), n_multiple),
+    ]
     for axis, code, size, multiple in axes:
         if size % multiple:
             above = -(-size // multiple) * multiple
-            message = f"{axis} = {size}{' per half' if axis == 'N' and half != spec.n else ''}: {size} % {multiple} = "
-            found.append(Problem(code, message + str(size % multiple), f"pad {axis} to {above}"))
+            message = f"{axis} = {size} is not a multiple of {multiple} ({size} % {multiple} = {size % multiple})"
+            found.append(Problem(code, message, f"pad {axis} to {above}"))
+    return found
+
+
+def _multiples(layout: ArrangedLayout, spec: MatrixSpec) -> tuple[int, int]:
+    """What rows (per half) and columns must be multiples of, so that every index map applies."""
+    n, k = layout.n_multiple, layout.k_multiple
+    halves = 2 if is_gated_w13(spec) else 1
+    for part in layout.parts(spec).values():
+        rows, columns = part.arrangement.row_multiple, part.arrangement.column_multiple
+        per_half = 2 if part.arrangement.has_halves else 1
+        if part.pad[0] % rows:
+            # Where halves lie one after the other, only their sum has to divide, but each is cut and read alone.
+            n = math.lcm(n, rows // per_half if halves == 2 else rows)
+        if part.field == "codes" and part.pad[1] % columns:
+            k = math.lcm(k, columns)
+        elif part.field in ("scales", "zeros") and columns > 1 and part.pad[1] % columns:
+            k = math.lcm(k, columns * spec.group_size)
+    return n, k
+
+
+def _group_problems(layout: ArrangedLayout, spec: MatrixSpec) -> Iterator[Problem]:
+    known = ", ".join(str(size) for size in layout.group_sizes)
     if spec.num_groups == 1:
         if not layout.channelwise and spec.k not in layout.group_sizes:
-            known = ", ".join(str(size) for size in layout.group_sizes)
-            found.append(Problem("layout.group-size", f"one scale per channel; its kernel reads groups of {known}"))
-        return found
+            yield Problem("layout.group-size", f"one scale per channel; its kernel reads groups of {known}")
+        return
     if layout.group_sizes and spec.group_size not in layout.group_sizes:
-        known = ", ".join(str(size) for size in layout.group_sizes)
-        found.append(Problem("layout.group-size", f"groups of {spec.group_size}; its kernel reads groups of {known}"))
+        yield Problem("layout.group-size", f"groups of {spec.group_size}; its kernel reads groups of {known}")
     if spec.k % spec.group_size:
         above = -(-spec.k // spec.group_size) * spec.group_size
-        message = f"K = {spec.k} is not a whole number of groups: {spec.k} % {spec.group_size} = "
-        found.append(Problem("layout.group-cut", message + str(spec.k % spec.group_size), f"pad K to {above}"))
-    return found
+        rest = f"{spec.k} % {spec.group_size} = {spec.k % spec.group_size}"
+        yield Problem("layout.group-cut", f"K = {spec.k} is not a whole number of groups ({rest})", f"pad K to {above}")

@@ -71,11 +71,13 @@ class PaddingRule:
         intermediate: multiple of the intermediate size: rows of each half of `w13`, columns of `w2`.
         hidden: multiple of the hidden size: columns of `w13`, rows of `w2`.
         whole_groups: the intermediate size is also a multiple of the group size, so that no group is cut.
+        midpoint: codes are padded with the symmetric zero point instead of code 0.
     """
 
     intermediate: int = 1
     hidden: int = 1
     whole_groups: bool = False
+    midpoint: bool = False
 
     @property
     def title(self) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from moeq.errors import MoeqError
 from moeq.layouts.arranged import is_gated_w13
-from moeq.layouts.base import Layout
+from moeq.layouts.base import Layout, PaddingRule
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 if TYPE_CHECKING:
@@ -28,12 +28,14 @@ class PaddingPlan:
     """How the two matrices of an expert are padded.
 
     Attributes:
+        rule: the layout's rule.
         w13: padded spec of w13 (n counts both halves).
         w2: padded spec of w2.
         original_w13: spec before padding.
         original_w2: spec before padding.
     """
 
+    rule: PaddingRule
     w13: MatrixSpec
     w2: MatrixSpec
     original_w13: MatrixSpec
@@ -65,7 +67,7 @@ class PaddingPlan:
                 f"{before.role} has act-order, so K = {before.k} cannot be padded to {after.k}",
                 "re-quantise with desc_act=False",
             )
-        return _resized(matrix, after)
+        return _resized(matrix, after, before.symmetric_zero if self.rule.midpoint and before.symmetric else 0)
 
     def unpad(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
         """The exact inverse of `pad`."""
@@ -88,6 +90,7 @@ def plan_padding(layout: Layout, w13: MatrixSpec, w2: MatrixSpec) -> PaddingPlan
     halves = 2 if is_gated_w13(w13) else 1
     size, hidden = _round_up(w2.k, intermediate), _round_up(w2.n, rule.hidden)
     return PaddingPlan(
+        rule=rule,
         w13=w13.with_sizes(n=halves * size, k=hidden),
         w2=w2.with_sizes(n=hidden, k=size),
         original_w13=w13,
@@ -106,22 +109,24 @@ def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _resized(matrix: QuantizedMatrix, spec: MatrixSpec) -> QuantizedMatrix:
-    """The matrix cut or zero-filled to the sizes of `spec`, each half of a gated w13 apart."""
+def _resized(matrix: QuantizedMatrix, spec: MatrixSpec, code: int = 0) -> QuantizedMatrix:
+    """The matrix cut or filled up to the sizes of `spec`, each half of a gated w13 apart: with `code`, else zeros."""
     halves = 2 if is_gated_w13(spec) else 1
 
-    def resize(tensor: Tensor, columns: int | None) -> Tensor:
+    def resize(tensor: Tensor, columns: int | None, fill: int = 0) -> Tensor:
         old = tensor.reshape(halves, matrix.spec.n // halves, *tensor.shape[1:])
         shape = [halves, spec.n // halves] + ([] if columns is None else [columns])
         new = tensor.new_zeros(shape) if tensor.element_size() > 1 else _zero_bytes(tensor, shape)
         part = tuple(slice(0, min(a, b)) for a, b in zip(old.shape, new.shape, strict=True))
+        if fill:
+            new.fill_(fill)
         new[part] = old[part]
         return new.flatten(0, 1)
 
     return replace(
         matrix,
         spec=spec,
-        codes=resize(matrix.codes, spec.k),
+        codes=resize(matrix.codes, spec.k, code),
         scales=resize(matrix.scales, spec.num_groups),
         zeros=None if matrix.zeros is None else resize(matrix.zeros, spec.num_groups),
         bias=None if matrix.bias is None else resize(matrix.bias, None),

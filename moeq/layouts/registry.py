@@ -1,7 +1,9 @@
-"""Layouts by id. Importing this needs no torch, so that the oracle and `inspect` can name layouts."""
+"""Layouts by id. Importing this, and the layouts it names, needs no torch, so that the oracle can describe them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import import_module
 
 from moeq.errors import MoeqError
@@ -9,15 +11,114 @@ from moeq.layouts.base import Layout
 
 #: layout id -> "module:class", imported on first use.
 LAYOUTS: dict[str, str] = {
-    "marlin-wna16/1": "moeq.layouts.marlin_wna16:MarlinWNA16",
+    "marlin-wna16/1": "marlin_wna16:MarlinWNA16",
+    "marlin-wna16-int8act/1": "marlin_a8:MarlinInt8Act",
+    "marlin-wna16-fp8act/1": "marlin_a8:MarlinFp8Act",
+    "marlin-wna16-actorder/1": "marlin_actorder:MarlinActOrder",
+    "marlin-mxfp4/1": "marlin_mxfp4:MarlinMXFP4",
+    "marlin-mxfp4-interleaved/1": "marlin_mxfp4:MarlinMXFP4Interleaved",
+    "marlin-mxfp4-fp16/1": "marlin_mxfp4:MarlinMXFP4Fp16",
+    "marlin-mxfp4-fp16-interleaved/1": "marlin_mxfp4:MarlinMXFP4Fp16Interleaved",
+    "marlin-mxfp4-fp8act/1": "marlin_mxfp4:MarlinMXFP4Fp8Act",
+    "marlin-mxfp4-fp8act-interleaved/1": "marlin_mxfp4:MarlinMXFP4Fp8ActInterleaved",
+    "triton-wna16/1": "triton_wna16:TritonWNA16",
+    "int8-w8a8/1": "int8_w8a8:Int8W8A8",
+    "trtllm-mxint4/1": "trtllm_mxint4:TrtllmMxInt4",
+    "trtllm-mxfp4/1": "trtllm_mxfp4:TrtllmMXFP4",
+    "flashinfer-cutlass-mxfp4-bf16/1": "flashinfer_cutlass_mxfp4_bf16:FlashInferCutlassBF16",
+    "flashinfer-cutlass-mxfp4-mxfp8/1": "flashinfer_cutlass_mxfp4_mxfp8:FlashInferCutlassMXFP8",
+    "cutlass-mxfp4/1": "cutlass_mxfp4:CutlassMXFP4",
+    "deepgemm-mxfp4/1": "deepgemm_mxfp4:DeepGemmMXFP4",
+    "triton-kernels-hopper/1": "triton_kernels_hopper:TritonKernelsHopper",
+    "triton-kernels-hopper-w4/1": "triton_kernels_hopper:TritonKernelsHopper4",
+    "triton-kernels-blackwell/1": "triton_kernels_blackwell:TritonKernelsBlackwell",
+    "triton-kernels-cdna4/1": "triton_kernels_cdna4:TritonKernelsCDNA4",
+    "aiter-shuffle/1": "aiter_shuffle:AiterShuffle",
+    "aiter-a16w4/1": "aiter_a16w4:AiterA16W4",
+    "aiter-gfx1250/1": "aiter_gfx1250:AiterGfx1250",
+    "aiter-int4/1": "aiter_int4:AiterInt4",
+    "cpu-amx-int4/1": "cpu_amx_int4:CpuAmxInt4",
+    "cpu-amx-int8/1": "cpu_amx_int8:CpuAmxInt8",
+    "cpu-amx-mxfp4/1": "cpu_amx_mxfp4:CpuAmxMXFP4",
+    "rdna3-int4/1": "rdna3_int4:Rdna3Int4",
+    "xpu-wna16/1": "xpu_wna16:XpuWNA16",
+    "mxfp4-identity/1": "mxfp4_identity:IdentityMXFP4",
+    "humming-wna16/1": "humming:HummingWNA16",
+    "humming-mxfp4-fp16/1": "humming:HummingMXFP4Fp16",
+}
+
+#: What cannot be packed offline, and why.
+NOT_OFFLINE: dict[str, str] = {
+    "Humming, other modes": "native-dequant, packed-K and W4A8 modes depend on the GPU's SM version, the compiler, "
+    "tuned configurations and extremes of the local shard",
+    "Zen CPU": "the bytes come from an opaque operator of zentorch",
+    "CUTLASS W4A8": "its scales go through the engine's own fp8 quantizer on the GPU, whose rounding is not specified",
+    "WNA16 emulation": "experts are dequantised to bf16 at load: nothing is packed",
+    "Machete": "dense layers only; no MoE kernel reads it",
 }
 
 
-def get_layout(layout_id: str, *, allow_lossy: bool = False) -> Layout:
-    """The layout of that id. Raises MoeqError `usage.unknown-layout`, naming the known ones."""
+@dataclass(frozen=True)
+class LayoutFacts:
+    """A row of the support table.
+
+    Attributes:
+        id: layout id.
+        title: one line.
+        schemes: what it holds.
+        arch: devices whose kernels read it.
+        source: library and version.
+        slicing: legal slices.
+        padding: how sizes are rounded up.
+        w13_order: order of gate and up rows.
+        lossy: what may be lost (refused unless allowed), or None.
+        survey: why all local experts must be looked at first, or None.
+    """
+
+    id: str
+    title: str
+    schemes: str
+    arch: str
+    source: str
+    slicing: str
+    padding: str
+    w13_order: str
+    lossy: str | None
+    survey: str | None
+
+
+def layout_class(layout_id: str) -> type[Layout]:
+    """The class of that id. Raises MoeqError `usage.unknown-layout`, naming the known ones."""
     if layout_id not in LAYOUTS:
         known = ", ".join(sorted(LAYOUTS))
         raise MoeqError("usage.unknown-layout", f"no layout is called '{layout_id}'", f"known layouts: {known}")
     module, _, name = LAYOUTS[layout_id].partition(":")
-    layout: Layout = getattr(import_module(module), name)(allow_lossy=allow_lossy)
-    return layout
+    found: type[Layout] = getattr(import_module(f"moeq.layouts.{module}"), name)
+    return found
+
+
+def get_layout(layout_id: str, *, allow_lossy: bool = False) -> Layout:
+    """The layout of that id; `allow_lossy` lets it pack what it cannot hold exactly (`Layout.losses` counts).
+
+    Raises:
+        MoeqError: `usage.unknown-layout`, naming the known ones.
+    """
+    return layout_class(layout_id)(allow_lossy=allow_lossy)
+
+
+def layout_facts() -> Iterator[LayoutFacts]:
+    """The support table, one row per layout."""
+    for layout_id in LAYOUTS:
+        kind = layout_class(layout_id)
+        yield LayoutFacts(
+            id=kind.id,
+            title=kind.title,
+            schemes=kind.schemes,
+            arch=kind.arch,
+            source=kind.source,
+            slicing=kind.slicing,
+            padding=kind.padding.title,
+            w13_order=kind.w13_order,
+            lossy=kind.lossy,
+            survey=kind.survey_scope,
+        )

@@ -74,11 +74,13 @@ def nibbles(packed: Tensor) -> Tensor:
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
 
 
-def pack_experts(layout: Layout, w13: Source, w2: Source, role: str) -> dict[str, Tensor]:
-    """What moeq writes for one role: padded, packed, stacked along experts."""
-    plan = plan_padding(layout, w13.spec(), w2.spec())
+def pack_experts(layout: Layout, w13: Source, w2: Source, role: str, *, pad: bool = True) -> dict[str, Tensor]:
+    """What moeq writes for one role, stacked along experts: padded by the layout's rule, surveyed, packed."""
     source = w13 if role == "w13" else w2
-    experts = [plan.pad(source.expert(e)) for e in range(source.codes.shape[0])]
+    experts = [source.expert(e) for e in range(source.codes.shape[0])]
+    if pad:
+        plan = plan_padding(layout, w13.spec(), w2.spec())
+        experts = [plan.pad(matrix) for matrix in experts]
     found = [layout.survey(matrix) for matrix in experts]
     values = [value for value in found if value is not None]
     if values:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -75,8 +74,3 @@ def block(matrix: QuantizedMatrix, n: tuple[int, int], k: tuple[int, int]) -> Qu
         zeros=None if matrix.zeros is None else matrix.zeros[rows][:, groups].contiguous(),
         bias=None if matrix.bias is None else matrix.bias[rows],
     )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)

@@ -1,0 +1,79 @@
+"""Fixed permutations of the 32 bits of a word, as a few masked shifts. Importing this needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from moeq.layouts.words import COMPILED_FROM, have_numba
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Words handled at a time by the torch road.
+_CHUNK = 1 << 18
+
+
+@dataclass(frozen=True)
+class BitPermutation:
+    """`places[i]` is where bit i of a word goes."""
+
+    places: tuple[int, ...]
+
+    @cached_property
+    def steps(self) -> tuple[tuple[int, int], ...]:
+        """`(left shift, mask of the result)`; a negative shift goes right. OR-ing all steps permutes the word."""
+        masks: dict[int, int] = {}
+        for source, target in enumerate(self.places):
+            masks[target - source] = masks.get(target - source, 0) | 1 << target
+        return tuple(sorted(masks.items()))
+
+    @cached_property
+    def inverse(self) -> BitPermutation:
+        """The way back."""
+        places = [0] * 32
+        for source, target in enumerate(self.places):
+            places[target] = source
+        return BitPermutation(tuple(places))
+
+    def apply_(self, words: Tensor, *, compiled: bool | None = None) -> Tensor:
+        """Permute the bits of flat int32 words in place. Returns the words."""
+        wanted = compiled if compiled is not None else words.numel() >= COMPILED_FROM and have_numba()
+        if wanted:
+            from moeq.layouts.fast.bits import apply
+
+            apply(self.steps, words)
+            return words
+        for start in range(0, words.numel(), _CHUNK):
+            chunk = words[start : start + _CHUNK]
+            chunk.copy_(self._permuted(chunk))
+        return words
+
+    def _permuted(self, words: Tensor) -> Tensor:
+        import torch
+
+        result = torch.zeros_like(words)
+        for shift, mask in self.steps:
+            # A right shift by s copies the sign into the top s bits; the mask, made of shifted bits, has none of those.
+            moved = words << shift if shift >= 0 else words >> -shift
+            result |= moved & (mask - (1 << 32) if mask >> 31 else mask)
+        return result
+
+
+def _mul_free() -> tuple[int, ...]:
+    """Byte j of the word feeds four bits to each half-word: low nibble to the low half, high nibble to the high one."""
+    places = [0] * 32
+    for byte in range(4):
+        last = byte == 3
+        ends = (13, 10, 11, 14) if last else (6 - 3 * byte, 7 - 3 * byte, 8 - 3 * byte, 15 - 3 * byte)
+        for half in range(2):
+            for bit, end in enumerate(ends):
+                places[8 * byte + 4 * half + bit] = 16 * half + end
+    return tuple(places)
+
+
+#: Eight e2m1 codes of a word dealt so that shifts and one bf16 multiplication decode them ("mul-free" fp4). Three codes
+#: of each half-word keep sign and magnitude together; the fourth is spread over what is left.
+#: Source: triton_kernels 3.5.1 (`HopperMXValueLayout`) and FlashInfer 0.7.2 (SM90 mixed-input GEMM).
+MUL_FREE = BitPermutation(_mul_free())

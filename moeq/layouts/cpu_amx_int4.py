@@ -1,0 +1,119 @@
+"""CPU (AMX) int4: blocks of 32 rows by B = min(group size, 128) codes, each followed by its row sums.
+
+`weight` uint8 `[N / 32, K / B, 16 B + 128]`: the codes of a block, then 32 int32 sums of `code - zero` over the block's
+columns; `scale` float32 `[N / 32, G, 32]`; `zero` int8 `[N / 32, G, 32]`, 8 everywhere where symmetric; `bias` float32.
+vLLM adds one to every zero point that is not AWQ's, which is right for GPTQ v1 files and for the 7 that it makes up
+for symmetric ones, so moeq's zero points (as they count) are the stored ones. Source: vLLM 0.33.0, CPU experts (int4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from moeq.errors import MoeqError
+from moeq.layouts.arranged import ArrangedLayout, Part, is_gated_w13
+from moeq.layouts.arrangement import Arrangement
+from moeq.layouts.base import PaddingRule, Problem, TensorSpec
+from moeq.layouts.mxfp4 import IDENTITY_SCALE, bias_as
+from moeq.matrix import MatrixSpec, QuantizedMatrix
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_PER_GROUP = Arrangement("n r32, g -> n g r")
+
+#: Bytes of the 32 int32 sums of a block.
+_SUMS = 128
+
+
+class CpuAmxInt4(ArrangedLayout):
+    """See the module."""
+
+    id = "cpu-amx-int4/1"
+    title = "CPU AMX int4"
+    source = "vLLM 0.33.0"
+    elements = ("int4",)
+    schemes = "int4, symmetric or (GPTQ, AWQ) with zero points, with bias"
+    arch = "x86 with AMX"
+    slicing = "N by 32, K by whole groups"
+    padding = PaddingRule(intermediate=32, whole_groups=True)
+    zero_points = True
+    n_multiple = 32
+
+    def problems(self, spec: MatrixSpec) -> list[Problem]:
+        block = _block(spec)
+        if spec.group_size % block or block % 4:
+            message = f"groups of {spec.group_size} are no whole number of blocks of {block} codes"
+            return [Problem("layout.group-size", message, "groups of 32, 64, 128 or a multiple of 128")]
+        return super().problems(spec)
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        block = _block(spec)
+        order = Arrangement(f"n a2 o2 r8, k j{block // 4} x4 -> n k j a r x | o")
+        shape = (spec.n // 32, spec.num_groups, 32)
+        return {
+            "weight": Part("codes", order, (spec.n // 32, spec.k // block, 16 * block), "U8", 4),
+            "scale": Part("scales", _PER_GROUP, shape, "F32", 32, group=spec.group_size),
+            "zero": Part("zeros", _PER_GROUP, shape, "I8", 8, group=spec.group_size),
+            **bias_as(spec, IDENTITY_SCALE, "F32"),
+        }
+
+    def tensors(self, spec: MatrixSpec) -> dict[str, TensorSpec]:
+        found = super().tensors(spec)
+        *outer, width = found["weight"].shape
+        return found | {"weight": TensorSpec((*outer, width + _SUMS), "U8")}
+
+    def check_values(self, matrix: QuantizedMatrix) -> None:
+        if matrix.zeros is not None and int(matrix.zeros.max()) > 127:
+            raise MoeqError("usage.zero-point-range", f"{self.id} stores zero points as int8")
+
+    def pack_into(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
+        import torch
+
+        spec = matrix.spec
+        part = self.parts(spec)["weight"]
+        codes = torch.empty(part.shape, dtype=torch.uint8)
+        super().pack_into(matrix, {**out, "weight": codes})
+        out["weight"][..., :-_SUMS] = codes
+        out["weight"][..., -_SUMS:] = _sums(matrix).view(torch.uint8)
+
+    def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
+        if name == "zero" and matrix.zeros is None:
+            import torch
+
+            return torch.full(matrix.scales.shape, matrix.spec.symmetric_zero, dtype=torch.uint8)
+        return super().encode(name, matrix)
+
+    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec) -> QuantizedMatrix:
+        matrix = super().unpack({**parts, "weight": parts["weight"][..., :-_SUMS].contiguous()}, spec)
+        return replace(matrix, zeros=None) if spec.symmetric else matrix
+
+    def slice_parts(
+        self, parts: Mapping[str, Tensor], spec: MatrixSpec, *, n: tuple[int, int], k: tuple[int, int]
+    ) -> dict[str, Tensor]:
+        blocks = parts["weight"]
+        halves, unit = 2 if is_gated_w13(spec) else 1, _block(spec)
+        codes = {**parts, "weight": blocks[..., :-_SUMS].contiguous()}
+        shard = self.shard_spec(spec, n, k)
+        cut = self.cut_parts(codes, spec, shard, n=n, k=k)
+        by_half = blocks.view(halves, -1, *blocks.shape[1:])[:, n[0] // 32 : n[1] // 32, k[0] // unit : k[1] // unit]
+        return cut | {"weight": by_half.reshape(-1, *by_half.shape[2:])}
+
+
+def _block(spec: MatrixSpec) -> int:
+    return min(spec.group_size, 128)
+
+
+def _sums(matrix: QuantizedMatrix) -> Tensor:
+    """int32 `[N / 32, K / B, 32]`: the sum of `code - zero` over each block."""
+    import torch
+
+    spec, block = matrix.spec, _block(matrix.spec)
+    sums = matrix.codes.view(spec.n, spec.k // block, block).sum(dim=2, dtype=torch.int32)
+    if matrix.zeros is None:
+        sums -= block * spec.symmetric_zero
+    else:
+        sums -= block * matrix.zeros.to(torch.int32).repeat_interleave(spec.group_size // block, dim=1)
+    return sums.view(spec.n // 32, 32, -1).transpose(1, 2).contiguous()

@@ -1,0 +1,95 @@
+"""Humming, as far as it can be made without the GPU it is for: 16-bit activations on SM75 to SM90.
+
+Weights are Marlin's map, scales its group order (single order for one scale per channel), biases its single order, zero
+points its 8-bit-activation order. Everything else about Humming depends on the GPU or on the data: native-dequant mode
+(SM100 and newer), the packed-K mode, W4A8 exponent clamping, tuned padding. One such dependency reaches this mode:
+where code 0 never occurs in all local experts, Humming stores sign and magnitude instead. The survey finds that, and
+packing refuses.
+
+* `humming-wna16/1`: int4 / int8, symmetric or with int4 zero points.
+* `humming-mxfp4-fp16/1`: MXFP4 with fp16 parameters: scale bytes become `clamp(exponent - 112, 0, 30) * 8`, the
+  high byte of the fp16 power of two. Exponents outside 112 .. 142 are lost. Scales lie in the group order without
+  Marlin's 0, 2, 1, 3.
+
+Source: humming-kernels 0.1.19 (`transform.py` and the repack kernel).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moeq.errors import MoeqError
+from moeq.layouts.arranged import Part
+from moeq.layouts.base import PaddingRule, SliceRule
+from moeq.layouts.marlin import GROUPED, SINGLE, WEIGHT, bias_part, scale_part, weight_part, zero_part
+from moeq.layouts.marlin_a8 import ZERO_A8
+from moeq.layouts.marlin_wna16 import MarlinWNA16
+from moeq.layouts.mxfp4 import MXFP4Layout
+from moeq.matrix import MatrixSpec, QuantizedMatrix
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class HummingWNA16(MarlinWNA16):
+    """Integer weights (see the module)."""
+
+    id = "humming-wna16/1"
+    title = "Humming, 16-bit activations, SM75 to SM90"
+    source = "humming-kernels 0.1.19"
+    schemes = "int4 and int8, symmetric; int4 with zero points"
+    arch = "SM75 to SM90, not native-dequant"
+    survey_scope = "Humming recodes symmetric weights in which code 0 never occurs over all local experts"
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        parts = super().parts(spec)
+        if not spec.symmetric:
+            parts["zero"] = zero_part(spec, ZERO_A8[spec.bits])
+        return parts
+
+    def survey(self, matrix: QuantizedMatrix) -> float | None:
+        return float(bool((matrix.codes == 0).any())) if matrix.spec.symmetric else None
+
+    def check_values(self, matrix: QuantizedMatrix) -> None:
+        super().check_values(matrix)
+        if matrix.spec.symmetric and self.surveyed is None:
+            raise MoeqError("usage.survey-needed", f"{self.id}: {self.survey_scope}; survey the experts first")
+        if matrix.spec.symmetric and not self.surveyed:
+            raise MoeqError(
+                "usage.data-dependent",
+                f"{self.id}: code 0 never occurs in these experts, so Humming would store sign and magnitude",
+                "marlin-wna16/1 holds such weights as they are",
+            )
+
+
+class HummingMXFP4Fp16(MXFP4Layout):
+    """MXFP4 with fp16 parameters (see the module)."""
+
+    id = "humming-mxfp4-fp16/1"
+    title = "Humming MXFP4, fp16 parameters, SM75 to SM90"
+    source = "humming-kernels 0.1.19"
+    arch = "SM75 to SM90, not native-dequant"
+    slicing = "N by 64, K by 32 (at least 64)"
+    padding = PaddingRule(intermediate=128, hidden=256)
+    lossy = "scale exponents outside 112 .. 142 do not fit fp16"
+    n_multiple = 64
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        order = SINGLE if spec.num_groups == 1 else GROUPED
+        parts = {"weight": weight_part(spec, WEIGHT[4]), "scale": scale_part(spec, order)}
+        return parts | ({} if spec.bias_dtype is None else {"bias": bias_part(spec)})
+
+    def slices(self, spec: MatrixSpec) -> SliceRule:
+        rule = super().slices(spec)
+        return SliceRule(rule.n, rule.k, 2 * spec.group_size if spec.num_groups > 1 else 0)
+
+    def recodes(self, part: Part, spec: MatrixSpec) -> bool:
+        return part.field == "scales" or super().recodes(part, spec)
+
+    def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
+        found = super().encode(name, matrix)
+        return (found.clamp(112, 142) - 112) << 3 if name == "scale" else found
+
+    def decode(self, name: str, elements: Tensor, spec: MatrixSpec) -> Tensor:
+        found = super().decode(name, elements, spec)
+        return (found >> 3) + 112 if name == "scale" else found

@@ -1,0 +1,151 @@
+"""MXFP4 on Marlin: the 4-bit weight map of `marlin-wna16`, one exponent byte per 32 codes.
+
+Parts of one expert: `weight` int32 `[K / 16, 2 N]`, `scale` uint8 `[K / 32, N]`, `bias` `[N]` in the parameters' dtype.
+Scales lie in the group order and, within four, in the order 0, 2, 1, 3.
+
+* `marlin-mxfp4/1`: bf16 parameters; every exponent byte is kept.
+* `marlin-mxfp4-fp16/1`: fp16 parameters. Exponent bytes below 103 become 0 and above 142 become 255 (fp16's range), so
+  packing is refused where that happens unless it is allowed. vLLM's kernel decodes e8m0 scales for bf16 only.
+* `marlin-mxfp4-fp8act/1`: fp8 activations: 32 x 32 tiles, single scale order without the 0, 2, 1, 3; bytes are stored
+  plus 6 (249 is the largest that can be).
+
+vLLM keeps gpt-oss's w13 rows interleaved (gate 0, up 0, gate 1, ...), because its activation reads pairs: those are
+the `-interleaved` ids. SGLang de-interleaves them and so takes the plain ids.
+
+Source: vLLM 0.33.0, `marlin_utils_fp4.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from moeq.errors import MoeqError
+from moeq.layouts.arranged import Part, is_gated_w13
+from moeq.layouts.arrangement import Arrangement
+from moeq.layouts.base import PaddingRule, SliceRule, W13Order
+from moeq.layouts.marlin import SINGLE, WEIGHT, scale_part, weight_part
+from moeq.layouts.marlin_a8 import WEIGHT_A8
+from moeq.layouts.mxfp4 import MXFP4Layout, bias_as
+from moeq.matrix import MatrixSpec, QuantizedMatrix
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_GROUPED = Arrangement("n o2 s2 t2 r8, g -> g n r o t s")
+_SINGLE = Arrangement("n a2 u2 b4 c2, g -> g n b a c u")
+
+# The same maps on row 2 i + h of the interleaved matrix: its lowest row digit is h, so each map's lowest row digit
+# (r or c) gives its last bit to h.
+_WEIGHT_PAIRS = Arrangement("h2 n c4 o2 r4, k e2 p4 q2 -> k n r h p c | q o e")
+_WEIGHT_A8_PAIRS = Arrangement("h2 n m4 r4, k e2 p4 q4 -> k n r h p m | q e")
+_GROUPED_PAIRS = Arrangement("h2 n o2 s2 t2 r4, g -> g n r h o t s")
+_SINGLE_PAIRS = Arrangement("h2 n a2 u2 b4, g -> g n b a h u")
+_SINGLE_A8_PAIRS = Arrangement("h2 n a4 b4, g -> g n b a h")
+
+
+class MarlinMXFP4(MXFP4Layout):
+    """bf16 parameters (see the module)."""
+
+    id = "marlin-mxfp4/1"
+    title = "Marlin MXFP4, bf16 parameters"
+    source = "vLLM 0.33.0"
+    arch = "SM75 and newer"
+    slicing = "N by 64, K by 32 (at least 64)"
+    padding = PaddingRule(intermediate=128, hidden=256)
+    n_multiple = 64
+    params: ClassVar[str] = "BF16"
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        pairs = self.w13_order == "interleaved" and is_gated_w13(spec)
+        weight = _WEIGHT_PAIRS if pairs else WEIGHT[4]
+        single, grouped = (_SINGLE_PAIRS, _GROUPED_PAIRS) if pairs else (_SINGLE, _GROUPED)
+        scale = single if spec.num_groups == 1 else grouped
+        bias = bias_as(spec, _SINGLE_A8_PAIRS if pairs else SINGLE, self.params)
+        return {"weight": weight_part(spec, weight), "scale": scale_part(spec, scale), **bias}
+
+    def slices(self, spec: MatrixSpec) -> SliceRule:
+        rule = super().slices(spec)
+        # The single order of one group is no slice of the group order.
+        return SliceRule(rule.n, rule.k, 2 * spec.group_size if spec.num_groups > 1 else 0)
+
+
+class MarlinMXFP4Interleaved(MarlinMXFP4):
+    """bf16 parameters, w13 rows interleaved (gpt-oss on vLLM)."""
+
+    id = "marlin-mxfp4-interleaved/1"
+    title = "Marlin MXFP4, bf16 parameters, gate and up interleaved (gpt-oss on vLLM)"
+    w13_order: ClassVar[W13Order] = "interleaved"
+
+
+class MarlinMXFP4Fp16(MarlinMXFP4):
+    """fp16 parameters: exponents outside fp16's range saturate."""
+
+    id = "marlin-mxfp4-fp16/1"
+    title = "Marlin MXFP4, fp16 parameters"
+    params = "F16"
+    lossy = "scale exponents below 103 or above 142 saturate in fp16, and biases are rounded to fp16"
+
+    def recodes(self, part: Part, spec: MatrixSpec) -> bool:
+        return part.field == "scales" or super().recodes(part, spec)
+
+    def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
+        found = super().encode(name, matrix)
+        if name != "scale":
+            return found
+        return found.masked_fill(found < 103, 0).masked_fill(found > 142, 255)
+
+
+class MarlinMXFP4Fp16Interleaved(MarlinMXFP4Fp16):
+    """fp16 parameters, w13 rows interleaved."""
+
+    id = "marlin-mxfp4-fp16-interleaved/1"
+    title = "Marlin MXFP4, fp16 parameters, gate and up interleaved (gpt-oss on vLLM)"
+    w13_order = "interleaved"
+
+
+class MarlinMXFP4Fp8Act(MarlinMXFP4):
+    """fp8 activations (see the module)."""
+
+    id = "marlin-mxfp4-fp8act/1"
+    title = "Marlin MXFP4, bf16 parameters, fp8 activations"
+    arch = "SM89 and SM12x"
+    slicing = "N by 64, K by 32"
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        pairs = self.w13_order == "interleaved" and is_gated_w13(spec)
+        single = _SINGLE_A8_PAIRS if pairs else SINGLE
+        return {
+            "weight": weight_part(spec, _WEIGHT_A8_PAIRS if pairs else WEIGHT_A8[4]),
+            "scale": scale_part(spec, single),
+            **bias_as(spec, single, self.params),
+        }
+
+    def slices(self, spec: MatrixSpec) -> SliceRule:
+        rule = super().slices(spec)
+        return SliceRule(rule.n, rule.k)
+
+    def check_values(self, matrix: QuantizedMatrix) -> None:
+        super().check_values(matrix)
+        largest = int(matrix.scales.max())
+        if largest > 249:
+            raise MoeqError(
+                "usage.scale-range",
+                f"{self.id} stores exponents plus 6 in a byte, so 249 is the largest; {matrix.spec.role} has {largest}",
+                "marlin-mxfp4/1 (16-bit activations) keeps every exponent",
+            )
+
+    def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
+        found = super().encode(name, matrix)
+        return found + 6 if name == "scale" else found
+
+    def decode(self, name: str, elements: Tensor, spec: MatrixSpec) -> Tensor:
+        found = super().decode(name, elements, spec)
+        return found - 6 if name == "scale" else found
+
+
+class MarlinMXFP4Fp8ActInterleaved(MarlinMXFP4Fp8Act):
+    """fp8 activations, w13 rows interleaved."""
+
+    id = "marlin-mxfp4-fp8act-interleaved/1"
+    title = "Marlin MXFP4, fp8 activations, gate and up interleaved (gpt-oss on vLLM)"
+    w13_order = "interleaved"

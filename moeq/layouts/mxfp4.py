@@ -1,0 +1,59 @@
+"""What the MXFP4 layouts share: e2m1 codes two to a byte, e8m0 scales of 32 codes, the 128 x 4 scale tile.
+
+In the patterns, `h` leads the rows of a gated w13 (0: gate, 1: up) and `b` is the nibble of a byte.
+"""
+
+from __future__ import annotations
+
+from moeq.layouts.arranged import ArrangedLayout, Part, is_gated_w13
+from moeq.layouts.arrangement import Arrangement
+from moeq.matrix import MatrixSpec
+
+#: The OCP Microscaling group.
+GROUP = 32
+
+
+class MXFP4Layout(ArrangedLayout):
+    """Base of layouts for e2m1 codes with an e8m0 byte per 32 of them."""
+
+    elements = ("e2m1",)
+    schemes = "mxfp4 (e2m1 codes, e8m0 scales of 32), with bias"
+    scale_dtypes = ("e8m0",)
+    group_sizes = (GROUP,)
+    channelwise = False
+
+
+def weight_bytes(spec: MatrixSpec, arrangement: Arrangement) -> Part:
+    """uint8 `[N, K / 2]`: the arrangement ends in two nibbles per byte."""
+    return Part("codes", arrangement, (spec.n, spec.k // 2), "U8", 4)
+
+
+def scale_bytes(spec: MatrixSpec, arrangement: Arrangement, shape: tuple[int, ...] | None = None) -> Part:
+    """One byte per group; `[N, G]` unless said otherwise."""
+    return Part("scales", arrangement, shape or (spec.n, spec.num_groups), "U8", 8, group=spec.group_size)
+
+
+def bias_as(spec: MatrixSpec, arrangement: Arrangement, dtype: str) -> dict[str, Part]:
+    """The bias `[N]` in a fixed dtype, or nothing where there is none."""
+    if spec.bias_dtype is None:
+        return {}
+    return {"bias": Part("bias", arrangement, (spec.n,), dtype, {"F32": 32, "BF16": 16, "F16": 16}[dtype])}
+
+
+def by_role(w13: Arrangement, plain: Arrangement, spec: MatrixSpec) -> Arrangement:
+    """The arrangement with gate and up where the matrix has both, the plain one elsewhere."""
+    return w13 if is_gated_w13(spec) else plain
+
+
+#: Rows and columns as they are.
+IDENTITY = Arrangement("n, k b2 -> n k | b")
+IDENTITY_SCALE = Arrangement("n, g -> n g")
+#: Rows gate 0, up 0, gate 1, up 1, ...
+INTERLEAVED = Arrangement("h2 n, k b2 -> n h k | b")
+INTERLEAVED_ROWS = Arrangement("h2 n, g -> n h g")
+#: Rows up, then gate.
+UP_GATE = Arrangement("h2 n, k b2 -> ~h n k | b")
+UP_GATE_ROWS = Arrangement("h2 n, g -> ~h n g")
+#: The 128 x 4 tile of block scales that SM100 tensor cores read: row = 128 m + 32 y + z, column = 4 c + x.
+TILE_128X4 = Arrangement("n y4 z32, c x4 -> n c z y x")
+TILE_128X4_UP_GATE = Arrangement("h2 n y4 z32, c x4 -> ~h n c z y x")

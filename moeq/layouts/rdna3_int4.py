@@ -1,0 +1,56 @@
+"""RDNA3 int4 (ExLlama shuffle): K-first words whose even k fill the low half and odd k the high half.
+
+`weight` int32 `[K / 8, N]`, `scale` `[G, N]` as stored, `zero` int32 `[G, N / 8]` with every nibble 7 (the kernel
+adds one). Symmetric groups only. Source: vLLM 0.33.0 (RDNA3 WNA16), ExLlamaV2 shuffle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from moeq.layouts.arranged import STORED_DTYPE, ArrangedLayout, Part
+from moeq.layouts.arrangement import Arrangement
+from moeq.layouts.base import TensorSpec
+from moeq.matrix import MatrixSpec, QuantizedMatrix
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_WEIGHT = Arrangement("n, k y4 b2 -> k n | b y")
+_SCALE = Arrangement("n, g -> g n")
+
+
+class Rdna3Int4(ArrangedLayout):
+    """See the module."""
+
+    id = "rdna3-int4/1"
+    title = "RDNA3 int4 (ExLlama shuffle)"
+    source = "vLLM 0.33.0"
+    elements = ("int4",)
+    schemes = "int4 symmetric with groups (compressed-tensors)"
+    arch = "gfx1100"
+    slicing = "N by 8, K by whole groups"
+    channelwise = False
+    biased = False
+    n_multiple = 8
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        dtype = STORED_DTYPE[spec.scale_dtype]
+        return {
+            "weight": Part("codes", _WEIGHT, (spec.k // 8, spec.n), "I32", 4),
+            "scale": Part("scales", _SCALE, (spec.num_groups, spec.n), dtype, 16, group=spec.group_size),
+        }
+
+    def extra_tensors(self, spec: MatrixSpec) -> dict[str, TensorSpec]:
+        return {"zero": TensorSpec((spec.num_groups, spec.n // 8), "I32")}
+
+    def fill_extra(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
+        out["zero"].fill_(0x77777777)
+
+    def slice_parts(
+        self, parts: Mapping[str, Tensor], spec: MatrixSpec, *, n: tuple[int, int], k: tuple[int, int]
+    ) -> dict[str, Tensor]:
+        cut = super().slice_parts(parts, spec, n=n, k=k)
+        shape = (cut["scale"].shape[0], cut["scale"].shape[1] // 8)
+        return cut | {"zero": parts["zero"].new_full(shape, 0x77777777)}
