@@ -47,6 +47,38 @@ class MatrixEntry:
 
 
 @dataclass(frozen=True)
+class RankEntry:
+    """What one rank holds of a layer that is written rank by rank.
+
+    Attributes:
+        rank: rank within tensor parallelism, or within expert parallelism.
+        experts: `(start, stop)` of its experts; the leading axis of its tensors has `stop - start` entries.
+        intermediate: `(start, stop)` of its intermediate features: rows of gate and of up, columns of w2.
+        matrices: its `w13` and `w2`, sizes those of the shard.
+    """
+
+    rank: int
+    experts: tuple[int, int]
+    intermediate: tuple[int, int]
+    matrices: Mapping[StackedRole, MatrixEntry]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a layer serves several ranks.
+
+    Attributes:
+        axis: what the deployment cuts: `tp`, `ep`, or None for a single rank.
+        written: `unsharded`: one packing that a loader reads whole or slices; `ranks`: one packing per rank.
+        why: one sentence on why, with the slices that are legal.
+    """
+
+    axis: Literal["tp", "ep"] | None = None
+    written: Literal["unsharded", "ranks"] = "unsharded"
+    why: str = ""
+
+
+@dataclass(frozen=True)
 class LayerEntry:
     """The experts of one MoE layer.
 
@@ -55,8 +87,11 @@ class LayerEntry:
         prefix: module path of the experts, such as `model.layers.0.mlp.experts`.
         num_experts: routed experts, the leading axis of every stacked tensor.
         layout: layout id.
-        matrices: `w13` and `w2`.
+        matrices: `w13` and `w2`; where the layer is written rank by rank their tensors are those of `ranks` instead.
         digests: projection to one logical digest per expert (see `moeq.digest`).
+        sharding: how ranks get their part.
+        ranks: one entry per rank where the layer is written rank by rank; else empty.
+        losses: stored numbers that packing changed, allowed explicitly; the digests are then of what is stored.
     """
 
     layer: int
@@ -65,6 +100,45 @@ class LayerEntry:
     layout: str
     matrices: Mapping[StackedRole, MatrixEntry]
     digests: Mapping[Projection, tuple[str, ...]] = field(default_factory=dict)
+    sharding: Sharding = field(default_factory=Sharding)
+    ranks: tuple[RankEntry, ...] = ()
+    losses: int = 0
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of all stacked tensors of the layer."""
+        homes = [rank.matrices for rank in self.ranks] or [self.matrices]
+        return tuple(name for home in homes for matrix in home.values() for name in matrix.tensors.values())
+
+
+@dataclass(frozen=True)
+class CopiedLayer:
+    """A layer whose experts were copied unchanged.
+
+    Attributes:
+        layer: index in the model.
+        reason: why they were not converted.
+    """
+
+    layer: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class RestoreEntry:
+    """What `moeq restore` needs beside the weights (see `moeq.pipeline.keepsake`).
+
+    Attributes:
+        file: file that holds the source's headers and configs, and tensors that cannot be rebuilt from the weights.
+        files: the source's weight files, in order.
+        kept: source tensors kept verbatim.
+        missing: what of the source folder was not kept (pickles, files of no index), by name.
+    """
+
+    file: str
+    files: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -97,6 +171,8 @@ class Manifest:
         layers: every layer with experts.
         digest: definition of the digests (`moeq.digest.DIGEST_NAME`).
         advisories: codes of engine defects that touch this deployment.
+        copied: layers whose experts were copied unchanged, with the reason.
+        restore: what leads back to the source; None in manifests of versions that did not keep it.
     """
 
     moeq_version: str
@@ -107,6 +183,8 @@ class Manifest:
     layers: tuple[LayerEntry, ...]
     digest: str
     advisories: tuple[str, ...] = ()
+    copied: tuple[CopiedLayer, ...] = ()
+    restore: RestoreEntry | None = None
 
     def layer(self, layer: int) -> LayerEntry:
         """Entry of that layer. Raises MoeqError `usage.no-such-layer`."""
@@ -162,7 +240,16 @@ def _parse(document: dict[str, Any]) -> Manifest:
         layers=tuple(_parse_layer(entry) for entry in document["layers"]),
         digest=str(document["digest"]),
         advisories=tuple(document.get("advisories", ())),
+        copied=tuple(CopiedLayer(int(row["layer"]), str(row["reason"])) for row in document.get("copied", ())),
+        restore=_parse_restore(document.get("restore")),
     )
+
+
+def _parse_restore(entry: dict[str, Any] | None) -> RestoreEntry | None:
+    if entry is None:
+        return None
+    lists = {name: tuple(map(str, entry[name])) for name in ("files", "kept", "missing")}
+    return RestoreEntry(str(entry["file"]), **lists)
 
 
 def _parse_layer(entry: dict[str, Any]) -> LayerEntry:
@@ -173,6 +260,19 @@ def _parse_layer(entry: dict[str, Any]) -> LayerEntry:
         layout=str(entry["layout"]),
         matrices={role: _parse_matrix(entry["matrices"][role]) for role in STACKED_ROLES},
         digests={cast(Projection, name): tuple(values) for name, values in entry["digests"].items()},
+        sharding=Sharding(**entry.get("sharding", {})),
+        ranks=tuple(_parse_rank(rank) for rank in entry.get("ranks", ())),
+        losses=int(entry.get("losses", 0)),
+    )
+
+
+def _parse_rank(entry: dict[str, Any]) -> RankEntry:
+    (first, last), (start, stop) = entry["experts"], entry["intermediate"]
+    return RankEntry(
+        rank=int(entry["rank"]),
+        experts=(int(first), int(last)),
+        intermediate=(int(start), int(stop)),
+        matrices={role: _parse_matrix(entry["matrices"][role]) for role in STACKED_ROLES},
     )
 
 

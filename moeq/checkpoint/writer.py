@@ -14,22 +14,15 @@ from math import prod
 from pathlib import Path
 from types import TracebackType
 
+from moeq.checkpoint.header import DTYPE_BITS
 from moeq.errors import MoeqError
-
-#: Bytes per element of the safetensors dtypes.
-DTYPE_BYTES: dict[str, int] = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
-    "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
-    "I32": 4, "U32": 4, "F32": 4,
-    "I64": 8, "U64": 8, "F64": 8, "C64": 8,
-}  # fmt: skip
 
 _COPY_CHUNK = 16 * 2**20
 
 
 def tensor_bytes(shape: tuple[int, ...], dtype: str) -> int:
     """Size of a stored tensor in bytes."""
-    return prod(shape) * DTYPE_BYTES[dtype]
+    return prod(shape) * DTYPE_BITS[dtype] // 8
 
 
 class SafetensorsWriter:

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, Literal, TypeVar
 
-from moeq.checkpoint.manifest import LayerEntry, Manifest, MatrixEntry, StackedRole
+from moeq.checkpoint.facts import Facts
+from moeq.checkpoint.families import find_family
+from moeq.checkpoint.manifest import LayerEntry, Manifest, MatrixEntry, RankEntry, StackedRole
+from moeq.checkpoint.names import index_experts
 from moeq.checkpoint.notice import Notice
 from moeq.checkpoint.source import Source
 from moeq.checkpoint.writer import tensor_bytes
@@ -14,7 +17,10 @@ from moeq.errors import MoeqError
 from moeq.layouts.registry import get_layout
 from moeq.matrix import MatrixSpec, QuantizedMatrix, Role, projection_spec, split_projections
 from moeq.model import Checkpoint
+from moeq.model.describe import model_type, split_stacks
+from moeq.model.experts import Experts
 from moeq.model.info import CheckpointInfo, ModuleUse, RoutingInfo, SchemeUse
+from moeq.model.quantization import find_declaration
 from moeq.schemes.base import QuantKey, ScaleKey, Scheme
 
 _STACK: dict[Role, StackedRole] = {"w13": "w13", "gate": "w13", "up": "w13", "w2": "w2", "down": "w2"}
@@ -24,6 +30,8 @@ T = TypeVar("T")
 
 class ConvertedCheckpoint(Checkpoint):
     """A converted checkpoint: the same questions as a source, answered from the packed tensors.
+
+    Layers that were copied unchanged are read as their source is.
 
     Attributes:
         manifest: its `moeq.json`.
@@ -40,9 +48,10 @@ class ConvertedCheckpoint(Checkpoint):
         self._entries = {entry.layer: entry for entry in manifest.layers}
         for entry in manifest.layers:
             _check_tensors(source, entry)
-        names = [n for e in manifest.layers for matrix in e.matrices.values() for n in matrix.tensors.values()]
+        names = [name for entry in manifest.layers for name in entry.tensors]
         source.expert_names = frozenset(names)
         expert_bytes = sum(source.tensors[name].nbytes for name in names)
+        self._experts = _copied_experts(source, manifest)
         self.info = replace(
             _info(manifest),
             name=source.name,
@@ -54,55 +63,107 @@ class ConvertedCheckpoint(Checkpoint):
             warnings=tuple(source.notices),
         )
 
+    def is_packed(self, layer: int) -> bool:
+        """Whether a layer's experts were converted; the others were copied unchanged."""
+        return layer in self._entries
+
     def expert_prefix(self, layer: int) -> str:
-        return self._entry(layer).prefix
+        return self._entries[layer].prefix if layer in self._entries else super().expert_prefix(layer)
 
     def num_experts(self, layer: int) -> int:
-        return self._entry(layer).num_experts
+        return self._entries[layer].num_experts if layer in self._entries else super().num_experts(layer)
 
     def scheme_of(self, layer: int, expert: int = 0, role: Role = "w13") -> Scheme:
-        self._entry(layer)
+        if layer not in self._entries:
+            return super().scheme_of(layer, expert, role)
         return next(use.scheme for use in self.info.schemes if layer in use.layers)
 
     def spec(self, layer: int, role: Role, expert: int = 0) -> MatrixSpec:
+        if layer not in self._entries:
+            return super().spec(layer, role, expert)
         self._check_expert(layer, expert)
-        return projection_spec(self._entry(layer).matrices[_STACK[role]].spec, role)
+        return projection_spec(self._entries[layer].matrices[_STACK[role]].spec, role)
 
     def matrix(self, layer: int, expert: int, role: Role) -> QuantizedMatrix:
-        """One logical matrix: the layout's `unpack` of the expert's bytes, with padding cut off."""
-        from moeq.layouts.padding import PaddingPlan
+        """One logical matrix: the layout's `unpack` of the expert's bytes, padding cut off, ranks put together."""
+        from moeq.model.shards import join_shards
 
+        if layer not in self._entries:
+            return super().matrix(layer, expert, role)
         self._check_expert(layer, expert)
-        entry = self._entry(layer)
-        stored = entry.matrices[_STACK[role]]
-        parts = {part: self.source.read_row(self.source.entry(name), expert) for part, name in stored.tensors.items()}
-        padded = get_layout(entry.layout).unpack(parts, stored.padded_spec)
-        w13, w2 = entry.matrices["w13"], entry.matrices["w2"]
-        whole = PaddingPlan(w13.padded_spec, w2.padded_spec, w13.spec, w2.spec).unpad(padded)
+        entry = self._entries[layer]
+        stack = _STACK[role]
+        if entry.ranks:
+            homes = [(rank.experts[0], rank.matrices) for rank in entry.ranks if _holds(rank, expert)]
+        else:
+            homes = [(0, entry.matrices)]
+        shards = [self._unpack(entry, matrices, stack, expert - first) for first, matrices in homes]
+        whole = join_shards(entry.matrices[stack].spec, shards)
         if role in ("w13", "w2"):
             return whole
         return dict(split_projections(whole))[role]  # type: ignore[index]
 
-    def _entry(self, layer: int) -> LayerEntry:
-        if layer not in self._entries:
-            return self.manifest.layer(layer)  # raises, naming the layers there are
-        return self._entries[layer]
+    def _unpack(
+        self, entry: LayerEntry, matrices: Mapping[StackedRole, MatrixEntry], role: StackedRole, row: int
+    ) -> QuantizedMatrix:
+        """One row of the stacks of a rank (or of the whole), unpacked and without padding."""
+        from moeq.layouts.padding import PaddingPlan
+
+        stored, layout = matrices[role], get_layout(entry.layout)
+        parts = {part: self.source.read_row(self.source.entry(name), row) for part, name in stored.tensors.items()}
+        padded = layout.unpack(parts, stored.padded_spec)
+        w13, w2 = matrices["w13"], matrices["w2"]
+        return PaddingPlan(layout.padding, w13.padded_spec, w2.padded_spec, w13.spec, w2.spec).unpad(padded)
+
+    def _layer(self, layer: int) -> Experts:
+        if layer in self._entries:
+            raise MoeqError(
+                "usage.converted-layer", f"layer {layer} is converted: its source tensors are gone", "see moeq restore"
+            )
+        if layer not in self._experts:
+            self.manifest.layer(layer)  # raises, naming the layers there are
+        return super()._layer(layer)
 
     def _check_expert(self, layer: int, expert: int) -> None:
-        count = self._entry(layer).num_experts
+        count = self._entries[layer].num_experts
         if not 0 <= expert < count:
             raise MoeqError("usage.no-such-expert", f"layer {layer} has experts 0 to {count - 1}, not {expert}")
+
+
+def _holds(rank: RankEntry, expert: int) -> bool:
+    return rank.experts[0] <= expert < rank.experts[1]
+
+
+def _copied_experts(source: Source, manifest: Manifest) -> dict[int, Experts]:
+    """Experts of the layers that were copied, under the quantisation config of the source."""
+    if not manifest.copied:
+        return {}
+    ours = source.config.get("quantization_config")
+    original = ours.get("original") if isinstance(ours, Mapping) else None
+    config = {**source.config, "quantization_config": original or {}}
+    declaration, _ = find_declaration(config, source.side_configs)
+    family = find_family(model_type(Facts(source.config)))
+    rest = {name: entry for name, entry in source.tensors.items() if name not in source.expert_names}
+    copied = {row.layer for row in manifest.copied}
+    return {
+        layer.layer: Experts(layer, declaration, family is not None and family.interleaved)
+        for layer in split_stacks(index_experts(rest), None).main.values()
+        if layer.layer in copied
+    }
 
 
 def _check_tensors(source: Source, entry: LayerEntry) -> None:
     """Every stacked tensor is there, in the shape that its layout gives for the manifest's sizes."""
     layout = get_layout(entry.layout)
-    for role, matrix in entry.matrices.items():
-        wanted = layout.tensors(matrix.padded_spec)
-        if set(wanted) != set(matrix.tensors):
-            raise _damaged(entry, role, f"has parts {sorted(matrix.tensors)}, {entry.layout} needs {sorted(wanted)}")
-        for part, spec in wanted.items():
-            _check_tensor(source, entry, matrix, part, ((entry.num_experts, *spec.shape), spec.dtype))
+    homes = [(rank.experts[1] - rank.experts[0], rank.matrices) for rank in entry.ranks]
+    for count, matrices in homes or [(entry.num_experts, entry.matrices)]:
+        for role, matrix in matrices.items():
+            wanted = layout.tensors(matrix.padded_spec)
+            if set(wanted) != set(matrix.tensors):
+                found = f"has parts {sorted(matrix.tensors)}, {entry.layout} needs {sorted(wanted)}"
+                raise _damaged(entry, role, found)
+            for part, spec in wanted.items():
+                _check_tensor(source, entry, matrix, part, ((count, *spec.shape), spec.dtype))
 
 
 def _check_tensor(

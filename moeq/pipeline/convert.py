@@ -1,42 +1,40 @@
 """Repack the experts of a checkpoint: read one expert, pack, write, read back, compare, record.
 
-At no time is more than one expert's matrix in memory. Work happens in `<DST>.moeq-partial`, which is renamed to DST
-when everything, the manifest included, is on disk: a folder called DST is always a finished conversion.
+At no time is more than one expert's matrix in memory, and each is read once, however many ranks get a part of it. Work
+happens in `<DST>.moeq-partial`, which is renamed to DST when everything, the manifest included, is on disk: a folder
+called DST is always a finished conversion.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import moeq
-from moeq.checkpoint.manifest import (
-    STACKED_ROLES,
-    LayerEntry,
-    Manifest,
-    Projection,
-    SourceEntry,
-    StackedRole,
-)
+from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry, Manifest, Projection, SourceEntry, StackedRole
 from moeq.checkpoint.source import CONFIG_NAME
 from moeq.checkpoint.writer import SafetensorsWriter
 from moeq.digest import DIGEST_NAME, logical_digest
 from moeq.errors import MoeqError
 from moeq.matrix import QuantizedMatrix, split_projections
 from moeq.model import Checkpoint
+from moeq.model.shards import join_shards, shard_matrix
 from moeq.oracle.records import Verdict
-from moeq.pipeline.decide import decide
-from moeq.pipeline.folder import WorkFolder, write_side_files
-from moeq.pipeline.plan import FilePlan, LayerPlan, Plan, make_plan
+from moeq.pipeline.folder import FileRecord, WorkFolder, write_side_files
+from moeq.pipeline.keepsake import unrestorable, write_keepsake
+from moeq.pipeline.plan import FilePlan, LayerPlan, Plan, PlanOptions, ShardPlan, make_plan
+from moeq.pipeline.targets import choose_targets
+from moeq.pipeline.tensors import as_bytes, from_bytes, same_matrix
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from moeq.checkpoint.source import Source
     from moeq.deploy.deployment import Deployment
+    from moeq.layouts.base import Layout
 
 
 @dataclass(frozen=True)
@@ -79,6 +77,7 @@ class Conversion:
         verdict: the oracle's verdict that chose backend and layout.
         manifest: what `moeq.json` says; None for a dry run.
         resumed_files: files found finished from an interrupted run.
+        backend: backend whose kernel reads the result; the layout's id where the engine has none for it.
     """
 
     destination: Path
@@ -86,6 +85,7 @@ class Conversion:
     verdict: Verdict
     manifest: Manifest | None
     resumed_files: int = 0
+    backend: str = ""
 
 
 def convert(
@@ -94,6 +94,9 @@ def convert(
     deployment: Deployment,
     backend: str = "auto",
     *,
+    layout: str | None = None,
+    skip_unfit: bool = False,
+    allow_lossy: bool = False,
     revision: str | None = None,
     force: bool = False,
     dry_run: bool = False,
@@ -104,99 +107,102 @@ def convert(
     Args:
         src: local folder or Hub repository.
         dst: output folder; must not exist, or with `force` must itself be an output of moeq.
-        deployment: where the result is to run.
+        deployment: where the result is to run. With `tp` or `ep` above 1 the result serves every rank: one packing
+            that loaders slice where the layout allows it, else one packing per rank.
         backend: force a backend; `auto` takes the first supported one that has an offline layout.
+        layout: force a layout by id; the oracle's choice no longer counts, that the layout fits still does.
+        skip_unfit: copy layers that cannot be converted unchanged instead of refusing the checkpoint.
+        allow_lossy: allow layouts that change stored numbers; the changes are counted in the manifest.
         revision: Hub revision of `src`.
         force: replace an earlier conversion.
         dry_run: plan only; nothing is written.
         progress: called about once per expert.
 
     Raises:
-        MoeqError: `answer.no-backend` where nothing fits; `usage.destination-exists`; `usage.already-converted`;
-            `resources.disk-full`; `source.*` for damaged input. A failed run leaves no folder DST behind.
+        MoeqError: `answer.no-backend` where nothing fits; `usage.layout-does-not-fit`, `usage.mixed-experts`,
+            `usage.tp`, `usage.ep`, `usage.group-cut`, `usage.lossy`; `usage.destination-exists`;
+            `usage.already-converted`; `resources.disk-full`; `source.*` for damaged input. A failed run leaves no
+            folder DST behind.
     """
     destination = Path(dst)
     checkpoint = moeq.open(src, revision=revision)
     if checkpoint.kind == "converted":
-        raise MoeqError("usage.already-converted", f"{src} is itself an output of `moeq convert`", "convert its source")
-    _require_convertible(checkpoint)
+        raise MoeqError(
+            "usage.already-converted",
+            f"{src} is itself an output of `moeq convert`",
+            "convert its source, or restore it",
+        )
     if backend != "auto":
         deployment = replace(deployment, backend=backend)
-    verdict = decide(checkpoint, deployment)
-    if verdict.convert is None:
-        raise MoeqError("answer.no-backend", verdict.refusal, verdict.nearest)
-    plan = make_plan(checkpoint, verdict.convert.layout)
+    targets = choose_targets(checkpoint, deployment, layout)
+    # Expert parallelism takes the ranks of tensor parallelism for itself: experts are whole then.
+    tp = 1 if deployment.ep > 1 else deployment.tp
+    plan = make_plan(checkpoint, targets, PlanOptions(tp, deployment.ep, skip_unfit, allow_lossy))
     folder = WorkFolder(destination, plan.digest, force=force)
     folder.check(checkpoint.source.path(CONFIG_NAME).parent)
     if dry_run:
-        return Conversion(destination, plan, verdict, None)
+        return Conversion(destination, plan, targets.verdict, None, backend=targets.backend)
 
     with folder:
-        layers, resumed = _write_files(checkpoint, plan, folder, progress or (lambda event: None))
+        written = _write_files(checkpoint, plan, folder, progress or (lambda event: None))
         manifest = Manifest(
             moeq_version=moeq.__version__,
             source=_source_entry(checkpoint.source),
             model=checkpoint.info.to_json(),
-            backend=verdict.convert.backend,
+            backend=targets.backend,
             deployment=asdict(deployment),
-            layers=tuple(layers),
+            layers=tuple(written.layers),
             digest=DIGEST_NAME,
-            advisories=tuple(advisory.code for advisory in verdict.advisories),
+            advisories=tuple(advisory.code for advisory in targets.verdict.advisories),
+            copied=plan.copied,
+            restore=write_keepsake(checkpoint, written.kept, folder.path),
         )
         write_side_files(checkpoint, plan, manifest, folder.path)
         folder.publish()
-    return Conversion(destination, plan, verdict, manifest, resumed)
+    return Conversion(destination, plan, targets.verdict, manifest, written.resumed, targets.backend)
 
 
-def _require_convertible(checkpoint: Checkpoint) -> None:
-    """Refuse formats that moeq reads but does not repack, by name and with the reason."""
-    info = checkpoint.info
-    if any(use.scheme.format == "unquantized" for use in info.schemes):
-        raise MoeqError(
-            "source.not-quantized", f"{info.name}: the experts are not quantised", "there is nothing to repack"
-        )
-    if info.refusals:
-        raise MoeqError("source.not-convertible", f"{info.name}: {'; '.join(info.refusals)}")
+@dataclass
+class _Written:
+    """What the files of a conversion came to."""
+
+    layers: list[LayerEntry] = field(default_factory=list)
+    kept: set[str] = field(default_factory=set)
+    resumed: int = 0
 
 
-def _write_files(
-    checkpoint: Checkpoint, plan: Plan, folder: WorkFolder, progress: Progress
-) -> tuple[list[LayerEntry], int]:
-    done, resumed, layers = 0, 0, []
+def _write_files(checkpoint: Checkpoint, plan: Plan, folder: WorkFolder, progress: Progress) -> _Written:
+    done, written = 0, _Written()
     for file in plan.files:
-        finished = folder.finished(file)
-        if finished is not None:
-            resumed += 1
+        record = folder.finished(file)
+        if record is not None:
+            written.resumed += 1
         else:
-            advance = _Advance(progress, done, plan.bytes_out)
-            finished = _write_file(checkpoint, file, folder, advance)
-            folder.record(file, finished)
+            record = _write_file(checkpoint, file, folder, _Advance(progress, done, plan.bytes_out))
+            folder.record(file, record)
         if file.layer is not None:
-            layers.append(replace(file.layer.entry, digests=finished))
+            written.layers.append(replace(file.layer.entry, digests=record.digests, losses=record.losses))
+        written.kept.update(record.kept)
         done += file.data_bytes
     progress(ProgressEvent(done, plan.bytes_out, "done"))
-    return layers, resumed
+    return written
 
 
-Digests = dict[Projection, tuple[str, ...]]
-
-
-def _write_file(checkpoint: Checkpoint, file: FilePlan, folder: WorkFolder, advance: _Advance) -> Digests:
+def _write_file(checkpoint: Checkpoint, file: FilePlan, folder: WorkFolder, advance: _Advance) -> FileRecord:
     with SafetensorsWriter(folder.path / file.name, file.tensors, _metadata(file)) as writer:
-        digests = (
-            _copy_tensors(checkpoint, file, writer, advance)
-            if file.layer is None
-            else _write_experts(checkpoint, file.layer, writer, advance)
-        )
+        if file.layer is None:
+            record = _copy_tensors(checkpoint, file, writer, advance)
+        else:
+            record = LayerWriter(checkpoint, file.layer, writer).run(advance)
         writer.finish()
-    return digests
+    return record
 
 
 def _metadata(file: FilePlan) -> dict[str, str]:
     return {"format": "pt"} if file.layer is None else {"format": "pt", "moeq_layout": file.layer.entry.layout}
 
 
-def _copy_tensors(checkpoint: Checkpoint, file: FilePlan, writer: SafetensorsWriter, advance: _Advance) -> Digests:
+def _copy_tensors(checkpoint: Checkpoint, file: FilePlan, writer: SafetensorsWriter, advance: _Advance) -> FileRecord:
     source, done = checkpoint.source, 0
     for name in file.tensors:
         entry = source.tensors[name]
@@ -207,80 +213,114 @@ def _copy_tensors(checkpoint: Checkpoint, file: FilePlan, writer: SafetensorsWri
             os.close(fd)
         done += entry.nbytes
         advance(done, name)
-    return {}
+    return FileRecord()
 
 
-def _write_experts(checkpoint: Checkpoint, layer: LayerPlan, writer: SafetensorsWriter, advance: _Advance) -> Digests:
-    digests: dict[Projection, list[str]] = {}
-    done = 0
-    for role in STACKED_ROLES:
-        for expert in range(layer.entry.num_experts):
-            matrix = checkpoint.matrix(layer.entry.layer, expert, role)
-            done += write_unit(layer, role, expert, matrix, writer)
-            for projection, part in split_projections(matrix):
-                digests.setdefault(projection, []).append(logical_digest(part))
-            advance(done, f"layer {layer.entry.layer} {role} expert {expert}")
-    return {projection: tuple(values) for projection, values in digests.items()}
+class LayerWriter:
+    """Writes the experts of one layer.
 
-
-def write_unit(
-    layer: LayerPlan, role: StackedRole, expert: int, matrix: QuantizedMatrix, writer: SafetensorsWriter
-) -> int:
-    """Pack one expert's matrix into its slot of the stack, read it back from the file, and compare.
-
-    Returns:
-        Bytes written.
-
-    Raises:
-        MoeqError: `bug.round-trip` where the bytes in the file do not unpack to the matrix that went in.
+    Args:
+        checkpoint: the source.
+        layer: its plan.
+        writer: the layer's file.
     """
-    padded = layer.padding.pad(matrix)
-    written = 0
-    read_back: dict[str, Tensor] = {}
-    for part, tensor in layer.layout.pack(padded).items():
-        name, spec = layer.entry.matrices[role].tensors[part], layer.parts[role][part]
-        data = _bytes(tensor)
-        writer.write(name, data, expert * data.nbytes)
-        read_back[part] = _tensor(writer.read(name, expert * data.nbytes, data.nbytes), tensor, spec.shape)
-        written += data.nbytes
-    if not same_matrix(layer.layout.unpack(read_back, padded.spec), padded):
+
+    def __init__(self, checkpoint: Checkpoint, layer: LayerPlan, writer: SafetensorsWriter) -> None:
+        self._checkpoint = checkpoint
+        self._layer = layer
+        self._writer = writer
+        self._digests: dict[Projection, list[str]] = {}
+        self._kept: set[str] = set()
+        self._losses = 0
+
+    def run(self, advance: _Advance) -> FileRecord:
+        """Pack, write, read back and compare every expert. `advance` is called once per expert and role."""
+        done, entry = 0, self._layer.entry
+        for role in STACKED_ROLES:
+            layouts = self._layouts(role)
+            for expert in range(entry.num_experts):
+                matrix = self._checkpoint.matrix(entry.layer, expert, role)
+                done += self._write_expert(role, expert, matrix, layouts)
+                advance(done, f"layer {entry.layer} {role} expert {expert}")
+        digests = {projection: tuple(values) for projection, values in self._digests.items()}
+        return FileRecord(digests, tuple(sorted(self._kept)), self._losses)
+
+    def _layouts(self, role: StackedRole) -> list[Layout]:
+        """The layout of every shard, which may have to know all experts of its rank before it packs one."""
+        layout = self._layer.layout
+        if layout.survey_scope is None:
+            return [layout] * len(self._layer.shards)
+        found: dict[int, float] = {}
+        for expert in range(self._layer.entry.num_experts):
+            matrix = self._checkpoint.matrix(self._layer.entry.layer, expert, role)
+            for index, plan in enumerate(self._layer.shards):
+                if plan.shard.experts.start <= expert < plan.shard.experts.stop:
+                    value = layout.survey(_padded(plan, matrix))
+                    if value is not None:
+                        found[index] = max(found.get(index, value), value)
+        known = [layout.with_survey(found[i]) if i in found else layout for i in range(len(self._layer.shards))]
+        return known
+
+    def _write_expert(self, role: StackedRole, expert: int, matrix: QuantizedMatrix, layouts: list[Layout]) -> int:
+        """One expert's matrix to every rank that holds it. Returns the bytes written."""
+        written, losses, stored = 0, 0, []
+        for plan, layout in zip(self._layer.shards, layouts, strict=True):
+            if not plan.shard.experts.start <= expert < plan.shard.experts.stop:
+                continue
+            padded = _padded(plan, matrix)
+            unpacked, count = self._write_unit(plan, layout, role, expert, padded)
+            written += count
+            if not same_matrix(unpacked, padded):
+                losses += self._lost(layout, padded, expert)
+            stored.append(plan.padding.unpad(unpacked))
+        held = join_shards(matrix.spec, stored) if losses else matrix
+        self._losses += losses
+        for projection, part in split_projections(held):
+            self._digests.setdefault(projection, []).append(logical_digest(part))
+        layer = self._layer.entry.layer
+        self._kept |= unrestorable(self._checkpoint, layer, expert, role, held, exact=not losses)
+        return written
+
+    def _write_unit(
+        self, plan: ShardPlan, layout: Layout, role: StackedRole, expert: int, padded: QuantizedMatrix
+    ) -> tuple[QuantizedMatrix, int]:
+        """Pack one matrix into its slot of the stack, read it back from the file, and unpack that."""
+        written, row = 0, expert - plan.shard.experts.start
+        read_back: dict[str, Tensor] = {}
+        try:
+            packed = layout.pack(padded)
+        except MoeqError as error:
+            where = f"layer {self._layer.entry.layer} expert {expert}"
+            raise MoeqError(error.code, f"{where}: {error.message}", error.hint) from None
+        for part, tensor in packed.items():
+            name, spec = plan.matrices[role].tensors[part], plan.parts[role][part]
+            data = as_bytes(tensor)
+            self._writer.write(name, data, row * data.nbytes)
+            read_back[part] = from_bytes(self._writer.read(name, row * data.nbytes, data.nbytes), tensor, spec.shape)
+            written += data.nbytes
+        return layout.unpack(read_back, padded.spec), written
+
+    def _lost(self, layout: Layout, padded: QuantizedMatrix, expert: int) -> int:
+        """Numbers that packing changed, where that was allowed.
+
+        Raises:
+            MoeqError: `bug.round-trip` where the bytes in the file do not unpack to the matrix that went in.
+        """
+        losses = layout.losses(padded) if self._layer.allow_lossy else 0
+        if losses:
+            return losses
+        entry = self._layer.entry
         raise MoeqError(
             "bug.round-trip",
-            f"layer {layer.entry.layer} expert {expert} {role}: the packed bytes do not unpack to the source's values",
+            f"layer {entry.layer} expert {expert} {padded.spec.role}: the packed bytes do not unpack to the source's "
+            "values",
             "nothing was published; report this as a bug in moeq",
         )
-    return written
 
 
-def same_matrix(left: QuantizedMatrix, right: QuantizedMatrix) -> bool:
-    """Whether two logical matrices are equal bit for bit (NaN scales included)."""
-    import torch
-
-    def same(a: Tensor | None, b: Tensor | None) -> bool:
-        if a is None or b is None:
-            return a is b
-        if a.shape != b.shape or a.element_size() != b.element_size():
-            return False
-        return bool(torch.equal(_flat_bytes(a), _flat_bytes(b)))
-
-    parts = ("codes", "scales", "zeros", "group_index", "global_scale", "bias")
-    return all(same(getattr(left, part), getattr(right, part)) for part in parts)
-
-
-def _flat_bytes(tensor: Tensor) -> Tensor:
-    import torch
-
-    return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return cast(memoryview, _flat_bytes(tensor).numpy().data)
-
-
-def _tensor(data: bytearray, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    import torch
-
-    return torch.frombuffer(data, dtype=torch.uint8).view(like.dtype).view(shape)
+def _padded(plan: ShardPlan, matrix: QuantizedMatrix) -> QuantizedMatrix:
+    """What one rank gets of a matrix, rounded up to the sizes of its layout."""
+    return plan.padding.pad(shard_matrix(matrix, plan.shard.intermediate, first=plan.shard.rank == 0))
 
 
 def _source_entry(source: Source) -> SourceEntry:

@@ -27,25 +27,45 @@ _ROUTING: dict[tuple[str, bool, bool], Routing] = {
 }
 
 
-def decide(checkpoint: Checkpoint, deployment: Deployment) -> Verdict:
+def decide(checkpoint: Checkpoint, deployment: Deployment, layer: int | None = None) -> Verdict:
     """Which backend runs this checkpoint's experts on that deployment, and why.
+
+    Args:
+        checkpoint: the source.
+        deployment: where it is to run.
+        layer: the layer to decide for, where layers differ; None for the first quantised one.
 
     Raises:
         MoeqError: `source.not-quantized` for plain experts, `source.no-top-k` where the config does not say how many
             experts a token uses; `answer.backend-unsupported` for a forced backend.
     """
-    scheme = checkpoint.scheme_of(checkpoint.info.moe_layers[0])
+    first = first_layer(checkpoint)
+    layer = first if layer is None else layer
+    scheme = checkpoint.scheme_of(layer)
     declared = checkpoint.source.config.get("quantization_config")
-    config = declared if isinstance(declared, dict) else None
-    return oracle.decide(scheme, moe_shape(checkpoint), deployment, config=config)
+    # The config as a whole describes the usual layer; one that is encoded differently is described by its scheme.
+    usual = scheme == checkpoint.scheme_of(first)
+    config = declared if isinstance(declared, dict) and usual else None
+    return oracle.decide(scheme, moe_shape(checkpoint, layer), deployment, config=config)
 
 
-def moe_shape(checkpoint: Checkpoint) -> MoeShape:
-    """The sizes and kinds of the checkpoint's MoE layers, in the oracle's terms."""
+def first_layer(checkpoint: Checkpoint) -> int:
+    """The first MoE layer with quantised experts, or the first at all where none has any."""
+    layers = checkpoint.info.moe_layers
+    return next((layer for layer in layers if is_quantised(checkpoint, layer)), layers[0])
+
+
+def is_quantised(checkpoint: Checkpoint, layer: int) -> bool:
+    """Whether a layer's experts are quantised."""
+    return checkpoint.scheme_of(layer).format != "unquantized"
+
+
+def moe_shape(checkpoint: Checkpoint, layer: int | None = None) -> MoeShape:
+    """The sizes and kinds of one of the checkpoint's MoE layers, in the oracle's terms."""
     info = checkpoint.info
     if info.top_k is None:
         raise MoeqError("source.no-top-k", f"{info.name}: config.json does not say how many experts a token uses")
-    scheme = checkpoint.scheme_of(info.moe_layers[0])
+    scheme = checkpoint.scheme_of(first_layer(checkpoint) if layer is None else layer)
     return MoeShape(
         hidden_size=info.expert_input_size,
         intermediate_size=info.intermediate_size,

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -13,16 +14,31 @@ from typing import TYPE_CHECKING, Any
 from moeq.checkpoint.manifest import MANIFEST_NAME, Manifest, Projection
 from moeq.checkpoint.source import CONFIG_NAME
 from moeq.errors import MoeqError
+from moeq.pipeline.keepsake import OTHER_WEIGHTS
 
 if TYPE_CHECKING:
     from moeq.model import Checkpoint
     from moeq.pipeline.plan import FilePlan, Plan
 
+Digests = dict[Projection, tuple[str, ...]]
+
 JOURNAL_NAME = "moeq-journal.jsonl"
 INDEX_NAME = "model.safetensors.index.json"
 
-#: Weights in other formats beside the safetensors are not copied: they would be a stale second model.
-_OTHER_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What is known of a finished output file.
+
+    Attributes:
+        digests: projection to one logical digest per expert, for a layer's file.
+        kept: source tensors that cannot be rebuilt from it.
+        losses: stored numbers that packing changed.
+    """
+
+    digests: Digests = field(default_factory=dict)
+    kept: tuple[str, ...] = ()
+    losses: int = 0
 
 
 class WorkFolder:
@@ -42,7 +58,7 @@ class WorkFolder:
         self.path = destination.with_name(destination.name + ".moeq-partial")
         self.job = job
         self.force = force
-        self._journal: dict[str, dict[Projection, tuple[str, ...]]] = {}
+        self._journal: dict[str, FileRecord] = {}
 
     def check(self, source: Path) -> None:
         """Refuse a destination that would lose somebody's data.
@@ -100,14 +116,14 @@ class WorkFolder:
         if error is not None and not keep:
             shutil.rmtree(self.path, ignore_errors=True)
 
-    def finished(self, file: FilePlan) -> dict[Projection, tuple[str, ...]] | None:
-        """Digests of a file that an earlier run finished, or None."""
+    def finished(self, file: FilePlan) -> FileRecord | None:
+        """What is known of a file that an earlier run finished, or None."""
         return self._journal.get(file.name)
 
-    def record(self, file: FilePlan, digests: Mapping[Projection, tuple[str, ...]]) -> None:
+    def record(self, file: FilePlan, record: FileRecord) -> None:
         """Note that a file is complete and on disk."""
         size = (self.path / file.name).stat().st_size
-        self._append({"file": file.name, "size": size, "digests": dict(digests)})
+        self._append({"file": file.name, "size": size, **asdict(record)})
 
     def publish(self) -> None:
         """Give the finished folder its name. With `force` the old one is removed only after the new one stands."""
@@ -135,7 +151,8 @@ class WorkFolder:
         for record in records[1:]:
             path = self.path / record["file"]
             if path.is_file() and path.stat().st_size == record["size"]:
-                self._journal[record["file"]] = {name: tuple(values) for name, values in record["digests"].items()}
+                digests = {name: tuple(values) for name, values in record["digests"].items()}
+                self._journal[record["file"]] = FileRecord(digests, tuple(record["kept"]), record["losses"])
         return True
 
     def _append(self, record: Mapping[str, Any]) -> None:
@@ -148,7 +165,7 @@ class WorkFolder:
 def write_side_files(checkpoint: Checkpoint, plan: Plan, manifest: Manifest, folder: Path) -> None:
     """Everything that is not a weight file: copied files, index, `config.json`, and `moeq.json` last."""
     for name in checkpoint.source.side_files():
-        if name != CONFIG_NAME and not name.endswith(_OTHER_WEIGHTS):
+        if name != CONFIG_NAME and not name.endswith(OTHER_WEIGHTS):
             shutil.copyfile(checkpoint.source.path(name), folder / name)
     weight_map = {tensor: file.name for file in plan.files for tensor in file.tensors}
     _write_json(folder / INDEX_NAME, {"metadata": {"total_size": plan.bytes_out}, "weight_map": weight_map})

@@ -252,9 +252,14 @@ def _codes(words: Tensor, bits: int, count: int, variant: str) -> Tensor:
     return stream_codes(words, bits, count)
 
 
+def stored_zeros(qzeros: Tensor, spec: MatrixSpec, scheme: Scheme) -> Tensor:
+    """Zero-point fields as they are stored, uint8 `[G, N]`."""
+    return _codes(qzeros, spec.bits, spec.n, scheme.checkpoint_format)
+
+
 def _zeros(qzeros: Tensor, spec: MatrixSpec, scheme: Scheme) -> Tensor:
     """Effective zero points, uint8 `[N, G]`; those of a symmetric matrix are verified to be the constant."""
-    stored = _codes(qzeros, spec.bits, spec.n, scheme.checkpoint_format)
+    stored = stored_zeros(qzeros, spec, scheme)
     raw = scheme.zero_point == "stored"
     if spec.symmetric:
         _check_symmetric(stored, spec, raw)
@@ -266,11 +271,11 @@ def _zeros(qzeros: Tensor, spec: MatrixSpec, scheme: Scheme) -> Tensor:
         # Fields straddle words; AutoGPTQ and AutoRound subtracted from each field by itself.
         return ((stored + 1) & ((1 << spec.bits) - 1)).t().contiguous()
     # Whole words: a zero point of 0 borrowed from its neighbour when GPTQModel subtracted.
-    words = qzeros + _ones(spec.bits, qzeros.shape[1])
+    words = qzeros + ones(spec.bits, qzeros.shape[1])
     return _codes(words, spec.bits, spec.n, scheme.checkpoint_format).t().contiguous()
 
 
-def _ones(bits: int, count: int) -> Tensor:
+def ones(bits: int, count: int) -> Tensor:
     """int32 `[count]`: words of a bit stream in which every field is 1."""
     import torch
 

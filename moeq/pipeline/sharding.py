@@ -1,0 +1,171 @@
+"""Who holds what: the shards of a deployment, and whether one unsharded file can serve all of them. No torch.
+
+A loader can slice an unsharded file where the layout says that slices of the packing are packings of the slices, and
+where neither the whole nor a shard needs padding. Everything else is written rank by rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from moeq.checkpoint.manifest import STACKED_ROLES, StackedRole
+from moeq.errors import MoeqError
+from moeq.layouts.base import Layout
+from moeq.layouts.padding import plan_padding
+from moeq.matrix import MatrixSpec
+from moeq.model.shards import Range, shard_spec
+
+#: Formats whose engines give every rank whole blocks of codes, the last ranks perhaps fewer (gpt-oss: 2880 over 4).
+UNEVEN_FORMATS: Mapping[str, int] = {"mxfp4": 32}
+
+Specs = Mapping[StackedRole, MatrixSpec]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one rank holds of a layer.
+
+    Attributes:
+        rank: number of the rank, within tensor or expert parallelism.
+        experts: its experts.
+        intermediate: its intermediate features.
+    """
+
+    rank: int
+    experts: Range
+    intermediate: Range
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a layer is written.
+
+    Attributes:
+        axis: what the deployment cuts: `tp`, `ep`, or None for a single rank.
+        shards: what every rank holds.
+        written: what files hold: the whole once (`unsharded`) or the shard of every rank (`ranks`).
+        why: one sentence on why.
+    """
+
+    axis: Literal["tp", "ep"] | None
+    shards: tuple[Shard, ...]
+    written: Literal["unsharded", "ranks"]
+    why: str
+
+
+def divide(where: str, specs: Specs, layout: Layout, num_experts: int, tp: int, ep: int, unit: int | None) -> Division:
+    """How to write a layer for a deployment.
+
+    Args:
+        where: the layer, for messages.
+        specs: logical `w13` and `w2`.
+        layout: the layout that packs it.
+        num_experts: experts of the layer.
+        tp: ranks that share an expert.
+        ep: ranks that share the experts; experts are whole then.
+        unit: intermediate features that ranks get in multiples of, unevenly; None: all get the same.
+
+    Raises:
+        MoeqError: `usage.tp`, `usage.group-cut` or `usage.ep` with the arithmetic and the nearest size that works.
+    """
+    size = specs["w2"].k
+    if ep > 1:
+        shards = tuple(
+            Shard(rank, part, Range(0, size)) for rank, part in enumerate(split_experts(where, num_experts, ep))
+        )
+        if layout.survey_scope is None:
+            return Division("ep", shards, "unsharded", f"sliceable by expert: ranks of ep {ep} read whole experts")
+        return Division("ep", shards, "ranks", f"{layout.id}: {layout.survey_scope}, so each ep rank has its own")
+    everyone = Range(0, num_experts)
+    if tp == 1:
+        return Division(None, (Shard(0, everyone, Range(0, size)),), "unsharded", "one rank holds every expert whole")
+    parts = split_intermediate(where, specs["w2"], tp, unit)
+    shards = tuple(Shard(rank, everyone, part) for rank, part in enumerate(parts))
+    obstacle = slicing_obstacle(specs, layout, parts)
+    if obstacle is None:
+        return Division("tp", shards, "unsharded", f"sliceable for tp {tp}: {layout.slicing}")
+    return Division("tp", shards, "ranks", obstacle)
+
+
+def split_experts(where: str, num_experts: int, ep: int) -> list[Range]:
+    """Experts of every rank: in order, the first ranks one more where they do not divide (vLLM's linear placement)."""
+    if ep > num_experts:
+        raise MoeqError(
+            "usage.ep", f"{where} has {num_experts} experts, too few for ep {ep}", f"ep {num_experts} works"
+        )
+    least, more = divmod(num_experts, ep)
+    starts = [rank * least + min(rank, more) for rank in range(ep + 1)]
+    return [Range(start, stop) for start, stop in pairwise(starts)]
+
+
+def split_intermediate(where: str, w2: MatrixSpec, tp: int, unit: int | None) -> list[Range]:
+    """Intermediate features of every rank of tensor parallelism."""
+    problem = _split_problem(w2, tp, unit)
+    if problem is not None:
+        code, message = problem
+        hint = _nearest(w2, tp, unit)
+        raise MoeqError(code, f"{where} cannot be cut for tp {tp}: {message}", hint)
+    size = _share(w2.k, tp, unit)
+    return [Range(rank * size, min((rank + 1) * size, w2.k)) for rank in range(tp)]
+
+
+def _share(size: int, tp: int, unit: int | None) -> int:
+    """Features of the fullest rank."""
+    return size // tp if unit is None else -(-(size // unit) // tp) * unit
+
+
+def _split_problem(w2: MatrixSpec, tp: int, unit: int | None) -> tuple[str, str] | None:
+    size = w2.k
+    if unit is not None and size % unit == 0:
+        share = _share(size, tp, unit)
+        if share * (tp - 1) < size:
+            return None
+        return "usage.tp", f"{size} / {unit} = {size // unit} blocks give the last of {tp} ranks nothing"
+    if size % tp:
+        return "usage.tp", f"the intermediate size {size} / {tp} leaves a rest of {size % tp}"
+    if w2.num_groups > 1 and not w2.act_order and (size // tp) % w2.group_size:
+        share, group = size // tp, w2.group_size
+        return (
+            "usage.group-cut",
+            f"{size} / {tp} = {share} per rank cuts groups of {group} ({share} % {group} = {share % group})",
+        )
+    return None
+
+
+def _nearest(w2: MatrixSpec, tp: int, unit: int | None) -> str:
+    works = [size for size in range(1, 2 * tp + 1) if _split_problem(w2, size, unit) is None]
+    below = max(size for size in works if size < tp)
+    above = [size for size in works if size > tp]
+    return f"tp {below} works" + (f", and so does tp {above[0]}" if above else "") + "; or expert parallelism (--ep)"
+
+
+def slicing_obstacle(specs: Specs, layout: Layout, parts: list[Range]) -> str | None:
+    """Why a loader cannot slice an unsharded packing into these shards, or None where it can."""
+    whole = plan_padding(layout, specs["w13"], specs["w2"])
+    if whole.w2.k != specs["w2"].k:
+        return f"the intermediate size {specs['w2'].k} is padded to {whole.w2.k}, so ranks are padded apart"
+    for part in parts:
+        shard = {role: shard_spec(specs[role], part) for role in STACKED_ROLES}
+        padded = plan_padding(layout, shard["w13"], shard["w2"])
+        if padded.w2.k != part.size:
+            return f"{part.size} intermediate features per rank are padded to {padded.w2.k}"
+        obstacle = _illegal(layout, {"w13": whole.w13, "w2": whole.w2}, part)
+        if obstacle is not None:
+            return obstacle
+    return None
+
+
+def _illegal(layout: Layout, padded: Specs, part: Range) -> str | None:
+    for role, axis in (("w13", "N"), ("w2", "K")):
+        rule = layout.slices(padded[role])  # type: ignore[index]
+        unit = rule.n if axis == "N" else rule.k
+        if unit is None:
+            return f"{layout.id} does not allow slices of {role} along {axis}"
+        if part.start % unit or part.stop % unit:
+            return f"{layout.id} slices {role} along {axis} by {unit}; a rank has {part.start} .. {part.stop}"
+        if axis == "K" and part.size < min(rule.k_least, padded["w2"].k):
+            return f"{layout.id} slices w2 along K from {rule.k_least} on; a rank has {part.size}"
+    return None

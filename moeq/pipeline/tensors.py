@@ -1,0 +1,44 @@
+"""Tensors as bytes, and matrices compared bit for bit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moeq.matrix import QuantizedMatrix
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def same_matrix(left: QuantizedMatrix, right: QuantizedMatrix) -> bool:
+    """Whether two logical matrices are equal bit for bit (NaN scales included)."""
+    import torch
+
+    def same(a: Tensor | None, b: Tensor | None) -> bool:
+        if a is None or b is None:
+            return a is b
+        if a.shape != b.shape or a.element_size() != b.element_size():
+            return False
+        return bool(torch.equal(flat_bytes(a), flat_bytes(b)))
+
+    parts = ("codes", "scales", "zeros", "group_index", "global_scale", "bias")
+    return all(same(getattr(left, part), getattr(right, part)) for part in parts)
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """uint8 `[bytes]` of a tensor in row-major order."""
+    import torch
+
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor in row-major order."""
+    return flat_bytes(tensor).numpy().data
+
+
+def from_bytes(data: bytearray, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A tensor of the dtype of another one."""
+    import torch
+
+    return torch.frombuffer(data, dtype=torch.uint8).view(like.dtype).view(shape)
