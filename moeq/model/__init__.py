@@ -6,14 +6,13 @@ Headers only, and no torch, until data is asked for.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from moeq.checkpoint.facts import Facts
 from moeq.checkpoint.families import find_family
-from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.hub import looks_like_repository, open_repository
 from moeq.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from moeq.checkpoint.names import FUSED, Projection, index_experts
@@ -25,6 +24,7 @@ from moeq.model.experts import UNKNOWN_ORDER, WHOLE_PARTS, ExpertKind, Experts
 from moeq.model.info import CheckpointInfo
 from moeq.model.quantization import find_declaration
 from moeq.schemes.base import Scheme
+from moeq.schemes.declared import Declaration
 from moeq.schemes.registry import get_format
 
 if TYPE_CHECKING:
@@ -80,9 +80,11 @@ class Checkpoint:
         source: its files: configs, tensor headers, bytes on request.
         kind: `source`, or `converted` for an output of `moeq convert`.
         info: what `moeq inspect` tells.
+        declaration: the quantisation config as read, or None.
     """
 
     kind: Literal["source", "converted"] = "source"
+    declaration: Declaration | None = None
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -93,6 +95,7 @@ class Checkpoint:
             raise _not_moe(source, facts)
         declaration, notices = find_declaration(source.config, source.side_configs)
         source.notices.extend(notices)
+        self.declaration = declaration
         family = find_family(model_type(facts))
         interleaved = family.interleaved if family else None
         declared = facts.experts()
@@ -102,6 +105,11 @@ class Checkpoint:
         }
         source.expert_names = frozenset(entry.name for layer in stacks.main.values() for entry in layer.tensors())
         self.info: CheckpointInfo = describe(Model(source, facts, family, stacks, self._experts, declaration))
+
+    @property
+    def quantization_config(self) -> Mapping[str, Any] | None:
+        """The quantisation config that counts, wherever the checkpoint keeps it (`info.quant_origin`); None without."""
+        return self.declaration.raw if self.declaration else None
 
     def expert_prefix(self, layer: int) -> str:
         """Module path of a layer's experts, such as `model.layers.0.mlp.experts`."""
@@ -117,7 +125,7 @@ class Checkpoint:
 
     def scheme_of(self, layer: int, expert: int = 0, role: Role = "w13") -> Scheme:
         """How an expert's weights are encoded."""
-        return self._kind(layer, expert).projection(role).scheme
+        return self.kind_of(layer, expert).projection(role).scheme
 
     def spec(self, layer: int, role: Role, expert: int = 0) -> MatrixSpec:
         """Sizes and types of a matrix, from headers alone.
@@ -127,7 +135,7 @@ class Checkpoint:
             role: `gate`, `up`, `down`, `w13` (gate rows, then up rows) or `w2` (the same matrix as `down`).
             expert: expert number.
         """
-        return self._kind(layer, expert).spec(role)
+        return self.kind_of(layer, expert).spec(role)
 
     def matrix(self, layer: int, expert: int, role: Role) -> QuantizedMatrix:
         """One logical matrix, reading just its tensors.
@@ -138,7 +146,7 @@ class Checkpoint:
         """
         from moeq.schemes.joining import concatenate_rows, select_rows
 
-        kind = self._kind(layer, expert)
+        kind = self.kind_of(layer, expert)
         wanted = kind.spec(role)
         if role in ("gate", "up") and "gate_up" in kind.projections:
             if kind.interleaved is None:
@@ -166,8 +174,24 @@ class Checkpoint:
             raise MoeqError("usage.no-such-layer", f"layer {layer} has no routed experts", f"MoE layers: {known}")
         return self._experts[layer]
 
-    def _kind(self, layer: int, expert: int) -> ExpertKind:
+    def kind_of(self, layer: int, expert: int) -> ExpertKind:
+        """How an expert is encoded, projection by projection as they are stored."""
         return self._layer(layer).kind(expert)
+
+    def module(self, layer: int, expert: int, projection: Projection) -> str:
+        """Module name of a projection, as tensor names and configs have it."""
+        return self._layer(layer).layer.module(projection, expert)
+
+    def parts(self, layer: int, expert: int, projection: Projection, skip: Container[str] = ()) -> dict[str, Tensor]:
+        """Stored tensors of one projection of one expert by part name; of stacked tensors, the expert's slice."""
+        source, experts = self.source, self._layer(layer)
+        parts: dict[str, Tensor] = {}
+        for part, entry in experts.layer.unit(expert)[projection].items():
+            if part in skip:
+                continue
+            whole = not experts.layer.fused or part in WHOLE_PARTS
+            parts[part] = source.read(entry.name) if whole else source.read_row(entry, expert)
+        return parts
 
     def _read(
         self, layer: int, expert: int, projection: Projection, kind: ExpertKind, role: Role | None = None
@@ -175,25 +199,16 @@ class Checkpoint:
         """Decode one stored projection."""
         from moeq.schemes.check import check_matrix
 
-        tensors = self._layer(layer).layer
         described = kind.projections[projection]
         spec = kind.spec(role) if role else described.spec
-        parts = self._parts(tensors.unit(expert)[projection], tensors.fused, expert)
-        module = tensors.module(projection, expert)
+        parts = self.parts(layer, expert, projection)
+        module = self.module(layer, expert, projection)
         try:
             matrix = get_format(described.scheme.format).unpack(parts, spec, described.scheme)
         except MoeqError as error:
             raise MoeqError(error.code, f"{module}: {error.message}", error.hint) from None
         check_matrix(matrix, module)
         return matrix
-
-    def _parts(self, entries: Mapping[str, TensorEntry], fused: bool, expert: int) -> dict[str, Tensor]:
-        source = self.source
-        parts: dict[str, Tensor] = {}
-        for part, entry in entries.items():
-            whole = not fused or part in WHOLE_PARTS
-            parts[part] = source.read(entry.name) if whole else source.read_row(entry, expert)
-        return parts
 
 
 _PROJECTION: dict[Role, Projection] = {"gate": "gate", "up": "up", "down": "down", "w2": "down", "w13": "up"}

@@ -1,0 +1,196 @@
+"""Look into the data: the small tensors of every expert (scales, zero points, group indices, biases), not the weights.
+
+`inspect` reads headers only; this is what `--scan` adds. It reports everything it finds instead of stopping at the
+first, one notice per kind with a count and the first place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moeq.checkpoint.names import Projection
+from moeq.checkpoint.notice import Notice
+from moeq.model import Checkpoint
+from moeq.model.experts import ExpertKind
+from moeq.schemes.format import Described
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Parts that hold the codes; everything else is small.
+_WEIGHTS = frozenset({"qweight", "weight_packed", "weight", "blocks", "B", "weight_shape"})
+
+_SCALES = ("scales", "weight_scale", "weight_scale_inv", "scale", "s", "weight_scale_2", "weight_global_scale")
+
+#: Relative difference of gate and up second-level scales above which merging them costs accuracy.
+_SCALE_TOLERANCE = 1e-3
+
+_MESSAGES = {
+    "data.scale-nonfinite": "scales are NaN or infinite",
+    "data.scale-negative": "scales are negative",
+    "data.scale-zero": "scales are zero",
+    "data.all-zero": "tensors of scales are zero throughout: a placeholder upload or a file of zeros",
+    "data.e8m0-nan": "exponent bytes are 255, which is NaN",
+    "data.e8m0-zero": "exponent bytes are 0, the smallest scale there is",
+    "data.zeros-convention": "zero points of a symmetric checkpoint are stored in the other GPTQ version's convention",
+    "data.zeros-not-constant": "zero points of a symmetric checkpoint are not the symmetric constant",
+    "data.zeros-of-zero": "stored zero points are all ones: a zero point of 0, which readers decode differently",
+    "data.act-order-trivial": "g_idx is k // group_size: act-order is declared but changes nothing",
+    "data.act-order": "g_idx reorders columns",
+    "data.act-order-undeclared": "g_idx reorders columns although the config declares no act-order",
+    "data.g-idx-range": "g_idx names groups that do not exist",
+    "data.gate-up-order": "gate and up have different g_idx and cannot be fused",
+    "data.gate-up-scale": "gate and up have different second-level scales, of which engines keep one",
+    "data.bias-zero": "biases are zero throughout and can be dropped",
+}
+
+
+@dataclass
+class _Finding:
+    count: int
+    first: str
+
+
+class _Findings:
+    """Notices by kind: how many tensors, and the first."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, _Finding] = {}
+
+    def add(self, code: str, where: str) -> None:
+        known = self._found.setdefault(code, _Finding(0, where))
+        known.count += 1
+
+    def notices(self) -> list[Notice]:
+        return [
+            Notice(code, f"{_MESSAGES[code]} ({found.count:,} tensors, first {found.first})")
+            for code, found in self._found.items()
+        ]
+
+
+def scan(checkpoint: Checkpoint, progress: Callable[[int, int], None] | None = None) -> list[Notice]:
+    """Check the data of every expert of a source checkpoint.
+
+    Args:
+        checkpoint: an opened source.
+        progress: called with `(done, total)` layers.
+
+    Returns:
+        One notice per kind of finding; empty for unremarkable data.
+    """
+    findings = _Findings()
+    layers = checkpoint.info.moe_layers
+    for done, layer in enumerate(layers):
+        if progress:
+            progress(done, len(layers))
+        for expert in range(checkpoint.num_experts(layer)):
+            _scan_expert(checkpoint, layer, expert, findings)
+    if progress:
+        progress(len(layers), len(layers))
+    return findings.notices()
+
+
+def _scan_expert(checkpoint: Checkpoint, layer: int, expert: int, findings: _Findings) -> None:
+    kind = checkpoint.kind_of(layer, expert)
+    parts = {projection: checkpoint.parts(layer, expert, projection, skip=_WEIGHTS) for projection in kind.projections}
+    for projection, described in kind.projections.items():
+        where = checkpoint.module(layer, expert, projection)
+        _scan_scales(parts[projection], described, where, findings)
+        _scan_zeros(parts[projection], described, where, findings)
+        _scan_order(parts[projection], described, where, findings)
+        bias = parts[projection].get("bias")
+        if bias is not None and not bool(bias.any()):
+            findings.add("data.bias-zero", where)
+    _scan_pair(kind, parts, checkpoint.module(layer, expert, "gate"), findings)
+
+
+def _scan_scales(parts: Mapping[str, Tensor], described: Described, where: str, findings: _Findings) -> None:
+    import torch
+
+    for part in _SCALES:
+        stored = parts.get(part)
+        if stored is None or described.scheme.format == "unquantized":
+            continue
+        name = f"{where}.{part}"
+        if stored.dtype == torch.uint8:
+            _report(findings, name, {"data.e8m0-nan": stored == 255, "data.e8m0-zero": stored == 0})
+            continue
+        values = stored.float()
+        if not bool(values.any()):
+            findings.add("data.all-zero", name)
+            continue
+        zero = values == 0
+        # AWQ gemv pads its scales with zeros.
+        if described.scheme.format.startswith("awq-gemv"):
+            zero = torch.zeros_like(zero)
+        found = {
+            "data.scale-nonfinite": ~torch.isfinite(values),
+            "data.scale-negative": values < 0,
+            "data.scale-zero": zero,
+        }
+        _report(findings, name, found)
+
+
+def _report(findings: _Findings, name: str, found: Mapping[str, Tensor]) -> None:
+    for code, mask in found.items():
+        if bool(mask.any()):
+            findings.add(code, name)
+
+
+def _scan_zeros(parts: Mapping[str, Tensor], described: Described, where: str, findings: _Findings) -> None:
+    from moeq.schemes.gptq import stored_zeros
+
+    scheme, spec = described.scheme, described.spec
+    if scheme.format != "gptq" or "qzeros" not in parts:
+        return
+    stored = stored_zeros(parts["qzeros"], spec, scheme)
+    minus = 1 if scheme.zero_point == "stored-minus-one" else 0
+    if not spec.symmetric:
+        if minus and bool((stored == (1 << spec.bits) - 1).any()):
+            findings.add("data.zeros-of-zero", f"{where}.qzeros")
+        return
+    constant = spec.symmetric_zero - minus
+    if bool((stored == constant).all()):
+        return
+    other = spec.symmetric_zero - 1 + minus
+    convention = bool((stored == other).all())
+    findings.add("data.zeros-convention" if convention else "data.zeros-not-constant", f"{where}.qzeros")
+
+
+def _scan_order(parts: Mapping[str, Tensor], described: Described, where: str, findings: _Findings) -> None:
+    import torch
+
+    index = parts.get("g_idx", parts.get("weight_g_idx"))
+    spec = described.spec
+    if index is None or spec.num_groups == 1:
+        return
+    name = f"{where}.g_idx"
+    if int(index.min()) < 0 or int(index.max()) >= spec.num_groups:
+        findings.add("data.g-idx-range", name)
+        return
+    trivial = torch.equal(index.long(), torch.arange(spec.k) // spec.group_size)
+    if trivial and spec.act_order:
+        findings.add("data.act-order-trivial", name)
+    if not trivial:
+        findings.add("data.act-order" if spec.act_order else "data.act-order-undeclared", name)
+
+
+def _scan_pair(
+    kind: ExpertKind, parts: Mapping[Projection, Mapping[str, Tensor]], where: str, findings: _Findings
+) -> None:
+    import torch
+
+    if "gate" not in kind.projections or "up" not in kind.projections:
+        return
+    gate, up = parts["gate"], parts["up"]
+    if kind.projections["up"].spec.num_groups > 1:
+        for part in ("g_idx", "weight_g_idx"):
+            if part in gate and part in up and not torch.equal(gate[part], up[part]):
+                findings.add("data.gate-up-order", where)
+    for part in ("weight_scale_2", "weight_global_scale"):
+        if part in gate and part in up:
+            first, second = float(gate[part].flatten()[0]), float(up[part].flatten()[0])
+            if abs(first - second) > _SCALE_TOLERANCE * max(abs(first), abs(second)):
+                findings.add("data.gate-up-scale", f"{where} ({first:g} and {second:g})")
