@@ -12,12 +12,16 @@ from torch import Tensor
 from bench import packing
 from bench.reference import Layer
 from moeq_kernels import PackedExperts, PackedMatrix
+from moeq_kernels.formats import FORMATS
 from moeq_kernels.records import W13Order
 
 
 @dataclass(frozen=True)
 class Quantised:
-    """A stack of random matrices: uint8 codes `[E, N, K]`, scales `[E, N, G]`, zeros `[E, N, G]`, and their values."""
+    """A stack of random matrices: uint8 codes `[E, N, K]`, scales and zeros `[E, N, G]`, and their values.
+
+    group_index is int64 `[E, K]`, the group of each column, with act-order.
+    """
 
     codes: Tensor
     scales: Tensor
@@ -25,6 +29,7 @@ class Quantised:
     values: Tensor
     group_size: int
     bias: Tensor | None
+    group_index: Tensor | None = None
 
 
 def random_integers(
@@ -36,8 +41,12 @@ def random_integers(
     dtype: torch.dtype,
     generator: torch.Generator,
     bias: bool = False,
+    act_order: bool = False,
 ) -> Quantised:
-    """Random integer codes with scales that give values of about 1 / sqrt(K). shape is (E, N, K)."""
+    """Random integer codes with scales that give values of about 1 / sqrt(K). shape is (E, N, K).
+
+    With act_order every column belongs to a random group, so that groups differ in size.
+    """
     experts, n, k = shape
     device = generator.device
     group = k if group_size == -1 else group_size
@@ -48,14 +57,18 @@ def random_integers(
     scales = scales.to(dtype)
     zeros = None
     middle: Tensor | float = float(1 << (bits - 1))
-    index = torch.arange(k, device=device) // group
+    group_index = None
+    index = (torch.arange(k, device=device) // group)[None, None, :].expand(shape)
+    if act_order:
+        group_index = torch.randint(0, groups, (experts, k), generator=generator, device=device)
+        index = group_index[:, None, :].expand(shape)
     if zero_points:
         low, high = (1 << bits) // 4, 3 * (1 << bits) // 4
         zeros = torch.randint(low, high, (experts, n, groups), generator=generator, device=device, dtype=torch.uint8)
-        middle = zeros.float()[:, :, index]
-    values = (codes.float() - middle) * scales.float()[:, :, index]
+        middle = zeros.float().gather(2, index)
+    values = (codes.float() - middle) * scales.float().gather(2, index)
     vector = (torch.randn(experts, n, generator=generator, device=device) * 0.3).to(dtype) if bias else None
-    return Quantised(codes, scales, zeros, values, group_size, vector)
+    return Quantised(codes, scales, zeros, values, group_size, vector, group_index)
 
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -103,6 +116,29 @@ def _marlin(bits: int) -> Callable[[Quantised], dict[str, Tensor | None]]:
     }
 
 
+def _marlin_act_order(bits: int) -> Callable[[Quantised], dict[str, Tensor | None]]:
+    def parts(m: Quantised) -> dict[str, Tensor | None]:
+        assert m.group_index is not None
+        order = torch.argsort(m.group_index, dim=1, stable=True)
+        codes = m.codes.gather(2, order[:, None, :].expand(m.codes.shape))
+        return {
+            "weight": packing.marlin_weight(codes, bits),
+            "scale": packing.marlin_scale(m.scales),
+            "permutation": order.to(torch.int32),
+            "group_index": m.group_index.gather(1, order).to(torch.int32),
+        }
+
+    return parts
+
+
+def _marlin_mxfp4(m: Quantised) -> dict[str, Tensor | None]:
+    return {"weight": packing.marlin_weight(m.codes, 4), "scale": packing.marlin_mx_scale(m.scales)}
+
+
+def _hopper(warps: int) -> Callable[[Quantised], dict[str, Tensor | None]]:
+    return lambda m: {"weight": packing.hopper_value(m.codes), "scale": packing.hopper_scale(m.scales, warps)}
+
+
 def _wna16(bits: int) -> Callable[[Quantised], dict[str, Tensor | None]]:
     return lambda m: {
         "weight": packing.nibbles(m.codes) if bits == 4 else m.codes,
@@ -123,18 +159,16 @@ def _float(m: Quantised) -> dict[str, Tensor | None]:
 PARTS: dict[tuple[str, str], Callable[[Quantised], dict[str, Tensor | None]]] = {
     ("marlin-wna16/1", "int4"): _marlin(4),
     ("marlin-wna16/1", "int8"): _marlin(8),
+    ("marlin-wna16-actorder/1", "int4"): _marlin_act_order(4),
+    ("marlin-wna16-actorder/1", "int8"): _marlin_act_order(8),
     ("triton-wna16/1", "int4"): _wna16(4),
     ("triton-wna16/1", "int8"): _wna16(8),
     ("int8-w8a8/1", "int8"): _w8a8,
-    ("marlin-mxfp4/1", "e2m1"): lambda m: {
-        "weight": packing.marlin_weight(m.codes, 4),
-        "scale": packing.marlin_mx_scale(m.scales),
-    },
+    ("marlin-mxfp4/1", "e2m1"): _marlin_mxfp4,
+    ("marlin-mxfp4-interleaved/1", "e2m1"): _marlin_mxfp4,
     ("mxfp4-identity/1", "e2m1"): lambda m: {"weight": packing.nibbles(m.codes), "scale": m.scales},
-    ("triton-kernels-hopper/1", "e2m1"): lambda m: {
-        "weight": packing.hopper_value(m.codes),
-        "scale": packing.hopper_scale(m.scales),
-    },
+    ("triton-kernels-hopper/1", "e2m1"): _hopper(8),
+    ("triton-kernels-hopper-w4/1", "e2m1"): _hopper(4),
     ("unquantized/1", "bf16"): _float,
     ("unquantized/1", "f16"): _float,
 }
@@ -194,7 +228,8 @@ def _random(recipe: Recipe, n: int, k: int, generator: torch.Generator) -> Quant
         shape,
         bits=int(recipe.element.removeprefix("int")),
         group_size=-1 if recipe.layout == "int8-w8a8/1" else recipe.group_size,
-        zero_points=recipe.zero_points and recipe.layout != "int8-w8a8/1",
+        zero_points=recipe.zero_points and FORMATS[recipe.layout, recipe.element].zero_points,
+        act_order=FORMATS[recipe.layout, recipe.element].act_order,
         dtype=recipe.dtype,
         generator=generator,
         bias=recipe.bias,

@@ -124,14 +124,15 @@ def hopper_value(codes: Tensor) -> Tensor:
     return words.to(torch.int32).contiguous().view(torch.uint8)
 
 
-def hopper_scale(exponents: Tensor) -> Tensor:
-    """uint8 e8m0 `[E, N, G]` -> `[E, N' / 32, 32 G']` for 8 warps; N' multiple of 256, G' of 4, zeros added."""
+def hopper_scale(exponents: Tensor, warps: int) -> Tensor:
+    """uint8 e8m0 `[E, N, G]` -> `[E, N' / 32, 32 G']`; N' multiple of 32 warps, G' of 4, zeros added."""
     experts, n_size, groups = exponents.shape
-    n_pad, g_pad = -(-n_size // 256) * 256, -(-groups // 4) * 4
+    block = 32 * warps
+    n_pad, g_pad = -(-n_size // block) * block, -(-groups // 4) * 4
     n = torch.arange(n_size, device=exponents.device)[:, None]
     g = torch.arange(groups, device=exponents.device)[None, :]
-    row = 8 * (n // 256) + (n % 128) // 16 + 0 * g
-    col = 64 * (g // 2) + 32 * ((n % 256) // 128) + 4 * (n % 8) + 2 * (g % 2) + (n % 16) // 8
+    row = warps * (n // block) + (n % (16 * warps)) // 16 + 0 * g
+    col = 64 * (g // 2) + 32 * ((n % block) // (16 * warps)) + 4 * (n % 8) + 2 * (g % 2) + (n % 16) // 8
     out = torch.zeros(experts, n_pad // 32, 32 * g_pad, dtype=torch.uint8, device=exponents.device)
     out[:, row, col] = exponents
     return out

@@ -16,7 +16,7 @@ class Capability:
         elements: element types of codes.
         group_sizes: codes that share a scale; -1 is one scale per output feature. Empty for unquantised weights.
         zero_points: whether stored zero points are read.
-        act_order: whether columns may be permuted (act-order).
+        act_order: whether columns are permuted (act-order).
         dtypes: torch dtype names of the activations.
         int8_activations: whether activations are quantised to int8 per token on the way.
         n_multiple, k_multiple: what stored output features (per half for gate and up) and input features must be
@@ -60,7 +60,7 @@ def _capability(layout: str) -> Capability:
         elements=tuple(entry.element for entry in entries),
         group_sizes=first.group_sizes,
         zero_points=first.zero_points,
-        act_order=first.zero_points,  # both belong to integer weights with 16-bit activations
+        act_order=first.act_order,
         dtypes=tuple(dict.fromkeys(dtype for entry in entries for dtype in entry.dtypes)),
         int8_activations=first.int8_activations,
         n_multiple=max(entry.n_multiple for entry in entries),

@@ -62,7 +62,7 @@ class Case:
         epilogue: `halves` or `interleaved` (gate and up), `down`, or a kernel name: `quantize_rows`, `sum_choices`.
         activation: of the gate-up product.
         dtype: of x.
-        zero_points, bias, act_order: which optional parts there are.
+        zero_points, bias: which optional parts there are.
     """
 
     name: str
@@ -75,7 +75,6 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     zero_points: bool = False
     bias: bool = False
-    act_order: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,6 @@ def _options(fmt: Format, base: Case) -> list[Case]:
         cases += [
             replace(base, name=f"{base.name} g32 zero points", group_size=32, zero_points=True),
             replace(base, name=f"{base.name} channel zero points", group_size=-1, zero_points=True),
-            replace(base, name=f"{base.name} act-order", act_order=True),
         ]
     return cases
 
@@ -215,7 +213,8 @@ def _meta_matrix(case: Case, n: int, k: int) -> PackedMatrix:
         scale=scale,
         zero=zero,
         bias=meta(EXPERTS, n, dtype=case.dtype) if case.bias else None,
-        permutation=meta(EXPERTS, k, dtype=torch.int32) if case.act_order else None,
+        permutation=meta(EXPERTS, k, dtype=torch.int32) if fmt.act_order else None,
+        group_index=meta(EXPERTS, k, dtype=torch.int32) if fmt.act_order else None,
     )
 
 

@@ -31,6 +31,8 @@ class Format:
         scale_dtypes: torch dtype names of scales.
         group_sizes: group sizes read; -1 is one scale per output feature.
         zero_points: whether packed zero points are read.
+        act_order: whether columns are permuted: `permutation` and `group_index` are required then, and optional in
+            other integer formats.
         bias_single: whether biases lie in Marlin's 32-column order.
         n_multiple, k_multiple: what n (per half, for gate and up) and k must be multiples of.
         dtypes: dtypes of x.
@@ -48,6 +50,7 @@ class Format:
     scale_dtypes: tuple[str, ...]
     group_sizes: tuple[int, ...]
     zero_points: bool = False
+    act_order: bool = False
     bias_single: bool = False
     n_multiple: int = 1
     k_multiple: int = 1
@@ -56,7 +59,12 @@ class Format:
 
     def scale_shape(self, order: str, n: int, groups: int) -> Shape:
         """Shape of the scales of one packed expert in that order."""
-        shapes = {"rows": (n, groups), "hopper-mx": (-(-n // 256) * 8, 32 * (-(-groups // 4) * 4))}
+        columns = 32 * (-(-groups // 4) * 4)
+        shapes = {
+            "rows": (n, groups),
+            "hopper-mx8": (-(-n // 256) * 8, columns),
+            "hopper-mx4": (-(-n // 128) * 4, columns),
+        }
         return shapes.get(order, (groups, n))
 
     def zero_shape(self, n: int, groups: int) -> Shape:
@@ -75,9 +83,10 @@ _FLOATS = ("bfloat16", "float16", "float32")
 _GROUPS = (16, 32, 64, 128, 256, -1)
 
 
-def _marlin(element: str, codec: str, words: int) -> Format:
+def _marlin(layout: str, element: str, codec: str, words: int) -> Format:
+    act_order = layout == "marlin-wna16-actorder/1"
     return Format(
-        layout="marlin-wna16/1",
+        layout=layout,
         element=element,
         codec=codec,
         kind=f"u{element}",
@@ -87,33 +96,28 @@ def _marlin(element: str, codec: str, words: int) -> Format:
         single_order="marlin-single",
         scale_dtypes=_FLOATS,
         group_sizes=_GROUPS,
-        zero_points=True,
+        zero_points=not act_order,
+        act_order=act_order,
         bias_single=True,
         n_multiple=64,
         k_multiple=16,
     )
 
 
-def _mxfp4(
-    layout: str,
-    codec: str,
-    weight_shape: ShapeOf,
-    weight_dtype: str,
-    orders: tuple[str, str],
-    multiples: tuple[int, int],
-) -> Format:
+def _mxfp4(layout: str, codec: str, weight_shape: ShapeOf, order: str, multiples: tuple[int, int]) -> Format:
+    marlin = order == "marlin-mx"
     return Format(
         layout=layout,
         element="e2m1",
         codec=codec,
         kind="e2m1",
         weight_shape=weight_shape,
-        weight_dtype=weight_dtype,
-        group_order=orders[0],
-        single_order=orders[1],
+        weight_dtype="int32" if marlin else "uint8",
+        group_order=order,
+        single_order="marlin-mx-single" if marlin else order,
         scale_dtypes=("uint8",),
         group_sizes=(32,),
-        bias_single=orders[0] == "marlin-mx",
+        bias_single=marlin,
         n_multiple=multiples[0],
         k_multiple=multiples[1],
         dtypes=("bfloat16",),  # e8m0 scales span the range of bfloat16, not that of float16
@@ -155,36 +159,27 @@ def _unquantized(element: str, dtype: str) -> Format:
     )
 
 
+def _marlin_words(n: int, k: int) -> Shape:
+    return (k // 16, 2 * n)
+
+
+def _hopper_bytes(n: int, k: int) -> Shape:
+    return (n // 4, 2 * k)
+
+
 _TABLE = (
-    _marlin("int4", "marlin4", 2),
-    _marlin("int8", "marlin8", 4),
+    _marlin("marlin-wna16/1", "int4", "marlin4", 2),
+    _marlin("marlin-wna16/1", "int8", "marlin8", 4),
+    _marlin("marlin-wna16-actorder/1", "int4", "marlin4", 2),
+    _marlin("marlin-wna16-actorder/1", "int8", "marlin8", 4),
     _plain("triton-wna16/1", "int4", "nibbles", "uint4", 2),
     _plain("triton-wna16/1", "int8", "rows", "uint8", 1),
     _plain("int8-w8a8/1", "int8", "rows", "int8", 1),
-    _mxfp4(
-        layout="marlin-mxfp4/1",
-        codec="marlin4",
-        weight_shape=lambda n, k: (k // 16, 2 * n),
-        weight_dtype="int32",
-        orders=("marlin-mx", "marlin-mx-single"),
-        multiples=(64, 32),
-    ),
-    _mxfp4(
-        layout="mxfp4-identity/1",
-        codec="nibbles",
-        weight_shape=lambda n, k: (n, k // 2),
-        weight_dtype="uint8",
-        orders=("rows", "rows"),
-        multiples=(1, 32),
-    ),
-    _mxfp4(
-        layout="triton-kernels-hopper/1",
-        codec="hopper4",
-        weight_shape=lambda n, k: (n // 4, 2 * k),
-        weight_dtype="uint8",
-        orders=("hopper-mx", "hopper-mx"),
-        multiples=(16, 64),
-    ),
+    _mxfp4("marlin-mxfp4/1", "marlin4", _marlin_words, "marlin-mx", (64, 32)),
+    _mxfp4("marlin-mxfp4-interleaved/1", "marlin4", _marlin_words, "marlin-mx", (64, 32)),
+    _mxfp4("mxfp4-identity/1", "nibbles", lambda n, k: (n, k // 2), "rows", (1, 32)),
+    _mxfp4("triton-kernels-hopper/1", "hopper4", _hopper_bytes, "hopper-mx8", (16, 64)),
+    _mxfp4("triton-kernels-hopper-w4/1", "hopper4", _hopper_bytes, "hopper-mx4", (16, 64)),
     _unquantized("bf16", "bfloat16"),
     _unquantized("f16", "float16"),
 )

@@ -103,7 +103,9 @@ class Launch:
         kernel = getattr(import_module("moeq_kernels.device.gemm"), self.kernel)
         interpret = interpreter.active()
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        kernel[self.programs](*self.arguments.values(), **self.constants, INTERPRET=interpret, **options)
+        device = next(value.device for value in self.arguments.values() if isinstance(value, Tensor))
+        with torch.cuda.device(device if device.type == "cuda" else -1):  # launches go to the current device
+            kernel[self.programs](*self.arguments.values(), **self.constants, INTERPRET=interpret, **options)
 
 
 def gemm(rows: Rows, matrix: PackedMatrix, fmt: Format, out: Tensor, epilogue: Epilogue, blocks: Blocks) -> None:

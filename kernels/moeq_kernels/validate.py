@@ -126,6 +126,10 @@ def check_matrix(name: str, x: Tensor, matrix: PackedMatrix, halves: int) -> For
         tensor = getattr(matrix, part)
         if tensor is not None:
             _check_tensor(f"{name}.{part}", x, tensor, (experts, k), ("int32",))
+    require(
+        not fmt.act_order or (matrix.permutation is not None and matrix.group_index is not None),
+        f"{name}.permutation or {name}.group_index is missing; {kind} weights need both",
+    )
     if matrix.global_scale is not None:
         _check_tensor(f"{name}.global_scale", x, matrix.global_scale, (experts,), ("float32",))
     require(

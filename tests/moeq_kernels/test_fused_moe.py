@@ -26,8 +26,8 @@ def test_any_number_of_tokens(tokens: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize("blocks", [Blocks(16, 64, 64), Blocks(32, 128, 32), Blocks(16, 64, 16), Blocks(64, 256, 128)])
 def test_every_tile_size_gives_the_same_numbers(blocks: Blocks, device: torch.device) -> None:
-    packed, layer = make_layer(Recipe(experts=3, hidden=96, group_size=32), device)
-    check(packed, layer, route(40, 96, 3, 2, device=device), blocks=blocks)
+    packed, layer = make_layer(Recipe(experts=3, hidden=192), device)
+    check(packed, layer, route(20, 192, 3, 2, device=device), blocks=blocks)
 
 
 def test_uneven_routing(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""The kernels read what `moeq.layouts` packs: the same product, and the same bytes as the packers of these tests."""
+"""The kernels read what `moeq.layouts` packs: the same layer, and the same bytes as the packers of these tests."""
 
 from __future__ import annotations
 
@@ -7,81 +7,110 @@ import dataclasses
 import pytest
 import torch
 
-from bench.cases import pack, random_floats, random_integers, random_mxfp4
-from bench.reference import relative_error
+from bench.cases import Quantised, pack, random_floats, random_integers, random_mxfp4, route
+from bench.comparison import compare
+from bench.reference import Layer
 from moeq.layouts.registry import LAYOUTS, get_layout
-from moeq.matrix import MatrixSpec, QuantizedMatrix
-from moeq_kernels import PackedMatrix, expert_products
+from moeq.matrix import MatrixSpec, QuantizedMatrix, Role
+from moeq_kernels import PackedExperts, PackedMatrix
 from moeq_kernels.formats import FORMATS
 
-SHARED = sorted(key for key in FORMATS if key[0] in LAYOUTS)
-EXPERTS, N, K = 3, 128, 256
+SHARED = [key for key in FORMATS if key[0] in LAYOUTS]
+EXPERTS, HIDDEN, INTERMEDIATE = 3, 128, 128
 SCALE_DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32", torch.uint8: "e8m0"}
-
-
-def random_matrix(layout: str, element: str, zero_points: bool):
-    generator = torch.Generator().manual_seed(0)
-    if element == "e2m1":
-        return random_mxfp4((EXPERTS, N, K), generator=generator, bias=True)
-    if element in ("bf16", "f16"):
-        return random_floats((EXPERTS, N, K), torch.bfloat16, generator, True)
-    group = -1 if layout == "int8-w8a8/1" else 64
-    return random_integers(
-        (EXPERTS, N, K), bits=int(element[3:]), group_size=group, zero_points=zero_points, dtype=torch.bfloat16,
-        generator=generator, bias=True,
-    )  # fmt: skip
-
-
-def packed_by_moeq(layout_id: str, element: str, matrix, zero_points: bool) -> PackedMatrix:
-    layout = get_layout(layout_id)
-    group = K if matrix.group_size == -1 else matrix.group_size
-    scales = matrix.scales.float() if layout_id == "int8-w8a8/1" else matrix.scales
-    spec = MatrixSpec(
-        role="w2", n=N, k=K, element=element, group_size=group, scale_dtype=SCALE_DTYPES[scales.dtype],
-        symmetric=not zero_points, bias_dtype="bf16",
-    )  # fmt: skip
-    assert layout.problems(spec) == []
-    experts = [
-        layout.pack(
-            QuantizedMatrix(
-                spec=spec,
-                codes=matrix.codes[expert],
-                scales=scales[expert],
-                zeros=matrix.zeros[expert] if zero_points else None,
-                bias=matrix.bias[expert],
-            )
-        )
-        for expert in range(EXPERTS)
-    ]
-    parts = {name: torch.stack([expert[name] for expert in experts]) for name in experts[0]}
-    return PackedMatrix(layout=layout_id, n=N, k=K, element=element, group_size=matrix.group_size, **parts)
-
 
 CASES = [(layout, element, False) for layout, element in SHARED]
 CASES += [(layout, element, True) for layout, element in SHARED if FORMATS[layout, element].zero_points]
 
 
-@pytest.mark.parametrize(("layout", "element", "zero_points"), CASES)
-def test_packed_by_moeq(layout: str, element: str, zero_points: bool, device: torch.device) -> None:
-    matrix = random_matrix(layout, element, zero_points)
-    ours = packed_by_moeq(layout, element, matrix, zero_points)
-    tests_own = pack(layout, element, matrix)
-    for part in ("weight", "scale", "zero", "bias"):
-        one, other = getattr(ours, part), getattr(tests_own, part)
-        if one is None or other is None:
-            assert one is other
-            continue
-        assert one.flatten().view(torch.uint8).equal(other.contiguous().flatten().view(torch.uint8)), part
+def random_matrix(key: tuple[str, str], n: int, k: int, zero_points: bool) -> Quantised:
+    generator = torch.Generator().manual_seed(n)
+    shape = (EXPERTS, n, k)
+    if key[1] == "e2m1":
+        return random_mxfp4(shape, generator=generator, bias=True)
+    if key[1] in ("bf16", "f16"):
+        return random_floats(shape, torch.bfloat16, generator, True)
+    matrix = random_integers(
+        shape, bits=int(key[1][3:]), group_size=-1 if key[0] == "int8-w8a8/1" else 32, zero_points=zero_points,
+        dtype=torch.bfloat16, generator=generator, bias=True, act_order=FORMATS[key].act_order,
+    )  # fmt: skip
+    return dataclasses.replace(matrix, scales=matrix.scales.float()) if key[0] == "int8-w8a8/1" else matrix
 
-    moved = {
-        field.name: value.to(device)
-        for field in dataclasses.fields(ours)
-        if isinstance(value := getattr(ours, field.name), torch.Tensor)
-    }
-    x = torch.randn(5, K, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
-    ids = torch.tensor([[0, 2], [1, 1], [2, 0], [1, 2], [0, 1]], device=device)
-    y = expert_products(x, dataclasses.replace(ours, **moved), ids).cpu()
-    wanted = torch.stack(
-        [matrix.values[e] @ x[row].float().cpu() + matrix.bias[e].float() for row, pair in enumerate(ids) for e in pair]
+
+def spec_of(matrix: Quantised, element: str, role: Role, bias: bool) -> MatrixSpec:
+    _, n, k = matrix.values.shape
+    return MatrixSpec(
+        role=role,
+        n=n,
+        k=k,
+        element=element,
+        group_size=k if matrix.group_size == -1 else matrix.group_size,
+        scale_dtype=SCALE_DTYPES[matrix.scales.dtype],
+        symmetric=matrix.zeros is None,
+        act_order=matrix.group_index is not None,
+        bias_dtype="bf16" if bias else None,
     )
-    assert relative_error(y, wanted) < 0.02
+
+
+def packed_by_moeq(layout_id: str, spec: MatrixSpec, matrix: Quantised) -> PackedMatrix:
+    layout = get_layout(layout_id)
+    assert layout.problems(spec) == []
+
+    def of(tensor: torch.Tensor | None, expert: int) -> torch.Tensor | None:
+        return None if tensor is None else tensor[expert]
+
+    experts = [
+        layout.pack(
+            QuantizedMatrix(
+                spec=spec,
+                codes=matrix.codes[expert],
+                scales=matrix.scales[expert],
+                zeros=None if matrix.zeros is None else matrix.zeros[expert].to(torch.int16),
+                group_index=None if matrix.group_index is None else matrix.group_index[expert].to(torch.int32),
+                bias=of(matrix.bias, expert) if spec.bias_dtype else None,
+            )
+        )
+        for expert in range(EXPERTS)
+    ]
+    parts = {name: torch.stack([expert[name] for expert in experts]) for name in experts[0]}
+    return PackedMatrix(layout_id, n=spec.n, k=spec.k, element=spec.element, group_size=matrix.group_size, **parts)
+
+
+def to_device(matrix: PackedMatrix, device: torch.device) -> PackedMatrix:
+    fields = {field.name: getattr(matrix, field.name) for field in dataclasses.fields(matrix)}
+    return PackedMatrix(**{name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in fields.items()})
+
+
+def adds_bias(layout_id: str, spec: MatrixSpec) -> bool:
+    return all(problem.code != "layout.bias" for problem in get_layout(layout_id).problems(spec))
+
+
+@pytest.mark.parametrize(("layout", "element", "zero_points"), CASES)
+def test_a_layer_packed_by_moeq(layout: str, element: str, zero_points: bool, device: torch.device) -> None:
+    w13 = random_matrix((layout, element), 2 * INTERMEDIATE, HIDDEN, zero_points)
+    w2 = random_matrix((layout, element), HIDDEN, INTERMEDIATE, zero_points)
+    bias = adds_bias(layout, spec_of(w2, element, "w2", True))
+    packed = PackedExperts(
+        to_device(packed_by_moeq(layout, spec_of(w13, element, "w13", bias), w13), device),
+        to_device(packed_by_moeq(layout, spec_of(w2, element, "w2", bias), w2), device),
+        get_layout(layout).w13_order,
+    )
+    b13, b2 = (m.bias.float().to(device) if bias else None for m in (w13, w2))
+    layer = Layer(w13.values.to(device), w2.values.to(device), b13, b2)  # logical order: gate rows, then up rows
+    result = compare(packed, layer, route(7, HIDDEN, EXPERTS, 2, device=device))
+    assert result.passed, f"{result.ratio:.2f} times the error of 16-bit products"
+
+
+@pytest.mark.parametrize(("layout", "element", "zero_points"), CASES)
+def test_bytes_are_those_of_the_tests_own_packers(layout: str, element: str, zero_points: bool) -> None:
+    matrix = random_matrix((layout, element), HIDDEN, 2 * INTERMEDIATE, zero_points)
+    bias = adds_bias(layout, spec_of(matrix, element, "w2", True))
+    theirs = packed_by_moeq(layout, spec_of(matrix, element, "w2", bias), matrix)
+    own = pack(layout, element, matrix if bias else dataclasses.replace(matrix, bias=None))
+    for part in ("weight", "scale", "zero", "bias", "permutation", "group_index"):
+        one, other = getattr(theirs, part), getattr(own, part)
+        if one is None or other is None:
+            assert one is other, part
+        else:
+            assert one.shape == other.shape, part
+            assert torch.equal(one.double(), other.double()), part

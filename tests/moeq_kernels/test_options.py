@@ -88,44 +88,27 @@ def test_batched_argument_errors(device: torch.device) -> None:
         fused_moe_batched(x[:2], packed, torch.zeros(2, dtype=torch.int64, device=device))
 
 
-def act_order_matrix(shape: tuple[int, int, int], group: int, even: bool, seed: int) -> tuple[PackedMatrix, Tensor]:
-    """A Marlin matrix whose columns were sorted by group, and its values in the checkpoint's column order."""
-    generator = torch.Generator().manual_seed(seed)
-    experts, n, k = shape
-    base = random_integers(shape, bits=4, group_size=group, zero_points=True, dtype=torch.bfloat16, generator=generator)
-    groups = torch.arange(k) // group if even else torch.randint(0, k // group, (k,), generator=generator)
-    g_idx = torch.stack([groups[torch.randperm(k, generator=generator)] for _ in range(experts)])
-    order = torch.argsort(g_idx, dim=1, stable=True)
-    index = g_idx[:, None, :].expand(shape)
-    values = (base.codes.float() - base.zeros.float().gather(2, index)) * base.scales.float().gather(2, index)
-    sorted_codes = base.codes.gather(2, order[:, None, :].expand(shape))
-    sorted_groups = g_idx.gather(1, order).to(torch.int32)
-    packed = PackedMatrix(
-        layout="marlin-wna16/1",
-        weight=packing.marlin_weight(sorted_codes, 4),
-        n=n,
-        k=k,
-        element="int4",
-        group_size=group,
-        scale=packing.marlin_scale(base.scales),
-        zero=packing.marlin_zero(base.zeros, 4),
-        permutation=order.to(torch.int32),
-        group_index=None if even else sorted_groups,
-    )
-    return packed, values
-
-
 def to_device(matrix: PackedMatrix, device: torch.device) -> PackedMatrix:
     fields = {f.name: getattr(matrix, f.name) for f in dataclasses.fields(matrix)}
     return PackedMatrix(**{name: v.to(device) if isinstance(v, Tensor) else v for name, v in fields.items()})
 
 
-@pytest.mark.parametrize("even", [True, False], ids=["whole-groups", "uneven-groups"])
-def test_act_order(even: bool, device: torch.device) -> None:
-    w13, values13 = act_order_matrix((3, 128, 128), 32, even, 0)
-    w2, values2 = act_order_matrix((3, 128, 64), 32, even, 1)
-    packed = PackedExperts(to_device(w13, device), to_device(w2, device))
-    assert_passed(packed, Layer(values13.to(device), values2.to(device)), route(9, 128, 3, 2, device=device))
+def test_a_permutation_without_group_indices(device: torch.device) -> None:
+    """Where every group keeps its size, the groups of sorted columns follow from their number."""
+    packed, layer = make_layer(Recipe(zero_points=True), device)
+    order = torch.stack([torch.randperm(128, generator=torch.Generator().manual_seed(i)) for i in range(4)]).to(device)
+    w13 = dataclasses.replace(packed.w13, permutation=order.to(torch.int32))
+    values = torch.zeros_like(layer.w13).scatter(2, order[:, None, :].expand(layer.w13.shape), layer.w13)
+    layer = dataclasses.replace(layer, w13=values)
+    assert_passed(dataclasses.replace(packed, w13=w13), layer, route(9, 128, 4, 2, device=device))
+
+
+def test_act_order_needs_its_indices(device: torch.device) -> None:
+    packed, _ = make_layer(Recipe("marlin-wna16-actorder/1"), device)
+    routed = route(2, 128, 4, 2, device=device)
+    bare = dataclasses.replace(packed, w2=dataclasses.replace(packed.w2, permutation=None))
+    with pytest.raises(KernelArgumentError, match=r"w2.permutation or w2.group_index is missing"):
+        fused_moe(routed.x, bare, routed.weights, routed.ids)
 
 
 def test_padded_sizes(device: torch.device) -> None:

@@ -1,8 +1,8 @@
 """Group scales and zero points in their stored orders, spread over a tile of codes.
 
 Orders: `marlin-group` and `marlin-single` are Marlin's two column permutations (vLLM 0.33 `marlin_permute_scales`),
-`marlin-mx` and `marlin-mx-single` the same followed by its byte order for e8m0, `rows` is `[N, G]`, `hopper-mx`
-triton_kernels' HopperMXScaleLayout for 8 warps.
+`marlin-mx` and `marlin-mx-single` the same followed by its byte order for e8m0, `rows` is `[N, G]`, `hopper-mx8` and
+`hopper-mx4` triton_kernels' HopperMXScaleLayout for 8 and 4 warps.
 """
 # mypy: ignore-errors
 # (device code is Triton's language, not Python's)
@@ -37,9 +37,10 @@ def scale_offset(group, position, CODEC: tl.constexpr, ORDER: tl.constexpr, STRI
     elif ORDER == "rows":
         return position * STRIDE + group
     else:
-        tl.static_assert(ORDER == "hopper-mx", "unknown scale order")
-        row = 8 * (position // 256) + (position % 128) // 16
-        column = 64 * (group // 2) + 32 * ((position % 256) // 128)
+        tl.static_assert(ORDER == "hopper-mx8" or ORDER == "hopper-mx4", "unknown scale order")
+        WARPS: tl.constexpr = 8 if ORDER == "hopper-mx8" else 4
+        row = WARPS * (position // (32 * WARPS)) + (position % (16 * WARPS)) // 16
+        column = 64 * (group // 2) + 32 * ((position % (32 * WARPS)) // (16 * WARPS))
         return row * STRIDE + column + 4 * (position % 8) + 2 * (group % 2) + (position % 16) // 8
 
 
