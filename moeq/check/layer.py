@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from moeq.check.kernels import fused_layer, products
-from moeq.check.metrics import compare
+from moeq.check.comparison import ProductComparison
+from moeq.check.diagnose import Evidence, diagnose
+from moeq.check.inputs import Inputs, make_inputs
+from moeq.check.kernels import down_products, first_products, fused_layer, quantises_activations
 from moeq.check.packed import load_packed
-from moeq.check.records import ProjectionResult, Sample
-from moeq.check.router import find_router
-from moeq.check.tolerance import EXPERT_FACTOR, tolerance
-from moeq.checkpoint.manifest import LayerEntry
+from moeq.check.records import LayerReport, ProjectionResult, Sample
+from moeq.check.timing import time_runs
+from moeq.check.whole import LayerComparison, pass_16bit, pass_int8
+from moeq.checkpoint.manifest import LayerEntry, Projection
 from moeq.model import Checkpoint
-from moeq.reference.moe import Activation, Expert, ExpertTrace, Linear, rounded, run_expert
-from moeq.reference.routing import Routed, RoutingRule, route
+from moeq.reference.arithmetic import Emulated, emulate_16bit, emulate_int8, quantize_rows
+from moeq.reference.moe import Activation, Expert, Linear, activate
+
+if TYPE_CHECKING:
+    from moeq_kernels import PackedExperts
+
+#: Other experts that a failing one is compared with, to recognise a swap.
+MOST_SUSPECTS = 16
 
 
 @dataclass(frozen=True)
@@ -28,10 +37,11 @@ class LayerCheck:
         converted: packed weights for the kernels.
         reference: dequantised weights for the reference.
         entry: the layer in the manifest.
-        sample: experts and token counts.
-        device: where the kernels run.
+        sample: experts and runs.
+        device: where the kernels run, and the reference.
         dtype: activation dtype.
-        generator: source of the random tokens.
+        seed: of the random tokens.
+        activation: the model's activation.
     """
 
     converted: Checkpoint
@@ -40,150 +50,207 @@ class LayerCheck:
     sample: Sample
     device: torch.device
     dtype: torch.dtype
-    generator: torch.Generator
+    seed: int
+    activation: Activation
 
     @property
-    def activation(self) -> Activation:
-        """The model's activation."""
-        info = self.reference.info
-        return Activation(info.activation)
+    def widths(self) -> dict[Projection, int]:
+        """Output features per projection, without padding."""
+        w13, w2 = self.entry.matrices["w13"].spec, self.entry.matrices["w2"].spec
+        first: dict[Projection, int] = {"gate": w13.n // 2, "up": w13.n // 2} if w13.gated else {"up": w13.n}
+        return {**first, "down": w2.n}
 
-    @property
-    def gated(self) -> bool:
-        """Whether experts have a gate."""
-        return self.entry.matrices["w13"].spec.gated
+    def k_of(self, name: Projection) -> int:
+        """Input features of a projection."""
+        return self.entry.matrices["w2" if name == "down" else "w13"].spec.k
+
+    def int8(self, name: Projection) -> bool:
+        """Whether the kernels quantise the activations of this product."""
+        matrix = self.entry.matrices["w2" if name == "down" else "w13"]
+        return quantises_activations(self.entry.layout, matrix.spec.element)
+
+    def linear(self, expert: int, name: Projection) -> Linear:
+        """Dequantised weights of one projection of one expert, on the device."""
+        layer = self.entry.layer
+        bias = self.reference.matrix(layer, expert, name).bias
+        weight = self.reference.dequantize(layer, expert, name).to(self.device)
+        return Linear(weight, None if bias is None else bias.to(self.device))
 
     def expert(self, expert: int) -> Expert:
-        """Dequantised weights of one expert."""
-        layer = self.entry.layer
-        gate, up, down = (
-            Linear(self.reference.dequantize(layer, expert, name), self.reference.matrix(layer, expert, name).bias)
-            if name != "gate" or self.gated
-            else None
-            for name in ("gate", "up", "down")
-        )
-        assert up is not None
-        assert down is not None
-        return Expert(gate, up, down)
+        """All projections of one expert."""
+        gate = self.linear(expert, "gate") if "gate" in self.widths else None
+        return Expert(gate, self.linear(expert, "up"), self.linear(expert, "down"))
+
+    def emulate(self, name: Projection, x: Tensor, linear: Linear) -> tuple[Emulated, ...]:
+        """The ways in which a correct kernel may compute a product."""
+        return emulate_int8(x, linear) if self.int8(name) else emulate_16bit(x, linear, self.dtype)
+
+    def combine(self, gate: Tensor | None, up: Tensor) -> Tensor:
+        """The activation of gate and up."""
+        return activate(gate, up, self.activation)
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Values of one product (or of the whole layer) in three ways, `[rows, N]` float32 each.
+class Products:
+    """What the kernels computed for every pair of a token and one of its experts.
 
     Attributes:
-        expected: the reference.
-        plain: the same in 16-bit torch, whose error sets the tolerance.
-        actual: what the kernels computed.
+        actual: float32 `[pairs, N]` by projection.
+        hidden: `[pairs, I]` in the activation dtype: the rows that down starts from, made from the kernels' own gate
+            and up, so that kernel and reference of down start from the same numbers.
     """
 
-    expected: Tensor
-    plain: Tensor
-    actual: Tensor
+    actual: Mapping[Projection, Tensor]
+    hidden: Tensor
 
 
-def check_layer(check: LayerCheck, advance: Callable[[str], None]) -> Iterator[ProjectionResult]:
-    """Results for `gate` (where there is one), `up`, `down` and the whole `layer`."""
-    x = torch.randn(sum(check.sample.tokens), check.entry.matrices["w13"].spec.k, generator=check.generator)
-    x = x.to(check.dtype)
-    routed = _route(check, x)
-    values, hidden = _reference_rows(check, x, routed)
-    packed = load_packed(check.converted, check.entry, check.sample.experts, check.device)
-    first = 0
-    for tokens in check.sample.tokens:
-        part = slice(first, first + tokens)
-        pairs = slice(first * check.sample.top_k, (first + tokens) * check.sample.top_k)
-        ids = routed.ids[part]
-        for name, computed in products(packed, x[part], hidden[pairs].to(check.dtype), ids).items():
-            values[name].actual[pairs] = computed[:, : values[name].actual.shape[1]]
-        y = fused_layer(packed, x[part], routed.weights[part], ids, check.activation)
-        values["layer"].actual[part] = y[:, : values["layer"].actual.shape[1]]
-        first += tokens
-        advance(f"layer {check.entry.layer}, {tokens} tokens")
-    for name, rows in values.items():
-        yield _result(check, name, rows, routed)
+def check_layer(check: LayerCheck, advance: Callable[[str], None]) -> LayerReport:
+    """Run kernels and reference; `advance` is called once per run and once per expert."""
+    layer, sample = check.entry.layer, check.sample
+    inputs = make_inputs(check.reference, sample, check.k_of("up"), check.dtype, check.seed).to(check.device)
+    packed = load_packed(check.converted, check.entry, sample.experts, check.device)
+    output, unequal, repeated = _run_fused(check, packed, inputs, advance)
+    products = _run_products(check, packed, inputs)
+    timings = time_runs(packed, inputs, check.activation, layer) if check.device.type == "cuda" else ()
+    del packed
+
+    whole = LayerComparison(inputs, check.widths["down"], check.dtype)
+    comparisons = {name: ProductComparison(name, check.k_of(name)) for name in check.widths}
+    for index, expert_id in enumerate(sample.experts):
+        tokens, slots = torch.where(inputs.ids == index)
+        if len(tokens):
+            expert = check.expert(expert_id)
+            first = _compare_expert(check, comparisons, products, expert, (inputs, tokens, slots), expert_id)
+            through = pass_int8 if check.int8("down") else pass_16bit
+            whole.add(through(inputs.x[tokens], expert, first, check.combine, check.dtype), tokens, slots)
+        advance(f"layer {layer} expert {expert_id}")
+    found = [_explained(check, comparison, products, inputs) for comparison in comparisons.values()]
+    found.append(whole.result(layer, output, sample.experts, check.k_of("up")))
+    done = replace(sample, runs=tuple(run for run, _ in inputs.runs))
+    return LayerReport(done, tuple(found), repeated, unequal, timings)
 
 
-def _route(check: LayerCheck, x: Tensor) -> Routed:
-    """Route by the model's own router and rule, restricted to the sampled experts; ids count within the sample."""
-    router, rule = find_router(check.reference, check.entry.layer), check.reference.info.routing
-    experts = torch.tensor(check.sample.experts)
-    if router is None:
-        logits, correction = torch.randn(x.shape[0], len(experts), generator=check.generator), None
-    else:
-        logits = Linear(router.weight, router.bias)(x)[:, experts]
-        correction = None if router.correction_bias is None else router.correction_bias[experts]
-    asked = RoutingRule(check.sample.top_k, rule.scoring, rule.renormalize, rule.scaling_factor)
-    if check.sample.complete:  # groups of experts mean nothing in a sample of them
-        asked = replace(asked, num_groups=rule.num_groups, topk_groups=rule.topk_groups)
-    return route(logits, asked, correction)
+def _run_fused(
+    check: LayerCheck, packed: PackedExperts, inputs: Inputs, advance: Callable[[str], None]
+) -> tuple[Tensor, tuple[str, ...], int]:
+    """The fused layer run by run: its output, and which runs did not repeat bit for bit."""
+    outputs, unequal, repeated = [], [], 0
+    again = inputs.runs if check.device.type == "cuda" else inputs.runs[:1]  # the interpreter is slow, and sequential
+    for run, part in inputs.runs:
+        arguments = (packed, inputs.x[part], inputs.weights[part], inputs.ids[part], check.activation)
+        y = fused_layer(*arguments)
+        if any(run is one for one, _ in again):
+            repeated += 1
+            if not torch.equal(y.view(torch.int16), fused_layer(*arguments).view(torch.int16)):
+                unequal.append(run.title)
+        outputs.append(y[:, : check.widths["down"]])
+        advance(f"layer {check.entry.layer}, {run.title}")
+    return torch.cat(outputs), tuple(unequal), repeated
 
 
-def _reference_rows(check: LayerCheck, x: Tensor, routed: Routed) -> tuple[dict[str, Rows], Tensor]:
-    """Reference and plain values, one expert in memory at a time; and the `[pairs, I]` rows that down starts from."""
-    w13, w2 = check.entry.matrices["w13"].spec, check.entry.matrices["w2"].spec
-    pairs, inter = routed.ids.numel(), w13.n // (2 if check.gated else 1)
-    widths = {"gate": inter, "up": inter, "down": w2.n}
-    if not check.gated:
-        del widths["gate"]
-    values = {name: _empty(pairs, width) for name, width in widths.items()}
-    values["layer"] = _empty(x.shape[0], w2.n)
-    hidden = torch.zeros(pairs, inter)
-    for index, expert_id in enumerate(check.sample.experts):
-        tokens, slots = torch.where(routed.ids == index)
-        if not len(tokens):
+def _run_products(check: LayerCheck, packed: PackedExperts, inputs: Inputs) -> Products:
+    """Every product of every run: run by run on a GPU, at once in the interpreter, which pays per launch."""
+    parts = [part for _, part in inputs.runs] if check.device.type == "cuda" else [slice(0, inputs.x.shape[0])]
+    first = [first_products(packed, inputs.x[part], inputs.ids[part], check.widths["up"]) for part in parts]
+    actual: dict[Projection, Tensor] = {
+        name: torch.cat([one[name] for one in first]) for name in check.widths if name != "down"
+    }
+    hidden = check.combine(actual.get("gate"), actual["up"]).nan_to_num(0.0, 0.0, 0.0).to(check.dtype)
+    hidden = hidden.nan_to_num(0.0, 0.0, 0.0)
+    top_k = inputs.ids.shape[1]
+    pairs = [slice(part.start * top_k, part.stop * top_k) for part in parts]
+    down = [
+        down_products(packed, hidden[pair], inputs.ids[part], check.widths["down"])
+        for part, pair in zip(parts, pairs, strict=True)
+    ]
+    return Products({**actual, "down": torch.cat(down)}, hidden)
+
+
+def _compare_expert(
+    check: LayerCheck,
+    comparisons: Mapping[Projection, ProductComparison],
+    products: Products,
+    expert: Expert,
+    place: tuple[Inputs, Tensor, Tensor],
+    expert_id: int,
+) -> dict[str, tuple[Emulated, ...]]:
+    """Compare every product of one expert; returns the emulations of gate and up."""
+    inputs, tokens, slots = place
+    pairs = tokens * inputs.ids.shape[1] + slots
+    x = inputs.x[tokens].float()
+    first: dict[str, tuple[Emulated, ...]] = {}
+    projections: dict[Projection, Linear | None] = {"gate": expert.gate, "up": expert.up, "down": expert.down}
+    for name, linear in projections.items():
+        if linear is None:
             continue
-        expert = check.expert(expert_id)
-        exact = run_expert(x[tokens], expert, check.activation)
-        plain = run_expert(x[tokens], expert, check.activation, check.dtype)
-        # Both down products start from the same rounded rows, so that only the product itself is compared.
-        feed = rounded(exact.hidden, check.dtype)
-        exact_parts = _parts(exact, expert.down(feed))
-        plain_parts = _parts(plain, expert.down(feed, check.dtype))
-        rows = tokens * routed.ids.shape[1] + slots
-        hidden[rows] = feed
-        for name in widths:
-            values[name].expected[rows] = exact_parts[name]
-            values[name].plain[rows] = plain_parts[name]
-        weights = routed.weights[tokens, slots].unsqueeze(1)
-        values["layer"].expected.index_add_(0, tokens, exact.down * weights)
-        values["layer"].plain.index_add_(0, tokens, plain.down * weights)
-    values["layer"] = replace(values["layer"], plain=rounded(values["layer"].plain, check.dtype))
-    return values, hidden
+        rows = products.hidden[pairs].float() if name == "down" else x
+        emulated = check.emulate(name, rows, linear)
+        comparisons[name].add(expert_id, products.actual[name][pairs], emulated, pairs)
+        if name != "down":
+            first[name] = emulated
+    return first
 
 
-def _parts(trace: ExpertTrace, down: Tensor) -> dict[str, Tensor]:
-    gate = {} if trace.gate is None else {"gate": trace.gate}
-    return {**gate, "up": trace.up, "down": down}
-
-
-def _empty(rows: int, width: int) -> Rows:
-    expected, plain = torch.zeros(rows, width), torch.zeros(rows, width)
-    return Rows(expected, plain, torch.full((rows, width), float("nan")))  # a row that no kernel writes must fail
-
-
-def _result(check: LayerCheck, name: str, rows: Rows, routed: Routed) -> ProjectionResult:
-    stats, baseline = compare(rows.actual, rows.expected), compare(rows.plain, rows.expected)
-    worst = (-1, 0.0, float("inf"))
-    for index, expert in enumerate(check.sample.experts):
-        chosen = (routed.ids == index).any(dim=1) if name == "layer" else routed.ids.flatten() == index
-        if not chosen.any():
-            continue
-        relative = compare(rows.actual[chosen], rows.expected[chosen]).relative
-        allowed = tolerance(compare(rows.plain[chosen], rows.expected[chosen]).relative, EXPERT_FACTOR)
-        if worst[0] < 0 or relative / allowed > worst[1] / worst[2]:
-            worst = (expert, relative, allowed)
-    return ProjectionResult(
-        layer=check.entry.layer,
-        name=name,
-        max_abs=stats.max_abs,
-        mean_abs=stats.mean_abs,
-        relative=stats.relative,
-        cosine=stats.cosine,
-        baseline=baseline.relative,
-        tolerance=tolerance(baseline.relative),
-        worst_expert=worst[0],
-        worst_expert_relative=worst[1],
-        worst_expert_tolerance=worst[2],
-        worst_element=stats.worst,
+def _explained(
+    check: LayerCheck, comparison: ProductComparison, products: Products, inputs: Inputs
+) -> ProjectionResult:
+    """The result of a product, with what its failing experts look like."""
+    result = comparison.result(check.entry.layer)
+    experts = tuple(
+        one if one.passed else replace(one, looks_like=_reason(check, comparison, one.expert, products, inputs))
+        for one in result.experts
     )
+    return replace(result, experts=experts)
+
+
+def _reason(
+    check: LayerCheck, comparison: ProductComparison, expert: int, products: Products, inputs: Inputs
+) -> str | None:
+    name: Projection = comparison.name  # type: ignore[assignment]
+    pairs = torch.where(inputs.ids.flatten() == check.sample.experts.index(expert))[0]
+    rows = products.hidden[pairs] if name == "down" else inputs.x[pairs // inputs.ids.shape[1]]
+    linear = check.linear(expert, name)
+    emulated = check.emulate(name, rows.float(), linear)[comparison.arithmetic]
+    x = emulated_input(rows.float(), check.int8(name))
+    groups = _groups(check, expert, name)
+    evidence = Evidence(x, linear.weight, groups, products.actual[name][pairs], emulated)
+    return diagnose(evidence, _Suspects(check, expert, name, rows.float()))
+
+
+def emulated_input(x: Tensor, int8: bool) -> Tensor:
+    """The rows as they enter the product: themselves, or what their int8 codes stand for."""
+    if not int8:
+        return x
+    codes, scale = quantize_rows(x)
+    return codes * scale
+
+
+def _groups(check: LayerCheck, expert: int, name: Projection) -> Tensor:
+    """Group of each input feature of a projection."""
+    matrix = check.reference.matrix(check.entry.layer, expert, name)
+    if matrix.group_index is not None:
+        return matrix.group_index.to(check.device)
+    return torch.arange(matrix.spec.k, device=check.device) // matrix.spec.group_size
+
+
+class _Suspects(Mapping[str, Iterator[Emulated]]):
+    """The same rows through other weights of the sample, computed one by one as they are asked for."""
+
+    def __init__(self, check: LayerCheck, expert: int, name: Projection, rows: Tensor) -> None:
+        self._check, self._rows = check, rows
+        siblings = [one for one in check.widths if one != "down"] if name != "down" else ["down"]
+        self._places: dict[str, tuple[int, Projection]] = {}
+        for other in (expert, *(one for one in check.sample.experts if one != expert)):
+            for projection in siblings:
+                if (other, projection) != (expert, name) and len(self._places) < MOST_SUSPECTS:
+                    self._places[f"expert {other} {projection}"] = (other, projection)  # type: ignore[assignment]
+
+    def __getitem__(self, title: str) -> Iterator[Emulated]:
+        expert, name = self._places[title]
+        return iter(self._check.emulate(name, self._rows, self._check.linear(expert, name)))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)

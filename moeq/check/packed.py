@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moeq.checkpoint.manifest import LayerEntry, MatrixEntry, StackedRole
+from moeq.errors import MoeqError
 from moeq.layouts.registry import get_layout
 from moeq.model import Checkpoint
 
@@ -23,6 +24,8 @@ def load_packed(
     from moeq_kernels import PackedExperts
 
     order = get_layout(entry.layout).w13_order
+    if order == "up-gate":
+        raise MoeqError("answer.no-kernel", f"moeq has no kernel that reads {entry.layout}, whose up rows come first")
     w13, w2 = (_load_matrix(checkpoint, entry, role, experts, device) for role in ("w13", "w2"))
     gated = entry.matrices["w13"].spec.gated
     return PackedExperts(w13, w2, w13_order=order if gated else "ungated")
@@ -43,9 +46,7 @@ def _load_matrix(
         k=spec.k,
         element=spec.element,
         group_size=spec.group_size,
-        scale=parts.get("scale"),
-        zero=parts.get("zero"),
-        bias=parts.get("bias"),
+        **{part: tensor for part, tensor in parts.items() if part != "weight"},
     )
 
 

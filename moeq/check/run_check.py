@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,43 +11,39 @@ import torch
 
 import moeq
 from moeq.check.digests import check_digests
-from moeq.check.layer import LayerCheck, check_layer
-from moeq.check.records import CheckReport, ProjectionResult, Sample
-from moeq.check.tolerance import RULE
+from moeq.check.layer import LayerCheck
+from moeq.check.parallel import check_layers, choose_jobs
+from moeq.check.records import CheckReport
+from moeq.check.sampling import CheckOptions, choose_samples
+from moeq.check.tolerance import INT8_LAYER_RULE, LAYER_RULE, NORM_RULE
 from moeq.checkpoint.manifest import Manifest, read_manifest
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
+from moeq.reference.arithmetic import describe_bound
+from moeq.reference.moe import ACTIVATIONS, Activation
 
-#: On a CPU the kernels run in Triton's interpreter, thousands of times slower than a GPU: a sample must do.
-CPU_MAX_WEIGHTS = 8 * 2**20
-CPU_TOKENS = (1, 7, 33)
-GPU_TOKENS = (1, 7, 33, 256)
+__all__ = ["CheckOptions", "Progress", "check_opened", "run_check"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
+Progress = Callable[[int, int, str], None]
+
 
 @dataclass(frozen=True)
-class CheckOptions:
-    """What to check.
+class Opened:
+    """A converted checkpoint and what it is compared with.
 
     Attributes:
-        layers: layer indices, or None for all on a GPU and first, last and one between on a CPU.
-        experts: expert ids, or None for all on a GPU and as many as CPU_MAX_WEIGHTS allows on a CPU.
-        tokens: token counts, one run each; None for the default of the device.
-        seed: seed of the random tokens.
-        device: `auto`, `cpu` or `cuda`.
-        digests: recompute the logical digests of every expert of every layer first.
+        converted: the packed weights.
+        reference: the truth: its source, or itself where the source is not at hand.
+        manifest: its `moeq.json`.
+        notes: what to tell about the choice of the reference.
     """
 
-    layers: Sequence[int] | None = None
-    experts: Sequence[int] | None = None
-    tokens: Sequence[int] | None = None
-    seed: int = 0
-    device: str = "auto"
-    digests: bool = True
-
-
-Progress = Callable[[int, int, str], None]
+    converted: Checkpoint
+    reference: Checkpoint
+    manifest: Manifest
+    notes: tuple[str, ...] = ()
 
 
 def run_check(
@@ -69,42 +65,51 @@ def run_check(
 
     Raises:
         MoeqError: `source.no-manifest`, `source.changed` where `source` is not what was converted;
-            `environment.no-triton`; `usage.*` for layers or experts that do not exist. A failed check is not an
-            error but a report whose `ok` is False.
+            `answer.no-kernel` where moeq's kernels do not read the layout; `environment.no-triton`; `usage.*` for
+            layers or experts that do not exist. A failed check is not an error but a report whose `ok` is False.
     """
+    return check_opened(open_both(dst, source, revision), options or CheckOptions(), progress)
+
+
+def check_opened(opened: Opened, options: CheckOptions, progress: Progress | None = None) -> CheckReport:
+    """`run_check` of checkpoints that are open already."""
     started = time.monotonic()
-    options, report = options or CheckOptions(), progress or (lambda done, total, label: None)
-    converted = moeq.open(dst)
-    manifest = read_manifest(Path(dst))
-    reference, notes = _reference(converted, manifest, source, revision)
-    device = _device(options.device)
-    dtype = _DTYPES[str(manifest.deployment.get("dtype", "bf16"))]
-    samples = _samples(manifest, options, device, converted)
+    manifest, converted = opened.manifest, opened.converted
+    device = _device(options.device) if options.kernels else torch.device("cpu")
+    activation, notes = _activation(opened.reference)
+    samples = choose_samples(manifest, options, device, converted) if options.kernels else ()
+    dtype = str(manifest.deployment.get("dtype", "bf16"))
+    checks = [
+        LayerCheck(
+            converted, opened.reference, manifest.layer(sample.layer), sample, device, _DTYPES[dtype], options.seed,
+            activation,
+        )
+        for sample in samples
+    ]  # fmt: skip
+    derivation = _derivation(checks)  # refuses layouts without a kernel before anything long starts
 
     digest_steps = sum(entry.num_experts for entry in manifest.layers) if options.digests else 0
-    steps = _Steps(digest_steps + sum(len(sample.tokens) for sample in samples), report)
+    layer_steps = sum(len(sample.runs) + len(sample.experts) for sample in samples)
+    steps = _Steps(digest_steps + layer_steps, progress or (lambda done, total, label: None))
     layers = [entry.layer for entry in manifest.layers] if options.digests else []
     checked, mismatches = check_digests(converted, manifest, layers, steps.advance)
-
-    results: list[ProjectionResult] = []
-    for sample in samples:
-        generator = torch.Generator().manual_seed(options.seed * 1_000_003 + sample.layer)
-        check = LayerCheck(converted, reference, manifest.layer(sample.layer), sample, device, dtype, generator)
-        results += check_layer(check, steps.advance)
+    found = check_layers(checks, choose_jobs(checks, options.jobs), steps.advance)
     return CheckReport(
-        destination=str(dst),
-        source=None if reference is converted else reference.source.name,
-        device=_device_name(device),
-        dtype=str(manifest.deployment.get("dtype", "bf16")),
+        destination=converted.source.name,
+        source=None if opened.reference is converted else opened.reference.source.name,
+        scheme=", ".join(dict.fromkeys(use.title for use in converted.info.schemes)),
+        layout=", ".join(dict.fromkeys(entry.layout for entry in manifest.layers)),
+        backend=manifest.backend,
+        device=_device_name(device) if options.kernels else "no kernels were run",
+        dtype=dtype,
         seed=options.seed,
         digests_checked=checked,
         digest_mismatches=tuple(mismatches),
-        samples=samples,
+        layers=tuple(found),
         layers_in_checkpoint=len(manifest.layers),
-        results=tuple(results),
-        tolerance_rule=RULE,
+        derivation=derivation,
         seconds=time.monotonic() - started,
-        notes=notes,
+        notes=(*opened.notes, *notes),
     )
 
 
@@ -121,10 +126,10 @@ class _Steps:
         self.report(self.done, self.total, label)
 
 
-def _reference(
-    converted: Checkpoint, manifest: Manifest, source: str | Path | None, revision: str | None
-) -> tuple[Checkpoint, tuple[str, ...]]:
-    """The checkpoint whose dequantised weights are the truth."""
+def open_both(dst: str | Path, source: str | Path | None = None, revision: str | None = None) -> Opened:
+    """Open a converted checkpoint and the one whose dequantised weights are the truth."""
+    converted = moeq.open(dst)
+    manifest = read_manifest(Path(dst))
     if converted.kind != "converted":
         raise MoeqError("source.no-manifest", f"{converted.source.name} is not an output of `moeq convert`")
     if source is None:
@@ -134,7 +139,7 @@ def _reference(
                 f"the source {name} is not here: the reference uses the converted checkpoint's own logical values, "
                 "which the digests tie to the source; --source compares with the source itself"
             )
-            return converted, (note,)
+            return Opened(converted, converted, manifest, (note,))
         source = name
     reference = moeq.open(source, revision=revision)
     if reference.kind != "source":
@@ -145,7 +150,31 @@ def _reference(
             f"{source} is not what was converted: its config or tensors differ from {manifest.source.name}",
             "name the right source, or convert again",
         )
-    return reference, ()
+    return Opened(converted, reference, manifest)
+
+
+def _activation(reference: Checkpoint) -> tuple[Activation, tuple[str, ...]]:
+    """The model's activation and its parameters; SiLU, and a note, where the reference knows none so called."""
+    name, config = reference.info.activation, reference.source.config
+    if name == "swigluoai":
+        limit = config.get("swiglu_limit", 7.0)
+        return Activation(name, float(config.get("swiglu_alpha", 1.702)), None if limit is None else float(limit)), ()
+    if name in ACTIVATIONS:
+        return Activation(name), ()
+    return Activation(), (f"activation {name} is not known here; SiLU stands in, which the weights do not notice",)
+
+
+def _derivation(checks: list[LayerCheck]) -> tuple[str, ...]:
+    """How the tolerances come about: one line per kind of product."""
+    lines: dict[str, list[str]] = {}
+    for check in checks:
+        for name in check.widths:
+            names = lines.setdefault(describe_bound(check.k_of(name), int8=check.int8(name)), [])
+            names += [name] if name not in names else []
+    if not checks:
+        return ()
+    whole = INT8_LAYER_RULE if any(check.int8("down") for check in checks) else LAYER_RULE
+    return (NORM_RULE, *(f"{', '.join(names)}: {line}" for line, names in lines.items()), whole)
 
 
 def _device(asked: str) -> torch.device:
@@ -171,41 +200,3 @@ def _enable_interpreter() -> None:
 
 def _device_name(device: torch.device) -> str:
     return "cpu (Triton interpreter)" if device.type == "cpu" else f"cuda ({torch.cuda.get_device_name(device)})"
-
-
-def _samples(
-    manifest: Manifest, options: CheckOptions, device: torch.device, converted: Checkpoint
-) -> tuple[Sample, ...]:
-    known = [entry.layer for entry in manifest.layers]
-    if options.layers is None:
-        spread = sorted({known[0], known[len(known) // 2], known[-1]})
-        layers = spread if device.type == "cpu" else known
-    else:
-        layers = list(options.layers)
-    tokens = tuple(options.tokens or (CPU_TOKENS if device.type == "cpu" else GPU_TOKENS))
-    if min(tokens) < 1:
-        raise MoeqError("usage.tokens", f"token counts must be at least 1, not {min(tokens)}")
-    samples = []
-    for layer in layers:
-        entry = manifest.layer(layer)
-        experts = _sampled_experts(manifest, layer, options, device)
-        top_k = min(converted.info.top_k, len(experts))
-        samples.append(Sample(layer, experts, tokens, top_k, len(experts) == entry.num_experts))
-    return tuple(samples)
-
-
-def _sampled_experts(manifest: Manifest, layer: int, options: CheckOptions, device: torch.device) -> tuple[int, ...]:
-    entry = manifest.layer(layer)
-    if options.experts is not None:
-        wrong = [expert for expert in options.experts if not 0 <= expert < entry.num_experts]
-        if wrong:
-            raise MoeqError(
-                "usage.no-such-expert", f"layer {layer} has experts 0 to {entry.num_experts - 1}, not {wrong}"
-            )
-        return tuple(options.experts)
-    if device.type != "cpu":
-        return tuple(range(entry.num_experts))
-    weights = sum(matrix.padded_n * matrix.padded_k for matrix in entry.matrices.values())
-    count = max(2, min(entry.num_experts, CPU_MAX_WEIGHTS // weights))
-    chosen = torch.randperm(entry.num_experts, generator=torch.Generator().manual_seed(options.seed + layer))[:count]
-    return tuple(sorted(chosen.tolist()))

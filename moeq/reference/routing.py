@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
-Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]
+Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus", "topk-softmax", "topk-sigmoid"]
 
 _SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda logits: torch.softmax(logits, dim=-1),
     "sigmoid": torch.sigmoid,
     "sqrtsoftplus": lambda logits: torch.sqrt(torch.nn.functional.softplus(logits)),
+    # Both functions keep the order of the logits, so choosing by score is choosing by logit.
+    "topk-softmax": lambda logits: torch.softmax(logits, dim=-1),
+    "topk-sigmoid": torch.sigmoid,
 }
+#: Scores of the chosen experts are made of their logits alone: softmax over the chosen is softmax, renormalised.
+_AMONG_CHOSEN = ("topk-softmax",)
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,7 @@ class RoutingRule:
 
     Attributes:
         top_k: experts per token.
-        scoring: how router logits become scores.
+        scoring: how router logits become scores; `topk-...` choose first and score the chosen alone.
         renormalize: divide the chosen scores by their sum.
         scaling_factor: multiplies the weights at the end.
         num_groups: experts are split into this many equal groups, of which the best `topk_groups` stay eligible.
@@ -63,9 +68,14 @@ def route(logits: Tensor, rule: RoutingRule, correction_bias: Tensor | None = No
         choice = _keep_best_groups(choice, rule)
     ids = torch.topk(choice, rule.top_k, dim=-1, sorted=True).indices
     weights = scores.gather(-1, ids)
-    if rule.renormalize:
+    if rule.renormalize or rule.scoring in _AMONG_CHOSEN:
         weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(1e-20)
     return Routed(weights * rule.scaling_factor, ids)
+
+
+def known_scoring(name: str) -> Scoring:
+    """A scoring by its name in a checkpoint's description; softmax where this reference has no such rule."""
+    return cast(Scoring, name) if name in _SCORES else "softmax"
 
 
 def _keep_best_groups(choice: Tensor, rule: RoutingRule) -> Tensor:

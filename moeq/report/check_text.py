@@ -5,69 +5,76 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rich.table import Table
+from rich.text import Text
+
+from moeq.report.heat import HeatMap, heat_map
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from moeq.check.records import CheckReport, Sample
+    from moeq.check.records import CheckReport, LayerReport, Sample
 
-#: Mismatches listed before "and N more".
-MOST_MISMATCHES = 20
+#: Lines of a kind before "and N more".
+MOST_LINES = 20
+
+#: Shades of the heat map, from no error to half the bound; what is beyond the bound gets a mark of its own.
+_SHADES = " .:-=+*#"
+_BEYOND = "X"
+_LEVEL_STYLES = ("dim", "dim", "", "", "yellow", "yellow", "yellow", "yellow")
 
 
 def render(console: Console, report: CheckReport) -> None:
     """What was checked, what came out, and the verdict as the last line."""
-    console.print(f"[bold]{report.destination}[/] against {report.source or 'its own logical values'}")
+    console.print(Text.assemble((report.destination, "bold"), f" against {report.source or 'its own logical values'}"))
+    _line(console, "what", f"{report.scheme}, layout {report.layout}, for {report.backend}")
     for note in report.notes:
-        console.print(f"  note      {note}")
+        _line(console, "note", note)
     _digests(console, report)
-    console.print(f"  kernels   {report.device}, {report.dtype} activations, seed {report.seed}")
-    for sample in report.samples:
-        console.print(f"  sample    {_sample(sample)}")
-    unchecked = report.layers_in_checkpoint - len(report.samples)
-    if unchecked:
-        console.print(
-            f"            {unchecked} of {report.layers_in_checkpoint} layers were not run (--layers chooses)"
-        )
-    if report.results:
+    _line(console, "kernels", f"{report.device}, {report.dtype} activations, seed {report.seed}")
+    for layer in report.layers:
+        _line(console, "sample", _sample(layer.sample))
+    unchecked = report.layers_in_checkpoint - len(report.layers)
+    if unchecked and report.layers:
+        _line(console, "", f"{unchecked} of {report.layers_in_checkpoint} layers were not run (--layers chooses)")
+    if report.layers:
         console.print(_table(report))
-        console.print(f"  tolerance {report.tolerance_rule}")
-    failed = [result for result in report.results if not result.passed]
-    for result in failed:
-        console.print(
-            f"  [red]layer {result.layer} {result.name}[/]: worst expert {result.worst_expert} has relative error "
-            f"{result.worst_expert_relative:.2e}, allowed {result.worst_expert_tolerance:.2e}"
-        )
-    verdict = "[green]ok[/]" if report.ok else "[red]FAILED[/]"
-    counts = f"{len(report.results) - len(failed)} of {len(report.results)} products within tolerance"
-    console.print(f"{verdict}  {counts}, {report.seconds:.1f} s")
+        _heat(console, report)
+        _timings(console, report)
+        for index, line in enumerate(report.derivation):
+            _line(console, "" if index else "tolerance", line)
+    _failures(console, report)
+    _verdict(console, report)
+
+
+def _line(console: Console, label: str, text: str | Text) -> None:
+    console.print(Text.assemble((f"  {label:<10}", "dim"), text))
 
 
 def _digests(console: Console, report: CheckReport) -> None:
     if not report.digests_checked:
-        console.print("  digests   not checked (--no-digests)")
+        _line(console, "digests", "not checked (--no-digests)")
         return
     wrong = report.digest_mismatches
     equal = report.digests_checked - len(wrong)
-    console.print(f"  digests   {equal} of {report.digests_checked} projections hold the values recorded in moeq.json")
-    for mismatch in wrong[:MOST_MISMATCHES]:
-        console.print(f"            [red]{mismatch.text}[/]")
-    if len(wrong) > MOST_MISMATCHES:
-        console.print(f"            and {len(wrong) - MOST_MISMATCHES} more")
+    _line(console, "digests", f"{equal} of {report.digests_checked} projections hold the values recorded in moeq.json")
+    for mismatch in wrong[:MOST_LINES]:
+        _line(console, "", Text(mismatch.text, style="red"))
+    if len(wrong) > MOST_LINES:
+        _line(console, "", f"and {len(wrong) - MOST_LINES} more")
 
 
 def _sample(sample: Sample) -> str:
     scope = "all" if sample.complete else "sampled"
     experts = ", ".join(map(str, sample.experts[:12])) + (" ..." if len(sample.experts) > 12 else "")
-    tokens = ", ".join(map(str, sample.tokens))
-    return f"layer {sample.layer}: {scope} experts {experts}; top {sample.top_k}; {tokens} tokens"
+    runs = "; ".join(run.title for run in sample.runs)
+    return f"layer {sample.layer}: {scope} experts {experts}; top {sample.top_k}; {runs}"
 
 
 def _table(report: CheckReport) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("layer", justify="right")
     table.add_column("product")
-    for title in ("max error", "mean error", "relative", "16-bit torch", "tolerance", "worst expert"):
+    for title in ("max error", "mean error", "relative", "16-bit torch", "tolerance", "error / bound", "worst expert"):
         table.add_column(title, justify="right")
     table.add_column("")
     for result in report.results:
@@ -79,7 +86,74 @@ def _table(report: CheckReport) -> Table:
             f"{result.relative:.2e}",
             f"{result.baseline:.2e}",
             f"{result.tolerance:.2e}",
-            f"{result.worst_expert} ({result.worst_expert_relative:.2e})",
+            f"{result.exceedance:.3g}",
+            str(result.worst.expert),
             "[green]ok[/]" if result.passed else "[red]FAILED[/]",
         )
     return table
+
+
+def _heat(console: Console, report: CheckReport) -> None:
+    """Layer x expert map of the product with the largest error over its bound."""
+    chart = heat_map(report)
+    if chart is None:
+        return
+    _line(console, "heat", f"{chart.projection}: error / bound, layers down, experts across; X is beyond the bound")
+    for row, layer in enumerate(chart.layers):
+        cells = [_cell(chart, row, column) for column in range(len(chart.experts))]
+        _line(console, "", Text.assemble(f"{layer:>4} |", *cells, "|"))
+    scale = ", ".join(f"'{shade}' {limit:.2g}" for shade, limit in zip(_SHADES[1:], chart.limits, strict=False))
+    _line(console, "", f"      from {scale}")
+
+
+def _cell(chart: HeatMap, row: int, column: int) -> tuple[str, str]:
+    level = chart.level(row, column)
+    if level is None:
+        return (" ", "")
+    if level >= len(_SHADES):
+        return (_BEYOND, "bold red")
+    return (_SHADES[level], _LEVEL_STYLES[level])
+
+
+def _timings(console: Console, report: CheckReport) -> None:
+    rows = [timing for layer in report.layers for timing in layer.timings]
+    if not rows:
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("layer", "run", "median µs", "GB/s", "TFLOP/s", "of the floor"):
+        table.add_column(title, justify="left" if title == "run" else "right")
+    for row in rows[:MOST_LINES]:
+        floor = "" if row.floor_microseconds is None else f"{100 * row.floor_microseconds / row.microseconds:.0f} %"
+        table.add_row(
+            str(row.layer), row.run, f"{row.microseconds:.1f}", f"{row.gigabytes_per_second:.0f}",
+            f"{row.teraflops:.1f}", floor,
+        )  # fmt: skip
+    console.print(table)
+
+
+def _failures(console: Console, report: CheckReport) -> None:
+    lines = [
+        f"layer {result.layer} {result.name} {expert.text}" + (f" ({result.worst_run})" if result.worst_run else "")
+        for result in report.results
+        for expert in (result.failed if result.name != "layer" else result.failed[:1])
+    ]
+    for line in lines[:MOST_LINES]:
+        _line(console, "wrong", Text(line, style="red"))
+    if len(lines) > MOST_LINES:
+        _line(console, "", f"and {len(lines) - MOST_LINES} more")
+    for layer in report.layers:
+        for run in layer.unequal:
+            _line(console, "wrong", Text(f"layer {layer.sample.layer}: {run} gave other bits the second time", "red"))
+
+
+def _verdict(console: Console, report: CheckReport) -> None:
+    passed = sum(result.passed for result in report.results)
+    counts = f"{passed} of {len(report.results)} products within tolerance, {_repeats(report.layers)}"
+    verdict = Text("ok", "green") if report.ok else Text("FAILED", "red")
+    console.print(Text.assemble(verdict, f"  {counts}, {report.seconds:.1f} s"))
+
+
+def _repeats(layers: tuple[LayerReport, ...]) -> str:
+    repeated = sum(layer.repeated for layer in layers)
+    equal = repeated - sum(len(layer.unequal) for layer in layers)
+    return f"{equal} of {repeated} repeated runs equal bit for bit"

@@ -1,0 +1,102 @@
+"""From the pattern of an error to what is probably wrong.
+
+An output feature that is wrong in one weight, one group or its bias is wrong by a multiple of a known vector over the
+tokens, and two dozen tokens tell those vectors apart. The answer is a reading of the evidence, offered to whoever has
+to look; passing or failing does not depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moeq.check.comparison import difference
+from moeq.reference.arithmetic import Emulated
+
+#: Tokens below which one vector cannot be told from another.
+FEWEST_ROWS = 4
+
+#: Share of an error's norm that a cause must explain.
+EXPLAINED = 0.98
+
+#: Output features that are looked at one by one.
+MOST_FEATURES = 3
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One expert's product.
+
+    Attributes:
+        x: `[T, K]` input rows.
+        weight: `[N, K]` dequantised weights of the reference.
+        groups: int `[K]`, group of each input feature.
+        actual: `[T, N]` what the kernels computed.
+        emulated: what they should have computed.
+    """
+
+    x: Tensor
+    weight: Tensor
+    groups: Tensor
+    actual: Tensor
+    emulated: Emulated
+
+
+def diagnose(evidence: Evidence, others: Mapping[str, Iterable[Emulated]]) -> str | None:
+    """What is probably wrong, or None.
+
+    Args:
+        evidence: a product that failed.
+        others: the same rows through other weights, by what they are called (`expert 3 up`), computed when asked for.
+    """
+    exceedance = difference(evidence.actual, evidence.emulated.value) / evidence.emulated.bound
+    wrong = torch.where((exceedance > 1).any(dim=0))[0]
+    if len(wrong) > evidence.weight.shape[0] // 4:
+        for title, ways in others.items():
+            if any(_agrees(evidence.actual, way) for way in ways):
+                return f"it computes {title}"
+    worst = wrong[exceedance.amax(dim=0)[wrong].argsort(descending=True)][:MOST_FEATURES].tolist()
+    causes = [cause for feature in worst if (cause := _cause(evidence, feature))]
+    if not causes:
+        return f"output features {_span(wrong.tolist())}" if 1 < len(wrong) < evidence.weight.shape[0] else None
+    rest = f" and {len(wrong) - len(causes)} more features" if len(wrong) > len(causes) else ""
+    return "looks like " + "; ".join(causes) + rest
+
+
+def _agrees(actual: Tensor, way: Emulated) -> bool:
+    return actual.shape == way.value.shape and bool((difference(actual, way.value) <= way.bound).all())
+
+
+def _cause(evidence: Evidence, feature: int) -> str | None:
+    """One output feature's error as a multiple of one vector over the tokens."""
+    error = evidence.actual[:, feature].double() - evidence.emulated.value[:, feature]
+    if len(error) < FEWEST_ROWS or not bool(error.isfinite().all()):
+        return None
+    noise = float((evidence.emulated.bound[:, feature].norm() / error.norm()) ** 2)
+    x, weight = evidence.x.double(), evidence.weight[feature].double()
+    count = int(evidence.groups.max()) + 1
+    spread = torch.nn.functional.one_hot(evidence.groups.long(), count).double()
+    found: list[tuple[float, str]] = []
+    # Ascending freedom: K single weights, then G groups twice, then the bias. On a tie the first wins.
+    for vectors, text in (
+        (x, "one weight, of input feature {at}"),
+        ((x * weight) @ spread, "the scale of group {at}"),
+        (x @ spread, "the zero point of group {at}"),
+        (torch.ones_like(x[:, :1]), "its bias"),
+    ):
+        norms = vectors.square().sum(dim=0).clamp_min(1e-300)
+        explained = (error @ vectors).square() / norms / error.square().sum()
+        at = int(explained.argmax())
+        found.append((float(explained[at]), f"output feature {feature}: {text.format(at=at)}"))
+    best, text = max(found, key=lambda one: one[0])
+    return text if best >= EXPLAINED and noise < 0.25 else None
+
+
+def _span(numbers: list[int]) -> str:
+    """`3`, `0-15`, or `3, 17, 40 ...`."""
+    if numbers[-1] - numbers[0] + 1 == len(numbers):
+        return f"{numbers[0]}-{numbers[-1]}"
+    return ", ".join(map(str, numbers[:6])) + (" ..." if len(numbers) > 6 else "")

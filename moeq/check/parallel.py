@@ -1,0 +1,77 @@
+"""Layers side by side: on a CPU in processes of their own, since the interpreter keeps one core busy."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+
+import torch
+
+from moeq.check.layer import LayerCheck, check_layer
+from moeq.check.records import LayerReport
+
+#: Weights per layer and run below which starting a process (importing torch and triton) takes longer than it saves.
+LEAST_WEIGHTS = 4 * 2**20
+
+
+def choose_jobs(checks: Sequence[LayerCheck], asked: int | None) -> int:
+    """How many processes; 1 means none but this one."""
+    if len(checks) < 2 or checks[0].device.type != "cpu":
+        return 1
+    if asked is not None:
+        return max(1, min(asked, len(checks)))
+    return min(os.cpu_count() or 1, len(checks)) if min(map(_work, checks)) >= LEAST_WEIGHTS else 1
+
+
+def _work(check: LayerCheck) -> int:
+    """Weights that the kernels decode."""
+    expert = sum(matrix.padded_n * matrix.padded_k for matrix in check.entry.matrices.values())
+    return expert * len(check.sample.experts)
+
+
+def check_layers(checks: Sequence[LayerCheck], jobs: int, advance: Callable[[str], None]) -> list[LayerReport]:
+    """`check_layer` of every layer, in order; with more than one job, one layer per process at a time."""
+    if jobs == 1:
+        return [check_layer(check, advance) for check in checks]
+    # Not forked: torch's threads do not survive a fork. The checkpoints are opened again over there.
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        threads = max(1, (os.cpu_count() or 1) // jobs)
+        futures = [pool.submit(_in_process, _Portable.of(check), threads) for check in checks]
+        for future in as_completed(futures):
+            for label in future.result()[1]:
+                advance(label)
+        return [future.result()[0] for future in futures]
+
+
+@dataclass(frozen=True)
+class _Portable:
+    """A check that can be sent to another process: checkpoints by where they are."""
+
+    check: LayerCheck
+    places: tuple[str, str]
+
+    @staticmethod
+    def of(check: LayerCheck) -> _Portable:
+        places = (_place(check.converted), _place(check.reference))
+        return _Portable(replace(check, converted=None, reference=None), places)  # type: ignore[arg-type]
+
+
+def _place(checkpoint: object) -> str:
+    folder: str = str(checkpoint.source.path("config.json").parent)  # type: ignore[attr-defined]
+    return folder
+
+
+def _in_process(portable: _Portable, threads: int) -> tuple[LayerReport, list[str]]:
+    import moeq
+    from moeq_kernels import interpreter
+
+    torch.set_num_threads(threads)
+    interpreter.enable()
+    converted = moeq.open(portable.places[0])
+    reference = converted if portable.places[0] == portable.places[1] else moeq.open(portable.places[1])
+    labels: list[str] = []
+    check = replace(portable.check, converted=converted, reference=reference)
+    return check_layer(check, labels.append), labels

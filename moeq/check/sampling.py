@@ -1,0 +1,97 @@
+"""Which layers, experts and token counts are checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from moeq.check.inputs import LEAST_ROWS
+from moeq.check.records import Run, Sample
+from moeq.checkpoint.manifest import LayerEntry, Manifest
+from moeq.errors import MoeqError
+from moeq.model import Checkpoint
+
+#: On a CPU the kernels run in Triton's interpreter, thousands of times slower than a GPU: a sample must do.
+CPU_MAX_WEIGHTS = 8 * 2**20
+CPU_TOKENS = (1, 7, 33)
+GPU_TOKENS = (1, 7, 33, 256)
+
+#: Tokens of the run in which all go to the same experts: an odd number.
+SAME_TOKENS = 7
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """What to check.
+
+    Attributes:
+        layers: layer indices, or None for all on a GPU and first, last and one between on a CPU.
+        experts: expert ids, or None for all on a GPU and as many as CPU_MAX_WEIGHTS allows on a CPU.
+        tokens: token counts, one run each; None for the default of the device.
+        seed: seed of the random tokens and of the choice of experts.
+        device: `auto`, `cpu` or `cuda`.
+        digests: recompute the logical digests of every expert of every layer first.
+        kernels: run the kernels; without, only digests are checked and neither triton nor a GPU is needed.
+        jobs: processes that check layers at the same time on a CPU; None decides by the amount of work.
+    """
+
+    layers: Sequence[int] | None = None
+    experts: Sequence[int] | None = None
+    tokens: Sequence[int] | None = None
+    seed: int = 0
+    device: str = "auto"
+    digests: bool = True
+    kernels: bool = True
+    jobs: int | None = None
+
+
+def choose_samples(
+    manifest: Manifest, options: CheckOptions, device: torch.device, converted: Checkpoint
+) -> tuple[Sample, ...]:
+    """What of every chosen layer is checked.
+
+    Raises:
+        MoeqError: `usage.no-such-layer`, `usage.no-such-expert`, `usage.tokens`.
+    """
+    known = [entry.layer for entry in manifest.layers]
+    if options.layers is None:
+        spread = sorted({known[0], known[len(known) // 2], known[-1]})
+        layers = spread if device.type == "cpu" else known
+    else:
+        layers = list(dict.fromkeys(options.layers))
+    tokens = tuple(options.tokens or (CPU_TOKENS if device.type == "cpu" else GPU_TOKENS))
+    if min(tokens) < 1:
+        raise MoeqError("usage.tokens", f"token counts must be at least 1, not {min(tokens)}")
+    samples = []
+    for layer in layers:
+        entry = manifest.layer(layer)
+        experts = _choose_experts(entry, options, device)
+        top_k = min(converted.info.top_k or 1, len(experts))
+        runs = _runs(tokens, len(experts), top_k)
+        samples.append(Sample(layer, experts, runs, top_k, len(experts) == entry.num_experts))
+    return tuple(samples)
+
+
+def _runs(tokens: Sequence[int], experts: int, top_k: int) -> tuple[Run, ...]:
+    """The token counts by the router, all tokens to the same experts, and (where needed) every expert in turn."""
+    spread = -(-LEAST_ROWS * experts // top_k)
+    routed = [Run(count) for count in sorted(dict.fromkeys(tokens))]
+    return (*routed, Run(SAME_TOKENS, "same"), Run(spread + 1 - spread % 2, "spread"))
+
+
+def _choose_experts(entry: LayerEntry, options: CheckOptions, device: torch.device) -> tuple[int, ...]:
+    if options.experts is not None:
+        wrong = [expert for expert in options.experts if not 0 <= expert < entry.num_experts]
+        if wrong:
+            raise MoeqError(
+                "usage.no-such-expert", f"layer {entry.layer} has experts 0 to {entry.num_experts - 1}, not {wrong}"
+            )
+        return tuple(dict.fromkeys(options.experts))
+    if device.type != "cpu":
+        return tuple(range(entry.num_experts))
+    weights = sum(matrix.padded_n * matrix.padded_k for matrix in entry.matrices.values())
+    count = max(2, min(entry.num_experts, CPU_MAX_WEIGHTS // weights))
+    generator = torch.Generator().manual_seed(options.seed + entry.layer)
+    return tuple(sorted(torch.randperm(entry.num_experts, generator=generator)[:count].tolist()))

@@ -1,0 +1,80 @@
+"""Time of the fused layer on a GPU against the least that its memory and arithmetic allow."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING
+
+import torch
+
+from moeq.check.inputs import Inputs
+from moeq.check.kernels import fused_layer
+from moeq.check.records import Run, Timing
+from moeq.reference.moe import Activation
+
+if TYPE_CHECKING:
+    from moeq_kernels import PackedExperts, PackedMatrix
+
+#: Timed calls of a run, after as many for warming up and compiling.
+REPEATS, WARMUPS = 20, 3
+
+#: Read before every timed call so that weights come from memory and not from the cache.
+FLUSH_BYTES = 256 * 2**20
+
+#: Memory bandwidth in bytes/s and dense 16-bit FLOP/s, by a part of the device's name. Data sheets of the vendors.
+PEAKS: dict[str, tuple[float, float]] = {
+    "B200": (8.0e12, 2250e12),
+    "H200": (4.8e12, 989e12),
+    "H100 PCIe": (2.0e12, 756e12),
+    "H100": (3.35e12, 989e12),
+    "A100-SXM4-80GB": (2.039e12, 312e12),
+    "A100": (1.555e12, 312e12),
+    "L40S": (0.864e12, 362e12),
+    "RTX 4090": (1.008e12, 165e12),
+    "MI300X": (5.3e12, 1307e12),
+    "MI355X": (8.0e12, 2500e12),
+}
+
+
+def time_runs(packed: PackedExperts, inputs: Inputs, activation: Activation, layer: int) -> tuple[Timing, ...]:
+    """Median time of every run with the model's own routing, weights read from memory each time."""
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=inputs.x.device)
+    return tuple(
+        _time_run(packed, inputs, (run, part), activation, layer, flush)
+        for run, part in inputs.runs
+        if run.routing == "router"
+    )
+
+
+def _time_run(
+    packed: PackedExperts,
+    inputs: Inputs,
+    run: tuple[Run, slice],
+    activation: Activation,
+    layer: int,
+    flush: torch.Tensor,
+) -> Timing:
+    x, weights, ids = (tensor[run[1]] for tensor in (inputs.x, inputs.weights, inputs.ids))
+    times = []
+    for repeat in range(WARMUPS + REPEATS):
+        flush.zero_()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        fused_layer(packed, x, weights, ids, activation)
+        stop.record()
+        stop.synchronize()
+        if repeat >= WARMUPS:
+            times.append(start.elapsed_time(stop) * 1e3)
+    weight_bytes = len(torch.unique(ids)) * (expert_bytes(packed.w13) + expert_bytes(packed.w2))
+    pairs = ids.numel()
+    total = weight_bytes + 2 * 2 * x.numel() + 2 * 2 * pairs * packed.intermediate_size
+    flops = 2 * pairs * (packed.w13.n * packed.w13.k + packed.w2.n * packed.w2.k)
+    peak = next((peaks for name, peaks in PEAKS.items() if name in torch.cuda.get_device_name(x.device)), None)
+    floor = None if peak is None else max(total / peak[0], flops / peak[1]) * 1e6
+    return Timing(layer, run[0].title, statistics.median(times), weight_bytes, total, flops, floor)
+
+
+def expert_bytes(matrix: PackedMatrix) -> int:
+    """Bytes of one packed expert."""
+    parts = (matrix.weight, matrix.scale, matrix.zero, matrix.bias, matrix.permutation, matrix.group_index)
+    return sum(part[0].numel() * part.element_size() for part in parts if part is not None)

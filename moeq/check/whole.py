@@ -1,0 +1,145 @@
+"""The fused layer from input to output against the reference, with what every rounding on the way may add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moeq.check.comparison import Totals, difference, ratio
+from moeq.check.inputs import Inputs
+from moeq.check.records import ExpertError, ProjectionResult
+from moeq.check.tolerance import EXPERT_FACTOR, tolerance
+from moeq.reference.arithmetic import CONFIDENCE, UNIT, Emulated, emulate_16bit, emulate_int8, quantize_rows
+from moeq.reference.moe import Expert, Linear, rounded
+
+#: Combine gate (or None) and up.
+Combine = Callable[[Tensor | None, Tensor], Tensor]
+
+#: int8 codes of one intermediate row that may round the other way (each does so with a chance below 1e-3).
+FLIPPED_CODES = 4
+
+
+@dataclass(frozen=True)
+class Passage:
+    """One expert's tokens on their way through the layer, float64.
+
+    Attributes:
+        expected: `[T, H]` without any rounding (int8: with the quantisation of activations alone).
+        plain: `[T, H]` as plain 16-bit torch computes it.
+        variance: `[T, H]` square of the standard error that roundings add up to.
+        extra: `[T, H]` further error that is added as it is.
+    """
+
+    expected: Tensor
+    plain: Tensor
+    variance: Tensor
+    extra: Tensor
+
+
+def pass_16bit(
+    x: Tensor, expert: Expert, first: dict[str, tuple[Emulated, ...]], combine: Combine, dtype: torch.dtype
+) -> Passage:
+    """One expert in 16-bit arithmetic: weights, hidden rows and down weights round once each, independently."""
+    unit = UNIT[dtype]
+    exact, plain = ({name: ways[at].value for name, ways in first.items()} for at in (-1, 0))
+    hidden = combine(exact.get("gate"), exact["up"])
+    variance = (unit * hidden).square()
+    for name, linear in (("gate", expert.gate), ("up", expert.up)):
+        if linear is not None:
+            spread = unit * (x.double().square() @ linear.weight.double().square().T).sqrt()
+            moved = [combine(*_moved(exact, name, sign * spread)) for sign in (1, -1)]
+            variance += torch.maximum(*((one - hidden).abs() for one in moved)).square()
+    variance += (unit * hidden).square()  # the down weights
+    down = _linear64(hidden, expert.down)
+    plain_hidden = rounded(combine(plain.get("gate"), plain["up"]), dtype)
+    plain_down = emulate_16bit(plain_hidden, expert.down, dtype)[0]
+    return Passage(down, plain_down.value, variance @ expert.down.weight.double().square().T, plain_down.bound)
+
+
+def pass_int8(
+    x: Tensor, expert: Expert, first: dict[str, tuple[Emulated, ...]], combine: Combine, dtype: torch.dtype
+) -> Passage:
+    """One expert with int8 activations: the hidden rows are rounded to `dtype`, then quantised."""
+    values = {name: ways[0].value for name, ways in first.items()}
+    hidden = rounded(combine(values.get("gate"), values["up"]), dtype)
+    down = emulate_int8(hidden, expert.down)[0]
+    step = quantize_rows(hidden)[1].double() + 2 * UNIT[dtype] * hidden.double().abs().amax(dim=1, keepdim=True)
+    flips = FLIPPED_CODES * step * expert.down.weight.double().abs().amax(dim=1)
+    return Passage(down.value, down.value, torch.zeros_like(down.value), down.bound + flips)
+
+
+def _moved(values: dict[str, Tensor], name: str, by: Tensor) -> tuple[Tensor | None, Tensor]:
+    moved = {**values, name: values[name] + by}
+    return moved.get("gate"), moved["up"]
+
+
+def _linear64(x: Tensor, linear: Linear) -> Tensor:
+    y = x @ linear.weight.double().T
+    return y if linear.bias is None else y + linear.bias.double()
+
+
+class LayerComparison:
+    """Collects the experts' passages into the layer's output and compares it with the kernels'."""
+
+    def __init__(self, inputs: Inputs, width: int, dtype: torch.dtype) -> None:
+        shape = (inputs.x.shape[0], width)
+        self._inputs, self._dtype = inputs, dtype
+        self._expected, self._plain, self._variance, self._extra = (
+            torch.zeros(shape, dtype=torch.float64, device=inputs.x.device) for _ in range(4)
+        )
+
+    def add(self, passage: Passage, tokens: Tensor, slots: Tensor) -> None:
+        """Account for one expert's part of the output."""
+        weights = self._inputs.weights[tokens, slots].double().unsqueeze(1)
+        self._expected.index_add_(0, tokens, passage.expected * weights)
+        self._plain.index_add_(0, tokens, passage.plain * weights)
+        self._variance.index_add_(0, tokens, passage.variance * weights.square())
+        self._extra.index_add_(0, tokens, passage.extra * weights.abs())
+
+    def result(self, layer: int, actual: Tensor, experts: tuple[int, ...], k: int) -> ProjectionResult:
+        """Compare the kernels' output `[T, H]`."""
+        plain = rounded(self._plain, self._dtype).double()
+        bound = CONFIDENCE * self._variance.sqrt() + self._extra + UNIT[self._dtype] * self._expected.abs()
+        bound += torch.finfo(torch.float16).tiny * 2.0**-10 if self._dtype == torch.float16 else 2.0**-120
+        exceedance = difference(actual, self._expected) / bound
+        totals = Totals()
+        totals.add(actual, self._expected, plain, torch.arange(actual.shape[0]))
+        found = [
+            self._expert(index, expert, actual, plain, exceedance)
+            for index, expert in enumerate(experts)
+            if bool((self._inputs.ids == index).any())
+        ]
+        return ProjectionResult(
+            layer=layer,
+            name="layer",
+            k=k,
+            max_abs=totals.max_abs,
+            mean_abs=totals.absolute / totals.count,
+            relative=totals.relative,
+            cosine=totals.cosine,
+            baseline=totals.baseline,
+            tolerance=tolerance(totals.baseline),
+            arithmetic="all roundings together",
+            worst_element=totals.worst,
+            worst_run=self._inputs.run_of(totals.worst[0]),
+            experts=tuple(found),
+        )
+
+    def _expert(self, index: int, expert: int, actual: Tensor, plain: Tensor, exceedance: Tensor) -> ExpertError:
+        tokens = torch.where((self._inputs.ids == index).any(dim=1))[0]
+        error, loss = (difference(one[tokens], self._expected[tokens]).square().sum() for one in (actual, plain))
+        norm = float(self._expected[tokens].square().sum())
+        place = int(exceedance[tokens].argmax())
+        row, column = divmod(place, exceedance.shape[1])
+        return ExpertError(
+            expert=expert,
+            rows=len(tokens),
+            relative=ratio(float(error), norm),
+            tolerance=tolerance(ratio(float(loss), norm), EXPERT_FACTOR),
+            exceedance=float(exceedance[tokens[row], column]),
+            element=(int(tokens[row]), column),
+            features=int((exceedance[tokens] > 1).any(dim=0).sum()),
+        )

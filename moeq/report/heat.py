@@ -1,0 +1,52 @@
+"""The layer x expert map of a check's errors, for the terminal and for HTML."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moeq.check.records import CheckReport
+
+#: Upper ends of the levels 0, 1, ...: error over bound. What is above the last is beyond the bound.
+LIMITS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """Error over bound of one projection.
+
+    Attributes:
+        projection: `gate`, `up` or `down`: the one with the largest value.
+        layers: row labels.
+        experts: column labels, every expert that was checked in some layer.
+        values: by row and column; None where that expert was not checked in that layer.
+        limits: upper ends of the levels.
+    """
+
+    projection: str
+    layers: tuple[int, ...]
+    experts: tuple[int, ...]
+    values: tuple[tuple[float | None, ...], ...]
+    limits: tuple[float, ...] = LIMITS
+
+    def level(self, row: int, column: int) -> int | None:
+        """0 for the smallest errors up to `len(limits)` for one beyond its bound; None where nothing was checked."""
+        value = self.values[row][column]
+        return None if value is None else sum(value > limit for limit in self.limits)
+
+
+def heat_map(report: CheckReport) -> HeatMap | None:
+    """The map of the worst product; None where no product was checked."""
+    products = [result for result in report.results if result.name != "layer"]
+    if not products:
+        return None
+    worst = max(products, key=lambda result: (not result.passed, result.exceedance)).name
+    rows = {result.layer: result for result in products if result.name == worst}
+    experts = tuple(sorted({one.expert for result in rows.values() for one in result.experts}))
+    values = []
+    for result in rows.values():
+        # An error that only the norm shows is drawn as beyond the bound too: the map must not look fine when it is not.
+        found = {one.expert: one.exceedance if one.passed else max(one.exceedance, 1.01) for one in result.experts}
+        values.append(tuple(found.get(expert) for expert in experts))
+    return HeatMap(worst, tuple(rows), experts, tuple(values))
