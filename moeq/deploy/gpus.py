@@ -65,7 +65,7 @@ def known_gpus() -> dict[str, Gpu]:
 def _key(name: str) -> str:
     """Spelling does not matter: case, spaces, dashes and a maker's prefix are dropped."""
     plain = re.sub(r"[^a-z0-9]", "", name.lower())
-    return re.sub(r"^(nvidia|geforce|amd|instinct|radeon|intel|tesla)+", "", plain)
+    return re.sub(r"^(nvidia|geforce|jetson|amd|instinct|radeon|intel|tesla)+", "", plain)
 
 
 @cache

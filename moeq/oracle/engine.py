@@ -130,31 +130,61 @@ def _refused(probe: Case, entry: str, refusal: ConfigRefusal, config: Mapping[st
 # ------------------------------------------------------------------------------------------------ convert
 
 
-def convert_target(outcome: Outcome) -> ConvertTarget | None:
-    """What convert writes: the engine's choice, else the next supported backend whose bytes can be made offline."""
+def convert_target(outcome: Outcome) -> tuple[ConvertTarget | None, str | None]:
+    """What convert writes, or why nothing: the engine's choice, else the next supported backend that allows it.
+
+    A backend allows it where its bytes can be made offline, the engine gets it through every gate, and its kernel
+    drops nothing that the checkpoint has: moeq does not write what would silently give wrong outputs.
+    """
     case, selected = outcome.case, outcome.selection.selected
     forced = case.deployment.backend != "auto"
     rows = [selected] if selected is not None else []
     if not forced:
         rows += [row for row in outcome.selection.candidates if row.supported and row != selected]
+    against = []
     for row in rows:
-        usable = row.layout is not None and (row is selected or row.flag is not None)
-        if usable and all(gate.passed for gate in run_gates(outcome.stage(row))) and _assertable(case, row):
-            return _target(case, row, selected)
-    return None
+        reason = _unwritable(outcome, row)
+        if reason is None:
+            return _target(case, row, selected, against[0] if against else None), None
+        against.append(f"{row.backend}: {reason}")
+    return None, "; ".join(against) or None
 
 
-def _assertable(case: Case, row: CandidateReport) -> bool:
-    return not case.method.channel_assertion or row.backend in _MARLIN
+def _unwritable(outcome: Outcome, row: CandidateReport) -> str | None:
+    """Why convert does not write for a backend, or None where it does."""
+    case = outcome.case
+    if row.layout is None:
+        return row.no_layout
+    if row is not outcome.selection.selected and row.flag is None:
+        return "the engine cannot be asked for it by name"
+    if case.method.channel_assertion and row.backend not in _MARLIN:
+        return "the engine stops at per-channel scales"
+    dropped = dropped_by(case, row)
+    if dropped:
+        return f"its kernel drops {dropped}"
+    return next((gate.text for gate in run_gates(outcome.stage(row)) if not gate.passed), None)
 
 
-def _target(case: Case, row: CandidateReport, selected: CandidateReport | None) -> ConvertTarget:
+def dropped_by(case: Case, row: CandidateReport) -> str | None:
+    """What the checkpoint has and the kernel silently leaves out, or None."""
+    name = f"W4A8:{row.experts}" if row.backend == "CPU_INT4" else row.experts
+    flags = case.policy.classes[name]
+    losses = (
+        (flags.drops_zero_points and case.method.raw_zero_points, "zero points"),
+        (flags.drops_bias and case.shape.has_bias, "expert biases"),
+        (flags.ignores_lora and case.deployment.lora, "LoRA adapters"),
+        (flags.drops_scaling and case.shape.routed_scaling_factor != 1.0, "the routed scaling factor"),
+        (flags.drops_scaling and case.shape.swiglu_limit is not None, "the activation limit"),
+    )
+    return ", ".join(what for lost, what in losses if lost) or None
+
+
+def _target(case: Case, row: CandidateReport, selected: CandidateReport | None, against: str | None) -> ConvertTarget:
     assert row.layout is not None  # the caller looked
     flag, why = None, None
     if row is not selected:
         flag = f"{case.policy.backend_flag} {row.flag}"
-        engine = f"{selected.backend}: {selected.no_layout}" if selected else "the engine's own choice does not start"
-        why = f"{engine}; start the engine with {flag}"
+        why = f"{against or 'the engine alone does not start'}; start the engine with {flag}"
     return ConvertTarget(row.backend, row.experts, row.layout, flag, sizes_for(case, row), why)
 
 
@@ -205,6 +235,7 @@ def verdict_of(outcome: Outcome, title: str, notes: tuple[str, ...] = ()) -> Ver
     """The report of an outcome, without counterfactuals."""
     case, chosen = outcome.case, outcome.selection.selected
     sizes = sizes_for(case, chosen) if chosen else None
+    target, against = (None, None) if outcome.refused else convert_target(outcome)
     return Verdict(
         engine=case.policy.name,
         scheme=title,
@@ -219,7 +250,8 @@ def verdict_of(outcome: Outcome, title: str, notes: tuple[str, ...] = ()) -> Ver
         error=outcome.selection.error,
         gates=outcome.gates,
         candidates=outcome.selection.candidates,
-        convert=None if outcome.refused else convert_target(outcome),
+        convert=target,
+        no_convert=against,
         runs_as=runs_as(case, chosen) if chosen else None,
         sizes=sizes,
         transient_bytes=transient_bytes(case, chosen, sizes) if chosen and sizes else None,

@@ -260,6 +260,7 @@ def judge_own(scheme: Scheme, shape: MoeShape, deployment: Deployment) -> Verdic
         gates=(_dry_run(request, selected),) if selected else (),
         candidates=reports,
         convert=_target(request, with_layout[0], selected) if with_layout else None,
+        no_convert=None if with_layout or not selected else selected[1].no_layout,
         runs_as=f"W{scheme.bits}A{8 if selected[0].activation == 'int8' else 16}" if selected else None,
         sizes=own_sizes(request, selected[0]) if selected else None,
         transient_bytes=0 if selected else None,

@@ -129,6 +129,42 @@ class ExpertsClass:
 
 
 @dataclass(frozen=True)
+class LayoutChoice:
+    """A layout that a backend's kernel reads under some conditions; one left out holds for all.
+
+    Attributes:
+        layout: layout id, or None where no layout matches these conditions.
+        when: device.
+        activation: activation function (some change the order of gate and up rows).
+        dtype: activation dtype.
+        env: environment variable and value.
+        configs: config classes.
+        max_tp: largest tensor-parallel size.
+    """
+
+    layout: str | None
+    when: DeviceTerm | None = None
+    activation: str | None = None
+    dtype: str | None = None
+    env: tuple[str, str] | None = None
+    configs: tuple[str, ...] | None = None
+    max_tp: int | None = None
+
+
+def _layout_choice(row: dict[str, Any]) -> LayoutChoice:
+    name, _, value = row.get("env", "").partition("=")
+    return LayoutChoice(
+        layout=row["layout"] or None,
+        when=device_term(row["when"]) if "when" in row else None,
+        activation=row.get("activation"),
+        dtype=row.get("dtype"),
+        env=(name, value) if name else None,
+        configs=tuple(row["configs"]) if "configs" in row else None,
+        max_tp=row.get("max_tp"),
+    )
+
+
+@dataclass(frozen=True)
 class Backend:
     """A backend of a family: classes in order of trial and what the engine calls it."""
 
@@ -140,13 +176,9 @@ class Backend:
     filters: tuple[str, ...] = ()
     activation_key: str | None = None
     layout: str | None = None
-    layouts: tuple[tuple[DeviceTerm, str], ...] = ()
+    layouts: tuple[LayoutChoice, ...] = ()
     no_layout: str | None = None
     round: str = "none"
-
-    def layout_on(self, gpu: Gpu) -> str | None:
-        """Id of the layout this backend's kernel reads on that device, or None."""
-        return next((layout for term, layout in self.layouts if term.admits(gpu)), self.layout)
 
 
 @dataclass(frozen=True)
@@ -220,7 +252,7 @@ def _class(name: str, table: dict[str, Any], raw: dict[str, Any]) -> ExpertsClas
 
 def _backend(name: str, row: dict[str, Any]) -> Backend:
     row = dict(row)
-    layouts = tuple((device_term(item["when"]), item["layout"]) for item in row.pop("layouts", ()))
+    layouts = tuple(_layout_choice(item) for item in row.pop("layouts", ()))
     lists = {key: tuple(value) for key, value in row.items() if isinstance(value, list)}
     return Backend(name=name, layouts=layouts, **{**row, **lists})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from moeq.deploy.deployment import Deployment
@@ -233,6 +233,8 @@ class Verdict:
         mattered: environment variables and packages that would change the choice, with their values.
         advisories: known defects that this decision meets.
         notes: facts worth saying (inferred sizes, fallbacks taken).
+        reported_backend: what the engine's log calls it, where that is not what runs.
+        no_convert: why `convert` is None although a backend was chosen.
     """
 
     engine: str
@@ -255,7 +257,8 @@ class Verdict:
     mattered: tuple[tuple[str, str], ...] = ()
     advisories: tuple[Advisory, ...] = ()
     notes: tuple[str, ...] = ()
-    reported_backend: str | None = field(default=None)
+    reported_backend: str | None = None
+    no_convert: str | None = None
 
     @property
     def chosen(self) -> CandidateReport | None:
@@ -276,7 +279,7 @@ class Verdict:
         if failed:
             return f"{self.engine}: {'; '.join(failed)}"
         if self.convert is None and self.selected is not None:
-            return f"{self.selected.backend} has no offline layout: {self.selected.no_layout}"
+            return f"nothing to convert to: {self.no_convert}"
         return ""
 
     @property

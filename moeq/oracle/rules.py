@@ -136,10 +136,15 @@ def _hidden(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]
         yield f"hidden size {case.shape.hidden_size} is not a multiple of {row.hidden_multiple}", None
 
 
+_FORMAT_REMEDY = {
+    "standard": "a standard all-to-all",
+    "batched": "expert parallelism with all-to-all deepep_low_latency",
+}
+
+
 def _format(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
     if case.format != row.format:
-        remedy = "a standard all-to-all" if row.format == "standard" else "expert parallelism with all-to-all deepep_low_latency"
-        yield f"activations are {case.format}, the kernel takes {row.format}", remedy
+        yield f"activations are {case.format}, the kernel takes {row.format}", _FORMAT_REMEDY[row.format]
 
 
 def _batch_invariance(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:

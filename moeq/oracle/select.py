@@ -141,7 +141,7 @@ def judge(case: Case, family: Family, backend: Backend, *, forced: bool = False)
             best, experts, reasons = score, name, before + found
         if not found:
             break
-    layout = backend.layout_on(case.gpu)
+    layout = layout_of(case, backend)
     return CandidateReport(
         backend=backend.name,
         experts=experts.rpartition(":")[2],
@@ -152,6 +152,21 @@ def judge(case: Case, family: Family, backend: Backend, *, forced: bool = False)
         flag=backend.flag,
         monolithic=case.policy.classes[experts].monolithic,
     )
+
+
+def layout_of(case: Case, backend: Backend) -> str | None:
+    """Id of the layout this backend's kernel reads in this case, or None: the first choice whose conditions hold."""
+    for row in backend.layouts:
+        if (
+            (row.when is None or row.when.admits(case.gpu))
+            and row.activation in (None, case.shape.activation)
+            and row.dtype in (None, case.deployment.dtype)
+            and (row.env is None or case.env(row.env[0]) == row.env[1])
+            and (row.configs is None or case.method.config in row.configs)
+            and (row.max_tp is None or case.moe_tp <= row.max_tp)
+        ):
+            return row.layout
+    return backend.layout
 
 
 def _no_layout(backend: Backend, layout: str | None) -> str | None:

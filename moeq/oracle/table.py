@@ -39,9 +39,8 @@ def backend_rows(engine: str, family: str | None = None) -> list[dict[str, Any]]
 
 def _row(policy: EnginePolicy, family: Family, backend: Backend) -> dict[str, Any]:
     classes = [policy.classes[name] for name in backend.classes]
-    layouts = list(
-        dict.fromkeys([layout for _, layout in backend.layouts] + ([backend.layout] if backend.layout else []))
-    )
+    choices = [choice.layout for choice in backend.layouts] + [backend.layout]
+    layouts = list(dict.fromkeys(layout for layout in choices if layout))
     return {
         "family": family.name,
         "title": family.title,
@@ -169,6 +168,17 @@ def verdict_table(examples: Iterable[Example], engine: str) -> str:
     return markdown(["checkpoint", *(title for title, _, _ in DEVICES)], rows)
 
 
+def _own_table(examples: Iterable[Example]) -> str:
+    """What moeq's own kernels read of each checkpoint, the first choice first."""
+    rows = []
+    for example in examples:
+        where = Deployment(parse_gpu("H100"), engine=ENGINE)
+        verdict = judge(example.scheme, example.shape, where, explain=False)
+        fits = [f"{row.backend} ({row.layout or 'no offline layout'})" for row in verdict.candidates if row.supported]
+        rows.append([f"`{example.name}`", ", ".join(fits) or f"**no**: {verdict.refusal}", verdict.runs_as or ""])
+    return markdown(["checkpoint", "kernels", "runs as"], rows)
+
+
 def backends_page(examples: Sequence[Example]) -> str:
     """The whole of `docs/backends.md`."""
     parts = [
@@ -180,7 +190,8 @@ def backends_page(examples: Sequence[Example]) -> str:
         "## vLLM 0.33.0, one GPU, bf16",
         verdict_table(examples, "vllm@0.33.0"),
         "## moeq's own kernels",
-        verdict_table(examples, ENGINE),
+        "The same on every device they run on (sm_80 and newer, gfx942, gfx950; a CPU in Triton's interpreter):",
+        _own_table(examples),
         "## Families",
         _families("vllm@0.33.0"),
     ]

@@ -42,7 +42,9 @@ def unlocked(outcome: Outcome, shape: MoeShape, again: Again) -> tuple[Candidate
         for row in other.selection.candidates:
             if row.supported and row.backend in waiting:
                 found.setdefault(row.backend, change.text)
-    return tuple(row if row.supported else replace(row, unlock=found.get(row.backend) or together(row)) for row in rows)
+    # A refused config is one reason for all of them: only what was found by trying says something about a backend.
+    rest: Callable[[CandidateReport], str | None] = (lambda row: None) if outcome.refused else together
+    return tuple(row if row.supported else replace(row, unlock=found.get(row.backend) or rest(row)) for row in rows)
 
 
 def on_device(case: Case, row: CandidateReport) -> bool:

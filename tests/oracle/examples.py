@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+import moeq
 from moeq.oracle.records import MoeShape
 from moeq.oracle.table import Example
+from moeq.pipeline.decide import moe_shape
 from moeq.schemes.base import QuantKey, ScaleKey, Scheme
 
-CHECKPOINTS = Path(__file__).parents[1] / "data" / "oracle" / "checkpoints.json"
+CHECKPOINTS = Path(__file__).parents[1] / "data" / "checkpoints"
+NAMES = (
+    "gptq-int4-g32-qwen3moe",
+    "gptq-int4-g128-mixtral",
+    "gptq-int8-g64-qwen3moe",
+    "gptq-int4-g32-actorder-qwen3moe",
+    "awq-int4-g32-qwen3moe",
+    "ct-int4-g128-qwen3moe",
+    "ct-int4-asym-g32-mixtral",
+    "ct-w8a8-qwen3moe",
+    "ct-mxfp4-qwen3moe",
+    "mxfp4-gptoss",
+)
 SHAPE = MoeShape(hidden_size=2048, intermediate_size=768, num_experts=128, top_k=8)
 GPT_OSS = MoeShape(2880, 2880, 128, 4, activation="swigluoai", has_bias=True, model_type="gpt_oss")
 
@@ -42,26 +54,14 @@ def scheme(
 
 
 def checkpoints() -> list[Example]:
-    """The ten checkpoints of the docs table."""
-    rows: list[dict[str, Any]] = json.loads(CHECKPOINTS.read_text(encoding="utf-8"))
-    return [
-        Example(
-            row["name"],
-            scheme(
-                row["quant_method"],
-                row["element"],
-                row["group_size"],
-                symmetric=row["symmetric"],
-                act_order=row["act_order"],
-                scale=row["scale"],
-                activation=row["activation"],
-                has_bias=row["shape"]["has_bias"],
-            ),
-            MoeShape(**row["shape"]),
-            row["quantization_config"],
-        )
-        for row in rows
-    ]
+    """The ten checkpoints of the docs table, read from their folders."""
+    rows = []
+    for name in NAMES:
+        checkpoint = moeq.open(CHECKPOINTS / name)
+        one = checkpoint.scheme_of(checkpoint.info.moe_layers[0])
+        config = checkpoint.source.config["quantization_config"]
+        rows.append(Example(name, one, moe_shape(checkpoint), config))
+    return rows
 
 
 def every_scheme() -> dict[str, tuple[Scheme, MoeShape]]:

@@ -1,0 +1,160 @@
+"""`moeq oracle`: one deployment, matrices, requirements."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from oracle.examples import CHECKPOINTS, every_scheme
+
+from moeq.cli.app import run
+
+SRC = str(CHECKPOINTS / "gptq-int4-g128-mixtral")
+
+
+def document(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def test_one_deployment(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["oracle", SRC, "--gpu", "h100", "--json"]) == 0
+    answer = document(capsys)
+    assert answer["schema"] == "moeq.oracle/1"
+    assert answer["verdict"]["chosen"]["backend"] == "HUMMING"
+    assert answer["verdict"]["convert"]["flag"] == "--moe-backend marlin"
+    assert answer["verdict"]["mattered"] == {"humming": "present"}
+    reasons = [row["reasons"] for row in answer["verdict"]["candidates"] if not row["supported"]]
+    assert all(reasons)
+
+
+def test_text_names_choice_and_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["oracle", SRC, "--gpu", "h100", "--package", "humming=no"]) == 0
+    text = capsys.readouterr().out
+    assert "MarlinExperts" in text
+    assert all(name in text for name in ("RDNA3", "FLASHINFER_TRTLLM", "TRITON", "EMULATION", "ZEN_CPU", "XPU"))
+    assert "package humming is absent" in text
+
+
+def test_a_forced_backend_that_cannot_work(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["oracle", SRC, "--gpu", "a100", "--backend", "triton", "--json"]) == 1
+    answer = document(capsys)
+    assert answer["ok"] is False
+    assert answer["verdict"]["asked"] == "triton"
+    assert answer["verdict"]["chosen"] is None
+    assert "MARLIN" in answer["verdict"]["nearest"]
+
+
+def test_matrix(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--gpu", "a100,h100,mi300x", "--tp", "1,2,4", "--ep", "1,4"]
+    assert run(["oracle", SRC, *options, "--json"]) == 0
+    cells = document(capsys)["cells"]
+    assert len(cells) == 18
+    assert {(cell["gpu"], cell["backend"]) for cell in cells if cell["tp"] == cell["ep"] == 1} == {
+        ("A100", "MARLIN"),
+        ("H100", "HUMMING"),
+        ("MI300X", "TRITON"),
+    }
+    assert run(["oracle", SRC, *options]) == 0
+    assert "marlin-w13-scale-order" in capsys.readouterr().out
+
+
+def test_markdown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["oracle", SRC, "--gpu", "a100,mi300x", "--tp", "1,2", "--markdown"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "| GPU | TP1 | TP2 |"
+    assert lines[2].startswith("| A100 | MARLIN")
+
+
+@pytest.mark.parametrize(
+    ("required", "code"),
+    [
+        (["all"], 0),
+        (["A100/tp1=MARLIN"], 0),
+        (["A100/tp1=HUMMING"], 1),
+        (["a100/tp3"], 1),
+        (["V100"], 2),
+        (["A100/tp64"], 2),
+    ],
+)
+def test_require(required: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    tps = "1,2,3" if required == ["a100/tp3"] else "1,2"
+    asks = [word for text in required for word in ("--require", text)]
+    assert run(["oracle", SRC, "--gpu", "a100,h100", "--tp", tps, *asks, "--json"]) == code
+    assert bool(document(capsys).get("unmet")) == (code == 1)
+
+
+def test_wrong_options_are_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in (
+        ["--gpu", "h1000"],
+        ["--gpu", "h100", "--tp", "two"],
+        ["--gpu", "h100", "--tp", "0"],
+        ["--gpu", "h100", "--package", "humming"],
+        ["--gpu", "h100", "--package", "humming=maybe"],
+        ["--gpu", "h100", "--engine", "vllm@0.1"],
+        ["--gpu", "h100", "--dtype", "int3"],
+    ):
+        assert run(["oracle", SRC, *wrong, "--json"]) == 2, wrong
+        assert document(capsys)["error"]["hint"] is not None or wrong[-1] in ("two", "0", "humming", "humming=maybe")
+
+
+def test_deploy_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "deploy.toml"
+    file.write_text('gpu = "H100"\ntp = 1\n[packages]\nhumming = false\n', encoding="utf-8")
+    assert run(["oracle", SRC, "--deploy", str(file), "--json"]) == 0
+    assert document(capsys)["verdict"]["chosen"]["backend"] == "MARLIN"
+
+
+def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    for code in ("P04_SCHEME", "p04", "G7", "R14", "marlin-w13-scale-order", "F07_MARLIN_SHAPE", "answer.no-backend"):
+        assert run(["explain", code, "--json"]) == 0, code
+        assert document(capsys)["entries"][0]["text"]
+    assert run(["explain", "P99"]) == 2
+    assert "nearest" in capsys.readouterr().err
+    assert run(["explain"]) == 0
+    assert "R48" in capsys.readouterr().out
+
+
+def test_every_code_of_a_verdict_can_be_explained() -> None:
+    from moeq.deploy.deployment import Deployment
+    from moeq.deploy.gpus import parse_gpu
+    from moeq.oracle.catalog import explain
+    from moeq.oracle.decide import judge
+
+    for engine in ("vllm@0.33.0", "moeq"):
+        for gpu in ("V100", "H100", "B200", "MI300X", "CPU", "XPU"):
+            for one, shape in every_scheme().values():
+                where = Deployment(parse_gpu(gpu), tp=2, lora=True, eplb=True, engine=engine)
+                verdict = judge(one, shape, where, explain=False)
+                codes = {reason.code for row in verdict.candidates for reason in row.reasons}
+                codes |= {gate.code for gate in verdict.gates} | {row.code for row in verdict.advisories}
+                codes |= {verdict.error.kind} if verdict.error else set()
+                for code in codes:
+                    assert explain(code).code == code
+
+
+def test_backends(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["backends", "--json"]) == 0
+    rows = document(capsys)["backends"]
+    wna16 = [row["backend"] for row in rows if row["family"] == "wna16"]
+    assert set(wna16) == {
+        "RDNA3", "FLASHINFER_TRTLLM", "MARLIN", "BATCHED_MARLIN", "TRITON", "HUMMING", "EMULATION", "ZEN_CPU", "CPU",
+        "XPU",
+    }  # fmt: skip
+    assert run(["backends", "wna16"]) == 0
+    assert "marlin-wna16/1" in capsys.readouterr().out
+    assert run(["backends", "--engine", "moeq", "--json"]) == 0
+    assert document(capsys)["backends"][0]["family"] == "moeq"
+    assert run(["backends", "nope"]) == 2
+
+
+def test_help_lists_deployment_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["oracle", "--help"]) == 0
+    assert "--require" in capsys.readouterr().out
+
+
+def test_a_missing_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["oracle", str(tmp_path / "absent"), "--gpu", "h100", "--json"]) == 4
+    assert document(capsys)["ok"] is False

@@ -1,0 +1,60 @@
+"""Deployment options: given, in a file, or derived."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
+from moeq.deploy.options import make_deployment
+from moeq.errors import MoeqError
+
+
+def test_defaults() -> None:
+    assert make_deployment({"gpu": "H100"}) == Deployment(parse_gpu("H100"))
+
+
+@pytest.mark.parametrize(("gpu", "dtype"), [("V100", "fp16"), ("T4", "fp16"), ("A100", "bf16"), ("MI250X", "bf16")])
+def test_dtype_follows_the_hardware(gpu: str, dtype: str) -> None:
+    assert make_deployment({"gpu": gpu}).dtype == dtype
+    assert make_deployment({"gpu": gpu, "dtype": "bfloat16"}).dtype == "bf16"
+
+
+def test_options_win_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "d.toml"
+    file.write_text('gpu = "MI300X"\ntp = 4\nlora = true\n[env]\nVLLM_ROCM_USE_AITER = 1\n', encoding="utf-8")
+    made = make_deployment({"tp": 2, "ep": None}, file)
+    assert (made.gpu.name, made.tp, made.ep, made.lora) == ("MI300X", 2, 1, True)
+    assert made.env == (("VLLM_ROCM_USE_AITER", "1"),)
+
+
+@pytest.mark.parametrize("text", ["tp = [", "speed = 3\n"])
+def test_bad_files(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "d.toml"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(MoeqError) as raised:
+        make_deployment({"gpu": "H100"}, file)
+    assert raised.value.code == "usage.deploy-file"
+    with pytest.raises(MoeqError):
+        make_deployment({"gpu": "H100"}, tmp_path / "absent.toml")
+
+
+@pytest.mark.parametrize("wrong", [{"tp": 0}, {"ep": -1}, {"tp": True}, {"dp": "2"}, {"dtype": "int4"}])
+def test_values_that_make_no_sense(wrong: dict[str, Any]) -> None:
+    with pytest.raises(MoeqError) as raised:
+        make_deployment({"gpu": "H100", **wrong})
+    assert raised.value.code == "usage.deployment"
+
+
+def test_no_gpu_is_a_usage_error() -> None:
+    with pytest.raises(MoeqError) as raised:
+        make_deployment({}, detect=False)
+    assert raised.value.code == "usage.no-gpu"
+    assert "--gpu" in str(raised.value.hint)
+
+
+def test_backend_names_are_normalised() -> None:
+    assert make_deployment({"gpu": "H100", "backend": "Flashinfer-TRTLLM"}).backend == "flashinfer_trtllm"

@@ -1,0 +1,80 @@
+"""What the oracle chooses can be built: convert targets against the layouts, own kernels against the kernels' table."""
+
+from __future__ import annotations
+
+import pytest
+from oracle.examples import every_scheme
+
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
+from moeq.layouts.registry import LAYOUTS, get_layout
+from moeq.matrix import MatrixSpec, Role
+from moeq.oracle.decide import judge
+from moeq.oracle.own import own_policy
+from moeq.oracle.policy import load_policy
+from moeq.oracle.records import ConvertTarget, MoeShape
+from moeq.schemes.base import Scheme
+from moeq_kernels.capabilities import CAPABILITIES
+
+POLICY = load_policy("vllm@0.33.0")
+DEVICES = ("T4", "A100", "H100", "B200", "RTX 5090", "MI300X", "MI355X", "RX 7900", "XPU", "CPU")
+
+
+def spec_of(role: Role, one: Scheme, shape: MoeShape, target: ConvertTarget) -> MatrixSpec:
+    """The padded matrix of one rank's expert."""
+    sizes = target.sizes
+    halves = 2 if shape.gated else 1
+    n, k = (halves * sizes.padded_intermediate, sizes.padded_hidden)
+    n, k = (n, k) if role == "w13" else (sizes.padded_hidden, sizes.padded_intermediate)
+    bias = "bf16" if shape.has_bias or one.has_bias else None
+    group = one.group_size if one.group_size > 0 else k
+    scale, symmetric = one.weight.scale.dtype, one.weight.symmetric
+    return MatrixSpec(role, n, k, one.weight.dtype, group, scale, symmetric, one.act_order, bias, shape.gated)
+
+
+@pytest.mark.parametrize("engine", ["vllm@0.33.0", "moeq"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_convert_targets_can_be_packed(device: str, engine: str) -> None:
+    for name, (one, shape) in every_scheme().items():
+        for tp in (1, 2):
+            verdict = judge(one, shape, Deployment(parse_gpu(device), tp=tp, engine=engine), explain=False)
+            if verdict.convert is None:
+                continue
+            layout = get_layout(verdict.convert.layout)
+            for role in ("w13", "w2"):
+                problems = layout.problems(spec_of(role, one, shape, verdict.convert))
+                assert problems == [], (name, device, tp, verdict.convert.layout)
+
+
+def test_layout_ids_are_real() -> None:
+    named = {row.layout for family in POLICY.families.values() for row in family.backends.values()}
+    for family in POLICY.families.values():
+        for backend in family.backends.values():
+            named |= {choice.layout for choice in backend.layouts}
+    named |= {row.layout for row in own_policy().kernels}
+    assert {layout for layout in named if layout} <= set(LAYOUTS)
+
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+_ACTIVATIONS = {"swigluoai": "swiglu_oai", "swigluoai_uninterleave": "swiglu_oai"}
+
+
+def test_own_policy_says_what_the_kernels_say() -> None:
+    table = {row.layout: row for row in CAPABILITIES}
+    for row in own_policy().kernels:
+        kernel = table[row.layout]
+        assert row.element in kernel.elements
+        assert set(row.group_sizes) <= set(kernel.group_sizes)
+        assert (row.zero_points, row.act_order) == (kernel.zero_points, kernel.act_order)
+        assert (row.activation == "int8") == kernel.int8_activations
+        assert {_DTYPES[dtype] for dtype in row.dtypes} == set(kernel.dtypes)
+        assert row.n_multiple % kernel.n_multiple == 0 or row.n_multiple == 1
+        assert kernel.biases
+    gated = {name for name in own_policy().activations if not name.endswith("_no_mul")}
+    ungated = {name.removesuffix("_no_mul") for name in own_policy().activations if name.endswith("_no_mul")}
+    for kernel in table.values():
+        assert {_ACTIVATIONS.get(name, name) for name in gated} <= set(kernel.activations)
+        assert ungated <= set(kernel.ungated_activations)
+        cuda = [term for term in own_policy().devices if term.platform == "cuda"]
+        assert [term.low for term in cuda] == [kernel.minimum_cuda]
+        assert {arch for term in own_policy().devices for arch in term.archs} == set(kernel.rocm)
