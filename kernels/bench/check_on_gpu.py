@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -48,29 +48,22 @@ SHAPES = {
 
 
 def recipes(shape_name: str) -> Iterator[Recipe]:
-    """Every format at that shape: all variants on the tiny one, the common ones on real ones."""
+    """Every format at that shape, with more variants on the tiny one (each costs compilations)."""
     tiny = shape_name == "tiny"
-    for layout, element in FORMATS:
-        if (shape_name == "gpt-oss-20b") != (element == "e2m1") and not tiny:
+    for (layout, element), fmt in FORMATS.items():
+        if not tiny and (element == "f16" or (shape_name == "gpt-oss-20b") != (element == "e2m1")):
             continue
-        if element == "f16" and not tiny:
-            continue
-        base = Recipe(layout, element, group_size=64 if tiny else 128, bias=tiny)
-        if element == "f16":
-            yield dataclasses.replace(base, dtype=torch.float16)
-            continue
+        dtype = torch.float16 if element == "f16" else torch.bfloat16
+        base = Recipe(layout, element, group_size=64 if tiny else 128, bias=tiny, dtype=dtype)
         if element == "e2m1":
-            oai = dataclasses.replace(base, order="interleaved", activation="swiglu_oai", limit=7.0, bias=True)
-            yield from (oai, base) if tiny else (oai,)
+            yield replace(base, order="interleaved", activation="swiglu_oai", limit=7.0, bias=True)
             continue
         yield base
-        if element in ("int4", "int8") and layout != "int8-w8a8/1":
-            yield dataclasses.replace(
-                base, zero_points=True, group_size=32, dtype=torch.float16 if tiny else base.dtype
-            )
-            if tiny:
-                yield dataclasses.replace(base, group_size=-1, order="interleaved")
-                yield dataclasses.replace(base, group_size=128, order="ungated", activation="relu2")
+        if fmt.zero_points and (tiny or element == "int4"):
+            yield replace(base, zero_points=True, group_size=32, dtype=torch.float16 if tiny else dtype)
+        if fmt.zero_points and tiny:
+            yield replace(base, group_size=-1, order="interleaved", activation="gelu")
+            yield replace(base, group_size=128, order="ungated", activation="relu2")
 
 
 def describe(recipe: Recipe) -> str:
@@ -125,7 +118,7 @@ class Session:
 def check_recipe(session: Session, shape_name: str, recipe: Recipe) -> None:
     """All token counts of one format at one shape."""
     shape = SHAPES[shape_name]
-    recipe = dataclasses.replace(recipe, experts=shape.experts, hidden=shape.hidden, intermediate=shape.intermediate)
+    recipe = replace(recipe, experts=shape.experts, hidden=shape.hidden, intermediate=shape.intermediate)
     what = describe(recipe)
     if session.out_of_time(f"{shape_name}: {what}"):
         return
@@ -176,7 +169,7 @@ def check_behaviour(session: Session) -> None:
     same = all(torch.equal(first, call(packed, layer, routed)) for _ in range(5))
     session.add(Row("tiny", "bitwise equal when repeated", 201, 0.0 if same else 1.0, 0.0, same))
 
-    skewed = dataclasses.replace(routed, ids=torch.where(routed.ids < 6, 3, routed.ids))
+    skewed = replace(routed, ids=torch.where(routed.ids < 6, 3, routed.ids))
     result = compare(packed, layer, skewed)
     session.add(Row("tiny", "most tokens to one expert", 201, result.error, 1.2 * result.plain_error, result.passed))
     result = compare(packed, layer, routed, weight_on_input=True)

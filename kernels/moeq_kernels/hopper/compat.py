@@ -1,0 +1,28 @@
+"""Gluon names that changed between triton 3.6 and 3.9, under one name each. Importing this needs triton.
+
+`gl.thread_barrier` became `gl.barrier` in 3.7; the copy functions lost their long names in 3.9; a shared-memory
+descriptor's `_reinterpret` became `reinterpret` in 3.9.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+if hasattr(gl.shared_memory_descriptor, "reinterpret"):
+
+    @gluon.jit
+    def reinterpret(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+        """The same shared memory as another type, shape and layout."""
+        return memory.reinterpret(dtype, shape, layout)
+
+else:
+
+    @gluon.jit
+    def reinterpret(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+        """The same shared memory as another type, shape and layout."""
+        return memory._reinterpret(dtype, shape, layout)

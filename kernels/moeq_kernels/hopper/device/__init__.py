@@ -1,0 +1,1 @@
+"""Device code for Hopper: Gluon (matrix products) and Triton (routing and sums)."""
