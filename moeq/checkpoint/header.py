@@ -110,7 +110,7 @@ def read_header(path: Path, file: str) -> Header:
     except OSError as error:
         raise MoeqError("source.unreadable", f"{file}: {error.strerror}") from error
     with os.fdopen(descriptor, "rb") as stream:
-        first = stream.read(16)
+        first = stream.read(64)
         length = header_length(first, file, size)
         stream.seek(8)
         raw = stream.read(length)
@@ -118,7 +118,7 @@ def read_header(path: Path, file: str) -> Header:
 
 
 def header_length(first: bytes, file: str, size: int) -> int:
-    """Length of the JSON header, from the first 8 (for better messages: 16) bytes of a file of `size` bytes."""
+    """Length of the JSON header, from the first 8 (for better messages: 64) bytes of a file of `size` bytes."""
     if size < 8 or len(first) < 8:
         _refuse_file(first, file, f"is {size} bytes long, a safetensors file starts with 8 bytes of header length")
     length = int.from_bytes(first[:8], "little")

@@ -175,7 +175,7 @@ def _fetch_header(reader: RangeReader, url: str, file: str, size: int | None) ->
     if size is not None and total != size:
         detail = f"{file}: the repository lists {size:,} bytes, the server sends a file of {total:,}"
         raise MoeqError("source.changed", detail, "the repository changed meanwhile; try again")
-    length = header_length(first[:16], file, total)
+    length = header_length(first[:64], file, total)
     raw = first[8 : 8 + length]
     if len(raw) < length:
         rest, _ = reader.read(url, file, len(first), 8 + length)

@@ -70,7 +70,7 @@ def _from_index(document: dict[str, Any], name: str) -> Weights:
         raise MoeqError("source.bad-index", f"{name}: `weight_map` is not an object that maps tensors to files")
     files: dict[str, None] = {}
     for tensor, file in weight_map.items():
-        if file not in files:
+        if not isinstance(file, str) or file not in files:
             check_file_name(file, f"{name}: tensor {ascii(tensor)[:120]}")
             files[file] = None
     # Equal strings become one object each: hundreds of thousands of tensors share a few dozen files.

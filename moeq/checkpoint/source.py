@@ -176,7 +176,8 @@ class LocalSource(Source):
         weights = choose_weights(
             names, lambda index: read_object(folder / index, index, MAX_INDEX_BYTES, "source.bad-index"), name
         )
-        _check_present(folder, weights.files, weights.index)
+        if weights.index:
+            _check_present(folder, weights.files, weights.index)
         headers = [_local_header(folder, file) for file in weights.files]
         self.files = tuple(FileEntry(header.file, header.size) for header in headers)
         self.index = weights.index
@@ -218,7 +219,7 @@ def _read_side_configs(folder: Path, names: Iterable[str]) -> dict[str, dict[str
     return {side: read_object(folder / side, side) for side in SIDE_CONFIGS if side in present}
 
 
-def _check_present(folder: Path, files: Iterable[str], index: str | None) -> None:
+def _check_present(folder: Path, files: Iterable[str], index: str) -> None:
     wanted = list(files)
     missing = [file for file in wanted if not (folder / file).exists()]
     if missing:

@@ -6,6 +6,7 @@ Headers only, and no torch, until data is asked for.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,14 +64,13 @@ def _without_collection() -> Iterator[None]:
 def _source(path_or_repo: str | Path, revision: str | None) -> Source:
     """A folder where there is one, else a repository where the text has the form of its name."""
     text = str(path_or_repo)
-    # A NUL in a path is a ValueError deep inside the operating system's calls.
-    path = Path(text.replace("\0", "\N{SYMBOL FOR NULL}"))
-    if isinstance(path_or_repo, str) and not path.exists() and looks_like_repository(text):
+    # Unlike Path.exists, this is False instead of an error for texts that cannot be paths at all.
+    if isinstance(path_or_repo, str) and not os.path.exists(text) and looks_like_repository(text):
         return open_repository(text, revision)
     if revision is not None:
         detail = f"--revision {revision!a} names a revision of a Hub repository, and {text} is a path"
         raise MoeqError("usage.revision-of-path", detail, "leave out --revision")
-    return LocalSource(path, text)
+    return LocalSource(Path(text), text)
 
 
 class Checkpoint:
@@ -91,9 +91,9 @@ class Checkpoint:
         facts = Facts(source.config)
         layers = index_experts(source.tensors)
         stacks = split_stacks(layers, facts.layers())
-        if not stacks.main:
-            raise _not_moe(source, facts)
         declaration, notices = find_declaration(source.config, source.side_configs)
+        if not stacks.main:
+            raise _not_moe(source, facts, declaration)
         source.notices.extend(notices)
         self.declaration = declaration
         family = find_family(model_type(facts))
@@ -214,8 +214,11 @@ class Checkpoint:
 _PROJECTION: dict[Role, Projection] = {"gate": "gate", "up": "up", "down": "down", "w2": "down", "w13": "up"}
 
 
-def _not_moe(source: Source, facts: Facts) -> MoeqError:
+def _not_moe(source: Source, facts: Facts, declaration: Declaration | None) -> MoeqError:
     declared = facts.experts()
+    if declared and declaration and declaration.refusal:
+        message = f"{source.name}: {declaration.refusal} ({declaration.origin})"
+        return MoeqError("source.unsupported-format", message, "look for a GPTQ, AWQ, compressed-tensors or MXFP4 one")
     detail = "its config declares no experts" if not declared else f"its config declares {declared} experts"
     return MoeqError(
         "source.not-moe",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from moeq.checkpoint.facts import (
     ACTIVATION,
+    EXPERT_INPUT,
     GROUPS,
     GROUPS_KEPT,
     HIDDEN,
@@ -109,7 +110,7 @@ def describe(model: Model) -> CheckpointInfo:
     check_counts(facts, main.values())
     check_complete(main.values())
     first = next(iter(main.values())).kind(0)
-    down, up = sizes(first, family)
+    down, up = sizes(first, family, facts)
     num_layers = facts.layers() or max(main) + 1
     expert_tensors = [entry for layer in model.stacks.main.values() for entry in layer.tensors()]
     expert_bytes = sum(entry.nbytes for entry in expert_tensors)
@@ -152,9 +153,15 @@ def describe(model: Model) -> CheckpointInfo:
     )
 
 
-def sizes(kind: ExpertKind, family: Family) -> tuple[MatrixSpec, MatrixSpec]:
-    """`(down, up)` of one expert; parameters stored with rows and columns exchanged are turned round."""
+def sizes(kind: ExpertKind, family: Family, facts: Facts) -> tuple[MatrixSpec, MatrixSpec]:
+    """`(down, up)` of one expert; parameters stored with rows and columns exchanged are turned round.
+
+    Formats that moeq does not read tell no sizes; those are the config's.
+    """
     down, up = kind.spec("w2"), kind.spec("up")
+    if kind.scheme.format == "foreign":
+        hidden, inner = facts.count(HIDDEN) or 0, facts.count(family.intermediate_keys) or 0
+        return down.with_sizes(n=hidden, k=inner), up.with_sizes(n=inner, k=facts.count(EXPERT_INPUT) or hidden)
     if "gate_up" in kind.projections and family.stacking == "transposed" and kind.scheme.format == "unquantized":
         stored = kind.spec("w13")
         return down.with_sizes(n=down.k, k=down.n), up.with_sizes(n=stored.k // 2, k=stored.n)
@@ -240,7 +247,7 @@ def scheme_uses(model: Model) -> tuple[SchemeUse, ...]:
             layers=tuple(layers[scheme]),
             experts=experts[scheme],
             projections=tuple(projections[scheme]),
-            refusal=get_format(scheme.format).refusal,
+            refusal=get_format(scheme.format).refusal_of(scheme),
         )
         for scheme in ranked
     )

@@ -254,7 +254,7 @@ def _count(layer: LayerExperts, declared: int | None) -> int:
         shown = ", ".join(map(str, missing[:8]))
         raise MoeqError(
             "source.incomplete-experts",
-            f"{layer.prefix}: experts 0 .. {count - 1} are named, {len(missing)} of them have no tensors: {shown}",
+            f"{layer.prefix}: experts 0 .. {count - 1} are named, {len(missing):,} of them have no tensors: {shown}",
         )
     return count
 

@@ -72,6 +72,10 @@ class Format(ABC):
     title: ClassVar[str]
     refusal: ClassVar[str | None] = None
 
+    def refusal_of(self, scheme: Scheme) -> str | None:
+        """Why a scheme of this format is not converted, or None."""
+        return self.refusal
+
     @abstractmethod
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         """Whether the parts are of this format: suffixes, dtypes and ranks, the config only where those tie."""
