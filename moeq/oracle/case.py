@@ -95,7 +95,12 @@ class Case:
     @property
     def format(self) -> str:
         """Activation format that the deployment needs: `standard` or `batched`."""
-        batched = self.deployment.batched or self.all2all in self.policy.gates["batched_all2all"]
+        by_name = self.policy.families[self.method.family].option("batched_names", ())
+        batched = (
+            self.deployment.batched
+            or self.all2all in self.policy.gates["batched_all2all"]
+            or self.deployment.backend in by_name
+        )
         return "batched" if batched else "standard"
 
     @property

@@ -11,7 +11,7 @@ from moeq.oracle.advisories import advisories_for
 from moeq.oracle.case import Case, Method
 from moeq.oracle.declare import OUTSIDE, READERS, declared_method, entry_of
 from moeq.oracle.gates import Stage, run_gates
-from moeq.oracle.methods import ConfigRefusal, Question
+from moeq.oracle.methods import ConfigRefusal, Question, check_activation_request
 from moeq.oracle.policy import EnginePolicy, ExpertsClass
 from moeq.oracle.records import CandidateReport, ConvertTarget, EngineError, Gate, MoeShape, Reason, Verdict
 from moeq.oracle.select import Selection, activation_of, judge_all, select
@@ -112,7 +112,9 @@ def _read(entry: str, config: Mapping[str, Any], probe: Case) -> Method:
         raise ConfigRefusal(
             "ValueError", "CONFIG", f"quant_method '{entry}' {what}", f"known: {', '.join(READERS)}", "G0"
         )
-    return reader(Question(config, probe))
+    method = reader(Question(config, probe))
+    check_activation_request(method, config)
+    return method
 
 
 def _refused(probe: Case, entry: str, refusal: ConfigRefusal, config: Mapping[str, Any]) -> Outcome:
@@ -141,7 +143,7 @@ def convert_target(outcome: Outcome) -> tuple[ConvertTarget | None, str | None]:
     rows = [selected] if selected is not None else []
     if not forced:
         rows += [row for row in outcome.selection.candidates if row.supported and row != selected]
-    against = []
+    against: list[str] = []
     for row in rows:
         reason = _unwritable(outcome, row)
         if reason is None:
@@ -200,12 +202,12 @@ def sensitivity(outcome: Outcome, again: Callable[[Deployment], Outcome]) -> tup
         present = case.package(package)
         if again(with_package(case.deployment, package, not present)).runs != outcome.runs:
             found.append((package, "present" if present else "absent"))
-    wanted = {pair for row in classes for pair in row.env} | {("VLLM_BATCH_INVARIANT", "1")}
-    for name, value in sorted(wanted):
-        have = case.env(name)
-        other = None if have == value else value
-        if again(with_env(case.deployment, name, other)).runs != outcome.runs:
-            found.append((name, have or "unset"))
+    # What is set counts if unsetting it changes the outcome; what is unset, if some class asks for it.
+    others: dict[str, str | None] = {name: value for row in classes for name, value in row.env}
+    others.update({name: None for name, _ in case.deployment.env})
+    for name, value in sorted(others.items()):
+        if again(with_env(case.deployment, name, value)).runs != outcome.runs:
+            found.append((name, case.env(name) or "unset"))
     return tuple(found)
 
 

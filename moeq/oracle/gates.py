@@ -140,31 +140,20 @@ def _create(stage: Stage) -> Iterator[Failed]:
                      "unset VLLM_MARLIN_INPUT_DTYPE")  # fmt: skip
 
 
-# (config class, backend) pairs whose converter raises, and with what. None for bias: whatever the bias.
-_NO_CONVERTER: tuple[tuple[str, str, bool | None, str, str], ...] = (
-    ("quark", "HUMMING", None, "TypeError", "Humming's weight schema does not know the Quark config"),
-    ("quark", "CPU", None, "TypeError", "the CPU converter does not know the Quark config"),
-    ("moe_wna16", "CPU", None, "TypeError", "the CPU converter does not know the MoeWNA16 config"),
-    ("quark", "CUTLASS_MXFP4_MXFP4", None, "ValueError", "the gpt-oss converter has no CUTLASS branch"),
-    ("quark", "B12X_MXFP4_BF16", None, "ValueError", "the gpt-oss converter has no B12X branch"),
-    ("quark", "B12X_MXFP4_MXFP8", None, "ValueError", "the gpt-oss converter has no B12X branch"),
-    ("quark", "FLASHINFER_CUTLASS_MXFP4_BF16", False, "AssertionError", "the gpt-oss converter requires biases"),
-    ("quark", "FLASHINFER_CUTLASS_MXFP4_MXFP8", False, "AssertionError", "the gpt-oss converter requires biases"),
-    ("quark", "FLASHINFER_TRTLLM_MXFP4_BF16", None, "AssertionError", "Quark passes no permutation cache"),
-    ("quark", "FLASHINFER_TRTLLM_MXFP4_MXFP8", None, "AssertionError", "Quark passes no permutation cache"),
-    ("mxfp4", "FLASHINFER_TRTLLM_MXFP4_BF16", False, "AssertionError", "the gpt-oss converter requires biases"),
-)
-
-
 def _convert(stage: Stage) -> Iterator[Failed]:
     case, selected = stage.case, stage.selected
     if selected is None:
         return
-    for config, backend, bias, error, text in _NO_CONVERTER:
-        fits = (config, backend) == (case.method.config, selected.backend) and bias in (None, case.shape.has_bias)
-        generic = config == "mxfp4" and case.method.family != "mxfp4"
-        if fits and not generic:
-            yield Failed(error, f"conversion to {backend}: {text}", "another backend", "CONVERSION")
+    known = {
+        "config": case.method.config,
+        "family": case.method.family,
+        "backend": selected.backend,
+        "bias": case.shape.has_bias,
+    }
+    for row in case.policy.gates["no_converter"]:
+        if all(row.get(key, value) == value for key, value in known.items()):
+            text = f"conversion to {selected.backend}: {row['text']}"
+            yield Failed(row["error"], text, "another backend", "CONVERSION")
 
 
 _FLASHINFER_ONE_SIDED = ("kNvfp4Dynamic", "kMxfp8Dynamic", "kFp8Dynamic128Sym", "none")
@@ -184,6 +173,13 @@ def _kernel(stage: Stage) -> Iterator[Failed]:
         )
     if case.all2all == "flashinfer_nvlink_one_sided" and activation not in _FLASHINFER_ONE_SIDED:
         text = f"flashinfer_nvlink_one_sided cannot dispatch activations {activation}"
+        yield Failed("NotImplementedError", text, "all-to-all allgather_reducescatter", "KERNEL_CREATION")
+    if (
+        case.all2all == "flashinfer_nvlink_one_sided"
+        and activation == "kFp8Dynamic128Sym"
+        and case.shape.hidden_size % 128
+    ):
+        text = f"flashinfer_nvlink_one_sided dispatches fp8 blocks of 128, hidden size is {case.shape.hidden_size}"
         yield Failed("NotImplementedError", text, "all-to-all allgather_reducescatter", "KERNEL_CREATION")
     if case.shape.router_weight_on_input and case.shape.top_k != 1 and not selected.monolithic:
         text = f"router weights on the input work for top-k 1 only, this is {case.shape.top_k}"

@@ -76,7 +76,7 @@ def read_gptq(question: Question) -> Method:
     """GPTQ: `AutoGPTQConfig`, with the MoeWNA16 fallback where Marlin's shape test fails."""
     config = question.config
     group = integer(config, "group_size")
-    sym, desc_act = bool(required(config, "sym")), bool(config.get("desc_act", False))
+    sym, desc_act = bool(required(config, "sym")), bool(required(config, "desc_act"))
     bits = integer(config, "bits")
     check_act_order(config, desc_act, group)
     check_gptq_bits(bits, sym)
@@ -234,7 +234,7 @@ def read_quark(question: Question) -> Method:
             scheme = override
             break
     weight, inputs = scheme.get("weight") or {}, scheme.get("input_tensors") or {}
-    for reads in (_quark_int4, _quark_int8, _quark_mx, _quark_fp8):
+    for reads in (_quark_int4, _quark_int8, _quark_mx, _quark_nvfp4, _quark_mxfp8, _quark_fp8):
         method = reads(weight, inputs)
         if method is not None:
             return method
@@ -276,6 +276,19 @@ def _quark_mx(weight: Config, inputs: Config) -> Method | None:
     return Method("QuarkOCP_MX_MoEMethod", "mxfp4", "quark", "kMxfp4Static", activation, 4, 32)
 
 
+def _quark_nvfp4(weight: Config, inputs: Config) -> Method | None:
+    if weight.get("dtype") != "fp4":
+        return None
+    activation = "kNvfp4Dynamic" if inputs else None
+    return Method("QuarkNvfp4MoEMethod", "nvfp4", "quark", "kNvfp4Static", activation, 4, 16)
+
+
+def _quark_mxfp8(weight: Config, inputs: Config) -> Method | None:
+    if weight.get("dtype") != "fp8_e4m3" or weight.get("scale_format") != "e8m0":
+        return None
+    return Method("QuarkMxfp8MoEMethod", "mxfp8", "quark", "kMxfp8Static", "kMxfp8Dynamic", 8, 32)
+
+
 def _quark_fp8(weight: Config, inputs: Config) -> Method | None:
     if weight.get("dtype") != "fp8_e4m3":
         return None
@@ -307,6 +320,17 @@ _REQUESTED = {"bf16": None, "mxfp8": "kMxfp8Dynamic", "mxfp4": "kMxfp4Dynamic", 
 def _moe_activation(config: Config) -> str | None:
     moe = config.get("moe")
     return _REQUESTED.get(str(moe.get("activation"))) if isinstance(moe, Mapping) else None
+
+
+def check_activation_request(method: Method, config: Config) -> None:
+    """An activation asked for beside the checkpoint must agree with what the checkpoint declares."""
+    moe = config.get("moe")
+    asked = moe.get("activation") if isinstance(moe, Mapping) else None
+    if asked in _REQUESTED and method.family == "mxfp4" and _REQUESTED[asked] != method.activation_key:
+        text = (
+            f"moe.activation {asked} disagrees with the checkpoint's activations ({method.activation_key or '16-bit'})"
+        )
+        raise ConfigRefusal("ValueError", "CONFIG", text, "drop moe.activation", "G0")
 
 
 def read_experts_int8(question: Question) -> Method:
