@@ -129,7 +129,9 @@ class ArrangedLayout(Layout):
             n = math.lcm(n, math.lcm(part.arrangement.row_multiple, part.pad[0]) // per_half)
             if part.field != "bias" and (part.field == "codes" or spec.num_groups > 1):
                 k = math.lcm(k, part.group * math.lcm(part.arrangement.column_multiple, part.pad[1]))
-        return SliceRule(n, k)
+        # A slice of one group would be a matrix with one scale per channel.
+        least = 2 * spec.group_size if not self.channelwise and not self.group_sizes else 0
+        return SliceRule(n, k, least)
 
     def check(self, spec: MatrixSpec) -> None:
         """Raise MoeqError `usage.layout-does-not-fit` where `problems` finds any."""
@@ -155,7 +157,8 @@ class ArrangedLayout(Layout):
         self.check(matrix.spec)
         self.check_values(matrix)
         for name, part in self.parts(matrix.spec).items():
-            arrange(part, self.encode(name, matrix), out[name])
+            if name in out:
+                arrange(part, self.encode(name, matrix), out[name])
         self.fill_extra(matrix, out)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec) -> QuantizedMatrix:
@@ -347,7 +350,9 @@ def _logical_dtype(part: Part, spec: MatrixSpec) -> str:
 
 
 def _as_stored(part: Part, spec: MatrixSpec) -> bool:
-    return part.field in ("codes", "zeros") or _logical_dtype(part, spec) == part.dtype
+    """Whether a part holds the bytes of the logical tensor, possibly several to a word."""
+    several = part.arrangement.fields_per_word > 1
+    return part.field in ("codes", "zeros") or several or _logical_dtype(part, spec) == part.dtype
 
 
 def _type_problems(layout: ArrangedLayout, spec: MatrixSpec) -> list[Problem]:
@@ -403,11 +408,12 @@ def _group_problems(layout: ArrangedLayout, spec: MatrixSpec) -> Iterator[Proble
     known = ", ".join(str(size) for size in layout.group_sizes)
     if spec.num_groups == 1:
         if not layout.channelwise and spec.k not in layout.group_sizes:
-            yield Problem("layout.group-size", f"one scale per channel; its kernel reads groups of {known}")
+            yield Problem("layout.group-size", f"one scale per channel; its kernel reads groups of {known or 'K'}")
         return
     if layout.group_sizes and spec.group_size not in layout.group_sizes:
         yield Problem("layout.group-size", f"groups of {spec.group_size}; its kernel reads groups of {known}")
-    if spec.k % spec.group_size:
+    # A shard with act-order has all groups of the whole, whatever its own K.
+    if spec.all_groups is None and spec.k % spec.group_size:
         above = -(-spec.k // spec.group_size) * spec.group_size
         rest = f"{spec.k} % {spec.group_size} = {spec.k % spec.group_size}"
         yield Problem("layout.group-cut", f"K = {spec.k} is not a whole number of groups ({rest})", f"pad K to {above}")

@@ -143,9 +143,14 @@ class Layout(ABC):
         """Packed parts of one expert, shaped as `tensors` says. Raises MoeqError where `problems` is not empty."""
 
     def pack_into(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
-        """`pack` into buffers of the caller, shaped as `tensors` says, so that their memory can be reused."""
+        """`pack` into buffers of the caller, shaped as `tensors` says, so that their memory can be reused.
+
+        A part for which `out` has no buffer is skipped: its bytes were made in another way, such as
+        `moeq.layouts.fast.gptq_marlin.pack_gptq4`, which needs no codes at all.
+        """
         for part, packed in self.pack(matrix).items():
-            out[part].view(packed.dtype).copy_(packed.view(out[part].shape))
+            if part in out:
+                out[part].view(packed.dtype).copy_(packed.view(out[part].shape))
 
     def survey(self, matrix: QuantizedMatrix) -> float | None:
         """What this layout must know of every local expert before it packs one; None where it needs nothing.

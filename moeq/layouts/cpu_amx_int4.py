@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from moeq.errors import MoeqError
 from moeq.layouts.arranged import ArrangedLayout, Part, is_gated_w13
 from moeq.layouts.arrangement import Arrangement
-from moeq.layouts.base import PaddingRule, Problem, TensorSpec
+from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec
 from moeq.layouts.mxfp4 import IDENTITY_SCALE, bias_as
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
@@ -44,6 +44,9 @@ class CpuAmxInt4(ArrangedLayout):
 
     def problems(self, spec: MatrixSpec) -> list[Problem]:
         block = _block(spec)
+        if spec.num_groups == 1 and (spec.k % block or block % 4):
+            message = f"K = {spec.k} is no whole number of blocks of {block} codes, or these not of 4"
+            return [Problem("layout.k-multiple", message, f"pad K to {-(-spec.k // 128) * 128}")]
         if spec.group_size % block or block % 4:
             message = f"groups of {spec.group_size} are no whole number of blocks of {block} codes"
             return [Problem("layout.group-size", message, "groups of 32, 64, 128 or a multiple of 128")]
@@ -65,11 +68,21 @@ class CpuAmxInt4(ArrangedLayout):
         *outer, width = found["weight"].shape
         return found | {"weight": TensorSpec((*outer, width + _SUMS), "U8")}
 
+    def slices(self, spec: MatrixSpec) -> SliceRule:
+        rule = super().slices(spec)
+        if spec.num_groups > 1:
+            return rule
+        # Blocks are the whole of K up to 128 codes, and 128 codes beyond.
+        return SliceRule(rule.n, 128 if spec.k > 128 else None)
+
     def check_values(self, matrix: QuantizedMatrix) -> None:
         if matrix.zeros is not None and int(matrix.zeros.max()) > 127:
             raise MoeqError("usage.zero-point-range", f"{self.id} stores zero points as int8")
 
     def pack_into(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
+        if "weight" not in out:
+            super().pack_into(matrix, out)
+            return
         import torch
 
         spec = matrix.spec

@@ -70,6 +70,9 @@ class CpuAmxInt8(ArrangedLayout):
         return found ^ 0x80 if name == "weight" else found
 
     def pack_into(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
+        if "weight" not in out:
+            super().pack_into(matrix, out)
+            return
         import torch
 
         spec = matrix.spec

@@ -80,7 +80,7 @@ class MarlinInt8Act(_MarlinA8):
         return {"global_scale": TensorSpec((1,), "F32")} if spec.num_groups > 1 else {}
 
     def fill_extra(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
-        if matrix.spec.num_groups > 1:
+        if "global_scale" in out:
             out["global_scale"].fill_(self._largest() / _STEPS)
 
     def slices(self, spec: MatrixSpec) -> SliceRule:

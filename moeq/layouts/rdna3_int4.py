@@ -46,7 +46,8 @@ class Rdna3Int4(ArrangedLayout):
         return {"zero": TensorSpec((spec.num_groups, spec.n // 8), "I32")}
 
     def fill_extra(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
-        out["zero"].fill_(0x77777777)
+        if "zero" in out:
+            out["zero"].fill_(0x77777777)
 
     def slice_parts(
         self, parts: Mapping[str, Tensor], spec: MatrixSpec, *, n: tuple[int, int], k: tuple[int, int]

@@ -14,7 +14,7 @@ LAYOUTS: dict[str, str] = {
     "marlin-wna16/1": "marlin_wna16:MarlinWNA16",
     "marlin-wna16-int8act/1": "marlin_a8:MarlinInt8Act",
     "marlin-wna16-fp8act/1": "marlin_a8:MarlinFp8Act",
-    "marlin-wna16-actorder/1": "marlin_actorder:MarlinActOrder",
+    "marlin-act-order/1": "marlin_act_order:MarlinActOrder",
     "marlin-mxfp4/1": "marlin_mxfp4:MarlinMXFP4",
     "marlin-mxfp4-interleaved/1": "marlin_mxfp4:MarlinMXFP4Interleaved",
     "marlin-mxfp4-fp16/1": "marlin_mxfp4:MarlinMXFP4Fp16",

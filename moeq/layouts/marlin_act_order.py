@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class MarlinActOrder(ArrangedLayout):
     """Marlin int4 / int8 with act-order (see the module)."""
 
-    id = "marlin-wna16-actorder/1"
+    id = "marlin-act-order/1"
     title = "Marlin with act-order"
     source = "SGLang 0.5.23, vLLM 0.26.0"
     elements = ("int4", "int8")
@@ -70,8 +70,9 @@ class MarlinActOrder(ArrangedLayout):
 
     def fill_extra(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
         order = _order(matrix)
-        out["permutation"].copy_(order)
-        if matrix.group_index is not None:
+        if "permutation" in out:
+            out["permutation"].copy_(order)
+        if "group_index" in out and matrix.group_index is not None:
             out["group_index"].copy_(matrix.group_index[order])
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec) -> QuantizedMatrix:

@@ -1,0 +1,178 @@
+"""What layouts refuse, with the numbers; what they lose, counted; what they must know beforehand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from layouts.cases import LAYOUT_IDS, arranged
+from layouts.matrices import block, random_matrix, raw, same
+
+from moeq.errors import MoeqError
+from moeq.layouts.registry import NOT_OFFLINE, get_layout, layout_facts
+from moeq.matrix import MatrixSpec
+
+INT4 = MatrixSpec("w13", 256, 128, "int4", 32, "bf16")
+MX = MatrixSpec("w2", 128, 128, "e2m1", 32, "e8m0")
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"k": 72, "group_size": 8}, "layout.k-multiple"),
+        ({"n": 192}, "layout.n-multiple"),
+        ({"k": 144}, "layout.group-cut"),
+        ({"element": "e4m3"}, "layout.element"),
+        ({"scale_dtype": "f32"}, "layout.scale-dtype"),
+        ({"act_order": True}, "layout.act-order"),
+    ],
+)
+def test_marlin_says_what_does_not_fit(change: dict[str, object], code: str) -> None:
+    layout = arranged("marlin-wna16/1")
+    spec = replace(INT4, **change)  # type: ignore[arg-type]
+    assert code in [problem.code for problem in layout.problems(spec)]
+    with pytest.raises(MoeqError, match="does not fit layout marlin-wna16/1"):
+        layout.tensors(spec)
+
+
+def test_the_arithmetic_is_in_the_message() -> None:
+    (problem,) = arranged("marlin-wna16/1").problems(replace(INT4, n=192))
+    assert problem.message == "N per half = 96 is not a multiple of 64 (96 % 64 = 32)"
+    assert problem.remedy == "pad N per half to 128"
+
+
+def test_zero_point_16_has_no_nibble() -> None:
+    spec = replace(INT4, symmetric=False)
+    matrix = random_matrix(spec)
+    assert matrix.zeros is not None
+    matrix.zeros[3, 1] = 16
+    for layout_id in ("marlin-wna16/1", "triton-wna16/1"):
+        with pytest.raises(MoeqError, match=r"1 of 1024 zero points of w13 are outside 0 \.\. 15"):
+            get_layout(layout_id).pack(matrix)
+
+
+def test_int8_wide_zero_points_are_kept_where_there_is_room() -> None:
+    matrix = random_matrix(replace(INT4, symmetric=False))
+    assert matrix.zeros is not None
+    matrix.zeros[3, 1] = 16
+    layout = get_layout("cpu-amx-int4/1")
+    assert same(layout.unpack(layout.pack(matrix), matrix.spec), matrix)
+
+
+def test_fp16_exponents_saturate_only_when_allowed_and_are_counted() -> None:
+    matrix = random_matrix(MX)
+    outside = int(((matrix.scales < 103) | (matrix.scales > 142)).sum())
+    # 0 and 255 saturate to themselves.
+    outside -= int(((matrix.scales == 0) | (matrix.scales == 255)).sum())
+    layout = get_layout("marlin-mxfp4-fp16/1")
+    assert outside > 0
+    assert layout.losses(matrix) == outside
+    with pytest.raises(MoeqError, match=f"would change {outside} stored values") as caught:
+        layout.pack(matrix)
+    assert caught.value.code == "usage.lossy"
+    allowed = get_layout("marlin-mxfp4-fp16/1", allow_lossy=True)
+    back = allowed.unpack(allowed.pack(matrix), MX)
+    assert int((back.scales != matrix.scales).sum()) == outside
+
+
+def test_biases_that_do_not_fit_bf16_are_counted() -> None:
+    matrix = random_matrix(replace(MX, bias_dtype="f32"))
+    assert matrix.bias is not None
+    layout = get_layout("flashinfer-cutlass-mxfp4-mxfp8/1")
+    lost = int((matrix.bias.bfloat16().float() != matrix.bias).sum())
+    assert lost > 100
+    assert layout.losses(matrix) == lost
+    with pytest.raises(MoeqError, match="biases are rounded to bf16"):
+        layout.pack(matrix)
+
+
+def test_fp8_activation_exponents_above_249_are_refused() -> None:
+    matrix = random_matrix(MX)
+    matrix.scales[5, 2] = 250
+    with pytest.raises(MoeqError, match="249 is the largest; w2 has"):
+        get_layout("marlin-mxfp4-fp8act/1").pack(matrix)
+
+
+def test_fp8_activation_fp16_scales_that_overflow_are_counted() -> None:
+    matrix = random_matrix(replace(INT4, scale_dtype="f16"))
+    matrix.scales[0, 0] = 200.0
+    layout = get_layout("marlin-wna16-fp8act/1")
+    assert layout.losses(matrix) == 1
+    with pytest.raises(MoeqError, match="overflow"):
+        layout.pack(matrix)
+
+
+def test_int8_activations_need_all_local_experts_and_depend_on_them() -> None:
+    small, large = random_matrix(INT4, 1), random_matrix(INT4, 2)
+    large.scales[0, 0] = 3.0
+    layout = get_layout("marlin-wna16-int8act/1", allow_lossy=True)
+    with pytest.raises(MoeqError, match="survey the experts") as caught:
+        layout.pack(small)
+    assert caught.value.code == "usage.survey-needed"
+    found = [layout.survey(matrix) for matrix in (small, large)]
+    assert found[1] == 3.0
+    assert None not in found
+    together = layout.with_survey(max(value for value in found if value is not None))
+    alone = layout.with_survey(found[0] or 0.0)
+    packed = together.pack(small), alone.pack(small)
+    assert torch.equal(packed[0]["weight"], packed[1]["weight"])
+    assert not torch.equal(raw(packed[0]["scale"]), raw(packed[1]["scale"]))
+    assert float(packed[0]["global_scale"][0]) == 3.0 / 4096
+
+
+def test_int8_activations_with_one_scale_per_channel_need_nothing() -> None:
+    matrix = random_matrix(replace(INT4, group_size=128))
+    layout = get_layout("marlin-wna16-int8act/1")
+    assert layout.survey(matrix) is None
+    assert same(layout.unpack(layout.pack(matrix), matrix.spec), matrix)
+
+
+def test_humming_refuses_weights_that_it_would_recode() -> None:
+    matrix = random_matrix(INT4)
+    matrix.codes.clamp_(min=1)
+    layout = get_layout("humming-wna16/1")
+    with pytest.raises(MoeqError, match="code 0 never occurs"):
+        layout.with_survey(layout.survey(matrix) or 0.0).pack(matrix)
+
+
+def test_a_single_group_is_no_slice_of_several() -> None:
+    matrix = random_matrix(INT4)
+    layout = arranged("marlin-wna16/1")
+    packed = layout.pack(matrix)
+    alone = layout.pack(block(matrix, (0, 128), (0, 32)))
+    assert torch.equal(alone["weight"], packed["weight"][:2])
+    assert not torch.equal(alone["scale"], packed["scale"][:1])
+    with pytest.raises(MoeqError, match="needs at least 64"):
+        layout.slice_parts(packed, INT4, n=(0, 128), k=(0, 32))
+
+
+def test_act_order_rows_multiply_the_columns_they_name() -> None:
+    spec = replace(INT4, role="w2", n=64, act_order=True, scale_dtype="f16")
+    matrix = random_matrix(spec)
+    layout = get_layout("marlin-act-order/1")
+    packed = layout.pack(matrix)
+    order = packed["permutation"].long()
+    plain = arranged("marlin-wna16/1")
+    rows = plain.unpack({"weight": packed["weight"], "scale": packed["scale"]}, replace(spec, act_order=False))
+    scales = rows.scales[:, packed["group_index"].long()].double()
+    x = torch.randn(4, 128, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    kernel = x[:, order] @ ((rows.codes.double() - 8) * scales).T
+    assert matrix.group_index is not None
+    true = x @ ((matrix.codes.double() - 8) * matrix.scales[:, matrix.group_index.long()].double()).T
+    assert torch.allclose(kernel, true, rtol=1e-12)
+    assert bool((packed["group_index"].diff() >= 0).all())
+
+
+def test_every_layout_describes_itself() -> None:
+    facts = list(layout_facts())
+    assert [row.id for row in facts] == list(LAYOUT_IDS)
+    for row in facts:
+        assert all((row.title, row.schemes, row.arch, row.source, row.slicing, row.padding)), row.id
+    assert {"Zen CPU", "Humming, other modes"} <= NOT_OFFLINE.keys()
+
+
+def test_unknown_ids_name_the_known_ones() -> None:
+    with pytest.raises(MoeqError, match="no layout is called 'marlin/9'") as caught:
+        get_layout("marlin/9")
+    assert "marlin-wna16/1" in (caught.value.hint or "")
