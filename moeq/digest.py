@@ -9,15 +9,61 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from moeq.matrix import QuantizedMatrix
+from moeq.errors import MoeqError
+from moeq.matrix import QuantizedMatrix, Role, split_projections
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 #: Recorded in manifests; changes whenever the definition below changes.
 DIGEST_NAME = "sha256/moeq-logical-1"
+
+_ROLES: dict[str, Literal["w13", "w2"]] = {"gate": "w13", "up": "w13", "down": "w2"}
+
+
+class Matrices(Protocol):
+    """Anything that gives logical matrices: a checkpoint, whatever its packing."""
+
+    def matrix(self, layer: int, expert: int, role: Role) -> QuantizedMatrix:
+        """One logical matrix."""
+
+
+class Recorded(Protocol):
+    """A layer with recorded digests: a manifest's entry."""
+
+    @property
+    def layer(self) -> int:
+        """Layer number."""
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of the layer."""
+
+    @property
+    def digests(self) -> Mapping[Any, Sequence[str]]:
+        """Projection to one digest per expert."""
+
+
+@dataclass(frozen=True)
+class DigestDifference:
+    """A projection whose values are not those that were recorded.
+
+    Attributes:
+        layer: layer number.
+        expert: expert number.
+        projection: `gate`, `up` or `down`.
+        looks_like: where in the layer the digest was found instead (`expert 3 gate`), which names a swap; else None.
+    """
+
+    layer: int
+    expert: int
+    projection: str
+    looks_like: str | None = None
 
 
 def logical_digest(matrix: QuantizedMatrix) -> str:
@@ -62,3 +108,75 @@ def _update(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
     digest.update(name.encode())
     digest.update(data.numel().to_bytes(8, "little"))
     digest.update(data.numpy().data)
+
+
+def check_digests(
+    matrices: Matrices, entries: Iterable[Recorded], advance: Callable[[str], None], workers: int = 1
+) -> tuple[int, list[DigestDifference]]:
+    """Recompute the digest of every projection of the given layers. Each matrix is read and unpacked once.
+
+    Args:
+        matrices: the checkpoint.
+        entries: layers with their recorded digests.
+        advance: called once per expert, in order, with a label.
+        workers: threads. Reading, unpacking and hashing leave the interpreter, so they overlap.
+
+    Returns:
+        How many were checked, and which differ.
+
+    Raises:
+        MoeqError: `source.bad-manifest` where digests are missing for an expert, and what reading raises.
+    """
+    checked, differences = 0, []
+    for entry in entries:
+        require_complete(entry)
+        homes = {
+            value: f"expert {e} {name}" for name, values in entry.digests.items() for e, value in enumerate(values)
+        }
+
+        def found(expert: int, entry: Recorded = entry) -> dict[str, str]:
+            return expert_digests(matrices, entry.layer, expert, entry.digests)
+
+        for expert, digests in enumerate(in_order(found, range(entry.num_experts), workers)):
+            for projection, digest in digests.items():
+                checked += 1
+                if digest != entry.digests[projection][expert]:
+                    differences.append(DigestDifference(entry.layer, expert, projection, homes.get(digest)))
+            advance(f"layer {entry.layer} expert {expert}")
+    return checked, differences
+
+
+def expert_digests(matrices: Matrices, layer: int, expert: int, projections: Iterable[str]) -> dict[str, str]:
+    """Digest of each of an expert's projections."""
+    wanted = list(projections)
+    digests: dict[str, str] = {}
+    for role in dict.fromkeys(_ROLES[projection] for projection in wanted):
+        for projection, part in split_projections(matrices.matrix(layer, expert, role)):
+            digests[projection] = logical_digest(part)
+    return {projection: digests.get(projection, "") for projection in wanted}
+
+
+def require_complete(entry: Recorded) -> None:
+    """Refuse a layer that lacks digests. Raises MoeqError `source.bad-manifest`."""
+    if not entry.digests:
+        raise MoeqError("source.bad-manifest", f"moeq.json records no digests of layer {entry.layer}")
+    for projection, values in entry.digests.items():
+        if projection not in _ROLES or len(values) != entry.num_experts:
+            raise MoeqError(
+                "source.bad-manifest",
+                f"moeq.json records {len(values)} digests of {projection} in layer {entry.layer}, "
+                f"which has {entry.num_experts} experts",
+                "convert the source again",
+            )
+
+
+def in_order(function: Callable[[int], Any], items: Iterable[int], workers: int) -> Iterator[Any]:
+    """`map` over a few threads, results in order; an interruption does not wait for what is still queued."""
+    if workers <= 1:
+        yield from map(function, items)
+        return
+    pool = ThreadPoolExecutor(workers)
+    try:
+        yield from pool.map(function, items)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

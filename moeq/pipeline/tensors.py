@@ -21,8 +21,12 @@ def same_matrix(left: QuantizedMatrix, right: QuantizedMatrix) -> bool:
             return False
         return bool(torch.equal(flat_bytes(a), flat_bytes(b)))
 
-    parts = ("codes", "scales", "zeros", "group_index", "global_scale", "bias")
-    return all(same(getattr(left, part), getattr(right, part)) for part in parts)
+    def zeros(matrix: QuantizedMatrix) -> Tensor | None:
+        # Formats give them as uint8 or int16, as their range needs; they are numbers either way.
+        return None if matrix.zeros is None else matrix.zeros.to(torch.int16)
+
+    parts = ("codes", "scales", "group_index", "global_scale", "bias")
+    return same(zeros(left), zeros(right)) and all(same(getattr(left, part), getattr(right, part)) for part in parts)
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
