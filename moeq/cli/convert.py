@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,6 +30,15 @@ def command(
     backend: options.BackendOption = None,
     engine: options.EngineOption = None,
     deploy: options.DeployOption = None,
+    layout: Annotated[
+        str | None, typer.Option("--layout", help="Force a layout by id; it still has to fit. [the backend's]")
+    ] = None,
+    skip_unfit: Annotated[
+        bool, typer.Option("--skip-unfit", help="Copy layers that cannot be converted instead of refusing.")
+    ] = False,
+    allow_lossy: Annotated[
+        bool, typer.Option("--allow-lossy", help="Allow layouts that change stored numbers; they are counted.")
+    ] = False,
     revision: options.RevisionOption = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier conversion at DST.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; write nothing.")] = False,
@@ -48,6 +58,9 @@ def command(
             src,
             dst,
             deployment,
+            layout=layout,
+            skip_unfit=skip_unfit,
+            allow_lossy=allow_lossy,
             revision=revision,
             force=force,
             dry_run=dry_run,
@@ -58,20 +71,26 @@ def command(
 
 def document(conversion: Conversion) -> dict[str, Any]:
     """The JSON document of a conversion."""
-    plan, target = conversion.plan, conversion.verdict.convert
+    plan, target, manifest = conversion.plan, conversion.verdict.convert, conversion.manifest
+    layouts = list(dict.fromkeys(layer.entry.layout for layer in plan.layers))
     return {
         "destination": str(conversion.destination),
-        "written": conversion.manifest is not None,
+        "written": manifest is not None,
         "resumed_files": conversion.resumed_files,
-        "backend": target.backend if target else None,
-        "layout": target.layout if target else None,
-        "engine_flag": target.flag if target else None,
+        "backend": conversion.backend,
+        "layout": layouts[0],
+        "layouts": layouts,
+        "engine_flag": target.flag if target and target.layout == layouts[0] else None,
         "files": [{"name": file.name, "bytes": file.data_bytes} for file in plan.files],
         "layers": len(plan.layers),
+        "sharding": [{"layer": layer.entry.layer, **asdict(layer.entry.sharding)} for layer in plan.layers],
+        "copied": [asdict(row) for row in plan.copied],
         "expert_bytes_in": plan.expert_bytes_in,
         "expert_bytes_out": plan.expert_bytes_out,
         "padding_bytes": plan.padding_bytes,
         "rest_bytes": plan.rest_bytes,
+        "losses": sum(entry.losses for entry in manifest.layers) if manifest else None,
+        "kept_for_restore": list(manifest.restore.kept) if manifest and manifest.restore else None,
         "plan_digest": plan.digest,
         "advisories": [advisory.code for advisory in conversion.verdict.advisories],
     }
@@ -81,23 +100,51 @@ def render(console: Console, conversion: Conversion) -> None:
     """The same for people."""
     from moeq.report.text import human_bytes
 
-    plan, target = conversion.plan, conversion.verdict.convert
-    if target is None:
-        return
-    units = sum(layer.entry.num_experts for layer in plan.layers) * 2
+    plan = conversion.plan
     verb = "would write" if conversion.manifest is None else "wrote"
     console.print(
         f"[bold]{verb} {conversion.destination}[/]: {len(plan.files)} files, {human_bytes(plan.bytes_out)}", markup=True
     )
-    console.print(f"  backend   {target.backend}, layout {target.layout}")
+    layouts = ", ".join(dict.fromkeys(layer.entry.layout for layer in plan.layers))
+    console.print(f"  backend   {conversion.backend}, layout {layouts}")
     console.print(
         f"  experts   {len(plan.layers)} layers, {human_bytes(plan.expert_bytes_in)} → "
         f"{human_bytes(plan.expert_bytes_out)} (padding {human_bytes(plan.padding_bytes)})"
     )
+    for line in sharding_lines(conversion):
+        console.print(f"  sharding  {line}")
     console.print(f"  the rest  {human_bytes(plan.rest_bytes)}, copied unchanged")
+    for row in plan.copied:
+        console.print(f"  copied    layer {row.layer}: {row.reason}", markup=False)
     if conversion.resumed_files:
         console.print(f"  resumed   {conversion.resumed_files} files were already finished")
     if conversion.manifest is not None:
-        console.print(f"  proof     {units} of {units} packed matrices unpacked from the file and equal to the source")
-    if target.flag:
+        _render_proof(console, conversion)
+    target = conversion.verdict.convert
+    if target and target.flag and target.layout == plan.layers[0].entry.layout:
         console.print(f"  start     vLLM with {target.flag}" + (f" ({target.why})" if target.why else ""))
+
+
+def sharding_lines(conversion: Conversion) -> list[str]:
+    """What ranks read, where the deployment has several: one line per way of sharding."""
+    found: dict[str, None] = {}
+    for layer in conversion.plan.layers:
+        sharding = layer.entry.sharding
+        if sharding.axis is not None:
+            found[f"{sharding.written}, {sharding.why}"] = None
+    return list(found)
+
+
+def _render_proof(console: Console, conversion: Conversion) -> None:
+    manifest = conversion.manifest
+    if manifest is None:
+        return
+    units = sum(shard.shard.experts.size for layer in conversion.plan.layers for shard in layer.shards) * 2
+    losses = sum(entry.losses for entry in manifest.layers)
+    if losses:
+        console.print(f"  lossy     {losses} stored numbers were changed, as was allowed; the rest is proven equal")
+    else:
+        console.print(f"  proof     {units} of {units} packed matrices unpacked from the file and equal to the source")
+    kept = len(manifest.restore.kept) if manifest.restore else 0
+    if kept:
+        console.print(f"  kept      {kept} source tensors verbatim, for `moeq restore`")

@@ -1,0 +1,75 @@
+"""`moeq diff`: compare two checkpoints by what their experts mean."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moeq.cli import options
+from moeq.cli.out import Output
+from moeq.errors import ExitCode
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from moeq.pipeline.diff import Difference, ProjectionDifference
+
+#: Lines printed per kind for people; `--json` has all of them.
+_SHOWN = 20
+
+
+def command(
+    ctx: typer.Context,
+    left: Annotated[str, typer.Argument(metavar="A", help="A checkpoint: source or converted, any format.")],
+    right: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    experts_only: Annotated[
+        bool, typer.Option("--experts-only", help="Leave out everything that is not a routed expert.")
+    ] = False,
+    workers: Annotated[int | None, typer.Option("--workers", min=1, help="Threads [the cores, at most 8].")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    json: options.JsonOption = False,
+) -> None:
+    """Compare experts by dequantised values, whatever their packing. Exit 0: equal, 1: different."""
+    from moeq.cli.progress import ProgressReport
+    from moeq.pipeline.diff import diff
+
+    out: Output = ctx.obj
+    with ProgressReport(out, "diff", unit="step", quiet=quiet or json) as progress:
+        found = diff(left, right, experts_only=experts_only, workers=workers, progress=progress.update)
+    out.answer(found.to_json(), lambda console: render(console, found), ok=found.equal)
+    if not found.equal:
+        raise typer.Exit(ExitCode.NO)
+
+
+def render(console: Console, found: Difference) -> None:
+    """The answer for people."""
+    same = found.projections - len(found.differing)
+    console.print(f"[bold]{'equal' if found.equal else 'different'}[/]: {found.left} and {found.right}", markup=True)
+    console.print(f"  experts   {same} of {found.projections} projections have equal values")
+    if found.worst is not None:
+        console.print(f"  worst     {line(found.worst)}", markup=False)
+    for row in found.differing[:_SHOWN]:
+        console.print(f"    {line(row)}", markup=False)
+    _more(console, len(found.differing))
+    for text in found.missing:
+        console.print(f"  {text}", markup=False)
+    if found.tensors:
+        console.print(f"  the rest  {found.tensors - len(found.other)} of {found.tensors} tensors are identical")
+    for text in found.other[:_SHOWN]:
+        console.print(f"    {text}", markup=False)
+    _more(console, len(found.other))
+
+
+def _more(console: Console, count: int) -> None:
+    if count > _SHOWN:
+        console.print(f"    ... and {count - _SHOWN} more: --json lists them")
+
+
+def line(row: ProjectionDifference) -> str:
+    """One projection in one line, with its first and its worst difference."""
+    if row.shapes is not None:
+        return f"{row.name}: {row.shapes}"
+    first = f"first {row.first.text}" if row.first else ""
+    worst = f"worst {row.worst.text} (off by {row.max_abs:g})" if row.worst else ""
+    return f"{row.name}: {row.differing:,} of {row.numbers:,} differ, relative {row.relative:.3g}; {first}; {worst}"

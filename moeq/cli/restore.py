@@ -1,0 +1,60 @@
+"""`moeq restore`: from a conversion back to its source format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moeq.cli import options
+from moeq.cli.out import Output
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from moeq.pipeline.restore import Restoration
+
+
+def command(
+    ctx: typer.Context,
+    dst: Annotated[str, typer.Argument(metavar="DST", help="Output of `moeq convert`.")],
+    out_folder: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create.")],
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    json: options.JsonOption = False,
+) -> None:
+    """Rebuild the source checkpoint, file by file and byte by byte."""
+    from moeq.cli.progress import ProgressReport
+    from moeq.pipeline.restore import restore
+
+    out: Output = ctx.obj
+    with ProgressReport(out, "restore", quiet=quiet or json) as progress:
+        restoration = restore(dst, out_folder, progress=progress.update)
+    out.answer(document(restoration), lambda console: render(console, restoration))
+
+
+def document(restoration: Restoration) -> dict[str, Any]:
+    """The JSON document."""
+    return {
+        "destination": str(restoration.destination),
+        "files": [{"name": name, "bytes": size} for name, size in restoration.files.items()],
+        "rebuilt": restoration.rebuilt,
+        "kept": restoration.kept,
+        "copied": restoration.copied,
+        "missing": list(restoration.missing),
+    }
+
+
+def render(console: Console, restoration: Restoration) -> None:
+    """The same for people."""
+    from moeq.report.text import human_bytes
+
+    total = human_bytes(sum(restoration.files.values()))
+    console.print(f"[bold]restored {restoration.destination}[/]: {len(restoration.files)} files, {total}", markup=True)
+    console.print(
+        f"  tensors   {restoration.rebuilt} rebuilt from packed experts (digests checked), {restoration.kept} that the "
+        f"conversion had kept, {restoration.copied} copied"
+    )
+    if restoration.missing:
+        names = ", ".join(restoration.missing)
+        console.print(f"  missing   the conversion did not keep {names}", markup=False)
