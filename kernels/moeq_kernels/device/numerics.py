@@ -3,7 +3,7 @@
 `INTERPRET` is a constexpr set by the host. What is handled here, measured on triton 3.6 to 3.9:
 
 * `tl.dot` on bfloat16 multiplies the raw 16-bit integers in the interpreter: operands go through float32 there;
-* float32 -> bfloat16 truncates in the interpreter: rounding to nearest even is done on the bits first;
+* float32 -> bfloat16 truncates and flushes subnormals in the interpreter: there it is done on the bits;
 * `range()` over a tensor argument fails in the interpreter of 3.6 with numpy 2.4: loop bounds are constexprs;
 * inline assembly does not exist in the interpreter: none is used.
 """
@@ -28,9 +28,9 @@ def round_to(value, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
     """float32 -> DTYPE, to nearest even. NaN stays NaN."""
     if INTERPRET and DTYPE == tl.bfloat16:  # noqa: SIM300
         bits = value.to(tl.uint32, bitcast=True)
-        nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16
-        nearest = tl.where(value == value, nearest, bits | 0x00400000)
-        return nearest.to(tl.float32, bitcast=True).to(tl.bfloat16)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        nearest = tl.where(value == value, nearest, (bits >> 16) | 0x0040)
+        return nearest.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
         return value.to(DTYPE)
 

@@ -45,6 +45,24 @@ def _lanes(step, axis, rank, count=5):
 
 
 @constexpr_function
+def word_buffer():
+    """Shared memory that the copy engine fills with words `[slabs, tiles, 128]`."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
+
+
+@constexpr_function
+def scale_buffer():
+    """Shared memory for scales `[1, columns]`."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)
+
+
+@constexpr_function
+def token_buffer():
+    """Shared memory for tokens `[tokens, 64]`, wgmma's right operand."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+
+@constexpr_function
 def words(wide, slabs):
     """Bytes `[pair, slabs, tiles * 512]` of packed words (slab: 16 rows of k), in the registers of their lanes."""
     slab = [[0, 1 << bit, 0] for bit in range(slabs.bit_length() - 1)]
@@ -75,13 +93,13 @@ def scales(wide):
 
 @constexpr_function
 def zeros(wide):
-    """`[pair, tile and g, t]`: the zero-point word of each lane."""
+    """`[pair, tile and g, t, j1]`: the zero-point word of each lane; narrow kernels need all j, so have one j1."""
     return gl.DistributedLinearLayout(
         reg_bases=[],
-        lane_bases=[[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        warp_bases=[[0, 0, 0], [1, 0, 0]] if wide else [[0, 8, 0], [1, 0, 0]],
+        lane_bases=[[0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]],
+        warp_bases=[[0, 0, 0, 1], [1, 0, 0, 0]] if wide else [[0, 8, 0, 0], [1, 0, 0, 0]],
         block_bases=[],
-        shape=[2, 8 if wide else 16, 4],
+        shape=[2, 8 if wide else 16, 4, 2 if wide else 1],
     )
 
 

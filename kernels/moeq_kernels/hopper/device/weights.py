@@ -156,43 +156,51 @@ def scale_factors(scale):
 
 
 @gluon.jit
-def beside_words(first, second, WIDE: gl.constexpr, SLABS: gl.constexpr):
-    """Spreads per-column values `[pair, tile and g, t, j and h]` over the bytes of `layouts.words`.
+def spread(scale, WIDE: gl.constexpr):
+    """`[pair, tile and g, j and h]` -> `[pair, tile and g, t, j and h]`: the same value for all t."""
+    layout: gl.constexpr = layouts.scales(WIDE)
+    shape: gl.constexpr = [2, 8 if WIDE else 16, 4, 8]
+    full, _ = gl.broadcast(gl.expand_dims(scale, 2), gl.full(shape, 0.0, scale.dtype, layout))
+    return full
 
-    first and second are for the lower and the upper half of the slabs (the same value where one group spans all).
+
+@gluon.jit
+def beside_words(first, second, WIDE: gl.constexpr):
+    """Spreads per-column values `[pair, tile and g, t, j and h]` over the bytes of four slabs of words.
+
+    first and second are for the lower and the upper two slabs (the same value where one group spans all four).
     """
-    both = gl.join(first, second)  # [pair, tile g, t, j h, upper]
-    if SLABS == 4:
-        both = gl.join(both, both)
-        both = gl.join(both, both)  # [pair, tile g, t, j h, upper, slab, k 0/1]
-        both = both.permute([0, 4, 5, 1, 2, 3, 6])
-    else:
-        gl.static_assert(SLABS == 2)
-        both = gl.join(both, both)
-        both = both.permute([0, 4, 1, 2, 3, 5])
-    both = both.reshape([2, SLABS, 512 if WIDE else 1024])
-    return gl.convert_layout(both, layouts.words(WIDE, SLABS), assert_trivial=True)
+    x = gl.join(first, second)
+    x = gl.join(x, x)
+    x = gl.join(x, x)  # pair, tile and g, t, j and h, upper slabs, slab, k 0/1
+    x = x.permute([0, 4, 5, 1, 2, 3, 6]).reshape([2, 4, 512 if WIDE else 1024])
+    return gl.convert_layout(x, layouts.words(WIDE, 4), assert_trivial=True)
 
 
 @gluon.jit
 def zero_offsets(word, WIDE: gl.constexpr):
-    """-z * 2^-21 `[pair, tile and g, t, j and h]` from words `[pair, tile and g, t]`, fields h j1 j0 of 4 bits."""
+    """-z * 2^-21 `[pair, tile and g, t, j and h]` of zero-point words `[pair, tile and g, t]`.
+
+    Wide: words `[pair, g, t, j1]` already shifted so that fields j0 = 0, h = 0 are lowest.
+    """
     fields = gl.join(word, word >> 4)
-    fields = gl.join(fields, fields >> 8)
-    fields = gl.join(fields, fields >> 16) & 15  # [.., j0, j1, h]
+    if not WIDE:
+        fields = gl.join(fields, fields >> 8).permute([0, 1, 2, 4, 3])
+    fields = gl.join(fields, fields >> 16) & 15  # .., j1, j0, h
     values = (fields.to(gl.float32) * (-1.0 / 2097152.0)).to(gl.bfloat16)
-    values = values.permute([0, 1, 2, 4, 3, 5]).reshape([2, 8 if WIDE else 16, 4, 8])
-    return gl.convert_layout(values, layouts.scales(WIDE), assert_trivial=True) if not WIDE else values
+    return gl.convert_layout(
+        values.reshape([2, 8 if WIDE else 16, 4, 8]), layouts.scales(WIDE), assert_trivial=True
+    )
 
 
 @gluon.jit
-def as_left_operand(lower, upper, WIDE: gl.constexpr, SLABS: gl.constexpr, TOKENS: gl.constexpr):
+def as_left_operand(lower, upper, WIDE: gl.constexpr, TOKENS: gl.constexpr):
     """Dequantised words (rows k and k + 8 of each slab) as wgmma's left operand; only renames registers."""
     x = gl.join(lower, upper)
     if WIDE:
-        x = x.reshape([2, SLABS, 8, 4, 2, 2, 2, 2, 2])  # pair slab g t j1 j0 h k0 k8
-        x = x.permute([5, 0, 4, 6, 2, 1, 8, 3, 7]).reshape([128, SLABS * 16])
+        x = x.reshape([2, 4, 8, 4, 2, 2, 2, 2, 2])  # pair slab g t j1 j0 h k0 k8
+        x = x.permute([5, 0, 4, 6, 2, 1, 8, 3, 7]).reshape([128, 64])
     else:
-        x = x.reshape([2, SLABS, 2, 8, 4, 4, 2, 2, 2])  # pair slab tile g t j h k0 k8
-        x = x.permute([5, 0, 2, 6, 3, 1, 8, 4, 7]).reshape([256, SLABS * 16])
+        x = x.reshape([2, 4, 2, 8, 4, 4, 2, 2, 2])  # pair slab tile g t j h k0 k8
+        x = x.permute([5, 0, 2, 6, 3, 1, 8, 4, 7]).reshape([256, 64])
     return gl.convert_layout(x, layouts.left_operand(TOKENS), assert_trivial=True)

@@ -1,0 +1,234 @@
+"""Expert products with many tokens per expert: one copy warp feeds several warpgroups of 128 output rows each.
+
+Programs are persistent. While one warpgroup turns words into bf16, the tensor cores work for another. A tile takes up
+to TOKENS tokens; an expert's last tile is multiplied as 32 or 64 where no more are left.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from moeq_kernels.hopper.compat import barrier, reinterpret, tma_load
+from moeq_kernels.hopper.device import common, layouts, weights
+
+#: Rows of k in one step.
+STEP = gl.constexpr(64)
+
+
+@gluon.jit
+def _find(index, tiles, blocks, TOKENS: gl.constexpr):
+    """Expert, first row, end row and block of columns of a work item.
+
+    Items are ordered by expert, then block of columns, then tile of tokens: neighbours share weights, and an
+    expert's tokens stay in the L2 cache.
+    """
+    entry = tiles + (index // blocks) * 8
+    expert = gl.load(entry)
+    first = gl.load(entry + 3)
+    count = gl.load(entry + 4)
+    row = gl.load(entry + 1) - (index // blocks - first) * TOKENS
+    rest = index - first * blocks
+    return expert, row + rest % count * TOKENS, gl.load(entry + 2), rest // count
+
+
+@gluon.jit
+def _copy(w_desc, x_desc, s_desc, w_buf, x_buf, s_buf, ready, empty, tiles, num_tiles, slabs, groups, steps, blocks,
+          pair_tiles, TOKENS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr,
+          GROUPS_OF_WARPS: gl.constexpr, DEPENDENT: gl.constexpr):  # fmt: skip
+    """The copy warp: words, scales and tokens of every step of every item."""
+    PER: gl.constexpr = 1 if GROUP >= STEP else STEP // GROUP
+    it = 0
+    for index in range(gl.program_id(0), gl.load(num_tiles) * blocks, gl.num_programs(0)):
+        expert, row, end_row, block = _find(index, tiles, blocks, TOKENS)
+        left = end_row - row
+        tile = block * (GROUPS_OF_WARPS if GATED else 2 * GROUPS_OF_WARPS)
+        w_row = expert * slabs
+        s_row = expert * groups
+        for i in range(steps):
+            stage = it % STAGES
+            mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
+            bar = ready.index(stage)
+            common_bytes: gl.constexpr = GROUPS_OF_WARPS * 2 * (4 * 512 + PER * 128)
+            box: gl.constexpr = 32 * STEP * 2
+            mbarrier.expect(bar, common_bytes + box, pred=(left <= 32) | (TOKENS == 32))
+            if TOKENS >= 64:
+                mbarrier.expect(bar, common_bytes + 2 * box, pred=(left > 32) & ((left <= 64) | (TOKENS == 64)))
+            if TOKENS == 128:
+                mbarrier.expect(bar, common_bytes + 4 * box, pred=left > 64)
+            tma_load(w_desc, [w_row + i * 4, tile, 0], bar, w_buf.index(2 * stage))
+            tma_load(w_desc, [w_row + i * 4, tile + pair_tiles, 0], bar, w_buf.index(2 * stage + 1))
+            for g in gl.static_range(PER):
+                at = s_row + (i * STEP) // GROUP + g
+                slot = (stage * PER + g) * 2
+                tma_load(s_desc, [at, tile * 64], bar, s_buf.index(slot))
+                tma_load(s_desc, [at, (tile + pair_tiles) * 64], bar, s_buf.index(slot + 1))
+            for b in gl.static_range(TOKENS // 32):
+                needed = left > (64 if b >= 2 else 32 * b)
+                tma_load(x_desc, [row + b * 32, i * STEP], bar, x_buf.index(stage * (TOKENS // 32) + b), pred=needed)
+            it += 1
+
+
+@gluon.jit
+def _zero_offsets(zero, row, zero_words, tile, pair_tiles):
+    word = common.zero_words(zero, row, zero_words, tile, pair_tiles, True)
+    return weights.zero_offsets(word, True)
+
+
+@gluon.jit
+def _item(it, w_view, x_buf, s_view, ready, empty, zero, out, row, end_row, s_row, steps, tile, pair_tiles, columns,
+          stride, zero_words, WG: gl.constexpr, NOW: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
+          GROUP: gl.constexpr, ZEROS: gl.constexpr, GATED: gl.constexpr):  # fmt: skip
+    """One warpgroup's part of one item, with NOW of the TOKENS columns of the buffers."""
+    PER: gl.constexpr = 1 if GROUP >= STEP else STEP // GROUP
+    scale_layout: gl.constexpr = gl.SliceLayout(2, layouts.scales(True))
+    x_view = reinterpret(x_buf, gl.bfloat16, [STAGES * TOKENS // NOW, NOW, STEP], layouts.token_buffer())
+    acc = gl.zeros([128, NOW], gl.float32, layouts.accumulator(NOW))
+    for i in range(steps):
+        stage = it % STAGES
+        mbarrier.wait(ready.index(stage), (it // STAGES) & 1)
+        words = w_view.index(stage).slice(WG * 512, 512, dim=2).load(layouts.words(True, 4))
+        scale1 = s_view.index(stage * PER).slice(WG * 8, 8, dim=1).load(scale_layout)
+        scale2 = scale1
+        if PER == 2:
+            scale2 = s_view.index(stage * PER + 1).slice(WG * 8, 8, dim=1).load(scale_layout)
+        zero1 = 0
+        zero2 = 0
+        if ZEROS:
+            group = s_row + (i * STEP) // GROUP
+            zero1 = _zero_offsets(zero, group, zero_words, tile + WG, pair_tiles)
+            zero2 = zero1
+            if PER == 2:
+                zero2 = _zero_offsets(zero, group + 1, zero_words, tile + WG, pair_tiles)
+        a = common.step_weights(words, scale1, scale2, zero1, zero2, True, NOW, True, ZEROS)
+        acc = warpgroup_mma(a, x_view.index(stage * (TOKENS // NOW)).permute((1, 0)), acc, is_async=True)
+        acc, a = warpgroup_mma_wait(0, deps=(acc, a))
+        mbarrier.arrive(empty.index(stage), count=1)
+        it += 1
+    column = (tile + WG) * 64
+    second = (tile + WG + pair_tiles) * 64
+    _store_chunks(acc * weights.UNDO, out, row, end_row, column, second, columns, stride, GATED, NOW)
+    return it
+
+
+@gluon.jit
+def _store_chunks(acc, out, row, end_row, column, second, columns, stride, GATED: gl.constexpr, NOW: gl.constexpr):
+    """Stores accumulators 32 tokens at a time, so that little shared memory is needed to regroup them."""
+    if NOW == 32:
+        one, two = common.pair_columns(acc, True, 32)
+        common.store_pair(one, two, out, row, end_row, column, second, columns, stride, GATED, True, 32)
+    else:
+        half: gl.constexpr = NOW // 2
+        lower, upper = gl.split(acc.reshape([128, 2, half]).permute([0, 2, 1]))
+        _store_chunks(lower, out, row, end_row, column, second, columns, stride, GATED, half)
+        if row + half < end_row:
+            _store_chunks(upper, out, row + half, end_row, column, second, columns, stride, GATED, half)
+
+
+@gluon.jit
+def _multiply(w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks, pair_tiles,
+              columns, stride, zero_words, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
+              GROUP: gl.constexpr, ZEROS: gl.constexpr, GATED: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr):  # fmt: skip
+    """A multiplying warpgroup."""
+    PER: gl.constexpr = 1 if GROUP >= STEP else STEP // GROUP
+    w_view = reinterpret(w_buf, gl.uint8, [STAGES, 2, 4, GROUPS_OF_WARPS * 512], layouts.plain_shared())
+    s_view = reinterpret(s_buf, gl.bfloat16, [STAGES * PER, 2, GROUPS_OF_WARPS * 8, 8], layouts.plain_shared())
+    it = 0
+    for index in range(gl.program_id(0), gl.load(num_tiles) * blocks, gl.num_programs(0)):
+        expert, row, end_row, block = _find(index, tiles, blocks, TOKENS)
+        tile = block * (GROUPS_OF_WARPS if GATED else 2 * GROUPS_OF_WARPS)
+        s_row = expert * groups
+        left = end_row - row
+        if TOKENS > 32 and left <= 32:
+            it = _item(it, w_view, x_buf, s_view, ready, empty, zero, out, row, end_row, s_row, steps, tile, pair_tiles,
+                       columns, stride, zero_words, WG, 32, TOKENS, STAGES, GROUP, ZEROS, GATED)  # fmt: skip
+        elif TOKENS > 64 and left <= 64:
+            it = _item(it, w_view, x_buf, s_view, ready, empty, zero, out, row, end_row, s_row, steps, tile, pair_tiles,
+                       columns, stride, zero_words, WG, 64, TOKENS, STAGES, GROUP, ZEROS, GATED)  # fmt: skip
+        else:
+            it = _item(it, w_view, x_buf, s_view, ready, empty, zero, out, row, end_row, s_row, steps, tile, pair_tiles,
+                       columns, stride, zero_words, WG, TOKENS, TOKENS, STAGES, GROUP, ZEROS, GATED)  # fmt: skip
+
+
+@gluon.jit
+def expert_product_wide(
+    w_desc,
+    x_desc,
+    s_desc,
+    zero,
+    out,
+    tiles,
+    num_tiles,
+    slabs,
+    groups,
+    steps,
+    blocks,
+    pair_tiles,
+    columns,
+    stride,
+    zero_words,
+    TOKENS: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
+    ZEROS: gl.constexpr,
+    GATED: gl.constexpr,
+    GROUPS_OF_WARPS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """out[row] = x[row] @ W[expert of row].T, or SwiGLU of its halves.
+
+    Args as of `narrow.expert_product_narrow`, except:
+        w_desc: block `[4, GROUPS_OF_WARPS, 128]`; x_desc: block `[32, 64]`; s_desc: block `[1, 64 GROUPS_OF_WARPS]`.
+        tiles: int32 `[T, 8]`: expert, first row, end row of the expert, the expert's first tile, its tiles.
+        num_tiles: int32 `[1]`, tiles in use.
+        steps: of 64 rows of k.
+        blocks: of columns.
+        GROUPS_OF_WARPS: multiplying warpgroups; a program takes 64 columns of each half for each of them.
+        REGISTERS: of a thread of these.
+    """
+    PER: gl.constexpr = 1 if GROUP >= STEP else STEP // GROUP
+    w_buf = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 4, GROUPS_OF_WARPS, 128], layouts.word_buffer())
+    x_buf = gl.allocate_shared_memory(gl.bfloat16, [STAGES * (TOKENS // 32), 32, STEP], layouts.token_buffer())
+    s_shape: gl.constexpr = [STAGES * 2 * PER, 1, GROUPS_OF_WARPS * 64]
+    s_buf = gl.allocate_shared_memory(gl.bfloat16, s_shape, layouts.scale_buffer())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=GROUPS_OF_WARPS)
+    fence_async_shared()
+    barrier()
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    if GROUPS_OF_WARPS == 2:
+        gl.warp_specialize([
+            (_multiply, (w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks,
+                         pair_tiles, columns, stride, zero_words, 0, TOKENS, STAGES, GROUP, ZEROS, GATED, 2)),
+            (_multiply, (w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks,
+                         pair_tiles, columns, stride, zero_words, 1, TOKENS, STAGES, GROUP, ZEROS, GATED, 2)),
+            (_copy, (w_desc, x_desc, s_desc, w_buf, x_buf, s_buf, ready, empty, tiles, num_tiles, slabs, groups, steps,
+                     blocks, pair_tiles, TOKENS, STAGES, GROUP, GATED, 2, DEPENDENT)),
+        ], [4, 1], [REGISTERS, 24])  # fmt: skip
+    else:
+        gl.static_assert(GROUPS_OF_WARPS == 4)
+        gl.warp_specialize([
+            (_multiply, (w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks,
+                         pair_tiles, columns, stride, zero_words, 0, TOKENS, STAGES, GROUP, ZEROS, GATED, 4)),
+            (_multiply, (w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks,
+                         pair_tiles, columns, stride, zero_words, 1, TOKENS, STAGES, GROUP, ZEROS, GATED, 4)),
+            (_multiply, (w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks,
+                         pair_tiles, columns, stride, zero_words, 2, TOKENS, STAGES, GROUP, ZEROS, GATED, 4)),
+            (_multiply, (w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks,
+                         pair_tiles, columns, stride, zero_words, 3, TOKENS, STAGES, GROUP, ZEROS, GATED, 4)),
+            (_copy, (w_desc, x_desc, s_desc, w_buf, x_buf, s_buf, ready, empty, tiles, num_tiles, slabs, groups, steps,
+                     blocks, pair_tiles, TOKENS, STAGES, GROUP, GATED, 4, DEPENDENT)),
+        ], [4, 4, 4, 1], [REGISTERS, REGISTERS, REGISTERS, 24])  # fmt: skip

@@ -1,0 +1,113 @@
+"""The small numeric steps, bit for bit: what the interpreter gets wrong must come out right in both worlds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from moeq_kernels import interpreter
+from moeq_kernels.device.numerics import dot, round_half_even, round_to, sigmoid
+from moeq_kernels.device.scales import e2m1_to_float, scale_to_float
+from moeq_kernels.launch import quantize
+
+INTERPRET = interpreter.active()
+
+
+@triton.jit
+def _round_kernel(x, y, SIZE: tl.constexpr, INTERPRET: tl.constexpr):
+    index = tl.arange(0, SIZE)
+    tl.store(y + index, round_to(tl.load(x + index), y.dtype.element_ty, INTERPRET))
+
+
+@triton.jit
+def _scales_kernel(x, y, CODES: tl.constexpr, SIZE: tl.constexpr):
+    index = tl.arange(0, SIZE)
+    if CODES:
+        tl.store(y + index, e2m1_to_float(tl.load(x + index).to(tl.int32)))
+    else:
+        tl.store(y + index, scale_to_float(tl.load(x + index)))
+
+
+@triton.jit
+def _map_kernel(x, y, SIZE: tl.constexpr, ROUND: tl.constexpr):
+    index = tl.arange(0, SIZE)
+    value = tl.load(x + index)
+    tl.store(y + index, round_half_even(value) if ROUND else sigmoid(value))
+
+
+@triton.jit
+def _dot_kernel(a, b, c, INTERPRET: tl.constexpr):
+    rows = tl.arange(0, 32)[:, None]
+    columns = tl.arange(0, 32)[None, :]
+    index = rows * 32 + columns
+    acc = tl.zeros((32, 32), c.dtype.element_ty)
+    tl.store(c + index, dot(tl.load(a + index), tl.load(b + index), acc, INTERPRET))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+def test_rounding_to_16_bits_is_to_nearest_even(dtype: torch.dtype, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(0, 1 << 32, (4096,), generator=generator, dtype=torch.int64)
+    bits[1000:2000] = bits[1000:2000] & ~0x7FFF | 0x8000  # ties
+    special = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-45, 3.4e38]
+    x = (bits - ((bits >> 31) << 32)).to(torch.int32).view(torch.float32)
+    x[: len(special)] = torch.tensor(special)
+    if dtype == torch.float16:
+        x[2000:] = x[2000:].abs().clamp(1e-6, 6e4).nan_to_num()
+    y = torch.empty(4096, dtype=dtype, device=device)
+    _round_kernel[(1,)](x.to(device), y, SIZE=4096, INTERPRET=INTERPRET)
+    wanted = x.to(dtype)
+    same = (y.cpu().view(torch.int16) == wanted.view(torch.int16)) | (y.cpu().isnan() & wanted.isnan())
+    assert same.all(), x[~same][:5]
+
+
+def test_every_e2m1_code(device: torch.device) -> None:
+    codes = torch.arange(16, dtype=torch.uint8, device=device)
+    y = torch.empty(16, device=device)
+    _scales_kernel[(1,)](codes, y, CODES=True, SIZE=16)
+    positive = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    assert y.tolist() == positive + [-value for value in positive]
+    assert y.cpu().signbit().tolist() == [False] * 8 + [True] * 8
+
+
+def test_every_e8m0_byte(device: torch.device) -> None:
+    codes = torch.arange(256, dtype=torch.uint8, device=device)
+    y = torch.empty(256, device=device)
+    _scales_kernel[(1,)](codes, y, CODES=False, SIZE=256)
+    assert y[255].isnan()
+    assert y[:255].tolist() == [2.0 ** (byte - 127) for byte in range(255)]
+
+
+def test_round_half_even(device: torch.device) -> None:
+    x = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, 126.5, 127.49, -127.5, 0.49999997, 1e6, 3.0, -2.5, 7.51, 0, 1, -1])
+    y = torch.empty(16, device=device)
+    _map_kernel[(1,)](x.to(device), y, SIZE=16, ROUND=True)
+    assert torch.equal(y.cpu(), torch.round(x))
+
+
+def test_sigmoid_at_both_ends(device: torch.device) -> None:
+    x = torch.tensor([-1e4, -88.0, -20.0, -1.0, 0.0, 1.0, 20.0, 1e4])
+    y = torch.empty(8, device=device)
+    _map_kernel[(1,)](x.to(device), y, SIZE=8, ROUND=False)
+    torch.testing.assert_close(y.cpu(), torch.sigmoid(x), rtol=1e-6, atol=1e-38)
+
+
+@pytest.mark.parametrize(("dtype", "out"), [(torch.bfloat16, torch.float32), (torch.int8, torch.int32)])
+def test_dot(dtype: torch.dtype, out: torch.dtype, device: torch.device) -> None:
+    a, b = (torch.randint(-128, 128, (32, 32), generator=torch.Generator().manual_seed(i)).to(dtype) for i in (0, 1))
+    c = torch.empty(32, 32, dtype=out, device=device)
+    _dot_kernel[(1,)](a.to(device), b.to(device), c, INTERPRET=INTERPRET)
+    assert torch.equal(c.double().cpu(), a.double() @ b.double())  # small integers: exact
+
+
+@pytest.mark.parametrize("columns", [64, 100, 5000])
+def test_quantised_rows(columns: int, device: torch.device) -> None:
+    x = torch.randn(3, columns, generator=torch.Generator().manual_seed(columns)).bfloat16()
+    x[1] = 0
+    codes, scales = quantize(x.to(device), None)
+    top = x.float().abs().amax(1)
+    wanted = torch.where(top > 0, top / 127, 1.0)
+    assert torch.equal(scales.cpu(), wanted)
+    assert torch.equal(codes.cpu(), torch.round(x.float() / wanted[:, None]).to(torch.int8))
