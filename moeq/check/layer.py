@@ -42,6 +42,7 @@ class LayerCheck:
         dtype: activation dtype.
         seed: of the random tokens.
         activation: the model's activation.
+        fused: also run the fused layer; without, each product alone.
     """
 
     converted: Checkpoint
@@ -52,6 +53,7 @@ class LayerCheck:
     dtype: torch.dtype
     seed: int
     activation: Activation
+    fused: bool = True
 
     @property
     def widths(self) -> dict[Projection, int]:
@@ -109,7 +111,7 @@ def check_layer(check: LayerCheck, advance: Callable[[str], None]) -> LayerRepor
     layer, sample = check.entry.layer, check.sample
     inputs = make_inputs(check.reference, sample, check.k_of("up"), check.dtype, check.seed).to(check.device)
     packed = load_packed(check.converted, check.entry, sample.experts, check.device)
-    output, unequal, repeated = _run_fused(check, packed, inputs, advance)
+    output, unequal, repeated = _run_fused(check, packed, inputs, advance) if check.fused else (None, (), 0)
     products = _run_products(check, packed, inputs)
     timings = time_runs(packed, inputs, check.activation, layer) if check.device.type == "cuda" else ()
     del packed
@@ -121,11 +123,13 @@ def check_layer(check: LayerCheck, advance: Callable[[str], None]) -> LayerRepor
         if len(tokens):
             expert = check.expert(expert_id)
             first = _compare_expert(check, comparisons, products, expert, (inputs, tokens, slots), expert_id)
-            through = pass_int8 if check.int8("down") else pass_16bit
-            whole.add(through(inputs.x[tokens], expert, first, check.combine, check.dtype), tokens, slots)
+            if output is not None:
+                through = pass_int8 if check.int8("down") else pass_16bit
+                whole.add(through(inputs.x[tokens], expert, first, check.combine, check.dtype), tokens, slots)
         advance(f"layer {layer} expert {expert_id}")
     found = [_explained(check, comparison, products, inputs) for comparison in comparisons.values()]
-    found.append(whole.result(layer, output, sample.experts, check.k_of("up")))
+    if output is not None:
+        found.append(whole.result(layer, output, sample.experts, check.k_of("up")))
     done = replace(sample, runs=tuple(run for run, _ in inputs.runs))
     return LayerReport(done, tuple(found), repeated, unequal, timings)
 

@@ -293,3 +293,62 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass(frozen=True)
+class SabotageResult:
+    """One damage and who noticed.
+
+    Attributes:
+        sabotage: name of the kind of damage.
+        place: `expert 2 up`.
+        damage: what was done.
+        digest: what the digests said, or None where they said nothing.
+        numeric: what the kernels' numbers said without any digest, or None where the damage stays below their bound.
+        exceedance: error over bound.
+    """
+
+    sabotage: str
+    place: str
+    damage: str
+    digest: str | None
+    numeric: str | None
+    exceedance: float = 0.0
+
+    @property
+    def caught(self) -> bool:
+        """Whether `run-check` as it runs by default would have failed."""
+        return self.digest is not None or self.numeric is not None
+
+
+@dataclass(frozen=True)
+class SelftestReport:
+    """Every damage done to one converted checkpoint.
+
+    Attributes:
+        destination: the converted checkpoint (which stays as it is).
+        scheme: title of the scheme.
+        layout: layout id.
+        device: where the kernels ran.
+        layer: the layer whose experts were damaged.
+        results: one per damage.
+        false_alarms: what was reported at places that were not damaged.
+    """
+
+    destination: str
+    scheme: str
+    layout: str
+    device: str
+    layer: int
+    results: tuple[SabotageResult, ...]
+    false_alarms: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Every damage caught and nothing else reported."""
+        return bool(self.results) and all(result.caught for result in self.results) and not self.false_alarms
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for a JSON document."""
+        document: dict[str, Any] = _finite({**asdict(self), "ok": self.ok})
+        return document

@@ -75,23 +75,24 @@ def check_opened(opened: Opened, options: CheckOptions, progress: Progress | Non
     """`run_check` of checkpoints that are open already."""
     started = time.monotonic()
     manifest, converted = opened.manifest, opened.converted
-    device = _device(options.device) if options.kernels else torch.device("cpu")
+    device = prepare_device(options.device) if options.kernels else torch.device("cpu")
     activation, notes = _activation(opened.reference)
     samples = choose_samples(manifest, options, device, converted) if options.kernels else ()
     dtype = str(manifest.deployment.get("dtype", "bf16"))
     checks = [
         LayerCheck(
             converted, opened.reference, manifest.layer(sample.layer), sample, device, _DTYPES[dtype], options.seed,
-            activation,
+            activation, options.whole,
         )
         for sample in samples
     ]  # fmt: skip
     derivation = _derivation(checks)  # refuses layouts without a kernel before anything long starts
 
-    digest_steps = sum(entry.num_experts for entry in manifest.layers) if options.digests else 0
+    known = [entry.layer for entry in manifest.layers]
+    layers = list(known if options.digest_layers is None else options.digest_layers) if options.digests else []
+    digest_steps = sum(manifest.layer(layer).num_experts for layer in layers)
     layer_steps = sum(len(sample.runs) + len(sample.experts) for sample in samples)
     steps = _Steps(digest_steps + layer_steps, progress or (lambda done, total, label: None))
-    layers = [entry.layer for entry in manifest.layers] if options.digests else []
     checked, mismatches = check_digests(converted, manifest, layers, steps.advance)
     found = check_layers(checks, choose_jobs(checks, options.jobs), steps.advance)
     return CheckReport(
@@ -177,7 +178,12 @@ def _derivation(checks: list[LayerCheck]) -> tuple[str, ...]:
     return (NORM_RULE, *(f"{', '.join(names)}: {line}" for line, names in lines.items()), whole)
 
 
-def _device(asked: str) -> torch.device:
+def prepare_device(asked: str) -> torch.device:
+    """The device to run on; without a GPU, chooses Triton's interpreter, which must happen before triton is imported.
+
+    Raises:
+        MoeqError: `usage.device`, `environment.no-gpu`, `environment.interpreter`.
+    """
     if asked == "auto":
         asked = "cuda" if torch.cuda.is_available() else "cpu"
     if asked not in ("cpu", "cuda"):

@@ -34,6 +34,8 @@ class CheckOptions:
         device: `auto`, `cpu` or `cuda`.
         digests: recompute the logical digests of every expert of every layer first.
         kernels: run the kernels; without, only digests are checked and neither triton nor a GPU is needed.
+        whole: also run the fused layer; without, each product alone.
+        digest_layers: layers whose digests are recomputed; None for all.
         jobs: processes that check layers at the same time on a CPU; None decides by the amount of work.
     """
 
@@ -44,6 +46,8 @@ class CheckOptions:
     device: str = "auto"
     digests: bool = True
     kernels: bool = True
+    whole: bool = True
+    digest_layers: Sequence[int] | None = None
     jobs: int | None = None
 
 

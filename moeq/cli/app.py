@@ -30,6 +30,7 @@ COMMANDS: dict[str, Command] = {
     "restore": Command("moeq.cli.restore", "Take a conversion back to its source, byte for byte."),
     "diff": Command("moeq.cli.diff", "Compare two checkpoints by dequantised values, whatever their packing."),
     "run-check": Command("moeq.cli.run_check", "Run fused kernels on converted weights against a reference."),
+    "selftest": Command("moeq.cli.selftest", "Check the checker: damage experts in memory, see each damage named."),
     "backends": Command("moeq.cli.backends", "List backend families, backends and their limits."),
     "explain": Command("moeq.cli.explain", "Explain a rule, advisory or error code."),
 }

@@ -1,0 +1,159 @@
+"""Ways in which packed experts get corrupted, as data: what each does, and to which matrices it can be done.
+
+Every damage is done to the logical matrix and packed again by the layout, so that each is what a wrong packer would
+have written; it touches one projection (`rows`) of one expert and leaves the others alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moeq.matrix import MatrixSpec, QuantizedMatrix
+
+#: Damages a matrix in `rows`; returns it with the place in words, or None where this very data cannot show it.
+Damage = Callable[[QuantizedMatrix, slice, torch.Generator], tuple[QuantizedMatrix, str] | None]
+
+
+@dataclass(frozen=True)
+class Sabotage:
+    """One kind of corruption.
+
+    Attributes:
+        name: short name.
+        what: one line for people.
+        possible: whether a matrix of that spec can have it.
+        damage: does it.
+        both_halves: it takes gate and up together.
+    """
+
+    name: str
+    what: str
+    possible: Callable[[MatrixSpec], bool]
+    damage: Damage
+    both_halves: bool = False
+
+
+def _pick(limit: int, generator: torch.Generator) -> int:
+    return int(torch.randint(limit, (), generator=generator))
+
+
+def _flip_code(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator) -> tuple[QuantizedMatrix, str]:
+    codes = matrix.codes.clone()
+    n, k = _pick(rows.stop - rows.start, generator), _pick(matrix.spec.k, generator)
+    codes[rows.start + n, k] ^= 1
+    return replace(matrix, codes=codes), f"lowest bit of weight ({n}, {k})"
+
+
+def _swap_scales(
+    matrix: QuantizedMatrix, rows: slice, generator: torch.Generator
+) -> tuple[QuantizedMatrix, str] | None:
+    scales = matrix.scales.clone()
+    part = scales[rows].flatten()
+    first = _pick(part.numel(), generator)
+    others = torch.where(part != part[first])[0]
+    if not len(others):
+        return None
+    second = int(others[_pick(len(others), generator)])
+    groups = scales.shape[1]
+    places = [divmod(at, groups) for at in (first, second)]
+    one, two = ((rows.start + n, g) for n, g in places)
+    scales[one], scales[two] = scales[two].clone(), scales[one].clone()
+    return replace(matrix, scales=scales), f"scales (row, group) {places[0]} and {places[1]} exchanged"
+
+
+def _transpose_tile(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator) -> tuple[QuantizedMatrix, str]:
+    codes = matrix.codes.clone()
+    n, k = 16 * _pick((rows.stop - rows.start) // 16, generator), 16 * _pick(matrix.spec.k // 16, generator)
+    tile = (slice(rows.start + n, rows.start + n + 16), slice(k, k + 16))
+    codes[tile] = codes[tile].T.clone()
+    return replace(matrix, codes=codes), f"16 x 16 tile at ({n}, {k}) transposed"
+
+
+def _drop_zero(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator) -> tuple[QuantizedMatrix, str] | None:
+    if matrix.zeros is None:
+        return None
+    middle = 1 << (matrix.spec.bits - 1)
+    n, g = (int(found) for found in (torch.argwhere(matrix.zeros[rows] != middle)[0]))
+    zeros = matrix.zeros.clone()
+    zeros[rows.start + n, g] = middle
+    return replace(matrix, zeros=zeros), f"zero point of row {n} group {g} forgotten (taken as {middle})"
+
+
+def _shift_groups(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator) -> tuple[QuantizedMatrix, str]:
+    several = matrix.scales.shape[1] > 1
+    n = _pick(rows.stop - rows.start, generator)
+    scales = matrix.scales.clone()
+    if several:
+        scales[rows.start + n] = scales[rows.start + n].roll(1)
+        return replace(matrix, scales=scales), f"scales of row {n} shifted by one group"
+    scales[rows] = scales[rows].roll(1, dims=0)
+    return replace(matrix, scales=scales), "scales shifted by one row"
+
+
+def _swap_halves(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator) -> tuple[QuantizedMatrix, str]:
+    def swap(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.roll(tensor.shape[0] // 2, dims=0)
+
+    swapped = replace(
+        matrix,
+        codes=matrix.codes.roll(matrix.spec.n // 2, dims=0),
+        scales=matrix.scales.roll(matrix.spec.n // 2, dims=0),
+        zeros=swap(matrix.zeros),
+        bias=swap(matrix.bias),
+        global_scale=swap(matrix.global_scale),
+    )
+    return swapped, "gate and up exchanged"
+
+
+def _change_bias(
+    matrix: QuantizedMatrix, rows: slice, generator: torch.Generator
+) -> tuple[QuantizedMatrix, str] | None:
+    if matrix.bias is None:
+        return None
+    bias = matrix.bias.clone()
+    n = int(bias[rows].float().abs().argmax())
+    bias[rows.start + n] *= 1.125
+    return replace(matrix, bias=bias), f"bias of row {n} times 1.125"
+
+
+def _next_exponent(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator) -> tuple[QuantizedMatrix, str]:
+    scales = matrix.scales.clone()
+    n, g = _pick(rows.stop - rows.start, generator), _pick(scales.shape[1], generator)
+    scales[rows.start + n, g] += 1 if int(scales[rows.start + n, g]) < 254 else -1
+    return replace(matrix, scales=scales), f"exponent of row {n} group {g} off by one"
+
+
+def _change_group(
+    matrix: QuantizedMatrix, rows: slice, generator: torch.Generator
+) -> tuple[QuantizedMatrix, str] | None:
+    if matrix.group_index is None:
+        return None
+    index = matrix.group_index.clone()
+    k = _pick(matrix.spec.k, generator)
+    other = int(torch.where(index != index[k])[0][0])
+    index[k], index[other] = index[other].clone(), index[k].clone()
+    return replace(matrix, group_index=index), f"groups of input features {k} and {other} exchanged"
+
+
+#: Damages to one expert, in the order of the report. `swap experts` and swapped arguments are added by the self-test.
+SABOTAGES: tuple[Sabotage, ...] = (
+    Sabotage("flip a code", "one bit of one weight", lambda spec: True, _flip_code),
+    Sabotage("swap two scales", "two scales exchanged", lambda spec: True, _swap_scales),
+    Sabotage("transpose a tile", "a 16 x 16 tile of codes transposed", lambda spec: True, _transpose_tile),
+    Sabotage("drop a zero point", "one zero point forgotten", lambda spec: not spec.symmetric, _drop_zero),
+    Sabotage("shift a group", "scales moved on by one", lambda spec: True, _shift_groups),
+    Sabotage("change a group", "two input features in each other's group", lambda spec: spec.act_order, _change_group),
+    Sabotage("change a bias", "one bias 12.5 % larger", lambda spec: spec.bias_dtype is not None, _change_bias),
+    Sabotage("e8m0 off by one", "one scale twice as large", lambda spec: spec.scale_dtype == "e8m0", _next_exponent),
+    Sabotage(
+        "swap gate and up",
+        "the halves of w13 exchanged",
+        lambda spec: spec.role == "w13" and spec.gated,
+        _swap_halves,
+        both_halves=True,
+    ),
+)

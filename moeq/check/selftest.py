@@ -1,0 +1,237 @@
+"""The check, checked: damage a converted checkpoint in memory in every known way, and see that each damage is named.
+
+All damages of a format are done at once, each at a place (layer, expert, projection) of its own: every place is judged
+on its own, so one run shows for each damage whether it is caught, and for every other place that nothing is made up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+import moeq
+from moeq.check.overlay import OverlaySource, open_overlay
+from moeq.check.packed import load_packed
+from moeq.check.records import CheckReport, SabotageResult, SelftestReport
+from moeq.check.run_check import Opened, check_opened, open_both
+from moeq.check.sabotage import SABOTAGES, Sabotage
+from moeq.check.sampling import CheckOptions
+from moeq.checkpoint.manifest import LayerEntry, Projection, StackedRole
+from moeq.errors import MoeqError
+from moeq.layouts.padding import PaddingPlan
+from moeq.layouts.registry import get_layout
+from moeq.matrix import QuantizedMatrix
+from moeq.model import Checkpoint
+
+#: Tokens of the damaged run, besides those that all go to the same experts.
+TOKENS = (33,)
+
+_ROLE: dict[Projection, StackedRole] = {"gate": "w13", "up": "w13", "down": "w2"}
+
+Advance = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place of its own for one damage."""
+
+    expert: int
+    projections: tuple[Projection, ...]
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A damage that was done."""
+
+    name: str
+    text: str
+    sites: tuple[Site, ...]
+
+
+def selftest(
+    dst: str | Path,
+    source: str | Path | None = None,
+    *,
+    seed: int = 0,
+    device: str = "auto",
+    advance: Advance | None = None,
+) -> SelftestReport:
+    """Damage a converted checkpoint in memory and check it, by digests and by kernels apart.
+
+    Args:
+        dst: output of `moeq convert`; read, never written.
+        source: the checkpoint it came from (see `run_check`).
+        seed: where the damages are.
+        device: as in `run_check`.
+        advance: called with what is being done.
+
+    Raises:
+        MoeqError: what `run_check` raises; `usage.selftest` where the checkpoint has no room for the damages.
+    """
+    say = advance or (lambda label: None)
+    opened = open_both(dst, source)
+    entry = next((one for one in opened.manifest.layers if not getattr(one, "ranks", ())), None)
+    if entry is None:
+        raise MoeqError("usage.selftest", f"{dst} is written rank by rank", "self-test a conversion for one rank")
+    converted, overlay = open_overlay(Path(dst), opened.manifest)
+    reference = opened.reference if opened.reference.kind == "source" else moeq.open(dst)
+    planted = _plant(converted, overlay, entry, torch.Generator().manual_seed(seed))
+    experts = sorted({site.expert for one in planted for site in one.sites} | set(range(min(2, entry.num_experts))))
+    damaged = replace(opened, converted=converted, reference=reference)
+    say("digests of the damaged experts")
+    by_digest = check_opened(damaged, CheckOptions(kernels=False, digest_layers=(entry.layer,)))
+    say("kernels on the damaged experts")
+    numeric = CheckOptions(
+        layers=(entry.layer,), experts=experts, tokens=TOKENS, seed=seed, device=device, digests=False, whole=False
+    )
+    by_kernel = check_opened(damaged, numeric)
+    results = [_outcome(one, by_digest, by_kernel) for one in planted]
+    results.append(_swapped_arguments(opened, entry, by_kernel.dtype, device))
+    return SelftestReport(
+        destination=str(dst),
+        scheme=by_kernel.scheme,
+        layout=by_kernel.layout,
+        device=by_kernel.device,
+        layer=entry.layer,
+        results=tuple(results),
+        false_alarms=tuple(_false_alarms(planted, by_digest, by_kernel)),
+    )
+
+
+def _plant(
+    converted: Checkpoint, overlay: OverlaySource, entry: LayerEntry, generator: torch.Generator
+) -> list[Planted]:
+    """Do every damage that the format can have; patches the overlay."""
+    layer = entry.layer
+    matrices: dict[tuple[StackedRole, int], QuantizedMatrix] = {}
+    planted = []
+    free = _Sites(entry)
+    for sabotage in SABOTAGES:
+        site = free.take(sabotage)
+        if site is None:
+            continue
+        role = _ROLE[site.projections[0]]
+        before = matrices.get((role, site.expert)) or converted.matrix(layer, site.expert, role)
+        found = sabotage.damage(before, _rows(before, site), generator)
+        if found is not None:
+            matrices[role, site.expert] = found[0]
+            planted.append(Planted(sabotage.name, found[1], (site,)))
+    for (role, expert), matrix in matrices.items():
+        _write(overlay, entry, role, expert, matrix)
+    pair = free.take_pair(set(matrices))
+    if pair is not None:
+        role = _ROLE[pair[0].projections[0]]
+        # Both are read before either is written: the overlay shows what was written at once.
+        contents = [converted.matrix(layer, site.expert, role) for site in pair]
+        for site, matrix in zip(pair, reversed(contents), strict=True):
+            _write(overlay, entry, role, site.expert, matrix)
+        text = f"{role} of experts {pair[0].expert} and {pair[1].expert} exchanged"
+        planted.append(Planted("swap two experts", text, pair))
+    return planted
+
+
+class _Sites:
+    """Hands out places, each once: projections of one expert after another, the largest damages last."""
+
+    def __init__(self, entry: LayerEntry) -> None:
+        self._specs = {role: matrix.spec for role, matrix in entry.matrices.items()}
+        names: tuple[Projection, ...] = ("gate", "up", "down") if self._specs["w13"].gated else ("up", "down")
+        self._names = names
+        self._free = [(expert, name) for expert in range(entry.num_experts) for name in names]
+
+    def take(self, sabotage: Sabotage) -> Site | None:
+        """The first free place where it is possible."""
+        if sabotage.both_halves:
+            return self._take_halves(sabotage)
+        for expert, name in self._free:
+            if sabotage.possible(self._specs[_ROLE[name]]):
+                self._free.remove((expert, name))
+                return Site(expert, (name,))
+        return None
+
+    def _take_halves(self, sabotage: Sabotage) -> Site | None:
+        if not sabotage.possible(self._specs["w13"]):
+            return None
+        for expert in dict.fromkeys(expert for expert, _ in self._free):
+            if {(expert, "gate"), (expert, "up")} <= set(self._free):
+                self._free = [one for one in self._free if one not in ((expert, "gate"), (expert, "up"))]
+                return Site(expert, ("gate", "up"))
+        return None
+
+    def take_pair(self, used: set[tuple[StackedRole, int]]) -> tuple[Site, Site] | None:
+        """Two experts that have the whole of w2, or else of w13, still free."""
+        for role in ("w2", "w13"):
+            names = tuple(name for name in self._names if _ROLE[name] == role)
+            experts = sorted({expert for expert, _ in self._free})
+            whole = [e for e in experts if all((e, name) in self._free for name in names) and (role, e) not in used]
+            if len(whole) >= 2:
+                return Site(whole[0], names), Site(whole[-1], names)
+        return None
+
+
+def _rows(matrix: QuantizedMatrix, site: Site) -> slice:
+    half = matrix.spec.n // 2
+    if matrix.spec.role != "w13" or not matrix.spec.gated or len(site.projections) > 1:
+        return slice(0, matrix.spec.n)
+    return slice(0, half) if site.projections[0] == "gate" else slice(half, matrix.spec.n)
+
+
+def _write(overlay: OverlaySource, entry: LayerEntry, role: StackedRole, expert: int, matrix: QuantizedMatrix) -> None:
+    """Pack a matrix and let the overlay show it as that expert's."""
+    layout = get_layout(entry.layout, allow_lossy=True)
+    w13, w2 = entry.matrices["w13"], entry.matrices["w2"]
+    padding = PaddingPlan(layout.padding, w13.padded_spec, w2.padded_spec, w13.spec, w2.spec)
+    for part, tensor in layout.pack(padding.pad(matrix)).items():
+        name = entry.matrices[role].tensors[part]
+        overlay.patch(name, expert, tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+
+def _outcome(planted: Planted, by_digest: CheckReport, by_kernel: CheckReport) -> SabotageResult:
+    places = {(site.expert, name) for site in planted.sites for name in site.projections}
+    digests = [one.text for one in by_digest.digest_mismatches if (one.expert, one.projection) in places]
+    found = {(one.expert, result.name): one for result in by_kernel.results for one in result.experts}
+    errors = [found[place] for place in sorted(places)]
+    worst = max(errors, key=lambda one: one.exceedance)
+    return SabotageResult(
+        sabotage=planted.name,
+        place=", ".join(f"expert {expert} {name}" for expert, name in sorted(places)),
+        damage=planted.text,
+        digest=digests[0] if len(digests) == len(places) else None,
+        numeric=worst.text if all(not one.passed for one in errors) else None,
+        exceedance=worst.exceedance,
+    )
+
+
+def _false_alarms(planted: list[Planted], by_digest: CheckReport, by_kernel: CheckReport) -> Iterator[str]:
+    """What was reported at places that nobody touched."""
+    places = {(site.expert, name) for one in planted for site in one.sites for name in site.projections}
+    for mismatch in by_digest.digest_mismatches:
+        if (mismatch.expert, mismatch.projection) not in places:
+            yield mismatch.text
+    for result in by_kernel.results:
+        for one in result.failed:
+            if (one.expert, result.name) not in places:
+                yield f"{result.name} {one.text}"
+
+
+def _swapped_arguments(opened: Opened, entry: LayerEntry, dtype: str, device: str) -> SabotageResult:
+    """`fused_moe(x, experts, ids, weights)` must be refused: both are `[tokens, top_k]`."""
+    from moeq_kernels import KernelArgumentError, fused_moe
+
+    where = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+    experts = load_packed(opened.converted, entry, range(min(2, entry.num_experts)), where)
+    kind = torch.float16 if dtype == "fp16" else torch.bfloat16
+    x = torch.zeros(1, entry.matrices["w13"].spec.k, dtype=kind, device=where)
+    ids = torch.tensor([[0, 1]][: min(2, entry.num_experts)], device=where)
+    weights = torch.ones(ids.shape, device=where)
+    refused = None
+    try:
+        fused_moe(x, experts, ids, weights)
+    except KernelArgumentError as error:
+        refused = f"refused: {error.message}"
+    return SabotageResult(
+        "swap topk arguments", "the call of the kernels", "ids where weights belong", refused, refused
+    )

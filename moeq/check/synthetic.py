@@ -1,0 +1,210 @@
+"""Small checkpoints with random weights, one of every kind of format, for the self-test where no other is at hand.
+
+Written here bit by bit from the formats' own definitions, without moeq's schemes, so that reading them back proves
+something too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 4, 2, 128, 64
+
+#: Writes the tensors of one projection `[N, K]` under a prefix.
+Projection = Callable[[str, int, int, torch.Generator], dict[str, Tensor]]
+
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One small checkpoint.
+
+    Attributes:
+        name: folder name.
+        layout: layout it is converted to.
+        quantization: the config's `quantization_config`.
+        projection: writes one projection of one expert; None for gpt-oss, which stacks its experts.
+    """
+
+    name: str
+    layout: str
+    quantization: dict[str, Any]
+    projection: Projection | None
+
+    def write(self, folder: Path, seed: int = 0) -> None:
+        """Write `config.json` and `model.safetensors` into a new folder."""
+        from safetensors.torch import save_file
+
+        generator = torch.Generator().manual_seed(seed)
+        folder.mkdir(parents=True)
+        family = _QWEN if self.projection else _GPT_OSS
+        config = {**family, **_SIZES, "quantization_config": self.quantization}
+        (folder / "config.json").write_text(json.dumps(config, indent=1))
+        tensors = _stacked(generator) if self.projection is None else _each(self.projection, generator)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(folder / "model.safetensors"))
+
+
+_SIZES = {
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 1,
+    "num_local_experts": EXPERTS,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": TOP_K,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 32,
+    "torch_dtype": "bfloat16",
+}
+_QWEN = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_act": "silu",
+    "moe_intermediate_size": INTERMEDIATE,
+    "intermediate_size": 2 * INTERMEDIATE,
+    "norm_topk_prob": True,
+}
+_GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "hidden_act": "silu",
+    "intermediate_size": INTERMEDIATE,
+    "swiglu_limit": 7.0,
+}
+
+
+def _each(projection: Projection, generator: torch.Generator) -> dict[str, Tensor]:
+    tensors = {"model.layers.0.mlp.gate.weight": _normal((EXPERTS, HIDDEN), generator).to(torch.bfloat16)}
+    for expert in range(EXPERTS):
+        for name, n, k in (
+            ("gate", INTERMEDIATE, HIDDEN),
+            ("up", INTERMEDIATE, HIDDEN),
+            ("down", HIDDEN, INTERMEDIATE),
+        ):
+            tensors |= projection(f"model.layers.0.mlp.experts.{expert}.{name}_proj.", n, k, generator)
+    return tensors
+
+
+def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator)
+
+
+def _integers(high: int, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randint(high, shape, generator=generator)
+
+
+def _words(fields: Tensor, bits: int, axis: int) -> Tensor:
+    """int32 words of `32 / bits` consecutive fields along an axis, the first in the lowest bits."""
+    per = 32 // bits
+    parts = fields.to(torch.int64).unflatten(axis, (-1, per))
+    shifts = (torch.arange(per) * bits).view([per if d == axis + 1 else 1 for d in range(parts.dim())])
+    words = (parts << shifts).sum(dim=axis + 1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def _scales(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return 0.004 + 0.012 * torch.rand(shape, generator=generator)
+
+
+def _gptq(bits: int, group: int, *, symmetric: bool = True, act_order: bool = False) -> Projection:
+    def write(prefix: str, n: int, k: int, generator: torch.Generator) -> dict[str, Tensor]:
+        groups, high = k // group, 1 << bits
+        codes = _integers(high, (k, n), generator)
+        # The first GPTQ format stores zero points minus one.
+        zeros = torch.full((groups, n), high // 2 - 1) if symmetric else _integers(high - 1, (groups, n), generator)
+        index = torch.arange(k) // group
+        index = index[torch.randperm(k, generator=generator)] if act_order else index
+        return {
+            f"{prefix}qweight": _words(codes, bits, 0),
+            f"{prefix}qzeros": _words(zeros, bits, 1),
+            f"{prefix}scales": _scales((groups, n), generator).half(),
+            f"{prefix}g_idx": index.to(torch.int32),
+        }
+
+    return write
+
+
+def _awq(prefix: str, n: int, k: int, generator: torch.Generator) -> dict[str, Tensor]:
+    def pack(fields: Tensor) -> Tensor:
+        return _words(fields.unflatten(1, (-1, 8))[:, :, list(_AWQ_ORDER)].flatten(1), 4, 1)
+
+    groups = k // 32
+    return {
+        f"{prefix}qweight": pack(_integers(16, (k, n), generator)),
+        f"{prefix}qzeros": pack(_integers(16, (groups, n), generator)),
+        f"{prefix}scales": _scales((groups, n), generator).half(),
+    }
+
+
+def _w8a8(prefix: str, n: int, k: int, generator: torch.Generator) -> dict[str, Tensor]:
+    return {
+        f"{prefix}weight": (_integers(255, (n, k), generator) - 127).to(torch.int8),
+        f"{prefix}weight_scale": (_scales((n, 1), generator) / 16).to(torch.bfloat16),
+    }
+
+
+def _stacked(generator: torch.Generator) -> dict[str, Tensor]:
+    prefix = "model.layers.0.mlp."
+    tensors = {
+        f"{prefix}router.weight": _normal((EXPERTS, HIDDEN), generator).to(torch.bfloat16),
+        f"{prefix}router.bias": _normal((EXPERTS,), generator).to(torch.bfloat16),
+    }
+    for name, n, k in (("gate_up", 2 * INTERMEDIATE, HIDDEN), ("down", HIDDEN, INTERMEDIATE)):
+        base = f"{prefix}experts.{name}_proj_"
+        tensors[f"{base}blocks"] = _integers(256, (EXPERTS, n, k // 32, 16), generator).to(torch.uint8)
+        tensors[f"{base}scales"] = (118 + _integers(5, (EXPERTS, n, k // 32), generator)).to(torch.uint8)
+        tensors[f"{base}bias"] = _normal((EXPERTS, n), generator).to(torch.bfloat16)
+    return tensors
+
+
+def _gptq_config(bits: int, group: int, *, symmetric: bool = True, act_order: bool = False) -> dict[str, Any]:
+    sizes = {"bits": bits, "group_size": group, "sym": symmetric, "desc_act": act_order}
+    return {"quant_method": "gptq", "checkpoint_format": "gptq", **sizes}
+
+
+_W8A8_CONFIG = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False},
+            "input_activations": {
+                "num_bits": 8,
+                "type": "int",
+                "strategy": "token",
+                "symmetric": True,
+                "dynamic": True,
+            },
+        }
+    },
+    "ignore": ["model.layers.0.mlp.gate", "lm_head"],
+}
+
+#: Every kind of format that the kernels read.
+RECIPES: tuple[Recipe, ...] = (
+    Recipe("gptq-int4", "marlin-wna16/1", _gptq_config(4, 32), _gptq(4, 32)),
+    Recipe("gptq-int4-asym", "marlin-wna16/1", _gptq_config(4, 32, symmetric=False), _gptq(4, 32, symmetric=False)),
+    Recipe(
+        "gptq-int4-actorder",
+        "marlin-wna16-actorder/1",
+        _gptq_config(4, 32, act_order=True),
+        _gptq(4, 32, act_order=True),
+    ),
+    Recipe("gptq-int8", "triton-wna16/1", _gptq_config(8, 32), _gptq(8, 32)),
+    Recipe(
+        "awq-int4",
+        "triton-wna16/1",
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
+        _awq,
+    ),
+    Recipe("w8a8-int8", "int8-w8a8/1", _W8A8_CONFIG, _w8a8),
+    Recipe("mxfp4", "marlin-mxfp4-interleaved/1", {"quant_method": "mxfp4"}, None),
+)

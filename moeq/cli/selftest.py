@@ -1,0 +1,74 @@
+"""`moeq selftest`: damage converted experts in memory in every known way, and see that the check names each damage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moeq.cli import options
+from moeq.cli.out import Output
+from moeq.errors import ExitCode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from moeq.check.records import SelftestReport
+
+
+def command(
+    ctx: typer.Context,
+    dst: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[DST]", help="Output of `moeq convert` [small checkpoints of every format, made here]."
+        ),
+    ] = None,
+    source: Annotated[
+        str | None, typer.Option("--source", help="The checkpoint it came from [the one its manifest names].")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the damaged places.")] = 0,
+    device: Annotated[str, typer.Option("--device", help="auto, cuda, or cpu (Triton's interpreter).")] = "auto",
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    json: options.JsonOption = False,
+) -> None:
+    """Check the checker: damages are done in memory, no file of DST is touched."""
+    from moeq.check.run_check import prepare_device
+    from moeq.check.selftest import selftest
+    from moeq.cli.progress import ProgressReport
+    from moeq.report.selftest_text import render
+
+    out: Output = ctx.obj
+    prepare_device(device)
+    with ProgressReport(out, "selftest", unit="step", quiet=quiet or json) as progress:
+        if dst is not None:
+            reports = [
+                selftest(dst, source, seed=seed, device=device, advance=lambda label: progress.update(0, 1, label))
+            ]
+        else:
+            reports = every_format(seed, device, progress.update)
+    ok = all(report.ok for report in reports)
+    document = {"formats": [report.to_json() for report in reports]}
+    out.answer(document, lambda console: render(console, reports), ok=ok)
+    if not ok:
+        raise typer.Exit(ExitCode.NO)
+
+
+def every_format(seed: int, device: str, advance: Callable[[int, int, str], None]) -> list[SelftestReport]:
+    """The self-test on a small checkpoint of every format, in a folder that is gone afterwards."""
+    import moeq
+    from moeq.check.selftest import selftest
+    from moeq.check.synthetic import RECIPES
+
+    reports = []
+    deployment = moeq.Deployment(gpu=moeq.gpu("H100"))
+    with TemporaryDirectory(prefix="moeq-selftest-") as folder:
+        for index, recipe in enumerate(RECIPES):
+            advance(index, len(RECIPES), recipe.name)
+            source, dst = Path(folder) / recipe.name, Path(folder) / f"{recipe.name}-converted"
+            recipe.write(source, seed)
+            moeq.convert(source, dst, deployment, layout=recipe.layout)
+            reports.append(selftest(dst, source, seed=seed, device=device))
+    return reports
