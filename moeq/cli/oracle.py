@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from moeq.deploy.deployment import Deployment
-    from moeq.oracle.records import Verdict
+    from moeq.oracle.records import MoeShape, Verdict
     from moeq.oracle.sweep import Cell
+    from moeq.schemes.base import Scheme
 
 _DEPLOY = options.DEPLOY
 
@@ -76,24 +77,38 @@ def command(
     return _matrix(out, src, revision, base, (gpus, tps, eps), require or [], markdown)
 
 
-def _question(src: str, revision: str | None) -> Any:
-    """Scheme, shape and declared config of a checkpoint."""
+class Question(NamedTuple):
+    """What the oracle is asked about a checkpoint."""
+
+    scheme: Scheme
+    shape: MoeShape
+    config: dict[str, Any] | None
+    prefix: str
+
+
+def _question(src: str, revision: str | None) -> Question:
+    """Scheme, shape, declared config and experts' module path of a checkpoint's first quantised layer."""
     import moeq
-    from moeq.pipeline.decide import moe_shape
+    from moeq.pipeline.decide import first_layer, moe_shape
 
     checkpoint = moeq.open(src, revision=revision)
     if checkpoint.kind == "converted":
         raise MoeqError("usage.converted", f"{src} is already converted", "ask about its source")
     declared = checkpoint.source.config.get("quantization_config")
-    scheme = checkpoint.scheme_of(checkpoint.info.moe_layers[0])
-    return scheme, moe_shape(checkpoint), declared if isinstance(declared, dict) else None
+    layer = first_layer(checkpoint)
+    return Question(
+        checkpoint.scheme_of(layer),
+        moe_shape(checkpoint, layer),
+        declared if isinstance(declared, dict) else None,
+        checkpoint.expert_prefix(layer),
+    )
 
 
 def _single(out: Output, src: str, revision: str | None, deployment: Deployment, *, brief: bool) -> int:
     from moeq.oracle.decide import judge
 
-    scheme, shape, config = _question(src, revision)
-    verdict = judge(scheme, shape, deployment, config=config)
+    scheme, shape, config, prefix = _question(src, revision)
+    verdict = judge(scheme, shape, deployment, config=config, prefix=prefix)
 
     def render(console: Console) -> None:
         from moeq.report.verdict_text import render_summary
@@ -142,8 +157,8 @@ def _matrix(
     from moeq.oracle.table import matrix_markdown
 
     gpus = [parse_gpu(name) for name in axes[0]] or [base.gpu]
-    scheme, shape, config = _question(src, revision)
-    cells = sweep(scheme, shape, base, gpus, axes[1] or [base.tp], axes[2] or [base.ep], config)
+    scheme, shape, config, prefix = _question(src, revision)
+    cells = sweep(scheme, shape, base, gpus, axes[1] or [base.tp], axes[2] or [base.ep], config, prefix)
     failures = unmet(cells, require)
     document = {
         "source": src,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -80,4 +81,11 @@ def _rocm() -> Gpu | None:
     return None
 
 
-_PROBES: tuple[Callable[[], Gpu | None], ...] = (_cuda, _rocm)
+def _xpu() -> Gpu | None:
+    """Ask torch for an Intel GPU, if torch is loaded already: importing it for this would take seconds."""
+    torch = sys.modules.get("torch")
+    xpu = getattr(torch, "xpu", None)
+    return parse_gpu("XPU") if xpu is not None and xpu.is_available() else None
+
+
+_PROBES: tuple[Callable[[], Gpu | None], ...] = (_cuda, _rocm, _xpu)

@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from moeq.oracle.methods import PREFIX
 from moeq.oracle.policy import ExpertsClass
 from moeq.oracle.records import Advisory
 from moeq.oracle.sizes import marlin_padded
@@ -149,8 +148,8 @@ def _experts_names(outcome: Outcome) -> tuple[list[str], list[str]]:
     """Names of single projections that the engine does not look at, and those it does."""
     projections = ("gate_proj", "up_proj", "down_proj")
     return (
-        [f"{PREFIX}.{e}.{p}" for e in range(1, outcome.case.shape.num_experts) for p in projections],
-        [PREFIX, *(f"{PREFIX}.0.{p}" for p in projections)],
+        [f"{outcome.prefix}.{e}.{p}" for e in range(1, outcome.case.shape.num_experts) for p in projections],
+        [outcome.prefix, *(f"{outcome.prefix}.0.{p}" for p in projections)],
     )
 
 
@@ -207,7 +206,7 @@ _RULE_MATCHERS: dict[str, Callable[[Any], list[Matcher]]] = {
 
 def _rules_before_fallback(outcome: Outcome) -> bool:
     fallback = outcome.case.method.name == "MoeWNA16Method" and outcome.entry == "gptq"
-    return fallback and any(matches(PREFIX) for matches in _gptq_rules(outcome.config))
+    return fallback and any(matches(outcome.prefix) for matches in _gptq_rules(outcome.config))
 
 
 def _emulation(outcome: Outcome) -> bool:

@@ -9,7 +9,8 @@ from typing import Any
 from moeq.deploy.deployment import Deployment
 from moeq.errors import MoeqError
 from moeq.oracle.declare import config_of
-from moeq.oracle.engine import resolve, sensitivity, settle, verdict_of
+from moeq.oracle.engine import Outcome, resolve, sensitivity, settle, verdict_of
+from moeq.oracle.methods import PREFIX
 from moeq.oracle.own import ENGINE, judge_own
 from moeq.oracle.policy import load_policy
 from moeq.oracle.records import MoeShape, Verdict
@@ -23,6 +24,7 @@ def judge(
     deployment: Deployment,
     *,
     config: Mapping[str, Any] | None = None,
+    prefix: str = PREFIX,
     explain: bool = True,
 ) -> Verdict:
     """Judge every backend for a scheme on a deployment. A refusal is a verdict too.
@@ -32,6 +34,7 @@ def judge(
         shape: sizes of the layer; biases of the scheme count as well.
         deployment: where it is to run; `engine` names the policy that decides.
         config: the checkpoint's own `quantization_config`, where at hand: per-module rules are read from it.
+        prefix: module path of the layer's experts, which those rules are matched against.
         explain: also try single changes: what would unlock each backend, and which packages and variables mattered.
 
     Raises:
@@ -40,22 +43,33 @@ def judge(
     shape = replace(shape, has_bias=shape.has_bias or scheme.has_bias)
     if deployment.engine == ENGINE:
         return judge_own(scheme, shape, deployment)
-    return judge_config(config if config is not None else config_of(scheme), shape, deployment, scheme.title, explain)
+    read = config if config is not None else config_of(scheme)
+    return judge_config(read, shape, deployment, scheme.title, prefix=prefix, explain=explain)
 
 
 def judge_config(
-    config: Mapping[str, Any], shape: MoeShape, deployment: Deployment, title: str = "", explain: bool = True
+    config: Mapping[str, Any],
+    shape: MoeShape,
+    deployment: Deployment,
+    title: str = "",
+    *,
+    prefix: str = PREFIX,
+    explain: bool = True,
 ) -> Verdict:
     """Judge a `quantization_config` under an engine policy (see `judge`)."""
     policy = load_policy(deployment.engine)
     notes: list[str] = []
     deployment = settle(deployment, notes)
-    outcome = resolve(policy, config, shape, deployment)
+    outcome = resolve(policy, config, shape, deployment, prefix=prefix)
     verdict = verdict_of(outcome, title, tuple(notes))
     if not explain:
         return verdict
-    mattered = sensitivity(outcome, lambda other: resolve(policy, config, shape, other, brief=True))
-    candidates = unlocked(outcome, shape, lambda asked, layer, where: resolve(policy, asked, layer, where, brief=True))
+
+    def again(asked: Mapping[str, Any], layer: MoeShape, where: Deployment) -> Outcome:
+        return resolve(policy, asked, layer, where, prefix=prefix, brief=True)
+
+    mattered = sensitivity(outcome, lambda other: again(config, shape, other))
+    candidates = unlocked(outcome, shape, again)
     return replace(verdict, mattered=mattered, candidates=candidates)
 
 
@@ -65,6 +79,7 @@ def decide(
     deployment: Deployment,
     *,
     config: Mapping[str, Any] | None = None,
+    prefix: str = PREFIX,
     explain: bool = True,
 ) -> Verdict:
     """`judge`, with a backend that was asked for and cannot work as an error.
@@ -72,7 +87,7 @@ def decide(
     Raises:
         MoeqError: `answer.backend-unsupported` with the reasons and the alternatives; `usage.unknown-engine`.
     """
-    verdict = judge(scheme, shape, deployment, config=config, explain=explain)
+    verdict = judge(scheme, shape, deployment, config=config, prefix=prefix, explain=explain)
     if deployment.backend != "auto" and not verdict.ok:
         raise MoeqError("answer.backend-unsupported", verdict.refusal, verdict.nearest)
     return verdict

@@ -13,17 +13,20 @@ from moeq.oracle.methods import (
     read_fp8,
     read_gpt_oss,
     read_gptq,
+    read_humming,
     read_inc,
     read_modelopt,
     read_moe_wna16,
     read_mxfp4,
     read_quark,
+    unquantized,
 )
 from moeq.oracle.records import MoeShape
 from moeq.schemes.base import Scheme
 
 #: Entry point (the name a checkpoint is known by) -> reader, and the family its backends are in.
 READERS: dict[str, Reader] = {
+    "": unquantized,
     "gptq": read_gptq,
     "awq": read_awq,
     "moe_wna16": read_moe_wna16,
@@ -38,6 +41,8 @@ READERS: dict[str, Reader] = {
     "modelopt": read_modelopt,
     "modelopt_fp4": read_modelopt,
     "modelopt_mxfp8": read_modelopt,
+    "mxfp8": read_modelopt,
+    "humming": read_humming,
 }
 
 #: Spellings of the same entry point.
@@ -56,7 +61,7 @@ OUTSIDE = ("torchao", "fbgemm_fp8", "fp_quant", "bitsandbytes", "gguf", "hqq", "
 
 def entry_of(config: Mapping[str, Any], shape: MoeShape, asked: str | None) -> str:
     """The entry point a checkpoint goes through: its declared method, or the one the user names."""
-    named = ALIASES.get(asked or "", asked or "")
+    named = ALIASES.get(asked, asked) if asked else None
     return named if named in READERS else declared_method(config, shape)
 
 
@@ -175,6 +180,8 @@ _DECLARE: dict[str, Callable[[Scheme], dict[str, Any]]] = {
 
 def config_of(scheme: Scheme) -> dict[str, Any]:
     """The `quantization_config` an engine would read for this scheme, where the checkpoint's own is not at hand."""
+    if scheme.format == "unquantized":
+        return {}
     method = scheme.quant_method or scheme.format.partition("-")[0]
     method = ALIASES.get(method, method)
     method = "compressed-tensors" if method == "ct" else method

@@ -11,7 +11,7 @@ from moeq.oracle.advisories import advisories_for
 from moeq.oracle.case import Case, Method
 from moeq.oracle.declare import OUTSIDE, READERS, declared_method, entry_of
 from moeq.oracle.gates import Stage, run_gates
-from moeq.oracle.methods import ConfigRefusal, Question, check_activation_request
+from moeq.oracle.methods import PREFIX, ConfigRefusal, Question, check_activation_request
 from moeq.oracle.policy import EnginePolicy, ExpertsClass
 from moeq.oracle.records import CandidateReport, ConvertTarget, EngineError, Gate, MoeShape, Reason, Verdict
 from moeq.oracle.select import Selection, activation_of, judge_all, select
@@ -43,6 +43,7 @@ class Outcome:
         gates: all gates.
         refused: the config was refused before selection.
         config: the quantisation config, for conditions that look at per-module rules.
+        prefix: module path of the experts.
     """
 
     case: Case
@@ -51,6 +52,7 @@ class Outcome:
     gates: tuple[Gate, ...]
     refused: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)
+    prefix: str = PREFIX
 
     def stage(self, row: CandidateReport | None) -> Stage:
         """What the gates look at if that backend were the selected one."""
@@ -74,16 +76,33 @@ def settle(deployment: Deployment, notes: list[str] | None = None) -> Deployment
 
 
 def resolve(
-    policy: EnginePolicy, config: Mapping[str, Any], shape: MoeShape, deployment: Deployment, *, brief: bool = False
+    policy: EnginePolicy,
+    config: Mapping[str, Any],
+    shape: MoeShape,
+    deployment: Deployment,
+    *,
+    prefix: str = PREFIX,
+    brief: bool = False,
 ) -> Outcome:
-    """Run config reading, selection and gates for a checkpoint's quantisation config (`brief`: see `Case`)."""
+    """Run config reading, selection and gates for a checkpoint's quantisation config.
+
+    Args:
+        policy: the engine.
+        config: the checkpoint's `quantization_config`.
+        shape: the layer.
+        deployment: where it is to run.
+        prefix: module path of the layer's experts, which per-module rules are matched against.
+        brief: only yes or no matters (see `Case`).
+    """
     entry = entry_of(config, shape, deployment.quantization)
     probe = Case(policy, deployment, shape, replace(_OPEN, family=_FAMILY_OF_ENTRY.get(entry, "wna16")), brief)
     try:
-        method = _read(entry, config, probe)
+        method = _read(entry, Question(config, probe, prefix))
     except ConfigRefusal as refusal:
-        return _refused(probe, entry, refusal, config)
-    return resolve_method(replace(probe, method=method), entry, config)
+        outcome = _refused(probe, entry, refusal, config)
+    else:
+        outcome = resolve_method(replace(probe, method=method), entry, config)
+    return replace(outcome, prefix=prefix)
 
 
 def resolve_method(case: Case, entry: str, config: Mapping[str, Any] | None = None) -> Outcome:
@@ -101,7 +120,7 @@ def _gated(outcome: Outcome) -> Outcome:
     return replace(outcome, gates=run_gates(outcome.stage(outcome.selection.selected)))
 
 
-def _read(entry: str, config: Mapping[str, Any], probe: Case) -> Method:
+def _read(entry: str, question: Question) -> Method:
     reader = READERS.get(entry)
     if reader is None:
         what = (
@@ -112,8 +131,8 @@ def _read(entry: str, config: Mapping[str, Any], probe: Case) -> Method:
         raise ConfigRefusal(
             "ValueError", "CONFIG", f"quant_method '{entry}' {what}", f"known: {', '.join(READERS)}", "G0"
         )
-    method = reader(Question(config, probe))
-    check_activation_request(method, config)
+    method = reader(question)
+    check_activation_request(method, question.config)
     return method
 
 

@@ -39,7 +39,7 @@ class Question:
 Reader = Callable[[Question], Method]
 
 
-def unquantized(_: Question | None = None) -> Method:
+def unquantized(_: object = None) -> Method:
     """Experts that a rule leaves unquantised."""
     return Method("UnquantizedFusedMoEMethod", "unquantized", "none", "none")
 
@@ -322,6 +322,16 @@ def _moe_activation(config: Config) -> str | None:
     return _REQUESTED.get(str(moe.get("activation"))) if isinstance(moe, Mapping) else None
 
 
+def read_humming(question: Question) -> Method:
+    """The humming method: one backend, no selection."""
+    config = question.config
+    bits = int(config.get("bits") or config.get("w_bit") or 4)
+    group = int(config.get("group_size") or config.get("q_group_size") or -1)
+    symmetric = bool(config.get("sym", not config.get("zero_point", False)))
+    key = int_key(bits, symmetric, group, aware_of_32=True)
+    return Method("HummingMoEMethod", "humming", "humming", key, None, bits, group)
+
+
 def check_activation_request(method: Method, config: Config) -> None:
     """An activation asked for beside the checkpoint must agree with what the checkpoint declares."""
     moe = config.get("moe")
@@ -363,10 +373,14 @@ _MODELOPT: dict[str, tuple[str, str, str | None]] = {
 }
 
 
+_MODELOPT_DEFAULT = {"mxfp8": "MXFP8", "modelopt_mxfp8": "MXFP8", "modelopt_fp4": "NVFP4"}
+
+
 def read_modelopt(question: Question) -> Method:
     """NVIDIA ModelOpt: `quant_algo` decides."""
     config = question.config
-    algorithm = str(config.get("quant_algo") or (config.get("quantization") or {}).get("quant_algo") or "")
+    named = config.get("quant_algo") or (config.get("quantization") or {}).get("quant_algo")
+    algorithm = str(named or _MODELOPT_DEFAULT.get(str(config.get("quant_method")), ""))
     if algorithm.upper() not in _MODELOPT:
         text = f"ModelOpt quant_algo '{algorithm}' has no MoE method"
         raise ConfigRefusal("ValueError", "CONFIG", text, f"known: {', '.join(_MODELOPT)}", "G0")

@@ -11,6 +11,7 @@ from typing import Any
 from moeq.deploy.deployment import Deployment, Gpu
 from moeq.errors import MoeqError
 from moeq.oracle.decide import judge
+from moeq.oracle.methods import PREFIX
 from moeq.oracle.records import MoeShape, Verdict
 from moeq.schemes.base import Scheme
 
@@ -50,6 +51,7 @@ def sweep(
     tps: Sequence[int],
     eps: Sequence[int],
     config: Mapping[str, Any] | None = None,
+    prefix: str = PREFIX,
 ) -> list[Cell]:
     """Every cell of GPUs x TP x EP, in that order. Cells that cannot be are refusals, never exceptions.
 
@@ -59,7 +61,7 @@ def sweep(
     cells = []
     for gpu, tp, ep in product(gpus, tps, eps):
         where = replace(base, gpu=gpu, tp=tp, ep=ep, dtype=_dtype(base, gpu))
-        cells.append(Cell(gpu.name, tp, ep, judge(scheme, shape, where, config=config, explain=False)))
+        cells.append(Cell(gpu.name, tp, ep, judge(scheme, shape, where, config=config, prefix=prefix, explain=False)))
     return cells
 
 
