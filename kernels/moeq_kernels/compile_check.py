@@ -105,13 +105,17 @@ _EPILOGUES = ("halves", "interleaved", "down")
 
 
 def full_matrix() -> list[Case]:
-    """Every format x tile x epilogue, and every option of integer formats."""
+    """Every format x tile x epilogue, and the options of every format.
+
+    Formats that differ in name only compile once; the largest tile is compiled with the options that need registers.
+    """
     cases = [Case("quantize_rows", epilogue="quantize_rows"), Case("sum_choices", epilogue="sum_choices")]
-    for fmt in FORMATS.values():
-        for rows in (8, 32, 256):
+    distinct = {(fmt.codec, fmt.kind, fmt.group_order, fmt.act_order): fmt for fmt in reversed(FORMATS.values())}
+    for fmt in reversed(distinct.values()):
+        for rows in (8, 256):
             base = _base_case(fmt, rows)
             cases += [replace(base, name=f"{base.name} {kind}", epilogue=kind) for kind in _EPILOGUES]
-            cases += _options(fmt, base)
+            cases += _zero_point_options(fmt, base) + (_other_options(fmt, base) if rows == 8 else [])
     return cases
 
 
@@ -133,16 +137,20 @@ def _base_case(fmt: Format, rows: int) -> Case:
     return Case(name, fmt.layout, fmt.element, group, rows, activation=activation, dtype=dtype)
 
 
-def _options(fmt: Format, base: Case) -> list[Case]:
+def _other_options(fmt: Format, base: Case) -> list[Case]:
     cases = [replace(base, name=f"{base.name} gelu bias", activation="gelu", bias=True)]
     if len(fmt.dtypes) > 1:
         cases.append(replace(base, name=f"{base.name} float16", dtype=torch.float16))
-    if fmt.zero_points:
-        cases += [
-            replace(base, name=f"{base.name} g32 zero points", group_size=32, zero_points=True),
-            replace(base, name=f"{base.name} channel zero points", group_size=-1, zero_points=True),
-        ]
     return cases
+
+
+def _zero_point_options(fmt: Format, base: Case) -> list[Case]:
+    if not fmt.zero_points:
+        return []
+    return [
+        replace(base, name=f"{base.name} g32 zero points", group_size=32, zero_points=True),
+        replace(base, name=f"{base.name} channel zero points", group_size=-1, zero_points=True),
+    ]
 
 
 def compile_case(case: Case, target: str) -> Outcome:

@@ -126,8 +126,8 @@ def expert_product_narrow(
         s_desc: bf16 scales `[E * groups, N]`, block `[1, 128]`.
         zero: int32 `[E * groups, zero_words]`, read where ZEROS.
         out: `[rows, ..]` with `stride`; without GATED `[splits, rows, ..]`.
-        partial: fp32 `[splits, rows, 2 * columns]` and arrived: int32 zeros, a number per program of a split;
-            used where GATED and SPLIT. The last program of a split adds the parts in order and leaves zeros behind.
+        partial: fp32 `[splits, rows, 2 * columns]` and arrived: int32 zeros, one for each tile and block of columns;
+            used where GATED and SPLIT: the last program of a split to arrive adds all parts, in order.
         tiles: int32 `[T, 8]`: expert (-1: nothing to do), first row, end row of the expert.
         steps: of 128 rows of k; splits: how many programs share them.
         pair_tiles: distance, in tiles of 64 columns, of the second half of a program's columns from the first.
@@ -163,7 +163,9 @@ def expert_product_narrow(
         w_row = expert * slabs + first * 8
         s_row = expert * groups + first * groups_step
         for i in gl.static_range(STAGES):
-            _load_weights(i, count, i, w_desc, s_desc, w_buf, s_buf, ready, w_row, s_row, tile, pair_tiles, TOKENS, GROUP)
+            _load_weights(
+                i, count, i, w_desc, s_desc, w_buf, s_buf, ready, w_row, s_row, tile, pair_tiles, TOKENS, GROUP
+            )
         if DEPENDENT and not GATED:
             gdc_wait()
         for i in gl.static_range(STAGES):
@@ -184,7 +186,9 @@ def expert_product_narrow(
                 )  # fmt: skip
             barrier()
             ahead = i + STAGES
-            _load_weights(ahead, count, stage, w_desc, s_desc, w_buf, s_buf, ready, w_row, s_row, tile, pair_tiles, TOKENS, GROUP)
+            _load_weights(
+                ahead, count, stage, w_desc, s_desc, w_buf, s_buf, ready, w_row, s_row, tile, pair_tiles, TOKENS, GROUP
+            )
             _load_tokens(ahead + first, count + first, stage, x_desc, x_buf, ready, row)
 
         one, two = common.pair_columns(acc * weights.UNDO, False, TOKENS)
@@ -214,4 +218,3 @@ def expert_product_narrow(
                     one += gl.load(place + other * size, mask=inside, other=0.0, cache_modifier=".cg")
                     two += gl.load(place + other * size + columns, mask=inside, other=0.0, cache_modifier=".cg")
                 common.store_pair(one, two, out, row, end_row, column, second, columns, stride, True, False, TOKENS)
-                gl.store(arrived + number, 0)

@@ -188,9 +188,7 @@ def zero_offsets(word, WIDE: gl.constexpr):
         fields = gl.join(fields, fields >> 8).permute([0, 1, 2, 4, 3])
     fields = gl.join(fields, fields >> 16) & 15  # .., j1, j0, h
     values = (fields.to(gl.float32) * (-1.0 / 2097152.0)).to(gl.bfloat16)
-    return gl.convert_layout(
-        values.reshape([2, 8 if WIDE else 16, 4, 8]), layouts.scales(WIDE), assert_trivial=True
-    )
+    return gl.convert_layout(values.reshape([2, 8 if WIDE else 16, 4, 8]), layouts.scales(WIDE), assert_trivial=True)
 
 
 @gluon.jit
