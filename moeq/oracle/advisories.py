@@ -307,6 +307,7 @@ CONDITIONS: dict[str, Condition] = {
     "quark_converter": lambda o: o.entry == "quark" and _failed(o, "G8"),
     "hard_wired": lambda o: o.case.method.family == "mxfp4-ct",
     "zero_points_dropped": _zero_points_dropped,
+    "awq_order_unseen": lambda o: o.case.method.config == "awq" and _backend(o) in ("XPU", "ZEN_CPU"),
     "wna16_ep_zero_points": _wna16_ep_zero_points,
     "int8_activation_check": _int8_activation_check,
     "input_dtype_lost": _input_dtype_lost,

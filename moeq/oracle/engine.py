@@ -176,7 +176,7 @@ def _unwritable(outcome: Outcome, row: CandidateReport) -> str | None:
     case = outcome.case
     if row.layout is None:
         return row.no_layout
-    if row is not outcome.selection.selected and row.flag is None:
+    if row is not outcome.selection.selected and not _reached_by_name(case, row):
         return "the engine cannot be asked for it by name"
     if case.method.channel_assertion and row.backend not in _MARLIN:
         return "the engine stops at per-channel scales"
@@ -186,11 +186,20 @@ def _unwritable(outcome: Outcome, row: CandidateReport) -> str | None:
     return next((gate.text for gate in run_gates(outcome.stage(row)) if not gate.passed), None)
 
 
+def _reached_by_name(case: Case, row: CandidateReport) -> bool:
+    """Whether asking the engine for the backend's name really selects it."""
+    if row.flag is None:
+        return False
+    forced = select(replace(case, deployment=replace(case.deployment, backend=row.flag), brief=True)).selected
+    return forced is not None and forced.backend == row.backend
+
+
 def dropped_by(case: Case, row: CandidateReport) -> str | None:
     """What the checkpoint has and the kernel silently leaves out, or None."""
     name = f"W4A8:{row.experts}" if row.backend == "CPU_INT4" else row.experts
     flags = case.policy.classes[name]
     losses = (
+        (case.method.config == "awq" and row.backend in ("XPU", "ZEN_CPU"), "the AWQ word order"),
         (flags.drops_zero_points and case.method.raw_zero_points, "zero points"),
         (flags.drops_bias and case.shape.has_bias, "expert biases"),
         (flags.ignores_lora and case.deployment.lora, "LoRA adapters"),

@@ -180,7 +180,7 @@ def judge_all(case: Case, family: Family) -> tuple[CandidateReport, ...]:
     order = backend_order(case, family)
     rest = [name for name in family.backends if name not in order]
     reports = [judge(case, family, family.backends[name]) for name in order]
-    reports += [_never_automatic(case, judge(case, family, family.backends[name])) for name in rest]
+    reports += [_never_automatic(case, family, judge(case, family, family.backends[name])) for name in rest]
     if family.option("activation_filter"):
         wanted = _wanted_activation(case, family, reports)
         reports = [_filter_activation(family, report, wanted) for report in reports]
@@ -189,9 +189,11 @@ def judge_all(case: Case, family: Family) -> tuple[CandidateReport, ...]:
     return tuple(reports)
 
 
-def _never_automatic(case: Case, report: CandidateReport) -> CandidateReport:
+def _never_automatic(case: Case, family: Family, report: CandidateReport) -> CandidateReport:
     """A backend outside the platform's order is never tried by itself, whatever its classes say."""
-    flag = f"{case.policy.backend_flag} {report.flag}" if report.flag else None
+    honoured = family.option("honoured_overrides")
+    looked_at = report.flag is not None and (honoured is None or report.flag in honoured)
+    flag = f"{case.policy.backend_flag} {report.flag}" if looked_at else None
     how = f"only {flag} reaches it" if flag else "nothing reaches it"
     reason = Reason("F11_NOT_LISTED", f"not in the order for {case.gpu.platform}: {how}", flag)
     return replace(report, supported=False, reasons=(*report.reasons, reason))

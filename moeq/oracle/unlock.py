@@ -9,6 +9,7 @@ from typing import Any
 from moeq.deploy.deployment import Deployment
 from moeq.oracle.case import Case
 from moeq.oracle.engine import Outcome, candidate_classes, settle, with_env, with_package
+from moeq.oracle.gates import run_gates
 from moeq.oracle.records import CandidateReport, MoeShape
 
 Config = Mapping[str, Any]
@@ -40,11 +41,16 @@ def unlocked(outcome: Outcome, shape: MoeShape, again: Again) -> tuple[Candidate
         if other.refused:
             continue
         for row in other.selection.candidates:
-            if row.supported and row.backend in waiting:
-                found.setdefault(row.backend, change.text)
+            if row.supported and row.backend in waiting - set(found) and builds(other, row):
+                found[row.backend] = change.text
     # A refused config is one reason for all of them: only what was found by trying says something about a backend.
     rest: Callable[[CandidateReport], str | None] = (lambda row: None) if outcome.refused else together
     return tuple(row if row.supported else replace(row, unlock=found.get(row.backend) or rest(row)) for row in rows)
+
+
+def builds(outcome: Outcome, row: CandidateReport) -> bool:
+    """Whether the engine would get that backend through every gate."""
+    return all(gate.passed for gate in run_gates(outcome.stage(row)))
 
 
 def on_device(case: Case, row: CandidateReport) -> bool:
@@ -68,6 +74,8 @@ def changes(outcome: Outcome, shape: MoeShape) -> Iterator[Change]:
     deployment, config = outcome.case.deployment, outcome.config
     for text, other in _deployments(outcome.case, deployment):
         yield Change(text, config, shape, other)
+    if config.get("quant_method") in ("gptq", "awq") and deployment.quantization is None:
+        yield Change("--quantization moe_wna16", config, shape, replace(deployment, quantization="moe_wna16"))
     for text, asked in _configs(config):
         yield Change(text, asked, shape, deployment)
     if shape.has_bias:

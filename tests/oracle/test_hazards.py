@@ -17,7 +17,7 @@ from moeq.schemes.base import Scheme
 DATA = load()
 ROWS = [row for row in DATA["vectors"] if row["hazards"] and row["entry"].startswith("hf:")]
 
-_ACTIVATIONS = {"int8": "int8", "fp4": "e2m1", "fp8_e4m3": "e4m3", "float8": "e4m3", None: None}
+_ACTIVATIONS = {"fp4": "e2m1", "fp8_e4m3": "e4m3", "float8": "e4m3"}
 
 
 def scheme_of(row: dict[str, Any]) -> Scheme:
@@ -30,10 +30,10 @@ def scheme_of(row: dict[str, Any]) -> Scheme:
     return scheme(
         method,
         "e2m1" if mx else f"int{row['weight_bits']}",
-        row["group_size"],
+        row["group_size"] or -1,
         symmetric=not row["zero_point"],
         scale="e8m0" if mx else "f16",
-        activation=_ACTIVATIONS[asked],
+        activation=_ACTIVATIONS.get(asked, asked) if asked else None,
         has_bias=bool(row["bias"]),
     )
 
