@@ -9,6 +9,7 @@
     verdict = moeq.decide(ckpt, deployment)           # backend, layout and every reason
     moeq.convert("source", "destination", deployment)
     moeq.run_check("destination", source="source")
+    experts = moeq.load_experts("destination", 0, device="cuda")  # for moeq_kernels.fused_moe
 
 Importing this module imports no torch.
 """
@@ -31,6 +32,7 @@ _PUBLIC = {
     "decide": "moeq.pipeline.decide:decide",
     "convert": "moeq.pipeline.convert:convert",
     "run_check": "moeq.check.run_check:run_check",
+    "load_experts": "moeq.integrations.torch_loader:load_experts",
 }
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "convert",
     "decide",
     "gpu",
+    "load_experts",
     "open",
     "run_check",
 ]
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
     from moeq.deploy.deployment import Deployment, Gpu
     from moeq.deploy.gpus import parse_gpu as gpu
     from moeq.errors import MoeqError
+    from moeq.integrations.torch_loader import load_experts
     from moeq.model import Checkpoint, open
     from moeq.pipeline.convert import convert
     from moeq.pipeline.decide import decide

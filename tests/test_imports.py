@@ -16,7 +16,7 @@ RECORDS = {"errors", "matrix"}
 
 # area -> areas it may import. An area is the first name below `moeq`; "" is moeq/__init__.py itself.
 MAY_IMPORT: dict[str, set[str]] = {
-    "": {"model", "pipeline", "check", "deploy", *RECORDS},
+    "": {"model", "pipeline", "check", "deploy", "integrations", *RECORDS},
     "errors": set(),
     "matrix": set(),
     "digest": {*RECORDS},
@@ -29,6 +29,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": {"checkpoint", "schemes", "layouts", *RECORDS},
     "pipeline": {"", "model", "checkpoint", "schemes", "layouts", "oracle", "deploy", "digest", *RECORDS},
     "check": {"", "model", "reference", "layouts", "checkpoint", "schemes", "digest", *RECORDS},
+    "integrations": {
+        "model",
+        "checkpoint",
+        "layouts",
+        "pipeline",
+        "deploy",
+        "schemes",
+        "reference",
+        "digest",
+        *RECORDS,
+    },
     "report": {"model", "oracle", "pipeline", "check", "checkpoint", "schemes", "layouts", "deploy", *RECORDS},
 }
 

@@ -1,0 +1,210 @@
+"""Reading a rank's bytes out of stacked tensors: whole experts in one read, shards run by run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from moeq.errors import MoeqError
+from moeq.layouts.arranged import ArrangedLayout, torch_dtype
+from moeq.layouts.registry import get_layout
+from moeq.matrix import MatrixSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy as np
+    from torch import Tensor
+
+    from moeq.checkpoint.source import Source
+
+#: Runs closer than this are read together: the operating system reads whole pages anyway.
+PAGE = 4096
+
+
+@dataclass(frozen=True)
+class Window:
+    """What a rank takes of one stored matrix: output features per half of w13, and input features.
+
+    Attributes:
+        n: `(start, stop)` along N, per half for a gated w13.
+        k: `(start, stop)` along K.
+    """
+
+    n: tuple[int, int]
+    k: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes of one stored expert that are read at once.
+
+    Attributes:
+        start: first byte.
+        stop: one past the last.
+        chosen: those that are kept, counted from `start`; None for all of them.
+        kept: how many are kept.
+    """
+
+    start: int
+    stop: int
+    chosen: np.ndarray[Any, Any] | None
+    kept: int
+
+
+@dataclass(frozen=True)
+class PartCut:
+    """One part of a shard: its bytes within the stored part, and its shape.
+
+    Attributes:
+        shape: shape of the shard's part, one expert.
+        spans: what to read, in order; None where only unpacking tells (the whole expert is read and cut in memory).
+    """
+
+    shape: tuple[int, ...]
+    spans: tuple[Span, ...] | None
+
+
+@lru_cache(maxsize=64)
+def part_cuts(layout_id: str, spec: MatrixSpec, window: Window) -> Mapping[str, PartCut]:
+    """Which bytes of every part of a packed expert make up the packing of a shard.
+
+    Asks the layout itself: parts whose bytes spell out their own positions go through `slice_parts`, and what comes
+    back is the list of positions.
+
+    Raises:
+        MoeqError: `usage.illegal-slice` where the layout allows no such slice.
+    """
+    import torch
+
+    layout = _sliceable(layout_id)
+    tensors = layout.tensors(spec)
+    sizes = {
+        part: _nbytes(tensor.shape) * torch.empty(0, dtype=torch_dtype(tensor.dtype)).element_size()
+        for part, tensor in tensors.items()
+    }
+    positions: dict[str, Tensor] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for digit in range((max(sizes.values()).bit_length() + 7) // 8):
+        spelled = {
+            part: ((torch.arange(sizes[part]) >> (8 * digit)) & 0xFF)
+            .to(torch.uint8)
+            .view(torch_dtype(tensor.dtype))
+            .view(tensor.shape)
+            for part, tensor in tensors.items()
+        }
+        for part, cut in layout.slice_parts(spelled, spec, n=window.n, k=window.k).items():
+            digits = cut.contiguous().view(-1).view(torch.uint8).long() << (8 * digit)
+            positions[part] = positions[part] + digits if part in positions else digits
+            shapes[part] = tuple(cut.shape)
+    return {part: PartCut(shapes[part], _spans(index, sizes[part])) for part, index in positions.items()}
+
+
+def _nbytes(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _sliceable(layout_id: str) -> ArrangedLayout:
+    layout = get_layout(layout_id)
+    if not isinstance(layout, ArrangedLayout):
+        raise MoeqError("usage.illegal-slice", f"{layout_id} cannot be sliced")
+    return layout
+
+
+def _spans(index: Tensor, size: int) -> tuple[Span, ...] | None:
+    """Positions as spans; None where they do not ascend: the bytes of the shard are no selection of the stored ones."""
+    import numpy as np
+
+    positions = index.numpy()
+    steps = np.diff(positions)
+    if len(positions) == 0 or int(positions[-1]) >= size or bool((steps <= 0).any()):
+        return None
+    borders = [0, *(np.flatnonzero(steps > PAGE) + 1).tolist(), len(positions)]
+    spans = []
+    for first, last in pairwise(borders):
+        start, stop = int(positions[first]), int(positions[last - 1]) + 1
+        dense = stop - start == last - first
+        spans.append(Span(start, stop, None if dense else positions[first:last] - start, last - first))
+    return tuple(spans)
+
+
+def read_experts(source: Source, name: str, rows: tuple[int, int]) -> Tensor:
+    """`tensor[rows]` of a stacked tensor, in one read."""
+    import torch
+
+    entry = source.entry(name)
+    size = (entry.end - entry.start) // entry.shape[0]
+    out = torch.empty((rows[1] - rows[0]) * size, dtype=torch.uint8)
+    with _opened(source, entry.file) as fd:
+        _read_into(fd, out.numpy().data, entry.start + rows[0] * size, entry.file)
+    return out.view(torch_dtype(_stored(entry.dtype))).view(rows[1] - rows[0], *entry.shape[1:])
+
+
+def read_shards(source: Source, name: str, rows: tuple[int, int], cut: PartCut) -> Tensor:
+    """The shard of `tensor[rows]` that `cut.spans` select, reading nothing else (but for the rest of a page)."""
+    import torch
+
+    entry = source.entry(name)
+    assert cut.spans is not None  # callers cut in memory where there are none
+    size, count = (entry.end - entry.start) // entry.shape[0], rows[1] - rows[0]
+    kept = sum(span.kept for span in cut.spans)
+    out = torch.empty(count, kept, dtype=torch.uint8)
+    scratch = bytearray(max(span.stop - span.start for span in cut.spans))
+    with _opened(source, entry.file) as fd:
+        for row in range(count):
+            offset = entry.start + (rows[0] + row) * size
+            _read_row(fd, out[row].numpy(), offset, cut.spans, scratch, entry.file)
+    return out.view(-1).view(torch_dtype(_stored(entry.dtype))).view(count, *cut.shape)
+
+
+def _read_row(
+    fd: int, out: np.ndarray[Any, Any], offset: int, spans: tuple[Span, ...], scratch: bytearray, file: str
+) -> None:
+    import numpy as np
+
+    done = 0
+    for span in spans:
+        target = out[done : done + span.kept]
+        if span.chosen is None:
+            _read_into(fd, target.data, offset + span.start, file)
+        else:
+            window = memoryview(scratch)[: span.stop - span.start]
+            _read_into(fd, window, offset + span.start, file)
+            np.take(np.frombuffer(window, dtype=np.uint8), span.chosen, out=target)
+        done += span.kept
+
+
+@contextmanager
+def _opened(source: Source, file: str) -> Iterator[int]:
+    try:
+        fd = os.open(source.path(file), os.O_RDONLY)
+    except OSError as error:
+        raise MoeqError("source.unreadable", f"{file}: {error.strerror or error}") from error
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _read_into(fd: int, view: memoryview, offset: int, file: str) -> None:
+    while view:
+        try:
+            count = os.preadv(fd, [view], offset)
+        except OSError as error:
+            raise MoeqError("source.unreadable", f"{file}: {error.strerror or error}") from error
+        if not count:
+            raise MoeqError("source.truncated", f"{file}: ended before byte {offset:,} while being read")
+        view, offset = view[count:], offset + count
+
+
+def _stored(dtype: str) -> str:
+    """Exponent bytes are bytes, as everywhere in moeq."""
+    return "U8" if dtype == "F8_E8M0" else dtype

@@ -1,0 +1,47 @@
+"""Which small checkpoints are converted for what in the loader tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+import moeq
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
+from moeq.model import Checkpoint
+from moeq.reference.moe import Activation, Expert, Linear, moe
+
+#: Checkpoint to the layout it is converted to: every kernel of moeq at least once.
+LAYOUTS = {
+    "gptq-int4-g32-qwen3moe": "marlin-wna16/1",
+    "gptq-int8-g64-qwen3moe": "triton-wna16/1",
+    "gptq-int4-g128-mixtral": "marlin-wna16/1",
+    "awq-int4-g32-qwen3moe": "triton-wna16/1",
+    "ct-int4-asym-g32-mixtral": "marlin-wna16/1",
+    "ct-int4-g128-qwen3moe": "triton-wna16/1",
+    "ct-w8a8-qwen3moe": "int8-w8a8/1",
+    "ct-mxfp4-qwen3moe": "mxfp4-identity/1",
+    "mxfp4-gptoss": "marlin-mxfp4-interleaved/1",
+}
+
+
+def convert(source: Path, destination: Path, layout: str | None = None, **deployment: object) -> Path:
+    """Convert for an A100 with the given TP / EP."""
+    where = Deployment(gpu=parse_gpu("A100"), **deployment)  # type: ignore[arg-type]
+    moeq.convert(source, destination, where, layout=layout or LAYOUTS[source.name])
+    return destination
+
+
+def reference_layer(
+    source: Checkpoint, layer: int, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    """The layer in float32 from the source's own dequantised weights."""
+
+    def expert(number: int) -> Expert:
+        def linear(name: str) -> Linear:
+            return Linear(source.dequantize(layer, number, name), source.matrix(layer, number, name).bias)
+
+        return Expert(linear("gate"), linear("up"), linear("down"))
+
+    return moe(x, expert, weights, ids, Activation(source.info.activation))
