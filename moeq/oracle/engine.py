@@ -286,9 +286,17 @@ def verdict_of(outcome: Outcome, title: str, notes: tuple[str, ...] = ()) -> Ver
         sizes=sizes,
         transient_bytes=transient_bytes(case, chosen, sizes) if chosen and sizes else None,
         advisories=advisories_for(outcome),
-        notes=(*notes, *case.method.notes, *outcome.selection.notes),
+        notes=(*notes, *case.method.notes, *outcome.selection.notes, *_transport_notes(case)),
         reported_backend=outcome.selection.reported,
     )
+
+
+def _transport_notes(case: Case) -> tuple[str, ...]:
+    """What the all-to-all does to the experts' sizes and activations."""
+    found = [f"activations reach the experts in the {case.format} format ({case.all2all})"] if case.uses_all2all else []
+    if case.all2all in case.policy.gates["rounds_hidden"]:
+        found.append(f"{case.all2all} may round the hidden size {case.shape.hidden_size} up before weights are created")
+    return tuple(found)
 
 
 _ACTIVATION_BITS = {"kMxfp8": 8, "kFp8": 8, "kInt8": 8, "kMxfp4": 4, "kNvfp4": 4, "kMxfp6": 6}
