@@ -9,6 +9,7 @@ import torch
 
 from bench.cases import PARTS, Recipe, make_layer, route
 from bench.comparison import compare
+from bench.reference import moe, relative_error
 from moeq_kernels import KernelUnsupportedError, fused_moe
 from moeq_kernels.formats import FORMATS
 from moeq_kernels.records import W13Order
@@ -81,6 +82,14 @@ def test_mxfp4_needs_bfloat16(device: torch.device) -> None:
 def test_int8_activations(dtype: torch.dtype, device: torch.device) -> None:
     recipe = Recipe("int8-w8a8/1", "int8", hidden=192, intermediate=96, dtype=dtype, bias=True)
     check(recipe, device)
+
+
+def test_int8_activations_equal_an_exact_emulation(device: torch.device) -> None:
+    packed, layer = make_layer(Recipe("int8-w8a8/1", "int8", hidden=192, intermediate=96, bias=True), device)
+    routed = route(9, 192, 4, 2, device=device)
+    y = fused_moe(routed.x, packed, routed.weights, routed.ids)
+    emulated = moe(routed.x, layer, routed.weights, routed.ids, dtype=BF16, int8_activations=True)
+    assert relative_error(y, emulated) < 1e-3  # integer sums are exact; only exp and float32 order may differ
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
