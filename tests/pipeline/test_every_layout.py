@@ -1,0 +1,133 @@
+"""Every example checkpoint in every layout that holds it: converted, verified against its source, and taken back."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+import moeq
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
+from moeq.errors import MoeqError
+from moeq.layouts.registry import LAYOUTS
+from moeq.pipeline.convert import convert
+from moeq.pipeline.diff import diff
+from moeq.pipeline.restore import restore
+from moeq.pipeline.verify import verify
+
+INT4 = {"marlin-wna16/1", "marlin-wna16-fp8act/1", "triton-wna16/1", "cpu-amx-int4/1", "humming-wna16/1"}
+MXFP4 = {
+    "marlin-mxfp4/1",
+    "marlin-mxfp4-interleaved/1",
+    "marlin-mxfp4-fp8act/1",
+    "marlin-mxfp4-fp8act-interleaved/1",
+    "trtllm-mxfp4/1",
+    "flashinfer-cutlass-mxfp4-bf16/1",
+    "flashinfer-cutlass-mxfp4-mxfp8/1",
+    "cutlass-mxfp4/1",
+    "deepgemm-mxfp4/1",
+    "triton-kernels-hopper/1",
+    "triton-kernels-hopper-w4/1",
+    "triton-kernels-blackwell/1",
+    "triton-kernels-cdna4/1",
+    "aiter-shuffle/1",
+    "aiter-a16w4/1",
+    "aiter-gfx1250/1",
+    "cpu-amx-mxfp4/1",
+    "mxfp4-identity/1",
+    "humming-mxfp4-fp16/1",
+}
+FP16_MXFP4 = {"marlin-mxfp4-fp16/1", "marlin-mxfp4-fp16-interleaved/1"}
+
+#: Layouts that hold a checkpoint exactly. Everything else has to be refused.
+EXACT: dict[str, set[str]] = {
+    "awq-int4-g32-qwen3moe": INT4,
+    "ct-int4-asym-g32-mixtral": INT4,
+    "ct-int4-g128-qwen3moe": INT4 | {"xpu-wna16/1"},
+    "ct-mxfp4-qwen3moe": MXFP4 | FP16_MXFP4,
+    "ct-w8a8-qwen3moe": {
+        "marlin-wna16/1",
+        "marlin-wna16-int8act/1",
+        "triton-wna16/1",
+        "int8-w8a8/1",
+        "cpu-amx-int8/1",
+        "humming-wna16/1",
+    },
+    "gptq-int4-g128-mixtral": INT4 | {"xpu-wna16/1"},
+    "gptq-int4-g32-actorder-qwen3moe": {"marlin-act-order/1"},
+    "gptq-int4-g32-qwen3moe": INT4 | {"xpu-wna16/1", "rdna3-int4/1"},
+    "gptq-int8-g64-qwen3moe": {"marlin-wna16/1", "triton-wna16/1", "humming-wna16/1"},
+    "mxfp4-gptoss": MXFP4,
+}
+
+#: Layouts that hold a checkpoint only with losses, which have to be allowed.
+LOSSY: dict[str, set[str]] = {
+    **{name: {"marlin-wna16-int8act/1"} for name in EXACT if "int4-g" in name and "actorder" not in name},
+    "ct-int4-asym-g32-mixtral": {"marlin-wna16-int8act/1"},
+    "gptq-int8-g64-qwen3moe": {"marlin-wna16-int8act/1"},
+    "mxfp4-gptoss": FP16_MXFP4,
+}
+
+CASES = [(name, layout) for name, layouts in EXACT.items() for layout in sorted(layouts)]
+LOSSY_CASES = [(name, layout) for name, layouts in LOSSY.items() for layout in sorted(layouts)]
+DEPLOYMENT = Deployment(gpu=parse_gpu("A100"))
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES, ids=str)
+def test_convert_verify_restore(name, layout, checkpoints, expected, tmp_path) -> None:
+    source, out = checkpoints / name, tmp_path / "out"
+    conversion = convert(source, out, DEPLOYMENT, layout=layout)
+    assert {entry.layout for entry in conversion.manifest.layers} == {layout}
+    assert conversion.manifest.restore.kept == (), "everything in these checkpoints follows from the matrices"
+
+    converted = moeq.open(out)
+    for key, want in expected[name].items():
+        _, layer, _, expert, projection = key.split(".")
+        values = converted.dequantize(int(layer), int(expert), projection) + 0.0
+        assert list(values.shape) == want["shape"]
+        assert hashlib.sha256(values.contiguous().numpy().tobytes()).hexdigest() == want["sha256"], key
+
+    found = verify(out, source)
+    assert found.ok, found.mismatches
+    assert (found.units, found.source_units) == (len(expected[name]), len(expected[name]))
+    restore(out, tmp_path / "back")
+    assert content(tmp_path / "back") == content(source)
+
+
+def test_every_other_layout_is_refused_with_the_arithmetic(checkpoints, tmp_path) -> None:
+    for name, layouts in EXACT.items():
+        for layout in LAYOUTS.keys() - layouts - LOSSY.get(name, set()):
+            with pytest.raises(MoeqError) as caught:
+                convert(checkpoints / name, tmp_path / "out", DEPLOYMENT, layout=layout)
+            assert caught.value.code == "usage.layout-does-not-fit", f"{name} {layout}"
+            assert layout in caught.value.message
+            assert caught.value.hint
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("name", "layout"), LOSSY_CASES, ids=str)
+def test_lossy_layouts_are_refused_unless_allowed_and_then_counted(name, layout, checkpoints, tmp_path) -> None:
+    source, out = checkpoints / name, tmp_path / "out"
+    with pytest.raises(MoeqError, match=r"would change [1-9]") as caught:
+        convert(source, out, DEPLOYMENT, layout=layout)
+    assert caught.value.code == "usage.lossy"
+    assert list(tmp_path.iterdir()) == []
+
+    manifest = convert(source, out, DEPLOYMENT, layout=layout, allow_lossy=True).manifest
+    losses = sum(entry.losses for entry in manifest.layers)
+    assert losses > 0
+    assert manifest.restore.kept, "what packing changed is kept for the way back"
+    found = verify(out, source)
+    assert found.ok, found.mismatches
+    assert found.losses == losses
+    difference = diff(source, out, experts_only=True)
+    assert not difference.equal
+    assert difference.worst.relative < 0.01
+    restore(out, tmp_path / "back")
+    assert content(tmp_path / "back") == content(source)
