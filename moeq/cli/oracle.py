@@ -78,16 +78,17 @@ def command(
 
 
 class Question(NamedTuple):
-    """What the oracle is asked about a checkpoint."""
+    """What the oracle is asked about the layers of a checkpoint that share a scheme."""
 
+    layers: list[int]
     scheme: Scheme
     shape: MoeShape
     config: dict[str, Any] | None
     prefix: str
 
 
-def _question(src: str, revision: str | None) -> Question:
-    """Scheme, shape, declared config and experts' module path of a checkpoint's first quantised layer."""
+def _questions(src: str, revision: str | None) -> list[Question]:
+    """One question per scheme, the first quantised layer's first; the config as a whole describes only that one."""
     import moeq
     from moeq.pipeline.decide import first_layer, moe_shape
 
@@ -95,30 +96,42 @@ def _question(src: str, revision: str | None) -> Question:
     if checkpoint.kind == "converted":
         raise MoeqError("usage.converted", f"{src} is already converted", "ask about its source")
     declared = checkpoint.source.config.get("quantization_config")
-    layer = first_layer(checkpoint)
-    return Question(
-        checkpoint.scheme_of(layer),
-        moe_shape(checkpoint, layer),
-        declared if isinstance(declared, dict) else None,
-        checkpoint.expert_prefix(layer),
-    )
+    first = first_layer(checkpoint)
+    found: dict[Scheme, Question] = {}
+    for layer in (first, *(one for one in checkpoint.info.moe_layers if one != first)):
+        scheme = checkpoint.scheme_of(layer)
+        if scheme in found:
+            found[scheme].layers.append(layer)
+            continue
+        config = declared if isinstance(declared, dict) and not found else None
+        shape, prefix = moe_shape(checkpoint, layer), checkpoint.expert_prefix(layer)
+        found[scheme] = Question([layer], scheme, shape, config, prefix)
+    return list(found.values())
 
 
 def _single(out: Output, src: str, revision: str | None, deployment: Deployment, *, brief: bool) -> int:
     from moeq.oracle.decide import judge
 
-    scheme, shape, config, prefix = _question(src, revision)
-    verdict = judge(scheme, shape, deployment, config=config, prefix=prefix)
+    asked = _questions(src, revision)
+    verdicts = [judge(q.scheme, q.shape, deployment, config=q.config, prefix=q.prefix) for q in asked]
+    ok = all(verdict.ok for verdict in verdicts)
 
     def render(console: Console) -> None:
+        from moeq.report.text import ranges
         from moeq.report.verdict_text import render_summary
 
-        console.print(f"{src}  {verdict.scheme}", style="bold", markup=False)
-        render_summary(console, verdict, verbose=not brief)
-        _details(console, verdict)
+        for question, verdict in zip(asked, verdicts, strict=True):
+            layers = f"  layers {ranges(sorted(question.layers))}" if len(asked) > 1 else ""
+            console.print(f"{src}  {verdict.scheme}{layers}", style="bold", markup=False)
+            render_summary(console, verdict, verbose=not brief)
+            _details(console, verdict)
 
-    out.answer({"source": src, "verdict": verdict.to_json()}, render, ok=verdict.ok)
-    return 0 if verdict.ok else 1
+    others = [
+        {"layers": sorted(question.layers), "verdict": verdict.to_json()}
+        for question, verdict in zip(asked[1:], verdicts[1:], strict=True)
+    ]
+    out.answer({"source": src, "verdict": verdicts[0].to_json(), "other_schemes": others}, render, ok=ok)
+    return 0 if ok else 1
 
 
 def _details(console: Console, verdict: Verdict) -> None:
@@ -157,22 +170,26 @@ def _matrix(
     from moeq.oracle.table import matrix_markdown
 
     gpus = [parse_gpu(name) for name in axes[0]] or [base.gpu]
-    scheme, shape, config, prefix = _question(src, revision)
-    cells = sweep(scheme, shape, base, gpus, axes[1] or [base.tp], axes[2] or [base.ep], config, prefix)
-    failures = unmet(cells, require)
+    tps, eps = axes[1] or [base.tp], axes[2] or [base.ep]
+    tables = [
+        (q.scheme.title, sweep(q.scheme, q.shape, base, gpus, tps, eps, q.config, q.prefix))
+        for q in _questions(src, revision)
+    ]
+    failures = [text for _, cells in tables for text in unmet(cells, require)]
     document = {
         "source": src,
-        "scheme": scheme.title,
-        "cells": [_cell(cell) for cell in cells],
+        "schemes": [title for title, _ in tables],
+        "cells": [{"scheme": title, **_cell(cell)} for title, cells in tables for cell in cells],
         "required": list(require),
         "unmet": failures,
     }
 
     def render(console: Console) -> None:
-        if markdown:
-            console.print(matrix_markdown(cells), markup=False, soft_wrap=True)
-        else:
-            _table(console, scheme.title, cells)
+        for title, cells in tables:
+            if markdown:
+                console.print(matrix_markdown(cells), markup=False, soft_wrap=True)
+            else:
+                _table(console, title, cells)
         for failure in failures:
             out.note(f"required: {failure}")
 

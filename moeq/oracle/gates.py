@@ -181,6 +181,12 @@ def _kernel(stage: Stage) -> Iterator[Failed]:
     ):
         text = f"flashinfer_nvlink_one_sided dispatches fp8 blocks of 128, hidden size is {case.shape.hidden_size}"
         yield Failed("NotImplementedError", text, "all-to-all allgather_reducescatter", "KERNEL_CREATION")
+    asserted = (
+        case.policy.classes[selected.experts].asserted_dtypes if selected.experts in case.policy.classes else None
+    )
+    if asserted is not None and case.deployment.dtype not in asserted:
+        text = f"{selected.experts} asserts dtype {asserted[0]}, this is {case.deployment.dtype}"
+        yield Failed("AssertionError", text, f"dtype {asserted[0]}", "KERNEL_CREATION")
     if case.shape.router_weight_on_input and case.shape.top_k != 1 and not selected.monolithic:
         text = f"router weights on the input work for top-k 1 only, this is {case.shape.top_k}"
         yield Failed("AssertionError", text, None, "KERNEL_CREATION")

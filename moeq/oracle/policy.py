@@ -119,6 +119,7 @@ class ExpertsClass:
     hidden_multiple: int = 1
     intermediate_multiple: int = 1
     dtypes: tuple[str, ...] | None = None
+    asserted_dtypes: tuple[str, ...] | None = None
     min_top_k: int = 1
     no_bias: bool = False
     clamps: bool = False
@@ -226,7 +227,7 @@ class EnginePolicy:
         return frozenset(named)
 
 
-_LISTS = ("packages", "parallel", "dtypes")
+_LISTS = ("packages", "parallel", "dtypes", "asserted_dtypes")
 
 
 def _expand(value: Any, sets: dict[str, list[str]]) -> tuple[str, ...] | None:
