@@ -20,13 +20,17 @@ LAYERS, EXPERTS, HIDDEN, INTERMEDIATE = 60, 384, 7168, 4096
 GROUP = 32
 
 MEASURE = """
-import resource, sys
+import pathlib, resource, sys
 import moeq
 checkpoint = moeq.open(sys.argv[1])
 info = checkpoint.info
 usage = resource.getrusage(resource.RUSAGE_SELF)
+peak = usage.ru_maxrss
+status = pathlib.Path("/proc/self/status")
+if status.exists():  # where there is one, it does not count what the parent process had before the fork
+    peak = int(status.read_text().partition("VmHWM:")[2].split()[0])
 print(f"{info.schemes[0].title}: {info.num_tensors:,} tensors, {(info.expert_bytes + info.other_bytes) / 1e12:.2f} TB")
-print(f"CPU {usage.ru_utime + usage.ru_stime:.2f} s, peak memory {usage.ru_maxrss / 1024:.0f} MiB")
+print(f"CPU {usage.ru_utime + usage.ru_stime:.2f} s, peak memory {peak / 1024:.0f} MiB")
 print("torch imported" if "torch" in sys.modules else "torch not imported")
 """
 

@@ -77,7 +77,9 @@ class Awq(Format):
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight, scales = parts.get("qweight"), parts.get("scales")
-        if weight is None or scales is None or weight.dtype != "I32" or len(weight.shape) != 2 != len(scales.shape):
+        if weight is None or scales is None or weight.dtype != "I32":
+            return False
+        if len(weight.shape) != 2 or len(scales.shape) != 2:
             return False
         if declared and declared.variant == "gemv":
             return False
@@ -98,7 +100,7 @@ class Awq(Format):
                 context.where, f"{words} words hold {n} codes of {bits} bits, the config declares {declared.bits}"
             )
         _check_width(bits, context)
-        expect_shape(parts, "qzeros", (groups, words), context)
+        expect_shape(parts, "qzeros", (groups, words), context, ("I32",))
         symmetric = "qzeros" not in parts if declared.symmetric is None else declared.symmetric
         spec = MatrixSpec(
             role=context.role,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moeq.matrix import MatrixSpec, QuantizedMatrix
-from moeq.schemes.base import QuantKey, ScaleKey, Scheme
+from moeq.schemes.base import QuantKey, ScaleKey, Scheme, ZeroPoint
 from moeq.schemes.declared import Declared
 from moeq.schemes.format import (
     Context,
@@ -49,40 +49,38 @@ class Int8(Format):
     def describe(self, parts: Parts, context: Context) -> Described:
         n, k = parts["weight"].shape
         scale = parts["weight_scale"].shape
-        if scale not in ((n, 1), (n,), (1,), (1, 1), ()):
+        grouped = len(scale) == 2 and scale[0] == n and scale[1] > 1 and k % scale[1] == 0
+        if not grouped and scale not in ((n, 1), (n,), (1,), (1, 1), ()):
             inconsistent(context.where, f"weight_scale is {list(scale)}, expected {[n, 1]} or one number")
         if context.k_hint not in (None, k):
             inconsistent(context.where, f"weight has K={k}, the sibling projection implies {context.k_hint}")
-        expect_shape(parts, "weight_zero_point", scale, context)
+        expect_shape(parts, "weight_zero_point", scale, context, ("I8",))
         spec = MatrixSpec(
             role=context.role,
             n=n,
             k=k,
             element="int8",
-            group_size=k,
+            group_size=k // scale[1] if grouped else k,
             scale_dtype=float_name(parts, "weight_scale", context),
             symmetric="weight_zero_point" not in parts,
             bias_dtype=bias_dtype(parts, context, n),
             gated=context.gated,
         )
-        per_channel = scale in ((n, 1), (n,))
         declared = context.declared
         if declared.activation is None and declared.method == "w8a8_int8":
             declared = replace(declared, activation=_DYNAMIC_PER_TOKEN)
-        encoding = Encoding(
-            "i8",
-            "one signed byte per code",
-            granularity="channel" if per_channel else "tensor",
-            group_shape=(1, -1) if per_channel else (-1, -1),
-            zero_point="none" if spec.symmetric else "stored",
-        )
+        zero_point: ZeroPoint = "none" if spec.symmetric else "stored"
+        encoding = _encoding(spec, per_tensor=scale in ((1,), (1, 1), ()), zero_point=zero_point)
         return Described(make_scheme(self.id, spec, declared, encoding), spec)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
         import torch
 
         def per_row(part: str) -> Tensor:
-            return parts[part].reshape(-1, 1).expand(spec.n, 1).contiguous()
+            # One number per tensor, per row, or per row and group.
+            stored = parts[part]
+            columns = spec.num_groups if stored.numel() == spec.n * spec.num_groups else 1
+            return stored.reshape(-1, columns).expand(spec.n, columns).contiguous()
 
         zeros = None if spec.symmetric else per_row("weight_zero_point").to(torch.int16) + 128
         return QuantizedMatrix(
@@ -92,6 +90,15 @@ class Int8(Format):
             zeros=zeros,
             bias=parts.get("bias"),
         )
+
+
+def _encoding(spec: MatrixSpec, *, per_tensor: bool, zero_point: ZeroPoint) -> Encoding:
+    packing = "one signed byte per code"
+    if per_tensor:
+        return Encoding("i8", packing, "tensor", (-1, -1), zero_point)
+    if spec.num_groups > 1:
+        return Encoding("i8", packing, "group", (1, spec.group_size), zero_point)
+    return Encoding("i8", packing, "channel", (1, -1), zero_point)
 
 
 FORMAT = Int8()

@@ -20,6 +20,7 @@ from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Scheme, ZeroPoint
 from moeq.schemes.declared import Declared
 from moeq.schemes.format import (
+    INTEGERS,
     Context,
     Described,
     Format,
@@ -59,7 +60,9 @@ class CtPack(Format):
         declared = context.declared
         k, bits = _input_features(parts, context, words)
         _check_zero_shape(parts, n, bits, groups, context)
-        expect_shape(parts, "weight_g_idx", (k,), context)
+        expect_shape(parts, "weight_g_idx", (k,), context, INTEGERS)
+        if "weight_shape" in parts:
+            expect_shape(parts, "weight_shape", parts["weight_shape"].shape, context, INTEGERS)
         spec = MatrixSpec(
             role=context.role,
             n=n,

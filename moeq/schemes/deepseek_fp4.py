@@ -26,7 +26,9 @@ class DeepSeekFp4(Format):
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight, scale = parts.get("weight"), parts.get("scale")
-        return bool(weight and scale and weight.dtype in ("I8", "U8") and scale.dtype == "F8_E8M0")
+        if weight is None or scale is None or len(weight.shape) != 2:
+            return False
+        return weight.dtype in ("I8", "U8") and scale.dtype == "F8_E8M0"
 
     def out_features(self, parts: Parts) -> int:
         return parts["weight"].shape[0]

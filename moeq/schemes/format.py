@@ -150,9 +150,17 @@ def inconsistent(where: str, detail: str, hint: str | None = None) -> NoReturn:
     raise MoeqError("source.inconsistent", f"{where}: {detail}", hint)
 
 
-def expect_shape(parts: Parts, part: str, shape: tuple[int, ...], context: Context) -> None:
-    """Check a part's shape where the part exists."""
+#: Dtypes of index tensors.
+INTEGERS = ("I32", "I64")
+
+
+def expect_shape(
+    parts: Parts, part: str, shape: tuple[int, ...], context: Context, dtypes: tuple[str, ...] = ()
+) -> None:
+    """Check a part's shape, and dtype where `dtypes` are given, if the part exists."""
     found = parts.get(part)
+    if found is not None and dtypes and found.dtype not in dtypes:
+        inconsistent(context.where, f"{part} is {found.dtype}, expected {' or '.join(dtypes)}")
     if found is not None and found.shape != shape:
         inconsistent(context.where, f"{part} is {list(found.shape)}, expected {list(shape)}")
 

@@ -19,6 +19,7 @@ from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Scheme, ZeroPoint
 from moeq.schemes.declared import Declaration, Declared, Fields, Patterns, group_size
 from moeq.schemes.format import (
+    INTEGERS,
     Context,
     Described,
     Format,
@@ -179,8 +180,8 @@ class Gptq(Format):
         declared = context.declared
         k = _input_features(parts, context, words)
         bits = _bits(context, words, k)
-        expect_shape(parts, "qzeros", (groups, -(-n * bits // 32)), context)
-        expect_shape(parts, "g_idx", (k,), context)
+        expect_shape(parts, "qzeros", (groups, -(-n * bits // 32)), context, ("I32",))
+        expect_shape(parts, "g_idx", (k,), context, INTEGERS)
         size = resolve_groups(context, k, groups)
         scale_dtype = float_name(parts, "scales", context)
         symmetric = declared.symmetric if declared.symmetric is not None else "qzeros" not in parts

@@ -26,14 +26,16 @@ class Unquantized(Format):
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight = parts.get("weight")
-        return weight is not None and weight.dtype in _PLAIN and not parts.keys() - {"weight", "bias"}
+        if weight is None or weight.dtype not in _PLAIN or len(weight.shape) != 2:
+            return False
+        return not parts.keys() - {"weight", "bias"}
 
     def out_features(self, parts: Parts) -> int:
         return parts["weight"].shape[0]
 
     def describe(self, parts: Parts, context: Context) -> Described:
         weight = parts["weight"]
-        n, k = weight.shape if len(weight.shape) == 2 else (1, 1)
+        n, k = weight.shape
         element = FLOAT_NAMES[weight.dtype]
         bias = bias_dtype(parts, context, n)
         spec = MatrixSpec(context.role, n, k, element, k, "f32", bias_dtype=bias, gated=context.gated)

@@ -134,6 +134,28 @@ def config(**changes: Any) -> dict[str, Any]:
     return {key: value for key, value in {**base, **changes}.items() if value is not None}
 
 
+def ct(bits: int, words_per_row: int | None = None, **more: Stored) -> Any:
+    """Maker of compressed-tensors pack-quantized projections, one scale per channel."""
+
+    def make(n: int, k: int) -> Tensors:
+        return {
+            "weight_packed": Stored("I32", (n, words_per_row or k * bits // 32)),
+            "weight_scale": Stored("BF16", (n, 1), struct.pack("<H", 0x3F80) * n),
+            "weight_shape": Stored("I64", (2,), struct.pack("<qq", n, k)),
+            **more,
+        }
+
+    return make
+
+
+def ct_config(**weights: Any) -> dict[str, Any]:
+    """A config for `ct`; `weights` changes its arguments."""
+    base = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"}
+    group = {"targets": ["Linear"], "weights": {**base, **weights}}
+    table = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
+    return config(quantization_config=table)
+
+
 def router(layer: int = 0, count: int = EXPERTS) -> Tensors:
     """An unquantised router."""
     return {f"model.layers.{layer}.mlp.gate.weight": Stored("BF16", (count, HIDDEN))}

@@ -18,6 +18,8 @@ from checkpoint.builder import (
     Stored,
     Tensors,
     config,
+    ct,
+    ct_config,
     experts,
     gptq,
     halves,
@@ -98,25 +100,6 @@ def test_case_33_global_scales_of_gate_and_up(tmp_path: Path) -> None:
     document = config(quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4"})
     message = found_by_scan(write(tmp_path, tensors, document), "data.gate-up-scale")
     assert "1 and 2" in message
-
-
-def ct(bits: int, words_per_row: int | None = None, **more: Stored) -> Any:
-    def make(n: int, k: int) -> Tensors:
-        return {
-            "weight_packed": Stored("I32", (n, words_per_row or k * bits // 32)),
-            "weight_scale": Stored("BF16", (n, 1), struct.pack("<H", 0x3F80) * n),
-            "weight_shape": Stored("I64", (2,), struct.pack("<qq", n, k)),
-            **more,
-        }
-
-    return make
-
-
-def ct_config(**weights: Any) -> dict[str, Any]:
-    base = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"}
-    group = {"targets": ["Linear"], "weights": {**base, **weights}}
-    table = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
-    return config(quantization_config=table)
 
 
 def test_case_34_rows_that_are_neither_padded_nor_dense(tmp_path: Path) -> None:

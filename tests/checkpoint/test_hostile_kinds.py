@@ -19,6 +19,8 @@ from checkpoint.builder import (
     Stored,
     Tensors,
     config,
+    ct,
+    ct_config,
     experts,
     gptq,
     halved,

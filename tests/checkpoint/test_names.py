@@ -1,0 +1,101 @@
+"""The names grammar: every spelling of expert tensors that families and tools use."""
+
+from __future__ import annotations
+
+import pytest
+from checkpoint.builder import Stored
+
+from moeq.checkpoint.header import TensorEntry
+from moeq.checkpoint.names import FUSED, ExpertTensor, index_experts, parse_name
+from moeq.errors import MoeqError
+
+NAMES = [
+    ("model.layers.0.mlp.experts.3.gate_proj.qweight", 0, 3, "gate", "qweight", "model.layers.0.mlp.experts"),
+    (
+        "model.layers.11.block_sparse_moe.experts.0.w3.scales",
+        11,
+        0,
+        "up",
+        "scales",
+        "model.layers.11.block_sparse_moe.experts",
+    ),
+    ("layers.2.ffn.experts.255.w2.scale", 2, 255, "down", "scale", "layers.2.ffn.experts"),
+    ("layers.2.experts.7.w1.weight", 2, 7, "gate", "weight", "layers.2.experts"),
+    ("model.language_model.layers.5.mlp.experts.1.up_proj.weight_packed", 5, 1, "up", "weight_packed", None),
+    ("language_model.model.layers.60.mlp.experts.383.down_proj.weight_shape", 60, 383, "down", "weight_shape", None),
+    ("backbone.layers.1.mixer.experts.9.down_proj.weight_scale", 1, 9, "down", "weight_scale", None),
+    ("model.layers.4.feed_forward.experts.2.gate_proj.weight", 4, 2, "gate", "weight", None),
+    ("mtp.layers.0.mlp.experts.8.up_proj.qweight", 0, 8, "up", "qweight", "mtp.layers.0.mlp.experts"),
+    ("mtp.1.ffn.experts.8.w1.weight", 1, 8, "gate", "weight", "mtp.1.ffn.experts"),
+    ("model.layers.3.mlp.experts.2.gate_proj.weight.absmax", 3, 2, "gate", "weight.absmax", None),
+    ("model.layers.0.mlp.experts.gate_up_proj_blocks", 0, FUSED, "gate_up", "blocks", "model.layers.0.mlp.experts"),
+    ("model.layers.0.mlp.experts.down_proj_bias", 0, FUSED, "down", "bias", None),
+    ("model.layers.0.mlp.experts.gate_up_proj", 0, FUSED, "gate_up", "weight", None),
+    ("model.layers.0.mlp.experts.gate_up_proj_scale_inv", 0, FUSED, "gate_up", "weight_scale_inv", None),
+    ("model.layers.0.feed_forward.experts.gate_up_proj_weight_scale", 0, FUSED, "gate_up", "weight_scale", None),
+    ("model.language_model.layers.7.experts.gate_up_proj_packed", 7, FUSED, "gate_up", "weight_packed", None),
+    ("model.layers.0.mlp.experts.w13_weight", 0, FUSED, "gate_up", "weight", None),
+    ("model.layers.0.moe.gate_proj.weight_scale_inv", 0, FUSED, "gate", "weight_scale_inv", "model.layers.0.moe"),
+    ("model.layers.0.block_sparse_moe.input_linear.weight", 0, FUSED, "gate_up", "weight", None),
+    ("model.layers.0.mlp.switch_mlp.up_proj.scales", 0, FUSED, "up", "scales", "model.layers.0.mlp.switch_mlp"),
+    ("transformer.blocks.3.ffn.experts.mlp.v1", 3, FUSED, "up", "weight", "transformer.blocks.3.ffn.experts"),
+    (
+        "transformer.blocks.3.ffn.experts.mlp.4.w2.weight",
+        3,
+        4,
+        "down",
+        "weight",
+        "transformer.blocks.3.ffn.experts.mlp",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "layer", "expert", "projection", "part", "prefix"), NAMES)
+def test_expert_tensors(name: str, layer: int, expert: int, projection: str, part: str, prefix: str | None) -> None:
+    found = parse_name(name)
+    assert found is not None
+    assert found == ExpertTensor(layer, expert, projection, part, prefix or found.prefix)
+    assert name.startswith(found.prefix)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lm_head.weight",
+        "model.layers.0.mlp.shared_experts.gate_proj.weight",
+        "model.layers.0.mlp.shared_expert_gate.weight",
+        "model.layers.0.mlp.gate.weight",
+        "model.layers.0.mlp.gate.e_score_correction_bias",
+        "model.layers.0.self_attn.q_proj.weight",
+        "experts.0.gate_proj.weight",
+        "model.layers.0.mlp.experts.0.norm.weight",
+    ],
+)
+def test_everything_else(name: str) -> None:
+    assert parse_name(name) is None
+
+
+def entries(*names: str) -> dict[str, TensorEntry]:
+    return {name: TensorEntry(name, "U8", (1,), "f", 0, 1) for name in names}
+
+
+def test_two_spellings_of_one_projection_are_refused() -> None:
+    tensors = entries("model.layers.0.mlp.experts.0.w1.weight", "model.layers.0.mlp.experts.1.gate_proj.weight")
+    with pytest.raises(MoeqError, match="second spelling of the gate projection"):
+        index_experts(tensors)
+
+
+def test_units_and_module_names() -> None:
+    prefix = "model.layers.2.mlp.experts"
+    [layer] = index_experts(entries(f"{prefix}.0.w1.qweight", f"{prefix}.0.w1.scales", f"{prefix}.1.w2.qweight"))
+    assert (layer.stack, layer.layer, layer.expert_ids, layer.fused) == ("model.layers", 2, {0, 1}, False)
+    assert {part: entry.name for part, entry in layer.unit(0)["gate"].items()} == {
+        "qweight": f"{prefix}.0.w1.qweight",
+        "scales": f"{prefix}.0.w1.scales",
+    }
+    assert layer.module("down", 1) == f"{prefix}.1.w2"
+    assert len(list(layer.tensors())) == 3
+
+
+def test_stored_sizes() -> None:
+    assert Stored("I32", (2, 3)).nbytes == 24

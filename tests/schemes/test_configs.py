@@ -1,0 +1,229 @@
+"""Quantisation configs in the dialects people publish, and what each says about a module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moeq.errors import MoeqError
+from moeq.model.quantization import find_declaration
+from moeq.schemes.declared import Declaration
+
+EXPERT = "model.layers.3.mlp.experts.7.down_proj"
+ROUTER = "model.layers.3.mlp.gate"
+ATTENTION = "model.layers.3.self_attn.q_proj"
+
+
+def read(table: dict[str, Any], **more: Any) -> Declaration:
+    declaration, _ = find_declaration({"quantization_config": table, **more}, {})
+    assert declaration is not None
+    return declaration
+
+
+def ct(weights: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    base = {"num_bits": 4, "type": "int", "group_size": 32, "symmetric": True, "strategy": "group"}
+    group = {"targets": ["Linear"], "weights": {**base, **(weights or {})}, **more.pop("group", {})}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": group}, **more}
+
+
+def test_gptq_of_gptqmodel() -> None:
+    table = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False, "format": "gptq_v2"}
+    declared = read({**table, "meta": {"quantizer": ["optimum:2.3", "gptqmodel:7.7.0"]}}).resolve(EXPERT)
+    assert declared is not None
+    assert (declared.variant, declared.bits, declared.group_size) == ("gptq_v2", 4, 128)
+    assert declared.writer == "optimum:2.3, gptqmodel:7.7.0"
+
+
+@pytest.mark.parametrize(
+    ("keys", "group_size", "bits"),
+    [
+        ({"wbits": 4, "q_group_size": 64}, 64, 4),
+        ({"w_bit": 8, "group_size": -1}, -1, 8),
+        ({"bits": 4, "group_size": None}, -1, 4),
+        ({"bits": 4}, None, 4),
+    ],
+)
+def test_gptq_aliases(keys: dict[str, Any], group_size: int | None, bits: int) -> None:
+    declared = read({"quant_method": "GPTQ", **keys}).resolve(EXPERT)
+    assert declared is not None
+    assert (declared.group_size, declared.bits, declared.symmetric) == (group_size, bits, True)
+
+
+def test_gptq_dynamic_rules() -> None:
+    """Excluding rules come first, keys are matched at the start only, and the first match decides."""
+    rules = {
+        r"+:model\.layers\.3\.": {"bits": 8},
+        r"model\.layers\.[0-9]\.": {"bits": 2, "group_size": 64},
+        r"-:.*mlp\.gate$": {},
+        r"mlp": {"bits": 3},
+    }
+    declaration = read({"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": rules})
+    assert declaration.resolve(EXPERT).bits == 8  # type: ignore[union-attr]
+    assert declaration.resolve(ROUTER) is None
+    other = declaration.resolve("model.layers.4.mlp.experts.0.up_proj")
+    assert (other.bits, other.group_size) == (2, 64)  # type: ignore[union-attr]
+    assert declaration.resolve("model.layers.44.mlp.up_proj").bits == 4  # type: ignore[union-attr]
+    assert not declaration.per_expert
+
+
+def test_awq_substrings_hit_more_than_they_say() -> None:
+    table = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "GEMM"}
+    declaration = read({**table, "modules_to_not_convert": ["gate"]})
+    assert declaration.resolve("model.layers.0.block_sparse_moe.gate") is None
+    assert declaration.resolve("model.layers.0.mlp.experts.0.gate_proj") is None
+    declared = declaration.resolve(EXPERT)
+    assert declared is not None
+    assert (declared.variant, declared.symmetric) == ("gemm", False)
+    assert read({**table, "modules_to_not_convert": None}).resolve(ROUTER) is not None
+
+
+def test_awq_of_gptqmodel_has_no_sym() -> None:
+    declared = read({"quant_method": "awq", "w_bit": 4, "q_group_size": 128, "zero_point": False}).resolve(EXPERT)
+    assert declared is not None
+    assert (declared.symmetric, declared.group_size) == (True, 128)
+
+
+def test_autoround_exceptions() -> None:
+    """Exact name, then suffix, then a pattern found anywhere; 16 bits mean not quantised."""
+    extra = {
+        ROUTER: {"bits": 16},
+        "self_attn.q_proj": {"bits": 8},
+        r".*experts\.7\..*": {"bits": 2, "group_size": 64, "sym": False},
+    }
+    table = {"quant_method": "intel/auto-round", "bits": 4, "group_size": 128, "sym": True, "extra_config": extra}
+    declaration = read(table)
+    assert declaration.resolve(ROUTER) is None
+    assert declaration.resolve(ATTENTION).bits == 8  # type: ignore[union-attr]
+    declared = declaration.resolve(EXPERT)
+    assert declared is not None
+    assert (declared.bits, declared.group_size, declared.symmetric) == (2, 64, False)
+    assert declaration.resolve(EXPERT.replace("7", "6")).bits == 4  # type: ignore[union-attr]
+    assert declaration.per_expert
+
+
+def test_compressed_tensors_ignore_and_targets() -> None:
+    """Kimi's last pattern looks as if it hit experts; it does not, because `mlp.` is followed by `experts`."""
+    ignore = ["lm_head", "re:.*self_attn.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*", ROUTER]
+    declaration = read(ct(ignore=ignore))
+    assert declaration.resolve(EXPERT) is not None
+    for module in ("lm_head", ATTENTION, ROUTER, "model.layers.0.mlp.gate_proj"):
+        assert declaration.resolve(module) is None
+    assert not declaration.per_expert
+
+
+def test_compressed_tensors_groups_by_pattern() -> None:
+    table = ct()
+    table["config_groups"]["h"] = {
+        "targets": [r"re:.*layers\.3\..*experts.*"],
+        "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
+    }
+    declaration = read(table)
+    declared = declaration.resolve(EXPERT)
+    assert declared is not None
+    assert (declared.bits, declared.group_size) == (8, -1)
+    assert declaration.resolve(EXPERT.replace("3", "4")).bits == 4  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("weights", "group_size", "act_order"),
+    [
+        ({"strategy": None}, 32, False),
+        ({"strategy": None, "group_size": -1}, -1, False),
+        ({"strategy": "channel", "group_size": None}, -1, False),
+        ({"actorder": "group"}, 32, True),
+        ({"actorder": "static"}, 32, False),
+        ({"actorder": "weight"}, 32, False),
+    ],
+)
+def test_compressed_tensors_arguments(weights: dict[str, Any], group_size: int, act_order: bool) -> None:
+    declared = read(ct(weights)).resolve(EXPERT)
+    assert declared is not None
+    assert (declared.group_size, declared.act_order) == (group_size, act_order)
+
+
+def test_compressed_tensors_presets_and_old_key() -> None:
+    table = {"config_groups": {"W8A8": ["Linear"]}, "format": "int-quantized"}
+    declaration, _ = find_declaration({"compression_config": table}, {})
+    assert declaration is not None
+    declared = declaration.resolve(EXPERT)
+    assert declared is not None
+    assert declaration.method == "compressed-tensors"
+    assert declared.activation is not None
+    assert (declared.activation.dtype, declared.activation.scale.dynamic) == ("int8", True)
+
+
+def test_activations_of_w8a8() -> None:
+    token = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+    declared = read(ct(group={"input_activations": token})).resolve(EXPERT)
+    assert declared is not None
+    assert declared.activation is not None
+    assert declared.activation.scale.granularity == "token"
+
+
+def test_modelopt_side_file_only() -> None:
+    side = {
+        "producer": {"name": "modelopt", "version": "0.47"},
+        "quantization": {"quant_algo": "NVFP4", "group_size": 16},
+    }
+    declaration, _ = find_declaration({}, {"hf_quant_config.json": side})
+    assert declaration is not None
+    declared = declaration.resolve(EXPERT)
+    assert declared is not None
+    assert (declared.variant, declared.writer) == ("nvfp4", "modelopt 0.47")
+
+
+def test_modelopt_mixed_by_container() -> None:
+    layers = {"model.layers.3.mlp.experts": {"quant_algo": "NVFP4"}, ATTENTION: {"quant_algo": "FP8"}}
+    declaration = read({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers})
+    assert declaration.resolve(EXPERT).variant == "nvfp4"  # type: ignore[union-attr]
+    assert declaration.resolve(ATTENTION).variant == "fp8"  # type: ignore[union-attr]
+    assert declaration.resolve("model.layers.4.mlp.experts.7.down_proj") is None
+
+
+def test_quark_wildcards() -> None:
+    weight = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+    table = {"quant_method": "quark", "global_quant_config": {"weight": weight}, "exclude": ["*self_attn*", "lm_head"]}
+    declaration = read(table)
+    assert declaration.resolve(ATTENTION) is None
+    assert declaration.resolve(EXPERT).group_size == 32  # type: ignore[union-attr]
+
+
+def test_fp8_and_mxfp4_exclusions() -> None:
+    fp8 = read(
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["model.layers.3.mlp"]}
+    )
+    assert fp8.resolve(EXPERT) is None
+    assert fp8.resolve(ATTENTION).strategy == "block"  # type: ignore[union-attr]
+    mxfp4 = read({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]})
+    assert mxfp4.resolve(ATTENTION) is None
+    assert mxfp4.resolve(EXPERT) is not None
+
+
+def test_the_first_config_counts_and_differences_are_told() -> None:
+    here = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    sides = {"quantize_config.json": {"bits": 8, "group_size": 128}, "quant_config.json": {"w_bit": 4}}
+    declaration, notices = find_declaration({"quantization_config": here}, sides)
+    assert declaration is not None
+    assert declaration.default is not None
+    assert declaration.default.bits == 4
+    messages = [notice.message for notice in notices]
+    assert any("bits is 4" in message and "8 in quantize_config.json" in message for message in messages)
+    assert any("says awq" in message for message in messages)
+
+
+def test_unknown_methods_are_named() -> None:
+    declaration = read({"quant_method": "brand-new"})
+    assert "brand-new" in (declaration.refusal or "")
+    assert declaration.resolve(EXPERT) is None
+
+
+@pytest.mark.parametrize("method", [5, [], "", {}, "a\x1b[2J"])
+def test_methods_that_are_not_names(method: Any) -> None:
+    with pytest.raises(MoeqError, match="quant_method"):
+        read({"quant_method": method, "bits": 4})
+
+
+def test_nothing_declared() -> None:
+    assert find_declaration({"quantization_config": None}, {}) == (None, [])
+    assert find_declaration({"quantization_config": {}}, {}) == (None, [])
