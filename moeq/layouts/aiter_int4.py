@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from moeq.layouts.arranged import ArrangedLayout, Part
 from moeq.layouts.arrangement import Arrangement
-from moeq.matrix import MatrixSpec, QuantizedMatrix
+from moeq.matrix import MatrixSpec
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 _WEIGHT = Arrangement("n r16, k u2 y2 f2 b4 -> n k u r y b | f")
 _SCALE = Arrangement("n, g s2 -> g n s")
@@ -36,14 +36,6 @@ class AiterInt4(ArrangedLayout):
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         shape = (spec.num_groups // 2, spec.n, 2)
         return {
-            "weight": Part("codes", _WEIGHT, (spec.n, spec.k // 2), "U8", 4),
+            "weight": Part("codes", _WEIGHT, (spec.n, spec.k // 2), "U8", 4, flip=8),
             "scale": Part("scales", _SCALE, shape, "BF16", 16, group=spec.group_size),
         }
-
-    def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
-        found = super().encode(name, matrix)
-        return found ^ 8 if name == "weight" else found
-
-    def decode(self, name: str, elements: Tensor, spec: MatrixSpec) -> Tensor:
-        found = super().decode(name, elements, spec)
-        return found ^ 8 if name == "weight" else found

@@ -62,6 +62,7 @@ class Part:
         pad: multiples that rows and columns are zero-filled to inside the layout (gate and up together for `w13`).
         group: input features per column, for the arithmetic of slices (scales: the group size; codes: 1).
         rewrite: permutation of the bits of every finished word, or None.
+        flip: bits of each element that are stored inverted (8 makes int4 codes two's complement).
     """
 
     field: Field
@@ -72,6 +73,7 @@ class Part:
     pad: tuple[int, int] = (1, 1)
     group: int = 1
     rewrite: BitPermutation | None = None
+    flip: int = 0
 
     @property
     def spec(self) -> TensorSpec:
@@ -306,6 +308,10 @@ def arrange(part: Part, elements: Tensor, out: Tensor) -> None:
     """Pack a matrix `[rows, columns]` into one stored tensor, zero-filling where the layout pads inside."""
     words = flat_words(out, part)
     pack_words(part.arrangement, _zero_fill(elements, part), part.bits, words)
+    if part.flip:
+        flips = sum(part.flip << (part.bits * field) for field in range(part.arrangement.fields_per_word))
+        width = 8 * words.element_size()
+        words ^= flips - (1 << width) if width > 8 and flips >> (width - 1) else flips
     if part.rewrite is not None:
         part.rewrite.apply_(words)
 
@@ -317,6 +323,8 @@ def rearrange(part: Part, packed: Tensor, shape: tuple[int, int]) -> Tensor:
         words = part.rewrite.inverse.apply_(words.clone())
     padded = part.padded(*shape)
     found = unpack_words(part.arrangement, words, padded, part.bits)
+    if part.flip:
+        found ^= part.flip
     halves = 2 if part.arrangement.has_halves else 1
     kept = found.view(halves, padded[0] // halves, padded[1])[:, : shape[0] // halves, : shape[1]]
     return kept.reshape(shape)

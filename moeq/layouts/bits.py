@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from moeq.layouts.words import COMPILED_FROM, have_numba
+from moeq.layouts.words import use_compiled
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,8 +39,7 @@ class BitPermutation:
 
     def apply_(self, words: Tensor, *, compiled: bool | None = None) -> Tensor:
         """Permute the bits of flat int32 words in place. Returns the words."""
-        wanted = compiled if compiled is not None else words.numel() >= COMPILED_FROM and have_numba()
-        if wanted:
+        if use_compiled(words.numel()) if compiled is None else compiled:
             from moeq.layouts.fast.bits import apply
 
             apply(self.steps, words)

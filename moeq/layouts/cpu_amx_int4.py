@@ -17,6 +17,7 @@ from moeq.layouts.arranged import ArrangedLayout, Part, is_gated_w13
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec
 from moeq.layouts.mxfp4 import IDENTITY_SCALE, bias_as
+from moeq.layouts.words import block_sums
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def _sums(matrix: QuantizedMatrix) -> Tensor:
     import torch
 
     spec, block = matrix.spec, _block(matrix.spec)
-    sums = matrix.codes.view(spec.n, spec.k // block, block).sum(dim=2, dtype=torch.int32)
+    sums = block_sums(matrix.codes, block)
     if matrix.zeros is None:
         sums -= block * spec.symmetric_zero
     else:

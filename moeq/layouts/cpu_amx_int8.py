@@ -14,6 +14,7 @@ from moeq.layouts.arranged import ArrangedLayout, Part, is_gated_w13
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec
 from moeq.layouts.mxfp4 import IDENTITY_SCALE, bias_as
+from moeq.layouts.words import block_sums
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class CpuAmxInt8(ArrangedLayout):
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         return {
-            "weight": Part("codes", _WEIGHT, (spec.n // 32, 32 * spec.k), "U8", 8),
+            "weight": Part("codes", _WEIGHT, (spec.n // 32, 32 * spec.k), "U8", 8, flip=0x80),
             "scale": Part("scales", IDENTITY_SCALE, (spec.n, 1), "F32", 32, group=spec.group_size),
             **bias_as(spec, IDENTITY_SCALE, "F32"),
         }
@@ -61,14 +62,6 @@ class CpuAmxInt8(ArrangedLayout):
     def slices(self, spec: MatrixSpec) -> SliceRule:
         return SliceRule(super().slices(spec).n, None)
 
-    def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
-        found = super().encode(name, matrix)
-        return found ^ 0x80 if name == "weight" else found
-
-    def decode(self, name: str, elements: Tensor, spec: MatrixSpec) -> Tensor:
-        found = super().decode(name, elements, spec)
-        return found ^ 0x80 if name == "weight" else found
-
     def pack_into(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
         if "weight" not in out:
             super().pack_into(matrix, out)
@@ -78,9 +71,9 @@ class CpuAmxInt8(ArrangedLayout):
         spec = matrix.spec
         codes = torch.empty(self.parts(spec)["weight"].shape, dtype=torch.uint8)
         super().pack_into(matrix, {**out, "weight": codes})
-        sums = 128 * (matrix.codes.sum(dim=1, dtype=torch.int32) - 128 * spec.k)
+        sums = 128 * (block_sums(matrix.codes, spec.k) - 128 * spec.k)
         out["weight"][:, :-_SUMS] = codes
-        out["weight"][:, -_SUMS:] = sums.to(torch.int32).view(spec.n // 32, 32).view(torch.uint8)
+        out["weight"][:, -_SUMS:] = sums.view(spec.n // 32, 32).view(torch.uint8)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec) -> QuantizedMatrix:
         return super().unpack({**parts, "weight": parts["weight"][:, :-_SUMS].contiguous()}, spec)

@@ -12,10 +12,10 @@ from moeq.layouts.arranged import STORED_DTYPE, ArrangedLayout, Part
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import Problem
 from moeq.layouts.mxfp4 import IDENTITY_SCALE
-from moeq.matrix import MatrixSpec, QuantizedMatrix
+from moeq.matrix import MatrixSpec
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 _BYTES = Arrangement("n, k -> n k")
 
@@ -34,7 +34,7 @@ class Int8W8A8(ArrangedLayout):
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         parts = {
-            "weight": Part("codes", _BYTES, (spec.n, spec.k), "I8", 8),
+            "weight": Part("codes", _BYTES, (spec.n, spec.k), "I8", 8, flip=0x80),
             "scale": Part("scales", IDENTITY_SCALE, (spec.n, 1), "F32", 32, group=spec.group_size),
         }
         if spec.bias_dtype is not None:
@@ -48,11 +48,3 @@ class Int8W8A8(ArrangedLayout):
             message = f"groups of {spec.group_size}; its kernel reads one scale per channel"
             found.append(Problem("layout.group-size", message))
         return found
-
-    def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
-        found = super().encode(name, matrix)
-        return found ^ 0x80 if name == "weight" else found
-
-    def decode(self, name: str, elements: Tensor, spec: MatrixSpec) -> Tensor:
-        found = super().decode(name, elements, spec)
-        return found ^ 0x80 if name == "weight" else found

@@ -143,24 +143,46 @@ class MarlinFp8Act(_MarlinA8):
             return matrix.scales * 512
         if name != "weight":
             return super().encode(name, matrix)
-        codes = matrix.codes
-        if matrix.zeros is None:
-            return _around(codes, codes.new_full((1, 1), 8))
+        if matrix.zeros is None:  # rewritten word by word after packing
+            return matrix.codes
         spec = matrix.spec
-        grouped = codes.view(spec.n, spec.num_groups, spec.group_size)
-        return _around(grouped, matrix.zeros.to(codes.dtype).unsqueeze(2)).view(spec.n, spec.k)
+        grouped = matrix.codes.view(spec.n, spec.num_groups, spec.group_size)
+        return _around(grouped, matrix.zeros.to(grouped.dtype).unsqueeze(2)).view(spec.n, spec.k)
 
     def decode(self, name: str, elements: Tensor, spec: MatrixSpec) -> Tensor:
         found = super().decode(name, elements, spec)
         return found / 512 if name == "scale" else found
 
+    def pack_into(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
+        super().pack_into(matrix, out)
+        if "weight" in out and matrix.zeros is None:
+            _around_midpoint_(out["weight"])
+
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec) -> QuantizedMatrix:
+        if spec.symmetric:
+            # The rewrite undoes itself but for the top bit of each code, before and after.
+            words = parts["weight"] ^ _TOP_BITS
+            return super().unpack({**parts, "weight": _around_midpoint_(words).bitwise_xor_(_TOP_BITS)}, spec)
         matrix = super().unpack(parts, spec)
         if matrix.zeros is None:
-            return replace(matrix, codes=_back(matrix.codes, matrix.codes.new_full((1, 1), 8)))
+            raise MoeqError("source.missing-part", f"{self.id}: zero points are missing")
         grouped = matrix.codes.view(spec.n, spec.num_groups, spec.group_size)
         codes = _back(grouped, matrix.zeros.to(grouped.dtype).unsqueeze(2)).view(spec.n, spec.k)
         return replace(matrix, codes=codes)
+
+
+#: The top bit of every 4-bit code of a word (0x88888888), and the lowest one.
+_TOP_BITS, _LOW_BITS = 0x88888888 - (1 << 32), 0x11111111
+
+
+def _around_midpoint_(words: Tensor) -> Tensor:
+    """`_around` the zero point 8 for the eight codes of each int32 word, in place.
+
+    8 .. 15 lose their top bit and 0 .. 7 are inverted: every bit flips, and the lower three flip back where the top one
+    was set. Returns the words.
+    """
+    upper = (words >> 3).bitwise_and_(_LOW_BITS).mul_(7)
+    return words.bitwise_xor_(upper).bitwise_not_()
 
 
 def _around(codes: Tensor, zero: Tensor) -> Tensor:

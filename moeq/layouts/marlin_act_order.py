@@ -19,6 +19,7 @@ from moeq.errors import MoeqError
 from moeq.layouts.arranged import ArrangedLayout, Part
 from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec
 from moeq.layouts.marlin import GROUPED, SINGLE, WEIGHT, bias_part, scale_part, weight_part
+from moeq.layouts.words import take_columns
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class MarlinActOrder(ArrangedLayout):
 
     def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
         found = super().encode(name, matrix)
-        return found[:, _order(matrix)] if name == "weight" else found
+        return take_columns(found, _order(matrix)) if name == "weight" else found
 
     def fill_extra(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
         order = _order(matrix)
@@ -80,10 +81,10 @@ class MarlinActOrder(ArrangedLayout):
 
         matrix = super().unpack(parts, spec)
         order = parts["permutation"].long()
-        codes, index = torch.empty_like(matrix.codes), torch.empty_like(parts["group_index"])
-        codes[:, order] = matrix.codes
+        back, index = torch.empty_like(order), torch.empty_like(parts["group_index"])
+        back[order] = torch.arange(len(order))
         index[order] = parts["group_index"]
-        return replace(matrix, codes=codes, group_index=index)
+        return replace(matrix, codes=take_columns(matrix.codes, back), group_index=index)
 
     def slice_parts(
         self, parts: Mapping[str, Tensor], spec: MatrixSpec, *, n: tuple[int, int], k: tuple[int, int]

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from moeq.layouts.arranged import ArrangedLayout, Part
 from moeq.layouts.flashinfer import BLOCK_MAJOR, BLOCK_MAJOR_W13, SCALE, SCALE_W13
 from moeq.layouts.mxfp4 import by_role
-from moeq.matrix import MatrixSpec, QuantizedMatrix
+from moeq.matrix import MatrixSpec
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 
 class TrtllmMxInt4(ArrangedLayout):
@@ -40,14 +40,6 @@ class TrtllmMxInt4(ArrangedLayout):
         weight, scale = by_role(BLOCK_MAJOR_W13, BLOCK_MAJOR, spec), by_role(SCALE_W13, SCALE, spec)
         shape = (spec.k // 256, spec.n, 128)
         return {
-            "weight": Part("codes", weight, shape, "U8", 4),
+            "weight": Part("codes", weight, shape, "U8", 4, flip=8),
             "scale": Part("scales", scale, (spec.n * spec.num_groups,), "BF16", 16, group=spec.group_size),
         }
-
-    def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
-        found = super().encode(name, matrix)
-        return found ^ 8 if name == "weight" else found
-
-    def decode(self, name: str, elements: Tensor, spec: MatrixSpec) -> Tensor:
-        found = super().decode(name, elements, spec)
-        return found ^ 8 if name == "weight" else found

@@ -111,5 +111,37 @@ def unpack_words(
     return arrangement.gather(codes, *shape).contiguous()
 
 
+def take_columns(codes: Tensor, order: Tensor) -> Tensor:
+    """uint8 `[N, K]` with column `order[i]` at place i."""
+    import torch
+
+    if not use_compiled(codes.numel()):
+        return codes[:, order]
+    from moeq.layouts.fast.columns import take
+
+    out = torch.empty_like(codes)
+    take(codes.contiguous(), order.contiguous(), out)
+    return out
+
+
+def block_sums(codes: Tensor, block: int) -> Tensor:
+    """int32 `[N, K / block]` sums of consecutive uint8 codes."""
+    import torch
+
+    n, k = codes.shape
+    if not use_compiled(codes.numel()):
+        return codes.reshape(n, k // block, block).sum(dim=2, dtype=torch.int32)
+    from moeq.layouts.fast.columns import block_sums as compiled
+
+    out = torch.empty(n, k // block, dtype=torch.int32)
+    compiled(codes.contiguous(), block, out)
+    return out
+
+
+def use_compiled(elements: int) -> bool:
+    """Whether a job of that size is worth the compiled loops, and they are there."""
+    return elements >= COMPILED_FROM and have_numba()
+
+
 def _compiled(wanted: bool | None, elements: int) -> bool:
-    return wanted if wanted is not None else elements >= COMPILED_FROM and have_numba()
+    return use_compiled(elements) if wanted is None else wanted

@@ -11,6 +11,8 @@ import numpy as np
 from numba import njit
 
 from moeq.layouts.arrangement import Arrangement, Digit
+from moeq.layouts.fast import nibbles
+from moeq.layouts.marlin import WEIGHT
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,34 +20,57 @@ if TYPE_CHECKING:
 #: Smallest table worth a loop of its own; smaller ones take in part of the free column digit.
 _TABLE = 64
 
+#: Shortest run of consecutive words worth a loop of its own.
+_RUN = 8
+
 
 @dataclass(frozen=True)
 class _Loops:
     """An arrangement for one matrix size: where each element comes from and each word goes, in elements and words.
 
     Word number `outer * outer_words + inner * inner_words + word[t]` holds, as field f, element
-    `first + outer * outer_elements + inner * inner_elements + element[t] + field[f]`.
+    `first + outer * outer_elements + inner * inner_elements + element[t] + field[f]`. Where `run` is above 1, that many
+    words follow each other, made of consecutive elements, at each of these places.
     """
 
     sizes: np.ndarray[Any, np.dtype[np.int64]]
     element: np.ndarray[Any, np.dtype[np.int64]]
     word: np.ndarray[Any, np.dtype[np.int64]]
     field: np.ndarray[Any, np.dtype[np.int64]]
+    run: int = 1
 
 
 def pack(arrangement: Arrangement, elements: Tensor, bits: int, out: Tensor) -> None:
     """Fill `out` (flat words) from contiguous `elements`."""
+    if bits == 4 and arrangement == WEIGHT[4]:
+        return nibbles.pack_marlin4(elements, out)
+    by_bytes = nibbles.over_bytes(arrangement) if bits == 4 else None
+    if by_bytes is not None:
+        return pack(by_bytes, nibbles.pairs(elements), 8, out)
     loops = _loops(arrangement, elements.shape[0], elements.shape[1])
     source, target = _unsigned(elements), _unsigned(out)
-    _PACK[len(loops.field)](source, target, loops.sizes, loops.element, loops.word, loops.field, bits)
+    if loops.run > 1:
+        _PACK_RUNS[len(loops.field)](source, target, loops.sizes, loops.element, loops.word, loops.run)
+    else:
+        _PACK[len(loops.field)](source, target, loops.sizes, loops.element, loops.word, loops.field, bits)
 
 
 def unpack(arrangement: Arrangement, words: Tensor, bits: int, out: Tensor) -> None:
     """Fill contiguous `out` `[rows, columns]` from flat words."""
+    if bits == 4 and arrangement == WEIGHT[4]:
+        return nibbles.unpack_marlin4(words, out)
+    by_bytes = nibbles.over_bytes(arrangement) if bits == 4 else None
+    if by_bytes is not None:
+        packed = out.new_empty((out.shape[0], out.shape[1] // 2))
+        unpack(by_bytes, words, 8, packed)
+        return nibbles.unpair(packed, out)
     loops = _loops(arrangement, out.shape[0], out.shape[1])
     source, target = _unsigned(words), _unsigned(out)
     mask = (1 << bits) - 1
-    _UNPACK[len(loops.field)](source, target, loops.sizes, loops.element, loops.word, loops.field, bits, mask)
+    if loops.run > 1:
+        _UNPACK_RUNS[len(loops.field)](source, target, loops.sizes, loops.element, loops.word, loops.run)
+    else:
+        _UNPACK[len(loops.field)](source, target, loops.sizes, loops.element, loops.word, loops.field, bits, mask)
 
 
 def _unsigned(tensor: Tensor) -> np.ndarray[Any, Any]:
@@ -65,21 +90,28 @@ def _loops(arrangement: Arrangement, rows: int, columns: int) -> _Loops:
             element_stride[digit.name] *= -1
     outer = next(digit.name for digit in arrangement.rows if not digit.radix)
     inner = next(digit.name for digit in arrangement.columns if not digit.radix)
-    table = [digit.name for digit in arrangement.words if digit.name not in (outer, inner)]
+    field = [(radix[digit.name], element_stride[digit.name]) for digit in arrangement.fields]
+    last, per_word = arrangement.words[-1].name, arrangement.fields_per_word
+    # Consecutive words of consecutive elements are a plain loop that the compiler turns into vector operations.
+    consecutive = element_stride[last] == per_word and field in ([], [(2, 1)])
+    run = radix[last] if consecutive and last != outer and radix[last] >= _RUN else 1
+    table = [digit.name for digit in arrangement.words if digit.name not in (outer, inner, last if run > 1 else "")]
     size = math.prod(radix[name] for name in table)
-    taken = math.gcd(radix[inner], 1 << 10) if size < _TABLE else 1
+    taken = math.gcd(radix[inner], 1 << 10) if size < _TABLE and run == 1 else 1
     while taken > 1 and size * taken > 4 * _TABLE:
         taken //= 2
     axes = [(radix[name], element_stride[name], word_stride[name]) for name in table]
     axes.append((taken, element_stride[inner], word_stride[inner]))
     axes.sort(key=lambda axis: -axis[2])
+    steps = 1 if run > 1 and last == inner else radix[inner] // taken
     sizes = [first, radix[outer], element_stride[outer], word_stride[outer]]
-    sizes += [radix[inner] // taken, element_stride[inner] * taken, word_stride[inner] * taken]
+    sizes += [steps, element_stride[inner] * taken, word_stride[inner] * taken]
     return _Loops(
         np.array(sizes, np.int64),
         _offsets([(count, stride) for count, stride, _ in axes]),
         _offsets([(count, stride) for count, _, stride in axes]),
-        _offsets([(radix[digit.name], element_stride[digit.name]) for digit in arrangement.fields]),
+        _offsets(field),
+        run,
     )
 
 
@@ -174,5 +206,90 @@ def _unpack_fields(source, target, sizes, element, word, field, bits, mask):  # 
                     value >>= np.uint32(bits)
 
 
+@njit(cache=True, nogil=True)
+def _unpack4(source, target, sizes, element, word, field, bits, mask):  # type: ignore[no-untyped-def]
+    f1, f2, f3, one, low = field[1], field[2], field[3], np.uint32(bits), np.uint32(mask)
+    for a in range(sizes[1]):
+        for b in range(sizes[4]):
+            s = sizes[0] + a * sizes[2] + b * sizes[5]
+            t = a * sizes[3] + b * sizes[6]
+            for i in range(len(word)):
+                e = s + element[i]
+                value = np.uint32(source[t + word[i]])
+                target[e] = value & low
+                target[e + f1] = (value >> one) & low
+                target[e + f2] = (value >> (one + one)) & low
+                target[e + f3] = (value >> (one + one + one)) & low
+
+
+@njit(cache=True, nogil=True)
+def _unpack8(source, target, sizes, element, word, field, bits, mask):  # type: ignore[no-untyped-def]
+    f1, f2, f3, f4, f5, f6, f7 = field[1], field[2], field[3], field[4], field[5], field[6], field[7]
+    for a in range(sizes[1]):
+        for b in range(sizes[4]):
+            s = sizes[0] + a * sizes[2] + b * sizes[5]
+            t = a * sizes[3] + b * sizes[6]
+            for i in range(len(word)):
+                e = s + element[i]
+                value = np.uint32(source[t + word[i]])
+                target[e] = value & 15
+                target[e + f1] = (value >> 4) & 15
+                target[e + f2] = (value >> 8) & 15
+                target[e + f3] = (value >> 12) & 15
+                target[e + f4] = (value >> 16) & 15
+                target[e + f5] = (value >> 20) & 15
+                target[e + f6] = (value >> 24) & 15
+                target[e + f7] = value >> 28
+
+
+@njit(cache=True, nogil=True)
+def _pack1_runs(source, target, sizes, element, word, run):  # type: ignore[no-untyped-def]
+    for a in range(sizes[1]):
+        for b in range(sizes[4]):
+            s = sizes[0] + a * sizes[2] + b * sizes[5]
+            t = a * sizes[3] + b * sizes[6]
+            for i in range(len(word)):
+                target[t + word[i] : t + word[i] + run] = source[s + element[i] : s + element[i] + run]
+
+
+@njit(cache=True, nogil=True)
+def _pack2_runs(source, target, sizes, element, word, run):  # type: ignore[no-untyped-def]
+    for a in range(sizes[1]):
+        for b in range(sizes[4]):
+            s = sizes[0] + a * sizes[2] + b * sizes[5]
+            t = a * sizes[3] + b * sizes[6]
+            for i in range(len(word)):
+                codes = source[s + element[i] : s + element[i] + 2 * run]
+                filled = target[t + word[i] : t + word[i] + run]
+                for j in range(run):
+                    filled[j] = codes[2 * j] | codes[2 * j + 1] << 4
+
+
+@njit(cache=True, nogil=True)
+def _unpack1_runs(source, target, sizes, element, word, run):  # type: ignore[no-untyped-def]
+    for a in range(sizes[1]):
+        for b in range(sizes[4]):
+            s = sizes[0] + a * sizes[2] + b * sizes[5]
+            t = a * sizes[3] + b * sizes[6]
+            for i in range(len(word)):
+                target[s + element[i] : s + element[i] + run] = source[t + word[i] : t + word[i] + run]
+
+
+@njit(cache=True, nogil=True)
+def _unpack2_runs(source, target, sizes, element, word, run):  # type: ignore[no-untyped-def]
+    for a in range(sizes[1]):
+        for b in range(sizes[4]):
+            s = sizes[0] + a * sizes[2] + b * sizes[5]
+            t = a * sizes[3] + b * sizes[6]
+            for i in range(len(word)):
+                packed = source[t + word[i] : t + word[i] + run]
+                filled = target[s + element[i] : s + element[i] + 2 * run]
+                for j in range(run):
+                    filled[2 * j] = packed[j] & 15
+                    filled[2 * j + 1] = packed[j] >> 4
+
+
 _PACK = {1: _pack1, 2: _pack2, 4: _pack4, 8: _pack8}
-_UNPACK = {1: _unpack1, 2: _unpack_fields, 4: _unpack_fields, 8: _unpack_fields}
+_UNPACK = {1: _unpack1, 2: _unpack_fields, 4: _unpack4, 8: _unpack8}
+_PACK_RUNS = {1: _pack1_runs, 2: _pack2_runs}
+_UNPACK_RUNS = {1: _unpack1_runs, 2: _unpack2_runs}

@@ -1,0 +1,40 @@
+"""Loops over the columns of a matrix of codes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numba import njit
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def take(codes: Tensor, order: Tensor, out: Tensor) -> None:
+    """`out[:, i] = codes[:, order[i]]`; uint8, `order` int64, each of 0 .. K - 1."""
+    _take(codes.numpy(), order.numpy(), out.numpy())
+
+
+def block_sums(codes: Tensor, block: int, out: Tensor) -> None:
+    """int32 `[N, K / block]` sums of consecutive uint8 codes."""
+    _block_sums(codes.numpy(), block, out.numpy())
+
+
+@njit(cache=True, nogil=True)
+def _take(codes, order, out):  # type: ignore[no-untyped-def]
+    for n in range(codes.shape[0]):
+        row, filled = codes[n], out[n]
+        for i in range(len(order)):
+            filled[i] = row[order[i]]
+
+
+@njit(cache=True, nogil=True)
+def _block_sums(codes, block, out):  # type: ignore[no-untyped-def]
+    for n in range(out.shape[0]):
+        for g in range(out.shape[1]):
+            part = codes[n, g * block : (g + 1) * block]
+            found = np.uint32(0)
+            for j in range(block):
+                found += np.uint32(part[j])
+            out[n, g] = found

@@ -1,0 +1,100 @@
+"""Roads for 4-bit codes that go over packed nibbles instead of gathering codes one by one.
+
+Marlin goes over words of eight codes, a block of rows at a time, so that its scratch stays in the second-level cache.
+Layouts that keep even and odd codes together go over bytes; their scratch is the packed matrix of one expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numba import njit, uint64
+
+from moeq.layouts.arrangement import Arrangement
+from moeq.layouts.fast import gptq_marlin
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Rows of a block: one Marlin tile.
+_ROWS = 64
+
+
+def pack_marlin4(codes: Tensor, out: Tensor) -> None:
+    """uint8 codes `[N, K]` -> flat Marlin words, by way of eight codes to a word."""
+    n, k = codes.shape
+    source, target = codes.numpy().view(np.uint64), out.numpy().view(np.uint32).reshape(k // 16, 2 * n)
+    words = np.empty((_ROWS, k // 8), np.uint32)
+    for row in range(0, n, _ROWS):
+        _eight_to_word(source[row : row + _ROWS], words)
+        gptq_marlin._pack(words.T, target, 2 * row)
+
+
+def unpack_marlin4(words: Tensor, out: Tensor) -> None:
+    """The inverse of `pack_marlin4`, into codes `[N, K]`."""
+    n, k = out.shape
+    source, target = words.numpy().view(np.uint32).reshape(k // 16, 2 * n), out.numpy().view(np.uint64)
+    scratch = np.empty((_ROWS, k // 8), np.uint32)
+    for row in range(0, n, _ROWS):
+        gptq_marlin._unpack(source, 2 * row, scratch.T)
+        _word_to_eight(scratch, target[row : row + _ROWS])
+
+
+@lru_cache(maxsize=64)
+def over_bytes(arrangement: Arrangement) -> Arrangement | None:
+    """The same arrangement of byte columns, where a word keeps each even and odd code together in one byte."""
+    last = arrangement.columns[-1]
+    if len(arrangement.fields) < 2 or last.radix != 2 or arrangement.fields[-1] != replace(last, radix=0):
+        return None
+    left, _, right = arrangement.pattern.partition("->")
+    return Arrangement(f"{left.rstrip().rpartition(' ')[0]} ->{right.rstrip().rpartition(' ')[0]}")
+
+
+def pairs(codes: Tensor) -> Tensor:
+    """uint8 codes `[N, K]` -> bytes `[N, K / 2]`, even column in the low nibble."""
+    import torch
+
+    out = torch.empty(codes.shape[0], codes.shape[1] // 2, dtype=torch.uint8)
+    _pairs(codes.view(-1).numpy(), out.view(-1).numpy())
+    return out
+
+
+def unpair(packed: Tensor, out: Tensor) -> None:
+    """The inverse of `pairs`."""
+    _unpair(packed.view(-1).numpy(), out.view(-1).numpy())
+
+
+@njit(cache=True, nogil=True)
+def _eight_to_word(codes, words):  # type: ignore[no-untyped-def]
+    for n in range(codes.shape[0]):
+        for i in range(codes.shape[1]):
+            x = codes[n, i]
+            x = (x | (x >> uint64(4))) & uint64(0x00FF00FF00FF00FF)
+            x = (x | (x >> uint64(8))) & uint64(0x0000FFFF0000FFFF)
+            words[n, i] = x | (x >> uint64(16))
+
+
+@njit(cache=True, nogil=True)
+def _word_to_eight(words, codes):  # type: ignore[no-untyped-def]
+    for n in range(codes.shape[0]):
+        for i in range(codes.shape[1]):
+            x = uint64(words[n, i])
+            x = (x | (x << uint64(16))) & uint64(0x0000FFFF0000FFFF)
+            x = (x | (x << uint64(8))) & uint64(0x00FF00FF00FF00FF)
+            codes[n, i] = (x | (x << uint64(4))) & uint64(0x0F0F0F0F0F0F0F0F)
+
+
+@njit(cache=True, nogil=True)
+def _pairs(codes, out):  # type: ignore[no-untyped-def]
+    for i in range(len(out)):
+        out[i] = codes[2 * i] | codes[2 * i + 1] << 4
+
+
+@njit(cache=True, nogil=True)
+def _unpair(packed, out):  # type: ignore[no-untyped-def]
+    for i in range(len(packed)):
+        out[2 * i] = packed[i] & 15
+        out[2 * i + 1] = packed[i] >> 4
