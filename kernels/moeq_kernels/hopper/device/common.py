@@ -1,4 +1,4 @@
-"""What the narrow and the wide kernel share: scales and zero points of a step, and the way from accumulators to rows."""
+"""What the narrow and the wide kernel share: weights of a step, and the way from accumulators to stored rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def zero_words(zero, row, row_words, tile, pair_tiles, WIDE: gl.constexpr):
     word = gl.load(zero + row.to(gl.int64) * row_words + column, mask=column < row_words, other=0)
     if WIDE:
         return word >> (upper * 8 + 0 * column)
-    return word.reshape([2, 16, 4])
+    else:
+        return word.reshape([2, 16, 4])
 
 
 @gluon.jit

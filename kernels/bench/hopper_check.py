@@ -1,0 +1,175 @@
+"""Checks the Hopper kernels' numbers on a Hopper GPU: every kernel and size, group size and kind of routing.
+
+    PYTHONPATH=.:kernels python kernels/bench/hopper_check.py [--out FILE] [--seconds S] [--quick]
+
+Every buffer that a call allocates starts as NaN (or the largest integer), so that nothing unwritten goes unnoticed.
+An error may be 1.2 times that of bf16 products on dequantised weights; two runs must agree bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from bench.cases import Recipe, Routed, make_layer
+from bench.comparison import FACTOR, random_map
+from bench.reference import Layer, moe, relative_error
+from moeq_kernels import PackedExperts
+from moeq_kernels.hopper.launch import hopper_moe
+from moeq_kernels.hopper.plan import TABLE, Narrow, Plan, Wide
+
+ROUTINGS = ("uniform", "zipf", "one", "holes", "mapped")
+
+LAYERS = {
+    "small": Recipe(experts=8, hidden=512, intermediate=384, group_size=128),
+    "odd": Recipe(experts=6, hidden=576, intermediate=192, group_size=64, seed=1),
+    "g32": Recipe(experts=8, hidden=480, intermediate=320, group_size=32, seed=2),
+    "zeros": Recipe(experts=8, hidden=512, intermediate=256, group_size=128, zero_points=True, seed=3),
+    "zeros-g32": Recipe(experts=4, hidden=384, intermediate=160 * 2, group_size=32, zero_points=True, seed=4),
+    "many": Recipe(experts=128, hidden=256, intermediate=128, group_size=128, seed=5),
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One comparison: relative errors of the kernels and of bf16 arithmetic."""
+
+    layer: str
+    tokens: int
+    routing: str
+    plan: str
+    error: float
+    plain_error: float
+    repeats: bool
+
+    @property
+    def passed(self) -> bool:
+        """NaN fails."""
+        return self.error <= FACTOR * self.plain_error and self.repeats
+
+
+def routed(kind: str, tokens: int, recipe: Recipe, experts: int, top_k: int, seed: int) -> Routed:
+    """Random inputs with that kind of routing among `experts` (global) experts."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    x = torch.randn(tokens, recipe.hidden, generator=generator, device="cuda").to(torch.bfloat16)
+    popularity = torch.ones(experts, device="cuda")
+    if kind == "zipf":
+        popularity = torch.arange(1, experts + 1, device="cuda") ** -1.2
+    if kind == "one":
+        popularity = torch.full((experts,), 1e-20, device="cuda")
+        popularity[1 : 1 + top_k] = 1.0
+    noise = torch.rand(tokens, experts, generator=generator, device="cuda")
+    ids = (popularity.log() - (-noise.log()).log()).topk(top_k, dim=1).indices
+    weights = torch.rand(tokens, top_k, generator=generator, device="cuda")
+    if kind == "holes":
+        ids = torch.where(torch.rand(ids.shape, generator=generator, device="cuda") < 0.4, -1, ids)
+    return Routed(x, weights / weights.sum(1, keepdim=True), ids.to(torch.int64 if kind == "zipf" else torch.int32))
+
+
+def compare(name: str, packed: PackedExperts, layer: Layer, recipe: Recipe, tokens: int, kind: str, plan: Plan | None,
+            seed: int = 0) -> Result:  # fmt: skip
+    """One call against the references."""
+    top_k = min(8 if recipe.experts > 8 else 2, recipe.experts)
+    known = 2 * recipe.experts if kind == "mapped" else recipe.experts
+    expert_map = random_map(known, recipe.experts, seed, "cuda") if kind == "mapped" else None
+    given = routed(kind, tokens, recipe, known, top_k, seed)
+    ids = given.ids if expert_map is None else expert_map[given.ids.long()]
+    one = hopper_moe(given.x, packed, given.weights, given.ids, expert_map=expert_map, plan=plan)
+    two = hopper_moe(given.x, packed, given.weights, given.ids, expert_map=expert_map, plan=plan)
+    truth = moe(given.x, layer, given.weights, ids)
+    plain = moe(given.x, layer, given.weights, ids, dtype=torch.bfloat16)
+    return Result(
+        name,
+        tokens,
+        kind,
+        describe(plan),
+        relative_error(one, truth),
+        relative_error(plain, truth),
+        torch.equal(one, two),
+    )
+
+
+def describe(plan: Plan | None) -> str:
+    """`narrow8 x4/2`."""
+    if plan is None:
+        return "chosen"
+    kind = "narrow" if isinstance(plan.kernel, Narrow) else "wide"
+    after = "" if isinstance(plan.kernel, Wide) or plan.kernel.after else "f"
+    return f"{kind}{plan.kernel.tokens}{after} x{plan.gate_up_splits}/{plan.down_splits}"
+
+
+def plans(recipe: Recipe) -> Iterator[Plan | None]:
+    """The chosen plan, and every kernel of the table, narrow ones with and without splits and in both scale modes."""
+    yield None
+    for kernel in dict.fromkeys(kernel for _, kernel in TABLE):
+        if isinstance(kernel, Wide):
+            yield Plan(kernel)
+            continue
+        if recipe.group_size >= 64:
+            yield Plan(replace(kernel, after=True))
+            yield Plan(replace(kernel, after=True), 2, 2)
+        yield Plan(replace(kernel, after=False))
+        yield Plan(replace(kernel, after=False), 3, 2)
+
+
+def comparisons(quick: bool) -> Iterator[tuple[str, int, str, Plan | None]]:
+    """What to compare, most telling first."""
+    for name, recipe in LAYERS.items():
+        for plan in plans(recipe):
+            yield name, 33, "uniform", plan
+    for name, recipe in LAYERS.items():
+        for tokens in (1, 7, 130, 1000):
+            for plan in plans(recipe):
+                if plan is None or not quick:
+                    yield name, tokens, ROUTINGS[(tokens + len(name)) % len(ROUTINGS)], plan
+    for kind in ROUTINGS:
+        for tokens in (1, 2, 16, 64, 300, 4096, 16384):
+            for name in ("small", "many"):
+                yield name, tokens, kind, None
+
+
+def main() -> int:
+    """Runs what fits in the time."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.backends.cuda.matmul.allow_tf32 = False
+    start = time.monotonic()
+    made: dict[str, tuple[PackedExperts, Layer]] = {}
+    results: list[Result] = []
+    skipped = 0
+    for seed, (name, tokens, kind, plan) in enumerate(comparisons(options.quick)):
+        if time.monotonic() - start > options.seconds:
+            skipped += 1
+            continue
+        if name not in made:
+            made[name] = make_layer(LAYERS[name], "cuda")
+        result = compare(name, *made[name], LAYERS[name], tokens, kind, plan, seed)
+        results.append(result)
+        if not result.passed:
+            print("FAILED", result, flush=True)
+    worst = max((r.error / r.plain_error for r in results if r.plain_error), default=0.0)
+    failed = [r for r in results if not r.passed]
+    seconds = time.monotonic() - start
+    print(
+        f"{len(results)} comparisons, {len(failed)} failed, {skipped} not run, worst ratio {worst:.3f}, {seconds:.0f} s"
+    )
+    if options.out:
+        document = {"results": [asdict(r) | {"passed": r.passed} for r in results], "skipped": skipped}
+        options.out.write_text(json.dumps(document, indent=1) + "\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""Sorting routed pairs by expert, and summing their results: plain Triton, deterministic, no atomics, no host reads.
+
+A pair is `token * top_k + choice`. Sorted rows are numbered by expert, then by pair. `inverse[pair]` is a pair's row,
+-1 where a choice has no expert here. A row of `tiles` is: expert (-1: unused), first row, end row of the expert, the
+expert's first tile, the expert's number of tiles, 0, 0, 0.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _local(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED: tl.constexpr):
+    """Local experts of the pairs `at`; EXPERTS where a choice has none here, EXPERTS + 1 beyond the last pair."""
+    chosen = tl.load(ids + at, mask=at < pairs, other=-1).to(tl.int32)
+    known = (chosen >= 0) & (chosen < KNOWN)
+    if MAPPED:
+        chosen = tl.load(expert_map + tl.where(known, chosen, 0)).to(tl.int32)
+        known = known & (chosen >= 0) & (chosen < EXPERTS)
+    return tl.where(at < pairs, tl.where(known, chosen, EXPERTS), EXPERTS + 1)
+
+
+@triton.jit
+def _write_tiles(tiles, expert, count, start, first, TILE: tl.constexpr):
+    """The rows of `tiles` of one expert."""
+    number = (count + TILE - 1) // TILE
+    for i in range(number):
+        entry = tiles + (first + i) * 8
+        tl.store(entry, expert)
+        tl.store(entry + 1, start + i * TILE)
+        tl.store(entry + 2, start + count)
+        tl.store(entry + 3, first)
+        tl.store(entry + 4, number)
+
+
+@triton.jit
+def _mark_unused(tiles, num_tiles, used, MOST, BLOCK: tl.constexpr):
+    """Ends the list of tiles."""
+    tl.store(num_tiles, used)
+    for at in range(used, MOST, BLOCK):
+        unused = at + tl.arange(0, BLOCK)
+        tl.store(tiles + unused * 8, tl.full([BLOCK], -1, tl.int32), mask=unused < MOST)
+
+
+@triton.jit
+def route_few(
+    ids, expert_map, x, sorted_x, pair_of_row, inverse, tiles, num_tiles, cleared, to_clear, pairs, top_k, hidden,
+    stride_x, EXPERTS, KNOWN, MOST, MAPPED: tl.constexpr, PAIRS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Everything in one kernel for up to a few thousand pairs; programs: (expert, slice of columns).
+
+    Each program counts all pairs for itself, then copies its expert's tokens (COLUMNS columns) to their sorted rows.
+    Together they also set `to_clear` integers of `cleared` to zero (see `narrow.expert_product_narrow`, arrived).
+    """
+    expert = tl.program_id(0)
+    at = tl.arange(0, PAIRS)
+    local = _local(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED)
+    mine = local == expert
+    count = tl.sum(mine.to(tl.int32))
+    start = tl.sum((local < expert).to(tl.int32))
+    row = start + tl.cumsum(mine.to(tl.int32)) - 1
+    tl.store(pair_of_row + row, at, mask=mine)
+    gdc_launch_dependents()
+    if tl.program_id(1) == 0:
+        tl.store(inverse + at, row, mask=mine)
+        if expert == 0:
+            tl.store(inverse + at, tl.full([PAIRS], -1, tl.int32), mask=local == EXPERTS)
+        bins = tl.arange(0, BINS)
+        counts = tl.histogram(tl.minimum(local, BINS - 1), BINS)
+        blocks = (counts + TILE - 1) // TILE
+        first = tl.sum(tl.where(bins < expert, blocks, 0))
+        _write_tiles(tiles, expert, count, start, first, TILE)
+        if expert == 0:
+            _mark_unused(tiles, num_tiles, tl.sum(tl.where(bins < EXPERTS, blocks, 0)), MOST, BINS)
+    program = expert * tl.num_programs(1) + tl.program_id(1)
+    for begin in range(program * BINS, to_clear, tl.num_programs(0) * tl.num_programs(1) * BINS):
+        clear = begin + tl.arange(0, BINS)
+        tl.store(cleared + clear, tl.zeros([BINS], tl.int32), mask=clear < to_clear)
+    tl.debug_barrier()  # pair_of_row is read back by other threads of this program
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    for i in range(start, start + count):
+        token = tl.load(pair_of_row + i) // top_k
+        value = tl.load(x + token.to(tl.int64) * stride_x + column, mask=column < hidden)
+        tl.store(sorted_x + i.to(tl.int64) * hidden + column, value, mask=column < hidden)
+
+
+@triton.jit
+def count_pairs(
+    ids, expert_map, counts, pairs, EXPERTS, KNOWN, MAPPED: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr
+):
+    """counts `[blocks, BINS]`: pairs of each expert in each block of BLOCK pairs."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    local = _local(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED)
+    gdc_launch_dependents()
+    found = tl.histogram(tl.minimum(local, BINS - 1), BINS)
+    tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), found)
+
+
+@triton.jit
+def place_pairs(
+    ids, expert_map, counts, pair_of_row, inverse, tiles, num_tiles, pairs, EXPERTS, KNOWN, MOST,
+    MAPPED: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Rows of the pairs of one block, and (shared among programs) the list of tiles."""
+    block = tl.program_id(0)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    local = _local(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED)
+    bins = tl.arange(0, BINS)
+    gdc_wait()
+    total = tl.zeros([BINS], tl.int32)
+    before = tl.zeros([BINS], tl.int32)
+    for other in range(0, tl.num_programs(0), GROUP):
+        rows = other + tl.arange(0, GROUP)
+        part = tl.load(
+            counts + rows[:, None] * BINS + bins[None, :], mask=(rows < tl.num_programs(0))[:, None], other=0
+        )
+        total += tl.sum(part, 0)
+        before += tl.sum(tl.where((rows < block)[:, None], part, 0), 0)
+    total = tl.where(bins < EXPERTS, total, 0)
+    start = tl.cumsum(total) - total
+    base = start + before
+    # The rank of a pair among the earlier ones of its block with its expert.
+    own = tl.arange(0, BLOCK)
+    key = tl.sort(local * BLOCK + own)  # unique, so the order is stable
+    expert = key // BLOCK
+    position = tl.arange(0, BLOCK)
+    in_block = tl.histogram(tl.minimum(local, BINS - 1), BINS)
+    offset = tl.cumsum(in_block) - in_block
+    clipped = tl.minimum(expert, BINS - 1)
+    row = tl.gather(base, clipped, 0) + position - tl.gather(offset, clipped, 0)
+    pair = block * BLOCK + key % BLOCK
+    there = expert < EXPERTS
+    tl.store(pair_of_row + row, pair, mask=there)
+    tl.store(inverse + pair, tl.where(there, row, -1), mask=expert <= EXPERTS)
+    gdc_launch_dependents()
+    tiles_of = (total + TILE - 1) // TILE
+    first_of = tl.cumsum(tiles_of) - tiles_of
+    for one in range(block, EXPERTS, tl.num_programs(0)):
+        here = bins == one
+        count = tl.sum(tl.where(here, total, 0))
+        _write_tiles(tiles, one, count, tl.sum(tl.where(here, start, 0)), tl.sum(tl.where(here, first_of, 0)), TILE)
+    if block == 0:
+        _mark_unused(tiles, num_tiles, tl.sum(tiles_of), MOST, BINS)
+
+
+@triton.jit
+def gather_rows(
+    x,
+    sorted_x,
+    pair_of_row,
+    tiles,
+    num_tiles,
+    pairs,
+    top_k,
+    hidden,
+    stride_x,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """sorted_x[row] = x[token of row]."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    gdc_wait()
+    gdc_launch_dependents()
+    used = tl.load(num_tiles)
+    rows = tl.load(tiles + tl.maximum(used - 1, 0) * 8 + 2, mask=used > 0, other=0)
+    token = tl.load(pair_of_row + row, mask=row < rows, other=0) // top_k
+    for begin in range(0, hidden, COLUMNS):
+        column = begin + tl.arange(0, COLUMNS)
+        inside = (row < rows)[:, None] & (column < hidden)[None, :]
+        value = tl.load(x + token.to(tl.int64)[:, None] * stride_x + column[None, :], mask=inside)
+        tl.store(sorted_x + row.to(tl.int64)[:, None] * hidden + column[None, :], value, mask=inside)
+
+
+@triton.jit
+def sum_rows(
+    parts, inverse, weights, y, tokens, hidden, rows, stride_w, splits, TOP_K: tl.constexpr, COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    """y[t] = sum over choices, in order, of weight * (sum over splits, in order, of parts `[splits, rows, hidden]`)."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (token < tokens)[:, None] & (column < hidden)[None, :]
+    total = tl.zeros([TOKENS, COLUMNS], tl.float32)
+    gdc_wait()
+    for choice in tl.static_range(TOP_K):
+        row = tl.load(inverse + token * TOP_K + choice, mask=token < tokens, other=-1)
+        weight = tl.load(weights + token * stride_w + choice, mask=token < tokens, other=0.0).to(tl.float32)
+        there = inside & (row >= 0)[:, None]
+        value = tl.zeros([TOKENS, COLUMNS], tl.float32)
+        for split in range(splits):
+            at = (split * rows + row).to(tl.int64)
+            value += tl.load(parts + at[:, None] * hidden + column[None, :], mask=there, other=0.0).to(tl.float32)
+        total += weight[:, None] * value
+    tl.store(y + token.to(tl.int64)[:, None] * hidden + column[None, :], total, mask=inside)

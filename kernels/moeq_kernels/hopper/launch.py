@@ -1,0 +1,220 @@
+"""Running a MoE layer with the Hopper kernels: buffers, descriptors of the copy engine, launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeq_kernels.hopper.plan import Narrow, Plan, Wide, choose
+from moeq_kernels.records import PackedExperts, PackedMatrix
+from moeq_kernels.tuning import next_power_of_two
+
+#: Pairs up to which one kernel does all the routing.
+FEW_PAIRS = 1024
+#: Pairs of one block of the routing kernels for more.
+BLOCK = 512
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Sorted pairs on the device; see `device.routing` for the contents.
+
+    Attributes:
+        x: bf16 `[P, K]` tokens by expert.
+        inverse: int32 `[P]`.
+        tiles: int32 `[T, 8]`.
+        num_tiles: int32 `[1]`.
+        arrived: int32 zeros for the split gate-up product.
+    """
+
+    x: Tensor
+    inverse: Tensor
+    tiles: Tensor
+    num_tiles: Tensor
+    arrived: Tensor
+
+
+def hopper_moe(
+    x: Tensor,
+    experts: PackedExperts,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    expert_map: Tensor | None = None,
+    plan: Plan | None = None,
+    dependent: bool = True,
+) -> Tensor:
+    """`fused_moe` with SiLU, for what `support.unsupported_reason` accepts (checked by the caller).
+
+    Args:
+        x: bf16 `[M, H]`, last axis contiguous.
+        topk_weights, topk_ids: `[M, top_k]`, last axis contiguous.
+        plan: kernel and sizes, where the default choice should not be used.
+        dependent: let each kernel start while the one before it ends (programmatic dependent launch).
+
+    Returns bf16 `[M, H]`. Nothing is read back from the device; results do not vary from run to run.
+    """
+    tokens, hidden = x.shape
+    top_k = topk_ids.shape[1]
+    pairs = tokens * top_k
+    y = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
+    if tokens == 0:
+        return y
+    intermediate = experts.intermediate_size
+    plan = plan or choose(pairs, experts.num_experts, experts.w13.k, intermediate, experts.w13.group_size)
+    routed = sort_pairs(x, experts, topk_ids, expert_map, plan, dependent)
+    middle = torch.empty(pairs, intermediate, dtype=x.dtype, device=x.device)
+    narrow = isinstance(plan.kernel, Narrow)
+    parts_type = torch.float32 if narrow else x.dtype
+    splits = plan.down_splits if narrow else 1
+    parts = torch.empty(splits, pairs, hidden, dtype=parts_type, device=x.device)
+    product(plan, experts.w13, routed, routed.x, middle, True, dependent)
+    product(plan, experts.w2, routed, middle, parts, False, dependent)
+    sum_parts(parts, routed.inverse, topk_weights, y, top_k, dependent)
+    return y
+
+
+def sort_pairs(
+    x: Tensor, experts: PackedExperts, topk_ids: Tensor, expert_map: Tensor | None, plan: Plan, dependent: bool
+) -> Routed:
+    """Sorts pairs by expert and copies tokens into that order."""
+    routing = import_module("moeq_kernels.hopper.device.routing")
+    tokens, hidden = x.shape
+    top_k = topk_ids.shape[1]
+    pairs = tokens * top_k
+    count = experts.num_experts
+    tile = plan.kernel.tokens
+    most = min(pairs, pairs // tile + count)
+    device = x.device
+    to_clear = most * -(-experts.intermediate_size // 128) if plan.gate_up_splits > 1 else 0
+    sorted_x = torch.empty(pairs, hidden, dtype=x.dtype, device=device)
+    numbers = torch.empty(2 * pairs + 8 * most + 8 + to_clear, dtype=torch.int32, device=device)
+    pair_of_row, inverse, tiles, num_tiles, arrived = numbers.split([pairs, pairs, 8 * most, 8, to_clear])
+    bins = next_power_of_two(count + 1)
+    known = count if expert_map is None else expert_map.numel()
+    mapped = expert_map is not None
+    which = (count, known, most)
+    common = {"MAPPED": mapped, "BINS": bins, "TILE": tile}
+    ids = topk_ids
+    after = {"launch_pdl": True} if dependent else {}
+    if pairs <= FEW_PAIRS:
+        columns = min(1024, next_power_of_two(hidden))
+        grid = (count, -(-hidden // columns))
+        routing.route_few[grid](
+            ids, expert_map, x, sorted_x, pair_of_row, inverse, tiles, num_tiles, arrived, to_clear, pairs, top_k,
+            hidden, x.stride(0), *which, PAIRS=next_power_of_two(max(pairs, 16)), COLUMNS=columns, **common,
+        )  # fmt: skip
+        return Routed(sorted_x, inverse, tiles, num_tiles, arrived)
+    arrived.zero_()
+    blocks = -(-pairs // BLOCK)
+    counts = torch.empty(blocks, bins, dtype=torch.int32, device=device)
+    routing.count_pairs[(blocks,)](ids, expert_map, counts, pairs, count, known, MAPPED=mapped, BLOCK=BLOCK, BINS=bins)
+    group = max(1, 4096 // bins)
+    routing.place_pairs[(blocks,)](
+        ids, expert_map, counts, pair_of_row, inverse, tiles, num_tiles, pairs, *which, BLOCK=BLOCK, GROUP=group,
+        **common, **after,
+    )  # fmt: skip
+    routing.gather_rows[(-(-pairs // 8),)](
+        x, sorted_x, pair_of_row, tiles, num_tiles, pairs, top_k, hidden, x.stride(0), ROWS=8, COLUMNS=512, **after
+    )
+    return Routed(sorted_x, inverse, tiles, num_tiles, arrived)
+
+
+def product(
+    plan: Plan, matrix: PackedMatrix, routed: Routed, x: Tensor, out: Tensor, gated: bool, dependent: bool
+) -> None:
+    """One grouped product, over the tiles of `routed`."""
+    launch = launch_narrow if isinstance(plan.kernel, Narrow) else launch_wide
+    launch(plan, matrix, routed, x, out, gated, dependent)
+
+
+def launch_narrow(
+    plan: Plan, matrix: PackedMatrix, routed: Routed, x: Tensor, out: Tensor, gated: bool, dependent: bool
+) -> None:
+    """Launches `device.narrow.expert_product_narrow`."""
+    kernel = plan.kernel
+    assert isinstance(kernel, Narrow)
+    function = import_module("moeq_kernels.hopper.device.narrow").expert_product_narrow
+    splits = plan.gate_up_splits if gated else plan.down_splits
+    columns = matrix.n // 2 if gated else out.shape[-1]
+    blocks = -(-columns // (128 if gated else 256))
+    rows = x.shape[0]
+    partial = None
+    if gated and splits > 1:
+        partial = torch.empty(splits, rows, 2 * columns, dtype=torch.float32, device=x.device)
+    options: dict[str, Any] = {"num_warps": 4}
+    options |= {"maxnreg": kernel.registers} if kernel.registers else {}
+    options |= {"launch_pdl": True} if dependent else {}
+    zero = matrix.zero
+    function[(blocks * splits, routed.tiles.numel() // 8)](
+        *descriptors(matrix, x, (8, 2), kernel.tokens), zero, out, partial, routed.arrived, routed.tiles,
+        matrix.k // 16, matrix.num_groups, -(-matrix.k // 128), splits, columns // 64 if gated else 2, columns,
+        out.stride(-2), rows, 0 if zero is None else zero.shape[-1],
+        TOKENS=kernel.tokens, STAGES=kernel.stages, GROUP=matrix.group_size, ZEROS=zero is not None, GATED=gated,
+        SPLIT=splits > 1, AFTER=kernel.after, DEPENDENT=dependent, **options,
+    )  # fmt: skip
+
+
+def launch_wide(
+    plan: Plan, matrix: PackedMatrix, routed: Routed, x: Tensor, out: Tensor, gated: bool, dependent: bool
+) -> None:
+    """Launches `device.wide.expert_product_wide`, one program per multiprocessor."""
+    kernel = plan.kernel
+    assert isinstance(kernel, Wide)
+    function = import_module("moeq_kernels.hopper.device.wide").expert_product_wide
+    groups = kernel.warpgroups
+    columns = matrix.n // 2 if gated else out.shape[-1]
+    blocks = -(-columns // (64 * groups if gated else 128 * groups))
+    options: dict[str, Any] = {"num_warps": 4}
+    options |= {"launch_pdl": True} if dependent else {}
+    zero = matrix.zero
+    programs = torch.cuda.get_device_properties(x.device).multi_processor_count
+    function[(programs,)](
+        *descriptors(matrix, x, (4, groups), 32), zero, out, routed.tiles, routed.num_tiles, matrix.k // 16,
+        matrix.num_groups, -(-matrix.k // 64), blocks, columns // 64 if gated else groups, columns, out.stride(-2),
+        0 if zero is None else zero.shape[-1],
+        TOKENS=kernel.tokens, STAGES=kernel.stages, GROUP=matrix.group_size, ZEROS=zero is not None, GATED=gated,
+        GROUPS_OF_WARPS=groups, REGISTERS=kernel.registers, DEPENDENT=dependent, **options,
+    )  # fmt: skip
+
+
+def descriptors(matrix: PackedMatrix, x: Tensor, words: tuple[int, int], tokens: int) -> tuple[Any, Any, Any]:
+    """Descriptors of words, tokens and scales; words: slabs and tiles of a box, tokens: rows of a box."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layouts = import_module("moeq_kernels.hopper.device.layouts")
+    slabs, tiles = words
+    scale = matrix.scale
+    assert scale is not None
+    weight = matrix.weight.view(-1, matrix.n // 64, 128)
+    scale = scale.view(-1, matrix.n)
+    make = TensorDescriptor.from_tensor
+    return (
+        make(weight, [slabs, tiles, 128], plain(layouts.word_buffer)),
+        make(x, [tokens, 64], plain(layouts.token_buffer)),
+        make(scale, [1, 64 * tiles], plain(layouts.scale_buffer)),
+    )
+
+
+def plain(function: Any) -> Any:
+    """The layout that a constexpr function without parameters makes, on the host."""
+    return getattr(function, "fn", function)()
+
+
+def sum_parts(parts: Tensor, inverse: Tensor, weights: Tensor, y: Tensor, top_k: int, dependent: bool) -> None:
+    """Launches `device.routing.sum_rows`."""
+    routing = import_module("moeq_kernels.hopper.device.routing")
+    tokens, hidden = y.shape
+    splits, rows, _ = parts.shape
+    block = 1 if tokens < 512 else 2
+    columns = min(512 if tokens < 64 else 1024, next_power_of_two(hidden))
+    grid = (-(-tokens // block), -(-hidden // columns))
+    options = {"launch_pdl": True} if dependent else {}
+    routing.sum_rows[grid](
+        parts, inverse, weights, y, tokens, hidden, rows, weights.stride(0), splits, TOP_K=top_k, COLUMNS=columns,
+        TOKENS=block, **options,
+    )  # fmt: skip
