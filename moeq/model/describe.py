@@ -41,7 +41,7 @@ from moeq.model.oddities import (
     tensor_oddities,
 )
 from moeq.schemes.base import Scheme
-from moeq.schemes.declared import Declaration
+from moeq.schemes.declared import Declaration, clean
 from moeq.schemes.registry import get_format
 
 
@@ -243,7 +243,7 @@ def scheme_uses(model: Model) -> tuple[SchemeUse, ...]:
     return tuple(
         SchemeUse(
             scheme=scheme,
-            title=scheme.title,
+            title=get_format(scheme.format).title_of(scheme),
             layers=tuple(layers[scheme]),
             experts=experts[scheme],
             projections=tuple(projections[scheme]),
@@ -265,4 +265,4 @@ def _refusals(model: Model, schemes: Iterable[SchemeUse]) -> tuple[str, ...]:
 
 def _architecture(config: Mapping[str, object]) -> str:
     names = config.get("architectures")
-    return str(names[0])[:200] if isinstance(names, list) and names else "unknown"
+    return clean(names[0]) if isinstance(names, list) and names else "unknown"

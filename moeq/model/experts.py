@@ -130,6 +130,7 @@ class Experts:
         self._declaration = declaration
         self._interleaved = interleaved
         self._kinds: dict[object, ExpertKind] = {}
+        self._by_expert: dict[int, ExpertKind] = {}
         self._uniform = not (declaration and declaration.per_expert) and _is_uniform(layer, self.num_experts)
 
     def kind(self, expert: int) -> ExpertKind:
@@ -137,8 +138,13 @@ class Experts:
         if not 0 <= expert < self.num_experts:
             detail = f"layer {self.layer.layer} has experts 0 .. {self.num_experts - 1}, there is no {expert}"
             raise MoeqError("usage.no-such-expert", detail)
-        if self._uniform and None in self._kinds:
-            return self._kinds[None]
+        known = self._kinds.get(None) if self._uniform else self._by_expert.get(expert)
+        if known is None:
+            known = self._by_expert[expert] = self._look_up(expert)
+        return known
+
+    def _look_up(self, expert: int) -> ExpertKind:
+        """The kind of an expert not asked for before; described only if no other expert has the same headers."""
         unit = self.layer.unit(expert)
         declared = {projection: self._declared(projection, expert) for projection in unit}
         key = None if self._uniform else (_signature(unit), tuple(declared.values()))
@@ -169,7 +175,8 @@ class Experts:
         for projection in (name for name in _ORDER if name in sigs):
             found = match_format(sigs[projection], declared[projection])
             if found is None:
-                _unknown(self.layer.module(projection, expert), sigs[projection])
+                method = self._declaration.method if self._declaration else None
+                _unknown(self.layer.module(projection, expert), sigs[projection], method)
             formats[projection] = found
         hints = _k_hints({projection: formats[projection].out_features(sigs[projection]) for projection in formats})
         gated = "gate" in formats or "gate_up" in formats
@@ -271,6 +278,8 @@ def _k_hints(outputs: Mapping[Projection, int]) -> dict[Projection, int]:
     return hints
 
 
-def _unknown(module: str, parts: Mapping[str, PartSig]) -> NoReturn:
+def _unknown(module: str, parts: Mapping[str, PartSig], method: str | None) -> NoReturn:
     shown = ", ".join(f"{part} {sig.dtype}{list(sig.shape)}" for part, sig in sorted(parts.items()))
-    raise MoeqError("source.unsupported-format", f"{module}: no known format has the tensors {shown[:400]}")
+    declared = f"the config says {method}, and " if method else ""
+    detail = f"{module}: {declared}no format that moeq knows has the tensors {shown[:400]}"
+    raise MoeqError("source.unsupported-format", detail)

@@ -31,6 +31,9 @@ _ALIASES = {
     "modelopt_fp4": "modelopt",
     "modelopt_mixed": "modelopt",
     "nvfp4": "modelopt",
+    # Names of engine kernels, in hand-edited configs.
+    "gptq_marlin": "gptq",
+    "awq_marlin": "awq",
 }
 
 #: Keys that say the same in every copy of a config; a difference in any of them is worth telling.

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from moeq.schemes.declared import Declaration, Declared, Fields, Patterns, group_size
+from moeq.schemes.declared import Declaration, Declared, Fields, Patterns, clean, group_size
 
 #: Data types whose tensors are not packed integers; headers tell them apart.
 _FLOAT_TYPES = ("mx_fp", "nv_fp", "fp", "mx_fp4", "nv_fp4", "mx_fp8", "fp8")
@@ -28,7 +28,7 @@ def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
         # FP8 blocks are declared as [rows, columns]; headers tell their size.
         group_size=None if isinstance(size, list) else group_size(fields, "group_size"),
         symmetric=fields.flag("sym") is not False,
-        writer=f"auto-round {fields.text('autoround_version') or ''}".strip(),
+        writer=clean(f"auto-round {table.get('autoround_version') or ''}".strip()),
         rule=origin,
     )
     if (fields.text("data_type") or "int") in _FLOAT_TYPES:

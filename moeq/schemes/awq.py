@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Scheme, ZeroPoint
-from moeq.schemes.declared import Declaration, Declared, Fields, group_size
+from moeq.schemes.declared import Declaration, Declared, Fields, clean, group_size
 from moeq.schemes.format import (
     Context,
     Described,
@@ -66,7 +66,7 @@ def _writer(table: Mapping[str, Any]) -> str | None:
     meta = table.get("meta")
     quantizer = meta.get("quantizer") if isinstance(meta, Mapping) else None
     found = ", ".join(map(str, quantizer)) if isinstance(quantizer, list) else quantizer
-    return str(found or table.get("provider") or table.get("backend") or "")[:200] or None
+    return clean(found or table.get("provider") or table.get("backend") or "") or None
 
 
 class Awq(Format):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moeq.schemes.base import Granularity, QuantKey, ScaleKey
-from moeq.schemes.declared import Declaration, Declared, Fields, Patterns, group_size
+from moeq.schemes.declared import Declaration, Declared, Fields, Patterns, clean, group_size
 
 #: Arguments of the named presets that may stand in for a group: bits, type, strategy, group size, symmetric.
 _PRESETS: dict[str, dict[str, Any]] = {
@@ -131,7 +131,7 @@ def _group(name: str, value: Any, fields: Fields) -> _Group:
         act_order=_act_order(weights),
         strategy=strategy,
         activation=_activation(Fields(inner.table_of("input_activations"), f"{where}.input_activations")),
-        writer=f"compressed-tensors {fields.text('version') or ''}".strip(),
+        writer=clean(f"compressed-tensors {fields.table.get('version') or ''}".strip()),
         rule=where,
     )
     return _Group(tuple(inner.names("targets")), declared)

@@ -49,6 +49,9 @@ class Foreign(Format):
     title = "a format that moeq recognises but does not read"
     refusal = "moeq does not read this format"
 
+    def title_of(self, scheme: Scheme) -> str:
+        return scheme.packing
+
     def refusal_of(self, scheme: Scheme) -> str | None:
         return f"its experts are {scheme.packing}, which moeq does not read"
 

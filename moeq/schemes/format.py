@@ -72,6 +72,10 @@ class Format(ABC):
     title: ClassVar[str]
     refusal: ClassVar[str | None] = None
 
+    def title_of(self, scheme: Scheme) -> str:
+        """Short name of a scheme for people."""
+        return scheme.title
+
     def refusal_of(self, scheme: Scheme) -> str | None:
         """Why a scheme of this format is not converted, or None."""
         return self.refusal

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Scheme, ZeroPoint
-from moeq.schemes.declared import Declaration, Declared, Fields, Patterns, group_size
+from moeq.schemes.declared import Declaration, Declared, Fields, Patterns, clean, group_size
 from moeq.schemes.format import (
     INTEGERS,
     Context,
@@ -107,9 +107,9 @@ def _writer(table: Mapping[str, Any]) -> str | None:
     meta = table.get("meta")
     quantizer = meta.get("quantizer") if isinstance(meta, Mapping) else None
     if isinstance(quantizer, list):
-        return ", ".join(str(item) for item in quantizer)[:200] or None
+        return clean(", ".join(str(item) for item in quantizer)) or None
     found = quantizer or table.get("provider") or table.get("autoround_version")
-    return str(found)[:200] if found else None
+    return clean(found) if found else None
 
 
 def _refusal(fields: Fields, variant: str) -> str | None:

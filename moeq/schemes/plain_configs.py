@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,6 +13,7 @@ from moeq.schemes.declared import Declaration, Declared, Fields
 _INT8_TOKEN = QuantKey("int8", "runtime", ScaleKey("f32", "token", (1, -1), dynamic=True))
 _FP8_TOKEN = QuantKey("e4m3", "runtime", ScaleKey("f32", "group", (1, 128), dynamic=True))
 _FP8_TENSOR = QuantKey("e4m3", "runtime", ScaleKey("f32", "tensor", (-1, -1), dynamic=True))
+_FP4_GROUP = QuantKey("e2m1", "runtime", ScaleKey("e4m3", "group", (1, 16), dynamic=True))
 _FP8_STATIC = QuantKey("e4m3", "runtime", ScaleKey("f32", "tensor", (-1, -1)))
 
 
@@ -43,14 +45,20 @@ def read_fp8(table: Mapping[str, Any], origin: str) -> Declaration:
         activation=activation,
         rule=origin,
     )
-    return _declaration(fields, declared)
+    # NVIDIA's DeepSeek-V4 keeps `fp8` for the model and says beside it that the experts are NVFP4.
+    experts = fields.text("moe_quant_algo")
+    return _declaration(
+        fields, declared, replace(declared, variant=experts, activation=_FP4_GROUP) if experts else None
+    )
 
 
-def _declaration(fields: Fields, declared: Declared) -> Declaration:
+def _declaration(fields: Fields, declared: Declared, experts: Declared | None = None) -> Declaration:
     skipped = tuple(fields.names("modules_to_not_convert", "ignored_layers", "ignore"))
 
     def resolve(module: str) -> Declared | None:
-        return None if any(_names(entry, module) for entry in skipped) else declared
+        if any(_names(entry, module) for entry in skipped):
+            return None
+        return experts if experts and ".experts" in module else declared
 
     return Declaration(declared.method, fields.where, declared, resolve, raw=fields.table)
 

@@ -24,6 +24,9 @@ class Unquantized(Format):
     title = "not quantised"
     refusal = "its experts are not quantised"
 
+    def title_of(self, scheme: Scheme) -> str:
+        return f"{scheme.weight.dtype}, not quantised"
+
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight = parts.get("weight")
         if weight is None or weight.dtype not in _PLAIN or len(weight.shape) != 2:
