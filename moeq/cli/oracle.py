@@ -88,7 +88,7 @@ class Question(NamedTuple):
 
 
 def _questions(src: str, revision: str | None) -> list[Question]:
-    """One question per scheme, the first quantised layer's first; the config as a whole describes only that one."""
+    """One question per scheme, the first quantised layer's first. Per-module rules of the config are read per layer."""
     import moeq
     from moeq.pipeline.decide import first_layer, moe_shape
 
@@ -103,7 +103,7 @@ def _questions(src: str, revision: str | None) -> list[Question]:
         if scheme in found:
             found[scheme].layers.append(layer)
             continue
-        config = declared if isinstance(declared, dict) and not found else None
+        config = declared if isinstance(declared, dict) else None
         shape, prefix = moe_shape(checkpoint, layer), checkpoint.expert_prefix(layer)
         found[scheme] = Question([layer], scheme, shape, config, prefix)
     return list(found.values())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from oracle.examples import CHECKPOINTS, every_scheme
+from pipeline.mixing import rewritten, with_layer_of
 
 from moeq.cli.app import run
 
@@ -153,6 +154,19 @@ def test_backends(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_lists_deployment_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["oracle", "--help"]) == 0
     assert "--require" in capsys.readouterr().out
+
+
+def test_layers_of_two_widths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rules = {"dynamic": {r"+:.*layers\.1\.mlp\.experts.*": {"bits": 8, "group_size": 64}}}
+    layer = with_layer_of(CHECKPOINTS / "gptq-int8-g64-qwen3moe", 1)
+    source = rewritten(CHECKPOINTS / "gptq-int4-g32-qwen3moe", tmp_path / "source", layer, rules)
+    assert run(["oracle", str(source), "--gpu", "cpu", "--json"]) == 1  # the AMX kernel reads no int8
+    answer = document(capsys)
+    assert answer["verdict"]["chosen"]["backend"] == "CPU"
+    assert answer["other_schemes"][0]["layers"] == [1]
+    assert answer["other_schemes"][0]["verdict"]["chosen"] is None
+    assert run(["oracle", str(source), "--gpu", "a100,h100", "--tp", "1", "--require", "all", "--json"]) == 0
+    assert {cell["scheme"] for cell in document(capsys)["cells"]} == {"gptq int4 g32 sym", "gptq int8 g64 sym"}
 
 
 def test_a_missing_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

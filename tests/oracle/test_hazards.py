@@ -59,11 +59,11 @@ def _reads_scheme(one: Scheme, shape: MoeShape, verdict: Verdict) -> bool:
     from moeq.oracle.own import own_policy
 
     assert verdict.chosen is not None
-    rows = [
-        row for row in own_policy().kernels if row.backend == verdict.chosen.backend and row.element == one.weight.dtype
-    ]
+    row = next(
+        row for row in own_policy().kernels if row.layout == verdict.chosen.layout and row.element == one.weight.dtype
+    )
     group = one.group_size if one.group_size > 0 else -1
-    return bool(rows) and group in rows[0].group_sizes and (one.weight.symmetric or rows[0].zero_points)
+    return group in row.group_sizes and (one.weight.symmetric or row.zero_points)
 
 
 def _no_emulation(one: Scheme, shape: MoeShape, verdict: Verdict) -> bool:
