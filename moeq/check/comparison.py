@@ -21,6 +21,7 @@ class Totals:
     error2: float = 0.0
     plain2: float = 0.0
     expected2: float = 0.0
+    bound2: float = 0.0
     actual2: float = 0.0
     dot: float = 0.0
     absolute: float = 0.0
@@ -28,10 +29,15 @@ class Totals:
     max_abs: float = -1.0
     worst: tuple[int, int] = (0, 0)
 
-    def add(self, actual: Tensor, expected: Tensor, plain: Tensor, rows: Tensor) -> tuple[float, float]:
-        """Account for some rows `[T, N]`. Returns their relative error and that of `plain`."""
+    def add(
+        self, actual: Tensor, expected: Tensor, plain: Tensor, bound: Tensor, rows: Tensor
+    ) -> tuple[float, float, float]:
+        """Account for some rows `[T, N]`. Returns their relative error, and those of `plain` and of the bounds."""
         error = difference(actual, expected)
-        error2, plain2, norm2 = (float(one.square().sum()) for one in (error, plain - expected, expected))
+        error2, plain2, norm2, bound2 = (
+            float(one.square().sum()) for one in (error, plain - expected, expected, bound)
+        )
+        self.bound2 += bound2
         self.error2 += error2
         self.plain2 += plain2
         self.expected2 += norm2
@@ -43,7 +49,7 @@ class Totals:
         if float(error.flatten()[place]) > self.max_abs:
             self.max_abs = float(error.flatten()[place])
             self.worst = (int(rows[place // error.shape[1]]), place % error.shape[1])
-        return ratio(error2, norm2), ratio(plain2, norm2)
+        return ratio(error2, norm2), ratio(plain2, norm2), ratio(bound2, norm2)
 
     @property
     def relative(self) -> float:
@@ -54,6 +60,11 @@ class Totals:
     def baseline(self) -> float:
         """The same for the plain 16-bit computation."""
         return ratio(self.plain2, self.expected2)
+
+    @property
+    def tolerance(self) -> float:
+        """Largest relative error that passes."""
+        return tolerance(self.baseline, ratio(self.bound2, self.expected2))
 
     @property
     def cosine(self) -> float:
@@ -97,8 +108,9 @@ class ProductComparison:
 
     def add(self, expert: int, actual: Tensor, emulated: Sequence[Emulated], rows: Tensor) -> None:
         """Compare the rows of one expert with every way of rounding; the last is the reference, the first 16-bit."""
-        relative, baseline = self.totals.add(actual, emulated[-1].value, emulated[0].value, rows)
-        allowed = tolerance(baseline, EXPERT_FACTOR)
+        exact, plain = emulated[-1], emulated[0]
+        relative, baseline, floor = self.totals.add(actual, exact.value, plain.value, exact.bound, rows)
+        allowed = tolerance(baseline, floor, EXPERT_FACTOR)
         self._titles = tuple(one.title for one in emulated)
         self._experts.append(
             tuple(judge(expert, actual, one.value, one.bound, (relative, allowed), rows) for one in emulated)
@@ -129,7 +141,7 @@ class ProductComparison:
             relative=totals.relative,
             cosine=totals.cosine,
             baseline=totals.baseline,
-            tolerance=tolerance(totals.baseline),
+            tolerance=totals.tolerance,
             arithmetic=self._titles[way],
             worst_element=totals.worst,
             worst_run=None,

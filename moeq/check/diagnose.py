@@ -59,7 +59,10 @@ def diagnose(evidence: Evidence, others: Mapping[str, Iterable[Emulated]]) -> st
             if any(_agrees(evidence.actual, way) for way in ways):
                 return f"it computes {title}"
     worst = wrong[exceedance.amax(dim=0)[wrong].argsort(descending=True)][:MOST_FEATURES].tolist()
-    causes = [cause for feature in worst if (cause := _cause(evidence, feature))]
+    found = {feature: cause for feature in worst if (cause := _cause(evidence, feature))}
+    if len(wrong) == 1 and found:
+        return f"looks like {found[worst[0]]}"
+    causes = [f"output feature {feature}: {cause}" for feature, cause in found.items()]
     if not causes:
         return f"output features {_span(wrong.tolist())}" if 1 < len(wrong) < evidence.weight.shape[0] else None
     rest = f" and {len(wrong) - len(causes)} more features" if len(wrong) > len(causes) else ""
@@ -90,7 +93,7 @@ def _cause(evidence: Evidence, feature: int) -> str | None:
         norms = vectors.square().sum(dim=0).clamp_min(1e-300)
         explained = (error @ vectors).square() / norms / error.square().sum()
         at = int(explained.argmax())
-        found.append((float(explained[at]), f"output feature {feature}: {text.format(at=at)}"))
+        found.append((float(explained[at]), text.format(at=at)))
     best, text = max(found, key=lambda one: one[0])
     return text if best >= EXPLAINED and noise < 0.25 else None
 

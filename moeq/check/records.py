@@ -306,6 +306,7 @@ class SabotageResult:
         digest: what the digests said, or None where they said nothing.
         numeric: what the kernels' numbers said without any digest, or None where the damage stays below their bound.
         exceedance: error over bound.
+        data: whether data was damaged; False for a wrong call, which no digest can see.
     """
 
     sabotage: str
@@ -314,6 +315,7 @@ class SabotageResult:
     digest: str | None
     numeric: str | None
     exceedance: float = 0.0
+    data: bool = True
 
     @property
     def caught(self) -> bool:

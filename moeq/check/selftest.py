@@ -232,6 +232,5 @@ def _swapped_arguments(opened: Opened, entry: LayerEntry, dtype: str, device: st
         fused_moe(x, experts, ids, weights)
     except KernelArgumentError as error:
         refused = f"refused: {error.message}"
-    return SabotageResult(
-        "swap topk arguments", "the call of the kernels", "ids where weights belong", refused, refused
-    )
+    damage = "ids where weights belong"
+    return SabotageResult("swap topk arguments", "the call of the kernels", damage, None, refused, data=False)

@@ -83,12 +83,10 @@ _GPT_OSS = {
 def _each(projection: Projection, generator: torch.Generator) -> dict[str, Tensor]:
     tensors = {"model.layers.0.mlp.gate.weight": _normal((EXPERTS, HIDDEN), generator).to(torch.bfloat16)}
     for expert in range(EXPERTS):
-        for name, n, k in (
-            ("gate", INTERMEDIATE, HIDDEN),
-            ("up", INTERMEDIATE, HIDDEN),
-            ("down", HIDDEN, INTERMEDIATE),
-        ):
-            tensors |= projection(f"model.layers.0.mlp.experts.{expert}.{name}_proj.", n, k, generator)
+        prefix = f"model.layers.0.mlp.experts.{expert}."
+        for name in ("gate_proj.", "up_proj."):
+            tensors |= projection(prefix + name, INTERMEDIATE, HIDDEN, generator)
+        tensors |= projection(prefix + "down_proj.", HIDDEN, INTERMEDIATE, generator)
     return tensors
 
 
@@ -103,7 +101,7 @@ def _integers(high: int, shape: tuple[int, ...], generator: torch.Generator) -> 
 def _words(fields: Tensor, bits: int, axis: int) -> Tensor:
     """int32 words of `32 / bits` consecutive fields along an axis, the first in the lowest bits."""
     per = 32 // bits
-    parts = fields.to(torch.int64).unflatten(axis, (-1, per))
+    parts = fields.to(torch.int64).reshape(*fields.shape[:axis], -1, per, *fields.shape[axis + 1 :])
     shifts = (torch.arange(per) * bits).view([per if d == axis + 1 else 1 for d in range(parts.dim())])
     words = (parts << shifts).sum(dim=axis + 1)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
@@ -133,7 +131,7 @@ def _gptq(bits: int, group: int, *, symmetric: bool = True, act_order: bool = Fa
 
 def _awq(prefix: str, n: int, k: int, generator: torch.Generator) -> dict[str, Tensor]:
     def pack(fields: Tensor) -> Tensor:
-        return _words(fields.unflatten(1, (-1, 8))[:, :, list(_AWQ_ORDER)].flatten(1), 4, 1)
+        return _words(fields.reshape(fields.shape[0], -1, 8)[:, :, list(_AWQ_ORDER)].flatten(1), 4, 1)
 
     groups = k // 32
     return {
@@ -169,20 +167,15 @@ def _gptq_config(bits: int, group: int, *, symmetric: bool = True, act_order: bo
     return {"quant_method": "gptq", "checkpoint_format": "gptq", **sizes}
 
 
+_INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 _W8A8_CONFIG = {
     "quant_method": "compressed-tensors",
     "format": "int-quantized",
     "config_groups": {
         "group_0": {
             "targets": ["Linear"],
-            "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False},
-            "input_activations": {
-                "num_bits": 8,
-                "type": "int",
-                "strategy": "token",
-                "symmetric": True,
-                "dynamic": True,
-            },
+            "weights": {**_INT8, "strategy": "channel", "dynamic": False},
+            "input_activations": {**_INT8, "strategy": "token", "dynamic": True},
         }
     },
     "ignore": ["model.layers.0.mlp.gate", "lm_head"],
@@ -194,7 +187,7 @@ RECIPES: tuple[Recipe, ...] = (
     Recipe("gptq-int4-asym", "marlin-wna16/1", _gptq_config(4, 32, symmetric=False), _gptq(4, 32, symmetric=False)),
     Recipe(
         "gptq-int4-actorder",
-        "marlin-wna16-actorder/1",
+        "marlin-act-order/1",
         _gptq_config(4, 32, act_order=True),
         _gptq(4, 32, act_order=True),
     ),

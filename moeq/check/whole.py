@@ -106,7 +106,8 @@ class LayerComparison:
         bound += torch.finfo(torch.float16).tiny * 2.0**-10 if self._dtype == torch.float16 else 2.0**-120
         exceedance = difference(actual, self._expected) / bound
         totals = Totals()
-        totals.add(actual, self._expected, plain, torch.arange(actual.shape[0]))
+        # The bounds of elements are no floor here: they take roundings as larger than the measured baseline does.
+        totals.add(actual, self._expected, plain, torch.zeros_like(bound), torch.arange(actual.shape[0]))
         found = [
             self._expert(index, expert, actual, plain, exceedance)
             for index, expert in enumerate(experts)
@@ -121,7 +122,7 @@ class LayerComparison:
             relative=totals.relative,
             cosine=totals.cosine,
             baseline=totals.baseline,
-            tolerance=tolerance(totals.baseline),
+            tolerance=totals.tolerance,
             arithmetic="all roundings together",
             worst_element=totals.worst,
             worst_run=self._inputs.run_of(totals.worst[0]),
@@ -138,7 +139,7 @@ class LayerComparison:
             expert=expert,
             rows=len(tokens),
             relative=ratio(float(error), norm),
-            tolerance=tolerance(ratio(float(loss), norm), EXPERT_FACTOR),
+            tolerance=tolerance(ratio(float(loss), norm), 0.0, EXPERT_FACTOR),
             exceedance=float(exceedance[tokens[row], column]),
             element=(int(tokens[row]), column),
             features=int((exceedance[tokens] > 1).any(dim=0).sum()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,6 +13,12 @@ from moeq.errors import ExitCode, MoeqError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from moeq.check.picture import TilePicture
+    from moeq.check.records import CheckReport
+    from moeq.checkpoint.manifest import Manifest
+    from moeq.deploy.deployment import Deployment
+    from moeq.report.backend_matrix import BackendMatrix
 
 
 def command(
@@ -29,13 +36,19 @@ def command(
     digests: Annotated[
         bool, typer.Option("--digests/--no-digests", help="Recompute the logical digest of every expert first.")
     ] = True,
+    kernels: Annotated[
+        bool, typer.Option("--kernels/--digests-only", help="Run kernels, or check digests alone (no GPU, no triton).")
+    ] = True,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", "-j", min=1, help="Layers at a time on a CPU [by the amount of work].")
+    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write a self-contained HTML report.")] = None,
+    junit: Annotated[Path | None, typer.Option("--junit", help="Also write JUnit XML for CI.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
     json: options.JsonOption = False,
 ) -> None:
     """Run fused kernels on converted weights against a float32 reference on the source's."""
-    chosen = {
-        name: numbers(name, text) for name, text in (("layers", layers), ("experts", experts), ("tokens", tokens))
-    }
+    layer_ids, expert_ids, counts = numbers("layers", layers), numbers("experts", experts), numbers("tokens", tokens)
     from moeq.check.run_check import CheckOptions, run_check
     from moeq.cli.progress import ProgressReport
     from moeq.report.check_text import render
@@ -46,12 +59,69 @@ def command(
             dst,
             source,
             revision=revision,
-            options=CheckOptions(**chosen, seed=seed, device=device, digests=digests),
+            options=CheckOptions(
+                layers=layer_ids,
+                experts=expert_ids,
+                tokens=counts,
+                seed=seed,
+                device=device,
+                digests=digests,
+                kernels=kernels,
+                jobs=jobs,
+            ),
             progress=progress.update,
         )
+    _write_files(report, dst, html, junit)
     out.answer(report.to_json(), lambda console: render(console, report), ok=report.ok)
     if not report.ok:
         raise typer.Exit(ExitCode.NO)
+
+
+def _write_files(report: CheckReport, dst: str, html: Path | None, junit: Path | None) -> None:
+    """The reports that go into files. Raises MoeqError `environment.cannot-write`."""
+    from moeq.report import html as page
+    from moeq.report import junit as xml
+
+    if html is not None:
+        write_text(html, page.render(report, *_illustrations(dst)))
+    if junit is not None:
+        write_text(junit, xml.render(report))
+
+
+def _illustrations(dst: str) -> tuple[BackendMatrix | None, TilePicture | None]:
+    """What a page shows besides the results: what the oracle says at other sizes, and what the layout does."""
+    import moeq
+    from moeq.check.picture import tile_picture
+    from moeq.checkpoint.manifest import read_manifest
+    from moeq.pipeline.decide import moe_shape
+    from moeq.report.backend_matrix import backend_matrix
+
+    converted, manifest = moeq.open(dst), read_manifest(Path(dst))
+    entry = manifest.layers[0]
+    try:
+        matrix = backend_matrix(converted.scheme_of(entry.layer), moe_shape(converted), deployment_of(manifest))
+    except MoeqError:
+        matrix = None  # only an illustration: a deployment that the oracle no longer knows must not fail a check
+    return matrix, tile_picture(entry.layout, entry.matrices["w2"].spec)
+
+
+def deployment_of(manifest: Manifest) -> Deployment:
+    """The deployment that a manifest records."""
+    from moeq.deploy.deployment import Deployment, Gpu
+
+    stored = dict(manifest.deployment)
+    capability = stored["gpu"]["capability"]
+    gpu = Gpu(**{**stored["gpu"], "capability": tuple(capability) if capability else None})
+    pairs = {name: tuple(tuple(pair) for pair in stored.get(name, ())) for name in ("env", "packages")}
+    return Deployment(**{**stored, "gpu": gpu, **pairs})
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a report. Raises MoeqError `environment.cannot-write`."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise MoeqError("environment.cannot-write", f"{path}: {error.strerror or error}") from error
 
 
 def numbers(option: str, text: str | None) -> Sequence[int] | None:

@@ -22,9 +22,7 @@ def command(
     ctx: typer.Context,
     dst: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[DST]", help="Output of `moeq convert` [small checkpoints of every format, made here]."
-        ),
+        typer.Argument(metavar="[DST]", help="Output of `moeq convert` [small ones of every format]."),
     ] = None,
     source: Annotated[
         str | None, typer.Option("--source", help="The checkpoint it came from [the one its manifest names].")
@@ -44,9 +42,7 @@ def command(
     prepare_device(device)
     with ProgressReport(out, "selftest", unit="step", quiet=quiet or json) as progress:
         if dst is not None:
-            reports = [
-                selftest(dst, source, seed=seed, device=device, advance=lambda label: progress.update(0, 1, label))
-            ]
+            reports = [selftest(dst, source, seed=seed, device=device)]
         else:
             reports = every_format(seed, device, progress.update)
     ok = all(report.ok for report in reports)

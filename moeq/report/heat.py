@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from moeq.check.records import CheckReport
+    from moeq.check.records import CheckReport, ProjectionResult
 
 #: Upper ends of the levels 0, 1, ...: error over bound. What is above the last is beyond the bound.
 LIMITS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
@@ -42,11 +42,22 @@ def heat_map(report: CheckReport) -> HeatMap | None:
     if not products:
         return None
     worst = max(products, key=lambda result: (not result.passed, result.exceedance)).name
-    rows = {result.layer: result for result in products if result.name == worst}
-    experts = tuple(sorted({one.expert for result in rows.values() for one in result.experts}))
-    values = []
-    for result in rows.values():
-        # An error that only the norm shows is drawn as beyond the bound too: the map must not look fine when it is not.
-        found = {one.expert: one.exceedance if one.passed else max(one.exceedance, 1.01) for one in result.experts}
-        values.append(tuple(found.get(expert) for expert in experts))
-    return HeatMap(worst, tuple(rows), experts, tuple(values))
+    return next(chart for chart in heat_maps(report) if chart.projection == worst)
+
+
+def heat_maps(report: CheckReport) -> list[HeatMap]:
+    """A map per projection, in the order of the layer."""
+    products = [result for result in report.results if result.name != "layer"]
+    experts = tuple(sorted({one.expert for result in products for one in result.experts}))
+    charts = []
+    for name in dict.fromkeys(result.name for result in products):
+        rows = [result for result in products if result.name == name]
+        values = tuple(_row(result, experts) for result in rows)
+        charts.append(HeatMap(name, tuple(result.layer for result in rows), experts, values))
+    return charts
+
+
+def _row(result: ProjectionResult, experts: tuple[int, ...]) -> tuple[float | None, ...]:
+    # An error that only the norm shows is drawn as beyond the bound too: the map must not look fine when it is not.
+    found = {one.expert: one.exceedance if one.passed else max(one.exceedance, 1.01) for one in result.experts}
+    return tuple(found.get(expert) for expert in experts)
