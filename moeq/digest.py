@@ -175,8 +175,15 @@ def in_order(function: Callable[[int], Any], items: Iterable[int], workers: int)
     if workers <= 1:
         yield from map(function, items)
         return
-    pool = ThreadPoolExecutor(workers)
+    # Threads of their own per operation would only wait for each other.
+    pool = ThreadPoolExecutor(workers, initializer=_one_thread_per_operation)
     try:
         yield from pool.map(function, items)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _one_thread_per_operation() -> None:
+    import torch
+
+    torch.set_num_threads(1)
