@@ -175,10 +175,20 @@ def _no_layout(backend: Backend, layout: str | None) -> str | None:
     return None if layout in LAYOUTS else f"layout {layout} is not in this version of moeq"
 
 
+def on_device(case: Case, backend: Backend) -> bool:
+    """Whether some class of the backend exists for this device: no change but another device helps the rest."""
+    classes = case.policy.classes
+    return any(term.admits(case.gpu) for name in backend.classes for term in classes[name].devices)
+
+
 def judge_all(case: Case, family: Family) -> tuple[CandidateReport, ...]:
     """Every backend of the family, those of the automatic order first."""
     order = backend_order(case, family)
     rest = [name for name in family.backends if name not in order]
+    if case.brief:  # backends of other devices cannot be selected; only a full report lists them
+        kept = {name for name, row in family.backends.items() if on_device(case, row)} | {family.option("hard_wired")}
+        order = tuple(name for name in order if name in kept)
+        rest = [name for name in rest if name in kept]
     reports = [judge(case, family, family.backends[name]) for name in order]
     reports += [_never_automatic(case, family, judge(case, family, family.backends[name])) for name in rest]
     if family.option("activation_filter"):

@@ -11,6 +11,7 @@ from moeq.oracle.case import Case
 from moeq.oracle.engine import Outcome, candidate_classes, settle, with_env, with_package
 from moeq.oracle.gates import run_gates
 from moeq.oracle.records import CandidateReport, MoeShape
+from moeq.oracle.select import on_device
 
 Config = Mapping[str, Any]
 Again = Callable[[Config, MoeShape, Deployment], Outcome]
@@ -32,7 +33,8 @@ class Change:
 def unlocked(outcome: Outcome, shape: MoeShape, again: Again) -> tuple[CandidateReport, ...]:
     """The candidates, each unsupported one with the first change that makes it supported."""
     rows = outcome.selection.candidates
-    waiting = {row.backend for row in rows if not row.supported and on_device(outcome.case, row)}
+    family = outcome.case.policy.families[outcome.case.method.family]
+    waiting = {r.backend for r in rows if not r.supported and on_device(outcome.case, family.backends[r.backend])}
     found: dict[str, str] = {}
     for change in changes(outcome, shape):
         if not waiting - set(found):
@@ -51,12 +53,6 @@ def unlocked(outcome: Outcome, shape: MoeShape, again: Again) -> tuple[Candidate
 def builds(outcome: Outcome, row: CandidateReport) -> bool:
     """Whether the engine would get that backend through every gate."""
     return all(gate.passed for gate in run_gates(outcome.stage(row)))
-
-
-def on_device(case: Case, row: CandidateReport) -> bool:
-    """Whether some class of the backend exists for this device: no change but another device helps the rest."""
-    names = case.policy.families[case.method.family].backends[row.backend].classes
-    return any(term.admits(case.gpu) for name in names for term in case.policy.classes[name].devices)
 
 
 def together(row: CandidateReport) -> str | None:

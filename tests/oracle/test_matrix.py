@@ -65,17 +65,17 @@ def test_a_decision_takes_well_under_ten_milliseconds() -> None:
 
 
 def _seconds(where: Deployment) -> float:
-    start = time.perf_counter()
+    start = time.process_time()  # of this process: other load on the machine says nothing about the oracle
     judge(scheme("gptq"), SHAPE, where)
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def test_a_thousand_cells_take_less_than_three_seconds() -> None:
     gpus = list(known_gpus().values())[:32]
-    start = time.perf_counter()
+    start = time.process_time()
     cells = sweep(scheme("gptq"), SHAPE, Deployment(gpus[0]), gpus, [1, 2, 4, 8, 16, 32, 3, 6], [1, 2, 4, 8])
     assert len(cells) >= 1000
-    assert time.perf_counter() - start < 3.0
+    assert time.process_time() - start < 3.0
 
 
 def test_no_torch_in_the_import_path() -> None:
