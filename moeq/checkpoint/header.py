@@ -8,8 +8,9 @@ not every parser enforces. Names that would break a terminal or a log line are r
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import itemgetter, lt
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -235,7 +236,7 @@ def _explain_offsets(name: str, info: dict[str, Any], file: str, nbytes: int | N
 def _check_cover(tensors: dict[str, TensorEntry], file: str, data_start: int, size: int) -> None:
     """Tensors must tile the data area exactly: no hole, no overlap, nothing after the last."""
     position = data_start
-    for entry in sorted(tensors.values(), key=itemgetter(4, 5)):
+    for entry in _by_offset(tensors.values()):
         if entry.start != position:
             what = "overlaps the tensor before it" if entry.start < position else "leaves a hole before it"
             offset, expected = entry.start - data_start, position - data_start
@@ -246,6 +247,13 @@ def _check_cover(tensors: dict[str, TensorEntry], file: str, data_start: int, si
         raise MoeqError("source.truncated", f"{file}: is {size:,} bytes long, its header needs {position:,}", hint)
     if position < size:
         _bad(file, f"is {size:,} bytes long, its header accounts for {position:,}")
+
+
+def _by_offset(entries: Collection[TensorEntry]) -> Collection[TensorEntry]:
+    """Entries in order of their data; most writers list them so."""
+    starts = [entry.start for entry in entries]
+    in_order = all(map(lt, starts, starts[1:]))
+    return entries if in_order else sorted(entries, key=itemgetter(4, 5))
 
 
 def _show(name: str) -> str:

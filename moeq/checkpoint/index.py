@@ -138,6 +138,9 @@ def merge_headers(weights: Weights, headers: Iterable[Header]) -> tuple[dict[str
         if weight_map is None:
             _add_unindexed(tensors, header)
             continue
+        if list(map(weight_map.get, header.tensors)).count(header.file) == len(header.tensors):
+            tensors.update(header.tensors)
+            continue
         for name, entry in header.tensors.items():
             file = weight_map.get(name)
             if file == header.file:

@@ -49,9 +49,16 @@ def _refuse_float(token: str) -> float:
 
 
 def parse_json(raw: bytes, where: str, code: str = "source.bad-config", *, floats: bool = True) -> Any:
-    """Parse UTF-8 JSON strictly, with `floats=False` for documents that hold whole numbers only.
+    """Parse UTF-8 JSON strictly.
 
-    Raises MoeqError(code) naming `where` and the position.
+    Args:
+        raw: the document.
+        where: names it in messages.
+        code: code of the error.
+        floats: False for documents that hold whole numbers only.
+
+    Raises:
+        MoeqError: `code`, with the position.
     """
 
     def refuse(detail: str) -> NoReturn:
