@@ -121,13 +121,13 @@ def measure_direct(rows: int, columns: int, seconds: float) -> dict[str, object]
 
 
 def measure_memcpy(seconds: float) -> dict[str, object]:
-    """Copies of 256 MiB."""
-    source = [torch.zeros(256 << 20, dtype=torch.uint8) for _ in range(2)]
+    """Copies of 96 MiB."""
+    source = [torch.zeros(96 << 20, dtype=torch.uint8) for _ in range(2)]
     target = [torch.ones_like(one) for one in source]
     size = source[0].numel()
     copy = rate(lambda: target[0].copy_(source[0]), size, seconds)
     two = rate(both(lambda which: target[which].copy_(source[which])), 2 * size, seconds)
-    return {"layout": "memcpy", "matrix": "256 MiB", "pack": copy, "pack_2": two, "unpack": copy}
+    return {"layout": "memcpy", "matrix": "96 MiB", "pack": copy, "pack_2": two, "unpack": copy}
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def take(codes: Tensor, order: Tensor, out: Tensor) -> None:
     """`out[:, i] = codes[:, order[i]]`; uint8, `order` int64, each of 0 .. K - 1."""
-    _take(codes.numpy(), order.numpy(), out.numpy())
+    take_columns(codes.numpy(), order.numpy(), out.numpy())
 
 
 def block_sums(codes: Tensor, block: int, out: Tensor) -> None:
@@ -22,7 +22,8 @@ def block_sums(codes: Tensor, block: int, out: Tensor) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _take(codes, order, out):  # type: ignore[no-untyped-def]
+def take_columns(codes, order, out):  # type: ignore[no-untyped-def]
+    """`take` for arrays."""
     for n in range(codes.shape[0]):
         row, filled = codes[n], out[n]
         for i in range(len(order)):

@@ -15,6 +15,7 @@ from numba import njit, uint64
 
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.fast import gptq_marlin
+from moeq.layouts.fast.columns import take_columns
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,13 +24,18 @@ if TYPE_CHECKING:
 _ROWS = 64
 
 
-def pack_marlin4(codes: Tensor, out: Tensor) -> None:
-    """uint8 codes `[N, K]` -> flat Marlin words, by way of eight codes to a word."""
+def pack_marlin4(codes: Tensor, out: Tensor, order: Tensor | None = None) -> None:
+    """uint8 codes `[N, K]` -> flat Marlin words, by way of eight codes to a word; columns first put in `order`."""
     n, k = codes.shape
-    source, target = codes.numpy().view(np.uint64), out.numpy().view(np.uint32).reshape(k // 16, 2 * n)
+    source, target = codes.numpy(), out.numpy().view(np.uint32).reshape(k // 16, 2 * n)
     words = np.empty((_ROWS, k // 8), np.uint32)
+    sorted_codes = np.empty((_ROWS, k), np.uint8)
     for row in range(0, n, _ROWS):
-        _eight_to_word(source[row : row + _ROWS], words)
+        block = source[row : row + _ROWS]
+        if order is not None:
+            take_columns(block, order.numpy(), sorted_codes)
+            block = sorted_codes
+        _eight_to_word(block.view(np.uint64), words)
         gptq_marlin._pack(words.T, target, 2 * row)
 
 
@@ -51,6 +57,22 @@ def over_bytes(arrangement: Arrangement) -> Arrangement | None:
         return None
     left, _, right = arrangement.pattern.partition("->")
     return Arrangement(f"{left.rstrip().rpartition(' ')[0]} ->{right.rstrip().rpartition(' ')[0]}")
+
+
+@lru_cache(maxsize=64)
+def over_lanes(arrangement: Arrangement) -> tuple[Arrangement, int] | None:
+    """The same arrangement of 2 or 4 neighbouring codes as one, and how many, where bytes of two codes lie so.
+
+    Two codes of a byte come from elsewhere then, so whole lanes of bytes are shifted and merged at once.
+    """
+    last, word = arrangement.columns[-1], arrangement.words[-1]
+    if arrangement.fields_per_word != 2 or last.radix not in (2, 4) or word != replace(last, radix=0):
+        return None
+    left, _, right = arrangement.pattern.partition("->")
+    words, _, fields = right.partition("|")
+    return Arrangement(
+        f"{left.rstrip().rpartition(' ')[0]} ->{words.rstrip().rpartition(' ')[0]} |{fields}"
+    ), last.radix
 
 
 def pairs(codes: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numba import njit
 
 from moeq.layouts.arrangement import Arrangement, Digit
@@ -16,6 +17,9 @@ from moeq.layouts.marlin import WEIGHT
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+#: Dtypes of several codes as one.
+_LANES = {2: torch.int16, 4: torch.int32}
 
 #: Smallest table worth a loop of its own; smaller ones take in part of the free column digit.
 _TABLE = 64
@@ -47,6 +51,10 @@ def pack(arrangement: Arrangement, elements: Tensor, bits: int, out: Tensor) -> 
     by_bytes = nibbles.over_bytes(arrangement) if bits == 4 else None
     if by_bytes is not None:
         return pack(by_bytes, nibbles.pairs(elements), 8, out)
+    lanes = nibbles.over_lanes(arrangement) if bits == 4 else None
+    if lanes is not None:
+        wide = _LANES[lanes[1]]
+        arrangement, elements, out = lanes[0], elements.view(wide), out.view(wide)
     loops = _loops(arrangement, elements.shape[0], elements.shape[1])
     source, target = _unsigned(elements), _unsigned(out)
     if loops.run > 1:
@@ -64,9 +72,14 @@ def unpack(arrangement: Arrangement, words: Tensor, bits: int, out: Tensor) -> N
         packed = out.new_empty((out.shape[0], out.shape[1] // 2))
         unpack(by_bytes, words, 8, packed)
         return nibbles.unpair(packed, out)
+    lanes = nibbles.over_lanes(arrangement) if bits == 4 else None
+    mask = (1 << bits) - 1
+    if lanes is not None:
+        wide = _LANES[lanes[1]]
+        arrangement, words, out = lanes[0], words.view(wide), out.view(wide)
+        mask *= 0x01010101 & ((1 << 8 * lanes[1]) - 1)
     loops = _loops(arrangement, out.shape[0], out.shape[1])
     source, target = _unsigned(words), _unsigned(out)
-    mask = (1 << bits) - 1
     if loops.run > 1:
         _UNPACK_RUNS[len(loops.field)](source, target, loops.sizes, loops.element, loops.word, loops.run)
     else:
@@ -102,7 +115,8 @@ def _loops(arrangement: Arrangement, rows: int, columns: int) -> _Loops:
         taken //= 2
     axes = [(radix[name], element_stride[name], word_stride[name]) for name in table]
     axes.append((taken, element_stride[inner], word_stride[inner]))
-    axes.sort(key=lambda axis: -axis[2])
+    # In the order of the elements: rows are often a power of two apart, and so would crowd into few cache sets.
+    axes.sort(key=lambda axis: -abs(axis[1]))
     steps = 1 if run > 1 and last == inner else radix[inner] // taken
     sizes = [first, radix[outer], element_stride[outer], word_stride[outer]]
     sizes += [steps, element_stride[inner] * taken, word_stride[inner] * taken]
