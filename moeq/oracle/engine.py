@@ -129,7 +129,7 @@ def _read(entry: str, question: Question) -> Method:
             else "is not a quantisation method this oracle knows"
         )
         raise ConfigRefusal(
-            "ValueError", "CONFIG", f"quant_method '{entry}' {what}", f"known: {', '.join(READERS)}", "G0"
+            "ValueError", "CONFIG", f"quant_method '{entry}' {what}", f"known: {', '.join(filter(None, READERS))}", "G0"
         )
     method = reader(question)
     check_activation_request(method, question.config)

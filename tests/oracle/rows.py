@@ -14,6 +14,7 @@ from typing import Any
 
 from moeq.deploy.deployment import Deployment, Gpu
 from moeq.oracle.case import Case, Method
+from moeq.oracle.declare import ALIASES
 from moeq.oracle.engine import Outcome, resolve, resolve_method
 from moeq.oracle.policy import load_policy
 from moeq.oracle.records import MoeShape
@@ -41,7 +42,11 @@ def gpu_of(name: str, platform: dict[str, Any]) -> Gpu:
     if kind == "xpu":
         return Gpu(name, "xpu", "xpu")
     zen = platform.get("flags", {}).get("zen")
-    return Gpu(name, "cpu", "x86-zen" if zen else _CPU_ARCHS[platform["arch"], platform["amx"]])
+    return Gpu(
+        name,
+        "cpu",
+        "x86-zen" if zen else _CPU_ARCHS.get((platform["arch"], bool(platform.get("amx"))), platform["arch"]),
+    )
 
 
 def deployment_of(row: dict[str, Any], platforms: dict[str, Any]) -> Deployment:
@@ -50,7 +55,11 @@ def deployment_of(row: dict[str, Any], platforms: dict[str, Any]) -> Deployment:
     packages = {key: value for key, value in platform.get("flags", {}).items() if key != "zen"}
     tp, dp = row.get("tp", 1), row.get("dp", 1)
     asked = row["entry"].removeprefix("hf:")
-    online = asked in ("moe_wna16", "experts_int8", "int8_per_channel_weight_only")
+    declared = str((row["quant_config"] or {}).get("quant_method", asked))
+    online = row["entry"].startswith("hf:") and ALIASES.get(declared, declared) not in (
+        asked,
+        asked.partition("oss_")[2],
+    )
     return Deployment(
         gpu=gpu_of(row["platform"], platform),
         tp=tp,
