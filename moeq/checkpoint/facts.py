@@ -78,11 +78,17 @@ class Facts:
                 return
 
     def count(self, keys: Sequence[str], limit: int = MAX_COUNT) -> int | None:
-        """A count, or None. A list (per layer, or text before vision) counts as its largest entry.
+        """The first count found, or None. A list (per layer, or text before vision) counts as its largest entry.
 
         Raises:
-            MoeqError: `source.bad-config` for anything but a sane integer, or where synonyms disagree.
+            MoeqError: `source.bad-config` for anything but a sane integer.
         """
+        for key, value in self.find(keys):
+            return exact_count(key, max(value) if _int_list(value) else value, limit)
+        return None
+
+    def agreed(self, keys: Sequence[str], limit: int = MAX_COUNT) -> int | None:
+        """`count` for keys that are synonyms. Raises MoeqError where two of them disagree, naming both."""
         known: tuple[str, int] | None = None
         for key, value in self.find(keys):
             number = exact_count(key, max(value) if _int_list(value) else value, limit)
@@ -128,7 +134,7 @@ class Facts:
 
     def experts(self) -> int | None:
         """Routed experts of a layer."""
-        return self.count(EXPERTS, MAX_EXPERTS)
+        return self.agreed(EXPERTS, MAX_EXPERTS)
 
 
 def exact_count(key: str, value: Any, limit: int = MAX_COUNT) -> int:

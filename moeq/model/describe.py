@@ -130,7 +130,7 @@ def describe(model: Model) -> CheckpointInfo:
         mtp_layers=tuple(model.stacks.mtp),
         num_experts=max(item.num_experts for item in main.values()),
         experts_per_layer=tuple(item.num_experts for item in main.values()),
-        top_k=facts.count(TOP_K),
+        top_k=facts.agreed(TOP_K),
         hidden_size=facts.count(HIDDEN) or down.n,
         expert_input_size=up.k,
         intermediate_size=down.k,
