@@ -112,6 +112,16 @@ def graph_us(calls: list[Callable[[], object]], milliseconds: float) -> float:
     return statistics.median(times) * 1e3 / len(calls)
 
 
+def print_kernels(call: Callable[[], object]) -> None:
+    """Average time of each kernel of a call, run back to back without a graph."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(10):
+            call()
+        torch.cuda.synchronize()
+    for event in sorted(profile.key_averages(), key=lambda e: -e.device_time_total)[:6]:
+        print(f"      {event.device_time_total / 10:9.1f} us  {event.key[:60]}", flush=True)
+
+
 def candidates(shape: Shape, tokens: int) -> list[Plan | None]:
     """Plans around the chosen one."""
     pairs = tokens * shape.top_k
@@ -126,7 +136,7 @@ def candidates(shape: Shape, tokens: int) -> list[Plan | None]:
                 for a, b in {(one, two), (max(1, one // 2), max(1, two // 2)), (1, 1)}:
                     result.append(Plan(base, a, b))
     if mean >= 4:
-        result += [Plan(k) for k in (Wide(32, 6, 4, 120), Wide(64, 6, 4, 120), Wide(64, 6, 2, 232),
+        result += [Plan(k) for k in (Wide(32, 6, 2, 232), Wide(32, 6, 4, 120), Wide(64, 6, 4, 120), Wide(64, 6, 2, 232),
                                      Wide(128, 5, 2, 232)) if mean / 4 <= k.tokens <= mean * 6]  # fmt: skip
     return result
 
@@ -137,6 +147,7 @@ def main() -> int:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--tokens", default="1,8,32,128,512,4096")
     parser.add_argument("--sweep", action="store_true", help="time other plans too")
+    parser.add_argument("--kernels", action="store_true", help="show the time of each kernel")
     parser.add_argument("--portable", action="store_true", help="time the portable kernels too")
     parser.add_argument("--milliseconds", type=float, default=60)
     parser.add_argument("--seconds", type=float, default=500)
@@ -167,7 +178,7 @@ def main() -> int:
                 return lambda i, e: hopper_moe(i.x, e, i.weights, i.ids, plan=plan, dependent=dependent)
 
             cold = list(zip(given, copies, strict=False))
-            hot = [(one, copies[0]) for one in given]
+            hot = [(given[0], copies[0]) for _ in given]
             row = {
                 "shape": name,
                 "tokens": tokens,
@@ -180,6 +191,10 @@ def main() -> int:
             row["cold_independent_us"] = time_plan(ours(None, False), cold)
             if options.portable:
                 row["portable_us"] = time_plan(lambda i, e: fused_moe(i.x, e, i.weights, i.ids), cold)
+            if options.kernels:
+                print_kernels(
+                    lambda: hopper_moe(given[0].x, copies[0], given[0].weights, given[0].ids, dependent=False)
+                )
             if options.sweep:
                 swept = {}
                 for plan in candidates(shape, tokens):

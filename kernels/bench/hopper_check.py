@@ -30,7 +30,7 @@ ROUTINGS = ("uniform", "zipf", "one", "holes", "mapped")
 LAYERS = {
     "small": Recipe(experts=8, hidden=512, intermediate=384, group_size=128),
     "odd": Recipe(experts=6, hidden=576, intermediate=192, group_size=64, seed=1),
-    "g32": Recipe(experts=8, hidden=480, intermediate=320, group_size=32, seed=2),
+    "g32": Recipe(experts=8, hidden=448, intermediate=320, group_size=32, seed=2),
     "zeros": Recipe(experts=8, hidden=512, intermediate=256, group_size=128, zero_points=True, seed=3),
     "zeros-g32": Recipe(experts=4, hidden=384, intermediate=160 * 2, group_size=32, zero_points=True, seed=4),
     "many": Recipe(experts=128, hidden=256, intermediate=128, group_size=128, seed=5),
@@ -111,6 +111,7 @@ def plans(recipe: Recipe) -> Iterator[Plan | None]:
     for kernel in dict.fromkeys(kernel for _, kernel in TABLE):
         if isinstance(kernel, Wide):
             yield Plan(kernel)
+            yield Plan(kernel, 1, 2)
             continue
         if recipe.group_size >= 64:
             yield Plan(replace(kernel, after=True))

@@ -19,7 +19,7 @@ class Case:
         group: weights that share a scale.
         zeros: whether zero points are read.
         gated: gate-up product with SwiGLU, or down product.
-        split: narrow gate-up product with k shared by several programs.
+        splits: programs that share k in a narrow gate-up product.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Case:
     group: int = 128
     zeros: bool = False
     gated: bool = True
-    split: bool = False
+    splits: int = 1
 
 
 def cases() -> list[Case]:
@@ -39,7 +39,7 @@ def cases() -> list[Case]:
         base = Case(f"{name}-gate-up", kernel)
         result += [base, Case(f"{name}-down", kernel, gated=False)]
         if isinstance(kernel, Narrow):
-            result.append(replace(base, name=f"{name}-gate-up-split", split=True))
+            result.append(replace(base, name=f"{name}-gate-up-split", splits=4))
         folded = replace(kernel, after=False, registers=None) if isinstance(kernel, Narrow) else kernel
         result.append(Case(f"{name}-g32", folded, group=32))
         result.append(Case(f"{name}-g64", kernel, group=64, gated=False))
@@ -109,14 +109,14 @@ def _narrow(case: Case, kernel: Narrow) -> _Source:
         "arrived": "*i32",
         "tiles": "*i32",
     }
-    types |= _integers("slabs groups steps splits pair_tiles columns stride rows zero_words")
+    types |= _integers("slabs groups steps pair_tiles columns stride rows zero_words")
     constants = {
         "TOKENS": kernel.tokens,
         "STAGES": kernel.stages,
         "GROUP": case.group,
         "ZEROS": case.zeros,
         "GATED": case.gated,
-        "SPLIT": case.split,
+        "SPLITS": case.splits,
         "AFTER": kernel.after,
         "DEPENDENT": True,
     }
@@ -127,7 +127,7 @@ def _narrow(case: Case, kernel: Narrow) -> _Source:
 def _wide(case: Case, kernel: Wide) -> _Source:
     types = _descriptors((4, kernel.warpgroups), 32)
     types |= {"zero": "*i32", "out": "*bf16", "tiles": "*i32", "num_tiles": "*i32"}
-    types |= _integers("slabs groups steps blocks pair_tiles columns stride zero_words")
+    types |= _integers("slabs groups steps blocks splits rows pair_tiles columns stride zero_words")
     constants = {
         "TOKENS": kernel.tokens,
         "STAGES": kernel.stages,

@@ -69,9 +69,8 @@ def hopper_moe(
     routed = sort_pairs(x, experts, topk_ids, expert_map, plan, dependent)
     middle = torch.empty(pairs, intermediate, dtype=x.dtype, device=x.device)
     narrow = isinstance(plan.kernel, Narrow)
-    parts_type = torch.float32 if narrow else x.dtype
-    splits = plan.down_splits if narrow else 1
-    parts = torch.empty(splits, pairs, hidden, dtype=parts_type, device=x.device)
+    parts_type = torch.float32 if narrow or plan.down_splits > 1 else x.dtype
+    parts = torch.empty(plan.down_splits, pairs, hidden, dtype=parts_type, device=x.device)
     product(plan, experts.w13, routed, routed.x, middle, True, dependent)
     product(plan, experts.w2, routed, middle, parts, False, dependent)
     sum_parts(parts, routed.inverse, topk_weights, y, top_k, dependent)
@@ -152,10 +151,10 @@ def launch_narrow(
     zero = matrix.zero
     function[(blocks * splits, routed.tiles.numel() // 8)](
         *descriptors(matrix, x, (8, 2), kernel.tokens), zero, out, partial, routed.arrived, routed.tiles,
-        matrix.k // 16, matrix.num_groups, -(-matrix.k // 128), splits, columns // 64 if gated else 2, columns,
+        matrix.k // 16, matrix.num_groups, -(-matrix.k // 128), columns // 64 if gated else 2, columns,
         out.stride(-2), rows, 0 if zero is None else zero.shape[-1],
         TOKENS=kernel.tokens, STAGES=kernel.stages, GROUP=matrix.group_size, ZEROS=zero is not None, GATED=gated,
-        SPLIT=splits > 1, AFTER=kernel.after, DEPENDENT=dependent, **options,
+        SPLITS=splits, AFTER=kernel.after, DEPENDENT=dependent, **options,
     )  # fmt: skip
 
 
@@ -169,13 +168,14 @@ def launch_wide(
     groups = kernel.warpgroups
     columns = matrix.n // 2 if gated else out.shape[-1]
     blocks = -(-columns // (64 * groups if gated else 128 * groups))
+    splits = 1 if gated else plan.down_splits
     options: dict[str, Any] = {"num_warps": 4}
     options |= {"launch_pdl": True} if dependent else {}
     zero = matrix.zero
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count
     function[(programs,)](
         *descriptors(matrix, x, (4, groups), 32), zero, out, routed.tiles, routed.num_tiles, matrix.k // 16,
-        matrix.num_groups, -(-matrix.k // 64), blocks, columns // 64 if gated else groups, columns, out.stride(-2),
+        matrix.num_groups, -(-matrix.k // 64), blocks, splits, x.shape[0], columns // 64 if gated else groups, columns, out.stride(-2),
         0 if zero is None else zero.shape[-1],
         TOKENS=kernel.tokens, STAGES=kernel.stages, GROUP=matrix.group_size, ZEROS=zero is not None, GATED=gated,
         GROUPS_OF_WARPS=groups, REGISTERS=kernel.registers, DEPENDENT=dependent, **options,
@@ -211,10 +211,21 @@ def sum_parts(parts: Tensor, inverse: Tensor, weights: Tensor, y: Tensor, top_k:
     tokens, hidden = y.shape
     splits, rows, _ = parts.shape
     block = 1 if tokens < 512 else 2
-    columns = min(512 if tokens < 64 else 1024, next_power_of_two(hidden))
-    grid = (-(-tokens // block), -(-hidden // columns))
+    columns = min(256 if tokens < 64 else 1024, next_power_of_two(hidden))
     options = {"launch_pdl": True} if dependent else {}
-    routing.sum_rows[grid](
-        parts, inverse, weights, y, tokens, hidden, rows, weights.stride(0), splits, TOP_K=top_k, COLUMNS=columns,
-        TOKENS=block, **options,
-    )  # fmt: skip
+    routing.sum_rows[(-(-tokens // block), -(-hidden // columns))](
+        parts,
+        inverse,
+        weights,
+        y,
+        tokens,
+        hidden,
+        rows,
+        weights.stride(0),
+        TOP_K=top_k,
+        SPLITS=splits,
+        COLUMNS=columns,
+        TOKENS=block,
+        num_warps=max(1, columns // 256),
+        **options,
+    )

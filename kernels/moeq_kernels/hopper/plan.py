@@ -76,7 +76,8 @@ def tokens_per_hit(pairs: int, experts: int) -> float:
 def splits_for(tiles: float, blocks: int, steps: int) -> int:
     """Programs that share one tile's k: enough to fill the GPU, at least two steps each."""
     wanted = int(RESIDENT / max(1.0, tiles * blocks))
-    return max(1, min(wanted, steps // 2, 16))
+    wanted = max(1, min(wanted, steps // 2, 16))
+    return -(-steps // -(-steps // wanted))  # without empty shares
 
 
 def choose(pairs: int, experts: int, hidden: int, intermediate: int, group: int) -> Plan:

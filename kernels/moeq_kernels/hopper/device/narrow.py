@@ -103,7 +103,6 @@ def expert_product_narrow(
     slabs,
     groups,
     steps,
-    splits,
     pair_tiles,
     columns,
     stride,
@@ -114,7 +113,7 @@ def expert_product_narrow(
     GROUP: gl.constexpr,
     ZEROS: gl.constexpr,
     GATED: gl.constexpr,
-    SPLIT: gl.constexpr,
+    SPLITS: gl.constexpr,
     AFTER: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
@@ -125,18 +124,18 @@ def expert_product_narrow(
         x_desc: bf16 `[rows, K]` sorted by expert, block `[TOKENS, 64]`.
         s_desc: bf16 scales `[E * groups, N]`, block `[1, 128]`.
         zero: int32 `[E * groups, zero_words]`, read where ZEROS.
-        out: `[rows, ..]` with `stride`; without GATED `[splits, rows, ..]`.
-        partial: fp32 `[splits, rows, 2 * columns]` and arrived: int32 zeros, one for each tile and block of columns;
-            used where GATED and SPLIT: the last program of a split to arrive adds all parts, in order.
+        out: `[rows, ..]` with `stride`; without GATED `[SPLITS, rows, ..]`.
+        partial: fp32 `[SPLITS, rows, 2 * columns]` and arrived: int32 zeros, one for each tile and block of columns;
+            used where GATED and SPLITS > 1: the last program of a split to arrive adds all parts, in order.
         tiles: int32 `[T, 8]`: expert (-1: nothing to do), first row, end row of the expert.
-        steps: of 128 rows of k; splits: how many programs share them.
+        steps: of 128 rows of k; SPLITS: how many programs share them.
         pair_tiles: distance, in tiles of 64 columns, of the second half of a program's columns from the first.
         columns: of each half where GATED, else of all.
         AFTER: scales multiply float32 sums of a group, else they are folded into the weights.
         DEPENDENT: launched while the kernel before it still runs.
     """
-    block = gl.program_id(0) // splits
-    split = gl.program_id(0) % splits
+    block = gl.program_id(0) // SPLITS
+    split = gl.program_id(0) % SPLITS
     entry = tiles + gl.program_id(1) * 8
     groups_step: gl.constexpr = STEP // GROUP
 
@@ -157,7 +156,7 @@ def expert_product_narrow(
         row = gl.load(entry + 1)
         end_row = gl.load(entry + 2)
         tile = block * (2 if GATED else 4)
-        each = (steps + splits - 1) // splits
+        each = (steps + SPLITS - 1) // SPLITS
         first = split * each
         count = gl.minimum(each, steps - first)
         w_row = expert * slabs + first * 8
@@ -197,7 +196,7 @@ def expert_product_narrow(
         if not GATED:
             base = out + (split * rows).to(gl.int64) * stride
             common.store_pair(one, two, base, row, end_row, column, second, columns, stride, False, False, TOKENS)
-        elif not SPLIT:
+        elif SPLITS == 1:
             common.store_pair(one, two, out, row, end_row, column, second, columns, stride, True, False, TOKENS)
         else:
             layout: gl.constexpr = layouts.output(False, TOKENS)
@@ -205,16 +204,16 @@ def expert_product_narrow(
             n = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, layout)), 0)
             inside = (row + t < end_row) & (column + n < columns)
             place = partial + (row + t).to(gl.int64) * (2 * columns) + column + n
-            size = rows.to(gl.int64) * (2 * columns)
+            size = (row * 0 + rows).to(gl.int64) * (2 * columns)
             gl.store(place + split * size, one, mask=inside)
             gl.store(place + split * size + columns, two, mask=inside)
             barrier()
-            number = gl.program_id(1) * (gl.num_programs(0) // splits) + block
+            number = gl.program_id(1) * (gl.num_programs(0) // SPLITS) + block
             before = gl.atomic_add(arrived + number, 1, sem="acq_rel", scope="gpu")
-            if before == splits - 1:
+            if before == SPLITS - 1:
                 one = gl.zeros([TOKENS, 128], gl.float32, layout)
                 two = gl.zeros([TOKENS, 128], gl.float32, layout)
-                for other in range(splits):
+                for other in gl.static_range(SPLITS):
                     one += gl.load(place + other * size, mask=inside, other=0.0, cache_modifier=".cg")
                     two += gl.load(place + other * size + columns, mask=inside, other=0.0, cache_modifier=".cg")
                 common.store_pair(one, two, out, row, end_row, column, second, columns, stride, True, False, TOKENS)

@@ -177,10 +177,20 @@ def gather_rows(
 
 @triton.jit
 def sum_rows(
-    parts, inverse, weights, y, tokens, hidden, rows, stride_w, splits, TOP_K: tl.constexpr, COLUMNS: tl.constexpr,
+    parts,
+    inverse,
+    weights,
+    y,
+    tokens,
+    hidden,
+    rows,
+    stride_w,
+    TOP_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
-):  # fmt: skip
-    """y[t] = sum over choices, in order, of weight * (sum over splits, in order, of parts `[splits, rows, hidden]`)."""
+):
+    """y[t] = sum over choices, in order, of weight * (sum over splits, in order, of parts `[SPLITS, rows, hidden]`)."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (token < tokens)[:, None] & (column < hidden)[None, :]
@@ -191,7 +201,7 @@ def sum_rows(
         weight = tl.load(weights + token * stride_w + choice, mask=token < tokens, other=0.0).to(tl.float32)
         there = inside & (row >= 0)[:, None]
         value = tl.zeros([TOKENS, COLUMNS], tl.float32)
-        for split in range(splits):
+        for split in tl.static_range(SPLITS):
             at = (split * rows + row).to(tl.int64)
             value += tl.load(parts + at[:, None] * hidden + column[None, :], mask=there, other=0.0).to(tl.float32)
         total += weight[:, None] * value

@@ -25,9 +25,9 @@ STEP = gl.constexpr(64)
 
 @gluon.jit
 def _find(index, tiles, blocks, TOKENS: gl.constexpr):
-    """Expert, first row, end row and block of columns of a work item.
+    """Expert, first row, end row and block (of columns and k) of a work item.
 
-    Items are ordered by expert, then block of columns, then tile of tokens: neighbours share weights, and an
+    Items are ordered by expert, then block, then tile of tokens: neighbours share weights, and an
     expert's tokens stay in the L2 cache.
     """
     entry = tiles + (index // blocks) * 8
@@ -41,18 +41,21 @@ def _find(index, tiles, blocks, TOKENS: gl.constexpr):
 
 @gluon.jit
 def _copy(w_desc, x_desc, s_desc, w_buf, x_buf, s_buf, ready, empty, tiles, num_tiles, slabs, groups, steps, blocks,
-          pair_tiles, TOKENS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr,
+          splits, pair_tiles, TOKENS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr,
           GROUPS_OF_WARPS: gl.constexpr, DEPENDENT: gl.constexpr):  # fmt: skip
     """The copy warp: words, scales and tokens of every step of every item."""
     PER: gl.constexpr = 1 if GROUP >= STEP else STEP // GROUP
     it = 0
-    for index in range(gl.program_id(0), gl.load(num_tiles) * blocks, gl.num_programs(0)):
-        expert, row, end_row, block = _find(index, tiles, blocks, TOKENS)
+    each = (steps + splits - 1) // splits
+    for index in range(gl.program_id(0), gl.load(num_tiles) * (blocks * splits), gl.num_programs(0)):
+        expert, row, end_row, part = _find(index, tiles, blocks * splits, TOKENS)
+        block = part // splits
+        first = part % splits * each
         left = end_row - row
         tile = block * (GROUPS_OF_WARPS if GATED else 2 * GROUPS_OF_WARPS)
         w_row = expert * slabs
         s_row = expert * groups
-        for i in range(steps):
+        for i in range(first, gl.minimum(first + each, steps)):
             stage = it % STAGES
             mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
             bar = ready.index(stage)
@@ -83,15 +86,15 @@ def _zero_offsets(zero, row, zero_words, tile, pair_tiles):
 
 
 @gluon.jit
-def _item(it, w_view, x_buf, s_view, ready, empty, zero, out, row, end_row, s_row, steps, tile, pair_tiles, columns,
-          stride, zero_words, WG: gl.constexpr, NOW: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
+def _item(it, w_view, x_buf, s_view, ready, empty, zero, out, row, end_row, s_row, first, last, tile, pair_tiles,
+          columns, stride, zero_words, WG: gl.constexpr, NOW: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
           GROUP: gl.constexpr, ZEROS: gl.constexpr, GATED: gl.constexpr):  # fmt: skip
     """One warpgroup's part of one item, with NOW of the TOKENS columns of the buffers."""
     PER: gl.constexpr = 1 if GROUP >= STEP else STEP // GROUP
     scale_layout: gl.constexpr = gl.SliceLayout(2, layouts.scales(True))
     x_view = reinterpret(x_buf, gl.bfloat16, [STAGES * TOKENS // NOW, NOW, STEP], layouts.token_buffer())
     acc = gl.zeros([128, NOW], gl.float32, layouts.accumulator(NOW))
-    for i in range(steps):
+    for i in range(first, last):
         stage = it % STAGES
         mbarrier.wait(ready.index(stage), (it // STAGES) & 1)
         words = w_view.index(stage).slice(WG * 512, 512, dim=2).load(layouts.words(True, 4))
@@ -133,28 +136,33 @@ def _store_chunks(acc, out, row, end_row, column, second, columns, stride, GATED
 
 
 @gluon.jit
-def _multiply(w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks, pair_tiles,
-              columns, stride, zero_words, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
+def _multiply(w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks, splits, rows,
+              pair_tiles, columns, stride, zero_words, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
               GROUP: gl.constexpr, ZEROS: gl.constexpr, GATED: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr):  # fmt: skip
     """A multiplying warpgroup."""
     PER: gl.constexpr = 1 if GROUP >= STEP else STEP // GROUP
     w_view = reinterpret(w_buf, gl.uint8, [STAGES, 2, 4, GROUPS_OF_WARPS * 512], layouts.plain_shared())
     s_view = reinterpret(s_buf, gl.bfloat16, [STAGES * PER, 2, GROUPS_OF_WARPS * 8, 8], layouts.plain_shared())
     it = 0
-    for index in range(gl.program_id(0), gl.load(num_tiles) * blocks, gl.num_programs(0)):
-        expert, row, end_row, block = _find(index, tiles, blocks, TOKENS)
+    each = (steps + splits - 1) // splits
+    for index in range(gl.program_id(0), gl.load(num_tiles) * (blocks * splits), gl.num_programs(0)):
+        expert, row, end_row, part = _find(index, tiles, blocks * splits, TOKENS)
+        block = part // splits
+        first = part % splits * each
+        last = gl.minimum(first + each, steps)
+        base = out + ((part % splits) * rows).to(gl.int64) * stride
         tile = block * (GROUPS_OF_WARPS if GATED else 2 * GROUPS_OF_WARPS)
         s_row = expert * groups
         left = end_row - row
         if TOKENS > 32 and left <= 32:
-            it = _item(it, w_view, x_buf, s_view, ready, empty, zero, out, row, end_row, s_row, steps, tile, pair_tiles,
-                       columns, stride, zero_words, WG, 32, TOKENS, STAGES, GROUP, ZEROS, GATED)  # fmt: skip
+            it = _item(it, w_view, x_buf, s_view, ready, empty, zero, base, row, end_row, s_row, first, last, tile,
+                       pair_tiles, columns, stride, zero_words, WG, 32, TOKENS, STAGES, GROUP, ZEROS, GATED)  # fmt: skip
         elif TOKENS > 64 and left <= 64:
-            it = _item(it, w_view, x_buf, s_view, ready, empty, zero, out, row, end_row, s_row, steps, tile, pair_tiles,
-                       columns, stride, zero_words, WG, 64, TOKENS, STAGES, GROUP, ZEROS, GATED)  # fmt: skip
+            it = _item(it, w_view, x_buf, s_view, ready, empty, zero, base, row, end_row, s_row, first, last, tile,
+                       pair_tiles, columns, stride, zero_words, WG, 64, TOKENS, STAGES, GROUP, ZEROS, GATED)  # fmt: skip
         else:
-            it = _item(it, w_view, x_buf, s_view, ready, empty, zero, out, row, end_row, s_row, steps, tile, pair_tiles,
-                       columns, stride, zero_words, WG, TOKENS, TOKENS, STAGES, GROUP, ZEROS, GATED)  # fmt: skip
+            it = _item(it, w_view, x_buf, s_view, ready, empty, zero, base, row, end_row, s_row, first, last, tile,
+                       pair_tiles, columns, stride, zero_words, WG, TOKENS, TOKENS, STAGES, GROUP, ZEROS, GATED)  # fmt: skip
 
 
 @gluon.jit
@@ -170,6 +178,8 @@ def expert_product_wide(
     groups,
     steps,
     blocks,
+    splits,
+    rows,
     pair_tiles,
     columns,
     stride,
@@ -190,7 +200,7 @@ def expert_product_wide(
         tiles: int32 `[T, 8]`: expert, first row, end row of the expert, the expert's first tile, its tiles.
         num_tiles: int32 `[1]`, tiles in use.
         steps: of 64 rows of k.
-        blocks: of columns.
+        blocks: of columns; splits: work items that share their k (1 where GATED); rows: of x.
         GROUPS_OF_WARPS: multiplying warpgroups; a program takes 64 columns of each half for each of them.
         REGISTERS: of a thread of these.
     """
@@ -212,23 +222,23 @@ def expert_product_wide(
     if GROUPS_OF_WARPS == 2:
         gl.warp_specialize([
             (_multiply, (w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks,
-                         pair_tiles, columns, stride, zero_words, 0, TOKENS, STAGES, GROUP, ZEROS, GATED, 2)),
+                         splits, rows, pair_tiles, columns, stride, zero_words, 0, TOKENS, STAGES, GROUP, ZEROS, GATED, 2)),
             (_multiply, (w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks,
-                         pair_tiles, columns, stride, zero_words, 1, TOKENS, STAGES, GROUP, ZEROS, GATED, 2)),
+                         splits, rows, pair_tiles, columns, stride, zero_words, 1, TOKENS, STAGES, GROUP, ZEROS, GATED, 2)),
             (_copy, (w_desc, x_desc, s_desc, w_buf, x_buf, s_buf, ready, empty, tiles, num_tiles, slabs, groups, steps,
-                     blocks, pair_tiles, TOKENS, STAGES, GROUP, GATED, 2, DEPENDENT)),
+                     blocks, splits, pair_tiles, TOKENS, STAGES, GROUP, GATED, 2, DEPENDENT)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.static_assert(GROUPS_OF_WARPS == 4)
         gl.warp_specialize([
             (_multiply, (w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks,
-                         pair_tiles, columns, stride, zero_words, 0, TOKENS, STAGES, GROUP, ZEROS, GATED, 4)),
+                         splits, rows, pair_tiles, columns, stride, zero_words, 0, TOKENS, STAGES, GROUP, ZEROS, GATED, 4)),
             (_multiply, (w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks,
-                         pair_tiles, columns, stride, zero_words, 1, TOKENS, STAGES, GROUP, ZEROS, GATED, 4)),
+                         splits, rows, pair_tiles, columns, stride, zero_words, 1, TOKENS, STAGES, GROUP, ZEROS, GATED, 4)),
             (_multiply, (w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks,
-                         pair_tiles, columns, stride, zero_words, 2, TOKENS, STAGES, GROUP, ZEROS, GATED, 4)),
+                         splits, rows, pair_tiles, columns, stride, zero_words, 2, TOKENS, STAGES, GROUP, ZEROS, GATED, 4)),
             (_multiply, (w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks,
-                         pair_tiles, columns, stride, zero_words, 3, TOKENS, STAGES, GROUP, ZEROS, GATED, 4)),
+                         splits, rows, pair_tiles, columns, stride, zero_words, 3, TOKENS, STAGES, GROUP, ZEROS, GATED, 4)),
             (_copy, (w_desc, x_desc, s_desc, w_buf, x_buf, s_buf, ready, empty, tiles, num_tiles, slabs, groups, steps,
-                     blocks, pair_tiles, TOKENS, STAGES, GROUP, GATED, 4, DEPENDENT)),
+                     blocks, splits, pair_tiles, TOKENS, STAGES, GROUP, GATED, 4, DEPENDENT)),
         ], [4, 4, 4, 1], [REGISTERS, REGISTERS, REGISTERS, 24])  # fmt: skip
