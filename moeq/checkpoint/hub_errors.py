@@ -30,7 +30,7 @@ def explain(error: Exception, repo: str, revision: str | None) -> MoeqError:
         (
             errors.RepositoryNotFoundError,
             "source.not-found",
-            f"{repo}: no such repository, or it is private and your token does not open it",
+            f"{repo}: no such folder here, and no such repository on the Hub that your token opens",
             "check the spelling (org/name); for a private repository `hf auth login` or set HF_TOKEN",
         ),
         (
@@ -57,7 +57,9 @@ def explain(error: Exception, repo: str, revision: str | None) -> MoeqError:
     if status is not None:
         return MoeqError("source.network", f"{repo}: the Hub answered HTTP {status}", "try again later")
     hint = "check the network, a proxy (HTTPS_PROXY) or a mirror (HF_ENDPOINT); downloaded repositories open as folders"
-    return MoeqError("source.network", f"{repo}: the Hub cannot be reached: {_first_line(error)}", hint)
+    return MoeqError(
+        "source.network", f"{repo}: no such folder here, and the Hub cannot be reached: {_first_line(error)}", hint
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -18,6 +18,7 @@ from checkpoint.builder import (
     config,
     experts,
     halved,
+    quantization,
     write,
     write_sharded,
 )
@@ -163,6 +164,20 @@ def test_cases_46_to_49_bad_headers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["a\x1b[31mb", "a\0b", "a\u202eb", "", "x" * 5000, "a\nb", "a\x7fb"])
 def test_case_50_tensor_names_that_attack_terminals(tmp_path: Path, name: str) -> None:
     refused(write(tmp_path, {**experts(), name: Stored("U8", (1,))}), "source.bad-header", "name")
+
+
+def test_case_50_config_texts_that_attack_terminals(tmp_path: Path) -> None:
+    """Free text from the config is shown, but never acts on the terminal; text that decides anything is refused."""
+    table = quantization(meta={"quantizer": ["gptqmodel:7\x1b[2J"]})
+    document = config(architectures=["Qwen3\x1b]0;pwned\x07"], quantization_config=table)
+    info = moeq.open(write(tmp_path / "a", None, document)).info
+    assert info.architecture == "Qwen3\\x1b]0;pwned\\x07"
+    assert info.schemes[0].scheme.writer == "gptqmodel:7\\x1b[2J"
+    refused(write(tmp_path / "b", None, config(model_type="a\x1b[2J")), "source.bad-config", "model_type")
+    refused(
+        write(tmp_path / "c", None, config(quantization_config=quantization(checkpoint_format="a\nb"))),
+        "source.bad-config",
+    )
 
 
 @pytest.mark.parametrize("number", ["007", "-1", "\u0661", "\u00b2", "1234567"])
