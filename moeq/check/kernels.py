@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from moeq.check.packed import PackedPart
 from moeq.reference.moe import Activation
 
 if TYPE_CHECKING:
@@ -35,8 +38,13 @@ def quantises_activations(layout: str, element: str) -> bool:
         ) from error
 
 
-def fused_layer(experts: PackedExperts, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> Tensor:
-    """The whole layer by the fused kernels: `[M, H]` in x's dtype."""
+def fused_layer(parts: Sequence[PackedPart], x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> Tensor:
+    """The whole layer by the fused kernels: `[M, H]` in x's dtype, or the float32 sum of several ranks."""
+    outputs = [_fused(part.experts, x, weights, part.local_ids(ids), activation) for part in parts]
+    return outputs[0] if len(outputs) == 1 else torch.stack([output.float() for output in outputs]).sum(dim=0)
+
+
+def _fused(experts: PackedExperts, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> Tensor:
     from moeq_kernels import fused_moe
 
     name = _KERNEL_ACTIVATIONS.get(activation.name, activation.name)
@@ -52,24 +60,35 @@ def fused_layer(experts: PackedExperts, x: Tensor, weights: Tensor, ids: Tensor,
     )
 
 
-def first_products(experts: PackedExperts, x: Tensor, ids: Tensor, width: int) -> dict[str, Tensor]:
+def first_products(parts: Sequence[PackedPart], x: Tensor, ids: Tensor, width: int) -> dict[str, Tensor]:
     """`gate` (where there is one) and `up` of every pair: float32 `[pairs, width]`, padding cut off."""
+    found: dict[str, Tensor] = {}
+    for part in parts:
+        for name, values in _first(part.experts, x, part.local_ids(ids)).items():
+            whole = found.setdefault(name, torch.zeros(ids.numel(), width, device=x.device))
+            columns = part.intermediate
+            whole[:, columns] += values[:, : columns.stop - columns.start]
+    return found
+
+
+def _first(experts: PackedExperts, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
     from moeq_kernels import expert_products
 
     both = expert_products(x, experts.w13, ids)
     half = both.shape[1] // 2
-    order: str = experts.w13_order
-    parts = {
-        "ungated": lambda: {"up": both},
-        "interleaved": lambda: {"gate": both[:, 0::2], "up": both[:, 1::2]},
-        "gate-up": lambda: {"gate": both[:, :half], "up": both[:, half:]},
-        "up-gate": lambda: {"gate": both[:, half:], "up": both[:, :half]},
-    }[order]()
-    return {name: part[:, :width] for name, part in parts.items()}
+    if experts.w13_order == "ungated":
+        return {"up": both}
+    if experts.w13_order == "interleaved":
+        return {"gate": both[:, 0::2], "up": both[:, 1::2]}
+    return {"gate": both[:, :half], "up": both[:, half:]}
 
 
-def down_products(experts: PackedExperts, hidden: Tensor, ids: Tensor, width: int) -> Tensor:
+def down_products(parts: Sequence[PackedPart], hidden: Tensor, ids: Tensor, width: int) -> Tensor:
     """`down` of every pair, from its own row of `hidden` `[pairs, I]`: float32 `[pairs, width]`."""
     from moeq_kernels import expert_products
 
-    return expert_products(hidden, experts.w2, ids.reshape(-1, 1))[:, :width]
+    total = torch.zeros(hidden.shape[0], width, device=hidden.device)
+    for part in parts:
+        local = part.local_ids(ids).reshape(-1, 1)
+        total += expert_products(hidden[:, part.intermediate], part.experts.w2, local)[:, :width]
+    return total

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from moeq.reference.arithmetic import Emulated, emulate_16bit, emulate_int8, qua
 from moeq.reference.moe import Activation, Expert, Linear, activate
 
 if TYPE_CHECKING:
-    from moeq_kernels import PackedExperts
+    from moeq.check.packed import PackedPart
 
 #: Other experts that a failing one is compared with, to recognise a swap.
 MOST_SUSPECTS = 16
@@ -113,7 +113,8 @@ def check_layer(check: LayerCheck, advance: Callable[[str], None]) -> LayerRepor
     packed = load_packed(check.converted, check.entry, sample.experts, check.device)
     output, unequal, repeated = _run_fused(check, packed, inputs, advance) if check.fused else (None, (), 0)
     products = _run_products(check, packed, inputs)
-    timings = time_runs(packed, inputs, check.activation, layer) if check.device.type == "cuda" else ()
+    timed = check.device.type == "cuda" and check.fused
+    timings = time_runs(packed, inputs, check.activation, layer) if timed else ()
     del packed
 
     whole = LayerComparison(inputs, check.widths["down"], check.dtype)
@@ -135,7 +136,7 @@ def check_layer(check: LayerCheck, advance: Callable[[str], None]) -> LayerRepor
 
 
 def _run_fused(
-    check: LayerCheck, packed: PackedExperts, inputs: Inputs, advance: Callable[[str], None]
+    check: LayerCheck, packed: Sequence[PackedPart], inputs: Inputs, advance: Callable[[str], None]
 ) -> tuple[Tensor, tuple[str, ...], int]:
     """The fused layer run by run: its output, and which runs did not repeat bit for bit."""
     outputs, unequal, repeated = [], [], 0
@@ -145,14 +146,14 @@ def _run_fused(
         y = fused_layer(*arguments)
         if any(run is one for one, _ in again):
             repeated += 1
-            if not torch.equal(y.view(torch.int16), fused_layer(*arguments).view(torch.int16)):
+            if not torch.equal(y.view(torch.uint8), fused_layer(*arguments).view(torch.uint8)):
                 unequal.append(run.title)
         outputs.append(y[:, : check.widths["down"]])
         advance(f"layer {check.entry.layer}, {run.title}")
     return torch.cat(outputs), tuple(unequal), repeated
 
 
-def _run_products(check: LayerCheck, packed: PackedExperts, inputs: Inputs) -> Products:
+def _run_products(check: LayerCheck, packed: Sequence[PackedPart], inputs: Inputs) -> Products:
     """Every product of every run: run by run on a GPU, at once in the interpreter, which pays per launch."""
     parts = [part for _, part in inputs.runs] if check.device.type == "cuda" else [slice(0, inputs.x.shape[0])]
     first = [first_products(packed, inputs.x[part], inputs.ids[part], check.widths["up"]) for part in parts]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,44 +18,77 @@ if TYPE_CHECKING:
     from moeq_kernels import PackedExperts, PackedMatrix
 
 
+@dataclass(frozen=True)
+class PackedPart:
+    """What one rank holds of the sampled experts; the only part where the layer is not written rank by rank.
+
+    Attributes:
+        experts: its packed experts.
+        local: int64 `[sampled experts]`, position of each in `experts`, -1 where another rank holds it.
+        intermediate: the intermediate features it computes: all of them, or its share under tensor parallelism.
+    """
+
+    experts: PackedExperts
+    local: Tensor
+    intermediate: slice
+
+    def local_ids(self, ids: Tensor) -> Tensor:
+        """Ids that count within the sample, as ids that count within this part."""
+        return self.local.to(ids.device)[ids]
+
+
 def load_packed(
     checkpoint: Checkpoint, entry: LayerEntry, experts: Sequence[int], device: torch.device
+) -> list[PackedPart]:
+    """Packed experts of one layer in the given order, reading only their bytes.
+
+    Raises:
+        MoeqError: `answer.no-kernel` where up rows come before gate rows.
+    """
+    return list(_parts(checkpoint, entry, experts, device))
+
+
+def _parts(
+    checkpoint: Checkpoint, entry: LayerEntry, experts: Sequence[int], device: torch.device
+) -> Iterator[PackedPart]:
+    w2 = entry.matrices["w2"].spec
+    if not entry.ranks:
+        everyone = torch.arange(len(experts))
+        yield PackedPart(_load(checkpoint, entry, entry.matrices, experts, device), everyone, slice(0, w2.k))
+        return
+    for rank in entry.ranks:
+        held = [expert for expert in experts if rank.experts[0] <= expert < rank.experts[1]]
+        if held:
+            rows = [expert - rank.experts[0] for expert in held]
+            local = torch.tensor([held.index(expert) if expert in held else -1 for expert in experts])
+            packed = _load(checkpoint, entry, rank.matrices, rows, device)
+            yield PackedPart(packed, local, slice(*rank.intermediate))
+
+
+def _load(
+    checkpoint: Checkpoint,
+    entry: LayerEntry,
+    matrices: Mapping[StackedRole, MatrixEntry],
+    rows: Sequence[int],
+    device: torch.device,
 ) -> PackedExperts:
-    """Packed experts of one layer in the given order, reading only their bytes."""
     from moeq_kernels import PackedExperts
 
     order = get_layout(entry.layout).w13_order
     if order == "up-gate":
         raise MoeqError("answer.no-kernel", f"moeq has no kernel that reads {entry.layout}, whose up rows come first")
-    w13, w2 = (_load_matrix(checkpoint, entry, role, experts, device) for role in ("w13", "w2"))
-    gated = entry.matrices["w13"].spec.gated
-    return PackedExperts(w13, w2, w13_order=order if gated else "ungated")
+    w13, w2 = (_load_matrix(checkpoint, entry.layout, matrices[role], rows, device) for role in ("w13", "w2"))
+    return PackedExperts(w13, w2, w13_order=order if matrices["w13"].spec.gated else "ungated")
 
 
 def _load_matrix(
-    checkpoint: Checkpoint, entry: LayerEntry, role: StackedRole, experts: Sequence[int], device: torch.device
+    checkpoint: Checkpoint, layout: str, matrix: MatrixEntry, rows: Sequence[int], device: torch.device
 ) -> PackedMatrix:
     from moeq_kernels import PackedMatrix
 
-    matrix = entry.matrices[role]
-    parts = _read_parts(checkpoint, matrix, experts, device)
-    spec = matrix.padded_spec
-    return PackedMatrix(
-        layout=entry.layout,
-        weight=parts["weight"],
-        n=spec.n,
-        k=spec.k,
-        element=spec.element,
-        group_size=spec.group_size,
-        **{part: tensor for part, tensor in parts.items() if part != "weight"},
-    )
-
-
-def _read_parts(
-    checkpoint: Checkpoint, matrix: MatrixEntry, experts: Sequence[int], device: torch.device
-) -> Mapping[str, Tensor]:
-    source = checkpoint.source
-    return {
-        part: torch.stack([source.read_row(source.entry(name), expert) for expert in experts]).to(device)
+    source, spec = checkpoint.source, matrix.padded_spec
+    parts = {
+        part: torch.stack([source.read_row(source.entry(name), row) for row in rows]).to(device)
         for part, name in matrix.tensors.items()
     }
+    return PackedMatrix(layout=layout, n=spec.n, k=spec.k, element=spec.element, group_size=spec.group_size, **parts)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -35,7 +36,8 @@ def _work(check: LayerCheck) -> int:
 def check_layers(checks: Sequence[LayerCheck], jobs: int, advance: Callable[[str], None]) -> list[LayerReport]:
     """`check_layer` of every layer, in order; with more than one job, one layer per process at a time."""
     if jobs == 1:
-        return [check_layer(check, advance) for check in checks]
+        with _few_threads(checks):
+            return [check_layer(check, advance) for check in checks]
     # Not forked: torch's threads do not survive a fork. The checkpoints are opened again over there.
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         threads = max(1, (os.cpu_count() or 1) // jobs)
@@ -44,6 +46,18 @@ def check_layers(checks: Sequence[LayerCheck], jobs: int, advance: Callable[[str
             for label in future.result()[1]:
                 advance(label)
         return [future.result()[0] for future in futures]
+
+
+@contextmanager
+def _few_threads(checks: Sequence[LayerCheck]) -> Iterator[None]:
+    """One thread for small experts on a CPU: waking threads takes longer than what they would do."""
+    before = torch.get_num_threads()
+    small = all(check.device.type == "cpu" and _work(check) < LEAST_WEIGHTS for check in checks)
+    torch.set_num_threads(1 if small else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

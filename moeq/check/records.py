@@ -165,6 +165,19 @@ class ProjectionResult:
         """Whether the product and every single expert of it are within tolerance."""
         return self.relative <= self.tolerance and not self.failed
 
+    @property
+    def complaints(self) -> tuple[str, ...]:
+        """What is wrong, a line each; for a whole layer only the worst, since its experts share their tokens."""
+        if self.passed:
+            return ()
+        if self.name == "layer":
+            where = f" ({self.worst_run})" if self.worst_run else ""
+            return (f"layer {self.layer}, whole: tokens of {self.worst.text}{where}",)
+        norm = f"relative error {self.relative:.2e}, tolerance {self.tolerance:.2e}"
+        return tuple(f"layer {self.layer} {self.name} {one.text}" for one in self.failed) or (
+            f"layer {self.layer} {self.name}: {norm}",
+        )
+
 
 @dataclass(frozen=True)
 class Timing:

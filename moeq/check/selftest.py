@@ -73,7 +73,7 @@ def selftest(
     """
     say = advance or (lambda label: None)
     opened = open_both(dst, source)
-    entry = next((one for one in opened.manifest.layers if not getattr(one, "ranks", ())), None)
+    entry = next((one for one in opened.manifest.layers if not one.ranks), None)
     if entry is None:
         raise MoeqError("usage.selftest", f"{dst} is written rank by rank", "self-test a conversion for one rank")
     converted, overlay = open_overlay(Path(dst), opened.manifest)
@@ -222,7 +222,7 @@ def _swapped_arguments(opened: Opened, entry: LayerEntry, dtype: str, device: st
     from moeq_kernels import KernelArgumentError, fused_moe
 
     where = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
-    experts = load_packed(opened.converted, entry, range(min(2, entry.num_experts)), where)
+    experts = load_packed(opened.converted, entry, range(min(2, entry.num_experts)), where)[0].experts
     kind = torch.float16 if dtype == "fp16" else torch.bfloat16
     x = torch.zeros(1, entry.matrices["w13"].spec.k, dtype=kind, device=where)
     ids = torch.tensor([[0, 1]][: min(2, entry.num_experts)], device=where)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +14,8 @@ from moeq.check.records import Run, Timing
 from moeq.reference.moe import Activation
 
 if TYPE_CHECKING:
-    from moeq_kernels import PackedExperts, PackedMatrix
+    from moeq.check.packed import PackedPart
+    from moeq_kernels import PackedMatrix
 
 #: Timed calls of a run, after as many for warming up and compiling.
 REPEATS, WARMUPS = 20, 3
@@ -36,18 +38,23 @@ PEAKS: dict[str, tuple[float, float]] = {
 }
 
 
-def time_runs(packed: PackedExperts, inputs: Inputs, activation: Activation, layer: int) -> tuple[Timing, ...]:
-    """Median time of every run with the model's own routing, weights read from memory each time."""
+def time_runs(parts: Sequence[PackedPart], inputs: Inputs, activation: Activation, layer: int) -> tuple[Timing, ...]:
+    """Median time of every run with the model's own routing, weights read from memory each time.
+
+    Nothing where the layer is written rank by rank: its ranks would run one after another here.
+    """
+    if len(parts) > 1:
+        return ()
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=inputs.x.device)
     return tuple(
-        _time_run(packed, inputs, (run, part), activation, layer, flush)
+        _time_run(parts, inputs, (run, part), activation, layer, flush)
         for run, part in inputs.runs
         if run.routing == "router"
     )
 
 
 def _time_run(
-    packed: PackedExperts,
+    parts: Sequence[PackedPart],
     inputs: Inputs,
     run: tuple[Run, slice],
     activation: Activation,
@@ -60,11 +67,12 @@ def _time_run(
         flush.zero_()
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
-        fused_layer(packed, x, weights, ids, activation)
+        fused_layer(parts, x, weights, ids, activation)
         stop.record()
         stop.synchronize()
         if repeat >= WARMUPS:
             times.append(start.elapsed_time(stop) * 1e3)
+    packed = parts[0].experts
     weight_bytes = len(torch.unique(ids)) * (expert_bytes(packed.w13) + expert_bytes(packed.w2))
     pairs = ids.numel()
     total = weight_bytes + 2 * 2 * x.numel() + 2 * 2 * pairs * packed.intermediate_size

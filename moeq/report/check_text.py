@@ -132,11 +132,7 @@ def _timings(console: Console, report: CheckReport) -> None:
 
 
 def _failures(console: Console, report: CheckReport) -> None:
-    lines = [
-        f"layer {result.layer} {result.name} {expert.text}" + (f" ({result.worst_run})" if result.worst_run else "")
-        for result in report.results
-        for expert in (result.failed if result.name != "layer" else result.failed[:1])
-    ]
+    lines = [line for result in report.results for line in result.complaints]
     for line in lines[:MOST_LINES]:
         _line(console, "wrong", Text(line, style="red"))
     if len(lines) > MOST_LINES:

@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from moeq.report.heat import heat_maps
-from moeq.report.svg import heat_legend, heat_svg, tile_svg
+from moeq.report.svg import dot_svg, heat_legend, heat_svg, tile_svg
 
 if TYPE_CHECKING:
     from moeq.check.picture import TilePicture
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 #: Mismatches and failing experts that are listed.
 MOST_LINES = 200
 
-_MARKS = {"chosen": "● chosen", "works": "○ works", "no": "no", "absent": "–"}
+_WORDS = {"chosen": "chosen", "works": "works", "no": "no", "absent": "–"}
 
 _STYLE = """
 :root {
@@ -45,7 +45,10 @@ p, dl { margin: 0 0 10px; }
 .verdict.ok { background: var(--goodbg); } .verdict.failed { background: var(--badbg); }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 18px; }
 dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
-.scroll { overflow-x: auto; }
+.scroll { overflow-x: auto; } .row { display: flex; flex-wrap: wrap; gap: 0 36px; } .row > .scroll { max-width: 100%; }
+td svg { display: inline; vertical-align: -1px; margin-right: 5px; } svg .chosen { fill: var(--good); }
+svg .works { fill: none; stroke: var(--good); stroke-width: 2; }
+svg .no { fill: var(--line); } svg .absent { fill: none; }
 table { border-collapse: collapse; font-size: 14px; }
 th, td { text-align: right; padding: 4px 14px 4px 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th { color: var(--soft); font-weight: 600; } td.left, th.left { text-align: left; }
@@ -117,8 +120,7 @@ def _head(report: CheckReport) -> str:
 def _failures(report: CheckReport) -> str:
     lines = [mismatch.text for mismatch in report.digest_mismatches]
     for result in report.results:
-        experts = result.failed[:1] if result.name == "layer" else result.failed
-        lines += [f"layer {result.layer} {result.name} {expert.text}" for expert in experts]
+        lines += result.complaints
     for layer in report.layers:
         lines += [f"layer {layer.sample.layer}: {run} gave other bits the second time" for run in layer.unequal]
     if not lines:
@@ -132,11 +134,11 @@ def _heat(report: CheckReport) -> str:
     charts = heat_maps(report)
     if not charts:
         return ""
-    maps = "".join(f'<h3>{chart.projection}</h3><div class="scroll">{heat_svg(chart)}</div>' for chart in charts)
+    maps = "".join(f'<div class="scroll"><h3>{chart.projection}</h3>{heat_svg(chart)}</div>' for chart in charts)
     return (
         "<h2>Error over bound, by layer and expert</h2>"
         '<p class="soft">Largest error of an element divided by what rounding explains for that element; '
-        f'above 1 is a failure.</p><div class="scroll">{heat_legend()}</div>{maps}'
+        f'above 1 is a failure.</p><div class="scroll">{heat_legend()}</div><div class="row">{maps}</div>'
     )
 
 
@@ -198,7 +200,8 @@ def _backends(matrix: BackendMatrix) -> str:
     rows = []
     for backend, cells in matrix.rows:
         columns = "".join(
-            f'<td class="left {cell.state}" title="{escape(cell.text, quote=True)}">{_MARKS[cell.state]}</td>'
+            f'<td class="left {cell.state}" title="{escape(cell.text, quote=True)}">'
+            f"{dot_svg(cell.state)}{_WORDS[cell.state]}</td>"
             for cell in cells
         )
         rows.append(f'<tr><td class="left">{escape(backend)}</td>{columns}</tr>')

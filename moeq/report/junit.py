@@ -57,7 +57,7 @@ def _kernels(report: CheckReport) -> Iterable[_Case]:
 
 def _why(result: ProjectionResult) -> str:
     head = f"relative error {result.relative:.3g}, tolerance {result.tolerance:.3g}"
-    return "\n".join([head, *(expert.text for expert in result.failed)])
+    return "\n".join([head, *result.complaints])
 
 
 def _repeats(report: CheckReport) -> Iterable[_Case]:

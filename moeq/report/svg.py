@@ -87,6 +87,11 @@ def tile_svg(picture: TilePicture) -> str:
     return _svg(width, second_y + size * rows + 8, parts, f"where {picture.layout} puts the codes of a tile")
 
 
+def dot_svg(state: str) -> str:
+    """The mark of a cell of the backend table."""
+    return f'<svg width="10" height="10" aria-hidden="true"><circle cx="5" cy="5" r="4" class="{state}"/></svg>'
+
+
 def _square(x: float, y: float, size: float) -> str:
     return f"M{x:g} {y:g}h{size:g}v{size:g}h-{size:g}z"
 
