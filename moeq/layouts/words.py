@@ -6,7 +6,6 @@ callers may reuse; it starts to pay at `COMPILED_FROM` elements, below which imp
 
 from __future__ import annotations
 
-import importlib.util
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -22,8 +21,12 @@ COMPILED_FROM = 1 << 18
 
 @lru_cache(maxsize=1)
 def have_numba() -> bool:
-    """Whether the compiled loops are available."""
-    return importlib.util.find_spec("numba") is not None
+    """Whether the compiled loops are available: numba is installed, fits numpy, and has a folder to cache them in."""
+    try:
+        import moeq.layouts.fast.scatter  # noqa: F401
+    except (ImportError, RuntimeError):  # numba raises RuntimeError where no cache folder can be written
+        return False
+    return True
 
 
 def word_dtype(bits: int) -> torch.dtype:

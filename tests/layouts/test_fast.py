@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,12 +15,16 @@ from torch import Tensor
 
 from moeq.errors import MoeqError
 from moeq.layouts.bits import MUL_FREE
+from moeq.layouts.marlin import WEIGHT
 from moeq.layouts.registry import get_layout
+from moeq.layouts.words import pack_words
 from moeq.matrix import MatrixSpec
 
 pytest.importorskip("numba")
 
 from moeq.layouts.fast.gptq_marlin import pack_gptq4, same_gptq4, unpack_gptq4
+
+ROOT = Path(__file__).parents[2]
 
 
 def gptq_words(codes: Tensor) -> Tensor:
@@ -98,3 +106,25 @@ def test_a_kernel_decodes_the_permuted_word_with_shifts() -> None:
             part = (shifted >> (16 * half)) & 0xFFFF
             code = ((part >> 15) & 1) << 3 | ((part >> 6) & 7)
             assert torch.equal(code, (words.to(torch.int64) >> (8 * byte + 4 * half)) & 15)
+
+
+def test_without_numba_everything_goes_through_torch() -> None:
+    """In a fresh interpreter where numba cannot be imported: same bytes, and nothing compiled is loaded."""
+    program = """
+import sys
+sys.modules["numba"] = None
+import torch
+from moeq.layouts import words
+from moeq.layouts.marlin import WEIGHT
+words.COMPILED_FROM = 0
+assert not words.have_numba()
+codes = torch.arange(64 * 32).reshape(64, 32).remainder(16).to(torch.uint8)
+packed = words.pack_words(WEIGHT[4], codes, 4)
+assert torch.equal(words.unpack_words(WEIGHT[4], packed, (64, 32), 4), codes)
+print(packed.sum().item())
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    codes = torch.arange(64 * 32).reshape(64, 32).remainder(16).to(torch.uint8)
+    assert int(done.stdout) == int(pack_words(WEIGHT[4], codes, 4, compiled=True).sum())

@@ -1,1 +1,1 @@
-"""Compiled loops of the layouts. Import only where numba is installed (`moeq.layouts.words.have_numba`)."""
+"""Compiled loops of the layouts. Import only after `moeq.layouts.words.have_numba` has said yes."""
