@@ -159,8 +159,8 @@ def _float(m: Quantised) -> dict[str, Tensor | None]:
 PARTS: dict[tuple[str, str], Callable[[Quantised], dict[str, Tensor | None]]] = {
     ("marlin-wna16/1", "int4"): _marlin(4),
     ("marlin-wna16/1", "int8"): _marlin(8),
-    ("marlin-wna16-actorder/1", "int4"): _marlin_act_order(4),
-    ("marlin-wna16-actorder/1", "int8"): _marlin_act_order(8),
+    ("marlin-act-order/1", "int4"): _marlin_act_order(4),
+    ("marlin-act-order/1", "int8"): _marlin_act_order(8),
     ("triton-wna16/1", "int4"): _wna16(4),
     ("triton-wna16/1", "int8"): _wna16(8),
     ("int8-w8a8/1", "int8"): _w8a8,

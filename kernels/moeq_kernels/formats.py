@@ -84,7 +84,7 @@ _GROUPS = (16, 32, 64, 128, 256, -1)
 
 
 def _marlin(layout: str, element: str, codec: str, words: int) -> Format:
-    act_order = layout == "marlin-wna16-actorder/1"
+    act_order = layout == "marlin-act-order/1"
     return Format(
         layout=layout,
         element=element,
@@ -170,8 +170,8 @@ def _hopper_bytes(n: int, k: int) -> Shape:
 _TABLE = (
     _marlin("marlin-wna16/1", "int4", "marlin4", 2),
     _marlin("marlin-wna16/1", "int8", "marlin8", 4),
-    _marlin("marlin-wna16-actorder/1", "int4", "marlin4", 2),
-    _marlin("marlin-wna16-actorder/1", "int8", "marlin8", 4),
+    _marlin("marlin-act-order/1", "int4", "marlin4", 2),
+    _marlin("marlin-act-order/1", "int8", "marlin8", 4),
     _plain("triton-wna16/1", "int4", "nibbles", "uint4", 2),
     _plain("triton-wna16/1", "int8", "rows", "uint8", 1),
     _plain("int8-w8a8/1", "int8", "rows", "int8", 1),

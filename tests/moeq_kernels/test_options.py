@@ -104,7 +104,7 @@ def test_a_permutation_without_group_indices(device: torch.device) -> None:
 
 
 def test_act_order_needs_its_indices(device: torch.device) -> None:
-    packed, _ = make_layer(Recipe("marlin-wna16-actorder/1"), device)
+    packed, _ = make_layer(Recipe("marlin-act-order/1"), device)
     routed = route(2, 128, 4, 2, device=device)
     bare = dataclasses.replace(packed, w2=dataclasses.replace(packed.w2, permutation=None))
     with pytest.raises(KernelArgumentError, match=r"w2.permutation or w2.group_index is missing"):
