@@ -46,7 +46,8 @@ def decide(checkpoint: Checkpoint, deployment: Deployment, layer: int | None = N
     # The config as a whole describes the usual layer; one that is encoded differently is described by its scheme.
     usual = scheme == checkpoint.scheme_of(first)
     config = declared if isinstance(declared, dict) and usual else None
-    return oracle.decide(scheme, moe_shape(checkpoint, layer), deployment, config=config)
+    prefix = checkpoint.expert_prefix(layer)
+    return oracle.decide(scheme, moe_shape(checkpoint, layer), deployment, config=config, prefix=prefix)
 
 
 def first_layer(checkpoint: Checkpoint) -> int:
@@ -75,7 +76,9 @@ def moe_shape(checkpoint: Checkpoint, layer: int | None = None) -> MoeShape:
         gated=info.gated,
         has_bias=scheme.has_bias,
         routing=routing_name(info.routing, grouped=bool(Facts(checkpoint.source.config).count(GROUPS))),
+        swiglu_limit=Facts(checkpoint.source.config).number(("swiglu_limit",)),
         routed_scaling_factor=info.routing.scaling_factor,
+        model_type=info.model_type,
     )
 
 
