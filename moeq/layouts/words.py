@@ -1,7 +1,8 @@
 """From elements to packed words and back, by an `Arrangement`: in numba where it is installed, else in torch.
 
-Both roads give the same bytes. The numba road makes one pass over the data, without scratch, into a buffer that
-callers may reuse; it starts to pay at `COMPILED_FROM` elements, below which importing numba costs more than it saves.
+Both roads give the same bytes. The numba road fills a buffer that callers may reuse, with at most the packed matrix of
+one expert as scratch; it starts to pay at `COMPILED_FROM` elements, below which importing numba costs more than it
+saves.
 """
 
 from __future__ import annotations
