@@ -1,0 +1,240 @@
+"""Every format through a whole checkpoint: recognised, described, decoded to a known value, converted or refused."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint.builder import (
+    HIDDEN,
+    INTERMEDIATE,
+    Stored,
+    Tensors,
+    config,
+    ct,
+    ct_config,
+    experts,
+    gptq,
+    quantization,
+    write,
+)
+
+import moeq
+
+#: Bit patterns of 1.0.
+BF16_ONE, F32_ONE, E4M3_ONE, E8M0_ONE = struct.pack("<H", 0x3F80), struct.pack("<f", 1.0), b"\x38", b"\x7f"
+
+#: FP4 code 4 is 2.0; both nibbles of a byte.
+FP4_TWO = b"\x44"
+
+Make = Callable[[int, int], Tensors]
+
+
+def full(dtype: str, shape: tuple[int, ...], pattern: bytes) -> Stored:
+    count = 1
+    for size in shape:
+        count *= size
+    return Stored(dtype, shape, pattern * count)
+
+
+def fp8_channel(n: int, k: int) -> Tensors:
+    return {"weight": full("F8_E4M3", (n, k), E4M3_ONE), "weight_scale": full("BF16", (n, 1), BF16_ONE)}
+
+
+def fp8_tensor(n: int, k: int) -> Tensors:
+    return {
+        "weight": full("F8_E4M3", (n, k), E4M3_ONE),
+        "weight_scale": full("F32", (), F32_ONE),
+        "input_scale": full("F32", (), F32_ONE),
+    }
+
+
+def fp8_block(n: int, k: int) -> Tensors:
+    blocks = (-(-n // 128), -(-k // 128))
+    return {"weight": full("F8_E4M3", (n, k), E4M3_ONE), "weight_scale_inv": full("F32", blocks, F32_ONE)}
+
+
+def mxfp8(n: int, k: int) -> Tensors:
+    return {"weight": full("F8_E4M3", (n, k), E4M3_ONE), "weight_scale": full("U8", (n, k // 32), E8M0_ONE)}
+
+
+def nvfp4_ct(n: int, k: int) -> Tensors:
+    return {
+        "weight_packed": full("U8", (n, k // 2), FP4_TWO),
+        "weight_scale": full("F8_E4M3", (n, k // 16), E4M3_ONE),
+        "weight_global_scale": full("F32", (1,), struct.pack("<f", 4.0)),
+    }
+
+
+def nvfp4_modelopt(n: int, k: int) -> Tensors:
+    return {
+        "weight": full("U8", (n, k // 2), FP4_TWO),
+        "weight_scale": full("F8_E4M3", (n, k // 16), E4M3_ONE),
+        "weight_scale_2": full("F32", (), struct.pack("<f", 0.25)),
+        "input_scale": full("F32", (), F32_ONE),
+    }
+
+
+def mxfp4_quark(n: int, k: int) -> Tensors:
+    return {"weight": full("U8", (n, k // 2), FP4_TWO), "weight_scale": full("U8", (n, k // 32), E8M0_ONE)}
+
+
+def fp4_deepseek(n: int, k: int) -> Tensors:
+    return {"weight": full("I8", (n, k // 2), FP4_TWO), "scale": full("F8_E8M0", (n, k // 32), E8M0_ONE)}
+
+
+def int8_sglang(n: int, k: int) -> Tensors:
+    return {"weight": full("I8", (n, k), b"\x03"), "weight_scale": full("F32", (n, 1), F32_ONE)}
+
+
+def int8_asymmetric(n: int, k: int) -> Tensors:
+    return {**int8_sglang(n, k), "weight_zero_point": full("I8", (n, 1), b"\x01")}
+
+
+def int8_grouped(n: int, k: int) -> Tensors:
+    return {"weight": full("I8", (n, k), b"\x03"), "weight_scale": full("BF16", (n, k // 32), BF16_ONE)}
+
+
+def int8_block(n: int, k: int) -> Tensors:
+    return {"weight": full("I8", (n, k), b"\x03"), "weight_scale_inv": full("F32", (1, 1), F32_ONE)}
+
+
+def int4_modelopt(n: int, k: int) -> Tensors:
+    return {
+        "weight": full("U8", (n // 2, k), b"\x33"),
+        "weight_scale": full("F32", (n, k // 32), F32_ONE),
+        "pre_quant_scale": full("BF16", (k,), BF16_ONE),
+    }
+
+
+def int4_quark(n: int, k: int) -> Tensors:
+    return {
+        "weight": full("I32", (k, n // 8), b"\x33" * 4),
+        "weight_scale": full("BF16", (k // 32, n), BF16_ONE),
+    }
+
+
+def awq_symmetric(n: int, k: int) -> Tensors:
+    return {"qweight": full("I32", (k, n // 8), b"\xbb" * 4), "scales": full("F16", (k // 32, n), b"\x00\x3c")}
+
+
+def old_zero_points(n: int, k: int) -> Tensors:
+    """compressed-tensors up to 0.6 stored zero points one per byte, signed."""
+    return {
+        **ct(4)(n, k),
+        "weight_packed": full("I32", (n, k // 8), b"\xbb" * 4),
+        "weight_zero_point": full("I8", (n, 1), b"\x01"),
+    }
+
+
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+QUARK_INT4 = {"dtype": "int4", "qscheme": "per_group", "group_size": 32, "symmetric": True}
+CT = ct_config()["quantization_config"]
+
+# id: parts, config, format, every weight's value, converted?
+CASES: dict[str, tuple[Make, dict[str, Any], str, float, bool]] = {
+    "fp8 per channel": (fp8_channel, CT, "fp8", 1.0, False),
+    "fp8 per tensor": (fp8_tensor, FP8, "fp8", 1.0, False),
+    "fp8 blocks": (fp8_block, {**FP8, "weight_block_size": [128, 128]}, "fp8-block", 1.0, False),
+    "mxfp8": (mxfp8, {"quant_method": "modelopt", "quant_algo": "MXFP8"}, "mxfp8", 1.0, False),
+    "nvfp4 divides": (nvfp4_ct, CT, "nvfp4", 0.5, False),
+    "nvfp4 multiplies": (nvfp4_modelopt, MODELOPT, "nvfp4", 0.5, False),
+    "nvfp4 beside fp8": (nvfp4_modelopt, {**FP8, "moe_quant_algo": "NVFP4"}, "nvfp4", 0.5, False),
+    "mxfp4 by Quark": (mxfp4_quark, {"quant_method": "quark", "global_quant_config": {}}, "ct-mxfp4", 2.0, True),
+    "mxfp4 declared for another family": (mxfp4_quark, {"quant_method": "mxfp4"}, "ct-mxfp4", 2.0, True),
+    "fp4 by DeepSeek": (fp4_deepseek, FP8, "deepseek-fp4", 2.0, True),
+    "int8 by SGLang": (int8_sglang, {"quant_method": "w8a8_int8"}, "ct-int8", 3.0, True),
+    "int8 with zero points": (int8_asymmetric, CT, "ct-int8", 2.0, True),
+    "int8 in groups": (int8_grouped, CT, "ct-int8", 3.0, True),
+    "int8 in blocks": (int8_block, {"quant_method": "blockwise_int8"}, "fp8-block", 3.0, False),
+    "int4 by ModelOpt": (int4_modelopt, {**MODELOPT, "quant_algo": "W4A16_AWQ"}, "modelopt-int4", 3.0, False),
+    "int4 by Quark": (
+        int4_quark,
+        {"quant_method": "quark", "global_quant_config": {"weight": QUARK_INT4}},
+        "quark-int4",
+        3.0,
+        False,
+    ),
+    "awq without zero points": (
+        awq_symmetric,
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": False, "version": "gemm"},
+        "awq",
+        3.0,
+        True,
+    ),
+    "old zero points": (old_zero_points, CT, "ct-pack", 2.0, True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_format(name: str, tmp_path: Path) -> None:
+    make, table, format_id, value, converted = CASES[name]
+    checkpoint = moeq.open(write(tmp_path, experts(make=make), config(quantization_config=table)))
+    assert checkpoint.scheme_of(0).format == format_id
+    assert checkpoint.scheme_of(0).quant_method == table["quant_method"]
+    spec = checkpoint.spec(0, "w13")
+    assert (spec.n, spec.k) == (2 * INTERMEDIATE, HIDDEN)
+    for projection in ("gate", "up", "down"):
+        values = checkpoint.dequantize(0, 1, projection)
+        assert torch.equal(values, torch.full_like(values, value))
+    assert checkpoint.matrix(0, 0, "w2").codes.shape == (HIDDEN, INTERMEDIATE)
+    assert all((use.refusal is None) is converted for use in checkpoint.info.schemes)
+
+
+def test_activations_of_each_dialect(tmp_path: Path) -> None:
+    def activation(make: Make, table: dict[str, Any]) -> str | None:
+        found = (
+            moeq.open(write(tmp_path, experts(make=make), config(quantization_config=table))).scheme_of(0).activation
+        )
+        return found and f"{found.dtype} {found.scale.granularity} {'dynamic' if found.scale.dynamic else 'static'}"
+
+    assert activation(int8_sglang, {"quant_method": "w8a8_int8"}) == "int8 token dynamic"
+    assert activation(fp8_block, {**FP8, "weight_block_size": [128, 128]}) == "e4m3 group dynamic"
+    assert activation(fp8_tensor, {**FP8, "activation_scheme": "static"}) == "e4m3 tensor static"
+    assert activation(nvfp4_modelopt, MODELOPT) == "e2m1 group dynamic"
+    assert activation(nvfp4_modelopt, {**FP8, "moe_quant_algo": "NVFP4"}) == "e2m1 group dynamic"
+    assert activation(nvfp4_modelopt, {**MODELOPT, "quant_algo": "W4A16_NVFP4"}) is None
+    assert activation(mxfp4_quark, {"quant_method": "mxfp4"}) is None
+
+
+def test_contradictions_are_told_and_headers_count(tmp_path: Path) -> None:
+    table = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 32,
+        "zero_point": False,
+        "modules_to_not_convert": ["experts"],
+    }
+    info = moeq.open(write(tmp_path / "a", experts(make=awq_symmetric), config(quantization_config=table))).info
+    assert [warning.code for warning in info.warnings] == ["config.excludes-quantized"]
+    assert info.convertible
+
+    def plain(n: int, k: int) -> Tensors:
+        return {"weight": Stored("BF16", (n, k))}
+
+    info = moeq.open(write(tmp_path / "b", experts(make=plain), config())).info
+    assert [warning.code for warning in info.warnings] == ["config.quantizes-plain"]
+    assert not info.convertible
+
+
+def test_group_of_minus_one_is_one_scale_per_channel(tmp_path: Path) -> None:
+    def make(n: int, k: int) -> Tensors:
+        return gptq(n, k, group=k)
+
+    document = config(quantization_config=quantization(group_size=-1, desc_act=True))
+    checkpoint = moeq.open(write(tmp_path, experts(make=make), document))
+    scheme, spec = checkpoint.scheme_of(0), checkpoint.spec(0, "w2")
+    assert (scheme.weight.scale.granularity, scheme.group_size) == ("channel", -1)
+    assert (spec.group_size, spec.act_order) == (INTERMEDIATE, False)
+
+
+def test_a_projection_narrower_than_a_group_keeps_the_scheme(tmp_path: Path) -> None:
+    document = config(quantization_config=quantization(group_size=64))
+    checkpoint = moeq.open(write(tmp_path, experts(make=lambda n, k: gptq(n, k, group=64)), document))
+    assert len(checkpoint.info.schemes) == 1
+    assert (checkpoint.spec(0, "w13").group_size, checkpoint.spec(0, "w2").group_size) == (64, INTERMEDIATE)
