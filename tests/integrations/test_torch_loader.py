@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
+from integrations.deployments import LAYOUTS, convert, reference_layer
 
 import moeq
-from integrations.deployments import LAYOUTS, convert, reference_layer
 from moeq.checkpoint.manifest import STACKED_ROLES
 from moeq.errors import MoeqError
 from moeq.integrations.ranks import Rank, plan_rank
@@ -21,12 +20,6 @@ from moeq.layouts.registry import get_layout
 from moeq_kernels import fused_moe
 
 OAI = {"activation": "swiglu_oai", "limit": 7.0}
-
-
-@pytest.fixture(scope="module")
-def converted(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    out = tmp_path_factory.mktemp("loaders")
-    return {name: convert(checkpoints / name, out / name) for name in LAYOUTS}
 
 
 @pytest.fixture
