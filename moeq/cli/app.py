@@ -29,6 +29,7 @@ COMMANDS: dict[str, Command] = {
     "verify": Command("moeq.cli.verify", "Prove that a conversion still means what was converted."),
     "restore": Command("moeq.cli.restore", "Take a conversion back to its source, byte for byte."),
     "diff": Command("moeq.cli.diff", "Compare two checkpoints by dequantised values, whatever their packing."),
+    "parity": Command("moeq.cli.parity", "Compare packed bytes with the engine's own packing code."),
     "run-check": Command("moeq.cli.run_check", "Run fused kernels on converted weights against a reference."),
     "selftest": Command("moeq.cli.selftest", "Check the checker: damage experts in memory, see each damage named."),
     "backends": Command("moeq.cli.backends", "List backend families, backends and their limits."),

@@ -172,7 +172,7 @@ def make_plan(checkpoint: Checkpoint, targets: Targets, options: PlanOptions | N
     layers, refused = [], dict(targets.refused or {})
     for layer, layout_id in targets.layouts.items():
         try:
-            layers.append(_plan_layer(checkpoint, layer, layout_id, options))
+            layers.append(plan_layer(checkpoint, layer, layout_id, options))
         except MoeqError as error:
             refused[layer] = error
     if refused and not (options.skip_unfit and layers):
@@ -206,7 +206,8 @@ def _refusal(refused: Mapping[int, MoeqError], options: PlanOptions, *, someone_
     return MoeqError(error.code, error.message + more, hint)
 
 
-def _plan_layer(checkpoint: Checkpoint, layer: int, layout_id: str, options: PlanOptions) -> LayerPlan:
+def plan_layer(checkpoint: Checkpoint, layer: int, layout_id: str, options: PlanOptions) -> LayerPlan:
+    """Plan one layer. Raises MoeqError as `make_plan` does."""
     layout = get_layout(layout_id, allow_lossy=options.allow_lossy)
     specs = {role: _uniform_spec(checkpoint, layer, role) for role in STACKED_ROLES}
     count = checkpoint.num_experts(layer)

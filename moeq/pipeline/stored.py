@@ -80,7 +80,7 @@ def as_stored(
     if role == "w2":
         yield "down", matrix
     elif "gate_up" in kind.projections:
-        yield "gate_up", _interleaved(matrix) if kind.interleaved else matrix
+        yield "gate_up", interleaved(matrix) if kind.interleaved else matrix
     elif "gate" in kind.projections:
         half = matrix.spec.n // 2
         yield "gate", matrix.rows(0, half, "gate")
@@ -89,7 +89,7 @@ def as_stored(
         yield "up", matrix
 
 
-def _interleaved(matrix: QuantizedMatrix) -> QuantizedMatrix:
+def interleaved(matrix: QuantizedMatrix) -> QuantizedMatrix:
     """Rows gate 0, up 0, gate 1, up 1, ... from the gate rows followed by the up rows."""
 
     def weave(tensor: Tensor) -> Tensor:

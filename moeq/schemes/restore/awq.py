@@ -19,7 +19,7 @@ def repack(matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> 
 
     spec = matrix.spec
     if part == "qweight":
-        return _words(matrix.codes.t().contiguous(), spec.bits, sig.shape[1])
+        return column_words(matrix.codes.t().contiguous(), spec.bits, sig.shape[1])
     if part == "scales":
         return matrix.scales.t().contiguous()
     if part == "qzeros":
@@ -27,11 +27,11 @@ def repack(matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> 
             fields = torch.full((sig.shape[0], spec.n), spec.symmetric_zero, dtype=torch.uint8)
         else:
             fields = matrix.zeros.t().to(torch.uint8)
-        return _words(fields.contiguous(), spec.bits, sig.shape[1])
+        return column_words(fields.contiguous(), spec.bits, sig.shape[1])
     return matrix.bias if part == "bias" else None
 
 
-def _words(codes: Tensor, bits: int, words: int) -> Tensor:
+def column_words(codes: Tensor, bits: int, words: int) -> Tensor:
     """int32 `[rows, words]` of codes `[rows, columns]`."""
     from moeq.schemes.restore.bits import pack_stream
 
