@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ from moeq.cli.out import Output
 from moeq.errors import MoeqError
 
 if TYPE_CHECKING:
+    from moeq.checkpoint.notice import Notice
     from moeq.deploy.deployment import Deployment
     from moeq.model import Checkpoint
     from moeq.oracle.records import Verdict
@@ -30,11 +32,15 @@ def command(
     backend: options.BackendOption = None,
     engine: options.EngineOption = None,
     deploy: options.DeployOption = None,
+    scan: Annotated[
+        bool, typer.Option("--scan", help="Also read every expert's scales, zero points and group indices.")
+    ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Every fact and every reason.")] = False,
     json: options.JsonOption = False,
 ) -> None:
     """Say what a checkpoint holds, how it is quantised, and which backend would run it. Reads headers only."""
     import moeq
+    from moeq.model.sharding import shard_fits
     from moeq.report.inspect_text import render
 
     out: Output = ctx.obj
@@ -43,13 +49,30 @@ def command(
         deploy, gpu=gpu, tp=tp, ep=ep, batched=batched, lora=lora, dtype=dtype, backend=backend, engine=engine
     )
     verdict, no_verdict = decided(checkpoint, deployment)
+    found = scanned(out, checkpoint) if scan else None
     document: dict[str, Any] = {
         **checkpoint.info.to_json(),
         "kind": checkpoint.kind,
+        "shards": [asdict(fit) for fit in shard_fits(checkpoint.spec(checkpoint.info.moe_layers[0], "w2"))],
+        "scan": None if found is None else [asdict(notice) for notice in found],
         "verdict": verdict.to_json() if verdict else None,
         "no_verdict": no_verdict,
     }
-    out.answer(document, lambda console: render(console, checkpoint, verdict, no_verdict, verbose=verbose))
+    out.answer(
+        document,
+        lambda console: render(console, checkpoint, verdict, no_verdict, verbose=verbose, found=found or ()),
+    )
+
+
+def scanned(out: Output, checkpoint: Checkpoint) -> list[Notice]:
+    """What the data of the experts shows beyond the headers."""
+    from moeq.cli.progress import ProgressReport
+    from moeq.model.scan import scan
+
+    if checkpoint.kind == "converted":
+        raise MoeqError("usage.scan", "--scan reads source checkpoints", "moeq verify DST re-proves a converted one")
+    with ProgressReport(out, "scan", unit="layer", quiet=out.json_mode) as progress:
+        return scan(checkpoint, lambda done, total: progress.update(done, total, ""))
 
 
 def asked_deployment(file: Path | None, **given: Any) -> Deployment | None:

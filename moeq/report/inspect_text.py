@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from moeq.model.sharding import ShardFit, shard_fits
 from moeq.report.text import human_bytes, ranges
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from moeq.checkpoint.notice import Notice
     from moeq.model import Checkpoint
     from moeq.model.info import CheckpointInfo, SchemeUse
     from moeq.oracle.records import Verdict
@@ -24,16 +26,36 @@ _ZERO_POINTS = {
 
 
 def render(
-    console: Console, checkpoint: Checkpoint, verdict: Verdict | None, no_verdict: str | None, *, verbose: bool
+    console: Console,
+    checkpoint: Checkpoint,
+    verdict: Verdict | None,
+    no_verdict: str | None,
+    *,
+    verbose: bool,
+    found: Iterable[Notice] = (),
 ) -> None:
-    """What it is, how it is quantised, what is odd, how large; then the verdict."""
+    """What it is, how it is quantised, what is odd, how large; then the verdict.
+
+    Args:
+        console: where to draw.
+        checkpoint: what was inspected.
+        verdict: the oracle's answer, or None.
+        no_verdict: why there is none.
+        verbose: everything instead of one screen.
+        found: what a scan of the data found.
+    """
     info = checkpoint.info
     console.print(Text(info.name, style="bold"))
     for label, text in _facts(info, verbose):
         _line(console, label, text)
+    fits = shard_fits(checkpoint.spec(info.moe_layers[0], "w2"))
+    _line(console, "TP shards", "; ".join(map(_short_fit, fits)))
+    if verbose:
+        for fit in fits:
+            _line(console, "", f"TP {fit.tp}: {fit.arithmetic}")
     if checkpoint.kind == "converted":
         _line(console, "kind", "an output of `moeq convert`")
-    for warning in info.warnings:
+    for warning in (*info.warnings, *found):
         _line(console, "odd", f"{warning.message} ({warning.code})", "yellow")
     for refusal in info.refusals:
         _line(console, "no convert", refusal, "red")
@@ -43,6 +65,15 @@ def render(
     from moeq.report.verdict_text import render_summary
 
     render_summary(console, verdict, verbose=verbose)
+
+
+def _short_fit(fit: ShardFit) -> str:
+    """`4: 192`, `8: 96 pads to 128`, `16: 48 cuts a scale group`."""
+    if fit.intermediate is None:
+        return f"{fit.tp}: does not divide"
+    if not fit.groups_whole:
+        return f"{fit.tp}: {fit.intermediate} cuts a scale group"
+    return f"{fit.tp}: {fit.intermediate}" + ("" if fit.tiles_whole else f" pads to {fit.padded}")
 
 
 def _facts(info: CheckpointInfo, verbose: bool) -> Iterable[tuple[str, str]]:
