@@ -128,7 +128,8 @@ def parity(
 
     Raises:
         MoeqError: `environment.no-engine` with what to install; `environment.no-engine-packing` for layouts whose
-            packing in the engine cannot run on a CPU.
+            packing in the engine cannot run on a CPU; `environment.engine-code` where the engine's code is another
+            version's, or fails.
     """
     engine = find_engine(site)
     opened = moeq.open(checkpoint)
@@ -244,7 +245,11 @@ def _compare(engine: EngineCode, checkpoint: Checkpoint, unit: Unit) -> Iterator
         group_size=scheme.group_size,
         interleaved=unit.layout.w13_order == "interleaved",
     )
-    theirs = PACKERS[unit.layout.id](engine, experts)
+    try:
+        theirs = PACKERS[unit.layout.id](engine, experts)
+    except (AssertionError, ArithmeticError, LookupError, NameError, RuntimeError, TypeError, ValueError) as error:
+        detail = f"vLLM {engine.version}'s own packing of layer {unit.layer} fails: {type(error).__name__}: {error}"
+        raise MoeqError("environment.engine-code", detail, "parity knows the code of vLLM 0.33.0") from error
     for role in STACKED_ROLES:
         ours = [unit.packed(role, expert, padded[role][i]) for i, expert in enumerate(unit.experts)]
         for part in ours[0]:

@@ -122,6 +122,7 @@ def _marlin(engine: EngineCode) -> dict[str, Any]:
         "torch": torch,
         "math": math,
         "round_up": lambda size, multiple: -(-size // multiple) * multiple,
+        "logger": SimpleNamespace(warning_once=_silent, info_once=_silent, warning=_silent, info=_silent),
     }
     engine.load(f"{_UTILS}/quant_utils.py", ["get_pack_factor", "pack_cols", "unpack_cols"], namespace)
     names = [
@@ -143,6 +144,10 @@ def _marlin(engine: EngineCode) -> dict[str, Any]:
     engine.load(f"{_UTILS}/marlin_utils_test.py", names, namespace)
     namespace["ops"] = _Operations(namespace)
     return namespace
+
+
+def _silent(*words: object, **options: object) -> None:
+    """Stands for the engine's log."""
 
 
 class _Operations:
