@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from moeq.schemes.declared import Declaration, Declared, Fields, Patterns, clean, group_size
+from moeq.schemes.declared import Declaration, Declared, Fields, clean, group_size
+from moeq.schemes.patterns import Patterns
 
 #: Data types whose tensors are not packed integers; headers tell them apart.
 _FLOAT_TYPES = ("mx_fp", "nv_fp", "fp", "mx_fp4", "nv_fp4", "mx_fp8", "fp8")

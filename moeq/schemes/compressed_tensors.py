@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from moeq.schemes.base import Granularity, QuantKey, ScaleKey
-from moeq.schemes.declared import Declaration, Declared, Fields, Patterns, clean, group_size
+from moeq.schemes.declared import Declaration, Declared, Fields, clean, group_size
+from moeq.schemes.patterns import Patterns
 
 #: Arguments of the named presets that may stand in for a group: bits, type, strategy, group size, symmetric.
 _PRESETS: dict[str, dict[str, Any]] = {

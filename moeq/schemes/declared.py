@@ -6,8 +6,6 @@ act-order, activation quantisation) and is checked against them.
 
 from __future__ import annotations
 
-import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -141,45 +139,3 @@ def group_size(fields: Fields, *keys: str) -> int | None:
     if value == 0:
         raise fields.refuse(keys[0], 0, "expected -1 or a positive number of weights")
     return value
-
-
-#: Seconds that all rules of a checkpoint together may spend on matching names.
-_MATCH_BUDGET = 5.0
-
-#: Longest pattern, and most unbounded repeats in one; real rules have at most five of the latter.
-_MAX_PATTERN = 4096
-_MAX_REPEATS = 6
-
-_REPEAT = re.compile(r"(?<!\\)(?:[*+]|\{\d*,\})")
-_NESTED = re.compile(r"(?<!\\)(?:[*+]|\{\d*,\d*\})[^()]*\)[*+{]")
-
-
-class Patterns:
-    """Compiles and matches regular expressions that come from a stranger's config.
-
-    Nested repeats (exponential) are refused, the rest is bounded by a number of repeats and a time budget.
-    """
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-        self._spent = 0.0
-
-    def compile(self, text: str) -> re.Pattern[str]:
-        """A pattern within bounds. Raises MoeqError `source.bad-pattern` naming it."""
-        shown = ascii(text[:120])
-        if len(text) > _MAX_PATTERN or len(_REPEAT.findall(text)) > _MAX_REPEATS or _NESTED.search(text):
-            raise MoeqError("source.bad-pattern", f"{self.where}: pattern {shown} could take unbounded time to match")
-        try:
-            return re.compile(text)
-        except (re.error, RecursionError, OverflowError) as error:
-            raise MoeqError("source.bad-pattern", f"{self.where}: pattern {shown} is not valid: {error}") from error
-
-    def matches(self, pattern: re.Pattern[str], name: str, *, anywhere: bool = False) -> bool:
-        """Whether the pattern matches at the start of `name` (or anywhere in it), counting the time spent."""
-        started = time.perf_counter()
-        found = (pattern.search if anywhere else pattern.match)(name) is not None
-        self._spent += time.perf_counter() - started
-        if self._spent > _MATCH_BUDGET:
-            shown = ascii(pattern.pattern[:120])
-            raise MoeqError("source.bad-pattern", f"{self.where}: matching takes too long, last pattern {shown}")
-        return found

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Scheme, ZeroPoint
-from moeq.schemes.declared import Declaration, Declared, Fields, Patterns, clean, group_size
+from moeq.schemes.declared import Declaration, Declared, Fields, clean, group_size
 from moeq.schemes.format import (
     INTEGERS,
     Context,
@@ -32,6 +32,7 @@ from moeq.schemes.format import (
     make_scheme,
     resolve_groups,
 )
+from moeq.schemes.patterns import Patterns
 
 if TYPE_CHECKING:
     from torch import Tensor

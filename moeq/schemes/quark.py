@@ -7,7 +7,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from moeq.schemes.base import QuantKey, ScaleKey
-from moeq.schemes.declared import Declaration, Declared, Fields, Patterns, clean, group_size
+from moeq.schemes.declared import Declaration, Declared, Fields, clean, group_size
+from moeq.schemes.patterns import Patterns
 
 _BITS = {"fp4": 4, "int4": 4, "uint4": 4, "int8": 8, "uint8": 8, "fp8_e4m3": 8, "int3": 3, "int2": 2, "mx": None}
 _ACTIVATIONS = {"fp8_e4m3": "e4m3", "fp4": "e2m1", "int8": "int8"}
