@@ -1,0 +1,113 @@
+"""convert, verify, restore, diff and parity as scripts meet them: documents, exit codes, one line per failure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeq.cli.app import run
+from moeq.errors import ExitCode
+
+INT4, OSS = "gptq-int4-g32-qwen3moe", "mxfp4-gptoss"
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]):
+    def called(*argv: object) -> tuple[int, dict[str, Any]]:
+        code = run([*map(str, argv), "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    return called
+
+
+@pytest.fixture
+def text(capsys: pytest.CaptureFixture[str]):
+    def called(*argv: object) -> tuple[int, str, str]:
+        code = run([*map(str, argv), "--quiet"])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return called
+
+
+def test_the_round_trip(call, checkpoints, tmp_path) -> None:
+    source, out, back = checkpoints / OSS, tmp_path / "out", tmp_path / "back"
+    code, document = call("convert", source, out, "--gpu", "a100", "--layout", "trtllm-mxfp4/1", "--tp", "2")
+    assert (code, document["schema"], document["ok"]) == (ExitCode.OK, "moeq.convert/1", True)
+    assert document["layout"] == "trtllm-mxfp4/1"
+    assert document["kept_for_restore"] == []
+    assert [row["written"] for row in document["sharding"]] == ["ranks", "ranks"]
+    assert "64 intermediate features per rank are padded to 128" in document["sharding"][0]["why"]
+
+    code, document = call("verify", out, "--source", source)
+    assert (code, document["schema"], document["units"], document["mismatches"]) == (0, "moeq.verify/1", 24, [])
+    code, document = call("restore", out, back)
+    assert (code, document["schema"], document["kept"], document["missing"]) == (0, "moeq.restore/1", 0, [])
+    assert {path.name: path.read_bytes() for path in back.iterdir()} == {
+        path.name: path.read_bytes() for path in source.iterdir()
+    }
+    code, document = call("diff", back, out)
+    assert (code, document["schema"], document["differing"], document["worst"]) == (0, "moeq.diff/1", [], None)
+
+
+def test_differences_end_with_1(call, text, checkpoints, tmp_path) -> None:
+    out = tmp_path / "out"
+    assert text("convert", checkpoints / INT4, out, "--gpu", "a100")[0] == ExitCode.OK
+    path = max(out.glob("*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    code, document = call("verify", out)
+    assert (code, document["ok"]) == (ExitCode.NO, False)
+    assert [row["name"] for row in document["mismatches"]] == ["layer 1 expert 3 down"]
+    code, shown, _ = text("verify", out)
+    assert code == ExitCode.NO
+    assert "layer 1 expert 3 down no longer holds the values that were converted" in shown
+    code, document = call("diff", checkpoints / INT4, out)
+    assert (code, document["ok"]) == (ExitCode.NO, False)
+    assert [(row["layer"], row["expert"], row["projection"]) for row in document["differing"]] == [(1, 3, "down")]
+    code, shown, _ = text("diff", checkpoints / INT4, out)
+    assert code == ExitCode.NO
+    assert "worst     layer 1 expert 3 down" in shown
+    code, document = call("restore", out, tmp_path / "back")
+    assert (code, document["error"]["code"]) == (ExitCode.SOURCE, "source.digest-mismatch")
+    assert not (tmp_path / "back").exists()
+
+
+def test_what_ranks_read_is_shown(text, checkpoints, tmp_path) -> None:
+    code, shown, _ = text("convert", checkpoints / INT4, tmp_path / "a", "--gpu", "a100", "--tp", "2", "--dry-run")
+    assert code == ExitCode.OK
+    assert "sharding  unsharded, sliceable for tp 2: N by 64" in shown
+    arguments = ("--gpu", "a100", "--layout", "marlin-act-order/1", "--tp", "2", "--dry-run")
+    code, shown, _ = text("convert", checkpoints / "gptq-int4-g32-actorder-qwen3moe", tmp_path / "b", *arguments)
+    assert code == ExitCode.OK
+    assert "sharding  ranks, " in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_refusals_name_the_arithmetic_and_what_works(text, checkpoints, tmp_path) -> None:
+    arguments = ("--gpu", "a100", "--layout", "triton-wna16/1", "--tp", "8")
+    code, shown, errors = text("convert", checkpoints / INT4, tmp_path / "out", *arguments)
+    assert (code, shown) == (ExitCode.USAGE, "")
+    assert "128 / 8 = 16 per rank cuts groups of 32 (16 % 32 = 16)" in errors
+    assert "hint: tp 4 works" in errors
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_parity_without_the_engine_says_what_to_install(call, checkpoints, tmp_path) -> None:
+    code, document = call("parity", checkpoints / INT4, "--site", tmp_path)
+    assert (code, document["error"]["code"]) == (ExitCode.ENVIRONMENT, "environment.no-engine")
+    assert "vllm==0.33.0" in document["error"]["hint"]
+
+
+@pytest.mark.parametrize("command", ["verify", "restore", "diff"])
+def test_folders_that_are_no_checkpoints(command, call, checkpoints, tmp_path) -> None:
+    empty: Path = tmp_path / "empty"
+    empty.mkdir()
+    more = {"verify": [], "restore": [tmp_path / "back"], "diff": [checkpoints / INT4]}[command]
+    code, document = call(command, empty, *more)
+    assert code == ExitCode.SOURCE
+    assert document["error"]["message"]
