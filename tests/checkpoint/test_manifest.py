@@ -1,0 +1,119 @@
+"""moeq.json: written and read back, and refused where it cannot be what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeq.checkpoint.manifest import (
+    MANIFEST_NAME,
+    CopiedLayer,
+    LayerEntry,
+    Manifest,
+    MatrixEntry,
+    RankEntry,
+    RestoreEntry,
+    Sharding,
+    SourceEntry,
+    read_manifest,
+)
+from moeq.errors import ExitCode, MoeqError
+from moeq.matrix import MatrixSpec
+
+
+def matrices(suffix: str = "", k: int = 128) -> dict[Any, MatrixEntry]:
+    return {
+        "w13": MatrixEntry(
+            MatrixSpec("w13", 2 * k, 256, "int4", 32, "f16"), 256, 256, {"weight": f"w13_weight{suffix}"}
+        ),
+        "w2": MatrixEntry(
+            MatrixSpec("w2", 256, k, "int4", 32, "f16", act_order=True, all_groups=4), 256, 128, {"scale": f"s{suffix}"}
+        ),
+    }
+
+
+def manifest() -> Manifest:
+    ranks = tuple(RankEntry(r, (0, 2), (64 * r, 64 * r + 64), matrices(f".rank{r}", 64)) for r in range(2))
+    layers = (
+        LayerEntry(0, "model.layers.0.mlp.experts", 2, "marlin-wna16/1", matrices(), {"gate": ("a", "b")}),
+        LayerEntry(
+            3,
+            "model.layers.3.mlp.experts",
+            2,
+            "marlin-act-order/1",
+            matrices(),
+            {"down": ("c", "d")},
+            Sharding("tp", "ranks", "why"),
+            ranks,
+            losses=5,
+        ),
+    )
+    return Manifest(
+        moeq_version="1.2.3",
+        source=SourceEntry("somewhere", "abc", {"model.safetensors": 10}, "id"),
+        model={"name": "somewhere"},
+        backend="MARLIN",
+        deployment={"tp": 2},
+        layers=layers,
+        digest="sha256/moeq-logical-1",
+        advisories=("one",),
+        copied=(CopiedLayer(1, "its experts are not quantised"),),
+        restore=RestoreEntry("moeq-restore.data", ("model.safetensors",), ("a.g_idx",), ("old.bin",)),
+    )
+
+
+def write(folder: Path, document: object) -> Path:
+    (folder / MANIFEST_NAME).write_text(document if isinstance(document, str) else json.dumps(document))
+    return folder
+
+
+def test_what_is_written_is_read_back(tmp_path) -> None:
+    before = manifest()
+    after = read_manifest(write(tmp_path, before.to_json()))
+    assert after == before
+    assert after.layer(3).tensors == ("w13_weight.rank0", "s.rank0", "w13_weight.rank1", "s.rank1")
+    assert after.layer(0).tensors == ("w13_weight", "s")
+    assert after.layer(3).matrices["w2"].padded_spec.num_groups == 4
+
+
+def test_fields_that_older_manifests_lack_have_defaults(tmp_path) -> None:
+    document = json.loads(json.dumps(manifest().to_json()))
+    for name in ("copied", "restore", "advisories"):
+        del document[name]
+    for name in ("sharding", "ranks", "losses"):
+        del document["layers"][0][name]
+    del document["layers"][0]["matrices"]["w2"]["spec"]["all_groups"]
+    found = read_manifest(write(tmp_path, document))
+    assert (found.copied, found.restore, found.advisories) == ((), None, ())
+    assert found.layer(0).sharding.written == "unsharded"
+
+
+def test_a_missing_layer_names_those_there_are() -> None:
+    with pytest.raises(MoeqError, match="layer 1 has no converted experts") as caught:
+        manifest().layer(1)
+    assert "0, 3" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("{", "not readable JSON"),
+        ("[]", "schema 'list'"),
+        ({"schema": "moeq.manifest/2"}, "schema 'moeq.manifest/2'"),
+        ({"schema": "moeq.manifest/1"}, "is damaged: KeyError: 'source'"),
+    ],
+)
+def test_what_cannot_be_understood_is_refused(damage, message, tmp_path) -> None:
+    with pytest.raises(MoeqError, match=message) as caught:
+        read_manifest(write(tmp_path, damage))
+    assert caught.value.code == "source.bad-manifest"
+    assert caught.value.exit_code == ExitCode.SOURCE
+
+
+def test_a_folder_without_one(tmp_path) -> None:
+    with pytest.raises(MoeqError, match="not a finished output") as caught:
+        read_manifest(tmp_path)
+    assert caught.value.code == "source.no-manifest"
