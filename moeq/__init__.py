@@ -31,6 +31,9 @@ _PUBLIC = {
     "gpu": "moeq.deploy.gpus:parse_gpu",
     "decide": "moeq.pipeline.decide:decide",
     "convert": "moeq.pipeline.convert:convert",
+    "verify": "moeq.pipeline.verify:verify",
+    "restore": "moeq.pipeline.restore:restore",
+    "diff": "moeq.pipeline.diff:diff",
     "run_check": "moeq.check.run_check:run_check",
     "load_experts": "moeq.integrations.torch_loader:load_experts",
 }
@@ -43,10 +46,13 @@ __all__ = [
     "__version__",
     "convert",
     "decide",
+    "diff",
     "gpu",
     "load_experts",
     "open",
+    "restore",
     "run_check",
+    "verify",
 ]
 
 if TYPE_CHECKING:
@@ -58,6 +64,9 @@ if TYPE_CHECKING:
     from moeq.model import Checkpoint, open
     from moeq.pipeline.convert import convert
     from moeq.pipeline.decide import decide
+    from moeq.pipeline.diff import diff
+    from moeq.pipeline.restore import restore
+    from moeq.pipeline.verify import verify
 
 
 def __getattr__(name: str) -> Any:
