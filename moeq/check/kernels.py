@@ -13,6 +13,7 @@ from moeq.reference.moe import Activation
 
 if TYPE_CHECKING:
     from moeq_kernels import PackedExperts
+    from moeq_kernels.tuning import Blocks
 
 #: Our activation names to the kernels'.
 _KERNEL_ACTIVATIONS = {"swigluoai": "swiglu_oai"}
@@ -57,7 +58,18 @@ def _fused(experts: PackedExperts, x: Tensor, weights: Tensor, ids: Tensor, acti
         activation=name,
         alpha=activation.alpha if oai else None,
         limit=activation.limit if oai else None,
+        blocks=_blocks(ids),
     )
+
+
+def _blocks(ids: Tensor) -> Blocks | None:
+    """Tiles for the interpreter, which pays per program: one program for all rows of an expert. None on a GPU."""
+    from moeq_kernels.tuning import Blocks, next_power_of_two
+
+    if ids.device.type != "cpu":
+        return None
+    rows = int(torch.bincount(ids[ids >= 0].flatten(), minlength=1).max())
+    return Blocks(min(64, max(16, next_power_of_two(rows))), 256, 256)
 
 
 def first_products(parts: Sequence[PackedPart], x: Tensor, ids: Tensor, width: int) -> dict[str, Tensor]:
@@ -74,7 +86,7 @@ def first_products(parts: Sequence[PackedPart], x: Tensor, ids: Tensor, width: i
 def _first(experts: PackedExperts, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
     from moeq_kernels import expert_products
 
-    both = expert_products(x, experts.w13, ids)
+    both = expert_products(x, experts.w13, ids, blocks=_blocks(ids))
     half = both.shape[1] // 2
     if experts.w13_order == "ungated":
         return {"up": both}
@@ -90,5 +102,5 @@ def down_products(parts: Sequence[PackedPart], hidden: Tensor, ids: Tensor, widt
     total = torch.zeros(hidden.shape[0], width, device=hidden.device)
     for part in parts:
         local = part.local_ids(ids).reshape(-1, 1)
-        total += expert_products(hidden[:, part.intermediate], part.experts.w2, local)[:, :width]
+        total += expert_products(hidden[:, part.intermediate], part.experts.w2, local, blocks=_blocks(local))[:, :width]
     return total

@@ -14,8 +14,11 @@ from torch import Tensor
 
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
-#: Damages a matrix in `rows`; returns it with the place in words, or None where this very data cannot show it.
-Damage = Callable[[QuantizedMatrix, slice, torch.Generator], tuple[QuantizedMatrix, str] | None]
+#: A damaged matrix, and what was done to it in words.
+Damaged = tuple[QuantizedMatrix, str]
+
+#: Damages a matrix in `rows`; None where this very data cannot show it.
+Damage = Callable[[QuantizedMatrix, slice, torch.Generator], Damaged | None]
 
 
 @dataclass(frozen=True)
@@ -41,16 +44,14 @@ def _pick(limit: int, generator: torch.Generator) -> int:
     return int(torch.randint(limit, (), generator=generator))
 
 
-def _flip_code(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator) -> tuple[QuantizedMatrix, str]:
+def _flip_code(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator) -> Damaged:
     codes = matrix.codes.clone()
     n, k = _pick(rows.stop - rows.start, generator), _pick(matrix.spec.k, generator)
     codes[rows.start + n, k] ^= 1
     return replace(matrix, codes=codes), f"lowest bit of weight ({n}, {k})"
 
 
-def _swap_scales(
-    matrix: QuantizedMatrix, rows: slice, generator: torch.Generator
-) -> tuple[QuantizedMatrix, str] | None:
+def _swap_scales(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator) -> Damaged | None:
     scales = matrix.scales.clone()
     part = scales[rows].flatten()
     first = _pick(part.numel(), generator)
@@ -65,7 +66,7 @@ def _swap_scales(
     return replace(matrix, scales=scales), f"scales (row, group) {places[0]} and {places[1]} exchanged"
 
 
-def _transpose_tile(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator) -> tuple[QuantizedMatrix, str]:
+def _transpose_tile(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator) -> Damaged:
     codes = matrix.codes.clone()
     n, k = 16 * _pick((rows.stop - rows.start) // 16, generator), 16 * _pick(matrix.spec.k // 16, generator)
     tile = (slice(rows.start + n, rows.start + n + 16), slice(k, k + 16))
@@ -73,28 +74,35 @@ def _transpose_tile(matrix: QuantizedMatrix, rows: slice, generator: torch.Gener
     return replace(matrix, codes=codes), f"16 x 16 tile at ({n}, {k}) transposed"
 
 
-def _drop_zero(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator) -> tuple[QuantizedMatrix, str] | None:
+def _drop_zero(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator) -> Damaged | None:
     if matrix.zeros is None:
         return None
     middle = 1 << (matrix.spec.bits - 1)
-    n, g = (int(found) for found in (torch.argwhere(matrix.zeros[rows] != middle)[0]))
+    others = torch.argwhere(matrix.zeros[rows] != middle)
+    if not len(others):
+        return None
+    n, g = others[_pick(len(others), generator)].tolist()
     zeros = matrix.zeros.clone()
     zeros[rows.start + n, g] = middle
     return replace(matrix, zeros=zeros), f"zero point of row {n} group {g} forgotten (taken as {middle})"
 
 
-def _shift_groups(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator) -> tuple[QuantizedMatrix, str]:
-    several = matrix.scales.shape[1] > 1
-    n = _pick(rows.stop - rows.start, generator)
+def _shift_groups(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator) -> Damaged | None:
     scales = matrix.scales.clone()
-    if several:
-        scales[rows.start + n] = scales[rows.start + n].roll(1)
-        return replace(matrix, scales=scales), f"scales of row {n} shifted by one group"
-    scales[rows] = scales[rows].roll(1, dims=0)
-    return replace(matrix, scales=scales), "scales shifted by one row"
+    part = scales[rows]
+    if part.shape[1] == 1:
+        scales[rows] = part.roll(1, dims=0)
+        unchanged = torch.equal(scales, matrix.scales)
+        return None if unchanged else (replace(matrix, scales=scales), "scales shifted by one row")
+    changed = torch.where((part != part.roll(1, dims=1)).any(dim=1))[0]
+    if not len(changed):
+        return None
+    n = int(changed[_pick(len(changed), generator)])
+    scales[rows.start + n] = part[n].roll(1)
+    return replace(matrix, scales=scales), f"scales of row {n} shifted by one group"
 
 
-def _swap_halves(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator) -> tuple[QuantizedMatrix, str]:
+def _swap_halves(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator) -> Damaged:
     def swap(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.roll(tensor.shape[0] // 2, dims=0)
 
@@ -109,9 +117,7 @@ def _swap_halves(matrix: QuantizedMatrix, rows: slice, generator: torch.Generato
     return swapped, "gate and up exchanged"
 
 
-def _change_bias(
-    matrix: QuantizedMatrix, rows: slice, generator: torch.Generator
-) -> tuple[QuantizedMatrix, str] | None:
+def _change_bias(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator) -> Damaged | None:
     if matrix.bias is None:
         return None
     bias = matrix.bias.clone()
@@ -120,16 +126,14 @@ def _change_bias(
     return replace(matrix, bias=bias), f"bias of row {n} times 1.125"
 
 
-def _next_exponent(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator) -> tuple[QuantizedMatrix, str]:
+def _next_exponent(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator) -> Damaged:
     scales = matrix.scales.clone()
     n, g = _pick(rows.stop - rows.start, generator), _pick(scales.shape[1], generator)
     scales[rows.start + n, g] += 1 if int(scales[rows.start + n, g]) < 254 else -1
     return replace(matrix, scales=scales), f"exponent of row {n} group {g} off by one"
 
 
-def _change_group(
-    matrix: QuantizedMatrix, rows: slice, generator: torch.Generator
-) -> tuple[QuantizedMatrix, str] | None:
+def _change_group(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator) -> Damaged | None:
     if matrix.group_index is None:
         return None
     index = matrix.group_index.clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -22,8 +23,7 @@ QUICK = CheckOptions(tokens=[9], layers=[0])
 @pytest.fixture(scope="module")
 def converted(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     out = tmp_path_factory.mktemp("converted")
-    for name in (INT4, "gptq-int4-g128-mixtral", "gptq-int8-g64-qwen3moe"):
-        convert(checkpoints / name, out / name, A100)
+    convert(checkpoints / INT4, out / INT4, A100)
     return {path.name: path for path in out.iterdir()}
 
 
@@ -45,13 +45,17 @@ def stored(folder: Path, tensor: str) -> bytes:
     return bytes(moeq.open(folder).source.read_bytes(entry.file, entry.start, entry.end))
 
 
-@pytest.mark.parametrize("name", [INT4, "gptq-int4-g128-mixtral", "gptq-int8-g64-qwen3moe"])
-def test_good_conversions_pass_whole(name, converted, checkpoints) -> None:
-    report = run_check(converted[name], checkpoints / name)
+def test_a_whole_report(converted, checkpoints) -> None:
+    report = run_check(converted[INT4], checkpoints / INT4)
     assert report.ok
     assert report.digests_checked == 24
-    assert [sample.layer for sample in report.samples] == [0, 1]
-    assert all(sample.complete for sample in report.samples), "so small a model is checked whole, CPU or not"
+    assert [layer.sample.layer for layer in report.layers] == [0, 1]
+    for layer in report.layers:
+        assert layer.sample.complete, "so small a model is checked whole, CPU or not"
+        runs = [run.title for run in layer.sample.runs]
+        assert runs == ["1 token", "7 tokens", "33 tokens", "7 tokens, same experts"]
+        assert layer.repeated == 1
+        assert layer.unequal == ()
     assert [(result.layer, result.name) for result in report.results] == [
         (layer, name) for layer in (0, 1) for name in ("gate", "up", "down", "layer")
     ]
@@ -59,6 +63,50 @@ def test_good_conversions_pass_whole(name, converted, checkpoints) -> None:
         assert 0 < result.relative <= result.tolerance < 0.02, result
         assert result.cosine > 0.9999
         assert result.tolerance == pytest.approx(1.2 * result.baseline)
+    assert (report.scheme, report.layout, report.backend) == ("gptq int4 g32 sym", "marlin-wna16/1", "MARLIN")
+    derivation = " ".join(report.derivation)
+    assert "6 sqrt(256) 2^-24 sum|x||w| = 5.7e-06" in derivation, "the tolerance is printed with its derivation"
+    assert {result.arithmetic for result in report.results if result.name != "layer"} == {"weights rounded to bfloat16"}
+
+
+def test_w8a8_is_held_against_int8_emulation(conversions, checkpoints) -> None:
+    name = "ct-w8a8-qwen3moe"
+    report = run_check(conversions(name, "int8-w8a8/1"), checkpoints / name, options=QUICK)
+    assert report.ok
+    products = [result for result in report.results if result.name != "layer"]
+    assert {result.arithmetic for result in products} == {"int8 activations, exact integer sums"}
+    assert all(result.relative < 1e-7 for result in products), "the quantisation of activations is no error"
+
+
+def test_experts_that_the_router_neglects_are_run_too(converted, checkpoints) -> None:
+    options = CheckOptions(tokens=[1], layers=[0], digests=False)
+    (layer,) = run_check(converted[INT4], checkpoints / INT4, options=options).layers
+    assert [run.routing for run in layer.sample.runs] == ["router", "same", "spread"]
+    assert [one.expert for one in layer.results[0].experts] == [0, 1, 2, 3]
+    assert min(one.rows for one in layer.results[0].experts) >= 5
+
+
+def test_layers_written_rank_by_rank(checkpoints, tmp_path) -> None:
+    deployment = moeq.Deployment(gpu=moeq.gpu("H100"), tp=2)
+    converted = convert(checkpoints / "mxfp4-gptoss", tmp_path / "out", deployment, layout="triton-kernels-hopper/1")
+    assert converted.manifest is not None
+    assert len(converted.manifest.layers[0].ranks) == 2
+    report = run_check(tmp_path / "out", checkpoints / "mxfp4-gptoss", options=QUICK)
+    assert report.ok
+    assert len(report.results) == 4
+
+
+def test_digests_alone_need_no_kernels(converted, checkpoints) -> None:
+    report = run_check(converted[INT4], checkpoints / INT4, options=CheckOptions(kernels=False))
+    assert report.ok
+    assert (report.digests_checked, report.layers) == (24, ())
+
+
+def test_layers_in_processes_give_the_same_numbers(converted, checkpoints) -> None:
+    options = {"tokens": [3], "digests": False}
+    here = run_check(converted[INT4], checkpoints / INT4, options=CheckOptions(**options, jobs=1))
+    there = run_check(converted[INT4], checkpoints / INT4, options=CheckOptions(**options, jobs=2))
+    assert here.layers == there.layers
 
 
 def test_the_same_seed_gives_the_same_numbers(converted, checkpoints) -> None:
@@ -78,6 +126,7 @@ def test_a_flipped_nibble_is_named(damaged, checkpoints) -> None:
     report = run_check(damaged, checkpoints / INT4, options=QUICK)
     assert not report.ok
     assert [(m.layer, m.expert, m.projection) for m in report.digest_mismatches] == [(1, 2, "down")]
+    assert all(layer.ok for layer in report.layers), "layer 0 is fine, and only that was run"
 
 
 def test_a_changed_scale_is_named_by_digest_and_by_kernel(damaged, checkpoints) -> None:
@@ -89,7 +138,7 @@ def test_a_changed_scale_is_named_by_digest_and_by_kernel(damaged, checkpoints) 
     report = run_check(damaged, checkpoints / INT4, options=CheckOptions(tokens=[33], layers=[0]))
     assert not report.ok
     assert [(m.layer, m.expert) for m in report.digest_mismatches] == [(0, 1)]
-    wrong = {result.name: result.worst_expert for result in report.results if not result.passed}
+    wrong = {result.name: result.worst.expert for result in report.results if not result.passed}
     projection = report.digest_mismatches[0].projection
     assert wrong[projection] == 1
     assert set(wrong) == {projection, "layer"}, "the product is localised: the others still pass"
@@ -116,6 +165,7 @@ def test_a_nan_in_the_scales_fails(damaged, checkpoints) -> None:
     report = run_check(damaged, checkpoints / INT4, options=CheckOptions(tokens=[33], layers=[0], digests=False))
     assert not report.ok
     assert {result.name for result in report.results if not result.passed} == {"down", "layer"}
+    json.dumps(report.to_json(), allow_nan=False)  # infinite errors are null, not a crash
 
 
 def test_without_the_source_it_says_so(converted, checkpoints, tmp_path) -> None:
@@ -161,6 +211,6 @@ def test_a_sample_of_experts(converted, checkpoints) -> None:
         converted[INT4], checkpoints / INT4, options=CheckOptions(tokens=[5], layers=[1], experts=[3, 1])
     )
     assert report.ok
-    (sample,) = report.samples
+    sample = report.layers[0].sample
     assert (sample.experts, sample.top_k, sample.complete) == ((3, 1), 2, False)
-    assert {result.worst_expert for result in report.results} <= {1, 3}
+    assert {one.expert for result in report.results for one in result.experts} == {1, 3}

@@ -1,0 +1,89 @@
+"""Bounds hold for correct float32 and int8 arithmetic in any order, and are tight enough to see one wrong code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moeq.reference.arithmetic import FLOAT32_UNIT, describe_bound, emulate_16bit, emulate_int8, quantize_rows
+from moeq.reference.moe import Linear
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def problem(k: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, Linear]:
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(16, (48, k), generator=generator) - 8
+    scales = (0.005 + 0.01 * torch.rand(48, k // 32, generator=generator)).half().float()
+    weight = codes * scales.repeat_interleave(32, dim=1)
+    bias = torch.randn(48, generator=generator)
+    return torch.randn(16, k, generator=generator).to(dtype).float(), Linear(weight, bias)
+
+
+def sum_in_order(x: torch.Tensor, weight: torch.Tensor, order: torch.Tensor, block: int) -> torch.Tensor:
+    """x @ weight.T in float32, `block` products at a time in a given order."""
+    total = torch.zeros(x.shape[0], weight.shape[0])
+    for part in order.split(block):
+        total = total + x[:, part] @ weight[:, part].T
+    return total
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [64, 2048])
+def test_correct_sums_in_any_order_stay_far_inside(k: int, dtype: torch.dtype) -> None:
+    x, linear = problem(k, dtype)
+    assert linear.bias is not None
+    rounded, exact = emulate_16bit(x, linear, dtype)
+    for order, block in ((torch.arange(k), 1), (torch.arange(k).flip(0), 16), (torch.randperm(k), 1)):
+        y = sum_in_order(x, linear.weight.to(dtype).float(), order, block) + linear.bias
+        assert float(((y - rounded.value).abs() / rounded.bound).max()) < 0.5
+        y = sum_in_order(x, linear.weight, order, block) + linear.bias
+        assert float(((y - exact.value).abs() / exact.bound).max()) < 0.5
+
+
+@pytest.mark.parametrize("k", [64, 2048])
+def test_one_code_off_by_one_is_seen(k: int) -> None:
+    x, linear = problem(k, torch.bfloat16)
+    rounded = emulate_16bit(x, linear, torch.bfloat16)[0]
+    wrong = linear.weight.clone()
+    wrong[7, 40] += float(linear.weight[7, 32:64].abs()[linear.weight[7, 32:64] != 0].min())
+    y = torch.nn.functional.linear(x, wrong.to(torch.bfloat16).float(), linear.bias)
+    exceedance = (y - rounded.value).abs() / rounded.bound
+    assert float(exceedance[:, 7].max()) > 10
+    assert float(exceedance[:, [n for n in range(48) if n != 7]].max()) < 0.5
+
+
+def test_weights_rounded_or_not_are_told_apart() -> None:
+    x, linear = problem(256, torch.bfloat16)
+    rounded, exact = emulate_16bit(x, linear, torch.bfloat16)
+    assert float(((rounded.value - exact.value).abs() / exact.bound).max()) > 20
+
+
+def test_the_bound_is_the_formula() -> None:
+    x, weight = torch.ones(1, 64), torch.full((1, 64), 0.5)
+    bound = float(emulate_16bit(x, Linear(weight), torch.bfloat16)[0].bound)
+    assert bound == pytest.approx(6 * 8 * FLOAT32_UNIT * 32 + 4 * FLOAT32_UNIT * 32)
+    assert "6 sqrt(64) 2^-24 sum|x||w| = 2.9e-06" in describe_bound(64, int8=False)
+    assert "exact in int32" in describe_bound(64, int8=True)
+
+
+def test_rows_quantise_to_nearest_even_with_their_own_scale() -> None:
+    codes, scale = quantize_rows(torch.tensor([[127.0, 0.5, 1.5, -2.5], [0.0, 0.0, 0.0, 0.0], [2.0, -1.0, 0.0, 1.0]]))
+    assert codes.tolist() == [[127, 0, 2, -2], [0, 0, 0, 0], [127, -64, 0, 64]]
+    assert scale.flatten().tolist() == pytest.approx([1.0, 1.0, 2 / 127])
+
+
+def test_int8_is_exact_up_to_scaling() -> None:
+    generator = torch.Generator().manual_seed(3)
+    codes = torch.randint(-127, 128, (32, 512), generator=generator)
+    scale = 0.001 + 0.01 * torch.rand(32, 1, generator=generator)
+    x = torch.randn(9, 512, generator=generator)
+    bias = torch.randn(32, generator=generator)
+    (emulated,) = emulate_int8(x, Linear(codes * scale, bias))
+    x_codes, x_scale = quantize_rows(x)
+    sums = x_codes.to(torch.int64) @ codes.to(torch.int64).T
+    y = (sums.float() * x_scale * scale.T) + bias
+    assert float(((y - emulated.value).abs() / emulated.bound).max()) < 1
+    sums[4, 5] += int(x_codes[4].abs().max())  # one weight code off by one
+    y = (sums.float() * x_scale * scale.T) + bias
+    assert float(((y - emulated.value).abs() / emulated.bound).max()) > 10
