@@ -82,10 +82,10 @@ def route_few(
         tl.store(cleared + clear, tl.zeros([BINS], tl.int32), mask=clear < to_clear)
     tl.debug_barrier()  # pair_of_row is read back by other threads of this program
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    for i in range(start, start + count):
-        token = tl.load(pair_of_row + i) // top_k
+    for i in range(count):
+        token = tl.load(pair_of_row + start + i) // top_k
         value = tl.load(x + token.to(tl.int64) * stride_x + column, mask=column < hidden)
-        tl.store(sorted_x + i.to(tl.int64) * hidden + column, value, mask=column < hidden)
+        tl.store(sorted_x + (start + i).to(tl.int64) * hidden + column, value, mask=column < hidden)
 
 
 @triton.jit
