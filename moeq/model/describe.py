@@ -146,7 +146,7 @@ def describe(model: Model) -> CheckpointInfo:
         other_bytes=sum(entry.nbytes for entry in rest),
         num_tensors=len(source.tensors),
         num_files=len(source.files),
-        dtype=facts.text(("dtype", "torch_dtype")),
+        dtype=_dtype(facts),
         modules=tuple(_modules(model, rest, expert_bytes)),
         refusals=_refusals(model, schemes),
         warnings=tuple(_warnings(model, schemes, rest, up, down)),
@@ -194,6 +194,11 @@ def _warnings(
     if model.stacks.other:
         prefixes = sorted({layer.stack for layer in model.stacks.other})
         yield Notice("stack.other", f"further stacks with experts are copied unchanged: {', '.join(prefixes[:4])}")
+
+
+def _dtype(facts: Facts) -> str | None:
+    """Dtype of unquantised tensors by name; multimodal configs may keep a table of them instead."""
+    return next((clean(value) for _, value in facts.find(("dtype", "torch_dtype")) if isinstance(value, str)), None)
 
 
 def model_type(facts: Facts) -> str:

@@ -164,7 +164,8 @@ def _activation(arguments: Fields) -> QuantKey | None:
 
 
 def _refusal(fields: Fields) -> str | None:
-    if fields.table_of("transform_config"):
+    # An empty one is written as {"config_groups": {}}.
+    if any(fields.table_of("transform_config").values()):
         return "its weights are transformed (transform_config), which changes the model's mathematics"
     sparsity = fields.table_of("sparsity_config").get("format")
     variant = fields.text("format")

@@ -282,7 +282,11 @@ def test_case_60_transformed_gptq(tmp_path: Path, changes: dict[str, Any], says:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"transform_config": {"u": {}}}, {"sparsity_config": {"format": "sparse-24-bitmask"}}]
+    "changes",
+    [
+        {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}},
+        {"sparsity_config": {"format": "sparse-24-bitmask"}},
+    ],
 )
 def test_case_60_transformed_compressed_tensors(tmp_path: Path, changes: dict[str, Any]) -> None:
     document = ct_config()
