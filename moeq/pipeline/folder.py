@@ -148,11 +148,14 @@ class WorkFolder:
             return False
         if not records or records[0].get("job") != self.job:
             return False
-        for record in records[1:]:
-            path = self.path / record["file"]
-            if path.is_file() and path.stat().st_size == record["size"]:
-                digests = {name: tuple(values) for name, values in record["digests"].items()}
-                self._journal[record["file"]] = FileRecord(digests, tuple(record["kept"]), record["losses"])
+        try:
+            for record in records[1:]:
+                path = self.path / record["file"]
+                if path.is_file() and path.stat().st_size == record["size"]:
+                    digests = {name: tuple(values) for name, values in record["digests"].items()}
+                    self._journal[record["file"]] = FileRecord(digests, tuple(record["kept"]), record["losses"])
+        except (KeyError, TypeError, AttributeError):
+            return False
         return True
 
     def _append(self, record: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import ExitCode, MoeqError
-from moeq.pipeline.convert import convert
+from moeq.pipeline.convert import ProgressEvent, convert
 from moeq.pipeline.restore import restore
 from moeq.pipeline.verify import verify
 
@@ -42,6 +42,27 @@ def test_an_unused_group_index_is_kept(checkpoints, tmp_path) -> None:
     out = check(source, tmp_path, (f"{DOWN}.g_idx",))
     flip(out / "moeq-restore.data", -1)
     assert [row.name for row in verify(out, source).mismatches] == [f"{DOWN}.g_idx"]
+
+
+def test_what_was_kept_survives_an_interruption(checkpoints, tmp_path) -> None:
+    def change(tensors: Tensors) -> Tensors:
+        name = DOWN.replace("layers.1", "layers.0")
+        return tensors | {f"{name}.g_idx": torch.arange(128, dtype=torch.int32).flip(0)}
+
+    def stop(event: ProgressEvent) -> None:
+        if event.label.startswith("layer 1"):
+            raise KeyboardInterrupt
+
+    source = rewritten(checkpoints / "gptq-int4-g128-mixtral", tmp_path / "source", change)
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, tmp_path / "out", A100, progress=stop)
+    conversion = convert(source, tmp_path / "out", A100)
+    assert conversion.resumed_files == 2
+    assert len(conversion.manifest.restore.kept) == 1
+    convert(source, tmp_path / "whole", A100)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    restore(tmp_path / "out", tmp_path / "back")
+    assert content(tmp_path / "back") == content(source)
 
 
 def test_an_odd_weight_shape_is_kept(checkpoints, tmp_path) -> None:
