@@ -7,6 +7,7 @@ something too.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,7 +119,11 @@ def _gptq(bits: int, group: int, *, symmetric: bool = True, act_order: bool = Fa
         # The first GPTQ format stores zero points minus one.
         zeros = torch.full((groups, n), high // 2 - 1) if symmetric else _integers(high - 1, (groups, n), generator)
         index = torch.arange(k) // group
-        index = index[torch.randperm(k, generator=generator)] if act_order else index
+        if act_order:
+            # Gate and up of an expert read the same input, so they share its order.
+            expert = prefix.removesuffix(".").rpartition(".")[0]
+            shared = torch.Generator().manual_seed(zlib.crc32(f"{expert} {k}".encode()))
+            index = index[torch.randperm(k, generator=shared)]
         return {
             f"{prefix}qweight": _words(codes, bits, 0),
             f"{prefix}qzeros": _words(zeros, bits, 1),

@@ -1,0 +1,205 @@
+"""A check's report in every form: text, JUnit, HTML with its pictures."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from xml.etree import ElementTree as ET
+
+import pytest
+from rich.console import Console
+
+from moeq.check.picture import tile_picture
+from moeq.check.records import (
+    CheckReport,
+    DigestMismatch,
+    ExpertError,
+    LayerReport,
+    ProjectionResult,
+    Run,
+    SabotageResult,
+    Sample,
+    SelftestReport,
+    Timing,
+)
+from moeq.matrix import MatrixSpec
+from moeq.report import check_text, html, junit, selftest_text
+from moeq.report.backend_matrix import BackendMatrix, Cell
+from moeq.report.heat import heat_map, heat_maps
+from moeq.report.svg import tile_svg
+
+INT4 = MatrixSpec("w2", 256, 128, "int4", 32, "f16")
+
+
+def expert(number: int, exceedance: float, looks_like: str | None = None) -> ExpertError:
+    features = 1 if exceedance > 1 else 0
+    return ExpertError(number, 9, 1e-3, 2e-3, exceedance, (3, 44), features, looks_like)
+
+
+def result(layer: int, name: str, *experts: ExpertError) -> ProjectionResult:
+    run = "7 tokens" if name == "layer" else None
+    return ProjectionResult(
+        layer, name, 256, 0.5, 0.1, 1e-3, 0.99999, 1e-3, 1.2e-3, "weights rounded to bfloat16", (3, 44), run, experts
+    )
+
+
+def report(*, damaged: bool = False) -> CheckReport:
+    layers = []
+    for number in (0, 5):
+        wrong = damaged and number == 5
+        worst = expert(2, 857.0, "looks like one weight, of input feature 47") if wrong else expert(2, 0.3)
+        results = (
+            result(number, "up", expert(0, 0.001), expert(2, 0.06)),
+            result(number, "down", expert(0, 0.15), worst),
+            result(number, "layer", expert(0, 0.2), expert(2, 0.2)),
+        )
+        sample = Sample(number, (0, 2), (Run(1), Run(7, "same")), 2, False)
+        layers.append(LayerReport(sample, results, 1, ("1 token",) if wrong else ()))
+    mismatches = (DigestMismatch(5, 2, "down", "expert 0 <down>"),) if damaged else ()
+    return CheckReport(
+        "out & <more>", "source", "gptq int4 g32 sym", "marlin-wna16/1", "MARLIN", "cpu (Triton interpreter)", "bf16",
+        0, 24, mismatches, tuple(layers), 6, ("norm: a rule", "up: another | rule"), 1.5, ("a note",),
+    )  # fmt: skip
+
+
+def text_of(render, *arguments) -> str:  # type: ignore[no-untyped-def]
+    console = Console(file=io.StringIO(), width=200, highlight=False)
+    render(console, *arguments)
+    found: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return found
+
+
+def test_heat_maps_are_per_product_and_the_worst_is_shown() -> None:
+    charts = heat_maps(report())
+    assert [chart.projection for chart in charts] == ["up", "down"]
+    chart = heat_map(report())
+    assert chart is not None
+    assert (chart.projection, chart.layers, chart.experts) == ("down", (0, 5), (0, 2))
+    assert chart.values == ((0.15, 0.3), (0.15, 0.3))
+    assert [chart.level(0, 0), chart.level(0, 1)] == [4, 5]
+    damaged = heat_map(report(damaged=True))
+    assert damaged is not None
+    assert damaged.level(1, 1) == len(damaged.limits)
+
+
+def test_text_says_everything_and_ends_with_the_verdict() -> None:
+    text = text_of(check_text.render, report())
+    assert (
+        text.splitlines()[-1] == "ok  6 of 6 products within tolerance, 2 of 2 repeated runs equal bit for bit, 1.5 s"
+    )
+    assert "4 of 6 layers were not run" in text
+    assert "up: another | rule" in text
+    assert re.search(r"0 \|=\+\|", text), "the heat map of down"
+
+
+def test_text_names_what_is_wrong() -> None:
+    text = text_of(check_text.render, report(damaged=True))
+    assert text.splitlines()[-1].startswith("FAILED  5 of 6")
+    assert (
+        "layer 5 down expert 2: output feature 44, 857 x the bound; looks like one weight, of input feature 47" in text
+    )
+    assert "layer 5: 1 token gave other bits the second time" in text
+    assert re.search(r"5 \|=X\|", text)
+
+
+def test_junit_has_a_case_per_product_and_failures_say_why() -> None:
+    root = ET.fromstring(junit.render(report(damaged=True)))
+    assert (root.get("tests"), root.get("failures")) == ("10", "4")
+    cases = {(case.get("classname"), case.get("name")): case for case in root.iter("testcase")}
+    failure = cases["moeq.kernels.layer5", "down"].find("failure")
+    assert failure is not None
+    assert "857 x the bound" in str(failure.text)
+    assert cases["moeq.kernels.layer5", "up"].find("failure") is None
+    clean = ET.fromstring(junit.render(report()))
+    assert clean.get("failures") == "0"
+    assert [suite.get("name") for suite in clean] == ["digests", "kernels", "repeats"]
+
+
+class Page(HTMLParser):
+    """Collects tags, and checks that they are closed in order."""
+
+    void = frozenset({"meta", "rect", "circle", "path", "br"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.count: dict[str, int] = {}
+        self.attributes: list[tuple[str, str | None]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.count[tag] = self.count.get(tag, 0) + 1
+        self.attributes += attrs
+        if tag not in self.void or (tag == "rect" and not self.get_starttag_text().endswith("/>")):  # type: ignore[union-attr]
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.count[tag] = self.count.get(tag, 0) + 1
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_html_is_well_formed_and_self_contained(damaged: bool) -> None:
+    cells = (Cell("chosen", "the choice"), Cell("no", 'needs "more"'))
+    matrix = BackendMatrix("vllm on H100", (1, 2), (("MARLIN", cells),))
+    text = html.render(report(damaged=damaged), matrix, tile_picture("marlin-wna16/1", INT4))
+    page = Page(text)
+    assert page.open == []
+    assert not {name for name, _ in page.attributes} & {"src", "href", "onclick"}
+    assert not {"script", "link", "img"} & set(page.count)
+    assert "http" not in text, "nothing is fetched"
+    assert page.count["svg"] == 1 + 2 + 2 + 1, "legend, two heat maps, two marks, the tile"
+    assert "out &amp; &lt;more&gt;" in text
+    assert "prefers-color-scheme: dark" in text
+    assert ("What is wrong" in text) == damaged
+    assert ("expert 0 &lt;down&gt;" in text) == damaged
+
+
+def test_html_shows_times_where_there_are_some() -> None:
+    layer = report().layers[0]
+    timing = Timing(0, "33 tokens", 50.0, 10**6, 2 * 10**8, 5 * 10**9, 40.0)
+    timed = replace(report(), layers=(replace(layer, timings=(timing,)),))
+    text = html.render(timed)
+    assert "<td>50.0</td><td>4000</td><td>100.0</td><td>80 %</td>" in text
+    assert re.search(r"50\.0 +4000 +100\.0 +80 %", text_of(check_text.render, timed))
+
+
+@pytest.mark.parametrize(
+    ("layout", "spec", "first"),
+    [
+        ("marlin-wna16/1", INT4, [(0, 0), (8, 0), (0, 8), (8, 8), (1, 0), (9, 0), (1, 8), (9, 8)]),
+        ("triton-wna16/1", INT4, [(k, 0) for k in range(8)]),
+        ("int8-w8a8/1", MatrixSpec("w2", 256, 128, "int8", 128, "bf16"), [(k, 0) for k in range(8)]),
+    ],
+)
+def test_the_tile_picture_shows_where_codes_lie(layout, spec, first) -> None:
+    picture = tile_picture(layout, spec)
+    assert picture is not None
+    assert list(picture.codes[:8]) == first
+    assert sorted(picture.codes) == [(k, n) for k in range(16) for n in range(64)]
+    assert tile_svg(picture).count("z") >= 2 * 1024
+
+
+def test_layouts_that_mix_the_bits_of_codes_have_no_picture() -> None:
+    assert tile_picture("triton-kernels-hopper/1", MatrixSpec("w2", 256, 128, "e2m1", 32, "e8m0")) is None
+
+
+def test_selftest_report_counts_levels_apart() -> None:
+    results = (
+        SabotageResult("flip a code", "expert 0 up", "a bit", "layer 0 ...", "expert 0: output feature 3", 800.0),
+        SabotageResult("sign of a zero", "expert 1 up", "a bit", "layer 0 ...", None, 0.02),
+        SabotageResult("swap topk arguments", "the call", "ids", None, "refused: topk_weights is int64", data=False),
+    )
+    one = SelftestReport("some/where", "gptq", "marlin-wna16/1", "cpu", 0, results)
+    text = text_of(selftest_text.render, [one])
+    assert "2 damages: 2 caught by digest, 1 by the kernels' numbers alone; 1 of 1 swapped calls refused" in text
+    assert "below the bound (0.02 of it)" in text
+    assert text.splitlines()[-1].startswith("ok")
+    alarmed = replace(one, false_alarms=("layer 0 expert 3 gate: not the values recorded",))
+    assert not alarmed.ok
+    assert "false alarm: layer 0 expert 3" in text_of(selftest_text.render, [alarmed])
