@@ -1,0 +1,260 @@
+"""The vLLM plug-in inside vLLM's own Python packages, without a GPU and so without its CUDA kernels.
+
+Everything here is the engine's: plug-in loading, config registry, layer classes, expert classes, kernel set-up, and
+for the Triton layouts its kernels too, in Triton's interpreter. What is pretended, where it says so, is that a GPU is
+there: the engine asks its platform before it takes an expert class.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from integrations.deployments import LAYOUTS, convert
+
+import moeq
+from moeq.errors import MoeqError
+
+vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
+if not vllm.__version__.startswith("0.33.0"):
+    pytest.skip(f"written against vLLM 0.33.0, this is {vllm.__version__}", allow_module_level=True)
+
+from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation  # noqa: E402
+from vllm.model_executor.layers.fused_moe.config import (  # noqa: E402
+    FusedMoEConfig,
+    FusedMoEParallelConfig,
+    RoutingMethodType,
+)
+from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager  # noqa: E402
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts  # noqa: E402
+from vllm.model_executor.layers.quantization import get_quantization_config  # noqa: E402
+from vllm.plugins import load_general_plugins  # noqa: E402
+
+from moeq.integrations import vllm_plugin  # noqa: E402
+from moeq.integrations.vllm_backends import BACKENDS  # noqa: E402
+
+#: Checkpoint to a layout that the plug-in hands to the engine.
+NAMES = {
+    "gptq-int4-g32-qwen3moe": "marlin-wna16/1",
+    "gptq-int8-g64-qwen3moe": "marlin-wna16/1",
+    "gptq-int4-g128-mixtral": "triton-wna16/1",
+    "awq-int4-g32-qwen3moe": "marlin-wna16/1",
+    "ct-int4-asym-g32-mixtral": "triton-wna16/1",
+    "ct-int4-g128-qwen3moe": "marlin-wna16/1",
+    "ct-w8a8-qwen3moe": "int8-w8a8/1",
+    "ct-mxfp4-qwen3moe": "marlin-mxfp4/1",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugin() -> None:
+    vllm_plugin.register()
+
+
+@pytest.fixture(scope="module")
+def folders(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    out = tmp_path_factory.mktemp("vllm")
+    return {name: convert(checkpoints / name, out / name, layout) for name, layout in NAMES.items()}
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that the device suits every expert class (and has int8 products, which one class asks for apart)."""
+    for backend in BACKENDS.values():
+        for kind in backend.classes():
+            monkeypatch.setattr(kind, "_supports_current_device", staticmethod(lambda: True))
+    for kind in BACKENDS["int8-w8a8/1"].classes():
+        monkeypatch.setattr(kind, "_supports_quant_scheme", staticmethod(lambda weight, activation: True))
+
+
+def engine() -> Any:
+    """The context in which the engine builds layers."""
+    return set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu")))
+
+
+def config_of(folder: Path) -> Any:
+    document = json.loads((folder / "config.json").read_text())
+    config = get_quantization_config("moeq").from_config(document["quantization_config"])
+    config.maybe_update_config(str(folder), hf_config=SimpleNamespace(model_type=document["model_type"]))
+    return config
+
+
+def experts_layer(folder: Path, *, tp: tuple[int, int] = (0, 1), ep: tuple[int, int] = (0, 1), **options: Any) -> Any:
+    """The engine's own layer class with our config, on one rank."""
+    info = moeq.open(folder).info
+    parallel = FusedMoEParallelConfig(
+        tp_size=tp[1],
+        tp_rank=tp[0],
+        ep_size=ep[1],
+        ep_rank=ep[0],
+        use_ep=ep[1] > 1,
+        pcp_size=1,
+        pcp_rank=0,
+        dp_size=1,
+        dp_rank=0,
+        sp_size=1,
+        all2all_backend="allgather_reducescatter",
+        enable_eplb=False,
+    )
+    manager = ExpertMapManager(
+        max_num_batched_tokens=64,
+        top_k=info.top_k,
+        global_num_experts=info.num_experts,
+        num_redundant_experts=0,
+        num_expert_group=None,
+        moe_parallel_config=parallel,
+        placement_strategy="linear",
+        enable_eplb=False,
+    )
+    moe = FusedMoEConfig(
+        num_experts=info.num_experts,
+        experts_per_token=info.top_k,
+        hidden_dim=info.hidden_size,
+        intermediate_size=info.intermediate_size,
+        num_local_experts=manager.local_num_experts,
+        num_logical_experts=info.num_experts,
+        activation=MoEActivation.SILU,
+        device="cpu",
+        routing_method=RoutingMethodType.Renormalize,
+        moe_parallel_config=parallel,
+        in_dtype=options.pop("dtype", torch.bfloat16),
+        **options,
+    )
+    with engine():
+        return RoutedExperts("model.layers.1.mlp.experts", moe.in_dtype, moe, config_of(folder), manager)
+
+
+def load(layer: Any, folder: Path) -> set[str]:
+    checkpoint = moeq.open(folder)
+    names = checkpoint.manifest.layer(1).tensors
+    return set(layer.load_weights((name.rpartition("experts.")[2], checkpoint.source.read(name)) for name in names))
+
+
+def test_the_engine_finds_the_plug_in() -> None:
+    from importlib.metadata import entry_points
+
+    found = {point.name: point for point in entry_points(group="vllm.general_plugins")}
+    if "moeq" not in found:
+        pytest.skip("moeq is not installed as a package here, only on the path")
+    load_general_plugins()
+    assert get_quantization_config("moeq").__module__ == "moeq.integrations.vllm"
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS))
+def test_other_layers_keep_the_method_of_the_source(name, checkpoints) -> None:
+    original = json.loads((checkpoints / name / "config.json").read_text())["quantization_config"]
+    config = get_quantization_config("moeq").from_config({"quant_method": "moeq", "original": original})
+    assert type(config.inner) is get_quantization_config(original["quant_method"])
+
+
+@pytest.mark.parametrize("name", list(NAMES))
+@pytest.mark.parametrize("where", [{}, {"tp": (1, 2)}, {"ep": (1, 2)}], ids=["whole", "tp", "ep"])
+def test_parameters_hold_the_bytes_of_the_rank(name, where, folders, gpu) -> None:
+    if "tp" in where and "g128" in name:
+        pytest.skip("128 intermediate features are one group")
+    folder = folders[name]
+    if "tp" in where and name in ("ct-mxfp4-qwen3moe", "gptq-int8-g64-qwen3moe"):
+        with pytest.raises(MoeqError, match="cannot be cut for tp 2"):
+            experts_layer(folder, **where)
+        return
+    layer = experts_layer(folder, **where)
+    assert load(layer, folder) == {parameter for parameter, _ in layer.named_parameters()}
+    (tp_rank, tp_size), (ep_rank, ep_size) = where.get("tp", (0, 1)), where.get("ep", (0, 1))
+    wanted = moeq.load_experts(folder, 1, tp_rank=tp_rank, tp_size=tp_size, ep_rank=ep_rank, ep_size=ep_size)
+    for role, matrix in (("w13", wanted.w13), ("w2", wanted.w2)):
+        assert torch.equal(getattr(layer, f"{role}_weight"), matrix.weight)
+        scale = getattr(layer, f"{role}_scale")
+        if scale.dtype == torch.float8_e8m0fnu:
+            assert torch.equal(scale.view(torch.uint8), matrix.scale)
+        else:
+            assert torch.equal(scale, matrix.scale.to(scale.dtype))
+        if matrix.zero is not None:
+            assert torch.equal(getattr(layer, f"{role}_zero"), matrix.zero)
+
+
+@pytest.mark.parametrize("name", list(NAMES))
+def test_the_engines_kernel_gets_the_loaded_tensors(name, folders, gpu) -> None:
+    """No repacking and no second copy: the kernel's record points at the parameters."""
+    layer = experts_layer(folders[name])
+    load(layer, folders[name])
+    places = {parameter: tensor.data_ptr() for parameter, tensor in layer.named_parameters()}
+    with engine():
+        layer.quant_method.process_weights_after_loading(layer)
+    assert {parameter: tensor.data_ptr() for parameter, tensor in layer.named_parameters()} == places
+    config = layer.quant_method.moe_kernel.fused_experts.quant_config
+    assert config.w1_scale.data_ptr() == places["w13_scale"]
+    assert config.w2_scale.data_ptr() == places["w2_scale"]
+    if "w13_zero" in places:
+        assert config.w1_zp.data_ptr() == places["w13_zero"]
+    expected = {"marlin": "MarlinExperts", "triton": "TritonWNA16Experts", "int8": "TritonExperts"}
+    assert type(layer.quant_method.moe_kernel.fused_experts).__name__ == expected[NAMES[name].partition("-")[0]]
+
+
+class TestRefusals:
+    name = "gptq-int4-g32-qwen3moe"
+
+    def refused(self, folder: Path, **options: Any) -> MoeqError:
+        with pytest.raises(MoeqError) as caught:
+            experts_layer(folder, **options)
+        return caught.value
+
+    def test_no_gpu(self, folders) -> None:
+        error = self.refused(folders[self.name])
+        assert error.code == "answer.no-backend"
+        assert "current device" in error.message
+
+    def test_another_backend_was_asked_for(self, folders, gpu) -> None:
+        error = self.refused(folders[self.name], moe_backend="triton")
+        assert error.code == "usage.moe-backend"
+        assert "--moe-backend marlin" in (error.hint or "")
+
+    def test_a_dtype_that_the_bytes_are_not_for(self, folders, gpu) -> None:
+        assert self.refused(folders["ct-mxfp4-qwen3moe"], dtype=torch.float16).code == "usage.dtype"
+
+    def test_a_tensor_parallel_degree_that_cuts_tiles(self, folders, gpu) -> None:
+        error = self.refused(folders[self.name], tp=(0, 4))
+        assert error.code == "usage.tp"
+        assert "--tp 4" in (error.hint or "")
+
+    def test_eight_bit_activations_of_marlin(self, folders, gpu, monkeypatch) -> None:
+        monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "int8")
+        assert self.refused(folders[self.name]).code == "environment.marlin-input"
+
+    def test_a_layout_for_another_engine(self, checkpoints, tmp_path, gpu) -> None:
+        folder = convert(checkpoints / self.name, tmp_path / "out", "humming-wna16/1")
+        error = self.refused(folder)
+        assert error.code == "answer.no-backend"
+        assert "humming-wna16/1" in error.message
+
+    def test_gpt_oss_is_named(self, checkpoints, tmp_path) -> None:
+        folder = convert(checkpoints / "mxfp4-gptoss", tmp_path / "out")
+        with pytest.raises(MoeqError, match="gpt_oss"):
+            config_of(folder)
+
+    def test_a_repository_that_is_not_local(self, folders) -> None:
+        config = get_quantization_config("moeq").from_config({"original": None})
+        with pytest.raises(MoeqError, match="no local folder"):
+            config.maybe_update_config("org/name", hf_config=SimpleNamespace(model_type="mixtral"))
+
+    def test_another_version_of_the_engine(self, folders, monkeypatch) -> None:
+        monkeypatch.setattr(vllm, "__version__", "0.34.1")
+        vllm_plugin.register()
+        with pytest.raises(MoeqError, match=r"vLLM 0\.34\.1") as caught:
+            get_quantization_config("moeq").from_config({})
+        assert "pip install vllm==0.33.0" in (caught.value.hint or "")
+        monkeypatch.undo()
+        vllm_plugin.register()
+
+    def test_changed_files_are_not_loaded(self, folders, tmp_path, gpu) -> None:
+        folder = tmp_path / "short"
+        shutil.copytree(folders[self.name], folder)
+        manifest = json.loads((folder / "moeq.json").read_text())
+        manifest["layers"][1]["matrices"]["w13"]["padded_n"] = 512
+        (folder / "moeq.json").write_text(json.dumps(manifest))
+        assert self.refused(folder).code == "source.bad-manifest"
