@@ -42,10 +42,10 @@ def decide(checkpoint: Checkpoint, deployment: Deployment, layer: int | None = N
     first = first_layer(checkpoint)
     layer = first if layer is None else layer
     scheme = checkpoint.scheme_of(layer)
-    declared = checkpoint.source.config.get("quantization_config")
+    declared = checkpoint.quantization_config
     # The config as a whole describes the usual layer; one that is encoded differently is described by its scheme.
     usual = scheme == checkpoint.scheme_of(first)
-    config = declared if isinstance(declared, dict) and usual else None
+    config = declared if usual else None
     prefix = checkpoint.expert_prefix(layer)
     return oracle.decide(scheme, moe_shape(checkpoint, layer), deployment, config=config, prefix=prefix)
 
