@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from moeq.errors import MoeqError
 from moeq.matrix import QuantizedMatrix, Role, split_projections
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+T = TypeVar("T")
 
 #: Recorded in manifests; changes whenever the definition below changes.
 DIGEST_NAME = "sha256/moeq-logical-1"
@@ -137,12 +141,13 @@ def check_digests(
         def found(expert: int, entry: Recorded = entry) -> dict[str, str]:
             return expert_digests(matrices, entry.layer, expert, entry.digests)
 
-        for expert, digests in enumerate(in_order(found, range(entry.num_experts), workers)):
-            for projection, digest in digests.items():
-                checked += 1
-                if digest != entry.digests[projection][expert]:
-                    differences.append(DigestDifference(entry.layer, expert, projection, homes.get(digest)))
-            advance(f"layer {entry.layer} expert {expert}")
+        with closing(in_order(found, range(entry.num_experts), workers)) as results:
+            for expert, digests in enumerate(results):
+                for projection, digest in digests.items():
+                    checked += 1
+                    if digest != entry.digests[projection][expert]:
+                        differences.append(DigestDifference(entry.layer, expert, projection, homes.get(digest)))
+                advance(f"layer {entry.layer} expert {expert}")
     return checked, differences
 
 
@@ -170,20 +175,22 @@ def require_complete(entry: Recorded) -> None:
             )
 
 
-def in_order(function: Callable[[int], Any], items: Iterable[int], workers: int) -> Iterator[Any]:
-    """`map` over a few threads, results in order; an interruption does not wait for what is still queued."""
-    if workers <= 1:
-        yield from map(function, items)
-        return
-    # Threads of their own per operation would only wait for each other.
-    pool = ThreadPoolExecutor(workers, initializer=_one_thread_per_operation)
+def in_order(function: Callable[[int], T], items: Iterable[int], workers: int) -> Generator[T, None, None]:
+    """`map` over a few threads, results in order. Close it (`contextlib.closing`) before what it works on goes away.
+
+    Every thread runs torch's operations by itself: threads of their own per operation would only wait for each other.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    pool = ThreadPoolExecutor(max(workers, 1), initializer=torch.set_num_threads, initargs=(1,))
     try:
         yield from pool.map(function, items)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+        torch.set_num_threads(before)
 
 
-def _one_thread_per_operation() -> None:
-    import torch
-
-    torch.set_num_threads(1)
+def default_workers() -> int:
+    """The cores there are, at most 8: beyond that, disks and memory are the limit."""
+    return min(8, os.cpu_count() or 1)

@@ -42,6 +42,7 @@ def command(
     revision: options.RevisionOption = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier conversion at DST.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; write nothing.")] = False,
+    workers: Annotated[int | None, typer.Option("--workers", min=1, help="Threads [the cores, at most 8].")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
     json: options.JsonOption = False,
 ) -> None:
@@ -64,6 +65,7 @@ def command(
             revision=revision,
             force=force,
             dry_run=dry_run,
+            workers=workers,
             progress=lambda event: report.update(event.done, event.total, event.label),
         )
     out.answer(document(conversion), lambda console: render(console, conversion))

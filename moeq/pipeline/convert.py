@@ -1,14 +1,15 @@
 """Repack the experts of a checkpoint: read one expert, pack, write, read back, compare, record.
 
-At no time is more than one expert's matrix in memory, and each is read once, however many ranks get a part of it. Work
-happens in `<DST>.moeq-partial`, which is renamed to DST when everything, the manifest included, is on disk: a folder
-called DST is always a finished conversion.
+At no time is more than one expert's matrix per thread in memory, and each is read once, however many ranks get a part
+of it. Work happens in `<DST>.moeq-partial`, which is renamed to DST when everything, the manifest included, is on disk:
+a folder called DST is always a finished conversion.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ import moeq
 from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry, Manifest, Projection, SourceEntry, StackedRole
 from moeq.checkpoint.source import CONFIG_NAME
 from moeq.checkpoint.writer import SafetensorsWriter
-from moeq.digest import DIGEST_NAME, logical_digest
+from moeq.digest import DIGEST_NAME, default_workers, in_order, logical_digest
 from moeq.errors import MoeqError
 from moeq.matrix import QuantizedMatrix, split_projections
 from moeq.model import Checkpoint
@@ -100,6 +101,7 @@ def convert(
     revision: str | None = None,
     force: bool = False,
     dry_run: bool = False,
+    workers: int | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
     """Convert a source checkpoint for a deployment.
@@ -116,6 +118,7 @@ def convert(
         revision: Hub revision of `src`.
         force: replace an earlier conversion.
         dry_run: plan only; nothing is written.
+        workers: threads that pack experts; None takes the cores there are, at most 8. The bytes are the same.
         progress: called about once per expert.
 
     Raises:
@@ -144,7 +147,8 @@ def convert(
         return Conversion(destination, plan, targets.verdict, None, backend=targets.backend)
 
     with folder:
-        written = _write_files(checkpoint, plan, folder, progress or (lambda event: None))
+        job = _Job(checkpoint, folder, workers or default_workers(), progress or (lambda event: None))
+        written = _write_files(job, plan)
         manifest = Manifest(
             moeq_version=moeq.__version__,
             source=_source_entry(checkpoint.source),
@@ -171,29 +175,39 @@ class _Written:
     resumed: int = 0
 
 
-def _write_files(checkpoint: Checkpoint, plan: Plan, folder: WorkFolder, progress: Progress) -> _Written:
+@dataclass(frozen=True)
+class _Job:
+    """What every file is written with."""
+
+    checkpoint: Checkpoint
+    folder: WorkFolder
+    workers: int
+    progress: Progress
+
+
+def _write_files(job: _Job, plan: Plan) -> _Written:
     done, written = 0, _Written()
     for file in plan.files:
-        record = folder.finished(file)
+        record = job.folder.finished(file)
         if record is not None:
             written.resumed += 1
         else:
-            record = _write_file(checkpoint, file, folder, _Advance(progress, done, plan.bytes_out))
-            folder.record(file, record)
+            record = _write_file(job, file, _Advance(job.progress, done, plan.bytes_out))
+            job.folder.record(file, record)
         if file.layer is not None:
             written.layers.append(replace(file.layer.entry, digests=record.digests, losses=record.losses))
         written.kept.update(record.kept)
         done += file.data_bytes
-    progress(ProgressEvent(done, plan.bytes_out, "done"))
+    job.progress(ProgressEvent(done, plan.bytes_out, "done"))
     return written
 
 
-def _write_file(checkpoint: Checkpoint, file: FilePlan, folder: WorkFolder, advance: _Advance) -> FileRecord:
-    with SafetensorsWriter(folder.path / file.name, file.tensors, _metadata(file)) as writer:
+def _write_file(job: _Job, file: FilePlan, advance: _Advance) -> FileRecord:
+    with SafetensorsWriter(job.folder.path / file.name, file.tensors, _metadata(file)) as writer:
         if file.layer is None:
-            record = _copy_tensors(checkpoint, file, writer, advance)
+            record = _copy_tensors(job.checkpoint, file, writer, advance)
         else:
-            record = LayerWriter(checkpoint, file.layer, writer).run(advance)
+            record = LayerWriter(job.checkpoint, file.layer, writer).run(advance, job.workers)
         writer.finish()
     return record
 
@@ -216,6 +230,16 @@ def _copy_tensors(checkpoint: Checkpoint, file: FilePlan, writer: SafetensorsWri
     return FileRecord()
 
 
+@dataclass(frozen=True)
+class _Unit:
+    """What writing one expert's matrix came to."""
+
+    written: int
+    losses: int
+    digests: tuple[tuple[Projection, str], ...]
+    kept: frozenset[str]
+
+
 class LayerWriter:
     """Writes the experts of one layer.
 
@@ -229,21 +253,28 @@ class LayerWriter:
         self._checkpoint = checkpoint
         self._layer = layer
         self._writer = writer
-        self._digests: dict[Projection, list[str]] = {}
-        self._kept: set[str] = set()
-        self._losses = 0
 
-    def run(self, advance: _Advance) -> FileRecord:
-        """Pack, write, read back and compare every expert. `advance` is called once per expert and role."""
-        done, entry = 0, self._layer.entry
+    def run(self, advance: _Advance, workers: int = 1) -> FileRecord:
+        """Pack, write, read back and compare every expert. `advance` is called once per expert and role, in order."""
+        done, losses, entry = 0, 0, self._layer.entry
+        digests: dict[Projection, list[str]] = {}
+        kept: set[str] = set()
         for role in STACKED_ROLES:
             layouts = self._layouts(role)
-            for expert in range(entry.num_experts):
-                matrix = self._checkpoint.matrix(entry.layer, expert, role)
-                done += self._write_expert(role, expert, matrix, layouts)
-                advance(done, f"layer {entry.layer} {role} expert {expert}")
-        digests = {projection: tuple(values) for projection, values in self._digests.items()}
-        return FileRecord(digests, tuple(sorted(self._kept)), self._losses)
+
+            def write(expert: int, role: StackedRole = role, layouts: list[Layout] = layouts) -> _Unit:
+                return self._write_expert(role, expert, layouts)
+
+            # Closed before the file is: threads must not write to a file that an interruption has abandoned.
+            with closing(in_order(write, range(entry.num_experts), workers)) as units:
+                for expert, unit in enumerate(units):
+                    done, losses = done + unit.written, losses + unit.losses
+                    kept |= unit.kept
+                    for projection, digest in unit.digests:
+                        digests.setdefault(projection, []).append(digest)
+                    advance(done, f"layer {entry.layer} {role} expert {expert}")
+        values = {projection: tuple(found) for projection, found in digests.items()}
+        return FileRecord(values, tuple(sorted(kept)), losses)
 
     def _layouts(self, role: StackedRole) -> list[Layout]:
         """The layout of every shard, which may have to know all experts of its rank before it packs one."""
@@ -261,8 +292,10 @@ class LayerWriter:
         known = [layout.with_survey(found[i]) if i in found else layout for i in range(len(self._layer.shards))]
         return known
 
-    def _write_expert(self, role: StackedRole, expert: int, matrix: QuantizedMatrix, layouts: list[Layout]) -> int:
-        """One expert's matrix to every rank that holds it. Returns the bytes written."""
+    def _write_expert(self, role: StackedRole, expert: int, layouts: list[Layout]) -> _Unit:
+        """One expert's matrix, read once, to every rank that holds it."""
+        layer = self._layer.entry.layer
+        matrix = self._checkpoint.matrix(layer, expert, role)
         written, losses, stored = 0, 0, []
         for plan, layout in zip(self._layer.shards, layouts, strict=True):
             if not plan.shard.experts.start <= expert < plan.shard.experts.stop:
@@ -274,12 +307,9 @@ class LayerWriter:
                 losses += self._lost(layout, padded, expert)
             stored.append(plan.padding.unpad(unpacked))
         held = join_shards(matrix.spec, stored) if losses else matrix
-        self._losses += losses
-        for projection, part in split_projections(held):
-            self._digests.setdefault(projection, []).append(logical_digest(part))
-        layer = self._layer.entry.layer
-        self._kept |= unrestorable(self._checkpoint, layer, expert, role, held, exact=not losses)
-        return written
+        digests = tuple((projection, logical_digest(part)) for projection, part in split_projections(held))
+        kept = unrestorable(self._checkpoint, layer, expert, role, held, exact=not losses)
+        return _Unit(written, losses, digests, frozenset(kept))
 
     def _write_unit(
         self, plan: ShardPlan, layout: Layout, role: StackedRole, expert: int, padded: QuantizedMatrix

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import moeq
 from moeq.checkpoint.source import Source
-from moeq.digest import in_order
+from moeq.digest import default_workers, in_order
 from moeq.matrix import QuantizedMatrix
 from moeq.model import Checkpoint
 
@@ -158,11 +158,12 @@ def diff(
         def compare(expert: int, layer: int = layer) -> list[ProjectionDifference | None]:
             return [_compare(a, b, layer, expert, projection) for projection in _projections(a, b)]
 
-        for expert, rows in enumerate(in_order(compare, experts, workers or min(8, os.cpu_count() or 1))):
-            done += 1
-            count += len(rows)
-            found += [row for row in rows if row is not None]
-            report(done, total, f"layer {layer} expert {expert}")
+        with closing(in_order(compare, experts, workers or default_workers())) as results:
+            for expert, rows in enumerate(results):
+                done += 1
+                count += len(rows)
+                found += [row for row in rows if row is not None]
+                report(done, total, f"layer {layer} expert {expert}")
     tensors, other = (0, []) if experts_only else _compare_rest(a, b)
     return Difference(str(left), str(right), count, tuple(found), tuple(missing), tensors, tuple(other))
 

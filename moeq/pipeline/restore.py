@@ -9,22 +9,23 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
 import moeq
 from moeq.checkpoint.header import TensorEntry
-from moeq.checkpoint.manifest import MANIFEST_NAME, STACKED_ROLES, LayerEntry
+from moeq.checkpoint.manifest import MANIFEST_NAME, STACKED_ROLES, LayerEntry, StackedRole
 from moeq.checkpoint.source import CONFIG_NAME
-from moeq.digest import logical_digest, require_complete
+from moeq.digest import default_workers, in_order, logical_digest, require_complete
 from moeq.errors import MoeqError
 from moeq.matrix import QuantizedMatrix, split_projections
 from moeq.model import Checkpoint
 from moeq.model.converted import ConvertedCheckpoint
 from moeq.pipeline.folder import INDEX_NAME, WorkFolder
 from moeq.pipeline.keepsake import OTHER_WEIGHTS, Keepsake, KeptSource
-from moeq.pipeline.stored import stored_parts
+from moeq.pipeline.stored import StoredPart, stored_parts
 
 _CHUNK = 16 * 2**20
 
@@ -53,12 +54,15 @@ class Restoration:
     missing: tuple[str, ...]
 
 
-def restore(dst: str | Path, out: str | Path, *, progress: Advance | None = None) -> Restoration:
+def restore(
+    dst: str | Path, out: str | Path, *, workers: int | None = None, progress: Advance | None = None
+) -> Restoration:
     """Rebuild the source checkpoint from a conversion.
 
     Args:
         dst: output of `moeq convert`.
         out: folder to create.
+        workers: threads; None takes the cores there are, at most 8.
         progress: called with bytes done, bytes in all and a label.
 
     Raises:
@@ -77,7 +81,8 @@ def restore(dst: str | Path, out: str | Path, *, progress: Advance | None = None
     folder = WorkFolder(destination, f"restore of {checkpoint.manifest.source.identity}")
     folder.check(at)
     with folder:
-        job = _Restorer(checkpoint, original, keepsake, folder.path, progress or (lambda done, total, label: None))
+        report = progress or (lambda done, total, label: None)
+        job = _Restorer(checkpoint, original, keepsake, folder.path, report, workers or default_workers())
         restoration = job.run(destination)
         _copy_side_files(checkpoint, keepsake, folder.path)
         folder.publish()
@@ -102,6 +107,7 @@ class _Restorer:
     keepsake: Keepsake
     folder: Path
     advance: Advance
+    workers: int
     done: int = 0
     written: dict[str, set[str]] = field(default_factory=dict)
 
@@ -154,22 +160,35 @@ class _Restorer:
                 position, remaining = position + len(chunk), remaining - len(chunk)
 
     def _rebuild(self, files: _Outputs, layer: LayerEntry, kept: set[str]) -> None:
-        experts = self.original.experts(layer.layer)
         require_complete(layer)
         for role in STACKED_ROLES:
-            for expert in range(layer.num_experts):
-                matrix = self.converted.matrix(layer.layer, expert, role)
-                _require_digests(layer, expert, matrix)
-                for part in stored_parts(experts, expert, role, matrix):
-                    entry = part.entry
-                    if entry.name in kept:
-                        continue
-                    data = part.data
-                    if data is None:
-                        detail = f"tensor {entry.name} can neither be rebuilt nor was it kept"
-                        raise MoeqError("source.bad-manifest", detail, "convert the source again")
-                    files.write(entry.file, data, part.start)
-                    self._mark(entry.file, entry.name, data.nbytes, f"layer {layer.layer} {role} expert {expert}")
+
+            def rebuild(expert: int, role: StackedRole = role) -> list[StoredPart]:
+                return self._rebuild_expert(files, layer, role, expert, kept)
+
+            with closing(in_order(rebuild, range(layer.num_experts), self.workers)) as results:
+                for expert, parts in enumerate(results):
+                    for part in parts:
+                        label = f"layer {layer.layer} {role} expert {expert}"
+                        self._mark(part.entry.file, part.entry.name, part.end - part.start, label)
+
+    def _rebuild_expert(
+        self, files: _Outputs, layer: LayerEntry, role: StackedRole, expert: int, kept: set[str]
+    ) -> list[StoredPart]:
+        """Write the source tensors of one matrix. Returns what was written, without the data."""
+        experts, written = self.original.experts(layer.layer), []
+        matrix = self.converted.matrix(layer.layer, expert, role)
+        _require_digests(layer, expert, matrix)
+        for part in stored_parts(experts, expert, role, matrix):
+            if part.entry.name in kept:
+                continue
+            data = part.data
+            if data is None:
+                detail = f"tensor {part.entry.name} can neither be rebuilt nor was it kept"
+                raise MoeqError("source.bad-manifest", detail, "convert the source again")
+            files.write(part.entry.file, data, part.start)
+            written.append(replace(part, rebuilt=None))
+        return written
 
     def _mark(self, file: str, name: str, count: int, label: str | None = None) -> None:
         self.done += count

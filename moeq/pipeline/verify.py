@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import moeq
 from moeq.checkpoint.manifest import MANIFEST_NAME
 from moeq.checkpoint.source import CONFIG_NAME, Source
-from moeq.digest import DIGEST_NAME, DigestDifference, check_digests
+from moeq.digest import DIGEST_NAME, DigestDifference, check_digests, default_workers
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model.converted import ConvertedCheckpoint
@@ -106,7 +105,7 @@ def verify(
             "use the version of moeq that converted it, or convert again",
         )
     original = None if source is None else _open_source(source, revision)
-    job = _Verifier(converted, original, _workers(workers), progress or (lambda done, total, label: None))
+    job = _Verifier(converted, original, workers or default_workers(), progress or (lambda done, total, label: None))
     return job.run(str(dst), None if source is None else str(source))
 
 
@@ -119,10 +118,6 @@ def _open_source(source: str | Path, revision: str | None) -> Checkpoint:
             "moeq diff compares any two checkpoints",
         )
     return original
-
-
-def _workers(asked: int | None) -> int:
-    return asked if asked is not None else min(8, os.cpu_count() or 1)
 
 
 class _Verifier:
