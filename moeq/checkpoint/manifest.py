@@ -33,17 +33,20 @@ class MatrixEntry:
         padded_n: output features as stored (`w13`: both halves).
         padded_k: input features as stored.
         tensors: part (`weight`, `scale`, `zero`, `bias`) to the name of the stacked tensor `[E, ...]`.
+        padded_group: group size as stored, where a single group was padded to several; else None.
     """
 
     spec: MatrixSpec
     padded_n: int
     padded_k: int
     tensors: Mapping[str, str]
+    padded_group: int | None = None
 
     @property
     def padded_spec(self) -> MatrixSpec:
         """The spec that the layout packed."""
-        return self.spec.with_sizes(n=self.padded_n, k=self.padded_k)
+        padded = self.spec.with_sizes(n=self.padded_n, k=self.padded_k)
+        return padded if self.padded_group is None else dataclasses.replace(padded, group_size=self.padded_group)
 
 
 @dataclass(frozen=True)
@@ -282,4 +285,5 @@ def _parse_matrix(entry: dict[str, Any]) -> MatrixEntry:
         padded_n=int(entry["padded_n"]),
         padded_k=int(entry["padded_k"]),
         tensors=dict(entry["tensors"]),
+        padded_group=None if entry.get("padded_group") is None else int(entry["padded_group"]),
     )

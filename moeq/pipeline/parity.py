@@ -294,10 +294,11 @@ def _judge(
     if same_matrix(unit.layout.unpack(swapped, spec), matrix):
         return "both mean the same values to the kernel"
     size = unit.intermediate.size
-    if part == "scale" and spec.role == "w13" and spec.num_groups > 1 and experts.group_size >= size:
+    if part == "scale" and spec.num_groups > 1 and experts.group_size >= size:
+        advisory = " (moeq explain marlin-w13-scale-order)" if spec.role == "w13" else ""
         return (
             f"moeq is right: its bytes unpack to the source's values; the engine compares the group size "
             f"{experts.group_size} with the intermediate size {size} per rank instead of K = {spec.k}, and orders the "
-            f"scales as for one group while the kernel reads {spec.num_groups} (moeq explain marlin-w13-scale-order)"
+            f"scales as for one group while the kernel reads {spec.num_groups}{advisory}"
         )
     return "moeq is right: its bytes unpack to the source's values, the engine's do not"

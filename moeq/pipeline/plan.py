@@ -261,6 +261,9 @@ def _plan_shard(
     if sizes is not None:
         w13 = own["w13"].with_sizes(n=sizes.w13.n, k=sizes.w13.k)
         padding = replace(padding, w13=w13, w2=own["w2"].with_sizes(n=sizes.w2.n, k=sizes.w2.k))
+    group = _padded_group(specs["w2"], own["w2"], padding.w2)
+    if group is not None:
+        padding = replace(padding, w2=replace(padding.w2, group_size=group))
     padded = {"w13": padding.w13, "w2": padding.w2}
     problems = [(role, problem) for role in STACKED_ROLES for problem in layout.problems(padded[role])]
     if problems:
@@ -278,10 +281,23 @@ def _plan_shard(
             padded_n=padded[role].n,
             padded_k=padded[role].k,
             tensors={part: f"{prefix}.{role}_{part}{suffix}" for part in parts[role]},
+            padded_group=group if role == "w2" else None,
         )
         for role in STACKED_ROLES
     }
     return ShardPlan(shard, padding, matrices, parts)
+
+
+def _padded_group(whole: MatrixSpec, shard: MatrixSpec, padded: MatrixSpec) -> int | None:
+    """Group size of a shard of one group that is padded to several; None where padding leaves the groups as they are.
+
+    A single group is otherwise one scale per channel, whatever the size. That is not so where the format has groups
+    of a fixed size, nor where the whole matrix has several: engines then pad with groups of zeros.
+    """
+    grouped = whole.num_groups > 1 or whole.element == "e2m1"
+    if not grouped or shard.act_order or shard.num_groups > 1 or padded.k == shard.k or padded.k % shard.k:
+        return None
+    return shard.k
 
 
 def _uniform_spec(checkpoint: Checkpoint, layer: int, role: StackedRole) -> MatrixSpec:

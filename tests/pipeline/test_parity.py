@@ -111,3 +111,21 @@ def test_where_the_engine_is_wrong(name, checkpoints, tmp_path) -> None:
     verdict = next(part.verdict for part in found.parts if part.differing)
     assert verdict.startswith("moeq is right")
     assert "128 with the intermediate size 128" in verdict
+
+
+@with_vllm
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("gptq-int4-g32-qwen3moe", {("w13", "scale")}),
+        ("ct-int4-asym-g32-mixtral", {("w13", "scale")}),
+        ("awq-int4-g32-qwen3moe", {("w13", "scale"), ("w2", "scale")}),
+    ],
+)
+def test_one_padded_group_per_rank(name, wrong, checkpoints, tmp_path) -> None:
+    """tp 4 leaves 32 features, one group, per rank; vLLM takes that size for K where it orders scales."""
+    convert(checkpoints / name, tmp_path / "out", Deployment(gpu=A100, tp=4), layout="marlin-wna16/1")
+    found = parity(tmp_path / "out", site=Path(str(SITE)))
+    differing = [part for part in found.parts if part.differing]
+    assert {(part.role, part.part) for part in differing} == wrong
+    assert all("32 with the intermediate size 32 per rank" in part.verdict for part in differing)

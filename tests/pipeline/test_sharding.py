@@ -120,7 +120,7 @@ class TestTensorParallel:
         check_round_trip(source, tmp_path / "out", tmp_path)
 
     def test_zero_points_follow_their_groups(self, checkpoints, tmp_path) -> None:
-        """AWQ g32, I = 128, tp 4: one group of 32 per rank, padded to 64, with its zero points."""
+        """AWQ g32, I = 128, tp 4: one group of 32 per rank, padded by a second group of zeros, zero points too."""
         source = checkpoints / "awq-int4-g32-qwen3moe"
         convert(source, tmp_path / "out", Deployment(gpu=GPU, tp=4), layout="marlin-wna16/1")
         entry = read_manifest(tmp_path / "out").layer(0)
@@ -137,9 +137,11 @@ class TestTensorParallel:
             for rank in range(4):
                 padded = torch.zeros((256, 64), dtype=torch.uint8)
                 padded[:, :32] = codes[:, 32 * rank : 32 * rank + 32]
-                spec = MatrixSpec("w2", 256, 64, "int4", 64, "f16", symmetric=False)
-                group = slice(rank, rank + 1)
-                shard = QuantizedMatrix(spec, padded, scales[:, group].contiguous(), zeros[:, group].to(torch.int16))
+                spec = MatrixSpec("w2", 256, 64, "int4", 32, "f16", symmetric=False)
+                empty = torch.zeros((256, 1))
+                scale = torch.cat([scales[:, rank : rank + 1], empty.half()], dim=1)
+                zero = torch.cat([zeros[:, rank : rank + 1], empty], dim=1).to(torch.int16)
+                shard = QuantizedMatrix(spec, padded, scale, zero)
                 assert_packed(rank_parts(result, "w2", rank, expert), "marlin-wna16/1", shard)
         check_round_trip(source, tmp_path / "out", tmp_path)
 
@@ -175,6 +177,15 @@ class TestTensorParallel:
                 k = (0, 256) if role == "w13" else (part.start, part.stop)
                 cut = packer.slice_parts(parts, stored.padded_spec, n=n, k=k)
                 assert_packed(cut, layout, shard)
+
+    def test_a_single_block_per_rank_stays_a_block(self, checkpoints, tmp_path) -> None:
+        """MXFP4, I = 128, tp 4: 32 features per rank, padded to 128 in blocks of 32."""
+        source = checkpoints / "ct-mxfp4-qwen3moe"
+        convert(source, tmp_path / "out", Deployment(gpu=GPU, tp=4), layout="marlin-mxfp4/1")
+        result = tensors(tmp_path / "out")
+        assert list(result[f"{PREFIX}.w2_scale.rank3"].shape) == [4, 4, 256]
+        assert not result[f"{PREFIX}.w2_scale.rank3"][:, 1:].any()
+        check_round_trip(source, tmp_path / "out", tmp_path)
 
     def test_the_bias_of_w2_is_on_the_first_rank_only(self, checkpoints, tmp_path) -> None:
         convert(checkpoints / "mxfp4-gptoss", tmp_path / "out", Deployment(gpu=GPU, tp=2), layout="marlin-mxfp4/1")
