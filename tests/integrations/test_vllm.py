@@ -8,6 +8,7 @@ there: the engine asks its platform before it takes an expert class.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,9 @@ from integrations.deployments import LAYOUTS, convert
 
 import moeq
 from moeq.errors import MoeqError
+
+if not torch.cuda.is_available():
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the engine switches Triton off where it sees neither a driver nor this
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
 if not vllm.__version__.startswith("0.33.0"):
@@ -194,6 +198,82 @@ def test_the_engines_kernel_gets_the_loaded_tensors(name, folders, gpu) -> None:
         assert config.w1_zp.data_ptr() == places["w13_zero"]
     expected = {"marlin": "MarlinExperts", "triton": "TritonWNA16Experts", "int8": "TritonExperts"}
     assert type(layer.quant_method.moe_kernel.fused_experts).__name__ == expected[NAMES[name].partition("-")[0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "module"), [("gptq-int4-g32-qwen3moe", "qwen3_moe"), ("ct-int4-asym-g32-mixtral", "mixtral")]
+)
+def test_the_engines_weight_loader_brings_the_tensors_to_the_layer(name, module, folders, gpu) -> None:
+    """Names as they are in the files, through the model's own renaming and the engine's loader."""
+    from importlib import import_module
+
+    from vllm.model_executor.models.utils import AutoWeightsLoader
+
+    models = import_module(f"vllm.model_executor.models.{module}")
+    mapper = next(kind.hf_to_vllm_mapper for kind in vars(models).values() if hasattr(kind, "hf_to_vllm_mapper"))
+    layer, checkpoint = experts_layer(folders[name]), moeq.open(folders[name])
+    prefix, _, leaf = checkpoint.expert_prefix(1).rpartition(".")
+    model = torch.nn.Module()
+    place = model
+    for part in prefix.split("."):
+        place.add_module(part, torch.nn.Module())
+        place = getattr(place, part)
+    place.add_module(leaf, layer)
+    tensors = [(tensor, checkpoint.source.read(tensor)) for tensor in checkpoint.manifest.layer(1).tensors]
+    loaded = AutoWeightsLoader(model).load_weights(tensors, mapper=mapper)
+    assert loaded == {parameter for parameter, _ in model.named_parameters()}
+
+
+TOP_K, BLOCK_M = 2, 16
+BLOCKS = {"BLOCK_SIZE_M": BLOCK_M, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 1}
+
+
+def aligned(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pairs sorted by expert, each expert's rounded up to whole blocks: what the engine's CUDA operator gives."""
+    flat, order, blocks = ids.flatten(), [], []
+    for expert in range(experts):
+        pairs = torch.where(flat == expert)[0].tolist()
+        pairs += [flat.numel()] * (-len(pairs) % BLOCK_M)
+        order += pairs
+        blocks += [expert] * (len(pairs) // BLOCK_M)
+    return tuple(torch.tensor(values, dtype=torch.int32) for values in (order, blocks, [len(order)]))  # type: ignore
+
+
+@pytest.mark.parametrize("name", ["gptq-int4-g128-mixtral", "ct-int4-asym-g32-mixtral", "ct-w8a8-qwen3moe"])
+@pytest.mark.parametrize("role", ["w13", "w2"])
+def test_the_engines_own_triton_kernels_read_the_loaded_tensors(name, role, folders, checkpoints, gpu) -> None:
+    """In Triton's interpreter, with fp16 activations (it gets bf16 products wrong)."""
+    from vllm.model_executor.layers.fused_moe import fused_moe as kernels
+    from vllm.triton_utils import HAS_TRITON, tl
+
+    assert HAS_TRITON
+    source = moeq.open(checkpoints / name)
+    layer = experts_layer(folders[name], dtype=torch.float16)
+    load(layer, folders[name])
+    weight, scale, zero = (getattr(layer, f"{role}_{part}", None) for part in ("weight", "scale", "zero"))
+    spec = source.spec(1, role)
+    x = torch.randn(5, spec.k, generator=torch.Generator().manual_seed(1)).to(torch.float16)
+    ids = torch.tensor([[0, 1], [3, 1], [2, 0], [1, 2], [3, 0]])
+    out = torch.zeros(5, TOP_K, spec.n, dtype=torch.float16)
+    blocks = aligned(ids, 4)
+    if "w8a8" in name:
+        steps = x.float().abs().amax(1, keepdim=True) / 127
+        codes = (x.float() / steps).round().to(torch.int8)
+        x = codes.float() * steps
+        kernels.invoke_fused_moe_triton_kernel(
+            codes, weight, out, steps, scale, None, *blocks, False, TOP_K, BLOCKS, tl.float16,
+            use_fp8_w8a8=False, use_int8_w8a8=True, use_int8_w8a16=False, use_int4_w4a16=False, per_channel_quant=True,
+        )  # fmt: skip
+    else:
+        kernels.invoke_fused_moe_wna16_triton_kernel(
+            x, weight, out, scale, zero, None, *blocks, False, TOP_K, {**BLOCKS, "SPLIT_K": 1}, tl.float16,
+            use_int8_w8a16=False, use_int4_w4a16=True, block_shape=[0, spec.group_size],
+        )  # fmt: skip
+    for token, slot in [(t, s) for t in range(5) for s in range(TOP_K)]:
+        expert = int(ids[token, slot])
+        names = ("gate", "up") if role == "w13" else ("down",)
+        wanted = torch.cat([source.dequantize(1, expert, part) for part in names]) @ x[token].float()
+        assert (out[token, slot].float() - wanted).norm() < 1e-3 * wanted.norm()
 
 
 class TestRefusals:
