@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from moeq.check.packed import PackedPart
+from moeq.errors import MoeqError
 from moeq.reference.moe import Activation
 
 if TYPE_CHECKING:
@@ -25,7 +27,6 @@ def quantises_activations(layout: str, element: str) -> bool:
     Raises:
         MoeqError: `answer.no-kernel` where no kernel reads the layout.
     """
-    from moeq.errors import MoeqError
     from moeq_kernels.errors import KernelUnsupportedError
     from moeq_kernels.formats import find_format
 
@@ -39,13 +40,33 @@ def quantises_activations(layout: str, element: str) -> bool:
         ) from error
 
 
+@contextmanager
+def kernel_errors() -> Iterator[None]:
+    """Errors of the kernel package as errors of moeq: what a kernel does not cover is an answer, not a bug.
+
+    Raises:
+        MoeqError: `answer.no-kernel` for a layout, dtype or size that no kernel covers; `environment.kernels` where
+            triton is missing.
+    """
+    from moeq_kernels import KernelEnvironmentError
+    from moeq_kernels.errors import KernelUnsupportedError
+
+    try:
+        yield
+    except KernelUnsupportedError as error:
+        raise MoeqError("answer.no-kernel", f"moeq has no kernel for this: {error.message}", error.hint) from error
+    except KernelEnvironmentError as error:
+        raise MoeqError("environment.kernels", error.message, error.hint) from error
+
+
 def fused_layer(parts: Sequence[PackedPart], x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> Tensor:
     """The whole layer by the fused kernels: `[M, H]` in x's dtype, or the float32 sum of several ranks."""
-    outputs = [_fused(part.experts, x, weights, part.local_ids(ids), activation) for part in parts]
+    outputs = [fused_experts(part.experts, x, weights, part.local_ids(ids), activation) for part in parts]
     return outputs[0] if len(outputs) == 1 else torch.stack([output.float() for output in outputs]).sum(dim=0)
 
 
-def _fused(experts: PackedExperts, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> Tensor:
+def fused_experts(experts: PackedExperts, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> Tensor:
+    """The whole layer by the fused kernels, experts counted as they are packed: `[M, H]` in x's dtype."""
     from moeq_kernels import fused_moe
 
     name = _KERNEL_ACTIVATIONS.get(activation.name, activation.name)

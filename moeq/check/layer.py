@@ -12,7 +12,7 @@ from torch import Tensor
 from moeq.check.comparison import ProductComparison
 from moeq.check.diagnose import Evidence, diagnose
 from moeq.check.inputs import Inputs, make_inputs
-from moeq.check.kernels import down_products, first_products, fused_layer, quantises_activations
+from moeq.check.kernels import down_products, first_products, fused_layer, kernel_errors, quantises_activations
 from moeq.check.packed import load_packed
 from moeq.check.records import LayerReport, ProjectionResult, Sample
 from moeq.check.timing import time_runs
@@ -111,8 +111,9 @@ def check_layer(check: LayerCheck, advance: Callable[[str], None]) -> LayerRepor
     layer, sample = check.entry.layer, check.sample
     inputs = make_inputs(check.reference, sample, check.k_of("up"), check.dtype, check.seed).to(check.device)
     packed = load_packed(check.converted, check.entry, sample.experts, check.device)
-    output, unequal, repeated = _run_fused(check, packed, inputs, advance) if check.fused else (None, (), 0)
-    products = _run_products(check, packed, inputs)
+    with kernel_errors():
+        output, unequal, repeated = _run_fused(check, packed, inputs, advance) if check.fused else (None, (), 0)
+        products = _run_products(check, packed, inputs)
     timed = check.device.type == "cuda" and check.fused
     timings = time_runs(packed, inputs, check.activation, layer) if timed else ()
     del packed

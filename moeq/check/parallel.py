@@ -13,6 +13,7 @@ import torch
 
 from moeq.check.layer import LayerCheck, check_layer
 from moeq.check.records import LayerReport
+from moeq.model import Checkpoint
 
 #: Weights per layer and run below which starting a process (importing torch and triton) takes longer than it saves.
 LEAST_WEIGHTS = 4 * 2**20
@@ -60,12 +61,16 @@ def _few_threads(checks: Sequence[LayerCheck]) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+#: Name and revision of a checkpoint: what it takes to open it again.
+_Place = tuple[str, str | None]
+
+
 @dataclass(frozen=True)
 class _Portable:
     """A check that can be sent to another process: checkpoints by where they are."""
 
     check: LayerCheck
-    places: tuple[str, str]
+    places: tuple[_Place, _Place]
 
     @staticmethod
     def of(check: LayerCheck) -> _Portable:
@@ -73,9 +78,8 @@ class _Portable:
         return _Portable(replace(check, converted=None, reference=None), places)  # type: ignore[arg-type]
 
 
-def _place(checkpoint: object) -> str:
-    folder: str = str(checkpoint.source.path("config.json").parent)  # type: ignore[attr-defined]
-    return folder
+def _place(checkpoint: Checkpoint) -> _Place:
+    return checkpoint.source.name, checkpoint.source.revision
 
 
 def _in_process(portable: _Portable, threads: int) -> tuple[LayerReport, list[str]]:
@@ -84,8 +88,8 @@ def _in_process(portable: _Portable, threads: int) -> tuple[LayerReport, list[st
 
     torch.set_num_threads(threads)
     interpreter.enable()
-    converted = moeq.open(portable.places[0])
-    reference = converted if portable.places[0] == portable.places[1] else moeq.open(portable.places[1])
+    opened = {place: moeq.open(*place) for place in set(portable.places)}
+    converted, reference = (opened[place] for place in portable.places)
     labels: list[str] = []
     check = replace(portable.check, converted=converted, reference=reference)
     return check_layer(check, labels.append), labels

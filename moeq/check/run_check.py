@@ -17,6 +17,7 @@ from moeq.check.records import CheckReport
 from moeq.check.sampling import CheckOptions, choose_samples
 from moeq.check.tolerance import INT8_LAYER_RULE, LAYER_RULE, NORM_RULE
 from moeq.checkpoint.manifest import Manifest, read_manifest
+from moeq.digest import default_workers
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.reference.arithmetic import describe_bound
@@ -93,7 +94,7 @@ def check_opened(opened: Opened, options: CheckOptions, progress: Progress | Non
     digest_steps = sum(manifest.layer(layer).num_experts for layer in layers)
     layer_steps = sum(len(sample.runs) + len(sample.experts) for sample in samples)
     steps = _Steps(digest_steps + layer_steps, progress or (lambda done, total, label: None))
-    checked, mismatches = check_digests(converted, manifest, layers, steps.advance)
+    checked, mismatches = check_digests(converted, manifest, layers, steps.advance, default_workers())
     found = check_layers(checks, choose_jobs(checks, options.jobs), steps.advance)
     return CheckReport(
         destination=converted.source.name,

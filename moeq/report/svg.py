@@ -22,12 +22,12 @@ def heat_svg(chart: HeatMap) -> str:
     """Layer x expert map; hovering tells the number."""
     cell = max(3.0, min(_CELL, _WIDEST / max(1, len(chart.experts))))
     width, height = _LEFT + cell * len(chart.experts) + 8, _TOP + cell * len(chart.layers) + 8
-    every = max(1, round(26 / cell))
+    every = next(step for step in (1, 2, 4, 8, 16) if step * cell >= 26 or step == 16)
     parts = [f'<text x="{_LEFT}" y="12" class="axis">expert</text>']
     for column in range(0, len(chart.experts), every):
         x = _LEFT + cell * (column + 0.5)
         parts.append(f'<text x="{x:.1f}" y="{_TOP - 6}" class="tick mid">{chart.experts[column]}</text>')
-    rows_every = max(1, round(14 / cell))
+    rows_every = next(step for step in (1, 2, 4, 8) if step * cell >= 12 or step == 8)
     for row, layer in enumerate(chart.layers):
         y = _TOP + cell * row
         if row % rows_every == 0:

@@ -79,6 +79,13 @@ def test_a_layout_without_a_kernel_is_an_answer(checkpoints, tmp_path, capsys) -
     assert run(["run-check", str(out), "--digests-only", "--quiet"]) == 0
 
 
+def test_a_dtype_without_a_kernel_is_an_answer(checkpoints, tmp_path, capsys) -> None:
+    deployment = moeq.Deployment(gpu=moeq.gpu("A100"), dtype="fp16")
+    convert(checkpoints / NAME, tmp_path / "out", deployment, layout="marlin-mxfp4/1")
+    assert run(["run-check", str(tmp_path / "out"), *QUICK]) == 1
+    assert "x is float16" in capsys.readouterr().err
+
+
 def test_numbers() -> None:
     assert numbers("layers", "0,3,5-7") == [0, 3, 5, 6, 7]
     assert numbers("layers", None) is None
