@@ -51,14 +51,14 @@ def time_runs(parts: Sequence[PackedPart], inputs: Inputs, activation: Activatio
         return ()
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=inputs.x.device)
     return tuple(
-        _time_run(parts, inputs, (run, part), activation, layer, flush)
+        _time_run(parts[0], inputs, (run, part), activation, layer, flush)
         for run, part in inputs.runs
         if run.routing == "router"
     )
 
 
 def _time_run(
-    parts: Sequence[PackedPart],
+    part: PackedPart,
     inputs: Inputs,
     run: tuple[Run, slice],
     activation: Activation,
@@ -66,8 +66,7 @@ def _time_run(
     flush: torch.Tensor,
 ) -> Timing:
     x, weights, ids = (tensor[run[1]] for tensor in (inputs.x, inputs.weights, inputs.ids))
-    packed = parts[0].experts
-    ids = parts[0].local_ids(ids)
+    packed, ids = part.experts, part.local_ids(ids)
     times = []
     for repeat in range(WARMUPS + REPEATS):
         flush.zero_()

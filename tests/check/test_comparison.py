@@ -77,9 +77,7 @@ def way(title: str, value: float) -> Emulated:
 def test_the_way_of_rounding_is_found_and_is_the_same_for_all_experts() -> None:
     comparison = ProductComparison("up", 8)
     for expert in (0, 1, 2):
-        actual = torch.full(
-            (2, 3), 1.001 if expert != 1 else 2.0
-        )  # 1 is damaged, just like the other way
+        actual = torch.full((2, 3), 1.001 if expert != 1 else 2.0)  # 1 is damaged, just like the other way
         comparison.add(expert, actual, (way("rounded", 1.0), way("exact", 2.0)), torch.tensor([0, 1]))
     result = comparison.result(layer=4)
     assert result.arithmetic == "rounded"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from moeq.check.run_check import CheckOptions, run_check
 from moeq.layouts.registry import LAYOUTS
@@ -30,7 +31,7 @@ LAYOUTS_OF = {
 }
 PAIRS = [(name, layout) for name, layouts in LAYOUTS_OF.items() for layout in layouts]
 
-#: How each product has to come out: single-group and 4-bit float weights lose nothing, others round to bf16.
+ON_GPU = torch.cuda.is_available()  # then the very same tests run compiled kernels
 QUICK = CheckOptions(layers=[1], tokens=[1, 5])
 
 
@@ -45,9 +46,9 @@ def test_kernels_agree_with_the_reference(name, layout, conversions, checkpoints
     assert report.ok, report.results
     (layer,) = report.layers
     assert layer.sample.complete
-    assert layer.repeated == 1
+    assert layer.repeated == (len(layer.sample.runs) if ON_GPU else 1)
     assert [result.name for result in layer.results] == ["gate", "up", "down", "layer"]
     for result in layer.results:
         assert len(result.experts) == 4, "every expert got tokens"
-        assert 0 < result.exceedance < 0.6, "bounds leave room, but not so much that they mean nothing"
+        assert 0 < result.exceedance < (1 if ON_GPU else 0.6), "the sums of a CPU stay well inside their bounds"
         assert result.relative <= max(1.2 * result.baseline, 1e-6), result
