@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from moeq.errors import MoeqError
-from moeq.matrix import MatrixSpec
+from moeq.matrix import ELEMENT_BITS, MatrixSpec
 
 MANIFEST_NAME = "moeq.json"
 MANIFEST_SCHEMA = "moeq.manifest/1"
@@ -259,9 +259,9 @@ def _parse_layer(entry: dict[str, Any]) -> LayerEntry:
     return LayerEntry(
         layer=int(entry["layer"]),
         prefix=str(entry["prefix"]),
-        num_experts=int(entry["num_experts"]),
+        num_experts=_count(entry["num_experts"], "num_experts"),
         layout=str(entry["layout"]),
-        matrices={role: _parse_matrix(entry["matrices"][role]) for role in STACKED_ROLES},
+        matrices={role: _parse_matrix(entry["matrices"][role], role) for role in STACKED_ROLES},
         digests={cast(Projection, name): tuple(values) for name, values in entry["digests"].items()},
         sharding=Sharding(**entry.get("sharding", {})),
         ranks=tuple(_parse_rank(rank) for rank in entry.get("ranks", ())),
@@ -275,15 +275,40 @@ def _parse_rank(entry: dict[str, Any]) -> RankEntry:
         rank=int(entry["rank"]),
         experts=(int(first), int(last)),
         intermediate=(int(start), int(stop)),
-        matrices={role: _parse_matrix(entry["matrices"][role]) for role in STACKED_ROLES},
+        matrices={role: _parse_matrix(entry["matrices"][role], role) for role in STACKED_ROLES},
     )
 
 
-def _parse_matrix(entry: dict[str, Any]) -> MatrixEntry:
+def _parse_matrix(entry: dict[str, Any], role: StackedRole) -> MatrixEntry:
+    group = entry.get("padded_group")
     return MatrixEntry(
-        spec=MatrixSpec(**entry["spec"]),
-        padded_n=int(entry["padded_n"]),
-        padded_k=int(entry["padded_k"]),
-        tensors=dict(entry["tensors"]),
-        padded_group=None if entry.get("padded_group") is None else int(entry["padded_group"]),
+        spec=_parse_spec(entry["spec"], role),
+        padded_n=_count(entry["padded_n"], "padded_n"),
+        padded_k=_count(entry["padded_k"], "padded_k"),
+        tensors={str(part): str(name) for part, name in entry["tensors"].items()},
+        padded_group=None if group is None else _count(group, "padded_group"),
     )
+
+
+def _parse_spec(entry: dict[str, Any], role: StackedRole) -> MatrixSpec:
+    """A spec whose every field has its type; sizes and layout are checked against tensors later."""
+    spec = MatrixSpec(**entry)
+    for name in ("n", "k", "group_size"):
+        _count(getattr(spec, name), name)
+    if spec.all_groups is not None:
+        _count(spec.all_groups, "all_groups")
+    for name in ("symmetric", "act_order", "gated"):
+        if not isinstance(getattr(spec, name), bool):
+            raise ValueError(f"{name} is {getattr(spec, name)!r}, expected true or false")
+    if spec.role != role or spec.element not in ELEMENT_BITS:
+        raise ValueError(f"{role} is described as {spec.role!r} of {spec.element!r}")
+    if not isinstance(spec.scale_dtype, str) or not isinstance(spec.bias_dtype, str | None):
+        raise ValueError(f"scale_dtype {spec.scale_dtype!r} or bias_dtype {spec.bias_dtype!r} is not a name")
+    return spec
+
+
+def _count(value: Any, name: str) -> int:
+    """A size of at least 1 that an array could have."""
+    if type(value) is not int or not 0 < value < 1 << 40:
+        raise ValueError(f"{name} is {value!r}, expected a size")
+    return value

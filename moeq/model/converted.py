@@ -14,6 +14,7 @@ from moeq.checkpoint.notice import Notice
 from moeq.checkpoint.source import Source
 from moeq.checkpoint.writer import tensor_bytes
 from moeq.errors import MoeqError
+from moeq.layouts.base import TensorSpec
 from moeq.layouts.registry import get_layout
 from moeq.matrix import MatrixSpec, QuantizedMatrix, Role, projection_spec, split_projections
 from moeq.model import Checkpoint
@@ -21,6 +22,7 @@ from moeq.model.describe import model_type, split_stacks
 from moeq.model.experts import Experts
 from moeq.model.info import CheckpointInfo, ModuleUse, RoutingInfo, SchemeUse
 from moeq.model.quantization import find_declaration
+from moeq.model.shards import Range, join_shards, shard_spec
 from moeq.schemes.base import QuantKey, ScaleKey, Scheme
 
 _STACK: dict[Role, StackedRole] = {"w13": "w13", "gate": "w13", "up": "w13", "w2": "w2", "down": "w2"}
@@ -86,8 +88,6 @@ class ConvertedCheckpoint(Checkpoint):
 
     def matrix(self, layer: int, expert: int, role: Role) -> QuantizedMatrix:
         """One logical matrix: the layout's `unpack` of the expert's bytes, padding cut off, ranks put together."""
-        from moeq.model.shards import join_shards
-
         if layer not in self._entries:
             return super().matrix(layer, expert, role)
         self._check_expert(layer, expert)
@@ -154,16 +154,45 @@ def _copied_experts(source: Source, manifest: Manifest) -> dict[int, Experts]:
 
 def _check_tensors(source: Source, entry: LayerEntry) -> None:
     """Every stacked tensor is there, in the shape that its layout gives for the manifest's sizes."""
-    layout = get_layout(entry.layout)
+    if entry.ranks:
+        _check_ranks(entry)
     homes = [(rank.experts[1] - rank.experts[0], rank.matrices) for rank in entry.ranks]
     for count, matrices in homes or [(entry.num_experts, entry.matrices)]:
         for role, matrix in matrices.items():
-            wanted = layout.tensors(matrix.padded_spec)
+            wanted = _wanted_tensors(entry, matrix)
             if set(wanted) != set(matrix.tensors):
                 found = f"has parts {sorted(matrix.tensors)}, {entry.layout} needs {sorted(wanted)}"
                 raise _damaged(entry, role, found)
             for part, spec in wanted.items():
                 _check_tensor(source, entry, matrix, part, ((count, *spec.shape), spec.dtype))
+
+
+def _wanted_tensors(entry: LayerEntry, matrix: MatrixEntry) -> Mapping[str, TensorSpec]:
+    try:
+        return get_layout(entry.layout).tensors(matrix.padded_spec)
+    except MoeqError as error:
+        raise _damaged(entry, entry.layout, f"cannot be what was written: {error.message}") from None
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise _damaged(entry, "sizes", f"are impossible: {type(error).__name__}: {error}") from None
+
+
+def _check_ranks(entry: LayerEntry) -> None:
+    """Every rank's matrices are its part of the whole, and the ranks that hold an expert hold all of it, in order."""
+    size = entry.matrices["w2"].spec.k
+    for rank in entry.ranks:
+        for role, matrix in rank.matrices.items():
+            if shard_spec(entry.matrices[role].spec, Range(*rank.intermediate)) != matrix.spec:
+                raise _damaged(entry, f"rank {rank.rank}", f"describes {role} as something else than its shard")
+    for expert in range(entry.num_experts):
+        position = 0
+        for rank in entry.ranks:
+            if _holds(rank, expert):
+                start, stop = rank.intermediate
+                if start != position or stop <= start:
+                    raise _damaged(entry, f"rank {rank.rank}", f"holds {start} .. {stop} after {position} of {size}")
+                position = stop
+        if position != size:
+            raise _damaged(entry, f"expert {expert}", f"has {position} of {size} intermediate features on its ranks")
 
 
 def _check_tensor(
