@@ -51,7 +51,7 @@ class TritonWNA16(ArrangedLayout):
         return parts
 
     def losses(self, matrix: QuantizedMatrix) -> int:
-        return 0 if matrix.zeros is None else int((matrix.zeros >= 1 << matrix.spec.bits).sum())
+        return 0 if matrix.zeros is None else int((matrix.zeros.int() >= 1 << matrix.spec.bits).sum())
 
     def check_values(self, matrix: QuantizedMatrix) -> None:
         if not self.allow_lossy:

@@ -11,7 +11,7 @@ from layouts.matrices import block, random_matrix, raw, same
 
 from moeq.errors import MoeqError
 from moeq.layouts.registry import NOT_OFFLINE, get_layout, layout_facts
-from moeq.matrix import MatrixSpec
+from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 INT4 = MatrixSpec("w13", 256, 128, "int4", 32, "bf16")
 MX = MatrixSpec("w2", 128, 128, "e2m1", 32, "e8m0")
@@ -176,3 +176,17 @@ def test_unknown_ids_name_the_known_ones() -> None:
     with pytest.raises(MoeqError, match="no layout is called 'marlin/9'") as caught:
         get_layout("marlin/9")
     assert "marlin-wna16/1" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
+def test_int8_zero_points_of_any_stored_type_are_not_lost(dtype: torch.dtype) -> None:
+    # 1 << 8 wraps to 0 in uint8: every zero point would count as too large.
+    layout = get_layout("triton-wna16/1")
+    spec = MatrixSpec("w2", 64, 128, "int8", 64, "f16", symmetric=False)
+    codes = torch.randint(0, 256, (64, 128), dtype=torch.uint8)
+    zeros = torch.full((64, 2), 255).to(dtype)
+    matrix = QuantizedMatrix(spec, codes, torch.ones(64, 2, dtype=torch.float16), zeros)
+    assert layout.losses(matrix) == 0
+    found = layout.unpack(layout.pack(matrix), spec)
+    assert found.zeros is not None
+    assert torch.equal(found.zeros.int(), zeros.int())
