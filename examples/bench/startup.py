@@ -1,0 +1,224 @@
+"""What conversion saves at start-up: experts from the source, repacked while loading, against a converted checkpoint.
+
+Writes synthetic checkpoints with the real shapes of one layer of Qwen3-30B-A3B (GPTQ int4) and gpt-oss-20b (MXFP4),
+converts them, then loads each way in a process of its own and prints wall time split into read, repack and copy, and
+peak memory, side by side:
+
+    python examples/bench/startup.py [--model NAME] [--layers N] [--folder FOLDER] [--tp N]
+
+Both ways read through the page cache. The repack is moeq's own, on the CPU with all cores that it uses; engines repack
+on the GPU, which is faster and needs a second copy there. With a GPU, `copy` is the transfer to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one MoE layer and how it is converted."""
+
+    experts: int
+    hidden: int
+    intermediate: int
+    model_type: str
+    layout: str
+
+
+MODELS = {
+    "qwen3-30b-a3b": Shape(128, 2048, 768, "qwen3_moe", "marlin-wna16/1"),
+    "gpt-oss-20b": Shape(32, 2880, 2880, "gpt_oss", "marlin-mxfp4/1"),
+}
+
+
+def write_gptq(folder: Path, shape: Shape, layers: int) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    group, files = 128, {}
+    for layer in range(layers):
+        tensors = {}
+        for expert in range(shape.experts):
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                n, k = shape.intermediate, shape.hidden
+                if name == "down_proj":
+                    n, k = k, n
+                prefix = f"model.layers.{layer}.mlp.experts.{expert}.{name}"
+                tensors[f"{prefix}.qweight"] = torch.randint(-(2**31), 2**31, (k // 8, n), dtype=torch.int32)
+                tensors[f"{prefix}.qzeros"] = torch.full((k // group, n // 8), 0x77777777, dtype=torch.int32)
+                tensors[f"{prefix}.scales"] = torch.rand(k // group, n).mul_(0.01).half()
+                tensors[f"{prefix}.g_idx"] = torch.arange(k, dtype=torch.int32) // group
+        files.update(save(folder, f"model-{layer}.safetensors", tensors, save_file))
+    quantization = {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": True, "desc_act": False}
+    write_config(folder, shape, layers, quantization, files)
+
+
+def write_mxfp4(folder: Path, shape: Shape, layers: int) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    files = {}
+    for layer in range(layers):
+        prefix, tensors = f"model.layers.{layer}.mlp.experts", {}
+        for name, n, k in (
+            ("gate_up_proj", 2 * shape.intermediate, shape.hidden),
+            ("down_proj", shape.hidden, shape.intermediate),
+        ):
+            tensors[f"{prefix}.{name}_blocks"] = torch.randint(256, (shape.experts, n, k // 32, 16), dtype=torch.uint8)
+            tensors[f"{prefix}.{name}_scales"] = torch.randint(115, 125, (shape.experts, n, k // 32), dtype=torch.uint8)
+            tensors[f"{prefix}.{name}_bias"] = torch.randn(shape.experts, n).bfloat16()
+        files.update(save(folder, f"model-{layer}.safetensors", tensors, save_file))
+    write_config(folder, shape, layers, {"quant_method": "mxfp4"}, files)
+
+
+def save(folder, name, tensors, save_file) -> dict[str, str]:
+    save_file(tensors, str(folder / name), metadata={"format": "pt"})
+    return dict.fromkeys(tensors, name)
+
+
+def write_config(folder: Path, shape: Shape, layers: int, quantization: dict, files: dict[str, str]) -> None:
+    experts = "num_local_experts" if shape.model_type == "gpt_oss" else "num_experts"
+    config = {
+        "model_type": shape.model_type,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "moe_intermediate_size": shape.intermediate,
+        experts: shape.experts,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": layers,
+        "hidden_act": "silu",
+        "quantization_config": quantization,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+
+WRITERS = {"qwen3_moe": write_gptq, "gpt_oss": write_mxfp4}
+
+
+def measure(road: str, folder: str, layout_id: str, tp: int) -> None:
+    """In a process of its own: load every layer's experts of rank 0 one way and print what it took."""
+    import torch
+
+    import moeq
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    base = peak_memory()
+    started = time.perf_counter()
+    checkpoint = moeq.open(folder)
+    opened = time.perf_counter() - started
+    read, repack, copy = (from_source if road == "source" else from_converted)(checkpoint, layout_id, tp, device)
+    result = {"open": opened, "read": read, "repack": repack, "copy": copy, "peak": peak_memory() - base}
+    print(json.dumps(result))
+
+
+def from_source(checkpoint, layout_id: str, tp: int, device) -> tuple[float, float, float]:
+    """Read every tensor of an expert, decode and pack it, put the stack on the device; experts on all cores."""
+    import torch
+
+    from moeq.layouts.padding import plan_padding
+    from moeq.layouts.registry import get_layout
+    from moeq.model.shards import Range, shard_matrix, shard_spec
+
+    layout, times, kept = get_layout(layout_id), [0.0, 0.0, 0.0], []
+    with ThreadPoolExecutor() as pool:
+        for layer in checkpoint.info.moe_layers:
+            part = Range(0, checkpoint.spec(layer, "w2").k // tp)
+            plan = plan_padding(layout, *(shard_spec(checkpoint.spec(layer, role), part) for role in ("w13", "w2")))
+
+            def pack(expert: int, role: str, layer: int = layer, part=part, plan=plan) -> dict:
+                matrix = checkpoint.matrix(layer, expert, role)
+                return layout.pack(plan.pad(shard_matrix(matrix, part, first=True)))
+
+            experts = range(checkpoint.num_experts(layer))
+            for role in ("w13", "w2"):
+                start = time.perf_counter()
+                list(pool.map(lambda expert, r=role, n=layer: read(checkpoint, n, expert, r), experts))
+                middle = time.perf_counter()
+                packed = list(pool.map(lambda expert, r=role: pack(expert, r), experts))
+                done = time.perf_counter()
+                kept.append({name: torch.stack([row[name] for row in packed]).to(device) for name in packed[0]})
+                times[0] += middle - start
+                times[1] += (done - middle) - (middle - start)  # `matrix` reads again what has just been read
+                times[2] += time.perf_counter() - done
+    return times[0], times[1], times[2]
+
+
+def read(checkpoint, layer: int, expert: int, role: str) -> None:
+    """Read the stored tensors that a matrix is made from."""
+    for projection in checkpoint.kind_of(layer, expert).projections:
+        if (projection == "down") == (role == "w2"):
+            checkpoint.parts(layer, expert, projection)
+
+
+def from_converted(checkpoint, layout_id: str, tp: int, device) -> tuple[float, float, float]:
+    import moeq
+
+    read = copy = 0.0
+    kept = []
+    for layer in checkpoint.info.moe_layers:
+        start = time.perf_counter()
+        experts = moeq.load_experts(checkpoint, layer, tp_rank=0, tp_size=tp)
+        read += time.perf_counter() - start
+        start = time.perf_counter()
+        matrices = (experts.w13, experts.w2)
+        parts = ("weight", "scale", "zero", "bias")
+        kept.append([getattr(m, p).to(device) for m in matrices for p in parts if getattr(m, p) is not None])
+        copy += time.perf_counter() - start
+    return read, 0.0, copy
+
+
+def peak_memory() -> float:
+    """High-water mark of this process in MiB."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) / 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, action="append")
+    parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--folder", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
+        for name in options.model or MODELS:
+            compare(name, options.layers, options.tp, Path(scratch) / name)
+
+
+def compare(name: str, layers: int, tp: int, folder: Path) -> None:
+    import moeq
+
+    shape = MODELS[name]
+    source, converted = folder / "source", folder / "converted"
+    source.mkdir(parents=True)
+    WRITERS[shape.model_type](source, shape, layers)
+    started = time.perf_counter()
+    deployment = moeq.Deployment(gpu=moeq.gpu("H100"), tp=tp)
+    moeq.convert(source, converted, deployment, layout=shape.layout)
+    print(
+        f"{name}, {layers} layer(s), tp {tp}, {shape.layout}; converted once in {time.perf_counter() - started:.1f} s"
+    )
+    print(f"{'':12}{'open':>8}{'read':>8}{'repack':>8}{'copy':>8}{'total':>8}   peak memory")
+    for road, place in (("source", source), ("converted", converted)):
+        command = [sys.executable, __file__, "--measure", road, str(place), shape.layout, str(tp)]
+        run = subprocess.run(command, check=True, capture_output=True, text=True)
+        found = json.loads(run.stdout.splitlines()[-1])
+        steps = [found[step] for step in ("open", "read", "repack", "copy")]
+        print(f"{road:12}" + "".join(f"{t:7.2f}s" for t in (*steps, sum(steps))) + f"{found['peak']:10.0f} MiB")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--measure"]:
+        measure(sys.argv[2], sys.argv[3], sys.argv[4], int(sys.argv[5]))
+    else:
+        main()
