@@ -15,16 +15,21 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from bench.hopper_check import describe
 from moeq_kernels import PackedExperts, PackedMatrix, fused_moe
+from moeq_kernels.formats import find_format
 from moeq_kernels.hopper.launch import hopper_moe
 from moeq_kernels.hopper.plan import Narrow, Plan, Wide, choose
+from moeq_kernels.tuning import blocks_on
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,13 @@ SHAPES = {
     "qwen3-235b-tp4": Shape(128, 8, 4096, 384),
     "deepseek-v3-tp8": Shape(256, 8, 7168, 256),
 }
+NARROW = (
+    Narrow(8, 3, after=True, resident=4, registers=128),
+    Narrow(16, 3, after=True, resident=3),
+    Narrow(16, 3, after=True, resident=3, registers=128),
+    Narrow(16, 3, after=False, resident=3, registers=128),
+)
+WIDE = (Wide(32, 6, 2, 232), Wide(32, 6, 4, 120), Wide(64, 6, 2, 232), Wide(128, 6, 2, 232))
 GROUP = 128
 L2 = 60e6
 
@@ -122,23 +134,76 @@ def print_kernels(call: Callable[[], object]) -> None:
         print(f"      {event.device_time_total / 10:9.1f} us  {event.key[:60]}", flush=True)
 
 
-def candidates(shape: Shape, tokens: int) -> list[Plan | None]:
+def candidates(shape: Shape, tokens: int) -> list[Plan]:
     """Plans around the chosen one."""
     pairs = tokens * shape.top_k
     chosen = choose(pairs, shape.experts, shape.hidden, shape.intermediate, GROUP)
     mean = pairs / min(shape.experts, pairs)
-    result: list[Plan | None] = []
+    result: list[Plan] = []
     if mean <= 24:
-        for base in (Narrow(8, 3, True, 128), Narrow(8, 4, True, 128), Narrow(16, 3, True), Narrow(16, 3, False, 128),
-                     Narrow(32, 2, False)):  # fmt: skip
+        for base in NARROW:
             if mean / 4 <= base.tokens <= max(8, mean * 4):
-                one, two = max(1, chosen.gate_up_splits), max(1, chosen.down_splits)
-                for a, b in {(one, two), (max(1, one // 2), max(1, two // 2)), (1, 1)}:
-                    result.append(Plan(base, a, b))
+                one, two = chosen.gate_up_splits, chosen.down_splits
+                for a, b in sorted({(one, two), (1, 1), (2, 2), (2, 4), (4, 4), (4, 8)}):
+                    if a * 256 <= shape.hidden and b * 256 <= shape.intermediate:
+                        result.append(Plan(base, a, b))
     if mean >= 4:
-        result += [Plan(k) for k in (Wide(32, 6, 2, 232), Wide(32, 6, 4, 120), Wide(64, 6, 4, 120), Wide(64, 6, 2, 232),
-                                     Wide(128, 5, 2, 232)) if mean / 4 <= k.tokens <= mean * 6]  # fmt: skip
+        for kernel in WIDE:
+            if mean / 4 <= kernel.tokens <= mean * 6:
+                result += [Plan(kernel), Plan(kernel, 1, 2)]
     return result
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to time besides the chosen plan."""
+
+    milliseconds: float
+    sweep: bool
+    portable: bool
+    kernels: bool
+
+
+Call = Callable[[Inputs, PackedExperts], object]
+
+
+def ours(plan: Plan | None, dependent: bool = True) -> Call:
+    """A call of the Hopper kernels."""
+    return lambda i, e: hopper_moe(i.x, e, i.weights, i.ids, plan=plan, dependent=dependent)
+
+
+def portable(i: Inputs, e: PackedExperts) -> object:
+    """A call of the portable kernels: naming tile sizes keeps `fused_moe` from using the Hopper ones."""
+    fmt = find_format(e.w13.layout, e.w13.element)
+    return fused_moe(i.x, e, i.weights, i.ids, blocks=blocks_on(i.x, i.ids.numel(), e.num_experts, fmt))
+
+
+def measure(shape: Shape, tokens: int, copies: list[PackedExperts], options: Options) -> dict[str, Any]:
+    """Times for one number of tokens; adds to `copies` what cold weights need."""
+    hit = inputs(shape, tokens, 0).ids.unique().numel()
+    needed = max(2, min(24, int(4 * L2 / weight_bytes(shape, hit)) + 2))
+    while len(copies) < needed:
+        copies.append(random_experts(shape))
+    given = [inputs(shape, tokens, seed) for seed in range(needed)]
+
+    def timed(call: Call, cold: bool = True) -> float:
+        calls = [
+            partial(call, one if cold else given[0], two if cold else copies[0])
+            for one, two in zip(given, copies, strict=False)
+        ]
+        return graph_us(calls, options.milliseconds)
+
+    plan = choose(tokens * shape.top_k, shape.experts, shape.hidden, shape.intermediate, GROUP)
+    row: dict[str, Any] = {"hit": hit, "floor_us": floor_us(shape, tokens, hit), "plan": describe(plan)}
+    row["cold_us"] = timed(ours(None))
+    row["hot_us"] = timed(ours(None), cold=False)
+    if options.kernels:
+        print_kernels(partial(ours(None, False), given[0], copies[0]))
+    if options.portable:
+        row["portable_us"] = timed(portable)
+    if options.sweep:
+        row["sweep"] = {f"{describe(plan)} {plan.kernel}": timed(ours(plan)) for plan in candidates(shape, tokens)}
+    return row
 
 
 def main() -> int:
@@ -147,75 +212,33 @@ def main() -> int:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--tokens", default="1,8,32,128,512,4096")
     parser.add_argument("--sweep", action="store_true", help="time other plans too")
-    parser.add_argument("--kernels", action="store_true", help="show the time of each kernel")
     parser.add_argument("--portable", action="store_true", help="time the portable kernels too")
+    parser.add_argument("--kernels", action="store_true", help="show the time of each kernel")
     parser.add_argument("--milliseconds", type=float, default=60)
     parser.add_argument("--seconds", type=float, default=500)
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    given = parser.parse_args()
+    options = Options(given.milliseconds, given.sweep, given.portable, given.kernels)
     rows = []
     begin = time.monotonic()
-    for name in options.shapes.split(","):
-        shape = SHAPES[name]
-        copies = [random_experts(shape)]
-        for tokens in map(int, options.tokens.split(",")):
-            if time.monotonic() - begin > options.seconds:
+    for name in given.shapes.split(","):
+        copies = [random_experts(SHAPES[name])]
+        for tokens in map(int, given.tokens.split(",")):
+            if time.monotonic() - begin > given.seconds:
                 print("out of time at", name, tokens)
                 break
-            hit = inputs(shape, tokens, 0).ids.unique().numel()
-            needed = max(2, min(24, int(4 * L2 / weight_bytes(shape, hit)) + 2))
-            while len(copies) < needed:
-                copies.append(random_experts(shape))
-            given = [inputs(shape, tokens, seed) for seed in range(needed)]
-            floor = floor_us(shape, tokens, hit)
-
-            def time_plan(
-                call: Callable[[Inputs, PackedExperts], object], pairs: list[tuple[Inputs, PackedExperts]]
-            ) -> float:
-                return graph_us([lambda one=one, two=two: call(one, two) for one, two in pairs], options.milliseconds)
-
-            def ours(plan: Plan | None, dependent: bool = True) -> Callable[[Inputs, PackedExperts], object]:
-                return lambda i, e: hopper_moe(i.x, e, i.weights, i.ids, plan=plan, dependent=dependent)
-
-            cold = list(zip(given, copies, strict=False))
-            hot = [(given[0], copies[0]) for _ in given]
-            row = {
-                "shape": name,
-                "tokens": tokens,
-                "hit": hit,
-                "floor_us": floor,
-                "plan": describe(choose(tokens * shape.top_k, shape.experts, shape.hidden, shape.intermediate, GROUP)),
-            }
-            row["cold_us"] = time_plan(ours(None), cold)
-            row["hot_us"] = time_plan(ours(None), hot)
-            row["cold_independent_us"] = time_plan(ours(None, False), cold)
-            if options.portable:
-                row["portable_us"] = time_plan(lambda i, e: fused_moe(i.x, e, i.weights, i.ids), cold)
-            if options.kernels:
-                print_kernels(
-                    lambda: hopper_moe(given[0].x, copies[0], given[0].weights, given[0].ids, dependent=False)
-                )
-            if options.sweep:
-                swept = {}
-                for plan in candidates(shape, tokens):
-                    key = f"{describe(plan)} {plan.kernel}"
-                    try:
-                        swept[key] = time_plan(ours(plan), cold)
-                    except Exception as error:  # noqa: BLE001 - a plan that does not fit is a result too
-                        swept[key] = float("inf")
-                        print("  failed", key, type(error).__name__, str(error)[:150])
-                row["sweep"] = swept
+            row = {"shape": name, "tokens": tokens, **measure(SHAPES[name], tokens, copies, options)}
             rows.append(row)
-            text = " ".join(f"{k} {v:9.1f}" for k, v in row.items() if k.endswith("_us"))
+            text = " ".join(f"{key} {value:8.1f}" for key, value in row.items() if key.endswith("_us"))
+            share = row["floor_us"] / row["cold_us"]
             print(
-                f"{name:16s} M={tokens:5d} hit {hit:3d} {text} floor/cold {floor / row['cold_us']:.2f} {row['plan']}",
-                flush=True,
+                f"{name:16s} M={tokens:5d} hit {row['hit']:3d} {text} floor/cold {share:.2f} {row['plan']}", flush=True
             )
-            for key, value in sorted(row.get("sweep", {}).items(), key=lambda kv: kv[1])[:6]:
+            for key, value in sorted(row.get("sweep", {}).items(), key=lambda item: item[1])[:6]:
                 print(f"      {value:9.1f}  {key}", flush=True)
-        del copies
-    if options.out:
-        options.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}, indent=1) + "\n")
+    if given.out:
+        about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+        given.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
     return 0
 
 

@@ -33,7 +33,7 @@ LAYERS = {
     "g32": Recipe(experts=8, hidden=448, intermediate=320, group_size=32, seed=2),
     "zeros": Recipe(experts=8, hidden=512, intermediate=256, group_size=128, zero_points=True, seed=3),
     "zeros-g32": Recipe(experts=4, hidden=384, intermediate=160 * 2, group_size=32, zero_points=True, seed=4),
-    "many": Recipe(experts=128, hidden=256, intermediate=128, group_size=128, seed=5),
+    "many": Recipe(experts=128, hidden=256, intermediate=256, group_size=128, seed=5),
 }
 
 
@@ -142,20 +142,24 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--layers", default=",".join(LAYERS), help="which layers, for runs side by side")
     options = parser.parse_args()
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True)  # for filling uninitialised memory, below
     torch.backends.cuda.matmul.allow_tf32 = False
     start = time.monotonic()
     made: dict[str, tuple[PackedExperts, Layer]] = {}
     results: list[Result] = []
     skipped = 0
     for seed, (name, tokens, kind, plan) in enumerate(comparisons(options.quick)):
+        if name not in options.layers.split(","):
+            continue
         if time.monotonic() - start > options.seconds:
             skipped += 1
             continue
         if name not in made:
+            torch.utils.deterministic.fill_uninitialized_memory = False
             made[name] = make_layer(LAYERS[name], "cuda")
+            torch.utils.deterministic.fill_uninitialized_memory = True
         result = compare(name, *made[name], LAYERS[name], tokens, kind, plan, seed)
         results.append(result)
         if not result.passed:

@@ -13,10 +13,12 @@ from moeq_kernels.hopper.plan import Narrow, Plan, Wide, choose
 from moeq_kernels.records import PackedExperts, PackedMatrix
 from moeq_kernels.tuning import next_power_of_two
 
+#: Elements of the buffer of sorted tokens (and of expert outputs); longer calls go through it in pieces.
+WORKSPACE_ELEMENTS = 1 << 30
 #: Pairs up to which one kernel does all the routing.
 FEW_PAIRS = 1024
-#: Pairs of one block of the routing kernels for more.
-BLOCK = 512
+#: Rows of an expert, on average, up to which that kernel also copies tokens.
+ROWS_COPIED = 4
 
 
 @dataclass(frozen=True)
@@ -52,29 +54,47 @@ def hopper_moe(
 
     Args:
         x: bf16 `[M, H]`, last axis contiguous.
-        topk_weights, topk_ids: `[M, top_k]`, last axis contiguous.
+        topk_weights, topk_ids: `[M, top_k]`.
         plan: kernel and sizes, where the default choice should not be used.
         dependent: let each kernel start while the one before it ends (programmatic dependent launch).
 
-    Returns bf16 `[M, H]`. Nothing is read back from the device; results do not vary from run to run.
+    Returns bf16 `[M, H]`. Nothing is read back from the device; results do not vary from run to run. Tokens' results
+    are summed in float32 in the order of topk_ids; with many tokens per expert each is rounded to bf16 before that.
     """
     tokens, hidden = x.shape
     top_k = topk_ids.shape[1]
-    pairs = tokens * top_k
     y = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
-    if tokens == 0:
-        return y
+    topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
+    piece = max(1, WORKSPACE_ELEMENTS // (top_k * hidden))
+    for start in range(0, tokens, piece):
+        part = slice(start, start + piece)
+        _some_tokens(x[part], experts, topk_weights[part], topk_ids[part], expert_map, plan, dependent, y[part])
+    return y
+
+
+def _some_tokens(
+    x: Tensor,
+    experts: PackedExperts,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    plan: Plan | None,
+    dependent: bool,
+    y: Tensor,
+) -> None:
+    tokens, hidden = x.shape
+    top_k = topk_ids.shape[1]
+    pairs = tokens * top_k
     intermediate = experts.intermediate_size
     plan = plan or choose(pairs, experts.num_experts, experts.w13.k, intermediate, experts.w13.group_size)
     routed = sort_pairs(x, experts, topk_ids, expert_map, plan, dependent)
     middle = torch.empty(pairs, intermediate, dtype=x.dtype, device=x.device)
-    narrow = isinstance(plan.kernel, Narrow)
-    parts_type = torch.float32 if narrow or plan.down_splits > 1 else x.dtype
+    exact = isinstance(plan.kernel, Narrow) or plan.down_splits > 1
+    parts_type = torch.float32 if exact else x.dtype
     parts = torch.empty(plan.down_splits, pairs, hidden, dtype=parts_type, device=x.device)
     product(plan, experts.w13, routed, routed.x, middle, True, dependent)
     product(plan, experts.w2, routed, middle, parts, False, dependent)
     sum_parts(parts, routed.inverse, topk_weights, y, top_k, dependent)
-    return y
 
 
 def sort_pairs(
@@ -101,24 +121,57 @@ def sort_pairs(
     ids = topk_ids
     after = {"launch_pdl": True} if dependent else {}
     if pairs <= FEW_PAIRS:
+        copy = pairs <= ROWS_COPIED * count
         columns = min(1024, next_power_of_two(hidden))
-        grid = (count, -(-hidden // columns))
-        routing.route_few[grid](
-            ids, expert_map, x, sorted_x, pair_of_row, inverse, tiles, num_tiles, arrived, to_clear, pairs, top_k,
-            hidden, x.stride(0), *which, PAIRS=next_power_of_two(max(pairs, 16)), COLUMNS=columns, **common,
-        )  # fmt: skip
-        return Routed(sorted_x, inverse, tiles, num_tiles, arrived)
-    arrived.zero_()
-    blocks = -(-pairs // BLOCK)
-    counts = torch.empty(blocks, bins, dtype=torch.int32, device=device)
-    routing.count_pairs[(blocks,)](ids, expert_map, counts, pairs, count, known, MAPPED=mapped, BLOCK=BLOCK, BINS=bins)
-    group = max(1, 4096 // bins)
-    routing.place_pairs[(blocks,)](
-        ids, expert_map, counts, pair_of_row, inverse, tiles, num_tiles, pairs, *which, BLOCK=BLOCK, GROUP=group,
-        **common, **after,
-    )  # fmt: skip
-    routing.gather_rows[(-(-pairs // 8),)](
-        x, sorted_x, pair_of_row, tiles, num_tiles, pairs, top_k, hidden, x.stride(0), ROWS=8, COLUMNS=512, **after
+        routing.route_few[(count, -(-hidden // columns) if copy else 1)](
+            ids,
+            expert_map,
+            x,
+            sorted_x,
+            pair_of_row,
+            inverse,
+            tiles,
+            num_tiles,
+            arrived,
+            to_clear,
+            pairs,
+            top_k,
+            hidden,
+            x.stride(0),
+            *which,
+            PAIRS=next_power_of_two(max(pairs, 16)),
+            COPY=copy,
+            COLUMNS=columns,
+            **common,
+        )
+        if copy:
+            return Routed(sorted_x, inverse, tiles, num_tiles, arrived)
+    else:
+        arrived.zero_()
+        block = 256 if pairs <= 16384 else 512
+        blocks = -(-pairs // block)
+        counts = torch.empty(blocks, bins, dtype=torch.int32, device=device)
+        routing.count_pairs[(blocks,)](
+            ids, expert_map, counts, pairs, count, known, MAPPED=mapped, BLOCK=block, BINS=bins
+        )
+        routing.place_pairs[(blocks,)](
+            ids,
+            expert_map,
+            counts,
+            pair_of_row,
+            inverse,
+            tiles,
+            num_tiles,
+            pairs,
+            *which,
+            BLOCK=block,
+            GROUP=max(1, 4096 // bins),
+            **common,
+            **after,
+        )
+    block = 1 if pairs <= FEW_PAIRS else 8
+    routing.gather_rows[(-(-pairs // block),)](
+        x, sorted_x, pair_of_row, tiles, num_tiles, pairs, top_k, hidden, x.stride(0), ROWS=block, COLUMNS=512, **after
     )
     return Routed(sorted_x, inverse, tiles, num_tiles, arrived)
 
@@ -150,12 +203,30 @@ def launch_narrow(
     options |= {"launch_pdl": True} if dependent else {}
     zero = matrix.zero
     function[(blocks * splits, routed.tiles.numel() // 8)](
-        *descriptors(matrix, x, (8, 2), kernel.tokens), zero, out, partial, routed.arrived, routed.tiles,
-        matrix.k // 16, matrix.num_groups, -(-matrix.k // 128), columns // 64 if gated else 2, columns,
-        out.stride(-2), rows, 0 if zero is None else zero.shape[-1],
-        TOKENS=kernel.tokens, STAGES=kernel.stages, GROUP=matrix.group_size, ZEROS=zero is not None, GATED=gated,
-        SPLITS=splits, AFTER=kernel.after, DEPENDENT=dependent, **options,
-    )  # fmt: skip
+        *descriptors(matrix, x, (8, 2), kernel.tokens),
+        zero,
+        out,
+        partial,
+        routed.arrived,
+        routed.tiles,
+        matrix.k // 16,
+        matrix.num_groups,
+        -(-matrix.k // 128),
+        columns // 64 if gated else 2,
+        columns,
+        out.stride(-2),
+        rows,
+        0 if zero is None else zero.shape[-1],
+        TOKENS=kernel.tokens,
+        STAGES=kernel.stages,
+        GROUP=matrix.group_size,
+        ZEROS=zero is not None,
+        GATED=gated,
+        SPLITS=splits,
+        AFTER=kernel.after,
+        DEPENDENT=dependent,
+        **options,
+    )
 
 
 def launch_wide(
@@ -174,12 +245,31 @@ def launch_wide(
     zero = matrix.zero
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count
     function[(programs,)](
-        *descriptors(matrix, x, (4, groups), 32), zero, out, routed.tiles, routed.num_tiles, matrix.k // 16,
-        matrix.num_groups, -(-matrix.k // 64), blocks, splits, x.shape[0], columns // 64 if gated else groups, columns, out.stride(-2),
+        *descriptors(matrix, x, (4, groups), 32),
+        zero,
+        out,
+        routed.tiles,
+        routed.num_tiles,
+        matrix.k // 16,
+        matrix.num_groups,
+        -(-matrix.k // 64),
+        blocks,
+        splits,
+        x.shape[0],
+        columns // 64 if gated else groups,
+        columns,
+        out.stride(-2),
         0 if zero is None else zero.shape[-1],
-        TOKENS=kernel.tokens, STAGES=kernel.stages, GROUP=matrix.group_size, ZEROS=zero is not None, GATED=gated,
-        GROUPS_OF_WARPS=groups, REGISTERS=kernel.registers, DEPENDENT=dependent, **options,
-    )  # fmt: skip
+        TOKENS=kernel.tokens,
+        STAGES=kernel.stages,
+        GROUP=matrix.group_size,
+        ZEROS=zero is not None,
+        GATED=gated,
+        GROUPS_OF_WARPS=groups,
+        REGISTERS=kernel.registers,
+        DEPENDENT=dependent,
+        **options,
+    )
 
 
 def descriptors(matrix: PackedMatrix, x: Tensor, words: tuple[int, int], tokens: int) -> tuple[Any, Any, Any]:

@@ -1,17 +1,17 @@
-"""Which Hopper kernel a call uses, and with what sizes: tables and a short rule, from shapes alone.
+"""Which Hopper kernel a call uses, and with what sizes: a table and a short rule, from shapes alone.
 
-Rule: what decides is how many tokens an expert that is hit gets on average. With few, the time is that of reading
-weights, and the narrow kernel keeps most reads in flight; it works on tiles of 8, 16 or 32 tokens, and where that
-leaves too few programs for the GPU, several share one tile's k. With many, the wide kernel multiplies tiles of up to
-128 tokens.
+What decides is how many tokens an expert that is hit gets on average. With few, the time is that of reading weights,
+and the narrow kernel keeps many reads in flight; it works on tiles of 8 or 16 tokens, and several programs share a
+tile's k where that fills the GPU better. With more, dequantising and multiplying count too, and the wide kernel does
+both at once, on tiles of up to 128 tokens. The table was measured on an H200 (see kernels/bench/TUNING.md).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-#: Programs of the narrow kernel that an H100 or H200 holds: 132 multiprocessors, four each.
-RESIDENT = 528
+#: Multiprocessors of an H100 or H200 (SXM).
+MULTIPROCESSORS = 132
 
 
 @dataclass(frozen=True)
@@ -19,15 +19,17 @@ class Narrow:
     """Sizes of the narrow kernel.
 
     Attributes:
-        tokens: of a tile (8, 16, 32).
+        tokens: of a tile (8 or 16).
         stages: steps of 128 rows of k in shared memory.
         after: group scales multiply float32 sums (else they are folded into bf16 weights).
+        resident: programs that a multiprocessor holds.
         registers: cap for a thread, or None.
     """
 
     tokens: int
     stages: int
     after: bool
+    resident: int
     registers: int | None = None
 
 
@@ -36,7 +38,7 @@ class Wide:
     """Sizes of the wide kernel.
 
     Attributes:
-        tokens: of a tile at most (32, 64, 128).
+        tokens: of a tile at most (32, 64 or 128).
         stages: steps of 64 rows of k in shared memory.
         warpgroups: that multiply (2 or 4).
         registers: of each of their threads.
@@ -50,7 +52,7 @@ class Wide:
 
 @dataclass(frozen=True)
 class Plan:
-    """A kernel, and how many programs share a tile's k (narrow only) in each product."""
+    """A kernel, and how many programs share a tile's k in each product (gate-up: narrow only)."""
 
     kernel: Narrow | Wide
     gate_up_splits: int = 1
@@ -59,12 +61,18 @@ class Plan:
 
 #: (tokens per hit expert up to, kernel), tried in order.
 TABLE: tuple[tuple[float, Narrow | Wide], ...] = (
-    (3.0, Narrow(8, 3, after=True, registers=128)),
-    (9.0, Narrow(16, 3, after=True)),
+    (3.0, Narrow(8, 3, after=True, resident=4, registers=128)),
+    (6.0, Narrow(16, 3, after=True, resident=3)),
     (20.0, Wide(32, 6, warpgroups=4, registers=120)),
-    (48.0, Wide(64, 6, warpgroups=4, registers=120)),
+    (40.0, Wide(64, 6, warpgroups=2, registers=232)),
     (float("inf"), Wide(128, 6, warpgroups=2, registers=232)),
 )
+#: Instead of the kernel with four warpgroups, where its large items would leave multiprocessors idle.
+SMALLER = Wide(32, 6, warpgroups=2, registers=232)
+_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
+#: Start and end of a program, in steps; and what part of the GPU's rate the first few programs already reach.
+_OVERHEAD_STEPS = 3.0
+_LEAST_LOAD = 0.55
 
 
 def tokens_per_hit(pairs: int, experts: int) -> float:
@@ -73,22 +81,31 @@ def tokens_per_hit(pairs: int, experts: int) -> float:
     return pairs / max(hit, 1.0)
 
 
-def splits_for(tiles: float, blocks: int, steps: int) -> int:
-    """Programs that share one tile's k: enough to fill the GPU, at least two steps each."""
-    wanted = int(RESIDENT / max(1.0, tiles * blocks))
-    wanted = max(1, min(wanted, steps // 2, 16))
-    return -(-steps // -(-steps // wanted))  # without empty shares
+def splits_for(items: float, steps: int, resident: int) -> int:
+    """How many programs should share a tile's k, of `items` tiles with `steps` each, when `resident` fit at once.
+
+    Least time of: waves of programs x (steps of each + overhead), where an incomplete wave costs its share.
+    """
+
+    def cost(splits: int) -> float:
+        waves = items * splits / resident
+        return max(waves, _LEAST_LOAD) * (-(-steps // splits) + _OVERHEAD_STEPS)
+
+    best = min((splits for splits in _SPLITS if splits == 1 or 2 * splits <= steps), key=cost)
+    return -(-steps // -(-steps // best))  # without empty shares
 
 
 def choose(pairs: int, experts: int, hidden: int, intermediate: int, group: int) -> Plan:
     """The plan for `pairs` routed pairs among `experts` with these packed sizes."""
     mean = tokens_per_hit(pairs, experts)
     kernel = next(one for limit, one in TABLE if mean <= limit)
-    if isinstance(kernel, Wide):
-        return Plan(kernel)
-    if group < 64:
-        kernel = Narrow(kernel.tokens, kernel.stages, after=False, registers=None)
     tiles = pairs / mean * max(1.0, mean / kernel.tokens)
-    gate_up = splits_for(tiles, -(-intermediate // 128), -(-hidden // 128))
-    down = splits_for(tiles, -(-hidden // 256), -(-intermediate // 128))
+    if isinstance(kernel, Wide):
+        down_items = tiles * -(-hidden // (128 * kernel.warpgroups))
+        return Plan(SMALLER if kernel.warpgroups == 4 and down_items < 3 * MULTIPROCESSORS else kernel)
+    if group < 64:
+        kernel = replace(kernel, after=False)
+    resident = MULTIPROCESSORS * kernel.resident
+    gate_up = splits_for(tiles * -(-intermediate // 128), -(-hidden // 128), resident)
+    down = splits_for(tiles * -(-hidden // 256), -(-intermediate // 128), resident)
     return Plan(kernel, gate_up, down)

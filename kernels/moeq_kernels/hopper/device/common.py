@@ -9,6 +9,22 @@ from moeq_kernels.hopper.device import layouts, weights
 
 
 @gluon.jit
+def find_item(index, tiles, blocks, TOKENS: gl.constexpr):
+    """Expert, first row, end row, block (of columns and k) and number of the tile of a work item.
+
+    Items are ordered by expert, then block, then tile of tokens: neighbours share weights, and an expert's tokens stay
+    in the L2 cache.
+    """
+    entry = tiles + (index // blocks) * 8
+    expert = gl.load(entry)
+    first = gl.load(entry + 3)
+    count = gl.load(entry + 4)
+    row = gl.load(entry + 1) - (index // blocks - first) * TOKENS
+    rest = index - first * blocks
+    return expert, row + rest % count * TOKENS, gl.load(entry + 2), rest // count, first + rest % count
+
+
+@gluon.jit
 def zero_words(zero, row, row_words, tile, pair_tiles, WIDE: gl.constexpr):
     """Zero-point words of one group, spread over lanes as `weights.zero_offsets` takes them.
 

@@ -49,11 +49,12 @@ def _mark_unused(tiles, num_tiles, used, MOST, BLOCK: tl.constexpr):
 def route_few(
     ids, expert_map, x, sorted_x, pair_of_row, inverse, tiles, num_tiles, cleared, to_clear, pairs, top_k, hidden,
     stride_x, EXPERTS, KNOWN, MOST, MAPPED: tl.constexpr, PAIRS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    COPY: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Everything in one kernel for up to a few thousand pairs; programs: (expert, slice of columns).
+    """Everything in one kernel for up to a thousand or so pairs; programs: (expert, slice of columns).
 
-    Each program counts all pairs for itself, then copies its expert's tokens (COLUMNS columns) to their sorted rows.
+    Each program counts all pairs for itself, then, with COPY, copies its expert's tokens (COLUMNS columns) to their
+    sorted rows; else `gather_rows` has to do that.
     Together they also set `to_clear` integers of `cleared` to zero (see `narrow.expert_product_narrow`, arrived).
     """
     expert = tl.program_id(0)
@@ -80,12 +81,13 @@ def route_few(
     for begin in range(program * BINS, to_clear, tl.num_programs(0) * tl.num_programs(1) * BINS):
         clear = begin + tl.arange(0, BINS)
         tl.store(cleared + clear, tl.zeros([BINS], tl.int32), mask=clear < to_clear)
-    tl.debug_barrier()  # pair_of_row is read back by other threads of this program
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    for i in range(count):
-        token = tl.load(pair_of_row + start + i) // top_k
-        value = tl.load(x + token.to(tl.int64) * stride_x + column, mask=column < hidden)
-        tl.store(sorted_x + (start + i).to(tl.int64) * hidden + column, value, mask=column < hidden)
+    if COPY:
+        tl.debug_barrier()  # pair_of_row is read back by other threads of this program
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        for i in range(count):
+            token = tl.load(pair_of_row + start + i) // top_k
+            value = tl.load(x + token.to(tl.int64) * stride_x + column, mask=column < hidden)
+            tl.store(sorted_x + (start + i).to(tl.int64) * hidden + column, value, mask=column < hidden)
 
 
 @triton.jit

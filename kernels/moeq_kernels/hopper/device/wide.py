@@ -24,31 +24,36 @@ STEP = gl.constexpr(64)
 
 
 @gluon.jit
-def _find(index, tiles, blocks, TOKENS: gl.constexpr):
-    """Expert, first row, end row and block (of columns and k) of a work item.
-
-    Items are ordered by expert, then block, then tile of tokens: neighbours share weights, and an
-    expert's tokens stay in the L2 cache.
-    """
-    entry = tiles + (index // blocks) * 8
-    expert = gl.load(entry)
-    first = gl.load(entry + 3)
-    count = gl.load(entry + 4)
-    row = gl.load(entry + 1) - (index // blocks - first) * TOKENS
-    rest = index - first * blocks
-    return expert, row + rest % count * TOKENS, gl.load(entry + 2), rest // count
-
-
-@gluon.jit
-def _copy(w_desc, x_desc, s_desc, w_buf, x_buf, s_buf, ready, empty, tiles, num_tiles, slabs, groups, steps, blocks,
-          splits, pair_tiles, TOKENS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr,
-          GROUPS_OF_WARPS: gl.constexpr, DEPENDENT: gl.constexpr):  # fmt: skip
+def _copy(
+    w_desc,
+    x_desc,
+    s_desc,
+    w_buf,
+    x_buf,
+    s_buf,
+    ready,
+    empty,
+    tiles,
+    num_tiles,
+    slabs,
+    groups,
+    steps,
+    blocks,
+    splits,
+    pair_tiles,
+    TOKENS: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
+    GATED: gl.constexpr,
+    GROUPS_OF_WARPS: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
     """The copy warp: words, scales and tokens of every step of every item."""
     PER: gl.constexpr = 1 if GROUP >= STEP else STEP // GROUP
     it = 0
     each = (steps + splits - 1) // splits
     for index in range(gl.program_id(0), gl.load(num_tiles) * (blocks * splits), gl.num_programs(0)):
-        expert, row, end_row, part = _find(index, tiles, blocks * splits, TOKENS)
+        expert, row, end_row, part, _ = common.find_item(index, tiles, blocks * splits, TOKENS)
         block = part // splits
         first = part % splits * each
         left = end_row - row
@@ -86,9 +91,33 @@ def _zero_offsets(zero, row, zero_words, tile, pair_tiles):
 
 
 @gluon.jit
-def _item(it, w_view, x_buf, s_view, ready, empty, zero, out, row, end_row, s_row, first, last, tile, pair_tiles,
-          columns, stride, zero_words, WG: gl.constexpr, NOW: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
-          GROUP: gl.constexpr, ZEROS: gl.constexpr, GATED: gl.constexpr):  # fmt: skip
+def _item(
+    it,
+    w_view,
+    x_buf,
+    s_view,
+    ready,
+    empty,
+    zero,
+    out,
+    row,
+    end_row,
+    s_row,
+    first,
+    last,
+    tile,
+    pair_tiles,
+    columns,
+    stride,
+    zero_words,
+    WG: gl.constexpr,
+    NOW: gl.constexpr,
+    TOKENS: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
+    ZEROS: gl.constexpr,
+    GATED: gl.constexpr,
+):
     """One warpgroup's part of one item, with NOW of the TOKENS columns of the buffers."""
     PER: gl.constexpr = 1 if GROUP >= STEP else STEP // GROUP
     scale_layout: gl.constexpr = gl.SliceLayout(2, layouts.scales(True))
@@ -117,7 +146,10 @@ def _item(it, w_view, x_buf, s_view, ready, empty, zero, out, row, end_row, s_ro
         it += 1
     column = (tile + WG) * 64
     second = (tile + WG + pair_tiles) * 64
-    _store_chunks(acc * weights.UNDO, out, row, end_row, column, second, columns, stride, GATED, NOW)
+    acc = acc * weights.UNDO
+    if not GATED:
+        acc = acc.to(out.dtype.element_ty)
+    _store_chunks(acc, out, row, end_row, column, second, columns, stride, GATED, NOW)
     return it
 
 
@@ -136,9 +168,33 @@ def _store_chunks(acc, out, row, end_row, column, second, columns, stride, GATED
 
 
 @gluon.jit
-def _multiply(w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks, splits, rows,
-              pair_tiles, columns, stride, zero_words, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
-              GROUP: gl.constexpr, ZEROS: gl.constexpr, GATED: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr):  # fmt: skip
+def _multiply(
+    w_buf,
+    x_buf,
+    s_buf,
+    ready,
+    empty,
+    zero,
+    out,
+    tiles,
+    num_tiles,
+    groups,
+    steps,
+    blocks,
+    splits,
+    rows,
+    pair_tiles,
+    columns,
+    stride,
+    zero_words,
+    WG: gl.constexpr,
+    TOKENS: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
+    ZEROS: gl.constexpr,
+    GATED: gl.constexpr,
+    GROUPS_OF_WARPS: gl.constexpr,
+):
     """A multiplying warpgroup."""
     PER: gl.constexpr = 1 if GROUP >= STEP else STEP // GROUP
     w_view = reinterpret(w_buf, gl.uint8, [STAGES, 2, 4, GROUPS_OF_WARPS * 512], layouts.plain_shared())
@@ -146,7 +202,7 @@ def _multiply(w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, gr
     it = 0
     each = (steps + splits - 1) // splits
     for index in range(gl.program_id(0), gl.load(num_tiles) * (blocks * splits), gl.num_programs(0)):
-        expert, row, end_row, part = _find(index, tiles, blocks * splits, TOKENS)
+        expert, row, end_row, part, _ = common.find_item(index, tiles, blocks * splits, TOKENS)
         block = part // splits
         first = part % splits * each
         last = gl.minimum(first + each, steps)
@@ -155,14 +211,89 @@ def _multiply(w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, gr
         s_row = expert * groups
         left = end_row - row
         if TOKENS > 32 and left <= 32:
-            it = _item(it, w_view, x_buf, s_view, ready, empty, zero, base, row, end_row, s_row, first, last, tile,
-                       pair_tiles, columns, stride, zero_words, WG, 32, TOKENS, STAGES, GROUP, ZEROS, GATED)  # fmt: skip
+            it = _item(
+                it,
+                w_view,
+                x_buf,
+                s_view,
+                ready,
+                empty,
+                zero,
+                base,
+                row,
+                end_row,
+                s_row,
+                first,
+                last,
+                tile,
+                pair_tiles,
+                columns,
+                stride,
+                zero_words,
+                WG,
+                32,
+                TOKENS,
+                STAGES,
+                GROUP,
+                ZEROS,
+                GATED,
+            )
         elif TOKENS > 64 and left <= 64:
-            it = _item(it, w_view, x_buf, s_view, ready, empty, zero, base, row, end_row, s_row, first, last, tile,
-                       pair_tiles, columns, stride, zero_words, WG, 64, TOKENS, STAGES, GROUP, ZEROS, GATED)  # fmt: skip
+            it = _item(
+                it,
+                w_view,
+                x_buf,
+                s_view,
+                ready,
+                empty,
+                zero,
+                base,
+                row,
+                end_row,
+                s_row,
+                first,
+                last,
+                tile,
+                pair_tiles,
+                columns,
+                stride,
+                zero_words,
+                WG,
+                64,
+                TOKENS,
+                STAGES,
+                GROUP,
+                ZEROS,
+                GATED,
+            )
         else:
-            it = _item(it, w_view, x_buf, s_view, ready, empty, zero, base, row, end_row, s_row, first, last, tile,
-                       pair_tiles, columns, stride, zero_words, WG, TOKENS, TOKENS, STAGES, GROUP, ZEROS, GATED)  # fmt: skip
+            it = _item(
+                it,
+                w_view,
+                x_buf,
+                s_view,
+                ready,
+                empty,
+                zero,
+                base,
+                row,
+                end_row,
+                s_row,
+                first,
+                last,
+                tile,
+                pair_tiles,
+                columns,
+                stride,
+                zero_words,
+                WG,
+                TOKENS,
+                TOKENS,
+                STAGES,
+                GROUP,
+                ZEROS,
+                GATED,
+            )
 
 
 @gluon.jit
@@ -220,25 +351,251 @@ def expert_product_wide(
         gdc_wait()
         gdc_launch_dependents()
     if GROUPS_OF_WARPS == 2:
-        gl.warp_specialize([
-            (_multiply, (w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks,
-                         splits, rows, pair_tiles, columns, stride, zero_words, 0, TOKENS, STAGES, GROUP, ZEROS, GATED, 2)),
-            (_multiply, (w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks,
-                         splits, rows, pair_tiles, columns, stride, zero_words, 1, TOKENS, STAGES, GROUP, ZEROS, GATED, 2)),
-            (_copy, (w_desc, x_desc, s_desc, w_buf, x_buf, s_buf, ready, empty, tiles, num_tiles, slabs, groups, steps,
-                     blocks, splits, pair_tiles, TOKENS, STAGES, GROUP, GATED, 2, DEPENDENT)),
-        ], [4, 1], [REGISTERS, 24])  # fmt: skip
+        gl.warp_specialize(
+            [
+                (
+                    _multiply,
+                    (
+                        w_buf,
+                        x_buf,
+                        s_buf,
+                        ready,
+                        empty,
+                        zero,
+                        out,
+                        tiles,
+                        num_tiles,
+                        groups,
+                        steps,
+                        blocks,
+                        splits,
+                        rows,
+                        pair_tiles,
+                        columns,
+                        stride,
+                        zero_words,
+                        0,
+                        TOKENS,
+                        STAGES,
+                        GROUP,
+                        ZEROS,
+                        GATED,
+                        2,
+                    ),
+                ),
+                (
+                    _multiply,
+                    (
+                        w_buf,
+                        x_buf,
+                        s_buf,
+                        ready,
+                        empty,
+                        zero,
+                        out,
+                        tiles,
+                        num_tiles,
+                        groups,
+                        steps,
+                        blocks,
+                        splits,
+                        rows,
+                        pair_tiles,
+                        columns,
+                        stride,
+                        zero_words,
+                        1,
+                        TOKENS,
+                        STAGES,
+                        GROUP,
+                        ZEROS,
+                        GATED,
+                        2,
+                    ),
+                ),
+                (
+                    _copy,
+                    (
+                        w_desc,
+                        x_desc,
+                        s_desc,
+                        w_buf,
+                        x_buf,
+                        s_buf,
+                        ready,
+                        empty,
+                        tiles,
+                        num_tiles,
+                        slabs,
+                        groups,
+                        steps,
+                        blocks,
+                        splits,
+                        pair_tiles,
+                        TOKENS,
+                        STAGES,
+                        GROUP,
+                        GATED,
+                        2,
+                        DEPENDENT,
+                    ),
+                ),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
     else:
         gl.static_assert(GROUPS_OF_WARPS == 4)
-        gl.warp_specialize([
-            (_multiply, (w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks,
-                         splits, rows, pair_tiles, columns, stride, zero_words, 0, TOKENS, STAGES, GROUP, ZEROS, GATED, 4)),
-            (_multiply, (w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks,
-                         splits, rows, pair_tiles, columns, stride, zero_words, 1, TOKENS, STAGES, GROUP, ZEROS, GATED, 4)),
-            (_multiply, (w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks,
-                         splits, rows, pair_tiles, columns, stride, zero_words, 2, TOKENS, STAGES, GROUP, ZEROS, GATED, 4)),
-            (_multiply, (w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks,
-                         splits, rows, pair_tiles, columns, stride, zero_words, 3, TOKENS, STAGES, GROUP, ZEROS, GATED, 4)),
-            (_copy, (w_desc, x_desc, s_desc, w_buf, x_buf, s_buf, ready, empty, tiles, num_tiles, slabs, groups, steps,
-                     blocks, splits, pair_tiles, TOKENS, STAGES, GROUP, GATED, 4, DEPENDENT)),
-        ], [4, 4, 4, 1], [REGISTERS, REGISTERS, REGISTERS, 24])  # fmt: skip
+        gl.warp_specialize(
+            [
+                (
+                    _multiply,
+                    (
+                        w_buf,
+                        x_buf,
+                        s_buf,
+                        ready,
+                        empty,
+                        zero,
+                        out,
+                        tiles,
+                        num_tiles,
+                        groups,
+                        steps,
+                        blocks,
+                        splits,
+                        rows,
+                        pair_tiles,
+                        columns,
+                        stride,
+                        zero_words,
+                        0,
+                        TOKENS,
+                        STAGES,
+                        GROUP,
+                        ZEROS,
+                        GATED,
+                        4,
+                    ),
+                ),
+                (
+                    _multiply,
+                    (
+                        w_buf,
+                        x_buf,
+                        s_buf,
+                        ready,
+                        empty,
+                        zero,
+                        out,
+                        tiles,
+                        num_tiles,
+                        groups,
+                        steps,
+                        blocks,
+                        splits,
+                        rows,
+                        pair_tiles,
+                        columns,
+                        stride,
+                        zero_words,
+                        1,
+                        TOKENS,
+                        STAGES,
+                        GROUP,
+                        ZEROS,
+                        GATED,
+                        4,
+                    ),
+                ),
+                (
+                    _multiply,
+                    (
+                        w_buf,
+                        x_buf,
+                        s_buf,
+                        ready,
+                        empty,
+                        zero,
+                        out,
+                        tiles,
+                        num_tiles,
+                        groups,
+                        steps,
+                        blocks,
+                        splits,
+                        rows,
+                        pair_tiles,
+                        columns,
+                        stride,
+                        zero_words,
+                        2,
+                        TOKENS,
+                        STAGES,
+                        GROUP,
+                        ZEROS,
+                        GATED,
+                        4,
+                    ),
+                ),
+                (
+                    _multiply,
+                    (
+                        w_buf,
+                        x_buf,
+                        s_buf,
+                        ready,
+                        empty,
+                        zero,
+                        out,
+                        tiles,
+                        num_tiles,
+                        groups,
+                        steps,
+                        blocks,
+                        splits,
+                        rows,
+                        pair_tiles,
+                        columns,
+                        stride,
+                        zero_words,
+                        3,
+                        TOKENS,
+                        STAGES,
+                        GROUP,
+                        ZEROS,
+                        GATED,
+                        4,
+                    ),
+                ),
+                (
+                    _copy,
+                    (
+                        w_desc,
+                        x_desc,
+                        s_desc,
+                        w_buf,
+                        x_buf,
+                        s_buf,
+                        ready,
+                        empty,
+                        tiles,
+                        num_tiles,
+                        slabs,
+                        groups,
+                        steps,
+                        blocks,
+                        splits,
+                        pair_tiles,
+                        TOKENS,
+                        STAGES,
+                        GROUP,
+                        GATED,
+                        4,
+                        DEPENDENT,
+                    ),
+                ),
+            ],
+            [4, 4, 4, 1],
+            [REGISTERS, REGISTERS, REGISTERS, 24],
+        )
