@@ -78,7 +78,19 @@ def load_experts(
     if verify:
         check_layer_digests(checkpoint, entry)
     part = plan_rank(entry, Rank(tp_rank, tp_size, ep_rank, ep_size), uneven_unit(checkpoint, layer))
+    _check_groups(entry, part)
     return packed_experts(checkpoint, entry, part, target)
+
+
+def _check_groups(entry: LayerEntry, part: RankPart) -> None:
+    for role, matrix in part.matrices.items():
+        if matrix.spec.all_groups is not None and matrix.spec.all_groups * matrix.spec.group_size > matrix.spec.k:
+            raise MoeqError(
+                "answer.no-kernel",
+                f"layer {entry.layer}: a tensor-parallel shard of {role} with act-order keeps all "
+                f"{matrix.spec.all_groups} groups of the whole, and moeq's kernels read just those of their columns",
+                "convert it for one rank or for expert parallelism: moeq convert SRC DST --ep N",
+            )
 
 
 def expert_map(num_experts: int, ep_rank: int, ep_size: int, device: str | torch.device = "cpu") -> Tensor:

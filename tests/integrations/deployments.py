@@ -15,6 +15,7 @@ from moeq.reference.moe import Activation, Expert, Linear, moe
 #: Checkpoint to the layout it is converted to: every kernel of moeq at least once.
 LAYOUTS = {
     "gptq-int4-g32-qwen3moe": "marlin-wna16/1",
+    "gptq-int4-g32-actorder-qwen3moe": "marlin-act-order/1",
     "gptq-int8-g64-qwen3moe": "triton-wna16/1",
     "gptq-int4-g128-mixtral": "marlin-wna16/1",
     "awq-int4-g32-qwen3moe": "triton-wna16/1",

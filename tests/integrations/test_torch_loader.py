@@ -190,6 +190,13 @@ class TestRefusals:
         assert "--tp 1" in (error.hint or "")
         assert self.refused(folder, 0, tp_rank=3, tp_size=4).code == "usage.tp"
 
+    def test_ranks_of_act_order(self, checkpoints, tmp_path) -> None:
+        name = "gptq-int4-g32-actorder-qwen3moe"
+        folder = convert(checkpoints / name, tmp_path / "out", tp=2)
+        error = self.refused(folder, 0, tp_rank=1, tp_size=2)
+        assert error.code == "answer.no-kernel"
+        assert "--ep" in (error.hint or "")
+
     def test_a_layer_that_is_not_there(self, converted) -> None:
         assert self.refused(converted[self.name], 7).code == "usage.no-such-layer"
 
