@@ -26,7 +26,7 @@ from moeq.model.shards import join_shards, shard_matrix
 from moeq.oracle.records import Verdict
 from moeq.pipeline.folder import FileRecord, WorkFolder, write_side_files
 from moeq.pipeline.keepsake import unrestorable, write_keepsake
-from moeq.pipeline.plan import FilePlan, LayerPlan, Plan, PlanOptions, ShardPlan, make_plan
+from moeq.pipeline.plan import FilePlan, LayerPlan, Plan, PlanOptions, ShardPlan, describe, make_plan
 from moeq.pipeline.targets import choose_targets
 from moeq.pipeline.tensors import as_bytes, from_bytes, same_matrix
 
@@ -296,6 +296,14 @@ class LayerWriter:
         """One expert's matrix, read once, to every rank that holds it."""
         layer = self._layer.entry.layer
         matrix = self._checkpoint.matrix(layer, expert, role)
+        planned = self._layer.entry.matrices[role].spec
+        if matrix.spec != planned:
+            raise MoeqError(
+                "source.inconsistent",
+                f"layer {layer} expert {expert} {role}: config and headers say {describe(planned)}, the data say "
+                f"{describe(matrix.spec)}",
+                "correct the quantisation config: desc_act has to be true where g_idx is out of order",
+            )
         written, losses, stored = 0, 0, []
         for plan, layout in zip(self._layer.shards, layouts, strict=True):
             if not plan.shard.experts.start <= expert < plan.shard.experts.stop:

@@ -172,22 +172,31 @@ def write_side_files(checkpoint: Checkpoint, plan: Plan, manifest: Manifest, fol
             shutil.copyfile(checkpoint.source.path(name), folder / name)
     weight_map = {tensor: file.name for file in plan.files for tensor in file.tensors}
     _write_json(folder / INDEX_NAME, {"metadata": {"total_size": plan.bytes_out}, "weight_map": weight_map})
-    _write_json(folder / CONFIG_NAME, converted_config(checkpoint.source.config, manifest))
+    _write_json(folder / CONFIG_NAME, converted_config(checkpoint, manifest))
     _write_json(folder / MANIFEST_NAME, manifest.to_json())
 
 
-def converted_config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, Any]:
-    """The source's `config.json` with the original quantisation config kept inside the new one."""
-    original = config.get("quantization_config")
+def converted_config(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, Any]:
+    """The source's `config.json` with the quantisation config that counts kept inside the new one.
+
+    Other copies of it (in the language model's sub-config, say) are dropped: an engine that finds one would read
+    packed experts by it.
+    """
+    original = checkpoint.quantization_config
     return {
-        **config,
+        **_without_quantization(checkpoint.source.config),
         "quantization_config": {
             "quant_method": "moeq",
             "manifest": MANIFEST_NAME,
             "layouts": sorted({layer.layout for layer in manifest.layers}),
-            "original": original,
+            "original": None if original is None else dict(original),
         },
     }
+
+
+def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
+    return {key: _without_quantization(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
 def _write_json(path: Path, document: Mapping[str, Any]) -> None:

@@ -115,10 +115,9 @@ def _layout_for(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> s
 
 def _judge(checkpoint: Checkpoint, deployment: Deployment) -> Verdict:
     """The verdict whatever it is: a layout was asked for, so that no backend has to fit."""
-    declared = checkpoint.source.config.get("quantization_config")
-    config = declared if isinstance(declared, dict) else None
-    scheme = checkpoint.scheme_of(first_layer(checkpoint))
-    return judge(scheme, moe_shape(checkpoint), deployment, config=config)
+    layer = first_layer(checkpoint)
+    config, prefix = checkpoint.quantization_config, checkpoint.expert_prefix(layer)
+    return judge(checkpoint.scheme_of(layer), moe_shape(checkpoint), deployment, config=config, prefix=prefix)
 
 
 def _backend_of(verdict: Verdict, layout: str) -> str:

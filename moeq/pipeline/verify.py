@@ -219,7 +219,7 @@ class _Verifier:
             held = {file.name for file in there.files}
             same = name in held and there.read_bytes(name, 0, len(raw)) == raw
             yield None if same else Mismatch("kept", f"header of {name}", f"the header of {name} is not the source's")
-        expected = converted_config(there.config, self._converted.manifest)
+        expected = converted_config(original, self._converted.manifest)
         yield None if here.config == expected else Mismatch("file", CONFIG_NAME, f"{CONFIG_NAME} was changed")
 
 
