@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+CHECKPOINT = "tests/data/checkpoints/gptq-int4-g32-qwen3moe"
 
 RECORDS = {"errors", "matrix"}
 
@@ -155,8 +156,8 @@ def test_kernels_never_import_moeq() -> None:
         "import moeq.cli.app as app; app.run(['--help'])",
         "import moeq.oracle.decide",
         "import moeq.layouts.registry",
-        "import moeq.cli.app as app; app.run(['inspect', 'tests/data/checkpoints/gptq-int4-g32-qwen3moe', '--gpu', 'a100'])",
-        "import moeq.cli.app as app; app.run(['oracle', 'tests/data/checkpoints/gptq-int4-g32-qwen3moe', '--gpu', 'a100'])",
+        f"import moeq.cli.app as app; app.run(['inspect', '{CHECKPOINT}', '--gpu', 'a100'])",
+        f"import moeq.cli.app as app; app.run(['oracle', '{CHECKPOINT}', '--gpu', 'a100'])",
     ],
 )
 def test_no_torch_is_loaded(code: str) -> None:

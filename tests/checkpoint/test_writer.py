@@ -40,12 +40,18 @@ def test_an_unfinished_file_is_removed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "size", "offset"), [("b", 6, 0), ("b", 1, 5), ("b", 1, -1), ("empty", 1, 0)])
 def test_writes_outside_a_tensor_are_refused(tmp_path: Path, name: str, size: int, offset: int) -> None:
-    with SafetensorsWriter(tmp_path / "x.safetensors", TENSORS) as writer, pytest.raises(ValueError, match="do not fit"):
+    with (
+        SafetensorsWriter(tmp_path / "x.safetensors", TENSORS) as writer,
+        pytest.raises(ValueError, match="do not fit"),
+    ):
         writer.write(name, memoryview(bytes(size)), offset)
 
 
 def test_reads_outside_a_tensor_are_refused(tmp_path: Path) -> None:
-    with SafetensorsWriter(tmp_path / "x.safetensors", TENSORS) as writer, pytest.raises(ValueError, match="lie outside"):
+    with (
+        SafetensorsWriter(tmp_path / "x.safetensors", TENSORS) as writer,
+        pytest.raises(ValueError, match="lie outside"),
+    ):
         writer.read("b", 3, 3)
 
 
