@@ -57,9 +57,7 @@ class MoeqConfig(QuantizationConfig):  # type: ignore[misc]
 
     def __init__(self, original: dict[str, Any] | None) -> None:
         super().__init__()
-        self.inner: Any = None
-        if original:
-            self.inner = get_quantization_config(str(original["quant_method"])).from_config(dict(original))
+        self.inner: Any = _source_method(original) if original else None
         self.checkpoint: ConvertedCheckpoint | None = None
 
     @classmethod
@@ -120,6 +118,20 @@ class MoeqConfig(QuantizationConfig):  # type: ignore[misc]
             return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
         self.inner.packed_modules_mapping = self.packed_modules_mapping
         return self.inner.get_quant_method(layer, prefix)
+
+
+def _source_method(original: dict[str, Any]) -> Any:
+    """The engine's config of the source's method. Raises MoeqError `answer.no-backend` where the engine refuses it."""
+    method = str(original["quant_method"])
+    try:
+        return get_quantization_config(method).from_config(dict(original))
+    except ValueError as error:
+        raise MoeqError(
+            "answer.no-backend",
+            f"layers outside the experts are still {method}, as the source had them, and vLLM does not read them: "
+            f"{error}",
+            "moeq oracle SRC says what serves this checkpoint",
+        ) from error
 
 
 class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]

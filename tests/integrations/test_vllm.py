@@ -150,7 +150,21 @@ def test_the_engine_finds_the_plug_in() -> None:
     assert get_quantization_config("moeq").__module__ == "moeq.integrations.vllm"
 
 
-@pytest.mark.parametrize("name", list(LAYOUTS))
+@pytest.mark.parametrize("name", ["gptq-int4-g32-qwen3moe", "ct-int4-asym-g32-mixtral"])
+def test_the_engine_chooses_the_method_for_a_converted_folder(name, folders) -> None:
+    """The engine's own way from a folder to a quantisation config, with all its override rules."""
+    from vllm.config import LoadConfig, ModelConfig
+    from vllm.model_executor.model_loader.weight_utils import get_quant_config
+
+    model = ModelConfig(model=str(folders[name]), skip_tokenizer_init=True, dtype="bfloat16")
+    assert model.quantization == "moeq"
+    config = get_quant_config(model, LoadConfig())
+    config.maybe_update_config(model.model, hf_config=model.hf_config)
+    assert config.get_name() == "moeq"
+    assert config.checkpoint.kind == "converted"
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if "actorder" not in name])
 def test_other_layers_keep_the_method_of_the_source(name, checkpoints) -> None:
     original = json.loads((checkpoints / name / "config.json").read_text())["quantization_config"]
     config = get_quantization_config("moeq").from_config({"quant_method": "moeq", "original": original})
@@ -312,6 +326,12 @@ class TestRefusals:
         assert error.code == "answer.no-backend"
         assert "humming-wna16/1" in error.message
 
+    def test_a_source_method_that_the_engine_refuses(self, checkpoints) -> None:
+        source = checkpoints / "gptq-int4-g32-actorder-qwen3moe" / "config.json"
+        original = json.loads(source.read_text())["quantization_config"]
+        with pytest.raises(MoeqError, match="vLLM does not read them: GPTQ group activation ordering"):
+            get_quantization_config("moeq").from_config({"original": original})
+
     def test_gpt_oss_is_named(self, checkpoints, tmp_path) -> None:
         folder = convert(checkpoints / "mxfp4-gptoss", tmp_path / "out")
         with pytest.raises(MoeqError, match="gpt_oss"):
@@ -338,3 +358,50 @@ class TestRefusals:
         manifest["layers"][1]["matrices"]["w13"]["padded_n"] = 512
         (folder / "moeq.json").write_text(json.dumps(manifest))
         assert self.refused(folder).code == "source.bad-manifest"
+
+
+class NoAttention(torch.nn.Module):
+    """In the place of attention, whose backends need a device; it has no weights."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+
+@pytest.mark.parametrize(
+    ("name", "module"), [("ct-int4-g128-qwen3moe", "qwen3_moe"), ("ct-w8a8-qwen3moe", "qwen3_moe")]
+)
+def test_the_engines_model_loads_a_whole_checkpoint(name, module, folders, gpu, monkeypatch, tmp_path) -> None:
+    """The engine builds its model class and fills it from the files; every parameter is loaded."""
+    from importlib import import_module
+
+    from safetensors import safe_open
+    from vllm.config import ModelConfig
+    from vllm.distributed import (
+        destroy_distributed_environment,
+        destroy_model_parallel,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    monkeypatch.setattr(import_module(f"vllm.model_executor.models.{module}"), "Attention", NoAttention)
+    config = ModelConfig(model=str(folders[name]), skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True)
+    engine = VllmConfig(model_config=config, device_config=DeviceConfig(device="cpu"))
+    try:
+        with set_current_vllm_config(engine):
+            init_distributed_environment(1, 0, f"file://{tmp_path}/rendezvous", 0, "gloo")
+            initialize_model_parallel()
+            model = initialize_model(engine)
+            tensors: dict[str, torch.Tensor] = {}
+            for path in sorted(folders[name].glob("*.safetensors")):
+                with safe_open(path, "pt") as file:
+                    tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+            loaded = model.load_weights(tensors.items())
+            assert loaded == {parameter for parameter, _ in model.named_parameters()}
+            for layer in (0, 1):
+                experts = model.model.layers[layer].mlp.experts.routed_experts
+                experts.quant_method.process_weights_after_loading(experts)
+                assert torch.equal(experts.w13_weight, moeq.load_experts(folders[name], layer).w13.weight)
+    finally:
+        destroy_model_parallel()
+        destroy_distributed_environment()
