@@ -73,20 +73,15 @@ class MoeqQuantizer(HfQuantizer):  # type: ignore[misc]
         self.checkpoint: ConvertedCheckpoint | None = None
         self.linears: list[QuantizedLinear] = []
 
-    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse what would read the weights wrongly. Raises MoeqError `usage.parallel`."""
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            size = torch.distributed.get_world_size()
-            if size > 1:
-                raise MoeqError(
-                    "usage.parallel",
-                    f"transformers runs in {size} processes, and converted experts are loaded whole by one",
-                    "use device_map to spread layers over GPUs, or moeq.load_experts(tp_rank=..., tp_size=...)",
-                )
-
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
+        if getattr(model.config, "distributed_config", None) is not None:
+            raise MoeqError(
+                "usage.parallel",
+                "transformers is to spread the model over processes, and converted experts are loaded whole by one",
+                "use device_map to spread layers over GPUs, or moeq.load_experts(tp_rank=..., tp_size=...)",
+            )
         checkpoint = _open(model, checkpoint_files)
         self.checkpoint = checkpoint
         for name, module in _experts(model):

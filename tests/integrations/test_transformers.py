@@ -159,6 +159,12 @@ class TestRefusals:
         assert error.code == "usage.tp"
         assert "--tp 1" in (error.hint or "")
 
+    def test_a_model_spread_over_processes(self, converted) -> None:
+        config = AutoConfig.from_pretrained(converted[self.name])
+        config.distributed_config = object()  # what `from_pretrained(tp_plan="auto")` leaves there
+        with pytest.raises(MoeqError, match="loaded whole by one"):
+            AutoModelForCausalLM.from_pretrained(converted[self.name], config=config)
+
     def test_no_manifest(self, converted, tmp_path) -> None:
         folder = tmp_path / "bare"
         shutil.copytree(converted[self.name], folder)
