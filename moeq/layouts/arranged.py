@@ -324,7 +324,7 @@ def rearrange(part: Part, packed: Tensor, shape: tuple[int, int]) -> Tensor:
     padded = part.padded(*shape)
     found = unpack_words(part.arrangement, words, padded, part.bits)
     if part.flip:
-        found ^= part.flip
+        found = found ^ part.flip  # a new tensor: `found` may be a view of the caller's
     halves = 2 if part.arrangement.has_halves else 1
     kept = found.view(halves, padded[0] // halves, padded[1])[:, : shape[0] // halves, : shape[1]]
     return kept.reshape(shape)

@@ -47,6 +47,23 @@ def test_unpack_is_the_inverse_of_pack_at_uneven_sizes(layout_id: str) -> None:
             assert same(layout.unpack(bound.pack(matrix), spec), matrix), spec
 
 
+@pytest.mark.parametrize("layout_id", LAYOUT_IDS)
+def test_nothing_given_is_changed(layout_id: str) -> None:
+    for spec in specs(layout_id):
+        layout = arranged(layout_id, allow_lossy=True)
+        matrix = tame(layout, random_matrix(spec))
+        layout = ready(layout, matrix)
+        before = {name: value.clone() for name, value in vars(matrix).items() if isinstance(value, torch.Tensor)}
+        packed = layout.pack(matrix)
+        kept = {name: tensor.clone() for name, tensor in packed.items()}
+        first, second = layout.unpack(packed, spec), layout.unpack(packed, spec)
+        assert same(first, second), spec
+        for name, tensor in before.items():
+            assert torch.equal(raw(getattr(matrix, name)), raw(tensor)), (spec, name)
+        for name, tensor in kept.items():
+            assert torch.equal(raw(packed[name]), raw(tensor)), (spec, name)
+
+
 @pytest.mark.parametrize("layout_id", LOSSY_ALWAYS)
 def test_lossy_layouts_keep_codes_and_lose_only_what_they_say(layout_id: str) -> None:
     for spec in specs(layout_id):
