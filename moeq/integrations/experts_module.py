@@ -95,8 +95,7 @@ class ConvertedExperts(nn.Module):
         linears = {}
         for role in STACKED_ROLES:
             entry, layout = self.entry.matrices, get_layout(self.entry.layout)
-            # A copy: `unpack` may decode in the memory it is given.
-            parts = {part: tensor[number].clone() for part, tensor in self._parts(role).items()}
+            parts = {part: tensor[number] for part, tensor in self._parts(role).items()}
             w13, w2 = entry["w13"], entry["w2"]
             padding = PaddingPlan(layout.padding, w13.padded_spec, w2.padded_spec, w13.spec, w2.spec)
             matrix = padding.unpad(layout.unpack(parts, entry[role].padded_spec))

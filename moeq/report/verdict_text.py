@@ -55,7 +55,7 @@ def _reasons(candidate: CandidateReport, verbose: bool) -> str:
     shown = candidate.reasons if verbose else candidate.reasons[:1]
     text = "; ".join(reason.text for reason in shown)
     if len(candidate.reasons) > len(shown):
-        text += f" (+{len(candidate.reasons) - len(shown)} more: --verbose)"
+        text += f" (+{len(candidate.reasons) - len(shown)} more)"
     return f"{text} → {candidate.unlock}" if candidate.unlock else text
 
 
