@@ -7,6 +7,8 @@ from torch import Tensor
 
 from moeq_kernels.align import align, align_batched
 from moeq_kernels.formats import Format
+from moeq_kernels.hopper.launch import hopper_moe
+from moeq_kernels.hopper.support import unsupported_reason
 from moeq_kernels.launch import Epilogue, Rows, gemm, sum_choices
 from moeq_kernels.records import PackedExperts
 from moeq_kernels.tuning import Blocks, blocks_on
@@ -46,7 +48,8 @@ def fused_moe(
             rank (expert parallelism). Choices of absent experts contribute nothing.
         router_weight_on_input: multiply the gate and up products (before bias and activation) by the router weight
             instead of the output.
-        blocks: tile sizes, where the default choice should not be used.
+        blocks: tile sizes of the portable kernels, where the default choice (on a Hopper GPU: the Hopper kernels, see
+            `hopper.support.unsupported_reason`) should not be used.
 
     Returns:
         `[M, H]` in x's dtype. Products accumulate in float32; the activation's result is rounded to x's dtype once;
@@ -60,8 +63,12 @@ def fused_moe(
     check_routing(x, topk_weights, topk_ids)
     w13_format, w2_format = check_experts(x, experts, activation)
     require_runnable(x)
-    local_ids = _local_ids(x, experts, topk_ids, expert_map)
     first = _first_epilogue(experts, activation, alpha, beta, limit, router_weight_on_input)
+    hopper = {"limit": limit, "router_weight_on_input": router_weight_on_input}
+    if blocks is None and unsupported_reason(x, experts, activation, **hopper) is None:
+        _known_experts(x, experts, expert_map)
+        return hopper_moe(x, experts, topk_weights, topk_ids, expert_map=expert_map)
+    local_ids = _local_ids(x, experts, topk_ids, expert_map)
     last = Epilogue(weight_last=not router_weight_on_input)
 
     tokens, hidden = x.shape
@@ -159,14 +166,7 @@ def _both_products(
 
 def _local_ids(x: Tensor, experts: PackedExperts, topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:
     """int32 `[M, top_k]` local experts, -1 where a choice has none here."""
-    known = experts.num_experts
-    if expert_map is not None:
-        require(
-            expert_map.dim() == 1 and expert_map.dtype in (torch.int32, torch.int64),
-            f"expert_map is {shape_of(expert_map)}; it must be int32 or int64 [global experts]",
-        )
-        require(expert_map.device == x.device, f"expert_map is on {expert_map.device}, but x is on {x.device}")
-        known = expert_map.numel()
+    known = _known_experts(x, experts, expert_map)
     if topk_ids.device.type == "cpu" and topk_ids.numel():  # on a GPU looking would cost a synchronisation
         low, high = int(topk_ids.min()), int(topk_ids.max())
         require(low >= -1 and high < known, f"topk_ids run from {low} to {high}, but experts from 0 to {known - 1}")
@@ -175,6 +175,18 @@ def _local_ids(x: Tensor, experts: PackedExperts, topk_ids: Tensor, expert_map: 
     local = ids if expert_map is None else expert_map.to(torch.int64)[ids]
     inside = inside & (local >= 0) & (local < experts.num_experts)
     return torch.where(inside, local, -1).to(torch.int32)
+
+
+def _known_experts(x: Tensor, experts: PackedExperts, expert_map: Tensor | None) -> int:
+    """How many experts topk_ids can name; checks the map."""
+    if expert_map is None:
+        return experts.num_experts
+    require(
+        expert_map.dim() == 1 and expert_map.dtype in (torch.int32, torch.int64),
+        f"expert_map is {shape_of(expert_map)}; it must be int32 or int64 [global experts]",
+    )
+    require(expert_map.device == x.device, f"expert_map is on {expert_map.device}, but x is on {x.device}")
+    return expert_map.numel()
 
 
 def _first_epilogue(

@@ -59,7 +59,8 @@ def hopper_moe(
         dependent: let each kernel start while the one before it ends (programmatic dependent launch).
 
     Returns bf16 `[M, H]`. Nothing is read back from the device; results do not vary from run to run. Tokens' results
-    are summed in float32 in the order of topk_ids; with many tokens per expert each is rounded to bf16 before that.
+    are summed in float32 in the order of topk_ids; with more than FEW_PAIRS pairs in the wide kernel
+    each is rounded to bf16 before that.
     """
     tokens, hidden = x.shape
     top_k = topk_ids.shape[1]
@@ -89,7 +90,7 @@ def _some_tokens(
     plan = plan or choose(pairs, experts.num_experts, experts.w13.k, intermediate, experts.w13.group_size)
     routed = sort_pairs(x, experts, topk_ids, expert_map, plan, dependent)
     middle = torch.empty(pairs, intermediate, dtype=x.dtype, device=x.device)
-    exact = isinstance(plan.kernel, Narrow) or plan.down_splits > 1
+    exact = isinstance(plan.kernel, Narrow) or plan.down_splits > 1 or pairs <= FEW_PAIRS
     parts_type = torch.float32 if exact else x.dtype
     parts = torch.empty(plan.down_splits, pairs, hidden, dtype=parts_type, device=x.device)
     product(plan, experts.w13, routed, routed.x, middle, True, dependent)

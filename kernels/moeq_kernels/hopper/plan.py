@@ -1,13 +1,14 @@
 """Which Hopper kernel a call uses, and with what sizes: a table and a short rule, from shapes alone.
 
 What decides is how many tokens an expert that is hit gets on average. With few, the time is that of reading weights,
-and the narrow kernel keeps many reads in flight; it works on tiles of 8 or 16 tokens, and several programs share a
-tile's k where that fills the GPU better. With more, dequantising and multiplying count too, and the wide kernel does
-both at once, on tiles of up to 128 tokens. The table was measured on an H200 (see kernels/bench/TUNING.md).
+and the narrow kernel keeps many reads in flight; it works on tiles of 8 tokens, and several programs share a tile's k
+where that fills the GPU better. With more, dequantising and multiplying count too, and the wide kernel does both at
+once, on tiles of up to 128 tokens. The table was measured on an H200 (see kernels/bench/TUNING.md).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 #: Multiprocessors of an H100 or H200 (SXM).
@@ -19,7 +20,7 @@ class Narrow:
     """Sizes of the narrow kernel.
 
     Attributes:
-        tokens: of a tile (8 or 16).
+        tokens: of a tile (8; 16 works too, but was slower).
         stages: steps of 128 rows of k in shared memory.
         after: group scales multiply float32 sums (else they are folded into bf16 weights).
         resident: programs that a multiprocessor holds.
@@ -61,18 +62,14 @@ class Plan:
 
 #: (tokens per hit expert up to, kernel), tried in order.
 TABLE: tuple[tuple[float, Narrow | Wide], ...] = (
-    (3.0, Narrow(8, 3, after=True, resident=4, registers=128)),
-    (6.0, Narrow(16, 3, after=True, resident=3)),
+    (5.0, Narrow(8, 3, after=True, resident=4, registers=128)),
     (20.0, Wide(32, 6, warpgroups=4, registers=120)),
     (40.0, Wide(64, 6, warpgroups=2, registers=232)),
     (float("inf"), Wide(128, 6, warpgroups=2, registers=232)),
 )
-#: Instead of the kernel with four warpgroups, where its large items would leave multiprocessors idle.
-SMALLER = Wide(32, 6, warpgroups=2, registers=232)
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
-#: Start and end of a program, in steps; and what part of the GPU's rate the first few programs already reach.
-_OVERHEAD_STEPS = 3.0
-_LEAST_LOAD = 0.55
+#: Start and end of a program, in steps.
+_OVERHEAD_STEPS = 2.5
 
 
 def tokens_per_hit(pairs: int, experts: int) -> float:
@@ -84,12 +81,19 @@ def tokens_per_hit(pairs: int, experts: int) -> float:
 def splits_for(items: float, steps: int, resident: int) -> int:
     """How many programs should share a tile's k, of `items` tiles with `steps` each, when `resident` fit at once.
 
-    Least time of: waves of programs x (steps of each + overhead), where an incomplete wave costs its share.
+    Least time of: waves of programs x (steps of each + overhead). With less than one wave programs are faster, and
+    time falls as the square root. Beyond one wave sharing only evens out the last one: it then has to save a tenth,
+    and leave every program 12 steps.
     """
 
     def cost(splits: int) -> float:
         waves = items * splits / resident
-        return max(waves, _LEAST_LOAD) * (-(-steps // splits) + _OVERHEAD_STEPS)
+        each = -(-steps // splits)
+        if waves <= 1.0:
+            return waves**0.5 * (each + _OVERHEAD_STEPS)
+        if splits > 1 and each < 12:
+            return math.inf
+        return math.ceil(waves) * (each + _OVERHEAD_STEPS) * (1.1 if splits > 1 else 1.0)
 
     best = min((splits for splits in _SPLITS if splits == 1 or 2 * splits <= steps), key=cost)
     return -(-steps // -(-steps // best))  # without empty shares
@@ -102,7 +106,7 @@ def choose(pairs: int, experts: int, hidden: int, intermediate: int, group: int)
     tiles = pairs / mean * max(1.0, mean / kernel.tokens)
     if isinstance(kernel, Wide):
         down_items = tiles * -(-hidden // (128 * kernel.warpgroups))
-        return Plan(SMALLER if kernel.warpgroups == 4 and down_items < 3 * MULTIPROCESSORS else kernel)
+        return Plan(kernel, down_splits=max(1, min(4, int(MULTIPROCESSORS / max(1.0, down_items)))))
     if group < 64:
         kernel = replace(kernel, after=False)
     resident = MULTIPROCESSORS * kernel.resident

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 _INSTRUCTION = re.compile(r"(?:^|\s|\*/)(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*(?:\.[A-Za-z0-9_]+)*)\s*([^;]*);")
 _LABEL = re.compile(r"^\s*\.?(L\w+):")
 _BRANCH = re.compile(r"\bBRA\s+(?:\S+,\s*)?`?\(?\.?(L\w+)")
+#: Shuffles, stores to shared memory, and local memory (spilled registers).
+_UNWANTED = ("SHFL", "STS", "STSM", "LDSM", "LDL", "STL")
 #: Instructions whose first operand is not a register that they write.
 _READERS = ("ST", "RED", "ATOM", "SYNCS", "BAR", "BRA", "ISETP", "UTMA")
 
@@ -60,19 +62,40 @@ def loops(sass: str) -> list[tuple[int, int]]:
 
 
 def main_loops(sass: str) -> list[list[Instruction]]:
-    """The innermost loops that hold wgmma instructions."""
+    """The innermost loops that hold wgmma instructions.
+
+    Blocks that ptxas moved behind a loop (waiting longer than usual) also branch back into it; a span that overlaps a
+    shorter one is not counted.
+    """
     code = instructions(sass)
-    spans = []
-    for first, last in loops(sass):
-        body = [one for number, one in code.items() if first <= number <= last]
-        if any(is_wgmma(one) for one in body):
-            spans.append((first, last, body))
-    inner = [
-        body
-        for first, last, body in spans
-        if not any((a, b) != (first, last) and first <= a and b <= last for a, b, _ in spans)
-    ]
-    return inner
+    kept: list[tuple[int, int]] = []
+    for first, last in sorted(loops(sass), key=lambda span: span[1] - span[0]):
+        holds = any(is_wgmma(one) for number, one in code.items() if first <= number <= last)
+        if holds and not any(first <= b and a <= last for a, b in kept):
+            kept.append((first, last))
+    return [[one for number, one in code.items() if first <= number <= last] for first, last in sorted(kept)]
+
+
+def problems(sass: str) -> list[str]:
+    """What a build of these kernels must not have; empty where it is good.
+
+    Left operands come from registers that nothing overwrites too early; loops move no data between lanes and hold no
+    spilled registers or round trips through shared memory.
+    """
+    found = [f"line {one.writer} overwrites registers of the wgmma in line {one.reader}" for one in hazards(sass)]
+    inner = main_loops(sass)
+    if not inner:
+        found.append("no loop with wgmma")
+    for body in inner:
+        found += [
+            f"line {one.line}: left operand in shared memory"
+            for one in body
+            if is_wgmma(one) and not left_registers(one)
+        ]
+        found += [
+            f"line {one.line}: {one.operation} in a main loop" for one in body if one.operation.startswith(_UNWANTED)
+        ]
+    return found
 
 
 def is_wgmma(one: Instruction) -> bool:

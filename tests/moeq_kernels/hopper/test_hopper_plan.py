@@ -1,0 +1,78 @@
+"""The choice of kernel and sizes, and the reasons against the Hopper kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from bench.cases import Recipe, make_layer
+from moeq_kernels.hopper.plan import TABLE, Narrow, Wide, choose, splits_for, tokens_per_hit
+from moeq_kernels.hopper.support import _matrix_reasons, triton_reason, unsupported_reason
+
+SHAPES = [(8, 2, 4096, 14336), (128, 8, 2048, 768), (256, 8, 7168, 256), (4, 1, 512, 192)]
+
+
+@pytest.mark.parametrize(("experts", "top_k", "hidden", "intermediate"), SHAPES)
+def test_every_number_of_tokens_gets_a_plan_without_empty_shares(
+    experts: int, top_k: int, hidden: int, intermediate: int
+) -> None:
+    widths = []
+    for tokens in range(1, 3000, 7):
+        plan = choose(tokens * top_k, experts, hidden, intermediate, 128)
+        widths.append(plan.kernel.tokens)
+        if isinstance(plan.kernel, Narrow):
+            for splits, k in ((plan.gate_up_splits, hidden), (plan.down_splits, intermediate)):
+                steps = -(-k // 128)
+                assert 1 <= splits <= max(1, steps // 2)
+                assert splits == -(-steps // -(-steps // splits))
+        else:
+            assert plan.gate_up_splits == 1
+            assert 1 <= plan.down_splits <= 4
+    assert widths == sorted(widths)
+
+
+def test_groups_of_32_fold_their_scales() -> None:
+    assert choose(8, 128, 2048, 768, 128).kernel.after
+    assert not choose(8, 128, 2048, 768, 32).kernel.after
+
+
+def test_few_tiles_share_k_and_many_do_not() -> None:
+    assert splits_for(16, 56, 528) >= 8
+    assert splits_for(400, 16, 528) == 1
+    assert splits_for(5000, 16, 528) == 1
+
+
+def test_the_table_is_ordered_and_wide_sizes_fit_the_register_file() -> None:
+    limits = [limit for limit, _ in TABLE]
+    assert limits == sorted(limits)
+    assert limits[-1] == float("inf")
+    for _, kernel in TABLE:
+        if isinstance(kernel, Wide):
+            assert 128 * (kernel.warpgroups * kernel.registers + 24) <= 65536
+
+
+def test_tokens_per_hit_expert() -> None:
+    assert tokens_per_hit(1, 128) == pytest.approx(1.0)
+    assert tokens_per_hit(8000, 8) == pytest.approx(1000.0)
+
+
+def test_reasons() -> None:
+    packed, _ = make_layer(Recipe(hidden=256, intermediate=128, group_size=64))
+    x = torch.zeros(1, 256, dtype=torch.bfloat16)
+    assert "not on an NVIDIA GPU" in str(unsupported_reason(x, packed))
+    assert list(_matrix_reasons("w13", packed.w13)) == []
+    assert triton_reason() is None
+    assert packed.w13.scale is not None
+    for changes, words in (
+        ({"layout": "triton-wna16/1"}, "read marlin-wna16/1 int4"),
+        ({"group_size": -1}, "groups of -1"),
+        ({"group_size": 256}, "groups of 256 of 256"),
+        ({"scale": packed.w13.scale.half()}, "float16"),
+        ({"bias": x}, "has a bias"),
+        ({"permutation": x}, "has a permutation"),
+    ):
+        found = list(_matrix_reasons("w13", dataclasses.replace(packed.w13, **changes)))
+        assert len(found) == 1
+        assert words in found[0]

@@ -1,0 +1,110 @@
+"""The routing and summing kernels, in Triton's interpreter (or on a GPU)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moeq_kernels.hopper.device import routing
+from moeq_kernels.tuning import next_power_of_two
+
+GARBAGE = 2**31 - 1
+
+
+@pytest.fixture(autouse=True)
+def _no_dependent_launch(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    if device.type == "cpu":  # inline assembly; without dependent launches it does nothing anyway
+        monkeypatch.setattr(routing, "gdc_wait", lambda: None)
+        monkeypatch.setattr(routing, "gdc_launch_dependents", lambda: None)
+
+
+def _expected(local: torch.Tensor, experts: int, tile: int) -> tuple[torch.Tensor, list[list[int]]]:
+    """Pairs in sorted order, and the rows of the list of tiles."""
+    pairs = local.numel()
+    keys = torch.where((local >= 0) & (local < experts), local, experts)
+    order = torch.sort(keys, stable=True).indices[: int((keys < experts).sum())]
+    tiles: list[list[int]] = []
+    start = 0
+    for expert in range(experts):
+        count = int((keys == expert).sum())
+        number = -(-count // tile)
+        first = len(tiles)
+        tiles += [[expert, start + i * tile, start + count, first, number] for i in range(number)]
+        start += count
+    assert start == order.numel() <= pairs
+    return order, tiles
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts", "tile", "few", "mapped"),
+    [(33, 8, 60, 8, True, False), (5, 2, 6, 4, True, True), (1, 2, 4, 8, True, False), (33, 8, 60, 16, False, False),
+     (70, 2, 5, 32, False, True)],
+)  # fmt: skip
+def test_pairs_are_sorted_by_expert_and_tokens_copied(
+    device: torch.device, tokens: int, top_k: int, experts: int, tile: int, few: bool, mapped: bool
+) -> None:
+    hidden, known = 48, 2 * experts if mapped else experts
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.rand(tokens, known, generator=generator).topk(top_k, dim=1).indices.int()
+    ids[tokens // 2, 0] = -1
+    expert_map = torch.arange(known).roll(3).int() - experts // 2 if mapped else None
+    local = ids.reshape(-1).long()
+    if expert_map is not None:
+        local = torch.where(local >= 0, expert_map.long()[local.clamp(min=0)], -1)
+    x = torch.randn(tokens, hidden, generator=generator).bfloat16().to(device)
+    pairs = tokens * top_k
+    most = min(pairs, pairs // tile + experts)
+    sorted_x = torch.full((pairs, hidden), float("nan"), dtype=torch.bfloat16, device=device)
+    pair_of_row, inverse = (torch.full((pairs,), GARBAGE, dtype=torch.int32, device=device) for _ in range(2))
+    tiles = torch.full((most, 8), GARBAGE, dtype=torch.int32, device=device)
+    num_tiles = torch.full((1,), GARBAGE, dtype=torch.int32, device=device)
+    cleared = torch.ones(7, dtype=torch.int32, device=device)
+    ids = ids.to(device)
+    given = expert_map.to(device) if expert_map is not None else None
+    common = {"MAPPED": mapped, "BINS": next_power_of_two(experts + 1), "TILE": tile}
+    sizes = (experts, known, most)
+    if few:
+        routing.route_few[(experts, 2)](
+            ids, given, x, sorted_x, pair_of_row, inverse, tiles, num_tiles, cleared, 7, pairs, top_k, hidden, hidden,
+            *sizes, PAIRS=next_power_of_two(max(pairs, 16)), COPY=True, COLUMNS=32, **common,
+        )  # fmt: skip
+        assert cleared.sum() == 0
+    else:
+        blocks = -(-pairs // 64)
+        counts = torch.empty(blocks, common["BINS"], dtype=torch.int32, device=device)
+        routing.count_pairs[(blocks,)](
+            ids, given, counts, pairs, experts, known, MAPPED=mapped, BLOCK=64, BINS=common["BINS"]
+        )
+        routing.place_pairs[(blocks,)](
+            ids, given, counts, pair_of_row, inverse, tiles, num_tiles, pairs, *sizes, BLOCK=64, GROUP=2, **common
+        )
+        routing.gather_rows[(-(-pairs // 8),)](
+            x, sorted_x, pair_of_row, tiles, num_tiles, pairs, top_k, hidden, hidden, ROWS=8, COLUMNS=32
+        )
+    order, wanted = _expected(local, experts, tile)
+    used = order.numel()
+    assert torch.equal(pair_of_row[:used].cpu().long(), order)
+    assert torch.equal(sorted_x[:used].cpu(), x.cpu()[order // top_k])
+    back = torch.full((pairs,), -1)
+    back[order] = torch.arange(used)
+    assert torch.equal(inverse.cpu().long(), back)
+    assert num_tiles.item() == len(wanted) <= most
+    assert tiles[: len(wanted), :5].tolist() == wanted
+    assert (tiles[len(wanted) :, 0] == -1).all()
+
+
+def test_choices_and_shares_are_summed_with_weights(device: torch.device) -> None:
+    tokens, top_k, splits, hidden = 5, 3, 2, 40
+    generator = torch.Generator().manual_seed(0)
+    rows = tokens * top_k
+    parts = torch.randn(splits, rows, hidden, generator=generator).to(device)
+    inverse = torch.randperm(rows, generator=generator).int()
+    inverse[4] = -1
+    weights = torch.rand(tokens, top_k, generator=generator)
+    y = torch.full((tokens, hidden), float("nan"), device=device)
+    routing.sum_rows[(3, 2)](
+        parts, inverse.to(device), weights.to(device), y, tokens, hidden, rows, top_k, TOP_K=top_k, SPLITS=splits,
+        COLUMNS=32, TOKENS=2,
+    )  # fmt: skip
+    found = torch.where(inverse[:, None] >= 0, parts.cpu().sum(0)[inverse.long()], 0.0).view(tokens, top_k, hidden)
+    torch.testing.assert_close(y.cpu(), (found * weights[..., None]).sum(1), rtol=1e-5, atol=1e-5)
