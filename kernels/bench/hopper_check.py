@@ -34,6 +34,9 @@ LAYERS = {
     "zeros": Recipe(experts=8, hidden=512, intermediate=256, group_size=128, zero_points=True, seed=3),
     "zeros-g32": Recipe(experts=4, hidden=384, intermediate=160 * 2, group_size=32, zero_points=True, seed=4),
     "many": Recipe(experts=128, hidden=256, intermediate=256, group_size=128, seed=5),
+    "crowd": Recipe(experts=256, hidden=256, intermediate=256, group_size=128, seed=6),
+    "short": Recipe(experts=8, hidden=128, intermediate=128, group_size=64, seed=7),
+    "deep": Recipe(experts=4, hidden=4096, intermediate=2048, group_size=128, seed=8),
 }
 
 
@@ -144,7 +147,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--layers", default=",".join(LAYERS), help="which layers, for runs side by side")
     options = parser.parse_args()
-    torch.use_deterministic_algorithms(True)  # for filling uninitialised memory, below
+    torch.utils.deterministic.fill_uninitialized_memory = True  # while algorithms are deterministic
     torch.backends.cuda.matmul.allow_tf32 = False
     start = time.monotonic()
     made: dict[str, tuple[PackedExperts, Layer]] = {}
@@ -157,9 +160,9 @@ def main() -> int:
             skipped += 1
             continue
         if name not in made:
-            torch.utils.deterministic.fill_uninitialized_memory = False
+            torch.use_deterministic_algorithms(False)
             made[name] = make_layer(LAYERS[name], "cuda")
-            torch.utils.deterministic.fill_uninitialized_memory = True
+            torch.use_deterministic_algorithms(True)
         result = compare(name, *made[name], LAYERS[name], tokens, kind, plan, seed)
         results.append(result)
         if not result.passed:

@@ -64,8 +64,8 @@ def fused_moe(
     w13_format, w2_format = check_experts(x, experts, activation)
     require_runnable(x)
     first = _first_epilogue(experts, activation, alpha, beta, limit, router_weight_on_input)
-    hopper = {"limit": limit, "router_weight_on_input": router_weight_on_input}
-    if blocks is None and unsupported_reason(x, experts, activation, **hopper) is None:
+    reason = unsupported_reason(x, experts, activation, limit=limit, router_weight_on_input=router_weight_on_input)
+    if blocks is None and reason is None:
         _known_experts(x, experts, expert_map)
         return hopper_moe(x, experts, topk_weights, topk_ids, expert_map=expert_map)
     local_ids = _local_ids(x, experts, topk_ids, expert_map)

@@ -113,7 +113,7 @@ def sort_pairs(
     to_clear = most * -(-experts.intermediate_size // 128) if plan.gate_up_splits > 1 else 0
     sorted_x = torch.empty(pairs, hidden, dtype=x.dtype, device=device)
     numbers = torch.empty(2 * pairs + 8 * most + 8 + to_clear, dtype=torch.int32, device=device)
-    pair_of_row, inverse, tiles, num_tiles, arrived = numbers.split([pairs, pairs, 8 * most, 8, to_clear])
+    pair_of_row, inverse, tiles, num_tiles, arrived = torch.split(numbers, [pairs, pairs, 8 * most, 8, to_clear])
     bins = next_power_of_two(count + 1)
     known = count if expert_map is None else expert_map.numel()
     mapped = expert_map is not None

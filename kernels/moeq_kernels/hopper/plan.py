@@ -90,7 +90,7 @@ def splits_for(items: float, steps: int, resident: int) -> int:
         waves = items * splits / resident
         each = -(-steps // splits)
         if waves <= 1.0:
-            return waves**0.5 * (each + _OVERHEAD_STEPS)
+            return math.sqrt(waves) * (each + _OVERHEAD_STEPS)
         if splits > 1 and each < 12:
             return math.inf
         return math.ceil(waves) * (each + _OVERHEAD_STEPS) * (1.1 if splits > 1 else 1.0)

@@ -13,7 +13,9 @@ from moeq_kernels.records import PackedExperts, PackedMatrix
 #: Triton versions that the kernels were compiled with; each release changes Gluon.
 TRITON_FIRST, TRITON_LAST = (3, 6), (3, 9)
 GROUP_SIZES = (32, 64, 128)
-MOST_EXPERTS = 1023
+#: Sizes up to (and down to) which results were compared with a reference on a GPU.
+MOST_EXPERTS = 128
+LEAST_K = 192
 
 
 def unsupported_reason(
@@ -52,7 +54,7 @@ def _reasons(
     if weight_on_input:
         yield "router weights multiply the input; these kernels multiply the output"
     if experts.num_experts > MOST_EXPERTS:
-        yield f"{experts.num_experts} experts; these kernels sort among at most {MOST_EXPERTS}"
+        yield f"{experts.num_experts} experts; these kernels are checked with at most {MOST_EXPERTS}"
     yield from _matrix_reasons("w13", experts.w13)
     yield from _matrix_reasons("w2", experts.w2)
 
@@ -62,6 +64,8 @@ def _matrix_reasons(name: str, matrix: PackedMatrix) -> Iterator[str]:
         yield f"{name} is {matrix.layout} {matrix.element}; these kernels read marlin-wna16/1 int4"
     if matrix.channelwise or matrix.group_size not in GROUP_SIZES:
         yield f"{name} has groups of {matrix.group_size} of {matrix.k}; these kernels read 32, 64, 128 below k"
+    if matrix.k < LEAST_K:
+        yield f"{name} has k = {matrix.k}; these kernels are checked from {LEAST_K} on"
     if matrix.scale is not None and matrix.scale.dtype != torch.bfloat16:
         yield f"{name}.scale is {str(matrix.scale.dtype).removeprefix('torch.')}; these kernels read bfloat16"
     for part in ("bias", "permutation", "group_index", "global_scale"):
