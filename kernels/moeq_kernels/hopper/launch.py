@@ -69,7 +69,8 @@ def hopper_moe(
     piece = max(1, WORKSPACE_ELEMENTS // (top_k * hidden))
     for start in range(0, tokens, piece):
         part = slice(start, start + piece)
-        _some_tokens(x[part], experts, topk_weights[part], topk_ids[part], expert_map, plan, dependent, y[part])
+        with torch.cuda.device(x.device):  # triton launches on the current device
+            _some_tokens(x[part], experts, topk_weights[part], topk_ids[part], expert_map, plan, dependent, y[part])
     return y
 
 
