@@ -7,7 +7,10 @@ STAMP := $(VENV)/.installed
 CHECKPOINT := tests/data/checkpoints/gptq-int4-g32-qwen3moe
 DEMO := demo-output
 
-.PHONY: demo test lint gpu-test clean
+# The oldest and the newest triton that the kernels are for; the tests run on the one in constraints.txt.
+TRITONS := 3.6.0 3.9.0
+
+.PHONY: demo test lint gpu-test compile-matrix clean
 
 # The environment is rebuilt when what it holds changes. torch goes first and pinned: asked for by range, pip would take
 # the newest build with several gigabytes of GPU libraries.
@@ -32,6 +35,13 @@ lint: $(STAMP)
 
 gpu-test: $(STAMP)
 	$(BIN)/python -m pytest -q -m gpu
+
+# Every kind of kernel for every target, ahead of time, without a GPU, with the oldest and the newest triton.
+compile-matrix: $(STAMP) $(TRITONS:%=$(VENV)/triton-%)
+	PYTHONPATH=kernels $(BIN)/python kernels/bench/compile_matrix.py --trimmed $(TRITONS:%=--triton $(VENV)/triton-%)
+
+$(VENV)/triton-%:
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==$*
 
 clean:
 	rm -rf $(VENV) $(DEMO) .pytest_cache .mypy_cache .ruff_cache
