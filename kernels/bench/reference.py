@@ -78,7 +78,8 @@ def moe(
         if not int8_activations:
             return rows @ rounded(matrix).T
         top = rows.abs().amax(dim=1, keepdim=True)
-        scale = torch.where(top > 0, top / 127, 1.0)
+        # By a tensor: torch on a GPU divides by a number through its reciprocal, whose last bit decides ties.
+        scale = torch.where(top > 0, top / torch.full_like(top, 127.0), 1.0)
         return (torch.round(rows / scale).double() @ matrix.T.double()).float() * scale
 
     def rounded(value: Tensor) -> Tensor:

@@ -102,7 +102,9 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     x = x.float()
     top = x.abs().amax(dim=1, keepdim=True)
-    scale = torch.where(top > 0, top / 127.0, torch.ones_like(top))
+    # By a tensor: on a GPU torch divides by a number as a multiplication with its reciprocal, whose last bit decides
+    # ties (x = top / 2 is one: 63.5).
+    scale = torch.where(top > 0, top / torch.full_like(top, 127.0), torch.ones_like(top))
     return torch.round(x / scale).clamp_(-128, 127), scale
 
 

@@ -14,8 +14,8 @@ from moeq_kernels.records import PackedExperts, PackedMatrix
 TRITON_FIRST, TRITON_LAST = (3, 6), (3, 9)
 GROUP_SIZES = (32, 64, 128)
 #: Sizes up to (and down to) which results were compared with a reference on a GPU.
-MOST_EXPERTS = 128
-LEAST_K = 192
+MOST_EXPERTS = 256
+LEAST_K = 128
 
 
 def unsupported_reason(

@@ -69,7 +69,6 @@ def test_reasons() -> None:
         ({"layout": "triton-wna16/1"}, "read marlin-wna16/1 int4"),
         ({"group_size": -1}, "groups of -1"),
         ({"group_size": 256}, "groups of 256 of 256"),
-        ({"k": 128}, "k = 128"),
         ({"scale": packed.w13.scale.half()}, "float16"),
         ({"bias": x}, "has a bias"),
         ({"permutation": x}, "has a permutation"),
