@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -87,3 +88,15 @@ def test_int8_is_exact_up_to_scaling() -> None:
     sums[4, 5] += int(x_codes[4].abs().max())  # one weight code off by one
     y = (sums.float() * x_scale * scale.T) + bias
     assert float(((y - emulated.value).abs() / emulated.bound).max()) > 10
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_int8_activations_divide_truly_on_every_device(device: str) -> None:
+    # Half the largest value is close to the tie 63.5: a scale that is one bit off rounds it the other way.
+    top = np.arange(1, 129, dtype=np.float32)[:, None]
+    rows = np.concatenate([top, top / 2, -top / 2], axis=1)
+    expected = top / np.float32(127)
+    codes, scale = quantize_rows(torch.from_numpy(rows).to(device))
+    np.testing.assert_array_equal(scale.cpu().numpy(), expected)
+    np.testing.assert_array_equal(codes.cpu().numpy(), np.rint(rows / expected))
+    assert {63.0, 64.0} <= set(np.abs(codes.cpu().numpy())[:, 1].tolist()), "both sides of the tie occur"
