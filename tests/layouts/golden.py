@@ -19,6 +19,8 @@ from moeq.layouts.registry import get_layout
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 FOLDER = Path(os.environ.get("MOEQ_TEST_GOLDEN") or Path(__file__).parents[1] / "data" / "golden")
+if not (FOLDER / "MANIFEST.json").exists() and (FOLDER / "data" / "MANIFEST.json").exists():
+    FOLDER = FOLDER / "data"
 
 
 @lru_cache(maxsize=1)
