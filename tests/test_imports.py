@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "reference": {"schemes", *RECORDS},
     "model": {"checkpoint", "schemes", "layouts", *RECORDS},
     "pipeline": {"", "model", "checkpoint", "schemes", "layouts", "oracle", "deploy", "digest", *RECORDS},
-    "check": {"", "model", "reference", "layouts", "checkpoint", "schemes", "digest", *RECORDS},
+    "check": {"", "model", "reference", "integrations", "layouts", "checkpoint", "schemes", "digest", *RECORDS},
     "integrations": {
         "model",
         "checkpoint",

@@ -11,14 +11,12 @@ from torch import Tensor
 
 from moeq.check.packed import PackedPart
 from moeq.errors import MoeqError
+from moeq.integrations import kernel_experts
 from moeq.reference.moe import Activation
 
 if TYPE_CHECKING:
     from moeq_kernels import PackedExperts
     from moeq_kernels.tuning import Blocks
-
-#: Our activation names to the kernels'.
-_KERNEL_ACTIVATIONS = {"swigluoai": "swiglu_oai"}
 
 
 def quantises_activations(layout: str, element: str) -> bool:
@@ -66,21 +64,8 @@ def fused_layer(parts: Sequence[PackedPart], x: Tensor, weights: Tensor, ids: Te
 
 
 def fused_experts(experts: PackedExperts, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> Tensor:
-    """The whole layer by the fused kernels, experts counted as they are packed: `[M, H]` in x's dtype."""
-    from moeq_kernels import fused_moe
-
-    name = _KERNEL_ACTIVATIONS.get(activation.name, activation.name)
-    oai = name == "swiglu_oai"
-    return fused_moe(
-        x,
-        experts,
-        weights,
-        ids,
-        activation=name,
-        alpha=activation.alpha if oai else None,
-        limit=activation.limit if oai else None,
-        blocks=_blocks(ids),
-    )
+    """The whole layer by the fused kernels, with tiles that suit the interpreter where that runs them."""
+    return kernel_experts.fused_experts(experts, x, weights, ids, activation, _blocks(ids))
 
 
 def _blocks(ids: Tensor) -> Blocks | None:

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from moeq.checkpoint.manifest import LayerEntry, MatrixEntry, StackedRole
-from moeq.errors import MoeqError
-from moeq.layouts.registry import get_layout
+from moeq.integrations.kernel_experts import kernel_experts
 from moeq.model import Checkpoint
 
 if TYPE_CHECKING:
-    from moeq_kernels import PackedExperts, PackedMatrix
+    from moeq_kernels import PackedExperts
 
 
 @dataclass(frozen=True)
@@ -72,23 +71,13 @@ def _load(
     rows: Sequence[int],
     device: torch.device,
 ) -> PackedExperts:
-    from moeq_kernels import PackedExperts
-
-    order = get_layout(entry.layout).w13_order
-    if order == "up-gate":
-        raise MoeqError("answer.no-kernel", f"moeq has no kernel that reads {entry.layout}, whose up rows come first")
-    w13, w2 = (_load_matrix(checkpoint, entry.layout, matrices[role], rows, device) for role in ("w13", "w2"))
-    return PackedExperts(w13, w2, w13_order=order if matrices["w13"].spec.gated else "ungated")
-
-
-def _load_matrix(
-    checkpoint: Checkpoint, layout: str, matrix: MatrixEntry, rows: Sequence[int], device: torch.device
-) -> PackedMatrix:
-    from moeq_kernels import PackedMatrix
-
-    source, spec = checkpoint.source, matrix.padded_spec
-    parts = {
-        part: torch.stack([source.read_row(source.entry(name), row) for row in rows]).to(device)
-        for part, name in matrix.tensors.items()
+    source = checkpoint.source
+    specs = {role: matrix.padded_spec for role, matrix in matrices.items()}
+    tensors = {
+        role: {
+            part: torch.stack([source.read_row(source.entry(name), row) for row in rows]).to(device)
+            for part, name in matrix.tensors.items()
+        }
+        for role, matrix in matrices.items()
     }
-    return PackedMatrix(layout=layout, n=spec.n, k=spec.k, element=spec.element, group_size=spec.group_size, **parts)
+    return kernel_experts(entry.layout, specs, tensors)

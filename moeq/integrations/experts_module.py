@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry, StackedRole
 from moeq.errors import MoeqError
+from moeq.integrations.kernel_experts import fused_experts, kernel_experts
 from moeq.layouts.arranged import torch_dtype
 from moeq.layouts.padding import PaddingPlan
 from moeq.layouts.registry import get_layout
@@ -55,32 +56,9 @@ class ConvertedExperts(nn.Module):
         return run(hidden_states, top_k_weights, top_k_index)
 
     def _fused(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        from moeq_kernels import PackedExperts, PackedMatrix, fused_moe
-
-        packed = {}
-        for role in STACKED_ROLES:
-            spec = self.entry.matrices[role].padded_spec
-            packed[role] = PackedMatrix(
-                layout=self.entry.layout,
-                n=spec.n,
-                k=spec.k,
-                element=spec.element,
-                group_size=spec.group_size,
-                **self._parts(role),
-            )
-        order: Any = get_layout(self.entry.layout).w13_order
-        gated = self.entry.matrices["w13"].spec.gated
-        experts = PackedExperts(packed["w13"], packed["w2"], w13_order=order if gated else "ungated")
-        oai = self.activation.name == "swigluoai"
-        return fused_moe(
-            x,
-            experts,
-            weights,
-            ids,
-            activation="swiglu_oai" if oai else self.activation.name,
-            alpha=self.activation.alpha if oai else None,
-            limit=self.activation.limit if oai else None,
-        )
+        specs = {role: self.entry.matrices[role].padded_spec for role in STACKED_ROLES}
+        tensors = {role: self._parts(role) for role in STACKED_ROLES}
+        return fused_experts(kernel_experts(self.entry.layout, specs, tensors), x, weights, ids, self.activation)
 
     def _reference(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         if x.device.type != "cpu":

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 from moeq.checkpoint.manifest import LayerEntry
 from moeq.errors import MoeqError
+from moeq.integrations.kernel_experts import kernel_experts, row_order
 from moeq.integrations.ranks import MatrixPart, Rank, RankPart, plan_rank
 from moeq.integrations.reading import PartCut, part_cuts, read_experts, read_shards
 from moeq.layouts.arranged import ArrangedLayout
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moeq.model.converted import ConvertedCheckpoint
-    from moeq_kernels import PackedExperts, PackedMatrix
+    from moeq_kernels import PackedExperts
 
 #: Names of activation dtypes, as torch, manifests and kernels have them.
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
@@ -138,8 +139,7 @@ def check_kernel(entry: LayerEntry, dtype: torch.dtype | None, converted_for: st
     from moeq_kernels.errors import KernelUnsupportedError
     from moeq_kernels.formats import find_format
 
-    if get_layout(entry.layout).w13_order == "up-gate":
-        raise MoeqError("answer.no-kernel", f"moeq has no kernel that reads {entry.layout}, whose up rows come first")
+    row_order(entry.layout)
     try:
         found = find_format(entry.layout, entry.matrices["w13"].spec.element)
     except KernelUnsupportedError as error:
@@ -199,24 +199,11 @@ def check_layer_digests(checkpoint: ConvertedCheckpoint, entry: LayerEntry) -> N
 
 def packed_experts(checkpoint: Checkpoint, entry: LayerEntry, part: RankPart, device: torch.device) -> PackedExperts:
     """What `part` says, read and put on the device; nothing is checked here."""
-    from moeq_kernels import PackedExperts
-
-    order = get_layout(entry.layout).w13_order
-    w13, w2 = (_packed_matrix(checkpoint, entry, part, part.matrices[role], device) for role in ("w13", "w2"))
-    gated = entry.matrices["w13"].spec.gated
-    return PackedExperts(w13, w2, w13_order=order if gated else "ungated")  # type: ignore[arg-type]
-
-
-def _packed_matrix(
-    checkpoint: Checkpoint, entry: LayerEntry, part: RankPart, matrix: MatrixPart, device: torch.device
-) -> PackedMatrix:
-    from moeq_kernels import PackedMatrix
-
-    tensors = {name: tensor.to(device) for name, tensor in read_parts(checkpoint, entry, part, matrix).items()}
-    spec = matrix.spec
-    return PackedMatrix(
-        layout=entry.layout, n=spec.n, k=spec.k, element=spec.element, group_size=spec.group_size, **tensors
-    )
+    tensors = {
+        role: {name: tensor.to(device) for name, tensor in read_parts(checkpoint, entry, part, matrix).items()}
+        for role, matrix in part.matrices.items()
+    }
+    return kernel_experts(entry.layout, {role: matrix.spec for role, matrix in part.matrices.items()}, tensors)
 
 
 def read_parts(checkpoint: Checkpoint, entry: LayerEntry, part: RankPart, matrix: MatrixPart) -> dict[str, Tensor]:

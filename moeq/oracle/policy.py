@@ -8,7 +8,7 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cache, cached_property
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -216,15 +216,6 @@ class EnginePolicy:
     def name(self) -> str:
         """`engine@version`."""
         return f"{self.engine}@{self.version}"
-
-    @cached_property
-    def env_names(self) -> frozenset[str]:
-        """Environment variables that some class or family asks for."""
-        named = {name for row in self.classes.values() for name, _ in row.env}
-        for family in self.families.values():
-            for switch in family.option("env_switches", ()):
-                named.update(switch["env"])
-        return frozenset(named)
 
 
 _LISTS = ("packages", "parallel", "dtypes", "asserted_dtypes")

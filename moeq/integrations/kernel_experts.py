@@ -1,0 +1,84 @@
+"""From the stacked tensors of a converted layer to a call of `moeq_kernels`: the one place where the two meet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
+
+from moeq.checkpoint.manifest import StackedRole
+from moeq.errors import MoeqError
+from moeq.layouts.registry import layout_class
+from moeq.matrix import MatrixSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moeq.reference.moe import Activation
+    from moeq_kernels import PackedExperts
+    from moeq_kernels.tuning import Blocks
+
+#: Our activation names to the kernels'.
+_KERNEL_ACTIVATIONS = {"swigluoai": "swiglu_oai"}
+
+
+def row_order(layout: str) -> Literal["gate-up", "interleaved"]:
+    """How gate and up rows lie, for the kernels. Raises MoeqError `answer.no-kernel` where up rows come first."""
+    order = layout_class(layout).w13_order
+    if order == "up-gate":
+        raise MoeqError("answer.no-kernel", f"moeq has no kernel that reads {layout}, whose up rows come first")
+    return order
+
+
+def kernel_experts(
+    layout: str, specs: Mapping[StackedRole, MatrixSpec], tensors: Mapping[StackedRole, Mapping[str, Tensor]]
+) -> PackedExperts:
+    """Stacked tensors as the kernels take them.
+
+    Args:
+        layout: layout id.
+        specs: `w13` and `w2` as stored, padding included.
+        tensors: their parts by name, `[experts, ...]` each.
+
+    Raises:
+        MoeqError: `answer.no-kernel` where up rows come before gate rows.
+    """
+    from moeq_kernels import PackedExperts, PackedMatrix
+
+    order = row_order(layout)
+    w13, w2 = (
+        PackedMatrix(
+            layout=layout,
+            n=specs[role].n,
+            k=specs[role].k,
+            element=specs[role].element,
+            group_size=specs[role].group_size,
+            **tensors[role],
+        )
+        for role in ("w13", "w2")
+    )
+    return PackedExperts(w13, w2, w13_order=order if specs["w13"].gated else "ungated")
+
+
+def fused_experts(
+    experts: PackedExperts,
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    activation: Activation,
+    blocks: Blocks | None = None,
+) -> Tensor:
+    """The whole layer by the fused kernels, experts counted as they are packed: `[M, H]` in x's dtype."""
+    from moeq_kernels import fused_moe
+
+    name = _KERNEL_ACTIVATIONS.get(activation.name, activation.name)
+    oai = name == "swiglu_oai"
+    return fused_moe(
+        x,
+        experts,
+        weights,
+        ids,
+        activation=name,
+        alpha=activation.alpha if oai else None,
+        limit=activation.limit if oai else None,
+        blocks=blocks,
+    )
