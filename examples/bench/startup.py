@@ -19,90 +19,12 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
+import make_checkpoint
+from make_checkpoint import MODELS
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of one MoE layer and how it is converted."""
-
-    experts: int
-    hidden: int
-    intermediate: int
-    model_type: str
-    layout: str
-
-
-MODELS = {
-    "qwen3-30b-a3b": Shape(128, 2048, 768, "qwen3_moe", "marlin-wna16/1"),
-    "gpt-oss-20b": Shape(32, 2880, 2880, "gpt_oss", "marlin-mxfp4/1"),
-}
-
-
-def write_gptq(folder: Path, shape: Shape, layers: int) -> None:
-    import torch
-    from safetensors.torch import save_file
-
-    group, files = 128, {}
-    for layer in range(layers):
-        tensors = {}
-        for expert in range(shape.experts):
-            for name in ("gate_proj", "up_proj", "down_proj"):
-                n, k = shape.intermediate, shape.hidden
-                if name == "down_proj":
-                    n, k = k, n
-                prefix = f"model.layers.{layer}.mlp.experts.{expert}.{name}"
-                tensors[f"{prefix}.qweight"] = torch.randint(-(2**31), 2**31, (k // 8, n), dtype=torch.int32)
-                tensors[f"{prefix}.qzeros"] = torch.full((k // group, n // 8), 0x77777777, dtype=torch.int32)
-                tensors[f"{prefix}.scales"] = torch.rand(k // group, n).mul_(0.01).half()
-                tensors[f"{prefix}.g_idx"] = torch.arange(k, dtype=torch.int32) // group
-        files.update(save(folder, f"model-{layer}.safetensors", tensors, save_file))
-    quantization = {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": True, "desc_act": False}
-    write_config(folder, shape, layers, quantization, files)
-
-
-def write_mxfp4(folder: Path, shape: Shape, layers: int) -> None:
-    import torch
-    from safetensors.torch import save_file
-
-    files = {}
-    for layer in range(layers):
-        prefix, tensors = f"model.layers.{layer}.mlp.experts", {}
-        for name, n, k in (
-            ("gate_up_proj", 2 * shape.intermediate, shape.hidden),
-            ("down_proj", shape.hidden, shape.intermediate),
-        ):
-            tensors[f"{prefix}.{name}_blocks"] = torch.randint(256, (shape.experts, n, k // 32, 16), dtype=torch.uint8)
-            tensors[f"{prefix}.{name}_scales"] = torch.randint(115, 125, (shape.experts, n, k // 32), dtype=torch.uint8)
-            tensors[f"{prefix}.{name}_bias"] = torch.randn(shape.experts, n).bfloat16()
-        files.update(save(folder, f"model-{layer}.safetensors", tensors, save_file))
-    write_config(folder, shape, layers, {"quant_method": "mxfp4"}, files)
-
-
-def save(folder, name, tensors, save_file) -> dict[str, str]:
-    save_file(tensors, str(folder / name), metadata={"format": "pt"})
-    return dict.fromkeys(tensors, name)
-
-
-def write_config(folder: Path, shape: Shape, layers: int, quantization: dict, files: dict[str, str]) -> None:
-    experts = "num_local_experts" if shape.model_type == "gpt_oss" else "num_experts"
-    config = {
-        "model_type": shape.model_type,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "moe_intermediate_size": shape.intermediate,
-        experts: shape.experts,
-        "num_experts_per_tok": 4,
-        "num_hidden_layers": layers,
-        "hidden_act": "silu",
-        "quantization_config": quantization,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
-
-
-WRITERS = {"qwen3_moe": write_gptq, "gpt_oss": write_mxfp4}
+LAYOUTS = {"qwen3-30b-a3b": "marlin-wna16/1", "gpt-oss-20b": "marlin-mxfp4/1"}
 
 
 def measure(road: str, folder: str, layout_id: str, tp: int) -> None:
@@ -185,32 +107,29 @@ def peak_memory() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, action="append")
+    parser.add_argument("--model", choices=LAYOUTS, action="append")
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--folder", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
-        for name in options.model or MODELS:
+        for name in options.model or LAYOUTS:
             compare(name, options.layers, options.tp, Path(scratch) / name)
 
 
 def compare(name: str, layers: int, tp: int, folder: Path) -> None:
     import moeq
 
-    shape = MODELS[name]
+    layout = LAYOUTS[name]
     source, converted = folder / "source", folder / "converted"
-    source.mkdir(parents=True)
-    WRITERS[shape.model_type](source, shape, layers)
+    make_checkpoint.write_checkpoint(source, MODELS[name], MODELS[name].formats[0], make_checkpoint.Size(layers))
     started = time.perf_counter()
     deployment = moeq.Deployment(gpu=moeq.gpu("H100"), tp=tp)
-    moeq.convert(source, converted, deployment, layout=shape.layout)
-    print(
-        f"{name}, {layers} layer(s), tp {tp}, {shape.layout}; converted once in {time.perf_counter() - started:.1f} s"
-    )
+    moeq.convert(source, converted, deployment, layout=layout)
+    print(f"{name}, {layers} layer(s), tp {tp}, {layout}; converted once in {time.perf_counter() - started:.1f} s")
     print(f"{'':12}{'open':>8}{'read':>8}{'repack':>8}{'copy':>8}{'total':>8}   peak memory")
     for road, place in (("source", source), ("converted", converted)):
-        command = [sys.executable, __file__, "--measure", road, str(place), shape.layout, str(tp)]
+        command = [sys.executable, __file__, "--measure", road, str(place), layout, str(tp)]
         run = subprocess.run(command, check=True, capture_output=True, text=True)
         found = json.loads(run.stdout.splitlines()[-1])
         steps = [found[step] for step in ("open", "read", "repack", "copy")]

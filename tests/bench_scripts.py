@@ -1,0 +1,14 @@
+"""The scripts below `examples/bench`, importable: they import one another by name, as scripts in one folder do."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[1] / "examples" / "bench"
+sys.path.append(str(FOLDER))
+
+import inspect_speed  # noqa: E402
+import make_checkpoint  # noqa: E402
+
+__all__ = ["FOLDER", "inspect_speed", "make_checkpoint"]
