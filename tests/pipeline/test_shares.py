@@ -1,0 +1,116 @@
+"""Which share a process has, and which units are in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moeq.errors import MoeqError
+from moeq.pipeline.shares import Share, parse_share
+
+ARRAY = {
+    "SLURM_ARRAY_TASK_ID": "3",
+    "SLURM_ARRAY_TASK_COUNT": "8",
+    "SLURM_ARRAY_TASK_MIN": "0",
+    "SLURM_ARRAY_TASK_MAX": "7",
+    "SLURM_ARRAY_TASK_STEP": "1",
+}
+FROM_ONE = {**ARRAY, "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_MAX": "8"}
+STEPPED = {
+    **ARRAY,
+    "SLURM_ARRAY_TASK_ID": "14",
+    "SLURM_ARRAY_TASK_COUNT": "4",
+    "SLURM_ARRAY_TASK_MIN": "4",
+    "SLURM_ARRAY_TASK_MAX": "19",
+    "SLURM_ARRAY_TASK_STEP": "5",
+}
+SRUN = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}
+SRUN_OF_ONE = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"}
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "6"}
+SKYPILOT = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2"}
+
+
+@pytest.mark.parametrize(
+    ("text", "environ", "expected"),
+    [
+        ("0/1", {}, Share(0, 1)),
+        ("3/8", ARRAY, Share(3, 8)),
+        (" 6 / 7 ", {}, Share(6, 7)),
+        ("auto", ARRAY, Share(3, 8)),
+        ("auto", FROM_ONE, Share(2, 8)),
+        ("auto", STEPPED, Share(2, 4)),
+        ("auto", SRUN, Share(2, 4)),
+        ("auto", {"JOB_COMPLETION_INDEX": "0", "MOEQ_SHARDS": "5"}, Share(0, 5)),
+        ("auto", TORCHRUN, Share(5, 6)),
+        ("auto", SKYPILOT, Share(1, 2)),
+        # A task of an array that srun starts once is still a task of the array.
+        ("auto", {**ARRAY, **SRUN_OF_ONE}, Share(3, 8)),
+        ("auto", SRUN_OF_ONE, Share(0, 1)),
+        # A batch script knows SLURM_PROCID and SLURM_NTASKS without being one of several processes.
+        ("auto", {**ARRAY, "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, Share(3, 8)),
+        # Several launchers that agree.
+        ("auto", {**SRUN, "RANK": "2", "WORLD_SIZE": "4"}, Share(2, 4)),
+        # Several that do not: one is named.
+        ("torchrun", {**SKYPILOT, **TORCHRUN}, Share(5, 6)),
+        ("skypilot", {**SKYPILOT, **TORCHRUN}, Share(1, 2)),
+    ],
+)
+def test_share(text: str, environ: dict[str, str], expected: Share) -> None:
+    assert parse_share(text, environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "environ", "code", "said"),
+    [
+        ("8/8", {}, "usage.shard", "the last of 8 is 7/8"),
+        ("9/8", {}, "usage.shard", "count from 0"),
+        ("0/0", {}, "usage.shard", "no share of 0"),
+        ("-1/8", {}, "usage.shard", "expected I/N"),
+        ("1", {}, "usage.shard", "expected I/N"),
+        ("²/8", {}, "usage.shard", "expected I/N"),
+        ("pbs", {}, "usage.shard", "expected I/N"),
+        ("auto", {}, "usage.shard-launcher", "SLURM_ARRAY_TASK_ID"),
+        ("auto", {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "usage.shard-launcher", "no launcher"),
+        ("srun", {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "usage.shard-launcher", "SLURM_STEP_NUM_TASKS is not set"),
+        ("auto", {"JOB_COMPLETION_INDEX": "0"}, "usage.shard-launcher", "MOEQ_SHARDS is not set although JOB_COMPL"),
+        ("auto", {"RANK": "0"}, "usage.shard-launcher", "WORLD_SIZE is not set although RANK is"),
+        ("auto", {"WORLD_SIZE": "2"}, "usage.shard-launcher", "RANK is not set although WORLD_SIZE is"),
+        ("auto", {"RANK": "2", "WORLD_SIZE": "2"}, "usage.shard-launcher", "RANK=2 is not one of 0 .. 1"),
+        ("auto", {"RANK": "one", "WORLD_SIZE": "2"}, "usage.shard-launcher", "RANK='one' is not a number"),
+        ("auto", {**TORCHRUN, **SKYPILOT}, "usage.shard-launcher", "torchrun says 5/6, but SkyPilot says 1/2"),
+        ("auto", {**ARRAY, **SRUN}, "usage.shard-launcher", "Slurm job array says 3/8, but srun says 2/4"),
+        ("auto", {**ARRAY, "SLURM_ARRAY_TASK_COUNT": "3"}, "usage.shard-launcher", "not evenly spaced"),
+        ("auto", {**STEPPED, "SLURM_ARRAY_TASK_ID": "15"}, "usage.shard-launcher", "not evenly spaced"),
+        ("auto", {**STEPPED, "SLURM_ARRAY_TASK_STEP": "0"}, "usage.shard-launcher", "not evenly spaced"),
+        ("auto", {k: v for k, v in ARRAY.items() if "MIN" not in k}, "usage.shard-launcher", "_MIN is not set"),
+    ],
+)
+def test_refused(text: str, environ: dict[str, str], code: str, said: str) -> None:
+    with pytest.raises(MoeqError) as caught:
+        parse_share(text, environ)
+    assert caught.value.code == code
+    assert said in caught.value.message
+
+
+def test_contradictions_name_the_way_out() -> None:
+    with pytest.raises(MoeqError) as caught:
+        parse_share("auto", {**TORCHRUN, **SKYPILOT})
+    assert "--shard torchrun" in (caught.value.hint or "")
+
+
+@dataclass(frozen=True)
+class Job:
+    name: int
+    bytes: int
+
+
+@given(st.lists(st.integers(0, 10**13), max_size=60), st.integers(1, 70))
+def test_shares_are_a_balanced_partition(sizes: list[int], count: int) -> None:
+    units = [Job(number, size) for number, size in enumerate(sizes)]
+    shares = [Share(index, count).select(units) for index in range(count)]
+    assert [unit for share in shares for unit in share] == units, "every unit once, neighbours together"
+    limit = sum(sizes) / count + max(sizes, default=0)
+    assert all(sum(unit.bytes for unit in share) <= limit + 1 for share in shares)
