@@ -2,7 +2,7 @@
 
 The revision is resolved to a commit once and everything is read at that commit. Configs and the index go through the
 client's cache; headers are fetched by range requests, so a terabyte costs some tens of megabytes. Weight files are
-downloaded (through the cache) only when data is asked for.
+downloaded (through the cache) only when data is asked for; with `stream_into` they are fetched and dropped one by one.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from moeq.checkpoint.header import Header, header_length, parse_header
 from moeq.checkpoint.hub_errors import explain, transport_errors
+from moeq.checkpoint.hub_stream import WeightStream
 from moeq.checkpoint.index import choose_weights, merge_headers
 from moeq.checkpoint.jsonfile import MAX_CONFIG_BYTES, MAX_INDEX_BYTES, read_object
 from moeq.checkpoint.ranges import RangeReader
@@ -31,6 +32,9 @@ FIRST_RANGE = 1 << 20
 
 #: Headers of all files together; the largest published checkpoint needs about 80 MB.
 MAX_TOTAL_HEADERS = 512 << 20
+
+#: Longest range of a weight file that is asked for at once.
+MAX_RANGE = 64 << 20
 
 _CONCURRENCY = 8
 
@@ -106,10 +110,25 @@ class HubSource(Source):
         self.tensors, notices = merge_headers(weights, headers)
         self.notices = [*weights.notices, *notices]
         self._side_files = tuple(sorted(set(top) - set(weights.files) - {weights.index}))
+        self.stream: WeightStream | None = None
+
+    def stream_into(self, folder: Path) -> WeightStream:
+        """From now on weight files are only on disk while they are held by the stream that this returns.
+
+        Ranges of the others are still read, by requests; `path` refuses them.
+        """
+        sizes = {file.name: file.size for file in self.files}
+        self.stream = WeightStream(folder, sizes, self._download, self._find_cached)
+        return self.stream
 
     def path(self, file: str) -> Path:
         from huggingface_hub import hf_hub_download
 
+        if self.stream is not None and self.stream.covers(file):
+            held = self.stream.held(file)
+            if held is None:
+                raise MoeqError("bug.not-fetched", f"{file} is read before it is fetched", "report this")
+            return held
         # Asking for the config by branch makes the cache remember the branch, so that it opens offline later.
         revision = self._asked if file == CONFIG_NAME else self.revision
         path = Path(self._call(lambda: hf_hub_download(self.repo, file, revision=revision)))
@@ -120,6 +139,44 @@ class HubSource(Source):
 
     def side_files(self) -> tuple[str, ...]:
         return self._side_files
+
+    def read_bytes(self, file: str, start: int, end: int) -> bytearray:
+        if self.stream is None or not self.stream.covers(file) or self.stream.held(file) is not None:
+            return super().read_bytes(file, start, end)
+        return self._call(lambda: self._read_ranges(file, start, end))
+
+    def _read_ranges(self, file: str, start: int, end: int) -> bytearray:
+        """Bytes of a file that is not on disk."""
+        data, reader = bytearray(), self._reader(end - start + FIRST_RANGE)
+        for first in range(start, end, MAX_RANGE):
+            part, _ = reader.read(self._url(file), file, first, min(first + MAX_RANGE, end))
+            data += part
+        if len(data) != end - start:
+            raise MoeqError("source.truncated", f"{file}: ended before byte {end:,} while being read")
+        return data
+
+    def _download(self, file: str, folder: Path) -> Path:
+        from huggingface_hub import hf_hub_download
+
+        with _quiet():
+            return Path(self._call(lambda: hf_hub_download(self.repo, file, revision=self.revision, local_dir=folder)))
+
+    def _find_cached(self, file: str) -> Path | None:
+        from huggingface_hub import try_to_load_from_cache
+
+        path = try_to_load_from_cache(self.repo, file, revision=self.revision)
+        return Path(path) if isinstance(path, str) else None
+
+    def _reader(self, budget: int) -> RangeReader:
+        from huggingface_hub.utils import build_hf_headers
+
+        return RangeReader(build_hf_headers(library_name="moeq"), budget)
+
+    def _url(self, file: str) -> str:
+        from huggingface_hub import hf_hub_url
+
+        url: str = hf_hub_url(self.repo, file, revision=self.revision)
+        return url
 
     def _model_info(self, revision: str | None) -> ModelInfo:
         from huggingface_hub import HfApi
@@ -141,13 +198,10 @@ class HubSource(Source):
         return read_object(path, file, limit, code)
 
     def _headers(self, files: tuple[str, ...]) -> list[Header]:
-        from huggingface_hub import hf_hub_url
-        from huggingface_hub.utils import build_hf_headers
-
-        reader = RangeReader(build_hf_headers(library_name="moeq"), MAX_TOTAL_HEADERS)
+        reader = self._reader(MAX_TOTAL_HEADERS)
 
         def fetch(file: str) -> Header:
-            return _fetch_header(reader, hf_hub_url(self.repo, file, revision=self.revision), file, self._sizes[file])
+            return _fetch_header(reader, self._url(file), file, self._sizes[file])
 
         with ThreadPoolExecutor(_CONCURRENCY) as pool:
             return list(pool.map(fetch, files))
@@ -185,7 +239,7 @@ def _fetch_header(reader: RangeReader, url: str, file: str, size: int | None) ->
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars for small files."""
+    """No progress bars of the client: small files need none, and streamed ones have ours."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if are_progress_bars_disabled():

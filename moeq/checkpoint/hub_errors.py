@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from importlib import import_module
 
 from moeq.errors import MoeqError
@@ -50,6 +51,8 @@ def explain(error: Exception, repo: str, revision: str | None) -> MoeqError:
     for kind, code, message, hint in table:
         if isinstance(error, kind):
             return MoeqError(code, message, hint)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return MoeqError("resources.disk-full", f"{repo}: no space to download: {error}", "free some space")
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status in (401, 403):
         hint = "`hf auth login` or set HF_TOKEN to a token with read access"
