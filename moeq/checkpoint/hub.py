@@ -92,6 +92,7 @@ class HubSource(Source):
         self.repo = repo
         self.revision: str | None = None
         self._asked = revision
+        self.stream: WeightStream | None = None
         info = self._call(lambda: self._model_info(revision))
         self.revision = info.sha
         self._sizes = {file.rfilename: file.size for file in info.siblings or []}
@@ -110,7 +111,6 @@ class HubSource(Source):
         self.tensors, notices = merge_headers(weights, headers)
         self.notices = [*weights.notices, *notices]
         self._side_files = tuple(sorted(set(top) - set(weights.files) - {weights.index}))
-        self.stream: WeightStream | None = None
 
     def stream_into(self, folder: Path) -> WeightStream:
         """From now on weight files are only on disk while they are held by the stream that this returns.
