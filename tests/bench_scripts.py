@@ -8,7 +8,9 @@ from pathlib import Path
 FOLDER = Path(__file__).parents[1] / "examples" / "bench"
 sys.path.append(str(FOLDER))
 
+import convert_speed  # noqa: E402
 import inspect_speed  # noqa: E402
 import make_checkpoint  # noqa: E402
+import naive_convert  # noqa: E402
 
-__all__ = ["FOLDER", "inspect_speed", "make_checkpoint"]
+__all__ = ["FOLDER", "convert_speed", "inspect_speed", "make_checkpoint", "naive_convert"]
