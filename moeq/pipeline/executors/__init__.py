@@ -1,0 +1,1 @@
+"""Places where units are executed other than the threads of this process."""

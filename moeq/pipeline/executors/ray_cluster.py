@@ -1,0 +1,317 @@
+"""A Ray cluster as a place for tasks: connecting, checking its nodes, retries, failures in words.
+
+Retries are counted here and not by Ray (`max_retries=0`), so that each one is told and a task that is killed for
+memory again and again ends, too. Written for Ray 2.40 and newer (Ray Core API: tasks, `ray.wait`, `ray.nodes`).
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from moeq.errors import MoeqError
+
+R = TypeVar("R")
+
+#: How often a task whose worker or node was lost is started again.
+RETRIES = 3
+
+#: Seconds for a node to answer the first question; it starts a Python process for it.
+_ANSWER_SECONDS = 120.0
+
+#: Seconds for a cluster's head to take a connection.
+_CONNECT_SECONDS = 5.0
+
+#: Seconds for a network file system to show a new file.
+_VISIBLE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Task(Generic[R]):
+    """One call on some node.
+
+    Attributes:
+        name: shown by Ray's dashboard and in messages.
+        memory: bytes that it needs; a node is chosen that has them left.
+        call: what is called there, picklable by reference.
+        arguments: its arguments; the result, a `MoeqError` among them, is returned, not raised.
+    """
+
+    name: str
+    memory: int
+    call: Callable[..., R | MoeqError]
+    arguments: tuple[Any, ...]
+
+
+class _Dropped(io.TextIOBase):
+    """Takes text and forgets it."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+@contextmanager
+def connected(address: str | None) -> Iterator[Any]:
+    """Ray, connected to a cluster: the one at `address`, else the one that Ray finds, else one on this machine.
+
+    Raises:
+        MoeqError: `environment.ray-missing`, `environment.ray-connect`, `usage.ray-address`.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise MoeqError(
+            "environment.ray-missing", "--executor ray needs Ray, which is not installed", "pip install 'moeq[ray]'"
+        ) from None
+    if address is not None and address.startswith("ray://"):
+        raise MoeqError(
+            "usage.ray-address",
+            f"--ray-address {address}: the files are reached from this machine, so it has to be one of the cluster",
+            "run the command on a node of the cluster (with `ray job submit`, say) and leave the address out",
+        )
+    # Ray prints what happens to workers on stdout, which belongs to the command's answer; it is told by `run` instead.
+    with redirect_stdout(_Dropped()):
+        ours = not ray.is_initialized()
+        if ours:
+            _connect(ray, address)
+        try:
+            yield ray
+        finally:
+            if ours:
+                ray.shutdown()
+
+
+def _connect(ray: Any, address: str | None) -> None:
+    # Nobody asked for reports about a cluster that lives as long as one command.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    at = address or os.environ.get("RAY_ADDRESS")
+    main = threading.current_thread() is threading.main_thread()
+    on_terminate = signal.getsignal(signal.SIGTERM) if main else None
+    try:
+        if at and ":" in at:
+            # Ray itself tries for minutes.
+            host, _, port = at.rpartition(":")
+            socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise MoeqError(
+            "environment.ray-connect",
+            f"no Ray cluster at {at or 'the default address'}: {first_line(error)}",
+            "`ray status` tells whether one runs here; --ray-address HOST:6379 names another",
+        ) from error
+    if on_terminate is not None:
+        # Ray ends the process at once on SIGTERM; what the command does then is the command's affair.
+        signal.signal(signal.SIGTERM, on_terminate)
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node that can run tasks: Ray's id, name, and memory in bytes."""
+
+    id: str
+    name: str
+    memory: int
+
+
+def nodes(ray: Any) -> list[Node]:
+    """Nodes that are up and have a processor to give.
+
+    Raises:
+        MoeqError: `environment.ray-empty` where there is none.
+    """
+    found = [
+        Node(row["NodeID"], f"{row['NodeManagerHostname']} ({row['NodeManagerAddress']})", int(resources["memory"]))
+        for row in ray.nodes()
+        if row["Alive"] and (resources := row["Resources"]).get("CPU", 0) >= 1 and "memory" in resources
+    ]
+    if not found:
+        raise MoeqError("environment.ray-empty", "the Ray cluster has no node with a free processor", "ray status")
+    return found
+
+
+def check_memory(found: Sequence[Node], tasks: Sequence[Task[R]]) -> None:
+    """Refuse tasks that no node could ever take; Ray would let them wait for ever.
+
+    Raises:
+        MoeqError: `resources.ray-memory`.
+    """
+    largest_task = max(tasks, key=lambda task: task.memory)
+    largest_node = max(found, key=lambda node: node.memory)
+    if largest_task.memory > largest_node.memory:
+        raise MoeqError(
+            "resources.ray-memory",
+            f"{largest_task.name} needs {largest_task.memory:,} bytes of memory; the largest of {len(found)} Ray "
+            f"nodes, {largest_node.name}, offers {largest_node.memory:,}",
+            "start a node with more: ray start --memory BYTES",
+        )
+
+
+@dataclass(frozen=True)
+class Token:
+    """A file with a random word, by which nodes show that they see this machine's folder and not another like it."""
+
+    path: str
+    word: str
+
+    def visible(self) -> bool:
+        """Whether this machine sees it."""
+        deadline = time.monotonic() + _VISIBLE_SECONDS
+        while True:
+            try:
+                return Path(self.path).read_text(encoding="ascii") == self.word
+            except OSError:
+                if time.monotonic() > deadline:
+                    return False
+            time.sleep(0.2)
+
+
+@contextmanager
+def token_in(folder: Path) -> Iterator[Token]:
+    """A token in a folder, as long as the context lasts."""
+    word = secrets.token_hex(16)
+    path = folder / f"moeq-token-{word[:8]}"
+    path.write_text(word, encoding="ascii")
+    try:
+        yield Token(str(path), word)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def check_nodes(ray: Any, found: Sequence[Node], token: Token, version: str) -> None:
+    """Ask every node whether it sees the output folder and has this moeq.
+
+    Raises:
+        MoeqError: `environment.ray-nodes` with the nodes and what is wrong with each.
+    """
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    path, word, seconds = token.path, token.word, _VISIBLE_SECONDS
+
+    # A nested function travels by value, so that it also runs where moeq is missing.
+    def look() -> tuple[bool, str | None]:
+        import time
+        from importlib.metadata import PackageNotFoundError
+        from importlib.metadata import version as installed
+
+        deadline, seen = time.monotonic() + seconds, False
+        while not seen and time.monotonic() < deadline:
+            try:
+                with open(path, encoding="ascii") as file:
+                    seen = file.read() == word
+            except OSError:
+                time.sleep(0.2)
+        try:
+            return seen, installed("moeq")
+        except PackageNotFoundError:
+            return seen, None
+
+    remote = ray.remote(num_cpus=0, max_retries=0)(look)
+    asked = {
+        remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote(): node
+        for node in found
+    }
+    answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_SECONDS)
+    wrong = [f"{asked[reference].name} does not answer" for reference in silent]
+    for reference in answered:
+        wrong += [f"{asked[reference].name} {problem}" for problem in _problems(ray, reference, version)]
+    if wrong:
+        raise MoeqError(
+            "environment.ray-nodes",
+            f"{len(wrong)} problems on {len(found)} Ray nodes: {'; '.join(wrong[:8])}",
+            f"{Path(path).parent} has to be on a file system that every node sees at this path, and every node needs "
+            f"moeq {version}",
+        )
+
+
+def _problems(ray: Any, reference: Any, version: str) -> Iterator[str]:
+    try:
+        seen, installed = ray.get(reference)
+    except ray.exceptions.RayError as error:
+        yield f"failed: {first_line(error)}"
+        return
+    if not seen:
+        yield "does not see the output folder"
+    if installed is None:
+        yield "has no moeq"
+    elif installed != version:
+        yield f"has moeq {installed}, this machine {version}"
+
+
+def run(ray: Any, tasks: Sequence[Task[R]], done: Callable[[R], None], warn: Callable[[str, str], None]) -> None:
+    """Run tasks until all are done, each again where its worker or node was lost.
+
+    Args:
+        tasks: what to run; started in this order.
+        done: called with every result, in the order of finishing, in this thread.
+        warn: called with a code and a sentence for every retry.
+
+    Raises:
+        MoeqError: the first that a task returned; `environment.ray-lost` or `resources.ray-memory` where a task was
+            lost too often. Whatever still runs is stopped first.
+        Exception: what a task raised: a bug.
+    """
+    waiting, running, tries = deque(tasks), dict[Any, Task[R]](), dict[str, int]()
+    remotes = {task.call: ray.remote(num_cpus=1, max_retries=0, retry_exceptions=False)(task.call) for task in tasks}
+    try:
+        while waiting or running:
+            while waiting:
+                task = waiting.popleft()
+                remote = remotes[task.call].options(name=task.name, memory=task.memory)
+                running[remote.remote(*task.arguments)] = task
+            # A timeout, so that Ctrl-C is seen soon.
+            finished, _ = ray.wait(list(running), num_returns=1, timeout=1.0)
+            for reference in finished:
+                task = running.pop(reference)
+                try:
+                    result = ray.get(reference)
+                except ray.exceptions.RayTaskError as error:
+                    raise (error.cause or error) from error
+                except ray.exceptions.RayError as error:
+                    tries[task.name] = tries.get(task.name, 0) + 1
+                    _lost(ray, task, tries[task.name], error, warn)
+                    waiting.append(task)
+                else:
+                    if isinstance(result, MoeqError):
+                        raise result
+                    done(result)
+    finally:
+        _stop(ray, list(running))
+
+
+def _lost(ray: Any, task: Task[R], tries: int, error: Exception, warn: Callable[[str, str], None]) -> None:
+    """Tell of a lost task, or give it up."""
+    if tries <= RETRIES:
+        warn("ray-retry", f"{task.name} is started again ({tries} of {RETRIES}): {first_line(error)}")
+        return
+    memory = isinstance(error, ray.exceptions.OutOfMemoryError)
+    raise MoeqError(
+        "resources.ray-memory" if memory else "environment.ray-lost",
+        f"{task.name} was lost {tries} times, the last time: {first_line(error)}",
+        "what was finished is kept; the same command continues it"
+        + (" on nodes with more memory" if memory else ", `ray status` tells about the nodes"),
+    )
+
+
+def _stop(ray: Any, references: list[Any]) -> None:
+    """End tasks that are still running: they must not write to a folder that nobody watches any more."""
+    for reference in references:
+        ray.cancel(reference, force=True)
+    if references:
+        ray.wait(references, num_returns=len(references), timeout=10.0)
+
+
+def first_line(error: Exception) -> str:
+    """What an error of Ray says first; the rest is advice about Ray's log files."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(error).__name__
