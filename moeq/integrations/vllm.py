@@ -1,5 +1,5 @@
-"""The quantisation method `moeq` inside vLLM 0.33.0: experts are created in their converted shapes, filled with the
-bytes of this rank, and handed to the engine's own expert kernels as they are.
+"""The quantisation method `moeq` inside vLLM (0.33.0, 0.26.0): experts are created in their converted shapes, filled
+with the bytes of this rank, and handed to the engine's own expert kernels as they are.
 
 Layers outside the experts keep the method that the source's config asks for. `moeq.integrations.vllm_plugin` registers
 this; nothing else imports it.

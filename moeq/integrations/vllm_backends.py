@@ -1,4 +1,4 @@
-"""Which of vLLM's experts read which layout, and how they are set up. Written against vLLM 0.33.0.
+"""Which of vLLM's experts read which layout, and how they are set up. Written against vLLM 0.33.0 and 0.26.0.
 
 The engine's own constructors are called with tensors that already lie as its kernels want them; nothing here changes
 a tensor.
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.model_executor.layers.fused_moe.config import mxfp4_w4a16_moe_quant_config
+from vllm.model_executor.layers.fused_moe.config import int8_w8a8_moe_quant_config, mxfp4_w4a16_moe_quant_config
 from vllm.model_executor.layers.fused_moe.oracle import int8, int_wna16, mxfp4
 from vllm.model_executor.layers.quantization.utils import quant_utils
 
@@ -83,15 +83,34 @@ def _wna16(backend: Any, title: str, option: str) -> EngineExperts:
     )
 
 
+def _triton_wna16() -> EngineExperts:
+    """Through the engine's oracle, where that knows these experts."""
+    backend = getattr(int_wna16.WNA16MoEBackend, "TRITON", None)
+    if backend is not None:
+        return _wna16(backend, "TRITON", "triton")
+    from moeq.integrations.vllm_older import AskableWNA16Experts, triton_wna16_kernel
+
+    return EngineExperts(
+        title="TRITON",
+        option="triton",
+        classes=lambda: [AskableWNA16Experts],
+        keys=_wna16_keys,
+        quant_config=_wna16_config,
+        kernel=triton_wna16_kernel,
+    )
+
+
 _INT8 = EngineExperts(
     title="TRITON (int8 W8A8)",
     option="triton",
     classes=lambda: int8.backend_to_kernel_cls(int8.Int8MoeBackend.TRITON),
     keys=lambda spec: (quant_utils.kInt8StaticChannelSym, quant_utils.kInt8DynamicTokenSym),
-    quant_config=lambda tensors, spec: int8.make_int8_moe_quant_config(
-        int8.Int8MoeBackend.TRITON,
+    # Not through the oracle of 0.26.0, which takes dynamic activation scales for none and would run W8A16.
+    quant_config=lambda tensors, spec: int8_w8a8_moe_quant_config(
         w1_scale=tensors["w13_scale"],
         w2_scale=tensors["w2_scale"],
+        a1_scale=None,
+        a2_scale=None,
         w1_bias=tensors.get("w13_bias"),
         w2_bias=tensors.get("w2_bias"),
         per_act_token_quant=True,
@@ -123,7 +142,7 @@ _MXFP4 = EngineExperts(
 #: Layout id to the experts that read it.
 BACKENDS: dict[str, EngineExperts] = {
     "marlin-wna16/1": _wna16(int_wna16.WNA16MoEBackend.MARLIN, "MARLIN", "marlin"),
-    "triton-wna16/1": _wna16(int_wna16.WNA16MoEBackend.TRITON, "TRITON", "triton"),
+    "triton-wna16/1": _triton_wna16(),
     "int8-w8a8/1": _INT8,
     "marlin-mxfp4/1": _MXFP4,
 }

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from moeq.errors import MoeqError
 
-#: The engine whose classes `moeq.integrations.vllm` uses.
-ENGINE = "0.33.0"
+#: The versions of the engine that `moeq.integrations.vllm` was run with, newest first.
+ENGINES = ("0.33.0", "0.26.0")
 
 
 def register() -> None:
@@ -17,7 +17,7 @@ def register() -> None:
     import vllm
 
     found = str(vllm.__version__).partition("+")[0]
-    if found == ENGINE:
+    if found in ENGINES:
         from moeq.integrations.vllm import register_method
 
         register_method()
@@ -29,8 +29,9 @@ def wrong_engine(found: str) -> MoeqError:
     """What a user of another version reads when a converted checkpoint is loaded."""
     return MoeqError(
         "environment.engine-version",
-        f"moeq's plug-in was written against vLLM {ENGINE}, and this is vLLM {found}: kernels and loaders differ",
-        f"pip install vllm=={ENGINE}; or serve the source checkpoint, which this engine repacks itself",
+        f"moeq's plug-in was written against vLLM {' and '.join(ENGINES)}, and this is vLLM {found}: kernels and "
+        "loaders differ",
+        f"pip install vllm=={ENGINES[0]}; or serve the source checkpoint, which this engine repacks itself",
     )
 
 

@@ -20,13 +20,14 @@ from integrations.deployments import LAYOUTS, convert
 
 import moeq
 from moeq.errors import MoeqError
+from moeq.integrations.vllm_plugin import ENGINES
 
 if not torch.cuda.is_available():
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the engine switches Triton off where it sees neither a driver nor this
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
-if not vllm.__version__.startswith("0.33.0"):
-    pytest.skip(f"written against vLLM 0.33.0, this is {vllm.__version__}", allow_module_level=True)
+if vllm.__version__.partition("+")[0] not in ENGINES:
+    pytest.skip(f"written against vLLM {ENGINES}, this is {vllm.__version__}", allow_module_level=True)
 
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation  # noqa: E402
@@ -211,7 +212,8 @@ def test_the_engines_kernel_gets_the_loaded_tensors(name, folders, gpu) -> None:
     if "w13_zero" in places:
         assert config.w1_zp.data_ptr() == places["w13_zero"]
     expected = {"marlin": "MarlinExperts", "triton": "TritonWNA16Experts", "int8": "TritonExperts"}
-    assert type(layer.quant_method.moe_kernel.fused_experts).__name__ == expected[NAMES[name].partition("-")[0]]
+    kinds = [kind.__name__ for kind in type(layer.quant_method.moe_kernel.fused_experts).__mro__]
+    assert expected[NAMES[name].partition("-")[0]] in kinds
 
 
 @pytest.mark.parametrize(
@@ -326,6 +328,7 @@ class TestRefusals:
         assert error.code == "answer.no-backend"
         assert "humming-wna16/1" in error.message
 
+    @pytest.mark.skipif(vllm.__version__ == "0.26.0", reason="this version reads act-order")
     def test_a_source_method_that_the_engine_refuses(self, checkpoints) -> None:
         source = checkpoints / "gptq-int4-g32-actorder-qwen3moe" / "config.json"
         original = json.loads(source.read_text())["quantization_config"]
@@ -347,7 +350,7 @@ class TestRefusals:
         vllm_plugin.register()
         with pytest.raises(MoeqError, match=r"vLLM 0\.34\.1") as caught:
             get_quantization_config("moeq").from_config({})
-        assert "pip install vllm==0.33.0" in (caught.value.hint or "")
+        assert f"pip install vllm=={ENGINES[0]}" in (caught.value.hint or "")
         monkeypatch.undo()
         vllm_plugin.register()
 
@@ -394,7 +397,12 @@ def test_the_engines_model_loads_a_whole_checkpoint(name, folders, gpu, monkeypa
                 with safe_open(path, "pt") as file:
                     tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
             loaded = model.load_weights(tensors.items())
-            assert loaded == {parameter for parameter, _ in model.named_parameters()}
+            # 0.26.0 reports experts by the name of the layer that wraps them.
+            names = [
+                {name.replace(".routed_experts.", ".") for name in some}
+                for some in (loaded, dict(model.named_parameters()))
+            ]
+            assert names[0] == names[1]
             for layer in (0, 1):
                 experts = model.model.layers[layer].mlp.experts.routed_experts
                 experts.quant_method.process_weights_after_loading(experts)

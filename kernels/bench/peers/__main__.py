@@ -1,0 +1,153 @@
+"""Our kernels beside the peers that are installed, side by side in one run: see README.md in this folder.
+
+PYTHONPATH=.:kernels python -m bench.peers run --out FOLDER [--seconds S] [--warm PROCESSES]
+PYTHONPATH=.:kernels python -m bench.peers report FOLDER/peers.json [MORE.json ...] --out FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.peers.conduct import Options, Run, Seat, conduct, warm
+from bench.peers.contenders import BY_FORMAT, CONTENDERS
+from bench.peers.evaluate import merge
+from bench.peers.report import markdown, picture
+from bench.peers.shapes import GROUPS, TOKENS
+
+
+class Clocks:
+    """The GPU's clock, power and temperature, read once a second while the run goes on."""
+
+    QUERY = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
+
+    def __init__(self) -> None:
+        self.rows: list[list[float]] = []
+        self.driver = self._ask("driver_version")
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    @staticmethod
+    def _ask(query: str) -> str:
+        command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", "--id=0"]
+        try:
+            return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        except (OSError, subprocess.SubprocessError):
+            return ""
+
+    def _watch(self) -> None:
+        while row := self._ask(self.QUERY):
+            try:
+                self.rows.append([float(part) for part in row.split(",")])
+            except ValueError:
+                return
+            time.sleep(1)
+
+    def summary(self) -> dict[str, Any]:
+        """Least, median and most of each."""
+        columns = zip(*self.rows, strict=True) if self.rows else []
+        names = self.QUERY.split(",")
+        return {
+            name: {"least": min(column), "median": statistics.median(column), "most": max(column)}
+            for name, column in zip(names, columns, strict=False)
+        }
+
+
+def document(run: Run, clocks: Clocks) -> dict[str, Any]:
+    """What a run found, as written to a file."""
+    import torch
+
+    return {
+        "schema": "moeq-kernels.peers/1",
+        "date": time.strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
+        "driver": clocks.driver,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "side_by_side": "one run",
+        "rounds": run.options.rounds,
+        "milliseconds": run.options.milliseconds,
+        "contenders": {name: {"versions": s.versions, "absent": s.absent} for name, s in run.seats.items()},
+        "peak": run.peak,
+        "clocks": clocks.summary(),
+        "seconds": round(time.monotonic() - run.began, 1),
+        "left_out": run.left_out,
+        "cells": run.cells,
+    }
+
+
+def write(found: dict[str, Any], folder: Path) -> None:
+    """The document, its tables and its picture."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "peers.json").write_text(json.dumps(found, indent=1) + "\n")
+    if found["cells"]:
+        (folder / "peers.md").write_text(markdown(found))
+        (folder / "peers.svg").write_text(picture(found))
+
+
+def run(given: argparse.Namespace) -> int:
+    """Time."""
+    groups = [g for g in GROUPS if g.format in given.formats.split(",") and g.shape in given.shapes.split(",")]
+    tokens = tuple(int(count) for count in given.tokens.split(","))
+    names = [name for name in given.contenders.split(",") if any(name in BY_FORMAT[group.format] for group in groups)]
+    log = given.out / "contenders.log"
+    given.out.mkdir(parents=True, exist_ok=True)
+    clocks = Clocks()
+    begin = time.monotonic()
+    if given.warm:
+        jobs = [(name, group) for group in groups for name in BY_FORMAT[group.format] if name in names]
+        jobs = [job for job in jobs if job[0] in given.warm_only.split(",")]
+        for reason in warm(jobs, tokens, given.warm, log):
+            print("warming up:", reason, flush=True)
+        print(f"warmed up in {time.monotonic() - begin:.0f} s", flush=True)
+    seats = {name: Seat(name, log) for name in names}
+    seconds = given.seconds - (time.monotonic() - begin)
+    if not given.only_warm:
+        options = Options(seconds, tokens, given.rounds, given.milliseconds, log)
+        conduct(groups, Run(options, seats, lambda found: write(document(found, clocks), given.out)))
+    return 0
+
+
+def report(given: argparse.Namespace) -> int:
+    """Tables and picture of what was timed before."""
+    write(merge([json.loads(path.read_text()) for path in given.files]), given.out)
+    print((given.out / "peers.md").read_text())
+    return 0
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    timing = commands.add_parser("run", help="time everything that is installed")
+    timing.set_defaults(call=run)
+    timing.add_argument("--out", type=Path, required=True, help="folder for peers.json, .md, .svg")
+    timing.add_argument("--seconds", type=float, default=600, help="spent on the most telling groups and cells first")
+    timing.add_argument("--formats", default=",".join(BY_FORMAT))
+    timing.add_argument("--shapes", default=",".join(dict.fromkeys(group.shape for group in GROUPS)))
+    timing.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    timing.add_argument("--contenders", default=",".join(CONTENDERS))
+    timing.add_argument("--rounds", type=int, default=3)
+    timing.add_argument("--milliseconds", type=float, default=25)
+    timing.add_argument(
+        "--warm", type=int, default=0, metavar="PROCESSES", help="compile everything first, in parallel"
+    )
+    timing.add_argument("--warm-only", default=",".join(CONTENDERS), help="whose kernels to compile first")
+    timing.add_argument("--only-warm", action="store_true", help="compile, and time nothing")
+    again = commands.add_parser("report", help="tables and picture of earlier runs")
+    again.set_defaults(call=report)
+    again.add_argument("files", type=Path, nargs="+")
+    again.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    return int(given.call(given))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,261 @@
+"""Times every contender on the same inputs, in turns, cell by cell, each in a process of its own.
+
+For a group (a format at a shape) all contenders set up; for a token count each is compared with the reference, those
+that are right capture their calls, and then they replay in turns, several rounds, every second one in reverse order.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.peers.contenders import BY_FORMAT
+from bench.peers.shapes import FORMATS, SHAPES, Group, floor
+
+#: Seconds for an answer; compiling takes the longest.
+PATIENCE = 240.0
+
+Document = dict[str, Any]
+
+
+class Seat:
+    """A contender's process. `gone` says why there is none, for good or until the next group."""
+
+    def __init__(self, name: str, log: Path | None) -> None:
+        self.name, self.log = name, log
+        self.versions: dict[str, str] = {}
+        self.absent: str | None = None
+        self.gone: str | None = "not started"
+
+    def start(self) -> None:
+        """Start the process, unless it runs or what it needs is absent."""
+        if self.absent or self.gone is None:
+            return
+        command = [sys.executable, "-m", "bench.peers.worker", self.name]
+        errors = self.log.open("ab") if self.log else subprocess.DEVNULL
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+        self.lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, args=(self.process, self.lines), daemon=True).start()
+        answer = self._answer(PATIENCE)
+        self.absent = answer.get("absent")
+        self.gone = self.absent or answer.get("failed")
+        self.versions = answer.get("ok", {}).get("versions", {})
+
+    @staticmethod
+    def _read(process: subprocess.Popen[str], lines: queue.Queue[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.put(line)
+        lines.put("")
+
+    def order(self, do: str, patience: float = PATIENCE, **given: Any) -> Document:
+        """`{"ok": ...}` or `{"failed": reason}`."""
+        if self.gone is not None:
+            return {"failed": self.gone}
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps({"do": do, **given}) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            self.gone = f"its process ended (code {self.process.wait()})"
+            return {"failed": self.gone}
+        return self._answer(patience)
+
+    def _answer(self, patience: float) -> Document:
+        try:
+            line = self.lines.get(timeout=patience)
+        except queue.Empty:
+            self.process.kill()
+            self.gone = f"no answer in {patience:.0f} s"
+            return {"failed": self.gone}
+        if not line:
+            self.gone = f"its process ended (code {self.process.wait()})"
+            return {"failed": self.gone}
+        answer: Document = json.loads(line)
+        return answer
+
+    def stop(self) -> None:
+        """End the process."""
+        if self.gone is None and self.process.stdin is not None:
+            self.process.stdin.close()
+            try:
+                self.process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        self.gone = self.gone or "stopped"
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to time.
+
+    Attributes:
+        seconds: for the whole run; shared out over the groups as it goes.
+        rounds: turns of each contender.
+        milliseconds: of replays a turn.
+        tokens: token counts, most telling first.
+        log: where contenders' own output goes.
+    """
+
+    seconds: float
+    tokens: tuple[int, ...]
+    rounds: int = 3
+    milliseconds: float = 25.0
+    log: Path | None = None
+
+
+@dataclass
+class Run:
+    """What has been found so far; `save` is called after every group."""
+
+    options: Options
+    seats: dict[str, Seat]
+    save: Callable[[Run], None]
+    cells: list[Document] = field(default_factory=list)
+    left_out: list[Document] = field(default_factory=list)
+    peak: Document = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def remaining(self) -> float:
+        """Seconds."""
+        return self.options.seconds - (time.monotonic() - self.began)
+
+
+def together(seats: Iterable[Seat], action: Callable[[Seat], Any]) -> dict[str, Any]:
+    """The same of several contenders at once; nothing that is timed is done so."""
+    seats = list(seats)
+    with ThreadPoolExecutor(max(1, len(seats))) as pool:
+        return dict(zip((seat.name for seat in seats), pool.map(action, seats), strict=True))
+
+
+def conduct(groups: list[Group], run: Run) -> None:
+    """All groups, as far as the time reaches; each may take somewhat more than its even share of what is left."""
+    together(run.seats.values(), Seat.start)
+    for seat in run.seats.values():
+        print(f"{seat.name:28s} {seat.gone or seat.versions}", flush=True)
+    if "moeq" in run.seats:
+        run.peak = run.seats["moeq"].order("peak").get("ok", {})
+        print("peak", run.peak, flush=True)
+    for number, group in enumerate(groups):
+        share = min(run.remaining, 1.4 * run.remaining / (len(groups) - number))
+        one_group(group, run, time.monotonic() + share)
+        run.save(run)
+    together(run.seats.values(), Seat.stop)
+
+
+def one_group(group: Group, run: Run, deadline: float) -> None:
+    """A format at a shape."""
+    seats = [run.seats[name] for name in BY_FORMAT[group.format] if name in run.seats]
+    together(seats, Seat.start)
+    if time.monotonic() > deadline:
+        run.left_out.append({**asdict(group), "tokens": list(run.options.tokens), "reason": "time"})
+        return
+    begin = time.monotonic()
+    opened = together(seats, lambda seat: seat.order("open", **asdict(group), tokens=list(run.options.tokens)))
+    print(f"{group.format} {group.shape}: set up in {time.monotonic() - begin:.1f} s", flush=True)
+    for number, tokens in enumerate(run.options.tokens):
+        if time.monotonic() > deadline:
+            rest = list(run.options.tokens[number:])
+            run.left_out.append({**asdict(group), "tokens": rest, "reason": "time"})
+            print(f"{group.format} {group.shape}: no time for {rest}", flush=True)
+            break
+        cell = one_cell(group, tokens, seats, opened, run.options)
+        run.cells.append(cell)
+        print(line(cell), flush=True)
+    together(seats, lambda seat: seat.order("close"))
+
+
+def one_cell(group: Group, tokens: int, seats: list[Seat], opened: Document, options: Options) -> Document:
+    """A token count: compare, capture, take turns."""
+    found: dict[str, Document] = {}
+    for name, answer in opened.items():
+        if "failed" in answer:
+            seat = next(seat for seat in seats if seat.name == name)
+            found[name] = {"status": "absent" if seat.absent else "failed", "reason": answer["failed"]}
+    ready = [seat for seat in seats if seat.name not in found]
+    for name, answer in together(ready, lambda seat: seat.order("check", tokens=tokens)).items():
+        right = answer.get("ok", {}).get("right")
+        found[name] = {"status": "right" if right else "wrong" if right is False else "failed", **answer.get("ok", {})}
+        if "failed" in answer:
+            found[name]["reason"] = answer["failed"]
+    hit = max((row["hit"] for row in found.values() if "hit" in row), default=0)
+    timed = [seat for seat in ready if found[seat.name]["status"] == "right"]
+    for name, answer in together(timed, lambda seat: seat.order("capture", tokens=tokens, hit=hit)).items():
+        if "failed" in answer:
+            found[name] |= {"status": "failed", "reason": answer["failed"]}
+        else:
+            found[name]["copies"] = answer["ok"]["copies"]
+    take_turns([seat for seat in timed if found[seat.name]["status"] == "right"], found, options)
+    least = floor(FORMATS[group.format], SHAPES[group.shape], tokens, hit)
+    return {
+        **asdict(group),
+        "tokens": tokens,
+        "hit": hit,
+        "floor_us": least.time,
+        "memory_floor_us": least.memory,
+        "compute_floor_us": least.compute,
+        "contenders": found,
+    }
+
+
+def take_turns(seats: list[Seat], found: dict[str, Document], options: Options) -> None:
+    """Cold calls and hot ones, in rounds; adds medians over rounds to what was found."""
+    for kind in ("cold", "hot"):
+        rounds: dict[str, list[Document]] = {seat.name: [] for seat in seats}
+        for number in range(options.rounds):
+            for seat in seats[:: 1 - 2 * (number % 2)]:
+                answer = seat.order("time", kind=kind, milliseconds=options.milliseconds)
+                if "ok" in answer:
+                    rounds[seat.name].append(answer["ok"])
+        for name, rows in rounds.items():
+            if len(rows) < options.rounds:
+                found[name] |= {"status": "failed", "reason": "a replay failed"}
+                continue
+            medians = [row["median"] for row in rows]
+            found[name][kind] = {
+                "us": round(statistics.median(medians), 2),
+                "rounds": [round(value, 2) for value in medians],
+                "least": round(min(row["least"] for row in rows), 2),
+                "replays": sum(row["replays"] for row in rows),
+            }
+
+
+def line(cell: Document) -> str:
+    """A cell on one line."""
+    parts = []
+    for name, row in cell["contenders"].items():
+        parts.append(f"{name} {row['cold']['us']:.1f}" if "cold" in row else f"{name} {row['status']}")
+    return f"{cell['format']:6s} {cell['shape']:16s} M={cell['tokens']:5d} floor {cell['floor_us']:7.1f}  " + "  ".join(
+        parts
+    )
+
+
+def warm(jobs: list[tuple[str, Group]], tokens: tuple[int, ...], processes: int, log: Path | None) -> list[str]:
+    """Have everything compiled, in parallel processes, so that it does not happen between timings. What failed."""
+
+    def one(job: tuple[str, Group]) -> str | None:
+        seat = Seat(job[0], log)
+        seat.start()
+        answer = seat.order("open", **asdict(job[1]), tokens=list(tokens), check=False)
+        for count in tokens:
+            if "failed" not in answer:
+                answer = seat.order("warm", tokens=count)
+        seat.stop()
+        reason = answer.get("failed")
+        return None if seat.absent or not reason else f"{job[0]} {job[1].format} {job[1].shape}: {reason}"
+
+    with ThreadPoolExecutor(processes) as pool:
+        return [reason for reason in pool.map(one, jobs) if reason]

@@ -1,0 +1,38 @@
+"""Everyone who takes part: our kernels and those peers that are installed. One module each; all imports inside."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from bench.peers.contenders.base import Absent, Contender
+
+#: Name -> module:class. Names are what results and targets use.
+CONTENDERS = {
+    "moeq": "bench.peers.contenders.ours:Ours",
+    "marlin": "bench.peers.contenders.vllm_marlin:Marlin",
+    "humming": "bench.peers.contenders.humming:Humming",
+    "triton_kernels": "bench.peers.contenders.oai_triton:GivenChoices",
+    "triton_kernels-own-routing": "bench.peers.contenders.oai_triton:OwnRouting",
+    "vllm-triton": "bench.peers.contenders.vllm_triton:Triton",
+}
+
+#: Which of them know a format.
+BY_FORMAT = {
+    "int4": ("moeq", "marlin", "humming", "vllm-triton"),
+    "int8": ("moeq", "marlin", "humming", "vllm-triton"),
+    "mxfp4": ("moeq", "marlin", "humming", "triton_kernels", "triton_kernels-own-routing"),
+    "w8a8": ("moeq", "humming", "vllm-triton"),
+}
+
+
+def make(name: str) -> Contender:
+    """The contender of that name. Raises Absent where what it runs is not installed."""
+    module, _, kind = CONTENDERS[name].partition(":")
+    try:
+        contender: Contender = getattr(import_module(module), kind)()
+    except ImportError as error:
+        raise Absent(f"{type(error).__name__}: {error}") from error
+    return contender
+
+
+__all__ = ["BY_FORMAT", "CONTENDERS", "Absent", "Contender", "make"]

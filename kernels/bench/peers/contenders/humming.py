@@ -1,0 +1,176 @@
+"""Humming, called as vLLM's `HummingIndexedExperts` calls it: align, product, activation, product, weighted sum.
+
+Weights go in as checkpoints store them and through Humming's own conversion, rounded up as vLLM asks it to.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench import packing
+from bench.cases import Routed
+from bench.peers.contenders import engine
+from bench.peers.contenders.base import Contender, round_up
+from bench.peers.problem import Codes, Problem
+
+
+@dataclass(frozen=True)
+class Source:
+    """How a format is handed over: Humming's names of it, and the tensors."""
+
+    config: dict[str, Any]
+    tensors: Callable[[Codes], dict[str, Tensor]]
+    activations: dict[str, Any] | None = None
+
+
+def _packed(bits: int) -> Source:
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "type": "int",
+        "num_bits": bits,
+        "strategy": "group",
+        "group_size": 128,
+    }
+    return Source(
+        config,
+        lambda part: {
+            "weight_packed": (packing.nibbles(part.codes) if bits == 4 else part.codes).contiguous().view(torch.int32),
+            "weight_scale": part.scales,
+        },
+    )
+
+
+SOURCES = {
+    "int4": _packed(4),
+    "int8": _packed(8),
+    "mxfp4": Source(
+        {"quant_method": "mxfp4"},
+        lambda part: {
+            "weight": packing.nibbles(part.codes),
+            "weight_scale": part.scales,
+            **({} if part.bias is None else {"bias": part.bias}),
+        },
+    ),
+    "w8a8": Source(
+        {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "type": "int",
+            "num_bits": 8,
+            "strategy": "channel",
+        },
+        lambda part: {
+            "weight": (part.codes.int() - 128).to(torch.int8),
+            "weight_scale": part.scales.to(torch.bfloat16),
+        },
+        {"quant_method": "humming", "dtype": "int8"},
+    ),
+}
+
+
+@dataclass
+class Weights:
+    """Humming's layers for w13 and w2 and its tile sizes by number of rows."""
+
+    layers: list[Any]
+    tuning: list[list[Any]]
+    activation: Any
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A call's inputs, its buffers, and the tile sizes that Humming picks for this many rows."""
+
+    routed: Routed
+    buffers: list[Tensor]
+    block: int
+    tuning: list[str]
+
+
+class Humming(Contender):
+    """The indexed kernels, which are what vLLM uses by default."""
+
+    def __init__(self) -> None:
+        engine.load()
+        from importlib.metadata import version
+
+        from humming.layer import HummingLayer, HummingLayerMethod
+        from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size
+        from vllm.model_executor.layers.fused_moe.moe_fused_mul_sum import moe_fused_mul_sum
+
+        self.versions = {"humming-kernels": version("humming-kernels"), "vllm": engine.version()}
+        self.layer, self.method = HummingLayer, HummingLayerMethod
+        self.align, self.sum = moe_align_block_size, moe_fused_mul_sum
+
+    def prepare(self, problem: Problem) -> Weights:
+        shape, fmt, source = problem.shape, problem.format, SOURCES[problem.group.format]
+        group = max(1, fmt.group_size)
+        hidden, intermediate = round_up(shape.hidden, group), round_up(shape.intermediate, group)
+        layers = []
+        for part in problem.padded(hidden, intermediate):
+            layer = self.layer(
+                shape_n=part.codes.shape[1],
+                shape_k=part.codes.shape[2],
+                weight_config=dict(source.config),
+                input_config=None if source.activations is None else dict(source.activations),
+                pad_n_to_multiple=256,
+                pad_k_to_multiple=128,
+                num_experts=shape.experts,
+                has_bias=part.bias is not None,
+                torch_dtype=torch.bfloat16,
+            ).cuda()
+            layer.load_from_tensors(source.tensors(part))
+            layer.transform()
+            layers.append(layer)
+        tuning = [self.method.get_default_tuning_configs(layer, gemm_type="indexed") for layer in layers]
+        activation = torch.ops._C.silu_and_mul if fmt.activation == "silu" else torch.ops._C.swigluoai_and_mul
+        return Weights(layers, tuning, activation, shape.experts, shape.top_k, hidden, intermediate)
+
+    def inputs(self, weights: Weights, routed: Routed) -> Inputs:
+        tokens, top_k = routed.ids.shape
+        x = torch.nn.functional.pad(routed.x, (0, weights.hidden - routed.x.shape[1]))
+        pairs = tokens * top_k
+        # Only the entry for this many rows: Humming compiles all that it is given, and runs this one.
+        used = [[row for row in rows if row[0] < pairs <= row[1]] for rows in weights.tuning]
+        sizes = ((pairs, 2 * weights.intermediate), (pairs, weights.intermediate), (pairs, weights.hidden))
+        buffers = [torch.empty(size, dtype=torch.bfloat16, device=x.device) for size in sizes]
+        buffers.append(torch.empty_like(x))
+        block = used[0][0][2]["block_shape"][0] if used[0] else 64
+        return Inputs(Routed(x, routed.weights, routed.ids), buffers, block, [json.dumps(row) for row in used])
+
+    def run(self, weights: Weights, inputs: Inputs) -> Tensor:
+        routed, (first, second, third, output) = inputs.routed, inputs.buffers
+        ids, experts, count = self.align(
+            routed.ids, inputs.block, weights.experts, None, ignore_invalid_experts=True
+        )  # fmt: skip
+        common = {
+            "sorted_ids": ids,
+            "expert_ids": experts,
+            "num_tokens_padded": count,
+            "compute_config": '{"gemm_type": "indexed"}',
+            "valid_shape_m": routed.ids.numel(),
+        }
+        weights.layers[0](
+            routed.x, outputs=first, top_k=weights.top_k, tuning_config=inputs.tuning[0], **common
+        )  # fmt: skip
+        weights.activation(second, first)
+        weights.layers[1](second, outputs=third, top_k=1, tuning_config=inputs.tuning[1], **common)
+        self.sum(
+            inputs=third.view(*routed.ids.shape, -1),
+            topk_weights=routed.weights,
+            topk_ids=routed.ids,
+            expert_map=None,
+            outputs=output,
+        )
+        return output

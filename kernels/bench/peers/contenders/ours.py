@@ -1,0 +1,55 @@
+"""Our kernels, through `fused_moe`: whatever it picks."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from bench import cases
+from bench.cases import Quantised, Routed
+from bench.peers.contenders.base import Contender, round_up
+from bench.peers.problem import Codes, Problem
+from bench.peers.shapes import Format
+from moeq_kernels import PackedExperts, PackedMatrix, fused_moe
+from moeq_kernels.formats import find_format
+from moeq_kernels.hopper.support import unsupported_reason
+
+LAYOUTS = {
+    "int4": "marlin-wna16/1",
+    "int8": "marlin-wna16/1",
+    "mxfp4": "marlin-mxfp4-interleaved/1",
+    "w8a8": "int8-w8a8/1",
+}
+
+
+class Ours(Contender):
+    """Packed by the closed forms of the layouts in `bench.packing`."""
+
+    factor = 1.2
+
+    def __init__(self) -> None:
+        self.versions = {"torch": torch.__version__, "triton": triton.__version__}
+
+    def prepare(self, problem: Problem) -> tuple[PackedExperts, Format]:
+        layout, fmt, shape = LAYOUTS[problem.group.format], problem.format, problem.shape
+        # Only k is rounded up, and only to whole groups: the kernels take any number of rows that the layout stores.
+        step = max(fmt.group_size, find_format(layout, fmt.element).k_multiple)
+        w13, w2 = problem.padded(round_up(shape.hidden, step), round_up(shape.intermediate, step))
+        matrices = (_packed(part, layout, problem) for part in (w13, w2.rows(0, shape.hidden)))
+        return PackedExperts(*matrices, w13_order=fmt.order), fmt
+
+    def run(self, weights: tuple[PackedExperts, Format], inputs: Routed) -> Tensor:
+        experts, fmt = weights
+        options = {"activation": fmt.activation, "limit": fmt.limit}
+        return fused_moe(inputs.x, experts, inputs.weights, inputs.ids, **options)
+
+    def about(self, weights: tuple[PackedExperts, Format], inputs: Routed) -> str:
+        experts, fmt = weights
+        reason = unsupported_reason(inputs.x, experts, fmt.activation, limit=fmt.limit)
+        return "Hopper kernels" if reason is None else f"portable kernels: {reason}"
+
+
+def _packed(part: Codes, layout: str, problem: Problem) -> PackedMatrix:
+    matrix = Quantised(part.codes, part.scales, None, part.codes, problem.format.group_size, part.bias)
+    return cases.pack(layout, problem.format.element, matrix)

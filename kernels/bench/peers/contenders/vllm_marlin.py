@@ -1,0 +1,109 @@
+"""vLLM's Marlin experts, called as its `MarlinExperts` calls them, on bytes that our layouts give.
+
+Sizes are rounded up as the engine does: MXFP4 to 128 (intermediate) and 256 (hidden), integers to whole groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench import packing
+from bench.cases import Routed
+from bench.peers.contenders import engine
+from bench.peers.contenders.base import Contender, round_up, widened
+from bench.peers.problem import Codes, Problem
+
+
+@dataclass
+class Weights:
+    """Packed words, scales and biases of w13 and w2, and what they are."""
+
+    words: list[Tensor]
+    scales: list[Tensor]
+    biases: list[Tensor | None]
+    kind: Any
+    activation: Any
+    experts: int
+    hidden: int
+    intermediate: int
+
+
+class Marlin(Contender):
+    """`fused_marlin_moe` with its buffers made beforehand and the engine's own sum, as the engine does it."""
+
+    def __init__(self) -> None:
+        engine.load()
+        import vllm._custom_ops as ops
+        from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+        from vllm.model_executor.layers.fused_moe.experts.marlin_moe import fused_marlin_moe
+        from vllm.scalar_type import scalar_types
+
+        self.versions = {"vllm": engine.version()}
+        self.call, self.ops = fused_marlin_moe, ops
+        self.kinds = {
+            "int4": scalar_types.uint4b8.id,
+            "int8": scalar_types.uint8b128.id,
+            "mxfp4": scalar_types.float4_e2m1f.id,
+        }
+        self.activations = {"silu": MoEActivation.SILU, "swiglu_oai": MoEActivation.SWIGLUOAI}
+
+    def prepare(self, problem: Problem) -> Weights:
+        shape, fmt = problem.shape, problem.format
+        mx = fmt.element == "e2m1"
+        hidden = round_up(shape.hidden, 256 if mx else fmt.group_size)
+        intermediate = round_up(shape.intermediate, 128)
+        parts = problem.padded(hidden, intermediate)
+        return Weights(
+            [packing.marlin_weight(part.codes, problem.bits) for part in parts],
+            [_mx_scale(part) if mx else packing.marlin_scale(part.scales) for part in parts],
+            [None if part.bias is None else packing.marlin_bias(part.bias) for part in parts],
+            self.kinds[problem.group.format],
+            self.activations[fmt.activation],
+            shape.experts,
+            hidden,
+            intermediate,
+        )
+
+    def inputs(self, weights: Weights, routed: Routed) -> tuple[Routed, Tensor, Tensor, Tensor]:
+        pairs, device = routed.ids.numel(), routed.x.device
+        wide = max(2 * weights.intermediate, weights.hidden)
+        x = Routed(widened(routed.x, weights.hidden), routed.weights, routed.ids)
+        return (
+            x,
+            torch.empty(pairs * wide, dtype=torch.bfloat16, device=device),
+            torch.empty(pairs, weights.intermediate, dtype=torch.bfloat16, device=device),
+            torch.empty_like(x.x),
+        )
+
+    def run(self, weights: Weights, inputs: tuple[Routed, Tensor, Tensor, Tensor]) -> Tensor:
+        routed, cache13, cache2, output = inputs
+        self.call(
+            hidden_states=routed.x,
+            w1=weights.words[0],
+            w2=weights.words[1],
+            bias1=weights.biases[0],
+            bias2=weights.biases[1],
+            w1_scale=weights.scales[0],
+            w2_scale=weights.scales[1],
+            topk_weights=routed.weights,
+            topk_ids=routed.ids,
+            quant_type_id=weights.kind,
+            global_num_experts=weights.experts,
+            activation=weights.activation,
+            moe_sum=self._sum,
+            intermediate_cache13=cache13,
+            intermediate_cache2=cache2,
+            output=output,
+        )
+        return output
+
+    def _sum(self, parts: Tensor, output: Tensor, ids: Tensor, expert_map: Tensor | None) -> None:
+        self.ops.moe_sum(parts, output)
+
+
+def _mx_scale(part: Codes) -> Tensor:
+    return packing.marlin_mx_scale(part.scales).view(torch.float8_e8m0fnu)

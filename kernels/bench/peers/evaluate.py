@@ -1,0 +1,231 @@
+"""What a run says: ratios, geometric means, cells won, and which targets were reached. Works on the JSON alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.peers.shapes import SHAPES, operations
+
+Cell = dict[str, Any]
+OURS = "moeq"
+
+
+def time_of(cell: Cell, name: str, kind: str = "cold") -> float | None:
+    """Microseconds of a contender in a cell; None where it was not timed."""
+    row = cell["contenders"].get(name, {})
+    return float(row[kind]["us"]) if row.get("status") == "right" and kind in row else None
+
+
+def best(cell: Cell, names: Iterable[str]) -> float | None:
+    """The fastest of them."""
+    return min((found for name in names if (found := time_of(cell, name)) is not None), default=None)
+
+
+def peers_of(cells: Iterable[Cell]) -> list[str]:
+    """Everyone but us, in order of appearance."""
+    return list(dict.fromkeys(name for cell in cells for name in cell["contenders"] if name != OURS))
+
+
+def place(cell: Cell) -> str:
+    """`int4 qwen3-30b-a3b 64`."""
+    return f"{cell['format']} {cell['shape']} M={cell['tokens']}"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One cell's figure against what it should be; larger is better."""
+
+    where: str
+    value: float
+    wanted: float
+
+    @property
+    def reached(self) -> bool:
+        """Whether it is enough."""
+        return self.value >= self.wanted
+
+
+@dataclass(frozen=True)
+class Target:
+    """Something to reach.
+
+    Attributes:
+        regime, wanted: what and how much, in words.
+        cells: which cells count.
+        figure: of a cell, None where it has none; larger is better.
+        least: what the figure must be.
+        share: of the cells that must reach it; None: the geometric mean must.
+    """
+
+    regime: str
+    wanted: str
+    cells: Callable[[Cell], bool]
+    figure: Callable[[Cell, dict[str, Any]], float | None]
+    least: float
+    share: float | None = 1.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of a target.
+
+    Attributes:
+        reached: None where no cell counts.
+        said: the figure, in words.
+        misses: the cells below it, worst first.
+    """
+
+    target: Target
+    reached: bool | None
+    said: str
+    misses: list[Figure] = field(default_factory=list)
+
+
+def ahead_of(*names: str) -> Callable[[Cell, dict[str, Any]], float | None]:
+    """How many times as fast as the fastest of them."""
+
+    def figure(cell: Cell, run: dict[str, Any]) -> float | None:
+        ours, theirs = time_of(cell, OURS), best(cell, names)
+        return None if ours is None or theirs is None else theirs / ours
+
+    return figure
+
+
+def of_floor(cell: Cell, run: dict[str, Any]) -> float | None:
+    """Byte floor over time."""
+    ours = time_of(cell, OURS)
+    return None if ours is None else cell["memory_floor_us"] / ours
+
+
+def of_peak(cell: Cell, run: dict[str, Any]) -> float | None:
+    """Rate over the bf16 rate of this GPU, as measured in the run."""
+    ours, peak = time_of(cell, OURS), run.get("peak", {}).get("bf16_tflops")
+    if ours is None or not peak:
+        return None
+    return operations(SHAPES[cell["shape"]], cell["tokens"]) / ours / 1e6 / peak
+
+
+def _format(name: str, *shapes: str) -> Callable[[Cell], bool]:
+    return lambda cell: cell["format"] == name and (not shapes or cell["shape"] in shapes)
+
+
+def _decode(cell: Cell) -> bool:
+    bound = cell["memory_floor_us"] >= max(60.0, cell["compute_floor_us"])
+    return bool(cell["format"] == "int4" and cell["tokens"] >= 8 and bound)
+
+
+def _single(cell: Cell) -> bool:
+    return bool(cell["format"] == "int4" and cell["tokens"] == 1 and cell["floor_us"] < 15)
+
+
+def _prefill(name: str) -> Callable[[Cell], bool]:
+    shapes = ("mixtral-8x7b", "qwen3-30b-a3b")
+    return lambda cell: cell["format"] == name and cell["tokens"] >= 4096 and cell["shape"] in shapes
+
+
+_INT4, _MX = _format("int4"), _format("mxfp4", "gpt-oss-20b", "qwen3-30b-a3b")
+_OAI = ("triton_kernels", "triton_kernels-own-routing")
+_ALL = ("marlin", "humming", "vllm-triton")
+
+#: What the kernels are to reach side by side on an H200: what they must, and what they aim for.
+TARGETS = (
+    Target("int4", "must: faster than Marlin in every cell", _INT4, ahead_of("marlin"), 1.0),
+    Target("int4", "must: faster than Humming in 90 % of the cells", _INT4, ahead_of("humming"), 1.0, 0.9),
+    Target("int4", "aim: faster than the best peer in every cell", _INT4, ahead_of(*_ALL), 1.0),
+    Target("int4", "aim: 1.4 x Humming in the geometric mean", _INT4, ahead_of("humming"), 1.4, None),
+    Target("int4", "aim: 2 x Marlin in the geometric mean", _INT4, ahead_of("marlin"), 2.0, None),
+    Target("int4 decode, byte floor of 60 us or more, M >= 8", "must: 70 % of the byte floor", _decode, of_floor, 0.70),
+    Target("int4 decode, byte floor of 60 us or more, M >= 8", "aim: 85 % of the byte floor", _decode, of_floor, 0.85),
+    Target("int4 M = 1, floor below 15 us", "must: 0.7 x Humming's time", _single, ahead_of("humming"), 1 / 0.7),
+    Target("int4 M = 1, floor below 15 us", "aim: 0.45 x Humming's time", _single, ahead_of("humming"), 1 / 0.45),
+    Target("int4 prefill, M >= 4096, Mixtral, Qwen3", "must: 70 % of the bf16 peak", _prefill("int4"), of_peak, 0.70),
+    Target("int4 prefill, M >= 4096, Mixtral, Qwen3", "aim: 78 % of the bf16 peak", _prefill("int4"), of_peak, 0.78),
+    Target("MXFP4, gpt-oss-20b, Qwen3", "must: faster than triton_kernels in 90 %", _MX, ahead_of(*_OAI), 1.0, 0.9),
+    Target("MXFP4, gpt-oss-20b, Qwen3", "must: faster than Humming in 90 %", _MX, ahead_of("humming"), 1.0, 0.9),
+    Target("MXFP4, gpt-oss-20b, Qwen3", "aim: 1.3 x both in every cell", _MX, ahead_of("humming", *_OAI), 1.3),
+    Target("W8A8", "must: faster than vLLM's Triton in every cell", _format("w8a8"), ahead_of("vllm-triton"), 1.0),
+    Target("W8A8", "must: faster than Humming in 80 %", _format("w8a8"), ahead_of("humming"), 1.0, 0.8),
+    Target("W8A8", "aim: faster than both in every cell", _format("w8a8"), ahead_of("humming", "vllm-triton"), 1.0),
+    Target("W8A8", "aim: 1.5 x Triton in the geometric mean", _format("w8a8"), ahead_of("vllm-triton"), 1.5, None),
+    Target("W8A8 prefill, M >= 4096, Mixtral, Qwen3", "aim: above the bf16 peak", _prefill("w8a8"), of_peak, 1.0),
+)
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """Of positive numbers."""
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs))
+
+
+def judge(target: Target, run: dict[str, Any]) -> Verdict:
+    """Whether a run reaches a target."""
+    figures = [
+        Figure(place(cell), value, target.least)
+        for cell in run["cells"]
+        if target.cells(cell) and (value := target.figure(cell, run)) is not None
+    ]
+    if not figures:
+        return Verdict(target, None, "no cell was timed")
+    misses = sorted((figure for figure in figures if not figure.reached), key=lambda figure: figure.value)
+    if target.share is None:
+        mean = geometric_mean(figure.value for figure in figures)
+        return Verdict(target, mean >= target.least, f"{mean:.2f} over {len(figures)} cells")
+    good = len(figures) - len(misses)
+    worst = min(figures, key=lambda figure: figure.value)
+    said = f"{good} of {len(figures)} cells; least {worst.value:.2f} of {target.least:.2f} ({worst.where})"
+    return Verdict(target, good >= target.share * len(figures), said, misses)
+
+
+@dataclass(frozen=True)
+class Score:
+    """Us against one peer in one format: cells that both have, those won, and the mean of time ratios."""
+
+    format: str
+    peer: str
+    cells: int
+    won: int
+    mean: float
+
+
+def scores(run: dict[str, Any]) -> list[Score]:
+    """Against every peer, and against the best of them in each cell."""
+    result = []
+    for name in dict.fromkeys(cell["format"] for cell in run["cells"]):
+        cells = [cell for cell in run["cells"] if cell["format"] == name]
+        peers = peers_of(cells)
+        for title, names in [*((peer, (peer,)) for peer in peers), ("best peer", tuple(peers))]:
+            ratios = [value for cell in cells if (value := ahead_of(*names)(cell, run)) is not None]
+            if ratios:
+                won = sum(value > 1 for value in ratios)
+                result.append(Score(name, title, len(ratios), won, geometric_mean(ratios)))
+    return result
+
+
+def merge(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """One document of several runs on the same kind of GPU.
+
+    A cell is taken whole from one run, the last that timed the most contenders in it: what is compared within a cell
+    was side by side, cells of different runs were not.
+
+    Raises:
+        ValueError: the runs are of different GPUs.
+    """
+    devices = {run["device"] for run in runs}
+    if len(devices) > 1:
+        raise ValueError(f"runs of different GPUs are not comparable: {', '.join(sorted(devices))}")
+    cells: dict[tuple[str, str, int], Cell] = {}
+    for number, run in enumerate(runs):
+        for cell in run["cells"]:
+            key = (cell["format"], cell["shape"], cell["tokens"])
+            if key not in cells or _timed(cell) >= _timed(cells[key]):
+                cells[key] = {**cell, "run": number}
+    used = sorted({cell["run"] for cell in cells.values()})
+    note = "one run" if len(used) == 1 else f"cells of {len(used)} runs: side by side within a cell, not across cells"
+    return {**runs[-1], "cells": list(cells.values()), "side_by_side": note, "runs": len(runs)}
+
+
+def _timed(cell: Cell) -> int:
+    return sum("cold" in row for row in cell["contenders"].values())

@@ -1,0 +1,182 @@
+"""One layer's weights as plain codes and scales, the same for every contender, and the numbers they should give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.cases import E2M1, Routed
+from bench.peers.shapes import FORMATS, SHAPES, Format, Group, Shape
+from bench.reference import Layer, moe, relative_error
+
+#: Tokens whose outputs are compared; more would cost minutes and tell little, since tokens do not mix.
+COMPARED = 32
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A stack of matrices: uint8 codes `[E, N, K]`, scales `[E, N, G]` (e8m0 exponents for MXFP4), bias `[E, N]`."""
+
+    codes: Tensor
+    scales: Tensor
+    bias: Tensor | None
+
+    def padded(self, n: int, k: int, group_size: int, middle: int) -> Codes:
+        """Rows and columns of zero weights added at the end."""
+        more_n, more_k = n - self.codes.shape[1], k - self.codes.shape[2]
+        if not more_n and not more_k:
+            return self
+        groups = 1 if group_size == -1 else -(-k // group_size)
+        pad = torch.nn.functional.pad
+        codes = pad(self.codes, (0, more_k, 0, more_n), value=middle)
+        scales = pad(self.scales, (0, groups - self.scales.shape[2], 0, more_n), value=1)
+        return Codes(codes, scales, None if self.bias is None else pad(self.bias, (0, more_n)))
+
+    def rows(self, start: int, stop: int) -> Codes:
+        """Some of the output features."""
+        bias = None if self.bias is None else self.bias[:, start:stop]
+        return Codes(self.codes[:, start:stop], self.scales[:, start:stop], bias)
+
+    def then(self, other: Codes) -> Codes:
+        """The output features of both."""
+        bias = None if self.bias is None or other.bias is None else torch.cat([self.bias, other.bias], 1)
+        return Codes(torch.cat([self.codes, other.codes], 1), torch.cat([self.scales, other.scales], 1), bias)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A layer.
+
+    Attributes:
+        group: what it is.
+        w13, w2: codes; rows of w13 in the order of the format.
+    """
+
+    group: Group
+    w13: Codes
+    w2: Codes
+
+    @property
+    def format(self) -> Format:
+        """Of the weights."""
+        return FORMATS[self.group.format]
+
+    @property
+    def shape(self) -> Shape:
+        """Of the layer."""
+        return SHAPES[self.group.shape]
+
+    def padded(self, hidden: int, intermediate: int) -> tuple[Codes, Codes]:
+        """w13 and w2 with both sizes rounded up; the layer computes the same."""
+        fmt, half = self.format, self.shape.intermediate
+        rest = (fmt.group_size, 0 if fmt.element == "e2m1" else 1 << (self.bits - 1))
+        if fmt.order == "interleaved":
+            w13 = self.w13.padded(2 * intermediate, hidden, *rest)
+        else:
+            gate, up = self.w13.rows(0, half), self.w13.rows(half, 2 * half)
+            w13 = gate.padded(intermediate, hidden, *rest).then(up.padded(intermediate, hidden, *rest))
+        return w13, self.w2.padded(hidden, intermediate, *rest)
+
+    def emptied(self) -> Problem:
+        """Without its codes, once they are packed: enough to make inputs."""
+        nothing = Codes(self.w13.codes.new_empty(0), self.w13.scales.new_empty(0), None)
+        return Problem(self.group, nothing, nothing)
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return 8 if self.format.element == "int8" else 4
+
+
+def make_problem(group: Group, device: str = "cuda", seed: int = 0) -> Problem:
+    """Random codes, with scales that give weights of about 1 / sqrt(k): the same numbers in every process."""
+    fmt, shape = FORMATS[group.format], SHAPES[group.shape]
+    generator = torch.Generator(device=device).manual_seed(seed)
+    sizes = ((2 * shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate))
+    return Problem(group, *(_random(fmt, shape.experts, n, k, generator) for n, k in sizes))
+
+
+def _random(fmt: Format, experts: int, n: int, k: int, generator: torch.Generator) -> Codes:
+    device = generator.device
+    bits = 8 if fmt.element == "int8" else 4
+    codes = torch.randint(0, 1 << bits, (experts, n, k), generator=generator, device=device, dtype=torch.uint8)
+    groups = 1 if fmt.group_size == -1 else -(-k // fmt.group_size)
+    if fmt.element == "e2m1":
+        middle = 126 - round(torch.log2(torch.tensor(3 * k**0.5)).item())
+        scales = torch.randint(
+            middle - 2, middle + 3, (experts, n, groups), generator=generator, device=device, dtype=torch.uint8
+        )
+    else:
+        spread = (1 << bits) * 0.29 * k**0.5
+        scales = (torch.rand(experts, n, groups, generator=generator, device=device) + 0.5) / spread
+        # One peer keeps the scales of W8A8 in bfloat16, so they are bfloat16 values for all.
+        scales = scales.to(torch.bfloat16)
+        scales = scales.float() if fmt.int8_activations else scales
+    bias = None
+    if fmt.bias:
+        bias = (torch.randn(experts, n, generator=generator, device=device) * 0.3).to(torch.bfloat16)
+    return Codes(codes, scales, bias)
+
+
+def route(problem: Problem, tokens: int, seed: int) -> Routed:
+    """Normal tokens, uniform routing without replacement; weights float32, ids int32."""
+    shape, device = problem.shape, problem.w13.codes.device
+    generator = torch.Generator(device=device).manual_seed(1000 + seed)
+    x = torch.randn(tokens, shape.hidden, generator=generator, device=device).to(torch.bfloat16)
+    weights, ids = torch.rand(tokens, shape.experts, generator=generator, device=device).topk(shape.top_k, dim=1)
+    return Routed(x, weights / weights.sum(1, keepdim=True), ids.to(torch.int32))
+
+
+class Stack:
+    """Dequantises one expert at a time; looks like a float32 tensor `[E, N, K]` to the reference."""
+
+    def __init__(self, codes: Codes, fmt: Format) -> None:
+        self.parts, self.fmt, self.shape = codes, fmt, codes.codes.shape
+
+    def __getitem__(self, expert: int) -> Tensor:
+        codes, scales, k = self.parts.codes[expert], self.parts.scales[expert], self.shape[2]
+        if self.fmt.element == "e2m1":
+            values = torch.tensor(E2M1, device=codes.device)[codes.int()]
+            scales = torch.exp2(scales.float() - 127)
+        else:
+            values = codes.float() - (128.0 if self.fmt.element == "int8" else 8.0)
+        size = k if self.fmt.group_size == -1 else self.fmt.group_size
+        return values * scales.float().repeat_interleave(size, dim=1)[:, :k]
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What a call should give, at some of its tokens.
+
+    Attributes:
+        rows: which tokens.
+        y: float32 `[rows, H]`.
+        plain_error: relative error of the same arithmetic in bf16 (or int8 activations) on dequantised weights.
+        hit: experts that the whole call chooses.
+    """
+
+    rows: Tensor
+    y: Tensor
+    plain_error: float
+    hit: int
+
+    def error(self, y: Tensor) -> float:
+        """Relative error of a result `[M, H]`; infinite where something is not a number."""
+        return relative_error(y[self.rows], self.y) if bool(y[self.rows].isfinite().all()) else float("inf")
+
+
+def truth(problem: Problem, tokens: int, seed: int = 0) -> Truth:
+    """By the float32 reference."""
+    fmt = problem.format
+    routed = route(problem, tokens, seed)
+    rows = torch.linspace(0, tokens - 1, min(tokens, COMPARED), device=routed.x.device).round().long().unique()
+    biases = [None if part.bias is None else part.bias.float() for part in (problem.w13, problem.w2)]
+    stacks: list[Any] = [Stack(part, fmt) for part in (problem.w13, problem.w2)]
+    layer = Layer(*stacks, *biases, fmt.order, fmt.activation, limit=fmt.limit)
+    given = (routed.x[rows], layer, routed.weights[rows], routed.ids[rows])
+    y = moe(*given)
+    plain = moe(*given, dtype=torch.bfloat16, int8_activations=fmt.int8_activations)
+    return Truth(rows, y, relative_error(plain, y), routed.ids.unique().numel())
