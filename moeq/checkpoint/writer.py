@@ -1,15 +1,20 @@
-"""Write a safetensors file in place: header first, then tensors in any order, by offset.
+"""Write safetensors files in place: header first, then bytes in any order, by offset.
 
-All shapes are known before the first byte of data, so the file is allocated whole. That makes a full disk fail at
-once instead of after an hour, lets units be written in any order, and needs no memory for tensors not yet written.
+All shapes are known before the first byte of data, so a file is allocated whole. That makes a full disk fail at once
+instead of after an hour, lets units be written in any order and by several processes, and needs no memory for tensors
+not yet written.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -17,16 +22,150 @@ from types import TracebackType
 from moeq.checkpoint.header import DTYPE_BITS
 from moeq.errors import MoeqError
 
-_COPY_CHUNK = 16 * 2**20
-
 
 def tensor_bytes(shape: tuple[int, ...], dtype: str) -> int:
     """Size of a stored tensor in bytes."""
     return prod(shape) * DTYPE_BITS[dtype] // 8
 
 
+@dataclass(frozen=True)
+class FileForm:
+    """Everything about a safetensors file but its data.
+
+    Attributes:
+        header: first bytes of the file, up to its data.
+        ranges: tensor name to `(start, stop)`, bytes of the file.
+        size: bytes of the file.
+    """
+
+    header: bytes
+    ranges: Mapping[str, tuple[int, int]]
+    size: int
+
+
+def file_form(
+    tensors: Mapping[str, tuple[tuple[int, ...], str]], metadata: Mapping[str, str] | None = None
+) -> FileForm:
+    """Header and places of a file that holds these tensors.
+
+    Args:
+        tensors: name to `(shape, dtype)`, in the order in which the data lies in the file.
+        metadata: the header's `__metadata__`.
+    """
+    table: dict[str, object] = {"__metadata__": dict(metadata or {"format": "pt"})}
+    ranges: dict[str, tuple[int, int]] = {}
+    offset = 0
+    for name, (shape, dtype) in tensors.items():
+        end = offset + tensor_bytes(shape, dtype)
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        ranges[name] = (offset, end)
+        offset = end
+    encoded = json.dumps(table, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)  # the format asks for data aligned to 8 bytes
+    header = len(encoded).to_bytes(8, "little") + encoded
+    placed = {name: (len(header) + start, len(header) + stop) for name, (start, stop) in ranges.items()}
+    return FileForm(header, placed, len(header) + offset)
+
+
+def prepare_file(path: Path, form: FileForm) -> None:
+    """Make a file of its final size with its final header; data that is already in it stays.
+
+    Several processes may do this at once: whatever the order of their steps, none undoes what another has written.
+
+    Raises:
+        MoeqError: `resources.disk-full` where the file system cannot hold the file, `environment.write`.
+    """
+    with disk_errors(path, form.size):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            size = os.fstat(fd).st_size
+            if size != form.size:
+                allocate(fd, form.size)
+            if size > form.size:
+                os.ftruncate(fd, form.size)
+            if os.pread(fd, len(form.header), 0) != form.header:
+                write_at(fd, form.header, 0)
+        finally:
+            os.close(fd)
+
+
+def allocate(fd: int, size: int) -> None:
+    """Reserve the first `size` bytes of a file and make it at least as long. Bytes in it stay as they are.
+
+    `posix_fallocate` would write zeros where the file system cannot reserve, over what another process has just
+    written; there the file is only made longer, and a full disk shows later.
+    """
+    if size == 0:
+        return
+    if _libc().fallocate(fd, 0, ctypes.c_longlong(0), ctypes.c_longlong(size)) == 0:
+        return
+    number = ctypes.get_errno()
+    if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+        raise OSError(number, os.strerror(number))
+    if os.fstat(fd).st_size < size:
+        os.ftruncate(fd, size)
+
+
+def start_write_back(fd: int, start: int, count: int) -> None:
+    """Ask the kernel to begin writing bytes of a file to disk now, so that the sync at the end has less to do."""
+    _libc().sync_file_range(fd, ctypes.c_longlong(start), ctypes.c_longlong(count), ctypes.c_uint(2))
+
+
+class _NoCalls:
+    """Stands for a C library without these calls (macOS): nothing is reserved, nothing is begun early."""
+
+    def fallocate(self, *arguments: object) -> int:
+        ctypes.set_errno(errno.ENOSYS)
+        return -1
+
+    def sync_file_range(self, *arguments: object) -> int:
+        return -1
+
+
+@cache
+def _libc() -> ctypes.CDLL | _NoCalls:
+    library = ctypes.CDLL(None, use_errno=True)
+    return library if hasattr(library, "fallocate") and hasattr(library, "sync_file_range") else _NoCalls()
+
+
+def write_at(fd: int, data: bytes | bytearray | memoryview, position: int) -> None:
+    """All of `data` to a place of a file. Raises OSError."""
+    view = memoryview(data).cast("B")
+    while view:
+        written = os.pwrite(fd, view, position)
+        view, position = view[written:], position + written
+
+
+def read_at(fd: int, view: memoryview, position: int) -> int:
+    """Fill a buffer from a place of a file; returns how many bytes there were. Raises OSError."""
+    done = 0
+    while done < len(view):
+        got = os.preadv(fd, [view[done:]], position + done)
+        if got == 0:
+            break
+        done += got
+    return done
+
+
+@contextmanager
+def disk_errors(path: Path, size: int = 0) -> Iterator[None]:
+    """Turn what the file system says about writing into MoeqError.
+
+    Args:
+        path: what is being written.
+        size: bytes that it needs, for the message.
+
+    Raises:
+        MoeqError: `resources.disk-full`, `environment.write`.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise _disk_error(error, path, size) from error
+
+
 class SafetensorsWriter:
-    """One output file, preallocated.
+    """One output file that appears under its name when it is complete.
 
     Args:
         path: final path; data goes to `<path>.partial` until `finish`.
@@ -42,65 +181,30 @@ class SafetensorsWriter:
     ) -> None:
         self.path = path
         self.partial = path.with_name(path.name + ".partial")
-        header: dict[str, object] = {"__metadata__": dict(metadata or {"format": "pt"})}
-        self._ranges: dict[str, tuple[int, int]] = {}
-        offset = 0
-        for name, (shape, dtype) in tensors.items():
-            end = offset + tensor_bytes(shape, dtype)
-            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
-            self._ranges[name] = (offset, end)
-            offset = end
-        encoded = json.dumps(header, separators=(",", ":")).encode()
-        encoded += b" " * (-len(encoded) % 8)  # the format asks for data aligned to 8 bytes
-        self._data_start = 8 + len(encoded)
-        self.size = self._data_start + offset
-        self._fd = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._form = file_form(tensors, metadata)
+        self._fd = -1
         try:
-            self._allocate()
-            self._pwrite(len(encoded).to_bytes(8, "little") + encoded, 0)
+            with disk_errors(path, self._form.size):
+                self._fd = os.open(self.partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+                allocate(self._fd, self._form.size)
+                write_at(self._fd, self._form.header, 0)
         except BaseException:
             self.abandon()
             raise
 
-    def write(self, name: str, data: memoryview, offset: int = 0) -> None:
+    def write(self, name: str, data: bytes | bytearray | memoryview, offset: int = 0) -> None:
         """Write bytes at `offset` within a tensor. Raises ValueError where they would leave it (a bug, not input)."""
-        start, end = self._ranges[name]
-        if offset < 0 or start + offset + data.nbytes > end:
-            raise ValueError(f"{data.nbytes} bytes at {offset} do not fit '{name}' of {end - start} bytes")
-        self._pwrite(data, self._data_start + start + offset)
-
-    def copy_from(self, name: str, source_fd: int, source_offset: int) -> None:
-        """Fill a whole tensor with bytes of another file, in bounded chunks."""
-        start, end = self._ranges[name]
-        position, remaining = self._data_start + start, end - start
-        while remaining:
-            chunk = os.pread(source_fd, min(remaining, _COPY_CHUNK), source_offset)
-            if not chunk:
-                raise MoeqError("source.truncated", f"the source file ends {remaining} bytes inside tensor '{name}'")
-            self._pwrite(chunk, position)
-            position, source_offset, remaining = (
-                position + len(chunk),
-                source_offset + len(chunk),
-                remaining - len(chunk),
-            )
-
-    def read(self, name: str, offset: int, count: int) -> bytearray:
-        """Read back bytes of a tensor as they lie in the file."""
-        start, end = self._ranges[name]
+        start, end = self._form.ranges[name]
+        count = memoryview(data).nbytes
         if offset < 0 or start + offset + count > end:
-            raise ValueError(f"{count} bytes at {offset} lie outside '{name}' of {end - start} bytes")
-        buffer = bytearray(count)
-        view, position = memoryview(buffer), self._data_start + start + offset
-        while view:
-            got = os.preadv(self._fd, [view], position)
-            if got == 0:
-                raise ValueError(f"{self.partial} is shorter than it was made")
-            view, position = view[got:], position + got
-        return buffer
+            raise ValueError(f"{count} bytes at {offset} do not fit '{name}' of {end - start} bytes")
+        with disk_errors(self.path, self._form.size):
+            write_at(self._fd, data, start + offset)
 
     def finish(self) -> None:
         """Flush to disk and give the file its final name."""
-        os.fsync(self._fd)
+        with disk_errors(self.path, self._form.size):
+            os.fsync(self._fd)
         os.close(self._fd)
         self._fd = -1
         os.replace(self.partial, self.path)
@@ -120,24 +224,6 @@ class SafetensorsWriter:
     ) -> None:
         self.abandon()
 
-    def _allocate(self) -> None:
-        try:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._fd, 0, self.size)
-            else:
-                os.ftruncate(self._fd, self.size)
-        except OSError as error:
-            raise _disk_error(error, self.path, self.size) from error
-
-    def _pwrite(self, data: bytes | memoryview, position: int) -> None:
-        view = memoryview(data).cast("B")
-        try:
-            while view:
-                written = os.pwrite(self._fd, view, position)
-                view, position = view[written:], position + written
-        except OSError as error:
-            raise _disk_error(error, self.path, self.size) from error
-
 
 def _disk_error(error: OSError, path: Path, size: int) -> MoeqError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -146,6 +232,6 @@ def _disk_error(error: OSError, path: Path, size: int) -> MoeqError:
         return MoeqError(
             "resources.disk-full",
             f"{path} needs {size:,} bytes; {path.parent} has {available:,} free ({error.strerror})",
-            "free some space or convert to another disk",
+            "free some space and run the same command again, or convert to another disk",
         )
     return MoeqError("environment.write", f"cannot write {path}: {error.strerror}")

@@ -49,6 +49,7 @@ def command(
     """Repack expert weights into a backend's kernel layout, offline, on a CPU."""
     from moeq.cli.progress import ProgressReport
     from moeq.pipeline.convert import convert
+    from moeq.pipeline.events import Advanced
 
     out: Output = ctx.obj
     deployment = options.deployment(
@@ -66,7 +67,9 @@ def command(
             force=force,
             dry_run=dry_run,
             workers=workers,
-            progress=lambda event: report.update(event.done, event.total, event.label),
+            progress=lambda event: (
+                report.update(event.done, event.total, event.label) if isinstance(event, Advanced) else None
+            ),
         )
     out.answer(document(conversion), lambda console: render(console, conversion))
 
@@ -78,7 +81,7 @@ def document(conversion: Conversion) -> dict[str, Any]:
     return {
         "destination": str(conversion.destination),
         "written": manifest is not None,
-        "resumed_files": conversion.resumed_files,
+        "resumed_units": conversion.resumed_units,
         "backend": conversion.backend,
         "layout": layouts[0],
         "layouts": layouts,
@@ -118,8 +121,8 @@ def render(console: Console, conversion: Conversion) -> None:
     console.print(f"  the rest  {human_bytes(plan.rest_bytes)}, copied unchanged")
     for row in plan.copied:
         console.print(f"  copied    layer {row.layer}: {row.reason}", markup=False)
-    if conversion.resumed_files:
-        console.print(f"  resumed   {conversion.resumed_files} files were already finished")
+    if conversion.resumed_units:
+        console.print(f"  resumed   {conversion.resumed_units} units were already finished")
     if conversion.manifest is not None:
         _render_proof(console, conversion)
     target = conversion.verdict.convert

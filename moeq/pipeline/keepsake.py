@@ -14,7 +14,6 @@ in safetensors form under another extension, so that no loader takes it for weig
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,8 @@ from moeq.model import Checkpoint
 from moeq.pipeline.stored import stored_parts
 
 KEEPSAKE_NAME = "moeq-restore.data"
+
+_CHUNK = 16 * 2**20
 
 #: Weights in other formats beside the safetensors are not copied: they would be a stale second model.
 OTHER_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
@@ -80,13 +81,11 @@ def write_keepsake(checkpoint: Checkpoint, kept: Iterable[str], folder: Path) ->
     with SafetensorsWriter(folder / KEEPSAKE_NAME, tensors, {"format": "moeq-restore/1"}) as writer:
         for prefix, raws in (("header", headers), ("text", texts)):
             for name, raw in raws.items():
-                writer.write(f"{prefix}/{name}", memoryview(raw))
+                writer.write(f"{prefix}/{name}", raw)
         for name, entry in copies.items():
-            fd = os.open(source.path(entry.file), os.O_RDONLY)
-            try:
-                writer.copy_from(name, fd, entry.start)
-            finally:
-                os.close(fd)
+            for start in range(entry.start, entry.end, _CHUNK):
+                data = source.read_bytes(entry.file, start, min(start + _CHUNK, entry.end))
+                writer.write(name, data, start - entry.start)
         writer.finish()
     missing = tuple(name for name in source.side_files() if name.endswith(OTHER_WEIGHTS) and name not in texts)
     return RestoreEntry(KEEPSAKE_NAME, tuple(file.name for file in source.files), kept, missing)

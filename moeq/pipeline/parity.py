@@ -18,8 +18,8 @@ from moeq.model import Checkpoint
 from moeq.model.converted import ConvertedCheckpoint
 from moeq.model.shards import Range, shard_matrix
 from moeq.pipeline.engine_code import EngineCode, find_engine
+from moeq.pipeline.layers import PlanOptions, plan_layer
 from moeq.pipeline.parity_vllm import PACKERS, Experts
-from moeq.pipeline.plan import PlanOptions, plan_layer
 from moeq.pipeline.tensors import flat_bytes, same_matrix
 
 if TYPE_CHECKING:

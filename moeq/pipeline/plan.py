@@ -1,4 +1,4 @@
-"""What a conversion will write, known from headers alone: files, tensors, shapes, sizes.
+"""What a conversion will write, known from headers alone: files, tensors, units of work, sizes.
 
 The plan is deterministic: the same source, layout, deployment and version give the same plan and so the same bytes.
 Its digest names the job and is how an interrupted conversion recognises its own work.
@@ -8,81 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
 
-from moeq.checkpoint.manifest import (
-    STACKED_ROLES,
-    CopiedLayer,
-    LayerEntry,
-    MatrixEntry,
-    RankEntry,
-    Sharding,
-    StackedRole,
-)
-from moeq.checkpoint.writer import tensor_bytes
+from moeq.checkpoint.manifest import CopiedLayer
+from moeq.checkpoint.writer import FileForm, file_form, tensor_bytes
 from moeq.errors import MoeqError
-from moeq.layouts.base import Layout, TensorSpec
-from moeq.layouts.padding import PaddingPlan, plan_padding
-from moeq.layouts.registry import get_layout
-from moeq.matrix import MatrixSpec
 from moeq.model import Checkpoint
-from moeq.model.shards import Range, shard_spec
-from moeq.pipeline.sharding import UNEVEN_FORMATS, Division, Shard, Specs, divide
+from moeq.pipeline.layers import LayerPlan, PlanOptions, plan_layer
 from moeq.pipeline.targets import Targets
+from moeq.pipeline.units import CopyUnit, PackUnit, Unit, copy_units, pack_units
 
 #: Tensors that are only copied are gathered into files of about this size.
 REST_FILE_BYTES = 4 * 2**30
 
-
-@dataclass(frozen=True)
-class ShardPlan:
-    """What is packed for one rank, or for all of them at once.
-
-    Attributes:
-        shard: experts and intermediate features.
-        padding: how sizes are rounded up.
-        matrices: what the manifest will say.
-        parts: per stacked matrix, shape and dtype of each part of *one* expert.
-    """
-
-    shard: Shard
-    padding: PaddingPlan
-    matrices: Mapping[StackedRole, MatrixEntry]
-    parts: Mapping[StackedRole, Mapping[str, TensorSpec]]
-
-    def tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Its stacked tensors, by name."""
-        return {
-            self.matrices[role].tensors[part]: ((self.shard.experts.size, *spec.shape), spec.dtype)
-            for role in STACKED_ROLES
-            for part, spec in self.parts[role].items()
-        }
-
-
-@dataclass(frozen=True)
-class LayerPlan:
-    """The experts of one layer as they will be written.
-
-    Attributes:
-        entry: what the manifest will say (digests still empty).
-        shards: one plan per rank, or a single one that holds everything.
-        allow_lossy: lossy packing was asked for.
-    """
-
-    entry: LayerEntry
-    shards: tuple[ShardPlan, ...]
-    allow_lossy: bool = False
-
-    @property
-    def layout(self) -> Layout:
-        """The layout that packs this layer."""
-        return get_layout(self.entry.layout, allow_lossy=self.allow_lossy)
-
-    @property
-    def padding_bytes(self) -> int:
-        """Bytes that are padding."""
-        return sum(plan.padding.extra_bytes * plan.shard.experts.size for plan in self.shards)
+#: Part of the digest; changes whenever the same inputs would be cut into other units or written otherwise.
+PLAN_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -104,6 +46,12 @@ class FilePlan:
         """Bytes of tensor data."""
         return sum(tensor_bytes(shape, dtype) for shape, dtype in self.tensors.values())
 
+    @cached_property
+    def form(self) -> FileForm:
+        """Its header, and where every tensor lies."""
+        metadata = {"format": "pt"} if self.layer is None else {"format": "pt", "moeq_layout": self.layer.entry.layout}
+        return file_form(self.tensors, metadata)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -111,22 +59,27 @@ class Plan:
 
     Attributes:
         files: output files in order.
+        units: pieces of work in order; together they write every byte of every file but the headers.
         copied: layers whose experts are copied unchanged.
         expert_bytes_in: bytes of the expert tensors that are converted.
-        padding_bytes: bytes of the output that are padding.
         digest: sha256 over everything that decides the output bytes.
     """
 
     files: tuple[FilePlan, ...]
+    units: tuple[Unit, ...]
     copied: tuple[CopiedLayer, ...]
     expert_bytes_in: int
-    padding_bytes: int
     digest: str
 
     @property
     def layers(self) -> tuple[LayerPlan, ...]:
         """Layers with experts, in order."""
         return tuple(file.layer for file in self.files if file.layer is not None)
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes of the output that are padding."""
+        return sum(unit.padding_bytes for unit in self.units)
 
     @property
     def expert_bytes_out(self) -> int:
@@ -143,22 +96,31 @@ class Plan:
         """Bytes of tensor data to write."""
         return self.expert_bytes_out + self.rest_bytes
 
+    @cached_property
+    def _units(self) -> dict[str, Unit]:
+        return {unit.id: unit for unit in self.units}
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """What beside the source decides a plan.
+    @cached_property
+    def _files(self) -> dict[str, FilePlan]:
+        return {file.name: file for file in self.files}
 
-    Attributes:
-        tp: ranks that share an expert (1 under expert parallelism, which takes them all).
-        ep: ranks that share the experts.
-        skip_unfit: copy layers that cannot be converted instead of refusing.
-        allow_lossy: allow packing that changes stored numbers.
-    """
+    def unit(self, unit_id: str) -> Unit:
+        """A unit by its id. Raises MoeqError `usage.no-such-unit`."""
+        try:
+            return self._units[unit_id]
+        except KeyError:
+            raise MoeqError("usage.no-such-unit", f"this conversion has no unit {unit_id!r}", "see moeq plan") from None
 
-    tp: int = 1
-    ep: int = 1
-    skip_unfit: bool = False
-    allow_lossy: bool = False
+    def file(self, name: str) -> FilePlan:
+        """An output file by its name."""
+        return self._files[name]
+
+    def layer_of(self, unit: PackUnit) -> LayerPlan:
+        """The layer that a unit is a stack of."""
+        layer = self._files[unit.file].layer
+        if layer is None:
+            raise ValueError(f"{unit.id} writes to a file of copies")  # a bug, not input
+        return layer
 
 
 def make_plan(checkpoint: Checkpoint, targets: Targets, options: PlanOptions | None = None) -> Plan:
@@ -187,11 +149,21 @@ def make_plan(checkpoint: Checkpoint, targets: Targets, options: PlanOptions | N
         files.append(FilePlan(name, tensors, plan))
     return Plan(
         files=tuple(files),
+        units=tuple(_units(checkpoint, files)),
         copied=tuple(sorted(copied, key=lambda row: row.layer)),
         expert_bytes_in=sum(entry.nbytes for entry in consumed),
-        padding_bytes=sum(plan.padding_bytes for plan in layers),
         digest=_digest(checkpoint, files, options),
     )
+
+
+def _units(checkpoint: Checkpoint, files: Iterable[FilePlan]) -> Iterator[CopyUnit | PackUnit]:
+    counts: dict[str, int] = {}
+    for file in files:
+        if file.layer is None:
+            tensors = {name: checkpoint.source.tensors[name] for name in file.tensors}
+            yield from copy_units(tensors, file.name, file.form, counts)
+        else:
+            yield from pack_units(file.layer, checkpoint.experts(file.layer.entry.layer), file.name, file.form)
 
 
 def _refusal(refused: Mapping[int, MoeqError], options: PlanOptions, *, someone_fits: bool) -> MoeqError:
@@ -206,137 +178,21 @@ def _refusal(refused: Mapping[int, MoeqError], options: PlanOptions, *, someone_
     return MoeqError(error.code, error.message + more, hint)
 
 
-def plan_layer(checkpoint: Checkpoint, layer: int, layout_id: str, options: PlanOptions) -> LayerPlan:
-    """Plan one layer. Raises MoeqError as `make_plan` does."""
-    layout = get_layout(layout_id, allow_lossy=options.allow_lossy)
-    specs = {role: _uniform_spec(checkpoint, layer, role) for role in STACKED_ROLES}
-    count = checkpoint.num_experts(layer)
-    unit = UNEVEN_FORMATS.get(checkpoint.scheme_of(layer).format)
-    division = divide(f"layer {layer}", specs, layout, count, options.tp, options.ep, unit)
-    prefix = checkpoint.expert_prefix(layer)
-    sharding = Sharding(division.axis, division.written, division.why)
-    if division.written == "unsharded":
-        everything = Shard(0, Range(0, count), Range(0, specs["w2"].k))
-        plan = _plan_shard(layer, prefix, layout, specs, everything)
-        entry = LayerEntry(layer, prefix, count, layout.id, plan.matrices, sharding=sharding)
-        return LayerPlan(entry, (plan,), options.allow_lossy)
-    shards = _plan_ranks(layer, prefix, layout, specs, division)
-    ranks = tuple(
-        RankEntry(
-            rank=plan.shard.rank,
-            experts=(plan.shard.experts.start, plan.shard.experts.stop),
-            intermediate=(plan.shard.intermediate.start, plan.shard.intermediate.stop),
-            matrices=plan.matrices,
-        )
-        for plan in shards
-    )
-    wholes = {role: MatrixEntry(spec, spec.n, spec.k, {}) for role, spec in specs.items()}
-    entry = LayerEntry(layer, prefix, count, layout.id, wholes, sharding=sharding, ranks=ranks)
-    return LayerPlan(entry, shards, options.allow_lossy)
+def _rest_files(checkpoint: Checkpoint, consumed: frozenset[str]) -> Iterator[dict[str, tuple[tuple[int, ...], str]]]:
+    """Group the tensors that are copied into files of bounded size, in the order of their places in the source.
 
-
-def _plan_ranks(layer: int, prefix: str, layout: Layout, specs: Specs, division: Division) -> tuple[ShardPlan, ...]:
-    """One plan per rank, all padded to the size of the fullest."""
-    fullest = max(division.shards, key=lambda shard: shard.intermediate.size)
-    sizes = _plan_shard(layer, prefix, layout, specs, fullest, f".rank{fullest.rank}").padding
-    plans = []
-    for shard in division.shards:
-        plan = _plan_shard(layer, prefix, layout, specs, shard, f".rank{shard.rank}", sizes)
-        plans.append(plan)
-    return tuple(plans)
-
-
-def _plan_shard(
-    layer: int,
-    prefix: str,
-    layout: Layout,
-    specs: Specs,
-    shard: Shard,
-    suffix: str = "",
-    sizes: PaddingPlan | None = None,
-) -> ShardPlan:
-    """Pack one shard: padded sizes, the checks on them, and names. `sizes`: pad to those of another shard."""
-    own = {role: shard_spec(specs[role], shard.intermediate) for role in STACKED_ROLES}
-    padding = plan_padding(layout, own["w13"], own["w2"])
-    if sizes is not None:
-        w13 = own["w13"].with_sizes(n=sizes.w13.n, k=sizes.w13.k)
-        padding = replace(padding, w13=w13, w2=own["w2"].with_sizes(n=sizes.w2.n, k=sizes.w2.k))
-    group = _padded_group(specs["w2"], own["w2"], padding.w2)
-    if group is not None:
-        padding = replace(padding, w2=replace(padding.w2, group_size=group))
-    padded = {"w13": padding.w13, "w2": padding.w2}
-    problems = [(role, problem) for role in STACKED_ROLES for problem in layout.problems(padded[role])]
-    if problems:
-        reasons = "; ".join(f"{role}: {problem.message}" for role, problem in problems)
-        remedies = [problem.remedy for _, problem in problems if problem.remedy]
-        raise MoeqError(
-            "usage.layout-does-not-fit",
-            f"layer {layer} does not fit layout {layout.id}: {reasons}",
-            "; ".join(dict.fromkeys(remedies)) or "moeq oracle SRC lists the backends that fit",
-        )
-    parts = {role: layout.tensors(padded[role]) for role in STACKED_ROLES}
-    matrices = {
-        role: MatrixEntry(
-            spec=own[role],
-            padded_n=padded[role].n,
-            padded_k=padded[role].k,
-            tensors={part: f"{prefix}.{role}_{part}{suffix}" for part in parts[role]},
-            padded_group=group if role == "w2" else None,
-        )
-        for role in STACKED_ROLES
-    }
-    return ShardPlan(shard, padding, matrices, parts)
-
-
-def _padded_group(whole: MatrixSpec, shard: MatrixSpec, padded: MatrixSpec) -> int | None:
-    """Group size of a shard of one group that is padded to several; None where padding leaves the groups as they are.
-
-    A single group is otherwise one scale per channel, whatever the size. That is not so where the format has groups
-    of a fixed size, nor where the whole matrix has several: engines then pad with groups of zeros.
+    In that order, tensors that lie together in the source lie together in the output and are copied in one run.
     """
-    grouped = whole.num_groups > 1 or whole.element == "e2m1"
-    if not grouped or shard.act_order or shard.num_groups > 1 or padded.k == shard.k or padded.k % shard.k:
-        return None
-    return shard.k
-
-
-def _uniform_spec(checkpoint: Checkpoint, layer: int, role: StackedRole) -> MatrixSpec:
-    """The spec that all experts of a layer share; a stack cannot hold two."""
-    groups = checkpoint.experts(layer).kinds()
-    first = groups[0].kind.spec(role)
-    for group in groups[1:]:
-        spec = group.kind.spec(role)
-        if spec != first:
-            raise MoeqError(
-                "usage.mixed-experts",
-                f"layer {layer} cannot be stacked: {role} of expert {groups[0].experts[0]} is {describe(first)}, of "
-                f"expert {group.experts[0]} {describe(spec)} ({len(group.experts)} of "
-                f"{checkpoint.num_experts(layer)} experts)",
-                "re-quantise the layer with one scheme for all its experts",
-            )
-    return first
-
-
-def describe(spec: MatrixSpec) -> str:
-    """One phrase about a matrix, for messages."""
-    if spec.bits > 8:
-        return f"not quantised [{spec.n}, {spec.k}] {spec.element}"
-    symmetry = "symmetric" if spec.symmetric else "with zero points"
-    order = ", act-order" if spec.act_order else ""
-    return f"{spec.element} g{spec.group_size} {symmetry}{order} [{spec.n}, {spec.k}] {spec.scale_dtype}"
-
-
-def _rest_files(checkpoint: Checkpoint, consumed: frozenset[str]) -> Iterable[dict[str, tuple[tuple[int, ...], str]]]:
-    """Group the tensors that are copied into files of bounded size, in source order."""
+    order = {file.name: number for number, file in enumerate(checkpoint.source.files)}
+    rest = [entry for name, entry in checkpoint.source.tensors.items() if name not in consumed]
+    rest.sort(key=lambda entry: (order[entry.file], entry.start, entry.end))
     group: dict[str, tuple[tuple[int, ...], str]] = {}
     size = 0
-    for name, entry in checkpoint.source.tensors.items():
-        if name in consumed:
-            continue
+    for entry in rest:
         if group and size + entry.nbytes > REST_FILE_BYTES:
             yield group
             group, size = {}, 0
-        group[name] = (entry.shape, entry.dtype)
+        group[entry.name] = (entry.shape, entry.dtype)
         size += entry.nbytes
     if group:
         yield group
@@ -349,6 +205,7 @@ def _file_names(count: int) -> list[str]:
 def _digest(checkpoint: Checkpoint, files: Iterable[FilePlan], options: PlanOptions) -> str:
     """Names the job: source identity, options, layouts, and every output tensor."""
     job = {
+        "version": PLAN_VERSION,
         "source": checkpoint.source.identity(),
         "options": asdict(options),
         "files": [[file.name, {name: [list(s), d] for name, (s, d) in file.tensors.items()}] for file in files],

@@ -23,7 +23,9 @@ from moeq.errors import MoeqError
 from moeq.matrix import QuantizedMatrix, split_projections
 from moeq.model import Checkpoint
 from moeq.model.converted import ConvertedCheckpoint
-from moeq.pipeline.folder import INDEX_NAME, WorkFolder
+from moeq.pipeline.finish import INDEX_NAME
+from moeq.pipeline.folder import WorkFolder
+from moeq.pipeline.journal import JobStamp
 from moeq.pipeline.keepsake import OTHER_WEIGHTS, Keepsake, KeptSource
 from moeq.pipeline.stored import StoredPart, stored_parts
 
@@ -78,7 +80,7 @@ def restore(
     keepsake = Keepsake(at, checkpoint.manifest.restore)
     original = Checkpoint(KeptSource(converted, keepsake))
     destination = Path(out)
-    folder = WorkFolder(destination, f"restore of {checkpoint.manifest.source.identity}")
+    folder = WorkFolder(destination, JobStamp(f"restore of {checkpoint.manifest.source.identity}"))
     folder.check(at)
     with folder:
         report = progress or (lambda done, total, label: None)

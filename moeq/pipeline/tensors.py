@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 from moeq.matrix import QuantizedMatrix
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_own = threading.local()
+
+
+def one_torch_thread() -> None:
+    """Let torch run the operations of this thread by itself: threads per operation would only wait for each other."""
+    import torch
+
+    if not getattr(_own, "set", False):
+        torch.set_num_threads(1)
+        _own.set = True
 
 
 def same_matrix(left: QuantizedMatrix, right: QuantizedMatrix) -> bool:

@@ -14,7 +14,7 @@ from moeq.digest import DIGEST_NAME, DigestDifference, check_digests, default_wo
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model.converted import ConvertedCheckpoint
-from moeq.pipeline.folder import INDEX_NAME, converted_config
+from moeq.pipeline.finish import INDEX_NAME, converted_config
 from moeq.pipeline.keepsake import KEEPSAKE_NAME, OTHER_WEIGHTS, Keepsake
 
 _CHUNK = 16 * 2**20

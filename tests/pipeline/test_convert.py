@@ -18,7 +18,8 @@ from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.digest import logical_digest
 from moeq.errors import ExitCode, MoeqError
-from moeq.pipeline.convert import ProgressEvent, convert
+from moeq.pipeline.convert import convert
+from moeq.pipeline.events import Event
 
 A100 = Deployment(gpu=parse_gpu("A100"))
 CONVERTIBLE = ["gptq-int4-g32-qwen3moe", "gptq-int4-g128-mixtral", "gptq-int8-g64-qwen3moe"]
@@ -183,46 +184,6 @@ class TestDestination:
             convert(tmp_path / "out", tmp_path / "again", A100)
 
 
-class TestInterruption:
-    name = "gptq-int4-g32-qwen3moe"
-
-    def stop_after(self, files: int):
-        seen: list[str] = []
-
-        def progress(event: ProgressEvent) -> None:
-            if event.label.startswith("layer") and event.label.split()[1] not in seen:
-                seen.append(event.label.split()[1])
-            if len(seen) > files:
-                raise KeyboardInterrupt
-
-        return progress
-
-    @pytest.mark.parametrize("files", [0, 1])
-    def test_the_same_command_continues_and_gives_the_same_bytes(self, files, checkpoints, converted, tmp_path) -> None:
-        with pytest.raises(KeyboardInterrupt):
-            convert(checkpoints / self.name, tmp_path / "out", A100, progress=self.stop_after(files))
-        assert [path.name for path in tmp_path.iterdir()] == ["out.moeq-partial"], "nothing unfinished has the name"
-        conversion = convert(checkpoints / self.name, tmp_path / "out", A100)
-        assert conversion.resumed_files == 1 + files
-        assert content(tmp_path / "out") == content(converted[self.name])
-        assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-    def test_work_of_another_job_is_not_reused(self, checkpoints, converted, tmp_path) -> None:
-        with pytest.raises(KeyboardInterrupt):
-            convert(checkpoints / "gptq-int8-g64-qwen3moe", tmp_path / "out", A100, progress=self.stop_after(1))
-        conversion = convert(checkpoints / self.name, tmp_path / "out", A100)
-        assert conversion.resumed_files == 0
-        assert content(tmp_path / "out") == content(converted[self.name])
-
-    def test_a_torn_journal_is_started_over(self, checkpoints, converted, tmp_path) -> None:
-        with pytest.raises(KeyboardInterrupt):
-            convert(checkpoints / self.name, tmp_path / "out", A100, progress=self.stop_after(1))
-        journal = tmp_path / "out.moeq-partial" / "moeq-journal.jsonl"
-        journal.write_bytes(journal.read_bytes()[:-30])
-        assert convert(checkpoints / self.name, tmp_path / "out", A100).resumed_files <= 1
-        assert content(tmp_path / "out") == content(converted[self.name])
-
-
 @pytest.mark.parametrize("damage", ["missing shard", "truncated", "no config", "no folder"])
 def test_a_damaged_source_leaves_nothing_behind(damage, checkpoints, tmp_path) -> None:
     source = tmp_path / "source"
@@ -248,7 +209,7 @@ def test_a_source_that_shrinks_while_being_read_leaves_nothing_behind(checkpoint
     source = tmp_path / "source"
     shutil.copytree(checkpoints / "gptq-int4-g32-qwen3moe", source)
 
-    def shrink(event: ProgressEvent) -> None:
+    def shrink(event: Event) -> None:
         with (source / "model.safetensors").open("r+b") as file:
             file.truncate(200_000)
 

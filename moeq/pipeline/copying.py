@@ -1,0 +1,85 @@
+"""Tensors that stay as they are: copied by the kernel where it can, read back and summed. No torch."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from moeq.checkpoint.writer import read_at, start_write_back, write_at
+from moeq.errors import MoeqError
+from moeq.pipeline.buffers import Buffers
+from moeq.pipeline.job import Job
+from moeq.pipeline.records import UnitRecord, checksum, word_sum
+from moeq.pipeline.units import CHUNK_BYTES, CopyRun, CopyUnit
+
+#: The kernel cannot copy between these two files: not supported, other file systems, odd alignment, forbidden.
+_CANNOT = {errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.EPERM, errno.ETXTBSY}
+
+
+@dataclass(frozen=True)
+class CopyResult:
+    """What copying one chunk came to."""
+
+    written: int
+    sums: tuple[int, ...]
+
+
+class Copier:
+    """Executes one `CopyUnit`, chunk by chunk. Arguments as for `moeq.pipeline.pack.Packer`."""
+
+    def __init__(self, job: Job, unit: CopyUnit, inputs: Mapping[str, int], output: int) -> None:
+        self._unit = unit
+        self._input = inputs[unit.source_file]
+        self._output = output
+
+    @property
+    def items(self) -> Sequence[CopyRun]:
+        """The chunks to copy."""
+        return tuple(self._unit.chunks())
+
+    def label(self, chunk: CopyRun) -> str:
+        """What is being done, for progress."""
+        return f"copy of {self._unit.source_file}"
+
+    def run(self, chunk: CopyRun, buffers: Buffers) -> CopyResult:
+        """Copy one chunk and read it back. Raises MoeqError `source.truncated`, OSError where the disk says no."""
+        buffer = buffers.take("copy", CHUNK_BYTES)[: chunk.size]
+        if not _by_kernel(self._input, self._output, chunk):
+            if read_at(self._input, buffer.data, chunk.source) < chunk.size:
+                raise self._truncated(chunk)
+            write_at(self._output, buffer.data, chunk.output)
+        start_write_back(self._output, chunk.output, chunk.size)
+        read_at(self._output, buffer.data, chunk.output)
+        return CopyResult(chunk.size, (word_sum(buffer),))
+
+    def record(self, results: Sequence[CopyResult]) -> UnitRecord:
+        """The unit's record from the results of all its chunks, in order."""
+        return UnitRecord(
+            unit=self._unit.id,
+            bytes=sum(result.written for result in results),
+            checksum=checksum(value for result in results for value in result.sums),
+        )
+
+    def _truncated(self, chunk: CopyRun) -> MoeqError:
+        end = chunk.source + chunk.size
+        return MoeqError("source.truncated", f"{self._unit.source_file}: ended before byte {end:,} while being read")
+
+
+def _by_kernel(source: int, target: int, chunk: CopyRun) -> bool:
+    """Copy without the bytes passing through this process, sharing blocks where the file system can. False: cannot."""
+    if not hasattr(os, "copy_file_range"):
+        return False
+    done = 0
+    while done < chunk.size:
+        try:
+            got = os.copy_file_range(source, target, chunk.size - done, chunk.source + done, chunk.output + done)
+        except OSError as error:
+            if error.errno in _CANNOT:
+                return False
+            raise
+        if got == 0:  # the source ends here, or this kind of file cannot be copied so: reading tells which
+            return False
+        done += got
+    return True

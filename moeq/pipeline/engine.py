@@ -1,0 +1,321 @@
+"""Threads that execute units of a conversion: read, pack, check and write overlap, within units and across them.
+
+Every thread takes the next expert (or chunk) of the unit at hand, and goes on to the next unit when none is left, so
+that small units do not wait for each other. One more thread syncs: a unit counts as done when its bytes are on disk,
+and several that are ready together share a sync per file.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moeq.checkpoint.writer import disk_errors, prepare_file
+from moeq.errors import MoeqError
+from moeq.pipeline.buffers import Buffers
+from moeq.pipeline.copying import Copier
+from moeq.pipeline.job import Job
+from moeq.pipeline.pack import Packer
+from moeq.pipeline.records import UnitRecord
+from moeq.pipeline.units import CopyUnit, PackUnit, Unit
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A unit was begun."""
+
+    unit: Unit
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes of a unit were written."""
+
+    unit: Unit
+    bytes: int
+    label: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """A unit is on disk."""
+
+    unit: Unit
+    record: UnitRecord
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Failed:
+    error: BaseException
+
+
+Outcome = Begun | Moved | Done
+
+#: What executes a unit, by its kind.
+_WORKERS: Mapping[type[Unit], Callable[[Job, Any, Mapping[str, int], int], Any]] = {
+    PackUnit: Packer,
+    CopyUnit: Copier,
+}
+
+
+class Executor:
+    """Executes units in this process. Any number of processes may do so on one folder, even with the same unit.
+
+    Buffers are kept from one call to the next, so one executor should serve many units.
+
+    Args:
+        job: the conversion.
+        folder: folder with the output files (`<DST>.moeq-partial`).
+        workers: threads.
+    """
+
+    def __init__(self, job: Job, folder: Path, workers: int = 1) -> None:
+        self.job = job
+        self.folder = folder
+        self._buffers = [Buffers() for _ in range(max(workers, 1))]
+
+    def prepare(self, units: Sequence[Unit]) -> None:
+        """Make the output files of these units, at their full size with their headers; data in them stays.
+
+        Raises:
+            MoeqError: `resources.disk-full`, `environment.write`.
+        """
+        for name in dict.fromkeys(unit.file for unit in units):
+            prepare_file(self.folder / name, self.job.plan.file(name).form)
+
+    def execute(self, unit_id: str, moved: Callable[[int, str], None] | None = None) -> UnitRecord:
+        """Execute one unit: its bytes are on disk and proven when this returns.
+
+        Args:
+            unit_id: the unit.
+            moved: called with bytes written since the last call and a label, in this thread.
+
+        Raises:
+            MoeqError: `usage.no-such-unit`, `source.*`, `resources.disk-full`, `environment.write`, `bug.round-trip`.
+        """
+        unit = self.job.plan.unit(unit_id)
+        records: list[UnitRecord] = []
+
+        def handle(outcome: Outcome) -> None:
+            if isinstance(outcome, Moved) and moved:
+                moved(outcome.bytes, outcome.label)
+            elif isinstance(outcome, Done):
+                records.append(outcome.record)
+
+        self.prepare([unit])
+        self.run([unit], handle)
+        return records[0]
+
+    def run(
+        self,
+        units: Sequence[Unit],
+        handle: Callable[[Outcome], None],
+        salvage: Callable[[Done], None] = lambda done: None,
+    ) -> None:
+        """Execute units, in about this order. The files have to be prepared.
+
+        Args:
+            units: what to execute.
+            handle: called in this thread with everything that happens. What it raises (and KeyboardInterrupt) ends the
+                run: threads end after the expert that they are at.
+            salvage: called with units that were still brought to disk after that, or after an error.
+
+        Raises:
+            MoeqError: as `execute`.
+        """
+        run = _Run(self.job, self.folder, units, self._buffers)
+        try:
+            for outcome in run.outcomes():
+                if isinstance(outcome, _Failed):
+                    raise outcome.error
+                handle(outcome)
+        except BaseException:
+            run.stop()
+            for outcome in run.outcomes():
+                if isinstance(outcome, Done):
+                    salvage(outcome)
+            raise
+        finally:
+            run.stop()
+            run.join()
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One expert or chunk of an open unit."""
+
+    home: _Open
+    number: int
+    item: Any
+
+
+@dataclass
+class _Open:
+    """A unit being executed, with its open files."""
+
+    unit: Unit
+    worker: Any
+    inputs: dict[str, int]
+    output: int
+    begun: float
+    items: Sequence[Any]
+    results: list[Any] = field(default_factory=list)
+    left: int = 0
+
+    def close(self) -> None:
+        for fd in (self.output, *self.inputs.values()):
+            os.close(fd)
+
+
+class _Run:
+    """One list of units in the hands of the threads."""
+
+    def __init__(self, job: Job, folder: Path, units: Sequence[Unit], buffers: Sequence[Buffers]) -> None:
+        self._job = job
+        self._folder = folder
+        self._waiting = iter(units)
+        self._feeding, self._counting = threading.Lock(), threading.Lock()
+        self._pieces: Iterator[_Piece] = iter(())
+        self._stopped = False
+        self._events: queue.SimpleQueue[Outcome | _Failed | None] = queue.SimpleQueue()
+        self._written: queue.SimpleQueue[_Open | None] = queue.SimpleQueue()
+        self._open: dict[str, _Open] = {}
+        self._torch_threads = _torch_threads()
+        self._threads = [threading.Thread(target=self._work, args=(own,), daemon=True) for own in buffers]
+        self._running = len(self._threads)
+        self._syncer = threading.Thread(target=self._sync, daemon=True)
+        for thread in (*self._threads, self._syncer):
+            thread.start()
+
+    def outcomes(self) -> Iterator[Outcome | _Failed]:
+        """What happens, until the last thread has ended. Whoever stopped in between may ask again for the rest."""
+        while (event := self._events.get()) is not None:
+            yield event
+        self._events.put(None)  # asked again, it ends again
+
+    def stop(self) -> None:
+        self._stopped = True
+
+    def join(self) -> None:
+        """Wait for the threads; files of units that were not finished are closed."""
+        for thread in (*self._threads, self._syncer):
+            thread.join()
+        for home in self._open.values():
+            home.close()
+        self._open.clear()
+        _restore_torch_threads(self._torch_threads)
+
+    def _work(self, buffers: Buffers) -> None:
+        try:
+            while (piece := self._next()) is not None:
+                self._do(piece, buffers)
+        except BaseException as error:  # noqa: BLE001 - carried to the thread that asked for the work
+            self._stopped = True
+            self._events.put(_Failed(error))
+        finally:
+            with self._counting:
+                self._running -= 1
+                if self._running == 0:
+                    self._written.put(None)
+
+    def _next(self) -> _Piece | None:
+        """The next piece of work, opening the next unit where the last has none left."""
+        with self._feeding:
+            while not self._stopped:
+                piece = next(self._pieces, None)
+                if piece is not None:
+                    return piece
+                unit = next(self._waiting, None)
+                if unit is None:
+                    return None
+                home = self._begin(unit)
+                self._pieces = (_Piece(home, number, item) for number, item in enumerate(home.items))
+            return None
+
+    def _begin(self, unit: Unit) -> _Open:
+        begun = time.monotonic()
+        source = self._job.checkpoint.source
+        inputs: dict[str, int] = {}
+        output = -1
+        try:
+            for name in unit.inputs:
+                inputs[name] = _open_source(source.path(name), name)
+            with disk_errors(self._folder / unit.file):
+                output = os.open(self._folder / unit.file, os.O_RDWR)
+            worker = _WORKERS[type(unit)](self._job, unit, inputs, output)
+        except BaseException:
+            for fd in (*inputs.values(), *([output] if output >= 0 else [])):
+                os.close(fd)
+            raise
+        items = worker.items
+        home = _Open(unit, worker, inputs, output, begun, items, [None] * len(items), len(items))
+        self._open[unit.id] = home
+        self._events.put(Begun(unit))
+        return home
+
+    def _do(self, piece: _Piece, buffers: Buffers) -> None:
+        home = piece.home
+        with disk_errors(self._folder / home.unit.file, home.unit.bytes_out):
+            result = home.worker.run(piece.item, buffers)
+        home.results[piece.number] = result
+        self._events.put(Moved(home.unit, result.written, home.worker.label(piece.item)))
+        with self._counting:
+            home.left -= 1
+            if home.left == 0:
+                del self._open[home.unit.id]
+                self._written.put(home)
+
+    def _sync(self) -> None:
+        """Bring finished units to disk, all that are ready at once, and tell of them."""
+        try:
+            ended = False
+            while not ended:
+                ready = [self._written.get()]
+                while not self._written.empty():
+                    ready.append(self._written.get())
+                ended = None in ready
+                self._finish([home for home in ready if home is not None])
+        except BaseException as error:  # noqa: BLE001 - carried to the thread that asked for the work
+            self._stopped = True
+            self._events.put(_Failed(error))
+        finally:
+            self._events.put(None)
+
+    def _finish(self, ready: list[_Open]) -> None:
+        try:
+            for home in {home.unit.file: home for home in ready}.values():
+                with disk_errors(self._folder / home.unit.file, home.unit.bytes_out):
+                    os.fdatasync(home.output)
+            for home in ready:
+                record = home.worker.record(home.results)
+                self._events.put(Done(home.unit, record, time.monotonic() - home.begun))
+        finally:
+            for home in ready:
+                home.close()
+
+
+def _open_source(path: Path, name: str) -> int:
+    try:
+        return os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise MoeqError("source.unreadable", f"{name}: {error.strerror or error}") from error
+
+
+def _torch_threads() -> int | None:
+    """Threads that torch uses per operation in this thread; None where it is not loaded."""
+    torch = sys.modules.get("torch")
+    return None if torch is None else torch.get_num_threads()
+
+
+def _restore_torch_threads(before: int | None) -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(before or torch.get_num_threads())

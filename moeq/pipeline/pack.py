@@ -1,0 +1,298 @@
+"""One expert's `w13` or `w2`: read, pack for every rank, write, read back, prove. For one unit, from any thread.
+
+Two ways lead there. A direct road (`moeq.pipeline.roads`) goes from the stored bytes to the packed bytes in reused
+buffers and knows nothing of torch. The general way takes every format and layout: decode to the logical matrix, pad,
+pack, unpack what lies in the file, compare. Both give the same bytes and the same digests.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from moeq.checkpoint.header import TensorEntry
+from moeq.checkpoint.manifest import Projection
+from moeq.checkpoint.writer import read_at, start_write_back, write_at
+from moeq.errors import MoeqError
+from moeq.pipeline.buffers import Buffers
+from moeq.pipeline.job import Job
+from moeq.pipeline.layers import ShardPlan, describe
+from moeq.pipeline.records import Bytes, UnitRecord, checksum, word_sum
+from moeq.pipeline.roads import find_road
+from moeq.pipeline.units import PackUnit, place_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moeq.layouts.base import Layout
+    from moeq.matrix import QuantizedMatrix
+    from moeq.pipeline.roads import Road
+
+
+@dataclass(frozen=True)
+class ExpertResult:
+    """What packing one expert came to.
+
+    Attributes:
+        written: bytes.
+        digests: projection and logical digest.
+        kept: source tensors that cannot be rebuilt.
+        losses: stored numbers that packing changed.
+        sums: word sum of every slot, in order.
+    """
+
+    written: int
+    digests: tuple[tuple[Projection, str], ...]
+    kept: frozenset[str]
+    losses: int
+    sums: tuple[int, ...]
+
+
+class Packer:
+    """Executes one `PackUnit`, expert by expert.
+
+    Args:
+        job: the conversion.
+        unit: the unit.
+        inputs: open source files by name.
+        output: the open output file.
+    """
+
+    def __init__(self, job: Job, unit: PackUnit, inputs: Mapping[str, int], output: int) -> None:
+        self._job = job
+        self._unit = unit
+        self._inputs = inputs
+        self._output = output
+        layer = job.plan.layer_of(unit)
+        self._layer = layer
+        self._experts = job.checkpoint.experts(unit.layer)
+        self._shards = [layer.shards[index] for index in unit.shards]
+        self._slots = [_slots(job, unit, shard) for shard in self._shards]
+        self._road: Road | None = find_road(self._experts, unit.role, layer.layout, self._shards)
+        self._found: list[Layout] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def items(self) -> Sequence[int]:
+        """The experts to pack."""
+        return range(self._unit.experts.start, self._unit.experts.stop)
+
+    def label(self, expert: int) -> str:
+        """What is being done, for progress."""
+        return f"layer {self._unit.layer} {self._unit.role} expert {expert}"
+
+    def run(self, expert: int, buffers: Buffers) -> ExpertResult:
+        """Pack one expert. Raises MoeqError where it cannot be, OSError where the disk says no."""
+        result = None if self._road is None else self._by_road(self._road, expert, buffers)
+        return result or self._in_general(expert)
+
+    def record(self, results: Sequence[ExpertResult]) -> UnitRecord:
+        """The unit's record from the results of all its experts, in order."""
+        digests: dict[Projection, list[str]] = {}
+        for result in results:
+            for projection, digest in result.digests:
+                digests.setdefault(projection, []).append(digest)
+        return UnitRecord(
+            unit=self._unit.id,
+            bytes=sum(result.written for result in results),
+            checksum=checksum(value for result in results for value in result.sums),
+            digests={projection: tuple(values) for projection, values in digests.items()},
+            kept=tuple(sorted(frozenset().union(*(result.kept for result in results)))),
+            losses=sum(result.losses for result in results),
+        )
+
+    # The direct road.
+
+    def _by_road(self, road: Road, expert: int, buffers: Buffers) -> ExpertResult | None:
+        """None where the road declines this expert, which the general way then packs or refuses with the reason."""
+        inputs = self._read(road, expert, buffers)
+        sizes = [size for slots in self._slots for _, size in slots.values()]
+        pieces = iter(buffers.take_many("output", sizes))
+        outputs = [{part: next(pieces) for part in slots} for slots in self._slots]
+        scratch = buffers.take("scratch", road.scratch_bytes)
+        if not road.pack(inputs, outputs, scratch):
+            return None
+        sums, row = [], expert - self._unit.experts.start
+        for slots, packed in zip(self._slots, outputs, strict=True):
+            for part, (start, size) in slots.items():
+                place = start + row * size
+                write_at(self._output, packed[part].data, place)
+                start_write_back(self._output, place, size)
+                read_at(self._output, packed[part].data, place)
+                sums.append(word_sum(packed[part]))
+        proof = road.prove(inputs, outputs, scratch)
+        if proof is None:
+            raise self._round_trip(expert)
+        return ExpertResult(sum(sizes), proof.digests, frozenset(), 0, tuple(sums))
+
+    def _read(self, road: Road, expert: int, buffers: Buffers) -> dict[tuple[Projection, str], Bytes]:
+        """The stored bytes of one expert in reused memory; parts that lie together are read at once."""
+        stored = self._experts.layer.unit(expert)
+        entries = [(key, stored[key[0]][key[1]]) for key in road.reads]
+        places = [place_of(entry, key[1], self._experts, expert) for key, entry in entries]
+        views = buffers.take_many("input", [stop - start for start, stop in places])
+        order = sorted(range(len(entries)), key=lambda i: (entries[i][1].file, places[i]))
+        breaks = [0]
+        for at, (one, two) in enumerate(pairwise(order), start=1):
+            if entries[one][1].file != entries[two][1].file or places[one][1] != places[two][0]:
+                breaks.append(at)
+        for first, last in pairwise([*breaks, len(order)]):
+            run = order[first:last]
+            _read_run(self._inputs, entries[run[0]][1], places[run[0]][0], [views[i] for i in run])
+        return {key: view for (key, _), view in zip(entries, views, strict=True)}
+
+    # The general way.
+
+    def _in_general(self, expert: int) -> ExpertResult:
+        from moeq.digest import logical_digest
+        from moeq.matrix import split_projections
+        from moeq.model.shards import join_shards
+        from moeq.pipeline.keepsake import unrestorable
+        from moeq.pipeline.tensors import one_torch_thread, same_matrix
+
+        one_torch_thread()
+        unit = self._unit
+        matrix = self._matrix(expert)
+        written, losses, stored, sums = 0, 0, [], list[int]()
+        for shard, slots, layout in zip(self._shards, self._slots, self._layouts(), strict=True):
+            padded = _padded(shard, matrix)
+            unpacked = self._write(shard, slots, layout, expert, padded, sums)
+            written += sum(size for _, size in slots.values())
+            if not same_matrix(unpacked, padded):
+                losses += self._lost(layout, padded, expert)
+            stored.append(shard.padding.unpad(unpacked))
+        held = join_shards(matrix.spec, stored) if losses else matrix
+        digests = tuple((projection, logical_digest(part)) for projection, part in split_projections(held))
+        kept = unrestorable(self._job.checkpoint, unit.layer, expert, unit.role, held, exact=not losses)
+        return ExpertResult(written, digests, frozenset(kept), losses, tuple(sums))
+
+    def _matrix(self, expert: int) -> QuantizedMatrix:
+        """The logical matrix, which has to be what headers and config promised."""
+        unit = self._unit
+        matrix = self._job.checkpoint.matrix(unit.layer, expert, unit.role)
+        planned = self._layer.entry.matrices[unit.role].spec
+        if matrix.spec != planned:
+            raise MoeqError(
+                "source.inconsistent",
+                f"layer {unit.layer} expert {expert} {unit.role}: config and headers say {describe(planned)}, the data "
+                f"say {describe(matrix.spec)}",
+                "correct the quantisation config: desc_act has to be true where g_idx is out of order",
+            )
+        return matrix
+
+    def _layouts(self) -> list[Layout]:
+        """The layout of every shard, which may have to know all experts of its rank before it packs one."""
+        layout = self._layer.layout
+        if layout.survey_scope is None:
+            return [layout] * len(self._shards)
+        with self._lock:
+            if self._found is None:
+                self._found = self._surveyed(layout)
+            return self._found
+
+    def _surveyed(self, layout: Layout) -> list[Layout]:
+        found: dict[int, float] = {}
+        for expert in self.items:
+            matrix = self._matrix(expert)
+            for index, shard in enumerate(self._shards):
+                value = layout.survey(_padded(shard, matrix))
+                if value is not None:
+                    found[index] = max(found.get(index, value), value)
+        return [layout.with_survey(found[i]) if i in found else layout for i in range(len(self._shards))]
+
+    def _write(
+        self,
+        shard: ShardPlan,
+        slots: Mapping[str, tuple[int, int]],
+        layout: Layout,
+        expert: int,
+        padded: QuantizedMatrix,
+        sums: list[int],
+    ) -> QuantizedMatrix:
+        """Pack one matrix into its slot of the stack, read it back from the file, and unpack that."""
+        from moeq.pipeline.tensors import as_bytes, from_bytes
+
+        row = expert - self._unit.experts.start
+        read_back: dict[str, Tensor] = {}
+        try:
+            packed = layout.pack(padded)
+        except MoeqError as error:
+            where = f"layer {self._unit.layer} expert {expert}"
+            raise MoeqError(error.code, f"{where}: {error.message}", error.hint) from None
+        for part, (start, size) in slots.items():
+            data, place = as_bytes(packed[part]), start + row * size
+            if data.nbytes != size:
+                raise ValueError(f"{layout.id} packs {part} into {data.nbytes} bytes, its slot has {size}")
+            write_at(self._output, data, place)
+            start_write_back(self._output, place, size)
+            again = bytearray(size)
+            read_at(self._output, memoryview(again), place)
+            sums.append(word_sum(_bytes(again)))
+            read_back[part] = from_bytes(again, packed[part], shard.parts[self._unit.role][part].shape)
+        return layout.unpack(read_back, padded.spec)
+
+    def _lost(self, layout: Layout, padded: QuantizedMatrix, expert: int) -> int:
+        """Numbers that packing changed, where that was allowed. Raises MoeqError `bug.round-trip` where it was not."""
+        losses = layout.losses(padded) if self._layer.allow_lossy else 0
+        if losses:
+            return losses
+        raise self._round_trip(expert)
+
+    def _round_trip(self, expert: int) -> MoeqError:
+        return MoeqError(
+            "bug.round-trip",
+            f"layer {self._unit.layer} expert {expert} {self._unit.role}: the packed bytes do not unpack to the "
+            "source's values",
+            "nothing was published; report this as a bug in moeq",
+        )
+
+
+def _slots(job: Job, unit: PackUnit, shard: ShardPlan) -> dict[str, tuple[int, int]]:
+    """Part to the first byte of its stack in the output file and the bytes of one expert."""
+    ranges = job.plan.file(unit.file).form.ranges
+    found = {}
+    for part, name in shard.matrices[unit.role].tensors.items():
+        start, stop = ranges[name]
+        found[part] = (start, (stop - start) // unit.experts.size)
+    return found
+
+
+def _padded(shard: ShardPlan, matrix: QuantizedMatrix) -> QuantizedMatrix:
+    """What one rank gets of a matrix, rounded up to the sizes of its layout."""
+    from moeq.model.shards import shard_matrix
+
+    return shard.padding.pad(shard_matrix(matrix, shard.shard.intermediate, first=shard.shard.rank == 0))
+
+
+def _bytes(data: bytearray) -> Bytes:
+    import numpy as np
+
+    return np.frombuffer(data, np.uint8)
+
+
+def _read_run(inputs: Mapping[str, int], entry: TensorEntry, start: int, views: list[Bytes]) -> None:
+    """Fill several buffers with bytes that lie together in a source file."""
+    total = sum(view.nbytes for view in views)
+    try:
+        got = os.preadv(inputs[entry.file], [view.data for view in views], start)
+        while got < total:
+            more = read_at(inputs[entry.file], _after(views, got), start + got)
+            if not more:
+                end = start + total
+                raise MoeqError("source.truncated", f"{entry.file}: ended before byte {end:,} while being read")
+            got += more
+    except OSError as error:
+        raise MoeqError("source.unreadable", f"{entry.file}: {error.strerror or error}") from error
+
+
+def _after(views: list[Bytes], done: int) -> memoryview:
+    """The rest of the first of the buffers that is not full after `done` bytes."""
+    for view in views:
+        if done < view.nbytes:
+            return view.data[done:]
+        done -= view.nbytes
+    raise ValueError("all buffers are full")  # a bug, not input
