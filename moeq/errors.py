@@ -53,3 +53,17 @@ class MoeqError(Exception):
     def __reduce__(self) -> tuple[type[MoeqError], tuple[str, str, str | None]]:
         # The default would rebuild from `args` alone and fail; errors must cross process boundaries.
         return (type(self), (self.code, self.message, self.hint))
+
+
+def as_moeq_error(error: BaseException) -> MoeqError:
+    """The error that users are shown for any exception: an interruption, or a bug, where it is not one already."""
+    if isinstance(error, MoeqError):
+        return error
+    if isinstance(error, KeyboardInterrupt):
+        hint = "run the same command again: it goes on where it was"
+        return MoeqError("interrupted.signal", "interrupted; what was finished is kept", hint)
+    return MoeqError(
+        "bug.unexpected",
+        f"moeq failed unexpectedly: {type(error).__name__}: {error}",
+        "this is a bug in moeq; run again with MOEQ_DEBUG=1 for the traceback and report it",
+    )

@@ -158,7 +158,7 @@ class HubSource(Source):
     def _download(self, file: str, folder: Path) -> Path:
         from huggingface_hub import hf_hub_download
 
-        with _quiet():
+        with without_bars():
             return Path(self._call(lambda: hf_hub_download(self.repo, file, revision=self.revision, local_dir=folder)))
 
     def _find_cached(self, file: str) -> Path | None:
@@ -193,7 +193,7 @@ class HubSource(Source):
         size = self._sizes.get(file)
         if size is not None and size > limit:
             raise MoeqError("source.too-large", f"{file}: {size:,} bytes, the limit for this file is {limit:,}")
-        with _quiet():
+        with without_bars():
             path = self.path(file)
         return read_object(path, file, limit, code)
 
@@ -238,7 +238,7 @@ def _fetch_header(reader: RangeReader, url: str, file: str, size: int | None) ->
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def without_bars() -> Iterator[None]:
     """No progress bars of the client: small files need none, and streamed ones have ours."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 

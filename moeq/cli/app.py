@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import typer
 
 from moeq.cli.out import Output
-from moeq.errors import ExitCode, MoeqError
+from moeq.errors import ExitCode, MoeqError, as_moeq_error
 
 
 class Command(NamedTuple):
@@ -26,6 +27,7 @@ COMMANDS: dict[str, Command] = {
     "inspect": Command("moeq.cli.inspect", "Say what a checkpoint holds and which backend would run it."),
     "oracle": Command("moeq.cli.oracle", "Decide the kernel backend for a deployment, with every reason."),
     "convert": Command("moeq.cli.convert", "Repack expert weights into a backend's kernel layout, offline."),
+    "push": Command("moeq.cli.push", "Upload a conversion to the Hub, with a model card."),
     "verify": Command("moeq.cli.verify", "Prove that a conversion still means what was converted."),
     "restore": Command("moeq.cli.restore", "Take a conversion back to its source, byte for byte."),
     "diff": Command("moeq.cli.diff", "Compare two checkpoints by dequantised values, whatever their packing."),
@@ -88,7 +90,7 @@ def run(argv: Sequence[str]) -> int:
         out.failure(error)
         return int(error.exit_code)
     except (typer.Abort, KeyboardInterrupt):
-        out.failure(MoeqError("interrupted.ctrl-c", "interrupted; what was finished is kept"))
+        out.failure(as_moeq_error(KeyboardInterrupt()))
         return int(ExitCode.INTERRUPTED)
     except BrokenPipeError:
         # The reader went away (`moeq inspect ... | head`). Python's own message at exit would be noise.
@@ -107,16 +109,12 @@ def _unexpected(error: Exception, out: Output) -> int:
         return int(ExitCode.USAGE)
     if os.environ.get("MOEQ_DEBUG"):
         raise error
-    out.failure(
-        MoeqError(
-            "bug.unexpected",
-            f"moeq failed unexpectedly: {type(error).__name__}: {error}",
-            "this is a bug in moeq; run again with MOEQ_DEBUG=1 for the traceback and report it",
-        )
-    )
+    out.failure(as_moeq_error(error))
     return int(ExitCode.BUG)
 
 
 def main() -> None:
     """Entry point of the `moeq` script."""
+    # Schedulers end jobs with SIGTERM: finished work is kept as after Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(run(sys.argv[1:]))

@@ -10,11 +10,15 @@ import typer
 
 from moeq.cli import options
 from moeq.cli.out import Output
+from moeq.cli.push import BaseModelOption, PublicOption, push_conversion
+from moeq.cli.push import document as pushed_document
+from moeq.cli.push import render as render_pushed
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from moeq.pipeline.convert import Conversion
+    from moeq.pipeline.push import Pushed
 
 
 def command(
@@ -43,19 +47,30 @@ def command(
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier conversion at DST.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; write nothing.")] = False,
     workers: Annotated[int | None, typer.Option("--workers", min=1, help="Threads [the cores, at most 8].")] = None,
+    push: Annotated[
+        str | None, typer.Option("--push", metavar="ORG/NAME", help="Upload the result to this repository of the Hub.")
+    ] = None,
+    public: PublicOption = False,
+    base_model: BaseModelOption = None,
+    events: Annotated[
+        Path | None, typer.Option("--events", metavar="FILE", help="Append what happens to FILE, as JSON lines.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
     json: options.JsonOption = False,
 ) -> None:
     """Repack expert weights into a backend's kernel layout, offline, on a CPU."""
-    from moeq.cli.progress import ProgressReport
+    from moeq.cli.conversion_report import ConversionReport
     from moeq.pipeline.convert import convert
-    from moeq.pipeline.events import Advanced
+    from moeq.pipeline.push import check_name, open_target
 
     out: Output = ctx.obj
-    deployment = options.deployment(
-        deploy, gpu=gpu, tp=tp, ep=ep, batched=batched, lora=lora, dtype=dtype, backend=backend, engine=engine
-    )
-    with ProgressReport(out, "convert", quiet=quiet or json) as report:
+    with ConversionReport(out, "convert", quiet=quiet or json, log=events) as report:
+        deployment = options.deployment(
+            deploy, gpu=gpu, tp=tp, ep=ep, batched=batched, lora=lora, dtype=dtype, backend=backend, engine=engine
+        )
+        if push is not None:
+            check_name(push)
+        target = open_target(push, private=not public) if push is not None and not dry_run else None
         conversion = convert(
             src,
             dst,
@@ -67,11 +82,15 @@ def command(
             force=force,
             dry_run=dry_run,
             workers=workers,
-            progress=lambda event: (
-                report.update(event.done, event.total, event.label) if isinstance(event, Advanced) else None
-            ),
+            progress=report,
         )
-    out.answer(document(conversion), lambda console: render(console, conversion))
+        report.summarise(conversion)
+        pushed = None
+        if target is not None:
+            pushed = push_conversion(out, dst, target, base_model, quiet=quiet or json)
+            report.tell("pushed", **pushed_document(pushed))
+    answer = {**document(conversion), "push": None if pushed is None else pushed_document(pushed)}
+    out.answer(answer, lambda console: render(console, conversion, pushed))
 
 
 def document(conversion: Conversion) -> dict[str, Any]:
@@ -101,7 +120,7 @@ def document(conversion: Conversion) -> dict[str, Any]:
     }
 
 
-def render(console: Console, conversion: Conversion) -> None:
+def render(console: Console, conversion: Conversion, pushed: Pushed | None = None) -> None:
     """The same for people."""
     from moeq.report.text import human_bytes
 
@@ -128,6 +147,8 @@ def render(console: Console, conversion: Conversion) -> None:
     target = conversion.verdict.convert
     if target and target.flag and target.layout == plan.layers[0].entry.layout:
         console.print(f"  start     vLLM with {target.flag}" + (f" ({target.why})" if target.why else ""))
+    if pushed is not None:
+        render_pushed(console, pushed)
 
 
 def sharding_lines(conversion: Conversion) -> list[str]:

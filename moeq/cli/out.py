@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from moeq.cli import github
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -34,14 +36,15 @@ class Output:
         """Console for the answer. Not wrapped at 80 columns when piped: scripts grep lines."""
         from rich.console import Console
 
-        return Console(width=None if sys.stdout.isatty() else 160, highlight=False, soft_wrap=not sys.stdout.isatty())
+        plain = not sys.stdout.isatty()
+        return Console(width=160 if plain else None, highlight=False, soft_wrap=plain, emoji=False)
 
     @property
     def stderr(self) -> Console:
         """Console for everything else."""
         from rich.console import Console
 
-        return Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
+        return Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty(), emoji=False)
 
     def answer(self, document: Mapping[str, Any], render: Callable[[Console], None], *, ok: bool = True) -> None:
         """Write the command's answer: `document` in JSON mode, else what `render` draws.
@@ -64,19 +67,38 @@ class Output:
         self._line("error", "bold red", error.message)
         if error.hint:
             self._line("hint", "cyan", error.hint)
+        text = error.message + (f"\n{error.hint}" if error.hint else "")
+        self._annotate("error", f"{self._command} {error.code}", text)
 
     def warning(self, message: str) -> None:
         """Something odd that does not stop the command."""
         self._line("warning", "yellow", message)
+        self._annotate("warning", self._command, message)
 
     def note(self, message: str) -> None:
         """Progress and the like."""
         self.stderr.print(message, markup=False)
 
+    def line(self, text: str) -> None:
+        """A line for the machine that reads stderr, as it is."""
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+    @property
+    def _command(self) -> str:
+        """`moeq convert`, from the schema's name."""
+        return self.schema.partition("/")[0].replace(".", " ", 1)
+
+    def _annotate(self, kind: str, title: str, message: str) -> None:
+        """Say it again where GitHub shows it on the workflow's page."""
+        if github.in_actions():
+            self.line(github.annotation(kind, title, message))
+
     def _line(self, label: str, style: str, message: str) -> None:
         from rich.text import Text
 
-        self.stderr.print(Text.assemble((f"{label}: ", style), message))
+        # One line, whatever names it quotes: a line of its own could be taken for a command by what reads the log.
+        self.stderr.print(Text.assemble((f"{label}: ", style), " ".join(message.splitlines())))
 
     def _document(self, document: Mapping[str, Any]) -> None:
         # allow_nan=False: NaN and Infinity are not JSON, and a reader in another language would choke on them.

@@ -24,3 +24,15 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             parts.append([number])
     return ", ".join("-".join(map(str, part)) for part in parts) or "none"
+
+
+def human_seconds(seconds: float) -> str:
+    """A time span: `0.4 s`, `45 s`, `3 min 20 s`, `2 h 05 min`."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02} min"

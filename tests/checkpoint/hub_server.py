@@ -50,12 +50,13 @@ class Hub:
 
 
 @contextmanager
-def serving() -> Iterator[Hub]:
+def serving(handler: type[Handler] | None = None) -> Iterator[Hub]:
     """A running server on a free loopback port."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    handler = handler or Handler
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     hub = Hub(f"http://127.0.0.1:{server.server_port}")
-    _Handler.hub = hub
+    handler.hub = hub
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
     try:
@@ -65,7 +66,7 @@ def serving() -> Iterator[Hub]:
         server.server_close()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
     hub: Hub
     protocol_version = "HTTP/1.1"
 

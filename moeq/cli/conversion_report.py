@@ -1,0 +1,132 @@
+"""What a conversion tells while it runs: to a terminal or a log, to `--events`, and to GitHub Actions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from moeq.cli import github
+from moeq.cli.events import EventLog
+from moeq.cli.out import Output
+from moeq.cli.progress import Beat, ProgressReport
+from moeq.errors import ExitCode, as_moeq_error
+from moeq.pipeline import events
+from moeq.report.text import human_bytes, human_seconds
+
+if TYPE_CHECKING:
+    from moeq.pipeline.convert import Conversion
+
+
+class ConversionReport:
+    """Context manager around a conversion; pass it as `progress`.
+
+    Failures are reported here to machines (events, job summary) and raised again for the command to report.
+
+    Args:
+        out: the command's output sink.
+        title: the command.
+        quiet: nothing on stderr but warnings and errors.
+        log: file for events, or None.
+
+    Raises:
+        MoeqError: `environment.write` where `log` cannot be written.
+    """
+
+    def __init__(self, out: Output, title: str, *, quiet: bool = False, log: Path | None = None) -> None:
+        self._out, self._title, self._quiet = out, title, quiet
+        self._log = None if log is None else EventLog(log, out.warning)
+        self._grouped = github.in_actions() and not quiet
+        on_beat = None if self._log is None else self._on_beat
+        self._progress = ProgressReport(out, title, quiet=quiet, on_beat=on_beat)
+        self._began = time.monotonic()
+        self._handlers: dict[type[Any], Callable[[Any], None]] = {
+            events.Started: self._on_started,
+            events.Checking: self._on_advanced,
+            events.Advanced: self._on_advanced,
+            events.Warned: self._on_warned,
+            events.Finished: self._on_finished,
+        }
+
+    def __call__(self, event: events.Event) -> None:
+        """Take an event of the pipeline."""
+        # A line per expert would be too many; heartbeats say where it is.
+        if self._log is not None and not isinstance(event, events.Advanced | events.Checking):
+            self._log.record(event)
+        handler = self._handlers.get(type(event))
+        if handler is not None:
+            handler(event)
+
+    def tell(self, event: str, **fields: Any) -> None:
+        """Write an event that is not the pipeline's."""
+        if self._log is not None:
+            self._log.write(event, **fields)
+
+    def summarise(self, conversion: Conversion) -> None:
+        """Put a finished conversion on the page of the job."""
+        if github.in_actions() and conversion.manifest is not None:
+            from moeq.report.job_summary import render
+
+            text = render(str(conversion.destination), conversion.plan, conversion.manifest, self.seconds)
+            github.append_summary(text)
+
+    @property
+    def seconds(self) -> float:
+        """Since the command began."""
+        return time.monotonic() - self._began
+
+    def __enter__(self) -> ConversionReport:
+        if self._grouped:
+            self._out.line(github.group(f"moeq {self._title}"))
+        self._progress.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+        if self._grouped:
+            self._out.line(github.END_GROUP)
+        if error is not None:
+            failure = as_moeq_error(error)
+            details = {"code": failure.code, "message": failure.message, "hint": failure.hint}
+            self.tell("failed", **details, exit_code=int(failure.exit_code))
+            if github.in_actions():
+                from moeq.report.job_summary import render_failure
+
+                github.append_summary(render_failure(f"moeq {self._title}", failure))
+        self.tell("ended", exit_code=int(ExitCode.OK if error is None else failure.exit_code))
+        if self._log is not None:
+            self._log.close()
+
+    def _on_started(self, event: events.Started) -> None:
+        self._progress.start(event.resumed_bytes)
+        if not self._quiet:
+            resumed = f", {event.resumed_units} of them finished by an earlier run" if event.resumed_units else ""
+            self._out.note(f"{self._title}: {human_bytes(event.bytes_out)} to write in {event.units} units{resumed}")
+        self._progress.update(event.resumed_bytes, event.bytes_out, f"job {event.job[:12]}")
+
+    def _on_advanced(self, event: events.Advanced | events.Checking) -> None:
+        self._progress.update(event.done, event.total, event.label)
+
+    def _on_finished(self, event: events.Finished) -> None:
+        self._progress.stop()
+        if not self._quiet:
+            rate = human_bytes(int(event.bytes_out / max(event.seconds, 1e-3)))
+            self._out.note(f"{self._title}: finished in {human_seconds(event.seconds)}, {rate}/s")
+
+    def _on_warned(self, event: events.Warned) -> None:
+        self._out.warning(event.message)
+
+    def _on_beat(self, beat: Beat) -> None:
+        self.tell(
+            "heartbeat",
+            done=beat.done,
+            total=beat.total,
+            percent=round(beat.percent, 2),
+            bytes_per_second=round(beat.rate),
+            seconds_left=None if beat.seconds_left is None else round(beat.seconds_left, 1),
+            label=beat.label,
+        )

@@ -1,0 +1,95 @@
+"""`moeq push`: upload a conversion to the Hub, with a model card."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moeq.cli import options
+from moeq.cli.out import Output
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from moeq.pipeline.push import Pushed, PushTarget
+
+CARD = "README.md"
+#: What the source's own card is called beside ours.
+SOURCE_CARD = "README.source.md"
+
+PublicOption = Annotated[
+    bool,
+    typer.Option(
+        "--public/--private", help="Visibility of a repository that is created. [private]", show_default=False
+    ),
+]
+BaseModelOption = Annotated[
+    str | None, typer.Option("--base-model", metavar="ORG/NAME", help="The source's repository, for the model card.")
+]
+
+
+def command(
+    ctx: typer.Context,
+    dst: Annotated[Path, typer.Argument(metavar="DST", help="Output of `moeq convert`.")],
+    repo: Annotated[str, typer.Argument(metavar="ORG/NAME", help="Repository; created where it does not exist.")],
+    public: PublicOption = False,
+    base_model: BaseModelOption = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    json: options.JsonOption = False,
+) -> None:
+    """Upload a conversion to the Hub, with a model card. One commit; a failed push goes on where it was."""
+    from moeq.checkpoint.manifest import read_manifest
+    from moeq.pipeline.push import open_target
+
+    out: Output = ctx.obj
+    read_manifest(dst)
+    target = open_target(repo, private=not public)
+    pushed = push_conversion(out, dst, target, base_model, quiet=quiet or json)
+    out.answer(document(pushed), lambda console: render(console, pushed))
+
+
+def push_conversion(out: Output, folder: Path, target: PushTarget, base_model: str | None, *, quiet: bool) -> Pushed:
+    """Push `folder` with its card, showing progress."""
+    from moeq.checkpoint.manifest import MANIFEST_NAME, read_manifest
+    from moeq.cli.progress import ProgressReport
+    from moeq.pipeline.push import base_model_of, check_name, published_manifest, push
+    from moeq.report import model_card
+
+    if base_model is not None:
+        check_name(base_model)
+    manifest = read_manifest(folder)
+    base = base_model or base_model_of(manifest)
+    own = (folder / CARD).read_bytes() if (folder / CARD).is_file() else None
+    card = model_card.CardOptions(
+        repo=target.repo,
+        base_model=base,
+        size=sum(path.stat().st_size for path in folder.iterdir()),
+        source_card=None if own is None else SOURCE_CARD,
+        source_fields={} if own is None else model_card.read_front_matter(own),
+    )
+    replaced = {CARD: model_card.render(manifest, card).encode(), MANIFEST_NAME: published_manifest(manifest, base)}
+    if own is not None:
+        replaced[SOURCE_CARD] = own
+    layouts = ", ".join(sorted({layer.layout for layer in manifest.layers}))
+    message = f"{layouts} of {base or 'a local checkpoint'}, by moeq {manifest.moeq_version}"
+    with ProgressReport(out, "push", quiet=quiet) as progress:
+        return push(folder, target, replaced, message=message, progress=progress.update)
+
+
+def document(pushed: Pushed) -> dict[str, Any]:
+    """The JSON document."""
+    return asdict(pushed)
+
+
+def render(console: Console, pushed: Pushed) -> None:
+    """The same for people."""
+    from moeq.report.text import human_bytes
+
+    console.print(f"[bold]pushed[/] {pushed.url}: {pushed.files} files, {human_bytes(pushed.size)}", markup=True)
+    console.print(f"  commit    {pushed.commit}")
+    if pushed.removed:
+        console.print(f"  removed   {len(pushed.removed)} weight files of an earlier push")
+    console.print(f"  read it   moeq inspect {pushed.repo}")

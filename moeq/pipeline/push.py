@@ -1,0 +1,209 @@
+"""Upload a finished conversion to the Hub: weight files first, then one commit that makes everything visible at once.
+
+Until that commit the repository is what it was before, so nothing half-pushed can be loaded. Weight files that the Hub
+already has are not sent again, which is how a failed push is continued: by the same command.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import moeq
+from moeq.checkpoint.hub import looks_like_repository, without_bars
+from moeq.checkpoint.hub_errors import transport_errors
+from moeq.checkpoint.manifest import MANIFEST_NAME, Manifest
+from moeq.errors import MoeqError
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+#: Bytes uploaded, bytes in all, and the file that is on its way.
+PushProgress = Callable[[int, int, str], None]
+
+_WEIGHTS = (".safetensors", ".data")
+_MAX_NAME = 96  # of the Hub
+
+
+@dataclass(frozen=True)
+class PushTarget:
+    """A repository that this machine's token may write to.
+
+    Attributes:
+        repo: `org/name`.
+        files: what is in it, by path.
+    """
+
+    repo: str
+    files: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What a push did.
+
+    Attributes:
+        repo: `org/name`.
+        url: page of the repository.
+        commit: commit that holds the conversion.
+        files: files in it.
+        size: bytes of them.
+        removed: files of an earlier push that it no longer has.
+    """
+
+    repo: str
+    url: str
+    commit: str
+    files: int
+    size: int
+    removed: tuple[str, ...]
+
+
+def check_name(repo: str) -> None:
+    """Refuse what cannot be a repository.
+
+    Raises:
+        MoeqError: `usage.push-name`.
+    """
+    name = repo.rpartition("/")[2]
+    good = looks_like_repository(repo) and len(repo) <= _MAX_NAME
+    if not good or "--" in repo or ".." in repo or name.endswith((".git", ".", "-")):
+        raise MoeqError(
+            "usage.push-name",
+            f"{repo!r} is no name of a repository on the Hub",
+            "name it as org/name: letters, digits, '-', '_' and '.', at most 96 in all",
+        )
+
+
+def open_target(repo: str, *, private: bool = True) -> PushTarget:
+    """Make sure, before hours of work, that a repository can be pushed to; it is created where it does not exist.
+
+    Args:
+        repo: `org/name`.
+        private: whether a repository that is created is private; an existing one stays what it is.
+
+    Raises:
+        MoeqError: `usage.push-name`; `environment.hub-token` without a token or with one that cannot write;
+            `environment.hub` where the Hub cannot be reached; `usage.push-target` where the repository holds weights
+            that moeq did not write.
+    """
+    check_name(repo)
+    api = _api()
+    with _explained(repo):
+        _check_token(api, repo)
+        api.create_repo(repo, private=private, exist_ok=True)
+        api.auth_check(repo, write=True)
+        files = frozenset(file.rfilename for file in api.model_info(repo).siblings or [])
+    foreign = sorted(name for name in files if name.endswith((".safetensors", ".bin", ".gguf")))
+    if foreign and MANIFEST_NAME not in files:
+        raise MoeqError(
+            "usage.push-target",
+            f"{repo} holds weights that moeq did not write: {', '.join(foreign[:3])}",
+            "push to a repository of its own, such as " + repo + "-moeq",
+        )
+    return PushTarget(repo, files)
+
+
+def push(
+    folder: Path,
+    target: PushTarget,
+    replaced: Mapping[str, bytes],
+    *,
+    message: str,
+    progress: PushProgress | None = None,
+) -> Pushed:
+    """Upload a conversion.
+
+    Args:
+        folder: output of `moeq convert`; it is not changed.
+        target: of `open_target`.
+        replaced: files whose content in the repository is not the folder's, or that the folder lacks.
+        message: first line of the commit.
+        progress: called before and after every weight file.
+
+    Raises:
+        MoeqError: `environment.hub-upload`, `environment.hub-token`. Nothing is visible in the repository then, and
+            the same call goes on where it was.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+    tell, api = progress or (lambda done, total, label: None), _api()
+    contents: dict[str, Path | bytes] = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
+    contents |= replaced
+    sizes = {name: len(one) if isinstance(one, bytes) else one.stat().st_size for name, one in contents.items()}
+    total, done = sum(sizes.values()), 0
+    additions = {name: CommitOperationAdd(name, one) for name, one in contents.items()}
+    removed = tuple(sorted(name for name in target.files - contents.keys() if name.endswith(_WEIGHTS)))
+    with _explained(target.repo, folder), without_bars():
+        for name, addition in additions.items():
+            tell(done, total, name)
+            if name.endswith(_WEIGHTS):
+                api.preupload_lfs_files(target.repo, [addition])
+            done += sizes[name]
+        operations = [*additions.values(), *map(CommitOperationDelete, removed)]
+        tell(done, total, "commit")
+        commit = api.create_commit(target.repo, operations, commit_message=message)
+    return Pushed(target.repo, f"{api.endpoint}/{target.repo}", str(commit.oid), len(contents), total, removed)
+
+
+def base_model_of(manifest: Manifest) -> str | None:
+    """The source's repository, where it was read from the Hub."""
+    return manifest.source.name if manifest.source.revision else None
+
+
+def published_manifest(manifest: Manifest, base_model: str | None) -> bytes:
+    """`moeq.json` without folders of the machine that converted: a local source is named by its last part."""
+    name = base_model or Path(manifest.source.name).name
+    source = replace(manifest.source, name=name)
+    document = replace(manifest, source=source, model={**manifest.model, "name": name}).to_json()
+    return (json.dumps(document, indent=2) + "\n").encode()
+
+
+def _api() -> HfApi:
+    from huggingface_hub import HfApi
+
+    return HfApi(library_name="moeq", library_version=moeq.__version__)
+
+
+def _check_token(api: HfApi, repo: str) -> None:
+    """Who we are, and whether the token says that it only reads."""
+    from huggingface_hub import get_token
+
+    hint = "`hf auth login`, or set HF_TOKEN to a token with write access (https://huggingface.co/settings/tokens)"
+    if not get_token():
+        raise MoeqError("environment.hub-token", f"pushing to {repo} needs a token of the Hub, and there is none", hint)
+    who: dict[str, Any] = api.whoami()
+    role = who.get("auth", {}).get("accessToken", {}).get("role")
+    if role == "read":
+        name = who.get("name", "your account")
+        raise MoeqError("environment.hub-token", f"the token of {name} can only read; {repo} cannot be pushed to", hint)
+
+
+@contextmanager
+def _explained(repo: str, folder: Path | None = None) -> Iterator[None]:
+    """Errors of the client as ours. `folder`: a conversion is finished, and how to go on with it."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    again = f"; {folder} is finished and kept: repeat with `moeq push {folder} {repo}`" if folder else ""
+    try:
+        yield
+    except MoeqError:
+        raise
+    except (HfHubHTTPError, *transport_errors(), ValueError, RuntimeError) as error:
+        # RuntimeError and ValueError: what the client makes of failed uploads; the cause is what happened.
+        cause = error.__cause__ or error
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        if status in (401, 403):
+            raise MoeqError(
+                "environment.hub-token",
+                f"the Hub does not let this token write to {repo} (HTTP {status})",
+                "check org and name, and that the token has write access: https://huggingface.co/settings/tokens"
+                + again,
+            ) from None
+        reason = f"HTTP {status}" if status else (str(cause).splitlines() or [type(cause).__name__])[0][:200]
+        code = "environment.hub-upload" if folder else "environment.hub"
+        raise MoeqError(code, f"{repo}: the Hub could not be written to: {reason}", "try again" + again) from None

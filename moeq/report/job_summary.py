@@ -1,0 +1,65 @@
+"""The page that GitHub shows for a finished job: what was converted, and how it is known to be right."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+from moeq.report.conversion_facts import conversion_facts
+from moeq.report.text import human_bytes, human_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from moeq.checkpoint.manifest import Manifest
+    from moeq.errors import MoeqError
+    from moeq.pipeline.plan import Plan
+
+
+def render(destination: str, plan: Plan, manifest: Manifest, seconds: float) -> str:
+    """Markdown about a finished conversion. Names only: no folders of the machine that ran it."""
+    facts = conversion_facts(manifest)
+    # A path is of no use to readers of the page; its last part is.
+    source = manifest.source.name if manifest.source.revision else PurePath(manifest.source.name).name
+    rate = human_bytes(int(plan.bytes_out / max(seconds, 1e-3)))
+    rows = [
+        ("source", f"{source}, revision {manifest.source.revision}" if manifest.source.revision else source),
+        ("scheme", facts.scheme),
+        ("layout", f"{', '.join(facts.layouts)} for {manifest.backend}"),
+        ("deployment", facts.deployment),
+        ("layers", f"{facts.layers} ({facts.experts} experts each); copied unchanged: {facts.copied}"),
+        (
+            "bytes",
+            f"experts {human_bytes(plan.expert_bytes_in)} → {human_bytes(plan.expert_bytes_out)}, "
+            f"the rest {human_bytes(plan.rest_bytes)}",
+        ),
+        ("time", f"{human_seconds(seconds)}, {rate}/s written"),
+        ("proof", proof(facts.packed, facts.losses)),
+        ("digests", f"{facts.digests} recorded, all of them: `{facts.digest[:16]}`"),
+        ("plan", f"`{plan.digest[:16]}`"),
+    ]
+    return "\n".join([f"### moeq convert: {_cell(PurePath(destination).name)}", "", *table(rows), "", ""])
+
+
+def proof(packed: int, losses: int) -> str:
+    """One sentence on what was compared."""
+    if losses:
+        return f"{packed} packed matrices unpacked and compared; {losses} stored numbers changed, as was allowed"
+    return f"{packed} of {packed} packed matrices unpacked from the file and equal to the source"
+
+
+def render_failure(command: str, error: MoeqError) -> str:
+    """Markdown about a failure."""
+    rows = [("code", f"`{error.code}`, exit code {int(error.exit_code)}"), ("what", error.message)]
+    rows += [("what helps", error.hint)] if error.hint else []
+    return "\n".join([f"### {command} failed", "", *table(rows), "", ""])
+
+
+def table(rows: Iterable[tuple[str, str]]) -> list[str]:
+    """Lines of a Markdown table of two columns."""
+    return ["| | |", "| --- | --- |", *(f"| {_cell(name)} | {_cell(text)} |" for name, text in rows)]
+
+
+def _cell(text: str) -> str:
+    """Text that stays in its cell and draws nothing."""
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("\r", " ").replace("\n", " ")

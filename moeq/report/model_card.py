@@ -1,0 +1,169 @@
+"""The README of a pushed conversion: front matter that the Hub reads, and what a person has to know before using it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from moeq.report.conversion_facts import conversion_facts
+from moeq.report.job_summary import proof, table
+from moeq.report.text import human_bytes
+
+if TYPE_CHECKING:
+    from moeq.checkpoint.manifest import Manifest
+
+#: Fields of the source's card that stay true of its conversion.
+KEPT_FIELDS = ("license", "license_name", "license_link", "language", "pipeline_tag")
+
+#: Longest front matter that is read; real ones have a few kilobytes.
+_FRONT_MATTER_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class CardOptions:
+    """What the manifest does not say.
+
+    Attributes:
+        repo: repository the conversion is pushed to.
+        base_model: repository of the source, or None where it has none.
+        size: bytes of all files.
+        source_card: name that the source's own card has in the repository, or None where it had none.
+        source_fields: front matter of the source's card.
+    """
+
+    repo: str
+    base_model: str | None
+    size: int
+    source_card: str | None
+    source_fields: Mapping[str, Any]
+
+
+def read_front_matter(card: bytes) -> dict[str, Any]:
+    """The YAML block at the top of a card; empty where there is none, or none that can be read."""
+    import yaml  # type: ignore[import-untyped]  # a dependency of huggingface_hub
+
+    lines = card[:_FRONT_MATTER_BYTES].decode("utf-8", "replace").removeprefix("\ufeff").splitlines()
+    if not lines or lines[0].rstrip() != "---":
+        return {}
+    end = next((number for number, line in enumerate(lines[1:], 1) if line.rstrip() == "---"), None)
+    try:
+        found = yaml.safe_load("\n".join(lines[1:end])) if end else None
+    except (yaml.YAMLError, RecursionError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def render(manifest: Manifest, options: CardOptions) -> str:
+    """The whole README."""
+    import yaml
+
+    front = yaml.safe_dump(_front_matter(manifest, options), sort_keys=False, allow_unicode=True, width=1000)
+    return f"---\n{front}---\n\n{_text(manifest, options)}"
+
+
+def _front_matter(manifest: Manifest, options: CardOptions) -> dict[str, Any]:
+    kept = {name: options.source_fields[name] for name in KEPT_FIELDS if _plain(options.source_fields.get(name))}
+    based = {"base_model": options.base_model} if options.base_model else {}
+    method = manifest.model.get("quant_method")
+    tags = ["moeq", "mixture-of-experts", *([str(method)] if method else []), *conversion_facts(manifest).layouts]
+    return {**kept, **based, "base_model_relation": "quantized", "library_name": "moeq", "tags": tags}
+
+
+def _plain(value: Any) -> bool:
+    """A string, or a list of them: anything else is no value of these fields."""
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value))
+
+
+def _text(manifest: Manifest, options: CardOptions) -> str:
+    facts = conversion_facts(manifest)
+    named = (
+        f"[{options.base_model}](https://huggingface.co/{options.base_model})" if options.base_model else "its source"
+    )
+    revision = f" at revision `{manifest.source.revision}`" if manifest.source.revision else ""
+    rows = [
+        ("source", f"{options.base_model or 'not on the Hub'}{revision}"),
+        ("quantisation", f"{facts.scheme}, unchanged"),
+        ("layout", f"`{'`, `'.join(facts.layouts)}` for {manifest.backend}"),
+        ("converted for", facts.deployment),
+        ("layers", f"{facts.layers}, {facts.experts} experts each; copied unchanged: {facts.copied}"),
+        ("size", human_bytes(options.size)),
+        ("written by", f"moeq {manifest.moeq_version}"),
+    ]
+    proofs = [
+        ("packed matrices", proof(facts.packed, facts.losses)),
+        ("digests", f"{facts.digests} in `moeq.json`, one per expert and projection ({manifest.digest})"),
+        ("all digests", f"`{facts.digest}`"),
+        ("source identity", f"`{manifest.source.identity}`"),
+    ]
+    return "\n".join(
+        [
+            f"# {options.repo.rpartition('/')[2]}",
+            "",
+            f"The expert weights of {named}{revision}, repacked once, offline, into the kernel layout",
+            f"`{facts.layouts[0]}`, so that a serving engine reads them as they lie. {_promise(facts.losses)}",
+            "Everything that is not an expert is unchanged.",
+            "",
+            *table(rows),
+            "",
+            "## Load it",
+            "",
+            *_how_to_load(options.repo),
+            "",
+            "## How it is known to be right",
+            "",
+            *table(proofs),
+            "",
+            *_how_to_check(options),
+            "",
+            *_about_source(options),
+        ]
+    )
+
+
+def _promise(losses: int) -> str:
+    if losses:
+        return f"{losses} stored numbers were changed by the layout, as was allowed; all others are the source's."
+    return "No number was changed: every packed matrix was unpacked again and compared with the source."
+
+
+def _how_to_load(repo: str) -> list[str]:
+    return [
+        "```console",
+        "pip install moeq",
+        f"hf download {repo} --local-dir model",
+        f"moeq inspect {repo}",
+        "```",
+        "",
+        "```python",
+        "import moeq",
+        "",
+        'experts = moeq.load_experts("model", 0, device="cuda")  # one MoE layer, for moeq_kernels.fused_moe',
+        "```",
+        "",
+        "vLLM finds moeq's plug-in by itself (`vllm serve model`); for transformers, first",
+        "`import moeq.integrations.transformers`. What each loader takes is in moeq's `docs/loaders.md`.",
+        "A loader refuses another GPU, engine version or number of ranks than this was converted for.",
+    ]
+
+
+def _how_to_check(options: CardOptions) -> list[str]:
+    compared = f" --source {options.base_model}" if options.base_model else ""
+    return [
+        "```console",
+        f"moeq verify model{compared}        # recompute every digest from the packed tensors",
+        "moeq restore model back        # the source's files again, byte for byte",
+        "```",
+    ]
+
+
+def _about_source(options: CardOptions) -> list[str]:
+    if options.source_card is None:
+        return ["The source came without a model card.", ""]
+    return [
+        "## About the model",
+        "",
+        f"Training, evaluation, intended use and licence: the source's own card, kept as [{options.source_card}]"
+        f"({options.source_card}).",
+        "",
+    ]

@@ -1,0 +1,225 @@
+"""What a conversion tells: heartbeats in logs, JSON lines for machines, annotations and summaries for GitHub."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeq.cli import github, progress
+from moeq.cli.app import run
+from moeq.cli.conversion_report import ConversionReport
+from moeq.cli.events import EventLog
+from moeq.cli.out import Output
+from moeq.cli.progress import ProgressReport
+from moeq.errors import ExitCode
+from moeq.pipeline import events
+from moeq.report.text import human_seconds
+
+INT4 = "gptq-int4-g32-qwen3moe"
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def outside_of_actions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests may themselves run in a workflow."""
+    monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "HEARTBEAT_SECONDS", 0.02)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class TestHeartbeats:
+    def test_the_first_line_comes_at_once_and_says_how_far_it_is(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with ProgressReport(Output("moeq.x/1"), "work") as report:
+            report.update(0, 100 * MIB, "layer 0")
+            report.update(50 * MIB, 100 * MIB, "layer 1")
+            assert capsys.readouterr().err == "work: 0 %, 0 B of 100.0 MiB, layer 0\n", (
+                "one line until 30 s have passed"
+            )
+
+    def test_lines_come_from_a_step_that_says_nothing(self, capsys: pytest.CaptureFixture[str], fast: None) -> None:
+        with ProgressReport(Output("moeq.x/1"), "work") as report:
+            report.update(25 * MIB, 100 * MIB, "layer 1")
+            time.sleep(0.2)
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) > 3
+        assert "25 %, 25.0 MiB of 100.0 MiB, " in lines[-1]
+        assert "MiB/s, " in lines[-1]
+        assert " s left, layer 1" in lines[-1]
+
+    def test_before_anything_is_known(self, capsys: pytest.CaptureFixture[str], fast: None) -> None:
+        with ProgressReport(Output("moeq.x/1"), "work"):
+            time.sleep(0.1)
+        assert capsys.readouterr().err.startswith("work: preparing, 0.0 s\n")
+
+    def test_the_rate_leaves_out_what_an_earlier_run_did(self) -> None:
+        report = ProgressReport(Output("moeq.x/1"), "work")
+        report.start(before=90)
+        report.update(90, 100, "")
+        beat = report._measure()
+        assert (beat.percent, beat.rate, beat.seconds_left) == (90, 0, None)
+
+    def test_quiet(self, capsys: pytest.CaptureFixture[str], fast: None) -> None:
+        with ProgressReport(Output("moeq.x/1"), "work", quiet=True) as report:
+            report.update(1, 2, "x")
+            time.sleep(0.1)
+        assert capsys.readouterr().err == ""
+
+    def test_steps(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with ProgressReport(Output("moeq.x/1"), "verify", unit="step") as report:
+            report.update(1, 4, "layer 0 expert 0")
+        assert capsys.readouterr().err == "verify: 25 %, 1 of 4, 0.0 s left, layer 0 expert 0\n"
+
+    def test_spans(self) -> None:
+        spans = (0.04, 9.94, 9.96, 59.4, 59.6, 3599, 3600, 7500)
+        shown = ["0.0 s", "9.9 s", "10 s", "59 s", "1 min 00 s", "59 min 59 s", "1 h 00 min", "2 h 05 min"]
+        assert [human_seconds(seconds) for seconds in spans] == shown
+
+
+class TestEvents:
+    def test_a_conversion_as_lines(self, checkpoints: Path, tmp_path: Path) -> None:
+        log = tmp_path / "events.jsonl"
+        code = run(
+            ["convert", str(checkpoints / INT4), str(tmp_path / "out"), "--gpu", "a100", "-q", "--events", str(log)]
+        )
+        assert code == ExitCode.OK
+        lines = read(log)
+        assert {line["schema"] for line in lines} == {"moeq.events/1"}
+        assert len({line["run"] for line in lines}) == 1
+        names = [line["event"] for line in lines]
+        assert (names[0], names[-2], names[-1]) == ("started", "finished", "ended")
+        assert lines[-1]["exit_code"] == 0
+        started, finished = lines[0], lines[-2]
+        units = [line for line in lines if line["event"] == "unit_finished"]
+        assert len(units) == started["units"]
+        assert {line["unit"] for line in lines if line["event"] == "unit_started"} == {unit["unit"] for unit in units}
+        assert sum(unit["bytes_out"] for unit in units) == started["bytes_out"] == finished["bytes_out"]
+        assert {unit["what"] for unit in units} == {"pack", "copy"}
+        assert all(unit["seconds"] > 0 and unit["resumed"] is False for unit in units)
+        assert len(started["job"]) == 64
+        assert all(one["elapsed"] <= other["elapsed"] for one, other in pairwise(lines))
+
+    def test_a_refusal(self, checkpoints: Path, tmp_path: Path) -> None:
+        log = tmp_path / "events.jsonl"
+        argv = ["convert", str(checkpoints / INT4), str(tmp_path / "no" / "out"), "--gpu", "a100", "--events", str(log)]
+        assert run(argv) == ExitCode.USAGE
+        failed, ended = read(log)
+        assert (failed["event"], failed["code"], failed["exit_code"]) == ("failed", "usage.no-parent", 2)
+        assert "mkdir" in failed["hint"]
+        assert (ended["event"], ended["exit_code"]) == ("ended", 2)
+
+    def test_a_file_that_cannot_be_written(self, checkpoints: Path, tmp_path: Path) -> None:
+        argv = ["convert", str(checkpoints / INT4), str(tmp_path / "out"), "--gpu", "a100"]
+        assert run([*argv, "--events", str(tmp_path / "no" / "events")]) == ExitCode.ENVIRONMENT
+        assert list(tmp_path.iterdir()) == []
+
+    def test_heartbeats_are_events_and_runs_are_appended(self, tmp_path: Path, fast: None) -> None:
+        log = tmp_path / "events.jsonl"
+        for code in (0, 130):
+            try:
+                with ConversionReport(Output("moeq.convert/1"), "convert", quiet=True, log=log) as report:
+                    report(events.Started("ab" * 32, 3, 90, 100, 1, 40))
+                    report(events.Advanced(70, 100, "layer 3"))
+                    time.sleep(0.1)
+                    report(events.Warned("slow", "the disk is slow"))
+                    if code:
+                        raise KeyboardInterrupt
+            except KeyboardInterrupt:
+                assert code == 130
+        lines = read(log)
+        assert len({line["run"] for line in lines}) == 2
+        beat = [line for line in lines if line["event"] == "heartbeat"][-1]
+        assert (beat["percent"], beat["label"]) == (70.0, "layer 3")
+        assert beat["bytes_per_second"] > 0
+        assert [line["message"] for line in lines if line["event"] == "warned"] == ["the disk is slow"] * 2
+        assert [line["exit_code"] for line in lines if line["event"] == "ended"] == [0, 130]
+        assert [line["code"] for line in lines if line["event"] == "failed"] == ["interrupted.signal"]
+
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+    def test_a_full_disk_stops_the_events_and_not_the_work(self) -> None:
+        told: list[str] = []
+        log = EventLog(Path("/dev/full"), told.append)
+        log.write("started")
+        log.write("finished")
+        log.close()
+        assert told == ["no more events are written: No space left on device"]
+
+
+class TestGitHub:
+    @pytest.fixture
+    def summary(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+        """The environment of a step."""
+        path = tmp_path / "summary.md"
+        path.write_text("# before\n")
+        monkeypatch.setenv("GITHUB_ACTIONS", "true")
+        monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(path))
+        return path
+
+    def test_a_conversion(
+        self, summary: Path, checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert run(["convert", str(checkpoints / INT4), str(tmp_path / "out"), "--gpu", "a100"]) == ExitCode.OK
+        captured = capsys.readouterr()
+        assert "::" not in captured.out
+        lines = captured.err.splitlines()
+        assert lines[0] == "::group::moeq convert"
+        assert lines[1].startswith("convert: ")
+        assert "::endgroup::" in lines
+        text = summary.read_text()
+        assert text.startswith("# before\n### moeq convert: out\n")
+        assert f"| source | {INT4} |" in text, "no folders of the runner"
+        assert "| layout | marlin-wna16/1 for MARLIN |" in text
+        assert "| proof | 16 of 16 packed matrices unpacked from the file and equal to the source |" in text
+        assert str(tmp_path) not in text
+
+    def test_a_failure(
+        self, summary: Path, checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        odd = tmp_path / "100%,\n::error::x"
+        odd.mkdir()
+        shutil.copy(checkpoints / INT4 / "config.json", odd)
+        assert run(["convert", str(odd), str(tmp_path / "out"), "--gpu", "a100"]) == ExitCode.SOURCE
+        lines = capsys.readouterr().err.splitlines()
+        commands = [line for line in lines if line.lstrip().startswith("::") and "group" not in line]
+        assert len(commands) == 1, commands
+        assert commands[0].startswith("::error title=moeq convert source.")
+        assert "100%25,%0A" in commands[0] or "100%25," in commands[0]
+        assert "### moeq convert failed" in summary.read_text()
+
+    def test_warnings(self, summary: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        Output("moeq.convert/1").warning("50 % of\r\nit")
+        lines = capsys.readouterr().err.splitlines()
+        assert lines[-1] == "::warning title=moeq convert::50 %25 of%0D%0Ait"
+
+    def test_escaping(self) -> None:
+        assert github.annotation("error", "a:b,c%", "x: y, 5%\r\n") == "::error title=a%3Ab%2Cc%25::x: y, 5%25%0D%0A"
+
+    def test_a_summary_that_cannot_be_written_is_no_failure(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path))
+        assert github.append_summary("text") is False
+        full = tmp_path / "full"
+        full.write_bytes(b"x" * (github.SUMMARY_LIMIT - 3))
+        monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(full))
+        assert github.append_summary("text") is False
+        assert github.append_summary("tex") is True
+
+    def test_nothing_of_it_elsewhere(
+        self, checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert run(["convert", str(checkpoints / INT4), str(tmp_path / "out"), "--gpu", "a100"]) == ExitCode.OK
+        assert "::" not in capsys.readouterr().err
