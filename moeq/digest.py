@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from moeq.errors import MoeqError
-from moeq.matrix import QuantizedMatrix, Role, split_projections
+from moeq.matrix import MatrixSpec, QuantizedMatrix, Role, split_projections
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,17 +78,7 @@ def logical_digest(matrix: QuantizedMatrix) -> str:
     """
     import torch
 
-    spec = matrix.spec
-    header = {
-        "n": spec.n,
-        "k": spec.k,
-        "element": spec.element,
-        "group_size": spec.group_size,
-        "scale_dtype": spec.scale_dtype,
-        "symmetric": spec.symmetric,
-        "act_order": spec.act_order,
-    }
-    digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+    spec, digest = matrix.spec, new_digest(matrix.spec)
     codes = matrix.codes
     if spec.bits == 4 and spec.k % 2 == 0:
         codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
@@ -105,13 +95,31 @@ def logical_digest(matrix: QuantizedMatrix) -> str:
     return digest.hexdigest()
 
 
+def new_digest(spec: MatrixSpec) -> hashlib._Hash:
+    """The digest of a matrix before its first tensor (see `logical_digest`)."""
+    header = {
+        "n": spec.n,
+        "k": spec.k,
+        "element": spec.element,
+        "group_size": spec.group_size,
+        "scale_dtype": spec.scale_dtype,
+        "symmetric": spec.symmetric,
+        "act_order": spec.act_order,
+    }
+    return hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+
+
+def add_field(digest: hashlib._Hash, name: str, data: memoryview) -> None:
+    """Add a tensor's bytes."""
+    digest.update(name.encode())
+    digest.update(data.nbytes.to_bytes(8, "little"))
+    digest.update(data)
+
+
 def _update(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
     import torch
 
-    data = tensor.contiguous().view(-1).view(torch.uint8)
-    digest.update(name.encode())
-    digest.update(data.numel().to_bytes(8, "little"))
-    digest.update(data.numpy().data)
+    add_field(digest, name, tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def check_digests(

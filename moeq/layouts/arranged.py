@@ -185,7 +185,7 @@ class ArrangedLayout(Layout):
             return tensor.to(torch_dtype("U8"))
         if part.field == "bias":
             tensor = tensor.unsqueeze(1)
-        return tensor if part.field == "codes" or _as_stored(part, matrix.spec) else tensor.to(torch_dtype(part.dtype))
+        return tensor if part.field == "codes" or as_stored(part, matrix.spec) else tensor.to(torch_dtype(part.dtype))
 
     def decode(self, name: str, elements: Tensor, spec: MatrixSpec) -> Tensor:
         """The inverse of `encode`, from the words of `unpack_words`."""
@@ -194,12 +194,12 @@ class ArrangedLayout(Layout):
             return elements.view(torch_dtype("U8"))
         if part.field == "zeros":
             return elements.view(torch_dtype("U8")).to(torch_dtype("I16"))
-        logical = torch_dtype(_logical_dtype(part, spec))
-        return elements.view(logical) if _as_stored(part, spec) else elements.view(torch_dtype(part.dtype)).to(logical)
+        logical = torch_dtype(logical_dtype(part, spec))
+        return elements.view(logical) if as_stored(part, spec) else elements.view(torch_dtype(part.dtype)).to(logical)
 
     def recodes(self, part: Part, spec: MatrixSpec) -> bool:
         """Whether a part holds other values than the logical tensor (and so might lose some)."""
-        return part.field in ("scales", "bias") and not _as_stored(part, spec)
+        return part.field in ("scales", "bias") and not as_stored(part, spec)
 
     def losses(self, matrix: QuantizedMatrix) -> int:
         lost = 0
@@ -353,14 +353,15 @@ def changed(before: Tensor, after: Tensor) -> int:
     return int((before.contiguous().view(width) != after.contiguous().view(width)).sum())
 
 
-def _logical_dtype(part: Part, spec: MatrixSpec) -> str:
+def logical_dtype(part: Part, spec: MatrixSpec) -> str:
+    """safetensors dtype of the scales or the bias that a part holds."""
     return STORED_DTYPE[(spec.bias_dtype or "") if part.field == "bias" else spec.scale_dtype]
 
 
-def _as_stored(part: Part, spec: MatrixSpec) -> bool:
+def as_stored(part: Part, spec: MatrixSpec) -> bool:
     """Whether a part holds the bytes of the logical tensor, possibly several to a word."""
     several = part.arrangement.fields_per_word > 1
-    return part.field in ("codes", "zeros") or several or _logical_dtype(part, spec) == part.dtype
+    return part.field in ("codes", "zeros") or several or logical_dtype(part, spec) == part.dtype
 
 
 def _type_problems(layout: ArrangedLayout, spec: MatrixSpec) -> list[Problem]:

@@ -145,8 +145,7 @@ class Layout(ABC):
     def pack_into(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
         """`pack` into buffers of the caller, shaped as `tensors` says, so that their memory can be reused.
 
-        A part for which `out` has no buffer is skipped: its bytes were made in another way, such as
-        `moeq.layouts.fast.gptq_marlin.pack_gptq4`, which needs no codes at all.
+        A part for which `out` has no buffer is skipped.
         """
         for part, packed in self.pack(matrix).items():
             if part in out:

@@ -42,7 +42,7 @@ class BitPermutation:
         if use_compiled(words.numel()) if compiled is None else compiled:
             from moeq.layouts.fast.bits import apply
 
-            apply(self.steps, words)
+            apply(self.steps, words.numpy())
             return words
         for start in range(0, words.numel(), _CHUNK):
             chunk = words[start : start + _CHUNK]

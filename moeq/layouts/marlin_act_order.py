@@ -73,7 +73,7 @@ class MarlinActOrder(ArrangedLayout):
         from moeq.layouts.fast.nibbles import pack_marlin4
 
         super().pack_into(matrix, {name: tensor for name, tensor in out.items() if name != "weight"})
-        pack_marlin4(matrix.codes.contiguous(), out["weight"].view(-1), _order(matrix))
+        pack_marlin4(matrix.codes.contiguous().numpy(), out["weight"].view(-1).numpy(), _order(matrix).numpy())
 
     def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
         found = super().encode(name, matrix)

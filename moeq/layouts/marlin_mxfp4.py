@@ -36,7 +36,7 @@ _SINGLE = Arrangement("n a2 u2 b4 c2, g -> g n b a c u")
 
 # The same maps on row 2 i + h of the interleaved matrix: its lowest row digit is h, so each map's lowest row digit
 # (r or c) gives its last bit to h.
-_WEIGHT_PAIRS = Arrangement("h2 n c4 o2 r4, k e2 p4 q2 -> k n r h p c | q o e")
+WEIGHT_PAIRS = Arrangement("h2 n c4 o2 r4, k e2 p4 q2 -> k n r h p c | q o e")
 _WEIGHT_A8_PAIRS = Arrangement("h2 n m4 r4, k e2 p4 q4 -> k n r h p m | q e")
 _GROUPED_PAIRS = Arrangement("h2 n o2 s2 t2 r4, g -> g n r h o t s")
 _SINGLE_PAIRS = Arrangement("h2 n a2 u2 b4, g -> g n b a h u")
@@ -57,7 +57,7 @@ class MarlinMXFP4(MXFP4Layout):
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         pairs = self.w13_order == "interleaved" and is_gated_w13(spec)
-        weight = _WEIGHT_PAIRS if pairs else WEIGHT[4]
+        weight = WEIGHT_PAIRS if pairs else WEIGHT[4]
         single, grouped = (_SINGLE_PAIRS, _GROUPED_PAIRS) if pairs else (_SINGLE, _GROUPED)
         scale = single if spec.num_groups == 1 else grouped
         bias = bias_as(spec, _SINGLE_A8_PAIRS if pairs else SINGLE, self.params)

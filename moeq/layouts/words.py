@@ -63,7 +63,7 @@ def pack_words(
     if _compiled(compiled, elements.numel()):
         from moeq.layouts.fast.scatter import pack
 
-        pack(arrangement, elements.contiguous(), bits, out)
+        pack(arrangement, elements.contiguous().numpy(), bits, out.numpy())
         return out
     spread = arrangement.spread(elements)
     words = out.view(spread.shape[: len(arrangement.words)])
@@ -103,7 +103,7 @@ def unpack_words(
         from moeq.layouts.fast.scatter import unpack
 
         out = torch.empty(shape, dtype=torch.uint8 if fields > 1 else dtype)
-        unpack(arrangement, words, bits, out)
+        unpack(arrangement, words.numpy(), bits, out.numpy())
         return out
     view = words.view(arrangement.word_shape(*shape))
     if fields == 1:

@@ -1,4 +1,4 @@
-"""The direct road from GPTQ words to Marlin words, against the plain one; both roads of bit permutations."""
+"""Compiled loops against the plain ones: Marlin from packed codes, comparisons, bit permutations."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,79 +14,87 @@ from hypothesis import strategies as st
 from layouts.matrices import random_matrix
 from torch import Tensor
 
-from moeq.errors import MoeqError
 from moeq.layouts.bits import MUL_FREE
 from moeq.layouts.marlin import WEIGHT
-from moeq.layouts.registry import get_layout
 from moeq.layouts.words import pack_words
 from moeq.matrix import MatrixSpec
 
 pytest.importorskip("numba")
 
-from moeq.layouts.fast.gptq_marlin import pack_gptq4, same_gptq4, unpack_gptq4
+from moeq.layouts.fast import compare, marlin
 
 ROOT = Path(__file__).parents[2]
 
 
-def gptq_words(codes: Tensor) -> Tensor:
-    """uint8 codes `[N, K]` -> int32 `[K / 8, N]`, k % 8 in the nibble."""
-    n, k = codes.shape
-    octets = codes.T.reshape(k // 8, 8, n).to(torch.int32)
-    words = torch.zeros(k // 8, n, dtype=torch.int32)
-    for field in range(8):
-        words |= octets[:, field] << (4 * field)
-    return words
+def rows_of(codes: Tensor, bits: int) -> np.ndarray:
+    """uint8 codes `[N, K]` -> uint32 `[N, K * bits / 32]`, the first code in the lowest bits."""
+    octets = codes[:, 0::2] | codes[:, 1::2] << 4 if bits == 4 else codes
+    return octets.contiguous().numpy().view(np.uint32)
 
 
-def w13(half: int, k: int) -> MatrixSpec:
-    return MatrixSpec("w13", 2 * half, k, "int4", 16, "bf16")
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from([4, 8]), st.integers(1, 3), st.integers(1, 9), st.integers(0, 2**31))
+def test_marlin_from_rows_and_from_columns_is_marlin_from_codes(bits: int, tiles: int, k16: int, seed: int) -> None:
+    n, k = 64 * tiles, 16 * k16
+    codes = random_matrix(MatrixSpec("w2", n, k, f"int{bits}", 16, "bf16"), seed).codes
+    plain = pack_words(WEIGHT[bits], codes, bits, compiled=False).numpy().view(np.uint32).reshape(k // 16, -1)
+    rows = rows_of(codes, bits)
+    for words in (rows, np.asfortranarray(rows)):
+        out = np.full_like(plain, 0xA5)
+        marlin.pack(words, bits, out)
+        assert np.array_equal(out, plain)
+    back = np.zeros_like(rows)
+    marlin.unpack(plain, bits, back)
+    assert np.array_equal(back, rows)
 
 
-@settings(max_examples=15, deadline=None)
-@given(st.integers(1, 3), st.integers(1, 5), st.integers(0, 2**31))
-def test_direct_and_plain_roads_agree(tiles: int, k16: int, seed: int) -> None:
-    half, k = 64 * tiles, 16 * k16
-    matrix = random_matrix(w13(half, k), seed)
-    layout = get_layout("marlin-wna16/1")
-    plain = layout.pack(matrix)
-    out = {name: torch.zeros_like(tensor) for name, tensor in plain.items()}
-    gate, up = gptq_words(matrix.codes[:half]), gptq_words(matrix.codes[half:])
-    pack_gptq4(gate, out["weight"])
-    pack_gptq4(up, out["weight"], column=half)
-    layout.pack_into(matrix, {name: tensor for name, tensor in out.items() if name != "weight"})
-    assert all(torch.equal(out[name], plain[name]) for name in plain)
-    for column, words in ((0, gate), (half, up)):
-        assert same_gptq4(words, out["weight"], column)
-        back = torch.empty_like(words)
-        unpack_gptq4(out["weight"], back, column)
-        assert torch.equal(back, words)
-
-
-def test_compressed_tensors_words_take_the_same_road() -> None:
-    matrix = random_matrix(MatrixSpec("w2", 128, 96, "int4", 32, "bf16"))
-    stored = gptq_words(matrix.codes).T.contiguous()  # [N, K / 8], as compressed-tensors has them
-    out = torch.zeros(96 // 16, 2 * 128, dtype=torch.int32)
-    pack_gptq4(stored.T, out)
-    assert torch.equal(out, get_layout("marlin-wna16/1").pack(matrix)["weight"])
-    assert same_gptq4(stored.T, out)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_gate_and_up_are_packed_side_by_side(bits: int) -> None:
+    codes = random_matrix(MatrixSpec("w13", 256, 96, f"int{bits}", 32, "bf16")).codes
+    plain = pack_words(WEIGHT[bits], codes, bits, compiled=False).numpy().view(np.uint32).reshape(6, -1)
+    out, rows = np.zeros_like(plain), rows_of(codes, bits)
+    marlin.pack(rows[:128], bits, out)
+    marlin.pack(np.asfortranarray(rows[128:]), bits, out, row=128)
+    assert np.array_equal(out, plain)
+    up = np.zeros_like(rows[128:])
+    marlin.unpack(out, bits, up, row=128)
+    assert np.array_equal(up, rows[128:])
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(0, 5), st.integers(0, 127), st.integers(0, 31))
-def test_a_single_flipped_bit_is_seen(row: int, column: int, bit: int) -> None:
-    matrix = random_matrix(MatrixSpec("w2", 64, 96, "int4", 32, "bf16"))
-    packed = get_layout("marlin-wna16/1").pack(matrix)["weight"]
-    words = gptq_words(matrix.codes)
-    assert same_gptq4(words, packed)
-    packed[row, column] ^= -(1 << 31) if bit == 31 else 1 << bit
-    assert not same_gptq4(words, packed)
+@given(st.sampled_from([4, 8]), st.integers(0, 5), st.integers(0, 127), st.integers(0, 31))
+def test_a_single_flipped_bit_is_unpacked(bits: int, row: int, column: int, bit: int) -> None:
+    rows = rows_of(random_matrix(MatrixSpec("w2", 64, 96, f"int{bits}", 32, "bf16")).codes, bits)
+    packed, back = np.zeros((6, 32 * bits), np.uint32), np.zeros_like(rows)
+    marlin.pack(rows, bits, packed)
+    packed[row, column] ^= np.uint32(1 << bit)
+    marlin.unpack(packed, bits, back)
+    assert int(np.bitwise_count(back ^ rows).sum()) == 1
 
 
-@pytest.mark.parametrize(("words", "packed", "column"), [((3, 64), (1, 128), 0), ((2, 32), (1, 64), 0),
-                                                         ((2, 64), (1, 128), 64), ((2, 64), (2, 128), 0)])  # fmt: skip
-def test_what_does_not_fit_is_refused(words: tuple[int, int], packed: tuple[int, int], column: int) -> None:
-    with pytest.raises(MoeqError, match="must be a multiple of 16"):
-        pack_gptq4(torch.zeros(words, dtype=torch.int32), torch.zeros(packed, dtype=torch.int32), column)
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (33, 70)])
+def test_comparison_sees_every_element_whatever_the_strides(dtype: type, shape: tuple[int, int]) -> None:
+    rng = np.random.default_rng(3)
+    right = rng.integers(0, 255, shape).astype(dtype)
+    spaced = np.zeros((shape[0], 2, shape[1]), dtype)[:, 1]
+    for left in (np.array(right), np.array(right, order="F"), spaced):
+        left[:] = right
+        assert compare.same(left, right)
+        for place in {(0, 0), (shape[0] - 1, shape[1] - 1), (shape[0] // 2, shape[1] // 3)}:
+            right[place] ^= 1
+            assert not compare.same(left, right)
+            right[place] ^= 1
+    assert not compare.same(right[:, :0], right)
+    assert not compare.same(right.astype(np.uint64), right)
+
+
+@pytest.mark.parametrize(("dtype", "mask"), [(np.uint8, 0xFF), (np.uint16, 0x7C00), (np.uint32, 0x7F800000)])
+def test_words_with_all_bits_of_a_mask_are_seen(dtype: type, mask: int) -> None:
+    words = np.full((5, 7), mask ^ (mask & -mask), dtype)
+    assert not compare.any_all_ones(words, mask)
+    words[4, 6] = mask
+    assert compare.any_all_ones(words, mask)
 
 
 def test_bit_permutation_roads_agree_and_invert() -> None:

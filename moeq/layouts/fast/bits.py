@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from numba import njit
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 _BLOCK = 1024
 
 
-def apply(steps: tuple[tuple[int, int], ...], words: Tensor) -> None:
-    """Permute flat, contiguous int32 words in place."""
+def apply(steps: tuple[tuple[int, int], ...], words: np.ndarray[Any, Any]) -> None:
+    """Permute flat, contiguous 32-bit words in place."""
     shifts = np.array([shift for shift, _ in steps], np.int64)
     masks = np.array([mask for _, mask in steps], np.uint32)
-    _apply(words.numpy().view(np.uint32), shifts, masks, np.empty(_BLOCK, np.uint32))
+    _apply(words.view(np.uint32), shifts, masks, np.empty(_BLOCK, np.uint32))
 
 
 @njit(cache=True, nogil=True)

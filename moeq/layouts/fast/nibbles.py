@@ -8,45 +8,41 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from numba import njit, uint64
 
 from moeq.layouts.arrangement import Arrangement
-from moeq.layouts.fast import gptq_marlin
+from moeq.layouts.fast import marlin
 from moeq.layouts.fast.columns import take_columns
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-#: Rows of a block: one Marlin tile.
-_ROWS = 64
+Array = np.ndarray[Any, Any]
 
 
-def pack_marlin4(codes: Tensor, out: Tensor, order: Tensor | None = None) -> None:
+def pack_marlin4(codes: Array, out: Array, order: Array | None = None) -> None:
     """uint8 codes `[N, K]` -> flat Marlin words, by way of eight codes to a word; columns first put in `order`."""
     n, k = codes.shape
-    source, target = codes.numpy(), out.numpy().view(np.uint32).reshape(k // 16, 2 * n)
-    words = np.empty((_ROWS, k // 8), np.uint32)
-    sorted_codes = np.empty((_ROWS, k), np.uint8)
-    for row in range(0, n, _ROWS):
-        block = source[row : row + _ROWS]
+    target = out.view(np.uint32).reshape(k // 16, 2 * n)
+    words = np.empty((marlin.ROWS, k // 8), np.uint32)
+    sorted_codes = np.empty((marlin.ROWS, k), np.uint8)
+    for row in range(0, n, marlin.ROWS):
+        block = codes[row : row + marlin.ROWS]
         if order is not None:
-            take_columns(block, order.numpy(), sorted_codes)
+            take_columns(block, order, sorted_codes)
             block = sorted_codes
         _eight_to_word(block.view(np.uint64), words)
-        gptq_marlin._pack(words.T, target, 2 * row)
+        marlin.pack(words, 4, target, row)
 
 
-def unpack_marlin4(words: Tensor, out: Tensor) -> None:
+def unpack_marlin4(words: Array, out: Array) -> None:
     """The inverse of `pack_marlin4`, into codes `[N, K]`."""
     n, k = out.shape
-    source, target = words.numpy().view(np.uint32).reshape(k // 16, 2 * n), out.numpy().view(np.uint64)
-    scratch = np.empty((_ROWS, k // 8), np.uint32)
-    for row in range(0, n, _ROWS):
-        gptq_marlin._unpack(source, 2 * row, scratch.T)
-        _word_to_eight(scratch, target[row : row + _ROWS])
+    source, target = words.view(np.uint32).reshape(k // 16, 2 * n), out.view(np.uint64)
+    scratch = np.empty((marlin.ROWS, k // 8), np.uint32)
+    for row in range(0, n, marlin.ROWS):
+        marlin.unpack(source, 4, scratch, row)
+        _word_to_eight(scratch, target[row : row + marlin.ROWS])
 
 
 @lru_cache(maxsize=64)
@@ -75,18 +71,16 @@ def over_lanes(arrangement: Arrangement) -> tuple[Arrangement, int] | None:
     ), last.radix
 
 
-def pairs(codes: Tensor) -> Tensor:
+def pairs(codes: Array) -> Array:
     """uint8 codes `[N, K]` -> bytes `[N, K / 2]`, even column in the low nibble."""
-    import torch
-
-    out = torch.empty(codes.shape[0], codes.shape[1] // 2, dtype=torch.uint8)
-    _pairs(codes.view(-1).numpy(), out.view(-1).numpy())
+    out = np.empty((codes.shape[0], codes.shape[1] // 2), np.uint8)
+    _pairs(codes.reshape(-1), out.reshape(-1))
     return out
 
 
-def unpair(packed: Tensor, out: Tensor) -> None:
+def unpair(packed: Array, out: Array) -> None:
     """The inverse of `pairs`."""
-    _unpair(packed.view(-1).numpy(), out.view(-1).numpy())
+    _unpair(packed.reshape(-1), out.reshape(-1))
 
 
 @njit(cache=True, nogil=True)

@@ -5,21 +5,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import torch
 from numba import njit
 
 from moeq.layouts.arrangement import Arrangement, Digit
 from moeq.layouts.fast import nibbles
 from moeq.layouts.marlin import WEIGHT
 
-if TYPE_CHECKING:
-    from torch import Tensor
+Array = np.ndarray[Any, Any]
 
 #: Dtypes of several codes as one.
-_LANES = {2: torch.int16, 4: torch.int32}
+_LANES = {2: np.uint16, 4: np.uint32}
 
 #: Smallest table worth a loop of its own; smaller ones take in part of the free column digit.
 _TABLE = 64
@@ -44,8 +42,8 @@ class _Loops:
     run: int = 1
 
 
-def pack(arrangement: Arrangement, elements: Tensor, bits: int, out: Tensor) -> None:
-    """Fill `out` (flat words) from contiguous `elements`."""
+def pack(arrangement: Arrangement, elements: Array, bits: int, out: Array) -> None:
+    """Fill `out` (flat words) from contiguous `elements` `[rows, columns]`."""
     if bits == 4 and arrangement == WEIGHT[4]:
         return nibbles.pack_marlin4(elements, out)
     by_bytes = nibbles.over_bytes(arrangement) if bits == 4 else None
@@ -63,13 +61,13 @@ def pack(arrangement: Arrangement, elements: Tensor, bits: int, out: Tensor) -> 
         _PACK[len(loops.field)](source, target, loops.sizes, loops.element, loops.word, loops.field, bits)
 
 
-def unpack(arrangement: Arrangement, words: Tensor, bits: int, out: Tensor) -> None:
+def unpack(arrangement: Arrangement, words: Array, bits: int, out: Array) -> None:
     """Fill contiguous `out` `[rows, columns]` from flat words."""
     if bits == 4 and arrangement == WEIGHT[4]:
         return nibbles.unpack_marlin4(words, out)
     by_bytes = nibbles.over_bytes(arrangement) if bits == 4 else None
     if by_bytes is not None:
-        packed = out.new_empty((out.shape[0], out.shape[1] // 2))
+        packed = np.empty((out.shape[0], out.shape[1] // 2), np.uint8)
         unpack(by_bytes, words, 8, packed)
         return nibbles.unpair(packed, out)
     lanes = nibbles.over_lanes(arrangement) if bits == 4 else None
@@ -86,9 +84,8 @@ def unpack(arrangement: Arrangement, words: Tensor, bits: int, out: Tensor) -> N
         _UNPACK[len(loops.field)](source, target, loops.sizes, loops.element, loops.word, loops.field, bits, mask)
 
 
-def _unsigned(tensor: Tensor) -> np.ndarray[Any, Any]:
-    array = tensor.view(-1).numpy()
-    return array.view(f"u{array.itemsize}")
+def _unsigned(array: Array) -> Array:
+    return array.reshape(-1).view(f"u{array.itemsize}")
 
 
 @lru_cache(maxsize=256)

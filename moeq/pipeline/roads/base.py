@@ -1,0 +1,68 @@
+"""What a road is to those who take it. Importing this loads no compiled code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from moeq.checkpoint.manifest import Projection
+from moeq.checkpoint.names import Projection as StoredName
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+#: Stored bytes by projection and part: uint8, flat, each the part of one expert.
+Inputs = Mapping[tuple[StoredName, str], "Array"]
+
+#: Packed bytes by part, one mapping per shard: uint8, flat, each one expert's slot.
+Outputs = Sequence[Mapping[str, "Array"]]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What a proven matrix holds.
+
+    Attributes:
+        digests: projection and its logical digest, in the order of `moeq.matrix.split_projections`.
+    """
+
+    digests: tuple[tuple[Projection, str], ...]
+
+
+class Road(Protocol):
+    """The direct road of one layer's `w13` or `w2`. Immutable; any number of threads may use it.
+
+    All buffers start at multiples of 8 bytes and belong to the caller; none is kept, and inputs are never written to.
+    """
+
+    @property
+    def reads(self) -> tuple[tuple[StoredName, str], ...]:
+        """Stored projection and part of everything that has to be read."""
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Size of the scratch buffer."""
+
+    def pack(self, inputs: Inputs, outputs: Outputs, scratch: Array) -> bool:
+        """Fill the outputs.
+
+        Args:
+            inputs: the stored bytes of everything in `reads`.
+            outputs: where the packed bytes go.
+            scratch: uint8, `scratch_bytes` or more; what it holds does not matter, before and after.
+
+        Returns:
+            False where a value needs the general path, which then says what is wrong with it or copes with it; the
+            outputs hold nothing of use then. Where True, packing loses nothing, and every source tensor can be rebuilt
+            from the matrix.
+        """
+
+    def prove(self, inputs: Inputs, outputs: Outputs, scratch: Array) -> Proof | None:
+        """Unpack the outputs and compare them with the inputs. Takes nothing from an earlier `pack` but the outputs.
+
+        Returns:
+            The digests; None where the outputs do not hold what the inputs say, bit for bit.
+        """

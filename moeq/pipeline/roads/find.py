@@ -1,0 +1,138 @@
+"""Which layers have a direct road: what their format, their layout and their sizes allow. See `find_road`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from moeq.checkpoint.header import TensorEntry
+from moeq.checkpoint.manifest import Projection, StackedRole
+from moeq.checkpoint.names import FUSED
+from moeq.checkpoint.names import Projection as StoredName
+from moeq.layouts.arranged import ArrangedLayout
+from moeq.layouts.base import Layout
+from moeq.matrix import MatrixSpec, projection_spec
+from moeq.model.experts import WHOLE_PARTS, ExpertKind, Experts
+from moeq.pipeline.layers import ShardPlan
+from moeq.pipeline.roads.formats import stored_projection
+from moeq.pipeline.roads.parts import packed_parts
+from moeq.pipeline.roads.road import DirectRoad, Lane, ShardRoad
+from moeq.pipeline.roads.room import Room
+from moeq.schemes.format import PartSig
+
+#: Layouts that hold every logical tensor as it is, in another order: nothing is computed, nothing depends on the data.
+LAYOUTS = frozenset(
+    {
+        "aiter-a16w4/1",
+        "aiter-gfx1250/1",
+        "aiter-shuffle/1",
+        "cutlass-mxfp4/1",
+        "deepgemm-mxfp4/1",
+        "flashinfer-cutlass-mxfp4-mxfp8/1",
+        "int8-w8a8/1",
+        "marlin-mxfp4-interleaved/1",
+        "marlin-mxfp4/1",
+        "marlin-wna16/1",
+        "mxfp4-identity/1",
+        "triton-kernels-blackwell/1",
+        "triton-kernels-cdna4/1",
+        "triton-wna16/1",
+        "trtllm-mxfp4/1",
+        "trtllm-mxint4/1",
+        "xpu-wna16/1",
+    }
+)
+
+
+def bind(experts: Experts, role: StackedRole, layout: Layout, shards: Sequence[ShardPlan]) -> DirectRoad | None:
+    """`moeq.pipeline.roads.find_road`, once the compiled loops are known to be there."""
+    kinds = experts.kinds()
+    sigs = _signatures(experts)
+    if len(kinds) != 1 or sigs is None or not isinstance(layout, ArrangedLayout) or layout.id not in LAYOUTS:
+        return None
+    kind = kinds[0].kind
+    lanes = _lanes(kind, role, sigs)
+    if lanes is None:
+        return None
+    spec = kind.spec(role)
+    ranks = [_shard_road(layout, spec, plan) for plan in shards]
+    found = [rank for rank in ranks if rank is not None]
+    if len(found) < len(ranks) or len({plan.shard.experts for plan in shards}) != 1:
+        return None
+    parts = [part for rank in found for part in rank.parts.values()]
+    start = max(lane.room.stop for lane in lanes)
+    size = max([part.nbytes for part in parts] + [_digest_bytes(spec)])
+    elements = Room(start, size)
+    expected = Room(elements.stop, size)
+    return DirectRoad(spec, lanes, tuple(found), elements, expected, expected.stop)
+
+
+def _signatures(experts: Experts) -> dict[StoredName, dict[str, PartSig]] | None:
+    """Dtype and shape of every part of one expert, where all experts have the same; None where not."""
+    if experts.flat:
+        return None
+    found: dict[StoredName, dict[str, PartSig]] = {}
+    for (projection, part), entries in experts.layer.parts.items():
+        alike = {entry[1:3] for entry in entries.values()}
+        if len(alike) != 1 or (FUSED not in entries and len(entries) != experts.num_experts):
+            return None
+        found.setdefault(projection, {})[part] = _signature(next(iter(entries.values())), part, experts.layer.fused)
+    return found
+
+
+def _signature(entry: TensorEntry, part: str, fused: bool) -> PartSig:
+    row = fused and part not in WHOLE_PARTS
+    return PartSig(entry.dtype, entry.shape[1:] if row else entry.shape)
+
+
+def _lanes(
+    kind: ExpertKind, role: StackedRole, sigs: Mapping[StoredName, Mapping[str, PartSig]]
+) -> tuple[Lane, ...] | None:
+    """How each stored projection of a role is read, in the order of the packed rows."""
+    names: tuple[StoredName, ...] = ("down",) if role == "w2" else ("gate", "up", "gate_up")
+    lanes: list[Lane] = []
+    start = 0
+    for name in (name for name in names if name in kind.projections):
+        described = kind.projections[name]
+        stored = stored_projection(sigs[name], described.spec, described.scheme)
+        holds = _held(name, kind.spec(role))
+        if stored is None or (name == "gate_up" and kind.interleaved is None):
+            return None
+        lane = Lane(
+            name, stored, holds, bool(kind.interleaved) and name == "gate_up", Room(start, stored.scratch_bytes)
+        )
+        start = lane.room.stop
+        lanes.append(lane)
+    return tuple(lanes) or None
+
+
+def _held(name: StoredName, spec: MatrixSpec) -> tuple[tuple[Projection, MatrixSpec], ...]:
+    """The logical projections in a stored one, with the specs that their digests are made with."""
+    held: tuple[Projection, ...] = ("gate", "up") if name == "gate_up" else (name,)
+    return tuple((projection, projection_spec(spec, projection)) for projection in held)
+
+
+def _shard_road(layout: ArrangedLayout, spec: MatrixSpec, plan: ShardPlan) -> ShardRoad | None:
+    """The parts of one rank, or None where one of them needs the general path."""
+    padding, features = plan.padding, plan.shard.intermediate
+    shard, padded = (padding.original_w2, padding.w2) if spec.role == "w2" else (padding.original_w13, padding.w13)
+    per_word = 32 // spec.bits
+    whole_words = spec.role != "w2" or not (features.start % per_word or features.stop % per_word)
+    if padding.rule.midpoint or not whole_words:
+        return None
+    parts = packed_parts(layout, shard, padded)
+    return (
+        None
+        if parts is None
+        else ShardRoad(
+            parts={part.field: part for part in parts},
+            features=features,
+            everything=shard == spec,
+            first=plan.shard.rank == 0,
+        )
+    )
+
+
+def _digest_bytes(spec: MatrixSpec) -> int:
+    """The largest thing that is laid out for the digest."""
+    zeros = 0 if spec.symmetric else 2 * spec.n * spec.num_groups
+    return max(spec.n * spec.k * spec.bits // 8, zeros, 4 * spec.n * spec.num_groups)

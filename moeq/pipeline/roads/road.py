@@ -1,0 +1,175 @@
+"""From the stored bytes of one expert's `w13` or `w2` to its packed bytes, and the proof that these mean the same.
+
+`pack` fills output buffers. `prove` reads output buffers (what `pack` left there or, better, what was read back from
+the file), unpacks them by loops that are not those of `pack`, compares everything with the source and computes the
+digest of the logical values. Neither allocates in proportion to the data, and all work on data leaves the interpreter
+to other threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moeq.checkpoint.manifest import Projection
+from moeq.checkpoint.names import Projection as StoredName
+from moeq.digest import add_field, new_digest
+from moeq.matrix import MatrixSpec
+from moeq.model.shards import Range
+from moeq.pipeline.roads.base import Inputs, Outputs, Proof
+from moeq.pipeline.roads.formats import Fields, StoredProjection
+from moeq.pipeline.roads.parts import PackedPart, Views
+from moeq.pipeline.roads.room import Array, Room
+
+#: The order in which the digest takes the fields.
+_FIELDS = ("codes", "scales", "zeros", "bias")
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One stored projection on its way.
+
+    Attributes:
+        name: the projection, as stored.
+        stored: how it is read.
+        holds: the logical projections that it holds, with their specs.
+        interleaved: rows of gate and up alternate.
+        room: scratch of its own.
+    """
+
+    name: StoredName
+    stored: StoredProjection
+    holds: tuple[tuple[Projection, MatrixSpec], ...]
+    interleaved: bool
+    room: Room
+
+    def read(self, inputs: Inputs, scratch: Array) -> list[Fields] | None:
+        """The fields of each logical projection."""
+        parts = {part: inputs[self.name, part] for part in self.stored.sigs}
+        fields = self.stored.read(parts, scratch[self.room.start : self.room.stop])
+        if fields is None or len(self.holds) == 1:
+            return None if fields is None else [fields]
+        half = self.stored.spec.n // 2
+        rows = (slice(0, None, 2), slice(1, None, 2)) if self.interleaved else (slice(0, half), slice(half, None))
+        return [{name: matrix[cut] for name, matrix in fields.items()} for cut in rows]
+
+
+@dataclass(frozen=True)
+class ShardRoad:
+    """The packed parts of one rank.
+
+    Attributes:
+        parts: its parts, by the logical field that they hold.
+        features: its intermediate features.
+        everything: it holds all of them.
+        first: it is rank 0, which keeps the bias of w2.
+    """
+
+    parts: Mapping[str, PackedPart]
+    features: Range
+    everything: bool
+    first: bool
+
+    def views(self, field: str, spec: MatrixSpec, read: Sequence[Fields]) -> Views:
+        """The shard's part of a field."""
+        return [self._cut(field, spec, fields[field]) for fields in read]
+
+    def _cut(self, field: str, spec: MatrixSpec, matrix: Array) -> Array | None:
+        start, stop = self.features.start, self.features.stop
+        if self.everything:
+            return matrix
+        if spec.role != "w2":
+            return matrix[start:stop]
+        if field == "codes":
+            per_word = 32 // spec.bits
+            return matrix[:, start // per_word : stop // per_word]
+        if field == "bias":
+            return matrix if self.first else None
+        if spec.num_groups == 1:
+            return matrix
+        return matrix[:, start // spec.group_size : -(-stop // spec.group_size)]
+
+
+@dataclass(frozen=True)
+class DirectRoad:
+    """The direct road of one layer's `w13` or `w2`. Immutable; any number of threads may use it.
+
+    Attributes:
+        spec: the logical matrix.
+        lanes: the stored projections.
+        shards: the packed parts of every rank.
+        elements: room for the elements of a part.
+        expected: room for what they should be.
+        scratch_bytes: size of the scratch buffer.
+    """
+
+    spec: MatrixSpec
+    lanes: tuple[Lane, ...]
+    shards: tuple[ShardRoad, ...]
+    elements: Room
+    expected: Room
+    scratch_bytes: int
+
+    @property
+    def reads(self) -> tuple[tuple[StoredName, str], ...]:
+        """Projection and part of everything that has to be read."""
+        return tuple((lane.name, part) for lane in self.lanes for part in lane.stored.sigs)
+
+    def pack(self, inputs: Inputs, outputs: Outputs, scratch: Array) -> bool:
+        """See `Road.pack`."""
+        read = self._read(inputs, scratch)
+        if read is None:
+            return False
+        for shard, packed in zip(self.shards, outputs, strict=True):
+            for part in shard.parts.values():
+                part.pack(shard.views(part.field, self.spec, read), packed[part.name], self.elements, scratch)
+        return True
+
+    def prove(self, inputs: Inputs, outputs: Outputs, scratch: Array) -> Proof | None:
+        """See `Road.prove`."""
+        read = self._read(inputs, scratch)
+        if read is None:
+            return None
+        held = [projection for lane in self.lanes for projection in lane.holds]
+        digests = [new_digest(spec) for _, spec in held]
+        for field in (name for name in _FIELDS if name in read[0]):
+            elements = self._proven(field, read, outputs, scratch)
+            if elements is None:
+                return None
+            for digest, matrix in zip(digests, elements, strict=True):
+                add_field(digest, field, self._in_a_row(matrix, field, scratch).data)
+        return Proof(tuple((name, digest.hexdigest()) for (name, _), digest in zip(held, digests, strict=True)))
+
+    def _read(self, inputs: Inputs, scratch: Array) -> list[Fields] | None:
+        read: list[Fields] = []
+        for lane in self.lanes:
+            fields = lane.read(inputs, scratch)
+            if fields is None:
+                return None
+            read += fields
+        return read
+
+    def _proven(self, field: str, read: Sequence[Fields], outputs: Outputs, scratch: Array) -> Sequence[Array] | None:
+        """A field as it was unpacked, by projection (the source's own, which is equal, where that is not in one piece).
+
+        None where a shard does not hold it.
+        """
+        for shard, packed in zip(self.shards, outputs, strict=True):
+            part, views = shard.parts[field], shard.views(field, self.spec, read)
+            found = part.unpack(packed[part.name], self.elements, scratch)
+            if not part.holds(found, views, self.expected, scratch):
+                return None
+        if part.is_whole and len(self.shards) == 1:
+            return [found[start : start + part.filled[0]] for start in part.starts]
+        return [fields[field] for fields in read]
+
+    def _in_a_row(self, matrix: Array, name: str, scratch: Array) -> Array:
+        """The bytes that the digest takes: row after row, zero points 16 bits wide."""
+        dtype = "i2" if name == "zeros" else matrix.dtype.str
+        if dtype != matrix.dtype.str or not matrix.flags.c_contiguous:
+            rows = self.expected.array(scratch, matrix.shape, dtype)
+            np.copyto(rows, matrix)
+            matrix = rows
+        return matrix.reshape(-1).view(np.uint8)

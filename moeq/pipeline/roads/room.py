@@ -1,0 +1,33 @@
+"""Scratch memory of a road: one buffer per thread, in which every step has a room of its own."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+#: Rooms start at cache lines.
+_LINE = 64
+
+
+@dataclass(frozen=True)
+class Room:
+    """`nbytes` bytes of the scratch buffer from `start` on."""
+
+    start: int
+    nbytes: int
+
+    @property
+    def stop(self) -> int:
+        """Where the next room may start."""
+        return self.start + -(-self.nbytes // _LINE) * _LINE
+
+    def array(self, scratch: Array, shape: tuple[int, ...], dtype: str) -> Array:
+        """The first bytes of the room as a contiguous array."""
+        kind = np.dtype(dtype)
+        size = math.prod(shape) * kind.itemsize
+        return scratch[self.start : self.start + size].view(kind).reshape(shape)
