@@ -107,13 +107,9 @@ def _illustrations(dst: str) -> tuple[BackendMatrix | None, TilePicture | None]:
 
 def deployment_of(manifest: Manifest) -> Deployment:
     """The deployment that a manifest records."""
-    from moeq.deploy.deployment import Deployment, Gpu
+    from moeq.deploy.deployment import Deployment
 
-    stored = dict(manifest.deployment)
-    capability = stored["gpu"]["capability"]
-    gpu = Gpu(**{**stored["gpu"], "capability": tuple(capability) if capability else None})
-    pairs = {name: tuple(tuple(pair) for pair in stored.get(name, ())) for name in ("env", "packages")}
-    return Deployment(**{**stored, "gpu": gpu, **pairs})
+    return Deployment.from_json(manifest.deployment)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Platform = Literal["cuda", "rocm", "xpu", "cpu"]
 
@@ -62,3 +63,11 @@ class Deployment:
     env: tuple[tuple[str, str], ...] = ()
     packages: tuple[tuple[str, bool], ...] = ()
     quantization: str | None = None
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Deployment:
+        """From what `asdict`, and perhaps JSON, made of one. Raises TypeError or KeyError for anything else."""
+        capability = row["gpu"].get("capability")
+        gpu = Gpu(**{**row["gpu"], "capability": tuple(capability) if capability else None})
+        pairs = {name: tuple((str(key), value) for key, value in row.get(name, ())) for name in ("env", "packages")}
+        return cls(**{**row, "gpu": gpu, **pairs})

@@ -32,16 +32,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def open(path_or_repo: str | Path, revision: str | None = None) -> Checkpoint:
+def open(path_or_repo: str | Path, revision: str | None = None, *, name: str | None = None) -> Checkpoint:
     """Open a checkpoint: a local folder (source or converted) or a Hugging Face repository.
 
     Reads config and headers only and imports no torch.
+
+    Args:
+        path_or_repo: where it is.
+        revision: branch, tag or commit of a repository.
+        name: what messages and manifests call a folder; its path as given where None.
 
     Raises:
         MoeqError: `source.*`, exit code 4, for everything that can be wrong with it.
     """
     with _without_collection():
-        source = _source(path_or_repo, revision)
+        source = _source(path_or_repo, revision, name)
         if MANIFEST_NAME in source.side_files():
             from moeq.model.converted import ConvertedCheckpoint
 
@@ -61,7 +66,7 @@ def _without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _source(path_or_repo: str | Path, revision: str | None) -> Source:
+def _source(path_or_repo: str | Path, revision: str | None, name: str | None) -> Source:
     """A folder where there is one, else a repository where the text has the form of its name."""
     text = str(path_or_repo)
     # Unlike Path.exists, this is False instead of an error for texts that cannot be paths at all.
@@ -70,7 +75,7 @@ def _source(path_or_repo: str | Path, revision: str | None) -> Source:
     if revision is not None:
         detail = f"--revision {revision!a} names a revision of a Hub repository, and {text} is a path"
         raise MoeqError("usage.revision-of-path", detail, "leave out --revision")
-    return LocalSource(Path(text), text)
+    return LocalSource(Path(text), name or text)
 
 
 class Checkpoint:

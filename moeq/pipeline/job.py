@@ -6,8 +6,10 @@ it everywhere, and the digest of that plan names the job.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import moeq
 from moeq.checkpoint.source import LocalSource, Source
@@ -39,6 +41,15 @@ class JobRequest:
     skip_unfit: bool = False
     allow_lossy: bool = False
     revision: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> JobRequest:
+        """From `to_json`. Raises KeyError or TypeError for anything else."""
+        return cls(**{**row, "deployment": Deployment.from_json(row["deployment"])})
 
 
 @dataclass(frozen=True)
@@ -93,9 +104,34 @@ def open_job(request: JobRequest, checkpoint: Checkpoint | None = None, expect: 
 
 
 def job_stamp(job: Job) -> JobStamp:
-    """What the journals of a job begin with."""
-    source = job.checkpoint.source
-    return JobStamp(job.plan.digest, source.name, source.identity(), source_stamps(source))
+    """What the journals of a job begin with. A repository is named with its commit, whatever was asked for."""
+    source, request = job.checkpoint.source, job.request
+    return JobStamp(
+        job=job.plan.digest,
+        source=source.name,
+        identity=source.identity(),
+        files=source_stamps(source),
+        version=moeq.__version__,
+        request=replace(request, revision=source.revision).to_json(),
+        place=os.path.abspath(request.src) if os.path.exists(request.src) else None,
+    )
+
+
+def reopen_job(stamp: JobStamp) -> Job:
+    """The job that a journal tells of, from any working directory.
+
+    Raises:
+        MoeqError: `usage.unreadable-journal`, and what `open_job` raises.
+    """
+    try:
+        request = JobRequest.from_json(stamp.request)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise MoeqError(
+            "usage.unreadable-journal",
+            f"the journal of {stamp.source} does not tell what was asked for ({type(error).__name__}: {error})",
+            "finish with moeq convert and the options of the shards",
+        ) from None
+    return open_job(request, None if stamp.place is None else moeq.open(stamp.place, name=request.src))
 
 
 def source_stamps(source: Source) -> Mapping[str, list[int]]:

@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,29 @@ class JobStamp:
         source: the source as it was named.
         identity: its identity (`Source.identity`).
         files: its weight files with size and time of last change (`moeq.pipeline.job.source_stamps`).
+        version: moeq's version.
+        request: what was asked for (`JobRequest.to_json`).
+        place: absolute path of a local source; None for a repository.
     """
 
     job: str
     source: str = ""
     identity: str = ""
     files: Mapping[str, list[int]] = field(default_factory=dict)
+    version: str = ""
+    request: Mapping[str, Any] = field(default_factory=dict)
+    place: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> JobStamp:
+        """From `to_json`. Raises KeyError, TypeError, ValueError or AttributeError for anything else."""
+        texts = {name: str(row[name]) for name in ("job", "source", "identity", "version")}
+        place = None if row["place"] is None else str(row["place"])
+        return cls(**texts, files=dict(row["files"]), request=dict(row["request"]), place=place)
 
 
 @dataclass(frozen=True)
@@ -96,11 +113,41 @@ def require_job(journals: Journals, stamp: JobStamp, where: Path) -> None:
         MoeqError: `source.changed`, `usage.other-job`.
     """
     for name, other in journals.stamps.items():
-        if other.job != stamp.job and other.source != stamp.source:
-            raise _other_job(where, name, other, stamp)
-        require_unchanged(other, stamp, where)
-        if other.job != stamp.job:
-            raise _other_job(where, name, other, stamp)
+        if other.source == stamp.source or other.job == stamp.job:
+            require_unchanged(other, stamp, where)
+        different = differences(other, stamp)
+        if different:
+            raise MoeqError(
+                "usage.other-job",
+                f"{where} holds unfinished work of another conversion: {', '.join(different[:6])} ({name})",
+                "finish that one with its own options and version, or start over: --force, or remove the folder",
+            )
+
+
+def differences(there: JobStamp, here: JobStamp) -> list[str]:
+    """In what two jobs differ, in words; empty where they do not."""
+    found = []
+    if there.identity != here.identity:
+        found.append(f"source {there.source} there, {here.source} here")
+    if there.version != here.version:
+        found.append(f"moeq {there.version} there, {here.version} here")
+    asked, asking = _flat(there.request), _flat(here.request)
+    keys = [key for key in dict.fromkeys((*asked, *asking)) if asked.get(key) != asking.get(key)]
+    found += [f"{key} {asked.get(key)!r} there, {asking.get(key)!r} here" for key in keys]
+    if not found and there.job != here.job:
+        found.append(f"plan {there.job[:16]} there, {here.job[:16]} here")
+    return found
+
+
+def _flat(request: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested options under dotted names, as JSON has them. How the source was spelled is no difference."""
+    found: dict[str, Any] = {}
+    for key, value in request.items():
+        if isinstance(value, Mapping):
+            found.update(_flat(value, f"{prefix}{key}."))
+        elif prefix or key != "src":
+            found[prefix + key] = json.loads(json.dumps(value))
+    return found
 
 
 def require_unchanged(then: JobStamp, now: JobStamp, where: Path) -> None:
@@ -110,15 +157,6 @@ def require_unchanged(then: JobStamp, now: JobStamp, where: Path) -> None:
     for file, state in then.files.items():
         if file in now.files and list(now.files[file]) != list(state):
             raise _changed(where, now.source, f"{file} was written to after the conversion had begun")
-
-
-def _other_job(where: Path, name: str, other: JobStamp, stamp: JobStamp) -> MoeqError:
-    return MoeqError(
-        "usage.other-job",
-        f"{where} holds unfinished work of another conversion ({name}: {other.source}, job {other.job[:16]}; this one "
-        f"is {stamp.source}, job {stamp.job[:16]})",
-        "finish that one with its own options and version, or start over: --force, or remove the folder",
-    )
 
 
 def _changed(where: Path, source: str, detail: str) -> MoeqError:
@@ -170,8 +208,7 @@ class Journal:
         content = self.path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
         if not whole or _stamp(_parse(whole.split(b"\n", 1)[0])) is None:
-            row = {"schema": JOURNAL_SCHEMA, "job": stamp.job, "source": stamp.source, "identity": stamp.identity}
-            whole = to_line({**row, "files": dict(stamp.files)})
+            whole = to_line({"schema": JOURNAL_SCHEMA, **stamp.to_json()})
             os.ftruncate(self._fd, 0)
             write_at(self._fd, whole, 0)
             os.fsync(self._fd)
@@ -213,10 +250,10 @@ def _parse(line: bytes) -> Any:
 def _stamp(row: Any) -> JobStamp | None:
     if not isinstance(row, dict) or row.get("schema") != JOURNAL_SCHEMA:
         return None
-    files = row.get("files")
-    if not isinstance(files, dict) or not isinstance(row.get("job"), str):
+    try:
+        return JobStamp.from_json(row)
+    except (KeyError, TypeError, ValueError):
         return None
-    return JobStamp(row["job"], str(row.get("source")), str(row.get("identity")), files)
 
 
 def _record(row: Any) -> UnitRecord | None:
