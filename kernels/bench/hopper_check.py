@@ -22,8 +22,10 @@ from bench.cases import Recipe, Routed, make_layer
 from bench.comparison import FACTOR, random_map
 from bench.reference import Layer, moe, relative_error
 from moeq_kernels import PackedExperts
+from moeq_kernels.formats import find_format
+from moeq_kernels.hopper.finish import Finish
 from moeq_kernels.hopper.launch import hopper_moe
-from moeq_kernels.hopper.plan import TABLE, Narrow, Plan, Wide
+from moeq_kernels.hopper.plan import TABLE, Narrow, Plan, Wide, kernel_for
 
 ROUTINGS = ("uniform", "zipf", "one", "holes", "mapped")
 
@@ -37,7 +39,51 @@ LAYERS = {
     "crowd": Recipe(experts=256, hidden=256, intermediate=256, group_size=128, seed=6),
     "short": Recipe(experts=8, hidden=128, intermediate=128, group_size=64, seed=7),
     "deep": Recipe(experts=4, hidden=4096, intermediate=2048, group_size=128, seed=8),
-}
+    "scales-f16": Recipe(experts=8, hidden=512, intermediate=384, group_size=128, dtype=torch.float16, seed=9),
+    "scales-f16-g32": Recipe(
+        experts=4, hidden=448, intermediate=320, group_size=32, zero_points=True, dtype=torch.float16, seed=10
+    ),
+    "f16": Recipe(experts=8, hidden=512, intermediate=384, group_size=128, dtype=torch.float16, seed=11),
+    "f16-zeros-g32": Recipe(
+        experts=8, hidden=448, intermediate=320, group_size=32, zero_points=True, dtype=torch.float16, seed=12
+    ),
+    "channel": Recipe(experts=8, hidden=448, intermediate=320, group_size=-1, bias=True, seed=13),
+    "f16-channel": Recipe(
+        experts=4, hidden=512, intermediate=192, group_size=-1, zero_points=True, bias=True, dtype=torch.float16,
+        seed=14,
+    ),
+    "int8": Recipe(element="int8", experts=8, hidden=512, intermediate=384, group_size=128, seed=15),
+    "int8-zeros-g32": Recipe(
+        element="int8", experts=6, hidden=448, intermediate=320, group_size=32, zero_points=True, seed=16
+    ),
+    "int8-channel": Recipe(element="int8", experts=8, hidden=576, intermediate=192, group_size=-1, seed=17),
+    "int8-scales-f16": Recipe(
+        element="int8", experts=8, hidden=512, intermediate=256, group_size=64, dtype=torch.float16, seed=18
+    ),
+    "f16-int8": Recipe(
+        element="int8", experts=8, hidden=512, intermediate=256, group_size=128, dtype=torch.float16, seed=19
+    ),
+    "mxfp4": Recipe("marlin-mxfp4/1", "e2m1", experts=8, hidden=512, intermediate=384, seed=20),
+    "mxfp4-oai": Recipe(
+        "marlin-mxfp4-interleaved/1", "e2m1", experts=8, hidden=448, intermediate=320, order="interleaved",
+        activation="swiglu_oai", limit=7.0, bias=True, seed=21,
+    ),
+    "mxfp4-halves": Recipe(
+        "marlin-mxfp4/1", "e2m1", experts=64, hidden=256, intermediate=192, activation="swiglu_oai", limit=1.0,
+        bias=True, seed=22,
+    ),
+    "mxfp4-gpt-oss": Recipe(
+        "marlin-mxfp4-interleaved/1", "e2m1", experts=32, hidden=2880, intermediate=2880, order="interleaved",
+        activation="swiglu_oai", limit=7.0, bias=True, seed=23,
+    ),
+    "padded-mxfp4": Recipe("marlin-mxfp4/1", "e2m1", experts=8, hidden=640, intermediate=256, bias=True, seed=24),
+    "padded-int4": Recipe(experts=8, hidden=640, intermediate=192, group_size=64, bias=True, limit=0.5, seed=25),
+    "gelu": Recipe(experts=8, hidden=384, intermediate=256, activation="gelu", bias=True, seed=26),
+    "gelu-tanh": Recipe(experts=8, hidden=384, intermediate=256, activation="gelu_tanh", order="interleaved", seed=27),
+    "relu2": Recipe(experts=8, hidden=384, intermediate=512, activation="relu2", order="ungated", bias=True, seed=28),
+}  # fmt: skip
+#: Layers (by the beginning of their name) whose tokens are float16, or lack the last 128 packed features.
+FLOAT16, PADDED = "f16", "padded-"
 
 
 @dataclass(frozen=True)
@@ -58,10 +104,10 @@ class Result:
         return self.error <= FACTOR * self.plain_error and self.repeats
 
 
-def routed(kind: str, tokens: int, recipe: Recipe, experts: int, top_k: int, seed: int) -> Routed:
+def routed(kind: str, tokens: int, hidden: int, experts: int, top_k: int, seed: int, dtype: torch.dtype) -> Routed:
     """Random inputs with that kind of routing among `experts` (global) experts."""
     generator = torch.Generator(device="cuda").manual_seed(seed)
-    x = torch.randn(tokens, recipe.hidden, generator=generator, device="cuda").to(torch.bfloat16)
+    x = torch.randn(tokens, hidden, generator=generator, device="cuda").to(dtype)
     popularity = torch.ones(experts, device="cuda")
     if kind == "zipf":
         popularity = torch.arange(1, experts + 1, device="cuda") ** -1.2
@@ -82,12 +128,20 @@ def compare(name: str, packed: PackedExperts, layer: Layer, recipe: Recipe, toke
     top_k = min(8 if recipe.experts > 8 else 2, recipe.experts)
     known = 2 * recipe.experts if kind == "mapped" else recipe.experts
     expert_map = random_map(known, recipe.experts, seed, "cuda") if kind == "mapped" else None
-    given = routed(kind, tokens, recipe, known, top_k, seed)
+    dtype = torch.float16 if name.startswith(FLOAT16) else torch.bfloat16
+    hidden = recipe.hidden - 128 * name.startswith(PADDED)
+    given = routed(kind, tokens, hidden, known, top_k, seed, dtype)
     ids = given.ids if expert_map is None else expert_map[given.ids.long()]
-    one = hopper_moe(given.x, packed, given.weights, given.ids, expert_map=expert_map, plan=plan)
-    two = hopper_moe(given.x, packed, given.weights, given.ids, expert_map=expert_map, plan=plan)
-    truth = moe(given.x, layer, given.weights, ids)
-    plain = moe(given.x, layer, given.weights, ids, dtype=torch.bfloat16)
+    finish = Finish(
+        recipe.activation, recipe.order != "ungated", recipe.order == "interleaved", limit=recipe.limit or 0.0
+    )
+    one, two = (
+        hopper_moe(given.x, packed, given.weights, given.ids, finish=finish, expert_map=expert_map, plan=plan)
+        for _ in range(2)
+    )
+    x = torch.nn.functional.pad(given.x, (0, recipe.hidden - hidden))
+    truth = moe(x, layer, given.weights, ids)[:, :hidden]
+    plain = moe(x, layer, given.weights, ids, dtype=dtype)[:, :hidden]
     return Result(
         name,
         tokens,
@@ -111,16 +165,19 @@ def describe(plan: Plan | None) -> str:
 def plans(recipe: Recipe) -> Iterator[Plan | None]:
     """The chosen plan, and every kernel of the table, narrow ones with and without splits and in both scale modes."""
     yield None
-    for kernel in dict.fromkeys(kernel for _, kernel in TABLE):
+    kind = find_format(recipe.layout, recipe.element).kind
+    group = 32 if kind == "e2m1" else max(0, recipe.group_size)
+    gated = recipe.order != "ungated"
+    for base in dict.fromkeys(kernel for _, kernel in TABLE):
+        kernel = kernel_for(base, kind, group)
         if isinstance(kernel, Wide):
             yield Plan(kernel)
             yield Plan(kernel, 1, 2)
             continue
-        if recipe.group_size >= 64:
-            yield Plan(replace(kernel, after=True))
-            yield Plan(replace(kernel, after=True), 2, 2)
-        yield Plan(replace(kernel, after=False))
-        yield Plan(replace(kernel, after=False), 3, 2)
+        yield Plan(kernel)
+        yield Plan(kernel, 2 * gated or 1, 2)
+        if kernel.after and group:
+            yield Plan(replace(kernel, after=False), 3 * gated or 1, 2)
 
 
 def comparisons(quick: bool) -> Iterator[tuple[str, int, str, Plan | None]]:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moeq_kernels.align import align, align_batched
 from moeq_kernels.formats import Format
+from moeq_kernels.hopper.finish import Finish
 from moeq_kernels.hopper.launch import hopper_moe
 from moeq_kernels.hopper.support import unsupported_reason
 from moeq_kernels.launch import Epilogue, Rows, gemm, sum_choices
@@ -64,10 +65,11 @@ def fused_moe(
     w13_format, w2_format = check_experts(x, experts, activation)
     require_runnable(x)
     first = _first_epilogue(experts, activation, alpha, beta, limit, router_weight_on_input)
-    reason = unsupported_reason(x, experts, activation, limit=limit, router_weight_on_input=router_weight_on_input)
+    reason = unsupported_reason(x, experts, router_weight_on_input=router_weight_on_input)
     if blocks is None and reason is None:
         _known_experts(x, experts, expert_map)
-        return hopper_moe(x, experts, topk_weights, topk_ids, expert_map=expert_map)
+        finish = _finish(experts, first)
+        return hopper_moe(x, experts, topk_weights, topk_ids, finish=finish, expert_map=expert_map)
     local_ids = _local_ids(x, experts, topk_ids, expert_map)
     last = Epilogue(weight_last=not router_weight_on_input)
 
@@ -187,6 +189,18 @@ def _known_experts(x: Tensor, experts: PackedExperts, expert_map: Tensor | None)
     )
     require(expert_map.device == x.device, f"expert_map is on {expert_map.device}, but x is on {x.device}")
     return expert_map.numel()
+
+
+def _finish(experts: PackedExperts, first: Epilogue) -> Finish:
+    """The gate-up product's epilogue in the Hopper kernels' terms."""
+    return Finish(
+        activation=first.activation,
+        gated=experts.w13_order != "ungated",
+        interleaved=experts.w13_order == "interleaved",
+        alpha=first.alpha,
+        beta=first.beta,
+        limit=first.limit,
+    )
 
 
 def _first_epilogue(

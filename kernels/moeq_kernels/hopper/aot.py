@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
-from moeq_kernels.hopper.plan import TABLE, Narrow, Wide
+from moeq_kernels.hopper.finish import PLAIN, SILU, Finish
+from moeq_kernels.hopper.plan import TABLE, Narrow, Wide, kernel_for
 
 
 @dataclass(frozen=True)
@@ -16,35 +17,67 @@ class Case:
     Attributes:
         name: unique.
         kernel: sizes.
-        group: weights that share a scale.
+        kind: codes: `uint4`, `uint8` or `e2m1`.
+        group: weights that share a scale; 0 for one scale for each output feature.
         zeros: whether zero points are read.
-        gated: gate-up product with SwiGLU, or down product.
+        x, scale: triton names of the activations' and the scales' types.
+        finish: what follows the product.
+        bias: whether there are biases (and whether they follow channel scales).
         splits: programs that share k in a narrow gate-up product.
     """
 
     name: str
     kernel: Narrow | Wide
+    kind: str = "uint4"
     group: int = 128
     zeros: bool = False
-    gated: bool = True
+    x: str = "bf16"
+    scale: str = "bf16"
+    finish: Finish = SILU
+    bias: bool = False
     splits: int = 1
 
 
+#: Formats beside int4 in groups of 128: name and changes.
+_FORMATS: dict[str, dict[str, Any]] = {
+    "g32": {"group": 32},
+    "g64": {"group": 64, "finish": PLAIN},
+    "zeros": {"zeros": True},
+    "g32-zeros": {"group": 32, "zeros": True, "finish": PLAIN},
+    "f16-scales": {"scale": "fp16"},
+    "g32-f16-scales-zeros": {"group": 32, "zeros": True, "scale": "fp16"},
+    "f16": {"x": "fp16", "scale": "fp16"},
+    "f16-g32-zeros": {"x": "fp16", "scale": "fp16", "group": 32, "zeros": True, "finish": PLAIN},
+    "channel": {"group": 0, "bias": True},
+    "channel-zeros-f16": {"group": 0, "zeros": True, "x": "fp16", "scale": "fp16", "finish": PLAIN},
+    "int8": {"kind": "uint8"},
+    "int8-g32-zeros": {"kind": "uint8", "group": 32, "zeros": True, "finish": PLAIN},
+    "int8-f16-scales": {"kind": "uint8", "scale": "fp16", "group": 64},
+    "int8-f16": {"kind": "uint8", "x": "fp16", "scale": "fp16"},
+    "int8-channel": {"kind": "uint8", "group": 0},
+    "mxfp4": {"kind": "e2m1", "group": 32, "scale": "u8"},
+    "mxfp4-oai": {
+        "kind": "e2m1", "group": 32, "scale": "u8", "bias": True,
+        "finish": Finish("swiglu_oai", gated=True, interleaved=True, limit=7.0),
+    },
+    "mxfp4-down": {"kind": "e2m1", "group": 32, "scale": "u8", "bias": True, "finish": PLAIN},
+    "relu2": {"finish": Finish("relu2")},
+}  # fmt: skip
+
+
 def cases() -> list[Case]:
-    """Every kernel of the plan's table, as gate-up (whole and split) and down product, and its group sizes."""
+    """Every kernel of the plan's table, as gate-up (whole and split) and down product, and in all formats."""
     result = []
     for kernel in dict.fromkeys(kernel for _, kernel in TABLE):
         kind = "narrow" if isinstance(kernel, Narrow) else "wide"
         name = f"{kind}{kernel.tokens}"
         base = Case(f"{name}-gate-up", kernel)
-        result += [base, Case(f"{name}-down", kernel, gated=False)]
+        result += [base, replace(base, name=f"{name}-down", finish=PLAIN)]
         if isinstance(kernel, Narrow):
             result.append(replace(base, name=f"{name}-gate-up-split", splits=4))
-        folded = replace(kernel, after=False, registers=None) if isinstance(kernel, Narrow) else kernel
-        result.append(Case(f"{name}-g32", folded, group=32))
-        result.append(Case(f"{name}-g64", kernel, group=64, gated=False))
-        result.append(Case(f"{name}-zeros", kernel, zeros=True))
-        result.append(Case(f"{name}-g32-zeros", folded, group=32, zeros=True, gated=False))
+        for suffix, changes in _FORMATS.items():
+            case = replace(base, name=f"{name}-{suffix}", **changes)
+            result.append(replace(case, kernel=kernel_for(kernel, case.kind, case.group)))
     return result
 
 
@@ -83,18 +116,35 @@ def _descriptor(kind: str, shape: list[int], layout: Any) -> str:
     return f"tensordesc<{kind}[{', '.join(map(str, shape))}],{layout!r}>"
 
 
-def _descriptors(words: tuple[int, int], tokens: int) -> dict[str, str]:
+def _common(case: Case, step: int, tiles: int, tokens: int) -> tuple[dict[str, str], dict[str, Any]]:
+    """Types and constants that both kernels have; tiles and tokens of a box."""
     layouts = import_module("moeq_kernels.hopper.device.layouts")
-    slabs, tiles = words
-
-    def plain(function: Any) -> Any:
-        return getattr(function, "fn", function)()
-
-    return {
-        "w_desc": _descriptor("i32", [slabs, tiles, 128], plain(layouts.word_buffer)),
-        "x_desc": _descriptor("bf16", [tokens, 64], plain(layouts.token_buffer)),
-        "s_desc": _descriptor("bf16", [1, 64 * tiles], plain(layouts.scale_buffer)),
+    bits = 8 if case.scale == "u8" else 16
+    words = layouts.tile_bytes(case.kind) // 4
+    types = {
+        "w_desc": _descriptor("i32", [step // 16, tiles, words], layouts.word_buffer()),
+        "x_desc": _descriptor(case.x, [tokens, 64], layouts.token_buffer()),
+        "s_desc": _descriptor(
+            case.scale, [layouts.groups_of(step, case.group), 64 * tiles], layouts.scale_buffer(bits)
+        ),
+        "zero": "*i32",
+        "out": f"*{case.x}",
+        "tiles": "*i32",
     }
+    constants: dict[str, Any] = {
+        "STAGES": case.kernel.stages,
+        "GROUP": case.group,
+        "ZEROS": case.zeros,
+        "KIND": case.kind,
+        "FINISH": case.finish,
+        "DEPENDENT": True,
+    }
+    for name, there, kind in (("scale", not case.group, case.scale), ("bias", case.bias, case.x)):
+        if there:
+            types[name] = f"*{kind}"
+        else:
+            constants[name] = None
+    return types, constants
 
 
 def _integers(names: str) -> dict[str, str]:
@@ -102,41 +152,20 @@ def _integers(names: str) -> dict[str, str]:
 
 
 def _narrow(case: Case, kernel: Narrow) -> _Source:
-    types = _descriptors((8, 2), kernel.tokens) | {
-        "zero": "*i32",
-        "out": "*bf16" if case.gated else "*fp32",
-        "partial": "*fp32",
-        "arrived": "*i32",
-        "tiles": "*i32",
-    }
-    types |= _integers("slabs groups steps pair_tiles columns stride rows zero_words")
-    constants = {
-        "TOKENS": kernel.tokens,
-        "STAGES": kernel.stages,
-        "GROUP": case.group,
-        "ZEROS": case.zeros,
-        "GATED": case.gated,
-        "SPLITS": case.splits,
-        "AFTER": kernel.after,
-        "DEPENDENT": True,
-    }
+    types, constants = _common(case, kernel.step, 2, kernel.tokens)
+    types |= {"partial": "*fp32", "arrived": "*i32"}
+    if case.finish == PLAIN:
+        types["out"] = "*fp32"
+    types |= _integers("slabs groups steps pair_tiles columns stride rows zero_words packed")
+    constants |= {"TOKENS": kernel.tokens, "STEP": kernel.step, "SPLITS": case.splits, "AFTER": kernel.after}
     function = import_module("moeq_kernels.hopper.device.narrow").expert_product_narrow
     return _Source(function, types, constants, ("zero", "out", "partial", "tiles", "columns", "stride", "rows"))
 
 
 def _wide(case: Case, kernel: Wide) -> _Source:
-    types = _descriptors((4, kernel.warpgroups), 32)
-    types |= {"zero": "*i32", "out": "*bf16", "tiles": "*i32", "num_tiles": "*i32"}
-    types |= _integers("slabs groups steps blocks splits rows pair_tiles columns stride zero_words")
-    constants = {
-        "TOKENS": kernel.tokens,
-        "STAGES": kernel.stages,
-        "GROUP": case.group,
-        "ZEROS": case.zeros,
-        "GATED": case.gated,
-        "GROUPS_OF_WARPS": kernel.warpgroups,
-        "REGISTERS": kernel.registers,
-        "DEPENDENT": True,
-    }
+    types, constants = _common(case, 64, kernel.warpgroups, 32)
+    types |= {"num_tiles": "*i32"}
+    types |= _integers("slabs groups steps blocks splits rows pair_tiles columns stride zero_words packed")
+    constants |= {"TOKENS": kernel.tokens, "GROUPS_OF_WARPS": kernel.warpgroups, "REGISTERS": kernel.registers}
     function = import_module("moeq_kernels.hopper.device.wide").expert_product_wide
     return _Source(function, types, constants, ("zero", "out", "tiles", "columns", "stride"))

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moeq_kernels.formats import find_format
+from moeq_kernels.hopper.finish import PLAIN, SILU, Finish
 from moeq_kernels.hopper.plan import Narrow, Plan, Wide, choose
 from moeq_kernels.records import PackedExperts, PackedMatrix
 from moeq_kernels.tuning import next_power_of_two
@@ -26,7 +28,7 @@ class Routed:
     """Sorted pairs on the device; see `device.routing` for the contents.
 
     Attributes:
-        x: bf16 `[P, K]` tokens by expert.
+        x: `[P, K]` tokens by expert.
         inverse: int32 `[P]`.
         tiles: int32 `[T, 8]`.
         num_tiles: int32 `[1]`.
@@ -46,21 +48,23 @@ def hopper_moe(
     topk_weights: Tensor,
     topk_ids: Tensor,
     *,
+    finish: Finish = SILU,
     expert_map: Tensor | None = None,
     plan: Plan | None = None,
     dependent: bool = True,
 ) -> Tensor:
-    """`fused_moe` with SiLU, for what `support.unsupported_reason` accepts (checked by the caller).
+    """`fused_moe` for what `support.unsupported_reason` accepts (checked by the caller).
 
     Args:
-        x: bf16 `[M, H]`, last axis contiguous.
+        x: bf16 or float16 `[M, H]`, last axis contiguous.
         topk_weights, topk_ids: `[M, top_k]`.
+        finish: activation of the gate-up product, fitting `experts.w13_order`.
         plan: kernel and sizes, where the default choice should not be used.
         dependent: let each kernel start while the one before it ends (programmatic dependent launch).
 
-    Returns bf16 `[M, H]`. Nothing is read back from the device; results do not vary from run to run. Tokens' results
-    are summed in float32 in the order of topk_ids; with more than FEW_PAIRS pairs in the wide kernel
-    each is rounded to bf16 before that.
+    Returns `[M, H]` in x's dtype. Nothing is read back from the device; results do not vary from run to run. Tokens'
+    results are summed in float32 in the order of topk_ids; with more than FEW_PAIRS pairs in the wide kernel each is
+    rounded to x's dtype before that.
     """
     tokens, hidden = x.shape
     top_k = topk_ids.shape[1]
@@ -70,7 +74,9 @@ def hopper_moe(
     for start in range(0, tokens, piece):
         part = slice(start, start + piece)
         with torch.cuda.device(x.device):  # triton launches on the current device
-            _some_tokens(x[part], experts, topk_weights[part], topk_ids[part], expert_map, plan, dependent, y[part])
+            _some_tokens(
+                x[part], experts, topk_weights[part], topk_ids[part], finish, expert_map, plan, dependent, y[part]
+            )
     return y
 
 
@@ -79,6 +85,7 @@ def _some_tokens(
     experts: PackedExperts,
     topk_weights: Tensor,
     topk_ids: Tensor,
+    finish: Finish,
     expert_map: Tensor | None,
     plan: Plan | None,
     dependent: bool,
@@ -88,14 +95,16 @@ def _some_tokens(
     top_k = topk_ids.shape[1]
     pairs = tokens * top_k
     intermediate = experts.intermediate_size
-    plan = plan or choose(pairs, experts.num_experts, experts.w13.k, intermediate, experts.w13.group_size)
+    first = experts.w13
+    if plan is None:
+        plan = choose(pairs, experts.num_experts, first.k, intermediate, group_of(first), kind_of(first), finish.gated)
     routed = sort_pairs(x, experts, topk_ids, expert_map, plan, dependent)
     middle = torch.empty(pairs, intermediate, dtype=x.dtype, device=x.device)
     exact = isinstance(plan.kernel, Narrow) or plan.down_splits > 1 or pairs <= FEW_PAIRS
     parts_type = torch.float32 if exact else x.dtype
     parts = torch.empty(plan.down_splits, pairs, hidden, dtype=parts_type, device=x.device)
-    product(plan, experts.w13, routed, routed.x, middle, True, dependent)
-    product(plan, experts.w2, routed, middle, parts, False, dependent)
+    product(plan, experts.w13, routed, routed.x, middle, finish, dependent)
+    product(plan, experts.w2, routed, middle, parts, PLAIN, dependent)
     sum_parts(parts, routed.inverse, topk_weights, y, top_k, dependent)
 
 
@@ -179,51 +188,55 @@ def sort_pairs(
 
 
 def product(
-    plan: Plan, matrix: PackedMatrix, routed: Routed, x: Tensor, out: Tensor, gated: bool, dependent: bool
+    plan: Plan, matrix: PackedMatrix, routed: Routed, x: Tensor, out: Tensor, finish: Finish, dependent: bool
 ) -> None:
     """One grouped product, over the tiles of `routed`."""
     launch = launch_narrow if isinstance(plan.kernel, Narrow) else launch_wide
-    launch(plan, matrix, routed, x, out, gated, dependent)
+    launch(plan, matrix, routed, x, out, finish, dependent)
 
 
 def launch_narrow(
-    plan: Plan, matrix: PackedMatrix, routed: Routed, x: Tensor, out: Tensor, gated: bool, dependent: bool
+    plan: Plan, matrix: PackedMatrix, routed: Routed, x: Tensor, out: Tensor, finish: Finish, dependent: bool
 ) -> None:
     """Launches `device.narrow.expert_product_narrow`."""
     kernel = plan.kernel
     assert isinstance(kernel, Narrow)
     function = import_module("moeq_kernels.hopper.device.narrow").expert_product_narrow
-    splits = plan.gate_up_splits if gated else plan.down_splits
-    columns = matrix.n // 2 if gated else out.shape[-1]
-    blocks = -(-columns // (128 if gated else 256))
+    splits = plan.down_splits if finish == PLAIN else plan.gate_up_splits
+    columns = out.shape[-1]
+    blocks = -(-columns // (128 if finish.gated else 256))
     rows = x.shape[0]
     partial = None
-    if gated and splits > 1:
+    if finish.gated and splits > 1:
         partial = torch.empty(splits, rows, 2 * columns, dtype=torch.float32, device=x.device)
     options: dict[str, Any] = {"num_warps": 4}
     options |= {"maxnreg": kernel.registers} if kernel.registers else {}
     options |= {"launch_pdl": True} if dependent else {}
-    zero = matrix.zero
     function[(blocks * splits, routed.tiles.numel() // 8)](
-        *descriptors(matrix, x, (8, 2), kernel.tokens),
-        zero,
+        *descriptors(matrix, x, kernel.step, 2, kernel.tokens),
+        matrix.zero,
         out,
         partial,
         routed.arrived,
         routed.tiles,
         matrix.k // 16,
         matrix.num_groups,
-        -(-matrix.k // 128),
-        columns // 64 if gated else 2,
+        -(-min(matrix.k, x.shape[1]) // kernel.step),
+        columns // 64 if finish.gated and not finish.interleaved else 2,
         columns,
         out.stride(-2),
         rows,
-        0 if zero is None else zero.shape[-1],
+        0 if matrix.zero is None else matrix.zero.shape[-1],
+        matrix.scale if matrix.channelwise else None,
+        matrix.bias,
+        matrix.n,
         TOKENS=kernel.tokens,
+        STEP=kernel.step,
         STAGES=kernel.stages,
-        GROUP=matrix.group_size,
-        ZEROS=zero is not None,
-        GATED=gated,
+        GROUP=group_of(matrix),
+        ZEROS=matrix.zero is not None,
+        KIND=kind_of(matrix),
+        FINISH=finish,
         SPLITS=splits,
         AFTER=kernel.after,
         DEPENDENT=dependent,
@@ -232,41 +245,44 @@ def launch_narrow(
 
 
 def launch_wide(
-    plan: Plan, matrix: PackedMatrix, routed: Routed, x: Tensor, out: Tensor, gated: bool, dependent: bool
+    plan: Plan, matrix: PackedMatrix, routed: Routed, x: Tensor, out: Tensor, finish: Finish, dependent: bool
 ) -> None:
     """Launches `device.wide.expert_product_wide`, one program per multiprocessor."""
     kernel = plan.kernel
     assert isinstance(kernel, Wide)
     function = import_module("moeq_kernels.hopper.device.wide").expert_product_wide
     groups = kernel.warpgroups
-    columns = matrix.n // 2 if gated else out.shape[-1]
-    blocks = -(-columns // (64 * groups if gated else 128 * groups))
-    splits = 1 if gated else plan.down_splits
+    columns = out.shape[-1]
+    blocks = -(-columns // (64 * groups if finish.gated else 128 * groups))
+    splits = plan.down_splits if finish == PLAIN else 1
     options: dict[str, Any] = {"num_warps": 4}
     options |= {"launch_pdl": True} if dependent else {}
-    zero = matrix.zero
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count
     function[(programs,)](
-        *descriptors(matrix, x, (4, groups), 32),
-        zero,
+        *descriptors(matrix, x, 64, groups, 32),
+        matrix.zero,
         out,
         routed.tiles,
         routed.num_tiles,
         matrix.k // 16,
         matrix.num_groups,
-        -(-matrix.k // 64),
+        -(-min(matrix.k, x.shape[1]) // 64),
         blocks,
         splits,
         x.shape[0],
-        columns // 64 if gated else groups,
+        columns // 64 if finish.gated and not finish.interleaved else groups,
         columns,
         out.stride(-2),
-        0 if zero is None else zero.shape[-1],
+        0 if matrix.zero is None else matrix.zero.shape[-1],
+        matrix.scale if matrix.channelwise else None,
+        matrix.bias,
+        matrix.n,
         TOKENS=kernel.tokens,
         STAGES=kernel.stages,
-        GROUP=matrix.group_size,
-        ZEROS=zero is not None,
-        GATED=gated,
+        GROUP=group_of(matrix),
+        ZEROS=matrix.zero is not None,
+        KIND=kind_of(matrix),
+        FINISH=finish,
         GROUPS_OF_WARPS=groups,
         REGISTERS=kernel.registers,
         DEPENDENT=dependent,
@@ -274,27 +290,32 @@ def launch_wide(
     )
 
 
-def descriptors(matrix: PackedMatrix, x: Tensor, words: tuple[int, int], tokens: int) -> tuple[Any, Any, Any]:
-    """Descriptors of words, tokens and scales; words: slabs and tiles of a box, tokens: rows of a box."""
+def kind_of(matrix: PackedMatrix) -> str:
+    """What the device code calls the codes: `uint4`, `uint8` or `e2m1`."""
+    return find_format(matrix.layout, matrix.element).kind
+
+
+def group_of(matrix: PackedMatrix) -> int:
+    """Weights that share a scale, as the device code takes it: 0 for one scale for each output feature."""
+    return 0 if matrix.channelwise else matrix.group_size
+
+
+def descriptors(matrix: PackedMatrix, x: Tensor, step: int, tiles: int, tokens: int) -> tuple[Any, Any, Any]:
+    """Descriptors of words, tokens and scales; step: rows of k, tiles and tokens: of a box."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     layouts = import_module("moeq_kernels.hopper.device.layouts")
-    slabs, tiles = words
-    scale = matrix.scale
-    assert scale is not None
-    weight = matrix.weight.view(-1, matrix.n // 64, 128)
-    scale = scale.view(-1, matrix.n)
+    assert matrix.scale is not None
+    words = layouts.tile_bytes(kind_of(matrix)) // 4
+    weight = matrix.weight.view(-1, matrix.n // 64, words)
+    scale = matrix.scale.view(-1, matrix.n)
+    groups = layouts.groups_of(step, group_of(matrix))
     make = TensorDescriptor.from_tensor
     return (
-        make(weight, [slabs, tiles, 128], plain(layouts.word_buffer)),
-        make(x, [tokens, 64], plain(layouts.token_buffer)),
-        make(scale, [1, 64 * tiles], plain(layouts.scale_buffer)),
+        make(weight, [step // 16, tiles, words], layouts.word_buffer()),
+        make(x, [tokens, 64], layouts.token_buffer()),
+        make(scale, [groups, 64 * tiles], layouts.scale_buffer(8 * scale.element_size())),
     )
-
-
-def plain(function: Any) -> Any:
-    """The layout that a constexpr function without parameters makes, on the host."""
-    return getattr(function, "fn", function)()
 
 
 def sum_parts(parts: Tensor, inverse: Tensor, weights: Tensor, y: Tensor, top_k: int, dependent: bool) -> None:

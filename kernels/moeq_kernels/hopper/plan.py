@@ -21,10 +21,11 @@ class Narrow:
 
     Attributes:
         tokens: of a tile (8; 16 works too, but was slower).
-        stages: steps of 128 rows of k in shared memory.
+        stages: steps in shared memory.
         after: group scales multiply float32 sums (else they are folded into bf16 weights).
         resident: programs that a multiprocessor holds.
         registers: cap for a thread, or None.
+        step: rows of k in a step (64 or 128).
     """
 
     tokens: int
@@ -32,6 +33,7 @@ class Narrow:
     after: bool
     resident: int
     registers: int | None = None
+    step: int = 128
 
 
 @dataclass(frozen=True)
@@ -99,17 +101,38 @@ def splits_for(items: float, steps: int, resident: int) -> int:
     return -(-steps // -(-steps // best))  # without empty shares
 
 
-def choose(pairs: int, experts: int, hidden: int, intermediate: int, group: int) -> Plan:
-    """The plan for `pairs` routed pairs among `experts` with these packed sizes."""
+def kernel_for(kernel: Narrow | Wide, kind: str, group: int) -> Narrow | Wide:
+    """A kernel of the table for other codes than `uint4` and groups other than 128."""
+    if isinstance(kernel, Wide):
+        return replace(kernel, stages=5) if kind == "uint8" and kernel.warpgroups == 4 else kernel
+    if kind != "uint4":  # four programs have to fit a multiprocessor's shared memory
+        return replace(kernel, after=False, step=64, stages=3 if kind == "uint8" else 5)
+    return kernel if group >= 64 or not group else replace(kernel, after=False)
+
+
+def choose(
+    pairs: int,
+    experts: int,
+    hidden: int,
+    intermediate: int,
+    group: int,
+    kind: str = "uint4",
+    gated: bool = True,
+) -> Plan:
+    """The plan for `pairs` routed pairs among `experts` with these packed sizes.
+
+    Args:
+        group: weights that share a scale, 0 for one scale for each output feature.
+        kind: `uint4`, `uint8` or `e2m1`.
+        gated: whether the first product makes gate and up (only then can its k be shared).
+    """
     mean = tokens_per_hit(pairs, experts)
-    kernel = next(one for limit, one in TABLE if mean <= limit)
+    kernel = kernel_for(next(one for limit, one in TABLE if mean <= limit), kind, group)
     tiles = pairs / mean * max(1.0, mean / kernel.tokens)
     if isinstance(kernel, Wide):
         down_items = tiles * -(-hidden // (128 * kernel.warpgroups))
         return Plan(kernel, down_splits=max(1, min(4, int(MULTIPROCESSORS / max(1.0, down_items)))))
-    if group < 64:
-        kernel = replace(kernel, after=False)
     resident = MULTIPROCESSORS * kernel.resident
-    gate_up = splits_for(tiles * -(-intermediate // 128), -(-hidden // 128), resident)
+    gate_up = splits_for(tiles * -(-intermediate // 128), -(-hidden // 128), resident) if gated else 1
     down = splits_for(tiles * -(-hidden // 256), -(-intermediate // 128), resident)
     return Plan(kernel, gate_up, down)

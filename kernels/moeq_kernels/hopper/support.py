@@ -13,6 +13,13 @@ from moeq_kernels.records import PackedExperts, PackedMatrix
 #: Triton versions that the kernels were compiled with; each release changes Gluon.
 TRITON_FIRST, TRITON_LAST = (3, 6), (3, 9)
 GROUP_SIZES = (32, 64, 128)
+#: (layout, element) of weights, and the dtypes of their scales that are read.
+SCALES: dict[tuple[str, str], tuple[torch.dtype, ...]] = {
+    ("marlin-wna16/1", "int4"): (torch.bfloat16, torch.float16),
+    ("marlin-wna16/1", "int8"): (torch.bfloat16, torch.float16),
+    ("marlin-mxfp4/1", "e2m1"): (torch.uint8,),
+    ("marlin-mxfp4-interleaved/1", "e2m1"): (torch.uint8,),
+}
 #: Sizes up to (and down to) which results were compared with a reference on a GPU.
 MOST_EXPERTS = 256
 LEAST_K = 128
@@ -21,21 +28,17 @@ LEAST_K = 128
 def unsupported_reason(
     x: Tensor,
     experts: PackedExperts,
-    activation: str = "silu",
     *,
-    limit: float | None = None,
     router_weight_on_input: bool = False,
 ) -> str | None:
     """Why `fused_moe` uses the portable kernels for such a call on this machine; None where it uses the Hopper ones.
 
     Shapes are taken to fit together already.
     """
-    return next(_reasons(x, experts, activation, limit, router_weight_on_input), None)
+    return next(_reasons(x, experts, router_weight_on_input), None)
 
 
-def _reasons(
-    x: Tensor, experts: PackedExperts, activation: str, limit: float | None, weight_on_input: bool
-) -> Iterator[str]:
+def _reasons(x: Tensor, experts: PackedExperts, weight_on_input: bool) -> Iterator[str]:
     if x.device.type != "cuda" or torch.version.hip:
         yield f"x is on {x.device}, not on an NVIDIA GPU"
         return
@@ -45,12 +48,8 @@ def _reasons(
     reason = triton_reason()
     if reason:
         yield reason
-    if x.dtype != torch.bfloat16:
-        yield f"x is {str(x.dtype).removeprefix('torch.')}; these kernels take bfloat16"
     if x.stride(-1) != 1 or x.shape[-1] % 8:
         yield f"x has {x.shape[-1]} features, stride {x.stride(-1)}; the copy engine needs a multiple of 8, stride 1"
-    if experts.w13_order != "gate-up" or activation != "silu" or limit is not None:
-        yield f"{activation} of {experts.w13_order} rows, limit {limit}; these kernels do silu of gate-up without limit"
     if weight_on_input:
         yield "router weights multiply the input; these kernels multiply the output"
     if experts.num_experts > MOST_EXPERTS:
@@ -60,15 +59,19 @@ def _reasons(
 
 
 def _matrix_reasons(name: str, matrix: PackedMatrix) -> Iterator[str]:
-    if (matrix.layout, matrix.element) != ("marlin-wna16/1", "int4"):
-        yield f"{name} is {matrix.layout} {matrix.element}; these kernels read marlin-wna16/1 int4"
-    if matrix.channelwise or matrix.group_size not in GROUP_SIZES:
-        yield f"{name} has groups of {matrix.group_size} of {matrix.k}; these kernels read 32, 64, 128 below k"
+    dtypes = SCALES.get((matrix.layout, matrix.element))
+    if dtypes is None:
+        known = ", ".join(f"{layout} {element}" for layout, element in SCALES)
+        yield f"{name} is {matrix.layout} {matrix.element}; these kernels read {known}"
+        return
+    if not matrix.channelwise and matrix.group_size not in GROUP_SIZES:
+        yield f"{name} has groups of {matrix.group_size}; these kernels read 32, 64, 128 and one scale for each channel"
     if matrix.k < LEAST_K:
         yield f"{name} has k = {matrix.k}; these kernels are checked from {LEAST_K} on"
-    if matrix.scale is not None and matrix.scale.dtype != torch.bfloat16:
-        yield f"{name}.scale is {str(matrix.scale.dtype).removeprefix('torch.')}; these kernels read bfloat16"
-    for part in ("bias", "permutation", "group_index", "global_scale"):
+    if matrix.scale is not None and matrix.scale.dtype not in dtypes:
+        one, other = (str(kind).removeprefix("torch.") for kind in (matrix.scale.dtype, dtypes[0]))
+        yield f"{name}.scale is {one}; these kernels read {other}" + (" or float16" if len(dtypes) > 1 else "")
+    for part in ("permutation", "group_index", "global_scale"):
         if getattr(matrix, part) is not None:
             yield f"{name} has a {part}, which these kernels do not apply"
 

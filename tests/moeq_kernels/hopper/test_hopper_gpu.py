@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -17,10 +19,22 @@ pytestmark = [
 ]
 
 
+FORMATS = {
+    "g128": Recipe(group_size=128),
+    "zeros": Recipe(group_size=64, zero_points=True),
+    "g32-f16": Recipe(group_size=32, dtype=torch.float16),
+    "channel": Recipe(group_size=-1, bias=True),
+    "int8": Recipe(element="int8", group_size=128),
+    "mxfp4": Recipe(
+        "marlin-mxfp4-interleaved/1", "e2m1", order="interleaved", activation="swiglu_oai", limit=7.0, bias=True
+    ),
+}
+
+
 @pytest.mark.parametrize("tokens", [1, 33, 200, 2000])
-@pytest.mark.parametrize(("group_size", "zero_points"), [(128, False), (64, True), (32, False)])
-def test_fused_moe_is_as_accurate_as_bf16(tokens: int, group_size: int, zero_points: bool) -> None:
-    recipe = Recipe(experts=8, hidden=512, intermediate=256, group_size=group_size, zero_points=zero_points)
+@pytest.mark.parametrize("name", FORMATS)
+def test_fused_moe_is_as_accurate_as_bf16(tokens: int, name: str) -> None:
+    recipe = replace(FORMATS[name], experts=8, hidden=512, intermediate=256)
     packed, layer = make_layer(recipe, "cuda")
     routed = route(tokens, recipe.hidden, recipe.experts, 2, device="cuda")
     assert unsupported_reason(routed.x, packed) is None

@@ -58,20 +58,32 @@ def test_tokens_per_hit_expert() -> None:
     assert tokens_per_hit(8000, 8) == pytest.approx(1000.0)
 
 
+def test_other_formats_change_the_narrow_kernel_and_fit_shared_memory() -> None:
+    for kind in ("uint8", "e2m1"):
+        kernel = choose(8, 128, 2048, 768, 32, kind).kernel
+        assert isinstance(kernel, Narrow)
+        assert (kernel.after, kernel.step) == (False, 64)
+    assert choose(8, 128, 2048, 768, 0).kernel.after  # nothing to fold: one scale for each output feature
+    assert choose(8, 128, 2048, 768, 128, gated=False).gate_up_splits == 1
+
+
 def test_reasons() -> None:
     packed, _ = make_layer(Recipe(hidden=256, intermediate=128, group_size=64))
     x = torch.zeros(1, 256, dtype=torch.bfloat16)
     assert "not on an NVIDIA GPU" in str(unsupported_reason(x, packed))
-    assert list(_matrix_reasons("w13", packed.w13)) == []
     assert triton_reason() is None
     assert packed.w13.scale is not None
+    for changes in ({}, {"scale": packed.w13.scale.half()}, {"group_size": -1}, {"bias": x}, {"element": "int8"}):
+        assert list(_matrix_reasons("w13", dataclasses.replace(packed.w13, **changes))) == []
+    mxfp4, _ = make_layer(Recipe("marlin-mxfp4-interleaved/1", "e2m1", hidden=256, intermediate=128))
+    assert list(_matrix_reasons("w2", mxfp4.w2)) == []
     for changes, words in (
-        ({"layout": "triton-wna16/1"}, "read marlin-wna16/1 int4"),
-        ({"group_size": -1}, "groups of -1"),
-        ({"group_size": 256}, "groups of 256 of 256"),
-        ({"scale": packed.w13.scale.half()}, "float16"),
-        ({"bias": x}, "has a bias"),
+        ({"layout": "triton-wna16/1"}, "read marlin-wna16/1 int4, marlin-wna16/1 int8, marlin-mxfp4/1 e2m1"),
+        ({"group_size": 16}, "groups of 16"),
+        ({"scale": packed.w13.scale.float()}, "float32; these kernels read bfloat16 or float16"),
+        ({"k": 64}, "k = 64"),
         ({"permutation": x}, "has a permutation"),
+        ({"global_scale": x}, "has a global_scale"),
     ):
         found = list(_matrix_reasons("w13", dataclasses.replace(packed.w13, **changes)))
         assert len(found) == 1

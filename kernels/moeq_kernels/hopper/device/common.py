@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from triton.experimental import gluon
+from triton.experimental.gluon import constexpr_function
 from triton.experimental.gluon import language as gl
 
 from moeq_kernels.hopper.device import layouts, weights
@@ -25,26 +26,31 @@ def find_item(index, tiles, blocks, TOKENS: gl.constexpr):
 
 
 @gluon.jit
-def zero_words(zero, row, row_words, tile, pair_tiles, WIDE: gl.constexpr):
-    """Zero-point words of one group, spread over lanes as `weights.zero_offsets` takes them.
+def zero_offsets(
+    zero, row, row_words, tile, pair_tiles, WIDE: gl.constexpr, KIND: gl.constexpr = "uint4",
+    HALF: gl.constexpr = False,
+):  # fmt: skip
+    """Zero points of one group as `step_weights` takes them.
 
-    zero: int32 `[rows, row_words]`, 8 words for each tile of 64 columns. tile is this warpgroup's first one.
+    zero: int32 `[rows, row_words]`, 8 words for each tile of 64 columns (8-bit: 16). tile is this warpgroup's first
+    one.
     """
-    layout: gl.constexpr = layouts.zeros(WIDE)
+    layout: gl.constexpr = layouts.zeros(WIDE, KIND)
+    two: gl.constexpr = layout.shape[3]
     pair = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
     within = gl.arange(0, 8 if WIDE else 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
     copies = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))
-    upper = gl.arange(0, 2 if WIDE else 1, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+    upper = gl.arange(0, two, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
     pair = gl.expand_dims(gl.expand_dims(gl.expand_dims(pair, 1), 2), 3)
     within = gl.expand_dims(gl.expand_dims(gl.expand_dims(within, 0), 2), 3)
     copies = gl.expand_dims(gl.expand_dims(gl.expand_dims(copies, 0), 1), 3)
     upper = gl.expand_dims(gl.expand_dims(gl.expand_dims(upper, 0), 1), 2)
-    column = (tile + pair * pair_tiles) * 8 + within + 0 * copies + 0 * upper
+    each = (tile + pair * pair_tiles) * 8 + within + 0 * copies
+    column = 2 * each + upper if KIND == "uint8" else each + 0 * upper
     word = gl.load(zero + row.to(gl.int64) * row_words + column, mask=column < row_words, other=0)
-    if WIDE:
-        return word >> (upper * 8 + 0 * column)
-    else:
-        return word.reshape([2, 16, 4])
+    if WIDE and KIND == "uint4":
+        word = word >> (upper * 8 + 0 * column)
+    return weights.zero_offsets(word, KIND, HALF, WIDE)
 
 
 @gluon.jit
@@ -58,38 +64,30 @@ def step_weights(
     TOKENS: gl.constexpr,
     SCALED: gl.constexpr,
     ZEROS: gl.constexpr,
+    KIND: gl.constexpr = "uint4",
+    HALF: gl.constexpr = False,
 ):
-    """The left operand of 64 rows of k: codes minus zero point, times scale where SCALED, times 2^-21.
+    """The left operand of 64 rows of k: codes minus zero point, times scale where SCALED, over `weights.undo`.
 
-    Scales and zero offsets `[pair, tile and g, (t,) j and h]` of the lower and the upper 32 rows.
+    words: uint8, `layouts.words` of four slabs. Scales (as stored, layout `layouts.scales` without t) and
+    `zero_offsets` of the lower and the upper 32 rows. Scales of KIND e2m1 are e8m0 bytes and always SCALED. HALF:
+    the activations are float16, else bf16.
     """
-    if ZEROS:
-        offset = weights.beside_words(first_zero, second_zero, WIDE)
-        if SCALED:
-            scale = weights.beside_words(weights.spread(first_scale, WIDE), weights.spread(second_scale, WIDE), WIDE)
-            lower, upper = weights.unpack_offset_scaled(words, offset, scale)
-        else:
-            lower, upper = weights.unpack_offset(words, offset)
-    elif SCALED:
-        low1, high1, offset1 = weights.scale_factors(first_scale)
-        low2, high2, offset2 = weights.scale_factors(second_scale)
-        low = weights.beside_words(weights.spread(low1, WIDE), weights.spread(low2, WIDE), WIDE)
-        high = weights.beside_words(weights.spread(high1, WIDE), weights.spread(high2, WIDE), WIDE)
-        offset = weights.beside_words(weights.spread(offset1, WIDE), weights.spread(offset2, WIDE), WIDE)
-        lower, upper = weights.unpack_scaled(words, low, high, offset)
-    else:
-        lower, upper = weights.unpack_plain(words)
-    return weights.as_left_operand(lower, upper, WIDE, TOKENS)
+    return weights.step_operand(
+        words, first_scale, second_scale, first_zero, second_zero, KIND, HALF, WIDE, TOKENS, SCALED, ZEROS
+    )
 
 
 @gluon.jit
-def pair_columns(acc, WIDE: gl.constexpr, TOKENS: gl.constexpr):
-    """Accumulators (rows in map order, TOKENS columns) -> two `[TOKENS, columns]`, one for each half of the pair."""
-    if WIDE:
-        x = acc.reshape([2, 2, 2, 16, TOKENS]).permute([4, 2, 0, 3, 1])  # token, j1, j0, column of 16, pair
-    else:
-        x = acc.reshape([4, 2, 2, 16, TOKENS]).permute([4, 2, 0, 3, 1])  # token, tile, j, column of 16, pair
+def pair_columns(acc, WIDE: gl.constexpr, TOKENS: gl.constexpr, INTERLEAVED: gl.constexpr = False):
+    """Accumulators (rows in map order, TOKENS columns) -> two `[TOKENS, columns]`, one for each half of the pair.
+
+    INTERLEAVED: even and odd columns instead, of the first half's columns and then the second's.
+    """
     columns: gl.constexpr = 64 if WIDE else 128
+    # wide: j0, pair, j1, column of 16, token; narrow: j, pair, tile, column of 16, token
+    x = acc.reshape([2, 2, 2, 16, TOKENS] if WIDE else [4, 2, 2, 16, TOKENS])
+    x = x.permute([4, 1, 2, 0, 3] if INTERLEAVED else [4, 2, 0, 3, 1])
     x = gl.convert_layout(x.reshape([TOKENS, columns, 2]), layouts.output_pair(WIDE, TOKENS))
     first, second = gl.split(x)
     layout: gl.constexpr = layouts.output(WIDE, TOKENS)
@@ -100,26 +98,120 @@ def pair_columns(acc, WIDE: gl.constexpr, TOKENS: gl.constexpr):
 
 
 @gluon.jit
-def swiglu(gate, up):
-    """silu(gate) * up in float32."""
-    return gate / (1.0 + gl.exp(-gate)) * up
+def features(column, second_column, WIDE: gl.constexpr, TOKENS: gl.constexpr, FINISH: gl.constexpr):
+    """Packed columns `[1, n]` of the two results of `pair_columns`, and the columns of out where they belong.
+
+    column and second_column: packed columns where the two halves begin.
+    """
+    layout: gl.constexpr = layouts.output(WIDE, TOKENS)
+    n = gl.expand_dims(gl.arange(0, 64 if WIDE else 128, layout=gl.SliceLayout(0, layout)), 0)
+    if interleaved(FINISH):
+        half: gl.constexpr = 32 if WIDE else 64
+        first = gl.where(n < half, column + 2 * n, second_column + 2 * (n - half))
+        return first, first + 1, first // 2, first // 2
+    else:
+        return column + n, second_column + n, column + n, second_column + n
+
+
+@gluon.jit
+def single_order(column):
+    """Where a column's value lies in Marlin's 32-column order (channel-wise scales, biases)."""
+    inner = column % 32
+    return column - inner + 8 * ((inner % 8) // 2) + 2 * (inner // 8) + inner % 2
+
+
+@gluon.jit
+def affine(value, feature, scale, bias, bias_here, expert, packed, inside):
+    """value * channel scale + bias of packed columns `[1, n]`; scale and bias `[experts, packed]` or None."""
+    place = expert.to(gl.int64) * packed + single_order(feature)
+    if scale is not None:
+        value = value * gl.load(scale + place, mask=inside, other=0.0).to(gl.float32)
+    if bias is not None:
+        value = value + gl.load(bias + place, mask=inside & bias_here, other=0.0).to(gl.float32)
+    return value
+
+
+@constexpr_function
+def gated(finish):
+    """Whether two results make one."""
+    return finish.gated
+
+
+@constexpr_function
+def interleaved(finish):
+    """Whether gate and up are neighbouring columns."""
+    return finish.interleaved
+
+
+@constexpr_function
+def activation(finish):
+    """Its name."""
+    return finish.activation
+
+
+@constexpr_function
+def constant(finish, name):
+    """alpha, beta or limit."""
+    return getattr(finish, name)
+
+
+@gluon.jit
+def activate(value, NAME: gl.constexpr):
+    """The activation of one result, in float32."""
+    gl.static_assert(NAME == "silu" or NAME == "gelu" or NAME == "gelu_tanh" or NAME == "relu2", "unknown activation")
+    if NAME == "silu":
+        return value / (1.0 + gl.exp(-value))
+    elif NAME == "gelu":
+        return 0.5 * value * (1.0 + gl.erf(value * 0.7071067811865476))
+    elif NAME == "gelu_tanh":
+        inner = 0.7978845608028654 * (value + 0.044715 * value * value * value)
+        return value / (1.0 + gl.exp(-2.0 * inner))  # 0.5 * (1 + tanh(z)) == sigmoid(2 z)
+    else:
+        positive = gl.maximum(value, 0.0)
+        return positive * positive
+
+
+@gluon.jit
+def activate_gated(gate, up, FINISH: gl.constexpr):
+    """activation(gate) * up in float32; NaN passes through the clamps as in `torch.clamp`."""
+    limit: gl.constexpr = constant(FINISH, "limit")
+    if limit > 0:
+        gate = gl.where(gate > limit, limit, gate)
+        up = gl.where(up > limit, limit, gl.where(up < -limit, -limit, up))
+    if activation(FINISH) == "swiglu_oai":
+        return gate / (1.0 + gl.exp(-constant(FINISH, "alpha") * gate)) * (up + constant(FINISH, "beta"))
+    else:
+        return activate(gate, activation(FINISH)) * up
 
 
 @gluon.jit
 def store_pair(
-    first, second, out, row, end_row, column, second_column, columns, stride, GATED: gl.constexpr, WIDE: gl.constexpr,
-    TOKENS: gl.constexpr,
+    first, second, out, row, end_row, column, second_column, columns, stride, scale, bias, bias_here, expert,
+    packed, FINISH: gl.constexpr, WIDE: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
-    """Stores rows `row ..` before end_row: SwiGLU of both halves, or the halves at their own columns."""
+    """Finishes both results of `pair_columns` and stores rows `row ..` before end_row.
+
+    column, second_column: packed columns where the halves begin; columns: of out. scale, bias: `[experts, packed]` in
+    Marlin's 32-column order, or None; bias_here: whether this share of k adds the biases.
+    """
     layout: gl.constexpr = layouts.output(WIDE, TOKENS)
     t = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, layout)), 1)
-    n = gl.expand_dims(gl.arange(0, 64 if WIDE else 128, layout=gl.SliceLayout(0, layout)), 0)
+    feature, second_feature, at, second_at = features(column, second_column, WIDE, TOKENS, FINISH)
     target = out + (row + t).to(gl.int64) * stride
     inside = row + t < end_row
-    if GATED:
-        value = swiglu(first, second).to(out.dtype.element_ty)
-        gl.store(target + column + n, value, mask=inside & (column + n < columns))
+    below = at < columns
+    second_below = below
+    if not gated(FINISH):
+        second_below = second_at < columns
+    first = affine(first, feature, scale, bias, bias_here, expert, packed, below)
+    second = affine(second, second_feature, scale, bias, bias_here, expert, packed, second_below)
+    kind: gl.constexpr = out.dtype.element_ty
+    if gated(FINISH):
+        value = activate_gated(first, second, FINISH)
+        gl.store(target + at, value.to(kind), mask=inside & below)
     else:
-        kind: gl.constexpr = out.dtype.element_ty
-        gl.store(target + column + n, first.to(kind), mask=inside & (column + n < columns))
-        gl.store(target + second_column + n, second.to(kind), mask=inside & (second_column + n < columns))
+        if activation(FINISH) != "none":
+            first = activate(first, activation(FINISH))
+            second = activate(second, activation(FINISH))
+        gl.store(target + at, first.to(kind), mask=inside & below)
+        gl.store(target + second_at, second.to(kind), mask=inside & second_below)

@@ -1,18 +1,18 @@
 """Register and shared-memory layouts of the Hopper kernels, as functions that device code can call with constants.
 
 A product is computed transposed, Y^T = W^T X^T, so that weights are wgmma's left operand and can come from registers.
-One Marlin int4 word of a lane holds the four registers of that lane's m64k16 fragment for 16 columns of the weight
-matrix, if output rows are taken in a suitable order; the orders are called maps:
+One Marlin 4-bit word of a lane holds the four registers of that lane's m64k16 fragment for 16 columns of the weight
+matrix (two 8-bit words do), if output rows are taken in a suitable order; the orders are called maps:
 
-map A ("narrow" kernels), one warpgroup, 256 output rows: warp w reads column tile w (64 columns), 16 bytes a lane;
+map A ("narrow" kernels), one warpgroup, 256 output rows: warp w reads column tile w (64 columns), all of a lane;
     row = 64 j + 16 tile + 8 h + g.
-map B ("wide" kernels), 128 output rows for each warpgroup: warp w reads words j = 2 (w % 2) + {0, 1} of tile w // 2,
-    8 bytes a lane; row = 64 j0 + 32 tile + 16 j1 + 8 h + g.
+map B ("wide" kernels), 128 output rows for each warpgroup: warp w reads words j = 2 (w % 2) + {0, 1} of tile w // 2;
+    row = 64 j0 + 32 tile + 16 j1 + 8 h + g.
 
-Here a lane is 4 g + t, j = 2 j1 + j0 the word's number and h the upper half of its 16 columns, so that the column is
-64 tile + 16 j + 8 h + g. In both maps the upper tiles hold the second of two column ranges ("pair"): for gate-up
-weights gate is first and up is second. Registers follow the PTX definition of wgmma's register fragments, words
-vLLM's `gptq_marlin_repack` (0.33.0).
+Here a lane is 4 g + t, j = 2 j1 + j0 the word's number and h the upper half of its 16 columns (8-bit: a second word),
+so that the column is 64 tile + 16 j + 8 h + g. In both maps the upper tiles hold the second of two column ranges
+("pair"): for gate-up weights gate is first and up is second. Registers follow the PTX definition of wgmma's register
+fragments, words vLLM's `gptq_marlin_repack` (0.33.0).
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def word_buffer():
 
 
 @constexpr_function
-def scale_buffer():
-    """Shared memory for scales `[1, columns]`."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)
+def scale_buffer(bits):
+    """Shared memory for scales `[groups, columns]` of that many bits each."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=bits, rank=2)
 
 
 @constexpr_function
@@ -63,17 +63,37 @@ def token_buffer():
 
 
 @constexpr_function
-def words(wide, slabs):
-    """Bytes `[pair, slabs, tiles * 512]` of packed words (slab: 16 rows of k), in the registers of their lanes."""
+def groups_of(step, group):
+    """Rows of scales that a step of k needs."""
+    return step // group if 0 < group < step else 1
+
+
+@constexpr_function
+def tile_bytes(kind):
+    """Bytes of the words of a slab (16 rows of k) and a tile (64 columns)."""
+    return 1024 if kind == "uint8" else 512
+
+
+@constexpr_function
+def words_shape(wide, slabs, kind):
+    """Shape of `words`: pair, slabs, bytes of this warpgroup's tiles of one half."""
+    return [2, slabs, tile_bytes(kind) * (1 if wide else 2)]
+
+
+@constexpr_function
+def words(wide, slabs, kind):
+    """Bytes of packed words, in the registers of their lanes; shape as in `words_shape`."""
+    tile = tile_bytes(kind)
+    lane = tile // 32
     slab = [[0, 1 << bit, 0] for bit in range(slabs.bit_length() - 1)]
-    own = [[0, 0, 1], [0, 0, 2], [0, 0, 4]] + ([] if wide else [[0, 0, 8]])
-    warps = [[0, 0, 8], [1, 0, 0]] if wide else [[0, 0, 512], [1, 0, 0]]
+    own = [[0, 0, 1 << bit] for bit in range((lane // 2 if wide else lane).bit_length() - 1)]
+    warps = [[0, 0, lane // 2 if wide else tile], [1, 0, 0]]
     return gl.DistributedLinearLayout(
         reg_bases=own + slab,
-        lane_bases=_lanes(16, 2, 3),
+        lane_bases=_lanes(lane, 2, 3),
         warp_bases=warps,
         block_bases=[],
-        shape=[2, slabs, 512 if wide else 1024],
+        shape=words_shape(wide, slabs, kind),
     )
 
 
@@ -92,14 +112,15 @@ def scales(wide):
 
 
 @constexpr_function
-def zeros(wide):
-    """`[pair, tile and g, t, j1]`: the zero-point word of each lane; narrow kernels need all j, so have one j1."""
+def zeros(wide, kind):
+    """`[pair, tile and g, t, j1]`: each lane's zero-point words; narrow 4-bit ones hold all j, so there is one j1."""
+    both = kind == "uint8" and not wide
     return gl.DistributedLinearLayout(
-        reg_bases=[],
+        reg_bases=[[0, 0, 0, 1]] if both else [],
         lane_bases=[[0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]],
         warp_bases=[[0, 0, 0, 1], [1, 0, 0, 0]] if wide else [[0, 8, 0, 0], [1, 0, 0, 0]],
         block_bases=[],
-        shape=[2, 8 if wide else 16, 4, 2 if wide else 1],
+        shape=[2, 8 if wide else 16, 4, 2 if wide or both else 1],
     )
 
 

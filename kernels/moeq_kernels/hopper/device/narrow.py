@@ -18,64 +18,63 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from moeq_kernels.hopper.compat import barrier, reinterpret, tma_load
 from moeq_kernels.hopper.device import common, layouts, weights
 
-#: Rows of k in one step.
-STEP = gl.constexpr(128)
-
 
 @gluon.jit
 def _load_weights(step, last, stage, w_desc, s_desc, w_buf, s_buf, ready, w_row, s_row, tile, pair_tiles,
-                  TOKENS: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+                  TOKENS: gl.constexpr, STEP: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constexpr):  # fmt: skip
     """Starts the copies of a step's words and scales, if there is such a step."""
-    groups: gl.constexpr = STEP // GROUP
+    groups: gl.constexpr = layouts.groups_of(STEP, GROUP) if GROUP else 0
+    scale_bytes: gl.constexpr = 2 * groups * 128 * s_desc.dtype.primitive_bitwidth // 8
     bar = ready.index(stage)
     some = step < last
-    mbarrier.expect(bar, 2 * 8 * 2 * 512 + 2 * groups * 256 + TOKENS * STEP * 2, pred=some)
-    tma_load(w_desc, [w_row + step * 8, tile, 0], bar, w_buf.index(2 * stage), pred=some)
-    tma_load(w_desc, [w_row + step * 8, tile + pair_tiles, 0], bar, w_buf.index(2 * stage + 1), pred=some)
-    for g in gl.static_range(groups):
-        at = s_row + step * groups + g
-        slot = (stage * groups + g) * 2
-        tma_load(s_desc, [at, tile * 64], bar, s_buf.index(slot), pred=some)
-        tma_load(s_desc, [at, (tile + pair_tiles) * 64], bar, s_buf.index(slot + 1), pred=some)
+    slabs: gl.constexpr = STEP // 16
+    mbarrier.expect(bar, 2 * slabs * 2 * layouts.tile_bytes(KIND) + scale_bytes + TOKENS * STEP * 2, pred=some)
+    tma_load(w_desc, [w_row + step * slabs, tile, 0], bar, w_buf.index(2 * stage), pred=some)
+    tma_load(w_desc, [w_row + step * slabs, tile + pair_tiles, 0], bar, w_buf.index(2 * stage + 1), pred=some)
+    if GROUP:
+        at = s_row + (step * STEP) // GROUP
+        tma_load(s_desc, [at, tile * 64], bar, s_buf.index(2 * stage), pred=some)
+        tma_load(s_desc, [at, (tile + pair_tiles) * 64], bar, s_buf.index(2 * stage + 1), pred=some)
 
 
 @gluon.jit
-def _load_tokens(step, last, stage, x_desc, x_buf, ready, row):
+def _load_tokens(step, last, stage, x_desc, x_buf, ready, row, STEP: gl.constexpr):
     """Starts the copies of a step's tokens."""
     bar = ready.index(stage)
     some = step < last
-    tma_load(x_desc, [row, step * STEP], bar, x_buf.index(2 * stage), pred=some)
-    tma_load(x_desc, [row, step * STEP + 64], bar, x_buf.index(2 * stage + 1), pred=some)
+    for half in gl.static_range(STEP // 64):
+        tma_load(x_desc, [row, step * STEP + 64 * half], bar, x_buf.index(STEP // 64 * stage + half), pred=some)
 
 
 @gluon.jit
-def _zero_offsets(zero, row, zero_words, tile, pair_tiles):
-    word = common.zero_words(zero, row, zero_words, tile, pair_tiles, False)
-    return weights.zero_offsets(word, False)
-
-
-@gluon.jit
-def _half_step(acc, part, words, x, s_view, stage, zero, z_row, zero_words, tile, pair_tiles, SUB: gl.constexpr,
-               TOKENS: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, AFTER: gl.constexpr):  # fmt: skip
-    """Multiplies 64 rows of k, the SUB-th of a step."""
-    first: gl.constexpr = SUB * 64 // GROUP
-    second: gl.constexpr = (SUB * 64 + 32) // GROUP
+def _half_step(acc, part, words, x, scales, zero, z_row, zero_words, tile, pair_tiles, k, SUB: gl.constexpr,
+               TOKENS: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, AFTER: gl.constexpr,
+               KIND: gl.constexpr):  # fmt: skip
+    """Multiplies 64 rows of k, the SUB-th of a step that begins at row k."""
+    HALF: gl.constexpr = x.dtype == gl.float16
+    first: gl.constexpr = SUB * 64 // GROUP if GROUP else 0
+    second: gl.constexpr = (SUB * 64 + 32) // GROUP if GROUP else 0
     layout: gl.constexpr = gl.SliceLayout(2, layouts.scales(False))
-    words = words.slice(4 * SUB, 4, dim=1).load(layouts.words(False, 4))
-    slot = stage * (STEP // GROUP)
-    scale1 = s_view.index(slot + first).load(layout)
-    scale2 = scale1
-    if first != second:
-        scale2 = s_view.index(slot + second).load(layout)
+    words = words.slice(4 * SUB, 4, dim=1).load(layouts.words(False, 4, KIND))
+    scale1 = 0
+    scale2 = 0
+    if GROUP:
+        scale1 = scales.slice(first * 16, 16, dim=1).load(layout)
+        scale2 = scale1
+        if first != second:
+            scale2 = scales.slice(second * 16, 16, dim=1).load(layout)
     zero1 = 0
     zero2 = 0
     if ZEROS:
-        zero1 = _zero_offsets(zero, z_row + first, zero_words, tile, pair_tiles)
+        if GROUP:
+            z_row += k // GROUP
+        zero1 = common.zero_offsets(zero, z_row + first, zero_words, tile, pair_tiles, False, KIND, HALF)
         zero2 = zero1
         if first != second:
-            zero2 = _zero_offsets(zero, z_row + second, zero_words, tile, pair_tiles)
-    a = common.step_weights(words, scale1, scale2, zero1, zero2, False, TOKENS, not AFTER, ZEROS)
-    if AFTER:
+            zero2 = common.zero_offsets(zero, z_row + second, zero_words, tile, pair_tiles, False, KIND, HALF)
+    scaled: gl.constexpr = GROUP > 0 and not AFTER
+    a = common.step_weights(words, scale1, scale2, zero1, zero2, False, TOKENS, scaled, ZEROS, KIND, HALF)
+    if GROUP > 0 and AFTER:
         opens: gl.constexpr = SUB * 64 % GROUP == 0
         closes: gl.constexpr = (SUB + 1) * 64 % GROUP == 0
         part = warpgroup_mma(a, x.permute((1, 0)), part, use_acc=not opens, is_async=True)
@@ -108,44 +107,57 @@ def expert_product_narrow(
     stride,
     rows,
     zero_words,
+    scale,
+    bias,
+    packed,
     TOKENS: gl.constexpr,
+    STEP: gl.constexpr,
     STAGES: gl.constexpr,
     GROUP: gl.constexpr,
     ZEROS: gl.constexpr,
-    GATED: gl.constexpr,
+    KIND: gl.constexpr,
+    FINISH: gl.constexpr,
     SPLITS: gl.constexpr,
     AFTER: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """out[row] = x[row] @ W[expert of row].T, or SwiGLU of its halves.
+    """out[row] = finish(x[row] @ W[expert of row].T), see `finish.Finish`.
 
     Args:
-        w_desc: int32 words `[E * slabs, N / 64, 128]`, block `[8, 2, 128]`.
-        x_desc: bf16 `[rows, K]` sorted by expert, block `[TOKENS, 64]`.
-        s_desc: bf16 scales `[E * groups, N]`, block `[1, 128]`.
+        w_desc: int32 words `[E * slabs, N / 64, 128]` (8-bit codes: 256), block `[STEP / 16, 2, ..]`.
+        x_desc: bf16 or float16 `[rows, K]` sorted by expert, block `[TOKENS, 64]`.
+        s_desc: scales `[E * groups, N]`, block `[groups of a step, 128]`; not read where GROUP is 0.
         zero: int32 `[E * groups, zero_words]`, read where ZEROS.
-        out: `[rows, ..]` with `stride`; without GATED `[SPLITS, rows, ..]`.
+        out: `[rows, ..]` with `stride`; for a down product `[SPLITS, rows, ..]`.
         partial: fp32 `[SPLITS, rows, 2 * columns]` and arrived: int32 zeros, one for each tile and block of columns;
-            used where GATED and SPLITS > 1: the last program of a split to arrive adds all parts, in order.
+            used where FINISH is gated and SPLITS > 1: the last program of a split to arrive adds all parts, in order.
         tiles: int32 `[T, 8]`: expert (-1: nothing to do), first row, end row of the expert.
-        steps: of 128 rows of k; SPLITS: how many programs share them.
+        steps: of STEP rows of k (64 or 128); SPLITS: how many programs share them.
         pair_tiles: distance, in tiles of 64 columns, of the second half of a program's columns from the first.
-        columns: of each half where GATED, else of all.
+        columns: of out.
+        scale, bias: `[E, packed]`, one for each output feature, or None.
+        GROUP: rows of k that share a scale; 0 for one scale for each output feature.
         AFTER: scales multiply float32 sums of a group, else they are folded into the weights.
         DEPENDENT: launched while the kernel before it still runs.
     """
     block = gl.program_id(0) // SPLITS
     split = gl.program_id(0) % SPLITS
     entry = tiles + gl.program_id(1) * 8
-    groups_step: gl.constexpr = STEP // GROUP
+    groups_step: gl.constexpr = layouts.groups_of(STEP, GROUP)
+    SLABS: gl.constexpr = STEP // 16
+    BYTES: gl.constexpr = layouts.tile_bytes(KIND)
+    GATED: gl.constexpr = common.gated(FINISH)
+    FIRST: gl.constexpr = common.activation(FINISH) != "none"
+    UNDO: gl.constexpr = weights.undo(KIND, x_desc.dtype == gl.float16, GROUP > 0 and not AFTER)
 
-    w_buf = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 8, 2, 128], layouts.word_buffer())
-    x_buf = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2, TOKENS, 64], layouts.token_buffer())
-    s_buf = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2 * groups_step, 1, 128], layouts.scale_buffer())
+    w_buf = gl.allocate_shared_memory(gl.int32, [STAGES * 2, SLABS, 2, BYTES // 4], layouts.word_buffer())
+    x_buf = gl.allocate_shared_memory(x_desc.dtype, [STAGES * SLABS // 4, TOKENS, 64], layouts.token_buffer())
+    s_layout: gl.constexpr = layouts.scale_buffer(s_desc.dtype.primitive_bitwidth)
+    s_buf = gl.allocate_shared_memory(s_desc.dtype, [STAGES * 2, groups_step, 128], s_layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    w_view = reinterpret(w_buf, gl.uint8, [STAGES, 2, 8, 1024], layouts.plain_shared())
-    s_view = reinterpret(s_buf, gl.bfloat16, [STAGES * groups_step, 2, 16, 8], layouts.plain_shared())
-    if DEPENDENT and GATED:
+    w_view = reinterpret(w_buf, gl.uint8, [STAGES, 2, SLABS, 2 * BYTES], layouts.plain_shared())
+    s_view = reinterpret(s_buf, s_desc.dtype, [STAGES, 2, groups_step * 16, 8], layouts.plain_shared())
+    if DEPENDENT and FIRST:
         gdc_wait()  # the tiles come from the kernel right before
     expert = gl.load(entry)
     if expert >= 0:
@@ -155,55 +167,64 @@ def expert_product_narrow(
         barrier()
         row = gl.load(entry + 1)
         end_row = gl.load(entry + 2)
-        tile = block * (2 if GATED else 4)
+        tile = block * (2 if GATED and not common.interleaved(FINISH) else 4)
         each = (steps + SPLITS - 1) // SPLITS
         first = split * each
-        count = gl.minimum(each, steps - first)
-        w_row = expert * slabs + first * 8
-        s_row = expert * groups + first * groups_step
+        last = gl.minimum(first + each, steps)
+        w_row = expert * slabs
+        s_row = expert * groups
         for i in gl.static_range(STAGES):
             _load_weights(
-                i, count, i, w_desc, s_desc, w_buf, s_buf, ready, w_row, s_row, tile, pair_tiles, TOKENS, GROUP
-            )
-        if DEPENDENT and not GATED:
+                first + i, last, i, w_desc, s_desc, w_buf, s_buf, ready, w_row, s_row, tile, pair_tiles, TOKENS, STEP,
+                GROUP, KIND,
+            )  # fmt: skip
+        if DEPENDENT and not FIRST:
             gdc_wait()
         for i in gl.static_range(STAGES):
-            _load_tokens(i + first, count + first, i, x_desc, x_buf, ready, row)
+            _load_tokens(first + i, last, i, x_desc, x_buf, ready, row, STEP)
         if DEPENDENT:
             gdc_launch_dependents()
 
         acc_layout: gl.constexpr = layouts.accumulator(TOKENS)
         acc = gl.zeros([256, TOKENS], gl.float32, acc_layout)
         part = acc
-        for i in range(count):
+        for i in range(last - first):
             stage = i % STAGES
+            step = first + i
             mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
-            for sub in gl.static_range(2):
+            for sub in gl.static_range(STEP // 64):
                 acc, part = _half_step(
-                    acc, part, w_view.index(stage), x_buf.index(2 * stage + sub), s_view, stage, zero,
-                    s_row + i * groups_step, zero_words, tile, pair_tiles, sub, TOKENS, GROUP, ZEROS, AFTER,
+                    acc, part, w_view.index(stage), x_buf.index(STEP // 64 * stage + sub), s_view.index(stage), zero,
+                    s_row, zero_words, tile, pair_tiles, step * STEP, sub, TOKENS, GROUP, ZEROS, AFTER, KIND,
                 )  # fmt: skip
             barrier()
-            ahead = i + STAGES
+            ahead = step + STAGES
             _load_weights(
-                ahead, count, stage, w_desc, s_desc, w_buf, s_buf, ready, w_row, s_row, tile, pair_tiles, TOKENS, GROUP
-            )
-            _load_tokens(ahead + first, count + first, stage, x_desc, x_buf, ready, row)
+                ahead, last, stage, w_desc, s_desc, w_buf, s_buf, ready, w_row, s_row, tile, pair_tiles, TOKENS, STEP,
+                GROUP, KIND,
+            )  # fmt: skip
+            _load_tokens(ahead, last, stage, x_desc, x_buf, ready, row, STEP)
 
-        one, two = common.pair_columns(acc * weights.UNDO, False, TOKENS)
+        one, two = common.pair_columns(acc * UNDO, False, TOKENS, common.interleaved(FINISH))
         column = tile * 64
         second = (tile + pair_tiles) * 64
         if not GATED:
             base = out + (split * rows).to(gl.int64) * stride
-            common.store_pair(one, two, base, row, end_row, column, second, columns, stride, False, False, TOKENS)
+            common.store_pair(
+                one, two, base, row, end_row, column, second, columns, stride, scale, bias, split == 0, expert, packed,
+                FINISH, False, TOKENS,
+            )  # fmt: skip
         elif SPLITS == 1:
-            common.store_pair(one, two, out, row, end_row, column, second, columns, stride, True, False, TOKENS)
+            common.store_pair(
+                one, two, out, row, end_row, column, second, columns, stride, scale, bias, True, expert, packed,
+                FINISH, False, TOKENS,
+            )  # fmt: skip
         else:
             layout: gl.constexpr = layouts.output(False, TOKENS)
             t = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, layout)), 1)
-            n = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, layout)), 0)
-            inside = (row + t < end_row) & (column + n < columns)
-            place = partial + (row + t).to(gl.int64) * (2 * columns) + column + n
+            _, _, at, _ = common.features(column, second, False, TOKENS, FINISH)
+            inside = (row + t < end_row) & (at < columns)
+            place = partial + (row + t).to(gl.int64) * (2 * columns) + at
             size = (row * 0 + rows).to(gl.int64) * (2 * columns)
             gl.store(place + split * size, one, mask=inside)
             gl.store(place + split * size + columns, two, mask=inside)
@@ -216,4 +237,7 @@ def expert_product_narrow(
                 for other in gl.static_range(SPLITS):
                     one += gl.load(place + other * size, mask=inside, other=0.0, cache_modifier=".cg")
                     two += gl.load(place + other * size + columns, mask=inside, other=0.0, cache_modifier=".cg")
-                common.store_pair(one, two, out, row, end_row, column, second, columns, stride, True, False, TOKENS)
+                common.store_pair(
+                    one, two, out, row, end_row, column, second, columns, stride, scale, bias, True, expert, packed,
+                    FINISH, False, TOKENS,
+                )  # fmt: skip

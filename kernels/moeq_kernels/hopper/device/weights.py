@@ -1,204 +1,202 @@
 """From packed words and scales to wgmma's left operand, without moving a value between lanes.
 
-A 4-bit code v that stands in the lowest bits of a bf16 is the denormal v * 2^-133, in the next four bits
-v * 2^-129 (linear even where a code's top bit reaches the exponent field). One fused multiply-add turns it into
-(v - zero) * scale * 2^-21, rounded once: bit for bit the rounded product of the two, times 2^-21. Scales up to 2^15
-fit. The kernels multiply results by 2^21 at the end.
+`recipes` has the arithmetic. Weights come out as multiples of a power of two that `undo` names; the kernels multiply
+results by it at the end. KIND is `uint4`, `uint8` or `e2m1`, HALF says float16 instead of bf16.
+
+Values of a lane's columns, `[pair, tile and g, t, j and h]`, are in `layouts.scales`; stored scales lack the axis t.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
+from triton.experimental.gluon import constexpr_function
 from triton.experimental.gluon import language as gl
 
-from moeq_kernels.hopper.device import layouts
+from moeq_kernels.hopper.device import layouts, recipes
 
-#: What undoes the factor of the dequantised weights.
-UNDO = gl.constexpr(2097152.0)
+
+@constexpr_function
+def undo(kind, half, scaled):
+    """What makes up for the power of two in the weights; scaled: whether they carry their group's scales."""
+    if kind == "e2m1":
+        return float(2**recipes.E2M1_SHIFT)
+    return float(2**21 if not half else 1 if scaled else 2**9)
 
 
 @gluon.jit
-def unpack_plain(words):
-    """(v - 8) * 2^-21 of symmetric codes. words: uint8, four bytes a word. Returns rows k and rows k + 8."""
-    return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 s8, a0, a1, a2, a3, lm, hm, c;
-        shr.u32 s8, $4, 8;
-        and.b32 a0, $4, 0x000f000f;
-        and.b32 a1, s8, 0x000f000f;
-        and.b32 a2, $4, 0x00f000f0;
-        and.b32 a3, s8, 0x00f000f0;
-        mov.b32 lm, 0x77807780;
-        mov.b32 hm, 0x75807580;
-        mov.b32 c, 0xb680b680;
-        fma.rn.bf16x2 $0, a0, lm, c;
-        fma.rn.bf16x2 $1, a1, lm, c;
-        fma.rn.bf16x2 $2, a2, hm, c;
-        fma.rn.bf16x2 $3, a3, hm, c;
-        }
-        """,
-        constraints="=&r,=&r,=&r,=&r,r",
-        args=[words],
-        dtype=(gl.bfloat16, gl.bfloat16),
-        is_pure=True,
-        pack=4,
+def step_operand(
+    words, first_scale, second_scale, first_zero, second_zero, KIND: gl.constexpr, HALF: gl.constexpr,
+    WIDE: gl.constexpr, TOKENS: gl.constexpr, SCALED: gl.constexpr, ZEROS: gl.constexpr,
+):  # fmt: skip
+    """The left operand of 64 rows of k: codes minus zero point, times scale where SCALED, over `undo`.
+
+    words: uint8, `layouts.words` of four slabs. Scales (as stored) and `zero_offsets` of the lower and the upper 32
+    rows.
+    """
+    if KIND == "e2m1":
+        operands = (words, _beside_powers(first_scale, second_scale, WIDE))
+        weights = _unpack(operands, KIND, HALF, "power")
+    elif not SCALED:
+        if ZEROS:
+            weights = _unpack((words, _beside(first_zero, second_zero, KIND, WIDE)), KIND, HALF, "offset")
+        else:
+            weights = _unpack((words,), KIND, HALF, "plain")
+    elif ZEROS:
+        zero = _beside(first_zero, second_zero, KIND, WIDE)
+        if first_scale.dtype == gl.float16 and not HALF:
+            high, low = _beside_parts(first_scale, second_scale, KIND, WIDE)
+            weights = _unpack((words, zero, high, low), KIND, HALF, "offset split")
+        else:
+            scale = _beside_plain(first_scale, second_scale, KIND, HALF, WIDE)
+            weights = _unpack((words, zero, scale), KIND, HALF, "offset scaled")
+    elif HALF:
+        weights = _unpack((words, _beside_plain(first_scale, second_scale, KIND, HALF, WIDE)), KIND, HALF, "scaled")
+    elif first_scale.dtype == gl.float16:
+        high, low = _beside_parts(first_scale, second_scale, KIND, WIDE)
+        weights = _unpack((words, high, low), KIND, HALF, "split")
+    else:
+        low1, high1, zero1 = _folded(first_scale, KIND)
+        low2, high2, zero2 = _folded(second_scale, KIND)
+        low = _beside_spread(low1, low2, KIND, WIDE)
+        high = _beside_spread(high1, high2, KIND, WIDE)
+        weights = _unpack((words, low, high, _beside_spread(zero1, zero2, KIND, WIDE)), KIND, HALF, "folded")
+    return _as_left_operand(weights, KIND, WIDE, TOKENS)
+
+
+@gluon.jit
+def zero_offsets(word, KIND: gl.constexpr, HALF: gl.constexpr, WIDE: gl.constexpr):
+    """-z of a lane's columns, in the scale of unscaled weights.
+
+    word: int32 `[pair, tile and g, t, words]`, the one zero-point word of a lane (wide 4-bit: shifted so that fields
+    j0 = 0, h = 0 are lowest; wide 8-bit: that of its j1), or its two (narrow 8-bit: by j1).
+    """
+    if KIND == "uint8":
+        fields = gl.join(word, word >> 8)  # .., j0
+        fields = gl.join(fields, fields >> 16) & 255  # .., j0, h
+    else:
+        fields = gl.join(word, word >> 4)
+        if not WIDE:
+            fields = gl.join(fields, fields >> 8).permute([0, 1, 2, 3, 5, 4])
+        fields = gl.join(fields, fields >> 16) & 15  # .., j1, j0, h
+    one: gl.constexpr = -1.0 / undo("uint4", HALF, False)
+    values = (fields.to(gl.float32) * one).to(gl.float16 if HALF else gl.bfloat16)
+    return gl.convert_layout(values.reshape([2, 8 if WIDE else 16, 4, 8]), layouts.scales(WIDE), assert_trivial=True)
+
+
+@gluon.jit
+def _unpack(operands, KIND: gl.constexpr, HALF: gl.constexpr, HOW: gl.constexpr):
+    """Runs a recipe on (words, ..). The last axis gets twice as long: k and k + 8, or for 8-bit codes stays."""
+    text: gl.constexpr = recipes.dequantize(KIND, HALF, HOW)
+    constraints: gl.constexpr = recipes.constraints(KIND, HOW)
+    if KIND == "uint8" and HALF:
+        return gl.inline_asm_elementwise(text, constraints, operands, gl.float16, True, 4)
+    elif KIND == "uint8":
+        return gl.inline_asm_elementwise(text, constraints, operands, gl.bfloat16, True, 4)
+    elif HALF:
+        lower, upper = gl.inline_asm_elementwise(text, constraints, operands, (gl.float16, gl.float16), True, 4)
+        return gl.join(lower, upper)
+    else:
+        lower, upper = gl.inline_asm_elementwise(text, constraints, operands, (gl.bfloat16, gl.bfloat16), True, 4)
+        return gl.join(lower, upper)
+
+
+@gluon.jit
+def _folded(scale, KIND: gl.constexpr):
+    """Factors of codes in the lowest and in the next four bits, and the zero point, for bf16 scales."""
+    low, high, zero4, zero8 = gl.inline_asm_elementwise(
+        recipes.scale_factors(),
+        "=&r,=&r,=&r,=&r,r",
+        (scale,),
+        (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+        True,
+        2,
     )
+    if KIND == "uint8":
+        zero4 = zero8
+    return low, high, zero4
 
 
 @gluon.jit
-def unpack_scaled(words, low, high, offset):
-    """(v - 8) * s * 2^-21, from s * 2^112, s * 2^108 and -s * 2^-18 beside each column's codes."""
-    return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 s8, a0, a1, a2, a3;
-        shr.u32 s8, $4, 8;
-        and.b32 a0, $4, 0x000f000f;
-        and.b32 a1, s8, 0x000f000f;
-        and.b32 a2, $4, 0x00f000f0;
-        and.b32 a3, s8, 0x00f000f0;
-        fma.rn.bf16x2 $0, a0, $5, $9;
-        fma.rn.bf16x2 $1, a1, $6, $10;
-        fma.rn.bf16x2 $2, a2, $7, $9;
-        fma.rn.bf16x2 $3, a3, $8, $10;
-        }
-        """,
-        constraints="=&r,=&r,=&r,=&r,r,r,r,r,r,r,r",
-        args=[words, low, high, offset],
-        dtype=(gl.bfloat16, gl.bfloat16),
-        is_pure=True,
-        pack=4,
-    )
-
-
-@gluon.jit
-def unpack_offset(words, offset):
-    """(v - z) * 2^-21, exactly, from -z * 2^-21 beside each column's codes."""
-    return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 s8, a0, a1, a2, a3, lm, hm;
-        shr.u32 s8, $4, 8;
-        and.b32 a0, $4, 0x000f000f;
-        and.b32 a1, s8, 0x000f000f;
-        and.b32 a2, $4, 0x00f000f0;
-        and.b32 a3, s8, 0x00f000f0;
-        mov.b32 lm, 0x77807780;
-        mov.b32 hm, 0x75807580;
-        fma.rn.bf16x2 $0, a0, lm, $5;
-        fma.rn.bf16x2 $1, a1, lm, $6;
-        fma.rn.bf16x2 $2, a2, hm, $5;
-        fma.rn.bf16x2 $3, a3, hm, $6;
-        }
-        """,
-        constraints="=&r,=&r,=&r,=&r,r,r,r",
-        args=[words, offset],
-        dtype=(gl.bfloat16, gl.bfloat16),
-        is_pure=True,
-        pack=4,
-    )
-
-
-@gluon.jit
-def unpack_offset_scaled(words, offset, scale):
-    """(v - z) * s * 2^-21: the exact difference, then one rounded product."""
-    return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 s8, a0, a1, a2, a3, lm, hm;
-        shr.u32 s8, $4, 8;
-        and.b32 a0, $4, 0x000f000f;
-        and.b32 a1, s8, 0x000f000f;
-        and.b32 a2, $4, 0x00f000f0;
-        and.b32 a3, s8, 0x00f000f0;
-        mov.b32 lm, 0x77807780;
-        mov.b32 hm, 0x75807580;
-        fma.rn.bf16x2 a0, a0, lm, $5;
-        fma.rn.bf16x2 a1, a1, lm, $6;
-        fma.rn.bf16x2 a2, a2, hm, $5;
-        fma.rn.bf16x2 a3, a3, hm, $6;
-        mul.bf16x2 $0, a0, $7;
-        mul.bf16x2 $1, a1, $8;
-        mul.bf16x2 $2, a2, $7;
-        mul.bf16x2 $3, a3, $8;
-        }
-        """,
-        constraints="=&r,=&r,=&r,=&r,r,r,r,r,r",
-        args=[words, offset, scale],
-        dtype=(gl.bfloat16, gl.bfloat16),
-        is_pure=True,
-        pack=4,
-    )
-
-
-@gluon.jit
-def scale_factors(scale):
-    """s * 2^112, s * 2^108 and -s * 2^-18 of bf16 scales (pairs of neighbouring registers)."""
-    return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 lm, hm, c;
-        mov.b32 lm, 0x77807780;
-        mov.b32 hm, 0x75807580;
-        mov.b32 c, 0xb680b680;
-        mul.bf16x2 $0, $3, lm;
-        mul.bf16x2 $1, $3, hm;
-        mul.bf16x2 $2, $3, c;
-        }
-        """,
-        constraints="=&r,=&r,=&r,r",
-        args=[scale],
-        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@gluon.jit
-def spread(scale, WIDE: gl.constexpr):
-    """`[pair, tile and g, j and h]` -> `[pair, tile and g, t, j and h]`: the same value for all t."""
+def _spread(value, WIDE: gl.constexpr):
+    """Adds the axis t: the same value for all t."""
     layout: gl.constexpr = layouts.scales(WIDE)
     shape: gl.constexpr = [2, 8 if WIDE else 16, 4, 8]
-    full, _ = gl.broadcast(gl.expand_dims(scale, 2), gl.full(shape, 0.0, scale.dtype, layout))
+    full, _ = gl.broadcast(gl.expand_dims(value, 2), gl.full(shape, 0, value.dtype, layout))
     return full
 
 
 @gluon.jit
-def beside_words(first, second, WIDE: gl.constexpr):
-    """Spreads per-column values `[pair, tile and g, t, j and h]` over the bytes of four slabs of words.
+def _beside(first, second, KIND: gl.constexpr, WIDE: gl.constexpr):
+    """Spreads values of columns over the bytes of four slabs of words.
 
     first and second are for the lower and the upper two slabs (the same value where one group spans all four).
     """
     x = gl.join(first, second)
     x = gl.join(x, x)
-    x = gl.join(x, x)  # pair, tile and g, t, j and h, upper slabs, slab, k 0/1
-    x = x.permute([0, 4, 5, 1, 2, 3, 6]).reshape([2, 4, 512 if WIDE else 1024])
-    return gl.convert_layout(x, layouts.words(WIDE, 4), assert_trivial=True)
+    x = gl.join(x, x)  # pair, tile and g, t, j and h, upper slabs, slab, two bytes of four
+    x = gl.join(x, x).permute([0, 4, 5, 1, 2, 3, 6, 7]) if KIND == "uint8" else x.permute([0, 4, 5, 1, 2, 3, 6])
+    shape: gl.constexpr = layouts.words_shape(WIDE, 4, KIND)
+    return gl.convert_layout(x.reshape(shape), layouts.words(WIDE, 4, KIND), assert_trivial=True)
 
 
 @gluon.jit
-def zero_offsets(word, WIDE: gl.constexpr):
-    """-z * 2^-21 `[pair, tile and g, t, j and h]` of zero-point words `[pair, tile and g, t]`.
-
-    Wide: words `[pair, g, t, j1]` already shifted so that fields j0 = 0, h = 0 are lowest.
-    """
-    fields = gl.join(word, word >> 4)
-    if not WIDE:
-        fields = gl.join(fields, fields >> 8).permute([0, 1, 2, 4, 3])
-    fields = gl.join(fields, fields >> 16) & 15  # .., j1, j0, h
-    values = (fields.to(gl.float32) * (-1.0 / 2097152.0)).to(gl.bfloat16)
-    return gl.convert_layout(values.reshape([2, 8 if WIDE else 16, 4, 8]), layouts.scales(WIDE), assert_trivial=True)
+def _beside_spread(first, second, KIND: gl.constexpr, WIDE: gl.constexpr):
+    return _beside(_spread(first, WIDE), _spread(second, WIDE), KIND, WIDE)
 
 
 @gluon.jit
-def as_left_operand(lower, upper, WIDE: gl.constexpr, TOKENS: gl.constexpr):
-    """Dequantised words (rows k and k + 8 of each slab) as wgmma's left operand; only renames registers."""
-    x = gl.join(lower, upper)
+def _beside_plain(first, second, KIND: gl.constexpr, HALF: gl.constexpr, WIDE: gl.constexpr):
+    """Scales in the activations' type; float16 ones times 2^9, which unscaled weights lack (they fit below 128)."""
+    if HALF:
+        first = (first.to(gl.float32) * 512.0).to(gl.float16)
+        second = (second.to(gl.float32) * 512.0).to(gl.float16)
+    return _beside_spread(first, second, KIND, WIDE)
+
+
+@gluon.jit
+def _beside_parts(first, second, KIND: gl.constexpr, WIDE: gl.constexpr):
+    """float16 scales as sums of two bf16 numbers each."""
+    high1, low1 = _parts(first)
+    high2, low2 = _parts(second)
+    return _beside_spread(high1, high2, KIND, WIDE), _beside_spread(low1, low2, KIND, WIDE)
+
+
+@gluon.jit
+def _parts(scale):
+    whole = scale.to(gl.float32)
+    high = whole.to(gl.bfloat16)
+    return high, (whole - high.to(gl.float32)).to(gl.bfloat16)
+
+
+@gluon.jit
+def _beside_powers(first, second, WIDE: gl.constexpr):
+    """Factors of e8m0 bytes, spread over the bytes of four slabs of words."""
+    x = gl.join(_powers(_spread(first, WIDE), WIDE), _powers(_spread(second, WIDE), WIDE))
+    x = gl.join(x, x).permute([0, 4, 5, 1, 2, 3])  # pair, upper slabs, slab, tile and g, t, j and h and k
+    shape: gl.constexpr = layouts.words_shape(WIDE, 4, "e2m1")
+    return gl.convert_layout(x.reshape(shape), layouts.words(WIDE, 4, "e2m1"), assert_trivial=True)
+
+
+@gluon.jit
+def _powers(scale, WIDE: gl.constexpr):
+    """`[pair, tile and g, t, j and h and k]` of bytes `[pair, tile and g, t, j1 and h and j0]`, Marlin's e8m0 order."""
+    upper_h: gl.constexpr = recipes.powers()
+    zero, one = gl.inline_asm_elementwise(upper_h, "=&r,=&r,=&r,=&r,r", (scale,), (gl.bfloat16, gl.bfloat16), True, 4)
+    # Each result has j0 and k where the bytes had h and j0.
+    x = gl.join(zero, one).reshape([2, 8 if WIDE else 16, 4, 2, 2, 2, 2])  # pair, tile and g, t, j1, j0, k, h
+    return x.permute([0, 1, 2, 3, 4, 6, 5]).reshape([2, 8 if WIDE else 16, 4, 16])
+
+
+@gluon.jit
+def _as_left_operand(x, KIND: gl.constexpr, WIDE: gl.constexpr, TOKENS: gl.constexpr):
+    """Dequantised words as wgmma's left operand; only renames registers."""
+    tiles: gl.constexpr = [8, 4, 2, 2, 2] if WIDE else [2, 8, 4, 4, 2]  # g t j1 j0 h or tile g t j h
+    x = x.reshape([2, 4, tiles[0], tiles[1], tiles[2], tiles[3], tiles[4], 2, 2])
+    # pair, slab, tiles.., then k 0/1 and k 0/8, which 8-bit codes have in the other order
+    odd: gl.constexpr = 8 if KIND == "uint8" else 7
+    upper: gl.constexpr = 15 - odd
     if WIDE:
-        x = x.reshape([2, 4, 8, 4, 2, 2, 2, 2, 2])  # pair slab g t j1 j0 h k0 k8
-        x = x.permute([5, 0, 4, 6, 2, 1, 8, 3, 7]).reshape([128, 64])
+        x = x.permute([5, 0, 4, 6, 2, 1, upper, 3, odd]).reshape([128, 64])
     else:
-        x = x.reshape([2, 4, 2, 8, 4, 4, 2, 2, 2])  # pair slab tile g t j h k0 k8
-        x = x.permute([5, 0, 2, 6, 3, 1, 8, 4, 7]).reshape([256, 64])
+        x = x.permute([5, 0, 2, 6, 3, 1, upper, 4, odd]).reshape([256, 64])
     return gl.convert_layout(x, layouts.left_operand(TOKENS), assert_trivial=True)

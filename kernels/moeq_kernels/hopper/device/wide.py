@@ -28,11 +28,11 @@ STEP = gl.constexpr(64)
 @gluon.jit
 def _copy(
     w_desc, x_desc, s_desc, w_buf, x_buf, s_buf, ready, empty, tiles, num_tiles, slabs, groups, steps, blocks,
-    splits, pair_tiles, TOKENS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr,
-    GROUPS_OF_WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
+    splits, pair_tiles, TOKENS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constexpr,
+    PAIRED: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """The copy warp: words, scales and tokens of every step of every item."""
-    PER: gl.constexpr = 1 if GROUP >= STEP else STEP // GROUP
+    PER: gl.constexpr = layouts.groups_of(STEP, GROUP)
     it = 0
     each = (steps + splits - 1) // splits
     for index in range(gl.program_id(0), gl.load(num_tiles) * (blocks * splits), gl.num_programs(0)):
@@ -40,14 +40,15 @@ def _copy(
         block = part // splits
         first = part % splits * each
         left = end_row - row
-        tile = block * (GROUPS_OF_WARPS if GATED else 2 * GROUPS_OF_WARPS)
+        tile = block * (GROUPS_OF_WARPS if PAIRED else 2 * GROUPS_OF_WARPS)
         w_row = expert * slabs
         s_row = expert * groups
         for i in range(first, gl.minimum(first + each, steps)):
             stage = it % STAGES
             mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
             bar = ready.index(stage)
-            common_bytes: gl.constexpr = GROUPS_OF_WARPS * 2 * (4 * 512 + PER * 128)
+            scale_bytes: gl.constexpr = PER * 64 * s_desc.dtype.primitive_bitwidth // 8 if GROUP else 0
+            common_bytes: gl.constexpr = GROUPS_OF_WARPS * 2 * (4 * layouts.tile_bytes(KIND) + scale_bytes)
             box: gl.constexpr = 32 * STEP * 2
             mbarrier.expect(bar, common_bytes + box, pred=(left <= 32) | (TOKENS == 32))
             if TOKENS >= 64:
@@ -56,11 +57,10 @@ def _copy(
                 mbarrier.expect(bar, common_bytes + 4 * box, pred=left > 64)
             tma_load(w_desc, [w_row + i * 4, tile, 0], bar, w_buf.index(2 * stage))
             tma_load(w_desc, [w_row + i * 4, tile + pair_tiles, 0], bar, w_buf.index(2 * stage + 1))
-            for g in gl.static_range(PER):
-                at = s_row + (i * STEP) // GROUP + g
-                slot = (stage * PER + g) * 2
-                tma_load(s_desc, [at, tile * 64], bar, s_buf.index(slot))
-                tma_load(s_desc, [at, (tile + pair_tiles) * 64], bar, s_buf.index(slot + 1))
+            if GROUP:
+                at = s_row + (i * STEP) // GROUP
+                tma_load(s_desc, [at, tile * 64], bar, s_buf.index(2 * stage))
+                tma_load(s_desc, [at, (tile + pair_tiles) * 64], bar, s_buf.index(2 * stage + 1))
             for b in gl.static_range(TOKENS // 32):
                 needed = left > (64 if b >= 2 else 32 * b)
                 tma_load(x_desc, [row + b * 32, i * STEP], bar, x_buf.index(stage * (TOKENS // 32) + b), pred=needed)
@@ -68,76 +68,96 @@ def _copy(
 
 
 @gluon.jit
-def _zero_offsets(zero, row, zero_words, tile, pair_tiles):
-    word = common.zero_words(zero, row, zero_words, tile, pair_tiles, True)
-    return weights.zero_offsets(word, True)
-
-
-@gluon.jit
 def _item(
     it, w_view, x_buf, s_view, ready, empty, zero, out, row, end_row, s_row, first, last, tile, pair_tiles, columns,
-    stride, zero_words, WG: gl.constexpr, NOW: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr, ZEROS: gl.constexpr, GATED: gl.constexpr,
+    stride, zero_words, scale, bias, expert, packed, WG: gl.constexpr, NOW: gl.constexpr, TOKENS: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, FINISH: gl.constexpr,
+    GROUPS_OF_WARPS: gl.constexpr,
 ):
     """One warpgroup's part of one item, with NOW of the TOKENS columns of the buffers."""
-    PER: gl.constexpr = 1 if GROUP >= STEP else STEP // GROUP
+    HALF: gl.constexpr = x_buf.dtype == gl.float16
+    PER: gl.constexpr = layouts.groups_of(STEP, GROUP)
+    BYTES: gl.constexpr = layouts.tile_bytes(KIND)
     scale_layout: gl.constexpr = gl.SliceLayout(2, layouts.scales(True))
-    x_view = reinterpret(x_buf, gl.bfloat16, [STAGES * TOKENS // NOW, NOW, STEP], layouts.token_buffer())
+    x_view = reinterpret(x_buf, x_buf.dtype, [STAGES * TOKENS // NOW, NOW, STEP], layouts.token_buffer())
     acc = gl.zeros([128, NOW], gl.float32, layouts.accumulator(NOW))
     for i in range(first, last):
         stage = it % STAGES
         mbarrier.wait(ready.index(stage), (it // STAGES) & 1)
-        words = w_view.index(stage).slice(WG * 512, 512, dim=2).load(layouts.words(True, 4))
-        scale1 = s_view.index(stage * PER).slice(WG * 8, 8, dim=1).load(scale_layout)
-        scale2 = scale1
-        if PER == 2:
-            scale2 = s_view.index(stage * PER + 1).slice(WG * 8, 8, dim=1).load(scale_layout)
+        words = w_view.index(stage).slice(WG * BYTES, BYTES, dim=2).load(layouts.words(True, 4, KIND))
+        scale1 = 0
+        scale2 = 0
+        if GROUP:
+            scales = s_view.index(stage)
+            scale1 = scales.slice(WG * 8, 8, dim=1).load(scale_layout)
+            scale2 = scale1
+            if PER == 2:
+                scale2 = scales.slice((GROUPS_OF_WARPS + WG) * 8, 8, dim=1).load(scale_layout)
         zero1 = 0
         zero2 = 0
         if ZEROS:
-            group = s_row + (i * STEP) // GROUP
-            zero1 = _zero_offsets(zero, group, zero_words, tile + WG, pair_tiles)
+            group = s_row
+            if GROUP:
+                group += (i * STEP) // GROUP
+            zero1 = common.zero_offsets(zero, group, zero_words, tile + WG, pair_tiles, True, KIND, HALF)
             zero2 = zero1
             if PER == 2:
-                zero2 = _zero_offsets(zero, group + 1, zero_words, tile + WG, pair_tiles)
-        a = common.step_weights(words, scale1, scale2, zero1, zero2, True, NOW, True, ZEROS)
+                zero2 = common.zero_offsets(zero, group + 1, zero_words, tile + WG, pair_tiles, True, KIND, HALF)
+        a = common.step_weights(words, scale1, scale2, zero1, zero2, True, NOW, GROUP > 0, ZEROS, KIND, HALF)
         acc = warpgroup_mma(a, x_view.index(stage * (TOKENS // NOW)).permute((1, 0)), acc, is_async=True)
         acc, a = warpgroup_mma_wait(0, deps=(acc, a))
         mbarrier.arrive(empty.index(stage), count=1)
         it += 1
     column = (tile + WG) * 64
     second = (tile + WG + pair_tiles) * 64
-    acc = acc * weights.UNDO
-    if not GATED:
+    undo: gl.constexpr = weights.undo(KIND, HALF, GROUP > 0)
+    acc = acc * undo
+    if scale is None and bias is None and common.activation(FINISH) == "none":
         acc = acc.to(out.dtype.element_ty)
-    _store_chunks(acc, out, row, end_row, column, second, columns, stride, GATED, NOW)
+    _store_chunks(
+        acc, out, row, end_row, column, second, columns, stride, scale, bias, first == 0, expert, packed, FINISH, NOW
+    )
     return it
 
 
 @gluon.jit
-def _store_chunks(acc, out, row, end_row, column, second, columns, stride, GATED: gl.constexpr, NOW: gl.constexpr):
+def _store_chunks(
+    acc, out, row, end_row, column, second, columns, stride, scale, bias, bias_here, expert, packed,
+    FINISH: gl.constexpr, NOW: gl.constexpr,
+):
     """Stores accumulators 32 tokens at a time, so that little shared memory is needed to regroup them."""
     if NOW == 32:
-        one, two = common.pair_columns(acc, True, 32)
-        common.store_pair(one, two, out, row, end_row, column, second, columns, stride, GATED, True, 32)
+        one, two = common.pair_columns(acc, True, 32, common.interleaved(FINISH))
+        common.store_pair(
+            one, two, out, row, end_row, column, second, columns, stride, scale, bias, bias_here, expert, packed,
+            FINISH, True, 32,
+        )
     else:
         half: gl.constexpr = NOW // 2
         lower, upper = gl.split(acc.reshape([128, 2, half]).permute([0, 2, 1]))
-        _store_chunks(lower, out, row, end_row, column, second, columns, stride, GATED, half)
+        _store_chunks(
+            lower, out, row, end_row, column, second, columns, stride, scale, bias, bias_here, expert, packed, FINISH,
+            half,
+        )
         if row + half < end_row:
-            _store_chunks(upper, out, row + half, end_row, column, second, columns, stride, GATED, half)
+            _store_chunks(
+                upper, out, row + half, end_row, column, second, columns, stride, scale, bias, bias_here, expert,
+                packed, FINISH, half,
+            )
 
 
 @gluon.jit
 def _multiply(
     w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks, splits, rows, pair_tiles,
-    columns, stride, zero_words, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    ZEROS: gl.constexpr, GATED: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr,
+    columns, stride, zero_words, scale, bias, packed, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, FINISH: gl.constexpr, PAIRED: gl.constexpr,
+    GROUPS_OF_WARPS: gl.constexpr,
 ):
     """A multiplying warpgroup."""
-    PER: gl.constexpr = 1 if GROUP >= STEP else STEP // GROUP
-    w_view = reinterpret(w_buf, gl.uint8, [STAGES, 2, 4, GROUPS_OF_WARPS * 512], layouts.plain_shared())
-    s_view = reinterpret(s_buf, gl.bfloat16, [STAGES * PER, 2, GROUPS_OF_WARPS * 8, 8], layouts.plain_shared())
+    PER: gl.constexpr = layouts.groups_of(STEP, GROUP)
+    w_shape: gl.constexpr = [STAGES, 2, 4, GROUPS_OF_WARPS * layouts.tile_bytes(KIND)]
+    w_view = reinterpret(w_buf, gl.uint8, w_shape, layouts.plain_shared())
+    s_view = reinterpret(s_buf, s_buf.dtype, [STAGES, 2, PER * GROUPS_OF_WARPS * 8, 8], layouts.plain_shared())
     it = 0
     each = (steps + splits - 1) // splits
     for index in range(gl.program_id(0), gl.load(num_tiles) * (blocks * splits), gl.num_programs(0)):
@@ -146,49 +166,55 @@ def _multiply(
         first = part % splits * each
         last = gl.minimum(first + each, steps)
         base = out + ((part % splits) * rows).to(gl.int64) * stride
-        tile = block * (GROUPS_OF_WARPS if GATED else 2 * GROUPS_OF_WARPS)
+        tile = block * (GROUPS_OF_WARPS if PAIRED else 2 * GROUPS_OF_WARPS)
         s_row = expert * groups
         left = end_row - row
         if TOKENS > 32 and left <= 32:
             it = _item(
                 it, w_view, x_buf, s_view, ready, empty, zero, base, row, end_row, s_row, first, last, tile,
-                pair_tiles, columns, stride, zero_words, WG, 32, TOKENS, STAGES, GROUP, ZEROS, GATED,
+                pair_tiles, columns, stride, zero_words, scale, bias, expert, packed, WG, 32, TOKENS, STAGES, GROUP,
+                ZEROS, KIND, FINISH, GROUPS_OF_WARPS,
             )
         elif TOKENS > 64 and left <= 64:
             it = _item(
                 it, w_view, x_buf, s_view, ready, empty, zero, base, row, end_row, s_row, first, last, tile,
-                pair_tiles, columns, stride, zero_words, WG, 64, TOKENS, STAGES, GROUP, ZEROS, GATED,
+                pair_tiles, columns, stride, zero_words, scale, bias, expert, packed, WG, 64, TOKENS, STAGES, GROUP,
+                ZEROS, KIND, FINISH, GROUPS_OF_WARPS,
             )
         else:
             it = _item(
                 it, w_view, x_buf, s_view, ready, empty, zero, base, row, end_row, s_row, first, last, tile,
-                pair_tiles, columns, stride, zero_words, WG, TOKENS, TOKENS, STAGES, GROUP, ZEROS, GATED,
+                pair_tiles, columns, stride, zero_words, scale, bias, expert, packed, WG, TOKENS, TOKENS, STAGES,
+                GROUP, ZEROS, KIND, FINISH, GROUPS_OF_WARPS,
             )
 
 
 @gluon.jit
 def expert_product_wide(
     w_desc, x_desc, s_desc, zero, out, tiles, num_tiles, slabs, groups, steps, blocks, splits, rows, pair_tiles,
-    columns, stride, zero_words, TOKENS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    ZEROS: gl.constexpr, GATED: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr, REGISTERS: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+    columns, stride, zero_words, scale, bias, packed, TOKENS: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, FINISH: gl.constexpr,
+    GROUPS_OF_WARPS: gl.constexpr, REGISTERS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
-    """out[row] = x[row] @ W[expert of row].T, or SwiGLU of its halves.
+    """out[row] = finish(x[row] @ W[expert of row].T), see `finish.Finish`.
 
     Args as of `narrow.expert_product_narrow`, except:
-        w_desc: block `[4, GROUPS_OF_WARPS, 128]`; x_desc: block `[32, 64]`; s_desc: block `[1, 64 GROUPS_OF_WARPS]`.
+        w_desc: block `[4, GROUPS_OF_WARPS, ..]`; x_desc: block `[32, 64]`; s_desc: block `[.., 64 GROUPS_OF_WARPS]`.
         tiles: int32 `[T, 8]`: expert, first row, end row of the expert, the expert's first tile, its tiles.
         num_tiles: int32 `[1]`, tiles in use.
         steps: of 64 rows of k.
-        blocks: of columns; splits: work items that share their k (1 where GATED); rows: of x.
+        blocks: of columns; splits: work items that share their k (1 for gated ones); rows: of x.
         GROUPS_OF_WARPS: multiplying warpgroups; a program takes 64 columns of each half for each of them.
         REGISTERS: of a thread of these.
     """
-    PER: gl.constexpr = 1 if GROUP >= STEP else STEP // GROUP
-    w_buf = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 4, GROUPS_OF_WARPS, 128], layouts.word_buffer())
-    x_buf = gl.allocate_shared_memory(gl.bfloat16, [STAGES * (TOKENS // 32), 32, STEP], layouts.token_buffer())
-    s_shape: gl.constexpr = [STAGES * 2 * PER, 1, GROUPS_OF_WARPS * 64]
-    s_buf = gl.allocate_shared_memory(gl.bfloat16, s_shape, layouts.scale_buffer())
+    PER: gl.constexpr = layouts.groups_of(STEP, GROUP)
+    PAIRED: gl.constexpr = common.gated(FINISH) and not common.interleaved(FINISH)
+    w_shape: gl.constexpr = [STAGES * 2, 4, GROUPS_OF_WARPS, layouts.tile_bytes(KIND) // 4]
+    w_buf = gl.allocate_shared_memory(gl.int32, w_shape, layouts.word_buffer())
+    x_buf = gl.allocate_shared_memory(x_desc.dtype, [STAGES * (TOKENS // 32), 32, STEP], layouts.token_buffer())
+    s_shape: gl.constexpr = [STAGES * 2, PER, GROUPS_OF_WARPS * 64]
+    s_layout: gl.constexpr = layouts.scale_buffer(s_desc.dtype.primitive_bitwidth)
+    s_buf = gl.allocate_shared_memory(s_desc.dtype, s_shape, s_layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -206,23 +232,23 @@ def expert_product_wide(
                     _multiply,
                     (
                         w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks,
-                        splits, rows, pair_tiles, columns, stride, zero_words, 0, TOKENS, STAGES, GROUP, ZEROS,
-                        GATED, 2,
+                        splits, rows, pair_tiles, columns, stride, zero_words, scale, bias, packed, 0, TOKENS,
+                        STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 2,
                     ),
                 ),
                 (
                     _multiply,
                     (
                         w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks,
-                        splits, rows, pair_tiles, columns, stride, zero_words, 1, TOKENS, STAGES, GROUP, ZEROS,
-                        GATED, 2,
+                        splits, rows, pair_tiles, columns, stride, zero_words, scale, bias, packed, 1, TOKENS,
+                        STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 2,
                     ),
                 ),
                 (
                     _copy,
                     (
                         w_desc, x_desc, s_desc, w_buf, x_buf, s_buf, ready, empty, tiles, num_tiles, slabs, groups,
-                        steps, blocks, splits, pair_tiles, TOKENS, STAGES, GROUP, GATED, 2, DEPENDENT,
+                        steps, blocks, splits, pair_tiles, TOKENS, STAGES, GROUP, KIND, PAIRED, 2, DEPENDENT,
                     ),
                 ),
             ],
@@ -237,39 +263,39 @@ def expert_product_wide(
                     _multiply,
                     (
                         w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks,
-                        splits, rows, pair_tiles, columns, stride, zero_words, 0, TOKENS, STAGES, GROUP, ZEROS,
-                        GATED, 4,
+                        splits, rows, pair_tiles, columns, stride, zero_words, scale, bias, packed, 0, TOKENS,
+                        STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 4,
                     ),
                 ),
                 (
                     _multiply,
                     (
                         w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks,
-                        splits, rows, pair_tiles, columns, stride, zero_words, 1, TOKENS, STAGES, GROUP, ZEROS,
-                        GATED, 4,
+                        splits, rows, pair_tiles, columns, stride, zero_words, scale, bias, packed, 1, TOKENS,
+                        STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 4,
                     ),
                 ),
                 (
                     _multiply,
                     (
                         w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks,
-                        splits, rows, pair_tiles, columns, stride, zero_words, 2, TOKENS, STAGES, GROUP, ZEROS,
-                        GATED, 4,
+                        splits, rows, pair_tiles, columns, stride, zero_words, scale, bias, packed, 2, TOKENS,
+                        STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 4,
                     ),
                 ),
                 (
                     _multiply,
                     (
                         w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks,
-                        splits, rows, pair_tiles, columns, stride, zero_words, 3, TOKENS, STAGES, GROUP, ZEROS,
-                        GATED, 4,
+                        splits, rows, pair_tiles, columns, stride, zero_words, scale, bias, packed, 3, TOKENS,
+                        STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 4,
                     ),
                 ),
                 (
                     _copy,
                     (
                         w_desc, x_desc, s_desc, w_buf, x_buf, s_buf, ready, empty, tiles, num_tiles, slabs, groups,
-                        steps, blocks, splits, pair_tiles, TOKENS, STAGES, GROUP, GATED, 4, DEPENDENT,
+                        steps, blocks, splits, pair_tiles, TOKENS, STAGES, GROUP, KIND, PAIRED, 4, DEPENDENT,
                     ),
                 ),
             ],

@@ -1,0 +1,145 @@
+"""The instructions that turn packed codes into 16-bit floats, as PTX text.
+
+One text works on one 32-bit word of codes, `w`, and gives `count` registers of two 16-bit floats each, the pairs of
+wgmma's left operand that the word holds (vLLM's `gptq_marlin_repack` 0.33.0, see `layouts`). A 4-bit word has the
+pairs (column, k), (column + 8, k), (column, k + 8), (column + 8, k + 8), so its registers 0 and 2 belong to one column;
+an 8-bit word is of one column, k and k + 8.
+
+Integers. A code v in the lowest bits of a 16-bit float is the denormal v * 2^-133 (bf16) or v * 2^-24 (f16); four bits
+further up it is 16 times that (linear even where the top bit reaches the exponent field). One multiply-add makes
+(v - zero) * 2^-21 of it (f16: * 2^-9), exactly. With a bf16 scale folded into the factors, the same multiply-add gives
+(v - zero) * scale * 2^-21, rounded once, where the zero is the same for all; else a product follows. A float16 scale
+does not fit in bf16, but its 11 bits are the sum of two bf16 numbers, high + low: (v - zero) * low is exact for 4-bit
+codes, and one multiply-add of (v - zero) * high rounds once.
+
+e2m1. Sign and the three other bits, moved to their places in a bf16, are the value times 2^-126, subnormals included.
+A code in bits 0 .. 3 or 4 .. 7 gets there by one multiplication with two set bits and one mask. The product with the
+scale, a power of two, undoes the factor and is exact.
+"""
+
+from __future__ import annotations
+
+from triton.experimental.gluon import constexpr_function
+
+#: Constants as pairs of 16-bit floats, for (float16, bits of a code): 2^a for codes in the lowest bits, the same for
+#: codes four bits further up, -middle.
+_CONSTANTS = {
+    (False, 4): (0x77807780, 0x75807580, 0xB680B680),  # 2^112, 2^108, -8 * 2^-21
+    (False, 8): (0x77807780, 0, 0xB880B880),  # 2^112, -, -128 * 2^-21
+    (True, 4): (0x78007800, 0x68006800, 0xA400A400),  # 2^15, 2^11, -8 * 2^-9
+    (True, 8): (0x78007800, 0, 0xB400B400),  # 2^15, -, -128 * 2^-9
+}
+#: Operands of each way to finish, two registers each, in the order of the arguments.
+_OPERANDS = {
+    "plain": (),
+    "offset": ("z",),
+    "folded": ("low", "high", "z"),
+    "scaled": ("s",),
+    "offset scaled": ("z", "s"),
+    "split": ("p", "q"),
+    "offset split": ("z", "p", "q"),
+    "power": ("s",),
+}
+#: e2m1 weights are made 2^60 times too small, so that factors for scales from 2^-72 to 2^61 are normal bf16 numbers.
+E2M1_SHIFT = 60
+
+
+@constexpr_function
+def registers(kind):
+    """Registers that a word becomes."""
+    return 2 if kind == "uint8" else 4
+
+
+@constexpr_function
+def _fields(kind):
+    """Puts codes into a0, a1, .. in the order of the registers."""
+    if kind == "uint8":
+        return ["shr.u32 s8, w, 8;", "and.b32 a0, w, 0x00ff00ff;", "and.b32 a1, s8, 0x00ff00ff;"]
+    lines = ["shr.u32 s8, w, 8;"]
+    for i in range(4):
+        lines.append(f"and.b32 a{i}, {'s8' if i % 2 else 'w'}, {'0x00f000f0' if i >= 2 else '0x000f000f'};")
+        if kind == "e2m1":
+            lines.append(f"mul.lo.u32 a{i}, a{i}, {'0x1040' if i < 2 else '0x104'};")
+            lines.append(f"and.b32 a{i}, a{i}, 0x81c081c0;")
+    return lines
+
+
+@constexpr_function
+def _finish(kind, half, how):
+    """From codes to results r0, r1, ...; operands of column h are named z0, z1 and so on."""
+    bits = 8 if kind == "uint8" else 4
+    float_pair = "f16x2" if half else "bf16x2"
+    lines = []
+    for i in range(registers(kind)):
+        h = i % 2 if bits == 4 else 0
+        upper = bits == 4 and i >= 2
+        if how == "power":
+            lines.append(f"mul.{float_pair} r{i}, a{i}, s{h};")
+            continue
+        if how == "folded":
+            lines.append(f"fma.rn.{float_pair} r{i}, a{i}, {'high' if upper else 'low'}{h}, z{h};")
+            continue
+        zero = f"z{h}" if how.startswith("offset") else "c"
+        lines.append(f"fma.rn.{float_pair} r{i}, a{i}, {'hm' if upper else 'lm'}, {zero};")
+        if how.endswith("scaled"):
+            lines.append(f"mul.{float_pair} r{i}, r{i}, s{h};")
+        if how.endswith("split"):
+            lines += [f"mul.{float_pair} a{i}, r{i}, q{h};", f"fma.rn.{float_pair} r{i}, r{i}, p{h}, a{i};"]
+    return lines
+
+
+@constexpr_function
+def dequantize(kind, half, how):
+    """The text for one word; `$n` numbers are results, word, operands."""
+    count = registers(kind)
+    low, high, middle = _CONSTANTS[half, 8 if kind == "uint8" else 4]
+    names = [f"a{i}" for i in range(count)] + [f"r{i}" for i in range(count)] + ["w", "s8", "lm", "hm", "c"]
+    operands = [f"{name}{h}" for name in _OPERANDS[how] for h in range(2)]
+    lines = [f".reg .b32 {', '.join(names + operands)};", f"mov.b32 w, ${count};"]
+    lines += [f"mov.b32 {name}, ${count + 1 + i};" for i, name in enumerate(operands)]
+    lines += [f"mov.b32 {name}, {value:#010x};" for name, value in (("lm", low), ("hm", high), ("c", middle))]
+    lines += _fields(kind) + _finish(kind, half, how)
+    lines += [f"mov.b32 ${i}, r{i};" for i in range(count)]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+@constexpr_function
+def constraints(kind, how):
+    """Operand constraints of that text."""
+    return ",".join(["=&r"] * registers(kind) + ["r"] * (1 + 2 * len(_OPERANDS[how])))
+
+
+@constexpr_function
+def scale_factors():
+    """From a pair of bf16 scales s: s * 2^112, s * 2^108, -s * 2^-18 and -s * 2^-14."""
+    constants = (0x77807780, 0x75807580, 0xB680B680, 0xB880B880)
+    lines = [".reg .b32 m;"]
+    for i, value in enumerate(constants):
+        lines += [f"mov.b32 m, {value:#010x};", f"mul.bf16x2 ${i}, $4, m;"]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+@constexpr_function
+def powers():
+    """From four e8m0 bytes E: pairs (f, f) for each, f = 2^(E - 1 - E2M1_SHIFT) in bf16.
+
+    Bytes from 55 to 188 (scales 2^-72 to 2^61) give exact weights; smaller scales give weights of 0 in the end, larger
+    ones, 255 (NaN) among them, infinity.
+    """
+    offset = (126 - E2M1_SHIFT) << 7
+    most = 255 - (126 - E2M1_SHIFT)
+    return f"""{{
+.reg .b32 e, o, s8, m;
+shr.u32 s8, $4, 8;
+and.b32 e, $4, 0x00ff00ff;
+and.b32 o, s8, 0x00ff00ff;
+mov.b32 m, {most | most << 16:#010x};
+min.u16x2 e, e, m;
+min.u16x2 o, o, m;
+mad.lo.u32 e, e, 128, {offset | offset << 16:#010x};
+mad.lo.u32 o, o, 128, {offset | offset << 16:#010x};
+prmt.b32 $0, e, e, 0x1010;
+prmt.b32 $1, o, o, 0x1010;
+prmt.b32 $2, e, e, 0x3232;
+prmt.b32 $3, o, o, 0x3232;
+}}"""
