@@ -8,6 +8,7 @@ included, is on disk: a folder called DST is always a finished conversion. The s
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,14 +16,19 @@ from typing import TYPE_CHECKING
 from moeq.checkpoint.manifest import Manifest
 from moeq.checkpoint.source import CONFIG_NAME
 from moeq.digest import default_workers
+from moeq.errors import MoeqError
 from moeq.pipeline.events import Finished, Progress
+from moeq.pipeline.executors import Where
 from moeq.pipeline.finish import finish
 from moeq.pipeline.folder import WorkFolder
 from moeq.pipeline.job import Job, JobRequest, job_stamp, open_job
 from moeq.pipeline.plan import Plan
-from moeq.pipeline.run import run_units
+from moeq.pipeline.run import at_once, run_units
+from moeq.pipeline.shares import Share, is_remote
+from moeq.pipeline.stream import require_streamable, streamed
 
 if TYPE_CHECKING:
+    from moeq.checkpoint.source import Source
     from moeq.deploy.deployment import Deployment
     from moeq.oracle.records import Verdict
 
@@ -38,6 +44,8 @@ class Conversion:
         manifest: what `moeq.json` says; None for a dry run.
         resumed_units: units found finished from an interrupted run.
         backend: backend whose kernel reads the result; the layout's id where the engine has none for it.
+        share: the share of the units that was done, or None where it was all.
+        share_units: how many units that is.
     """
 
     destination: Path
@@ -46,6 +54,8 @@ class Conversion:
     manifest: Manifest | None
     resumed_units: int = 0
     backend: str = ""
+    share: Share | None = None
+    share_units: int = 0
 
 
 def convert(
@@ -62,6 +72,10 @@ def convert(
     dry_run: bool = False,
     workers: int | None = None,
     plan_digest: str | None = None,
+    share: Share | None = None,
+    executor: str = "local",
+    ray_address: str | None = None,
+    stream_source: bool = False,
     progress: Progress | None = None,
 ) -> Conversion:
     """Convert a source checkpoint for a deployment.
@@ -80,32 +94,72 @@ def convert(
         dry_run: plan only; nothing is written.
         workers: threads that pack experts; None takes the cores there are, at most 8. The bytes are the same.
         plan_digest: digest that the plan has to have (`moeq plan` prints it); None takes any.
+        share: do only this share of the units, and leave publishing to `finalize`. Any number of processes may do
+            shares at once, where all see `dst` and the source.
+        executor: `local`, or `ray` to have units executed by a Ray cluster whose nodes see `dst` and the source.
+        ray_address: of the cluster; None takes the one that Ray finds, or starts one here.
+        stream_source: fetch the files of a repository in turn and drop them, so that disk never holds them all.
         progress: told what happens, about once per expert.
 
     Raises:
         MoeqError: `answer.no-backend` where nothing fits; `usage.layout-does-not-fit`, `usage.mixed-experts`,
             `usage.tp`, `usage.ep`, `usage.group-cut`, `usage.lossy`; `usage.destination-exists`, `usage.other-job`,
-            `usage.running`, `usage.other-plan`; `usage.already-converted`; `resources.disk-full`; `source.changed`,
-            and other `source.*` for damaged input. A failed run leaves no folder DST behind; what it finished is kept
-            in `<DST>.moeq-partial`.
+            `usage.running`, `usage.other-plan`; `usage.already-converted`; `usage.force-share`, `usage.executor`,
+            `usage.stream-source`; `environment.ray-*`; `resources.disk-full`, `resources.ray-memory`;
+            `source.changed`, and other `source.*` for damaged input. A failed run leaves no folder DST behind; what
+            it finished is kept in `<DST>.moeq-partial`.
     """
     begun = time.monotonic()
     if backend != "auto":
         deployment = replace(deployment, backend=backend)
     request = JobRequest(str(src), deployment, layout, skip_unfit, allow_lossy, revision)
     job = open_job(request, expect=plan_digest)
-    folder = WorkFolder(Path(dst), job_stamp(job), force=force)
-    folder.check(job.checkpoint.source.path(CONFIG_NAME).parent)
+    source = job.checkpoint.source
+    _check_ways(source, share, executor, stream_source, force)
+    folder = WorkFolder(Path(dst), job_stamp(job), share=share.label if share else None, force=force)
+    folder.check(source.path(CONFIG_NAME).parent)
+    units = share.select(job.plan.units, remote=is_remote(source)) if share else job.plan.units
     if dry_run:
-        return _conversion(job, folder, None)
+        return conversion_of(job, folder, None, share=share, share_units=len(units))
     tell = progress or (lambda event: None)
+    where = Where(executor, ray_address, workers or default_workers())
     with folder:
-        ran = run_units(job, folder, job.plan.units, workers or default_workers(), tell)
-        manifest = finish(job, folder, ran.records)
-    tell(Finished(job.plan.bytes_out, time.monotonic() - begun, len(ran.resumed)))
-    return _conversion(job, folder, manifest, len(ran.resumed))
+        with streamed(source, folder.work("source"), tell) if stream_source else nullcontext(at_once) as batches:
+            ran = run_units(job, folder, units, where, tell, batches)
+        manifest = finish(job, folder, ran.records) if share is None else None
+    if manifest is not None:
+        tell(Finished(job.plan.bytes_out, time.monotonic() - begun, len(ran.resumed)))
+    return conversion_of(job, folder, manifest, len(ran.resumed), share, len(units))
 
 
-def _conversion(job: Job, folder: WorkFolder, manifest: Manifest | None, resumed: int = 0) -> Conversion:
+def _check_ways(source: Source, share: Share | None, executor: str, stream_source: bool, force: bool) -> None:
+    """Refuse ways of working that do not go together."""
+    if share is not None and force:
+        raise MoeqError(
+            "usage.force-share",
+            f"--force with --shard {share}: one share must not remove what another has written",
+            "moeq finalize --force replaces an earlier conversion; unfinished work of another one: remove the folder",
+        )
+    if stream_source:
+        require_streamable(source)
+        if executor != "local":
+            raise MoeqError(
+                "usage.stream-source",
+                f"--stream-source with --executor {executor}: the nodes would wait for this machine's downloads",
+                "use --shard on several machines, each of which fetches its own part",
+            )
+
+
+def conversion_of(
+    job: Job,
+    folder: WorkFolder,
+    manifest: Manifest | None,
+    resumed: int = 0,
+    share: Share | None = None,
+    share_units: int = 0,
+) -> Conversion:
+    """What a run came to."""
     targets = job.targets
-    return Conversion(folder.destination, job.plan, targets.verdict, manifest, resumed, targets.backend)
+    return Conversion(
+        folder.destination, job.plan, targets.verdict, manifest, resumed, targets.backend, share, share_units
+    )

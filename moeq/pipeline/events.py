@@ -86,6 +86,19 @@ class UnitFinished:
 
 
 @dataclass(frozen=True)
+class Fetching:
+    """A file of the source is fetched; nothing is converted meanwhile.
+
+    Attributes:
+        file: its name.
+        bytes: its size.
+    """
+
+    file: str
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Warned:
     """Something to know that does not stop the work.
 
@@ -113,6 +126,6 @@ class Finished:
     resumed_units: int
 
 
-Event = Started | Checking | UnitStarted | Advanced | UnitFinished | Warned | Finished
+Event = Started | Checking | UnitStarted | Advanced | UnitFinished | Fetching | Warned | Finished
 
 Progress = Callable[[Event], None]

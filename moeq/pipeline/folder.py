@@ -25,6 +25,12 @@ _PASSING = (
     "usage.missing-units",
 )
 
+#: What is appended to a destination's name until it is finished.
+PARTIAL_SUFFIX = ".moeq-partial"
+
+#: Names that begin so are for the work alone and never published.
+WORK_PREFIX = "moeq-work."
+
 
 class WorkFolder:
     """`<DST>.moeq-partial` until `publish`, then DST.
@@ -45,7 +51,7 @@ class WorkFolder:
 
     def __init__(self, destination: Path, stamp: JobStamp, *, share: str | None = None, force: bool = False) -> None:
         self.destination = destination
-        self.path = destination.with_name(destination.name + ".moeq-partial")
+        self.path = destination.with_name(destination.name + PARTIAL_SUFFIX)
         self.stamp = stamp
         self.share = share
         self.force = force
@@ -114,6 +120,10 @@ class WorkFolder:
         if error is not None and alone and (_is_final(error) or not read_journals(self.path).records):
             shutil.rmtree(self.path, ignore_errors=True)
 
+    def work(self, name: str) -> Path:
+        """Where this process may keep something that is not published. Not made; survives interruptions."""
+        return self.path / f"{WORK_PREFIX}{name}{'.' + self.share if self.share else ''}"
+
     def record(self, records: Iterable[UnitRecord]) -> None:
         """Note that units are finished and on disk. Raises MoeqError `resources.disk-full`."""
         if self._journal is None:
@@ -125,6 +135,8 @@ class WorkFolder:
         with disk_errors(self.path):
             for journal in journal_files(self.path):
                 journal.unlink()
+            for left in self.path.glob(WORK_PREFIX + "*"):
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
             _fsync_folder(self.path)
             old = None
             if self.destination.exists():

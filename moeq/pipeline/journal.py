@@ -77,6 +77,11 @@ def journal_name(share: str | None) -> str:
     return f"{_STEM}{'' if share is None else '.' + share}{_SUFFIX}"
 
 
+def share_of(name: str) -> str | None:
+    """The share whose journal has that file name; None for the journal of a process that does everything."""
+    return name.removeprefix(_STEM).removesuffix(_SUFFIX).removeprefix(".") or None
+
+
 def journal_files(folder: Path) -> list[Path]:
     """The journals of a folder."""
     return sorted(folder.glob(f"{_STEM}*{_SUFFIX}"))

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
-from moeq.pipeline.engine import Begun, Done, Executor, Outcome
-from moeq.pipeline.events import Advanced, Checking, Progress, Started, UnitFinished, UnitStarted
+from moeq.pipeline.engine import Begun, Done, Outcome
+from moeq.pipeline.events import Advanced, Checking, Progress, Started, UnitFinished, UnitStarted, Warned
+from moeq.pipeline.executors import Where, executor
 from moeq.pipeline.folder import WorkFolder
 from moeq.pipeline.job import Job
 from moeq.pipeline.records import UnitRecord, holds
 from moeq.pipeline.units import CHUNK_BYTES, CopyUnit, Unit
+
+#: Cuts a list of units into lists, and may do something in between.
+Batches = Callable[[Sequence[Unit]], Iterable[Sequence[Unit]]]
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,19 @@ class Ran:
     resumed: tuple[str, ...]
 
 
-def run_units(job: Job, folder: WorkFolder, units: Sequence[Unit], workers: int, progress: Progress) -> Ran:
+def at_once(units: Sequence[Unit]) -> list[Sequence[Unit]]:
+    """Everything in one list."""
+    return [units]
+
+
+def run_units(
+    job: Job,
+    folder: WorkFolder,
+    units: Sequence[Unit],
+    where: Where,
+    progress: Progress,
+    batches: Batches = at_once,
+) -> Ran:
     """Execute the units that are not finished yet and record them in the folder's journal.
 
     What journals tell of these units is believed only where the files still hold the bytes: those are read again.
@@ -38,17 +54,20 @@ def run_units(job: Job, folder: WorkFolder, units: Sequence[Unit], workers: int,
     Args:
         job: the conversion.
         folder: its folder, entered.
-        units: all units, or those of a shard.
-        workers: threads.
+        units: all units, or those of a share.
+        where: threads of this process, or a cluster.
         progress: told what happens.
+        batches: cuts units into lists that are executed one after the other.
 
     Raises:
-        MoeqError: as `Executor.execute`. What was finished until then is recorded.
+        MoeqError: as `Executor.execute` and `moeq.pipeline.executors.executor`. What was finished until then is
+            recorded.
     """
-    driver = Driver(job, folder, units, workers, progress)
-    executor = Executor(job, folder.path, workers)
-    executor.prepare(units)  # those of finished units too: their headers may have been lost
-    executor.run(driver.todo, driver.handle, driver.salvage)
+    driver = Driver(job, folder, units, where.workers, progress)
+    with executor(where, job, folder.path, lambda code, message: progress(Warned(code, message))) as found:
+        found.prepare(units)  # those of finished units too: their headers may have been lost
+        for batch in batches(driver.todo):
+            found.run(batch, driver.handle, driver.salvage)
     return driver.ran()
 
 

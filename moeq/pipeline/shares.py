@@ -1,8 +1,7 @@
 """Shares: which units of a conversion one of N processes does.
 
-Shares count from 0, as Slurm arrays, Kubernetes indexed Jobs and ranks do: 0/8 .. 7/8. A share is a run of neighbouring
-units, because neighbours read the same source files; where runs end follows from bytes alone, so that every process
-finds the same cut without asking another.
+Shares count from 0, as Slurm arrays, Kubernetes indexed Jobs and ranks do: 0/8 .. 7/8. Which units are in a share
+follows from the plan alone, so that every process finds the same cut without asking another.
 """
 
 from __future__ import annotations
@@ -10,23 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
+from moeq.checkpoint.source import LocalSource, Source
 from moeq.errors import MoeqError
 from moeq.pipeline.launchers import LAUNCHERS, find_place, place
+from moeq.pipeline.units import PackUnit, Unit
 
 _FRACTION = re.compile(r"(\d{1,9})\s*/\s*(\d{1,9})", re.ASCII)
-
-
-class Work(Protocol):
-    """Something that takes about as long as it has bytes."""
-
-    @property
-    def bytes(self) -> int:
-        """Bytes read and written."""
-
-
-W = TypeVar("W", bound=Work)
 
 
 @dataclass(frozen=True)
@@ -44,20 +33,59 @@ class Share:
         """The same where a slash cannot stand, as in a file name."""
         return f"{self.index}-of-{self.count}"
 
-    def select(self, units: Sequence[W]) -> list[W]:
-        """The units of this share, in order.
+    def select(self, units: Sequence[Unit], *, remote: bool) -> tuple[Unit, ...]:
+        """The units of this share, in the order of their places in the source.
 
-        A unit belongs to the share in which its middle byte lies. So every unit is in exactly one share, and no share
-        has more than `total / count` bytes plus one unit.
+        Units are dealt in groups, see `_groups`; groups are put in the order of their places in the source, so that a
+        share reads neighbouring files. A group belongs to the share in which its middle byte (read and written) lies:
+        no share has more than `total / count` bytes plus one group.
+
+        Args:
+            units: all units of the plan.
+            remote: the source is a repository, whose files are fetched by whoever reads them.
         """
-        total, before, chosen = sum(unit.bytes for unit in units), 0, []
-        for unit in units:
-            # Twice the middle byte, to stay with whole numbers. Units without bytes go with their neighbour.
-            middle = 2 * before + unit.bytes
+        groups = _groups(units, remote)
+        sizes = [sum(unit.bytes_in + unit.bytes_out for unit in group) for group in groups]
+        total, before, chosen = sum(sizes), 0, list[Unit]()
+        for group, size in zip(groups, sizes, strict=True):
+            # Twice the middle byte, to stay with whole numbers.
+            middle = 2 * before + size
             if min(middle * self.count // max(2 * total, 1), self.count - 1) == self.index:
-                chosen.append(unit)
-            before += unit.bytes
-        return chosen
+                chosen.extend(group)
+            before += size
+        return tuple(chosen)
+
+
+def _groups(units: Sequence[Unit], remote: bool) -> list[list[Unit]]:
+    """Units that one share does together: those that write to the same file.
+
+    Two machines that write to one file at once would be right, too, but network file systems write whole pages: where
+    the two meet within a page one can lose the other's bytes, which `moeq finalize` would notice only afterwards.
+
+    A file of copied tensors, though, takes from many source files. Where they have to be fetched first, its units are
+    dealt one by one, or a share would fetch most of the model to copy a small part of it.
+    """
+    groups: dict[str, list[Unit]] = {}
+    for unit in units:
+        together = unit.file if isinstance(unit, PackUnit) or not remote else unit.id
+        groups.setdefault(together, []).append(unit)
+    return sorted(groups.values(), key=lambda group: (min(map(_place, group)), group[0].id))
+
+
+def _place(unit: Unit) -> tuple[str, int]:
+    """Where a unit's first byte lies in the source; units without bytes come first."""
+    return min(((file, spans[0][0]) for file, spans in unit.inputs.items() if spans), default=("", 0))
+
+
+def is_remote(source: Source) -> bool:
+    """Whether files of a source are fetched by whoever reads them."""
+    return not isinstance(source, LocalSource)
+
+
+def parse_label(label: str) -> Share | None:
+    """The share with that label; None where it is no label."""
+    match = re.fullmatch(r"(\d{1,9})-of-(\d{1,9})", label, re.ASCII)
+    return Share(int(match[1]), int(match[2])) if match else None
 
 
 def parse_share(text: str, environ: Mapping[str, str]) -> Share:

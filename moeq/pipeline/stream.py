@@ -1,11 +1,21 @@
-"""The order in which units are converted when source files come one by one and disk must not hold them all."""
+"""Source files that come one by one, are converted and dropped: disk never holds them all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Generic, TypeVar
+
+from moeq.checkpoint.hub import HubSource
+from moeq.checkpoint.hub_stream import WeightStream
+from moeq.checkpoint.source import Source
+from moeq.errors import MoeqError
+from moeq.pipeline.events import Fetching, Progress
+from moeq.pipeline.units import Unit
 
 U = TypeVar("U")
 
@@ -32,6 +42,72 @@ class Schedule(Generic[U]):
     steps: tuple[Step[U], ...]
     peak_bytes: int
     fetched_bytes: int
+
+
+def require_streamable(source: Source) -> HubSource:
+    """The source as one that can be streamed. Raises MoeqError `usage.stream-source` for sources on disk."""
+    if not isinstance(source, HubSource):
+        raise MoeqError(
+            "usage.stream-source",
+            f"--stream-source fetches a repository's files in turn; {source.name} is on disk already",
+            "leave out --stream-source",
+        )
+    return source
+
+
+def unit_schedule(units: Sequence[Unit], source: Source) -> Schedule[Unit]:
+    """The schedule of a conversion's units."""
+    return schedule(units, lambda unit: unit.inputs, {file.name: file.size for file in source.files})
+
+
+@contextmanager
+def streamed(
+    source: Source, folder: Path, progress: Progress
+) -> Iterator[Callable[[Sequence[Unit]], Iterator[Sequence[Unit]]]]:
+    """A way to go through units in batches whose source files are on disk just then.
+
+    Files are kept in `folder` while something needs them, and stay there when the work is interrupted, so that the
+    next run fetches only what is missing. When the context ends without an error, the folder is removed.
+
+    Args:
+        source: a repository.
+        folder: where fetched files are kept.
+        progress: told of every file before it is fetched.
+
+    Raises:
+        MoeqError: `usage.stream-source`; while going through batches, `source.*` and `resources.disk-full`.
+    """
+    stream = require_streamable(source).stream_into(folder)
+    yield partial(_batches, stream=stream, source=source, progress=progress)
+    stream.close()
+
+
+def _batches(
+    units: Sequence[Unit], stream: WeightStream, source: Source, progress: Progress
+) -> Iterator[Sequence[Unit]]:
+    sizes = {file.name: file.size for file in source.files}
+    plan = unit_schedule(units, source)
+    stream.keep_only({file for step in plan.steps for file in step.fetch})
+    _require_room(plan, stream.folder)
+    for step in plan.steps:
+        for file in step.fetch:
+            progress(Fetching(file, sizes[file]))
+            stream.fetch(file)
+        yield step.units
+        for file in step.drop:
+            stream.drop(file)
+
+
+def _require_room(plan: Schedule[Unit], folder: Path) -> None:
+    """Refuse what cannot be held. What an earlier run has fetched is on the disk already and counts as free."""
+    here = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    room = shutil.disk_usage(folder.parent).free + here
+    if plan.peak_bytes > room:
+        raise MoeqError(
+            "resources.disk-full",
+            f"up to {plan.peak_bytes:,} bytes of source files are held at once; {folder.parent} has {room:,} for them",
+            "free some space and run the same command again",
+        )
 
 
 def schedule(units: Sequence[U], files: Callable[[U], Collection[str]], sizes: Mapping[str, int]) -> Schedule[U]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moeq.errors import MoeqError
 from moeq.pipeline.shares import Share, parse_share
+from moeq.pipeline.units import CopyUnit
 
 ARRAY = {
     "SLURM_ARRAY_TASK_ID": "3",
@@ -101,16 +100,40 @@ def test_contradictions_name_the_way_out() -> None:
     assert "--shard torchrun" in (caught.value.hint or "")
 
 
-@dataclass(frozen=True)
-class Job:
-    name: int
-    bytes: int
+def copies(sizes: list[int], files: int) -> list[CopyUnit]:
+    """Copies of these sizes, from and to that many files."""
+    return [
+        CopyUnit(
+            id=f"copy/in-{number % files}/{number}",
+            file=f"out-{number % files}",
+            inputs={f"in-{number % files}": ((100 * number, 100 * number + size),)} if size else {},
+            outputs=((0, size),) if size else (),
+            padding_bytes=0,
+            source_file=f"in-{number % files}",
+            runs=(),
+        )
+        for number, size in enumerate(sizes)
+    ]
 
 
-@given(st.lists(st.integers(0, 10**13), max_size=60), st.integers(1, 70))
-def test_shares_are_a_balanced_partition(sizes: list[int], count: int) -> None:
-    units = [Job(number, size) for number, size in enumerate(sizes)]
-    shares = [Share(index, count).select(units) for index in range(count)]
-    assert [unit for share in shares for unit in share] == units, "every unit once, neighbours together"
-    limit = sum(sizes) / count + max(sizes, default=0)
-    assert all(sum(unit.bytes for unit in share) <= limit + 1 for share in shares)
+@given(st.lists(st.integers(0, 10**13), max_size=60), st.integers(1, 70), st.integers(1, 9), st.booleans())
+def test_shares_are_a_balanced_partition(sizes: list[int], count: int, files: int, remote: bool) -> None:
+    units = copies(sizes, files)
+    shares = [Share(index, count).select(units, remote=remote) for index in range(count)]
+    dealt = [unit.id for share in shares for unit in share]
+    assert sorted(dealt) == sorted(unit.id for unit in units), "every unit exactly once"
+    groups: dict[str, int] = {}
+    for unit in units:
+        name = unit.id if remote else unit.file
+        groups[name] = groups.get(name, 0) + unit.bytes_in + unit.bytes_out
+    limit = 2 * sum(sizes) / count + max(groups.values(), default=0)
+    assert all(sum(unit.bytes_in + unit.bytes_out for unit in share) <= limit + 1 for share in shares)
+
+
+def test_a_file_is_written_by_one_share_unless_its_parts_are_fetched() -> None:
+    units = copies([10] * 24, files=4)
+    shares = [Share(index, 4).select(units, remote=False) for index in range(4)]
+    assert [{unit.file for unit in share} for share in shares] == [{f"out-{number}"} for number in range(4)]
+    shares = [Share(index, 8).select(units, remote=True) for index in range(8)]
+    assert [len(share) for share in shares] == [3] * 8
+    assert all(len({unit.source_file for unit in share}) == 1 for share in shares), "a share reads neighbouring files"

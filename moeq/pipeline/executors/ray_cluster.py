@@ -177,10 +177,10 @@ class Token:
 
 
 @contextmanager
-def token_in(folder: Path) -> Iterator[Token]:
+def token_in(folder: Path, prefix: str = "") -> Iterator[Token]:
     """A token in a folder, as long as the context lasts."""
     word = secrets.token_hex(16)
-    path = folder / f"moeq-token-{word[:8]}"
+    path = folder / f"{prefix}token-{word[:8]}"
     path.write_text(word, encoding="ascii")
     try:
         yield Token(str(path), word)

@@ -1,0 +1,156 @@
+"""Units as tasks of a Ray cluster. This machine keeps the journal; workers write to the shared folder.
+
+A worker opens the job once, checks that it comes to the same plan, and then executes the units it is given. Nothing
+but names and records travels.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import moeq
+from moeq.errors import MoeqError
+from moeq.pipeline.engine import Done, Executor, Moved, Outcome
+from moeq.pipeline.executors import ray_cluster
+from moeq.pipeline.executors.ray_cluster import Task, Token
+from moeq.pipeline.folder import WORK_PREFIX
+from moeq.pipeline.job import Job, JobRequest, open_job
+from moeq.pipeline.records import UnitRecord
+from moeq.pipeline.units import Unit
+
+#: Memory of a worker process before it has read anything: Python, numpy, numba, for some formats torch.
+WORKER_BYTES = 768 << 20
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a worker has to know.
+
+    Attributes:
+        request: the job; a local source is named by its absolute path.
+        digest: digest of the plan.
+        folder: the folder that is written to.
+        token: by which the worker recognises it.
+    """
+
+    request: JobRequest
+    digest: str
+    folder: str
+    token: Token
+
+
+class RayExecutor:
+    """Executes units on a cluster; used like `moeq.pipeline.engine.Executor`.
+
+    Args:
+        ray: the `ray` module, connected.
+        job: the conversion.
+        order: the same for workers.
+        warn: called with a code and a sentence for every retry.
+    """
+
+    def __init__(self, ray: Any, job: Job, order: Order, warn: Callable[[str, str], None]) -> None:
+        self._ray = ray
+        self._order = order
+        self._warn = warn
+        self._local = Executor(job, Path(order.folder))
+
+    def prepare(self, units: Sequence[Unit]) -> None:
+        """Make the output files of these units, so that a full disk shows before anything is sent away."""
+        self._local.prepare(units)
+
+    def run(
+        self,
+        units: Sequence[Unit],
+        handle: Callable[[Outcome], None],
+        salvage: Callable[[Done], None] = lambda done: None,
+    ) -> None:
+        """Execute units on whichever nodes are free, the largest first.
+
+        Raises:
+            MoeqError: what a unit raised, as it would be raised here; `resources.ray-memory`; `environment.ray-lost`.
+        """
+        by_id = {unit.id: unit for unit in units}
+        largest_first = sorted(units, key=lambda unit: -(unit.bytes_in + unit.bytes_out))
+        tasks = [Task(unit.id, memory_of(unit), execute, (self._order, unit.id)) for unit in largest_first]
+        if tasks:
+            ray_cluster.check_memory(ray_cluster.nodes(self._ray), tasks)
+
+        def done(result: tuple[UnitRecord, float]) -> None:
+            record, seconds = result
+            unit = by_id[record.unit]
+            handle(Moved(unit, unit.bytes_out, unit.id))
+            handle(Done(unit, record, seconds))
+
+        ray_cluster.run(self._ray, tasks, done, self._warn)
+
+
+@contextmanager
+def ray_executor(
+    job: Job, folder: Path, address: str | None, warn: Callable[[str, str], None]
+) -> Iterator[RayExecutor]:
+    """An executor on a Ray cluster, all of whose nodes see the folder and have this moeq.
+
+    Raises:
+        MoeqError: `environment.ray-missing`, `environment.ray-connect`, `environment.ray-empty`,
+            `environment.ray-nodes`, `usage.ray-address`.
+    """
+    folder = folder.absolute()
+    with ray_cluster.connected(address) as ray, ray_cluster.token_in(folder, WORK_PREFIX) as token:
+        ray_cluster.check_nodes(ray, ray_cluster.nodes(ray), token, moeq.__version__)
+        yield RayExecutor(ray, job, Order(_absolute(job), job.plan.digest, str(folder), token), warn)
+
+
+def execute(order: Order, unit_id: str) -> tuple[UnitRecord, float] | MoeqError:
+    """Execute a unit in this process, a worker: its record and the seconds it took, or why not."""
+    begun = time.monotonic()
+    try:
+        return _worker(order).execute(unit_id), time.monotonic() - begun
+    except MoeqError as error:
+        return error
+
+
+def memory_of(unit: Unit) -> int:
+    """Bytes of memory to ask for: the process, and one expert on its way through it several times over."""
+    experts = getattr(unit, "experts", None)
+    slot = (unit.bytes_in + unit.bytes_out) // experts.size if experts is not None else 0
+    return WORKER_BYTES + 4 * slot
+
+
+@lru_cache(maxsize=1)
+def _worker(order: Order) -> Executor:
+    """The job as this process sees it. Opened once; buffers stay."""
+    here = f"Ray node {socket.gethostname()}"
+    if not order.token.visible():
+        raise MoeqError(
+            "environment.ray-nodes",
+            f"{here} does not see {order.folder}",
+            "the destination has to be on a file system that every node sees at this path",
+        )
+    try:
+        job = open_job(order.request)
+    except MoeqError as error:
+        raise MoeqError(error.code, f"{here}: {error.message}", error.hint) from None
+    if job.plan.digest != order.digest:
+        raise MoeqError(
+            "environment.ray-nodes",
+            f"{here} comes to another plan for {order.request.src} ({job.plan.digest[:16]}, here {order.digest[:16]})",
+            "source and moeq have to be the same on every node",
+        )
+    return Executor(job, Path(order.folder))
+
+
+def _absolute(job: Job) -> JobRequest:
+    """The request as it can be opened from any working directory."""
+    request, source = job.request, job.checkpoint.source
+    if not os.path.exists(request.src):
+        return replace(request, revision=source.revision)
+    return replace(request, src=os.path.abspath(request.src))

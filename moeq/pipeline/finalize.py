@@ -1,0 +1,124 @@
+"""Publish a conversion whose units were done by several processes: nothing is converted, everything is checked."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from moeq.checkpoint.manifest import MANIFEST_NAME
+from moeq.checkpoint.source import CONFIG_NAME
+from moeq.digest import default_workers
+from moeq.errors import MoeqError
+from moeq.pipeline.convert import Conversion, conversion_of
+from moeq.pipeline.events import Finished, Progress
+from moeq.pipeline.finish import finish
+from moeq.pipeline.folder import PARTIAL_SUFFIX, WorkFolder
+from moeq.pipeline.job import Job, job_stamp, reopen_job
+from moeq.pipeline.journal import JobStamp, Journals, read_journals, require_job, share_of
+from moeq.pipeline.run import finished_units
+from moeq.pipeline.shares import Share, is_remote, parse_label
+from moeq.pipeline.units import Unit
+
+#: Name of finalize's own journal.
+_SHARE = "finalize"
+
+
+def finalize(
+    dst: str | Path, *, force: bool = False, workers: int | None = None, progress: Progress | None = None
+) -> Conversion:
+    """Check that shares have done all units of a conversion, write what is left (manifest, side files) and publish it.
+
+    What was asked for is in the journals of the shares, so it need not be said again. Every byte is read once more.
+
+    Args:
+        dst: the folder to create, as it was named to `convert`.
+        force: replace an earlier conversion at `dst`.
+        workers: threads that check.
+        progress: told what happens.
+
+    Raises:
+        MoeqError: `usage.nothing-to-finalize`; `answer.units-missing`, `answer.units-contradict`, by name;
+            `usage.other-job` where shares were run with different options, sources or versions; `source.changed`;
+            `usage.destination-exists`.
+    """
+    begun, destination, tell = time.monotonic(), Path(dst), progress or (lambda event: None)
+    job, stamp = _job_of(destination)
+    folder = WorkFolder(destination, stamp, share=_SHARE, force=force)
+    folder.check(job.checkpoint.source.path(CONFIG_NAME).parent)
+    with folder:
+        refuse_contradictions(folder.journals)
+        require_units(job, folder, folder.journals.records, "are not finished")
+        records = finished_units(job, folder, job.plan.units, workers or default_workers(), tell)
+        require_units(job, folder, records, "are not in the files although a journal has them")
+        manifest = finish(job, folder, records)
+    tell(Finished(job.plan.bytes_out, time.monotonic() - begun, len(records)))
+    return conversion_of(job, folder, manifest, len(records))
+
+
+def _job_of(destination: Path) -> tuple[Job, JobStamp]:
+    """The job that the journals beside a destination belong to, all of them, and what its journals begin with."""
+    partial = destination.with_name(destination.name + PARTIAL_SUFFIX)
+    journals = read_journals(partial)
+    if not journals.stamps:
+        done = (destination / MANIFEST_NAME).is_file()
+        raise MoeqError(
+            "usage.nothing-to-finalize",
+            f"{partial} holds no shares of a conversion" + (f"; {destination} is finished already" if done else ""),
+            "run the shares first: moeq convert SRC DST --shard 0/8 ..., on a file system that all of them see",
+        )
+    first = next(iter(journals.stamps.values()))
+    job = reopen_job(first)
+    stamp = replace(job_stamp(job), place=first.place)
+    require_job(journals, stamp, partial)
+    return job, stamp
+
+
+def refuse_contradictions(journals: Journals) -> None:
+    """Refuse units of which two shares tell different things. Raises MoeqError `answer.units-contradict`."""
+    found = journals.contradictions
+    if found:
+        shown = "; ".join(f"{unit} ({', '.join(names)})" for unit, names in list(found.items())[:5])
+        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+        raise MoeqError(
+            "answer.units-contradict",
+            f"shares contradict each other about {len(found)} units: {shown}{more}",
+            "the same unit gives the same bytes everywhere, so one of the machines or its memory is not to be trusted; "
+            "remove those journals from the folder and run their shares again elsewhere",
+        )
+
+
+def require_units(job: Job, folder: WorkFolder, have: Iterable[str], what: str) -> None:
+    """Refuse to go on without all units.
+
+    Raises:
+        MoeqError: `answer.units-missing` with their names and the shares that would do them.
+    """
+    having = set(have)
+    missing = [unit for unit in job.plan.units if unit.id not in having]
+    if missing:
+        shown = ", ".join(unit.id for unit in missing[:5]) + (f" and {len(missing) - 5} more" if missing[5:] else "")
+        raise MoeqError(
+            "answer.units-missing",
+            f"{len(missing)} of {len(job.plan.units)} units {what}: {shown}",
+            _remedy(job, folder, missing),
+        )
+
+
+def _remedy(job: Job, folder: WorkFolder, missing: Sequence[Unit]) -> str:
+    """Which shares would do what is missing, if the work was cut into as many as most journals say."""
+    labels = [share_of(name) for name in folder.journals.stamps]
+    shares = [share for label in labels if label and (share := parse_label(label)) is not None]
+    whole = "moeq convert without --shard does what is left, and publishes"
+    if not shares:
+        return whole
+    count = Counter(share.count for share in shares).most_common(1)[0][0]
+    names = {unit.id for unit in missing}
+    wanted = [
+        str(share)
+        for share in (Share(index, count) for index in range(count))
+        if any(unit.id in names for unit in share.select(job.plan.units, remote=is_remote(job.checkpoint.source)))
+    ]
+    return f"run again: --shard {', --shard '.join(wanted[:8])}{' ...' if wanted[8:] else ''}; or {whole}"
