@@ -10,7 +10,7 @@ import typer
 
 from moeq.cli import options
 from moeq.cli.out import Output
-from moeq.cli.push import BaseModelOption, PublicOption, push_conversion
+from moeq.cli.push import BaseModelOption, PublicOption, open_push, push_conversion
 from moeq.cli.push import document as pushed_document
 from moeq.cli.push import render as render_pushed
 
@@ -61,16 +61,13 @@ def command(
     """Repack expert weights into a backend's kernel layout, offline, on a CPU."""
     from moeq.cli.conversion_report import ConversionReport
     from moeq.pipeline.convert import convert
-    from moeq.pipeline.push import check_name, open_target
 
     out: Output = ctx.obj
     with ConversionReport(out, "convert", quiet=quiet or json, log=events) as report:
         deployment = options.deployment(
             deploy, gpu=gpu, tp=tp, ep=ep, batched=batched, lora=lora, dtype=dtype, backend=backend, engine=engine
         )
-        if push is not None:
-            check_name(push)
-        target = open_target(push, private=not public) if push is not None and not dry_run else None
+        target = open_push(push, base_model, public=public) if push is not None and not dry_run else None
         conversion = convert(
             src,
             dst,

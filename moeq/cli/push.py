@@ -42,24 +42,30 @@ def command(
 ) -> None:
     """Upload a conversion to the Hub, with a model card. One commit; a failed push goes on where it was."""
     from moeq.checkpoint.manifest import read_manifest
-    from moeq.pipeline.push import open_target
 
     out: Output = ctx.obj
     read_manifest(dst)
-    target = open_target(repo, private=not public)
+    target = open_push(repo, base_model, public=public)
     pushed = push_conversion(out, dst, target, base_model, quiet=quiet or json)
     out.answer(document(pushed), lambda console: render(console, pushed))
+
+
+def open_push(repo: str, base_model: str | None, *, public: bool) -> PushTarget:
+    """Everything that can refuse a push, asked before there is anything to push."""
+    from moeq.pipeline.push import check_name, open_target
+
+    if base_model is not None:
+        check_name(base_model)
+    return open_target(repo, private=not public)
 
 
 def push_conversion(out: Output, folder: Path, target: PushTarget, base_model: str | None, *, quiet: bool) -> Pushed:
     """Push `folder` with its card, showing progress."""
     from moeq.checkpoint.manifest import MANIFEST_NAME, read_manifest
     from moeq.cli.progress import ProgressReport
-    from moeq.pipeline.push import base_model_of, check_name, published_manifest, push
+    from moeq.pipeline.push import base_model_of, published_manifest, push
     from moeq.report import model_card
 
-    if base_model is not None:
-        check_name(base_model)
     manifest = read_manifest(folder)
     base = base_model or base_model_of(manifest)
     own = (folder / CARD).read_bytes() if (folder / CARD).is_file() else None

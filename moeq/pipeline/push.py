@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import moeq
@@ -188,7 +189,7 @@ def _explained(repo: str, folder: Path | None = None) -> Iterator[None]:
     """Errors of the client as ours. `folder`: a conversion is finished, and how to go on with it."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    again = f"; {folder} is finished and kept: repeat with `moeq push {folder} {repo}`" if folder else ""
+    again = f"; {folder} is finished and kept: repeat with `moeq push {quote(str(folder))} {repo}`" if folder else ""
     try:
         yield
     except MoeqError:

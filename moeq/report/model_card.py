@@ -64,10 +64,10 @@ def render(manifest: Manifest, options: CardOptions) -> str:
 
 def _front_matter(manifest: Manifest, options: CardOptions) -> dict[str, Any]:
     kept = {name: options.source_fields[name] for name in KEPT_FIELDS if _plain(options.source_fields.get(name))}
-    based = {"base_model": options.base_model} if options.base_model else {}
+    based = {"base_model": options.base_model, "base_model_relation": "quantized"} if options.base_model else {}
     method = manifest.model.get("quant_method")
     tags = ["moeq", "mixture-of-experts", *([str(method)] if method else []), *conversion_facts(manifest).layouts]
-    return {**kept, **based, "base_model_relation": "quantized", "library_name": "moeq", "tags": tags}
+    return {**kept, **based, "library_name": "moeq", "tags": tags}
 
 
 def _plain(value: Any) -> bool:

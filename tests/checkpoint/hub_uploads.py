@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import yaml
 from checkpoint.hub_server import SHA, Handler, Hub, serving
 
 #: Token to what it may do.
@@ -77,6 +78,10 @@ class UploadHandler(Handler):
         self.hub.requests.append((self.command, "/" + "/".join(parts), None))
         if parts == ["api", "repos", "create"]:
             self._create(json.loads(body))
+        elif parts == ["api", "validate-yaml"]:
+            front = yaml.safe_load(json.loads(body)["content"].split("---\n")[1])
+            errors = [] if isinstance(front.get("tags"), list) else [{"message": "tags must be a list"}]
+            self._json(400 if errors else 200, {"errors": errors, "warnings": []})
         elif parts[:2] == ["api", "models"] and parts[4:5] in (["preupload"], ["commit"]):
             repo = f"{parts[2]}/{parts[3]}"
             if not self._may_write(repo):
