@@ -45,14 +45,21 @@ def unpack_marlin4(words: Array, out: Array) -> None:
         _word_to_eight(scratch, target[row : row + marlin.ROWS])
 
 
-@lru_cache(maxsize=64)
 def over_bytes(arrangement: Arrangement) -> Arrangement | None:
+    """`of_bytes` where words hold more than one byte: where a byte is a word, whole lanes of bytes are faster still."""
+    return of_bytes(arrangement) if len(arrangement.fields) > 1 else None
+
+
+@lru_cache(maxsize=64)
+def of_bytes(arrangement: Arrangement) -> Arrangement | None:
     """The same arrangement of byte columns, where a word keeps each even and odd code together in one byte."""
     last = arrangement.columns[-1]
-    if len(arrangement.fields) < 2 or last.radix != 2 or arrangement.fields[-1] != replace(last, radix=0):
+    if not arrangement.fields or last.radix != 2 or arrangement.fields[-1] != replace(last, radix=0):
         return None
     left, _, right = arrangement.pattern.partition("->")
-    return Arrangement(f"{left.rstrip().rpartition(' ')[0]} ->{right.rstrip().rpartition(' ')[0]}")
+    words, _, fields = right.partition("|")
+    kept = fields.rstrip().rpartition(" ")[0].strip()
+    return Arrangement(f"{left.rstrip().rpartition(' ')[0]} ->{words.rstrip()}" + (f" | {kept}" if kept else ""))
 
 
 @lru_cache(maxsize=64)

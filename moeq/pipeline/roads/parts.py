@@ -16,9 +16,10 @@ import numpy as np
 
 from moeq.layouts.arranged import ArrangedLayout, Part, as_stored, is_gated_w13, logical_dtype
 from moeq.layouts.arrangement import Arrangement
-from moeq.layouts.fast import marlin, scatter
+from moeq.layouts.bits import BitPermutation
+from moeq.layouts.fast import bits, marlin, scatter
 from moeq.layouts.fast.compare import same
-from moeq.layouts.fast.nibbles import over_bytes
+from moeq.layouts.fast.nibbles import of_bytes
 from moeq.layouts.marlin import WEIGHT
 from moeq.layouts.marlin_mxfp4 import WEIGHT_PAIRS
 from moeq.matrix import MatrixSpec
@@ -41,8 +42,8 @@ class Order(ABC):
         """Contiguous elements into the bytes of a part, from output feature `row` on."""
 
     @abstractmethod
-    def unpack(self, packed: Array, out: Array) -> None:
-        """The bytes of a part into contiguous elements."""
+    def unpack(self, packed: Array, out: Array, spare: Array) -> None:
+        """The bytes of a part into contiguous elements. `spare`: as many bytes of scratch."""
 
 
 class OwnOrder(Order):
@@ -53,7 +54,7 @@ class OwnOrder(Order):
     def pack(self, elements: Array, out: Array, row: int = 0) -> None:
         np.copyto(out, elements.reshape(-1).view(np.uint8))
 
-    def unpack(self, packed: Array, out: Array) -> None:
+    def unpack(self, packed: Array, out: Array, spare: Array) -> None:
         np.copyto(out.reshape(-1).view(np.uint8), packed)
 
 
@@ -67,7 +68,7 @@ class MarlinOrder(Order):
     def pack(self, elements: Array, out: Array, row: int = 0) -> None:
         marlin.pack(elements, self.bits, self._words(elements, out), row)
 
-    def unpack(self, packed: Array, out: Array) -> None:
+    def unpack(self, packed: Array, out: Array, spare: Array) -> None:
         marlin.unpack(self._words(out, packed), self.bits, out)
 
     def _words(self, elements: Array, packed: Array) -> Array:
@@ -81,11 +82,18 @@ class ScatterOrder(Order):
     arrangement: Arrangement
     bits: int
     element: str
+    rewrite: BitPermutation | None = None
 
     def pack(self, elements: Array, out: Array, row: int = 0) -> None:
         scatter.pack(self.arrangement, self._elements(elements), self.bits, self._words(out))
+        if self.rewrite is not None:
+            bits.apply(self.rewrite.steps, self._words(out))
 
-    def unpack(self, packed: Array, out: Array) -> None:
+    def unpack(self, packed: Array, out: Array, spare: Array) -> None:
+        if self.rewrite is not None:
+            np.copyto(spare[: len(packed)], packed)
+            packed = spare[: len(packed)]
+            bits.apply(self.rewrite.inverse.steps, self._words(packed))
         scatter.unpack(self.arrangement, self._words(packed), self.bits, self._elements(out))
 
     def _elements(self, elements: Array) -> Array:
@@ -176,12 +184,12 @@ class PackedPart:
         if self.flip:
             np.bitwise_xor(out, np.uint8(self.flip), out=out)
 
-    def unpack(self, packed: Array, room: Room, scratch: Array) -> Array:
+    def unpack(self, packed: Array, room: Room, spare: Room, scratch: Array) -> Array:
         """The elements of a part, in `room` or, where they lie in the part as they are, there."""
         if self.order.in_place and not self.flip:
             return packed.view(self.dtype).reshape(self.shape)
         found = room.array(scratch, self.shape, self.dtype)
-        self.order.unpack(packed, found)
+        self.order.unpack(packed, found, spare.array(scratch, (spare.nbytes,), "u1"))
         if self.flip:
             octets = found.reshape(-1).view(np.uint8)
             np.bitwise_xor(octets, np.uint8(self.flip), out=octets)
@@ -258,7 +266,7 @@ def _packed_part(
             return None
         dtype = _WORDS[logical if stored else part.dtype]
     filled = layout.logical_shape(part.field, spec)
-    if order is None or part.rewrite is not None or columns % per_element or filled[1] % per_element:
+    if order is None or columns % per_element or filled[1] % per_element:
         return None
     halves = 2 if is_gated_w13(spec) else 1
     stride = rows // 2 if part.arrangement.has_halves else padded.n // halves
@@ -287,6 +295,6 @@ def _order(part: Part) -> Order | None:
     if in_order and (part.field != "zeros" or part.bits == 8):
         return OwnOrder()
     if part.field == "codes" and part.bits == 4:
-        by_bytes = over_bytes(arrangement)
-        return None if by_bytes is None else ScatterOrder(by_bytes, 8, "u1")
+        by_bytes = of_bytes(arrangement)
+        return None if by_bytes is None else ScatterOrder(by_bytes, 8, "u1", part.rewrite)
     return ScatterOrder(arrangement, part.bits, "u1" if part.field in ("codes", "zeros") else f"u{part.bits // 8}")

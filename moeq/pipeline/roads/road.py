@@ -101,7 +101,7 @@ class DirectRoad:
         lanes: the stored projections.
         shards: the packed parts of every rank.
         elements: room for the elements of a part.
-        expected: room for what they should be.
+        expected: room for what they should be, and for what is between.
         scratch_bytes: size of the scratch buffer.
     """
 
@@ -158,7 +158,7 @@ class DirectRoad:
         """
         for shard, packed in zip(self.shards, outputs, strict=True):
             part, views = shard.parts[field], shard.views(field, self.spec, read)
-            found = part.unpack(packed[part.name], self.elements, scratch)
+            found = part.unpack(packed[part.name], self.elements, self.expected, scratch)
             if not part.holds(found, views, self.expected, scratch):
                 return None
         if part.is_whole and len(self.shards) == 1:
