@@ -12,6 +12,7 @@ from moeq.errors import MoeqError
 from moeq.pipeline.buffers import Buffers
 from moeq.pipeline.job import Job
 from moeq.pipeline.records import UnitRecord, checksum, word_sum
+from moeq.pipeline.resources import Room
 from moeq.pipeline.units import CHUNK_BYTES, CopyRun, CopyUnit
 
 #: The kernel cannot copy between these two files: not supported, other file systems, odd alignment, forbidden.
@@ -29,7 +30,7 @@ class CopyResult:
 class Copier:
     """Executes one `CopyUnit`, chunk by chunk. Arguments as for `moeq.pipeline.pack.Packer`."""
 
-    def __init__(self, job: Job, unit: CopyUnit, inputs: Mapping[str, int], output: int) -> None:
+    def __init__(self, job: Job, unit: CopyUnit, inputs: Mapping[str, int], output: int, room: Room) -> None:
         self._unit = unit
         self._input = inputs[unit.source_file]
         self._output = output

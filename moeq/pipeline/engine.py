@@ -24,6 +24,7 @@ from moeq.pipeline.copying import Copier
 from moeq.pipeline.job import Job
 from moeq.pipeline.pack import Packer
 from moeq.pipeline.records import UnitRecord
+from moeq.pipeline.resources import Room
 from moeq.pipeline.units import CopyUnit, PackUnit, Unit
 
 
@@ -60,7 +61,7 @@ class _Failed:
 Outcome = Begun | Moved | Done
 
 #: What executes a unit, by its kind.
-_WORKERS: Mapping[type[Unit], Callable[[Job, Any, Mapping[str, int], int], Any]] = {
+_WORKERS: Mapping[type[Unit], Callable[[Job, Any, Mapping[str, int], int, Room], Any]] = {
     PackUnit: Packer,
     CopyUnit: Copier,
 }
@@ -75,11 +76,13 @@ class Executor:
         job: the conversion.
         folder: folder with the output files (`<DST>.moeq-partial`).
         workers: threads.
+        room: memory beyond what `moeq.pipeline.resources.plan_memory` counts; None: as much as it takes.
     """
 
-    def __init__(self, job: Job, folder: Path, workers: int = 1) -> None:
+    def __init__(self, job: Job, folder: Path, workers: int = 1, room: Room | None = None) -> None:
         self.job = job
         self.folder = folder
+        self._room = room or Room(None)
         self._buffers = [Buffers() for _ in range(max(workers, 1))]
 
     def prepare(self, units: Sequence[Unit]) -> None:
@@ -131,7 +134,7 @@ class Executor:
         Raises:
             MoeqError: as `execute`.
         """
-        run = _Run(self.job, self.folder, units, self._buffers)
+        run = _Run(self.job, self.folder, units, self._buffers, self._room)
         try:
             for outcome in run.outcomes():
                 if isinstance(outcome, _Failed):
@@ -178,8 +181,9 @@ class _Open:
 class _Run:
     """One list of units in the hands of the threads."""
 
-    def __init__(self, job: Job, folder: Path, units: Sequence[Unit], buffers: Sequence[Buffers]) -> None:
+    def __init__(self, job: Job, folder: Path, units: Sequence[Unit], buffers: Sequence[Buffers], room: Room) -> None:
         self._job = job
+        self._room = room
         self._folder = folder
         self._waiting = iter(units)
         self._feeding, self._counting = threading.Lock(), threading.Lock()
@@ -250,7 +254,7 @@ class _Run:
                 inputs[name] = _open_source(source.path(name), name)
             with disk_errors(self._folder / unit.file):
                 output = os.open(self._folder / unit.file, os.O_RDWR)
-            worker = _WORKERS[type(unit)](self._job, unit, inputs, output)
+            worker = _WORKERS[type(unit)](self._job, unit, inputs, output, self._room)
         except BaseException:
             for fd in (*inputs.values(), *([output] if output >= 0 else [])):
                 os.close(fd)

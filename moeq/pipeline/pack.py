@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 
 from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.manifest import Projection
+from moeq.checkpoint.names import Projection as StoredName
 from moeq.checkpoint.writer import read_at, start_write_back, write_at
 from moeq.errors import MoeqError
 from moeq.pipeline.buffers import Buffers
 from moeq.pipeline.job import Job
 from moeq.pipeline.layers import ShardPlan, describe
 from moeq.pipeline.records import Bytes, UnitRecord, checksum, word_sum
-from moeq.pipeline.roads import find_road
+from moeq.pipeline.resources import Room, general_bytes, road_of
 from moeq.pipeline.units import PackUnit, place_of
 
 if TYPE_CHECKING:
@@ -60,19 +61,21 @@ class Packer:
         unit: the unit.
         inputs: open source files by name.
         output: the open output file.
+        room: memory for experts that cannot take the direct road although their headers say so.
     """
 
-    def __init__(self, job: Job, unit: PackUnit, inputs: Mapping[str, int], output: int) -> None:
+    def __init__(self, job: Job, unit: PackUnit, inputs: Mapping[str, int], output: int, room: Room) -> None:
         self._job = job
         self._unit = unit
         self._inputs = inputs
+        self._room = room
         self._output = output
         layer = job.plan.layer_of(unit)
         self._layer = layer
         self._experts = job.checkpoint.experts(unit.layer)
         self._shards = [layer.shards[index] for index in unit.shards]
         self._slots = [_slots(job, unit, shard) for shard in self._shards]
-        self._road: Road | None = find_road(self._experts, unit.role, layer.layout, self._shards)
+        self._road = road_of(job.checkpoint, layer, unit)
         self._found: list[Layout] | None = None
         self._lock = threading.Lock()
 
@@ -87,8 +90,13 @@ class Packer:
 
     def run(self, expert: int, buffers: Buffers) -> ExpertResult:
         """Pack one expert. Raises MoeqError where it cannot be, OSError where the disk says no."""
-        result = None if self._road is None else self._by_road(self._road, expert, buffers)
-        return result or self._in_general(expert)
+        if self._road is None:
+            return self._in_general(expert)
+        result = self._by_road(self._road, expert, buffers)
+        if result is not None:
+            return result
+        with self._room.take(general_bytes(self._layer, self._unit), self.label(expert)):
+            return self._in_general(expert)
 
     def record(self, results: Sequence[ExpertResult]) -> UnitRecord:
         """The unit's record from the results of all its experts, in order."""
@@ -129,7 +137,7 @@ class Packer:
             raise self._round_trip(expert)
         return ExpertResult(sum(sizes), proof.digests, frozenset(), 0, tuple(sums))
 
-    def _read(self, road: Road, expert: int, buffers: Buffers) -> dict[tuple[Projection, str], Bytes]:
+    def _read(self, road: Road, expert: int, buffers: Buffers) -> dict[tuple[StoredName, str], Bytes]:
         """The stored bytes of one expert in reused memory; parts that lie together are read at once."""
         stored = self._experts.layer.unit(expert)
         entries = [(key, stored[key[0]][key[1]]) for key in road.reads]

@@ -17,7 +17,7 @@ from operator import attrgetter
 
 from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.manifest import STACKED_ROLES, StackedRole
-from moeq.checkpoint.names import Projection
+from moeq.checkpoint.names import FUSED
 from moeq.checkpoint.writer import FileForm
 from moeq.model.experts import WHOLE_PARTS, Experts
 from moeq.model.shards import Range
@@ -166,11 +166,6 @@ def copy_units(
             )
 
 
-def projections_of(role: StackedRole, stored: Mapping[Projection, object]) -> list[Projection]:
-    """The stored projections that a stack is made of."""
-    return [projection for projection in stored if (projection == "down") == (role == "w2")]
-
-
 def place_of(entry: TensorEntry, part: str, experts: Experts, expert: int) -> Span:
     """Where one expert's part of a stored tensor lies in its file: the whole tensor, or a row of a stacked one."""
     if not experts.layer.fused or part in WHOLE_PARTS:
@@ -192,11 +187,18 @@ def joined(spans: list[Span]) -> tuple[Span, ...]:
 
 def _stored_spans(experts: Experts, held: Range, role: StackedRole) -> dict[str, tuple[Span, ...]]:
     spans: dict[str, list[Span]] = {}
-    for expert in range(held.start, held.stop):
-        stored = experts.layer.unit(expert)
-        for projection in projections_of(role, stored):
-            for part, entry in stored[projection].items():
-                spans.setdefault(entry.file, []).append(place_of(entry, part, experts, expert))
+    for (projection, part), entries in experts.layer.parts.items():
+        if (projection == "down") != (role == "w2"):
+            continue
+        stacked = entries.get(FUSED)
+        if stacked is not None:
+            first, last = (place_of(stacked, part, experts, expert) for expert in (held.start, held.stop - 1))
+            spans.setdefault(stacked.file, []).append((first[0], last[1]))
+            continue
+        for expert in range(held.start, held.stop):
+            entry = entries.get(expert)
+            if entry is not None:
+                spans.setdefault(entry.file, []).append((entry.start, entry.end))
     return {file: joined(found) for file, found in sorted(spans.items())}
 
 

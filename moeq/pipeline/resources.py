@@ -1,0 +1,269 @@
+"""What a conversion needs: memory, disk, time. Known before it runs, from headers alone; torch is not imported.
+
+Memory is the process itself, plus per thread one expert's stored bytes, its packed bytes and scratch, whatever the size
+of the model. Where no direct road leads (`moeq.pipeline.roads`), a thread decodes the expert to one byte per code and
+needs several times as much. The constants are measured (`tests/pipeline/test_memory.py` holds them to it).
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from moeq.errors import MoeqError
+from moeq.pipeline.buffers import room_for
+from moeq.pipeline.layers import LayerPlan
+from moeq.pipeline.plan import Plan
+from moeq.pipeline.roads import find_road
+from moeq.pipeline.units import CHUNK_BYTES, CopyUnit, PackUnit, Unit, place_of
+
+if TYPE_CHECKING:
+    from moeq.model import Checkpoint
+    from moeq.pipeline.job import Job
+    from moeq.pipeline.roads import Road
+
+MIB = 2**20
+
+#: Python with moeq and numpy; the compiled loops with numba; torch, which only the general way imports.
+BASE_BYTES, COMPILED_BYTES, TORCH_BYTES = 70 * MIB, 110 * MIB, 200 * MIB
+#: What a tensor's header costs while the checkpoint is open.
+TENSOR_BYTES = 700
+#: Bytes per element of the largest matrix that one thread of the general way holds at its peak.
+GENERAL_BYTES = 16
+#: Without a ceiling, workers are lowered to stay below this where one worker can.
+USUAL_CEILING = 2**30
+
+#: Assumed rates for estimates of time: bytes read per second and worker, by the way a unit takes.
+RATES: dict[str, float] = {"road": 0.4e9, "general": 0.06e9, "copy": 1.0e9}
+
+Way = Literal["road", "general", "copy"]
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Bytes from a size as people write it: `8GiB`, `500 MB`, `1.5T`, `1048576`.
+
+    `GiB` and `Gi` count in 1024s; `GB` and `G` in 1000s, the smaller reading, since a ceiling must hold.
+
+    Raises:
+        MoeqError: `usage.size`.
+    """
+    found = _SIZE.fullmatch(text)
+    size = 0
+    if found:
+        power = " kmgt".index(found[2].lower() or " ")
+        size = int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+    if size <= 0:
+        raise MoeqError("usage.size", f"{text!r} is not a size", "write it like 8GiB, 500MB or 1.5T")
+    return size
+
+
+@dataclass(frozen=True)
+class Need:
+    """Memory that one thread needs for a unit, in bytes.
+
+    Attributes:
+        way: how the unit is executed.
+        input: stored bytes of one expert.
+        output: packed bytes of one expert, of all ranks.
+        scratch: the road's scratch.
+        copy: buffer of copies.
+        general: what the general way holds at its peak.
+    """
+
+    way: Way
+    input: int = 0
+    output: int = 0
+    scratch: int = 0
+    copy: int = 0
+    general: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.input + self.output + self.scratch + self.copy + self.general
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of a whole conversion.
+
+    Attributes:
+        base: bytes of the process, whatever the threads do.
+        per_worker: bytes that every thread adds.
+        workers: threads.
+        ceiling: what was asked for, or None.
+    """
+
+    base: int
+    per_worker: int
+    workers: int
+    ceiling: int | None
+
+    @property
+    def peak(self) -> int:
+        """Bytes at most."""
+        return self.base + self.workers * self.per_worker
+
+    def room(self) -> Room:
+        """What is left for experts that turn out to need the general way."""
+        return Room((self.ceiling or USUAL_CEILING) - self.peak - TORCH_BYTES, strict=self.ceiling is not None)
+
+
+def need_of(checkpoint: Checkpoint, plan: Plan, unit: Unit) -> Need:
+    """What one thread needs for a unit."""
+    if not isinstance(unit, PackUnit):
+        return Need("copy", copy=room_for([CHUNK_BYTES]))
+    layer = plan.layer_of(unit)
+    road = road_of(checkpoint, layer, unit)
+    if road is None:
+        return Need("general", general=general_bytes(layer, unit))
+    experts = checkpoint.experts(unit.layer)
+    stored = experts.layer.unit(unit.experts.start)
+    places = [place_of(stored[name][part], part, experts, unit.experts.start) for name, part in road.reads]
+    return Need(
+        "road",
+        input=room_for(stop - start for start, stop in places),
+        output=unit.bytes_out // unit.experts.size + room_for([0] * 16),
+        scratch=room_for([road.scratch_bytes]),
+    )
+
+
+def road_of(checkpoint: Checkpoint, layer: LayerPlan, unit: PackUnit) -> Road | None:
+    """The direct road that executes a unit, or None."""
+    shards = [layer.shards[index] for index in unit.shards]
+    return find_road(checkpoint.experts(unit.layer), unit.role, layer.layout, shards)
+
+
+def general_bytes(layer: LayerPlan, unit: PackUnit) -> int:
+    """What one thread of the general way holds at its peak for one expert of a unit."""
+    whole = layer.entry.matrices[unit.role].spec
+    padded = 0
+    for index in unit.shards:
+        plan = layer.shards[index].padding
+        spec = plan.w2 if unit.role == "w2" else plan.w13
+        padded += spec.n * spec.k
+    return GENERAL_BYTES * max(whole.n * whole.k, padded)
+
+
+def base_bytes(checkpoint: Checkpoint, needs: Iterable[Need]) -> int:
+    """Bytes of a process that executes such units, without what its threads need."""
+    ways = {need.way for need in needs}
+    total = BASE_BYTES + TENSOR_BYTES * len(checkpoint.source.tensors)
+    if ways - {"copy"}:
+        total += COMPILED_BYTES
+    if "general" in ways:
+        total += TORCH_BYTES
+    return total
+
+
+def memory_needed(job: Job, unit: Unit, workers: int = 1) -> int:
+    """Bytes of a process that executes one unit with so many threads."""
+    need = need_of(job.checkpoint, job.plan, unit)
+    return base_bytes(job.checkpoint, [need]) + workers * need.total
+
+
+def plan_memory(
+    checkpoint: Checkpoint, plan: Plan, units: Sequence[Unit], workers: int, ceiling: int | None = None
+) -> Memory:
+    """Memory of a conversion, with as many of the workers as fit below the ceiling.
+
+    Args:
+        checkpoint: the source.
+        plan: the conversion.
+        units: what is executed.
+        workers: threads wanted.
+        ceiling: bytes that the process must never exceed. None: the usual ceiling, which a single worker may exceed.
+
+    Raises:
+        MoeqError: `resources.memory` where not even one worker fits below the ceiling, with the arithmetic.
+    """
+    # Units of a kind need the same; there are few kinds and perhaps thousands of units.
+    needs = {_kind(unit): need_of(checkpoint, plan, unit) for unit in _one_per_kind(units)}
+    base = base_bytes(checkpoint, needs.values())
+    # Buffers grow to the largest size of their kind and stay.
+    kept = ("input", "output", "scratch", "copy", "general")
+    per_worker = sum(max((getattr(need, name) for need in needs.values()), default=0) for name in kept)
+    fitting = ((ceiling or USUAL_CEILING) - base) // max(per_worker, 1)
+    if ceiling is not None and fitting < 1:
+        largest = max(needs, key=lambda kind: needs[kind].total)
+        raise _too_little(ceiling, base, per_worker, largest)
+    return Memory(base, per_worker, max(1, min(workers, fitting)), ceiling)
+
+
+def _kind(unit: Unit) -> str:
+    return f"layer {unit.layer} {unit.role}" if isinstance(unit, PackUnit) else "copies"
+
+
+def _one_per_kind(units: Sequence[Unit]) -> list[Unit]:
+    """A unit of every kind: all copies are alike, and so are the ranks of a stack (of which the first has most)."""
+    return list({_kind(unit): unit for unit in reversed(units)}.values())
+
+
+def _too_little(ceiling: int, base: int, per_worker: int, largest: str) -> MoeqError:
+    needed = base + per_worker
+    return MoeqError(
+        "resources.memory",
+        f"{_mib(base)} for the process + {_mib(per_worker)} for one worker ({largest} is the largest) = "
+        f"{_mib(needed)}, more than the {_mib(ceiling)} of --max-memory",
+        f"--max-memory {-(-needed // MIB)}MiB is enough for one worker",
+    )
+
+
+def _mib(count: int) -> str:
+    return f"{count / MIB:,.0f} MiB"
+
+
+class Room:
+    """Memory that threads share for what was not foreseen: experts that a road declines take the general way.
+
+    Args:
+        free: bytes that are left for it; None: as many as it takes.
+        strict: refuse what is larger than that; else it runs alone.
+    """
+
+    def __init__(self, free: int | None, *, strict: bool = False) -> None:
+        self._all = self._free = 1 << 62 if free is None else max(free, 0)
+        self._strict = strict
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def take(self, size: int, what: str) -> Iterator[None]:
+        """Hold so many bytes; waits until they are free.
+
+        Raises:
+            MoeqError: `resources.memory` where they never will be.
+        """
+        if self._strict and size > self._all:
+            raise MoeqError(
+                "resources.memory",
+                f"{what} holds unusual values and needs {_mib(size)} to be packed in general; {_mib(self._all)} are "
+                "left of --max-memory",
+                "a higher --max-memory; what was finished is kept",
+            )
+        size = min(size, self._all)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= size)
+            self._free -= size
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += size
+                self._changed.notify_all()
+
+
+def ways_of(checkpoint: Checkpoint, plan: Plan) -> dict[str, Way]:
+    """How every unit is executed, by its id."""
+    found: dict[str, Way] = {}
+    for unit in plan.units:
+        if isinstance(unit, CopyUnit):
+            found[unit.id] = "copy"
+        elif isinstance(unit, PackUnit):
+            found[unit.id] = "general" if road_of(checkpoint, plan.layer_of(unit), unit) is None else "road"
+    return found
