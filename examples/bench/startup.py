@@ -6,8 +6,9 @@ peak memory, side by side:
 
     python examples/bench/startup.py [--model NAME] [--layers N] [--folder FOLDER] [--tp N]
 
-Both ways read through the page cache. The repack is moeq's own, on the CPU with all cores that it uses; engines repack
-on the GPU, which is faster and needs a second copy there. With a GPU, `copy` is the transfer to it.
+All ways read through the page cache. The repack of `source` is moeq's own, on the CPU with all cores that it uses.
+With a GPU, `copy` is the transfer to it, and where vLLM is installed `engine` does what vLLM does: every tensor of the
+source is copied to the GPU, and when all are there, the engine's own functions repack them, which takes more memory.
 """
 
 from __future__ import annotations
@@ -33,13 +34,17 @@ def measure(road: str, folder: str, layout_id: str, tp: int) -> None:
 
     import moeq
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    torch.zeros(1, device=device)
+    load = ROADS[road]()
     base = peak_memory()
     started = time.perf_counter()
     checkpoint = moeq.open(folder)
     opened = time.perf_counter() - started
-    read, repack, copy = (from_source if road == "source" else from_converted)(checkpoint, layout_id, tp, device)
+    read, repack, copy = load(checkpoint, layout_id, tp, device)
     result = {"open": opened, "read": read, "repack": repack, "copy": copy, "peak": peak_memory() - base}
+    result["gpu_peak"] = torch.cuda.max_memory_allocated() / 2**20 if cuda else 0.0
     print(json.dumps(result))
 
 
@@ -99,6 +104,109 @@ def from_converted(checkpoint, layout_id: str, tp: int, device) -> tuple[float, 
     return read, 0.0, copy
 
 
+class FromEngine:
+    """vLLM's way. Constructing it imports the engine and compiles what it compiles once per machine."""
+
+    def __init__(self) -> None:
+        import torch
+        import vllm._custom_ops as ops
+        from vllm.model_executor.layers.quantization.utils import marlin_utils, marlin_utils_fp4
+
+        self.ops, self.scales, self.fp4 = ops, marlin_utils.marlin_moe_permute_scales, marlin_utils_fp4
+        words = torch.zeros(1, 16, 64, dtype=torch.int32, device="cuda")
+        ops.gptq_marlin_moe_repack(words, words.new_empty(1, 0), 128, 64, 4)
+        torch.cuda.synchronize()
+
+    def __call__(self, checkpoint, layout_id: str, tp: int, device) -> tuple[float, float, float]:
+        """Read, repack and copy, in seconds; for one rank."""
+        import torch
+
+        read = copy = 0.0
+        layers = []
+        for layer in checkpoint.info.moe_layers:
+            target: dict[str, torch.Tensor] = {}
+            for name, where in self.places(checkpoint, layer):
+                start = time.perf_counter()
+                tensor = checkpoint.source.read(name)
+                middle = time.perf_counter()
+                self.put(target, checkpoint, layer, where, tensor, device)
+                read, copy = read + middle - start, copy + time.perf_counter() - middle
+            layers.append(target)
+        start = time.perf_counter()
+        torch.cuda.synchronize()
+        middle = time.perf_counter()
+        for target in layers:
+            (self.repack_mxfp4 if "w13_blocks" in target else self.repack_gptq)(target)
+        torch.cuda.synchronize()
+        return read, time.perf_counter() - middle, copy + middle - start
+
+    @staticmethod
+    def places(checkpoint, layer: int):
+        """Names of a layer's expert tensors, and `(stacked tensor, expert or None, half or None)` of each."""
+        halves = {
+            "gate_proj": ("w13", 0),
+            "up_proj": ("w13", 1),
+            "down_proj": ("w2", None),
+            "gate_up_proj": ("w13", None),
+        }
+        prefix = f"layers.{layer}."
+        for name in checkpoint.source.tensors:
+            if prefix not in name or ".experts." not in name:
+                continue
+            leaf = name.rpartition(".experts.")[2]
+            if leaf[0].isdigit():
+                expert, projection, part = leaf.split(".")
+                if part in ("qweight", "scales"):
+                    yield name, (f"{halves[projection][0]}_{part}", int(expert), halves[projection][1])
+            else:
+                projection, _, part = leaf.rpartition("_")
+                yield name, (f"{halves[projection][0]}_{part}", None, None)
+
+    @staticmethod
+    def put(target, checkpoint, layer: int, where, tensor, device) -> None:
+        """Copy a tensor to its place on the GPU, as the engine's weight loaders do."""
+        import torch
+
+        part, expert, half = where
+        if expert is None:  # MXFP4, rounded up as the engine does it
+            sizes = {"w13": (5888, 3072), "w2": (3072, 2944)}[part.partition("_")[0]]
+            shape = [tensor.shape[0], sizes[0], sizes[1] // 2 if "blocks" in part else sizes[1] // 32][: tensor.dim()]
+            flat = tensor.flatten(2) if "blocks" in part else tensor
+            target[part] = torch.zeros(shape, dtype=tensor.dtype, device=device)
+            target[part][tuple(slice(0, size) for size in flat.shape)].copy_(flat)
+            return
+        rows, columns = tensor.shape
+        if part not in target:
+            wide = columns if half is None else 2 * columns
+            dtype = torch.bfloat16 if part.endswith("scales") else tensor.dtype
+            target[part] = torch.empty(checkpoint.num_experts(layer), rows, wide, dtype=dtype, device=device)
+        place = target[part][expert]
+        (place if half is None else place[:, half * columns : (half + 1) * columns]).copy_(tensor)
+
+    def repack_gptq(self, target) -> None:
+        """As `process_weights_after_loading` does for GPTQ int4 in groups of 128."""
+        for role in ("w13", "w2"):
+            words, scales = target[f"{role}_qweight"], target[f"{role}_scales"]
+            size_k, size_n = 8 * words.shape[1], words.shape[2]
+            order = words.new_empty(words.shape[0], 0)
+            target[f"{role}_qweight"] = self.ops.gptq_marlin_moe_repack(words, order, size_k, size_n, 4)
+            target[f"{role}_scales"] = self.scales(scales, size_k, size_n, 128)
+
+    def repack_mxfp4(self, target) -> None:
+        """As `process_weights_after_loading` does for gpt-oss."""
+        from types import SimpleNamespace
+
+        import torch
+
+        parts = [target.pop(f"{role}_{part}") for part in ("blocks", "scales", "bias") for role in ("w13", "w2")]
+        layer = SimpleNamespace(params_dtype=torch.bfloat16)
+        target["packed"] = self.fp4.prepare_moe_mxfp4_layer_for_marlin(layer, *parts)
+
+
+#: Ways of loading, in the order of the table; called to set up, then with what to load.
+ROADS = {"source": lambda: from_source, "engine": FromEngine, "converted": lambda: from_converted}
+
+
 def peak_memory() -> float:
     """High-water mark of this process in MiB."""
     status = Path("/proc/self/status").read_text()
@@ -111,15 +219,23 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--road", choices=ROADS, action="append")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args()
+    rows: list[dict] = []
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
         for name in options.model or LAYOUTS:
-            compare(name, options.layers, options.tp, Path(scratch) / name)
+            rows += compare(name, options.layers, options.tp, Path(scratch) / name, options.road)
+    if options.out:
+        about = {"schema": "moeq.startup/1", "date": time.strftime("%Y-%m-%d")}
+        options.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 
 
-def compare(name: str, layers: int, tp: int, folder: Path) -> None:
+def compare(name: str, layers: int, tp: int, folder: Path, roads: list[str] | None) -> list[dict]:
+    """Every way of loading one model, each in a process of its own."""
     import moeq
 
+    rows: list[dict] = []
     layout = LAYOUTS[name]
     source, converted = folder / "source", folder / "converted"
     make_checkpoint.write_checkpoint(source, MODELS[name], MODELS[name].formats[0], make_checkpoint.Size(layers))
@@ -127,13 +243,20 @@ def compare(name: str, layers: int, tp: int, folder: Path) -> None:
     deployment = moeq.Deployment(gpu=moeq.gpu("H100"), tp=tp)
     moeq.convert(source, converted, deployment, layout=layout)
     print(f"{name}, {layers} layer(s), tp {tp}, {layout}; converted once in {time.perf_counter() - started:.1f} s")
-    print(f"{'':12}{'open':>8}{'read':>8}{'repack':>8}{'copy':>8}{'total':>8}   peak memory")
-    for road, place in (("source", source), ("converted", converted)):
+    print(f"{'':12}{'open':>8}{'read':>8}{'repack':>8}{'copy':>8}{'total':>8}   peak memory   of the GPU")
+    for road in roads or ROADS:
+        place = converted if road == "converted" else source
         command = [sys.executable, __file__, "--measure", road, str(place), layout, str(tp)]
-        run = subprocess.run(command, check=True, capture_output=True, text=True)
+        run = subprocess.run(command, capture_output=True, text=True)
+        if run.returncode:
+            print(f"{road:12} not here: {run.stderr.strip().splitlines()[-1]}")
+            continue
         found = json.loads(run.stdout.splitlines()[-1])
+        rows.append({"model": name, "layers": layers, "tp": tp, "road": road, **found})
         steps = [found[step] for step in ("open", "read", "repack", "copy")]
-        print(f"{road:12}" + "".join(f"{t:7.2f}s" for t in (*steps, sum(steps))) + f"{found['peak']:10.0f} MiB")
+        memory = f"{found['peak']:10.0f} MiB {found['gpu_peak']:8.0f} MiB"
+        print(f"{road:12}" + "".join(f"{t:7.2f}s" for t in (*steps, sum(steps))) + memory, flush=True)
+    return rows
 
 
 if __name__ == "__main__":

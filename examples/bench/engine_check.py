@@ -1,0 +1,347 @@
+"""Runs vLLM's own expert kernels on what moeq converted and loaded, on a GPU, against the float32 reference.
+
+    python examples/bench/engine_check.py tests/data/checkpoints/* --out results.json
+
+Three roads for every checkpoint and every layout that fits it:
+
+* `kernel`: `moeq.load_experts`, and the engine's function called on those tensors;
+* `plug-in`: the engine's `RoutedExperts` with moeq's method, created, loaded, set up and applied by the engine;
+* `engine`: the same with the source's own method: the engine loads the source and repacks it itself.
+
+Activations and scales are bf16, as the engine rounds them. An error counts as right up to twice that of the same
+products in 16-bit torch on dequantised weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import moeq
+from moeq.reference.moe import Activation, Expert, Linear, moe, run_expert
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+#: On a CPU everything is set up as far as the engine goes there.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+LAYOUTS = (
+    "marlin-wna16/1",
+    "marlin-act-order/1",
+    "triton-wna16/1",
+    "int8-w8a8/1",
+    "marlin-mxfp4/1",
+    "marlin-mxfp4-interleaved/1",
+)
+FACTOR = 2.0
+LAYER = 1
+TOKENS = (1, 17, 130)
+#: Names of projections in the checkpoints of a model class.
+PROJECTIONS = {"mixtral": ("w1", "w2", "w3"), "qwen3_moe": ("gate_proj", "down_proj", "up_proj")}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs and what they should give: float32 `y`, and the relative error of 16-bit torch."""
+
+    x: Tensor
+    weights: Tensor
+    ids: Tensor
+    y: Tensor
+    plain_error: float
+
+
+def error_of(y: Tensor, truth: Tensor) -> float:
+    """Relative Frobenius error; infinite where a value is not finite."""
+    y = y.float().cpu()
+    return float((y - truth).norm() / truth.norm()) if bool(y.isfinite().all()) else float("inf")
+
+
+def activation_of(checkpoint: Any) -> Activation:
+    """What the model computes between the products."""
+    return Activation(checkpoint.info.activation, limit=float(checkpoint.source.config.get("swiglu_limit") or 7.0))
+
+
+def cases(source: Any) -> list[Case]:
+    """Random tokens and routing, from the source's own dequantised weights."""
+    info = source.info
+    activation = activation_of(source)
+    experts = {number: expert(source, number) for number in range(info.num_experts)}
+    found = []
+    for tokens in TOKENS:
+        generator = torch.Generator().manual_seed(tokens)
+        x = torch.randn(tokens, info.hidden_size, generator=generator).to(torch.bfloat16)
+        weights, ids = torch.rand(tokens, info.num_experts, generator=generator).topk(info.top_k, dim=1)
+        weights = weights / weights.sum(1, keepdim=True)
+        y = moe(x, experts.__getitem__, weights, ids, activation)
+        plain = torch.zeros_like(y)
+        for number in ids.unique().tolist():
+            rows, slots = torch.where(ids == number)
+            down = run_expert(x[rows], experts[number], activation, torch.bfloat16).down
+            plain.index_add_(0, rows, down * weights[rows, slots, None])
+        found.append(Case(x, weights, ids, y, error_of(plain.to(torch.bfloat16), y)))
+    return found
+
+
+def expert(source: Any, number: int) -> Expert:
+    """One expert's dequantised projections."""
+
+    def linear(name: str) -> Linear:
+        return Linear(source.dequantize(LAYER, number, name), source.matrix(LAYER, number, name).bias)
+
+    return Expert(linear("gate"), linear("up"), linear("down"))
+
+
+Road = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def marlin(experts: Any, activation: Activation) -> Road:
+    """`fused_marlin_moe` on loaded tensors."""
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.experts.marlin_moe import fused_marlin_moe
+    from vllm.scalar_type import scalar_types
+
+    w13, w2 = experts.w13, experts.w2
+    kinds = {"int4": scalar_types.uint4b8, "int8": scalar_types.uint8b128, "e2m1": scalar_types.float4_e2m1f}
+    kind = kinds[w13.element] if w13.zero is None else scalar_types.uint4
+    options: dict[str, Any] = {"activation": MoEActivation.SILU}
+    if activation.name == "swigluoai" and experts.w13_order == "interleaved":
+        options = {"activation": MoEActivation.SWIGLUOAI}
+    elif activation.name == "swigluoai":
+        clamped = {"clamp_limit": activation.limit, "gemm1_alpha": activation.alpha, "gemm1_beta": 1.0}
+        options = {"activation": MoEActivation.SWIGLUOAI_UNINTERLEAVE, **clamped}
+
+    def scale(matrix: Any) -> Tensor:
+        exponents = matrix.scale.dtype == torch.uint8
+        return matrix.scale.view(torch.float8_e8m0fnu) if exponents else matrix.scale.to(torch.bfloat16)
+
+    def bias(matrix: Any) -> Tensor | None:
+        return None if matrix.bias is None else matrix.bias.to(torch.bfloat16)
+
+    def run(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        wide = torch.nn.functional.pad(x, (0, w13.k - x.shape[1]))
+        y = fused_marlin_moe(
+            wide,
+            w13.weight,
+            w2.weight,
+            bias(w13),
+            bias(w2),
+            scale(w13),
+            scale(w2),
+            weights,
+            ids,
+            quant_type_id=kind.id,
+            global_num_experts=experts.num_experts,
+            g_idx1=w13.group_index,
+            g_idx2=w2.group_index,
+            sort_indices1=w13.permutation,
+            sort_indices2=w2.permutation,
+            w1_zeros=w13.zero,
+            w2_zeros=w2.zero,
+            **options,
+        )
+        return y[:, : x.shape[1]]
+
+    return run
+
+
+def triton(experts: Any, activation: Activation) -> Road:
+    """`fused_experts_impl` on loaded tensors."""
+    from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts_impl
+
+    w13, w2 = experts.w13, experts.w2
+    if w13.layout == "int8-w8a8/1":
+        options = {"use_int8_w8a8": True, "per_channel_quant": True, "w1_scale": w13.scale, "w2_scale": w2.scale}
+    else:
+        four = w13.element == "int4"
+        options = {
+            "use_int4_w4a16": four,
+            "use_int8_w8a16": not four,
+            "w1_scale": w13.scale.to(torch.bfloat16),
+            "w2_scale": w2.scale.to(torch.bfloat16),
+            "w1_zp": w13.zero,
+            "w2_zp": w2.zero,
+            "block_shape": [0, w13.group_size],
+        }
+    return lambda x, weights, ids: fused_experts_impl(
+        x, w13.weight, w2.weight, weights, ids, global_num_experts=experts.num_experts, **options
+    )
+
+
+def kernel_road(converted: Path) -> Road:
+    """moeq's loader, the engine's function."""
+    experts = moeq.load_experts(converted, LAYER, device=DEVICE)
+    activation = activation_of(moeq.open(converted))
+    if experts.w13_order == "interleaved" and activation.name == "silu":
+        raise ValueError("the engine has no SiLU for interleaved rows")
+    return (marlin if experts.w13.layout.startswith("marlin") else triton)(experts, activation)
+
+
+def engine_layer(folder: Path, method: Any, backend: str = "auto") -> Any:
+    """The engine's own expert layer with a quantisation config, empty, on the GPU."""
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
+    from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    info = moeq.open(folder).info
+    parallel = FusedMoEParallelConfig(
+        tp_size=1, pcp_size=1, dp_size=1, ep_size=1, tp_rank=0, pcp_rank=0, dp_rank=0, ep_rank=0, sp_size=1,
+        use_ep=False, all2all_backend="allgather_reducescatter", enable_eplb=False,
+    )  # fmt: skip
+    manager = ExpertMapManager(
+        max_num_batched_tokens=1024, top_k=info.top_k, global_num_experts=info.num_experts, num_redundant_experts=0,
+        num_expert_group=None, moe_parallel_config=parallel, placement_strategy="linear", enable_eplb=False,
+    )  # fmt: skip
+    moe_config = FusedMoEConfig(
+        num_experts=info.num_experts,
+        experts_per_token=info.top_k,
+        hidden_dim=info.hidden_size,
+        intermediate_size=info.intermediate_size,
+        num_local_experts=info.num_experts,
+        num_logical_experts=info.num_experts,
+        activation=MoEActivation.SILU,
+        device=DEVICE,
+        routing_method=RoutingMethodType.Renormalize,
+        moe_parallel_config=parallel,
+        in_dtype=torch.bfloat16,
+        moe_backend=backend,
+    )
+    names = dict(
+        zip(
+            ("ckpt_gate_proj_name", "ckpt_down_proj_name", "ckpt_up_proj_name"),
+            PROJECTIONS[moeq.open(folder).source.config["model_type"]],
+            strict=True,
+        )
+    )
+    return RoutedExperts(f"model.layers.{LAYER}.mlp.experts", torch.bfloat16, moe_config, method, manager, **names)
+
+
+def applied(layer: Any) -> Road:
+    """The engine's method of a loaded layer."""
+    layer.quant_method.process_weights_after_loading(layer)
+    return lambda x, weights, ids: layer.quant_method.apply(layer, x, weights, ids, None, None)
+
+
+def plug_in_road(converted: Path) -> Road:
+    """The engine's layer with moeq's method."""
+    from types import SimpleNamespace
+
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    from moeq.integrations import vllm_plugin
+
+    vllm_plugin.register()
+    document = json.loads((converted / "config.json").read_text())
+    method = get_quantization_config("moeq").from_config(document["quantization_config"])
+    method.maybe_update_config(str(converted), hf_config=SimpleNamespace(model_type=document["model_type"]))
+    with torch.device(DEVICE):
+        layer = engine_layer(converted, method)
+    checkpoint = moeq.open(converted)
+    names = checkpoint.manifest.layer(LAYER).tensors
+    list(layer.load_weights((name.rpartition("experts.")[2], checkpoint.source.read(name)) for name in names))
+    return applied(layer)
+
+
+def engine_road(source: Path) -> Road:
+    """The engine's layer with the source's method, filled expert by expert and repacked by the engine."""
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    document = json.loads((source / "config.json").read_text())
+    quantization = document["quantization_config"]
+    method = get_quantization_config(quantization["quant_method"]).from_config(dict(quantization))
+    with torch.device(DEVICE):
+        layer = engine_layer(source, method, "triton" if quantization.get("format") == "int-quantized" else "marlin")
+    checkpoint = moeq.open(source)
+    names = [name for name in checkpoint.source.tensors if f"layers.{LAYER}." in name and ".experts." in name]
+    tensors = ((name.rpartition("experts.")[2], checkpoint.source.read(name).to(DEVICE)) for name in names)
+    list(layer.load_weights(tensors))
+    return applied(layer)
+
+
+def outcome(build: Callable[[], Road], given: list[Case]) -> dict[str, Any]:
+    """Errors of a road at every token count, or why there is none."""
+    try:
+        road = build()
+        rows = []
+        for case in given:
+            y = road(case.x.to(DEVICE), case.weights.to(DEVICE), case.ids.to(DEVICE).to(torch.int32))
+            error = error_of(y, case.y)
+            rows.append({"tokens": len(case.x), "error": error, "plain_error": case.plain_error})
+    except Exception as error:  # noqa: BLE001 - whatever the engine raises is the finding
+        return {"refused": f"{type(error).__name__}: {str(error)[:400]}"}
+    return {"right": all(row["error"] <= FACTOR * row["plain_error"] for row in rows), "rows": rows}
+
+
+def roads(folder: Path, scratch: Path) -> Iterator[dict[str, Any]]:
+    """Every road of a checkpoint."""
+    source = moeq.open(folder)
+    given = cases(source)
+    for layout in LAYOUTS:
+        target = scratch / f"{folder.name}-{layout.partition('/')[0]}"
+        row = {"checkpoint": folder.name, "layout": layout}
+        try:
+            moeq.convert(folder, target, moeq.Deployment(gpu=moeq.gpu("H200")), layout=layout)
+        except moeq.MoeqError:
+            continue  # the layout does not hold this format
+        yield {**row, "road": "kernel", **outcome(lambda t=target: kernel_road(t), given)}
+        if source.source.config["model_type"] in PROJECTIONS:
+            yield {**row, "road": "plug-in", **outcome(lambda t=target: plug_in_road(t), given)}
+    if source.source.config["model_type"] in PROJECTIONS:
+        yield {"checkpoint": folder.name, "road": "engine", **outcome(lambda: engine_road(folder), given)}
+
+
+def text(row: dict[str, Any]) -> str:
+    """One line."""
+    worst = max((r["error"] / r["plain_error"] for r in row.get("rows", ())), default=0.0)
+    said = row.get("refused") or f"{'right' if row['right'] else 'WRONG'}, error {worst:.2f} x that of 16-bit torch"
+    return f"{row['checkpoint']:32s} {row['road']:8s} {row.get('layout', ''):28s} {said}"
+
+
+def main() -> int:
+    """Command line; exits 1 where the engine's kernels or moeq's plug-in give wrong numbers."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sources", type=Path, nargs="+", help="checkpoint folders (files are passed over)")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    from importlib.metadata import version
+
+    import vllm._C_stable_libtorch
+    import vllm._moe_C_stable_libtorch  # noqa: F401
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    init_workspace_manager(torch.device(DEVICE))
+    rows = []
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cuda"))),
+    ):
+        for folder in filter(Path.is_dir, options.sources):
+            for row in roads(folder, Path(scratch)):
+                rows.append(row)
+                print(text(row), flush=True)
+    about = {
+        "schema": "moeq.engine-check/1",
+        "date": time.strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "vllm": version("vllm"),
+    }
+    options.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    return 1 if any(row["road"] != "engine" and row.get("right") is False for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

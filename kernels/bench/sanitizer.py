@@ -1,0 +1,152 @@
+"""compute-sanitizer over the kernels, on tiny layers: memory, races in shared memory, barriers.
+
+    PYTHONPATH=.:kernels python kernels/bench/sanitizer.py --out results.json [--seconds 120]
+
+Every format that `fused_moe` reads, and every kernel of the Hopper plan; layers are made on the CPU, so that nearly
+all that the tool watches is ours. Tools run at the same time, each in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+TOOLS = ("memcheck", "racecheck", "synccheck")
+TOKENS = (1, 7, 70)
+
+
+@dataclass(frozen=True)
+class Call:
+    """Something to run: its name, and a function of the number of tokens."""
+
+    name: str
+    run: Any
+
+
+def calls() -> Iterator[Call]:
+    """Hopper kernels first, then every format."""
+    import torch
+
+    from bench.cases import Recipe, make_layer, route
+    from bench.hopper_check import LAYERS, describe, plans
+    from moeq_kernels import PackedExperts, fused_moe
+    from moeq_kernels.formats import FORMATS
+    from moeq_kernels.hopper.launch import hopper_moe
+
+    def on_gpu(packed: PackedExperts) -> PackedExperts:
+        def moved(matrix: Any) -> Any:
+            found = {name: value.cuda() for name, value in vars(matrix).items() if isinstance(value, torch.Tensor)}
+            return replace(matrix, **found)
+
+        return replace(packed, w13=moved(packed.w13), w2=moved(packed.w2))
+
+    def given(recipe: Recipe, tokens: int) -> list[torch.Tensor]:
+        routed = route(tokens, recipe.hidden, recipe.experts, 2, dtype=recipe.dtype)
+        return [routed.x.cuda(), routed.weights.cuda(), routed.ids.cuda()]
+
+    for name in ("small", "zeros-g32"):
+        recipe = LAYERS[name]
+        packed = on_gpu(make_layer(recipe)[0])
+        for plan in plans(recipe):
+
+            def hopper(tokens: int, recipe: Recipe = recipe, packed: PackedExperts = packed, plan: Any = plan) -> None:
+                x, weights, ids = given(recipe, tokens)
+                hopper_moe(x, packed, weights, ids, plan=plan)
+
+            yield Call(f"hopper {name} {describe(plan)}", hopper)
+    for layout, element in FORMATS:
+        dtype = torch.float16 if element == "f16" else torch.bfloat16
+        mx = element == "e2m1"
+        order, activation = ("interleaved", "swiglu_oai") if mx else ("gate-up", "silu")
+        recipe = Recipe(layout, element, hidden=256, intermediate=128, dtype=dtype, bias=mx, order=order)  # type: ignore[arg-type]
+        packed = on_gpu(make_layer(recipe)[0])
+
+        def fused(tokens: int, recipe: Recipe = recipe, packed: PackedExperts = packed, name: str = activation) -> None:
+            x, weights, ids = given(recipe, tokens)
+            fused_moe(x, packed, weights, ids, activation=name, limit=7.0 if name == "swiglu_oai" else None)
+
+        yield Call(f"fused_moe {layout} {element}", fused)
+
+
+def run_calls(seconds: float) -> int:
+    """Everything, as far as the time reaches; prints what ran."""
+    import torch
+
+    begin, ran = time.monotonic(), 0
+    for call in calls():
+        for tokens in TOKENS:
+            if time.monotonic() - begin > seconds:
+                print(f"stopped before {call.name}, {tokens} tokens", flush=True)
+                return ran
+            call.run(tokens)
+            torch.cuda.synchronize()
+            ran += 1
+        print("ran", call.name, flush=True)
+    print("complete", flush=True)
+    return ran
+
+
+def run_tool(tool: str, seconds: float) -> subprocess.Popen[str]:
+    """The tool over this script."""
+    script = [sys.executable, __file__, "--calls", "--seconds", str(seconds)]
+    command = ["compute-sanitizer", "--tool", tool, "--print-limit", "20", "--launch-timeout", "120", *script]
+    # The caching allocator would hand out parts of large blocks, and accesses beyond a part would not be noticed.
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def summary(tool: str, output: str, code: int | None) -> dict[str, Any]:
+    """What a tool said."""
+    counts = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", output)
+    ran = re.findall(r"^ran (.+)$", output, re.MULTILINE)
+    found = [line for line in output.splitlines() if line.startswith("=========") and "SUMMARY" not in line]
+    return {
+        "tool": tool,
+        "errors": int(counts[-1]) if counts else None,
+        "complete": "\ncomplete" in output,
+        "ran": ran,
+        "stopped": re.findall(r"^stopped before (.+)$", output, re.MULTILINE),
+        "code": code,
+        "first_lines": found[:40] if not counts or int(counts[-1]) else [],
+        "tail": output.splitlines()[-12:] if not counts else [],
+    }
+
+
+def main() -> int:
+    """Command line; exits 1 where a tool found something or did not finish."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--tools", default=",".join(TOOLS))
+    parser.add_argument("--seconds", type=float, default=120)
+    parser.add_argument("--calls", action="store_true", help="make the calls, without a tool (what the tools run)")
+    options = parser.parse_args()
+    if options.calls:
+        run_calls(options.seconds)
+        return 0
+    processes = {tool: run_tool(tool, options.seconds) for tool in options.tools.split(",")}
+    rows = []
+    deadline = time.monotonic() + options.seconds + 60
+    for tool, process in processes.items():
+        try:
+            output, _ = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, _ = process.communicate()
+        rows.append(summary(tool, output, process.returncode))
+        print({key: value for key, value in rows[-1].items() if key not in ("ran", "first_lines")}, flush=True)
+    if options.out:
+        options.out.write_text(json.dumps({"schema": "moeq-kernels.sanitizer/1", "tools": rows}, indent=1) + "\n")
+    return 0 if all(row["errors"] == 0 for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
