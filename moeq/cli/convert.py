@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moeq.cli import options
+from moeq.cli import options, shares
 from moeq.cli.out import Output
 from moeq.cli.push import BaseModelOption, PublicOption, open_push, push_conversion
 from moeq.cli.push import document as pushed_document
@@ -47,6 +47,10 @@ def command(
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier conversion at DST.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; write nothing.")] = False,
     workers: Annotated[int | None, typer.Option("--workers", min=1, help="Threads [the cores, at most 8].")] = None,
+    shard: shares.ShardOption = None,
+    executor: shares.ExecutorOption = "local",
+    ray_address: shares.RayAddressOption = None,
+    stream_source: shares.StreamOption = False,
     push: Annotated[
         str | None, typer.Option("--push", metavar="ORG/NAME", help="Upload the result to this repository of the Hub.")
     ] = None,
@@ -67,6 +71,7 @@ def command(
         deployment = options.deployment(
             deploy, gpu=gpu, tp=tp, ep=ep, batched=batched, lora=lora, dtype=dtype, backend=backend, engine=engine
         )
+        share = shares.parse(shard, push=push)
         target = open_push(push, base_model, public=public) if push is not None and not dry_run else None
         conversion = convert(
             src,
@@ -79,6 +84,10 @@ def command(
             force=force,
             dry_run=dry_run,
             workers=workers,
+            share=share,
+            executor=executor,
+            ray_address=ray_address,
+            stream_source=stream_source,
             progress=report,
         )
         report.summarise(conversion)
@@ -98,6 +107,7 @@ def document(conversion: Conversion) -> dict[str, Any]:
         "destination": str(conversion.destination),
         "written": manifest is not None,
         "resumed_units": conversion.resumed_units,
+        "shard": shares.document(conversion),
         "backend": conversion.backend,
         "layout": layouts[0],
         "layouts": layouts,
@@ -122,9 +132,11 @@ def render(console: Console, conversion: Conversion, pushed: Pushed | None = Non
     from moeq.report.text import human_bytes
 
     plan = conversion.plan
-    verb = "would write" if conversion.manifest is None else "wrote"
+    verb = "wrote" if conversion.manifest or shares.ran(conversion) else "would write"
     console.print(
-        f"[bold]{verb} {conversion.destination}[/]: {len(plan.files)} files, {human_bytes(plan.bytes_out)}", markup=True
+        f"[bold]{verb} {shares.of(conversion)}{conversion.destination}[/]: {len(plan.files)} files, "
+        f"{human_bytes(plan.bytes_out)}",
+        markup=True,
     )
     layouts = ", ".join(dict.fromkeys(layer.entry.layout for layer in plan.layers))
     console.print(f"  backend   {conversion.backend}, layout {layouts}")
@@ -144,6 +156,7 @@ def render(console: Console, conversion: Conversion, pushed: Pushed | None = Non
     target = conversion.verdict.convert
     if target and target.flag and target.layout == plan.layers[0].entry.layout:
         console.print(f"  start     vLLM with {target.flag}" + (f" ({target.why})" if target.why else ""))
+    shares.render_next(console, conversion)
     if pushed is not None:
         render_pushed(console, pushed)
 

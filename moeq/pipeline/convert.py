@@ -23,8 +23,9 @@ from moeq.pipeline.finish import finish
 from moeq.pipeline.folder import WorkFolder
 from moeq.pipeline.job import Job, JobRequest, job_stamp, open_job
 from moeq.pipeline.plan import Plan
+from moeq.pipeline.resources import Memory, plan_memory
 from moeq.pipeline.run import at_once, run_units
-from moeq.pipeline.shares import Share, is_remote
+from moeq.pipeline.shares import Share, ShareRun, is_remote
 from moeq.pipeline.stream import require_streamable, streamed
 
 if TYPE_CHECKING:
@@ -44,8 +45,8 @@ class Conversion:
         manifest: what `moeq.json` says; None for a dry run.
         resumed_units: units found finished from an interrupted run.
         backend: backend whose kernel reads the result; the layout's id where the engine has none for it.
-        share: the share of the units that was done, or None where it was all.
-        share_units: how many units that is.
+        share: the share of the units that was asked for, or None where it was all.
+        memory: what it needs, and with how many workers.
     """
 
     destination: Path
@@ -54,8 +55,8 @@ class Conversion:
     manifest: Manifest | None
     resumed_units: int = 0
     backend: str = ""
-    share: Share | None = None
-    share_units: int = 0
+    share: ShareRun | None = None
+    memory: Memory | None = None
 
 
 def convert(
@@ -71,6 +72,7 @@ def convert(
     force: bool = False,
     dry_run: bool = False,
     workers: int | None = None,
+    max_memory: int | None = None,
     plan_digest: str | None = None,
     share: Share | None = None,
     executor: str = "local",
@@ -93,6 +95,8 @@ def convert(
         force: replace an earlier conversion.
         dry_run: plan only; nothing is written.
         workers: threads that pack experts; None takes the cores there are, at most 8. The bytes are the same.
+        max_memory: bytes of memory that this process must not exceed; workers are lowered to fit. None: workers are
+            lowered to stay below 1 GiB where one worker can.
         plan_digest: digest that the plan has to have (`moeq plan` prints it); None takes any.
         share: do only this share of the units, and leave publishing to `finalize`. Any number of processes may do
             shares at once, where all see `dst` and the source.
@@ -105,9 +109,9 @@ def convert(
         MoeqError: `answer.no-backend` where nothing fits; `usage.layout-does-not-fit`, `usage.mixed-experts`,
             `usage.tp`, `usage.ep`, `usage.group-cut`, `usage.lossy`; `usage.destination-exists`, `usage.other-job`,
             `usage.running`, `usage.other-plan`; `usage.already-converted`; `usage.force-share`, `usage.executor`,
-            `usage.stream-source`; `environment.ray-*`; `resources.disk-full`, `resources.ray-memory`;
-            `source.changed`, and other `source.*` for damaged input. A failed run leaves no folder DST behind; what
-            it finished is kept in `<DST>.moeq-partial`.
+            `usage.stream-source`; `environment.ray-*`; `resources.disk-full`, `resources.memory`,
+            `resources.ray-memory`; `source.changed`, and other `source.*` for damaged input. A failed run leaves no
+            folder DST behind; what it finished is kept in `<DST>.moeq-partial`.
     """
     begun = time.monotonic()
     if backend != "auto":
@@ -119,17 +123,19 @@ def convert(
     folder = WorkFolder(Path(dst), job_stamp(job), share=share.label if share else None, force=force)
     folder.check(source.path(CONFIG_NAME).parent)
     units = share.select(job.plan.units, remote=is_remote(source)) if share else job.plan.units
+    memory = plan_memory(job.checkpoint, job.plan, units, workers or default_workers(), max_memory)
+    part = ShareRun(share, len(units), sum(unit.bytes_out for unit in units), not dry_run) if share else None
     if dry_run:
-        return conversion_of(job, folder, None, share=share, share_units=len(units))
+        return conversion_of(job, folder, None, share=part, memory=memory)
     tell = progress or (lambda event: None)
-    where = Where(executor, ray_address, workers or default_workers())
+    where = Where(executor, ray_address, memory.workers, memory.room())
     with folder:
         with streamed(source, folder.work("source"), tell) if stream_source else nullcontext(at_once) as batches:
             ran = run_units(job, folder, units, where, tell, batches)
         manifest = finish(job, folder, ran.records) if share is None else None
     if manifest is not None:
         tell(Finished(job.plan.bytes_out, time.monotonic() - begun, len(ran.resumed)))
-    return conversion_of(job, folder, manifest, len(ran.resumed), share, len(units))
+    return conversion_of(job, folder, manifest, len(ran.resumed), part, memory)
 
 
 def _check_ways(source: Source, share: Share | None, executor: str, stream_source: bool, force: bool) -> None:
@@ -155,11 +161,9 @@ def conversion_of(
     folder: WorkFolder,
     manifest: Manifest | None,
     resumed: int = 0,
-    share: Share | None = None,
-    share_units: int = 0,
+    share: ShareRun | None = None,
+    memory: Memory | None = None,
 ) -> Conversion:
     """What a run came to."""
     targets = job.targets
-    return Conversion(
-        folder.destination, job.plan, targets.verdict, manifest, resumed, targets.backend, share, share_units
-    )
+    return Conversion(folder.destination, job.plan, targets.verdict, manifest, resumed, targets.backend, share, memory)

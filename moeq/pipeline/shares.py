@@ -56,6 +56,23 @@ class Share:
         return tuple(chosen)
 
 
+@dataclass(frozen=True)
+class ShareRun:
+    """A share of a conversion.
+
+    Attributes:
+        share: which.
+        units: how many units it has.
+        bytes_out: bytes that they write.
+        done: they are done; False for a dry run.
+    """
+
+    share: Share
+    units: int
+    bytes_out: int
+    done: bool
+
+
 def _groups(units: Sequence[Unit], remote: bool) -> list[list[Unit]]:
     """Units that one share does together: those that write to the same file.
 

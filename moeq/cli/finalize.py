@@ -1,0 +1,34 @@
+"""`moeq finalize`: publish a conversion that several processes did in shares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moeq.cli import options
+from moeq.cli.out import Output
+
+
+def command(
+    ctx: typer.Context,
+    dst: Annotated[Path, typer.Argument(metavar="DST", help="The folder that the shares were to create.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier conversion at DST.")] = False,
+    workers: Annotated[int | None, typer.Option("--workers", min=1, help="Threads [the cores, at most 8].")] = None,
+    events: Annotated[
+        Path | None, typer.Option("--events", metavar="FILE", help="Append what happens to FILE, as JSON lines.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    json: options.JsonOption = False,
+) -> None:
+    """Check that all shares are there and agree, then publish. Options are those that the shares were given."""
+    from moeq.cli.conversion_report import ConversionReport
+    from moeq.cli.convert import document, render
+    from moeq.pipeline.finalize import finalize
+
+    out: Output = ctx.obj
+    with ConversionReport(out, "finalize", quiet=quiet or json, log=events) as report:
+        conversion = finalize(dst, force=force, workers=workers, progress=report)
+        report.summarise(conversion)
+    out.answer(document(conversion), lambda console: render(console, conversion))
