@@ -18,8 +18,8 @@ from moeq.layouts.triton_kernels import TritonKernelsLayout
 from moeq.matrix import MatrixSpec
 
 # Row 16 n + 8 o + 2 r + s: for a gated w13, s is the half. Byte column 32 k + 8 m + 4 j + x.
-_WEIGHT = Arrangement("n o2 r4 s2, k m4 j2 x4 b2 -> n r k s x m | j o b")
-_WEIGHT_W13 = Arrangement("h2 n o2 r4, k m4 j2 x4 b2 -> n r k h x m | j o b")
+WEIGHT = Arrangement("n o2 r4 s2, k m4 j2 x4 b2 -> n r k s x m | j o b")
+WEIGHT_W13 = Arrangement("h2 n o2 r4, k m4 j2 x4 b2 -> n r k h x m | j o b")
 
 
 class TritonKernelsHopper(TritonKernelsLayout):
@@ -43,9 +43,7 @@ class TritonKernelsHopper(TritonKernelsLayout):
         scales = scale_bytes(spec, scale, scale_shape)
         shape = (rows // 4, 2 * columns)
         return {
-            "weight": Part(
-                "codes", by_role(_WEIGHT_W13, _WEIGHT, spec), shape, "U8", 4, pad=(16, 64), rewrite=MUL_FREE
-            ),
+            "weight": Part("codes", by_role(WEIGHT_W13, WEIGHT, spec), shape, "U8", 4, pad=(16, 64), rewrite=MUL_FREE),
             "scale": Part("scales", scale, scales.shape, "U8", 8, pad=(unit, 4), group=spec.group_size),
             **self.bias(spec),
         }

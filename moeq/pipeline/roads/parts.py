@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moeq.layouts import marlin as marlin_layout
+from moeq.layouts import marlin_mxfp4, triton_kernels_hopper
 from moeq.layouts.arranged import ArrangedLayout, Part, as_stored, is_gated_w13, logical_dtype
 from moeq.layouts.arrangement import Arrangement
-from moeq.layouts.bits import BitPermutation
-from moeq.layouts.fast import bits, marlin, scatter
+from moeq.layouts.bits import MUL_FREE, BitPermutation
+from moeq.layouts.fast import bits, hopper, marlin, scatter
 from moeq.layouts.fast.compare import same
 from moeq.layouts.fast.nibbles import of_bytes
-from moeq.layouts.marlin import WEIGHT
-from moeq.layouts.marlin_mxfp4 import WEIGHT_PAIRS
 from moeq.matrix import MatrixSpec
 from moeq.pipeline.roads.room import Array, Room
 
@@ -103,11 +103,26 @@ class ScatterOrder(Order):
         return packed.view(f"u{self.bits * self.arrangement.fields_per_word // 8}")
 
 
-#: Orders of codes that have loops of their own, by arrangement.
-ORDERS: dict[Arrangement, MarlinOrder] = {
-    WEIGHT[4]: MarlinOrder(4),
-    WEIGHT[8]: MarlinOrder(8),
-    WEIGHT_PAIRS: MarlinOrder(4, interleaved=True),
+@dataclass(frozen=True)
+class HopperOrder(Order):
+    """triton_kernels' weights for Hopper."""
+
+    gated: bool
+
+    def pack(self, elements: Array, out: Array, row: int = 0) -> None:
+        hopper.pack(elements.view("u8"), self.gated, out.view("u8"))
+
+    def unpack(self, packed: Array, out: Array, spare: Array) -> None:
+        hopper.unpack(packed.view("u8"), self.gated, out.view("u8"))
+
+
+#: Orders of codes that have loops of their own, by arrangement and rewriting of words.
+ORDERS: dict[tuple[Arrangement, BitPermutation | None], Order] = {
+    (marlin_layout.WEIGHT[4], None): MarlinOrder(4),
+    (marlin_layout.WEIGHT[8], None): MarlinOrder(8),
+    (marlin_mxfp4.WEIGHT_PAIRS, None): MarlinOrder(4, interleaved=True),
+    (triton_kernels_hopper.WEIGHT, MUL_FREE): HopperOrder(gated=False),
+    (triton_kernels_hopper.WEIGHT_W13, MUL_FREE): HopperOrder(gated=True),
 }
 
 
@@ -207,13 +222,19 @@ class PackedPart:
 
     def place(self, views: Views, elements: Array) -> None:
         """Copy every projection to its rows, and zeros around them."""
-        if not self.is_whole or any(view is None for view in views):
-            elements.fill(0)
         rows, columns = self.filled
-        for view, start in zip(views, self.starts, strict=True):
-            if view is not None:
-                target = elements[start : start + rows * self.step : self.step, :columns]
-                np.copyto(target, view) if self.widen is None else self.widen(view, target)
+        ends = (*self.starts[1:], self.shape[0]) if self.step == 1 else (self.shape[0],) * len(self.starts)
+        elements[:, columns:] = 0
+        for view, start, end in zip(views, self.starts, ends, strict=True):
+            stop = start + rows * self.step
+            target = elements[start : stop : self.step, :columns]
+            elements[stop : end : self.step] = 0
+            if view is None:
+                target[:] = 0
+            elif self.widen is None:
+                np.copyto(target, view)
+            else:
+                self.widen(view, target)
 
     def _gathered(self, views: Views, room: Room, scratch: Array) -> Array:
         """The elements as one contiguous matrix: the source's own, where it is one."""
@@ -287,8 +308,8 @@ def _packed_part(
 def _order(part: Part) -> Order | None:
     """The order of a part's elements; None where 4-bit codes would have to be taken apart."""
     arrangement = part.arrangement
-    if part.field == "codes" and arrangement in ORDERS:
-        return ORDERS[arrangement]
+    if part.field == "codes" and (arrangement, part.rewrite) in ORDERS:
+        return ORDERS[arrangement, part.rewrite]
     left = [digit.name for digit in (*arrangement.rows, *arrangement.columns)]
     right = (*arrangement.words, *arrangement.fields)
     in_order = left == [digit.name for digit in right] and not any(digit.reversed for digit in right)
