@@ -10,6 +10,7 @@ import typer
 
 from moeq.cli import options, shares
 from moeq.cli.out import Output
+from moeq.cli.plan import AllowLossyOption, LayoutOption, MaxMemoryOption, SkipUnfitOption, WorkersOption, render_needs
 from moeq.cli.push import BaseModelOption, PublicOption, open_push, push_conversion
 from moeq.cli.push import document as pushed_document
 from moeq.cli.push import render as render_pushed
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from moeq.pipeline.convert import Conversion
+    from moeq.pipeline.plan_document import Needs
     from moeq.pipeline.push import Pushed
 
 
@@ -34,19 +36,17 @@ def command(
     backend: options.BackendOption = None,
     engine: options.EngineOption = None,
     deploy: options.DeployOption = None,
-    layout: Annotated[
-        str | None, typer.Option("--layout", help="Force a layout by id; it still has to fit. [the backend's]")
-    ] = None,
-    skip_unfit: Annotated[
-        bool, typer.Option("--skip-unfit", help="Copy layers that cannot be converted instead of refusing.")
-    ] = False,
-    allow_lossy: Annotated[
-        bool, typer.Option("--allow-lossy", help="Allow layouts that change stored numbers; they are counted.")
-    ] = False,
+    layout: LayoutOption = None,
+    skip_unfit: SkipUnfitOption = False,
+    allow_lossy: AllowLossyOption = False,
     revision: options.RevisionOption = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier conversion at DST.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; write nothing.")] = False,
-    workers: Annotated[int | None, typer.Option("--workers", min=1, help="Threads [the cores, at most 8].")] = None,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", metavar="FILE", help="Do what `moeq plan -o FILE` said, or refuse.")
+    ] = None,
+    workers: WorkersOption = None,
+    max_memory: MaxMemoryOption = None,
     shard: shares.ShardOption = None,
     executor: shares.ExecutorOption = "local",
     ray_address: shares.RayAddressOption = None,
@@ -65,6 +65,8 @@ def command(
     """Repack expert weights into a backend's kernel layout, offline, on a CPU."""
     from moeq.cli.conversion_report import ConversionReport
     from moeq.pipeline.convert import convert
+    from moeq.pipeline.plan_document import read_plan_digest
+    from moeq.pipeline.resources import parse_size
 
     out: Output = ctx.obj
     with ConversionReport(out, "convert", quiet=quiet or json, log=events) as report:
@@ -84,6 +86,8 @@ def command(
             force=force,
             dry_run=dry_run,
             workers=workers,
+            max_memory=None if max_memory is None else parse_size(max_memory),
+            plan_digest=None if plan is None else read_plan_digest(plan),
             share=share,
             executor=executor,
             ray_address=ray_address,
@@ -95,8 +99,28 @@ def command(
         if target is not None:
             pushed = push_conversion(out, dst, target, base_model, quiet=quiet or json)
             report.tell("pushed", **pushed_document(pushed))
-    answer = {**document(conversion), "push": None if pushed is None else pushed_document(pushed)}
-    out.answer(answer, lambda console: render(console, conversion, pushed))
+    needs = _needs(conversion) if dry_run else None
+    answer = {
+        **document(conversion),
+        "plan": _plan(conversion, needs),
+        "push": None if pushed is None else pushed_document(pushed),
+    }
+    out.answer(answer, lambda console: render(console, conversion, pushed, needs))
+
+
+def _needs(conversion: Conversion) -> Needs | None:
+    """What a conversion that was only planned would need."""
+    from moeq.pipeline.plan_document import needs_of
+
+    if conversion.job is None or conversion.memory is None:
+        return None
+    return needs_of(conversion.job, conversion.memory)
+
+
+def _plan(conversion: Conversion, needs: Needs | None) -> dict[str, Any] | None:
+    from moeq.pipeline.plan_document import plan_document
+
+    return None if conversion.job is None or needs is None else plan_document(conversion.job, needs)
 
 
 def document(conversion: Conversion) -> dict[str, Any]:
@@ -127,7 +151,7 @@ def document(conversion: Conversion) -> dict[str, Any]:
     }
 
 
-def render(console: Console, conversion: Conversion, pushed: Pushed | None = None) -> None:
+def render(console: Console, conversion: Conversion, pushed: Pushed | None = None, needs: Needs | None = None) -> None:
     """The same for people."""
     from moeq.report.text import human_bytes
 
@@ -157,6 +181,8 @@ def render(console: Console, conversion: Conversion, pushed: Pushed | None = Non
     if target and target.flag and target.layout == plan.layers[0].entry.layout:
         console.print(f"  start     vLLM with {target.flag}" + (f" ({target.why})" if target.why else ""))
     shares.render_next(console, conversion)
+    if needs is not None:
+        render_needs(console, conversion.plan, needs)
     if pushed is not None:
         render_pushed(console, pushed)
 

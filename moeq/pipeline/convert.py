@@ -47,6 +47,7 @@ class Conversion:
         backend: backend whose kernel reads the result; the layout's id where the engine has none for it.
         share: the share of the units that was asked for, or None where it was all.
         memory: what it needs, and with how many workers.
+        job: source, decision and plan, for `moeq.pipeline.plan_document`.
     """
 
     destination: Path
@@ -57,6 +58,7 @@ class Conversion:
     backend: str = ""
     share: ShareRun | None = None
     memory: Memory | None = None
+    job: Job | None = None
 
 
 def convert(
@@ -166,4 +168,6 @@ def conversion_of(
 ) -> Conversion:
     """What a run came to."""
     targets = job.targets
-    return Conversion(folder.destination, job.plan, targets.verdict, manifest, resumed, targets.backend, share, memory)
+    return Conversion(
+        folder.destination, job.plan, targets.verdict, manifest, resumed, targets.backend, share, memory, job
+    )

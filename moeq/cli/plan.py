@@ -1,0 +1,112 @@
+"""`moeq plan`: what a conversion would do, unit by unit, and what it needs. Reads headers only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moeq.cli import options
+from moeq.cli.out import Output
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from moeq.pipeline.job import Job
+    from moeq.pipeline.plan import Plan
+    from moeq.pipeline.plan_document import Needs
+
+MaxMemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--max-memory", metavar="SIZE", help="Never use more: 8GiB, 500MB. Lowers the workers. [1GiB, softly]"
+    ),
+]
+LayoutOption = Annotated[
+    str | None, typer.Option("--layout", help="Force a layout by id; it still has to fit. [the backend's]")
+]
+SkipUnfitOption = Annotated[
+    bool, typer.Option("--skip-unfit", help="Copy layers that cannot be converted instead of refusing.")
+]
+AllowLossyOption = Annotated[
+    bool, typer.Option("--allow-lossy", help="Allow layouts that change stored numbers; they are counted.")
+]
+WorkersOption = Annotated[int | None, typer.Option("--workers", min=1, help="Threads [the cores, at most 8].")]
+
+
+def command(
+    ctx: typer.Context,
+    src: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint folder, or Hub repository org/name.")],
+    gpu: options.GpuOption = None,
+    tp: options.TpOption = None,
+    ep: options.EpOption = None,
+    batched: options.BatchedOption = None,
+    lora: options.LoraOption = None,
+    dtype: options.DtypeOption = None,
+    backend: options.BackendOption = None,
+    engine: options.EngineOption = None,
+    deploy: options.DeployOption = None,
+    layout: LayoutOption = None,
+    skip_unfit: SkipUnfitOption = False,
+    allow_lossy: AllowLossyOption = False,
+    revision: options.RevisionOption = None,
+    workers: WorkersOption = None,
+    max_memory: MaxMemoryOption = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan here, as JSON.")
+    ] = None,
+    json: options.JsonOption = False,
+) -> None:
+    """Say what `convert` would read, write and need; `convert --plan FILE` does just that or refuses."""
+    from moeq.digest import default_workers
+    from moeq.pipeline.job import JobRequest, open_job
+    from moeq.pipeline.plan_document import needs_of, plan_document, write_plan
+    from moeq.pipeline.resources import parse_size, plan_memory
+
+    out: Output = ctx.obj
+    deployment = options.deployment(
+        deploy, gpu=gpu, tp=tp, ep=ep, batched=batched, lora=lora, dtype=dtype, backend=backend, engine=engine
+    )
+    ceiling = None if max_memory is None else parse_size(max_memory)
+    job = open_job(JobRequest(src, deployment, layout, skip_unfit, allow_lossy, revision))
+    memory = plan_memory(job.checkpoint, job.plan, job.plan.units, workers or default_workers(), ceiling)
+    needs = needs_of(job, memory)
+    document = plan_document(job, needs)
+    if output is not None:
+        write_plan(output, document)
+    out.answer(document, lambda console: render(console, job, needs))
+
+
+def render(console: Console, job: Job, needs: Needs) -> None:
+    """The plan for people."""
+    layouts = ", ".join(dict.fromkeys(layer.entry.layout for layer in job.plan.layers))
+    console.print(job.checkpoint.source.name, style="bold", markup=False)
+    console.print(f"  backend   {job.targets.backend}, layout {layouts}", markup=False)
+    render_needs(console, job.plan, needs)
+
+
+def render_needs(console: Console, plan: Plan, needs: Needs) -> None:
+    """Units and what they need: totals, then one line per kind."""
+    from moeq.report.text import human_bytes, human_seconds
+
+    memory = needs.memory
+    read = sum(unit.bytes_in for unit in plan.units)
+    peak, base, per_worker = (human_bytes(size) for size in (memory.peak, memory.base, memory.per_worker))
+    lines = {
+        "units": f"{len(plan.units)}, which read {human_bytes(read)} and write {human_bytes(plan.bytes_out)}",
+        "padding": human_bytes(plan.padding_bytes),
+        "memory": f"{peak}: {base} + {memory.workers} workers x {per_worker}",
+        "disk": f"{human_bytes(needs.disk_bytes)} in {len(plan.files)} weight files and what goes beside them",
+        "time": f"about {human_seconds(needs.seconds)} where the disk keeps up (an estimate)",
+        "plan": plan.digest,
+    }
+    for name, text in lines.items():
+        console.print(f"  {name:<9} {text}", markup=False)
+    console.print(
+        f"  {'units':<24} {'way':<8} {'count':>6} {'read':>11} {'written':>11} {'padding':>11} {'memory':>11}"
+    )
+    for kind in needs.kinds:
+        sizes = (kind.bytes_in, kind.bytes_out, kind.padding_bytes, kind.memory)
+        cells = " ".join(f"{human_bytes(size):>11}" for size in sizes)
+        console.print(f"  {kind.title:<24} {kind.way:<8} {kind.count:>6} {cells}", markup=False)
