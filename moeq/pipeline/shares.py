@@ -36,9 +36,9 @@ class Share:
     def select(self, units: Sequence[Unit], *, remote: bool) -> tuple[Unit, ...]:
         """The units of this share, in the order of their places in the source.
 
-        Units are dealt in groups, see `_groups`; groups are put in the order of their places in the source, so that a
-        share reads neighbouring files. A group belongs to the share in which its middle byte (read and written) lies:
-        no share has more than `total / count` bytes plus one group.
+        Units are dealt in groups, see `_groups`, in the order of their places in the source, so that a share reads
+        neighbouring files. Every share in turn takes groups until it comes as near as it can to an equal part of what
+        is left; none takes so many that another is left without.
 
         Args:
             units: all units of the plan.
@@ -46,14 +46,17 @@ class Share:
         """
         groups = _groups(units, remote)
         sizes = [sum(unit.bytes_in + unit.bytes_out for unit in group) for group in groups]
-        total, before, chosen = sum(sizes), 0, list[Unit]()
-        for group, size in zip(groups, sizes, strict=True):
-            # Twice the middle byte, to stay with whole numbers.
-            middle = 2 * before + size
-            if min(middle * self.count // max(2 * total, 1), self.count - 1) == self.index:
-                chosen.extend(group)
-            before += size
-        return tuple(chosen)
+        left, stop = sum(sizes), 0
+        for index in range(self.index + 1):
+            start, taken, others = stop, 0, self.count - index - 1
+            while stop < len(groups):
+                # With half of the next group it must not exceed left / (others + 1); in whole numbers.
+                fits = (2 * taken + sizes[stop]) * (others + 1) <= 2 * left and len(groups) - stop > others
+                if others and not fits and stop > start:
+                    break
+                taken, stop = taken + sizes[stop], stop + 1
+            left -= taken
+        return tuple(unit for group in groups[start:stop] for unit in group)
 
 
 @dataclass(frozen=True)
