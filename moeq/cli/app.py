@@ -100,6 +100,8 @@ def run(argv: Sequence[str]) -> int:
         return int(ExitCode.OK)
     except Exception as error:  # noqa: BLE001 - the last line of defence: a bug must be reported as one, exit code 70
         return _unexpected(error, out)
+    if code == ExitCode.INTERRUPTED:  # the parser caught Ctrl-C itself
+        out.failure(as_moeq_error(KeyboardInterrupt()))
     return int(code or 0)
 
 

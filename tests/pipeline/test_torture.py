@@ -1,0 +1,232 @@
+"""Deaths of every kind, each followed by the same command, and the bytes compared with an undisturbed run.
+
+`examples/bench/torture.py` kills forks of one loaded process; here it runs for seconds, by hand as long as one likes.
+Below it, whole `moeq convert` processes are interrupted, terminated, killed, and given a disk that fills up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_scripts import FOLDER, make_checkpoint
+
+MIB = 1 << 20
+F_SETPIPE_SZ = 1031
+TORTURE = [sys.executable, str(FOLDER / "torture.py")]
+COMMAND = [sys.executable, "-c", "from moeq.cli.app import main; main()"]
+
+
+def tortured(*options: object) -> dict[str, Any]:
+    done = subprocess.run([*TORTURE, *map(str, options)], capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_fifty_deaths_at_random_instants() -> None:
+    found = tortured("--kills", 50, "--power-cuts", 0, "--step", 0, "--layers", 3)
+    assert found["kills"] >= 50
+    assert found["rounds"] > 10
+    assert found["resumed"] > 0, "some work survived"
+
+
+def test_power_cuts() -> None:
+    found = tortured("--kills", 0, "--power-cuts", 10, "--step", 0, "--layers", 3, "--seed", 1)
+    assert found["kills"] >= 10
+    assert found["damages"] > 10
+    assert found["resumed"] > 0
+
+
+def test_deaths_before_changes_of_the_file_system() -> None:
+    model = ("--model", "tiny-oss", "--format", "mxfp4", "--layout", "marlin-mxfp4/1")
+    found = tortured("--kills", 0, "--power-cuts", 0, "--step", 2, "--layers", 2, *model)
+    assert found["points"] > 8
+    assert found["kills"] == found["points"]
+
+
+def test_the_torture_notices_a_conversion_that_believes_its_journal() -> None:
+    """Without reading finished units again, a power cut goes unnoticed: the script has to fail then."""
+    blind = "import moeq.pipeline.run as run; run.holds = lambda *a, **k: True; import torture, sys; "
+    options = ["--kills", "0", "--power-cuts", "20", "--step", "0", "--layers", "3"]
+    program = f"import sys; sys.path.insert(0, {str(FOLDER)!r}); {blind} sys.argv[1:] = {options!r}; torture.main()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 1
+    assert "not what an undisturbed run writes" in done.stderr
+
+
+class Job:
+    """`moeq convert` of one small checkpoint, as processes."""
+
+    def __init__(self, folder: Path, layers: int = 12) -> None:
+        self.folder, self.source, self.out = folder, folder / "source", folder / "disk" / "out"
+        self.out.parent.mkdir()
+        self.partial = self.out.with_name("out.moeq-partial")
+        make_checkpoint.write_checkpoint(
+            self.source, make_checkpoint.MODELS["tiny"], "gptq", make_checkpoint.Size(layers, experts=4)
+        )
+
+    def argv(self, *more: object) -> list[str]:
+        return [*COMMAND, "convert", str(self.source), str(self.out), "--gpu", "a100", *map(str, more)]
+
+    def run(self, *more: object, **settings: Any) -> tuple[int, dict[str, Any]]:
+        done = subprocess.run(
+            self.argv("--json", *more), capture_output=True, text=True, check=False, timeout=120, **settings
+        )
+        assert done.stdout, done.stderr
+        return done.returncode, json.loads(done.stdout)
+
+    def content(self) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in self.out.iterdir()}
+
+    def undisturbed(self) -> dict[str, bytes]:
+        """What a run without any disturbance writes."""
+        code, _ = self.run()
+        assert code == 0
+        wanted = self.content()
+        for path in self.out.iterdir():
+            path.unlink()
+        self.out.rmdir()
+        return wanted
+
+    def die(self, kill: Callable[[subprocess.Popen[str]], None]) -> tuple[int, str]:
+        """Start, hold it in the middle by not reading its events, kill; exit code and stderr.
+
+        Events go to a pipe that holds a few of them, so the process stands still after the first finished units.
+        """
+        pipe = self.folder / "events"
+        os.mkfifo(pipe)
+        process = subprocess.Popen(self.argv("--events", pipe, "-q"), stderr=subprocess.PIPE, text=True)
+        with pipe.open(encoding="utf-8") as events:
+            fcntl.fcntl(events.fileno(), F_SETPIPE_SZ, 4096)
+            for line in events:
+                if json.loads(line)["event"] == "unit_finished":
+                    break
+            kill(process)
+            for _ in events:
+                pass
+        _, stderr = process.communicate(timeout=60)
+        pipe.unlink()
+        return process.returncode, stderr
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return Job(tmp_path_factory.mktemp("job"))
+
+
+@pytest.fixture(scope="module")
+def wanted(job: Job) -> dict[str, bytes]:
+    return job.undisturbed()
+
+
+@pytest.fixture(autouse=True)
+def clean(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "job" in request.fixturenames:
+        job = request.getfixturevalue("job")
+        for folder in (job.out, job.partial):
+            subprocess.run(["rm", "-rf", str(folder)], check=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pipes of a chosen size")
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_a_process_that_is_ended_goes_on_where_it_was(
+    job: Job, wanted: dict[str, bytes], number: signal.Signals, code: int
+) -> None:
+    ended, stderr = job.die(lambda process: process.send_signal(number))
+    assert ended == code
+    assert "Traceback" not in stderr
+    if code == 130:
+        assert stderr == (
+            "error: interrupted; what was finished is kept\nhint: run the same command again: it goes on where it was\n"
+        )
+    assert not job.out.exists()
+    assert not (job.partial / "moeq.json").exists()
+    assert list(job.partial.glob("moeq-journal*"))
+    again, document = job.run()
+    assert again == 0
+    assert document["resumed_units"] > 0
+    assert job.content() == wanted
+    assert not job.partial.exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pipes of a chosen size")
+def test_a_source_that_changed_in_between_is_refused(job: Job, wanted: dict[str, bytes]) -> None:
+    job.die(lambda process: process.kill())
+    path = max(job.source.glob("*.safetensors"))
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    code, document = job.run()
+    assert (code, document["error"]["code"]) == (4, "source.changed")
+    assert path.name in document["error"]["message"]
+    assert not job.out.exists()
+    path.write_bytes(data)
+    code, document = job.run("--force")
+    assert (code, document["resumed_units"]) == (0, 0), "started over"
+    assert job.content() == wanted
+
+
+def test_files_that_may_not_grow(job: Job, wanted: dict[str, bytes]) -> None:
+    """RLIMIT_FSIZE stands in for a full disk where nothing can be mounted."""
+    limit = max(len(data) for data in wanted.values()) - 1
+    code, document = job.run(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    assert (code, document["error"]["code"]) == (5, "resources.disk-full")
+    assert not job.out.exists()
+    assert job.run()[0] == 0
+    assert job.content() == wanted
+
+
+@contextlib.contextmanager
+def small_disk(place: Path, size: int) -> Iterator[Callable[[int], None]]:
+    """A file system of `size` bytes in memory; call what it gives to make it larger."""
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"no small disk can be mounted here: {mounted.stderr.strip()}")
+
+    def resize(to: int) -> None:
+        subprocess.run(["mount", "-o", f"remount,size={to}", str(place)], check=True)
+
+    try:
+        yield resize
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may mount a small disk")
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    job = Job(tmp_path, layers=3)
+    ballast = job.source / "tokenizer.json"
+    ballast.write_bytes(bytes(4 * MIB))
+    wanted = job.undisturbed()
+    weights = sum(len(data) for name, data in wanted.items() if name.endswith(".safetensors"))
+    with small_disk(job.out.parent, weights // 2) as resize:
+        code, document = job.run()
+        assert (code, document["error"]["code"]) == (5, "resources.disk-full"), "at once: files are allocated whole"
+        assert "free some space" in document["error"]["hint"]
+        assert not job.out.exists()
+        # Room for the weights, not for the tokenizer after them: the disk fills up when the units are done.
+        resize(weights + 2 * MIB)
+        code, document = job.run()
+        assert (code, document["error"]["code"]) == (5, "resources.disk-full")
+        assert not job.out.exists()
+        assert not (job.partial / "moeq.json").exists()
+        resize(weights + 8 * MIB)
+        code, document = job.run()
+        assert code == 0
+        assert document["resumed_units"] > 6, "all units were there"
+        assert job.content() == wanted
