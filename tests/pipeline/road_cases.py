@@ -1,11 +1,19 @@
-"""One expert by the general path and by its direct road."""
+"""One expert by the general path and by its direct road; random checkpoints of any size."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
+import moeq
+from moeq.check import synthetic
 from moeq.checkpoint.manifest import StackedRole
 from moeq.digest import logical_digest
 from moeq.matrix import split_projections
@@ -107,3 +115,57 @@ def roads(
     experts = checkpoint.experts(layer)
     found = {role: find_road(experts, role, plan.layout, plan.shards) for role in ("w13", "w2")}
     return plan, {role: road for role, road in found.items() if road is not None}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a synthetic checkpoint."""
+
+    hidden: int
+    intermediate: int
+    experts: int = 2
+
+
+def write_checkpoint(
+    folder: Path,
+    name: str,
+    sizes: Sizes,
+    edit: Callable[[dict[str, Tensor]], None] = lambda tensors: None,
+    **quantization: object,
+) -> Checkpoint:
+    """A random checkpoint of one of the self-test's kinds in other sizes; `edit` changes its tensors."""
+    recipe = next(recipe for recipe in synthetic.RECIPES if recipe.name == name)
+    generator = torch.Generator().manual_seed(sizes.hidden)
+    hidden, intermediate, experts = sizes.hidden, sizes.intermediate, sizes.experts
+    tensors: dict[str, Tensor] = {}
+    if recipe.projection is None:
+        for stem, n, k in (("gate_up", 2 * intermediate, hidden), ("down", hidden, intermediate)):
+            base = f"model.layers.0.mlp.experts.{stem}_proj_"
+            tensors[f"{base}blocks"] = torch.randint(256, (experts, n, k // 32, 16), generator=generator).byte()
+            tensors[f"{base}scales"] = torch.randint(255, (experts, n, k // 32), generator=generator).byte()
+            tensors[f"{base}bias"] = torch.randn((experts, n), generator=generator).bfloat16()
+    else:
+        for expert in range(experts):
+            prefix = f"model.layers.0.mlp.experts.{expert}."
+            for stem in ("gate_proj.", "up_proj."):
+                tensors |= recipe.projection(prefix + stem, intermediate, hidden, generator)
+            tensors |= recipe.projection(prefix + "down_proj.", hidden, intermediate, generator)
+    edit(tensors)
+    family = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
+    if recipe.projection is not None:
+        family = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    config = family | {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "moe_intermediate_size": intermediate,
+        "num_hidden_layers": 1,
+        "num_local_experts": experts,
+        "num_experts": experts,
+        "num_experts_per_tok": 1,
+        "hidden_act": "silu",
+        "quantization_config": recipe.quantization | quantization,
+    }
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return moeq.open(folder)

@@ -1,0 +1,319 @@
+"""Direct roads give what the general path gives: the same bytes, the same digests, nothing to keep."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from pipeline.road_cases import OnRoad, Sizes, in_general, roads, write_checkpoint
+from torch import Tensor
+
+import moeq
+from moeq.errors import MoeqError
+from moeq.layouts import words
+from moeq.layouts.registry import LAYOUTS
+
+pytest.importorskip("numba")
+
+ROOT = Path(__file__).parents[2]
+
+_WNA16 = {"marlin-wna16/1", "triton-wna16/1"}
+_MXFP4 = {
+    "aiter-a16w4/1",
+    "aiter-gfx1250/1",
+    "aiter-shuffle/1",
+    "cutlass-mxfp4/1",
+    "deepgemm-mxfp4/1",
+    "flashinfer-cutlass-mxfp4-bf16/1",
+    "flashinfer-cutlass-mxfp4-mxfp8/1",
+    "marlin-mxfp4-interleaved/1",
+    "marlin-mxfp4/1",
+    "mxfp4-identity/1",
+    "triton-kernels-blackwell/1",
+    "triton-kernels-cdna4/1",
+    "triton-kernels-hopper-w4/1",
+    "triton-kernels-hopper/1",
+    "trtllm-mxfp4/1",
+}
+
+#: Layouts to which a checkpoint has a road, for w13 and w2 alike. Every other layout takes the general path.
+ROADS: dict[str, set[str]] = {
+    "awq-int4-g32-qwen3moe": _WNA16,
+    "ct-int4-asym-g32-mixtral": _WNA16,
+    "ct-int4-g128-qwen3moe": _WNA16 | {"xpu-wna16/1"},
+    "ct-mxfp4-qwen3moe": _MXFP4,
+    "ct-w8a8-qwen3moe": _WNA16 | {"int8-w8a8/1"},
+    "gptq-int4-g128-mixtral": _WNA16 | {"xpu-wna16/1"},
+    "gptq-int4-g32-actorder-qwen3moe": set(),
+    "gptq-int4-g32-qwen3moe": _WNA16 | {"xpu-wna16/1"},
+    "gptq-int8-g64-qwen3moe": _WNA16,
+    "mxfp4-gptoss": _MXFP4,
+}
+
+
+@pytest.fixture(autouse=True)
+def roads_for_small_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "COMPILED_FROM", 0)
+
+
+@pytest.mark.parametrize("name", ROADS)
+def test_every_checkpoint_in_every_layout_for_every_rank(name: str, checkpoints: Path) -> None:
+    checkpoint = moeq.open(checkpoints / name)
+    layer = checkpoint.info.moe_layers[-1]
+    last = checkpoint.num_experts(layer) - 1
+    found = set()
+    for layout in LAYOUTS:
+        for tp in (1, 2, 4):
+            try:
+                plan, on = roads(checkpoint, layout, layer, tp=tp)
+            except MoeqError:
+                continue  # the layout does not hold it, or it cannot be cut so
+            if tp > 1 and len(plan.shards) == 1:
+                continue  # ranks slice one packing
+            assert len(on) in (0, 2)
+            for role, road in on.items():
+                assert OnRoad(checkpoint, plan, role, last, road).packed() == in_general(checkpoint, plan, role, last)
+                found.add(layout)
+    assert found == ROADS[name]
+
+
+#: Kinds of random checkpoints, sizes that layouts have to fill up, layout, ranks.
+ODD = [
+    ("gptq-int4", Sizes(192, 96), "marlin-wna16/1", 1),
+    ("gptq-int4", Sizes(320, 160), "triton-wna16/1", 1),
+    ("gptq-int4-asym", Sizes(64, 96), "marlin-wna16/1", 1),
+    ("gptq-int4-asym", Sizes(448, 192), "marlin-wna16/1", 2),
+    ("gptq-int4-asym", Sizes(96, 32), "triton-wna16/1", 1),
+    ("gptq-int8", Sizes(192, 96), "marlin-wna16/1", 1),
+    ("gptq-int8", Sizes(64, 128), "marlin-wna16/1", 4),
+    ("awq-int4", Sizes(128, 224), "marlin-wna16/1", 1),
+    ("awq-int4", Sizes(832, 64), "triton-wna16/1", 1),
+    ("w8a8-int8", Sizes(60, 20), "int8-w8a8/1", 1),
+    ("w8a8-int8", Sizes(64, 80), "marlin-wna16/1", 1),
+    ("mxfp4", Sizes(288, 96), "marlin-mxfp4-interleaved/1", 1),
+    ("mxfp4", Sizes(544, 160), "marlin-mxfp4/1", 2),
+    ("mxfp4", Sizes(288, 352), "triton-kernels-hopper/1", 1),
+    ("mxfp4", Sizes(96, 224), "triton-kernels-hopper-w4/1", 2),
+    ("mxfp4", Sizes(288, 96), "triton-kernels-blackwell/1", 1),
+    ("mxfp4", Sizes(160, 96), "triton-kernels-cdna4/1", 1),
+    ("mxfp4", Sizes(288, 96), "trtllm-mxfp4/1", 1),
+    ("mxfp4", Sizes(96, 64), "deepgemm-mxfp4/1", 1),
+]
+
+
+@pytest.mark.parametrize(("kind", "sizes", "layout", "tp"), ODD)
+def test_random_checkpoints_of_odd_sizes(kind: str, sizes: Sizes, layout: str, tp: int, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, kind, sizes)
+    plan, on = roads(checkpoint, layout, tp=tp)
+    assert set(on) == {"w13", "w2"}
+    for role, road in on.items():
+        for expert in range(sizes.experts):
+            assert OnRoad(checkpoint, plan, role, expert, road).packed() == in_general(checkpoint, plan, role, expert)
+
+
+def test_zero_points_stored_as_they_are(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, "gptq-int4-asym", Sizes(64, 64), checkpoint_format="gptq_v2")
+    plan, on = roads(checkpoint, "marlin-wna16/1")
+    for role, road in on.items():
+        assert OnRoad(checkpoint, plan, role, 1, road).packed() == in_general(checkpoint, plan, role, 1)
+
+
+def test_a_zero_point_of_zero_that_borrowed_from_its_neighbour(tmp_path: Path) -> None:
+    """Version 1 stores zero points minus one, subtracted from whole words: 0 and 3 become 15 and 1."""
+
+    def borrow(tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if name.endswith("qzeros"):
+                tensor[:] = 0x44444430 - 0x11111111
+
+    checkpoint = write_checkpoint(tmp_path, "gptq-int4-asym", Sizes(64, 64), borrow)
+    assert checkpoint.matrix(0, 0, "w2").zeros[:8, 0].tolist() == [0, 3, 4, 4, 4, 4, 4, 4]
+    plan, on = roads(checkpoint, "marlin-wna16/1")
+    for role, road in on.items():
+        assert OnRoad(checkpoint, plan, role, 1, road).packed() == in_general(checkpoint, plan, role, 1)
+
+
+def test_biases_of_all_types(tmp_path: Path) -> None:
+    for dtype, layout in ((torch.float16, "marlin-wna16/1"), (torch.bfloat16, "int8-w8a8/1")):
+        kind = "w8a8-int8" if layout.startswith("int8") else "gptq-int4"
+
+        def add(tensors: dict[str, Tensor], dtype: torch.dtype = dtype) -> None:
+            for name in [name for name in tensors if name.endswith(("scales", "weight_scale"))]:
+                n = tensors[name].shape[1] if name.endswith("scales") else tensors[name].shape[0]
+                tensors[f"{name.rpartition('.')[0]}.bias"] = torch.randn(n).to(dtype)
+
+        checkpoint = write_checkpoint(tmp_path / kind, kind, Sizes(128, 64), add)
+        plan, on = roads(checkpoint, layout)
+        assert set(on) == {"w13", "w2"}
+        for role, road in on.items():
+            assert OnRoad(checkpoint, plan, role, 0, road).packed() == in_general(checkpoint, plan, role, 0)
+
+
+def test_threads_share_a_road(checkpoints: Path) -> None:
+    checkpoint = moeq.open(checkpoints / "gptq-int4-g32-qwen3moe")
+    plan, on = roads(checkpoint, "marlin-wna16/1")
+    wanted = [in_general(checkpoint, plan, "w13", expert) for expert in range(4)]
+    own = [OnRoad(checkpoint, plan, "w13", expert, on["w13"]) for expert in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(20):
+            assert list(pool.map(OnRoad.packed, own)) == wanted
+
+
+def _damage(road: OnRoad) -> int:
+    """Flip bits all over the outputs, one at a time; every flip has to be seen. Returns how many were tried."""
+    tried = 0
+    for packed in road.outputs:
+        for part, out in packed.items():
+            for place in {0, 1, len(out) // 3, len(out) // 2 + 1, len(out) - 1}:
+                for bit in (0, 3, 4, 7):
+                    out[place] ^= 1 << bit
+                    assert road.prove() is None, f"bit {bit} of byte {place} of {part} was not missed"
+                    out[place] ^= 1 << bit
+                    tried += 1
+    return tried
+
+
+@pytest.mark.parametrize("name", [name for name in ROADS if ROADS[name]])
+def test_every_damaged_bit_is_seen(name: str, checkpoints: Path) -> None:
+    checkpoint = moeq.open(checkpoints / name)
+    for layout in sorted(ROADS[name]):
+        plan, on = roads(checkpoint, layout)
+        for role, road in on.items():
+            case = OnRoad(checkpoint, plan, role, 1, road)
+            assert case.pack()
+            proof = case.prove()
+            assert proof is not None
+            assert _damage(case) > 20
+            assert case.prove() == proof
+
+
+def test_damaged_filling_is_seen(tmp_path: Path) -> None:
+    """Zeros that fill up to the layout's sizes are compared as well, for every rank."""
+    checkpoint = write_checkpoint(tmp_path, "mxfp4", Sizes(288, 96))
+    for layout in ("marlin-mxfp4/1", "triton-kernels-hopper/1", "mxfp4-identity/1"):
+        plan, on = roads(checkpoint, layout, tp=2)
+        for role, road in on.items():
+            case = OnRoad(checkpoint, plan, role, 1, road)
+            assert case.pack()
+            assert _damage(case) > 40
+
+
+def test_a_changed_source_is_seen(checkpoints: Path) -> None:
+    checkpoint = moeq.open(checkpoints / "awq-int4-g32-qwen3moe")
+    plan, on = roads(checkpoint, "marlin-wna16/1")
+    case = OnRoad(checkpoint, plan, "w13", 0, on["w13"])
+    assert case.pack()
+    for key, data in case.inputs.items():
+        data[len(data) // 2] ^= 1
+        assert case.prove() is None, key
+        data[len(data) // 2] ^= 1
+    assert case.prove() is not None
+
+
+def _set(suffix: str, value: object, place: tuple[int, ...] = (0,)):  # type: ignore[no-untyped-def]
+    """Edit one element of the down projection of expert 0."""
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        name = next(name for name in tensors if name.endswith(suffix) and "down" in name and ".1." not in name)
+        tensors[name][place] = value
+
+    return edit
+
+
+#: Values that the general path refuses or keeps: kind, edit, code of the error (None: it packs, and keeps a tensor).
+DECLINED = [
+    ("gptq-int4", _set("scales", float("nan"), (1, 5)), "source.bad-data"),
+    ("w8a8-int8", _set("weight_scale", float("inf"), (3, 0)), "source.bad-data"),
+    ("mxfp4", _set("scales", 255, (0, 3, 1)), "source.bad-data"),
+    ("gptq-int4", _set("qzeros", 0x77777767, (1, 2)), "source.zero-points"),
+    ("awq-int4", _set("scales", float("inf"), (0, 1)), "source.bad-data"),
+    ("gptq-int4-asym", _set("qzeros", -(1 << 20), (0, 1)), "source.zero-points"),
+    ("gptq-int4", _set("g_idx", 1, (5,)), "usage.layout-does-not-fit"),
+    ("gptq-int4", _set("g_idx", 9, (5,)), "source.bad-data"),
+]
+LAYOUT_OF = {"w8a8-int8": "int8-w8a8/1", "mxfp4": "marlin-mxfp4/1"}
+
+
+@pytest.mark.parametrize(("kind", "edit", "code"), DECLINED)
+def test_odd_values_are_left_to_the_general_path(kind, edit, code, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, kind, Sizes(128, 64), edit)
+    plan, on = roads(checkpoint, LAYOUT_OF.get(kind, "marlin-wna16/1"))
+    odd = OnRoad(checkpoint, plan, "w2", 0, on["w2"])
+    assert odd.pack() is False
+    assert odd.prove() is None
+    assert OnRoad(checkpoint, plan, "w2", 1, on["w2"]).packed() is not None, "the other expert is as it should be"
+    with pytest.raises(MoeqError) as caught:
+        in_general(checkpoint, plan, "w2", 0)
+    assert caught.value.code == code
+
+
+def test_a_group_index_that_means_nothing_is_left_to_the_general_path(tmp_path: Path) -> None:
+    """With one group per row, `g_idx` changes no value, but the source cannot be rebuilt without it."""
+
+    def one_group(tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.0.mlp.experts.0.down_proj.g_idx"][3] = 7
+
+    checkpoint = write_checkpoint(tmp_path, "gptq-int4", Sizes(64, 32), one_group)
+    plan, on = roads(checkpoint, "triton-wna16/1")
+    assert not OnRoad(checkpoint, plan, "w2", 0, on["w2"]).pack()
+    assert in_general(checkpoint, plan, "w2", 0).kept == {"model.layers.0.mlp.experts.0.down_proj.g_idx"}
+
+
+def test_what_headers_do_not_promise_has_no_road(tmp_path: Path) -> None:
+    def no_road(name, kind, edit, layout="triton-wna16/1", sizes=None) -> None:  # type: ignore[no-untyped-def]
+        checkpoint = write_checkpoint(tmp_path / name, kind, sizes or Sizes(64, 32), edit)
+        _, on = roads(checkpoint, layout)
+        assert "w2" not in on
+
+    def wide_index(tensors: dict[str, Tensor]) -> None:
+        for name in tensors:
+            if name.endswith("g_idx"):
+                tensors[name] = tensors[name].long()
+
+    def scale_per_tensor(tensors: dict[str, Tensor]) -> None:
+        for name in tensors:
+            if name.endswith("weight_scale"):
+                tensors[name] = tensors[name][:1]
+
+    def more(tensors: dict[str, Tensor]) -> None:
+        for name in list(tensors):
+            if name.endswith("weight_scale"):
+                tensors[name.replace("weight_scale", "input_scale")] = torch.ones(1)
+
+    no_road("index", "gptq-int4", wide_index)
+    no_road("tensor", "w8a8-int8", scale_per_tensor, "int8-w8a8/1")
+    no_road("more", "w8a8-int8", more, "int8-w8a8/1")
+    no_road("odd", "w8a8-int8", lambda tensors: None, "int8-w8a8/1", Sizes(30, 18))
+    no_road("order", "gptq-int4-actorder", lambda tensors: None, "marlin-act-order/1", Sizes(128, 64))
+
+
+def test_small_matrices_are_not_worth_it(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = moeq.open(checkpoints / "gptq-int4-g32-qwen3moe")
+    assert len(roads(checkpoint, "marlin-wna16/1")[1]) == 2
+    monkeypatch.setattr(words, "COMPILED_FROM", 1 << 18)
+    assert roads(checkpoint, "marlin-wna16/1")[1] == {}
+
+
+def test_there_are_none_without_numba_and_looking_for_them_loads_no_torch() -> None:
+    program = """
+import sys
+if sys.argv[1] == "without":
+    sys.modules["numba"] = None
+import moeq
+from moeq.layouts import words
+words.COMPILED_FROM = 0
+from moeq.pipeline.layers import PlanOptions, plan_layer
+from moeq.pipeline.roads import find_road
+checkpoint = moeq.open("tests/data/checkpoints/gptq-int4-g32-qwen3moe")
+plan = plan_layer(checkpoint, 0, "marlin-wna16/1", PlanOptions())
+road = find_road(checkpoint.experts(0), "w2", plan.layout, plan.shards)
+print(road is None, "torch" in sys.modules)
+"""
+    for case, answer in (("with", "False False"), ("without", "True False")):
+        command = [sys.executable, "-c", program, case]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.stdout.strip() == answer, done.stderr
