@@ -1,6 +1,7 @@
-"""Times the Hopper kernels on whole MoE layers of real models, int4 in groups of 128, in CUDA graphs.
+"""Times the Hopper kernels on whole MoE layers of real models in CUDA graphs.
 
     PYTHONPATH=.:kernels python kernels/bench/hopper_bench.py --shapes mixtral,qwen3-30b --tokens 1,64,4096 [--sweep]
+    PYTHONPATH=.:kernels python kernels/bench/hopper_bench.py --shapes gpt-oss-20b --formats mxfp4,int8
 
 Timed: from (x, topk_ids, topk_weights) to y. Cold: a graph holds a call for each of several copies of the weights, so
 that weights are not in the L2 cache; hot: one copy. Floor: the larger of the bytes of the experts hit (words and
@@ -10,7 +11,9 @@ scales), x, y and the middle activations at 4.4 TB/s and the multiplications at 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import statistics
 import sys
 import time
@@ -27,19 +30,43 @@ from torch import Tensor
 from bench.hopper_check import describe
 from moeq_kernels import PackedExperts, PackedMatrix, fused_moe
 from moeq_kernels.formats import find_format
+from moeq_kernels.hopper.finish import SILU, Finish
 from moeq_kernels.hopper.launch import hopper_moe
-from moeq_kernels.hopper.plan import Narrow, Plan, Wide, choose
+from moeq_kernels.hopper.plan import Narrow, Plan, Wide, choose, kernel_for
 from moeq_kernels.tuning import blocks_on
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A MoE layer on one GPU."""
+    """A MoE layer on one GPU; gpt_oss: interleaved gate and up, SwiGLU-OAI, biases."""
 
     experts: int
     top_k: int
     hidden: int
     intermediate: int
+    gpt_oss: bool = False
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How weights are stored; group 0 is one scale for each output feature."""
+
+    layout: str
+    element: str
+    group: int
+    scale: torch.dtype = torch.bfloat16
+    x: torch.dtype = torch.bfloat16
+
+    @property
+    def kind(self) -> str:
+        """What the device code calls the codes."""
+        return find_format(self.layout, self.element).kind
+
+    @property
+    def bytes_each(self) -> float:
+        """Bytes of a weight and its share of a scale."""
+        scales = self.scale.itemsize / self.group if self.group else 0.0
+        return (1.0 if self.element == "int8" else 0.5) + scales
 
 
 SHAPES = {
@@ -48,6 +75,16 @@ SHAPES = {
     "qwen3-30b": Shape(128, 8, 2048, 768),
     "qwen3-235b-tp4": Shape(128, 8, 4096, 384),
     "deepseek-v3-tp8": Shape(256, 8, 7168, 256),
+    "gpt-oss-20b": Shape(32, 4, 2880, 2880, gpt_oss=True),
+}
+FORMATS = {
+    "int4": Weights("marlin-wna16/1", "int4", 128),
+    "int4-g32": Weights("marlin-wna16/1", "int4", 32),
+    "int4-f16-scales": Weights("marlin-wna16/1", "int4", 128, scale=torch.float16),
+    "int4-f16": Weights("marlin-wna16/1", "int4", 128, scale=torch.float16, x=torch.float16),
+    "int8": Weights("marlin-wna16/1", "int8", 128),
+    "int8-channel": Weights("marlin-wna16/1", "int8", 0),
+    "mxfp4": Weights("marlin-mxfp4/1", "e2m1", 32, scale=torch.uint8),
 }
 NARROW = (
     Narrow(8, 3, after=True, resident=4, registers=128),
@@ -56,30 +93,43 @@ NARROW = (
     Narrow(16, 3, after=False, resident=3, registers=128),
 )
 WIDE = (Wide(32, 6, 2, 232), Wide(32, 6, 4, 120), Wide(64, 6, 2, 232), Wide(128, 6, 2, 232))
-GROUP = 128
 L2 = 60e6
 
 
-def random_experts(shape: Shape) -> PackedExperts:
+def random_experts(shape: Shape, stored: Weights) -> PackedExperts:
     """Random words and scales: every word is a valid one."""
 
     def matrix(n: int, k: int) -> PackedMatrix:
-        words = torch.randint(-(2**31), 2**31 - 1, (shape.experts, k // 16, 2 * n), dtype=torch.int32, device="cuda")
-        scale = (torch.rand(shape.experts, k // GROUP, n, device="cuda") + 0.5) / (4.6 * k**0.5)
-        return PackedMatrix("marlin-wna16/1", words, n, k, "int4", GROUP, scale.to(torch.bfloat16))
+        size = (shape.experts, k // 16, (4 if stored.element == "int8" else 2) * n)
+        words = torch.randint(-(2**31), 2**31 - 1, size, dtype=torch.int32, device="cuda")
+        size = (shape.experts, k // stored.group if stored.group else 1, n)
+        if stored.scale == torch.uint8:
+            middle = 126 - round(math.log2(3 * k**0.5))
+            scale = torch.randint(middle - 1, middle + 2, size, dtype=torch.uint8, device="cuda")
+        else:
+            spread = 74 if stored.element == "int8" else 4.6
+            scale = ((torch.rand(size, device="cuda") + 0.5) / (spread * k**0.5)).to(stored.scale)
+        bias = torch.randn(shape.experts, n, device="cuda").to(stored.x) if shape.gpt_oss else None
+        return PackedMatrix(stored.layout, words, n, k, stored.element, stored.group or -1, scale, bias=bias)
 
-    return PackedExperts(matrix(2 * shape.intermediate, shape.hidden), matrix(shape.hidden, shape.intermediate))
+    gate_up, down = matrix(2 * shape.intermediate, shape.hidden), matrix(shape.hidden, shape.intermediate)
+    return PackedExperts(gate_up, down, "interleaved" if shape.gpt_oss else "gate-up")
 
 
-def weight_bytes(shape: Shape, experts: float) -> float:
+def finish_of(shape: Shape) -> Finish:
+    """Its activation."""
+    return Finish("swiglu_oai", gated=True, interleaved=True, limit=7.0) if shape.gpt_oss else SILU
+
+
+def weight_bytes(shape: Shape, stored: Weights, experts: float) -> float:
     """Words and scales of that many experts."""
-    return experts * 3 * shape.hidden * shape.intermediate * (0.5 + 2 / GROUP)
+    return experts * 3 * shape.hidden * shape.intermediate * stored.bytes_each
 
 
-def floor_us(shape: Shape, tokens: int, hit: float) -> float:
+def floor_us(shape: Shape, stored: Weights, tokens: int, hit: float) -> float:
     """Least time on an H200."""
     pairs = tokens * shape.top_k
-    moved = weight_bytes(shape, hit) + 4 * tokens * shape.hidden + 4 * pairs * shape.intermediate
+    moved = weight_bytes(shape, stored, hit) + 4 * tokens * shape.hidden + 4 * pairs * shape.intermediate
     operations = 6 * shape.hidden * shape.intermediate * pairs
     return max(moved / 4.4e12, operations / 790e12) * 1e6
 
@@ -93,10 +143,10 @@ class Inputs:
     ids: Tensor
 
 
-def inputs(shape: Shape, tokens: int, seed: int) -> Inputs:
+def inputs(shape: Shape, tokens: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Inputs:
     """Normal tokens, uniform routing."""
     generator = torch.Generator(device="cuda").manual_seed(seed)
-    x = torch.randn(tokens, shape.hidden, generator=generator, device="cuda").to(torch.bfloat16)
+    x = torch.randn(tokens, shape.hidden, generator=generator, device="cuda").to(dtype)
     weights, ids = torch.rand(tokens, shape.experts, generator=generator, device="cuda").topk(shape.top_k, dim=1)
     return Inputs(x, weights / weights.sum(1, keepdim=True), ids.to(torch.int32))
 
@@ -134,10 +184,16 @@ def print_kernels(call: Callable[[], object]) -> None:
         print(f"      {event.device_time_total / 10:9.1f} us  {event.key[:60]}", flush=True)
 
 
-def candidates(shape: Shape, tokens: int) -> list[Plan]:
+def chosen_plan(shape: Shape, stored: Weights, tokens: int) -> Plan:
+    """What `hopper_moe` chooses."""
+    pairs = tokens * shape.top_k
+    return choose(pairs, shape.experts, shape.hidden, shape.intermediate, stored.group, stored.kind)
+
+
+def candidates(shape: Shape, stored: Weights, tokens: int) -> list[Plan]:
     """Plans around the chosen one."""
     pairs = tokens * shape.top_k
-    chosen = choose(pairs, shape.experts, shape.hidden, shape.intermediate, GROUP)
+    chosen = chosen_plan(shape, stored, tokens)
     mean = pairs / min(shape.experts, pairs)
     result: list[Plan] = []
     if mean <= 24:
@@ -146,11 +202,12 @@ def candidates(shape: Shape, tokens: int) -> list[Plan]:
                 one, two = chosen.gate_up_splits, chosen.down_splits
                 for a, b in sorted({(one, two), (1, 1), (2, 2), (2, 4), (4, 4), (4, 8)}):
                     if a * 256 <= shape.hidden and b * 256 <= shape.intermediate:
-                        result.append(Plan(base, a, b))
+                        result.append(Plan(kernel_for(base, stored.kind, stored.group), a, b))
     if mean >= 4:
         for kernel in WIDE:
             if mean / 4 <= kernel.tokens <= mean * 6:
-                result += [Plan(kernel), Plan(kernel, 1, 2)]
+                suited = kernel_for(kernel, stored.kind, stored.group)
+                result += [Plan(suited), Plan(suited, 1, 2)]
     return result
 
 
@@ -167,24 +224,33 @@ class Options:
 Call = Callable[[Inputs, PackedExperts], object]
 
 
-def ours(plan: Plan | None, dependent: bool = True) -> Call:
+def ours(shape: Shape, plan: Plan | None, dependent: bool = True) -> Call:
     """A call of the Hopper kernels."""
-    return lambda i, e: hopper_moe(i.x, e, i.weights, i.ids, plan=plan, dependent=dependent)
+    finish = finish_of(shape)
+    return lambda i, e: hopper_moe(i.x, e, i.weights, i.ids, finish=finish, plan=plan, dependent=dependent)
 
 
-def portable(i: Inputs, e: PackedExperts) -> object:
+def portable(shape: Shape) -> Call:
     """A call of the portable kernels: naming tile sizes keeps `fused_moe` from using the Hopper ones."""
-    fmt = find_format(e.w13.layout, e.w13.element)
-    return fused_moe(i.x, e, i.weights, i.ids, blocks=blocks_on(i.x, i.ids.numel(), e.num_experts, fmt))
+    options: dict[str, Any] = {"activation": "swiglu_oai", "limit": 7.0} if shape.gpt_oss else {}
+
+    def call(i: Inputs, e: PackedExperts) -> object:
+        fmt = find_format(e.w13.layout, e.w13.element)
+        blocks = blocks_on(i.x, i.ids.numel(), e.num_experts, fmt)
+        return fused_moe(i.x, e, i.weights, i.ids, blocks=blocks, **options)
+
+    return call
 
 
-def measure(shape: Shape, tokens: int, copies: list[PackedExperts], options: Options) -> dict[str, Any]:
+def measure(
+    shape: Shape, stored: Weights, tokens: int, copies: list[PackedExperts], options: Options
+) -> dict[str, Any]:
     """Times for one number of tokens; adds to `copies` what cold weights need."""
     hit = inputs(shape, tokens, 0).ids.unique().numel()
-    needed = max(2, min(24, int(4 * L2 / weight_bytes(shape, hit)) + 2))
+    needed = max(2, min(24, int(4 * L2 / weight_bytes(shape, stored, hit)) + 2))
     while len(copies) < needed:
-        copies.append(random_experts(shape))
-    given = [inputs(shape, tokens, seed) for seed in range(needed)]
+        copies.append(random_experts(shape, stored))
+    given = [inputs(shape, tokens, seed, stored.x) for seed in range(needed)]
 
     def timed(call: Call, cold: bool = True) -> float:
         calls = [
@@ -193,16 +259,18 @@ def measure(shape: Shape, tokens: int, copies: list[PackedExperts], options: Opt
         ]
         return graph_us(calls, options.milliseconds)
 
-    plan = choose(tokens * shape.top_k, shape.experts, shape.hidden, shape.intermediate, GROUP)
-    row: dict[str, Any] = {"hit": hit, "floor_us": floor_us(shape, tokens, hit), "plan": describe(plan)}
-    row["cold_us"] = timed(ours(None))
-    row["hot_us"] = timed(ours(None), cold=False)
+    plan = chosen_plan(shape, stored, tokens)
+    row: dict[str, Any] = {"hit": hit, "floor_us": floor_us(shape, stored, tokens, hit), "plan": describe(plan)}
+    row["cold_us"] = timed(ours(shape, None))
+    row["hot_us"] = timed(ours(shape, None), cold=False)
     if options.kernels:
-        print_kernels(partial(ours(None, False), given[0], copies[0]))
+        print_kernels(partial(ours(shape, None, False), given[0], copies[0]))
     if options.portable:
-        row["portable_us"] = timed(portable)
+        row["portable_us"] = timed(portable(shape))
     if options.sweep:
-        row["sweep"] = {f"{describe(plan)} {plan.kernel}": timed(ours(plan)) for plan in candidates(shape, tokens)}
+        row["sweep"] = {
+            f"{describe(plan)} {plan.kernel}": timed(ours(shape, plan)) for plan in candidates(shape, stored, tokens)
+        }
     return row
 
 
@@ -210,6 +278,7 @@ def main() -> int:
     """Prints a line for each shape and number of tokens."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--formats", default="int4", help=f"of {', '.join(FORMATS)}")
     parser.add_argument("--tokens", default="1,8,32,128,512,4096")
     parser.add_argument("--sweep", action="store_true", help="time other plans too")
     parser.add_argument("--portable", action="store_true", help="time the portable kernels too")
@@ -221,19 +290,18 @@ def main() -> int:
     options = Options(given.milliseconds, given.sweep, given.portable, given.kernels)
     rows = []
     begin = time.monotonic()
-    for name in given.shapes.split(","):
-        copies = [random_experts(SHAPES[name])]
+    for name, kind in itertools.product(given.shapes.split(","), given.formats.split(",")):
+        shape, stored = SHAPES[name], FORMATS[kind]
+        copies = [random_experts(shape, stored)]
         for tokens in map(int, given.tokens.split(",")):
             if time.monotonic() - begin > given.seconds:
-                print("out of time at", name, tokens)
+                print("out of time at", name, kind, tokens)
                 break
-            row = {"shape": name, "tokens": tokens, **measure(SHAPES[name], tokens, copies, options)}
+            row = {"shape": name, "format": kind, "tokens": tokens, **measure(shape, stored, tokens, copies, options)}
             rows.append(row)
             text = " ".join(f"{key} {value:8.1f}" for key, value in row.items() if key.endswith("_us"))
             share = row["floor_us"] / row["cold_us"]
-            print(
-                f"{name:16s} M={tokens:5d} hit {row['hit']:3d} {text} floor/cold {share:.2f} {row['plan']}", flush=True
-            )
+            print(f"{name:16s} {kind:8s} M={tokens:5d} hit {row['hit']:3d} {text} floor/cold {share:.2f} {row['plan']}")
             for key, value in sorted(row.get("sweep", {}).items(), key=lambda item: item[1])[:6]:
                 print(f"      {value:9.1f}  {key}", flush=True)
     if given.out:

@@ -192,7 +192,7 @@ def comparisons(quick: bool) -> Iterator[tuple[str, int, str, Plan | None]]:
                     yield name, tokens, ROUTINGS[(tokens + len(name)) % len(ROUTINGS)], plan
     for kind in ROUTINGS:
         for tokens in (1, 2, 16, 64, 300, 4096, 16384):
-            for name in ("small", "many"):
+            for name in ("small", "many", "mxfp4-oai", "int8", "f16"):
                 yield name, tokens, kind, None
 
 
