@@ -64,7 +64,7 @@ def hopper_moe(
 
     Returns `[M, H]` in x's dtype. Nothing is read back from the device; results do not vary from run to run. Tokens'
     results are summed in float32 in the order of topk_ids; with more than FEW_PAIRS pairs in the wide kernel each is
-    rounded to x's dtype before that.
+    rounded to x's dtype before that, except beside MXFP4 weights.
     """
     tokens, hidden = x.shape
     top_k = topk_ids.shape[1]
@@ -101,6 +101,7 @@ def _some_tokens(
     routed = sort_pairs(x, experts, topk_ids, expert_map, plan, dependent)
     middle = torch.empty(pairs, intermediate, dtype=x.dtype, device=x.device)
     exact = isinstance(plan.kernel, Narrow) or plan.down_splits > 1 or pairs <= FEW_PAIRS
+    exact = exact or kind_of(experts.w2) == "e2m1"  # exact weights: one more rounding would show
     parts_type = torch.float32 if exact else x.dtype
     parts = torch.empty(plan.down_splits, pairs, hidden, dtype=parts_type, device=x.device)
     product(plan, experts.w13, routed, routed.x, middle, finish, dependent)

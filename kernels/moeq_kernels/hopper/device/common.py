@@ -66,15 +66,16 @@ def step_weights(
     ZEROS: gl.constexpr,
     KIND: gl.constexpr = "uint4",
     HALF: gl.constexpr = False,
+    SLABS: gl.constexpr = 4,
 ):
-    """The left operand of 64 rows of k: codes minus zero point, times scale where SCALED, over `weights.undo`.
+    """The left operand of 16 SLABS rows of k: codes minus zero point, times scale where SCALED, over `weights.undo`.
 
-    words: uint8, `layouts.words` of four slabs. Scales (as stored, layout `layouts.scales` without t) and
-    `zero_offsets` of the lower and the upper 32 rows. Scales of KIND e2m1 are e8m0 bytes and always SCALED. HALF:
-    the activations are float16, else bf16.
+    words: uint8, `layouts.words` of two or four slabs. Scales (as stored, layout `layouts.scales` without t) and
+    `zero_offsets` of the lower and the upper 32 rows (of two slabs, only the first count). Scales of KIND e2m1 are
+    e8m0 bytes and always SCALED. HALF: the activations are float16, else bf16.
     """
     return weights.step_operand(
-        words, first_scale, second_scale, first_zero, second_zero, KIND, HALF, WIDE, TOKENS, SCALED, ZEROS
+        words, first_scale, second_scale, first_zero, second_zero, KIND, HALF, WIDE, TOKENS, SCALED, ZEROS, SLABS
     )
 
 

@@ -26,41 +26,43 @@ def undo(kind, half, scaled):
 @gluon.jit
 def step_operand(
     words, first_scale, second_scale, first_zero, second_zero, KIND: gl.constexpr, HALF: gl.constexpr,
-    WIDE: gl.constexpr, TOKENS: gl.constexpr, SCALED: gl.constexpr, ZEROS: gl.constexpr,
+    WIDE: gl.constexpr, TOKENS: gl.constexpr, SCALED: gl.constexpr, ZEROS: gl.constexpr, SLABS: gl.constexpr,
 ):  # fmt: skip
-    """The left operand of 64 rows of k: codes minus zero point, times scale where SCALED, over `undo`.
+    """The left operand of 16 SLABS rows of k: codes minus zero point, times scale where SCALED, over `undo`.
 
-    words: uint8, `layouts.words` of four slabs. Scales (as stored) and `zero_offsets` of the lower and the upper 32
-    rows.
+    words: uint8, `layouts.words` of SLABS (two or four) slabs. Scales (as stored) and `zero_offsets` of the lower and
+    the upper 32 rows; of two slabs only the first count.
     """
     if KIND == "e2m1":
-        operands = (words, _beside_powers(first_scale, second_scale, WIDE))
+        operands = (words, _beside_powers(first_scale, second_scale, WIDE, SLABS))
         weights = _unpack(operands, KIND, HALF, "power")
     elif not SCALED:
         if ZEROS:
-            weights = _unpack((words, _beside(first_zero, second_zero, KIND, WIDE)), KIND, HALF, "offset")
+            weights = _unpack((words, _beside(first_zero, second_zero, KIND, WIDE, SLABS)), KIND, HALF, "offset")
         else:
             weights = _unpack((words,), KIND, HALF, "plain")
     elif ZEROS:
-        zero = _beside(first_zero, second_zero, KIND, WIDE)
+        zero = _beside(first_zero, second_zero, KIND, WIDE, SLABS)
         if first_scale.dtype == gl.float16 and not HALF:
-            high, low = _beside_parts(first_scale, second_scale, KIND, WIDE)
+            high, low = _beside_parts(first_scale, second_scale, KIND, WIDE, SLABS)
             weights = _unpack((words, zero, high, low), KIND, HALF, "offset split")
         else:
-            scale = _beside_plain(first_scale, second_scale, KIND, HALF, WIDE)
+            scale = _beside_plain(first_scale, second_scale, KIND, HALF, WIDE, SLABS)
             weights = _unpack((words, zero, scale), KIND, HALF, "offset scaled")
     elif HALF:
-        weights = _unpack((words, _beside_plain(first_scale, second_scale, KIND, HALF, WIDE)), KIND, HALF, "scaled")
+        weights = _unpack(
+            (words, _beside_plain(first_scale, second_scale, KIND, HALF, WIDE, SLABS)), KIND, HALF, "scaled"
+        )
     elif first_scale.dtype == gl.float16:
-        high, low = _beside_parts(first_scale, second_scale, KIND, WIDE)
+        high, low = _beside_parts(first_scale, second_scale, KIND, WIDE, SLABS)
         weights = _unpack((words, high, low), KIND, HALF, "split")
     else:
         low1, high1, zero1 = _folded(first_scale, KIND)
         low2, high2, zero2 = _folded(second_scale, KIND)
-        low = _beside_spread(low1, low2, KIND, WIDE)
-        high = _beside_spread(high1, high2, KIND, WIDE)
-        weights = _unpack((words, low, high, _beside_spread(zero1, zero2, KIND, WIDE)), KIND, HALF, "folded")
-    return _as_left_operand(weights, KIND, WIDE, TOKENS)
+        low = _beside_spread(low1, low2, KIND, WIDE, SLABS)
+        high = _beside_spread(high1, high2, KIND, WIDE, SLABS)
+        weights = _unpack((words, low, high, _beside_spread(zero1, zero2, KIND, WIDE, SLABS)), KIND, HALF, "folded")
+    return _as_left_operand(weights, KIND, WIDE, TOKENS, SLABS)
 
 
 @gluon.jit
@@ -126,39 +128,43 @@ def _spread(value, WIDE: gl.constexpr):
 
 
 @gluon.jit
-def _beside(first, second, KIND: gl.constexpr, WIDE: gl.constexpr):
-    """Spreads values of columns over the bytes of four slabs of words.
+def _beside(first, second, KIND: gl.constexpr, WIDE: gl.constexpr, SLABS: gl.constexpr):
+    """Spreads values of columns over the bytes of SLABS slabs of words.
 
     first and second are for the lower and the upper two slabs (the same value where one group spans all four).
     """
-    x = gl.join(first, second)
+    x = gl.join(first, second) if SLABS == 4 else first
     x = gl.join(x, x)
-    x = gl.join(x, x)  # pair, tile and g, t, j and h, upper slabs, slab, two bytes of four
-    x = gl.join(x, x).permute([0, 4, 5, 1, 2, 3, 6, 7]) if KIND == "uint8" else x.permute([0, 4, 5, 1, 2, 3, 6])
-    shape: gl.constexpr = layouts.words_shape(WIDE, 4, KIND)
-    return gl.convert_layout(x.reshape(shape), layouts.words(WIDE, 4, KIND), assert_trivial=True)
+    x = gl.join(x, x)  # pair, tile and g, t, j and h, (upper slabs,) slab, two bytes of four
+    if KIND == "uint8":
+        x = gl.join(x, x)
+        x = x.permute([0, 4, 5, 1, 2, 3, 6, 7] if SLABS == 4 else [0, 4, 1, 2, 3, 5, 6])
+    else:
+        x = x.permute([0, 4, 5, 1, 2, 3, 6] if SLABS == 4 else [0, 4, 1, 2, 3, 5])
+    shape: gl.constexpr = layouts.words_shape(WIDE, SLABS, KIND)
+    return gl.convert_layout(x.reshape(shape), layouts.words(WIDE, SLABS, KIND), assert_trivial=True)
 
 
 @gluon.jit
-def _beside_spread(first, second, KIND: gl.constexpr, WIDE: gl.constexpr):
-    return _beside(_spread(first, WIDE), _spread(second, WIDE), KIND, WIDE)
+def _beside_spread(first, second, KIND: gl.constexpr, WIDE: gl.constexpr, SLABS: gl.constexpr):
+    return _beside(_spread(first, WIDE), _spread(second, WIDE), KIND, WIDE, SLABS)
 
 
 @gluon.jit
-def _beside_plain(first, second, KIND: gl.constexpr, HALF: gl.constexpr, WIDE: gl.constexpr):
+def _beside_plain(first, second, KIND: gl.constexpr, HALF: gl.constexpr, WIDE: gl.constexpr, SLABS: gl.constexpr):
     """Scales in the activations' type; float16 ones times 2^9, which unscaled weights lack (they fit below 128)."""
     if HALF:
         first = (first.to(gl.float32) * 512.0).to(gl.float16)
         second = (second.to(gl.float32) * 512.0).to(gl.float16)
-    return _beside_spread(first, second, KIND, WIDE)
+    return _beside_spread(first, second, KIND, WIDE, SLABS)
 
 
 @gluon.jit
-def _beside_parts(first, second, KIND: gl.constexpr, WIDE: gl.constexpr):
+def _beside_parts(first, second, KIND: gl.constexpr, WIDE: gl.constexpr, SLABS: gl.constexpr):
     """float16 scales as sums of two bf16 numbers each."""
     high1, low1 = _parts(first)
     high2, low2 = _parts(second)
-    return _beside_spread(high1, high2, KIND, WIDE), _beside_spread(low1, low2, KIND, WIDE)
+    return _beside_spread(high1, high2, KIND, WIDE, SLABS), _beside_spread(low1, low2, KIND, WIDE, SLABS)
 
 
 @gluon.jit
@@ -169,12 +175,14 @@ def _parts(scale):
 
 
 @gluon.jit
-def _beside_powers(first, second, WIDE: gl.constexpr):
-    """Factors of e8m0 bytes, spread over the bytes of four slabs of words."""
-    x = gl.join(_powers(_spread(first, WIDE), WIDE), _powers(_spread(second, WIDE), WIDE))
-    x = gl.join(x, x).permute([0, 4, 5, 1, 2, 3])  # pair, upper slabs, slab, tile and g, t, j and h and k
-    shape: gl.constexpr = layouts.words_shape(WIDE, 4, "e2m1")
-    return gl.convert_layout(x.reshape(shape), layouts.words(WIDE, 4, "e2m1"), assert_trivial=True)
+def _beside_powers(first, second, WIDE: gl.constexpr, SLABS: gl.constexpr):
+    """Factors of e8m0 bytes, spread over the bytes of SLABS slabs of words."""
+    x = _powers(_spread(first, WIDE), WIDE)
+    x = gl.join(x, _powers(_spread(second, WIDE), WIDE)) if SLABS == 4 else x
+    x = gl.join(x, x)  # pair, tile and g, t, j and h and k, (upper slabs,) slab
+    x = x.permute([0, 4, 5, 1, 2, 3] if SLABS == 4 else [0, 4, 1, 2, 3])
+    shape: gl.constexpr = layouts.words_shape(WIDE, SLABS, "e2m1")
+    return gl.convert_layout(x.reshape(shape), layouts.words(WIDE, SLABS, "e2m1"), assert_trivial=True)
 
 
 @gluon.jit
@@ -188,15 +196,15 @@ def _powers(scale, WIDE: gl.constexpr):
 
 
 @gluon.jit
-def _as_left_operand(x, KIND: gl.constexpr, WIDE: gl.constexpr, TOKENS: gl.constexpr):
+def _as_left_operand(x, KIND: gl.constexpr, WIDE: gl.constexpr, TOKENS: gl.constexpr, SLABS: gl.constexpr):
     """Dequantised words as wgmma's left operand; only renames registers."""
     tiles: gl.constexpr = [8, 4, 2, 2, 2] if WIDE else [2, 8, 4, 4, 2]  # g t j1 j0 h or tile g t j h
-    x = x.reshape([2, 4, tiles[0], tiles[1], tiles[2], tiles[3], tiles[4], 2, 2])
+    x = x.reshape([2, SLABS, tiles[0], tiles[1], tiles[2], tiles[3], tiles[4], 2, 2])
     # pair, slab, tiles.., then k 0/1 and k 0/8, which 8-bit codes have in the other order
     odd: gl.constexpr = 8 if KIND == "uint8" else 7
     upper: gl.constexpr = 15 - odd
     if WIDE:
-        x = x.permute([5, 0, 4, 6, 2, 1, upper, 3, odd]).reshape([128, 64])
+        x = x.permute([5, 0, 4, 6, 2, 1, upper, 3, odd]).reshape([128, 16 * SLABS])
     else:
-        x = x.permute([5, 0, 2, 6, 3, 1, upper, 4, odd]).reshape([256, 64])
+        x = x.permute([5, 0, 2, 6, 3, 1, upper, 4, odd]).reshape([256, 16 * SLABS])
     return gl.convert_layout(x, layouts.left_operand(TOKENS), assert_trivial=True)
