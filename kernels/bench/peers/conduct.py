@@ -36,6 +36,7 @@ class Seat:
         self.versions: dict[str, str] = {}
         self.absent: str | None = None
         self.gone: str | None = "not started"
+        self.last_failure = ""
 
     def start(self) -> None:
         """Start the process, unless it runs or what it needs is absent."""
@@ -69,8 +70,7 @@ class Seat:
             self.process.stdin.write(json.dumps({"do": do, **given}) + "\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            self.gone = f"its process ended (code {self.process.wait()})"
-            return {"failed": self.gone}
+            return self._ended()
         return self._answer(patience)
 
     def _answer(self, patience: float) -> Document:
@@ -81,10 +81,15 @@ class Seat:
             self.gone = f"no answer in {patience:.0f} s"
             return {"failed": self.gone}
         if not line:
-            self.gone = f"its process ended (code {self.process.wait()})"
-            return {"failed": self.gone}
+            return self._ended()
         answer: Document = json.loads(line)
+        self.last_failure = str(answer.get("failed", ""))
         return answer
+
+    def _ended(self) -> Document:
+        after = f" after: {self.last_failure}" if self.last_failure else ""
+        self.gone = f"its process ended (code {self.process.wait()}){after}"
+        return {"failed": self.gone}
 
     def stop(self) -> None:
         """End the process."""

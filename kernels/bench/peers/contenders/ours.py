@@ -45,8 +45,7 @@ class Ours(Contender):
         return fused_moe(inputs.x, experts, inputs.weights, inputs.ids, **options)
 
     def about(self, weights: tuple[PackedExperts, Format], inputs: Routed) -> str:
-        experts, fmt = weights
-        reason = unsupported_reason(inputs.x, experts, fmt.activation, limit=fmt.limit)
+        reason = unsupported_reason(inputs.x, weights[0])
         return "Hopper kernels" if reason is None else f"portable kernels: {reason}"
 
 

@@ -1,0 +1,246 @@
+"""The side-by-side benchmark, as far as it goes without a GPU: inputs, processes, merging, verdicts, pictures."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from bench.peers import evaluate, shapes
+from bench.peers.conduct import Options, Run, Seat, conduct
+from bench.peers.contenders import BY_FORMAT, CONTENDERS
+from bench.peers.contenders.ours import Ours
+from bench.peers.evaluate import TARGETS, judge, merge, scores, time_of
+from bench.peers.problem import Stack, make_problem, route, truth
+from bench.peers.report import markdown, picture
+from bench.peers.shapes import FORMATS, GROUPS, Group, Shape, floor
+from bench.reference import Layer, moe
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shape whose sizes are no multiple of a group, as gpt-oss has them."""
+    monkeypatch.setitem(shapes.SHAPES, "tiny", Shape(4, 2, 192, 64))
+
+
+class TestInputs:
+    @pytest.mark.parametrize("name", list(FORMATS))
+    def test_rounding_sizes_up_changes_no_result(self, name: str, tiny: None) -> None:
+        problem = make_problem(Group(name, "tiny"), "cpu")
+        w13, w2 = problem.padded(256, 128)
+        assert w13.codes.shape == (4, 256, 256)
+        assert w2.codes.shape == (4, 256, 128)
+        small, routed = truth(problem, 5), route(problem, 5, 0)
+        fmt = problem.format
+        biases = [None if part.bias is None else part.bias.float() for part in (w13, w2)]
+        layer = Layer(Stack(w13, fmt), Stack(w2, fmt), *biases, fmt.order, fmt.activation, limit=fmt.limit)  # type: ignore[arg-type]
+        large = moe(torch.nn.functional.pad(routed.x, (0, 64)), layer, routed.weights, routed.ids)
+        assert torch.allclose(large[:, :192], small.y, atol=1e-5)
+
+    @pytest.mark.parametrize("name", list(FORMATS))
+    def test_our_packing_gives_the_numbers_of_the_reference(self, name: str, tiny: None) -> None:
+        """In Triton's interpreter; what the benchmark checks on a GPU before it times anything."""
+        problem = make_problem(Group(name, "tiny"), "cpu")
+        found, ours = truth(problem, 6), Ours()
+        weights = ours.prepare(problem)
+        y = ours.run(ours.duplicate(weights), ours.inputs(weights, route(problem, 6, 0)))
+        assert found.hit == route(problem, 6, 0).ids.unique().numel()
+        assert found.error(y) <= ours.factor * found.plain_error
+        assert found.error(torch.full_like(y, float("nan"))) == float("inf")
+        assert "portable" in ours.about(weights, route(problem, 6, 0))
+
+    def test_every_process_makes_the_same_numbers(self, tiny: None) -> None:
+        one, two = (make_problem(Group("int4", "tiny"), "cpu") for _ in range(2))
+        assert torch.equal(one.w13.codes, two.w13.codes)
+        assert torch.equal(route(one, 9, 3).ids, route(two.emptied(), 9, 3).ids)
+
+    def test_floor_is_bytes_at_few_tokens_and_arithmetic_at_many(self) -> None:
+        few = floor(FORMATS["int4"], shapes.SHAPES["mixtral-8x7b"], 1, 2)
+        many = floor(FORMATS["int4"], shapes.SHAPES["mixtral-8x7b"], 4096, 8)
+        assert few.time == few.memory == pytest.approx(41.3, abs=0.1)
+        assert many.time == many.compute == pytest.approx(3653, abs=1)
+
+    def test_groups_name_what_exists(self) -> None:
+        assert all(group.format in FORMATS and group.shape in shapes.SHAPES for group in GROUPS)
+        assert len(set(GROUPS)) == len(GROUPS)
+        assert {name for names in BY_FORMAT.values() for name in names} == set(CONTENDERS)
+
+
+class TestProcesses:
+    """Real contenders' processes. Without a GPU ours fails in words, and peers that are not installed are absent."""
+
+    @pytest.fixture(autouse=True)
+    def no_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        monkeypatch.setenv("PYTHONPATH", str(ROOT / "kernels"))
+
+    def test_a_run_without_gpu_says_what_failed_and_what_is_absent(self, tmp_path: Path) -> None:
+        seats = {name: Seat(name, tmp_path / "log") for name in ("moeq", "marlin")}
+        saved: list[int] = []
+        run = Run(Options(60.0, (1, 8), rounds=1), seats, lambda found: saved.append(len(found.cells)))
+        conduct([Group("int4", "qwen3-30b-a3b"), Group("w8a8", "qwen3-30b-a3b")], run)
+        assert saved == [2, 4]
+        rows = run.cells[0]["contenders"]
+        assert rows["moeq"]["status"] == "failed"
+        assert "NVIDIA" in rows["moeq"]["reason"] or "CUDA" in rows["moeq"]["reason"]
+        absent = rows["marlin"]
+        assert absent["status"] == "absent"
+        assert "vllm" in absent["reason"].lower()
+        assert "marlin" not in run.cells[2]["contenders"]  # it does not know W8A8
+
+    def test_no_time_is_said(self, tmp_path: Path) -> None:
+        run = Run(Options(0.0, (1, 8)), {"moeq": Seat("moeq", None)}, lambda found: None)
+        conduct([Group("int4", "qwen3-30b-a3b")], run)
+        assert run.cells == []
+        assert run.left_out == [{"format": "int4", "shape": "qwen3-30b-a3b", "tokens": [1, 8], "reason": "time"}]
+
+    def test_a_process_that_dies_loses_its_group_only(self, tmp_path: Path) -> None:
+        seat = Seat("moeq", tmp_path / "log")
+        seat.start()
+        assert seat.gone is None
+        assert "torch" in seat.versions
+        seat.process.kill()
+        assert "ended" in seat.order("close")["failed"]
+        assert "ended" in (seat.gone or "")
+        seat.start()
+        assert seat.gone is None
+        seat.stop()
+
+
+def cell(fmt: str, shape: str, tokens: int, **times: float) -> dict[str, Any]:
+    least = floor(FORMATS[fmt], shapes.SHAPES[shape], tokens, min(shapes.SHAPES[shape].experts, tokens * 2))
+    rows: dict[str, Any] = {
+        name.replace("_", "-"): {"status": "right", "cold": {"us": value}, "hot": {"us": 0.9 * value}}
+        for name, value in times.items()
+    }
+    return {
+        "format": fmt,
+        "shape": shape,
+        "tokens": tokens,
+        "hit": 1,
+        "floor_us": least.time,
+        "memory_floor_us": least.memory,
+        "compute_floor_us": least.compute,
+        "contenders": rows,
+    }
+
+
+def document(*cells: dict[str, Any]) -> dict[str, Any]:
+    return {"device": "a GPU", "date": "2026-11-21", "peak": {"bf16_tflops": 800.0}, "cells": list(cells)}
+
+
+def verdict(wanted: str, run: dict[str, Any], regime: str = "int4") -> evaluate.Verdict:
+    return judge(
+        next(target for target in TARGETS if target.wanted == wanted and target.regime.startswith(regime)), run
+    )
+
+
+class TestVerdicts:
+    def test_every_cell(self) -> None:
+        good = cell("int4", "mixtral-8x7b", 8, moeq=100, marlin=150, humming=120)
+        bad = cell("int4", "mixtral-8x7b", 16, moeq=100, marlin=90, humming=130)
+        target = "must: faster than Marlin in every cell"
+        assert verdict(target, document(good)).reached is True
+        found = verdict(target, document(good, bad))
+        assert found.reached is False
+        assert [miss.where for miss in found.misses] == ["int4 mixtral-8x7b M=16"]
+        assert found.misses[0].value == pytest.approx(0.9)
+
+    def test_a_share_of_the_cells(self) -> None:
+        cells = [cell("int4", "mixtral-8x7b", 2**n, moeq=100, humming=90 if n == 0 else 110) for n in range(10)]
+        assert verdict("must: faster than Humming in 90 % of the cells", document(*cells)).reached is True
+        assert verdict("must: faster than Humming in 90 % of the cells", document(*cells[:9])).reached is False
+
+    def test_geometric_mean(self) -> None:
+        cells = [cell("int4", "mixtral-8x7b", n, moeq=100, humming=h) for n, h in ((1, 100), (8, 400))]
+        found = verdict("aim: 1.4 x Humming in the geometric mean", document(*cells))
+        assert found.reached is True
+        assert "2.00" in found.said
+
+    def test_peers_that_were_wrong_or_absent_do_not_count(self) -> None:
+        one = cell("int4", "mixtral-8x7b", 8, moeq=100, marlin=50)
+        one["contenders"]["marlin"]["status"] = "wrong"
+        found = verdict("must: faster than Marlin in every cell", document(one))
+        assert found.reached is None
+        assert time_of(one, "marlin") is None
+
+    def test_shares_of_floors_and_peaks(self) -> None:
+        decode = cell("int4", "mixtral-8x7b", 16, moeq=200)
+        assert verdict("must: 70 % of the byte floor", document(decode)).reached is True
+        slow = cell("int4", "mixtral-8x7b", 16, moeq=250)
+        assert verdict("must: 70 % of the byte floor", document(slow)).reached is False
+        prefill = cell("int4", "mixtral-8x7b", 4096, moeq=3653 * 790 / 800 / 0.75)
+        assert verdict("must: 70 % of the bf16 peak", document(prefill)).reached is True
+        assert verdict("aim: 78 % of the bf16 peak", document(prefill)).reached is False
+        assert verdict("must: 70 % of the bf16 peak", {**document(prefill), "peak": {}}).reached is None
+
+    def test_both_ways_into_triton_kernels_count_as_one_peer(self) -> None:
+        one = cell("mxfp4", "gpt-oss-20b", 8, moeq=100, triton_kernels_own_routing=90)
+        one["contenders"]["triton_kernels"] = {"status": "right", "cold": {"us": 120.0}}
+        one["contenders"]["triton_kernels-own-routing"] = one["contenders"].pop("triton-kernels-own-routing")
+        found = verdict("must: faster than triton_kernels in 90 %", document(one), "MXFP4")
+        assert found.misses[0].value == pytest.approx(0.9)
+
+    def test_scores_name_every_peer_and_the_best(self) -> None:
+        cells = [cell("w8a8", "mixtral-8x7b", n, moeq=100, humming=110, vllm_triton=200) for n in (1, 8)]
+        found = {score.peer: score for score in scores(document(*cells))}
+        assert found["humming"].won == 2
+        assert found["vllm-triton"].mean == pytest.approx(2.0)
+        assert found["best peer"].mean == pytest.approx(1.1)
+
+
+class TestMerging:
+    def test_a_cell_is_never_mixed(self) -> None:
+        """A later run with fewer contenders does not replace a cell, nor lend it a time."""
+        first = document(cell("int4", "mixtral-8x7b", 8, moeq=100, marlin=150))
+        later = document(
+            cell("int4", "mixtral-8x7b", 8, moeq=80), cell("int4", "mixtral-8x7b", 16, moeq=90, marlin=160)
+        )
+        merged = merge([first, later])
+        assert [(row["tokens"], row["run"], time_of(row, "moeq")) for row in merged["cells"]] == [
+            (8, 0, 100),
+            (16, 1, 90),
+        ]
+        assert "not across cells" in merged["side_by_side"]
+        assert merge([first])["side_by_side"] == "one run"
+
+    def test_different_gpus_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="different GPUs"):
+            merge([document(), {**document(), "device": "another"}])
+
+
+class TestReport:
+    def run(self) -> dict[str, Any]:
+        cells = [cell("int4", "mixtral-8x7b", n, moeq=200.0 + n, marlin=300.0 + n) for n in (1, 8, 128)]
+        failed = copy.deepcopy(cells[0]) | {"tokens": 2}
+        failed["contenders"]["marlin"] = {"status": "failed", "reason": "a <reason>"}
+        return document(*cells, failed)
+
+    def test_tables_show_times_and_what_was_not_timed(self) -> None:
+        text = markdown(self.run())
+        assert "| mixtral-8x7b | 8 |" in text
+        assert "| failed |" in text
+        assert text.count("| must: ") + text.count("| aim: ") == len(TARGETS)
+
+    def test_the_picture_is_well_formed_and_holds_a_point_for_every_time(self) -> None:
+        tree = ElementTree.fromstring(picture(self.run()))
+        dots = [element for element in tree.iter() if element.tag.endswith("circle")]
+        assert len(dots) == 4 + 3
+
+    def test_the_command_writes_both(self, tmp_path: Path) -> None:
+        source = tmp_path / "run.json"
+        source.write_text(json.dumps(self.run()))
+        command = [sys.executable, "-m", "bench.peers", "report", str(source), "--out", str(tmp_path / "out")]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "kernels")}
+        subprocess.run(command, check=True, env=environment, capture_output=True)
+        assert {path.name for path in (tmp_path / "out").iterdir()} == {"peers.json", "peers.md", "peers.svg"}
