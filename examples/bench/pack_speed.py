@@ -1,17 +1,22 @@
-"""How fast layouts pack and unpack on this machine, against memcpy in the same run.
+"""How fast experts are packed on this machine, against memcpy and sha256 in the same run.
 
-    python examples/bench/pack_speed.py [--seconds 0.5] [--rows 4096 --columns 4096] [--only ID ...] [--json FILE]
+    python examples/bench/pack_speed.py [--seconds 0.5] [--rows 4096 --columns 4096] [--only ID ...] [--roads NAME ...]
+                                        [--json FILE]
 
-One line per layout: gigabytes of *source* bytes (codes tightly packed, and scales) per second on one core for `pack`
-from unpacked codes into reused buffers, for `unpack`, and for two threads packing two experts. Before them comes the
-direct road from GPTQ words, whose `unpack` is the comparison with the source. `memcpy` copies between buffers that do
-not fit the caches. On a machine that is busy with other work, `--clock cpu` counts seconds of this process's own CPU
-time instead (two threads then count for what both used, so their column is per core).
+First the direct roads that conversion takes (`moeq.pipeline.roads`), on random experts with the shapes of real models:
+gigabytes of stored bytes per second for `pack` (stored bytes to packed bytes), for `prove` (unpack, compare with what
+is stored, sha256 digest of the logical values), for both one after the other, on one thread and on two.
+
+Then one line per layout, from unpacked codes: gigabytes of *source* bytes (codes tightly packed, and scales) per second
+for `pack` into reused buffers and for `unpack`, and for two threads packing two experts. `memcpy` copies between
+buffers that do not fit the caches. On a machine that is busy with other work, `--clock cpu` counts seconds of this
+process's own CPU time instead (two threads then count for what both used, so their column is per core).
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import platform
 import statistics
@@ -19,14 +24,26 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import make_checkpoint
+import numpy as np
 import torch
 
+import moeq
+from moeq.checkpoint.manifest import StackedRole
+from moeq.checkpoint.names import Projection
+from moeq.checkpoint.writer import tensor_bytes
 from moeq.layouts.padding import logical_bytes
 from moeq.layouts.registry import LAYOUTS, get_layout, layout_class
 from moeq.layouts.words import have_numba
 from moeq.matrix import MatrixSpec, QuantizedMatrix
+from moeq.model import Checkpoint
+from moeq.pipeline.layers import LayerPlan, PlanOptions, plan_layer
+from moeq.pipeline.roads import Road, find_road
+from moeq.pipeline.units import place_of
 
 SCALES = {"e8m0": torch.uint8, "f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 
@@ -103,21 +120,86 @@ def measure_layout(layout_id: str, rows: int, columns: int, seconds: float) -> d
     }
 
 
-def measure_direct(rows: int, columns: int, seconds: float) -> dict[str, object]:
-    """GPTQ words to Marlin words, and back against the source."""
-    from moeq.layouts.fast.gptq_marlin import pack_gptq4, same_gptq4
+@dataclass(frozen=True)
+class Journey:
+    """A road to measure: what `make_checkpoint.py` writes, and the layout."""
 
-    shape = (columns // 8, rows)
-    words = [torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32) for _ in range(2)]
-    out = [torch.zeros(columns // 16, 2 * rows, dtype=torch.int32) for _ in range(2)]
-    size = words[0].numel() * 4
+    model: str
+    format: str
+    layout: str
+
+
+ROADS = {
+    "gptq": Journey("qwen3-30b-a3b", "gptq", "marlin-wna16/1"),
+    "gptq-triton": Journey("qwen3-30b-a3b", "gptq", "triton-wna16/1"),
+    "awq": Journey("qwen3-30b-a3b", "awq", "marlin-wna16/1"),
+    "ct-int4": Journey("kimi-k2", "ct-int4", "marlin-wna16/1"),
+    "w8a8": Journey("qwen3-30b-a3b", "w8a8", "int8-w8a8/1"),
+    "mxfp4": Journey("gpt-oss-120b", "mxfp4", "marlin-mxfp4-interleaved/1"),
+    "mxfp4-hopper": Journey("gpt-oss-120b", "mxfp4", "triton-kernels-hopper/1"),
+    "mxfp4-cdna4": Journey("gpt-oss-120b", "mxfp4", "triton-kernels-cdna4/1"),
+}
+
+
+def measure_road(name: str, seconds: float) -> list[dict[str, object]]:
+    """Both matrices of two random experts of a model, one per thread."""
+    journey = ROADS[name]
+    whole = make_checkpoint.MODELS[journey.model]
+    config = {key: value for key, value in whole.config.items() if key != "first_k_dense_replace"}
+    model = replace(whole, config=config, attention={}, dense=0, shared=False)
+    with TemporaryDirectory() as folder:
+        make_checkpoint.write_checkpoint(Path(folder), model, journey.format, make_checkpoint.Size(1, 2, 64))
+        checkpoint = moeq.open(folder)
+        plan = plan_layer(checkpoint, 0, journey.layout, PlanOptions())
+        return [_measure_road(name, checkpoint, plan, role, seconds) for role in ("w13", "w2")]
+
+
+def _measure_road(
+    name: str, checkpoint: Checkpoint, plan: LayerPlan, role: StackedRole, seconds: float
+) -> dict[str, object]:
+    experts = checkpoint.experts(0)
+    road = find_road(experts, role, plan.layout, plan.shards)
+    if road is None:
+        raise SystemExit(f"no road for {name} {role}")
+    layout = plan.layout.id
+    inputs = [_stored(checkpoint, road, expert) for expert in (0, 1)]
+    sizes = {part: tensor_bytes(spec.shape, spec.dtype) for part, spec in plan.shards[0].parts[role].items()}
+    outputs = [[{part: np.empty(size, np.uint8) for part, size in sizes.items()}] for _ in (0, 1)]
+    scratch = [np.empty(road.scratch_bytes, np.uint8) for _ in (0, 1)]
+    size = sum(part.nbytes for part in inputs[0].values())
+
+    def pack(which: int) -> None:
+        if not road.pack(inputs[which], outputs[which], scratch[which]):
+            raise SystemExit(f"the road of {name} {role} declined")
+
+    def prove(which: int) -> None:
+        if road.prove(inputs[which], outputs[which], scratch[which]) is None:
+            raise SystemExit(f"{name} {role} does not unpack to what is stored")
+
+    def go(which: int) -> None:
+        pack(which)
+        prove(which)
+
+    both(go)()
     return {
-        "layout": "marlin-wna16/1",
-        "matrix": "GPTQ words, no codes",
-        "pack": rate(lambda: pack_gptq4(words[0], out[0]), size, seconds),
-        "pack_2": rate(both(lambda which: pack_gptq4(words[which], out[which])), 2 * size, seconds),
-        "unpack": rate(lambda: same_gptq4(words[0], out[0]), size, seconds),
+        "road": f"{name} {role}",
+        "layout": layout,
+        "bytes": size,
+        "pack": rate(lambda: pack(0), size, seconds),
+        "prove": rate(lambda: prove(0), size, seconds),
+        "whole": rate(lambda: go(0), size, seconds),
+        "whole_2": rate(both(go), 2 * size, seconds),
     }
+
+
+def _stored(checkpoint: Checkpoint, road: Road, expert: int) -> dict[tuple[Projection, str], np.ndarray]:
+    """What the road reads, in memory."""
+    experts, found = checkpoint.experts(0), {}
+    for projection, part in road.reads:
+        entry = experts.layer.unit(expert)[projection][part]
+        start, stop = place_of(entry, part, experts, expert)
+        found[projection, part] = np.frombuffer(checkpoint.source.read_bytes(entry.file, start, stop), np.uint8)
+    return found
 
 
 def measure_memcpy(seconds: float) -> dict[str, object]:
@@ -130,6 +212,14 @@ def measure_memcpy(seconds: float) -> dict[str, object]:
     return {"layout": "memcpy", "matrix": "96 MiB", "pack": copy, "pack_2": two, "unpack": copy}
 
 
+def measure_sha256(seconds: float) -> dict[str, object]:
+    """The digest alone, of 1 MiB that stays in the cache."""
+    data = [np.zeros(1 << 20, np.uint8) for _ in range(2)]
+    one = rate(lambda: hashlib.sha256(data[0].data).digest(), data[0].nbytes, seconds)
+    two = rate(both(lambda which: hashlib.sha256(data[which].data).digest()), 2 * data[0].nbytes, seconds)
+    return {"layout": "sha256", "matrix": "1 MiB", "pack": one, "pack_2": two, "unpack": one}
+
+
 def main() -> int:
     """Measure, print the table, write JSON where asked."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -137,28 +227,35 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=4096, help="output features, a multiple of 256")
     parser.add_argument("--columns", type=int, default=4096, help="input features, a multiple of 256")
     parser.add_argument("--only", nargs="*", default=list(LAYOUTS), help="layout ids")
+    parser.add_argument("--roads", nargs="*", default=list(ROADS), help=f"of {', '.join(ROADS)}")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="what seconds are")
     options = parser.parse_args()
     global clock
     clock = CLOCKS[options.clock]
     torch.set_num_threads(1)
-    results = [measure_memcpy(options.seconds)]
-    if have_numba():
-        results.append(measure_direct(options.rows, options.columns, options.seconds))
+    roads = [row for name in options.roads for row in measure_road(name, options.seconds)] if have_numba() else []
+    results = [measure_memcpy(options.seconds), measure_sha256(options.seconds)]
     results += [measure_layout(one, options.rows, options.columns, options.seconds) for one in options.only]
+    head = ("road", "layout", "pack", "prove", "both", "2 threads")
+    print(f"{head[0]:18} {head[1]:28} {head[2]:>8} {head[3]:>8} {head[4]:>8} {head[5]:>10}   GB/s of stored bytes")
+    for row in roads:
+        print(
+            f"{row['road']:18} {row['layout']:28} {row['pack']:8.2f} {row['prove']:8.2f} {row['whole']:8.2f} {row['whole_2']:10.2f}"
+        )
     head = ("layout", "matrix", "pack", "2 threads", "unpack")
     print(f"{head[0]:34} {head[1]:22} {head[2]:>8} {head[3]:>10} {head[4]:>8}   GB/s of source bytes")
     for row in results:
         print(f"{row['layout']:34} {row['matrix']:22} {row['pack']:8.2f} {row['pack_2']:10.2f} {row['unpack']:8.2f}")
     if options.json:
         document = {
-            "schema": "moeq.pack-speed/1",
+            "schema": "moeq.pack-speed/2",
             "numba": have_numba(),
             "machine": platform.machine(),
             "torch": torch.__version__,
             "unit": "GB/s of source bytes",
             "clock": options.clock,
+            "roads": roads,
             "results": results,
         }
         options.json.write_text(json.dumps(document, indent=1) + "\n")

@@ -19,7 +19,7 @@ from moeq.layouts import marlin_mxfp4, triton_kernels_hopper
 from moeq.layouts.arranged import ArrangedLayout, Part, as_stored, is_gated_w13, logical_dtype
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.bits import MUL_FREE, BitPermutation
-from moeq.layouts.fast import bits, hopper, marlin, scatter
+from moeq.layouts.fast import bits, hopper, marlin, scatter, transpose
 from moeq.layouts.fast.compare import same
 from moeq.layouts.fast.nibbles import of_bytes
 from moeq.matrix import MatrixSpec
@@ -232,7 +232,7 @@ class PackedPart:
             if view is None:
                 target[:] = 0
             elif self.widen is None:
-                np.copyto(target, view)
+                transpose.copy(view, target)
             else:
                 self.widen(view, target)
 

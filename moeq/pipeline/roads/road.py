@@ -16,6 +16,7 @@ import numpy as np
 from moeq.checkpoint.manifest import Projection
 from moeq.checkpoint.names import Projection as StoredName
 from moeq.digest import add_field, new_digest
+from moeq.layouts.fast import transpose
 from moeq.matrix import MatrixSpec
 from moeq.model.shards import Range
 from moeq.pipeline.roads.base import Inputs, Outputs, Proof
@@ -167,9 +168,11 @@ class DirectRoad:
 
     def _in_a_row(self, matrix: Array, name: str, scratch: Array) -> Array:
         """The bytes that the digest takes: row after row, zero points 16 bits wide."""
-        dtype = "i2" if name == "zeros" else matrix.dtype.str
-        if dtype != matrix.dtype.str or not matrix.flags.c_contiguous:
-            rows = self.expected.array(scratch, matrix.shape, dtype)
+        rows = matrix
+        if name == "zeros":
+            rows = self.expected.array(scratch, matrix.shape, "i2")
             np.copyto(rows, matrix)
-            matrix = rows
-        return matrix.reshape(-1).view(np.uint8)
+        elif not matrix.flags.c_contiguous:
+            rows = self.expected.array(scratch, matrix.shape, matrix.dtype.str)
+            transpose.copy(matrix, rows)
+        return rows.reshape(-1).view(np.uint8)
