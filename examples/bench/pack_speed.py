@@ -240,9 +240,8 @@ def main() -> int:
     head = ("road", "layout", "pack", "prove", "both", "2 threads")
     print(f"{head[0]:18} {head[1]:28} {head[2]:>8} {head[3]:>8} {head[4]:>8} {head[5]:>10}   GB/s of stored bytes")
     for row in roads:
-        print(
-            f"{row['road']:18} {row['layout']:28} {row['pack']:8.2f} {row['prove']:8.2f} {row['whole']:8.2f} {row['whole_2']:10.2f}"
-        )
+        figures = f"{row['pack']:8.2f} {row['prove']:8.2f} {row['whole']:8.2f} {row['whole_2']:10.2f}"
+        print(f"{row['road']:18} {row['layout']:28} {figures}")
     head = ("layout", "matrix", "pack", "2 threads", "unpack")
     print(f"{head[0]:34} {head[1]:22} {head[2]:>8} {head[3]:>10} {head[4]:>8}   GB/s of source bytes")
     for row in results:

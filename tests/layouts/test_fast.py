@@ -21,7 +21,7 @@ from moeq.matrix import MatrixSpec
 
 pytest.importorskip("numba")
 
-from moeq.layouts.fast import compare, marlin
+from moeq.layouts.fast import compare, marlin, transpose
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,6 +87,19 @@ def test_comparison_sees_every_element_whatever_the_strides(dtype: type, shape: 
             right[place] ^= 1
     assert not compare.same(right[:, :0], right)
     assert not compare.same(right.astype(np.uint64), right)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (33, 70), (64, 16)])
+def test_copies_of_any_strides(dtype: type, shape: tuple[int, int]) -> None:
+    source = np.random.default_rng(4).integers(0, 255, shape).astype(dtype)
+    room = np.empty((shape[0] + 1, shape[1] + 3), dtype)
+    for matrix in (np.array(source), np.array(source, order="F"), np.repeat(source, 2, axis=0)[::2]):
+        room[:] = 99
+        transpose.copy(matrix, room[: shape[0], : shape[1]])
+        assert np.array_equal(room[: shape[0], : shape[1]], source)
+        assert (room[shape[0] :] == 99).all()
+        assert (room[:, shape[1] :] == 99).all()
 
 
 @pytest.mark.parametrize(("dtype", "mask"), [(np.uint8, 0xFF), (np.uint16, 0x7C00), (np.uint32, 0x7F800000)])
