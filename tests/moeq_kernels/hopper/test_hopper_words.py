@@ -142,11 +142,6 @@ def _product(a: Fraction | float, b: Fraction | float) -> Fraction | float:
     return a * b if isinstance(a, Fraction) and isinstance(b, Fraction) else float(a) * float(b)
 
 
-def _permute(a: int, b: int, selector: int) -> int:
-    table = [(value >> 8 * i) & 255 for value in (a, b) for i in range(4)]
-    return sum(table[selector >> 4 * i & 7] << 8 * i for i in range(4))
-
-
 def _each_16(function: Callable[[int, int], int]) -> Callable[[int, int], int]:
     return lambda a, b: sum(function(a >> s & 0xFFFF, b >> s & 0xFFFF) << s for s in (0, 16))
 
@@ -158,7 +153,6 @@ OPERATIONS: dict[str, Callable[..., int]] = {
     "mul.lo.u32": lambda a, b: a * b & 0xFFFFFFFF,
     "mad.lo.u32": lambda a, b, c: a * b + c & 0xFFFFFFFF,
     "min.u16x2": _each_16(min),
-    "prmt.b32": _permute,
     "fma.rn.bf16x2": _pairs(lambda a, b, c: a * b + c, False),
     "fma.rn.f16x2": _pairs(lambda a, b, c: a * b + c, True),
     "mul.bf16x2": _pairs(_product, False),
@@ -168,7 +162,14 @@ OPERATIONS: dict[str, Callable[..., int]] = {
 
 def run(text: str, results: int, *given: int) -> list[int]:
     """Runs a PTX text on 32-bit registers; operands `$0 ..` are the results, then what is given."""
-    registers = {f"${results + i}": value for i, value in enumerate(given)}
+    registers = {f"${results + i}": word for i, word in enumerate(given)}
+
+    def value(source: str) -> int:
+        if source.startswith("{"):
+            low, high = source.strip("{}").split(", ")
+            return registers[low] | registers[high] << 16
+        return registers[source] if source in registers else int(source, 0)
+
     for line in text.splitlines():
         match = re.fullmatch(r"([a-z0-9.]+) (.*);", line)
         if not match:
@@ -176,9 +177,14 @@ def run(text: str, results: int, *given: int) -> list[int]:
             continue
         if match[1] == ".reg":
             continue
-        target, *sources = match[2].split(", ")
-        values = [registers[source] if source in registers else int(source, 0) for source in sources]
-        registers[target] = OPERATIONS[match[1]](*values)
+        target, *sources = re.findall(r"{[^}]*}|[^, ]+", match[2])
+        values = [value(source) for source in sources]
+        result = OPERATIONS[match[1]](*values)
+        halves = target.strip("{}").split(", ")
+        if len(halves) == 2:  # two 16-bit registers
+            registers |= {halves[0]: result & 0xFFFF, halves[1]: result >> 16}
+        else:
+            registers[target] = result
     return [registers[f"${i}"] for i in range(results)]
 
 

@@ -130,6 +130,7 @@ def powers():
     most = 255 - (126 - E2M1_SHIFT)
     return f"""{{
 .reg .b32 e, o, s8, m;
+.reg .b16 f0, f1, f2, f3;
 shr.u32 s8, $4, 8;
 and.b32 e, $4, 0x00ff00ff;
 and.b32 o, s8, 0x00ff00ff;
@@ -138,8 +139,10 @@ min.u16x2 e, e, m;
 min.u16x2 o, o, m;
 mad.lo.u32 e, e, 128, {offset | offset << 16:#010x};
 mad.lo.u32 o, o, 128, {offset | offset << 16:#010x};
-prmt.b32 $0, e, e, 0x1010;
-prmt.b32 $1, o, o, 0x1010;
-prmt.b32 $2, e, e, 0x3232;
-prmt.b32 $3, o, o, 0x3232;
+mov.b32 {{f0, f2}}, e;
+mov.b32 {{f1, f3}}, o;
+mov.b32 $0, {{f0, f0}};
+mov.b32 $1, {{f1, f1}};
+mov.b32 $2, {{f2, f2}};
+mov.b32 $3, {{f3, f3}};
 }}"""
