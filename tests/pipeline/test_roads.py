@@ -13,11 +13,16 @@ from pipeline.road_cases import OnRoad, Sizes, in_general, roads, write_checkpoi
 from torch import Tensor
 
 import moeq
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
 from moeq.layouts import words
 from moeq.layouts.registry import LAYOUTS
+from moeq.pipeline.convert import convert
 
 pytest.importorskip("numba")
+
+from moeq.pipeline.roads.road import DirectRoad
 
 ROOT = Path(__file__).parents[2]
 
@@ -317,3 +322,34 @@ print(road is None, "torch" in sys.modules)
         command = [sys.executable, "-c", program, case]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.stdout.strip() == answer, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "tp"),
+    [
+        ("awq-int4-g32-qwen3moe", "marlin-wna16/1", 1),
+        ("ct-w8a8-qwen3moe", "int8-w8a8/1", 1),
+        ("gptq-int4-g32-qwen3moe", "marlin-wna16/1", 4),
+        ("mxfp4-gptoss", "triton-kernels-hopper/1", 2),
+    ],
+)
+def test_a_conversion_is_the_same_folder_either_way(name, layout, tp, checkpoints, tmp_path, monkeypatch) -> None:
+    deployment, taken = Deployment(gpu=parse_gpu("H100"), tp=tp), []
+    pack = DirectRoad.pack
+
+    def counted(self, *buffers) -> bool:  # type: ignore[no-untyped-def]
+        taken.append(pack(self, *buffers))
+        return taken[-1]
+
+    monkeypatch.setattr(DirectRoad, "pack", counted)
+    convert(checkpoints / name, tmp_path / "road", deployment, layout=layout, workers=2)
+    assert len(taken) > 4
+    assert all(taken)
+    monkeypatch.setattr(words, "COMPILED_FROM", 1 << 60)
+    before = len(taken)
+    convert(checkpoints / name, tmp_path / "general", deployment, layout=layout, workers=2)
+    assert len(taken) == before
+    road, general = (
+        {path.name: path.read_bytes() for path in (tmp_path / way).iterdir()} for way in ("road", "general")
+    )
+    assert road == general
