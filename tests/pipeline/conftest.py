@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,3 +15,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Any]:
+    """A Ray cluster with two nodes that work, for all tests that need one: it takes seconds to start."""
+    pytest.importorskip("ray")
+    from pipeline.ray_nodes import running
+
+    with running(2) as found:
+        yield found

@@ -192,7 +192,8 @@ def check_nodes(ray: Any, found: Sequence[Node], token: Token, version: str) -> 
     """Ask every node whether it sees the output folder and has this moeq.
 
     Raises:
-        MoeqError: `environment.ray-nodes` with the nodes and what is wrong with each.
+        MoeqError: `environment.ray-nodes` with the nodes and what is wrong with each; `environment.ray-empty` where
+            none can run anything.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -222,9 +223,17 @@ def check_nodes(ray: Any, found: Sequence[Node], token: Token, version: str) -> 
         for node in found
     }
     answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_SECONDS)
-    wrong = [f"{asked[reference].name} does not answer" for reference in silent]
+    wrong, gone = [f"{asked[reference].name} does not answer" for reference in silent], list[str]()
     for reference in answered:
-        wrong += [f"{asked[reference].name} {problem}" for problem in _problems(ray, reference, version)]
+        try:
+            seen, installed = ray.get(reference)
+        except ray.exceptions.RayError as error:
+            # It left the cluster just now; those that join later are asked by `Token.visible`.
+            gone.append(f"{asked[reference].name}: {first_line(error)}")
+            continue
+        wrong += [f"{asked[reference].name} {problem}" for problem in _problems(seen, installed, version)]
+    if len(gone) == len(found):
+        raise MoeqError("environment.ray-empty", f"no Ray node can run a task: {gone[0]}", "ray status")
     if wrong:
         raise MoeqError(
             "environment.ray-nodes",
@@ -234,12 +243,7 @@ def check_nodes(ray: Any, found: Sequence[Node], token: Token, version: str) -> 
         )
 
 
-def _problems(ray: Any, reference: Any, version: str) -> Iterator[str]:
-    try:
-        seen, installed = ray.get(reference)
-    except ray.exceptions.RayError as error:
-        yield f"failed: {first_line(error)}"
-        return
+def _problems(seen: bool, installed: str | None, version: str) -> Iterator[str]:
     if not seen:
         yield "does not see the output folder"
     if installed is None:

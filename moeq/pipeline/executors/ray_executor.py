@@ -24,10 +24,11 @@ from moeq.pipeline.executors.ray_cluster import Task, Token
 from moeq.pipeline.folder import WORK_PREFIX
 from moeq.pipeline.job import Job, JobRequest, open_job
 from moeq.pipeline.records import UnitRecord
+from moeq.pipeline.resources import memory_needed
 from moeq.pipeline.units import Unit
 
-#: Memory of a worker process before it has read anything: Python, numpy, numba, for some formats torch.
-WORKER_BYTES = 768 << 20
+#: What Ray's own threads and libraries add to a process that executes units (Ray 2.60, measured).
+RAY_BYTES = 100 << 20
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class RayExecutor:
 
     def __init__(self, ray: Any, job: Job, order: Order, warn: Callable[[str, str], None]) -> None:
         self._ray = ray
+        self._job = job
         self._order = order
         self._warn = warn
         self._local = Executor(job, Path(order.folder))
@@ -80,7 +82,10 @@ class RayExecutor:
         """
         by_id = {unit.id: unit for unit in units}
         largest_first = sorted(units, key=lambda unit: -(unit.bytes_in + unit.bytes_out))
-        tasks = [Task(unit.id, memory_of(unit), execute, (self._order, unit.id)) for unit in largest_first]
+        tasks = [
+            Task(unit.id, RAY_BYTES + memory_needed(self._job, unit), execute, (self._order, unit.id))
+            for unit in largest_first
+        ]
         if tasks:
             ray_cluster.check_memory(ray_cluster.nodes(self._ray), tasks)
 
@@ -91,6 +96,9 @@ class RayExecutor:
             handle(Done(unit, record, seconds))
 
         ray_cluster.run(self._ray, tasks, done, self._warn)
+
+    def _task(self, unit: Unit) -> Task[tuple[UnitRecord, float]]:
+        return Task(unit.id, RAY_BYTES + memory_needed(self._job, unit), execute, (self._order, unit.id))
 
 
 @contextmanager
@@ -116,13 +124,6 @@ def execute(order: Order, unit_id: str) -> tuple[UnitRecord, float] | MoeqError:
         return _worker(order).execute(unit_id), time.monotonic() - begun
     except MoeqError as error:
         return error
-
-
-def memory_of(unit: Unit) -> int:
-    """Bytes of memory to ask for: the process, and one expert on its way through it several times over."""
-    experts = getattr(unit, "experts", None)
-    slot = (unit.bytes_in + unit.bytes_out) // experts.size if experts is not None else 0
-    return WORKER_BYTES + 4 * slot
 
 
 @lru_cache(maxsize=1)
