@@ -128,6 +128,15 @@ def _libc() -> ctypes.CDLL | _NoCalls:
     return library if hasattr(library, "fallocate") and hasattr(library, "sync_file_range") else _NoCalls()
 
 
+def sync_file(path: Path) -> None:
+    """Bring a file or folder to disk. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def write_at(fd: int, data: bytes | bytearray | memoryview, position: int) -> None:
     """All of `data` to a place of a file. Raises OSError."""
     view = memoryview(data).cast("B")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -13,7 +12,7 @@ from typing import Any
 import moeq
 from moeq.checkpoint.manifest import MANIFEST_NAME, LayerEntry, Manifest, Projection, SourceEntry
 from moeq.checkpoint.source import CONFIG_NAME, Source
-from moeq.checkpoint.writer import disk_errors
+from moeq.checkpoint.writer import disk_errors, sync_file
 from moeq.digest import DIGEST_NAME
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
@@ -58,6 +57,8 @@ def finish(job: Job, folder: WorkFolder, records: Mapping[str, UnitRecord]) -> M
         restore=write_keepsake(checkpoint, kept, folder.path),
     )
     with disk_errors(folder.path):
+        for file in job.plan.files:  # units are on disk already, a header that was written again may not be
+            sync_file(folder.path / file.name)
         _write_side_files(checkpoint, job.plan, manifest, folder.path)
     folder.publish()
     return manifest
@@ -96,6 +97,7 @@ def _write_side_files(checkpoint: Checkpoint, plan: Plan, manifest: Manifest, fo
     for name in checkpoint.source.side_files():
         if name != CONFIG_NAME and not name.endswith(OTHER_WEIGHTS):
             shutil.copyfile(checkpoint.source.path(name), folder / name)
+            sync_file(folder / name)
     weight_map = {tensor: file.name for file in plan.files for tensor in file.tensors}
     _write_json(folder / INDEX_NAME, {"metadata": {"total_size": plan.bytes_out}, "weight_map": weight_map})
     _write_json(folder / CONFIG_NAME, converted_config(checkpoint, manifest))
@@ -129,5 +131,4 @@ def _write_json(path: Path, document: Mapping[str, Any]) -> None:
     with path.open("w", encoding="utf-8") as file:
         json.dump(document, file, indent=2)
         file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
+    sync_file(path)

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import TracebackType
 
 from moeq.checkpoint.manifest import MANIFEST_NAME
-from moeq.checkpoint.writer import disk_errors
+from moeq.checkpoint.writer import disk_errors, sync_file
 from moeq.errors import MoeqError
-from moeq.pipeline.journal import JobStamp, Journal, Journals, journal_files, read_journals, require_job
+from moeq.pipeline.journal import JobStamp, Journal, Journals, is_journal, journal_files, read_journals, require_job
 from moeq.pipeline.records import UnitRecord
 
 #: After these kinds of errors the same command cannot succeed, so that finished units are of no use ...
@@ -80,6 +80,9 @@ class WorkFolder:
             raise MoeqError(
                 "usage.destination-is-source", f"{destination} is, or holds, the source itself", "name another folder"
             )
+        if not self.path.exists():  # of a run that was killed right after DST got its name
+            for journal in self._journals_beside():
+                journal.unlink()
         if not destination.exists() or (destination.is_dir() and not any(destination.iterdir())):
             return
         if not (destination / MANIFEST_NAME).is_file():
@@ -96,6 +99,7 @@ class WorkFolder:
     def __enter__(self) -> WorkFolder:
         with disk_errors(self.path):
             self.path.mkdir(exist_ok=True)
+            self._take_back_journals()
         found = read_journals(self.path)
         try:
             require_job(found, self.stamp, self.path)
@@ -131,31 +135,37 @@ class WorkFolder:
         self._journal.add(records)
 
     def publish(self) -> None:
-        """Give the finished folder its name. With `force` the old one is removed only after the new one stands."""
+        """Give the finished folder its name. With `force` the old one is removed only after the new one stands.
+
+        The journals are put beside the folder before and removed after that, so that wherever this is killed, either
+        DST stands or the next run knows what is finished.
+        """
+        old = self.destination.with_name(self.destination.name + ".moeq-old")
         with disk_errors(self.path):
             for journal in journal_files(self.path):
-                journal.unlink()
+                os.replace(journal, self.path.with_name(f"{self.path.name}.{journal.name}"))
             for left in self.path.glob(WORK_PREFIX + "*"):
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
-            _fsync_folder(self.path)
-            old = None
+            sync_file(self.path)
             if self.destination.exists():
-                old = self.destination.with_name(self.destination.name + ".moeq-old")
                 shutil.rmtree(old, ignore_errors=True)
                 os.replace(self.destination, old)
             os.replace(self.path, self.destination)
-            _fsync_folder(self.destination.parent)
-        if old is not None:
-            shutil.rmtree(old, ignore_errors=True)
+            sync_file(self.destination.parent)
+            for journal in self._journals_beside():
+                journal.unlink()
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _journals_beside(self) -> list[Path]:
+        start = f"{self.path.name}."
+        siblings = self.path.parent.iterdir()
+        return [path for path in siblings if path.name.startswith(start) and is_journal(path.name[len(start) :])]
+
+    def _take_back_journals(self) -> None:
+        """Journals of a run that was killed while it published."""
+        for journal in self._journals_beside():
+            os.replace(journal, self.path / journal.name.removeprefix(f"{self.path.name}."))
 
 
 def _is_final(error: BaseException) -> bool:
     return isinstance(error, MoeqError) and error.code.startswith(_FINAL) and error.code not in _PASSING
-
-
-def _fsync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -82,6 +82,11 @@ def share_of(name: str) -> str | None:
     return name.removeprefix(_STEM).removesuffix(_SUFFIX).removeprefix(".") or None
 
 
+def is_journal(name: str) -> bool:
+    """Whether a file name is that of a journal."""
+    return name.startswith(_STEM) and name.endswith(_SUFFIX)
+
+
 def journal_files(folder: Path) -> list[Path]:
     """The journals of a folder."""
     return sorted(folder.glob(f"{_STEM}*{_SUFFIX}"))

@@ -317,3 +317,46 @@ def test_two_processes_at_once(source, whole, tmp_path) -> None:
     for error, code in results:
         assert code == 0 or "another process is working" in error or "already holds a conversion" in error
     assert content(tmp_path / "out") == whole
+
+
+class TestPublishing:
+    """Killed between any two steps of the end: either DST stands, or the next run does no unit again."""
+
+    def test_killed_right_after_it(self, source, whole, tmp_path, monkeypatch) -> None:
+        def killed(path: Path, missing_ok: bool = False) -> None:
+            raise SystemExit
+
+        with monkeypatch.context() as patch, pytest.raises(SystemExit):
+            patch.setattr(Path, "unlink", killed)
+            convert(source, tmp_path / "out", A100)
+        assert content(tmp_path / "out") == whole
+        with pytest.raises(MoeqError, match="already holds a conversion"):
+            convert(source, tmp_path / "out", A100)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+
+    @pytest.mark.parametrize("force", [False, True])
+    @pytest.mark.parametrize("step", range(4))
+    def test_killed_while_publishing(self, step, force, source, whole, tmp_path, monkeypatch) -> None:
+        out = tmp_path / "out"
+        if force:
+            convert(source, out, A100)
+        real, calls = os.replace, []
+
+        def killed(old: Path, new: Path) -> None:
+            if Path(new).parent == tmp_path:  # the steps of publishing; the keepsake is renamed within the folder
+                if len(calls) == step:
+                    raise SystemExit
+                calls.append(new)
+            real(old, new)
+
+        monkeypatch.setattr(os, "replace", killed)
+        try:
+            convert(source, out, A100, force=force)
+        except SystemExit:
+            monkeypatch.setattr(os, "replace", real)
+            _, events = (convert(source, out, A100, force=force, progress=(seen := []).append), seen)
+            assert resumed(events) == set(UNITS)
+        else:
+            assert len(calls) <= step
+        assert content(out) == whole
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
