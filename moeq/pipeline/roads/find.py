@@ -100,9 +100,8 @@ def _lanes(
         holds = _held(name, kind.spec(role))
         if stored is None or (name == "gate_up" and kind.interleaved is None):
             return None
-        lane = Lane(
-            name, stored, holds, bool(kind.interleaved) and name == "gate_up", Room(start, stored.scratch_bytes)
-        )
+        room = Room(start, stored.scratch_bytes)
+        lane = Lane(name, stored, holds, bool(kind.interleaved), room)
         start = lane.room.stop
         lanes.append(lane)
     return tuple(lanes) or None
@@ -119,20 +118,19 @@ def _shard_road(layout: ArrangedLayout, spec: MatrixSpec, plan: ShardPlan) -> Sh
     padding, features = plan.padding, plan.shard.intermediate
     shard, padded = (padding.original_w2, padding.w2) if spec.role == "w2" else (padding.original_w13, padding.w13)
     per_word = 32 // spec.bits
-    whole_words = spec.role != "w2" or not (features.start % per_word or features.stop % per_word)
-    if padding.rule.midpoint or not whole_words:
+    cuts_words = spec.role == "w2" and bool(features.start % per_word or features.stop % per_word)
+    if padding.rule.midpoint or cuts_words:
         return None
-    parts = packed_parts(layout, shard, padded)
-    return (
-        None
-        if parts is None
-        else ShardRoad(
-            parts={part.field: part for part in parts},
-            features=features,
-            everything=shard == spec,
-            first=plan.shard.rank == 0,
-        )
-    )
+    parts = {part.field: part for part in packed_parts(layout, shard, padded)}
+    if parts.keys() != _fields(spec):
+        return None
+    return ShardRoad(parts, features, everything=shard == spec, first=plan.shard.rank == 0)
+
+
+def _fields(spec: MatrixSpec) -> set[str]:
+    """The logical fields of a matrix."""
+    optional = {"zeros": not spec.symmetric, "bias": spec.bias_dtype is not None}
+    return {"codes", "scales", *(field for field, there in optional.items() if there)}
 
 
 def _digest_bytes(spec: MatrixSpec) -> int:

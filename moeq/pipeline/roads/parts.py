@@ -36,6 +36,8 @@ class Order(ABC):
     interleaved: bool = False
     #: The packed part is the elements.
     in_place: bool = False
+    #: `pack` takes the projections one by one, also transposed.
+    by_projection: bool = False
 
     @abstractmethod
     def pack(self, elements: Array, out: Array, row: int = 0) -> None:
@@ -64,6 +66,7 @@ class MarlinOrder(Order):
 
     bits: int
     interleaved: bool = False
+    by_projection: bool = True
 
     def pack(self, elements: Array, out: Array, row: int = 0) -> None:
         marlin.pack(elements, self.bits, self._words(elements, out), row)
@@ -191,7 +194,7 @@ class PackedPart:
         """
         if self.order.in_place:
             self.place(views, out.view(self.dtype).reshape(self.shape))
-        elif isinstance(self.order, MarlinOrder) and self.is_whole and all(map(_is_dense, views)):
+        elif self.order.by_projection and self.is_whole and all(map(_is_dense, views)):
             for view, start in zip(views, self.starts, strict=True):
                 self.order.pack(_present(view), out, start)
         else:
@@ -256,8 +259,8 @@ def _present(view: Array | None) -> Array:
     return view
 
 
-def packed_parts(layout: ArrangedLayout, spec: MatrixSpec, padded: MatrixSpec) -> tuple[PackedPart, ...] | None:
-    """The parts of a packed matrix, or None where one of them is beyond these roads.
+def packed_parts(layout: ArrangedLayout, spec: MatrixSpec, padded: MatrixSpec) -> list[PackedPart]:
+    """The parts of a packed matrix; those that are beyond these roads are missing.
 
     Args:
         layout: the layout.
@@ -265,8 +268,7 @@ def packed_parts(layout: ArrangedLayout, spec: MatrixSpec, padded: MatrixSpec) -
         padded: the same, as it is packed.
     """
     found = [_packed_part(name, part, layout, spec, padded) for name, part in layout.parts(padded).items()]
-    parts = tuple(part for part in found if part is not None)
-    return parts if len(parts) == len(found) and not layout.extra_tensors(padded) else None
+    return [part for part in found if part is not None]
 
 
 _WORDS = {"U8": "u1", "F16": "u2", "BF16": "u2", "F32": "u4"}
