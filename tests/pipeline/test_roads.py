@@ -50,7 +50,7 @@ ROADS: dict[str, set[str]] = {
     "awq-int4-g32-qwen3moe": _WNA16,
     "ct-int4-asym-g32-mixtral": _WNA16,
     "ct-int4-g128-qwen3moe": _WNA16 | {"xpu-wna16/1"},
-    "ct-mxfp4-qwen3moe": _MXFP4,
+    "ct-mxfp4-qwen3moe": _MXFP4 | {"marlin-mxfp4-fp16/1", "marlin-mxfp4-fp16-interleaved/1"},
     "ct-w8a8-qwen3moe": _WNA16 | {"int8-w8a8/1"},
     "gptq-int4-g128-mixtral": _WNA16 | {"xpu-wna16/1"},
     "gptq-int4-g32-actorder-qwen3moe": set(),
@@ -254,6 +254,15 @@ def test_odd_values_are_left_to_the_general_path(kind, edit, code, tmp_path: Pat
     with pytest.raises(MoeqError) as caught:
         in_general(checkpoint, plan, "w2", 0)
     assert caught.value.code == code
+
+
+def test_scales_that_fp16_cannot_hold_are_left_to_the_general_path(checkpoints: Path) -> None:
+    checkpoint = moeq.open(checkpoints / "ct-mxfp4-qwen3moe")
+    plan, on = roads(checkpoint, "marlin-mxfp4-fp16/1")
+    for exponent, held in ((0, True), (1, False), (102, False), (103, True), (142, True), (143, False)):
+        case = OnRoad(checkpoint, plan, "w13", 0, on["w13"])
+        case.inputs["up", "weight_scale"][5] = exponent
+        assert case.pack() is held
 
 
 def test_a_group_index_that_means_nothing_is_left_to_the_general_path(tmp_path: Path) -> None:

@@ -27,6 +27,12 @@ def any_all_ones(words: Array, mask: int) -> bool:
     return bool(_all_ones(words.reshape(-1), words.dtype.type(mask)))
 
 
+def all_between(words: Array, low: int, high: int) -> bool:
+    """Whether each of the contiguous unsigned words is 0 or lies in `low .. high`."""
+    kind = words.dtype.type
+    return not _outside(words.reshape(-1), kind(low), kind(high))
+
+
 @njit(cache=True, nogil=True, boundscheck=False)
 def _flat(left, right):  # type: ignore[no-untyped-def]
     found = uint64(0)
@@ -62,4 +68,12 @@ def _all_ones(words, mask):  # type: ignore[no-untyped-def]
     found = 0
     for i in range(len(words)):
         found += (words[i] & mask) == mask
+    return found != 0
+
+
+@njit(cache=True, nogil=True, boundscheck=False)
+def _outside(words, low, high):  # type: ignore[no-untyped-def]
+    found = 0
+    for i in range(len(words)):
+        found += (words[i] > high) | ((words[i] < low) & (words[i] != 0))
     return found != 0

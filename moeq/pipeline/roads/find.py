@@ -19,31 +19,35 @@ from moeq.pipeline.roads.road import DirectRoad, Lane, ShardRoad
 from moeq.pipeline.roads.room import Room
 from moeq.schemes.format import PartSig
 
-#: Layouts that hold every logical tensor as it is, in another order: nothing is computed, nothing depends on the data.
-LAYOUTS = frozenset(
-    {
-        "aiter-a16w4/1",
-        "aiter-gfx1250/1",
-        "aiter-shuffle/1",
-        "cutlass-mxfp4/1",
-        "deepgemm-mxfp4/1",
-        "flashinfer-cutlass-mxfp4-bf16/1",
-        "flashinfer-cutlass-mxfp4-mxfp8/1",
-        "int8-w8a8/1",
-        "marlin-mxfp4-interleaved/1",
-        "marlin-mxfp4/1",
-        "marlin-wna16/1",
-        "mxfp4-identity/1",
-        "triton-kernels-blackwell/1",
-        "triton-kernels-cdna4/1",
-        "triton-kernels-hopper-w4/1",
-        "triton-kernels-hopper/1",
-        "triton-wna16/1",
-        "trtllm-mxfp4/1",
-        "trtllm-mxint4/1",
-        "xpu-wna16/1",
-    }
-)
+#: Exponent bytes that `marlin-mxfp4-fp16` keeps, beside 0.
+FP16_EXPONENTS = (103, 142)
+
+#: Layouts that hold every logical tensor as it is, in another order: nothing is computed, and nothing depends on other
+#: experts. With the least and the greatest scale (beside 0) that they hold exactly, or None where that is any.
+LAYOUTS: dict[str, tuple[int, int] | None] = {
+    "aiter-a16w4/1": None,
+    "aiter-gfx1250/1": None,
+    "aiter-shuffle/1": None,
+    "cutlass-mxfp4/1": None,
+    "deepgemm-mxfp4/1": None,
+    "flashinfer-cutlass-mxfp4-bf16/1": None,
+    "flashinfer-cutlass-mxfp4-mxfp8/1": None,
+    "int8-w8a8/1": None,
+    "marlin-mxfp4-fp16-interleaved/1": FP16_EXPONENTS,
+    "marlin-mxfp4-fp16/1": FP16_EXPONENTS,
+    "marlin-mxfp4-interleaved/1": None,
+    "marlin-mxfp4/1": None,
+    "marlin-wna16/1": None,
+    "mxfp4-identity/1": None,
+    "triton-kernels-blackwell/1": None,
+    "triton-kernels-cdna4/1": None,
+    "triton-kernels-hopper-w4/1": None,
+    "triton-kernels-hopper/1": None,
+    "triton-wna16/1": None,
+    "trtllm-mxfp4/1": None,
+    "trtllm-mxint4/1": None,
+    "xpu-wna16/1": None,
+}
 
 
 def bind(experts: Experts, role: StackedRole, layout: Layout, shards: Sequence[ShardPlan]) -> DirectRoad | None:
@@ -66,7 +70,7 @@ def bind(experts: Experts, role: StackedRole, layout: Layout, shards: Sequence[S
     size = max([part.nbytes for part in parts] + [_digest_bytes(spec)])
     elements = Room(start, size)
     expected = Room(elements.stop, size)
-    return DirectRoad(spec, lanes, tuple(found), elements, expected, expected.stop)
+    return DirectRoad(spec, lanes, tuple(found), LAYOUTS[layout.id], elements, expected, expected.stop)
 
 
 def _signatures(experts: Experts) -> dict[StoredName, dict[str, PartSig]] | None:

@@ -17,6 +17,7 @@ from moeq.checkpoint.manifest import Projection
 from moeq.checkpoint.names import Projection as StoredName
 from moeq.digest import add_field, new_digest
 from moeq.layouts.fast import transpose
+from moeq.layouts.fast.compare import all_between
 from moeq.matrix import MatrixSpec
 from moeq.model.shards import Range
 from moeq.pipeline.roads.base import Inputs, Outputs, Proof
@@ -101,6 +102,7 @@ class DirectRoad:
         spec: the logical matrix.
         lanes: the stored projections.
         shards: the packed parts of every rank.
+        scales: least and greatest scale, as an unsigned integer, that the layout holds exactly; None: any.
         elements: room for the elements of a part.
         expected: room for what they should be, and for what is between.
         scratch_bytes: size of the scratch buffer.
@@ -109,6 +111,7 @@ class DirectRoad:
     spec: MatrixSpec
     lanes: tuple[Lane, ...]
     shards: tuple[ShardRoad, ...]
+    scales: tuple[int, int] | None
     elements: Room
     expected: Room
     scratch_bytes: int
@@ -147,10 +150,13 @@ class DirectRoad:
         read: list[Fields] = []
         for lane in self.lanes:
             fields = lane.read(inputs, scratch)
-            if fields is None:
+            if fields is None or not self._keeps_scales(fields):
                 return None
             read += fields
         return read
+
+    def _keeps_scales(self, read: Sequence[Fields]) -> bool:
+        return self.scales is None or all(all_between(fields["scales"], *self.scales) for fields in read)
 
     def _proven(self, field: str, read: Sequence[Fields], outputs: Outputs, scratch: Array) -> Sequence[Array] | None:
         """A field as it was unpacked, by projection (the source's own, which is equal, where that is not in one piece).
