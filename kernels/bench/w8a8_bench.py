@@ -1,0 +1,204 @@
+"""Times the int8 (W8A8) Hopper kernels on whole MoE layers of real models, in CUDA graphs.
+
+    PYTHONPATH=.:kernels python kernels/bench/w8a8_bench.py --shapes mixtral --tokens 1,64,4096 [--sweep] [--kernels]
+
+Timed: from (x, topk_ids, topk_weights) to y, SiLU, float32 scales. Cold: a graph holds a call for each of several
+copies of the weights, so that weights are not in the L2 cache; hot: one copy. Floor: the larger of the bytes of the
+experts hit, x, y and the middle activations at 4.4 TB/s and the multiplications at 1580 TOP/s (twice the bf16 rate
+measured on an H200).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from bench.hopper_bench import L2, Inputs, Shape, graph_us, inputs, print_kernels
+from bench.w8a8_check import describe
+from moeq_kernels import PackedExperts, PackedMatrix
+from moeq_kernels.hopper.int8 import hopper_int8_moe
+from moeq_kernels.hopper.int8_plan import Int8Narrow, Int8Plan, Int8Wide, choose
+from moeq_kernels.launch import Epilogue
+
+SHAPES = {
+    "mixtral": Shape(8, 2, 4096, 14336),
+    "qwen3-30b": Shape(128, 8, 2048, 768),
+    "deepseek-v3-tp8": Shape(256, 8, 7168, 256),
+    "gpt-oss-20b": Shape(32, 4, 2880, 2880),
+}
+NARROW = (
+    Int8Narrow(8, 12),
+    Int8Narrow(8, 6, resident=2),
+    Int8Narrow(8, 4, resident=3),
+    Int8Narrow(8, 6, warpgroups=2),
+    Int8Narrow(16, 12),
+    Int8Narrow(16, 6, resident=2),
+    Int8Narrow(16, 6, warpgroups=2),
+    Int8Narrow(32, 10),
+    Int8Narrow(32, 5, resident=2),
+    Int8Narrow(32, 6, warpgroups=2),
+    Int8Narrow(64, 4, resident=2),
+    Int8Narrow(64, 5, warpgroups=2),
+    Int8Narrow(128, 6),
+    Int8Narrow(128, 4, warpgroups=2),
+)
+WIDE = (Int8Wide(2, 4), Int8Wide(3, 3))
+SILU = Epilogue("halves", "silu")
+#: What a size that does not fit raises; it must not end a sweep.
+UNFIT = (RuntimeError, triton.runtime.errors.TritonError)
+
+
+def random_experts(shape: Shape) -> PackedExperts:
+    """Random codes and scales."""
+
+    def matrix(n: int, k: int) -> PackedMatrix:
+        codes = torch.randint(-128, 128, (shape.experts, n, k), dtype=torch.int8, device="cuda")
+        scale = (torch.rand(shape.experts, n, 1, device="cuda") + 0.5) / (74 * k**0.5)
+        return PackedMatrix("int8-w8a8/1", codes, n, k, "int8", -1, scale)
+
+    return PackedExperts(matrix(2 * shape.intermediate, shape.hidden), matrix(shape.hidden, shape.intermediate))
+
+
+def weight_bytes(shape: Shape, experts: float) -> float:
+    """Codes and scales of that many experts."""
+    return experts * (3 * shape.hidden * shape.intermediate + 8 * shape.intermediate + 4 * shape.hidden)
+
+
+def floor_us(shape: Shape, tokens: int, hit: float) -> float:
+    """Least time on an H200."""
+    pairs = tokens * shape.top_k
+    moved = weight_bytes(shape, hit) + 4 * tokens * shape.hidden + 2 * pairs * shape.intermediate
+    operations = 6 * shape.hidden * shape.intermediate * pairs
+    return max(moved / 4.4e12, operations / 1580e12) * 1e6
+
+
+def candidates(shape: Shape, tokens: int) -> list[Int8Plan]:
+    """Plans around the chosen one."""
+    pairs = tokens * shape.top_k
+    mean = pairs / min(shape.experts, pairs)
+    result: list[Int8Plan] = []
+    if mean <= 160:
+        for kernel in NARROW:
+            if mean <= kernel.tokens <= max(8, mean * 5):
+                tiles = min(shape.experts, pairs)
+                chosen = _shared(shape, tokens, kernel)
+                shares = {(chosen.gate_up_splits, chosen.down_splits), (1, 1)}
+                if tiles <= 32:
+                    shares |= {(2, 2), (4, 4), (1, 4)}
+                result += [Int8Plan(kernel, *one) for one in sorted(shares)]
+    if mean >= 60:
+        result += [Int8Plan(kernel) for kernel in WIDE]
+    return result
+
+
+def _shared(shape: Shape, tokens: int, kernel: Int8Narrow) -> Int8Plan:
+    """That kernel with the shares of k that the rule gives it."""
+    plan = choose(tokens * shape.top_k, shape.experts, shape.hidden, shape.intermediate)
+    return replace(plan, kernel=kernel) if isinstance(plan.kernel, Int8Narrow) else Int8Plan(kernel)
+
+
+Call = Callable[[Inputs, PackedExperts], object]
+
+
+def ours(plan: Int8Plan | None, dependent: bool = True) -> Call:
+    """A call of the Hopper kernels."""
+    return lambda i, e: hopper_int8_moe(i.x, e, i.weights, i.ids, SILU, plan=plan, dependent=dependent)
+
+
+def measure(shape: Shape, tokens: int, copies: list[PackedExperts], options: argparse.Namespace) -> dict[str, Any]:
+    """Times for one number of tokens; adds to `copies` what cold weights need."""
+    hit = inputs(shape, tokens, 0).ids.unique().numel()
+    needed = max(2, min(24, int(4 * L2 / weight_bytes(shape, hit)) + 2))
+    while len(copies) < needed:
+        copies.append(random_experts(shape))
+    given = [inputs(shape, tokens, seed) for seed in range(needed)]
+
+    def timed(call: Call, cold: bool = True) -> float:
+        calls = [
+            partial(call, one if cold else given[0], two if cold else copies[0])
+            for one, two in zip(given, copies, strict=False)
+        ]
+        return graph_us(calls, options.milliseconds)
+
+    plan = choose(tokens * shape.top_k, shape.experts, shape.hidden, shape.intermediate)
+    row: dict[str, Any] = {"hit": hit, "floor_us": floor_us(shape, tokens, hit), "plan": describe(plan)}
+    row["cold_us"] = timed(ours(None))
+    row["hot_us"] = timed(ours(None), cold=False)
+    if options.kernels:
+        print_kernels(partial(ours(None, False), given[0], copies[0]))
+    if options.sweep:
+        row["sweep"] = {}
+        for one in candidates(shape, tokens):
+            try:
+                row["sweep"][describe(one)] = timed(ours(one))
+            except UNFIT as error:
+                print("      failed", describe(one), str(error)[:200], flush=True)
+    return row
+
+
+def warm_up(shape: Shape, tokens: list[int]) -> None:
+    """Compiles what a sweep needs, for runs side by side before the times are taken."""
+    experts = random_experts(shape)
+    for number in tokens:
+        given = inputs(shape, number, 0)
+        for plan in [None, *candidates(shape, number)]:
+            try:
+                ours(plan)(given, experts)
+                ours(plan, False)(given, experts)
+            except UNFIT as error:
+                print("failed", describe(plan), str(error)[:300], flush=True)
+    torch.cuda.synchronize()
+
+
+def main() -> int:
+    """Prints a line for each shape and number of tokens."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--tokens", default="1,8,32,128,512,4096")
+    parser.add_argument("--sweep", action="store_true", help="time other plans too")
+    parser.add_argument("--kernels", action="store_true", help="show the time of each kernel")
+    parser.add_argument("--warm-up", action="store_true", help="compile only")
+    parser.add_argument("--milliseconds", type=float, default=60)
+    parser.add_argument("--seconds", type=float, default=500)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    numbers = [int(one) for one in options.tokens.split(",")]
+    if options.warm_up:
+        for name in options.shapes.split(","):
+            warm_up(SHAPES[name], numbers)
+        return 0
+    rows = []
+    begin = time.monotonic()
+    for name in options.shapes.split(","):
+        copies = [random_experts(SHAPES[name])]
+        for tokens in numbers:
+            if time.monotonic() - begin > options.seconds:
+                print("out of time at", name, tokens)
+                break
+            row = {"shape": name, "tokens": tokens, **measure(SHAPES[name], tokens, copies, options)}
+            rows.append(row)
+            text = " ".join(f"{key} {value:8.1f}" for key, value in row.items() if key.endswith("_us"))
+            share = row["floor_us"] / row["cold_us"]
+            print(
+                f"{name:16s} M={tokens:5d} hit {row['hit']:3d} {text} floor/cold {share:.2f} {row['plan']}", flush=True
+            )
+            for key, value in sorted(row.get("sweep", {}).items(), key=lambda item: item[1])[:6]:
+                print(f"      {value:9.1f}  {key}", flush=True)
+        if options.out:
+            about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+            options.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

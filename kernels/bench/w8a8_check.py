@@ -1,0 +1,177 @@
+"""Checks the int8 (W8A8) Hopper kernels' numbers on a Hopper GPU: every kernel, size and kind of routing.
+
+    PYTHONPATH=.:kernels python kernels/bench/w8a8_check.py [--out FILE] [--seconds S] [--layers NAME,...]
+
+Every buffer that a call allocates starts as NaN (or the largest integer). Integer sums are exact and activations are
+quantised alike, so results are compared twice: with float32 arithmetic (an error of 1.2 times that of the same int8
+computation in torch is allowed), and with the portable kernels, from which they may differ by the roundings that the
+Hopper kernels add and by an activation's last bit. Two calls must agree bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from bench.cases import Recipe, make_layer
+from bench.comparison import FACTOR, random_map
+from bench.hopper_check import ROUTINGS, routed
+from bench.reference import Layer, moe, relative_error
+from moeq_kernels import PackedExperts, fused_moe
+from moeq_kernels.formats import find_format
+from moeq_kernels.hopper.int8 import hopper_int8_moe
+from moeq_kernels.hopper.int8_plan import TABLE, Int8Narrow, Int8Plan, Int8Wide
+from moeq_kernels.launch import Epilogue
+from moeq_kernels.tuning import blocks_on
+
+_W8A8 = Recipe("int8-w8a8/1", "int8", experts=8, hidden=512, intermediate=384)
+
+LAYERS = {
+    "small": _W8A8,
+    "odd": replace(_W8A8, experts=6, hidden=352, intermediate=208, seed=1),
+    "bias": replace(_W8A8, hidden=384, intermediate=320, bias=True, seed=2),
+    "oai": replace(_W8A8, hidden=720, intermediate=368, bias=True, order="interleaved", activation="swiglu_oai",
+                   limit=7.0, seed=3),
+    "half": replace(_W8A8, hidden=512, intermediate=256, dtype=torch.float16, seed=4),
+    "many": replace(_W8A8, experts=128, hidden=256, intermediate=256, seed=5),
+    "crowd": replace(_W8A8, experts=256, hidden=256, intermediate=128, seed=6),
+    "short": replace(_W8A8, hidden=64, intermediate=48, seed=7),
+    "deep": replace(_W8A8, experts=4, hidden=4096, intermediate=2048, seed=8),
+}  # fmt: skip
+#: How far results may be from the portable kernels', relatively, where they are rounded once or twice more.
+CLOSE = {"narrow": 1.5e-3, "wide": 6e-3}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One comparison: relative errors, ours and torch's against float32, and ours against the portable kernels."""
+
+    layer: str
+    tokens: int
+    routing: str
+    plan: str
+    error: float
+    plain_error: float
+    difference: float
+    repeats: bool
+
+    @property
+    def passed(self) -> bool:
+        """NaN fails."""
+        close = CLOSE["wide" if self.plan.startswith(("wide", "chosen")) else "narrow"]
+        return self.error <= FACTOR * self.plain_error and self.difference <= close and self.repeats
+
+
+def compare(
+    name: str, packed: PackedExperts, layer: Layer, recipe: Recipe, tokens: int, kind: str, plan: Int8Plan | None,
+    seed: int,
+) -> Result:  # fmt: skip
+    """One call against the references."""
+    top_k = min(8 if recipe.experts > 8 else 2, recipe.experts)
+    known = 2 * recipe.experts if kind == "mapped" else recipe.experts
+    expert_map = random_map(known, recipe.experts, seed, "cuda") if kind == "mapped" else None
+    given = routed(kind, tokens, recipe, known, top_k, seed)
+    x = given.x.to(recipe.dtype)
+    ids = given.ids if expert_map is None else expert_map[given.ids.long()]
+    epilogue = Epilogue("halves", layer.activation, layer.alpha, layer.beta, layer.limit or 0.0)
+    one, two = (
+        hopper_int8_moe(x, packed, given.weights, given.ids, epilogue, expert_map=expert_map, plan=plan)
+        for _ in range(2)
+    )
+    blocks = blocks_on(x, given.ids.numel(), recipe.experts, find_format(recipe.layout, recipe.element))
+    other = fused_moe(x, packed, given.weights, given.ids, activation=layer.activation, limit=layer.limit,
+                      expert_map=expert_map, blocks=blocks)  # fmt: skip
+    truth = moe(x, layer, given.weights, ids)
+    plain = moe(x, layer, given.weights, ids, dtype=x.dtype, int8_activations=True)
+    return Result(
+        name, tokens, kind, describe(plan), relative_error(one, truth), relative_error(plain, truth),
+        relative_error(one, other.float()), torch.equal(one, two),
+    )  # fmt: skip
+
+
+def describe(plan: Int8Plan | None) -> str:
+    """`narrow16 w1 r2 s6 x2/4`: tokens, warpgroups, programs of a multiprocessor, stages, shares of k."""
+    if plan is None:
+        return "chosen"
+    kernel = plan.kernel
+    if isinstance(kernel, Int8Wide):
+        return f"wide{kernel.tokens} s{kernel.stages}"
+    sizes = f"w{kernel.warpgroups} r{kernel.resident} s{kernel.stages}"
+    return f"narrow{kernel.tokens} {sizes} x{plan.gate_up_splits}/{plan.down_splits}"
+
+
+def plans() -> Iterator[Int8Plan | None]:
+    """The chosen plan, every kernel of the table and some more; narrow ones with and without shared k."""
+    yield None
+    kernels = [kernel for _, kernel in TABLE]
+    kernels += [Int8Narrow(8, 10), Int8Narrow(16, 5, warpgroups=2), Int8Wide(2, 4), Int8Wide(3, 3)]
+    for kernel in dict.fromkeys(kernels):
+        yield Int8Plan(kernel)
+        if isinstance(kernel, Int8Narrow):
+            yield Int8Plan(kernel, 2, 3)
+
+
+def comparisons() -> Iterator[tuple[str, int, str, Int8Plan | None]]:
+    """What to compare, most telling first."""
+    for name in LAYERS:
+        for plan in plans():
+            yield name, 33, "uniform", plan
+    for name in LAYERS:
+        for tokens in (1, 7, 130, 1000):
+            for plan in plans():
+                yield name, tokens, ROUTINGS[(tokens + len(name)) % len(ROUTINGS)], plan
+    for kind in ROUTINGS:
+        for tokens in (1, 2, 16, 64, 300, 4096, 16384):
+            for name in ("small", "oai", "many"):
+                yield name, tokens, kind, None
+
+
+def main() -> int:
+    """Runs what fits in the time."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--layers", default=",".join(LAYERS), help="which layers, for runs side by side")
+    options = parser.parse_args()
+    torch.utils.deterministic.fill_uninitialized_memory = True  # while algorithms are deterministic
+    torch.backends.cuda.matmul.allow_tf32 = False
+    start = time.monotonic()
+    made: dict[str, tuple[PackedExperts, Layer]] = {}
+    results: list[Result] = []
+    skipped = 0
+    for seed, (name, tokens, kind, plan) in enumerate(comparisons()):
+        if name not in options.layers.split(","):
+            continue
+        if time.monotonic() - start > options.seconds:
+            skipped += 1
+            continue
+        if name not in made:
+            torch.use_deterministic_algorithms(False)
+            made[name] = make_layer(LAYERS[name], "cuda")
+            torch.use_deterministic_algorithms(True)
+        result = compare(name, *made[name], LAYERS[name], tokens, kind, plan, seed)
+        results.append(result)
+        if not result.passed:
+            print("FAILED", result, flush=True)
+    failed = [r for r in results if not r.passed]
+    worst = max((r.error / r.plain_error for r in results if r.plain_error), default=0.0)
+    furthest = max((r.difference for r in results), default=0.0)
+    print(
+        f"{options.layers}: {len(results)} comparisons, {len(failed)} failed, {skipped} not run, worst ratio "
+        f"{worst:.4f}, furthest from the portable kernels {furthest:.2e}, {time.monotonic() - start:.0f} s"
+    )
+    if options.out:
+        document = {"results": [asdict(r) | {"passed": r.passed} for r in results], "skipped": skipped}
+        options.out.write_text(json.dumps(document, indent=1) + "\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

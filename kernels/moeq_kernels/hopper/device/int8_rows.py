@@ -1,0 +1,152 @@
+"""Quantising tokens and activations to int8 rows, and routing few pairs on the way: plain Triton, no atomics.
+
+Codes and scales are those of the portable kernels' `quantize_rows`, bit for bit: scale = max |row| / 127 (1 for a zero
+row) by true division, code = row / scale to nearest even.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from moeq_kernels.device.activations import activate_gated
+from moeq_kernels.device.numerics import round_half_even, round_to
+from moeq_kernels.hopper.device.routing import _local, _mark_unused, _write_tiles
+
+
+@triton.jit
+def _quantised(value, static_scale):
+    """int8 codes and scales `[R, 1]` of float32 rows `[R, C]`; columns that do not count must be zero."""
+    if static_scale is not None:
+        scale = tl.zeros([value.shape[0], 1], tl.float32) + tl.load(static_scale)
+    else:
+        top = tl.max(tl.abs(value), axis=1, keep_dims=True)
+        scale = tl.where(top > 0.0, tl.div_rn(top, 127.0), 1.0)
+    code = round_half_even(tl.div_rn(value, tl.broadcast_to(scale, value.shape)))
+    return tl.minimum(tl.maximum(code, -128.0), 127.0).to(tl.int8), scale
+
+
+@triton.jit
+def route_quantised(
+    ids, expert_map, x, static_scale, codes, scales, inverse, expert_of_row, tiles, num_tiles, pairs, hidden, stride_x,
+    stride_q, EXPERTS, KNOWN, MOST, MAPPED: tl.constexpr, PAIRS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
+    TOP_K: tl.constexpr, CHOICES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Everything before the products, in one kernel, for up to a thousand or so pairs.
+
+    The first EXPERTS programs list the tiles of an expert each, the others take a token each: they write its codes and
+    scale to the sorted rows of its pairs, `inverse` and `expert_of_row`. Every program counts all pairs for itself.
+    See `device.routing` for the terms; CHOICES is TOP_K rounded up to a power of two, COLUMNS at least `hidden`.
+    """
+    at = tl.arange(0, PAIRS)
+    gdc_launch_dependents()
+    if tl.program_id(0) < EXPERTS:
+        expert = tl.program_id(0)
+        local = _local(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED)
+        bins = tl.arange(0, BINS)
+        counts = tl.histogram(tl.minimum(local, BINS - 1), BINS)
+        blocks = (counts + TILE - 1) // TILE
+        first = tl.sum(tl.where(bins < expert, blocks, 0))
+        count = tl.sum((local == expert).to(tl.int32))
+        start = tl.sum((local < expert).to(tl.int32))
+        _write_tiles(tiles, expert, count, start, first, TILE)
+        if expert == 0:
+            _mark_unused(tiles, num_tiles, tl.sum(tl.where(bins < EXPERTS, blocks, 0)), MOST, BINS)
+    else:
+        token = tl.program_id(0) - EXPERTS
+        column = tl.arange(0, COLUMNS)
+        source = x + token.to(tl.int64) * stride_x + column
+        value = tl.load(source, mask=column < hidden, other=0.0).to(tl.float32)
+        code, scale = _quantised(value[None, :], static_scale)
+        choice = tl.arange(0, CHOICES)
+        own = token * TOP_K + choice
+        mine = _local(ids, expert_map, tl.where(choice < TOP_K, pairs, 0), own, EXPERTS, KNOWN, MAPPED)
+        local = _local(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED)
+        before = (local[None, :] < mine[:, None]) | ((local[None, :] == mine[:, None]) & (at[None, :] < own[:, None]))
+        row = tl.sum(before.to(tl.int32), axis=1)
+        there = mine < EXPERTS
+        tl.store(inverse + own, tl.where(there, row, -1), mask=choice < TOP_K)
+        tl.store(expert_of_row + row, mine, mask=there)
+        tl.store(scales + row, tl.reshape(tl.broadcast_to(scale, [CHOICES, 1]), [CHOICES]), mask=there)
+        for i in tl.static_range(TOP_K):
+            this = tl.sum(tl.where(choice == i, row, 0))
+            has = tl.sum(tl.where((choice == i) & there, 1, 0)) > 0
+            target = codes + this.to(tl.int64) * stride_q + column
+            tl.store(target, tl.reshape(code, [COLUMNS]), mask=(column < hidden) & has)
+
+
+@triton.jit
+def quantise_tokens(
+    x, static_scale, codes, scales, inverse, hidden, stride_x, stride_q, TOP_K: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Codes and scale of a token, in the sorted rows of its pairs; for many pairs, after `routing.place_pairs`."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    value = tl.load(x + token * stride_x + column, mask=column < hidden, other=0.0).to(tl.float32)
+    code, scale = _quantised(value[None, :], static_scale)
+    code = tl.reshape(code, [COLUMNS])
+    gdc_wait()
+    gdc_launch_dependents()
+    for i in tl.static_range(TOP_K):
+        row = tl.load(inverse + token * TOP_K + i)
+        tl.store(codes + row.to(tl.int64) * stride_q + column, code, mask=(column < hidden) & (row >= 0))
+        tl.store(scales + row + tl.arange(0, 1), tl.reshape(scale, [1]), mask=row + tl.arange(0, 1) >= 0)
+
+
+@triton.jit
+def requantise(
+    middle, static_scale, codes, scales, tiles, num_tiles, size, stride_q, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Codes and scales of rows of activations `[rows, size]`."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    gdc_wait()
+    gdc_launch_dependents()
+    used = tl.load(num_tiles)
+    rows = tl.load(tiles + tl.maximum(used - 1, 0) * 8 + 2, mask=used > 0, other=0)
+    inside = (row < rows)[:, None] & (column < size)[None, :]
+    source = middle + row.to(tl.int64)[:, None] * size + column[None, :]
+    code, scale = _quantised(tl.load(source, mask=inside, other=0.0).to(tl.float32), static_scale)
+    tl.store(codes + row.to(tl.int64)[:, None] * stride_q + column[None, :], code, mask=inside)
+    tl.store(scales + row, tl.reshape(scale, [ROWS]), mask=row < rows)
+
+
+@triton.jit
+def activate_quantised(
+    sums, static_scale, x_scale, w_scale, bias, expert_of_row, codes, scales, tiles, num_tiles, rows, size, stride_q,
+    up_row, row_step, SPLITS: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
+    LIMIT: tl.constexpr, DTYPE: tl.constexpr, COLUMNS: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """The end of a gate-up product whose k was shared: int32 sums `[SPLITS, rows, 2 * size]` to codes of activations.
+
+    Adds the shares, scales, applies the activation, rounds to DTYPE and quantises a row. Arguments of weights as in
+    `int8_narrow.int8_product_narrow`.
+    """
+    row = tl.program_id(0)
+    column = tl.arange(0, COLUMNS)
+    inside = column < size
+    gdc_wait()
+    gdc_launch_dependents()
+    used = tl.load(num_tiles)
+    if row >= tl.load(tiles + tl.maximum(used - 1, 0) * 8 + 2, mask=used > 0, other=0):
+        return
+    expert = tl.load(expert_of_row + row).to(tl.int64)
+    token_scale = tl.load(x_scale + row)
+    at = expert * 2 * size + column * row_step
+    gate = tl.zeros([COLUMNS], tl.int32)
+    up = tl.zeros([COLUMNS], tl.int32)
+    for split in tl.static_range(SPLITS):
+        source = sums + (split * rows + row).to(tl.int64) * (2 * size) + column
+        gate += tl.load(source, mask=inside, other=0)
+        up += tl.load(source + size, mask=inside, other=0)
+    gate_value = gate.to(tl.float32) * tl.load(w_scale + at, mask=inside, other=0.0).to(tl.float32) * token_scale
+    up_value = up.to(tl.float32) * tl.load(w_scale + at + up_row, mask=inside, other=0.0).to(tl.float32) * token_scale
+    if bias is not None:
+        gate_value += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+        up_value += tl.load(bias + at + up_row, mask=inside, other=0.0).to(tl.float32)
+    value = activate_gated(gate_value, up_value, ACTIVATION, ALPHA, BETA, LIMIT)
+    value = tl.where(inside, round_to(value, DTYPE, INTERPRET).to(tl.float32), 0.0)
+    code, scale = _quantised(value[None, :], static_scale)
+    tl.store(codes + row.to(tl.int64) * stride_q + column, tl.reshape(code, [COLUMNS]), mask=inside)
+    tl.store(scales + row + tl.arange(0, 1), tl.reshape(scale, [1]))

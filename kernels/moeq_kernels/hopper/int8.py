@@ -1,0 +1,273 @@
+"""Running a W8A8 MoE layer with the Hopper kernels: int8 weights, activations quantised per token on the way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeq_kernels import interpreter
+from moeq_kernels.hopper.int8_plan import Int8Narrow, Int8Plan, choose
+from moeq_kernels.hopper.launch import FEW_PAIRS, WORKSPACE_ELEMENTS, plain, sum_parts
+from moeq_kernels.hopper.plan import MULTIPROCESSORS
+from moeq_kernels.launch import Epilogue, triton_dtype
+from moeq_kernels.records import PackedExperts, PackedMatrix
+from moeq_kernels.tuning import next_power_of_two
+
+
+@dataclass(frozen=True)
+class Rows:
+    """int8 rows sorted by expert: codes `[P, K]` (row stride a multiple of 16 bytes) and float32 scales `[P]`."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """Sorted pairs on the device; see `device.routing` for the contents.
+
+    Attributes:
+        rows: tokens.
+        inverse: int32 `[P]`.
+        expert_of_row: int32 `[P]`, filled for few pairs only.
+        tiles: int32 `[T, 8]`.
+        num_tiles: int32 `[1]`.
+    """
+
+    rows: Rows
+    inverse: Tensor
+    expert_of_row: Tensor
+    tiles: Tensor
+    num_tiles: Tensor
+
+
+def hopper_int8_moe(
+    x: Tensor,
+    experts: PackedExperts,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    epilogue: Epilogue,
+    *,
+    expert_map: Tensor | None = None,
+    plan: Int8Plan | None = None,
+    dependent: bool = True,
+) -> Tensor:
+    """`fused_moe` for W8A8, for what `support.unsupported_reason` accepts (checked by the caller).
+
+    Args:
+        x: bf16 or fp16 `[M, H]`, last axis contiguous.
+        topk_weights, topk_ids: `[M, top_k]`.
+        epilogue: activation and its constants.
+        plan: kernel and sizes, where the default choice should not be used.
+        dependent: let each kernel start while the one before it ends (programmatic dependent launch).
+
+    Returns `[M, H]` like x. Nothing is read back from the device; results do not vary from run to run. Tokens' results
+    are summed in float32 in the order of topk_ids; in the wide kernel each is rounded to x's type before that.
+    """
+    tokens, hidden = x.shape
+    top_k = topk_ids.shape[1]
+    y = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
+    topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
+    piece = max(1, WORKSPACE_ELEMENTS // (top_k * max(hidden, experts.intermediate_size)))
+    for start in range(0, tokens, piece):
+        part = slice(start, start + piece)
+        call = _Call(experts, epilogue, expert_map, plan, dependent)
+        with torch.cuda.device(x.device if x.is_cuda else -1):  # triton launches on the current device
+            _some_tokens(call, x[part], topk_weights[part], topk_ids[part], y[part])
+    return y
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What all pieces of a call share."""
+
+    experts: PackedExperts
+    epilogue: Epilogue
+    expert_map: Tensor | None
+    plan: Int8Plan | None
+    dependent: bool
+
+    @property
+    def after(self) -> dict[str, Any]:
+        """Options of a kernel that follows another one of this call."""
+        return {"launch_pdl": True} if self.dependent else {}
+
+
+def _some_tokens(call: _Call, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, y: Tensor) -> None:
+    tokens, hidden = x.shape
+    top_k = topk_ids.shape[1]
+    pairs = tokens * top_k
+    experts = call.experts
+    intermediate = experts.intermediate_size
+    plan = call.plan or choose(pairs, experts.num_experts, experts.w13.k, intermediate)
+    pairs_sorted = sort_quantised(call, x, topk_ids, plan)
+    narrow = isinstance(plan.kernel, Int8Narrow)
+    shared = plan.gate_up_splits > 1
+    if shared:
+        middle = torch.empty(plan.gate_up_splits, pairs, 2 * intermediate, dtype=torch.int32, device=x.device)
+    else:
+        middle = torch.empty(1, pairs, intermediate, dtype=x.dtype, device=x.device)
+    product(call, plan, pairs_sorted, pairs_sorted.rows, experts.w13, middle, gated=True)
+    activations = _requantised(call, pairs_sorted, middle, shared, x.dtype)
+    dtype = torch.float32 if narrow else x.dtype
+    parts = torch.empty(plan.down_splits, pairs, hidden, dtype=dtype, device=x.device)
+    product(call, plan, pairs_sorted, activations, experts.w2, parts, gated=False)
+    sum_parts(parts, pairs_sorted.inverse, topk_weights, y, top_k, call.dependent)
+
+
+def _empty_rows(pairs: int, size: int, device: torch.device) -> Rows:
+    codes = torch.empty(pairs, -(-size // 16) * 16, dtype=torch.int8, device=device)[:, :size]
+    return Rows(codes, torch.empty(pairs, dtype=torch.float32, device=device))
+
+
+def sort_quantised(call: _Call, x: Tensor, topk_ids: Tensor, plan: Int8Plan) -> Sorted:
+    """Sorts pairs by expert and quantises tokens into that order."""
+    rows_device = import_module("moeq_kernels.hopper.device.int8_rows")
+    routing = import_module("moeq_kernels.hopper.device.routing")
+    tokens, hidden = x.shape
+    top_k = topk_ids.shape[1]
+    pairs, count, tile = tokens * top_k, call.experts.num_experts, plan.kernel.tokens
+    most = min(pairs, pairs // tile + count)
+    rows = _empty_rows(pairs, hidden, x.device)
+    numbers = torch.empty(3 * pairs + 8 * most + 8, dtype=torch.int32, device=x.device)
+    # The tiles come first: their rows are read as aligned vectors.
+    tiles, num_tiles, inverse, row_numbers = torch.split(numbers, [8 * most, 8, pairs, 2 * pairs])
+    expert_of_row, pair_of_row = row_numbers[:pairs], row_numbers[pairs:]
+    expert_map = call.expert_map
+    bins = next_power_of_two(count + 1)
+    sizes = (count, count if expert_map is None else expert_map.numel(), most)
+    common = {"MAPPED": expert_map is not None, "BINS": bins, "TILE": tile}
+    static = call.experts.w13.input_scale
+    columns = next_power_of_two(hidden)
+    options = {"TOP_K": top_k, "COLUMNS": columns, "num_warps": max(4, min(16, columns // 1024))}
+    if pairs <= FEW_PAIRS:
+        rows_device.route_quantised[(count + tokens,)](
+            topk_ids, expert_map, x, static, rows.codes, rows.scales, inverse, expert_of_row, tiles, num_tiles, pairs,
+            hidden, x.stride(0), rows.codes.stride(0), *sizes, PAIRS=next_power_of_two(max(pairs, 16)),
+            CHOICES=next_power_of_two(top_k), **common, **options,
+        )  # fmt: skip
+        return Sorted(rows, inverse, expert_of_row, tiles, num_tiles)
+    block = 256 if pairs <= 16384 else 512
+    blocks = -(-pairs // block)
+    counts = torch.empty(blocks, bins, dtype=torch.int32, device=x.device)
+    routing.count_pairs[(blocks,)](
+        topk_ids, expert_map, counts, pairs, *sizes[:2], MAPPED=expert_map is not None, BLOCK=block, BINS=bins
+    )
+    routing.place_pairs[(blocks,)](
+        topk_ids, expert_map, counts, pair_of_row, inverse, tiles, num_tiles, pairs, *sizes, BLOCK=block,
+        GROUP=max(1, 4096 // bins), **common, **call.after,
+    )  # fmt: skip
+    rows_device.quantise_tokens[(tokens,)](
+        x, static, rows.codes, rows.scales, inverse, hidden, x.stride(0), rows.codes.stride(0), **options, **call.after
+    )
+    return Sorted(rows, inverse, expert_of_row, tiles, num_tiles)
+
+
+def _requantised(call: _Call, sorted_pairs: Sorted, middle: Tensor, shared: bool, dtype: torch.dtype) -> Rows:
+    """int8 activations, from activations or (shared) from the int32 sums of the gate-up product's shares."""
+    device = import_module("moeq_kernels.hopper.device.int8_rows")
+    splits, pairs, size = middle.shape
+    size = size // 2 if shared else size
+    rows = _empty_rows(pairs, size, middle.device)
+    static = call.experts.w2.input_scale
+    columns = next_power_of_two(size)
+    warps = max(4, min(16, columns // 1024))
+    if shared:
+        w13 = call.experts.w13
+        device.activate_quantised[(pairs,)](
+            middle, static, sorted_pairs.rows.scales, w13.scale, w13.bias, sorted_pairs.expert_of_row, rows.codes,
+            rows.scales, sorted_pairs.tiles, sorted_pairs.num_tiles, pairs, size, rows.codes.stride(0),
+            *_gate_up_rows(call.experts), SPLITS=splits, COLUMNS=columns, DTYPE=triton_dtype(dtype),
+            INTERPRET=interpreter.active(), num_warps=warps, **_activation(call.epilogue), **call.after,
+        )  # fmt: skip
+        return rows
+    block = max(1, min(8, 4096 // columns)) if pairs > FEW_PAIRS else 1
+    device.requantise[(-(-pairs // block),)](
+        middle, static, rows.codes, rows.scales, sorted_pairs.tiles, sorted_pairs.num_tiles, size,
+        rows.codes.stride(0), ROWS=block, COLUMNS=columns, num_warps=warps, **call.after,
+    )  # fmt: skip
+    return rows
+
+
+def _gate_up_rows(experts: PackedExperts) -> tuple[int, int]:
+    """Where rows of gate and up lie: up's distance from gate, and the step from a row to the next."""
+    return (1, 2) if experts.w13_order == "interleaved" else (experts.intermediate_size, 1)
+
+
+def _activation(epilogue: Epilogue) -> dict[str, Any]:
+    return {
+        "ACTIVATION": epilogue.activation,
+        "ALPHA": epilogue.alpha,
+        "BETA": epilogue.beta,
+        "LIMIT": epilogue.limit,
+    }
+
+
+def product(
+    call: _Call, plan: Int8Plan, pairs: Sorted, rows: Rows, matrix: PackedMatrix, out: Tensor, *, gated: bool
+) -> None:
+    """One grouped product: `rows` times the weights of their experts into out `[splits, P, ..]`."""
+    kernel = plan.kernel
+    narrow = isinstance(kernel, Int8Narrow)
+    splits = out.shape[0]
+    columns = matrix.n // 2 if gated else out.shape[-1]
+    box = 64 if narrow else 128
+    first, second, x = descriptors(call.experts, matrix, rows, box, kernel.box if narrow else 64, gated)
+    item = (64 if gated else 128) * kernel.warpgroups if narrow else 128 if gated else 256
+    blocks = -(-columns // item)
+    most = pairs.tiles.numel() // 8 * blocks * splits
+    up_row, step = _gate_up_rows(call.experts) if gated else (128, 1)
+    arguments = (first, second, x, rows.scales, matrix.scale, matrix.bias, out, pairs.tiles, pairs.num_tiles,
+                 -(-matrix.k // 128), blocks)  # fmt: skip
+    places = (columns, out.stride(-2), matrix.n, up_row, step)
+    constants = {
+        "STAGES": kernel.stages,
+        "GATED": gated,
+        "WARPGROUPS": kernel.warpgroups,
+        "REGISTERS": kernel.registers,
+        "BIAS": matrix.bias is not None,
+        "DEPENDENT": call.dependent,
+        **_activation(call.epilogue),
+    }
+    programs = min(most, multiprocessors(out.device))
+    if not narrow:
+        function = import_module("moeq_kernels.hopper.device.int8_wide").int8_product_wide
+        function[(programs,)](*arguments, *places, **constants, num_warps=4, **call.after)
+        return
+    function = import_module("moeq_kernels.hopper.device.int8_narrow").int8_product_narrow
+    cap = {"maxnreg": kernel.cap} if kernel.cap else {}
+    function[(min(most, programs * kernel.resident),)](
+        *arguments, splits, out.shape[1], *places, TOKENS=kernel.tokens, BOX=kernel.box, SPLIT=gated and splits > 1,
+        **constants, num_warps=4, **cap, **call.after,
+    )  # fmt: skip
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of that GPU."""
+    if device.type == "cpu":  # tests put something else in the place of the products
+        return MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def descriptors(
+    experts: PackedExperts, matrix: PackedMatrix, rows: Rows, weight_box: int, token_box: int, gated: bool
+) -> tuple[Any, Any, Any]:
+    """Descriptors of the weights (gate and up, or twice the same) and of the tokens, with rows of a box."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layouts = import_module("moeq_kernels.hopper.device.int8_common")
+    make = TensorDescriptor.from_tensor
+    weight = matrix.weight
+    shape = [1, weight_box, 128]
+    box = plain(layouts.weight_box)
+    if gated:
+        up_row, step = _gate_up_rows(experts)
+        halves = [weight[:, start : start + (matrix.n // 2 - 1) * step + 1 : step] for start in (0, up_row)]
+    else:
+        halves = [weight, weight]
+    tokens = make(rows.codes, [token_box, 128], plain(layouts.operand))
+    return make(halves[0], shape, box), make(halves[1], shape, box), tokens
