@@ -13,7 +13,7 @@ import time
 
 import triton
 
-from moeq_kernels.hopper.aot import cases, compile_case
+from moeq_kernels.hopper import aot, int8_aot
 from moeq_kernels.hopper.sass import problems
 
 
@@ -21,12 +21,13 @@ def main() -> int:
     """A line for each case."""
     prefixes = tuple(sys.argv[1:]) or ("",)
     failed = 0
-    for case in cases():
+    cases = [(aot, case) for case in aot.cases()] + [(int8_aot, case) for case in int8_aot.cases()]
+    for module, case in cases:
         if not case.name.startswith(prefixes):
             continue
         begin = time.monotonic()
-        kernel = compile_case(case)
-        found = problems(kernel.asm["sass"])
+        kernel = module.compile_case(case)
+        found = problems(kernel.asm["sass"], registers=module is aot)
         failed += bool(found)
         seconds = time.monotonic() - begin
         verdict = "; ".join(found) or "good"

@@ -28,7 +28,6 @@ from bench.w8a8_check import describe
 from moeq_kernels import PackedExperts, PackedMatrix
 from moeq_kernels.hopper.int8 import hopper_int8_moe
 from moeq_kernels.hopper.int8_plan import Int8Narrow, Int8Plan, Int8Wide, choose
-from moeq_kernels.launch import Epilogue
 
 SHAPES = {
     "mixtral": Shape(8, 2, 4096, 14336),
@@ -53,7 +52,6 @@ NARROW = (
     Int8Narrow(128, 4, warpgroups=2),
 )
 WIDE = (Int8Wide(2, 4), Int8Wide(3, 3))
-SILU = Epilogue("halves", "silu")
 #: What a size that does not fit raises; it must not end a sweep.
 UNFIT = (RuntimeError, triton.runtime.errors.TritonError)
 
@@ -112,7 +110,7 @@ Call = Callable[[Inputs, PackedExperts], object]
 
 def ours(plan: Int8Plan | None, dependent: bool = True) -> Call:
     """A call of the Hopper kernels."""
-    return lambda i, e: hopper_int8_moe(i.x, e, i.weights, i.ids, SILU, plan=plan, dependent=dependent)
+    return lambda i, e: hopper_int8_moe(i.x, e, i.weights, i.ids, plan=plan, dependent=dependent)
 
 
 def measure(shape: Shape, tokens: int, copies: list[PackedExperts], options: argparse.Namespace) -> dict[str, Any]:

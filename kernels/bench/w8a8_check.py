@@ -26,9 +26,9 @@ from bench.hopper_check import ROUTINGS, routed
 from bench.reference import Layer, moe, relative_error
 from moeq_kernels import PackedExperts, fused_moe
 from moeq_kernels.formats import find_format
+from moeq_kernels.hopper.finish import Finish
 from moeq_kernels.hopper.int8 import hopper_int8_moe
 from moeq_kernels.hopper.int8_plan import TABLE, Int8Narrow, Int8Plan, Int8Wide
-from moeq_kernels.launch import Epilogue
 from moeq_kernels.tuning import blocks_on
 
 _W8A8 = Recipe("int8-w8a8/1", "int8", experts=8, hidden=512, intermediate=384)
@@ -80,9 +80,10 @@ def compare(
     given = routed(kind, tokens, recipe, known, top_k, seed)
     x = given.x.to(recipe.dtype)
     ids = given.ids if expert_map is None else expert_map[given.ids.long()]
-    epilogue = Epilogue("halves", layer.activation, layer.alpha, layer.beta, layer.limit or 0.0)
+    order = layer.order == "interleaved"
+    finish = Finish(layer.activation, gated=True, interleaved=order, limit=layer.limit or 0.0)
     one, two = (
-        hopper_int8_moe(x, packed, given.weights, given.ids, epilogue, expert_map=expert_map, plan=plan)
+        hopper_int8_moe(x, packed, given.weights, given.ids, finish=finish, expert_map=expert_map, plan=plan)
         for _ in range(2)
     )
     blocks = blocks_on(x, given.ids.numel(), recipe.experts, find_format(recipe.layout, recipe.element))

@@ -8,6 +8,7 @@ from torch import Tensor
 from moeq_kernels.align import align, align_batched
 from moeq_kernels.formats import Format
 from moeq_kernels.hopper.finish import Finish
+from moeq_kernels.hopper.int8 import hopper_int8_moe
 from moeq_kernels.hopper.launch import hopper_moe
 from moeq_kernels.hopper.support import unsupported_reason
 from moeq_kernels.launch import Epilogue, Rows, gemm, sum_choices
@@ -68,8 +69,9 @@ def fused_moe(
     reason = unsupported_reason(x, experts, router_weight_on_input=router_weight_on_input)
     if blocks is None and reason is None:
         _known_experts(x, experts, expert_map)
+        run = hopper_int8_moe if w13_format.int8_activations else hopper_moe
         finish = _finish(experts, first)
-        return hopper_moe(x, experts, topk_weights, topk_ids, finish=finish, expert_map=expert_map)
+        return run(x, experts, topk_weights, topk_ids, finish=finish, expert_map=expert_map)
     local_ids = _local_ids(x, experts, topk_ids, expert_map)
     last = Epilogue(weight_last=not router_weight_on_input)
 

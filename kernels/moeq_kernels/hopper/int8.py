@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from moeq_kernels import interpreter
+from moeq_kernels.hopper.finish import PLAIN, SILU, Finish
 from moeq_kernels.hopper.int8_plan import Int8Narrow, Int8Plan, choose
-from moeq_kernels.hopper.launch import FEW_PAIRS, WORKSPACE_ELEMENTS, plain, sum_parts
+from moeq_kernels.hopper.launch import FEW_PAIRS, WORKSPACE_ELEMENTS, sum_parts
 from moeq_kernels.hopper.plan import MULTIPROCESSORS
-from moeq_kernels.launch import Epilogue, triton_dtype
+from moeq_kernels.launch import triton_dtype
 from moeq_kernels.records import PackedExperts, PackedMatrix
 from moeq_kernels.tuning import next_power_of_two
 
@@ -50,8 +51,8 @@ def hopper_int8_moe(
     experts: PackedExperts,
     topk_weights: Tensor,
     topk_ids: Tensor,
-    epilogue: Epilogue,
     *,
+    finish: Finish = SILU,
     expert_map: Tensor | None = None,
     plan: Int8Plan | None = None,
     dependent: bool = True,
@@ -61,7 +62,7 @@ def hopper_int8_moe(
     Args:
         x: bf16 or fp16 `[M, H]`, last axis contiguous.
         topk_weights, topk_ids: `[M, top_k]`.
-        epilogue: activation and its constants.
+        finish: end of the gate-up product; gated.
         plan: kernel and sizes, where the default choice should not be used.
         dependent: let each kernel start while the one before it ends (programmatic dependent launch).
 
@@ -75,7 +76,7 @@ def hopper_int8_moe(
     piece = max(1, WORKSPACE_ELEMENTS // (top_k * max(hidden, experts.intermediate_size)))
     for start in range(0, tokens, piece):
         part = slice(start, start + piece)
-        call = _Call(experts, epilogue, expert_map, plan, dependent)
+        call = _Call(experts, finish, expert_map, plan, dependent)
         with torch.cuda.device(x.device if x.is_cuda else -1):  # triton launches on the current device
             _some_tokens(call, x[part], topk_weights[part], topk_ids[part], y[part])
     return y
@@ -86,7 +87,7 @@ class _Call:
     """What all pieces of a call share."""
 
     experts: PackedExperts
-    epilogue: Epilogue
+    finish: Finish
     expert_map: Tensor | None
     plan: Int8Plan | None
     dependent: bool
@@ -143,7 +144,7 @@ def sort_quantised(call: _Call, x: Tensor, topk_ids: Tensor, plan: Int8Plan) -> 
     common = {"MAPPED": expert_map is not None, "BINS": bins, "TILE": tile}
     static = call.experts.w13.input_scale
     columns = next_power_of_two(hidden)
-    options = {"TOP_K": top_k, "COLUMNS": columns, "num_warps": max(4, min(16, columns // 1024))}
+    options = {"TOP_K": top_k, "COLUMNS": columns, "num_warps": max(4, warps_for(columns))}
     if pairs <= FEW_PAIRS:
         rows_device.route_quantised[(count + tokens,)](
             topk_ids, expert_map, x, static, rows.codes, rows.scales, inverse, expert_of_row, tiles, num_tiles, pairs,
@@ -167,6 +168,11 @@ def sort_quantised(call: _Call, x: Tensor, topk_ids: Tensor, plan: Int8Plan) -> 
     return Sorted(rows, inverse, expert_of_row, tiles, num_tiles)
 
 
+def warps_for(columns: int) -> int:
+    """Warps of a program that quantises rows of so many features (a power of two): 16 features for a thread."""
+    return max(1, min(16, columns // 512))
+
+
 def _requantised(call: _Call, sorted_pairs: Sorted, middle: Tensor, shared: bool, dtype: torch.dtype) -> Rows:
     """int8 activations, from activations or (shared) from the int32 sums of the gate-up product's shares."""
     device = import_module("moeq_kernels.hopper.device.int8_rows")
@@ -175,19 +181,20 @@ def _requantised(call: _Call, sorted_pairs: Sorted, middle: Tensor, shared: bool
     rows = _empty_rows(pairs, size, middle.device)
     static = call.experts.w2.input_scale
     columns = next_power_of_two(size)
-    warps = max(4, min(16, columns // 1024))
+    warps = warps_for(columns)
     if shared:
-        w13 = call.experts.w13
+        w13, finish = call.experts.w13, call.finish
         device.activate_quantised[(pairs,)](
             middle, static, sorted_pairs.rows.scales, w13.scale, w13.bias, sorted_pairs.expert_of_row, rows.codes,
             rows.scales, sorted_pairs.tiles, sorted_pairs.num_tiles, pairs, size, rows.codes.stride(0),
             *_gate_up_rows(call.experts), SPLITS=splits, COLUMNS=columns, DTYPE=triton_dtype(dtype),
-            INTERPRET=interpreter.active(), num_warps=warps, **_activation(call.epilogue), **call.after,
+            INTERPRET=interpreter.active(), num_warps=warps, ACTIVATION=finish.activation,
+            ALPHA=finish.alpha, BETA=finish.beta, LIMIT=finish.limit, **call.after,
         )  # fmt: skip
         return rows
-    block = max(1, min(8, 4096 // columns)) if pairs > FEW_PAIRS else 1
+    block = max(1, min(8, 2048 // columns)) if pairs > FEW_PAIRS else 1
     device.requantise[(-(-pairs // block),)](
-        middle, static, rows.codes, rows.scales, sorted_pairs.tiles, sorted_pairs.num_tiles, size,
+        middle, static, rows.codes, rows.scales, sorted_pairs.tiles, sorted_pairs.num_tiles, pairs, size,
         rows.codes.stride(0), ROWS=block, COLUMNS=columns, num_warps=warps, **call.after,
     )  # fmt: skip
     return rows
@@ -196,15 +203,6 @@ def _requantised(call: _Call, sorted_pairs: Sorted, middle: Tensor, shared: bool
 def _gate_up_rows(experts: PackedExperts) -> tuple[int, int]:
     """Where rows of gate and up lie: up's distance from gate, and the step from a row to the next."""
     return (1, 2) if experts.w13_order == "interleaved" else (experts.intermediate_size, 1)
-
-
-def _activation(epilogue: Epilogue) -> dict[str, Any]:
-    return {
-        "ACTIVATION": epilogue.activation,
-        "ALPHA": epilogue.alpha,
-        "BETA": epilogue.beta,
-        "LIMIT": epilogue.limit,
-    }
 
 
 def product(
@@ -226,12 +224,11 @@ def product(
     places = (columns, out.stride(-2), matrix.n, up_row, step)
     constants = {
         "STAGES": kernel.stages,
-        "GATED": gated,
+        "FINISH": call.finish if gated else PLAIN,
         "WARPGROUPS": kernel.warpgroups,
         "REGISTERS": kernel.registers,
         "BIAS": matrix.bias is not None,
         "DEPENDENT": call.dependent,
-        **_activation(call.epilogue),
     }
     programs = min(most, multiprocessors(out.device))
     if not narrow:
@@ -263,11 +260,11 @@ def descriptors(
     make = TensorDescriptor.from_tensor
     weight = matrix.weight
     shape = [1, weight_box, 128]
-    box = plain(layouts.weight_box)
+    box = layouts.weight_box()
     if gated:
         up_row, step = _gate_up_rows(experts)
         halves = [weight[:, start : start + (matrix.n // 2 - 1) * step + 1 : step] for start in (0, up_row)]
     else:
         halves = [weight, weight]
-    tokens = make(rows.codes, [token_box, 128], plain(layouts.operand))
+    tokens = make(rows.codes, [token_box, 128], layouts.operand())
     return make(halves[0], shape, box), make(halves[1], shape, box), tokens

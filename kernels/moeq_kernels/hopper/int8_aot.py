@@ -7,11 +7,10 @@ from importlib import import_module
 from typing import Any
 
 from moeq_kernels.hopper.aot import _ast_source, _descriptor, _integers
+from moeq_kernels.hopper.finish import PLAIN, SILU, Finish
 from moeq_kernels.hopper.int8_plan import TABLE, Int8Narrow, Int8Wide
-from moeq_kernels.launch import Epilogue
 
-SILU = Epilogue("halves", "silu")
-OAI = Epilogue("interleaved", "swiglu_oai", 1.702, 1.0, 7.0)
+OAI = Finish("swiglu_oai", gated=True, interleaved=True, limit=7.0)
 
 
 @dataclass(frozen=True)
@@ -21,18 +20,16 @@ class Int8Case:
     Attributes:
         name: unique.
         kernel: sizes.
-        gated: gate-up product with an activation, or down product.
         split: several programs share k.
         bias: whether biases are added.
-        epilogue: activation.
+        finish: what follows the product.
     """
 
     name: str
     kernel: Int8Narrow | Int8Wide
-    gated: bool = True
     split: bool = False
     bias: bool = False
-    epilogue: Epilogue = SILU
+    finish: Finish = SILU
 
 
 def cases() -> list[Int8Case]:
@@ -42,8 +39,8 @@ def cases() -> list[Int8Case]:
         narrow = isinstance(kernel, Int8Narrow)
         name = f"int8-{'narrow' if narrow else 'wide'}{kernel.tokens}"
         base = Int8Case(f"{name}-gate-up", kernel)
-        down = replace(base, name=f"{name}-down", gated=False)
-        result += [base, down, replace(base, name=f"{name}-oai", bias=True, epilogue=OAI)]
+        down = replace(base, name=f"{name}-down", finish=PLAIN)
+        result += [base, down, replace(base, name=f"{name}-oai", bias=True, finish=OAI)]
         result.append(replace(down, name=f"{name}-down-bias", bias=True))
         if narrow:
             result.append(replace(base, name=f"{name}-gate-up-split", split=True))
@@ -60,13 +57,9 @@ def compile_case(case: Int8Case, **options: Any) -> Any:
     types |= {"x_scale": "*fp32", "w_scale": "*fp32", "tiles": "*i32", "num_tiles": "*i32"}
     constants |= {
         "STAGES": kernel.stages,
-        "GATED": case.gated,
         "WARPGROUPS": kernel.warpgroups,
         "REGISTERS": kernel.registers,
-        "ACTIVATION": case.epilogue.activation,
-        "ALPHA": case.epilogue.alpha,
-        "BETA": case.epilogue.beta,
-        "LIMIT": case.epilogue.limit,
+        "FINISH": case.finish,
         "BIAS": case.bias,
         "DEPENDENT": True,
     }
@@ -85,12 +78,8 @@ def compile_case(case: Int8Case, **options: Any) -> Any:
 
 def _descriptors(weight_rows: int, token_rows: int) -> dict[str, str]:
     common = import_module("moeq_kernels.hopper.device.int8_common")
-
-    def plain(function: Any) -> Any:
-        return getattr(function, "fn", function)()
-
-    weights = _descriptor("i8", [1, weight_rows, 128], plain(common.weight_box))
-    tokens = _descriptor("i8", [token_rows, 128], plain(common.operand))
+    weights = _descriptor("i8", [1, weight_rows, 128], common.weight_box())
+    tokens = _descriptor("i8", [token_rows, 128], common.operand())
     return {"first_desc": weights, "second_desc": weights, "x_desc": tokens}
 
 
@@ -98,7 +87,7 @@ def _narrow(case: Int8Case, kernel: Int8Narrow) -> tuple[Any, dict[str, str], di
     function = import_module("moeq_kernels.hopper.device.int8_narrow").int8_product_narrow
     types = _descriptors(64, kernel.box)
     types |= _integers("steps blocks splits rows columns stride w_rows up_row row_step")
-    types["out"] = "*i32" if case.split else "*bf16" if case.gated else "*fp32"
+    types["out"] = "*i32" if case.split else "*bf16" if case.finish.gated else "*fp32"
     return function, types, {"TOKENS": kernel.tokens, "BOX": kernel.box, "SPLIT": case.split}
 
 
@@ -108,3 +97,36 @@ def _wide(case: Int8Case, kernel: Int8Wide) -> tuple[Any, dict[str, str], dict[s
     types |= _integers("steps blocks columns stride w_rows up_row row_step")
     types["out"] = "*bf16"
     return function, types, {}
+
+
+def compile_rows() -> dict[str, Any]:
+    """Builds of the kernels of `device.int8_rows` at sizes of real models."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    device = import_module("moeq_kernels.hopper.device.int8_rows")
+    language = import_module("triton.language")
+    silu = {"ACTIVATION": "silu", "ALPHA": 0.0, "BETA": 0.0, "LIMIT": 0.0}
+    few = {"MAPPED": False, "PAIRS": 1024, "BINS": 256, "TILE": 8, "TOP_K": 8, "CHOICES": 8, "COLUMNS": 8192}
+    shared = {**silu, "SPLITS": 4, "DTYPE": language.bfloat16, "COLUMNS": 4096, "INTERPRET": False}
+    wanted: dict[str, tuple[int, dict[str, Any]]] = {
+        "route_quantised": (16, few),
+        "quantise_tokens": (8, {"TOP_K": 2, "COLUMNS": 4096}),
+        "requantise": (16, {"ROWS": 1, "COLUMNS": 16384}),
+        "activate_quantised": (8, {**shared, "bias": None}),
+    }
+    pointers = {"x": "*bf16", "middle": "*bf16", "codes": "*i8", "scales": "*fp32", "x_scale": "*fp32", "sums": "*i32"}
+    pointers |= dict.fromkeys(("ids", "inverse", "expert_of_row", "tiles", "num_tiles"), "*i32") | {"w_scale": "*fp32"}
+    absent = dict.fromkeys(("static_scale", "expert_map"))
+    built = {}
+    for name, (warps, constants) in wanted.items():
+        function = getattr(device, name)
+        constants = constants | {one: None for one in absent if one in function.arg_names}
+        types = {one: pointers.get(one, "i32") for one in function.arg_names if one not in constants}
+        aligned = (*pointers, "hidden", "size", "stride_x", "stride_q", "up_row")
+        attributes = {(i,): [["tt.divisibility", 16]] for i, one in enumerate(function.arg_names) if one in aligned}
+        signature = {one: types.get(one, "constexpr") for one in function.arg_names}
+        source = ASTSource(function, signature, constexprs=constants, attrs=attributes)
+        built[name] = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    return built

@@ -76,11 +76,11 @@ def main_loops(sass: str) -> list[list[Instruction]]:
     return [[one for number, one in code.items() if first <= number <= last] for first, last in sorted(kept)]
 
 
-def problems(sass: str) -> list[str]:
+def problems(sass: str, *, registers: bool = True) -> list[str]:
     """What a build of these kernels must not have; empty where it is good.
 
-    Left operands come from registers that nothing overwrites too early; loops move no data between lanes and hold no
-    spilled registers or round trips through shared memory.
+    Left operands come from registers that nothing overwrites too early (or, without `registers`, all from shared
+    memory); loops move no data between lanes and hold no spilled registers or round trips through shared memory.
     """
     found = [f"line {one.writer} overwrites registers of the wgmma in line {one.reader}" for one in hazards(sass)]
     inner = main_loops(sass)
@@ -88,9 +88,9 @@ def problems(sass: str) -> list[str]:
         found.append("no loop with wgmma")
     for body in inner:
         found += [
-            f"line {one.line}: left operand in shared memory"
+            f"line {one.line}: left operand in {'shared memory' if registers else 'registers'}"
             for one in body
-            if is_wgmma(one) and not left_registers(one)
+            if is_wgmma(one) and bool(left_registers(one)) != registers
         ]
         found += [
             f"line {one.line}: {one.operation} in a main loop" for one in body if one.operation.startswith(_UNWANTED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -23,6 +24,10 @@ SCALES: dict[tuple[str, str], tuple[torch.dtype, ...]] = {
 #: Sizes up to (and down to) which results were compared with a reference on a GPU.
 MOST_EXPERTS = 256
 LEAST_K = 128
+INT8_LEAST_K = 48
+INT8_MOST_FEATURES = 16384
+#: What the kernels for int8 weights and activations read.
+W8A8 = ("int8-w8a8/1", "int8")
 
 
 def unsupported_reason(
@@ -35,10 +40,13 @@ def unsupported_reason(
 
     Shapes are taken to fit together already.
     """
-    return next(_reasons(x, experts, router_weight_on_input), None)
+    reasons = _machine_reasons(x)
+    if (experts.w13.layout, experts.w13.element) == W8A8:
+        return next(chain(reasons, _int8_reasons(x, experts, router_weight_on_input)), None)
+    return next(chain(reasons, _reasons(x, experts, router_weight_on_input)), None)
 
 
-def _reasons(x: Tensor, experts: PackedExperts, weight_on_input: bool) -> Iterator[str]:
+def _machine_reasons(x: Tensor) -> Iterator[str]:
     if x.device.type != "cuda" or torch.version.hip:
         yield f"x is on {x.device}, not on an NVIDIA GPU"
         return
@@ -48,6 +56,35 @@ def _reasons(x: Tensor, experts: PackedExperts, weight_on_input: bool) -> Iterat
     reason = triton_reason()
     if reason:
         yield reason
+
+
+def _int8_reasons(x: Tensor, experts: PackedExperts, weight_on_input: bool) -> Iterator[str]:
+    """Reasons against the kernels for int8 weights and activations."""
+    if x.stride(-1) != 1:
+        yield f"the features of x have stride {x.stride(-1)}; these kernels need 1"
+    if experts.w13_order == "ungated":
+        yield "w13 has no gate; int8 kernels multiply with gate and up"
+    if weight_on_input:
+        yield "router weights multiply the input; these kernels multiply the output"
+    if experts.num_experts > MOST_EXPERTS:
+        yield f"{experts.num_experts} experts; these kernels are checked with at most {MOST_EXPERTS}"
+    widest = max(x.shape[-1], experts.intermediate_size)
+    if widest > INT8_MOST_FEATURES:
+        yield f"rows have {widest} features; int8 kernels quantise at most {INT8_MOST_FEATURES}"
+    for name, matrix in (("w13", experts.w13), ("w2", experts.w2)):
+        if (matrix.layout, matrix.element) != W8A8:
+            yield f"{name} is {matrix.layout} {matrix.element}; these kernels read {' '.join(W8A8)}"
+        if matrix.weight.dtype != torch.int8:  # the tensor cores' instruction would take unsigned bytes as signed ones
+            yield f"{name}.weight is {str(matrix.weight.dtype).removeprefix('torch.')}; these kernels read int8"
+        if matrix.k % 16 or matrix.weight.data_ptr() % 16:
+            yield f"{name} has k = {matrix.k}, address {matrix.weight.data_ptr():#x}; both must be multiples of 16"
+        if matrix.k < INT8_LEAST_K:
+            yield f"{name} has k = {matrix.k}; these kernels are checked from {INT8_LEAST_K} on"
+        if matrix.global_scale is not None:
+            yield f"{name} has a global_scale, which these kernels do not apply"
+
+
+def _reasons(x: Tensor, experts: PackedExperts, weight_on_input: bool) -> Iterator[str]:
     if x.stride(-1) != 1 or x.shape[-1] % 8:
         yield f"x has {x.shape[-1]} features, stride {x.stride(-1)}; the copy engine needs a multiple of 8, stride 1"
     if weight_on_input:

@@ -16,8 +16,9 @@ from bench.comparison import random_map
 from moeq_kernels import fused_moe
 from moeq_kernels.hopper import int8
 from moeq_kernels.hopper.device import int8_narrow, int8_rows, int8_wide, routing
+from moeq_kernels.hopper.finish import SILU, Finish
 from moeq_kernels.hopper.int8_plan import Int8Narrow, Int8Plan, Int8Wide
-from moeq_kernels.launch import Epilogue, quantize
+from moeq_kernels.launch import quantize
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the real kernels are tested")
 
@@ -36,7 +37,7 @@ class Product:
                  num_tiles: Any, steps: int, blocks: int, *rest: int, **constants: Any) -> None:  # fmt: skip
         self.seen.append(constants)
         splits, rows, columns, stride, w_rows, up_row, row_step = (1, out.shape[1], *rest) if self.wide else rest
-        gated, split = constants["GATED"], constants.get("SPLIT", False)
+        gated, split = constants["FINISH"].gated, constants.get("SPLIT", False)
         tile = 64 * constants["WARPGROUPS"] if self.wide else constants["TOKENS"]
         item = (128 if gated else 256) if self.wide else (64 if gated else 128) * constants["WARPGROUPS"]
         assert blocks == -(-columns // item)
@@ -63,16 +64,16 @@ class Product:
                 elif split:
                     out[number, some] = torch.cat(both, 1).to(torch.int32)
                 else:
-                    out[number, some] = _activate(constants, *both).to(out.dtype)
+                    out[number, some] = _activate(constants["FINISH"], *both).to(out.dtype)
 
 
-def _activate(constants: dict[str, Any], gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    limit = constants["LIMIT"]
+def _activate(finish: Finish, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    limit = finish.limit
     if limit > 0:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    if constants["ACTIVATION"] == "silu":
+    if finish.activation == "silu":
         return gate * torch.sigmoid(gate) * up
-    return gate * torch.sigmoid(constants["ALPHA"] * gate) * (up + constants["BETA"])
+    return gate * torch.sigmoid(finish.alpha * gate) * (up + finish.beta)
 
 
 @pytest.fixture
@@ -88,12 +89,11 @@ def products(monkeypatch: pytest.MonkeyPatch) -> dict[str, Product]:
 
 
 NARROW, WIDE = Int8Narrow(8, 2), Int8Wide(2, 2)
-SILU = Epilogue("halves", "silu")
-OAI = Epilogue("interleaved", "swiglu_oai", 1.702, 1.0, 7.0)
+OAI = Finish("swiglu_oai", gated=True, interleaved=True, limit=7.0)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "top_k", "plan", "mapped", "bias", "epilogue", "few"),
+    ("tokens", "top_k", "plan", "mapped", "bias", "finish", "few"),
     [
         (5, 2, Int8Plan(NARROW), False, False, SILU, 16),
         (7, 2, Int8Plan(NARROW, 2, 2), True, True, OAI, 16),
@@ -104,12 +104,12 @@ OAI = Epilogue("interleaved", "swiglu_oai", 1.702, 1.0, 7.0)
 )
 def test_layer_equals_the_portable_kernels(
     products: dict[str, Product], monkeypatch: pytest.MonkeyPatch, tokens: int, top_k: int, plan: Int8Plan,
-    mapped: bool, bias: bool, epilogue: Epilogue, few: int,
+    mapped: bool, bias: bool, finish: Finish, few: int,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(int8, "FEW_PAIRS", few)
-    limit, order = epilogue.limit or None, "gate-up" if epilogue is SILU else "interleaved"
+    limit, order = finish.limit or None, "gate-up" if finish is SILU else "interleaved"
     recipe = Recipe("int8-w8a8/1", "int8", experts=4, hidden=352, intermediate=304, bias=bias,
-                    activation=epilogue.activation, order=order, limit=limit)  # fmt: skip
+                    activation=finish.activation, order=order, limit=limit)  # fmt: skip
     packed, _ = make_layer(recipe)
     known = 8 if mapped else 4
     expert_map = random_map(known, 4, 1, "cpu") if mapped else None
@@ -119,14 +119,14 @@ def test_layer_equals_the_portable_kernels(
     torch.use_deterministic_algorithms(True)  # fills what is not written with NaN
     try:
         y = int8.hopper_int8_moe(
-            given.x, packed, given.weights, ids, epilogue, expert_map=expert_map, plan=plan, dependent=False
+            given.x, packed, given.weights, ids, finish=finish, expert_map=expert_map, plan=plan, dependent=False
         )
     finally:
         torch.use_deterministic_algorithms(False)
-    wanted = fused_moe(given.x, packed, given.weights, ids, activation=epilogue.activation,
+    wanted = fused_moe(given.x, packed, given.weights, ids, activation=finish.activation,
                        limit=limit, expert_map=expert_map)  # fmt: skip
     used = products["narrow" if isinstance(plan.kernel, Int8Narrow) else "wide"].seen
-    assert [one["GATED"] for one in used] == [True, False]
+    assert [one["FINISH"].gated for one in used] == [True, False]
     # What may differ: the last bit of the activation, hence a code now and then, and where results are rounded.
     difference = (y.float() - wanted.float()).norm() / wanted.float().norm()
     assert difference < 1e-3
@@ -162,6 +162,6 @@ def test_static_scales_are_used(products: dict[str, Product]) -> None:
         w2=dataclasses.replace(packed.w2, input_scale=torch.tensor([0.01])),
     )
     given = route(9, 128, 4, 2, dtype=torch.float16)
-    y = int8.hopper_int8_moe(given.x, packed, given.weights, given.ids, SILU, plan=Int8Plan(NARROW), dependent=False)
+    y = int8.hopper_int8_moe(given.x, packed, given.weights, given.ids, plan=Int8Plan(NARROW), dependent=False)
     wanted = fused_moe(given.x, packed, given.weights, given.ids)
     assert (y.float() - wanted.float()).norm() / wanted.float().norm() < 1e-3

@@ -1,4 +1,4 @@
-"""What both int8 product kernels share: layouts, the order of work items, scales and activations.
+"""What both int8 product kernels share: layouts, the order of work items, and scales.
 
 Both operands of the products are int8 rows of k in shared memory, sums are exact 32-bit integers (`IGMMA`), and scales
 are applied once, as the portable kernels do: sum * weight scale * token scale, then the bias.
@@ -66,23 +66,3 @@ def scaled(acc, row_scale, column_scale, ROWS_FIRST: gl.constexpr):
         return value * gl.expand_dims(row_scale, 1) * gl.expand_dims(column_scale, 0)
     else:
         return value * gl.expand_dims(column_scale, 0) * gl.expand_dims(row_scale, 1)
-
-
-@gluon.jit
-def sigmoid(value):
-    """1 / (1 + exp(-value)) as `device.numerics.sigmoid` computes it."""
-    small = gl.exp(-gl.abs(value))
-    return gl.where(value >= 0, 1.0, small) / (1.0 + small)
-
-
-@gluon.jit
-def activate(gate, up, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr, LIMIT: gl.constexpr):
-    """activation(gate) * up, with gate and up clamped where LIMIT > 0."""
-    gl.static_assert(ACTIVATION == "silu" or ACTIVATION == "swiglu_oai", "unknown activation")
-    if LIMIT > 0:
-        gate = gl.minimum(gate, LIMIT)
-        up = gl.minimum(gl.maximum(up, -LIMIT), LIMIT)
-    if ACTIVATION == "silu":
-        return gate * sigmoid(gate) * up
-    else:
-        return gate * sigmoid(gate * ALPHA) * (up + BETA)

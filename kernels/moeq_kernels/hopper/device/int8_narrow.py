@@ -19,6 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moeq_kernels.hopper.compat import barrier, reinterpret, tma_load
 from moeq_kernels.hopper.device import int8_common as common
+from moeq_kernels.hopper.device.common import activate_gated, gated
 
 STEP = common.STEP
 
@@ -28,10 +29,11 @@ STEP = common.STEP
 @gluon.jit
 def _copy_weights(
     first_desc, second_desc, w_buf, ready, empty, tiles, num_tiles, steps, blocks, splits,
-    TOKENS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, WARPGROUPS: gl.constexpr,
+    TOKENS: gl.constexpr, STAGES: gl.constexpr, FINISH: gl.constexpr, WARPGROUPS: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
     """A copy warp: two boxes of 64 rows for each warpgroup and step."""
+    GATED: gl.constexpr = gated(FINISH)
     OWN: gl.constexpr = 64 if GATED else 128
     if DEPENDENT and GATED:
         gdc_wait()  # the tiles come from the kernel right before
@@ -95,11 +97,12 @@ def _scales(w_scale, bias, expert, n, rows, inside, HAS_BIAS: gl.constexpr):
 def _multiply(
     w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks, splits, rows, columns,
     stride, w_rows, up_row, row_step,
-    WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, SPLIT: gl.constexpr,
-    WARPGROUPS: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr, LIMIT: gl.constexpr,
+    WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+    WARPGROUPS: gl.constexpr, FINISH: gl.constexpr,
     BIAS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
-    """A multiplying warpgroup: 128 rows of the weights, 64 of gate and of up where GATED."""
+    """A multiplying warpgroup: 128 rows of the weights, 64 of gate and of up where gated."""
+    GATED: gl.constexpr = gated(FINISH)
     OWN: gl.constexpr = 64 if GATED else 128
     wide: gl.constexpr = common.accumulator(TOKENS)
     w_view = reinterpret(w_buf, gl.int8, [STAGES * WARPGROUPS, 128, STEP], common.operand())
@@ -154,7 +157,7 @@ def _multiply(
                 if BIAS:
                     gate += gl.expand_dims(shift, 1)
                     up += gl.expand_dims(up_shift, 1)
-                value = common.activate(gate, up, ACTIVATION, ALPHA, BETA, LIMIT)
+                value = activate_gated(gate, up, FINISH)
                 gl.store(target, value.to(out.dtype.element_ty), mask=mask)
         else:
             value = common.scaled(acc, scale, token_scale, True)
@@ -167,24 +170,24 @@ def _multiply(
 def int8_product_narrow(
     first_desc, second_desc, x_desc, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks, splits, rows,
     columns, stride, w_rows, up_row, row_step,
-    TOKENS: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, SPLIT: gl.constexpr,
-    WARPGROUPS: gl.constexpr, REGISTERS: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr,
-    BETA: gl.constexpr, LIMIT: gl.constexpr, BIAS: gl.constexpr, DEPENDENT: gl.constexpr,
+    TOKENS: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, WARPGROUPS: gl.constexpr,
+    REGISTERS: gl.constexpr, FINISH: gl.constexpr, BIAS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """out[row] = x[row] @ W[expert of row].T with scales, or the activation of its halves.
 
     Args:
-        first_desc, second_desc: int8 weights `[E, rows, k]`, block `[1, 64, 128]`: gate and up where GATED, else twice
+        first_desc, second_desc: int8 weights `[E, rows, k]`, block `[1, 64, 128]`: gate and up where gated, else twice
             the same.
         x_desc: int8 tokens `[rows, k]` sorted by expert, block `[BOX, 128]`.
         x_scale: fp32 `[rows]`.
         w_scale, bias: `[E, w_rows]`; row n of gate is `n * row_step`, of up `up_row` further.
-        out: `[rows, ..]` with `stride`; `[splits, rows, ..]` without GATED; int32 sums `[splits, rows, 2 * columns]`
-            where GATED and SPLIT.
+        out: `[rows, ..]` with `stride`; `[splits, rows, ..]` without a gate; int32 sums `[splits, rows, 2 * columns]`
+            where gated and SPLIT.
         tiles: int32 `[T, 8]` and num_tiles: int32 `[1]`, of `device.routing`.
         steps: of 128 of k; blocks: of columns; splits: items that share their k.
-        columns: of out, of each half where GATED and SPLIT.
+        columns: of out, of each half where gated and SPLIT.
         TOKENS: of a tile; BOX: of them that are copied together.
+        FINISH: `finish.Finish`, what follows the product.
         WARPGROUPS: that multiply (1 or 2), 128 rows of the weights each; REGISTERS: of their threads.
         DEPENDENT: launched while the kernel before it still runs.
     """
@@ -206,15 +209,15 @@ def int8_product_narrow(
                     _multiply,
                     (
                         w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks,
-                        splits, rows, columns, stride, w_rows, up_row, row_step, 0, TOKENS, STAGES, GATED, SPLIT, 1,
-                        ACTIVATION, ALPHA, BETA, LIMIT, BIAS, DEPENDENT,
+                        splits, rows, columns, stride, w_rows, up_row, row_step, 0, TOKENS, STAGES, SPLIT, 1,
+                        FINISH, BIAS, DEPENDENT,
                     ),
                 ),
                 (
                     _copy_weights,
                     (
                         first_desc, second_desc, w_buf, ready, empty, tiles, num_tiles, steps, blocks, splits, TOKENS,
-                        STAGES, GATED, WARPGROUPS, DEPENDENT,
+                        STAGES, FINISH, WARPGROUPS, DEPENDENT,
                     ),
                 ),
                 (
@@ -236,23 +239,23 @@ def int8_product_narrow(
                     _multiply,
                     (
                         w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks,
-                        splits, rows, columns, stride, w_rows, up_row, row_step, 0, TOKENS, STAGES, GATED, SPLIT, 2,
-                        ACTIVATION, ALPHA, BETA, LIMIT, BIAS, DEPENDENT,
+                        splits, rows, columns, stride, w_rows, up_row, row_step, 0, TOKENS, STAGES, SPLIT, 2,
+                        FINISH, BIAS, DEPENDENT,
                     ),
                 ),
                 (
                     _multiply,
                     (
                         w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks,
-                        splits, rows, columns, stride, w_rows, up_row, row_step, 1, TOKENS, STAGES, GATED, SPLIT, 2,
-                        ACTIVATION, ALPHA, BETA, LIMIT, BIAS, DEPENDENT,
+                        splits, rows, columns, stride, w_rows, up_row, row_step, 1, TOKENS, STAGES, SPLIT, 2,
+                        FINISH, BIAS, DEPENDENT,
                     ),
                 ),
                 (
                     _copy_weights,
                     (
                         first_desc, second_desc, w_buf, ready, empty, tiles, num_tiles, steps, blocks, splits, TOKENS,
-                        STAGES, GATED, WARPGROUPS, DEPENDENT,
+                        STAGES, FINISH, WARPGROUPS, DEPENDENT,
                     ),
                 ),
                 (

@@ -17,13 +17,16 @@ from moeq_kernels.hopper.device.routing import _local, _mark_unused, _write_tile
 
 @triton.jit
 def _quantised(value, static_scale):
-    """int8 codes and scales `[R, 1]` of float32 rows `[R, C]`; columns that do not count must be zero."""
+    """int8 codes and the scale of a float32 row; columns that do not count must be zero.
+
+    One row, not several: with two axes Triton may give a thread all columns.
+    """
     if static_scale is not None:
-        scale = tl.zeros([value.shape[0], 1], tl.float32) + tl.load(static_scale)
+        scale = tl.load(static_scale)
     else:
-        top = tl.max(tl.abs(value), axis=1, keep_dims=True)
+        top = tl.max(tl.abs(value), axis=0)
         scale = tl.where(top > 0.0, tl.div_rn(top, 127.0), 1.0)
-    code = round_half_even(tl.div_rn(value, tl.broadcast_to(scale, value.shape)))
+    code = round_half_even(tl.div_rn(value, scale))
     return tl.minimum(tl.maximum(code, -128.0), 127.0).to(tl.int8), scale
 
 
@@ -58,7 +61,7 @@ def route_quantised(
         column = tl.arange(0, COLUMNS)
         source = x + token.to(tl.int64) * stride_x + column
         value = tl.load(source, mask=column < hidden, other=0.0).to(tl.float32)
-        code, scale = _quantised(value[None, :], static_scale)
+        code, scale = _quantised(value, static_scale)
         choice = tl.arange(0, CHOICES)
         own = token * TOP_K + choice
         mine = _local(ids, expert_map, tl.where(choice < TOP_K, pairs, 0), own, EXPERTS, KNOWN, MAPPED)
@@ -68,12 +71,12 @@ def route_quantised(
         there = mine < EXPERTS
         tl.store(inverse + own, tl.where(there, row, -1), mask=choice < TOP_K)
         tl.store(expert_of_row + row, mine, mask=there)
-        tl.store(scales + row, tl.reshape(tl.broadcast_to(scale, [CHOICES, 1]), [CHOICES]), mask=there)
+        tl.store(scales + row, tl.zeros([CHOICES], tl.float32) + scale, mask=there)
         for i in tl.static_range(TOP_K):
             this = tl.sum(tl.where(choice == i, row, 0))
             has = tl.sum(tl.where((choice == i) & there, 1, 0)) > 0
             target = codes + this.to(tl.int64) * stride_q + column
-            tl.store(target, tl.reshape(code, [COLUMNS]), mask=(column < hidden) & has)
+            tl.store(target, code, mask=(column < hidden) & has)
 
 
 @triton.jit
@@ -84,32 +87,36 @@ def quantise_tokens(
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     value = tl.load(x + token * stride_x + column, mask=column < hidden, other=0.0).to(tl.float32)
-    code, scale = _quantised(value[None, :], static_scale)
-    code = tl.reshape(code, [COLUMNS])
+    code, scale = _quantised(value, static_scale)
     gdc_wait()
     gdc_launch_dependents()
     for i in tl.static_range(TOP_K):
         row = tl.load(inverse + token * TOP_K + i)
-        tl.store(codes + row.to(tl.int64) * stride_q + column, code, mask=(column < hidden) & (row >= 0))
-        tl.store(scales + row + tl.arange(0, 1), tl.reshape(scale, [1]), mask=row + tl.arange(0, 1) >= 0)
+        if row >= 0:
+            tl.store(codes + row.to(tl.int64) * stride_q + column, code, mask=column < hidden)
+            tl.store(scales + row, scale)
 
 
 @triton.jit
 def requantise(
-    middle, static_scale, codes, scales, tiles, num_tiles, size, stride_q, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    middle, static_scale, codes, scales, tiles, num_tiles, pairs, size, stride_q, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Codes and scales of rows of activations `[rows, size]`."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """Codes and scales of rows of activations `[pairs, size]`, of those that are in use."""
+    first = tl.program_id(0) * ROWS
     column = tl.arange(0, COLUMNS)
     gdc_wait()
     gdc_launch_dependents()
     used = tl.load(num_tiles)
     rows = tl.load(tiles + tl.maximum(used - 1, 0) * 8 + 2, mask=used > 0, other=0)
-    inside = (row < rows)[:, None] & (column < size)[None, :]
-    source = middle + row.to(tl.int64)[:, None] * size + column[None, :]
-    code, scale = _quantised(tl.load(source, mask=inside, other=0.0).to(tl.float32), static_scale)
-    tl.store(codes + row.to(tl.int64)[:, None] * stride_q + column[None, :], code, mask=inside)
-    tl.store(scales + row, tl.reshape(scale, [ROWS]), mask=row < rows)
+    for i in tl.static_range(ROWS):
+        row = (first + i).to(tl.int64)
+        # Does not wait for the number of rows: what is not in use is read, but not written.
+        inside = (column < size) & (row < pairs)
+        value = tl.load(middle + row * size + column, mask=inside, other=0.0).to(tl.float32)
+        code, scale = _quantised(value, static_scale)
+        tl.store(codes + row * stride_q + column, code, mask=(column < size) & (row < rows))
+        tl.store(scales + row, scale, mask=row < rows)
 
 
 @triton.jit
@@ -147,6 +154,6 @@ def activate_quantised(
         up_value += tl.load(bias + at + up_row, mask=inside, other=0.0).to(tl.float32)
     value = activate_gated(gate_value, up_value, ACTIVATION, ALPHA, BETA, LIMIT)
     value = tl.where(inside, round_to(value, DTYPE, INTERPRET).to(tl.float32), 0.0)
-    code, scale = _quantised(value[None, :], static_scale)
-    tl.store(codes + row.to(tl.int64) * stride_q + column, tl.reshape(code, [COLUMNS]), mask=inside)
-    tl.store(scales + row + tl.arange(0, 1), tl.reshape(scale, [1]))
+    code, scale = _quantised(value, static_scale)
+    tl.store(codes + row.to(tl.int64) * stride_q + column, code, mask=inside)
+    tl.store(scales + row, scale)

@@ -19,6 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moeq_kernels.hopper.compat import barrier, reinterpret, tma_load
 from moeq_kernels.hopper.device import int8_common as common
+from moeq_kernels.hopper.device.common import activate_gated, gated
 
 STEP = common.STEP
 
@@ -33,9 +34,10 @@ def stored(columns):
 @gluon.jit
 def _copy_weights(
     first_desc, second_desc, w_buf, ready, empty, tiles, num_tiles, steps, blocks,
-    STAGES: gl.constexpr, GATED: gl.constexpr, WARPGROUPS: gl.constexpr, DEPENDENT: gl.constexpr,
+    STAGES: gl.constexpr, FINISH: gl.constexpr, WARPGROUPS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """A copy warp: two boxes of 128 rows for each step."""
+    GATED: gl.constexpr = gated(FINISH)
     OWN: gl.constexpr = 128 if GATED else 256
     if DEPENDENT and GATED:
         gdc_wait()  # the tiles come from the kernel right before
@@ -117,18 +119,18 @@ def _store(value, out, row, end_row, column, columns, stride, COLUMNS: gl.conste
 @gluon.jit
 def _finish(
     first, second, out, x_scale, w_scale, bias, expert, row, end_row, column, columns, stride, w_rows, up_row, row_step,
-    COLUMNS: gl.constexpr, CHUNK: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr,
-    BETA: gl.constexpr, LIMIT: gl.constexpr, BIAS: gl.constexpr,
+    COLUMNS: gl.constexpr, CHUNK: gl.constexpr, FINISH: gl.constexpr, BIAS: gl.constexpr,
 ):
     """Scales, activation and stores of both halves `[64, COLUMNS]`, CHUNK columns at a time to save registers."""
+    GATED: gl.constexpr = gated(FINISH)
     if COLUMNS > CHUNK:
         half: gl.constexpr = COLUMNS // 2
         first, first_right = gl.split(first.reshape([64, 2, half]).permute([0, 2, 1]))
         second, second_right = gl.split(second.reshape([64, 2, half]).permute([0, 2, 1]))
         _finish(first, second, out, x_scale, w_scale, bias, expert, row, end_row, column, columns, stride, w_rows,
-                up_row, row_step, half, CHUNK, GATED, ACTIVATION, ALPHA, BETA, LIMIT, BIAS)
+                up_row, row_step, half, CHUNK, FINISH, BIAS)
         _finish(first_right, second_right, out, x_scale, w_scale, bias, expert, row, end_row, column + half, columns,
-                stride, w_rows, up_row, row_step, half, CHUNK, GATED, ACTIVATION, ALPHA, BETA, LIMIT, BIAS)
+                stride, w_rows, up_row, row_step, half, CHUNK, FINISH, BIAS)
     else:
         layout: gl.constexpr = common.accumulator(COLUMNS)
         t = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
@@ -141,7 +143,7 @@ def _finish(
         at += up_row
         other = _half(second, token_scale, w_scale, bias, at, n + beside < columns, COLUMNS, BIAS)
         if GATED:
-            value = common.activate(value, other, ACTIVATION, ALPHA, BETA, LIMIT)
+            value = activate_gated(value, other, FINISH)
             _store(value, out, row, end_row, column, columns, stride, COLUMNS)
         else:
             _store(value, out, row, end_row, column, columns, stride, COLUMNS)
@@ -152,10 +154,11 @@ def _finish(
 def _multiply(
     w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks, columns, stride, w_rows,
     up_row, row_step,
-    WG: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, WARPGROUPS: gl.constexpr, ACTIVATION: gl.constexpr,
-    ALPHA: gl.constexpr, BETA: gl.constexpr, LIMIT: gl.constexpr, BIAS: gl.constexpr, DEPENDENT: gl.constexpr,
+    WG: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr, FINISH: gl.constexpr,
+    BIAS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """A multiplying warpgroup."""
+    GATED: gl.constexpr = gated(FINISH)
     OWN: gl.constexpr = 128 if GATED else 256
     w_view = reinterpret(w_buf, gl.int8, [STAGES, 256, STEP], common.operand())
     CHUNK: gl.constexpr = 64 if WARPGROUPS == 2 else 32
@@ -172,7 +175,7 @@ def _multiply(
             acc = _steps(acc, it, steps, w_view, x_buf, ready, empty, WG, STAGES, WARPGROUPS)
             first, second = gl.split(acc.reshape([64, 2, 128]).permute([0, 2, 1]))
             _finish(first, second, out, x_scale, w_scale, bias, expert, row, end_row, block * OWN, columns, stride,
-                    w_rows, up_row, row_step, 128, CHUNK, GATED, ACTIVATION, ALPHA, BETA, LIMIT, BIAS)
+                    w_rows, up_row, row_step, 128, CHUNK, FINISH, BIAS)
         else:
             for i in range(steps):
                 stage = (it + i) % STAGES
@@ -185,8 +188,8 @@ def _multiply(
 def int8_product_wide(
     first_desc, second_desc, x_desc, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks, columns, stride,
     w_rows, up_row, row_step,
-    STAGES: gl.constexpr, GATED: gl.constexpr, WARPGROUPS: gl.constexpr, REGISTERS: gl.constexpr,
-    ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr, LIMIT: gl.constexpr, BIAS: gl.constexpr,
+    STAGES: gl.constexpr, WARPGROUPS: gl.constexpr, REGISTERS: gl.constexpr,
+    FINISH: gl.constexpr, BIAS: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
     """out[row] = x[row] @ W[expert of row].T with scales, or the activation of its halves.
@@ -214,22 +217,20 @@ def int8_product_wide(
                     _multiply,
                     (
                         w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks,
-                        columns, stride, w_rows, up_row, row_step, 0, STAGES, GATED, 2, ACTIVATION, ALPHA, BETA,
-                        LIMIT, BIAS, DEPENDENT,
+                        columns, stride, w_rows, up_row, row_step, 0, STAGES, 2, FINISH, BIAS, DEPENDENT,
                     ),
                 ),
                 (
                     _multiply,
                     (
                         w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks,
-                        columns, stride, w_rows, up_row, row_step, 1, STAGES, GATED, 2, ACTIVATION, ALPHA, BETA,
-                        LIMIT, BIAS, DEPENDENT,
+                        columns, stride, w_rows, up_row, row_step, 1, STAGES, 2, FINISH, BIAS, DEPENDENT,
                     ),
                 ),
                 (
                     _copy_weights,
                     (
-                        first_desc, second_desc, w_buf, ready, empty, tiles, num_tiles, steps, blocks, STAGES, GATED,
+                        first_desc, second_desc, w_buf, ready, empty, tiles, num_tiles, steps, blocks, STAGES, FINISH,
                         2, DEPENDENT,
                     ),
                 ),
@@ -249,30 +250,27 @@ def int8_product_wide(
                     _multiply,
                     (
                         w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks,
-                        columns, stride, w_rows, up_row, row_step, 0, STAGES, GATED, 3, ACTIVATION, ALPHA, BETA,
-                        LIMIT, BIAS, DEPENDENT,
+                        columns, stride, w_rows, up_row, row_step, 0, STAGES, 3, FINISH, BIAS, DEPENDENT,
                     ),
                 ),
                 (
                     _multiply,
                     (
                         w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks,
-                        columns, stride, w_rows, up_row, row_step, 1, STAGES, GATED, 3, ACTIVATION, ALPHA, BETA,
-                        LIMIT, BIAS, DEPENDENT,
+                        columns, stride, w_rows, up_row, row_step, 1, STAGES, 3, FINISH, BIAS, DEPENDENT,
                     ),
                 ),
                 (
                     _multiply,
                     (
                         w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks,
-                        columns, stride, w_rows, up_row, row_step, 2, STAGES, GATED, 3, ACTIVATION, ALPHA, BETA,
-                        LIMIT, BIAS, DEPENDENT,
+                        columns, stride, w_rows, up_row, row_step, 2, STAGES, 3, FINISH, BIAS, DEPENDENT,
                     ),
                 ),
                 (
                     _copy_weights,
                     (
-                        first_desc, second_desc, w_buf, ready, empty, tiles, num_tiles, steps, blocks, STAGES, GATED,
+                        first_desc, second_desc, w_buf, ready, empty, tiles, num_tiles, steps, blocks, STAGES, FINISH,
                         3, DEPENDENT,
                     ),
                 ),
