@@ -210,18 +210,9 @@ def product(
 ) -> None:
     """One grouped product: `rows` times the weights of their experts into out `[splits, P, ..]`."""
     kernel = plan.kernel
-    narrow = isinstance(kernel, Int8Narrow)
-    splits = out.shape[0]
+    splits, most_rows, _ = out.shape
     columns = matrix.n // 2 if gated else out.shape[-1]
-    box = 64 if narrow else 128
-    first, second, x = descriptors(call.experts, matrix, rows, box, kernel.box if narrow else 64, gated)
-    item = (64 if gated else 128) * kernel.warpgroups if narrow else 128 if gated else 256
-    blocks = -(-columns // item)
-    most = pairs.tiles.numel() // 8 * blocks * splits
-    up_row, step = _gate_up_rows(call.experts) if gated else (128, 1)
-    arguments = (first, second, x, rows.scales, matrix.scale, matrix.bias, out, pairs.tiles, pairs.num_tiles,
-                 -(-matrix.k // 128), blocks)  # fmt: skip
-    places = (columns, out.stride(-2), matrix.n, up_row, step)
+    up_row, row_step = _gate_up_rows(call.experts) if gated else (128, 1)
     constants = {
         "STAGES": kernel.stages,
         "FINISH": call.finish if gated else PLAIN,
@@ -229,18 +220,40 @@ def product(
         "REGISTERS": kernel.registers,
         "BIAS": matrix.bias is not None,
         "DEPENDENT": call.dependent,
+        "num_warps": 4,
+        **call.after,
     }
-    programs = min(most, multiprocessors(out.device))
-    if not narrow:
+    programs = multiprocessors(out.device)
+    if isinstance(kernel, Int8Narrow):
+        function = import_module("moeq_kernels.hopper.device.int8_narrow").int8_product_narrow
+        box, token_box, item = 64, kernel.box, (64 if gated else 128) * kernel.warpgroups
+        shares: tuple[int, ...] = (splits, most_rows)
+        constants |= {"TOKENS": kernel.tokens, "BOX": kernel.box, "SPLIT": gated and splits > 1}
+        constants |= {"maxnreg": kernel.cap} if kernel.cap else {}
+        programs *= kernel.resident
+    else:
         function = import_module("moeq_kernels.hopper.device.int8_wide").int8_product_wide
-        function[(programs,)](*arguments, *places, **constants, num_warps=4, **call.after)
-        return
-    function = import_module("moeq_kernels.hopper.device.int8_narrow").int8_product_narrow
-    cap = {"maxnreg": kernel.cap} if kernel.cap else {}
-    function[(min(most, programs * kernel.resident),)](
-        *arguments, splits, out.shape[1], *places, TOKENS=kernel.tokens, BOX=kernel.box, SPLIT=gated and splits > 1,
-        **constants, num_warps=4, **cap, **call.after,
-    )  # fmt: skip
+        box, token_box, item = 128, 64, 128 if gated else 256
+        shares = ()
+    blocks = -(-columns // item)
+    function[(min(programs, pairs.tiles.numel() // 8 * blocks * splits),)](
+        *descriptors(call.experts, matrix, rows, box, token_box, gated),
+        rows.scales,
+        matrix.scale,
+        matrix.bias,
+        out,
+        pairs.tiles,
+        pairs.num_tiles,
+        -(-matrix.k // 128),
+        blocks,
+        *shares,
+        columns,
+        out.stride(-2),
+        matrix.n,
+        up_row,
+        row_step,
+        **constants,
+    )
 
 
 def multiprocessors(device: torch.device) -> int:
