@@ -98,6 +98,7 @@ def render_needs(console: Console, plan: Plan, needs: Needs) -> None:
         "padding": human_bytes(plan.padding_bytes),
         "memory": f"{peak}: {base} + {memory.workers} workers x {per_worker}",
         "disk": f"{human_bytes(needs.disk_bytes)} in {len(plan.files)} weight files and what goes beside them",
+        **_stream_line(needs),
         "time": f"about {human_seconds(needs.seconds)} where the disk keeps up (an estimate)",
         "plan": plan.digest,
     }
@@ -110,3 +111,13 @@ def render_needs(console: Console, plan: Plan, needs: Needs) -> None:
         sizes = (kind.bytes_in, kind.bytes_out, kind.padding_bytes, kind.memory)
         cells = " ".join(f"{human_bytes(size):>11}" for size in sizes)
         console.print(f"  {kind.title:<24} {kind.way:<8} {kind.count:>6} {cells}", markup=False)
+
+
+def _stream_line(needs: Needs) -> dict[str, str]:
+    """What a repository takes to read, where the source is one."""
+    from moeq.report.text import human_bytes
+
+    if needs.stream is None:
+        return {}
+    fetched, peak = human_bytes(needs.stream.fetched_bytes), human_bytes(needs.stream.peak_bytes)
+    return {"source": f"{fetched} to download; with --stream-source at most {peak} on disk at once"}

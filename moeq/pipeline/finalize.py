@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from moeq.checkpoint.hub import HubSource
 from moeq.checkpoint.manifest import MANIFEST_NAME
 from moeq.checkpoint.source import CONFIG_NAME
 from moeq.digest import default_workers
@@ -48,6 +49,9 @@ def finalize(
     job, stamp = _job_of(destination)
     folder = WorkFolder(destination, stamp, share=_SHARE, force=force)
     folder.check(job.checkpoint.source.path(CONFIG_NAME).parent)
+    if isinstance(job.checkpoint.source, HubSource):
+        # Only headers are read, and tensors that are kept as they are: ranges, not files.
+        job.checkpoint.source.stream_into(folder.work("source"))
     with folder:
         refuse_contradictions(folder.journals)
         require_units(job, folder, folder.journals.records, "are not finished")

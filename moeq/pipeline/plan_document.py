@@ -15,6 +15,8 @@ from moeq.errors import MoeqError
 from moeq.pipeline.job import Job
 from moeq.pipeline.keepsake import OTHER_WEIGHTS
 from moeq.pipeline.resources import RATES, Memory, Way, need_of, ways_of
+from moeq.pipeline.shares import is_remote
+from moeq.pipeline.stream import Schedule, unit_schedule
 from moeq.pipeline.units import CopyUnit, PackUnit, Unit
 
 PLAN_SCHEMA = "moeq.plan/1"
@@ -53,6 +55,7 @@ class Needs:
         seconds: time at `RATES`; an estimate.
         ways: unit id to the way that it takes.
         kinds: units by kind.
+        stream: how a repository's files come and go with `--stream-source`; None for sources on disk.
     """
 
     memory: Memory
@@ -60,6 +63,7 @@ class Needs:
     seconds: float
     ways: Mapping[str, Way]
     kinds: tuple[UnitKind, ...]
+    stream: Schedule[Unit] | None = None
 
 
 def needs_of(job: Job, memory: Memory) -> Needs:
@@ -68,7 +72,8 @@ def needs_of(job: Job, memory: Memory) -> Needs:
     ways = ways_of(job.checkpoint, plan)
     disk = sum(file.form.size for file in plan.files) + _beside_bytes(job.checkpoint.source)
     seconds = sum(unit.bytes_in / RATES[ways[unit.id]] for unit in plan.units) / memory.workers
-    return Needs(memory, disk, seconds, ways, _kinds(job, ways))
+    stream = unit_schedule(plan.units, job.checkpoint.source) if is_remote(job.checkpoint.source) else None
+    return Needs(memory, disk, seconds, ways, _kinds(job, ways), stream)
 
 
 def _beside_bytes(source: Source) -> int:
@@ -108,6 +113,7 @@ def plan_document(job: Job, needs: Needs) -> dict[str, Any]:
         },
         "memory": {**asdict(memory), "peak": memory.peak},
         "disk": {"bytes": needs.disk_bytes},
+        "stream_source": None if needs.stream is None else _stream(needs.stream),
         "time": {
             "estimate": True,
             "seconds": round(needs.seconds, 1),
@@ -139,6 +145,11 @@ def read_plan_digest(path: Path) -> str:
     if document.get("schema") != PLAN_SCHEMA or not isinstance(digest, str):
         raise MoeqError("usage.plan-file", f"{path} is not a plan ({PLAN_SCHEMA})", "moeq plan SRC -o FILE writes one")
     return digest
+
+
+def _stream(schedule: Schedule[Unit]) -> dict[str, int]:
+    files = sum(len(step.fetch) for step in schedule.steps)
+    return {"files": files, "fetched_bytes": schedule.fetched_bytes, "peak_bytes": schedule.peak_bytes}
 
 
 def _unit(unit: Unit, way: Way) -> dict[str, Any]:

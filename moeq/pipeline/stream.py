@@ -113,37 +113,55 @@ def _require_room(plan: Schedule[Unit], folder: Path) -> None:
 def schedule(units: Sequence[U], files: Callable[[U], Collection[str]], sizes: Mapping[str, int]) -> Schedule[U]:
     """Order units so that few source files are held at once.
 
-    The next unit is always the one that needs the fewest bytes of new files; among equals the one that uses most of
-    what is held, so that held files get done; among those the first. Finding the best order of all is a hard problem
-    (it contains the bandwidth of a graph); for checkpoints whose files follow their layers this finds it.
+    What is held is finished first: of the units that use some of it, the next is the one whose files raise the peak
+    least, then the one after which least is still held. Where nothing is held, it is the first whose files have the
+    lowest names. Finding the best order of all is a hard problem (it contains the bandwidth of a graph); for
+    checkpoints whose files follow their layers this finds it.
 
     Args:
         units: what is to be converted.
         files: the source files that a unit reads.
         sizes: bytes per source file.
     """
-    needs = [frozenset(files(unit)) for unit in units]
-    users: dict[str, int] = {}
-    for need in needs:
-        for file in need:
-            users[file] = users.get(file, 0) + 1
-    waiting, held, steps, peak = list(range(len(units))), set[str](), [], 0
-    while waiting:
-        fetch = min((needs[number] for number in waiting), key=partial(_cost, held=held, sizes=sizes)) - held
-        held |= fetch
-        peak = max(peak, sum(sizes[file] for file in held))
-        ready = [number for number in waiting if needs[number] <= held]
-        waiting = [number for number in waiting if not needs[number] <= held]
-        for number in ready:
-            for file in needs[number]:
-                users[file] -= 1
-        done = {file for file in held if not users[file]}
-        held -= done
-        steps.append(Step(tuple(sorted(fetch)), tuple(units[number] for number in ready), tuple(sorted(done))))
-    return Schedule(tuple(steps), peak, sum(sizes[file] for file in users))
+    # Units that need the same files come together. There are few such groups, however many units there are.
+    groups: dict[frozenset[str], list[int]] = {}
+    for number, unit in enumerate(units):
+        groups.setdefault(frozenset(files(unit)), []).append(number)
+    state = _State(sorted(groups, key=sorted), sizes)
+    steps = []
+    while state.waiting:
+        fetch, ready, drop = state.advance()
+        batch = sorted(number for need in ready for number in groups[need])
+        steps.append(Step(tuple(sorted(fetch)), tuple(units[number] for number in batch), tuple(sorted(drop))))
+    return Schedule(tuple(steps), state.peak, sum(sizes[file] for file in frozenset().union(*groups)))
 
 
-def _cost(need: frozenset[str], held: Collection[str], sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Bytes that a unit needs anew, then (less is better) minus the bytes of what it uses already."""
-    used = sum(sizes[file] for file in need if file in held)
-    return sum(sizes[file] for file in need) - used, -used
+class _State:
+    """What is held and what waits, between two steps."""
+
+    def __init__(self, needs: Sequence[frozenset[str]], sizes: Mapping[str, int]) -> None:
+        self.waiting = list(needs)
+        self.peak = 0
+        self._held: frozenset[str] = frozenset()
+        self._sizes = sizes
+
+    def advance(self) -> tuple[frozenset[str], list[frozenset[str]], frozenset[str]]:
+        """Files to fetch, needs that are then met, and files to drop."""
+        touching = [need for need in self.waiting if need & self._held]
+        need = min(touching, key=self._cost) if touching else self.waiting[0]
+        fetch = need - self._held
+        held = self._held | need
+        self.peak = max(self.peak, self._bytes(held))
+        ready = [other for other in self.waiting if other <= held]
+        self.waiting = [other for other in self.waiting if not other <= held]
+        self._held = held & frozenset().union(*self.waiting)
+        return fetch, ready, held - self._held
+
+    def _cost(self, need: frozenset[str]) -> tuple[int, int]:
+        """The peak, and what is held afterwards, if this need is met next. Less is better; the first of equals wins."""
+        held = self._held | need
+        left = frozenset().union(*(other for other in self.waiting if not other <= held))
+        return max(self.peak, self._bytes(held)), self._bytes(held & left)
+
+    def _bytes(self, files: Collection[str]) -> int:
+        return sum(self._sizes[file] for file in files)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,6 +37,24 @@ def test_copies_come_with_the_file_that_is_there() -> None:
     plan = schedule([*copies, *layered(3)], lambda unit: unit, SIZES)
     assert plan.peak_bytes == 30
     assert len(plan.steps) <= 12
+
+
+def test_copies_of_small_files_do_not_come_before_what_is_begun() -> None:
+    """Files of different sizes: a small one far away costs less to fetch, and stays."""
+    sizes = {f"f{number}": 10 - number % 3 for number in range(12)}
+    copies = [frozenset({name}) for name in sizes]
+    assert schedule([*copies, *layered(2)], lambda unit: unit, sizes).peak_bytes <= 20
+
+
+def test_a_thousand_units_are_ordered_at_once() -> None:
+    """Kimi-K2 in 62 files, in ranks, with copies from every file."""
+    names = [f"f{number:02}" for number in range(62)]
+    layers = [frozenset(names[number : number + 2]) for number in range(61) for _ in range(16)]
+    copies = [frozenset({name}) for name in names]
+    begun = time.monotonic()
+    plan = schedule([*copies, *layers], lambda unit: unit, dict.fromkeys(names, 16 << 30))
+    assert plan.peak_bytes == 32 << 30
+    assert time.monotonic() - begun < 2
 
 
 @given(st.lists(st.frozensets(st.sampled_from(sorted(SIZES)), min_size=1, max_size=4), max_size=25))
