@@ -158,6 +158,55 @@ def test_biases_of_all_types(tmp_path: Path) -> None:
             assert OnRoad(checkpoint, plan, role, 0, road).packed() == in_general(checkpoint, plan, role, 0)
 
 
+def _without(*words_of_names: str):  # type: ignore[no-untyped-def]
+    def edit(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if any(word in name for word in words_of_names)]:
+            del tensors[name]
+
+    return edit
+
+
+def _changed(suffix: str, change):  # type: ignore[no-untyped-def]
+    def edit(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(suffix)]:
+            tensors[name] = change(tensors[name])
+
+    return edit
+
+
+#: Variants of formats: kind, what is changed in tensors and config, layout.
+VARIANTS = {
+    "no group index": ("gptq-int4", _without("g_idx"), {}, "marlin-wna16/1"),
+    "no zero points": ("gptq-int4", _without("qzeros"), {}, "marlin-wna16/1"),
+    "no gate": ("gptq-int4", _without("gate_proj"), {}, "triton-wna16/1"),
+    "wide scales": ("w8a8-int8", _changed("_scale", Tensor.float), {}, "int8-w8a8/1"),
+    "half scales": ("w8a8-int8", _changed("_scale", Tensor.half), {}, "int8-w8a8/1"),
+    "flat scales": ("w8a8-int8", _changed("_scale", Tensor.flatten), {}, "int8-w8a8/1"),
+    "symmetric awq": (
+        "awq-int4",
+        _changed("qzeros", lambda zeros: torch.full_like(zeros, -0x77777778)),
+        {"zero_point": False},
+        "marlin-wna16/1",
+    ),
+    "asymmetric int8": (
+        "gptq-int8",
+        _changed("qzeros", lambda zeros: torch.randint_like(zeros, 1 << 30)),
+        {"sym": False},
+        "marlin-wna16/1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_of_formats(name: str, tmp_path: Path) -> None:
+    kind, edit, quantization, layout = VARIANTS[name]
+    checkpoint = write_checkpoint(tmp_path, kind, Sizes(128, 64), edit, **quantization)
+    plan, on = roads(checkpoint, layout)
+    assert set(on) == {"w13", "w2"}
+    for role, road in on.items():
+        assert OnRoad(checkpoint, plan, role, 1, road).packed() == in_general(checkpoint, plan, role, 1)
+
+
 def test_threads_share_a_road(checkpoints: Path) -> None:
     checkpoint = moeq.open(checkpoints / "gptq-int4-g32-qwen3moe")
     plan, on = roads(checkpoint, "marlin-wna16/1")
