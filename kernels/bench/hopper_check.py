@@ -63,6 +63,12 @@ LAYERS = {
     "f16-int8": Recipe(
         element="int8", experts=8, hidden=512, intermediate=256, group_size=128, dtype=torch.float16, seed=19
     ),
+    "f16-scales-bf16": Recipe(experts=8, hidden=512, intermediate=256, group_size=64, zero_points=True, seed=29),
+    "int8-zeros-f16": Recipe(
+        element="int8", experts=8, hidden=512, intermediate=256, group_size=128, zero_points=True, dtype=torch.float16,
+        seed=30,
+    ),
+    "throng": Recipe(experts=384, hidden=256, intermediate=256, group_size=32, seed=31),
     "mxfp4": Recipe("marlin-mxfp4/1", "e2m1", experts=8, hidden=512, intermediate=384, seed=20),
     "mxfp4-oai": Recipe(
         "marlin-mxfp4-interleaved/1", "e2m1", experts=8, hidden=448, intermediate=320, order="interleaved",

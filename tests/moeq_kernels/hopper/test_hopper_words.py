@@ -142,6 +142,11 @@ def _product(a: Fraction | float, b: Fraction | float) -> Fraction | float:
     return a * b if isinstance(a, Fraction) and isinstance(b, Fraction) else float(a) * float(b)
 
 
+def _permute(a: int, b: int, selector: int) -> int:
+    table = [(value >> 8 * i) & 255 for value in (a, b) for i in range(4)]
+    return sum(table[selector >> 4 * i & 7] << 8 * i for i in range(4))
+
+
 def _each_16(function: Callable[[int, int], int]) -> Callable[[int, int], int]:
     return lambda a, b: sum(function(a >> s & 0xFFFF, b >> s & 0xFFFF) << s for s in (0, 16))
 
@@ -151,8 +156,9 @@ OPERATIONS: dict[str, Callable[..., int]] = {
     "shr.u32": lambda a, b: a >> b,
     "and.b32": lambda a, b: a & b,
     "mul.lo.u32": lambda a, b: a * b & 0xFFFFFFFF,
-    "mad.lo.u32": lambda a, b, c: a * b + c & 0xFFFFFFFF,
+    "add.u16x2": _each_16(lambda a, b: a + b & 0xFFFF),
     "min.u16x2": _each_16(min),
+    "prmt.b32": _permute,
     "fma.rn.bf16x2": _pairs(lambda a, b, c: a * b + c, False),
     "fma.rn.f16x2": _pairs(lambda a, b, c: a * b + c, True),
     "mul.bf16x2": _pairs(_product, False),

@@ -127,18 +127,19 @@ def powers():
     ones, 255 (NaN) among them, infinity.
     """
     offset = (126 - E2M1_SHIFT) << 7
-    most = 255 - (126 - E2M1_SHIFT)
     return f"""{{
-.reg .b32 e, o, s8, m;
+.reg .b32 e, o, c, top;
 .reg .b16 f0, f1, f2, f3;
-shr.u32 s8, $4, 8;
+mov.b32 c, {offset | offset << 16:#010x};
+mov.b32 top, 0x7f807f80;
 and.b32 e, $4, 0x00ff00ff;
-and.b32 o, s8, 0x00ff00ff;
-mov.b32 m, {most | most << 16:#010x};
-min.u16x2 e, e, m;
-min.u16x2 o, o, m;
-mad.lo.u32 e, e, 128, {offset | offset << 16:#010x};
-mad.lo.u32 o, o, 128, {offset | offset << 16:#010x};
+prmt.b32 o, $4, 0, 0x4341;
+mul.lo.u32 e, e, 128;
+mul.lo.u32 o, o, 128;
+add.u16x2 e, e, c;
+add.u16x2 o, o, c;
+min.u16x2 e, e, top;
+min.u16x2 o, o, top;
 mov.b32 {{f0, f2}}, e;
 mov.b32 {{f1, f3}}, o;
 mov.b32 $0, {{f0, f0}};
