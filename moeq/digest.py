@@ -109,17 +109,18 @@ def new_digest(spec: MatrixSpec) -> hashlib._Hash:
     return hashlib.sha256(json.dumps(header, sort_keys=True).encode())
 
 
-def add_field(digest: hashlib._Hash, name: str, data: memoryview) -> None:
-    """Add a tensor's bytes."""
+def begin_field(digest: hashlib._Hash, name: str, nbytes: int) -> None:
+    """Begin a tensor, whose bytes are then added."""
     digest.update(name.encode())
-    digest.update(data.nbytes.to_bytes(8, "little"))
-    digest.update(data)
+    digest.update(nbytes.to_bytes(8, "little"))
 
 
 def _update(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
     import torch
 
-    add_field(digest, name, tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    data = tensor.contiguous().view(-1).view(torch.uint8)
+    begin_field(digest, name, data.numel())
+    digest.update(data.numpy().data)
 
 
 def check_digests(

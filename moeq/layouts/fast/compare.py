@@ -10,16 +10,25 @@ from numba import njit, uint64
 Array = np.ndarray[Any, Any]
 
 
-def same(left: Array, right: Array) -> bool:
-    """Whether two matrices of unsigned integers are equal; `right` is contiguous, `left` has any strides."""
-    if left.shape != right.shape or left.dtype != right.dtype:
+def same(left: Array, right: Array, row: int = 0) -> bool:
+    """Whether a matrix of unsigned integers holds another one from `row` on.
+
+    Args:
+        left: `[rows, columns]`, any strides.
+        right: contiguous, as many columns.
+        row: the first row of `left` to compare.
+    """
+    if left.dtype != right.dtype or left.shape[1:] != right.shape[1:] or row + len(right) > len(left):
         return False
-    if left.flags.c_contiguous:
-        first, second = left.reshape(-1).view(np.uint8), right.reshape(-1).view(np.uint8)
-        whole = len(first) // 8 * 8
-        tail = first[whole:].tobytes() == second[whole:].tobytes()
-        return tail and not _flat(first[:whole].view(np.uint64), second[:whole].view(np.uint64))
-    return not (_columns(left.T, right) if left.flags.f_contiguous else _rows(left, right))
+    if left.flags.f_contiguous and not left.flags.c_contiguous:
+        return not _columns(left.T, row, right)
+    rows = left[row : row + len(right)]
+    if not rows.flags.c_contiguous:
+        return not _rows(rows, right)
+    first, second = rows.reshape(-1).view(np.uint8), right.reshape(-1).view(np.uint8)
+    whole = len(first) // 8 * 8
+    tail = first[whole:].tobytes() == second[whole:].tobytes()
+    return tail and not _flat(first[:whole].view(np.uint64), second[:whole].view(np.uint64))
 
 
 def any_all_ones(words: Array, mask: int) -> bool:
@@ -51,13 +60,13 @@ def _rows(left, right):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True, boundscheck=False)
-def _columns(columns, rows):  # type: ignore[no-untyped-def]
+def _columns(columns, first, rows):  # type: ignore[no-untyped-def]
     """The same of a transpose, in squares that stay in the first-level cache."""
     found = uint64(0)
     for n in range(0, rows.shape[0], 16):
         for k in range(0, rows.shape[1], 16):
             for j in range(k, min(k + 16, rows.shape[1])):
-                column = columns[j, n : n + 16]
+                column = columns[j, first + n : first + min(n + 16, rows.shape[0])]
                 for i in range(len(column)):
                     found |= uint64(column[i] ^ rows[n + i, j])
     return found != 0

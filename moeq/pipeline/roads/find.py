@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.manifest import Projection, StackedRole
@@ -61,15 +62,15 @@ def bind(experts: Experts, role: StackedRole, layout: Layout, shards: Sequence[S
     if lanes is None:
         return None
     spec = kind.spec(role)
-    ranks = [_shard_road(layout, spec, plan) for plan in shards]
+    # Stored projections of their own, packed whole: their rows are contiguous, or columns of a contiguous matrix.
+    dense = len(shards) == 1 and all(len(lane.holds) == 1 for lane in lanes)
+    ranks = [_shard_road(layout, spec, plan, dense=dense) for plan in shards]
     found = [rank for rank in ranks if rank is not None]
     if len(found) < len(ranks) or len({plan.shard.experts for plan in shards}) != 1:
         return None
     parts = [part for rank in found for part in rank.parts.values()]
-    start = max(lane.room.stop for lane in lanes)
-    size = max([part.nbytes for part in parts] + [_digest_bytes(spec)])
-    elements = Room(start, size)
-    expected = Room(elements.stop, size)
+    elements = Room(lanes[-1].room.stop, max(part.room_bytes for part in parts))
+    expected = Room(elements.stop, max(*(part.spare_bytes for part in parts), _digest_bytes(spec, found)))
     return DirectRoad(spec, lanes, tuple(found), LAYOUTS[layout.id], elements, expected, expected.stop)
 
 
@@ -117,7 +118,7 @@ def _held(name: StoredName, spec: MatrixSpec) -> tuple[tuple[Projection, MatrixS
     return tuple((projection, projection_spec(spec, projection)) for projection in held)
 
 
-def _shard_road(layout: ArrangedLayout, spec: MatrixSpec, plan: ShardPlan) -> ShardRoad | None:
+def _shard_road(layout: ArrangedLayout, spec: MatrixSpec, plan: ShardPlan, *, dense: bool) -> ShardRoad | None:
     """The parts of one rank, or None where one of them needs the general path."""
     padding, features = plan.padding, plan.shard.intermediate
     shard, padded = (padding.original_w2, padding.w2) if spec.role == "w2" else (padding.original_w13, padding.w13)
@@ -125,7 +126,8 @@ def _shard_road(layout: ArrangedLayout, spec: MatrixSpec, plan: ShardPlan) -> Sh
     cuts_words = spec.role == "w2" and bool(features.start % per_word or features.stop % per_word)
     if padding.rule.midpoint or cuts_words:
         return None
-    parts = {part.field: part for part in packed_parts(layout, shard, padded)}
+    found = packed_parts(layout, shard, padded)
+    parts = {part.field: replace(part, by_rows=dense and part.could_go_by_rows) for part in found}
     if parts.keys() != _fields(spec):
         return None
     return ShardRoad(parts, features, everything=shard == spec, first=plan.shard.rank == 0)
@@ -137,7 +139,9 @@ def _fields(spec: MatrixSpec) -> set[str]:
     return {"codes", "scales", *(field for field, there in optional.items() if there)}
 
 
-def _digest_bytes(spec: MatrixSpec) -> int:
-    """The largest thing that is laid out for the digest."""
+def _digest_bytes(spec: MatrixSpec, ranks: Sequence[ShardRoad]) -> int:
+    """The largest field that has to be laid out row by row for the digest, beside what is unpacked."""
     zeros = 0 if spec.symmetric else 2 * spec.n * spec.num_groups
-    return max(spec.n * spec.k * spec.bits // 8, zeros, 4 * spec.n * spec.num_groups)
+    if len(ranks) == 1 and all(part.is_whole for part in ranks[0].parts.values()):
+        return zeros
+    return max(spec.n * spec.k * spec.bits // 8, 4 * spec.n * spec.num_groups, zeros)

@@ -25,6 +25,9 @@ from moeq.layouts.fast.nibbles import of_bytes
 from moeq.matrix import MatrixSpec
 from moeq.pipeline.roads.room import Array, Room
 
+#: Bytes of the rows that are proven at a time.
+_BLOCK = 1 << 19
+
 #: Views of a field, one per projection of the matrix (gate and up, or one); None where a shard holds zeros instead.
 Views = Sequence["Array | None"]
 
@@ -36,16 +39,18 @@ class Order(ABC):
     interleaved: bool = False
     #: The packed part is the elements.
     in_place: bool = False
-    #: `pack` takes the projections one by one, also transposed.
-    by_projection: bool = False
+    #: `unpack` needs `spare`.
+    needs_spare: bool = False
+    #: Rows in multiples of this can be packed and unpacked by themselves, and packed transposed; 0: only all at once.
+    rows: int = 0
 
     @abstractmethod
     def pack(self, elements: Array, out: Array, row: int = 0) -> None:
         """Contiguous elements into the bytes of a part, from output feature `row` on."""
 
     @abstractmethod
-    def unpack(self, packed: Array, out: Array, spare: Array) -> None:
-        """The bytes of a part into contiguous elements. `spare`: as many bytes of scratch."""
+    def unpack(self, packed: Array, out: Array, spare: Array, row: int = 0) -> None:
+        """The bytes of a part into contiguous elements. `spare`: as many bytes of scratch. From `row` on."""
 
 
 class OwnOrder(Order):
@@ -56,7 +61,7 @@ class OwnOrder(Order):
     def pack(self, elements: Array, out: Array, row: int = 0) -> None:
         np.copyto(out, elements.reshape(-1).view(np.uint8))
 
-    def unpack(self, packed: Array, out: Array, spare: Array) -> None:
+    def unpack(self, packed: Array, out: Array, spare: Array, row: int = 0) -> None:
         np.copyto(out.reshape(-1).view(np.uint8), packed)
 
 
@@ -66,13 +71,13 @@ class MarlinOrder(Order):
 
     bits: int
     interleaved: bool = False
-    by_projection: bool = True
+    rows: int = marlin.ROWS
 
     def pack(self, elements: Array, out: Array, row: int = 0) -> None:
         marlin.pack(elements, self.bits, self._words(elements, out), row)
 
-    def unpack(self, packed: Array, out: Array, spare: Array) -> None:
-        marlin.unpack(self._words(out, packed), self.bits, out)
+    def unpack(self, packed: Array, out: Array, spare: Array, row: int = 0) -> None:
+        marlin.unpack(self._words(out, packed), self.bits, out, row)
 
     def _words(self, elements: Array, packed: Array) -> Array:
         return packed.view("u4").reshape(elements.shape[1] * 32 // self.bits // 16, -1)
@@ -87,12 +92,16 @@ class ScatterOrder(Order):
     element: str
     rewrite: BitPermutation | None = None
 
+    @property
+    def needs_spare(self) -> bool:  # type: ignore[override]
+        return self.rewrite is not None
+
     def pack(self, elements: Array, out: Array, row: int = 0) -> None:
         scatter.pack(self.arrangement, self._elements(elements), self.bits, self._words(out))
         if self.rewrite is not None:
             bits.apply(self.rewrite.steps, self._words(out))
 
-    def unpack(self, packed: Array, out: Array, spare: Array) -> None:
+    def unpack(self, packed: Array, out: Array, spare: Array, row: int = 0) -> None:
         if self.rewrite is not None:
             np.copyto(spare[: len(packed)], packed)
             packed = spare[: len(packed)]
@@ -115,7 +124,7 @@ class HopperOrder(Order):
     def pack(self, elements: Array, out: Array, row: int = 0) -> None:
         hopper.pack(elements.view("u8"), self.gated, out.view("u8"))
 
-    def unpack(self, packed: Array, out: Array, spare: Array) -> None:
+    def unpack(self, packed: Array, out: Array, spare: Array, row: int = 0) -> None:
         hopper.unpack(packed.view("u8"), self.gated, out.view("u8"))
 
 
@@ -159,6 +168,7 @@ class PackedPart:
         filled: rows and columns of each projection that are not zero-filling.
         widen: how elements get their wider form, or None.
         flip: pattern of bits that are stored inverted, as a byte.
+        by_rows: projections are packed one by one, as they lie, and proven a few rows at a time (see `find`).
     """
 
     name: str
@@ -171,6 +181,7 @@ class PackedPart:
     filled: tuple[int, int]
     widen: Callable[[Array, Array], None] | None = None
     flip: int = 0
+    by_rows: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -183,18 +194,39 @@ class PackedPart:
         full = len(self.starts) * self.filled[0] == self.shape[0] and self.filled[1] == self.shape[1]
         return full and self.step == 1 and self.widen is None
 
+    @property
+    def could_go_by_rows(self) -> bool:
+        """Whether `by_rows` is possible where each view is contiguous or the transpose of a contiguous matrix."""
+        return bool(self.order.rows) and self.step == 1 and self.is_whole
+
+    @property
+    def block(self) -> int:
+        """Rows that are proven at a time: what stays in the second-level cache meanwhile."""
+        row = self.nbytes // self.shape[0]
+        return max(_BLOCK // row // max(self.order.rows, 1), 1) * self.order.rows if self.by_rows else self.shape[0]
+
+    @property
+    def room_bytes(self) -> int:
+        """Room for unpacked elements, and for elements on their way to be packed."""
+        return 0 if self.order.in_place and not self.flip else self.nbytes // self.shape[0] * self.block
+
+    @property
+    def spare_bytes(self) -> int:
+        """Room for what they should be, and for what is between."""
+        return 0 if self.is_whole and not self.order.needs_spare else self.nbytes
+
     def pack(self, views: Views, out: Array, room: Room, scratch: Array) -> None:
         """Fill the part.
 
         Args:
             views: its field, by projection.
             out: uint8, the part's bytes.
-            room: at least `nbytes`.
+            room: at least `room_bytes`.
             scratch: where rooms are.
         """
         if self.order.in_place:
             self.place(views, out.view(self.dtype).reshape(self.shape))
-        elif self.order.by_projection and self.is_whole and all(map(_is_dense, views)):
+        elif self.by_rows:
             for view, start in zip(views, self.starts, strict=True):
                 self.order.pack(_present(view), out, start)
         else:
@@ -211,6 +243,12 @@ class PackedPart:
         if self.flip:
             octets = found.reshape(-1).view(np.uint8)
             np.bitwise_xor(octets, np.uint8(self.flip), out=octets)
+        return found
+
+    def unpack_rows(self, packed: Array, row: int, count: int, room: Room, scratch: Array) -> Array:
+        """`count` rows of a part that goes by rows, from `row` on."""
+        found = room.array(scratch, (count, self.shape[1]), self.dtype)
+        self.order.unpack(packed, found, found, row)
         return found
 
     def holds(self, found: Array, views: Views, room: Room, scratch: Array) -> bool:
@@ -247,10 +285,6 @@ class PackedPart:
         elements = room.array(scratch, self.shape, self.dtype)
         self.place(views, elements)
         return elements
-
-
-def _is_dense(view: Array | None) -> bool:
-    return view is not None and (view.flags.c_contiguous or view.flags.f_contiguous)
 
 
 def _present(view: Array | None) -> Array:

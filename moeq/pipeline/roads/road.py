@@ -8,16 +8,16 @@ to other threads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from moeq.checkpoint.manifest import Projection
 from moeq.checkpoint.names import Projection as StoredName
-from moeq.digest import add_field, new_digest
+from moeq.digest import begin_field, new_digest
 from moeq.layouts.fast import transpose
-from moeq.layouts.fast.compare import all_between
+from moeq.layouts.fast.compare import all_between, same
 from moeq.matrix import MatrixSpec
 from moeq.model.shards import Range
 from moeq.pipeline.roads.base import Inputs, Outputs, Proof
@@ -139,11 +139,12 @@ class DirectRoad:
         held = [projection for lane in self.lanes for projection in lane.holds]
         digests = [new_digest(spec) for _, spec in held]
         for field in (name for name in _FIELDS if name in read[0]):
-            elements = self._proven(field, read, outputs, scratch)
-            if elements is None:
-                return None
-            for digest, matrix in zip(digests, elements, strict=True):
-                add_field(digest, field, self._in_a_row(matrix, field, scratch).data)
+            for digest, fields in zip(digests, read, strict=True):
+                begin_field(digest, field, fields[field].size * (2 if field == "zeros" else fields[field].itemsize))
+            for projection, rows in self._proven(field, read, outputs, scratch):
+                if rows is None:
+                    return None
+                digests[projection].update(self._in_a_row(rows, field, scratch).data)
         return Proof(tuple((name, digest.hexdigest()) for (name, _), digest in zip(held, digests, strict=True)))
 
     def _read(self, inputs: Inputs, scratch: Array) -> list[Fields] | None:
@@ -158,19 +159,35 @@ class DirectRoad:
     def _keeps_scales(self, read: Sequence[Fields]) -> bool:
         return self.scales is None or all(all_between(fields["scales"], *self.scales) for fields in read)
 
-    def _proven(self, field: str, read: Sequence[Fields], outputs: Outputs, scratch: Array) -> Sequence[Array] | None:
-        """A field as it was unpacked, by projection (the source's own, which is equal, where that is not in one piece).
+    def _proven(
+        self, field: str, read: Sequence[Fields], outputs: Outputs, scratch: Array
+    ) -> Iterator[tuple[int, Array | None]]:
+        """A field as it was unpacked, or as the source has it where that lies more conveniently: the two are equal.
 
-        None where a shard does not hold it.
+        Consecutive rows of every projection, with its number; None where a shard does not hold them.
         """
         for shard, packed in zip(self.shards, outputs, strict=True):
             part, views = shard.parts[field], shard.views(field, self.spec, read)
+            if part.by_rows:
+                yield from self._proven_by_rows(part, views, packed[part.name], scratch)
+                return
             found = part.unpack(packed[part.name], self.elements, self.expected, scratch)
             if not part.holds(found, views, self.expected, scratch):
-                return None
-        if part.is_whole and len(self.shards) == 1:
-            return [found[start : start + part.filled[0]] for start in part.starts]
-        return [fields[field] for fields in read]
+                yield 0, None
+                return
+        whole = part.is_whole and len(self.shards) == 1
+        for projection, start in enumerate(part.starts):
+            yield projection, found[start : start + part.filled[0]] if whole else read[projection][field]
+
+    def _proven_by_rows(
+        self, part: PackedPart, views: Views, packed: Array, scratch: Array
+    ) -> Iterator[tuple[int, Array | None]]:
+        """`_proven` of a part of which a few rows at a time are unpacked."""
+        for projection, (view, start) in enumerate(zip(views, part.starts, strict=True)):
+            for row in range(0, part.filled[0], part.block):
+                count = min(part.block, part.filled[0] - row)
+                found = part.unpack_rows(packed, start + row, count, self.elements, scratch)
+                yield projection, found if view is not None and same(view, found, row) else None
 
     def _in_a_row(self, matrix: Array, name: str, scratch: Array) -> Array:
         """The bytes that the digest takes: row after row, zero points 16 bits wide."""
