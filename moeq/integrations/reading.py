@@ -19,12 +19,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import numpy as np
+    import torch
     from torch import Tensor
 
     from moeq.checkpoint.source import Source
 
 #: Runs closer than this are read together: the operating system reads whole pages anyway.
 PAGE = 4096
+
+#: Bytes read at a time on the way to another device: enough for its copy engine, little beside a layer.
+STAGE = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -136,16 +140,52 @@ def _spans(index: Tensor, size: int) -> tuple[Span, ...] | None:
     return tuple(spans)
 
 
-def read_experts(source: Source, name: str, rows: tuple[int, int]) -> Tensor:
-    """`tensor[rows]` of a stacked tensor, in one read."""
+def read_experts(
+    source: Source, name: str, rows: tuple[int, int], device: torch.device | None = None, into: Tensor | None = None
+) -> Tensor:
+    """`tensor[rows]` of a stacked tensor, in one pass over the file.
+
+    Args:
+        device: None for the CPU. Another device is filled through two small pinned buffers, so that no whole tensor
+            lies in memory in between.
+        into: filled and returned instead of a new tensor, where it is contiguous and of the stored dtype and shape.
+    """
     import torch
 
     entry = source.entry(name)
     size = (entry.end - entry.start) // entry.shape[0]
-    out = torch.empty((rows[1] - rows[0]) * size, dtype=torch.uint8)
+    shape, dtype = (rows[1] - rows[0], *entry.shape[1:]), torch_dtype(_stored(entry.dtype))
+    if into is None or into.dtype != dtype or tuple(into.shape) != shape or not into.is_contiguous():
+        into = torch.empty(shape, dtype=dtype, device=device)
+    out = into.view(-1).view(torch.uint8)
     with _opened(source, entry.file) as fd:
-        _read_into(fd, out.numpy().data, entry.start + rows[0] * size, entry.file)
-    return out.view(torch_dtype(_stored(entry.dtype))).view(rows[1] - rows[0], *entry.shape[1:])
+        if out.device.type == "cpu":
+            _read_into(fd, out.numpy().data, entry.start + rows[0] * size, entry.file)
+        else:
+            _read_through(fd, out, entry.start + rows[0] * size, entry.file)
+    return into
+
+
+def _read_through(fd: int, out: Tensor, offset: int, file: str, stage: int = STAGE) -> None:
+    """Bytes of a file to a tensor on another device: one buffer is read while the other is copied."""
+    import torch
+
+    pinned = out.device.type == "cuda"
+    buffers = [torch.empty(min(stage, len(out)), dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+    copied: list[Any] = [None, None]
+    for number, start in enumerate(range(0, len(out), stage)):
+        slot, size = number % 2, min(stage, len(out) - start)
+        if copied[slot] is not None:
+            copied[slot].synchronize()
+        piece = buffers[slot][:size]
+        _read_into(fd, piece.numpy().data, offset + start, file)
+        out[start : start + size].copy_(piece, non_blocking=pinned)
+        if pinned:
+            copied[slot] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied[slot].record(torch.cuda.current_stream(out.device))
+    for event in copied:
+        if event is not None:
+            event.synchronize()
 
 
 def read_shards(source: Source, name: str, rows: tuple[int, int], cut: PartCut) -> Tensor:

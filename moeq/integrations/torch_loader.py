@@ -199,27 +199,37 @@ def check_layer_digests(checkpoint: ConvertedCheckpoint, entry: LayerEntry) -> N
 
 def packed_experts(checkpoint: Checkpoint, entry: LayerEntry, part: RankPart, device: torch.device) -> PackedExperts:
     """What `part` says, read and put on the device; nothing is checked here."""
-    tensors = {
-        role: {name: tensor.to(device) for name, tensor in read_parts(checkpoint, entry, part, matrix).items()}
-        for role, matrix in part.matrices.items()
-    }
+    tensors = {role: read_parts(checkpoint, entry, part, matrix, device) for role, matrix in part.matrices.items()}
     return kernel_experts(entry.layout, {role: matrix.spec for role, matrix in part.matrices.items()}, tensors)
 
 
-def read_parts(checkpoint: Checkpoint, entry: LayerEntry, part: RankPart, matrix: MatrixPart) -> dict[str, Tensor]:
-    """The packed parts of a rank's matrix, `[experts, ...]` each, on the CPU."""
-    source, names = checkpoint.source, matrix.stored.tensors
+def read_parts(
+    checkpoint: Checkpoint,
+    entry: LayerEntry,
+    part: RankPart,
+    matrix: MatrixPart,
+    device: torch.device | None = None,
+    into: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """The packed parts of a rank's matrix, `[experts, ...]` each, on a device (None: the CPU).
+
+    Whole experts are read straight into the tensors of `into`, where it has one of the stored dtype for a part.
+    """
+    source, names, into = checkpoint.source, matrix.stored.tensors, into or {}
     if matrix.window is None:
-        found = {name: read_experts(source, tensor, part.rows) for name, tensor in names.items()}
+        found = {
+            name: read_experts(source, tensor, part.rows, device, into.get(name)) for name, tensor in names.items()
+        }
     else:
         cuts = part_cuts(entry.layout, matrix.stored.padded_spec, matrix.window)
         found = {
-            name: read_shards(source, tensor, part.rows, cuts[name])
+            name: read_shards(source, tensor, part.rows, cuts[name]).to(device)
             for name, tensor in names.items()
             if cuts[name].spans is not None
         }
         if len(found) < len(names):
-            found |= _cut_in_memory(checkpoint, entry, part, matrix, cuts)
+            computed = _cut_in_memory(checkpoint, entry, part, matrix, cuts)
+            found |= {name: tensor.to(device) for name, tensor in computed.items()}
     if matrix.zero_bias and "bias" in found:
         found["bias"].zero_()
     return found

@@ -219,9 +219,14 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
     def _fill(self, layer: Any) -> None:
         for role in STACKED_ROLES:
-            for part, tensor in read_parts(self.checkpoint, self.entry, self.part, self.part.matrices[role]).items():
-                target = getattr(layer, f"{role}_{part}").data
-                target.copy_(tensor.view(target.dtype) if target.dtype == torch.float8_e8m0fnu else tensor)
+            matrix = self.part.matrices[role]
+            targets = {part: getattr(layer, f"{role}_{part}").data for part in matrix.stored.tensors}
+            exponents = torch.float8_e8m0fnu  # bytes, as moeq has them
+            targets = {part: t.view(torch.uint8) if t.dtype == exponents else t for part, t in targets.items()}
+            device = next(iter(targets.values())).device
+            for part, tensor in read_parts(self.checkpoint, self.entry, self.part, matrix, device, targets).items():
+                if tensor.data_ptr() != targets[part].data_ptr():
+                    targets[part].copy_(tensor)
         self._filled = True
 
     def process_weights_after_loading(self, layer: Any) -> None:

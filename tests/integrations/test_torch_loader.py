@@ -14,7 +14,7 @@ import moeq
 from moeq.checkpoint.manifest import STACKED_ROLES
 from moeq.errors import MoeqError
 from moeq.integrations.ranks import Rank, plan_rank
-from moeq.integrations.reading import Window, part_cuts, read_shards
+from moeq.integrations.reading import Window, _read_through, part_cuts, read_experts, read_shards
 from moeq.integrations.torch_loader import expert_map, open_converted, read_parts, require_arch
 from moeq.layouts.registry import get_layout
 from moeq_kernels import fused_moe
@@ -241,3 +241,37 @@ class TestRefusals:
         manifest["layers"][0]["matrices"]["w2"]["padded_k"] = 256
         (folder / "moeq.json").write_text(json.dumps(manifest))
         assert self.refused(folder, 0).code == "source.bad-manifest"
+
+
+class TestReading:
+    name = "gptq-int4-g32-qwen3moe"
+
+    def tensor(self, converted: dict[str, Path]) -> tuple[Any, str]:
+        checkpoint = open_converted(converted[self.name])
+        return checkpoint.source, checkpoint.manifest.layer(1).matrices["w13"].tensors["weight"]
+
+    @pytest.mark.parametrize("stage", [1 << 20, 4096, 1000])
+    def test_piece_by_piece_gives_the_same_bytes(self, stage, converted) -> None:
+        """The road to a GPU, on the CPU: pieces that divide the tensor, that do not, and one that holds it all."""
+        source, name = self.tensor(converted)
+        entry, wanted = source.entry(name), read_experts(source, name, (1, 3))
+        out = torch.zeros(wanted.nbytes, dtype=torch.uint8)
+        with open(source.path(entry.file), "rb") as file:
+            offset = entry.start + (entry.end - entry.start) // entry.shape[0]
+            _read_through(file.fileno(), out, offset, entry.file, stage)
+        assert torch.equal(out, wanted.view(-1).view(torch.uint8))
+
+    def test_tensors_that_fit_are_filled_and_others_replaced(self, converted) -> None:
+        source, name = self.tensor(converted)
+        wanted = read_experts(source, name, (0, 2))
+        fits, wrong = torch.zeros_like(wanted), torch.zeros(wanted.shape, dtype=torch.int64)
+        assert read_experts(source, name, (0, 2), into=fits) is fits
+        assert torch.equal(fits, wanted)
+        assert read_experts(source, name, (0, 2), into=wrong) is not wrong
+        assert int(wrong.sum()) == 0
+
+    @pytest.mark.gpu
+    def test_on_a_gpu(self, converted) -> None:
+        source, name = self.tensor(converted)
+        found = read_experts(source, name, (0, 4), torch.device("cuda"))
+        assert torch.equal(found.cpu(), read_experts(source, name, (0, 4)))
