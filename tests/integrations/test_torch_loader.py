@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
