@@ -36,7 +36,7 @@ class Share:
     def select(self, units: Sequence[Unit], *, remote: bool) -> tuple[Unit, ...]:
         """The units of this share, in the order of their places in the source.
 
-        Units are dealt in groups, see `_groups`, in the order of their places in the source, so that a share reads
+        Units are dealt in groups, see `grouped`, in the order of their places in the source, so that a share reads
         neighbouring files. Every share in turn takes groups until it comes as near as it can to an equal part of what
         is left; none takes so many that another is left without.
 
@@ -44,7 +44,7 @@ class Share:
             units: all units of the plan.
             remote: the source is a repository, whose files are fetched by whoever reads them.
         """
-        groups = _groups(units, remote)
+        groups = grouped(units, remote=remote)
         sizes = [sum(unit.bytes_in + unit.bytes_out for unit in group) for group in groups]
         left, stop = sum(sizes), 0
         for index in range(self.index + 1):
@@ -76,8 +76,8 @@ class ShareRun:
     done: bool
 
 
-def _groups(units: Sequence[Unit], remote: bool) -> list[list[Unit]]:
-    """Units that one share does together: those that write to the same file.
+def grouped(units: Sequence[Unit], *, remote: bool = False) -> list[list[Unit]]:
+    """Units that one machine does together: those that write to the same file.
 
     Two machines that write to one file at once would be right, too, but network file systems write whole pages: where
     the two meet within a page one can lose the other's bytes, which `moeq finalize` would notice only afterwards.

@@ -1,7 +1,7 @@
 """Units as tasks of a Ray cluster. This machine keeps the journal; workers write to the shared folder.
 
 A worker opens the job once, checks that it comes to the same plan, and then executes the units it is given. Nothing
-but names and records travels.
+but names and records travels. A task is all units of one output file (see `moeq.pipeline.shares.grouped`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from moeq.pipeline.executors.ray_cluster import Task, Token
 from moeq.pipeline.folder import WORK_PREFIX
 from moeq.pipeline.job import Job, JobRequest, open_job
 from moeq.pipeline.records import UnitRecord
-from moeq.pipeline.resources import memory_needed
+from moeq.pipeline.resources import plan_memory
+from moeq.pipeline.shares import grouped
 from moeq.pipeline.units import Unit
 
 #: What Ray's own threads and libraries add to a process that executes units (Ray 2.60, measured).
@@ -81,24 +82,28 @@ class RayExecutor:
             MoeqError: what a unit raised, as it would be raised here; `resources.ray-memory`; `environment.ray-lost`.
         """
         by_id = {unit.id: unit for unit in units}
-        largest_first = sorted(units, key=lambda unit: -(unit.bytes_in + unit.bytes_out))
-        tasks = [
-            Task(unit.id, RAY_BYTES + memory_needed(self._job, unit), execute, (self._order, unit.id))
-            for unit in largest_first
-        ]
-        if tasks:
-            ray_cluster.check_memory(ray_cluster.nodes(self._ray), tasks)
+        if not units:
+            return
+        # A worker keeps its buffers from one task to the next, so each needs what any of them needs.
+        memory = RAY_BYTES + plan_memory(self._job.checkpoint, self._job.plan, units, workers=1).peak
+        tasks = [self._task(group, memory) for group in sorted(grouped(units), key=_bytes, reverse=True)]
+        ray_cluster.check_memory(ray_cluster.nodes(self._ray), tasks)
 
-        def done(result: tuple[UnitRecord, float]) -> None:
-            record, seconds = result
-            unit = by_id[record.unit]
-            handle(Moved(unit, unit.bytes_out, unit.id))
-            handle(Done(unit, record, seconds))
+        def done(results: list[tuple[UnitRecord, float]]) -> None:
+            for record, seconds in results:
+                unit = by_id[record.unit]
+                handle(Moved(unit, unit.bytes_out, unit.id))
+                handle(Done(unit, record, seconds))
 
         ray_cluster.run(self._ray, tasks, done, self._warn)
 
-    def _task(self, unit: Unit) -> Task[tuple[UnitRecord, float]]:
-        return Task(unit.id, RAY_BYTES + memory_needed(self._job, unit), execute, (self._order, unit.id))
+    def _task(self, units: Sequence[Unit], memory: int) -> Task[list[tuple[UnitRecord, float]]]:
+        name = units[0].id if len(units) == 1 else f"{units[0].id} .. {units[-1].id}"
+        return Task(name, memory, execute, (self._order, tuple(unit.id for unit in units)))
+
+
+def _bytes(units: Sequence[Unit]) -> int:
+    return sum(unit.bytes_in + unit.bytes_out for unit in units)
 
 
 @contextmanager
@@ -117,13 +122,17 @@ def ray_executor(
         yield RayExecutor(ray, job, Order(_absolute(job), job.plan.digest, str(folder), token), warn)
 
 
-def execute(order: Order, unit_id: str) -> tuple[UnitRecord, float] | MoeqError:
-    """Execute a unit in this process, a worker: its record and the seconds it took, or why not."""
-    begun = time.monotonic()
+def execute(order: Order, units: Sequence[str]) -> list[tuple[UnitRecord, float]] | MoeqError:
+    """Execute units in this process, a worker: their records and the seconds each took, or why not."""
+    results = []
     try:
-        return _worker(order).execute(unit_id), time.monotonic() - begun
+        worker = _worker(order)
+        for unit in units:
+            begun = time.monotonic()
+            results.append((worker.execute(unit), time.monotonic() - begun))
     except MoeqError as error:
         return error
+    return results
 
 
 @lru_cache(maxsize=1)
