@@ -206,7 +206,7 @@ def _render_proof(console: Console, conversion: Conversion) -> None:
     if losses:
         console.print(f"  lossy     {losses} stored numbers were changed, as was allowed; the rest is proven equal")
     else:
-        console.print(f"  proof     {units} of {units} packed matrices unpacked from the file and equal to the source")
+        console.print(f"  proof     {units} of {units} packed matrices unpacked again and equal to the source")
     kept = len(manifest.restore.kept) if manifest.restore else 0
     if kept:
         console.print(f"  kept      {kept} source tensors verbatim, for `moeq restore`")

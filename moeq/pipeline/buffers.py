@@ -6,10 +6,18 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from moeq.checkpoint.writer import BLOCK
 from moeq.pipeline.records import Bytes
 
-#: Every view starts at a multiple of this.
-ALIGNMENT = 64
+#: Every view starts at a multiple of this: what writing past the page cache asks for.
+ALIGNMENT = BLOCK
+
+
+#: Output buffers of a thread: one is written while the other is filled.
+OUTPUT_BUFFERS = 2
+
+#: Buffers with the places of the output file that they are to be written to.
+Writes = Sequence[tuple[Bytes, int]]
 
 
 class Buffers:

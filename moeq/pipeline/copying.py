@@ -1,4 +1,4 @@
-"""Tensors that stay as they are: copied by the kernel where it can, read back and summed. No torch."""
+"""Tensors that stay as they are: blocks are shared where the file system can, else read, summed, written. No torch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from moeq.checkpoint.writer import read_at, start_write_back, write_at
+from moeq.checkpoint.writer import BLOCK, OutputFile, read_at
 from moeq.errors import MoeqError
-from moeq.pipeline.buffers import Buffers
+from moeq.pipeline.buffers import Buffers, Writes
 from moeq.pipeline.job import Job
 from moeq.pipeline.records import UnitRecord, checksum, word_sum
 from moeq.pipeline.resources import Room
@@ -30,7 +30,7 @@ class CopyResult:
 class Copier:
     """Executes one `CopyUnit`, chunk by chunk. Arguments as for `moeq.pipeline.pack.Packer`."""
 
-    def __init__(self, job: Job, unit: CopyUnit, inputs: Mapping[str, int], output: int, room: Room) -> None:
+    def __init__(self, job: Job, unit: CopyUnit, inputs: Mapping[str, int], output: OutputFile, room: Room) -> None:
         self._unit = unit
         self._input = inputs[unit.source_file]
         self._output = output
@@ -44,16 +44,20 @@ class Copier:
         """What is being done, for progress."""
         return f"copy of {self._unit.source_file}"
 
-    def run(self, chunk: CopyRun, buffers: Buffers) -> CopyResult:
-        """Copy one chunk and read it back. Raises MoeqError `source.truncated`, OSError where the disk says no."""
-        buffer = buffers.take("copy", CHUNK_BYTES)[: chunk.size]
-        if not _by_kernel(self._input, self._output, chunk):
-            if read_at(self._input, buffer.data, chunk.source) < chunk.size:
-                raise self._truncated(chunk)
-            write_at(self._output, buffer.data, chunk.output)
-        start_write_back(self._output, chunk.output, chunk.size)
-        read_at(self._output, buffer.data, chunk.output)
-        return CopyResult(chunk.size, (word_sum(buffer),))
+    def run(self, chunk: CopyRun, buffers: Buffers, slot: int) -> tuple[CopyResult, Writes]:
+        """Read one chunk; it is summed here and written by the caller, but for what the kernel copies by itself.
+
+        Raises:
+            MoeqError: `source.truncated`.
+            OSError: the disk says no.
+        """
+        buffer = buffers.take(f"copy {slot}", CHUNK_BYTES)[: chunk.size]
+        if read_at(self._input, buffer.data, chunk.source) < chunk.size:
+            raise self._truncated(chunk)
+        result = CopyResult(chunk.size, (word_sum(buffer),))
+        if _can_share(chunk) and _by_kernel(self._input, self._output.fd, chunk):
+            return result, ()
+        return result, ((buffer, chunk.output),)
 
     def record(self, results: Sequence[CopyResult]) -> UnitRecord:
         """The unit's record from the results of all its chunks, in order."""
@@ -66,6 +70,11 @@ class Copier:
     def _truncated(self, chunk: CopyRun) -> MoeqError:
         end = chunk.source + chunk.size
         return MoeqError("source.truncated", f"{self._unit.source_file}: ended before byte {end:,} while being read")
+
+
+def _can_share(chunk: CopyRun) -> bool:
+    """Whether a file system that can share blocks between files could do so here. Else its copying has no advantage."""
+    return (chunk.source - chunk.output) % BLOCK == 0
 
 
 def _by_kernel(source: int, target: int, chunk: CopyRun) -> bool:

@@ -1,8 +1,9 @@
 """Threads that execute units of a conversion: read, pack, check and write overlap, within units and across them.
 
-Every thread takes the next expert (or chunk) of the unit at hand, and goes on to the next unit when none is left, so
-that small units do not wait for each other. One more thread syncs: a unit counts as done when its bytes are on disk,
-and several that are ready together share a sync per file.
+Every worker takes the next expert (or chunk) of the unit at hand, and goes on to the next unit when none is left, so
+that small units do not wait for each other. It has a companion that writes what it has packed: while one output buffer
+is on its way to the disk, the other is being filled. One more thread syncs: a unit counts as done when its bytes are on
+disk, and several that are ready together share a sync per file.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moeq.checkpoint.writer import disk_errors, prepare_file
+from moeq.checkpoint.writer import OutputFile, disk_errors, prepare_file
 from moeq.errors import MoeqError
-from moeq.pipeline.buffers import Buffers
+from moeq.pipeline.buffers import OUTPUT_BUFFERS, Buffers, Writes
 from moeq.pipeline.copying import Copier
 from moeq.pipeline.job import Job
 from moeq.pipeline.pack import Packer
@@ -61,7 +62,7 @@ class _Failed:
 Outcome = Begun | Moved | Done
 
 #: What executes a unit, by its kind.
-_WORKERS: Mapping[type[Unit], Callable[[Job, Any, Mapping[str, int], int, Room], Any]] = {
+_KINDS: Mapping[type[Unit], Callable[[Job, Any, Mapping[str, int], OutputFile, Room], Any]] = {
     PackUnit: Packer,
     CopyUnit: Copier,
 }
@@ -165,17 +166,35 @@ class _Open:
     """A unit being executed, with its open files."""
 
     unit: Unit
-    worker: Any
+    kind: Any
     inputs: dict[str, int]
-    output: int
+    output: OutputFile
     begun: float
     items: Sequence[Any]
     results: list[Any] = field(default_factory=list)
     left: int = 0
 
     def close(self) -> None:
-        for fd in (self.output, *self.inputs.values()):
+        self.output.close()
+        for fd in self.inputs.values():
             os.close(fd)
+
+
+class _Companion:
+    """What a worker and the thread that writes for it share.
+
+    Attributes:
+        buffers: the worker's buffers.
+        free: which of the two output buffers may be filled.
+        packed: pieces to write, with their results and buffers; None when no more will come.
+    """
+
+    def __init__(self, buffers: Buffers) -> None:
+        self.buffers = buffers
+        self.free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.packed: queue.SimpleQueue[tuple[_Piece, Any, Writes, int] | None] = queue.SimpleQueue()
+        for slot in range(OUTPUT_BUFFERS):
+            self.free.put(slot)
 
 
 class _Run:
@@ -193,10 +212,17 @@ class _Run:
         self._written: queue.SimpleQueue[_Open | None] = queue.SimpleQueue()
         self._open: dict[str, _Open] = {}
         self._torch_threads = _torch_threads()
-        self._threads = [threading.Thread(target=self._work, args=(own,), daemon=True) for own in buffers]
-        self._running = len(self._threads)
-        self._syncer = threading.Thread(target=self._sync, daemon=True)
-        for thread in (*self._threads, self._syncer):
+        pairs = [_Companion(own) for own in buffers]
+        self._running = len(pairs)
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(target, *given), daemon=True)
+            for target, given in [
+                *((self._work, (pair,)) for pair in pairs),
+                *((self._write, (pair,)) for pair in pairs),
+                (self._sync, ()),
+            ]
+        ]
+        for thread in self._threads:
             thread.start()
 
     def outcomes(self) -> Iterator[Outcome | _Failed]:
@@ -210,20 +236,45 @@ class _Run:
 
     def join(self) -> None:
         """Wait for the threads; files of units that were not finished are closed."""
-        for thread in (*self._threads, self._syncer):
+        for thread in self._threads:
             thread.join()
         for home in self._open.values():
             home.close()
         self._open.clear()
         _restore_torch_threads(self._torch_threads)
 
-    def _work(self, buffers: Buffers) -> None:
+    def _guarded(self, target: Callable[..., None], *given: Any) -> None:
+        """Run a thread's work; what it raises is carried to the thread that asked for the work."""
         try:
-            while (piece := self._next()) is not None:
-                self._do(piece, buffers)
-        except BaseException as error:  # noqa: BLE001 - carried to the thread that asked for the work
+            target(*given)
+        except BaseException as error:  # noqa: BLE001 - raised again where it belongs
             self._stopped = True
             self._events.put(_Failed(error))
+
+    def _work(self, own: _Companion) -> None:
+        try:
+            while (piece := self._next()) is not None:
+                slot = own.free.get()
+                with disk_errors(self._folder / piece.home.unit.file, piece.home.unit.bytes_out):
+                    result, writes = piece.home.kind.run(piece.item, own.buffers, slot)
+                own.packed.put((piece, result, writes, slot))
+        finally:
+            own.packed.put(None)
+
+    def _write(self, own: _Companion) -> None:
+        try:
+            while (packed := own.packed.get()) is not None:
+                piece, result, writes, slot = packed
+                try:
+                    with disk_errors(self._folder / piece.home.unit.file, piece.home.unit.bytes_out):
+                        for data, place in writes:
+                            piece.home.output.write(data.data, place)
+                except BaseException:
+                    self._stopped = True  # before the buffer is free again, or the worker could wait for ever
+                    raise
+                finally:
+                    own.free.put(slot)
+                self._complete(piece, result)
         finally:
             with self._counting:
                 self._running -= 1
@@ -248,29 +299,29 @@ class _Run:
         begun = time.monotonic()
         source = self._job.checkpoint.source
         inputs: dict[str, int] = {}
-        output = -1
+        output: OutputFile | None = None
         try:
             for name in unit.inputs:
                 inputs[name] = _open_source(source.path(name), name)
             with disk_errors(self._folder / unit.file):
-                output = os.open(self._folder / unit.file, os.O_RDWR)
-            worker = _WORKERS[type(unit)](self._job, unit, inputs, output, self._room)
+                output = OutputFile(self._folder / unit.file)
+            kind = _KINDS[type(unit)](self._job, unit, inputs, output, self._room)
         except BaseException:
-            for fd in (*inputs.values(), *([output] if output >= 0 else [])):
+            for fd in inputs.values():
                 os.close(fd)
+            if output is not None:
+                output.close()
             raise
-        items = worker.items
-        home = _Open(unit, worker, inputs, output, begun, items, [None] * len(items), len(items))
+        items = kind.items
+        home = _Open(unit, kind, inputs, output, begun, items, [None] * len(items), len(items))
         self._open[unit.id] = home
         self._events.put(Begun(unit))
         return home
 
-    def _do(self, piece: _Piece, buffers: Buffers) -> None:
+    def _complete(self, piece: _Piece, result: Any) -> None:
         home = piece.home
-        with disk_errors(self._folder / home.unit.file, home.unit.bytes_out):
-            result = home.worker.run(piece.item, buffers)
         home.results[piece.number] = result
-        self._events.put(Moved(home.unit, result.written, home.worker.label(piece.item)))
+        self._events.put(Moved(home.unit, result.written, home.kind.label(piece.item)))
         with self._counting:
             home.left -= 1
             if home.left == 0:
@@ -287,9 +338,6 @@ class _Run:
                     ready.append(self._written.get())
                 ended = None in ready
                 self._finish([home for home in ready if home is not None])
-        except BaseException as error:  # noqa: BLE001 - carried to the thread that asked for the work
-            self._stopped = True
-            self._events.put(_Failed(error))
         finally:
             self._events.put(None)
 
@@ -297,9 +345,9 @@ class _Run:
         try:
             for home in {home.unit.file: home for home in ready}.values():
                 with disk_errors(self._folder / home.unit.file, home.unit.bytes_out):
-                    os.fdatasync(home.output)
+                    home.output.sync()
             for home in ready:
-                record = home.worker.record(home.results)
+                record = home.kind.record(home.results)
                 self._events.put(Done(home.unit, record, time.monotonic() - home.begun))
         finally:
             for home in ready:

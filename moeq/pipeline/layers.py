@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry, MatrixEntry, RankEntry, Sharding, StackedRole
+from moeq.checkpoint.writer import tensor_bytes
 from moeq.errors import MoeqError
 from moeq.layouts.base import Layout, TensorSpec
 from moeq.layouts.padding import PaddingPlan, logical_bytes, plan_padding
@@ -56,12 +57,13 @@ class ShardPlan:
         return logical_bytes(after) - logical_bytes(before)
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Its stacked tensors, by name."""
-        return {
+        """Its stacked tensors, by name. Large ones come first: they then lie on whole blocks of the file."""
+        found = {
             self.matrices[role].tensors[part]: ((self.shard.experts.size, *spec.shape), spec.dtype)
             for role in STACKED_ROLES
             for part, spec in self.parts[role].items()
         }
+        return dict(sorted(found.items(), key=lambda row: -tensor_bytes(*row[1])))
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""One expert's `w13` or `w2`: read, pack for every rank, write, read back, prove. For one unit, from any thread.
+"""One expert's `w13` or `w2`: read, pack for every rank, prove, write. For one unit, from any thread.
 
 Two ways lead there. A direct road (`moeq.pipeline.roads`) goes from the stored bytes to the packed bytes in reused
 buffers and knows nothing of torch. The general way takes every format and layout: decode to the logical matrix, pad,
-pack, unpack what lies in the file, compare. Both give the same bytes and the same digests.
+pack, unpack, compare. Both give the same bytes and the same digests.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.manifest import Projection
 from moeq.checkpoint.names import Projection as StoredName
-from moeq.checkpoint.writer import read_at, start_write_back, write_at
+from moeq.checkpoint.writer import OutputFile, read_at
 from moeq.errors import MoeqError
-from moeq.pipeline.buffers import Buffers
+from moeq.pipeline.buffers import Buffers, Writes
 from moeq.pipeline.job import Job
 from moeq.pipeline.layers import ShardPlan, describe
 from moeq.pipeline.records import Bytes, UnitRecord, checksum, word_sum
@@ -60,11 +62,11 @@ class Packer:
         job: the conversion.
         unit: the unit.
         inputs: open source files by name.
-        output: the open output file.
+        output: the output file.
         room: memory for experts that cannot take the direct road although their headers say so.
     """
 
-    def __init__(self, job: Job, unit: PackUnit, inputs: Mapping[str, int], output: int, room: Room) -> None:
+    def __init__(self, job: Job, unit: PackUnit, inputs: Mapping[str, int], output: OutputFile, room: Room) -> None:
         self._job = job
         self._unit = unit
         self._inputs = inputs
@@ -88,15 +90,28 @@ class Packer:
         """What is being done, for progress."""
         return f"layer {self._unit.layer} {self._unit.role} expert {expert}"
 
-    def run(self, expert: int, buffers: Buffers) -> ExpertResult:
-        """Pack one expert. Raises MoeqError where it cannot be, OSError where the disk says no."""
+    def run(self, expert: int, buffers: Buffers, slot: int) -> tuple[ExpertResult, Writes]:
+        """Pack and prove one expert.
+
+        Args:
+            expert: its number.
+            buffers: memory of this thread.
+            slot: which of its output buffers is free.
+
+        Returns:
+            The result, and what is left to write: the general way has written already.
+
+        Raises:
+            MoeqError: it cannot be packed, or the packed bytes do not mean what the source means.
+            OSError: the disk says no.
+        """
         if self._road is None:
-            return self._in_general(expert)
-        result = self._by_road(self._road, expert, buffers)
-        if result is not None:
-            return result
+            return self._in_general(expert), ()
+        found = self._by_road(self._road, expert, buffers, slot)
+        if found is not None:
+            return found
         with self._room.take(general_bytes(self._layer, self._unit), self.label(expert)):
-            return self._in_general(expert)
+            return self._in_general(expert), ()
 
     def record(self, results: Sequence[ExpertResult]) -> UnitRecord:
         """The unit's record from the results of all its experts, in order."""
@@ -115,27 +130,24 @@ class Packer:
 
     # The direct road.
 
-    def _by_road(self, road: Road, expert: int, buffers: Buffers) -> ExpertResult | None:
+    def _by_road(self, road: Road, expert: int, buffers: Buffers, slot: int) -> tuple[ExpertResult, Writes] | None:
         """None where the road declines this expert, which the general way then packs or refuses with the reason."""
         inputs = self._read(road, expert, buffers)
         sizes = [size for slots in self._slots for _, size in slots.values()]
-        pieces = iter(buffers.take_many("output", sizes))
-        outputs = [{part: next(pieces) for part in slots} for slots in self._slots]
+        pieces = buffers.take_many(f"output {slot}", sizes)
+        each = iter(pieces)
+        outputs = [{part: next(each) for part in slots} for slots in self._slots]
         scratch = buffers.take("scratch", road.scratch_bytes)
         if not road.pack(inputs, outputs, scratch):
             return None
-        sums, row = [], expert - self._unit.experts.start
-        for slots, packed in zip(self._slots, outputs, strict=True):
-            for part, (start, size) in slots.items():
-                place = start + row * size
-                write_at(self._output, packed[part].data, place)
-                start_write_back(self._output, place, size)
-                read_at(self._output, packed[part].data, place)
-                sums.append(word_sum(packed[part]))
         proof = road.prove(inputs, outputs, scratch)
         if proof is None:
             raise self._round_trip(expert)
-        return ExpertResult(sum(sizes), proof.digests, frozenset(), 0, tuple(sums))
+        row = expert - self._unit.experts.start
+        places = [start + row * size for slots in self._slots for start, size in slots.values()]
+        sums = tuple(map(word_sum, pieces))
+        result = ExpertResult(sum(sizes), proof.digests, frozenset(), 0, sums)
+        return result, tuple(zip(pieces, places, strict=True))
 
     def _read(self, road: Road, expert: int, buffers: Buffers) -> dict[tuple[StoredName, str], Bytes]:
         """The stored bytes of one expert in reused memory; parts that lie together are read at once."""
@@ -221,27 +233,24 @@ class Packer:
         padded: QuantizedMatrix,
         sums: list[int],
     ) -> QuantizedMatrix:
-        """Pack one matrix into its slot of the stack, read it back from the file, and unpack that."""
-        from moeq.pipeline.tensors import as_bytes, from_bytes
+        """Pack one matrix, write it into its slot of the stack, and unpack what was written."""
+        from moeq.pipeline.tensors import as_bytes, reshaped
 
         row = expert - self._unit.experts.start
-        read_back: dict[str, Tensor] = {}
+        written: dict[str, Tensor] = {}
         try:
             packed = layout.pack(padded)
         except MoeqError as error:
             where = f"layer {self._unit.layer} expert {expert}"
             raise MoeqError(error.code, f"{where}: {error.message}", error.hint) from None
         for part, (start, size) in slots.items():
-            data, place = as_bytes(packed[part]), start + row * size
+            data = as_bytes(packed[part])
             if data.nbytes != size:
                 raise ValueError(f"{layout.id} packs {part} into {data.nbytes} bytes, its slot has {size}")
-            write_at(self._output, data, place)
-            start_write_back(self._output, place, size)
-            again = bytearray(size)
-            read_at(self._output, memoryview(again), place)
-            sums.append(word_sum(_bytes(again)))
-            read_back[part] = from_bytes(again, packed[part], shard.parts[self._unit.role][part].shape)
-        return layout.unpack(read_back, padded.spec)
+            self._output.write(data, start + row * size)
+            sums.append(word_sum(np.frombuffer(data, np.uint8)))
+            written[part] = reshaped(packed[part], shard.parts[self._unit.role][part].shape)
+        return layout.unpack(written, padded.spec)
 
     def _lost(self, layout: Layout, padded: QuantizedMatrix, expert: int) -> int:
         """Numbers that packing changed, where that was allowed. Raises MoeqError `bug.round-trip` where it was not."""
@@ -274,12 +283,6 @@ def _padded(shard: ShardPlan, matrix: QuantizedMatrix) -> QuantizedMatrix:
     from moeq.model.shards import shard_matrix
 
     return shard.padding.pad(shard_matrix(matrix, shard.shard.intermediate, first=shard.shard.rank == 0))
-
-
-def _bytes(data: bytearray) -> Bytes:
-    import numpy as np
-
-    return np.frombuffer(data, np.uint8)
 
 
 def _read_run(inputs: Mapping[str, int], entry: TensorEntry, start: int, views: list[Bytes]) -> None:

@@ -24,7 +24,7 @@ from moeq.pipeline.units import CopyUnit, PackUnit, Unit, copy_units, pack_units
 REST_FILE_BYTES = 4 * 2**30
 
 #: Part of the digest; changes whenever the same inputs would be cut into other units or written otherwise.
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 
 
 @dataclass(frozen=True)

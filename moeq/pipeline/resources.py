@@ -1,8 +1,8 @@
 """What a conversion needs: memory, disk, time. Known before it runs, from headers alone; torch is not imported.
 
-Memory is the process itself, plus per thread one expert's stored bytes, its packed bytes and scratch, whatever the size
-of the model. Where no direct road leads (`moeq.pipeline.roads`), a thread decodes the expert to one byte per code and
-needs several times as much. The constants are measured (`tests/pipeline/test_memory.py` holds them to it).
+Memory is the process itself, plus per worker one expert's stored bytes, its packed bytes twice and scratch, whatever
+the size of the model. Where no direct road leads (`moeq.pipeline.roads`), a worker decodes the expert to one byte per
+code and needs several times as much. The constants are measured (`tests/pipeline/test_memory.py` holds them to it).
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 from moeq.errors import MoeqError
-from moeq.pipeline.buffers import room_for
+from moeq.pipeline.buffers import OUTPUT_BUFFERS, room_for
 from moeq.pipeline.layers import LayerPlan
 from moeq.pipeline.plan import Plan
+from moeq.pipeline.records import slots
 from moeq.pipeline.roads import find_road
-from moeq.pipeline.units import CHUNK_BYTES, CopyUnit, PackUnit, Unit, place_of
+from moeq.pipeline.units import CHUNK_BYTES, CopyUnit, PackUnit, Span, Unit, place_of
 
 if TYPE_CHECKING:
     from moeq.model import Checkpoint
@@ -70,9 +72,9 @@ class Need:
     Attributes:
         way: how the unit is executed.
         input: stored bytes of one expert.
-        output: packed bytes of one expert, of all ranks.
+        output: packed bytes of one expert, of all ranks, twice.
         scratch: the road's scratch.
-        copy: buffer of copies.
+        copy: buffers of copies.
         general: what the general way holds at its peak.
     """
 
@@ -118,7 +120,7 @@ class Memory:
 def need_of(checkpoint: Checkpoint, plan: Plan, unit: Unit) -> Need:
     """What one thread needs for a unit."""
     if not isinstance(unit, PackUnit):
-        return Need("copy", copy=room_for([CHUNK_BYTES]))
+        return Need("copy", copy=OUTPUT_BUFFERS * room_for([CHUNK_BYTES]))
     layer = plan.layer_of(unit)
     road = road_of(checkpoint, layer, unit)
     if road is None:
@@ -129,9 +131,15 @@ def need_of(checkpoint: Checkpoint, plan: Plan, unit: Unit) -> Need:
     return Need(
         "road",
         input=room_for(stop - start for start, stop in places),
-        output=unit.bytes_out // unit.experts.size + room_for([0] * 16),
+        output=OUTPUT_BUFFERS * room_for(stop - start for start, stop in _slots_of_one(plan, unit)),
         scratch=room_for([road.scratch_bytes]),
     )
+
+
+def _slots_of_one(plan: Plan, unit: PackUnit) -> list[Span]:
+    """The slots of one expert."""
+    count = sum(len(plan.layer_of(unit).shards[index].parts[unit.role]) for index in unit.shards)
+    return list(islice(slots(plan, unit), count))
 
 
 def road_of(checkpoint: Checkpoint, layer: LayerPlan, unit: PackUnit) -> Road | None:

@@ -53,8 +53,6 @@ def as_bytes(tensor: Tensor) -> memoryview:
     return flat_bytes(tensor).numpy().data
 
 
-def from_bytes(data: bytearray, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of the dtype of another one."""
-    import torch
-
-    return torch.frombuffer(data, dtype=torch.uint8).view(like.dtype).view(shape)
+def reshaped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The same bytes in another shape."""
+    return flat_bytes(tensor).view(tensor.dtype).view(shape)

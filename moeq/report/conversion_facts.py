@@ -22,7 +22,7 @@ class ConversionFacts:
         deployment: what it was converted for, in a phrase.
         layers: numbers of the converted layers, as ranges.
         experts: routed experts per converted layer (the largest number).
-        packed: packed matrices that were unpacked from the file and compared with the source.
+        packed: packed matrices that were unpacked again and compared with the source.
         digests: digests recorded in the manifest, one per expert and projection.
         digest: sha256 over all of them in order: one line that names the logical weights, whatever the layout.
         losses: stored numbers that a lossy layout changed.

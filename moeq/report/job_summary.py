@@ -45,7 +45,7 @@ def proof(packed: int, losses: int) -> str:
     """One sentence on what was compared."""
     if losses:
         return f"{packed} packed matrices unpacked and compared; {losses} stored numbers changed, as was allowed"
-    return f"{packed} of {packed} packed matrices unpacked from the file and equal to the source"
+    return f"{packed} of {packed} packed matrices unpacked again and equal to the source"
 
 
 def render_failure(command: str, error: MoeqError) -> str:

@@ -1,14 +1,15 @@
 from __future__ import annotations
 
+import errno
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors import safe_open
-from safetensors.numpy import save_file
 
-from moeq.checkpoint.writer import SafetensorsWriter, file_form, prepare_file
+from moeq.checkpoint.writer import BLOCK, OutputFile, SafetensorsWriter, file_form, prepare_file
 from moeq.errors import ExitCode, MoeqError
 
 TENSORS = {"a": ((2, 3), "I32"), "b": ((5,), "U8"), "empty": ((0, 4), "F16")}
@@ -46,6 +47,48 @@ def test_writes_outside_a_tensor_are_refused(tmp_path: Path, name: str, size: in
         writer.write(name, memoryview(bytes(size)), offset)
 
 
+class TestOutputFile:
+    """Pieces of every size and place, on file systems that can be written past the page cache and on others."""
+
+    @pytest.mark.parametrize("direct", [True, False])
+    def test_every_piece_lands_in_its_place(self, tmp_path: Path, direct: bool, monkeypatch) -> None:
+        if not direct:
+            monkeypatch.delattr(os, "O_DIRECT", raising=False)
+        size = 3 << 20
+        form = file_form({"w": ((size,), "U8")})
+        assert len(form.header) % BLOCK == 0, "whole blocks of data are whole blocks of the file"
+        prepare_file(tmp_path / "x", form)
+        wanted = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
+        room = np.empty(size + BLOCK, np.uint8)
+        aligned = room[-room.ctypes.data % BLOCK :][:size]
+        aligned[:] = wanted
+        cuts = [0, 4096, 4096 + (1 << 20), (1 << 20) + 8192 + 100, 2 << 20, (2 << 20) + (1 << 19), size - 5, size]
+        file = OutputFile(tmp_path / "x")
+        for start, stop in pairwise(cuts):
+            file.write(aligned[start:stop].data, len(form.header) + start)
+        unaligned = np.concatenate([np.zeros(1, np.uint8), wanted])[1:]  # memory that no disk can read from
+        file.write(unaligned[: 1 << 20].data, len(form.header))
+        file.sync()
+        file.close()
+        assert (tmp_path / "x").read_bytes() == form.header + wanted.tobytes()
+
+    def test_a_file_system_that_refuses_on_the_way(self, tmp_path: Path, monkeypatch) -> None:
+        """Opening past the page cache works, writing does not (some network file systems)."""
+        form = file_form({"w": ((1 << 20,), "U8")})
+        prepare_file(tmp_path / "x", form)
+        file, real = OutputFile(tmp_path / "x"), os.pwrite
+
+        def pwrite(fd: int, data: memoryview, position: int) -> int:
+            if fd != file.fd:
+                raise OSError(errno.EINVAL, "no")
+            return real(fd, data, position)
+
+        monkeypatch.setattr(os, "pwrite", pwrite)
+        file.write(memoryview(b"x" * (1 << 20)), len(form.header))
+        file.close()
+        assert (tmp_path / "x").read_bytes() == form.header + b"x" * (1 << 20)
+
+
 class TestPreparing:
     def test_a_prepared_file_is_whole_but_for_its_data(self, tmp_path: Path) -> None:
         form = file_form(TENSORS, {"format": "pt"})
@@ -71,7 +114,7 @@ class TestPreparing:
         assert path.read_bytes() == form.header + expected[len(form.header) : form.size]
 
     def test_a_full_disk(self, tmp_path: Path) -> None:
-        with pytest.raises(MoeqError, match="needs 1,152,921,504,606,84") as caught:
+        with pytest.raises(MoeqError, match="needs 1,152,921,504,606,8") as caught:
             prepare_file(tmp_path / "x.safetensors", file_form({"huge": ((1 << 60,), "U8")}))
         assert caught.value.exit_code == ExitCode.RESOURCES
 
@@ -83,7 +126,7 @@ class TestPreparing:
 
 def test_a_full_disk_is_reported_at_once(tmp_path: Path) -> None:
     too_much = {"huge": ((1 << 60,), "U8")}
-    with pytest.raises(MoeqError, match="needs 1,152,921,504,606,84") as caught:
+    with pytest.raises(MoeqError, match="needs 1,152,921,504,606,8") as caught:
         SafetensorsWriter(tmp_path / "x.safetensors", too_much)
     assert caught.value.exit_code == ExitCode.RESOURCES
     assert os.listdir(tmp_path) == []

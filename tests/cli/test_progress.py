@@ -134,6 +134,8 @@ class TestEvents:
                     report(events.Started("ab" * 32, 3, 90, 100, 1, 40))
                     report(events.Advanced(70, 100, "layer 3"))
                     time.sleep(0.1)
+                    report(events.Fetching("model-1.safetensors", 3 * MIB))
+                    time.sleep(0.1)
                     report(events.Warned("slow", "the disk is slow"))
                     if code:
                         raise KeyboardInterrupt
@@ -142,7 +144,9 @@ class TestEvents:
         lines = read(log)
         assert len({line["run"] for line in lines}) == 2
         beat = [line for line in lines if line["event"] == "heartbeat"][-1]
-        assert (beat["percent"], beat["label"]) == (70.0, "layer 3")
+        assert (beat["percent"], beat["label"]) == (70.0, "fetching model-1.safetensors, 3.0 MiB")
+        assert "layer 3" in {line["label"] for line in lines if line["event"] == "heartbeat"}
+        assert [line["file"] for line in lines if line["event"] == "fetching"] == ["model-1.safetensors"] * 2
         assert beat["bytes_per_second"] > 0
         assert [line["message"] for line in lines if line["event"] == "warned"] == ["the disk is slow"] * 2
         assert [line["exit_code"] for line in lines if line["event"] == "ended"] == [0, 130]
@@ -182,7 +186,7 @@ class TestGitHub:
         assert text.startswith("# before\n### moeq convert: out\n")
         assert f"| source | {INT4} |" in text, "no folders of the runner"
         assert "| layout | marlin-wna16/1 for MARLIN |" in text
-        assert "| proof | 16 of 16 packed matrices unpacked from the file and equal to the source |" in text
+        assert "| proof | 16 of 16 packed matrices unpacked again and equal to the source |" in text
         assert str(tmp_path) not in text
 
     def test_a_failure(

@@ -133,7 +133,7 @@ def test_the_card(running: Hub, source: Path, tmp_path: Path) -> None:
         "tags": ["moeq", "mixture-of-experts", "gptq", "marlin-wna16/1"],
     }
     manifest = json.loads((out / "moeq.json").read_text())
-    assert "16 of 16 packed matrices unpacked from the file and equal to the source" in card
+    assert "16 of 16 packed matrices unpacked again and equal to the source" in card
     assert "24 in `moeq.json`" in card
     assert manifest["source"]["identity"] in card
     assert "| converted for | A100, bf16, vllm@0.33.0 |" in card
