@@ -46,6 +46,7 @@ class ConversionReport:
             events.Started: self._on_started,
             events.Checking: self._on_advanced,
             events.Advanced: self._on_advanced,
+            events.Fetching: self._on_fetching,
             events.Warned: self._on_warned,
             events.Finished: self._on_finished,
         }
@@ -110,6 +111,9 @@ class ConversionReport:
 
     def _on_advanced(self, event: events.Advanced | events.Checking) -> None:
         self._progress.update(event.done, event.total, event.label)
+
+    def _on_fetching(self, event: events.Fetching) -> None:
+        self._progress.relabel(f"fetching {event.file}, {human_bytes(event.bytes)}")
 
     def _on_finished(self, event: events.Finished) -> None:
         self._progress.stop()

@@ -95,6 +95,11 @@ class ProgressReport:
         if first and self._thread is not None and not self._ended.is_set():
             self._beat()
 
+    def relabel(self, label: str) -> None:
+        """Say what is being worked on, as far along as before."""
+        done, total, _ = self._now or (0, 0, "")
+        self.update(done, total, label)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
