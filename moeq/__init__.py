@@ -31,6 +31,7 @@ _PUBLIC = {
     "gpu": "moeq.deploy.gpus:parse_gpu",
     "decide": "moeq.pipeline.decide:decide",
     "convert": "moeq.pipeline.convert:convert",
+    "finalize": "moeq.pipeline.finalize:finalize",
     "verify": "moeq.pipeline.verify:verify",
     "restore": "moeq.pipeline.restore:restore",
     "diff": "moeq.pipeline.diff:diff",
@@ -47,6 +48,7 @@ __all__ = [
     "convert",
     "decide",
     "diff",
+    "finalize",
     "gpu",
     "load_experts",
     "open",
@@ -65,6 +67,7 @@ if TYPE_CHECKING:
     from moeq.pipeline.convert import convert
     from moeq.pipeline.decide import decide
     from moeq.pipeline.diff import diff
+    from moeq.pipeline.finalize import finalize
     from moeq.pipeline.restore import restore
     from moeq.pipeline.verify import verify
 

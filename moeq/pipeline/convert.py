@@ -7,6 +7,7 @@ included, is on disk: a folder called DST is always a finished conversion. The s
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from moeq.pipeline.job import Job, JobRequest, job_stamp, open_job
 from moeq.pipeline.plan import Plan
 from moeq.pipeline.resources import Memory, plan_memory
 from moeq.pipeline.run import at_once, run_units
-from moeq.pipeline.shares import Share, ShareRun, is_remote
+from moeq.pipeline.shares import Share, ShareRun, is_remote, parse_share
 from moeq.pipeline.stream import require_streamable, streamed
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def convert(
     workers: int | None = None,
     max_memory: int | None = None,
     plan_digest: str | None = None,
-    share: Share | None = None,
+    share: Share | str | None = None,
     executor: str = "local",
     ray_address: str | None = None,
     stream_source: bool = False,
@@ -100,8 +101,8 @@ def convert(
         max_memory: bytes of memory that this process must not exceed; workers are lowered to fit. None: workers are
             lowered to stay below 1 GiB where one worker can.
         plan_digest: digest that the plan has to have (`moeq plan` prints it); None takes any.
-        share: do only this share of the units, and leave publishing to `finalize`. Any number of processes may do
-            shares at once, where all see `dst` and the source.
+        share: do only this share of the units (`3/8`, or what else `--shard` takes), and leave publishing to
+            `finalize`. Any number of processes may do shares at once, where all see `dst` and the source.
         executor: `local`, or `ray` to have units executed by a Ray cluster whose nodes see `dst` and the source.
         ray_address: of the cluster; None takes the one that Ray finds, or starts one here.
         stream_source: fetch the files of a repository in turn and drop them, so that disk never holds them all.
@@ -116,6 +117,7 @@ def convert(
             folder DST behind; what it finished is kept in `<DST>.moeq-partial`.
     """
     begun = time.monotonic()
+    share = parse_share(share, os.environ) if isinstance(share, str) else share
     if backend != "auto":
         deployment = replace(deployment, backend=backend)
     request = JobRequest(str(src), deployment, layout, skip_unfit, allow_lossy, revision)

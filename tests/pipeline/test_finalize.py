@@ -149,6 +149,15 @@ def first_half(source: Path, tmp_path: Path) -> set[str]:
     return {unit.id for unit in Share(0, 2).select(plan.units, remote=False)}
 
 
+def test_from_python(source, whole, tmp_path, monkeypatch) -> None:
+    moeq.convert(source, tmp_path / "out", A100, share="0/2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    moeq.convert(source, tmp_path / "out", A100, share="torchrun")
+    moeq.finalize(tmp_path / "out")
+    assert content(tmp_path / "out") == whole
+
+
 def test_one_process_finishes_what_shares_have_left(source, whole, tmp_path) -> None:
     share(source, tmp_path / "out", 1, 3)
     conversion = convert(source, tmp_path / "out", A100)
