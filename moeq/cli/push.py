@@ -16,10 +16,6 @@ if TYPE_CHECKING:
 
     from moeq.pipeline.push import Pushed, PushTarget
 
-CARD = "README.md"
-#: What the source's own card is called beside ours.
-SOURCE_CARD = "README.source.md"
-
 PublicOption = Annotated[
     bool,
     typer.Option(
@@ -64,11 +60,14 @@ def push_conversion(out: Output, folder: Path, target: PushTarget, base_model: s
     from moeq.checkpoint.manifest import MANIFEST_NAME, read_manifest
     from moeq.cli.progress import ProgressReport
     from moeq.pipeline.push import base_model_of, published_manifest, push
+    from moeq.pipeline.side_files import CARD, SOURCE_CARD
     from moeq.report import model_card
 
     manifest = read_manifest(folder)
     base = base_model or base_model_of(manifest)
-    own = (folder / CARD).read_bytes() if (folder / CARD).is_file() else None
+    # A folder that was itself downloaded after a push has the source's card under its second name.
+    cards = [folder / name for name in (SOURCE_CARD, CARD) if (folder / name).is_file()]
+    own = cards[0].read_bytes() if cards else None
     card = model_card.CardOptions(
         repo=target.repo,
         base_model=base,

@@ -17,16 +17,15 @@ from types import TracebackType
 import moeq
 from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.manifest import MANIFEST_NAME, STACKED_ROLES, LayerEntry, StackedRole
-from moeq.checkpoint.source import CONFIG_NAME
 from moeq.digest import default_workers, in_order, logical_digest, require_complete
 from moeq.errors import MoeqError
 from moeq.matrix import QuantizedMatrix, split_projections
 from moeq.model import Checkpoint
 from moeq.model.converted import ConvertedCheckpoint
-from moeq.pipeline.finish import INDEX_NAME
 from moeq.pipeline.folder import WorkFolder
 from moeq.pipeline.journal import JobStamp
-from moeq.pipeline.keepsake import OTHER_WEIGHTS, Keepsake, KeptSource
+from moeq.pipeline.keepsake import Keepsake, KeptSource
+from moeq.pipeline.side_files import copied_files
 from moeq.pipeline.stored import StoredPart, stored_parts
 
 _CHUNK = 16 * 2**20
@@ -92,10 +91,8 @@ def restore(
 
 
 def _copy_side_files(checkpoint: ConvertedCheckpoint, keepsake: Keepsake, folder: Path) -> None:
-    own = {MANIFEST_NAME, CONFIG_NAME, INDEX_NAME, keepsake.path.name}
-    for name in checkpoint.source.side_files():
-        if name not in own and not name.endswith(OTHER_WEIGHTS):
-            shutil.copyfile(checkpoint.source.path(name), folder / name)
+    for name, stored in copied_files(checkpoint.source).items():
+        shutil.copyfile(checkpoint.source.path(stored), folder / name)
     for name, text in keepsake.texts.items():
         (folder / name).write_bytes(text)
 

@@ -14,8 +14,9 @@ from moeq.digest import DIGEST_NAME, DigestDifference, check_digests, default_wo
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model.converted import ConvertedCheckpoint
-from moeq.pipeline.finish import INDEX_NAME, converted_config
-from moeq.pipeline.keepsake import KEEPSAKE_NAME, OTHER_WEIGHTS, Keepsake
+from moeq.pipeline.finish import converted_config
+from moeq.pipeline.keepsake import OTHER_WEIGHTS, Keepsake
+from moeq.pipeline.side_files import HUB_SETTINGS, copied_files
 
 _CHUNK = 16 * 2**20
 
@@ -202,14 +203,14 @@ class _Verifier:
     def _files(self, original: Checkpoint) -> Iterator[Mismatch | None]:
         """Side files, and the source's config and index as they were kept."""
         here, there = self._converted.source, original.source
-        own = {MANIFEST_NAME, CONFIG_NAME, INDEX_NAME, KEEPSAKE_NAME}
         keepsake = None if self._converted.manifest.restore is None else _keepsake(self._converted)
         wanted = {name for name in there.side_files() if name != CONFIG_NAME and not name.endswith(OTHER_WEIGHTS)}
-        for name in sorted(wanted | {name for name in here.side_files() if name not in own}):
-            if name not in here.side_files() or name not in wanted:
+        copied = copied_files(here)
+        for name in sorted(wanted | (copied.keys() - {HUB_SETTINGS})):
+            if name not in copied or name not in wanted:
                 yield Mismatch("file", name, f"{name} is {'missing' if name in wanted else 'not in the source'}")
             else:
-                same = here.path(name).read_bytes() == there.path(name).read_bytes()
+                same = here.path(copied[name]).read_bytes() == there.path(name).read_bytes()
                 yield None if same else Mismatch("file", name, f"{name} differs from the source's")
         for name, text in (keepsake.texts if keepsake else {}).items():
             held = {*there.side_files(), there.index}

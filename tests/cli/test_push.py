@@ -141,6 +141,28 @@ def test_the_card(running: Hub, source: Path, tmp_path: Path) -> None:
     assert "hf download org/carded" in card
 
 
+@pytest.mark.parametrize("carded", [True, False])
+def test_a_downloaded_push_leads_back_to_its_source(running: Hub, source: Path, tmp_path: Path, carded: bool) -> None:
+    if not carded:
+        (source / "README.md").unlink()
+    repo, model, back = f"org/back-{carded}", tmp_path / "model", tmp_path / "back"
+    assert running.moeq("convert", source, tmp_path / "out", "--gpu", "a100", "--push", repo).code == 0
+    shutil.copytree(running.hub.folders[repo], model)
+    (model / ".gitattributes").write_text("*.safetensors filter=lfs\n")  # the Hub makes one
+    (model / ".cache").mkdir()
+    verified = running.moeq("verify", model, "--source", source)
+    assert (verified.code, verified.document["mismatches"]) == (0, [])
+    (model / ".gitattributes").unlink()
+    assert running.moeq("restore", model, back).code == 0
+    assert {path.name: path.read_bytes() for path in back.iterdir()} == {
+        path.name: path.read_bytes() for path in source.iterdir()
+    }
+    name = "README.source.md" if carded else "README.md"
+    (model / name).write_text("changed")
+    mismatches = running.moeq("verify", model, "--source", source).document["mismatches"]
+    assert [row["name"] for row in mismatches] == ["README.md"]
+
+
 def test_a_source_on_the_hub_is_named_with_its_revision(running: Hub, checkpoints: Path, tmp_path: Path) -> None:
     repo = running.hub.add("org/original", checkpoints / OSS)
     answer = running.moeq("convert", repo, tmp_path / "out", "--gpu", "h100", "--push", "tester/converted")
