@@ -20,6 +20,9 @@ from moeq.layouts.fast.marlin import _transposed
 
 Words = np.ndarray[Any, np.dtype[np.uint64]]
 
+#: Rows of a tile.
+TILE = 16
+
 _LOW, _HIGH, _32 = np.uint64(0x00000000FFFFFFFF), np.uint64(0xFFFFFFFF00000000), np.uint64(32)
 
 
@@ -31,25 +34,20 @@ def _masks(permutation: BitPermutation) -> tuple[np.uint64, ...]:
 _DEAL, _GATHER = _masks(MUL_FREE), _masks(MUL_FREE.inverse)
 
 
-def pack(words: Words, gated: bool, out: Words) -> None:
-    """Pack rows of codes.
+def pack(words: Words, out: Words, row: int = 0) -> None:
+    """Pack rows of codes (of a gated w13: gate 0, up 0, gate 1, ...).
 
     Args:
         words: uint64 `[N, K / 16]`, contiguous; N a multiple of 16, K of 64.
-        gated: the rows are gate rows, then up rows, to be packed as gate 0, up 0, gate 1, ...
         out: uint64, flat.
+        row: the packed row at which these start, a multiple of 16.
     """
-    _pack(words, *_strides(words, gated), out)
+    _pack(words, row // TILE, out)
 
 
-def unpack(packed: Words, gated: bool, out: Words) -> None:
+def unpack(packed: Words, out: Words, row: int = 0) -> None:
     """The inverse of `pack`, into contiguous `out` uint64 `[N, K / 16]`."""
-    _unpack(packed, *_strides(out, gated), out)
-
-
-def _strides(words: Words, gated: bool) -> tuple[int, int, int, int]:
-    """Rows from a tile to the next, between the two rows of a word, and for the digits r and s of the arrangement."""
-    return (8, 4, 1, len(words) // 2) if gated else (16, 8, 2, 1)
+    _unpack(packed, row // TILE, out)
 
 
 @njit(cache=True, nogil=True, boundscheck=False)
@@ -105,15 +103,15 @@ def _gather(packed, line):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True, boundscheck=False)
-def _pack(rows, tile, other, r_step, s_step, out):  # type: ignore[no-untyped-def]
+def _pack(rows, tile, out):  # type: ignore[no-untyped-def]
     length = rows.shape[1] // 4 * 16
-    for n in range(rows.shape[0] // 16):
+    for n in range(rows.shape[0] // TILE):
         for r in range(4):
-            start = (4 * n + r) * length
+            start = (4 * (tile + n) + r) * length
             line = out[start : start + length]
             for s in range(2):
-                row = tile * n + r_step * r + s_step * s
-                a, b = rows[row], rows[row + other]
+                row = TILE * n + 2 * r + s
+                a, b = rows[row], rows[row + 8]
                 for k in range(rows.shape[1] // 4):
                     for m in range(2):
                         i, w = 4 * k + 2 * m, 16 * k + 8 * s + m
@@ -127,16 +125,16 @@ def _pack(rows, tile, other, r_step, s_step, out):  # type: ignore[no-untyped-de
 
 
 @njit(cache=True, nogil=True, boundscheck=False)
-def _unpack(packed, tile, other, r_step, s_step, rows):  # type: ignore[no-untyped-def]
+def _unpack(packed, tile, rows):  # type: ignore[no-untyped-def]
     length = rows.shape[1] // 4 * 16
     line = np.empty(length, np.uint64)
-    for n in range(rows.shape[0] // 16):
+    for n in range(rows.shape[0] // TILE):
         for r in range(4):
-            start = (4 * n + r) * length
+            start = (4 * (tile + n) + r) * length
             _gather(packed[start : start + length], line)
             for s in range(2):
-                row = tile * n + r_step * r + s_step * s
-                a, b = rows[row], rows[row + other]
+                row = TILE * n + 2 * r + s
+                a, b = rows[row], rows[row + 8]
                 for k in range(rows.shape[1] // 4):
                     for m in range(2):
                         i, w = 4 * k + 2 * m, 16 * k + 8 * s + m

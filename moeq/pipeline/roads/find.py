@@ -15,7 +15,7 @@ from moeq.matrix import MatrixSpec, projection_spec
 from moeq.model.experts import WHOLE_PARTS, ExpertKind, Experts
 from moeq.pipeline.layers import ShardPlan
 from moeq.pipeline.roads.formats import stored_projection
-from moeq.pipeline.roads.parts import packed_parts
+from moeq.pipeline.roads.parts import BLOCK, packed_parts
 from moeq.pipeline.roads.road import DirectRoad, Lane, ShardRoad
 from moeq.pipeline.roads.room import Room
 from moeq.schemes.format import PartSig
@@ -70,7 +70,7 @@ def bind(experts: Experts, role: StackedRole, layout: Layout, shards: Sequence[S
         return None
     parts = [part for rank in found for part in rank.parts.values()]
     elements = Room(lanes[-1].room.stop, max(part.room_bytes for part in parts))
-    expected = Room(elements.stop, max(*(part.spare_bytes for part in parts), _digest_bytes(spec, found)))
+    expected = Room(elements.stop, max(BLOCK, *(part.spare_bytes for part in parts)))
     return DirectRoad(spec, lanes, tuple(found), LAYOUTS[layout.id], elements, expected, expected.stop)
 
 
@@ -127,7 +127,7 @@ def _shard_road(layout: ArrangedLayout, spec: MatrixSpec, plan: ShardPlan, *, de
     if padding.rule.midpoint or cuts_words:
         return None
     found = packed_parts(layout, shard, padded)
-    parts = {part.field: replace(part, by_rows=dense and part.could_go_by_rows) for part in found}
+    parts = {part.field: replace(part, dense=dense) for part in found}
     if parts.keys() != _fields(spec):
         return None
     return ShardRoad(parts, features, everything=shard == spec, first=plan.shard.rank == 0)
@@ -137,11 +137,3 @@ def _fields(spec: MatrixSpec) -> set[str]:
     """The logical fields of a matrix."""
     optional = {"zeros": not spec.symmetric, "bias": spec.bias_dtype is not None}
     return {"codes", "scales", *(field for field, there in optional.items() if there)}
-
-
-def _digest_bytes(spec: MatrixSpec, ranks: Sequence[ShardRoad]) -> int:
-    """The largest field that has to be laid out row by row for the digest, beside what is unpacked."""
-    zeros = 0 if spec.symmetric else 2 * spec.n * spec.num_groups
-    if len(ranks) == 1 and all(part.is_whole for part in ranks[0].parts.values()):
-        return zeros
-    return max(spec.n * spec.k * spec.bits // 8, 4 * spec.n * spec.num_groups, zeros)

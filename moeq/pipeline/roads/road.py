@@ -8,6 +8,7 @@ to other threads.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,12 +18,12 @@ from moeq.checkpoint.manifest import Projection
 from moeq.checkpoint.names import Projection as StoredName
 from moeq.digest import begin_field, new_digest
 from moeq.layouts.fast import transpose
-from moeq.layouts.fast.compare import all_between, same
+from moeq.layouts.fast.compare import all_between
 from moeq.matrix import MatrixSpec
 from moeq.model.shards import Range
 from moeq.pipeline.roads.base import Inputs, Outputs, Proof
 from moeq.pipeline.roads.formats import Fields, StoredProjection
-from moeq.pipeline.roads.parts import PackedPart, Views
+from moeq.pipeline.roads.parts import BLOCK, PackedPart, Views
 from moeq.pipeline.roads.room import Array, Room
 
 #: The order in which the digest takes the fields.
@@ -144,7 +145,7 @@ class DirectRoad:
             for projection, rows in self._proven(field, read, outputs, scratch):
                 if rows is None:
                     return None
-                digests[projection].update(self._in_a_row(rows, field, scratch).data)
+                self._feed(digests[projection], rows, field, scratch)
         return Proof(tuple((name, digest.hexdigest()) for (name, _), digest in zip(held, digests, strict=True)))
 
     def _read(self, inputs: Inputs, scratch: Array) -> list[Fields] | None:
@@ -168,34 +169,25 @@ class DirectRoad:
         """
         for shard, packed in zip(self.shards, outputs, strict=True):
             part, views = shard.parts[field], shard.views(field, self.spec, read)
-            if part.by_rows:
-                yield from self._proven_by_rows(part, views, packed[part.name], scratch)
-                return
-            found = part.unpack(packed[part.name], self.elements, self.expected, scratch)
-            if not part.holds(found, views, self.expected, scratch):
-                yield 0, None
-                return
-        whole = part.is_whole and len(self.shards) == 1
-        for projection, start in enumerate(part.starts):
-            yield projection, found[start : start + part.filled[0]] if whole else read[projection][field]
+            for row, count in part.blocks():
+                found = part.unpack(packed[part.name], row, count, self.elements, self.expected, scratch)
+                if not part.holds(found, row, views, self.expected, scratch):
+                    yield 0, None
+                elif len(self.shards) == 1:
+                    for r in part.projections(row, count):
+                        yield r.projection, found[r.elements] if part.is_whole else read[r.projection][field][r.source]
+        if len(self.shards) > 1:
+            yield from ((projection, fields[field]) for projection, fields in enumerate(read))
 
-    def _proven_by_rows(
-        self, part: PackedPart, views: Views, packed: Array, scratch: Array
-    ) -> Iterator[tuple[int, Array | None]]:
-        """`_proven` of a part of which a few rows at a time are unpacked."""
-        for projection, (view, start) in enumerate(zip(views, part.starts, strict=True)):
-            for row in range(0, part.filled[0], part.block):
-                count = min(part.block, part.filled[0] - row)
-                found = part.unpack_rows(packed, start + row, count, self.elements, scratch)
-                yield projection, found if view is not None and same(view, found, row) else None
-
-    def _in_a_row(self, matrix: Array, name: str, scratch: Array) -> Array:
-        """The bytes that the digest takes: row after row, zero points 16 bits wide."""
-        rows = matrix
-        if name == "zeros":
-            rows = self.expected.array(scratch, matrix.shape, "i2")
-            np.copyto(rows, matrix)
-        elif not matrix.flags.c_contiguous:
-            rows = self.expected.array(scratch, matrix.shape, matrix.dtype.str)
-            transpose.copy(matrix, rows)
-        return rows.reshape(-1).view(np.uint8)
+    def _feed(self, digest: hashlib._Hash, matrix: Array, field: str, scratch: Array) -> None:
+        """Add the bytes that the digest takes: row after row, zero points 16 bits wide."""
+        if field != "zeros" and matrix.flags.c_contiguous:
+            digest.update(matrix.reshape(-1).view(np.uint8).data)
+            return
+        dtype = "i2" if field == "zeros" else matrix.dtype.str
+        size = max(1, BLOCK // (matrix.shape[1] * np.dtype(dtype).itemsize))
+        for row in range(0, len(matrix), size):
+            part = matrix[row : row + size]
+            rows = self.expected.array(scratch, part.shape, dtype)
+            np.copyto(rows, part) if field == "zeros" else transpose.copy(part, rows)
+            digest.update(rows.reshape(-1).view(np.uint8).data)
