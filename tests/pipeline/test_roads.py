@@ -22,6 +22,8 @@ from moeq.pipeline.convert import convert
 
 pytest.importorskip("numba")
 
+from moeq.pipeline.roads import find, parts
+from moeq.pipeline.roads import road as road_module
 from moeq.pipeline.roads.road import DirectRoad
 
 ROOT = Path(__file__).parents[2]
@@ -118,6 +120,22 @@ def test_random_checkpoints_of_odd_sizes(kind: str, sizes: Sizes, layout: str, t
     for role, road in on.items():
         for expert in range(sizes.experts):
             assert OnRoad(checkpoint, plan, role, expert, road).packed() == in_general(checkpoint, plan, role, expert)
+
+
+@pytest.mark.parametrize(("kind", "sizes", "layout", "tp"), ODD)
+def test_blocks_of_few_rows_give_the_same(kind, sizes, layout, tp, tmp_path, monkeypatch) -> None:
+    """Matrices here fit one block; with small blocks, every part of several takes several steps, and so do digests."""
+    for module in (parts, road_module, find):
+        monkeypatch.setattr(module, "BLOCK", 1536)
+    checkpoint = write_checkpoint(tmp_path, kind, sizes)
+    plan, on = roads(checkpoint, layout, tp=tp)
+    for role, road in on.items():
+        for part in road.shards[0].parts.values():
+            several = 0 < part.order.rows < part.shape[0] and part.row_bytes * part.shape[0] > 1536
+            assert (len(list(part.blocks())) > 1) == several
+        case = OnRoad(checkpoint, plan, role, 1, road)
+        assert case.packed() == in_general(checkpoint, plan, role, 1)
+        assert _damage(case) > 20
 
 
 def test_zero_points_stored_as_they_are(tmp_path: Path) -> None:
