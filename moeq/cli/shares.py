@@ -31,7 +31,12 @@ ExecutorOption = Annotated[
 ]
 RayAddressOption = Annotated[
     str | None,
-    typer.Option("--ray-address", metavar="HOST:PORT", help="Ray cluster [the one found].", rich_help_panel=WHERE),
+    typer.Option(
+        "--ray-address",
+        metavar="HOST:PORT",
+        help="Of the Ray cluster (default: the one found, else one here).",
+        rich_help_panel=WHERE,
+    ),
 ]
 StreamOption = Annotated[
     bool,

@@ -137,8 +137,7 @@ def convert(
         with streamed(source, folder.work("source"), tell) if stream_source else nullcontext(at_once) as batches:
             ran = run_units(job, folder, units, where, tell, batches)
         manifest = finish(job, folder, ran.records) if share is None else None
-    if manifest is not None:
-        tell(Finished(job.plan.bytes_out, time.monotonic() - begun, len(ran.resumed)))
+    tell(Finished(sum(unit.bytes_out for unit in units), time.monotonic() - begun, len(ran.resumed)))
     return conversion_of(job, folder, manifest, len(ran.resumed), part, memory)
 
 

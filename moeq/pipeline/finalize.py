@@ -14,7 +14,7 @@ from moeq.checkpoint.source import CONFIG_NAME
 from moeq.digest import default_workers
 from moeq.errors import MoeqError
 from moeq.pipeline.convert import Conversion, conversion_of
-from moeq.pipeline.events import Finished, Progress
+from moeq.pipeline.events import Finished, Progress, Started
 from moeq.pipeline.finish import finish
 from moeq.pipeline.folder import PARTIAL_SUFFIX, WorkFolder
 from moeq.pipeline.job import Job, job_stamp, reopen_job
@@ -57,6 +57,9 @@ def finalize(
         require_units(job, folder, folder.journals.records, "are not finished")
         records = finished_units(job, folder, job.plan.units, workers or default_workers(), tell)
         require_units(job, folder, records, "are not in the files although a journal has them")
+        units = job.plan.units
+        read, written = sum(unit.bytes_in for unit in units), job.plan.bytes_out
+        tell(Started(job.plan.digest, len(units), read, written, len(units), written))
         manifest = finish(job, folder, records)
     tell(Finished(job.plan.bytes_out, time.monotonic() - begun, len(records)))
     return conversion_of(job, folder, manifest, len(records))
@@ -71,7 +74,9 @@ def _job_of(destination: Path) -> tuple[Job, JobStamp]:
         raise MoeqError(
             "usage.nothing-to-finalize",
             f"{partial} holds no shares of a conversion" + (f"; {destination} is finished already" if done else ""),
-            "run the shares first: moeq convert SRC DST --shard 0/8 ..., on a file system that all of them see",
+            "run the shares first, on a file system that all of them see: moeq convert SRC DST --shard 0/8 ..."
+            if not done
+            else None,
         )
     first = next(iter(journals.stamps.values()))
     job = reopen_job(first)

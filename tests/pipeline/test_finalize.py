@@ -20,7 +20,7 @@ from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import ExitCode, MoeqError
 from moeq.pipeline.convert import Conversion, convert
-from moeq.pipeline.events import UnitFinished
+from moeq.pipeline.events import Checking, Event, Finished, Started, UnitFinished
 from moeq.pipeline.finalize import finalize
 from moeq.pipeline.journal import read_journals
 from moeq.pipeline.shares import Share
@@ -147,6 +147,21 @@ def test_overlapping_cuts_are_harmless(source, whole, tmp_path) -> None:
 def first_half(source: Path, tmp_path: Path) -> set[str]:
     plan = convert(source, tmp_path / "dry", A100, dry_run=True).plan
     return {unit.id for unit in Share(0, 2).select(plan.units, remote=False)}
+
+
+def test_what_is_told(source, tmp_path) -> None:
+    plan = convert(source, tmp_path / "dry", A100, dry_run=True).plan
+    for index in range(2):
+        told: list[Event] = []
+        run = share(source, tmp_path / "out", index, 2, progress=told.append).share
+        assert run is not None
+        assert next(event for event in told if isinstance(event, Started)).units == run.units
+        assert isinstance(told[-1], Finished)
+        assert told[-1].bytes_out == run.bytes_out
+    told = []
+    finalize(tmp_path / "out", progress=told.append)
+    assert [type(event) for event in told] == [Checking] * len(plan.units) + [Started, Finished]
+    assert told[-1].bytes_out == plan.bytes_out
 
 
 def test_from_python(source, whole, tmp_path, monkeypatch) -> None:
