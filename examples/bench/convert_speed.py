@@ -94,11 +94,11 @@ def synced(command: list[str], folder: Path) -> list[str]:
     return ["sh", "-c", '"$@" && exec sync "$0"/*', str(folder), *command]
 
 
-def contenders(case: Case, source: Path, out: Path, workers: int) -> Iterator[tuple[str, list[str]]]:
+def contenders(case: Case, source: Path, out: Path, workers: int, naive: bool) -> Iterator[tuple[str, list[str]]]:
     yield "cp", ["cp", "-r", str(source), str(out)]
     options = ["--gpu", "H100", "--layout", case.layout, "--workers", str(workers), "--quiet"]
     yield "convert", [sys.executable, "-P", "-c", CONVERT, "convert", str(source), str(out), *options]
-    if case.naive:
+    if naive and case.naive:
         yield "naive", [sys.executable, str(HERE / "naive_convert.py"), str(source), str(out)]
 
 
@@ -171,17 +171,19 @@ def run_case(name: str, options: argparse.Namespace, scratch: Path) -> dict[str,
     make += ["--experts", str(case.experts)] if case.experts else []
     subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
     subprocess.run(["sync", *map(str, source.iterdir())], check=True)
-    runs: dict[str, list[Run]] = {who: [] for who, _ in contenders(case, source, scratch, options.workers)}
+    runs: dict[str, list[Run]] = {
+        who: [] for who, _ in contenders(case, source, scratch, options.workers, options.naive)
+    }
     cached: list[float] = []
     same: list[str] | None = None
     for turn in range(options.repeat):
         order = list(runs)
         for who in order[turn % len(order) :] + order[: turn % len(order)]:
             out = scratch / who
-            command = dict(contenders(case, source, out, options.workers))[who]
+            command = dict(contenders(case, source, out, options.workers, options.naive))[who]
             cached.append(set_cache(source, options.cache))
             runs[who].append(measure(synced(command, out), scratch / f"{who}.log"))
-        if turn == 0 and case.naive:
+        if turn == 0 and "naive" in runs:
             same = differences(scratch / "convert", scratch / "naive")
         sizes = {who: sum(path.stat().st_size for path in (scratch / who).iterdir()) for who in runs}
         for who in runs:
@@ -253,6 +255,7 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=5, help="runs of each contender [5]")
     parser.add_argument("--workers", type=int, default=2, help="workers of `moeq convert` [2]")
     parser.add_argument("--cache", choices=("cold", "warm"), default="cold", help="the source in the page cache [cold]")
+    parser.add_argument("--no-naive", dest="naive", action="store_false", help="leave out the script of a user")
     parser.add_argument("--folder", type=Path, help="where to write, on the disk to measure [the temporary folder]")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
