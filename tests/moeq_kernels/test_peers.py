@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from bench.peers import evaluate, shapes
-from bench.peers.conduct import Options, Run, Seat, conduct
+from bench.peers.conduct import Options, Run, Seat, conduct, jobs, warm
 from bench.peers.contenders import BY_FORMAT, CONTENDERS
 from bench.peers.contenders.ours import Ours
 from bench.peers.evaluate import TARGETS, judge, merge, scores, time_of
@@ -74,6 +74,25 @@ class TestInputs:
         assert all(group.format in FORMATS and group.shape in shapes.SHAPES for group in GROUPS)
         assert len(set(GROUPS)) == len(GROUPS)
         assert {name for names in BY_FORMAT.values() for name in names} == set(CONTENDERS)
+
+
+class TestWarmingUp:
+    def test_jobs_cover_every_call_once(self) -> None:
+        groups, tokens = [Group("int4", "mixtral-8x7b"), Group("w8a8", "mixtral-8x7b")], (1, 8, 128)
+        work = jobs(groups, ["moeq", "marlin", "humming"], tokens)
+        calls = [(job.name, group, count) for job in work for group in job.groups for count in job.tokens]
+        assert len(calls) == len(set(calls))
+        assert {name for name, *_ in calls} == {"moeq", "marlin", "humming"}
+        assert sum(name == "marlin" for name, *_ in calls) == 3  # Marlin does not know W8A8
+        assert sum(name == "moeq" for name, *_ in calls) == 6
+
+    def test_failures_are_told_and_absent_peers_are_not(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        monkeypatch.setenv("PYTHONPATH", str(ROOT / "kernels"))
+        work = jobs([Group("int4", "qwen3-30b-a3b")], ["moeq", "marlin"], (1,))
+        failed = warm(work, 2, 60.0, tmp_path / "log")
+        assert len(failed) == 1
+        assert failed[0].startswith("moeq int4 qwen3-30b-a3b: ")
 
 
 class TestProcesses:

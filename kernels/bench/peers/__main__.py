@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.peers.conduct import Options, Run, Seat, conduct, warm
+from bench.peers.conduct import Options, Run, Seat, conduct, jobs, warm
 from bench.peers.contenders import BY_FORMAT, CONTENDERS
 from bench.peers.evaluate import merge
 from bench.peers.report import markdown, picture
@@ -102,9 +102,8 @@ def run(given: argparse.Namespace) -> int:
     clocks = Clocks()
     begin = time.monotonic()
     if given.warm:
-        jobs = [(name, group) for group in groups for name in BY_FORMAT[group.format] if name in names]
-        jobs = [job for job in jobs if job[0] in given.warm_only.split(",")]
-        for reason in warm(jobs, tokens, given.warm, log):
+        work = jobs(groups, [name for name in names if name in given.warm_only.split(",")], tokens)
+        for reason in warm(work, given.warm, given.warm_seconds, log):
             print("warming up:", reason, flush=True)
         print(f"warmed up in {time.monotonic() - begin:.0f} s", flush=True)
     seats = {name: Seat(name, log) for name in names}
@@ -140,6 +139,7 @@ def main() -> int:
         "--warm", type=int, default=0, metavar="PROCESSES", help="compile everything first, in parallel"
     )
     timing.add_argument("--warm-only", default=",".join(CONTENDERS), help="whose kernels to compile first")
+    timing.add_argument("--warm-seconds", type=float, default=600, help="stop compiling after that")
     timing.add_argument("--only-warm", action="store_true", help="compile, and time nothing")
     again = commands.add_parser("report", help="tables and picture of earlier runs")
     again.set_defaults(call=report)

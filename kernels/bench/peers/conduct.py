@@ -170,7 +170,8 @@ def one_group(group: Group, run: Run, deadline: float) -> None:
         return
     begin = time.monotonic()
     opened = together(seats, lambda seat: seat.order("open", **asdict(group), tokens=list(run.options.tokens)))
-    print(f"{group.format} {group.shape}: set up in {time.monotonic() - begin:.1f} s", flush=True)
+    details = {name: answer.get("ok", answer) for name, answer in opened.items()}
+    print(f"{group.format} {group.shape}: set up in {time.monotonic() - begin:.1f} s {details}", flush=True)
     for number, tokens in enumerate(run.options.tokens):
         if time.monotonic() > deadline:
             rest = list(run.options.tokens[number:])
@@ -248,19 +249,51 @@ def line(cell: Document) -> str:
     )
 
 
-def warm(jobs: list[tuple[str, Group]], tokens: tuple[int, ...], processes: int, log: Path | None) -> list[str]:
-    """Have everything compiled, in parallel processes, so that it does not happen between timings. What failed."""
+@dataclass(frozen=True)
+class Job:
+    """What one process compiles: calls of a contender in some groups."""
 
-    def one(job: tuple[str, Group]) -> str | None:
-        seat = Seat(job[0], log)
+    name: str
+    groups: tuple[Group, ...]
+    tokens: tuple[int, ...]
+
+
+def jobs(groups: list[Group], names: list[str], tokens: tuple[int, ...]) -> list[Job]:
+    """Peers take a while to import: one job a shape. Ours compile more: two jobs a group."""
+    ours = [
+        Job("moeq", (group,), tokens[half::2])
+        for group in groups
+        for half in (0, 1)
+        if "moeq" in names and tokens[half:]
+    ]
+    peers = [
+        Job(name, known, tokens)
+        for shape in dict.fromkeys(group.shape for group in groups)
+        for name in names
+        if name != "moeq"
+        and (known := tuple(group for group in groups if group.shape == shape and name in BY_FORMAT[group.format]))
+    ]
+    return peers + ours
+
+
+def warm(work: list[Job], processes: int, seconds: float, log: Path | None) -> list[str]:
+    """Have everything compiled, in parallel processes, so that it does not happen between timings. What failed."""
+    deadline = time.monotonic() + seconds
+
+    def one(job: Job) -> list[str]:
+        seat, failed = Seat(job.name, log), []
         seat.start()
-        answer = seat.order("open", **asdict(job[1]), tokens=list(tokens), check=False)
-        for count in tokens:
-            if "failed" not in answer:
-                answer = seat.order("warm", tokens=count)
+        for group in job.groups:
+            answer = seat.order("open", **asdict(group), tokens=list(job.tokens), check=False)
+            for count in job.tokens:
+                if time.monotonic() > deadline:
+                    answer = {"failed": "out of time"}
+                if "failed" not in answer:
+                    answer = seat.order("warm", tokens=count)
+            if "failed" in answer and not seat.absent:
+                failed.append(f"{job.name} {group.format} {group.shape}: {answer['failed']}")
         seat.stop()
-        reason = answer.get("failed")
-        return None if seat.absent or not reason else f"{job[0]} {job[1].format} {job[1].shape}: {reason}"
+        return failed
 
     with ThreadPoolExecutor(processes) as pool:
-        return [reason for reason in pool.map(one, jobs) if reason]
+        return [reason for failed in pool.map(one, work) for reason in failed]

@@ -58,11 +58,19 @@ class Worker:
     def open(self, format: str, shape: str, tokens: list[int], check: bool = True) -> dict[str, Any]:
         """Set a group up: weights, and what calls should give."""
         self.close()
+        begin = time.monotonic()
         problem = make_problem(Group(format, shape))
         truths = {count: truth(problem, count) for count in tokens} if check else {}
+        torch.cuda.synchronize()
+        middle = time.monotonic()
         weights = self.contender.prepare(problem)
+        torch.cuda.synchronize()
         self.opened = Opened(problem.emptied(), [weights], truths)
-        return {"gigabytes": torch.cuda.memory_allocated() / 1e9}
+        return {
+            "gigabytes": torch.cuda.memory_allocated() / 1e9,
+            "reference_seconds": round(middle - begin, 2),
+            "packing_seconds": round(time.monotonic() - middle, 2),
+        }
 
     def check(self, tokens: int) -> dict[str, Any]:
         """One call against the reference; two calls against each other."""

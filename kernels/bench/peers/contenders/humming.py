@@ -141,13 +141,13 @@ class Humming(Contender):
         tokens, top_k = routed.ids.shape
         x = torch.nn.functional.pad(routed.x, (0, weights.hidden - routed.x.shape[1]))
         pairs = tokens * top_k
-        # Only the entry for this many rows: Humming compiles all that it is given, and runs this one.
-        used = [[row for row in rows if row[0] < pairs <= row[1]] for rows in weights.tuning]
+        # Only the tile sizes for this many rows: Humming compiles all that it is given, and runs these.
+        used = [next(row[2] for row in rows if row[0] < pairs <= row[1]) for rows in weights.tuning]
         sizes = ((pairs, 2 * weights.intermediate), (pairs, weights.intermediate), (pairs, weights.hidden))
         buffers = [torch.empty(size, dtype=torch.bfloat16, device=x.device) for size in sizes]
         buffers.append(torch.empty_like(x))
-        block = used[0][0][2]["block_shape"][0] if used[0] else 64
-        return Inputs(Routed(x, routed.weights, routed.ids), buffers, block, [json.dumps(row) for row in used])
+        tuning = [json.dumps([[0, 1 << 30, config]]) for config in used]
+        return Inputs(Routed(x, routed.weights, routed.ids), buffers, used[0]["block_shape"][0], tuning)
 
     def run(self, weights: Weights, inputs: Inputs) -> Tensor:
         routed, (first, second, third, output) = inputs.routed, inputs.buffers
