@@ -1,0 +1,28 @@
+"""The engine's own kernels on tensors that moeq loaded, on a GPU with vLLM installed: `examples/bench/engine_check.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.gpu
+
+
+def test_every_converted_checkpoint_through_the_engines_kernels(checkpoints: Path, tmp_path: Path) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    out = tmp_path / "rows.json"
+    script = [sys.executable, str(ROOT / "examples" / "bench" / "engine_check.py")]
+    folders = [str(path) for path in sorted(checkpoints.iterdir()) if path.is_dir()]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    run = subprocess.run([*script, *folders, "--out", str(out)], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stdout + run.stderr[-2000:]
+    rows = json.loads(out.read_text())["rows"]
+    ran = {(row["checkpoint"], row["road"]) for row in rows if row.get("right")}
+    assert {name for name, road in ran if road == "kernel"} == {Path(folder).name for folder in folders}
