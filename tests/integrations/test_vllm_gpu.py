@@ -1,4 +1,4 @@
-"""The engine's own kernels on tensors that moeq loaded, on a GPU with vLLM installed: `examples/bench/engine_check.py`."""
+"""The engine's own kernels on tensors that moeq loaded; needs a GPU and vLLM. See `examples/bench/engine_check.py`."""
 
 from __future__ import annotations
 
