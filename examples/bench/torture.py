@@ -2,13 +2,15 @@
 
     python examples/bench/torture.py [--kills 200] [--seed 0] [--model tiny --format gptq --layout ID --layers 6]
 
-Three kinds of death, all by SIGKILL, each followed by the same conversion on what was left:
+Four kinds of death, all by SIGKILL, each followed by the same conversion on what was left:
 
 * at a random instant within the time that a conversion takes;
 * before every single operation on the file system that Python reports to audit hooks (opening for writing, renaming,
   removing, truncating), one after the other;
 * at a random instant with a power cut simulated: tails of output files are cut off, zeroed or filled with old bytes,
-  files vanish, the journal's last line is torn.
+  files vanish, the journal's last line is torn;
+* of single shares of a conversion in three shares at once, and of the process that finalises them, also before every
+  single operation of it.
 
 After every death nothing may look finished that is not: a folder with the final name is complete, and what is left of
 the work either cannot be opened as a conversion or is complete as well. Processes are forks of one that has everything
@@ -81,21 +83,25 @@ class Torture:
         self.wanted = content(self.out)
         shutil.rmtree(self.out)
 
-    def convert(self, progress: Callable[[object], None] | None = None) -> int:
+    def convert(self, share: str | None = None) -> int:
         """Run to the end in this process; units that were found finished."""
         deployment = moeq.Deployment(gpu=moeq.gpu("H100"))
-        done = moeq.convert(self.source, self.out, deployment, layout=self.layout, workers=2, progress=progress)
+        done = moeq.convert(self.source, self.out, deployment, layout=self.layout, workers=2, share=share)
         return done.resumed_units
 
-    def fork(self, prepare: Callable[[], None] = lambda: None) -> int:
-        """Start a conversion in a process of its own. It ends with 0, or with 70 and a traceback."""
+    def finalize(self) -> None:
+        """Publish shares, in this process."""
+        moeq.finalize(self.out, workers=2)
+
+    def fork(self, work: Callable[[], object], prepare: Callable[[], None] = lambda: None) -> int:
+        """Do work in a process of its own. It ends with 0, or with 70 and a traceback."""
         child = os.fork()
         if child:
             return child
         code = 70
         try:
             prepare()
-            self.convert()
+            work()
             code = 0
         except BaseException:  # noqa: BLE001 - this process ends here, whatever it was
             sys.excepthook(*sys.exc_info())
@@ -103,10 +109,10 @@ class Torture:
             sys.stderr.flush()
             os._exit(code)
 
-    def kill_after(self, seconds: float) -> bool:
+    def kill_some_time(self, work: Callable[[], object]) -> bool:
         """Start, wait, kill; whether it died of that."""
-        child = self.fork()
-        time.sleep(seconds)
+        child = self.fork(work)
+        time.sleep(self.random.uniform(0, 1.1 * self.seconds))
         os.kill(child, signal.SIGKILL)
         return self.reap(child)
 
@@ -155,7 +161,7 @@ class Torture:
         wanted = self.tally.kills + kills
         while self.tally.kills < wanted:
             for _ in range(self.random.randint(1, 4)):
-                self.kill_after(self.random.uniform(0, 1.1 * self.seconds))
+                self.kill_some_time(self.convert)
                 if self.out.exists():
                     break
                 if power:
@@ -165,13 +171,45 @@ class Torture:
     def at_every_change(self, step: int = 1) -> None:
         """Kill before the first operation on the file system, then before the second, and so on to the last."""
         number = 0
-        while True:
-            child = self.fork(lambda at=number: die_before(at, self.folder))
-            killed = self.reap(child)
+        while self.dies_before(number, self.convert):
             self.finish()
-            if not killed:
-                return
-            self.tally.points += 1
+            number += step
+        self.finish()
+
+    def dies_before(self, number: int, work: Callable[[], object]) -> bool:
+        """Whether there was a change of that number before which the work could die."""
+        died = self.reap(self.fork(work, lambda: die_before(number, self.folder)))
+        self.tally.points += died
+        return died
+
+    def in_shares(self, kills: int, count: int = 3) -> None:
+        """Kill shares that work at once, and the process that finalises them."""
+        wanted = self.tally.kills + kills
+        while self.tally.kills < wanted:
+            self.do_shares(count, deadly=True)
+            while not self.out.exists():
+                self.kill_some_time(self.finalize)
+            self.finish()
+
+    def do_shares(self, count: int, *, deadly: bool) -> None:
+        """All shares, at once and again until each has come to its end; with `deadly` one of them dies each time."""
+        left = {f"{index}/{count}" for index in range(count)}
+        while left:
+            children = {self.fork(lambda share=share: self.convert(share)): share for share in sorted(left)}
+            if deadly and self.random.random() < 0.8:
+                time.sleep(self.random.uniform(0, self.seconds * len(children)))
+                os.kill(self.random.choice(list(children)), signal.SIGKILL)
+            left = {share for child, share in children.items() if self.reap(child)}
+
+    def at_every_change_of_finalize(self, step: int = 1) -> None:
+        """Kill before each change that publishing makes."""
+        number, died = 0, True
+        while died:
+            self.do_shares(2, deadly=False)
+            died = self.dies_before(number, self.finalize)
+            if not self.out.exists():
+                self.finalize()
+            self.finish()
             number += step
 
     def cut_power(self) -> None:
@@ -234,6 +272,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200, help="deaths at random instants [200]")
     parser.add_argument("--power-cuts", type=int, default=60, help="deaths with damage after them [60]")
+    parser.add_argument("--share-kills", type=int, default=60, help="deaths of shares and of finalize [60]")
     parser.add_argument("--step", type=int, default=1, help="every how many operations one dies before it [1]; 0: none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", choices=make_checkpoint.MODELS, default="tiny")
@@ -255,8 +294,10 @@ def main() -> int:
         started = time.monotonic()
         torture.at_random_instants(options.kills)
         torture.at_random_instants(options.power_cuts, power=True)
+        torture.in_shares(options.share_kills)
         if options.step:
             torture.at_every_change(options.step)
+            torture.at_every_change_of_finalize(options.step)
         found = {"seed": options.seed, "one_run": torture.seconds, "seconds": time.monotonic() - started}
         print(json.dumps({"schema": "moeq.torture/1", **found, **asdict(torture.tally)}))
     return 0

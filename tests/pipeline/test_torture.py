@@ -27,38 +27,46 @@ TORTURE = [sys.executable, str(FOLDER / "torture.py")]
 COMMAND = [sys.executable, "-c", "from moeq.cli.app import main; main()"]
 
 
-def tortured(*options: object) -> dict[str, Any]:
-    done = subprocess.run([*TORTURE, *map(str, options)], capture_output=True, text=True, check=False, timeout=280)
+def tortured(options: dict[str, object]) -> dict[str, Any]:
+    none = {"--kills": 0, "--power-cuts": 0, "--share-kills": 0, "--step": 0}
+    words = [str(word) for pair in {**none, **options}.items() for word in pair]
+    done = subprocess.run([*TORTURE, *words], capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
 def test_fifty_deaths_at_random_instants() -> None:
-    found = tortured("--kills", 50, "--power-cuts", 0, "--step", 0, "--layers", 3)
+    found = tortured({"--kills": 50, "--layers": 3})
     assert found["kills"] >= 50
     assert found["rounds"] > 10
     assert found["resumed"] > 0, "some work survived"
 
 
 def test_power_cuts() -> None:
-    found = tortured("--kills", 0, "--power-cuts", 10, "--step", 0, "--layers", 3, "--seed", 1)
+    found = tortured({"--power-cuts": 10, "--layers": 3, "--seed": 1})
     assert found["kills"] >= 10
     assert found["damages"] > 10
     assert found["resumed"] > 0
 
 
 def test_deaths_before_changes_of_the_file_system() -> None:
-    model = ("--model", "tiny-oss", "--format", "mxfp4", "--layout", "marlin-mxfp4/1")
-    found = tortured("--kills", 0, "--power-cuts", 0, "--step", 2, "--layers", 2, *model)
+    model = {"--model": "tiny-oss", "--format": "mxfp4", "--layout": "marlin-mxfp4/1"}
+    found = tortured({"--step": 3, "--layers": 2, **model})
     assert found["points"] > 8
     assert found["kills"] == found["points"]
+
+
+def test_deaths_of_shares_and_of_finalize() -> None:
+    found = tortured({"--share-kills": 8, "--layers": 2, "--seed": 3})
+    assert found["kills"] >= 8
+    assert found["rounds"] >= 1
 
 
 def test_the_torture_notices_a_conversion_that_believes_its_journal() -> None:
     """Without reading finished units again, a power cut goes unnoticed: the script has to fail then."""
     blind = "import moeq.pipeline.run as run; run.holds = lambda *a, **k: True; import torture, sys; "
-    options = ["--kills", "0", "--power-cuts", "20", "--step", "0", "--layers", "3"]
+    options = ["--kills", "0", "--power-cuts", "20", "--share-kills", "0", "--step", "0", "--layers", "3"]
     program = f"import sys; sys.path.insert(0, {str(FOLDER)!r}); {blind} sys.argv[1:] = {options!r}; torture.main()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 1
