@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from bench.cases import Recipe, make_layer
+from moeq_kernels.fused import _finish, _first_epilogue
+from moeq_kernels.hopper.finish import Finish
 from moeq_kernels.hopper.plan import TABLE, Narrow, Wide, choose, splits_for, tokens_per_hit
 from moeq_kernels.hopper.support import _matrix_reasons, triton_reason, unsupported_reason
+from moeq_kernels.records import W13Order
 
 SHAPES = [(8, 2, 4096, 14336), (128, 8, 2048, 768), (256, 8, 7168, 256), (4, 1, 512, 192)]
 
@@ -65,6 +68,24 @@ def test_other_formats_change_the_narrow_kernel_and_fit_shared_memory() -> None:
         assert (kernel.after, kernel.step) == (False, 64)
     assert choose(8, 128, 2048, 768, 0).kernel.after  # nothing to fold: one scale for each output feature
     assert choose(8, 128, 2048, 768, 128, gated=False).gate_up_splits == 1
+
+
+@pytest.mark.parametrize(
+    ("order", "activation", "wanted"),
+    [
+        ("gate-up", "silu", Finish("silu", gated=True)),
+        ("interleaved", "swiglu_oai", Finish("swiglu_oai", gated=True, interleaved=True, alpha=1.5, limit=7.0)),
+        ("ungated", "relu2", Finish("relu2")),
+    ],
+)
+def test_activations_reach_the_kernels_with_the_row_order(order: W13Order, activation: str, wanted: Finish) -> None:
+    packed, _ = make_layer(Recipe(order=order))
+    oai = activation == "swiglu_oai"
+    epilogue = _first_epilogue(packed, activation, 1.5 if oai else None, None, 7.0 if oai else None, False)
+    assert _finish(packed, epilogue) == wanted
+    assert (
+        len({finish.mangle() for finish in (wanted, Finish(), Finish("silu", True), Finish("silu", True, True))}) >= 3
+    )
 
 
 def test_reasons() -> None:
