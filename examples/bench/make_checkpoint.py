@@ -275,11 +275,13 @@ MODELS = {
         experts="block_sparse_moe.experts",
         names=("w1", "w3", "w2"),
     ),
-    # No real models: small enough for tests, every size a multiple of what layouts want.
+    # No real models: small enough for tests, every size a multiple of what layouts want. The experts of `small` are
+    # just large enough for the compiled packing loops.
     "tiny": replace(_QWEN, attention=_attention(256, 4, 2, 64), hidden=256, intermediate=128, num_experts=8, **_TINY),
     "tiny-oss": replace(
         _OSS, attention=_attention(256, 4, 2, 64), hidden=256, intermediate=256, num_experts=4, **_TINY
     ),
+    "small": replace(_QWEN, attention=_attention(512, 8, 2, 64), hidden=512, intermediate=512, num_experts=4, **_TINY),
 }
 
 

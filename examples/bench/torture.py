@@ -1,6 +1,6 @@
 """Kill a conversion again and again, damage what it left, go on, and compare every byte with an undisturbed run.
 
-    python examples/bench/torture.py [--kills 200] [--seed 0] [--model tiny --format gptq --layout ID --layers 6]
+    python examples/bench/torture.py [--kills 200] [--seed 0] [--model small --format gptq --layout ID --layers 6]
 
 Four kinds of death, all by SIGKILL, each followed by the same conversion on what was left:
 
@@ -275,7 +275,7 @@ def main() -> int:
     parser.add_argument("--share-kills", type=int, default=60, help="deaths of shares and of finalize [60]")
     parser.add_argument("--step", type=int, default=1, help="every how many operations one dies before it [1]; 0: none")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--model", choices=make_checkpoint.MODELS, default="tiny")
+    parser.add_argument("--model", choices=make_checkpoint.MODELS, default="small")
     parser.add_argument("--format", choices=make_checkpoint.FORMATS, default="gptq")
     parser.add_argument("--layout", default="marlin-wna16/1")
     parser.add_argument("--layers", type=int, default=6)
