@@ -47,22 +47,31 @@ def test_results_come_back_from_both_nodes(cluster) -> None:
 
 
 def test_a_moeq_error_ends_the_run_as_itself(cluster, tmp_path) -> None:
+    """What still runs is asked to stop, and what it has is taken."""
+
     def wrong() -> MoeqError:
+        time.sleep(0.5)
         return MoeqError("source.bad-data", "layer 3 expert 1: a scale is NaN", "quantise again")
 
-    def slow(path: str) -> None:
-        time.sleep(5)
-        Path(path).touch()
+    def slow(path: str) -> str:
+        for _ in range(200):
+            if not Path(path).exists():
+                return "stopped"
+            time.sleep(0.05)
+        return "done"
 
-    late = tmp_path / "late"
-    tasks = [named("slow", slow, str(late)), named("wrong", wrong), named("slow too", slow, str(late))]
+    flag = tmp_path / "flag"
+    flag.touch()
+    tasks = [named("slow", slow, str(flag)), named("wrong", wrong), *(named(f"{n}", slow, str(flag)) for n in range(9))]
+    saved: list[str] = []
     started = time.monotonic()
     with ray_cluster.connected(cluster.address) as ray, pytest.raises(MoeqError) as caught:
-        ray_cluster.run(ray, tasks, lambda result: None, refuse)
+        ray_cluster.run(ray, tasks, lambda result: None, refuse, flag.unlink, saved.append)
     assert (caught.value.code, caught.value.hint) == ("source.bad-data", "quantise again")
-    assert time.monotonic() - started < 4, "what still ran was stopped"
-    time.sleep(1)
-    assert not late.exists()
+    assert time.monotonic() - started < 8, "nobody waited for the ten seconds that a task takes"
+    assert saved
+    assert set(saved) == {"stopped"}
+    assert len(saved) <= 4, "not all were started"
 
 
 def test_a_bug_comes_back_as_the_exception_it_was(cluster) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from moeq.pipeline.events import Event, UnitFinished, Warned
 from moeq.pipeline.journal import read_journals
 
 A100 = Deployment(gpu=parse_gpu("A100"))
-LAYERS = 16
+LAYERS = 24
 
 
 @pytest.fixture(scope="module")
@@ -91,17 +93,20 @@ def test_a_node_lost_half_way(cluster, source, whole, tmp_path) -> None:
 
 
 def test_interrupted_and_continued_here(cluster, source, whole, tmp_path) -> None:
-    """Ctrl-C after a few units; threads of this process do the rest."""
-
-    def stop(event: Event) -> None:
-        if isinstance(event, UnitFinished) and event.unit.endswith("w2"):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        on_ray(source, tmp_path / "out", cluster, stop)
+    """Ctrl-C, which a terminal sends to all processes of the command; threads of this process do the rest."""
+    words = ("convert", source, tmp_path / "out", "--gpu", "A100", "--executor", "ray", "--ray-address")
+    command = [sys.executable, "-c", "from moeq.cli.app import main; main()", *map(str, words), cluster.address]
     partial = tmp_path / "out.moeq-partial"
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        deadline = time.monotonic() + 60
+        while not (partial.is_dir() and read_journals(partial).records) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == ExitCode.INTERRUPTED, said
+    assert "Traceback" not in said
     recorded = set(read_journals(partial).records)
-    assert recorded
+    assert 0 < len(recorded) < 1 + 2 * LAYERS
     assert {path.name for path in partial.glob("moeq-work*")} == set()
     assert convert(source, tmp_path / "out", A100).resumed_units == len(recorded)
     assert content(tmp_path / "out") == whole

@@ -33,6 +33,9 @@ _ANSWER_SECONDS = 120.0
 #: Seconds for a cluster's head to take a connection.
 _CONNECT_SECONDS = 5.0
 
+#: Seconds for tasks to end that were asked to.
+_STOP_SECONDS = 30.0
+
 #: Seconds for a network file system to show a new file.
 _VISIBLE_SECONDS = 5.0
 
@@ -175,6 +178,20 @@ class Token:
                     return False
             time.sleep(0.2)
 
+    def remove(self) -> None:
+        """Take it away: who still works for it stops."""
+        Path(self.path).unlink(missing_ok=True)
+
+    def gone(self) -> bool:
+        """Whether it has been removed: nobody waits for the work any more."""
+        try:
+            os.close(os.open(self.path, os.O_RDONLY))
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return False
+
 
 @contextmanager
 def token_in(folder: Path, prefix: str = "") -> Iterator[Token]:
@@ -182,10 +199,11 @@ def token_in(folder: Path, prefix: str = "") -> Iterator[Token]:
     word = secrets.token_hex(16)
     path = folder / f"{prefix}token-{word[:8]}"
     path.write_text(word, encoding="ascii")
+    token = Token(str(path), word)
     try:
-        yield Token(str(path), word)
+        yield token
     finally:
-        path.unlink(missing_ok=True)
+        token.remove()
 
 
 def check_nodes(ray: Any, found: Sequence[Node], token: Token, version: str) -> None:
@@ -252,25 +270,36 @@ def _problems(seen: bool, installed: str | None, version: str) -> Iterator[str]:
         yield f"has moeq {installed}, this machine {version}"
 
 
-def run(ray: Any, tasks: Sequence[Task[R]], done: Callable[[R], None], warn: Callable[[str, str], None]) -> None:
+def run(
+    ray: Any,
+    tasks: Sequence[Task[R]],
+    done: Callable[[R], None],
+    warn: Callable[[str, str], None],
+    stop: Callable[[], None] = lambda: None,
+    salvage: Callable[[R], None] = lambda result: None,
+) -> None:
     """Run tasks until all are done, each again where its worker or node was lost.
 
     Args:
         tasks: what to run; started in this order.
         done: called with every result, in the order of finishing, in this thread.
         warn: called with a code and a sentence for every retry.
+        stop: called where the run ends early; tasks have to notice, and to return soon. (`ray.cancel` would be the
+            other way; in Ray 2.60 it can abort this process when a task ends at that moment.)
+        salvage: called with results that still come then.
 
     Raises:
         MoeqError: the first that a task returned; `environment.ray-lost` or `resources.ray-memory` where a task was
-            lost too often. Whatever still runs is stopped first.
+            lost too often.
         Exception: what a task raised: a bug.
     """
     waiting, running, tries = deque(tasks), dict[Any, Task[R]](), dict[str, int]()
     remotes = {task.call: ray.remote(num_cpus=1, max_retries=0, retry_exceptions=False)(task.call) for task in tasks}
     try:
         while waiting or running:
-            while waiting:
-                task = waiting.popleft()
+            # Some more than there are processors, so that none is idle, and clusters that can grow see a reason to.
+            room = 2 * int(ray.cluster_resources().get("CPU", 1)) - len(running)
+            for task in [waiting.popleft() for _ in range(min(room, len(waiting)))]:
                 remote = remotes[task.call].options(name=task.name, memory=task.memory)
                 running[remote.remote(*task.arguments)] = task
             # A timeout, so that Ctrl-C is seen soon.
@@ -289,8 +318,23 @@ def run(ray: Any, tasks: Sequence[Task[R]], done: Callable[[R], None], warn: Cal
                     if isinstance(result, MoeqError):
                         raise result
                     done(result)
-    finally:
-        _stop(ray, list(running))
+    except BaseException:
+        if running:
+            stop()
+            _salvage(ray, list(running), salvage)
+        raise
+
+
+def _salvage(ray: Any, references: list[Any], salvage: Callable[[R], None]) -> None:
+    """Wait for tasks that were asked to stop, and take what they have."""
+    ended, _ = ray.wait(references, num_returns=len(references), timeout=_STOP_SECONDS)
+    for reference in ended:
+        try:
+            result = ray.get(reference)
+        except ray.exceptions.RayError:
+            continue  # lost; the run has ended for another reason
+        if not isinstance(result, MoeqError):
+            salvage(result)
 
 
 def _lost(ray: Any, task: Task[R], tries: int, error: Exception, warn: Callable[[str, str], None]) -> None:
@@ -305,14 +349,6 @@ def _lost(ray: Any, task: Task[R], tries: int, error: Exception, warn: Callable[
         "what was finished is kept; the same command continues it"
         + (" on nodes with more memory" if memory else ", `ray status` tells about the nodes"),
     )
-
-
-def _stop(ray: Any, references: list[Any]) -> None:
-    """End tasks that are still running: they must not write to a folder that nobody watches any more."""
-    for reference in references:
-        ray.cancel(reference, force=True)
-    if references:
-        ray.wait(references, num_returns=len(references), timeout=10.0)
 
 
 def first_line(error: Exception) -> str:

@@ -28,6 +28,12 @@ from moeq.pipeline.resources import plan_memory
 from moeq.pipeline.shares import grouped
 from moeq.pipeline.units import Unit
 
+#: Seconds between looks whether anybody still waits.
+_CHECK_SECONDS = 0.5
+
+#: Records of units and the seconds that each took.
+Results = list[tuple[UnitRecord, float]]
+
 #: What Ray's own threads and libraries add to a process that executes units (Ray 2.60, measured).
 RAY_BYTES = 100 << 20
 
@@ -89,15 +95,28 @@ class RayExecutor:
         tasks = [self._task(group, memory) for group in sorted(grouped(units), key=_bytes, reverse=True)]
         ray_cluster.check_memory(ray_cluster.nodes(self._ray), tasks)
 
-        def done(results: list[tuple[UnitRecord, float]]) -> None:
+        left = set(by_id)
+
+        def done(results: Results) -> None:
             for record, seconds in results:
                 unit = by_id[record.unit]
+                left.discard(unit.id)
                 handle(Moved(unit, unit.bytes_out, unit.id))
                 handle(Done(unit, record, seconds))
 
-        ray_cluster.run(self._ray, tasks, done, self._warn)
+        def saved(results: Results) -> None:
+            for record, seconds in results:
+                salvage(Done(by_id[record.unit], record, seconds))
 
-    def _task(self, units: Sequence[Unit], memory: int) -> Task[list[tuple[UnitRecord, float]]]:
+        ray_cluster.run(self._ray, tasks, done, self._warn, self._order.token.remove, saved)
+        if left:
+            raise MoeqError(
+                "environment.ray-nodes",
+                f"a Ray node that no longer sees {self._order.folder} has given up {len(left)} units: {min(left)} ...",
+                "what was finished is kept; the same command continues it",
+            )
+
+    def _task(self, units: Sequence[Unit], memory: int) -> Task[Results]:
         name = units[0].id if len(units) == 1 else f"{units[0].id} .. {units[-1].id}"
         return Task(name, memory, execute, (self._order, tuple(unit.id for unit in units)))
 
@@ -122,17 +141,37 @@ def ray_executor(
         yield RayExecutor(ray, job, Order(_absolute(job), job.plan.digest, str(folder), token), warn)
 
 
-def execute(order: Order, units: Sequence[str]) -> list[tuple[UnitRecord, float]] | MoeqError:
-    """Execute units in this process, a worker: their records and the seconds each took, or why not."""
-    results = []
+def execute(order: Order, units: Sequence[str]) -> Results | MoeqError:
+    """Execute units in this process, a worker. What it came to until the token was removed; or why not."""
+    results: Results = []
     try:
-        worker = _worker(order)
+        worker, check = _worker(order), _Check(order.token)
         for unit in units:
             begun = time.monotonic()
-            results.append((worker.execute(unit), time.monotonic() - begun))
+            results.append((worker.execute(unit, check), time.monotonic() - begun))
+    except _Stopped:
+        pass
     except MoeqError as error:
         return error
     return results
+
+
+class _Stopped(Exception):
+    """Nobody waits for the result."""
+
+
+class _Check:
+    """Looks, now and then, whether anybody still waits."""
+
+    def __init__(self, token: Token) -> None:
+        self._token = token
+        self._next = time.monotonic()
+
+    def __call__(self, count: int, label: str) -> None:
+        if time.monotonic() >= self._next:
+            if self._token.gone():
+                raise _Stopped
+            self._next = time.monotonic() + _CHECK_SECONDS
 
 
 @lru_cache(maxsize=1)
