@@ -68,6 +68,7 @@ class Source(ABC):
         self.index: str | None = None
         self.notices: list[Notice] = []
         self.expert_names: frozenset[str] = frozenset()
+        self._identity: str | None = None
 
     @abstractmethod
     def path(self, file: str) -> Path:
@@ -78,7 +79,12 @@ class Source(ABC):
         """Names of all other files of the top folder: tokenizer, generation config, licence, ..."""
 
     def identity(self) -> str:
-        """Digest that changes when the config or any tensor's place changes. Costs no reading of data."""
+        """Digest that changes when the config or any tensor's place changes. Costs no reading of data; made once."""
+        if self._identity is None:
+            self._identity = self._make_identity()
+        return self._identity
+
+    def _make_identity(self) -> str:
         digest = hashlib.sha256(repr((self.revision, sorted(self.config.items(), key=str))).encode())
         digest.update(repr(sorted((file.name, file.size) for file in self.files)).encode())
         for name in sorted(self.tensors):

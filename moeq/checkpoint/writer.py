@@ -27,7 +27,7 @@ from moeq.errors import MoeqError
 BLOCK = 4096
 
 #: Shorter writes go through the page cache: a disk takes few large ones better than many small ones.
-_DIRECT_LEAST = 128 * 1024
+_DIRECT_LEAST = 16 * 1024
 
 
 def tensor_bytes(shape: tuple[int, ...], dtype: str) -> int:
@@ -114,6 +114,12 @@ def allocate(fd: int, size: int) -> None:
         os.ftruncate(fd, size)
 
 
+def read_soon(fd: int, start: int, count: int) -> None:
+    """Tell the kernel that these bytes will be read, so that it fetches them meanwhile."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, start, count, os.POSIX_FADV_WILLNEED)
+
+
 def start_write_back(fd: int, start: int, count: int) -> None:
     """Ask the kernel to begin writing bytes of a file to disk now, so that the sync at the end has less to do."""
     _libc().sync_file_range(fd, ctypes.c_longlong(start), ctypes.c_longlong(count), ctypes.c_uint(2))
@@ -157,7 +163,8 @@ class OutputFile:
             done = self._write_direct(data, position)
         if done < len(data):
             write_at(self.fd, data[done:], position + done)
-            start_write_back(self.fd, position + done, len(data) - done)
+            if len(data) - done >= _DIRECT_LEAST:
+                start_write_back(self.fd, position + done, len(data) - done)
 
     def _write_direct(self, data: memoryview, position: int) -> int:
         """Bytes written; fewer than all where the file system does not take it after all."""

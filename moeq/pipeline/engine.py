@@ -8,6 +8,7 @@ disk, and several that are ready together share a sync per file.
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import sys
@@ -136,6 +137,8 @@ class Executor:
             MoeqError: as `execute`.
         """
         run = _Run(self.job, self.folder, units, self._buffers, self._room)
+        frozen = gc.get_freeze_count()
+        gc.freeze()  # headers are millions of objects that live on; collections need not look at them
         try:
             for outcome in run.outcomes():
                 if isinstance(outcome, _Failed):
@@ -150,6 +153,8 @@ class Executor:
         finally:
             run.stop()
             run.join()
+            if not frozen:
+                gc.unfreeze()
 
 
 @dataclass(frozen=True)

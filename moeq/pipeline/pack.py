@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.manifest import Projection
+from moeq.checkpoint.names import FUSED
 from moeq.checkpoint.names import Projection as StoredName
 from moeq.checkpoint.writer import OutputFile, read_at
 from moeq.errors import MoeqError
@@ -151,19 +151,26 @@ class Packer:
 
     def _read(self, road: Road, expert: int, buffers: Buffers) -> dict[tuple[StoredName, str], Bytes]:
         """The stored bytes of one expert in reused memory; parts that lie together are read at once."""
-        stored = self._experts.layer.unit(expert)
-        entries = [(key, stored[key[0]][key[1]]) for key in road.reads]
-        places = [place_of(entry, key[1], self._experts, expert) for key, entry in entries]
-        views = buffers.take_many("input", [stop - start for start, stop in places])
-        order = sorted(range(len(entries)), key=lambda i: (entries[i][1].file, places[i]))
-        breaks = [0]
-        for at, (one, two) in enumerate(pairwise(order), start=1):
-            if entries[one][1].file != entries[two][1].file or places[one][1] != places[two][0]:
-                breaks.append(at)
-        for first, last in pairwise([*breaks, len(order)]):
-            run = order[first:last]
-            _read_run(self._inputs, entries[run[0]][1], places[run[0]][0], [views[i] for i in run])
-        return {key: view for (key, _), view in zip(entries, views, strict=True)}
+        places = self._places(road, expert)
+        views = buffers.take_many("input", [stop - start for _, start, stop in places])
+        order = sorted(range(len(places)), key=places.__getitem__)
+        run = [order[0]]
+        for one, two in pairwise(order):
+            if places[one][0] != places[two][0] or places[one][2] != places[two][1]:
+                _read_run(self._inputs, places[run[0]], [views[index] for index in run])
+                run = []
+            run.append(two)
+        _read_run(self._inputs, places[run[0]], [views[index] for index in run])
+        return dict(zip(road.reads, views, strict=True))
+
+    def _places(self, road: Road, expert: int) -> list[tuple[str, int, int]]:
+        """File, first and last byte of everything that the road reads of an expert."""
+        parts = self._experts.layer.parts
+        entries = [parts[key].get(expert) or parts[key][FUSED] for key in road.reads]
+        return [
+            (entry.file, *place_of(entry, part, self._experts, expert))
+            for entry, (_, part) in zip(entries, road.reads, strict=True)
+        ]
 
     # The general way.
 
@@ -285,19 +292,20 @@ def _padded(shard: ShardPlan, matrix: QuantizedMatrix) -> QuantizedMatrix:
     return shard.padding.pad(shard_matrix(matrix, shard.shard.intermediate, first=shard.shard.rank == 0))
 
 
-def _read_run(inputs: Mapping[str, int], entry: TensorEntry, start: int, views: list[Bytes]) -> None:
-    """Fill several buffers with bytes that lie together in a source file."""
+def _read_run(inputs: Mapping[str, int], place: tuple[str, int, int], views: list[Bytes]) -> None:
+    """Fill several buffers with bytes that lie together in a source file, from the beginning of `place` on."""
+    file, start, _ = place
     total = sum(view.nbytes for view in views)
     try:
-        got = os.preadv(inputs[entry.file], [view.data for view in views], start)
+        got = os.preadv(inputs[file], [view.data for view in views], start)
         while got < total:
-            more = read_at(inputs[entry.file], _after(views, got), start + got)
+            more = read_at(inputs[file], _after(views, got), start + got)
             if not more:
                 end = start + total
-                raise MoeqError("source.truncated", f"{entry.file}: ended before byte {end:,} while being read")
+                raise MoeqError("source.truncated", f"{file}: ended before byte {end:,} while being read")
             got += more
     except OSError as error:
-        raise MoeqError("source.unreadable", f"{entry.file}: {error.strerror or error}") from error
+        raise MoeqError("source.unreadable", f"{file}: {error.strerror or error}") from error
 
 
 def _after(views: list[Bytes], done: int) -> memoryview:
