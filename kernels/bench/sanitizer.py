@@ -32,8 +32,8 @@ class Call:
     run: Any
 
 
-def calls() -> Iterator[Call]:
-    """Every format, then every kernel of the Hopper plan."""
+def calls(only: tuple[str, ...]) -> Iterator[Call]:
+    """Every format whose name contains one of `only`, then every kernel of the Hopper plan."""
     import torch
 
     from bench.cases import Recipe, make_layer, route
@@ -54,6 +54,8 @@ def calls() -> Iterator[Call]:
         return [routed.x.cuda(), routed.weights.cuda(), routed.ids.cuda()]
 
     for layout, element in FORMATS:
+        if not any(part in f"{layout} {element}" for part in only):
+            continue
         dtype = torch.float16 if element == "f16" else torch.bfloat16
         mx = element == "e2m1"
         order, activation = ("interleaved", "swiglu_oai") if mx else ("gate-up", "silu")
@@ -78,12 +80,12 @@ def calls() -> Iterator[Call]:
             yield Call(f"hopper {name} {describe(plan)}", hopper)
 
 
-def run_calls(seconds: float) -> int:
+def run_calls(seconds: float, only: tuple[str, ...]) -> int:
     """Everything, as far as the time reaches; prints what ran."""
     import torch
 
     begin, ran = time.monotonic(), 0
-    for call in calls():
+    for call in calls(only):
         for tokens in TOKENS:
             if time.monotonic() - begin > seconds:
                 print(f"stopped before {call.name}, {tokens} tokens", flush=True)
@@ -96,9 +98,9 @@ def run_calls(seconds: float) -> int:
     return ran
 
 
-def run_tool(tool: str, seconds: float) -> subprocess.Popen[str]:
+def run_tool(tool: str, seconds: float, only: str) -> subprocess.Popen[str]:
     """The tool over this script."""
-    script = [sys.executable, __file__, "--calls", "--seconds", str(seconds)]
+    script = [sys.executable, __file__, "--calls", "--seconds", str(seconds), "--only", only]
     command = ["compute-sanitizer", "--tool", tool, "--print-limit", "400", "--launch-timeout", "120", *script]
     # The caching allocator would hand out parts of large blocks, and accesses beyond a part would not be noticed.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONUNBUFFERED": "1"}
@@ -154,12 +156,13 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--seconds", type=float, default=120)
+    parser.add_argument("--only", default="", help="formats whose layout and element contain one of these")
     parser.add_argument("--calls", action="store_true", help="make the calls, without a tool (what the tools run)")
     options = parser.parse_args()
     if options.calls:
-        run_calls(options.seconds)
+        run_calls(options.seconds, tuple(options.only.split(",")))
         return 0
-    processes = {tool: run_tool(tool, options.seconds) for tool in options.tools.split(",")}
+    processes = {tool: run_tool(tool, options.seconds, options.only) for tool in options.tools.split(",")}
     rows = []
     deadline = time.monotonic() + options.seconds + 60
     for tool, process in processes.items():

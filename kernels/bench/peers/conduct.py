@@ -108,7 +108,7 @@ class Options:
 
     Attributes:
         seconds: for the whole run; shared out over the groups as it goes.
-        rounds: turns of each contender.
+        rounds: turns of each contender with cold weights.
         milliseconds: of replays a turn.
         tokens: token counts, most telling first.
         log: where contenders' own output goes.
@@ -219,15 +219,15 @@ def one_cell(group: Group, tokens: int, seats: list[Seat], opened: Document, opt
 
 def take_turns(seats: list[Seat], found: dict[str, Document], options: Options) -> None:
     """Cold calls and hot ones, in rounds; adds medians over rounds to what was found."""
-    for kind in ("cold", "hot"):
+    for kind, turns in (("cold", options.rounds), ("hot", 1)):
         rounds: dict[str, list[Document]] = {seat.name: [] for seat in seats}
-        for number in range(options.rounds):
+        for number in range(turns):
             for seat in seats[:: 1 - 2 * (number % 2)]:
                 answer = seat.order("time", kind=kind, milliseconds=options.milliseconds)
                 if "ok" in answer:
                     rounds[seat.name].append(answer["ok"])
         for name, rows in rounds.items():
-            if len(rows) < options.rounds:
+            if len(rows) < turns:
                 found[name] |= {"status": "failed", "reason": "a replay failed"}
                 continue
             medians = [row["median"] for row in rows]

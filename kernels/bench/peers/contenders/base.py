@@ -22,11 +22,12 @@ class Contender(ABC):
 
     Attributes:
         versions: packages and their versions.
-        factor: how many times the error of plain bf16 arithmetic its error may be; more counts as wrong.
+        factor: how many times the error of plain bf16 arithmetic its error may be; more counts as wrong. Peers round
+            more often (the first product, every choice before the sum), which was seen to cost up to 2.5 times.
     """
 
     versions: dict[str, str]
-    factor = 2.0
+    factor = 3.0
 
     @abstractmethod
     def prepare(self, problem: Problem) -> Any:
