@@ -88,7 +88,7 @@ def _batches(
     sizes = {file.name: file.size for file in source.files}
     plan = unit_schedule(units, source)
     stream.keep_only({file for step in plan.steps for file in step.fetch})
-    _require_room(plan, stream.folder)
+    require_room(plan, stream.folder)
     for step in plan.steps:
         for file in step.fetch:
             progress(Fetching(file, sizes[file]))
@@ -98,8 +98,12 @@ def _batches(
             stream.drop(file)
 
 
-def _require_room(plan: Schedule[Unit], folder: Path) -> None:
-    """Refuse what cannot be held. What an earlier run has fetched is on the disk already and counts as free."""
+def require_room(plan: Schedule[U], folder: Path) -> None:
+    """Refuse what cannot be held. What an earlier run has fetched is on the disk already and counts as free.
+
+    Raises:
+        MoeqError: `resources.disk-full`.
+    """
     here = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     room = shutil.disk_usage(folder.parent).free + here
     if plan.peak_bytes > room:

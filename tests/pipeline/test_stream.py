@@ -1,13 +1,19 @@
-"""Source files that come one by one: the order of work, and conversions from a repository that disk never holds."""
+"""Source files that come one by one: the order of work."""
 
 from __future__ import annotations
 
+import errno
+import shutil
 import time
+from types import SimpleNamespace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeq.pipeline.stream import schedule
+from moeq.checkpoint.hub_errors import explain
+from moeq.errors import ExitCode, MoeqError
+from moeq.pipeline.stream import require_room, schedule
 
 SIZES = {f"f{number}": 10 for number in range(12)}
 
@@ -55,6 +61,28 @@ def test_a_thousand_units_are_ordered_at_once() -> None:
     plan = schedule([*copies, *layers], lambda unit: unit, dict.fromkeys(names, 16 << 30))
     assert plan.peak_bytes == 32 << 30
     assert time.monotonic() - begun < 2
+
+
+def test_more_than_the_disk_holds_is_refused_before_anything_is_fetched(tmp_path) -> None:
+    large = schedule([frozenset({"f0", "f1"})], lambda unit: unit, {"f0": 10**18, "f1": 10**18})
+    with pytest.raises(MoeqError, match=r"up to 2,000,000,000,000,000,000 bytes of source files") as caught:
+        require_room(large, tmp_path / "files")
+    assert caught.value.code == "resources.disk-full"
+
+
+def test_what_is_fetched_already_counts_as_room(tmp_path, monkeypatch) -> None:
+    plan = schedule([frozenset({"f0", "f1"})], lambda unit: unit, {"f0": 300, "f1": 300})
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=400))
+    with pytest.raises(MoeqError):
+        require_room(plan, tmp_path / "files")
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "f0").write_bytes(bytes(300))
+    require_room(plan, tmp_path / "files")
+
+
+def test_a_disk_that_fills_up_while_fetching() -> None:
+    error = explain(OSError(errno.ENOSPC, "No space left on device"), "org/model", None)
+    assert (error.code, error.exit_code) == ("resources.disk-full", ExitCode.RESOURCES)
 
 
 @given(st.lists(st.frozensets(st.sampled_from(sorted(SIZES)), min_size=1, max_size=4), max_size=25))
