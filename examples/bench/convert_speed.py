@@ -5,9 +5,10 @@
 For every format a random checkpoint with a real model's shapes is written, then each contender runs in turn, the order
 rotating, each in a process of its own, and ends with a `sync` of the files it wrote. Figures are wall time, CPU time
 (user and system) and peak resident memory of the process, medians over the repetitions; ratios are taken repetition by
-repetition, so that they hold when the machine's speed drifts. With `--cache cold` (the default) the source is dropped
-from the page cache before every run, with `warm` it is read once. At the end the bytes of the contenders' tensors are
-compared. Outputs are deleted as soon as they have been measured.
+repetition, so that they hold when the machine's speed drifts. `best` is the fastest run: on a machine that is busy with
+other work it says most about an idle one. With `--cache cold` (the default) the source is dropped from the page cache
+before every run, with `warm` it is read once. At the end the bytes of the contenders' tensors are compared. Outputs are
+deleted as soon as they have been measured.
 """
 
 from __future__ import annotations
@@ -197,11 +198,13 @@ def summary(name, case, layers, runs, sizes, cached, same) -> dict[str, Any]:
     for who, found in runs.items():
         rows[who] = {field: statistics.median(getattr(run, field) for run in found) for field in asdict(found[0])}
         rows[who]["bytes"] = sizes[who]
+        rows[who]["best_wall"] = min(run.wall for run in found)
         for other in ("cp", "naive"):
             if other in runs:
                 ratios = [mine.wall / theirs.wall for mine, theirs in zip(found, runs[other], strict=True)]
                 rows[who][f"wall_to_{other}"] = statistics.median(ratios)
                 rows[who][f"wall_to_{other}_range"] = [min(ratios), max(ratios)]
+                rows[who][f"best_to_{other}"] = rows[who]["best_wall"] / min(run.wall for run in runs[other])
     return {
         "case": name,
         **asdict(case),
@@ -220,12 +223,13 @@ def show(row: dict[str, Any]) -> None:
         f"{row['case']}: {row['model']} as {row['format']}, {row['layers']} layers, "
         f"{row['results']['cp']['bytes'] / 2**30:.2f} GiB, to {row['layout']}{same[row['same_bytes_as_naive']]}"
     )
-    print(f"  {'':8} {'wall':>8} {'cpu':>8} {'peak':>10} {'/ cp':>18}")
+    print(f"  {'':8} {'wall':>8} {'cpu':>8} {'peak':>10} {'/ cp':>6} {'(range)':12} {'best':>7} {'/ cp':>6}")
     for who, figures in row["results"].items():
         low, high = figures["wall_to_cp_range"]
         print(
             f"  {who:8} {figures['wall']:7.2f}s {figures['user'] + figures['system']:7.2f}s "
-            f"{figures['peak'] / 2**20:6.0f} MiB {figures['wall_to_cp']:6.2f} ({low:.2f}-{high:.2f})",
+            f"{figures['peak'] / 2**20:6.0f} MiB {figures['wall_to_cp']:6.2f} {f'({low:.2f}-{high:.2f})':12} "
+            f"{figures['best_wall']:6.2f}s {figures['best_to_cp']:6.2f}",
             flush=True,
         )
 
