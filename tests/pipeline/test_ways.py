@@ -1,0 +1,125 @@
+"""Direct roads and the general way through a whole conversion: the same bytes, records and manifest, whoever packs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from bench_scripts import make_checkpoint as generator
+
+import moeq
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
+from moeq.errors import ExitCode, MoeqError
+from moeq.pipeline import resources
+from moeq.pipeline.convert import convert
+from moeq.pipeline.job import JobRequest, open_job
+from moeq.pipeline.resources import ways_of
+from moeq.pipeline.roads import find_road
+
+pytest.importorskip("numba")
+
+#: Model, format, layout, tensor-parallel ranks. Experts are large enough for roads; ranks are written apart.
+CASES = [
+    ("qwen3-30b-a3b", "gptq", "marlin-wna16/1", 1),
+    ("qwen3-30b-a3b", "gptq", "marlin-wna16/1", 6),
+    ("qwen3-30b-a3b", "awq", "marlin-wna16/1", 1),
+    ("qwen3-30b-a3b", "w8a8", "int8-w8a8/1", 1),
+    ("gpt-oss-20b", "mxfp4", "marlin-mxfp4/1", 1),
+]
+
+
+def deployment(tp: int = 1) -> Deployment:
+    return Deployment(gpu=parse_gpu("H100"), tp=tp)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def write(folder: Path, model: str, kind: str, experts: int = 2) -> Path:
+    generator.write_checkpoint(folder, generator.MODELS[model], kind, generator.Size(1, experts, vocab=64))
+    return folder
+
+
+@pytest.mark.parametrize(("model", "kind", "layout", "tp"), CASES)
+def test_both_ways_write_the_same(model, kind, layout, tp, tmp_path, monkeypatch) -> None:
+    source = write(tmp_path / "source", model, kind)
+    job = open_job(JobRequest(str(source), deployment(tp), layout))
+    assert set(ways_of(job.checkpoint, job.plan).values()) == {"road", "copy"}
+    convert(source, tmp_path / "road", deployment(tp), layout=layout)
+    monkeypatch.setattr(resources, "find_road", lambda *given: None)
+    assert set(ways_of(job.checkpoint, job.plan).values()) == {"general", "copy"}
+    convert(source, tmp_path / "general", deployment(tp), layout=layout)
+    assert content(tmp_path / "road") == content(tmp_path / "general")
+    assert moeq.verify(tmp_path / "road", source).ok
+
+
+class Altered:
+    """A road of which one answer is another."""
+
+    def __init__(self, road: Any, **altered: Any) -> None:
+        self._road = road
+        self.__dict__.update(altered)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._road, name)
+
+
+def test_experts_that_a_road_declines_take_the_general_way(tmp_path, monkeypatch) -> None:
+    source = write(tmp_path / "source", "qwen3-30b-a3b", "gptq", 4)
+    convert(source, tmp_path / "road", deployment())
+    declined: list[int] = []
+
+    def find(*given: Any) -> Any:
+        road = find_road(*given)
+        assert road is not None
+
+        def pack(*given: Any) -> bool:
+            declined.append(1)
+            return len(declined) % 2 == 0 and road.pack(*given)
+
+        return Altered(road, pack=pack)
+
+    monkeypatch.setattr(resources, "find_road", find)
+    convert(source, tmp_path / "mixed", deployment())
+    assert len(declined) == 8
+    assert content(tmp_path / "road") == content(tmp_path / "mixed")
+
+
+def test_a_ceiling_holds_for_declined_experts_too(tmp_path, monkeypatch) -> None:
+    """There the general way would need more than was planned: refused instead, and what was finished is kept."""
+    source = write(tmp_path / "source", "gpt-oss-20b", "mxfp4", 2)
+
+    def find(*given: Any) -> Any:
+        return Altered(find_road(*given), pack=lambda *given: False)
+
+    monkeypatch.setattr(resources, "find_road", find)
+    with pytest.raises(MoeqError, match=r"layer 0 w13 expert \d holds unusual values") as caught:
+        convert(source, tmp_path / "out", deployment(), layout="marlin-mxfp4/1", max_memory=300 * 2**20)
+    assert caught.value.exit_code == ExitCode.RESOURCES
+    assert not (tmp_path / "out").exists()
+
+
+def test_packed_bytes_that_do_not_mean_the_source_are_never_written(tmp_path, monkeypatch) -> None:
+    source = write(tmp_path / "source", "qwen3-30b-a3b", "gptq")
+
+    def find(*given: Any) -> Any:
+        road = find_road(*given)
+        assert road is not None
+
+        def pack(inputs: Any, outputs: Any, scratch: Any) -> bool:
+            packed = road.pack(inputs, outputs, scratch)
+            weight: np.ndarray[Any, Any] = outputs[0]["weight"]
+            weight[len(weight) // 2] ^= 0x10
+            return packed
+
+        return Altered(road, pack=pack)
+
+    monkeypatch.setattr(resources, "find_road", find)
+    with pytest.raises(MoeqError, match="do not unpack to the source's values") as caught:
+        convert(source, tmp_path / "out", deployment())
+    assert caught.value.code == "bug.round-trip"
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
