@@ -26,7 +26,9 @@ def command(
     experts_only: Annotated[
         bool, typer.Option("--experts-only", help="Leave out everything that is not a routed expert.")
     ] = False,
-    workers: Annotated[int | None, typer.Option("--workers", min=1, help="Threads [the cores, at most 8].")] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=1, help="Threads (default: the cores, at most 8).")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
     json: options.JsonOption = False,
 ) -> None:

@@ -17,23 +17,29 @@ RevisionOption = Annotated[str | None, typer.Option("--revision", help="Hub revi
 
 GpuOption = Annotated[
     str | None,
-    typer.Option("--gpu", help="H100, a100, sm90, gfx942, cpu ... [the GPU found here]", rich_help_panel=DEPLOY),
+    typer.Option(
+        "--gpu", help="H100, a100, sm90, gfx942, cpu, ... (default: the GPU found here).", rich_help_panel=DEPLOY
+    ),
 ]
-TpOption = Annotated[int | None, typer.Option("--tp", help="Tensor-parallel size [1].", rich_help_panel=DEPLOY)]
-EpOption = Annotated[int | None, typer.Option("--ep", help="Expert-parallel size [1].", rich_help_panel=DEPLOY)]
+TpOption = Annotated[
+    int | None, typer.Option("--tp", help="Tensor-parallel size (default: 1).", rich_help_panel=DEPLOY)
+]
+EpOption = Annotated[
+    int | None, typer.Option("--ep", help="Expert-parallel size (default: 1).", rich_help_panel=DEPLOY)
+]
 BatchedOption = Annotated[
     bool | None,
-    typer.Option("--batched/--standard", help="Activations as [E, max_tokens, K].", rich_help_panel=DEPLOY),
+    typer.Option("--batched/--standard", help="Activations as \\[E, max_tokens, K].", rich_help_panel=DEPLOY),
 ]
 LoraOption = Annotated[
     bool | None, typer.Option("--lora/--no-lora", help="LoRA adapters on the experts.", rich_help_panel=DEPLOY)
 ]
 DtypeOption = Annotated[
-    str | None, typer.Option("--dtype", help="Activation dtype: bf16 or fp16 [bf16].", rich_help_panel=DEPLOY)
+    str | None, typer.Option("--dtype", help="Activation dtype: bf16 or fp16 (default: bf16).", rich_help_panel=DEPLOY)
 ]
 BackendOption = Annotated[
     str | None,
-    typer.Option("--backend", help="Force a backend; unsupported is an error. [auto]", rich_help_panel=DEPLOY),
+    typer.Option("--backend", help="Force a backend; unsupported is an error (default: auto).", rich_help_panel=DEPLOY),
 ]
 EngineOption = Annotated[
     str | None,

@@ -33,7 +33,9 @@ def command(
         str | None, typer.Option("--tp", help="One size or several: 1,2,4,8.", rich_help_panel=_DEPLOY)
     ] = None,
     ep: Annotated[str | None, typer.Option("--ep", help="One size or several: 1,8.", rich_help_panel=_DEPLOY)] = None,
-    dp: Annotated[int | None, typer.Option("--dp", help="Data-parallel size [1].", rich_help_panel=_DEPLOY)] = None,
+    dp: Annotated[
+        int | None, typer.Option("--dp", help="Data-parallel size (default: 1).", rich_help_panel=_DEPLOY)
+    ] = None,
     all2all: Annotated[
         str | None, typer.Option("--all2all", help="All-to-all kind of the engine.", rich_help_panel=_DEPLOY)
     ] = None,

@@ -23,10 +23,10 @@ def command(
         str, typer.Argument(metavar="DST", help="Output of `moeq convert`, or a source to pack for the comparison.")
     ],
     site: Annotated[
-        Path | None, typer.Option("--site", help="Folder that holds vllm/ [the installed package].")
+        Path | None, typer.Option("--site", help="Folder that holds vllm/ (default: the installed package).")
     ] = None,
     layout: Annotated[
-        str | None, typer.Option("--layout", help="For a source: layout id [the first that fits].")
+        str | None, typer.Option("--layout", help="For a source: layout id (default: the first that fits).")
     ] = None,
     tp: Annotated[int, typer.Option("--tp", min=1, help="For a source: tensor-parallel size.")] = 1,
     experts: Annotated[int, typer.Option("--experts", min=1, help="Experts per layer, spread over the layer.")] = 2,

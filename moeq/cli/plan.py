@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 MaxMemoryOption = Annotated[
     str | None,
     typer.Option(
-        "--max-memory", metavar="SIZE", help="Never use more: 8GiB, 500MB. Lowers the workers. [1GiB, softly]"
+        "--max-memory", metavar="SIZE", help="Never use more: 8GiB, 500MB. Lowers the workers (default: 1GiB, softly)."
     ),
 ]
 LayoutOption = Annotated[
-    str | None, typer.Option("--layout", help="Force a layout by id; it still has to fit. [the backend's]")
+    str | None, typer.Option("--layout", help="Force a layout by id; it still has to fit (default: the backend's).")
 ]
 SkipUnfitOption = Annotated[
     bool, typer.Option("--skip-unfit", help="Copy layers that cannot be converted instead of refusing.")
@@ -32,7 +32,7 @@ SkipUnfitOption = Annotated[
 AllowLossyOption = Annotated[
     bool, typer.Option("--allow-lossy", help="Allow layouts that change stored numbers; they are counted.")
 ]
-WorkersOption = Annotated[int | None, typer.Option("--workers", min=1, help="Threads [the cores, at most 8].")]
+WorkersOption = Annotated[int | None, typer.Option("--workers", min=1, help="Threads (default: the cores, at most 8).")]
 
 
 def command(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PublicOption = Annotated[
     bool,
     typer.Option(
-        "--public/--private", help="Visibility of a repository that is created. [private]", show_default=False
+        "--public/--private", help="Visibility of a repository that is created (default: private).", show_default=False
     ),
 ]
 BaseModelOption = Annotated[

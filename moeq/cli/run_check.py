@@ -25,11 +25,13 @@ def command(
     ctx: typer.Context,
     dst: Annotated[str, typer.Argument(metavar="DST", help="Output of `moeq convert`.")],
     source: Annotated[
-        str | None, typer.Option("--source", help="The checkpoint it came from [the one its manifest names].")
+        str | None, typer.Option("--source", help="The checkpoint it came from (default: the one its manifest names).")
     ] = None,
     revision: options.RevisionOption = None,
-    layers: Annotated[str | None, typer.Option("--layers", help="Layers, as 0,3,5-7 [all on a GPU].")] = None,
-    experts: Annotated[str | None, typer.Option("--experts", help="Experts, as 0,3,5-7 [all on a GPU].")] = None,
+    layers: Annotated[str | None, typer.Option("--layers", help="Layers, as 0,3,5-7 (default: all on a GPU).")] = None,
+    experts: Annotated[
+        str | None, typer.Option("--experts", help="Experts, as 0,3,5-7 (default: all on a GPU).")
+    ] = None,
     tokens: Annotated[str | None, typer.Option("--tokens", help="Token counts, one run each, as 1,7,33.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the random tokens.")] = 0,
     device: Annotated[str, typer.Option("--device", help="auto, cuda, or cpu (Triton's interpreter).")] = "auto",
@@ -40,7 +42,8 @@ def command(
         bool, typer.Option("--kernels/--digests-only", help="Run kernels, or check digests alone (no GPU, no triton).")
     ] = True,
     jobs: Annotated[
-        int | None, typer.Option("--jobs", "-j", min=1, help="Layers at a time on a CPU [by the amount of work].")
+        int | None,
+        typer.Option("--jobs", "-j", min=1, help="Layers at a time on a CPU (default: by the amount of work)."),
     ] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Also write a self-contained HTML report.")] = None,
     junit: Annotated[Path | None, typer.Option("--junit", help="Also write JUnit XML for CI.")] = None,

@@ -22,10 +22,10 @@ def command(
     ctx: typer.Context,
     dst: Annotated[
         str | None,
-        typer.Argument(metavar="[DST]", help="Output of `moeq convert` [small ones of every format]."),
+        typer.Argument(metavar="[DST]", help="Output of `moeq convert` (default: small ones of every format)."),
     ] = None,
     source: Annotated[
-        str | None, typer.Option("--source", help="The checkpoint it came from [the one its manifest names].")
+        str | None, typer.Option("--source", help="The checkpoint it came from (default: the one its manifest names).")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the damaged places.")] = 0,
     device: Annotated[str, typer.Option("--device", help="auto, cuda, or cpu (Triton's interpreter).")] = "auto",

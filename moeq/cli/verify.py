@@ -26,7 +26,9 @@ def command(
         str | None, typer.Option("--source", help="Also compare with the checkpoint it came from.")
     ] = None,
     revision: options.RevisionOption = None,
-    workers: Annotated[int | None, typer.Option("--workers", min=1, help="Threads [the cores, at most 8].")] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=1, help="Threads (default: the cores, at most 8).")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
     json: options.JsonOption = False,
 ) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.text import Text
 from safetensors.numpy import save_file
 
 from moeq.cli.app import COMMANDS, run
@@ -246,3 +249,13 @@ def test_errors_survive_process_boundaries() -> None:
 @pytest.mark.parametrize("kind", sorted(EXIT_CODES))
 def test_the_kind_alone_decides_the_exit_code(kind: str) -> None:
     assert MoeqError(f"{kind}.anything", "x").exit_code == EXIT_CODES[kind]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_shows_every_word_of_its_texts(name: str) -> None:
+    """Square brackets are markup to the help printer: a text in them would silently be left out."""
+    parameters = inspect.signature(import_module(COMMANDS[name].module).command, eval_str=True).parameters.values()
+    helps = [info.help for parameter in parameters for info in getattr(parameter.annotation, "__metadata__", ())]
+    assert helps or name == "backends"
+    for text in filter(None, helps):
+        assert Text.from_markup(text).plain == text.replace("\\[", "["), text
