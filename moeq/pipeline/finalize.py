@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from moeq.checkpoint.hub import HubSource
@@ -78,9 +77,8 @@ def _job_of(destination: Path) -> tuple[Job, JobStamp]:
             if not done
             else None,
         )
-    first = next(iter(journals.stamps.values()))
-    job = reopen_job(first)
-    stamp = replace(job_stamp(job), place=first.place)
+    job = reopen_job(next(iter(journals.stamps.values())))
+    stamp = job_stamp(job)
     require_job(journals, stamp, partial)
     return job, stamp
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import moeq
 from moeq.checkpoint.source import LocalSource, Source
@@ -113,7 +113,7 @@ def job_stamp(job: Job) -> JobStamp:
         files=source_stamps(source),
         version=moeq.__version__,
         request=replace(request, revision=source.revision).to_json(),
-        place=os.path.abspath(request.src) if os.path.exists(request.src) else None,
+        place=os.path.abspath(source.folder) if _is_folder(source) else None,
     )
 
 
@@ -134,13 +134,18 @@ def reopen_job(stamp: JobStamp) -> Job:
     return open_job(request, None if stamp.place is None else moeq.open(stamp.place, name=request.src))
 
 
+def _is_folder(source: Source) -> TypeGuard[LocalSource]:
+    """Whether a source is a folder of somebody's, and no commit of a repository, which never changes."""
+    return isinstance(source, LocalSource) and source.revision is None
+
+
 def source_stamps(source: Source) -> Mapping[str, list[int]]:
     """Size and time of last change (ns) of every weight file of a local folder; empty for a commit of a repository.
 
     The plan's digest holds the config and every header, but an edit of weights in place changes neither. Times differ
     between copies of a checkpoint, so they are no part of the digest; they are compared when work is continued.
     """
-    if not isinstance(source, LocalSource) or source.revision is not None:
+    if not _is_folder(source):
         return {}
     stamps = {}
     for file in source.files:

@@ -164,16 +164,22 @@ def require_unchanged(then: JobStamp, now: JobStamp, where: Path) -> None:
     """Refuse to go on where the source is not what it was. Raises MoeqError `source.changed`."""
     if then.identity != now.identity:
         raise _changed(where, now.source, "its config or its tensors are not what they were")
+    if then.place != now.place:
+        return  # a copy somewhere else (on the disk of another machine, say), which has times of its own
     for file, state in then.files.items():
         if file in now.files and list(now.files[file]) != list(state):
-            raise _changed(where, now.source, f"{file} was written to after the conversion had begun")
+            raise _changed(where, now.source, f"{file} was written to after the conversion had begun", _COPIES)
 
 
-def _changed(where: Path, source: str, detail: str) -> MoeqError:
+#: Copies on several machines may lie at the same path.
+_COPIES = "; if these are copies on several machines, give their files equal times (rsync -a, cp -p)"
+
+
+def _changed(where: Path, source: str, detail: str, more: str = "") -> MoeqError:
     return MoeqError(
         "source.changed",
         f"{source} has changed since {where} was begun: {detail}",
-        "a mix of both would be worthless; start over: --force, or remove the folder",
+        "a mix of both would be worthless; start over: --force, or remove the folder" + more,
     )
 
 

@@ -192,6 +192,15 @@ def test_the_source_keeps_the_name_that_it_was_given(source, tmp_path, monkeypat
     assert content(tmp_path / "two") == content(tmp_path / "one")
 
 
+def test_every_machine_may_have_a_copy_of_the_source(source, whole, tmp_path) -> None:
+    """With other times; the first journal says which one finalize reads."""
+    copy = Path(shutil.copytree(source, tmp_path / "copy", copy_function=shutil.copyfile))
+    share(source, tmp_path / "out", 0, 2)
+    share(copy, tmp_path / "out", 1, 2)
+    finalize(tmp_path / "out")
+    assert content(tmp_path / "out") == whole
+
+
 class TestRefused:
     def test_missing_units_by_name_with_the_shares_that_do_them(self, source, tmp_path) -> None:
         share(source, tmp_path / "out", 0, 7)
