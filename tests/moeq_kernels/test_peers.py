@@ -78,18 +78,20 @@ class TestInputs:
 
 class TestWarmingUp:
     def test_jobs_cover_every_call_once(self) -> None:
-        groups, tokens = [Group("int4", "mixtral-8x7b"), Group("w8a8", "mixtral-8x7b")], (1, 8, 128)
-        work = jobs(groups, ["moeq", "marlin", "humming"], tokens)
+        groups = [Group("int4", "mixtral-8x7b"), Group("w8a8", "mixtral-8x7b")]
+        options = Options(1.0, (1, 8, 128), skip=frozenset({("int4", "humming")}))
+        work = jobs(groups, ["moeq", "marlin", "humming"], options)
         calls = [(job.name, group, count) for job in work for group in job.groups for count in job.tokens]
         assert len(calls) == len(set(calls))
         assert {name for name, *_ in calls} == {"moeq", "marlin", "humming"}
         assert sum(name == "marlin" for name, *_ in calls) == 3  # Marlin does not know W8A8
         assert sum(name == "moeq" for name, *_ in calls) == 6
+        assert {group.format for name, group, _ in calls if name == "humming"} == {"w8a8"}
 
     def test_failures_are_told_and_absent_peers_are_not(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
         monkeypatch.setenv("PYTHONPATH", str(ROOT / "kernels"))
-        work = jobs([Group("int4", "qwen3-30b-a3b")], ["moeq", "marlin"], (1,))
+        work = jobs([Group("int4", "qwen3-30b-a3b")], ["moeq", "marlin"], Options(1.0, (1,)))
         failed = warm(work, 2, 60.0, tmp_path / "log")
         assert len(failed) == 1
         assert failed[0].startswith("moeq int4 qwen3-30b-a3b: ")

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,20 +98,21 @@ def run(given: argparse.Namespace) -> int:
     groups = [g for g in GROUPS if g.format in given.formats.split(",") and g.shape in given.shapes.split(",")]
     tokens = tuple(int(count) for count in given.tokens.split(","))
     names = [name for name in given.contenders.split(",") if any(name in BY_FORMAT[group.format] for group in groups)]
-    log = given.out / "contenders.log"
     given.out.mkdir(parents=True, exist_ok=True)
+    log = given.out / "contenders.log"
+    skip = frozenset(tuple(pair.split(":", 1)) for pair in given.skip.split(",") if pair)
+    options = Options(given.seconds, tokens, given.rounds, given.milliseconds, log, skip)
     clocks = Clocks()
     begin = time.monotonic()
     if given.warm:
-        work = jobs(groups, [name for name in names if name in given.warm_only.split(",")], tokens)
+        work = jobs(groups, [name for name in names if name in given.warm_only.split(",")], options)
         for reason in warm(work, given.warm, given.warm_seconds, log):
             print("warming up:", reason, flush=True)
         print(f"warmed up in {time.monotonic() - begin:.0f} s", flush=True)
-    seats = {name: Seat(name, log) for name in names}
-    seconds = given.seconds - (time.monotonic() - begin)
     if not given.only_warm:
-        options = Options(seconds, tokens, given.rounds, given.milliseconds, log)
-        conduct(groups, Run(options, seats, lambda found: write(document(found, clocks), given.out)))
+        left = replace(options, seconds=given.seconds - (time.monotonic() - begin))
+        seats = {name: Seat(name, log) for name in names}
+        conduct(groups, Run(left, seats, lambda found: write(document(found, clocks), given.out)))
     return 0
 
 
@@ -133,6 +135,7 @@ def main() -> int:
     timing.add_argument("--shapes", default=",".join(dict.fromkeys(group.shape for group in GROUPS)))
     timing.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     timing.add_argument("--contenders", default=",".join(CONTENDERS))
+    timing.add_argument("--skip", default="", help="FORMAT:CONTENDER,... to leave out")
     timing.add_argument("--rounds", type=int, default=3)
     timing.add_argument("--milliseconds", type=float, default=25)
     timing.add_argument(

@@ -112,6 +112,7 @@ class Options:
         milliseconds: of replays a turn.
         tokens: token counts, most telling first.
         log: where contenders' own output goes.
+        skip: `(format, contender)` pairs to leave out.
     """
 
     seconds: float
@@ -119,6 +120,13 @@ class Options:
     rounds: int = 3
     milliseconds: float = 25.0
     log: Path | None = None
+    skip: frozenset[tuple[str, str]] = frozenset()
+
+
+def contenders_of(group: Group, names: Iterable[str], skip: frozenset[tuple[str, str]]) -> list[str]:
+    """Those of the names that take part in a group."""
+    known = BY_FORMAT[group.format]
+    return [name for name in names if name in known and (group.format, name) not in skip]
 
 
 @dataclass
@@ -163,7 +171,7 @@ def conduct(groups: list[Group], run: Run) -> None:
 
 def one_group(group: Group, run: Run, deadline: float) -> None:
     """A format at a shape."""
-    seats = [run.seats[name] for name in BY_FORMAT[group.format] if name in run.seats]
+    seats = [run.seats[name] for name in contenders_of(group, run.seats, run.options.skip)]
     together(seats, Seat.start)
     if time.monotonic() > deadline:
         run.left_out.append({**asdict(group), "tokens": list(run.options.tokens), "reason": "time"})
@@ -258,21 +266,17 @@ class Job:
     tokens: tuple[int, ...]
 
 
-def jobs(groups: list[Group], names: list[str], tokens: tuple[int, ...]) -> list[Job]:
+def jobs(groups: list[Group], names: list[str], options: Options) -> list[Job]:
     """Peers take a while to import: one job a shape. Ours compile more: two jobs a group."""
-    ours = [
-        Job("moeq", (group,), tokens[half::2])
-        for group in groups
-        for half in (0, 1)
-        if "moeq" in names and tokens[half:]
-    ]
-    peers = [
-        Job(name, known, tokens)
-        for shape in dict.fromkeys(group.shape for group in groups)
-        for name in names
-        if name != "moeq"
-        and (known := tuple(group for group in groups if group.shape == shape and name in BY_FORMAT[group.format]))
-    ]
+    tokens = options.tokens
+    halves = [half for half in (tokens[0::2], tokens[1::2]) if half]
+    ours = [Job("moeq", (group,), half) for group in groups for half in halves if "moeq" in names]
+    peers = []
+    for shape in dict.fromkeys(group.shape for group in groups):
+        for name in names:
+            known = [g for g in groups if g.shape == shape and name in contenders_of(g, names, options.skip)]
+            if known and name != "moeq":
+                peers.append(Job(name, tuple(known), tokens))
     return peers + ours
 
 
