@@ -38,12 +38,9 @@ SHAPES = {
 NARROW = (
     Int8Narrow(8, 12),
     Int8Narrow(8, 6, resident=2),
-    Int8Narrow(8, 4, resident=3),
     Int8Narrow(8, 6, warpgroups=2),
     Int8Narrow(16, 12),
     Int8Narrow(16, 6, resident=2),
-    Int8Narrow(16, 6, warpgroups=2),
-    Int8Narrow(32, 10),
     Int8Narrow(32, 5, resident=2),
     Int8Narrow(32, 6, warpgroups=2),
     Int8Narrow(64, 4, resident=2),
@@ -91,8 +88,8 @@ def candidates(shape: Shape, tokens: int) -> list[Int8Plan]:
                 tiles = min(shape.experts, pairs)
                 chosen = _shared(shape, tokens, kernel)
                 shares = {(chosen.gate_up_splits, chosen.down_splits), (1, 1)}
-                if tiles <= 32:
-                    shares |= {(2, 2), (4, 4), (1, 4)}
+                if tiles <= 16:
+                    shares |= {(2, 2), (1, 4), (4, 4)}
                 result += [Int8Plan(kernel, *one) for one in sorted(shares)]
     if mean >= 60:
         result += [Int8Plan(kernel) for kernel in WIDE]
@@ -144,17 +141,18 @@ def measure(shape: Shape, tokens: int, copies: list[PackedExperts], options: arg
     return row
 
 
-def warm_up(shape: Shape, tokens: list[int]) -> None:
+def warm_up(shape: Shape, tokens: list[int], kernels: bool) -> None:
     """Compiles what a sweep needs, for runs side by side before the times are taken."""
     experts = random_experts(shape)
     for number in tokens:
         given = inputs(shape, number, 0)
-        for plan in [None, *candidates(shape, number)]:
+        for plan in [None, *([] if kernels else candidates(shape, number))]:
             try:
                 ours(plan)(given, experts)
-                ours(plan, False)(given, experts)
             except UNFIT as error:
                 print("failed", describe(plan), str(error)[:300], flush=True)
+        if kernels:
+            ours(None, False)(given, experts)
     torch.cuda.synchronize()
 
 
@@ -173,7 +171,7 @@ def main() -> int:
     numbers = [int(one) for one in options.tokens.split(",")]
     if options.warm_up:
         for name in options.shapes.split(","):
-            warm_up(SHAPES[name], numbers)
+            warm_up(SHAPES[name], numbers, options.kernels)
         return 0
     rows = []
     begin = time.monotonic()

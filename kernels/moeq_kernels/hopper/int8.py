@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -35,15 +36,21 @@ class Sorted:
         rows: tokens.
         inverse: int32 `[P]`.
         expert_of_row: int32 `[P]`, filled for few pairs only.
-        tiles: int32 `[T, 8]`.
-        num_tiles: int32 `[1]`.
+        tiles: int32 `[T, 8]`, flat; direct: the experts chosen, of integers `[P]`.
+        num_tiles: int32 `[1]`; direct: the map of experts or None.
+        most: least bound of the number of tiles that is known here.
+        known: experts that can be chosen.
+        direct: pairs are in their own order, a tile each.
     """
 
     rows: Rows
     inverse: Tensor
     expert_of_row: Tensor
     tiles: Tensor
-    num_tiles: Tensor
+    num_tiles: Tensor | None
+    most: int
+    known: int
+    direct: bool
 
 
 def hopper_int8_moe(
@@ -132,7 +139,8 @@ def sort_quantised(call: _Call, x: Tensor, topk_ids: Tensor, plan: Int8Plan) -> 
     tokens, hidden = x.shape
     top_k = topk_ids.shape[1]
     pairs, count, tile = tokens * top_k, call.experts.num_experts, plan.kernel.tokens
-    most = min(pairs, pairs // tile + count)
+    direct = tokens == 1 and isinstance(plan.kernel, Int8Narrow)
+    most = pairs if direct else min(pairs, pairs // tile + count)
     rows = _empty_rows(pairs, hidden, x.device)
     numbers = torch.empty(3 * pairs + 8 * most + 8, dtype=torch.int32, device=x.device)
     # The tiles come first: their rows are read as aligned vectors.
@@ -145,13 +153,14 @@ def sort_quantised(call: _Call, x: Tensor, topk_ids: Tensor, plan: Int8Plan) -> 
     static = call.experts.w13.input_scale
     columns = next_power_of_two(hidden)
     options = {"TOP_K": top_k, "COLUMNS": columns, "num_warps": max(4, warps_for(columns))}
+    found = partial(Sorted, rows, inverse, expert_of_row, most=most, known=sizes[1], direct=direct)
     if pairs <= FEW_PAIRS:
-        rows_device.route_quantised[(count + tokens,)](
+        rows_device.route_quantised[(tokens if direct else count + tokens,)](
             topk_ids, expert_map, x, static, rows.codes, rows.scales, inverse, expert_of_row, tiles, num_tiles, pairs,
             hidden, x.stride(0), rows.codes.stride(0), *sizes, PAIRS=next_power_of_two(max(pairs, 16)),
-            CHOICES=next_power_of_two(top_k), **common, **options,
+            CHOICES=next_power_of_two(top_k), DIRECT=direct, **common, **options,
         )  # fmt: skip
-        return Sorted(rows, inverse, expert_of_row, tiles, num_tiles)
+        return found(topk_ids, expert_map) if direct else found(tiles, num_tiles)
     block = 256 if pairs <= 16384 else 512
     blocks = -(-pairs // block)
     counts = torch.empty(blocks, bins, dtype=torch.int32, device=x.device)
@@ -165,7 +174,7 @@ def sort_quantised(call: _Call, x: Tensor, topk_ids: Tensor, plan: Int8Plan) -> 
     rows_device.quantise_tokens[(tokens,)](
         x, static, rows.codes, rows.scales, inverse, hidden, x.stride(0), rows.codes.stride(0), **options, **call.after
     )
-    return Sorted(rows, inverse, expert_of_row, tiles, num_tiles)
+    return found(tiles, num_tiles)
 
 
 def warps_for(columns: int) -> int:
@@ -188,14 +197,14 @@ def _requantised(call: _Call, sorted_pairs: Sorted, middle: Tensor, shared: bool
             middle, static, sorted_pairs.rows.scales, w13.scale, w13.bias, sorted_pairs.expert_of_row, rows.codes,
             rows.scales, sorted_pairs.tiles, sorted_pairs.num_tiles, pairs, size, rows.codes.stride(0),
             *_gate_up_rows(call.experts), SPLITS=splits, COLUMNS=columns, DTYPE=triton_dtype(dtype),
-            INTERPRET=interpreter.active(), num_warps=warps, ACTIVATION=finish.activation,
+            DIRECT=sorted_pairs.direct, INTERPRET=interpreter.active(), num_warps=warps, ACTIVATION=finish.activation,
             ALPHA=finish.alpha, BETA=finish.beta, LIMIT=finish.limit, **call.after,
         )  # fmt: skip
         return rows
     block = max(1, min(8, 2048 // columns)) if pairs > FEW_PAIRS else 1
     device.requantise[(-(-pairs // block),)](
         middle, static, rows.codes, rows.scales, sorted_pairs.tiles, sorted_pairs.num_tiles, pairs, size,
-        rows.codes.stride(0), ROWS=block, COLUMNS=columns, num_warps=warps, **call.after,
+        rows.codes.stride(0), ROWS=block, COLUMNS=columns, DIRECT=sorted_pairs.direct, num_warps=warps, **call.after,
     )  # fmt: skip
     return rows
 
@@ -224,19 +233,22 @@ def product(
         **call.after,
     }
     programs = multiprocessors(out.device)
+    shares: tuple[int, ...]
+    counts: tuple[int, ...]
     if isinstance(kernel, Int8Narrow):
         function = import_module("moeq_kernels.hopper.device.int8_narrow").int8_product_narrow
         box, token_box, item = 64, kernel.box, (64 if gated else 128) * kernel.warpgroups
-        shares: tuple[int, ...] = (splits, most_rows)
+        shares, counts = (splits, most_rows), (call.experts.num_experts, pairs.known)
         constants |= {"TOKENS": kernel.tokens, "BOX": kernel.box, "SPLIT": gated and splits > 1}
+        constants |= {"DIRECT": pairs.direct}
         constants |= {"maxnreg": kernel.cap} if kernel.cap else {}
         programs *= kernel.resident
     else:
         function = import_module("moeq_kernels.hopper.device.int8_wide").int8_product_wide
         box, token_box, item = 128, 64, 128 if gated else 256
-        shares = ()
+        shares, counts = (), ()
     blocks = -(-columns // item)
-    function[(min(programs, pairs.tiles.numel() // 8 * blocks * splits),)](
+    function[(min(programs, pairs.most * blocks * splits),)](
         *descriptors(call.experts, matrix, rows, box, token_box, gated),
         rows.scales,
         matrix.scale,
@@ -252,6 +264,7 @@ def product(
         matrix.n,
         up_row,
         row_step,
+        *counts,
         **constants,
     )
 

@@ -21,6 +21,7 @@ class Int8Case:
         name: unique.
         kernel: sizes.
         split: several programs share k.
+        direct: every row is a tile.
         bias: whether biases are added.
         finish: what follows the product.
     """
@@ -28,6 +29,7 @@ class Int8Case:
     name: str
     kernel: Int8Narrow | Int8Wide
     split: bool = False
+    direct: bool = False
     bias: bool = False
     finish: Finish = SILU
 
@@ -44,6 +46,7 @@ def cases() -> list[Int8Case]:
         result.append(replace(down, name=f"{name}-down-bias", bias=True))
         if narrow:
             result.append(replace(base, name=f"{name}-gate-up-split", split=True))
+            result.append(replace(base, name=f"{name}-gate-up-direct", direct=True))
     return result
 
 
@@ -63,6 +66,9 @@ def compile_case(case: Int8Case, **options: Any) -> Any:
         "BIAS": case.bias,
         "DEPENDENT": True,
     }
+    if case.direct:
+        del types["num_tiles"]
+        constants["num_tiles"] = None  # no map of experts
     if case.bias:
         types["bias"] = "*bf16"
     else:
@@ -86,9 +92,9 @@ def _descriptors(weight_rows: int, token_rows: int) -> dict[str, str]:
 def _narrow(case: Int8Case, kernel: Int8Narrow) -> tuple[Any, dict[str, str], dict[str, Any]]:
     function = import_module("moeq_kernels.hopper.device.int8_narrow").int8_product_narrow
     types = _descriptors(64, kernel.box)
-    types |= _integers("steps blocks splits rows columns stride w_rows up_row row_step")
+    types |= _integers("steps blocks splits rows columns stride w_rows up_row row_step experts known")
     types["out"] = "*i32" if case.split else "*bf16" if case.finish.gated else "*fp32"
-    return function, types, {"TOKENS": kernel.tokens, "BOX": kernel.box, "SPLIT": case.split}
+    return function, types, {"TOKENS": kernel.tokens, "BOX": kernel.box, "SPLIT": case.split, "DIRECT": case.direct}
 
 
 def _wide(case: Int8Case, kernel: Int8Wide) -> tuple[Any, dict[str, str], dict[str, Any]]:
@@ -108,12 +114,21 @@ def compile_rows() -> dict[str, Any]:
     device = import_module("moeq_kernels.hopper.device.int8_rows")
     language = import_module("triton.language")
     silu = {"ACTIVATION": "silu", "ALPHA": 0.0, "BETA": 0.0, "LIMIT": 0.0}
-    few = {"MAPPED": False, "PAIRS": 1024, "BINS": 256, "TILE": 8, "TOP_K": 8, "CHOICES": 8, "COLUMNS": 8192}
-    shared = {**silu, "SPLITS": 4, "DTYPE": language.bfloat16, "COLUMNS": 4096, "INTERPRET": False}
+    few = {
+        "MAPPED": False,
+        "PAIRS": 1024,
+        "BINS": 256,
+        "TILE": 8,
+        "TOP_K": 8,
+        "CHOICES": 8,
+        "COLUMNS": 8192,
+        "DIRECT": False,
+    }
+    shared = {**silu, "SPLITS": 4, "DTYPE": language.bfloat16, "COLUMNS": 4096, "DIRECT": False, "INTERPRET": False}
     wanted: dict[str, tuple[int, dict[str, Any]]] = {
         "route_quantised": (16, few),
         "quantise_tokens": (8, {"TOP_K": 2, "COLUMNS": 4096}),
-        "requantise": (16, {"ROWS": 1, "COLUMNS": 16384}),
+        "requantise": (16, {"ROWS": 1, "COLUMNS": 16384, "DIRECT": False}),
         "activate_quantised": (8, {**shared, "bias": None}),
     }
     pointers = {"x": "*bf16", "middle": "*bf16", "codes": "*i8", "scales": "*fp32", "x_scale": "*fp32", "sums": "*i32"}

@@ -17,7 +17,10 @@ SCRIPT = """
 import json
 from moeq_kernels.hopper.int8_aot import cases, compile_case, compile_rows
 from moeq_kernels.hopper.sass import instructions, is_wgmma, main_loops, problems
-wanted = {"int8-narrow8-gate-up-split", "int8-narrow16-down", "int8-narrow64-oai", "int8-wide128-gate-up"}
+wanted = {
+    "int8-narrow8-gate-up-split", "int8-narrow8-gate-up-direct", "int8-narrow16-down", "int8-narrow64-oai",
+    "int8-wide128-gate-up",
+}
 outcomes = {}
 for case in cases():
     if case.name in wanted:

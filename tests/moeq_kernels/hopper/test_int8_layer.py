@@ -36,7 +36,7 @@ class Product:
     def __call__(self, first: Any, second: Any, x: Any, x_scale: Any, w_scale: Any, bias: Any, out: Any, tiles: Any,
                  num_tiles: Any, steps: int, blocks: int, *rest: int, **constants: Any) -> None:  # fmt: skip
         self.seen.append(constants)
-        splits, rows, columns, stride, w_rows, up_row, row_step = (1, out.shape[1], *rest) if self.wide else rest
+        splits, rows, columns, stride, w_rows, up_row, row_step = (1, out.shape[1], *rest) if self.wide else rest[:7]
         gated, split = constants["FINISH"].gated, constants.get("SPLIT", False)
         tile = 64 * constants["WARPGROUPS"] if self.wide else constants["TOKENS"]
         item = (128 if gated else 256) if self.wide else (64 if gated else 128) * constants["WARPGROUPS"]
@@ -44,7 +44,12 @@ class Product:
         assert (rows, stride) == (out.shape[1], out.stride(1))
         assert columns * (2 if split else 1) <= stride
         scale = w_scale.reshape(-1, w_rows).float()
-        for expert, start, end, _, _ in tiles[: 8 * int(num_tiles[0])].view(-1, 8)[:, :5].tolist():
+        if constants.get("DIRECT"):
+            known = [one if num_tiles is None or one < 0 else int(num_tiles[one]) for one in tiles.flatten().tolist()]
+            items = [[max(one, 0), row, row + (one >= 0)] for row, one in enumerate(known)]
+        else:
+            items = tiles[: 8 * int(num_tiles[0])].view(-1, 8)[:, :3].tolist()
+        for expert, start, end in items:
             some = slice(start, min(start + tile, end))
             for number in range(splits):
                 each = -(-steps // splits) * 128
@@ -99,6 +104,8 @@ OAI = Finish("swiglu_oai", gated=True, interleaved=True, limit=7.0)
         (7, 2, Int8Plan(NARROW, 2, 2), True, True, OAI, 16),
         (3, 3, Int8Plan(NARROW, 3, 1), False, True, SILU, 16),
         (9, 2, Int8Plan(WIDE), True, True, OAI, 18),
+        (1, 3, Int8Plan(NARROW), True, False, SILU, 16),
+        (1, 2, Int8Plan(NARROW, 2, 1), False, True, OAI, 16),
         (21, 2, Int8Plan(WIDE), False, False, SILU, 16),  # the kernels for many pairs
     ],
 )

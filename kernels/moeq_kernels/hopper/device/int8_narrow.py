@@ -27,19 +27,43 @@ STEP = common.STEP
 # Argument lists of twenty names, one to a line, would hide the code.
 # fmt: off
 @gluon.jit
+def _items(tiles, num_tiles, rows, parts, DIRECT: gl.constexpr):
+    """How many work items there are."""
+    if DIRECT:
+        return rows * parts
+    else:
+        return gl.load(num_tiles) * parts
+
+
+@gluon.jit
+def _find(index, tiles, num_tiles, parts, experts, known, TOKENS: gl.constexpr, DIRECT: gl.constexpr):
+    """Expert, first row, end row and part of a work item; see `int8_product_narrow`."""
+    if DIRECT:
+        pair = index // parts
+        chosen = gl.load(tiles + pair).to(gl.int32)
+        there = (chosen >= 0) & (chosen < known)
+        if num_tiles is not None:
+            chosen = gl.load(num_tiles + gl.where(there, chosen, 0)).to(gl.int32)
+            there = there & (chosen >= 0) & (chosen < experts)
+        return gl.where(there, chosen, 0), pair, pair + there.to(gl.int32), index - pair * parts
+    else:
+        return common.find_item(index, tiles, parts, TOKENS)
+
+
+@gluon.jit
 def _copy_weights(
-    first_desc, second_desc, w_buf, ready, empty, tiles, num_tiles, steps, blocks, splits,
-    TOKENS: gl.constexpr, STAGES: gl.constexpr, FINISH: gl.constexpr, WARPGROUPS: gl.constexpr,
+    first_desc, second_desc, w_buf, ready, empty, tiles, num_tiles, steps, blocks, splits, rows, experts, known,
+    TOKENS: gl.constexpr, STAGES: gl.constexpr, FINISH: gl.constexpr, WARPGROUPS: gl.constexpr, DIRECT: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
     """A copy warp: two boxes of 64 rows for each warpgroup and step."""
     GATED: gl.constexpr = gated(FINISH)
     OWN: gl.constexpr = 64 if GATED else 128
-    if DEPENDENT and GATED:
+    if DEPENDENT and GATED and not DIRECT:
         gdc_wait()  # the tiles come from the kernel right before
     it = 0
-    for index in range(gl.program_id(0), gl.load(num_tiles) * (blocks * splits), gl.num_programs(0)):
-        expert, _, _, part = common.find_item(index, tiles, blocks * splits, TOKENS)
+    for index in range(gl.program_id(0), _items(tiles, num_tiles, rows, blocks * splits, DIRECT), gl.num_programs(0)):
+        expert, _, _, part = _find(index, tiles, num_tiles, blocks * splits, experts, known, TOKENS, DIRECT)
         first, last, _ = common.share(part, splits, steps)
         column = part // splits * (OWN * WARPGROUPS)
         for i in range(first, last):
@@ -57,16 +81,16 @@ def _copy_weights(
 
 @gluon.jit
 def _copy_tokens(
-    x_desc, x_buf, ready, empty, tiles, num_tiles, steps, blocks, splits,
-    TOKENS: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, DEPENDENT: gl.constexpr,
+    x_desc, x_buf, ready, empty, tiles, num_tiles, steps, blocks, splits, rows, experts, known,
+    TOKENS: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, DIRECT: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """A copy warp: the boxes of BOX tokens that hold any of the tile."""
     BOXES: gl.constexpr = TOKENS // BOX
     if DEPENDENT:
         gdc_wait()
     it = 0
-    for index in range(gl.program_id(0), gl.load(num_tiles) * (blocks * splits), gl.num_programs(0)):
-        _, row, end_row, part = common.find_item(index, tiles, blocks * splits, TOKENS)
+    for index in range(gl.program_id(0), _items(tiles, num_tiles, rows, blocks * splits, DIRECT), gl.num_programs(0)):
+        _, row, end_row, part = _find(index, tiles, num_tiles, blocks * splits, experts, known, TOKENS, DIRECT)
         first, last, _ = common.share(part, splits, steps)
         left = end_row - row
         for i in range(first, last):
@@ -96,10 +120,10 @@ def _scales(w_scale, bias, expert, n, rows, inside, HAS_BIAS: gl.constexpr):
 @gluon.jit
 def _multiply(
     w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks, splits, rows, columns,
-    stride, w_rows, up_row, row_step,
+    stride, w_rows, up_row, row_step, experts, known,
     WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
     WARPGROUPS: gl.constexpr, FINISH: gl.constexpr,
-    BIAS: gl.constexpr, DEPENDENT: gl.constexpr,
+    BIAS: gl.constexpr, DIRECT: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """A multiplying warpgroup: 128 rows of the weights, 64 of gate and of up where gated."""
     GATED: gl.constexpr = gated(FINISH)
@@ -114,8 +138,8 @@ def _multiply(
         if WG == 0:
             gdc_launch_dependents()
     it = 0
-    for index in range(gl.program_id(0), gl.load(num_tiles) * (blocks * splits), gl.num_programs(0)):
-        expert, row, end_row, part = common.find_item(index, tiles, blocks * splits, TOKENS)
+    for index in range(gl.program_id(0), _items(tiles, num_tiles, rows, blocks * splits, DIRECT), gl.num_programs(0)):
+        expert, row, end_row, part = _find(index, tiles, num_tiles, blocks * splits, experts, known, TOKENS, DIRECT)
         first, last, number = common.share(part, splits, steps)
         column = part // splits * (OWN * WARPGROUPS) + OWN * WG
         inside = column + n < columns
@@ -169,9 +193,9 @@ def _multiply(
 @gluon.jit
 def int8_product_narrow(
     first_desc, second_desc, x_desc, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks, splits, rows,
-    columns, stride, w_rows, up_row, row_step,
+    columns, stride, w_rows, up_row, row_step, experts, known,
     TOKENS: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, WARPGROUPS: gl.constexpr,
-    REGISTERS: gl.constexpr, FINISH: gl.constexpr, BIAS: gl.constexpr, DEPENDENT: gl.constexpr,
+    REGISTERS: gl.constexpr, FINISH: gl.constexpr, BIAS: gl.constexpr, DIRECT: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """out[row] = x[row] @ W[expert of row].T with scales, or the activation of its halves.
 
@@ -183,7 +207,9 @@ def int8_product_narrow(
         w_scale, bias: `[E, w_rows]`; row n of gate is `n * row_step`, of up `up_row` further.
         out: `[rows, ..]` with `stride`; `[splits, rows, ..]` without a gate; int32 sums `[splits, rows, 2 * columns]`
             where gated and SPLIT.
-        tiles: int32 `[T, 8]` and num_tiles: int32 `[1]`, of `device.routing`.
+        tiles: int32 `[T, 8]` and num_tiles: int32 `[1]`, of `device.routing`. DIRECT: the experts chosen `[rows]` and
+            the map of experts or None instead; every row is a tile then, and weights need not wait for routing.
+        experts, known: local experts, and how many the chosen ones may name (DIRECT).
         steps: of 128 of k; blocks: of columns; splits: items that share their k.
         columns: of out, of each half where gated and SPLIT.
         TOKENS: of a tile; BOX: of them that are copied together.
@@ -209,22 +235,22 @@ def int8_product_narrow(
                     _multiply,
                     (
                         w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks,
-                        splits, rows, columns, stride, w_rows, up_row, row_step, 0, TOKENS, STAGES, SPLIT, 1,
-                        FINISH, BIAS, DEPENDENT,
+                        splits, rows, columns, stride, w_rows, up_row, row_step, experts, known, 0, TOKENS, STAGES,
+                        SPLIT, 1, FINISH, BIAS, DIRECT, DEPENDENT,
                     ),
                 ),
                 (
                     _copy_weights,
                     (
-                        first_desc, second_desc, w_buf, ready, empty, tiles, num_tiles, steps, blocks, splits, TOKENS,
-                        STAGES, FINISH, WARPGROUPS, DEPENDENT,
+                        first_desc, second_desc, w_buf, ready, empty, tiles, num_tiles, steps, blocks, splits, rows,
+                        experts, known, TOKENS, STAGES, FINISH, WARPGROUPS, DIRECT, DEPENDENT,
                     ),
                 ),
                 (
                     _copy_tokens,
                     (
-                        x_desc, x_buf, ready, empty, tiles, num_tiles, steps, blocks, splits, TOKENS, BOX, STAGES,
-                        DEPENDENT,
+                        x_desc, x_buf, ready, empty, tiles, num_tiles, steps, blocks, splits, rows, experts, known,
+                        TOKENS, BOX, STAGES, DIRECT, DEPENDENT,
                     ),
                 ),
             ],
@@ -239,30 +265,30 @@ def int8_product_narrow(
                     _multiply,
                     (
                         w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks,
-                        splits, rows, columns, stride, w_rows, up_row, row_step, 0, TOKENS, STAGES, SPLIT, 2,
-                        FINISH, BIAS, DEPENDENT,
+                        splits, rows, columns, stride, w_rows, up_row, row_step, experts, known, 0, TOKENS, STAGES,
+                        SPLIT, 2, FINISH, BIAS, DIRECT, DEPENDENT,
                     ),
                 ),
                 (
                     _multiply,
                     (
                         w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks,
-                        splits, rows, columns, stride, w_rows, up_row, row_step, 1, TOKENS, STAGES, SPLIT, 2,
-                        FINISH, BIAS, DEPENDENT,
+                        splits, rows, columns, stride, w_rows, up_row, row_step, experts, known, 1, TOKENS, STAGES,
+                        SPLIT, 2, FINISH, BIAS, DIRECT, DEPENDENT,
                     ),
                 ),
                 (
                     _copy_weights,
                     (
-                        first_desc, second_desc, w_buf, ready, empty, tiles, num_tiles, steps, blocks, splits, TOKENS,
-                        STAGES, FINISH, WARPGROUPS, DEPENDENT,
+                        first_desc, second_desc, w_buf, ready, empty, tiles, num_tiles, steps, blocks, splits, rows,
+                        experts, known, TOKENS, STAGES, FINISH, WARPGROUPS, DIRECT, DEPENDENT,
                     ),
                 ),
                 (
                     _copy_tokens,
                     (
-                        x_desc, x_buf, ready, empty, tiles, num_tiles, steps, blocks, splits, TOKENS, BOX, STAGES,
-                        DEPENDENT,
+                        x_desc, x_buf, ready, empty, tiles, num_tiles, steps, blocks, splits, rows, experts, known,
+                        TOKENS, BOX, STAGES, DIRECT, DEPENDENT,
                     ),
                 ),
             ],

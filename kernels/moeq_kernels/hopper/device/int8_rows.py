@@ -34,17 +34,21 @@ def _quantised(value, static_scale):
 def route_quantised(
     ids, expert_map, x, static_scale, codes, scales, inverse, expert_of_row, tiles, num_tiles, pairs, hidden, stride_x,
     stride_q, EXPERTS, KNOWN, MOST, MAPPED: tl.constexpr, PAIRS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
-    TOP_K: tl.constexpr, CHOICES: tl.constexpr, COLUMNS: tl.constexpr,
+    TOP_K: tl.constexpr, CHOICES: tl.constexpr, COLUMNS: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
     """Everything before the products, in one kernel, for up to a thousand or so pairs.
 
     The first EXPERTS programs list the tiles of an expert each, the others take a token each: they write its codes and
     scale to the sorted rows of its pairs, `inverse` and `expert_of_row`. Every program counts all pairs for itself.
+    DIRECT: pairs stay in their order, no tiles are listed and there are no programs for experts.
     See `device.routing` for the terms; CHOICES is TOP_K rounded up to a power of two, COLUMNS at least `hidden`.
     """
     at = tl.arange(0, PAIRS)
     gdc_launch_dependents()
-    if tl.program_id(0) < EXPERTS:
+    token = tl.program_id(0)
+    if not DIRECT:
+        token -= EXPERTS
+    if token < 0:
         expert = tl.program_id(0)
         local = _local(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED)
         bins = tl.arange(0, BINS)
@@ -57,7 +61,6 @@ def route_quantised(
         if expert == 0:
             _mark_unused(tiles, num_tiles, tl.sum(tl.where(bins < EXPERTS, blocks, 0)), MOST, BINS)
     else:
-        token = tl.program_id(0) - EXPERTS
         column = tl.arange(0, COLUMNS)
         source = x + token.to(tl.int64) * stride_x + column
         value = tl.load(source, mask=column < hidden, other=0.0).to(tl.float32)
@@ -65,12 +68,17 @@ def route_quantised(
         choice = tl.arange(0, CHOICES)
         own = token * TOP_K + choice
         mine = _local(ids, expert_map, tl.where(choice < TOP_K, pairs, 0), own, EXPERTS, KNOWN, MAPPED)
-        local = _local(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED)
-        before = (local[None, :] < mine[:, None]) | ((local[None, :] == mine[:, None]) & (at[None, :] < own[:, None]))
-        row = tl.sum(before.to(tl.int32), axis=1)
         there = mine < EXPERTS
+        if DIRECT:
+            row = own
+            tl.store(expert_of_row + row, tl.where(there, mine, 0), mask=choice < TOP_K)
+        else:
+            local = _local(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED)
+            same = local[None, :] == mine[:, None]
+            before = (local[None, :] < mine[:, None]) | (same & (at[None, :] < own[:, None]))
+            row = tl.sum(before.to(tl.int32), axis=1)
+            tl.store(expert_of_row + row, mine, mask=there)
         tl.store(inverse + own, tl.where(there, row, -1), mask=choice < TOP_K)
-        tl.store(expert_of_row + row, mine, mask=there)
         tl.store(scales + row, tl.zeros([CHOICES], tl.float32) + scale, mask=there)
         for i in tl.static_range(TOP_K):
             this = tl.sum(tl.where(choice == i, row, 0))
@@ -98,17 +106,26 @@ def quantise_tokens(
 
 
 @triton.jit
+def _rows_in_use(tiles, num_tiles, pairs, DIRECT: tl.constexpr):
+    """Sorted rows: the end of the last tile's expert."""
+    if DIRECT:
+        return pairs
+    else:
+        used = tl.load(num_tiles)
+        return tl.load(tiles + tl.maximum(used - 1, 0) * 8 + 2, mask=used > 0, other=0)
+
+
+@triton.jit
 def requantise(
     middle, static_scale, codes, scales, tiles, num_tiles, pairs, size, stride_q, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
-    """Codes and scales of rows of activations `[pairs, size]`, of those that are in use."""
+    """Codes and scales of rows of activations `[pairs, size]`, of those that are in use (DIRECT: of all)."""
     first = tl.program_id(0) * ROWS
     column = tl.arange(0, COLUMNS)
     gdc_wait()
     gdc_launch_dependents()
-    used = tl.load(num_tiles)
-    rows = tl.load(tiles + tl.maximum(used - 1, 0) * 8 + 2, mask=used > 0, other=0)
+    rows = _rows_in_use(tiles, num_tiles, pairs, DIRECT)
     for i in tl.static_range(ROWS):
         row = (first + i).to(tl.int64)
         # Does not wait for the number of rows: what is not in use is read, but not written.
@@ -123,7 +140,8 @@ def requantise(
 def activate_quantised(
     sums, static_scale, x_scale, w_scale, bias, expert_of_row, codes, scales, tiles, num_tiles, rows, size, stride_q,
     up_row, row_step, SPLITS: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
-    LIMIT: tl.constexpr, DTYPE: tl.constexpr, COLUMNS: tl.constexpr, INTERPRET: tl.constexpr,
+    LIMIT: tl.constexpr, DTYPE: tl.constexpr, COLUMNS: tl.constexpr, DIRECT: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The end of a gate-up product whose k was shared: int32 sums `[SPLITS, rows, 2 * size]` to codes of activations.
 
@@ -135,8 +153,7 @@ def activate_quantised(
     inside = column < size
     gdc_wait()
     gdc_launch_dependents()
-    used = tl.load(num_tiles)
-    if row >= tl.load(tiles + tl.maximum(used - 1, 0) * 8 + 2, mask=used > 0, other=0):
+    if row >= _rows_in_use(tiles, num_tiles, rows, DIRECT):
         return
     expert = tl.load(expert_of_row + row).to(tl.int64)
     token_scale = tl.load(x_scale + row)
