@@ -174,11 +174,12 @@ def main() -> int:
             warm_up(SHAPES[name], numbers, options.kernels)
         return 0
     rows = []
-    begin = time.monotonic()
-    for name in options.shapes.split(","):
+    names = options.shapes.split(",")
+    for name in names:
+        begin = time.monotonic()
         copies = [random_experts(SHAPES[name])]
         for tokens in numbers:
-            if time.monotonic() - begin > options.seconds:
+            if time.monotonic() - begin > options.seconds / len(names):
                 print("out of time at", name, tokens)
                 break
             row = {"shape": name, "tokens": tokens, **measure(SHAPES[name], tokens, copies, options)}
@@ -190,6 +191,7 @@ def main() -> int:
             )
             for key, value in sorted(row.get("sweep", {}).items(), key=lambda item: item[1])[:6]:
                 print(f"      {value:9.1f}  {key}", flush=True)
+        del copies
         if options.out:
             about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
             options.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
