@@ -77,8 +77,8 @@ def compare(
     top_k = min(8 if recipe.experts > 8 else 2, recipe.experts)
     known = 2 * recipe.experts if kind == "mapped" else recipe.experts
     expert_map = random_map(known, recipe.experts, seed, "cuda") if kind == "mapped" else None
-    given = routed(kind, tokens, recipe, known, top_k, seed)
-    x = given.x.to(recipe.dtype)
+    given = routed(kind, tokens, recipe.hidden, known, top_k, seed, recipe.dtype)
+    x = given.x
     ids = given.ids if expert_map is None else expert_map[given.ids.long()]
     order = layer.order == "interleaved"
     finish = Finish(layer.activation, gated=True, interleaved=order, limit=layer.limit or 0.0)
@@ -121,17 +121,20 @@ def plans() -> Iterator[Int8Plan | None]:
 
 def comparisons() -> Iterator[tuple[str, int, str, Int8Plan | None]]:
     """What to compare, most telling first."""
-    for name in LAYERS:
-        for plan in plans():
+    for tokens in (1, 33, 130, 1000, 7):
+        for name in LAYERS:
+            yield name, tokens, ROUTINGS[(tokens + len(name)) % len(ROUTINGS)], None
+    for plan in plans():
+        for name in LAYERS:
             yield name, 33, "uniform", plan
-    for name in LAYERS:
-        for tokens in (1, 7, 130, 1000):
-            for plan in plans():
-                yield name, tokens, ROUTINGS[(tokens + len(name)) % len(ROUTINGS)], plan
     for kind in ROUTINGS:
         for tokens in (1, 2, 16, 64, 300, 4096, 16384):
             for name in ("small", "oai", "many"):
                 yield name, tokens, kind, None
+    for tokens in (1, 7, 130, 1000):
+        for plan in plans():
+            for name in LAYERS:
+                yield name, tokens, ROUTINGS[(tokens + len(name)) % len(ROUTINGS)], plan
 
 
 def main() -> int:

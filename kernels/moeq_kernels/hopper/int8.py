@@ -74,7 +74,7 @@ def hopper_int8_moe(
         dependent: let each kernel start while the one before it ends (programmatic dependent launch).
 
     Returns `[M, H]` like x. Nothing is read back from the device; results do not vary from run to run. Tokens' results
-    are summed in float32 in the order of topk_ids; in the wide kernel each is rounded to x's type before that.
+    are summed in float32 in the order of topk_ids; with more than FEW_PAIRS pairs in bfloat16 each is rounded before.
     """
     tokens, hidden = x.shape
     top_k = topk_ids.shape[1]
@@ -113,7 +113,6 @@ def _some_tokens(call: _Call, x: Tensor, topk_weights: Tensor, topk_ids: Tensor,
     intermediate = experts.intermediate_size
     plan = call.plan or choose(pairs, experts.num_experts, experts.w13.k, intermediate)
     pairs_sorted = sort_quantised(call, x, topk_ids, plan)
-    narrow = isinstance(plan.kernel, Int8Narrow)
     shared = plan.gate_up_splits > 1
     if shared:
         middle = torch.empty(plan.gate_up_splits, pairs, 2 * intermediate, dtype=torch.int32, device=x.device)
@@ -121,7 +120,9 @@ def _some_tokens(call: _Call, x: Tensor, topk_weights: Tensor, topk_ids: Tensor,
         middle = torch.empty(1, pairs, intermediate, dtype=x.dtype, device=x.device)
     product(call, plan, pairs_sorted, pairs_sorted.rows, experts.w13, middle, gated=True)
     activations = _requantised(call, pairs_sorted, middle, shared, x.dtype)
-    dtype = torch.float32 if narrow else x.dtype
+    # float16 could overflow before it is weighted.
+    exact = pairs <= FEW_PAIRS or plan.down_splits > 1 or x.dtype == torch.float16
+    dtype = torch.float32 if exact else x.dtype
     parts = torch.empty(plan.down_splits, pairs, hidden, dtype=dtype, device=x.device)
     product(call, plan, pairs_sorted, activations, experts.w2, parts, gated=False)
     sum_parts(parts, pairs_sorted.inverse, topk_weights, y, top_k, call.dependent)

@@ -22,6 +22,7 @@ class Int8Case:
         kernel: sizes.
         split: several programs share k.
         direct: every row is a tile.
+        out: triton name of the type of results, of sums where split.
         bias: whether biases are added.
         finish: what follows the product.
     """
@@ -30,6 +31,7 @@ class Int8Case:
     kernel: Int8Narrow | Int8Wide
     split: bool = False
     direct: bool = False
+    out: str = "bf16"
     bias: bool = False
     finish: Finish = SILU
 
@@ -41,11 +43,11 @@ def cases() -> list[Int8Case]:
         narrow = isinstance(kernel, Int8Narrow)
         name = f"int8-{'narrow' if narrow else 'wide'}{kernel.tokens}"
         base = Int8Case(f"{name}-gate-up", kernel)
-        down = replace(base, name=f"{name}-down", finish=PLAIN)
+        down = replace(base, name=f"{name}-down", finish=PLAIN, out="fp32")
         result += [base, down, replace(base, name=f"{name}-oai", bias=True, finish=OAI)]
-        result.append(replace(down, name=f"{name}-down-bias", bias=True))
+        result.append(replace(down, name=f"{name}-down-bias", bias=True, out="bf16"))
         if narrow:
-            result.append(replace(base, name=f"{name}-gate-up-split", split=True))
+            result.append(replace(base, name=f"{name}-gate-up-split", split=True, out="i32"))
             result.append(replace(base, name=f"{name}-gate-up-direct", direct=True))
     return result
 
@@ -58,6 +60,7 @@ def compile_case(case: Int8Case, **options: Any) -> Any:
     kernel = case.kernel
     function, types, constants = _narrow(case, kernel) if isinstance(kernel, Int8Narrow) else _wide(case, kernel)
     types |= {"x_scale": "*fp32", "w_scale": "*fp32", "tiles": "*i32", "num_tiles": "*i32"}
+    types["out"] = f"*{case.out}"
     constants |= {
         "STAGES": kernel.stages,
         "WARPGROUPS": kernel.warpgroups,
@@ -93,7 +96,6 @@ def _narrow(case: Int8Case, kernel: Int8Narrow) -> tuple[Any, dict[str, str], di
     function = import_module("moeq_kernels.hopper.device.int8_narrow").int8_product_narrow
     types = _descriptors(64, kernel.box)
     types |= _integers("steps blocks splits rows columns stride w_rows up_row row_step experts known")
-    types["out"] = "*i32" if case.split else "*bf16" if case.finish.gated else "*fp32"
     return function, types, {"TOKENS": kernel.tokens, "BOX": kernel.box, "SPLIT": case.split, "DIRECT": case.direct}
 
 
@@ -101,7 +103,6 @@ def _wide(case: Int8Case, kernel: Int8Wide) -> tuple[Any, dict[str, str], dict[s
     function = import_module("moeq_kernels.hopper.device.int8_wide").int8_product_wide
     types = _descriptors(128, 64)
     types |= _integers("steps blocks columns stride w_rows up_row row_step")
-    types["out"] = "*bf16"
     return function, types, {}
 
 

@@ -88,25 +88,25 @@ class Int8Plan:
 
 #: (tokens per hit expert up to, kernel), tried in order.
 TABLE: tuple[tuple[float, Int8Narrow | Int8Wide], ...] = (
-    (4.0, Int8Narrow(8, 6, resident=2)),
-    (10.0, Int8Narrow(16, 5, resident=2)),
-    (22.0, Int8Narrow(32, 5, resident=2)),
-    (44.0, Int8Narrow(64, 5, warpgroups=2)),
-    (80.0, Int8Narrow(128, 4, warpgroups=2)),
+    (5.0, Int8Narrow(8, 6, resident=2)),
+    (10.0, Int8Narrow(16, 6, resident=2)),
+    (24.0, Int8Narrow(32, 5, resident=2)),
+    (48.0, Int8Narrow(64, 4, resident=2)),
+    (96.0, Int8Narrow(128, 4, warpgroups=2)),
     (float("inf"), Int8Wide(2, 4)),
 )
 #: Steps that a program keeps at least where several share k.
-LEAST_STEPS = 4
+LEAST_STEPS = 6
 
 
-def splits_for(items: float, steps: int) -> int:
+def splits_for(items: float, steps: int, resident: int) -> int:
     """How many programs should share the k of each of `items` tiles, of `steps` steps.
 
     Two thirds of the multiprocessors read as fast as all; with fewer tiles, as many shares as fit at once.
     """
     if items * 3 >= MULTIPROCESSORS * 2:
         return 1
-    most = max(1, min(int(MULTIPROCESSORS / max(1.0, items)), steps // LEAST_STEPS))
+    most = max(1, min(int(MULTIPROCESSORS * resident / max(1.0, items)), steps // LEAST_STEPS))
     return -(-steps // -(-steps // most))  # without empty shares
 
 
@@ -117,6 +117,6 @@ def choose(pairs: int, experts: int, hidden: int, intermediate: int) -> Int8Plan
     if isinstance(kernel, Int8Wide):
         return Int8Plan(kernel)
     tiles = pairs / mean * max(1.0, mean / kernel.tokens)
-    gate_up = splits_for(tiles * -(-intermediate // (64 * kernel.warpgroups)), -(-hidden // 128))
-    down = splits_for(tiles * -(-hidden // (128 * kernel.warpgroups)), -(-intermediate // 128))
+    gate_up = splits_for(tiles * -(-intermediate // (64 * kernel.warpgroups)), -(-hidden // 128), kernel.resident)
+    down = splits_for(tiles * -(-hidden // (128 * kernel.warpgroups)), -(-intermediate // 128), kernel.resident)
     return Int8Plan(kernel, gate_up, down)

@@ -31,9 +31,9 @@ def test_every_number_of_tokens_gets_a_plan_without_empty_shares(
 
 
 def test_only_few_tiles_share_k() -> None:
-    assert splits_for(32, 56) == 4
-    assert splits_for(96, 16) == 1
-    assert splits_for(8, 6) == 1  # every share keeps LEAST_STEPS
+    assert splits_for(32, 56, 2) == 8
+    assert splits_for(96, 16, 2) == 1
+    assert splits_for(8, 11, 2) == 1  # every share keeps LEAST_STEPS
 
 
 def test_sizes_fit_a_multiprocessor() -> None:
