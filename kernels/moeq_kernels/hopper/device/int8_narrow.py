@@ -190,7 +190,7 @@ def _multiply(
             gl.store(target, value.to(out.dtype.element_ty), mask=mask)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["steps", "blocks", "splits", "rows", "up_row", "experts", "known"])
 def int8_product_narrow(
     first_desc, second_desc, x_desc, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks, splits, rows,
     columns, stride, w_rows, up_row, row_step, experts, known,

@@ -30,7 +30,7 @@ def _quantised(value, static_scale):
     return tl.minimum(tl.maximum(code, -128.0), 127.0).to(tl.int8), scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "EXPERTS", "KNOWN", "MOST"])
 def route_quantised(
     ids, expert_map, x, static_scale, codes, scales, inverse, expert_of_row, tiles, num_tiles, pairs, hidden, stride_x,
     stride_q, EXPERTS, KNOWN, MOST, MAPPED: tl.constexpr, PAIRS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
@@ -115,7 +115,7 @@ def _rows_in_use(tiles, num_tiles, pairs, DIRECT: tl.constexpr):
         return tl.load(tiles + tl.maximum(used - 1, 0) * 8 + 2, mask=used > 0, other=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def requantise(
     middle, static_scale, codes, scales, tiles, num_tiles, pairs, size, stride_q, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, DIRECT: tl.constexpr,
@@ -136,7 +136,7 @@ def requantise(
         tl.store(scales + row, scale, mask=row < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def activate_quantised(
     sums, static_scale, x_scale, w_scale, bias, expert_of_row, codes, scales, tiles, num_tiles, rows, size, stride_q,
     up_row, row_step, SPLITS: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,

@@ -184,7 +184,7 @@ def _multiply(
         it += steps
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["steps", "blocks", "up_row"])
 def int8_product_wide(
     first_desc, second_desc, x_desc, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks, columns, stride,
     w_rows, up_row, row_step,
