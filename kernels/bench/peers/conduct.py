@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -277,7 +278,7 @@ def jobs(groups: list[Group], names: list[str], options: Options) -> list[Job]:
             known = [g for g in groups if g.shape == shape and name in contenders_of(g, names, options.skip)]
             if known and name != "moeq":
                 peers.append(Job(name, tuple(known), tokens))
-    return peers + ours
+    return [job for both in zip_longest(ours, peers) for job in both if job]
 
 
 def warm(work: list[Job], processes: int, seconds: float, log: Path | None) -> list[str]:
