@@ -135,6 +135,22 @@ def test_a_device_map_works(converted) -> None:
     assert model(IDS).logits.shape == (2, 7, 64)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", list(LAYOUTS))
+def test_on_a_gpu(name, checkpoints, tmp_path) -> None:
+    """The whole model on the GPU, experts in the kernels, against the same model on the CPU with the reference."""
+    pytest.importorskip("accelerate", reason="device_map needs accelerate")
+    major, minor = torch.cuda.get_device_capability()
+    where = moeq.Deployment(gpu=moeq.gpu(f"sm{major}{minor}"))
+    moeq.convert(checkpoints / name, tmp_path / "out", where, layout=LAYOUTS[name])
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16, device_map="cuda")
+    with torch.no_grad():
+        wanted, found = reference(IDS).logits.float(), model(IDS.cuda()).logits.float().cpu()
+    assert (found - wanted).norm() < 0.03 * wanted.norm()
+    assert model.generate(IDS[:1].cuda(), max_new_tokens=4, do_sample=False).shape == (1, 11)
+
+
 class TestRefusals:
     name = "gptq-int4-g32-qwen3moe"
 
