@@ -11,6 +11,7 @@ import ctypes
 import errno
 import json
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ BLOCK = 4096
 
 #: Shorter writes go through the page cache: a disk takes few large ones better than many small ones.
 _DIRECT_LEAST = 16 * 1024
+
+#: What goes through the page cache is gathered up to this: it has to wait until no direct write is under way.
+_GATHERED = 4 * 2**20
 
 
 def tensor_bytes(shape: tuple[int, ...], dtype: str) -> int:
@@ -143,7 +147,7 @@ def _libc() -> ctypes.CDLL | _NoCalls:
 
 
 class OutputFile:
-    """A prepared file, open for writing in place, from any thread.
+    """A prepared file, open for writing in place, from any thread. What was written is in the file after `sync`.
 
     Large pieces that lie on whole blocks are written past the page cache where the file system can: a copy less and no
     pages to fill, which is most of what writing costs. Memory has to begin at a multiple of `BLOCK` for that.
@@ -155,6 +159,9 @@ class OutputFile:
     def __init__(self, path: Path) -> None:
         self.fd = os.open(path, os.O_RDWR)
         self._direct = _open_direct(path)
+        self._gathered: list[tuple[int, bytes]] = []
+        self._gathered_bytes = 0
+        self._lock = threading.Lock()
 
     def write(self, data: memoryview, position: int) -> None:
         """Write all of `data` to a place of the file. Raises OSError."""
@@ -162,9 +169,33 @@ class OutputFile:
         if self._direct >= 0 and len(data) >= _DIRECT_LEAST and not (len(data) | position) % BLOCK:
             done = self._write_direct(data, position)
         if done < len(data):
-            write_at(self.fd, data[done:], position + done)
-            if len(data) - done >= _DIRECT_LEAST:
-                start_write_back(self.fd, position + done, len(data) - done)
+            self._write_buffered(data[done:], position + done)
+
+    def _write_buffered(self, data: memoryview, position: int) -> None:
+        if self._direct < 0 or len(data) >= _GATHERED:
+            write_at(self.fd, data, position)
+            start_write_back(self.fd, position, len(data))
+            return
+        with self._lock:
+            self._gathered.append((position, bytes(data)))
+            self._gathered_bytes += len(data)
+            full = self._gathered_bytes >= _GATHERED
+        if full:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Write what was gathered, neighbours at once."""
+        with self._lock:
+            pieces, self._gathered, self._gathered_bytes = sorted(self._gathered), [], 0
+        run: list[bytes] = []
+        start = end = -1
+        for position, data in pieces:
+            if position != end:
+                write_at(self.fd, b"".join(run), start)
+                run, start = [], position
+            run.append(data)
+            end = position + len(data)
+        write_at(self.fd, b"".join(run), start)
 
     def _write_direct(self, data: memoryview, position: int) -> int:
         """Bytes written; fewer than all where the file system does not take it after all."""
@@ -180,6 +211,7 @@ class OutputFile:
 
     def sync(self) -> None:
         """Bring its data to disk. Raises OSError."""
+        self._flush()
         os.fdatasync(self.fd)
 
     def close(self) -> None:

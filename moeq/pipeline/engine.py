@@ -3,7 +3,7 @@
 Every worker takes the next expert (or chunk) of the unit at hand, and goes on to the next unit when none is left, so
 that small units do not wait for each other. It has a companion that writes what it has packed: while one output buffer
 is on its way to the disk, the other is being filled. One more thread syncs: a unit counts as done when its bytes are on
-disk, and several that are ready together share a sync per file.
+disk.
 """
 
 from __future__ import annotations
@@ -348,7 +348,7 @@ class _Run:
 
     def _finish(self, ready: list[_Open]) -> None:
         try:
-            for home in {home.unit.file: home for home in ready}.values():
+            for home in ready:
                 with disk_errors(self._folder / home.unit.file, home.unit.bytes_out):
                     home.output.sync()
             for home in ready:

@@ -85,6 +85,7 @@ class TestOutputFile:
 
         monkeypatch.setattr(os, "pwrite", pwrite)
         file.write(memoryview(b"x" * (1 << 20)), len(form.header))
+        file.sync()
         file.close()
         assert (tmp_path / "x").read_bytes() == form.header + b"x" * (1 << 20)
 
