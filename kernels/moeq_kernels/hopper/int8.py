@@ -19,8 +19,10 @@ from moeq_kernels.launch import triton_dtype
 from moeq_kernels.records import PackedExperts, PackedMatrix
 from moeq_kernels.tuning import next_power_of_two
 
-#: Pairs up to which one kernel does all the routing, and results are kept in float32 until they are summed.
-FEW_PAIRS = 1024
+#: Pairs up to which one kernel does all the routing.
+FEW_PAIRS = 2048
+#: Pairs up to which results are kept in float32 until they are summed.
+EXACT_PAIRS = 1024
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def hopper_int8_moe(
         dependent: let each kernel start while the one before it ends (programmatic dependent launch).
 
     Returns `[M, H]` like x. Nothing is read back from the device; results do not vary from run to run. Tokens' results
-    are summed in float32 in the order of topk_ids; with more than FEW_PAIRS pairs in bfloat16 each is rounded before.
+    are summed in float32 in the order of topk_ids; with more than EXACT_PAIRS pairs in bfloat16 each is rounded before.
     """
     tokens, hidden = x.shape
     top_k = topk_ids.shape[1]
@@ -124,7 +126,7 @@ def _some_tokens(call: _Call, x: Tensor, topk_weights: Tensor, topk_ids: Tensor,
     product(call, plan, pairs_sorted, pairs_sorted.rows, experts.w13, middle, gated=True)
     activations = _requantised(call, pairs_sorted, middle, shared, x.dtype)
     # float16 could overflow before it is weighted.
-    exact = pairs <= FEW_PAIRS or plan.down_splits > 1 or x.dtype == torch.float16
+    exact = pairs <= EXACT_PAIRS or plan.down_splits > 1 or x.dtype == torch.float16
     dtype = torch.float32 if exact else x.dtype
     parts = torch.empty(plan.down_splits, pairs, hidden, dtype=dtype, device=x.device)
     product(call, plan, pairs_sorted, activations, experts.w2, parts, gated=False)
@@ -157,12 +159,15 @@ def sort_quantised(call: _Call, x: Tensor, topk_ids: Tensor, plan: Int8Plan) -> 
     static = call.experts.w13.input_scale
     columns = next_power_of_two(hidden)
     options = {"TOP_K": top_k, "COLUMNS": columns, "num_warps": max(4, warps_for(columns))}
+    choices, padded = next_power_of_two(top_k), next_power_of_two(max(pairs, 16))
     found = partial(Sorted, rows, inverse, expert_of_row, most=most, known=sizes[1], direct=direct)
     if pairs <= FEW_PAIRS:
+        # Every program compares its token's choices with all pairs.
+        options["num_warps"] = min(16, max(options["num_warps"], choices * padded // 2048))
         rows_device.route_quantised[(tokens if direct else count + tokens,)](
             topk_ids, expert_map, x, static, rows.codes, rows.scales, inverse, expert_of_row, tiles, num_tiles, pairs,
-            hidden, x.stride(0), rows.codes.stride(0), *sizes, PAIRS=next_power_of_two(max(pairs, 16)),
-            CHOICES=next_power_of_two(top_k), DIRECT=direct, **common, **options,
+            hidden, x.stride(0), rows.codes.stride(0), *sizes, PAIRS=padded, CHOICES=choices, DIRECT=direct, **common,
+            **options,
         )  # fmt: skip
         return found(topk_ids, expert_map) if direct else found(tiles, num_tiles)
     block = 256 if pairs <= 16384 else 512
