@@ -10,12 +10,13 @@ from pathlib import Path
 from moeq.checkpoint.hub import HubSource
 from moeq.checkpoint.manifest import MANIFEST_NAME
 from moeq.checkpoint.source import CONFIG_NAME
+from moeq.checkpoint.writer import disk_errors
 from moeq.digest import default_workers
 from moeq.errors import MoeqError
 from moeq.pipeline.convert import Conversion, conversion_of
 from moeq.pipeline.events import Finished, Progress, Started
 from moeq.pipeline.finish import finish
-from moeq.pipeline.folder import PARTIAL_SUFFIX, WorkFolder
+from moeq.pipeline.folder import PARTIAL_SUFFIX, WorkFolder, take_back_journals
 from moeq.pipeline.job import Job, job_stamp, reopen_job
 from moeq.pipeline.journal import JobStamp, Journals, read_journals, require_job, share_of
 from moeq.pipeline.run import finished_units
@@ -67,6 +68,9 @@ def finalize(
 def _job_of(destination: Path) -> tuple[Job, JobStamp]:
     """The job that the journals beside a destination belong to, all of them, and what its journals begin with."""
     partial = destination.with_name(destination.name + PARTIAL_SUFFIX)
+    if partial.is_dir():
+        with disk_errors(partial):
+            take_back_journals(partial)
     journals = read_journals(partial)
     if not journals.stamps:
         done = (destination / MANIFEST_NAME).is_file()

@@ -81,7 +81,7 @@ class WorkFolder:
                 "usage.destination-is-source", f"{destination} is, or holds, the source itself", "name another folder"
             )
         if not self.path.exists():  # of a run that was killed right after DST got its name
-            for journal in self._journals_beside():
+            for journal in journals_beside(self.path):
                 journal.unlink()
         if not destination.exists() or (destination.is_dir() and not any(destination.iterdir())):
             return
@@ -99,7 +99,7 @@ class WorkFolder:
     def __enter__(self) -> WorkFolder:
         with disk_errors(self.path):
             self.path.mkdir(exist_ok=True)
-            self._take_back_journals()
+            take_back_journals(self.path)
         found = read_journals(self.path)
         try:
             require_job(found, self.stamp, self.path)
@@ -128,6 +128,11 @@ class WorkFolder:
         """Where this process may keep something that is not published. Not made; survives interruptions."""
         return self.path / f"{WORK_PREFIX}{name}{'.' + self.share if self.share else ''}"
 
+    def reopen(self) -> None:
+        """Units are executed again: take away what an earlier run wrote last, which says that all are finished."""
+        with disk_errors(self.path):
+            (self.path / MANIFEST_NAME).unlink(missing_ok=True)
+
     def record(self, records: Iterable[UnitRecord]) -> None:
         """Note that units are finished and on disk. Raises MoeqError `resources.disk-full`."""
         if self._journal is None:
@@ -152,19 +157,23 @@ class WorkFolder:
                 os.replace(self.destination, old)
             os.replace(self.path, self.destination)
             sync_file(self.destination.parent)
-            for journal in self._journals_beside():
+            for journal in journals_beside(self.path):
                 journal.unlink()
         shutil.rmtree(old, ignore_errors=True)
 
-    def _journals_beside(self) -> list[Path]:
-        start = f"{self.path.name}."
-        siblings = self.path.parent.iterdir()
-        return [path for path in siblings if path.name.startswith(start) and is_journal(path.name[len(start) :])]
 
-    def _take_back_journals(self) -> None:
-        """Journals of a run that was killed while it published."""
-        for journal in self._journals_beside():
-            os.replace(journal, self.path / journal.name.removeprefix(f"{self.path.name}."))
+def journals_beside(work: Path) -> list[Path]:
+    """Journals of a work folder that lie beside it: a run was killed while it published."""
+    start = f"{work.name}."
+    return [
+        path for path in work.parent.iterdir() if path.name.startswith(start) and is_journal(path.name[len(start) :])
+    ]
+
+
+def take_back_journals(work: Path) -> None:
+    """Put journals that lie beside a work folder into it again."""
+    for journal in journals_beside(work):
+        os.replace(journal, work / journal.name.removeprefix(f"{work.name}."))
 
 
 def _is_final(error: BaseException) -> bool:

@@ -64,6 +64,8 @@ def run_units(
             recorded.
     """
     driver = Driver(job, folder, units, where.workers, progress)
+    if driver.todo:
+        folder.reopen()
     with executor(where, job, folder.path, lambda code, message: progress(Warned(code, message))) as found:
         found.prepare(units)  # those of finished units too: their headers may have been lost
         for batch in batches(driver.todo):

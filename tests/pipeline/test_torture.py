@@ -52,8 +52,8 @@ def test_power_cuts() -> None:
 
 def test_deaths_before_changes_of_the_file_system() -> None:
     model = {"--model": "tiny-oss", "--format": "mxfp4", "--layout": "marlin-mxfp4/1"}
-    found = tortured({"--step": 3, "--layers": 2, **model})
-    assert found["points"] > 8
+    found = tortured({"--step": 3, "--layers": 1, **model})
+    assert found["points"] > 12, "of the conversion and of finalize"
     assert found["kills"] == found["points"]
 
 
