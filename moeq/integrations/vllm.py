@@ -159,6 +159,12 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self.rank = Rank(parallel.tp_rank, parallel.tp_size, parallel.ep_rank, parallel.ep_size)
         if not parallel.use_ep:
             self.rank = Rank(parallel.tp_rank, parallel.tp_size)
+        if self.rank.tp_size > 1 and not self.engine.shards:
+            raise MoeqError(
+                "usage.tp",
+                f"layer {entry.layer}: experts with act-order are not cut over {self.rank.tp_size} ranks",
+                "start with --tensor-parallel-size 1, or with --enable-expert-parallel",
+            )
         self.part = plan_rank(entry, self.rank, uneven_unit(checkpoint, entry.layer))
         self._filled = False
 
@@ -235,7 +241,11 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             raise MoeqError("source.incomplete", f"no tensor of the experts of layer {self.entry.layer} was loaded")
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         self.moe_kernel = self.engine.kernel(
-            self.moe_quant_config, self.moe, self.experts_cls, layer._expert_routing_tables()
+            self.moe_quant_config,
+            self.moe,
+            self.experts_cls,
+            layer._expert_routing_tables(),
+            dict(layer.named_parameters()),
         )
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:

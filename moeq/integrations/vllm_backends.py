@@ -7,7 +7,8 @@ a tensor.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 from vllm.model_executor.layers.fused_moe.config import int8_w8a8_moe_quant_config, mxfp4_w4a16_moe_quant_config
@@ -29,10 +30,11 @@ class EngineExperts:
         classes: its expert classes, best first.
         keys: `(weight key, activation key)` of a matrix, in the engine's terms.
         quant_config: its record of scales, from the layer's tensors.
-        kernel: its kernel, from that record, its MoE config, the class and the routing tables.
+        kernel: its kernel, from that record, its MoE config, the class, the routing tables and the layer's tensors.
         rounds_sizes: hidden and intermediate size are rounded up before weights are made, as the layout pads.
         cast: scales and biases are rounded to the dtype of the activations, as the engine's own loader does.
         dtypes: torch dtype names of activations.
+        shards: tensor-parallel ranks may hold parts of experts.
     """
 
     title: str
@@ -40,10 +42,11 @@ class EngineExperts:
     classes: Callable[[], list[Any]]
     keys: Callable[[MatrixSpec], tuple[Any, Any]]
     quant_config: Callable[[Tensors, MatrixSpec], Any]
-    kernel: Callable[[Any, Any, Any, Any], Any]
+    kernel: Callable[[Any, Any, Any, Any, Tensors], Any]
     rounds_sizes: bool = False
     cast: bool = True
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
+    shards: bool = True
 
 
 _WNA16_KEYS = {
@@ -77,7 +80,7 @@ def _wna16(backend: Any, title: str, option: str) -> EngineExperts:
         classes=lambda: int_wna16.backend_to_kernel_cls(backend),
         keys=_wna16_keys,
         quant_config=_wna16_config,
-        kernel=lambda config, moe, kind, tables: int_wna16.make_wna16_moe_kernel(
+        kernel=lambda config, moe, kind, tables, tensors: int_wna16.make_wna16_moe_kernel(
             moe_quant_config=config, moe_config=moe, experts_cls=kind, backend=backend, routing_tables=tables
         ),
     )
@@ -100,6 +103,16 @@ def _triton_wna16() -> EngineExperts:
     )
 
 
+def _act_order() -> dict[str, EngineExperts]:
+    """Marlin with act-order, where the engine still reads it (0.26.0)."""
+    if "w13_g_idx" not in signature(int_wna16.make_wna16_moe_kernel).parameters:
+        return {}
+    from moeq.integrations.vllm_older import act_order_kernel
+
+    marlin = _wna16(int_wna16.WNA16MoEBackend.MARLIN, "MARLIN", "marlin")
+    return {"marlin-act-order/1": replace(marlin, kernel=act_order_kernel, shards=False)}
+
+
 _INT8 = EngineExperts(
     title="TRITON (int8 W8A8)",
     option="triton",
@@ -115,7 +128,7 @@ _INT8 = EngineExperts(
         w2_bias=tensors.get("w2_bias"),
         per_act_token_quant=True,
     ),
-    kernel=lambda config, moe, kind, tables: int8.make_int8_moe_kernel(
+    kernel=lambda config, moe, kind, tables, tensors: int8.make_int8_moe_kernel(
         int8.Int8MoeBackend.TRITON, config, moe, kind, routing_tables=tables
     ),
     cast=False,
@@ -132,7 +145,7 @@ _MXFP4 = EngineExperts(
         w1_bias=tensors.get("w13_bias"),
         w2_bias=tensors.get("w2_bias"),
     ),
-    kernel=lambda config, moe, kind, tables: mxfp4.make_mxfp4_moe_kernel(
+    kernel=lambda config, moe, kind, tables, tensors: mxfp4.make_mxfp4_moe_kernel(
         config, moe, kind, mxfp4.Mxfp4MoeBackend.MARLIN, routing_tables=tables
     ),
     rounds_sizes=True,
@@ -145,4 +158,5 @@ BACKENDS: dict[str, EngineExperts] = {
     "triton-wna16/1": _triton_wna16(),
     "int8-w8a8/1": _INT8,
     "marlin-mxfp4/1": _MXFP4,
+    **_act_order(),
 }
