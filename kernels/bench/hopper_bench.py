@@ -32,7 +32,19 @@ from moeq_kernels import PackedExperts, PackedMatrix, fused_moe
 from moeq_kernels.formats import find_format
 from moeq_kernels.hopper.finish import SILU, Finish
 from moeq_kernels.hopper.launch import hopper_moe
-from moeq_kernels.hopper.plan import Narrow, Plan, Wide, choose, kernel_for
+from moeq_kernels.hopper.plan import (
+    DIRECT,
+    MULTIPROCESSORS,
+    NARROW8,
+    WIDE32,
+    Plan,
+    Stream,
+    Wide,
+    choose,
+    kernel_for,
+    splits_for,
+    tokens_per_hit,
+)
 from moeq_kernels.tuning import blocks_on
 
 
@@ -86,13 +98,15 @@ FORMATS = {
     "int8-channel": Weights("marlin-wna16/1", "int8", 0),
     "mxfp4": Weights("marlin-mxfp4/1", "e2m1", 32, scale=torch.uint8),
 }
-NARROW = (
-    Narrow(8, 3, after=True, resident=4, registers=128),
-    Narrow(16, 3, after=True, resident=3),
-    Narrow(16, 3, after=True, resident=3, registers=128),
-    Narrow(16, 3, after=False, resident=3, registers=128),
+STREAM = (
+    Stream(8, 3, 3, 160, after=True),
+    Stream(8, 2, 5, 232, after=True),
+    Stream(16, 2, 5, 232, after=True),
+    Stream(16, 3, 3, 160),
+    Stream(32, 2, 4, 232),
+    Stream(32, 2, 4, 232, after=True),
 )
-WIDE = (Wide(32, 6, 2, 232), Wide(32, 6, 4, 120), Wide(64, 6, 2, 232), Wide(128, 6, 2, 232))
+WIDE = (WIDE32, Wide(64, 6, 2, 232), Wide(64, 6, 4, 120), Wide(128, 6, 2, 232), Wide(128, 8, 2, 232))
 L2 = 60e6
 
 
@@ -193,21 +207,21 @@ def chosen_plan(shape: Shape, stored: Weights, tokens: int) -> Plan:
 def candidates(shape: Shape, stored: Weights, tokens: int) -> list[Plan]:
     """Plans around the chosen one."""
     pairs = tokens * shape.top_k
-    chosen = chosen_plan(shape, stored, tokens)
-    mean = pairs / min(shape.experts, pairs)
+    mean = tokens_per_hit(pairs, shape.experts)
     result: list[Plan] = []
-    if mean <= 24:
-        for base in NARROW:
-            if mean / 4 <= base.tokens <= max(8, mean * 4):
-                one, two = chosen.gate_up_splits, chosen.down_splits
-                for a, b in sorted({(one, two), (1, 1), (2, 2), (2, 4), (4, 4), (4, 8)}):
-                    if a * 256 <= shape.hidden and b * 256 <= shape.intermediate:
-                        result.append(Plan(kernel_for(base, stored.kind, stored.group), a, b))
-    if mean >= 4:
-        for kernel in WIDE:
-            if mean / 4 <= kernel.tokens <= mean * 6:
-                suited = kernel_for(kernel, stored.kind, stored.group)
-                result += [Plan(suited), Plan(suited, 1, 2)]
+    if mean <= 1.2:
+        ups = [up for up in (1, 2, 4, 8, 16) if up * 256 <= shape.hidden]
+        downs = [one for one in (1, 2, 3, 4, 16) if one * 128 <= shape.intermediate <= one * 1024]
+        result += [Plan(kernel_for(DIRECT, stored.kind, stored.group), up, down) for up in ups for down in downs]
+    if mean <= 5:
+        resident = MULTIPROCESSORS * NARROW8.resident
+        tiles = pairs / mean * max(1.0, mean / 8)
+        up = splits_for(tiles * -(-shape.intermediate // 128), -(-shape.hidden // 128), resident)
+        down = splits_for(tiles * -(-shape.hidden // 256), -(-shape.intermediate // 128), resident)
+        result.append(Plan(kernel_for(NARROW8, stored.kind, stored.group), up, down))
+    kernels = [kernel for kernel in STREAM if mean / 3 <= kernel.tokens <= max(16, mean * 6)]
+    kernels += [kernel for kernel in WIDE if mean / 3 <= kernel.tokens <= mean * 4]
+    result += [Plan(kernel_for(kernel, stored.kind, stored.group)) for kernel in kernels]
     return result
 
 
@@ -219,6 +233,7 @@ class Options:
     sweep: bool
     portable: bool
     kernels: bool
+    warm: bool
 
 
 Call = Callable[[Inputs, PackedExperts], object]
@@ -247,7 +262,7 @@ def measure(
 ) -> dict[str, Any]:
     """Times for one number of tokens; adds to `copies` what cold weights need."""
     hit = inputs(shape, tokens, 0).ids.unique().numel()
-    needed = max(2, min(24, int(4 * L2 / weight_bytes(shape, stored, hit)) + 2))
+    needed = 1 if options.warm else max(2, min(24, int(4 * L2 / weight_bytes(shape, stored, hit)) + 2))
     while len(copies) < needed:
         copies.append(random_experts(shape, stored))
     given = [inputs(shape, tokens, seed, stored.x) for seed in range(needed)]
@@ -260,6 +275,11 @@ def measure(
         return graph_us(calls, options.milliseconds)
 
     plan = chosen_plan(shape, stored, tokens)
+    if options.warm:
+        for one in (plan, *candidates(shape, stored, tokens)):
+            ours(shape, one)(given[0], copies[0])
+        torch.cuda.synchronize()
+        return {}
     row: dict[str, Any] = {"hit": hit, "floor_us": floor_us(shape, stored, tokens, hit), "plan": describe(plan)}
     row["cold_us"] = timed(ours(shape, None))
     row["hot_us"] = timed(ours(shape, None), cold=False)
@@ -268,9 +288,12 @@ def measure(
     if options.portable:
         row["portable_us"] = timed(portable(shape))
     if options.sweep:
-        row["sweep"] = {
-            f"{describe(plan)} {plan.kernel}": timed(ours(shape, plan)) for plan in candidates(shape, stored, tokens)
-        }
+        timings = {one: timed(ours(shape, one)) for one in candidates(shape, stored, tokens)}
+        row["sweep"] = {f"{describe(one)} {one.kernel}": value for one, value in timings.items()}
+        if options.kernels and timings:
+            best = min(timings, key=lambda one: timings[one])
+            print("   ", describe(best), best.kernel)
+            print_kernels(partial(ours(shape, best, False), given[0], copies[0]))
     return row
 
 
@@ -283,11 +306,12 @@ def main() -> int:
     parser.add_argument("--sweep", action="store_true", help="time other plans too")
     parser.add_argument("--portable", action="store_true", help="time the portable kernels too")
     parser.add_argument("--kernels", action="store_true", help="show the time of each kernel")
+    parser.add_argument("--warm", action="store_true", help="only compile what would be timed")
     parser.add_argument("--milliseconds", type=float, default=60)
     parser.add_argument("--seconds", type=float, default=500)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    options = Options(given.milliseconds, given.sweep, given.portable, given.kernels)
+    options = Options(given.milliseconds, given.sweep, given.portable, given.kernels, given.warm)
     rows = []
     begin = time.monotonic()
     for name, kind in itertools.product(given.shapes.split(","), given.formats.split(",")):
@@ -298,11 +322,13 @@ def main() -> int:
                 print("out of time at", name, kind, tokens)
                 break
             row = {"shape": name, "format": kind, "tokens": tokens, **measure(shape, stored, tokens, copies, options)}
+            if given.warm:
+                continue
             rows.append(row)
             text = " ".join(f"{key} {value:8.1f}" for key, value in row.items() if key.endswith("_us"))
             share = row["floor_us"] / row["cold_us"]
             print(f"{name:16s} {kind:8s} M={tokens:5d} hit {row['hit']:3d} {text} floor/cold {share:.2f} {row['plan']}")
-            for key, value in sorted(row.get("sweep", {}).items(), key=lambda item: item[1])[:6]:
+            for key, value in sorted(row.get("sweep", {}).items(), key=lambda item: item[1])[:9]:
                 print(f"      {value:9.1f}  {key}", flush=True)
     if given.out:
         about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}

@@ -25,7 +25,7 @@ from moeq_kernels import PackedExperts
 from moeq_kernels.formats import find_format
 from moeq_kernels.hopper.finish import Finish
 from moeq_kernels.hopper.launch import hopper_moe
-from moeq_kernels.hopper.plan import TABLE, Narrow, Plan, Wide, kernel_for
+from moeq_kernels.hopper.plan import DIRECT, TABLE, Narrow, Plan, Stream, Wide, kernel_for
 
 ROUTINGS = ("uniform", "zipf", "one", "holes", "mapped")
 
@@ -160,15 +160,16 @@ def compare(name: str, packed: PackedExperts, layer: Layer, recipe: Recipe, toke
 
 
 def describe(plan: Plan | None) -> str:
-    """`narrow8 x4/2`."""
+    """`stream8`, `direct1 x8/3`."""
     if plan is None:
         return "chosen"
-    kind = "narrow" if isinstance(plan.kernel, Narrow) else "wide"
-    after = "" if isinstance(plan.kernel, Wide) or plan.kernel.after else "f"
-    return f"{kind}{plan.kernel.tokens}{after} x{plan.gate_up_splits}/{plan.down_splits}"
+    kernel = plan.kernel
+    after = "" if isinstance(kernel, Wide) or kernel.after else "f"
+    shares = "" if isinstance(kernel, Stream) else f" x{plan.gate_up_splits}/{plan.down_splits}"
+    return f"{type(kernel).__name__.lower()}{kernel.tokens}{after}{shares}"
 
 
-def plans(recipe: Recipe) -> Iterator[Plan | None]:
+def plans(recipe: Recipe, tokens: int) -> Iterator[Plan | None]:
     """The chosen plan, and every kernel of the table, narrow ones with and without splits and in both scale modes."""
     yield None
     kind = find_format(recipe.layout, recipe.element).kind
@@ -176,24 +177,27 @@ def plans(recipe: Recipe) -> Iterator[Plan | None]:
     gated = recipe.order != "ungated"
     for base in dict.fromkeys(kernel for _, kernel in TABLE):
         kernel = kernel_for(base, kind, group)
-        if isinstance(kernel, Wide):
-            yield Plan(kernel)
-            yield Plan(kernel, 1, 2)
-            continue
         yield Plan(kernel)
-        yield Plan(kernel, 2 * gated or 1, 2)
-        if kernel.after and group:
-            yield Plan(replace(kernel, after=False), 3 * gated or 1, 2)
+        if isinstance(kernel, Wide):
+            yield Plan(kernel, 1, 2)
+        if isinstance(kernel, Narrow):
+            yield Plan(kernel, 2 * gated or 1, 2)
+        if isinstance(kernel, Stream) and kernel.after and group:
+            yield Plan(replace(kernel, after=False))
+    direct = kernel_for(DIRECT, kind, group)
+    if recipe.order == "gate-up" and group and not recipe.bias and tokens <= 40:
+        yield Plan(direct)
+        yield Plan(replace(direct, stages=2, after=False), 3, 2)
 
 
 def comparisons(quick: bool) -> Iterator[tuple[str, int, str, Plan | None]]:
     """What to compare, most telling first."""
     for name, recipe in LAYERS.items():
-        for plan in plans(recipe):
+        for plan in plans(recipe, 33):
             yield name, 33, "uniform", plan
     for name, recipe in LAYERS.items():
         for tokens in (1, 7, 130, 1000):
-            for plan in plans(recipe):
+            for plan in plans(recipe, tokens):
                 if plan is None or not quick:
                     yield name, tokens, ROUTINGS[(tokens + len(name)) % len(ROUTINGS)], plan
     for kind in ROUTINGS:

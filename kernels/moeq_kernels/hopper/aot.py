@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from moeq_kernels.hopper.finish import PLAIN, SILU, Finish
-from moeq_kernels.hopper.plan import TABLE, Narrow, Wide, kernel_for
+from moeq_kernels.hopper.plan import DIRECT, NARROW8, TABLE, WIDE32, Direct, Kernel, Narrow, Stream, Wide, kernel_for
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Case:
     """
 
     name: str
-    kernel: Narrow | Wide
+    kernel: Kernel
     kind: str = "uint4"
     group: int = 128
     zeros: bool = False
@@ -68,14 +68,15 @@ _FORMATS: dict[str, dict[str, Any]] = {
 def cases() -> list[Case]:
     """Every kernel of the plan's table, as gate-up (whole and split) and down product, and in all formats."""
     result = []
-    for kernel in dict.fromkeys(kernel for _, kernel in TABLE):
-        kind = "narrow" if isinstance(kernel, Narrow) else "wide"
-        name = f"{kind}{kernel.tokens}"
+    for kernel in dict.fromkeys((NARROW8, WIDE32, DIRECT, *(kernel for _, kernel in TABLE))):
+        name = f"{type(kernel).__name__.lower()}{kernel.tokens}"
         base = Case(f"{name}-gate-up", kernel)
         result += [base, replace(base, name=f"{name}-down", finish=PLAIN)]
         if isinstance(kernel, Narrow):
             result.append(replace(base, name=f"{name}-gate-up-split", splits=4))
         for suffix, changes in _FORMATS.items():
+            if isinstance(kernel, Direct) and not {"bias", "group", "finish"}.isdisjoint(changes.keys() - {"kind"}):
+                continue  # few cases suit these kernels
             case = replace(base, name=f"{name}-{suffix}", **changes)
             result.append(replace(case, kernel=kernel_for(kernel, case.kind, case.group)))
     return result
@@ -96,7 +97,7 @@ def compile_case(case: Case, **options: Any) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    source = _narrow(case, case.kernel) if isinstance(case.kernel, Narrow) else _wide(case, case.kernel)
+    source = {Narrow: _narrow, Direct: _direct, Stream: _stream, Wide: _wide}[type(case.kernel)](case, case.kernel)
     names = source.function.arg_names
     attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in source.aligned}
     signature = {name: source.types.get(name, "constexpr") for name in names}
@@ -162,10 +163,48 @@ def _narrow(case: Case, kernel: Narrow) -> _Source:
     return _Source(function, types, constants, ("zero", "out", "partial", "tiles", "columns", "stride", "rows"))
 
 
+def _stream(case: Case, kernel: Stream) -> _Source:
+    types, constants = _common(case, kernel.step, 2, kernel.tokens)
+    types |= {"num_tiles": "*i32", "partial": "*fp32", "arrived": "*i32"}
+    types |= _integers("slabs groups count blocks pair_tiles columns stride zero_words packed")
+    constants |= {
+        "TOKENS": kernel.tokens,
+        "STEP": kernel.step,
+        "PAIRS": kernel.pairs,
+        "REGISTERS": kernel.registers,
+        "AFTER": kernel.after,
+        "EARLY": case.finish == PLAIN,
+    }
+    function = import_module("moeq_kernels.hopper.device.stream").expert_product_stream
+    return _Source(function, types, constants, ("zero", "out", "partial", "tiles", "columns", "stride"))
+
+
+def _direct(case: Case, kernel: Direct) -> _Source:
+    types, constants = _common(case, kernel.step, 2, 8)
+    for name in ("scale", "bias"):
+        constants.pop(name)
+    del types["out"], types["tiles"]
+    types |= {"ids": "*i32", "expert_map": "*i32", "partial": "*fp32", "arrived": "*i32"}
+    types |= _integers("slabs groups count columns zero_words pairs experts known")
+    constants |= {"STEP": kernel.step, "AFTER": kernel.after, "MAPPED": False, "SHARE": 2, "STAGES": 2}
+    direct = import_module("moeq_kernels.hopper.device.direct")
+    if case.finish != PLAIN:
+        del constants["FINISH"]
+        types |= _integers("to_clear top_k")
+        return _Source(direct.few_gate_up, types, constants, ("zero", "partial", "columns"))
+    del types["x_desc"]
+    types |= {"topk_weights": "*fp32", "parts": "*fp32", "y": f"*{case.x}"} | _integers("hidden stride_w")
+    constants |= {"TOP_K": 8, "UP_SHARES": 4, "SHARES": 2, "FINISH": SILU}
+    return _Source(direct.few_down, types, constants, ("zero", "partial", "parts", "y", "columns", "hidden"))
+
+
 def _wide(case: Case, kernel: Wide) -> _Source:
     types, constants = _common(case, 64, kernel.warpgroups, 32)
-    types |= {"num_tiles": "*i32"}
-    types |= _integers("slabs groups steps blocks splits rows pair_tiles columns stride zero_words packed")
+    types |= {"num_tiles": "*i32", "x": f"*{case.x}", "pair_of_row": "*i32"}
+    types |= _integers(
+        "slabs groups steps blocks splits rows pair_tiles columns stride zero_words packed top_k stride_x"
+    )
+    constants["GATHER"] = case.finish != PLAIN and kernel.warpgroups == 2
     constants |= {"TOKENS": kernel.tokens, "GROUPS_OF_WARPS": kernel.warpgroups, "REGISTERS": kernel.registers}
     function = import_module("moeq_kernels.hopper.device.wide").expert_product_wide
-    return _Source(function, types, constants, ("zero", "out", "tiles", "columns", "stride"))
+    return _Source(function, types, constants, ("zero", "out", "tiles", "columns", "stride", "x", "stride_x"))

@@ -37,6 +37,42 @@ class Narrow:
 
 
 @dataclass(frozen=True)
+class Direct:
+    """Sizes of the two kernels for very few tokens.
+
+    Attributes:
+        stages: steps in shared memory at most.
+        after, step: as of `Narrow`.
+        tokens: of a tile.
+    """
+
+    stages: int = 4
+    after: bool = True
+    step: int = 128
+    tokens: int = 1
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Sizes of the stream kernel.
+
+    Attributes:
+        tokens: of a tile (8, 16 or 32).
+        pairs: of a copy warp and a multiplying warpgroup in a program (2 or 3).
+        stages: steps in shared memory, for each pair.
+        registers: of each thread of the multiplying warpgroups.
+        after, step: as of `Narrow`.
+    """
+
+    tokens: int
+    pairs: int
+    stages: int
+    registers: int
+    after: bool = False
+    step: int = 128
+
+
+@dataclass(frozen=True)
 class Wide:
     """Sizes of the wide kernel.
 
@@ -53,22 +89,35 @@ class Wide:
     registers: int
 
 
+Kernel = Narrow | Direct | Stream | Wide
+
+
 @dataclass(frozen=True)
 class Plan:
     """A kernel, and how many programs share a tile's k in each product (gate-up: narrow only)."""
 
-    kernel: Narrow | Wide
+    kernel: Kernel
     gate_up_splits: int = 1
     down_splits: int = 1
 
 
+#: Shared memory of a program, and what a warpgroup of the stream kernel needs of it to regroup results.
+SHARED_BYTES = 232448
+_REGROUPING_BYTES = 8448
+
+DIRECT = Direct()
+#: Weights of an expert up to which the kernels for few tokens are used; larger ones keep the GPU busy anyway.
+DIRECT_WEIGHTS = 1 << 25
 #: (tokens per hit expert up to, kernel), tried in order.
-TABLE: tuple[tuple[float, Narrow | Wide], ...] = (
-    (5.0, Narrow(8, 3, after=True, resident=4, registers=128)),
-    (20.0, Wide(32, 6, warpgroups=4, registers=120)),
+TABLE: tuple[tuple[float, Narrow | Stream | Wide], ...] = (
+    (5.0, Stream(8, 3, 3, 160, after=True)),
+    (12.0, Stream(16, 2, 5, 232, after=True)),
+    (20.0, Stream(32, 2, 4, 232)),
     (40.0, Wide(64, 6, warpgroups=2, registers=232)),
     (float("inf"), Wide(128, 6, warpgroups=2, registers=232)),
 )
+NARROW8 = Narrow(8, 3, after=True, resident=4, registers=128)
+WIDE32 = Wide(32, 6, warpgroups=4, registers=120)
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
 #: Start and end of a program, in steps.
 _OVERHEAD_STEPS = 2.5
@@ -101,13 +150,31 @@ def splits_for(items: float, steps: int, resident: int) -> int:
     return -(-steps // -(-steps // best))  # without empty shares
 
 
-def kernel_for(kernel: Narrow | Wide, kind: str, group: int) -> Narrow | Wide:
+def kernel_for(kernel: Kernel, kind: str, group: int) -> Kernel:
     """A kernel of the table for other codes than `uint4` and groups other than 128."""
     if isinstance(kernel, Wide):
         return replace(kernel, stages=5) if kind == "uint8" and kernel.warpgroups == 4 else kernel
-    if kind != "uint4":  # four programs have to fit a multiprocessor's shared memory
-        return replace(kernel, after=False, step=64, stages=3 if kind == "uint8" else 5)
-    return kernel if group >= 64 or not group else replace(kernel, after=False)
+    after = kernel.after and kind == "uint4" and (group >= 64 or not group)
+    if isinstance(kernel, Narrow):
+        if kind != "uint4":  # four programs have to fit a multiprocessor's shared memory
+            return replace(kernel, after=False, step=64, stages=3 if kind == "uint8" else 5)
+        return replace(kernel, after=after)
+    step = 64 if kind == "uint8" else 128
+    kernel = replace(kernel, after=after, step=step)
+    if isinstance(kernel, Direct):
+        return kernel
+    scales = max(1, step // group) * 512 if group else 512
+    bytes_of_step = step * (256 if kind == "uint8" else 128) + scales + 2 * step * kernel.tokens
+    room = SHARED_BYTES // kernel.pairs - _REGROUPING_BYTES
+    return replace(kernel, stages=min(kernel.stages, room // bytes_of_step))
+
+
+def shares_for(items: int, steps: int, most: int) -> int:
+    """How many programs share a tile's k in the kernels for few tokens: so many that all together are 384, if `most`.
+
+    That is three for each multiprocessor, which all start at once.
+    """
+    return max(1, min(most, steps, -(-384 // items)))
 
 
 def choose(
@@ -118,16 +185,25 @@ def choose(
     group: int,
     kind: str = "uint4",
     gated: bool = True,
+    plain: bool = True,
 ) -> Plan:
     """The plan for `pairs` routed pairs among `experts` with these packed sizes.
 
     Args:
         group: weights that share a scale, 0 for one scale for each output feature.
         kind: `uint4`, `uint8` or `e2m1`.
-        gated: whether the first product makes gate and up (only then can its k be shared).
+        gated: whether the first product makes gate and up (only then can the narrow kernel share its k).
+        plain: whether it makes them in two halves of its columns, without biases.
     """
+    small = 3 * hidden * intermediate <= DIRECT_WEIGHTS
+    if gated and plain and group and small and 4 * pairs <= experts:
+        kernel = kernel_for(DIRECT, kind, group)
+        up = shares_for(pairs * -(-intermediate // 128), -(-hidden // kernel.step), 16)
+        return Plan(kernel, up, shares_for(pairs * -(-hidden // 256), -(-intermediate // kernel.step), 4))
     mean = tokens_per_hit(pairs, experts)
     kernel = kernel_for(next(one for limit, one in TABLE if mean <= limit), kind, group)
+    if isinstance(kernel, Stream):
+        return Plan(kernel)
     tiles = pairs / mean * max(1.0, mean / kernel.tokens)
     if isinstance(kernel, Wide):
         down_items = tiles * -(-hidden // (128 * kernel.warpgroups))

@@ -68,19 +68,19 @@ def test_pairs_are_sorted_by_expert_and_tokens_copied(
             ids, given, x, sorted_x, pair_of_row, inverse, tiles, num_tiles, cleared, 7, pairs, top_k, hidden, hidden,
             *sizes, PAIRS=next_power_of_two(max(pairs, 16)), COPY=True, COLUMNS=32, **common,
         )  # fmt: skip
-        assert cleared.sum() == 0
     else:
         blocks = -(-pairs // 64)
         counts = torch.empty(blocks, common["BINS"], dtype=torch.int32, device=device)
         routing.count_pairs[(blocks,)](
-            ids, given, counts, pairs, experts, known, MAPPED=mapped, BLOCK=64, BINS=common["BINS"]
+            ids, given, counts, cleared, 7, pairs, experts, known, MAPPED=mapped, BLOCK=64, BINS=common["BINS"]
         )
         routing.place_pairs[(blocks,)](
             ids, given, counts, pair_of_row, inverse, tiles, num_tiles, pairs, *sizes, BLOCK=64, GROUP=2, **common
         )
-        routing.gather_rows[(-(-pairs // 8),)](
+        routing.gather_rows[(-(-pairs // 8), 2)](
             x, sorted_x, pair_of_row, tiles, num_tiles, pairs, top_k, hidden, hidden, ROWS=8, COLUMNS=32
         )
+    assert cleared.sum() == 0
     order, wanted = _expected(local, experts, tile)
     used = order.numel()
     assert torch.equal(pair_of_row[:used].cpu().long(), order)

@@ -59,6 +59,7 @@ def route_few(
     """
     expert = tl.program_id(0)
     at = tl.arange(0, PAIRS)
+    gdc_wait()
     local = _local(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED)
     mine = local == expert
     count = tl.sum(mine.to(tl.int32))
@@ -84,20 +85,27 @@ def route_few(
     if COPY:
         tl.debug_barrier()  # pair_of_row is read back by other threads of this program
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        for i in range(count):
-            token = tl.load(pair_of_row + start + i) // top_k
-            value = tl.load(x + token.to(tl.int64) * stride_x + column, mask=column < hidden)
-            tl.store(sorted_x + (start + i).to(tl.int64) * hidden + column, value, mask=column < hidden)
+        for begin in range(0, count, 8):
+            rows = begin + tl.arange(0, 8)
+            inside = (rows < count)[:, None] & (column < hidden)[None, :]
+            token = tl.load(pair_of_row + start + rows, mask=rows < count, other=0) // top_k
+            value = tl.load(x + token.to(tl.int64)[:, None] * stride_x + column[None, :], mask=inside)
+            tl.store(sorted_x + (start + rows).to(tl.int64)[:, None] * hidden + column[None, :], value, mask=inside)
 
 
 @triton.jit
 def count_pairs(
-    ids, expert_map, counts, pairs, EXPERTS, KNOWN, MAPPED: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr
-):
-    """counts `[blocks, BINS]`: pairs of each expert in each block of BLOCK pairs."""
+    ids, expert_map, counts, cleared, to_clear, pairs, EXPERTS, KNOWN, MAPPED: tl.constexpr, BLOCK: tl.constexpr,
+    BINS: tl.constexpr,
+):  # fmt: skip
+    """counts `[blocks, BINS]`: pairs of each expert in each block of BLOCK pairs; sets `to_clear` integers to zero."""
+    gdc_wait()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     local = _local(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED)
     gdc_launch_dependents()
+    for begin in range(tl.program_id(0) * BINS, to_clear, tl.num_programs(0) * BINS):
+        clear = begin + tl.arange(0, BINS)
+        tl.store(cleared + clear, tl.zeros([BINS], tl.int32), mask=clear < to_clear)
     found = tl.histogram(tl.minimum(local, BINS - 1), BINS)
     tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), found)
 
@@ -151,30 +159,20 @@ def place_pairs(
 
 @triton.jit
 def gather_rows(
-    x,
-    sorted_x,
-    pair_of_row,
-    tiles,
-    num_tiles,
-    pairs,
-    top_k,
-    hidden,
-    stride_x,
-    ROWS: tl.constexpr,
+    x, sorted_x, pair_of_row, tiles, num_tiles, pairs, top_k, hidden, stride_x, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
-    """sorted_x[row] = x[token of row]."""
+):  # fmt: skip
+    """sorted_x[row] = x[token of row]. Programs: (ROWS rows, COLUMNS columns)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     gdc_wait()
     gdc_launch_dependents()
     used = tl.load(num_tiles)
     rows = tl.load(tiles + tl.maximum(used - 1, 0) * 8 + 2, mask=used > 0, other=0)
-    token = tl.load(pair_of_row + row, mask=row < rows, other=0) // top_k
-    for begin in range(0, hidden, COLUMNS):
-        column = begin + tl.arange(0, COLUMNS)
-        inside = (row < rows)[:, None] & (column < hidden)[None, :]
-        value = tl.load(x + token.to(tl.int64)[:, None] * stride_x + column[None, :], mask=inside)
-        tl.store(sorted_x + row.to(tl.int64)[:, None] * hidden + column[None, :], value, mask=inside)
+    token = tl.load(pair_of_row + row, mask=row < pairs, other=0) // top_k
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < rows)[:, None] & (column < hidden)[None, :]
+    value = tl.load(x + token.to(tl.int64)[:, None] * stride_x + column[None, :], mask=inside)
+    tl.store(sorted_x + row.to(tl.int64)[:, None] * hidden + column[None, :], value, mask=inside)
 
 
 @triton.jit

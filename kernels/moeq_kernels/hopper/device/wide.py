@@ -7,7 +7,9 @@ to TOKENS tokens; an expert's last tile is multiplied as 32 or 64 where no more 
 from __future__ import annotations
 
 from triton.experimental import gluon
+from triton.experimental.gluon import constexpr_function
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -16,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from moeq_kernels.hopper.compat import barrier, reinterpret, tma_load
+from moeq_kernels.hopper.compat import barrier, reinterpret, rows_load, tma_load
 from moeq_kernels.hopper.device import common, layouts, weights
 
 #: Rows of k in one step.
@@ -25,46 +27,137 @@ STEP = gl.constexpr(64)
 
 # Argument lists of twenty names, one to a line, would hide the code.
 # fmt: off
+@constexpr_function
+def _weight_bytes(group, kind, scale_bits, warpgroups):
+    """Bytes of a step's words and scales."""
+    scales = layouts.groups_of(64, group) * 64 * scale_bits // 8 if group else 0
+    return warpgroups * 2 * (4 * layouts.tile_bytes(kind) + scales)
+
+
+@gluon.jit
+def _load_words(
+    w_desc, s_desc, w_buf, s_buf, bar, stage, w_row, s_row, i, tile, pair_tiles, GROUP: gl.constexpr,
+):
+    """Starts the copies of one step's words and scales."""
+    tma_load(w_desc, [w_row + i * 4, tile, 0], bar, w_buf.index(2 * stage))
+    tma_load(w_desc, [w_row + i * 4, tile + pair_tiles, 0], bar, w_buf.index(2 * stage + 1))
+    if GROUP:
+        at = s_row + (i * STEP) // GROUP
+        tma_load(s_desc, [at, tile * 64], bar, s_buf.index(2 * stage))
+        tma_load(s_desc, [at, (tile + pair_tiles) * 64], bar, s_buf.index(2 * stage + 1))
+
+
 @gluon.jit
 def _copy(
-    w_desc, x_desc, s_desc, w_buf, x_buf, s_buf, ready, empty, tiles, num_tiles, slabs, groups, steps, blocks,
-    splits, pair_tiles, TOKENS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constexpr,
-    PAIRED: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
+    given, TOKENS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constexpr,
+    PAIRED: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr,
 ):
-    """The copy warp: words, scales and tokens of every step of every item."""
-    PER: gl.constexpr = layouts.groups_of(STEP, GROUP)
+    """The copy warp: words, scales and tokens (rows in sorted order) of every step of every item."""
+    (
+        w_desc, x_desc, s_desc, w_buf, x_buf, s_buf, ready, empty, tiles, num_tiles, slabs, groups, steps, blocks,
+        splits, pair_tiles,
+    ) = given
+    WORDS: gl.constexpr = _weight_bytes(GROUP, KIND, s_desc.dtype.primitive_bitwidth, GROUPS_OF_WARPS)
+    BOX: gl.constexpr = 32 * STEP * 2
     it = 0
     each = (steps + splits - 1) // splits
     for index in range(gl.program_id(0), gl.load(num_tiles) * (blocks * splits), gl.num_programs(0)):
         expert, row, end_row, part, _ = common.find_item(index, tiles, blocks * splits, TOKENS)
-        block = part // splits
         first = part % splits * each
         left = end_row - row
-        tile = block * (GROUPS_OF_WARPS if PAIRED else 2 * GROUPS_OF_WARPS)
-        w_row = expert * slabs
-        s_row = expert * groups
+        tile = part // splits * (GROUPS_OF_WARPS if PAIRED else 2 * GROUPS_OF_WARPS)
         for i in range(first, gl.minimum(first + each, steps)):
             stage = it % STAGES
             mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
             bar = ready.index(stage)
-            scale_bytes: gl.constexpr = PER * 64 * s_desc.dtype.primitive_bitwidth // 8 if GROUP else 0
-            common_bytes: gl.constexpr = GROUPS_OF_WARPS * 2 * (4 * layouts.tile_bytes(KIND) + scale_bytes)
-            box: gl.constexpr = 32 * STEP * 2
-            mbarrier.expect(bar, common_bytes + box, pred=(left <= 32) | (TOKENS == 32))
+            mbarrier.expect(bar, WORDS + BOX, pred=(left <= 32) | (TOKENS == 32))
             if TOKENS >= 64:
-                mbarrier.expect(bar, common_bytes + 2 * box, pred=(left > 32) & ((left <= 64) | (TOKENS == 64)))
+                mbarrier.expect(bar, WORDS + 2 * BOX, pred=(left > 32) & ((left <= 64) | (TOKENS == 64)))
             if TOKENS == 128:
-                mbarrier.expect(bar, common_bytes + 4 * box, pred=left > 64)
-            tma_load(w_desc, [w_row + i * 4, tile, 0], bar, w_buf.index(2 * stage))
-            tma_load(w_desc, [w_row + i * 4, tile + pair_tiles, 0], bar, w_buf.index(2 * stage + 1))
-            if GROUP:
-                at = s_row + (i * STEP) // GROUP
-                tma_load(s_desc, [at, tile * 64], bar, s_buf.index(2 * stage))
-                tma_load(s_desc, [at, (tile + pair_tiles) * 64], bar, s_buf.index(2 * stage + 1))
+                mbarrier.expect(bar, WORDS + 4 * BOX, pred=left > 64)
+            _load_words(
+                w_desc, s_desc, w_buf, s_buf, bar, stage, expert * slabs, expert * groups, i, tile, pair_tiles, GROUP,
+            )
             for b in gl.static_range(TOKENS // 32):
                 needed = left > (64 if b >= 2 else 32 * b)
                 tma_load(x_desc, [row + b * 32, i * STEP], bar, x_buf.index(stage * (TOKENS // 32) + b), pred=needed)
             it += 1
+
+
+@gluon.jit
+def _gather_item(
+    it, w_desc, s_desc, w_buf, x_buf, s_buf, ready, empty, x, pair_of_row, top_k, stride_x, row, end_row, w_row, s_row,
+    first, last, tile, pair_tiles, NOW: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr,
+    GROUP: gl.constexpr, KIND: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr,
+):
+    """Copies of one item whose tokens stand in any order, with NOW of the TOKENS rows of the buffers."""
+    WORDS: gl.constexpr = _weight_bytes(GROUP, KIND, s_desc.dtype.primitive_bitwidth, GROUPS_OF_WARPS)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    x_view = reinterpret(x_buf, x_buf.dtype, [STAGES * TOKENS // NOW, NOW, STEP], layouts.token_buffer())
+    # Rows after the expert's last one are not stored, so any token will do.
+    at = gl.minimum(row + gl.arange(0, NOW, layout=gl.SliceLayout(1, layout)), end_row - 1)
+    token = (gl.load(pair_of_row + at) // top_k).to(gl.int64)
+    column = gl.expand_dims(gl.arange(0, STEP, layout=gl.SliceLayout(0, layout)), 0)
+    place = x + gl.expand_dims(token * stride_x, 1) + column
+    for i in range(first, last):
+        stage = it % STAGES
+        mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
+        bar = ready.index(stage)
+        mbarrier.expect(bar, WORDS)
+        _load_words(w_desc, s_desc, w_buf, s_buf, bar, stage, w_row, s_row, i, tile, pair_tiles, GROUP)
+        rows_load(x_view.index(stage * (TOKENS // NOW)), place + i * STEP)
+        async_copy.commit_group()
+        if it >= LAG:
+            async_copy.wait_group(LAG)
+            fence_async_shared()
+            mbarrier.arrive(ready.index((it - LAG) % STAGES), count=1)
+        it += 1
+    return it
+
+
+@gluon.jit
+def _gather(
+    given, x, pair_of_row, top_k, stride_x, TOKENS: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr,
+    GROUP: gl.constexpr, KIND: gl.constexpr, PAIRED: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr,
+):
+    """The copy warps (four) where tokens are gathered by their pairs: `_copy` with cp.async instead of the copy engine.
+
+    Threads have to say themselves when their rows are there; they do so LAG steps later.
+    """
+    (
+        w_desc, _x_desc, s_desc, w_buf, x_buf, s_buf, ready, empty, tiles, num_tiles, slabs, groups, steps, blocks,
+        splits, pair_tiles,
+    ) = given
+    it = 0
+    each = (steps + splits - 1) // splits
+    for index in range(gl.program_id(0), gl.load(num_tiles) * (blocks * splits), gl.num_programs(0)):
+        expert, row, end_row, part, _ = common.find_item(index, tiles, blocks * splits, TOKENS)
+        first = part % splits * each
+        last = gl.minimum(first + each, steps)
+        left = end_row - row
+        tile = part // splits * (GROUPS_OF_WARPS if PAIRED else 2 * GROUPS_OF_WARPS)
+        if TOKENS > 32 and left <= 32:
+            it = _gather_item(
+                it, w_desc, s_desc, w_buf, x_buf, s_buf, ready, empty, x, pair_of_row, top_k, stride_x, row, end_row,
+                expert * slabs, expert * groups, first, last, tile, pair_tiles, 32, TOKENS, STAGES, LAG, GROUP,
+                KIND, GROUPS_OF_WARPS,
+            )
+        elif TOKENS > 64 and left <= 64:
+            it = _gather_item(
+                it, w_desc, s_desc, w_buf, x_buf, s_buf, ready, empty, x, pair_of_row, top_k, stride_x, row, end_row,
+                expert * slabs, expert * groups, first, last, tile, pair_tiles, 64, TOKENS, STAGES, LAG, GROUP,
+                KIND, GROUPS_OF_WARPS,
+            )
+        else:
+            it = _gather_item(
+                it, w_desc, s_desc, w_buf, x_buf, s_buf, ready, empty, x, pair_of_row, top_k, stride_x, row, end_row,
+                expert * slabs, expert * groups, first, last, tile, pair_tiles, TOKENS, TOKENS, STAGES, LAG, GROUP,
+                KIND, GROUPS_OF_WARPS,
+            )
+    async_copy.wait_group(0)
+    fence_async_shared()
+    for done in range(gl.maximum(it - LAG, 0), it):
+        mbarrier.arrive(ready.index(done % STAGES), count=1)
 
 
 @gluon.jit
@@ -148,12 +241,15 @@ def _store_chunks(
 
 @gluon.jit
 def _multiply(
-    w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks, splits, rows, pair_tiles,
-    columns, stride, zero_words, scale, bias, packed, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
+    given, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, FINISH: gl.constexpr, PAIRED: gl.constexpr,
     GROUPS_OF_WARPS: gl.constexpr,
 ):
     """A multiplying warpgroup."""
+    (
+        w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks, splits, rows, pair_tiles,
+        columns, stride, zero_words, scale, bias, packed,
+    ) = given
     PER: gl.constexpr = layouts.groups_of(STEP, GROUP)
     w_shape: gl.constexpr = [STAGES, 2, 4, GROUPS_OF_WARPS * layouts.tile_bytes(KIND)]
     w_view = reinterpret(w_buf, gl.uint8, w_shape, layouts.plain_shared())
@@ -191,10 +287,10 @@ def _multiply(
 
 @gluon.jit
 def expert_product_wide(
-    w_desc, x_desc, s_desc, zero, out, tiles, num_tiles, slabs, groups, steps, blocks, splits, rows, pair_tiles,
-    columns, stride, zero_words, scale, bias, packed, TOKENS: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, FINISH: gl.constexpr,
-    GROUPS_OF_WARPS: gl.constexpr, REGISTERS: gl.constexpr, DEPENDENT: gl.constexpr,
+    w_desc, x_desc, s_desc, zero, out, tiles, num_tiles, x, pair_of_row, top_k, stride_x, slabs, groups, steps, blocks,
+    splits, rows, pair_tiles, columns, stride, zero_words, scale, bias, packed, TOKENS: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, FINISH: gl.constexpr,
+    GATHER: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr, REGISTERS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """out[row] = finish(x[row] @ W[expert of row].T), see `finish.Finish`.
 
@@ -202,8 +298,10 @@ def expert_product_wide(
         w_desc: block `[4, GROUPS_OF_WARPS, ..]`; x_desc: block `[32, 64]`; s_desc: block `[.., 64 GROUPS_OF_WARPS]`.
         tiles: int32 `[T, 8]`: expert, first row, end row of the expert, the expert's first tile, its tiles.
         num_tiles: int32 `[1]`, tiles in use.
+        x: tokens `[tokens, K]` in their own order, with stride_x, and pair_of_row: int32, the pair (token * top_k +
+            choice) of each sorted row; read instead of x_desc where GATHER.
         steps: of 64 rows of k.
-        blocks: of columns; splits: work items that share their k (1 for gated ones); rows: of x.
+        blocks: of columns; splits: work items that share their k (1 for gated ones); rows: of out.
         GROUPS_OF_WARPS: multiplying warpgroups; a program takes 64 columns of each half for each of them.
         REGISTERS: of a thread of these.
     """
@@ -218,86 +316,52 @@ def expert_product_wide(
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(ready.index(i), count=2 if GATHER else 1)
         mbarrier.init(empty.index(i), count=GROUPS_OF_WARPS)
     fence_async_shared()
     barrier()
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
+    taken = (
+        w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks, splits, rows, pair_tiles,
+        columns, stride, zero_words, scale, bias, packed,
+    )
+    copied = (
+        w_desc, x_desc, s_desc, w_buf, x_buf, s_buf, ready, empty, tiles, num_tiles, slabs, groups, steps, blocks,
+        splits, pair_tiles,
+    )
     if GROUPS_OF_WARPS == 2:
-        gl.warp_specialize(
-            [
-                (
-                    _multiply,
-                    (
-                        w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks,
-                        splits, rows, pair_tiles, columns, stride, zero_words, scale, bias, packed, 0, TOKENS,
-                        STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 2,
-                    ),
-                ),
-                (
-                    _multiply,
-                    (
-                        w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks,
-                        splits, rows, pair_tiles, columns, stride, zero_words, scale, bias, packed, 1, TOKENS,
-                        STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 2,
-                    ),
-                ),
-                (
-                    _copy,
-                    (
-                        w_desc, x_desc, s_desc, w_buf, x_buf, s_buf, ready, empty, tiles, num_tiles, slabs, groups,
-                        steps, blocks, splits, pair_tiles, TOKENS, STAGES, GROUP, KIND, PAIRED, 2, DEPENDENT,
-                    ),
-                ),
-            ],
-            [4, 1],
-            [REGISTERS, 24],
-        )
+        if GATHER:
+            gl.warp_specialize(
+                [
+                    (_multiply, (taken, 0, TOKENS, STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 2)),
+                    (_multiply, (taken, 1, TOKENS, STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 2)),
+                    (_gather, (copied, x, pair_of_row, top_k, stride_x, TOKENS, STAGES, 3, GROUP, KIND, PAIRED, 2)),
+                ],
+                [4, 4],
+                [REGISTERS - 8, 64],
+            )
+        else:
+            gl.warp_specialize(
+                [
+                    (_multiply, (taken, 0, TOKENS, STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 2)),
+                    (_multiply, (taken, 1, TOKENS, STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 2)),
+                    (_copy, (copied, TOKENS, STAGES, GROUP, KIND, PAIRED, 2)),
+                ],
+                [4, 1],
+                [REGISTERS, 24],
+            )
     else:
         gl.static_assert(GROUPS_OF_WARPS == 4)
+        gl.static_assert(not GATHER)
         gl.warp_specialize(
             [
-                (
-                    _multiply,
-                    (
-                        w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks,
-                        splits, rows, pair_tiles, columns, stride, zero_words, scale, bias, packed, 0, TOKENS,
-                        STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 4,
-                    ),
-                ),
-                (
-                    _multiply,
-                    (
-                        w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks,
-                        splits, rows, pair_tiles, columns, stride, zero_words, scale, bias, packed, 1, TOKENS,
-                        STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 4,
-                    ),
-                ),
-                (
-                    _multiply,
-                    (
-                        w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks,
-                        splits, rows, pair_tiles, columns, stride, zero_words, scale, bias, packed, 2, TOKENS,
-                        STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 4,
-                    ),
-                ),
-                (
-                    _multiply,
-                    (
-                        w_buf, x_buf, s_buf, ready, empty, zero, out, tiles, num_tiles, groups, steps, blocks,
-                        splits, rows, pair_tiles, columns, stride, zero_words, scale, bias, packed, 3, TOKENS,
-                        STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 4,
-                    ),
-                ),
-                (
-                    _copy,
-                    (
-                        w_desc, x_desc, s_desc, w_buf, x_buf, s_buf, ready, empty, tiles, num_tiles, slabs, groups,
-                        steps, blocks, splits, pair_tiles, TOKENS, STAGES, GROUP, KIND, PAIRED, 4, DEPENDENT,
-                    ),
-                ),
+                (_multiply, (taken, 0, TOKENS, STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 4)),
+                (_multiply, (taken, 1, TOKENS, STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 4)),
+                (_multiply, (taken, 2, TOKENS, STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 4)),
+                (_multiply, (taken, 3, TOKENS, STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 4)),
+                (_copy, (copied, TOKENS, STAGES, GROUP, KIND, PAIRED, 4)),
             ],
             [4, 4, 4, 1],
             [REGISTERS, REGISTERS, REGISTERS, 24],

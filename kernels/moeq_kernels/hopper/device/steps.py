@@ -1,0 +1,130 @@
+"""Steps of products of one warpgroup and 256 output rows (map A): their copies and multiplications."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import constexpr_function
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from moeq_kernels.hopper.compat import reinterpret, tma_load
+from moeq_kernels.hopper.device import common, layouts
+
+
+@constexpr_function
+def weight_bytes(step, group, kind, scale_bits):
+    """Bytes of a step's words and scales."""
+    scales = 2 * layouts.groups_of(step, group) * 128 * scale_bits // 8 if group else 0
+    return step // 16 * 4 * layouts.tile_bytes(kind) + scales
+
+
+# Argument lists of twenty names, one to a line, would hide the code.
+# fmt: off
+@gluon.jit
+def buffers(s_desc, SLOTS: gl.constexpr, STEP: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constexpr):
+    """Shared memory for words and scales of SLOTS steps."""
+    w_shape: gl.constexpr = [SLOTS * 2, STEP // 16, 2, layouts.tile_bytes(KIND) // 4]
+    s_shape: gl.constexpr = [SLOTS * 2, layouts.groups_of(STEP, GROUP), 128]
+    w_buf = gl.allocate_shared_memory(gl.int32, w_shape, layouts.word_buffer())
+    s_layout: gl.constexpr = layouts.scale_buffer(s_desc.dtype.primitive_bitwidth)
+    return w_buf, gl.allocate_shared_memory(s_desc.dtype, s_shape, s_layout)
+
+
+@gluon.jit
+def token_buffer(SLOTS: gl.constexpr, STEP: gl.constexpr, TOKENS: gl.constexpr, dtype: gl.constexpr):
+    """Shared memory for tokens of SLOTS steps."""
+    return gl.allocate_shared_memory(dtype, [SLOTS * STEP // 64, TOKENS, 64], layouts.token_buffer())
+
+
+@gluon.jit
+def views(w_buf, s_buf, SLOTS: gl.constexpr, STEP: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constexpr):
+    """The same memory as `multiply` reads it."""
+    w_shape: gl.constexpr = [SLOTS, 2, STEP // 16, 2 * layouts.tile_bytes(KIND)]
+    s_shape: gl.constexpr = [SLOTS, 2, layouts.groups_of(STEP, GROUP) * 16, 8]
+    w_view = reinterpret(w_buf, gl.uint8, w_shape, layouts.plain_shared())
+    return w_view, reinterpret(s_buf, s_buf.dtype, s_shape, layouts.plain_shared())
+
+
+@gluon.jit
+def load_weights(
+    step, slot, bar, w_desc, s_desc, w_buf, s_buf, w_row, s_row, tile, pair_tiles, STEP: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    """Starts the copies of a step's words and scales; w_row, s_row: the expert's first ones."""
+    tma_load(w_desc, [w_row + step * (STEP // 16), tile, 0], bar, w_buf.index(2 * slot))
+    tma_load(w_desc, [w_row + step * (STEP // 16), tile + pair_tiles, 0], bar, w_buf.index(2 * slot + 1))
+    if GROUP:
+        at = s_row + (step * STEP) // GROUP
+        tma_load(s_desc, [at, tile * 64], bar, s_buf.index(2 * slot))
+        tma_load(s_desc, [at, (tile + pair_tiles) * 64], bar, s_buf.index(2 * slot + 1))
+
+
+@gluon.jit
+def load_tokens(step, slot, bar, x_desc, x_buf, row, STEP: gl.constexpr):
+    """Starts the copies of a step's tokens."""
+    for half in gl.static_range(STEP // 64):
+        tma_load(x_desc, [row, step * STEP + 64 * half], bar, x_buf.index(STEP // 64 * slot + half))
+
+
+@gluon.jit
+def _half(
+    acc, part, words, x, scales, zero, z_row, zero_words, tile, pair_tiles, k, SUB: gl.constexpr,
+    TOKENS: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, AFTER: gl.constexpr, KIND: gl.constexpr,
+):
+    """Multiplies 64 rows of k, the SUB-th of a step that begins at row k."""
+    HALF: gl.constexpr = x.dtype == gl.float16
+    first: gl.constexpr = SUB * 64 // GROUP if GROUP else 0
+    second: gl.constexpr = (SUB * 64 + 32) // GROUP if GROUP else 0
+    layout: gl.constexpr = gl.SliceLayout(2, layouts.scales(False))
+    words = words.slice(4 * SUB, 4, dim=1).load(layouts.words(False, 4, KIND))
+    scale1 = 0
+    scale2 = 0
+    if GROUP:
+        scale1 = scales.slice(first * 16, 16, dim=1).load(layout)
+        scale2 = scale1
+        if first != second:
+            scale2 = scales.slice(second * 16, 16, dim=1).load(layout)
+    zero1 = 0
+    zero2 = 0
+    if ZEROS:
+        if GROUP:
+            z_row += k // GROUP
+        zero1 = common.zero_offsets(zero, z_row + first, zero_words, tile, pair_tiles, False, KIND, HALF)
+        zero2 = zero1
+        if first != second:
+            zero2 = common.zero_offsets(zero, z_row + second, zero_words, tile, pair_tiles, False, KIND, HALF)
+    scaled: gl.constexpr = GROUP > 0 and not AFTER
+    a = common.step_weights(words, scale1, scale2, zero1, zero2, False, TOKENS, scaled, ZEROS, KIND, HALF)
+    if GROUP > 0 and AFTER:
+        opens: gl.constexpr = SUB * 64 % GROUP == 0
+        closes: gl.constexpr = (SUB + 1) * 64 % GROUP == 0
+        part = warpgroup_mma(a, x.permute((1, 0)), part, use_acc=not opens, is_async=True)
+        part, a = warpgroup_mma_wait(0, deps=(part, a))
+        if closes:
+            factor = scale1.to(gl.float32).reshape([2, 2, 8, 4, 2]).permute([3, 0, 1, 4, 2]).reshape([256])
+            factor = gl.convert_layout(factor, gl.SliceLayout(1, layouts.accumulator(TOKENS)), assert_trivial=True)
+            acc += part * gl.expand_dims(factor, 1)
+    else:
+        acc = warpgroup_mma(a, x.permute((1, 0)), acc, is_async=True)
+        acc, a = warpgroup_mma_wait(0, deps=(acc, a))
+    return acc, part
+
+
+@gluon.jit
+def multiply(
+    acc, part, words, scales, x_buf, x_slot, zero, z_row, zero_words, tile, pair_tiles, k, STEP: gl.constexpr,
+    TOKENS: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, AFTER: gl.constexpr,
+):
+    """Multiplies a step that begins at row k. words, scales: its slots of `views`; x_slot: where its tokens are.
+
+    part: float32 sums of a group, not scaled yet, where AFTER.
+    """
+    for sub in gl.static_range(STEP // 64):
+        acc, part = _half(
+            acc, part, words, x_buf.index(STEP // 64 * x_slot + sub), scales, zero, z_row, zero_words, tile,
+            pair_tiles, k, sub, TOKENS, GROUP, ZEROS, AFTER, KIND,
+        )
+    return acc, part
+
+
+# fmt: on
