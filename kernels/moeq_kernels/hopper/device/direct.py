@@ -44,7 +44,11 @@ def _store_row(acc, place, half, left, second_left):
     gl.store(place + second * half + column + t * 0, acc, mask=(t == 0) & inside)
 
 
-@gluon.jit
+@gluon.jit(
+    do_not_specialize=[
+        "to_clear", "slabs", "groups", "count", "zero_words", "top_k", "pairs", "experts", "known",
+    ]
+)
 def few_gate_up(
     w_desc, x_desc, s_desc, zero, ids, expert_map, partial, arrived, to_clear, slabs, groups, count, columns,
     zero_words, top_k, pairs, experts, known, MAPPED: gl.constexpr, SHARE: gl.constexpr, STEP: gl.constexpr,
@@ -159,7 +163,9 @@ def _sum_choices(
     gl.store(y + token.to(gl.int64) * hidden + at, total.to(y.dtype.element_ty), mask=at < hidden)
 
 
-@gluon.jit
+@gluon.jit(
+    do_not_specialize=["slabs", "groups", "count", "stride_w", "zero_words", "pairs", "experts", "known"]
+)
 def few_down(
     w_desc, s_desc, zero, ids, expert_map, topk_weights, partial, parts, arrived, y, slabs, groups, count, columns,
     hidden, stride_w, zero_words, pairs, experts, known, MAPPED: gl.constexpr, TOP_K: gl.constexpr,

@@ -188,7 +188,7 @@ def _multiply(
                 )
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["slabs", "groups", "count", "blocks", "pair_tiles", "zero_words", "packed"])
 def expert_product_stream(
     w_desc, x_desc, s_desc, zero, out, partial, arrived, tiles, num_tiles, slabs, groups, count, blocks, pair_tiles,
     columns, stride, zero_words, scale, bias, packed, PAIRS: gl.constexpr, TOKENS: gl.constexpr, STEP: gl.constexpr,

@@ -285,7 +285,11 @@ def _multiply(
             )
 
 
-@gluon.jit
+@gluon.jit(
+    do_not_specialize=[
+        "top_k", "slabs", "groups", "steps", "blocks", "splits", "rows", "pair_tiles", "zero_words", "packed",
+    ]
+)
 def expert_product_wide(
     w_desc, x_desc, s_desc, zero, out, tiles, num_tiles, x, pair_of_row, top_k, stride_x, slabs, groups, steps, blocks,
     splits, rows, pair_tiles, columns, stride, zero_words, scale, bias, packed, TOKENS: gl.constexpr,
