@@ -206,5 +206,6 @@ def _wide(case: Case, kernel: Wide) -> _Source:
     )
     constants["GATHER"] = case.finish != PLAIN and kernel.warpgroups == 2
     constants |= {"TOKENS": kernel.tokens, "GROUPS_OF_WARPS": kernel.warpgroups, "REGISTERS": kernel.registers}
+    constants |= {"CHUNK": kernel.chunk, "EARLY": case.finish == PLAIN}
     function = import_module("moeq_kernels.hopper.device.wide").expert_product_wide
     return _Source(function, types, constants, ("zero", "out", "tiles", "columns", "stride", "x", "stride_x"))

@@ -152,7 +152,7 @@ def sort_pairs(
     if pairs <= FEW_PAIRS:
         copy = not gathered and pairs <= ROWS_COPIED * count
         columns = min(1024, next_power_of_two(hidden))
-        routing.route_few[(count, -(-hidden // columns) if copy else 1)](
+        routing.route_few[(count, 1 + -(-hidden // columns) if copy else 1)](
             ids,
             expert_map,
             x,
@@ -499,7 +499,9 @@ def launch_wide(
         GATHER=gather,
         GROUPS_OF_WARPS=groups,
         REGISTERS=kernel.registers,
+        CHUNK=kernel.chunk,
         DEPENDENT=dependent,
+        EARLY=routed.early or finish == PLAIN,
         num_warps=4,
         **after(dependent),
     )

@@ -81,12 +81,14 @@ class Wide:
         stages: steps of 64 rows of k in shared memory.
         warpgroups: that multiply (2 or 4).
         registers: of each of their threads.
+        chunk: tokens that a warpgroup stores at a time.
     """
 
     tokens: int
     stages: int
     warpgroups: int
     registers: int
+    chunk: int = 32
 
 
 Kernel = Narrow | Direct | Stream | Wide

@@ -64,7 +64,7 @@ def test_pairs_are_sorted_by_expert_and_tokens_copied(
     common = {"MAPPED": mapped, "BINS": next_power_of_two(experts + 1), "TILE": tile}
     sizes = (experts, known, most)
     if few:
-        routing.route_few[(experts, 2)](
+        routing.route_few[(experts, 3)](
             ids, given, x, sorted_x, pair_of_row, inverse, tiles, num_tiles, cleared, 7, pairs, top_k, hidden, hidden,
             *sizes, PAIRS=next_power_of_two(max(pairs, 16)), COPY=True, COLUMNS=32, **common,
         )  # fmt: skip

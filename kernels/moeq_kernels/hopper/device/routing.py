@@ -51,11 +51,11 @@ def route_few(
     stride_x, EXPERTS, KNOWN, MOST, MAPPED: tl.constexpr, PAIRS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
     COPY: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Everything in one kernel for up to a thousand or so pairs; programs: (expert, slice of columns).
+    """Everything in one kernel for up to a few thousand pairs; programs: (expert, 0 or 1 + slice of columns).
 
-    Each program counts all pairs for itself, then, with COPY, copies its expert's tokens (COLUMNS columns) to their
-    sorted rows; else `gather_rows` has to do that.
-    Together they also set `to_clear` integers of `cleared` to zero (see `narrow.expert_product_narrow`, arrived).
+    Each program counts all pairs for itself. Those of slices, with COPY, copy their expert's tokens (COLUMNS columns)
+    to their sorted rows; else `gather_rows` or a product has to do that. Together they also set `to_clear` integers
+    of `cleared` to zero.
     """
     expert = tl.program_id(0)
     at = tl.arange(0, PAIRS)
@@ -65,9 +65,9 @@ def route_few(
     count = tl.sum(mine.to(tl.int32))
     start = tl.sum((local < expert).to(tl.int32))
     row = start + tl.cumsum(mine.to(tl.int32)) - 1
-    tl.store(pair_of_row + row, at, mask=mine)
     gdc_launch_dependents()
     if tl.program_id(1) == 0:
+        tl.store(pair_of_row + row, at, mask=mine)
         tl.store(inverse + at, row, mask=mine)
         if expert == 0:
             tl.store(inverse + at, tl.full([PAIRS], -1, tl.int32), mask=local == EXPERTS)
@@ -83,14 +83,15 @@ def route_few(
         clear = begin + tl.arange(0, BINS)
         tl.store(cleared + clear, tl.zeros([BINS], tl.int32), mask=clear < to_clear)
     if COPY:
-        tl.debug_barrier()  # pair_of_row is read back by other threads of this program
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        for begin in range(0, count, 8):
-            rows = begin + tl.arange(0, 8)
-            inside = (rows < count)[:, None] & (column < hidden)[None, :]
-            token = tl.load(pair_of_row + start + rows, mask=rows < count, other=0) // top_k
-            value = tl.load(x + token.to(tl.int64)[:, None] * stride_x + column[None, :], mask=inside)
-            tl.store(sorted_x + (start + rows).to(tl.int64)[:, None] * hidden + column[None, :], value, mask=inside)
+        if tl.program_id(1) > 0:
+            column = (tl.program_id(1) - 1) * COLUMNS + tl.arange(0, COLUMNS)
+            for begin in range(start, start + count, 8):
+                rows = begin + tl.arange(0, 8)
+                found = mine[None, :] & (row[None, :] == rows[:, None])
+                token = tl.sum(tl.where(found, at[None, :], 0), 1) // top_k
+                inside = (rows < start + count)[:, None] & (column < hidden)[None, :]
+                value = tl.load(x + token.to(tl.int64)[:, None] * stride_x + column[None, :], mask=inside)
+                tl.store(sorted_x + rows.to(tl.int64)[:, None] * hidden + column[None, :], value, mask=inside)
 
 
 @triton.jit
