@@ -99,14 +99,19 @@ FORMATS = {
     "mxfp4": Weights("marlin-mxfp4/1", "e2m1", 32, scale=torch.uint8),
 }
 STREAM = (
-    Stream(8, 3, 3, 160, after=True),
+    Stream(8, 3, 3, 168, after=True),
     Stream(8, 2, 5, 232, after=True),
     Stream(16, 2, 5, 232, after=True),
     Stream(16, 3, 3, 160),
     Stream(32, 2, 4, 232),
     Stream(32, 2, 4, 232, after=True),
 )
-WIDE = (WIDE32, Wide(64, 6, 2, 232), Wide(64, 6, 4, 120), Wide(128, 6, 2, 232), Wide(128, 8, 2, 232))
+WIDE = (
+    WIDE32,
+    Wide(64, 6, 2, 232),
+    Wide(128, 6, 2, 232),
+    Wide(128, 8, 2, 232),
+)
 L2 = 60e6
 
 
@@ -209,9 +214,9 @@ def candidates(shape: Shape, stored: Weights, tokens: int) -> list[Plan]:
     pairs = tokens * shape.top_k
     mean = tokens_per_hit(pairs, shape.experts)
     result: list[Plan] = []
-    if mean <= 1.2:
-        ups = [up for up in (1, 2, 4, 8, 16) if up * 256 <= shape.hidden]
-        downs = [one for one in (1, 2, 3, 4, 16) if one * 128 <= shape.intermediate <= one * 1024]
+    if mean <= 1.4:
+        ups = [up for up in (1, 2, 4, 8, 12) if up * 256 <= shape.hidden]
+        downs = [one for one in (1, 2, 3, 16) if one * 128 <= shape.intermediate <= one * 1024]
         result += [Plan(kernel_for(DIRECT, stored.kind, stored.group), up, down) for up in ups for down in downs]
     if mean <= 5:
         resident = MULTIPROCESSORS * NARROW8.resident

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from moeq_kernels.hopper.finish import PLAIN, SILU, Finish
-from moeq_kernels.hopper.plan import DIRECT, NARROW8, TABLE, WIDE32, Direct, Kernel, Narrow, Stream, Wide, kernel_for
+from moeq_kernels.hopper.plan import DIRECT, TABLE, Direct, Kernel, Narrow, Stream, Wide, kernel_for
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ _FORMATS: dict[str, dict[str, Any]] = {
 def cases() -> list[Case]:
     """Every kernel of the plan's table, as gate-up (whole and split) and down product, and in all formats."""
     result = []
-    for kernel in dict.fromkeys((NARROW8, WIDE32, DIRECT, *(kernel for _, kernel in TABLE))):
+    for kernel in dict.fromkeys((DIRECT, *(kernel for _, kernel in TABLE))):
         name = f"{type(kernel).__name__.lower()}{kernel.tokens}"
         base = Case(f"{name}-gate-up", kernel)
         result += [base, replace(base, name=f"{name}-down", finish=PLAIN)]
@@ -157,7 +157,7 @@ def _narrow(case: Case, kernel: Narrow) -> _Source:
     types |= {"partial": "*fp32", "arrived": "*i32"}
     if case.finish == PLAIN:
         types["out"] = "*fp32"
-    types |= _integers("slabs groups steps pair_tiles columns stride rows zero_words packed")
+    types |= _integers("slabs groups count pair_tiles columns stride rows zero_words packed")
     constants |= {"TOKENS": kernel.tokens, "STEP": kernel.step, "SPLITS": case.splits, "AFTER": kernel.after}
     function = import_module("moeq_kernels.hopper.device.narrow").expert_product_narrow
     return _Source(function, types, constants, ("zero", "out", "partial", "tiles", "columns", "stride", "rows"))
@@ -206,6 +206,6 @@ def _wide(case: Case, kernel: Wide) -> _Source:
     )
     constants["GATHER"] = case.finish != PLAIN and kernel.warpgroups == 2
     constants |= {"TOKENS": kernel.tokens, "GROUPS_OF_WARPS": kernel.warpgroups, "REGISTERS": kernel.registers}
-    constants |= {"CHUNK": kernel.chunk, "EARLY": case.finish == PLAIN}
+    constants |= {"EARLY": case.finish == PLAIN}
     function = import_module("moeq_kernels.hopper.device.wide").expert_product_wide
     return _Source(function, types, constants, ("zero", "out", "tiles", "columns", "stride", "x", "stride_x"))

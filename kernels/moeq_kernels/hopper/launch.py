@@ -70,7 +70,7 @@ def hopper_moe(
 
     Returns `[M, H]` in x's dtype. Nothing is read back from the device; results do not vary from run to run. Tokens'
     results are summed in float32 in the order of topk_ids; with more than EXACT_PAIRS pairs each is rounded to x's
-    dtype before that, except beside MXFP4 weights.
+    dtype before that, except beside MXFP4 weights and for float16.
     """
     tokens, hidden = x.shape
     top_k = topk_ids.shape[1]
@@ -112,7 +112,8 @@ def _some_tokens(
     routed = sort_pairs(x, experts, topk_ids, expert_map, plan, gathers(plan, x, finish), dependent)
     middle = torch.empty(pairs, intermediate, dtype=x.dtype, device=x.device)
     exact = isinstance(plan.kernel, Narrow) or plan.down_splits > 1 or pairs <= EXACT_PAIRS
-    exact = exact or kind_of(experts.w2) == "e2m1"  # exact weights: one more rounding would show
+    # Weights of MXFP4 are exact: one more rounding would show. Outputs may exceed float16 before they are weighted.
+    exact = exact or kind_of(experts.w2) == "e2m1" or x.dtype == torch.float16
     parts_type = torch.float32 if exact else x.dtype
     parts = torch.empty(plan.down_splits, pairs, hidden, dtype=parts_type, device=x.device)
     product(plan, experts.w13, routed, x if routed.x is None else routed.x, middle, finish, dependent)
@@ -499,7 +500,6 @@ def launch_wide(
         GATHER=gather,
         GROUPS_OF_WARPS=groups,
         REGISTERS=kernel.registers,
-        CHUNK=kernel.chunk,
         DEPENDENT=dependent,
         EARLY=routed.early or finish == PLAIN,
         num_warps=4,

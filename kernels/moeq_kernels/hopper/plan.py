@@ -1,9 +1,10 @@
 """Which Hopper kernel a call uses, and with what sizes: a table and a short rule, from shapes alone.
 
-What decides is how many tokens an expert that is hit gets on average. With few, the time is that of reading weights,
-and the narrow kernel keeps many reads in flight; it works on tiles of 8 tokens, and several programs share a tile's k
-where that fills the GPU better. With more, dequantising and multiplying count too, and the wide kernel does both at
-once, on tiles of up to 128 tokens. The table was measured on an H200 (see kernels/bench/TUNING.md).
+What decides is how many tokens an expert that is hit gets on average. While it is one, and experts are small, the two
+kernels for few tokens need no sorting. With few tokens the time is that of reading weights: the narrow kernel, whose
+programs the GPU balances itself and which share a tile's k, where tiles are few; then the stream kernel, which keeps
+reading across tiles. Beyond 12 tokens the tokens' own traffic and multiplying count too, and the wide kernel has
+several warpgroups share them. The table was measured on an H200 (see kernels/bench/TUNING.md).
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Stream:
     """Sizes of the stream kernel.
 
     Attributes:
-        tokens: of a tile (8, 16 or 32).
+        tokens: of a tile (8 or 16; 32 works too, but was slower).
         pairs: of a copy warp and a multiplying warpgroup in a program (2 or 3).
         stages: steps in shared memory, for each pair.
         registers: of each thread of the multiplying warpgroups.
@@ -81,14 +82,12 @@ class Wide:
         stages: steps of 64 rows of k in shared memory.
         warpgroups: that multiply (2 or 4).
         registers: of each of their threads.
-        chunk: tokens that a warpgroup stores at a time.
     """
 
     tokens: int
     stages: int
     warpgroups: int
     registers: int
-    chunk: int = 32
 
 
 Kernel = Narrow | Direct | Stream | Wide
@@ -110,16 +109,21 @@ _REGROUPING_BYTES = 8448
 DIRECT = Direct()
 #: Weights of an expert up to which the kernels for few tokens are used; larger ones keep the GPU busy anyway.
 DIRECT_WEIGHTS = 1 << 25
+NARROW8 = Narrow(8, 3, after=True, resident=4, registers=128)
+STREAM8 = Stream(8, 3, 3, 168, after=True)
+STREAM16 = Stream(16, 2, 5, 232, after=True)
+WIDE32 = Wide(32, 6, warpgroups=4, registers=120)
+WIDE64 = Wide(64, 6, warpgroups=2, registers=232)
+WIDE128 = Wide(128, 6, warpgroups=2, registers=232)
 #: (tokens per hit expert up to, kernel), tried in order.
 TABLE: tuple[tuple[float, Narrow | Stream | Wide], ...] = (
-    (5.0, Stream(8, 3, 3, 160, after=True)),
-    (12.0, Stream(16, 2, 5, 232, after=True)),
-    (20.0, Stream(32, 2, 4, 232)),
-    (40.0, Wide(64, 6, warpgroups=2, registers=232)),
-    (float("inf"), Wide(128, 6, warpgroups=2, registers=232)),
+    (1.55, NARROW8),
+    (5.0, STREAM8),
+    (12.0, STREAM16),
+    (20.0, WIDE32),
+    (40.0, WIDE64),
+    (float("inf"), WIDE128),
 )
-NARROW8 = Narrow(8, 3, after=True, resident=4, registers=128)
-WIDE32 = Wide(32, 6, warpgroups=4, registers=120)
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
 #: Start and end of a program, in steps.
 _OVERHEAD_STEPS = 2.5

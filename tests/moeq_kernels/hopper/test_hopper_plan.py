@@ -10,7 +10,20 @@ import torch
 from bench.cases import Recipe, make_layer
 from moeq_kernels.fused import _finish, _first_epilogue
 from moeq_kernels.hopper.finish import Finish
-from moeq_kernels.hopper.plan import TABLE, Narrow, Wide, choose, splits_for, tokens_per_hit
+from moeq_kernels.hopper.plan import (
+    NARROW8,
+    SHARED_BYTES,
+    TABLE,
+    Direct,
+    Narrow,
+    Stream,
+    Wide,
+    choose,
+    kernel_for,
+    shares_for,
+    splits_for,
+    tokens_per_hit,
+)
 from moeq_kernels.hopper.support import _matrix_reasons, triton_reason, unsupported_reason
 from moeq_kernels.records import W13Order
 
@@ -30,15 +43,31 @@ def test_every_number_of_tokens_gets_a_plan_without_empty_shares(
                 steps = -(-k // 128)
                 assert 1 <= splits <= max(1, steps // 2)
                 assert splits == -(-steps // -(-steps // splits))
+        elif isinstance(plan.kernel, Direct):
+            assert 1 <= plan.gate_up_splits <= -(-hidden // 128)
+            assert 1 <= plan.down_splits <= min(4, -(-intermediate // 128))
         else:
             assert plan.gate_up_splits == 1
-            assert 1 <= plan.down_splits <= 4
+            assert 1 <= plan.down_splits <= (1 if isinstance(plan.kernel, Stream) else 4)
     assert widths == sorted(widths)
 
 
 def test_groups_of_32_fold_their_scales() -> None:
-    assert choose(8, 128, 2048, 768, 128).kernel.after
-    assert not choose(8, 128, 2048, 768, 32).kernel.after
+    for pairs in (8, 64, 512):
+        assert choose(pairs, 128, 2048, 768, 128).kernel.after
+        assert not choose(pairs, 128, 2048, 768, 32).kernel.after
+
+
+def test_few_tokens_on_small_plain_experts_are_not_sorted() -> None:
+    assert isinstance(choose(8, 128, 2048, 768, 128).kernel, Direct)
+    assert isinstance(choose(64, 256, 7168, 256, 128).kernel, Direct)
+    assert not isinstance(choose(72, 256, 7168, 256, 128).kernel, Direct)  # experts begin to be shared
+    assert not isinstance(choose(2, 8, 4096, 14336, 128).kernel, Direct)  # large experts
+    assert not isinstance(choose(8, 128, 2048, 768, 128, plain=False).kernel, Direct)
+    assert not isinstance(choose(8, 128, 2048, 768, 0).kernel, Direct)
+    assert shares_for(48, 16, 16) == 8
+    assert shares_for(64, 6, 4) == 4
+    assert shares_for(1792, 2, 4) == 1
 
 
 def test_few_tiles_share_k_and_many_do_not() -> None:
@@ -54,6 +83,8 @@ def test_the_table_is_ordered_and_wide_sizes_fit_the_register_file() -> None:
     for _, kernel in TABLE:
         if isinstance(kernel, Wide):
             assert 128 * (kernel.warpgroups * kernel.registers + 24) <= 65536
+        if isinstance(kernel, Stream):  # one warpgroup gets what the others leave
+            assert 128 * ((kernel.pairs - 1) * kernel.registers + 24) <= 65536 - 128 * 128
 
 
 def test_tokens_per_hit_expert() -> None:
@@ -61,13 +92,20 @@ def test_tokens_per_hit_expert() -> None:
     assert tokens_per_hit(8000, 8) == pytest.approx(1000.0)
 
 
-def test_other_formats_change_the_narrow_kernel_and_fit_shared_memory() -> None:
+def test_other_formats_change_the_kernels_and_fit_shared_memory() -> None:
     for kind in ("uint8", "e2m1"):
-        kernel = choose(8, 128, 2048, 768, 32, kind).kernel
+        kernel = kernel_for(NARROW8, kind, 32)
         assert isinstance(kernel, Narrow)
         assert (kernel.after, kernel.step) == (False, 64)
-    assert choose(8, 128, 2048, 768, 0).kernel.after  # nothing to fold: one scale for each output feature
-    assert choose(8, 128, 2048, 768, 128, gated=False).gate_up_splits == 1
+    for _, base in TABLE:
+        for kind, group in (("uint4", 128), ("uint4", 32), ("uint4", 0), ("uint8", 32), ("uint8", 0), ("e2m1", 32)):
+            kernel = kernel_for(base, kind, group)
+            assert kernel.stages >= 2
+            if isinstance(kernel, Stream):
+                words = kernel.step * (256 if kind == "uint8" else 128)
+                assert kernel.pairs * kernel.stages * (words + 2 * kernel.step * kernel.tokens) < SHARED_BYTES
+    assert kernel_for(NARROW8, "uint4", 0).after  # nothing to fold: one scale for each output feature
+    assert choose(8, 8, 2048, 768, 128, gated=False).gate_up_splits == 1
 
 
 @pytest.mark.parametrize(

@@ -101,11 +101,12 @@ def few_gate_up(
     if expert >= 0:
         w_view, s_view = steps.views(w_buf, s_buf, STAGES, STEP, GROUP, KIND)
         acc = gl.zeros([256, TOKENS], gl.float32, layouts.accumulator(TOKENS))
+        part = acc
         for step in range(first, last):
             slot = (step - first) % STAGES
             mbarrier.wait(ready.index(slot), ((step - first) // STAGES) & 1)
-            acc = steps.multiply(
-                acc, w_view.index(slot), s_view.index(slot), x_buf, slot, zero, s_row, zero_words, block * 2, far,
+            acc, part = steps.multiply(
+                acc, part, w_view.index(slot), s_view.index(slot), x_buf, slot, zero, s_row, zero_words, block * 2, far,
                 step * STEP, STEP, TOKENS, GROUP, ZEROS, KIND, AFTER,
             )
             if step + STAGES < last:
@@ -214,11 +215,12 @@ def few_down(
         barrier()
         w_view, s_view = steps.views(w_buf, s_buf, STAGES, STEP, GROUP, KIND)
         acc = gl.zeros([256, TOKENS], gl.float32, layouts.accumulator(TOKENS))
+        part = acc
         for step in range(first, last):
             slot = (step - first) % STAGES
             mbarrier.wait(ready.index(slot), ((step - first) // STAGES) & 1)
-            acc = steps.multiply(
-                acc, w_view.index(slot), s_view.index(slot), x_buf, step - first, zero, s_row, zero_words,
+            acc, part = steps.multiply(
+                acc, part, w_view.index(slot), s_view.index(slot), x_buf, step - first, zero, s_row, zero_words,
                 block * 4, 2, step * STEP, STEP, TOKENS, GROUP, ZEROS, KIND, AFTER,
             )
             if step + STAGES < last:

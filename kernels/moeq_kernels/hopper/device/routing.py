@@ -83,8 +83,9 @@ def route_few(
         clear = begin + tl.arange(0, BINS)
         tl.store(cleared + clear, tl.zeros([BINS], tl.int32), mask=clear < to_clear)
     if COPY:
-        if tl.program_id(1) > 0:
-            column = (tl.program_id(1) - 1) * COLUMNS + tl.arange(0, COLUMNS)
+        part = tl.program_id(1) - 1
+        if part >= 0:
+            column = part * COLUMNS + tl.arange(0, COLUMNS)
             for begin in range(start, start + count, 8):
                 rows = begin + tl.arange(0, 8)
                 found = mine[None, :] & (row[None, :] == rows[:, None])

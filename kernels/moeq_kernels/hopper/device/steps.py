@@ -48,78 +48,83 @@ def views(w_buf, s_buf, SLOTS: gl.constexpr, STEP: gl.constexpr, GROUP: gl.const
 @gluon.jit
 def load_weights(
     step, slot, bar, w_desc, s_desc, w_buf, s_buf, w_row, s_row, tile, pair_tiles, STEP: gl.constexpr,
-    GROUP: gl.constexpr,
+    GROUP: gl.constexpr, some=True,
 ):
-    """Starts the copies of a step's words and scales; w_row, s_row: the expert's first ones."""
-    tma_load(w_desc, [w_row + step * (STEP // 16), tile, 0], bar, w_buf.index(2 * slot))
-    tma_load(w_desc, [w_row + step * (STEP // 16), tile + pair_tiles, 0], bar, w_buf.index(2 * slot + 1))
+    """Starts the copies of a step's words and scales, if `some`; w_row, s_row: the expert's first ones."""
+    tma_load(w_desc, [w_row + step * (STEP // 16), tile, 0], bar, w_buf.index(2 * slot), pred=some)
+    tma_load(w_desc, [w_row + step * (STEP // 16), tile + pair_tiles, 0], bar, w_buf.index(2 * slot + 1), pred=some)
     if GROUP:
         at = s_row + (step * STEP) // GROUP
-        tma_load(s_desc, [at, tile * 64], bar, s_buf.index(2 * slot))
-        tma_load(s_desc, [at, (tile + pair_tiles) * 64], bar, s_buf.index(2 * slot + 1))
+        tma_load(s_desc, [at, tile * 64], bar, s_buf.index(2 * slot), pred=some)
+        tma_load(s_desc, [at, (tile + pair_tiles) * 64], bar, s_buf.index(2 * slot + 1), pred=some)
 
 
 @gluon.jit
-def load_tokens(step, slot, bar, x_desc, x_buf, row, STEP: gl.constexpr):
-    """Starts the copies of a step's tokens."""
+def load_tokens(step, slot, bar, x_desc, x_buf, row, STEP: gl.constexpr, some=True):
+    """Starts the copies of a step's tokens, if `some`."""
     for half in gl.static_range(STEP // 64):
-        tma_load(x_desc, [row, step * STEP + 64 * half], bar, x_buf.index(STEP // 64 * slot + half))
+        tma_load(x_desc, [row, step * STEP + 64 * half], bar, x_buf.index(STEP // 64 * slot + half), pred=some)
 
 
 @gluon.jit
-def _dequantised(
-    words, scales, zero, z_row, zero_words, tile, pair_tiles, k, AT: gl.constexpr, TOKENS: gl.constexpr,
-    GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, HALF: gl.constexpr, SCALED: gl.constexpr,
+def _half(
+    acc, part, words, x, scales, zero, z_row, zero_words, tile, pair_tiles, k, SUB: gl.constexpr,
+    TOKENS: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, AFTER: gl.constexpr, KIND: gl.constexpr,
 ):
-    """The left operand of 32 rows of k, from AT on, of a step that begins at row k."""
-    group: gl.constexpr = AT // GROUP if GROUP else 0
-    scale = 0
-    if SCALED:
-        scale = scales.slice(group * 16, 16, dim=1).load(gl.SliceLayout(2, layouts.scales(False)))
-    offset = 0
+    """Multiplies 64 rows of k, the SUB-th of a step that begins at row k."""
+    HALF: gl.constexpr = x.dtype == gl.float16
+    first: gl.constexpr = SUB * 64 // GROUP if GROUP else 0
+    second: gl.constexpr = (SUB * 64 + 32) // GROUP if GROUP else 0
+    layout: gl.constexpr = gl.SliceLayout(2, layouts.scales(False))
+    words = words.slice(4 * SUB, 4, dim=1).load(layouts.words(False, 4, KIND))
+    scale1 = 0
+    scale2 = 0
+    if GROUP:
+        scale1 = scales.slice(first * 16, 16, dim=1).load(layout)
+        scale2 = scale1
+        if first != second:
+            scale2 = scales.slice(second * 16, 16, dim=1).load(layout)
+    zero1 = 0
+    zero2 = 0
     if ZEROS:
         if GROUP:
             z_row += k // GROUP
-        offset = common.zero_offsets(zero, z_row + group, zero_words, tile, pair_tiles, False, KIND, HALF)
-    words = words.slice(AT // 16, 2, dim=1).load(layouts.words(False, 2, KIND))
-    return common.step_weights(words, scale, scale, offset, offset, False, TOKENS, SCALED, ZEROS, KIND, HALF, 2)
+        zero1 = common.zero_offsets(zero, z_row + first, zero_words, tile, pair_tiles, False, KIND, HALF)
+        zero2 = zero1
+        if first != second:
+            zero2 = common.zero_offsets(zero, z_row + second, zero_words, tile, pair_tiles, False, KIND, HALF)
+    scaled: gl.constexpr = GROUP > 0 and not AFTER
+    a = common.step_weights(words, scale1, scale2, zero1, zero2, False, TOKENS, scaled, ZEROS, KIND, HALF)
+    if GROUP > 0 and AFTER:
+        opens: gl.constexpr = SUB * 64 % GROUP == 0
+        closes: gl.constexpr = (SUB + 1) * 64 % GROUP == 0
+        part = warpgroup_mma(a, x.permute((1, 0)), part, use_acc=not opens, is_async=True)
+        part, a = warpgroup_mma_wait(0, deps=(part, a))
+        if closes:
+            factor = scale1.to(gl.float32).reshape([2, 2, 8, 4, 2]).permute([3, 0, 1, 4, 2]).reshape([256])
+            factor = gl.convert_layout(factor, gl.SliceLayout(1, layouts.accumulator(TOKENS)), assert_trivial=True)
+            acc += part * gl.expand_dims(factor, 1)
+    else:
+        acc = warpgroup_mma(a, x.permute((1, 0)), acc, is_async=True)
+        acc, a = warpgroup_mma_wait(0, deps=(acc, a))
+    return acc, part
 
 
 @gluon.jit
 def multiply(
-    acc, words, scales, x_buf, x_slot, zero, z_row, zero_words, tile, pair_tiles, k, STEP: gl.constexpr,
+    acc, part, words, scales, x_buf, x_slot, zero, z_row, zero_words, tile, pair_tiles, k, STEP: gl.constexpr,
     TOKENS: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, AFTER: gl.constexpr,
 ):
     """Multiplies a step that begins at row k. words, scales: its slots of `views`; x_slot: where its tokens are.
 
-    While the tensor cores multiply 32 rows, the next ones are dequantised; the registers of rows are free again when
-    all but the last product are done.
+    part: float32 sums of a group, not scaled yet, where AFTER.
     """
-    HALF: gl.constexpr = x_buf.dtype == gl.float16
-    LATER: gl.constexpr = GROUP > 0 and AFTER
-    RUN: gl.constexpr = GROUP if LATER else STEP
-    gl.static_assert(RUN <= STEP)
-    for run in gl.static_range(STEP // RUN):
-        part = acc  # not read where LATER
-        for sub in gl.static_range(RUN // 32):
-            a = _dequantised(
-                words, scales, zero, z_row, zero_words, tile, pair_tiles, k, run * RUN + sub * 32, TOKENS,
-                GROUP, ZEROS, KIND, HALF, GROUP > 0 and not AFTER,
-            )
-            x = x_buf.index(STEP // 64 * x_slot + (run * RUN + sub * 32) // 64).slice(sub % 2 * 32, 32, dim=1)
-            part = warpgroup_mma(a, x.permute((1, 0)), part, use_acc=sub > 0 or not LATER, is_async=True)
-            if sub > 0:
-                before = warpgroup_mma_wait(1, deps=(before,))
-            before = a
-        part, before = warpgroup_mma_wait(0, deps=(part, before))
-        if LATER:
-            scale = scales.slice(run * 16, 16, dim=1).load(gl.SliceLayout(2, layouts.scales(False)))
-            scale = scale.to(gl.float32).reshape([2, 2, 8, 4, 2]).permute([3, 0, 1, 4, 2]).reshape([256])
-            scale = gl.convert_layout(scale, gl.SliceLayout(1, layouts.accumulator(TOKENS)), assert_trivial=True)
-            acc += part * gl.expand_dims(scale, 1)
-        else:
-            acc = part
-    return acc
+    for sub in gl.static_range(STEP // 64):
+        acc, part = _half(
+            acc, part, words, x_buf.index(STEP // 64 * x_slot + sub), scales, zero, z_row, zero_words, tile,
+            pair_tiles, k, sub, TOKENS, GROUP, ZEROS, AFTER, KIND,
+        )
+    return acc, part
 
 
 # fmt: on

@@ -168,11 +168,12 @@ def _multiply(
             expert, row, end_row, block, _ = common.find_item(item, tiles, blocks, TOKENS)
             tile = block * (2 if PAIRED else 4)
             acc = gl.zeros([256, TOKENS], gl.float32, layouts.accumulator(TOKENS))
+            part = acc
             for step in range(first, last):
                 slot = PAIR * STAGES + it % STAGES
                 mbarrier.wait(ready.index(slot), (it // STAGES) & 1)
-                acc = steps.multiply(
-                    acc, w_view.index(slot), s_view.index(slot), x_buf, slot, zero, expert * groups, zero_words,
+                acc, part = steps.multiply(
+                    acc, part, w_view.index(slot), s_view.index(slot), x_buf, slot, zero, expert * groups, zero_words,
                     tile, pair_tiles, step * STEP, STEP, TOKENS, GROUP, ZEROS, KIND, AFTER,
                 )
                 mbarrier.arrive(empty.index(slot), count=1)

@@ -91,7 +91,7 @@ def _copy(
         w_row = expert * slabs
         s_row = expert * groups
         start = first
-        if WAITS and it == 0:
+        if WAITS and (it == 0) & (last > first):
             start = gl.minimum(first + STAGES, last)
             for i in range(first, start):
                 early = ready.index(i - first)
@@ -192,7 +192,7 @@ def _item(
     it, w_view, x_buf, s_view, ready, empty, zero, out, row, end_row, s_row, first, last, tile, pair_tiles, columns,
     stride, zero_words, scale, bias, expert, packed, WG: gl.constexpr, NOW: gl.constexpr, TOKENS: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, FINISH: gl.constexpr,
-    GROUPS_OF_WARPS: gl.constexpr, CHUNK: gl.constexpr,
+    GROUPS_OF_WARPS: gl.constexpr,
 ):
     """One warpgroup's part of one item, with NOW of the TOKENS columns of the buffers."""
     HALF: gl.constexpr = x_buf.dtype == gl.float16
@@ -204,6 +204,7 @@ def _item(
     for i in range(first, last):
         stage = it % STAGES
         mbarrier.wait(ready.index(stage), (it // STAGES) & 1)
+        words = w_view.index(stage).slice(WG * BYTES, BYTES, dim=2).load(layouts.words(True, 4, KIND))
         scale1 = 0
         scale2 = 0
         if GROUP:
@@ -222,16 +223,9 @@ def _item(
             zero2 = zero1
             if PER == 2:
                 zero2 = common.zero_offsets(zero, group + 1, zero_words, tile + WG, pair_tiles, True, KIND, HALF)
-        # While the tensor cores multiply the first 32 rows, the second ones are dequantised.
-        words = w_view.index(stage).slice(WG * BYTES, BYTES, dim=2)
-        x = x_view.index(stage * (TOKENS // NOW))
-        lower = words.slice(0, 2, dim=1).load(layouts.words(True, 2, KIND))
-        upper = words.slice(2, 2, dim=1).load(layouts.words(True, 2, KIND))
-        a = common.step_weights(lower, scale1, scale1, zero1, zero1, True, NOW, GROUP > 0, ZEROS, KIND, HALF, 2)
-        acc = warpgroup_mma(a, x.slice(0, 32, dim=1).permute((1, 0)), acc, is_async=True)
-        b = common.step_weights(upper, scale2, scale2, zero2, zero2, True, NOW, GROUP > 0, ZEROS, KIND, HALF, 2)
-        acc = warpgroup_mma(b, x.slice(32, 32, dim=1).permute((1, 0)), acc, is_async=True)
-        acc, a, b = warpgroup_mma_wait(0, deps=(acc, a, b))
+        a = common.step_weights(words, scale1, scale2, zero1, zero2, True, NOW, GROUP > 0, ZEROS, KIND, HALF)
+        acc = warpgroup_mma(a, x_view.index(stage * (TOKENS // NOW)).permute((1, 0)), acc, is_async=True)
+        acc, a = warpgroup_mma_wait(0, deps=(acc, a))
         mbarrier.arrive(empty.index(stage), count=1)
         it += 1
     column = (tile + WG) * 64
@@ -242,7 +236,6 @@ def _item(
         acc = acc.to(out.dtype.element_ty)
     _store_chunks(
         acc, out, row, end_row, column, second, columns, stride, scale, bias, first == 0, expert, packed, FINISH, NOW,
-        CHUNK,
     )
     return it
 
@@ -250,26 +243,26 @@ def _item(
 @gluon.jit
 def _store_chunks(
     acc, out, row, end_row, column, second, columns, stride, scale, bias, bias_here, expert, packed,
-    FINISH: gl.constexpr, NOW: gl.constexpr, CHUNK: gl.constexpr,
+    FINISH: gl.constexpr, NOW: gl.constexpr,
 ):
-    """Stores accumulators CHUNK tokens at a time, so that less shared memory is needed to regroup them."""
-    if NOW <= CHUNK:
-        one, two = common.pair_columns(acc, True, NOW, common.interleaved(FINISH))
+    """Stores accumulators 32 tokens at a time, so that little shared memory is needed to regroup them."""
+    if NOW == 32:
+        one, two = common.pair_columns(acc, True, 32, common.interleaved(FINISH))
         common.store_pair(
             one, two, out, row, end_row, column, second, columns, stride, scale, bias, bias_here, expert, packed,
-            FINISH, True, NOW,
+            FINISH, True, 32,
         )
     else:
         half: gl.constexpr = NOW // 2
         lower, upper = gl.split(acc.reshape([128, 2, half]).permute([0, 2, 1]))
         _store_chunks(
             lower, out, row, end_row, column, second, columns, stride, scale, bias, bias_here, expert, packed, FINISH,
-            half, CHUNK,
+            half,
         )
         if row + half < end_row:
             _store_chunks(
                 upper, out, row + half, end_row, column, second, columns, stride, scale, bias, bias_here, expert,
-                packed, FINISH, half, CHUNK,
+                packed, FINISH, half,
             )
 
 
@@ -277,7 +270,7 @@ def _store_chunks(
 def _multiply(
     given, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, FINISH: gl.constexpr, PAIRED: gl.constexpr,
-    GROUPS_OF_WARPS: gl.constexpr, CHUNK: gl.constexpr,
+    GROUPS_OF_WARPS: gl.constexpr,
 ):
     """A multiplying warpgroup."""
     (
@@ -289,14 +282,8 @@ def _multiply(
     w_view = reinterpret(w_buf, gl.uint8, w_shape, layouts.plain_shared())
     s_view = reinterpret(s_buf, s_buf.dtype, [STAGES, 2, PER * GROUPS_OF_WARPS * 8, 8], layouts.plain_shared())
     it = 0
-    items = gl.load(num_tiles) * (blocks * splits)
     each = (steps + splits - 1) // splits
-    if WG == 1 and GROUPS_OF_WARPS == 2 and TOKENS == 128:
-        # Begins some steps behind the first warpgroup, so that one stores results while the other multiplies.
-        mine = (items - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
-        if (splits == 1) & (mine * steps >= STAGES):
-            mbarrier.wait(ready.index(STAGES - 2), 0)
-    for index in range(gl.program_id(0), items, gl.num_programs(0)):
+    for index in range(gl.program_id(0), gl.load(num_tiles) * (blocks * splits), gl.num_programs(0)):
         expert, row, end_row, part, _ = common.find_item(index, tiles, blocks * splits, TOKENS)
         block = part // splits
         first = part % splits * each
@@ -309,19 +296,19 @@ def _multiply(
             it = _item(
                 it, w_view, x_buf, s_view, ready, empty, zero, base, row, end_row, s_row, first, last, tile,
                 pair_tiles, columns, stride, zero_words, scale, bias, expert, packed, WG, 32, TOKENS, STAGES, GROUP,
-                ZEROS, KIND, FINISH, GROUPS_OF_WARPS, CHUNK,
+                ZEROS, KIND, FINISH, GROUPS_OF_WARPS,
             )
         elif TOKENS > 64 and left <= 64:
             it = _item(
                 it, w_view, x_buf, s_view, ready, empty, zero, base, row, end_row, s_row, first, last, tile,
                 pair_tiles, columns, stride, zero_words, scale, bias, expert, packed, WG, 64, TOKENS, STAGES, GROUP,
-                ZEROS, KIND, FINISH, GROUPS_OF_WARPS, CHUNK,
+                ZEROS, KIND, FINISH, GROUPS_OF_WARPS,
             )
         else:
             it = _item(
                 it, w_view, x_buf, s_view, ready, empty, zero, base, row, end_row, s_row, first, last, tile,
                 pair_tiles, columns, stride, zero_words, scale, bias, expert, packed, WG, TOKENS, TOKENS, STAGES,
-                GROUP, ZEROS, KIND, FINISH, GROUPS_OF_WARPS, CHUNK,
+                GROUP, ZEROS, KIND, FINISH, GROUPS_OF_WARPS,
             )
 
 
@@ -334,7 +321,7 @@ def expert_product_wide(
     w_desc, x_desc, s_desc, zero, out, tiles, num_tiles, x, pair_of_row, top_k, stride_x, slabs, groups, steps, blocks,
     splits, rows, pair_tiles, columns, stride, zero_words, scale, bias, packed, TOKENS: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, FINISH: gl.constexpr,
-    GATHER: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr, REGISTERS: gl.constexpr, CHUNK: gl.constexpr,
+    GATHER: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr, REGISTERS: gl.constexpr,
     DEPENDENT: gl.constexpr, EARLY: gl.constexpr,
 ):
     """out[row] = finish(x[row] @ W[expert of row].T), see `finish.Finish`.
@@ -348,7 +335,7 @@ def expert_product_wide(
         steps: of 64 rows of k.
         blocks: of columns; splits: work items that share their k (1 for gated ones); rows: of out.
         GROUPS_OF_WARPS: multiplying warpgroups; a program takes 64 columns of each half for each of them.
-        REGISTERS: of a thread of these. CHUNK: tokens that they store at a time.
+        REGISTERS: of a thread of these.
         EARLY: the kernel before makes the tokens only, so that copies of weights need not wait for it.
     """
     PER: gl.constexpr = layouts.groups_of(STEP, GROUP)
@@ -383,8 +370,8 @@ def expert_product_wide(
         if GATHER:
             gl.warp_specialize(
                 [
-                    (_multiply, (taken, 0, TOKENS, STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 2, CHUNK)),
-                    (_multiply, (taken, 1, TOKENS, STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 2, CHUNK)),
+                    (_multiply, (taken, 0, TOKENS, STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 2)),
+                    (_multiply, (taken, 1, TOKENS, STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 2)),
                     (_gather, (copied, x, pair_of_row, top_k, stride_x, TOKENS, STAGES, 3, GROUP, KIND, PAIRED, 2)),
                 ],
                 [4, 4],
@@ -393,8 +380,8 @@ def expert_product_wide(
         else:
             gl.warp_specialize(
                 [
-                    (_multiply, (taken, 0, TOKENS, STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 2, CHUNK)),
-                    (_multiply, (taken, 1, TOKENS, STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 2, CHUNK)),
+                    (_multiply, (taken, 0, TOKENS, STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 2)),
+                    (_multiply, (taken, 1, TOKENS, STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 2)),
                     (_copy, (copied, TOKENS, STAGES, GROUP, KIND, PAIRED, 2, WAITS)),
                 ],
                 [4, 1],
@@ -405,10 +392,10 @@ def expert_product_wide(
         gl.static_assert(not GATHER)
         gl.warp_specialize(
             [
-                (_multiply, (taken, 0, TOKENS, STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 4, CHUNK)),
-                (_multiply, (taken, 1, TOKENS, STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 4, CHUNK)),
-                (_multiply, (taken, 2, TOKENS, STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 4, CHUNK)),
-                (_multiply, (taken, 3, TOKENS, STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 4, CHUNK)),
+                (_multiply, (taken, 0, TOKENS, STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 4)),
+                (_multiply, (taken, 1, TOKENS, STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 4)),
+                (_multiply, (taken, 2, TOKENS, STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 4)),
+                (_multiply, (taken, 3, TOKENS, STAGES, GROUP, ZEROS, KIND, FINISH, PAIRED, 4)),
                 (_copy, (copied, TOKENS, STAGES, GROUP, KIND, PAIRED, 4, WAITS)),
             ],
             [4, 4, 4, 1],
