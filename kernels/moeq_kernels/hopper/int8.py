@@ -174,7 +174,16 @@ def sort_quantised(call: _Call, x: Tensor, topk_ids: Tensor, plan: Int8Plan) -> 
     blocks = -(-pairs // block)
     counts = torch.empty(blocks, bins, dtype=torch.int32, device=x.device)
     routing.count_pairs[(blocks,)](
-        topk_ids, expert_map, counts, pairs, *sizes[:2], MAPPED=expert_map is not None, BLOCK=block, BINS=bins
+        topk_ids,
+        expert_map,
+        counts,
+        counts,
+        0,
+        pairs,
+        *sizes[:2],
+        MAPPED=expert_map is not None,
+        BLOCK=block,
+        BINS=bins,
     )
     routing.place_pairs[(blocks,)](
         topk_ids, expert_map, counts, pair_of_row, inverse, tiles, num_tiles, pairs, *sizes, BLOCK=block,
