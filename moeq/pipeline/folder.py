@@ -130,8 +130,10 @@ class WorkFolder:
 
     def reopen(self) -> None:
         """Units are executed again: take away what an earlier run wrote last, which says that all are finished."""
-        with disk_errors(self.path):
-            (self.path / MANIFEST_NAME).unlink(missing_ok=True)
+        manifest = self.path / MANIFEST_NAME
+        if manifest.exists():
+            with disk_errors(manifest):
+                manifest.unlink()
 
     def record(self, records: Iterable[UnitRecord]) -> None:
         """Note that units are finished and on disk. Raises MoeqError `resources.disk-full`."""
