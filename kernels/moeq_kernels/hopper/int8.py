@@ -106,7 +106,7 @@ class _Call:
 
     @property
     def after(self) -> dict[str, Any]:
-        """Options of a kernel that follows another one of this call."""
+        """Options of a kernel that may start while the one before it ends."""
         return {"launch_pdl": True} if self.dependent else {}
 
 
@@ -167,7 +167,7 @@ def sort_quantised(call: _Call, x: Tensor, topk_ids: Tensor, plan: Int8Plan) -> 
         rows_device.route_quantised[(tokens if direct else count + tokens,)](
             topk_ids, expert_map, x, static, rows.codes, rows.scales, inverse, expert_of_row, tiles, num_tiles, pairs,
             hidden, x.stride(0), rows.codes.stride(0), *sizes, PAIRS=padded, CHOICES=choices, DIRECT=direct, **common,
-            **options,
+            **options, **call.after,
         )  # fmt: skip
         return found(topk_ids, expert_map) if direct else found(tiles, num_tiles)
     block = 256 if pairs <= 16384 else 512

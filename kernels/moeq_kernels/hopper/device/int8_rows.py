@@ -44,6 +44,7 @@ def route_quantised(
     See `device.routing` for the terms; CHOICES is TOP_K rounded up to a power of two, COLUMNS at least `hidden`.
     """
     at = tl.arange(0, PAIRS)
+    gdc_wait()  # first: the product after this one may read `ids` before it waits
     gdc_launch_dependents()
     token = tl.program_id(0)
     if not DIRECT:
