@@ -26,10 +26,11 @@ TOKENS = (1, 70)
 
 @dataclass(frozen=True)
 class Call:
-    """Something to run: its name, and a function of the number of tokens."""
+    """Something to run: its name, a function of the number of tokens, and those numbers."""
 
     name: str
     run: Any
+    tokens: tuple[int, ...] = TOKENS
 
 
 def calls(only: tuple[str, ...]) -> Iterator[Call]:
@@ -71,13 +72,13 @@ def calls(only: tuple[str, ...]) -> Iterator[Call]:
     for name in ("small", "zeros-g32"):
         recipe = LAYERS[name]
         packed = on_gpu(make_layer(recipe)[0])
-        for plan in plans(recipe):
+        for tokens, plan in [(tokens, plan) for tokens in TOKENS for plan in plans(recipe, tokens)]:
 
             def hopper(tokens: int, recipe: Recipe = recipe, packed: PackedExperts = packed, plan: Any = plan) -> None:
                 x, weights, ids = given(recipe, tokens)
                 hopper_moe(x, packed, weights, ids, plan=plan)
 
-            yield Call(f"hopper {name} {describe(plan)}", hopper)
+            yield Call(f"hopper {name} {describe(plan)}", hopper, (tokens,))
 
 
 def run_calls(seconds: float, only: tuple[str, ...]) -> int:
@@ -86,7 +87,7 @@ def run_calls(seconds: float, only: tuple[str, ...]) -> int:
 
     begin, ran = time.monotonic(), 0
     for call in calls(only):
-        for tokens in TOKENS:
+        for tokens in call.tokens:
             if time.monotonic() - begin > seconds:
                 print(f"stopped before {call.name}, {tokens} tokens", flush=True)
                 return ran
