@@ -72,13 +72,13 @@ def calls(only: tuple[str, ...]) -> Iterator[Call]:
     for name in ("small", "zeros-g32"):
         recipe = LAYERS[name]
         packed = on_gpu(make_layer(recipe)[0])
-        for tokens, plan in [(tokens, plan) for tokens in TOKENS for plan in plans(recipe, tokens)]:
+        for count, plan in [(count, plan) for count in TOKENS for plan in plans(recipe, count)]:
 
             def hopper(tokens: int, recipe: Recipe = recipe, packed: PackedExperts = packed, plan: Any = plan) -> None:
                 x, weights, ids = given(recipe, tokens)
                 hopper_moe(x, packed, weights, ids, plan=plan)
 
-            yield Call(f"hopper {name} {describe(plan)}", hopper, (tokens,))
+            yield Call(f"hopper {name} {describe(plan)}, {count} tokens", hopper, (count,))
 
 
 def run_calls(seconds: float, only: tuple[str, ...]) -> int:
