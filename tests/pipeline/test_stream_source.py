@@ -98,10 +98,12 @@ def fetched(hub: Hub, since: int) -> Counter[str]:
 def on_disk(partial: Path) -> int:
     """Bytes of source files that are held just now, half-fetched ones included; without the client's small notes."""
     total = 0
-    for path in partial.glob("moeq-work.source*/**/*"):
-        with contextlib.suppress(FileNotFoundError):
-            size = path.stat().st_size
-            total += size if path.is_file() and size > 8192 else 0
+    for folder, _, names in os.walk(partial):  # files come and go meanwhile
+        if "moeq-work.source" in folder:
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    size = os.stat(os.path.join(folder, name)).st_size
+                    total += size if size > 8192 else 0
     return total
 
 
