@@ -72,7 +72,8 @@ def calls(only: tuple[str, ...]) -> Iterator[Call]:
     for name in ("small", "zeros-g32"):
         recipe = LAYERS[name]
         packed = on_gpu(make_layer(recipe)[0])
-        for count, plan in [(count, plan) for count in TOKENS for plan in plans(recipe, count)]:
+        chosen = [(tokens, plan) for tokens in TOKENS for plan in plans(recipe, tokens)]
+        for count, plan in chosen:
 
             def hopper(tokens: int, recipe: Recipe = recipe, packed: PackedExperts = packed, plan: Any = plan) -> None:
                 x, weights, ids = given(recipe, tokens)
