@@ -137,15 +137,17 @@ def push(
     contents |= replaced
     sizes = {name: len(one) if isinstance(one, bytes) else one.stat().st_size for name, one in contents.items()}
     total, done = sum(sizes.values()), 0
-    additions = {name: CommitOperationAdd(name, one) for name, one in contents.items()}
+    additions = []
     removed = tuple(sorted(name for name in target.files - contents.keys() if name.endswith(_WEIGHTS)))
     with _explained(target.repo, folder), without_bars():
-        for name, addition in additions.items():
+        for name, one in contents.items():
             tell(done, total, name)
+            addition = CommitOperationAdd(name, one)  # some versions of the client read the whole file here
+            additions.append(addition)
             if name.endswith(_WEIGHTS):
                 api.preupload_lfs_files(target.repo, [addition])
             done += sizes[name]
-        operations = [*additions.values(), *map(CommitOperationDelete, removed)]
+        operations = [*additions, *map(CommitOperationDelete, removed)]
         tell(done, total, "commit")
         commit = api.create_commit(target.repo, operations, commit_message=message)
     return Pushed(target.repo, f"{api.endpoint}/{target.repo}", str(commit.oid), len(contents), total, removed)
