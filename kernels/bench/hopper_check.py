@@ -88,7 +88,7 @@ LAYERS = {
     "gelu-tanh": Recipe(experts=8, hidden=384, intermediate=256, activation="gelu_tanh", order="interleaved", seed=27),
     "relu2": Recipe(experts=8, hidden=384, intermediate=512, activation="relu2", order="ungated", bias=True, seed=28),
 }  # fmt: skip
-#: Layers (by the beginning of their name) whose tokens are float16, or lack the last 128 packed features.
+#: Layers (by the beginning of their name) whose tokens are float16, or lack the last 136 packed features.
 FLOAT16, PADDED = "f16", "padded-"
 
 
@@ -135,7 +135,7 @@ def compare(name: str, packed: PackedExperts, layer: Layer, recipe: Recipe, toke
     known = 2 * recipe.experts if kind == "mapped" else recipe.experts
     expert_map = random_map(known, recipe.experts, seed, "cuda") if kind == "mapped" else None
     dtype = torch.float16 if name.startswith(FLOAT16) else torch.bfloat16
-    hidden = recipe.hidden - 128 * name.startswith(PADDED)
+    hidden = recipe.hidden - 136 * name.startswith(PADDED)
     given = routed(kind, tokens, hidden, known, top_k, seed, dtype)
     ids = given.ids if expert_map is None else expert_map[given.ids.long()]
     finish = Finish(
