@@ -25,7 +25,7 @@ from moeq_kernels import PackedExperts
 from moeq_kernels.formats import find_format
 from moeq_kernels.hopper.finish import Finish
 from moeq_kernels.hopper.launch import hopper_moe
-from moeq_kernels.hopper.plan import DIRECT, TABLE, Narrow, Plan, Stream, Wide, kernel_for
+from moeq_kernels.hopper.plan import DIRECT, Narrow, Plan, Stream, Wide, kernel_for, table_for
 
 ROUTINGS = ("uniform", "zipf", "one", "holes", "mapped")
 
@@ -175,7 +175,7 @@ def plans(recipe: Recipe, tokens: int) -> Iterator[Plan | None]:
     kind = find_format(recipe.layout, recipe.element).kind
     group = 32 if kind == "e2m1" else max(0, recipe.group_size)
     gated = recipe.order != "ungated"
-    for base in dict.fromkeys(kernel for _, kernel in TABLE):
+    for base in dict.fromkeys(kernel for _, kernel in table_for(kind)):
         kernel = kernel_for(base, kind, group)
         yield Plan(kernel)
         if isinstance(kernel, Wide):

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from moeq_kernels.hopper.finish import PLAIN, SILU, Finish
-from moeq_kernels.hopper.plan import DIRECT, TABLE, Direct, Kernel, Narrow, Stream, Wide, kernel_for
+from moeq_kernels.hopper.plan import DIRECT, MXFP4_TABLE, TABLE, Direct, Kernel, Narrow, Stream, Wide, kernel_for
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,11 @@ def cases() -> list[Case]:
                 continue  # few cases suit these kernels
             case = replace(base, name=f"{name}-{suffix}", **changes)
             result.append(replace(case, kernel=kernel_for(kernel, case.kind, case.group)))
+    for kernel in (kernel for _, kernel in MXFP4_TABLE if kernel not in dict(TABLE).values()):
+        for suffix, changes in _FORMATS.items():
+            if changes.get("kind") == "e2m1":
+                name = f"{type(kernel).__name__.lower()}{kernel.tokens}e-{suffix}"
+                result.append(Case(name, kernel_for(kernel, "e2m1", 32), **changes))
     return result
 
 

@@ -124,6 +124,15 @@ TABLE: tuple[tuple[float, Narrow | Stream | Wide], ...] = (
     (40.0, WIDE64),
     (float("inf"), WIDE128),
 )
+#: The same for e2m1, whose integer work is what bounds it: fewest instructions first, and shares of equal length. Not
+#: measured kernel by kernel: from counted instructions and the table above.
+MXFP4_TABLE: tuple[tuple[float, Narrow | Stream | Wide], ...] = (
+    (5.0, STREAM8),
+    (12.0, Stream(16, 3, 3, 160)),
+    (20.0, Stream(32, 2, 4, 232)),
+    (40.0, WIDE64),
+    (float("inf"), WIDE128),
+)
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
 #: Start and end of a program, in steps.
 _OVERHEAD_STEPS = 2.5
@@ -154,6 +163,11 @@ def splits_for(items: float, steps: int, resident: int) -> int:
 
     best = min((splits for splits in _SPLITS if splits == 1 or 2 * splits <= steps), key=cost)
     return -(-steps // -(-steps // best))  # without empty shares
+
+
+def table_for(kind: str) -> tuple[tuple[float, Narrow | Stream | Wide], ...]:
+    """The table for that kind of codes."""
+    return MXFP4_TABLE if kind == "e2m1" else TABLE
 
 
 def kernel_for(kernel: Kernel, kind: str, group: int) -> Kernel:
@@ -207,7 +221,7 @@ def choose(
         up = shares_for(pairs * -(-intermediate // 128), -(-hidden // kernel.step), 16)
         return Plan(kernel, up, shares_for(pairs * -(-hidden // 256), -(-intermediate // kernel.step), 4))
     mean = tokens_per_hit(pairs, experts)
-    kernel = kernel_for(next(one for limit, one in TABLE if mean <= limit), kind, group)
+    kernel = kernel_for(next(one for limit, one in table_for(kind) if mean <= limit), kind, group)
     if isinstance(kernel, Stream):
         return Plan(kernel)
     tiles = pairs / mean * max(1.0, mean / kernel.tokens)

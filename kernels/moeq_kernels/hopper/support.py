@@ -22,7 +22,7 @@ SCALES: dict[tuple[str, str], tuple[torch.dtype, ...]] = {
     ("marlin-mxfp4-interleaved/1", "e2m1"): (torch.uint8,),
 }
 #: Sizes up to (and down to) which results were compared with a reference on a GPU.
-MOST_EXPERTS = 256
+MOST_EXPERTS = 384
 LEAST_K = 128
 INT8_LEAST_K = 48
 INT8_MOST_FEATURES = 16384

@@ -13,7 +13,6 @@ from moeq_kernels.hopper.finish import Finish
 from moeq_kernels.hopper.plan import (
     NARROW8,
     SHARED_BYTES,
-    TABLE,
     Direct,
     Narrow,
     Stream,
@@ -22,6 +21,7 @@ from moeq_kernels.hopper.plan import (
     kernel_for,
     shares_for,
     splits_for,
+    table_for,
     tokens_per_hit,
 )
 from moeq_kernels.hopper.support import _matrix_reasons, triton_reason, unsupported_reason
@@ -76,11 +76,12 @@ def test_few_tiles_share_k_and_many_do_not() -> None:
     assert splits_for(5000, 16, 528) == 1
 
 
-def test_the_table_is_ordered_and_wide_sizes_fit_the_register_file() -> None:
-    limits = [limit for limit, _ in TABLE]
+@pytest.mark.parametrize("kind", ["uint4", "e2m1"])
+def test_tables_are_ordered_and_sizes_fit_the_register_file(kind: str) -> None:
+    limits = [limit for limit, _ in table_for(kind)]
     assert limits == sorted(limits)
     assert limits[-1] == float("inf")
-    for _, kernel in TABLE:
+    for _, kernel in table_for(kind):
         if isinstance(kernel, Wide):
             assert 128 * (kernel.warpgroups * kernel.registers + 24) <= 65536
         if isinstance(kernel, Stream):  # one warpgroup gets what the others leave
@@ -97,8 +98,8 @@ def test_other_formats_change_the_kernels_and_fit_shared_memory() -> None:
         kernel = kernel_for(NARROW8, kind, 32)
         assert isinstance(kernel, Narrow)
         assert (kernel.after, kernel.step) == (False, 64)
-    for _, base in TABLE:
-        for kind, group in (("uint4", 128), ("uint4", 32), ("uint4", 0), ("uint8", 32), ("uint8", 0), ("e2m1", 32)):
+    for kind, group in (("uint4", 128), ("uint4", 32), ("uint4", 0), ("uint8", 32), ("uint8", 0), ("e2m1", 32)):
+        for _, base in table_for(kind):
             kernel = kernel_for(base, kind, group)
             assert kernel.stages >= 2
             if isinstance(kernel, Stream):
