@@ -115,7 +115,7 @@ def test_kubernetes(checkpoints, whole, tools, tmp_path) -> None:
     assert pod["job"]["completionMode"] == "Indexed"
     assert int(variables["MOEQ_SHARDS"]) == pod["job"]["completions"]
     assert pod["image"] == last["image"]
-    # Every index is run by somebody; with two layers, five of eight pods find nothing to do.
+    # Every index is run; with two layers, one of four pods finds nothing to do.
     for index in reversed(range(pod["job"]["completions"])):
         ran = run(mounted([*pod["command"], *pod["args"]], paths), tools, JOB_COMPLETION_INDEX=str(index), **variables)
         assert ran.returncode == 0, ran.stderr

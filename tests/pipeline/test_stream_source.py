@@ -176,14 +176,14 @@ def lines(path: Path) -> int:
 def test_shares_fetch_their_own_part(hub, source, whole, tmp_path) -> None:
     words = ("--gpu", "A100", "--stream-source")
     parts = []
-    for index in (1, 0, 2):
+    for index in (1, 0):
         since = len(hub.requests)
-        ran = run(hub, tmp_path / f"machine-{index}", REPO, tmp_path / "out", *words, "--shard", f"{index}/3")
+        ran = run(hub, tmp_path / f"machine-{index}", REPO, tmp_path / "out", *words, "--shard", f"{index}/2")
         assert ran.returncode == 0, ran.stderr
         parts.append(set(fetched(hub, since)))
     files = {path.name for path in source.glob("*.safetensors")}
     assert set().union(*parts) == files
-    assert sum(map(len, parts)) <= len(files) + 2 * 2, "only files at the cuts are fetched by two"
+    assert sum(map(len, parts)) <= len(files) + 2, "only files at the cut are fetched by both"
     since = len(hub.requests)
     ran = run(hub, tmp_path / "machine-0", tmp_path / "out", name="finalize")
     assert ran.returncode == 0, ran.stderr
