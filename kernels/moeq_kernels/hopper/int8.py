@@ -13,8 +13,9 @@ from torch import Tensor
 from moeq_kernels import interpreter
 from moeq_kernels.hopper.finish import PLAIN, SILU, Finish
 from moeq_kernels.hopper.int8_plan import Int8Narrow, Int8Plan, choose
-from moeq_kernels.hopper.launch import WORKSPACE_ELEMENTS, sum_parts
+from moeq_kernels.hopper.launch import WORKSPACE_ELEMENTS
 from moeq_kernels.hopper.plan import MULTIPROCESSORS
+from moeq_kernels.hopper.sorting import sum_parts
 from moeq_kernels.launch import triton_dtype
 from moeq_kernels.records import PackedExperts, PackedMatrix
 from moeq_kernels.tuning import next_power_of_two

@@ -1,0 +1,194 @@
+"""Sorting routed pairs by expert for the Hopper kernels, and summing their results: buffers and launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeq_kernels.hopper.plan import Plan, Stream
+from moeq_kernels.records import PackedExperts
+from moeq_kernels.tuning import next_power_of_two
+
+#: Pairs up to which one kernel does all the routing.
+FEW_PAIRS = 4096
+#: Rows of an expert, on average, up to which that kernel also copies tokens.
+ROWS_COPIED = 4
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Sorted pairs on the device; see `device.routing` for the contents.
+
+    Attributes:
+        x: `[P, K]` tokens by expert, or None where the kernel gathers them itself.
+        pair_of_row: int32 `[P]`.
+        inverse: int32 `[P]`.
+        tiles: int32 `[T, 8]`.
+        num_tiles: int32 `[1]`.
+        arrived: int32 zeros, to count arrivals with.
+        early: whether the last kernel only made x, so that weights can be read while it runs.
+    """
+
+    x: Tensor | None
+    pair_of_row: Tensor
+    inverse: Tensor
+    tiles: Tensor
+    num_tiles: Tensor
+    arrived: Tensor
+    early: bool = False
+
+
+def sort_pairs(
+    x: Tensor,
+    experts: PackedExperts,
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    plan: Plan,
+    gathered: bool,
+    dependent: bool,
+) -> Routed:
+    """Sorts pairs by expert and, unless the product gathers them itself, copies tokens into that order."""
+    routing = import_module("moeq_kernels.hopper.device.routing")
+    tokens, hidden = x.shape
+    top_k = topk_ids.shape[1]
+    pairs = tokens * top_k
+    count = experts.num_experts
+    tile = plan.kernel.tokens
+    most = min(pairs, pairs // tile + count)
+    device = x.device
+    to_clear = counters(plan, most, experts, device)
+    sorted_x = None if gathered else torch.empty(pairs, hidden, dtype=x.dtype, device=device)
+    numbers = torch.empty(2 * pairs + 8 * most + 8 + to_clear, dtype=torch.int32, device=device)
+    pair_of_row, inverse, tiles, num_tiles, arrived = torch.split(numbers, [pairs, pairs, 8 * most, 8, to_clear])
+    bins = next_power_of_two(count + 1)
+    known = count if expert_map is None else expert_map.numel()
+    mapped = expert_map is not None
+    which = (count, known, most)
+    common = {"MAPPED": mapped, "BINS": bins, "TILE": tile}
+    ids = topk_ids
+    pdl = after(dependent)
+    if pairs <= FEW_PAIRS:
+        copy = not gathered and pairs <= ROWS_COPIED * count
+        columns = min(1024, next_power_of_two(hidden))
+        routing.route_few[(count, 1 + -(-hidden // columns) if copy else 1)](
+            ids,
+            expert_map,
+            x,
+            sorted_x,
+            pair_of_row,
+            inverse,
+            tiles,
+            num_tiles,
+            arrived,
+            to_clear,
+            pairs,
+            top_k,
+            hidden,
+            x.stride(0),
+            *which,
+            PAIRS=next_power_of_two(max(pairs, 16)),
+            COPY=copy,
+            COLUMNS=columns,
+            **common,
+            **pdl,
+        )
+        if copy or gathered:
+            return Routed(sorted_x, pair_of_row, inverse, tiles, num_tiles, arrived)
+    else:
+        block = 256 if pairs <= 16384 else 512
+        blocks = -(-pairs // block)
+        counts = torch.empty(blocks, bins, dtype=torch.int32, device=device)
+        routing.count_pairs[(blocks,)](
+            ids,
+            expert_map,
+            counts,
+            arrived,
+            to_clear,
+            pairs,
+            count,
+            known,
+            MAPPED=mapped,
+            BLOCK=block,
+            BINS=bins,
+            **pdl,
+        )
+        routing.place_pairs[(blocks,)](
+            ids,
+            expert_map,
+            counts,
+            pair_of_row,
+            inverse,
+            tiles,
+            num_tiles,
+            pairs,
+            *which,
+            BLOCK=block,
+            GROUP=max(1, 4096 // bins),
+            **common,
+            **pdl,
+        )
+        if gathered:
+            return Routed(sorted_x, pair_of_row, inverse, tiles, num_tiles, arrived)
+    rows, columns = 8, min(1024, next_power_of_two(hidden))
+    routing.gather_rows[(-(-pairs // rows), -(-hidden // columns))](
+        x,
+        sorted_x,
+        pair_of_row,
+        tiles,
+        num_tiles,
+        pairs,
+        top_k,
+        hidden,
+        x.stride(0),
+        ROWS=rows,
+        COLUMNS=columns,
+        **pdl,
+    )
+    return Routed(sorted_x, pair_of_row, inverse, tiles, num_tiles, arrived, early=True)
+
+
+def counters(plan: Plan, most: int, experts: PackedExperts, device: torch.device) -> int:
+    """How many integers the kernels of the plan count arrivals with, for `most` tiles."""
+    if isinstance(plan.kernel, Stream):
+        return 2 * plan.kernel.pairs * programs_on(device)  # for each product
+    return most * -(-experts.intermediate_size // 128) if plan.gate_up_splits > 1 else 0
+
+
+def sum_parts(parts: Tensor, inverse: Tensor, weights: Tensor, y: Tensor, top_k: int, dependent: bool) -> None:
+    """Launches `device.routing.sum_rows`."""
+    routing = import_module("moeq_kernels.hopper.device.routing")
+    tokens, hidden = y.shape
+    splits, rows, _ = parts.shape
+    block = 1 if tokens < 512 else 2
+    columns = min(256 if tokens < 64 else 1024, next_power_of_two(hidden))
+    options = after(dependent)
+    routing.sum_rows[(-(-tokens // block), -(-hidden // columns))](
+        parts,
+        inverse,
+        weights,
+        y,
+        tokens,
+        hidden,
+        rows,
+        weights.stride(0),
+        TOP_K=top_k,
+        SPLITS=splits,
+        COLUMNS=columns,
+        TOKENS=block,
+        num_warps=max(1, columns // 256),
+        **options,
+    )
+
+
+def programs_on(device: torch.device) -> int:
+    """Programs of a persistent kernel: one for each multiprocessor."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def after(dependent: bool) -> dict[str, Any]:
+    """Launch options of a kernel that may start while the one before it ends."""
+    return {"launch_pdl": True} if dependent else {}
