@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from moeq.checkpoint.hub import HubSource
 from moeq.checkpoint.jsonfile import MAX_INDEX_BYTES, read_object
 from moeq.checkpoint.source import LocalSource, Source
 from moeq.checkpoint.writer import disk_errors
@@ -15,7 +16,6 @@ from moeq.errors import MoeqError
 from moeq.pipeline.job import Job
 from moeq.pipeline.keepsake import OTHER_WEIGHTS
 from moeq.pipeline.resources import RATES, Memory, Way, need_of, ways_of
-from moeq.pipeline.shares import is_remote
 from moeq.pipeline.stream import Schedule, unit_schedule
 from moeq.pipeline.units import CopyUnit, PackUnit, Unit
 
@@ -72,7 +72,7 @@ def needs_of(job: Job, memory: Memory) -> Needs:
     ways = ways_of(job.checkpoint, plan)
     disk = sum(file.form.size for file in plan.files) + _beside_bytes(job.checkpoint.source)
     seconds = sum(unit.bytes_in / RATES[ways[unit.id]] for unit in plan.units) / memory.workers
-    stream = unit_schedule(plan.units, job.checkpoint.source) if is_remote(job.checkpoint.source) else None
+    stream = unit_schedule(plan.units, job.checkpoint.source) if isinstance(job.checkpoint.source, HubSource) else None
     return Needs(memory, disk, seconds, ways, _kinds(job, ways), stream)
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from moeq.checkpoint.source import LocalSource, Source
+from moeq.checkpoint.source import Source
 from moeq.errors import MoeqError
 from moeq.pipeline.launchers import LAUNCHERS, find_place, place
 from moeq.pipeline.units import PackUnit, Unit
@@ -98,8 +98,11 @@ def _place(unit: Unit) -> tuple[str, int]:
 
 
 def is_remote(source: Source) -> bool:
-    """Whether files of a source are fetched by whoever reads them."""
-    return not isinstance(source, LocalSource)
+    """Whether a source is a commit of a repository, whose files are fetched by whoever reads them.
+
+    On some machines they may be there already; all of them have to deal the units in the same way.
+    """
+    return source.revision is not None
 
 
 def parse_label(label: str) -> Share | None:
