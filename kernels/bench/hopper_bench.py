@@ -206,7 +206,16 @@ def print_kernels(call: Callable[[], object]) -> None:
 def chosen_plan(shape: Shape, stored: Weights, tokens: int) -> Plan:
     """What `hopper_moe` chooses."""
     pairs = tokens * shape.top_k
-    return choose(pairs, shape.experts, shape.hidden, shape.intermediate, stored.group, stored.kind)
+    return choose(
+        pairs,
+        shape.experts,
+        shape.hidden,
+        shape.intermediate,
+        stored.group,
+        stored.kind,
+        plain=not shape.gpt_oss,
+        top_k=shape.top_k,
+    )
 
 
 def candidates(shape: Shape, stored: Weights, tokens: int) -> list[Plan]:

@@ -76,7 +76,7 @@ def _some_tokens(
     if plan is None:
         plain = not finish.interleaved and first.bias is None and experts.w2.bias is None
         kind, group = kind_of(first), group_of(first)
-        plan = choose(pairs, experts.num_experts, first.k, intermediate, group, kind, finish.gated, plain)
+        plan = choose(pairs, experts.num_experts, first.k, intermediate, group, kind, finish.gated, plain, top_k)
     if isinstance(plan.kernel, Direct):
         launch_direct(plan, x, experts, topk_weights, topk_ids, finish, expert_map, dependent, y)
         return

@@ -88,6 +88,14 @@ def test_tables_are_ordered_and_sizes_fit_the_register_file(kind: str) -> None:
             assert 128 * ((kernel.pairs - 1) * kernel.registers + 24) <= 65536 - 128 * 128
 
 
+def test_the_experts_of_one_token_differ() -> None:
+    """Six shares of a token's four experts would be 552 programs; 528 run at once."""
+    plan = choose(4, 32, 2880, 2880, 32, "e2m1", plain=False, top_k=4)
+    assert isinstance(plan.kernel, Narrow)
+    assert 4 * 23 * plan.gate_up_splits <= 528 < 4 * 23 * 6
+    assert isinstance(choose(32, 32, 2880, 2880, 32, "e2m1", plain=False, top_k=4).kernel, Stream)
+
+
 def test_tokens_per_hit_expert() -> None:
     assert tokens_per_hit(1, 128) == pytest.approx(1.0)
     assert tokens_per_hit(8000, 8) == pytest.approx(1000.0)
