@@ -48,7 +48,7 @@ NARROW = (
     Int8Narrow(128, 6),
     Int8Narrow(128, 4, warpgroups=2),
 )
-WIDE = (Int8Wide(2, 4), Int8Wide(3, 3))
+WIDE = (Int8Wide(4), Int8Wide(3))
 #: What a size that does not fit raises; it must not end a sweep.
 UNFIT = (RuntimeError, triton.runtime.errors.TritonError)
 

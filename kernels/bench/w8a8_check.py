@@ -112,7 +112,7 @@ def plans() -> Iterator[Int8Plan | None]:
     """The chosen plan, every kernel of the table and some more; narrow ones with and without shared k."""
     yield None
     kernels = [kernel for _, kernel in TABLE]
-    kernels += [Int8Narrow(8, 10), Int8Narrow(16, 5, warpgroups=2), Int8Wide(2, 4), Int8Wide(3, 3)]
+    kernels += [Int8Narrow(8, 10), Int8Narrow(16, 5, warpgroups=2), Int8Wide(4)]
     for kernel in dict.fromkeys(kernels):
         yield Int8Plan(kernel)
         if isinstance(kernel, Int8Narrow):

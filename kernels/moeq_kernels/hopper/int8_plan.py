@@ -51,22 +51,19 @@ class Int8Wide:
     """Sizes of the wide kernel.
 
     Attributes:
-        warpgroups: that multiply, 64 tokens each (2 or 3).
         stages: steps of 128 bytes of k in shared memory.
+        warpgroups: that multiply, 64 tokens each (2: with 3 there are too few registers and stages).
+        registers: of their threads; the copy warps keep 24.
     """
 
-    warpgroups: int
     stages: int
+    warpgroups: int = 2
+    registers: int = 232
 
     @property
     def tokens(self) -> int:
         """Of a tile."""
         return 64 * self.warpgroups
-
-    @property
-    def registers(self) -> int:
-        """Of the multiplying threads; the copy warps keep 24."""
-        return {2: 232, 3: 160}[self.warpgroups]
 
     @property
     def cap(self) -> None:
@@ -93,7 +90,7 @@ TABLE: tuple[tuple[float, Int8Narrow | Int8Wide], ...] = (
     (24.0, Int8Narrow(32, 5, resident=2)),
     (48.0, Int8Narrow(64, 4, resident=2)),
     (96.0, Int8Narrow(128, 4, warpgroups=2)),
-    (float("inf"), Int8Wide(2, 4)),
+    (float("inf"), Int8Wide(4)),
 )
 #: Steps that a program keeps at least where several share k.
 LEAST_STEPS = 6

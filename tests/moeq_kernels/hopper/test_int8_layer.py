@@ -93,7 +93,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> dict[str, Product]:
     return found
 
 
-NARROW, WIDE = Int8Narrow(8, 2), Int8Wide(2, 2)
+NARROW, WIDE = Int8Narrow(8, 2), Int8Wide(2)
 OAI = Finish("swiglu_oai", gated=True, interleaved=True, limit=7.0)
 
 

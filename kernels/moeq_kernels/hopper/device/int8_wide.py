@@ -1,7 +1,7 @@
 """int8 expert products with many tokens per expert: each warpgroup multiplies 64 tokens with 256 rows of the weights.
 
 At the rate of int8 tensor cores the L2 cache is as much a limit as they are, hence tiles as large as registers can
-hold: two or three warpgroups share the 256 rows that a copy warp brings in. A warpgroup without tokens only returns
+hold: two warpgroups share the 256 rows that a copy warp brings in. A warpgroup without tokens only returns
 its buffers. Warpgroups may be several steps apart: while one finishes its tile the others multiply.
 """
 
@@ -161,7 +161,7 @@ def _multiply(
     GATED: gl.constexpr = gated(FINISH)
     OWN: gl.constexpr = 128 if GATED else 256
     w_view = reinterpret(w_buf, gl.int8, [STAGES, 256, STEP], common.operand())
-    CHUNK: gl.constexpr = 64 if WARPGROUPS == 2 else 32
+    CHUNK: gl.constexpr = 64
     if DEPENDENT:
         gdc_wait()
         if WG == 0:
@@ -197,7 +197,7 @@ def int8_product_wide(
     Args as of `int8_narrow.int8_product_narrow`, except:
         first_desc, second_desc: block `[1, 128, 128]`; x_desc: block `[64, 128]`.
         out: `[rows, columns]` with `stride`.
-        WARPGROUPS: 2 or 3; a tile has 64 tokens for each.
+        WARPGROUPS: 2; a tile has 64 tokens for each.
     """
     gl.static_assert(first_desc.dtype == gl.int8 and second_desc.dtype == gl.int8, "weights must be signed")
     gl.static_assert(x_desc.dtype == gl.int8, "tokens must be signed: wgmma takes unsigned bytes as signed ones")
@@ -210,78 +210,38 @@ def int8_product_wide(
         mbarrier.init(empty.index(i), count=WARPGROUPS)
     fence_async_shared()
     barrier()
-    if WARPGROUPS == 2:
-        gl.warp_specialize(
-            [
+    gl.static_assert(WARPGROUPS == 2, "a partition is listed for each")
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
                 (
-                    _multiply,
-                    (
-                        w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks,
-                        columns, stride, w_rows, up_row, row_step, 0, STAGES, 2, FINISH, BIAS, DEPENDENT,
-                    ),
+                    w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks,
+                    columns, stride, w_rows, up_row, row_step, 0, STAGES, 2, FINISH, BIAS, DEPENDENT,
                 ),
+            ),
+            (
+                _multiply,
                 (
-                    _multiply,
-                    (
-                        w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks,
-                        columns, stride, w_rows, up_row, row_step, 1, STAGES, 2, FINISH, BIAS, DEPENDENT,
-                    ),
+                    w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks,
+                    columns, stride, w_rows, up_row, row_step, 1, STAGES, 2, FINISH, BIAS, DEPENDENT,
                 ),
+            ),
+            (
+                _copy_weights,
                 (
-                    _copy_weights,
-                    (
-                        first_desc, second_desc, w_buf, ready, empty, tiles, num_tiles, steps, blocks, STAGES, FINISH,
-                        2, DEPENDENT,
-                    ),
+                    first_desc, second_desc, w_buf, ready, empty, tiles, num_tiles, steps, blocks, STAGES, FINISH,
+                    2, DEPENDENT,
                 ),
-                (
-                    _copy_tokens,
-                    (x_desc, x_buf, ready, empty, tiles, num_tiles, steps, blocks, STAGES, 2, DEPENDENT),
-                ),
-            ],
-            [4, 1, 1],
-            [REGISTERS, 24, 24],
-        )
-    else:
-        gl.static_assert(WARPGROUPS == 3)
-        gl.warp_specialize(
-            [
-                (
-                    _multiply,
-                    (
-                        w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks,
-                        columns, stride, w_rows, up_row, row_step, 0, STAGES, 3, FINISH, BIAS, DEPENDENT,
-                    ),
-                ),
-                (
-                    _multiply,
-                    (
-                        w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks,
-                        columns, stride, w_rows, up_row, row_step, 1, STAGES, 3, FINISH, BIAS, DEPENDENT,
-                    ),
-                ),
-                (
-                    _multiply,
-                    (
-                        w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks,
-                        columns, stride, w_rows, up_row, row_step, 2, STAGES, 3, FINISH, BIAS, DEPENDENT,
-                    ),
-                ),
-                (
-                    _copy_weights,
-                    (
-                        first_desc, second_desc, w_buf, ready, empty, tiles, num_tiles, steps, blocks, STAGES, FINISH,
-                        3, DEPENDENT,
-                    ),
-                ),
-                (
-                    _copy_tokens,
-                    (x_desc, x_buf, ready, empty, tiles, num_tiles, steps, blocks, STAGES, 3, DEPENDENT),
-                ),
-            ],
-            [4, 4, 1, 1],
-            [REGISTERS, REGISTERS, 24, 24],
-        )
+            ),
+            (
+                _copy_tokens,
+                (x_desc, x_buf, ready, empty, tiles, num_tiles, steps, blocks, STAGES, 2, DEPENDENT),
+            ),
+        ],
+        [4, 1, 1],
+        [REGISTERS, 24, 24],
+    )
 
 
 # fmt: on
