@@ -79,6 +79,26 @@ def file_form(
     return FileForm(header, placed, len(header) + offset)
 
 
+def require_room(folder: Path, forms: Mapping[Path, FileForm]) -> None:
+    """Refuse at once where the file system cannot hold files that are about to be made.
+
+    Raises:
+        MoeqError: `resources.disk-full`, with the arithmetic.
+    """
+    missing = 0
+    for path, form in forms.items():
+        held = path.stat().st_blocks * 512 if path.exists() else 0
+        missing += max(form.size - held, 0)
+    status = os.statvfs(folder)
+    free = status.f_bavail * status.f_frsize
+    if missing > free:
+        raise MoeqError(
+            "resources.disk-full",
+            f"{len(forms)} files need {missing:,} bytes more; {folder} has {free:,} free, {missing - free:,} too few",
+            "free some space and run the same command again, or convert to another disk",
+        )
+
+
 def prepare_file(path: Path, form: FileForm) -> None:
     """Make a file of its final size with its final header; data that is already in it stays.
 

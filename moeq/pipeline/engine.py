@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moeq.checkpoint.writer import OutputFile, disk_errors, prepare_file
+from moeq.checkpoint.writer import OutputFile, disk_errors, prepare_file, require_room
 from moeq.errors import MoeqError
 from moeq.pipeline.buffers import OUTPUT_BUFFERS, Buffers, Writes
 from moeq.pipeline.copying import Copier
@@ -93,8 +93,11 @@ class Executor:
         Raises:
             MoeqError: `resources.disk-full`, `environment.write`.
         """
-        for name in dict.fromkeys(unit.file for unit in units):
-            prepare_file(self.folder / name, self.job.plan.file(name).form)
+        names = dict.fromkeys(unit.file for unit in units)
+        forms = {self.folder / name: self.job.plan.file(name).form for name in names}
+        require_room(self.folder, forms)
+        for path, form in forms.items():
+            prepare_file(path, form)
 
     def execute(self, unit_id: str, moved: Callable[[int, str], None] | None = None) -> UnitRecord:
         """Execute one unit: its bytes are on disk and proven when this returns.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -82,7 +83,7 @@ class WorkFolder:
             )
         if not self.path.exists():  # of a run that was killed right after DST got its name
             for journal in journals_beside(self.path):
-                journal.unlink()
+                journal.unlink(missing_ok=True)  # another process may be here, too
         if not destination.exists() or (destination.is_dir() and not any(destination.iterdir())):
             return
         if not (destination / MANIFEST_NAME).is_file():
@@ -160,7 +161,7 @@ class WorkFolder:
             os.replace(self.path, self.destination)
             sync_file(self.destination.parent)
             for journal in journals_beside(self.path):
-                journal.unlink()
+                journal.unlink(missing_ok=True)
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -173,9 +174,10 @@ def journals_beside(work: Path) -> list[Path]:
 
 
 def take_back_journals(work: Path) -> None:
-    """Put journals that lie beside a work folder into it again."""
+    """Put journals that lie beside a work folder into it again. Several processes may do so at once."""
     for journal in journals_beside(work):
-        os.replace(journal, work / journal.name.removeprefix(f"{work.name}."))
+        with suppress(FileNotFoundError):
+            os.replace(journal, work / journal.name.removeprefix(f"{work.name}."))
 
 
 def _is_final(error: BaseException) -> bool:

@@ -75,6 +75,7 @@ class Packer:
         layer = job.plan.layer_of(unit)
         self._layer = layer
         self._experts = job.checkpoint.experts(unit.layer)
+        self._stacked = self._experts.layer.fused
         self._shards = [layer.shards[index] for index in unit.shards]
         self._slots = [_slots(job, unit, shard) for shard in self._shards]
         self._road = road_of(job.checkpoint, layer, unit)
@@ -167,6 +168,8 @@ class Packer:
         """File, first and last byte of everything that the road reads of an expert."""
         parts = self._experts.layer.parts
         entries = [parts[key].get(expert) or parts[key][FUSED] for key in road.reads]
+        if not self._stacked:
+            return [(entry.file, entry.start, entry.end) for entry in entries]
         return [
             (entry.file, *place_of(entry, part, self._experts, expert))
             for entry, (_, part) in zip(entries, road.reads, strict=True)

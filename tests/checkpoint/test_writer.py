@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from moeq.checkpoint.writer import BLOCK, OutputFile, SafetensorsWriter, file_form, prepare_file
+from moeq.checkpoint.writer import (
+    BLOCK,
+    OutputFile,
+    SafetensorsWriter,
+    file_form,
+    prepare_file,
+    require_room,
+)
 from moeq.errors import ExitCode, MoeqError
 
 TENSORS = {"a": ((2, 3), "I32"), "b": ((5,), "U8"), "empty": ((0, 4), "F16")}
@@ -118,6 +125,17 @@ class TestPreparing:
         with pytest.raises(MoeqError, match="needs 1,152,921,504,606,8") as caught:
             prepare_file(tmp_path / "x.safetensors", file_form({"huge": ((1 << 60,), "U8")}))
         assert caught.value.exit_code == ExitCode.RESOURCES
+
+    def test_no_room_for_all_of_them(self, tmp_path: Path) -> None:
+        """Every file alone would fit."""
+        status = os.statvfs(tmp_path)
+        half = status.f_bavail * status.f_frsize // 2 // BLOCK * BLOCK
+        forms = {tmp_path / name: file_form({"w": ((half,), "U8")}) for name in ("a", "b", "c")}
+        with pytest.raises(MoeqError, match=r"3 files need [\d,]+ bytes more; .* too few") as caught:
+            require_room(tmp_path, forms)
+        assert caught.value.code == "resources.disk-full"
+        small = {tmp_path / name: file_form({"w": ((BLOCK,), "U8")}) for name in ("a", "b")}
+        require_room(tmp_path, small)
 
     def test_where_it_cannot_be_written(self, tmp_path: Path) -> None:
         with pytest.raises(MoeqError, match="cannot write") as caught:
