@@ -125,7 +125,7 @@ def _hand_over(file: str, line: int) -> bool:
     for path in found:
         text = path.read_text().splitlines()
         here = text[line - 1].strip() if line <= len(text) else ""
-        if here.startswith(("def ", "@gluon.jit")) or "gl.warp_specialize(" in "".join(text[line - 1 : line + 1]):
+        if here.startswith(("def ", "@gluon.jit")) or "gl.warp_specialize(" in "".join(text[line - 1 : line + 2]):
             return True
     return False
 

@@ -178,7 +178,7 @@ def one_group(group: Group, run: Run, deadline: float) -> None:
         run.left_out.append({**asdict(group), "tokens": list(run.options.tokens), "reason": "time"})
         return
     begin = time.monotonic()
-    opened = together(seats, lambda seat: seat.order("open", **asdict(group), tokens=list(run.options.tokens)))
+    opened = together(seats, lambda seat: seat.order("open", **asdict(group)))
     details = {name: answer.get("ok", answer) for name, answer in opened.items()}
     print(f"{group.format} {group.shape}: set up in {time.monotonic() - begin:.1f} s {details}", flush=True)
     for number, tokens in enumerate(run.options.tokens):
@@ -289,7 +289,7 @@ def warm(work: list[Job], processes: int, seconds: float, log: Path | None) -> l
         seat, failed = Seat(job.name, log), []
         seat.start()
         for group in job.groups:
-            answer = seat.order("open", **asdict(group), tokens=list(job.tokens), check=False)
+            answer = seat.order("open", **asdict(group))
             for count in job.tokens:
                 if time.monotonic() > deadline:
                     answer = {"failed": "out of time"}

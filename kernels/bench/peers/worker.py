@@ -33,13 +33,13 @@ class Opened:
 
     Attributes:
         copies: the weights, and further copies of them for cold calls.
-        truths: by token count.
+        truths: what calls should give, by token count, as far as it was asked for.
         graphs: captured calls by kind (`cold`, `hot`), and how many calls a graph holds.
     """
 
     problem: Any
     copies: list[Any]
-    truths: dict[int, Truth]
+    truths: dict[int, Truth] = field(default_factory=dict)
     graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = field(default_factory=dict)
 
 
@@ -55,26 +55,20 @@ class Worker:
         """What takes part."""
         return {"versions": self.contender.versions}
 
-    def open(self, format: str, shape: str, tokens: list[int], check: bool = True) -> dict[str, Any]:
-        """Set a group up: weights, and what calls should give."""
+    def open(self, format: str, shape: str) -> dict[str, Any]:
+        """Set a group up."""
         self.close()
         begin = time.monotonic()
         problem = make_problem(Group(format, shape))
-        truths = {count: truth(problem, count) for count in tokens} if check else {}
+        self.opened = Opened(problem, [self.contender.prepare(problem)])
         torch.cuda.synchronize()
-        middle = time.monotonic()
-        weights = self.contender.prepare(problem)
-        torch.cuda.synchronize()
-        self.opened = Opened(problem.emptied(), [weights], truths)
-        return {
-            "gigabytes": torch.cuda.memory_allocated() / 1e9,
-            "reference_seconds": round(middle - begin, 2),
-            "packing_seconds": round(time.monotonic() - middle, 2),
-        }
+        return {"gigabytes": torch.cuda.memory_allocated() / 1e9, "seconds": round(time.monotonic() - begin, 2)}
 
     def check(self, tokens: int) -> dict[str, Any]:
         """One call against the reference; two calls against each other."""
         assert self.opened is not None
+        if tokens not in self.opened.truths:
+            self.opened.truths[tokens] = truth(self.opened.problem, tokens)
         weights, found = self.opened.copies[0], self.opened.truths[tokens]
         inputs = self.contender.inputs(weights, route(self.opened.problem, tokens, 0))
         hidden = self.opened.problem.shape.hidden

@@ -1,6 +1,8 @@
 """Humming, called as vLLM's `HummingIndexedExperts` calls it: align, product, activation, product, weighted sum.
 
-Weights go in as checkpoints store them and through Humming's own conversion, rounded up as vLLM asks it to.
+Weights go in as checkpoints store them and through Humming's own conversion, rounded up as vLLM asks it to. Where the
+second product has other blocks of rows than the first, tokens are aligned again for it, as vLLM 0.33.0 does (0.26.0
+does not; it goes with an older Humming).
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ class Inputs:
 
     routed: Routed
     buffers: list[Tensor]
-    block: int
+    blocks: list[int]
     tuning: list[str]
 
 
@@ -147,25 +149,17 @@ class Humming(Contender):
         buffers = [torch.empty(size, dtype=torch.bfloat16, device=x.device) for size in sizes]
         buffers.append(torch.empty_like(x))
         tuning = [json.dumps([[0, 1 << 30, config]]) for config in used]
-        return Inputs(Routed(x, routed.weights, routed.ids), buffers, used[0]["block_shape"][0], tuning)
+        blocks = [config["block_shape"][0] for config in used]
+        return Inputs(Routed(x, routed.weights, routed.ids), buffers, blocks, tuning)
 
     def run(self, weights: Weights, inputs: Inputs) -> Tensor:
         routed, (first, second, third, output) = inputs.routed, inputs.buffers
-        ids, experts, count = self.align(
-            routed.ids, inputs.block, weights.experts, None, ignore_invalid_experts=True
-        )  # fmt: skip
-        common = {
-            "sorted_ids": ids,
-            "expert_ids": experts,
-            "num_tokens_padded": count,
-            "compute_config": '{"gemm_type": "indexed"}',
-            "valid_shape_m": routed.ids.numel(),
-        }
-        weights.layers[0](
-            routed.x, outputs=first, top_k=weights.top_k, tuning_config=inputs.tuning[0], **common
-        )  # fmt: skip
+        one = self._aligned(weights, routed.ids, inputs.blocks[0])
+        same = inputs.blocks[0] == inputs.blocks[1]
+        two = one if same else self._aligned(weights, routed.ids, inputs.blocks[1])
+        weights.layers[0](routed.x, outputs=first, top_k=weights.top_k, tuning_config=inputs.tuning[0], **one)
         weights.activation(second, first)
-        weights.layers[1](second, outputs=third, top_k=1, tuning_config=inputs.tuning[1], **common)
+        weights.layers[1](second, outputs=third, top_k=1, tuning_config=inputs.tuning[1], **two)
         self.sum(
             inputs=third.view(*routed.ids.shape, -1),
             topk_weights=routed.weights,
@@ -174,3 +168,14 @@ class Humming(Contender):
             outputs=output,
         )
         return output
+
+    def _aligned(self, weights: Weights, ids: Tensor, block: int) -> dict[str, Any]:
+        """Tokens sorted by expert in blocks, as arguments of a product."""
+        rows, experts, count = self.align(ids, block, weights.experts, None, ignore_invalid_experts=True)
+        return {
+            "sorted_ids": rows,
+            "expert_ids": experts,
+            "num_tokens_padded": count,
+            "compute_config": '{"gemm_type": "indexed"}',
+            "valid_shape_m": ids.numel(),
+        }
