@@ -9,6 +9,7 @@ all that the tool watches is ours. Tools run at the same time, each in a process
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -113,21 +115,46 @@ def dispatches(block: str) -> bool:
     """Whether a reported race is the hand-over to specialised warps, which Triton makes and the tool misreads.
 
     The default warps write what the others are to do, all meet at a barrier, the others read it, all meet again:
-    both barriers are of all threads, but at different instructions. Source lines are those of the kernel's definition
-    and of its `warp_specialize`.
+    both barriers are of all threads, but at different instructions. Triton gives that code source lines of the kernel
+    on which nothing of ours touches memory (`hand_over_lines`); one access elsewhere, or without a line, is a race.
     """
-    places = re.findall(r"(?:Read|Write) access at \S+ in (\S+):(\d+)", block)
-    return bool(places) and all(_hand_over(file, int(line)) for file, line in places)
+    accesses = re.findall(r"(?:Read|Write) access at (?:(\w+)\+\S+ in (\S+):(\d+))?", block)
+    return bool(accesses) and all(
+        file and int(line) in hand_over_lines(Path(file).name, kernel) for kernel, file, line in accesses
+    )
 
 
-def _hand_over(file: str, line: int) -> bool:
-    found = sorted(Path(__file__).parents[1].rglob(Path(file).name))
-    for path in found:
-        text = path.read_text().splitlines()
-        here = text[line - 1].strip() if line <= len(text) else ""
-        if here.startswith(("def ", "@gluon.jit")) or "gl.warp_specialize(" in "".join(text[line - 1 : line + 2]):
-            return True
-    return False
+@cache
+def hand_over_lines(file: str, kernel: str) -> frozenset[int]:
+    """Lines of `kernel`, in the module of that name, that stand for Triton's hand-over to specialised warps only.
+
+    These are its decorator and `def`, its calls of `warp_specialize`, which merely name functions, and the `if`s over
+    compile-time constants around them. A kernel without such a call has none.
+    """
+    lines: set[int] = set()
+    for path in Path(__file__).parents[1].rglob(file):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name == kernel:
+                calls = list(_hand_overs(node))
+                begin = min(one.lineno for one in (node, *node.decorator_list))
+                lines.update(*calls, range(begin, node.lineno + 1) if calls else ())
+    return frozenset(lines)
+
+
+def _hand_overs(node: ast.AST) -> Iterator[set[int]]:
+    """Lines of each call of `warp_specialize` below node, with those of the `if`s around it."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Call) and ast.unparse(child.func) == "gl.warp_specialize":
+            assert child.end_lineno is not None
+            yield set(range(child.lineno, child.end_lineno + 1))
+        elif isinstance(child, ast.If) and all(one.id.isupper() for one in _names(child.test)):
+            yield from ({child.lineno, *lines} for lines in _hand_overs(child))
+        else:
+            yield from _hand_overs(child)
+
+
+def _names(expression: ast.expr) -> Iterator[ast.Name]:
+    return (node for node in ast.walk(expression) if isinstance(node, ast.Name))
 
 
 def summary(tool: str, output: str, code: int | None) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from bench.sanitizer import summary
 
 WIDE = Path(__file__).parents[2] / "kernels" / "moeq_kernels" / "hopper" / "device" / "wide.py"
@@ -32,6 +34,27 @@ def test_the_hand_over_to_specialised_warps_is_told_apart() -> None:
     assert (found["reported"], found["hand_overs"], found["errors"]) == (1, 1, 0)
     assert found["complete"]
     assert found["ran"] == ["fused_moe a"]
+
+
+def test_triton_may_name_the_condition_around_the_specialisation() -> None:
+    kernel, condition = line_of("def expert_product_wide("), line_of("if GROUPS_OF_WARPS == 2:")
+    found = summary("racecheck", output(race(kernel, condition)), 0)
+    assert (found["hand_overs"], found["errors"]) == (1, 0)
+
+
+@pytest.mark.parametrize("text", ["def _copy(", "if GROUP:", "if DEPENDENT and not EARLY:", "mbarrier.init(ready"])
+def test_other_definitions_conditions_and_statements_are_not_a_hand_over(text: str) -> None:
+    kernel = line_of("def expert_product_wide(")
+    assert summary("racecheck", output(race(kernel, line_of(text))), 0)["errors"] == 1
+
+
+def test_a_kernel_that_does_not_specialise_and_an_access_without_a_line_are_races() -> None:
+    kernel = line_of("def expert_product_wide(")
+    narrow = (
+        race(kernel, kernel).replace("expert_product_wide", "expert_product_narrow").replace("wide.py", "narrow.py")
+    )
+    nowhere = race(kernel, kernel).replace(f" in wide.py:{kernel} [", " [")
+    assert summary("racecheck", output(narrow, nowhere), 0)["errors"] == 2
 
 
 def test_a_race_of_our_own_lines_is_an_error() -> None:
