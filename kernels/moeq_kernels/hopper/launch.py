@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moeq_kernels.hopper.finish import PLAIN, SILU, Finish
 from moeq_kernels.hopper.plan import Direct, Narrow, Plan, Wide, choose
-from moeq_kernels.hopper.products import descriptors, group_of, kind_of, product
+from moeq_kernels.hopper.products import descriptors, group_of, kind_of, product, weight_arguments
 from moeq_kernels.hopper.sorting import after, sort_pairs, sum_parts
 from moeq_kernels.records import PackedExperts
 
@@ -125,8 +125,15 @@ def launch_direct(
     partial = torch.empty(up_shares, pairs, 2 * columns, dtype=torch.float32, device=x.device)
     parts = torch.empty(shares, pairs, hidden, dtype=torch.float32, device=x.device)
     arrived = torch.empty(tokens * blocks, dtype=torch.int32, device=x.device)
-    known = experts.num_experts if expert_map is None else expert_map.numel()
     common = {
+        "ids": topk_ids,
+        "expert_map": expert_map,
+        "partial": partial,
+        "arrived": arrived,
+        "columns": columns,
+        "pairs": pairs,
+        "experts": experts.num_experts,
+        "known": experts.num_experts if expert_map is None else expert_map.numel(),
         "MAPPED": expert_map is not None,
         "STEP": kernel.step,
         "AFTER": kernel.after,
@@ -134,63 +141,35 @@ def launch_direct(
         "num_warps": 4,
         **after(dependent),
     }
-    words, tokens_box, scales = descriptors(w13, x, kernel.step, 2, 8)
+    words, rows, scales = descriptors(w13, x, kernel.step, 2, 8)
     direct.few_gate_up[(-(-columns // 128), pairs, up_shares)](
-        words,
-        tokens_box,
-        scales,
-        w13.zero,
-        topk_ids,
-        expert_map,
-        partial,
-        arrived,
-        arrived.numel(),
-        w13.k // 16,
-        w13.num_groups,
-        up_steps,
-        columns,
-        0 if w13.zero is None else w13.zero.shape[-1],
-        top_k,
-        pairs,
-        experts.num_experts,
-        known,
+        **common,
+        **weight_arguments(w13),
+        w_desc=words,
+        x_desc=rows,
+        s_desc=scales,
+        to_clear=arrived.numel(),
+        count=up_steps,
+        top_k=top_k,
         SHARE=up_share,
         STAGES=min(kernel.stages, up_share),
-        GROUP=group_of(w13),
-        ZEROS=w13.zero is not None,
-        KIND=kind_of(w13),
-        **common,
     )
     words, _, scales = descriptors(w2, x, kernel.step, 2, 8)
     direct.few_down[(blocks, pairs, shares)](
-        words,
-        scales,
-        w2.zero,
-        topk_ids,
-        expert_map,
-        topk_weights,
-        partial,
-        parts,
-        arrived,
-        y,
-        w2.k // 16,
-        w2.num_groups,
-        down_steps,
-        columns,
-        hidden,
-        topk_weights.stride(0),
-        0 if w2.zero is None else w2.zero.shape[-1],
-        pairs,
-        experts.num_experts,
-        known,
+        **common,
+        **weight_arguments(w2),
+        w_desc=words,
+        s_desc=scales,
+        topk_weights=topk_weights,
+        parts=parts,
+        y=y,
+        count=down_steps,
+        hidden=hidden,
+        stride_w=topk_weights.stride(0),
         TOP_K=top_k,
         UP_SHARES=up_shares,
         SHARES=shares,
         SHARE=share,
         STAGES=min(kernel.stages, share),
-        GROUP=group_of(w2),
-        ZEROS=w2.zero is not None,
-        KIND=kind_of(w2),
         FINISH=finish,
-        **common,
     )

@@ -37,86 +37,47 @@ def launch_narrow(
     partial = None
     if finish.gated and splits > 1:
         partial = torch.empty(splits, rows, 2 * columns, dtype=torch.float32, device=x.device)
-    options: dict[str, Any] = {"num_warps": 4}
-    options |= {"maxnreg": kernel.registers} if kernel.registers else {}
-    options |= after(dependent)
     function[(blocks * splits, routed.tiles.numel() // 8)](
-        *descriptors(matrix, x, kernel.step, 2, kernel.tokens),
-        matrix.zero,
-        out,
-        partial,
-        routed.arrived,
-        routed.tiles,
-        matrix.k // 16,
-        matrix.num_groups,
-        -(-min(matrix.k, x.shape[1]) // kernel.step),
-        columns // 64 if finish.gated and not finish.interleaved else 2,
-        columns,
-        out.stride(-2),
-        rows,
-        0 if matrix.zero is None else matrix.zero.shape[-1],
-        matrix.scale if matrix.channelwise else None,
-        matrix.bias,
-        matrix.n,
+        **_common(matrix, x, out, finish, dependent, kernel.step, 2, kernel.tokens),
+        partial=partial,
+        arrived=routed.arrived,
+        tiles=routed.tiles,
+        count=_steps(matrix, x, kernel.step),
+        rows=rows,
         TOKENS=kernel.tokens,
         STEP=kernel.step,
         STAGES=kernel.stages,
-        GROUP=group_of(matrix),
-        ZEROS=matrix.zero is not None,
-        KIND=kind_of(matrix),
-        FINISH=finish,
         SPLITS=splits,
         AFTER=kernel.after,
-        DEPENDENT=dependent,
-        **options,
+        **({"maxnreg": kernel.registers} if kernel.registers else {}),
     )
 
 
 def launch_stream(
     plan: Plan, matrix: PackedMatrix, routed: Routed, x: Tensor, out: Tensor, finish: Finish, dependent: bool
 ) -> None:
-    """Launches `device.stream.expert_product_stream`."""
+    """Launches `device.stream.expert_product_stream`, one program per multiprocessor."""
     kernel = plan.kernel
     assert isinstance(kernel, Stream)
     function = import_module("moeq_kernels.hopper.device.stream").expert_product_stream
-    columns = out.shape[-1]
     programs = programs_on(x.device)
     takers = programs * kernel.pairs
-    partial = torch.empty(2 * takers, 256 * kernel.tokens, dtype=torch.float32, device=x.device)
     down = finish == PLAIN
     function[(programs,)](
-        *descriptors(matrix, x, kernel.step, 2, kernel.tokens),
-        matrix.zero,
-        out,
-        partial,
-        routed.arrived[takers:] if down else routed.arrived,
-        routed.tiles,
-        routed.num_tiles,
-        matrix.k // 16,
-        matrix.num_groups,
-        -(-min(matrix.k, x.shape[1]) // kernel.step),
-        -(-columns // (128 if finish.gated else 256)),
-        columns // 64 if finish.gated and not finish.interleaved else 2,
-        columns,
-        out.stride(-2),
-        0 if matrix.zero is None else matrix.zero.shape[-1],
-        matrix.scale if matrix.channelwise else None,
-        matrix.bias,
-        matrix.n,
+        **_common(matrix, x, out, finish, dependent, kernel.step, 2, kernel.tokens),
+        partial=torch.empty(2 * takers, 256 * kernel.tokens, dtype=torch.float32, device=x.device),
+        arrived=routed.arrived[takers:] if down else routed.arrived,
+        tiles=routed.tiles,
+        num_tiles=routed.num_tiles,
+        count=_steps(matrix, x, kernel.step),
+        blocks=-(-out.shape[-1] // (128 if finish.gated else 256)),
         PAIRS=kernel.pairs,
         TOKENS=kernel.tokens,
         STEP=kernel.step,
         STAGES=kernel.stages,
         REGISTERS=kernel.registers,
-        GROUP=group_of(matrix),
-        ZEROS=matrix.zero is not None,
-        KIND=kind_of(matrix),
         AFTER=kernel.after,
-        FINISH=finish,
-        DEPENDENT=dependent,
         EARLY=routed.early or down,
-        num_warps=4,
-        **after(dependent),
     )
 
 
@@ -128,47 +89,71 @@ def launch_wide(
     assert isinstance(kernel, Wide)
     function = import_module("moeq_kernels.hopper.device.wide").expert_product_wide
     groups = kernel.warpgroups
-    columns = out.shape[-1]
-    blocks = -(-columns // (64 * groups if finish.gated else 128 * groups))
-    splits = plan.down_splits if finish == PLAIN else 1
-    gather = routed.x is None and finish != PLAIN
+    down = finish == PLAIN
+    gather = routed.x is None and not down
+    rows = routed.pair_of_row.numel()
     function[(programs_on(x.device),)](
-        *descriptors(matrix, x, 64, groups, 32),
-        matrix.zero,
-        out,
-        routed.tiles,
-        routed.num_tiles,
-        x,
-        routed.pair_of_row,
-        routed.pair_of_row.numel() // x.shape[0] if gather else 1,
-        x.stride(0),
-        matrix.k // 16,
-        matrix.num_groups,
-        -(-min(matrix.k, x.shape[1]) // 64),
-        blocks,
-        splits,
-        routed.pair_of_row.numel(),
-        columns // 64 if finish.gated and not finish.interleaved else groups,
-        columns,
-        out.stride(-2),
-        0 if matrix.zero is None else matrix.zero.shape[-1],
-        matrix.scale if matrix.channelwise else None,
-        matrix.bias,
-        matrix.n,
+        **_common(matrix, x, out, finish, dependent, 64, groups, 32),
+        tiles=routed.tiles,
+        num_tiles=routed.num_tiles,
+        x=x,
+        pair_of_row=routed.pair_of_row,
+        top_k=rows // x.shape[0] if gather else 1,
+        stride_x=x.stride(0),
+        steps=_steps(matrix, x, 64),
+        blocks=-(-out.shape[-1] // (64 * groups if finish.gated else 128 * groups)),
+        splits=plan.down_splits if down else 1,
+        rows=rows,
         TOKENS=kernel.tokens,
         STAGES=kernel.stages,
-        GROUP=group_of(matrix),
-        ZEROS=matrix.zero is not None,
-        KIND=kind_of(matrix),
-        FINISH=finish,
         GATHER=gather,
         GROUPS_OF_WARPS=groups,
         REGISTERS=kernel.registers,
-        DEPENDENT=dependent,
-        EARLY=routed.early or finish == PLAIN,
-        num_warps=4,
-        **after(dependent),
+        EARLY=routed.early or down,
     )
+
+
+def _common(
+    matrix: PackedMatrix, x: Tensor, out: Tensor, finish: Finish, dependent: bool, step: int, tiles: int, tokens: int
+) -> dict[str, Any]:
+    """What the three kernels take by the same names; step: rows of k of a box, tiles and tokens: of one."""
+    words, rows, scales = descriptors(matrix, x, step, tiles, tokens)
+    columns = out.shape[-1]
+    return {
+        **weight_arguments(matrix),
+        "w_desc": words,
+        "x_desc": rows,
+        "s_desc": scales,
+        "out": out,
+        "pair_tiles": columns // 64 if finish.gated and not finish.interleaved else tiles,
+        "columns": columns,
+        "stride": out.stride(-2),
+        "scale": matrix.scale if matrix.channelwise else None,
+        "bias": matrix.bias,
+        "packed": matrix.n,
+        "FINISH": finish,
+        "DEPENDENT": dependent,
+        "num_warps": 4,
+        **after(dependent),
+    }
+
+
+def weight_arguments(matrix: PackedMatrix) -> dict[str, Any]:
+    """What every kernel takes to find an expert's weights and to turn words into numbers."""
+    return {
+        "zero": matrix.zero,
+        "slabs": matrix.k // 16,
+        "groups": matrix.num_groups,
+        "zero_words": 0 if matrix.zero is None else matrix.zero.shape[-1],
+        "GROUP": group_of(matrix),
+        "ZEROS": matrix.zero is not None,
+        "KIND": kind_of(matrix),
+    }
+
+
+def _steps(matrix: PackedMatrix, x: Tensor, step: int) -> int:
+    """Steps of k: padding of the weights beyond the tokens' width is not read."""
+    return -(-min(matrix.k, x.shape[1]) // step)
 
 
 def kind_of(matrix: PackedMatrix) -> str:
