@@ -99,9 +99,13 @@ class MoeqQuantizer(HfQuantizer):  # type: ignore[misc]
             del module
         self.linears = quantized_linears(checkpoint, _linears(model), self.quantization_config.original)
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-        """One more conversion per linear layer that the source had quantised: its tensors become one weight."""
-        return [*weight_conversions, *(_conversion(self, linear) for linear in self.linears)]
+    def get_weight_conversions(self) -> list[WeightConverter]:
+        """One conversion per linear layer that the source had quantised: its tensors become one weight.
+
+        Every transformers 5 asks for these, on its own or from inside `update_weight_conversions` (from 5.8), whose
+        arguments changed in 5.21.
+        """
+        return [_conversion(self, linear) for linear in self.linears]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         assert self.checkpoint is not None  # transformers calls the two in this order
@@ -162,7 +166,7 @@ def _linears(model: Any) -> Mapping[str, tuple[int, int]]:
 
 def _conversion(quantizer: MoeqQuantizer, linear: QuantizedLinear) -> WeightConverter:
     sources = [f"{linear.module}.{part}" for part in linear.parts]
-    return WeightConverter(sources, f"{linear.module}.weight", [DequantizeLinear(quantizer, linear)])
+    return WeightConverter(sources, f"{linear.module}.weight", operations=[DequantizeLinear(quantizer, linear)])
 
 
 class DequantizeLinear(ConversionOps):  # type: ignore[misc]

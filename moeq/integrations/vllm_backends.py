@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from inspect import signature
 from typing import Any
 
 from vllm.model_executor.layers.fused_moe.config import int8_w8a8_moe_quant_config, mxfp4_w4a16_moe_quant_config
@@ -18,6 +17,9 @@ from vllm.model_executor.layers.quantization.utils import quant_utils
 from moeq.matrix import MatrixSpec
 
 Tensors = dict[str, Any]
+
+#: 0.26.0: its oracle does not know the Triton WNA16 experts.
+OLDER = not hasattr(int_wna16.WNA16MoEBackend, "TRITON")
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,23 @@ def _wna16_keys(spec: MatrixSpec) -> tuple[Any, Any]:
 
 
 def _wna16_config(tensors: Tensors, spec: MatrixSpec) -> Any:
+    return _grouped_config(tensors, spec, -1 if _channelwise(spec) else spec.group_size)
+
+
+def _triton_config(tensors: Tensors, spec: MatrixSpec) -> Any:
+    """The kernel finds a group by division: a single one for each channel is as long as the longer of both products."""
+    return _grouped_config(tensors, spec, max(spec.k, spec.n // 2) if _channelwise(spec) else spec.group_size)
+
+
+def _channelwise(spec: MatrixSpec) -> bool:
+    return spec.num_groups == 1 and spec.group_size == spec.k
+
+
+def _grouped_config(tensors: Tensors, spec: MatrixSpec, group_size: int) -> Any:
     return int_wna16.make_wna16_moe_quant_config(
         w1_scale=tensors["w13_scale"],
         w2_scale=tensors["w2_scale"],
-        group_size=-1 if spec.num_groups == 1 and spec.group_size == spec.k else spec.group_size,
+        group_size=group_size,
         num_bits=spec.bits,
         w1_zp=tensors.get("w13_zero"),
         w2_zp=tensors.get("w2_zero"),
@@ -88,29 +103,36 @@ def _wna16(backend: Any, title: str, option: str) -> EngineExperts:
 
 def _triton_wna16() -> EngineExperts:
     """Through the engine's oracle, where that knows these experts."""
-    backend = getattr(int_wna16.WNA16MoEBackend, "TRITON", None)
-    if backend is not None:
-        return _wna16(backend, "TRITON", "triton")
-    from moeq.integrations.vllm_older import AskableWNA16Experts, triton_wna16_kernel
+    if not OLDER:
+        return replace(_wna16(int_wna16.WNA16MoEBackend.TRITON, "TRITON", "triton"), quant_config=_triton_config)
+    from moeq.integrations.vllm_older import AskableWNA16Experts, triton_kernel
 
     return EngineExperts(
         title="TRITON",
         option="triton",
         classes=lambda: [AskableWNA16Experts],
         keys=_wna16_keys,
-        quant_config=_wna16_config,
-        kernel=triton_wna16_kernel,
+        quant_config=_triton_config,
+        kernel=triton_kernel,
     )
 
 
 def _act_order() -> dict[str, EngineExperts]:
     """Marlin with act-order, where the engine still reads it (0.26.0)."""
-    if "w13_g_idx" not in signature(int_wna16.make_wna16_moe_kernel).parameters:
+    if not OLDER:
         return {}
     from moeq.integrations.vllm_older import act_order_kernel
 
     marlin = _wna16(int_wna16.WNA16MoEBackend.MARLIN, "MARLIN", "marlin")
     return {"marlin-act-order/1": replace(marlin, kernel=act_order_kernel, shards=False)}
+
+
+def _int8_kernel(config: Any, moe: Any, kind: Any, tables: Any, tensors: Tensors) -> Any:
+    if OLDER:
+        from moeq.integrations.vllm_older import triton_kernel
+
+        return triton_kernel(config, moe, kind, tables, tensors)
+    return int8.make_int8_moe_kernel(int8.Int8MoeBackend.TRITON, config, moe, kind, routing_tables=tables)
 
 
 _INT8 = EngineExperts(
@@ -128,9 +150,7 @@ _INT8 = EngineExperts(
         w2_bias=tensors.get("w2_bias"),
         per_act_token_quant=True,
     ),
-    kernel=lambda config, moe, kind, tables, tensors: int8.make_int8_moe_kernel(
-        int8.Int8MoeBackend.TRITON, config, moe, kind, routing_tables=tables
-    ),
+    kernel=_int8_kernel,
     cast=False,
 )
 

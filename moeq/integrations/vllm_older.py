@@ -1,7 +1,7 @@
 """Where vLLM 0.26.0 differs from 0.33.0.
 
 Its Triton WNA16 experts exist, but no oracle knows them, so they do not say what they support, and nothing builds their
-kernel. Its Marlin experts still read act-order.
+kernel. Both Triton classes run by way of a function (`FunctionalKernel`). Its Marlin experts still read act-order.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from typing import Any
 from vllm.model_executor.layers.fused_moe import modular_kernel
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts, TritonWNA16Experts
+from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
 from vllm.model_executor.layers.fused_moe.oracle import int_wna16
 from vllm.model_executor.layers.quantization.utils import quant_utils
+
+from moeq.errors import MoeqError
 
 
 class AskableWNA16Experts(TritonWNA16Experts):  # type: ignore[misc]
@@ -29,12 +32,54 @@ class AskableWNA16Experts(TritonWNA16Experts):  # type: ignore[misc]
         return activation_key is None and weight_key in known
 
 
-def triton_wna16_kernel(config: Any, moe: Any, kind: Any, tables: Any, tensors: dict[str, Any]) -> Any:
-    """As 0.33.0 builds it: the kernel between the engine's own prepare and finalize steps."""
+class FunctionalKernel(modular_kernel.FusedMoEKernel):  # type: ignore[misc]
+    """Calls the engine's function `fused_experts`, as its own WNA16 method does.
+
+    Its expert classes fail here: those of WNA16 are given no order of blocks for int4 and few tokens, those of W8A8
+    refuse int8 activations.
+    """
+
+    def apply(
+        self,
+        hidden_states: Any,
+        w1: Any,
+        w2: Any,
+        topk_weights: Any,
+        topk_ids: Any,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: Any,
+        apply_router_weight_on_input: bool,
+        shared_experts: Any = None,
+        shared_experts_input: Any = None,
+    ) -> Any:
+        """The engine's Triton kernels on tensors of this rank; shared experts are the caller's."""
+        return fused_experts(
+            hidden_states,
+            w1,
+            w2,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            activation=activation,
+            apply_router_weight_on_input=apply_router_weight_on_input,
+            global_num_experts=global_num_experts,
+            expert_map=expert_map,
+            quant_config=self.fused_experts.quant_config,
+        )
+
+
+def triton_kernel(config: Any, moe: Any, kind: Any, tables: Any, tensors: dict[str, Any]) -> Any:
+    """Raises MoeqError `answer.no-backend` where tokens would have to be sent to other ranks first."""
+    if moe.moe_parallel_config.use_all2all_kernels:
+        raise MoeqError(
+            "answer.no-backend",
+            "moeq runs vLLM 0.26.0's Triton experts without its all-to-all kernels, and this deployment needs them",
+            "pip install vllm==0.33.0, or start without data parallelism",
+        )
     prepare = maybe_make_prepare_finalize(
         moe=moe, quant_config=config, routing_tables=tables, allow_new_interface=True, use_monolithic=False
     )
-    return modular_kernel.FusedMoEKernel(prepare, kind(moe_config=moe, quant_config=config))
+    return FunctionalKernel(prepare, kind(moe_config=moe, quant_config=config))
 
 
 def act_order_kernel(config: Any, moe: Any, kind: Any, tables: Any, tensors: dict[str, Any]) -> Any:

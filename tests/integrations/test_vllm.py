@@ -252,6 +252,15 @@ def test_the_engines_weight_loader_brings_the_tensors_to_the_layer(name, module,
     assert loaded == {parameter for parameter, _ in model.named_parameters()}
 
 
+def test_a_single_scale_for_each_channel_is_one_group_to_the_triton_kernels(checkpoints, tmp_path, gpu) -> None:
+    """-1, which Marlin takes for it, would be a divisor there."""
+    folder = convert(checkpoints / "ct-w8a8-qwen3moe", tmp_path / "out", "triton-wna16/1")
+    layer = experts_layer(folder)
+    load(layer, folder)
+    config = layer.quant_method.get_fused_moe_quant_config(layer)
+    assert config.block_shape == [0, 256]  # hidden 256, intermediate 128
+
+
 TOP_K, BLOCK_M = 2, 16
 BLOCKS = {"BLOCK_SIZE_M": BLOCK_M, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 1}
 
