@@ -326,9 +326,10 @@ class TestPublishing:
         def killed(path: Path, missing_ok: bool = False) -> None:
             raise SystemExit
 
-        with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        with monkeypatch.context() as patch:
             patch.setattr(Path, "unlink", killed)
-            convert(source, tmp_path / "out", A100)
+            with pytest.raises(SystemExit):
+                convert(source, tmp_path / "out", A100)
         assert content(tmp_path / "out") == whole
         with pytest.raises(MoeqError, match="already holds a conversion"):
             convert(source, tmp_path / "out", A100)
