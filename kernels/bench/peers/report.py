@@ -22,10 +22,25 @@ COLOURS = {
 
 def markdown(run: dict[str, Any]) -> str:
     """Verdicts, scores and every cell."""
-    parts = [*_targets(run), "", *_scores(run)]
+    parts = [*_heading(run), "", *_targets(run), "", *_scores(run)]
     for name in dict.fromkeys(cell["format"] for cell in run["cells"]):
         parts += ["", f"## {name}", "", *_cells([cell for cell in run["cells"] if cell["format"] == name])]
     return "\n".join(parts) + "\n"
+
+
+def _heading(run: dict[str, Any]) -> list[str]:
+    """What was run, and what was not."""
+    versions = {name: v for row in run.get("contenders", {}).values() for name, v in row["versions"].items()}
+    shown = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
+    cells = f"{len(run['cells'])} cells"
+    rows = [f"# Side by side: {run['device']}, {run['date']}", "", f"{cells}; {shown or 'no versions recorded'}."]
+    rows += [f"Microseconds, cold weights (`hot`: ours, warm); {run.get('side_by_side', 'one run')}.", ""]
+    rows += [f"* {note}" for note in run.get("notes", ())]
+    for gone in run.get("left_out", ()):
+        rows.append(
+            f"* Left out for time: {gone['format']} {gone['shape']}, M = {', '.join(map(str, gone['tokens']))}."
+        )
+    return rows
 
 
 def _targets(run: dict[str, Any]) -> list[str]:
