@@ -11,19 +11,16 @@ import torch
 from torch import Tensor
 
 from moeq_kernels import interpreter
+from moeq_kernels.hopper.call import EXACT_PAIRS, Call, in_pieces, programs_on
 from moeq_kernels.hopper.finish import PLAIN, SILU, Finish
 from moeq_kernels.hopper.int8_plan import Int8Narrow, Int8Plan, choose
-from moeq_kernels.hopper.launch import WORKSPACE_ELEMENTS
-from moeq_kernels.hopper.plan import MULTIPROCESSORS
-from moeq_kernels.hopper.sorting import sum_parts
+from moeq_kernels.hopper.sorting import place, sum_parts
 from moeq_kernels.launch import triton_dtype
 from moeq_kernels.records import PackedExperts, PackedMatrix
 from moeq_kernels.tuning import next_power_of_two
 
 #: Pairs up to which one kernel does all the routing.
 FEW_PAIRS = 2048
-#: Pairs up to which results are kept in float32 until they are summed.
-EXACT_PAIRS = 1024
 
 
 @dataclass(frozen=True)
@@ -82,36 +79,11 @@ def hopper_int8_moe(
     Returns `[M, H]` like x. Nothing is read back from the device; results do not vary from run to run. Tokens' results
     are summed in float32 in the order of topk_ids; with more than EXACT_PAIRS pairs in bfloat16 each is rounded before.
     """
-    tokens, hidden = x.shape
-    top_k = topk_ids.shape[1]
-    y = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
-    topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
-    piece = max(1, WORKSPACE_ELEMENTS // (top_k * max(hidden, experts.intermediate_size)))
-    for start in range(0, tokens, piece):
-        part = slice(start, start + piece)
-        call = _Call(experts, finish, expert_map, plan, dependent)
-        with torch.cuda.device(x.device if x.is_cuda else -1):  # triton launches on the current device
-            _some_tokens(call, x[part], topk_weights[part], topk_ids[part], y[part])
-    return y
+    call = Call(experts, finish, expert_map, plan, dependent)
+    return in_pieces(call, _some_tokens, x, topk_weights, topk_ids, max(x.shape[1], experts.intermediate_size))
 
 
-@dataclass(frozen=True)
-class _Call:
-    """What all pieces of a call share."""
-
-    experts: PackedExperts
-    finish: Finish
-    expert_map: Tensor | None
-    plan: Int8Plan | None
-    dependent: bool
-
-    @property
-    def after(self) -> dict[str, Any]:
-        """Options of a kernel that may start while the one before it ends."""
-        return {"launch_pdl": True} if self.dependent else {}
-
-
-def _some_tokens(call: _Call, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, y: Tensor) -> None:
+def _some_tokens(call: Call[Int8Plan], x: Tensor, topk_weights: Tensor, topk_ids: Tensor, y: Tensor) -> None:
     tokens, hidden = x.shape
     top_k = topk_ids.shape[1]
     pairs = tokens * top_k
@@ -139,10 +111,9 @@ def _empty_rows(pairs: int, size: int, device: torch.device) -> Rows:
     return Rows(codes, torch.empty(pairs, dtype=torch.float32, device=device))
 
 
-def sort_quantised(call: _Call, x: Tensor, topk_ids: Tensor, plan: Int8Plan) -> Sorted:
+def sort_quantised(call: Call[Int8Plan], x: Tensor, topk_ids: Tensor, plan: Int8Plan) -> Sorted:
     """Sorts pairs by expert and quantises tokens into that order."""
     rows_device = import_module("moeq_kernels.hopper.device.int8_rows")
-    routing = import_module("moeq_kernels.hopper.device.routing")
     tokens, hidden = x.shape
     top_k = topk_ids.shape[1]
     pairs, count, tile = tokens * top_k, call.experts.num_experts, plan.kernel.tokens
@@ -153,43 +124,22 @@ def sort_quantised(call: _Call, x: Tensor, topk_ids: Tensor, plan: Int8Plan) -> 
     # The tiles come first: their rows are read as aligned vectors.
     tiles, num_tiles, inverse, row_numbers = torch.split(numbers, [8 * most, 8, pairs, 2 * pairs])
     expert_of_row, pair_of_row = row_numbers[:pairs], row_numbers[pairs:]
-    expert_map = call.expert_map
-    bins = next_power_of_two(count + 1)
-    sizes = (count, count if expert_map is None else expert_map.numel(), most)
-    common = {"MAPPED": expert_map is not None, "BINS": bins, "TILE": tile}
     static = call.experts.w13.input_scale
     columns = next_power_of_two(hidden)
     options = {"TOP_K": top_k, "COLUMNS": columns, "num_warps": max(4, warps_for(columns))}
-    choices, padded = next_power_of_two(top_k), next_power_of_two(max(pairs, 16))
-    found = partial(Sorted, rows, inverse, expert_of_row, most=most, known=sizes[1], direct=direct)
+    found = partial(Sorted, rows, inverse, expert_of_row, most=most, known=call.known, direct=direct)
     if pairs <= FEW_PAIRS:
         # Every program compares its token's choices with all pairs.
+        choices, padded = next_power_of_two(top_k), next_power_of_two(max(pairs, 16))
         options["num_warps"] = min(16, max(options["num_warps"], choices * padded // 2048))
         rows_device.route_quantised[(tokens if direct else count + tokens,)](
-            topk_ids, expert_map, x, static, rows.codes, rows.scales, inverse, expert_of_row, tiles, num_tiles, pairs,
-            hidden, x.stride(0), rows.codes.stride(0), *sizes, PAIRS=padded, CHOICES=choices, DIRECT=direct, **common,
-            **options, **call.after,
+            topk_ids, call.expert_map, x, static, rows.codes, rows.scales, inverse, expert_of_row, tiles, num_tiles,
+            pairs, hidden, x.stride(0), rows.codes.stride(0), count, call.known, most, PAIRS=padded, CHOICES=choices,
+            DIRECT=direct, MAPPED=call.expert_map is not None, BINS=next_power_of_two(count + 1), TILE=tile, **options,
+            **call.after,
         )  # fmt: skip
-        return found(topk_ids, expert_map) if direct else found(tiles, num_tiles)
-    block = 256 if pairs <= 16384 else 512
-    blocks = -(-pairs // block)
-    counts = torch.empty(blocks, bins, dtype=torch.int32, device=x.device)
-    routing.count_pairs[(blocks,)](
-        topk_ids,
-        expert_map,
-        counts,
-        counts,
-        0,
-        pairs,
-        *sizes[:2],
-        MAPPED=expert_map is not None,
-        BLOCK=block,
-        BINS=bins,
-    )
-    routing.place_pairs[(blocks,)](
-        topk_ids, expert_map, counts, pair_of_row, inverse, tiles, num_tiles, pairs, *sizes, BLOCK=block,
-        GROUP=max(1, 4096 // bins), **common, **call.after,
-    )  # fmt: skip
+        return found(topk_ids, call.expert_map) if direct else found(tiles, num_tiles)
+    place(call, topk_ids, pair_of_row, inverse, tiles, num_tiles, tile, tiles[:0])
     rows_device.quantise_tokens[(tokens,)](
         x, static, rows.codes, rows.scales, inverse, hidden, x.stride(0), rows.codes.stride(0), **options, **call.after
     )
@@ -201,7 +151,7 @@ def warps_for(columns: int) -> int:
     return max(1, min(16, columns // 512))
 
 
-def _requantised(call: _Call, sorted_pairs: Sorted, middle: Tensor, shared: bool, dtype: torch.dtype) -> Rows:
+def _requantised(call: Call[Int8Plan], sorted_pairs: Sorted, middle: Tensor, shared: bool, dtype: torch.dtype) -> Rows:
     """int8 activations, from activations or (shared) from the int32 sums of the gate-up product's shares."""
     device = import_module("moeq_kernels.hopper.device.int8_rows")
     splits, pairs, size = middle.shape
@@ -234,7 +184,7 @@ def _gate_up_rows(experts: PackedExperts) -> tuple[int, int]:
 
 
 def product(
-    call: _Call, plan: Int8Plan, pairs: Sorted, rows: Rows, matrix: PackedMatrix, out: Tensor, *, gated: bool
+    call: Call[Int8Plan], plan: Int8Plan, pairs: Sorted, rows: Rows, matrix: PackedMatrix, out: Tensor, *, gated: bool
 ) -> None:
     """One grouped product: `rows` times the weights of their experts into out `[splits, P, ..]`."""
     kernel = plan.kernel
@@ -251,7 +201,7 @@ def product(
         "num_warps": 4,
         **call.after,
     }
-    programs = multiprocessors(out.device)
+    programs = programs_on(out.device)
     shares: tuple[int, ...]
     counts: tuple[int, ...]
     if isinstance(kernel, Int8Narrow):
@@ -286,13 +236,6 @@ def product(
         *counts,
         **constants,
     )
-
-
-def multiprocessors(device: torch.device) -> int:
-    """Of that GPU."""
-    if device.type == "cpu":  # tests put something else in the place of the products
-        return MULTIPROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def descriptors(

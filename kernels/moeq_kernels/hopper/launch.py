@@ -7,16 +7,12 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
+from moeq_kernels.hopper.call import EXACT_PAIRS, Call, in_pieces
 from moeq_kernels.hopper.finish import PLAIN, SILU, Finish
 from moeq_kernels.hopper.plan import Direct, Narrow, Plan, Wide, choose
 from moeq_kernels.hopper.products import descriptors, group_of, kind_of, product, weight_arguments
-from moeq_kernels.hopper.sorting import after, sort_pairs, sum_parts
+from moeq_kernels.hopper.sorting import sort_pairs, sum_parts
 from moeq_kernels.records import PackedExperts
-
-#: Elements of the buffer of sorted tokens (and of expert outputs); longer calls go through it in pieces.
-WORKSPACE_ELEMENTS = 1 << 30
-#: Pairs up to which expert outputs are kept in float32.
-EXACT_PAIRS = 1024
 
 
 def hopper_moe(
@@ -43,34 +39,15 @@ def hopper_moe(
     results are summed in float32 in the order of topk_ids; with more than EXACT_PAIRS pairs each is rounded to x's
     dtype before that, except beside MXFP4 weights and for float16.
     """
-    tokens, hidden = x.shape
-    top_k = topk_ids.shape[1]
-    y = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
-    topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
-    piece = max(1, WORKSPACE_ELEMENTS // (top_k * hidden))
-    for start in range(0, tokens, piece):
-        part = slice(start, start + piece)
-        with torch.cuda.device(x.device):  # triton launches on the current device
-            _some_tokens(
-                x[part], experts, topk_weights[part], topk_ids[part], finish, expert_map, plan, dependent, y[part]
-            )
-    return y
+    call = Call(experts, finish, expert_map, plan, dependent)
+    return in_pieces(call, _some_tokens, x, topk_weights, topk_ids, x.shape[1])
 
 
-def _some_tokens(
-    x: Tensor,
-    experts: PackedExperts,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    finish: Finish,
-    expert_map: Tensor | None,
-    plan: Plan | None,
-    dependent: bool,
-    y: Tensor,
-) -> None:
+def _some_tokens(call: Call[Plan], x: Tensor, topk_weights: Tensor, topk_ids: Tensor, y: Tensor) -> None:
     tokens, hidden = x.shape
     top_k = topk_ids.shape[1]
     pairs = tokens * top_k
+    experts, finish, plan = call.experts, call.finish, call.plan
     intermediate = experts.intermediate_size
     first = experts.w13
     if plan is None:
@@ -78,18 +55,18 @@ def _some_tokens(
         kind, group = kind_of(first), group_of(first)
         plan = choose(pairs, experts.num_experts, first.k, intermediate, group, kind, finish.gated, plain, top_k)
     if isinstance(plan.kernel, Direct):
-        launch_direct(plan, x, experts, topk_weights, topk_ids, finish, expert_map, dependent, y)
+        launch_direct(call, plan, x, topk_weights, topk_ids, y)
         return
-    routed = sort_pairs(x, experts, topk_ids, expert_map, plan, gathers(plan, x, finish), dependent)
+    routed = sort_pairs(call, plan, x, topk_ids, gathers(plan, x, finish))
     middle = torch.empty(pairs, intermediate, dtype=x.dtype, device=x.device)
     exact = isinstance(plan.kernel, Narrow) or plan.down_splits > 1 or pairs <= EXACT_PAIRS
     # Weights of MXFP4 are exact: one more rounding would show. Outputs may exceed float16 before they are weighted.
     exact = exact or kind_of(experts.w2) == "e2m1" or x.dtype == torch.float16
     parts_type = torch.float32 if exact else x.dtype
     parts = torch.empty(plan.down_splits, pairs, hidden, dtype=parts_type, device=x.device)
-    product(plan, experts.w13, routed, x if routed.x is None else routed.x, middle, finish, dependent)
-    product(plan, experts.w2, routed, middle, parts, PLAIN, dependent)
-    sum_parts(parts, routed.inverse, topk_weights, y, top_k, dependent)
+    product(plan, first, routed, x if routed.x is None else routed.x, middle, finish, call.dependent)
+    product(plan, experts.w2, routed, middle, parts, PLAIN, call.dependent)
+    sum_parts(parts, routed.inverse, topk_weights, y, top_k, call.dependent)
 
 
 def gathers(plan: Plan, x: Tensor, finish: Finish) -> bool:
@@ -98,21 +75,12 @@ def gathers(plan: Plan, x: Tensor, finish: Finish) -> bool:
     return isinstance(kernel, Wide) and kernel.warpgroups == 2 and x.shape[1] % 64 == 0 and finish != PLAIN
 
 
-def launch_direct(
-    plan: Plan,
-    x: Tensor,
-    experts: PackedExperts,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    finish: Finish,
-    expert_map: Tensor | None,
-    dependent: bool,
-    y: Tensor,
-) -> None:
+def launch_direct(call: Call[Plan], plan: Plan, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, y: Tensor) -> None:
     """Launches both kernels of `device.direct`."""
     direct = import_module("moeq_kernels.hopper.device.direct")
     kernel = plan.kernel
     assert isinstance(kernel, Direct)
+    experts = call.experts
     tokens, hidden = x.shape
     top_k = topk_ids.shape[1]
     pairs = tokens * top_k
@@ -127,19 +95,19 @@ def launch_direct(
     arrived = torch.empty(tokens * blocks, dtype=torch.int32, device=x.device)
     common = {
         "ids": topk_ids,
-        "expert_map": expert_map,
+        "expert_map": call.expert_map,
         "partial": partial,
         "arrived": arrived,
         "columns": columns,
         "pairs": pairs,
         "experts": experts.num_experts,
-        "known": experts.num_experts if expert_map is None else expert_map.numel(),
-        "MAPPED": expert_map is not None,
+        "known": call.known,
+        "MAPPED": call.expert_map is not None,
         "STEP": kernel.step,
         "AFTER": kernel.after,
-        "DEPENDENT": dependent,
+        "DEPENDENT": call.dependent,
         "num_warps": 4,
-        **after(dependent),
+        **call.after,
     }
     words, rows, scales = descriptors(w13, x, kernel.step, 2, 8)
     direct.few_gate_up[(-(-columns // 128), pairs, up_shares)](
@@ -171,5 +139,5 @@ def launch_direct(
         SHARES=shares,
         SHARE=share,
         STAGES=min(kernel.stages, share),
-        FINISH=finish,
+        FINISH=call.finish,
     )

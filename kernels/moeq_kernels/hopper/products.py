@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from moeq_kernels.formats import find_format
+from moeq_kernels.hopper.call import after, programs_on
 from moeq_kernels.hopper.finish import PLAIN, Finish
 from moeq_kernels.hopper.plan import Narrow, Plan, Stream, Wide
-from moeq_kernels.hopper.sorting import Routed, after, programs_on
+from moeq_kernels.hopper.sorting import Routed
 from moeq_kernels.records import PackedMatrix
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moeq_kernels.hopper.call import Call, after, programs_on
 from moeq_kernels.hopper.plan import Plan, Stream
 from moeq_kernels.records import PackedExperts
 from moeq_kernels.tuning import next_power_of_two
@@ -42,41 +43,26 @@ class Routed:
     early: bool = False
 
 
-def sort_pairs(
-    x: Tensor,
-    experts: PackedExperts,
-    topk_ids: Tensor,
-    expert_map: Tensor | None,
-    plan: Plan,
-    gathered: bool,
-    dependent: bool,
-) -> Routed:
+def sort_pairs(call: Call[Plan], plan: Plan, x: Tensor, topk_ids: Tensor, gathered: bool) -> Routed:
     """Sorts pairs by expert and, unless the product gathers them itself, copies tokens into that order."""
     routing = import_module("moeq_kernels.hopper.device.routing")
     tokens, hidden = x.shape
     top_k = topk_ids.shape[1]
     pairs = tokens * top_k
-    count = experts.num_experts
+    count = call.experts.num_experts
     tile = plan.kernel.tokens
     most = min(pairs, pairs // tile + count)
     device = x.device
-    to_clear = counters(plan, most, experts, device)
+    to_clear = counters(plan, most, call.experts, device)
     sorted_x = None if gathered else torch.empty(pairs, hidden, dtype=x.dtype, device=device)
     numbers = torch.empty(2 * pairs + 8 * most + 8 + to_clear, dtype=torch.int32, device=device)
     pair_of_row, inverse, tiles, num_tiles, arrived = torch.split(numbers, [pairs, pairs, 8 * most, 8, to_clear])
-    bins = next_power_of_two(count + 1)
-    known = count if expert_map is None else expert_map.numel()
-    mapped = expert_map is not None
-    which = (count, known, most)
-    common = {"MAPPED": mapped, "BINS": bins, "TILE": tile}
-    ids = topk_ids
-    pdl = after(dependent)
     if pairs <= FEW_PAIRS:
         copy = not gathered and pairs <= ROWS_COPIED * count
         columns = min(1024, next_power_of_two(hidden))
         routing.route_few[(count, 1 + -(-hidden // columns) if copy else 1)](
-            ids,
-            expert_map,
+            topk_ids,
+            call.expert_map,
             x,
             sorted_x,
             pair_of_row,
@@ -89,48 +75,21 @@ def sort_pairs(
             top_k,
             hidden,
             x.stride(0),
-            *which,
+            count,
+            call.known,
+            most,
+            MAPPED=call.expert_map is not None,
             PAIRS=next_power_of_two(max(pairs, 16)),
+            BINS=next_power_of_two(count + 1),
+            TILE=tile,
             COPY=copy,
             COLUMNS=columns,
-            **common,
-            **pdl,
+            **call.after,
         )
         if copy or gathered:
             return Routed(sorted_x, pair_of_row, inverse, tiles, num_tiles, arrived)
     else:
-        block = 256 if pairs <= 16384 else 512
-        blocks = -(-pairs // block)
-        counts = torch.empty(blocks, bins, dtype=torch.int32, device=device)
-        routing.count_pairs[(blocks,)](
-            ids,
-            expert_map,
-            counts,
-            arrived,
-            to_clear,
-            pairs,
-            count,
-            known,
-            MAPPED=mapped,
-            BLOCK=block,
-            BINS=bins,
-            **pdl,
-        )
-        routing.place_pairs[(blocks,)](
-            ids,
-            expert_map,
-            counts,
-            pair_of_row,
-            inverse,
-            tiles,
-            num_tiles,
-            pairs,
-            *which,
-            BLOCK=block,
-            GROUP=max(1, 4096 // bins),
-            **common,
-            **pdl,
-        )
+        place(call, topk_ids, pair_of_row, inverse, tiles, num_tiles, tile, arrived)
         if gathered:
             return Routed(sorted_x, pair_of_row, inverse, tiles, num_tiles, arrived)
     rows, columns = 8, min(1024, next_power_of_two(hidden))
@@ -146,9 +105,50 @@ def sort_pairs(
         x.stride(0),
         ROWS=rows,
         COLUMNS=columns,
-        **pdl,
+        **call.after,
     )
     return Routed(sorted_x, pair_of_row, inverse, tiles, num_tiles, arrived, early=True)
+
+
+def place(
+    call: Call[Any], topk_ids: Tensor, pair_of_row: Tensor, inverse: Tensor, tiles: Tensor, num_tiles: Tensor,
+    tile: int, cleared: Tensor,
+) -> None:  # fmt: skip
+    """Sorts many pairs in two kernels; tiles has room for 8 integers of each tile, cleared is set to zero."""
+    routing = import_module("moeq_kernels.hopper.device.routing")
+    pairs, count = topk_ids.numel(), call.experts.num_experts
+    block = 256 if pairs <= 16384 else 512
+    blocks = -(-pairs // block)
+    bins = next_power_of_two(count + 1)
+    counts = torch.empty(blocks, bins, dtype=torch.int32, device=topk_ids.device)
+    common = {"MAPPED": call.expert_map is not None, "BLOCK": block, "BINS": bins, **call.after}
+    routing.count_pairs[(blocks,)](
+        topk_ids,
+        call.expert_map,
+        counts,
+        cleared,
+        cleared.numel(),
+        pairs,
+        count,
+        call.known,
+        **common,
+    )
+    routing.place_pairs[(blocks,)](
+        topk_ids,
+        call.expert_map,
+        counts,
+        pair_of_row,
+        inverse,
+        tiles,
+        num_tiles,
+        pairs,
+        count,
+        call.known,
+        tiles.numel() // 8,
+        TILE=tile,
+        GROUP=max(1, 4096 // bins),
+        **common,
+    )
 
 
 def counters(plan: Plan, most: int, experts: PackedExperts, device: torch.device) -> int:
@@ -182,13 +182,3 @@ def sum_parts(parts: Tensor, inverse: Tensor, weights: Tensor, y: Tensor, top_k:
         num_warps=max(1, columns // 256),
         **options,
     )
-
-
-def programs_on(device: torch.device) -> int:
-    """Programs of a persistent kernel: one for each multiprocessor."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def after(dependent: bool) -> dict[str, Any]:
-    """Launch options of a kernel that may start while the one before it ends."""
-    return {"launch_pdl": True} if dependent else {}

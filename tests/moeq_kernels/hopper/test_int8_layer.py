@@ -15,6 +15,7 @@ from bench.cases import Recipe, make_layer, route
 from bench.comparison import random_map
 from moeq_kernels import fused_moe
 from moeq_kernels.hopper import int8
+from moeq_kernels.hopper.call import Call
 from moeq_kernels.hopper.device import int8_narrow, int8_rows, int8_wide, routing
 from moeq_kernels.hopper.finish import SILU, Finish
 from moeq_kernels.hopper.int8_plan import Int8Narrow, Int8Plan, Int8Wide
@@ -146,7 +147,7 @@ def test_codes_and_scales_are_those_of_the_portable_kernel(products: dict[str, P
     x[6] = torch.linspace(-127, 127, 300).to(torch.bfloat16) / 2  # many ties
     ids = torch.rand(37, 6, generator=generator).topk(2, dim=1).indices.int()
     packed, _ = make_layer(Recipe("int8-w8a8/1", "int8", experts=6, hidden=300 // 4 * 4, intermediate=64))
-    call = int8._Call(packed, SILU, None, None, False)
+    call = Call(packed, SILU, None, None, False)
     codes, scales = quantize(x, None)
     for pairs in (8, 37):  # 37 tokens: in one kernel; and as with many pairs
         found = int8.sort_quantised(call, x[:pairs], ids[:pairs], Int8Plan(NARROW))
