@@ -147,7 +147,8 @@ def _panel(title: str, cells: list[Cell]) -> str:
         if math.log(step) <= top:
             parts.append(f'<line x2="{_WIDE}" y1="{y(step):.1f}" y2="{y(step):.1f}" class="g"/>')
             parts.append(f'<text x="-5" y="{y(step) + 4:.1f}" class="end">{step:g}</text>')
-    shown = [count for count in sorted(set(tokens)) if math.log2(count) % 2 == 0 or count == max(tokens)]
+    most = max(tokens)
+    shown = [n for n in sorted(set(tokens)) if n == most or (math.log2(n) % 2 == 0 and 4 * n <= most)]
     parts += [f'<text x="{x(count):.1f}" y="{_HIGH + 15}" class="mid">{count}</text>' for count in shown]
     for name in [*peers_of(cells), OURS]:
         points = [(cell, _ratios(cell)[name]) for cell in sorted(cells, key=_tokens) if name in _ratios(cell)]
