@@ -9,7 +9,7 @@ Three roads for every checkpoint and every layout that fits it:
 * `engine`: the same with the source's own method: the engine loads the source and repacks it itself.
 
 Activations and scales are bf16, as the engine rounds them. An error counts as right up to twice that of torch on
-dequantised weights, rounded to bf16 where the engine's kernels hand a tensor on.
+dequantised weights, rounded to bf16 where the engine's kernels hand a tensor on (activations to int8 for W8A8).
 """
 
 from __future__ import annotations
@@ -53,13 +53,14 @@ PROJECTIONS = {"mixtral": ("w1", "w2", "w3"), "qwen3_moe": ("gate_proj", "down_p
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs and what they should give: float32 `y`, and the relative error of bf16 torch."""
+    """Inputs and what they should give: float32 `y`, and the relative errors of bf16 torch and of int8 activations."""
 
     x: Tensor
     weights: Tensor
     ids: Tensor
     y: Tensor
     plain_error: float
+    int8_error: float
 
 
 def error_of(y: Tensor, truth: Tensor) -> float:
@@ -85,19 +86,35 @@ def cases(source: Any) -> list[Case]:
         weights, ids = torch.rand(tokens, info.num_experts, generator=generator).topk(info.top_k, dim=1)
         weights = weights / weights.sum(1, keepdim=True)
         y = moe(x, experts.__getitem__, weights, ids, activation)
-        plain = torch.zeros_like(y)
-        for number in ids.unique().tolist():
-            rows, slots = torch.where(ids == number)
-            plain.index_add_(0, rows, rounded_expert(x[rows], experts[number], activation, weights[rows, slots]))
-        found.append(Case(x, weights, ids, y, error_of(plain.to(torch.bfloat16), y)))
+        errors = []
+        for int8 in (False, True):
+            plain = torch.zeros_like(y)
+            for number in ids.unique().tolist():
+                rows, slots = torch.where(ids == number)
+                given = (x[rows], experts[number], activation, weights[rows, slots])
+                plain.index_add_(0, rows, rounded_expert(*given, int8=int8))
+            errors.append(error_of(plain.to(torch.bfloat16), y))
+        found.append(Case(x, weights, ids, y, *errors))
     return found
 
 
-def rounded_expert(x: Tensor, one: Expert, activation: Activation, weights: Tensor) -> Tensor:
-    """An expert's weighted output, rounded to bf16 wherever the engine's kernels hand a tensor on."""
-    gate, up = (rounded(linear(x, torch.bfloat16), torch.bfloat16) for linear in (one.gate, one.up))
+def rounded_expert(x: Tensor, one: Expert, activation: Activation, weights: Tensor, int8: bool) -> Tensor:
+    """An expert's weighted output, rounded to bf16 wherever the engine's kernels hand a tensor on.
+
+    With int8, rows go into the products as int8 codes times a scale each, and weights as they are.
+    """
+    dtype = None if int8 else torch.bfloat16
+    x = codes(x.float()) if int8 else x
+    gate, up = (rounded(linear(x, dtype), torch.bfloat16) for linear in (one.gate, one.up))
     hidden = rounded(activate(gate, up, activation), torch.bfloat16)
-    return rounded(one.down(hidden, torch.bfloat16) * weights[:, None], torch.bfloat16)
+    down = one.down(codes(hidden) if int8 else hidden, dtype)
+    return rounded(down * weights[:, None], torch.bfloat16)
+
+
+def codes(rows: Tensor) -> Tensor:
+    """Rows as int8 stores them, scaled by their largest value."""
+    scale = rows.abs().amax(dim=1, keepdim=True).clamp(min=1e-10) / 127
+    return (rows / scale).round() * scale
 
 
 def expert(source: Any, number: int) -> Expert:
@@ -276,7 +293,7 @@ def engine_road(source: Path) -> Road:
     return applied(layer)
 
 
-def outcome(build: Callable[[], Road], given: list[Case]) -> dict[str, Any]:
+def outcome(build: Callable[[], Road], given: list[Case], layout: str = "") -> dict[str, Any]:
     """Errors of a road at every token count, or why there is none."""
     try:
         road = build()
@@ -284,7 +301,8 @@ def outcome(build: Callable[[], Road], given: list[Case]) -> dict[str, Any]:
         for case in given:
             y = road(case.x.to(DEVICE), case.weights.to(DEVICE), case.ids.to(DEVICE).to(torch.int32))
             error = error_of(y, case.y)
-            rows.append({"tokens": len(case.x), "error": error, "plain_error": case.plain_error})
+            plain = case.int8_error if layout == "int8-w8a8/1" else case.plain_error
+            rows.append({"tokens": len(case.x), "error": error, "plain_error": plain})
     except Exception as error:  # noqa: BLE001 - whatever the engine raises is the finding
         return {"refused": f"{type(error).__name__}: {str(error)[:400]}"}
     return {"right": all(row["error"] <= FACTOR * row["plain_error"] for row in rows), "rows": rows}
@@ -301,9 +319,9 @@ def roads(folder: Path, scratch: Path) -> Iterator[dict[str, Any]]:
             moeq.convert(folder, target, moeq.Deployment(gpu=moeq.gpu("H200")), layout=layout)
         except moeq.MoeqError:
             continue  # the layout does not hold this format
-        yield {**row, "road": "kernel", **outcome(lambda t=target: kernel_road(t), given)}
+        yield {**row, "road": "kernel", **outcome(lambda t=target: kernel_road(t), given, layout)}
         if source.source.config["model_type"] in PROJECTIONS:
-            yield {**row, "road": "plug-in", **outcome(lambda t=target: plug_in_road(t), given)}
+            yield {**row, "road": "plug-in", **outcome(lambda t=target: plug_in_road(t), given, layout)}
     if source.source.config["model_type"] in PROJECTIONS:
         yield {"checkpoint": folder.name, "road": "engine", **outcome(lambda: engine_road(folder), given)}
 
@@ -328,16 +346,6 @@ def main() -> int:
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
     from vllm.v1.worker.workspace import init_workspace_manager
 
-    init_workspace_manager(torch.device(DEVICE))
-    rows = []
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cuda"))),
-    ):
-        for folder in filter(Path.is_dir, options.sources):
-            for row in roads(folder, Path(scratch)):
-                rows.append(row)
-                print(text(row), flush=True)
     about = {
         "schema": "moeq.engine-check/1",
         "date": time.strftime("%Y-%m-%d"),
@@ -345,7 +353,17 @@ def main() -> int:
         "torch": torch.__version__,
         "vllm": version("vllm"),
     }
-    options.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    init_workspace_manager(torch.device(DEVICE))
+    rows = []
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        set_current_vllm_config(VllmConfig(device_config=DeviceConfig(DEVICE))),
+    ):
+        for folder in filter(Path.is_dir, options.sources):
+            for row in roads(folder, Path(scratch)):
+                rows.append(row)
+                print(text(row), flush=True)
+                options.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
     return 1 if any(row["road"] != "engine" and row.get("right") is False for row in rows) else 0
 
 
