@@ -8,26 +8,19 @@ An error may be 1.2 times that of bf16 products on dequantised weights; two runs
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 
-from bench.cases import Recipe, Routed, make_layer
-from bench.comparison import FACTOR, random_map
+from bench.cases import Recipe
+from bench.checking import ROUTINGS, Result, finish_of, given, parser, run
 from bench.reference import Layer, moe, relative_error
 from moeq_kernels import PackedExperts
 from moeq_kernels.formats import find_format
-from moeq_kernels.hopper.finish import Finish
 from moeq_kernels.hopper.launch import hopper_moe
 from moeq_kernels.hopper.plan import DIRECT, Narrow, Plan, Stream, Wide, kernel_for, table_for
-
-ROUTINGS = ("uniform", "zipf", "one", "holes", "mapped")
 
 LAYERS = {
     "small": Recipe(experts=8, hidden=512, intermediate=384, group_size=128),
@@ -92,71 +85,24 @@ LAYERS = {
 FLOAT16, PADDED = "f16", "padded-"
 
 
-@dataclass(frozen=True)
-class Result:
-    """One comparison: relative errors of the kernels and of bf16 arithmetic."""
-
-    layer: str
-    tokens: int
-    routing: str
-    plan: str
-    error: float
-    plain_error: float
-    repeats: bool
-
-    @property
-    def passed(self) -> bool:
-        """NaN fails."""
-        return self.error <= FACTOR * self.plain_error and self.repeats
-
-
-def routed(kind: str, tokens: int, hidden: int, experts: int, top_k: int, seed: int, dtype: torch.dtype) -> Routed:
-    """Random inputs with that kind of routing among `experts` (global) experts."""
-    generator = torch.Generator(device="cuda").manual_seed(seed)
-    x = torch.randn(tokens, hidden, generator=generator, device="cuda").to(dtype)
-    popularity = torch.ones(experts, device="cuda")
-    if kind == "zipf":
-        popularity = torch.arange(1, experts + 1, device="cuda") ** -1.2
-    if kind == "one":
-        popularity = torch.full((experts,), 1e-20, device="cuda")
-        popularity[1 : 1 + top_k] = 1.0
-    noise = torch.rand(tokens, experts, generator=generator, device="cuda")
-    ids = (popularity.log() - (-noise.log()).log()).topk(top_k, dim=1).indices
-    weights = torch.rand(tokens, top_k, generator=generator, device="cuda")
-    if kind == "holes":
-        ids = torch.where(torch.rand(ids.shape, generator=generator, device="cuda") < 0.4, -1, ids)
-    return Routed(x, weights / weights.sum(1, keepdim=True), ids.to(torch.int64 if kind == "zipf" else torch.int32))
-
-
-def compare(name: str, packed: PackedExperts, layer: Layer, recipe: Recipe, tokens: int, kind: str, plan: Plan | None,
-            seed: int = 0) -> Result:  # fmt: skip
+def compare(
+    name: str, recipe: Recipe, packed: PackedExperts, layer: Layer, tokens: int, kind: str, plan: Plan | None, seed: int
+) -> Result:
     """One call against the references."""
-    top_k = min(8 if recipe.experts > 8 else 2, recipe.experts)
-    known = 2 * recipe.experts if kind == "mapped" else recipe.experts
-    expert_map = random_map(known, recipe.experts, seed, "cuda") if kind == "mapped" else None
     dtype = torch.float16 if name.startswith(FLOAT16) else torch.bfloat16
     hidden = recipe.hidden - 136 * name.startswith(PADDED)
-    given = routed(kind, tokens, hidden, known, top_k, seed, dtype)
-    ids = given.ids if expert_map is None else expert_map[given.ids.long()]
-    finish = Finish(
-        recipe.activation, recipe.order != "ungated", recipe.order == "interleaved", limit=recipe.limit or 0.0
-    )
+    call = given(kind, tokens, recipe, hidden, seed, dtype)
     one, two = (
-        hopper_moe(given.x, packed, given.weights, given.ids, finish=finish, expert_map=expert_map, plan=plan)
+        hopper_moe(
+            call.x, packed, call.weights, call.ids, finish=finish_of(recipe), expert_map=call.expert_map, plan=plan
+        )
         for _ in range(2)
     )
-    x = torch.nn.functional.pad(given.x, (0, recipe.hidden - hidden))
-    truth = moe(x, layer, given.weights, ids)[:, :hidden]
-    plain = moe(x, layer, given.weights, ids, dtype=dtype)[:, :hidden]
-    return Result(
-        name,
-        tokens,
-        kind,
-        describe(plan),
-        relative_error(one, truth),
-        relative_error(plain, truth),
-        torch.equal(one, two),
-    )
+    x = torch.nn.functional.pad(call.x, (0, recipe.hidden - hidden))
+    truth = moe(x, layer, call.weights, call.local)[:, :hidden]
+    plain = moe(x, layer, call.weights, call.local, dtype=dtype)[:, :hidden]
+    errors = relative_error(one, truth), relative_error(plain, truth)
+    return Result(name, tokens, kind, describe(plan), *errors, torch.equal(one, two))
 
 
 def describe(plan: Plan | None) -> str:
@@ -208,42 +154,11 @@ def comparisons(quick: bool) -> Iterator[tuple[str, int, str, Plan | None]]:
 
 def main() -> int:
     """Runs what fits in the time."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--seconds", type=float, default=300)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--layers", default=",".join(LAYERS), help="which layers, for runs side by side")
-    options = parser.parse_args()
-    torch.utils.deterministic.fill_uninitialized_memory = True  # while algorithms are deterministic
-    torch.backends.cuda.matmul.allow_tf32 = False
-    start = time.monotonic()
-    made: dict[str, tuple[PackedExperts, Layer]] = {}
-    results: list[Result] = []
-    skipped = 0
-    for seed, (name, tokens, kind, plan) in enumerate(comparisons(options.quick)):
-        if name not in options.layers.split(","):
-            continue
-        if time.monotonic() - start > options.seconds:
-            skipped += 1
-            continue
-        if name not in made:
-            torch.use_deterministic_algorithms(False)
-            made[name] = make_layer(LAYERS[name], "cuda")
-            torch.use_deterministic_algorithms(True)
-        result = compare(name, *made[name], LAYERS[name], tokens, kind, plan, seed)
-        results.append(result)
-        if not result.passed:
-            print("FAILED", result, flush=True)
-    worst = max((r.error / r.plain_error for r in results if r.plain_error), default=0.0)
-    failed = [r for r in results if not r.passed]
-    seconds = time.monotonic() - start
-    print(
-        f"{len(results)} comparisons, {len(failed)} failed, {skipped} not run, worst ratio {worst:.3f}, {seconds:.0f} s"
-    )
-    if options.out:
-        document = {"results": [asdict(r) | {"passed": r.passed} for r in results], "skipped": skipped}
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
-    return 1 if failed else 0
+    arguments = parser(__doc__, LAYERS)
+    arguments.add_argument("--quick", action="store_true", help="beyond 33 tokens, only the chosen plans")
+    options = arguments.parse_args()
+    results = run(options, LAYERS, comparisons(options.quick), compare)
+    return 0 if all(one.passed for one in results) else 1
 
 
 if __name__ == "__main__":

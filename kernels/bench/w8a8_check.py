@@ -10,23 +10,18 @@ Hopper kernels add and by an activation's last bit. Two calls must agree bit for
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import torch
 
-from bench.cases import Recipe, make_layer
-from bench.comparison import FACTOR, random_map
-from bench.hopper_check import ROUTINGS, routed
+from bench import checking
+from bench.cases import Recipe
+from bench.checking import ROUTINGS, finish_of, given, parser, run
 from bench.reference import Layer, moe, relative_error
 from moeq_kernels import PackedExperts, fused_moe
 from moeq_kernels.formats import find_format
-from moeq_kernels.hopper.finish import Finish
 from moeq_kernels.hopper.int8 import hopper_int8_moe
 from moeq_kernels.hopper.int8_plan import TABLE, Int8Narrow, Int8Plan, Int8Wide
 from moeq_kernels.tuning import blocks_on
@@ -50,51 +45,37 @@ CLOSE = {"narrow": 1.5e-3, "wide": 6e-3}
 
 
 @dataclass(frozen=True)
-class Result:
-    """One comparison: relative errors, ours and torch's against float32, and ours against the portable kernels."""
+class Result(checking.Result):
+    """Also how far the kernels are from the portable ones, relatively."""
 
-    layer: str
-    tokens: int
-    routing: str
-    plan: str
-    error: float
-    plain_error: float
     difference: float
-    repeats: bool
 
     @property
     def passed(self) -> bool:
         """NaN fails."""
         close = CLOSE["wide" if self.plan.startswith(("wide", "chosen")) else "narrow"]
-        return self.error <= FACTOR * self.plain_error and self.difference <= close and self.repeats
+        return super().passed and self.difference <= close
 
 
 def compare(
-    name: str, packed: PackedExperts, layer: Layer, recipe: Recipe, tokens: int, kind: str, plan: Int8Plan | None,
+    name: str, recipe: Recipe, packed: PackedExperts, layer: Layer, tokens: int, kind: str, plan: Int8Plan | None,
     seed: int,
 ) -> Result:  # fmt: skip
     """One call against the references."""
-    top_k = min(8 if recipe.experts > 8 else 2, recipe.experts)
-    known = 2 * recipe.experts if kind == "mapped" else recipe.experts
-    expert_map = random_map(known, recipe.experts, seed, "cuda") if kind == "mapped" else None
-    given = routed(kind, tokens, recipe.hidden, known, top_k, seed, recipe.dtype)
-    x = given.x
-    ids = given.ids if expert_map is None else expert_map[given.ids.long()]
-    order = layer.order == "interleaved"
-    finish = Finish(layer.activation, gated=True, interleaved=order, limit=layer.limit or 0.0)
+    call = given(kind, tokens, recipe, recipe.hidden, seed, recipe.dtype)
+    x, weights, ids = call.x, call.weights, call.ids
     one, two = (
-        hopper_int8_moe(x, packed, given.weights, given.ids, finish=finish, expert_map=expert_map, plan=plan)
+        hopper_int8_moe(x, packed, weights, ids, finish=finish_of(recipe), expert_map=call.expert_map, plan=plan)
         for _ in range(2)
     )
-    blocks = blocks_on(x, given.ids.numel(), recipe.experts, find_format(recipe.layout, recipe.element))
-    other = fused_moe(x, packed, given.weights, given.ids, activation=layer.activation, limit=layer.limit,
-                      expert_map=expert_map, blocks=blocks)  # fmt: skip
-    truth = moe(x, layer, given.weights, ids)
-    plain = moe(x, layer, given.weights, ids, dtype=x.dtype, int8_activations=True)
-    return Result(
-        name, tokens, kind, describe(plan), relative_error(one, truth), relative_error(plain, truth),
-        relative_error(one, other.float()), torch.equal(one, two),
-    )  # fmt: skip
+    blocks = blocks_on(x, ids.numel(), recipe.experts, find_format(recipe.layout, recipe.element))
+    other = fused_moe(x, packed, weights, ids, activation=layer.activation, limit=layer.limit,
+                      expert_map=call.expert_map, blocks=blocks)  # fmt: skip
+    truth = moe(x, layer, weights, call.local)
+    plain = moe(x, layer, weights, call.local, dtype=x.dtype, int8_activations=True)
+    errors = relative_error(one, truth), relative_error(plain, truth)
+    difference = relative_error(one, other.float())
+    return Result(name, tokens, kind, describe(plan), *errors, torch.equal(one, two), difference)
 
 
 def describe(plan: Int8Plan | None) -> str:
@@ -139,42 +120,11 @@ def comparisons() -> Iterator[tuple[str, int, str, Int8Plan | None]]:
 
 def main() -> int:
     """Runs what fits in the time."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--seconds", type=float, default=300)
-    parser.add_argument("--layers", default=",".join(LAYERS), help="which layers, for runs side by side")
-    options = parser.parse_args()
-    torch.utils.deterministic.fill_uninitialized_memory = True  # while algorithms are deterministic
-    torch.backends.cuda.matmul.allow_tf32 = False
-    start = time.monotonic()
-    made: dict[str, tuple[PackedExperts, Layer]] = {}
-    results: list[Result] = []
-    skipped = 0
-    for seed, (name, tokens, kind, plan) in enumerate(comparisons()):
-        if name not in options.layers.split(","):
-            continue
-        if time.monotonic() - start > options.seconds:
-            skipped += 1
-            continue
-        if name not in made:
-            torch.use_deterministic_algorithms(False)
-            made[name] = make_layer(LAYERS[name], "cuda")
-            torch.use_deterministic_algorithms(True)
-        result = compare(name, *made[name], LAYERS[name], tokens, kind, plan, seed)
-        results.append(result)
-        if not result.passed:
-            print("FAILED", result, flush=True)
-    failed = [r for r in results if not r.passed]
-    worst = max((r.error / r.plain_error for r in results if r.plain_error), default=0.0)
-    furthest = max((r.difference for r in results), default=0.0)
-    print(
-        f"{options.layers}: {len(results)} comparisons, {len(failed)} failed, {skipped} not run, worst ratio "
-        f"{worst:.4f}, furthest from the portable kernels {furthest:.2e}, {time.monotonic() - start:.0f} s"
-    )
-    if options.out:
-        document = {"results": [asdict(r) | {"passed": r.passed} for r in results], "skipped": skipped}
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
-    return 1 if failed else 0
+    options = parser(__doc__, LAYERS).parse_args()
+    results = run(options, LAYERS, comparisons(), compare)
+    furthest = max((one.difference for one in results if isinstance(one, Result)), default=0.0)
+    print(f"{options.layers}: furthest from the portable kernels {furthest:.2e}")
+    return 0 if all(one.passed for one in results) else 1
 
 
 if __name__ == "__main__":

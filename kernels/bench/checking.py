@@ -1,0 +1,138 @@
+"""What the checks of Hopper kernels share: kinds of routing, one comparison's outcome, going through a list of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.cases import Recipe, Routed, make_layer
+from bench.comparison import FACTOR, random_map
+from bench.reference import Layer
+from moeq_kernels import PackedExperts
+from moeq_kernels.hopper.finish import Finish
+
+ROUTINGS = ("uniform", "zipf", "one", "holes", "mapped")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One comparison: relative errors against float32, of the kernels and of 16-bit arithmetic in torch."""
+
+    layer: str
+    tokens: int
+    routing: str
+    plan: str
+    error: float
+    plain_error: float
+    repeats: bool
+
+    @property
+    def passed(self) -> bool:
+        """NaN fails."""
+        return self.error <= FACTOR * self.plain_error and self.repeats
+
+
+@dataclass(frozen=True)
+class Given:
+    """Inputs of a call; local: its choices as experts of this layer."""
+
+    x: Tensor
+    weights: Tensor
+    ids: Tensor
+    expert_map: Tensor | None
+    local: Tensor
+
+
+def given(kind: str, tokens: int, recipe: Recipe, hidden: int, seed: int, dtype: torch.dtype) -> Given:
+    """Random inputs with that kind of routing; the layer has half of all experts where they are mapped."""
+    top_k = min(8 if recipe.experts > 8 else 2, recipe.experts)
+    known = 2 * recipe.experts if kind == "mapped" else recipe.experts
+    expert_map = random_map(known, recipe.experts, seed, "cuda") if kind == "mapped" else None
+    routed = _routed(kind, tokens, hidden, known, top_k, seed, dtype)
+    local = routed.ids if expert_map is None else expert_map[routed.ids.long()]
+    return Given(routed.x, routed.weights, routed.ids, expert_map, local)
+
+
+def _routed(kind: str, tokens: int, hidden: int, experts: int, top_k: int, seed: int, dtype: torch.dtype) -> Routed:
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    x = torch.randn(tokens, hidden, generator=generator, device="cuda").to(dtype)
+    popularity = torch.ones(experts, device="cuda")
+    if kind == "zipf":
+        popularity = torch.arange(1, experts + 1, device="cuda") ** -1.2
+    if kind == "one":
+        popularity = torch.full((experts,), 1e-20, device="cuda")
+        popularity[1 : 1 + top_k] = 1.0
+    noise = torch.rand(tokens, experts, generator=generator, device="cuda")
+    ids = (popularity.log() - (-noise.log()).log()).topk(top_k, dim=1).indices
+    weights = torch.rand(tokens, top_k, generator=generator, device="cuda")
+    if kind == "holes":
+        ids = torch.where(torch.rand(ids.shape, generator=generator, device="cuda") < 0.4, -1, ids)
+    return Routed(x, weights / weights.sum(1, keepdim=True), ids.to(torch.int64 if kind == "zipf" else torch.int32))
+
+
+def finish_of(recipe: Recipe) -> Finish:
+    """Its activation."""
+    return Finish(
+        recipe.activation, recipe.order != "ungated", recipe.order == "interleaved", limit=recipe.limit or 0.0
+    )
+
+
+def parser(description: str | None, layers: Mapping[str, Recipe]) -> argparse.ArgumentParser:
+    """The command line that every check has."""
+    result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument("--out", type=Path)
+    result.add_argument("--seconds", type=float, default=300)
+    result.add_argument("--layers", default=",".join(layers), help="which layers, for runs side by side")
+    return result
+
+
+Compare = Callable[[str, Recipe, PackedExperts, Layer, int, str, Any, int], Result]
+
+
+def run(
+    options: argparse.Namespace,
+    layers: Mapping[str, Recipe],
+    comparisons: Iterable[tuple[str, int, str, Any]],
+    compare: Compare,
+) -> list[Result]:
+    """Makes those (layer, tokens, routing, plan) that fit in the time; prints failures and a summary, writes JSON.
+
+    compare: of layer's name, recipe, weights, reference, tokens, routing, plan, seed.
+    """
+    torch.utils.deterministic.fill_uninitialized_memory = True  # while algorithms are deterministic
+    torch.backends.cuda.matmul.allow_tf32 = False
+    start = time.monotonic()
+    made: dict[str, tuple[PackedExperts, Layer]] = {}
+    results: list[Result] = []
+    skipped = 0
+    for seed, (name, tokens, kind, plan) in enumerate(comparisons):
+        if name not in options.layers.split(","):
+            continue
+        if time.monotonic() - start > options.seconds:
+            skipped += 1
+            continue
+        if name not in made:
+            # With deterministic algorithms torch 2.11 writes wrong places in strided assignments that layers need.
+            torch.use_deterministic_algorithms(False)
+            made[name] = make_layer(layers[name], "cuda")
+            torch.use_deterministic_algorithms(True)
+        result = compare(name, layers[name], *made[name], tokens, kind, plan, seed)
+        results.append(result)
+        if not result.passed:
+            print("FAILED", result, flush=True)
+    worst = max((one.error / one.plain_error for one in results if one.plain_error), default=0.0)
+    failed = sum(not one.passed for one in results)
+    seconds = time.monotonic() - start
+    print(f"{len(results)} comparisons, {failed} failed, {skipped} not run, worst ratio {worst:.4f}, {seconds:.0f} s")
+    if options.out:
+        document = {"results": [asdict(one) | {"passed": one.passed} for one in results], "skipped": skipped}
+        options.out.write_text(json.dumps(document, indent=1) + "\n")
+    return results
