@@ -17,6 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from moeq.integrations.transformers_versions import check_version
+
+check_version()  # an older transformers lacks what is imported next
+
+# ruff: noqa: E402
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -109,8 +115,9 @@ class MoeqQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         assert self.checkpoint is not None  # transformers calls the two in this order
-        for module in model.modules():
+        for name, module in list(model.named_modules()):
             if isinstance(module, ConvertedExperts):
+                _cast_beside(model.get_submodule(name.rpartition(".")[0]), module, model.dtype)
                 device = module.w13_weight.device
                 if device.type == "cuda":
                     check_device(self.checkpoint, device)
@@ -147,6 +154,17 @@ def _open(model: Any, checkpoint_files: list[str] | None) -> ConvertedCheckpoint
 def _experts(model: Any) -> list[tuple[str, Any]]:
     wanted = EXPERTS[model.config.model_type]
     return [(name, module) for name, module in model.named_modules() if type(module).__name__ == wanted]
+
+
+def _cast_beside(block: torch.nn.Module, experts: ConvertedExperts, dtype: torch.dtype) -> None:
+    """Give what stands beside the experts (the router) the model's dtype.
+
+    transformers before 5.21 leaves tensors of a quantised checkpoint that it renames in the dtype of the file, and
+    Mixtral's router is one: a file in another dtype than the model's would fail in the first forward pass.
+    """
+    for module in block.children():
+        if module is not experts:
+            module.to(dtype)
 
 
 def _layer_number(name: str) -> int:

@@ -24,7 +24,7 @@ def test_torch_moe_layer(converted, monkeypatch, capsys) -> None:
 
 
 def test_transformers_generate(converted, tmp_path, monkeypatch, capsys) -> None:
-    transformers = pytest.importorskip("transformers", minversion="5", reason="transformers 5 is not installed")
+    transformers = pytest.importorskip("transformers", minversion="5.1", reason="transformers 5.1 is not installed")
     pytest.importorskip("accelerate", reason="device_map needs accelerate")
     from tokenizers import Tokenizer, models, pre_tokenizers
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,12 +15,13 @@ from integrations.deployments import LAYOUTS, convert
 import moeq
 from moeq.errors import MoeqError
 
-transformers = pytest.importorskip("transformers", minversion="5", reason="transformers 5 is not installed")
+transformers = pytest.importorskip("transformers", minversion="5.1", reason="transformers 5.1 is not installed")
 
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 import moeq.integrations.transformers  # noqa: E402
 from moeq.integrations.experts_module import ConvertedExperts  # noqa: E402
+from moeq.integrations.transformers_versions import check_version  # noqa: E402
 
 IDS = torch.tensor([[1, 5, 9, 2, 33, 60, 17], [3, 3, 8, 21, 40, 7, 12]])
 
@@ -135,6 +138,13 @@ def test_a_device_map_works(converted) -> None:
     assert model(IDS).logits.shape == (2, 7, 64)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_router_takes_the_dtype_of_the_model(dtype, converted) -> None:
+    """Mixtral's is renamed while it is loaded, and transformers before 5.21 then leaves it in the dtype of the file."""
+    model = AutoModelForCausalLM.from_pretrained(converted["ct-int4-asym-g32-mixtral"], dtype=dtype)
+    assert {layer.mlp.gate.weight.dtype for layer in model.model.layers} == {dtype}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", list(LAYOUTS))
 def test_on_a_gpu(name, checkpoints, tmp_path) -> None:
@@ -192,3 +202,32 @@ class TestRefusals:
         model = AutoModelForCausalLM.from_pretrained(converted[self.name])
         with pytest.raises(ValueError, match="moeq"):
             model.save_pretrained(tmp_path / "saved")
+
+
+class TestVersions:
+    """The installed version is read from the package's metadata, of which a folder in front holds another."""
+
+    @pytest.fixture
+    def pretend(self, tmp_path, monkeypatch):
+        def install(version: str) -> None:
+            info = tmp_path / f"transformers-{version}.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.4\nName: transformers\nVersion: {version}\n")
+            monkeypatch.syspath_prepend(tmp_path)
+
+        return install
+
+    @pytest.mark.parametrize("version", ["4.57.6", "5.0.0", "5.0.0rc1"])
+    def test_too_old_is_refused_by_the_import(self, version, pretend, monkeypatch) -> None:
+        pretend(version)
+        monkeypatch.delitem(sys.modules, "moeq.integrations.transformers")
+        with pytest.raises(MoeqError) as caught:
+            importlib.import_module("moeq.integrations.transformers")
+        assert caught.value.code == "environment.engine-version"
+        assert f"transformers {version}" in caught.value.message
+        assert "transformers>=5.1" in (caught.value.hint or "")
+
+    @pytest.mark.parametrize("version", ["5.1.0", "5.17.0", "5.24.0.dev0", "6.0.0"])
+    def test_newer_is_not_refused(self, version, pretend) -> None:
+        pretend(version)
+        check_version()
