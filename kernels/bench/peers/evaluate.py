@@ -76,12 +76,14 @@ class Verdict:
         reached: None where no cell counts.
         said: the figure, in words.
         misses: the cells below it, worst first.
+        cells: how many count.
     """
 
     target: Target
     reached: bool | None
     said: str
     misses: list[Figure] = field(default_factory=list)
+    cells: int = 0
 
 
 def ahead_of(*names: str) -> Callable[[Cell, dict[str, Any]], float | None]:
@@ -172,11 +174,11 @@ def judge(target: Target, run: dict[str, Any]) -> Verdict:
     misses = sorted((figure for figure in figures if not figure.reached), key=lambda figure: figure.value)
     if target.share is None:
         mean = geometric_mean(figure.value for figure in figures)
-        return Verdict(target, mean >= target.least, f"{mean:.2f} over {len(figures)} cells")
+        return Verdict(target, mean >= target.least, f"{mean:.2f} over {len(figures)} cells", [], len(figures))
     good = len(figures) - len(misses)
     worst = min(figures, key=lambda figure: figure.value)
     said = f"{good} of {len(figures)} cells; least {worst.value:.2f} of {target.least:.2f} ({worst.where})"
-    return Verdict(target, good >= target.share * len(figures), said, misses)
+    return Verdict(target, good >= target.share * len(figures), said, misses, len(figures))
 
 
 @dataclass(frozen=True)
