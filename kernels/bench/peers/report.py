@@ -50,9 +50,8 @@ def _targets(run: dict[str, Any]) -> list[str]:
         verdict = judge(target, run)
         shown = "; ".join(f"{miss.where} {miss.value:.2f}" for miss in verdict.misses[:6])
         more = f"; {len(verdict.misses) - 6} more" if len(verdict.misses) > 6 else ""
-        rows.append(
-            f"| {target.regime} | {target.wanted} | {words[verdict.reached]} | {verdict.said} | {shown}{more} |"
-        )
+        reached = words[verdict.reached] if verdict.cells != 1 else "– (one cell)"
+        rows.append(f"| {target.regime} | {target.wanted} | {reached} | {verdict.said} | {shown}{more} |")
     return rows
 
 
