@@ -3,11 +3,13 @@
 The digest covers codes, scales, zero points, group indices and bias of one logical matrix, so the source and every
 layout it is converted to share it. It is stronger than a digest of dequantised values (two code/scale pairs may give
 one product) and hashes an eighth of the bytes.
+
+It is BLAKE3, since every converted byte is hashed: it takes a third of the time of sha256, even on processors with
+instructions for that.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -15,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+from blake3 import blake3
 
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix, Role, split_projections
@@ -25,7 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 #: Recorded in manifests; changes whenever the definition below changes.
-DIGEST_NAME = "sha256/moeq-logical-1"
+DIGEST_NAME = "blake3/moeq-logical-2"
 
 _ROLES: dict[str, Literal["w13", "w2"]] = {"gate": "w13", "up": "w13", "down": "w2"}
 
@@ -71,7 +75,7 @@ class DigestDifference:
 
 
 def logical_digest(matrix: QuantizedMatrix) -> str:
-    """Hex sha256 of a logical matrix.
+    """Hex BLAKE3 (256 bits) of a logical matrix.
 
     The hash runs over a JSON header (sizes and types), then each present tensor as `name`, byte count (8 bytes LE)
     and little-endian contiguous bytes. 4-bit codes are hashed two to a byte, even `k` in the low nibble.
@@ -95,7 +99,7 @@ def logical_digest(matrix: QuantizedMatrix) -> str:
     return digest.hexdigest()
 
 
-def new_digest(spec: MatrixSpec) -> hashlib._Hash:
+def new_digest(spec: MatrixSpec) -> blake3:
     """The digest of a matrix before its first tensor (see `logical_digest`)."""
     header = {
         "n": spec.n,
@@ -106,16 +110,16 @@ def new_digest(spec: MatrixSpec) -> hashlib._Hash:
         "symmetric": spec.symmetric,
         "act_order": spec.act_order,
     }
-    return hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+    return blake3(json.dumps(header, sort_keys=True).encode())
 
 
-def begin_field(digest: hashlib._Hash, name: str, nbytes: int) -> None:
+def begin_field(digest: blake3, name: str, nbytes: int) -> None:
     """Begin a tensor, whose bytes are then added."""
     digest.update(name.encode())
     digest.update(nbytes.to_bytes(8, "little"))
 
 
-def _update(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
+def _update(digest: blake3, name: str, tensor: Tensor) -> None:
     import torch
 
     data = tensor.contiguous().view(-1).view(torch.uint8)

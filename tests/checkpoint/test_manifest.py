@@ -58,7 +58,7 @@ def manifest() -> Manifest:
         backend="MARLIN",
         deployment={"tp": 2},
         layers=layers,
-        digest="sha256/moeq-logical-1",
+        digest="blake3/moeq-logical-2",
         advisories=("one",),
         copied=(CopiedLayer(1, "its experts are not quantised"),),
         restore=RestoreEntry("moeq-restore.data", ("model.safetensors",), ("a.g_idx",), ("old.bin",)),

@@ -18,7 +18,7 @@ def test_benchmark_writes_a_table_and_json(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     document = json.loads(figures.read_text())
     names = [row["layout"] for row in document["results"]]
-    assert names == ["memcpy", "sha256", "marlin-mxfp4/1", "int8-w8a8/1"]
+    assert names == ["memcpy", "blake3", "marlin-mxfp4/1", "int8-w8a8/1"]
     assert [row["road"] for row in document["roads"]] == ["gptq w13", "gptq w2"]
     assert all(row[figure] > 0 for row in document["roads"] for figure in ("pack", "prove", "whole", "whole_2"))
     assert all(row[figure] > 0 for row in document["results"] for figure in ("pack", "pack_2", "unpack"))

@@ -8,11 +8,11 @@ to other threads.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from blake3 import blake3
 
 from moeq.checkpoint.manifest import Projection
 from moeq.checkpoint.names import Projection as StoredName
@@ -179,7 +179,7 @@ class DirectRoad:
         if len(self.shards) > 1:
             yield from ((projection, fields[field]) for projection, fields in enumerate(read))
 
-    def _feed(self, digest: hashlib._Hash, matrix: Array, field: str, scratch: Array) -> None:
+    def _feed(self, digest: blake3, matrix: Array, field: str, scratch: Array) -> None:
         """Add the bytes that the digest takes: row after row, zero points 16 bits wide."""
         if field != "zeros" and matrix.flags.c_contiguous:
             digest.update(matrix.reshape(-1).view(np.uint8).data)
