@@ -52,11 +52,13 @@ def _find(index, tiles, num_tiles, parts, experts, known, TOKENS: gl.constexpr, 
 
 @gluon.jit
 def _copy_weights(
-    first_desc, second_desc, w_buf, ready, empty, tiles, num_tiles, steps, blocks, splits, rows, experts, known,
-    TOKENS: gl.constexpr, STAGES: gl.constexpr, FINISH: gl.constexpr, WARPGROUPS: gl.constexpr, DIRECT: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+    given, TOKENS: gl.constexpr, STAGES: gl.constexpr, FINISH: gl.constexpr, WARPGROUPS: gl.constexpr,
+    DIRECT: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """A copy warp: two boxes of 64 rows for each warpgroup and step."""
+    (
+        first_desc, second_desc, w_buf, ready, empty, tiles, num_tiles, steps, blocks, splits, rows, experts, known,
+    ) = given
     GATED: gl.constexpr = gated(FINISH)
     OWN: gl.constexpr = 64 if GATED else 128
     if DEPENDENT and GATED and not DIRECT:
@@ -81,10 +83,10 @@ def _copy_weights(
 
 @gluon.jit
 def _copy_tokens(
-    x_desc, x_buf, ready, empty, tiles, num_tiles, steps, blocks, splits, rows, experts, known,
-    TOKENS: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, DIRECT: gl.constexpr, DEPENDENT: gl.constexpr,
+    given, TOKENS: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, DIRECT: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """A copy warp: the boxes of BOX tokens that hold any of the tile."""
+    x_desc, x_buf, ready, empty, tiles, num_tiles, steps, blocks, splits, rows, experts, known = given
     BOXES: gl.constexpr = TOKENS // BOX
     if DEPENDENT:
         gdc_wait()
@@ -119,13 +121,14 @@ def _scales(w_scale, bias, expert, n, rows, inside, HAS_BIAS: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks, splits, rows, columns,
-    stride, w_rows, up_row, row_step, experts, known,
-    WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
-    WARPGROUPS: gl.constexpr, FINISH: gl.constexpr,
-    BIAS: gl.constexpr, DIRECT: gl.constexpr, DEPENDENT: gl.constexpr,
+    given, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, WARPGROUPS: gl.constexpr,
+    FINISH: gl.constexpr, BIAS: gl.constexpr, DIRECT: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """A multiplying warpgroup: 128 rows of the weights, 64 of gate and of up where gated."""
+    (
+        w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks, splits, rows, columns,
+        stride, w_rows, up_row, row_step, experts, known,
+    ) = given
     GATED: gl.constexpr = gated(FINISH)
     OWN: gl.constexpr = 64 if GATED else 128
     wide: gl.constexpr = common.accumulator(TOKENS)
@@ -228,31 +231,20 @@ def int8_product_narrow(
         mbarrier.init(empty.index(i), count=WARPGROUPS)
     fence_async_shared()
     barrier()
+    taken = (
+        w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks, splits, rows, columns,
+        stride, w_rows, up_row, row_step, experts, known,
+    )
+    weights = (
+        first_desc, second_desc, w_buf, ready, empty, tiles, num_tiles, steps, blocks, splits, rows, experts, known,
+    )
+    tokens = (x_desc, x_buf, ready, empty, tiles, num_tiles, steps, blocks, splits, rows, experts, known)
     if WARPGROUPS == 1:
         gl.warp_specialize(
             [
-                (
-                    _multiply,
-                    (
-                        w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks,
-                        splits, rows, columns, stride, w_rows, up_row, row_step, experts, known, 0, TOKENS, STAGES,
-                        SPLIT, 1, FINISH, BIAS, DIRECT, DEPENDENT,
-                    ),
-                ),
-                (
-                    _copy_weights,
-                    (
-                        first_desc, second_desc, w_buf, ready, empty, tiles, num_tiles, steps, blocks, splits, rows,
-                        experts, known, TOKENS, STAGES, FINISH, WARPGROUPS, DIRECT, DEPENDENT,
-                    ),
-                ),
-                (
-                    _copy_tokens,
-                    (
-                        x_desc, x_buf, ready, empty, tiles, num_tiles, steps, blocks, splits, rows, experts, known,
-                        TOKENS, BOX, STAGES, DIRECT, DEPENDENT,
-                    ),
-                ),
+                (_multiply, (taken, 0, TOKENS, STAGES, SPLIT, 1, FINISH, BIAS, DIRECT, DEPENDENT)),
+                (_copy_weights, (weights, TOKENS, STAGES, FINISH, 1, DIRECT, DEPENDENT)),
+                (_copy_tokens, (tokens, TOKENS, BOX, STAGES, DIRECT, DEPENDENT)),
             ],
             [1, 1],
             [24, 24],
@@ -261,36 +253,10 @@ def int8_product_narrow(
         gl.static_assert(WARPGROUPS == 2)
         gl.warp_specialize(
             [
-                (
-                    _multiply,
-                    (
-                        w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks,
-                        splits, rows, columns, stride, w_rows, up_row, row_step, experts, known, 0, TOKENS, STAGES,
-                        SPLIT, 2, FINISH, BIAS, DIRECT, DEPENDENT,
-                    ),
-                ),
-                (
-                    _multiply,
-                    (
-                        w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks,
-                        splits, rows, columns, stride, w_rows, up_row, row_step, experts, known, 1, TOKENS, STAGES,
-                        SPLIT, 2, FINISH, BIAS, DIRECT, DEPENDENT,
-                    ),
-                ),
-                (
-                    _copy_weights,
-                    (
-                        first_desc, second_desc, w_buf, ready, empty, tiles, num_tiles, steps, blocks, splits, rows,
-                        experts, known, TOKENS, STAGES, FINISH, WARPGROUPS, DIRECT, DEPENDENT,
-                    ),
-                ),
-                (
-                    _copy_tokens,
-                    (
-                        x_desc, x_buf, ready, empty, tiles, num_tiles, steps, blocks, splits, rows, experts, known,
-                        TOKENS, BOX, STAGES, DIRECT, DEPENDENT,
-                    ),
-                ),
+                (_multiply, (taken, 0, TOKENS, STAGES, SPLIT, 2, FINISH, BIAS, DIRECT, DEPENDENT)),
+                (_multiply, (taken, 1, TOKENS, STAGES, SPLIT, 2, FINISH, BIAS, DIRECT, DEPENDENT)),
+                (_copy_weights, (weights, TOKENS, STAGES, FINISH, 2, DIRECT, DEPENDENT)),
+                (_copy_tokens, (tokens, TOKENS, BOX, STAGES, DIRECT, DEPENDENT)),
             ],
             [4, 1, 1],
             [REGISTERS, 24, 24],

@@ -33,10 +33,10 @@ def stored(columns):
 # fmt: off
 @gluon.jit
 def _copy_weights(
-    first_desc, second_desc, w_buf, ready, empty, tiles, num_tiles, steps, blocks,
-    STAGES: gl.constexpr, FINISH: gl.constexpr, WARPGROUPS: gl.constexpr, DEPENDENT: gl.constexpr,
+    given, STAGES: gl.constexpr, FINISH: gl.constexpr, WARPGROUPS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """A copy warp: two boxes of 128 rows for each step."""
+    first_desc, second_desc, w_buf, ready, empty, tiles, num_tiles, steps, blocks = given
     GATED: gl.constexpr = gated(FINISH)
     OWN: gl.constexpr = 128 if GATED else 256
     if DEPENDENT and GATED:
@@ -56,10 +56,10 @@ def _copy_weights(
 
 @gluon.jit
 def _copy_tokens(
-    x_desc, x_buf, ready, empty, tiles, num_tiles, steps, blocks,
-    STAGES: gl.constexpr, WARPGROUPS: gl.constexpr, DEPENDENT: gl.constexpr,
+    given, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """A copy warp: 64 tokens for each warpgroup that has any."""
+    x_desc, x_buf, ready, empty, tiles, num_tiles, steps, blocks = given
     if DEPENDENT:
         gdc_wait()
     it = 0
@@ -152,12 +152,14 @@ def _finish(
 
 @gluon.jit
 def _multiply(
-    w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks, columns, stride, w_rows,
-    up_row, row_step,
-    WG: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr, FINISH: gl.constexpr,
-    BIAS: gl.constexpr, DEPENDENT: gl.constexpr,
+    given, WG: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr, FINISH: gl.constexpr, BIAS: gl.constexpr,
+    DEPENDENT: gl.constexpr,
 ):
     """A multiplying warpgroup."""
+    (
+        w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks, columns, stride,
+        w_rows, up_row, row_step,
+    ) = given
     GATED: gl.constexpr = gated(FINISH)
     OWN: gl.constexpr = 128 if GATED else 256
     w_view = reinterpret(w_buf, gl.int8, [STAGES, 256, STEP], common.operand())
@@ -211,33 +213,18 @@ def int8_product_wide(
     fence_async_shared()
     barrier()
     gl.static_assert(WARPGROUPS == 2, "a partition is listed for each")
+    taken = (
+        w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks, columns, stride,
+        w_rows, up_row, row_step,
+    )
+    weights = (first_desc, second_desc, w_buf, ready, empty, tiles, num_tiles, steps, blocks)
+    tokens = (x_desc, x_buf, ready, empty, tiles, num_tiles, steps, blocks)
     gl.warp_specialize(
         [
-            (
-                _multiply,
-                (
-                    w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks,
-                    columns, stride, w_rows, up_row, row_step, 0, STAGES, 2, FINISH, BIAS, DEPENDENT,
-                ),
-            ),
-            (
-                _multiply,
-                (
-                    w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks,
-                    columns, stride, w_rows, up_row, row_step, 1, STAGES, 2, FINISH, BIAS, DEPENDENT,
-                ),
-            ),
-            (
-                _copy_weights,
-                (
-                    first_desc, second_desc, w_buf, ready, empty, tiles, num_tiles, steps, blocks, STAGES, FINISH,
-                    2, DEPENDENT,
-                ),
-            ),
-            (
-                _copy_tokens,
-                (x_desc, x_buf, ready, empty, tiles, num_tiles, steps, blocks, STAGES, 2, DEPENDENT),
-            ),
+            (_multiply, (taken, 0, STAGES, 2, FINISH, BIAS, DEPENDENT)),
+            (_multiply, (taken, 1, STAGES, 2, FINISH, BIAS, DEPENDENT)),
+            (_copy_weights, (weights, STAGES, FINISH, 2, DEPENDENT)),
+            (_copy_tokens, (tokens, STAGES, 2, DEPENDENT)),
         ],
         [4, 1, 1],
         [REGISTERS, 24, 24],
