@@ -1,4 +1,4 @@
-"""What the narrow and the wide kernel share: weights of a step, and the way from accumulators to stored rows."""
+"""What the int4, int8 and MXFP4 kernels share: weights of a step, and the way from accumulators to stored rows."""
 
 from __future__ import annotations
 
@@ -216,3 +216,32 @@ def store_pair(
             second = activate(second, activation(FINISH))
         gl.store(target + at, first.to(kind), mask=inside & below)
         gl.store(target + second_at, second.to(kind), mask=inside & second_below)
+
+
+@gluon.jit
+def store_chunks(
+    acc, out, row, end_row, column, second_column, columns, stride, scale, bias, bias_here, expert, packed,
+    FINISH: gl.constexpr, WIDE: gl.constexpr, TOKENS: gl.constexpr, CHUNK: gl.constexpr,
+):  # fmt: skip
+    """Finishes and stores accumulators CHUNK tokens at a time, so that little shared memory is needed to regroup them.
+
+    Other arguments as of `store_pair`.
+    """
+    if TOKENS == CHUNK:
+        one, two = pair_columns(acc, WIDE, TOKENS, interleaved(FINISH))
+        store_pair(
+            one, two, out, row, end_row, column, second_column, columns, stride, scale, bias, bias_here, expert, packed,
+            FINISH, WIDE, TOKENS,
+        )  # fmt: skip
+    else:
+        half: gl.constexpr = TOKENS // 2
+        lower, upper = gl.split(acc.reshape([128 if WIDE else 256, 2, half]).permute([0, 2, 1]))
+        store_chunks(
+            lower, out, row, end_row, column, second_column, columns, stride, scale, bias, bias_here, expert, packed,
+            FINISH, WIDE, half, CHUNK,
+        )  # fmt: skip
+        if row + half < end_row:
+            store_chunks(
+                upper, out, row + half, end_row, column, second_column, columns, stride, scale, bias, bias_here, expert,
+                packed, FINISH, WIDE, half, CHUNK,
+            )  # fmt: skip

@@ -16,9 +16,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from moeq_kernels.hopper.compat import barrier
 from moeq_kernels.hopper.device import common, layouts, steps, weights
 
-#: Tokens that are stored at a time, so that little shared memory is needed to regroup them.
-CHUNK = gl.constexpr(8)
-
 
 @gluon.jit
 def share(unit, taker, takers, items, count):
@@ -121,31 +118,6 @@ def _add_shares(acc, partial, arrived, taker, item, count, each, TOKENS: gl.cons
 
 
 @gluon.jit
-def _store_tile(
-    acc, out, row, end_row, column, second, columns, stride, scale, bias, expert, packed, FINISH: gl.constexpr,
-    TOKENS: gl.constexpr,
-):
-    """Finishes and stores accumulators, CHUNK tokens at a time."""
-    if TOKENS == CHUNK:
-        one, two = common.pair_columns(acc, False, TOKENS, common.interleaved(FINISH))
-        common.store_pair(
-            one, two, out, row, end_row, column, second, columns, stride, scale, bias, True, expert, packed, FINISH,
-            False, TOKENS,
-        )
-    else:
-        half: gl.constexpr = TOKENS // 2
-        lower, upper = gl.split(acc.reshape([256, 2, half]).permute([0, 2, 1]))
-        _store_tile(
-            lower, out, row, end_row, column, second, columns, stride, scale, bias, expert, packed, FINISH, half,
-        )
-        if row + half < end_row:
-            _store_tile(
-                upper, out, row + half, end_row, column, second, columns, stride, scale, bias, expert, packed, FINISH,
-                half,
-            )
-
-
-@gluon.jit
 def _multiply(
     given, PAIR: gl.constexpr, PAIRS: gl.constexpr, TOKENS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, AFTER: gl.constexpr, FINISH: gl.constexpr,
@@ -182,9 +154,9 @@ def _multiply(
             if last - first < count:
                 acc, done = _add_shares(acc, partial, arrived, taker, item, count, each, TOKENS)
             if done:
-                _store_tile(
+                common.store_chunks(
                     acc * UNDO, out, row, end_row, tile * 64, (tile + pair_tiles) * 64, columns, stride, scale, bias,
-                    expert, packed, FINISH, TOKENS,
+                    True, expert, packed, FINISH, False, TOKENS, 8,
                 )
 
 

@@ -234,36 +234,11 @@ def _item(
     acc = acc * undo
     if scale is None and bias is None and common.activation(FINISH) == "none":
         acc = acc.to(out.dtype.element_ty)
-    _store_chunks(
-        acc, out, row, end_row, column, second, columns, stride, scale, bias, first == 0, expert, packed, FINISH, NOW,
+    common.store_chunks(
+        acc, out, row, end_row, column, second, columns, stride, scale, bias, first == 0, expert, packed, FINISH, True,
+        NOW, 32,
     )
     return it
-
-
-@gluon.jit
-def _store_chunks(
-    acc, out, row, end_row, column, second, columns, stride, scale, bias, bias_here, expert, packed,
-    FINISH: gl.constexpr, NOW: gl.constexpr,
-):
-    """Stores accumulators 32 tokens at a time, so that little shared memory is needed to regroup them."""
-    if NOW == 32:
-        one, two = common.pair_columns(acc, True, 32, common.interleaved(FINISH))
-        common.store_pair(
-            one, two, out, row, end_row, column, second, columns, stride, scale, bias, bias_here, expert, packed,
-            FINISH, True, 32,
-        )
-    else:
-        half: gl.constexpr = NOW // 2
-        lower, upper = gl.split(acc.reshape([128, 2, half]).permute([0, 2, 1]))
-        _store_chunks(
-            lower, out, row, end_row, column, second, columns, stride, scale, bias, bias_here, expert, packed, FINISH,
-            half,
-        )
-        if row + half < end_row:
-            _store_chunks(
-                upper, out, row + half, end_row, column, second, columns, stride, scale, bias, bias_here, expert,
-                packed, FINISH, half,
-            )
 
 
 @gluon.jit
