@@ -3,31 +3,27 @@
     PYTHONPATH=.:kernels python kernels/bench/hopper_bench.py --shapes mixtral,qwen3-30b --tokens 1,64,4096 [--sweep]
     PYTHONPATH=.:kernels python kernels/bench/hopper_bench.py --shapes gpt-oss-20b --formats mxfp4,int8
 
-Timed: from (x, topk_ids, topk_weights) to y. Cold: a graph holds a call for each of several copies of the weights, so
-that weights are not in the L2 cache; hot: one copy. Floor: the larger of the bytes of the experts hit (words and
-scales), x, y and the middle activations at 4.4 TB/s and the multiplications at 790 TFLOP/s, both measured on an H200.
+Timed: from (x, topk_ids, topk_weights) to y, weights cold and hot (see `timing.py`). Floor: the larger of the bytes of
+the experts hit (words and scales), x, y and the middle activations at 4.4 TB/s and the multiplications at 790 TFLOP/s,
+both measured on an H200.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
-import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-from torch import Tensor
 
 from bench.hopper_check import describe
+from bench.timing import SHAPES, Call, Inputs, Shape, call_us, copies_needed, inputs, print_kernels, print_row, save
 from moeq_kernels import PackedExperts, PackedMatrix, fused_moe
 from moeq_kernels.formats import find_format
 from moeq_kernels.hopper.finish import SILU, Finish
@@ -46,17 +42,6 @@ from moeq_kernels.hopper.plan import (
     tokens_per_hit,
 )
 from moeq_kernels.tuning import blocks_on
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A MoE layer on one GPU; gpt_oss: interleaved gate and up, SwiGLU-OAI, biases."""
-
-    experts: int
-    top_k: int
-    hidden: int
-    intermediate: int
-    gpt_oss: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,14 +66,6 @@ class Weights:
         return (1.0 if self.element == "int8" else 0.5) + scales
 
 
-SHAPES = {
-    "mixtral": Shape(8, 2, 4096, 14336),
-    "mixtral-tp8": Shape(8, 2, 4096, 1792),
-    "qwen3-30b": Shape(128, 8, 2048, 768),
-    "qwen3-235b-tp4": Shape(128, 8, 4096, 384),
-    "deepseek-v3-tp8": Shape(256, 8, 7168, 256),
-    "gpt-oss-20b": Shape(32, 4, 2880, 2880, gpt_oss=True),
-}
 FORMATS = {
     "int4": Weights("marlin-wna16/1", "int4", 128),
     "int4-g32": Weights("marlin-wna16/1", "int4", 32),
@@ -112,7 +89,6 @@ WIDE = (
     Wide(128, 6, 2, 232),
     Wide(128, 8, 2, 232),
 )
-L2 = 60e6
 
 
 def random_experts(shape: Shape, stored: Weights) -> PackedExperts:
@@ -151,56 +127,6 @@ def floor_us(shape: Shape, stored: Weights, tokens: int, hit: float) -> float:
     moved = weight_bytes(shape, stored, hit) + 4 * tokens * shape.hidden + 4 * pairs * shape.intermediate
     operations = 6 * shape.hidden * shape.intermediate * pairs
     return max(moved / 4.4e12, operations / 790e12) * 1e6
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """One call's inputs."""
-
-    x: Tensor
-    weights: Tensor
-    ids: Tensor
-
-
-def inputs(shape: Shape, tokens: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Inputs:
-    """Normal tokens, uniform routing."""
-    generator = torch.Generator(device="cuda").manual_seed(seed)
-    x = torch.randn(tokens, shape.hidden, generator=generator, device="cuda").to(dtype)
-    weights, ids = torch.rand(tokens, shape.experts, generator=generator, device="cuda").topk(shape.top_k, dim=1)
-    return Inputs(x, weights / weights.sum(1, keepdim=True), ids.to(torch.int32))
-
-
-def graph_us(calls: list[Callable[[], object]], milliseconds: float) -> float:
-    """Median time of a call, from replays of a graph that holds all calls."""
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = [call() for call in calls]
-    graph.replay()
-    torch.cuda.synchronize()
-    times: list[float] = []
-    begin = time.monotonic()
-    while len(times) < 5 or (len(times) < 200 and time.monotonic() - begin < milliseconds / 1e3):
-        one, two = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        one.record()
-        graph.replay()
-        two.record()
-        two.synchronize()
-        times.append(one.elapsed_time(two))
-    del kept, graph
-    return statistics.median(times) * 1e3 / len(calls)
-
-
-def print_kernels(call: Callable[[], object]) -> None:
-    """Average time of each kernel of a call, run back to back without a graph."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(10):
-            call()
-        torch.cuda.synchronize()
-    for event in sorted(profile.key_averages(), key=lambda e: -e.device_time_total)[:6]:
-        print(f"      {event.device_time_total / 10:9.1f} us  {event.key[:60]}", flush=True)
 
 
 def chosen_plan(shape: Shape, stored: Weights, tokens: int) -> Plan:
@@ -250,9 +176,6 @@ class Options:
     warm: bool
 
 
-Call = Callable[[Inputs, PackedExperts], object]
-
-
 def ours(shape: Shape, plan: Plan | None, dependent: bool = True) -> Call:
     """A call of the Hopper kernels."""
     finish = finish_of(shape)
@@ -276,17 +199,13 @@ def measure(
 ) -> dict[str, Any]:
     """Times for one number of tokens; adds to `copies` what cold weights need."""
     hit = inputs(shape, tokens, 0).ids.unique().numel()
-    needed = 1 if options.warm else max(2, min(24, int(4 * L2 / weight_bytes(shape, stored, hit)) + 2))
+    needed = 1 if options.warm else copies_needed(weight_bytes(shape, stored, hit))
     while len(copies) < needed:
         copies.append(random_experts(shape, stored))
     given = [inputs(shape, tokens, seed, stored.x) for seed in range(needed)]
 
     def timed(call: Call, cold: bool = True) -> float:
-        calls = [
-            partial(call, one if cold else given[0], two if cold else copies[0])
-            for one, two in zip(given, copies, strict=False)
-        ]
-        return graph_us(calls, options.milliseconds)
+        return call_us(call, given, copies, options.milliseconds, cold)
 
     plan = chosen_plan(shape, stored, tokens)
     if options.warm:
@@ -339,14 +258,9 @@ def main() -> int:
             if given.warm:
                 continue
             rows.append(row)
-            text = " ".join(f"{key} {value:8.1f}" for key, value in row.items() if key.endswith("_us"))
-            share = row["floor_us"] / row["cold_us"]
-            print(f"{name:16s} {kind:8s} M={tokens:5d} hit {row['hit']:3d} {text} floor/cold {share:.2f} {row['plan']}")
-            for key, value in sorted(row.get("sweep", {}).items(), key=lambda item: item[1])[:9]:
-                print(f"      {value:9.1f}  {key}", flush=True)
+            print_row(row, f"{name:16s} {kind:8s}", 9)
     if given.out:
-        about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-        given.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+        save(given.out, rows)
     return 0
 
 

@@ -2,19 +2,16 @@
 
     PYTHONPATH=.:kernels python kernels/bench/w8a8_bench.py --shapes mixtral --tokens 1,64,4096 [--sweep] [--kernels]
 
-Timed: from (x, topk_ids, topk_weights) to y, SiLU, float32 scales. Cold: a graph holds a call for each of several
-copies of the weights, so that weights are not in the L2 cache; hot: one copy. Floor: the larger of the bytes of the
-experts hit, x, y and the middle activations at 4.4 TB/s and the multiplications at 1580 TOP/s (twice the bf16 rate
-measured on an H200).
+Timed: from (x, topk_ids, topk_weights) to y, SiLU, float32 scales, weights cold and hot (see `timing.py`). Floor: the
+larger of the bytes of the experts hit, x, y and the middle activations at 4.4 TB/s and the multiplications at
+1580 TOP/s (twice the bf16 rate measured on an H200).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,18 +20,12 @@ from typing import Any
 import torch
 import triton
 
-from bench.hopper_bench import L2, Inputs, Shape, graph_us, inputs, print_kernels
+from bench.timing import SHAPES, Call, Shape, call_us, copies_needed, inputs, print_kernels, print_row, save
 from bench.w8a8_check import describe
 from moeq_kernels import PackedExperts, PackedMatrix
 from moeq_kernels.hopper.int8 import hopper_int8_moe
 from moeq_kernels.hopper.int8_plan import Int8Narrow, Int8Plan, Int8Wide, choose
 
-SHAPES = {
-    "mixtral": Shape(8, 2, 4096, 14336),
-    "qwen3-30b": Shape(128, 8, 2048, 768),
-    "deepseek-v3-tp8": Shape(256, 8, 7168, 256),
-    "gpt-oss-20b": Shape(32, 4, 2880, 2880),
-}
 NARROW = (
     Int8Narrow(8, 12),
     Int8Narrow(8, 6, resident=2),
@@ -102,9 +93,6 @@ def _shared(shape: Shape, tokens: int, kernel: Int8Narrow) -> Int8Plan:
     return replace(plan, kernel=kernel) if isinstance(plan.kernel, Int8Narrow) else Int8Plan(kernel)
 
 
-Call = Callable[[Inputs, PackedExperts], object]
-
-
 def ours(plan: Int8Plan | None, dependent: bool = True) -> Call:
     """A call of the Hopper kernels."""
     return lambda i, e: hopper_int8_moe(i.x, e, i.weights, i.ids, plan=plan, dependent=dependent)
@@ -113,17 +101,13 @@ def ours(plan: Int8Plan | None, dependent: bool = True) -> Call:
 def measure(shape: Shape, tokens: int, copies: list[PackedExperts], options: argparse.Namespace) -> dict[str, Any]:
     """Times for one number of tokens; adds to `copies` what cold weights need."""
     hit = inputs(shape, tokens, 0).ids.unique().numel()
-    needed = max(2, min(24, int(4 * L2 / weight_bytes(shape, hit)) + 2))
+    needed = copies_needed(weight_bytes(shape, hit))
     while len(copies) < needed:
         copies.append(random_experts(shape))
     given = [inputs(shape, tokens, seed) for seed in range(needed)]
 
     def timed(call: Call, cold: bool = True) -> float:
-        calls = [
-            partial(call, one if cold else given[0], two if cold else copies[0])
-            for one, two in zip(given, copies, strict=False)
-        ]
-        return graph_us(calls, options.milliseconds)
+        return call_us(call, given, copies, options.milliseconds, cold)
 
     plan = choose(tokens * shape.top_k, shape.experts, shape.hidden, shape.intermediate)
     row: dict[str, Any] = {"hit": hit, "floor_us": floor_us(shape, tokens, hit), "plan": describe(plan)}
@@ -184,17 +168,10 @@ def main() -> int:
                 break
             row = {"shape": name, "tokens": tokens, **measure(SHAPES[name], tokens, copies, options)}
             rows.append(row)
-            text = " ".join(f"{key} {value:8.1f}" for key, value in row.items() if key.endswith("_us"))
-            share = row["floor_us"] / row["cold_us"]
-            print(
-                f"{name:16s} M={tokens:5d} hit {row['hit']:3d} {text} floor/cold {share:.2f} {row['plan']}", flush=True
-            )
-            for key, value in sorted(row.get("sweep", {}).items(), key=lambda item: item[1])[:6]:
-                print(f"      {value:9.1f}  {key}", flush=True)
+            print_row(row, f"{name:16s}", 6)
         del copies
         if options.out:
-            about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-            options.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+            save(options.out, rows)
     return 0
 
 
