@@ -58,7 +58,7 @@ class Stream:
     """Sizes of the stream kernel.
 
     Attributes:
-        tokens: of a tile (8 or 16; 32 works too, but was slower).
+        tokens: of a tile (8 or 16; 32 for MXFP4 only: slower for int4).
         pairs: of a copy warp and a multiplying warpgroup in a program (2 or 3).
         stages: steps in shared memory, for each pair.
         registers: of each thread of the multiplying warpgroups.

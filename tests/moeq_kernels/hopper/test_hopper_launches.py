@@ -1,0 +1,83 @@
+"""Launches of the Hopper kernels, without a GPU: each gives every parameter of its kernel, once, and fitting sizes."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+
+from bench.cases import make_layer, route
+from bench.checking import finish_of
+from bench.hopper_check import LAYERS, plans
+from moeq_kernels.hopper.launch import hopper_moe
+from moeq_kernels.hopper.plan import Plan
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the real kernels are tested")
+
+KERNELS = {
+    "narrow": ("expert_product_narrow",),
+    "stream": ("expert_product_stream",),
+    "wide": ("expert_product_wide",),
+    "direct": ("few_gate_up", "few_down"),
+    "routing": ("route_few", "count_pairs", "place_pairs", "gather_rows", "sum_rows"),
+}
+
+
+class Recorder:
+    """Stands in for a kernel; keeps what its launches give, by parameter."""
+
+    def __init__(self, name: str, parameters: list[str], launches: list[tuple[str, dict[str, Any]]]) -> None:
+        self.name, self.parameters, self.launches = name, parameters, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Recorder:
+        assert all(size > 0 for size in grid)
+        return self
+
+    def __call__(self, *values: Any, **named: Any) -> None:
+        given = dict(zip(self.parameters, values, strict=False))
+        assert len(values) <= len(self.parameters)
+        assert given.keys().isdisjoint(named), self.name
+        given |= named
+        assert not set(self.parameters) - given.keys(), self.name
+        assert given.keys() - set(self.parameters) <= {"num_warps", "maxnreg", "launch_pdl"}, self.name
+        self.launches.append((self.name, given))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    found: list[tuple[str, dict[str, Any]]] = []
+    for module, names in KERNELS.items():
+        device = import_module(f"moeq_kernels.hopper.device.{module}")
+        for name in names:
+            monkeypatch.setattr(device, name, Recorder(name, getattr(device, name).arg_names, found))
+    return found
+
+
+@pytest.mark.parametrize("layer", ["small", "zeros-g32", "channel", "mxfp4-oai", "padded-int4", "relu2"])
+@pytest.mark.parametrize("tokens", [1, 33, 2100])
+def test_every_plan_gives_every_parameter(launches: list[tuple[str, dict[str, Any]]], layer: str, tokens: int) -> None:
+    recipe = LAYERS[layer]
+    packed, _ = make_layer(recipe)
+    given = route(tokens, recipe.hidden, recipe.experts, 2, dtype=torch.bfloat16)
+    for plan in plans(recipe, tokens):
+        launches.clear()
+        hopper_moe(given.x, packed, given.weights, given.ids, finish=finish_of(recipe), plan=plan)
+        _check(plan, launches, 2 * tokens, recipe.intermediate)
+
+
+def _check(plan: Plan | None, launches: list[tuple[str, dict[str, Any]]], pairs: int, intermediate: int) -> None:
+    names = [name for name, _ in launches]
+    products = [given for name, given in launches if name.startswith("expert_product")]
+    if "few_down" in names:
+        assert names == ["few_gate_up", "few_down"]
+        return
+    assert names[0] in ("route_few", "count_pairs")
+    assert names[-1] == "sum_rows"
+    gate_up, down = products
+    assert gate_up["columns"] == gate_up["out"].shape[-1] == intermediate
+    assert (gate_up["out"].shape[0], down["out"].shape[1]) == (pairs, pairs)
+    assert gate_up["out"].data_ptr() == down["x_desc"].base.data_ptr()
+    if plan is not None:
+        assert {one["TOKENS"] for one in products} == {plan.kernel.tokens}
