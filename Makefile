@@ -36,9 +36,13 @@ lint: $(STAMP)
 gpu-test: $(STAMP)
 	$(BIN)/python -m pytest -q -m gpu
 
-# Every kind of kernel for every target, ahead of time, without a GPU, with the oldest and the newest triton.
+# Every kind of kernel for every target, ahead of time, without a GPU, with the oldest and the newest triton; the
+# machine code of the Hopper kernels is read as well.
 compile-matrix: $(STAMP) $(TRITONS:%=$(VENV)/triton-%)
 	PYTHONPATH=kernels $(BIN)/python kernels/bench/compile_matrix.py --trimmed $(TRITONS:%=--triton $(VENV)/triton-%)
+	for version in $(TRITONS); do \
+		PYTHONPATH=$(VENV)/triton-$$version:kernels $(BIN)/python kernels/bench/hopper_compile.py --trimmed || exit 1; \
+	done
 
 $(VENV)/triton-%:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==$*
