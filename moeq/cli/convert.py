@@ -158,7 +158,8 @@ def render(console: Console, conversion: Conversion, pushed: Pushed | None = Non
     plan = conversion.plan
     verb = "wrote" if conversion.manifest or shares.ran(conversion) else "would write"
     console.print(
-        f"[bold]{verb} {shares.of(conversion)}{conversion.destination}[/]: {len(plan.files)} files, "
+        f"[bold]{verb} {shares.of(conversion)}{conversion.destination}[/]: "
+        f"{'in all ' if conversion.share else ''}{len(plan.files)} files, "
         f"{human_bytes(plan.bytes_out)}",
         markup=True,
     )
