@@ -37,9 +37,10 @@ print(json.dumps([peak, done.memory.peak, done.memory.workers]))
 
 
 def measure(src: Path, dst: Path, layout: str, workers: int, ceiling: int = 0) -> tuple[int, int, int]:
-    """Peak memory, planned peak, workers."""
+    """Peak memory, planned peak, workers. Loops are compiled in the process, as the first time on a machine."""
     argv = [sys.executable, "-c", SCRIPT, *map(str, (src, dst, layout, workers, ceiling))]
-    peak, planned, used = json.loads(subprocess.run(argv, check=True, capture_output=True, text=True).stdout)
+    fresh = {**os.environ, "NUMBA_CACHE_DIR": str(dst.parent / "loops")}
+    peak, planned, used = json.loads(subprocess.run(argv, check=True, capture_output=True, text=True, env=fresh).stdout)
     return peak, planned, used
 
 
@@ -48,9 +49,9 @@ needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason=
 
 @needs_proc
 def test_the_ceiling_holds_on_a_checkpoint_several_times_its_size(tmp_path) -> None:
-    src, ceiling = tmp_path / "source", 200 * MIB
+    src, ceiling = tmp_path / "source", 256 * MIB
     size = generator.write_checkpoint(
-        src, generator.MODELS["qwen3-30b-a3b"], "gptq", generator.Size(layers=2, experts=128, vocab=512)
+        src, generator.MODELS["qwen3-30b-a3b"], "gptq", generator.Size(layers=3, experts=128, vocab=512)
     )
     assert size > 3 * ceiling
     peak, planned, workers = measure(src, tmp_path / "out", "marlin-wna16/1", 8, ceiling)
