@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -107,7 +108,12 @@ class StoredProjection:
     def _group_index_is_plain(self, stored: Stored, part: str) -> bool:
         if part not in stored:
             return True
-        return bool((stored[part].view(np.int32) == np.arange(self.spec.k) // self.spec.group_size).all())
+        return bool((stored[part].view(np.int32) == self._plain_group_index).all())
+
+    @cached_property
+    def _plain_group_index(self) -> Array:
+        """int32 `[K]`, the same for every expert."""
+        return (np.arange(self.spec.k) // self.spec.group_size).astype(np.int32)
 
 
 class _PackedZeros(StoredProjection):
