@@ -10,7 +10,7 @@ import typer
 
 from moeq.cli import options, shares
 from moeq.cli.out import Output
-from moeq.cli.plan import AllowLossyOption, LayoutOption, MaxMemoryOption, SkipUnfitOption, WorkersOption, render_needs
+from moeq.cli.plan import render_needs
 from moeq.cli.push import BaseModelOption, PublicOption, open_push, push_conversion
 from moeq.cli.push import document as pushed_document
 from moeq.cli.push import render as render_pushed
@@ -36,17 +36,17 @@ def command(
     backend: options.BackendOption = None,
     engine: options.EngineOption = None,
     deploy: options.DeployOption = None,
-    layout: LayoutOption = None,
-    skip_unfit: SkipUnfitOption = False,
-    allow_lossy: AllowLossyOption = False,
+    layout: options.LayoutOption = None,
+    skip_unfit: options.SkipUnfitOption = False,
+    allow_lossy: options.AllowLossyOption = False,
     revision: options.RevisionOption = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier conversion at DST.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; write nothing.")] = False,
     plan: Annotated[
         Path | None, typer.Option("--plan", metavar="FILE", help="Do what `moeq plan -o FILE` said, or refuse.")
     ] = None,
-    workers: WorkersOption = None,
-    max_memory: MaxMemoryOption = None,
+    workers: options.WorkersOption = None,
+    max_memory: options.MaxMemoryOption = None,
     shard: shares.ShardOption = None,
     executor: shares.ExecutorOption = "local",
     ray_address: shares.RayAddressOption = None,
@@ -56,10 +56,8 @@ def command(
     ] = None,
     public: PublicOption = False,
     base_model: BaseModelOption = None,
-    events: Annotated[
-        Path | None, typer.Option("--events", metavar="FILE", help="Append what happens to FILE, as JSON lines.")
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    events: options.EventsOption = None,
+    quiet: options.QuietOption = False,
     json: options.JsonOption = False,
 ) -> None:
     """Repack expert weights into a backend's kernel layout, offline, on a CPU."""

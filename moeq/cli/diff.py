@@ -26,10 +26,8 @@ def command(
     experts_only: Annotated[
         bool, typer.Option("--experts-only", help="Leave out everything that is not a routed expert.")
     ] = False,
-    workers: Annotated[
-        int | None, typer.Option("--workers", min=1, help="Threads (default: the cores, at most 8).")
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    workers: options.WorkersOption = None,
+    quiet: options.QuietOption = False,
     json: options.JsonOption = False,
 ) -> None:
     """Compare experts by dequantised values, whatever their packing. Exit 0: equal, 1: different."""

@@ -15,13 +15,9 @@ def command(
     ctx: typer.Context,
     dst: Annotated[Path, typer.Argument(metavar="DST", help="The folder that the shares were to create.")],
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier conversion at DST.")] = False,
-    workers: Annotated[
-        int | None, typer.Option("--workers", min=1, help="Threads (default: the cores, at most 8).")
-    ] = None,
-    events: Annotated[
-        Path | None, typer.Option("--events", metavar="FILE", help="Append what happens to FILE, as JSON lines.")
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    workers: options.WorkersOption = None,
+    events: options.EventsOption = None,
+    quiet: options.QuietOption = False,
     json: options.JsonOption = False,
 ) -> None:
     """Check that all shares are there and agree, then publish. Options are those that the shares were given."""

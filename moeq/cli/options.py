@@ -14,6 +14,28 @@ DEPLOY = "Deployment"
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead of text.")]
 RevisionOption = Annotated[str | None, typer.Option("--revision", help="Hub revision: branch, tag or commit.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+WorkersOption = Annotated[int | None, typer.Option("--workers", min=1, help="Threads (default: the cores, at most 8).")]
+EventsOption = Annotated[
+    Path | None, typer.Option("--events", metavar="FILE", help="Append what happens to FILE, as JSON lines.")
+]
+
+# What decides a conversion beside the deployment, for `plan` and `convert`.
+MaxMemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--max-memory", metavar="SIZE", help="Never use more: 8GiB, 500MB. Lowers the workers (default: 1GiB, softly)."
+    ),
+]
+LayoutOption = Annotated[
+    str | None, typer.Option("--layout", help="Force a layout by id; it still has to fit (default: the backend's).")
+]
+SkipUnfitOption = Annotated[
+    bool, typer.Option("--skip-unfit", help="Copy layers that cannot be converted instead of refusing.")
+]
+AllowLossyOption = Annotated[
+    bool, typer.Option("--allow-lossy", help="Allow layouts that change stored numbers; they are counted.")
+]
 
 GpuOption = Annotated[
     str | None,

@@ -30,7 +30,7 @@ def command(
     ] = None,
     tp: Annotated[int, typer.Option("--tp", min=1, help="For a source: tensor-parallel size.")] = 1,
     experts: Annotated[int, typer.Option("--experts", min=1, help="Experts per layer, spread over the layer.")] = 2,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    quiet: options.QuietOption = False,
     json: options.JsonOption = False,
 ) -> None:
     """Run vLLM's own CPU-runnable packing on sampled experts. Exit 0: bit-equal, 1: different, 3: no vLLM here."""

@@ -17,23 +17,6 @@ if TYPE_CHECKING:
     from moeq.pipeline.plan import Plan
     from moeq.pipeline.plan_document import Needs
 
-MaxMemoryOption = Annotated[
-    str | None,
-    typer.Option(
-        "--max-memory", metavar="SIZE", help="Never use more: 8GiB, 500MB. Lowers the workers (default: 1GiB, softly)."
-    ),
-]
-LayoutOption = Annotated[
-    str | None, typer.Option("--layout", help="Force a layout by id; it still has to fit (default: the backend's).")
-]
-SkipUnfitOption = Annotated[
-    bool, typer.Option("--skip-unfit", help="Copy layers that cannot be converted instead of refusing.")
-]
-AllowLossyOption = Annotated[
-    bool, typer.Option("--allow-lossy", help="Allow layouts that change stored numbers; they are counted.")
-]
-WorkersOption = Annotated[int | None, typer.Option("--workers", min=1, help="Threads (default: the cores, at most 8).")]
-
 
 def command(
     ctx: typer.Context,
@@ -47,12 +30,12 @@ def command(
     backend: options.BackendOption = None,
     engine: options.EngineOption = None,
     deploy: options.DeployOption = None,
-    layout: LayoutOption = None,
-    skip_unfit: SkipUnfitOption = False,
-    allow_lossy: AllowLossyOption = False,
+    layout: options.LayoutOption = None,
+    skip_unfit: options.SkipUnfitOption = False,
+    allow_lossy: options.AllowLossyOption = False,
     revision: options.RevisionOption = None,
-    workers: WorkersOption = None,
-    max_memory: MaxMemoryOption = None,
+    workers: options.WorkersOption = None,
+    max_memory: options.MaxMemoryOption = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan here, as JSON.")
     ] = None,

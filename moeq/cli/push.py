@@ -33,7 +33,7 @@ def command(
     repo: Annotated[str, typer.Argument(metavar="ORG/NAME", help="Repository; created where it does not exist.")],
     public: PublicOption = False,
     base_model: BaseModelOption = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    quiet: options.QuietOption = False,
     json: options.JsonOption = False,
 ) -> None:
     """Upload a conversion to the Hub, with a model card. One commit; a failed push goes on where it was."""

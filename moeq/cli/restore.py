@@ -20,7 +20,7 @@ def command(
     ctx: typer.Context,
     dst: Annotated[str, typer.Argument(metavar="DST", help="Output of `moeq convert`.")],
     out_folder: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create.")],
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    quiet: options.QuietOption = False,
     json: options.JsonOption = False,
 ) -> None:
     """Rebuild the source checkpoint, file by file and byte by byte."""

@@ -47,7 +47,7 @@ def command(
     ] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Also write a self-contained HTML report.")] = None,
     junit: Annotated[Path | None, typer.Option("--junit", help="Also write JUnit XML for CI.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    quiet: options.QuietOption = False,
     json: options.JsonOption = False,
 ) -> None:
     """Run fused kernels on converted weights against a float32 reference on the source's."""

@@ -29,7 +29,7 @@ def command(
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the damaged places.")] = 0,
     device: Annotated[str, typer.Option("--device", help="auto, cuda, or cpu (Triton's interpreter).")] = "auto",
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    quiet: options.QuietOption = False,
     json: options.JsonOption = False,
 ) -> None:
     """Check the checker: damages are done in memory, no file of DST is touched."""

@@ -26,10 +26,8 @@ def command(
         str | None, typer.Option("--source", help="Also compare with the checkpoint it came from.")
     ] = None,
     revision: options.RevisionOption = None,
-    workers: Annotated[
-        int | None, typer.Option("--workers", min=1, help="Threads (default: the cores, at most 8).")
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    workers: options.WorkersOption = None,
+    quiet: options.QuietOption = False,
     json: options.JsonOption = False,
 ) -> None:
     """Recompute the digest of every expert; with --source compare everything else too. Exit 1: something differs."""
