@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from bench.peers import evaluate, shapes
-from bench.peers.conduct import Options, Run, Seat, conduct, jobs, warm
+from bench.peers.conduct import Lane, Options, Run, Seat, conduct, jobs, warm
 from bench.peers.contenders import BY_FORMAT, CONTENDERS
 from bench.peers.contenders.ours import Ours
 from bench.peers.evaluate import TARGETS, judge, merge, scores, time_of
@@ -106,9 +106,9 @@ class TestProcesses:
         monkeypatch.setenv("PYTHONPATH", str(ROOT / "kernels"))
 
     def test_a_run_without_gpu_says_what_failed_and_what_is_absent(self, tmp_path: Path) -> None:
-        seats = {name: Seat(name, tmp_path / "log") for name in ("moeq", "marlin")}
+        lane = Lane({name: Seat(name, tmp_path / "log") for name in ("moeq", "marlin")})
         saved: list[int] = []
-        run = Run(Options(60.0, (1, 8), rounds=1), seats, lambda found: saved.append(len(found.cells)))
+        run = Run(Options(60.0, (1, 8), rounds=1), [lane], lambda found: saved.append(len(found.cells)))
         conduct([Group("int4", "qwen3-30b-a3b"), Group("w8a8", "qwen3-30b-a3b")], run)
         assert saved == [2, 4]
         rows = run.cells[0]["contenders"]
@@ -119,8 +119,18 @@ class TestProcesses:
         assert "vllm" in absent["reason"].lower()
         assert "marlin" not in run.cells[2]["contenders"]  # it does not know W8A8
 
+    def test_gpus_share_the_groups(self, tmp_path: Path) -> None:
+        """Every group once; a lane's processes see its GPU only."""
+        lanes = [Lane({"moeq": Seat("moeq", tmp_path / "log", gpu)}, gpu) for gpu in ("none-a", "none-b")]
+        run = Run(Options(60.0, (1,), rounds=1), lanes, lambda found: None)
+        groups = [Group("int4", "qwen3-30b-a3b"), Group("w8a8", "qwen3-30b-a3b"), Group("mxfp4", "qwen3-30b-a3b")]
+        conduct(groups, run)
+        assert sorted(row["format"] for row in run.cells) == ["int4", "mxfp4", "w8a8"]
+        assert {row["gpu"] for row in run.cells} <= {"none-a", "none-b"}
+        assert run.left_out == []
+
     def test_no_time_is_said(self, tmp_path: Path) -> None:
-        run = Run(Options(0.0, (1, 8)), {"moeq": Seat("moeq", None)}, lambda found: None)
+        run = Run(Options(0.0, (1, 8)), [Lane({"moeq": Seat("moeq", None)})], lambda found: None)
         conduct([Group("int4", "qwen3-30b-a3b")], run)
         assert run.cells == []
         assert run.left_out == [{"format": "int4", "shape": "qwen3-30b-a3b", "tokens": [1, 8], "reason": "time"}]
@@ -152,12 +162,13 @@ def cell(fmt: str, shape: str, tokens: int, **times: float) -> dict[str, Any]:
         "floor_us": least.time,
         "memory_floor_us": least.memory,
         "compute_floor_us": least.compute,
+        "peak_tflops": 800.0,
         "contenders": rows,
     }
 
 
 def document(*cells: dict[str, Any]) -> dict[str, Any]:
-    return {"device": "a GPU", "date": "2026-11-21", "peak": {"bf16_tflops": 800.0}, "cells": list(cells)}
+    return {"device": "a GPU", "date": "2026-11-21", "cells": list(cells)}
 
 
 def verdict(wanted: str, run: dict[str, Any], regime: str = "int4") -> evaluate.Verdict:
@@ -203,7 +214,7 @@ class TestVerdicts:
         prefill = cell("int4", "mixtral-8x7b", 4096, moeq=3653 * 790 / 800 / 0.75)
         assert verdict("must: 70 % of the bf16 peak", document(prefill)).reached is True
         assert verdict("aim: 78 % of the bf16 peak", document(prefill)).reached is False
-        assert verdict("must: 70 % of the bf16 peak", {**document(prefill), "peak": {}}).reached is None
+        assert verdict("must: 70 % of the bf16 peak", document({**prefill, "peak_tflops": None})).reached is None
 
     def test_both_ways_into_triton_kernels_count_as_one_peer(self) -> None:
         one = cell("mxfp4", "gpt-oss-20b", 8, moeq=100, triton_kernels_own_routing=90)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -18,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.peers.conduct import Options, Run, Seat, conduct, jobs, warm
+from bench.peers.conduct import Lane, Options, Run, Seat, conduct, jobs, warm
 from bench.peers.contenders import BY_FORMAT, CONTENDERS
 from bench.peers.evaluate import merge
 from bench.peers.report import markdown, picture
@@ -26,27 +27,29 @@ from bench.peers.shapes import GROUPS, TOKENS
 
 
 class Clocks:
-    """The GPU's clock, power and temperature, read once a second while the run goes on."""
+    """The GPUs' clocks, power and temperature, read once a second while the run goes on."""
 
     QUERY = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
 
-    def __init__(self) -> None:
+    def __init__(self, gpus: list[str]) -> None:
+        self.gpus = gpus
         self.rows: list[list[float]] = []
-        self.driver = self._ask("driver_version")
+        self.driver = next(iter(self._ask("driver_version")), "")
         threading.Thread(target=self._watch, daemon=True).start()
 
-    @staticmethod
-    def _ask(query: str) -> str:
-        command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", "--id=0"]
+    def _ask(self, query: str) -> list[str]:
+        """A line for each GPU."""
+        command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", f"--id={','.join(self.gpus)}"]
         try:
-            return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+            answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
         except (OSError, subprocess.SubprocessError):
-            return ""
+            return []
+        return answer.strip().splitlines()
 
     def _watch(self) -> None:
-        while row := self._ask(self.QUERY):
+        while rows := self._ask(self.QUERY):
             try:
-                self.rows.append([float(part) for part in row.split(",")])
+                self.rows += [[float(part) for part in row.split(",")] for row in rows]
             except ValueError:
                 return
             time.sleep(1)
@@ -66,7 +69,7 @@ def document(run: Run, clocks: Clocks) -> dict[str, Any]:
     import torch
 
     return {
-        "schema": "moeq-kernels.peers/1",
+        "schema": "moeq-kernels.peers/2",
         "date": time.strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
         "driver": clocks.driver,
@@ -75,8 +78,8 @@ def document(run: Run, clocks: Clocks) -> dict[str, Any]:
         "side_by_side": "one run",
         "rounds": run.options.rounds,
         "milliseconds": run.options.milliseconds,
-        "contenders": {name: {"versions": s.versions, "absent": s.absent} for name, s in run.seats.items()},
-        "peak": run.peak,
+        "contenders": {n: {"versions": s.versions, "absent": s.absent} for n, s in run.lanes[0].seats.items()},
+        "peaks": {lane.gpu: lane.peak for lane in run.lanes},
         "clocks": clocks.summary(),
         "seconds": round(time.monotonic() - run.began, 1),
         "left_out": run.left_out,
@@ -102,17 +105,18 @@ def run(given: argparse.Namespace) -> int:
     log = given.out / "contenders.log"
     skip = frozenset(tuple(pair.split(":", 1)) for pair in given.skip.split(",") if pair)
     options = Options(given.seconds, tokens, given.rounds, given.milliseconds, log, skip)
-    clocks = Clocks()
+    gpus = given.gpus.split(",")
+    clocks = Clocks(gpus)
     begin = time.monotonic()
     if given.warm:
         work = jobs(groups, [name for name in names if name in given.warm_only.split(",")], options)
-        for reason in warm(work, given.warm, given.warm_seconds, log):
+        for reason in warm(work, given.warm, given.warm_seconds, log, gpus):
             print("warming up:", reason, flush=True)
         print(f"warmed up in {time.monotonic() - begin:.0f} s", flush=True)
     if not given.only_warm:
         left = replace(options, seconds=given.seconds - (time.monotonic() - begin))
-        seats = {name: Seat(name, log) for name in names}
-        conduct(groups, Run(left, seats, lambda found: write(document(found, clocks), given.out)))
+        lanes = [Lane({name: Seat(name, log, gpu) for name in names}, gpu) for gpu in gpus]
+        conduct(groups, Run(left, lanes, lambda found: write(document(found, clocks), given.out)))
     return 0
 
 
@@ -131,6 +135,11 @@ def main() -> int:
     timing.set_defaults(call=run)
     timing.add_argument("--out", type=Path, required=True, help="folder for peers.json, .md, .svg")
     timing.add_argument("--seconds", type=float, default=600, help="spent on the most telling groups and cells first")
+    timing.add_argument(
+        "--gpus",
+        default=os.environ.get("CUDA_VISIBLE_DEVICES", "0"),
+        help="as CUDA_VISIBLE_DEVICES; several share the groups",
+    )
     timing.add_argument("--formats", default=",".join(BY_FORMAT))
     timing.add_argument("--shapes", default=",".join(dict.fromkeys(group.shape for group in GROUPS)))
     timing.add_argument("--tokens", default=",".join(map(str, TOKENS)))

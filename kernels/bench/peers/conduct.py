@@ -2,18 +2,20 @@
 
 For a group (a format at a shape) all contenders set up; for a token count each is compared with the reference, those
 that are right capture their calls, and then they replay in turns, several rounds, every second one in reverse order.
+Several GPUs share the groups: a group is whole on one of them.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import queue
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
@@ -30,10 +32,13 @@ Document = dict[str, Any]
 
 
 class Seat:
-    """A contender's process. `gone` says why there is none, for good or until the next group."""
+    """A contender's process on a GPU. `gone` says why there is none, for good or until the next group.
 
-    def __init__(self, name: str, log: Path | None) -> None:
-        self.name, self.log = name, log
+    gpu: as `CUDA_VISIBLE_DEVICES` names it; None leaves that variable as it is.
+    """
+
+    def __init__(self, name: str, log: Path | None, gpu: str | None = None) -> None:
+        self.name, self.log, self.gpu = name, log, gpu
         self.versions: dict[str, str] = {}
         self.absent: str | None = None
         self.gone: str | None = "not started"
@@ -45,8 +50,9 @@ class Seat:
             return
         command = [sys.executable, "-m", "bench.peers.worker", self.name]
         errors = self.log.open("ab") if self.log else subprocess.DEVNULL
+        environment = os.environ | ({} if self.gpu is None else {"CUDA_VISIBLE_DEVICES": self.gpu})
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
         )
         self.lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, args=(self.process, self.lines), daemon=True).start()
@@ -131,16 +137,25 @@ def contenders_of(group: Group, names: Iterable[str], skip: frozenset[tuple[str,
 
 
 @dataclass
+class Lane:
+    """A GPU: a process on it for every contender, and what it reaches (`Worker.peak`)."""
+
+    seats: dict[str, Seat]
+    gpu: str = ""
+    peak: Document = field(default_factory=dict)
+
+
+@dataclass
 class Run:
-    """What has been found so far; `save` is called after every group."""
+    """What has been found so far; `save` is called after every group, by one lane at a time."""
 
     options: Options
-    seats: dict[str, Seat]
+    lanes: list[Lane]
     save: Callable[[Run], None]
     cells: list[Document] = field(default_factory=list)
     left_out: list[Document] = field(default_factory=list)
-    peak: Document = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def remaining(self) -> float:
@@ -157,22 +172,35 @@ def together(seats: Iterable[Seat], action: Callable[[Seat], Any]) -> dict[str, 
 
 def conduct(groups: list[Group], run: Run) -> None:
     """All groups, as far as the time reaches; each may take somewhat more than its even share of what is left."""
-    together(run.seats.values(), Seat.start)
-    for seat in run.seats.values():
-        print(f"{seat.name:28s} {seat.gone or seat.versions}", flush=True)
-    if "moeq" in run.seats:
-        run.peak = run.seats["moeq"].order("peak").get("ok", {})
-        print("peak", run.peak, flush=True)
-    for number, group in enumerate(groups):
-        share = min(run.remaining, 1.4 * run.remaining / (len(groups) - number))
-        one_group(group, run, time.monotonic() + share)
-        run.save(run)
-    together(run.seats.values(), Seat.stop)
+    waiting = list(groups)
+    with ThreadPoolExecutor(len(run.lanes)) as pool:
+        for lane in [pool.submit(_lane, lane, waiting, run) for lane in run.lanes]:
+            lane.result()
 
 
-def one_group(group: Group, run: Run, deadline: float) -> None:
+def _lane(lane: Lane, waiting: list[Group], run: Run) -> None:
+    """What one GPU does: groups, as long as some are waiting."""
+    together(lane.seats.values(), Seat.start)
+    for seat in lane.seats.values():
+        print(f"{lane.gpu} {seat.name:28s} {seat.gone or seat.versions}", flush=True)
+    if "moeq" in lane.seats:
+        lane.peak = lane.seats["moeq"].order("peak").get("ok", {})
+        print(lane.gpu, "peak", lane.peak, flush=True)
+    while True:
+        with run.lock:
+            if not waiting:
+                break
+            share = min(run.remaining, 1.4 * run.remaining * len(run.lanes) / len(waiting))
+            group = waiting.pop(0)
+        one_group(group, lane, run, time.monotonic() + share)
+        with run.lock:
+            run.save(run)
+    together(lane.seats.values(), Seat.stop)
+
+
+def one_group(group: Group, lane: Lane, run: Run, deadline: float) -> None:
     """A format at a shape."""
-    seats = [run.seats[name] for name in contenders_of(group, run.seats, run.options.skip)]
+    seats = [lane.seats[name] for name in contenders_of(group, lane.seats, run.options.skip)]
     together(seats, Seat.start)
     if time.monotonic() > deadline:
         run.left_out.append({**asdict(group), "tokens": list(run.options.tokens), "reason": "time"})
@@ -188,7 +216,7 @@ def one_group(group: Group, run: Run, deadline: float) -> None:
             print(f"{group.format} {group.shape}: no time for {rest}", flush=True)
             break
         cell = one_cell(group, tokens, seats, opened, run.options)
-        run.cells.append(cell)
+        run.cells.append(cell | {"gpu": lane.gpu, "peak_tflops": lane.peak.get("bf16_tflops")})
         print(line(cell), flush=True)
     together(seats, lambda seat: seat.order("close"))
 
@@ -281,12 +309,15 @@ def jobs(groups: list[Group], names: list[str], options: Options) -> list[Job]:
     return [job for both in zip_longest(ours, peers) for job in both if job]
 
 
-def warm(work: list[Job], processes: int, seconds: float, log: Path | None) -> list[str]:
+def warm(
+    work: list[Job], processes: int, seconds: float, log: Path | None, gpus: Sequence[str | None] = (None,)
+) -> list[str]:
     """Have everything compiled, in parallel processes, so that it does not happen between timings. What failed."""
     deadline = time.monotonic() + seconds
 
-    def one(job: Job) -> list[str]:
-        seat, failed = Seat(job.name, log), []
+    def one(numbered: tuple[int, Job]) -> list[str]:
+        number, job = numbered
+        seat, failed = Seat(job.name, log, gpus[number % len(gpus)]), []
         seat.start()
         for group in job.groups:
             answer = seat.order("open", **asdict(group))
@@ -301,4 +332,4 @@ def warm(work: list[Job], processes: int, seconds: float, log: Path | None) -> l
         return failed
 
     with ThreadPoolExecutor(processes) as pool:
-        return [reason for failed in pool.map(one, work) for reason in failed]
+        return [reason for failed in pool.map(one, enumerate(work)) for reason in failed]

@@ -103,8 +103,8 @@ def of_floor(cell: Cell, run: dict[str, Any]) -> float | None:
 
 
 def of_peak(cell: Cell, run: dict[str, Any]) -> float | None:
-    """Rate over the bf16 rate of this GPU, as measured in the run."""
-    ours, peak = time_of(cell, OURS), run.get("peak", {}).get("bf16_tflops")
+    """Rate over the bf16 rate of the cell's GPU, as measured in the run."""
+    ours, peak = time_of(cell, OURS), cell.get("peak_tflops")
     if ours is None or not peak:
         return None
     return operations(SHAPES[cell["shape"]], cell["tokens"]) / ours / 1e6 / peak
