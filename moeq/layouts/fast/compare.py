@@ -7,6 +7,9 @@ from typing import Any
 import numpy as np
 from numba import njit, uint64
 
+from moeq.layouts.fast.transpose import SIDE, load_turned
+from moeq.layouts.fast.vectors import LANES, is_zero, load, zeros
+
 Array = np.ndarray[Any, Any]
 
 
@@ -21,14 +24,13 @@ def same(left: Array, right: Array, row: int = 0) -> bool:
     if left.dtype != right.dtype or left.shape[1:] != right.shape[1:] or row + len(right) > len(left):
         return False
     if left.flags.f_contiguous and not left.flags.c_contiguous:
-        return not _columns(left.T, row, right)
+        return not (_word_columns if left.itemsize == 4 else _columns)(left.T, row, right)
     rows = left[row : row + len(right)]
-    if not rows.flags.c_contiguous:
-        return not _rows(rows, right)
-    first, second = rows.reshape(-1).view(np.uint8), right.reshape(-1).view(np.uint8)
-    whole = len(first) // 8 * 8
-    tail = first[whole:].tobytes() == second[whole:].tobytes()
-    return tail and not _flat(first[:whole].view(np.uint64), second[:whole].view(np.uint64))
+    if rows.strides[1] != rows.itemsize:
+        return not _elements(rows, right)
+    if rows.flags.c_contiguous:
+        rows, right = rows.reshape(1, -1), right.reshape(1, -1)
+    return not _octets(rows.view(np.uint8), right.view(np.uint8))
 
 
 def any_all_ones(words: Array, mask: int) -> bool:
@@ -43,15 +45,20 @@ def all_between(words: Array, low: int, high: int) -> bool:
 
 
 @njit(cache=True, nogil=True, boundscheck=False)
-def _flat(left, right):  # type: ignore[no-untyped-def]
-    found = uint64(0)
-    for i in range(len(left)):
-        found |= left[i] ^ right[i]
-    return found != 0
+def _octets(left, right):  # type: ignore[no-untyped-def]
+    """Rows of bytes that are contiguous each."""
+    found, odd = zeros(), 0
+    whole = right.shape[1] // 64 * 64
+    for n in range(right.shape[0]):
+        for k in range(0, whole, 64):
+            found = found | (load(left[n], k) ^ load(right[n], k))
+        for k in range(whole, right.shape[1]):
+            odd |= left[n, k] ^ right[n, k]
+    return odd != 0 or not is_zero(found)
 
 
 @njit(cache=True, nogil=True, boundscheck=False)
-def _rows(left, right):  # type: ignore[no-untyped-def]
+def _elements(left, right):  # type: ignore[no-untyped-def]
     found = uint64(0)
     for n in range(right.shape[0]):
         for k in range(right.shape[1]):
@@ -60,13 +67,27 @@ def _rows(left, right):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True, boundscheck=False)
+def _word_columns(columns, first, rows):  # type: ignore[no-untyped-def]
+    """The transpose of a matrix of 32-bit words."""
+    found = zeros()
+    whole_n, whole_k = rows.shape[0] // SIDE * SIDE, rows.shape[1] // SIDE * SIDE
+    for n in range(0, whole_n, SIDE):
+        for k in range(0, whole_k, SIDE):
+            low, high = load_turned(columns, first + n, k)
+            for i in range(LANES):
+                found = found | (low[i] ^ load(rows[n + i], k)) | (high[i] ^ load(rows[n + LANES + i], k))
+    rest = _columns(columns[whole_k:], first, rows[:, whole_k:])
+    return rest or _columns(columns[:whole_k], first + whole_n, rows[whole_n:, :whole_k]) or not is_zero(found)
+
+
+@njit(cache=True, nogil=True, boundscheck=False)
 def _columns(columns, first, rows):  # type: ignore[no-untyped-def]
-    """The same of a transpose, in squares that stay in the first-level cache."""
+    """A transpose, in squares that stay in the first-level cache."""
     found = uint64(0)
-    for n in range(0, rows.shape[0], 16):
-        for k in range(0, rows.shape[1], 16):
-            for j in range(k, min(k + 16, rows.shape[1])):
-                column = columns[j, first + n : first + min(n + 16, rows.shape[0])]
+    for n in range(0, rows.shape[0], SIDE):
+        for k in range(0, rows.shape[1], SIDE):
+            for j in range(k, min(k + SIDE, rows.shape[1])):
+                column = columns[j, first + n : first + min(n + SIDE, rows.shape[0])]
                 for i in range(len(column)):
                     found |= uint64(column[i] ^ rows[n + i, j])
     return found != 0

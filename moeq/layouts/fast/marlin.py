@@ -2,13 +2,13 @@
 
 A row of codes is stored as it is hashed: two 4-bit codes to a byte, the even column low, or one 8-bit code to a byte.
 Eight bytes of a row are one 64-bit word here, so a word holds 16 codes of 4 bits or 8 of 8 bits. A tile is 16 columns
-by 64 rows: 64 such words (two sets of 64 for 8 bits) become 64 (128) 64-bit words of the packed matrix by a 4 x 4
-transposition of bytes, two rows 16 apart (8 apart for 8 bits) at a time. Rows are read and written sixteen words at a
-time, all rows before the next sixteen, so that packed rows of tiles grow side by side (a whole row of tiles is longer
-than a page, and jumping from one to the next was half as fast). What lies in between stays in the first-level cache.
+by 64 rows: 64 such words (two sets of 64 for 8 bits) become 64 (128) 64-bit words of the packed matrix. Rows r, r + 8,
+r + 16, ... of a tile end up together, so its words are transposed, eight by eight; what is left is an order of bytes.
 
-GPTQ stores the transpose, `[K / 8, N]` (8 bits: `[K / 4, N]`): it is read as it lies, which is faster still. Unpacking
-is the inverse map written on its own, so that comparing its result with the source tells more than packing twice would.
+Rows are read and written a cache line at a time, all rows before the next line, so that packed rows of tiles grow side
+by side (a whole row of tiles is longer than a page, and jumping from one to the next was half as fast). GPTQ stores the
+transpose, `[K / 8, N]` (8 bits: `[K / 4, N]`): it is read as it lies, which is faster still. Unpacking is the inverse
+map written on its own, so that comparing its result with the source tells more than packing twice would.
 
 Equal bit for bit to packing from codes by `moeq.layouts.marlin.WEIGHT` (tested).
 """
@@ -18,20 +18,28 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, uint64
+from numba import njit
+
+from moeq.layouts.fast.vectors import (
+    LANES,
+    load,
+    load_square,
+    pick_bytes,
+    store,
+    store_each,
+    transposed,
+    zip_high,
+    zip_low,
+)
 
 Words = np.ndarray[Any, np.dtype[np.uint32]]
 
 _LOW, _HIGH = np.uint64(0x00000000FFFFFFFF), np.uint64(0xFFFFFFFF00000000)
 _EVEN, _ODD = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(0xF0F0F0F0F0F0F0F0)
-_HALF, _UPPER_HALF = np.uint64(0x0000FFFF0000FFFF), np.uint64(0xFFFF0000FFFF0000)
-_BYTE, _UPPER_BYTE = np.uint64(0x00FF00FF00FF00FF), np.uint64(0xFF00FF00FF00FF00)
-_FIRST, _SECOND = np.uint64(0x000000FF000000FF), np.uint64(0x0000FF000000FF00)
-_THIRD, _FOURTH = np.uint64(0x00FF000000FF0000), np.uint64(0xFF000000FF000000)
-_4, _8, _16, _32 = np.uint64(4), np.uint64(8), np.uint64(16), np.uint64(32)
+_4, _32 = np.uint64(4), np.uint64(32)
 
-#: Rows of a tile, and 64-bit words of a row that are handled together (two cache lines).
-ROWS, LINE = 64, 16
+#: Rows of a tile.
+ROWS = 64
 
 
 def pack(words: Words, bits: int, out: Words, row: int = 0) -> None:
@@ -56,122 +64,199 @@ def unpack(packed: Words, bits: int, out: Words, row: int = 0) -> None:
     (_unpack4 if bits == 4 else _unpack8)(packed.view(np.uint64), row, out.view(np.uint64))
 
 
-@njit(cache=True, nogil=True, boundscheck=False, inline="always")
-def _transposed(a, b, c, d):  # type: ignore[no-untyped-def]
-    """Four words of bytes -> four words: of the first bytes, the second, ... (for each 32-bit half of a word alone)."""
-    ac_low, ac_high = (a & _HALF) | ((c & _HALF) << _16), ((a >> _16) & _HALF) | (c & _UPPER_HALF)
-    bd_low, bd_high = (b & _HALF) | ((d & _HALF) << _16), ((b >> _16) & _HALF) | (d & _UPPER_HALF)
-    first, second = (ac_low & _BYTE) | ((bd_low & _BYTE) << _8), ((ac_low >> _8) & _BYTE) | (bd_low & _UPPER_BYTE)
-    third, fourth = (ac_high & _BYTE) | ((bd_high & _BYTE) << _8), ((ac_high >> _8) & _BYTE) | (bd_high & _UPPER_BYTE)
-    return first, second, third, fourth
+# A block: words of 64 rows, those of a column together.
 
 
-@njit(cache=True, nogil=True, boundscheck=False, inline="always")
+@njit(cache=True, nogil=True, boundscheck=False)
+def _take_rows(rows, n, k, count, block):  # type: ignore[no-untyped-def]
+    """Columns k to k + count of 64 rows."""
+    for j in range(0, ROWS, LANES):
+        if count == LANES:
+            store_each(block, 0, j, load_square(rows, n + j, k))
+        else:
+            for i in range(count):
+                for lane in range(j, j + LANES):
+                    block[i, lane] = rows[n + lane, k + i]
+
+
+@njit(cache=True, nogil=True, boundscheck=False)
+def _put_rows(block, n, k, count, rows):  # type: ignore[no-untyped-def]
+    for j in range(0, ROWS, LANES):
+        if count == LANES:
+            store_each(rows, n + j, k, load_square(block, 0, j))
+        else:
+            for i in range(count):
+                for lane in range(j, j + LANES):
+                    rows[n + lane, k + i] = block[i, lane]
+
+
+@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
+def _take_columns(first, second, n, words):  # type: ignore[no-untyped-def]
+    """32-bit words of 64 rows, low and high."""
+    for j in range(0, ROWS, 2 * LANES):
+        low, high = load(first, n + j), load(second, n + j)
+        store(words, j, zip_low(low, high))
+        store(words, j + LANES, zip_high(low, high))
+
+
+# 4 bits. Word 8 r + 2 p + c of a packed tile holds bytes p and p + 4 of what is merged from rows 32 c + r and
+# 32 c + 16 + r (even codes, then odd ones: words 4 c and 4 c + 2 of a line) and from rows 8 further (4 c + 1, 4 c + 3).
+
+_deal4 = pick_bytes(
+    *(8 * (4 * c + q) + p + 4 * half for p in range(4) for c in range(2) for half in range(2) for q in range(4))
+)
+_gather4 = pick_bytes(
+    *(8 * (2 * (at % 4) + c) + 4 * (at // 4) + q for c in range(2) for q in range(4) for at in range(8))
+)
+
+
+@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
 def _merged(x, y):  # type: ignore[no-untyped-def]
     """Words of two rows -> their even and their odd columns: k in the low nibbles, k + 8 in the high ones."""
     first, second = (x & _LOW) | (y << _32), (x >> _32) | (y & _HIGH)
     return (first & _EVEN) | ((second & _EVEN) << _4), ((first >> _4) & _EVEN) | (second & _ODD)
 
 
-@njit(cache=True, nogil=True, boundscheck=False, inline="always")
-def _tile4(rows, out):  # type: ignore[no-untyped-def]
-    """One tile. Word 16 r + 4 p + c of the packed tile holds bytes p of columns 16 c + r and 16 c + 8 + r."""
-    for r in range(8):
-        for c in range(2):
-            n = 32 * c + r
-            even, odd = _merged(rows[n], rows[n + 16])
-            even_8, odd_8 = _merged(rows[n + 8], rows[n + 24])
-            w = 8 * r + c
-            out[w], out[w + 2], out[w + 4], out[w + 6] = _transposed(even, even_8, odd, odd_8)
+@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
+def _split(even, odd):  # type: ignore[no-untyped-def]
+    """The inverse: the words of both rows."""
+    first = (even & _EVEN) | ((odd & _EVEN) << _4)
+    second = ((even >> _4) & _EVEN) | (odd & _ODD)
+    return (first & _LOW) | (second << _32), (first >> _32) | (second & _HIGH)
+
+
+@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
+def _tile4(words, packed, at):  # type: ignore[no-untyped-def]
+    even_0, odd_0 = _merged(load(words, 0), load(words, 16))
+    even_8, odd_8 = _merged(load(words, 8), load(words, 24))
+    even_32, odd_32 = _merged(load(words, 32), load(words, 48))
+    even_40, odd_40 = _merged(load(words, 40), load(words, 56))
+    lines = transposed(even_0, even_8, odd_0, odd_8, even_32, even_40, odd_32, odd_40)
+    for r in range(LANES):
+        store(packed, at + LANES * r, _deal4(lines[r], lines[r]))
+
+
+@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
+def _words4(packed, at, words):  # type: ignore[no-untyped-def]
+    """The inverse of `_tile4`."""
+    a, b, c, d = load(packed, at), load(packed, at + 8), load(packed, at + 16), load(packed, at + 24)
+    e, f, g, h = load(packed, at + 32), load(packed, at + 40), load(packed, at + 48), load(packed, at + 56)
+    a, b, c, d = _gather4(a, a), _gather4(b, b), _gather4(c, c), _gather4(d, d)
+    e, f, g, h = _gather4(e, e), _gather4(f, f), _gather4(g, g), _gather4(h, h)
+    even_0, even_8, odd_0, odd_8, even_32, even_40, odd_32, odd_40 = transposed(a, b, c, d, e, f, g, h)
+    _store_two(words, 0, 16, _split(even_0, odd_0))
+    _store_two(words, 8, 24, _split(even_8, odd_8))
+    _store_two(words, 32, 48, _split(even_32, odd_32))
+    _store_two(words, 40, 56, _split(even_40, odd_40))
+
+
+@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
+def _store_two(words, first, second, vectors):  # type: ignore[no-untyped-def]
+    store(words, first, vectors[0])
+    store(words, second, vectors[1])
 
 
 @njit(cache=True, nogil=True, boundscheck=False)
 def _pack4_rows(rows, target, start):  # type: ignore[no-untyped-def]
-    block = np.empty((LINE, ROWS), np.uint64)
-    for k in range(0, rows.shape[1], LINE):
-        count = min(LINE, rows.shape[1] - k)
+    block = np.empty((LANES, ROWS), np.uint64)
+    for k in range(0, rows.shape[1], LANES):
+        count = min(LANES, rows.shape[1] - k)
         for n in range(0, rows.shape[0], ROWS):
-            for j in range(ROWS):
-                line = rows[n + j, k : k + count]
-                for i in range(count):
-                    block[i, j] = line[i]
+            _take_rows(rows, n, k, count, block)
             for i in range(count):
-                _tile4(block[i], target[k + i, start + n : start + n + ROWS])
+                _tile4(block[i], target[k + i], start + n)
 
 
 @njit(cache=True, nogil=True, boundscheck=False)
 def _pack4_columns(columns, target, start):  # type: ignore[no-untyped-def]
-    joined = np.empty(ROWS, np.uint64)
+    words = np.empty(ROWS, np.uint64)
     for i in range(columns.shape[0] // 2):
         for n in range(0, columns.shape[1], ROWS):
-            first, second = columns[2 * i, n : n + ROWS], columns[2 * i + 1, n : n + ROWS]
-            for j in range(ROWS):
-                joined[j] = uint64(first[j]) | (uint64(second[j]) << _32)
-            _tile4(joined, target[i, start + n : start + n + ROWS])
+            _take_columns(columns[2 * i], columns[2 * i + 1], n, words)
+            _tile4(words, target[i], start + n)
 
 
 @njit(cache=True, nogil=True, boundscheck=False)
 def _unpack4(packed, start, rows):  # type: ignore[no-untyped-def]
-    block = np.empty((ROWS, LINE), np.uint64)
-    for k in range(0, rows.shape[1], LINE):
-        count = min(LINE, rows.shape[1] - k)
+    block = np.empty((LANES, ROWS), np.uint64)
+    for k in range(0, rows.shape[1], LANES):
+        count = min(LANES, rows.shape[1] - k)
         for n in range(0, rows.shape[0], ROWS):
             for i in range(count):
-                tile = packed[k + i, start + n : start + n + ROWS]
-                for r in range(8):
-                    for c in range(2):
-                        w, j = 8 * r + c, 32 * c + r
-                        even, even_8, odd, odd_8 = _transposed(tile[w], tile[w + 2], tile[w + 4], tile[w + 6])
-                        _split4(even, odd, block, j, i)
-                        _split4(even_8, odd_8, block, j + 8, i)
-            for j in range(ROWS):
-                line, found = rows[n + j, k : k + count], block[j]
-                for i in range(count):
-                    line[i] = found[i]
+                _words4(packed[k + i], start + n, block[i])
+            _put_rows(block, n, k, count, rows)
 
 
-@njit(cache=True, nogil=True, boundscheck=False, inline="always")
-def _split4(even, odd, block, j, i):  # type: ignore[no-untyped-def]
-    """Merged even and odd nibbles of columns j and j + 16 -> their words of 16 codes."""
-    first = (even & _EVEN) | ((odd & _EVEN) << _4)
-    second = ((even >> _4) & _EVEN) | (odd & _ODD)
-    block[j, i] = (first & _LOW) | (second << _32)
-    block[j + 16, i] = (first >> _32) | (second & _HIGH)
+# 8 bits. Word 16 r + 4 p + c of a packed tile holds columns 2 p, 2 p + 8, 2 p + 1 and 2 p + 9 of row 16 c + r, and of
+# the row 8 further.
+
+_deal8_low, _deal8_high = (
+    pick_bytes(
+        *(
+            64 * (at % 2) + 8 * (2 * c + half) + 2 * p + at // 2
+            for p in pairs
+            for c in range(4)
+            for half in range(2)
+            for at in range(4)
+        )
+    )
+    for pairs in ((0, 1), (2, 3))
+)
+_gather8_low, _gather8_high = (
+    pick_bytes(
+        *(
+            8 * (8 * (k // 4) + 4 * (k // 2 % 2) + c) + 4 * half + 2 * (k % 2) + upper
+            for c in range(4)
+            for half in range(2)
+            for k in range(8)
+        )
+    )
+    for upper in range(2)
+)
 
 
-@njit(cache=True, nogil=True, boundscheck=False, inline="always")
-def _tile8(low, high, out):  # type: ignore[no-untyped-def]
-    """One tile of k 0 .. 7 (`low`) and 8 .. 15 (`high`): pair p of columns n and n + 8 in one word."""
-    for r in range(8):
-        for c in range(4):
-            n, w = 16 * c + r, 16 * r + c
-            p02, p13 = _woven(low[n], high[n])
-            p02_8, p13_8 = _woven(low[n + 8], high[n + 8])
-            out[w], out[w + 8] = (p02 & _LOW) | (p02_8 << _32), (p02 >> _32) | (p02_8 & _HIGH)
-            out[w + 4], out[w + 12] = (p13 & _LOW) | (p13_8 << _32), (p13 >> _32) | (p13_8 & _HIGH)
+@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
+def _square(words):  # type: ignore[no-untyped-def]
+    """The transpose of 64 words."""
+    first = load(words, 0), load(words, 8), load(words, 16), load(words, 24)
+    return transposed(*first, load(words, 32), load(words, 40), load(words, 48), load(words, 56))
 
 
-@njit(cache=True, nogil=True, boundscheck=False, inline="always")
-def _woven(x, y):  # type: ignore[no-untyped-def]
-    """Bytes k of x and k + 8 of y in turns: the words of pairs 0 and 2, and those of pairs 1 and 3."""
-    p02 = (x & _FIRST) | ((y & _FIRST) << _8) | ((x & _SECOND) << _8) | ((y & _SECOND) << _16)
-    p13 = ((x & _THIRD) >> _16) | ((y & _THIRD) >> _8) | ((x & _FOURTH) >> _8) | (y & _FOURTH)
-    return p02, p13
+@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
+def _tile8(low, high, packed, at):  # type: ignore[no-untyped-def]
+    """One tile of k 0 .. 7 (`low`) and 8 .. 15 (`high`)."""
+    lows, highs = _square(low), _square(high)
+    for r in range(LANES):
+        store(packed, at + 16 * r, _deal8_low(lows[r], highs[r]))
+        store(packed, at + 16 * r + LANES, _deal8_high(lows[r], highs[r]))
+
+
+@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
+def _words8(packed, at, scratch, low, high):  # type: ignore[no-untyped-def]
+    """The inverse of `_tile8`."""
+    for r in range(LANES):
+        first, second = load(packed, at + 16 * r), load(packed, at + 16 * r + LANES)
+        store(scratch[0], LANES * r, _gather8_low(first, second))
+        store(scratch[1], LANES * r, _gather8_high(first, second))
+    _store_square(low, _square(scratch[0]))
+    _store_square(high, _square(scratch[1]))
+
+
+@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
+def _store_square(words, vectors):  # type: ignore[no-untyped-def]
+    for i in range(LANES):
+        store(words, LANES * i, vectors[i])
 
 
 @njit(cache=True, nogil=True, boundscheck=False)
 def _pack8_rows(rows, target, start):  # type: ignore[no-untyped-def]
-    block = np.empty((LINE, ROWS), np.uint64)
-    for k in range(0, rows.shape[1], LINE):
-        count = min(LINE, rows.shape[1] - k)
+    block = np.empty((LANES, ROWS), np.uint64)
+    for k in range(0, rows.shape[1], LANES):
+        count = min(LANES, rows.shape[1] - k)
         for n in range(0, rows.shape[0], ROWS):
-            for j in range(ROWS):
-                line = rows[n + j, k : k + count]
-                for i in range(count):
-                    block[i, j] = line[i]
-            for i in range(count // 2):
-                out = target[k // 2 + i, 2 * (start + n) : 2 * (start + n + ROWS)]
-                _tile8(block[2 * i], block[2 * i + 1], out)
+            _take_rows(rows, n, k, count, block)
+            for i in range(0, count, 2):
+                _tile8(block[i], block[i + 1], target[(k + i) // 2], 2 * (start + n))
 
 
 @njit(cache=True, nogil=True, boundscheck=False)
@@ -179,41 +264,17 @@ def _pack8_columns(columns, target, start):  # type: ignore[no-untyped-def]
     low, high = np.empty(ROWS, np.uint64), np.empty(ROWS, np.uint64)
     for i in range(columns.shape[0] // 4):
         for n in range(0, columns.shape[1], ROWS):
-            a, b = columns[4 * i, n : n + ROWS], columns[4 * i + 1, n : n + ROWS]
-            c, d = columns[4 * i + 2, n : n + ROWS], columns[4 * i + 3, n : n + ROWS]
-            for j in range(ROWS):
-                low[j] = uint64(a[j]) | (uint64(b[j]) << _32)
-                high[j] = uint64(c[j]) | (uint64(d[j]) << _32)
-            _tile8(low, high, target[i, 2 * (start + n) : 2 * (start + n + ROWS)])
+            _take_columns(columns[4 * i], columns[4 * i + 1], n, low)
+            _take_columns(columns[4 * i + 2], columns[4 * i + 3], n, high)
+            _tile8(low, high, target[i], 2 * (start + n))
 
 
 @njit(cache=True, nogil=True, boundscheck=False)
 def _unpack8(packed, start, rows):  # type: ignore[no-untyped-def]
-    block = np.empty((ROWS, LINE), np.uint64)
-    for k in range(0, rows.shape[1], LINE):
-        count = min(LINE, rows.shape[1] - k)
+    block, scratch = np.empty((LANES, ROWS), np.uint64), np.empty((2, ROWS), np.uint64)
+    for k in range(0, rows.shape[1], LANES):
+        count = min(LANES, rows.shape[1] - k)
         for n in range(0, rows.shape[0], ROWS):
             for i in range(0, count, 2):
-                tile = packed[(k + i) // 2, 2 * (start + n) : 2 * (start + n + ROWS)]
-                for r in range(8):
-                    for c in range(4):
-                        w, j = 16 * r + c, 16 * c + r
-                        _split8(tile[w], tile[w + 4], tile[w + 8], tile[w + 12], block, j, i)
-            for j in range(ROWS):
-                line, found = rows[n + j, k : k + count], block[j]
-                for i in range(count):
-                    line[i] = found[i]
-
-
-@njit(cache=True, nogil=True, boundscheck=False, inline="always")
-def _split8(p0, p1, p2, p3, block, j, i):  # type: ignore[no-untyped-def]
-    """The four pairs of columns j and j + 8 -> their codes k 0 .. 7 (word i) and 8 .. 15 (word i + 1)."""
-    for column in range(2):
-        shift = uint64(32 * column)
-        a, b = (p0 >> shift) & _LOW, (p1 >> shift) & _LOW
-        c, d = (p2 >> shift) & _LOW, (p3 >> shift) & _LOW
-        even, odd = a | (c << _32), b | (d << _32)
-        # Bytes of `even`: k 0, 8, 1, 9 of its half; of `odd`: k 2, 10, 3, 11.
-        low = (even & _FIRST) | ((even & _THIRD) >> _8) | ((odd & _FIRST) << _16) | ((odd & _THIRD) << _8)
-        high = ((even & _SECOND) >> _8) | ((even & _FOURTH) >> _16) | ((odd & _SECOND) << _8) | (odd & _FOURTH)
-        block[j + 8 * column, i], block[j + 8 * column, i + 1] = low, high
+                _words8(packed[(k + i) // 2], 2 * (start + n), scratch, block[i], block[i + 1])
+            _put_rows(block, n, k, count, rows)

@@ -41,8 +41,7 @@ _EXPONENT = {"f16": 0x7C00, "bf16": 0x7F80, "f32": 0x7F800000, "e8m0": 0xFF}
 _WIDTH = {"f16": "u2", "bf16": "u2", "f32": "u4", "e8m0": "u1"}
 
 _IN_ORDER = {bits: np.arange(0, 32, bits, dtype=np.uint32) for bits in (4, 8)}
-_AWQ_PLACES = np.array(NIBBLE_OF_COLUMN, np.int64)
-_AWQ_SHIFTS = (4 * _AWQ_PLACES).astype(np.uint32)
+_AWQ_SHIFTS = np.array([4 * place for place in NIBBLE_OF_COLUMN], np.uint32)
 
 
 @dataclass(frozen=True)
@@ -211,7 +210,7 @@ class AwqProjection(_PackedZeros):
         spec = self.spec
         room = Room(self.zero_bytes, spec.n * spec.k // 2)
         turned = room.array(scratch, (spec.k // 8, spec.n), "u4")
-        turn_awq(self._matrix(stored, self.weight, "u4"), _AWQ_PLACES, turned)
+        turn_awq(self._matrix(stored, self.weight, "u4"), turned)
         return turned.T
 
     def by_rows(self, matrix: Array) -> Array:

@@ -7,10 +7,16 @@ from typing import Any
 import numpy as np
 from numba import njit, uint32
 
+from moeq.layouts.fast.vectors import load, store_two, transposed, zip_high, zip_low
+from moeq.schemes.awq import NIBBLE_OF_COLUMN
+
 Array = np.ndarray[Any, Any]
 
-_16, _8, _4 = np.uint32(16), np.uint32(8), np.uint32(4)
-_LOW16, _LOW8, _LOW4 = np.uint32(0x0000FFFF), np.uint32(0x00FF00FF), np.uint32(0x0F0F0F0F)
+_16, _8, _4 = np.uint64(16), np.uint64(8), np.uint64(4)
+_LOW16, _LOW8, _LOW4 = np.uint64(0x0000FFFF0000FFFF), np.uint64(0x00FF00FF00FF00FF), np.uint64(0x0F0F0F0F0F0F0F0F)
+
+#: Words that are turned at once: a cache line of each of 8 rows.
+_TURNED = 16
 
 
 def spread_zeros(words: Array, shifts: Array, mask: int, add: int, out: Array) -> None:
@@ -26,15 +32,14 @@ def spread_zeros(words: Array, shifts: Array, mask: int, add: int, out: Array) -
     _spread_zeros(words, shifts, np.uint32(mask), np.uint32(add), out)
 
 
-def turn_awq(words: Array, places: Array, out: Array) -> None:
+def turn_awq(words: Array, out: Array) -> None:
     """AWQ's words along N to words along K.
 
     Args:
-        words: uint32 `[K, N / 8]`.
-        places: int64 `[8]`, the nibble that holds each of a word's columns.
+        words: uint32 `[K, N / 8]`, K a multiple of 8.
         out: uint32 `[K / 8, N]`, k % 8 selects the nibble (as GPTQ stores codes).
     """
-    _turn_awq(words, places, out)
+    _turn_awq(words, out)
 
 
 @njit(cache=True, nogil=True, boundscheck=False)
@@ -48,34 +53,48 @@ def _spread_zeros(words, shifts, mask, add, out):  # type: ignore[no-untyped-def
 
 
 @njit(cache=True, nogil=True, boundscheck=False)
-def _turn_awq(words, places, out):  # type: ignore[no-untyped-def]
-    columns = words.shape[1]
-    turned = np.empty((8, columns), np.uint32)
+def _turn_awq(words, out):  # type: ignore[no-untyped-def]
+    whole = words.shape[1] // _TURNED * _TURNED
+    rest, turned = np.zeros((8, _TURNED), np.uint32), np.empty(8 * _TURNED, np.uint32)
     for k in range(out.shape[0]):
         block, line = words[8 * k : 8 * k + 8], out[k]
-        for w in range(columns):
-            # An 8 x 8 transposition of nibbles: halves of words change places, then bytes, then nibbles.
-            a0, a4 = _swapped(block[0, w], block[4, w], _16, _LOW16)
-            a1, a5 = _swapped(block[1, w], block[5, w], _16, _LOW16)
-            a2, a6 = _swapped(block[2, w], block[6, w], _16, _LOW16)
-            a3, a7 = _swapped(block[3, w], block[7, w], _16, _LOW16)
-            b0, b2 = _swapped(a0, a2, _8, _LOW8)
-            b1, b3 = _swapped(a1, a3, _8, _LOW8)
-            b4, b6 = _swapped(a4, a6, _8, _LOW8)
-            b5, b7 = _swapped(a5, a7, _8, _LOW8)
-            turned[0, w], turned[1, w] = _swapped(b0, b1, _4, _LOW4)
-            turned[2, w], turned[3, w] = _swapped(b2, b3, _4, _LOW4)
-            turned[4, w], turned[5, w] = _swapped(b4, b5, _4, _LOW4)
-            turned[6, w], turned[7, w] = _swapped(b6, b7, _4, _LOW4)
-        for i in range(8):
-            found = turned[places[i]]
-            for w in range(columns):
-                line[8 * w + i] = found[w]
+        for w in range(0, whole, _TURNED):
+            _turn_block(block, w, line[8 * w :])
+        if whole < words.shape[1]:
+            rest[:, : words.shape[1] - whole] = block[:, whole:]
+            _turn_block(rest, 0, turned)
+            line[8 * whole :] = turned[: len(line) - 8 * whole]
 
 
-@njit(cache=True, nogil=True, boundscheck=False, inline="always")
+@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
+def _turn_block(block, w, line):  # type: ignore[no-untyped-def]
+    """16 words of 8 rows. A transposition of 8 x 8 nibbles: halves of words change places, then bytes, then nibbles."""
+    a0, a4 = _swapped(load(block[0], w), load(block[4], w), _16, _LOW16)
+    a1, a5 = _swapped(load(block[1], w), load(block[5], w), _16, _LOW16)
+    a2, a6 = _swapped(load(block[2], w), load(block[6], w), _16, _LOW16)
+    a3, a7 = _swapped(load(block[3], w), load(block[7], w), _16, _LOW16)
+    b0, b2 = _swapped(a0, a2, _8, _LOW8)
+    b1, b3 = _swapped(a1, a3, _8, _LOW8)
+    b4, b6 = _swapped(a4, a6, _8, _LOW8)
+    b5, b7 = _swapped(a5, a7, _8, _LOW8)
+    nibbles = (
+        *_swapped(b0, b1, _4, _LOW4),
+        *_swapped(b2, b3, _4, _LOW4),
+        *_swapped(b4, b5, _4, _LOW4),
+        *_swapped(b6, b7, _4, _LOW4),
+    )
+    first, second = nibbles[NIBBLE_OF_COLUMN[0]], nibbles[NIBBLE_OF_COLUMN[1]]
+    third, fourth = nibbles[NIBBLE_OF_COLUMN[2]], nibbles[NIBBLE_OF_COLUMN[3]]
+    fifth, sixth = nibbles[NIBBLE_OF_COLUMN[4]], nibbles[NIBBLE_OF_COLUMN[5]]
+    seventh, eighth = nibbles[NIBBLE_OF_COLUMN[6]], nibbles[NIBBLE_OF_COLUMN[7]]
+    low = zip_low(first, second), zip_low(third, fourth), zip_low(fifth, sixth), zip_low(seventh, eighth)
+    high = zip_high(first, second), zip_high(third, fourth), zip_high(fifth, sixth), zip_high(seventh, eighth)
+    lines = transposed(*low, *high)
+    for i in range(8):
+        store_two(line, line[8 * 8 :], 8 * i, lines[i])
+
+
+@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
 def _swapped(x, y, shift, low):  # type: ignore[no-untyped-def]
     """The low fields of both, and the high fields of both."""
-    lows = uint32(x & low) | uint32(uint32(y & low) << shift)
-    highs = uint32(uint32(x >> shift) & low) | uint32(y & uint32(low << shift))
-    return uint32(lows), uint32(highs)
+    return (x & low) | ((y & low) << shift), ((x >> shift) & low) | (y & (low << shift))

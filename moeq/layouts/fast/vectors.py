@@ -1,0 +1,219 @@
+"""Vectors in numba: eight 64-bit words that permutations and masks work on at once, in registers.
+
+numba has no vectors, and compilers turn loops into vector operations only where nothing changes places. These few
+operations are LLVM's own, which every processor has instructions for: with 512-bit registers one each. Bytes are
+numbered as they lie in memory; all of this is little-endian.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic, models, overload, register_model
+
+#: 64-bit words of a vector.
+LANES = 8
+
+_WORDS, _HALVES, _BYTES = (ir.VectorType(ir.IntType(bits), 512 // bits) for bits in (64, 32, 8))
+_QUAD = ir.VectorType(ir.IntType(64), 4)
+
+
+class Vector(types.Type):  # type: ignore[misc]
+    """The type of eight 64-bit words."""
+
+    def __init__(self) -> None:
+        super().__init__(name="moeq.vector")
+
+
+_vector = Vector()
+
+
+@register_model(Vector)
+class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, kind: Vector) -> None:
+        super().__init__(manager, kind, _WORDS)
+
+
+def _pointer(context: Any, builder: Any, types_: Any, values: Any, kind: Any) -> Any:
+    """Address of `array[index]`, the first two of the values."""
+    array = context.make_array(types_[0])(context, builder, values[0])
+    index = context.cast(builder, values[1], types_[1], types.intp)
+    return builder.bitcast(builder.gep(array.data, [index]), kind.as_pointer())
+
+
+def _indices(lanes: tuple[int, ...]) -> ir.Constant:
+    return ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes)
+
+
+@intrinsic
+def load(typing, array, index):  # type: ignore[no-untyped-def]
+    """64 bytes of a one-dimensional contiguous array from `array[index]` on."""
+
+    def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
+        pointer = _pointer(context, builder, signature.args, values, _WORDS)
+        return builder.load(pointer, align=array.dtype.bitwidth // 8)
+
+    return _vector(array, index), generate
+
+
+@intrinsic
+def load_two(typing, first, second, index):  # type: ignore[no-untyped-def]
+    """32 bytes from `first[index]` on, then 32 bytes from `second[index]` on."""
+
+    def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
+        halves = []
+        for array in (0, 1):
+            pair = [signature.args[array], signature.args[2]], [values[array], values[2]]
+            halves.append(builder.load(_pointer(context, builder, *pair, _QUAD), align=first.dtype.bitwidth // 8))
+        return builder.shuffle_vector(*halves, _indices(tuple(range(LANES))))
+
+    return _vector(first, second, index), generate
+
+
+@intrinsic
+def store(typing, array, index, vector):  # type: ignore[no-untyped-def]
+    """`load` the other way round."""
+
+    def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
+        pointer = _pointer(context, builder, signature.args, values, _WORDS)
+        builder.store(values[2], pointer, align=array.dtype.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return types.void(array, index, vector), generate
+
+
+@intrinsic
+def store_two(typing, first, second, index, vector):  # type: ignore[no-untyped-def]
+    """`load_two` the other way round."""
+
+    def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
+        for array in (0, 1):
+            pair = [signature.args[array], signature.args[2]], [values[array], values[2]]
+            half = builder.shuffle_vector(values[3], values[3], _indices(tuple(range(4 * array, 4 * array + 4))))
+            builder.store(half, _pointer(context, builder, *pair, _QUAD), align=first.dtype.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return types.void(first, second, index, vector), generate
+
+
+@intrinsic
+def zeros(typing):  # type: ignore[no-untyped-def]
+    """Eight zeros."""
+    return _vector(), lambda context, builder, signature, values: ir.Constant(_WORDS, [0] * LANES)
+
+
+@intrinsic
+def is_zero(typing, vector):  # type: ignore[no-untyped-def]
+    """Whether no bit is set."""
+
+    def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
+        wide = ir.IntType(512)
+        return builder.icmp_unsigned("==", builder.bitcast(values[0], wide), ir.Constant(wide, 0))
+
+    return types.boolean(vector), generate
+
+
+def _permutation(kind: ir.VectorType, lanes: tuple[int, ...]) -> Callable[..., Any]:
+    @intrinsic
+    def permuted(typing, first, second):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
+            cast = [builder.bitcast(value, kind) for value in values]
+            return builder.bitcast(builder.shuffle_vector(*cast, _indices(lanes)), _WORDS)
+
+        return _vector(first, second), generate
+
+    return permuted  # type: ignore[no-any-return]
+
+
+def pick_words(*lanes: int) -> Callable[..., Any]:
+    """A function of two vectors: eight of their sixteen words."""
+    return _permutation(_WORDS, lanes)
+
+
+def pick_halves(*lanes: int) -> Callable[..., Any]:
+    """The same of their thirty-two 32-bit words."""
+    return _permutation(_HALVES, lanes)
+
+
+def pick_bytes(*lanes: int) -> Callable[..., Any]:
+    """The same of their 128 bytes."""
+    return _permutation(_BYTES, lanes)
+
+
+def _define(function: Callable[..., Any], name: str) -> None:
+    """An operator between vectors, or between a vector and a word that stands for eight equal ones."""
+
+    @intrinsic
+    def with_vector(typing, left, right):  # type: ignore[no-untyped-def]
+        return _vector(left, right), lambda context, builder, signature, values: getattr(builder, name)(*values)
+
+    @intrinsic
+    def with_word(typing, left, right):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
+            word = context.cast(builder, values[1], signature.args[1], types.uint64)
+            single = builder.insert_element(ir.Constant(_WORDS, ir.Undefined), word, ir.IntType(32)(0))
+            return getattr(builder, name)(values[0], builder.shuffle_vector(single, single, _indices((0,) * LANES)))
+
+        return _vector(left, right), generate
+
+    @overload(function)
+    def operation(left, right):  # type: ignore[no-untyped-def]
+        if isinstance(left, Vector) and isinstance(right, Vector):
+            return lambda left, right: with_vector(left, right)
+        if isinstance(left, Vector) and isinstance(right, types.Integer):
+            return lambda left, right: with_word(left, right)
+        return None
+
+
+_define(operator.and_, "and_")
+_define(operator.or_, "or_")
+_define(operator.xor, "xor")
+_define(operator.lshift, "shl")
+_define(operator.rshift, "lshr")
+
+#: The 32-bit words of two vectors in turns: of their first halves, and of their second halves.
+zip_low = pick_halves(*(lane + 16 * which for lane in range(8) for which in range(2)))
+zip_high = pick_halves(*(8 + lane + 16 * which for lane in range(8) for which in range(2)))
+#: The even and the odd 32-bit words of two vectors, which is the way back.
+evens = pick_halves(*range(0, 32, 2))
+odds = pick_halves(*range(1, 32, 2))
+
+_ones_0, _ones_1 = pick_words(0, 8, 2, 10, 4, 12, 6, 14), pick_words(1, 9, 3, 11, 5, 13, 7, 15)
+_twos_0, _twos_1 = pick_words(0, 1, 8, 9, 4, 5, 12, 13), pick_words(2, 3, 10, 11, 6, 7, 14, 15)
+_fours_0, _fours_1 = pick_words(0, 1, 2, 3, 8, 9, 10, 11), pick_words(4, 5, 6, 7, 12, 13, 14, 15)
+
+
+@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
+def transposed(a, b, c, d, e, f, g, h):  # type: ignore[no-untyped-def]
+    """Eight vectors -> eight vectors: of the first words, of the second, ..."""
+    a, b, c, d = _ones_0(a, b), _ones_1(a, b), _ones_0(c, d), _ones_1(c, d)
+    e, f, g, h = _ones_0(e, f), _ones_1(e, f), _ones_0(g, h), _ones_1(g, h)
+    a, b, c, d = _twos_0(a, c), _twos_0(b, d), _twos_1(a, c), _twos_1(b, d)
+    e, f, g, h = _twos_0(e, g), _twos_0(f, h), _twos_1(e, g), _twos_1(f, h)
+    low = _fours_0(a, e), _fours_0(b, f), _fours_0(c, g), _fours_0(d, h)
+    return (*low, _fours_1(a, e), _fours_1(b, f), _fours_1(c, g), _fours_1(d, h))
+
+
+@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
+def load_square(rows, n, k):  # type: ignore[no-untyped-def]
+    """The transpose of `rows[n : n + 8, k : k + 8]`, whose rows are contiguous: a vector for each k."""
+    first = load(rows[n], k), load(rows[n + 1], k), load(rows[n + 2], k), load(rows[n + 3], k)
+    second = load(rows[n + 4], k), load(rows[n + 5], k), load(rows[n + 6], k), load(rows[n + 7], k)
+    return transposed(*first, *second)
+
+
+@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
+def store_each(rows, n, k, vectors):  # type: ignore[no-untyped-def]
+    """Eight vectors to `rows[n : n + 8]`, from column k on."""
+    store(rows[n], k, vectors[0])
+    store(rows[n + 1], k, vectors[1])
+    store(rows[n + 2], k, vectors[2])
+    store(rows[n + 3], k, vectors[3])
+    store(rows[n + 4], k, vectors[4])
+    store(rows[n + 5], k, vectors[5])
+    store(rows[n + 6], k, vectors[6])
+    store(rows[n + 7], k, vectors[7])
