@@ -16,7 +16,7 @@ import time
 import triton
 
 from moeq_kernels.hopper import aot, int8_aot
-from moeq_kernels.hopper.sass import problems
+from moeq_kernels.hopper.sass import disassemble, problems
 
 TRIMMED = {
     "direct1-zeros", "direct1-down", "narrow8-gate-up-split", "narrow8-channel", "stream8-int8-g32-zeros",
@@ -38,7 +38,7 @@ def main() -> int:
             continue
         begin = time.monotonic()
         kernel = module.compile_case(case)
-        found = problems(kernel.asm["sass"], registers=module is aot)
+        found = problems(disassemble(kernel.asm["cubin"]), registers=module is aot)
         failed += bool(found)
         seconds = time.monotonic() - begin
         verdict = "; ".join(found) or "good"

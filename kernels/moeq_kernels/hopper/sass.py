@@ -8,6 +8,8 @@ from overwriting the registers; the compiler must wait first. Triton's own pipel
 from __future__ import annotations
 
 import re
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -38,8 +40,22 @@ class Hazard:
     registers: tuple[int, ...]
 
 
+def disassemble(cubin: bytes) -> str:
+    """The machine code of a build, by the `nvdisasm` that triton brings.
+
+    Before 3.9, triton's own text of it (`asm["sass"]`) ends after 4096 instructions.
+    """
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
 def instructions(sass: str) -> dict[int, Instruction]:
-    """Instructions of a disassembly (`nvdisasm` as triton gives it) by line number."""
+    """Instructions of a disassembly (of `disassemble`) by line number."""
     found = {}
     for number, line in enumerate(sass.splitlines()):
         match = _INSTRUCTION.search(line)

@@ -18,7 +18,7 @@ KERNELS = Path(__file__).parents[3] / "kernels"
 SCRIPT = """
 import json
 from moeq_kernels.hopper.aot import cases, compile_case
-from moeq_kernels.hopper.sass import is_wgmma, main_loops, problems
+from moeq_kernels.hopper.sass import disassemble, is_wgmma, main_loops, problems
 wanted = {
     "narrow8-gate-up-split", "narrow8-down", "narrow8-g32-zeros", "wide32-down", "wide64-gate-up", "wide128-g32",
     "narrow8-f16-g32-zeros", "wide32-g32-f16-scales-zeros", "narrow8-channel", "narrow8-int8", "wide32-int8-g32-zeros",
@@ -29,7 +29,7 @@ outcomes = {}
 for case in cases():
     if case.name in wanted:
         kernel = compile_case(case)
-        sass = kernel.asm["sass"]
+        sass = disassemble(kernel.asm["cubin"])
         counts = [sum(map(is_wgmma, body)) for body in main_loops(sass)]
         outcomes[case.name] = {"problems": problems(sass), "wgmma": counts, "shared": kernel.metadata.shared}
 assert set(outcomes) == wanted, sorted(wanted - set(outcomes))

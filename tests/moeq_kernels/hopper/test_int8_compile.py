@@ -16,7 +16,7 @@ KERNELS = Path(__file__).parents[3] / "kernels"
 SCRIPT = """
 import json
 from moeq_kernels.hopper.int8_aot import cases, compile_case, compile_rows
-from moeq_kernels.hopper.sass import instructions, is_wgmma, main_loops, problems
+from moeq_kernels.hopper.sass import disassemble, instructions, is_wgmma, main_loops, problems
 wanted = {
     "int8-narrow8-gate-up-split", "int8-narrow8-gate-up-direct", "int8-narrow16-down", "int8-narrow64-oai",
     "int8-wide128-gate-up",
@@ -25,7 +25,7 @@ outcomes = {}
 for case in cases():
     if case.name in wanted:
         kernel = compile_case(case)
-        sass = kernel.asm["sass"]
+        sass = disassemble(kernel.asm["cubin"])
         loops = [[one.operation for one in body if is_wgmma(one)] for body in main_loops(sass)]
         outcomes[case.name] = {
             "problems": problems(sass, registers=False), "wgmma": loops, "shared": kernel.metadata.shared,
@@ -34,7 +34,7 @@ for case in cases():
 assert set(outcomes) == wanted, sorted(wanted - set(outcomes))
 rows = {}
 for name, kernel in compile_rows().items():
-    code = [one.operation for one in instructions(kernel.asm["sass"]).values()]
+    code = [one.operation for one in instructions(disassemble(kernel.asm["cubin"])).values()]
     rows[name] = [len(code), sum(one.startswith(("LDL", "STL")) for one in code)]
 print(json.dumps([outcomes, rows]))
 """
