@@ -20,10 +20,13 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -47,8 +50,13 @@ LAYOUTS = (
 FACTOR = 2.0
 LAYER = 1
 TOKENS = (1, 17, 130)
-#: Names of projections in the checkpoints of a model class.
-PROJECTIONS = {"mixtral": ("w1", "w2", "w3"), "qwen3_moe": ("gate_proj", "down_proj", "up_proj")}
+#: What files call gate, down and up, older Mixtral files last.
+PROJECTIONS = (("gate_proj", "down_proj", "up_proj"), ("w1", "w2", "w3"))
+#: Parts of gpt-oss's stacked tensors in the files, and what the engine's model class renames them to.
+GPT_OSS = {"gate_up_proj": "w13", "down_proj": "w2", "blocks": "weight", "scales": "weight_scale", "bias": "bias"}
+
+#: Of the model's config the engine's MXFP4 method asks one thing here: whether the user overrides activations.
+UNASKED = SimpleNamespace(quantization_config=None)
 
 
 @dataclass(frozen=True)
@@ -211,14 +219,14 @@ def kernel_road(converted: Path) -> Road:
     return (marlin if experts.w13.layout.startswith("marlin") else triton)(experts, activation)
 
 
-def engine_layer(folder: Path, method: Any, backend: str = "auto") -> Any:
-    """The engine's own expert layer with a quantisation config, empty, on the GPU."""
+def engine_layer(checkpoint: Any, number: int, method: Any, backend: str = "auto") -> Any:
+    """The engine's own expert layer with a quantisation config, empty."""
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
     from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-    info = moeq.open(folder).info
+    info, gpt_oss = checkpoint.info, is_gpt_oss(checkpoint)
     parallel = FusedMoEParallelConfig(
         tp_size=1, pcp_size=1, dp_size=1, ep_size=1, tp_rank=0, pcp_rank=0, dp_rank=0, ep_rank=0, sp_size=1,
         use_ep=False, all2all_backend="allgather_reducescatter", enable_eplb=False,
@@ -234,63 +242,97 @@ def engine_layer(folder: Path, method: Any, backend: str = "auto") -> Any:
         intermediate_size=info.intermediate_size,
         num_local_experts=info.num_experts,
         num_logical_experts=info.num_experts,
-        activation=MoEActivation.SILU,
+        activation=MoEActivation.SWIGLUOAI if gpt_oss else MoEActivation.SILU,
+        has_bias=gpt_oss,
         device=DEVICE,
         routing_method=RoutingMethodType.Renormalize,
         moe_parallel_config=parallel,
         in_dtype=torch.bfloat16,
         moe_backend=backend,
     )
-    names = dict(
-        zip(
-            ("ckpt_gate_proj_name", "ckpt_down_proj_name", "ckpt_up_proj_name"),
-            PROJECTIONS[moeq.open(folder).source.config["model_type"]],
-            strict=True,
-        )
-    )
-    return RoutedExperts(f"model.layers.{LAYER}.mlp.experts", torch.bfloat16, moe_config, method, manager, **names)
+    found = next((one for one in PROJECTIONS if any(f".{one[0]}." in name for name in checkpoint.source.tensors)), None)
+    keys = ("ckpt_gate_proj_name", "ckpt_down_proj_name", "ckpt_up_proj_name")
+    names = dict(zip(keys, found or PROJECTIONS[0], strict=True))
+    return RoutedExperts(f"model.layers.{number}.mlp.experts", torch.bfloat16, moe_config, method, manager, **names)
+
+
+def is_gpt_oss(checkpoint: Any) -> bool:
+    """Whether the checkpoint is gpt-oss, whose model class in the engine loads weights its own way."""
+    return bool(checkpoint.source.config["model_type"] == "gpt_oss")
+
+
+def plug_in_method(checkpoint: Any) -> Any:
+    """moeq's method, as the engine makes it for a converted folder."""
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    from moeq.integrations import vllm_plugin
+
+    vllm_plugin.register()
+    config, folder = checkpoint.source.config, checkpoint.source.path("config.json").parent
+    method = get_quantization_config("moeq").from_config(config["quantization_config"])
+    method.maybe_update_config(str(folder), hf_config=SimpleNamespace(model_type=config["model_type"]))
+    return method
+
+
+def plug_in_layer(checkpoint: Any, number: int, method: Any, read: Callable[[str], Tensor]) -> Any:
+    """The engine's layer with moeq's method, filled (the engine hands it whole tensors, which it does not touch)."""
+    with torch.device(DEVICE):
+        layer = engine_layer(checkpoint, number, method)
+    names = checkpoint.manifest.layer(number).tensors
+    list(layer.load_weights((name.rpartition("experts.")[2], read(name)) for name in names))
+    return layer
+
+
+def source_method(checkpoint: Any) -> Any:
+    """The engine's own method for a source."""
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    config = checkpoint.source.config["quantization_config"]
+    kind = "gpt_oss_mxfp4" if is_gpt_oss(checkpoint) else config["quant_method"]
+    return get_quantization_config(kind).from_config(dict(config))
+
+
+def source_layer(checkpoint: Any, number: int, method: Any, read: Callable[[str], Tensor]) -> Any:
+    """The engine's layer with the source's method, filled as the engine fills it."""
+    from vllm.config import get_current_vllm_config
+
+    int8 = checkpoint.source.config["quantization_config"].get("format") == "int-quantized"
+    with torch.device(DEVICE), patch.object(get_current_vllm_config(), "model_config", UNASKED):
+        layer = engine_layer(checkpoint, number, method, "triton" if int8 else "marlin")
+    names = [name for name in checkpoint.source.tensors if f"layers.{number}." in name and ".experts." in name]
+    tensors = ((name.rpartition("experts.")[2], read(name)) for name in names)
+    loaded = list((load_gpt_oss if is_gpt_oss(checkpoint) else type(layer).load_weights)(layer, tensors))
+    if len(loaded) != len(names):
+        raise ValueError(f"the engine took {len(loaded)} of {len(names)} tensors")
+    return layer
+
+
+def load_gpt_oss(layer: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
+    """What the engine's model class does with the experts of gpt-oss on one rank."""
+    for name, tensor in tensors:
+        projection, _, part = name.rpartition("_")
+        parameter = getattr(layer, f"{GPT_OSS[projection]}_{GPT_OSS[part]}")
+        flat = tensor.flatten(2) if part == "blocks" else tensor
+        parameter.weight_loader(parameter, flat, weight_name=name, shard_id=None, expert_id=None)
+        yield name
 
 
 def applied(layer: Any) -> Road:
-    """The engine's method of a loaded layer."""
+    """The engine's method of a filled layer, set up."""
     layer.quant_method.process_weights_after_loading(layer)
     return lambda x, weights, ids: layer.quant_method.apply(layer, x, weights, ids, None, None)
 
 
 def plug_in_road(converted: Path) -> Road:
     """The engine's layer with moeq's method."""
-    from types import SimpleNamespace
-
-    from vllm.model_executor.layers.quantization import get_quantization_config
-
-    from moeq.integrations import vllm_plugin
-
-    vllm_plugin.register()
-    document = json.loads((converted / "config.json").read_text())
-    method = get_quantization_config("moeq").from_config(document["quantization_config"])
-    method.maybe_update_config(str(converted), hf_config=SimpleNamespace(model_type=document["model_type"]))
-    with torch.device(DEVICE):
-        layer = engine_layer(converted, method)
     checkpoint = moeq.open(converted)
-    names = checkpoint.manifest.layer(LAYER).tensors
-    list(layer.load_weights((name.rpartition("experts.")[2], checkpoint.source.read(name)) for name in names))
-    return applied(layer)
+    return applied(plug_in_layer(checkpoint, LAYER, plug_in_method(checkpoint), checkpoint.source.read))
 
 
 def engine_road(source: Path) -> Road:
-    """The engine's layer with the source's method, filled expert by expert and repacked by the engine."""
-    from vllm.model_executor.layers.quantization import get_quantization_config
-
-    document = json.loads((source / "config.json").read_text())
-    quantization = document["quantization_config"]
-    method = get_quantization_config(quantization["quant_method"]).from_config(dict(quantization))
-    with torch.device(DEVICE):
-        layer = engine_layer(source, method, "triton" if quantization.get("format") == "int-quantized" else "marlin")
+    """The engine's layer with the source's method."""
     checkpoint = moeq.open(source)
-    names = [name for name in checkpoint.source.tensors if f"layers.{LAYER}." in name and ".experts." in name]
-    tensors = ((name.rpartition("experts.")[2], checkpoint.source.read(name).to(DEVICE)) for name in names)
-    list(layer.load_weights(tensors))
-    return applied(layer)
+    return applied(source_layer(checkpoint, LAYER, source_method(checkpoint), checkpoint.source.read))
 
 
 def outcome(build: Callable[[], Road], given: list[Case], layout: str = "") -> dict[str, Any]:
@@ -320,10 +362,8 @@ def roads(folder: Path, scratch: Path) -> Iterator[dict[str, Any]]:
         except moeq.MoeqError:
             continue  # the layout does not hold this format
         yield {**row, "road": "kernel", **outcome(lambda t=target: kernel_road(t), given, layout)}
-        if source.source.config["model_type"] in PROJECTIONS:
-            yield {**row, "road": "plug-in", **outcome(lambda t=target: plug_in_road(t), given, layout)}
-    if source.source.config["model_type"] in PROJECTIONS:
-        yield {"checkpoint": folder.name, "road": "engine", **outcome(lambda: engine_road(folder), given)}
+        yield {**row, "road": "plug-in", **outcome(lambda t=target: plug_in_road(t), given, layout)}
+    yield {"checkpoint": folder.name, "road": "engine", **outcome(lambda: engine_road(folder), given)}
 
 
 def text(row: dict[str, Any]) -> str:
@@ -331,6 +371,19 @@ def text(row: dict[str, Any]) -> str:
     worst = max((r["error"] / r["plain_error"] for r in row.get("rows", ())), default=0.0)
     said = row.get("refused") or f"{'right' if row['right'] else 'WRONG'}, error {worst:.2f} x that of bf16 torch"
     return f"{row['checkpoint']:32s} {row['road']:8s} {row.get('layout', ''):28s} {said}"
+
+
+@contextmanager
+def engine() -> Iterator[None]:
+    """The engine's operators loaded, and the context in which it builds and runs layers."""
+    import vllm._C_stable_libtorch
+    import vllm._moe_C_stable_libtorch  # noqa: F401
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    init_workspace_manager(torch.device(DEVICE))
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(DEVICE))):
+        yield
 
 
 def main() -> int:
@@ -341,11 +394,6 @@ def main() -> int:
     options = parser.parse_args()
     from importlib.metadata import version
 
-    import vllm._C_stable_libtorch
-    import vllm._moe_C_stable_libtorch  # noqa: F401
-    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
-    from vllm.v1.worker.workspace import init_workspace_manager
-
     about = {
         "schema": "moeq.engine-check/1",
         "date": time.strftime("%Y-%m-%d"),
@@ -353,12 +401,8 @@ def main() -> int:
         "torch": torch.__version__,
         "vllm": version("vllm"),
     }
-    init_workspace_manager(torch.device(DEVICE))
     rows = []
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        set_current_vllm_config(VllmConfig(device_config=DeviceConfig(DEVICE))),
-    ):
+    with tempfile.TemporaryDirectory() as scratch, engine():
         for folder in filter(Path.is_dir, options.sources):
             for row in roads(folder, Path(scratch)):
                 rows.append(row)

@@ -1,70 +1,151 @@
 """What conversion saves at start-up: experts from the source, repacked while loading, against a converted checkpoint.
 
-Writes synthetic checkpoints with the real shapes of one layer of Qwen3-30B-A3B (GPTQ int4) and gpt-oss-20b (MXFP4),
-converts them, then loads each way in a process of its own and prints wall time split into read, repack and copy, and
-peak memory, side by side:
+Writes synthetic checkpoints with the real shapes of some layers of Qwen3-30B-A3B (GPTQ int4) and gpt-oss-20b (MXFP4),
+converts them, then loads each way in a process of its own, all ways in turns, and prints medians of the wall time,
+split into read, repack and copy, and of the peak memory. A process has imported what it needs before, and frees
+everything after each turn:
 
-    python examples/bench/startup.py [--model NAME] [--layers N] [--folder FOLDER] [--tp N]
+    python examples/bench/startup.py [--model NAME] [--layers N] [--rounds N] [--cold] [--folder FOLDER]
 
-All ways read through the page cache. The repack of `source` is moeq's own, on the CPU with all cores that it uses.
-With a GPU, `copy` is the transfer to it, and where vLLM is installed `engine` does what vLLM does: every tensor of the
-source is copied to the GPU, and when all are there, the engine's own functions repack them, which takes more memory.
+| way | |
+| --- | --- |
+| `source` | the source's tensors decoded and packed by moeq on the CPU, on all cores, and copied to the GPU |
+| `engine` | vLLM's own layers, filled from the source tensor by tensor, repacked by the engine when all are there |
+| `plug-in` | vLLM's own layers with moeq's method, filled from the converted files |
+| `converted` | `moeq.load_experts` |
+
+The last two read in threads, which copy in between; their `read` is the time of a thread that is spent on reading, and
+`copy` the rest. Files are read through the page cache: warm, or with `--cold` dropped from it before each measurement.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import os
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import make_checkpoint
+import torch
 from make_checkpoint import MODELS
 
+import moeq
+from moeq.integrations import reading
+
 LAYOUTS = {"qwen3-30b-a3b": "marlin-wna16/1", "gpt-oss-20b": "marlin-mxfp4/1"}
+READ_INTO = reading._read_into
+STEPS = ("open", "read", "repack", "copy")
 
 
-def measure(road: str, folder: str, layout_id: str, tp: int) -> None:
-    """In a process of its own: load every layer's experts of rank 0 one way and print what it took."""
-    import torch
+class Times(NamedTuple):
+    """Seconds of wall time."""
 
-    import moeq
+    read: float
+    repack: float
+    copy: float
 
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
+
+#: Loads everything in a checkpoint in a layout onto a device.
+Load = Callable[[Any, str, torch.device], Times]
+
+
+class Stopwatch:
+    """Calls a function and adds up how long it took; of a thread among several readers, its share."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.seconds = 0.0
+        self.lock = threading.Lock()
+
+    def __call__(self, *args: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return self.function(*args)
+        finally:
+            alone = threading.current_thread() is threading.main_thread()
+            took = (time.perf_counter() - started) / (1 if alone else reading.READERS)
+            with self.lock:
+                self.seconds += took
+
+
+def serve(road: str) -> None:
+    """In a process of its own: for every `[folder, layout]` that comes, load all experts and say what it took."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.zeros(1, device=device)
     load = ROADS[road]()
-    base = peak_memory()
+    print(json.dumps({"ready": road}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(measure(load, *json.loads(line), device)), flush=True)
+
+
+def measure(load: Load, folder: str, layout_id: str, device: torch.device) -> dict[str, float]:
+    """Seconds, and MiB beyond what was held before."""
+    cuda = device.type == "cuda"
+    gc.collect()
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        torch._C._host_emptyCache()
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
+    base, held = peak_memory(), torch.cuda.memory_allocated() if cuda else 0
     started = time.perf_counter()
     checkpoint = moeq.open(folder)
     opened = time.perf_counter() - started
-    read, repack, copy = load(checkpoint, layout_id, tp, device)
-    result = {"open": opened, "read": read, "repack": repack, "copy": copy, "peak": peak_memory() - base}
-    result["gpu_peak"] = torch.cuda.max_memory_allocated() / 2**20 if cuda else 0.0
-    print(json.dumps(result))
+    times = load(checkpoint, layout_id, device)
+    gpu = (torch.cuda.max_memory_allocated() - held) / 2**20 if cuda else 0.0
+    return {"open": opened, **times._asdict(), "peak": peak_memory() - base, "gpu_peak": gpu}
 
 
-def from_source(checkpoint, layout_id: str, tp: int, device) -> tuple[float, float, float]:
+class Worker:
+    """The process of one way."""
+
+    def __init__(self, road: str) -> None:
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process
+        command = [sys.executable, __file__, "--serve", road]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors, "text": True}
+        self.process = subprocess.Popen(command, **pipes)
+
+    def answer(self) -> dict[str, Any] | None:
+        """What it says next, or None where it stopped."""
+        return next((json.loads(line) for line in self.process.stdout if line.startswith("{")), None)
+
+    def ask(self, folder: Path, layout_id: str) -> dict[str, Any] | None:
+        """Its times and memory, or None where it stopped."""
+        self.process.stdin.write(json.dumps([str(folder), layout_id]) + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def stop(self) -> str:
+        """End it; its last line of complaint."""
+        self.process.stdin.close()
+        self.process.wait()
+        self.errors.seek(0)
+        return self.errors.read().strip().rpartition("\n")[2]
+
+
+def from_source(checkpoint: Any, layout_id: str, device: torch.device) -> Times:
     """Read every tensor of an expert, decode and pack it, put the stack on the device; experts on all cores."""
-    import torch
-
     from moeq.layouts.padding import plan_padding
     from moeq.layouts.registry import get_layout
-    from moeq.model.shards import Range, shard_matrix, shard_spec
 
     layout, times, kept = get_layout(layout_id), [0.0, 0.0, 0.0], []
     with ThreadPoolExecutor() as pool:
         for layer in checkpoint.info.moe_layers:
-            part = Range(0, checkpoint.spec(layer, "w2").k // tp)
-            plan = plan_padding(layout, *(shard_spec(checkpoint.spec(layer, role), part) for role in ("w13", "w2")))
+            plan = plan_padding(layout, *(checkpoint.spec(layer, role) for role in ("w13", "w2")))
 
-            def pack(expert: int, role: str, layer: int = layer, part=part, plan=plan) -> dict:
-                matrix = checkpoint.matrix(layer, expert, role)
-                return layout.pack(plan.pad(shard_matrix(matrix, part, first=True)))
+            def pack(expert: int, role: str, layer: int = layer, plan: Any = plan) -> dict[str, torch.Tensor]:
+                return layout.pack(plan.pad(checkpoint.matrix(layer, expert, role)))
 
             experts = range(checkpoint.num_experts(layer))
             for role in ("w13", "w2"):
@@ -77,132 +158,84 @@ def from_source(checkpoint, layout_id: str, tp: int, device) -> tuple[float, flo
                 times[0] += middle - start
                 times[1] += (done - middle) - (middle - start)  # `matrix` reads again what has just been read
                 times[2] += time.perf_counter() - done
-    return times[0], times[1], times[2]
+    return Times(*times)
 
 
-def read(checkpoint, layer: int, expert: int, role: str) -> None:
+def read(checkpoint: Any, layer: int, expert: int, role: str) -> None:
     """Read the stored tensors that a matrix is made from."""
     for projection in checkpoint.kind_of(layer, expert).projections:
         if (projection == "down") == (role == "w2"):
             checkpoint.parts(layer, expert, projection)
 
 
-def from_converted(checkpoint, layout_id: str, tp: int, device) -> tuple[float, float, float]:
-    """Read the packed experts straight to the device; `read` holds the copy, which goes on at the same time."""
-    import torch
-
-    import moeq
-
+def from_converted(checkpoint: Any, layout_id: str, device: torch.device) -> Times:
+    """Read the packed experts straight to the device."""
+    watch = reading._read_into = Stopwatch(READ_INTO)
     start = time.perf_counter()
     layers = checkpoint.info.moe_layers
-    kept = [moeq.load_experts(checkpoint, n, device=device, tp_rank=0, tp_size=tp, check_gpu=False) for n in layers]
+    kept = [moeq.load_experts(checkpoint, number, device=device, check_gpu=False) for number in layers]
     if device.type == "cuda":
         torch.cuda.synchronize()
     assert len(kept) == len(layers)
-    return time.perf_counter() - start, 0.0, 0.0
+    return Times(watch.seconds, 0.0, time.perf_counter() - start - watch.seconds)
 
 
 class FromEngine:
-    """vLLM's way. Constructing it imports the engine and compiles what it compiles once per machine."""
+    """vLLM's own layers. Constructing this imports the engine and loads its operators."""
 
     def __init__(self) -> None:
-        import torch
-        import vllm._custom_ops as ops
-        from vllm.model_executor.layers.quantization.utils import marlin_utils, marlin_utils_fp4
+        import engine_check
+        from vllm import _custom_ops
 
-        self.ops, self.scales, self.fp4 = ops, marlin_utils.marlin_moe_permute_scales, marlin_utils_fp4
+        self.check = engine_check
+        self.engine = ExitStack()
+        self.engine.enter_context(engine_check.engine())
         words = torch.zeros(1, 16, 64, dtype=torch.int32, device="cuda")
-        ops.gptq_marlin_moe_repack(words, words.new_empty(1, 0), 128, 64, 4)
+        _custom_ops.gptq_marlin_moe_repack(words, words.new_empty(1, 0), 128, 64, 4)
         torch.cuda.synchronize()
 
-    def __call__(self, checkpoint, layout_id: str, tp: int, device) -> tuple[float, float, float]:
-        """Read, repack and copy, in seconds; for one rank."""
-        import torch
-
-        read = copy = 0.0
-        layers = []
-        for layer in checkpoint.info.moe_layers:
-            target: dict[str, torch.Tensor] = {}
-            for name, where in self.places(checkpoint, layer):
-                start = time.perf_counter()
-                tensor = checkpoint.source.read(name)
-                middle = time.perf_counter()
-                self.put(target, checkpoint, layer, where, tensor, device)
-                read, copy = read + middle - start, copy + time.perf_counter() - middle
-            layers.append(target)
+    def __call__(self, checkpoint: Any, layout_id: str, device: torch.device) -> Times:
+        """Fill all layers from the source, then have the engine repack them."""
+        watch = Stopwatch(checkpoint.source.read)
         start = time.perf_counter()
+        method = self.check.source_method(checkpoint)
+        layers = [self.check.source_layer(checkpoint, n, method, watch) for n in checkpoint.info.moe_layers]
         torch.cuda.synchronize()
         middle = time.perf_counter()
-        for target in layers:
-            (self.repack_mxfp4 if "w13_blocks" in target else self.repack_gptq)(target)
+        for layer in layers:
+            layer.quant_method.process_weights_after_loading(layer)
         torch.cuda.synchronize()
-        return read, time.perf_counter() - middle, copy + middle - start
+        return Times(watch.seconds, time.perf_counter() - middle, middle - start - watch.seconds)
 
-    @staticmethod
-    def places(checkpoint, layer: int):
-        """Names of a layer's expert tensors, and `(stacked tensor, expert or None, half or None)` of each."""
-        halves = {
-            "gate_proj": ("w13", 0),
-            "up_proj": ("w13", 1),
-            "down_proj": ("w2", None),
-            "gate_up_proj": ("w13", None),
-        }
-        prefix = f"layers.{layer}."
-        for name in checkpoint.source.tensors:
-            if prefix not in name or ".experts." not in name:
-                continue
-            leaf = name.rpartition(".experts.")[2]
-            if leaf[0].isdigit():
-                expert, projection, part = leaf.split(".")
-                if part in ("qweight", "scales"):
-                    yield name, (f"{halves[projection][0]}_{part}", int(expert), halves[projection][1])
-            else:
-                projection, _, part = leaf.rpartition("_")
-                yield name, (f"{halves[projection][0]}_{part}", None, None)
 
-    @staticmethod
-    def put(target, checkpoint, layer: int, where, tensor, device) -> None:
-        """Copy a tensor to its place on the GPU, as the engine's weight loaders do."""
-        import torch
+class FromPlugIn(FromEngine):
+    """vLLM's own layers with moeq's method."""
 
-        part, expert, half = where
-        if expert is None:  # MXFP4, rounded up as the engine does it
-            sizes = {"w13": (5888, 3072), "w2": (3072, 2944)}[part.partition("_")[0]]
-            shape = [tensor.shape[0], sizes[0], sizes[1] // 2 if "blocks" in part else sizes[1] // 32][: tensor.dim()]
-            flat = tensor.flatten(2) if "blocks" in part else tensor
-            target[part] = torch.zeros(shape, dtype=tensor.dtype, device=device)
-            target[part][tuple(slice(0, size) for size in flat.shape)].copy_(flat)
-            return
-        rows, columns = tensor.shape
-        if part not in target:
-            wide = columns if half is None else 2 * columns
-            dtype = torch.bfloat16 if part.endswith("scales") else tensor.dtype
-            target[part] = torch.empty(checkpoint.num_experts(layer), rows, wide, dtype=dtype, device=device)
-        place = target[part][expert]
-        (place if half is None else place[:, half * columns : (half + 1) * columns]).copy_(tensor)
-
-    def repack_gptq(self, target) -> None:
-        """As `process_weights_after_loading` does for GPTQ int4 in groups of 128."""
-        for role in ("w13", "w2"):
-            words, scales = target[f"{role}_qweight"], target[f"{role}_scales"]
-            size_k, size_n = 8 * words.shape[1], words.shape[2]
-            order = words.new_empty(words.shape[0], 0)
-            target[f"{role}_qweight"] = self.ops.gptq_marlin_moe_repack(words, order, size_k, size_n, 4)
-            target[f"{role}_scales"] = self.scales(scales, size_k, size_n, 128)
-
-    def repack_mxfp4(self, target) -> None:
-        """As `process_weights_after_loading` does for gpt-oss."""
-        from types import SimpleNamespace
-
-        import torch
-
-        parts = [target.pop(f"{role}_{part}") for part in ("blocks", "scales", "bias") for role in ("w13", "w2")]
-        layer = SimpleNamespace(params_dtype=torch.bfloat16)
-        target["packed"] = self.fp4.prepare_moe_mxfp4_layer_for_marlin(layer, *parts)
+    def __call__(self, checkpoint: Any, layout_id: str, device: torch.device) -> Times:
+        """Fill all layers from the converted files, then have the engine set its kernels up."""
+        watch = reading._read_into = Stopwatch(READ_INTO)
+        start = time.perf_counter()
+        method = self.check.plug_in_method(checkpoint)
+        untouched = torch.empty(0)
+        layers = [
+            self.check.plug_in_layer(checkpoint, number, method, lambda name: untouched)
+            for number in checkpoint.info.moe_layers
+        ]
+        torch.cuda.synchronize()
+        middle = time.perf_counter()
+        for layer in layers:
+            layer.quant_method.process_weights_after_loading(layer)
+        torch.cuda.synchronize()
+        return Times(watch.seconds, time.perf_counter() - middle, middle - start - watch.seconds)
 
 
 #: Ways of loading, in the order of the table; called to set up, then with what to load.
-ROADS = {"source": lambda: from_source, "engine": FromEngine, "converted": lambda: from_converted}
+ROADS: dict[str, Any] = {
+    "source": lambda: from_source,
+    "engine": FromEngine,
+    "plug-in": FromPlugIn,
+    "converted": lambda: from_converted,
+}
 
 
 def peak_memory() -> float:
@@ -211,54 +244,86 @@ def peak_memory() -> float:
     return int(status.partition("VmHWM:")[2].split()[0]) / 1024
 
 
+def drop(folder: Path) -> None:
+    """Have the page cache forget the files."""
+    for path in folder.iterdir():
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=LAYOUTS, action="append")
     parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--cold", action="store_true", help="also with files dropped from the page cache")
+    parser.add_argument("--folder", type=Path, help="where to write the checkpoints")
     parser.add_argument("--road", choices=ROADS, action="append")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args()
-    rows: list[dict] = []
+    about = {
+        "schema": "moeq.startup/2",
+        "date": time.strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "torch": torch.__version__,
+        "processors": len(os.sched_getaffinity(0)),
+        "layers": options.layers,
+    }
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
         for name in options.model or LAYOUTS:
-            rows += compare(name, options.layers, options.tp, Path(scratch) / name, options.road)
-    if options.out:
-        about = {"schema": "moeq.startup/1", "date": time.strftime("%Y-%m-%d")}
-        options.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+            folder = Path(scratch) / name
+            prepare(name, options.layers, folder)
+            for cold in (False, True)[: 1 + options.cold]:
+                rows += compare(name, folder, options.road or list(ROADS), options.rounds, cold)
+                if options.out:
+                    options.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 
 
-def compare(name: str, layers: int, tp: int, folder: Path, roads: list[str] | None) -> list[dict]:
-    """Every way of loading one model, each in a process of its own."""
-    import moeq
-
-    rows: list[dict] = []
-    layout = LAYOUTS[name]
+def prepare(name: str, layers: int, folder: Path) -> None:
+    """A source and its conversion."""
+    started = time.perf_counter()
     source, converted = folder / "source", folder / "converted"
     make_checkpoint.write_checkpoint(source, MODELS[name], MODELS[name].formats[0], make_checkpoint.Size(layers))
-    started = time.perf_counter()
-    deployment = moeq.Deployment(gpu=moeq.gpu("H100"), tp=tp)
-    moeq.convert(source, converted, deployment, layout=layout)
-    print(f"{name}, {layers} layer(s), tp {tp}, {layout}; converted once in {time.perf_counter() - started:.1f} s")
-    print(f"{'':12}{'open':>8}{'read':>8}{'repack':>8}{'copy':>8}{'total':>8}   peak memory   of the GPU")
-    for road in roads or ROADS:
-        place = converted if road == "converted" else source
-        command = [sys.executable, __file__, "--measure", road, str(place), layout, str(tp)]
-        run = subprocess.run(command, capture_output=True, text=True)
-        if run.returncode:
-            print(f"{road:12} not here: {run.stderr.strip().splitlines()[-1]}")
+    middle = time.perf_counter()
+    moeq.convert(source, converted, moeq.Deployment(gpu=moeq.gpu("H100")), layout=LAYOUTS[name])
+    done = time.perf_counter()
+    print(f"{name}, {layers} layer(s), {LAYOUTS[name]}; made in {middle - started:.1f} s, "
+          f"converted in {done - middle:.1f} s", flush=True)  # fmt: skip
+
+
+def compare(name: str, folder: Path, roads: list[str], rounds: int, cold: bool) -> list[dict[str, Any]]:
+    """Every way of loading one model, in turns."""
+    workers = {road: Worker(road) for road in roads}
+    found: dict[str, list[dict[str, Any]]] = {road: [] for road in roads if workers[road].answer()}
+    for number in range(rounds):
+        for road in list(found)[:: 1 if number % 2 == 0 else -1]:
+            place = folder / ("converted" if road in ("plug-in", "converted") else "source")
+            if cold:
+                drop(place)
+            times = workers[road].ask(place, LAYOUTS[name])
+            if times is None:
+                del found[road]
+                continue
+            found[road].append({**times, "total": sum(times[step] for step in STEPS)})
+    print(f"{'cold' if cold else 'warm':12}{''.join(f'{step:>9}' for step in (*STEPS, 'total'))}  memory of host, GPU")
+    rows = []
+    for road, worker in workers.items():
+        complaint = worker.stop()
+        if road not in found:
+            print(f"{road:12}not here: {complaint}", flush=True)
             continue
-        found = json.loads(run.stdout.splitlines()[-1])
-        rows.append({"model": name, "layers": layers, "tp": tp, "road": road, **found})
-        steps = [found[step] for step in ("open", "read", "repack", "copy")]
-        memory = f"{found['peak']:10.0f} MiB {found['gpu_peak']:8.0f} MiB"
-        print(f"{road:12}" + "".join(f"{t:7.2f}s" for t in (*steps, sum(steps))) + memory, flush=True)
+        median = {key: statistics.median(one[key] for one in found[road]) for key in found[road][0]}
+        rows.append({"model": name, "road": road, "cold": cold, "median": median, "measured": found[road]})
+        times = "".join(f"{median[step]:8.3f}s" for step in (*STEPS, "total"))
+        print(f"{road:12}{times}{median['peak']:10.0f} MiB{median['gpu_peak']:8.0f} MiB", flush=True)
     return rows
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--measure"]:
-        measure(sys.argv[2], sys.argv[3], sys.argv[4], int(sys.argv[5]))
+    if sys.argv[1:2] == ["--serve"]:
+        serve(sys.argv[2])
     else:
         main()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -28,13 +29,13 @@ from moeq.integrations.ranks import Rank, plan_rank
 from moeq.integrations.torch_loader import layer_entry, open_converted, read_parts, require_arch, uneven_unit
 from moeq.integrations.vllm_backends import BACKENDS, EngineExperts
 from moeq.layouts.arranged import torch_dtype
-from moeq.layouts.registry import get_layout
+from moeq.layouts.registry import get_layout, layout_class
 
 if TYPE_CHECKING:
     from moeq.model.converted import ConvertedCheckpoint
 
-#: Model types whose experts reach the quantisation method; gpt-oss has a weight loader of its own in this engine.
-MODEL_TYPES = ("mixtral", "qwen3_moe")
+#: Model types whose experts reach the quantisation method; gpt-oss does so by way of `vllm_gpt_oss`.
+MODEL_TYPES = ("mixtral", "qwen3_moe", "gpt_oss")
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
@@ -113,6 +114,10 @@ class MoeqConfig(QuantizationConfig):  # type: ignore[misc]
             found = _LAYER.search(prefix)
             number = int(found[1]) if found else -1
             if self.checkpoint.is_packed(number):
+                if self.checkpoint.source.config["model_type"] == "gpt_oss":
+                    from moeq.integrations.vllm_gpt_oss import teach_gpt_oss
+
+                    teach_gpt_oss(MoeqMoEMethod)
                 return MoeqMoEMethod(layer.moe_config, self.checkpoint, layer_entry(self.checkpoint, number))
         if self.inner is None:
             return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
@@ -153,6 +158,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self.entry = entry
         self.engine = _engine_experts(entry)
         _check_start(self.engine, moe, checkpoint)
+        _check_order(moe, entry)
         self.experts_cls = _supported_class(self.engine, moe, entry)
         parallel = moe.moe_parallel_config
         # Under expert parallelism experts are whole, and the engine says so by tp_size 1.
@@ -324,6 +330,21 @@ def _check_start(engine: EngineExperts, moe: Any, checkpoint: ConvertedCheckpoin
     capability = current_platform.get_device_capability()
     if capability is not None and current_platform.is_cuda():
         require_arch(checkpoint, f"sm{capability.major}{capability.minor}")
+
+
+def _check_order(moe: Any, entry: LayerEntry) -> None:
+    """The engine's activation of gpt-oss takes gate and up by turns, every other one half after half."""
+    order = layout_class(entry.layout).w13_order
+    wanted = "interleaved" if moe.activation is MoEActivation.SWIGLUOAI else "gate-up"
+    if order != wanted:
+        same = [layout for layout, engine in BACKENDS.items() if engine is BACKENDS[entry.layout]]
+        fitting = [layout for layout in same if layout_class(layout).w13_order == wanted]
+        raise MoeqError(
+            "answer.no-backend",
+            f"layer {entry.layer} is in layout {entry.layout}, whose gate and up rows lie {order}, and vLLM's "
+            f"activation {moe.activation.value} takes them {wanted}",
+            f"convert the source to another layout: moeq convert SRC DST --layout {' or '.join(fitting)}",
+        )
 
 
 def _supported_class(engine: EngineExperts, moe: Any, entry: LayerEntry) -> Any:

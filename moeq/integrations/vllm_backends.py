@@ -178,5 +178,6 @@ BACKENDS: dict[str, EngineExperts] = {
     "triton-wna16/1": _triton_wna16(),
     "int8-w8a8/1": _INT8,
     "marlin-mxfp4/1": _MXFP4,
+    "marlin-mxfp4-interleaved/1": _MXFP4,
     **_act_order(),
 }

@@ -54,6 +54,7 @@ NAMES = {
     "ct-int4-g128-qwen3moe": "marlin-wna16/1",
     "ct-w8a8-qwen3moe": "int8-w8a8/1",
     "ct-mxfp4-qwen3moe": "marlin-mxfp4/1",
+    "mxfp4-gptoss": "marlin-mxfp4-interleaved/1",
 }
 
 
@@ -128,7 +129,8 @@ def experts_layer(folder: Path, *, tp: tuple[int, int] = (0, 1), ep: tuple[int, 
         intermediate_size=info.intermediate_size,
         num_local_experts=manager.local_num_experts,
         num_logical_experts=info.num_experts,
-        activation=MoEActivation.SILU,
+        activation=MoEActivation.SWIGLUOAI if info.activation == "swigluoai" else MoEActivation.SILU,
+        has_bias=info.activation == "swigluoai",
         device="cpu",
         routing_method=RoutingMethodType.Renormalize,
         moe_parallel_config=parallel,
@@ -186,7 +188,7 @@ def test_parameters_hold_the_bytes_of_the_rank(name, where, folders, gpu) -> Non
         with pytest.raises(MoeqError, match="not cut over 2 ranks"):
             experts_layer(folder, **where)
         return
-    if "tp" in where and name in ("ct-mxfp4-qwen3moe", "gptq-int8-g64-qwen3moe"):
+    if "tp" in where and name in ("ct-mxfp4-qwen3moe", "mxfp4-gptoss", "gptq-int8-g64-qwen3moe"):
         with pytest.raises(MoeqError, match="cannot be cut for tp 2"):
             experts_layer(folder, **where)
         return
@@ -201,8 +203,9 @@ def test_parameters_hold_the_bytes_of_the_rank(name, where, folders, gpu) -> Non
             assert torch.equal(scale.view(torch.uint8), matrix.scale)
         else:
             assert torch.equal(scale, matrix.scale.to(scale.dtype))
-        if matrix.zero is not None:
-            assert torch.equal(getattr(layer, f"{role}_zero"), matrix.zero)
+        for part in ("zero", "bias"):
+            if getattr(matrix, part) is not None:
+                assert torch.equal(getattr(layer, f"{role}_{part}"), getattr(matrix, part))
 
 
 @pytest.mark.parametrize("name", list(NAMES))
@@ -219,6 +222,9 @@ def test_the_engines_kernel_gets_the_loaded_tensors(name, folders, gpu) -> None:
     assert config.w2_scale.data_ptr() == places["w2_scale"]
     if "w13_zero" in places:
         assert config.w1_zp.data_ptr() == places["w13_zero"]
+    if "w13_bias" in places:
+        assert config.w1_bias.data_ptr() == places["w13_bias"]
+        assert config.w2_bias.data_ptr() == places["w2_bias"]
     if "w13_permutation" in places:
         experts = layer.quant_method.moe_kernel.fused_experts
         assert experts.w13_g_idx.data_ptr() == places["w13_group_index"]
@@ -356,10 +362,26 @@ class TestRefusals:
         with pytest.raises(MoeqError, match="vLLM does not read them: GPTQ group activation ordering"):
             get_quantization_config("moeq").from_config({"original": original})
 
-    def test_gpt_oss_is_named(self, checkpoints, tmp_path) -> None:
-        folder = convert(checkpoints / "mxfp4-gptoss", tmp_path / "out")
-        with pytest.raises(MoeqError, match="gpt_oss"):
-            config_of(folder)
+    @pytest.mark.parametrize(
+        ("name", "layout", "order"),
+        [
+            ("mxfp4-gptoss", "marlin-mxfp4/1", "interleaved"),
+            ("ct-mxfp4-qwen3moe", "marlin-mxfp4-interleaved/1", "gate-up"),
+        ],
+    )
+    def test_rows_in_an_order_that_the_activation_does_not_take(
+        self, name, layout, order, checkpoints, tmp_path, gpu
+    ) -> None:
+        error = self.refused(convert(checkpoints / name, tmp_path / "out", layout))
+        assert error.code == "answer.no-backend"
+        assert error.message.endswith(f"takes them {order}")
+        right = ({"marlin-mxfp4/1", "marlin-mxfp4-interleaved/1"} - {layout}).pop()
+        assert f"--layout {right}" in (error.hint or "")
+
+    def test_a_model_that_is_not_covered_is_named(self, folders) -> None:
+        config = get_quantization_config("moeq").from_config({"original": None})
+        with pytest.raises(MoeqError, match="olmoe"):
+            config.maybe_update_config(str(folders[self.name]), hf_config=SimpleNamespace(model_type="olmoe"))
 
     def test_a_repository_that_is_not_local(self, folders) -> None:
         config = get_quantization_config("moeq").from_config({"original": None})
@@ -391,9 +413,14 @@ class NoAttention(torch.nn.Module):
         super().__init__()
 
 
-@pytest.mark.parametrize("name", ["ct-int4-g128-qwen3moe", "ct-w8a8-qwen3moe"])
-def test_the_engines_model_loads_a_whole_checkpoint(name, folders, gpu, monkeypatch, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("ct-int4-g128-qwen3moe", "qwen3_moe"), ("ct-w8a8-qwen3moe", "qwen3_moe"), ("mxfp4-gptoss", "gpt_oss")],
+)
+def test_the_engines_model_loads_a_whole_checkpoint(name, module, folders, gpu, monkeypatch, tmp_path) -> None:
     """The engine builds its model class and fills it from the files; every parameter is loaded."""
+    from importlib import import_module
+
     from safetensors import safe_open
     from vllm.config import ModelConfig
     from vllm.distributed import (
@@ -403,9 +430,8 @@ def test_the_engines_model_loads_a_whole_checkpoint(name, folders, gpu, monkeypa
         initialize_model_parallel,
     )
     from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.model_executor.models import qwen3_moe
 
-    monkeypatch.setattr(qwen3_moe, "Attention", NoAttention)
+    monkeypatch.setattr(import_module(f"vllm.model_executor.models.{module}"), "Attention", NoAttention)
     config = ModelConfig(model=str(folders[name]), skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True)
     whole = VllmConfig(model_config=config, device_config=DeviceConfig(device="cpu"))
     try:
