@@ -169,8 +169,8 @@ def _libc() -> ctypes.CDLL | _NoCalls:
 class OutputFile:
     """A prepared file, open for writing in place, from any thread. What was written is in the file after `sync`.
 
-    Large pieces that lie on whole blocks are written past the page cache where the file system can: a copy less and no
-    pages to fill, which is most of what writing costs. Memory has to begin at a multiple of `BLOCK` for that.
+    Whole blocks are written past the page cache where the file system can: a copy less and no pages to fill, which is
+    most of what writing costs. Memory has to begin as far past a multiple of `BLOCK` as its place in the file for that.
 
     Raises:
         OSError: it cannot be opened.
@@ -185,11 +185,15 @@ class OutputFile:
 
     def write(self, data: memoryview, position: int) -> None:
         """Write all of `data` to a place of the file. Raises OSError."""
-        done = 0
-        if self._direct >= 0 and len(data) >= _DIRECT_LEAST and not (len(data) | position) % BLOCK:
-            done = self._write_direct(data, position)
-        if done < len(data):
-            self._write_buffered(data[done:], position + done)
+        first = -position % BLOCK
+        last = first + max(len(data) - first, 0) // BLOCK * BLOCK
+        if self._direct < 0 or last - first < _DIRECT_LEAST:
+            self._write_buffered(data, position)
+            return
+        done = first + self._write_direct(data[first:last], position + first)
+        for edge, place in ((data[:first], position), (data[done:], position + done)):
+            if edge:
+                self._write_buffered(edge, place)
 
     def _write_buffered(self, data: memoryview, position: int) -> None:
         if self._direct < 0 or len(data) >= _GATHERED:

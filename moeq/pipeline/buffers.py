@@ -9,8 +9,12 @@ import numpy as np
 from moeq.checkpoint.writer import BLOCK
 from moeq.pipeline.records import Bytes
 
-#: Every view starts at a multiple of this: what writing past the page cache asks for.
+#: Views start at multiples of this, or as far past one as their places in a file: what writing past the page cache
+#: asks for.
 ALIGNMENT = BLOCK
+
+#: Smallest step between places that memory follows: loops want words of this size to be aligned.
+_WORD = 8
 
 
 #: Output buffers of a thread: one is written while the other is filled.
@@ -35,18 +39,19 @@ class Buffers:
             held = self._held[name] = _aligned(size)
         return held[:size]
 
-    def take_many(self, name: str, sizes: Sequence[int]) -> list[Bytes]:
-        """Several aligned pieces of one buffer."""
-        starts = [0]
-        for size in sizes:
-            starts.append(starts[-1] + _round_up(size))
-        buffer = self.take(name, starts[-1])
-        return [buffer[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+    def take_many(self, name: str, sizes: Sequence[int], places: Sequence[int] = ()) -> list[Bytes]:
+        """Several pieces of one buffer, aligned or, where they are to be written to `places`, aligned as those are."""
+        starts, end = [], 0
+        for size, place in zip(sizes, places or [0] * len(sizes), strict=True):
+            starts.append(end + (place % ALIGNMENT if place % _WORD == 0 else 0))
+            end = _round_up(starts[-1] + size)
+        buffer = self.take(name, end)
+        return [buffer[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
 
 def room_for(sizes: Iterable[int]) -> int:
-    """Bytes that `take_many` needs for pieces of these sizes."""
-    return sum(map(_round_up, sizes)) + ALIGNMENT
+    """Bytes that `take_many` needs at most for pieces of these sizes."""
+    return sum(_round_up(size) + ALIGNMENT for size in sizes) + ALIGNMENT
 
 
 def _aligned(size: int) -> Bytes:

@@ -51,7 +51,7 @@ class Copier:
             MoeqError: `source.truncated`.
             OSError: the disk says no.
         """
-        buffer = buffers.take(f"copy {slot}", CHUNK_BYTES)[: chunk.size]
+        (buffer,) = buffers.take_many(f"copy {slot}", [chunk.size], [chunk.output])
         if read_at(self._input, buffer.data, chunk.source) < chunk.size:
             raise self._truncated(chunk)
         result = CopyResult(chunk.size, (word_sum(buffer),))

@@ -135,7 +135,9 @@ class Packer:
         """None where the road declines this expert, which the general way then packs or refuses with the reason."""
         inputs = self._read(road, expert, buffers)
         sizes = [size for slots in self._slots for _, size in slots.values()]
-        pieces = buffers.take_many(f"output {slot}", sizes)
+        row = expert - self._unit.experts.start
+        places = [start + row * size for slots in self._slots for start, size in slots.values()]
+        pieces = buffers.take_many(f"output {slot}", sizes, places)
         each = iter(pieces)
         outputs = [{part: next(each) for part in slots} for slots in self._slots]
         scratch = buffers.take("scratch", road.scratch_bytes)
@@ -144,8 +146,6 @@ class Packer:
         proof = road.prove(inputs, outputs, scratch)
         if proof is None:
             raise self._round_trip(expert)
-        row = expert - self._unit.experts.start
-        places = [start + row * size for slots in self._slots for start, size in slots.values()]
         sums = tuple(map(word_sum, pieces))
         result = ExpertResult(sum(sizes), proof.digests, frozenset(), 0, sums)
         return result, tuple(zip(pieces, places, strict=True))
