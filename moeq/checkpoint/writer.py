@@ -138,12 +138,6 @@ def allocate(fd: int, size: int) -> None:
         os.ftruncate(fd, size)
 
 
-def read_soon(fd: int, start: int, count: int) -> None:
-    """Tell the kernel that these bytes will be read, so that it fetches them meanwhile."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, start, count, os.POSIX_FADV_WILLNEED)
-
-
 def start_write_back(fd: int, start: int, count: int) -> None:
     """Ask the kernel to begin writing bytes of a file to disk now, so that the sync at the end has less to do."""
     _libc().sync_file_range(fd, ctypes.c_longlong(start), ctypes.c_longlong(count), ctypes.c_uint(2))
@@ -178,7 +172,7 @@ class OutputFile:
 
     def __init__(self, path: Path) -> None:
         self.fd = os.open(path, os.O_RDWR)
-        self._direct = _open_direct(path)
+        self._direct = open_direct(path, os.O_WRONLY)
         self._gathered: list[tuple[int, bytes]] = []
         self._gathered_bytes = 0
         self._lock = threading.Lock()
@@ -245,10 +239,10 @@ class OutputFile:
             os.close(self._direct)
 
 
-def _open_direct(path: Path) -> int:
+def open_direct(path: Path, flags: int) -> int:
     """A descriptor that bypasses the page cache, or -1 where there is no such thing."""
     try:
-        return os.open(path, os.O_WRONLY | os.O_DIRECT)
+        return os.open(path, flags | os.O_DIRECT)
     except (AttributeError, OSError):
         return -1
 

@@ -7,25 +7,22 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from moeq.checkpoint.writer import BLOCK
+from moeq.pipeline.inputs import WORD
 from moeq.pipeline.records import Bytes
 
 #: Views start at multiples of this, or as far past one as their places in a file: what writing past the page cache
 #: asks for.
 ALIGNMENT = BLOCK
 
-#: Smallest step between places that memory follows: loops want words of this size to be aligned.
-_WORD = 8
-
-
-#: Output buffers of a thread: one is written while the other is filled.
-OUTPUT_BUFFERS = 2
+#: Input buffers of a worker, and output buffers: one is read into or written while the other is worked on.
+INPUT_BUFFERS = OUTPUT_BUFFERS = 2
 
 #: Buffers with the places of the output file that they are to be written to.
 Writes = Sequence[tuple[Bytes, int]]
 
 
 class Buffers:
-    """One thread's buffers, by name. They grow to the largest size asked for and stay."""
+    """One worker's buffers, by name. They grow to the largest size asked for and stay."""
 
     def __init__(self) -> None:
         self._held: dict[str, Bytes] = {}
@@ -43,7 +40,7 @@ class Buffers:
         """Several pieces of one buffer, aligned or, where they are to be written to `places`, aligned as those are."""
         starts, end = [], 0
         for size, place in zip(sizes, places or [0] * len(sizes), strict=True):
-            starts.append(end + (place % ALIGNMENT if place % _WORD == 0 else 0))
+            starts.append(end + (place % ALIGNMENT if place % WORD == 0 else 0))
             end = _round_up(starts[-1] + size)
         buffer = self.take(name, end)
         return [buffer[start : start + size] for start, size in zip(starts, sizes, strict=True)]

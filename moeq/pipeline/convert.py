@@ -24,7 +24,6 @@ from moeq.pipeline.finish import finish
 from moeq.pipeline.folder import WorkFolder
 from moeq.pipeline.job import Job, JobRequest, job_stamp, open_job
 from moeq.pipeline.plan import Plan
-from moeq.pipeline.prefetch import Prefetch
 from moeq.pipeline.resources import Memory, plan_memory
 from moeq.pipeline.run import at_once, run_units
 from moeq.pipeline.shares import Share, ShareRun, is_remote, parse_share
@@ -130,15 +129,14 @@ def convert(
     units = share.select(job.plan.units, remote=is_remote(source)) if share else job.plan.units
     part = ShareRun(share, len(units), sum(unit.bytes_out for unit in units), not dry_run) if share else None
     tell = progress or (lambda event: None)
-    with Prefetch(source, () if dry_run or executor != "local" else units) as ahead:
-        memory = plan_memory(job.checkpoint, job.plan, units, workers or default_workers(), max_memory)
-        if dry_run:
-            return conversion_of(job, folder, None, share=part, memory=memory)
-        where = Where(executor, ray_address, memory.workers, memory.room())
-        with folder:
-            with streamed(source, folder.work("source"), tell) if stream_source else nullcontext(at_once) as batches:
-                ran = run_units(job, folder, units, where, ahead.following(tell), batches)
-            manifest = finish(job, folder, ran.records) if share is None else None
+    memory = plan_memory(job.checkpoint, job.plan, units, workers or default_workers(), max_memory)
+    if dry_run:
+        return conversion_of(job, folder, None, share=part, memory=memory)
+    where = Where(executor, ray_address, memory.workers, memory.spare())
+    with folder:
+        with streamed(source, folder.work("source"), tell) if stream_source else nullcontext(at_once) as batches:
+            ran = run_units(job, folder, units, where, tell, batches)
+        manifest = finish(job, folder, ran.records) if share is None else None
     tell(Finished(sum(unit.bytes_out for unit in units), time.monotonic() - begun, len(ran.resumed)))
     return conversion_of(job, folder, manifest, len(ran.resumed), part, memory)
 

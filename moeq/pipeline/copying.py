@@ -7,13 +7,15 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from moeq.checkpoint.writer import BLOCK, OutputFile, read_at
-from moeq.errors import MoeqError
+import numpy as np
+
+from moeq.checkpoint.writer import BLOCK, OutputFile
 from moeq.pipeline.buffers import Buffers, Writes
+from moeq.pipeline.inputs import InputFile, blocks_of
 from moeq.pipeline.job import Job
-from moeq.pipeline.records import UnitRecord, checksum, word_sum
-from moeq.pipeline.resources import Room
-from moeq.pipeline.units import CHUNK_BYTES, CopyRun, CopyUnit
+from moeq.pipeline.records import Bytes, UnitRecord, checksum, word_sum
+from moeq.pipeline.resources import SpareMemory
+from moeq.pipeline.units import CopyRun, CopyUnit
 
 #: The kernel cannot copy between these two files: not supported, other file systems, odd alignment, forbidden.
 _CANNOT = {errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.EPERM, errno.ETXTBSY}
@@ -30,7 +32,9 @@ class CopyResult:
 class Copier:
     """Executes one `CopyUnit`, chunk by chunk. Arguments as for `moeq.pipeline.pack.Packer`."""
 
-    def __init__(self, job: Job, unit: CopyUnit, inputs: Mapping[str, int], output: OutputFile, room: Room) -> None:
+    def __init__(
+        self, job: Job, unit: CopyUnit, inputs: Mapping[str, InputFile], output: OutputFile, spare: SpareMemory
+    ) -> None:
         self._unit = unit
         self._input = inputs[unit.source_file]
         self._output = output
@@ -44,19 +48,27 @@ class Copier:
         """What is being done, for progress."""
         return f"copy of {self._unit.source_file}"
 
-    def run(self, chunk: CopyRun, buffers: Buffers, slot: int) -> tuple[CopyResult, Writes]:
-        """Read one chunk; it is summed here and written by the caller, but for what the kernel copies by itself.
+    def fetch(self, chunk: CopyRun, buffers: Buffers, slot: int) -> Bytes:
+        """Read one chunk into one of the input buffers.
 
         Raises:
-            MoeqError: `source.truncated`.
+            MoeqError: `source.truncated`, `source.unreadable`.
+        """
+        stop = chunk.source + chunk.size
+        memory = buffers.take(f"input {slot}", blocks_of(chunk.source, stop))
+        return self._input.read(memory, chunk.source, stop)
+
+    def run(self, chunk: CopyRun, data: Bytes, buffers: Buffers, slot: int) -> tuple[CopyResult, Writes]:
+        """Sum one chunk. It is written by the caller, but for what the kernel copies by itself.
+
+        Raises:
             OSError: the disk says no.
         """
-        (buffer,) = buffers.take_many(f"copy {slot}", [chunk.size], [chunk.output])
-        if read_at(self._input, buffer.data, chunk.source) < chunk.size:
-            raise self._truncated(chunk)
-        result = CopyResult(chunk.size, (word_sum(buffer),))
-        if _can_share(chunk) and _by_kernel(self._input, self._output.fd, chunk):
+        result = CopyResult(chunk.size, (word_sum(data),))
+        if _can_share(chunk) and _by_kernel(self._input.fd, self._output.fd, chunk):
             return result, ()
+        (buffer,) = buffers.take_many(f"output {slot}", [chunk.size], [chunk.output])
+        np.copyto(buffer, data)
         return result, ((buffer, chunk.output),)
 
     def record(self, results: Sequence[CopyResult]) -> UnitRecord:
@@ -66,10 +78,6 @@ class Copier:
             bytes=sum(result.written for result in results),
             checksum=checksum(value for result in results for value in result.sums),
         )
-
-    def _truncated(self, chunk: CopyRun) -> MoeqError:
-        end = chunk.source + chunk.size
-        return MoeqError("source.truncated", f"{self._unit.source_file}: ended before byte {end:,} while being read")
 
 
 def _can_share(chunk: CopyRun) -> bool:

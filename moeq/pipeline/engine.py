@@ -1,15 +1,14 @@
 """Threads that execute units of a conversion: read, pack, check and write overlap, within units and across them.
 
-Every worker takes the next expert (or chunk) of the unit at hand, and goes on to the next unit when none is left, so
-that small units do not wait for each other. It has a companion that writes what it has packed: while one output buffer
-is on its way to the disk, the other is being filled. One more thread syncs: a unit counts as done when its bytes are on
-disk.
+Every worker has two companions: one reads the next expert (or chunk) while the worker is at the last, one writes what
+was packed. So there are two input and two output buffers, of which one is on its way from or to the disk. Readers take
+the next expert of the unit at hand, and go on to the next unit when none is left, so that small units do not wait for
+each other. One more thread syncs: a unit counts as done when its bytes are on disk.
 """
 
 from __future__ import annotations
 
 import gc
-import os
 import queue
 import sys
 import threading
@@ -20,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from moeq.checkpoint.writer import OutputFile, disk_errors, prepare_file, require_room
-from moeq.errors import MoeqError
-from moeq.pipeline.buffers import OUTPUT_BUFFERS, Buffers, Writes
+from moeq.pipeline.buffers import INPUT_BUFFERS, OUTPUT_BUFFERS, Buffers, Writes
 from moeq.pipeline.copying import Copier
+from moeq.pipeline.inputs import InputFile
 from moeq.pipeline.job import Job
 from moeq.pipeline.pack import Packer
 from moeq.pipeline.records import UnitRecord
-from moeq.pipeline.resources import Room
+from moeq.pipeline.resources import SpareMemory
 from moeq.pipeline.units import CopyUnit, PackUnit, Unit
 
 
@@ -63,7 +62,7 @@ class _Failed:
 Outcome = Begun | Moved | Done
 
 #: What executes a unit, by its kind.
-_KINDS: Mapping[type[Unit], Callable[[Job, Any, Mapping[str, int], OutputFile, Room], Any]] = {
+_KINDS: Mapping[type[Unit], Callable[[Job, Any, Mapping[str, InputFile], OutputFile, SpareMemory], Any]] = {
     PackUnit: Packer,
     CopyUnit: Copier,
 }
@@ -78,13 +77,13 @@ class Executor:
         job: the conversion.
         folder: folder with the output files (`<DST>.moeq-partial`).
         workers: threads.
-        room: memory beyond what `moeq.pipeline.resources.plan_memory` counts; None: as much as it takes.
+        spare: memory beyond what `moeq.pipeline.resources.plan_memory` counts; None: as much as it takes.
     """
 
-    def __init__(self, job: Job, folder: Path, workers: int = 1, room: Room | None = None) -> None:
+    def __init__(self, job: Job, folder: Path, workers: int = 1, spare: SpareMemory | None = None) -> None:
         self.job = job
         self.folder = folder
-        self._room = room or Room(None)
+        self._spare = spare or SpareMemory(None)
         self._buffers = [Buffers() for _ in range(max(workers, 1))]
 
     def prepare(self, units: Sequence[Unit]) -> None:
@@ -139,7 +138,7 @@ class Executor:
         Raises:
             MoeqError: as `execute`.
         """
-        run = _Run(self.job, self.folder, units, self._buffers, self._room)
+        run = _Run(self.job, self.folder, units, self._buffers, self._spare)
         frozen = gc.get_freeze_count()
         gc.freeze()  # headers are millions of objects that live on; collections need not look at them
         try:
@@ -175,7 +174,7 @@ class _Open:
 
     unit: Unit
     kind: Any
-    inputs: dict[str, int]
+    inputs: Sequence[InputFile]
     output: OutputFile
     begun: float
     items: Sequence[Any]
@@ -184,33 +183,45 @@ class _Open:
 
     def close(self) -> None:
         self.output.close()
-        for fd in self.inputs.values():
-            os.close(fd)
+        for file in self.inputs:
+            file.close()
 
 
-class _Companion:
-    """What a worker and the thread that writes for it share.
+class _Belt:
+    """What a worker shares with the threads that read and write for it.
 
     Attributes:
         buffers: the worker's buffers.
-        free: which of the two output buffers may be filled.
+        empty: which of the input buffers may be read into.
+        fetched: pieces to work on, with what was read and its buffer; None when no more will come.
+        free: which of the output buffers may be filled.
         packed: pieces to write, with their results and buffers; None when no more will come.
     """
 
     def __init__(self, buffers: Buffers) -> None:
         self.buffers = buffers
+        self.empty: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.fetched: queue.SimpleQueue[tuple[_Piece, Any, int] | None] = queue.SimpleQueue()
         self.free: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.packed: queue.SimpleQueue[tuple[_Piece, Any, Writes, int] | None] = queue.SimpleQueue()
         for slot in range(OUTPUT_BUFFERS):
             self.free.put(slot)
+        self.empty_all()
+
+    def empty_all(self) -> None:
+        """All input buffers may be read into: before the first piece, and when nobody will work on them any more."""
+        for slot in range(INPUT_BUFFERS):
+            self.empty.put(slot)
 
 
 class _Run:
     """One list of units in the hands of the threads."""
 
-    def __init__(self, job: Job, folder: Path, units: Sequence[Unit], buffers: Sequence[Buffers], room: Room) -> None:
+    def __init__(
+        self, job: Job, folder: Path, units: Sequence[Unit], buffers: Sequence[Buffers], spare: SpareMemory
+    ) -> None:
         self._job = job
-        self._room = room
+        self._spare = spare
         self._folder = folder
         self._waiting = iter(units)
         self._feeding, self._counting = threading.Lock(), threading.Lock()
@@ -220,13 +231,14 @@ class _Run:
         self._written: queue.SimpleQueue[_Open | None] = queue.SimpleQueue()
         self._open: dict[str, _Open] = {}
         self._torch_threads = _torch_threads()
-        pairs = [_Companion(own) for own in buffers]
-        self._running = len(pairs)
+        belts = [_Belt(own) for own in buffers]
+        self._running = len(belts)
         self._threads = [
             threading.Thread(target=self._guarded, args=(target, *given), daemon=True)
             for target, given in [
-                *((self._work, (pair,)) for pair in pairs),
-                *((self._write, (pair,)) for pair in pairs),
+                *((self._fetch, (belt,)) for belt in belts),
+                *((self._work, (belt,)) for belt in belts),
+                *((self._write, (belt,)) for belt in belts),
                 (self._sync, ()),
             ]
         ]
@@ -259,17 +271,31 @@ class _Run:
             self._stopped = True
             self._events.put(_Failed(error))
 
-    def _work(self, own: _Companion) -> None:
+    def _fetch(self, own: _Belt) -> None:
         try:
             while (piece := self._next()) is not None:
+                slot = own.empty.get()
+                own.fetched.put((piece, piece.home.kind.fetch(piece.item, own.buffers, slot), slot))
+        finally:
+            own.fetched.put(None)
+
+    def _work(self, own: _Belt) -> None:
+        try:
+            while (fetched := own.fetched.get()) is not None and not self._stopped:
+                piece, data, place = fetched
                 slot = own.free.get()
                 with disk_errors(self._folder / piece.home.unit.file, piece.home.unit.bytes_out):
-                    result, writes = piece.home.kind.run(piece.item, own.buffers, slot)
+                    result, writes = piece.home.kind.run(piece.item, data, own.buffers, slot)
+                own.empty.put(place)
                 own.packed.put((piece, result, writes, slot))
+        except BaseException:
+            self._stopped = True  # before the buffers are empty, or the reader would go on
+            raise
         finally:
+            own.empty_all()
             own.packed.put(None)
 
-    def _write(self, own: _Companion) -> None:
+    def _write(self, own: _Belt) -> None:
         try:
             while (packed := own.packed.get()) is not None:
                 piece, result, writes, slot = packed
@@ -306,22 +332,22 @@ class _Run:
     def _begin(self, unit: Unit) -> _Open:
         begun = time.monotonic()
         source = self._job.checkpoint.source
-        inputs: dict[str, int] = {}
+        inputs: dict[str, InputFile] = {}
         output: OutputFile | None = None
         try:
             for name in unit.inputs:
-                inputs[name] = _open_source(source.path(name), name)
+                inputs[name] = InputFile(source.path(name), name)
             with disk_errors(self._folder / unit.file):
                 output = OutputFile(self._folder / unit.file)
-            kind = _KINDS[type(unit)](self._job, unit, inputs, output, self._room)
+            kind = _KINDS[type(unit)](self._job, unit, inputs, output, self._spare)
         except BaseException:
-            for fd in inputs.values():
-                os.close(fd)
+            for file in inputs.values():
+                file.close()
             if output is not None:
                 output.close()
             raise
         items = kind.items
-        home = _Open(unit, kind, inputs, output, begun, items, [None] * len(items), len(items))
+        home = _Open(unit, kind, tuple(inputs.values()), output, begun, items, [None] * len(items), len(items))
         self._open[unit.id] = home
         self._events.put(Begun(unit))
         return home
@@ -360,13 +386,6 @@ class _Run:
         finally:
             for home in ready:
                 home.close()
-
-
-def _open_source(path: Path, name: str) -> int:
-    try:
-        return os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise MoeqError("source.unreadable", f"{name}: {error.strerror or error}") from error
 
 
 def _torch_threads() -> int | None:

@@ -7,7 +7,6 @@ pack, unpack, compare. Both give the same bytes and the same digests.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,13 +18,14 @@ import numpy as np
 from moeq.checkpoint.manifest import Projection
 from moeq.checkpoint.names import FUSED
 from moeq.checkpoint.names import Projection as StoredName
-from moeq.checkpoint.writer import OutputFile, read_at
+from moeq.checkpoint.writer import OutputFile
 from moeq.errors import MoeqError
 from moeq.pipeline.buffers import Buffers, Writes
+from moeq.pipeline.inputs import WORD, InputFile, blocks_of
 from moeq.pipeline.job import Job
 from moeq.pipeline.layers import ShardPlan, describe
 from moeq.pipeline.records import Bytes, UnitRecord, checksum, word_sum
-from moeq.pipeline.resources import Room, general_bytes, road_of
+from moeq.pipeline.resources import SpareMemory, general_bytes, road_of
 from moeq.pipeline.units import PackUnit, place_of
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from moeq.layouts.base import Layout
     from moeq.matrix import QuantizedMatrix
     from moeq.pipeline.roads import Road
+    from moeq.pipeline.roads.base import Inputs
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,16 @@ class Packer:
         unit: the unit.
         inputs: open source files by name.
         output: the output file.
-        room: memory for experts that cannot take the direct road although their headers say so.
+        spare: memory for experts that cannot take the direct road although their headers say so.
     """
 
-    def __init__(self, job: Job, unit: PackUnit, inputs: Mapping[str, int], output: OutputFile, room: Room) -> None:
+    def __init__(
+        self, job: Job, unit: PackUnit, inputs: Mapping[str, InputFile], output: OutputFile, spare: SpareMemory
+    ) -> None:
         self._job = job
         self._unit = unit
         self._inputs = inputs
-        self._room = room
+        self._spare = spare
         self._output = output
         layer = job.plan.layer_of(unit)
         self._layer = layer
@@ -91,12 +94,26 @@ class Packer:
         """What is being done, for progress."""
         return f"layer {self._unit.layer} {self._unit.role} expert {expert}"
 
-    def run(self, expert: int, buffers: Buffers, slot: int) -> tuple[ExpertResult, Writes]:
+    def fetch(self, expert: int, buffers: Buffers, slot: int) -> Inputs | None:
+        """Read the stored bytes of one expert; None where the general way will read them.
+
+        Args:
+            expert: its number.
+            buffers: memory of this worker.
+            slot: which of its input buffers is free.
+
+        Raises:
+            MoeqError: `source.truncated`, `source.unreadable`.
+        """
+        return None if self._road is None else self._read(self._road, expert, buffers, slot)
+
+    def run(self, expert: int, data: Inputs | None, buffers: Buffers, slot: int) -> tuple[ExpertResult, Writes]:
         """Pack and prove one expert.
 
         Args:
             expert: its number.
-            buffers: memory of this thread.
+            data: what `fetch` gave.
+            buffers: memory of this worker.
             slot: which of its output buffers is free.
 
         Returns:
@@ -106,12 +123,12 @@ class Packer:
             MoeqError: it cannot be packed, or the packed bytes do not mean what the source means.
             OSError: the disk says no.
         """
-        if self._road is None:
+        if self._road is None or data is None:
             return self._in_general(expert), ()
-        found = self._by_road(self._road, expert, buffers, slot)
+        found = self._by_road(self._road, expert, data, buffers, slot)
         if found is not None:
             return found
-        with self._room.take(general_bytes(self._layer, self._unit), self.label(expert)):
+        with self._spare.take(general_bytes(self._layer, self._unit), self.label(expert)):
             return self._in_general(expert), ()
 
     def record(self, results: Sequence[ExpertResult]) -> UnitRecord:
@@ -131,9 +148,10 @@ class Packer:
 
     # The direct road.
 
-    def _by_road(self, road: Road, expert: int, buffers: Buffers, slot: int) -> tuple[ExpertResult, Writes] | None:
+    def _by_road(
+        self, road: Road, expert: int, inputs: Inputs, buffers: Buffers, slot: int
+    ) -> tuple[ExpertResult, Writes] | None:
         """None where the road declines this expert, which the general way then packs or refuses with the reason."""
-        inputs = self._read(road, expert, buffers)
         sizes = [size for slots in self._slots for _, size in slots.values()]
         row = expert - self._unit.experts.start
         places = [start + row * size for slots in self._slots for start, size in slots.values()]
@@ -150,19 +168,26 @@ class Packer:
         result = ExpertResult(sum(sizes), proof.digests, frozenset(), 0, sums)
         return result, tuple(zip(pieces, places, strict=True))
 
-    def _read(self, road: Road, expert: int, buffers: Buffers) -> dict[tuple[StoredName, str], Bytes]:
+    def _read(self, road: Road, expert: int, buffers: Buffers, slot: int) -> Inputs:
         """The stored bytes of one expert in reused memory; parts that lie together are read at once."""
         places = self._places(road, expert)
-        views = buffers.take_many("input", [stop - start for _, start, stop in places])
         order = sorted(range(len(places)), key=places.__getitem__)
-        run = [order[0]]
+        runs = [[order[0]]]
         for one, two in pairwise(order):
-            if places[one][0] != places[two][0] or places[one][2] != places[two][1]:
-                _read_run(self._inputs, places[run[0]], [views[index] for index in run])
-                run = []
-            run.append(two)
-        _read_run(self._inputs, places[run[0]], [views[index] for index in run])
-        return dict(zip(road.reads, views, strict=True))
+            together = places[one][0] == places[two][0] and places[one][2] == places[two][1]
+            if together and places[two][1] % WORD == 0:
+                runs[-1].append(two)
+            else:
+                runs.append([two])
+        spans = [(places[run[0]][0], places[run[0]][1], places[run[-1]][2]) for run in runs]
+        memory = buffers.take_many(f"input {slot}", [blocks_of(start, stop) for _, start, stop in spans])
+        found: dict[tuple[StoredName, str], Bytes] = {}
+        for run, room, (file, first, last) in zip(runs, memory, spans, strict=True):
+            data = self._inputs[file].read(room, first, last)
+            for index in run:
+                _, start, stop = places[index]
+                found[road.reads[index]] = data[start - first : stop - first]
+        return found
 
     def _places(self, road: Road, expert: int) -> list[tuple[str, int, int]]:
         """File, first and last byte of everything that the road reads of an expert."""
@@ -293,28 +318,3 @@ def _padded(shard: ShardPlan, matrix: QuantizedMatrix) -> QuantizedMatrix:
     from moeq.model.shards import shard_matrix
 
     return shard.padding.pad(shard_matrix(matrix, shard.shard.intermediate, first=shard.shard.rank == 0))
-
-
-def _read_run(inputs: Mapping[str, int], place: tuple[str, int, int], views: list[Bytes]) -> None:
-    """Fill several buffers with bytes that lie together in a source file, from the beginning of `place` on."""
-    file, start, _ = place
-    total = sum(view.nbytes for view in views)
-    try:
-        got = os.preadv(inputs[file], [view.data for view in views], start)
-        while got < total:
-            more = read_at(inputs[file], _after(views, got), start + got)
-            if not more:
-                end = start + total
-                raise MoeqError("source.truncated", f"{file}: ended before byte {end:,} while being read")
-            got += more
-    except OSError as error:
-        raise MoeqError("source.unreadable", f"{file}: {error.strerror or error}") from error
-
-
-def _after(views: list[Bytes], done: int) -> memoryview:
-    """The rest of the first of the buffers that is not full after `done` bytes."""
-    for view in views:
-        if done < view.nbytes:
-            return view.data[done:]
-        done -= view.nbytes
-    raise ValueError("all buffers are full")  # a bug, not input

@@ -1,8 +1,9 @@
 """What a conversion needs: memory, disk, time. Known before it runs, from headers alone; torch is not imported.
 
-Memory is the process itself, plus per worker one expert's stored bytes, its packed bytes twice and scratch, whatever
-the size of the model. Where no direct road leads (`moeq.pipeline.roads`), a worker decodes the expert to one byte per
-code and needs several times as much. The constants are measured (`tests/pipeline/test_memory.py` holds them to it).
+Memory is the process itself, plus per worker one expert's stored bytes twice, its packed bytes twice and scratch,
+whatever the size of the model. Where no direct road leads (`moeq.pipeline.roads`), a worker decodes the expert to one
+byte per code and needs several times as much. The constants are measured (`tests/pipeline/test_memory.py` holds them
+to it).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 from moeq.errors import MoeqError
-from moeq.pipeline.buffers import OUTPUT_BUFFERS, room_for
+from moeq.pipeline.buffers import INPUT_BUFFERS, OUTPUT_BUFFERS, room_for
 from moeq.pipeline.layers import LayerPlan
 from moeq.pipeline.plan import Plan
 from moeq.pipeline.records import slots
@@ -72,10 +73,9 @@ class Need:
 
     Attributes:
         way: how the unit is executed.
-        input: stored bytes of one expert.
-        output: packed bytes of one expert, of all ranks, twice.
+        input: stored bytes of one expert, or of a chunk that is copied, twice.
+        output: packed bytes of one expert, of all ranks, or of a chunk, twice.
         scratch: the road's scratch.
-        copy: buffers of copies.
         general: what the general way holds at its peak.
     """
 
@@ -83,13 +83,12 @@ class Need:
     input: int = 0
     output: int = 0
     scratch: int = 0
-    copy: int = 0
     general: int = 0
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.input + self.output + self.scratch + self.copy + self.general
+        return self.input + self.output + self.scratch + self.general
 
 
 @dataclass(frozen=True)
@@ -113,15 +112,17 @@ class Memory:
         """Bytes at most."""
         return self.base + self.workers * self.per_worker
 
-    def room(self) -> Room:
+    def spare(self) -> SpareMemory:
         """What is left for experts that turn out to need the general way."""
-        return Room((self.ceiling or USUAL_CEILING) - self.peak - TORCH_BYTES, strict=self.ceiling is not None)
+        return SpareMemory((self.ceiling or USUAL_CEILING) - self.peak - TORCH_BYTES, strict=self.ceiling is not None)
 
 
 def need_of(checkpoint: Checkpoint, plan: Plan, unit: Unit) -> Need:
     """What one thread needs for a unit."""
     if not isinstance(unit, PackUnit):
-        return Need("copy", copy=OUTPUT_BUFFERS * room_for([CHUNK_BYTES]))
+        return Need(
+            "copy", input=INPUT_BUFFERS * room_for([CHUNK_BYTES]), output=OUTPUT_BUFFERS * room_for([CHUNK_BYTES])
+        )
     layer = plan.layer_of(unit)
     road = road_of(checkpoint, layer, unit)
     if road is None:
@@ -131,7 +132,7 @@ def need_of(checkpoint: Checkpoint, plan: Plan, unit: Unit) -> Need:
     places = [place_of(stored[name][part], part, experts, unit.experts.start) for name, part in road.reads]
     return Need(
         "road",
-        input=room_for(stop - start for start, stop in places),
+        input=INPUT_BUFFERS * room_for(stop - start for start, stop in places),
         output=OUTPUT_BUFFERS * room_for(stop - start for start, stop in _slots_of_one(plan, unit)),
         scratch=room_for([road.scratch_bytes]),
     )
@@ -196,7 +197,7 @@ def plan_memory(
     needs = {_kind(unit): need_of(checkpoint, plan, unit) for unit in _one_per_kind(units)}
     base = base_bytes(checkpoint, needs.values())
     # Buffers grow to the largest size of their kind and stay.
-    kept = ("input", "output", "scratch", "copy", "general")
+    kept = ("input", "output", "scratch", "general")
     per_worker = sum(max((getattr(need, name) for need in needs.values()), default=0) for name in kept)
     fitting = ((ceiling or USUAL_CEILING) - base) // max(per_worker, 1)
     if ceiling is not None and fitting < 1:
@@ -228,7 +229,7 @@ def _mib(count: int) -> str:
     return f"{count / MIB:,.0f} MiB"
 
 
-class Room:
+class SpareMemory:
     """Memory that threads share for what was not foreseen: experts that a road declines take the general way.
 
     Args:

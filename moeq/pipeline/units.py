@@ -27,7 +27,7 @@ from moeq.pipeline.layers import LayerPlan
 COPY_UNIT_BYTES = 256 * 2**20
 
 #: Bytes that are copied, read back and summed at once.
-CHUNK_BYTES = 4 * 2**20
+CHUNK_BYTES = 2 * 2**20
 
 #: `(start, stop)`, bytes of a file.
 Span = tuple[int, int]

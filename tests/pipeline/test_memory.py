@@ -17,7 +17,7 @@ from moeq.deploy.gpus import parse_gpu
 from moeq.errors import ExitCode, MoeqError
 from moeq.pipeline.convert import convert
 from moeq.pipeline.job import JobRequest, open_job
-from moeq.pipeline.resources import Room, memory_needed, parse_size, plan_memory
+from moeq.pipeline.resources import SpareMemory, memory_needed, parse_size, plan_memory
 
 H100 = Deployment(gpu=parse_gpu("H100"))
 MIB = 2**20
@@ -134,7 +134,7 @@ def test_what_is_no_size(text: str) -> None:
 
 class TestRoom:
     def test_what_cannot_fit_is_refused(self) -> None:
-        room = Room(100, strict=True)
+        room = SpareMemory(100, strict=True)
         with room.take(100, "an expert"):
             pass
         with pytest.raises(MoeqError, match="an expert holds unusual values") as caught, room.take(101, "an expert"):
@@ -142,7 +142,7 @@ class TestRoom:
         assert caught.value.exit_code == ExitCode.RESOURCES
 
     def test_others_wait_until_there_is_room(self) -> None:
-        room, order = Room(100, strict=True), list[str]()
+        room, order = SpareMemory(100, strict=True), list[str]()
         entered = threading.Event()
 
         def other() -> None:
@@ -159,7 +159,7 @@ class TestRoom:
         assert order == ["a", "b"]
 
     def test_without_a_ceiling_what_is_too_large_runs_alone(self) -> None:
-        with Room(10).take(1000, "x"):
+        with SpareMemory(10).take(1000, "x"):
             pass
-        with Room(None).take(1000, "x"), Room(None).take(1 << 40, "y"):
+        with SpareMemory(None).take(1000, "x"), SpareMemory(None).take(1 << 40, "y"):
             pass

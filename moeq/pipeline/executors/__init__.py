@@ -11,7 +11,7 @@ from typing import Protocol
 from moeq.errors import MoeqError
 from moeq.pipeline.engine import Done, Executor, Outcome
 from moeq.pipeline.job import Job
-from moeq.pipeline.resources import Room
+from moeq.pipeline.resources import SpareMemory
 from moeq.pipeline.units import Unit
 
 #: Told of something that does not stop the work: a code and a sentence.
@@ -38,18 +38,18 @@ class Where:
         name: `local` or `ray`.
         address: of the cluster; None takes the one that is found.
         workers: threads here.
-        room: memory for what was not foreseen.
+        spare: memory for what was not foreseen.
     """
 
     name: str = "local"
     address: str | None = None
     workers: int = 1
-    room: Room | None = None
+    spare: SpareMemory | None = None
 
 
 @contextmanager
 def _local(where: Where, job: Job, folder: Path, warn: Warn) -> Iterator[Executes]:
-    yield Executor(job, folder, where.workers, where.room)
+    yield Executor(job, folder, where.workers, where.spare)
 
 
 def _ray(where: Where, job: Job, folder: Path, warn: Warn) -> AbstractContextManager[Executes]:
