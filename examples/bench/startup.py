@@ -2,8 +2,8 @@
 
 Writes synthetic checkpoints with the real shapes of some layers of Qwen3-30B-A3B (GPTQ int4) and gpt-oss-20b (MXFP4),
 converts them, then loads each way in a process of its own, all ways in turns, and prints medians of the wall time,
-split into read, repack and copy, and of the peak memory. A process has imported what it needs before, and frees
-everything after each turn:
+split into read, repack and copy, and of the peak memory. A process frees everything after each turn; its first load
+of all, which also imports and compiles what the way needs, is printed on its own and is in no median:
 
     python examples/bench/startup.py [--model NAME] [--layers N] [--rounds N] [--cold] [--folder FOLDER]
 
@@ -15,7 +15,8 @@ everything after each turn:
 | `converted` | `moeq.load_experts` |
 
 The last two read in threads, which copy in between; their `read` is the time of a thread that is spent on reading, and
-`copy` the rest. Files are read through the page cache: warm, or with `--cold` dropped from it before each measurement.
+`copy` the rest. Files are read through the page cache: read once before each load (warm), or with `--cold` also
+dropped from it before each load.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +44,7 @@ from make_checkpoint import MODELS
 import moeq
 from moeq.integrations import reading
 
-LAYOUTS = {"qwen3-30b-a3b": "marlin-wna16/1", "gpt-oss-20b": "marlin-mxfp4/1"}
+LAYOUTS = {"qwen3-30b-a3b": "marlin-wna16/1", "gpt-oss-20b": "marlin-mxfp4-interleaved/1"}
 READ_INTO = reading._read_into
 STEPS = ("open", "read", "repack", "copy")
 
@@ -108,30 +109,51 @@ def measure(load: Load, folder: str, layout_id: str, device: torch.device) -> di
 
 
 class Worker:
-    """The process of one way."""
+    """The process of one way to load one model.
 
-    def __init__(self, road: str) -> None:
+    Attributes:
+        first: what its first load took; None where it cannot.
+    """
+
+    def __init__(self, road: str, folder: Path, layout: str) -> None:
+        self.place = folder / ("converted" if road in ("plug-in", "converted") else "source")
+        self.layout = layout
+        self.first: dict[str, float] | None = None
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process
-        command = [sys.executable, __file__, "--serve", road]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors, "text": True}
-        self.process = subprocess.Popen(command, **pipes)
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--serve", road],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+        )
 
-    def answer(self) -> dict[str, Any] | None:
-        """What it says next, or None where it stopped."""
-        return next((json.loads(line) for line in self.process.stdout if line.startswith("{")), None)
+    def begin(self) -> None:
+        """Wait until it is ready, and load for the first time."""
+        with suppress(StopIteration):
+            self._answer()
+            self.first = self.load(cold=False)
 
-    def ask(self, folder: Path, layout_id: str) -> dict[str, Any] | None:
-        """Its times and memory, or None where it stopped."""
-        self.process.stdin.write(json.dumps([str(folder), layout_id]) + "\n")
+    def load(self, cold: bool) -> dict[str, float]:
+        """Times and memory. Raises StopIteration where it ends instead."""
+        cache(self.place, cold)
+        self.process.stdin.write(json.dumps([str(self.place), self.layout]) + "\n")
         self.process.stdin.flush()
-        return self.answer()
+        times = self._answer()
+        return {**times, "total": sum(times[step] for step in STEPS)}
 
-    def stop(self) -> str:
-        """End it; its last line of complaint."""
-        self.process.stdin.close()
-        self.process.wait()
+    def _answer(self) -> dict[str, float]:
+        return json.loads(next(line for line in self.process.stdout if line.startswith("{")))
+
+    def complaint(self) -> str:
+        """The last line that it wrote before it ended."""
         self.errors.seek(0)
         return self.errors.read().strip().rpartition("\n")[2]
+
+    def stop(self) -> None:
+        """End it."""
+        self.process.stdin.close()
+        self.process.wait()
 
 
 def from_source(checkpoint: Any, layout_id: str, device: torch.device) -> Times:
@@ -244,13 +266,15 @@ def peak_memory() -> float:
     return int(status.partition("VmHWM:")[2].split()[0]) / 1024
 
 
-def drop(folder: Path) -> None:
-    """Have the page cache forget the files."""
+def cache(folder: Path, cold: bool) -> None:
+    """Have the page cache hold the files, or forget them."""
     for path in folder.iterdir():
-        fd = os.open(path, os.O_RDONLY)
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
+        with path.open("rb", buffering=0) as file:
+            os.fsync(file.fileno())
+            if cold:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            while not cold and file.read(1 << 24):
+                pass
 
 
 def main() -> None:
@@ -276,10 +300,15 @@ def main() -> None:
         for name in options.model or LAYOUTS:
             folder = Path(scratch) / name
             prepare(name, options.layers, folder)
+            workers = {road: Worker(road, folder, LAYOUTS[name]) for road in options.road or ROADS}
+            for worker in workers.values():
+                worker.begin()
             for cold in (False, True)[: 1 + options.cold]:
-                rows += compare(name, folder, options.road or list(ROADS), options.rounds, cold)
+                rows += compare(name, workers, options.rounds, cold)
                 if options.out:
                     options.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+            for worker in workers.values():
+                worker.stop()
 
 
 def prepare(name: str, layers: int, folder: Path) -> None:
@@ -294,31 +323,26 @@ def prepare(name: str, layers: int, folder: Path) -> None:
           f"converted in {done - middle:.1f} s", flush=True)  # fmt: skip
 
 
-def compare(name: str, folder: Path, roads: list[str], rounds: int, cold: bool) -> list[dict[str, Any]]:
+def compare(name: str, workers: dict[str, Worker], rounds: int, cold: bool) -> list[dict[str, Any]]:
     """Every way of loading one model, in turns."""
-    workers = {road: Worker(road) for road in roads}
-    found: dict[str, list[dict[str, Any]]] = {road: [] for road in roads if workers[road].answer()}
+    found: dict[str, list[dict[str, float]]] = {road: [] for road, worker in workers.items() if worker.first}
     for number in range(rounds):
         for road in list(found)[:: 1 if number % 2 == 0 else -1]:
-            place = folder / ("converted" if road in ("plug-in", "converted") else "source")
-            if cold:
-                drop(place)
-            times = workers[road].ask(place, LAYOUTS[name])
-            if times is None:
-                del found[road]
-                continue
-            found[road].append({**times, "total": sum(times[step] for step in STEPS)})
-    print(f"{'cold' if cold else 'warm':12}{''.join(f'{step:>9}' for step in (*STEPS, 'total'))}  memory of host, GPU")
+            found[road].append(workers[road].load(cold))
+    titles = "".join(f"{step:>9}" for step in (*STEPS, "total"))
+    print(f"{'cold' if cold else 'warm':12}{titles}  memory of host, GPU      first load")
     rows = []
     for road, worker in workers.items():
-        complaint = worker.stop()
         if road not in found:
-            print(f"{road:12}not here: {complaint}", flush=True)
+            print(f"{road:12}not here: {worker.complaint()}", flush=True)
             continue
         median = {key: statistics.median(one[key] for one in found[road]) for key in found[road][0]}
-        rows.append({"model": name, "road": road, "cold": cold, "median": median, "measured": found[road]})
+        rows.append(
+            {"model": name, "road": road, "cold": cold, "median": median, "first": worker.first, "each": found[road]}
+        )
         times = "".join(f"{median[step]:8.3f}s" for step in (*STEPS, "total"))
-        print(f"{road:12}{times}{median['peak']:10.0f} MiB{median['gpu_peak']:8.0f} MiB", flush=True)
+        memory = f"{median['peak']:10.0f} MiB{median['gpu_peak']:8.0f} MiB"
+        print(f"{road:12}{times}{memory}{worker.first['total']:9.3f}s", flush=True)
     return rows
 
 

@@ -160,17 +160,22 @@ def read_experts(
     shape, dtype = (rows[1] - rows[0], *entry.shape[1:]), torch_dtype(_stored(entry.dtype))
     if into is None or into.dtype != dtype or tuple(into.shape) != shape or not into.is_contiguous():
         into = torch.empty(shape, dtype=dtype, device=device)
-    out = into.view(-1).view(torch.uint8)
-    with _opened(source, entry.file) as fd:
-        if out.device.type == "cpu":
-            _read_into(fd, out.numpy().data, entry.start + rows[0] * size, entry.file)
-        else:
-            _read_through(fd, out, entry.start + rows[0] * size, entry.file)
+    out, offset = into.view(-1).view(torch.uint8), entry.start + rows[0] * size
+    if out.device.type == "cpu":
+        with _opened(source, entry.file) as fd:
+            _read_into(fd, out.numpy().data, offset, entry.file)
+    else:
+        _read_through(source, entry.file, out, offset)
     return into
 
 
-def _read_through(fd: int, out: Tensor, offset: int, file: str, stage: int = STAGE, readers: int = READERS) -> None:
-    """Bytes of a file to a tensor on another device, by threads with a buffer each: some read while others copy."""
+def _read_through(
+    source: Source, file: str, out: Tensor, offset: int, stage: int = STAGE, readers: int = READERS
+) -> None:
+    """Bytes of a file to a tensor on another device, by threads with a buffer each: some read while others copy.
+
+    Each opens the file for itself: the operating system reads ahead by what it sees of one opening.
+    """
     import torch
 
     # One stream for all threads, the caller's: memory that it has just freed may still be in use there.
@@ -179,7 +184,7 @@ def _read_through(fd: int, out: Tensor, offset: int, file: str, stage: int = STA
 
     def carry(mine: range) -> None:
         buffer = torch.empty(min(stage, len(out)), dtype=torch.uint8, pin_memory=stream is not None)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), _opened(source, file) as fd:
             for start in mine:
                 piece = buffer[: len(out) - start]
                 _read_into(fd, piece.numpy().data, offset + start, file)

@@ -258,9 +258,7 @@ class TestReading:
         source, name = self.tensor(converted)
         entry, wanted = source.entry(name), read_experts(source, name, (1, 3))
         out = torch.zeros(wanted.nbytes, dtype=torch.uint8)
-        with open(source.path(entry.file), "rb") as file:
-            offset = entry.start + (entry.end - entry.start) // entry.shape[0]
-            _read_through(file.fileno(), out, offset, entry.file, stage)
+        _read_through(source, entry.file, out, entry.start + (entry.end - entry.start) // entry.shape[0], stage)
         assert torch.equal(out, wanted.view(-1).view(torch.uint8))
 
     def test_tensors_that_fit_are_filled_and_others_replaced(self, converted) -> None:

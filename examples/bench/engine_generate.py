@@ -1,0 +1,169 @@
+"""Whole models in vLLM from converted checkpoints, on a GPU: log-probabilities of a prompt, and greedy tokens after it.
+
+    python examples/bench/engine_generate.py tests/data/checkpoints/* --out results.json [--graphs]
+
+For every checkpoint and every layout that the plug-in hands over: convert, have the engine start from the folder as
+`vllm serve` does (config, plug-in by its entry point, model class, weight loader, key-value cache, scheduler), and
+generate. What it should give comes from transformers in float32 on the CPU, experts by moeq's reference. Errors are
+those of the log-probabilities of all tokens at all places of the prompt; a model counts as right up to three times the
+error of the same model in bf16 in transformers, which rounds elsewhere.
+
+Each runs in a process of its own; `--converted FOLDER` is what the script calls itself with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import moeq
+
+PROMPT = [1, 5, 9, 2, 33, 60, 17, 3, 3, 8, 21, 40, 7, 12]
+NEW = 6
+FACTOR = 3.0
+
+
+def expected(folder: Path) -> tuple[torch.Tensor, float, list[int]]:
+    """Log-probabilities `[tokens - 1, vocabulary]` in float32, the relative error of bf16, and greedy tokens."""
+    from transformers import AutoModelForCausalLM
+
+    import moeq.integrations.transformers  # noqa: F401 - registers the quantisation method `moeq`
+
+    ids = torch.tensor([PROMPT])
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        with torch.no_grad():
+            found.append(model(ids).logits[0, :-1].float().log_softmax(-1))
+        if dtype is torch.float32:
+            tokens = model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, len(PROMPT) :].tolist()
+    return found[0], error_of(found[1], found[0]), tokens
+
+
+def error_of(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Relative to how log-probabilities differ between tokens."""
+    return float((found - wanted).norm() / (wanted - wanted.mean(-1, keepdim=True)).norm())
+
+
+def generated(folder: Path, graphs: bool) -> tuple[torch.Tensor, list[int]]:
+    """The engine's log-probabilities of the prompt, and its greedy tokens."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    arguments = EngineArgs(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        enforce_eager=not graphs,
+        max_model_len=64,
+        max_num_seqs=4,
+        max_logprobs=vocabulary,
+        gpu_memory_utilization=0.2,
+        kv_cache_memory_bytes=1 << 28,
+        attention_backend="TRITON_ATTN",
+        **({"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}} if graphs else {}),
+    )
+    engine = LLMEngine.from_engine_args(arguments)
+    wanted = SamplingParams(
+        temperature=0, max_tokens=NEW, prompt_logprobs=vocabulary, detokenize=False, ignore_eos=True
+    )
+    engine.add_request("0", {"prompt_token_ids": PROMPT}, wanted)
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    output = outputs[-1]
+    rows = [[row[token].logprob for token in range(vocabulary)] for row in output.prompt_logprobs[1:]]
+    return torch.tensor(rows), list(output.outputs[0].token_ids)
+
+
+def check(folder: Path, graphs: bool) -> dict[str, Any]:
+    """One converted checkpoint, in this process."""
+    wanted, bf16_error, tokens = expected(folder)
+    found, new = generated(folder, graphs)
+    error = error_of(found, wanted)
+    right = error <= FACTOR * bf16_error
+    return {"right": right, "error": error, "bf16_error": bf16_error, "tokens": new, "float32_tokens": tokens}
+
+
+def ask(folder: Path, graphs: bool) -> dict[str, Any]:
+    """The same in a process of its own, whose plug-ins the engine loads by itself."""
+    command = [sys.executable, __file__, "--converted", str(folder), *(["--graphs"] if graphs else [])]
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if run.returncode:
+        lines = [line for line in run.stderr.splitlines() if line and not line.startswith(" ")]
+        return {"refused": " | ".join(lines[-3:])[-600:]}
+    answer: dict[str, Any] = json.loads(next(line for line in run.stdout.splitlines() if line.startswith('{"right')))
+    return answer
+
+
+def conversions(sources: list[Path], scratch: Path) -> Iterator[tuple[str, str, Path]]:
+    """Every checkpoint in every layout of the plug-in that holds it, with rows as its activation takes them."""
+    from moeq.integrations.vllm_backends import BACKENDS
+    from moeq.layouts.registry import layout_class
+
+    for source in filter(Path.is_dir, sources):
+        order = "interleaved" if moeq.open(source).info.activation == "swigluoai" else "gate-up"
+        for layout in [layout for layout in BACKENDS if layout_class(layout).w13_order == order]:
+            folder = scratch / f"{source.name}-{layout.partition('/')[0]}"
+            with suppress(moeq.MoeqError):  # where the layout does not hold this format
+                moeq.convert(source, folder, moeq.Deployment(gpu=moeq.gpu("H200")), layout=layout)
+                yield source.name, layout, folder
+
+
+def main() -> int:
+    """Command line; exits 1 where a model is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sources", type=Path, nargs="*", help="checkpoint folders (files are passed over)")
+    parser.add_argument("--converted", type=Path, help="instead: a converted folder, in this process")
+    parser.add_argument("--graphs", action="store_true", help="decode in CUDA graphs")
+    parser.add_argument("--at-once", type=int, default=1, help="engines that run at the same time")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.converted:
+        print(json.dumps(check(options.converted, options.graphs)))
+        return 0
+    from importlib.metadata import version
+
+    about = {
+        "schema": "moeq.engine-generate/1",
+        "date": time.strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name(),
+        **{name: version(name) for name in ("torch", "vllm", "transformers")},
+    }
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(options.at_once) as pool:
+        work = list(conversions(options.sources, Path(scratch)))
+        for (name, layout, _), found in zip(work, pool.map(lambda one: ask(one[2], options.graphs), work), strict=True):
+            rows.append({"checkpoint": name, "layout": layout, "graphs": options.graphs, **found})
+            print(text(rows[-1]), flush=True)
+            if options.out:
+                options.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    return 1 if any(row.get("right") is False for row in rows) else 0
+
+
+def text(row: dict[str, Any]) -> str:
+    """One line."""
+    said = row.get("refused")
+    if said is None:
+        same = "same tokens" if row["tokens"] == row["float32_tokens"] else "other tokens"
+        said = f"{'right' if row['right'] else 'WRONG'}, error {row['error']:.2e}, bf16 {row['bf16_error']:.2e}, {same}"
+    return f"{row['checkpoint']:32s} {row['layout']:28s} {said}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
