@@ -1,9 +1,9 @@
 """Threads that execute units of a conversion: read, pack, check and write overlap, within units and across them.
 
-Every worker has two companions: one reads the next expert (or chunk) while the worker is at the last, one writes what
-was packed. So there are two input and two output buffers, of which one is on its way from or to the disk. Readers take
-the next expert of the unit at hand, and go on to the next unit when none is left, so that small units do not wait for
-each other. One more thread syncs: a unit counts as done when its bytes are on disk.
+Every worker has two companions: one reads the next expert (or chunk) while the worker is at the last, unless memory
+holds it already, and one writes what was packed. So there are two input and two output buffers, of which one is on its
+way from or to the disk. Readers take the next expert of the unit at hand, and go on to the next unit when none is left,
+so that small units do not wait for each other. One more thread syncs: a unit counts as done when its bytes are on disk.
 """
 
 from __future__ import annotations
@@ -181,6 +181,11 @@ class _Open:
     results: list[Any] = field(default_factory=list)
     left: int = 0
 
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether its inputs are in memory already: there is nothing to wait for, and every copy is a cost."""
+        return all(file.cached is True for file in self.inputs)
+
     def close(self) -> None:
         self.output.close()
         for file in self.inputs:
@@ -274,8 +279,9 @@ class _Run:
     def _fetch(self, own: _Belt) -> None:
         try:
             while (piece := self._next()) is not None:
-                slot = own.empty.get()
-                own.fetched.put((piece, piece.home.kind.fetch(piece.item, own.buffers, slot), slot))
+                slot, home = own.empty.get(), piece.home
+                data = None if home.is_at_hand else home.kind.fetch(piece.item, own.buffers, slot)
+                own.fetched.put((piece, data, slot))
         finally:
             own.fetched.put(None)
 
@@ -283,9 +289,11 @@ class _Run:
         try:
             while (fetched := own.fetched.get()) is not None and not self._stopped:
                 piece, data, place = fetched
-                slot = own.free.get()
-                with disk_errors(self._folder / piece.home.unit.file, piece.home.unit.bytes_out):
-                    result, writes = piece.home.kind.run(piece.item, data, own.buffers, slot)
+                slot, home = own.free.get(), piece.home
+                if home.is_at_hand:
+                    data = home.kind.fetch(piece.item, own.buffers, place)
+                with disk_errors(self._folder / home.unit.file, home.unit.bytes_out):
+                    result, writes = home.kind.run(piece.item, data, own.buffers, slot)
                 own.empty.put(place)
                 own.packed.put((piece, result, writes, slot))
         except BaseException:
@@ -335,8 +343,8 @@ class _Run:
         inputs: dict[str, InputFile] = {}
         output: OutputFile | None = None
         try:
-            for name in unit.inputs:
-                inputs[name] = InputFile(source.path(name), name)
+            for name, spans in unit.inputs.items():
+                inputs[name] = InputFile(source.path(name), name, spans)
             with disk_errors(self._folder / unit.file):
                 output = OutputFile(self._folder / unit.file)
             kind = _KINDS[type(unit)](self._job, unit, inputs, output, self._spare)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 from moeq.checkpoint.writer import BLOCK, open_direct, read_at
 from moeq.errors import MoeqError
 from moeq.pipeline.records import Bytes
+from moeq.pipeline.units import Span
 
 #: Shorter reads go through the page cache.
 _DIRECT_LEAST = 64 * 1024
@@ -32,18 +34,23 @@ class InputFile:
     Args:
         path: where it is.
         name: its name in the source, for messages.
+        spans: what will be read of it.
+
+    Attributes:
+        cached: whether the page cache holds most of that; None where the kernel cannot tell.
 
     Raises:
         MoeqError: `source.unreadable`.
     """
 
-    def __init__(self, path: Path, name: str) -> None:
+    def __init__(self, path: Path, name: str, spans: Sequence[Span]) -> None:
         self.name = name
         try:
             self.fd = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise self._unreadable(error) from error
         self._direct = open_direct(path, os.O_RDONLY)
+        self.cached = _is_cached(self.fd, spans)
 
     def close(self) -> None:
         """Close it."""
@@ -78,7 +85,7 @@ class InputFile:
 
     def _read_direct(self, memory: Bytes, start: int, stop: int) -> bool:
         """Fill memory from a block on, past the page cache. False where that is no use, or does not work."""
-        if self._direct < 0 or stop - start < _DIRECT_LEAST or _is_cached(self.fd, start, stop):
+        if self._direct < 0 or stop - start < _DIRECT_LEAST or self.cached is not False:
             return False
         try:
             return start + read_at(self._direct, memory[: blocks_of(start, stop)].data, start) >= stop
@@ -96,13 +103,14 @@ def blocks_of(start: int, stop: int) -> int:
     return -(-stop // BLOCK) * BLOCK - start // BLOCK * BLOCK
 
 
-def _is_cached(fd: int, start: int, stop: int) -> bool:
-    """Whether the page cache holds half of these bytes or more; yes where the kernel cannot tell."""
-    wanted = (ctypes.c_uint64 * 2)(start, stop - start)
-    found = (ctypes.c_uint64 * 5)()
-    if _libc().syscall(_CACHESTAT, fd, wanted, found, 0) != 0:
-        return True
-    return 2 * found[0] * os.sysconf("SC_PAGESIZE") >= stop - start
+def _is_cached(fd: int, spans: Sequence[Span]) -> bool | None:
+    """Whether the page cache holds half of these bytes or more; None where the kernel cannot tell."""
+    held, found = 0, (ctypes.c_uint64 * 5)()
+    for start, stop in spans:
+        if _libc().syscall(_CACHESTAT, fd, (ctypes.c_uint64 * 2)(start, stop - start), found, 0) != 0:
+            return None
+        held += found[0]  # pages
+    return 2 * held * os.sysconf("SC_PAGESIZE") >= sum(stop - start for start, stop in spans)
 
 
 @cache

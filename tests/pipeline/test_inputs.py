@@ -56,7 +56,8 @@ def test_every_place_is_read(source: Path, way: str, monkeypatch: pytest.MonkeyP
     if way == "dropped":
         with source.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    file = InputFile(source, "source")
+    file = InputFile(source, "source", [(0, SIZE)])
+    assert file.cached is {"dropped": False, "no cachestat": None}.get(way, True)
     if way == "refused":
         real = inputs.read_at
 
@@ -65,7 +66,7 @@ def test_every_place_is_read(source: Path, way: str, monkeypatch: pytest.MonkeyP
                 raise OSError(errno.EINVAL, "no")
             return real(fd, view, position)
 
-        monkeypatch.setattr(inputs, "_is_cached", lambda *given: False)
+        file.cached = False
         monkeypatch.setattr(inputs, "read_at", refusing)
     for start, stop in PLACES:
         found = read(file, start, stop)
@@ -74,10 +75,9 @@ def test_every_place_is_read(source: Path, way: str, monkeypatch: pytest.MonkeyP
     file.close()
 
 
-def test_a_file_that_ends_before(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = InputFile(source, "weights")
-    for cached in (True, False):
-        monkeypatch.setattr(inputs, "_is_cached", lambda *given, cached=cached: cached)
+def test_a_file_that_ends_before(source: Path) -> None:
+    file = InputFile(source, "weights", [(0, SIZE)])
+    for file.cached in (True, False, None):
         with pytest.raises(MoeqError, match="weights: ended before byte 600,002 while being read") as caught:
             read(file, 0, SIZE + 1)
         assert caught.value.code == "source.truncated"
@@ -86,7 +86,7 @@ def test_a_file_that_ends_before(source: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(MoeqError, match="weights: No such file") as caught:
-        InputFile(tmp_path / "gone", "weights")
+        InputFile(tmp_path / "gone", "weights", [])
     assert caught.value.code == "source.unreadable"
 
 
