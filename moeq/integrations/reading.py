@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +23,12 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from moeq.checkpoint.header import TensorEntry
     from moeq.checkpoint.source import Source
+
+    Bytes = np.ndarray[Any, Any]
+    #: Fills an array with the piece that starts at a place of the tensor that is read, both counted in bytes.
+    Read = Callable[[Bytes, int], None]
 
 #: Runs closer than this are read together: the operating system reads whole pages anyway.
 PAGE = 4096
@@ -54,14 +59,16 @@ class Span:
     Attributes:
         start: first byte.
         stop: one past the last.
-        chosen: those that are kept, counted from `start`; None for all of them.
-        kept: how many are kept.
+        chosen: those that are kept, counted from `start` in units of `width`; None for all of them.
+        kept: how many bytes are kept.
+        width: bytes that stay together, 1 to 8.
     """
 
     start: int
     stop: int
-    chosen: np.ndarray[Any, Any] | None
+    chosen: Bytes | None
     kept: int
+    width: int = 1
 
 
 @dataclass(frozen=True)
@@ -138,15 +145,28 @@ def _spans(index: Tensor, size: int) -> tuple[Span, ...] | None:
     spans = []
     for first, last in pairwise(borders):
         start, stop = int(positions[first]), int(positions[last - 1]) + 1
-        dense = stop - start == last - first
-        spans.append(Span(start, stop, None if dense else positions[first:last] - start, last - first))
+        if stop - start == last - first:
+            spans.append(Span(start, stop, None, last - first))
+        else:
+            chosen, width = _units(positions[first:last] - start)
+            spans.append(Span(start, stop, chosen, last - first, width))
     return tuple(spans)
+
+
+def _units(chosen: Bytes) -> tuple[Bytes, int]:
+    """Positions of bytes as positions of the largest units that they are whole runs of."""
+    for width in (8, 4, 2):
+        if len(chosen) % width == 0:
+            units = chosen.reshape(-1, width)
+            if not (units[:, 0] % width).any() and (units[:, -1] - units[:, 0] == width - 1).all():
+                return units[:, 0] // width, width
+    return chosen, 1
 
 
 def read_experts(
     source: Source, name: str, rows: tuple[int, int], device: torch.device | None = None, into: Tensor | None = None
 ) -> Tensor:
-    """`tensor[rows]` of a stacked tensor, in one pass over the file.
+    """`tensor[rows]` of a stacked tensor, whole experts in one pass over the file.
 
     Args:
         device: None for the CPU. Another device is filled through a few small pinned buffers, so that no whole
@@ -157,42 +177,91 @@ def read_experts(
 
     entry = source.entry(name)
     size = (entry.end - entry.start) // entry.shape[0]
-    shape, dtype = (rows[1] - rows[0], *entry.shape[1:]), torch_dtype(_stored(entry.dtype))
+    found = _target(entry, (rows[1] - rows[0], *entry.shape[1:]), device, into)
+    out, offset = found.view(-1).view(torch.uint8), entry.start + rows[0] * size
+
+    def reader(fd: int) -> Read:
+        return lambda target, start: _read_into(fd, target.data, offset + start, entry.file)
+
+    _fill(source, entry.file, out, STAGE, reader)
+    return found
+
+
+def read_shards(
+    source: Source,
+    name: str,
+    rows: tuple[int, int],
+    cut: PartCut,
+    device: torch.device | None = None,
+    into: Tensor | None = None,
+) -> Tensor:
+    """The shard of `tensor[rows]` that `cut.spans` select, reading nothing else (but for the rest of a page).
+
+    `device` and `into` as in `read_experts`.
+    """
+    import torch
+
+    entry, spans = source.entry(name), cut.spans
+    assert spans is not None  # callers cut in memory where there are none
+    size = (entry.end - entry.start) // entry.shape[0]
+    kept = sum(span.kept for span in spans)
+    found = _target(entry, (rows[1] - rows[0], *cut.shape), device, into)
+
+    def reader(fd: int) -> Read:
+        scratch = bytearray(max(span.stop - span.start for span in spans))
+
+        def read(target: Bytes, start: int) -> None:
+            for row, one in enumerate(target.reshape(-1, kept), start=rows[0] + start // kept):
+                _read_row(fd, one, entry.start + row * size, spans, scratch, entry.file)
+
+        return read
+
+    _fill(source, entry.file, found.view(-1).view(torch.uint8), kept * max(1, STAGE // kept), reader)
+    return found
+
+
+def _target(entry: TensorEntry, shape: tuple[int, ...], device: torch.device | None, into: Tensor | None) -> Tensor:
+    """`into` where it fits, or else a new tensor."""
+    import torch
+
+    dtype = torch_dtype(_stored(entry.dtype))
     if into is None or into.dtype != dtype or tuple(into.shape) != shape or not into.is_contiguous():
-        into = torch.empty(shape, dtype=dtype, device=device)
-    out, offset = into.view(-1).view(torch.uint8), entry.start + rows[0] * size
-    if out.device.type == "cpu":
-        with _opened(source, entry.file) as fd:
-            _read_into(fd, out.numpy().data, offset, entry.file)
-    else:
-        _read_through(source, entry.file, out, offset)
+        return torch.empty(shape, dtype=dtype, device=device)
     return into
 
 
-def _read_through(
-    source: Source, file: str, out: Tensor, offset: int, stage: int = STAGE, readers: int = READERS
+def _fill(
+    source: Source, file: str, out: Tensor, stage: int, reader: Callable[[int], Read], staged: bool | None = None
 ) -> None:
-    """Bytes of a file to a tensor on another device, by threads with a buffer each: some read while others copy.
+    """Bytes `[n]` from a file, in pieces of `stage`, by a few threads: some read while others copy.
 
     Each opens the file for itself: the operating system reads ahead by what it sees of one opening.
+
+    Args:
+        reader: from an opened file to what reads the piece that starts at a place in `out`.
+        staged: read into a buffer and copy from there; None: where `out` is not in the memory of the host.
     """
     import torch
 
     # One stream for all threads, the caller's: memory that it has just freed may still be in use there.
     stream = torch.cuda.current_stream(out.device) if out.device.type == "cuda" else None
+    staged = out.device.type != "cpu" if staged is None else staged
     starts = range(0, len(out), stage)
 
     def carry(mine: range) -> None:
-        buffer = torch.empty(min(stage, len(out)), dtype=torch.uint8, pin_memory=stream is not None)
+        buffer = torch.empty(min(stage, len(out)), dtype=torch.uint8, pin_memory=stream is not None) if staged else None
         with torch.cuda.stream(stream), _opened(source, file) as fd:
+            read = reader(fd)
             for start in mine:
-                piece = buffer[: len(out) - start]
-                _read_into(fd, piece.numpy().data, offset + start, file)
-                out[start : start + stage].copy_(piece, non_blocking=True)
+                piece = out[start : start + stage]
+                target = piece if buffer is None else buffer[: len(piece)]
+                read(target.numpy(), start)
+                if buffer is not None:
+                    piece.copy_(target, non_blocking=True)
                 if stream is not None:
                     stream.record_event().synchronize()
 
-    shares = [starts[reader::readers] for reader in range(min(readers, len(starts)))]
+    shares = [starts[number::READERS] for number in range(min(READERS, len(starts)))]
     if len(shares) < 2:
         carry(starts)
         return
@@ -200,26 +269,7 @@ def _read_through(
         list(pool.map(carry, shares))
 
 
-def read_shards(source: Source, name: str, rows: tuple[int, int], cut: PartCut) -> Tensor:
-    """The shard of `tensor[rows]` that `cut.spans` select, reading nothing else (but for the rest of a page)."""
-    import torch
-
-    entry = source.entry(name)
-    assert cut.spans is not None  # callers cut in memory where there are none
-    size, count = (entry.end - entry.start) // entry.shape[0], rows[1] - rows[0]
-    kept = sum(span.kept for span in cut.spans)
-    out = torch.empty(count, kept, dtype=torch.uint8)
-    scratch = bytearray(max(span.stop - span.start for span in cut.spans))
-    with _opened(source, entry.file) as fd:
-        for row in range(count):
-            offset = entry.start + (rows[0] + row) * size
-            _read_row(fd, out[row].numpy(), offset, cut.spans, scratch, entry.file)
-    return out.view(-1).view(torch_dtype(_stored(entry.dtype))).view(count, *cut.shape)
-
-
-def _read_row(
-    fd: int, out: np.ndarray[Any, Any], offset: int, spans: tuple[Span, ...], scratch: bytearray, file: str
-) -> None:
+def _read_row(fd: int, out: Bytes, offset: int, spans: tuple[Span, ...], scratch: bytearray, file: str) -> None:
     import numpy as np
 
     done = 0
@@ -230,7 +280,9 @@ def _read_row(
         else:
             window = memoryview(scratch)[: span.stop - span.start]
             _read_into(fd, window, offset + span.start, file)
-            np.take(np.frombuffer(window, dtype=np.uint8), span.chosen, out=target)
+            unit = np.dtype(f"u{span.width}")
+            # Nothing is out of bounds; "raise" would go through a buffer.
+            np.take(np.frombuffer(window, dtype=unit), span.chosen, out=target.view(unit), mode="clip")
         done += span.kept
 
 

@@ -213,7 +213,7 @@ def read_parts(
 ) -> dict[str, Tensor]:
     """The packed parts of a rank's matrix, `[experts, ...]` each, on a device (None: the CPU).
 
-    Whole experts are read straight into the tensors of `into`, where it has one of the stored dtype for a part.
+    They are read straight into the tensors of `into`, where it has one of the stored dtype for a part.
     """
     source, names, into = checkpoint.source, matrix.stored.tensors, into or {}
     if matrix.window is None:
@@ -223,7 +223,7 @@ def read_parts(
     else:
         cuts = part_cuts(entry.layout, matrix.stored.padded_spec, matrix.window)
         found = {
-            name: read_shards(source, tensor, part.rows, cuts[name]).to(device)
+            name: read_shards(source, tensor, part.rows, cuts[name], device, into.get(name))
             for name, tensor in names.items()
             if cuts[name].spans is not None
         }

@@ -15,8 +15,9 @@ from integrations.deployments import LAYOUTS, convert, reference_layer
 import moeq
 from moeq.checkpoint.manifest import STACKED_ROLES
 from moeq.errors import MoeqError
+from moeq.integrations import reading
 from moeq.integrations.ranks import Rank, plan_rank
-from moeq.integrations.reading import Window, _read_through, part_cuts, read_experts, read_shards
+from moeq.integrations.reading import Window, part_cuts, read_experts, read_shards
 from moeq.integrations.torch_loader import expert_map, open_converted, read_parts, require_arch
 from moeq.layouts.registry import get_layout
 from moeq_kernels import fused_moe
@@ -252,14 +253,20 @@ class TestReading:
         checkpoint = open_converted(converted[self.name])
         return checkpoint.source, checkpoint.manifest.layer(1).matrices["w13"].tensors["weight"]
 
-    @pytest.mark.parametrize("stage", [1 << 20, 4096, 1000])
-    def test_piece_by_piece_gives_the_same_bytes(self, stage, converted) -> None:
-        """The road to a GPU, on the CPU: pieces that divide the tensor, that do not, and one that holds it all."""
+    @pytest.mark.parametrize("stage", [1 << 20, 16384, 1000])
+    @pytest.mark.parametrize("staged", [False, True])
+    def test_piece_by_piece_gives_the_same_bytes(self, stage, staged, converted, monkeypatch) -> None:
+        """Straight and by buffers, as to a GPU; pieces that divide the tensor, that do not, and one that holds all."""
         source, name = self.tensor(converted)
-        entry, wanted = source.entry(name), read_experts(source, name, (1, 3))
-        out = torch.zeros(wanted.nbytes, dtype=torch.uint8)
-        _read_through(source, entry.file, out, entry.start + (entry.end - entry.start) // entry.shape[0], stage)
-        assert torch.equal(out, wanted.view(-1).view(torch.uint8))
+        rows = torch.stack([source.read_row(source.entry(name), row) for row in (1, 2)])
+        spec = open_converted(converted[self.name]).manifest.layer(1).matrices["w13"].padded_spec
+        cut = part_cuts("marlin-wna16/1", spec, Window(n=(64, 128), k=(0, 256)))["weight"]
+        shards = read_shards(source, name, (1, 3), cut)
+        fill = reading._fill
+        monkeypatch.setattr(reading, "STAGE", stage)
+        monkeypatch.setattr(reading, "_fill", lambda *given: fill(*given, staged=staged))
+        assert torch.equal(read_experts(source, name, (1, 3)), rows)
+        assert torch.equal(read_shards(source, name, (1, 3), cut), shards)
 
     def test_tensors_that_fit_are_filled_and_others_replaced(self, converted) -> None:
         source, name = self.tensor(converted)
@@ -275,3 +282,9 @@ class TestReading:
         source, name = self.tensor(converted)
         found = read_experts(source, name, (0, 4), torch.device("cuda"))
         assert torch.equal(found.cpu(), read_experts(source, name, (0, 4)))
+        shard, wanted = (
+            moeq.load_experts(converted[self.name], 1, device=device, tp_rank=1, tp_size=2, check_gpu=False)
+            for device in ("cuda", "cpu")
+        )
+        assert torch.equal(shard.w13.weight.cpu(), wanted.w13.weight)
+        assert torch.equal(shard.w2.scale.cpu(), wanted.w2.scale)
