@@ -28,14 +28,12 @@ from moeq.errors import MoeqError
 from moeq.integrations.ranks import Rank, plan_rank
 from moeq.integrations.torch_loader import layer_entry, open_converted, read_parts, require_arch, uneven_unit
 from moeq.integrations.vllm_backends import BACKENDS, EngineExperts
+from moeq.integrations.vllm_models import MODELS, teach
 from moeq.layouts.arranged import torch_dtype
 from moeq.layouts.registry import get_layout, layout_class
 
 if TYPE_CHECKING:
     from moeq.model.converted import ConvertedCheckpoint
-
-#: Model types whose experts reach the quantisation method; gpt-oss does so by way of `vllm_gpt_oss`.
-MODEL_TYPES = ("mixtral", "qwen3_moe", "gpt_oss")
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
@@ -87,11 +85,11 @@ class MoeqConfig(QuantizationConfig):  # type: ignore[misc]
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Open the checkpoint. Raises MoeqError `usage.unsupported-model`, `usage.not-local`, `source.*`."""
         kind = getattr(hf_config, "model_type", None)
-        if kind not in MODEL_TYPES:
+        if kind not in MODELS:
             raise MoeqError(
                 "usage.unsupported-model",
                 f"moeq's vLLM loader does not cover model type '{kind}': its weights are not loaded by the method",
-                f"it covers {', '.join(MODEL_TYPES)}; serve the source checkpoint instead",
+                f"it covers {', '.join(MODELS)}; serve the source checkpoint instead",
             )
         if not Path(model_name).is_dir():
             raise MoeqError(
@@ -114,10 +112,7 @@ class MoeqConfig(QuantizationConfig):  # type: ignore[misc]
             found = _LAYER.search(prefix)
             number = int(found[1]) if found else -1
             if self.checkpoint.is_packed(number):
-                if self.checkpoint.source.config["model_type"] == "gpt_oss":
-                    from moeq.integrations.vllm_gpt_oss import teach_gpt_oss
-
-                    teach_gpt_oss(MoeqMoEMethod)
+                teach(self.checkpoint.source.config["model_type"], MoeqMoEMethod)
                 return MoeqMoEMethod(layer.moe_config, self.checkpoint, layer_entry(self.checkpoint, number))
         if self.inner is None:
             return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
@@ -364,4 +359,4 @@ def _supported_class(engine: EngineExperts, moe: Any, entry: LayerEntry) -> Any:
     )
 
 
-__all__ = ["MODEL_TYPES", "MoeqConfig", "MoeqMoEMethod", "MoeqRoutedExperts", "register_method"]
+__all__ = ["MoeqConfig", "MoeqMoEMethod", "MoeqRoutedExperts", "register_method"]

@@ -8,7 +8,6 @@ there: the engine asks its platform before it takes an expert class.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,134 +16,14 @@ from typing import Any
 import pytest
 import torch
 from integrations.deployments import LAYOUTS, convert
+from integrations.vllm_engine import NAMES, engine, experts_layer, load, vllm
+from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.plugins import load_general_plugins
 
 import moeq
 from moeq.errors import MoeqError
+from moeq.integrations import vllm_plugin
 from moeq.integrations.vllm_plugin import ENGINES
-
-if not torch.cuda.is_available():
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the engine switches Triton off where it sees neither a driver nor this
-
-vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
-if vllm.__version__.partition("+")[0] not in ENGINES:
-    pytest.skip(f"written against vLLM {ENGINES}, this is {vllm.__version__}", allow_module_level=True)
-
-from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config  # noqa: E402
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation  # noqa: E402
-from vllm.model_executor.layers.fused_moe.config import (  # noqa: E402
-    FusedMoEConfig,
-    FusedMoEParallelConfig,
-    RoutingMethodType,
-)
-from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager  # noqa: E402
-from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts  # noqa: E402
-from vllm.model_executor.layers.quantization import get_quantization_config  # noqa: E402
-from vllm.plugins import load_general_plugins  # noqa: E402
-
-from moeq.integrations import vllm_plugin  # noqa: E402
-from moeq.integrations.vllm_backends import BACKENDS  # noqa: E402
-
-#: Checkpoint to a layout that the plug-in hands to the engine.
-NAMES = {
-    "gptq-int4-g32-qwen3moe": "marlin-wna16/1",
-    "gptq-int8-g64-qwen3moe": "marlin-wna16/1",
-    "gptq-int4-g128-mixtral": "triton-wna16/1",
-    "awq-int4-g32-qwen3moe": "marlin-wna16/1",
-    "ct-int4-asym-g32-mixtral": "triton-wna16/1",
-    "ct-int4-g128-qwen3moe": "marlin-wna16/1",
-    "ct-w8a8-qwen3moe": "int8-w8a8/1",
-    "ct-mxfp4-qwen3moe": "marlin-mxfp4/1",
-    "mxfp4-gptoss": "marlin-mxfp4-interleaved/1",
-}
-
-
-if "marlin-act-order/1" in BACKENDS:  # 0.26.0
-    NAMES["gptq-int4-g32-actorder-qwen3moe"] = "marlin-act-order/1"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def plugin() -> None:
-    vllm_plugin.register()
-
-
-@pytest.fixture(scope="module")
-def folders(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    out = tmp_path_factory.mktemp("vllm")
-    return {name: convert(checkpoints / name, out / name, layout) for name, layout in NAMES.items()}
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pretend that the device suits every expert class (and has int8 products, which one class asks for apart)."""
-    for backend in BACKENDS.values():
-        for kind in backend.classes():
-            monkeypatch.setattr(kind, "_supports_current_device", staticmethod(lambda: True))
-    for kind in BACKENDS["int8-w8a8/1"].classes():
-        monkeypatch.setattr(kind, "_supports_quant_scheme", staticmethod(lambda weight, activation: True))
-
-
-def engine() -> Any:
-    """The context in which the engine builds layers."""
-    return set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu")))
-
-
-def config_of(folder: Path) -> Any:
-    document = json.loads((folder / "config.json").read_text())
-    config = get_quantization_config("moeq").from_config(document["quantization_config"])
-    config.maybe_update_config(str(folder), hf_config=SimpleNamespace(model_type=document["model_type"]))
-    return config
-
-
-def experts_layer(folder: Path, *, tp: tuple[int, int] = (0, 1), ep: tuple[int, int] = (0, 1), **options: Any) -> Any:
-    """The engine's own layer class with our config, on one rank."""
-    info = moeq.open(folder).info
-    parallel = FusedMoEParallelConfig(
-        tp_size=tp[1],
-        tp_rank=tp[0],
-        ep_size=ep[1],
-        ep_rank=ep[0],
-        use_ep=ep[1] > 1,
-        pcp_size=1,
-        pcp_rank=0,
-        dp_size=1,
-        dp_rank=0,
-        sp_size=1,
-        all2all_backend="allgather_reducescatter",
-        enable_eplb=False,
-    )
-    manager = ExpertMapManager(
-        max_num_batched_tokens=64,
-        top_k=info.top_k,
-        global_num_experts=info.num_experts,
-        num_redundant_experts=0,
-        num_expert_group=None,
-        moe_parallel_config=parallel,
-        placement_strategy="linear",
-        enable_eplb=False,
-    )
-    moe = FusedMoEConfig(
-        num_experts=info.num_experts,
-        experts_per_token=info.top_k,
-        hidden_dim=info.hidden_size,
-        intermediate_size=info.intermediate_size,
-        num_local_experts=manager.local_num_experts,
-        num_logical_experts=info.num_experts,
-        activation=MoEActivation.SWIGLUOAI if info.activation == "swigluoai" else MoEActivation.SILU,
-        has_bias=info.activation == "swigluoai",
-        device="cpu",
-        routing_method=RoutingMethodType.Renormalize,
-        moe_parallel_config=parallel,
-        in_dtype=options.pop("dtype", torch.bfloat16),
-        **options,
-    )
-    with engine():
-        return RoutedExperts("model.layers.1.mlp.experts", moe.in_dtype, moe, config_of(folder), manager)
-
-
-def load(layer: Any, folder: Path) -> set[str]:
-    checkpoint = moeq.open(folder)
-    names = checkpoint.manifest.layer(1).tensors
-    return set(layer.load_weights((name.rpartition("experts.")[2], checkpoint.source.read(name)) for name in names))
 
 
 def test_the_engine_finds_the_plug_in() -> None:
@@ -404,56 +283,3 @@ class TestRefusals:
         manifest["layers"][1]["matrices"]["w13"]["padded_n"] = 512
         (folder / "moeq.json").write_text(json.dumps(manifest))
         assert self.refused(folder).code == "source.bad-manifest"
-
-
-class NoAttention(torch.nn.Module):
-    """In the place of attention, whose backends need a device; it has no weights."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
-
-
-@pytest.mark.parametrize(
-    ("name", "module"),
-    [("ct-int4-g128-qwen3moe", "qwen3_moe"), ("ct-w8a8-qwen3moe", "qwen3_moe"), ("mxfp4-gptoss", "gpt_oss")],
-)
-def test_the_engines_model_loads_a_whole_checkpoint(name, module, folders, gpu, monkeypatch, tmp_path) -> None:
-    """The engine builds its model class and fills it from the files; every parameter is loaded."""
-    from importlib import import_module
-
-    from safetensors import safe_open
-    from vllm.config import ModelConfig
-    from vllm.distributed import (
-        destroy_distributed_environment,
-        destroy_model_parallel,
-        init_distributed_environment,
-        initialize_model_parallel,
-    )
-    from vllm.model_executor.model_loader.utils import initialize_model
-
-    monkeypatch.setattr(import_module(f"vllm.model_executor.models.{module}"), "Attention", NoAttention)
-    config = ModelConfig(model=str(folders[name]), skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True)
-    whole = VllmConfig(model_config=config, device_config=DeviceConfig(device="cpu"))
-    try:
-        with set_current_vllm_config(whole):
-            init_distributed_environment(1, 0, f"file://{tmp_path}/rendezvous", 0, "gloo")
-            initialize_model_parallel()
-            model = initialize_model(whole)
-            tensors: dict[str, torch.Tensor] = {}
-            for path in sorted(folders[name].glob("*.safetensors")):
-                with safe_open(path, "pt") as file:
-                    tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
-            loaded = model.load_weights(tensors.items())
-            # 0.26.0 reports experts by the name of the layer that wraps them.
-            names = [
-                {name.replace(".routed_experts.", ".") for name in some}
-                for some in (loaded, dict(model.named_parameters()))
-            ]
-            assert names[0] == names[1]
-            for layer in (0, 1):
-                experts = model.model.layers[layer].mlp.experts.routed_experts
-                experts.quant_method.process_weights_after_loading(experts)
-                assert torch.equal(experts.w13_weight, moeq.load_experts(folders[name], layer).w13.weight)
-    finally:
-        destroy_model_parallel()
-        destroy_distributed_environment()

@@ -1,29 +1,44 @@
-"""gpt-oss in vLLM (0.33.0, 0.26.0): its model class fills experts itself, without asking their quantisation method.
+"""Model classes of vLLM (0.33.0, 0.26.0) that fill experts themselves, without asking the layers that hold them.
 
-Once a converted checkpoint of gpt-oss has been opened, the class asks those layers whose method is moeq's; everything
-else goes the engine's own way.
+Before the first layer of such a model is made, its class is taught to hand tensors of moeq's layers to their method;
+everything else goes the engine's own way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     Weights = Iterable[tuple[str, Tensor]]
 
+_DEEPSEEK = "deepseek_v2:DeepseekV2ForCausalLM"
+#: Model type to the class whose `load_weights` it takes, below `vllm.model_executor.models`; None: it asks its layers.
+MODELS = {
+    "mixtral": None,
+    "qwen3_moe": None,
+    "gpt_oss": "gpt_oss:GptOssForCausalLM",
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
+    "kimi_k2": _DEEPSEEK,
+}
 
-def teach_gpt_oss(method: Any) -> None:
-    """Have `GptOssForCausalLM` load experts through their method where it is a `method`. Twice is as good as once."""
-    engines = GptOssForCausalLM.load_weights
-    if not hasattr(engines, "__wrapped__"):
-        GptOssForCausalLM.load_weights = _asking(method, engines)
+
+def teach(model_type: str, method: Any) -> None:
+    """Have models of that type load experts through their method where it is a `method`. Twice is as good as once."""
+    place = MODELS[model_type]
+    if place is None:
+        return
+    module, _, name = place.partition(":")
+    kind = getattr(import_module(f"vllm.model_executor.models.{module}"), name)
+    if not hasattr(kind.load_weights, "__wrapped__"):
+        kind.load_weights = _asking(method, kind.load_weights)
 
 
 def _asking(method: Any, engines: Callable[[Any, Weights], set[str]]) -> Callable[[Any, Weights], set[str]]:
@@ -51,4 +66,4 @@ def _asking(method: Any, engines: Callable[[Any, Weights], set[str]]) -> Callabl
     return load_weights
 
 
-__all__ = ["teach_gpt_oss"]
+__all__ = ["MODELS", "teach"]
