@@ -31,6 +31,9 @@ from typing import Any
 HERE = Path(__file__).parent
 CONVERT = "from moeq.cli.app import main; main()"
 
+#: After a sync, the disk still discards the blocks of deleted files for a while.
+SETTLE_SECONDS = 1.0
+
 
 @dataclass(frozen=True)
 class Case:
@@ -118,6 +121,12 @@ def set_cache(source: Path, cache: str) -> float:
     return cached_share(source)
 
 
+def settle() -> None:
+    """Let the disk finish what earlier runs left to it: journals, and blocks of deleted files to discard."""
+    os.sync()
+    time.sleep(SETTLE_SECONDS)
+
+
 def cached_share(source: Path) -> float:
     """How much of the source is in the page cache; -1 where `fincore` (util-linux) is missing."""
     if shutil.which("fincore") is None:
@@ -183,6 +192,7 @@ def run_case(name: str, options: argparse.Namespace, scratch: Path) -> dict[str,
             out = scratch / who
             command = dict(contenders(case, source, out, options.workers, options.naive))[who]
             cached.append(set_cache(source, options.cache))
+            settle()
             runs[who].append(measure(synced(command, out), scratch / f"{who}.log"))
         if turn == 0 and "naive" in runs:
             same = differences(scratch / "convert", scratch / "naive")

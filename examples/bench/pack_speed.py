@@ -43,6 +43,7 @@ from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.model import Checkpoint
 from moeq.pipeline.layers import LayerPlan, PlanOptions, plan_layer
 from moeq.pipeline.roads import Road, find_road
+from moeq.pipeline.roads.base import Matrices
 from moeq.pipeline.units import place_of
 
 SCALES = {"e8m0": torch.uint8, "f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
@@ -168,17 +169,23 @@ def _measure_road(
     scratch = [np.empty(road.scratch_bytes, np.uint8) for _ in (0, 1)]
     size = sum(part.nbytes for part in inputs[0].values())
 
-    def pack(which: int) -> None:
-        if not road.pack(inputs[which], outputs[which], scratch[which]):
+    def read(which: int) -> Matrices:
+        found = road.read(inputs[which], scratch[which])
+        if found is None:
             raise SystemExit(f"the road of {name} {role} declined")
+        return found
 
-    def prove(which: int) -> None:
-        if road.prove(inputs[which], outputs[which], scratch[which]) is None:
+    def pack(which: int) -> None:
+        road.pack(read(which), outputs[which], scratch[which])
+
+    def prove(which: int, known: Matrices | None = None) -> None:
+        if road.prove(known or read(which), outputs[which], scratch[which]) is None:
             raise SystemExit(f"{name} {role} does not unpack to what is stored")
 
     def go(which: int) -> None:
-        pack(which)
-        prove(which)
+        known = read(which)
+        road.pack(known, outputs[which], scratch[which])
+        prove(which, known)
 
     both(go)()
     return {

@@ -152,16 +152,18 @@ class Packer:
         self, road: Road, expert: int, inputs: Inputs, buffers: Buffers, slot: int
     ) -> tuple[ExpertResult, Writes] | None:
         """None where the road declines this expert, which the general way then packs or refuses with the reason."""
+        scratch = buffers.take("scratch", road.scratch_bytes)
+        read = road.read(inputs, scratch)
+        if read is None:
+            return None
         sizes = [size for slots in self._slots for _, size in slots.values()]
         row = expert - self._unit.experts.start
         places = [start + row * size for slots in self._slots for start, size in slots.values()]
         pieces = buffers.take_many(f"output {slot}", sizes, places)
         each = iter(pieces)
         outputs = [{part: next(each) for part in slots} for slots in self._slots]
-        scratch = buffers.take("scratch", road.scratch_bytes)
-        if not road.pack(inputs, outputs, scratch):
-            return None
-        proof = road.prove(inputs, outputs, scratch)
+        road.pack(read, outputs, scratch)
+        proof = road.prove(read, outputs, scratch)
         if proof is None:
             raise self._round_trip(expert)
         sums = tuple(map(word_sum, pieces))

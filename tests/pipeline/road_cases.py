@@ -84,11 +84,16 @@ class OnRoad:
         self.scratch = buffer(road.scratch_bytes)
 
     def pack(self) -> bool:
-        return self.road.pack(self.inputs, self.outputs, self.scratch)
+        """False where the road declines."""
+        read = self.road.read(self.inputs, self.scratch)
+        if read is not None:
+            self.road.pack(read, self.outputs, self.scratch)
+        return read is not None
 
     def prove(self) -> Proof | None:
         self.scratch[:] = 0x5A  # nothing may depend on what packing left there
-        return self.road.prove(self.inputs, self.outputs, self.scratch)
+        read = self.road.read(self.inputs, self.scratch)
+        return None if read is None else self.road.prove(read, self.outputs, self.scratch)
 
     def packed(self) -> Packed | None:
         """None where the road declines."""

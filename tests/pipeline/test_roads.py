@@ -22,7 +22,7 @@ from moeq.pipeline.convert import convert
 
 pytest.importorskip("numba")
 
-from moeq.pipeline.roads import find, parts
+from moeq.pipeline.roads import Proof, find, parts
 from moeq.pipeline.roads import road as road_module
 from moeq.pipeline.roads.road import DirectRoad
 
@@ -132,7 +132,7 @@ def test_blocks_of_few_rows_give_the_same(kind, sizes, layout, tp, tmp_path, mon
     for role, road in on.items():
         for part in road.shards[0].parts.values():
             several = 0 < part.order.rows < part.shape[0] and part.row_bytes * part.shape[0] > 1536
-            assert (len(list(part.blocks())) > 1) == several
+            assert (len(part.blocks) > 1) == several
         case = OnRoad(checkpoint, plan, role, 1, road)
         assert case.packed() == in_general(checkpoint, plan, role, 1)
         assert _damage(case) > 20
@@ -411,13 +411,13 @@ print(road is None, "torch" in sys.modules)
 )
 def test_a_conversion_is_the_same_folder_either_way(name, layout, tp, checkpoints, tmp_path, monkeypatch) -> None:
     deployment, taken = Deployment(gpu=parse_gpu("H100"), tp=tp), []
-    pack = DirectRoad.pack
+    prove = DirectRoad.prove
 
-    def counted(self, *buffers) -> bool:  # type: ignore[no-untyped-def]
-        taken.append(pack(self, *buffers))
+    def counted(self, *buffers) -> Proof | None:  # type: ignore[no-untyped-def]
+        taken.append(prove(self, *buffers))
         return taken[-1]
 
-    monkeypatch.setattr(DirectRoad, "pack", counted)
+    monkeypatch.setattr(DirectRoad, "prove", counted)
     convert(checkpoints / name, tmp_path / "road", deployment, layout=layout, workers=2)
     assert len(taken) > 4
     assert all(taken)

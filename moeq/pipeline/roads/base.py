@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 #: Stored bytes by projection and part: uint8, flat, each the part of one expert.
 Inputs = Mapping[tuple[StoredName, str], "Array"]
 
+#: Matrices of every projection by logical field (`moeq.pipeline.roads.formats`).
+Matrices = Sequence[dict[str, "Array"]]
+
 #: Packed bytes by part, one mapping per shard: uint8, flat, each one expert's slot.
 Outputs = Sequence[Mapping[str, "Array"]]
 
@@ -46,23 +49,24 @@ class Road(Protocol):
     def scratch_bytes(self) -> int:
         """Size of the scratch buffer."""
 
-    def pack(self, inputs: Inputs, outputs: Outputs, scratch: Array) -> bool:
-        """Fill the outputs.
+    def read(self, inputs: Inputs, scratch: Array) -> Matrices | None:
+        """What is stored, as matrices. They lie in the inputs and in scratch, both of which have to stay for them.
 
         Args:
             inputs: the stored bytes of everything in `reads`.
-            outputs: where the packed bytes go.
-            scratch: uint8, `scratch_bytes` or more; what it holds does not matter, before and after.
+            scratch: uint8, `scratch_bytes` or more; what it holds does not matter. The same for all three steps.
 
         Returns:
-            False where a value needs the general path, which then says what is wrong with it or copes with it; the
-            outputs hold nothing of use then. Where True, packing loses nothing, and every source tensor can be rebuilt
-            from the matrix.
+            None where a value needs the general path, which then says what is wrong with it or copes with it. Where
+            not, packing will lose nothing, and every source tensor can be rebuilt from the matrices.
         """
 
-    def prove(self, inputs: Inputs, outputs: Outputs, scratch: Array) -> Proof | None:
-        """Unpack the outputs and compare them with the inputs. Takes nothing from an earlier `pack` but the outputs.
+    def pack(self, read: Matrices, outputs: Outputs, scratch: Array) -> None:
+        """Fill the outputs."""
+
+    def prove(self, read: Matrices, outputs: Outputs, scratch: Array) -> Proof | None:
+        """Unpack the outputs and compare them with the matrices. Takes nothing from an earlier `pack` but the outputs.
 
         Returns:
-            The digests; None where the outputs do not hold what the inputs say, bit for bit.
+            The digests; None where the outputs do not hold what the matrices say, bit for bit.
         """

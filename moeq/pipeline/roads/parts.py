@@ -8,8 +8,9 @@ the packed part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -63,6 +64,26 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Block:
+    """Rows of elements that are handled at a time.
+
+    Attributes:
+        row: the first.
+        count: how many.
+        rows: which of them belong to projections; the others are filling.
+    """
+
+    row: int
+    count: int
+    rows: tuple[Rows, ...]
+
+    @property
+    def has_filling(self) -> bool:
+        """Whether any row is filling."""
+        return sum(rows.count for rows in self.rows) < self.count
+
+
+@dataclass(frozen=True)
 class PackedPart:
     """A part of one expert's packed matrix.
 
@@ -92,28 +113,28 @@ class PackedPart:
     flip: int = 0
     dense: bool = False
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of a row of elements."""
         return self.shape[1] * np.dtype(self.dtype).itemsize
 
-    @property
+    @cached_property
     def is_whole(self) -> bool:
         """Whether the elements of each projection are consecutive rows without any filling."""
         full = len(self.starts) * self.filled[0] == self.shape[0] and self.filled[1] == self.shape[1]
         return full and self.step == 1 and self.widen is None
 
-    @property
+    @cached_property
     def is_direct(self) -> bool:
         """Whether projections are packed one by one, as they lie."""
         return self.dense and self.is_whole and self.order.transposed
 
-    @property
+    @cached_property
     def is_in_place(self) -> bool:
         """Whether the packed part is the elements, bit for bit."""
         return self.order.in_place and not self.flip
 
-    @property
+    @cached_property
     def block(self) -> int:
         """Rows that are handled at a time."""
         if not self.order.rows:
@@ -130,21 +151,28 @@ class PackedPart:
         """Room for what elements should be, and for what is between."""
         return 0 if self.is_whole and not self.order.needs_spare else self.row_bytes * self.block
 
-    def blocks(self) -> Iterator[tuple[int, int]]:
-        """First row and number of rows of each block."""
-        for row in range(0, self.shape[0], self.block):
-            yield row, min(self.block, self.shape[0] - row)
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """All blocks."""
+        return tuple(
+            self._rows(row, min(self.block, self.shape[0] - row)) for row in range(0, self.shape[0], self.block)
+        )
 
-    def projections(self, row: int, count: int) -> Iterator[Rows]:
-        """The rows of every projection among `count` rows of elements from `row` on."""
+    @cached_property
+    def everything(self) -> Block:
+        """All rows as one block."""
+        return self._rows(0, self.shape[0])
+
+    def _rows(self, row: int, count: int) -> Block:
+        found = []
         for projection, start in enumerate(self.starts):
             first = max(0, -(-(row - start) // self.step))
             last = min(self.filled[0], -(-(row + count - start) // self.step))
             if first < last:
                 place = start + first * self.step - row
-                yield Rows(
-                    projection, slice(first, last), slice(place, place + (last - first - 1) * self.step + 1, self.step)
-                )
+                elements = slice(place, place + (last - first - 1) * self.step + 1, self.step)
+                found.append(Rows(projection, slice(first, last), elements))
+        return Block(row, count, tuple(found))
 
     def pack(self, views: Views, out: Array, room: Room, scratch: Array) -> None:
         """Fill the part.
@@ -159,43 +187,41 @@ class PackedPart:
             for view, start in zip(views, self.starts, strict=True):
                 self.order.pack(_present(view), out, start)
         elif self.order.in_place:
-            self.place(views, 0, out.view(self.dtype).reshape(self.shape))
+            self.place(views, self.everything, out.view(self.dtype).reshape(self.shape))
         else:
-            for row, count in self.blocks():
-                elements = room.array(scratch, (count, self.shape[1]), self.dtype)
-                self.place(views, row, elements)
-                self.order.pack(elements, out, row)
+            for block in self.blocks:
+                elements = room.array(scratch, (block.count, self.shape[1]), self.dtype)
+                self.place(views, block, elements)
+                self.order.pack(elements, out, block.row)
         if self.flip:
             np.bitwise_xor(out, np.uint8(self.flip), out=out)
 
-    def unpack(self, packed: Array, row: int, count: int, room: Room, spare: Room, scratch: Array) -> Array:
+    def unpack(self, packed: Array, block: Block, room: Room, spare: Room, scratch: Array) -> Array:
         """A block of elements, in `room` or, where they lie in the part as they are, there."""
         if self.is_in_place:
-            return packed.view(self.dtype).reshape(self.shape)[row : row + count]
-        found = room.array(scratch, (count, self.shape[1]), self.dtype)
-        self.order.unpack(packed, found, spare.array(scratch, (spare.nbytes,), "u1"), row)
+            return packed.view(self.dtype).reshape(self.shape)[block.row : block.row + block.count]
+        found = room.array(scratch, (block.count, self.shape[1]), self.dtype)
+        self.order.unpack(packed, found, spare.array(scratch, (spare.nbytes,), "u1"), block.row)
         if self.flip:
             octets = found.reshape(-1).view(np.uint8)
             np.bitwise_xor(octets, np.uint8(self.flip), out=octets)
         return found
 
-    def holds(self, found: Array, row: int, views: Views, room: Room, scratch: Array) -> bool:
-        """Whether unpacked elements from `row` on are exactly the field, filling included. `room` is another one."""
+    def holds(self, found: Array, block: Block, views: Views, room: Room, scratch: Array) -> bool:
+        """Whether the unpacked elements of a block are exactly the field, filling included. `room` is another one."""
         if self.is_whole and all(view is not None for view in views):
-            rows = self.projections(row, len(found))
-            return all(same(_present(views[r.projection]), found[r.elements], r.source.start) for r in rows)
+            return all(same(_present(views[r.projection]), found[r.elements], r.source.start) for r in block.rows)
         expected = room.array(scratch, found.shape, self.dtype)
-        self.place(views, row, expected)
+        self.place(views, block, expected)
         return same(expected, found)
 
-    def place(self, views: Views, row: int, elements: Array) -> None:
+    def place(self, views: Views, block: Block, elements: Array) -> None:
         """Copy the rows of every projection that belong to these elements, and zeros around them."""
-        rows = list(self.projections(row, len(elements)))
-        if sum(r.count for r in rows) < len(elements) or any(views[r.projection] is None for r in rows):
+        if block.has_filling or any(views[r.projection] is None for r in block.rows):
             elements.fill(0)
         columns = self.filled[1]
         elements[:, columns:] = 0
-        for r in rows:
+        for r in block.rows:
             view, target = views[r.projection], elements[r.elements, :columns]
             if view is not None and self.widen is None:
                 transpose.copy(view[r.source], target)

@@ -1,9 +1,9 @@
 """From the stored bytes of one expert's `w13` or `w2` to its packed bytes, and the proof that these mean the same.
 
-`pack` fills output buffers. `prove` reads output buffers (what `pack` left there or, better, what was read back from
-the file), unpacks them by loops that are not those of `pack`, compares everything with the source and computes the
-digest of the logical values. Neither allocates in proportion to the data, and all work on data leaves the interpreter
-to other threads.
+`read` looks at what is stored, `pack` fills output buffers. `prove` reads output buffers (what `pack` left there or,
+better, what was read back from the file), unpacks them by loops that are not those of `pack`, compares everything with
+the source and computes the digest of the logical values. None of them allocates in proportion to the data, and all work
+on data leaves the interpreter to other threads.
 """
 
 from __future__ import annotations
@@ -122,21 +122,24 @@ class DirectRoad:
         """Projection and part of everything that has to be read."""
         return tuple((lane.name, part) for lane in self.lanes for part in lane.stored.sigs)
 
-    def pack(self, inputs: Inputs, outputs: Outputs, scratch: Array) -> bool:
+    def read(self, inputs: Inputs, scratch: Array) -> list[Fields] | None:
+        """See `Road.read`."""
+        read: list[Fields] = []
+        for lane in self.lanes:
+            fields = lane.read(inputs, scratch)
+            if fields is None or not self._keeps_scales(fields):
+                return None
+            read += fields
+        return read
+
+    def pack(self, read: Sequence[Fields], outputs: Outputs, scratch: Array) -> None:
         """See `Road.pack`."""
-        read = self._read(inputs, scratch)
-        if read is None:
-            return False
         for shard, packed in zip(self.shards, outputs, strict=True):
             for part in shard.parts.values():
                 part.pack(shard.views(part.field, self.spec, read), packed[part.name], self.elements, scratch)
-        return True
 
-    def prove(self, inputs: Inputs, outputs: Outputs, scratch: Array) -> Proof | None:
+    def prove(self, read: Sequence[Fields], outputs: Outputs, scratch: Array) -> Proof | None:
         """See `Road.prove`."""
-        read = self._read(inputs, scratch)
-        if read is None:
-            return None
         held = [projection for lane in self.lanes for projection in lane.holds]
         digests = [new_digest(spec) for _, spec in held]
         for field in (name for name in _FIELDS if name in read[0]):
@@ -147,15 +150,6 @@ class DirectRoad:
                     return None
                 self._feed(digests[projection], rows, field, scratch)
         return Proof(tuple((name, digest.hexdigest()) for (name, _), digest in zip(held, digests, strict=True)))
-
-    def _read(self, inputs: Inputs, scratch: Array) -> list[Fields] | None:
-        read: list[Fields] = []
-        for lane in self.lanes:
-            fields = lane.read(inputs, scratch)
-            if fields is None or not self._keeps_scales(fields):
-                return None
-            read += fields
-        return read
 
     def _keeps_scales(self, read: Sequence[Fields]) -> bool:
         return self.scales is None or all(all_between(fields["scales"], *self.scales) for fields in read)
@@ -169,12 +163,12 @@ class DirectRoad:
         """
         for shard, packed in zip(self.shards, outputs, strict=True):
             part, views = shard.parts[field], shard.views(field, self.spec, read)
-            for row, count in part.blocks():
-                found = part.unpack(packed[part.name], row, count, self.elements, self.expected, scratch)
-                if not part.holds(found, row, views, self.expected, scratch):
+            for block in part.blocks:
+                found = part.unpack(packed[part.name], block, self.elements, self.expected, scratch)
+                if not part.holds(found, block, views, self.expected, scratch):
                     yield 0, None
                 elif len(self.shards) == 1:
-                    for r in part.projections(row, count):
+                    for r in block.rows:
                         yield r.projection, found[r.elements] if part.is_whole else read[r.projection][field][r.source]
         if len(self.shards) > 1:
             yield from ((projection, fields[field]) for projection, fields in enumerate(read))
