@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit, uint64
 
 from moeq.layouts.fast.transpose import SIDE, load_turned
-from moeq.layouts.fast.vectors import LANES, is_zero, load, zeros
+from moeq.layouts.fast.vectors import LANES, is_blank, load, zeros
 
 Array = np.ndarray[Any, Any]
 
@@ -18,7 +18,7 @@ def same(left: Array, right: Array, row: int = 0) -> bool:
 
     Args:
         left: `[rows, columns]`, any strides.
-        right: contiguous, as many columns.
+        right: as many columns, each row contiguous.
         row: the first row of `left` to compare.
     """
     if left.dtype != right.dtype or left.shape[1:] != right.shape[1:] or row + len(right) > len(left):
@@ -28,7 +28,7 @@ def same(left: Array, right: Array, row: int = 0) -> bool:
     rows = left[row : row + len(right)]
     if rows.strides[1] != rows.itemsize:
         return not _elements(rows, right)
-    if rows.flags.c_contiguous:
+    if rows.flags.c_contiguous and right.flags.c_contiguous:
         rows, right = rows.reshape(1, -1), right.reshape(1, -1)
     return not _octets(rows.view(np.uint8), right.view(np.uint8))
 
@@ -54,7 +54,7 @@ def _octets(left, right):  # type: ignore[no-untyped-def]
             found = found | (load(left[n], k) ^ load(right[n], k))
         for k in range(whole, right.shape[1]):
             odd |= left[n, k] ^ right[n, k]
-    return odd != 0 or not is_zero(found)
+    return odd != 0 or not is_blank(found)
 
 
 @njit(cache=True, nogil=True, boundscheck=False)
@@ -71,13 +71,13 @@ def _word_columns(columns, first, rows):  # type: ignore[no-untyped-def]
     """The transpose of a matrix of 32-bit words."""
     found = zeros()
     whole_n, whole_k = rows.shape[0] // SIDE * SIDE, rows.shape[1] // SIDE * SIDE
-    for n in range(0, whole_n, SIDE):
-        for k in range(0, whole_k, SIDE):
+    for k in range(0, whole_k, SIDE):
+        for n in range(0, whole_n, SIDE):
             low, high = load_turned(columns, first + n, k)
             for i in range(LANES):
                 found = found | (low[i] ^ load(rows[n + i], k)) | (high[i] ^ load(rows[n + LANES + i], k))
     rest = _columns(columns[whole_k:], first, rows[:, whole_k:])
-    return rest or _columns(columns[:whole_k], first + whole_n, rows[whole_n:, :whole_k]) or not is_zero(found)
+    return rest or _columns(columns[:whole_k], first + whole_n, rows[whole_n:, :whole_k]) or not is_blank(found)
 
 
 @njit(cache=True, nogil=True, boundscheck=False)

@@ -49,8 +49,8 @@ def _pair(columns, n, k):  # type: ignore[no-untyped-def]
 @njit(cache=True, nogil=True, boundscheck=False)
 def _turn_words(columns, rows):  # type: ignore[no-untyped-def]
     whole_n, whole_k = rows.shape[0] // SIDE * SIDE, rows.shape[1] // SIDE * SIDE
-    for n in range(0, whole_n, SIDE):
-        for k in range(0, whole_k, SIDE):
+    for k in range(0, whole_k, SIDE):
+        for n in range(0, whole_n, SIDE):
             low, high = load_turned(columns, n, k)
             store_each(rows, n, k, low)
             store_each(rows, n + LANES, k, high)

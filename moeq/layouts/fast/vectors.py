@@ -107,7 +107,7 @@ def zeros(typing):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def is_zero(typing, vector):  # type: ignore[no-untyped-def]
+def is_blank(typing, vector):  # type: ignore[no-untyped-def]
     """Whether no bit is set."""
 
     def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
