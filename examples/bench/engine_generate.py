@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,12 @@ import torch
 
 import moeq
 
+#: Engine and scheduler in this process; the engine's own sampler instead of FlashInfer's.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
 PROMPT = [1, 5, 9, 2, 33, 60, 17, 3, 3, 8, 21, 40, 7, 12]
 NEW = 6
 FACTOR = 3.0
@@ -102,23 +109,23 @@ def check(folder: Path, graphs: bool) -> dict[str, Any]:
 def ask(folder: Path, graphs: bool) -> dict[str, Any]:
     """The same in a process of its own, whose plug-ins the engine loads by itself."""
     command = [sys.executable, __file__, "--converted", str(folder), *(["--graphs"] if graphs else [])]
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    environment = {**os.environ, **ENVIRONMENT}
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     if run.returncode:
-        lines = [line for line in run.stderr.splitlines() if line and not line.startswith(" ")]
-        return {"refused": " | ".join(lines[-3:])[-600:]}
+        named = [line for line in run.stderr.splitlines() if re.match(r"(\[rank0\]: )?[\w.]*(Error|Exception)\b", line)]
+        return {"refused": (named or ["no reason given"])[-1][:400], "stderr": run.stderr[-6000:]}
     answer: dict[str, Any] = json.loads(next(line for line in run.stdout.splitlines() if line.startswith('{"right')))
     return answer
 
 
-def conversions(sources: list[Path], scratch: Path) -> Iterator[tuple[str, str, Path]]:
+def conversions(sources: list[Path], only: list[str] | None, scratch: Path) -> Iterator[tuple[str, str, Path]]:
     """Every checkpoint in every layout of the plug-in that holds it, with rows as its activation takes them."""
     from moeq.integrations.vllm_backends import BACKENDS
     from moeq.layouts.registry import layout_class
 
     for source in filter(Path.is_dir, sources):
         order = "interleaved" if moeq.open(source).info.activation == "swigluoai" else "gate-up"
-        for layout in [layout for layout in BACKENDS if layout_class(layout).w13_order == order]:
+        for layout in [layout for layout in only or BACKENDS if layout_class(layout).w13_order == order]:
             folder = scratch / f"{source.name}-{layout.partition('/')[0]}"
             with suppress(moeq.MoeqError):  # where the layout does not hold this format
                 moeq.convert(source, folder, moeq.Deployment(gpu=moeq.gpu("H200")), layout=layout)
@@ -130,6 +137,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", type=Path, nargs="*", help="checkpoint folders (files are passed over)")
     parser.add_argument("--converted", type=Path, help="instead: a converted folder, in this process")
+    parser.add_argument("--layout", action="append", help="only this layout (more than once: these) [all]")
     parser.add_argument("--graphs", action="store_true", help="decode in CUDA graphs")
     parser.add_argument("--at-once", type=int, default=1, help="engines that run at the same time")
     parser.add_argument("--out", type=Path)
@@ -147,7 +155,7 @@ def main() -> int:
     }
     rows = []
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(options.at_once) as pool:
-        work = list(conversions(options.sources, Path(scratch)))
+        work = list(conversions(options.sources, options.layout, Path(scratch)))
         for (name, layout, _), found in zip(work, pool.map(lambda one: ask(one[2], options.graphs), work), strict=True):
             rows.append({"checkpoint": name, "layout": layout, "graphs": options.graphs, **found})
             print(text(rows[-1]), flush=True)

@@ -281,9 +281,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=LAYOUTS, action="append")
     parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=1, help="loads that count [1]; 0: write the checkpoints only")
     parser.add_argument("--cold", action="store_true", help="also with files dropped from the page cache")
-    parser.add_argument("--folder", type=Path, help="where to write the checkpoints")
+    parser.add_argument("--folder", type=Path, help="checkpoints, written where they are absent, and kept [temporary]")
     parser.add_argument("--road", choices=ROADS, action="append")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args()
@@ -296,10 +296,13 @@ def main() -> None:
         "layers": options.layers,
     }
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
+    with tempfile.TemporaryDirectory() as scratch:
         for name in options.model or LAYOUTS:
-            folder = Path(scratch) / name
-            prepare(name, options.layers, folder)
+            folder = (options.folder or Path(scratch)) / f"{name}-{options.layers}"
+            if not (folder / "converted").exists():
+                prepare(name, options.layers, folder)
+            if not options.rounds:
+                continue
             workers = {road: Worker(road, folder, LAYOUTS[name]) for road in options.road or ROADS}
             for worker in workers.values():
                 worker.begin()
