@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from blake3 import blake3
@@ -101,6 +102,11 @@ def logical_digest(matrix: QuantizedMatrix) -> str:
 
 def new_digest(spec: MatrixSpec) -> blake3:
     """The digest of a matrix before its first tensor (see `logical_digest`)."""
+    return blake3(_header(spec))
+
+
+@lru_cache(maxsize=256)
+def _header(spec: MatrixSpec) -> bytes:
     header = {
         "n": spec.n,
         "k": spec.k,
@@ -110,7 +116,7 @@ def new_digest(spec: MatrixSpec) -> blake3:
         "symmetric": spec.symmetric,
         "act_order": spec.act_order,
     }
-    return blake3(json.dumps(header, sort_keys=True).encode())
+    return json.dumps(header, sort_keys=True).encode()
 
 
 def begin_field(digest: blake3, name: str, nbytes: int) -> None:

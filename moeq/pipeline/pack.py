@@ -184,11 +184,12 @@ class Packer:
         spans = [(places[run[0]][0], places[run[0]][1], places[run[-1]][2]) for run in runs]
         memory = buffers.take_many(f"input {slot}", [blocks_of(start, stop) for _, start, stop in spans])
         found: dict[tuple[StoredName, str], Bytes] = {}
+        names = road.reads
         for run, room, (file, first, last) in zip(runs, memory, spans, strict=True):
             data = self._inputs[file].read(room, first, last)
             for index in run:
                 _, start, stop = places[index]
-                found[road.reads[index]] = data[start - first : stop - first]
+                found[names[index]] = data[start - first : stop - first]
         return found
 
     def _places(self, road: Road, expert: int) -> list[tuple[str, int, int]]:

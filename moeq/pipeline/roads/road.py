@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from blake3 import blake3
@@ -117,7 +118,7 @@ class DirectRoad:
     expected: Room
     scratch_bytes: int
 
-    @property
+    @cached_property
     def reads(self) -> tuple[tuple[StoredName, str], ...]:
         """Projection and part of everything that has to be read."""
         return tuple((lane.name, part) for lane in self.lanes for part in lane.stored.sigs)
