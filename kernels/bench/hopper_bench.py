@@ -3,6 +3,8 @@
     PYTHONPATH=.:kernels python kernels/bench/hopper_bench.py --shapes mixtral,qwen3-30b --tokens 1,64,4096 [--sweep]
     PYTHONPATH=.:kernels python kernels/bench/hopper_bench.py --shapes gpt-oss-20b --formats mxfp4,int8
 
+MXFP4 layers always have what gpt-oss has: biases, interleaved rows and SwiGLU-OAI, as in `bench.peers`.
+
 Timed: from (x, topk_ids, topk_weights) to y, weights cold and hot (see `timing.py`). Floor: the larger of the bytes of
 the experts hit (words and scales), x, y and the middle activations at 4.4 TB/s and the multiplications at 790 TFLOP/s,
 both measured on an H200.
@@ -15,7 +17,7 @@ import itertools
 import math
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,7 +141,6 @@ def chosen_plan(shape: Shape, stored: Weights, tokens: int) -> Plan:
         shape.intermediate,
         stored.group,
         stored.kind,
-        plain=not shape.gpt_oss,
         top_k=shape.top_k,
     )
 
@@ -150,9 +151,12 @@ def candidates(shape: Shape, stored: Weights, tokens: int) -> list[Plan]:
     mean = tokens_per_hit(pairs, shape.experts)
     result: list[Plan] = []
     if mean <= 1.4:
-        ups = [up for up in (1, 2, 4, 8, 12) if up * 256 <= shape.hidden]
-        downs = [one for one in (1, 2, 3, 16) if one * 128 <= shape.intermediate <= one * 1024]
-        result += [Plan(kernel_for(DIRECT, stored.kind, stored.group), up, down) for up in ups for down in downs]
+        ups = [up for up in (1, 2, 4, 8, 12) if up * 256 <= shape.hidden and up * pairs <= 128]
+        downs = [one for one in (1, 2, 3, 6) if one * 128 <= shape.intermediate <= one * 1024 and one * pairs <= 64]
+        direct = kernel_for(DIRECT, stored.kind, stored.group)
+        result += [Plan(direct, up, down) for up in ups for down in downs]
+        other = replace(direct, stages=7 - direct.stages)
+        result += [Plan(other, up, 3) for up in ups]
     if mean <= 5:
         resident = MULTIPROCESSORS * NARROW8.resident
         tiles = pairs / mean * max(1.0, mean / 8)
@@ -209,7 +213,7 @@ def measure(
 
     plan = chosen_plan(shape, stored, tokens)
     if options.warm:
-        for one in (plan, *candidates(shape, stored, tokens)):
+        for one in (plan, *(candidates(shape, stored, tokens) if options.sweep else ())):
             ours(shape, one)(given[0], copies[0])
         torch.cuda.synchronize()
         return {}
@@ -248,7 +252,8 @@ def main() -> int:
     rows = []
     begin = time.monotonic()
     for name, kind in itertools.product(given.shapes.split(","), given.formats.split(",")):
-        shape, stored = SHAPES[name], FORMATS[kind]
+        stored = FORMATS[kind]
+        shape = replace(SHAPES[name], gpt_oss=SHAPES[name].gpt_oss or stored.kind == "e2m1")
         copies = [random_experts(shape, stored)]
         for tokens in map(int, given.tokens.split(",")):
             if time.monotonic() - begin > given.seconds:

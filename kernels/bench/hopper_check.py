@@ -131,7 +131,7 @@ def plans(recipe: Recipe, tokens: int) -> Iterator[Plan | None]:
         if isinstance(kernel, Stream) and kernel.after and group:
             yield Plan(replace(kernel, after=False))
     direct = kernel_for(DIRECT, kind, group)
-    if recipe.order == "gate-up" and group and not recipe.bias and tokens <= 40:
+    if gated and tokens <= 40:
         yield Plan(direct)
         yield Plan(replace(direct, stages=2, after=False), 3, 2)
 

@@ -81,6 +81,8 @@ def candidates(shape: Shape, tokens: int) -> list[Int8Plan]:
                 shares = {(chosen.gate_up_splits, chosen.down_splits), (1, 1)}
                 if tiles <= 16:
                     shares |= {(2, 2), (1, 4), (4, 4)}
+                if tiles * shape.intermediate < 64 * 1024 and shape.hidden >= 4096:
+                    shares |= {(2, 1), (3, 1), (4, 1), (8, 1)}
                 result += [Int8Plan(kernel, *one) for one in sorted(shares)]
     if mean >= 60:
         result += [Int8Plan(kernel) for kernel in WIDE]

@@ -75,9 +75,9 @@ def cases() -> list[Case]:
         if isinstance(kernel, Narrow):
             result.append(replace(base, name=f"{name}-gate-up-split", splits=4))
         for suffix, changes in _FORMATS.items():
-            if isinstance(kernel, Direct) and not {"bias", "group", "finish"}.isdisjoint(changes.keys() - {"kind"}):
-                continue  # few cases suit these kernels
             case = replace(base, name=f"{name}-{suffix}", **changes)
+            if isinstance(kernel, Direct) and case.finish != PLAIN and not case.finish.gated:
+                continue  # these kernels have a gate
             result.append(replace(case, kernel=kernel_for(kernel, case.kind, case.group)))
     for kernel in (kernel for _, kernel in MXFP4_TABLE if kernel not in dict(TABLE).values()):
         for suffix, changes in _FORMATS.items():
@@ -186,20 +186,25 @@ def _stream(case: Case, kernel: Stream) -> _Source:
 
 def _direct(case: Case, kernel: Direct) -> _Source:
     types, constants = _common(case, kernel.step, 2, 8)
-    for name in ("scale", "bias"):
-        constants.pop(name)
     del types["out"], types["tiles"]
     types |= {"ids": "*i32", "expert_map": "*i32", "partial": "*fp32", "arrived": "*i32"}
     types |= _integers("slabs groups count columns zero_words pairs experts known")
     constants |= {"STEP": kernel.step, "AFTER": kernel.after, "MAPPED": False, "SHARE": 2, "STAGES": 2}
     direct = import_module("moeq_kernels.hopper.device.direct")
     if case.finish != PLAIN:
-        del constants["FINISH"]
+        for name in ("scale", "bias"):
+            (types if name in types else constants).pop(name)
+        constants["PAIRED"] = not constants.pop("FINISH").interleaved
         types |= _integers("to_clear top_k")
         return _Source(direct.few_gate_up, types, constants, ("zero", "partial", "columns"))
     del types["x_desc"]
-    types |= {"topk_weights": "*fp32", "parts": "*fp32", "y": f"*{case.x}"} | _integers("hidden stride_w")
-    constants |= {"TOP_K": 8, "UP_SHARES": 4, "SHARES": 2, "FINISH": SILU}
+    types |= {"topk_weights": "*fp32", "parts": "*fp32", "y": f"*{case.x}"}
+    types |= _integers("hidden stride_w up_packed packed")
+    for name in ("scale", "bias"):  # as of the gate-up product
+        given = types if name in types else constants
+        given[f"up_{name}"] = given[name]
+    finish = Finish("swiglu_oai", gated=True, interleaved=True, limit=7.0) if case.bias else SILU
+    constants |= {"TOP_K": 8, "UP_SHARES": 4, "SHARES": 2, "FINISH": finish}
     return _Source(direct.few_down, types, constants, ("zero", "partial", "parts", "y", "columns", "hidden"))
 
 

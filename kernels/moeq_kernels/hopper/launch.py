@@ -10,7 +10,7 @@ from torch import Tensor
 from moeq_kernels.hopper.call import EXACT_PAIRS, Call, in_pieces
 from moeq_kernels.hopper.finish import PLAIN, SILU, Finish
 from moeq_kernels.hopper.plan import Direct, Narrow, Plan, Wide, choose
-from moeq_kernels.hopper.products import descriptors, group_of, kind_of, product, weight_arguments
+from moeq_kernels.hopper.products import channel_scale, descriptors, group_of, kind_of, product, weight_arguments
 from moeq_kernels.hopper.sorting import sort_pairs, sum_parts
 from moeq_kernels.records import PackedExperts
 
@@ -51,9 +51,8 @@ def _some_tokens(call: Call[Plan], x: Tensor, topk_weights: Tensor, topk_ids: Te
     intermediate = experts.intermediate_size
     first = experts.w13
     if plan is None:
-        plain = not finish.interleaved and first.bias is None and experts.w2.bias is None
         kind, group = kind_of(first), group_of(first)
-        plan = choose(pairs, experts.num_experts, first.k, intermediate, group, kind, finish.gated, plain, top_k)
+        plan = choose(pairs, experts.num_experts, first.k, intermediate, group, kind, finish.gated, top_k)
     if isinstance(plan.kernel, Direct):
         launch_direct(call, plan, x, topk_weights, topk_ids, y)
         return
@@ -121,6 +120,7 @@ def launch_direct(call: Call[Plan], plan: Plan, x: Tensor, topk_weights: Tensor,
         top_k=top_k,
         SHARE=up_share,
         STAGES=min(kernel.stages, up_share),
+        PAIRED=not call.finish.interleaved,
     )
     words, _, scales = descriptors(w2, x, kernel.step, 2, 8)
     direct.few_down[(blocks, pairs, shares)](
@@ -131,6 +131,12 @@ def launch_direct(call: Call[Plan], plan: Plan, x: Tensor, topk_weights: Tensor,
         topk_weights=topk_weights,
         parts=parts,
         y=y,
+        up_scale=channel_scale(w13),
+        up_bias=w13.bias,
+        up_packed=w13.n,
+        scale=channel_scale(w2),
+        bias=w2.bias,
+        packed=w2.n,
         count=down_steps,
         hidden=hidden,
         stride_w=topk_weights.stride(0),

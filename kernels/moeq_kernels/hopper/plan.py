@@ -183,8 +183,8 @@ def kernel_for(kernel: Kernel, kind: str, group: int) -> Kernel:
         return replace(kernel, after=after)
     step = 64 if kind == "uint8" else 128
     kernel = replace(kernel, after=after, step=step)
-    if isinstance(kernel, Direct):
-        return kernel
+    if isinstance(kernel, Direct):  # of MXFP4's wider scales, four stages would leave room for two programs only
+        return replace(kernel, stages=3) if kind == "e2m1" else kernel
     scales = max(1, step // group) * 512 if group else 512
     bytes_of_step = step * (256 if kind == "uint8" else 128) + scales + 2 * step * kernel.tokens
     room = SHARED_BYTES // kernel.pairs - _REGROUPING_BYTES
@@ -207,7 +207,6 @@ def choose(
     group: int,
     kind: str = "uint4",
     gated: bool = True,
-    plain: bool = True,
     top_k: int = 1,
 ) -> Plan:
     """The plan for `pairs` routed pairs among `experts` with these packed sizes.
@@ -216,11 +215,10 @@ def choose(
         group: weights that share a scale, 0 for one scale for each output feature.
         kind: `uint4`, `uint8` or `e2m1`.
         gated: whether the first product makes gate and up (only then can the narrow kernel share its k).
-        plain: whether it makes them in two halves of its columns, without biases.
         top_k: pairs of a token, which have different experts.
     """
     small = 3 * hidden * intermediate <= DIRECT_WEIGHTS
-    if gated and plain and group and small and 4 * pairs <= experts:
+    if gated and small and 4 * pairs <= experts:
         kernel = kernel_for(DIRECT, kind, group)
         up = shares_for(pairs * -(-intermediate // 128), -(-hidden // kernel.step), 16)
         return Plan(kernel, up, shares_for(pairs * -(-hidden // 256), -(-intermediate // kernel.step), 4))

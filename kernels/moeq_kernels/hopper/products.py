@@ -129,7 +129,7 @@ def _common(
         "pair_tiles": columns // 64 if finish.gated and not finish.interleaved else tiles,
         "columns": columns,
         "stride": out.stride(-2),
-        "scale": matrix.scale if matrix.channelwise else None,
+        "scale": channel_scale(matrix),
         "bias": matrix.bias,
         "packed": matrix.n,
         "FINISH": finish,
@@ -150,6 +150,11 @@ def weight_arguments(matrix: PackedMatrix) -> dict[str, Any]:
         "ZEROS": matrix.zero is not None,
         "KIND": kind_of(matrix),
     }
+
+
+def channel_scale(matrix: PackedMatrix) -> Tensor | None:
+    """Scales that follow the product: those of output features, where groups have none."""
+    return matrix.scale if matrix.channelwise else None
 
 
 def _steps(matrix: PackedMatrix, x: Tensor, step: int) -> int:

@@ -53,14 +53,16 @@ def few_gate_up(
     w_desc, x_desc, s_desc, zero, ids, expert_map, partial, arrived, to_clear, slabs, groups, count, columns,
     zero_words, top_k, pairs, experts, known, MAPPED: gl.constexpr, SHARE: gl.constexpr, STEP: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, AFTER: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+    PAIRED: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """partial `[shares, pairs, 2 columns]` (float32) = shares of x[token of pair] @ W[expert of pair].T.
 
-    Programs: (block of 2 x 128 columns, pair, share).
+    Programs: (block of 256 columns, pair, share). Columns stay in the weights' order; channel scales and biases follow
+    in the down kernel.
 
     Args:
         w_desc, s_desc: as of `narrow.expert_product_narrow`; x_desc: tokens `[tokens, K]`, block `[8, 64]`.
+        PAIRED: a block has 128 columns of gate and the same of up, `columns` further; else neighbouring ones.
         ids: `[tokens * top_k]` experts, local ones by expert_map `[known]` where MAPPED.
         arrived: int32; to_clear of them are set to zero.
         count: of steps, SHARE of them for each share; columns: of gate.
@@ -81,7 +83,11 @@ def few_gate_up(
     last = gl.minimum(first + SHARE, count)
     w_row = expert * slabs
     s_row = expert * groups
-    far = columns // 64
+    # The block's two halves of 128 columns: where the first begins, and how far the second is.
+    column = block * (128 if PAIRED else 256)
+    half = columns if PAIRED else 128
+    tile = column // 64
+    far = half // 64
     SIZE: gl.constexpr = steps.weight_bytes(STEP, GROUP, KIND, s_desc.dtype.primitive_bitwidth) + TOKENS * STEP * 2
     if expert >= 0:
         for i in gl.static_range(STAGES):
@@ -89,7 +95,7 @@ def few_gate_up(
                 bar = ready.index(i)
                 mbarrier.expect(bar, SIZE)
                 steps.load_weights(
-                    first + i, i, bar, w_desc, s_desc, w_buf, s_buf, w_row, s_row, block * 2, far, STEP, GROUP,
+                    first + i, i, bar, w_desc, s_desc, w_buf, s_buf, w_row, s_row, tile, far, STEP, GROUP,
                 )
                 steps.load_tokens(first + i, i, bar, x_desc, x_buf, pair // top_k, STEP)
     if DEPENDENT:
@@ -106,7 +112,7 @@ def few_gate_up(
             slot = (step - first) % STAGES
             mbarrier.wait(ready.index(slot), ((step - first) // STAGES) & 1)
             acc, part = steps.multiply(
-                acc, part, w_view.index(slot), s_view.index(slot), x_buf, slot, zero, s_row, zero_words, block * 2, far,
+                acc, part, w_view.index(slot), s_view.index(slot), x_buf, slot, zero, s_row, zero_words, tile, far,
                 step * STEP, STEP, TOKENS, GROUP, ZEROS, KIND, AFTER,
             )
             if step + STAGES < last:
@@ -114,30 +120,34 @@ def few_gate_up(
                 again = ready.index(slot)
                 mbarrier.expect(again, SIZE)
                 steps.load_weights(
-                    step + STAGES, slot, again, w_desc, s_desc, w_buf, s_buf, w_row, s_row, block * 2, far, STEP,
-                    GROUP,
+                    step + STAGES, slot, again, w_desc, s_desc, w_buf, s_buf, w_row, s_row, tile, far, STEP, GROUP,
                 )
                 steps.load_tokens(step + STAGES, slot, again, x_desc, x_buf, pair // top_k, STEP)
         UNDO: gl.constexpr = weights.undo(KIND, x_desc.dtype == gl.float16, GROUP > 0 and not AFTER)
-        place = partial + (gl.program_id(2) * pairs + pair).to(gl.int64) * (2 * columns) + block * 128
-        _store_row(acc * UNDO, place, columns, columns - block * 128, columns - block * 128)
+        place = partial + (gl.program_id(2) * pairs + pair).to(gl.int64) * (2 * columns) + column
+        left = columns - column if PAIRED else 2 * columns - column
+        _store_row(acc * UNDO, place, half, left, left if PAIRED else left - 128)
 
 
 @gluon.jit
-def _activate(x_buf, slot, partial, pair, pairs, columns, step, STEP: gl.constexpr, FINISH: gl.constexpr,
-              UP_SHARES: gl.constexpr):
+def _activate(x_buf, slot, partial, scale, bias, expert, packed, pair, pairs, columns, step, STEP: gl.constexpr,
+              FINISH: gl.constexpr, UP_SHARES: gl.constexpr):
     """One step's tokens: the activation of the shares' sums, rounded; the same for all TOKENS."""
     layout: gl.constexpr = gl.BlockedLayout([4, 1], [1, 32], [2, 2], [1, 0])
     for half in gl.static_range(STEP // 64):
         k = step * STEP + half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, layout))
-        place = partial + pair.to(gl.int64) * (2 * columns) + k
+        own = 2 * k if common.interleaved(FINISH) else k
+        beside = own + 1 if common.interleaved(FINISH) else own + columns
+        row = partial + pair.to(gl.int64) * (2 * columns)
         size = (pair * 0 + pairs).to(gl.int64) * (2 * columns)
         inside = k < columns
         gate = gl.zeros([64], gl.float32, gl.SliceLayout(0, layout))
         up = gate
         for other in gl.static_range(UP_SHARES):
-            gate += gl.load(place + other * size, mask=inside, other=0.0, cache_modifier=".cg")
-            up += gl.load(place + other * size + columns, mask=inside, other=0.0, cache_modifier=".cg")
+            gate += gl.load(row + other * size + own, mask=inside, other=0.0, cache_modifier=".cg")
+            up += gl.load(row + other * size + beside, mask=inside, other=0.0, cache_modifier=".cg")
+        gate = common.affine(gate, own, scale, bias, True, expert, packed, inside)
+        up = common.affine(up, beside, scale, bias, True, expert, packed, inside)
         value = common.activate_gated(gate, up, FINISH).to(x_buf.dtype)
         _, value = gl.broadcast(gl.zeros([TOKENS, 64], x_buf.dtype, layout), gl.expand_dims(value, 0))
         x_buf.index(STEP // 64 * slot + half).store(value)
@@ -145,30 +155,34 @@ def _activate(x_buf, slot, partial, pair, pairs, columns, step, STEP: gl.constex
 
 @gluon.jit
 def _sum_choices(
-    y, ids, expert_map, topk_weights, parts, token, column, hidden, stride_w, pairs, experts, known,
-    MAPPED: gl.constexpr, TOP_K: gl.constexpr, SHARES: gl.constexpr,
+    y, ids, expert_map, topk_weights, parts, scale, bias, packed, token, column, hidden, stride_w, pairs, experts,
+    known, MAPPED: gl.constexpr, TOP_K: gl.constexpr, SHARES: gl.constexpr,
 ):
-    """y[token] = sum over choices, in order, of weight * (sum over shares, in order), for 256 columns."""
+    """y[token] = sum over choices of weight * (sum over shares * scale + bias), each in order, for 256 columns."""
     at = column + gl.arange(0, 256, layout=gl.BlockedLayout([2], [32], [4], [0]))
     total = gl.zeros([256], gl.float32, gl.BlockedLayout([2], [32], [4], [0]))
     for choice in gl.static_range(TOP_K):
         pair = token * TOP_K + choice
-        there = (at < hidden) & (_expert(ids, expert_map, pair, experts, known, MAPPED) >= 0)
+        expert = _expert(ids, expert_map, pair, experts, known, MAPPED)
+        there = (at < hidden) & (expert >= 0)
         weight = gl.load(topk_weights + token * stride_w + choice).to(gl.float32)
         value = total * 0.0
         for share in gl.static_range(SHARES):
             place = parts + (share * pairs + pair).to(gl.int64) * hidden + at
             value += gl.load(place, mask=there, other=0.0, cache_modifier=".cg")
-        total += weight * value
+        total += weight * common.affine(value, at, scale, bias, True, expert, packed, there)
     gl.store(y + token.to(gl.int64) * hidden + at, total.to(y.dtype.element_ty), mask=at < hidden)
 
 
 @gluon.jit(
-    do_not_specialize=["slabs", "groups", "count", "stride_w", "zero_words", "pairs", "experts", "known"]
+    do_not_specialize=[
+        "up_packed", "packed", "slabs", "groups", "count", "stride_w", "zero_words", "pairs", "experts", "known",
+    ]
 )
 def few_down(
-    w_desc, s_desc, zero, ids, expert_map, topk_weights, partial, parts, arrived, y, slabs, groups, count, columns,
-    hidden, stride_w, zero_words, pairs, experts, known, MAPPED: gl.constexpr, TOP_K: gl.constexpr,
+    w_desc, s_desc, zero, ids, expert_map, topk_weights, partial, parts, arrived, y, up_scale, up_bias, up_packed,
+    scale, bias, packed, slabs, groups, count, columns, hidden, stride_w, zero_words, pairs, experts, known,
+    MAPPED: gl.constexpr, TOP_K: gl.constexpr,
     UP_SHARES: gl.constexpr, SHARES: gl.constexpr, SHARE: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, AFTER: gl.constexpr, FINISH: gl.constexpr,
     DEPENDENT: gl.constexpr,
@@ -180,6 +194,8 @@ def few_down(
     Args:
         partial: what `few_gate_up` left, `[UP_SHARES, pairs, 2 columns]`; parts: float32 `[SHARES, pairs, hidden]`.
         arrived: int32 zeros `[tokens, blocks]`.
+        up_scale, up_bias `[experts, up_packed]`, scale, bias `[experts, packed]`: of the columns of either product, in
+            Marlin's 32-column order, or None.
         count: of steps, SHARE of them for each share; columns: of gate, the k of the weights; hidden: of y.
     """
     w_buf, s_buf = steps.buffers(s_desc, STAGES, STEP, GROUP, KIND)
@@ -210,7 +226,10 @@ def few_down(
     if expert >= 0:
         for i in gl.static_range(SHARE):
             if first + i < last:
-                _activate(x_buf, i, partial, pair, pairs, columns, first + i, STEP, FINISH, UP_SHARES)
+                _activate(
+                    x_buf, i, partial, up_scale, up_bias, expert, up_packed, pair, pairs, columns, first + i, STEP,
+                    FINISH, UP_SHARES,
+                )
         fence_async_shared()
         barrier()
         w_view, s_view = steps.views(w_buf, s_buf, STAGES, STEP, GROUP, KIND)
@@ -238,8 +257,8 @@ def few_down(
     counter = arrived + token * gl.num_programs(0) + block
     if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == TOP_K * SHARES - 1:
         _sum_choices(
-            y, ids, expert_map, topk_weights, parts, token, block * 256, hidden, stride_w, pairs, experts, known,
-            MAPPED, TOP_K, SHARES,
+            y, ids, expert_map, topk_weights, parts, scale, bias, packed, token, block * 256, hidden, stride_w, pairs,
+            experts, known, MAPPED, TOP_K, SHARES,
         )
 
 
