@@ -24,7 +24,7 @@ from bench.timing import SHAPES, Call, Shape, call_us, copies_needed, inputs, pr
 from bench.w8a8_check import describe
 from moeq_kernels import PackedExperts, PackedMatrix
 from moeq_kernels.hopper.int8 import hopper_int8_moe
-from moeq_kernels.hopper.int8_plan import Int8Narrow, Int8Plan, Int8Wide, choose
+from moeq_kernels.hopper.int8_plan import Int8Direct, Int8Narrow, Int8Plan, Int8Wide, choose, direct_plan
 
 NARROW = (
     Int8Narrow(8, 12),
@@ -73,6 +73,10 @@ def candidates(shape: Shape, tokens: int) -> list[Int8Plan]:
     pairs = tokens * shape.top_k
     mean = pairs / min(shape.experts, pairs)
     result: list[Int8Plan] = []
+    if 2 * pairs <= shape.experts and shape.intermediate <= 4096:
+        few = direct_plan(pairs, shape.hidden, shape.intermediate)
+        result += [few, replace(few, kernel=Int8Direct(3))]
+        result += [replace(few, gate_up_splits=2 * few.gate_up_splits), replace(few, down_splits=1)]
     if mean <= 160:
         for kernel in NARROW:
             if mean <= kernel.tokens <= max(8, mean * 5):

@@ -23,7 +23,7 @@ from bench.reference import Layer, moe, relative_error
 from moeq_kernels import PackedExperts, fused_moe
 from moeq_kernels.formats import find_format
 from moeq_kernels.hopper.int8 import hopper_int8_moe
-from moeq_kernels.hopper.int8_plan import TABLE, Int8Narrow, Int8Plan, Int8Wide
+from moeq_kernels.hopper.int8_plan import TABLE, Int8Direct, Int8Narrow, Int8Plan, Int8Wide, direct_plan
 from moeq_kernels.tuning import blocks_on
 
 _W8A8 = Recipe("int8-w8a8/1", "int8", experts=8, hidden=512, intermediate=384)
@@ -85,13 +85,19 @@ def describe(plan: Int8Plan | None) -> str:
     kernel = plan.kernel
     if isinstance(kernel, Int8Wide):
         return f"wide{kernel.tokens} s{kernel.stages}"
+    if isinstance(kernel, Int8Direct):
+        return f"direct s{kernel.stages} x{plan.gate_up_splits}/{plan.down_splits}"
     sizes = f"w{kernel.warpgroups} r{kernel.resident} s{kernel.stages}"
     return f"narrow{kernel.tokens} {sizes} x{plan.gate_up_splits}/{plan.down_splits}"
 
 
-def plans() -> Iterator[Int8Plan | None]:
+def plans(recipe: Recipe, tokens: int) -> Iterator[Int8Plan | None]:
     """The chosen plan, every kernel of the table and some more; narrow ones with and without shared k."""
     yield None
+    if tokens <= 40:
+        few = direct_plan(8 * tokens, recipe.hidden, recipe.intermediate)
+        yield few
+        yield replace(few, kernel=Int8Direct(2), down_splits=1)
     kernels = [kernel for _, kernel in TABLE]
     kernels += [Int8Narrow(8, 10), Int8Narrow(16, 5, warpgroups=2), Int8Wide(4)]
     for kernel in dict.fromkeys(kernels):
@@ -105,16 +111,16 @@ def comparisons() -> Iterator[tuple[str, int, str, Int8Plan | None]]:
     for tokens in (1, 33, 130, 1000, 7):
         for name in LAYERS:
             yield name, tokens, ROUTINGS[(tokens + len(name)) % len(ROUTINGS)], None
-    for plan in plans():
-        for name in LAYERS:
+    for name, recipe in LAYERS.items():
+        for plan in plans(recipe, 33):
             yield name, 33, "uniform", plan
     for kind in ROUTINGS:
         for tokens in (1, 2, 16, 64, 300, 4096, 16384):
             for name in ("small", "oai", "many"):
                 yield name, tokens, kind, None
     for tokens in (1, 7, 130, 1000):
-        for plan in plans():
-            for name in LAYERS:
+        for name, recipe in LAYERS.items():
+            for plan in plans(recipe, tokens):
                 yield name, tokens, ROUTINGS[(tokens + len(name)) % len(ROUTINGS)], plan
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from moeq_kernels import interpreter
 from moeq_kernels.hopper.call import EXACT_PAIRS, Call, in_pieces, programs_on
 from moeq_kernels.hopper.finish import PLAIN, SILU, Finish
-from moeq_kernels.hopper.int8_plan import Int8Narrow, Int8Plan, choose
+from moeq_kernels.hopper.int8_direct import gate_up_rows, launch_direct, weight_descriptors
+from moeq_kernels.hopper.int8_plan import Int8Direct, Int8Narrow, Int8Plan, choose
 from moeq_kernels.hopper.sorting import place, sum_parts
 from moeq_kernels.launch import triton_dtype
 from moeq_kernels.records import PackedExperts, PackedMatrix
@@ -90,6 +91,9 @@ def _some_tokens(call: Call[Int8Plan], x: Tensor, topk_weights: Tensor, topk_ids
     experts = call.experts
     intermediate = experts.intermediate_size
     plan = call.plan or choose(pairs, experts.num_experts, experts.w13.k, intermediate)
+    if isinstance(plan.kernel, Int8Direct):
+        launch_direct(call, plan, x, topk_weights, topk_ids, y)
+        return
     pairs_sorted = sort_quantised(call, x, topk_ids, plan)
     shared = plan.gate_up_splits > 1
     if shared:
@@ -165,7 +169,7 @@ def _requantised(call: Call[Int8Plan], sorted_pairs: Sorted, middle: Tensor, sha
         device.activate_quantised[(pairs,)](
             middle, static, sorted_pairs.rows.scales, w13.scale, w13.bias, sorted_pairs.expert_of_row, rows.codes,
             rows.scales, sorted_pairs.tiles, sorted_pairs.num_tiles, pairs, size, rows.codes.stride(0),
-            *_gate_up_rows(call.experts), SPLITS=splits, COLUMNS=columns, DTYPE=triton_dtype(dtype),
+            *gate_up_rows(call.experts), SPLITS=splits, COLUMNS=columns, DTYPE=triton_dtype(dtype),
             DIRECT=sorted_pairs.direct, INTERPRET=interpreter.active(), num_warps=warps, ACTIVATION=finish.activation,
             ALPHA=finish.alpha, BETA=finish.beta, LIMIT=finish.limit, **call.after,
         )  # fmt: skip
@@ -178,11 +182,6 @@ def _requantised(call: Call[Int8Plan], sorted_pairs: Sorted, middle: Tensor, sha
     return rows
 
 
-def _gate_up_rows(experts: PackedExperts) -> tuple[int, int]:
-    """Where rows of gate and up lie: up's distance from gate, and the step from a row to the next."""
-    return (1, 2) if experts.w13_order == "interleaved" else (experts.intermediate_size, 1)
-
-
 def product(
     call: Call[Int8Plan], plan: Int8Plan, pairs: Sorted, rows: Rows, matrix: PackedMatrix, out: Tensor, *, gated: bool
 ) -> None:
@@ -190,7 +189,7 @@ def product(
     kernel = plan.kernel
     splits, most_rows, _ = out.shape
     columns = matrix.n // 2 if gated else out.shape[-1]
-    up_row, row_step = _gate_up_rows(call.experts) if gated else (128, 1)
+    up_row, row_step = gate_up_rows(call.experts) if gated else (128, 1)
     constants = {
         "STAGES": kernel.stages,
         "FINISH": call.finish if gated else PLAIN,
@@ -245,14 +244,5 @@ def descriptors(
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     layouts = import_module("moeq_kernels.hopper.device.int8_common")
-    make = TensorDescriptor.from_tensor
-    weight = matrix.weight
-    shape = [1, weight_box, 128]
-    box = layouts.weight_box()
-    if gated:
-        up_row, step = _gate_up_rows(experts)
-        halves = [weight[:, start : start + (matrix.n // 2 - 1) * step + 1 : step] for start in (0, up_row)]
-    else:
-        halves = [weight, weight]
-    tokens = make(rows.codes, [token_box, 128], layouts.operand())
-    return make(halves[0], shape, box), make(halves[1], shape, box), tokens
+    tokens = TensorDescriptor.from_tensor(rows.codes, [token_box, 128], layouts.operand())
+    return *weight_descriptors(experts, matrix, weight_box, gated), tokens

@@ -8,7 +8,7 @@ from typing import Any
 
 from moeq_kernels.hopper.aot import _ast_source, _descriptor, _integers
 from moeq_kernels.hopper.finish import PLAIN, SILU, Finish
-from moeq_kernels.hopper.int8_plan import TABLE, Int8Narrow, Int8Wide
+from moeq_kernels.hopper.int8_plan import TABLE, Int8Direct, Int8Narrow, Int8Wide
 
 OAI = Finish("swiglu_oai", gated=True, interleaved=True, limit=7.0)
 
@@ -28,7 +28,7 @@ class Int8Case:
     """
 
     name: str
-    kernel: Int8Narrow | Int8Wide
+    kernel: Int8Narrow | Int8Wide | Int8Direct
     split: bool = False
     direct: bool = False
     out: str = "bf16"
@@ -38,7 +38,9 @@ class Int8Case:
 
 def cases() -> list[Int8Case]:
     """Every kernel of the plan's table, as gate-up (whole and split) and down product, with biases and gpt-oss's."""
-    result = []
+    direct = Int8Case("int8-direct-gate-up", Int8Direct())
+    result = [direct, replace(direct, name="int8-direct-down", finish=PLAIN)]
+    result.append(replace(direct, name="int8-direct-down-bias", finish=PLAIN, bias=True, out="fp16"))
     for kernel in dict.fromkeys(kernel for _, kernel in TABLE):
         narrow = isinstance(kernel, Int8Narrow)
         name = f"int8-{'narrow' if narrow else 'wide'}{kernel.tokens}"
@@ -54,10 +56,9 @@ def cases() -> list[Int8Case]:
 
 def compile_case(case: Int8Case, **options: Any) -> Any:
     """Compiles for sm_90a; the result has `.asm` (`ttgir`, `ptx`, `cubin`, `sass`) and `.metadata`."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
     kernel = case.kernel
+    if isinstance(kernel, Int8Direct):
+        return _compile(*_direct(case, kernel), options)
     function, types, constants = _narrow(case, kernel) if isinstance(kernel, Int8Narrow) else _wide(case, kernel)
     types |= {"x_scale": "*fp32", "w_scale": "*fp32", "tiles": "*i32", "num_tiles": "*i32"}
     types["out"] = f"*{case.out}"
@@ -76,13 +77,20 @@ def compile_case(case: Int8Case, **options: Any) -> Any:
         types["bias"] = "*bf16"
     else:
         constants["bias"] = None
+    return _compile(function, types, constants, ({"maxnreg": kernel.cap} if kernel.cap else {}) | options)
+
+
+def _compile(function: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, Any]) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
     names = function.arg_names
-    aligned = ("x_scale", "w_scale", "bias", "out", "tiles", "num_tiles", "columns", "stride", "w_rows")
+    aligned = {"columns", "stride", "w_rows", "hidden", "stride_x", "up_row"}
+    aligned |= {name for name, kind in types.items() if kind.startswith("*")}
     attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in types and name in aligned}
     signature = {name: types.get(name, "constexpr") for name in names}
     ast = _ast_source()(function, signature, constexprs=constants, attrs=attributes)
-    cap = {"maxnreg": kernel.cap} if kernel.cap else {}
-    return triton.compile(ast, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, **cap, **options})
+    return triton.compile(ast, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, **options})
 
 
 def _descriptors(weight_rows: int, token_rows: int) -> dict[str, str]:
@@ -97,6 +105,26 @@ def _narrow(case: Int8Case, kernel: Int8Narrow) -> tuple[Any, dict[str, str], di
     types = _descriptors(64, kernel.box)
     types |= _integers("steps blocks splits rows columns stride w_rows up_row row_step experts known")
     return function, types, {"TOKENS": kernel.tokens, "BOX": kernel.box, "SPLIT": case.split, "DIRECT": case.direct}
+
+
+def _direct(case: Int8Case, kernel: Int8Direct) -> tuple[Any, dict[str, str], dict[str, Any]]:
+    device = import_module("moeq_kernels.hopper.device.int8_direct")
+    types = _descriptors(64, 8)
+    del types["x_desc"]
+    types |= dict.fromkeys(("ids", "sums", "arrived"), "*i32") | {"scales": "*fp32"}
+    types |= _integers("count columns hidden pairs experts known")
+    constants = {"static_scale": None, "expert_map": None, "MAPPED": False, "SHARE": 7, "STEPS": 8}
+    constants |= {"STAGES": kernel.stages, "COLUMNS": 4096, "DEPENDENT": True}
+    if case.finish != PLAIN:
+        return device.few_gate_up_int8, types | {"x": "*bf16"} | _integers("to_clear stride_x top_k"), constants
+    types |= dict.fromkeys(("topk_weights", "parts", "up_scale", "w_scale"), "*fp32") | {"y": f"*{case.out}"}
+    types |= _integers("stride_w up_row row_step w_rows")
+    if case.bias:
+        types |= dict.fromkeys(("up_bias", "bias"), "*bf16")
+    else:
+        constants |= dict.fromkeys(("up_bias", "bias"))
+    constants |= {"TOP_K": 8, "UP_SHARES": 3, "SHARES": 2, "FINISH": OAI if case.bias else SILU}
+    return device.few_down_int8, types, constants
 
 
 def _wide(case: Int8Case, kernel: Int8Wide) -> tuple[Any, dict[str, str], dict[str, Any]]:

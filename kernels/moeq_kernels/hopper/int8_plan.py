@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moeq_kernels.hopper.plan import MULTIPROCESSORS, tokens_per_hit
+from moeq_kernels.hopper.plan import DIRECT_WEIGHTS, MULTIPROCESSORS, shares_for, tokens_per_hit
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,22 @@ class Int8Narrow:
 
 
 @dataclass(frozen=True)
+class Int8Direct:
+    """Sizes of the two kernels for very few tokens.
+
+    Attributes:
+        stages: steps of 128 bytes of k in shared memory at most.
+    """
+
+    stages: int = 4
+
+    @property
+    def tokens(self) -> int:
+        """Of a tile."""
+        return 1
+
+
+@dataclass(frozen=True)
 class Int8Wide:
     """Sizes of the wide kernel.
 
@@ -73,12 +89,12 @@ class Int8Wide:
 
 @dataclass(frozen=True)
 class Int8Plan:
-    """A kernel for each product, and how many programs share the k of a tile (narrow only).
+    """A kernel for each product, and how many programs share the k of a tile (not the wide one).
 
     Both kernels work on the same tiles, so they take as many tokens.
     """
 
-    kernel: Int8Narrow | Int8Wide
+    kernel: Int8Narrow | Int8Wide | Int8Direct
     gate_up_splits: int = 1
     down_splits: int = 1
 
@@ -92,6 +108,8 @@ TABLE: tuple[tuple[float, Int8Narrow | Int8Wide], ...] = (
     (96.0, Int8Narrow(128, 4, warpgroups=2)),
     (float("inf"), Int8Wide(4)),
 )
+#: Features of a row of activations that a program can hold, and steps of k whose codes it can.
+DIRECT_FEATURES, DIRECT_STEPS = 4096, 16
 #: Steps that a program keeps at least where several share k.
 LEAST_STEPS = 6
 
@@ -107,8 +125,23 @@ def splits_for(items: float, steps: int, resident: int) -> int:
     return -(-steps // -(-steps // most))  # without empty shares
 
 
+def direct_plan(pairs: int, hidden: int, intermediate: int) -> Int8Plan:
+    """The kernels that do not sort; 384 programs or so start at once, with up to DIRECT_STEPS steps each."""
+
+    def shares(items: int, steps: int) -> int:
+        least = -(-steps // DIRECT_STEPS)
+        shares = max(least, shares_for(items, steps, 16))
+        return -(-steps // -(-steps // shares))
+
+    up = shares(pairs * -(-intermediate // 64), -(-hidden // 128))
+    return Int8Plan(Int8Direct(), up, shares(pairs * -(-hidden // 128), -(-intermediate // 128)))
+
+
 def choose(pairs: int, experts: int, hidden: int, intermediate: int) -> Int8Plan:
     """The plan for `pairs` routed pairs among `experts` with these packed sizes."""
+    small = 3 * hidden * intermediate <= DIRECT_WEIGHTS and intermediate <= DIRECT_FEATURES
+    if small and 4 * pairs <= experts:
+        return direct_plan(pairs, hidden, intermediate)
     mean = tokens_per_hit(pairs, experts)
     kernel = next(one for limit, one in TABLE if mean <= limit)
     if isinstance(kernel, Int8Wide):

@@ -22,7 +22,7 @@ TOKENS = gl.constexpr(8)
 # Argument lists of twenty names, one to a line, would hide the code.
 # fmt: off
 @gluon.jit
-def _expert(ids, expert_map, pair, experts, known, MAPPED: gl.constexpr):
+def expert_of(ids, expert_map, pair, experts, known, MAPPED: gl.constexpr):
     """The local expert of a pair, -1 where it has none here."""
     expert = gl.load(ids + pair).to(gl.int32)
     there = (expert >= 0) & (expert < known)
@@ -78,7 +78,7 @@ def few_gate_up(
         gdc_wait()
     block = gl.program_id(0)
     pair = gl.program_id(1)
-    expert = _expert(ids, expert_map, pair, experts, known, MAPPED)
+    expert = expert_of(ids, expert_map, pair, experts, known, MAPPED)
     first = gl.program_id(2) * SHARE
     last = gl.minimum(first + SHARE, count)
     w_row = expert * slabs
@@ -154,16 +154,17 @@ def _activate(x_buf, slot, partial, scale, bias, expert, packed, pair, pairs, co
 
 
 @gluon.jit
-def _sum_choices(
+def sum_choices(
     y, ids, expert_map, topk_weights, parts, scale, bias, packed, token, column, hidden, stride_w, pairs, experts,
-    known, MAPPED: gl.constexpr, TOP_K: gl.constexpr, SHARES: gl.constexpr,
+    known, MAPPED: gl.constexpr, TOP_K: gl.constexpr, SHARES: gl.constexpr, COLUMNS: gl.constexpr,
 ):
-    """y[token] = sum over choices of weight * (sum over shares * scale + bias), each in order, for 256 columns."""
-    at = column + gl.arange(0, 256, layout=gl.BlockedLayout([2], [32], [4], [0]))
-    total = gl.zeros([256], gl.float32, gl.BlockedLayout([2], [32], [4], [0]))
+    """y[token] = sum over choices of weight * (sum over shares * scale + bias), each in order, for COLUMNS columns."""
+    layout: gl.constexpr = gl.BlockedLayout([COLUMNS // 128], [32], [4], [0])
+    at = column + gl.arange(0, COLUMNS, layout=layout)
+    total = gl.zeros([COLUMNS], gl.float32, layout)
     for choice in gl.static_range(TOP_K):
         pair = token * TOP_K + choice
-        expert = _expert(ids, expert_map, pair, experts, known, MAPPED)
+        expert = expert_of(ids, expert_map, pair, experts, known, MAPPED)
         there = (at < hidden) & (expert >= 0)
         weight = gl.load(topk_weights + token * stride_w + choice).to(gl.float32)
         value = total * 0.0
@@ -207,7 +208,7 @@ def few_down(
     barrier()
     block = gl.program_id(0)
     pair = gl.program_id(1)
-    expert = _expert(ids, expert_map, pair, experts, known, MAPPED)
+    expert = expert_of(ids, expert_map, pair, experts, known, MAPPED)
     first = gl.program_id(2) * SHARE
     last = gl.minimum(first + SHARE, count)
     w_row = expert * slabs
@@ -256,9 +257,9 @@ def few_down(
     token = pair // TOP_K
     counter = arrived + token * gl.num_programs(0) + block
     if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == TOP_K * SHARES - 1:
-        _sum_choices(
+        sum_choices(
             y, ids, expert_map, topk_weights, parts, scale, bias, packed, token, block * 256, hidden, stride_w, pairs,
-            experts, known, MAPPED, TOP_K, SHARES,
+            experts, known, MAPPED, TOP_K, SHARES, 256,
         )
 
 
