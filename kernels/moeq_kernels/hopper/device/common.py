@@ -99,8 +99,8 @@ def pair_columns(acc, WIDE: gl.constexpr, TOKENS: gl.constexpr, INTERLEAVED: gl.
 
 
 @gluon.jit
-def features(column, second_column, WIDE: gl.constexpr, TOKENS: gl.constexpr, FINISH: gl.constexpr):
-    """Packed columns `[1, n]` of the two results of `pair_columns`, and the columns of out where they belong.
+def places(column, second_column, WIDE: gl.constexpr, TOKENS: gl.constexpr, FINISH: gl.constexpr):
+    """Columns `[1, n]` of out where the two results of `pair_columns` belong.
 
     column and second_column: packed columns where the two halves begin.
     """
@@ -108,17 +108,19 @@ def features(column, second_column, WIDE: gl.constexpr, TOKENS: gl.constexpr, FI
     n = gl.expand_dims(gl.arange(0, 64 if WIDE else 128, layout=gl.SliceLayout(0, layout)), 0)
     if interleaved(FINISH):
         half: gl.constexpr = 32 if WIDE else 64
-        first = gl.where(n < half, column + 2 * n, second_column + 2 * (n - half))
-        return first, first + 1, first // 2, first // 2
+        first = gl.where(n < half, column // 2 + n, second_column // 2 + (n - half))
+        return first, first
     else:
-        return column + n, second_column + n, column + n, second_column + n
+        return column + n, second_column + n
 
 
 @gluon.jit
 def single_order(column):
-    """Where a column's value lies in Marlin's 32-column order (channel-wise scales, biases)."""
-    inner = column % 32
-    return column - inner + 8 * ((inner % 8) // 2) + 2 * (inner // 8) + inner % 2
+    """Where a column's value lies in Marlin's 32-column order (channel-wise scales, biases): its bits as 2 1 4 3 0.
+
+    By bits, since divisions of signed numbers become hundreds of instructions.
+    """
+    return (column & -31) | ((column & 6) << 2) | ((column & 24) >> 2)
 
 
 @gluon.jit
@@ -130,6 +132,27 @@ def affine(value, feature, scale, bias, bias_here, expert, packed, inside):
     if bias is not None:
         value = value + gl.load(bias + place, mask=inside & bias_here, other=0.0).to(gl.float32)
     return value
+
+
+@gluon.jit
+def affine_rows(
+    acc, column, second_column, scale, bias, bias_here, expert, packed, WIDE: gl.constexpr, TOKENS: gl.constexpr,
+):  # fmt: skip
+    """acc * channel scale + bias, for accumulators (rows in map order), where a thread needs few of them.
+
+    Arguments as of `store_chunks`.
+    """
+    if scale is not None or bias is not None:
+        m = gl.arange(0, 128 if WIDE else 256, layout=gl.SliceLayout(1, layouts.accumulator(TOKENS)))
+        within = ((m >> 4) & 1) * (32 if WIDE else 64) + (m >> 6) * 16 + (m & 15)  # maps B and A, see `layouts`
+        feature = within + gl.where(((m >> 5) & 1) == 1, second_column, column)
+        place = expert.to(gl.int64) * packed + single_order(feature)
+        if scale is not None:
+            acc = acc * gl.expand_dims(gl.load(scale + place, mask=feature < packed, other=0.0).to(gl.float32), 1)
+        if bias is not None:
+            own = gl.load(bias + place, mask=(feature < packed) & bias_here, other=0.0)
+            acc = acc + gl.expand_dims(own.to(gl.float32), 1)
+    return acc
 
 
 @constexpr_function
@@ -157,16 +180,25 @@ def constant(finish, name):
 
 
 @gluon.jit
+def logistic(value):
+    """1 / (1 + exp(-value)) to a few units of the last place, 0 and 1 at the ends: four instructions, not twenty."""
+    power = gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", (value * -1.4426950408889634,), gl.float32, True, 1
+    )
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", (1.0 + power,), gl.float32, True, 1)
+
+
+@gluon.jit
 def activate(value, NAME: gl.constexpr):
     """The activation of one result, in float32."""
     gl.static_assert(NAME == "silu" or NAME == "gelu" or NAME == "gelu_tanh" or NAME == "relu2", "unknown activation")
     if NAME == "silu":
-        return value / (1.0 + gl.exp(-value))
+        return value * logistic(value)
     elif NAME == "gelu":
         return 0.5 * value * (1.0 + gl.erf(value * 0.7071067811865476))
     elif NAME == "gelu_tanh":
         inner = 0.7978845608028654 * (value + 0.044715 * value * value * value)
-        return value / (1.0 + gl.exp(-2.0 * inner))  # 0.5 * (1 + tanh(z)) == sigmoid(2 z)
+        return value * logistic(2.0 * inner)  # 0.5 * (1 + tanh(z)) == sigmoid(2 z)
     else:
         positive = gl.maximum(value, 0.0)
         return positive * positive
@@ -180,32 +212,26 @@ def activate_gated(gate, up, FINISH: gl.constexpr):
         gate = gl.where(gate > limit, limit, gate)
         up = gl.where(up > limit, limit, gl.where(up < -limit, -limit, up))
     if activation(FINISH) == "swiglu_oai":
-        return gate / (1.0 + gl.exp(-constant(FINISH, "alpha") * gate)) * (up + constant(FINISH, "beta"))
+        return gate * logistic(constant(FINISH, "alpha") * gate) * (up + constant(FINISH, "beta"))
     else:
         return activate(gate, activation(FINISH)) * up
 
 
 @gluon.jit
 def store_pair(
-    first, second, out, row, end_row, column, second_column, columns, stride, scale, bias, bias_here, expert,
-    packed, FINISH: gl.constexpr, WIDE: gl.constexpr, TOKENS: gl.constexpr,
+    first, second, out, row, end_row, column, second_column, columns, stride, FINISH: gl.constexpr,
+    WIDE: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
-    """Finishes both results of `pair_columns` and stores rows `row ..` before end_row.
+    """Activates both results of `pair_columns` and stores rows `row ..` before end_row.
 
-    column, second_column: packed columns where the halves begin; columns: of out. scale, bias: `[experts, packed]` in
-    Marlin's 32-column order, or None; bias_here: whether this share of k adds the biases.
+    column, second_column: packed columns where the halves begin; columns: of out.
     """
     layout: gl.constexpr = layouts.output(WIDE, TOKENS)
     t = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, layout)), 1)
-    feature, second_feature, at, second_at = features(column, second_column, WIDE, TOKENS, FINISH)
+    at, second_at = places(column, second_column, WIDE, TOKENS, FINISH)
     target = out + (row + t).to(gl.int64) * stride
     inside = row + t < end_row
     below = at < columns
-    second_below = below
-    if not gated(FINISH):
-        second_below = second_at < columns
-    first = affine(first, feature, scale, bias, bias_here, expert, packed, below)
-    second = affine(second, second_feature, scale, bias, bias_here, expert, packed, second_below)
     kind: gl.constexpr = out.dtype.element_ty
     if gated(FINISH):
         value = activate_gated(first, second, FINISH)
@@ -215,7 +241,7 @@ def store_pair(
             first = activate(first, activation(FINISH))
             second = activate(second, activation(FINISH))
         gl.store(target + at, first.to(kind), mask=inside & below)
-        gl.store(target + second_at, second.to(kind), mask=inside & second_below)
+        gl.store(target + second_at, second.to(kind), mask=inside & (second_at < columns))
 
 
 @gluon.jit
@@ -225,23 +251,28 @@ def store_chunks(
 ):  # fmt: skip
     """Finishes and stores accumulators CHUNK tokens at a time, so that little shared memory is needed to regroup them.
 
-    Other arguments as of `store_pair`.
+    scale, bias: `[experts, packed]` in Marlin's 32-column order, or None; bias_here: whether this share of k adds the
+    biases. Other arguments as of `store_pair`.
     """
+    acc = affine_rows(acc, column, second_column, scale, bias, bias_here, expert, packed, WIDE, TOKENS)
+    if activation(FINISH) == "none":
+        acc = acc.to(out.dtype.element_ty)
+    _store_chunks(acc, out, row, end_row, column, second_column, columns, stride, FINISH, WIDE, TOKENS, CHUNK)
+
+
+@gluon.jit
+def _store_chunks(
+    acc, out, row, end_row, column, second_column, columns, stride, FINISH: gl.constexpr, WIDE: gl.constexpr,
+    TOKENS: gl.constexpr, CHUNK: gl.constexpr,
+):  # fmt: skip
     if TOKENS == CHUNK:
         one, two = pair_columns(acc, WIDE, TOKENS, interleaved(FINISH))
-        store_pair(
-            one, two, out, row, end_row, column, second_column, columns, stride, scale, bias, bias_here, expert, packed,
-            FINISH, WIDE, TOKENS,
-        )  # fmt: skip
+        store_pair(one, two, out, row, end_row, column, second_column, columns, stride, FINISH, WIDE, TOKENS)
     else:
         half: gl.constexpr = TOKENS // 2
         lower, upper = gl.split(acc.reshape([128 if WIDE else 256, 2, half]).permute([0, 2, 1]))
-        store_chunks(
-            lower, out, row, end_row, column, second_column, columns, stride, scale, bias, bias_here, expert, packed,
-            FINISH, WIDE, half, CHUNK,
-        )  # fmt: skip
+        _store_chunks(lower, out, row, end_row, column, second_column, columns, stride, FINISH, WIDE, half, CHUNK)
         if row + half < end_row:
-            store_chunks(
-                upper, out, row + half, end_row, column, second_column, columns, stride, scale, bias, bias_here, expert,
-                packed, FINISH, WIDE, half, CHUNK,
-            )  # fmt: skip
+            _store_chunks(
+                upper, out, row + half, end_row, column, second_column, columns, stride, FINISH, WIDE, half, CHUNK
+            )

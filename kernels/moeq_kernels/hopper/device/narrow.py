@@ -126,24 +126,19 @@ def expert_product_narrow(
             )  # fmt: skip
             steps.load_tokens(ahead, stage, bar, x_desc, x_buf, row, STEP, ahead < last)
 
-        one, two = common.pair_columns(acc * UNDO, False, TOKENS, common.interleaved(FINISH))
         column = tile * 64
         second = (tile + pair_tiles) * 64
+        acc = common.affine_rows(acc * UNDO, column, second, scale, bias, split == 0, expert, packed, False, TOKENS)
+        one, two = common.pair_columns(acc, False, TOKENS, common.interleaved(FINISH))
         if not GATED:
             base = out + (split * rows).to(gl.int64) * stride
-            common.store_pair(
-                one, two, base, row, end_row, column, second, columns, stride, scale, bias, split == 0, expert, packed,
-                FINISH, False, TOKENS,
-            )  # fmt: skip
+            common.store_pair(one, two, base, row, end_row, column, second, columns, stride, FINISH, False, TOKENS)
         elif SPLITS == 1:
-            common.store_pair(
-                one, two, out, row, end_row, column, second, columns, stride, scale, bias, True, expert, packed,
-                FINISH, False, TOKENS,
-            )  # fmt: skip
+            common.store_pair(one, two, out, row, end_row, column, second, columns, stride, FINISH, False, TOKENS)
         else:
             layout: gl.constexpr = layouts.output(False, TOKENS)
             t = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, layout)), 1)
-            _, _, at, _ = common.features(column, second, False, TOKENS, FINISH)
+            at, _ = common.places(column, second, False, TOKENS, FINISH)
             inside = (row + t < end_row) & (at < columns)
             place = partial + (row + t).to(gl.int64) * (2 * columns) + at
             size = (row * 0 + rows).to(gl.int64) * (2 * columns)
@@ -158,7 +153,4 @@ def expert_product_narrow(
                 for other in gl.static_range(SPLITS):
                     one += gl.load(place + other * size, mask=inside, other=0.0, cache_modifier=".cg")
                     two += gl.load(place + other * size + columns, mask=inside, other=0.0, cache_modifier=".cg")
-                common.store_pair(
-                    one, two, out, row, end_row, column, second, columns, stride, scale, bias, True, expert, packed,
-                    FINISH, False, TOKENS,
-                )  # fmt: skip
+                common.store_pair(one, two, out, row, end_row, column, second, columns, stride, FINISH, False, TOKENS)
