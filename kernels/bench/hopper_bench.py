@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 
 from bench.hopper_check import describe
 from bench.timing import SHAPES, Call, Inputs, Shape, call_us, copies_needed, inputs, print_kernels, print_row, save
@@ -35,6 +36,7 @@ from moeq_kernels.hopper.plan import (
     MULTIPROCESSORS,
     NARROW8,
     WIDE32,
+    Narrow,
     Plan,
     Stream,
     Wide,
@@ -89,8 +91,10 @@ WIDE = (
     WIDE32,
     Wide(64, 6, 2, 232),
     Wide(128, 6, 2, 232),
-    Wide(128, 8, 2, 232),
 )
+NARROW = (NARROW8, Narrow(16, 3, after=True, resident=4, registers=128))
+#: What a size that does not fit raises; it must not end a sweep.
+UNFIT = (RuntimeError, triton.runtime.errors.TritonError)
 
 
 def random_experts(shape: Shape, stored: Weights) -> PackedExperts:
@@ -157,12 +161,14 @@ def candidates(shape: Shape, stored: Weights, tokens: int) -> list[Plan]:
         result += [Plan(direct, up, down) for up in ups for down in downs]
         other = replace(direct, stages=7 - direct.stages)
         result += [Plan(other, up, 3) for up in ups]
-    if mean <= 5:
-        resident = MULTIPROCESSORS * NARROW8.resident
-        tiles = pairs / mean * max(1.0, mean / 8)
-        up = splits_for(tiles * -(-shape.intermediate // 128), -(-shape.hidden // 128), resident)
-        down = splits_for(tiles * -(-shape.hidden // 256), -(-shape.intermediate // 128), resident)
-        result.append(Plan(kernel_for(NARROW8, stored.kind, stored.group), up, down))
+    for kernel in NARROW:
+        if kernel.tokens // 16 * 1.4 <= mean <= kernel.tokens * 1.2:
+            resident = MULTIPROCESSORS * kernel.resident
+            tiles = pairs / mean * max(1.0, mean / kernel.tokens)
+            up = splits_for(tiles * -(-shape.intermediate // 128), -(-shape.hidden // 128), resident)
+            down = splits_for(tiles * -(-shape.hidden // 256), -(-shape.intermediate // 128), resident)
+            kernel = kernel_for(kernel, stored.kind, stored.group)
+            result += dict.fromkeys((Plan(kernel, up, down), Plan(kernel)))
     kernels = [kernel for kernel in STREAM if mean / 3 <= kernel.tokens <= max(16, mean * 6)]
     kernels += [kernel for kernel in WIDE if mean / 3 <= kernel.tokens <= mean * 4]
     result += [Plan(kernel_for(kernel, stored.kind, stored.group)) for kernel in kernels]
@@ -214,7 +220,10 @@ def measure(
     plan = chosen_plan(shape, stored, tokens)
     if options.warm:
         for one in (plan, *(candidates(shape, stored, tokens) if options.sweep else ())):
-            ours(shape, one)(given[0], copies[0])
+            try:
+                ours(shape, one)(given[0], copies[0])
+            except UNFIT as error:
+                print("failed", describe(one), str(error)[:300], flush=True)
         torch.cuda.synchronize()
         return {}
     row: dict[str, Any] = {"hit": hit, "floor_us": floor_us(shape, stored, tokens, hit), "plan": describe(plan)}
@@ -225,7 +234,12 @@ def measure(
     if options.portable:
         row["portable_us"] = timed(portable(shape))
     if options.sweep:
-        timings = {one: timed(ours(shape, one)) for one in candidates(shape, stored, tokens)}
+        timings = {}
+        for one in candidates(shape, stored, tokens):
+            try:
+                timings[one] = timed(ours(shape, one))
+            except UNFIT as error:
+                print("      failed", describe(one), str(error)[:200], flush=True)
         row["sweep"] = {f"{describe(one)} {one.kernel}": value for one, value in timings.items()}
         if options.kernels and timings:
             best = min(timings, key=lambda one: timings[one])

@@ -22,6 +22,8 @@ from moeq_kernels.tuning import next_power_of_two
 
 #: Pairs up to which one kernel does all the routing.
 FEW_PAIRS = 2048
+#: Pairs up to which each is routed and quantised by a program of its own.
+ALONE = 512
 
 
 @dataclass(frozen=True)
@@ -133,12 +135,11 @@ def sort_quantised(call: Call[Int8Plan], x: Tensor, topk_ids: Tensor, plan: Int8
     options = {"TOP_K": top_k, "COLUMNS": columns, "num_warps": max(4, warps_for(columns))}
     found = partial(Sorted, rows, inverse, expert_of_row, most=most, known=call.known, direct=direct)
     if pairs <= FEW_PAIRS:
-        # Every program compares its token's choices with all pairs.
-        choices, padded = next_power_of_two(top_k), next_power_of_two(max(pairs, 16))
-        options["num_warps"] = min(16, max(options["num_warps"], choices * padded // 2048))
-        rows_device.route_quantised[(tokens if direct else count + tokens,)](
+        # A program for each pair is soonest done; with more pairs than places for programs, one for each token.
+        per, padded = (1 if pairs <= ALONE else top_k), next_power_of_two(max(pairs, 16))
+        rows_device.route_quantised[(pairs // per if direct else count + pairs // per,)](
             topk_ids, call.expert_map, x, static, rows.codes, rows.scales, inverse, expert_of_row, tiles, num_tiles,
-            pairs, hidden, x.stride(0), rows.codes.stride(0), count, call.known, most, PAIRS=padded, CHOICES=choices,
+            pairs, hidden, x.stride(0), rows.codes.stride(0), count, call.known, most, PAIRS=padded, PER=per,
             DIRECT=direct, MAPPED=call.expert_map is not None, BINS=next_power_of_two(count + 1), TILE=tile, **options,
             **call.after,
         )  # fmt: skip
@@ -174,7 +175,9 @@ def _requantised(call: Call[Int8Plan], sorted_pairs: Sorted, middle: Tensor, sha
             ALPHA=finish.alpha, BETA=finish.beta, LIMIT=finish.limit, **call.after,
         )  # fmt: skip
         return rows
-    block = max(1, min(8, 2048 // columns)) if pairs > FEW_PAIRS else 1
+    # What counts with many rows is how many a multiprocessor has under way.
+    block = max(1, 1024 // columns) if pairs > FEW_PAIRS else 1
+    warps = max(1, columns // 1024) if pairs > FEW_PAIRS else warps
     device.requantise[(-(-pairs // block),)](
         middle, static, rows.codes, rows.scales, sorted_pairs.tiles, sorted_pairs.num_tiles, pairs, size,
         rows.codes.stride(0), ROWS=block, COLUMNS=columns, DIRECT=sorted_pairs.direct, num_warps=warps, **call.after,

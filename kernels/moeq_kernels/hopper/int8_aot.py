@@ -149,7 +149,7 @@ def compile_rows() -> dict[str, Any]:
         "BINS": 256,
         "TILE": 8,
         "TOP_K": 8,
-        "CHOICES": 8,
+        "PER": 8,
         "COLUMNS": 8192,
         "DIRECT": False,
     }

@@ -181,10 +181,13 @@ def kernel_for(kernel: Kernel, kind: str, group: int) -> Kernel:
         if kind != "uint4":  # four programs have to fit a multiprocessor's shared memory
             return replace(kernel, after=False, step=64, stages=3 if kind == "uint8" else 5)
         return replace(kernel, after=after)
-    step = 64 if kind == "uint8" else 128
-    kernel = replace(kernel, after=after, step=step)
     if isinstance(kernel, Direct):  # of MXFP4's wider scales, four stages would leave room for two programs only
-        return replace(kernel, stages=3) if kind == "e2m1" else kernel
+        step, stages = (64 if kind == "uint8" else 128), (3 if kind == "e2m1" else kernel.stages)
+        return replace(kernel, after=after, step=step, stages=stages)
+    if kind == "e2m1":  # a loop of 128 rows for each pair does not fit the instruction cache
+        kernel = replace(kernel, stages=2 * kernel.stages)
+    step = 128 if kind == "uint4" else 64
+    kernel = replace(kernel, after=after, step=step)
     scales = max(1, step // group) * 512 if group else 512
     bytes_of_step = step * (256 if kind == "uint8" else 128) + scales + 2 * step * kernel.tokens
     room = SHARED_BYTES // kernel.pairs - _REGROUPING_BYTES

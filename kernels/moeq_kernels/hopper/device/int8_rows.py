@@ -34,22 +34,22 @@ def _quantised(value, static_scale):
 def route_quantised(
     ids, expert_map, x, static_scale, codes, scales, inverse, expert_of_row, tiles, num_tiles, pairs, hidden, stride_x,
     stride_q, EXPERTS, KNOWN, MOST, MAPPED: tl.constexpr, PAIRS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
-    TOP_K: tl.constexpr, CHOICES: tl.constexpr, COLUMNS: tl.constexpr, DIRECT: tl.constexpr,
+    TOP_K: tl.constexpr, PER: tl.constexpr, COLUMNS: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
     """Everything before the products, in one kernel, for up to a thousand or so pairs.
 
-    The first EXPERTS programs list the tiles of an expert each, the others take a token each: they write its codes and
-    scale to the sorted rows of its pairs, `inverse` and `expert_of_row`. Every program counts all pairs for itself.
+    The first EXPERTS programs list the tiles of an expert each, the others take PER pairs of a token: they write its
+    codes and scale to the sorted rows of these, `inverse` and `expert_of_row`. Every program counts all pairs itself.
     DIRECT: pairs stay in their order, no tiles are listed and there are no programs for experts.
-    See `device.routing` for the terms; CHOICES is TOP_K rounded up to a power of two, COLUMNS at least `hidden`.
+    See `device.routing` for the terms; PER divides TOP_K, COLUMNS is at least `hidden`.
     """
     at = tl.arange(0, PAIRS)
     gdc_wait()  # first: the product after this one may read `ids` before it waits
     gdc_launch_dependents()
-    token = tl.program_id(0)
+    group = tl.program_id(0)
     if not DIRECT:
-        token -= EXPERTS
-    if token < 0:
+        group -= EXPERTS
+    if group < 0:
         expert = tl.program_id(0)
         local = _local(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED)
         bins = tl.arange(0, BINS)
@@ -63,29 +63,27 @@ def route_quantised(
             _mark_unused(tiles, num_tiles, tl.sum(tl.where(bins < EXPERTS, blocks, 0)), MOST, BINS)
     else:
         column = tl.arange(0, COLUMNS)
+        token = group // (TOP_K // PER)
         source = x + token.to(tl.int64) * stride_x + column
         value = tl.load(source, mask=column < hidden, other=0.0).to(tl.float32)
-        code, scale = _quantised(value, static_scale)
-        choice = tl.arange(0, CHOICES)
-        own = token * TOP_K + choice
-        mine = _local(ids, expert_map, tl.where(choice < TOP_K, pairs, 0), own, EXPERTS, KNOWN, MAPPED)
-        there = mine < EXPERTS
-        if DIRECT:
-            row = own
-            tl.store(expert_of_row + row, tl.where(there, mine, 0), mask=choice < TOP_K)
-        else:
+        local = at
+        if not DIRECT:
             local = _local(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED)
-            same = local[None, :] == mine[:, None]
-            before = (local[None, :] < mine[:, None]) | (same & (at[None, :] < own[:, None]))
-            row = tl.sum(before.to(tl.int32), axis=1)
-            tl.store(expert_of_row + row, mine, mask=there)
-        tl.store(inverse + own, tl.where(there, row, -1), mask=choice < TOP_K)
-        tl.store(scales + row, tl.zeros([CHOICES], tl.float32) + scale, mask=there)
-        for i in tl.static_range(TOP_K):
-            this = tl.sum(tl.where(choice == i, row, 0))
-            has = tl.sum(tl.where((choice == i) & there, 1, 0)) > 0
-            target = codes + this.to(tl.int64) * stride_q + column
-            tl.store(target, code, mask=(column < hidden) & has)
+        code, scale = _quantised(value, static_scale)
+        for i in tl.static_range(PER):
+            pair = group * PER + i
+            mine = _local(ids, expert_map, pairs, pair, EXPERTS, KNOWN, MAPPED)
+            there = mine < EXPERTS
+            row = pair
+            if DIRECT:
+                tl.store(expert_of_row + row, tl.where(there, mine, 0))
+            else:
+                row = tl.sum(((local < mine) | ((local == mine) & (at < pair))).to(tl.int32))
+                tl.store(expert_of_row + row, mine, mask=there)
+            tl.store(inverse + pair, tl.where(there, row, -1))
+            tl.store(scales + row, scale, mask=there)
+            target = codes + row.to(tl.int64) * stride_q + column
+            tl.store(target, code, mask=(column < hidden) & there)
 
 
 @triton.jit
