@@ -24,6 +24,7 @@ class Case:
         finish: what follows the product.
         bias: whether there are biases (and whether they follow channel scales).
         splits: programs that share k in a narrow gate-up product.
+        out: triton name of the results' type, where it is not that of the activations.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Case:
     finish: Finish = SILU
     bias: bool = False
     splits: int = 1
+    out: str | None = None
 
 
 #: Formats beside int4 in groups of 128: name and changes.
@@ -60,7 +62,7 @@ _FORMATS: dict[str, dict[str, Any]] = {
         "kind": "e2m1", "group": 32, "scale": "u8", "bias": True,
         "finish": Finish("swiglu_oai", gated=True, interleaved=True, limit=7.0),
     },
-    "mxfp4-down": {"kind": "e2m1", "group": 32, "scale": "u8", "bias": True, "finish": PLAIN},
+    "mxfp4-down": {"kind": "e2m1", "group": 32, "scale": "u8", "bias": True, "finish": PLAIN, "out": "i16"},
     "relu2": {"finish": Finish("relu2")},
 }  # fmt: skip
 
@@ -134,7 +136,7 @@ def _common(case: Case, step: int, tiles: int, tokens: int) -> tuple[dict[str, s
             case.scale, [layouts.groups_of(step, case.group), 64 * tiles], layouts.scale_buffer(bits)
         ),
         "zero": "*i32",
-        "out": f"*{case.x}",
+        "out": f"*{case.out or case.x}",
         "tiles": "*i32",
     }
     constants: dict[str, Any] = {

@@ -37,7 +37,7 @@ def hopper_moe(
 
     Returns `[M, H]` in x's dtype. Nothing is read back from the device; results do not vary from run to run. Tokens'
     results are summed in float32 in the order of topk_ids; with more than EXACT_PAIRS pairs each is rounded to x's
-    dtype before that, except beside MXFP4 weights and for float16.
+    dtype before that, except beside MXFP4 weights (to one bit more) and for float16 (not at all).
     """
     call = Call(experts, finish, expert_map, plan, dependent)
     return in_pieces(call, _some_tokens, x, topk_weights, topk_ids, x.shape[1])
@@ -59,9 +59,10 @@ def _some_tokens(call: Call[Plan], x: Tensor, topk_weights: Tensor, topk_ids: Te
     routed = sort_pairs(call, plan, x, topk_ids, gathers(plan, x, finish))
     middle = torch.empty(pairs, intermediate, dtype=x.dtype, device=x.device)
     exact = isinstance(plan.kernel, Narrow) or plan.down_splits > 1 or pairs <= EXACT_PAIRS
-    # Weights of MXFP4 are exact: one more rounding would show. Outputs may exceed float16 before they are weighted.
-    exact = exact or kind_of(experts.w2) == "e2m1" or x.dtype == torch.float16
-    parts_type = torch.float32 if exact else x.dtype
+    # Weights of MXFP4 are exact: one more rounding to bf16 would show, hence a format of its own with one more bit.
+    rounded = torch.int16 if kind_of(experts.w2) == "e2m1" else x.dtype
+    # Outputs may exceed float16 before they are weighted.
+    parts_type = torch.float32 if exact or x.dtype == torch.float16 else rounded
     parts = torch.empty(plan.down_splits, pairs, hidden, dtype=parts_type, device=x.device)
     product(plan, first, routed, x if routed.x is None else routed.x, middle, finish, call.dependent)
     product(plan, experts.w2, routed, middle, parts, PLAIN, call.dependent)

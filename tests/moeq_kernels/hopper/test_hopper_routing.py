@@ -108,3 +108,22 @@ def test_choices_and_shares_are_summed_with_weights(device: torch.device) -> Non
     )  # fmt: skip
     found = torch.where(inverse[:, None] >= 0, parts.cpu().sum(0)[inverse.long()], 0.0).view(tokens, top_k, hidden)
     torch.testing.assert_close(y.cpu(), (found * weights[..., None]).sum(1), rtol=1e-5, atol=1e-5)
+
+
+def test_results_in_sixteen_bits_are_read_again(device: torch.device) -> None:
+    """A sign, 7 bits of an exponent (2^-64 times the value), 8 of a fraction, made here by arithmetic, not by bits."""
+    values = torch.tensor([0.0, 1.0, -1.0, 1.00390625, -255.5, 2.0**-61, -1.5 * 2.0**63, 0.3, -1e-30, 7e18])
+    mantissa, exponent = torch.frexp(values)  # mantissa in [1/2, 1)
+    fraction = torch.round((mantissa.abs() * 2 - 1) * 256).int()
+    code = torch.where(values.abs() < 2.0**-62, 0, (exponent.int() - 1 - 64 + 127) * 256 + fraction)
+    parts = torch.where(values < 0, code - 32768, code).to(torch.int16)
+    parts = torch.cat([parts, torch.tensor([32767], dtype=torch.int16)])
+    y = torch.full((1, 11), 5.0, device=device)
+    zero, one = torch.zeros(1, dtype=torch.int32, device=device), torch.ones(1, 1, device=device)
+    routing.sum_rows[(1, 1)](
+        parts.view(1, 1, 11).to(device), zero, one, y, 1, 11, 1, 1, TOP_K=1, SPLITS=1, COLUMNS=16, TOKENS=1
+    )
+    wanted = torch.where(values.abs() < 2.0**-62, 0.0, values)
+    torch.testing.assert_close(y[0, :10].cpu(), wanted, rtol=2.0**-9, atol=1e-18)
+    assert torch.equal(y[0, :4].cpu(), values[:4])  # exact where 8 bits of a fraction are enough
+    assert y[0, 10].isnan()

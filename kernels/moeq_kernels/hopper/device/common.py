@@ -218,6 +218,21 @@ def activate_gated(gate, up, FINISH: gl.constexpr):
 
 
 @gluon.jit
+def rounded(value, kind: gl.constexpr):
+    """float32 as `kind`; int16 is a sign, 7 bits of an exponent and 8 of a fraction, one more than bfloat16 has.
+
+    `routing.sum_rows` reads that again: magnitudes from 2^-62 to 2^64, smaller ones as 0, larger ones as NaN.
+    """
+    if kind == gl.int16:
+        small = value * 2.0**-64  # its exponent needs no more than 7 bits
+        bits = small.to(gl.int32, bitcast=True)
+        code = ((bits * 2 + 0x8000) & 0x7FFF0000) | (bits & -0x80000000)
+        return (gl.where(gl.abs(small) < 1.0, code, 0x7FFF0000) >> 16).to(gl.int16)
+    else:
+        return value.to(kind)
+
+
+@gluon.jit
 def store_pair(
     first, second, out, row, end_row, column, second_column, columns, stride, FINISH: gl.constexpr,
     WIDE: gl.constexpr, TOKENS: gl.constexpr,
@@ -256,7 +271,7 @@ def store_chunks(
     """
     acc = affine_rows(acc, column, second_column, scale, bias, bias_here, expert, packed, WIDE, TOKENS)
     if activation(FINISH) == "none":
-        acc = acc.to(out.dtype.element_ty)
+        acc = rounded(acc, out.dtype.element_ty)
     _store_chunks(acc, out, row, end_row, column, second_column, columns, stride, FINISH, WIDE, TOKENS, CHUNK)
 
 

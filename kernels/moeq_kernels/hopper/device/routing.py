@@ -178,6 +178,18 @@ def gather_rows(
 
 
 @triton.jit
+def _as_float(part):
+    """float32 of a stored result; int16 as `common.rounded` makes it."""
+    if part.dtype == tl.int16:
+        bits = part.to(tl.int32) << 16
+        small = ((bits & 0x7FFF0000) >> 1) | (bits & -0x80000000)
+        value = small.to(tl.float32, bitcast=True) * 18446744073709551616.0  # 2^64
+        return tl.where(part == 0x7FFF, float("nan"), value)
+    else:
+        return part.to(tl.float32)
+
+
+@triton.jit
 def sum_rows(
     parts,
     inverse,
@@ -205,6 +217,7 @@ def sum_rows(
         value = tl.zeros([TOKENS, COLUMNS], tl.float32)
         for split in tl.static_range(SPLITS):
             at = (split * rows + row).to(tl.int64)
-            value += tl.load(parts + at[:, None] * hidden + column[None, :], mask=there, other=0.0).to(tl.float32)
+            part = tl.load(parts + at[:, None] * hidden + column[None, :], mask=there, other=0)
+            value += _as_float(part)
         total += weight[:, None] * value
     tl.store(y + token.to(tl.int64)[:, None] * hidden + column[None, :], total, mask=inside)
