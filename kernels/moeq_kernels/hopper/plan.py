@@ -124,15 +124,12 @@ TABLE: tuple[tuple[float, Narrow | Stream | Wide], ...] = (
     (40.0, WIDE64),
     (float("inf"), WIDE128),
 )
-#: The same for e2m1, whose integer work is what bounds it: fewest instructions first, and shares of equal length. Only
-#: the first row is measured (one token: narrow 28 µs, stream 36); the others follow from counted instructions and
-#: from the table above.
+#: The same for e2m1, whose integer work counts beside its bytes.
 MXFP4_TABLE: tuple[tuple[float, Narrow | Stream | Wide], ...] = (
-    (1.2, NARROW8),
-    (5.0, STREAM8),
-    (12.0, Stream(16, 3, 3, 160)),
-    (20.0, Stream(32, 2, 4, 232)),
-    (40.0, WIDE64),
+    (4.5, NARROW8),
+    (12.0, STREAM16),
+    (24.0, WIDE32),
+    (48.0, WIDE64),
     (float("inf"), WIDE128),
 )
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
