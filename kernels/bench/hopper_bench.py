@@ -168,8 +168,7 @@ def candidates(shape: Shape, stored: Weights, tokens: int) -> list[Plan]:
             up = splits_for(tiles * -(-shape.intermediate // 128), -(-shape.hidden // 128), resident)
             down = splits_for(tiles * -(-shape.hidden // 256), -(-shape.intermediate // 128), resident)
             kernel = kernel_for(kernel, stored.kind, stored.group)
-            longer = replace(kernel, step=128, stages=2)
-            result += [Plan(kernel, up, down), Plan(kernel), Plan(longer, up, down)]
+            result += [Plan(kernel, up, down), Plan(kernel)]
     kernels = [kernel for kernel in STREAM if mean / 3 <= kernel.tokens <= max(16, mean * 6)]
     kernels += [kernel for kernel in WIDE if mean / 3 <= kernel.tokens <= mean * 4]
     result += [Plan(kernel_for(kernel, stored.kind, stored.group)) for kernel in kernels]

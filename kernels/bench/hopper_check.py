@@ -121,7 +121,7 @@ def plans(recipe: Recipe, tokens: int) -> Iterator[Plan | None]:
     kind = find_format(recipe.layout, recipe.element).kind
     group = 32 if kind == "e2m1" else max(0, recipe.group_size)
     gated = recipe.order != "ungated"
-    for base in dict.fromkeys(kernel for _, kernel in table_for(kind)):
+    for base in dict.fromkeys(kernel for size in (0, 4096) for _, kernel in table_for(kind, size)):
         kernel = kernel_for(base, kind, group)
         yield Plan(kernel)
         if isinstance(kernel, Wide):

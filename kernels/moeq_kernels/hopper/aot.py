@@ -7,7 +7,18 @@ from importlib import import_module
 from typing import Any
 
 from moeq_kernels.hopper.finish import PLAIN, SILU, Finish
-from moeq_kernels.hopper.plan import DIRECT, MXFP4_TABLE, TABLE, Direct, Kernel, Narrow, Stream, Wide, kernel_for
+from moeq_kernels.hopper.plan import (
+    DIRECT,
+    MXFP4_LONG_TABLE,
+    MXFP4_TABLE,
+    TABLE,
+    Direct,
+    Kernel,
+    Narrow,
+    Stream,
+    Wide,
+    kernel_for,
+)
 
 
 @dataclass(frozen=True)
@@ -81,7 +92,7 @@ def cases() -> list[Case]:
             if isinstance(kernel, Direct) and case.finish != PLAIN and not case.finish.gated:
                 continue  # these kernels have a gate
             result.append(replace(case, kernel=kernel_for(kernel, case.kind, case.group)))
-    for kernel in (kernel for _, kernel in MXFP4_TABLE if kernel not in dict(TABLE).values()):
+    for kernel in (kernel for _, kernel in MXFP4_TABLE + MXFP4_LONG_TABLE if kernel not in dict(TABLE).values()):
         for suffix, changes in _FORMATS.items():
             if changes.get("kind") == "e2m1":
                 name = f"{type(kernel).__name__.lower()}{kernel.tokens}e-{suffix}"

@@ -54,7 +54,7 @@ class Int8Direct:
         stages: steps of 128 bytes of k in shared memory at most.
     """
 
-    stages: int = 4
+    stages: int = 3
 
     @property
     def tokens(self) -> int:
@@ -105,11 +105,11 @@ TABLE: tuple[tuple[float, Int8Narrow | Int8Wide], ...] = (
     (10.0, Int8Narrow(16, 6, resident=2)),
     (24.0, Int8Narrow(32, 5, resident=2)),
     (48.0, Int8Narrow(64, 4, resident=2)),
-    (96.0, Int8Narrow(128, 4, warpgroups=2)),
     (float("inf"), Int8Wide(4)),
 )
-#: Features of a row of activations that a program can hold, and steps of k whose codes it can.
-DIRECT_FEATURES, DIRECT_STEPS = 4096, 16
+#: Features of a row of activations that all programs can quantise for themselves (beyond, that takes too long), and
+#: steps of k whose codes a program holds.
+DIRECT_FEATURES, DIRECT_STEPS = 1024, 16
 #: Steps that a program keeps at least where several share k.
 LEAST_STEPS = 6
 

@@ -124,14 +124,16 @@ TABLE: tuple[tuple[float, Narrow | Stream | Wide], ...] = (
     (40.0, WIDE64),
     (float("inf"), WIDE128),
 )
-#: The same for e2m1, whose integer work counts beside its bytes.
-MXFP4_TABLE: tuple[tuple[float, Narrow | Stream | Wide], ...] = (
-    (4.5, NARROW8),
-    (12.0, STREAM16),
+#: The same for e2m1, whose integer work counts beside its bytes: for down products of few steps and for longer ones.
+_MXFP4_MANY: tuple[tuple[float, Narrow | Stream | Wide], ...] = (
     (24.0, WIDE32),
     (48.0, WIDE64),
     (float("inf"), WIDE128),
 )
+MXFP4_TABLE = ((5.0, NARROW8), (12.0, Narrow(16, 2, after=False, resident=4, registers=128)), *_MXFP4_MANY)
+MXFP4_LONG_TABLE = ((1.2, NARROW8), (5.0, STREAM8), (12.0, Stream(16, 3, 3, 160)), *_MXFP4_MANY)
+#: Features of a down product's k up to which it counts as short.
+SHORT_K = 1024
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
 #: Start and end of a program, in steps.
 _OVERHEAD_STEPS = 2.5
@@ -164,9 +166,11 @@ def splits_for(items: float, steps: int, resident: int) -> int:
     return -(-steps // -(-steps // best))  # without empty shares
 
 
-def table_for(kind: str) -> tuple[tuple[float, Narrow | Stream | Wide], ...]:
-    """The table for that kind of codes."""
-    return MXFP4_TABLE if kind == "e2m1" else TABLE
+def table_for(kind: str, intermediate: int = 0) -> tuple[tuple[float, Narrow | Stream | Wide], ...]:
+    """The table for that kind of codes and k of the down product."""
+    if kind != "e2m1":
+        return TABLE
+    return MXFP4_TABLE if intermediate <= SHORT_K else MXFP4_LONG_TABLE
 
 
 def kernel_for(kernel: Kernel, kind: str, group: int) -> Kernel:
@@ -174,10 +178,10 @@ def kernel_for(kernel: Kernel, kind: str, group: int) -> Kernel:
     if isinstance(kernel, Wide):
         return replace(kernel, stages=5) if kind == "uint8" and kernel.warpgroups == 4 else kernel
     after = kernel.after and kind == "uint4" and (group >= 64 or not group)
-    if isinstance(kernel, Narrow):
-        if kind != "uint4":  # four programs have to fit a multiprocessor's shared memory
-            return replace(kernel, after=False, step=64, stages=3 if kind == "uint8" else 5)
-        return replace(kernel, after=after)
+    if isinstance(kernel, Narrow):  # four programs have to fit a multiprocessor's shared memory
+        if kind == "uint8":
+            return replace(kernel, after=False, step=64, stages=3)
+        return replace(kernel, after=after, stages=2 if kind == "e2m1" else kernel.stages)
     if isinstance(kernel, Direct):  # of MXFP4's wider scales, four stages would leave room for two programs only
         step, stages = (64 if kind == "uint8" else 128), (3 if kind == "e2m1" else kernel.stages)
         return replace(kernel, after=after, step=step, stages=stages)
@@ -192,11 +196,11 @@ def kernel_for(kernel: Kernel, kind: str, group: int) -> Kernel:
 
 
 def shares_for(items: int, steps: int, most: int) -> int:
-    """How many programs share a tile's k in the kernels for few tokens: so many that all together are 384, if `most`.
+    """How many programs share a tile's k in the kernels for few tokens: so many that all are at most 384, if `most`.
 
-    That is three for each multiprocessor, which all start at once.
+    That is three for each multiprocessor, which all start at once; one more would start after them.
     """
-    return max(1, min(most, steps, -(-384 // items)))
+    return max(1, min(most, steps, 384 // items))
 
 
 def choose(
@@ -218,12 +222,13 @@ def choose(
         top_k: pairs of a token, which have different experts.
     """
     small = 3 * hidden * intermediate <= DIRECT_WEIGHTS
-    if gated and small and 4 * pairs <= experts:
+    crowd = 2 if kind == "e2m1" and intermediate <= SHORT_K else 4
+    if gated and small and crowd * pairs <= experts:
         kernel = kernel_for(DIRECT, kind, group)
         up = shares_for(pairs * -(-intermediate // 128), -(-hidden // kernel.step), 16)
-        return Plan(kernel, up, shares_for(pairs * -(-hidden // 256), -(-intermediate // kernel.step), 4))
+        return Plan(kernel, up, shares_for(pairs * -(-hidden // 256), -(-intermediate // kernel.step), 8))
     mean = tokens_per_hit(pairs, experts)
-    kernel = kernel_for(next(one for limit, one in table_for(kind) if mean <= limit), kind, group)
+    kernel = kernel_for(next(one for limit, one in table_for(kind, intermediate) if mean <= limit), kind, group)
     if isinstance(kernel, Stream):
         return Plan(kernel)
     if isinstance(kernel, Wide):
