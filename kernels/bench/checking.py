@@ -128,11 +128,16 @@ def run(
         results.append(result)
         if not result.passed:
             print("FAILED", result, flush=True)
+        _save(options.out, results, skipped)  # what was found is kept if the rest is cut off
     worst = max((one.error / one.plain_error for one in results if one.plain_error), default=0.0)
     failed = sum(not one.passed for one in results)
     seconds = time.monotonic() - start
     print(f"{len(results)} comparisons, {failed} failed, {skipped} not run, worst ratio {worst:.4f}, {seconds:.0f} s")
-    if options.out:
-        document = {"results": [asdict(one) | {"passed": one.passed} for one in results], "skipped": skipped}
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
+    _save(options.out, results, skipped)
     return results
+
+
+def _save(path: Path | None, results: list[Result], skipped: int) -> None:
+    if path:
+        document = {"results": [asdict(one) | {"passed": one.passed} for one in results], "skipped": skipped}
+        path.write_text(json.dumps(document, indent=1) + "\n")

@@ -108,7 +108,7 @@ def plans(recipe: Recipe, tokens: int) -> Iterator[Int8Plan | None]:
 
 def comparisons() -> Iterator[tuple[str, int, str, Int8Plan | None]]:
     """What to compare, most telling first."""
-    for tokens in (1, 33, 130, 1000, 7):
+    for tokens in (1, 33, 130, 2000, 7):
         for name in LAYERS:
             yield name, tokens, ROUTINGS[(tokens + len(name)) % len(ROUTINGS)], None
     for name, recipe in LAYERS.items():
