@@ -18,6 +18,7 @@ from moeq.checkpoint.manifest import Manifest
 from moeq.checkpoint.source import CONFIG_NAME
 from moeq.digest import default_workers
 from moeq.errors import MoeqError
+from moeq.pipeline.engine import headers_frozen
 from moeq.pipeline.events import Finished, Progress
 from moeq.pipeline.executors import Where
 from moeq.pipeline.finish import finish
@@ -133,7 +134,7 @@ def convert(
     if dry_run:
         return conversion_of(job, folder, None, share=part, memory=memory)
     where = Where(executor, ray_address, memory.workers, memory.spare())
-    with folder:
+    with headers_frozen(), folder:
         with streamed(source, folder.work("source"), tell) if stream_source else nullcontext(at_once) as batches:
             ran = run_units(job, folder, units, where, tell, batches)
         manifest = finish(job, folder, ran.records) if share is None else None

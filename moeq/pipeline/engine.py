@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,25 +139,34 @@ class Executor:
         Raises:
             MoeqError: as `execute`.
         """
-        run = _Run(self.job, self.folder, units, self._buffers, self._spare)
-        frozen = gc.get_freeze_count()
-        gc.freeze()  # headers are millions of objects that live on; collections need not look at them
-        try:
-            for outcome in run.outcomes():
-                if isinstance(outcome, _Failed):
-                    raise outcome.error
-                handle(outcome)
-        except BaseException:
-            run.stop()
-            for outcome in run.outcomes():
-                if isinstance(outcome, Done):
-                    salvage(outcome)
-            raise
-        finally:
-            run.stop()
-            run.join()
-            if not frozen:
-                gc.unfreeze()
+        with headers_frozen():
+            run = _Run(self.job, self.folder, units, self._buffers, self._spare)
+            try:
+                for outcome in run.outcomes():
+                    if isinstance(outcome, _Failed):
+                        raise outcome.error
+                    handle(outcome)
+            except BaseException:
+                run.stop()
+                for outcome in run.outcomes():
+                    if isinstance(outcome, Done):
+                        salvage(outcome)
+                raise
+            finally:
+                run.stop()
+                run.join()
+
+
+@contextmanager
+def headers_frozen() -> Iterator[None]:
+    """Headers are millions of objects that live on: collections need not look at them."""
+    frozen = gc.get_freeze_count()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not frozen:
+            gc.unfreeze()
 
 
 @dataclass(frozen=True)
