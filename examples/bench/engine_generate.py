@@ -6,8 +6,8 @@ For every checkpoint and every layout that the plug-in hands over: convert, have
 `vllm serve` does (config, plug-in by its entry point, model class, weight loader, key-value cache, scheduler), and
 generate. What it should give comes from transformers in float32 on the CPU, experts by moeq's reference. Errors are
 those of the log-probabilities of all tokens at all places of the prompt; a model counts as right up to three times the
-error of the same model in bf16 in transformers, which rounds elsewhere, and if no token that it chose is further from the
-best one than a twentieth of how far the best is from the mean.
+error of the same model in bf16 in transformers, which rounds elsewhere, and if no token that it chose is further from
+the best one than a twentieth of how far the best is from the mean.
 
 Each runs in a process of its own; `--converted FOLDER` is what the script calls itself with.
 """
