@@ -23,6 +23,7 @@ from moeq.pipeline.events import Finished, Progress
 from moeq.pipeline.executors import Where
 from moeq.pipeline.finish import finish
 from moeq.pipeline.folder import WorkFolder
+from moeq.pipeline.head_start import HeadStart
 from moeq.pipeline.job import Job, JobRequest, job_stamp, open_job
 from moeq.pipeline.plan import Plan
 from moeq.pipeline.resources import Memory, plan_memory
@@ -130,14 +131,15 @@ def convert(
     units = share.select(job.plan.units, remote=is_remote(source)) if share else job.plan.units
     part = ShareRun(share, len(units), sum(unit.bytes_out for unit in units), not dry_run) if share else None
     tell = progress or (lambda event: None)
-    memory = plan_memory(job.checkpoint, job.plan, units, workers or default_workers(), max_memory)
-    if dry_run:
-        return conversion_of(job, folder, None, share=part, memory=memory)
-    where = Where(executor, ray_address, memory.workers, memory.spare())
-    with headers_frozen(), folder:
-        with streamed(source, folder.work("source"), tell) if stream_source else nullcontext(at_once) as batches:
-            ran = run_units(job, folder, units, where, tell, batches)
-        manifest = finish(job, folder, ran.records) if share is None else None
+    with HeadStart(source, () if dry_run or executor != "local" else units) as head_start:
+        memory = plan_memory(job.checkpoint, job.plan, units, workers or default_workers(), max_memory)
+        if dry_run:
+            return conversion_of(job, folder, None, share=part, memory=memory)
+        where = Where(executor, ray_address, memory.workers, memory.spare())
+        with headers_frozen(), folder:
+            with streamed(source, folder.work("source"), tell) if stream_source else nullcontext(at_once) as batches:
+                ran = run_units(job, folder, units, where, head_start.until_progress(tell), batches)
+            manifest = finish(job, folder, ran.records) if share is None else None
     tell(Finished(sum(unit.bytes_out for unit in units), time.monotonic() - begun, len(ran.resumed)))
     return conversion_of(job, folder, manifest, len(ran.resumed), part, memory)
 

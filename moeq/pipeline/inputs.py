@@ -24,6 +24,9 @@ _DIRECT_LEAST = 64 * 1024
 #: Loops want words of this size to be aligned in memory.
 WORD = 8
 
+#: Shares of what will be read that count as nothing and as everything: pages at the ends belong to others as well.
+_NOTHING, _EVERYTHING = 0.02, 0.98
+
 #: `cachestat(2)` of Linux 6.5; new system calls have one number on all architectures.
 _CACHESTAT = 451
 
@@ -37,7 +40,7 @@ class InputFile:
         spans: what will be read of it.
 
     Attributes:
-        cached: whether the page cache holds most of that; None where the kernel cannot tell.
+        cached: whether the page cache holds that; None where it holds some of it, or the kernel cannot tell.
 
     Raises:
         MoeqError: `source.unreadable`.
@@ -50,7 +53,8 @@ class InputFile:
         except OSError as error:
             raise self._unreadable(error) from error
         self._direct = open_direct(path, os.O_RDONLY)
-        self.cached = _is_cached(self.fd, spans)
+        share = _cached_share(self.fd, spans)
+        self.cached = None if share is None or _NOTHING < share < _EVERYTHING else share >= _EVERYTHING
 
     def close(self) -> None:
         """Close it."""
@@ -85,8 +89,12 @@ class InputFile:
 
     def _read_direct(self, memory: Bytes, start: int, stop: int) -> bool:
         """Fill memory from a block on, past the page cache. False where that is no use, or does not work."""
-        if self._direct < 0 or stop - start < _DIRECT_LEAST or self.cached is not False:
+        if self._direct < 0 or stop - start < _DIRECT_LEAST or self.cached:
             return False
+        if self.cached is None:
+            share = _cached_share(self.fd, [(start, stop)])
+            if share is None or share > 1 / 2:
+                return False
         try:
             return start + read_at(self._direct, memory[: blocks_of(start, stop)].data, start) >= stop
         except OSError as error:
@@ -103,14 +111,14 @@ def blocks_of(start: int, stop: int) -> int:
     return -(-stop // BLOCK) * BLOCK - start // BLOCK * BLOCK
 
 
-def _is_cached(fd: int, spans: Sequence[Span]) -> bool | None:
-    """Whether the page cache holds half of these bytes or more; None where the kernel cannot tell."""
+def _cached_share(fd: int, spans: Sequence[Span]) -> float | None:
+    """How much of these bytes the page cache holds; None where the kernel cannot tell."""
     held, found = 0, (ctypes.c_uint64 * 5)()
     for start, stop in spans:
         if _libc().syscall(_CACHESTAT, fd, (ctypes.c_uint64 * 2)(start, stop - start), found, 0) != 0:
             return None
         held += found[0]  # pages
-    return 2 * held * os.sysconf("SC_PAGESIZE") >= sum(stop - start for start, stop in spans)
+    return held * os.sysconf("SC_PAGESIZE") / max(sum(stop - start for start, stop in spans), 1)
 
 
 @cache
