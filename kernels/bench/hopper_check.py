@@ -138,13 +138,17 @@ def plans(recipe: Recipe, tokens: int) -> Iterator[Plan | None]:
 
 def comparisons(quick: bool) -> Iterator[tuple[str, int, str, Plan | None]]:
     """What to compare, most telling first."""
+    counts = (1, 7, 130, 1000)
+    for tokens in reversed(counts):
+        for name in LAYERS:
+            yield name, tokens, ROUTINGS[(tokens + len(name)) % len(ROUTINGS)], None
     for name, recipe in LAYERS.items():
         for plan in plans(recipe, 33):
             yield name, 33, "uniform", plan
     for name, recipe in LAYERS.items():
-        for tokens in (1, 7, 130, 1000):
+        for tokens in counts if not quick else ():
             for plan in plans(recipe, tokens):
-                if plan is None or not quick:
+                if plan is not None:
                     yield name, tokens, ROUTINGS[(tokens + len(name)) % len(ROUTINGS)], plan
     for kind in ROUTINGS:
         for tokens in (1, 2, 16, 64, 300, 4096, 16384):
