@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -113,6 +114,8 @@ def blocks_of(start: int, stop: int) -> int:
 
 def _cached_share(fd: int, spans: Sequence[Span]) -> float | None:
     """How much of these bytes the page cache holds; None where the kernel cannot tell."""
+    if sys.platform != "linux":
+        return None
     held, found = 0, (ctypes.c_uint64 * 5)()
     for start, stop in spans:
         if _libc().syscall(_CACHESTAT, fd, (ctypes.c_uint64 * 2)(start, stop - start), found, 0) != 0:

@@ -42,7 +42,7 @@ GENERAL_BYTES = 16
 USUAL_CEILING = 2**30
 
 #: Assumed rates for estimates of time: bytes read per second and worker, by the way a unit takes.
-RATES: dict[str, float] = {"road": 0.5e9, "general": 0.06e9, "copy": 1.0e9}
+RATES: dict[str, float] = {"road": 0.8e9, "general": 0.06e9, "copy": 1.0e9}
 
 Way = Literal["road", "general", "copy"]
 
