@@ -244,6 +244,21 @@ def show(row: dict[str, Any]) -> None:
         )
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    """All cases as a table in Markdown."""
+    lines = ["| case | GiB | cp | convert | ratio (range) | peak memory |", "| --- | --- | --- | --- | --- | --- |"]
+    for row in rows:
+        cp, mine = row["results"]["cp"], row["results"]["convert"]
+        low, high = mine["wall_to_cp_range"]
+        ratio = f"{mine['wall_to_cp']:.2f} ({low:.2f}–{high:.2f})"
+        case = f"`{row['case']}` → `{row['layout']}`"
+        memory = f"{mine['peak'] / 2**20:.0f} MiB"
+        lines.append(
+            f"| {case} | {cp['bytes'] / 2**30:.1f} | {cp['wall']:.1f} s | {mine['wall']:.1f} s | {ratio} | {memory} |"
+        )
+    return "\n".join(lines)
+
+
 def machine() -> dict[str, Any]:
     """What the figures were taken on."""
     model = next(
@@ -279,9 +294,10 @@ def main() -> int:
             rows.append(run_case(name, options, Path(scratch)))
         show(rows[-1])
         if options.json:
-            given = {"cache": options.cache, "workers": options.workers, "repeat": options.repeat}
+            given = {"gib": options.gib, "cache": options.cache, "workers": options.workers, "repeat": options.repeat}
             document = {"schema": "moeq.convert-speed/1", **given, "machine": machine(), "cases": rows}
             options.json.write_text(json.dumps(document, indent=1) + "\n")
+    print(table(rows))
     return 0 if all(row["same_bytes_as_naive"] is not False for row in rows) else 1
 
 

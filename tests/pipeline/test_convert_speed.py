@@ -42,6 +42,7 @@ def test_the_benchmark_measures_every_contender(
 ) -> None:
     case = convert_speed.Case("tiny", "gptq", 0.002, "marlin-wna16/1")
     monkeypatch.setitem(convert_speed.CASES, "tiny", case)
+    monkeypatch.setattr(convert_speed, "SETTLE_SECONDS", 0)
     options = argparse.Namespace(gib=0.002, repeat=1, workers=2, cache="warm", naive=True)
     row = convert_speed.run_case("tiny", options, tmp_path)
     assert row["same_bytes_as_naive"] is True
@@ -54,5 +55,6 @@ def test_the_benchmark_measures_every_contender(
     assert row["results"]["cp"]["wall_to_cp"] == 1
     convert_speed.show(row)
     assert "convert and naive wrote the same tensors" in capsys.readouterr().out
+    assert convert_speed.table([row]).count("|") == 3 * 7
     json.dumps(row, allow_nan=False)
     assert not list(tmp_path.glob("*/")), "nothing is left but logs"
