@@ -250,12 +250,15 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         cp, mine = row["results"]["cp"], row["results"]["convert"]
         low, high = mine["wall_to_cp_range"]
-        ratio = f"{mine['wall_to_cp']:.2f} ({low:.2f}–{high:.2f})"
-        case = f"`{row['case']}` → `{row['layout']}`"
-        memory = f"{mine['peak'] / 2**20:.0f} MiB"
-        lines.append(
-            f"| {case} | {cp['bytes'] / 2**30:.1f} | {cp['wall']:.1f} s | {mine['wall']:.1f} s | {ratio} | {memory} |"
-        )
+        cells = [
+            f"`{row['case']}` → `{row['layout']}`",
+            f"{cp['bytes'] / 2**30:.1f}",
+            f"{cp['wall']:.1f} s",
+            f"{mine['wall']:.1f} s",
+            f"{mine['wall_to_cp']:.2f} ({low:.2f}–{high:.2f})",
+            f"{mine['peak'] / 2**20:.0f} MiB",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
