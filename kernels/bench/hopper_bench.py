@@ -90,7 +90,8 @@ STREAM = (
 WIDE = (
     WIDE32,
     Wide(64, 6, 2, 232),
-    Wide(128, 6, 2, 232),
+    Wide(96, 6, 2, 232),
+    Wide(160, 6, 2, 232),
 )
 NARROW = (NARROW8, Narrow(16, 3, after=True, resident=4, registers=128))
 #: What a size that does not fit raises; it must not end a sweep.

@@ -223,12 +223,12 @@ def _direct(case: Case, kernel: Direct) -> _Source:
 
 def _wide(case: Case, kernel: Wide) -> _Source:
     types, constants = _common(case, 64, kernel.warpgroups, 32)
-    types |= {"num_tiles": "*i32", "x": f"*{case.x}", "pair_of_row": "*i32"}
+    types |= dict.fromkeys(("queue", "done", "num_tiles", "pair_of_row"), "*i32") | {"x": f"*{case.x}"}
     types |= _integers(
-        "slabs groups steps blocks splits rows pair_tiles columns stride zero_words packed top_k stride_x"
+        "needed slabs groups steps blocks splits rows pair_tiles columns stride zero_words packed top_k stride_x"
     )
     constants["GATHER"] = case.finish != PLAIN and kernel.warpgroups == 2
     constants |= {"TOKENS": kernel.tokens, "GROUPS_OF_WARPS": kernel.warpgroups, "REGISTERS": kernel.registers}
-    constants |= {"EARLY": case.finish == PLAIN}
+    constants |= {"EARLY": case.finish == PLAIN, "FOLLOWS": case.finish == PLAIN}
     function = import_module("moeq_kernels.hopper.device.wide").expert_product_wide
     return _Source(function, types, constants, ("zero", "out", "tiles", "columns", "stride", "x", "stride_x"))

@@ -59,8 +59,8 @@ def _some_tokens(call: Call[Plan], x: Tensor, topk_weights: Tensor, topk_ids: Te
     routed = sort_pairs(call, plan, x, topk_ids, gathers(plan, x, finish))
     middle = torch.empty(pairs, intermediate, dtype=x.dtype, device=x.device)
     exact = isinstance(plan.kernel, Narrow) or plan.down_splits > 1 or pairs <= EXACT_PAIRS
-    # Weights of MXFP4 are exact: one more rounding to bf16 would show, hence a format of its own with one more bit.
-    rounded = torch.int16 if kind_of(experts.w2) == "e2m1" else x.dtype
+    # Weights of MXFP4 and biases are exact: one more rounding to bf16 would show, hence a format of one more bit.
+    rounded = torch.int16 if kind_of(experts.w2) == "e2m1" or experts.w2.bias is not None else x.dtype
     # Outputs may exceed float16 before they are weighted.
     parts_type = torch.float32 if exact or x.dtype == torch.float16 else rounded
     parts = torch.empty(plan.down_splits, pairs, hidden, dtype=parts_type, device=x.device)

@@ -78,7 +78,7 @@ class Wide:
     """Sizes of the wide kernel.
 
     Attributes:
-        tokens: of a tile at most (32, 64 or 128).
+        tokens: of a tile at most (32, 64, 96 or 160).
         stages: steps of 64 rows of k in shared memory.
         warpgroups: that multiply (2 or 4).
         registers: of each of their threads.
@@ -102,9 +102,10 @@ class Plan:
     down_splits: int = 1
 
 
-#: Shared memory of a program, and what a warpgroup of the stream kernel needs of it to regroup results.
+#: Shared memory of a program, and what a warpgroup of the stream and of the wide kernel needs of it to regroup results.
 SHARED_BYTES = 232448
 _REGROUPING_BYTES = 8448
+_REGROUPING_WIDE = 16640
 
 DIRECT = Direct()
 #: Weights of an expert up to which the kernels for few tokens are used; larger ones keep the GPU busy anyway.
@@ -113,8 +114,9 @@ NARROW8 = Narrow(8, 3, after=True, resident=4, registers=128)
 STREAM8 = Stream(8, 3, 3, 168, after=True)
 STREAM16 = Stream(16, 2, 5, 232, after=True)
 WIDE32 = Wide(32, 6, warpgroups=4, registers=120)
-WIDE64 = Wide(64, 6, warpgroups=2, registers=232)
-WIDE128 = Wide(128, 6, warpgroups=2, registers=232)
+WIDE64 = Wide(64, 9, warpgroups=2, registers=232)
+WIDE96 = Wide(96, 8, warpgroups=2, registers=232)
+WIDE160 = Wide(160, 6, warpgroups=2, registers=232)
 #: (tokens per hit expert up to, kernel), tried in order.
 TABLE: tuple[tuple[float, Narrow | Stream | Wide], ...] = (
     (1.55, NARROW8),
@@ -122,13 +124,15 @@ TABLE: tuple[tuple[float, Narrow | Stream | Wide], ...] = (
     (12.0, STREAM16),
     (20.0, WIDE32),
     (40.0, WIDE64),
-    (float("inf"), WIDE128),
+    (90.0, WIDE96),
+    (float("inf"), WIDE160),
 )
 #: The same for e2m1, whose integer work counts beside its bytes: for down products of few steps and for longer ones.
 _MXFP4_MANY: tuple[tuple[float, Narrow | Stream | Wide], ...] = (
     (24.0, WIDE32),
     (48.0, WIDE64),
-    (float("inf"), WIDE128),
+    (90.0, WIDE96),
+    (float("inf"), WIDE160),
 )
 MXFP4_TABLE = ((5.0, NARROW8), (12.0, Narrow(16, 2, after=False, resident=4, registers=128)), *_MXFP4_MANY)
 MXFP4_LONG_TABLE = ((1.2, NARROW8), (5.0, STREAM8), (12.0, Stream(16, 3, 3, 160)), *_MXFP4_MANY)
@@ -176,7 +180,10 @@ def table_for(kind: str, intermediate: int = 0) -> tuple[tuple[float, Narrow | S
 def kernel_for(kernel: Kernel, kind: str, group: int) -> Kernel:
     """A kernel of the table for other codes than `uint4` and groups other than 128."""
     if isinstance(kernel, Wide):
-        return replace(kernel, stages=5) if kind == "uint8" and kernel.warpgroups == 4 else kernel
+        scales = max(1, 64 // group if group else 1) * 256
+        bytes_of_step = kernel.warpgroups * ((8192 if kind == "uint8" else 4096) + scales) + 128 * kernel.tokens
+        room = SHARED_BYTES - kernel.warpgroups * _REGROUPING_WIDE
+        return replace(kernel, stages=min(kernel.stages, room // bytes_of_step))
     after = kernel.after and kind == "uint4" and (group >= 64 or not group)
     if isinstance(kernel, Narrow):  # four programs have to fit a multiprocessor's shared memory
         if kind == "uint8":

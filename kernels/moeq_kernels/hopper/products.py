@@ -95,6 +95,9 @@ def launch_wide(
     rows = routed.pair_of_row.numel()
     function[(programs_on(x.device),)](
         **_common(matrix, x, out, finish, dependent, 64, groups, 32),
+        queue=routed.arrived[1:] if down else routed.arrived,
+        done=routed.arrived[2:],
+        needed=routed.signals,
         tiles=routed.tiles,
         num_tiles=routed.num_tiles,
         x=x,
@@ -111,6 +114,7 @@ def launch_wide(
         GROUPS_OF_WARPS=groups,
         REGISTERS=kernel.registers,
         EARLY=routed.early or down,
+        FOLLOWS=down,
     )
 
 

@@ -103,6 +103,9 @@ def problems(sass: str, *, registers: bool = True) -> list[str]:
     if not inner:
         found.append("no loop with wgmma")
     for body in inner:
+        waits = sum(one.operation.startswith("WARPGROUP.DEPBAR") for one in body)
+        if waits > 2 and waits >= sum(map(is_wgmma, body)):
+            found.append(f"line {body[0].line}: a wait after every wgmma (ptxas had too few registers)")
         found += [
             f"line {one.line}: left operand in {'shared memory' if registers else 'registers'}"
             for one in body

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from moeq_kernels.hopper.call import Call, after, programs_on
-from moeq_kernels.hopper.plan import Plan, Stream
+from moeq_kernels.hopper.finish import Finish
+from moeq_kernels.hopper.plan import Plan, Stream, Wide
 from moeq_kernels.records import PackedExperts
 from moeq_kernels.tuning import next_power_of_two
 
@@ -18,6 +19,8 @@ from moeq_kernels.tuning import next_power_of_two
 FEW_PAIRS = 4096
 #: Rows of an expert, on average, up to which that kernel also copies tokens.
 ROWS_COPIED = 4
+#: What heights of the wide kernel's tiles are multiples of.
+HEIGHT_GRAIN = 32
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Routed:
         tiles: int32 `[T, 8]`.
         num_tiles: int32 `[1]`.
         arrived: int32 zeros, to count arrivals with.
+        signals: how often the wide kernel's gate-up product counts in `arrived` for each tile.
         early: whether the last kernel only made x, so that weights can be read while it runs.
     """
 
@@ -40,6 +44,7 @@ class Routed:
     tiles: Tensor
     num_tiles: Tensor
     arrived: Tensor
+    signals: int
     early: bool = False
 
 
@@ -51,12 +56,15 @@ def sort_pairs(call: Call[Plan], plan: Plan, x: Tensor, topk_ids: Tensor, gather
     pairs = tokens * top_k
     count = call.experts.num_experts
     tile = plan.kernel.tokens
+    grain = HEIGHT_GRAIN if isinstance(plan.kernel, Wide) else tile
     most = min(pairs, pairs // tile + count)
     device = x.device
     to_clear = counters(plan, most, call.experts, device)
     sorted_x = None if gathered else torch.empty(pairs, hidden, dtype=x.dtype, device=device)
     numbers = torch.empty(2 * pairs + 8 * most + 8 + to_clear, dtype=torch.int32, device=device)
     pair_of_row, inverse, tiles, num_tiles, arrived = torch.split(numbers, [pairs, pairs, 8 * most, 8, to_clear])
+    signals = parts_of(plan, call.finish, call.experts.intermediate_size)
+    routed = Routed(sorted_x, pair_of_row, inverse, tiles, num_tiles, arrived, signals)
     if pairs <= FEW_PAIRS:
         copy = not gathered and pairs <= ROWS_COPIED * count
         columns = min(1024, next_power_of_two(hidden))
@@ -82,16 +90,18 @@ def sort_pairs(call: Call[Plan], plan: Plan, x: Tensor, topk_ids: Tensor, gather
             PAIRS=next_power_of_two(max(pairs, 16)),
             BINS=next_power_of_two(count + 1),
             TILE=tile,
+            GRAIN=grain,
             COPY=copy,
             COLUMNS=columns,
+            num_warps=16 if pairs > 1024 else 8 if pairs > 256 else 4,
             **call.after,
         )
         if copy or gathered:
-            return Routed(sorted_x, pair_of_row, inverse, tiles, num_tiles, arrived)
+            return routed
     else:
-        place(call, topk_ids, pair_of_row, inverse, tiles, num_tiles, tile, arrived)
+        place(call, topk_ids, pair_of_row, inverse, tiles, num_tiles, tile, arrived, grain)
         if gathered:
-            return Routed(sorted_x, pair_of_row, inverse, tiles, num_tiles, arrived)
+            return routed
     rows, columns = 8, min(1024, next_power_of_two(hidden))
     routing.gather_rows[(-(-pairs // rows), -(-hidden // columns))](
         x,
@@ -107,19 +117,22 @@ def sort_pairs(call: Call[Plan], plan: Plan, x: Tensor, topk_ids: Tensor, gather
         COLUMNS=columns,
         **call.after,
     )
-    return Routed(sorted_x, pair_of_row, inverse, tiles, num_tiles, arrived, early=True)
+    return replace(routed, early=True)
 
 
 def place(
     call: Call[Any], topk_ids: Tensor, pair_of_row: Tensor, inverse: Tensor, tiles: Tensor, num_tiles: Tensor,
-    tile: int, cleared: Tensor,
+    tile: int, cleared: Tensor, grain: int = 0,
 ) -> None:  # fmt: skip
-    """Sorts many pairs in two kernels; tiles has room for 8 integers of each tile, cleared is set to zero."""
+    """Sorts many pairs in two kernels; tiles has room for 8 integers of each tile, cleared is set to zero.
+
+    tile, grain: tokens of a tile at most, and what heights of tiles are multiples of (0: all have `tile`).
+    """
     routing = import_module("moeq_kernels.hopper.device.routing")
     pairs, count = topk_ids.numel(), call.experts.num_experts
     block = 256 if pairs <= 16384 else 512
     blocks = -(-pairs // block)
-    bins = next_power_of_two(count + 1)
+    bins = next_power_of_two(max(count, 16))
     counts = torch.empty(blocks, bins, dtype=torch.int32, device=topk_ids.device)
     common = {"MAPPED": call.expert_map is not None, "BLOCK": block, "BINS": bins, **call.after}
     routing.count_pairs[(blocks,)](
@@ -146,15 +159,25 @@ def place(
         call.known,
         tiles.numel() // 8,
         TILE=tile,
-        GROUP=max(1, 4096 // bins),
+        GRAIN=grain or tile,
+        GROUP=max(1, 8192 // bins),
+        num_warps=8,
         **common,
     )
+
+
+def parts_of(plan: Plan, finish: Finish, columns: int) -> int:
+    """Warpgroups of the wide kernel that share a tile of tokens in the gate-up product, each with its columns."""
+    groups = plan.kernel.warpgroups if isinstance(plan.kernel, Wide) else 0
+    return groups and -(-columns // ((64 if finish.gated else 128) * groups)) * groups
 
 
 def counters(plan: Plan, most: int, experts: PackedExperts, device: torch.device) -> int:
     """How many integers the kernels of the plan count arrivals with, for `most` tiles."""
     if isinstance(plan.kernel, Stream):
         return 2 * plan.kernel.pairs * programs_on(device)  # for each product
+    if isinstance(plan.kernel, Wide):
+        return 2 + experts.num_experts  # the queue of each product, and finished items of the first
     return most * -(-experts.intermediate_size // 128) if plan.gate_up_splits > 1 else 0
 
 

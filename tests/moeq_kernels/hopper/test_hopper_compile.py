@@ -20,7 +20,7 @@ import json
 from moeq_kernels.hopper.aot import cases, compile_case
 from moeq_kernels.hopper.sass import disassemble, is_wgmma, main_loops, problems
 wanted = {
-    "narrow8-gate-up-split", "narrow8-down", "narrow8-g32-zeros", "wide32-down", "wide64-gate-up", "wide128-g32",
+    "narrow8-gate-up-split", "narrow8-down", "narrow8-g32-zeros", "wide32-down", "wide64-gate-up", "wide160-g32",
     "narrow8-f16-g32-zeros", "wide32-g32-f16-scales-zeros", "narrow8-channel", "narrow8-int8", "wide32-int8-g32-zeros",
     "narrow8-mxfp4", "wide32-mxfp4-oai", "narrow8-relu2", "stream8-gate-up", "stream8-down", "stream16-g32-zeros",
     "stream16-mxfp4-oai", "direct1-gate-up", "direct1-down",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ def _no_dependent_launch(monkeypatch: pytest.MonkeyPatch, device: torch.device) 
         monkeypatch.setattr(routing, "gdc_launch_dependents", lambda: None)
 
 
-def _expected(local: torch.Tensor, experts: int, tile: int) -> tuple[torch.Tensor, list[list[int]]]:
+def _expected(local: torch.Tensor, experts: int, tile: int, grain: int) -> tuple[torch.Tensor, list[list[int]]]:
     """Pairs in sorted order, and the rows of the list of tiles."""
     pairs = local.numel()
     keys = torch.where((local >= 0) & (local < experts), local, experts)
@@ -27,21 +29,24 @@ def _expected(local: torch.Tensor, experts: int, tile: int) -> tuple[torch.Tenso
     start = 0
     for expert in range(experts):
         count = int((keys == expert).sum())
-        number = -(-count // tile)
+        fewest = max(1, -(-count // tile))
+        height = max(1, math.ceil(math.ceil(count / fewest) / grain)) * grain
+        number = -(-count // height)
         first = len(tiles)
-        tiles += [[expert, start + i * tile, start + count, first, number] for i in range(number)]
+        tiles += [[expert, start + i * height, start + count, first, number, height] for i in range(number)]
         start += count
     assert start == order.numel() <= pairs
     return order, tiles
 
 
 @pytest.mark.parametrize(
-    ("tokens", "top_k", "experts", "tile", "few", "mapped"),
-    [(33, 8, 60, 8, True, False), (5, 2, 6, 4, True, True), (1, 2, 4, 8, True, False), (33, 8, 60, 16, False, False),
-     (70, 2, 5, 32, False, True)],
+    ("tokens", "top_k", "experts", "tile", "grain", "few", "mapped"),
+    [(33, 8, 60, 8, 8, True, False), (5, 2, 6, 4, 4, True, True), (1, 2, 4, 8, 8, True, False),
+     (33, 8, 60, 16, 16, False, False), (70, 2, 5, 32, 32, False, True), (70, 2, 5, 12, 4, True, False),
+     (90, 4, 8, 20, 4, False, True)],
 )  # fmt: skip
 def test_pairs_are_sorted_by_expert_and_tokens_copied(
-    device: torch.device, tokens: int, top_k: int, experts: int, tile: int, few: bool, mapped: bool
+    device: torch.device, tokens: int, top_k: int, experts: int, tile: int, grain: int, few: bool, mapped: bool
 ) -> None:
     hidden, known = 48, 2 * experts if mapped else experts
     generator = torch.Generator().manual_seed(tokens)
@@ -61,7 +66,8 @@ def test_pairs_are_sorted_by_expert_and_tokens_copied(
     cleared = torch.ones(7, dtype=torch.int32, device=device)
     ids = ids.to(device)
     given = expert_map.to(device) if expert_map is not None else None
-    common = {"MAPPED": mapped, "BINS": next_power_of_two(experts + 1), "TILE": tile}
+    bins = next_power_of_two(experts + 1 if few else experts)
+    common = {"MAPPED": mapped, "BINS": bins, "TILE": tile, "GRAIN": grain}
     sizes = (experts, known, most)
     if few:
         routing.route_few[(experts, 3)](
@@ -70,9 +76,9 @@ def test_pairs_are_sorted_by_expert_and_tokens_copied(
         )  # fmt: skip
     else:
         blocks = -(-pairs // 64)
-        counts = torch.empty(blocks, common["BINS"], dtype=torch.int32, device=device)
+        counts = torch.empty(blocks, bins, dtype=torch.int32, device=device)
         routing.count_pairs[(blocks,)](
-            ids, given, counts, cleared, 7, pairs, experts, known, MAPPED=mapped, BLOCK=64, BINS=common["BINS"]
+            ids, given, counts, cleared, 7, pairs, experts, known, MAPPED=mapped, BLOCK=64, BINS=bins
         )
         routing.place_pairs[(blocks,)](
             ids, given, counts, pair_of_row, inverse, tiles, num_tiles, pairs, *sizes, BLOCK=64, GROUP=2, **common
@@ -81,7 +87,7 @@ def test_pairs_are_sorted_by_expert_and_tokens_copied(
             x, sorted_x, pair_of_row, tiles, num_tiles, pairs, top_k, hidden, hidden, ROWS=8, COLUMNS=32
         )
     assert cleared.sum() == 0
-    order, wanted = _expected(local, experts, tile)
+    order, wanted = _expected(local, experts, tile, grain)
     used = order.numel()
     assert torch.equal(pair_of_row[:used].cpu().long(), order)
     assert torch.equal(sorted_x[:used].cpu(), x.cpu()[order // top_k])
@@ -89,7 +95,7 @@ def test_pairs_are_sorted_by_expert_and_tokens_copied(
     back[order] = torch.arange(used)
     assert torch.equal(inverse.cpu().long(), back)
     assert num_tiles.item() == len(wanted) <= most
-    assert tiles[: len(wanted), :5].tolist() == wanted
+    assert tiles[: len(wanted), :6].tolist() == wanted
     assert (tiles[len(wanted) :, 0] == -1).all()
 
 

@@ -25,6 +25,28 @@ def find_item(index, tiles, blocks, TOKENS: gl.constexpr):
     return expert, row + rest % count * TOKENS, gl.load(entry + 2), rest // count, first + rest % count
 
 
+#: Tiles of tokens that take turns with all blocks of columns before the next ones do: what 132 programs read at a time
+#: is least where 8 tiles of 160 tokens meet 16 blocks of 256 rows of weights of a quarter of the bytes.
+TILES_TOGETHER = gl.constexpr(8)
+
+
+@gluon.jit
+def find_tile(index, tiles, blocks):
+    """Expert, first row, end row and block of a work item whose expert's tiles have a height of their own.
+
+    Items are ordered by expert, then group of tiles, then block, then tile.
+    """
+    entry = tiles + (index // blocks) * 8
+    first = gl.load(entry + 3)
+    height = gl.load(entry + 5)
+    rest = index - first * blocks
+    group = rest // (blocks * TILES_TOGETHER) * TILES_TOGETHER
+    rest -= group * blocks
+    together = gl.minimum(gl.load(entry + 4) - group, TILES_TOGETHER)
+    row = gl.load(entry + 1) + (first + group + rest % together - index // blocks) * height
+    return gl.load(entry), row, gl.minimum(row + height, gl.load(entry + 2)), rest // together
+
+
 @gluon.jit
 def zero_offsets(
     zero, row, row_words, tile, pair_tiles, WIDE: gl.constexpr, KIND: gl.constexpr = "uint4",

@@ -58,7 +58,7 @@ def route_quantised(
         first = tl.sum(tl.where(bins < expert, blocks, 0))
         count = tl.sum((local == expert).to(tl.int32))
         start = tl.sum((local < expert).to(tl.int32))
-        _write_tiles(tiles, expert, count, start, first, TILE)
+        _write_tiles(tiles, expert, count, start, first, TILE, TILE)
         if expert == 0:
             _mark_unused(tiles, num_tiles, tl.sum(tl.where(bins < EXPERTS, blocks, 0)), MOST, BINS)
     else:

@@ -2,7 +2,8 @@
 
 A pair is `token * top_k + choice`. Sorted rows are numbered by expert, then by pair. `inverse[pair]` is a pair's row,
 -1 where a choice has no expert here. A row of `tiles` is: expert (-1: unused), first row, end row of the expert, the
-expert's first tile, the expert's number of tiles, 0, 0, 0.
+expert's first tile, the expert's number of tiles, their height (the last one may have fewer rows), 0, 0. Heights are
+multiples of GRAIN up to TILE.
 """
 
 from __future__ import annotations
@@ -24,16 +25,26 @@ def _local(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED: tl.constexpr):
 
 
 @triton.jit
-def _write_tiles(tiles, expert, count, start, first, TILE: tl.constexpr):
+def _tiles_of(count, TILE: tl.constexpr, GRAIN: tl.constexpr):
+    """Tiles of experts with `count` rows, and their height: the fewest of up to TILE rows, of nearly equal heights."""
+    fewest = tl.maximum((count + TILE - 1) // TILE, 1)
+    even = (count + fewest - 1) // fewest
+    height = tl.maximum((even + GRAIN - 1) // GRAIN, 1) * GRAIN
+    return (count + height - 1) // height, height
+
+
+@triton.jit
+def _write_tiles(tiles, expert, count, start, first, TILE: tl.constexpr, GRAIN: tl.constexpr):
     """The rows of `tiles` of one expert."""
-    number = (count + TILE - 1) // TILE
+    number, height = _tiles_of(count, TILE, GRAIN)
     for i in range(number):
         entry = tiles + (first + i) * 8
         tl.store(entry, expert)
-        tl.store(entry + 1, start + i * TILE)
+        tl.store(entry + 1, start + i * height)
         tl.store(entry + 2, start + count)
         tl.store(entry + 3, first)
         tl.store(entry + 4, number)
+        tl.store(entry + 5, height)
 
 
 @triton.jit
@@ -49,7 +60,7 @@ def _mark_unused(tiles, num_tiles, used, MOST, BLOCK: tl.constexpr):
 def route_few(
     ids, expert_map, x, sorted_x, pair_of_row, inverse, tiles, num_tiles, cleared, to_clear, pairs, top_k, hidden,
     stride_x, EXPERTS, KNOWN, MOST, MAPPED: tl.constexpr, PAIRS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
-    COPY: tl.constexpr, COLUMNS: tl.constexpr,
+    GRAIN: tl.constexpr, COPY: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Everything in one kernel for up to a few thousand pairs; programs: (expert, 0 or 1 + slice of columns).
 
@@ -73,9 +84,9 @@ def route_few(
             tl.store(inverse + at, tl.full([PAIRS], -1, tl.int32), mask=local == EXPERTS)
         bins = tl.arange(0, BINS)
         counts = tl.histogram(tl.minimum(local, BINS - 1), BINS)
-        blocks = (counts + TILE - 1) // TILE
+        blocks, _ = _tiles_of(counts, TILE, GRAIN)
         first = tl.sum(tl.where(bins < expert, blocks, 0))
-        _write_tiles(tiles, expert, count, start, first, TILE)
+        _write_tiles(tiles, expert, count, start, first, TILE, GRAIN)
         if expert == 0:
             _mark_unused(tiles, num_tiles, tl.sum(tl.where(bins < EXPERTS, blocks, 0)), MOST, BINS)
     program = expert * tl.num_programs(1) + tl.program_id(1)
@@ -108,14 +119,15 @@ def count_pairs(
     for begin in range(tl.program_id(0) * BINS, to_clear, tl.num_programs(0) * BINS):
         clear = begin + tl.arange(0, BINS)
         tl.store(cleared + clear, tl.zeros([BINS], tl.int32), mask=clear < to_clear)
-    found = tl.histogram(tl.minimum(local, BINS - 1), BINS)
+    found = tl.histogram(tl.minimum(local, BINS - 1), BINS, local < EXPERTS)
     tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), found)
 
 
 @triton.jit
 def place_pairs(
     ids, expert_map, counts, pair_of_row, inverse, tiles, num_tiles, pairs, EXPERTS, KNOWN, MOST,
-    MAPPED: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
+    MAPPED: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr, GRAIN: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     """Rows of the pairs of one block, and (shared among programs) the list of tiles."""
     block = tl.program_id(0)
@@ -140,7 +152,7 @@ def place_pairs(
     key = tl.sort(local * BLOCK + own)  # unique, so the order is stable
     expert = key // BLOCK
     position = tl.arange(0, BLOCK)
-    in_block = tl.histogram(tl.minimum(local, BINS - 1), BINS)
+    in_block = tl.histogram(tl.minimum(local, BINS - 1), BINS, local < EXPERTS)
     offset = tl.cumsum(in_block) - in_block
     clipped = tl.minimum(expert, BINS - 1)
     row = tl.gather(base, clipped, 0) + position - tl.gather(offset, clipped, 0)
@@ -149,12 +161,13 @@ def place_pairs(
     tl.store(pair_of_row + row, pair, mask=there)
     tl.store(inverse + pair, tl.where(there, row, -1), mask=expert <= EXPERTS)
     gdc_launch_dependents()
-    tiles_of = (total + TILE - 1) // TILE
+    tiles_of, _ = _tiles_of(total, TILE, GRAIN)
     first_of = tl.cumsum(tiles_of) - tiles_of
     for one in range(block, EXPERTS, tl.num_programs(0)):
         here = bins == one
         count = tl.sum(tl.where(here, total, 0))
-        _write_tiles(tiles, one, count, tl.sum(tl.where(here, start, 0)), tl.sum(tl.where(here, first_of, 0)), TILE)
+        begin, first = tl.sum(tl.where(here, start, 0)), tl.sum(tl.where(here, first_of, 0))
+        _write_tiles(tiles, one, count, begin, first, TILE, GRAIN)
     if block == 0:
         _mark_unused(tiles, num_tiles, tl.sum(tiles_of), MOST, BINS)
 
