@@ -161,13 +161,17 @@ def place_pairs(
     tl.store(pair_of_row + row, pair, mask=there)
     tl.store(inverse + pair, tl.where(there, row, -1), mask=expert <= EXPERTS)
     gdc_launch_dependents()
-    tiles_of, _ = _tiles_of(total, TILE, GRAIN)
+    tiles_of, height = _tiles_of(total, TILE, GRAIN)
     first_of = tl.cumsum(tiles_of) - tiles_of
-    for one in range(block, EXPERTS, tl.num_programs(0)):
-        here = bins == one
-        count = tl.sum(tl.where(here, total, 0))
-        begin, first = tl.sum(tl.where(here, start, 0)), tl.sum(tl.where(here, first_of, 0))
-        _write_tiles(tiles, one, count, begin, first, TILE, GRAIN)
+    for one in range(block, tl.max(tiles_of), tl.num_programs(0)):  # this tile of every expert that has as many
+        entry = tiles + (first_of + one) * 8
+        there = one < tiles_of
+        tl.store(entry, bins, mask=there)
+        tl.store(entry + 1, start + one * height, mask=there)
+        tl.store(entry + 2, start + total, mask=there)
+        tl.store(entry + 3, first_of, mask=there)
+        tl.store(entry + 4, tiles_of, mask=there)
+        tl.store(entry + 5, height, mask=there)
     if block == 0:
         _mark_unused(tiles, num_tiles, tl.sum(tiles_of), MOST, BINS)
 
