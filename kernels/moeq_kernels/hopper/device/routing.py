@@ -165,13 +165,13 @@ def place_pairs(
     first_of = tl.cumsum(tiles_of) - tiles_of
     for one in range(block, tl.max(tiles_of), tl.num_programs(0)):  # this tile of every expert that has as many
         entry = tiles + (first_of + one) * 8
-        there = one < tiles_of
-        tl.store(entry, bins, mask=there)
-        tl.store(entry + 1, start + one * height, mask=there)
-        tl.store(entry + 2, start + total, mask=there)
-        tl.store(entry + 3, first_of, mask=there)
-        tl.store(entry + 4, tiles_of, mask=there)
-        tl.store(entry + 5, height, mask=there)
+        filled = one < tiles_of
+        tl.store(entry, bins, mask=filled)
+        tl.store(entry + 1, start + one * height, mask=filled)
+        tl.store(entry + 2, start + total, mask=filled)
+        tl.store(entry + 3, first_of, mask=filled)
+        tl.store(entry + 4, tiles_of, mask=filled)
+        tl.store(entry + 5, height, mask=filled)
     if block == 0:
         _mark_unused(tiles, num_tiles, tl.sum(tiles_of), MOST, BINS)
 
