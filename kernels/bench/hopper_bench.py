@@ -33,9 +33,13 @@ from moeq_kernels.hopper.finish import SILU, Finish
 from moeq_kernels.hopper.launch import hopper_moe
 from moeq_kernels.hopper.plan import (
     DIRECT,
+    GATHERING,
     MULTIPROCESSORS,
     NARROW8,
     WIDE32,
+    WIDE64,
+    WIDE96,
+    WIDE160,
     Narrow,
     Plan,
     Stream,
@@ -87,12 +91,7 @@ STREAM = (
     Stream(32, 2, 4, 232),
     Stream(32, 2, 4, 232, after=True),
 )
-WIDE = (
-    WIDE32,
-    Wide(64, 6, 2, 232),
-    Wide(96, 6, 2, 232),
-    Wide(160, 6, 2, 232),
-)
+WIDE = (WIDE32, WIDE64, WIDE96, WIDE160, *(kernel for _, kernel in GATHERING.values() if isinstance(kernel, Wide)))
 NARROW = (NARROW8, Narrow(16, 3, after=True, resident=4, registers=128))
 #: What a size that does not fit raises; it must not end a sweep.
 UNFIT = (RuntimeError, triton.runtime.errors.TritonError)

@@ -20,7 +20,7 @@ from bench.reference import Layer, moe, relative_error
 from moeq_kernels import PackedExperts
 from moeq_kernels.formats import find_format
 from moeq_kernels.hopper.launch import hopper_moe
-from moeq_kernels.hopper.plan import DIRECT, Narrow, Plan, Stream, Wide, kernel_for, table_for
+from moeq_kernels.hopper.plan import DIRECT, GATHERING, Narrow, Plan, Stream, Wide, kernel_for, table_for
 
 LAYERS = {
     "small": Recipe(experts=8, hidden=512, intermediate=384, group_size=128),
@@ -110,7 +110,7 @@ def describe(plan: Plan | None) -> str:
     if plan is None:
         return "chosen"
     kernel = plan.kernel
-    after = "" if isinstance(kernel, Wide) or kernel.after else "f"
+    after = ("g" if kernel.gathers else "") if isinstance(kernel, Wide) else "" if kernel.after else "f"
     shares = "" if isinstance(kernel, Stream) else f" x{plan.gate_up_splits}/{plan.down_splits}"
     return f"{type(kernel).__name__.lower()}{kernel.tokens}{after}{shares}"
 
@@ -126,6 +126,8 @@ def plans(recipe: Recipe, tokens: int) -> Iterator[Plan | None]:
         yield Plan(kernel)
         if isinstance(kernel, Wide):
             yield Plan(kernel, 1, 2)
+        if base in GATHERING:
+            yield Plan(kernel_for(GATHERING[base][1], kind, group))
         if isinstance(kernel, Narrow):
             yield Plan(kernel, 2 * gated or 1, 2)
         if isinstance(kernel, Stream) and kernel.after and group:

@@ -9,6 +9,7 @@ from typing import Any
 from moeq_kernels.hopper.finish import PLAIN, SILU, Finish
 from moeq_kernels.hopper.plan import (
     DIRECT,
+    GATHERING,
     MXFP4_LONG_TABLE,
     MXFP4_TABLE,
     TABLE,
@@ -81,8 +82,9 @@ _FORMATS: dict[str, dict[str, Any]] = {
 def cases() -> list[Case]:
     """Every kernel of the plan's table, as gate-up (whole and split) and down product, and in all formats."""
     result = []
-    for kernel in dict.fromkeys((DIRECT, *(kernel for _, kernel in TABLE))):
-        name = f"{type(kernel).__name__.lower()}{kernel.tokens}"
+    gathering = [kernel for _, kernel in GATHERING.values()]
+    for kernel in dict.fromkeys((DIRECT, *(kernel for _, kernel in TABLE), *gathering)):
+        name = f"{type(kernel).__name__.lower()}{kernel.tokens}{'g' if kernel in gathering else ''}"
         base = Case(f"{name}-gate-up", kernel)
         result += [base, replace(base, name=f"{name}-down", finish=PLAIN)]
         if isinstance(kernel, Narrow):
@@ -227,7 +229,7 @@ def _wide(case: Case, kernel: Wide) -> _Source:
     types |= _integers(
         "needed slabs groups steps blocks splits rows pair_tiles columns stride zero_words packed top_k stride_x"
     )
-    constants["GATHER"] = case.finish != PLAIN and kernel.warpgroups == 2
+    constants["GATHER"] = case.finish != PLAIN and kernel.gathers
     constants |= {"TOKENS": kernel.tokens, "GROUPS_OF_WARPS": kernel.warpgroups, "REGISTERS": kernel.registers}
     constants |= {"EARLY": case.finish == PLAIN, "FOLLOWS": case.finish == PLAIN}
     function = import_module("moeq_kernels.hopper.device.wide").expert_product_wide

@@ -70,9 +70,9 @@ def _some_tokens(call: Call[Plan], x: Tensor, topk_weights: Tensor, topk_ids: Te
 
 
 def gathers(plan: Plan, x: Tensor, finish: Finish) -> bool:
-    """Whether the gate-up product picks tokens itself: the wide kernel with two warpgroups, in whole steps of k."""
+    """Whether the gate-up product picks tokens itself, where its kernel can: in whole steps of k."""
     kernel = plan.kernel
-    return isinstance(kernel, Wide) and kernel.warpgroups == 2 and x.shape[1] % 64 == 0 and finish != PLAIN
+    return isinstance(kernel, Wide) and kernel.gathers and x.shape[1] % 64 == 0 and finish != PLAIN
 
 
 def launch_direct(call: Call[Plan], plan: Plan, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, y: Tensor) -> None:

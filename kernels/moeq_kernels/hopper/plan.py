@@ -82,12 +82,14 @@ class Wide:
         stages: steps of 64 rows of k in shared memory.
         warpgroups: that multiply (2 or 4).
         registers: of each of their threads.
+        gathers: the gate-up product picks tokens itself (two warpgroups only), else a kernel before it copies them.
     """
 
     tokens: int
     stages: int
     warpgroups: int
     registers: int
+    gathers: bool = False
 
 
 Kernel = Narrow | Direct | Stream | Wide
@@ -114,16 +116,24 @@ NARROW8 = Narrow(8, 3, after=True, resident=4, registers=128)
 STREAM8 = Stream(8, 3, 3, 168, after=True)
 STREAM16 = Stream(16, 2, 5, 232, after=True)
 WIDE32 = Wide(32, 6, warpgroups=4, registers=120)
-WIDE64 = Wide(64, 9, warpgroups=2, registers=232)
+WIDE64 = Wide(64, 6, warpgroups=4, registers=112)
 WIDE96 = Wide(96, 8, warpgroups=2, registers=232)
 WIDE160 = Wide(160, 6, warpgroups=2, registers=232)
+#: With few columns of gate and up, picking tokens costs less than copying them first; up to so many.
+GATHER_COLUMNS = 1024
+#: What replaces kernels of the table then, and the columns up to which it does.
+GATHERING: dict[Kernel, tuple[int, Kernel]] = {
+    WIDE64: (512, Wide(64, 9, warpgroups=2, registers=232, gathers=True)),
+    WIDE96: (GATHER_COLUMNS, replace(WIDE96, gathers=True)),
+    WIDE160: (GATHER_COLUMNS, replace(WIDE160, gathers=True)),
+}
 #: (tokens per hit expert up to, kernel), tried in order.
 TABLE: tuple[tuple[float, Narrow | Stream | Wide], ...] = (
     (1.55, NARROW8),
     (5.0, STREAM8),
     (12.0, STREAM16),
-    (20.0, WIDE32),
-    (40.0, WIDE64),
+    (24.0, WIDE32),
+    (44.0, WIDE64),
     (90.0, WIDE96),
     (float("inf"), WIDE160),
 )
@@ -180,6 +190,8 @@ def table_for(kind: str, intermediate: int = 0) -> tuple[tuple[float, Narrow | S
 def kernel_for(kernel: Kernel, kind: str, group: int) -> Kernel:
     """A kernel of the table for other codes than `uint4` and groups other than 128."""
     if isinstance(kernel, Wide):
+        if kind != "uint4" and kernel.warpgroups == 4 and kernel.tokens == 64:  # too few registers, too little memory
+            kernel = replace(kernel, warpgroups=2, registers=232, stages=9)
         scales = max(1, 64 // group if group else 1) * 256
         bytes_of_step = kernel.warpgroups * ((8192 if kind == "uint8" else 4096) + scales) + 128 * kernel.tokens
         room = SHARED_BYTES - kernel.warpgroups * _REGROUPING_WIDE
@@ -235,7 +247,9 @@ def choose(
         up = shares_for(pairs * -(-intermediate // 128), -(-hidden // kernel.step), 16)
         return Plan(kernel, up, shares_for(pairs * -(-hidden // 256), -(-intermediate // kernel.step), 8))
     mean = tokens_per_hit(pairs, experts)
-    kernel = kernel_for(next(one for limit, one in table_for(kind, intermediate) if mean <= limit), kind, group)
+    base = next(one for limit, one in table_for(kind, intermediate) if mean <= limit)
+    most_columns, gathering = GATHERING.get(base, (0, base))
+    kernel = kernel_for(gathering if intermediate <= most_columns else base, kind, group)
     if isinstance(kernel, Stream):
         return Plan(kernel)
     if isinstance(kernel, Wide):

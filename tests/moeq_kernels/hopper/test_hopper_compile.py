@@ -20,7 +20,7 @@ import json
 from moeq_kernels.hopper.aot import cases, compile_case
 from moeq_kernels.hopper.sass import disassemble, is_wgmma, main_loops, problems
 wanted = {
-    "narrow8-gate-up-split", "narrow8-down", "narrow8-g32-zeros", "wide32-down", "wide64-gate-up", "wide160-g32",
+    "narrow8-gate-up-split", "narrow8-down", "narrow8-g32-zeros", "wide32-down", "wide64-gate-up", "wide160g-g32",
     "narrow8-f16-g32-zeros", "wide32-g32-f16-scales-zeros", "narrow8-channel", "narrow8-int8", "wide32-int8-g32-zeros",
     "narrow8-mxfp4", "wide32-mxfp4-oai", "narrow8-relu2", "stream8-gate-up", "stream8-down", "stream16-g32-zeros",
     "stream16-mxfp4-oai", "direct1-gate-up", "direct1-down",
@@ -65,7 +65,8 @@ def test_loops_hold_the_multiplications_of_their_steps_and_buffers_fit(
     assert outcomes["stream8-down"]["wgmma"] == [32] * 3  # one for each pair
     assert outcomes["direct1-down"]["wgmma"] == [32]
     # Wide kernels: a loop for each width of tile and warpgroup, 64 of k in steps of 16 for two blocks of 64 rows.
-    assert outcomes["wide64-gate-up"]["wgmma"] == [8] * 4
+    assert outcomes["wide64-gate-up"]["wgmma"] == [8] * 8
+    assert outcomes["wide160g-g32"]["wgmma"] == [8, 16, 8, 16] * 2  # 64, 64 + 32, 128 and 128 + 32 tokens
     assert all(int(str(outcome["shared"])) <= 227 * 1024 for outcome in outcomes.values())
 
 

@@ -27,8 +27,6 @@ from moeq_kernels.hopper.device import common, layouts, weights
 STEP = gl.constexpr(64)
 #: Steps later, gathered rows of a step are said to be there; they have been on their way that long.
 LAG = gl.constexpr(3)
-#: Steps of k from the rows that are gathered to those that are brought into the L2 cache.
-AHEAD = gl.constexpr(8)
 
 
 # Argument lists of twenty names, one to a line, would hide the code.
@@ -200,25 +198,6 @@ def _copy(
 
 
 @gluon.jit
-def _fetch_ahead(rows, step, last, inside):
-    """Brings steps `step` to `step + 3` of some rows into the L2 cache."""
-    size = gl.minimum(last - step, 4) * (STEP * 2)
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        setp.ne.s32 p, $3, 0;
-        @p cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.b32 $0, 0;
-        }""",
-        "=r,l,r,r",
-        (rows + step * STEP, size, (inside & (step < last)).to(gl.int32)),
-        gl.int32,
-        False,
-        1,
-    )
-
-
-@gluon.jit
 def _gather_item(
     it, w_desc, s_desc, w_buf, x_buf, x_rest, s_buf, ready, empty, x, pair_of_row, top_k, stride_x, row, end_row,
     w_row, s_row, first, last, tile, pair_tiles, NOW: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
@@ -240,13 +219,7 @@ def _gather_item(
         at = gl.minimum(row + MAIN + gl.arange(0, NOW - MAIN, layout=gl.SliceLayout(1, layout)), end_row - 1)
         token = (gl.load(pair_of_row + at) // top_k).to(gl.int64)
         rest = x + gl.expand_dims(token * stride_x, 1) + column
-    at = row + gl.arange(0, 256 if NOW > 128 else 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    inside = at < end_row
-    whole = x + (gl.load(pair_of_row + at, mask=inside, other=0) // top_k).to(gl.int64) * stride_x
-    _fetch_ahead(whole, first + 4, last, inside)
     for i in range(first, last):
-        if (i - first) % 4 == 0:
-            _fetch_ahead(whole, i + AHEAD, last, inside)
         stage = it % STAGES
         mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
         bar = ready.index(stage)
@@ -432,8 +405,8 @@ def _multiply(
 )
 def expert_product_wide(
     w_desc, x_desc, s_desc, zero, out, queue, done, needed, tiles, num_tiles, x, pair_of_row, top_k, stride_x, slabs,
-    groups, steps, blocks, splits, rows, pair_tiles, columns, stride, zero_words, scale, bias, packed, TOKENS: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, FINISH: gl.constexpr,
+    groups, steps, blocks, splits, rows, pair_tiles, columns, stride, zero_words, scale, bias, packed,
+    TOKENS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, FINISH: gl.constexpr,
     GATHER: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr, REGISTERS: gl.constexpr,
     DEPENDENT: gl.constexpr, EARLY: gl.constexpr, FOLLOWS: gl.constexpr,
 ):
