@@ -406,8 +406,8 @@ def _multiply(
 def expert_product_wide(
     w_desc, x_desc, s_desc, zero, out, queue, done, needed, tiles, num_tiles, x, pair_of_row, top_k, stride_x, slabs,
     groups, steps, blocks, splits, rows, pair_tiles, columns, stride, zero_words, scale, bias, packed,
-    TOKENS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, FINISH: gl.constexpr,
-    GATHER: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr, REGISTERS: gl.constexpr,
+    TOKENS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr,
+    FINISH: gl.constexpr, GATHER: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr, REGISTERS: gl.constexpr,
     DEPENDENT: gl.constexpr, EARLY: gl.constexpr, FOLLOWS: gl.constexpr,
 ):
     """out[row] = finish(x[row] @ W[expert of row].T), see `finish.Finish`.
