@@ -17,7 +17,7 @@ KERNELS = Path(__file__).parents[3] / "kernels"
 # In a child process: this one may be interpreting, where nothing can be compiled.
 SCRIPT = """
 import json
-from moeq_kernels.hopper.aot import cases, compile_case
+from moeq_kernels.hopper.aot import cases, compile_case, compile_routing
 from moeq_kernels.hopper.sass import disassemble, is_wgmma, main_loops, problems
 wanted = {
     "narrow8-gate-up-split", "narrow8-down", "narrow8-g32-zeros", "wide32-down", "wide64-gate-up", "wide160g-g32",
@@ -33,6 +33,7 @@ for case in cases():
         counts = [sum(map(is_wgmma, body)) for body in main_loops(sass)]
         outcomes[case.name] = {"problems": problems(sass), "wgmma": counts, "shared": kernel.metadata.shared}
 assert set(outcomes) == wanted, sorted(wanted - set(outcomes))
+compile_routing()
 print(json.dumps(outcomes))
 """
 
