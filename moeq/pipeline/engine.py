@@ -15,12 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moeq.checkpoint.writer import OutputFile, disk_errors, prepare_file, require_room
-from moeq.pipeline.buffers import INPUT_BUFFERS, OUTPUT_BUFFERS, Buffers, Writes
+from moeq.pipeline.belt import Belt, OpenUnit, Piece
+from moeq.pipeline.buffers import Buffers
 from moeq.pipeline.copying import Copier
 from moeq.pipeline.inputs import InputFile
 from moeq.pipeline.job import Job
@@ -169,66 +170,6 @@ def headers_frozen() -> Iterator[None]:
             gc.unfreeze()
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """One expert or chunk of an open unit."""
-
-    home: _Open
-    number: int
-    item: Any
-
-
-@dataclass
-class _Open:
-    """A unit being executed, with its open files."""
-
-    unit: Unit
-    kind: Any
-    inputs: Sequence[InputFile]
-    output: OutputFile
-    begun: float
-    items: Sequence[Any]
-    results: list[Any] = field(default_factory=list)
-    left: int = 0
-
-    @property
-    def is_at_hand(self) -> bool:
-        """Whether its inputs are in memory already: there is nothing to wait for, and every copy is a cost."""
-        return all(file.cached is True for file in self.inputs)
-
-    def close(self) -> None:
-        self.output.close()
-        for file in self.inputs:
-            file.close()
-
-
-class _Belt:
-    """What a worker shares with the threads that read and write for it.
-
-    Attributes:
-        buffers: the worker's buffers.
-        empty: which of the input buffers may be read into.
-        fetched: pieces to work on, with what was read and its buffer; None when no more will come.
-        free: which of the output buffers may be filled.
-        packed: pieces to write, with their results and buffers; None when no more will come.
-    """
-
-    def __init__(self, buffers: Buffers) -> None:
-        self.buffers = buffers
-        self.empty: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self.fetched: queue.SimpleQueue[tuple[_Piece, Any, int] | None] = queue.SimpleQueue()
-        self.free: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self.packed: queue.SimpleQueue[tuple[_Piece, Any, Writes, int] | None] = queue.SimpleQueue()
-        for slot in range(OUTPUT_BUFFERS):
-            self.free.put(slot)
-        self.empty_all()
-
-    def empty_all(self) -> None:
-        """All input buffers may be read into: before the first piece, and when nobody will work on them any more."""
-        for slot in range(INPUT_BUFFERS):
-            self.empty.put(slot)
-
-
 class _Run:
     """One list of units in the hands of the threads."""
 
@@ -240,13 +181,13 @@ class _Run:
         self._folder = folder
         self._waiting = iter(units)
         self._feeding, self._counting = threading.Lock(), threading.Lock()
-        self._pieces: Iterator[_Piece] = iter(())
+        self._pieces: Iterator[Piece] = iter(())
         self._stopped = False
         self._events: queue.SimpleQueue[Outcome | _Failed | None] = queue.SimpleQueue()
-        self._written: queue.SimpleQueue[_Open | None] = queue.SimpleQueue()
-        self._open: dict[str, _Open] = {}
+        self._written: queue.SimpleQueue[OpenUnit | None] = queue.SimpleQueue()
+        self._open: dict[str, OpenUnit] = {}
         self._torch_threads = _torch_threads()
-        belts = [_Belt(own) for own in buffers]
+        belts = [Belt(own) for own in buffers]
         self._running = len(belts)
         self._threads = [
             threading.Thread(target=self._guarded, args=(target, *given), daemon=True)
@@ -286,7 +227,7 @@ class _Run:
             self._stopped = True
             self._events.put(_Failed(error))
 
-    def _fetch(self, own: _Belt) -> None:
+    def _fetch(self, own: Belt) -> None:
         try:
             while (piece := self._next()) is not None:
                 slot, home = own.empty.get(), piece.home
@@ -295,7 +236,7 @@ class _Run:
         finally:
             own.fetched.put(None)
 
-    def _work(self, own: _Belt) -> None:
+    def _work(self, own: Belt) -> None:
         try:
             while (fetched := own.fetched.get()) is not None and not self._stopped:
                 piece, data, place = fetched
@@ -313,7 +254,7 @@ class _Run:
             own.empty_all()
             own.packed.put(None)
 
-    def _write(self, own: _Belt) -> None:
+    def _write(self, own: Belt) -> None:
         try:
             while (packed := own.packed.get()) is not None:
                 piece, result, writes, slot = packed
@@ -333,7 +274,7 @@ class _Run:
                 if self._running == 0:
                     self._written.put(None)
 
-    def _next(self) -> _Piece | None:
+    def _next(self) -> Piece | None:
         """The next piece of work, opening the next unit where the last has none left."""
         with self._feeding:
             while not self._stopped:
@@ -344,10 +285,10 @@ class _Run:
                 if unit is None:
                     return None
                 home = self._begin(unit)
-                self._pieces = (_Piece(home, number, item) for number, item in enumerate(home.items))
+                self._pieces = (Piece(home, number, item) for number, item in enumerate(home.items))
             return None
 
-    def _begin(self, unit: Unit) -> _Open:
+    def _begin(self, unit: Unit) -> OpenUnit:
         begun = time.monotonic()
         source = self._job.checkpoint.source
         inputs: dict[str, InputFile] = {}
@@ -365,12 +306,12 @@ class _Run:
                 output.close()
             raise
         items = kind.items
-        home = _Open(unit, kind, tuple(inputs.values()), output, begun, items, [None] * len(items), len(items))
+        home = OpenUnit(unit, kind, tuple(inputs.values()), output, begun, items, [None] * len(items), len(items))
         self._open[unit.id] = home
         self._events.put(Begun(unit))
         return home
 
-    def _complete(self, piece: _Piece, result: Any) -> None:
+    def _complete(self, piece: Piece, result: Any) -> None:
         home = piece.home
         home.results[piece.number] = result
         self._events.put(Moved(home.unit, result.written, home.kind.label(piece.item)))
@@ -393,7 +334,7 @@ class _Run:
         finally:
             self._events.put(None)
 
-    def _finish(self, ready: list[_Open]) -> None:
+    def _finish(self, ready: list[OpenUnit]) -> None:
         try:
             for home in ready:
                 with disk_errors(self._folder / home.unit.file, home.unit.bytes_out):
