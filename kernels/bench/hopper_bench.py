@@ -36,13 +36,16 @@ from moeq_kernels.hopper.plan import (
     GATHERING,
     MULTIPROCESSORS,
     NARROW8,
+    QUEUE8,
+    QUEUE16,
+    QUEUE32,
     WIDE32,
     WIDE64,
     WIDE96,
     WIDE160,
     Narrow,
     Plan,
-    Stream,
+    Queue,
     Wide,
     choose,
     kernel_for,
@@ -83,13 +86,14 @@ FORMATS = {
     "int8-channel": Weights("marlin-wna16/1", "int8", 0),
     "mxfp4": Weights("marlin-mxfp4/1", "e2m1", 32, scale=torch.uint8),
 }
-STREAM = (
-    Stream(8, 3, 3, 168, after=True),
-    Stream(8, 2, 5, 232, after=True),
-    Stream(16, 2, 5, 232, after=True),
-    Stream(16, 3, 3, 160),
-    Stream(32, 2, 4, 232),
-    Stream(32, 2, 4, 232, after=True),
+QUEUE = (
+    QUEUE8,
+    Queue(8, 5, 2, after=True),
+    QUEUE16,
+    Queue(16, 3, 3),
+    Queue(16, 5, 2, after=True),
+    QUEUE32,
+    Queue(32, 2, 3, rows=32),
 )
 WIDE = (WIDE32, WIDE64, WIDE96, WIDE160, *(kernel for _, kernel in GATHERING.values() if isinstance(kernel, Wide)))
 NARROW = (NARROW8, Narrow(16, 3, after=True, resident=4, registers=128))
@@ -169,7 +173,7 @@ def candidates(shape: Shape, stored: Weights, tokens: int) -> list[Plan]:
             down = splits_for(tiles * -(-shape.hidden // 256), -(-shape.intermediate // 128), resident)
             kernel = kernel_for(kernel, stored.kind, stored.group)
             result += [Plan(kernel, up, down), Plan(kernel)]
-    kernels = [kernel for kernel in STREAM if mean / 3 <= kernel.tokens <= max(16, mean * 6)]
+    kernels = [kernel for kernel in QUEUE if mean / 3 <= kernel.tokens <= max(16, mean * 6)]
     kernels += [kernel for kernel in WIDE if mean / 3 <= kernel.tokens <= mean * 4]
     result += [Plan(kernel_for(kernel, stored.kind, stored.group)) for kernel in kernels]
     return list(dict.fromkeys(result))

@@ -20,7 +20,7 @@ from bench.reference import Layer, moe, relative_error
 from moeq_kernels import PackedExperts
 from moeq_kernels.formats import find_format
 from moeq_kernels.hopper.launch import hopper_moe
-from moeq_kernels.hopper.plan import DIRECT, GATHERING, Narrow, Plan, Stream, Wide, kernel_for, table_for
+from moeq_kernels.hopper.plan import DIRECT, GATHERING, Narrow, Plan, Queue, Wide, kernel_for, table_for
 
 LAYERS = {
     "small": Recipe(experts=8, hidden=512, intermediate=384, group_size=128),
@@ -106,12 +106,12 @@ def compare(
 
 
 def describe(plan: Plan | None) -> str:
-    """`stream8`, `direct1 x8/3`."""
+    """`queue8`, `direct1 x8/3`."""
     if plan is None:
         return "chosen"
     kernel = plan.kernel
     after = ("g" if kernel.gathers else "") if isinstance(kernel, Wide) else "" if kernel.after else "f"
-    shares = "" if isinstance(kernel, Stream) else f" x{plan.gate_up_splits}/{plan.down_splits}"
+    shares = "" if isinstance(kernel, Queue) else f" x{plan.gate_up_splits}/{plan.down_splits}"
     return f"{type(kernel).__name__.lower()}{kernel.tokens}{after}{shares}"
 
 
@@ -130,8 +130,10 @@ def plans(recipe: Recipe, tokens: int) -> Iterator[Plan | None]:
             yield Plan(kernel_for(GATHERING[base][1], kind, group))
         if isinstance(kernel, Narrow):
             yield Plan(kernel, 2 * gated or 1, 2)
-        if isinstance(kernel, Stream) and kernel.after and group:
-            yield Plan(replace(kernel, after=False))
+        if isinstance(kernel, Queue):
+            yield Plan(replace(kernel, up=0, down=0))
+            if kernel.after and group:
+                yield Plan(replace(kernel, after=False))
     direct = kernel_for(DIRECT, kind, group)
     if gated and tokens <= 40:
         yield Plan(direct)

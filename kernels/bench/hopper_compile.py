@@ -19,8 +19,8 @@ from moeq_kernels.hopper import aot, int8_aot
 from moeq_kernels.hopper.sass import disassemble, problems
 
 TRIMMED = {
-    "direct1-zeros", "direct1-down", "narrow8-gate-up-split", "narrow8-channel", "stream8-int8-g32-zeros",
-    "stream16-mxfp4-oai", "wide32-down", "wide64-f16", "wide160-gate-up", "int8-narrow8-gate-up", "int8-narrow128-down",
+    "direct1-zeros", "direct1-down", "narrow8-gate-up-split", "narrow8-channel", "queue8-int8-g32-zeros",
+    "queue16-mxfp4-oai", "wide32-down", "wide64-f16", "wide160-gate-up", "int8-narrow8-gate-up", "int8-narrow128-down",
     "int8-wide128-oai",
 }  # fmt: skip
 

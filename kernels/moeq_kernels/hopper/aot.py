@@ -16,7 +16,7 @@ from moeq_kernels.hopper.plan import (
     Direct,
     Kernel,
     Narrow,
-    Stream,
+    Queue,
     Wide,
     kernel_for,
 )
@@ -86,7 +86,10 @@ def cases() -> list[Case]:
     for kernel in dict.fromkeys((DIRECT, *(kernel for _, kernel in TABLE), *gathering)):
         name = f"{type(kernel).__name__.lower()}{kernel.tokens}{'g' if kernel in gathering else ''}"
         base = Case(f"{name}-gate-up", kernel)
-        result += [base, replace(base, name=f"{name}-down", finish=PLAIN)]
+        if isinstance(kernel, Queue):  # both products
+            result.append(replace(base, out="fp32"))
+        else:
+            result += [base, replace(base, name=f"{name}-down", finish=PLAIN)]
         if isinstance(kernel, Narrow):
             result.append(replace(base, name=f"{name}-gate-up-split", splits=4))
         for suffix, changes in _FORMATS.items():
@@ -117,12 +120,12 @@ def compile_case(case: Case, **options: Any) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    source = {Narrow: _narrow, Direct: _direct, Stream: _stream, Wide: _wide}[type(case.kernel)](case, case.kernel)
+    source = {Narrow: _narrow, Direct: _direct, Queue: _queue, Wide: _wide}[type(case.kernel)](case, case.kernel)
     names = source.function.arg_names
     attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in source.aligned}
     signature = {name: source.types.get(name, "constexpr") for name in names}
     ast = _ast_source()(source.function, signature, constexprs=source.constants, attrs=attributes)
-    registers = getattr(case.kernel, "registers", None) if isinstance(case.kernel, Narrow) else None
+    registers = case.kernel.registers if isinstance(case.kernel, Narrow | Queue) else None
     cap = {"maxnreg": registers} if registers else {}
     return triton.compile(ast, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, **cap, **options})
 
@@ -211,20 +214,27 @@ def _narrow(case: Case, kernel: Narrow) -> _Source:
     return _Source(function, types, constants, ("zero", "out", "partial", "tiles", "columns", "stride", "rows"))
 
 
-def _stream(case: Case, kernel: Stream) -> _Source:
-    types, constants = _common(case, kernel.step, 2, kernel.tokens)
-    types |= {"num_tiles": "*i32", "partial": "*fp32", "arrived": "*i32"}
-    types |= _integers("slabs groups count blocks pair_tiles columns stride zero_words packed")
+def _queue(case: Case, kernel: Queue) -> _Source:
+    found, constants = _common(case, kernel.step, 2, 8)
+    types = {"x_desc": found["x_desc"], "m_desc": found["x_desc"], "middle": f"*{case.x}", "out": found["out"]}
+    types |= {"partial": "*fp32", "counters": "*i32", "num_tiles": "*i32", "tiles": "*i32"}
+    types |= _integers("most wanted_up least_up wanted_down least_down bundle up_pair_tiles")
+    for name in ("up", "down"):
+        types |= {f"{name}_{key}": found[key] for key in ("w_desc", "s_desc", "zero", "scale", "bias") if key in found}
+        types |= _integers(" ".join(f"{name}_{key}" for key in ("slabs", "groups", "count", "blocks", "columns")))
+        types |= _integers(" ".join(f"{name}_{key}" for key in ("stride", "zero_words", "packed")))
+        constants |= {f"{name}_{key}": None for key in ("scale", "bias") if key not in found}
+    constants = {key: value for key, value in constants.items() if key not in ("scale", "bias")}
     constants |= {
         "TOKENS": kernel.tokens,
         "STEP": kernel.step,
-        "PAIRS": kernel.pairs,
-        "REGISTERS": kernel.registers,
         "AFTER": kernel.after,
-        "EARLY": case.finish == PLAIN,
+        "ROWS": kernel.rows,
+        "EARLY": True,
     }
-    function = import_module("moeq_kernels.hopper.device.stream").expert_product_stream
-    return _Source(function, types, constants, ("zero", "out", "partial", "tiles", "columns", "stride"))
+    function = import_module("moeq_kernels.hopper.device.queue").expert_layer
+    columns = ("up_columns", "up_stride", "down_columns", "down_stride")
+    return _Source(function, types, constants, ("up_zero", "down_zero", "middle", "out", "partial", "tiles", *columns))
 
 
 def _direct(case: Case, kernel: Direct) -> _Source:

@@ -7,12 +7,24 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from moeq_kernels.hopper.call import EXACT_PAIRS, Call, in_pieces
+from moeq_kernels.hopper.call import Call, in_pieces
 from moeq_kernels.hopper.finish import PLAIN, SILU, Finish
-from moeq_kernels.hopper.plan import Direct, Narrow, Plan, Wide, choose
-from moeq_kernels.hopper.products import channel_scale, descriptors, group_of, kind_of, product, weight_arguments
+from moeq_kernels.hopper.plan import WIDE32, Direct, Narrow, Plan, Queue, Wide, choose, kernel_for
+from moeq_kernels.hopper.products import (
+    alike,
+    channel_scale,
+    descriptors,
+    group_of,
+    kind_of,
+    launch_queue,
+    product,
+    weight_arguments,
+)
 from moeq_kernels.hopper.sorting import sort_pairs, sum_parts
 from moeq_kernels.records import PackedExperts
+
+#: Pairs up to which expert outputs are kept in float32 until they are summed; more would be read and written for long.
+EXACT_PAIRS = 256
 
 
 def hopper_moe(
@@ -53,6 +65,9 @@ def _some_tokens(call: Call[Plan], x: Tensor, topk_weights: Tensor, topk_ids: Te
     if plan is None:
         kind, group = kind_of(first), group_of(first)
         plan = choose(pairs, experts.num_experts, first.k, intermediate, group, kind, finish.gated, top_k)
+        if not alike(first, experts.w2):
+            # The one kernel that takes all of a product's format from its own matrix.
+            plan = Plan(kernel_for(kernel_for(WIDE32, kind, group), kind_of(experts.w2), group))
     if isinstance(plan.kernel, Direct):
         launch_direct(call, plan, x, topk_weights, topk_ids, y)
         return
@@ -64,8 +79,11 @@ def _some_tokens(call: Call[Plan], x: Tensor, topk_weights: Tensor, topk_ids: Te
     # Outputs may exceed float16 before they are weighted.
     parts_type = torch.float32 if exact or x.dtype == torch.float16 else rounded
     parts = torch.empty(plan.down_splits, pairs, hidden, dtype=parts_type, device=x.device)
-    product(plan, first, routed, x if routed.x is None else routed.x, middle, finish, call.dependent)
-    product(plan, experts.w2, routed, middle, parts, PLAIN, call.dependent)
+    if isinstance(plan.kernel, Queue):
+        launch_queue(plan, experts, routed, middle, parts[0], finish, call.dependent)
+    else:
+        product(plan, first, routed, x if routed.x is None else routed.x, middle, finish, call.dependent)
+        product(plan, experts.w2, routed, middle, parts, PLAIN, call.dependent)
     sum_parts(parts, routed.inverse, topk_weights, y, top_k, call.dependent)
 
 

@@ -2,9 +2,9 @@
 
 What decides is how many tokens an expert that is hit gets on average. While it is one, and experts are small, the two
 kernels for few tokens need no sorting. With few tokens the time is that of reading weights: the narrow kernel, whose
-programs the GPU balances itself and which share a tile's k, where tiles are few; then the stream kernel, which keeps
-reading across tiles. Beyond 12 tokens the tokens' own traffic and multiplying count too, and the wide kernel has
-several warpgroups share them. The table was measured on an H200 (see kernels/bench/TUNING.md).
+programs the GPU balances itself and which share a tile's k, where tiles are few; then the queue kernel, which makes
+both products and keeps reading across tiles. Beyond 12 tokens the tokens' own traffic and multiplying count too, and
+the wide kernel has several warpgroups share them. The table was measured on an H200 (see kernels/bench/TUNING.md).
 """
 
 from __future__ import annotations
@@ -54,23 +54,31 @@ class Direct:
 
 
 @dataclass(frozen=True)
-class Stream:
-    """Sizes of the stream kernel.
+class Queue:
+    """Sizes of the kernel for both products.
 
     Attributes:
-        tokens: of a tile (8 or 16; 32 for MXFP4 only: slower for int4).
-        pairs: of a copy warp and a multiplying warpgroup in a program (2 or 3).
-        stages: steps in shared memory, for each pair.
-        registers: of each thread of the multiplying warpgroups.
+        tokens: of a tile (8, 16 or 32).
+        stages: steps in shared memory.
+        resident: programs that a multiprocessor holds (2 or 3).
         after, step: as of `Narrow`.
+        rows: of k, whose weights are in registers at a time (32 or 64).
+        up, down: tiles of either product are cut into so many shares for each program at most.
     """
 
     tokens: int
-    pairs: int
     stages: int
-    registers: int
+    resident: int
     after: bool = False
     step: int = 128
+    rows: int = 64
+    up: int = 3
+    down: int = 3
+
+    @property
+    def registers(self) -> int:
+        """Of each thread, before the copy warp passes on some of its own."""
+        return 65536 // (256 * self.resident) // 8 * 8
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,7 @@ class Wide:
     gathers: bool = False
 
 
-Kernel = Narrow | Direct | Stream | Wide
+Kernel = Narrow | Direct | Queue | Wide
 
 
 @dataclass(frozen=True)
@@ -104,17 +112,18 @@ class Plan:
     down_splits: int = 1
 
 
-#: Shared memory of a program, and what a warpgroup of the stream and of the wide kernel needs of it to regroup results.
+#: Shared memory of a program, and what one of the queue and of the wide kernel needs of it beside its steps.
 SHARED_BYTES = 232448
-_REGROUPING_BYTES = 8448
+_QUEUE_BYTES = 9472
 _REGROUPING_WIDE = 16640
 
 DIRECT = Direct()
 #: Weights of an expert up to which the kernels for few tokens are used; larger ones keep the GPU busy anyway.
 DIRECT_WEIGHTS = 1 << 25
 NARROW8 = Narrow(8, 3, after=True, resident=4, registers=128)
-STREAM8 = Stream(8, 3, 3, 168, after=True)
-STREAM16 = Stream(16, 2, 5, 232, after=True)
+QUEUE8 = Queue(8, 3, resident=3, after=True)
+QUEUE16 = Queue(16, 3, resident=3, after=True, rows=32)
+QUEUE32 = Queue(32, 4, resident=2)
 WIDE32 = Wide(32, 6, warpgroups=4, registers=120)
 WIDE64 = Wide(64, 6, warpgroups=4, registers=112)
 WIDE96 = Wide(96, 8, warpgroups=2, registers=232)
@@ -128,24 +137,24 @@ GATHERING: dict[Kernel, tuple[int, Kernel]] = {
     WIDE160: (GATHER_COLUMNS, replace(WIDE160, gathers=True)),
 }
 #: (tokens per hit expert up to, kernel), tried in order.
-TABLE: tuple[tuple[float, Narrow | Stream | Wide], ...] = (
-    (1.55, NARROW8),
-    (5.0, STREAM8),
-    (12.0, STREAM16),
+TABLE: tuple[tuple[float, Narrow | Queue | Wide], ...] = (
+    (1.2, NARROW8),
+    (5.0, QUEUE8),
+    (12.0, QUEUE16),
     (24.0, WIDE32),
     (44.0, WIDE64),
     (90.0, WIDE96),
     (float("inf"), WIDE160),
 )
 #: The same for e2m1, whose integer work counts beside its bytes: for down products of few steps and for longer ones.
-_MXFP4_MANY: tuple[tuple[float, Narrow | Stream | Wide], ...] = (
+_MXFP4_MANY: tuple[tuple[float, Narrow | Queue | Wide], ...] = (
     (24.0, WIDE32),
     (48.0, WIDE64),
     (90.0, WIDE96),
     (float("inf"), WIDE160),
 )
 MXFP4_TABLE = ((5.0, NARROW8), (12.0, Narrow(16, 2, after=False, resident=4, registers=128)), *_MXFP4_MANY)
-MXFP4_LONG_TABLE = ((1.2, NARROW8), (5.0, STREAM8), (12.0, Stream(16, 3, 3, 160)), *_MXFP4_MANY)
+MXFP4_LONG_TABLE = ((1.2, NARROW8), (5.0, QUEUE8), (12.0, QUEUE16), (24.0, QUEUE32), *_MXFP4_MANY)
 #: Features of a down product's k up to which it counts as short.
 SHORT_K = 1024
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -180,7 +189,7 @@ def splits_for(items: float, steps: int, resident: int) -> int:
     return -(-steps // -(-steps // best))  # without empty shares
 
 
-def table_for(kind: str, intermediate: int = 0) -> tuple[tuple[float, Narrow | Stream | Wide], ...]:
+def table_for(kind: str, intermediate: int = 0) -> tuple[tuple[float, Narrow | Queue | Wide], ...]:
     """The table for that kind of codes and k of the down product."""
     if kind != "e2m1":
         return TABLE
@@ -204,13 +213,11 @@ def kernel_for(kernel: Kernel, kind: str, group: int) -> Kernel:
     if isinstance(kernel, Direct):  # of MXFP4's wider scales, four stages would leave room for two programs only
         step, stages = (64 if kind == "uint8" else 128), (3 if kind == "e2m1" else kernel.stages)
         return replace(kernel, after=after, step=step, stages=stages)
-    if kind == "e2m1":  # a loop of 128 rows for each pair does not fit the instruction cache
-        kernel = replace(kernel, stages=2 * kernel.stages)
-    step = 128 if kind == "uint4" else 64
+    step = 64 if kind == "uint8" else kernel.step
     kernel = replace(kernel, after=after, step=step)
     scales = max(1, step // group) * 512 if group else 512
     bytes_of_step = step * (256 if kind == "uint8" else 128) + scales + 2 * step * kernel.tokens
-    room = SHARED_BYTES // kernel.pairs - _REGROUPING_BYTES
+    room = SHARED_BYTES // kernel.resident - _QUEUE_BYTES
     return replace(kernel, stages=min(kernel.stages, room // bytes_of_step))
 
 
@@ -250,7 +257,7 @@ def choose(
     base = next(one for limit, one in table_for(kind, intermediate) if mean <= limit)
     most_columns, gathering = GATHERING.get(base, (0, base))
     kernel = kernel_for(gathering if intermediate <= most_columns else base, kind, group)
-    if isinstance(kernel, Stream):
+    if isinstance(kernel, Queue):
         return Plan(kernel)
     if isinstance(kernel, Wide):
         tiles = pairs / mean * max(1.0, mean / kernel.tokens)

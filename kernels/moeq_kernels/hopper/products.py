@@ -11,16 +11,23 @@ from torch import Tensor
 from moeq_kernels.formats import find_format
 from moeq_kernels.hopper.call import after, programs_on
 from moeq_kernels.hopper.finish import PLAIN, Finish
-from moeq_kernels.hopper.plan import Narrow, Plan, Stream, Wide
+from moeq_kernels.hopper.plan import Narrow, Plan, Queue, Wide
 from moeq_kernels.hopper.sorting import Routed
-from moeq_kernels.records import PackedMatrix
+from moeq_kernels.records import PackedExperts, PackedMatrix
+
+#: Steps of a share of the queue kernel's products at least, and of a unit of several tiles.
+LEAST_UP, LEAST_DOWN, BUNDLED_STEPS = 4, 4, 8
+#: What the kernel for both products takes for each of them.
+_OF_A_PRODUCT = (
+    "w_desc", "s_desc", "zero", "slabs", "groups", "columns", "stride", "zero_words", "scale", "bias", "packed",
+)  # fmt: skip
 
 
 def product(
     plan: Plan, matrix: PackedMatrix, routed: Routed, x: Tensor, out: Tensor, finish: Finish, dependent: bool
 ) -> None:
     """One grouped product, over the tiles of `routed`."""
-    launch = {Narrow: launch_narrow, Stream: launch_stream, Wide: launch_wide}[type(plan.kernel)]
+    launch = {Narrow: launch_narrow, Wide: launch_wide}[type(plan.kernel)]
     launch(plan, matrix, routed, x, out, finish, dependent)
 
 
@@ -54,31 +61,50 @@ def launch_narrow(
     )
 
 
-def launch_stream(
-    plan: Plan, matrix: PackedMatrix, routed: Routed, x: Tensor, out: Tensor, finish: Finish, dependent: bool
+def launch_queue(
+    plan: Plan, experts: PackedExperts, routed: Routed, middle: Tensor, out: Tensor, finish: Finish, dependent: bool
 ) -> None:
-    """Launches `device.stream.expert_product_stream`, one program per multiprocessor."""
+    """Launches `device.queue.expert_layer`: both products of x, of w13 to middle, of w2 to out."""
     kernel = plan.kernel
-    assert isinstance(kernel, Stream)
-    function = import_module("moeq_kernels.hopper.device.stream").expert_product_stream
-    programs = programs_on(x.device)
-    takers = programs * kernel.pairs
-    down = finish == PLAIN
+    assert isinstance(kernel, Queue)
+    assert routed.x is not None
+    function = import_module("moeq_kernels.hopper.device.queue").expert_layer
+    programs = programs_on(out.device) * kernel.resident
+    up = _common(experts.w13, routed.x, middle, finish, dependent, kernel.step, 2, 8)
+    down = _common(experts.w2, middle, out, PLAIN, dependent, kernel.step, 2, 8)
+    count = _steps(experts.w2, middle, kernel.step)
+    bundle = max(1, BUNDLED_STEPS // count)
+    shares = (kernel.up + kernel.down) * programs
     function[(programs,)](
-        **_common(matrix, x, out, finish, dependent, kernel.step, 2, kernel.tokens),
-        partial=torch.empty(2 * takers, 256 * kernel.tokens, dtype=torch.float32, device=x.device),
-        arrived=routed.arrived[takers:] if down else routed.arrived,
+        **{f"up_{name}": up[name] for name in _OF_A_PRODUCT},
+        **{f"down_{name}": down[name] for name in _OF_A_PRODUCT},
+        **{name: up[name] for name in ("x_desc", "GROUP", "ZEROS", "KIND", "FINISH", "DEPENDENT", "num_warps")},
+        **after(dependent),
+        m_desc=down["x_desc"],
+        middle=middle,
+        out=out,
+        partial=torch.empty(shares, 256 * kernel.tokens, dtype=torch.float32, device=out.device),
+        counters=routed.arrived,
         tiles=routed.tiles,
         num_tiles=routed.num_tiles,
-        count=_steps(matrix, x, kernel.step),
-        blocks=-(-out.shape[-1] // (128 if finish.gated else 256)),
-        PAIRS=kernel.pairs,
+        most=routed.tiles.numel() // 8,
+        wanted_up=kernel.up * programs,
+        least_up=LEAST_UP,
+        wanted_down=kernel.down * programs,
+        least_down=LEAST_DOWN if bundle == 1 else count + 1,
+        bundle=bundle,
+        up_pair_tiles=up["pair_tiles"],
+        up_count=_steps(experts.w13, routed.x, kernel.step),
+        up_blocks=-(-middle.shape[-1] // (128 if finish.gated else 256)),
+        down_count=count,
+        down_blocks=-(-out.shape[-1] // 256),
         TOKENS=kernel.tokens,
         STEP=kernel.step,
         STAGES=kernel.stages,
-        REGISTERS=kernel.registers,
         AFTER=kernel.after,
-        EARLY=routed.early or down,
+        ROWS=kernel.rows,
+        EARLY=routed.early,
+        maxnreg=kernel.registers,
     )
 
 
@@ -154,6 +180,15 @@ def weight_arguments(matrix: PackedMatrix) -> dict[str, Any]:
         "ZEROS": matrix.zero is not None,
         "KIND": kind_of(matrix),
     }
+
+
+def alike(one: PackedMatrix, other: PackedMatrix) -> bool:
+    """Whether the same constants read both, as kernels for both products need."""
+    formats = [
+        (kind_of(matrix), group_of(matrix), matrix.zero is None, None if matrix.scale is None else matrix.scale.dtype)
+        for matrix in (one, other)
+    ]
+    return formats[0] == formats[1]
 
 
 def channel_scale(matrix: PackedMatrix) -> Tensor | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moeq_kernels.hopper.call import Call, after, programs_on
 from moeq_kernels.hopper.finish import Finish
-from moeq_kernels.hopper.plan import Plan, Stream, Wide
+from moeq_kernels.hopper.plan import Plan, Queue, Wide
 from moeq_kernels.records import PackedExperts
 from moeq_kernels.tuning import next_power_of_two
 
@@ -66,7 +66,8 @@ def sort_pairs(call: Call[Plan], plan: Plan, x: Tensor, topk_ids: Tensor, gather
     signals = parts_of(plan, call.finish, call.experts.intermediate_size)
     routed = Routed(sorted_x, pair_of_row, inverse, tiles, num_tiles, arrived, signals)
     if pairs <= FEW_PAIRS:
-        copy = not gathered and pairs <= ROWS_COPIED * count
+        # While `gather_rows` copies, the queue kernel reads its first weights already.
+        copy = not gathered and not isinstance(plan.kernel, Queue) and pairs <= ROWS_COPIED * count
         columns = min(1024, next_power_of_two(hidden))
         routing.route_few[(count, 1 + -(-hidden // columns) if copy else 1)](
             topk_ids,
@@ -174,8 +175,9 @@ def parts_of(plan: Plan, finish: Finish, columns: int) -> int:
 
 def counters(plan: Plan, most: int, experts: PackedExperts, device: torch.device) -> int:
     """How many integers the kernels of the plan count arrivals with, for `most` tiles."""
-    if isinstance(plan.kernel, Stream):
-        return 2 * plan.kernel.pairs * programs_on(device)  # for each product
+    if isinstance(plan.kernel, Queue):
+        programs = plan.kernel.resident * programs_on(device)
+        return 32 + most + (plan.kernel.up + plan.kernel.down) * programs
     if isinstance(plan.kernel, Wide):
         return 2 + experts.num_experts  # the queue of each product, and finished items of the first
     return most * -(-experts.intermediate_size // 128) if plan.gate_up_splits > 1 else 0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 
-from bench.cases import make_layer, route
+from bench.cases import Recipe, make_layer, route
 from bench.checking import finish_of
 from bench.hopper_check import LAYERS, plans
 from moeq_kernels.hopper.launch import hopper_moe
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the 
 
 KERNELS = {
     "narrow": ("expert_product_narrow",),
-    "stream": ("expert_product_stream",),
+    "queue": ("expert_layer",),
     "wide": ("expert_product_wide",),
     "direct": ("few_gate_up", "few_down"),
     "routing": ("route_few", "count_pairs", "place_pairs", "gather_rows", "sum_rows"),
@@ -75,9 +76,35 @@ def _check(plan: Plan | None, launches: list[tuple[str, dict[str, Any]]], pairs:
         return
     assert names[0] in ("route_few", "count_pairs")
     assert names[-1] == "sum_rows"
+    if "expert_layer" in names:
+        _check_layer(plan, dict(launches)["expert_layer"], pairs, intermediate)
+        return
     gate_up, down = products
     assert gate_up["columns"] == gate_up["out"].shape[-1] == intermediate
     assert (gate_up["out"].shape[0], down["out"].shape[1]) == (pairs, pairs)
     assert gate_up["out"].data_ptr() == down["x_desc"].base.data_ptr()
     if plan is not None:
         assert {one["TOKENS"] for one in products} == {plan.kernel.tokens}
+
+
+def _check_layer(plan: Plan | None, given: dict[str, Any], pairs: int, intermediate: int) -> None:
+    assert given["up_columns"] == given["middle"].shape[-1] == intermediate
+    assert given["middle"].shape[0] == given["out"].shape[0] == pairs
+    assert given["middle"].data_ptr() == given["m_desc"].base.data_ptr()
+    shares = given["wanted_up"] + given["wanted_down"]
+    assert given["partial"].shape[0] == shares
+    assert given["counters"].numel() == 32 + given["most"] + shares
+    if given["bundle"] > 1:  # shares of several tiles would lie in one place
+        assert given["down_count"] < given["least_down"]
+    if plan is not None:
+        assert given["TOKENS"] == plan.kernel.tokens
+
+
+def test_products_in_different_formats_are_made_apart(launches: list[tuple[str, dict[str, Any]]]) -> None:
+    one, _ = make_layer(Recipe(hidden=256, intermediate=256, group_size=128))
+    other, _ = make_layer(Recipe(hidden=256, intermediate=256, group_size=32))
+    given = route(6, 256, one.num_experts, 2, dtype=torch.bfloat16)
+    for w2, names in ((one.w2, ["expert_layer"]), (other.w2, ["expert_product_wide"] * 2)):
+        launches.clear()
+        hopper_moe(given.x, replace(one, w2=w2), given.weights, given.ids)
+        assert [name for name, _ in launches if name.startswith("expert_")] == names

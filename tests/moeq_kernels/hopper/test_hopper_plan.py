@@ -15,7 +15,7 @@ from moeq_kernels.hopper.plan import (
     SHARED_BYTES,
     Direct,
     Narrow,
-    Stream,
+    Queue,
     Wide,
     choose,
     kernel_for,
@@ -48,7 +48,7 @@ def test_every_number_of_tokens_gets_a_plan_without_empty_shares(
             assert 1 <= plan.down_splits <= min(8, -(-intermediate // 128))
         else:
             assert plan.gate_up_splits == 1
-            assert 1 <= plan.down_splits <= (1 if isinstance(plan.kernel, Stream) else 4)
+            assert 1 <= plan.down_splits <= (1 if isinstance(plan.kernel, Queue) else 4)
     assert widths == sorted(widths)
 
 
@@ -84,8 +84,8 @@ def test_tables_are_ordered_and_sizes_fit_the_register_file(kind: str) -> None:
     for _, kernel in table_for(kind):
         if isinstance(kernel, Wide):
             assert 128 * (kernel.warpgroups * kernel.registers + 24) <= 65536
-        if isinstance(kernel, Stream):  # one warpgroup gets what the others leave
-            assert 128 * ((kernel.pairs - 1) * kernel.registers + 24) <= 65536 - 128 * 128
+        if isinstance(kernel, Queue):  # four warps multiply, of four others one copies
+            assert 256 * kernel.registers * kernel.resident <= 65536
 
 
 def test_the_experts_of_one_token_differ() -> None:
@@ -110,9 +110,9 @@ def test_other_formats_change_the_kernels_and_fit_shared_memory() -> None:
         for _, base in table_for(kind):
             kernel = kernel_for(base, kind, group)
             assert kernel.stages >= 2
-            if isinstance(kernel, Stream):
+            if isinstance(kernel, Queue):
                 words = kernel.step * (256 if kind == "uint8" else 128)
-                assert kernel.pairs * kernel.stages * (words + 2 * kernel.step * kernel.tokens) < SHARED_BYTES
+                assert kernel.resident * kernel.stages * (words + 2 * kernel.step * kernel.tokens) < SHARED_BYTES
     assert kernel_for(NARROW8, "uint4", 0).after  # nothing to fold: one scale for each output feature
     assert choose(8, 8, 2048, 768, 128, gated=False).gate_up_splits == 1
 

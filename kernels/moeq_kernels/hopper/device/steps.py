@@ -67,16 +67,17 @@ def load_tokens(step, slot, bar, x_desc, x_buf, row, STEP: gl.constexpr, some=Tr
 
 
 @gluon.jit
-def _half(
+def _rows(
     acc, part, words, x, scales, zero, z_row, zero_words, tile, pair_tiles, k, SUB: gl.constexpr,
     TOKENS: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, AFTER: gl.constexpr, KIND: gl.constexpr,
+    ROWS: gl.constexpr,
 ):
-    """Multiplies 64 rows of k, the SUB-th of a step that begins at row k."""
+    """Multiplies ROWS rows of k (32 or 64), the SUB-th of a step that begins at row k."""
     HALF: gl.constexpr = x.dtype == gl.float16
-    first: gl.constexpr = SUB * 64 // GROUP if GROUP else 0
-    second: gl.constexpr = (SUB * 64 + 32) // GROUP if GROUP else 0
+    first: gl.constexpr = SUB * ROWS // GROUP if GROUP else 0
+    second: gl.constexpr = (SUB * ROWS + ROWS - 32) // GROUP if GROUP else 0
     layout: gl.constexpr = gl.SliceLayout(2, layouts.scales(False))
-    words = words.slice(4 * SUB, 4, dim=1).load(layouts.words(False, 4, KIND))
+    words = words.slice(ROWS // 16 * SUB, ROWS // 16, dim=1).load(layouts.words(False, ROWS // 16, KIND))
     scale1 = 0
     scale2 = 0
     if GROUP:
@@ -94,10 +95,14 @@ def _half(
         if first != second:
             zero2 = common.zero_offsets(zero, z_row + second, zero_words, tile, pair_tiles, False, KIND, HALF)
     scaled: gl.constexpr = GROUP > 0 and not AFTER
-    a = common.step_weights(words, scale1, scale2, zero1, zero2, False, TOKENS, scaled, ZEROS, KIND, HALF)
+    a = common.step_weights(
+        words, scale1, scale2, zero1, zero2, False, TOKENS, scaled, ZEROS, KIND, HALF, ROWS // 16
+    )
+    if ROWS < 64:
+        x = x.slice(SUB * ROWS % 64, ROWS, dim=1)
     if GROUP > 0 and AFTER:
-        opens: gl.constexpr = SUB * 64 % GROUP == 0
-        closes: gl.constexpr = (SUB + 1) * 64 % GROUP == 0
+        opens: gl.constexpr = SUB * ROWS % GROUP == 0
+        closes: gl.constexpr = (SUB + 1) * ROWS % GROUP == 0
         part = warpgroup_mma(a, x.permute((1, 0)), part, use_acc=not opens, is_async=True)
         part, a = warpgroup_mma_wait(0, deps=(part, a))
         if closes:
@@ -114,15 +119,16 @@ def _half(
 def multiply(
     acc, part, words, scales, x_buf, x_slot, zero, z_row, zero_words, tile, pair_tiles, k, STEP: gl.constexpr,
     TOKENS: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, AFTER: gl.constexpr,
+    ROWS: gl.constexpr = 64,
 ):
     """Multiplies a step that begins at row k. words, scales: its slots of `views`; x_slot: where its tokens are.
 
-    part: float32 sums of a group, not scaled yet, where AFTER.
+    part: float32 sums of a group, not scaled yet, where AFTER. ROWS: of k, whose weights are in registers at a time.
     """
-    for sub in gl.static_range(STEP // 64):
-        acc, part = _half(
-            acc, part, words, x_buf.index(STEP // 64 * x_slot + sub), scales, zero, z_row, zero_words, tile,
-            pair_tiles, k, sub, TOKENS, GROUP, ZEROS, AFTER, KIND,
+    for sub in gl.static_range(STEP // ROWS):
+        acc, part = _rows(
+            acc, part, words, x_buf.index(STEP // 64 * x_slot + sub * ROWS // 64), scales, zero, z_row, zero_words,
+            tile, pair_tiles, k, sub, TOKENS, GROUP, ZEROS, AFTER, KIND, ROWS,
         )
     return acc, part
 
