@@ -33,6 +33,11 @@ def same(left: Array, right: Array, row: int = 0) -> bool:
     return not _octets(rows.view(np.uint8), right.view(np.uint8))
 
 
+def is_zero(matrix: Array) -> bool:
+    """Whether a matrix of unsigned integers, each row contiguous, holds nothing but zeros."""
+    return matrix.size == 0 or not _any(matrix.view(np.uint8))
+
+
 def any_all_ones(words: Array, mask: int) -> bool:
     """Whether any of the contiguous unsigned words has every bit of the mask: how floats spell NaN and infinity."""
     return bool(_all_ones(words.reshape(-1), words.dtype.type(mask)))
@@ -48,13 +53,26 @@ def all_between(words: Array, low: int, high: int) -> bool:
 def _octets(left, right):  # type: ignore[no-untyped-def]
     """Rows of bytes that are contiguous each."""
     found, odd = zeros(), 0
-    whole = right.shape[1] // 64 * 64
+    width = right.shape[1]
     for n in range(right.shape[0]):
-        for k in range(0, whole, 64):
+        for k in range(0, width - 63, 64):
             found = found | (load(left[n], k) ^ load(right[n], k))
-        for k in range(whole, right.shape[1]):
-            odd |= left[n, k] ^ right[n, k]
+        if width >= 64:  # the last bytes, some of them for the second time
+            found = found | (load(left[n], width - 64) ^ load(right[n], width - 64))
+        else:
+            for k in range(width):
+                odd |= left[n, k] ^ right[n, k]
     return odd != 0 or not is_blank(found)
+
+
+@njit(cache=True, nogil=True, boundscheck=False)
+def _any(octets):  # type: ignore[no-untyped-def]
+    found = np.uint8(0)
+    for n in range(octets.shape[0]):
+        row = octets[n]
+        for k in range(len(row)):
+            found |= row[k]
+    return found != 0
 
 
 @njit(cache=True, nogil=True, boundscheck=False)

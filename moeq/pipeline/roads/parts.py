@@ -16,7 +16,7 @@ import numpy as np
 
 from moeq.layouts.arranged import ArrangedLayout, Part, as_stored, is_gated_w13, logical_dtype
 from moeq.layouts.fast import transpose
-from moeq.layouts.fast.compare import same
+from moeq.layouts.fast.compare import is_zero, same
 from moeq.matrix import MatrixSpec
 from moeq.pipeline.roads.orders import Order, order_of
 from moeq.pipeline.roads.room import Array, Room
@@ -77,10 +77,13 @@ class Block:
     count: int
     rows: tuple[Rows, ...]
 
-    @property
-    def has_filling(self) -> bool:
-        """Whether any row is filling."""
-        return sum(rows.count for rows in self.rows) < self.count
+    @cached_property
+    def filling(self) -> tuple[slice, ...]:
+        """The rows that belong to none."""
+        free = set(range(self.count)).difference(*(range(self.count)[rows.elements] for rows in self.rows))
+        firsts = [row for row in sorted(free) if row - 1 not in free]
+        lasts = [row for row in sorted(free) if row + 1 not in free]
+        return tuple(slice(first, last + 1) for first, last in zip(firsts, lasts, strict=True))
 
 
 @dataclass(frozen=True)
@@ -211,13 +214,17 @@ class PackedPart:
         """Whether the unpacked elements of a block are exactly the field, filling included. `room` is another one."""
         if self.is_whole and all(view is not None for view in views):
             return all(same(_present(views[r.projection]), found[r.elements], r.source.start) for r in block.rows)
-        expected = room.array(scratch, found.shape, self.dtype)
-        self.place(views, block, expected)
-        return same(expected, found)
+        if self.widen is not None or any(views[r.projection] is None for r in block.rows):
+            expected = room.array(scratch, found.shape, self.dtype)
+            self.place(views, block, expected)
+            return same(expected, found)
+        columns = self.filled[1]
+        held = all(same(_present(views[r.projection]), found[r.elements, :columns], r.source.start) for r in block.rows)
+        return held and is_zero(found[:, columns:]) and all(is_zero(found[rows]) for rows in block.filling)
 
     def place(self, views: Views, block: Block, elements: Array) -> None:
         """Copy the rows of every projection that belong to these elements, and zeros around them."""
-        if block.has_filling or any(views[r.projection] is None for r in block.rows):
+        if block.filling or any(views[r.projection] is None for r in block.rows):
             elements.fill(0)
         columns = self.filled[1]
         elements[:, columns:] = 0
