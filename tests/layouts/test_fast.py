@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from layouts.matrices import random_matrix
 from torch import Tensor
 
+from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.bits import MUL_FREE
 from moeq.layouts.marlin import WEIGHT
-from moeq.layouts.words import pack_words
+from moeq.layouts.words import pack_words, unpack_words
 from moeq.matrix import MatrixSpec
 
 pytest.importorskip("numba")
@@ -70,6 +71,28 @@ def test_a_single_flipped_bit_is_unpacked(bits: int, row: int, column: int, bit:
     packed[row, column] ^= np.uint32(1 << bit)
     marlin.unpack(packed, bits, back)
     assert int(np.bitwise_count(back ^ rows).sum()) == 1
+
+
+#: Orders of scales: those of 64 rows of a group together, of both halves together, and others.
+SCALES = [
+    Arrangement("n o8 r8, g -> g n r o"),
+    Arrangement("n o2 s2 t2 r8, g -> g n r o t s"),
+    Arrangement("h2 n o2 s2 t2 r4, g -> g n r h o t s"),
+    Arrangement("n a4 b4 c2, g -> g n b a c"),
+]
+
+
+@pytest.mark.parametrize("arrangement", SCALES, ids=str)
+@pytest.mark.parametrize("columns", [1, 7, 8, 9, 16, 23, 90])
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.uint8, 8), (torch.int16, 16)])
+def test_scales_are_packed_as_by_the_plain_loops(
+    arrangement: Arrangement, columns: int, dtype: torch.dtype, bits: int
+) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    scales = torch.randint(0, 1 << 7, (256, columns), generator=generator).to(dtype)
+    plain = pack_words(arrangement, scales, bits, compiled=False)
+    assert torch.equal(pack_words(arrangement, scales, bits, compiled=True), plain)
+    assert torch.equal(unpack_words(arrangement, plain, (256, columns), bits, compiled=True), scales)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])

@@ -101,6 +101,27 @@ def store_two(typing, first, second, index, vector):  # type: ignore[no-untyped-
 
 
 @intrinsic
+def load_word(typing, octets, index):  # type: ignore[no-untyped-def]
+    """Eight bytes of an array of bytes from `octets[index]` on, as a word."""
+
+    def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
+        return builder.load(_pointer(context, builder, signature.args, values, ir.IntType(64)), align=1)
+
+    return types.uint64(octets, index), generate
+
+
+@intrinsic
+def store_word(typing, octets, index, word):  # type: ignore[no-untyped-def]
+    """`load_word` the other way round."""
+
+    def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
+        builder.store(values[2], _pointer(context, builder, signature.args, values, ir.IntType(64)), align=1)
+        return context.get_dummy_value()
+
+    return types.void(octets, index, types.uint64), generate
+
+
+@intrinsic
 def zeros(typing):  # type: ignore[no-untyped-def]
     """Eight zeros."""
     return _vector(), lambda context, builder, signature, values: ir.Constant(_WORDS, [0] * LANES)
