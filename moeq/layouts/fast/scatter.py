@@ -11,8 +11,7 @@ import numpy as np
 from numba import njit
 
 from moeq.layouts.arrangement import Arrangement, Digit
-from moeq.layouts.fast import nibbles
-from moeq.layouts.fast.vectors import load, load_word, pick_bytes, store, store_word, transposed
+from moeq.layouts.fast import nibbles, tall
 from moeq.layouts.marlin import WEIGHT
 
 Array = np.ndarray[Any, Any]
@@ -33,8 +32,8 @@ class _Loops:
 
     Word number `outer * outer_words + inner * inner_words + word[t]` holds, as field f, element
     `first + outer * outer_elements + inner * inner_elements + element[t] + field[f]`. Where `run` is above 1, that many
-    words follow each other, made of consecutive elements, at each of these places. Where there are `rows` and words are
-    bytes, those of 64 rows of a column follow each other: `rows` is where each of these rows begins.
+    words follow each other, made of consecutive elements, at each of these places. Where there are `rows`, words
+    of 64 rows of a column follow each other: `rows` is where each of these rows begins.
     """
 
     sizes: np.ndarray[Any, np.dtype[np.int64]]
@@ -58,8 +57,8 @@ def pack(arrangement: Arrangement, elements: Array, bits: int, out: Array) -> No
         arrangement, elements, out = lanes[0], elements.view(wide), out.view(wide)
     loops = _loops(arrangement, elements.shape[0], elements.shape[1])
     source, target = _unsigned(elements), _unsigned(out)
-    if loops.rows is not None and source.itemsize == 1:
-        _pack_columns(source, target, loops.sizes, loops.rows)
+    if loops.rows is not None and tall.fits(source.itemsize, loops.sizes[4]):
+        tall.pack(source, target, loops.sizes, loops.rows)
     elif loops.run > 1:
         _PACK_RUNS[len(loops.field)](source, target, loops.sizes, loops.element, loops.word, loops.run)
     else:
@@ -83,8 +82,8 @@ def unpack(arrangement: Arrangement, words: Array, bits: int, out: Array) -> Non
         mask *= 0x01010101 & ((1 << 8 * lanes[1]) - 1)
     loops = _loops(arrangement, out.shape[0], out.shape[1])
     source, target = _unsigned(words), _unsigned(out)
-    if loops.rows is not None and source.itemsize == 1:
-        _unpack_columns(source, target, loops.sizes, loops.rows)
+    if loops.rows is not None and tall.fits(source.itemsize, loops.sizes[4]):
+        tall.unpack(source, target, loops.sizes, loops.rows)
     elif loops.run > 1:
         _UNPACK_RUNS[len(loops.field)](source, target, loops.sizes, loops.element, loops.word, loops.run)
     else:
@@ -131,9 +130,8 @@ def _loops(arrangement: Arrangement, rows: int, columns: int) -> _Loops:
 
 
 def _are_columns(sizes: list[int], word: np.ndarray[Any, Any], field: list[tuple[int, int]], run: int) -> bool:
-    """Whether words are whole elements, and those of 64 rows of a column follow each other, with 8 columns or more."""
-    columns, step = sizes[4], sizes[5]
-    return not field and run == 1 and step == 1 and columns >= 8 and sorted(word) == list(range(64))
+    """Whether words are whole elements, and those of 64 rows of a column follow each other."""
+    return not field and run == 1 and sizes[5] == 1 and sorted(word) == list(range(tall.ROWS))
 
 
 def _strides(digits: tuple[Digit, ...], radix: dict[str, int], unit: int) -> dict[str, int]:
@@ -308,54 +306,6 @@ def _unpack2_runs(source, target, sizes, element, word, run):  # type: ignore[no
                 for j in range(run):
                     filled[2 * j] = packed[j] & 15
                     filled[2 * j + 1] = packed[j] >> 4
-
-
-_turned = pick_bytes(*(8 * row + column for column in range(8) for row in range(8)))
-
-
-@njit(cache=True, nogil=True, boundscheck=False)
-def _pack_columns(source, target, sizes, rows):  # type: ignore[no-untyped-def]
-    """Bytes of 8 columns of 64 rows at a time."""
-    words = np.empty(64, np.uint64)
-    for a in range(sizes[1]):
-        for first in range(0, sizes[4], 8):
-            b = min(first, sizes[4] - 8)  # at the end, some once more
-            s, t = sizes[0] + a * sizes[2] + b, a * sizes[3] + b * sizes[6]
-            for i in range(64):
-                words[i] = load_word(source, s + rows[i])
-            lines = _squares(words)
-            for i in range(8):
-                store(target, t + i * sizes[6], lines[i])
-
-
-@njit(cache=True, nogil=True, boundscheck=False)
-def _unpack_columns(source, target, sizes, rows):  # type: ignore[no-untyped-def]
-    words = np.empty(64, np.uint64)
-    for a in range(sizes[1]):
-        for first in range(0, sizes[4], 8):
-            b = min(first, sizes[4] - 8)  # at the end, some once more
-            s, t = sizes[0] + a * sizes[2] + b, a * sizes[3] + b * sizes[6]
-            for i in range(8):
-                store(words, 8 * i, load(source, t + i * sizes[6]))
-            lines = transposed(*_eight(words))
-            for i in range(8):
-                store(words, 8 * i, _turned(lines[i], lines[i]))
-            for i in range(64):
-                store_word(target, s + rows[i], words[i])
-
-
-@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
-def _squares(words):  # type: ignore[no-untyped-def]
-    """Eight bytes each of 64 rows -> 64 bytes each of eight columns."""
-    a, b, c, d, e, f, g, h = _eight(words)
-    a, b, c, d = _turned(a, a), _turned(b, b), _turned(c, c), _turned(d, d)
-    return transposed(a, b, c, d, _turned(e, e), _turned(f, f), _turned(g, g), _turned(h, h))
-
-
-@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
-def _eight(words):  # type: ignore[no-untyped-def]
-    first = load(words, 0), load(words, 8), load(words, 16), load(words, 24)
-    return (*first, load(words, 32), load(words, 40), load(words, 48), load(words, 56))
 
 
 _PACK = {1: _pack1, 2: _pack2, 4: _pack4, 8: _pack8}
