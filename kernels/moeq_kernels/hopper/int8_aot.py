@@ -124,6 +124,7 @@ def _direct(case: Int8Case, kernel: Int8Direct) -> tuple[Any, dict[str, str], di
     else:
         constants |= dict.fromkeys(("up_bias", "bias"))
     constants |= {"TOP_K": 8, "UP_SHARES": 3, "SHARES": 2, "FINISH": OAI if case.bias else SILU}
+    constants["ROWS"] = 256 if case.bias else 128
     return device.few_down_int8, types, constants
 
 

@@ -13,6 +13,9 @@ from moeq_kernels.hopper.int8_plan import Int8Direct, Int8Plan
 from moeq_kernels.records import PackedExperts, PackedMatrix
 from moeq_kernels.tuning import next_power_of_two
 
+#: Steps of k of the down product up to which a program takes 256 rows, so that it is not mostly start and end.
+SHORT = 3
+
 
 def launch_direct(
     call: Call[Int8Plan], plan: Int8Plan, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, y: Tensor
@@ -28,7 +31,8 @@ def launch_direct(
     up_steps, steps = -(-w13.k // 128), -(-w2.k // 128)
     up_share, share = -(-up_steps // plan.gate_up_splits), -(-steps // plan.down_splits)
     up_shares, shares = -(-up_steps // up_share), -(-steps // share)
-    blocks = -(-hidden // 128)
+    rows = 256 if steps <= SHORT else 128
+    blocks = -(-hidden // rows)
     sums = torch.empty(up_shares, pairs, 2 * columns, dtype=torch.int32, device=x.device)
     scales = torch.empty(pairs, dtype=torch.float32, device=x.device)
     parts = torch.empty(shares, pairs, hidden, dtype=torch.float32, device=x.device)
@@ -91,6 +95,7 @@ def launch_direct(
         STEPS=next_power_of_two(share),
         STAGES=min(plan.kernel.stages, share),
         COLUMNS=max(512, next_power_of_two(columns)),
+        ROWS=rows,
         FINISH=call.finish,
     )
 

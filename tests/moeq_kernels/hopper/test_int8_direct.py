@@ -89,7 +89,7 @@ class Down(Kernel):
 
     def run(self, given: dict[str, Any], blocks: int, shares: int) -> None:
         columns, hidden, finish = given["columns"], given["hidden"], given["FINISH"]
-        assert blocks == -(-hidden // 128)
+        assert blocks == -(-hidden // given["ROWS"])
         assert given["COLUMNS"] >= columns
         tokens = given["pairs"] // given["TOP_K"]
         assert torch.equal(given["arrived"], torch.zeros(tokens * blocks, dtype=torch.int32))

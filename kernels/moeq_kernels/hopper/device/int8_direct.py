@@ -58,28 +58,34 @@ def _k_of(first, STEPS: gl.constexpr):
 
 
 @gluon.jit
-def _load(i, slot, bar, first_desc, second_desc, w_buf, expert, row, second_row):
-    """Starts the copies of a step's weights: two boxes of 64 rows."""
-    mbarrier.expect(bar, 128 * STEP)
-    tma_load(first_desc, [expert, row, i * STEP], bar, w_buf.index(2 * slot))
-    tma_load(second_desc, [expert, second_row, i * STEP], bar, w_buf.index(2 * slot + 1))
+def _load(i, slot, bar, first_desc, second_desc, w_buf, expert, row, second_row, ROWS: gl.constexpr):
+    """Starts the copies of a step's weights: half of the ROWS rows from either descriptor, in boxes of 64."""
+    mbarrier.expect(bar, ROWS * STEP)
+    HALF: gl.constexpr = ROWS // 128
+    for b in gl.static_range(HALF):
+        tma_load(first_desc, [expert, row + 64 * b, i * STEP], bar, w_buf.index(2 * HALF * slot + b))
+        tma_load(second_desc, [expert, second_row + 64 * b, i * STEP], bar, w_buf.index(2 * HALF * slot + HALF + b))
 
 
 @gluon.jit
-def _load_first(first, last, ready, first_desc, second_desc, w_buf, expert, row, second_row, STAGES: gl.constexpr):
+def _load_first(
+    first, last, ready, first_desc, second_desc, w_buf, expert, row, second_row, STAGES: gl.constexpr,
+    ROWS: gl.constexpr,
+):
     """Starts the copies that fit."""
     for i in gl.static_range(STAGES):
         if first + i < last:
-            _load(first + i, i, ready.index(i), first_desc, second_desc, w_buf, expert, row, second_row)
+            _load(first + i, i, ready.index(i), first_desc, second_desc, w_buf, expert, row, second_row, ROWS)
 
 
 @gluon.jit
 def _multiply(
     first, last, ready, first_desc, second_desc, w_buf, x_buf, expert, row, second_row, STAGES: gl.constexpr,
+    ROWS: gl.constexpr,
 ):
-    """int32 sums `[128, TOKENS]` of steps first to last."""
-    w_view = reinterpret(w_buf, gl.int8, [STAGES, 128, STEP], common.operand())
-    acc = gl.zeros([128, TOKENS], gl.int32, common.accumulator(TOKENS))
+    """int32 sums `[ROWS, TOKENS]` of steps first to last."""
+    w_view = reinterpret(w_buf, gl.int8, [STAGES, ROWS, STEP], common.operand())
+    acc = gl.zeros([ROWS, TOKENS], gl.int32, common.accumulator(TOKENS))
     for i in range(first, last):
         slot = (i - first) % STAGES
         mbarrier.wait(ready.index(slot), ((i - first) // STAGES) & 1)
@@ -87,14 +93,14 @@ def _multiply(
         acc = warpgroup_mma_wait(0, deps=(acc,))
         if i + STAGES < last:
             barrier()
-            _load(i + STAGES, slot, ready.index(slot), first_desc, second_desc, w_buf, expert, row, second_row)
+            _load(i + STAGES, slot, ready.index(slot), first_desc, second_desc, w_buf, expert, row, second_row, ROWS)
     return acc
 
 
 @gluon.jit
-def _prepare(STAGES: gl.constexpr, STEPS: gl.constexpr):
+def _prepare(STAGES: gl.constexpr, STEPS: gl.constexpr, ROWS: gl.constexpr):
     """Buffers of weights and tokens, and barriers."""
-    w_buf = gl.allocate_shared_memory(gl.int8, [STAGES * 2, 1, 64, STEP], common.weight_box())
+    w_buf = gl.allocate_shared_memory(gl.int8, [STAGES * (ROWS // 64), 1, 64, STEP], common.weight_box())
     x_buf = gl.allocate_shared_memory(gl.int8, [STEPS, TOKENS, STEP], common.operand())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -122,7 +128,7 @@ def few_gate_up_int8(
         arrived: int32; to_clear of them are set to zero.
         count: of steps, SHARE of them for each share; STEPS and COLUMNS: powers of two for SHARE and hidden.
     """
-    w_buf, x_buf, ready = _prepare(STAGES, STEPS)
+    w_buf, x_buf, ready = _prepare(STAGES, STEPS, 128)
     if DEPENDENT:
         gdc_wait()
     block = gl.program_id(0)
@@ -131,7 +137,7 @@ def few_gate_up_int8(
     first = gl.program_id(2) * SHARE
     last = gl.minimum(first + SHARE, count)
     if expert >= 0:
-        _load_first(first, last, ready, first_desc, second_desc, w_buf, expert, block * 64, block * 64, STAGES)
+        _load_first(first, last, ready, first_desc, second_desc, w_buf, expert, block * 64, block * 64, STAGES, 128)
     if DEPENDENT:
         gdc_launch_dependents()
     if (block == 0) & (pair == 0) & (first == 0):
@@ -150,7 +156,7 @@ def few_gate_up_int8(
         fence_async_shared()
         barrier()
         acc = _multiply(
-            first, last, ready, first_desc, second_desc, w_buf, x_buf, expert, block * 64, block * 64, STAGES,
+            first, last, ready, first_desc, second_desc, w_buf, x_buf, expert, block * 64, block * 64, STAGES, 128,
         )
         n = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(1, common.accumulator(TOKENS))), 1)
         t = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(0, common.accumulator(TOKENS))), 0)
@@ -189,11 +195,12 @@ def few_down_int8(
     first_desc, second_desc, static_scale, ids, expert_map, topk_weights, sums, scales, parts, arrived, y, up_scale,
     up_bias, w_scale, bias, w_rows, count, columns, hidden, stride_w, up_row, row_step, pairs, experts, known,
     MAPPED: gl.constexpr, TOP_K: gl.constexpr, UP_SHARES: gl.constexpr, SHARES: gl.constexpr, SHARE: gl.constexpr,
-    STEPS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr, FINISH: gl.constexpr, DEPENDENT: gl.constexpr,
+    STEPS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr, ROWS: gl.constexpr, FINISH: gl.constexpr,
+    DEPENDENT: gl.constexpr,
 ):
     """y[token] = sum over its choices of weight * codes of the activation of sums @ W[expert].T.
 
-    Programs: (block of 128 columns, pair, share).
+    Programs: (block of ROWS columns, pair, share).
 
     Args:
         first_desc, second_desc: twice the weights; static_scale: of the activations, as in `few_gate_up_int8`.
@@ -203,14 +210,15 @@ def few_down_int8(
             further; w_scale, bias `[experts, w_rows]`. Biases may be None.
         count: of steps, SHARE of them for each share; STEPS and COLUMNS: powers of two for SHARE and columns.
     """
-    w_buf, x_buf, ready = _prepare(STAGES, STEPS)
+    w_buf, x_buf, ready = _prepare(STAGES, STEPS, ROWS)
     block = gl.program_id(0)
     pair = gl.program_id(1)
     expert = expert_of(ids, expert_map, pair, experts, known, MAPPED)
     first = gl.program_id(2) * SHARE
     last = gl.minimum(first + SHARE, count)
+    row = block * ROWS
     if expert >= 0:
-        _load_first(first, last, ready, first_desc, second_desc, w_buf, expert, block * 128, block * 128 + 64, STAGES)
+        _load_first(first, last, ready, first_desc, second_desc, w_buf, expert, row, row + ROWS // 2, STAGES, ROWS)
     if DEPENDENT:
         gdc_wait()
     if expert >= 0:
@@ -230,9 +238,9 @@ def few_down_int8(
         fence_async_shared()
         barrier()
         acc = _multiply(
-            first, last, ready, first_desc, second_desc, w_buf, x_buf, expert, block * 128, block * 128 + 64, STAGES,
+            first, last, ready, first_desc, second_desc, w_buf, x_buf, expert, row, row + ROWS // 2, STAGES, ROWS,
         )
-        n = block * 128 + gl.arange(0, 128, layout=gl.SliceLayout(1, common.accumulator(TOKENS)))
+        n = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, common.accumulator(TOKENS)))
         t = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(0, common.accumulator(TOKENS))), 0)
         at = expert.to(gl.int64) * w_rows + n
         factor = gl.load(w_scale + at, mask=n < hidden, other=0.0).to(gl.float32)
@@ -248,8 +256,8 @@ def few_down_int8(
     counter = arrived + token * gl.num_programs(0) + block
     if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == TOP_K * SHARES - 1:
         sum_choices(
-            y, ids, expert_map, topk_weights, parts, None, None, 0, token, block * 128, hidden, stride_w, pairs,
-            experts, known, MAPPED, TOP_K, SHARES, 128,
+            y, ids, expert_map, topk_weights, parts, None, None, 0, token, row, hidden, stride_w, pairs,
+            experts, known, MAPPED, TOP_K, SHARES, ROWS,
         )
 
 
