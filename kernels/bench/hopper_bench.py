@@ -174,7 +174,7 @@ def candidates(shape: Shape, stored: Weights, tokens: int) -> list[Plan]:
             kernel = kernel_for(kernel, stored.kind, stored.group)
             result += [Plan(kernel, up, down), Plan(kernel)]
     kernels = [kernel for kernel in QUEUE if mean / 3 <= kernel.tokens <= max(16, mean * 6)]
-    kernels += [kernel for kernel in WIDE if mean / 3 <= kernel.tokens <= mean * 4]
+    kernels += [kernel for kernel in WIDE if min(mean / 3, 100) <= kernel.tokens <= mean * 4]
     result += [Plan(kernel_for(kernel, stored.kind, stored.group)) for kernel in kernels]
     return list(dict.fromkeys(result))
 
