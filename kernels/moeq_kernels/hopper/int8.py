@@ -22,8 +22,6 @@ from moeq_kernels.tuning import next_power_of_two
 
 #: Pairs up to which one kernel does all the routing.
 FEW_PAIRS = 2048
-#: Pairs up to which each is routed and quantised by a program of its own.
-ALONE = 512
 
 
 @dataclass(frozen=True)
@@ -135,8 +133,8 @@ def sort_quantised(call: Call[Int8Plan], x: Tensor, topk_ids: Tensor, plan: Int8
     options = {"TOP_K": top_k, "COLUMNS": columns, "num_warps": max(4, warps_for(columns))}
     found = partial(Sorted, rows, inverse, expert_of_row, most=most, known=call.known, direct=direct)
     if pairs <= FEW_PAIRS:
-        # A program for each pair is soonest done; with more pairs than places for programs, one for each token.
-        per, padded = (1 if pairs <= ALONE else top_k), next_power_of_two(max(pairs, 16))
+        # One token is soonest done by a program for each pair, more by one for each token.
+        per, padded = (1 if direct else top_k), next_power_of_two(max(pairs, 16))
         rows_device.route_quantised[(pairs // per if direct else count + pairs // per,)](
             topk_ids, call.expert_map, x, static, rows.codes, rows.scales, inverse, expert_of_row, tiles, num_tiles,
             pairs, hidden, x.stride(0), rows.codes.stride(0), count, call.known, most, PAIRS=padded, PER=per,

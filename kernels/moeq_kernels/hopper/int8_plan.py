@@ -99,14 +99,20 @@ class Int8Plan:
     down_splits: int = 1
 
 
+WIDE = Int8Wide(4)
 #: (tokens per hit expert up to, kernel), tried in order.
 TABLE: tuple[tuple[float, Int8Narrow | Int8Wide], ...] = (
     (5.0, Int8Narrow(8, 6, resident=2)),
     (10.0, Int8Narrow(16, 6, resident=2)),
     (24.0, Int8Narrow(32, 5, resident=2)),
     (48.0, Int8Narrow(64, 4, resident=2)),
-    (float("inf"), Int8Wide(4)),
+    (96.0, Int8Narrow(128, 6)),
+    (float("inf"), WIDE),
 )
+#: Pairs up to which the kernels that do not sort are used, where experts are many.
+DIRECT_PAIRS = 32
+#: Features of gate up to which 128 tokens a tile are left to the wide kernel: the other reads them once for each 64.
+FEW_FEATURES = 512
 #: Features of a row of activations that all programs can quantise for themselves (beyond, that takes too long), and
 #: steps of k whose codes a program holds.
 DIRECT_FEATURES, DIRECT_STEPS = 1024, 16
@@ -140,12 +146,12 @@ def direct_plan(pairs: int, hidden: int, intermediate: int) -> Int8Plan:
 def choose(pairs: int, experts: int, hidden: int, intermediate: int) -> Int8Plan:
     """The plan for `pairs` routed pairs among `experts` with these packed sizes."""
     small = 3 * hidden * intermediate <= DIRECT_WEIGHTS and intermediate <= DIRECT_FEATURES
-    if small and 4 * pairs <= experts:
+    if small and 4 * pairs <= experts and pairs <= DIRECT_PAIRS:
         return direct_plan(pairs, hidden, intermediate)
     mean = tokens_per_hit(pairs, experts)
     kernel = next(one for limit, one in TABLE if mean <= limit)
-    if isinstance(kernel, Int8Wide):
-        return Int8Plan(kernel)
+    if isinstance(kernel, Int8Wide) or (kernel.tokens == 128 and intermediate <= FEW_FEATURES):
+        return Int8Plan(WIDE)
     tiles = pairs / mean * max(1.0, mean / kernel.tokens)
     gate_up = splits_for(tiles * -(-intermediate // (64 * kernel.warpgroups)), -(-hidden // 128), kernel.resident)
     down = splits_for(tiles * -(-hidden // (128 * kernel.warpgroups)), -(-intermediate // 128), kernel.resident)
