@@ -282,8 +282,8 @@ def main() -> int:
                 continue
             rows.append(row)
             print_row(row, f"{name:16s} {kind:8s}", 9)
-    if given.out:
-        save(given.out, rows)
+            if given.out:
+                save(given.out, rows)  # what was measured is kept if the rest is cut off
     return 0
 
 
