@@ -122,8 +122,8 @@ DIRECT = Direct()
 DIRECT_WEIGHTS = 1 << 25
 NARROW8 = Narrow(8, 3, after=True, resident=4, registers=128)
 QUEUE8 = Queue(8, 3, resident=3, after=True)
-QUEUE16 = Queue(16, 3, resident=3, after=True, rows=32)
-QUEUE32 = Queue(32, 4, resident=2)
+QUEUE16 = Queue(16, 3, resident=3, after=True, rows=32, down=2)
+QUEUE32 = Queue(32, 4, resident=2, up=1, down=1)
 WIDE32 = Wide(32, 6, warpgroups=4, registers=120)
 WIDE64 = Wide(64, 6, warpgroups=4, registers=112)
 WIDE96 = Wide(96, 8, warpgroups=2, registers=232)
@@ -138,7 +138,7 @@ GATHERING: dict[Kernel, tuple[int, Kernel]] = {
 }
 #: (tokens per hit expert up to, kernel), tried in order.
 TABLE: tuple[tuple[float, Narrow | Queue | Wide], ...] = (
-    (1.2, NARROW8),
+    (1.6, NARROW8),
     (5.0, QUEUE8),
     (12.0, QUEUE16),
     (24.0, WIDE32),
@@ -146,6 +146,8 @@ TABLE: tuple[tuple[float, Narrow | Queue | Wide], ...] = (
     (90.0, WIDE96),
     (float("inf"), WIDE160),
 )
+#: The same for down products of many steps (see SHORT_K).
+LONG_TABLE = tuple((20.0 if kernel == QUEUE16 else limit, kernel) for limit, kernel in TABLE)
 #: The same for e2m1, whose integer work counts beside its bytes: for down products of few steps and for longer ones.
 _MXFP4_MANY: tuple[tuple[float, Narrow | Queue | Wide], ...] = (
     (24.0, QUEUE32),
@@ -196,9 +198,9 @@ def splits_for(items: float, steps: int, resident: int) -> int:
 
 def table_for(kind: str, intermediate: int = 0) -> tuple[tuple[float, Narrow | Queue | Wide], ...]:
     """The table for that kind of codes and k of the down product."""
-    if kind != "e2m1":
-        return TABLE
-    return MXFP4_TABLE if intermediate <= SHORT_K else MXFP4_LONG_TABLE
+    if intermediate <= SHORT_K:
+        return MXFP4_TABLE if kind == "e2m1" else TABLE
+    return MXFP4_LONG_TABLE if kind == "e2m1" else LONG_TABLE
 
 
 def kernel_for(kernel: Kernel, kind: str, group: int) -> Kernel:
@@ -273,6 +275,8 @@ def choose(
     hit = experts * (1.0 - (1.0 - min(top_k, experts) / experts) ** (pairs / top_k))
     tiles = hit * max(1.0, pairs / hit / kernel.tokens)
     resident = MULTIPROCESSORS * kernel.resident
+    if kind != "e2m1" and (tiles * -(-intermediate // 128) > resident or tiles * -(-hidden // 256) > 2 * resident):
+        return Plan(kernel_for(QUEUE8, kind, group))  # narrow programs would run in waves
     gate_up = splits_for(tiles * -(-intermediate // 128), -(-hidden // 128), resident) if gated else 1
     down = splits_for(tiles * -(-hidden // 256), -(-intermediate // 128), resident)
     return Plan(kernel, gate_up, down)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moeq_kernels.hopper.call import Call, after, programs_on
 from moeq_kernels.hopper.finish import Finish
-from moeq_kernels.hopper.plan import Plan, Queue, Wide
+from moeq_kernels.hopper.plan import MULTIPROCESSORS, Plan, Queue, Wide
 from moeq_kernels.records import PackedExperts
 from moeq_kernels.tuning import next_power_of_two
 
@@ -94,7 +94,8 @@ def sort_pairs(call: Call[Plan], plan: Plan, x: Tensor, topk_ids: Tensor, gather
             GRAIN=grain,
             COPY=copy,
             COLUMNS=columns,
-            num_warps=16 if pairs > 1024 else 8 if pairs > 256 else 4,
+            # Where there are two programs for each multiprocessor, wider ones only wait for each other.
+            num_warps=4 if pairs <= 256 or count > MULTIPROCESSORS else 16 if pairs > 1024 else 8,
             **call.after,
         )
         if copy or gathered:
