@@ -283,11 +283,14 @@ def _gather(
 @gluon.jit
 def _item(
     it, w_view, x_buf, x_rest, s_view, ready, empty, zero, out, row, end_row, s_row, first, last, tile, pair_tiles,
-    columns, stride, zero_words, scale, bias, expert, packed, WG: gl.constexpr, NOW: gl.constexpr,
+    columns, stride, zero_words, scale, bias, expert, packed, done, finished, WG: gl.constexpr, NOW: gl.constexpr,
     TOKENS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr,
-    FINISH: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr,
+    FINISH: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr, SIGNALS: gl.constexpr,
 ):
-    """One warpgroup's part of one item, with NOW of the TOKENS columns of the buffers."""
+    """One warpgroup's part of one item, with NOW of the TOKENS columns of the buffers.
+
+    SIGNALS: counts the item before, of expert `finished`, when this one is multiplied: its stores have arrived by then.
+    """
     HALF: gl.constexpr = x_buf.dtype == gl.float16
     PER: gl.constexpr = layouts.groups_of(STEP, GROUP)
     BYTES: gl.constexpr = layouts.tile_bytes(KIND)
@@ -340,6 +343,8 @@ def _item(
                 acc, a = warpgroup_mma_wait(0, deps=(acc, a))
         mbarrier.arrive(empty.index(stage), count=1)
         it += 1
+    if SIGNALS and finished >= 0:
+        _signal(done, finished)
     undo: gl.constexpr = weights.undo(KIND, HALF, GROUP > 0)
     chunk: gl.constexpr = 32 if GROUPS_OF_WARPS == 4 else 64  # tokens regrouped at a time
     second: gl.constexpr = NOW - MAIN
@@ -355,6 +360,13 @@ def _item(
             FINISH, True, second, second,
         )
     return it
+
+
+@gluon.jit
+def _signal(done, expert):
+    """Counts an item that this warpgroup has stored."""
+    barrier()
+    gl.atomic_add(done + expert, 1, sem="release", scope="gpu")
 
 
 @gluon.jit
@@ -375,6 +387,7 @@ def _multiply(
     s_view = reinterpret(s_buf, s_buf.dtype, [STAGES, 2, PER * GROUPS_OF_WARPS * 8, 8], layouts.plain_shared())
     it = 0
     number = 0
+    finished = -1
     each = (steps + splits - 1) // splits
     expert, row, end_row, part = _next_item(info, full, free, 0, SLOTS)
     while expert >= 0:
@@ -388,14 +401,14 @@ def _multiply(
             if (left <= HEIGHTS[h]) & (h == 0 or left > HEIGHTS[h - 1]):
                 it = _item(
                     it, w_view, x_buf, x_rest, s_view, ready, empty, zero, base, row, end_row, expert * groups, first,
-                    last, tile, pair_tiles, columns, stride, zero_words, scale, bias, expert, packed, WG, HEIGHTS[h],
-                    TOKENS, STAGES, GROUP, ZEROS, KIND, FINISH, GROUPS_OF_WARPS,
+                    last, tile, pair_tiles, columns, stride, zero_words, scale, bias, expert, packed, done, finished,
+                    WG, HEIGHTS[h], TOKENS, STAGES, GROUP, ZEROS, KIND, FINISH, GROUPS_OF_WARPS, SIGNALS,
                 )
-        if SIGNALS:
-            barrier()
-            gl.atomic_add(done + expert, 1, sem="release", scope="gpu")
+        finished = expert
         number += 1
         expert, row, end_row, part = _next_item(info, full, free, number, SLOTS)
+    if SIGNALS and finished >= 0:
+        _signal(done, finished)
 
 
 @gluon.jit(
