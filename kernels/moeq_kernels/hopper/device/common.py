@@ -48,6 +48,12 @@ def find_tile(index, tiles, blocks):
 
 
 @gluon.jit
+def group_at(k, more: gl.constexpr, groups, GROUP: gl.constexpr):
+    """Group `more` groups behind row k, or the last of `groups`: a step may reach beyond K, where weights are 0."""
+    return gl.minimum(k // GROUP + more, groups - 1) if GROUP else 0
+
+
+@gluon.jit
 def zero_offsets(
     zero, row, row_words, tile, pair_tiles, WIDE: gl.constexpr, KIND: gl.constexpr = "uint4",
     HALF: gl.constexpr = False,

@@ -112,8 +112,8 @@ def few_gate_up(
             slot = (step - first) % STAGES
             mbarrier.wait(ready.index(slot), ((step - first) // STAGES) & 1)
             acc, part = steps.multiply(
-                acc, part, w_view.index(slot), s_view.index(slot), x_buf, slot, zero, s_row, zero_words, tile, far,
-                step * STEP, STEP, TOKENS, GROUP, ZEROS, KIND, AFTER,
+                acc, part, w_view.index(slot), s_view.index(slot), x_buf, slot, zero, s_row, groups, zero_words, tile,
+                far, step * STEP, STEP, TOKENS, GROUP, ZEROS, KIND, AFTER,
             )
             if step + STAGES < last:
                 barrier()
@@ -240,8 +240,8 @@ def few_down(
             slot = (step - first) % STAGES
             mbarrier.wait(ready.index(slot), ((step - first) // STAGES) & 1)
             acc, part = steps.multiply(
-                acc, part, w_view.index(slot), s_view.index(slot), x_buf, step - first, zero, s_row, zero_words,
-                block * 4, 2, step * STEP, STEP, TOKENS, GROUP, ZEROS, KIND, AFTER,
+                acc, part, w_view.index(slot), s_view.index(slot), x_buf, step - first, zero, s_row, groups,
+                zero_words, block * 4, 2, step * STEP, STEP, TOKENS, GROUP, ZEROS, KIND, AFTER,
             )
             if step + STAGES < last:
                 barrier()

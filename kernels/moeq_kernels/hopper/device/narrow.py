@@ -114,8 +114,8 @@ def expert_product_narrow(
             bar = ready.index(stage)
             mbarrier.wait(bar, (i // STAGES) & 1)
             acc, part = steps.multiply(
-                acc, part, w_view.index(stage), s_view.index(stage), x_buf, stage, zero, s_row, zero_words, tile,
-                pair_tiles, step * STEP, STEP, TOKENS, GROUP, ZEROS, KIND, AFTER,
+                acc, part, w_view.index(stage), s_view.index(stage), x_buf, stage, zero, s_row, groups, zero_words,
+                tile, pair_tiles, step * STEP, STEP, TOKENS, GROUP, ZEROS, KIND, AFTER,
             )  # fmt: skip
             barrier()
             ahead = step + STAGES

@@ -316,8 +316,8 @@ def _multiply(
             slot = it % STAGES
             mbarrier.wait(ready.index(slot), (it // STAGES) & 1)
             acc, part = steps.multiply(
-                acc, part, w_view.index(slot), s_view.index(slot), x_view, slot, zero, expert * groups, zero_words,
-                tile, pair_tiles, step * STEP, STEP, TOKENS, GROUP, ZEROS, KIND, AFTER, ROWS,
+                acc, part, w_view.index(slot), s_view.index(slot), x_view, slot, zero, expert * groups, groups,
+                zero_words, tile, pair_tiles, step * STEP, STEP, TOKENS, GROUP, ZEROS, KIND, AFTER, ROWS,
             )
             mbarrier.arrive(empty.index(slot), count=1)
             it += 1

@@ -68,7 +68,7 @@ def load_tokens(step, slot, bar, x_desc, x_buf, row, STEP: gl.constexpr, some=Tr
 
 @gluon.jit
 def _rows(
-    acc, part, words, x, scales, zero, z_row, zero_words, tile, pair_tiles, k, SUB: gl.constexpr,
+    acc, part, words, x, scales, zero, z_row, groups, zero_words, tile, pair_tiles, k, SUB: gl.constexpr,
     TOKENS: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, AFTER: gl.constexpr, KIND: gl.constexpr,
     ROWS: gl.constexpr,
 ):
@@ -88,12 +88,12 @@ def _rows(
     zero1 = 0
     zero2 = 0
     if ZEROS:
-        if GROUP:
-            z_row += k // GROUP
-        zero1 = common.zero_offsets(zero, z_row + first, zero_words, tile, pair_tiles, False, KIND, HALF)
+        row = z_row + common.group_at(k, first, groups, GROUP)
+        zero1 = common.zero_offsets(zero, row, zero_words, tile, pair_tiles, False, KIND, HALF)
         zero2 = zero1
         if first != second:
-            zero2 = common.zero_offsets(zero, z_row + second, zero_words, tile, pair_tiles, False, KIND, HALF)
+            row = z_row + common.group_at(k, second, groups, GROUP)
+            zero2 = common.zero_offsets(zero, row, zero_words, tile, pair_tiles, False, KIND, HALF)
     scaled: gl.constexpr = GROUP > 0 and not AFTER
     a = common.step_weights(
         words, scale1, scale2, zero1, zero2, False, TOKENS, scaled, ZEROS, KIND, HALF, ROWS // 16
@@ -117,18 +117,20 @@ def _rows(
 
 @gluon.jit
 def multiply(
-    acc, part, words, scales, x_buf, x_slot, zero, z_row, zero_words, tile, pair_tiles, k, STEP: gl.constexpr,
+    acc, part, words, scales, x_buf, x_slot, zero, z_row, groups, zero_words, tile, pair_tiles, k, STEP: gl.constexpr,
     TOKENS: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, AFTER: gl.constexpr,
     ROWS: gl.constexpr = 64,
 ):
     """Multiplies a step that begins at row k. words, scales: its slots of `views`; x_slot: where its tokens are.
 
+    zero: zero points of all experts, of this one from row z_row, `groups` of them.
+
     part: float32 sums of a group, not scaled yet, where AFTER. ROWS: of k, whose weights are in registers at a time.
     """
     for sub in gl.static_range(STEP // ROWS):
         acc, part = _rows(
-            acc, part, words, x_buf.index(STEP // 64 * x_slot + sub * ROWS // 64), scales, zero, z_row, zero_words,
-            tile, pair_tiles, k, sub, TOKENS, GROUP, ZEROS, AFTER, KIND, ROWS,
+            acc, part, words, x_buf.index(STEP // 64 * x_slot + sub * ROWS // 64), scales, zero, z_row, groups,
+            zero_words, tile, pair_tiles, k, sub, TOKENS, GROUP, ZEROS, AFTER, KIND, ROWS,
         )
     return acc, part
 
