@@ -15,8 +15,6 @@ from moeq_kernels.records import PackedExperts
 
 #: Elements of the largest buffer with a row for each pair; longer calls go through it in pieces.
 WORKSPACE_ELEMENTS = 1 << 30
-#: Pairs up to which expert outputs are kept in float32 until they are summed.
-EXACT_PAIRS = 1024
 
 AnyPlan = TypeVar("AnyPlan")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moeq_kernels import interpreter
-from moeq_kernels.hopper.call import EXACT_PAIRS, Call, in_pieces, programs_on
+from moeq_kernels.hopper.call import Call, in_pieces, programs_on
 from moeq_kernels.hopper.finish import PLAIN, SILU, Finish
 from moeq_kernels.hopper.int8_direct import gate_up_rows, launch_direct, weight_descriptors
 from moeq_kernels.hopper.int8_plan import Int8Direct, Int8Narrow, Int8Plan, choose
@@ -22,6 +22,8 @@ from moeq_kernels.tuning import next_power_of_two
 
 #: Pairs up to which one kernel does all the routing.
 FEW_PAIRS = 2048
+#: Pairs up to which expert outputs are kept in float32 until they are summed.
+EXACT_PAIRS = 1024
 
 
 @dataclass(frozen=True)
