@@ -222,6 +222,11 @@ class FromEngine:
         start = time.perf_counter()
         method = self.check.source_method(checkpoint)
         layers = [self.check.source_layer(checkpoint, n, method, watch) for n in checkpoint.info.moe_layers]
+        return self.finished(layers, watch, start)
+
+    @staticmethod
+    def finished(layers: list[Any], watch: Stopwatch, start: float) -> Times:
+        """Have the engine process layers that were filled since `start`."""
         torch.cuda.synchronize()
         middle = time.perf_counter()
         for layer in layers:
@@ -243,12 +248,7 @@ class FromPlugIn(FromEngine):
             self.check.plug_in_layer(checkpoint, number, method, lambda name: untouched)
             for number in checkpoint.info.moe_layers
         ]
-        torch.cuda.synchronize()
-        middle = time.perf_counter()
-        for layer in layers:
-            layer.quant_method.process_weights_after_loading(layer)
-        torch.cuda.synchronize()
-        return Times(watch.seconds, time.perf_counter() - middle, middle - start - watch.seconds)
+        return self.finished(layers, watch, start)
 
 
 #: Ways of loading, in the order of the table; called to set up, then with what to load.

@@ -129,7 +129,7 @@ def allocate(fd: int, size: int) -> None:
     """
     if size == 0:
         return
-    if _libc().fallocate(fd, 0, ctypes.c_longlong(0), ctypes.c_longlong(size)) == 0:
+    if libc().fallocate(fd, 0, ctypes.c_longlong(0), ctypes.c_longlong(size)) == 0:
         return
     number = ctypes.get_errno()
     if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
@@ -146,7 +146,7 @@ def read_soon(fd: int, start: int, count: int) -> None:
 
 def start_write_back(fd: int, start: int, count: int) -> None:
     """Ask the kernel to begin writing bytes of a file to disk now, so that the sync at the end has less to do."""
-    _libc().sync_file_range(fd, ctypes.c_longlong(start), ctypes.c_longlong(count), ctypes.c_uint(2))
+    libc().sync_file_range(fd, ctypes.c_longlong(start), ctypes.c_longlong(count), ctypes.c_uint(2))
 
 
 class _NoCalls:
@@ -159,9 +159,13 @@ class _NoCalls:
     def sync_file_range(self, *arguments: object) -> int:
         return -1
 
+    def syscall(self, *arguments: object) -> int:
+        return -1
+
 
 @cache
-def _libc() -> ctypes.CDLL | _NoCalls:
+def libc() -> ctypes.CDLL | _NoCalls:
+    """The C library, for calls that Python does not have."""
     library = ctypes.CDLL(None, use_errno=True)
     return library if hasattr(library, "fallocate") and hasattr(library, "sync_file_range") else _NoCalls()
 

@@ -11,10 +11,9 @@ import errno
 import os
 import sys
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
-from moeq.checkpoint.writer import BLOCK, open_direct, read_at
+from moeq.checkpoint.writer import BLOCK, libc, open_direct, read_at
 from moeq.errors import MoeqError
 from moeq.pipeline.records import Bytes
 from moeq.pipeline.units import Span
@@ -118,12 +117,7 @@ def _cached_share(fd: int, spans: Sequence[Span]) -> float | None:
         return None
     held, found = 0, (ctypes.c_uint64 * 5)()
     for start, stop in spans:
-        if _libc().syscall(_CACHESTAT, fd, (ctypes.c_uint64 * 2)(start, stop - start), found, 0) != 0:
+        if libc().syscall(_CACHESTAT, fd, (ctypes.c_uint64 * 2)(start, stop - start), found, 0) != 0:
             return None
         held += found[0]  # pages
     return held * os.sysconf("SC_PAGESIZE") / max(sum(stop - start for start, stop in spans), 1)
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)

@@ -49,6 +49,16 @@ def _rests(box):
 
 
 @gluon.jit
+def extent(row, end_row, part, splits, each, steps, PAIRED: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr):
+    """First step, end step, tokens and first tile of 64 columns of a work item; shares of k have `each` steps."""
+    first = part % splits * each
+    last = gl.minimum(first + each, steps)
+    left = end_row - row
+    tile = part // splits * (GROUPS_OF_WARPS if PAIRED else 2 * GROUPS_OF_WARPS)
+    return first, last, left, tile
+
+
+@gluon.jit
 def _announce(info, full, free, number, expert, row, end_row, part, SLOTS: gl.constexpr, WARPS: gl.constexpr):
     """Tells the multiplying warpgroups about work item `number` of this program; expert -1: there are no more."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
@@ -154,10 +164,7 @@ def copy(
         number += 1
         index_of = index // (blocks * splits)
         index = gl.num_programs(0) + gl.atomic_add(queue, 1, sem="relaxed")
-        first = part % splits * each
-        last = gl.minimum(first + each, steps)
-        left = end_row - row
-        tile = part // splits * (GROUPS_OF_WARPS if PAIRED else 2 * GROUPS_OF_WARPS)
+        first, last, left, tile = extent(row, end_row, part, splits, each, steps, PAIRED, GROUPS_OF_WARPS)
         w_row = expert * slabs
         s_row = expert * groups
         start = first
@@ -258,10 +265,7 @@ def gather(
         _announce(info, full, free, number, expert, row, end_row, part, SLOTS, 4)
         number += 1
         index = gl.num_programs(0) + gl.atomic_add(queue, 1, sem="relaxed")
-        first = part % splits * each
-        last = gl.minimum(first + each, steps)
-        left = end_row - row
-        tile = part // splits * (GROUPS_OF_WARPS if PAIRED else 2 * GROUPS_OF_WARPS)
+        first, last, left, tile = extent(row, end_row, part, splits, each, steps, PAIRED, GROUPS_OF_WARPS)
         for h in gl.static_range(len(HEIGHTS)):
             if (left <= HEIGHTS[h]) & (h == 0 or left > HEIGHTS[h - 1]):
                 it = _gather_item(
