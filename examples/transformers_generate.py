@@ -8,7 +8,7 @@ import sys
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import moeq.integrations.transformers  # noqa: F401 - registers the quantisation method `moeq`
+import moeq.engines.transformers  # noqa: F401 - registers the quantisation method `moeq`
 
 folder, prompt = sys.argv[1], sys.argv[2]
 device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -19,7 +19,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from moeq.version import __version__
 
 # Public name -> "module:attribute". Resolved on first use, so that `import moeq` stays instant.
 _PUBLIC = {
@@ -29,14 +29,14 @@ _PUBLIC = {
     "Deployment": "moeq.deploy.deployment:Deployment",
     "Gpu": "moeq.deploy.deployment:Gpu",
     "gpu": "moeq.deploy.gpus:parse_gpu",
-    "decide": "moeq.pipeline.decide:decide",
+    "decide": "moeq.pipeline.plan.decision:decide",
     "convert": "moeq.pipeline.convert:convert",
     "finalize": "moeq.pipeline.finalize:finalize",
-    "verify": "moeq.pipeline.verify:verify",
-    "restore": "moeq.pipeline.restore:restore",
-    "diff": "moeq.pipeline.diff:diff",
+    "verify": "moeq.prove.verify:verify",
+    "restore": "moeq.prove.restore:restore",
+    "diff": "moeq.prove.diff:diff",
     "run_check": "moeq.check.run_check:run_check",
-    "load_experts": "moeq.integrations.torch_loader:load_experts",
+    "load_experts": "moeq.load.torch_loader:load_experts",
 }
 
 __all__ = [
@@ -62,14 +62,14 @@ if TYPE_CHECKING:
     from moeq.deploy.deployment import Deployment, Gpu
     from moeq.deploy.gpus import parse_gpu as gpu
     from moeq.errors import MoeqError
-    from moeq.integrations.torch_loader import load_experts
+    from moeq.load.torch_loader import load_experts
     from moeq.model import Checkpoint, open
     from moeq.pipeline.convert import convert
-    from moeq.pipeline.decide import decide
-    from moeq.pipeline.diff import diff
     from moeq.pipeline.finalize import finalize
-    from moeq.pipeline.restore import restore
-    from moeq.pipeline.verify import verify
+    from moeq.pipeline.plan.decision import decide
+    from moeq.prove.diff import diff
+    from moeq.prove.restore import restore
+    from moeq.prove.verify import verify
 
 
 def __getattr__(name: str) -> Any:

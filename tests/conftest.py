@@ -33,3 +33,12 @@ def checkpoints() -> Path:
 def expected() -> dict[str, dict[str, dict[str, object]]]:
     """Per checkpoint and expert projection: shape and sha256 of the dequantised float32 values."""
     return json.loads((CHECKPOINTS / "expected.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def converted(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The small checkpoints by name, converted once for all tests of loaders."""
+    from load.deployments import LAYOUTS, convert
+
+    out = tmp_path_factory.mktemp("loaders")
+    return {name: convert(checkpoints / name, out / name) for name in LAYOUTS}

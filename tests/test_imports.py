@@ -17,35 +17,51 @@ RECORDS = {"errors", "matrix"}
 
 # area -> areas it may import. An area is the first name below `moeq`; "" is moeq/__init__.py itself.
 MAY_IMPORT: dict[str, set[str]] = {
-    "": {"model", "pipeline", "check", "deploy", "integrations", *RECORDS},
+    "": {"version", "model", "pipeline", "prove", "load", "check", "deploy", *RECORDS},
     "errors": set(),
     "matrix": set(),
+    "version": set(),
     "digest": {*RECORDS},
     "deploy": {*RECORDS},
     "schemes": {*RECORDS},
-    "checkpoint": {*RECORDS},
+    "checkpoint": {"version", *RECORDS},
     "layouts": {*RECORDS},
     "oracle": {"schemes", "deploy", "layouts", *RECORDS},
     "reference": {"schemes", *RECORDS},
-    "model": {"checkpoint", "schemes", "layouts", *RECORDS},
-    "pipeline": {"", "model", "checkpoint", "schemes", "layouts", "oracle", "deploy", "digest", *RECORDS},
-    "check": {"", "model", "reference", "integrations", "layouts", "checkpoint", "schemes", "digest", *RECORDS},
-    "integrations": {
+    "model": {"checkpoint", "schemes", "layouts", "digest", *RECORDS},
+    "pipeline": {"model", "checkpoint", "schemes", "layouts", "oracle", "deploy", "digest", "version", *RECORDS},
+    "prove": {"pipeline", "model", "checkpoint", "schemes", "layouts", "digest", "version", *RECORDS},
+    "load": {"reference", "model", "checkpoint", "layouts", "deploy", "schemes", "digest", *RECORDS},
+    "engines": {"load", "reference", "model", "oracle", "checkpoint", "layouts", "deploy", "schemes", *RECORDS},
+    "check": {
         "model",
-        "checkpoint",
-        "layouts",
-        "pipeline",
-        "deploy",
-        "schemes",
         "reference",
+        "load",
+        "layouts",
+        "checkpoint",
+        "schemes",
+        "deploy",
         "digest",
+        "version",
         *RECORDS,
     },
-    "report": {"model", "oracle", "pipeline", "check", "checkpoint", "schemes", "layouts", "deploy", *RECORDS},
+    "report": {
+        "model",
+        "oracle",
+        "pipeline",
+        "prove",
+        "check",
+        "checkpoint",
+        "schemes",
+        "layouts",
+        "deploy",
+        "version",
+        *RECORDS,
+    },
 }
 
 # `report` only names what the kernels can do (`moeq_kernels.capabilities`, free of torch).
-MAY_IMPORT_KERNELS = {"check", "report", "integrations"}
+MAY_IMPORT_KERNELS = {"check", "report", "load", "engines"}
 
 # Areas where torch may be imported at module level; elsewhere only inside functions.
 TORCH_AT_TOP = {"reference", "check", "layouts"}
@@ -53,7 +69,7 @@ TORCH_AT_TOP = {"reference", "check", "layouts"}
 TORCH_FREE_MODULES = {"moeq/layouts/__init__.py", "moeq/layouts/base.py", "moeq/layouts/registry.py"}
 # Loaders inside engines, which have imported torch long before: only entry points and tests import them.
 INSIDE_ENGINES = {
-    f"moeq/integrations/{name}.py" for name in ("transformers", "experts_module", "vllm", "vllm_backends")
+    f"moeq/engines/{name}.py" for name in ("transformers", "experts_module", "vllm/method", "vllm/backends")
 }
 
 

@@ -265,7 +265,7 @@ def plug_in_method(checkpoint: Any) -> Any:
     """moeq's method, as the engine makes it for a converted folder."""
     from vllm.model_executor.layers.quantization import get_quantization_config
 
-    from moeq.integrations import vllm_plugin
+    from moeq.load import vllm_plugin
 
     vllm_plugin.register()
     config, folder = checkpoint.source.config, checkpoint.source.path("config.json").parent

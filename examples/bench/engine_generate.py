@@ -48,7 +48,7 @@ def logits_of(folder: Path, dtype: torch.dtype, tokens: list[int]) -> torch.Tens
     """`[tokens, vocabulary]` by transformers on the CPU, experts by moeq's reference."""
     from transformers import AutoModelForCausalLM
 
-    import moeq.integrations.transformers  # noqa: F401 - registers the quantisation method `moeq`
+    import moeq.engines.transformers  # noqa: F401 - registers the quantisation method `moeq`
 
     with torch.no_grad():
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)(torch.tensor([tokens])).logits[0].float()
@@ -120,7 +120,7 @@ def ask(folder: Path, graphs: bool) -> dict[str, Any]:
 
 def conversions(sources: list[Path], only: list[str] | None, scratch: Path) -> Iterator[tuple[str, str, Path]]:
     """Every checkpoint in every layout of the plug-in that holds it, with rows as its activation takes them."""
-    from moeq.integrations.vllm_backends import BACKENDS
+    from moeq.engines.vllm.backends import BACKENDS
     from moeq.layouts.registry import layout_class
 
     for source in filter(Path.is_dir, sources):

@@ -3,7 +3,7 @@
     python examples/bench/pack_speed.py [--seconds 0.5] [--rows 4096 --columns 4096] [--only ID ...] [--roads NAME ...]
                                         [--json FILE]
 
-First the direct roads that conversion takes (`moeq.pipeline.roads`), on random experts with the shapes of real models:
+First the fast paths of a conversion (`moeq.pipeline.pack.fast`), on random experts with the shapes of real models:
 gigabytes of stored bytes per second for `pack` (stored bytes to packed bytes), for `prove` (unpack, compare with what
 is stored, digest of the logical values), for both one after the other, on one thread and on two.
 
@@ -41,10 +41,10 @@ from moeq.layouts.registry import LAYOUTS, get_layout, layout_class
 from moeq.layouts.words import have_numba
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.model import Checkpoint
-from moeq.pipeline.layers import LayerPlan, PlanOptions, plan_layer
-from moeq.pipeline.roads import Road, find_road
-from moeq.pipeline.roads.base import Matrices
-from moeq.pipeline.units import place_of
+from moeq.pipeline.pack.fast import Road, find_road
+from moeq.pipeline.pack.fast.base import Matrices
+from moeq.pipeline.plan.layers import LayerPlan, PlanOptions, plan_layer
+from moeq.pipeline.plan.units import place_of
 
 SCALES = {"e8m0": torch.uint8, "f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 

@@ -42,7 +42,7 @@ import torch
 from make_checkpoint import MODELS
 
 import moeq
-from moeq.integrations import reading
+from moeq.load import reading
 
 LAYOUTS = {"qwen3-30b-a3b": "marlin-wna16/1", "gpt-oss-20b": "marlin-mxfp4-interleaved/1"}
 READ_INTO = reading._read_into

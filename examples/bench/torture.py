@@ -35,7 +35,7 @@ from pathlib import Path
 import make_checkpoint
 
 import moeq
-from moeq.pipeline.folder import PARTIAL_SUFFIX
+from moeq.pipeline.state.folder import PARTIAL_SUFFIX
 
 #: What changes the file system, of the events that Python's audit hooks see.
 CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree", "shutil.copyfile"}

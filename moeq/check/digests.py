@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from moeq import digest
+import moeq.digest as digest
 from moeq.check.records import DigestMismatch
 from moeq.checkpoint.manifest import Manifest
 from moeq.model import Checkpoint

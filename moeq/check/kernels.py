@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moeq.check.packed import PackedPart
 from moeq.errors import MoeqError
-from moeq.integrations import kernel_experts
+from moeq.load import kernel_experts
+from moeq.load.packed import PackedPart
 from moeq.reference.moe import Activation
 
 if TYPE_CHECKING:

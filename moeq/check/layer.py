@@ -13,17 +13,17 @@ from moeq.check.comparison import ProductComparison
 from moeq.check.diagnose import Evidence, diagnose
 from moeq.check.inputs import Inputs, make_inputs
 from moeq.check.kernels import down_products, first_products, fused_layer, kernel_errors, quantises_activations
-from moeq.check.packed import load_packed
 from moeq.check.records import LayerReport, ProjectionResult, Sample
 from moeq.check.timing import time_runs
 from moeq.check.whole import LayerComparison, pass_16bit, pass_int8
 from moeq.checkpoint.manifest import LayerEntry, Projection
+from moeq.load.packed import load_packed
 from moeq.model import Checkpoint
 from moeq.reference.arithmetic import Emulated, emulate_16bit, emulate_int8, quantize_rows
 from moeq.reference.moe import Activation, Expert, Linear, activate
 
 if TYPE_CHECKING:
-    from moeq.check.packed import PackedPart
+    from moeq.load.packed import PackedPart
 
 #: Other experts that a failing one is compared with, to recognise a swap.
 MOST_SUSPECTS = 16

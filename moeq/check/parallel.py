@@ -83,12 +83,12 @@ def _place(checkpoint: Checkpoint) -> _Place:
 
 
 def _in_process(portable: _Portable, threads: int) -> tuple[LayerReport, list[str]]:
-    import moeq
+    from moeq.model import open as open_checkpoint
     from moeq_kernels import interpreter
 
     torch.set_num_threads(threads)
     interpreter.enable()
-    opened = {place: moeq.open(*place) for place in set(portable.places)}
+    opened = {place: open_checkpoint(*place) for place in set(portable.places)}
     converted, reference = (opened[place] for place in portable.places)
     labels: list[str] = []
     check = replace(portable.check, converted=converted, reference=reference)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-import moeq
 from moeq.check.digests import check_digests
 from moeq.check.layer import LayerCheck
 from moeq.check.parallel import check_layers, choose_jobs
@@ -20,6 +19,7 @@ from moeq.checkpoint.manifest import Manifest, read_manifest
 from moeq.digest import default_workers
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
+from moeq.model import open as open_checkpoint
 from moeq.reference.arithmetic import describe_bound
 from moeq.reference.moe import ACTIVATIONS, Activation
 
@@ -130,7 +130,7 @@ class _Steps:
 
 def open_both(dst: str | Path, source: str | Path | None = None, revision: str | None = None) -> Opened:
     """Open a converted checkpoint and the one whose dequantised weights are the truth."""
-    converted = moeq.open(dst)
+    converted = open_checkpoint(dst)
     manifest = read_manifest(Path(dst))
     if converted.kind != "converted":
         raise MoeqError("source.no-manifest", f"{converted.source.name} is not an output of `moeq convert`")
@@ -143,7 +143,7 @@ def open_both(dst: str | Path, source: str | Path | None = None, revision: str |
             )
             return Opened(converted, converted, manifest, (note,))
         source = name
-    reference = moeq.open(source, revision=revision)
+    reference = open_checkpoint(source, revision=revision)
     if reference.kind != "source":
         raise MoeqError("usage.not-a-source", f"{source} is itself an output of `moeq convert`", "name its source")
     if reference.source.identity() != manifest.source.identity:

@@ -12,9 +12,7 @@ from pathlib import Path
 
 import torch
 
-import moeq
 from moeq.check.overlay import OverlaySource, open_overlay
-from moeq.check.packed import load_packed
 from moeq.check.records import CheckReport, SabotageResult, SelftestReport
 from moeq.check.run_check import Opened, check_opened, open_both
 from moeq.check.sabotage import SABOTAGES, Sabotage
@@ -23,8 +21,10 @@ from moeq.checkpoint.manifest import LayerEntry, Projection, StackedRole
 from moeq.errors import MoeqError
 from moeq.layouts.padding import PaddingPlan
 from moeq.layouts.registry import get_layout
+from moeq.load.packed import load_packed
 from moeq.matrix import QuantizedMatrix
 from moeq.model import Checkpoint
+from moeq.model import open as open_checkpoint
 
 #: Tokens of the damaged run, besides those that all go to the same experts.
 TOKENS = (33,)
@@ -77,7 +77,7 @@ def selftest(
     if entry is None:
         raise MoeqError("usage.selftest", f"{dst} is written rank by rank", "self-test a conversion for one rank")
     converted, overlay = open_overlay(Path(dst), opened.manifest)
-    reference = opened.reference if opened.reference.kind == "source" else moeq.open(dst)
+    reference = opened.reference if opened.reference.kind == "source" else open_checkpoint(dst)
     planted = _plant(converted, overlay, entry, torch.Generator().manual_seed(seed))
     experts = sorted({site.expert for one in planted for site in one.sites} | set(range(min(2, entry.num_experts))))
     damaged = replace(opened, converted=converted, reference=reference)

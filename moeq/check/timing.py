@@ -18,7 +18,7 @@ from moeq.check.records import Run, Timing
 from moeq.reference.moe import Activation
 
 if TYPE_CHECKING:
-    from moeq.check.packed import PackedPart
+    from moeq.load.packed import PackedPart
     from moeq_kernels import PackedMatrix
 
 #: Timed calls of a run, after as many for warming up and compiling.

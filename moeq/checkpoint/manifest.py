@@ -129,7 +129,7 @@ class CopiedLayer:
 
 @dataclass(frozen=True)
 class RestoreEntry:
-    """What `moeq restore` needs beside the weights (see `moeq.pipeline.keepsake`).
+    """What `moeq restore` needs beside the weights (see `moeq.pipeline.state.restore_data`).
 
     Attributes:
         file: file that holds the source's headers and configs, and tensors that cannot be rebuilt from the weights.

@@ -60,9 +60,9 @@ def build(argv: Sequence[str]) -> typer.Typer:
         version: bool = typer.Option(False, "--version", help="Print the version and exit."),
     ) -> None:
         if version:
-            import moeq
+            from moeq.version import __version__
 
-            sys.stdout.write(f"moeq {moeq.__version__}\n")
+            sys.stdout.write(f"moeq {__version__}\n")
             raise typer.Exit(0)
 
     asked = asked_command(argv)

@@ -64,7 +64,7 @@ def command(
     from moeq.cli.conversion_report import ConversionReport
     from moeq.pipeline.convert import convert
     from moeq.pipeline.plan_document import read_plan_digest
-    from moeq.pipeline.resources import parse_size
+    from moeq.pipeline.run.resources import parse_size
 
     out: Output = ctx.obj
     with ConversionReport(out, "convert", quiet=quiet or json, log=events) as report:

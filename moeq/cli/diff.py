@@ -13,7 +13,7 @@ from moeq.errors import ExitCode
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from moeq.pipeline.diff import Difference, ProjectionDifference
+    from moeq.prove.diff import Difference, ProjectionDifference
 
 #: Lines printed per kind for people; `--json` has all of them.
 _SHOWN = 20
@@ -32,7 +32,7 @@ def command(
 ) -> None:
     """Compare experts by dequantised values, whatever their packing. Exit 0: equal, 1: different."""
     from moeq.cli.progress import ProgressReport
-    from moeq.pipeline.diff import diff
+    from moeq.prove.diff import diff
 
     out: Output = ctx.obj
     with ProgressReport(out, "diff", unit="step", quiet=quiet or json) as progress:

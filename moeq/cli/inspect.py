@@ -39,12 +39,12 @@ def command(
     json: options.JsonOption = False,
 ) -> None:
     """Say what a checkpoint holds, how it is quantised, and which backend would run it. Reads headers only."""
-    import moeq
+    from moeq.model import open as open_checkpoint
     from moeq.model.sharding import shard_fits
     from moeq.report.inspect_text import render
 
     out: Output = ctx.obj
-    checkpoint = moeq.open(src, revision=revision)
+    checkpoint = open_checkpoint(src, revision=revision)
     deployment = asked_deployment(
         deploy, gpu=gpu, tp=tp, ep=ep, batched=batched, lora=lora, dtype=dtype, backend=backend, engine=engine
     )
@@ -87,7 +87,7 @@ def asked_deployment(file: Path | None, **given: Any) -> Deployment | None:
 
 def decided(checkpoint: Checkpoint, deployment: Deployment | None) -> tuple[Verdict | None, str | None]:
     """The verdict, or why there is none."""
-    from moeq.pipeline.decide import decide
+    from moeq.pipeline.plan.decision import decide
 
     if checkpoint.kind == "converted":
         return None, "already converted: `moeq run-check` proves it"

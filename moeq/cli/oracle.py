@@ -91,10 +91,10 @@ class Question(NamedTuple):
 
 def _questions(src: str, revision: str | None) -> list[Question]:
     """One question per scheme, the first quantised layer's first. Per-module rules of the config are read per layer."""
-    import moeq
-    from moeq.pipeline.decide import first_layer, moe_shape
+    from moeq.model import open as open_checkpoint
+    from moeq.pipeline.plan.decision import first_layer, moe_shape
 
-    checkpoint = moeq.open(src, revision=revision)
+    checkpoint = open_checkpoint(src, revision=revision)
     if checkpoint.kind == "converted":
         raise MoeqError("usage.converted", f"{src} is already converted", "ask about its source")
     declared = checkpoint.source.config.get("quantization_config")

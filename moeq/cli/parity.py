@@ -14,7 +14,7 @@ from moeq.errors import ExitCode
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from moeq.pipeline.parity import Parity
+    from moeq.prove.parity import Parity
 
 
 def command(
@@ -35,7 +35,7 @@ def command(
 ) -> None:
     """Run vLLM's own CPU-runnable packing on sampled experts. Exit 0: bit-equal, 1: different, 3: no vLLM here."""
     from moeq.cli.progress import ProgressReport
-    from moeq.pipeline.parity import parity
+    from moeq.prove.parity import parity
 
     out: Output = ctx.obj
     with ProgressReport(out, "parity", unit="step", quiet=quiet or json) as progress:

@@ -13,9 +13,9 @@ from moeq.cli.out import Output
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from moeq.pipeline.job import Job
-    from moeq.pipeline.plan import Plan
+    from moeq.pipeline.plan.plan import Plan
     from moeq.pipeline.plan_document import Needs
+    from moeq.pipeline.state.job import Job
 
 
 def command(
@@ -43,9 +43,9 @@ def command(
 ) -> None:
     """Say what `convert` would read, write and need; `convert --plan FILE` does just that or refuses."""
     from moeq.digest import default_workers
-    from moeq.pipeline.job import JobRequest, open_job
     from moeq.pipeline.plan_document import needs_of, plan_document, write_plan
-    from moeq.pipeline.resources import parse_size, plan_memory
+    from moeq.pipeline.run.resources import parse_size, plan_memory
+    from moeq.pipeline.state.job import JobRequest, open_job
 
     out: Output = ctx.obj
     deployment = options.deployment(

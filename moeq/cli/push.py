@@ -60,7 +60,7 @@ def push_conversion(out: Output, folder: Path, target: PushTarget, base_model: s
     from moeq.checkpoint.manifest import MANIFEST_NAME, read_manifest
     from moeq.cli.progress import ProgressReport
     from moeq.pipeline.push import base_model_of, published_manifest, push
-    from moeq.pipeline.side_files import CARD, SOURCE_CARD
+    from moeq.pipeline.state.side_files import CARD, SOURCE_CARD
     from moeq.report import model_card
 
     manifest = read_manifest(folder)

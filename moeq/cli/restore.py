@@ -13,7 +13,7 @@ from moeq.cli.out import Output
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from moeq.pipeline.restore import Restoration
+    from moeq.prove.restore import Restoration
 
 
 def command(
@@ -25,7 +25,7 @@ def command(
 ) -> None:
     """Rebuild the source checkpoint, file by file and byte by byte."""
     from moeq.cli.progress import ProgressReport
-    from moeq.pipeline.restore import restore
+    from moeq.prove.restore import restore
 
     out: Output = ctx.obj
     with ProgressReport(out, "restore", quiet=quiet or json) as progress:

@@ -93,13 +93,13 @@ def _write_files(report: CheckReport, dst: str, html: Path | None, junit: Path |
 
 def _illustrations(dst: str) -> tuple[BackendMatrix | None, TilePicture | None]:
     """What a page shows besides the results: what the oracle says at other sizes, and what the layout does."""
-    import moeq
     from moeq.check.picture import tile_picture
     from moeq.checkpoint.manifest import read_manifest
-    from moeq.pipeline.decide import moe_shape
+    from moeq.model import open as open_checkpoint
+    from moeq.pipeline.plan.decision import moe_shape
     from moeq.report.backend_matrix import backend_matrix
 
-    converted, manifest = moeq.open(dst), read_manifest(Path(dst))
+    converted, manifest = open_checkpoint(dst), read_manifest(Path(dst))
     entry = manifest.layers[0]
     try:
         matrix = backend_matrix(converted.scheme_of(entry.layer), moe_shape(converted), deployment_of(manifest))

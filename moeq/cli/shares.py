@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from moeq.pipeline.convert import Conversion
-    from moeq.pipeline.shares import Share
+    from moeq.pipeline.run.shares import Share
 
 WHERE = "Where it runs"
 
@@ -54,7 +54,7 @@ def parse(shard: str | None, *, push: str | None) -> Share | None:
     """
     if shard is None:
         return None
-    from moeq.pipeline.shares import parse_share
+    from moeq.pipeline.run.shares import parse_share
 
     if push is not None:
         raise MoeqError(

@@ -13,7 +13,7 @@ from moeq.errors import ExitCode
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from moeq.pipeline.verify import Verification
+    from moeq.prove.verify import Verification
 
 #: Mismatches printed for people; `--json` has all of them.
 _SHOWN = 50
@@ -32,7 +32,7 @@ def command(
 ) -> None:
     """Recompute the digest of every expert; with --source compare everything else too. Exit 1: something differs."""
     from moeq.cli.progress import ProgressReport
-    from moeq.pipeline.verify import verify
+    from moeq.prove.verify import verify
 
     out: Output = ctx.obj
     with ProgressReport(out, "verify", unit="step", quiet=quiet or json) as progress:

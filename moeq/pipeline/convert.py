@@ -1,6 +1,6 @@
 """Repack the experts of a checkpoint: plan, run every unit, finish.
 
-A unit (`moeq.pipeline.units`) is read once, packed for every rank that gets a part of it, written, read back and
+A unit (`moeq.pipeline.plan.units`) is read once, packed for every rank that gets a part of it, written, read back and
 compared before it counts. Work happens in `<DST>.moeq-partial`, which is renamed to DST when everything, the manifest
 included, is on disk: a folder called DST is always a finished conversion. The same command continues unfinished work.
 """
@@ -18,18 +18,18 @@ from moeq.checkpoint.manifest import Manifest
 from moeq.checkpoint.source import CONFIG_NAME
 from moeq.digest import default_workers
 from moeq.errors import MoeqError
-from moeq.pipeline.engine import headers_frozen
 from moeq.pipeline.events import Finished, Progress
-from moeq.pipeline.executors import Where
-from moeq.pipeline.finish import finish
-from moeq.pipeline.folder import WorkFolder
-from moeq.pipeline.head_start import HeadStart
-from moeq.pipeline.job import Job, JobRequest, job_stamp, open_job
-from moeq.pipeline.plan import Plan
-from moeq.pipeline.resources import Memory, plan_memory
-from moeq.pipeline.run import at_once, run_units
-from moeq.pipeline.shares import Share, ShareRun, is_remote, parse_share
-from moeq.pipeline.stream import require_streamable, streamed
+from moeq.pipeline.plan.plan import Plan
+from moeq.pipeline.run.execution import at_once, run_units
+from moeq.pipeline.run.executors import Where
+from moeq.pipeline.run.readahead import HeadStart
+from moeq.pipeline.run.resources import Memory, plan_memory
+from moeq.pipeline.run.shares import Share, ShareRun, is_remote, parse_share
+from moeq.pipeline.run.streaming import require_streamable, streamed
+from moeq.pipeline.run.workers import headers_frozen
+from moeq.pipeline.state.folder import WorkFolder
+from moeq.pipeline.state.job import Job, JobRequest, job_stamp, open_job
+from moeq.pipeline.state.publish import finish
 
 if TYPE_CHECKING:
     from moeq.checkpoint.source import Source

@@ -15,13 +15,13 @@ from moeq.digest import default_workers
 from moeq.errors import MoeqError
 from moeq.pipeline.convert import Conversion, conversion_of
 from moeq.pipeline.events import Finished, Progress, Started
-from moeq.pipeline.finish import finish
-from moeq.pipeline.folder import PARTIAL_SUFFIX, WorkFolder, take_back_journals
-from moeq.pipeline.job import Job, job_stamp, reopen_job
-from moeq.pipeline.journal import JobStamp, Journals, read_journals, require_job, share_of
-from moeq.pipeline.run import finished_units
-from moeq.pipeline.shares import Share, is_remote, parse_label
-from moeq.pipeline.units import Unit
+from moeq.pipeline.plan.units import Unit
+from moeq.pipeline.run.execution import finished_units
+from moeq.pipeline.run.shares import Share, is_remote, parse_label
+from moeq.pipeline.state.folder import PARTIAL_SUFFIX, WorkFolder, take_back_journals
+from moeq.pipeline.state.job import Job, job_stamp, reopen_job
+from moeq.pipeline.state.journal import JobStamp, Journals, read_journals, require_job, share_of
+from moeq.pipeline.state.publish import finish
 
 #: Name of finalize's own journal.
 _SHARE = "finalize"

@@ -13,11 +13,11 @@ from moeq.checkpoint.jsonfile import MAX_INDEX_BYTES, read_object
 from moeq.checkpoint.source import LocalSource, Source
 from moeq.checkpoint.writer import disk_errors
 from moeq.errors import MoeqError
-from moeq.pipeline.job import Job
-from moeq.pipeline.keepsake import OTHER_WEIGHTS
-from moeq.pipeline.resources import RATES, Memory, Way, need_of, ways_of
-from moeq.pipeline.stream import Schedule, unit_schedule
-from moeq.pipeline.units import CopyUnit, PackUnit, Unit
+from moeq.pipeline.plan.units import CopyUnit, PackUnit, Unit
+from moeq.pipeline.run.resources import RATES, Memory, Way, need_of, ways_of
+from moeq.pipeline.run.streaming import Schedule, unit_schedule
+from moeq.pipeline.state.job import Job
+from moeq.pipeline.state.restore_data import OTHER_WEIGHTS
 
 PLAN_SCHEMA = "moeq.plan/1"
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-import moeq
 from moeq.checkpoint.hub import looks_like_repository, without_bars
 from moeq.checkpoint.hub_errors import transport_errors
 from moeq.checkpoint.manifest import MANIFEST_NAME, Manifest
 from moeq.errors import MoeqError
+from moeq.version import __version__
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -169,7 +169,7 @@ def published_manifest(manifest: Manifest, base_model: str | None) -> bytes:
 def _api() -> HfApi:
     from huggingface_hub import HfApi
 
-    return HfApi(library_name="moeq", library_version=moeq.__version__)
+    return HfApi(library_name="moeq", library_version=__version__)
 
 
 def _check_token(api: HfApi, repo: str) -> None:

@@ -142,7 +142,7 @@ def _how_to_load(repo: str) -> list[str]:
         "```",
         "",
         "vLLM finds moeq's plug-in by itself (`vllm serve model`); for transformers, first",
-        "`import moeq.integrations.transformers`. What each loader takes is in moeq's `docs/loaders.md`.",
+        "`import moeq.engines.transformers`. What each loader takes is in moeq's `docs/loaders.md`.",
         "A loader refuses another GPU, engine version or number of ranks than this was converted for.",
     ]
 

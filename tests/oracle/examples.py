@@ -8,7 +8,7 @@ from pathlib import Path
 import moeq
 from moeq.oracle.records import MoeShape
 from moeq.oracle.table import Example
-from moeq.pipeline.decide import moe_shape
+from moeq.pipeline.plan.decision import moe_shape
 from moeq.schemes.base import QuantKey, ScaleKey, Scheme
 
 CHECKPOINTS = Path(__file__).parents[1] / "data" / "checkpoints"

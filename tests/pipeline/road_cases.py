@@ -20,10 +20,10 @@ from moeq.matrix import split_projections
 from moeq.model import Checkpoint
 from moeq.model.experts import WHOLE_PARTS
 from moeq.model.shards import shard_matrix
-from moeq.pipeline.keepsake import unrestorable
-from moeq.pipeline.layers import LayerPlan, PlanOptions, plan_layer
-from moeq.pipeline.roads import Proof, Road, find_road
-from moeq.pipeline.tensors import as_bytes
+from moeq.model.tensors import as_bytes
+from moeq.pipeline.pack.fast import Proof, Road, find_road
+from moeq.pipeline.plan.layers import LayerPlan, PlanOptions, plan_layer
+from moeq.pipeline.state.restore_data import unrestorable
 
 Array = np.ndarray
 

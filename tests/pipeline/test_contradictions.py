@@ -14,8 +14,8 @@ from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import ExitCode, MoeqError
 from moeq.pipeline.convert import convert
-from moeq.pipeline.restore import restore
-from moeq.pipeline.verify import verify
+from moeq.prove.restore import restore
+from moeq.prove.verify import verify
 
 A100 = Deployment(gpu=parse_gpu("A100"))
 NAME = "gptq-int4-g32-qwen3moe"

@@ -13,9 +13,9 @@ from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
 from moeq.layouts.registry import LAYOUTS
 from moeq.pipeline.convert import convert
-from moeq.pipeline.diff import diff
-from moeq.pipeline.restore import restore
-from moeq.pipeline.verify import verify
+from moeq.prove.diff import diff
+from moeq.prove.restore import restore
+from moeq.prove.verify import verify
 
 INT4 = {"marlin-wna16/1", "marlin-wna16-fp8act/1", "triton-wna16/1", "cpu-amx-int4/1", "humming-wna16/1"}
 MXFP4 = {

@@ -22,8 +22,8 @@ from moeq.errors import ExitCode, MoeqError
 from moeq.pipeline.convert import Conversion, convert
 from moeq.pipeline.events import Checking, Event, Finished, Started, UnitFinished
 from moeq.pipeline.finalize import finalize
-from moeq.pipeline.journal import read_journals
-from moeq.pipeline.shares import Share
+from moeq.pipeline.run.shares import Share
+from moeq.pipeline.state.journal import read_journals
 
 A100 = Deployment(gpu=parse_gpu("A100"))
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import moeq
-from moeq.pipeline import head_start
 from moeq.pipeline.events import Advanced, Event, UnitStarted
-from moeq.pipeline.head_start import HeadStart
-from moeq.pipeline.units import Unit
+from moeq.pipeline.plan.units import Unit
+from moeq.pipeline.run import readahead as head_start
+from moeq.pipeline.run.readahead import HeadStart
 
 
 class Disk:

@@ -11,9 +11,9 @@ import pytest
 
 from moeq.checkpoint.writer import BLOCK
 from moeq.errors import MoeqError
-from moeq.pipeline import inputs
-from moeq.pipeline.buffers import ALIGNMENT, Buffers, room_for
-from moeq.pipeline.inputs import WORD, InputFile, blocks_of
+from moeq.pipeline.pack import inputs
+from moeq.pipeline.pack.buffers import ALIGNMENT, Buffers, room_for
+from moeq.pipeline.pack.inputs import WORD, InputFile, blocks_of
 
 SIZE = 600_001
 

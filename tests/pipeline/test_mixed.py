@@ -16,9 +16,9 @@ from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import ExitCode, MoeqError
 from moeq.pipeline.convert import convert
-from moeq.pipeline.diff import diff
-from moeq.pipeline.restore import restore
-from moeq.pipeline.verify import verify
+from moeq.prove.diff import diff
+from moeq.prove.restore import restore
+from moeq.prove.verify import verify
 
 INT4, INT8 = "gptq-int4-g32-qwen3moe", "gptq-int8-g64-qwen3moe"
 EIGHT_BITS = {"bits": 8, "group_size": 64}

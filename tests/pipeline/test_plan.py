@@ -15,12 +15,12 @@ from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import ExitCode, MoeqError
 from moeq.pipeline.convert import convert
-from moeq.pipeline.engine import Executor
-from moeq.pipeline.finish import finish
-from moeq.pipeline.folder import WorkFolder
-from moeq.pipeline.job import Job, JobRequest, job_stamp, open_job
-from moeq.pipeline.records import UnitRecord, holds, slots
-from moeq.pipeline.units import CopyUnit, PackUnit
+from moeq.pipeline.plan.units import CopyUnit, PackUnit
+from moeq.pipeline.run.workers import Executor
+from moeq.pipeline.state.folder import WorkFolder
+from moeq.pipeline.state.job import Job, JobRequest, job_stamp, open_job
+from moeq.pipeline.state.publish import finish
+from moeq.pipeline.state.records import UnitRecord, holds, slots
 
 A100 = parse_gpu("A100")
 NAME = "gptq-int4-g32-qwen3moe"
@@ -135,7 +135,7 @@ def test_an_unknown_unit_is_named(checkpoints, tmp_path) -> None:
 
 
 def test_copies_are_cut_into_bounded_units(checkpoints, monkeypatch) -> None:
-    monkeypatch.setattr("moeq.pipeline.units.COPY_UNIT_BYTES", 50_000)
+    monkeypatch.setattr("moeq.pipeline.plan.units.COPY_UNIT_BYTES", 50_000)
     plan = job_of(checkpoints, NAME, Deployment(gpu=A100)).plan
     copies = [unit for unit in plan.units if isinstance(unit, CopyUnit)]
     assert len(copies) == 3

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from moeq.errors import MoeqError
-from moeq.pipeline.executors import ray_cluster
-from moeq.pipeline.executors.ray_cluster import Task
+from moeq.pipeline.run import ray_cluster
+from moeq.pipeline.run.ray_cluster import Task
 
 pytest.importorskip("ray")
 

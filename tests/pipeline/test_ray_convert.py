@@ -25,7 +25,7 @@ from moeq.deploy.gpus import parse_gpu
 from moeq.errors import ExitCode, MoeqError
 from moeq.pipeline.convert import Conversion, convert
 from moeq.pipeline.events import Event, UnitFinished, Warned
-from moeq.pipeline.journal import read_journals
+from moeq.pipeline.state.journal import read_journals
 
 A100 = Deployment(gpu=parse_gpu("A100"))
 LAYERS = 24

@@ -22,7 +22,7 @@ from moeq.deploy.gpus import parse_gpu
 from moeq.errors import ExitCode, MoeqError
 from moeq.pipeline.convert import Conversion, convert
 from moeq.pipeline.events import Checking, Event, Started, UnitFinished
-from moeq.pipeline.journal import read_journals
+from moeq.pipeline.state.journal import read_journals
 
 A100 = Deployment(gpu=parse_gpu("A100"))
 NAME = "gptq-int4-g32-qwen3moe"

@@ -22,9 +22,9 @@ from moeq.pipeline.convert import convert
 
 pytest.importorskip("numba")
 
-from moeq.pipeline.roads import Proof, find, parts
-from moeq.pipeline.roads import road as road_module
-from moeq.pipeline.roads.road import DirectRoad
+from moeq.pipeline.pack.fast import Proof, find, parts
+from moeq.pipeline.pack.fast import road as road_module
+from moeq.pipeline.pack.fast.path import DirectRoad
 
 ROOT = Path(__file__).parents[2]
 
@@ -387,8 +387,8 @@ if sys.argv[1] == "without":
 import moeq
 from moeq.layouts import words
 words.COMPILED_FROM = 0
-from moeq.pipeline.layers import PlanOptions, plan_layer
-from moeq.pipeline.roads import find_road
+from moeq.pipeline.plan.layers import PlanOptions, plan_layer
+from moeq.pipeline.pack.fast import find_road
 checkpoint = moeq.open("tests/data/checkpoints/gptq-int4-g32-qwen3moe")
 plan = plan_layer(checkpoint, 0, "marlin-wna16/1", PlanOptions())
 road = find_road(checkpoint.experts(0), "w2", plan.layout, plan.shards)

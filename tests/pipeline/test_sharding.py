@@ -17,10 +17,10 @@ from moeq.deploy.gpus import parse_gpu
 from moeq.errors import ExitCode, MoeqError
 from moeq.layouts.registry import get_layout
 from moeq.matrix import MatrixSpec, QuantizedMatrix
+from moeq.model.division import split_experts, split_intermediate
 from moeq.pipeline.convert import convert
-from moeq.pipeline.restore import restore
-from moeq.pipeline.sharding import split_experts, split_intermediate
-from moeq.pipeline.verify import verify
+from moeq.prove.restore import restore
+from moeq.prove.verify import verify
 
 GPU = parse_gpu("A100")
 PREFIX = "model.layers.0.mlp.experts"

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeq.errors import MoeqError
-from moeq.pipeline.shares import Share, parse_share
-from moeq.pipeline.units import CopyUnit
+from moeq.pipeline.plan.units import CopyUnit
+from moeq.pipeline.run.shares import Share, parse_share
 
 ARRAY = {
     "SLURM_ARRAY_TASK_ID": "3",

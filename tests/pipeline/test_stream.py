@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from moeq.checkpoint.hub_errors import explain
 from moeq.errors import ExitCode, MoeqError
-from moeq.pipeline.stream import require_room, schedule
+from moeq.pipeline.run.streaming import require_room, schedule
 
 SIZES = {f"f{number}": 10 for number in range(12)}
 

@@ -23,7 +23,7 @@ from checkpoint.hub_server import SHA, Hub, serving
 
 from moeq.errors import ExitCode
 from moeq.model import open as open_checkpoint
-from moeq.pipeline.restore import restore
+from moeq.prove.restore import restore
 
 REPO = "org/model"
 KEPT = "model.layers.5.mlp.experts.3.down_proj.g_idx"

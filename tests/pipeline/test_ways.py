@@ -13,11 +13,11 @@ import moeq
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import ExitCode, MoeqError
-from moeq.pipeline import resources
 from moeq.pipeline.convert import convert
-from moeq.pipeline.job import JobRequest, open_job
-from moeq.pipeline.resources import ways_of
-from moeq.pipeline.roads import find_road
+from moeq.pipeline.pack import memory
+from moeq.pipeline.pack.fast import find_road
+from moeq.pipeline.run.resources import ways_of
+from moeq.pipeline.state.job import JobRequest, open_job
 
 pytest.importorskip("numba")
 
@@ -50,7 +50,7 @@ def test_both_ways_write_the_same(model, kind, layout, tp, tmp_path, monkeypatch
     job = open_job(JobRequest(str(source), deployment(tp), layout))
     assert set(ways_of(job.checkpoint, job.plan).values()) == {"road", "copy"}
     convert(source, tmp_path / "road", deployment(tp), layout=layout)
-    monkeypatch.setattr(resources, "find_road", lambda *given: None)
+    monkeypatch.setattr(memory, "find_road", lambda *given: None)
     assert set(ways_of(job.checkpoint, job.plan).values()) == {"general", "copy"}
     convert(source, tmp_path / "general", deployment(tp), layout=layout)
     assert content(tmp_path / "road") == content(tmp_path / "general")
@@ -83,7 +83,7 @@ def test_experts_that_a_road_declines_take_the_general_way(tmp_path, monkeypatch
 
         return Altered(road, read=read)
 
-    monkeypatch.setattr(resources, "find_road", find)
+    monkeypatch.setattr(memory, "find_road", find)
     convert(source, tmp_path / "mixed", deployment())
     assert len(declined) == 8
     assert content(tmp_path / "road") == content(tmp_path / "mixed")
@@ -96,7 +96,7 @@ def test_a_ceiling_holds_for_declined_experts_too(tmp_path, monkeypatch) -> None
     def find(*given: Any) -> Any:
         return Altered(find_road(*given), read=lambda *given: None)
 
-    monkeypatch.setattr(resources, "find_road", find)
+    monkeypatch.setattr(memory, "find_road", find)
     with pytest.raises(MoeqError, match=r"layer 0 w13 expert \d holds unusual values") as caught:
         convert(source, tmp_path / "out", deployment(), layout="marlin-mxfp4/1", max_memory=300 * 2**20)
     assert caught.value.exit_code == ExitCode.RESOURCES
@@ -117,7 +117,7 @@ def test_packed_bytes_that_do_not_mean_the_source_are_never_written(tmp_path, mo
 
         return Altered(road, pack=pack)
 
-    monkeypatch.setattr(resources, "find_road", find)
+    monkeypatch.setattr(memory, "find_road", find)
     with pytest.raises(MoeqError, match="do not unpack to the source's values") as caught:
         convert(source, tmp_path / "out", deployment())
     assert caught.value.code == "bug.round-trip"

@@ -1,0 +1,207 @@
+"""transformers loads converted checkpoints, once this module is imported.
+
+    import moeq.engines.transformers
+    model = AutoModelForCausalLM.from_pretrained("DST", device_map="cuda")
+
+The import registers the quantisation method `moeq` in transformers' own registry. Experts are loaded by transformers as
+they lie in the files, without repacking, and run in `moeq_kernels.fused_moe` on a GPU and as the float32 reference, one
+expert dequantised at a time, on a CPU. Linear layers outside the experts that the source had quantised (GPTQ attention,
+for example) are dequantised while they are loaded; everything else loads as transformers does it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moeq.engines.transformers_versions import check_version
+
+check_version()  # an older transformers lacks what is imported next
+
+# ruff: noqa: E402
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.hub import cached_file
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from moeq.checkpoint.manifest import MANIFEST_NAME
+from moeq.engines.dense import QuantizedLinear, quantized_linears
+from moeq.engines.experts_module import ConvertedExperts
+from moeq.errors import MoeqError
+from moeq.load.torch_loader import check_device, check_kernel, layer_entry, open_converted
+
+if TYPE_CHECKING:
+    from moeq.model.converted import ConvertedCheckpoint
+
+#: `model_type` to the class that holds a layer's experts in transformers 5.
+EXPERTS = {"mixtral": "MixtralExperts", "qwen3_moe": "Qwen3MoeExperts", "gpt_oss": "GptOssExperts"}
+
+_LAYER = re.compile(r"layers\.(\d+)\.")
+
+
+@register_quantization_config("moeq")
+class MoeqConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """`quantization_config` of a converted checkpoint.
+
+    Args:
+        manifest: name of the manifest.
+        layouts: ids of the layouts in it.
+        original: the source's quantisation config.
+    """
+
+    def __init__(
+        self,
+        manifest: str = MANIFEST_NAME,
+        layouts: list[str] | None = None,
+        original: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> None:
+        self.quant_method = "moeq"
+        self.manifest = manifest
+        self.layouts = layouts or []
+        self.original = original
+        self.more = more
+
+
+@register_quantizer("moeq")
+class MoeqQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Puts experts that read packed weights in the place of transformers' own, before weights are loaded."""
+
+    requires_calibration = True  # there is nothing that transformers could quantise on the fly
+
+    def __init__(self, quantization_config: MoeqConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.checkpoint: ConvertedCheckpoint | None = None
+        self.linears: list[QuantizedLinear] = []
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> None:
+        if getattr(model.config, "distributed_config", None) is not None:
+            raise MoeqError(
+                "usage.parallel",
+                "transformers is to spread the model over processes, and converted experts are loaded whole by one",
+                "use device_map to spread layers over GPUs, or moeq.load_experts(tp_rank=..., tp_size=...)",
+            )
+        checkpoint = _open(model, checkpoint_files)
+        self.checkpoint = checkpoint
+        for name, module in _experts(model):
+            entry = layer_entry(checkpoint, _layer_number(name))
+            if entry.ranks:
+                axis = entry.sharding.axis
+                raise MoeqError(
+                    f"usage.{axis}",
+                    f"layer {entry.layer} is written rank by rank for {axis} {len(entry.ranks)}, and transformers "
+                    "loads all of it",
+                    "convert it for one rank: moeq convert SRC DST --tp 1",
+                )
+            experts = ConvertedExperts(entry, checkpoint.info, model.config)
+            model.set_submodule(name, experts)
+            del module
+        self.linears = quantized_linears(checkpoint, _linears(model), self.quantization_config.original)
+
+    def get_weight_conversions(self) -> list[WeightConverter]:
+        """One conversion per linear layer that the source had quantised: its tensors become one weight.
+
+        Every transformers 5 asks for these, on its own or from inside `update_weight_conversions` (from 5.8), whose
+        arguments changed in 5.21.
+        """
+        return [_conversion(self, linear) for linear in self.linears]
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        assert self.checkpoint is not None  # transformers calls the two in this order
+        for name, module in list(model.named_modules()):
+            if isinstance(module, ConvertedExperts):
+                _cast_beside(model.get_submodule(name.rpartition(".")[0]), module, model.dtype)
+                device = module.w13_weight.device
+                if device.type == "cuda":
+                    check_device(self.checkpoint, device)
+                    check_kernel(module.entry, model.dtype, "bf16")
+        return model
+
+    def is_serializable(self) -> bool:
+        """Saving would lose the manifest; copy the folder instead."""
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        """Packed weights have no gradients."""
+        return False
+
+
+def _open(model: Any, checkpoint_files: list[str] | None) -> ConvertedCheckpoint:
+    """The converted checkpoint that the model's files belong to, and a refusal of models that are not covered."""
+    kind = model.config.model_type
+    if kind not in EXPERTS:
+        raise MoeqError(
+            "usage.unsupported-model",
+            f"moeq's transformers loader does not know the experts of model type '{kind}'",
+            f"it knows {', '.join(EXPERTS)}; moeq.load_experts loads the layers of any converted checkpoint",
+        )
+    if not checkpoint_files:
+        raise MoeqError("usage.no-files", "a converted model needs its files: from_pretrained('DST')")
+    folder = Path(checkpoint_files[0]).parent
+    if not (folder / MANIFEST_NAME).exists():  # a Hub download: transformers fetched only what it knows
+        cached_file(model.config.name_or_path, MANIFEST_NAME)
+    return open_converted(folder)
+
+
+def _experts(model: Any) -> list[tuple[str, Any]]:
+    wanted = EXPERTS[model.config.model_type]
+    return [(name, module) for name, module in model.named_modules() if type(module).__name__ == wanted]
+
+
+def _cast_beside(block: torch.nn.Module, experts: ConvertedExperts, dtype: torch.dtype) -> None:
+    """Give what stands beside the experts (the router) the model's dtype.
+
+    transformers before 5.21 leaves tensors of a quantised checkpoint that it renames in the dtype of the file, and
+    Mixtral's router is one: a file in another dtype than the model's would fail in the first forward pass.
+    """
+    for module in block.children():
+        if module is not experts:
+            module.to(dtype)
+
+
+def _layer_number(name: str) -> int:
+    found = _LAYER.search(name)
+    assert found is not None  # experts are in layers
+    return int(found[1])
+
+
+def _linears(model: Any) -> Mapping[str, tuple[int, int]]:
+    """`(out_features, in_features)` of every linear layer."""
+    return {
+        name: (module.out_features, module.in_features)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+
+
+def _conversion(quantizer: MoeqQuantizer, linear: QuantizedLinear) -> WeightConverter:
+    sources = [f"{linear.module}.{part}" for part in linear.parts]
+    return WeightConverter(sources, f"{linear.module}.weight", operations=[DequantizeLinear(quantizer, linear)])
+
+
+class DequantizeLinear(ConversionOps):  # type: ignore[misc]
+    """The tensors of one quantised linear layer as its plain weight."""
+
+    def __init__(self, hf_quantizer: MoeqQuantizer, linear: QuantizedLinear) -> None:
+        self.hf_quantizer = hf_quantizer  # transformers leaves the dtypes alone where an operation has one
+        self.linear = linear
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DequantizeLinear:
+        return self  # transformers copies converters for every tensor, and there is nothing in here that changes
+
+    def convert(self, input_dict: dict[str, Any], model: Any = None, **kwargs: Any) -> dict[str, torch.Tensor]:
+        """`{module}.weight` in the dtype of the model's parameter."""
+        name = f"{self.linear.module}.weight"
+        parts = {
+            key.rpartition(".")[2]: value[0] if isinstance(value, list) else value for key, value in input_dict.items()
+        }
+        weight = self.linear.dequantize(parts)
+        return {name: weight.to(model.get_parameter(name).dtype)}

@@ -1,0 +1,183 @@
+"""Which of vLLM's experts read which layout, and how they are set up. Written against vLLM 0.33.0 and 0.26.0.
+
+The engine's own constructors are called with tensors that already lie as its kernels want them; nothing here changes
+a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllm.model_executor.layers.fused_moe.config import int8_w8a8_moe_quant_config, mxfp4_w4a16_moe_quant_config
+from vllm.model_executor.layers.fused_moe.oracle import int8, int_wna16, mxfp4
+from vllm.model_executor.layers.quantization.utils import quant_utils
+
+from moeq.matrix import MatrixSpec
+
+Tensors = dict[str, Any]
+
+#: 0.26.0: its oracle does not know the Triton WNA16 experts.
+OLDER = not hasattr(int_wna16.WNA16MoEBackend, "TRITON")
+
+
+@dataclass(frozen=True)
+class EngineExperts:
+    """How vLLM runs one layout.
+
+    Attributes:
+        title: the engine's name for the backend, as in its log.
+        option: value of `--moe-backend` that allows it, besides `auto`.
+        classes: its expert classes, best first.
+        keys: `(weight key, activation key)` of a matrix, in the engine's terms.
+        quant_config: its record of scales, from the layer's tensors.
+        kernel: its kernel, from that record, its MoE config, the class, the routing tables and the layer's tensors.
+        rounds_sizes: hidden and intermediate size are rounded up before weights are made, as the layout pads.
+        cast: scales and biases are rounded to the dtype of the activations, as the engine's own loader does.
+        dtypes: torch dtype names of activations.
+        shards: tensor-parallel ranks may hold parts of experts.
+    """
+
+    title: str
+    option: str
+    classes: Callable[[], list[Any]]
+    keys: Callable[[MatrixSpec], tuple[Any, Any]]
+    quant_config: Callable[[Tensors, MatrixSpec], Any]
+    kernel: Callable[[Any, Any, Any, Any, Tensors], Any]
+    rounds_sizes: bool = False
+    cast: bool = True
+    dtypes: tuple[str, ...] = ("bfloat16", "float16")
+    shards: bool = True
+
+
+_WNA16_KEYS = {
+    ("int4", True): quant_utils.kInt4Static,
+    ("int4", False): quant_utils.kInt4StaticAsym,
+    ("int8", True): quant_utils.kInt8Static,
+}
+
+
+def _wna16_keys(spec: MatrixSpec) -> tuple[Any, Any]:
+    return _WNA16_KEYS.get((spec.element, spec.symmetric)), None
+
+
+def _wna16_config(tensors: Tensors, spec: MatrixSpec) -> Any:
+    return _grouped_config(tensors, spec, -1 if _channelwise(spec) else spec.group_size)
+
+
+def _triton_config(tensors: Tensors, spec: MatrixSpec) -> Any:
+    """The kernel finds a group by division: a single one for each channel is as long as the longer of both products."""
+    return _grouped_config(tensors, spec, max(spec.k, spec.n // 2) if _channelwise(spec) else spec.group_size)
+
+
+def _channelwise(spec: MatrixSpec) -> bool:
+    return spec.num_groups == 1 and spec.group_size == spec.k
+
+
+def _grouped_config(tensors: Tensors, spec: MatrixSpec, group_size: int) -> Any:
+    return int_wna16.make_wna16_moe_quant_config(
+        w1_scale=tensors["w13_scale"],
+        w2_scale=tensors["w2_scale"],
+        group_size=group_size,
+        num_bits=spec.bits,
+        w1_zp=tensors.get("w13_zero"),
+        w2_zp=tensors.get("w2_zero"),
+        w1_bias=tensors.get("w13_bias"),
+        w2_bias=tensors.get("w2_bias"),
+    )
+
+
+def _wna16(backend: Any, title: str, option: str) -> EngineExperts:
+    return EngineExperts(
+        title=title,
+        option=option,
+        classes=lambda: int_wna16.backend_to_kernel_cls(backend),
+        keys=_wna16_keys,
+        quant_config=_wna16_config,
+        kernel=lambda config, moe, kind, tables, tensors: int_wna16.make_wna16_moe_kernel(
+            moe_quant_config=config, moe_config=moe, experts_cls=kind, backend=backend, routing_tables=tables
+        ),
+    )
+
+
+def _triton_wna16() -> EngineExperts:
+    """Through the engine's oracle, where that knows these experts."""
+    if not OLDER:
+        return replace(_wna16(int_wna16.WNA16MoEBackend.TRITON, "TRITON", "triton"), quant_config=_triton_config)
+    from moeq.engines.vllm.older import AskableWNA16Experts, triton_kernel
+
+    return EngineExperts(
+        title="TRITON",
+        option="triton",
+        classes=lambda: [AskableWNA16Experts],
+        keys=_wna16_keys,
+        quant_config=_triton_config,
+        kernel=triton_kernel,
+    )
+
+
+def _act_order() -> dict[str, EngineExperts]:
+    """Marlin with act-order, where the engine still reads it (0.26.0)."""
+    if not OLDER:
+        return {}
+    from moeq.engines.vllm.older import act_order_kernel
+
+    marlin = _wna16(int_wna16.WNA16MoEBackend.MARLIN, "MARLIN", "marlin")
+    return {"marlin-act-order/1": replace(marlin, kernel=act_order_kernel, shards=False)}
+
+
+def _int8_kernel(config: Any, moe: Any, kind: Any, tables: Any, tensors: Tensors) -> Any:
+    if OLDER:
+        from moeq.engines.vllm.older import triton_kernel
+
+        return triton_kernel(config, moe, kind, tables, tensors)
+    return int8.make_int8_moe_kernel(int8.Int8MoeBackend.TRITON, config, moe, kind, routing_tables=tables)
+
+
+_INT8 = EngineExperts(
+    title="TRITON (int8 W8A8)",
+    option="triton",
+    classes=lambda: int8.backend_to_kernel_cls(int8.Int8MoeBackend.TRITON),
+    keys=lambda spec: (quant_utils.kInt8StaticChannelSym, quant_utils.kInt8DynamicTokenSym),
+    # Not through the oracle of 0.26.0, which takes dynamic activation scales for none and would run W8A16.
+    quant_config=lambda tensors, spec: int8_w8a8_moe_quant_config(
+        w1_scale=tensors["w13_scale"],
+        w2_scale=tensors["w2_scale"],
+        a1_scale=None,
+        a2_scale=None,
+        w1_bias=tensors.get("w13_bias"),
+        w2_bias=tensors.get("w2_bias"),
+        per_act_token_quant=True,
+    ),
+    kernel=_int8_kernel,
+    cast=False,
+)
+
+_MXFP4 = EngineExperts(
+    title="MARLIN (MXFP4)",
+    option="marlin",
+    classes=lambda: mxfp4.backend_to_kernel_cls(mxfp4.Mxfp4MoeBackend.MARLIN),
+    keys=lambda spec: (quant_utils.kMxfp4Static, None),
+    quant_config=lambda tensors, spec: mxfp4_w4a16_moe_quant_config(
+        w1_scale=tensors["w13_scale"],
+        w2_scale=tensors["w2_scale"],
+        w1_bias=tensors.get("w13_bias"),
+        w2_bias=tensors.get("w2_bias"),
+    ),
+    kernel=lambda config, moe, kind, tables, tensors: mxfp4.make_mxfp4_moe_kernel(
+        config, moe, kind, mxfp4.Mxfp4MoeBackend.MARLIN, routing_tables=tables
+    ),
+    rounds_sizes=True,
+    dtypes=("bfloat16",),
+)
+
+#: Layout id to the experts that read it.
+BACKENDS: dict[str, EngineExperts] = {
+    "marlin-wna16/1": _wna16(int_wna16.WNA16MoEBackend.MARLIN, "MARLIN", "marlin"),
+    "triton-wna16/1": _triton_wna16(),
+    "int8-w8a8/1": _INT8,
+    "marlin-mxfp4/1": _MXFP4,
+    "marlin-mxfp4-interleaved/1": _MXFP4,
+    **_act_order(),
+}

@@ -1,0 +1,66 @@
+"""Entry point of the vLLM plug-in (`vllm.general_plugins`). Importing this imports no engine.
+
+vLLM calls `register` in every one of its processes, for every model: it must be quick, may be called twice, and must
+not fail where the engine's version is not the one that the loader was written against.
+"""
+
+from __future__ import annotations
+
+from moeq.errors import MoeqError
+
+#: The versions of the engine that `moeq.engines.vllm.method` was run with, newest first.
+ENGINES = ("0.33.0", "0.26.0")
+
+
+def register() -> None:
+    """Register the quantisation method `moeq`. On another version of vLLM, register its refusal instead."""
+    import vllm
+
+    found = str(vllm.__version__).partition("+")[0]
+    if found in ENGINES:
+        from moeq.engines.vllm.method import register_method
+
+        register_method()
+    else:
+        _register_refusal(found)
+
+
+def wrong_engine(found: str) -> MoeqError:
+    """What a user of another version reads when a converted checkpoint is loaded."""
+    return MoeqError(
+        "environment.engine-version",
+        f"moeq's plug-in was written against vLLM {' and '.join(ENGINES)}, and this is vLLM {found}: kernels and "
+        "loaders differ",
+        f"pip install vllm=={ENGINES[0]}; or serve the source checkpoint, which this engine repacks itself",
+    )
+
+
+def _register_refusal(found: str) -> None:
+    from vllm.model_executor.layers.quantization import register_quantization_config
+    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+    class Refusal(QuantizationConfig):  # type: ignore[misc]
+        """Raises as soon as a converted checkpoint is opened."""
+
+        @classmethod
+        def from_config(cls, config: dict[str, object]) -> Refusal:
+            raise wrong_engine(found)
+
+        def get_name(self) -> str:
+            return "moeq"
+
+        def get_supported_act_dtypes(self) -> list[object]:
+            return []
+
+        @classmethod
+        def get_min_capability(cls) -> int:
+            return 0
+
+        @staticmethod
+        def get_config_filenames() -> list[str]:
+            return []
+
+        def get_quant_method(self, layer: object, prefix: str) -> None:
+            return None
+
+    register_quantization_config("moeq")(Refusal)

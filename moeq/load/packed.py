@@ -1,0 +1,87 @@
+"""The stacked tensors of a converted checkpoint as the kernels take them, for all experts of a layer or a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moeq.checkpoint.manifest import LayerEntry, MatrixEntry, StackedRole
+from moeq.load.kernel_experts import kernel_experts
+from moeq.model import Checkpoint
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from moeq_kernels import PackedExperts
+
+
+@dataclass(frozen=True)
+class PackedPart:
+    """What one rank holds of the sampled experts; the only part where the layer is not written rank by rank.
+
+    Attributes:
+        experts: its packed experts.
+        local: int64 `[sampled experts]`, position of each in `experts`, -1 where another rank holds it.
+        intermediate: the intermediate features it computes: all of them, or its share under tensor parallelism.
+    """
+
+    experts: PackedExperts
+    local: Tensor
+    intermediate: slice
+
+    def local_ids(self, ids: Tensor) -> Tensor:
+        """Ids that count within the sample, as ids that count within this part."""
+        return self.local.to(ids.device)[ids]
+
+
+def load_packed(
+    checkpoint: Checkpoint, entry: LayerEntry, experts: Sequence[int], device: torch.device
+) -> list[PackedPart]:
+    """Packed experts of one layer in the given order, reading only their bytes.
+
+    Raises:
+        MoeqError: `answer.no-kernel` where up rows come before gate rows.
+    """
+    return list(_parts(checkpoint, entry, experts, device))
+
+
+def _parts(
+    checkpoint: Checkpoint, entry: LayerEntry, experts: Sequence[int], device: torch.device
+) -> Iterator[PackedPart]:
+    import torch
+
+    w2 = entry.matrices["w2"].spec
+    if not entry.ranks:
+        everyone = torch.arange(len(experts))
+        yield PackedPart(_load(checkpoint, entry, entry.matrices, experts, device), everyone, slice(0, w2.k))
+        return
+    for rank in entry.ranks:
+        held = [expert for expert in experts if rank.experts[0] <= expert < rank.experts[1]]
+        if held:
+            rows = [expert - rank.experts[0] for expert in held]
+            local = torch.tensor([held.index(expert) if expert in held else -1 for expert in experts])
+            packed = _load(checkpoint, entry, rank.matrices, rows, device)
+            yield PackedPart(packed, local, slice(*rank.intermediate))
+
+
+def _load(
+    checkpoint: Checkpoint,
+    entry: LayerEntry,
+    matrices: Mapping[StackedRole, MatrixEntry],
+    rows: Sequence[int],
+    device: torch.device,
+) -> PackedExperts:
+    import torch
+
+    source = checkpoint.source
+    specs = {role: matrix.padded_spec for role, matrix in matrices.items()}
+    tensors = {
+        role: {
+            part: torch.stack([source.read_row(source.entry(name), row) for row in rows]).to(device)
+            for part, name in matrix.tensors.items()
+        }
+        for role, matrix in matrices.items()
+    }
+    return kernel_experts(entry.layout, specs, tensors)

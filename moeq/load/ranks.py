@@ -1,0 +1,146 @@
+"""What one rank of a deployment reads of a layer, and every reason why it cannot. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry, MatrixEntry, StackedRole
+from moeq.errors import MoeqError
+from moeq.layouts.arranged import ArrangedLayout
+from moeq.layouts.registry import get_layout
+from moeq.load.reading import Window
+from moeq.matrix import MatrixSpec
+from moeq.model.division import slicing_obstacle, split_experts, split_intermediate
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank: its number and the number of ranks, of tensor and of expert parallelism."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    ep_rank: int = 0
+    ep_size: int = 1
+
+    def check(self) -> None:
+        """Raises MoeqError `usage.rank` where a number is outside its range."""
+        for name, rank, size in (("tp", self.tp_rank, self.tp_size), ("ep", self.ep_rank, self.ep_size)):
+            if size < 1 or not 0 <= rank < size:
+                raise MoeqError("usage.rank", f"{name} rank {rank} of {size}: ranks count from 0 to size - 1")
+
+    @property
+    def title(self) -> str:
+        """`tp rank 0 of 2`."""
+        parts = [f"tp rank {self.tp_rank} of {self.tp_size}"] if self.tp_size > 1 else []
+        parts += [f"ep rank {self.ep_rank} of {self.ep_size}"] if self.ep_size > 1 else []
+        return ", ".join(parts) or "the only rank"
+
+
+@dataclass(frozen=True)
+class MatrixPart:
+    """What a rank takes of `w13` or `w2`.
+
+    Attributes:
+        stored: the stacked tensors it reads.
+        spec: the padded matrix of one expert that the rank ends up with.
+        window: what is cut out of the stored matrix; None for all of it.
+        zero_bias: the bias belongs to another rank, whose output is added to this one's.
+    """
+
+    stored: MatrixEntry
+    spec: MatrixSpec
+    window: Window | None = None
+    zero_bias: bool = False
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What a rank takes of a layer.
+
+    Attributes:
+        experts: `(start, stop)` of its experts, as the model counts them.
+        rows: `(start, stop)` of them within the stacked tensors.
+        matrices: its `w13` and `w2`.
+    """
+
+    experts: tuple[int, int]
+    rows: tuple[int, int]
+    matrices: Mapping[StackedRole, MatrixPart]
+
+
+def plan_rank(entry: LayerEntry, rank: Rank, unit: int | None = None) -> RankPart:
+    """What a rank reads of a layer.
+
+    Args:
+        entry: the layer in the manifest.
+        rank: which rank.
+        unit: intermediate features that ranks get in multiples of, unevenly (`moeq.model.division`).
+
+    Raises:
+        MoeqError: `usage.rank`, `usage.ep`, and `usage.tp` where the file does not serve that many ranks, naming the
+            conversion that would.
+    """
+    rank.check()
+    if entry.ranks:
+        return _written_rank(entry, rank)
+    experts = _experts(entry, rank, (0, entry.num_experts))
+    if rank.tp_size == 1:
+        matrices = {role: MatrixPart(matrix, matrix.padded_spec) for role, matrix in entry.matrices.items()}
+        return RankPart(experts, experts, matrices)
+    return RankPart(experts, experts, _cut(entry, rank, unit))
+
+
+def _experts(entry: LayerEntry, rank: Rank, held: tuple[int, int]) -> tuple[int, int]:
+    parts = split_experts(f"layer {entry.layer}", held[1] - held[0], rank.ep_size)
+    part = parts[rank.ep_rank]
+    return held[0] + part.start, held[0] + part.stop
+
+
+def _written_rank(entry: LayerEntry, rank: Rank) -> RankPart:
+    """A layer that was written rank by rank serves just as many ranks."""
+    by_expert = entry.sharding.axis == "ep"
+    number, asked = (rank.ep_rank, rank.ep_size) if by_expert else (rank.tp_rank, rank.tp_size)
+    if asked != len(entry.ranks) or (by_expert and rank.tp_size > 1):
+        _wrong_size(entry, rank)
+    home = next(found for found in entry.ranks if found.rank == number)
+    experts = home.experts if by_expert else _experts(entry, rank, home.experts)
+    rows = (experts[0] - home.experts[0], experts[1] - home.experts[0])
+    matrices = {role: MatrixPart(matrix, matrix.padded_spec) for role, matrix in home.matrices.items()}
+    return RankPart(experts, rows, matrices)
+
+
+def _wrong_size(entry: LayerEntry, rank: Rank) -> NoReturn:
+    axis, written = entry.sharding.axis or "tp", len(entry.ranks)
+    asked = rank.ep_size if axis == "ep" and rank.ep_size > 1 else rank.tp_size
+    wanted = f"--ep {rank.ep_size}" if rank.ep_size > 1 and rank.tp_size == 1 else f"--tp {rank.tp_size}"
+    raise MoeqError(
+        f"usage.{axis}",
+        f"layer {entry.layer} is written rank by rank for {axis} {written}, and {rank.title} was asked for "
+        f"({entry.sharding.why})",
+        f"run it with {axis} {written}, or convert it for {asked}: moeq convert SRC DST {wanted}",
+    )
+
+
+def _cut(entry: LayerEntry, rank: Rank, unit: int | None) -> dict[StackedRole, MatrixPart]:
+    """Slices of an unsharded packing."""
+    layout = get_layout(entry.layout)
+    specs = {role: entry.matrices[role].spec for role in STACKED_ROLES}
+    parts = split_intermediate(f"layer {entry.layer}", specs["w2"], rank.tp_size, unit)
+    obstacle = slicing_obstacle(specs, layout, parts)
+    if obstacle is not None or not isinstance(layout, ArrangedLayout):
+        raise MoeqError(
+            "usage.tp",
+            f"layer {entry.layer} holds one packing for all ranks, which cannot be cut for tp {rank.tp_size}: "
+            f"{obstacle}",
+            f"convert it for that: moeq convert SRC DST --tp {rank.tp_size}",
+        )
+    own = (parts[rank.tp_rank].start, parts[rank.tp_rank].stop)
+    found: dict[StackedRole, MatrixPart] = {}
+    for role in STACKED_ROLES:
+        padded = entry.matrices[role].padded_spec
+        window = Window((0, padded.n), own) if role == "w2" else Window(own, (0, padded.k))
+        spec = layout.shard_spec(padded, window.n, window.k)
+        found[role] = MatrixPart(entry.matrices[role], spec, window, zero_bias=role == "w2" and rank.tp_rank > 0)
+    return found

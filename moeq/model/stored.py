@@ -1,0 +1,108 @@
+"""An expert as its source stores it: which tensors hold which rows, and those tensors rebuilt from logical matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from moeq.checkpoint.header import TensorEntry
+from moeq.checkpoint.manifest import StackedRole
+from moeq.checkpoint.names import Projection
+from moeq.matrix import QuantizedMatrix
+from moeq.model.experts import WHOLE_PARTS, ExpertKind, Experts
+from moeq.schemes.format import PartSig
+from moeq.schemes.restore import bijective, repack
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """One source tensor, or one expert's row of a stacked one.
+
+    Attributes:
+        entry: the source tensor.
+        start: first byte of the part in the source file.
+        end: one past its last byte.
+        rebuilt: the part from the logical matrix, or None where the matrix does not tell.
+        certain: decoding is a bijection, so that what is rebuilt need not be compared.
+    """
+
+    entry: TensorEntry
+    start: int
+    end: int
+    rebuilt: Tensor | None
+    certain: bool
+
+    @property
+    def data(self) -> memoryview | None:
+        """Bytes of the rebuilt part; None where it cannot be, or is not of the stored size."""
+        from moeq.model.tensors import as_bytes
+
+        if self.rebuilt is None:
+            return None
+        found = as_bytes(self.rebuilt)
+        return found if found.nbytes == self.end - self.start else None
+
+
+def stored_parts(
+    experts: Experts, expert: int, role: StackedRole, matrix: QuantizedMatrix, *, rebuild_certain: bool = True
+) -> Iterator[StoredPart]:
+    """Every source tensor of one expert's `w13` or `w2`, rebuilt.
+
+    Args:
+        experts: the layer as the source stores it.
+        expert: expert number.
+        role: `w13` or `w2`.
+        matrix: its logical matrix.
+        rebuild_certain: also rebuild the parts that need no comparison.
+    """
+    kind, unit, fused = experts.kind(expert), experts.layer.unit(expert), experts.layer.fused
+    for projection, stored in as_stored(kind, role, matrix):
+        scheme = kind.projections[projection].scheme
+        for part, entry in unit[projection].items():
+            row = fused and part not in WHOLE_PARTS
+            size = entry.nbytes // experts.num_experts if row else entry.nbytes
+            start = entry.start + expert * size if row else entry.start
+            sig = PartSig(entry.dtype, entry.shape[1:] if row else entry.shape)
+            certain = bijective(stored, part, sig, scheme)
+            wanted = rebuild_certain or not certain
+            rebuilt = repack(stored, part, sig, scheme) if wanted else None
+            yield StoredPart(entry, start, start + size, rebuilt, certain)
+
+
+def as_stored(
+    kind: ExpertKind, role: StackedRole, matrix: QuantizedMatrix
+) -> Iterator[tuple[Projection, QuantizedMatrix]]:
+    """The projections that the source stores, with their rows in stored order."""
+    if role == "w2":
+        yield "down", matrix
+    elif "gate_up" in kind.projections:
+        yield "gate_up", interleaved(matrix) if kind.interleaved else matrix
+    elif "gate" in kind.projections:
+        half = matrix.spec.n // 2
+        yield "gate", matrix.rows(0, half, "gate")
+        yield "up", matrix.rows(half, matrix.spec.n, "up")
+    else:
+        yield "up", matrix
+
+
+def interleaved(matrix: QuantizedMatrix) -> QuantizedMatrix:
+    """Rows gate 0, up 0, gate 1, up 1, ... from the gate rows followed by the up rows."""
+
+    def weave(tensor: Tensor) -> Tensor:
+        return tensor.reshape(2, -1, *tensor.shape[1:]).transpose(0, 1).flatten(0, 1)
+
+    def weave_present(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else weave(tensor)
+
+    return replace(
+        matrix,
+        codes=weave(matrix.codes),
+        scales=weave(matrix.scales),
+        zeros=weave_present(matrix.zeros),
+        global_scale=weave_present(matrix.global_scale),
+        bias=weave_present(matrix.bias),
+    )

@@ -1,0 +1,323 @@
+"""One expert's `w13` or `w2`: read, pack for every rank, prove, write. For one unit, from any thread.
+
+Two ways lead there. A direct road (`moeq.pipeline.pack.fast`) goes from the stored bytes to the packed bytes in reused
+buffers and knows nothing of torch. The general way takes every format and layout: decode to the logical matrix, pad,
+pack, unpack, compare. Both give the same bytes and the same digests.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moeq.checkpoint.manifest import Projection
+from moeq.checkpoint.names import FUSED
+from moeq.checkpoint.names import Projection as StoredName
+from moeq.checkpoint.writer import OutputFile
+from moeq.errors import MoeqError
+from moeq.pipeline.pack.buffers import Buffers, Writes
+from moeq.pipeline.pack.inputs import WORD, InputFile, blocks_of
+from moeq.pipeline.pack.memory import SpareMemory, general_bytes, road_of
+from moeq.pipeline.plan.layers import ShardPlan, describe
+from moeq.pipeline.plan.units import PackUnit, place_of
+from moeq.pipeline.state.job import Job
+from moeq.pipeline.state.records import Bytes, UnitRecord, checksum, word_sum
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moeq.layouts.base import Layout
+    from moeq.matrix import QuantizedMatrix
+    from moeq.pipeline.pack.fast import Road
+    from moeq.pipeline.pack.fast.base import Inputs
+
+
+@dataclass(frozen=True)
+class ExpertResult:
+    """What packing one expert came to.
+
+    Attributes:
+        written: bytes.
+        digests: projection and logical digest.
+        kept: source tensors that cannot be rebuilt.
+        losses: stored numbers that packing changed.
+        sums: word sum of every slot, in order.
+    """
+
+    written: int
+    digests: tuple[tuple[Projection, str], ...]
+    kept: frozenset[str]
+    losses: int
+    sums: tuple[int, ...]
+
+
+class Packer:
+    """Executes one `PackUnit`, expert by expert.
+
+    Args:
+        job: the conversion.
+        unit: the unit.
+        inputs: open source files by name.
+        output: the output file.
+        spare: memory for experts that cannot take the direct road although their headers say so.
+    """
+
+    def __init__(
+        self, job: Job, unit: PackUnit, inputs: Mapping[str, InputFile], output: OutputFile, spare: SpareMemory
+    ) -> None:
+        self._job = job
+        self._unit = unit
+        self._inputs = inputs
+        self._spare = spare
+        self._output = output
+        layer = job.plan.layer_of(unit)
+        self._layer = layer
+        self._experts = job.checkpoint.experts(unit.layer)
+        self._stacked = self._experts.layer.fused
+        self._shards = [layer.shards[index] for index in unit.shards]
+        self._slots = [_slots(job, unit, shard) for shard in self._shards]
+        self._road = road_of(job.checkpoint, layer, unit)
+        self._found: list[Layout] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def items(self) -> Sequence[int]:
+        """The experts to pack."""
+        return range(self._unit.experts.start, self._unit.experts.stop)
+
+    def label(self, expert: int) -> str:
+        """What is being done, for progress."""
+        return f"layer {self._unit.layer} {self._unit.role} expert {expert}"
+
+    def fetch(self, expert: int, buffers: Buffers, slot: int) -> Inputs | None:
+        """Read the stored bytes of one expert; None where the general way will read them.
+
+        Args:
+            expert: its number.
+            buffers: memory of this worker.
+            slot: which of its input buffers is free.
+
+        Raises:
+            MoeqError: `source.truncated`, `source.unreadable`.
+        """
+        return None if self._road is None else self._read(self._road, expert, buffers, slot)
+
+    def run(self, expert: int, data: Inputs | None, buffers: Buffers, slot: int) -> tuple[ExpertResult, Writes]:
+        """Pack and prove one expert.
+
+        Args:
+            expert: its number.
+            data: what `fetch` gave.
+            buffers: memory of this worker.
+            slot: which of its output buffers is free.
+
+        Returns:
+            The result, and what is left to write: the general way has written already.
+
+        Raises:
+            MoeqError: it cannot be packed, or the packed bytes do not mean what the source means.
+            OSError: the disk says no.
+        """
+        if self._road is None or data is None:
+            return self._in_general(expert), ()
+        found = self._by_road(self._road, expert, data, buffers, slot)
+        if found is not None:
+            return found
+        with self._spare.take(general_bytes(self._layer, self._unit), self.label(expert)):
+            return self._in_general(expert), ()
+
+    def record(self, results: Sequence[ExpertResult]) -> UnitRecord:
+        """The unit's record from the results of all its experts, in order."""
+        digests: dict[Projection, list[str]] = {}
+        for result in results:
+            for projection, digest in result.digests:
+                digests.setdefault(projection, []).append(digest)
+        return UnitRecord(
+            unit=self._unit.id,
+            bytes=sum(result.written for result in results),
+            checksum=checksum(value for result in results for value in result.sums),
+            digests={projection: tuple(values) for projection, values in digests.items()},
+            kept=tuple(sorted(frozenset().union(*(result.kept for result in results)))),
+            losses=sum(result.losses for result in results),
+        )
+
+    # The direct road.
+
+    def _by_road(
+        self, road: Road, expert: int, inputs: Inputs, buffers: Buffers, slot: int
+    ) -> tuple[ExpertResult, Writes] | None:
+        """None where the road declines this expert, which the general way then packs or refuses with the reason."""
+        scratch = buffers.take("scratch", road.scratch_bytes)
+        read = road.read(inputs, scratch)
+        if read is None:
+            return None
+        sizes = [size for slots in self._slots for _, size in slots.values()]
+        row = expert - self._unit.experts.start
+        places = [start + row * size for slots in self._slots for start, size in slots.values()]
+        pieces = buffers.take_many(f"output {slot}", sizes, places)
+        each = iter(pieces)
+        outputs = [{part: next(each) for part in slots} for slots in self._slots]
+        road.pack(read, outputs, scratch)
+        proof = road.prove(read, outputs, scratch)
+        if proof is None:
+            raise self._round_trip(expert)
+        sums = tuple(map(word_sum, pieces))
+        result = ExpertResult(sum(sizes), proof.digests, frozenset(), 0, sums)
+        return result, tuple(zip(pieces, places, strict=True))
+
+    def _read(self, road: Road, expert: int, buffers: Buffers, slot: int) -> Inputs:
+        """The stored bytes of one expert in reused memory; parts that lie together are read at once."""
+        places = self._places(road, expert)
+        order = sorted(range(len(places)), key=places.__getitem__)
+        runs = [[order[0]]]
+        for one, two in pairwise(order):
+            together = places[one][0] == places[two][0] and places[one][2] == places[two][1]
+            if together and places[two][1] % WORD == 0:
+                runs[-1].append(two)
+            else:
+                runs.append([two])
+        spans = [(places[run[0]][0], places[run[0]][1], places[run[-1]][2]) for run in runs]
+        memory = buffers.take_many(f"input {slot}", [blocks_of(start, stop) for _, start, stop in spans])
+        found: dict[tuple[StoredName, str], Bytes] = {}
+        names = road.reads
+        for run, room, (file, first, last) in zip(runs, memory, spans, strict=True):
+            data = self._inputs[file].read(room, first, last)
+            for index in run:
+                _, start, stop = places[index]
+                found[names[index]] = data[start - first : stop - first]
+        return found
+
+    def _places(self, road: Road, expert: int) -> list[tuple[str, int, int]]:
+        """File, first and last byte of everything that the road reads of an expert."""
+        parts = self._experts.layer.parts
+        entries = [parts[key].get(expert) or parts[key][FUSED] for key in road.reads]
+        if not self._stacked:
+            return [(entry.file, entry.start, entry.end) for entry in entries]
+        return [
+            (entry.file, *place_of(entry, part, self._experts, expert))
+            for entry, (_, part) in zip(entries, road.reads, strict=True)
+        ]
+
+    # The general way.
+
+    def _in_general(self, expert: int) -> ExpertResult:
+        from moeq.digest import logical_digest
+        from moeq.matrix import split_projections
+        from moeq.model.shards import join_shards
+        from moeq.model.tensors import one_torch_thread, same_matrix
+        from moeq.pipeline.state.restore_data import unrestorable
+
+        one_torch_thread()
+        unit = self._unit
+        matrix = self._matrix(expert)
+        written, losses, stored, sums = 0, 0, [], list[int]()
+        for shard, slots, layout in zip(self._shards, self._slots, self._layouts(), strict=True):
+            padded = _padded(shard, matrix)
+            unpacked = self._write(shard, slots, layout, expert, padded, sums)
+            written += sum(size for _, size in slots.values())
+            if not same_matrix(unpacked, padded):
+                losses += self._lost(layout, padded, expert)
+            stored.append(shard.padding.unpad(unpacked))
+        held = join_shards(matrix.spec, stored) if losses else matrix
+        digests = tuple((projection, logical_digest(part)) for projection, part in split_projections(held))
+        kept = unrestorable(self._job.checkpoint, unit.layer, expert, unit.role, held, exact=not losses)
+        return ExpertResult(written, digests, frozenset(kept), losses, tuple(sums))
+
+    def _matrix(self, expert: int) -> QuantizedMatrix:
+        """The logical matrix, which has to be what headers and config promised."""
+        unit = self._unit
+        matrix = self._job.checkpoint.matrix(unit.layer, expert, unit.role)
+        planned = self._layer.entry.matrices[unit.role].spec
+        if matrix.spec != planned:
+            raise MoeqError(
+                "source.inconsistent",
+                f"layer {unit.layer} expert {expert} {unit.role}: config and headers say {describe(planned)}, the data "
+                f"say {describe(matrix.spec)}",
+                "correct the quantisation config: desc_act has to be true where g_idx is out of order",
+            )
+        return matrix
+
+    def _layouts(self) -> list[Layout]:
+        """The layout of every shard, which may have to know all experts of its rank before it packs one."""
+        layout = self._layer.layout
+        if layout.survey_scope is None:
+            return [layout] * len(self._shards)
+        with self._lock:
+            if self._found is None:
+                self._found = self._surveyed(layout)
+            return self._found
+
+    def _surveyed(self, layout: Layout) -> list[Layout]:
+        found: dict[int, float] = {}
+        for expert in self.items:
+            matrix = self._matrix(expert)
+            for index, shard in enumerate(self._shards):
+                value = layout.survey(_padded(shard, matrix))
+                if value is not None:
+                    found[index] = max(found.get(index, value), value)
+        return [layout.with_survey(found[i]) if i in found else layout for i in range(len(self._shards))]
+
+    def _write(
+        self,
+        shard: ShardPlan,
+        slots: Mapping[str, tuple[int, int]],
+        layout: Layout,
+        expert: int,
+        padded: QuantizedMatrix,
+        sums: list[int],
+    ) -> QuantizedMatrix:
+        """Pack one matrix, write it into its slot of the stack, and unpack what was written."""
+        from moeq.model.tensors import as_bytes, reshaped
+
+        row = expert - self._unit.experts.start
+        written: dict[str, Tensor] = {}
+        try:
+            packed = layout.pack(padded)
+        except MoeqError as error:
+            where = f"layer {self._unit.layer} expert {expert}"
+            raise MoeqError(error.code, f"{where}: {error.message}", error.hint) from None
+        for part, (start, size) in slots.items():
+            data = as_bytes(packed[part])
+            if data.nbytes != size:
+                raise ValueError(f"{layout.id} packs {part} into {data.nbytes} bytes, its slot has {size}")
+            self._output.write(data, start + row * size)
+            sums.append(word_sum(np.frombuffer(data, np.uint8)))
+            written[part] = reshaped(packed[part], shard.parts[self._unit.role][part].shape)
+        return layout.unpack(written, padded.spec)
+
+    def _lost(self, layout: Layout, padded: QuantizedMatrix, expert: int) -> int:
+        """Numbers that packing changed, where that was allowed. Raises MoeqError `bug.round-trip` where it was not."""
+        losses = layout.losses(padded) if self._layer.allow_lossy else 0
+        if losses:
+            return losses
+        raise self._round_trip(expert)
+
+    def _round_trip(self, expert: int) -> MoeqError:
+        return MoeqError(
+            "bug.round-trip",
+            f"layer {self._unit.layer} expert {expert} {self._unit.role}: the packed bytes do not unpack to the "
+            "source's values",
+            "nothing was published; report this as a bug in moeq",
+        )
+
+
+def _slots(job: Job, unit: PackUnit, shard: ShardPlan) -> dict[str, tuple[int, int]]:
+    """Part to the first byte of its stack in the output file and the bytes of one expert."""
+    ranges = job.plan.file(unit.file).form.ranges
+    found = {}
+    for part, name in shard.matrices[unit.role].tensors.items():
+        start, stop = ranges[name]
+        found[part] = (start, (stop - start) // unit.experts.size)
+    return found
+
+
+def _padded(shard: ShardPlan, matrix: QuantizedMatrix) -> QuantizedMatrix:
+    """What one rank gets of a matrix, rounded up to the sizes of its layout."""
+    from moeq.model.shards import shard_matrix
+
+    return shard.padding.pad(shard_matrix(matrix, shard.shard.intermediate, first=shard.shard.rank == 0))

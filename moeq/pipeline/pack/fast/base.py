@@ -1,0 +1,72 @@
+"""What a road is to those who take it. Importing this loads no compiled code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from moeq.checkpoint.manifest import Projection
+from moeq.checkpoint.names import Projection as StoredName
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+#: Stored bytes by projection and part: uint8, flat, each the part of one expert.
+Inputs = Mapping[tuple[StoredName, str], "Array"]
+
+#: Matrices of every projection by logical field (`moeq.pipeline.pack.fast.formats`).
+Matrices = Sequence[dict[str, "Array"]]
+
+#: Packed bytes by part, one mapping per shard: uint8, flat, each one expert's slot.
+Outputs = Sequence[Mapping[str, "Array"]]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What a proven matrix holds.
+
+    Attributes:
+        digests: projection and its logical digest, in the order of `moeq.matrix.split_projections`.
+    """
+
+    digests: tuple[tuple[Projection, str], ...]
+
+
+class Road(Protocol):
+    """The direct road of one layer's `w13` or `w2`. Immutable; any number of threads may use it.
+
+    All buffers start at multiples of 8 bytes and belong to the caller; none is kept, and inputs are never written to.
+    """
+
+    @property
+    def reads(self) -> tuple[tuple[StoredName, str], ...]:
+        """Stored projection and part of everything that has to be read."""
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Size of the scratch buffer."""
+
+    def read(self, inputs: Inputs, scratch: Array) -> Matrices | None:
+        """What is stored, as matrices. They lie in the inputs and in scratch, both of which have to stay for them.
+
+        Args:
+            inputs: the stored bytes of everything in `reads`.
+            scratch: uint8, `scratch_bytes` or more; what it holds does not matter. The same for all three steps.
+
+        Returns:
+            None where a value needs the general path, which then says what is wrong with it or copes with it. Where
+            not, packing will lose nothing, and every source tensor can be rebuilt from the matrices.
+        """
+
+    def pack(self, read: Matrices, outputs: Outputs, scratch: Array) -> None:
+        """Fill the outputs."""
+
+    def prove(self, read: Matrices, outputs: Outputs, scratch: Array) -> Proof | None:
+        """Unpack the outputs and compare them with the matrices. Takes nothing from an earlier `pack` but the outputs.
+
+        Returns:
+            The digests; None where the outputs do not hold what the matrices say, bit for bit.
+        """

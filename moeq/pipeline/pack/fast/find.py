@@ -1,0 +1,139 @@
+"""Which layers have a direct road: what their format, their layout and their sizes allow. See `find_road`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from moeq.checkpoint.header import TensorEntry
+from moeq.checkpoint.manifest import Projection, StackedRole
+from moeq.checkpoint.names import FUSED
+from moeq.checkpoint.names import Projection as StoredName
+from moeq.layouts.arranged import ArrangedLayout
+from moeq.layouts.base import Layout
+from moeq.matrix import MatrixSpec, projection_spec
+from moeq.model.experts import WHOLE_PARTS, ExpertKind, Experts
+from moeq.pipeline.pack.fast.formats import stored_projection
+from moeq.pipeline.pack.fast.parts import BLOCK, packed_parts
+from moeq.pipeline.pack.fast.path import DirectRoad, Lane, ShardRoad
+from moeq.pipeline.pack.fast.scratch import Room
+from moeq.pipeline.plan.layers import ShardPlan
+from moeq.schemes.format import PartSig
+
+#: Exponent bytes that `marlin-mxfp4-fp16` keeps, beside 0.
+FP16_EXPONENTS = (103, 142)
+
+#: Layouts that hold every logical tensor as it is, in another order: nothing is computed, and nothing depends on other
+#: experts. With the least and the greatest scale (beside 0) that they hold exactly, or None where that is any.
+LAYOUTS: dict[str, tuple[int, int] | None] = {
+    "aiter-a16w4/1": None,
+    "aiter-gfx1250/1": None,
+    "aiter-shuffle/1": None,
+    "cutlass-mxfp4/1": None,
+    "deepgemm-mxfp4/1": None,
+    "flashinfer-cutlass-mxfp4-bf16/1": None,
+    "flashinfer-cutlass-mxfp4-mxfp8/1": None,
+    "int8-w8a8/1": None,
+    "marlin-mxfp4-fp16-interleaved/1": FP16_EXPONENTS,
+    "marlin-mxfp4-fp16/1": FP16_EXPONENTS,
+    "marlin-mxfp4-interleaved/1": None,
+    "marlin-mxfp4/1": None,
+    "marlin-wna16/1": None,
+    "mxfp4-identity/1": None,
+    "triton-kernels-blackwell/1": None,
+    "triton-kernels-cdna4/1": None,
+    "triton-kernels-hopper-w4/1": None,
+    "triton-kernels-hopper/1": None,
+    "triton-wna16/1": None,
+    "trtllm-mxfp4/1": None,
+    "trtllm-mxint4/1": None,
+    "xpu-wna16/1": None,
+}
+
+
+def bind(experts: Experts, role: StackedRole, layout: Layout, shards: Sequence[ShardPlan]) -> DirectRoad | None:
+    """`moeq.pipeline.pack.fast.find_road`, once the compiled loops are known to be there."""
+    kinds = experts.kinds()
+    sigs = _signatures(experts)
+    if len(kinds) != 1 or sigs is None or not isinstance(layout, ArrangedLayout) or layout.id not in LAYOUTS:
+        return None
+    kind = kinds[0].kind
+    lanes = _lanes(kind, role, sigs)
+    if lanes is None:
+        return None
+    spec = kind.spec(role)
+    # Stored projections of their own, packed whole: their rows are contiguous, or columns of a contiguous matrix.
+    dense = len(shards) == 1 and all(len(lane.holds) == 1 for lane in lanes)
+    ranks = [_shard_road(layout, spec, plan, dense=dense) for plan in shards]
+    found = [rank for rank in ranks if rank is not None]
+    if len(found) < len(ranks) or len({plan.shard.experts for plan in shards}) != 1:
+        return None
+    parts = [part for rank in found for part in rank.parts.values()]
+    elements = Room(lanes[-1].room.stop, max(part.room_bytes for part in parts))
+    expected = Room(elements.stop, max(BLOCK, *(part.spare_bytes for part in parts)))
+    return DirectRoad(spec, lanes, tuple(found), LAYOUTS[layout.id], elements, expected, expected.stop)
+
+
+def _signatures(experts: Experts) -> dict[StoredName, dict[str, PartSig]] | None:
+    """Dtype and shape of every part of one expert, where all experts have the same; None where not."""
+    if experts.flat:
+        return None
+    found: dict[StoredName, dict[str, PartSig]] = {}
+    for (projection, part), entries in experts.layer.parts.items():
+        alike = {entry[1:3] for entry in entries.values()}
+        if len(alike) != 1 or (FUSED not in entries and len(entries) != experts.num_experts):
+            return None
+        found.setdefault(projection, {})[part] = _signature(next(iter(entries.values())), part, experts.layer.fused)
+    return found
+
+
+def _signature(entry: TensorEntry, part: str, fused: bool) -> PartSig:
+    row = fused and part not in WHOLE_PARTS
+    return PartSig(entry.dtype, entry.shape[1:] if row else entry.shape)
+
+
+def _lanes(
+    kind: ExpertKind, role: StackedRole, sigs: Mapping[StoredName, Mapping[str, PartSig]]
+) -> tuple[Lane, ...] | None:
+    """How each stored projection of a role is read, in the order of the packed rows."""
+    names: tuple[StoredName, ...] = ("down",) if role == "w2" else ("gate", "up", "gate_up")
+    lanes: list[Lane] = []
+    start = 0
+    for name in (name for name in names if name in kind.projections):
+        described = kind.projections[name]
+        stored = stored_projection(sigs[name], described.spec, described.scheme)
+        holds = _held(name, kind.spec(role))
+        if stored is None or (name == "gate_up" and kind.interleaved is None):
+            return None
+        room = Room(start, stored.scratch_bytes)
+        lane = Lane(name, stored, holds, bool(kind.interleaved), room)
+        start = lane.room.stop
+        lanes.append(lane)
+    return tuple(lanes) or None
+
+
+def _held(name: StoredName, spec: MatrixSpec) -> tuple[tuple[Projection, MatrixSpec], ...]:
+    """The logical projections in a stored one, with the specs that their digests are made with."""
+    held: tuple[Projection, ...] = ("gate", "up") if name == "gate_up" else (name,)
+    return tuple((projection, projection_spec(spec, projection)) for projection in held)
+
+
+def _shard_road(layout: ArrangedLayout, spec: MatrixSpec, plan: ShardPlan, *, dense: bool) -> ShardRoad | None:
+    """The parts of one rank, or None where one of them needs the general path."""
+    padding, features = plan.padding, plan.shard.intermediate
+    shard, padded = (padding.original_w2, padding.w2) if spec.role == "w2" else (padding.original_w13, padding.w13)
+    per_word = 32 // spec.bits
+    cuts_words = spec.role == "w2" and bool(features.start % per_word or features.stop % per_word)
+    if padding.rule.midpoint or cuts_words:
+        return None
+    found = packed_parts(layout, shard, padded)
+    parts = {part.field: replace(part, dense=dense) for part in found}
+    if parts.keys() != _fields(spec):
+        return None
+    return ShardRoad(parts, features, everything=shard == spec, first=plan.shard.rank == 0)
+
+
+def _fields(spec: MatrixSpec) -> set[str]:
+    """The logical fields of a matrix."""
+    optional = {"zeros": not spec.symmetric, "bias": spec.bias_dtype is not None}
+    return {"codes", "scales", *(field for field, there in optional.items() if there)}

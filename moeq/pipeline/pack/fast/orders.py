@@ -1,0 +1,154 @@
+"""How elements lie in a packed part: loops from rows of elements to packed bytes and back.
+
+4-bit codes are never taken apart: Marlin's and Hopper's weights are made from words of codes, and any other arrangement
+that keeps an even and an odd code together in a byte is one of bytes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+
+from moeq.layouts import marlin as marlin_layout
+from moeq.layouts import marlin_mxfp4, triton_kernels_hopper
+from moeq.layouts.arranged import Part
+from moeq.layouts.arrangement import Arrangement
+from moeq.layouts.bits import MUL_FREE, BitPermutation
+from moeq.layouts.fast import bits, hopper, marlin, scatter
+from moeq.layouts.fast.nibbles import of_bytes
+from moeq.pipeline.pack.fast.scratch import Array
+
+
+class Order(ABC):
+    """How elements lie in a packed part."""
+
+    #: Rows in multiples of this can be packed and unpacked by themselves; 0: only all at once.
+    rows: int = 0
+    #: Rows are gate 0, up 0, gate 1, ... instead of gate rows, then up rows.
+    interleaved: bool = False
+    #: The packed part is the elements.
+    in_place: bool = False
+    #: `pack` takes the transpose of a contiguous matrix as well.
+    transposed: bool = False
+    #: `unpack` needs scratch.
+    needs_spare: bool = False
+
+    @abstractmethod
+    def pack(self, elements: Array, out: Array, row: int = 0) -> None:
+        """Contiguous elements into the bytes of a part, of which they are the rows from `row` on."""
+
+    @abstractmethod
+    def unpack(self, packed: Array, out: Array, spare: Array, row: int = 0) -> None:
+        """The rows of a part from `row` on into contiguous elements. `spare`: as many bytes of scratch."""
+
+
+@dataclass(frozen=True)
+class OwnOrder(Order):
+    """The elements' own."""
+
+    interleaved: bool = False
+    rows: int = 1
+    in_place: bool = True
+
+    def pack(self, elements: Array, out: Array, row: int = 0) -> None:
+        np.copyto(self._bytes(elements, out, row), elements.reshape(-1).view(np.uint8))
+
+    def unpack(self, packed: Array, out: Array, spare: Array, row: int = 0) -> None:
+        np.copyto(out.reshape(-1).view(np.uint8), self._bytes(out, packed, row))
+
+    def _bytes(self, elements: Array, packed: Array, row: int) -> Array:
+        start = row * (elements.nbytes // len(elements))
+        return packed[start : start + elements.nbytes]
+
+
+@dataclass(frozen=True)
+class MarlinOrder(Order):
+    """Marlin's weights for 16-bit activations."""
+
+    bits: int
+    interleaved: bool = False
+    rows: int = marlin.ROWS
+    transposed: bool = True
+
+    def pack(self, elements: Array, out: Array, row: int = 0) -> None:
+        marlin.pack(elements, self.bits, self._words(elements, out), row)
+
+    def unpack(self, packed: Array, out: Array, spare: Array, row: int = 0) -> None:
+        marlin.unpack(self._words(out, packed), self.bits, out, row)
+
+    def _words(self, elements: Array, packed: Array) -> Array:
+        return packed.view("u4").reshape(elements.shape[1] * 32 // self.bits // 16, -1)
+
+
+@dataclass(frozen=True)
+class HopperOrder(Order):
+    """triton_kernels' weights for Hopper."""
+
+    interleaved: bool = False
+    rows: int = hopper.TILE
+
+    def pack(self, elements: Array, out: Array, row: int = 0) -> None:
+        hopper.pack(elements.view("u8"), out.view("u8"), row)
+
+    def unpack(self, packed: Array, out: Array, spare: Array, row: int = 0) -> None:
+        hopper.unpack(packed.view("u8"), out.view("u8"), row)
+
+
+@dataclass(frozen=True)
+class ScatterOrder(Order):
+    """Any other arrangement: of bytes of two codes, of codes, or of scales, zero points and biases."""
+
+    arrangement: Arrangement
+    bits: int
+    element: str
+    rewrite: BitPermutation | None = None
+
+    @property
+    def needs_spare(self) -> bool:  # type: ignore[override]
+        return self.rewrite is not None
+
+    def pack(self, elements: Array, out: Array, row: int = 0) -> None:
+        scatter.pack(self.arrangement, elements.view(self.element), self.bits, self._words(out))
+        if self.rewrite is not None:
+            bits.apply(self.rewrite.steps, self._words(out))
+
+    def unpack(self, packed: Array, out: Array, spare: Array, row: int = 0) -> None:
+        if self.rewrite is not None:
+            np.copyto(spare[: len(packed)], packed)
+            packed = spare[: len(packed)]
+            bits.apply(self.rewrite.inverse.steps, self._words(packed))
+        scatter.unpack(self.arrangement, self._words(packed), self.bits, out.view(self.element))
+
+    def _words(self, packed: Array) -> Array:
+        return packed.view(f"u{self.bits * self.arrangement.fields_per_word // 8}")
+
+
+#: Orders of codes that have loops of their own, by arrangement and rewriting of words.
+ORDERS: dict[tuple[Arrangement, BitPermutation | None], Order] = {
+    (marlin_layout.WEIGHT[4], None): MarlinOrder(4),
+    (marlin_layout.WEIGHT[8], None): MarlinOrder(8),
+    (marlin_mxfp4.WEIGHT_PAIRS, None): MarlinOrder(4, interleaved=True),
+    (triton_kernels_hopper.WEIGHT, MUL_FREE): HopperOrder(),
+    (triton_kernels_hopper.WEIGHT_W13, MUL_FREE): HopperOrder(interleaved=True),
+}
+
+
+def order_of(part: Part) -> Order | None:
+    """The order of a part's elements; None where 4-bit codes would have to be taken apart."""
+    arrangement = part.arrangement
+    if part.field == "codes" and (arrangement, part.rewrite) in ORDERS:
+        return ORDERS[arrangement, part.rewrite]
+    if part.rewrite is None and (part.field != "zeros" or part.bits == 8):
+        rows, columns = ([digit.name for digit in digits] for digits in (arrangement.rows, arrangement.columns))
+        right = [("~" if digit.reversed else "") + digit.name for digit in (*arrangement.words, *arrangement.fields)]
+        if right == rows + columns:
+            return OwnOrder()
+        if right == rows[1:] + rows[:1] + columns and arrangement.has_halves:
+            return OwnOrder(interleaved=True)
+    if part.field == "codes" and part.bits == 4:
+        by_bytes = of_bytes(arrangement)
+        return None if by_bytes is None else ScatterOrder(by_bytes, 8, "u1", part.rewrite)
+    element = "u1" if part.field in ("codes", "zeros") else f"u{part.bits // 8}"
+    return ScatterOrder(arrangement, part.bits, element, part.rewrite)

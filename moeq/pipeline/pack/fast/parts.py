@@ -1,0 +1,290 @@
+"""One part of a packed matrix (its weights, scales, zero points or bias): filled from views of the source, and back.
+
+A part is a matrix of elements, `[rows, columns]`, zero-filled to the sizes of the layout, in some order
+(`moeq.pipeline.pack.fast.orders`). Where the order allows, it is filled and read a block of rows at a time, so that
+what lies in between stays in the cache and scratch stays small; where it is the elements' own, they are copied straight
+into the packed part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from moeq.layouts.arranged import ArrangedLayout, Part, as_stored, is_gated_w13, logical_dtype
+from moeq.layouts.fast import transpose
+from moeq.layouts.fast.compare import is_zero, same
+from moeq.matrix import MatrixSpec
+from moeq.pipeline.pack.fast.orders import Order, order_of
+from moeq.pipeline.pack.fast.scratch import Array, Room
+
+#: Bytes of the rows that are handled at a time.
+BLOCK = 1 << 19
+
+#: Views of a field, one per projection of the matrix (gate and up, or one); None where a shard holds zeros instead.
+Views = Sequence["Array | None"]
+
+
+def _widen_bf16(narrow: Array, out: Array) -> None:
+    np.left_shift(narrow, 16, out=out, dtype=np.uint32)
+
+
+def _widen_f16(narrow: Array, out: Array) -> None:
+    np.copyto(out.view(np.float32), narrow.view(np.float16))
+
+
+#: (logical dtype, stored dtype) -> how the wider, exact form is made.
+WIDENED: dict[tuple[str, str], Callable[[Array, Array], None]] = {
+    ("BF16", "F32"): _widen_bf16,
+    ("F16", "F32"): _widen_f16,
+}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a projection among some rows of elements.
+
+    Attributes:
+        projection: number of the projection.
+        source: its rows.
+        elements: where they are among the elements.
+    """
+
+    projection: int
+    source: slice
+    elements: slice
+
+    @property
+    def count(self) -> int:
+        """How many."""
+        return int(self.source.stop - self.source.start)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of elements that are handled at a time.
+
+    Attributes:
+        row: the first.
+        count: how many.
+        rows: which of them belong to projections; the others are filling.
+    """
+
+    row: int
+    count: int
+    rows: tuple[Rows, ...]
+
+    @cached_property
+    def filling(self) -> tuple[slice, ...]:
+        """The rows that belong to none."""
+        free = set(range(self.count)).difference(*(range(self.count)[rows.elements] for rows in self.rows))
+        firsts = [row for row in sorted(free) if row - 1 not in free]
+        lasts = [row for row in sorted(free) if row + 1 not in free]
+        return tuple(slice(first, last + 1) for first, last in zip(firsts, lasts, strict=True))
+
+
+@dataclass(frozen=True)
+class PackedPart:
+    """A part of one expert's packed matrix.
+
+    Attributes:
+        name: part name (`weight`, `scale`, `zero`, `bias`).
+        field: the logical field that it holds.
+        order: how its elements lie.
+        shape: `[rows, columns]` of its elements, zero-filled.
+        dtype: of an element: words of codes, otherwise what a scale, zero point or bias is stored as.
+        starts: the first row of each projection.
+        step: from one row of a projection to the next.
+        filled: rows and columns of each projection that are not zero-filling.
+        widen: how elements get their wider form, or None.
+        flip: pattern of bits that are stored inverted, as a byte.
+        dense: each view is contiguous, or the transpose of a contiguous matrix.
+    """
+
+    name: str
+    field: str
+    order: Order
+    shape: tuple[int, int]
+    dtype: str
+    starts: tuple[int, ...]
+    step: int
+    filled: tuple[int, int]
+    widen: Callable[[Array, Array], None] | None = None
+    flip: int = 0
+    dense: bool = False
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of a row of elements."""
+        return self.shape[1] * np.dtype(self.dtype).itemsize
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether the elements of each projection are consecutive rows without any filling."""
+        full = len(self.starts) * self.filled[0] == self.shape[0] and self.filled[1] == self.shape[1]
+        return full and self.step == 1 and self.widen is None
+
+    @cached_property
+    def is_direct(self) -> bool:
+        """Whether projections are packed one by one, as they lie."""
+        return self.dense and self.is_whole and self.order.transposed
+
+    @cached_property
+    def is_in_place(self) -> bool:
+        """Whether the packed part is the elements, bit for bit."""
+        return self.order.in_place and not self.flip
+
+    @cached_property
+    def block(self) -> int:
+        """Rows that are handled at a time."""
+        if not self.order.rows:
+            return self.shape[0]
+        return min(max(BLOCK // self.row_bytes // self.order.rows, 1) * self.order.rows, self.shape[0])
+
+    @property
+    def room_bytes(self) -> int:
+        """Room for elements."""
+        return 0 if self.is_in_place else self.row_bytes * self.block
+
+    @property
+    def spare_bytes(self) -> int:
+        """Room for what elements should be, and for what is between."""
+        return 0 if self.is_whole and not self.order.needs_spare else self.row_bytes * self.block
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """All blocks."""
+        return tuple(
+            self._rows(row, min(self.block, self.shape[0] - row)) for row in range(0, self.shape[0], self.block)
+        )
+
+    @cached_property
+    def everything(self) -> Block:
+        """All rows as one block."""
+        return self._rows(0, self.shape[0])
+
+    def _rows(self, row: int, count: int) -> Block:
+        found = []
+        for projection, start in enumerate(self.starts):
+            first = max(0, -(-(row - start) // self.step))
+            last = min(self.filled[0], -(-(row + count - start) // self.step))
+            if first < last:
+                place = start + first * self.step - row
+                elements = slice(place, place + (last - first - 1) * self.step + 1, self.step)
+                found.append(Rows(projection, slice(first, last), elements))
+        return Block(row, count, tuple(found))
+
+    def pack(self, views: Views, out: Array, room: Room, scratch: Array) -> None:
+        """Fill the part.
+
+        Args:
+            views: its field, by projection.
+            out: uint8, the part's bytes.
+            room: at least `room_bytes`.
+            scratch: where rooms are.
+        """
+        if self.is_direct:
+            for view, start in zip(views, self.starts, strict=True):
+                self.order.pack(_present(view), out, start)
+        elif self.order.in_place:
+            self.place(views, self.everything, out.view(self.dtype).reshape(self.shape))
+        else:
+            for block in self.blocks:
+                elements = room.array(scratch, (block.count, self.shape[1]), self.dtype)
+                self.place(views, block, elements)
+                self.order.pack(elements, out, block.row)
+        if self.flip:
+            np.bitwise_xor(out, np.uint8(self.flip), out=out)
+
+    def unpack(self, packed: Array, block: Block, room: Room, spare: Room, scratch: Array) -> Array:
+        """A block of elements, in `room` or, where they lie in the part as they are, there."""
+        if self.is_in_place:
+            return packed.view(self.dtype).reshape(self.shape)[block.row : block.row + block.count]
+        found = room.array(scratch, (block.count, self.shape[1]), self.dtype)
+        self.order.unpack(packed, found, spare.array(scratch, (spare.nbytes,), "u1"), block.row)
+        if self.flip:
+            octets = found.reshape(-1).view(np.uint8)
+            np.bitwise_xor(octets, np.uint8(self.flip), out=octets)
+        return found
+
+    def holds(self, found: Array, block: Block, views: Views, room: Room, scratch: Array) -> bool:
+        """Whether the unpacked elements of a block are exactly the field, filling included. `room` is another one."""
+        if self.is_whole and all(view is not None for view in views):
+            return all(same(_present(views[r.projection]), found[r.elements], r.source.start) for r in block.rows)
+        if self.widen is not None or any(views[r.projection] is None for r in block.rows):
+            expected = room.array(scratch, found.shape, self.dtype)
+            self.place(views, block, expected)
+            return same(expected, found)
+        columns = self.filled[1]
+        held = all(same(_present(views[r.projection]), found[r.elements, :columns], r.source.start) for r in block.rows)
+        return held and is_zero(found[:, columns:]) and all(is_zero(found[rows]) for rows in block.filling)
+
+    def place(self, views: Views, block: Block, elements: Array) -> None:
+        """Copy the rows of every projection that belong to these elements, and zeros around them."""
+        if block.filling or any(views[r.projection] is None for r in block.rows):
+            elements.fill(0)
+        columns = self.filled[1]
+        elements[:, columns:] = 0
+        for r in block.rows:
+            view, target = views[r.projection], elements[r.elements, :columns]
+            if view is not None and self.widen is None:
+                transpose.copy(view[r.source], target)
+            elif view is not None and self.widen is not None:
+                self.widen(view[r.source], target)
+
+
+def _present(view: Array | None) -> Array:
+    if view is None:
+        raise ValueError("a field that a shard does not hold")
+    return view
+
+
+def packed_parts(layout: ArrangedLayout, spec: MatrixSpec, padded: MatrixSpec) -> list[PackedPart]:
+    """The parts of a packed matrix; those that are beyond these roads are missing.
+
+    Args:
+        layout: the layout.
+        spec: the matrix.
+        padded: the same, as it is packed.
+    """
+    found = [_packed_part(name, part, layout, spec, padded) for name, part in layout.parts(padded).items()]
+    return [part for part in found if part is not None]
+
+
+_WORDS = {"U8": "u1", "F16": "u2", "BF16": "u2", "F32": "u4"}
+
+
+def _packed_part(
+    name: str, part: Part, layout: ArrangedLayout, spec: MatrixSpec, padded: MatrixSpec
+) -> PackedPart | None:
+    rows, columns = part.padded(*layout.logical_shape(part.field, padded))
+    order, dtype, widen, per_element = order_of(part), "u1", None, 1
+    if part.field == "codes":
+        dtype, per_element = "u4", 32 // part.bits
+    elif part.field in ("scales", "bias"):
+        logical = logical_dtype(part, padded)
+        stored = as_stored(part, padded)
+        widen = None if stored else WIDENED.get((logical, part.dtype))
+        if not stored and widen is None:
+            return None
+        dtype = _WORDS[logical if stored else part.dtype]
+    filled = layout.logical_shape(part.field, spec)
+    if order is None or columns % per_element or filled[1] % per_element:
+        return None
+    halves = 2 if is_gated_w13(spec) else 1
+    stride = rows // 2 if part.arrangement.has_halves else padded.n // halves
+    return PackedPart(
+        name=name,
+        field=part.field,
+        order=order,
+        shape=(rows, columns // per_element),
+        dtype=dtype,
+        starts=tuple(range(halves)) if order.interleaved else tuple(half * stride for half in range(halves)),
+        step=halves if order.interleaved else 1,
+        filled=(filled[0] // halves, filled[1] // per_element),
+        widen=widen,
+        flip=part.flip * (0x11 if part.bits == 4 else 1),
+    )

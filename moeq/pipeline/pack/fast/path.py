@@ -1,0 +1,188 @@
+"""From the stored bytes of one expert's `w13` or `w2` to its packed bytes, and the proof that these mean the same.
+
+`read` looks at what is stored, `pack` fills output buffers. `prove` reads output buffers (what `pack` left there or,
+better, what was read back from the file), unpacks them by loops that are not those of `pack`, compares everything with
+the source and computes the digest of the logical values. None of them allocates in proportion to the data, and all work
+on data leaves the interpreter to other threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from blake3 import blake3
+
+from moeq.checkpoint.manifest import Projection
+from moeq.checkpoint.names import Projection as StoredName
+from moeq.digest import begin_field, new_digest
+from moeq.layouts.fast import transpose
+from moeq.layouts.fast.compare import all_between
+from moeq.matrix import MatrixSpec
+from moeq.model.shards import Range
+from moeq.pipeline.pack.fast.base import Inputs, Outputs, Proof
+from moeq.pipeline.pack.fast.formats import Fields, StoredProjection
+from moeq.pipeline.pack.fast.parts import BLOCK, PackedPart, Views
+from moeq.pipeline.pack.fast.scratch import Array, Room
+
+#: The order in which the digest takes the fields.
+_FIELDS = ("codes", "scales", "zeros", "bias")
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One stored projection on its way.
+
+    Attributes:
+        name: the projection, as stored.
+        stored: how it is read.
+        holds: the logical projections that it holds, with their specs.
+        interleaved: rows of gate and up alternate.
+        room: scratch of its own.
+    """
+
+    name: StoredName
+    stored: StoredProjection
+    holds: tuple[tuple[Projection, MatrixSpec], ...]
+    interleaved: bool
+    room: Room
+
+    def read(self, inputs: Inputs, scratch: Array) -> list[Fields] | None:
+        """The fields of each logical projection."""
+        parts = {part: inputs[self.name, part] for part in self.stored.sigs}
+        fields = self.stored.read(parts, scratch[self.room.start : self.room.stop])
+        if fields is None or len(self.holds) == 1:
+            return None if fields is None else [fields]
+        half = self.stored.spec.n // 2
+        rows = (slice(0, None, 2), slice(1, None, 2)) if self.interleaved else (slice(0, half), slice(half, None))
+        return [{name: matrix[cut] for name, matrix in fields.items()} for cut in rows]
+
+
+@dataclass(frozen=True)
+class ShardRoad:
+    """The packed parts of one rank.
+
+    Attributes:
+        parts: its parts, by the logical field that they hold.
+        features: its intermediate features.
+        everything: it holds all of them.
+        first: it is rank 0, which keeps the bias of w2.
+    """
+
+    parts: Mapping[str, PackedPart]
+    features: Range
+    everything: bool
+    first: bool
+
+    def views(self, field: str, spec: MatrixSpec, read: Sequence[Fields]) -> Views:
+        """The shard's part of a field."""
+        return [self._cut(field, spec, fields[field]) for fields in read]
+
+    def _cut(self, field: str, spec: MatrixSpec, matrix: Array) -> Array | None:
+        start, stop = self.features.start, self.features.stop
+        if self.everything:
+            return matrix
+        if spec.role != "w2":
+            return matrix[start:stop]
+        if field == "codes":
+            per_word = 32 // spec.bits
+            return matrix[:, start // per_word : stop // per_word]
+        if field == "bias":
+            return matrix if self.first else None
+        if spec.num_groups == 1:
+            return matrix
+        return matrix[:, start // spec.group_size : -(-stop // spec.group_size)]
+
+
+@dataclass(frozen=True)
+class DirectRoad:
+    """The direct road of one layer's `w13` or `w2`. Immutable; any number of threads may use it.
+
+    Attributes:
+        spec: the logical matrix.
+        lanes: the stored projections.
+        shards: the packed parts of every rank.
+        scales: least and greatest scale, as an unsigned integer, that the layout holds exactly; None: any.
+        elements: room for the elements of a part.
+        expected: room for what they should be, and for what is between.
+        scratch_bytes: size of the scratch buffer.
+    """
+
+    spec: MatrixSpec
+    lanes: tuple[Lane, ...]
+    shards: tuple[ShardRoad, ...]
+    scales: tuple[int, int] | None
+    elements: Room
+    expected: Room
+    scratch_bytes: int
+
+    @cached_property
+    def reads(self) -> tuple[tuple[StoredName, str], ...]:
+        """Projection and part of everything that has to be read."""
+        return tuple((lane.name, part) for lane in self.lanes for part in lane.stored.sigs)
+
+    def read(self, inputs: Inputs, scratch: Array) -> list[Fields] | None:
+        """See `Road.read`."""
+        read: list[Fields] = []
+        for lane in self.lanes:
+            fields = lane.read(inputs, scratch)
+            if fields is None or not self._keeps_scales(fields):
+                return None
+            read += fields
+        return read
+
+    def pack(self, read: Sequence[Fields], outputs: Outputs, scratch: Array) -> None:
+        """See `Road.pack`."""
+        for shard, packed in zip(self.shards, outputs, strict=True):
+            for part in shard.parts.values():
+                part.pack(shard.views(part.field, self.spec, read), packed[part.name], self.elements, scratch)
+
+    def prove(self, read: Sequence[Fields], outputs: Outputs, scratch: Array) -> Proof | None:
+        """See `Road.prove`."""
+        held = [projection for lane in self.lanes for projection in lane.holds]
+        digests = [new_digest(spec) for _, spec in held]
+        for field in (name for name in _FIELDS if name in read[0]):
+            for digest, fields in zip(digests, read, strict=True):
+                begin_field(digest, field, fields[field].size * (2 if field == "zeros" else fields[field].itemsize))
+            for projection, rows in self._proven(field, read, outputs, scratch):
+                if rows is None:
+                    return None
+                self._feed(digests[projection], rows, field, scratch)
+        return Proof(tuple((name, digest.hexdigest()) for (name, _), digest in zip(held, digests, strict=True)))
+
+    def _keeps_scales(self, read: Sequence[Fields]) -> bool:
+        return self.scales is None or all(all_between(fields["scales"], *self.scales) for fields in read)
+
+    def _proven(
+        self, field: str, read: Sequence[Fields], outputs: Outputs, scratch: Array
+    ) -> Iterator[tuple[int, Array | None]]:
+        """A field as it was unpacked, or as the source has it where that lies more conveniently: the two are equal.
+
+        Consecutive rows of every projection, with its number; None where a shard does not hold them.
+        """
+        for shard, packed in zip(self.shards, outputs, strict=True):
+            part, views = shard.parts[field], shard.views(field, self.spec, read)
+            for block in part.blocks:
+                found = part.unpack(packed[part.name], block, self.elements, self.expected, scratch)
+                if not part.holds(found, block, views, self.expected, scratch):
+                    yield 0, None
+                elif len(self.shards) == 1:
+                    for r in block.rows:
+                        yield r.projection, found[r.elements] if part.is_whole else read[r.projection][field][r.source]
+        if len(self.shards) > 1:
+            yield from ((projection, fields[field]) for projection, fields in enumerate(read))
+
+    def _feed(self, digest: blake3, matrix: Array, field: str, scratch: Array) -> None:
+        """Add the bytes that the digest takes: row after row, zero points 16 bits wide."""
+        if field != "zeros" and matrix.flags.c_contiguous:
+            digest.update(matrix.reshape(-1).view(np.uint8).data)
+            return
+        dtype = "i2" if field == "zeros" else matrix.dtype.str
+        size = max(1, BLOCK // (matrix.shape[1] * np.dtype(dtype).itemsize))
+        for row in range(0, len(matrix), size):
+            part = matrix[row : row + size]
+            rows = self.expected.array(scratch, part.shape, dtype)
+            np.copyto(rows, part) if field == "zeros" else transpose.copy(part, rows)
+            digest.update(rows.reshape(-1).view(np.uint8).data)

@@ -1,0 +1,83 @@
+"""What a unit needs beyond buffers: which path packs it, and memory that threads share for the reference path."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from moeq.errors import MoeqError
+from moeq.pipeline.pack.fast import find_road
+from moeq.pipeline.plan.layers import LayerPlan
+from moeq.pipeline.plan.units import PackUnit
+
+if TYPE_CHECKING:
+    from moeq.model import Checkpoint
+    from moeq.pipeline.pack.fast import Road
+
+MIB = 2**20
+
+#: Bytes per element of the largest matrix that one thread of the general way holds at its peak.
+GENERAL_BYTES = 16
+
+
+def road_of(checkpoint: Checkpoint, layer: LayerPlan, unit: PackUnit) -> Road | None:
+    """The direct road that executes a unit, or None."""
+    shards = [layer.shards[index] for index in unit.shards]
+    return find_road(checkpoint.experts(unit.layer), unit.role, layer.layout, shards)
+
+
+def general_bytes(layer: LayerPlan, unit: PackUnit) -> int:
+    """What one thread of the general way holds at its peak for one expert of a unit."""
+    whole = layer.entry.matrices[unit.role].spec
+    padded = 0
+    for index in unit.shards:
+        plan = layer.shards[index].padding
+        spec = plan.w2 if unit.role == "w2" else plan.w13
+        padded += spec.n * spec.k
+    return GENERAL_BYTES * max(whole.n * whole.k, padded)
+
+
+def mebibytes(count: int) -> str:
+    """A size in MiB, for messages."""
+    return f"{count / MIB:,.0f} MiB"
+
+
+class SpareMemory:
+    """Memory that threads share for what was not foreseen: experts that a road declines take the general way.
+
+    Args:
+        free: bytes that are left for it; None: as many as it takes.
+        strict: refuse what is larger than that; else it runs alone.
+    """
+
+    def __init__(self, free: int | None, *, strict: bool = False) -> None:
+        self._all = self._free = 1 << 62 if free is None else max(free, 0)
+        self._strict = strict
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def take(self, size: int, what: str) -> Iterator[None]:
+        """Hold so many bytes; waits until they are free.
+
+        Raises:
+            MoeqError: `resources.memory` where they never will be.
+        """
+        if self._strict and size > self._all:
+            raise MoeqError(
+                "resources.memory",
+                f"{what} holds unusual values and needs {mebibytes(size)} to be packed in general; "
+                f"{mebibytes(self._all)} are left of --max-memory",
+                "a higher --max-memory; what was finished is kept",
+            )
+        size = min(size, self._all)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= size)
+            self._free -= size
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += size
+                self._changed.notify_all()

@@ -1,0 +1,206 @@
+"""How one layer's experts will be written, known from headers alone: shards, padding, tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry, MatrixEntry, RankEntry, Sharding, StackedRole
+from moeq.checkpoint.writer import tensor_bytes
+from moeq.errors import MoeqError
+from moeq.layouts.base import Layout, TensorSpec
+from moeq.layouts.padding import PaddingPlan, logical_bytes, plan_padding
+from moeq.layouts.registry import get_layout
+from moeq.matrix import MatrixSpec
+from moeq.model import Checkpoint
+from moeq.model.division import UNEVEN_FORMATS, Division, Shard, Specs, divide
+from moeq.model.shards import Range, shard_spec
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What beside the source decides a plan.
+
+    Attributes:
+        tp: ranks that share an expert (1 under expert parallelism, which takes them all).
+        ep: ranks that share the experts.
+        skip_unfit: copy layers that cannot be converted instead of refusing.
+        allow_lossy: allow packing that changes stored numbers.
+    """
+
+    tp: int = 1
+    ep: int = 1
+    skip_unfit: bool = False
+    allow_lossy: bool = False
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """What is packed for one rank, or for all of them at once.
+
+    Attributes:
+        shard: experts and intermediate features.
+        padding: how sizes are rounded up.
+        matrices: what the manifest will say.
+        parts: per stacked matrix, shape and dtype of each part of *one* expert.
+    """
+
+    shard: Shard
+    padding: PaddingPlan
+    matrices: Mapping[StackedRole, MatrixEntry]
+    parts: Mapping[StackedRole, Mapping[str, TensorSpec]]
+
+    def padding_bytes(self, role: StackedRole) -> int:
+        """Bytes of one expert's `w13` or `w2` that are padding."""
+        padding = self.padding
+        before, after = (padding.original_w2, padding.w2) if role == "w2" else (padding.original_w13, padding.w13)
+        return logical_bytes(after) - logical_bytes(before)
+
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Its stacked tensors, by name. Large ones come first: they then lie on whole blocks of the file."""
+        found = {
+            self.matrices[role].tensors[part]: ((self.shard.experts.size, *spec.shape), spec.dtype)
+            for role in STACKED_ROLES
+            for part, spec in self.parts[role].items()
+        }
+        return dict(sorted(found.items(), key=lambda row: -tensor_bytes(*row[1])))
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """The experts of one layer as they will be written.
+
+    Attributes:
+        entry: what the manifest will say (digests still empty).
+        shards: one plan per rank, or a single one that holds everything.
+        allow_lossy: lossy packing was asked for.
+    """
+
+    entry: LayerEntry
+    shards: tuple[ShardPlan, ...]
+    allow_lossy: bool = False
+
+    @property
+    def layout(self) -> Layout:
+        """The layout that packs this layer."""
+        return get_layout(self.entry.layout, allow_lossy=self.allow_lossy)
+
+
+def plan_layer(checkpoint: Checkpoint, layer: int, layout_id: str, options: PlanOptions) -> LayerPlan:
+    """Plan one layer. Raises MoeqError as `make_plan` does."""
+    layout = get_layout(layout_id, allow_lossy=options.allow_lossy)
+    specs = {role: _uniform_spec(checkpoint, layer, role) for role in STACKED_ROLES}
+    count = checkpoint.num_experts(layer)
+    unit = UNEVEN_FORMATS.get(checkpoint.scheme_of(layer).format)
+    division = divide(f"layer {layer}", specs, layout, count, options.tp, options.ep, unit)
+    prefix = checkpoint.expert_prefix(layer)
+    sharding = Sharding(division.axis, division.written, division.why)
+    if division.written == "unsharded":
+        everything = Shard(0, Range(0, count), Range(0, specs["w2"].k))
+        plan = _plan_shard(layer, prefix, layout, specs, everything)
+        entry = LayerEntry(layer, prefix, count, layout.id, plan.matrices, sharding=sharding)
+        return LayerPlan(entry, (plan,), options.allow_lossy)
+    shards = _plan_ranks(layer, prefix, layout, specs, division)
+    ranks = tuple(
+        RankEntry(
+            rank=plan.shard.rank,
+            experts=(plan.shard.experts.start, plan.shard.experts.stop),
+            intermediate=(plan.shard.intermediate.start, plan.shard.intermediate.stop),
+            matrices=plan.matrices,
+        )
+        for plan in shards
+    )
+    wholes = {role: MatrixEntry(spec, spec.n, spec.k, {}) for role, spec in specs.items()}
+    entry = LayerEntry(layer, prefix, count, layout.id, wholes, sharding=sharding, ranks=ranks)
+    return LayerPlan(entry, shards, options.allow_lossy)
+
+
+def _plan_ranks(layer: int, prefix: str, layout: Layout, specs: Specs, division: Division) -> tuple[ShardPlan, ...]:
+    """One plan per rank, all padded to the size of the fullest."""
+    fullest = max(division.shards, key=lambda shard: shard.intermediate.size)
+    sizes = _plan_shard(layer, prefix, layout, specs, fullest, f".rank{fullest.rank}").padding
+    plans = []
+    for shard in division.shards:
+        plan = _plan_shard(layer, prefix, layout, specs, shard, f".rank{shard.rank}", sizes)
+        plans.append(plan)
+    return tuple(plans)
+
+
+def _plan_shard(
+    layer: int,
+    prefix: str,
+    layout: Layout,
+    specs: Specs,
+    shard: Shard,
+    suffix: str = "",
+    sizes: PaddingPlan | None = None,
+) -> ShardPlan:
+    """Pack one shard: padded sizes, the checks on them, and names. `sizes`: pad to those of another shard."""
+    own = {role: shard_spec(specs[role], shard.intermediate) for role in STACKED_ROLES}
+    padding = plan_padding(layout, own["w13"], own["w2"])
+    if sizes is not None:
+        w13 = own["w13"].with_sizes(n=sizes.w13.n, k=sizes.w13.k)
+        padding = replace(padding, w13=w13, w2=own["w2"].with_sizes(n=sizes.w2.n, k=sizes.w2.k))
+    group = _padded_group(specs["w2"], own["w2"], padding.w2)
+    if group is not None:
+        padding = replace(padding, w2=replace(padding.w2, group_size=group))
+    padded = {"w13": padding.w13, "w2": padding.w2}
+    problems = [(role, problem) for role in STACKED_ROLES for problem in layout.problems(padded[role])]
+    if problems:
+        reasons = "; ".join(f"{role}: {problem.message}" for role, problem in problems)
+        remedies = [problem.remedy for _, problem in problems if problem.remedy]
+        raise MoeqError(
+            "usage.layout-does-not-fit",
+            f"layer {layer} does not fit layout {layout.id}: {reasons}",
+            "; ".join(dict.fromkeys(remedies)) or "moeq oracle SRC lists the backends that fit",
+        )
+    parts = {role: layout.tensors(padded[role]) for role in STACKED_ROLES}
+    matrices = {
+        role: MatrixEntry(
+            spec=own[role],
+            padded_n=padded[role].n,
+            padded_k=padded[role].k,
+            tensors={part: f"{prefix}.{role}_{part}{suffix}" for part in parts[role]},
+            padded_group=group if role == "w2" else None,
+        )
+        for role in STACKED_ROLES
+    }
+    return ShardPlan(shard, padding, matrices, parts)
+
+
+def _padded_group(whole: MatrixSpec, shard: MatrixSpec, padded: MatrixSpec) -> int | None:
+    """Group size of a shard of one group that is padded to several; None where padding leaves the groups as they are.
+
+    A single group is otherwise one scale per channel, whatever the size. That is not so where the format has groups
+    of a fixed size, nor where the whole matrix has several: engines then pad with groups of zeros.
+    """
+    grouped = whole.num_groups > 1 or whole.element == "e2m1"
+    if not grouped or shard.act_order or shard.num_groups > 1 or padded.k == shard.k or padded.k % shard.k:
+        return None
+    return shard.k
+
+
+def _uniform_spec(checkpoint: Checkpoint, layer: int, role: StackedRole) -> MatrixSpec:
+    """The spec that all experts of a layer share; a stack cannot hold two."""
+    groups = checkpoint.experts(layer).kinds()
+    first = groups[0].kind.spec(role)
+    for group in groups[1:]:
+        spec = group.kind.spec(role)
+        if spec != first:
+            raise MoeqError(
+                "usage.mixed-experts",
+                f"layer {layer} cannot be stacked: {role} of expert {groups[0].experts[0]} is {describe(first)}, of "
+                f"expert {group.experts[0]} {describe(spec)} ({len(group.experts)} of "
+                f"{checkpoint.num_experts(layer)} experts)",
+                "re-quantise the layer with one scheme for all its experts",
+            )
+    return first
+
+
+def describe(spec: MatrixSpec) -> str:
+    """One phrase about a matrix, for messages."""
+    if spec.bits > 8:
+        return f"not quantised [{spec.n}, {spec.k}] {spec.element}"
+    symmetry = "symmetric" if spec.symmetric else "with zero points"
+    order = ", act-order" if spec.act_order else ""
+    return f"{spec.element} g{spec.group_size} {symmetry}{order} [{spec.n}, {spec.k}] {spec.scale_dtype}"

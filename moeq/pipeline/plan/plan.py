@@ -1,0 +1,214 @@
+"""What a conversion will write, known from headers alone: files, tensors, units of work, sizes.
+
+The plan is deterministic: the same source, layout, deployment and version give the same plan and so the same bytes.
+Its digest names the job and is how an interrupted conversion recognises its own work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+from moeq.checkpoint.manifest import CopiedLayer
+from moeq.checkpoint.writer import FileForm, file_form, tensor_bytes
+from moeq.errors import MoeqError
+from moeq.model import Checkpoint
+from moeq.pipeline.plan.layers import LayerPlan, PlanOptions, plan_layer
+from moeq.pipeline.plan.targets import Targets
+from moeq.pipeline.plan.units import CopyUnit, PackUnit, Unit, copy_units, pack_units
+
+#: Tensors that are only copied are gathered into files of about this size.
+REST_FILE_BYTES = 4 * 2**30
+
+#: Part of the digest; changes whenever the same inputs would be cut into other units or written otherwise.
+PLAN_VERSION = 3
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """One output file: either the experts of a layer, or tensors copied from the source.
+
+    Attributes:
+        name: file name.
+        tensors: name to `(shape, dtype)`, in file order.
+        layer: the layer whose experts it holds, or None for copied tensors.
+    """
+
+    name: str
+    tensors: Mapping[str, tuple[tuple[int, ...], str]]
+    layer: LayerPlan | None
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of tensor data."""
+        return sum(tensor_bytes(shape, dtype) for shape, dtype in self.tensors.values())
+
+    @cached_property
+    def form(self) -> FileForm:
+        """Its header, and where every tensor lies."""
+        metadata = {"format": "pt"} if self.layer is None else {"format": "pt", "moeq_layout": self.layer.entry.layout}
+        return file_form(self.tensors, metadata)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole conversion.
+
+    Attributes:
+        files: output files in order.
+        units: pieces of work in order; together they write every byte of every file but the headers.
+        copied: layers whose experts are copied unchanged.
+        expert_bytes_in: bytes of the expert tensors that are converted.
+        digest: sha256 over everything that decides the output bytes.
+    """
+
+    files: tuple[FilePlan, ...]
+    units: tuple[Unit, ...]
+    copied: tuple[CopiedLayer, ...]
+    expert_bytes_in: int
+    digest: str
+
+    @property
+    def layers(self) -> tuple[LayerPlan, ...]:
+        """Layers with experts, in order."""
+        return tuple(file.layer for file in self.files if file.layer is not None)
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes of the output that are padding."""
+        return sum(unit.padding_bytes for unit in self.units)
+
+    @property
+    def expert_bytes_out(self) -> int:
+        """Bytes of packed experts."""
+        return sum(file.data_bytes for file in self.files if file.layer is not None)
+
+    @property
+    def rest_bytes(self) -> int:
+        """Bytes copied unchanged."""
+        return sum(file.data_bytes for file in self.files if file.layer is None)
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes of tensor data to write."""
+        return self.expert_bytes_out + self.rest_bytes
+
+    @cached_property
+    def _units(self) -> dict[str, Unit]:
+        return {unit.id: unit for unit in self.units}
+
+    @cached_property
+    def _files(self) -> dict[str, FilePlan]:
+        return {file.name: file for file in self.files}
+
+    def unit(self, unit_id: str) -> Unit:
+        """A unit by its id. Raises MoeqError `usage.no-such-unit`."""
+        try:
+            return self._units[unit_id]
+        except KeyError:
+            raise MoeqError("usage.no-such-unit", f"this conversion has no unit {unit_id!r}", "see moeq plan") from None
+
+    def file(self, name: str) -> FilePlan:
+        """An output file by its name."""
+        return self._files[name]
+
+    def layer_of(self, unit: PackUnit) -> LayerPlan:
+        """The layer that a unit is a stack of."""
+        layer = self._files[unit.file].layer
+        if layer is None:
+            raise ValueError(f"{unit.id} writes to a file of copies")  # a bug, not input
+        return layer
+
+
+def make_plan(checkpoint: Checkpoint, targets: Targets, options: PlanOptions | None = None) -> Plan:
+    """Plan the conversion of a source checkpoint.
+
+    Raises:
+        MoeqError: `usage.layout-does-not-fit`, `usage.mixed-experts`, `usage.tp`, `usage.ep`, `usage.group-cut` where a
+            layer cannot be packed, with all reasons; with `skip_unfit` only where no layer can.
+    """
+    options = options or PlanOptions()
+    layers, refused = [], dict(targets.refused or {})
+    for layer, layout_id in targets.layouts.items():
+        try:
+            layers.append(plan_layer(checkpoint, layer, layout_id, options))
+        except MoeqError as error:
+            refused[layer] = error
+    if refused and not (options.skip_unfit and layers):
+        raise _refusal(refused, options, someone_fits=bool(layers))
+    copied = [*targets.copied, *(CopiedLayer(layer, error.message) for layer, error in refused.items())]
+    consumed = [entry for plan in layers for entry in checkpoint.experts(plan.entry.layer).layer.tensors()]
+    rest = list(_rest_files(checkpoint, frozenset(entry.name for entry in consumed)))
+    names = _file_names(len(rest) + len(layers))
+    files = [FilePlan(name, tensors, None) for name, tensors in zip(names, rest, strict=False)]
+    for name, plan in zip(names[len(rest) :], layers, strict=True):
+        tensors = {key: value for shard in plan.shards for key, value in shard.tensors().items()}
+        files.append(FilePlan(name, tensors, plan))
+    return Plan(
+        files=tuple(files),
+        units=tuple(_units(checkpoint, files)),
+        copied=tuple(sorted(copied, key=lambda row: row.layer)),
+        expert_bytes_in=sum(entry.nbytes for entry in consumed),
+        digest=_digest(checkpoint, files, options),
+    )
+
+
+def _units(checkpoint: Checkpoint, files: Iterable[FilePlan]) -> Iterator[CopyUnit | PackUnit]:
+    counts: dict[str, int] = {}
+    for file in files:
+        if file.layer is None:
+            tensors = {name: checkpoint.source.tensors[name] for name in file.tensors}
+            yield from copy_units(tensors, file.name, file.form, counts)
+        else:
+            yield from pack_units(file.layer, checkpoint.experts(file.layer.entry.layer), file.name, file.form)
+
+
+def _refusal(refused: Mapping[int, MoeqError], options: PlanOptions, *, someone_fits: bool) -> MoeqError:
+    """The first layer's error; where other layers fit, with how to go on without it."""
+    error = next(iter(refused.values()))
+    more = f" (and {len(refused) - 1} more layers)" if len(refused) > 1 and someone_fits else ""
+    skip = "--skip-unfit copies it unchanged" if someone_fits and not options.skip_unfit else None
+    hint = (
+        "; ".join(part for part in (error.hint, skip) if part and "--skip-unfit" not in (error.hint or ""))
+        or error.hint
+    )
+    return MoeqError(error.code, error.message + more, hint)
+
+
+def _rest_files(checkpoint: Checkpoint, consumed: frozenset[str]) -> Iterator[dict[str, tuple[tuple[int, ...], str]]]:
+    """Group the tensors that are copied into files of bounded size, in the order of their places in the source.
+
+    In that order, tensors that lie together in the source lie together in the output and are copied in one run.
+    """
+    order = {file.name: number for number, file in enumerate(checkpoint.source.files)}
+    rest = [entry for name, entry in checkpoint.source.tensors.items() if name not in consumed]
+    rest.sort(key=lambda entry: (order[entry.file], entry.start, entry.end))
+    group: dict[str, tuple[tuple[int, ...], str]] = {}
+    size = 0
+    for entry in rest:
+        if group and size + entry.nbytes > REST_FILE_BYTES:
+            yield group
+            group, size = {}, 0
+        group[entry.name] = (entry.shape, entry.dtype)
+        size += entry.nbytes
+    if group:
+        yield group
+
+
+def _file_names(count: int) -> list[str]:
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _digest(checkpoint: Checkpoint, files: Iterable[FilePlan], options: PlanOptions) -> str:
+    """Names the job: source identity, options, layouts, and every output tensor."""
+    job = {
+        "version": PLAN_VERSION,
+        "source": checkpoint.source.identity(),
+        "options": asdict(options),
+        "files": [[file.name, {name: [list(s), d] for name, (s, d) in file.tensors.items()}] for file in files],
+        "layers": [asdict(file.layer.entry) for file in files if file.layer is not None],
+    }
+    return hashlib.sha256(json.dumps(job, sort_keys=True, default=str).encode()).hexdigest()

@@ -1,0 +1,233 @@
+"""The pieces of work of a conversion: what each reads, where it writes, and a name for it. No torch.
+
+A unit is either one stack of one layer (`w13` or `w2`) or a run of bytes that is copied. Units do not depend on each
+other and write disjoint ranges of preallocated files, so any process may execute any of them, in any order, and more
+than once: the bytes are the same. Which units there are, and their names, follows from the plan alone.
+
+Ranks of expert parallelism hold different experts, so each rank's stack is a unit of its own. Ranks of tensor
+parallelism are cut from the same experts, which are read and decoded once for all of them: they share a unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
+
+from moeq.checkpoint.header import TensorEntry
+from moeq.checkpoint.manifest import STACKED_ROLES, StackedRole
+from moeq.checkpoint.names import FUSED
+from moeq.checkpoint.writer import FileForm
+from moeq.model.experts import WHOLE_PARTS, Experts
+from moeq.model.shards import Range
+from moeq.pipeline.plan.layers import LayerPlan
+
+#: Bytes that one copy unit moves at most.
+COPY_UNIT_BYTES = 256 * 2**20
+
+#: Bytes that are copied, read back and summed at once.
+CHUNK_BYTES = 2 * 2**20
+
+#: `(start, stop)`, bytes of a file.
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One piece of work.
+
+    Attributes:
+        id: stable name: `layer-3/w13`, `layer-3/w2/rank-1`, `copy/model-00001-of-00004.safetensors/0`.
+        file: the output file that it writes to.
+        inputs: source file to the byte ranges that are read, in order, neighbours joined.
+        outputs: byte ranges of `file` that are written, in order, neighbours joined.
+        padding_bytes: bytes of the output that are padding.
+    """
+
+    id: str
+    file: str
+    inputs: Mapping[str, tuple[Span, ...]]
+    outputs: tuple[Span, ...]
+    padding_bytes: int
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes of the source that it reads."""
+        return sum(stop - start for spans in self.inputs.values() for start, stop in spans)
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes that it writes."""
+        return sum(stop - start for start, stop in self.outputs)
+
+
+@dataclass(frozen=True)
+class PackUnit(Unit):
+    """One stack of one layer: `w13` or `w2` of some experts, for one rank or for all that share these experts.
+
+    Attributes:
+        layer: layer number.
+        role: `w13` or `w2`.
+        experts: the experts.
+        shards: which of `LayerPlan.shards` it writes.
+        ranks: their ranks.
+    """
+
+    layer: int
+    role: StackedRole
+    experts: Range
+    shards: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CopyRun:
+    """Bytes that lie together in the source and in the output."""
+
+    source: int
+    output: int
+    size: int
+
+
+@dataclass(frozen=True)
+class CopyUnit(Unit):
+    """Runs of bytes of one source file that are copied unchanged.
+
+    Attributes:
+        source_file: the source file.
+        runs: what is copied where.
+    """
+
+    source_file: str
+    runs: tuple[CopyRun, ...]
+
+    def chunks(self) -> Iterator[CopyRun]:
+        """The runs in pieces of at most `CHUNK_BYTES`."""
+        for run in self.runs:
+            for at in range(0, run.size, CHUNK_BYTES):
+                yield CopyRun(run.source + at, run.output + at, min(CHUNK_BYTES, run.size - at))
+
+
+def pack_units(layer: LayerPlan, experts: Experts, file: str, form: FileForm) -> Iterator[PackUnit]:
+    """The units of one layer.
+
+    Args:
+        layer: how it is written.
+        experts: how the source stores it.
+        file: the output file that holds it.
+        form: places of the tensors in that file.
+    """
+    for role in STACKED_ROLES:
+        by_experts: dict[Range, list[int]] = {}
+        for index, plan in enumerate(layer.shards):
+            by_experts.setdefault(plan.shard.experts, []).append(index)
+        for held, shards in by_experts.items():
+            plans = [layer.shards[index] for index in shards]
+            spans = [form.ranges[name] for plan in plans for name in plan.matrices[role].tensors.values()]
+            suffix = "" if len(by_experts) == 1 else f"/rank-{plans[0].shard.rank}"
+            yield PackUnit(
+                id=f"layer-{layer.entry.layer}/{role}{suffix}",
+                file=file,
+                inputs=_stored_spans(experts, held, role),
+                outputs=joined(spans),
+                padding_bytes=sum(plan.padding_bytes(role) for plan in plans) * held.size,
+                layer=layer.entry.layer,
+                role=role,
+                experts=held,
+                shards=tuple(shards),
+                ranks=tuple(plan.shard.rank for plan in plans),
+            )
+
+
+def copy_units(
+    tensors: Mapping[str, TensorEntry], file: str, form: FileForm, counts: dict[str, int]
+) -> Iterator[CopyUnit]:
+    """The units of one output file of copied tensors.
+
+    Args:
+        tensors: name to source tensor, in the order of the output file.
+        file: the output file.
+        form: places of the tensors in that file.
+        counts: units so far per source file, for their names; counted on.
+    """
+    for source_file, entries in groupby(tensors.values(), key=attrgetter("file")):
+        places = [CopyRun(entry.start, form.ranges[entry.name][0], entry.nbytes) for entry in entries]
+        for runs in _bounded(_joined_runs(places)):
+            number = counts[source_file] = counts.get(source_file, -1) + 1
+            yield CopyUnit(
+                id=f"copy/{source_file}/{number}",
+                file=file,
+                inputs={source_file: joined([(run.source, run.source + run.size) for run in runs])},
+                outputs=joined([(run.output, run.output + run.size) for run in runs]),
+                padding_bytes=0,
+                source_file=source_file,
+                runs=runs,
+            )
+
+
+def place_of(entry: TensorEntry, part: str, experts: Experts, expert: int) -> Span:
+    """Where one expert's part of a stored tensor lies in its file: the whole tensor, or a row of a stacked one."""
+    if not experts.layer.fused or part in WHOLE_PARTS:
+        return entry.start, entry.end
+    size = entry.nbytes // experts.num_experts
+    return entry.start + expert * size, entry.start + (expert + 1) * size
+
+
+def joined(spans: list[Span]) -> tuple[Span, ...]:
+    """Sorted, with neighbours and overlaps joined and empty spans left out."""
+    found: list[Span] = []
+    for start, stop in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        elif stop > start:
+            found.append((start, stop))
+    return tuple(found)
+
+
+def _stored_spans(experts: Experts, held: Range, role: StackedRole) -> dict[str, tuple[Span, ...]]:
+    spans: dict[str, list[Span]] = {}
+    for (projection, part), entries in experts.layer.parts.items():
+        if (projection == "down") != (role == "w2"):
+            continue
+        stacked = entries.get(FUSED)
+        if stacked is not None:
+            first, last = (place_of(stacked, part, experts, expert) for expert in (held.start, held.stop - 1))
+            spans.setdefault(stacked.file, []).append((first[0], last[1]))
+            continue
+        for expert in range(held.start, held.stop):
+            entry = entries.get(expert)
+            if entry is not None:
+                spans.setdefault(entry.file, []).append((entry.start, entry.end))
+    return {file: joined(found) for file, found in sorted(spans.items())}
+
+
+def _joined_runs(runs: list[CopyRun]) -> Iterator[CopyRun]:
+    last: CopyRun | None = None
+    for run in runs:
+        if last and last.source + last.size == run.source and last.output + last.size == run.output:
+            last = CopyRun(last.source, last.output, last.size + run.size)
+            continue
+        if last and last.size:
+            yield last
+        last = run
+    if last and last.size:
+        yield last
+
+
+def _bounded(runs: Iterator[CopyRun]) -> Iterator[tuple[CopyRun, ...]]:
+    """Runs in groups of at most `COPY_UNIT_BYTES`; longer runs are cut."""
+    group: list[CopyRun] = []
+    room = COPY_UNIT_BYTES
+    for run in runs:
+        rest = run
+        while rest.size:
+            taken = min(rest.size, room)
+            group.append(CopyRun(rest.source, rest.output, taken))
+            rest = CopyRun(rest.source + taken, rest.output + taken, rest.size - taken)
+            room -= taken
+            if not room:
+                yield tuple(group)
+                group, room = [], COPY_UNIT_BYTES
+    if group:
+        yield tuple(group)

@@ -1,0 +1,164 @@
+"""Run the units of a conversion: those that no journal has yet, with records and progress. No torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from moeq.pipeline.events import Advanced, Checking, Progress, Started, UnitFinished, UnitStarted, Warned
+from moeq.pipeline.plan.units import CHUNK_BYTES, CopyUnit, Unit
+from moeq.pipeline.run.executors import Where, executor
+from moeq.pipeline.run.workers import Begun, Done, Outcome
+from moeq.pipeline.state.folder import WorkFolder
+from moeq.pipeline.state.job import Job
+from moeq.pipeline.state.records import UnitRecord, holds
+
+#: Cuts a list of units into lists, and may do something in between.
+Batches = Callable[[Sequence[Unit]], Iterable[Sequence[Unit]]]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a run came to.
+
+    Attributes:
+        records: unit id to its record, for every unit of the run, resumed ones included.
+        resumed: units that an earlier run had finished.
+    """
+
+    records: Mapping[str, UnitRecord]
+    resumed: tuple[str, ...]
+
+
+def at_once(units: Sequence[Unit]) -> list[Sequence[Unit]]:
+    """Everything in one list."""
+    return [units]
+
+
+def run_units(
+    job: Job,
+    folder: WorkFolder,
+    units: Sequence[Unit],
+    where: Where,
+    progress: Progress,
+    batches: Batches = at_once,
+) -> Ran:
+    """Execute the units that are not finished yet and record them in the folder's journal.
+
+    What journals tell of these units is believed only where the files still hold the bytes: those are read again.
+
+    Args:
+        job: the conversion.
+        folder: its folder, entered.
+        units: all units, or those of a share.
+        where: threads of this process, or a cluster.
+        progress: told what happens.
+        batches: cuts units into lists that are executed one after the other.
+
+    Raises:
+        MoeqError: as `Executor.execute` and `moeq.pipeline.run.executors.executor`. What was finished until then is
+            recorded.
+    """
+    driver = Driver(job, folder, units, where.workers, progress)
+    if driver.todo:
+        folder.reopen()
+    with executor(where, job, folder.path, lambda code, message: progress(Warned(code, message))) as found:
+        found.prepare(units)  # those of finished units too: their headers may have been lost
+        for batch in batches(driver.todo):
+            found.run(batch, driver.handle, driver.salvage)
+    return driver.ran()
+
+
+class Driver:
+    """Keeps the books of a run, whoever executes the units: this process's threads or a cluster.
+
+    Making one reads the journals, checks finished units, and says `Started`.
+
+    Attributes:
+        todo: the units that are left to execute.
+
+    Args: as `run_units`.
+    """
+
+    def __init__(self, job: Job, folder: WorkFolder, units: Sequence[Unit], workers: int, progress: Progress) -> None:
+        self._job = job
+        self._folder = folder
+        self._progress = progress
+        self._units = tuple(units)
+        self._total = sum(unit.bytes_out for unit in units)
+        self._begun = time.monotonic()
+        self._records = finished_units(job, folder, units, workers, progress)
+        self._resumed = tuple(self._records)
+        self.todo = tuple(unit for unit in units if unit.id not in self._records)
+        done = [unit for unit in units if unit.id in self._records]
+        self._done = sum(unit.bytes_out for unit in done)
+        bytes_in = sum(unit.bytes_in for unit in units)
+        progress(Started(job.plan.digest, len(self._units), bytes_in, self._total, len(done), self._done))
+        for unit in done:
+            progress(UnitFinished(unit.id, _kind(unit), unit.bytes_in, unit.bytes_out, 0.0, resumed=True))
+
+    def handle(self, outcome: Outcome) -> None:
+        """Note what an `Executor` tells."""
+        if isinstance(outcome, Begun):
+            self._progress(UnitStarted(outcome.unit.id))
+        elif isinstance(outcome, Done):
+            self.finished(outcome.unit, outcome.record, outcome.seconds)
+        else:
+            self.moved(outcome.bytes, outcome.label)
+
+    def salvage(self, done: Done) -> None:
+        """Record a unit that was finished although the run has ended."""
+        self._record(done.record)
+
+    def moved(self, count: int, label: str) -> None:
+        """Bytes were written."""
+        self._done += count
+        self._progress(Advanced(self._done, self._total, label))
+
+    def finished(self, unit: Unit, record: UnitRecord, seconds: float) -> None:
+        """A unit is on disk: record it, then tell."""
+        self._record(record)
+        self._progress(UnitFinished(unit.id, _kind(unit), unit.bytes_in, unit.bytes_out, seconds))
+
+    def ran(self) -> Ran:
+        """What the run came to."""
+        return Ran(self._records, self._resumed)
+
+    def _record(self, record: UnitRecord) -> None:
+        self._folder.record([record])
+        self._records[record.unit] = record
+
+
+def finished_units(
+    job: Job, folder: WorkFolder, units: Iterable[Unit], workers: int, progress: Progress
+) -> dict[str, UnitRecord]:
+    """The records of units whose bytes are in the folder. Every byte is read and summed again.
+
+    A lost or torn write (power cut, truncated copy) shows here, and the unit is done again.
+    """
+    claimed = [unit for unit in units if unit.id in folder.journals.records]
+    total, done = sum(unit.bytes_out for unit in claimed), 0
+    found: dict[str, UnitRecord] = {}
+
+    def check(unit: Unit) -> bool:
+        buffer = np.empty(CHUNK_BYTES, np.uint8)
+        return holds(job.plan, unit, folder.journals.records[unit.id], folder.path, buffer)
+
+    pool = ThreadPoolExecutor(max(workers, 1))
+    try:
+        for unit, good in zip(claimed, pool.map(check, claimed), strict=True):
+            if good:
+                found[unit.id] = folder.journals.records[unit.id]
+            done += unit.bytes_out
+            progress(Checking(done, total, unit.id))
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return found
+
+
+def _kind(unit: Unit) -> str:
+    return "copy" if isinstance(unit, CopyUnit) else "pack"

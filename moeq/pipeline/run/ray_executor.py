@@ -1,0 +1,205 @@
+"""Units as tasks of a Ray cluster. This machine keeps the journal; workers write to the shared folder.
+
+A worker opens the job once, checks that it comes to the same plan, and then executes the units it is given. Nothing
+but names and records travels. A task is all units of one output file (see `moeq.pipeline.run.shares.grouped`).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from moeq.errors import MoeqError
+from moeq.pipeline.plan.units import Unit
+from moeq.pipeline.run import ray_cluster
+from moeq.pipeline.run.ray_cluster import Task, Token
+from moeq.pipeline.run.resources import plan_memory
+from moeq.pipeline.run.shares import grouped
+from moeq.pipeline.run.workers import Done, Executor, Moved, Outcome
+from moeq.pipeline.state.folder import WORK_PREFIX
+from moeq.pipeline.state.job import Job, JobRequest, open_job
+from moeq.pipeline.state.records import UnitRecord
+from moeq.version import __version__
+
+#: Seconds between looks whether anybody still waits.
+_CHECK_SECONDS = 0.5
+
+#: Records of units and the seconds that each took.
+Results = list[tuple[UnitRecord, float]]
+
+#: What Ray's own threads and libraries add to a process that executes units (Ray 2.60, measured).
+RAY_BYTES = 100 << 20
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a worker has to know.
+
+    Attributes:
+        request: the job; a local source is named by its absolute path.
+        digest: digest of the plan.
+        folder: the folder that is written to.
+        token: by which the worker recognises it.
+    """
+
+    request: JobRequest
+    digest: str
+    folder: str
+    token: Token
+
+
+class RayExecutor:
+    """Executes units on a cluster; used like `moeq.pipeline.run.workers.Executor`.
+
+    Args:
+        ray: the `ray` module, connected.
+        job: the conversion.
+        order: the same for workers.
+        warn: called with a code and a sentence for every retry.
+    """
+
+    def __init__(self, ray: Any, job: Job, order: Order, warn: Callable[[str, str], None]) -> None:
+        self._ray = ray
+        self._job = job
+        self._order = order
+        self._warn = warn
+        self._local = Executor(job, Path(order.folder))
+
+    def prepare(self, units: Sequence[Unit]) -> None:
+        """Make the output files of these units, so that a full disk shows before anything is sent away."""
+        self._local.prepare(units)
+
+    def run(
+        self,
+        units: Sequence[Unit],
+        handle: Callable[[Outcome], None],
+        salvage: Callable[[Done], None] = lambda done: None,
+    ) -> None:
+        """Execute units on whichever nodes are free, the largest first.
+
+        Raises:
+            MoeqError: what a unit raised, as it would be raised here; `resources.ray-memory`; `environment.ray-lost`.
+        """
+        by_id = {unit.id: unit for unit in units}
+        if not units:
+            return
+        # A worker keeps its buffers from one task to the next, so each needs what any of them needs.
+        memory = RAY_BYTES + plan_memory(self._job.checkpoint, self._job.plan, units, workers=1).peak
+        tasks = [self._task(group, memory) for group in sorted(grouped(units), key=_bytes, reverse=True)]
+        ray_cluster.check_memory(ray_cluster.nodes(self._ray), tasks)
+
+        left = set(by_id)
+
+        def done(results: Results) -> None:
+            for record, seconds in results:
+                unit = by_id[record.unit]
+                left.discard(unit.id)
+                handle(Moved(unit, unit.bytes_out, unit.id))
+                handle(Done(unit, record, seconds))
+
+        def saved(results: Results) -> None:
+            for record, seconds in results:
+                salvage(Done(by_id[record.unit], record, seconds))
+
+        ray_cluster.run(self._ray, tasks, done, self._warn, self._order.token.remove, saved)
+        if left:
+            raise MoeqError(
+                "environment.ray-nodes",
+                f"a Ray node that no longer sees {self._order.folder} has given up {len(left)} units: {min(left)} ...",
+                "what was finished is kept; the same command continues it",
+            )
+
+    def _task(self, units: Sequence[Unit], memory: int) -> Task[Results]:
+        name = units[0].id if len(units) == 1 else f"{units[0].id} .. {units[-1].id}"
+        return Task(name, memory, execute, (self._order, tuple(unit.id for unit in units)))
+
+
+def _bytes(units: Sequence[Unit]) -> int:
+    return sum(unit.bytes_in + unit.bytes_out for unit in units)
+
+
+@contextmanager
+def ray_executor(
+    job: Job, folder: Path, address: str | None, warn: Callable[[str, str], None]
+) -> Iterator[RayExecutor]:
+    """An executor on a Ray cluster, all of whose nodes see the folder and have this moeq.
+
+    Raises:
+        MoeqError: `environment.ray-missing`, `environment.ray-connect`, `environment.ray-empty`,
+            `environment.ray-nodes`, `usage.ray-address`.
+    """
+    folder = folder.absolute()
+    with ray_cluster.connected(address) as ray, ray_cluster.token_in(folder, WORK_PREFIX) as token:
+        ray_cluster.check_nodes(ray, ray_cluster.nodes(ray), token, __version__)
+        yield RayExecutor(ray, job, Order(_absolute(job), job.plan.digest, str(folder), token), warn)
+
+
+def execute(order: Order, units: Sequence[str]) -> Results | MoeqError:
+    """Execute units in this process, a worker. What it came to until the token was removed; or why not."""
+    results: Results = []
+    try:
+        worker, check = _worker(order), _Check(order.token)
+        for unit in units:
+            begun = time.monotonic()
+            results.append((worker.execute(unit, check), time.monotonic() - begun))
+    except _Stopped:
+        pass
+    except MoeqError as error:
+        return error
+    return results
+
+
+class _Stopped(Exception):
+    """Nobody waits for the result."""
+
+
+class _Check:
+    """Looks, now and then, whether anybody still waits."""
+
+    def __init__(self, token: Token) -> None:
+        self._token = token
+        self._next = time.monotonic()
+
+    def __call__(self, count: int, label: str) -> None:
+        if time.monotonic() >= self._next:
+            if self._token.gone():
+                raise _Stopped
+            self._next = time.monotonic() + _CHECK_SECONDS
+
+
+@lru_cache(maxsize=1)
+def _worker(order: Order) -> Executor:
+    """The job as this process sees it. Opened once; buffers stay."""
+    here = f"Ray node {socket.gethostname()}"
+    if not order.token.visible():
+        raise MoeqError(
+            "environment.ray-nodes",
+            f"{here} does not see {order.folder}",
+            "the destination has to be on a file system that every node sees at this path",
+        )
+    try:
+        job = open_job(order.request)
+    except MoeqError as error:
+        raise MoeqError(error.code, f"{here}: {error.message}", error.hint) from None
+    if job.plan.digest != order.digest:
+        raise MoeqError(
+            "environment.ray-nodes",
+            f"{here} comes to another plan for {order.request.src} ({job.plan.digest[:16]}, here {order.digest[:16]})",
+            "source and moeq have to be the same on every node",
+        )
+    return Executor(job, Path(order.folder))
+
+
+def _absolute(job: Job) -> JobRequest:
+    """The request as it can be opened from any working directory."""
+    request, source = job.request, job.checkpoint.source
+    if not os.path.exists(request.src):
+        return replace(request, revision=source.revision)
+    return replace(request, src=os.path.abspath(request.src))

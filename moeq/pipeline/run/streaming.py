@@ -1,0 +1,171 @@
+"""Source files that come one by one, are converted and dropped: disk never holds them all."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from moeq.checkpoint.hub import HubSource
+from moeq.checkpoint.hub_stream import WeightStream
+from moeq.checkpoint.source import Source
+from moeq.errors import MoeqError
+from moeq.pipeline.events import Fetching, Progress
+from moeq.pipeline.plan.units import Unit
+
+U = TypeVar("U")
+
+
+@dataclass(frozen=True)
+class Step(Generic[U]):
+    """Fetch some files, convert what has become possible, drop what nothing needs any more."""
+
+    fetch: tuple[str, ...]
+    units: tuple[U, ...]
+    drop: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Schedule(Generic[U]):
+    """All steps.
+
+    Attributes:
+        steps: in order.
+        peak_bytes: most bytes of source files held at once.
+        fetched_bytes: bytes of source files fetched in all; every file at most once.
+    """
+
+    steps: tuple[Step[U], ...]
+    peak_bytes: int
+    fetched_bytes: int
+
+
+def require_streamable(source: Source) -> HubSource:
+    """The source as one that can be streamed. Raises MoeqError `usage.stream-source` for sources on disk."""
+    if not isinstance(source, HubSource):
+        raise MoeqError(
+            "usage.stream-source",
+            f"--stream-source fetches a repository's files in turn; {source.name} is on disk already",
+            "leave out --stream-source",
+        )
+    return source
+
+
+def unit_schedule(units: Sequence[Unit], source: Source) -> Schedule[Unit]:
+    """The schedule of a conversion's units."""
+    return schedule(units, lambda unit: unit.inputs, {file.name: file.size for file in source.files})
+
+
+@contextmanager
+def streamed(
+    source: Source, folder: Path, progress: Progress
+) -> Iterator[Callable[[Sequence[Unit]], Iterator[Sequence[Unit]]]]:
+    """A way to go through units in batches whose source files are on disk just then.
+
+    Files are kept in `folder` while something needs them, and stay there when the work is interrupted, so that the
+    next run fetches only what is missing. When the context ends without an error, the folder is removed.
+
+    Args:
+        source: a repository.
+        folder: where fetched files are kept.
+        progress: told of every file before it is fetched.
+
+    Raises:
+        MoeqError: `usage.stream-source`; while going through batches, `source.*` and `resources.disk-full`.
+    """
+    stream = require_streamable(source).stream_into(folder)
+    yield partial(_batches, stream=stream, source=source, progress=progress)
+    stream.close()
+
+
+def _batches(
+    units: Sequence[Unit], stream: WeightStream, source: Source, progress: Progress
+) -> Iterator[Sequence[Unit]]:
+    sizes = {file.name: file.size for file in source.files}
+    plan = unit_schedule(units, source)
+    stream.keep_only({file for step in plan.steps for file in step.fetch})
+    require_room(plan, stream.folder)
+    for step in plan.steps:
+        for file in step.fetch:
+            progress(Fetching(file, sizes[file]))
+            stream.fetch(file)
+        yield step.units
+        for file in step.drop:
+            stream.drop(file)
+
+
+def require_room(plan: Schedule[U], folder: Path) -> None:
+    """Refuse what cannot be held. What an earlier run has fetched is on the disk already and counts as free.
+
+    Raises:
+        MoeqError: `resources.disk-full`.
+    """
+    here = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    room = shutil.disk_usage(folder.parent).free + here
+    if plan.peak_bytes > room:
+        raise MoeqError(
+            "resources.disk-full",
+            f"up to {plan.peak_bytes:,} bytes of source files are held at once; {folder.parent} has {room:,} for them",
+            "free some space and run the same command again",
+        )
+
+
+def schedule(units: Sequence[U], files: Callable[[U], Collection[str]], sizes: Mapping[str, int]) -> Schedule[U]:
+    """Order units so that few source files are held at once.
+
+    What is held is finished first: of the units that use some of it, the next is the one whose files raise the peak
+    least, then the one after which least is still held. Where nothing is held, it is the first whose files have the
+    lowest names. Finding the best order of all is a hard problem (it contains the bandwidth of a graph); for
+    checkpoints whose files follow their layers this finds it.
+
+    Args:
+        units: what is to be converted.
+        files: the source files that a unit reads.
+        sizes: bytes per source file.
+    """
+    # Units that need the same files come together. There are few such groups, however many units there are.
+    groups: dict[frozenset[str], list[int]] = {}
+    for number, unit in enumerate(units):
+        groups.setdefault(frozenset(files(unit)), []).append(number)
+    state = _State(sorted(groups, key=sorted), sizes)
+    steps = []
+    while state.waiting:
+        fetch, ready, drop = state.advance()
+        batch = sorted(number for need in ready for number in groups[need])
+        steps.append(Step(tuple(sorted(fetch)), tuple(units[number] for number in batch), tuple(sorted(drop))))
+    return Schedule(tuple(steps), state.peak, sum(sizes[file] for file in frozenset().union(*groups)))
+
+
+class _State:
+    """What is held and what waits, between two steps."""
+
+    def __init__(self, needs: Sequence[frozenset[str]], sizes: Mapping[str, int]) -> None:
+        self.waiting = list(needs)
+        self.peak = 0
+        self._held: frozenset[str] = frozenset()
+        self._sizes = sizes
+
+    def advance(self) -> tuple[frozenset[str], list[frozenset[str]], frozenset[str]]:
+        """Files to fetch, needs that are then met, and files to drop."""
+        touching = [need for need in self.waiting if need & self._held]
+        need = min(touching, key=self._cost) if touching else self.waiting[0]
+        fetch = need - self._held
+        held = self._held | need
+        self.peak = max(self.peak, self._bytes(held))
+        ready = [other for other in self.waiting if other <= held]
+        self.waiting = [other for other in self.waiting if not other <= held]
+        self._held = held & frozenset().union(*self.waiting)
+        return fetch, ready, held - self._held
+
+    def _cost(self, need: frozenset[str]) -> tuple[int, int]:
+        """The peak, and what is held afterwards, if this need is met next. Less is better; the first of equals wins."""
+        held = self._held | need
+        left = frozenset().union(*(other for other in self.waiting if not other <= held))
+        return max(self.peak, self._bytes(held)), self._bytes(held & left)
+
+    def _bytes(self, files: Collection[str]) -> int:
+        return sum(self._sizes[file] for file in files)

@@ -1,0 +1,74 @@
+"""What a worker and the threads that read and write for it share, and the units that they have open. No torch."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from moeq.checkpoint.writer import OutputFile
+from moeq.pipeline.pack.buffers import INPUT_BUFFERS, OUTPUT_BUFFERS, Buffers, Writes
+from moeq.pipeline.pack.inputs import InputFile
+from moeq.pipeline.plan.units import Unit
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One expert or chunk of an open unit."""
+
+    home: OpenUnit
+    number: int
+    item: Any
+
+
+@dataclass
+class OpenUnit:
+    """A unit being executed, with its open files."""
+
+    unit: Unit
+    kind: Any
+    inputs: Sequence[InputFile]
+    output: OutputFile
+    begun: float
+    items: Sequence[Any]
+    results: list[Any] = field(default_factory=list)
+    left: int = 0
+
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether its inputs are in memory already: there is nothing to wait for, and every copy is a cost."""
+        return all(file.cached is True for file in self.inputs)
+
+    def close(self) -> None:
+        """Close its files."""
+        self.output.close()
+        for file in self.inputs:
+            file.close()
+
+
+class Belt:
+    """What a worker shares with the threads that read and write for it.
+
+    Attributes:
+        buffers: the worker's buffers.
+        empty: which of the input buffers may be read into.
+        fetched: pieces to work on, with what was read and its buffer; None when no more will come.
+        free: which of the output buffers may be filled.
+        packed: pieces to write, with their results and buffers; None when no more will come.
+    """
+
+    def __init__(self, buffers: Buffers) -> None:
+        self.buffers = buffers
+        self.empty: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.fetched: queue.SimpleQueue[tuple[Piece, Any, int] | None] = queue.SimpleQueue()
+        self.free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.packed: queue.SimpleQueue[tuple[Piece, Any, Writes, int] | None] = queue.SimpleQueue()
+        for slot in range(OUTPUT_BUFFERS):
+            self.free.put(slot)
+        self.empty_all()
+
+    def empty_all(self) -> None:
+        """All input buffers may be read into: before the first piece, and when nobody will work on them any more."""
+        for slot in range(INPUT_BUFFERS):
+            self.empty.put(slot)

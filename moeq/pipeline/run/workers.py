@@ -1,0 +1,359 @@
+"""Threads that execute units of a conversion: read, pack, check and write overlap, within units and across them.
+
+Every worker has two companions: one reads the next expert (or chunk) while the worker is at the last, unless memory
+holds it already, and one writes what was packed. So there are two input and two output buffers, of which one is on its
+way from or to the disk. Readers take the next expert of the unit at hand, and go on to the next unit when none is left,
+so that small units do not wait for each other. One more thread syncs: a unit counts as done when its bytes are on disk.
+"""
+
+from __future__ import annotations
+
+import gc
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moeq.checkpoint.writer import OutputFile, disk_errors, prepare_file, require_room
+from moeq.pipeline.pack.buffers import Buffers
+from moeq.pipeline.pack.copying import Copier
+from moeq.pipeline.pack.experts import Packer
+from moeq.pipeline.pack.inputs import InputFile
+from moeq.pipeline.pack.memory import SpareMemory
+from moeq.pipeline.plan.units import CopyUnit, PackUnit, Unit
+from moeq.pipeline.run.work_queue import Belt, OpenUnit, Piece
+from moeq.pipeline.state.job import Job
+from moeq.pipeline.state.records import UnitRecord
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A unit was begun."""
+
+    unit: Unit
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes of a unit were written."""
+
+    unit: Unit
+    bytes: int
+    label: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """A unit is on disk."""
+
+    unit: Unit
+    record: UnitRecord
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Failed:
+    error: BaseException
+
+
+Outcome = Begun | Moved | Done
+
+#: What executes a unit, by its kind.
+_KINDS: Mapping[type[Unit], Callable[[Job, Any, Mapping[str, InputFile], OutputFile, SpareMemory], Any]] = {
+    PackUnit: Packer,
+    CopyUnit: Copier,
+}
+
+
+class Executor:
+    """Executes units in this process. Any number of processes may do so on one folder, even with the same unit.
+
+    Buffers are kept from one call to the next, so one executor should serve many units.
+
+    Args:
+        job: the conversion.
+        folder: folder with the output files (`<DST>.moeq-partial`).
+        workers: threads.
+        spare: memory beyond what `moeq.pipeline.run.resources.plan_memory` counts; None: as much as it takes.
+    """
+
+    def __init__(self, job: Job, folder: Path, workers: int = 1, spare: SpareMemory | None = None) -> None:
+        self.job = job
+        self.folder = folder
+        self._spare = spare or SpareMemory(None)
+        self._buffers = [Buffers() for _ in range(max(workers, 1))]
+
+    def prepare(self, units: Sequence[Unit]) -> None:
+        """Make the output files of these units, at their full size with their headers; data in them stays.
+
+        Raises:
+            MoeqError: `resources.disk-full`, `environment.write`.
+        """
+        names = dict.fromkeys(unit.file for unit in units)
+        forms = {self.folder / name: self.job.plan.file(name).form for name in names}
+        require_room(self.folder, forms)
+        for path, form in forms.items():
+            prepare_file(path, form)
+
+    def execute(self, unit_id: str, moved: Callable[[int, str], None] | None = None) -> UnitRecord:
+        """Execute one unit: its bytes are on disk and proven when this returns.
+
+        Args:
+            unit_id: the unit.
+            moved: called with bytes written since the last call and a label, in this thread.
+
+        Raises:
+            MoeqError: `usage.no-such-unit`, `source.*`, `resources.disk-full`, `environment.write`, `bug.round-trip`.
+        """
+        unit = self.job.plan.unit(unit_id)
+        records: list[UnitRecord] = []
+
+        def handle(outcome: Outcome) -> None:
+            if isinstance(outcome, Moved) and moved:
+                moved(outcome.bytes, outcome.label)
+            elif isinstance(outcome, Done):
+                records.append(outcome.record)
+
+        self.prepare([unit])
+        self.run([unit], handle)
+        return records[0]
+
+    def run(
+        self,
+        units: Sequence[Unit],
+        handle: Callable[[Outcome], None],
+        salvage: Callable[[Done], None] = lambda done: None,
+    ) -> None:
+        """Execute units, in about this order. The files have to be prepared.
+
+        Args:
+            units: what to execute.
+            handle: called in this thread with everything that happens. What it raises (and KeyboardInterrupt) ends the
+                run: threads end after the expert that they are at.
+            salvage: called with units that were still brought to disk after that, or after an error.
+
+        Raises:
+            MoeqError: as `execute`.
+        """
+        with headers_frozen():
+            run = _Run(self.job, self.folder, units, self._buffers, self._spare)
+            try:
+                for outcome in run.outcomes():
+                    if isinstance(outcome, _Failed):
+                        raise outcome.error
+                    handle(outcome)
+            except BaseException:
+                run.stop()
+                for outcome in run.outcomes():
+                    if isinstance(outcome, Done):
+                        salvage(outcome)
+                raise
+            finally:
+                run.stop()
+                run.join()
+
+
+@contextmanager
+def headers_frozen() -> Iterator[None]:
+    """Headers are millions of objects that live on: collections need not look at them."""
+    frozen = gc.get_freeze_count()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not frozen:
+            gc.unfreeze()
+
+
+class _Run:
+    """One list of units in the hands of the threads."""
+
+    def __init__(
+        self, job: Job, folder: Path, units: Sequence[Unit], buffers: Sequence[Buffers], spare: SpareMemory
+    ) -> None:
+        self._job = job
+        self._spare = spare
+        self._folder = folder
+        self._waiting = iter(units)
+        self._feeding, self._counting = threading.Lock(), threading.Lock()
+        self._pieces: Iterator[Piece] = iter(())
+        self._stopped = False
+        self._events: queue.SimpleQueue[Outcome | _Failed | None] = queue.SimpleQueue()
+        self._written: queue.SimpleQueue[OpenUnit | None] = queue.SimpleQueue()
+        self._open: dict[str, OpenUnit] = {}
+        self._torch_threads = _torch_threads()
+        belts = [Belt(own) for own in buffers]
+        self._running = len(belts)
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(target, *given), daemon=True)
+            for target, given in [
+                *((self._fetch, (belt,)) for belt in belts),
+                *((self._work, (belt,)) for belt in belts),
+                *((self._write, (belt,)) for belt in belts),
+                (self._sync, ()),
+            ]
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def outcomes(self) -> Iterator[Outcome | _Failed]:
+        """What happens, until the last thread has ended. Whoever stopped in between may ask again for the rest."""
+        while (event := self._events.get()) is not None:
+            yield event
+        self._events.put(None)  # asked again, it ends again
+
+    def stop(self) -> None:
+        self._stopped = True
+
+    def join(self) -> None:
+        """Wait for the threads; files of units that were not finished are closed."""
+        for thread in self._threads:
+            thread.join()
+        for home in self._open.values():
+            home.close()
+        self._open.clear()
+        _restore_torch_threads(self._torch_threads)
+
+    def _guarded(self, target: Callable[..., None], *given: Any) -> None:
+        """Run a thread's work; what it raises is carried to the thread that asked for the work."""
+        try:
+            target(*given)
+        except BaseException as error:  # noqa: BLE001 - raised again where it belongs
+            self._stopped = True
+            self._events.put(_Failed(error))
+
+    def _fetch(self, own: Belt) -> None:
+        try:
+            while (piece := self._next()) is not None:
+                slot, home = own.empty.get(), piece.home
+                data = None if home.is_at_hand else home.kind.fetch(piece.item, own.buffers, slot)
+                own.fetched.put((piece, data, slot))
+        finally:
+            own.fetched.put(None)
+
+    def _work(self, own: Belt) -> None:
+        try:
+            while (fetched := own.fetched.get()) is not None and not self._stopped:
+                piece, data, place = fetched
+                slot, home = own.free.get(), piece.home
+                if home.is_at_hand:
+                    data = home.kind.fetch(piece.item, own.buffers, place)
+                with disk_errors(self._folder / home.unit.file, home.unit.bytes_out):
+                    result, writes = home.kind.run(piece.item, data, own.buffers, slot)
+                own.empty.put(place)
+                own.packed.put((piece, result, writes, slot))
+        except BaseException:
+            self._stopped = True  # before the buffers are empty, or the reader would go on
+            raise
+        finally:
+            own.empty_all()
+            own.packed.put(None)
+
+    def _write(self, own: Belt) -> None:
+        try:
+            while (packed := own.packed.get()) is not None:
+                piece, result, writes, slot = packed
+                try:
+                    with disk_errors(self._folder / piece.home.unit.file, piece.home.unit.bytes_out):
+                        for data, place in writes:
+                            piece.home.output.write(data.data, place)
+                except BaseException:
+                    self._stopped = True  # before the buffer is free again, or the worker could wait for ever
+                    raise
+                finally:
+                    own.free.put(slot)
+                self._complete(piece, result)
+        finally:
+            with self._counting:
+                self._running -= 1
+                if self._running == 0:
+                    self._written.put(None)
+
+    def _next(self) -> Piece | None:
+        """The next piece of work, opening the next unit where the last has none left."""
+        with self._feeding:
+            while not self._stopped:
+                piece = next(self._pieces, None)
+                if piece is not None:
+                    return piece
+                unit = next(self._waiting, None)
+                if unit is None:
+                    return None
+                home = self._begin(unit)
+                self._pieces = (Piece(home, number, item) for number, item in enumerate(home.items))
+            return None
+
+    def _begin(self, unit: Unit) -> OpenUnit:
+        begun = time.monotonic()
+        source = self._job.checkpoint.source
+        inputs: dict[str, InputFile] = {}
+        output: OutputFile | None = None
+        try:
+            for name, spans in unit.inputs.items():
+                inputs[name] = InputFile(source.path(name), name, spans)
+            with disk_errors(self._folder / unit.file):
+                output = OutputFile(self._folder / unit.file)
+            kind = _KINDS[type(unit)](self._job, unit, inputs, output, self._spare)
+        except BaseException:
+            for file in inputs.values():
+                file.close()
+            if output is not None:
+                output.close()
+            raise
+        items = kind.items
+        home = OpenUnit(unit, kind, tuple(inputs.values()), output, begun, items, [None] * len(items), len(items))
+        self._open[unit.id] = home
+        self._events.put(Begun(unit))
+        return home
+
+    def _complete(self, piece: Piece, result: Any) -> None:
+        home = piece.home
+        home.results[piece.number] = result
+        self._events.put(Moved(home.unit, result.written, home.kind.label(piece.item)))
+        with self._counting:
+            home.left -= 1
+            if home.left == 0:
+                del self._open[home.unit.id]
+                self._written.put(home)
+
+    def _sync(self) -> None:
+        """Bring finished units to disk, all that are ready at once, and tell of them."""
+        try:
+            ended = False
+            while not ended:
+                ready = [self._written.get()]
+                while not self._written.empty():
+                    ready.append(self._written.get())
+                ended = None in ready
+                self._finish([home for home in ready if home is not None])
+        finally:
+            self._events.put(None)
+
+    def _finish(self, ready: list[OpenUnit]) -> None:
+        try:
+            for home in ready:
+                with disk_errors(self._folder / home.unit.file, home.unit.bytes_out):
+                    home.output.sync()
+            for home in ready:
+                record = home.kind.record(home.results)
+                self._events.put(Done(home.unit, record, time.monotonic() - home.begun))
+        finally:
+            for home in ready:
+                home.close()
+
+
+def _torch_threads() -> int | None:
+    """Threads that torch uses per operation in this thread; None where it is not loaded."""
+    torch = sys.modules.get("torch")
+    return None if torch is None else torch.get_num_threads()
+
+
+def _restore_torch_threads(before: int | None) -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(before or torch.get_num_threads())

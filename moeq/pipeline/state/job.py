@@ -1,0 +1,155 @@
+"""A conversion as a job that any process can open again: what was asked for, the source, the decision and the plan.
+
+`JobRequest` is plain data and travels (to a cluster's workers, to another machine); `open_job` makes the same plan of
+it everywhere, and the digest of that plan names the job.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeGuard
+
+from moeq.checkpoint.source import LocalSource, Source
+from moeq.deploy.deployment import Deployment
+from moeq.errors import MoeqError
+from moeq.model import Checkpoint
+from moeq.model import open as open_checkpoint
+from moeq.pipeline.plan.layers import PlanOptions
+from moeq.pipeline.plan.plan import Plan, make_plan
+from moeq.pipeline.plan.targets import Targets, choose_targets
+from moeq.pipeline.state.journal import JobStamp
+from moeq.version import __version__
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """What decides a conversion's bytes. Picklable.
+
+    Attributes:
+        src: local folder or Hub repository.
+        deployment: where the result is to run.
+        layout: a layout forced by id, or None.
+        skip_unfit: copy layers that cannot be converted instead of refusing.
+        allow_lossy: allow layouts that change stored numbers.
+        revision: Hub revision of `src`.
+    """
+
+    src: str
+    deployment: Deployment
+    layout: str | None = None
+    skip_unfit: bool = False
+    allow_lossy: bool = False
+    revision: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> JobRequest:
+        """From `to_json`. Raises KeyError or TypeError for anything else."""
+        return cls(**{**row, "deployment": Deployment.from_json(row["deployment"])})
+
+
+@dataclass(frozen=True)
+class Job:
+    """A conversion, ready to run.
+
+    Attributes:
+        request: what was asked for.
+        checkpoint: the source, opened.
+        targets: backend and layout of every layer.
+        plan: files and units.
+    """
+
+    request: JobRequest
+    checkpoint: Checkpoint
+    targets: Targets
+    plan: Plan
+
+
+def open_job(request: JobRequest, checkpoint: Checkpoint | None = None, expect: str | None = None) -> Job:
+    """Open the source, decide and plan.
+
+    Args:
+        request: what is asked for.
+        checkpoint: the source where it is open already (perhaps with a `Source` that fetches files as they are needed).
+        expect: digest that the plan has to have.
+
+    Raises:
+        MoeqError: `usage.already-converted`, `usage.other-plan` where the digest is not the expected one, and what
+            `choose_targets` and `make_plan` raise.
+    """
+    checkpoint = checkpoint or open_checkpoint(request.src, revision=request.revision)
+    if checkpoint.kind == "converted":
+        raise MoeqError(
+            "usage.already-converted",
+            f"{request.src} is itself an output of `moeq convert`",
+            "convert its source, or restore it",
+        )
+    deployment = request.deployment
+    targets = choose_targets(checkpoint, deployment, request.layout)
+    # Expert parallelism takes the ranks of tensor parallelism for itself: experts are whole then.
+    tp = 1 if deployment.ep > 1 else deployment.tp
+    options = PlanOptions(tp, deployment.ep, request.skip_unfit, request.allow_lossy)
+    plan = make_plan(checkpoint, targets, options)
+    if expect is not None and plan.digest != expect:
+        raise MoeqError(
+            "usage.other-plan",
+            f"this source with these options gives plan {plan.digest[:16]}, the plan asked for is {expect[:16]}",
+            "source, deployment, options and moeq's version have to be those of `moeq plan`",
+        )
+    return Job(request, checkpoint, targets, plan)
+
+
+def job_stamp(job: Job) -> JobStamp:
+    """What the journals of a job begin with. A repository is named with its commit, whatever was asked for."""
+    source, request = job.checkpoint.source, job.request
+    return JobStamp(
+        job=job.plan.digest,
+        source=source.name,
+        identity=source.identity(),
+        files=source_stamps(source),
+        version=__version__,
+        request=replace(request, revision=source.revision).to_json(),
+        place=os.path.abspath(source.folder) if _is_folder(source) else None,
+    )
+
+
+def reopen_job(stamp: JobStamp) -> Job:
+    """The job that a journal tells of, from any working directory.
+
+    Raises:
+        MoeqError: `usage.unreadable-journal`, and what `open_job` raises.
+    """
+    try:
+        request = JobRequest.from_json(stamp.request)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise MoeqError(
+            "usage.unreadable-journal",
+            f"the journal of {stamp.source} does not tell what was asked for ({type(error).__name__}: {error})",
+            "finish with moeq convert and the options of the shards",
+        ) from None
+    return open_job(request, None if stamp.place is None else open_checkpoint(stamp.place, name=request.src))
+
+
+def _is_folder(source: Source) -> TypeGuard[LocalSource]:
+    """Whether a source is a folder of somebody's, and no commit of a repository, which never changes."""
+    return isinstance(source, LocalSource) and source.revision is None
+
+
+def source_stamps(source: Source) -> Mapping[str, list[int]]:
+    """Size and time of last change (ns) of every weight file of a local folder; empty for a commit of a repository.
+
+    The plan's digest holds the config and every header, but an edit of weights in place changes neither. Times differ
+    between copies of a checkpoint, so they are no part of the digest; they are compared when work is continued.
+    """
+    if not _is_folder(source):
+        return {}
+    stamps = {}
+    for file in source.files:
+        status = source.path(file.name).stat()
+        stamps[file.name] = [status.st_size, status.st_mtime_ns]
+    return stamps

@@ -1,0 +1,134 @@
+"""The end of a conversion: manifest, side files and keepsake from the records of all units, and the final name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from moeq.checkpoint.manifest import MANIFEST_NAME, LayerEntry, Manifest, Projection, SourceEntry
+from moeq.checkpoint.source import CONFIG_NAME, Source
+from moeq.checkpoint.writer import disk_errors, sync_file
+from moeq.digest import DIGEST_NAME
+from moeq.errors import MoeqError
+from moeq.model import Checkpoint
+from moeq.pipeline.plan.layers import LayerPlan
+from moeq.pipeline.plan.plan import Plan
+from moeq.pipeline.plan.units import PackUnit
+from moeq.pipeline.state.folder import WorkFolder
+from moeq.pipeline.state.job import Job, job_stamp
+from moeq.pipeline.state.journal import require_unchanged
+from moeq.pipeline.state.records import UnitRecord
+from moeq.pipeline.state.restore_data import OTHER_WEIGHTS, write_keepsake
+from moeq.version import __version__
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+def finish(job: Job, folder: WorkFolder, records: Mapping[str, UnitRecord]) -> Manifest:
+    """Write everything but the weights, `moeq.json` last, and publish the folder. Executes nothing.
+
+    Args:
+        job: the conversion.
+        folder: its folder, entered.
+        records: unit id to its record, for every unit of the plan.
+
+    Raises:
+        MoeqError: `usage.missing-units` where records are missing or are not of these units, by name;
+            `source.changed` where the source was written to meanwhile; `resources.disk-full`.
+    """
+    require_complete(job.plan, records)
+    require_unchanged(folder.stamp, job_stamp(job), folder.path)
+    targets, checkpoint = job.targets, job.checkpoint
+    kept = {name for unit in job.plan.units for name in records[unit.id].kept}
+    manifest = Manifest(
+        moeq_version=__version__,
+        source=_source_entry(checkpoint.source),
+        model=checkpoint.info.to_json(),
+        backend=targets.backend,
+        deployment=asdict(job.request.deployment),
+        layers=tuple(_layer_entry(job.plan, layer, records) for layer in job.plan.layers),
+        digest=DIGEST_NAME,
+        advisories=tuple(advisory.code for advisory in targets.verdict.advisories),
+        copied=job.plan.copied,
+        restore=write_keepsake(checkpoint, kept, folder.path),
+    )
+    with disk_errors(folder.path):
+        for file in job.plan.files:  # units are on disk already, a header that was written again may not be
+            sync_file(folder.path / file.name)
+        _write_side_files(checkpoint, job.plan, manifest, folder.path)
+    folder.publish()
+    return manifest
+
+
+def require_complete(plan: Plan, records: Mapping[str, UnitRecord]) -> None:
+    """Refuse to finish while units are missing. Raises MoeqError `usage.missing-units` that names them."""
+    missing = [unit.id for unit in plan.units if unit.id not in records or not records[unit.id].fits(unit)]
+    if missing:
+        shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        raise MoeqError(
+            "usage.missing-units",
+            f"{len(missing)} of {len(plan.units)} units are not finished: {shown}",
+            "run the shards that hold them, or moeq convert without --shard, which does what is left",
+        )
+
+
+def _layer_entry(plan: Plan, layer: LayerPlan, records: Mapping[str, UnitRecord]) -> LayerEntry:
+    """The manifest's entry of a layer: digests of all its experts, in order, whichever units they are from."""
+    units = [unit for unit in plan.units if isinstance(unit, PackUnit) and unit.layer == layer.entry.layer]
+    digests: dict[Projection, list[str]] = {}
+    for unit in sorted(units, key=lambda unit: (unit.role == "w2", unit.experts.start)):
+        for projection, values in records[unit.id].digests.items():
+            digests.setdefault(projection, []).extend(values)
+    losses = sum(records[unit.id].losses for unit in units)
+    return replace(layer.entry, digests={name: tuple(values) for name, values in digests.items()}, losses=losses)
+
+
+def _source_entry(source: Source) -> SourceEntry:
+    files = {file.name: file.size for file in source.files}
+    return SourceEntry(source.name, source.revision, files, source.identity())
+
+
+def _write_side_files(checkpoint: Checkpoint, plan: Plan, manifest: Manifest, folder: Path) -> None:
+    """Everything that is not a weight file: copied files, index, `config.json`, and `moeq.json` last."""
+    for name in checkpoint.source.side_files():
+        if name != CONFIG_NAME and not name.endswith(OTHER_WEIGHTS):
+            shutil.copyfile(checkpoint.source.path(name), folder / name)
+            sync_file(folder / name)
+    weight_map = {tensor: file.name for file in plan.files for tensor in file.tensors}
+    _write_json(folder / INDEX_NAME, {"metadata": {"total_size": plan.bytes_out}, "weight_map": weight_map})
+    _write_json(folder / CONFIG_NAME, converted_config(checkpoint, manifest))
+    _write_json(folder / MANIFEST_NAME, manifest.to_json())
+
+
+def converted_config(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, Any]:
+    """The source's `config.json` with the quantisation config that counts kept inside the new one.
+
+    Other copies of it (in the language model's sub-config, say) are dropped: an engine that finds one would read
+    packed experts by it.
+    """
+    original = checkpoint.quantization_config
+    return {
+        **_without_quantization(checkpoint.source.config),
+        "quantization_config": {
+            "quant_method": "moeq",
+            "manifest": MANIFEST_NAME,
+            "layouts": sorted({layer.layout for layer in manifest.layers}),
+            "original": None if original is None else dict(original),
+        },
+    }
+
+
+def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
+    return {key: _without_quantization(value) if isinstance(value, dict) else value for key, value in kept.items()}
+
+
+def _write_json(path: Path, document: Mapping[str, Any]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(document, file, indent=2)
+        file.write("\n")
+    sync_file(path)

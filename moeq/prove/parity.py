@@ -1,0 +1,304 @@
+"""Compare moeq's packing with what the engine's own code makes of the same experts: bit-equal, or who is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry, MatrixEntry, StackedRole
+from moeq.errors import MoeqError
+from moeq.layouts.base import Layout
+from moeq.layouts.padding import PaddingPlan
+from moeq.layouts.registry import get_layout
+from moeq.matrix import QuantizedMatrix
+from moeq.model import Checkpoint
+from moeq.model import open as open_checkpoint
+from moeq.model.converted import ConvertedCheckpoint
+from moeq.model.shards import Range, shard_matrix
+from moeq.model.tensors import flat_bytes, same_matrix
+from moeq.pipeline.plan.layers import PlanOptions, plan_layer
+from moeq.prove.engine_code import EngineCode, find_engine
+from moeq.prove.parity_vllm import PACKERS, Experts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Called with steps done, steps in all, and a label.
+Advance = Callable[[int, int, str], None]
+
+_NOTE = (
+    "Marlin's repacking is a CUDA operation in vLLM; the Python packer that vLLM ships beside it "
+    "(marlin_utils_test.py) took its place"
+)
+
+
+@dataclass(frozen=True)
+class PartParity:
+    """One part of one matrix of one rank, over the sampled experts.
+
+    Attributes:
+        layer: layer number.
+        rank: rank, or None where there is one packing for all.
+        role: `w13` or `w2`.
+        part: `weight`, `scale`, ...
+        experts: experts compared.
+        differing: experts whose bytes differ.
+        verdict: who is right, where something differs; else None.
+    """
+
+    layer: int
+    rank: int | None
+    role: str
+    part: str
+    experts: tuple[int, ...]
+    differing: tuple[int, ...]
+    verdict: str | None = None
+
+
+@dataclass(frozen=True)
+class Parity:
+    """What `parity` found.
+
+    Attributes:
+        checkpoint: what was compared.
+        engine: engine and version.
+        layout: layout ids.
+        parts: every comparison.
+        notes: what stood in for what.
+    """
+
+    checkpoint: str
+    engine: str
+    layout: tuple[str, ...]
+    parts: tuple[PartParity, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Every byte is equal, and something was compared."""
+        return bool(self.parts) and not any(part.differing for part in self.parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for a JSON document."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The packing of one rank of one layer.
+
+    Attributes:
+        layer: layer number.
+        rank: rank, or None for the whole.
+        experts: sampled experts that it holds.
+        intermediate: its intermediate features.
+        layout: its layout.
+        padding: how it is padded.
+        packed: gives moeq's parts of one expert, from the file or packed now.
+    """
+
+    layer: int
+    rank: int | None
+    experts: tuple[int, ...]
+    intermediate: Range
+    layout: Layout
+    padding: PaddingPlan
+    packed: Callable[[StackedRole, int, QuantizedMatrix], Mapping[str, Tensor]]
+
+
+def parity(
+    checkpoint: str | Path,
+    *,
+    site: Path | None = None,
+    layout: str | None = None,
+    tp: int = 1,
+    sample: int = 2,
+    progress: Advance | None = None,
+) -> Parity:
+    """Run the engine's packing on sampled experts and compare bytes.
+
+    Args:
+        checkpoint: a conversion, whose own bytes are compared; or a source, which is packed for the comparison.
+        site: folder that holds the engine's package; None takes the installed one.
+        layout: for a source: the layout; None takes the first that has an engine's packing and fits.
+        tp: for a source: tensor-parallel size.
+        sample: experts per layer, spread over the layer.
+
+    Raises:
+        MoeqError: `environment.no-engine` with what to install; `environment.no-engine-packing` for layouts whose
+            packing in the engine cannot run on a CPU; `environment.engine-code` where the engine's code is another
+            version's, or fails.
+    """
+    engine = find_engine(site)
+    opened = open_checkpoint(checkpoint)
+    units = list(
+        _converted_units(opened, sample)
+        if isinstance(opened, ConvertedCheckpoint)
+        else _source_units(opened, layout, tp, sample)
+    )
+    found: list[PartParity] = []
+    for index, unit in enumerate(units):
+        found += _compare(engine, opened, unit)
+        if progress is not None:
+            progress(index + 1, len(units), f"layer {unit.layer}")
+    layouts = tuple(dict.fromkeys(unit.layout.id for unit in units))
+    return Parity(str(checkpoint), f"vLLM {engine.version}", layouts, tuple(found), (_NOTE,))
+
+
+def _sampled(count: int, sample: int) -> list[int]:
+    """Experts spread over `count`, the first and the last among them."""
+    if sample >= count:
+        return list(range(count))
+    return sorted({round(index * (count - 1) / max(sample - 1, 1)) for index in range(sample)})
+
+
+def _require_packer(layout: str) -> None:
+    if layout not in PACKERS:
+        raise MoeqError(
+            "environment.no-engine-packing",
+            f"the engine's packing of {layout} does not run on a CPU, or is none: there is nothing to compare with",
+            f"parity covers {', '.join(PACKERS)}",
+        )
+
+
+def _converted_units(checkpoint: ConvertedCheckpoint, sample: int) -> Iterator[Unit]:
+    for entry in checkpoint.manifest.layers:
+        _require_packer(entry.layout)
+        layout = get_layout(entry.layout)
+        chosen = _sampled(entry.num_experts, sample)
+        whole = Range(0, entry.matrices["w2"].spec.k)
+        homes: list[tuple[int | None, Range, Range, Mapping[StackedRole, MatrixEntry]]] = [
+            (rank.rank, Range(*rank.experts), Range(*rank.intermediate), rank.matrices) for rank in entry.ranks
+        ] or [(None, Range(0, entry.num_experts), whole, entry.matrices)]
+        for rank, experts, intermediate, matrices in homes:
+            held = tuple(expert for expert in chosen if experts.start <= expert < experts.stop)
+            if held:
+                packed = _from_file(checkpoint, matrices, experts.start)
+                yield Unit(entry.layer, rank, held, intermediate, layout, _padding(entry, layout, matrices), packed)
+
+
+def _padding(entry: LayerEntry, layout: Layout, matrices: Mapping[StackedRole, MatrixEntry]) -> PaddingPlan:
+    w13, w2 = matrices["w13"], matrices["w2"]
+    return PaddingPlan(layout.padding, w13.padded_spec, w2.padded_spec, w13.spec, w2.spec)
+
+
+def _from_file(
+    checkpoint: ConvertedCheckpoint, matrices: Mapping[StackedRole, MatrixEntry], first: int
+) -> Callable[[StackedRole, int, QuantizedMatrix], Mapping[str, Tensor]]:
+    source = checkpoint.source
+
+    def packed(role: StackedRole, expert: int, padded: QuantizedMatrix) -> Mapping[str, Tensor]:
+        names = matrices[role].tensors
+        return {part: source.read_row(source.entry(name), expert - first) for part, name in names.items()}
+
+    return packed
+
+
+def _source_units(checkpoint: Checkpoint, layout_id: str | None, tp: int, sample: int) -> Iterator[Unit]:
+    for layer in checkpoint.info.moe_layers:
+        plan = _plan(checkpoint, layer, layout_id, tp)
+        layout = plan.layout
+        for shard in plan.shards:
+            held = tuple(_sampled(plan.entry.num_experts, sample))
+            rank = shard.shard.rank if plan.entry.ranks else None
+            yield Unit(layer, rank, held, shard.shard.intermediate, layout, shard.padding, _packed_now(layout))
+
+
+def _plan(checkpoint: Checkpoint, layer: int, layout_id: str | None, tp: int) -> Any:
+    if layout_id is not None:
+        _require_packer(layout_id)
+        return plan_layer(checkpoint, layer, layout_id, PlanOptions(tp))
+    refusals = []
+    for candidate in PACKERS:
+        try:
+            return plan_layer(checkpoint, layer, candidate, PlanOptions(tp))
+        except MoeqError as error:
+            refusals.append(error)
+    raise MoeqError(
+        "environment.no-engine-packing",
+        f"no layout with an engine's packing holds layer {layer}: {refusals[0].message}",
+        f"parity covers {', '.join(PACKERS)}",
+    )
+
+
+def _packed_now(layout: Layout) -> Callable[[StackedRole, int, QuantizedMatrix], Mapping[str, Tensor]]:
+    return lambda role, expert, padded: layout.pack(padded)
+
+
+def _compare(engine: EngineCode, checkpoint: Checkpoint, unit: Unit) -> Iterator[PartParity]:
+    plain: dict[StackedRole, list[QuantizedMatrix]] = {"w13": [], "w2": []}
+    padded: dict[StackedRole, list[QuantizedMatrix]] = {"w13": [], "w2": []}
+    for role in STACKED_ROLES:
+        for expert in unit.experts:
+            whole = checkpoint.matrix(unit.layer, expert, role)
+            shard = shard_matrix(whole, unit.intermediate, first=not unit.rank)
+            plain[role].append(shard)
+            padded[role].append(unit.padding.pad(shard))
+    scheme = checkpoint.scheme_of(unit.layer)
+    experts = Experts(
+        w13=plain["w13"],
+        w2=plain["w2"],
+        padded=dict(padded),
+        awq=scheme.format == "awq",
+        group_size=scheme.group_size,
+        interleaved=unit.layout.w13_order == "interleaved",
+    )
+    try:
+        theirs = PACKERS[unit.layout.id](engine, experts)
+    except (AssertionError, ArithmeticError, LookupError, NameError, RuntimeError, TypeError, ValueError) as error:
+        detail = f"vLLM {engine.version}'s own packing of layer {unit.layer} fails: {type(error).__name__}: {error}"
+        raise MoeqError("environment.engine-code", detail, "parity knows the code of vLLM 0.33.0") from error
+    for role in STACKED_ROLES:
+        ours = [unit.packed(role, expert, padded[role][i]) for i, expert in enumerate(unit.experts)]
+        for part in ours[0]:
+            differing = []
+            for index, expert in enumerate(unit.experts):
+                tensor = theirs[role].get(part)
+                if tensor is None or not _same(ours[index][part], tensor[index]):
+                    differing.append(expert)
+            verdict = None
+            if differing:
+                index = unit.experts.index(differing[0])
+                verdict = _judge(unit, experts, padded[role][index], ours[index], theirs[role], index, part)
+            yield PartParity(unit.layer, unit.rank, role, part, unit.experts, tuple(differing), verdict)
+
+
+def _same(ours: Tensor, theirs: Tensor) -> bool:
+    import torch
+
+    left, right = flat_bytes(ours), flat_bytes(theirs)
+    return left.numel() == right.numel() and bool(torch.equal(left, right))
+
+
+def _judge(
+    unit: Unit,
+    experts: Experts,
+    matrix: QuantizedMatrix,
+    ours: Mapping[str, Tensor],
+    theirs: Mapping[str, Tensor],
+    index: int,
+    part: str,
+) -> str:
+    """Who is right: each side's part is read back as the kernel reads it, beside moeq's other parts."""
+    spec = matrix.spec
+    if not same_matrix(unit.layout.unpack(ours, spec), matrix):
+        return "moeq is wrong: its bytes do not unpack to the source's values"
+    tensor = theirs.get(part)
+    like = ours[part]
+    if tensor is None or tensor[index].numel() * tensor.element_size() != like.numel() * like.element_size():
+        shape = "absent" if tensor is None else list(tensor[index].shape)
+        return f"the engine's {part} has another size ({shape}, here {list(like.shape)}): it pads differently"
+    swapped = {**ours, part: flat_bytes(tensor[index]).view(like.dtype).view(like.shape)}
+    if same_matrix(unit.layout.unpack(swapped, spec), matrix):
+        return "both mean the same values to the kernel"
+    size = unit.intermediate.size
+    if part == "scale" and spec.num_groups > 1 and experts.group_size >= size:
+        advisory = " (moeq explain marlin-w13-scale-order)" if spec.role == "w13" else ""
+        return (
+            f"moeq is right: its bytes unpack to the source's values; the engine compares the group size "
+            f"{experts.group_size} with the intermediate size {size} per rank instead of K = {spec.k}, and orders the "
+            f"scales as for one group while the kernel reads {spec.num_groups}{advisory}"
+        )
+    return "moeq is right: its bytes unpack to the source's values, the engine's do not"

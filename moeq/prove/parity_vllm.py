@@ -1,0 +1,248 @@
+"""vLLM's own packing of experts, run on a CPU: its functions, fed with logical matrices in its canonical form.
+
+Marlin's repacking is a CUDA operation in vLLM; its place is taken by the Python packer that vLLM ships beside it
+(`marlin_utils_test.py`). Everything else is the code that runs when vLLM 0.33.0 loads a model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from moeq.checkpoint.manifest import StackedRole
+from moeq.matrix import QuantizedMatrix
+from moeq.prove.engine_code import EngineCode
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_UTILS = "model_executor/layers/quantization/utils"
+_WNA16 = "model_executor/layers/fused_moe/oracle/int_wna16.py"
+
+#: Part to tensor `[E, ...]`, per stacked matrix.
+Packed = dict[StackedRole, dict[str, "Tensor"]]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """What the engine gets: some experts of one rank.
+
+    Attributes:
+        w13: per expert, without padding.
+        w2: per expert, without padding.
+        padded: the same, as moeq pads them.
+        awq: the checkpoint is in AWQ's format, which has a conversion of its own.
+        group_size: group size as the config declares it; -1 for one scale per channel.
+        interleaved: gate and up rows alternate, as in gpt-oss.
+    """
+
+    w13: Sequence[QuantizedMatrix]
+    w2: Sequence[QuantizedMatrix]
+    padded: dict[StackedRole, Sequence[QuantizedMatrix]]
+    awq: bool
+    group_size: int
+    interleaved: bool = False
+
+
+def marlin_wna16(engine: EngineCode, experts: Experts) -> Packed:
+    """`_process_weights_marlin`, or for AWQ `_process_awq_weights_marlin`."""
+    namespace = _marlin(engine)
+    engine.load(
+        _WNA16,
+        ["_pad_w13_shard_cols", "_pad_rows", "_pad_w13_bias", "_process_weights_marlin", "_process_awq_weights_marlin"],
+        namespace,
+    )
+    spec = experts.w2[0].spec
+    layer = SimpleNamespace(
+        intermediate_size_per_partition=spec.k,
+        num_groups_w13=experts.w13[0].spec.num_groups,
+        num_groups_w2=spec.num_groups,
+    )
+    bits, per_word = spec.bits, 32 // spec.bits
+    if experts.awq:
+        words = [_stack(matrices, _awq_words) for matrices in (experts.w13, experts.w2)]
+        scales = [_stack(matrices, lambda m: m.scales.t().contiguous()) for matrices in (experts.w13, experts.w2)]
+        zeros = [_stack(matrices, _awq_zeros) for matrices in (experts.w13, experts.w2)]
+        head: tuple[Any, ...] = (layer, bits, per_word, experts.group_size, None)
+        run = namespace["_process_awq_weights_marlin"]
+    else:
+        words = [_stack(matrices, _row_words) for matrices in (experts.w13, experts.w2)]
+        scales = [_stack(matrices, lambda m: m.scales.contiguous()) for matrices in (experts.w13, experts.w2)]
+        zeros = [_stack(matrices, _packed_zeros) for matrices in (experts.w13, experts.w2)]
+        head = (layer, None, bits, per_word, experts.group_size)
+        run = namespace["_process_weights_marlin"]
+    biases = [_stack(matrices, lambda m: m.bias) for matrices in (experts.w13, experts.w2)]
+    found = run(*head, *words, *scales, *zeros, *biases)
+    w13, w2, s13, s2, z13, z2, _, _, b13, b2 = found
+    return {"w13": _parts(w13, s13, z13, b13), "w2": _parts(w2, s2, z2, b2)}
+
+
+def marlin_mxfp4(engine: EngineCode, experts: Experts) -> Packed:
+    """`prepare_moe_mxfp4_layer_for_marlin`, with bf16 parameters. vLLM pads while loading, so the input is padded."""
+    import torch
+
+    from moeq.model.stored import interleaved
+    from moeq.schemes.restore.bits import pack_nibbles
+
+    namespace = _marlin(engine)
+    namespace["get_marlin_input_dtype"] = lambda prefix=None: None
+    names = ["mxfp4_marlin_process_scales", "_repack_marlin_experts", "prepare_moe_mxfp4_layer_for_marlin"]
+    engine.load(f"{_UTILS}/marlin_utils_fp4.py", names, namespace)
+    w13 = [interleaved(m) if experts.interleaved else m for m in experts.padded["w13"]]
+    matrices = (w13, experts.padded["w2"])
+    words = [_stack(rows, lambda m: pack_nibbles(m.codes)) for rows in matrices]
+    scales = [_stack(rows, lambda m: m.scales.contiguous()) for rows in matrices]
+    biases = [_stack(rows, lambda m: m.bias) for rows in matrices]
+    layer = SimpleNamespace(params_dtype=torch.bfloat16)
+    w13_words, w2_words, s13, s2, b13, b2 = namespace["prepare_moe_mxfp4_layer_for_marlin"](
+        layer, *words, *scales, *biases
+    )
+    return {"w13": _parts(w13_words, s13, None, b13), "w2": _parts(w2_words, s2, None, b2)}
+
+
+#: Layout id to the engine's packing of it.
+PACKERS: dict[str, Callable[[EngineCode, Experts], Packed]] = {
+    "marlin-wna16/1": marlin_wna16,
+    "marlin-mxfp4/1": marlin_mxfp4,
+    "marlin-mxfp4-interleaved/1": marlin_mxfp4,
+}
+
+
+def _marlin(engine: EngineCode) -> dict[str, Any]:
+    """Namespace with vLLM's Marlin helpers, its Python packer in the place of the CUDA one."""
+    import numpy
+    import torch
+
+    namespace: dict[str, Any] = {
+        "np": numpy,
+        "numpy": numpy,
+        "torch": torch,
+        "math": math,
+        "round_up": lambda size, multiple: -(-size // multiple) * multiple,
+        "logger": SimpleNamespace(warning_once=_silent, info_once=_silent, warning=_silent, info=_silent),
+    }
+    engine.load(f"{_UTILS}/quant_utils.py", ["get_pack_factor", "pack_cols", "unpack_cols"], namespace)
+    names = [
+        "GPTQ_MARLIN_TILE",
+        "get_scale_perms",
+        "marlin_permute_scales",
+        "marlin_permute_bias",
+        "marlin_zero_points",
+        "awq_to_marlin_zero_points",
+        "moe_awq_to_marlin_zero_points",
+        "moe_packed_to_marlin_zero_points",
+        "marlin_act_int8_process_scales",
+        "marlin_moe_permute_scales",
+        "marlin_padded_nk",
+        "marlin_moe_padded_intermediate",
+    ]
+    engine.load(f"{_UTILS}/marlin_utils.py", names, namespace)
+    names = ["marlin_permute_weights", "marlin_weights", "get_weight_perm"]
+    engine.load(f"{_UTILS}/marlin_utils_test.py", names, namespace)
+    namespace["ops"] = _Operations(namespace)
+    return namespace
+
+
+def _silent(*words: object, **options: object) -> None:
+    """Stands for the engine's log."""
+
+
+class _Operations:
+    """Stands for vLLM's CUDA operations: words of the checkpoint to codes, then vLLM's Python packer."""
+
+    def __init__(self, namespace: dict[str, Any]) -> None:
+        self._namespace = namespace
+
+    def gptq_marlin_repack(
+        self, b_q_weight: Tensor, size_k: int, size_n: int, num_bits: int, is_a_8bit: bool = False
+    ) -> Tensor:
+        """One expert, words along K `[K / per word, N]`."""
+        from moeq.schemes.bits import stream_codes
+
+        return self._pack(stream_codes(b_q_weight.t(), num_bits, size_k).t(), num_bits)
+
+    def gptq_marlin_moe_repack(
+        self, b_q_weight: Tensor, size_k: int, size_n: int, num_bits: int, is_a_8bit: bool = False
+    ) -> Tensor:
+        """Several experts."""
+        import torch
+
+        return torch.stack([self.gptq_marlin_repack(words, size_k, size_n, num_bits) for words in b_q_weight])
+
+    def awq_marlin_moe_repack(
+        self, b_q_weight: Tensor, size_k: int, size_n: int, num_bits: int, is_a_8bit: bool = False
+    ) -> Tensor:
+        """Several experts, words along N in AWQ's order `[K, N / per word]`."""
+        import torch
+
+        from moeq.schemes.awq import NIBBLE_OF_COLUMN
+        from moeq.schemes.bits import stream_codes
+
+        def codes(words: Tensor) -> Tensor:
+            found = stream_codes(words, num_bits, size_n)
+            return found.reshape(size_k, -1, 8)[..., list(NIBBLE_OF_COLUMN)].reshape(size_k, size_n)
+
+        return torch.stack([self._pack(codes(words), num_bits) for words in b_q_weight])
+
+    def _pack(self, codes: Tensor, bits: int) -> Tensor:
+        """int32 `[K / 16, N * bits / 2]` of codes `[K, N]`."""
+        rows, columns = codes.shape
+        order = self._namespace["get_weight_perm"](bits, False)
+        packed: Tensor = self._namespace["marlin_weights"](codes.contiguous().long(), rows, columns, bits, order)
+        return packed
+
+
+def _stack(matrices: Sequence[QuantizedMatrix], part: Callable[[QuantizedMatrix], Tensor | None]) -> Tensor | None:
+    import torch
+
+    found = [part(matrix) for matrix in matrices]
+    present = [tensor for tensor in found if tensor is not None]
+    return torch.stack(present) if present else None
+
+
+def _row_words(matrix: QuantizedMatrix) -> Tensor:
+    """int32 `[N, K / per word]`: the canonical form of every format but AWQ."""
+    from moeq.schemes.restore.bits import pack_stream
+
+    return pack_stream(matrix.codes.contiguous(), matrix.spec.bits, matrix.spec.k * matrix.spec.bits // 32)
+
+
+def _packed_zeros(matrix: QuantizedMatrix) -> Tensor | None:
+    """int32 `[N / per word, G]`."""
+    import torch
+
+    from moeq.schemes.restore.bits import pack_stream
+
+    if matrix.zeros is None:
+        return None
+    columns = matrix.zeros.t().to(torch.uint8).contiguous()
+    return pack_stream(columns, matrix.spec.bits, matrix.spec.n * matrix.spec.bits // 32).t().contiguous()
+
+
+def _awq_words(matrix: QuantizedMatrix) -> Tensor:
+    from moeq.schemes.restore.awq import column_words
+
+    return column_words(matrix.codes.t().contiguous(), matrix.spec.bits, matrix.spec.n * matrix.spec.bits // 32)
+
+
+def _awq_zeros(matrix: QuantizedMatrix) -> Tensor:
+    import torch
+
+    from moeq.schemes.restore.awq import column_words
+
+    spec = matrix.spec
+    zeros = matrix.zeros
+    fields = (
+        torch.full((spec.num_groups, spec.n), spec.symmetric_zero, dtype=torch.uint8)
+        if zeros is None
+        else zeros.t().to(torch.uint8).contiguous()
+    )
+    return column_words(fields, spec.bits, spec.n * spec.bits // 32)
+
+
+def _parts(weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None) -> dict[str, Tensor]:
+    named = {"weight": weight, "scale": scale, "zero": zero, "bias": bias}
+    return {name: tensor for name, tensor in named.items() if tensor is not None}

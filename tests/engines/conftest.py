@@ -1,0 +1,29 @@
+"""The small checkpoints as vLLM reads them, and a device that suits every expert class."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from load.deployments import convert
+
+
+@pytest.fixture(scope="session")
+def folders(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Those that vLLM reads, converted for it, by name."""
+    from engines.vllm_engine import NAMES
+
+    out = tmp_path_factory.mktemp("vllm")
+    return {name: convert(checkpoints / name, out / name, layout) for name, layout in NAMES.items()}
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that the device suits every expert class (and has int8 products, which one class asks for apart)."""
+    from engines.vllm_engine import BACKENDS
+
+    for backend in BACKENDS.values():
+        for kind in backend.classes():
+            monkeypatch.setattr(kind, "_supports_current_device", staticmethod(lambda: True))
+    for kind in BACKENDS["int8-w8a8/1"].classes():
+        monkeypatch.setattr(kind, "_supports_quant_scheme", staticmethod(lambda weight, activation: True))

@@ -1,0 +1,238 @@
+"""Converted checkpoints in transformers itself: logits and greedy tokens of the dequantised source model."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from load.deployments import LAYOUTS, convert
+
+import moeq
+from moeq.errors import MoeqError
+
+transformers = pytest.importorskip("transformers", minversion="5.1", reason="transformers 5.1 is not installed")
+
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+
+import moeq.engines.transformers  # noqa: E402
+from moeq.engines.experts_module import ConvertedExperts  # noqa: E402
+from moeq.engines.transformers_versions import check_version  # noqa: E402
+
+IDS = torch.tensor([[1, 5, 9, 2, 33, 60, 17], [3, 3, 8, 21, 40, 7, 12]])
+
+
+def nibbles(words: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """int32 `[R, C]` to codes `[R, C, 8]`."""
+    return torch.stack([(words >> (4 * place)) & 15 for place in order], dim=-1)
+
+
+def gptq(parts: dict[str, torch.Tensor], bits: int) -> torch.Tensor:
+    """GPTQ v1: codes in 32-bit words along K, zero points stored minus one."""
+    per, mask = 32 // bits, (1 << bits) - 1
+    shifts = torch.arange(per) * bits
+    codes = ((parts["qweight"][:, None, :] >> shifts[None, :, None]) & mask).flatten(0, 1)
+    zeros = ((parts["qzeros"][:, :, None] >> shifts) & mask).flatten(1) + 1
+    groups = parts["g_idx"].long()
+    return ((codes - zeros[groups]).float() * parts["scales"].float()[groups]).T
+
+
+def awq(parts: dict[str, torch.Tensor]) -> torch.Tensor:
+    """AWQ gemm: codes in words along N, interleaved."""
+    order = (0, 4, 1, 5, 2, 6, 3, 7)
+    codes, zeros = (nibbles(parts[name], order).flatten(1) for name in ("qweight", "qzeros"))
+    size = codes.shape[0] // zeros.shape[0]
+    return ((codes - zeros.repeat_interleave(size, 0)).float() * parts["scales"].float().repeat_interleave(size, 0)).T
+
+
+def source_model(folder: Path) -> torch.nn.Module:
+    """The model that the source means, all weights dequantised: attention by the lines above, experts by moeq."""
+    checkpoint = moeq.open(folder)
+    config = AutoConfig.from_pretrained(folder)
+    method, bits = config.quantization_config["quant_method"], config.quantization_config.get("bits")
+    del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    state: dict[str, torch.Tensor] = {}
+    linears: dict[str, dict[str, torch.Tensor]] = {}
+    for name in checkpoint.source.tensors:
+        if name in checkpoint.source.expert_names:
+            continue
+        module, _, part = name.replace("block_sparse_moe", "mlp").rpartition(".")
+        if part in ("qweight", "qzeros", "scales", "g_idx"):
+            linears.setdefault(module, {})[part] = checkpoint.source.read(name)
+        else:
+            state[f"{module}.{part}"] = checkpoint.source.read(name)
+    for module, parts in linears.items():
+        state[f"{module}.weight"] = gptq(parts, bits) if method == "gptq" else awq(parts)
+    for layer in checkpoint.info.moe_layers:
+        state |= expert_weights(checkpoint, layer, config.model_type == "gpt_oss")
+    model.load_state_dict(state)
+    return model
+
+
+def expert_weights(checkpoint: moeq.Checkpoint, layer: int, gpt_oss: bool) -> dict[str, torch.Tensor]:
+    prefix, experts = f"model.layers.{layer}.mlp.experts", range(checkpoint.num_experts(layer))
+
+    def stack(name: str) -> torch.Tensor:
+        return torch.stack([checkpoint.dequantize(layer, expert, name) for expert in experts])
+
+    def bias(name: str) -> torch.Tensor:
+        return torch.stack([checkpoint.matrix(layer, expert, name).bias for expert in experts])
+
+    gate, up, down = stack("gate"), stack("up"), stack("down")
+    if not gpt_oss:
+        return {f"{prefix}.gate_up_proj": torch.cat([gate, up], 1), f"{prefix}.down_proj": down}
+    return {
+        f"{prefix}.gate_up_proj": torch.stack([gate, up], 2).flatten(1, 2).transpose(1, 2),
+        f"{prefix}.gate_up_proj_bias": torch.stack([bias("gate"), bias("up")], 2).flatten(1, 2),
+        f"{prefix}.down_proj": down.transpose(1, 2),
+        f"{prefix}.down_proj_bias": bias("down"),
+    }
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS))
+def test_logits_and_greedy_tokens_are_those_of_the_source(name, converted, checkpoints) -> None:
+    model, info = AutoModelForCausalLM.from_pretrained(converted[name], dtype=torch.float32, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    wanted = source_model(checkpoints / name)
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS).logits, wanted(IDS).logits, rtol=1e-4, atol=1e-5)
+    greedy = {"max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(model.generate(IDS[:1], **greedy), wanted.generate(IDS[:1], **greedy))
+
+
+@pytest.mark.parametrize("name", ["gptq-int4-g32-qwen3moe", "mxfp4-gptoss"])
+def test_the_kernels_give_the_same_logits(name, converted) -> None:
+    """What a GPU runs, here in Triton's interpreter."""
+    model = AutoModelForCausalLM.from_pretrained(converted[name], dtype=torch.bfloat16)
+    with torch.no_grad():
+        reference = model(IDS[:1, :3]).logits.float()
+        experts = [module for module in model.modules() if isinstance(module, ConvertedExperts)]
+        assert len(experts) == 2
+        for module in experts:
+            module.run_on = "kernels"
+        kernels = model(IDS[:1, :3]).logits.float()
+    assert (kernels - reference).norm() < 0.02 * reference.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_tensors_are_loaded_as_they_lie(dtype, converted) -> None:
+    folder = converted["gptq-int4-g32-qwen3moe"]
+    model, checkpoint = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), moeq.open(folder)
+    for name in checkpoint.manifest.layer(1).tensors:
+        loaded = model.get_parameter(name)
+        assert loaded.dtype == checkpoint.source.read(name).dtype
+        assert torch.equal(loaded, checkpoint.source.read(name)), name
+    assert model.lm_head.weight.dtype == dtype
+
+
+def test_a_device_map_works(converted) -> None:
+    pytest.importorskip("accelerate", reason="device_map needs accelerate")
+    model = AutoModelForCausalLM.from_pretrained(converted["gptq-int4-g128-mixtral"], device_map="cpu")
+    assert model(IDS).logits.shape == (2, 7, 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_router_takes_the_dtype_of_the_model(dtype, converted) -> None:
+    """Mixtral's is renamed while it is loaded, and transformers before 5.21 then leaves it in the dtype of the file."""
+    model = AutoModelForCausalLM.from_pretrained(converted["ct-int4-asym-g32-mixtral"], dtype=dtype)
+    assert {layer.mlp.gate.weight.dtype for layer in model.model.layers} == {dtype}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", list(LAYOUTS))
+def test_on_a_gpu(name, checkpoints, tmp_path) -> None:
+    """The whole model on the GPU in bf16, experts in the kernels, against the dequantised source in float32."""
+    pytest.importorskip("accelerate", reason="device_map needs accelerate")
+    major, minor = torch.cuda.get_device_capability()
+    where = moeq.Deployment(gpu=moeq.gpu(f"sm{major}{minor}"))
+    moeq.convert(checkpoints / name, tmp_path / "out", where, layout=LAYOUTS[name])
+    source = source_model(checkpoints / name)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16, device_map="cuda")
+    with torch.no_grad():
+        wanted, found = source(IDS).logits, model(IDS.cuda()).logits.float().cpu()
+        assert (found - wanted).norm() < 0.03 * wanted.norm()
+        ids, seen = IDS[:1].cuda(), torch.ones(1, IDS.shape[1], device="cuda")  # no token is padding
+        said = model.generate(ids, attention_mask=seen, max_new_tokens=6, do_sample=False).cpu()
+        logits = source(said).logits[0]
+    for place in range(IDS.shape[1], said.shape[1]):
+        before = logits[place - 1]
+        assert before.max() - before[said[0, place]] < 0.05 * (before.max() - before.mean())
+
+
+class TestRefusals:
+    name = "gptq-int4-g32-qwen3moe"
+
+    def refused(self, folder: Path) -> MoeqError:
+        with pytest.raises(MoeqError) as caught:
+            AutoModelForCausalLM.from_pretrained(folder)
+        return caught.value
+
+    def test_a_model_that_is_not_covered_is_named(self, converted, tmp_path) -> None:
+        folder = tmp_path / "other"
+        shutil.copytree(converted[self.name], folder)
+        config = json.loads((folder / "config.json").read_text())
+        config |= {"model_type": "olmoe", "architectures": ["OlmoeForCausalLM"]}
+        (folder / "config.json").write_text(json.dumps(config))
+        error = self.refused(folder)
+        assert error.code == "usage.unsupported-model"
+        assert "olmoe" in error.message
+        assert "qwen3_moe" in (error.hint or "")
+
+    def test_a_checkpoint_written_rank_by_rank(self, checkpoints, tmp_path) -> None:
+        error = self.refused(convert(checkpoints / "mxfp4-gptoss", tmp_path / "out", tp=2))
+        assert error.code == "usage.tp"
+        assert "--tp 1" in (error.hint or "")
+
+    def test_a_model_spread_over_processes(self, converted) -> None:
+        config = AutoConfig.from_pretrained(converted[self.name])
+        config.distributed_config = object()  # what `from_pretrained(tp_plan="auto")` leaves there
+        with pytest.raises(MoeqError, match="loaded whole by one"):
+            AutoModelForCausalLM.from_pretrained(converted[self.name], config=config)
+
+    def test_no_manifest(self, converted, tmp_path) -> None:
+        folder = tmp_path / "bare"
+        shutil.copytree(converted[self.name], folder)
+        (folder / "moeq.json").unlink()
+        with pytest.raises((MoeqError, OSError), match=r"moeq\.json"):
+            AutoModelForCausalLM.from_pretrained(folder)
+
+    def test_saving_would_lose_the_manifest(self, converted, tmp_path) -> None:
+        model = AutoModelForCausalLM.from_pretrained(converted[self.name])
+        with pytest.raises(ValueError, match="moeq"):
+            model.save_pretrained(tmp_path / "saved")
+
+
+class TestVersions:
+    """The installed version is read from the package's metadata, of which a folder in front holds another."""
+
+    @pytest.fixture
+    def pretend(self, tmp_path, monkeypatch):
+        def install(version: str) -> None:
+            info = tmp_path / f"transformers-{version}.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.4\nName: transformers\nVersion: {version}\n")
+            monkeypatch.syspath_prepend(tmp_path)
+
+        return install
+
+    @pytest.mark.parametrize("version", ["4.57.6", "5.0.0", "5.0.0rc1"])
+    def test_too_old_is_refused_by_the_import(self, version, pretend, monkeypatch) -> None:
+        pretend(version)
+        monkeypatch.delitem(sys.modules, "moeq.engines.transformers")
+        with pytest.raises(MoeqError) as caught:
+            importlib.import_module("moeq.engines.transformers")
+        assert caught.value.code == "environment.engine-version"
+        assert f"transformers {version}" in caught.value.message
+        assert "transformers>=5.1" in (caught.value.hint or "")
+
+    @pytest.mark.parametrize("version", ["5.1.0", "5.17.0", "5.24.0.dev0", "6.0.0"])
+    def test_newer_is_not_refused(self, version, pretend) -> None:
+        pretend(version)
+        check_version()

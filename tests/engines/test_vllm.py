@@ -1,0 +1,285 @@
+"""The vLLM plug-in inside vLLM's own Python packages, without a GPU and so without its CUDA kernels.
+
+Everything here is the engine's: plug-in loading, config registry, layer classes, expert classes, kernel set-up, and
+for the Triton layouts its kernels too, in Triton's interpreter. What is pretended, where it says so, is that a GPU is
+there: the engine asks its platform before it takes an expert class.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from engines.vllm_engine import NAMES, engine, experts_layer, load, vllm
+from load.deployments import LAYOUTS, convert
+from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.plugins import load_general_plugins
+
+import moeq
+from moeq.engines.vllm.plugin import ENGINES
+from moeq.errors import MoeqError
+from moeq.load import vllm_plugin
+
+
+def test_the_engine_finds_the_plug_in() -> None:
+    from importlib.metadata import entry_points
+
+    found = {point.name: point for point in entry_points(group="vllm.general_plugins")}
+    if "moeq" not in found:
+        pytest.skip("moeq is not installed as a package here, only on the path")
+    load_general_plugins()
+    assert get_quantization_config("moeq").__module__ == "moeq.engines.vllm.method"
+
+
+@pytest.mark.parametrize("name", ["gptq-int4-g32-qwen3moe", "ct-int4-asym-g32-mixtral"])
+def test_the_engine_chooses_the_method_for_a_converted_folder(name, folders) -> None:
+    """The engine's own way from a folder to a quantisation config, with all its override rules."""
+    from vllm.config import LoadConfig, ModelConfig
+    from vllm.model_executor.model_loader.weight_utils import get_quant_config
+
+    model = ModelConfig(model=str(folders[name]), skip_tokenizer_init=True, dtype="bfloat16")
+    assert model.quantization == "moeq"
+    config = get_quant_config(model, LoadConfig())
+    config.maybe_update_config(model.model, hf_config=model.hf_config)
+    assert config.get_name() == "moeq"
+    assert config.checkpoint.kind == "converted"
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if "actorder" not in name])
+def test_other_layers_keep_the_method_of_the_source(name, checkpoints) -> None:
+    original = json.loads((checkpoints / name / "config.json").read_text())["quantization_config"]
+    config = get_quantization_config("moeq").from_config({"quant_method": "moeq", "original": original})
+    assert type(config.inner) is get_quantization_config(original["quant_method"])
+
+
+@pytest.mark.parametrize("name", list(NAMES))
+@pytest.mark.parametrize("where", [{}, {"tp": (1, 2)}, {"ep": (1, 2)}], ids=["whole", "tp", "ep"])
+def test_parameters_hold_the_bytes_of_the_rank(name, where, folders, gpu) -> None:
+    if "tp" in where and "g128" in name:
+        pytest.skip("128 intermediate features are one group")
+    folder = folders[name]
+    if "tp" in where and "actorder" in name:
+        with pytest.raises(MoeqError, match="not cut over 2 ranks"):
+            experts_layer(folder, **where)
+        return
+    if "tp" in where and name in ("ct-mxfp4-qwen3moe", "mxfp4-gptoss", "gptq-int8-g64-qwen3moe"):
+        with pytest.raises(MoeqError, match="cannot be cut for tp 2"):
+            experts_layer(folder, **where)
+        return
+    layer = experts_layer(folder, **where)
+    assert load(layer, folder) == {parameter for parameter, _ in layer.named_parameters()}
+    (tp_rank, tp_size), (ep_rank, ep_size) = where.get("tp", (0, 1)), where.get("ep", (0, 1))
+    wanted = moeq.load_experts(folder, 1, tp_rank=tp_rank, tp_size=tp_size, ep_rank=ep_rank, ep_size=ep_size)
+    for role, matrix in (("w13", wanted.w13), ("w2", wanted.w2)):
+        assert torch.equal(getattr(layer, f"{role}_weight"), matrix.weight)
+        scale = getattr(layer, f"{role}_scale")
+        if scale.dtype == torch.float8_e8m0fnu:
+            assert torch.equal(scale.view(torch.uint8), matrix.scale)
+        else:
+            assert torch.equal(scale, matrix.scale.to(scale.dtype))
+        for part in ("zero", "bias"):
+            if getattr(matrix, part) is not None:
+                assert torch.equal(getattr(layer, f"{role}_{part}"), getattr(matrix, part))
+
+
+@pytest.mark.parametrize("name", list(NAMES))
+def test_the_engines_kernel_gets_the_loaded_tensors(name, folders, gpu) -> None:
+    """No repacking and no second copy: the kernel's record points at the parameters."""
+    layer = experts_layer(folders[name])
+    load(layer, folders[name])
+    places = {parameter: tensor.data_ptr() for parameter, tensor in layer.named_parameters()}
+    with engine():
+        layer.quant_method.process_weights_after_loading(layer)
+    assert {parameter: tensor.data_ptr() for parameter, tensor in layer.named_parameters()} == places
+    config = layer.quant_method.moe_kernel.fused_experts.quant_config
+    assert config.w1_scale.data_ptr() == places["w13_scale"]
+    assert config.w2_scale.data_ptr() == places["w2_scale"]
+    if "w13_zero" in places:
+        assert config.w1_zp.data_ptr() == places["w13_zero"]
+    if "w13_bias" in places:
+        assert config.w1_bias.data_ptr() == places["w13_bias"]
+        assert config.w2_bias.data_ptr() == places["w2_bias"]
+    if "w13_permutation" in places:
+        experts = layer.quant_method.moe_kernel.fused_experts
+        assert experts.w13_g_idx.data_ptr() == places["w13_group_index"]
+        assert experts.w2_g_idx_sort_indices.data_ptr() == places["w2_permutation"]
+    expected = {"marlin": "MarlinExperts", "triton": "TritonWNA16Experts", "int8": "TritonExperts"}
+    kinds = [kind.__name__ for kind in type(layer.quant_method.moe_kernel.fused_experts).__mro__]
+    assert expected[NAMES[name].partition("-")[0]] in kinds
+
+
+@pytest.mark.parametrize(
+    ("name", "module"), [("gptq-int4-g32-qwen3moe", "qwen3_moe"), ("ct-int4-asym-g32-mixtral", "mixtral")]
+)
+def test_the_engines_weight_loader_brings_the_tensors_to_the_layer(name, module, folders, gpu) -> None:
+    """Names as they are in the files, through the model's own renaming and the engine's loader."""
+    from importlib import import_module
+
+    from vllm.model_executor.models.utils import AutoWeightsLoader
+
+    models = import_module(f"vllm.model_executor.models.{module}")
+    mapper = next(kind.hf_to_vllm_mapper for kind in vars(models).values() if hasattr(kind, "hf_to_vllm_mapper"))
+    layer, checkpoint = experts_layer(folders[name]), moeq.open(folders[name])
+    prefix, _, leaf = checkpoint.expert_prefix(1).rpartition(".")
+    model = torch.nn.Module()
+    place = model
+    for part in prefix.split("."):
+        place.add_module(part, torch.nn.Module())
+        place = getattr(place, part)
+    place.add_module(leaf, layer)
+    tensors = [(tensor, checkpoint.source.read(tensor)) for tensor in checkpoint.manifest.layer(1).tensors]
+    loaded = AutoWeightsLoader(model).load_weights(tensors, mapper=mapper)
+    assert loaded == {parameter for parameter, _ in model.named_parameters()}
+
+
+def test_a_single_scale_for_each_channel_is_one_group_to_the_triton_kernels(checkpoints, tmp_path, gpu) -> None:
+    """-1, which Marlin takes for it, would be a divisor there."""
+    folder = convert(checkpoints / "ct-w8a8-qwen3moe", tmp_path / "out", "triton-wna16/1")
+    layer = experts_layer(folder)
+    load(layer, folder)
+    config = layer.quant_method.get_fused_moe_quant_config(layer)
+    assert config.block_shape == [0, 256]  # hidden 256, intermediate 128
+
+
+TOP_K, BLOCK_M = 2, 16
+BLOCKS = {"BLOCK_SIZE_M": BLOCK_M, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 1}
+
+
+def aligned(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pairs sorted by expert, each expert's rounded up to whole blocks: what the engine's CUDA operator gives."""
+    flat, order, blocks = ids.flatten(), [], []
+    for expert in range(experts):
+        pairs = torch.where(flat == expert)[0].tolist()
+        pairs += [flat.numel()] * (-len(pairs) % BLOCK_M)
+        order += pairs
+        blocks += [expert] * (len(pairs) // BLOCK_M)
+    return tuple(torch.tensor(values, dtype=torch.int32) for values in (order, blocks, [len(order)]))  # type: ignore
+
+
+@pytest.mark.parametrize("name", ["gptq-int4-g128-mixtral", "ct-int4-asym-g32-mixtral", "ct-w8a8-qwen3moe"])
+@pytest.mark.parametrize("role", ["w13", "w2"])
+def test_the_engines_own_triton_kernels_read_the_loaded_tensors(name, role, folders, checkpoints, gpu) -> None:
+    """In Triton's interpreter, with fp16 activations (it gets bf16 products wrong)."""
+    from vllm.model_executor.layers.fused_moe import fused_moe as kernels
+    from vllm.triton_utils import HAS_TRITON, tl
+
+    assert HAS_TRITON
+    source = moeq.open(checkpoints / name)
+    layer = experts_layer(folders[name], dtype=torch.float16)
+    load(layer, folders[name])
+    weight, scale, zero = (getattr(layer, f"{role}_{part}", None) for part in ("weight", "scale", "zero"))
+    spec = source.spec(1, role)
+    x = torch.randn(5, spec.k, generator=torch.Generator().manual_seed(1)).to(torch.float16)
+    ids = torch.tensor([[0, 1], [3, 1], [2, 0], [1, 2], [3, 0]])
+    out = torch.zeros(5, TOP_K, spec.n, dtype=torch.float16)
+    blocks = aligned(ids, 4)
+    if "w8a8" in name:
+        steps = x.float().abs().amax(1, keepdim=True) / 127
+        codes = (x.float() / steps).round().to(torch.int8)
+        x = codes.float() * steps
+        kernels.invoke_fused_moe_triton_kernel(
+            codes, weight, out, steps, scale, None, *blocks, False, TOP_K, BLOCKS, tl.float16,
+            use_fp8_w8a8=False, use_int8_w8a8=True, use_int8_w8a16=False, use_int4_w4a16=False, per_channel_quant=True,
+        )  # fmt: skip
+    else:
+        kernels.invoke_fused_moe_wna16_triton_kernel(
+            x, weight, out, scale, zero, None, *blocks, False, TOP_K, {**BLOCKS, "SPLIT_K": 1}, tl.float16,
+            use_int8_w8a16=False, use_int4_w4a16=True, block_shape=[0, spec.group_size],
+        )  # fmt: skip
+    for token, slot in [(t, s) for t in range(5) for s in range(TOP_K)]:
+        expert = int(ids[token, slot])
+        names = ("gate", "up") if role == "w13" else ("down",)
+        wanted = torch.cat([source.dequantize(1, expert, part) for part in names]) @ x[token].float()
+        assert (out[token, slot].float() - wanted).norm() < 1e-3 * wanted.norm()
+
+
+class TestRefusals:
+    name = "gptq-int4-g32-qwen3moe"
+
+    def refused(self, folder: Path, **options: Any) -> MoeqError:
+        with pytest.raises(MoeqError) as caught:
+            experts_layer(folder, **options)
+        return caught.value
+
+    def test_no_gpu(self, folders) -> None:
+        error = self.refused(folders[self.name])
+        assert error.code == "answer.no-backend"
+        assert "current device" in error.message
+
+    def test_another_backend_was_asked_for(self, folders, gpu) -> None:
+        error = self.refused(folders[self.name], moe_backend="triton")
+        assert error.code == "usage.moe-backend"
+        assert "--moe-backend marlin" in (error.hint or "")
+
+    def test_a_dtype_that_the_bytes_are_not_for(self, folders, gpu) -> None:
+        assert self.refused(folders["ct-mxfp4-qwen3moe"], dtype=torch.float16).code == "usage.dtype"
+
+    def test_a_tensor_parallel_degree_that_cuts_tiles(self, folders, gpu) -> None:
+        error = self.refused(folders[self.name], tp=(0, 4))
+        assert error.code == "usage.tp"
+        assert "--tp 4" in (error.hint or "")
+
+    def test_eight_bit_activations_of_marlin(self, folders, gpu, monkeypatch) -> None:
+        monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "int8")
+        assert self.refused(folders[self.name]).code == "environment.marlin-input"
+
+    def test_a_layout_for_another_engine(self, checkpoints, tmp_path, gpu) -> None:
+        folder = convert(checkpoints / self.name, tmp_path / "out", "humming-wna16/1")
+        error = self.refused(folder)
+        assert error.code == "answer.no-backend"
+        assert "humming-wna16/1" in error.message
+
+    @pytest.mark.skipif(vllm.__version__ == "0.26.0", reason="this version reads act-order")
+    def test_a_source_method_that_the_engine_refuses(self, checkpoints) -> None:
+        source = checkpoints / "gptq-int4-g32-actorder-qwen3moe" / "config.json"
+        original = json.loads(source.read_text())["quantization_config"]
+        with pytest.raises(MoeqError, match="vLLM does not read them: GPTQ group activation ordering"):
+            get_quantization_config("moeq").from_config({"original": original})
+
+    @pytest.mark.parametrize(
+        ("name", "layout", "order"),
+        [
+            ("mxfp4-gptoss", "marlin-mxfp4/1", "interleaved"),
+            ("ct-mxfp4-qwen3moe", "marlin-mxfp4-interleaved/1", "gate-up"),
+        ],
+    )
+    def test_rows_in_an_order_that_the_activation_does_not_take(
+        self, name, layout, order, checkpoints, tmp_path, gpu
+    ) -> None:
+        error = self.refused(convert(checkpoints / name, tmp_path / "out", layout))
+        assert error.code == "answer.no-backend"
+        assert error.message.endswith(f"takes them {order}")
+        right = ({"marlin-mxfp4/1", "marlin-mxfp4-interleaved/1"} - {layout}).pop()
+        assert f"--layout {right}" in (error.hint or "")
+
+    def test_a_model_that_is_not_covered_is_named(self, folders) -> None:
+        config = get_quantization_config("moeq").from_config({"original": None})
+        with pytest.raises(MoeqError, match="olmoe"):
+            config.maybe_update_config(str(folders[self.name]), hf_config=SimpleNamespace(model_type="olmoe"))
+
+    def test_a_repository_that_is_not_local(self, folders) -> None:
+        config = get_quantization_config("moeq").from_config({"original": None})
+        with pytest.raises(MoeqError, match="no local folder"):
+            config.maybe_update_config("org/name", hf_config=SimpleNamespace(model_type="mixtral"))
+
+    def test_another_version_of_the_engine(self, folders, monkeypatch) -> None:
+        monkeypatch.setattr(vllm, "__version__", "0.34.1")
+        vllm_plugin.register()
+        with pytest.raises(MoeqError, match=r"vLLM 0\.34\.1") as caught:
+            get_quantization_config("moeq").from_config({})
+        assert f"pip install vllm=={ENGINES[0]}" in (caught.value.hint or "")
+        monkeypatch.undo()
+        vllm_plugin.register()
+
+    def test_changed_files_are_not_loaded(self, folders, tmp_path, gpu) -> None:
+        folder = tmp_path / "short"
+        shutil.copytree(folders[self.name], folder)
+        manifest = json.loads((folder / "moeq.json").read_text())
+        manifest["layers"][1]["matrices"]["w13"]["padded_n"] = 512
+        (folder / "moeq.json").write_text(json.dumps(manifest))
+        assert self.refused(folder).code == "source.bad-manifest"

@@ -1,0 +1,125 @@
+"""The vLLM plug-in inside vLLM's own Python packages, without a GPU and so without its CUDA kernels: shared parts.
+
+Everything here is the engine's: plug-in loading, config registry, layer classes, expert classes, kernel set-up, and
+for the Triton layouts its kernels too, in Triton's interpreter. What is pretended, where it says so, is that a GPU is
+there: the engine asks its platform before it takes an expert class.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import moeq
+from moeq.engines.vllm.plugin import ENGINES
+
+if not torch.cuda.is_available():
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the engine switches Triton off where it sees neither a driver nor this
+
+vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
+if vllm.__version__.partition("+")[0] not in ENGINES:
+    pytest.skip(f"written against vLLM {ENGINES}, this is {vllm.__version__}", allow_module_level=True)
+
+from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation  # noqa: E402
+from vllm.model_executor.layers.fused_moe.config import (  # noqa: E402
+    FusedMoEConfig,
+    FusedMoEParallelConfig,
+    RoutingMethodType,
+)
+from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager  # noqa: E402
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts  # noqa: E402
+from vllm.model_executor.layers.quantization import get_quantization_config  # noqa: E402
+
+from moeq.engines.vllm.backends import BACKENDS  # noqa: E402
+from moeq.load import vllm_plugin  # noqa: E402
+
+#: Checkpoint to a layout that the plug-in hands to the engine.
+NAMES = {
+    "gptq-int4-g32-qwen3moe": "marlin-wna16/1",
+    "gptq-int8-g64-qwen3moe": "marlin-wna16/1",
+    "gptq-int4-g128-mixtral": "triton-wna16/1",
+    "awq-int4-g32-qwen3moe": "marlin-wna16/1",
+    "ct-int4-asym-g32-mixtral": "triton-wna16/1",
+    "ct-int4-g128-qwen3moe": "marlin-wna16/1",
+    "ct-w8a8-qwen3moe": "int8-w8a8/1",
+    "ct-mxfp4-qwen3moe": "marlin-mxfp4/1",
+    "mxfp4-gptoss": "marlin-mxfp4-interleaved/1",
+}
+
+
+if "marlin-act-order/1" in BACKENDS:  # 0.26.0
+    NAMES["gptq-int4-g32-actorder-qwen3moe"] = "marlin-act-order/1"
+
+
+def engine() -> Any:
+    """The context in which the engine builds layers."""
+    return set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu")))
+
+
+def config_of(folder: Path) -> Any:
+    document = json.loads((folder / "config.json").read_text())
+    config = get_quantization_config("moeq").from_config(document["quantization_config"])
+    config.maybe_update_config(str(folder), hf_config=SimpleNamespace(model_type=document["model_type"]))
+    return config
+
+
+def experts_layer(folder: Path, *, tp: tuple[int, int] = (0, 1), ep: tuple[int, int] = (0, 1), **options: Any) -> Any:
+    """The engine's own layer class with our config, on one rank."""
+    info = moeq.open(folder).info
+    parallel = FusedMoEParallelConfig(
+        tp_size=tp[1],
+        tp_rank=tp[0],
+        ep_size=ep[1],
+        ep_rank=ep[0],
+        use_ep=ep[1] > 1,
+        pcp_size=1,
+        pcp_rank=0,
+        dp_size=1,
+        dp_rank=0,
+        sp_size=1,
+        all2all_backend="allgather_reducescatter",
+        enable_eplb=False,
+    )
+    manager = ExpertMapManager(
+        max_num_batched_tokens=64,
+        top_k=info.top_k,
+        global_num_experts=info.num_experts,
+        num_redundant_experts=0,
+        num_expert_group=None,
+        moe_parallel_config=parallel,
+        placement_strategy="linear",
+        enable_eplb=False,
+    )
+    moe = FusedMoEConfig(
+        num_experts=info.num_experts,
+        experts_per_token=info.top_k,
+        hidden_dim=info.hidden_size,
+        intermediate_size=info.intermediate_size,
+        num_local_experts=manager.local_num_experts,
+        num_logical_experts=info.num_experts,
+        activation=MoEActivation.SWIGLUOAI if info.activation == "swigluoai" else MoEActivation.SILU,
+        has_bias=info.activation == "swigluoai",
+        device="cpu",
+        routing_method=RoutingMethodType.Renormalize,
+        moe_parallel_config=parallel,
+        in_dtype=options.pop("dtype", torch.bfloat16),
+        **options,
+    )
+    with engine():
+        return RoutedExperts("model.layers.1.mlp.experts", moe.in_dtype, moe, config_of(folder), manager)
+
+
+def load(layer: Any, folder: Path) -> set[str]:
+    checkpoint = moeq.open(folder)
+    names = checkpoint.manifest.layer(1).tensors
+    return set(layer.load_weights((name.rpartition("experts.")[2], checkpoint.source.read(name)) for name in names))
+
+
+vllm_plugin.register()

@@ -1,0 +1,290 @@
+"""`moeq.load_experts`: the right bytes, no others, and a reason for every refusal."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from load.deployments import LAYOUTS, convert, reference_layer
+
+import moeq
+from moeq.checkpoint.manifest import STACKED_ROLES
+from moeq.errors import MoeqError
+from moeq.layouts.registry import get_layout
+from moeq.load import reading
+from moeq.load.ranks import Rank, plan_rank
+from moeq.load.reading import Window, part_cuts, read_experts, read_shards
+from moeq.load.torch_loader import expert_map, open_converted, read_parts, require_arch
+from moeq_kernels import fused_moe
+
+OAI = {"activation": "swiglu_oai", "limit": 7.0}
+
+
+@pytest.fixture
+def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(5, 256, generator=generator).to(torch.bfloat16)
+    weights = torch.softmax(torch.randn(5, 2, generator=generator), -1)
+    ids = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(5)])
+    return x, weights, ids
+
+
+def run(experts, name: str, batch, **more) -> torch.Tensor:
+    x, weights, ids = batch
+    return fused_moe(x, experts, weights, ids, **(OAI if "gptoss" in name else {}), **more).float()
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, relative: float) -> bool:
+    return bool((actual - expected).norm() <= relative * expected.norm())
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS))
+def test_the_layer_is_that_of_the_source(name, converted, checkpoints, batch) -> None:
+    experts = moeq.load_experts(converted[name], 1)
+    expected = reference_layer(moeq.open(checkpoints / name), 1, *batch)
+    # int8 activations are rounded per token; 16-bit ones to 8 bits of mantissa.
+    assert close(run(experts, name, batch), expected, 0.03 if "w8a8" in name else 0.01)
+
+
+@pytest.mark.parametrize("name", ["gptq-int4-g32-qwen3moe", "awq-int4-g32-qwen3moe", "ct-w8a8-qwen3moe"])
+def test_tensor_parallel_ranks_sum_to_the_whole(name, converted, batch) -> None:
+    checkpoint = moeq.open(converted[name])
+    whole = run(moeq.load_experts(checkpoint, 0), name, batch)
+    ranks = [moeq.load_experts(checkpoint, 0, tp_rank=rank, tp_size=2) for rank in (0, 1)]
+    assert all(rank.intermediate_size == 64 and rank.num_experts == 4 for rank in ranks)
+    summed = sum(run(rank, name, batch) for rank in ranks)
+    # Each rank rounds its output to bf16, and int8 activations get a scale per rank.
+    assert close(summed, whole, 0.03 if "w8a8" in name else 0.01)
+
+
+@pytest.mark.parametrize("name", ["mxfp4-gptoss", "gptq-int4-g32-qwen3moe"])
+@pytest.mark.parametrize("sizes", [(1, 2), (1, 3), (2, 2)])
+def test_expert_parallel_ranks_sum_to_the_whole(name, sizes, converted, batch) -> None:
+    checkpoint = moeq.open(converted[name])
+    tp, ep = sizes if name != "mxfp4-gptoss" else (1, sizes[1])
+    whole = run(moeq.load_experts(checkpoint, 0), name, batch)
+    summed = torch.zeros_like(whole)
+    held = 0
+    for ep_rank in range(ep):
+        for tp_rank in range(tp):
+            where = {"tp_rank": tp_rank, "tp_size": tp, "ep_rank": ep_rank, "ep_size": ep}
+            experts = moeq.load_experts(checkpoint, 0, **where)
+            held += experts.num_experts
+            summed += run(experts, name, batch, expert_map=expert_map(4, ep_rank, ep))
+    assert held == 4 * tp
+    assert close(summed, whole, 0.01)
+
+
+def test_a_bias_of_down_is_added_once(checkpoints, tmp_path, batch) -> None:
+    folder = convert(checkpoints / "mxfp4-gptoss", tmp_path / "out", tp=2)
+    ranks = [moeq.load_experts(folder, 0, tp_rank=rank, tp_size=2) for rank in (0, 1)]
+    assert ranks[0].w2.bias.any()
+    assert not ranks[1].w2.bias.any()
+    expected = reference_layer(moeq.open(checkpoints / "mxfp4-gptoss"), 0, *batch)
+    assert close(sum(run(rank, "mxfp4-gptoss", batch) for rank in ranks), expected, 0.01)
+
+
+def test_a_sliced_rank_equals_one_written_for_it(checkpoints, tmp_path) -> None:
+    """The same bytes by two roads: sliced from one packing, and packed rank by rank."""
+    source = moeq.open(checkpoints / "gptq-int4-g32-qwen3moe")
+    checkpoint = open_converted(convert(checkpoints / source.source.name, tmp_path / "out"))
+    entry = checkpoint.manifest.layer(0)
+    layout = get_layout(entry.layout)
+    for rank in (0, 1):
+        part = plan_rank(entry, Rank(rank, 2))
+        for role in STACKED_ROLES:
+            found = read_parts(checkpoint, entry, part, part.matrices[role])
+            for expert in range(4):
+                shard = _shard(source.matrix(0, expert, role), rank)
+                for name, tensor in layout.pack(shard).items():
+                    assert torch.equal(found[name][expert], tensor), (role, name, expert)
+
+
+def _shard(matrix, rank):
+    from moeq.model.shards import Range, shard_matrix
+
+    return shard_matrix(matrix, Range(64 * rank, 64 * rank + 64), first=rank == 0)
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS))
+def test_cuts_are_what_slice_parts_gives(name, converted) -> None:
+    checkpoint = open_converted(converted[name])
+    entry = checkpoint.manifest.layer(0)
+    layout = get_layout(entry.layout)
+    for role, matrix in entry.matrices.items():
+        spec = matrix.padded_spec
+        rule = layout.slices(spec)
+        half = spec.n // (2 if role == "w13" else 1)
+        windows = [Window((start, stop), (0, spec.k)) for start, stop in _ranges(half, rule.n)]
+        windows += [Window((0, half), part) for part in _ranges(spec.k, rule.k) if part[1] - part[0] >= rule.k_least]
+        for window in windows:
+            cuts = part_cuts(entry.layout, spec, window)
+            for expert in (0, 3):
+                whole = {
+                    part: checkpoint.source.read_row(checkpoint.source.entry(tensor), expert)
+                    for part, tensor in matrix.tensors.items()
+                }
+                for part, wanted in layout.slice_parts(whole, spec, n=window.n, k=window.k).items():
+                    found = read_shards(checkpoint.source, matrix.tensors[part], (expert, expert + 1), cuts[part])
+                    assert torch.equal(found[0].view(torch.uint8), wanted.contiguous().view(torch.uint8)), (role, part)
+
+
+def _ranges(size: int, unit: int | None) -> list[tuple[int, int]]:
+    return [] if unit is None else [(start, start + unit) for start in range(0, size, unit)][:4]
+
+
+def test_only_the_bytes_of_a_rank_are_read(converted, monkeypatch) -> None:
+    checkpoint = moeq.open(converted["gptq-int4-g32-qwen3moe"])
+    read: list[int] = []
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: read.append(preadv(fd, views, at)) or read[-1])
+    moeq.load_experts(checkpoint, 0)
+    whole, reads = sum(read), len(read)
+    assert reads == 4, "one read per stacked tensor"
+    read.clear()
+    moeq.load_experts(checkpoint, 0, ep_rank=1, ep_size=4)
+    assert sum(read) == whole // 4
+    read.clear()
+    w2 = checkpoint.manifest.layer(0).matrices["w2"]
+    moeq.load_experts(checkpoint, 0, tp_rank=1, tp_size=2)
+    stored = {name: checkpoint.source.entry(tensor).nbytes for name, tensor in w2.tensors.items()}
+    w13 = whole - sum(stored.values())
+    # w2's rows of tiles lie together; w13's alternate with the other rank's within pages, all but the ends.
+    assert sum(read) <= sum(stored.values()) / 2 + w13
+
+
+class TestRefusals:
+    name = "gptq-int4-g32-qwen3moe"
+
+    def refused(self, *args, **options) -> MoeqError:
+        with pytest.raises(MoeqError) as caught:
+            moeq.load_experts(*args, **options)
+        return caught.value
+
+    def test_a_source(self, checkpoints) -> None:
+        error = self.refused(checkpoints / self.name, 0)
+        assert error.code == "usage.not-converted"
+        assert "moeq convert" in (error.hint or "")
+
+    def test_ranks_that_do_not_exist(self, converted) -> None:
+        assert self.refused(converted[self.name], 0, tp_rank=2, tp_size=2).code == "usage.rank"
+        assert self.refused(converted[self.name], 0, ep_rank=0, ep_size=5).code == "usage.ep"
+
+    def test_a_degree_that_cuts_groups(self, converted) -> None:
+        error = self.refused(converted[self.name], 0, tp_rank=0, tp_size=8)
+        assert error.code == "usage.group-cut"
+        assert "128 / 8 = 16" in error.message
+
+    def test_a_degree_that_cuts_tiles(self, converted) -> None:
+        error = self.refused(converted[self.name], 0, tp_rank=0, tp_size=4)
+        assert error.code == "usage.tp"
+        assert "--tp 4" in (error.hint or "")
+
+    def test_ranks_written_for_another_degree(self, checkpoints, tmp_path) -> None:
+        folder = convert(checkpoints / "mxfp4-gptoss", tmp_path / "out", tp=2)
+        error = self.refused(folder, 0)
+        assert error.code == "usage.tp"
+        assert "written rank by rank for tp 2" in error.message
+        assert "--tp 1" in (error.hint or "")
+        assert self.refused(folder, 0, tp_rank=3, tp_size=4).code == "usage.tp"
+
+    def test_ranks_of_act_order(self, checkpoints, tmp_path) -> None:
+        name = "gptq-int4-g32-actorder-qwen3moe"
+        folder = convert(checkpoints / name, tmp_path / "out", tp=2)
+        error = self.refused(folder, 0, tp_rank=1, tp_size=2)
+        assert error.code == "answer.no-kernel"
+        assert "--ep" in (error.hint or "")
+
+    def test_a_layer_that_is_not_there(self, converted) -> None:
+        assert self.refused(converted[self.name], 7).code == "usage.no-such-layer"
+
+    def test_a_dtype_that_the_kernel_does_not_take(self, converted) -> None:
+        error = self.refused(converted["mxfp4-gptoss"], 0, dtype=torch.float16)
+        assert error.code == "usage.dtype"
+        assert "bfloat16" in error.message
+        moeq.load_experts(converted[self.name], 0, dtype=torch.float16)
+
+    def test_a_layout_without_a_kernel(self, checkpoints, tmp_path) -> None:
+        folder = convert(checkpoints / self.name, tmp_path / "out", layout="humming-wna16/1")
+        error = self.refused(folder, 0)
+        assert error.code == "answer.no-kernel"
+        assert "--engine moeq" in (error.hint or "")
+
+    def test_a_gpu_of_another_architecture(self, converted) -> None:
+        checkpoint = open_converted(converted[self.name])
+        require_arch(checkpoint, "sm80")
+        with pytest.raises(MoeqError, match=r"converted for A100 \(sm80\), and this GPU is sm90") as caught:
+            require_arch(checkpoint, "sm90")
+        assert "--gpu sm90" in (caught.value.hint or "")
+
+    def test_changed_bytes_on_request(self, converted, tmp_path) -> None:
+        folder = tmp_path / "changed"
+        shutil.copytree(converted[self.name], folder)
+        moeq.load_experts(folder, 0, verify=True)
+        entry = moeq.open(folder).source.entry("model.layers.0.mlp.experts.w2_weight")
+        with (folder / entry.file).open("r+b") as file:
+            file.seek(entry.start)
+            byte = file.read(1)[0]
+            file.seek(entry.start)
+            file.write(bytes([byte ^ 1]))
+        error = self.refused(folder, 0, verify=True)
+        assert error.code == "source.digest-mismatch"
+        assert "expert 0 down" in error.message
+        moeq.load_experts(folder, 1, verify=True)
+
+    def test_a_manifest_that_lies_about_sizes(self, converted, tmp_path) -> None:
+        folder = tmp_path / "lies"
+        shutil.copytree(converted[self.name], folder)
+        manifest = json.loads((folder / "moeq.json").read_text())
+        manifest["layers"][0]["matrices"]["w2"]["padded_k"] = 256
+        (folder / "moeq.json").write_text(json.dumps(manifest))
+        assert self.refused(folder, 0).code == "source.bad-manifest"
+
+
+class TestReading:
+    name = "gptq-int4-g32-qwen3moe"
+
+    def tensor(self, converted: dict[str, Path]) -> tuple[Any, str]:
+        checkpoint = open_converted(converted[self.name])
+        return checkpoint.source, checkpoint.manifest.layer(1).matrices["w13"].tensors["weight"]
+
+    @pytest.mark.parametrize("stage", [1 << 20, 16384, 1000])
+    @pytest.mark.parametrize("staged", [False, True])
+    def test_piece_by_piece_gives_the_same_bytes(self, stage, staged, converted, monkeypatch) -> None:
+        """Straight and by buffers, as to a GPU; pieces that divide the tensor, that do not, and one that holds all."""
+        source, name = self.tensor(converted)
+        rows = torch.stack([source.read_row(source.entry(name), row) for row in (1, 2)])
+        spec = open_converted(converted[self.name]).manifest.layer(1).matrices["w13"].padded_spec
+        cut = part_cuts("marlin-wna16/1", spec, Window(n=(64, 128), k=(0, 256)))["weight"]
+        shards = read_shards(source, name, (1, 3), cut)
+        fill = reading._fill
+        monkeypatch.setattr(reading, "STAGE", stage)
+        monkeypatch.setattr(reading, "_fill", lambda *given: fill(*given, staged=staged))
+        assert torch.equal(read_experts(source, name, (1, 3)), rows)
+        assert torch.equal(read_shards(source, name, (1, 3), cut), shards)
+
+    def test_tensors_that_fit_are_filled_and_others_replaced(self, converted) -> None:
+        source, name = self.tensor(converted)
+        wanted = read_experts(source, name, (0, 2))
+        fits, wrong = torch.zeros_like(wanted), torch.zeros(wanted.shape, dtype=torch.int64)
+        assert read_experts(source, name, (0, 2), into=fits) is fits
+        assert torch.equal(fits, wanted)
+        assert read_experts(source, name, (0, 2), into=wrong) is not wrong
+        assert int(wrong.sum()) == 0
+
+    @pytest.mark.gpu
+    def test_on_a_gpu(self, converted) -> None:
+        source, name = self.tensor(converted)
+        found = read_experts(source, name, (0, 4), torch.device("cuda"))
+        assert torch.equal(found.cpu(), read_experts(source, name, (0, 4)))
+        shard, wanted = (
+            moeq.load_experts(converted[self.name], 1, device=device, tp_rank=1, tp_size=2, check_gpu=False)
+            for device in ("cuda", "cpu")
+        )
+        assert torch.equal(shard.w13.weight.cpu(), wanted.w13.weight)
+        assert torch.equal(shard.w2.scale.cpu(), wanted.w2.scale)

@@ -1,0 +1,108 @@
+"""diff names the first and the worst difference, whatever the packing."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from pipeline.mixing import Tensors, rewritten, with_plain_layer
+from safetensors.torch import load_file, save_file
+
+import moeq
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
+from moeq.errors import MoeqError
+from moeq.pipeline.convert import convert
+from moeq.prove.diff import diff
+
+A100 = Deployment(gpu=parse_gpu("A100"))
+DOWN = "model.layers.1.mlp.experts.2.down_proj"
+
+
+def test_two_conversions_of_one_source_are_equal(checkpoints, tmp_path) -> None:
+    source = checkpoints / "ct-int4-asym-g32-mixtral"
+    convert(source, tmp_path / "a", A100, layout="triton-wna16/1")
+    convert(source, tmp_path / "b", Deployment(gpu=A100.gpu, tp=4), layout="marlin-wna16/1")
+    for left, right in ((tmp_path / "a", tmp_path / "b"), (source, tmp_path / "a"), (tmp_path / "b", source)):
+        found = diff(left, right)
+        assert found.equal, found
+        assert found.projections == 24
+
+
+def test_the_first_and_the_worst_place(checkpoints, tmp_path) -> None:
+    def change(tensors: Tensors) -> Tensors:
+        scales = tensors[f"{DOWN}.weight_scale"].clone()
+        scales[7, 0] *= 2
+        scales[9, 0] *= 4
+        return tensors | {f"{DOWN}.weight_scale": scales}
+
+    source = checkpoints / "ct-w8a8-qwen3moe"
+    other = rewritten(source, tmp_path / "other", change)
+    (row,) = diff(source, other).differing
+    assert row.name == "layer 1 expert 2 down"
+    before = moeq.open(source).dequantize(1, 2, "down")
+    nonzero = before[[7, 9]] != 0
+    assert row.differing == int(nonzero.sum())
+    assert (row.first.row, row.first.column) == (7, int(nonzero[0].int().argmax()))
+    assert (row.first.left, row.first.right) == (float(before[7][row.first.column]), 2 * row.first.left)
+    largest = torch.stack([before[7].abs(), 3 * before[9].abs()]).max()
+    assert row.max_abs == pytest.approx(float(largest))
+    assert row.worst.row in (7, 9)
+    assert abs(row.worst.left - row.worst.right) == pytest.approx(row.max_abs)
+
+
+def test_a_changed_bias_is_a_difference(checkpoints, tmp_path) -> None:
+    source = checkpoints / "mxfp4-gptoss"
+    shutil.copytree(source, tmp_path / "other")
+    path = tmp_path / "other" / "model-00002-of-00002.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.experts.gate_up_proj_bias"][3, 5] += 1  # row 5: up 2
+    save_file(tensors, path, {"format": "pt"})
+    (row,) = diff(source, tmp_path / "other").differing
+    assert (row.name, row.differing, row.first.row, row.first.column) == ("layer 1 expert 3 up", 1, 2, None)
+    assert row.first.text.startswith("bias [2]: ")
+
+
+def test_other_formats_of_one_model(checkpoints) -> None:
+    found = diff(checkpoints / "gptq-int4-g32-qwen3moe", checkpoints / "gptq-int8-g64-qwen3moe")
+    assert not found.equal
+    assert len(found.differing) == found.projections == 24
+    assert 0 < found.worst.relative < 1
+    assert found.other, "the attention layers are quantised differently, too"
+    alone = diff(
+        checkpoints / "gptq-int4-g32-qwen3moe", checkpoints / "gptq-int8-g64-qwen3moe", experts_only=True, workers=1
+    )
+    assert (alone.tensors, alone.other) == (0, ())
+    assert alone.differing == found.differing
+
+
+def test_plain_experts_are_compared_as_they_are(checkpoints, tmp_path) -> None:
+    source = checkpoints / "gptq-int4-g32-qwen3moe"
+    plain = rewritten(source, tmp_path / "plain", with_plain_layer(1))
+    assert diff(plain, plain).equal
+    assert {row.layer for row in diff(source, plain).differing} == {1}
+
+
+def test_other_shapes_are_said(checkpoints, tmp_path) -> None:
+    source = checkpoints / "ct-w8a8-qwen3moe"
+
+    def change(tensors: Tensors) -> Tensors:
+        found = {}
+        for name, tensor in tensors.items():
+            if ".experts." in name and "down_proj" in name:
+                found[name] = tensor[:, :64] if tensor.shape[1] > 1 else tensor
+            else:
+                found[name] = tensor[:64] if ".experts." in name else tensor
+        return found
+
+    other = rewritten(source, tmp_path / "other", change)
+    found = diff(source, other, experts_only=True)
+    assert len(found.differing) == 24
+    assert found.differing[0].shapes == "[128, 256] and [64, 256]"
+
+
+def test_a_folder_that_is_no_checkpoint(tmp_path, checkpoints) -> None:
+    with pytest.raises(MoeqError) as caught:
+        diff(tmp_path, checkpoints / "ct-w8a8-qwen3moe")
+    assert caught.value.code.startswith("source.")

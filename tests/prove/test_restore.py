@@ -1,0 +1,143 @@
+"""The way back: the same files, also where a source holds what its matrices do not tell."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from pipeline.mixing import Tensors, content, flip, rewritten
+from safetensors.torch import load_file, save_file
+
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
+from moeq.errors import ExitCode, MoeqError
+from moeq.pipeline.convert import convert
+from moeq.pipeline.events import Event, UnitFinished
+from moeq.prove.restore import restore
+from moeq.prove.verify import verify
+
+A100 = Deployment(gpu=parse_gpu("A100"))
+DOWN = "model.layers.1.mlp.experts.2.down_proj"
+
+
+def check(source: Path, tmp_path: Path, kept: tuple[str, ...] = ()) -> Path:
+    out = tmp_path / "out"
+    assert convert(source, out, A100).manifest.restore.kept == kept
+    found = verify(out, source)
+    assert found.ok, found.mismatches
+    restoration = restore(out, tmp_path / "back")
+    assert restoration.kept == len(kept)
+    assert content(tmp_path / "back") == content(source)
+    return out
+
+
+def test_an_unused_group_index_is_kept(checkpoints, tmp_path) -> None:
+    """With one group, g_idx means nothing, and writers leave anything in it."""
+
+    def change(tensors: Tensors) -> Tensors:
+        return tensors | {f"{DOWN}.g_idx": torch.arange(128, dtype=torch.int32).flip(0)}
+
+    source = rewritten(checkpoints / "gptq-int4-g128-mixtral", tmp_path / "source", change)
+    out = check(source, tmp_path, (f"{DOWN}.g_idx",))
+    flip(out / "moeq-restore.data", -1)
+    assert [row.name for row in verify(out, source).mismatches] == [f"{DOWN}.g_idx"]
+
+
+def test_what_was_kept_survives_an_interruption(checkpoints, tmp_path) -> None:
+    def change(tensors: Tensors) -> Tensors:
+        name = DOWN.replace("layers.1", "layers.0")
+        return tensors | {f"{name}.g_idx": torch.arange(128, dtype=torch.int32).flip(0)}
+
+    def stop(event: Event) -> None:
+        if isinstance(event, UnitFinished) and event.unit == "layer-0/w2":
+            raise KeyboardInterrupt
+
+    source = rewritten(checkpoints / "gptq-int4-g128-mixtral", tmp_path / "source", change)
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, tmp_path / "out", A100, progress=stop)
+    conversion = convert(source, tmp_path / "out", A100)
+    assert conversion.resumed_units >= 1
+    assert len(conversion.manifest.restore.kept) == 1
+    convert(source, tmp_path / "whole", A100)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    restore(tmp_path / "out", tmp_path / "back")
+    assert content(tmp_path / "back") == content(source)
+
+
+def test_an_odd_weight_shape_is_kept(checkpoints, tmp_path) -> None:
+    def change(tensors: Tensors) -> Tensors:
+        return tensors | {f"{DOWN}.weight_shape": torch.tensor([[256, 128]])}
+
+    source = rewritten(checkpoints / "ct-int4-g128-qwen3moe", tmp_path / "source", change)
+    check(source, tmp_path, (f"{DOWN}.weight_shape",))
+
+
+def test_stale_copies_in_other_shards_come_back(checkpoints, tmp_path) -> None:
+    """The index decides which copy of a tensor counts; the other one is part of the file all the same."""
+    source = tmp_path / "source"
+    source.mkdir()
+    original = checkpoints / "gptq-int4-g128-mixtral"
+    tensors = load_file(original / "model.safetensors")
+    (source / "config.json").write_bytes((original / "config.json").read_bytes())
+    first = dict(list(tensors.items())[::2])
+    second = {name: tensor for name, tensor in tensors.items() if name not in first}
+    weight_map = {**dict.fromkeys(first, "a.safetensors"), **dict.fromkeys(second, "b.safetensors")}
+    save_file({**first, next(iter(second)): torch.full((3,), 7)}, source / "a.safetensors")
+    save_file(second, source / "b.safetensors")
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    check(source, tmp_path)
+
+
+def test_headers_come_back_as_they_were(checkpoints, tmp_path) -> None:
+    """Odd spacing, order and metadata of a header are part of the file."""
+    source = tmp_path / "source"
+    source.mkdir()
+    original = checkpoints / "ct-w8a8-qwen3moe"
+    (source / "config.json").write_bytes((original / "config.json").read_bytes())
+    data = (original / "model.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["__metadata__"] = {"format": "pt", "note": "written by hand"}
+    raw = json.dumps(dict(reversed(header.items())), indent=1).encode()
+    (source / "model.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw + data[8 + length :])
+    check(source, tmp_path)
+
+
+def test_other_weight_formats_are_named_as_missing(checkpoints, tmp_path) -> None:
+    source = rewritten(checkpoints / "ct-w8a8-qwen3moe", tmp_path / "source", dict)
+    (source / "pytorch_model.bin").write_bytes(b"an old pickle")
+    convert(source, tmp_path / "out", A100)
+    assert restore(tmp_path / "out", tmp_path / "back").missing == ("pytorch_model.bin",)
+
+
+def test_nothing_is_overwritten(checkpoints, tmp_path) -> None:
+    convert(checkpoints / "ct-w8a8-qwen3moe", tmp_path / "out", A100)
+    (tmp_path / "back").mkdir()
+    (tmp_path / "back" / "thesis.tex").write_text("precious")
+    with pytest.raises(MoeqError, match="not an output of moeq") as caught:
+        restore(tmp_path / "out", tmp_path / "back")
+    assert caught.value.exit_code == ExitCode.USAGE
+    with pytest.raises(MoeqError, match="the source itself"):
+        restore(tmp_path / "out", tmp_path / "out")
+    assert content(tmp_path / "back") == {"thesis.tex": b"precious"}
+
+
+def test_only_conversions_can_be_restored(checkpoints, tmp_path) -> None:
+    with pytest.raises(MoeqError, match="not an output of `moeq convert`"):
+        restore(checkpoints / "ct-w8a8-qwen3moe", tmp_path / "back")
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "bad header"])
+def test_a_damaged_keepsake_leaves_nothing_behind(damage, checkpoints, tmp_path) -> None:
+    convert(checkpoints / "ct-w8a8-qwen3moe", tmp_path / "out", A100)
+    path = tmp_path / "out" / "moeq-restore.data"
+    data = path.read_bytes()
+    path.write_bytes({"truncated": data[:-1], "bad header": data[:8] + b"X" + data[9:]}.get(damage, b""))
+    if damage == "missing":
+        path.unlink()
+    with pytest.raises(MoeqError) as caught:
+        restore(tmp_path / "out", tmp_path / "back")
+    assert caught.value.exit_code == ExitCode.SOURCE
+    assert [folder.name for folder in tmp_path.iterdir()] == ["out"]

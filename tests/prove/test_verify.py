@@ -1,0 +1,123 @@
+"""What verify finds: every damaged byte, by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from pipeline.mixing import flip
+from safetensors import safe_open
+
+from moeq.checkpoint.manifest import read_manifest
+from moeq.checkpoint.source import LocalSource
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
+from moeq.errors import ExitCode, MoeqError
+from moeq.pipeline.convert import convert
+from moeq.prove.restore import restore
+from moeq.prove.verify import Verification, verify
+
+NAME = "gptq-int4-g32-qwen3moe"
+PREFIX = "model.layers.1.mlp.experts"
+
+
+@pytest.fixture(scope="module")
+def clean(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("verify") / "out"
+    convert(checkpoints / NAME, out, Deployment(gpu=parse_gpu("A100")))
+    return out
+
+
+@pytest.fixture
+def out(clean: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(clean, tmp_path / "out"))
+
+
+def place(folder: Path, name: str) -> tuple[Path, int, int]:
+    entry = LocalSource(folder, "").tensors[name]
+    return folder / entry.file, entry.start, entry.nbytes
+
+
+def names(found: Verification) -> list[str]:
+    return [mismatch.name for mismatch in found.mismatches]
+
+
+def test_a_clean_conversion(clean, checkpoints) -> None:
+    alone, together = verify(clean), verify(clean, checkpoints / NAME)
+    assert alone.ok
+    assert together.ok
+    assert (alone.units, alone.tensors) == (24, 0)
+    with safe_open(checkpoints / NAME / "model.safetensors", "pt") as file:
+        rest = [name for name in file.keys() if ".experts." not in name]  # noqa: SIM118 - not a dict
+    assert (together.units, together.source_units, together.tensors) == (24, 24, len(rest))
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_flipped_byte_names_its_expert(out, workers) -> None:
+    path, start, size = place(out, f"{PREFIX}.w2_weight")
+    flip(path, start + 2 * size // 4)  # the first byte of expert 2
+    assert names(verify(out, workers=workers)) == ["layer 1 expert 2 down"]
+    with pytest.raises(MoeqError, match="layer 1 expert 2 down no longer holds") as caught:
+        restore(out, out.parent / "back")
+    assert caught.value.exit_code == ExitCode.SOURCE
+    assert [folder.name for folder in out.parent.iterdir()] == ["out"]
+
+
+def test_swapped_experts_are_recognised(out) -> None:
+    for part in ("w13_weight", "w13_scale"):
+        path, start, size = place(out, f"{PREFIX}.{part}")
+        data, row = bytearray(path.read_bytes()), size // 4
+        one, two = data[start : start + row], data[start + row : start + 2 * row]
+        data[start : start + 2 * row] = two + one
+        path.write_bytes(data)
+    found = verify(out)
+    assert names(found) == [f"layer 1 expert {expert} {role}" for expert in (0, 1) for role in ("gate", "up")]
+    assert found.mismatches[0].text.endswith("it holds the values of expert 1 gate")
+
+
+def test_damage_outside_the_experts_needs_the_source(out, checkpoints) -> None:
+    path, start, _ = place(out, "model.norm.weight")
+    flip(path, start + 5)
+    (out / "quantize_config.json").write_text("{}")
+    assert verify(out).ok
+    found = verify(out, checkpoints / NAME)
+    assert names(found) == ["model.norm.weight", "quantize_config.json"]
+    assert found.mismatches[0].text.endswith("at byte 5")
+
+
+def test_damage_to_what_leads_back(out, checkpoints) -> None:
+    entry = read_manifest(out).restore
+    data = (out / entry.file).read_bytes()
+    at = data.index(b'"hidden_size"')
+    (out / entry.file).write_bytes(data[: at + 1] + b"H" + data[at + 2 :])
+    assert names(verify(out, checkpoints / NAME)) == ["config.json"]
+
+
+def test_a_changed_config_is_noticed(out, checkpoints) -> None:
+    document = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**document, "rope_theta": 1}))
+    assert names(verify(out, checkpoints / NAME)) == ["config.json"]
+
+
+def test_another_source_differs_everywhere(clean, checkpoints) -> None:
+    found = verify(clean, checkpoints / "gptq-int8-g64-qwen3moe")
+    kinds = {mismatch.kind for mismatch in found.mismatches}
+    assert {"identity", "source-values", "tensor", "kept"} <= kinds
+    assert len([row for row in found.mismatches if row.kind == "source-values"]) == 24
+
+
+def test_only_conversions_are_verified(checkpoints, clean) -> None:
+    with pytest.raises(MoeqError, match="not an output of `moeq convert`") as caught:
+        verify(checkpoints / NAME)
+    assert caught.value.exit_code == ExitCode.USAGE
+    with pytest.raises(MoeqError, match="itself a conversion"):
+        verify(clean, clean)
+
+
+def test_a_missing_file_is_the_folders_fault(out) -> None:
+    (out / "model-00003-of-00003.safetensors").unlink()
+    with pytest.raises(MoeqError) as caught:
+        verify(out)
+    assert caught.value.exit_code == ExitCode.SOURCE
