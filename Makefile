@@ -39,9 +39,9 @@ gpu-test: $(STAMP)
 # Every kind of kernel for every target, ahead of time, without a GPU, with the oldest and the newest triton; the
 # machine code of the Hopper kernels is read as well.
 compile-matrix: $(STAMP) $(TRITONS:%=$(VENV)/triton-%)
-	PYTHONPATH=kernels $(BIN)/python kernels/bench/compile_matrix.py --trimmed $(TRITONS:%=--triton $(VENV)/triton-%)
+	PYTHONPATH=kernels $(BIN)/python kernels/bench/compile/matrix.py --trimmed $(TRITONS:%=--triton $(VENV)/triton-%)
 	for version in $(TRITONS); do \
-		PYTHONPATH=$(VENV)/triton-$$version:kernels $(BIN)/python kernels/bench/hopper_compile.py --trimmed || exit 1; \
+		PYTHONPATH=$(VENV)/triton-$$version:kernels $(BIN)/python kernels/bench/compile/hopper.py --trimmed || exit 1; \
 	done
 
 $(VENV)/triton-%:

@@ -17,7 +17,7 @@ from bench.cases import Recipe, Routed, make_layer
 from bench.comparison import FACTOR, random_map
 from bench.reference import Layer
 from moeq_kernels import PackedExperts
-from moeq_kernels.hopper.finish import Finish
+from moeq_kernels.epilogue import Epilogue
 
 ROUTINGS = ("uniform", "zipf", "one", "holes", "mapped")
 
@@ -78,9 +78,9 @@ def _routed(kind: str, tokens: int, hidden: int, experts: int, top_k: int, seed:
     return Routed(x, weights / weights.sum(1, keepdim=True), ids.to(torch.int64 if kind == "zipf" else torch.int32))
 
 
-def finish_of(recipe: Recipe) -> Finish:
+def epilogue_of(recipe: Recipe) -> Epilogue:
     """Its activation."""
-    return Finish(
+    return Epilogue(
         recipe.activation, recipe.order != "ungated", recipe.order == "interleaved", limit=recipe.limit or 0.0
     )
 

@@ -28,13 +28,13 @@ import triton
 from bench.hopper_check import describe
 from bench.timing import SHAPES, Call, Inputs, Shape, call_us, copies_needed, inputs, print_kernels, print_row, save
 from moeq_kernels import PackedExperts, PackedMatrix, fused_moe
+from moeq_kernels.epilogue import SILU, Epilogue
 from moeq_kernels.formats import find_format
-from moeq_kernels.hopper.finish import SILU, Finish
-from moeq_kernels.hopper.launch import hopper_moe
-from moeq_kernels.hopper.plan import (
+from moeq_kernels.gpu import H200
+from moeq_kernels.hopper.w4a16.layer import hopper_moe
+from moeq_kernels.hopper.w4a16.plan import (
     DIRECT,
     GATHERING,
-    MULTIPROCESSORS,
     NARROW8,
     QUEUE8,
     QUEUE16,
@@ -121,9 +121,9 @@ def random_experts(shape: Shape, stored: Weights) -> PackedExperts:
     return PackedExperts(gate_up, down, "interleaved" if shape.gpt_oss else "gate-up")
 
 
-def finish_of(shape: Shape) -> Finish:
+def epilogue_of(shape: Shape) -> Epilogue:
     """Its activation."""
-    return Finish("swiglu_oai", gated=True, interleaved=True, limit=7.0) if shape.gpt_oss else SILU
+    return Epilogue("swiglu_oai", gated=True, interleaved=True, limit=7.0) if shape.gpt_oss else SILU
 
 
 def weight_bytes(shape: Shape, stored: Weights, experts: float) -> float:
@@ -167,7 +167,7 @@ def candidates(shape: Shape, stored: Weights, tokens: int) -> list[Plan]:
         result += [Plan(other, up, 3) for up in ups]
     for kernel in NARROW:
         if kernel.tokens // 16 * 1.4 <= mean <= kernel.tokens * 1.2:
-            resident = MULTIPROCESSORS * kernel.resident
+            resident = H200.multiprocessors * kernel.resident
             tiles = pairs / mean * max(1.0, mean / kernel.tokens)
             up = splits_for(tiles * -(-shape.intermediate // 128), -(-shape.hidden // 128), resident)
             down = splits_for(tiles * -(-shape.hidden // 256), -(-shape.intermediate // 128), resident)
@@ -192,8 +192,8 @@ class Options:
 
 def ours(shape: Shape, plan: Plan | None, dependent: bool = True) -> Call:
     """A call of the Hopper kernels."""
-    finish = finish_of(shape)
-    return lambda i, e: hopper_moe(i.x, e, i.weights, i.ids, finish=finish, plan=plan, dependent=dependent)
+    epilogue = epilogue_of(shape)
+    return lambda i, e: hopper_moe(i.x, e, i.weights, i.ids, epilogue=epilogue, plan=plan, dependent=dependent)
 
 
 def portable(shape: Shape) -> Call:

@@ -15,12 +15,12 @@ from dataclasses import replace
 import torch
 
 from bench.cases import Recipe
-from bench.checking import ROUTINGS, Result, finish_of, given, parser, run
+from bench.checking import ROUTINGS, Result, epilogue_of, given, parser, run
 from bench.reference import Layer, moe, relative_error
 from moeq_kernels import PackedExperts
 from moeq_kernels.formats import find_format
-from moeq_kernels.hopper.launch import hopper_moe
-from moeq_kernels.hopper.plan import DIRECT, GATHERING, Narrow, Plan, Queue, Wide, kernel_for, table_for
+from moeq_kernels.hopper.w4a16.layer import hopper_moe
+from moeq_kernels.hopper.w4a16.plan import DIRECT, GATHERING, Narrow, Plan, Queue, Wide, kernel_for, table_for
 
 LAYERS = {
     "small": Recipe(experts=8, hidden=512, intermediate=384, group_size=128),
@@ -94,7 +94,7 @@ def compare(
     call = given(kind, tokens, recipe, hidden, seed, dtype)
     one, two = (
         hopper_moe(
-            call.x, packed, call.weights, call.ids, finish=finish_of(recipe), expert_map=call.expert_map, plan=plan
+            call.x, packed, call.weights, call.ids, epilogue=epilogue_of(recipe), expert_map=call.expert_map, plan=plan
         )
         for _ in range(2)
     )

@@ -43,7 +43,7 @@ def calls(only: tuple[str, ...]) -> Iterator[Call]:
     from bench.hopper_check import LAYERS, describe, plans
     from moeq_kernels import PackedExperts, fused_moe
     from moeq_kernels.formats import FORMATS
-    from moeq_kernels.hopper.launch import hopper_moe
+    from moeq_kernels.hopper.w4a16.layer import hopper_moe
 
     def on_gpu(packed: PackedExperts) -> PackedExperts:
         def moved(matrix: Any) -> Any:

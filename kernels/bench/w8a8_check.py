@@ -18,12 +18,12 @@ import torch
 
 from bench import checking
 from bench.cases import Recipe
-from bench.checking import ROUTINGS, finish_of, given, parser, run
+from bench.checking import ROUTINGS, epilogue_of, given, parser, run
 from bench.reference import Layer, moe, relative_error
 from moeq_kernels import PackedExperts, fused_moe
 from moeq_kernels.formats import find_format
-from moeq_kernels.hopper.int8 import hopper_int8_moe
-from moeq_kernels.hopper.int8_plan import TABLE, Int8Direct, Int8Narrow, Int8Plan, Int8Wide, direct_plan
+from moeq_kernels.hopper.w8a8.layer import hopper_int8_moe
+from moeq_kernels.hopper.w8a8.plan import TABLE, Int8Direct, Int8Narrow, Int8Plan, Int8Wide, direct_plan
 from moeq_kernels.tuning import blocks_on
 
 _W8A8 = Recipe("int8-w8a8/1", "int8", experts=8, hidden=512, intermediate=384)
@@ -65,7 +65,7 @@ def compare(
     call = given(kind, tokens, recipe, recipe.hidden, seed, recipe.dtype)
     x, weights, ids = call.x, call.weights, call.ids
     one, two = (
-        hopper_int8_moe(x, packed, weights, ids, finish=finish_of(recipe), expert_map=call.expert_map, plan=plan)
+        hopper_int8_moe(x, packed, weights, ids, epilogue=epilogue_of(recipe), expert_map=call.expert_map, plan=plan)
         for _ in range(2)
     )
     blocks = blocks_on(x, ids.numel(), recipe.experts, find_format(recipe.layout, recipe.element))

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from moeq_kernels.align import align, align_batched
+from moeq_kernels.epilogue import Epilogue
 from moeq_kernels.formats import Format
-from moeq_kernels.hopper.finish import Finish
-from moeq_kernels.hopper.int8 import hopper_int8_moe
-from moeq_kernels.hopper.launch import hopper_moe
 from moeq_kernels.hopper.support import unsupported_reason
-from moeq_kernels.launch import Epilogue, Rows, gemm, sum_choices
+from moeq_kernels.hopper.w4a16.layer import hopper_moe
+from moeq_kernels.hopper.w8a8.layer import hopper_int8_moe
+from moeq_kernels.launch import Rows, gemm, sum_choices
 from moeq_kernels.records import PackedExperts
 from moeq_kernels.tuning import Blocks, blocks_on
 from moeq_kernels.validate import check_experts, check_routing, require, require_runnable, shape_of
@@ -65,15 +65,14 @@ def fused_moe(
     check_routing(x, topk_weights, topk_ids)
     w13_format, w2_format = check_experts(x, experts, activation)
     require_runnable(x)
-    first = _first_epilogue(experts, activation, alpha, beta, limit, router_weight_on_input)
+    first = first_epilogue(experts, activation, alpha, beta, limit, router_weight_on_input)
     reason = unsupported_reason(x, experts, router_weight_on_input=router_weight_on_input)
     if blocks is None and reason is None:
         _known_experts(x, experts, expert_map)
         run = hopper_int8_moe if w13_format.int8_activations else hopper_moe
-        finish = _finish(experts, first)
-        return run(x, experts, topk_weights, topk_ids, finish=finish, expert_map=expert_map)
+        return run(x, experts, topk_weights, topk_ids, epilogue=first, expert_map=expert_map)
     local_ids = _local_ids(x, experts, topk_ids, expert_map)
-    last = Epilogue(weight_last=not router_weight_on_input)
+    last = Epilogue(weight="" if router_weight_on_input else "last")
 
     tokens, hidden = x.shape
     top_k = topk_ids.shape[1]
@@ -134,8 +133,8 @@ def fused_moe_batched(
     formats = check_experts(x, experts, activation)
     require_runnable(x)
     weighted = row_weights is not None
-    first = _first_epilogue(experts, activation, alpha, beta, limit, router_weight_on_input and weighted)
-    last = Epilogue(weight_last=weighted and not router_weight_on_input)
+    first = first_epilogue(experts, activation, alpha, beta, limit, router_weight_on_input and weighted)
+    last = Epilogue(weight="last" if weighted and not router_weight_on_input else "")
 
     y = torch.zeros(count * max_tokens, hidden, dtype=x.dtype, device=x.device)
     used = blocks or blocks_on(x, count * max_tokens, experts.num_experts, formats[0])
@@ -193,19 +192,7 @@ def _known_experts(x: Tensor, experts: PackedExperts, expert_map: Tensor | None)
     return expert_map.numel()
 
 
-def _finish(experts: PackedExperts, first: Epilogue) -> Finish:
-    """The gate-up product's epilogue in the Hopper kernels' terms."""
-    return Finish(
-        activation=first.activation,
-        gated=experts.w13_order != "ungated",
-        interleaved=experts.w13_order == "interleaved",
-        alpha=first.alpha,
-        beta=first.beta,
-        limit=first.limit,
-    )
-
-
-def _first_epilogue(
+def first_epilogue(
     experts: PackedExperts,
     activation: str,
     alpha: float | None,
@@ -217,13 +204,13 @@ def _first_epilogue(
     oai = activation == "swiglu_oai"
     require(oai or (alpha is None and beta is None), f"alpha and beta belong to swiglu_oai, not to {activation}")
     require(limit is None or limit > 0, f"limit is {limit}; it must be positive", "leave it out for no limit")
-    kinds = {"gate-up": "halves", "interleaved": "interleaved", "ungated": "plain"}
     require(limit is None or experts.w13_order != "ungated", "limit clamps gate and up, but w13_order is 'ungated'")
     return Epilogue(
-        kind=kinds[experts.w13_order],
         activation=activation,
+        gated=experts.w13_order != "ungated",
+        interleaved=experts.w13_order == "interleaved",
         alpha=1.702 if alpha is None else float(alpha),
         beta=1.0 if beta is None else float(beta),
         limit=0.0 if limit is None else float(limit),
-        weight_first=weight_first,
+        weight="first" if weight_first else "",
     )

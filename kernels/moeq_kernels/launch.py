@@ -11,22 +11,10 @@ from torch import Tensor
 
 from moeq_kernels import interpreter
 from moeq_kernels.align import Alignment
+from moeq_kernels.epilogue import Epilogue
 from moeq_kernels.formats import Format
 from moeq_kernels.records import PackedMatrix
 from moeq_kernels.tuning import Blocks, next_power_of_two
-
-
-@dataclass(frozen=True)
-class Epilogue:
-    """What happens to a tile after the dot: the constexprs of `device.gemm.moe_gemm`."""
-
-    kind: str = "plain"  # "halves", "interleaved", "plain"
-    activation: str = "none"
-    alpha: float = 0.0
-    beta: float = 0.0
-    limit: float = 0.0
-    weight_first: bool = False
-    weight_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,7 +115,8 @@ def gemm_launch(
     blocks: Blocks,
 ) -> Launch:
     """The launch of `moe_gemm`; x are the rows, or their int8 codes with x_scale."""
-    width = matrix.n // 2 if epilogue.kind == "halves" else matrix.n
+    kind = "plain" if not epilogue.gated else "interleaved" if epilogue.interleaved else "halves"
+    width = matrix.n // 2 if kind == "halves" else matrix.n
     tiles = -(-width // blocks.n)
     words = matrix.weight.view(torch.int32) if fmt.codec == "hopper4" else matrix.weight
     arguments: dict[str, Tensor | int | None] = {
@@ -157,13 +146,13 @@ def gemm_launch(
         "K_X": min(x.shape[1], matrix.k),
         "N_OUT": out.shape[1],
         **constants(matrix, fmt, blocks),
-        "EPILOGUE": epilogue.kind,
+        "EPILOGUE": kind,
         "ACTIVATION": epilogue.activation,
         "ALPHA": epilogue.alpha,
         "BETA": epilogue.beta,
         "LIMIT": epilogue.limit,
-        "WEIGHT_FIRST": epilogue.weight_first,
-        "WEIGHT_LAST": epilogue.weight_last,
+        "WEIGHT_FIRST": epilogue.weight == "first",
+        "WEIGHT_LAST": epilogue.weight == "last",
         "TILES_N": tiles,
         "BM": blocks.m,
         "BN": blocks.n,

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from moeq_kernels.align import align
-from moeq_kernels.launch import Epilogue, Rows, gemm
+from moeq_kernels.epilogue import PLAIN
+from moeq_kernels.launch import Rows, gemm
 from moeq_kernels.records import PackedMatrix
 from moeq_kernels.tuning import Blocks, blocks_on
 from moeq_kernels.validate import check_matrix, require, require_runnable, shape_of
@@ -42,5 +43,5 @@ def expert_products(x: Tensor, matrix: PackedMatrix, ids: Tensor, *, blocks: Blo
     alignment = align(ids.reshape(-1), matrix.num_experts, used.m)
     rows = Rows(x.contiguous(), max(1, ids.shape[1]), alignment, ones, pairs)
     out = torch.zeros(pairs, matrix.n, dtype=torch.float32, device=x.device)
-    gemm(rows, matrix, fmt, out, Epilogue(), used)
+    gemm(rows, matrix, fmt, out, PLAIN, used)
     return out

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from moeq_kernels import interpreter
 from moeq_kernels.formats import Format
+from moeq_kernels.gpu import gpu_of
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,4 @@ def blocks_on(x: Tensor, pairs: int, num_experts: int, fmt: Format) -> Blocks:
     rows = pairs / max(1, num_experts)
     if interpreter.active():
         return choose_blocks(rows, fmt, interpret=True)
-    properties = torch.cuda.get_device_properties(x.device)
-    shared = int(getattr(properties, "shared_memory_per_block_optin", 64 * 1024))
-    return choose_blocks(rows, fmt, shared=shared, interpret=False)
+    return choose_blocks(rows, fmt, shared=gpu_of(x.device).shared_bytes, interpret=False)

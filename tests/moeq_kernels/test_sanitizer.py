@@ -8,7 +8,7 @@ import pytest
 
 from bench.sanitizer import summary
 
-WIDE = Path(__file__).parents[2] / "kernels" / "moeq_kernels" / "hopper" / "device" / "wide.py"
+WIDE = Path(__file__).parents[2] / "kernels" / "moeq_kernels" / "hopper" / "w4a16" / "device" / "wide.py"
 
 
 def line_of(text: str) -> int:

@@ -9,8 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from moeq_kernels.hopper.finish import Finish
-from moeq_kernels.hopper.plan import MULTIPROCESSORS
+from moeq_kernels.epilogue import Epilogue
 from moeq_kernels.records import PackedExperts
 
 #: Elements of the largest buffer with a row for each pair; longer calls go through it in pieces.
@@ -25,13 +24,13 @@ class Call(Generic[AnyPlan]):
 
     Attributes:
         experts, expert_map: weights, and the local expert of each global one.
-        finish: end of the gate-up product.
+        epilogue: end of the gate-up product.
         plan: kernel and sizes, or None for the default choice.
         dependent: let each kernel start while the one before it ends (programmatic dependent launch).
     """
 
     experts: PackedExperts
-    finish: Finish
+    epilogue: Epilogue
     expert_map: Tensor | None
     plan: AnyPlan | None
     dependent: bool
@@ -71,10 +70,3 @@ def in_pieces(
 def after(dependent: bool) -> dict[str, Any]:
     """Launch options of a kernel that may start while the one before it ends."""
     return {"launch_pdl": True} if dependent else {}
-
-
-def programs_on(device: torch.device) -> int:
-    """Programs of a persistent kernel: one for each multiprocessor (without a GPU, as the plan counts them)."""
-    if device.type == "cpu":
-        return MULTIPROCESSORS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeq_kernels.hopper.call import Call, after, programs_on
-from moeq_kernels.hopper.finish import Finish
-from moeq_kernels.hopper.plan import MULTIPROCESSORS, Plan, Queue, Wide
+from moeq_kernels.epilogue import Epilogue
+from moeq_kernels.gpu import gpu_of
+from moeq_kernels.hopper.call import Call, after
+from moeq_kernels.hopper.w4a16.plan import Plan, Queue, Wide
 from moeq_kernels.records import PackedExperts
 from moeq_kernels.tuning import next_power_of_two
 
@@ -63,7 +64,7 @@ def sort_pairs(call: Call[Plan], plan: Plan, x: Tensor, topk_ids: Tensor, gather
     sorted_x = None if gathered else torch.empty(pairs, hidden, dtype=x.dtype, device=device)
     numbers = torch.empty(2 * pairs + 8 * most + 8 + to_clear, dtype=torch.int32, device=device)
     pair_of_row, inverse, tiles, num_tiles, arrived = torch.split(numbers, [pairs, pairs, 8 * most, 8, to_clear])
-    signals = parts_of(plan, call.finish, call.experts.intermediate_size)
+    signals = parts_of(plan, call.epilogue, call.experts.intermediate_size)
     routed = Routed(sorted_x, pair_of_row, inverse, tiles, num_tiles, arrived, signals)
     if pairs <= FEW_PAIRS:
         # While `gather_rows` copies, the queue kernel reads its first weights already.
@@ -95,7 +96,7 @@ def sort_pairs(call: Call[Plan], plan: Plan, x: Tensor, topk_ids: Tensor, gather
             COPY=copy,
             COLUMNS=columns,
             # Where there are two programs for each multiprocessor, wider ones only wait for each other.
-            num_warps=4 if pairs <= 256 or count > MULTIPROCESSORS else 16 if pairs > 1024 else 8,
+            num_warps=4 if pairs <= 256 or count > gpu_of(device).multiprocessors else 16 if pairs > 1024 else 8,
             **call.after,
         )
         if copy or gathered:
@@ -168,16 +169,16 @@ def place(
     )
 
 
-def parts_of(plan: Plan, finish: Finish, columns: int) -> int:
+def parts_of(plan: Plan, epilogue: Epilogue, columns: int) -> int:
     """Warpgroups of the wide kernel that share a tile of tokens in the gate-up product, each with its columns."""
     groups = plan.kernel.warpgroups if isinstance(plan.kernel, Wide) else 0
-    return groups and -(-columns // ((64 if finish.gated else 128) * groups)) * groups
+    return groups and -(-columns // ((64 if epilogue.gated else 128) * groups)) * groups
 
 
 def counters(plan: Plan, most: int, experts: PackedExperts, device: torch.device) -> int:
     """How many integers the kernels of the plan count arrivals with, for `most` tiles."""
     if isinstance(plan.kernel, Queue):
-        programs = plan.kernel.resident * programs_on(device)
+        programs = plan.kernel.resident * gpu_of(device).multiprocessors
         return 32 + most + (plan.kernel.up + plan.kernel.down) * programs
     if isinstance(plan.kernel, Wide):
         return 2 + experts.num_experts  # the queue of each product, and finished items of the first

@@ -21,10 +21,9 @@ SCALES: dict[tuple[str, str], tuple[torch.dtype, ...]] = {
     ("marlin-mxfp4/1", "e2m1"): (torch.uint8,),
     ("marlin-mxfp4-interleaved/1", "e2m1"): (torch.uint8,),
 }
-#: Sizes up to (and down to) which results were compared with a reference on a GPU.
-MOST_EXPERTS = 384
-LEAST_K = 128
-INT8_LEAST_K = 48
+#: Experts whose pairs one program can count at a time (`sorting.place`).
+MOST_EXPERTS = 8192
+#: Features of a row that one program can hold to quantise it (`w8a8.device.rows`).
 INT8_MOST_FEATURES = 16384
 #: What the kernels for int8 weights and activations read.
 W8A8 = ("int8-w8a8/1", "int8")
@@ -67,7 +66,7 @@ def _int8_reasons(x: Tensor, experts: PackedExperts, weight_on_input: bool) -> I
     if weight_on_input:
         yield "router weights multiply the input; these kernels multiply the output"
     if experts.num_experts > MOST_EXPERTS:
-        yield f"{experts.num_experts} experts; these kernels are checked with at most {MOST_EXPERTS}"
+        yield f"{experts.num_experts} experts; these kernels sort pairs among at most {MOST_EXPERTS}"
     widest = max(x.shape[-1], experts.intermediate_size)
     if widest > INT8_MOST_FEATURES:
         yield f"rows have {widest} features; int8 kernels quantise at most {INT8_MOST_FEATURES}"
@@ -78,8 +77,6 @@ def _int8_reasons(x: Tensor, experts: PackedExperts, weight_on_input: bool) -> I
             yield f"{name}.weight is {str(matrix.weight.dtype).removeprefix('torch.')}; these kernels read int8"
         if matrix.k % 16 or matrix.weight.data_ptr() % 16:
             yield f"{name} has k = {matrix.k}, address {matrix.weight.data_ptr():#x}; both must be multiples of 16"
-        if matrix.k < INT8_LEAST_K:
-            yield f"{name} has k = {matrix.k}; these kernels are checked from {INT8_LEAST_K} on"
         if matrix.global_scale is not None:
             yield f"{name} has a global_scale, which these kernels do not apply"
 
@@ -90,7 +87,7 @@ def _reasons(x: Tensor, experts: PackedExperts, weight_on_input: bool) -> Iterat
     if weight_on_input:
         yield "router weights multiply the input; these kernels multiply the output"
     if experts.num_experts > MOST_EXPERTS:
-        yield f"{experts.num_experts} experts; these kernels are checked with at most {MOST_EXPERTS}"
+        yield f"{experts.num_experts} experts; these kernels sort pairs among at most {MOST_EXPERTS}"
     yield from _matrix_reasons("w13", experts.w13)
     yield from _matrix_reasons("w2", experts.w2)
 
@@ -103,8 +100,6 @@ def _matrix_reasons(name: str, matrix: PackedMatrix) -> Iterator[str]:
         return
     if not matrix.channelwise and matrix.group_size not in GROUP_SIZES:
         yield f"{name} has groups of {matrix.group_size}; these kernels read 32, 64, 128 and one scale for each channel"
-    if matrix.k < LEAST_K:
-        yield f"{name} has k = {matrix.k}; these kernels are checked from {LEAST_K} on"
     if matrix.scale is not None and matrix.scale.dtype not in dtypes:
         one, other = (str(kind).removeprefix("torch.") for kind in (matrix.scale.dtype, dtypes[0]))
         yield f"{name}.scale is {one}; these kernels read {other}" + (" or float16" if len(dtypes) > 1 else "")

@@ -1,0 +1,51 @@
+"""Compiles every Hopper kernel ahead of time with the triton that is installed, and reads the machine code.
+
+    PYTHONPATH=.:kernels python kernels/bench/compile/hopper.py [--trimmed] [PREFIX ...]
+
+Needs no GPU. `--trimmed` builds each kernel once or twice, with the formats spread over them. For another triton:
+`pip install --no-deps --target DIR triton==3.6.0`, and put DIR first in PYTHONPATH.
+Exits 1 where a build fails, spills in a loop or could overwrite a register that the tensor cores still read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+import triton
+
+from bench.compile import w4a16, w8a8
+from bench.compile.sass import disassemble, problems
+
+TRIMMED = {
+    "direct1-zeros", "direct1-down", "narrow8-gate-up-split", "narrow8-channel", "queue8-int8-g32-zeros",
+    "queue16-mxfp4-oai", "wide32-down", "wide64-f16", "wide160-gate-up", "int8-narrow8-gate-up", "int8-narrow128-down",
+    "int8-wide128-oai",
+}  # fmt: skip
+
+
+def main() -> int:
+    """A line for each case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trimmed", action="store_true")
+    parser.add_argument("prefixes", nargs="*", default=[""])
+    options = parser.parse_args()
+    failed = 0
+    cases = [(module, case) for module in (w4a16, w8a8) for case in module.cases()]
+    for module, case in cases:
+        if not case.name.startswith(tuple(options.prefixes)) or (options.trimmed and case.name not in TRIMMED):
+            continue
+        begin = time.monotonic()
+        kernel = module.compile_case(case)
+        found = problems(disassemble(kernel.asm["cubin"]), registers=module is w4a16)
+        failed += bool(found)
+        seconds = time.monotonic() - begin
+        verdict = "; ".join(found) or "good"
+        shared = kernel.metadata.shared
+        print(f"triton {triton.__version__} {case.name:22s} shared {shared:7d} {seconds:5.1f} s  {verdict}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

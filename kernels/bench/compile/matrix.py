@@ -1,0 +1,99 @@
+"""Compiles every kernel configuration for every target, ahead of time, with one or several versions of triton.
+
+    PYTHONPATH=kernels python kernels/bench/compile/matrix.py                      # the installed triton
+    pip install --target /tmp/t36 --no-deps triton==3.6.0
+    PYTHONPATH=kernels python kernels/bench/compile/matrix.py --triton /tmp/t36 --out results.json
+
+Exits 1 when a configuration does not compile, spills inside a loop, needs more shared memory than the target has, or
+puts a left operand of a Hopper product in registers. `--trimmed` is the subset that the tests compile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from bench.compile.portable import TARGETS, compile_case, full_matrix, trimmed_matrix
+
+
+def compile_all(targets: list[str], trimmed: bool) -> dict[str, object]:
+    """Compiles with the triton of this process."""
+    import triton
+
+    cases = trimmed_matrix() if trimmed else full_matrix()
+    start = time.monotonic()
+    outcomes = []
+    for target in targets:
+        for case in cases:
+            outcome = compile_case(case, target)
+            outcomes.append(outcome)
+            if outcome.problem:
+                print(f"FAIL triton {triton.__version__} {target} {case.name}: {outcome.problem}", file=sys.stderr)
+        print(f"triton {triton.__version__} {target}: {len(cases)} cases", file=sys.stderr)
+    fields = [field.name for field in dataclasses.fields(outcomes[0])]
+    return {
+        "schema": "moeq-kernels.compile/1",
+        "date": time.strftime("%Y-%m-%d"),
+        "triton": triton.__version__,
+        "seconds": round(time.monotonic() - start, 1),
+        "compiled": len(outcomes),
+        "failed": sum(outcome.problem is not None for outcome in outcomes),
+        "fields": fields,
+        "outcomes": [[getattr(outcome, name) for name in fields] for outcome in outcomes],
+    }
+
+
+def compile_with(folder: Path, targets: list[str], trimmed: bool) -> dict[str, object]:
+    """The same in a child process that finds the triton in `folder` first."""
+    kernels = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), kernels])}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, __file__, "--targets", *targets, "--json", *["--trimmed"] * trimmed]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    if not done.stdout.strip():
+        raise SystemExit(f"compiling with the triton in {folder} failed (exit code {done.returncode})")
+    document: dict[str, object] = json.loads(done.stdout)
+    return document
+
+
+def write(path: Path, documents: list[dict[str, object]]) -> None:
+    """A JSON array with one line per outcome, to keep diffs readable."""
+    parts = []
+    for document in documents:
+        head = json.dumps({key: value for key, value in document.items() if key != "outcomes"})[:-1]
+        lines = ",\n  ".join(json.dumps(outcome) for outcome in document["outcomes"])  # type: ignore[attr-defined]
+        parts.append(f'{head}, "outcomes": [\n  {lines}\n]}}')
+    path.write_text("[\n" + ",\n".join(parts) + "\n]\n")
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--triton", type=Path, action="append", help="folder of another triton (may be repeated)")
+    parser.add_argument("--targets", nargs="*", default=[*TARGETS], choices=[*TARGETS])
+    parser.add_argument("--trimmed", action="store_true", help="the subset that the tests compile")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--json", action="store_true", help="print the JSON document")
+    options = parser.parse_args()
+    if options.triton:
+        documents = [compile_with(folder, options.targets, options.trimmed) for folder in options.triton]
+    else:
+        documents = [compile_all(options.targets, options.trimmed)]
+    if options.json:
+        print(json.dumps(documents[0]))
+    for document in documents:
+        summary = "triton {triton}: {compiled} compiled, {failed} failed, {seconds} s".format_map(document)
+        print(summary, file=sys.stderr)
+    if options.out:
+        write(options.out, documents)
+    return 1 if any(document["failed"] for document in documents) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,342 @@
+"""Compiling every kernel ahead of time, without a GPU, and reading what came out.
+
+Triton compiles for any target it has a backend for; torch's meta tensors stand in for the weights. What is checked:
+the kernel compiles, uses no local memory (spilled registers) inside a loop, fits the target's shared memory, and on
+Hopper no product takes its left operand from registers (see kernels/README.md). Needs triton in compiled mode: a
+process with TRITON_INTERPRET set cannot compile.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeq_kernels import interpreter
+from moeq_kernels.align import Alignment
+from moeq_kernels.epilogue import Epilogue
+from moeq_kernels.errors import KernelArgumentError, KernelEnvironmentError
+from moeq_kernels.formats import FORMATS, Format, find_format
+from moeq_kernels.launch import Launch, Rows, gemm_launch, quantize_launch, sum_launch
+from moeq_kernels.records import PackedMatrix
+from moeq_kernels.tuning import choose_blocks
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU architecture: triton's (backend, architecture, warp size) and shared memory per block in bytes."""
+
+    backend: str
+    arch: int | str
+    warp: int
+    shared: int
+
+
+#: Targets by name. Shared memory per block: CUDA programming guide (compute capabilities), CDNA3 and CDNA4 LDS sizes.
+TARGETS: dict[str, Target] = {
+    "sm_80": Target("cuda", 80, 32, 163 * 1024),
+    "sm_89": Target("cuda", 89, 32, 99 * 1024),
+    "sm_90": Target("cuda", 90, 32, 227 * 1024),
+    "sm_100": Target("cuda", 100, 32, 227 * 1024),
+    "sm_120": Target("cuda", 120, 32, 99 * 1024),
+    "gfx942": Target("hip", "gfx942", 64, 64 * 1024),
+    "gfx950": Target("hip", "gfx950", 64, 160 * 1024),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel configuration to compile.
+
+    Attributes:
+        name: says what it is, unique.
+        layout, element, group_size: the weights; empty layout for kernels that read none.
+        rows: average rows per expert, which decides the tile.
+        epilogue: `halves` or `interleaved` (gate and up), `down`, or a kernel name: `quantize_rows`, `sum_choices`.
+        activation: of the gate-up product.
+        dtype: of x.
+        zero_points, bias: which optional parts there are.
+    """
+
+    name: str
+    layout: str = ""
+    element: str = ""
+    group_size: int = 128
+    rows: int = 16
+    epilogue: str = "halves"
+    activation: str = "silu"
+    dtype: torch.dtype = torch.bfloat16
+    zero_points: bool = False
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one compilation produced.
+
+    Attributes:
+        case, target: which.
+        registers: per thread, or -1 where the backend does not say.
+        shared: bytes of shared memory.
+        spills_in_loops: local-memory (scratch) instructions inside loops.
+        spills: all of them, spills at the edges of a kernel included.
+        problem: why the check fails, or None.
+    """
+
+    case: str
+    target: str
+    registers: int
+    shared: int
+    spills_in_loops: int
+    spills: int
+    problem: str | None
+
+
+HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 2048, 768, 128, 8
+
+_EPILOGUES = ("halves", "interleaved", "down")
+
+
+def full_matrix() -> list[Case]:
+    """Every format x tile x epilogue, and the options of every format.
+
+    Formats that differ in name only compile once; the largest tile is compiled with the options that need registers.
+    """
+    cases = [Case("quantize_rows", epilogue="quantize_rows"), Case("sum_choices", epilogue="sum_choices")]
+    distinct = {(fmt.codec, fmt.kind, fmt.group_order, fmt.act_order): fmt for fmt in reversed(FORMATS.values())}
+    for fmt in reversed(distinct.values()):
+        for rows in (8, 256):
+            base = _base_case(fmt, rows)
+            cases += [replace(base, name=f"{base.name} {kind}", epilogue=kind) for kind in _EPILOGUES]
+            cases += _zero_point_options(fmt, base) + (_other_options(fmt, base) if rows == 8 else [])
+    return cases
+
+
+def trimmed_matrix() -> list[Case]:
+    """One case per format and kernel: what a test run can afford."""
+    cases = [Case("quantize_rows", epilogue="quantize_rows"), Case("sum_choices", epilogue="sum_choices")]
+    for index, fmt in enumerate(FORMATS.values()):
+        base = _base_case(fmt, (8, 256)[index % 2])
+        kind = _EPILOGUES[index % 3]
+        cases.append(replace(base, name=f"{base.name} {kind}", epilogue=kind))
+    return cases
+
+
+def _base_case(fmt: Format, rows: int) -> Case:
+    group = 32 if fmt.element == "e2m1" else -1 if -1 in fmt.group_sizes and len(fmt.group_sizes) == 1 else 128
+    activation = "swiglu_oai" if fmt.element == "e2m1" else "silu"
+    name = f"{fmt.layout} {fmt.element} rows {rows}"
+    dtype: torch.dtype = getattr(torch, fmt.dtypes[0])
+    return Case(name, fmt.layout, fmt.element, group, rows, activation=activation, dtype=dtype)
+
+
+def _other_options(fmt: Format, base: Case) -> list[Case]:
+    cases = [replace(base, name=f"{base.name} gelu bias", activation="gelu", bias=True)]
+    if len(fmt.dtypes) > 1:
+        cases.append(replace(base, name=f"{base.name} float16", dtype=torch.float16))
+    return cases
+
+
+def _zero_point_options(fmt: Format, base: Case) -> list[Case]:
+    if not fmt.zero_points:
+        return []
+    return [
+        replace(base, name=f"{base.name} g32 zero points", group_size=32, zero_points=True),
+        replace(base, name=f"{base.name} channel zero points", group_size=-1, zero_points=True),
+    ]
+
+
+def compile_case(case: Case, target: str) -> Outcome:
+    """Compiles one case. A compiler error is an Outcome with a problem, not an exception.
+
+    Raises KernelEnvironmentError where triton is missing or interpreted.
+    """
+    if interpreter.active():
+        raise KernelEnvironmentError("kernels cannot be compiled in the interpreter", "unset TRITON_INTERPRET")
+    if target not in TARGETS:
+        raise KernelArgumentError(f"unknown target '{target}'", f"known: {', '.join(TARGETS)}")
+    launch = launch_of(case, target)
+    try:
+        compiled = _compile(launch, TARGETS[target])
+    except Exception as error:  # noqa: BLE001 - triton raises many types; the message is the finding
+        text = str(error).strip() or type(error).__name__
+        return Outcome(case.name, target, -1, 0, 0, 0, f"does not compile: {text[:300]}")
+    return _inspect(case, target, compiled)
+
+
+def launch_of(case: Case, target: str = "sm_90") -> Launch:
+    """The launch that a layer of Qwen3-30B-A3B's size would make."""
+    meta = partial(torch.empty, device="meta")
+    if case.epilogue == "quantize_rows":
+        codes, scales = meta(64, HIDDEN, dtype=torch.int8), meta(64, dtype=torch.float32)
+        return quantize_launch(meta(64, HIDDEN, dtype=case.dtype), codes, scales, None)
+    if case.epilogue == "sum_choices":
+        parts, ids = meta(64 * TOP_K, HIDDEN, dtype=torch.float32), meta(64 * TOP_K, dtype=torch.int32)
+        return sum_launch(parts, ids, TOP_K, meta(64, HIDDEN, dtype=case.dtype), 1, 1024)
+
+    down = case.epilogue == "down"
+    n, k = (HIDDEN, INTERMEDIATE) if down else (2 * INTERMEDIATE, HIDDEN)
+    matrix = _meta_matrix(case, n, k)
+    fmt = find_format(case.layout, case.element)
+    blocks = choose_blocks(case.rows, fmt, shared=TARGETS[target].shared, interpret=False)
+    limit = 7.0 if case.activation == "swiglu_oai" else 0.0
+    epilogue = Epilogue(case.activation, gated=True, interleaved=case.epilogue == "interleaved", limit=limit)
+    if down:
+        epilogue = Epilogue(weight="last")
+    pairs = EXPERTS * case.rows
+    x = meta(pairs if down else pairs // TOP_K, k, dtype=case.dtype)
+    out = meta(pairs, HIDDEN if down else INTERMEDIATE, dtype=torch.float32 if down else case.dtype)
+    slots, experts = meta(blocks.m * EXPERTS, dtype=torch.int32), meta(EXPERTS, dtype=torch.int32)
+    alignment = Alignment(slots, experts, EXPERTS)
+    rows = Rows(x, 1 if down else TOP_K, alignment, meta(pairs, dtype=torch.float32), pairs)
+    x_scale = meta(x.shape[0], dtype=torch.float32) if fmt.int8_activations else None
+    values = x.to(torch.int8) if fmt.int8_activations else x
+    return gemm_launch(rows, values, x_scale, matrix, fmt, out, epilogue, blocks)
+
+
+def _meta_matrix(case: Case, n: int, k: int) -> PackedMatrix:
+    fmt = find_format(case.layout, case.element)
+    group = k if case.group_size == -1 else case.group_size
+    groups = k // group
+    meta = partial(torch.empty, device="meta")
+    scale: Tensor | None = None
+    if fmt.group_order is not None or fmt.single_order is not None:
+        order = fmt.single_order if groups == 1 else fmt.group_order
+        scale_dtype = torch.uint8 if "uint8" in fmt.scale_dtypes else case.dtype
+        scale = meta(EXPERTS, *fmt.scale_shape(order or "", n, groups), dtype=scale_dtype)
+    zero = meta(EXPERTS, *fmt.zero_shape(n, groups), dtype=getattr(torch, fmt.zero_dtype)) if case.zero_points else None
+    return PackedMatrix(
+        layout=case.layout,
+        weight=meta(EXPERTS, *fmt.weight_shape(n, k), dtype=getattr(torch, fmt.weight_dtype)),
+        n=n,
+        k=k,
+        element=case.element,
+        group_size=case.group_size,
+        scale=scale,
+        zero=zero,
+        bias=meta(EXPERTS, n, dtype=case.dtype) if case.bias else None,
+        permutation=meta(EXPERTS, k, dtype=torch.int32) if fmt.act_order else None,
+        group_index=meta(EXPERTS, k, dtype=torch.int32) if fmt.act_order else None,
+    )
+
+
+_POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+}
+
+
+def _compile(launch: Launch, target: Target) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = getattr(import_module("moeq_kernels.device.gemm"), launch.kernel)
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {**launch.constants, "INTERPRET": False}
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    for index, (name, value) in enumerate(launch.arguments.items()):
+        if isinstance(value, Tensor):
+            signature[name] = _POINTERS[value.dtype]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        elif value is None:
+            constants[name] = None
+        else:
+            signature[name] = "i32"
+            if value % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    signature = {name: signature.get(name, "constexpr") for name in function.arg_names}
+    source = ASTSource(function, signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    return triton.compile(source, target=GPUTarget(target.backend, target.arch, target.warp), options=options)
+
+
+def _inspect(case: Case, target: str, compiled: Any) -> Outcome:
+    shared = int(compiled.metadata.shared)
+    problem = None
+    if TARGETS[target].backend == "cuda":
+        registers = _cuda_registers(compiled.asm["cubin"])
+        inside, total = _local_memory(_sass(compiled.asm["cubin"]), _CUDA_LINE, r"\b(?:LDL|STL)\b")
+        if target == "sm_90" and _register_left_operand(compiled.asm["ptx"]):
+            problem = "a product takes its left operand from registers"
+    else:
+        found = re.search(r"\.vgpr_count:\s*(\d+)", compiled.asm["amdgcn"])
+        registers = int(found.group(1)) if found else -1
+        inside, total = _amd_scratch(compiled.asm["amdgcn"])
+    if inside:
+        problem = f"{inside} local-memory instructions inside loops"
+    if shared > TARGETS[target].shared:
+        problem = f"needs {shared} bytes of shared memory, {target} has {TARGETS[target].shared}"
+    return Outcome(case.name, target, registers, shared, inside, total, problem)
+
+
+def _tool(name: str) -> str:
+    """A CUDA binary tool that comes with triton. Raises KernelEnvironmentError where it does not."""
+    import triton
+
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    if not path.exists():
+        raise KernelEnvironmentError(f"this triton comes without {name}", "install the triton wheel from PyPI")
+    return str(path)
+
+
+def _dump(tool: str, *arguments: str, cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([_tool(tool), *arguments, file.name], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise KernelEnvironmentError(f"{tool} failed: {done.stderr.strip()[:200]}")
+    return done.stdout
+
+
+def _cuda_registers(cubin: bytes) -> int:
+    found = re.search(r"REG:(\d+)", _dump("cuobjdump", "-res-usage", cubin=cubin))
+    return int(found.group(1)) if found else -1
+
+
+def _sass(cubin: bytes) -> list[str]:
+    return _dump("nvdisasm", "-c", cubin=cubin).splitlines()
+
+
+_CUDA_LINE = re.compile(r"^(?P<label>\.L\w+):|BRA[^`]*`\((?P<jump>\.L\w+)\)")
+_AMD_LINE = re.compile(r"^(?P<label>\.LBB\w+):|s_c?branch\w*\s+(?P<jump>\.LBB\w+)")
+
+
+def _local_memory(lines: list[str], pattern: re.Pattern[str], instruction: str) -> tuple[int, int]:
+    """Local-memory instructions (inside loops, in all). A loop is what lies between a label and a jump back to it."""
+    labels: dict[str, int] = {}
+    loops: list[range] = []
+    for number, line in enumerate(lines):
+        found = pattern.search(line.strip())
+        if found is None:
+            continue
+        if found["label"]:
+            labels[found["label"]] = number
+        elif found["jump"] in labels and labels[found["jump"]] < number - 1:  # not a `BRA .` at the end of a kernel
+            loops.append(range(labels[found["jump"]], number))
+    used = [number for number, line in enumerate(lines) if re.search(instruction, line)]
+    return sum(any(number in loop for loop in loops) for number in used), len(used)
+
+
+def _amd_scratch(assembly: str) -> tuple[int, int]:
+    return _local_memory(
+        assembly.splitlines(), _AMD_LINE, r"\bscratch_(?:load|store)|buffer_(?:load|store).*\boffen\b.*\bs32\b"
+    )
+
+
+def _register_left_operand(ptx: str) -> bool:
+    """Whether a Hopper wgmma has A in registers: its second operand is then a `{...}` list and not a descriptor."""
+    return re.search(r"wgmma\.mma_async[^{;]*\{[^}]*\},\s*\{", ptx) is not None

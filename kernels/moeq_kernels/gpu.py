@@ -1,0 +1,95 @@
+"""What plans have to know about a GPU: a record of each, and that of the device at hand. Importing needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import device as Device
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as the plans see it.
+
+    Attributes:
+        name: as people write it.
+        capability: compute capability (NVIDIA), (0, 0) elsewhere.
+        multiprocessors: programs of one per multiprocessor run at once.
+        shared_bytes: shared memory of a program at most.
+        l2_bytes: second-level cache.
+        arch: what Triton compiles for: 90, or `gfx942`.
+        warp: threads of a warp.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_bytes: int
+    l2_bytes: int
+    arch: int | str
+    warp: int = 32
+
+    @property
+    def backend(self) -> str:
+        """Triton's backend."""
+        return "cuda" if isinstance(self.arch, int) else "hip"
+
+
+def _nvidia(name: str, arch: int, multiprocessors: int, shared: int, l2: int) -> Gpu:
+    return Gpu(name, divmod(arch, 10), multiprocessors, shared * 1024, l2 << 20, arch)
+
+
+#: GPUs that can be planned and compiled for where they are not: vendors' data sheets, and the CUDA programming guide's
+#: table of compute capabilities for shared memory. A device at hand is asked itself.
+GPUS: dict[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        _nvidia("H200", 90, 132, 227, 60),
+        _nvidia("H100", 90, 132, 227, 50),
+        _nvidia("H100-PCIe", 90, 114, 227, 50),
+        _nvidia("H100-NVL", 90, 132, 227, 50),
+        _nvidia("H20", 90, 78, 227, 60),
+        _nvidia("GH200", 90, 132, 227, 60),
+        _nvidia("A100", 80, 108, 163, 40),
+        _nvidia("A10", 86, 72, 99, 6),
+        _nvidia("A40", 86, 84, 99, 6),
+        _nvidia("RTX-3090", 86, 82, 99, 6),
+        _nvidia("L4", 89, 58, 99, 48),
+        _nvidia("L40S", 89, 142, 99, 96),
+        _nvidia("RTX-4090", 89, 128, 99, 72),
+        _nvidia("B200", 100, 148, 227, 126),
+        _nvidia("RTX-5090", 120, 170, 99, 96),
+        Gpu("MI300X", (0, 0), 304, 64 * 1024, 4 << 20, "gfx942", 64),
+        Gpu("MI350X", (0, 0), 256, 160 * 1024, 4 << 20, "gfx950", 64),
+    )
+}
+H200 = GPUS["H200"]
+
+
+def gpu_of(device: Device) -> Gpu:
+    """The record of a device, read from its driver; of a CPU (where kernels are only planned or interpreted) H200's."""
+    if device.type != "cuda":
+        return H200
+    import torch
+
+    return _read(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@cache
+def _read(index: int) -> Gpu:
+    import torch
+
+    found = torch.cuda.get_device_properties(index)
+    amd = torch.version.hip is not None
+    return Gpu(
+        name=found.name,
+        capability=(0, 0) if amd else (found.major, found.minor),
+        multiprocessors=found.multi_processor_count,
+        shared_bytes=int(getattr(found, "shared_memory_per_block_optin", 64 * 1024)),
+        l2_bytes=int(found.L2_cache_size),
+        arch=found.gcnArchName.split(":")[0] if amd else 10 * found.major + found.minor,
+        warp=found.warp_size,
+    )

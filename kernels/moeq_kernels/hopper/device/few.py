@@ -1,0 +1,58 @@
+"""What the kernels for very few tokens share, where nothing is sorted: finding experts, and summing over choices."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from moeq_kernels.hopper.device.epilogue import affine
+
+
+@gluon.jit
+def expert_of(ids, expert_map, pair, experts, known, MAPPED: gl.constexpr):
+    """The local expert of a pair, -1 where it has none here."""
+    expert = gl.load(ids + pair).to(gl.int32)
+    there = (expert >= 0) & (expert < known)
+    if MAPPED:
+        expert = gl.load(expert_map + gl.where(there, expert, 0)).to(gl.int32)
+        there = there & (expert >= 0) & (expert < experts)
+    return gl.where(there, expert, -1)
+
+
+@gluon.jit
+def sum_choices(
+    y,
+    ids,
+    expert_map,
+    topk_weights,
+    parts,
+    scale,
+    bias,
+    packed,
+    token,
+    column,
+    hidden,
+    stride_w,
+    pairs,
+    experts,
+    known,
+    MAPPED: gl.constexpr,
+    TOP_K: gl.constexpr,
+    SHARES: gl.constexpr,
+    COLUMNS: gl.constexpr,
+):
+    """y[token] = sum over choices of weight * (sum over shares * scale + bias), each in order, for COLUMNS columns."""
+    layout: gl.constexpr = gl.BlockedLayout([COLUMNS // 128], [32], [4], [0])
+    at = column + gl.arange(0, COLUMNS, layout=layout)
+    total = gl.zeros([COLUMNS], gl.float32, layout)
+    for choice in gl.static_range(TOP_K):
+        pair = token * TOP_K + choice
+        expert = expert_of(ids, expert_map, pair, experts, known, MAPPED)
+        there = (at < hidden) & (expert >= 0)
+        weight = gl.load(topk_weights + token * stride_w + choice).to(gl.float32)
+        value = total * 0.0
+        for share in gl.static_range(SHARES):
+            place = parts + (share * pairs + pair).to(gl.int64) * hidden + at
+            value += gl.load(place, mask=there, other=0.0, cache_modifier=".cg")
+        total += weight * affine(value, at, scale, bias, True, expert, packed, there)
+    gl.store(y + token.to(gl.int64) * hidden + at, total.to(y.dtype.element_ty), mask=at < hidden)

@@ -1,0 +1,239 @@
+"""What the int4, int8 and MXFP4 kernels share: weights of a step, and the way from accumulators to stored rows."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from moeq_kernels.hopper.device import epilogue
+from moeq_kernels.hopper.w4a16.device import layouts, weights
+
+
+@gluon.jit
+def find_item(index, tiles, blocks, TOKENS: gl.constexpr):
+    """Expert, first row, end row, block (of columns and k) and number of the tile of a work item.
+
+    Items are ordered by expert, then block, then tile of tokens: neighbours share weights, and an expert's tokens stay
+    in the L2 cache.
+    """
+    entry = tiles + (index // blocks) * 8
+    expert = gl.load(entry)
+    first = gl.load(entry + 3)
+    count = gl.load(entry + 4)
+    row = gl.load(entry + 1) - (index // blocks - first) * TOKENS
+    rest = index - first * blocks
+    return expert, row + rest % count * TOKENS, gl.load(entry + 2), rest // count, first + rest % count
+
+
+#: Tiles of tokens that take turns with all blocks of columns before the next ones do: what 132 programs read at a time
+#: is least where 8 tiles of 160 tokens meet 16 blocks of 256 rows of weights of a quarter of the bytes.
+TILES_TOGETHER = gl.constexpr(8)
+
+
+@gluon.jit
+def find_tile(index, tiles, blocks):
+    """Expert, first row, end row and block of a work item whose expert's tiles have a height of their own.
+
+    Items are ordered by expert, then group of tiles, then block, then tile.
+    """
+    entry = tiles + (index // blocks) * 8
+    first = gl.load(entry + 3)
+    height = gl.load(entry + 5)
+    rest = index - first * blocks
+    group = rest // (blocks * TILES_TOGETHER) * TILES_TOGETHER
+    rest -= group * blocks
+    together = gl.minimum(gl.load(entry + 4) - group, TILES_TOGETHER)
+    row = gl.load(entry + 1) + (first + group + rest % together - index // blocks) * height
+    return gl.load(entry), row, gl.minimum(row + height, gl.load(entry + 2)), rest // together
+
+
+@gluon.jit
+def group_at(k, more: gl.constexpr, groups, GROUP: gl.constexpr):
+    """Group `more` groups behind row k, or the last of `groups`: a step may reach beyond K, where weights are 0."""
+    return gl.minimum(k // GROUP + more, groups - 1) if GROUP else 0
+
+
+@gluon.jit
+def zero_offsets(
+    zero, row, row_words, tile, pair_tiles, WIDE: gl.constexpr, KIND: gl.constexpr = "uint4",
+    HALF: gl.constexpr = False,
+):  # fmt: skip
+    """Zero points of one group as `step_weights` takes them.
+
+    zero: int32 `[rows, row_words]`, 8 words for each tile of 64 columns (8-bit: 16). tile is this warpgroup's first
+    one.
+    """
+    layout: gl.constexpr = layouts.zeros(WIDE, KIND)
+    two: gl.constexpr = layout.shape[3]
+    pair = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    within = gl.arange(0, 8 if WIDE else 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    copies = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))
+    upper = gl.arange(0, two, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+    pair = gl.expand_dims(gl.expand_dims(gl.expand_dims(pair, 1), 2), 3)
+    within = gl.expand_dims(gl.expand_dims(gl.expand_dims(within, 0), 2), 3)
+    copies = gl.expand_dims(gl.expand_dims(gl.expand_dims(copies, 0), 1), 3)
+    upper = gl.expand_dims(gl.expand_dims(gl.expand_dims(upper, 0), 1), 2)
+    each = (tile + pair * pair_tiles) * 8 + within + 0 * copies
+    column = 2 * each + upper if KIND == "uint8" else each + 0 * upper
+    word = gl.load(zero + row.to(gl.int64) * row_words + column, mask=column < row_words, other=0)
+    if WIDE and KIND == "uint4":
+        word = word >> (upper * 8 + 0 * column)
+    return weights.zero_offsets(word, KIND, HALF, WIDE)
+
+
+@gluon.jit
+def step_weights(
+    words,
+    first_scale,
+    second_scale,
+    first_zero,
+    second_zero,
+    WIDE: gl.constexpr,
+    TOKENS: gl.constexpr,
+    SCALED: gl.constexpr,
+    ZEROS: gl.constexpr,
+    KIND: gl.constexpr = "uint4",
+    HALF: gl.constexpr = False,
+    SLABS: gl.constexpr = 4,
+):
+    """The left operand of 16 SLABS rows of k: codes minus zero point, times scale where SCALED, over `weights.undo`.
+
+    words: uint8, `layouts.words` of two or four slabs. Scales (as stored, layout `layouts.scales` without t) and
+    `zero_offsets` of the lower and the upper 32 rows (of two slabs, only the first count). Scales of KIND e2m1 are
+    e8m0 bytes and always SCALED. HALF: the activations are float16, else bf16.
+    """
+    return weights.step_operand(
+        words, first_scale, second_scale, first_zero, second_zero, KIND, HALF, WIDE, TOKENS, SCALED, ZEROS, SLABS
+    )
+
+
+@gluon.jit
+def pair_columns(acc, WIDE: gl.constexpr, TOKENS: gl.constexpr, INTERLEAVED: gl.constexpr = False):
+    """Accumulators (rows in map order, TOKENS columns) -> two `[TOKENS, columns]`, one for each half of the pair.
+
+    INTERLEAVED: even and odd columns instead, of the first half's columns and then the second's.
+    """
+    columns: gl.constexpr = 64 if WIDE else 128
+    # wide: j0, pair, j1, column of 16, token; narrow: j, pair, tile, column of 16, token
+    x = acc.reshape([2, 2, 2, 16, TOKENS] if WIDE else [4, 2, 2, 16, TOKENS])
+    x = x.permute([4, 1, 2, 0, 3] if INTERLEAVED else [4, 2, 0, 3, 1])
+    x = gl.convert_layout(x.reshape([TOKENS, columns, 2]), layouts.output_pair(WIDE, TOKENS))
+    first, second = gl.split(x)
+    layout: gl.constexpr = layouts.output(WIDE, TOKENS)
+    return (
+        gl.convert_layout(first, layout, assert_trivial=True),
+        gl.convert_layout(second, layout, assert_trivial=True),
+    )
+
+
+@gluon.jit
+def places(column, second_column, WIDE: gl.constexpr, TOKENS: gl.constexpr, EPILOGUE: gl.constexpr):
+    """Columns `[1, n]` of out where the two results of `pair_columns` belong.
+
+    column and second_column: packed columns where the two halves begin.
+    """
+    layout: gl.constexpr = layouts.output(WIDE, TOKENS)
+    n = gl.expand_dims(gl.arange(0, 64 if WIDE else 128, layout=gl.SliceLayout(0, layout)), 0)
+    if epilogue.interleaved(EPILOGUE):
+        half: gl.constexpr = 32 if WIDE else 64
+        first = gl.where(n < half, column // 2 + n, second_column // 2 + (n - half))
+        return first, first
+    else:
+        return column + n, second_column + n
+
+
+@gluon.jit
+def affine_rows(
+    acc, column, second_column, scale, bias, bias_here, expert, packed, WIDE: gl.constexpr, TOKENS: gl.constexpr,
+):  # fmt: skip
+    """acc * channel scale + bias, for accumulators (rows in map order), where a thread needs few of them.
+
+    Arguments as of `store_chunks`.
+    """
+    if scale is not None or bias is not None:
+        m = gl.arange(0, 128 if WIDE else 256, layout=gl.SliceLayout(1, layouts.accumulator(TOKENS)))
+        within = ((m >> 4) & 1) * (32 if WIDE else 64) + (m >> 6) * 16 + (m & 15)  # maps B and A, see `layouts`
+        feature = within + gl.where(((m >> 5) & 1) == 1, second_column, column)
+        place = expert.to(gl.int64) * packed + epilogue.single_order(feature)
+        if scale is not None:
+            acc = acc * gl.expand_dims(gl.load(scale + place, mask=feature < packed, other=0.0).to(gl.float32), 1)
+        if bias is not None:
+            own = gl.load(bias + place, mask=(feature < packed) & bias_here, other=0.0)
+            acc = acc + gl.expand_dims(own.to(gl.float32), 1)
+    return acc
+
+
+@gluon.jit
+def rounded(value, kind: gl.constexpr):
+    """float32 as `kind`; int16 is a sign, 7 bits of an exponent and 8 of a fraction, one more than bfloat16 has.
+
+    `routing.sum_rows` reads that again: magnitudes from 2^-62 to 2^64, smaller ones as 0, larger ones as NaN.
+    """
+    if kind == gl.int16:
+        small = value * 2.0**-64  # its exponent needs no more than 7 bits
+        bits = small.to(gl.int32, bitcast=True)
+        code = ((bits * 2 + 0x8000) & 0x7FFF0000) | (bits & -0x80000000)
+        return (gl.where(gl.abs(small) < 1.0, code, 0x7FFF0000) >> 16).to(gl.int16)
+    else:
+        return value.to(kind)
+
+
+@gluon.jit
+def store_pair(
+    first, second, out, row, end_row, column, second_column, columns, stride, EPILOGUE: gl.constexpr,
+    WIDE: gl.constexpr, TOKENS: gl.constexpr,
+):  # fmt: skip
+    """Activates both results of `pair_columns` and stores rows `row ..` before end_row.
+
+    column, second_column: packed columns where the halves begin; columns: of out.
+    """
+    layout: gl.constexpr = layouts.output(WIDE, TOKENS)
+    t = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, layout)), 1)
+    at, second_at = places(column, second_column, WIDE, TOKENS, EPILOGUE)
+    target = out + (row + t).to(gl.int64) * stride
+    inside = row + t < end_row
+    below = at < columns
+    kind: gl.constexpr = out.dtype.element_ty
+    if epilogue.gated(EPILOGUE):
+        value = epilogue.activate_gated(first, second, EPILOGUE)
+        gl.store(target + at, value.to(kind), mask=inside & below)
+    else:
+        if epilogue.activation(EPILOGUE) != "none":
+            first = epilogue.activate(first, epilogue.activation(EPILOGUE))
+            second = epilogue.activate(second, epilogue.activation(EPILOGUE))
+        gl.store(target + at, first.to(kind), mask=inside & below)
+        gl.store(target + second_at, second.to(kind), mask=inside & (second_at < columns))
+
+
+@gluon.jit
+def store_chunks(
+    acc, out, row, end_row, column, second_column, columns, stride, scale, bias, bias_here, expert, packed,
+    EPILOGUE: gl.constexpr, WIDE: gl.constexpr, TOKENS: gl.constexpr, CHUNK: gl.constexpr,
+):  # fmt: skip
+    """Finishes and stores accumulators CHUNK tokens at a time, so that little shared memory is needed to regroup them.
+
+    scale, bias: `[experts, packed]` in Marlin's 32-column order, or None; bias_here: whether this share of k adds the
+    biases. Other arguments as of `store_pair`.
+    """
+    acc = affine_rows(acc, column, second_column, scale, bias, bias_here, expert, packed, WIDE, TOKENS)
+    if epilogue.activation(EPILOGUE) == "none":
+        acc = rounded(acc, out.dtype.element_ty)
+    _store_chunks(acc, out, row, end_row, column, second_column, columns, stride, EPILOGUE, WIDE, TOKENS, CHUNK)
+
+
+@gluon.jit
+def _store_chunks(
+    acc, out, row, end_row, column, second_column, columns, stride, EPILOGUE: gl.constexpr, WIDE: gl.constexpr,
+    TOKENS: gl.constexpr, CHUNK: gl.constexpr,
+):  # fmt: skip
+    if TOKENS == CHUNK:
+        one, two = pair_columns(acc, WIDE, TOKENS, epilogue.interleaved(EPILOGUE))
+        store_pair(one, two, out, row, end_row, column, second_column, columns, stride, EPILOGUE, WIDE, TOKENS)
+    else:
+        half: gl.constexpr = TOKENS // 2
+        lower, upper = gl.split(acc.reshape([128 if WIDE else 256, 2, half]).permute([0, 2, 1]))
+        _store_chunks(lower, out, row, end_row, column, second_column, columns, stride, EPILOGUE, WIDE, half, CHUNK)
+        if row + half < end_row:
+            _store_chunks(
+                upper, out, row + half, end_row, column, second_column, columns, stride, EPILOGUE, WIDE, half, CHUNK
+            )

@@ -1,0 +1,157 @@
+"""Expert products with few tokens per expert: one warpgroup, 256 output rows, copies issued several steps ahead.
+
+Four such programs run on a multiprocessor at once, which hides latencies better than a specialised copy warp does.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from moeq_kernels.hopper.compat import barrier
+from moeq_kernels.hopper.device import epilogue
+from moeq_kernels.hopper.w4a16.device import common, layouts, steps, weights
+
+
+@gluon.jit
+def expert_product_narrow(
+    w_desc,
+    x_desc,
+    s_desc,
+    zero,
+    out,
+    partial,
+    arrived,
+    tiles,
+    slabs,
+    groups,
+    count,
+    pair_tiles,
+    columns,
+    stride,
+    rows,
+    zero_words,
+    scale,
+    bias,
+    packed,
+    TOKENS: gl.constexpr,
+    STEP: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
+    ZEROS: gl.constexpr,
+    KIND: gl.constexpr,
+    EPILOGUE: gl.constexpr,
+    SPLITS: gl.constexpr,
+    AFTER: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """out[row] = epilogue(x[row] @ W[expert of row].T), see `epilogue.Epilogue`.
+
+    Args:
+        w_desc: int32 words `[E * slabs, N / 64, 128]` (8-bit codes: 256), block `[STEP / 16, 2, ..]`.
+        x_desc: bf16 or float16 `[rows, K]` sorted by expert, block `[TOKENS, 64]`.
+        s_desc: scales `[E * groups, N]`, block `[groups of a step, 128]`; not read where GROUP is 0.
+        zero: int32 `[E * groups, zero_words]`, read where ZEROS.
+        out: `[rows, ..]` with `stride`; for a down product `[SPLITS, rows, ..]`.
+        partial: fp32 `[SPLITS, rows, 2 * columns]` and arrived: int32 zeros, one for each tile and block of columns;
+            used where EPILOGUE is gated and SPLITS > 1: the last program of a split to arrive adds all parts, in order.
+        tiles: int32 `[T, 8]`: expert (-1: nothing to do), first row, end row of the expert.
+        count: of steps of STEP rows of k (64 or 128); SPLITS: how many programs share them.
+        pair_tiles: distance, in tiles of 64 columns, of the second half of a program's columns from the first.
+        columns: of out.
+        scale, bias: `[E, packed]`, one for each output feature, or None.
+        GROUP: rows of k that share a scale; 0 for one scale for each output feature.
+        AFTER: scales multiply float32 sums of a group, else they are folded into the weights.
+        DEPENDENT: launched while the kernel before it still runs.
+    """
+    block = gl.program_id(0) // SPLITS
+    split = gl.program_id(0) % SPLITS
+    entry = tiles + gl.program_id(1) * 8
+    GATED: gl.constexpr = epilogue.gated(EPILOGUE)
+    FIRST: gl.constexpr = epilogue.activation(EPILOGUE) != "none"
+    UNDO: gl.constexpr = weights.undo(KIND, x_desc.dtype == gl.float16, GROUP > 0 and not AFTER)
+
+    SIZE: gl.constexpr = steps.weight_bytes(STEP, GROUP, KIND, s_desc.dtype.primitive_bitwidth) + TOKENS * STEP * 2
+    w_buf, s_buf = steps.buffers(s_desc, STAGES, STEP, GROUP, KIND)
+    x_buf = steps.token_buffer(STAGES, STEP, TOKENS, x_desc.dtype)
+    w_view, s_view = steps.views(w_buf, s_buf, STAGES, STEP, GROUP, KIND)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    if DEPENDENT and FIRST:
+        gdc_wait()  # the tiles come from the kernel right before
+    expert = gl.load(entry)
+    if expert >= 0:
+        for i in gl.static_range(STAGES):
+            mbarrier.init(ready.index(i), count=1)
+        fence_async_shared()
+        barrier()
+        row = gl.load(entry + 1)
+        end_row = gl.load(entry + 2)
+        tile = block * (2 if GATED and not epilogue.interleaved(EPILOGUE) else 4)
+        each = (count + SPLITS - 1) // SPLITS
+        first = split * each
+        last = gl.minimum(first + each, count)
+        w_row = expert * slabs
+        s_row = expert * groups
+        for i in gl.static_range(STAGES):
+            mbarrier.expect(ready.index(i), SIZE, pred=first + i < last)
+            steps.load_weights(
+                first + i, i, ready.index(i), w_desc, s_desc, w_buf, s_buf, w_row, s_row, tile, pair_tiles, STEP,
+                GROUP, first + i < last,
+            )  # fmt: skip
+        if DEPENDENT and not FIRST:
+            gdc_wait()
+        for i in gl.static_range(STAGES):
+            steps.load_tokens(first + i, i, ready.index(i), x_desc, x_buf, row, STEP, first + i < last)
+        if DEPENDENT:
+            gdc_launch_dependents()
+
+        acc = gl.zeros([256, TOKENS], gl.float32, layouts.accumulator(TOKENS))
+        part = acc
+        for i in range(last - first):
+            stage = i % STAGES
+            step = first + i
+            bar = ready.index(stage)
+            mbarrier.wait(bar, (i // STAGES) & 1)
+            acc, part = steps.multiply(
+                acc, part, w_view.index(stage), s_view.index(stage), x_buf, stage, zero, s_row, groups, zero_words,
+                tile, pair_tiles, step * STEP, STEP, TOKENS, GROUP, ZEROS, KIND, AFTER,
+            )  # fmt: skip
+            barrier()
+            ahead = step + STAGES
+            mbarrier.expect(bar, SIZE, pred=ahead < last)
+            steps.load_weights(
+                ahead, stage, bar, w_desc, s_desc, w_buf, s_buf, w_row, s_row, tile, pair_tiles, STEP, GROUP,
+                ahead < last,
+            )  # fmt: skip
+            steps.load_tokens(ahead, stage, bar, x_desc, x_buf, row, STEP, ahead < last)
+
+        column = tile * 64
+        second = (tile + pair_tiles) * 64
+        acc = common.affine_rows(acc * UNDO, column, second, scale, bias, split == 0, expert, packed, False, TOKENS)
+        one, two = common.pair_columns(acc, False, TOKENS, epilogue.interleaved(EPILOGUE))
+        if not GATED:
+            base = out + (split * rows).to(gl.int64) * stride
+            common.store_pair(one, two, base, row, end_row, column, second, columns, stride, EPILOGUE, False, TOKENS)
+        elif SPLITS == 1:
+            common.store_pair(one, two, out, row, end_row, column, second, columns, stride, EPILOGUE, False, TOKENS)
+        else:
+            layout: gl.constexpr = layouts.output(False, TOKENS)
+            t = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, layout)), 1)
+            at, _ = common.places(column, second, False, TOKENS, EPILOGUE)
+            inside = (row + t < end_row) & (at < columns)
+            place = partial + (row + t).to(gl.int64) * (2 * columns) + at
+            size = (row * 0 + rows).to(gl.int64) * (2 * columns)
+            gl.store(place + split * size, one, mask=inside)
+            gl.store(place + split * size + columns, two, mask=inside)
+            barrier()
+            number = gl.program_id(1) * (gl.num_programs(0) // SPLITS) + block
+            before = gl.atomic_add(arrived + number, 1, sem="acq_rel", scope="gpu")
+            if before == SPLITS - 1:
+                one = gl.zeros([TOKENS, 128], gl.float32, layout)
+                two = gl.zeros([TOKENS, 128], gl.float32, layout)
+                for other in gl.static_range(SPLITS):
+                    one += gl.load(place + other * size, mask=inside, other=0.0, cache_modifier=".cg")
+                    two += gl.load(place + other * size + columns, mask=inside, other=0.0, cache_modifier=".cg")
+                common.store_pair(one, two, out, row, end_row, column, second, columns, stride, EPILOGUE, False, TOKENS)

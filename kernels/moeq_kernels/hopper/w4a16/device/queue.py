@@ -1,0 +1,445 @@
+"""Both expert products of a layer in one kernel, for few tokens per expert, where reading weights takes the time.
+
+Programs are persistent, two or three on each multiprocessor: a copy warp and a multiplying warpgroup. They draw units
+of work from one queue, those of the gate-up product first: tiles (256 output rows, up to TOKENS tokens), where they
+are few shares of a tile's k, where they are short several tiles. The copy warp runs ahead and tells the warpgroup in
+shared memory what it copies. A down unit waits, with its first weights on their way, until the gate-up columns of its
+tokens are there; all that it waits for was drawn before it, by programs that wait for nothing, so all programs end.
+Shares of a tile are added in order by the last one to arrive: who draws a unit does not show in the results.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from moeq_kernels.hopper.compat import barrier, reinterpret, tma_load
+from moeq_kernels.hopper.device import epilogue
+from moeq_kernels.hopper.w4a16.device import common, layouts, steps, weights
+
+
+@gluon.jit
+def cut(items, count, wanted, least):
+    """Shares of each tile of `count` steps, and their steps: `wanted` shares in all and `least` steps, if it can be."""
+    shares = gl.maximum(1, gl.minimum(wanted // gl.maximum(items, 1), count // least))
+    each = (count + shares - 1) // shares
+    return (count + each - 1) // each, each
+
+
+@gluon.jit
+def find_share(number, shares, each, count):
+    """Item, share, first and last step of a unit of a product; arguments as `cut` gives them."""
+    item = number
+    share = number * 0
+    last = count + share
+    if shares > 1:
+        item = number // shares
+        share = number % shares
+        last = gl.minimum(share * each + each, count)
+    return item, share, share * each, last
+
+
+#: Where counters of tiles begin: those who wait for one do not slow down those who draw units.
+COUNTERS = gl.constexpr(32)
+#: Where the numbers of a product lie in its slot of `info`, behind those of the steps.
+SHARES, EACH, COUNT, ACROSS, BLOCKS, SLABS, GROUPS, UNITS, TOTAL, BUNDLE, PAIR = map(gl.constexpr, range(11))
+
+
+# Argument lists of twenty names, one to a line, would hide the code.
+# fmt: off
+@gluon.jit
+def _draw(queue):
+    """Draws the next unit, for lane 0 of a copy warp; `_drawn` waits for it."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .u32 lane;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 first, lane, 0;
+        mov.u32 $0, 0;
+        @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1;
+        }""",
+        "=&r,l", [queue.to(gl.int64)], gl.int32, False, 1,
+    )
+
+
+@gluon.jit
+def _drawn(ticket):
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", "=r,r", [ticket], gl.int32, False, 1
+    )
+
+
+@gluon.jit
+def _look(counter):
+    """A counter's value; what was done before it was counted can be read afterwards, but by the copy engine."""
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [counter.to(gl.int64)], gl.int32, False, 1
+    )
+
+
+@gluon.jit
+def _fence_copies():
+    """Orders writes to memory before, reads by the copy engine after."""
+    gl.inline_asm_elementwise("fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1)
+
+
+@gluon.jit
+def _get(info, place, number: gl.constexpr, WARPS: gl.constexpr):
+    """A number of a place of `info`, for a copy warp or a warpgroup."""
+    return gl.max(info.index(place * 16 + number).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+
+
+@gluon.jit
+def _tell(info, place, numbers, WARPS: gl.constexpr):
+    """Writes the numbers of a place of `info`."""
+    for i in gl.static_range(len(numbers)):
+        info.index(place * 16 + i).store(gl.full([1], numbers[i], gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])))
+    barrier()
+
+
+@gluon.jit
+def _expect(bar, row, end_row, BYTES: gl.constexpr, TOKENS: gl.constexpr, STEP: gl.constexpr):
+    """Opens a slot for a step's copies: BYTES of weights, and tokens in eights as far as the expert has any."""
+    for eights in gl.static_range(1, TOKENS // 8 + 1):
+        here = row + 8 * eights >= end_row if eights < TOKENS // 8 else True
+        if eights > 1:
+            here = here & (row + 8 * (eights - 1) < end_row)
+        mbarrier.expect(bar, BYTES + eights * 16 * STEP, pred=here)
+
+
+@gluon.jit
+def _open(
+    down, step, at, descriptors, w_buf, s_buf, info, ready, empty, row, end_row, w_row, s_row, block,
+    PAIRED: gl.constexpr, TOKENS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    BYTES: gl.constexpr,
+):
+    """Waits for the slot of the at-th step, and starts copies of its weights; returns the slot."""
+    up_w_desc, up_s_desc, down_w_desc, down_s_desc = descriptors
+    slot = at % STAGES
+    mbarrier.wait(empty.index(slot), ((at // STAGES) & 1) ^ 1)
+    bar = ready.index(slot)
+    _expect(bar, row, end_row, BYTES, TOKENS, STEP)
+    if down:
+        steps.load_weights(
+            step, slot, bar, down_w_desc, down_s_desc, w_buf, s_buf, w_row, s_row, block * 4, 2, STEP, GROUP
+        )
+    else:
+        steps.load_weights(
+            step, slot, bar, up_w_desc, up_s_desc, w_buf, s_buf, w_row, s_row, block * (2 if PAIRED else 4),
+            _get(info, STAGES + 1, PAIR, 1), STEP, GROUP,
+        )
+    return slot
+
+
+@gluon.jit
+def _load_tokens(
+    down, step, slot, bar, x_desc, m_desc, x_buf, row, end_row, TOKENS: gl.constexpr, STEP: gl.constexpr,
+):
+    """Starts copies of a step's tokens, in eights as far as the expert has any."""
+    for part in gl.static_range(TOKENS // 8):
+        some = row + 8 * part < end_row if part else True
+        for half in gl.static_range(STEP // 64):
+            target = x_buf.index((STEP // 64 * slot + half) * (TOKENS // 8) + part)
+            if down:
+                tma_load(m_desc, [row + 8 * part, step * STEP + 64 * half], bar, target, pred=some)
+            else:
+                tma_load(x_desc, [row + 8 * part, step * STEP + 64 * half], bar, target, pred=some)
+
+
+@gluon.jit
+def _copy(
+    given, TOKENS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constexpr,
+    PAIRED: gl.constexpr, WAITS: gl.constexpr,
+):
+    """The copy warp. WAITS: for the kernel before this one, but only with its first tokens."""
+    descriptors, x_desc, m_desc, w_buf, x_buf, s_buf, info, ready, empty, queue, tiles = given
+    SCALE_BITS: gl.constexpr = s_buf.dtype.primitive_bitwidth
+    UP: gl.constexpr = STAGES + 1
+    DOWN: gl.constexpr = STAGES + 2
+    BYTES: gl.constexpr = steps.weight_bytes(STEP, GROUP, KIND, SCALE_BITS)
+    it = 0
+    told = 0
+    opened = -1
+    fresh = True
+    ticket = _drawn(_draw(queue))
+    while ticket < _get(info, UP, TOTAL, 1):
+        following = _draw(queue)
+        units = _get(info, UP, UNITS, 1)
+        down = ticket >= units
+        product = gl.where(down, DOWN, UP)
+        shares = _get(info, product, SHARES, 1)
+        item, share, first, last = find_share(
+            ticket - gl.where(down, units, 0), shares, _get(info, product, EACH, 1), _get(info, product, COUNT, 1)
+        )
+        expert, row, end_row, block, number = common.find_item(item, tiles, _get(info, product, ACROSS, 1), TOKENS)
+        end = block + 1
+        waits = down & (number != opened)
+        if down:
+            bundle = _get(info, DOWN, BUNDLE, 1)
+            block *= bundle
+            end = gl.minimum(block + bundle, _get(info, DOWN, BLOCKS, 1))
+        if waits:
+            waits = _look(queue + COUNTERS + number) < _get(info, UP, BLOCKS, 1)
+        w_row = expert * _get(info, product, SLABS, 1)
+        s_row = expert * _get(info, product, GROUPS, 1)
+        while block < end:
+            slot = it % STAGES
+            mbarrier.wait(empty.index(slot), ((it // STAGES) & 1) ^ 1)
+            # A unit has a step at least, so what the warpgroup still needs is among the last STAGES + 1 places.
+            _tell(
+                info, told % (STAGES + 1),
+                (down.to(gl.int32), expert, row, end_row, block, number, first, last, item, share, shares), 1,
+            )
+            told += 1
+            start = first
+            held = waits
+            if WAITS:
+                held = held | fresh
+            if held:
+                start = gl.minimum(first + STAGES, last)
+                for step in range(first, start):
+                    _open(
+                        down, step, it + step - first, descriptors, w_buf, s_buf, info, ready, empty, row, end_row,
+                        w_row, s_row, block, PAIRED, TOKENS, STEP, STAGES, GROUP, BYTES,
+                    )
+                if WAITS:
+                    if fresh:
+                        gdc_wait()
+                    fresh = False
+                if waits:
+                    there = _look(queue + COUNTERS + number)
+                    while there < _get(info, UP, BLOCKS, 1):
+                        there = _look(queue + COUNTERS + number)
+                    waits = False
+            if down & (number != opened):
+                opened = number
+                _fence_copies()
+            if held:
+                for step in range(first, start):
+                    slot = (it + step - first) % STAGES
+                    _load_tokens(
+                        down, step, slot, ready.index(slot), x_desc, m_desc, x_buf, row, end_row, TOKENS, STEP
+                    )
+                it += start - first
+            for step in range(start, last):
+                slot = _open(
+                    down, step, it, descriptors, w_buf, s_buf, info, ready, empty, row, end_row, w_row, s_row, block,
+                    PAIRED, TOKENS, STEP, STAGES, GROUP, BYTES,
+                )
+                _load_tokens(
+                    down, step, slot, ready.index(slot), x_desc, m_desc, x_buf, row, end_row, TOKENS, STEP
+                )
+                it += 1
+            block += 1
+        ticket = _drawn(following)
+    if WAITS and fresh:
+        gdc_wait()
+    slot = it % STAGES
+    mbarrier.wait(empty.index(slot), ((it // STAGES) & 1) ^ 1)
+    _tell(info, told % (STAGES + 1), (-1,), 1)
+    mbarrier.arrive(ready.index(slot), count=1)
+
+
+@gluon.jit
+def _add_shares(acc, partial, arrived, item, share, shares, TOKENS: gl.constexpr):
+    """Leaves a share's sums for the others; the item's last share to arrive gets the sum of all, and True.
+
+    partial: fp32 `[items * shares, 256 * TOKENS]`.
+    """
+    layout: gl.constexpr = layouts.accumulator(TOKENS)
+    m = gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(1, layout)), 1)
+    t = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(0, layout)), 0)
+    SIZE: gl.constexpr = 256 * TOKENS
+    place = partial + item.to(gl.int64) * shares * SIZE + m * TOKENS + t
+    gl.store(place + share * SIZE, acc)
+    barrier()
+    done = gl.atomic_add(arrived + item, 1, sem="acq_rel", scope="gpu") == shares - 1
+    if done:
+        acc = gl.zeros([256, TOKENS], gl.float32, layout)
+        for other in range(shares):
+            acc += gl.load(place + other * SIZE, cache_modifier=".cg")
+    return acc, done
+
+
+@gluon.jit
+def _store_down(acc, out, row, end_row, column, columns, stride, scale, bias, expert, packed, TOKENS: gl.constexpr):
+    """Finishes down sums and stores them from where they are: eight columns of a token lie in eight lanes."""
+    layout: gl.constexpr = layouts.accumulator(TOKENS)
+    acc = common.affine_rows(acc, column, column + 128, scale, bias, True, expert, packed, False, TOKENS)
+    m = gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(1, layout)), 1)
+    t = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(0, layout)), 0)
+    at = column + ((m >> 4) & 3) * 64 + (m >> 6) * 16 + (m & 15)  # map A, see `layouts`
+    place = out + (row + t).to(gl.int64) * stride + at
+    gl.store(place, common.rounded(acc, out.dtype.element_ty), mask=(at < columns) & (row + t < end_row))
+
+
+@gluon.jit
+def _multiply(
+    given, TOKENS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr,
+    KIND: gl.constexpr, AFTER: gl.constexpr, EPILOGUE: gl.constexpr, PAIRED: gl.constexpr, ROWS: gl.constexpr,
+):
+    """The multiplying warpgroup."""
+    w_buf, x_buf, s_buf, info, ready, empty, up, dn, finished = given
+    (
+        up_zero, up_zero_words, up_groups, up_pair_tiles, up_out, up_columns, up_stride, up_scale, up_bias, up_packed,
+        up_partial, up_arrived,
+    ) = up
+    (
+        down_zero, down_zero_words, down_groups, down_out, down_columns, down_stride, down_scale, down_bias,
+        down_packed, down_partial, down_arrived,
+    ) = dn
+    w_view, s_view = steps.views(w_buf, s_buf, STAGES, STEP, GROUP, KIND)
+    x_view = reinterpret(x_buf, x_buf.dtype, [STAGES * STEP // 64, TOKENS, 64], layouts.token_buffer())
+    UNDO: gl.constexpr = weights.undo(KIND, x_buf.dtype == gl.float16, GROUP > 0 and not AFTER)
+    it = 0
+    heard = 0
+    mbarrier.wait(ready.index(0), 0)
+    kind = _get(info, 0, 0, 4)
+    while kind >= 0:
+        place = heard % (STAGES + 1)
+        down = kind == 1
+        expert = _get(info, place, 1, 4)
+        block = _get(info, place, 4, 4)
+        tile = block * gl.where(down, 4, 2 if PAIRED else 4)
+        pair_tiles = gl.where(down, 2, up_pair_tiles)
+        groups = gl.where(down, down_groups, up_groups)
+        zero = up_zero
+        zero_words = up_zero_words
+        if ZEROS:
+            zero = down_zero if down else up_zero
+            zero_words = gl.where(down, down_zero_words, up_zero_words)
+        acc = gl.zeros([256, TOKENS], gl.float32, layouts.accumulator(TOKENS))
+        part = acc
+        for step in range(_get(info, place, 6, 4), _get(info, place, 7, 4)):
+            slot = it % STAGES
+            mbarrier.wait(ready.index(slot), (it // STAGES) & 1)
+            acc, part = steps.multiply(
+                acc, part, w_view.index(slot), s_view.index(slot), x_view, slot, zero, expert * groups, groups,
+                zero_words, tile, pair_tiles, step * STEP, STEP, TOKENS, GROUP, ZEROS, KIND, AFTER, ROWS,
+            )
+            mbarrier.arrive(empty.index(slot), count=1)
+            it += 1
+        # Read here, so that they take no registers while products are formed.
+        row = _get(info, place, 2, 4)
+        end_row = _get(info, place, 3, 4)
+        shares = _get(info, place, 10, 4)
+        done = shares == 1
+        if shares > 1:
+            item = _get(info, place, 8, 4)
+            share = _get(info, place, 9, 4)
+            partial = down_partial if down else up_partial
+            arrived = down_arrived if down else up_arrived
+            acc, done = _add_shares(acc, partial, arrived, item, share, shares, TOKENS)
+        if done:
+            if down:
+                _store_down(
+                    acc * UNDO, down_out, row, end_row, tile * 64, down_columns, down_stride, down_scale, down_bias,
+                    expert, down_packed, TOKENS,
+                )
+            else:
+                common.store_chunks(
+                    acc * UNDO, up_out, row, end_row, tile * 64, (tile + pair_tiles) * 64, up_columns, up_stride,
+                    up_scale, up_bias, True, expert, up_packed, EPILOGUE, False, TOKENS, 8,
+                )
+                _fence_copies()
+                barrier()
+                gl.atomic_add(finished + _get(info, place, 5, 4), 1, sem="release", scope="gpu")
+        heard += 1
+        mbarrier.wait(ready.index(it % STAGES), (it // STAGES) & 1)
+        kind = _get(info, heard % (STAGES + 1), 0, 4)
+
+
+@gluon.jit(do_not_specialize=[
+    "up_slabs", "up_groups", "up_count", "up_blocks", "up_pair_tiles", "up_zero_words", "up_packed", "down_slabs",
+    "down_groups", "down_count", "down_blocks", "down_zero_words", "down_packed", "most", "wanted_up", "least_up",
+    "wanted_down", "least_down", "bundle",
+])
+def expert_layer(
+    x_desc, m_desc, middle, out, partial, counters, tiles, num_tiles, most, wanted_up, least_up, wanted_down,
+    least_down, bundle, up_w_desc, up_s_desc, up_zero, up_slabs, up_groups, up_count, up_blocks, up_pair_tiles,
+    up_columns, up_stride, up_zero_words, up_scale, up_bias, up_packed, down_w_desc, down_s_desc, down_zero,
+    down_slabs, down_groups, down_count, down_blocks, down_columns, down_stride, down_zero_words, down_scale,
+    down_bias, down_packed, TOKENS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    ZEROS: gl.constexpr, KIND: gl.constexpr, AFTER: gl.constexpr, ROWS: gl.constexpr, EPILOGUE: gl.constexpr,
+    DEPENDENT: gl.constexpr, EARLY: gl.constexpr,
+):
+    """middle[row] = epilogue(x[row] @ W13[expert of row].T); out[row] = middle[row] @ W2[expert of row].T.
+
+    Args as of `narrow.expert_product_narrow` for each product, except:
+        x_desc: blocks of 8 tokens; m_desc: the same of middle. out: `[rows, ..]` with down_stride.
+        partial: fp32 `[wanted_up + wanted_down, 256 * TOKENS]`.
+        counters: int32 zeros, `COUNTERS + most + wanted_up + wanted_down`: the queue; gate-up items done of each tile;
+            shares that have arrived.
+        tiles: int32 `[most, 8]`: expert, first row, end row of the expert, the expert's first tile, its tiles.
+        num_tiles: int32 `[1]`, tiles in use.
+        wanted_*, least_*: as of `cut`. bundle: tiles of a down unit at most; where it is not 1 none are cut.
+        *_count: of steps; *_blocks: of 256 output rows.
+        EARLY: the kernel before makes x only, so that copies of weights need not wait for it.
+    """
+    PAIRED: gl.constexpr = epilogue.gated(EPILOGUE) and not epilogue.interleaved(EPILOGUE)
+    w_buf, s_buf = steps.buffers(up_s_desc, STAGES, STEP, GROUP, KIND)
+    x_buf = steps.token_buffer(STAGES * (TOKENS // 8), STEP, 8, x_desc.dtype)
+    info = gl.allocate_shared_memory(gl.int32, [(STAGES + 3) * 16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+    barrier()
+    if DEPENDENT and not EARLY:
+        gdc_wait()
+    if DEPENDENT:
+        gdc_launch_dependents()
+    WAITS: gl.constexpr = DEPENDENT and EARLY
+    used = gl.load(num_tiles)
+    takers = gl.num_programs(0)
+    up_items = used * up_blocks
+    up_shares, up_each = cut(up_items, up_count, wanted_up, least_up)
+    # Short units are drawn several at a time, while there are many.
+    bundle = gl.maximum(1, gl.minimum(bundle, used * down_blocks // (4 * takers)))
+    down_across = (down_blocks + bundle - 1) // bundle
+    down_shares, down_each = cut(used * down_across, down_count, wanted_down, least_down)
+    units = up_items * up_shares
+    total = units + used * down_across * down_shares
+    finished = counters + COUNTERS
+    arrived = finished + most
+    up = (
+        up_zero, up_zero_words, up_groups, up_pair_tiles, middle, up_columns, up_stride, up_scale, up_bias, up_packed,
+        partial, arrived,
+    )
+    down = (
+        down_zero, down_zero_words, down_groups, out, down_columns, down_stride, down_scale, down_bias, down_packed,
+        partial + wanted_up.to(gl.int64) * (256 * TOKENS), arrived + wanted_up,
+    )
+    taken = (w_buf, x_buf, s_buf, info, ready, empty, up, down, finished)
+    copied = (
+        (up_w_desc, up_s_desc, down_w_desc, down_s_desc), x_desc, m_desc, w_buf, x_buf, s_buf, info, ready, empty,
+        counters, tiles,
+    )
+    # In the order of SHARES ..: a copy warp has few registers.
+    _tell(
+        info, STAGES + 1,
+        (up_shares, up_each, up_count, up_blocks, up_blocks, up_slabs, up_groups, units, total, 1, up_pair_tiles), 4,
+    )
+    _tell(
+        info, STAGES + 2,
+        (
+            down_shares, down_each, down_count, down_across, down_blocks, down_slabs, down_groups, units, total, bundle,
+            2,
+        ), 4,
+    )
+    gl.warp_specialize(
+        [
+            (_multiply, (taken, TOKENS, STEP, STAGES, GROUP, ZEROS, KIND, AFTER, EPILOGUE, PAIRED, ROWS)),
+            (_copy, (copied, TOKENS, STEP, STAGES, GROUP, KIND, PAIRED, WAITS)),
+        ],
+        [1],
+        [32],
+    )
+
+
+# fmt: on

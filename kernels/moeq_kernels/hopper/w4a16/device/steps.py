@@ -1,0 +1,138 @@
+"""Steps of products of one warpgroup and 256 output rows (map A): their copies and multiplications."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import constexpr_function
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from moeq_kernels.hopper.compat import reinterpret, tma_load
+from moeq_kernels.hopper.w4a16.device import common, layouts
+
+
+@constexpr_function
+def weight_bytes(step, group, kind, scale_bits):
+    """Bytes of a step's words and scales."""
+    scales = 2 * layouts.groups_of(step, group) * 128 * scale_bits // 8 if group else 0
+    return step // 16 * 4 * layouts.tile_bytes(kind) + scales
+
+
+# Argument lists of twenty names, one to a line, would hide the code.
+# fmt: off
+@gluon.jit
+def buffers(s_desc, SLOTS: gl.constexpr, STEP: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constexpr):
+    """Shared memory for words and scales of SLOTS steps."""
+    w_shape: gl.constexpr = [SLOTS * 2, STEP // 16, 2, layouts.tile_bytes(KIND) // 4]
+    s_shape: gl.constexpr = [SLOTS * 2, layouts.groups_of(STEP, GROUP), 128]
+    w_buf = gl.allocate_shared_memory(gl.int32, w_shape, layouts.word_buffer())
+    s_layout: gl.constexpr = layouts.scale_buffer(s_desc.dtype.primitive_bitwidth)
+    return w_buf, gl.allocate_shared_memory(s_desc.dtype, s_shape, s_layout)
+
+
+@gluon.jit
+def token_buffer(SLOTS: gl.constexpr, STEP: gl.constexpr, TOKENS: gl.constexpr, dtype: gl.constexpr):
+    """Shared memory for tokens of SLOTS steps."""
+    return gl.allocate_shared_memory(dtype, [SLOTS * STEP // 64, TOKENS, 64], layouts.token_buffer())
+
+
+@gluon.jit
+def views(w_buf, s_buf, SLOTS: gl.constexpr, STEP: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constexpr):
+    """The same memory as `multiply` reads it."""
+    w_shape: gl.constexpr = [SLOTS, 2, STEP // 16, 2 * layouts.tile_bytes(KIND)]
+    s_shape: gl.constexpr = [SLOTS, 2, layouts.groups_of(STEP, GROUP) * 16, 8]
+    w_view = reinterpret(w_buf, gl.uint8, w_shape, layouts.plain_shared())
+    return w_view, reinterpret(s_buf, s_buf.dtype, s_shape, layouts.plain_shared())
+
+
+@gluon.jit
+def load_weights(
+    step, slot, bar, w_desc, s_desc, w_buf, s_buf, w_row, s_row, tile, pair_tiles, STEP: gl.constexpr,
+    GROUP: gl.constexpr, some=True,
+):
+    """Starts the copies of a step's words and scales, if `some`; w_row, s_row: the expert's first ones."""
+    tma_load(w_desc, [w_row + step * (STEP // 16), tile, 0], bar, w_buf.index(2 * slot), pred=some)
+    tma_load(w_desc, [w_row + step * (STEP // 16), tile + pair_tiles, 0], bar, w_buf.index(2 * slot + 1), pred=some)
+    if GROUP:
+        at = s_row + (step * STEP) // GROUP
+        tma_load(s_desc, [at, tile * 64], bar, s_buf.index(2 * slot), pred=some)
+        tma_load(s_desc, [at, (tile + pair_tiles) * 64], bar, s_buf.index(2 * slot + 1), pred=some)
+
+
+@gluon.jit
+def load_tokens(step, slot, bar, x_desc, x_buf, row, STEP: gl.constexpr, some=True):
+    """Starts the copies of a step's tokens, if `some`."""
+    for half in gl.static_range(STEP // 64):
+        tma_load(x_desc, [row, step * STEP + 64 * half], bar, x_buf.index(STEP // 64 * slot + half), pred=some)
+
+
+@gluon.jit
+def _rows(
+    acc, part, words, x, scales, zero, z_row, groups, zero_words, tile, pair_tiles, k, SUB: gl.constexpr,
+    TOKENS: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, AFTER: gl.constexpr, KIND: gl.constexpr,
+    ROWS: gl.constexpr,
+):
+    """Multiplies ROWS rows of k (32 or 64), the SUB-th of a step that begins at row k."""
+    HALF: gl.constexpr = x.dtype == gl.float16
+    first: gl.constexpr = SUB * ROWS // GROUP if GROUP else 0
+    second: gl.constexpr = (SUB * ROWS + ROWS - 32) // GROUP if GROUP else 0
+    layout: gl.constexpr = gl.SliceLayout(2, layouts.scales(False))
+    words = words.slice(ROWS // 16 * SUB, ROWS // 16, dim=1).load(layouts.words(False, ROWS // 16, KIND))
+    scale1 = 0
+    scale2 = 0
+    if GROUP:
+        scale1 = scales.slice(first * 16, 16, dim=1).load(layout)
+        scale2 = scale1
+        if first != second:
+            scale2 = scales.slice(second * 16, 16, dim=1).load(layout)
+    zero1 = 0
+    zero2 = 0
+    if ZEROS:
+        row = z_row + common.group_at(k, first, groups, GROUP)
+        zero1 = common.zero_offsets(zero, row, zero_words, tile, pair_tiles, False, KIND, HALF)
+        zero2 = zero1
+        if first != second:
+            row = z_row + common.group_at(k, second, groups, GROUP)
+            zero2 = common.zero_offsets(zero, row, zero_words, tile, pair_tiles, False, KIND, HALF)
+    scaled: gl.constexpr = GROUP > 0 and not AFTER
+    a = common.step_weights(
+        words, scale1, scale2, zero1, zero2, False, TOKENS, scaled, ZEROS, KIND, HALF, ROWS // 16
+    )
+    if ROWS < 64:
+        x = x.slice(SUB * ROWS % 64, ROWS, dim=1)
+    if GROUP > 0 and AFTER:
+        opens: gl.constexpr = SUB * ROWS % GROUP == 0
+        closes: gl.constexpr = (SUB + 1) * ROWS % GROUP == 0
+        part = warpgroup_mma(a, x.permute((1, 0)), part, use_acc=not opens, is_async=True)
+        part, a = warpgroup_mma_wait(0, deps=(part, a))
+        if closes:
+            factor = scale1.to(gl.float32).reshape([2, 2, 8, 4, 2]).permute([3, 0, 1, 4, 2]).reshape([256])
+            factor = gl.convert_layout(factor, gl.SliceLayout(1, layouts.accumulator(TOKENS)), assert_trivial=True)
+            acc += part * gl.expand_dims(factor, 1)
+    else:
+        acc = warpgroup_mma(a, x.permute((1, 0)), acc, is_async=True)
+        acc, a = warpgroup_mma_wait(0, deps=(acc, a))
+    return acc, part
+
+
+@gluon.jit
+def multiply(
+    acc, part, words, scales, x_buf, x_slot, zero, z_row, groups, zero_words, tile, pair_tiles, k, STEP: gl.constexpr,
+    TOKENS: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, AFTER: gl.constexpr,
+    ROWS: gl.constexpr = 64,
+):
+    """Multiplies a step that begins at row k. words, scales: its slots of `views`; x_slot: where its tokens are.
+
+    zero: zero points of all experts, of this one from row z_row, `groups` of them.
+
+    part: float32 sums of a group, not scaled yet, where AFTER. ROWS: of k, whose weights are in registers at a time.
+    """
+    for sub in gl.static_range(STEP // ROWS):
+        acc, part = _rows(
+            acc, part, words, x_buf.index(STEP // 64 * x_slot + sub * ROWS // 64), scales, zero, z_row, groups,
+            zero_words, tile, pair_tiles, k, sub, TOKENS, GROUP, ZEROS, AFTER, KIND, ROWS,
+        )
+    return acc, part
+
+
+# fmt: on

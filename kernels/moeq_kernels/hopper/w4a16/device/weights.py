@@ -1,0 +1,210 @@
+"""From packed words and scales to wgmma's left operand, without moving a value between lanes.
+
+`recipes` has the arithmetic. Weights come out as multiples of a power of two that `undo` names; the kernels multiply
+results by it at the end. KIND is `uint4`, `uint8` or `e2m1`, HALF says float16 instead of bf16.
+
+Values of a lane's columns, `[pair, tile and g, t, j and h]`, are in `layouts.scales`; stored scales lack the axis t.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import constexpr_function
+from triton.experimental.gluon import language as gl
+
+from moeq_kernels.hopper.w4a16.device import layouts, recipes
+
+
+@constexpr_function
+def undo(kind, half, scaled):
+    """What makes up for the power of two in the weights; scaled: whether they carry their group's scales."""
+    if kind == "e2m1":
+        return float(2**recipes.E2M1_SHIFT)
+    return float(2**21 if not half else 1 if scaled else 2**9)
+
+
+@gluon.jit
+def step_operand(
+    words, first_scale, second_scale, first_zero, second_zero, KIND: gl.constexpr, HALF: gl.constexpr,
+    WIDE: gl.constexpr, TOKENS: gl.constexpr, SCALED: gl.constexpr, ZEROS: gl.constexpr, SLABS: gl.constexpr,
+):  # fmt: skip
+    """The left operand of 16 SLABS rows of k: codes minus zero point, times scale where SCALED, over `undo`.
+
+    words: uint8, `layouts.words` of SLABS (two or four) slabs. Scales (as stored) and `zero_offsets` of the lower and
+    the upper 32 rows; of two slabs only the first count.
+    """
+    if KIND == "e2m1":
+        operands = (words, _beside_powers(first_scale, second_scale, WIDE, SLABS))
+        weights = _unpack(operands, KIND, HALF, "power")
+    elif not SCALED:
+        if ZEROS:
+            weights = _unpack((words, _beside(first_zero, second_zero, KIND, WIDE, SLABS)), KIND, HALF, "offset")
+        else:
+            weights = _unpack((words,), KIND, HALF, "plain")
+    elif ZEROS:
+        zero = _beside(first_zero, second_zero, KIND, WIDE, SLABS)
+        if first_scale.dtype == gl.float16 and not HALF:
+            high, low = _beside_parts(first_scale, second_scale, KIND, WIDE, SLABS)
+            weights = _unpack((words, zero, high, low), KIND, HALF, "offset split")
+        else:
+            scale = _beside_plain(first_scale, second_scale, KIND, HALF, WIDE, SLABS)
+            weights = _unpack((words, zero, scale), KIND, HALF, "offset scaled")
+    elif HALF:
+        weights = _unpack(
+            (words, _beside_plain(first_scale, second_scale, KIND, HALF, WIDE, SLABS)), KIND, HALF, "scaled"
+        )
+    elif first_scale.dtype == gl.float16:
+        high, low = _beside_parts(first_scale, second_scale, KIND, WIDE, SLABS)
+        weights = _unpack((words, high, low), KIND, HALF, "split")
+    else:
+        low1, high1, zero1 = _folded(first_scale, KIND)
+        low2, high2, zero2 = _folded(second_scale, KIND)
+        low = _beside_spread(low1, low2, KIND, WIDE, SLABS)
+        high = _beside_spread(high1, high2, KIND, WIDE, SLABS)
+        weights = _unpack((words, low, high, _beside_spread(zero1, zero2, KIND, WIDE, SLABS)), KIND, HALF, "folded")
+    return _as_left_operand(weights, KIND, WIDE, TOKENS, SLABS)
+
+
+@gluon.jit
+def zero_offsets(word, KIND: gl.constexpr, HALF: gl.constexpr, WIDE: gl.constexpr):
+    """-z of a lane's columns, in the scale of unscaled weights.
+
+    word: int32 `[pair, tile and g, t, words]`, the one zero-point word of a lane (wide 4-bit: shifted so that fields
+    j0 = 0, h = 0 are lowest; wide 8-bit: that of its j1), or its two (narrow 8-bit: by j1).
+    """
+    if KIND == "uint8":
+        fields = gl.join(word, word >> 8)  # .., j0
+        fields = gl.join(fields, fields >> 16) & 255  # .., j0, h
+    else:
+        fields = gl.join(word, word >> 4)
+        if not WIDE:
+            fields = gl.join(fields, fields >> 8).permute([0, 1, 2, 3, 5, 4])
+        fields = gl.join(fields, fields >> 16) & 15  # .., j1, j0, h
+    one: gl.constexpr = -1.0 / undo("uint4", HALF, False)
+    values = (fields.to(gl.float32) * one).to(gl.float16 if HALF else gl.bfloat16)
+    return gl.convert_layout(values.reshape([2, 8 if WIDE else 16, 4, 8]), layouts.scales(WIDE), assert_trivial=True)
+
+
+@gluon.jit
+def _unpack(operands, KIND: gl.constexpr, HALF: gl.constexpr, HOW: gl.constexpr):
+    """Runs a recipe on (words, ..). The last axis gets twice as long: k and k + 8, or for 8-bit codes stays."""
+    text: gl.constexpr = recipes.dequantize(KIND, HALF, HOW)
+    constraints: gl.constexpr = recipes.constraints(KIND, HOW)
+    if KIND == "uint8" and HALF:
+        return gl.inline_asm_elementwise(text, constraints, operands, gl.float16, True, 4)
+    elif KIND == "uint8":
+        return gl.inline_asm_elementwise(text, constraints, operands, gl.bfloat16, True, 4)
+    elif HALF:
+        lower, upper = gl.inline_asm_elementwise(text, constraints, operands, (gl.float16, gl.float16), True, 4)
+        return gl.join(lower, upper)
+    else:
+        lower, upper = gl.inline_asm_elementwise(text, constraints, operands, (gl.bfloat16, gl.bfloat16), True, 4)
+        return gl.join(lower, upper)
+
+
+@gluon.jit
+def _folded(scale, KIND: gl.constexpr):
+    """Factors of codes in the lowest and in the next four bits, and the zero point, for bf16 scales."""
+    low, high, zero4, zero8 = gl.inline_asm_elementwise(
+        recipes.scale_factors(),
+        "=&r,=&r,=&r,=&r,r",
+        (scale,),
+        (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+        True,
+        2,
+    )
+    if KIND == "uint8":
+        zero4 = zero8
+    return low, high, zero4
+
+
+@gluon.jit
+def _spread(value, WIDE: gl.constexpr):
+    """Adds the axis t: the same value for all t."""
+    layout: gl.constexpr = layouts.scales(WIDE)
+    shape: gl.constexpr = [2, 8 if WIDE else 16, 4, 8]
+    full, _ = gl.broadcast(gl.expand_dims(value, 2), gl.full(shape, 0, value.dtype, layout))
+    return full
+
+
+@gluon.jit
+def _beside(first, second, KIND: gl.constexpr, WIDE: gl.constexpr, SLABS: gl.constexpr):
+    """Spreads values of columns over the bytes of SLABS slabs of words.
+
+    first and second are for the lower and the upper two slabs (the same value where one group spans all four).
+    """
+    x = gl.join(first, second) if SLABS == 4 else first
+    x = gl.join(x, x)
+    x = gl.join(x, x)  # pair, tile and g, t, j and h, (upper slabs,) slab, two bytes of four
+    if KIND == "uint8":
+        x = gl.join(x, x)
+        x = x.permute([0, 4, 5, 1, 2, 3, 6, 7] if SLABS == 4 else [0, 4, 1, 2, 3, 5, 6])
+    else:
+        x = x.permute([0, 4, 5, 1, 2, 3, 6] if SLABS == 4 else [0, 4, 1, 2, 3, 5])
+    shape: gl.constexpr = layouts.words_shape(WIDE, SLABS, KIND)
+    return gl.convert_layout(x.reshape(shape), layouts.words(WIDE, SLABS, KIND), assert_trivial=True)
+
+
+@gluon.jit
+def _beside_spread(first, second, KIND: gl.constexpr, WIDE: gl.constexpr, SLABS: gl.constexpr):
+    return _beside(_spread(first, WIDE), _spread(second, WIDE), KIND, WIDE, SLABS)
+
+
+@gluon.jit
+def _beside_plain(first, second, KIND: gl.constexpr, HALF: gl.constexpr, WIDE: gl.constexpr, SLABS: gl.constexpr):
+    """Scales in the activations' type; float16 ones times 2^9, which unscaled weights lack (they fit below 128)."""
+    if HALF:
+        first = (first.to(gl.float32) * 512.0).to(gl.float16)
+        second = (second.to(gl.float32) * 512.0).to(gl.float16)
+    return _beside_spread(first, second, KIND, WIDE, SLABS)
+
+
+@gluon.jit
+def _beside_parts(first, second, KIND: gl.constexpr, WIDE: gl.constexpr, SLABS: gl.constexpr):
+    """float16 scales as sums of two bf16 numbers each."""
+    high1, low1 = _parts(first)
+    high2, low2 = _parts(second)
+    return _beside_spread(high1, high2, KIND, WIDE, SLABS), _beside_spread(low1, low2, KIND, WIDE, SLABS)
+
+
+@gluon.jit
+def _parts(scale):
+    whole = scale.to(gl.float32)
+    high = whole.to(gl.bfloat16)
+    return high, (whole - high.to(gl.float32)).to(gl.bfloat16)
+
+
+@gluon.jit
+def _beside_powers(first, second, WIDE: gl.constexpr, SLABS: gl.constexpr):
+    """Factors of e8m0 bytes, spread over the bytes of SLABS slabs of words."""
+    x = _powers(_spread(first, WIDE), WIDE)
+    x = gl.join(x, _powers(_spread(second, WIDE), WIDE)) if SLABS == 4 else x
+    x = gl.join(x, x)  # pair, tile and g, t, j and h and k, (upper slabs,) slab
+    x = x.permute([0, 4, 5, 1, 2, 3] if SLABS == 4 else [0, 4, 1, 2, 3])
+    shape: gl.constexpr = layouts.words_shape(WIDE, SLABS, "e2m1")
+    return gl.convert_layout(x.reshape(shape), layouts.words(WIDE, SLABS, "e2m1"), assert_trivial=True)
+
+
+@gluon.jit
+def _powers(scale, WIDE: gl.constexpr):
+    """`[pair, tile and g, t, j and h and k]` of bytes `[pair, tile and g, t, j1 and h and j0]`, Marlin's e8m0 order."""
+    upper_h: gl.constexpr = recipes.powers()
+    zero, one = gl.inline_asm_elementwise(upper_h, "=&r,=&r,=&r,=&r,r", (scale,), (gl.bfloat16, gl.bfloat16), True, 4)
+    # Each result has j0 and k where the bytes had h and j0.
+    x = gl.join(zero, one).reshape([2, 8 if WIDE else 16, 4, 2, 2, 2, 2])  # pair, tile and g, t, j1, j0, k, h
+    return x.permute([0, 1, 2, 3, 4, 6, 5]).reshape([2, 8 if WIDE else 16, 4, 16])
+
+
+@gluon.jit
+def _as_left_operand(x, KIND: gl.constexpr, WIDE: gl.constexpr, TOKENS: gl.constexpr, SLABS: gl.constexpr):
+    """Dequantised words as wgmma's left operand; only renames registers."""
+    tiles: gl.constexpr = [8, 4, 2, 2, 2] if WIDE else [2, 8, 4, 4, 2]  # g t j1 j0 h or tile g t j h
+    x = x.reshape([2, SLABS, tiles[0], tiles[1], tiles[2], tiles[3], tiles[4], 2, 2])
+    # pair, slab, tiles.., then k 0/1 and k 0/8, which 8-bit codes have in the other order
+    odd: gl.constexpr = 8 if KIND == "uint8" else 7
+    upper: gl.constexpr = 15 - odd
+    if WIDE:
+        x = x.permute([5, 0, 4, 6, 2, 1, upper, 3, odd]).reshape([128, 16 * SLABS])
+    else:
+        x = x.permute([5, 0, 2, 6, 3, 1, upper, 4, odd]).reshape([256, 16 * SLABS])
+    return gl.convert_layout(x, layouts.left_operand(TOKENS), assert_trivial=True)

@@ -1,0 +1,279 @@
+"""What the wide kernel's copy warps do: take work items from the queue, announce them, bring weights and tokens.
+
+Tokens lie in sorted order and come by the copy engine, or are picked from where they are by four warps (`gather`).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import constexpr_function
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_wait
+
+from moeq_kernels.hopper.compat import reinterpret, rows_load, tma_load
+from moeq_kernels.hopper.w4a16.device import common, layouts
+
+#: Rows of k in one step.
+STEP = gl.constexpr(64)
+#: Steps later, gathered rows of a step are said to be there; they have been on their way that long.
+LAG = gl.constexpr(3)
+
+
+# Argument lists of twenty names, one to a line, would hide the code.
+# fmt: off
+@constexpr_function
+def _weight_bytes(group, kind, scale_bits, warpgroups):
+    """Bytes of a step's words and scales."""
+    scales = layouts.groups_of(64, group) * 64 * scale_bits // 8 if group else 0
+    return warpgroups * 2 * (4 * layouts.tile_bytes(kind) + scales)
+
+
+@constexpr_function
+def heights(tokens):
+    """Heights at which tiles are multiplied: the smallest one that is enough."""
+    return {32: (32,), 64: (32, 64), 96: (32, 64, 96), 160: (64, 96, 128, 160)}[tokens]
+
+
+@constexpr_function
+def main_height(height):
+    """Tokens of the first of the two products that a height takes (the second has the others: none or 32)."""
+    return 1 << (height.bit_length() - 1)
+
+
+@constexpr_function
+def _rests(box):
+    """Whether the second product takes these 32 tokens, where they are a tile's last (1 or 0)."""
+    return int(main_height(32 * box + 32) < 32 * box + 32)
+
+
+@gluon.jit
+def extent(row, end_row, part, splits, each, steps, PAIRED: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr):
+    """First step, end step, tokens and first tile of 64 columns of a work item; shares of k have `each` steps."""
+    first = part % splits * each
+    last = gl.minimum(first + each, steps)
+    left = end_row - row
+    tile = part // splits * (GROUPS_OF_WARPS if PAIRED else 2 * GROUPS_OF_WARPS)
+    return first, last, left, tile
+
+
+@gluon.jit
+def _announce(info, full, free, number, expert, row, end_row, part, SLOTS: gl.constexpr, WARPS: gl.constexpr):
+    """Tells the multiplying warpgroups about work item `number` of this program; expert -1: there are no more."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    slot = number % SLOTS
+    mbarrier.wait(free.index(slot), ((number // SLOTS) & 1) ^ 1)
+    info.index(slot * 4).store(gl.zeros([1], gl.int32, layout) + expert)
+    info.index(slot * 4 + 1).store(gl.zeros([1], gl.int32, layout) + row)
+    info.index(slot * 4 + 2).store(gl.zeros([1], gl.int32, layout) + end_row)
+    info.index(slot * 4 + 3).store(gl.zeros([1], gl.int32, layout) + part)
+    mbarrier.arrive(full.index(slot), count=1)
+
+
+@gluon.jit
+def _told(info, slot):
+    return gl.sum(info.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def next_item(info, full, free, number, SLOTS: gl.constexpr):
+    """Expert, first row, end row and part of work item `number`."""
+    slot = number % SLOTS
+    mbarrier.wait(full.index(slot), (number // SLOTS) & 1)
+    expert = _told(info, slot * 4)
+    row = _told(info, slot * 4 + 1)
+    end_row = _told(info, slot * 4 + 2)
+    part = _told(info, slot * 4 + 3)
+    mbarrier.arrive(free.index(slot), count=1)
+    return expert, row, end_row, part
+
+
+@gluon.jit
+def _load_words(
+    w_desc, s_desc, w_buf, s_buf, bar, stage, w_row, s_row, i, tile, pair_tiles, GROUP: gl.constexpr,
+):
+    """Starts the copies of one step's words and scales."""
+    tma_load(w_desc, [w_row + i * 4, tile, 0], bar, w_buf.index(2 * stage))
+    tma_load(w_desc, [w_row + i * 4, tile + pair_tiles, 0], bar, w_buf.index(2 * stage + 1))
+    if GROUP:
+        at = s_row + (i * STEP) // GROUP
+        tma_load(s_desc, [at, tile * 64], bar, s_buf.index(2 * stage))
+        tma_load(s_desc, [at, (tile + pair_tiles) * 64], bar, s_buf.index(2 * stage + 1))
+
+
+@gluon.jit
+def _expect(bar, left, WORDS: gl.constexpr, TOKENS: gl.constexpr):
+    """Tells a barrier how many bytes to wait for, where `left` tokens are left."""
+    BOX: gl.constexpr = 32 * STEP * 2
+    if TOKENS == 32:
+        mbarrier.expect(bar, WORDS + BOX)
+    else:
+        for b in gl.static_range(TOKENS // 32):
+            some = left > 32 * b
+            if b < TOKENS // 32 - 1:
+                some = some & (left <= 32 * b + 32)
+            mbarrier.expect(bar, WORDS + (b + 1) * BOX, pred=some)
+
+
+@gluon.jit
+def _load_rows(x_desc, x_buf, x_rest, bar, stage, row, left, i, TOKENS: gl.constexpr):
+    """Starts the copies of one step's tokens: a box of 32 for each product of the tile's height."""
+    BOXES: gl.constexpr = main_height(TOKENS) // 32
+    for b in gl.static_range(TOKENS // 32):
+        if b < BOXES:
+            needed = left > 32 * (b + _rests(b))
+            tma_load(x_desc, [row + 32 * b, i * STEP], bar, x_buf.index(stage * BOXES + b), pred=needed)
+        if _rests(b):
+            needed = (left > 32 * b) & (left <= 32 * b + 32)
+            tma_load(x_desc, [row + 32 * b, i * STEP], bar, x_rest.index(stage), pred=needed)
+
+
+@gluon.jit
+def _await(counter, needed):
+    """Returns when `needed` warpgroups have counted, and what they stored before can be copied."""
+    while gl.atomic_add(counter, 0, sem="acquire", scope="gpu") < needed:
+        pass
+    gl.inline_asm_elementwise("fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", (needed,), gl.int32, False, 1)
+
+
+@gluon.jit
+def copy(
+    given, TOKENS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constexpr, PAIRED: gl.constexpr,
+    GROUPS_OF_WARPS: gl.constexpr, WAITS: gl.constexpr, FOLLOWS: gl.constexpr, SLOTS: gl.constexpr,
+):
+    """The copy warp: words, scales and tokens (rows in sorted order) of every step of every item.
+
+    WAITS: for the kernel before this one, but only with its first tokens. FOLLOWS: tokens are the results of the kernel
+    before, which may still run: waits for each expert's.
+    """
+    (
+        w_desc, x_desc, s_desc, w_buf, x_buf, x_rest, s_buf, ready, empty, info, full, free, queue, tiles, num_tiles,
+        slabs, groups, steps, blocks, splits, pair_tiles, done, needed,
+    ) = given
+    complete = -1
+    WORDS: gl.constexpr = _weight_bytes(GROUP, KIND, s_desc.dtype.primitive_bitwidth, GROUPS_OF_WARPS)
+    it = 0
+    number = 0
+    each = (steps + splits - 1) // splits
+    items = gl.load(num_tiles) * (blocks * splits)
+    index = gl.program_id(0)
+    while index < items:
+        expert, row, end_row, part = common.find_tile(index, tiles, blocks * splits)
+        _announce(info, full, free, number, expert, row, end_row, part, SLOTS, 1)
+        number += 1
+        index_of = index // (blocks * splits)
+        index = gl.num_programs(0) + gl.atomic_add(queue, 1, sem="relaxed")
+        first, last, left, tile = extent(row, end_row, part, splits, each, steps, PAIRED, GROUPS_OF_WARPS)
+        w_row = expert * slabs
+        s_row = expert * groups
+        start = first
+        if (WAITS or FOLLOWS) and (it == 0) & (last > first):
+            start = gl.minimum(first + STAGES, last)
+            for i in range(first, start):
+                early = ready.index(i - first)
+                _expect(early, left, WORDS, TOKENS)
+                _load_words(w_desc, s_desc, w_buf, s_buf, early, i - first, w_row, s_row, i, tile, pair_tiles, GROUP)
+            if WAITS:
+                gdc_wait()
+            if FOLLOWS:
+                _await(done + expert, gl.load(tiles + index_of * 8 + 4) * needed)
+                complete = expert
+            for i in range(first, start):
+                _load_rows(x_desc, x_buf, x_rest, ready.index(i - first), i - first, row, left, i, TOKENS)
+            it = start - first
+        if FOLLOWS and expert != complete:
+            _await(done + expert, gl.load(tiles + index_of * 8 + 4) * needed)
+            complete = expert
+        for i in range(start, last):
+            stage = it % STAGES
+            mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
+            bar = ready.index(stage)
+            _expect(bar, left, WORDS, TOKENS)
+            _load_words(w_desc, s_desc, w_buf, s_buf, bar, stage, w_row, s_row, i, tile, pair_tiles, GROUP)
+            _load_rows(x_desc, x_buf, x_rest, bar, stage, row, left, i, TOKENS)
+            it += 1
+    _announce(info, full, free, number, -1, 0, 0, 0, SLOTS, 1)
+
+
+@gluon.jit
+def _gather_item(
+    it, w_desc, s_desc, w_buf, x_buf, x_rest, s_buf, ready, empty, x, pair_of_row, top_k, stride_x, row, end_row,
+    w_row, s_row, first, last, tile, pair_tiles, NOW: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, KIND: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr,
+):
+    """Copies of one item whose tokens stand in any order, with NOW of the TOKENS rows of the buffers."""
+    WORDS: gl.constexpr = _weight_bytes(GROUP, KIND, s_desc.dtype.primitive_bitwidth, GROUPS_OF_WARPS)
+    MAIN: gl.constexpr = main_height(NOW)
+    PER: gl.constexpr = main_height(TOKENS) // MAIN
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    x_view = reinterpret(x_buf, x_buf.dtype, [STAGES * PER, MAIN, STEP], layouts.token_buffer())
+    column = gl.expand_dims(gl.arange(0, STEP, layout=gl.SliceLayout(0, layout)), 0)
+    # Rows after the tile's last one are not stored, so any token will do.
+    at = gl.minimum(row + gl.arange(0, MAIN, layout=gl.SliceLayout(1, layout)), end_row - 1)
+    token = (gl.load(pair_of_row + at) // top_k).to(gl.int64)
+    place = x + gl.expand_dims(token * stride_x, 1) + column
+    rest = place
+    if NOW > MAIN:
+        at = gl.minimum(row + MAIN + gl.arange(0, NOW - MAIN, layout=gl.SliceLayout(1, layout)), end_row - 1)
+        token = (gl.load(pair_of_row + at) // top_k).to(gl.int64)
+        rest = x + gl.expand_dims(token * stride_x, 1) + column
+    for i in range(first, last):
+        stage = it % STAGES
+        mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
+        bar = ready.index(stage)
+        mbarrier.expect(bar, WORDS)
+        _load_words(w_desc, s_desc, w_buf, s_buf, bar, stage, w_row, s_row, i, tile, pair_tiles, GROUP)
+        rows_load(x_view.index(stage * PER), place + i * STEP)
+        if NOW > MAIN:
+            rows_load(x_rest.index(stage), rest + i * STEP)
+        async_copy.commit_group()
+        if i - first >= LAG:
+            async_copy.wait_group(LAG)
+            fence_async_shared()
+            mbarrier.arrive(ready.index((it - LAG) % STAGES), count=1)
+        it += 1
+    async_copy.wait_group(0)
+    fence_async_shared()
+    for done in range(gl.maximum(it - LAG, it - (last - first)), it):
+        mbarrier.arrive(ready.index(done % STAGES), count=1)
+    return it
+
+
+@gluon.jit
+def gather(
+    given, gathered, TOKENS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constexpr,
+    PAIRED: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr, SLOTS: gl.constexpr,
+):
+    """The copy warps (four) where tokens are gathered by their pairs: `copy` with cp.async instead of the copy engine.
+
+    Threads have to say themselves when their rows are there; they do so LAG steps later.
+    """
+    (
+        w_desc, _x_desc, s_desc, w_buf, x_buf, x_rest, s_buf, ready, empty, info, full, free, queue, tiles, num_tiles,
+        slabs, groups, steps, blocks, splits, pair_tiles, _done, _needed,
+    ) = given
+    x, pair_of_row, top_k, stride_x = gathered
+    HEIGHTS: gl.constexpr = heights(TOKENS)
+    it = 0
+    number = 0
+    each = (steps + splits - 1) // splits
+    items = gl.load(num_tiles) * (blocks * splits)
+    index = gl.program_id(0)
+    while index < items:
+        expert, row, end_row, part = common.find_tile(index, tiles, blocks * splits)
+        _announce(info, full, free, number, expert, row, end_row, part, SLOTS, 4)
+        number += 1
+        index = gl.num_programs(0) + gl.atomic_add(queue, 1, sem="relaxed")
+        first, last, left, tile = extent(row, end_row, part, splits, each, steps, PAIRED, GROUPS_OF_WARPS)
+        for h in gl.static_range(len(HEIGHTS)):
+            if (left <= HEIGHTS[h]) & (h == 0 or left > HEIGHTS[h - 1]):
+                it = _gather_item(
+                    it, w_desc, s_desc, w_buf, x_buf, x_rest, s_buf, ready, empty, x, pair_of_row, top_k, stride_x, row,
+                    end_row, expert * slabs, expert * groups, first, last, tile, pair_tiles, HEIGHTS[h], TOKENS, STAGES,
+                    GROUP, KIND, GROUPS_OF_WARPS,
+                )
+    _announce(info, full, free, number, -1, 0, 0, 0, SLOTS, 4)
+
+
+# fmt: on

@@ -1,0 +1,282 @@
+"""Which Hopper kernel a call uses, and with what sizes: a table and a short rule, from shapes alone.
+
+What decides is how many tokens an expert that is hit gets on average. While it is one, and experts are small, the two
+kernels for few tokens need no sorting. With few tokens the time is that of reading weights: the narrow kernel, whose
+programs the GPU balances itself and which share a tile's k, where tiles are few; then the queue kernel, which makes
+both products and keeps reading across tiles. Beyond 12 tokens the tokens' own traffic and multiplying count too, and
+the wide kernel has several warpgroups share them. The table was measured on an H200 (see kernels/bench/TUNING.md).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from moeq_kernels.gpu import H200, Gpu
+
+
+@dataclass(frozen=True)
+class Narrow:
+    """Sizes of the narrow kernel.
+
+    Attributes:
+        tokens: of a tile (8; 16 works too, but was slower).
+        stages: steps in shared memory.
+        after: group scales multiply float32 sums (else they are folded into bf16 weights).
+        resident: programs that a multiprocessor holds.
+        registers: cap for a thread, or None.
+        step: rows of k in a step (64 or 128).
+    """
+
+    tokens: int
+    stages: int
+    after: bool
+    resident: int
+    registers: int | None = None
+    step: int = 128
+
+
+@dataclass(frozen=True)
+class Direct:
+    """Sizes of the two kernels for very few tokens.
+
+    Attributes:
+        stages: steps in shared memory at most.
+        after, step: as of `Narrow`.
+        tokens: of a tile.
+    """
+
+    stages: int = 4
+    after: bool = True
+    step: int = 128
+    tokens: int = 1
+
+
+@dataclass(frozen=True)
+class Queue:
+    """Sizes of the kernel for both products.
+
+    Attributes:
+        tokens: of a tile (8, 16 or 32).
+        stages: steps in shared memory.
+        resident: programs that a multiprocessor holds (2 or 3).
+        after, step: as of `Narrow`.
+        rows: of k, whose weights are in registers at a time (32 or 64).
+        up, down: tiles of either product are cut into so many shares for each program at most.
+    """
+
+    tokens: int
+    stages: int
+    resident: int
+    after: bool = False
+    step: int = 128
+    rows: int = 64
+    up: int = 3
+    down: int = 3
+
+    @property
+    def registers(self) -> int:
+        """Of each thread, before the copy warp passes on some of its own."""
+        return 65536 // (256 * self.resident) // 8 * 8
+
+
+@dataclass(frozen=True)
+class Wide:
+    """Sizes of the wide kernel.
+
+    Attributes:
+        tokens: of a tile at most (32, 64, 96 or 160).
+        stages: steps of 64 rows of k in shared memory.
+        warpgroups: that multiply (2 or 4).
+        registers: of each of their threads.
+        gathers: the gate-up product picks tokens itself (two warpgroups only), else a kernel before it copies them.
+    """
+
+    tokens: int
+    stages: int
+    warpgroups: int
+    registers: int
+    gathers: bool = False
+
+
+Kernel = Narrow | Direct | Queue | Wide
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A kernel, and how many programs share a tile's k in each product (gate-up: narrow only)."""
+
+    kernel: Kernel
+    gate_up_splits: int = 1
+    down_splits: int = 1
+
+
+#: Shared memory that a program of the queue and one of the wide kernel needs beside its steps.
+_QUEUE_BYTES = 9472
+_REGROUPING_WIDE = 16640
+
+DIRECT = Direct()
+#: Weights of an expert up to which the kernels for few tokens are used; larger ones keep the GPU busy anyway.
+DIRECT_WEIGHTS = 1 << 25
+NARROW8 = Narrow(8, 3, after=True, resident=4, registers=128)
+QUEUE8 = Queue(8, 3, resident=3, after=True)
+QUEUE16 = Queue(16, 3, resident=3, after=True, rows=32, down=2)
+QUEUE32 = Queue(32, 4, resident=2, up=1, down=1)
+WIDE32 = Wide(32, 6, warpgroups=4, registers=120)
+WIDE64 = Wide(64, 6, warpgroups=4, registers=112)
+WIDE96 = Wide(96, 8, warpgroups=2, registers=232)
+WIDE160 = Wide(160, 6, warpgroups=2, registers=232)
+#: With few columns of gate and up, picking tokens costs less than copying them first; up to so many.
+GATHER_COLUMNS = 1024
+#: What replaces kernels of the table then, and the columns up to which it does.
+GATHERING: dict[Kernel, tuple[int, Kernel]] = {
+    WIDE64: (512, Wide(64, 9, warpgroups=2, registers=232, gathers=True)),
+    WIDE96: (GATHER_COLUMNS, replace(WIDE96, gathers=True)),
+    WIDE160: (GATHER_COLUMNS, replace(WIDE160, gathers=True)),
+}
+#: (tokens per hit expert up to, kernel), tried in order.
+TABLE: tuple[tuple[float, Narrow | Queue | Wide], ...] = (
+    (1.6, NARROW8),
+    (5.0, QUEUE8),
+    (12.0, QUEUE16),
+    (24.0, WIDE32),
+    (44.0, WIDE64),
+    (90.0, WIDE96),
+    (float("inf"), WIDE160),
+)
+#: The same for down products of many steps (see SHORT_K).
+LONG_TABLE = tuple((20.0 if kernel == QUEUE16 else limit, kernel) for limit, kernel in TABLE)
+#: The same for e2m1, whose integer work counts beside its bytes: for down products of few steps and for longer ones.
+_MXFP4_MANY: tuple[tuple[float, Narrow | Queue | Wide], ...] = (
+    (24.0, QUEUE32),
+    (48.0, WIDE64),
+    (90.0, WIDE96),
+    (float("inf"), WIDE160),
+)
+MXFP4_TABLE = (
+    (3.0, NARROW8),
+    (5.0, QUEUE8),
+    (12.0, Narrow(16, 2, after=False, resident=4, registers=128)),
+    *_MXFP4_MANY,
+)
+MXFP4_LONG_TABLE = ((1.2, NARROW8), (5.0, QUEUE8), (12.0, Queue(16, 5, resident=2)), *_MXFP4_MANY)
+#: Features of a down product's k up to which it counts as short.
+SHORT_K = 1024
+_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
+#: Start and end of a program, in steps.
+_OVERHEAD_STEPS = 2.5
+
+
+def tokens_per_hit(pairs: int, experts: int) -> float:
+    """Average tokens of an expert that gets any, for uniform routing."""
+    hit = experts * (1.0 - (1.0 - 1.0 / max(1, experts)) ** pairs)
+    return pairs / max(hit, 1.0)
+
+
+def splits_for(items: float, steps: int, resident: int) -> int:
+    """How many programs should share a tile's k, of `items` tiles with `steps` each, when `resident` fit at once.
+
+    Least time of: waves of programs x (steps of each + overhead). With less than one wave programs are faster, and
+    time falls as the square root. Beyond one wave sharing only evens out the last one: it then has to save a tenth,
+    and leave every program 12 steps.
+    """
+
+    def cost(splits: int) -> float:
+        waves = items * splits / resident
+        each = -(-steps // splits)
+        if waves <= 1.0:
+            return math.sqrt(waves) * (each + _OVERHEAD_STEPS)
+        if splits > 1 and each < 12:
+            return math.inf
+        return math.ceil(waves) * (each + _OVERHEAD_STEPS) * (1.1 if splits > 1 else 1.0)
+
+    best = min((splits for splits in _SPLITS if splits == 1 or 2 * splits <= steps), key=cost)
+    return -(-steps // -(-steps // best))  # without empty shares
+
+
+def table_for(kind: str, intermediate: int = 0) -> tuple[tuple[float, Narrow | Queue | Wide], ...]:
+    """The table for that kind of codes and k of the down product."""
+    if intermediate <= SHORT_K:
+        return MXFP4_TABLE if kind == "e2m1" else TABLE
+    return MXFP4_LONG_TABLE if kind == "e2m1" else LONG_TABLE
+
+
+def kernel_for(kernel: Kernel, kind: str, group: int, gpu: Gpu = H200) -> Kernel:
+    """A kernel of the table for other codes than `uint4` and groups other than 128."""
+    if isinstance(kernel, Wide):
+        if kind != "uint4" and kernel.warpgroups == 4 and kernel.tokens == 64:  # too few registers, too little memory
+            kernel = replace(kernel, warpgroups=2, registers=232, stages=9)
+        scales = max(1, 64 // group if group else 1) * 256
+        bytes_of_step = kernel.warpgroups * ((8192 if kind == "uint8" else 4096) + scales) + 128 * kernel.tokens
+        room = gpu.shared_bytes - kernel.warpgroups * _REGROUPING_WIDE
+        return replace(kernel, stages=min(kernel.stages, room // bytes_of_step))
+    after = kernel.after and kind == "uint4" and (group >= 64 or not group)
+    if isinstance(kernel, Narrow):  # four programs have to fit a multiprocessor's shared memory
+        if kind == "uint8":
+            return replace(kernel, after=False, step=64, stages=3)
+        return replace(kernel, after=after, stages=2 if kind == "e2m1" else kernel.stages)
+    if isinstance(kernel, Direct):  # of MXFP4's wider scales, four stages would leave room for two programs only
+        step, stages = (64 if kind == "uint8" else 128), (3 if kind == "e2m1" else kernel.stages)
+        return replace(kernel, after=after, step=step, stages=stages)
+    step = 64 if kind == "uint8" else kernel.step
+    kernel = replace(kernel, after=after, step=step)
+    scales = max(1, step // group) * 512 if group else 512
+    bytes_of_step = step * (256 if kind == "uint8" else 128) + scales + 2 * step * kernel.tokens
+    room = gpu.shared_bytes // kernel.resident - _QUEUE_BYTES
+    return replace(kernel, stages=min(kernel.stages, room // bytes_of_step))
+
+
+def shares_for(items: int, steps: int, most: int, gpu: Gpu = H200) -> int:
+    """How many programs share a tile's k in the kernels for few tokens, `most` at most.
+
+    All should start at once, some three on each multiprocessor; one more would start when others have ended.
+    """
+    return max(1, min(most, steps, 3 * gpu.multiprocessors // 32 * 32 // items))
+
+
+def choose(
+    pairs: int,
+    experts: int,
+    hidden: int,
+    intermediate: int,
+    group: int,
+    kind: str = "uint4",
+    gated: bool = True,
+    top_k: int = 1,
+    gpu: Gpu = H200,
+) -> Plan:
+    """The plan for `pairs` routed pairs among `experts` with these packed sizes.
+
+    Args:
+        group: weights that share a scale, 0 for one scale for each output feature.
+        kind: `uint4`, `uint8` or `e2m1`.
+        gated: whether the first product makes gate and up (only then can the narrow kernel share its k).
+        top_k: pairs of a token, which have different experts.
+        gpu: whose multiprocessors and shared memory are planned for.
+    """
+    small = 3 * hidden * intermediate <= DIRECT_WEIGHTS
+    crowd = 2 if kind == "e2m1" and intermediate <= SHORT_K else 4
+    if gated and small and crowd * pairs <= experts:
+        kernel = kernel_for(DIRECT, kind, group, gpu)
+        up = shares_for(pairs * -(-intermediate // 128), -(-hidden // kernel.step), 16, gpu)
+        return Plan(kernel, up, shares_for(pairs * -(-hidden // 256), -(-intermediate // kernel.step), 8, gpu))
+    mean = tokens_per_hit(pairs, experts)
+    base = next(one for limit, one in table_for(kind, intermediate) if mean <= limit)
+    most_columns, gathering = GATHERING.get(base, (0, base))
+    gathers = intermediate <= most_columns and kind != "e2m1"  # MXFP4 weights leave copy warps too little of their time
+    kernel = kernel_for(gathering if gathers else base, kind, group, gpu)
+    if isinstance(kernel, Queue):
+        return Plan(kernel)
+    if isinstance(kernel, Wide):
+        tiles = pairs / mean * max(1.0, mean / kernel.tokens)
+        down_items = tiles * -(-hidden // (128 * kernel.warpgroups))
+        return Plan(kernel, down_splits=max(1, min(4, int(gpu.multiprocessors / max(1.0, down_items)))))
+    # One program too many is a second wave: here the experts hit are counted as they are, not as for single pairs.
+    hit = experts * (1.0 - (1.0 - min(top_k, experts) / experts) ** (pairs / top_k))
+    tiles = hit * max(1.0, pairs / hit / kernel.tokens)
+    resident = gpu.multiprocessors * kernel.resident
+    if kind != "e2m1" and (tiles * -(-intermediate // 128) > resident or tiles * -(-hidden // 256) > 2 * resident):
+        return Plan(kernel_for(QUEUE8, kind, group, gpu))  # narrow programs would run in waves
+    gate_up = splits_for(tiles * -(-intermediate // 128), -(-hidden // 128), resident) if gated else 1
+    down = splits_for(tiles * -(-hidden // 256), -(-intermediate // 128), resident)
+    return Plan(kernel, gate_up, down)

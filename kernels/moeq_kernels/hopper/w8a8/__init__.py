@@ -1,0 +1,1 @@
+"""int8 weights and activations, on int8 tensor cores."""

@@ -1,0 +1,266 @@
+"""int8 expert products with few tokens per expert, transposed: Y^T = W X^T, weights as wgmma's 64-row operand.
+
+Few tokens then waste nothing: a tile has 8 to 128 of them. Time is that of reading weights, so what counts is bytes in
+flight: one warp copies weights as far ahead as shared memory reaches, across work items, and does not even wait for
+the kernel before (in the down product); a second one copies tokens.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from moeq_kernels.hopper.compat import barrier, reinterpret, tma_load
+from moeq_kernels.hopper.device.epilogue import activate_gated, gated
+from moeq_kernels.hopper.w8a8.device import common
+
+STEP = common.STEP
+
+
+# Argument lists of twenty names, one to a line, would hide the code.
+# fmt: off
+@gluon.jit
+def _items(tiles, num_tiles, rows, parts, DIRECT: gl.constexpr):
+    """How many work items there are."""
+    if DIRECT:
+        return rows * parts
+    else:
+        return gl.load(num_tiles) * parts
+
+
+@gluon.jit
+def _find(index, tiles, num_tiles, parts, experts, known, TOKENS: gl.constexpr, DIRECT: gl.constexpr):
+    """Expert, first row, end row and part of a work item; see `int8_product_narrow`."""
+    if DIRECT:
+        pair = index // parts
+        chosen = gl.load(tiles + pair).to(gl.int32)
+        there = (chosen >= 0) & (chosen < known)
+        if num_tiles is not None:
+            chosen = gl.load(num_tiles + gl.where(there, chosen, 0)).to(gl.int32)
+            there = there & (chosen >= 0) & (chosen < experts)
+        return gl.where(there, chosen, 0), pair, pair + there.to(gl.int32), index - pair * parts
+    else:
+        return common.find_item(index, tiles, parts, TOKENS)
+
+
+@gluon.jit
+def _copy_weights(
+    given, TOKENS: gl.constexpr, STAGES: gl.constexpr, EPILOGUE: gl.constexpr, WARPGROUPS: gl.constexpr,
+    DIRECT: gl.constexpr, DEPENDENT: gl.constexpr,
+):
+    """A copy warp: two boxes of 64 rows for each warpgroup and step."""
+    (
+        first_desc, second_desc, w_buf, ready, empty, tiles, num_tiles, steps, blocks, splits, rows, experts, known,
+    ) = given
+    GATED: gl.constexpr = gated(EPILOGUE)
+    OWN: gl.constexpr = 64 if GATED else 128
+    if DEPENDENT and GATED and not DIRECT:
+        gdc_wait()  # the tiles come from the kernel right before
+    it = 0
+    for index in range(gl.program_id(0), _items(tiles, num_tiles, rows, blocks * splits, DIRECT), gl.num_programs(0)):
+        expert, _, _, part = _find(index, tiles, num_tiles, blocks * splits, experts, known, TOKENS, DIRECT)
+        first, last, _ = common.share(part, splits, steps)
+        column = part // splits * (OWN * WARPGROUPS)
+        for i in range(first, last):
+            stage = it % STAGES
+            mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
+            bar = ready.index(stage)
+            mbarrier.expect(bar, WARPGROUPS * 128 * STEP)
+            for w in gl.static_range(WARPGROUPS):
+                slot = (stage * WARPGROUPS + w) * 2
+                at = column + OWN * w
+                tma_load(first_desc, [expert, at, i * STEP], bar, w_buf.index(slot))
+                tma_load(second_desc, [expert, at + (OWN - 64), i * STEP], bar, w_buf.index(slot + 1))
+            it += 1
+
+
+@gluon.jit
+def _copy_tokens(
+    given, TOKENS: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, DIRECT: gl.constexpr, DEPENDENT: gl.constexpr,
+):
+    """A copy warp: the boxes of BOX tokens that hold any of the tile."""
+    x_desc, x_buf, ready, empty, tiles, num_tiles, steps, blocks, splits, rows, experts, known = given
+    BOXES: gl.constexpr = TOKENS // BOX
+    if DEPENDENT:
+        gdc_wait()
+    it = 0
+    for index in range(gl.program_id(0), _items(tiles, num_tiles, rows, blocks * splits, DIRECT), gl.num_programs(0)):
+        _, row, end_row, part = _find(index, tiles, num_tiles, blocks * splits, experts, known, TOKENS, DIRECT)
+        first, last, _ = common.share(part, splits, steps)
+        left = end_row - row
+        for i in range(first, last):
+            stage = it % STAGES
+            mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
+            bar = ready.index(stage)
+            for b in gl.static_range(BOXES):
+                is_last = (left <= (b + 1) * BOX) | (b == BOXES - 1)
+                mbarrier.expect(bar, (b + 1) * BOX * STEP, pred=is_last & ((left > b * BOX) | (b == 0)))
+            for b in gl.static_range(BOXES):
+                needed = (left > b * BOX) | (b == 0)
+                tma_load(x_desc, [row + b * BOX, i * STEP], bar, x_buf.index(stage * BOXES + b), pred=needed)
+            it += 1
+
+
+@gluon.jit
+def _scales(w_scale, bias, expert, n, rows, inside, HAS_BIAS: gl.constexpr):
+    """Scales and biases of rows n of the weights of an expert, of `rows` rows."""
+    at = expert.to(gl.int64) * rows + n
+    scale = gl.load(w_scale + at, mask=inside, other=0.0).to(gl.float32)
+    shift = scale
+    if HAS_BIAS:
+        shift = gl.load(bias + at, mask=inside, other=0.0).to(gl.float32)
+    return scale, shift
+
+
+@gluon.jit
+def _multiply(
+    given, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, WARPGROUPS: gl.constexpr,
+    EPILOGUE: gl.constexpr, BIAS: gl.constexpr, DIRECT: gl.constexpr, DEPENDENT: gl.constexpr,
+):
+    """A multiplying warpgroup: 128 rows of the weights, 64 of gate and of up where gated."""
+    (
+        w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks, splits, rows, columns,
+        stride, w_rows, up_row, row_step, experts, known,
+    ) = given
+    GATED: gl.constexpr = gated(EPILOGUE)
+    OWN: gl.constexpr = 64 if GATED else 128
+    wide: gl.constexpr = common.accumulator(TOKENS)
+    w_view = reinterpret(w_buf, gl.int8, [STAGES * WARPGROUPS, 128, STEP], common.operand())
+    x_view = reinterpret(x_buf, gl.int8, [STAGES, TOKENS, STEP], common.operand())
+    n = gl.arange(0, OWN, layout=gl.SliceLayout(1, wide))
+    t = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, wide))
+    if DEPENDENT:
+        gdc_wait()
+        if WG == 0:
+            gdc_launch_dependents()
+    it = 0
+    for index in range(gl.program_id(0), _items(tiles, num_tiles, rows, blocks * splits, DIRECT), gl.num_programs(0)):
+        expert, row, end_row, part = _find(index, tiles, num_tiles, blocks * splits, experts, known, TOKENS, DIRECT)
+        first, last, number = common.share(part, splits, steps)
+        column = part // splits * (OWN * WARPGROUPS) + OWN * WG
+        inside = column + n < columns
+        present = row + t < end_row
+        scale, shift = _scales(w_scale, bias, expert, (column + n) * row_step, w_rows, inside, BIAS)
+        up_scale = scale
+        up_shift = shift
+        if GATED:
+            up_scale, up_shift = _scales(w_scale, bias, expert, (column + n) * row_step + up_row, w_rows, inside, BIAS)
+        token_scale = gl.load(x_scale + row + t, mask=present, other=0.0)
+
+        acc = gl.zeros([128, TOKENS], gl.int32, wide)
+        for i in range(first, last):
+            stage = it % STAGES
+            mbarrier.wait(ready.index(stage), (it // STAGES) & 1)
+            acc = warpgroup_mma(
+                w_view.index(stage * WARPGROUPS + WG), x_view.index(stage).permute((1, 0)), acc, is_async=True
+            )
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+            # All but the last product are done: give back the stage before this one.
+            mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1, pred=i > first)
+            it += 1
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
+
+        target = out + gl.expand_dims((row + t).to(gl.int64) * stride, 0) + gl.expand_dims(column + n, 1)
+        mask = gl.expand_dims(inside, 1) & gl.expand_dims(present, 0)
+        target += number.to(gl.int64) * rows * stride
+        if GATED:
+            gate, up = gl.split(acc.reshape([2, 64, TOKENS]).permute([1, 2, 0]))
+            gate = gl.convert_layout(gate, wide, assert_trivial=True)
+            up = gl.convert_layout(up, wide, assert_trivial=True)
+            if SPLIT:
+                gl.store(target, gate, mask=mask)
+                gl.store(target + columns, up, mask=mask)
+            else:
+                gate = common.scaled(gate, scale, token_scale, True)
+                up = common.scaled(up, up_scale, token_scale, True)
+                if BIAS:
+                    gate += gl.expand_dims(shift, 1)
+                    up += gl.expand_dims(up_shift, 1)
+                value = activate_gated(gate, up, EPILOGUE)
+                gl.store(target, value.to(out.dtype.element_ty), mask=mask)
+        else:
+            value = common.scaled(acc, scale, token_scale, True)
+            if BIAS:
+                value += gl.expand_dims(gl.where(number == 0, shift, 0.0), 1)
+            gl.store(target, value.to(out.dtype.element_ty), mask=mask)
+
+
+@gluon.jit(do_not_specialize=["steps", "blocks", "splits", "rows", "up_row", "experts", "known"])
+def int8_product_narrow(
+    first_desc, second_desc, x_desc, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks, splits, rows,
+    columns, stride, w_rows, up_row, row_step, experts, known,
+    TOKENS: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, WARPGROUPS: gl.constexpr,
+    REGISTERS: gl.constexpr, EPILOGUE: gl.constexpr, BIAS: gl.constexpr, DIRECT: gl.constexpr, DEPENDENT: gl.constexpr,
+):
+    """out[row] = x[row] @ W[expert of row].T with scales, or the activation of its halves.
+
+    Args:
+        first_desc, second_desc: int8 weights `[E, rows, k]`, block `[1, 64, 128]`: gate and up where gated, else twice
+            the same.
+        x_desc: int8 tokens `[rows, k]` sorted by expert, block `[BOX, 128]`.
+        x_scale: fp32 `[rows]`.
+        w_scale, bias: `[E, w_rows]`; row n of gate is `n * row_step`, of up `up_row` further.
+        out: `[rows, ..]` with `stride`; `[splits, rows, ..]` without a gate; int32 sums `[splits, rows, 2 * columns]`
+            where gated and SPLIT.
+        tiles: int32 `[T, 8]` and num_tiles: int32 `[1]`, of `device.routing`. DIRECT: the experts chosen `[rows]` and
+            the map of experts or None instead; every row is a tile then, and weights need not wait for routing.
+        experts, known: local experts, and how many the chosen ones may name (DIRECT).
+        steps: of 128 of k; blocks: of columns; splits: items that share their k.
+        columns: of out, of each half where gated and SPLIT.
+        TOKENS: of a tile; BOX: of them that are copied together.
+        EPILOGUE: `epilogue.Epilogue`, what follows the product.
+        WARPGROUPS: that multiply (1 or 2), 128 rows of the weights each; REGISTERS: of their threads.
+        DEPENDENT: launched while the kernel before it still runs.
+    """
+    gl.static_assert(first_desc.dtype == gl.int8 and second_desc.dtype == gl.int8, "weights must be signed")
+    gl.static_assert(x_desc.dtype == gl.int8, "tokens must be signed: wgmma takes unsigned bytes as signed ones")
+    w_buf = gl.allocate_shared_memory(gl.int8, [STAGES * WARPGROUPS * 2, 1, 64, STEP], common.weight_box())
+    x_buf = gl.allocate_shared_memory(gl.int8, [STAGES * (TOKENS // BOX), BOX, STEP], common.operand())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=2)
+        mbarrier.init(empty.index(i), count=WARPGROUPS)
+    fence_async_shared()
+    barrier()
+    taken = (
+        w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks, splits, rows, columns,
+        stride, w_rows, up_row, row_step, experts, known,
+    )
+    weights = (
+        first_desc, second_desc, w_buf, ready, empty, tiles, num_tiles, steps, blocks, splits, rows, experts, known,
+    )
+    tokens = (x_desc, x_buf, ready, empty, tiles, num_tiles, steps, blocks, splits, rows, experts, known)
+    if WARPGROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_multiply, (taken, 0, TOKENS, STAGES, SPLIT, 1, EPILOGUE, BIAS, DIRECT, DEPENDENT)),
+                (_copy_weights, (weights, TOKENS, STAGES, EPILOGUE, 1, DIRECT, DEPENDENT)),
+                (_copy_tokens, (tokens, TOKENS, BOX, STAGES, DIRECT, DEPENDENT)),
+            ],
+            [1, 1],
+            [24, 24],
+        )
+    else:
+        gl.static_assert(WARPGROUPS == 2)
+        gl.warp_specialize(
+            [
+                (_multiply, (taken, 0, TOKENS, STAGES, SPLIT, 2, EPILOGUE, BIAS, DIRECT, DEPENDENT)),
+                (_multiply, (taken, 1, TOKENS, STAGES, SPLIT, 2, EPILOGUE, BIAS, DIRECT, DEPENDENT)),
+                (_copy_weights, (weights, TOKENS, STAGES, EPILOGUE, 2, DIRECT, DEPENDENT)),
+                (_copy_tokens, (tokens, TOKENS, BOX, STAGES, DIRECT, DEPENDENT)),
+            ],
+            [4, 1, 1],
+            [REGISTERS, 24, 24],
+        )
+
+
+# fmt: on

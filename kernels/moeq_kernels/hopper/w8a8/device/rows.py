@@ -1,0 +1,175 @@
+"""Quantising tokens and activations to int8 rows, and routing few pairs on the way: plain Triton, no atomics.
+
+Codes and scales are those of the portable kernels' `quantize_rows`, bit for bit: scale = max |row| / 127 (1 for a zero
+row) by true division, code = row / scale to nearest even.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from moeq_kernels.device.activations import activate_gated
+from moeq_kernels.device.numerics import round_half_even, round_to
+from moeq_kernels.hopper.device.routing import _local, _mark_unused, _write_tiles
+
+
+@triton.jit
+def _quantised(value, static_scale):
+    """int8 codes and the scale of a float32 row; columns that do not count must be zero.
+
+    One row, not several: with two axes Triton may give a thread all columns.
+    """
+    if static_scale is not None:
+        scale = tl.load(static_scale)
+    else:
+        top = tl.max(tl.abs(value), axis=0)
+        scale = tl.where(top > 0.0, tl.div_rn(top, 127.0), 1.0)
+    code = round_half_even(tl.div_rn(value, scale))
+    return tl.minimum(tl.maximum(code, -128.0), 127.0).to(tl.int8), scale
+
+
+@triton.jit(do_not_specialize=["pairs", "EXPERTS", "KNOWN", "MOST"])
+def route_quantised(
+    ids, expert_map, x, static_scale, codes, scales, inverse, expert_of_row, tiles, num_tiles, pairs, hidden, stride_x,
+    stride_q, EXPERTS, KNOWN, MOST, MAPPED: tl.constexpr, PAIRS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
+    TOP_K: tl.constexpr, PER: tl.constexpr, COLUMNS: tl.constexpr, DIRECT: tl.constexpr,
+):  # fmt: skip
+    """Everything before the products, in one kernel, for up to a thousand or so pairs.
+
+    The first EXPERTS programs list the tiles of an expert each, the others take PER pairs of a token: they write its
+    codes and scale to the sorted rows of these, `inverse` and `expert_of_row`. Every program counts all pairs itself.
+    DIRECT: pairs stay in their order, no tiles are listed and there are no programs for experts.
+    See `device.routing` for the terms; PER divides TOP_K, COLUMNS is at least `hidden`.
+    """
+    at = tl.arange(0, PAIRS)
+    gdc_wait()  # first: the product after this one may read `ids` before it waits
+    gdc_launch_dependents()
+    group = tl.program_id(0)
+    if not DIRECT:
+        group -= EXPERTS
+    if group < 0:
+        expert = tl.program_id(0)
+        local = _local(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED)
+        bins = tl.arange(0, BINS)
+        counts = tl.histogram(tl.minimum(local, BINS - 1), BINS)
+        blocks = (counts + TILE - 1) // TILE
+        first = tl.sum(tl.where(bins < expert, blocks, 0))
+        count = tl.sum((local == expert).to(tl.int32))
+        start = tl.sum((local < expert).to(tl.int32))
+        _write_tiles(tiles, expert, count, start, first, TILE, TILE)
+        if expert == 0:
+            _mark_unused(tiles, num_tiles, tl.sum(tl.where(bins < EXPERTS, blocks, 0)), MOST, BINS)
+    else:
+        column = tl.arange(0, COLUMNS)
+        token = group // (TOP_K // PER)
+        source = x + token.to(tl.int64) * stride_x + column
+        value = tl.load(source, mask=column < hidden, other=0.0).to(tl.float32)
+        local = at
+        if not DIRECT:
+            local = _local(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED)
+        code, scale = _quantised(value, static_scale)
+        for i in tl.static_range(PER):
+            pair = group * PER + i
+            mine = _local(ids, expert_map, pairs, pair, EXPERTS, KNOWN, MAPPED)
+            there = mine < EXPERTS
+            row = pair
+            if DIRECT:
+                tl.store(expert_of_row + row, tl.where(there, mine, 0))
+            else:
+                row = tl.sum(((local < mine) | ((local == mine) & (at < pair))).to(tl.int32))
+                tl.store(expert_of_row + row, mine, mask=there)
+            tl.store(inverse + pair, tl.where(there, row, -1))
+            tl.store(scales + row, scale, mask=there)
+            target = codes + row.to(tl.int64) * stride_q + column
+            tl.store(target, code, mask=(column < hidden) & there)
+
+
+@triton.jit
+def quantise_tokens(
+    x, static_scale, codes, scales, inverse, hidden, stride_x, stride_q, TOP_K: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Codes and scale of a token, in the sorted rows of its pairs; for many pairs, after `routing.place_pairs`."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    value = tl.load(x + token * stride_x + column, mask=column < hidden, other=0.0).to(tl.float32)
+    code, scale = _quantised(value, static_scale)
+    gdc_wait()
+    gdc_launch_dependents()
+    for i in tl.static_range(TOP_K):
+        row = tl.load(inverse + token * TOP_K + i)
+        if row >= 0:
+            tl.store(codes + row.to(tl.int64) * stride_q + column, code, mask=column < hidden)
+            tl.store(scales + row, scale)
+
+
+@triton.jit
+def _rows_in_use(tiles, num_tiles, pairs, DIRECT: tl.constexpr):
+    """Sorted rows: the end of the last tile's expert."""
+    if DIRECT:
+        return pairs
+    else:
+        used = tl.load(num_tiles)
+        return tl.load(tiles + tl.maximum(used - 1, 0) * 8 + 2, mask=used > 0, other=0)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def requantise(
+    middle, static_scale, codes, scales, tiles, num_tiles, pairs, size, stride_q, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DIRECT: tl.constexpr,
+):  # fmt: skip
+    """Codes and scales of rows of activations `[pairs, size]`, of those that are in use (DIRECT: of all)."""
+    first = tl.program_id(0) * ROWS
+    column = tl.arange(0, COLUMNS)
+    gdc_wait()
+    gdc_launch_dependents()
+    rows = _rows_in_use(tiles, num_tiles, pairs, DIRECT)
+    for i in tl.static_range(ROWS):
+        row = (first + i).to(tl.int64)
+        # Does not wait for the number of rows: what is not in use is read, but not written.
+        inside = (column < size) & (row < pairs)
+        value = tl.load(middle + row * size + column, mask=inside, other=0.0).to(tl.float32)
+        code, scale = _quantised(value, static_scale)
+        tl.store(codes + row * stride_q + column, code, mask=(column < size) & (row < rows))
+        tl.store(scales + row, scale, mask=row < rows)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def activate_quantised(
+    sums, static_scale, x_scale, w_scale, bias, expert_of_row, codes, scales, tiles, num_tiles, rows, size, stride_q,
+    up_row, row_step, SPLITS: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
+    LIMIT: tl.constexpr, DTYPE: tl.constexpr, COLUMNS: tl.constexpr, DIRECT: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """The end of a gate-up product whose k was shared: int32 sums `[SPLITS, rows, 2 * size]` to codes of activations.
+
+    Adds the shares, scales, applies the activation, rounds to DTYPE and quantises a row. Arguments of weights as in
+    `narrow.int8_product_narrow`.
+    """
+    row = tl.program_id(0)
+    column = tl.arange(0, COLUMNS)
+    inside = column < size
+    gdc_wait()
+    gdc_launch_dependents()
+    if row >= _rows_in_use(tiles, num_tiles, rows, DIRECT):
+        return
+    expert = tl.load(expert_of_row + row).to(tl.int64)
+    token_scale = tl.load(x_scale + row)
+    at = expert * 2 * size + column * row_step
+    gate = tl.zeros([COLUMNS], tl.int32)
+    up = tl.zeros([COLUMNS], tl.int32)
+    for split in tl.static_range(SPLITS):
+        source = sums + (split * rows + row).to(tl.int64) * (2 * size) + column
+        gate += tl.load(source, mask=inside, other=0)
+        up += tl.load(source + size, mask=inside, other=0)
+    gate_value = gate.to(tl.float32) * tl.load(w_scale + at, mask=inside, other=0.0).to(tl.float32) * token_scale
+    up_value = up.to(tl.float32) * tl.load(w_scale + at + up_row, mask=inside, other=0.0).to(tl.float32) * token_scale
+    if bias is not None:
+        gate_value += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+        up_value += tl.load(bias + at + up_row, mask=inside, other=0.0).to(tl.float32)
+    value = activate_gated(gate_value, up_value, ACTIVATION, ALPHA, BETA, LIMIT)
+    value = tl.where(inside, round_to(value, DTYPE, INTERPRET).to(tl.float32), 0.0)
+    code, scale = _quantised(value, static_scale)
+    tl.store(codes + row.to(tl.int64) * stride_q + column, code, mask=inside)
+    tl.store(scales + row, scale)

@@ -1,0 +1,60 @@
+"""Ahead-of-time compilation for every target, without a GPU. `kernels/bench/compile/matrix.py` compiles the rest."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.compile.portable import _AMD_LINE, _CUDA_LINE, TARGETS, _local_memory, _register_left_operand
+
+KERNELS = Path(__file__).parents[3] / "kernels"
+
+# Compiled in one child process: this one may be interpreting, which cannot be undone. Each case meets two targets.
+SCRIPT = """
+import dataclasses, json
+from bench.compile.portable import TARGETS, compile_case, trimmed_matrix
+names = list(TARGETS)
+outcomes = []
+for index, case in enumerate(trimmed_matrix()):
+    for target in (names[index % 5], names[(index + 2) % 7]):
+        outcomes.append(dataclasses.asdict(compile_case(case, target)))
+print(json.dumps(outcomes))
+"""
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, object]]:
+    environment = {**os.environ, "PYTHONPATH": str(KERNELS)}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_every_kernel_compiles_without_spilling(outcomes: list[dict[str, object]]) -> None:
+    assert [f"{o['target']} {o['case']}: {o['problem']}" for o in outcomes if o["problem"]] == []
+
+
+def test_every_target_and_both_vendors_are_covered(outcomes: list[dict[str, object]]) -> None:
+    assert {o["target"] for o in outcomes} == set(TARGETS)
+    assert all(0 < int(o["registers"]) <= 512 for o in outcomes)
+
+
+def test_spills_in_a_loop_are_found_and_those_outside_are_told_apart() -> None:
+    cuda = [".L_x_1:", "  LDL R1, [R2] ;", "  @P0 BRA `(.L_x_1) ;", "  STL [R1], R2 ;", ".L_x_2:", "  BRA `(.L_x_2);"]
+    assert _local_memory(cuda, _CUDA_LINE, r"\b(?:LDL|STL)\b") == (1, 2)
+    amd = [".LBB0_1:", "  scratch_load_dword v1, off", "  s_cbranch_scc0 .LBB0_1", "  scratch_store_dword off, v1"]
+    assert _local_memory(amd, _AMD_LINE, r"\bscratch_(?:load|store)") == (1, 2)
+
+
+def test_a_left_operand_in_registers_is_found() -> None:
+    head = "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r1, %r2, %r3, %r4}, "
+    assert _register_left_operand(head + "{%r5,%r6,%r7,%r8}, %rd1, p, 1, 1, 0;")
+    assert not _register_left_operand(head + "%rd2, %rd1, p, 1, 1, 0, 0;")

@@ -1,0 +1,71 @@
+"""Ahead-of-time builds of the int8 Hopper kernels for sm_90. `kernels/bench/compile/hopper.py` builds all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+KERNELS = Path(__file__).parents[3] / "kernels"
+
+# In a child process: this one may be interpreting, where nothing can be compiled.
+SCRIPT = """
+import json
+from bench.compile.w8a8 import cases, compile_case, compile_rows
+from bench.compile.sass import disassemble, instructions, is_wgmma, main_loops, problems
+wanted = {
+    "int8-narrow8-gate-up-split", "int8-narrow8-gate-up-direct", "int8-narrow16-down", "int8-narrow64-oai",
+    "int8-wide128-gate-up",
+}
+outcomes = {}
+for case in cases():
+    if case.name in wanted:
+        kernel = compile_case(case)
+        sass = disassemble(kernel.asm["cubin"])
+        loops = [[one.operation for one in body if is_wgmma(one)] for body in main_loops(sass)]
+        outcomes[case.name] = {
+            "problems": problems(sass, registers=False), "wgmma": loops, "shared": kernel.metadata.shared,
+            "local": [one.operation for one in instructions(sass).values() if one.operation.startswith(("LDL", "STL"))],
+        }
+assert set(outcomes) == wanted, sorted(wanted - set(outcomes))
+rows = {}
+for name, kernel in compile_rows().items():
+    code = [one.operation for one in instructions(disassemble(kernel.asm["cubin"])).values()]
+    rows[name] = [len(code), sum(one.startswith(("LDL", "STL")) for one in code)]
+print(json.dumps([outcomes, rows]))
+"""
+
+
+@pytest.fixture(scope="module")
+def built() -> tuple[dict[str, dict[str, object]], dict[str, list[int]]]:
+    environment = {**os.environ, "PYTHONPATH": str(KERNELS)}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    outcomes, rows = json.loads(done.stdout.splitlines()[-1])
+    return outcomes, rows
+
+
+def test_products_multiply_signed_bytes_from_shared_memory_and_never_spill(
+    built: tuple[dict[str, dict[str, object]], dict[str, list[int]]],
+) -> None:
+    outcomes, _ = built
+    assert {name: one["problems"] for name, one in outcomes.items() if one["problems"] or one["local"]} == {}
+    # 128 of k in steps of 32, for two blocks of 64 rows (narrow) or of 128 columns (wide); a loop for each warpgroup
+    assert outcomes["int8-narrow16-down"]["wgmma"] == [["IGMMA.64x16x32.S8.S8"] * 8]
+    assert outcomes["int8-wide128-gate-up"]["wgmma"] == [["IGMMA.64x128x32.S8.S8"] * 8] * 2
+    assert all(int(str(one["shared"])) <= 227 * 1024 for one in outcomes.values())
+    assert int(str(outcomes["int8-narrow16-down"]["shared"])) <= 113 * 1024  # two programs on a multiprocessor
+
+
+def test_rows_are_spread_over_threads(built: tuple[dict[str, dict[str, object]], dict[str, list[int]]]) -> None:
+    """A layout that gives one thread a whole row shows as thousands of instructions and as spills."""
+    _, rows = built
+    assert rows
+    assert {name: found for name, found in rows.items() if found[0] > 2600 or found[1]} == {}

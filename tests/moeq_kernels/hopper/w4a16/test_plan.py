@@ -1,0 +1,159 @@
+"""The choice of kernel and sizes, and the reasons against the Hopper kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+
+import pytest
+import torch
+
+from bench.cases import Recipe, make_layer
+from moeq_kernels.epilogue import Epilogue
+from moeq_kernels.fused import first_epilogue
+from moeq_kernels.gpu import H200
+from moeq_kernels.hopper.support import _matrix_reasons, triton_reason, unsupported_reason
+from moeq_kernels.hopper.w4a16.plan import (
+    NARROW8,
+    Direct,
+    Narrow,
+    Queue,
+    Wide,
+    choose,
+    kernel_for,
+    shares_for,
+    splits_for,
+    table_for,
+    tokens_per_hit,
+)
+from moeq_kernels.records import W13Order
+
+SHAPES = [(8, 2, 4096, 14336), (128, 8, 2048, 768), (256, 8, 7168, 256), (4, 1, 512, 192)]
+
+
+@pytest.mark.parametrize(("experts", "top_k", "hidden", "intermediate"), SHAPES)
+def test_every_number_of_tokens_gets_a_plan_without_empty_shares(
+    experts: int, top_k: int, hidden: int, intermediate: int
+) -> None:
+    widths = []
+    for tokens in range(1, 3000, 7):
+        plan = choose(tokens * top_k, experts, hidden, intermediate, 128)
+        widths.append(plan.kernel.tokens)
+        if isinstance(plan.kernel, Narrow):
+            for splits, k in ((plan.gate_up_splits, hidden), (plan.down_splits, intermediate)):
+                steps = -(-k // 128)
+                assert 1 <= splits <= max(1, steps // 2)
+                assert splits == -(-steps // -(-steps // splits))
+        elif isinstance(plan.kernel, Direct):
+            assert 1 <= plan.gate_up_splits <= -(-hidden // 128)
+            assert 1 <= plan.down_splits <= min(8, -(-intermediate // 128))
+        else:
+            assert plan.gate_up_splits == 1
+            assert 1 <= plan.down_splits <= (1 if isinstance(plan.kernel, Queue) else 4)
+    assert widths == sorted(widths)
+
+
+def test_groups_of_32_fold_their_scales() -> None:
+    for pairs in (8, 64, 512):
+        assert choose(pairs, 128, 2048, 768, 128).kernel.after
+        assert not choose(pairs, 128, 2048, 768, 32).kernel.after
+
+
+def test_few_tokens_on_small_experts_are_not_sorted() -> None:
+    assert isinstance(choose(8, 128, 2048, 768, 128).kernel, Direct)
+    assert isinstance(choose(64, 256, 7168, 256, 128).kernel, Direct)
+    assert not isinstance(choose(72, 256, 7168, 256, 128).kernel, Direct)  # experts begin to be shared
+    assert not isinstance(choose(2, 8, 4096, 14336, 128).kernel, Direct)  # large experts
+    assert not isinstance(choose(8, 128, 2048, 768, 128, gated=False).kernel, Direct)
+    assert isinstance(choose(8, 128, 2048, 768, 0).kernel, Direct)
+    assert shares_for(48, 16, 16) == 8
+    assert shares_for(64, 6, 4) == 4
+    assert shares_for(1792, 2, 4) == 1
+
+
+def test_few_tiles_share_k_and_many_do_not() -> None:
+    assert splits_for(16, 56, 528) >= 8
+    assert splits_for(400, 16, 528) == 1
+    assert splits_for(5000, 16, 528) == 1
+
+
+@pytest.mark.parametrize("kind", ["uint4", "e2m1"])
+def test_tables_are_ordered_and_sizes_fit_the_register_file(kind: str) -> None:
+    limits = [limit for limit, _ in table_for(kind)]
+    assert limits == sorted(limits)
+    assert limits[-1] == float("inf")
+    for _, kernel in table_for(kind):
+        if isinstance(kernel, Wide):
+            assert 128 * (kernel.warpgroups * kernel.registers + 24) <= 65536
+        if isinstance(kernel, Queue):  # four warps multiply, of four others one copies
+            assert 256 * kernel.registers * kernel.resident <= 65536
+
+
+def test_the_experts_of_one_token_differ() -> None:
+    """Six shares of a token's four experts would be 552 programs; 528 run at once."""
+    plan = choose(4, 32, 4096, 2880, 32, "e2m1", top_k=4)  # too large for the kernels that do not sort
+    assert isinstance(plan.kernel, Narrow)
+    assert 4 * 23 * plan.gate_up_splits <= 528 < 4 * 23 * 6
+
+
+def test_tokens_per_hit_expert() -> None:
+    assert tokens_per_hit(1, 128) == pytest.approx(1.0)
+    assert tokens_per_hit(8000, 8) == pytest.approx(1000.0)
+
+
+def test_other_formats_change_the_kernels_and_fit_shared_memory() -> None:
+    for kind, step in (("uint8", 64), ("e2m1", 128)):
+        kernel = kernel_for(NARROW8, kind, 32)
+        assert isinstance(kernel, Narrow)
+        assert (kernel.after, kernel.step) == (False, step)
+        assert (
+            kernel.resident * kernel.stages * 9 * 256 * step // (1 if kind == "uint8" else 2) // 8 < H200.shared_bytes
+        )
+    for kind, group in (("uint4", 128), ("uint4", 32), ("uint4", 0), ("uint8", 32), ("uint8", 0), ("e2m1", 32)):
+        for _, base in table_for(kind):
+            kernel = kernel_for(base, kind, group)
+            assert kernel.stages >= 2
+            if isinstance(kernel, Queue):
+                words = kernel.step * (256 if kind == "uint8" else 128)
+                assert kernel.resident * kernel.stages * (words + 2 * kernel.step * kernel.tokens) < H200.shared_bytes
+    assert kernel_for(NARROW8, "uint4", 0).after  # nothing to fold: one scale for each output feature
+    assert choose(8, 8, 2048, 768, 128, gated=False).gate_up_splits == 1
+
+
+@pytest.mark.parametrize(
+    ("order", "activation", "wanted"),
+    [
+        ("gate-up", "silu", Epilogue("silu", gated=True)),
+        ("interleaved", "swiglu_oai", Epilogue("swiglu_oai", gated=True, interleaved=True, alpha=1.5, limit=7.0)),
+        ("ungated", "relu2", Epilogue("relu2")),
+    ],
+)
+def test_activations_reach_the_kernels_with_the_row_order(order: W13Order, activation: str, wanted: Epilogue) -> None:
+    packed, _ = make_layer(Recipe(order=order))
+    oai = activation == "swiglu_oai"
+    epilogue = first_epilogue(packed, activation, 1.5 if oai else None, None, 7.0 if oai else None, False)
+    assert epilogue == wanted
+    assert len({wanted, Epilogue(), Epilogue("silu", True), Epilogue("silu", True, True)}) >= 3
+    assert pickle.loads(pickle.dumps(epilogue)).limit == epilogue.limit
+
+
+def test_reasons() -> None:
+    packed, _ = make_layer(Recipe(hidden=256, intermediate=128, group_size=64))
+    x = torch.zeros(1, 256, dtype=torch.bfloat16)
+    assert "not on an NVIDIA GPU" in str(unsupported_reason(x, packed))
+    assert triton_reason() is None
+    assert packed.w13.scale is not None
+    for changes in ({}, {"scale": packed.w13.scale.half()}, {"group_size": -1}, {"bias": x}, {"element": "int8"}):
+        assert list(_matrix_reasons("w13", dataclasses.replace(packed.w13, **changes))) == []
+    mxfp4, _ = make_layer(Recipe("marlin-mxfp4-interleaved/1", "e2m1", hidden=256, intermediate=128))
+    assert list(_matrix_reasons("w2", mxfp4.w2)) == []
+    for changes, words in (
+        ({"layout": "triton-wna16/1"}, "read marlin-wna16/1 int4, marlin-wna16/1 int8, marlin-mxfp4/1 e2m1"),
+        ({"group_size": 16}, "groups of 16"),
+        ({"scale": packed.w13.scale.float()}, "float32; these kernels read bfloat16 or float16"),
+        ({"permutation": x}, "has a permutation"),
+        ({"global_scale": x}, "has a global_scale"),
+    ):
+        found = list(_matrix_reasons("w13", dataclasses.replace(packed.w13, **changes)))
+        assert len(found) == 1
+        assert words in found[0]

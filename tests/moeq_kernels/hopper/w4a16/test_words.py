@@ -1,0 +1,317 @@
+"""Facts the Hopper kernels rest on: where Marlin's words put codes, and what the instructions make of them.
+
+The instruction texts of `device.recipes` are run here one by one, in exact arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from bench.cases import E2M1
+from bench.packing import marlin_mx_scale, marlin_scale, marlin_weight, marlin_zero
+from moeq_kernels.hopper.w4a16.device import layouts, recipes
+
+KINDS = ("uint4", "uint8")
+BITS = {"uint4": 4, "uint8": 8, "e2m1": 4}
+
+
+def _points(layout: object) -> dict[tuple[int, int, int], list[int]]:
+    """Where a linear layout has (register, lane, warp)."""
+    groups = [layout.reg_bases, layout.lane_bases, layout.warp_bases]
+    found = {}
+    for warp in range(4):
+        for lane in range(32):
+            for register in range(1 << len(layout.reg_bases)):
+                at = [0] * len(layout.shape)
+                for number, bases in zip((register, lane, warp), groups, strict=True):
+                    for bit, basis in enumerate(bases):
+                        if number >> bit & 1:
+                            at = [a ^ b for a, b in zip(at, basis, strict=True)]
+                found[register, lane, warp] = at
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wide", [False, True])
+def test_words_hold_wgmma_fragments_in_the_documented_row_order(wide: bool, kind: str) -> None:
+    """Each lane's words, read as `layouts.words` says, hold the fragments of the rows that the map names."""
+    tiles, slabs, bits = 1 if wide else 2, 4, BITS[kind]
+    tile_bytes = layouts.tile_bytes(kind)
+    n_size, k_size = 2 * tiles * 64, 16 * slabs
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(0, 1 << bits, (1, n_size, k_size), generator=generator, dtype=torch.uint8)
+    packed = marlin_weight(codes, bits)[0].view(slabs, 2, tiles * tile_bytes // 4)
+    words = packed.permute(1, 0, 2)  # pair, slab, words of the tiles
+    for (register, lane, warp), (pair, slab, byte) in _points(layouts.words(wide, slabs, kind)).items():
+        if register % 4:  # four bytes are a word
+            continue
+        g, t = divmod(lane, 4)
+        word = int(words[pair, slab, byte // 4]) & 0xFFFFFFFF
+        per_column = 1 if bits == 4 else 2
+        j = byte // 4 // per_column % 4
+        tile = pair * tiles + byte // tile_bytes
+        for own in range(8 // bits * 4):
+            if bits == 4:  # nibbles 0 / 4: h 0, k 2t / 2t + 1; 2 / 6: h 1; 1 / 5 and 3 / 7: the same at k + 8
+                h, upper_k, odd = own // 2 % 2, own % 2, own // 4
+            else:  # a word of each h; bytes: k 2t, 2t + 8, 2t + 1, 2t + 9
+                h, upper_k, odd = byte // 4 % 2, own % 2, own // 2
+            if own >= 32 // bits:
+                continue
+            n, k = 64 * tile + 16 * j + 8 * h + g, 16 * slab + 2 * t + 8 * upper_k + odd
+            assert word >> (bits * own) & ((1 << bits) - 1) == int(codes[0, n, k])
+        # wgmma gives rows 16 w .. of each 64 to warp w: the map must put this word's columns there
+        row = 64 * (j % 2) + 32 * tile + 16 * (j // 2) if wide else 64 * j + 16 * tile
+        assert row // 16 % 4 == warp
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_scales_and_zero_points_lie_where_their_lanes_read(wide: bool) -> None:
+    tiles = 1 if wide else 2
+    n_size = 2 * tiles * 64
+    columns = torch.arange(n_size, dtype=torch.int32)
+    scale = marlin_scale(torch.stack([columns, columns], 1)[None])[0, 0].view(2, tiles * 8, 8)
+    mx = marlin_mx_scale(torch.stack([columns, columns], 1)[None].to(torch.uint8))[0, 0].view(2, tiles * 8, 8)
+    for (_, lane, _), (pair, tile_g, t, j_h) in _points(layouts.scales(wide)).items():
+        assert (tile_g % 8, t) == divmod(lane, 4)
+        tile = pair * tiles + tile_g // 8
+        column = 64 * tile + 8 * j_h + tile_g % 8  # j_h = 2 j + h
+        assert int(scale[pair, tile_g, j_h]) == column
+        j1, j0, h = j_h // 4, j_h // 2 % 2, j_h % 2
+        assert int(mx[pair, tile_g, 4 * j1 + 2 * h + j0]) == column
+    for kind in KINDS:
+        bits = BITS[kind]
+        codes = torch.randint(0, 1 << bits, (1, n_size, 1), dtype=torch.uint8)
+        words = marlin_zero(codes, bits)[0, 0].view(2, tiles * 8, bits // 4)
+        for pair, tile_g, _, j1 in _points(layouts.zeros(wide, kind)).values():
+            word = int(words[pair, tile_g, j1 if bits == 8 else 0]) & 0xFFFFFFFF
+            for j0 in range(2):
+                for h in range(2):
+                    # 4 bits: field j + 4 h; 8 bits: byte j0 + 2 h of the word of j1
+                    field = 2 * j1 + j0 + 4 * h if bits == 4 else j0 + 2 * h
+                    column = 64 * (pair * tiles + tile_g // 8) + 32 * j1 + 16 * j0 + 8 * h + tile_g % 8
+                    assert word >> (bits * field) & ((1 << bits) - 1) == int(codes[0, column, 0])
+
+
+@cache
+def _value(bits: int, half: bool) -> Fraction | float:
+    """A 16-bit float, exactly."""
+    kind = torch.float16 if half else torch.bfloat16
+    number = float(torch.tensor([bits], dtype=torch.int32).to(torch.int16).view(kind).double())
+    return Fraction(number) if math.isfinite(number) else number
+
+
+@cache
+def _bits(value: Fraction | float, half: bool) -> int:
+    """The 16-bit float nearest to an exact number, ties to even."""
+    digits, least, most = (11, -24, 15) if half else (8, -133, 127)
+    if isinstance(value, float):
+        kind = torch.float16 if half else torch.bfloat16
+        return int(torch.tensor(value, dtype=torch.float64).to(kind).view(torch.int16)) & 0xFFFF
+    if value == 0:
+        return 0
+    size = abs(value)
+    exponent = math.floor(math.log2(size))
+    exponent += (size >= Fraction(2) ** (exponent + 1)) - (size < Fraction(2) ** exponent)
+    step = Fraction(2) ** max(exponent - digits + 1, least)
+    rounded = Fraction(round(size / step)) * step
+    assert rounded < Fraction(2) ** (most + 1), "overflow"
+    kind = torch.float16 if half else torch.bfloat16
+    sign = 0x8000 if value < 0 else 0
+    return sign | int(torch.tensor(float(rounded), dtype=torch.float64).to(kind).view(torch.int16))
+
+
+def _pairs(function: Callable[..., Fraction | float], half: bool) -> Callable[..., int]:
+    def apply(*values: int) -> int:
+        low, high = (
+            _bits(function(*(_value(value >> shift & 0xFFFF, half) for value in values)), half) for shift in (0, 16)
+        )
+        return low | high << 16
+
+    return apply
+
+
+def _product(a: Fraction | float, b: Fraction | float) -> Fraction | float:
+    return a * b if isinstance(a, Fraction) and isinstance(b, Fraction) else float(a) * float(b)
+
+
+def _permute(a: int, b: int, selector: int) -> int:
+    table = [(value >> 8 * i) & 255 for value in (a, b) for i in range(4)]
+    return sum(table[selector >> 4 * i & 7] << 8 * i for i in range(4))
+
+
+def _each_16(function: Callable[[int, int], int]) -> Callable[[int, int], int]:
+    return lambda a, b: sum(function(a >> s & 0xFFFF, b >> s & 0xFFFF) << s for s in (0, 16))
+
+
+OPERATIONS: dict[str, Callable[..., int]] = {
+    "mov.b32": lambda a: a,
+    "shr.u32": lambda a, b: a >> b,
+    "and.b32": lambda a, b: a & b,
+    "mul.lo.u32": lambda a, b: a * b & 0xFFFFFFFF,
+    "add.u16x2": _each_16(lambda a, b: a + b & 0xFFFF),
+    "min.u16x2": _each_16(min),
+    "prmt.b32": _permute,
+    "fma.rn.bf16x2": _pairs(lambda a, b, c: a * b + c, False),
+    "fma.rn.f16x2": _pairs(lambda a, b, c: a * b + c, True),
+    "mul.bf16x2": _pairs(_product, False),
+    "mul.f16x2": _pairs(_product, True),
+}
+
+
+def run(text: str, results: int, *given: int) -> list[int]:
+    """Runs a PTX text on 32-bit registers; operands `$0 ..` are the results, then what is given."""
+    registers = {f"${results + i}": word for i, word in enumerate(given)}
+
+    def value(source: str) -> int:
+        if source.startswith("{"):
+            low, high = source.strip("{}").split(", ")
+            return registers[low] | registers[high] << 16
+        return registers[source] if source in registers else int(source, 0)
+
+    for line in text.splitlines():
+        match = re.fullmatch(r"([a-z0-9.]+) (.*);", line)
+        if not match:
+            assert line in "{}", line
+            continue
+        if match[1] == ".reg":
+            continue
+        target, *sources = re.findall(r"{[^}]*}|[^, ]+", match[2])
+        values = [value(source) for source in sources]
+        result = OPERATIONS[match[1]](*values)
+        halves = target.strip("{}").split(", ")
+        if len(halves) == 2:  # two 16-bit registers
+            registers |= {halves[0]: result & 0xFFFF, halves[1]: result >> 16}
+        else:
+            registers[target] = result
+    return [registers[f"${i}"] for i in range(results)]
+
+
+def _twice(bits: int) -> int:
+    return bits | bits << 16
+
+
+def _dequantized(kind: str, half: bool, how: str, code: int, *operands: int) -> int:
+    """The 16-bit float that a code becomes; operands as 16-bit floats. Asks every place in the word."""
+    count = recipes.registers(kind)
+    word = code * (0x11111111 if BITS[kind] == 4 else 0x01010101)
+    doubled = [_twice(operand) for operand in operands for _ in range(2)]
+    found = run(recipes.dequantize(kind, half, how), count, word, *doubled)
+    assert recipes.constraints(kind, how).count("r") == count + 1 + len(doubled)
+    assert len(set(found)) == 1
+    assert found[0] & 0xFFFF == found[0] >> 16
+    return found[0] & 0xFFFF
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("half", [False, True])
+def test_each_field_of_a_word_lands_in_its_register(kind: str, half: bool) -> None:
+    """Different codes in all fields: register i holds those of (column, k) in the order that wgmma wants."""
+    unit = Fraction(1, 2**9 if half else 2**21)
+    if kind == "uint4":
+        word, wanted = 0x76543210, [(0, 4), (2, 6), (1, 5), (3, 7)]
+    else:
+        word, wanted = 0xF0A37C05, [(0x05, 0xA3), (0x7C, 0xF0)]
+    found = run(recipes.dequantize(kind, half, "plain"), len(wanted), word)
+    middle = 8 if kind == "uint4" else 128
+    for value, (low, high) in zip(found, wanted, strict=True):
+        assert _value(value & 0xFFFF, half) == (low - middle) * unit
+        assert _value(value >> 16, half) == (high - middle) * unit
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("half", [False, True])
+def test_codes_minus_zero_points_are_exact(kind: str, half: bool) -> None:
+    unit = Fraction(1, 2**9 if half else 2**21)
+    top = 1 << BITS[kind]
+    for code in range(top):
+        assert _value(_dequantized(kind, half, "plain", code), half) == (code - top // 2) * unit
+        for zero in range(0, top, max(1, top // 16) - (top > 16)):
+            offset = _bits(-zero * unit, half)
+            assert _value(_dequantized(kind, half, "offset", code, offset), half) == (code - zero) * unit
+
+
+def _scales(half: bool, number: int) -> list[int]:
+    """Bits of positive scales over the range that the kernels take, the smallest and the largest among them."""
+    generator = np.random.default_rng(3)
+    kind = torch.float16 if half else torch.bfloat16
+    low, high = (-24.0, 6.9) if half else (-30.0, 14.0)
+    values = np.exp2(generator.uniform(low, high, number))
+    return [int(b) & 0xFFFF for b in torch.tensor(values, dtype=torch.float64).to(kind).view(torch.int16)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_scales_round_once(kind: str) -> None:
+    unit, top = Fraction(1, 2**21), 1 << BITS[kind]
+    for scale in _scales(False, 6):
+        s = _value(scale, False)
+        factors = run(recipes.scale_factors(), 4, _twice(scale))
+        low, high, zero4, zero8 = (value & 0xFFFF for value in factors)
+        for code in range(top):
+            wanted = _value(_bits((code - top // 2) * s, False), False) * unit
+            folded = _dequantized(kind, False, "folded", code, low, high, zero4 if top == 16 else zero8)
+            assert _value(folded, False) == wanted
+            zero = 5 * top // 16
+            wanted = _value(_bits((code - zero) * s, False), False) * unit
+            product = _dequantized(kind, False, "offset scaled", code, _bits(-zero * unit, False), scale)
+            assert _value(product, False) == wanted
+
+
+@pytest.mark.parametrize("zero", [None, 5])
+def test_float16_scales_beside_bf16_round_once(zero: int | None) -> None:
+    """A float16 scale as high + low; for 4-bit codes the result is the rounded product, bit for bit."""
+    unit = Fraction(1, 2**21)
+    for scale in _scales(True, 24):
+        s = _value(scale, True)
+        high = _bits(s, False)
+        low = _bits(s - _value(high, False), False)
+        assert _value(high, False) + _value(low, False) == s
+        for code in range(16):
+            operands = ("split", high, low) if zero is None else ("offset split", _bits(-zero * unit, False), high, low)
+            found = _dequantized("uint4", False, operands[0], code, *operands[1:])
+            assert _value(found, False) == _value(_bits((code - (zero or 8)) * s, False), False) * unit
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("zero", [None, 5])
+def test_float16_activations_take_weights_rounded_once(kind: str, zero: int | None) -> None:
+    unit, top = Fraction(1, 2**9), 1 << BITS[kind]
+    for scale in _scales(True, 6):
+        s = _value(scale, True)
+        times = _bits(s * 512, True)
+        for code in range(top):
+            wanted = _bits((code - (zero or top // 2)) * s, True)
+            operands = ("scaled",) if zero is None else ("offset scaled", _bits(-zero * unit, True))
+            found = _dequantized(kind, True, operands[0], code, *operands[1:], times)
+            assert _value(found, True) == _value(wanted, True)
+
+
+def test_e2m1_times_powers_of_two_is_exact() -> None:
+    for first in range(0, 256, 4):
+        stored = [first, first + 1, first + 2, first + 3]
+        word = sum(byte << 8 * i for i, byte in enumerate(stored))
+        factors = run(recipes.powers(), 4, word)
+        for byte, factor in zip(stored, factors, strict=True):
+            assert factor & 0xFFFF == factor >> 16
+            f = _value(factor & 0xFFFF, False)
+            if byte > 188:  # larger than 2^61, or NaN
+                assert f == math.inf
+                continue
+            assert f == Fraction(2) ** (byte - 1 - recipes.E2M1_SHIFT)
+            if byte % 7 and 70 < byte < 180:
+                continue
+            for code in range(16):
+                found = _value(_dequantized("e2m1", False, "power", code, factor & 0xFFFF), False)
+                wanted = Fraction(E2M1[code]) * Fraction(2) ** (byte - 127 - recipes.E2M1_SHIFT)
+                assert found == wanted if byte >= 55 else abs(found - wanted) <= Fraction(2) ** -134
+    # Different codes in all fields, in the order of the registers.
+    found = run(recipes.dequantize("e2m1", False, "power"), 4, 0x7E5C3A19, *[_twice(0x7E80)] * 2)  # 2^126
+    for value, (low, high) in zip(found, [(0x9, 0xC), (0xA, 0xE), (0x1, 0x5), (0x3, 0x7)], strict=True):
+        assert (_value(value & 0xFFFF, False), _value(value >> 16, False)) == (E2M1[low], E2M1[high])

@@ -1,0 +1,73 @@
+"""The choice of int8 kernel and sizes, and the reasons against these kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from bench.cases import Recipe, make_layer
+from moeq_kernels.hopper.support import _int8_reasons, unsupported_reason
+from moeq_kernels.hopper.w8a8.plan import TABLE, Int8Direct, Int8Narrow, Int8Wide, choose, splits_for
+
+SHAPES = [(8, 2, 4096, 14336), (128, 8, 2048, 768), (256, 8, 7168, 256), (32, 4, 2880, 2880), (4, 1, 64, 48)]
+
+
+@pytest.mark.parametrize(("experts", "top_k", "hidden", "intermediate"), SHAPES)
+def test_every_number_of_tokens_gets_a_plan_without_empty_shares(
+    experts: int, top_k: int, hidden: int, intermediate: int
+) -> None:
+    widths = []
+    for tokens in range(1, 3000, 7):
+        plan = choose(tokens * top_k, experts, hidden, intermediate)
+        widths.append(plan.kernel.tokens)
+        for splits, k in ((plan.gate_up_splits, hidden), (plan.down_splits, intermediate)):
+            steps = -(-k // 128)
+            assert 1 <= splits <= steps
+            assert splits == -(-steps // -(-steps // splits))
+            assert splits == 1 or isinstance(plan.kernel, (Int8Narrow, Int8Direct))
+    assert widths == sorted(widths)
+
+
+def test_only_few_tiles_share_k() -> None:
+    assert splits_for(32, 56, 2) == 8
+    assert splits_for(96, 16, 2) == 1
+    assert splits_for(8, 11, 2) == 1  # every share keeps LEAST_STEPS
+
+
+def test_sizes_fit_a_multiprocessor() -> None:
+    for _, kernel in TABLE:
+        step = 128 * (128 * kernel.warpgroups + kernel.tokens) if isinstance(kernel, Int8Narrow) else 128 * 256
+        step += 0 if isinstance(kernel, Int8Narrow) else 128 * kernel.tokens
+        resident = kernel.resident if isinstance(kernel, Int8Narrow) else 1
+        assert resident * (kernel.stages * (step + 16) + 2048) <= 228 * 1024
+        threads = 128 * (kernel.warpgroups + 1)
+        if kernel.cap:
+            assert resident * threads * kernel.cap <= 65536
+        if isinstance(kernel, Int8Wide):
+            assert 128 * (kernel.warpgroups * kernel.registers + 24) <= 65536
+    limits = [limit for limit, _ in TABLE]
+    assert limits == sorted(limits)
+    assert limits[-1] == float("inf")
+
+
+def test_reasons() -> None:
+    packed, _ = make_layer(Recipe("int8-w8a8/1", "int8", hidden=64, intermediate=48))
+    x = torch.zeros(1, 64, dtype=torch.bfloat16)
+    assert "not on an NVIDIA GPU" in str(unsupported_reason(x, packed))
+    assert list(_int8_reasons(x, packed, False)) == []
+    assert "multiply the output" in next(_int8_reasons(x, packed, True))
+    assert "stride 2" in next(_int8_reasons(torch.zeros(1, 128, dtype=torch.bfloat16)[:, ::2], packed, False))
+    assert "no gate" in next(_int8_reasons(x, dataclasses.replace(packed, w13_order="ungated"), False))
+    for changes, words in (
+        ({"layout": "triton-wna16/1"}, "read int8-w8a8/1"),
+        ({"weight": packed.w2.weight.view(torch.uint8)}, "uint8"),
+        ({"weight": packed.w2.weight.flatten()[1:]}, "multiples of 16"),
+        ({"k": 72}, "k = 72"),
+        ({"global_scale": torch.ones(4)}, "global_scale"),
+    ):
+        changed = dataclasses.replace(packed, w2=dataclasses.replace(packed.w2, **changes))
+        found = list(_int8_reasons(x, changed, False))
+        assert len(found) == 1
+        assert words in found[0]
