@@ -2,7 +2,7 @@
 
     python examples/bench/engine_check.py tests/data/checkpoints/* --out results.json
 
-Three roads for every checkpoint and every layout that fits it:
+Three implementations for every checkpoint and every layout that fits it:
 
 * `kernel`: `moeq.load_experts`, and the engine's function called on those tensors;
 * `plug-in`: the engine's `RoutedExperts` with moeq's method, created, loaded, set up and applied by the engine;
@@ -134,10 +134,10 @@ def expert(source: Any, number: int) -> Expert:
     return Expert(linear("gate"), linear("up"), linear("down"))
 
 
-Road = Callable[[Tensor, Tensor, Tensor], Tensor]
+Implementation = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def marlin(experts: Any, activation: Activation) -> Road:
+def marlin(experts: Any, activation: Activation) -> Implementation:
     """`fused_marlin_moe` on loaded tensors."""
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.experts.marlin_moe import fused_marlin_moe
@@ -187,7 +187,7 @@ def marlin(experts: Any, activation: Activation) -> Road:
     return run
 
 
-def triton(experts: Any, activation: Activation) -> Road:
+def triton(experts: Any, activation: Activation) -> Implementation:
     """`fused_experts_impl` on loaded tensors."""
     from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts_impl
 
@@ -210,7 +210,7 @@ def triton(experts: Any, activation: Activation) -> Road:
     )
 
 
-def kernel_road(converted: Path) -> Road:
+def kernel_implementation(converted: Path) -> Implementation:
     """moeq's loader, the engine's function."""
     experts = moeq.load_experts(converted, LAYER, device=DEVICE)
     activation = activation_of(moeq.open(converted))
@@ -317,31 +317,31 @@ def load_gpt_oss(layer: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[
         yield name
 
 
-def applied(layer: Any) -> Road:
+def applied(layer: Any) -> Implementation:
     """The engine's method of a filled layer, set up."""
     layer.quant_method.process_weights_after_loading(layer)
     return lambda x, weights, ids: layer.quant_method.apply(layer, x, weights, ids, None, None)
 
 
-def plug_in_road(converted: Path) -> Road:
+def plug_in_implementation(converted: Path) -> Implementation:
     """The engine's layer with moeq's method."""
     checkpoint = moeq.open(converted)
     return applied(plug_in_layer(checkpoint, LAYER, plug_in_method(checkpoint), checkpoint.source.read))
 
 
-def engine_road(source: Path) -> Road:
+def engine_implementation(source: Path) -> Implementation:
     """The engine's layer with the source's method."""
     checkpoint = moeq.open(source)
     return applied(source_layer(checkpoint, LAYER, source_method(checkpoint), checkpoint.source.read))
 
 
-def outcome(build: Callable[[], Road], given: list[Case], layout: str = "") -> dict[str, Any]:
-    """Errors of a road at every token count, or why there is none."""
+def outcome(build: Callable[[], Implementation], given: list[Case], layout: str = "") -> dict[str, Any]:
+    """Errors of an implementation at every token count, or why there is none."""
     try:
-        road = build()
+        run = build()
         rows = []
         for case in given:
-            y = road(case.x.to(DEVICE), case.weights.to(DEVICE), case.ids.to(DEVICE).to(torch.int32))
+            y = run(case.x.to(DEVICE), case.weights.to(DEVICE), case.ids.to(DEVICE).to(torch.int32))
             error = error_of(y, case.y)
             plain = case.int8_error if layout == "int8-w8a8/1" else case.plain_error
             rows.append({"tokens": len(case.x), "error": error, "plain_error": plain})
@@ -350,8 +350,8 @@ def outcome(build: Callable[[], Road], given: list[Case], layout: str = "") -> d
     return {"right": all(row["error"] <= FACTOR * row["plain_error"] for row in rows), "rows": rows}
 
 
-def roads(folder: Path, scratch: Path) -> Iterator[dict[str, Any]]:
-    """Every road of a checkpoint."""
+def implementations(folder: Path, scratch: Path) -> Iterator[dict[str, Any]]:
+    """Every implementation for a checkpoint."""
     source = moeq.open(folder)
     given = cases(source)
     for layout in LAYOUTS:
@@ -361,16 +361,20 @@ def roads(folder: Path, scratch: Path) -> Iterator[dict[str, Any]]:
             moeq.convert(folder, target, moeq.Deployment(gpu=moeq.gpu("H200")), layout=layout)
         except moeq.MoeqError:
             continue  # the layout does not hold this format
-        yield {**row, "road": "kernel", **outcome(lambda t=target: kernel_road(t), given, layout)}
-        yield {**row, "road": "plug-in", **outcome(lambda t=target: plug_in_road(t), given, layout)}
-    yield {"checkpoint": folder.name, "road": "engine", **outcome(lambda: engine_road(folder), given)}
+        yield {**row, "implementation": "kernel", **outcome(lambda t=target: kernel_implementation(t), given, layout)}
+        yield {**row, "implementation": "plug-in", **outcome(lambda t=target: plug_in_implementation(t), given, layout)}
+    yield {
+        "checkpoint": folder.name,
+        "implementation": "engine",
+        **outcome(lambda: engine_implementation(folder), given),
+    }
 
 
 def text(row: dict[str, Any]) -> str:
     """One line."""
     worst = max((r["error"] / r["plain_error"] for r in row.get("rows", ())), default=0.0)
     said = row.get("refused") or f"{'right' if row['right'] else 'WRONG'}, error {worst:.2f} x that of bf16 torch"
-    return f"{row['checkpoint']:32s} {row['road']:8s} {row.get('layout', ''):28s} {said}"
+    return f"{row['checkpoint']:32s} {row['implementation']:8s} {row.get('layout', ''):28s} {said}"
 
 
 @contextmanager
@@ -404,11 +408,11 @@ def main() -> int:
     rows = []
     with tempfile.TemporaryDirectory() as scratch, engine():
         for folder in filter(Path.is_dir, options.sources):
-            for row in roads(folder, Path(scratch)):
+            for row in implementations(folder, Path(scratch)):
                 rows.append(row)
                 print(text(row), flush=True)
                 options.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
-    return 1 if any(row["road"] != "engine" and row.get("right") is False for row in rows) else 0
+    return 1 if any(row["implementation"] != "engine" and row.get("right") is False for row in rows) else 0
 
 
 if __name__ == "__main__":

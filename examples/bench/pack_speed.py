@@ -1,6 +1,6 @@
 """How fast experts are packed on this machine, against memcpy and the digest (BLAKE3) in the same run.
 
-    python examples/bench/pack_speed.py [--seconds 0.5] [--rows 4096 --columns 4096] [--only ID ...] [--roads NAME ...]
+    python examples/bench/pack_speed.py [--seconds 0.5] [--rows 4096 --columns 4096] [--only ID ...] [--paths NAME ...]
                                         [--json FILE]
 
 First the fast paths of a conversion (`moeq.pipeline.pack.fast`), on random experts with the shapes of real models:
@@ -34,14 +34,14 @@ from blake3 import blake3
 
 import moeq
 from moeq.checkpoint.manifest import StackedRole
-from moeq.checkpoint.names import Projection
+from moeq.checkpoint.names import StoredName
 from moeq.checkpoint.writer import tensor_bytes
 from moeq.layouts.padding import logical_bytes
 from moeq.layouts.registry import LAYOUTS, get_layout, layout_class
 from moeq.layouts.words import have_numba
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.model import Checkpoint
-from moeq.pipeline.pack.fast import Road, find_road
+from moeq.pipeline.pack.fast import FastPath, find_fast_path
 from moeq.pipeline.pack.fast.base import Matrices
 from moeq.pipeline.plan.layers import LayerPlan, PlanOptions, plan_layer
 from moeq.pipeline.plan.units import place_of
@@ -123,14 +123,14 @@ def measure_layout(layout_id: str, rows: int, columns: int, seconds: float) -> d
 
 @dataclass(frozen=True)
 class Journey:
-    """A road to measure: what `make_checkpoint.py` writes, and the layout."""
+    """A fast path to measure: what `make_checkpoint.py` writes, and the layout."""
 
     model: str
     format: str
     layout: str
 
 
-ROADS = {
+FAST_PATHS = {
     "gptq": Journey("qwen3-30b-a3b", "gptq", "marlin-wna16/1"),
     "gptq-triton": Journey("qwen3-30b-a3b", "gptq", "triton-wna16/1"),
     "awq": Journey("qwen3-30b-a3b", "awq", "marlin-wna16/1"),
@@ -142,9 +142,9 @@ ROADS = {
 }
 
 
-def measure_road(name: str, seconds: float) -> list[dict[str, object]]:
+def measure_path(name: str, seconds: float) -> list[dict[str, object]]:
     """Both matrices of two random experts of a model, one per thread."""
-    journey = ROADS[name]
+    journey = FAST_PATHS[name]
     whole = make_checkpoint.MODELS[journey.model]
     config = {key: value for key, value in whole.config.items() if key != "first_k_dense_replace"}
     model = replace(whole, config=config, attention={}, dense=0, shared=False)
@@ -152,44 +152,44 @@ def measure_road(name: str, seconds: float) -> list[dict[str, object]]:
         make_checkpoint.write_checkpoint(Path(folder), model, journey.format, make_checkpoint.Size(1, 2, 64))
         checkpoint = moeq.open(folder)
         plan = plan_layer(checkpoint, 0, journey.layout, PlanOptions())
-        return [_measure_road(name, checkpoint, plan, role, seconds) for role in ("w13", "w2")]
+        return [_measure_path(name, checkpoint, plan, role, seconds) for role in ("w13", "w2")]
 
 
-def _measure_road(
+def _measure_path(
     name: str, checkpoint: Checkpoint, plan: LayerPlan, role: StackedRole, seconds: float
 ) -> dict[str, object]:
     experts = checkpoint.experts(0)
-    road = find_road(experts, role, plan.layout, plan.shards)
-    if road is None:
-        raise SystemExit(f"no road for {name} {role}")
+    fast_path = find_fast_path(experts, role, plan.layout, plan.shards)
+    if fast_path is None:
+        raise SystemExit(f"no fast path for {name} {role}")
     layout = plan.layout.id
-    inputs = [_stored(checkpoint, road, expert) for expert in (0, 1)]
+    inputs = [_stored(checkpoint, fast_path, expert) for expert in (0, 1)]
     sizes = {part: tensor_bytes(spec.shape, spec.dtype) for part, spec in plan.shards[0].parts[role].items()}
     outputs = [[{part: np.empty(size, np.uint8) for part, size in sizes.items()}] for _ in (0, 1)]
-    scratch = [np.empty(road.scratch_bytes, np.uint8) for _ in (0, 1)]
+    scratch = [np.empty(fast_path.scratch_bytes, np.uint8) for _ in (0, 1)]
     size = sum(part.nbytes for part in inputs[0].values())
 
     def read(which: int) -> Matrices:
-        found = road.read(inputs[which], scratch[which])
+        found = fast_path.read(inputs[which], scratch[which])
         if found is None:
-            raise SystemExit(f"the road of {name} {role} declined")
+            raise SystemExit(f"the fast path of {name} {role} declined")
         return found
 
     def pack(which: int) -> None:
-        road.pack(read(which), outputs[which], scratch[which])
+        fast_path.pack(read(which), outputs[which], scratch[which])
 
     def prove(which: int, known: Matrices | None = None) -> None:
-        if road.prove(known or read(which), outputs[which], scratch[which]) is None:
+        if fast_path.prove(known or read(which), outputs[which], scratch[which]) is None:
             raise SystemExit(f"{name} {role} does not unpack to what is stored")
 
     def go(which: int) -> None:
         known = read(which)
-        road.pack(known, outputs[which], scratch[which])
+        fast_path.pack(known, outputs[which], scratch[which])
         prove(which, known)
 
     both(go)()
     return {
-        "road": f"{name} {role}",
+        "path": f"{name} {role}",
         "layout": layout,
         "bytes": size,
         "pack": rate(lambda: pack(0), size, seconds),
@@ -199,10 +199,10 @@ def _measure_road(
     }
 
 
-def _stored(checkpoint: Checkpoint, road: Road, expert: int) -> dict[tuple[Projection, str], np.ndarray]:
-    """What the road reads, in memory."""
+def _stored(checkpoint: Checkpoint, fast_path: FastPath, expert: int) -> dict[tuple[StoredName, str], np.ndarray]:
+    """What the fast path reads, in memory."""
     experts, found = checkpoint.experts(0), {}
-    for projection, part in road.reads:
+    for projection, part in fast_path.reads:
         entry = experts.layer.unit(expert)[projection][part]
         start, stop = place_of(entry, part, experts, expert)
         found[projection, part] = np.frombuffer(checkpoint.source.read_bytes(entry.file, start, stop), np.uint8)
@@ -234,21 +234,21 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=4096, help="output features, a multiple of 256")
     parser.add_argument("--columns", type=int, default=4096, help="input features, a multiple of 256")
     parser.add_argument("--only", nargs="*", default=list(LAYOUTS), help="layout ids")
-    parser.add_argument("--roads", nargs="*", default=list(ROADS), help=f"of {', '.join(ROADS)}")
+    parser.add_argument("--paths", nargs="*", default=list(FAST_PATHS), help=f"of {', '.join(FAST_PATHS)}")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="what seconds are")
     options = parser.parse_args()
     global clock
     clock = CLOCKS[options.clock]
     torch.set_num_threads(1)
-    roads = [row for name in options.roads for row in measure_road(name, options.seconds)] if have_numba() else []
+    fast_paths = [row for name in options.paths for row in measure_path(name, options.seconds)] if have_numba() else []
     results = [measure_memcpy(options.seconds), measure_digest(options.seconds)]
     results += [measure_layout(one, options.rows, options.columns, options.seconds) for one in options.only]
-    head = ("road", "layout", "pack", "prove", "both", "2 threads")
+    head = ("path", "layout", "pack", "prove", "both", "2 threads")
     print(f"{head[0]:18} {head[1]:28} {head[2]:>8} {head[3]:>8} {head[4]:>8} {head[5]:>10}   GB/s of stored bytes")
-    for row in roads:
+    for row in fast_paths:
         figures = f"{row['pack']:8.2f} {row['prove']:8.2f} {row['whole']:8.2f} {row['whole_2']:10.2f}"
-        print(f"{row['road']:18} {row['layout']:28} {figures}")
+        print(f"{row['path']:18} {row['layout']:28} {figures}")
     head = ("layout", "matrix", "pack", "2 threads", "unpack")
     print(f"{head[0]:34} {head[1]:22} {head[2]:>8} {head[3]:>10} {head[4]:>8}   GB/s of source bytes")
     for row in results:
@@ -261,7 +261,7 @@ def main() -> int:
             "torch": torch.__version__,
             "unit": "GB/s of source bytes",
             "clock": options.clock,
-            "roads": roads,
+            "paths": fast_paths,
             "results": results,
         }
         options.json.write_text(json.dumps(document, indent=1) + "\n")

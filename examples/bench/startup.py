@@ -80,12 +80,12 @@ class Stopwatch:
                 self.seconds += took
 
 
-def serve(road: str) -> None:
+def serve(loader: str) -> None:
     """In a process of its own: for every `[folder, layout]` that comes, load all experts and say what it took."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.zeros(1, device=device)
-    load = ROADS[road]()
-    print(json.dumps({"ready": road}), flush=True)
+    load = LOADERS[loader]()
+    print(json.dumps({"ready": loader}), flush=True)
     for line in sys.stdin:
         print(json.dumps(measure(load, *json.loads(line), device)), flush=True)
 
@@ -115,13 +115,13 @@ class Worker:
         first: what its first load took; None where it cannot.
     """
 
-    def __init__(self, road: str, folder: Path, layout: str) -> None:
-        self.place = folder / ("converted" if road in ("plug-in", "converted") else "source")
+    def __init__(self, loader: str, folder: Path, layout: str) -> None:
+        self.place = folder / ("converted" if loader in ("plug-in", "converted") else "source")
         self.layout = layout
         self.first: dict[str, float] | None = None
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", road],
+            [sys.executable, __file__, "--serve", loader],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,
@@ -252,7 +252,7 @@ class FromPlugIn(FromEngine):
 
 
 #: Ways of loading, in the order of the table; called to set up, then with what to load.
-ROADS: dict[str, Any] = {
+LOADERS: dict[str, Any] = {
     "source": lambda: from_source,
     "engine": FromEngine,
     "plug-in": FromPlugIn,
@@ -284,7 +284,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="loads that count [1]; 0: write the checkpoints only")
     parser.add_argument("--cold", action="store_true", help="also with files dropped from the page cache")
     parser.add_argument("--folder", type=Path, help="checkpoints, written where they are absent, and kept [temporary]")
-    parser.add_argument("--road", choices=ROADS, action="append")
+    parser.add_argument("--loader", choices=LOADERS, action="append")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args()
     about = {
@@ -303,7 +303,7 @@ def main() -> None:
                 prepare(name, options.layers, folder)
             if not options.rounds:
                 continue
-            workers = {road: Worker(road, folder, LAYOUTS[name]) for road in options.road or ROADS}
+            workers = {loader: Worker(loader, folder, LAYOUTS[name]) for loader in options.loader or LOADERS}
             for worker in workers.values():
                 worker.begin()
             for cold in (False, True)[: 1 + options.cold]:
@@ -328,24 +328,31 @@ def prepare(name: str, layers: int, folder: Path) -> None:
 
 def compare(name: str, workers: dict[str, Worker], rounds: int, cold: bool) -> list[dict[str, Any]]:
     """Every way of loading one model, in turns."""
-    found: dict[str, list[dict[str, float]]] = {road: [] for road, worker in workers.items() if worker.first}
+    found: dict[str, list[dict[str, float]]] = {loader: [] for loader, worker in workers.items() if worker.first}
     for number in range(rounds):
-        for road in list(found)[:: 1 if number % 2 == 0 else -1]:
-            found[road].append(workers[road].load(cold))
+        for loader in list(found)[:: 1 if number % 2 == 0 else -1]:
+            found[loader].append(workers[loader].load(cold))
     titles = "".join(f"{step:>9}" for step in (*STEPS, "total"))
     print(f"{'cold' if cold else 'warm':12}{titles}  memory of host, GPU      first load")
     rows = []
-    for road, worker in workers.items():
-        if road not in found:
-            print(f"{road:12}not here: {worker.complaint()}", flush=True)
+    for loader, worker in workers.items():
+        if loader not in found:
+            print(f"{loader:12}not here: {worker.complaint()}", flush=True)
             continue
-        median = {key: statistics.median(one[key] for one in found[road]) for key in found[road][0]}
+        median = {key: statistics.median(one[key] for one in found[loader]) for key in found[loader][0]}
         rows.append(
-            {"model": name, "road": road, "cold": cold, "median": median, "first": worker.first, "each": found[road]}
+            {
+                "model": name,
+                "loader": loader,
+                "cold": cold,
+                "median": median,
+                "first": worker.first,
+                "each": found[loader],
+            }
         )
         times = "".join(f"{median[step]:8.3f}s" for step in (*STEPS, "total"))
         memory = f"{median['peak']:10.0f} MiB{median['gpu_peak']:8.0f} MiB"
-        print(f"{road:12}{times}{memory}{worker.first['total']:9.3f}s", flush=True)
+        print(f"{loader:12}{times}{memory}{worker.first['total']:9.3f}s", flush=True)
     return rows
 
 

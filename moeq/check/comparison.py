@@ -113,7 +113,7 @@ class ProductComparison:
         allowed = tolerance(baseline, floor, EXPERT_FACTOR)
         self._titles = tuple(one.title for one in emulated)
         self._experts.append(
-            tuple(judge(expert, actual, one.value, one.bound, (relative, allowed), rows) for one in emulated)
+            tuple(compare_product(expert, actual, one.value, one.bound, (relative, allowed), rows) for one in emulated)
         )
 
     @property
@@ -149,7 +149,7 @@ class ProductComparison:
         )
 
 
-def judge(
+def compare_product(
     expert: int, actual: Tensor, value: Tensor, bound: Tensor, norms: tuple[float, float], rows: Tensor
 ) -> ExpertError:
     """Every element of an expert's rows `[T, N]` against its bound; `norms` is the relative error and its tolerance."""

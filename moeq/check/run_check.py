@@ -1,4 +1,4 @@
-"""Run the fused kernels on converted weights, and the reference on the source's: two roads to one number."""
+"""Run the fused kernels on converted weights, and the reference on the source's: two independent results."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def _activation(reference: Checkpoint) -> tuple[Activation, tuple[str, ...]]:
         return Activation(name, float(config.get("swiglu_alpha", 1.702)), None if limit is None else float(limit)), ()
     if name in ACTIVATIONS:
         return Activation(name), ()
-    return Activation(), (f"activation {name} is not known here; SiLU stands in, which the weights do not notice",)
+    return Activation(), (f"activation {name} is not known here; SiLU stands in, which the weights do not show",)
 
 
 def _derivation(checks: list[LayerCheck]) -> tuple[str, ...]:

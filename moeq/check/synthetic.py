@@ -19,7 +19,7 @@ from torch import Tensor
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 4, 2, 128, 64
 
 #: Writes the tensors of one projection `[N, K]` under a prefix.
-Projection = Callable[[str, int, int, torch.Generator], dict[str, Tensor]]
+MakeProjection = Callable[[str, int, int, torch.Generator], dict[str, Tensor]]
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -38,7 +38,7 @@ class Recipe:
     name: str
     layout: str
     quantization: dict[str, Any]
-    projection: Projection | None
+    projection: MakeProjection | None
 
     def write(self, folder: Path, seed: int = 0) -> None:
         """Write `config.json` and `model.safetensors` into a new folder."""
@@ -81,7 +81,7 @@ _GPT_OSS = {
 }
 
 
-def _each(projection: Projection, generator: torch.Generator) -> dict[str, Tensor]:
+def _each(projection: MakeProjection, generator: torch.Generator) -> dict[str, Tensor]:
     tensors = {"model.layers.0.mlp.gate.weight": _normal((EXPERTS, HIDDEN), generator).to(torch.bfloat16)}
     for expert in range(EXPERTS):
         prefix = f"model.layers.0.mlp.experts.{expert}."
@@ -112,7 +112,7 @@ def _scales(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return 0.004 + 0.012 * torch.rand(shape, generator=generator)
 
 
-def _gptq(bits: int, group: int, *, symmetric: bool = True, act_order: bool = False) -> Projection:
+def _gptq(bits: int, group: int, *, symmetric: bool = True, act_order: bool = False) -> MakeProjection:
     def write(prefix: str, n: int, k: int, generator: torch.Generator) -> dict[str, Tensor]:
         groups, high = k // group, 1 << bits
         codes = _integers(high, (k, n), generator)

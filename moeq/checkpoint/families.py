@@ -16,7 +16,7 @@ _W123 = ("w1", "w3", "w2")
 
 
 @dataclass(frozen=True)
-class Family:
+class ModelFamily:
     """One model family.
 
     Attributes:
@@ -59,8 +59,8 @@ _DENSE_SIZE = ("intermediate_size",)
 _VISION_LAYERS = ("model.language_model.layers", "model.layers")
 _KIMI_LAYERS = ("language_model.model.layers", "model.layers")
 
-FAMILIES: tuple[Family, ...] = (
-    Family(
+FAMILIES: tuple[ModelFamily, ...] = (
+    ModelFamily(
         "Mixtral",
         ("mixtral",),
         experts="block_sparse_moe.experts",
@@ -68,25 +68,25 @@ FAMILIES: tuple[Family, ...] = (
         router="block_sparse_moe.gate",
         intermediate_keys=_DENSE_SIZE,
     ),
-    Family("Qwen2-MoE", ("qwen2_moe",), renormalize=False),
-    Family("Qwen3-MoE", ("qwen3_moe",)),
-    Family("Qwen3-Next", ("qwen3_next",)),
-    Family(
+    ModelFamily("Qwen2-MoE", ("qwen2_moe",), renormalize=False),
+    ModelFamily("Qwen3-MoE", ("qwen3_moe",)),
+    ModelFamily("Qwen3-Next", ("qwen3_next",)),
+    ModelFamily(
         "Qwen3.5-MoE",
         ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_6_moe", "qwen3_6_moe_text", "qwen3_8_moe", "qwen3_8_moe_text"),
         stacking="halves",
         layers=_VISION_LAYERS,
     ),
-    Family("Qwen3-VL-MoE", ("qwen3_vl_moe", "qwen3_vl_moe_text"), stacking="transposed", layers=_VISION_LAYERS),
-    Family(
+    ModelFamily("Qwen3-VL-MoE", ("qwen3_vl_moe", "qwen3_vl_moe_text"), stacking="transposed", layers=_VISION_LAYERS),
+    ModelFamily(
         "Qwen3-Omni-MoE",
         ("qwen3_omni_moe", "qwen3_omni_moe_text", "qwen3_omni_moe_thinker"),
         layers=("thinker.model.layers", "talker.model.layers"),
     ),
-    Family("DeepSeek-V2", ("deepseek_v2",), renormalize=False),
-    Family("DeepSeek-V3", ("deepseek_v3",), scoring="sigmoid", scaling=2.5, group_score="top2"),
-    Family("DeepSeek-V3.2", ("deepseek_v32",), scoring="sigmoid", scaling=2.5, group_score="top2"),
-    Family(
+    ModelFamily("DeepSeek-V2", ("deepseek_v2",), renormalize=False),
+    ModelFamily("DeepSeek-V3", ("deepseek_v3",), scoring="sigmoid", scaling=2.5, group_score="top2"),
+    ModelFamily("DeepSeek-V3.2", ("deepseek_v32",), scoring="sigmoid", scaling=2.5, group_score="top2"),
+    ModelFamily(
         "DeepSeek-V4",
         ("deepseek_v4", "deepseek_ref"),
         experts="ffn.experts",
@@ -96,9 +96,9 @@ FAMILIES: tuple[Family, ...] = (
         scoring="sqrtsoftplus",
         scaling=1.5,
     ),
-    Family("Kimi-K2", ("kimi_k2",), scoring="sigmoid", scaling=2.827, group_score="top2"),
-    Family("Kimi-K2.5", ("kimi_k25",), scoring="sigmoid", scaling=2.827, group_score="top2", layers=_KIMI_LAYERS),
-    Family(
+    ModelFamily("Kimi-K2", ("kimi_k2",), scoring="sigmoid", scaling=2.827, group_score="top2"),
+    ModelFamily("Kimi-K2.5", ("kimi_k25",), scoring="sigmoid", scaling=2.827, group_score="top2", layers=_KIMI_LAYERS),
+    ModelFamily(
         "Kimi-Linear / K3",
         ("kimi_linear", "kimi_k3"),
         experts="block_sparse_moe.experts",
@@ -107,16 +107,18 @@ FAMILIES: tuple[Family, ...] = (
         router="block_sparse_moe.gate",
         scoring="sigmoid",
     ),
-    Family("GLM-4.5", ("glm4_moe", "glm4_moe_lite"), scoring="sigmoid", group_score="top2"),
-    Family("GLM-4.5V", ("glm4v_moe", "glm4v_moe_text"), scoring="sigmoid", group_score="top2", layers=_VISION_LAYERS),
-    Family(
+    ModelFamily("GLM-4.5", ("glm4_moe", "glm4_moe_lite"), scoring="sigmoid", group_score="top2"),
+    ModelFamily(
+        "GLM-4.5V", ("glm4v_moe", "glm4v_moe_text"), scoring="sigmoid", group_score="top2", layers=_VISION_LAYERS
+    ),
+    ModelFamily(
         "GLM-5",
         ("glm_moe_dsa", "glm5_next"),
         scoring="sigmoid",
         group_score="top2",
         layers=("model.layers", *_VISION_LAYERS),
     ),
-    Family(
+    ModelFamily(
         "MiniMax-M1",
         ("minimax", "minimax_text_01", "minimax_m1"),
         experts="block_sparse_moe.experts",
@@ -124,7 +126,7 @@ FAMILIES: tuple[Family, ...] = (
         router="block_sparse_moe.gate",
         intermediate_keys=_DENSE_SIZE,
     ),
-    Family(
+    ModelFamily(
         "MiniMax-M2",
         ("minimax_m2",),
         experts="block_sparse_moe.experts",
@@ -133,7 +135,7 @@ FAMILIES: tuple[Family, ...] = (
         scoring="sigmoid",
         intermediate_keys=_DENSE_SIZE,
     ),
-    Family(
+    ModelFamily(
         "MiniMax-M3",
         ("minimax_m3", "minimax_m3_vl", "minimax_m3_text"),
         experts="block_sparse_moe.experts",
@@ -145,7 +147,7 @@ FAMILIES: tuple[Family, ...] = (
         intermediate_keys=("moe_intermediate_size", "intermediate_size"),
         activation="swigluoai",
     ),
-    Family(
+    ModelFamily(
         "gpt-oss",
         ("gpt_oss",),
         stacking="interleaved",
@@ -154,7 +156,7 @@ FAMILIES: tuple[Family, ...] = (
         intermediate_keys=_DENSE_SIZE,
         activation="swigluoai",
     ),
-    Family(
+    ModelFamily(
         "Llama-4",
         ("llama4", "llama4_text"),
         experts="feed_forward.experts",
@@ -165,7 +167,7 @@ FAMILIES: tuple[Family, ...] = (
         renormalize=False,
         intermediate_keys=_DENSE_SIZE,
     ),
-    Family(
+    ModelFamily(
         "Phi-3.5-MoE",
         ("phimoe",),
         experts="block_sparse_moe.experts",
@@ -175,7 +177,7 @@ FAMILIES: tuple[Family, ...] = (
         renormalize=False,
         intermediate_keys=_DENSE_SIZE,
     ),
-    Family(
+    ModelFamily(
         "DBRX",
         ("dbrx",),
         experts="ffn.experts",
@@ -184,7 +186,7 @@ FAMILIES: tuple[Family, ...] = (
         router="ffn.router.layer",
         intermediate_keys=("ffn_config.ffn_hidden_size",),
     ),
-    Family(
+    ModelFamily(
         "Jamba",
         ("jamba",),
         experts="feed_forward.experts",
@@ -192,8 +194,8 @@ FAMILIES: tuple[Family, ...] = (
         renormalize=False,
         intermediate_keys=_DENSE_SIZE,
     ),
-    Family("OLMoE", ("olmoe", "flex_olmo"), renormalize=False, intermediate_keys=_DENSE_SIZE),
-    Family(
+    ModelFamily("OLMoE", ("olmoe", "flex_olmo"), renormalize=False, intermediate_keys=_DENSE_SIZE),
+    ModelFamily(
         "Granite-MoE",
         ("granitemoe", "granitemoehybrid", "granitemoeshared"),
         experts="block_sparse_moe",
@@ -203,10 +205,10 @@ FAMILIES: tuple[Family, ...] = (
         scoring="topk-softmax",
         intermediate_keys=_DENSE_SIZE,
     ),
-    Family("Hunyuan-A13B", ("hunyuan_v1_moe",), router="mlp.gate.wg"),
-    Family("Hunyuan 3", ("hy_v3", "hy_v4"), router="mlp.router.gate", scoring="sigmoid", scaling=2.826),
-    Family("ERNIE-4.5", ("ernie4_5_moe", "ernie4_5_vl_moe", "ernie4_5_moe_vl")),
-    Family(
+    ModelFamily("Hunyuan-A13B", ("hunyuan_v1_moe",), router="mlp.gate.wg"),
+    ModelFamily("Hunyuan 3", ("hy_v3", "hy_v4"), router="mlp.router.gate", scoring="sigmoid", scaling=2.826),
+    ModelFamily("ERNIE-4.5", ("ernie4_5_moe", "ernie4_5_vl_moe", "ernie4_5_moe_vl")),
+    ModelFamily(
         "Step-3",
         ("step3_text", "step3p5", "step3p7", "step3_vl"),
         experts="moe",
@@ -215,7 +217,7 @@ FAMILIES: tuple[Family, ...] = (
         scoring="sigmoid",
         scaling=3.0,
     ),
-    Family(
+    ModelFamily(
         "Nemotron-3",
         ("nemotron_h", "nemotron_h_moe"),
         experts="mixer.experts",
@@ -226,16 +228,16 @@ FAMILIES: tuple[Family, ...] = (
         scaling=2.5,
         activation="relu2",
     ),
-    Family("Bailing / Ling", ("bailing_moe",)),
-    Family(
+    ModelFamily("Bailing / Ling", ("bailing_moe",)),
+    ModelFamily(
         "Bailing / Ling 2",
         ("bailing_moe_v2", "bailing_moe_linear", "bailing_hybrid", "bailing_moe_v2_5"),
         scoring="sigmoid",
         scaling=2.5,
         group_score="top2",
     ),
-    Family("dots", ("dots1", "dots3"), scoring="sigmoid", group_score="top2"),
-    Family(
+    ModelFamily("dots", ("dots1", "dots3"), scoring="sigmoid", group_score="top2"),
+    ModelFamily(
         "LongCat-Flash",
         ("longcat_flash",),
         router="mlp.router.classifier",
@@ -243,7 +245,7 @@ FAMILIES: tuple[Family, ...] = (
         scaling=6.0,
         intermediate_keys=("expert_ffn_hidden_size", "moe_intermediate_size"),
     ),
-    Family(
+    ModelFamily(
         "Mistral Large 3 / Small 4",
         ("mistral4", "mistral3", "mistral_large_3"),
         experts="experts",
@@ -251,8 +253,8 @@ FAMILIES: tuple[Family, ...] = (
         layers=("layers", *_VISION_LAYERS),
         router="gate",
     ),
-    Family("MiMo-V2", ("mimo_v2", "mimo_v2_flash"), scoring="sigmoid"),
-    Family(
+    ModelFamily("MiMo-V2", ("mimo_v2", "mimo_v2_flash"), scoring="sigmoid"),
+    ModelFamily(
         "Gemma-4",
         ("gemma4", "gemma4_text"),
         experts="experts",
@@ -260,8 +262,8 @@ FAMILIES: tuple[Family, ...] = (
         layers=_VISION_LAYERS,
         router="router.proj",
     ),
-    Family("Inkling", ("inkling",), projections=("w13", "w13", "w2"), stacking="interleaved", scoring="sigmoid"),
-    Family(
+    ModelFamily("Inkling", ("inkling",), projections=("w13", "w13", "w2"), stacking="interleaved", scoring="sigmoid"),
+    ModelFamily(
         "LFM2-MoE",
         ("lfm2_moe",),
         experts="feed_forward.experts",
@@ -269,15 +271,15 @@ FAMILIES: tuple[Family, ...] = (
         router="feed_forward.gate",
         scoring="sigmoid",
     ),
-    Family("AFMoE / Trinity", ("afmoe",), router="mlp.router.gate", scoring="sigmoid"),
-    Family("Laguna", ("laguna",), scoring="sigmoid"),
-    Family("Solar-Open", ("solar_open",), scoring="sigmoid"),
-    Family("EXAONE-MoE", ("exaone_moe",), scoring="sigmoid"),
-    Family("A.X-K1", ("axk1", "ax_k1"), scoring="sigmoid"),
-    Family("Flint", ("flint",), scoring="sigmoid"),
-    Family("Beam", ("beam",), scoring="sigmoid"),
-    Family("Mellum", ("mellum",)),
-    Family(
+    ModelFamily("AFMoE / Trinity", ("afmoe",), router="mlp.router.gate", scoring="sigmoid"),
+    ModelFamily("Laguna", ("laguna",), scoring="sigmoid"),
+    ModelFamily("Solar-Open", ("solar_open",), scoring="sigmoid"),
+    ModelFamily("EXAONE-MoE", ("exaone_moe",), scoring="sigmoid"),
+    ModelFamily("A.X-K1", ("axk1", "ax_k1"), scoring="sigmoid"),
+    ModelFamily("Flint", ("flint",), scoring="sigmoid"),
+    ModelFamily("Beam", ("beam",), scoring="sigmoid"),
+    ModelFamily("Mellum", ("mellum",)),
+    ModelFamily(
         "Arctic",
         ("arctic",),
         experts="block_sparse_moe.experts",
@@ -285,7 +287,7 @@ FAMILIES: tuple[Family, ...] = (
         router="block_sparse_moe.gate",
         intermediate_keys=_DENSE_SIZE,
     ),
-    Family(
+    ModelFamily(
         "Grok",
         ("grok-1", "grok_1", "grok1", "grok_2"),
         experts="block_sparse_moe.experts",
@@ -294,7 +296,7 @@ FAMILIES: tuple[Family, ...] = (
         intermediate_keys=("moe_intermediate_size", "intermediate_size"),
         activation="gelu",
     ),
-    Family(
+    ModelFamily(
         "Aria",
         ("aria", "aria_text"),
         projections=("fc1", "fc1", "fc2"),
@@ -308,6 +310,6 @@ FAMILIES: tuple[Family, ...] = (
 _BY_TYPE = {model_type: family for family in FAMILIES for model_type in family.model_types}
 
 
-def find_family(model_type: str) -> Family | None:
+def find_family(model_type: str) -> ModelFamily | None:
     """The family of a `model_type`, or None."""
     return _BY_TYPE.get(model_type.lower())

@@ -108,8 +108,8 @@ class HubSource(Source):
         headers = self._call(lambda: self._headers(weights.files))
         self.files = tuple(FileEntry(header.file, header.size) for header in headers)
         self.index = weights.index
-        self.tensors, notices = merge_headers(weights, headers)
-        self.notices = [*weights.notices, *notices]
+        self.tensors, warnings = merge_headers(weights, headers)
+        self.warnings = [*weights.warnings, *warnings]
         self._side_files = tuple(sorted(set(top) - set(weights.files) - {weights.index}))
 
     def stream_into(self, folder: Path) -> WeightStream:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moeq.checkpoint.header import Header, TensorEntry
-from moeq.checkpoint.notice import Notice
+from moeq.checkpoint.warning import CheckpointWarning
 from moeq.errors import MoeqError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -27,14 +27,14 @@ class Weights:
         weight_map: tensor name to file, or None where there is no index.
         index: name of the index file, if any.
         total_size: what the index says the tensors add up to.
-        notices: what is odd about the choice.
+        warnings: what is odd about the choice.
     """
 
     files: tuple[str, ...]
     weight_map: dict[str, str] | None = None
     index: str | None = None
     total_size: int | None = None
-    notices: tuple[Notice, ...] = ()
+    warnings: tuple[CheckpointWarning, ...] = ()
 
 
 def choose_weights(names: Iterable[str], read_index: Callable[[str], dict[str, Any]], where: str) -> Weights:
@@ -57,10 +57,12 @@ def choose_weights(names: Iterable[str], read_index: Callable[[str], dict[str, A
         return _with_oddities(weights, indices, single)
     if SINGLE_NAME in single:
         extra = [name for name in single if name != SINGLE_NAME]
-        notices = [Notice("files.not-loaded", f"not part of {SINGLE_NAME}: {_few(extra)}")] if extra else []
-        return Weights((SINGLE_NAME,), notices=tuple(notices))
+        warnings = [CheckpointWarning("files.not-loaded", f"not part of {SINGLE_NAME}: {_few(extra)}")] if extra else []
+        return Weights((SINGLE_NAME,), warnings=tuple(warnings))
     if single:
-        return Weights(tuple(single), notices=(Notice("files.no-index", f"no index: took every file, {_few(single)}"),))
+        return Weights(
+            tuple(single), warnings=(CheckpointWarning("files.no-index", f"no index: took every file, {_few(single)}"),)
+        )
     raise _no_weights(present, where)
 
 
@@ -97,13 +99,17 @@ def check_file_name(file: object, where: str) -> None:
 
 
 def _with_oddities(weights: Weights, indices: Sequence[str], single: Sequence[str]) -> Weights:
-    notices = []
+    warnings = []
     if len(indices) > 1:
-        notices.append(Notice("files.several-indices", f"several index files ({_few(indices)}); read {weights.index}"))
+        warnings.append(
+            CheckpointWarning("files.several-indices", f"several index files ({_few(indices)}); read {weights.index}")
+        )
     extra = [name for name in single if name not in weights.files]
     if extra:
-        notices.append(Notice("files.not-in-index", f"files that {weights.index} does not mention: {_few(extra)}"))
-    return Weights(weights.files, weights.weight_map, weights.index, weights.total_size, tuple(notices))
+        warnings.append(
+            CheckpointWarning("files.not-in-index", f"files that {weights.index} does not mention: {_few(extra)}")
+        )
+    return Weights(weights.files, weights.weight_map, weights.index, weights.total_size, tuple(warnings))
 
 
 def _no_weights(names: Sequence[str], where: str) -> MoeqError:
@@ -121,7 +127,9 @@ def _no_weights(names: Sequence[str], where: str) -> MoeqError:
     return MoeqError("source.no-weights", f"{where} has no *.safetensors file and no safetensors index")
 
 
-def merge_headers(weights: Weights, headers: Iterable[Header]) -> tuple[dict[str, TensorEntry], list[Notice]]:
+def merge_headers(
+    weights: Weights, headers: Iterable[Header]
+) -> tuple[dict[str, TensorEntry], list[CheckpointWarning]]:
     """One table of tensors from the headers of all files, the index deciding about duplicates.
 
     Raises:
@@ -129,12 +137,12 @@ def merge_headers(weights: Weights, headers: Iterable[Header]) -> tuple[dict[str
             index, two files hold the same tensor.
     """
     tensors: dict[str, TensorEntry] = {}
-    notices: list[Notice] = []
+    warnings: list[CheckpointWarning] = []
     strangers: list[str] = []
     shadowed: list[str] = []
     weight_map = weights.weight_map
     for header in headers:
-        notices += [Notice("header.unknown-field", note) for note in header.notes[:3]]
+        warnings += [CheckpointWarning("header.unknown-field", note) for note in header.notes[:3]]
         if weight_map is None:
             _add_unindexed(tensors, header)
             continue
@@ -152,14 +160,18 @@ def merge_headers(weights: Weights, headers: Iterable[Header]) -> tuple[dict[str
     if weight_map is not None:
         _check_index(weights, weight_map, tensors)
     if strangers:
-        notices.append(Notice("index.unlisted", f"tensors in files but not in the index, ignored: {_few(strangers)}"))
+        warnings.append(
+            CheckpointWarning("index.unlisted", f"tensors in files but not in the index, ignored: {_few(strangers)}")
+        )
     if shadowed:
-        notices.append(Notice("index.duplicates", f"tensors in several files, the index decides: {_few(shadowed)}"))
+        warnings.append(
+            CheckpointWarning("index.duplicates", f"tensors in several files, the index decides: {_few(shadowed)}")
+        )
     total = sum(entry.end - entry.start for entry in tensors.values())
     if weights.total_size not in (None, total):
         message = f"the index says tensors add up to {weights.total_size:,} bytes, they are {total:,}"
-        notices.append(Notice("index.total-size", message))
-    return tensors, notices
+        warnings.append(CheckpointWarning("index.total-size", message))
+    return tensors, warnings
 
 
 def _add_unindexed(tensors: dict[str, TensorEntry], header: Header) -> None:

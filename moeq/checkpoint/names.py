@@ -17,10 +17,10 @@ from moeq.errors import MoeqError
 #: Expert number of a tensor that stacks all experts of a layer.
 FUSED = -1
 
-Projection = Literal["gate", "up", "down", "gate_up"]
+StoredName = Literal["gate", "up", "down", "gate_up"]
 
-#: Projection names of per-expert modules. DBRX forks use w1/v1/w2, Grok linear/linear_v/linear_1.
-PROJECTIONS: dict[str, Projection] = {
+#: StoredName names of per-expert modules. DBRX forks use w1/v1/w2, Grok linear/linear_v/linear_1.
+PROJECTIONS: dict[str, StoredName] = {
     "gate_proj": "gate",
     "up_proj": "up",
     "down_proj": "down",
@@ -35,7 +35,7 @@ PROJECTIONS: dict[str, Projection] = {
 }
 
 #: Parameters that hold all experts of a layer, longest first so that prefixes cannot win.
-FUSED_PARAMETERS: tuple[tuple[str, Projection], ...] = (
+FUSED_PARAMETERS: tuple[tuple[str, StoredName], ...] = (
     ("gate_up_proj", "gate_up"),
     ("output_linear", "down"),
     ("input_linear", "gate_up"),
@@ -83,7 +83,7 @@ class ExpertTensor(NamedTuple):
 
     layer: int
     expert: int
-    proj: Projection
+    proj: StoredName
     part: str
     prefix: str
 
@@ -103,8 +103,8 @@ class LayerExperts:
     stack: str
     layer: int
     prefix: str
-    parts: dict[tuple[Projection, str], dict[int, TensorEntry]] = field(default_factory=dict)
-    spelling: dict[Projection, str] = field(default_factory=dict)
+    parts: dict[tuple[StoredName, str], dict[int, TensorEntry]] = field(default_factory=dict)
+    spelling: dict[StoredName, str] = field(default_factory=dict)
 
     @property
     def fused(self) -> bool:
@@ -124,16 +124,16 @@ class LayerExperts:
         for entries in self.parts.values():
             yield from entries.values()
 
-    def unit(self, expert: int) -> dict[Projection, dict[str, TensorEntry]]:
+    def unit(self, expert: int) -> dict[StoredName, dict[str, TensorEntry]]:
         """Tensors of one expert: projection to part to tensor. Fused tensors are returned whole."""
-        unit: dict[Projection, dict[str, TensorEntry]] = {}
+        unit: dict[StoredName, dict[str, TensorEntry]] = {}
         for (projection, part), entries in self.parts.items():
             entry = entries.get(expert) or entries.get(FUSED)
             if entry is not None:
                 unit.setdefault(projection, {})[part] = entry
         return unit
 
-    def module(self, projection: Projection, expert: int) -> str:
+    def module(self, projection: StoredName, expert: int) -> str:
         """Module name of a projection, as configs name it."""
         spelled = self.spelling.get(projection, projection)
         return f"{self.prefix}.{spelled}" if self.fused else f"{self.prefix}.{expert}.{spelled}"
@@ -236,7 +236,7 @@ class _Indexer:
                 self.add_fused(head + module.rstrip("."), tail, entry)
                 return
 
-    def _group(self, layer: LayerExperts, role: Projection, spelled: str, part: str) -> dict[int, TensorEntry]:
+    def _group(self, layer: LayerExperts, role: StoredName, spelled: str, part: str) -> dict[int, TensorEntry]:
         known = layer.spelling.setdefault(role, spelled)
         if known != spelled:
             _refuse(f"{layer.prefix}.*.{spelled}", f"a second spelling of the {role} projection, next to {known},")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from moeq.checkpoint.header import Header, TensorEntry, read_header
 from moeq.checkpoint.index import choose_weights, merge_headers
 from moeq.checkpoint.jsonfile import MAX_INDEX_BYTES, read_object, stat_regular
-from moeq.checkpoint.notice import Notice
+from moeq.checkpoint.warning import CheckpointWarning
 from moeq.errors import MoeqError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Source(ABC):
         tensors: every tensor by name.
         files: weight files.
         index: name of the index file, or None where there is none.
-        notices: what is odd about the files.
+        warnings: what is odd about the files.
         expert_names: names of the tensors that conversion consumes; everything else is copied unchanged. Set by
             `moeq.model.open`, which knows the experts.
     """
@@ -66,7 +66,7 @@ class Source(ABC):
         self.tensors: Mapping[str, TensorEntry] = {}
         self.files: tuple[FileEntry, ...] = ()
         self.index: str | None = None
-        self.notices: list[Notice] = []
+        self.warnings: list[CheckpointWarning] = []
         self.expert_names: frozenset[str] = frozenset()
         self._identity: str | None = None
 
@@ -187,8 +187,8 @@ class LocalSource(Source):
         headers = [_local_header(folder, file) for file in weights.files]
         self.files = tuple(FileEntry(header.file, header.size) for header in headers)
         self.index = weights.index
-        self.tensors, notices = merge_headers(weights, headers)
-        self.notices = [*weights.notices, *notices]
+        self.tensors, warnings = merge_headers(weights, headers)
+        self.warnings = [*weights.warnings, *warnings]
         self._side_files = tuple(sorted(set(names) - set(weights.files) - {weights.index}))
 
     def path(self, file: str) -> Path:

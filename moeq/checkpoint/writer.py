@@ -79,7 +79,7 @@ def file_form(
     return FileForm(header, placed, len(header) + offset)
 
 
-def require_room(folder: Path, forms: Mapping[Path, FileForm]) -> None:
+def require_free_space(folder: Path, forms: Mapping[Path, FileForm]) -> None:
     """Refuse at once where the file system cannot hold files that are about to be made.
 
     Raises:

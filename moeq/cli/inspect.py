@@ -13,7 +13,7 @@ from moeq.cli.out import Output
 from moeq.errors import MoeqError
 
 if TYPE_CHECKING:
-    from moeq.checkpoint.notice import Notice
+    from moeq.checkpoint.warning import CheckpointWarning
     from moeq.deploy.deployment import Deployment
     from moeq.model import Checkpoint
     from moeq.oracle.records import Verdict
@@ -54,7 +54,7 @@ def command(
         **checkpoint.info.to_json(),
         "kind": checkpoint.kind,
         "shards": [asdict(fit) for fit in shard_fits(checkpoint.spec(checkpoint.info.moe_layers[0], "w2"))],
-        "scan": None if found is None else [asdict(notice) for notice in found],
+        "scan": None if found is None else [asdict(warning) for warning in found],
         "verdict": verdict.to_json() if verdict else None,
         "no_verdict": no_verdict,
     }
@@ -64,7 +64,7 @@ def command(
     )
 
 
-def scanned(out: Output, checkpoint: Checkpoint) -> list[Notice]:
+def scanned(out: Output, checkpoint: Checkpoint) -> list[CheckpointWarning]:
     """What the data of the experts shows beyond the headers."""
     from moeq.cli.progress import ProgressReport
     from moeq.model.scan import scan

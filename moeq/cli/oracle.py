@@ -79,7 +79,7 @@ def command(
     return _matrix(out, src, revision, base, (gpus, tps, eps), require or [], markdown)
 
 
-class Question(NamedTuple):
+class LayerQuestion(NamedTuple):
     """What the oracle is asked about the layers of a checkpoint that share a scheme."""
 
     layers: list[int]
@@ -89,7 +89,7 @@ class Question(NamedTuple):
     prefix: str
 
 
-def _questions(src: str, revision: str | None) -> list[Question]:
+def _questions(src: str, revision: str | None) -> list[LayerQuestion]:
     """One question per scheme, the first quantised layer's first. Per-module rules of the config are read per layer."""
     from moeq.model import open as open_checkpoint
     from moeq.pipeline.plan.decision import first_layer, moe_shape
@@ -99,7 +99,7 @@ def _questions(src: str, revision: str | None) -> list[Question]:
         raise MoeqError("usage.converted", f"{src} is already converted", "ask about its source")
     declared = checkpoint.source.config.get("quantization_config")
     first = first_layer(checkpoint)
-    found: dict[Scheme, Question] = {}
+    found: dict[Scheme, LayerQuestion] = {}
     for layer in (first, *(one for one in checkpoint.info.moe_layers if one != first)):
         scheme = checkpoint.scheme_of(layer)
         if scheme in found:
@@ -107,7 +107,7 @@ def _questions(src: str, revision: str | None) -> list[Question]:
             continue
         config = declared if isinstance(declared, dict) else None
         shape, prefix = moe_shape(checkpoint, layer), checkpoint.expert_prefix(layer)
-        found[scheme] = Question([layer], scheme, shape, config, prefix)
+        found[scheme] = LayerQuestion([layer], scheme, shape, config, prefix)
     return list(found.values())
 
 

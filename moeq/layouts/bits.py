@@ -11,7 +11,7 @@ from moeq.layouts.words import use_compiled
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Words handled at a time by the torch road.
+#: Words handled at a time by the torch loop.
 _CHUNK = 1 << 18
 
 

@@ -1,6 +1,6 @@
 """From elements to packed words and back, by an `Arrangement`: in numba where it is installed, else in torch.
 
-Both roads give the same bytes. The numba road fills a buffer that callers may reuse, with at most the packed matrix of
+Both loops give the same bytes. The numba loop fills a buffer that callers may reuse, with at most the packed matrix of
 one expert as scratch; it starts to pay at `COMPILED_FROM` elements, below which importing numba costs more than it
 saves.
 """
@@ -47,7 +47,7 @@ def pack_words(
         elements: `[rows, columns]`, uint8 codes where words hold several fields, else any dtype of `bits` bits.
         bits: bits of one element within a word.
         out: flat buffer of words to fill, or None for a new one.
-        compiled: force the numba road (True) or the torch road (False); None chooses by size.
+        compiled: force the numba loop (True) or the torch loop (False); None chooses by size.
 
     Returns:
         Flat words: uint8, int16 or int32, as wide as all fields of a word together.

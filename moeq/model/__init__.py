@@ -16,7 +16,7 @@ from moeq.checkpoint.facts import Facts
 from moeq.checkpoint.families import find_family
 from moeq.checkpoint.hub import looks_like_repository, open_repository
 from moeq.checkpoint.manifest import MANIFEST_NAME, read_manifest
-from moeq.checkpoint.names import FUSED, Projection, index_experts
+from moeq.checkpoint.names import FUSED, StoredName, index_experts
 from moeq.checkpoint.source import LocalSource, Source
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix, Role
@@ -96,10 +96,10 @@ class Checkpoint:
         facts = Facts(source.config)
         layers = index_experts(source.tensors)
         stacks = split_stacks(layers, facts.layers())
-        declaration, notices = find_declaration(source.config, source.side_configs)
+        declaration, warnings = find_declaration(source.config, source.side_configs)
         if not stacks.main:
             raise _not_moe(source, facts, declaration)
-        source.notices.extend(notices)
+        source.warnings.extend(warnings)
         self.declaration = declaration
         family = find_family(model_type(facts))
         interleaved = family.interleaved if family else None
@@ -164,7 +164,7 @@ class Checkpoint:
         if role == "w13" and "gate" in kind.projections:
             gate, up = (self._read(layer, expert, projection, kind) for projection in ("gate", "up"))
             return concatenate_rows(gate, up, wanted)
-        projection: Projection = "gate_up" if role == "w13" and kind.gated else _PROJECTION[role]
+        projection: StoredName = "gate_up" if role == "w13" and kind.gated else _PROJECTION[role]
         return self._read(layer, expert, projection, kind, role)
 
     def dequantize(self, layer: int, expert: int, projection: Literal["gate", "up", "down"]) -> Tensor:
@@ -183,11 +183,11 @@ class Checkpoint:
         """How an expert is encoded, projection by projection as they are stored."""
         return self._layer(layer).kind(expert)
 
-    def module(self, layer: int, expert: int, projection: Projection) -> str:
+    def module(self, layer: int, expert: int, projection: StoredName) -> str:
         """Module name of a projection, as tensor names and configs have it."""
         return self._layer(layer).layer.module(projection, expert)
 
-    def parts(self, layer: int, expert: int, projection: Projection, skip: Container[str] = ()) -> dict[str, Tensor]:
+    def parts(self, layer: int, expert: int, projection: StoredName, skip: Container[str] = ()) -> dict[str, Tensor]:
         """Stored tensors of one projection of one expert by part name; of stacked tensors, the expert's slice."""
         source, experts = self.source, self._layer(layer)
         parts: dict[str, Tensor] = {}
@@ -199,7 +199,7 @@ class Checkpoint:
         return parts
 
     def _read(
-        self, layer: int, expert: int, projection: Projection, kind: ExpertKind, role: Role | None = None
+        self, layer: int, expert: int, projection: StoredName, kind: ExpertKind, role: Role | None = None
     ) -> QuantizedMatrix:
         """Decode one stored projection."""
         from moeq.schemes.check import check_matrix
@@ -216,7 +216,7 @@ class Checkpoint:
         return matrix
 
 
-_PROJECTION: dict[Role, Projection] = {"gate": "gate", "up": "up", "down": "down", "w2": "down", "w13": "up"}
+_PROJECTION: dict[Role, StoredName] = {"gate": "gate", "up": "up", "down": "down", "w2": "down", "w13": "up"}
 
 
 def _not_moe(source: Source, facts: Facts, declaration: Declaration | None) -> MoeqError:

@@ -10,8 +10,8 @@ from moeq.checkpoint.facts import Facts
 from moeq.checkpoint.families import find_family
 from moeq.checkpoint.manifest import LayerEntry, Manifest, MatrixEntry, RankEntry, StackedRole
 from moeq.checkpoint.names import index_experts
-from moeq.checkpoint.notice import Notice
 from moeq.checkpoint.source import Source
+from moeq.checkpoint.warning import CheckpointWarning
 from moeq.checkpoint.writer import tensor_bytes
 from moeq.errors import MoeqError
 from moeq.layouts.base import TensorSpec
@@ -62,7 +62,7 @@ class ConvertedCheckpoint(Checkpoint):
             other_bytes=sum(entry.nbytes for entry in source.tensors.values()) - expert_bytes,
             num_tensors=len(source.tensors),
             num_files=len(source.files),
-            warnings=tuple(source.notices),
+            warnings=tuple(source.warnings),
         )
 
     def is_packed(self, layer: int) -> bool:
@@ -228,7 +228,7 @@ def _info(manifest: Manifest) -> CheckpointInfo:
                     _record(SchemeUse, {**use, "scheme": _scheme(use["scheme"])}) for use in document["schemes"]
                 ),
                 "modules": tuple(_record(ModuleUse, use) for use in document["modules"]),
-                "warnings": tuple(_record(Notice, notice) for notice in document["warnings"]),
+                "warnings": tuple(_record(CheckpointWarning, warning) for warning in document["warnings"]),
             },
         )
     except (KeyError, TypeError, ValueError) as error:

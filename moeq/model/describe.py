@@ -19,12 +19,12 @@ from moeq.checkpoint.facts import (
     TOP_K,
     Facts,
 )
-from moeq.checkpoint.families import Family
+from moeq.checkpoint.families import ModelFamily
 from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.info import ModuleUse, RoutingInfo
 from moeq.checkpoint.names import LayerExperts
-from moeq.checkpoint.notice import Notice
 from moeq.checkpoint.source import Source
+from moeq.checkpoint.warning import CheckpointWarning
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec
 from moeq.model.experts import ExpertKind, Experts
@@ -97,7 +97,7 @@ class Model:
 
     source: Source
     facts: Facts
-    family: Family | None
+    family: ModelFamily | None
     stacks: Stacks
     experts: Mapping[int, Experts]
     declaration: Declaration | None
@@ -105,7 +105,7 @@ class Model:
 
 def describe(model: Model) -> CheckpointInfo:
     """The whole record. Raises MoeqError `source.inconsistent` where tensors and config contradict each other."""
-    facts, source, family = model.facts, model.source, model.family or Family("unknown", ())
+    facts, source, family = model.facts, model.source, model.family or ModelFamily("unknown", ())
     main = {number: model.experts[number] for number in model.stacks.main}
     check_counts(facts, main.values())
     check_complete(main.values())
@@ -153,7 +153,7 @@ def describe(model: Model) -> CheckpointInfo:
     )
 
 
-def sizes(kind: ExpertKind, family: Family, facts: Facts) -> tuple[MatrixSpec, MatrixSpec]:
+def sizes(kind: ExpertKind, family: ModelFamily, facts: Facts) -> tuple[MatrixSpec, MatrixSpec]:
     """`(down, up)` of one expert; parameters stored with rows and columns exchanged are turned round.
 
     Formats that moeq does not read tell no sizes; those are the config's.
@@ -180,11 +180,11 @@ def _modules(model: Model, rest: list[TensorEntry], expert_bytes: int) -> list[M
 
 def _warnings(
     model: Model, schemes: Iterable[SchemeUse], rest: list[TensorEntry], up: MatrixSpec, down: MatrixSpec
-) -> Iterator[Notice]:
+) -> Iterator[CheckpointWarning]:
     facts = model.facts
     main = [model.experts[number] for number in model.stacks.main]
     mtp = {number: model.experts[number] for number in model.stacks.mtp}
-    yield from model.source.notices
+    yield from model.source.warnings
     yield from check_sizes(facts, model.family, up, down)
     yield from declared_oddities(model.source.name, model.declaration, main)
     yield from scheme_oddities(use.scheme for use in schemes)
@@ -193,7 +193,9 @@ def _warnings(
     yield from layer_oddities(facts, facts.layers() or 0, model.stacks.main, mtp)
     if model.stacks.other:
         prefixes = sorted({layer.stack for layer in model.stacks.other})
-        yield Notice("stack.other", f"further stacks with experts are copied unchanged: {', '.join(prefixes[:4])}")
+        yield CheckpointWarning(
+            "stack.other", f"further stacks with experts are copied unchanged: {', '.join(prefixes[:4])}"
+        )
 
 
 def _dtype(facts: Facts) -> str | None:
@@ -206,7 +208,7 @@ def model_type(facts: Facts) -> str:
     return facts.text(("model_type",)) or "unknown"
 
 
-def _activation(facts: Facts, family: Family) -> str:
+def _activation(facts: Facts, family: ModelFamily) -> str:
     """The family's own activation where its code ignores the config key, else what the config says."""
     return family.activation or facts.text(ACTIVATION) or "silu"
 
@@ -215,7 +217,7 @@ def _activation(facts: Facts, family: Family) -> str:
 _CORRECTION_BIASES = ("e_score_correction_bias", "expert_bias", "router_bias")
 
 
-def routing(facts: Facts, family: Family, tensors: Iterable[str]) -> RoutingInfo:
+def routing(facts: Facts, family: ModelFamily, tensors: Iterable[str]) -> RoutingInfo:
     """Routing rule from the config, the family filling in what it leaves out."""
     renormalize = facts.flag(RENORMALIZE)
     scaling = facts.number(SCALING)

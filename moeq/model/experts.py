@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from moeq.checkpoint.header import TensorEntry
-from moeq.checkpoint.names import FUSED, LayerExperts, Projection
+from moeq.checkpoint.names import FUSED, LayerExperts, StoredName
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, Role
 from moeq.schemes.base import Scheme
@@ -23,12 +23,12 @@ from moeq.schemes.registry import match_format
 WHOLE_PARTS = frozenset({"weight_shape"})
 
 #: Projections in the order in which messages name them.
-_ORDER: tuple[Projection, ...] = ("gate", "up", "gate_up", "down")
+_ORDER: tuple[StoredName, ...] = ("gate", "up", "gate_up", "down")
 
 #: Why fused gate/up tensors of an unknown family are not split.
 UNKNOWN_ORDER = "gate and up are one tensor, and nothing tells whether their rows are two halves or alternate"
 
-Unit = Mapping[Projection, Mapping[str, TensorEntry]]
+Unit = Mapping[StoredName, Mapping[str, TensorEntry]]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ExpertKind:
             nothing tells which.
     """
 
-    projections: Mapping[Projection, Described]
+    projections: Mapping[StoredName, Described]
     interleaved: bool | None = False
 
     @property
@@ -71,7 +71,7 @@ class ExpertKind:
 
     def projection(self, role: Role) -> Described:
         """The stored tensor group that holds a role."""
-        wanted: dict[Role, tuple[Projection, ...]] = {
+        wanted: dict[Role, tuple[StoredName, ...]] = {
             "gate": ("gate", "gate_up"),
             "up": ("up", "gate_up"),
             "w13": ("gate_up", "up"),
@@ -164,14 +164,14 @@ class Experts:
             members.setdefault(id(kind), []).append(expert)
         return [KindGroup(kinds[key], tuple(experts)) for key, experts in members.items()]
 
-    def _declared(self, projection: Projection, expert: int) -> Declared | None:
+    def _declared(self, projection: StoredName, expert: int) -> Declared | None:
         if self._declaration is None:
             return None
         return self._declaration.resolve(self.layer.module(projection, expert))
 
-    def _describe(self, unit: Unit, declared: Mapping[Projection, Declared | None], expert: int) -> ExpertKind:
+    def _describe(self, unit: Unit, declared: Mapping[StoredName, Declared | None], expert: int) -> ExpertKind:
         sigs = {projection: _sigs(self, parts) for projection, parts in unit.items()}
-        formats: dict[Projection, Format] = {}
+        formats: dict[StoredName, Format] = {}
         for projection in (name for name in _ORDER if name in sigs):
             found = match_format(sigs[projection], declared[projection])
             if found is None:
@@ -266,9 +266,9 @@ def _count(layer: LayerExperts, declared: int | None) -> int:
     return count
 
 
-def _k_hints(outputs: Mapping[Projection, int]) -> dict[Projection, int]:
+def _k_hints(outputs: Mapping[StoredName, int]) -> dict[StoredName, int]:
     """Input features of each projection, from the output features of its sibling: experts map a space to itself."""
-    hints: dict[Projection, int] = {}
+    hints: dict[StoredName, int] = {}
     up = outputs.get("up") or outputs.get("gate") or (outputs["gate_up"] // 2 if "gate_up" in outputs else None)
     down = outputs.get("down")
     if up is not None:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from moeq.checkpoint.info import ModuleUse, RoutingInfo
-from moeq.checkpoint.notice import Notice
+from moeq.checkpoint.warning import CheckpointWarning
 from moeq.schemes.base import Scheme
 
 __all__ = ["CheckpointInfo", "ModuleUse", "RoutingInfo", "SchemeUse"]
@@ -103,7 +103,7 @@ class CheckpointInfo:
     dtype: str | None
     modules: tuple[ModuleUse, ...]
     refusals: tuple[str, ...]
-    warnings: tuple[Notice, ...]
+    warnings: tuple[CheckpointWarning, ...]
 
     @property
     def convertible(self) -> bool:

@@ -1,14 +1,14 @@
-"""What is odd about a checkpoint, from headers and config: contradictions raise, the rest are notices. No torch."""
+"""What is odd about a checkpoint, from headers and config: contradictions raise, the rest are warnings. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
 from moeq.checkpoint.facts import EXPERT_INPUT, HIDDEN, MTP, Facts
-from moeq.checkpoint.families import Family
+from moeq.checkpoint.families import ModelFamily
 from moeq.checkpoint.header import TensorEntry
-from moeq.checkpoint.names import Projection
-from moeq.checkpoint.notice import Notice
+from moeq.checkpoint.names import StoredName
+from moeq.checkpoint.warning import CheckpointWarning
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec
 from moeq.model.experts import ExpertKind, Experts
@@ -56,7 +56,7 @@ def check_complete(experts: Iterable[Experts]) -> None:
         raise MoeqError("source.incomplete-experts", shown, "the checkpoint is not complete; download it again")
 
 
-def _missing(item: Experts, present: set[Projection]) -> Iterator[str]:
+def _missing(item: Experts, present: set[StoredName]) -> Iterator[str]:
     for group in item.kinds():
         lacking = sorted(present - set(group.kind.projections))
         if lacking:
@@ -67,7 +67,9 @@ def _unquantized(kind: ExpertKind) -> bool:
     return any(scheme.format == "unquantized" for scheme in kind.schemes)
 
 
-def check_sizes(facts: Facts, family: Family | None, up: MatrixSpec, down: MatrixSpec) -> Iterator[Notice]:
+def check_sizes(
+    facts: Facts, family: ModelFamily | None, up: MatrixSpec, down: MatrixSpec
+) -> Iterator[CheckpointWarning]:
     """Sizes found against sizes declared.
 
     Raises:
@@ -80,20 +82,22 @@ def check_sizes(facts: Facts, family: Family | None, up: MatrixSpec, down: Matri
     declared = facts.count(family.intermediate_keys) if family else None
     if declared is not None and declared != down.k:
         message = f"experts have {down.k} intermediate features, the config declares {declared}; the tensors count"
-        yield Notice("config.sizes-differ", message)
+        yield CheckpointWarning("config.sizes-differ", message)
     if up.num_groups * up.group_size != up.k or down.num_groups * down.group_size != down.k:
         narrow = up if up.num_groups * up.group_size != up.k else down
         message = f"K={narrow.k} is not a multiple of group size {narrow.group_size}: the last group is partial"
-        yield Notice("shape.partial-group", message)
+        yield CheckpointWarning("shape.partial-group", message)
 
 
-def declared_oddities(name: str, declaration: Declaration | None, experts: Iterable[Experts]) -> Iterator[Notice]:
+def declared_oddities(
+    name: str, declaration: Declaration | None, experts: Iterable[Experts]
+) -> Iterator[CheckpointWarning]:
     """Contradictions between what the config says and what the headers show."""
     if declaration is None:
         return
     if "awq" in name.lower().rpartition("/")[2] and declaration.method not in ("awq", "auto-round"):
         message = f"the name says AWQ, the config says {declaration.method}; the config counts"
-        yield Notice("name.says-awq", message)
+        yield CheckpointWarning("name.says-awq", message)
     excluded, plain = [], []
     for item in experts:
         module = item.layer.module("down", 0)
@@ -104,13 +108,13 @@ def declared_oddities(name: str, declaration: Declaration | None, experts: Itera
             plain.append(module)
     if excluded:
         message = f"the config excludes {_few(excluded, 2)} from quantisation, the tensors are quantised; they count"
-        yield Notice("config.excludes-quantized", message)
+        yield CheckpointWarning("config.excludes-quantized", message)
     if plain:
         message = f"the config quantises {_few(plain, 2)}, the tensors are not quantised; they count"
-        yield Notice("config.quantizes-plain", message)
+        yield CheckpointWarning("config.quantizes-plain", message)
 
 
-def scheme_oddities(schemes: Iterable[Scheme]) -> Iterator[Notice]:
+def scheme_oddities(schemes: Iterable[Scheme]) -> Iterator[CheckpointWarning]:
     """What in a scheme is known to trip engines."""
     for scheme in schemes:
         if scheme.act_order and scheme.group_size > 0:
@@ -118,43 +122,53 @@ def scheme_oddities(schemes: Iterable[Scheme]) -> Iterator[Notice]:
                 f"act-order with group size {scheme.group_size}: vLLM 0.33 rejects it for MoE, and kernels have to "
                 "gather activations by group; a scan tells whether the order is trivial"
             )
-            yield Notice("scheme.act-order", message)
+            yield CheckpointWarning("scheme.act-order", message)
         if scheme.format == "gptq" and not scheme.weight.symmetric and scheme.zero_point == "stored-minus-one":
             message = "asymmetric GPTQ v1: zero points are stored minus one, which some engines do not undo"
-            yield Notice("scheme.gptq-v1-zeros", message)
+            yield CheckpointWarning("scheme.gptq-v1-zeros", message)
         if scheme.has_bias:
-            yield Notice("scheme.bias", "experts have biases, which not every backend adds")
+            yield CheckpointWarning("scheme.bias", "experts have biases, which not every backend adds")
         if scheme.weight.scale.dtype == "f32" and scheme.format in ("gptq", "awq", "ct-pack"):
-            yield Notice("scheme.f32-scales", "scales are float32; kernels take 16-bit ones, so they will be rounded")
+            yield CheckpointWarning(
+                "scheme.f32-scales", "scales are float32; kernels take 16-bit ones, so they will be rounded"
+            )
 
 
-def tensor_oddities(rest: Iterable[TensorEntry]) -> Iterator[Notice]:
+def tensor_oddities(rest: Iterable[TensorEntry]) -> Iterator[CheckpointWarning]:
     """What is odd outside the routed experts."""
     routers = quantized_routers(rest)
     if routers:
         message = f"the router is quantised ({_few(routers, 2)}), which engines do not expect"
-        yield Notice("module.router-quantized", message)
+        yield CheckpointWarning("module.router-quantized", message)
 
 
-def layer_oddities(facts: Facts, num_layers: int, moe: Iterable[int], mtp: dict[int, Experts]) -> Iterator[Notice]:
+def layer_oddities(
+    facts: Facts, num_layers: int, moe: Iterable[int], mtp: dict[int, Experts]
+) -> Iterator[CheckpointWarning]:
     """Multi-token prediction declared but absent, or layers beyond the declared number."""
     declared = facts.count(MTP)
     if declared and not mtp:
-        yield Notice("mtp.absent", f"the config declares {declared} multi-token prediction layers, none has experts")
+        yield CheckpointWarning(
+            "mtp.absent", f"the config declares {declared} multi-token prediction layers, none has experts"
+        )
     if mtp and not declared:
         beyond = _few(sorted(mtp))
         message = f"layers {beyond} lie beyond the {num_layers} declared; taken for multi-token prediction"
-        yield Notice("mtp.undeclared", message)
+        yield CheckpointWarning("mtp.undeclared", message)
     layers = list(moe)
     if mtp and layers:
-        yield Notice("mtp.not-converted", "experts of multi-token prediction are copied unchanged, not converted")
+        yield CheckpointWarning(
+            "mtp.not-converted", "experts of multi-token prediction are copied unchanged, not converted"
+        )
 
 
-def mixed_oddities(experts: Iterable[Experts]) -> Iterator[Notice]:
+def mixed_oddities(experts: Iterable[Experts]) -> Iterator[CheckpointWarning]:
     """Layers whose experts do not all have one scheme."""
     mixed = [item.layer.layer for item in experts if len({s for g in item.kinds() for s in g.kind.schemes}) > 1]
     if mixed:
-        yield Notice("scheme.mixed-layer", f"layers {_few(mixed)} mix schemes among their experts or projections")
+        yield CheckpointWarning(
+            "scheme.mixed-layer", f"layers {_few(mixed)} mix schemes among their experts or projections"
+        )
 
 
 def _few(items: Iterable[object], limit: int = 5) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moeq.checkpoint.facts import TEXT_CONFIGS
-from moeq.checkpoint.notice import Notice
+from moeq.checkpoint.warning import CheckpointWarning
 from moeq.errors import MoeqError
 from moeq.schemes.declared import Declaration
 from moeq.schemes.registry import read_dialect
@@ -52,8 +52,8 @@ _COMPARED = (
 
 def find_declaration(
     config: Mapping[str, Any], side_configs: Mapping[str, Mapping[str, Any]]
-) -> tuple[Declaration | None, list[Notice]]:
-    """The quantisation config that counts, and notices about copies that say something else.
+) -> tuple[Declaration | None, list[CheckpointWarning]]:
+    """The quantisation config that counts, and warnings about copies that say something else.
 
     `config.json` wins over side files. Returns None where nothing declares a quantisation.
     """
@@ -61,7 +61,7 @@ def find_declaration(
     if not found:
         return None, []
     origin, method, table = found[0]
-    notices = [notice for other in found[1:] for notice in _differences(found[0], other)]
+    warnings = [warning for other in found[1:] for warning in _differences(found[0], other)]
     declaration = read_dialect(method, table, origin)
     if declaration is None:
         declaration = Declaration(
@@ -72,7 +72,7 @@ def find_declaration(
             refusal=f"moeq does not read the format {method!r}",
             raw=table,
         )
-    return declaration, notices
+    return declaration, warnings
 
 
 def _candidates(
@@ -118,16 +118,16 @@ def _method(table: Mapping[str, Any], default: str | None, origin: str) -> str:
 
 def _differences(
     first: tuple[str, str, Mapping[str, Any]], other: tuple[str, str, Mapping[str, Any]]
-) -> Iterator[Notice]:
+) -> Iterator[CheckpointWarning]:
     if first[1] != other[1]:
         message = f"{first[0]} says {first[1]}, {other[0]} says {other[1]}; the first counts"
-        yield Notice("config.copies-differ", message)
+        yield CheckpointWarning("config.copies-differ", message)
         return
     for key in _COMPARED:
         here, there = first[2].get(key), other[2].get(key)
         if key in first[2] and key in other[2] and here != there:
             shown = f"{_brief(here)} in {first[0]} and {_brief(there)} in {other[0]}"
-            yield Notice("config.copies-differ", f"{key} is {shown}; the first counts")
+            yield CheckpointWarning("config.copies-differ", f"{key} is {shown}; the first counts")
 
 
 def _brief(value: Any) -> str:

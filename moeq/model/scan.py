@@ -1,7 +1,7 @@
 """Look into the data: the small tensors of every expert (scales, zero points, group indices, biases), not the weights.
 
 `inspect` reads headers only; this is what `--scan` adds. It reports everything it finds instead of stopping at the
-first, one notice per kind with a count and the first place.
+first, one warning per kind with a count and the first place.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moeq.checkpoint.names import Projection
-from moeq.checkpoint.notice import Notice
+from moeq.checkpoint.names import StoredName
+from moeq.checkpoint.warning import CheckpointWarning
 from moeq.model import Checkpoint
 from moeq.model.experts import ExpertKind
 from moeq.schemes.format import Described
@@ -63,14 +63,14 @@ class _Findings:
         known = self._found.setdefault(code, _Finding(0, where))
         known.count += 1
 
-    def notices(self) -> list[Notice]:
+    def warnings(self) -> list[CheckpointWarning]:
         return [
-            Notice(code, f"{_MESSAGES[code]} ({found.count:,} tensors, first {found.first})")
+            CheckpointWarning(code, f"{_MESSAGES[code]} ({found.count:,} tensors, first {found.first})")
             for code, found in self._found.items()
         ]
 
 
-def scan(checkpoint: Checkpoint, progress: Callable[[int, int], None] | None = None) -> list[Notice]:
+def scan(checkpoint: Checkpoint, progress: Callable[[int, int], None] | None = None) -> list[CheckpointWarning]:
     """Check the data of every expert of a source checkpoint.
 
     Args:
@@ -78,7 +78,7 @@ def scan(checkpoint: Checkpoint, progress: Callable[[int, int], None] | None = N
         progress: called with `(done, total)` layers.
 
     Returns:
-        One notice per kind of finding; empty for unremarkable data.
+        One warning per kind of finding; empty for unremarkable data.
     """
     findings = _Findings()
     layers = checkpoint.info.moe_layers
@@ -89,7 +89,7 @@ def scan(checkpoint: Checkpoint, progress: Callable[[int, int], None] | None = N
             _scan_expert(checkpoint, layer, expert, findings)
     if progress:
         progress(len(layers), len(layers))
-    return findings.notices()
+    return findings.warnings()
 
 
 def _scan_expert(checkpoint: Checkpoint, layer: int, expert: int, findings: _Findings) -> None:
@@ -178,7 +178,7 @@ def _scan_order(parts: Mapping[str, Tensor], described: Described, where: str, f
 
 
 def _scan_pair(
-    kind: ExpertKind, parts: Mapping[Projection, Mapping[str, Tensor]], where: str, findings: _Findings
+    kind: ExpertKind, parts: Mapping[StoredName, Mapping[str, Tensor]], where: str, findings: _Findings
 ) -> None:
     import torch
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.manifest import StackedRole
-from moeq.checkpoint.names import Projection
+from moeq.checkpoint.names import StoredName
 from moeq.matrix import QuantizedMatrix
 from moeq.model.experts import WHOLE_PARTS, ExpertKind, Experts
 from moeq.schemes.format import PartSig
@@ -75,7 +75,7 @@ def stored_parts(
 
 def as_stored(
     kind: ExpertKind, role: StackedRole, matrix: QuantizedMatrix
-) -> Iterator[tuple[Projection, QuantizedMatrix]]:
+) -> Iterator[tuple[StoredName, QuantizedMatrix]]:
     """The projections that the source stores, with their rows in stored order."""
     if role == "w2":
         yield "down", matrix

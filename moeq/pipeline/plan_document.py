@@ -28,7 +28,7 @@ class UnitKind:
 
     Attributes:
         title: `w13 of 48 layers`, `copies`.
-        way: `road`, `general` or `copy`.
+        way: `road` (the fast path), `general` (the reference path) or `copy`.
         count: how many.
         bytes_in: bytes that all of them read.
         bytes_out: bytes that all of them write.
@@ -51,7 +51,7 @@ class Needs:
 
     Attributes:
         memory: memory and workers.
-        disk_bytes: bytes that its files take, the keepsake and copies of side files included.
+        disk_bytes: bytes that its files take, the restore data and copies of side files included.
         seconds: time at `RATES`; an estimate.
         ways: unit id to the way that it takes.
         kinds: units by kind.

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from moeq.checkpoint.manifest import Projection
 from moeq.checkpoint.source import Source
 from moeq.digest import default_workers, in_order
 from moeq.matrix import QuantizedMatrix
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _CHUNK = 16 * 2**20
-
-Projection = Literal["gate", "up", "down"]
 
 #: Called with steps done, steps in all, and a label.
 Advance = Callable[[int, int, str], None]

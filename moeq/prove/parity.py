@@ -20,7 +20,7 @@ from moeq.model.shards import Range, shard_matrix
 from moeq.model.tensors import flat_bytes, same_matrix
 from moeq.pipeline.plan.layers import PlanOptions, plan_layer
 from moeq.prove.engine_code import EngineCode, find_engine
-from moeq.prove.parity_vllm import PACKERS, Experts
+from moeq.prove.parity_vllm import PACKERS, EngineExperts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,7 +86,7 @@ class Parity:
 
 
 @dataclass(frozen=True)
-class Unit:
+class ParityUnit:
     """The packing of one rank of one layer.
 
     Attributes:
@@ -163,7 +163,7 @@ def _require_packer(layout: str) -> None:
         )
 
 
-def _converted_units(checkpoint: ConvertedCheckpoint, sample: int) -> Iterator[Unit]:
+def _converted_units(checkpoint: ConvertedCheckpoint, sample: int) -> Iterator[ParityUnit]:
     for entry in checkpoint.manifest.layers:
         _require_packer(entry.layout)
         layout = get_layout(entry.layout)
@@ -176,7 +176,9 @@ def _converted_units(checkpoint: ConvertedCheckpoint, sample: int) -> Iterator[U
             held = tuple(expert for expert in chosen if experts.start <= expert < experts.stop)
             if held:
                 packed = _from_file(checkpoint, matrices, experts.start)
-                yield Unit(entry.layer, rank, held, intermediate, layout, _padding(entry, layout, matrices), packed)
+                yield ParityUnit(
+                    entry.layer, rank, held, intermediate, layout, _padding(entry, layout, matrices), packed
+                )
 
 
 def _padding(entry: LayerEntry, layout: Layout, matrices: Mapping[StackedRole, MatrixEntry]) -> PaddingPlan:
@@ -196,14 +198,14 @@ def _from_file(
     return packed
 
 
-def _source_units(checkpoint: Checkpoint, layout_id: str | None, tp: int, sample: int) -> Iterator[Unit]:
+def _source_units(checkpoint: Checkpoint, layout_id: str | None, tp: int, sample: int) -> Iterator[ParityUnit]:
     for layer in checkpoint.info.moe_layers:
         plan = _plan(checkpoint, layer, layout_id, tp)
         layout = plan.layout
         for shard in plan.shards:
             held = tuple(_sampled(plan.entry.num_experts, sample))
             rank = shard.shard.rank if plan.entry.ranks else None
-            yield Unit(layer, rank, held, shard.shard.intermediate, layout, shard.padding, _packed_now(layout))
+            yield ParityUnit(layer, rank, held, shard.shard.intermediate, layout, shard.padding, _packed_now(layout))
 
 
 def _plan(checkpoint: Checkpoint, layer: int, layout_id: str | None, tp: int) -> Any:
@@ -227,7 +229,7 @@ def _packed_now(layout: Layout) -> Callable[[StackedRole, int, QuantizedMatrix],
     return lambda role, expert, padded: layout.pack(padded)
 
 
-def _compare(engine: EngineCode, checkpoint: Checkpoint, unit: Unit) -> Iterator[PartParity]:
+def _compare(engine: EngineCode, checkpoint: Checkpoint, unit: ParityUnit) -> Iterator[PartParity]:
     plain: dict[StackedRole, list[QuantizedMatrix]] = {"w13": [], "w2": []}
     padded: dict[StackedRole, list[QuantizedMatrix]] = {"w13": [], "w2": []}
     for role in STACKED_ROLES:
@@ -237,7 +239,7 @@ def _compare(engine: EngineCode, checkpoint: Checkpoint, unit: Unit) -> Iterator
             plain[role].append(shard)
             padded[role].append(unit.padding.pad(shard))
     scheme = checkpoint.scheme_of(unit.layer)
-    experts = Experts(
+    experts = EngineExperts(
         w13=plain["w13"],
         w2=plain["w2"],
         padded=dict(padded),
@@ -261,7 +263,7 @@ def _compare(engine: EngineCode, checkpoint: Checkpoint, unit: Unit) -> Iterator
             verdict = None
             if differing:
                 index = unit.experts.index(differing[0])
-                verdict = _judge(unit, experts, padded[role][index], ours[index], theirs[role], index, part)
+                verdict = _part_parity(unit, experts, padded[role][index], ours[index], theirs[role], index, part)
             yield PartParity(unit.layer, unit.rank, role, part, unit.experts, tuple(differing), verdict)
 
 
@@ -272,9 +274,9 @@ def _same(ours: Tensor, theirs: Tensor) -> bool:
     return left.numel() == right.numel() and bool(torch.equal(left, right))
 
 
-def _judge(
-    unit: Unit,
-    experts: Experts,
+def _part_parity(
+    unit: ParityUnit,
+    experts: EngineExperts,
     matrix: QuantizedMatrix,
     ours: Mapping[str, Tensor],
     theirs: Mapping[str, Tensor],

@@ -1,6 +1,6 @@
 """Take a conversion back to its source: the same files, byte for byte.
 
-Headers, configs and whatever the logical matrices do not tell come from the keepsake; the rest is rebuilt from the
+Headers, configs and whatever the logical matrices do not tell come from the restore data; the rest is rebuilt from the
 packed experts, whose digests are checked on the way.
 """
 
@@ -25,7 +25,7 @@ from moeq.model.converted import ConvertedCheckpoint
 from moeq.model.stored import StoredPart, stored_parts
 from moeq.pipeline.state.folder import WorkFolder
 from moeq.pipeline.state.journal import JobStamp
-from moeq.pipeline.state.restore_data import Keepsake, KeptSource
+from moeq.pipeline.state.restore_data import KeptSource, RestoreData
 from moeq.pipeline.state.side_files import copied_files
 
 _CHUNK = 16 * 2**20
@@ -67,7 +67,7 @@ def restore(
         progress: called with bytes done, bytes in all and a label.
 
     Raises:
-        MoeqError: `usage.not-converted`; `source.no-keepsake` for conversions that did not keep what is needed;
+        MoeqError: `usage.not-converted`; `source.no-restore data` for conversions that did not keep what is needed;
             `source.digest-mismatch` where packed experts no longer hold what was converted; `usage.destination-exists`;
             `resources.disk-full`. A failed run leaves nothing behind.
     """
@@ -76,24 +76,24 @@ def restore(
         raise MoeqError("usage.not-converted", f"{dst} is not an output of `moeq convert`", "there is nothing to undo")
     converted = checkpoint.source
     at = converted.path(MANIFEST_NAME).parent
-    keepsake = Keepsake(at, checkpoint.manifest.restore)
-    original = Checkpoint(KeptSource(converted, keepsake))
+    restore_data = RestoreData(at, checkpoint.manifest.restore)
+    original = Checkpoint(KeptSource(converted, restore_data))
     destination = Path(out)
     folder = WorkFolder(destination, JobStamp(f"restore of {checkpoint.manifest.source.identity}"))
     folder.check(at)
     with folder:
         report = progress or (lambda done, total, label: None)
-        job = _Restorer(checkpoint, original, keepsake, folder.path, report, workers or default_workers())
+        job = _Restorer(checkpoint, original, restore_data, folder.path, report, workers or default_workers())
         restoration = job.run(destination)
-        _copy_side_files(checkpoint, keepsake, folder.path)
+        _copy_side_files(checkpoint, restore_data, folder.path)
         folder.publish()
     return restoration
 
 
-def _copy_side_files(checkpoint: ConvertedCheckpoint, keepsake: Keepsake, folder: Path) -> None:
+def _copy_side_files(checkpoint: ConvertedCheckpoint, restore_data: RestoreData, folder: Path) -> None:
     for name, stored in copied_files(checkpoint.source).items():
         shutil.copyfile(checkpoint.source.path(stored), folder / name)
-    for name, text in keepsake.texts.items():
+    for name, text in restore_data.texts.items():
         (folder / name).write_bytes(text)
 
 
@@ -103,7 +103,7 @@ class _Restorer:
 
     converted: ConvertedCheckpoint
     original: Checkpoint
-    keepsake: Keepsake
+    restore_data: RestoreData
     folder: Path
     advance: Advance
     workers: int
@@ -112,14 +112,14 @@ class _Restorer:
 
     def run(self, destination: Path) -> Restoration:
         """Write every file. Each tensor of every header is written exactly once or the run fails."""
-        headers = self.keepsake.headers
+        headers = self.restore_data.headers
         rebuilt_names = {
             entry.name
             for layer in self.converted.manifest.layers
             for entry in self.original.experts(layer.layer).layer.tensors()
         }
-        kept = {name for name in rebuilt_names if f"tensor/{name}" in self.keepsake}
-        with _Outputs(self.folder, self.keepsake) as files:
+        kept = {name for name in rebuilt_names if f"tensor/{name}" in self.restore_data}
+        with _Outputs(self.folder, self.restore_data) as files:
             copied = 0
             for file, header in headers.items():
                 for entry in header.tensors.values():
@@ -139,9 +139,9 @@ class _Restorer:
 
     def _copy(self, files: _Outputs, entry: TensorEntry, stray: bool, kept: bool) -> None:
         if stray:
-            path, start = self.keepsake.place(f"stray/{entry.file}/{entry.name}")
+            path, start = self.restore_data.place(f"stray/{entry.file}/{entry.name}")
         elif kept:
-            path, start = self.keepsake.place(f"tensor/{entry.name}")
+            path, start = self.restore_data.place(f"tensor/{entry.name}")
         else:
             found = self.converted.source.entry(entry.name)
             if found.nbytes != entry.nbytes:
@@ -192,11 +192,11 @@ class _Restorer:
     def _mark(self, file: str, name: str, count: int, label: str | None = None) -> None:
         self.done += count
         self.written.setdefault(file, set()).add(name)
-        total = sum(entry.size for entry in self.keepsake.headers.values())
+        total = sum(entry.size for entry in self.restore_data.headers.values())
         self.advance(min(self.done, total), total, label or name)
 
     def _require_everything(self) -> None:
-        for file, header in self.keepsake.headers.items():
+        for file, header in self.restore_data.headers.items():
             absent = header.tensors.keys() - self.written.get(file, set())
             if absent:
                 detail = f"{len(absent)} tensors of {file} were not rebuilt, first {min(absent)}"
@@ -217,15 +217,15 @@ def _require_digests(layer: LayerEntry, expert: int, matrix: QuantizedMatrix) ->
 class _Outputs:
     """The source's weight files, preallocated with their headers and open for writing."""
 
-    def __init__(self, folder: Path, keepsake: Keepsake) -> None:
+    def __init__(self, folder: Path, restore_data: RestoreData) -> None:
         self._fds: dict[str, int] = {}
         try:
-            for name, header in keepsake.headers.items():
+            for name, header in restore_data.headers.items():
                 path = folder / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._fds[name] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
                 os.ftruncate(self._fds[name], header.size)
-                self.write(name, memoryview(keepsake.raw_headers[name]), 0)
+                self.write(name, memoryview(restore_data.raw_headers[name]), 0)
         except BaseException:
             self.close()
             raise

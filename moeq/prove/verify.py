@@ -15,7 +15,7 @@ from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
 from moeq.model.converted import ConvertedCheckpoint
 from moeq.pipeline.state.publish import converted_config
-from moeq.pipeline.state.restore_data import OTHER_WEIGHTS, Keepsake
+from moeq.pipeline.state.restore_data import OTHER_WEIGHTS, RestoreData
 from moeq.pipeline.state.side_files import HUB_SETTINGS, copied_files
 
 _CHUNK = 16 * 2**20
@@ -182,11 +182,13 @@ class _Verifier:
         packed = {entry.layer for entry in converted.manifest.layers} & {*original.info.moe_layers}
         consumed = {entry.name for layer in packed for entry in original.experts(layer).layer.tensors()}
         kept = converted.manifest.restore.kept if converted.manifest.restore else ()
-        keepsake = None if converted.manifest.restore is None else _keepsake(converted)
+        restore_data = None if converted.manifest.restore is None else _restore_data(converted)
         for name, entry in source.tensors.items():
             self._advance(name)
             if name in kept:
-                place = keepsake.place(f"tensor/{name}") if keepsake and f"tensor/{name}" in keepsake else None
+                place = (
+                    restore_data.place(f"tensor/{name}") if restore_data and f"tensor/{name}" in restore_data else None
+                )
                 yield _compare_place("kept", name, source, place)
             elif name not in consumed:
                 found = converted.source.tensors.get(name)
@@ -203,7 +205,7 @@ class _Verifier:
     def _files(self, original: Checkpoint) -> Iterator[Mismatch | None]:
         """Side files, and the source's config and index as they were kept."""
         here, there = self._converted.source, original.source
-        keepsake = None if self._converted.manifest.restore is None else _keepsake(self._converted)
+        restore_data = None if self._converted.manifest.restore is None else _restore_data(self._converted)
         wanted = {name for name in there.side_files() if name != CONFIG_NAME and not name.endswith(OTHER_WEIGHTS)}
         copied = copied_files(here)
         for name in sorted(wanted | (copied.keys() - {HUB_SETTINGS})):
@@ -212,11 +214,11 @@ class _Verifier:
             else:
                 same = here.path(copied[name]).read_bytes() == there.path(name).read_bytes()
                 yield None if same else Mismatch("file", name, f"{name} differs from the source's")
-        for name, text in (keepsake.texts if keepsake else {}).items():
+        for name, text in (restore_data.texts if restore_data else {}).items():
             held = {*there.side_files(), there.index}
             same = name in held and there.path(name).read_bytes() == text
             yield None if same else Mismatch("kept", name, f"{name} is not what the source holds")
-        for name, raw in (keepsake.raw_headers if keepsake else {}).items():
+        for name, raw in (restore_data.raw_headers if restore_data else {}).items():
             held = {file.name for file in there.files}
             same = name in held and there.read_bytes(name, 0, len(raw)) == raw
             yield None if same else Mismatch("kept", f"header of {name}", f"the header of {name} is not the source's")
@@ -224,8 +226,8 @@ class _Verifier:
         yield None if here.config == expected else Mismatch("file", CONFIG_NAME, f"{CONFIG_NAME} was changed")
 
 
-def _keepsake(converted: ConvertedCheckpoint) -> Keepsake:
-    return Keepsake(converted.source.path(MANIFEST_NAME).parent, converted.manifest.restore)
+def _restore_data(converted: ConvertedCheckpoint) -> RestoreData:
+    return RestoreData(converted.source.path(MANIFEST_NAME).parent, converted.manifest.restore)
 
 
 def _values(kind: str, row: DigestDifference, text: str) -> Mismatch:

@@ -1,4 +1,4 @@
-"""The MoE layer in plain float32 torch, from dequantised weights: the second, independent road to the same number.
+"""The MoE layer in plain float32 torch, from dequantised weights: computed independently of layouts and kernels.
 
 Nothing here may import layouts or kernels; expert weights come from the scheme's `dequantize` alone.
 """

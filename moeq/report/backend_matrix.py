@@ -15,7 +15,7 @@ TP_SIZES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
-class Cell:
+class MatrixCell:
     """One backend at one size.
 
     Attributes:
@@ -39,7 +39,7 @@ class BackendMatrix:
 
     title: str
     sizes: tuple[int, ...]
-    rows: tuple[tuple[str, tuple[Cell, ...]], ...]
+    rows: tuple[tuple[str, tuple[MatrixCell, ...]], ...]
 
 
 def backend_matrix(
@@ -54,14 +54,16 @@ def backend_matrix(
     return BackendMatrix(f"{deployment.engine} on {deployment.gpu.name}", tuple(sizes), rows)
 
 
-def _cell(verdict: Verdict, backend: str) -> Cell:
+def _cell(verdict: Verdict, backend: str) -> MatrixCell:
     found = next((row for row in verdict.candidates if row.backend == backend), None)
     if found is None:
-        return Cell("absent", "not considered")
+        return MatrixCell("absent", "not considered")
     if verdict.chosen is not None and verdict.chosen.backend == backend:
-        return Cell("chosen", f"the engine's choice ({found.experts})")
+        return MatrixCell("chosen", f"the engine's choice ({found.experts})")
     return (
-        Cell("works", "would work, comes later in the engine's order") if found.supported else Cell("no", _why(found))
+        MatrixCell("works", "would work, comes later in the engine's order")
+        if found.supported
+        else MatrixCell("no", _why(found))
     )
 
 

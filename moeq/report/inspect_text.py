@@ -13,7 +13,7 @@ from moeq.report.text import human_bytes, ranges
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from moeq.checkpoint.notice import Notice
+    from moeq.checkpoint.warning import CheckpointWarning
     from moeq.model import Checkpoint
     from moeq.model.info import CheckpointInfo, SchemeUse
     from moeq.oracle.records import Verdict
@@ -32,7 +32,7 @@ def render(
     no_verdict: str | None,
     *,
     verbose: bool,
-    found: Iterable[Notice] = (),
+    found: Iterable[CheckpointWarning] = (),
 ) -> None:
     """What it is, how it is quantised, what is odd, how large; then the verdict.
 

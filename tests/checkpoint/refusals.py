@@ -47,9 +47,9 @@ def warned(folder: Path, code: str, *says: str) -> moeq.Checkpoint:
 
 
 def found_by_scan(folder: Path, code: str) -> str:
-    notices = {notice.code: notice.message for notice in scan(moeq.open(folder))}
-    assert code in notices, notices
-    return notices[code]
+    warnings = {warning.code: warning.message for warning in scan(moeq.open(folder))}
+    assert code in warnings, warnings
+    return warnings[code]
 
 
 def with_parts(changes: dict[str, Stored | None], expert: str = "0.gate_proj") -> Tensors:

@@ -159,7 +159,7 @@ def test_case_37_scales_that_are_not_finite(tmp_path: Path, value: float, code: 
 def test_case_37_zero_and_negative_scales(tmp_path: Path) -> None:
     data = halves(0.0, 1) + halves(-1.0, 1) + halves(0.5, 2 * INTERMEDIATE - 2)
     folder = write(tmp_path, with_parts({"scales": Stored("F16", (2, INTERMEDIATE), data)}))
-    codes = {notice.code for notice in scan(moeq.open(folder))}
+    codes = {warning.code for warning in scan(moeq.open(folder))}
     assert codes == {"data.scale-zero", "data.scale-negative"}
     assert moeq.open(folder).matrix(0, 0, "gate").scales[0, 0] == 0
 

@@ -15,7 +15,7 @@ from moeq.checkpoint.writer import (
     SafetensorsWriter,
     file_form,
     prepare_file,
-    require_room,
+    require_free_space,
 )
 from moeq.errors import ExitCode, MoeqError
 
@@ -132,10 +132,10 @@ class TestPreparing:
         half = status.f_bavail * status.f_frsize // 2 // BLOCK * BLOCK
         forms = {tmp_path / name: file_form({"w": ((half,), "U8")}) for name in ("a", "b", "c")}
         with pytest.raises(MoeqError, match=r"3 files need [\d,]+ bytes more; .* too few") as caught:
-            require_room(tmp_path, forms)
+            require_free_space(tmp_path, forms)
         assert caught.value.code == "resources.disk-full"
         small = {tmp_path / name: file_form({"w": ((BLOCK,), "U8")}) for name in ("a", "b")}
-        require_room(tmp_path, small)
+        require_free_space(tmp_path, small)
 
     def test_where_it_cannot_be_written(self, tmp_path: Path) -> None:
         with pytest.raises(MoeqError, match="cannot write") as caught:

@@ -31,9 +31,9 @@ def test_every_converted_checkpoint_through_the_engines_kernels(checkpoints: Pat
     run = script("engine_check.py", *folders, "--out", str(out))
     assert run.returncode == 0, run.stdout + run.stderr[-2000:]
     rows = json.loads(out.read_text())["rows"]
-    ran = {(row["checkpoint"], row["road"]) for row in rows if row.get("right")}
-    for road in ("kernel", "plug-in"):
-        assert {name for name, one in ran if one == road} == {Path(folder).name for folder in folders}
+    ran = {(row["checkpoint"], row["implementation"]) for row in rows if row.get("right")}
+    for fast_path in ("kernel", "plug-in"):
+        assert {name for name, one in ran if one == fast_path} == {Path(folder).name for folder in folders}
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])

@@ -133,7 +133,7 @@ def test_words_with_all_bits_of_a_mask_are_seen(dtype: type, mask: int) -> None:
     assert compare.any_all_ones(words, mask)
 
 
-def test_bit_permutation_roads_agree_and_invert() -> None:
+def test_bit_permutation_loops_agree_and_invert() -> None:
     words = torch.randint(-(2**31), 2**31 - 1, (3000,), generator=torch.Generator().manual_seed(1)).to(torch.int32)
     plain = MUL_FREE.apply_(words.clone(), compiled=False)
     assert torch.equal(MUL_FREE.apply_(words.clone(), compiled=True), plain)

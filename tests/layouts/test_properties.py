@@ -1,4 +1,4 @@
-"""What must hold for every layout: exact inverses, both roads to the bytes, shapes, reused buffers, legal slices."""
+"""What must hold for every layout: exact inverses, both loops to the bytes, shapes, reused buffers, legal slices."""
 
 from __future__ import annotations
 
@@ -91,7 +91,9 @@ def test_packed_tensors_are_what_the_descriptor_says(layout_id: str) -> None:
 
 
 @pytest.mark.parametrize("layout_id", LAYOUT_IDS)
-def test_both_roads_and_reused_buffers_give_the_same_bytes(layout_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_and_torch_loops_and_reused_buffers_give_the_same_bytes(
+    layout_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not words.have_numba():
         pytest.skip("numba is not installed")
     layout = arranged(layout_id, allow_lossy=True)

@@ -90,7 +90,7 @@ def test_a_bias_of_down_is_added_once(checkpoints, tmp_path, batch) -> None:
 
 
 def test_a_sliced_rank_equals_one_written_for_it(checkpoints, tmp_path) -> None:
-    """The same bytes by two roads: sliced from one packing, and packed rank by rank."""
+    """The same bytes made in two ways: sliced from one packing, and packed rank by rank."""
     source = moeq.open(checkpoints / "gptq-int4-g32-qwen3moe")
     checkpoint = open_converted(convert(checkpoints / source.source.name, tmp_path / "out"))
     entry = checkpoint.manifest.layer(0)

@@ -97,8 +97,8 @@ def test_json_form_is_plain_data(name: str) -> None:
 @pytest.mark.parametrize("name", EXPECTED)
 def test_scan_finds_nothing_but_the_act_order(name: str) -> None:
     seen: list[tuple[int, int]] = []
-    notices = scan(moeq.open(CHECKPOINTS / name), lambda done, total: seen.append((done, total)))
-    assert {notice.code for notice in notices} == ({"data.act-order"} if "actorder" in name else set())
+    warnings = scan(moeq.open(CHECKPOINTS / name), lambda done, total: seen.append((done, total)))
+    assert {warning.code for warning in warnings} == ({"data.act-order"} if "actorder" in name else set())
     assert seen == [(0, 2), (1, 2), (2, 2)]
 
 

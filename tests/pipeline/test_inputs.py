@@ -12,7 +12,7 @@ import pytest
 from moeq.checkpoint.writer import BLOCK
 from moeq.errors import MoeqError
 from moeq.pipeline.pack import inputs
-from moeq.pipeline.pack.buffers import ALIGNMENT, Buffers, room_for
+from moeq.pipeline.pack.buffers import ALIGNMENT, Buffers, bytes_for
 from moeq.pipeline.pack.inputs import WORD, InputFile, blocks_of
 
 SIZE = 600_001
@@ -99,4 +99,4 @@ def test_memory_lies_as_its_place_in_the_file_does() -> None:
     assert [(piece.ctypes.data - place) % ALIGNMENT for piece, place in zip(pieces, aligned, strict=True)] == [0] * 4
     ends = [piece.ctypes.data + piece.nbytes for piece in pieces]
     assert all(end <= piece.ctypes.data for end, piece in zip(ends, pieces[1:], strict=False))
-    assert ends[-1] - pieces[0].ctypes.data <= room_for(sizes)
+    assert ends[-1] - pieces[0].ctypes.data <= bytes_for(sizes)

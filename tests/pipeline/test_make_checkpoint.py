@@ -38,7 +38,7 @@ def test_moeq_recognises_every_model_and_format(model: str, kind: str, tmp_path:
     assert info.num_experts == wanted.num_experts
     assert (info.hidden_size, info.moe_layers) == (wanted.hidden, tuple(range(wanted.dense, wanted.dense + 2)))
     assert info.expert_bytes + info.other_bytes == total
-    assert {notice.code for notice in info.warnings} <= {"scheme.bias"}
+    assert {warning.code for warning in info.warnings} <= {"scheme.bias"}
 
 
 def test_the_seed_decides_the_bytes_and_the_files_do_not(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_the_ceiling_holds_on_a_checkpoint_several_times_its_size(tmp_path) -> N
     ],
 )
 def test_what_is_planned_is_never_exceeded(model, kind, layout, experts, tmp_path) -> None:
-    """A direct road, and the general way, which takes far more."""
+    """A fast path, and the reference path, which takes far more."""
     src = tmp_path / "source"
     generator.write_checkpoint(src, generator.MODELS[model], kind, generator.Size(layers=1, experts=experts, vocab=256))
     peak, planned, _ = measure(src, tmp_path / "out", layout, 2)

@@ -344,7 +344,7 @@ class TestPublishing:
         real, calls = os.replace, []
 
         def killed(old: Path, new: Path) -> None:
-            if Path(new).parent == tmp_path:  # the steps of publishing; the keepsake is renamed within the folder
+            if Path(new).parent == tmp_path:  # the steps of publishing; the restore data is renamed within the folder
                 if len(calls) == step:
                     raise SystemExit
                 calls.append(new)

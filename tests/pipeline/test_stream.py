@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from moeq.checkpoint.hub_errors import explain
 from moeq.errors import ExitCode, MoeqError
-from moeq.pipeline.run.streaming import require_room, schedule
+from moeq.pipeline.run.streaming import require_space, schedule
 
 SIZES = {f"f{number}": 10 for number in range(12)}
 
@@ -66,7 +66,7 @@ def test_a_thousand_units_are_ordered_at_once() -> None:
 def test_more_than_the_disk_holds_is_refused_before_anything_is_fetched(tmp_path) -> None:
     large = schedule([frozenset({"f0", "f1"})], lambda unit: unit, {"f0": 10**18, "f1": 10**18})
     with pytest.raises(MoeqError, match=r"up to 2,000,000,000,000,000,000 bytes of source files") as caught:
-        require_room(large, tmp_path / "files")
+        require_space(large, tmp_path / "files")
     assert caught.value.code == "resources.disk-full"
 
 
@@ -74,10 +74,10 @@ def test_what_is_fetched_already_counts_as_room(tmp_path, monkeypatch) -> None:
     plan = schedule([frozenset({"f0", "f1"})], lambda unit: unit, {"f0": 300, "f1": 300})
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=400))
     with pytest.raises(MoeqError):
-        require_room(plan, tmp_path / "files")
+        require_space(plan, tmp_path / "files")
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "f0").write_bytes(bytes(300))
-    require_room(plan, tmp_path / "files")
+    require_space(plan, tmp_path / "files")
 
 
 def test_a_disk_that_fills_up_while_fetching() -> None:

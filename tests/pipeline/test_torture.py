@@ -227,7 +227,7 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
         assert (code, document["error"]["code"]) == (5, "resources.disk-full"), "at once: files are allocated whole"
         assert "free some space" in document["error"]["hint"]
         assert not job.out.exists()
-        # Room for the weights, not for the tokenizer after them: the disk fills up when the units are done.
+        # Region for the weights, not for the tokenizer after them: the disk fills up when the units are done.
         resize(weights + 2 * MIB)
         code, document = job.run()
         assert (code, document["error"]["code"]) == (5, "resources.disk-full")

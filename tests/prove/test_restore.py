@@ -130,7 +130,7 @@ def test_only_conversions_can_be_restored(checkpoints, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "bad header"])
-def test_a_damaged_keepsake_leaves_nothing_behind(damage, checkpoints, tmp_path) -> None:
+def test_damaged_restore_data_leaves_nothing_behind(damage, checkpoints, tmp_path) -> None:
     convert(checkpoints / "ct-w8a8-qwen3moe", tmp_path / "out", A100)
     path = tmp_path / "out" / "moeq-restore.data"
     data = path.read_bytes()

@@ -26,7 +26,7 @@ from moeq.check.records import (
 )
 from moeq.matrix import MatrixSpec
 from moeq.report import check_text, html, junit, selftest_text
-from moeq.report.backend_matrix import BackendMatrix, Cell
+from moeq.report.backend_matrix import BackendMatrix, MatrixCell
 from moeq.report.heat import heat_map, heat_maps
 from moeq.report.svg import tile_svg
 
@@ -145,7 +145,7 @@ class Page(HTMLParser):
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_html_is_well_formed_and_self_contained(damaged: bool) -> None:
-    cells = (Cell("chosen", "the choice"), Cell("no", 'needs "more"'))
+    cells = (MatrixCell("chosen", "the choice"), MatrixCell("no", 'needs "more"'))
     matrix = BackendMatrix("vllm on H100", (1, 2), (("MARLIN", cells),))
     text = html.render(report(damaged=damaged), matrix, tile_picture("marlin-wna16/1", INT4))
     page = Page(text)

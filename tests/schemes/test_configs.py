@@ -203,11 +203,11 @@ def test_fp8_and_mxfp4_exclusions() -> None:
 def test_the_first_config_counts_and_differences_are_told() -> None:
     here = {"quant_method": "gptq", "bits": 4, "group_size": 128}
     sides = {"quantize_config.json": {"bits": 8, "group_size": 128}, "quant_config.json": {"w_bit": 4}}
-    declaration, notices = find_declaration({"quantization_config": here}, sides)
+    declaration, warnings = find_declaration({"quantization_config": here}, sides)
     assert declaration is not None
     assert declaration.default is not None
     assert declaration.default.bits == 4
-    messages = [notice.message for notice in notices]
+    messages = [warning.message for warning in warnings]
     assert any("bits is 4" in message and "8 in quantize_config.json" in message for message in messages)
     assert any("says awq" in message for message in messages)
 

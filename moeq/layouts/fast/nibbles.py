@@ -1,4 +1,4 @@
-"""Roads for 4-bit codes that go over packed nibbles instead of gathering codes one by one.
+"""Fast paths for 4-bit codes that go over packed nibbles instead of gathering codes one by one.
 
 Marlin goes over words of eight codes, a block of rows at a time, so that its scratch stays in the second-level cache.
 Layouts that keep even and odd codes together go over bytes; their scratch is the packed matrix of one expert.

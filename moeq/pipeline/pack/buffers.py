@@ -46,7 +46,7 @@ class Buffers:
         return [buffer[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
 
-def room_for(sizes: Iterable[int]) -> int:
+def bytes_for(sizes: Iterable[int]) -> int:
     """Bytes that `take_many` needs at most for pieces of these sizes."""
     return sum(_round_up(size) + ALIGNMENT for size in sizes) + ALIGNMENT
 

@@ -1,8 +1,8 @@
 """One expert's `w13` or `w2`: read, pack for every rank, prove, write. For one unit, from any thread.
 
-Two ways lead there. A direct road (`moeq.pipeline.pack.fast`) goes from the stored bytes to the packed bytes in reused
-buffers and knows nothing of torch. The general way takes every format and layout: decode to the logical matrix, pad,
-pack, unpack, compare. Both give the same bytes and the same digests.
+There are two paths. The fast path (`moeq.pipeline.pack.fast`) turns stored bytes into packed bytes in reused buffers,
+without torch. The reference path handles every format and layout: decode to the logical matrix, pad, pack, unpack,
+compare. Both write the same bytes and record the same digests.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moeq.checkpoint.manifest import Projection
-from moeq.checkpoint.names import FUSED
-from moeq.checkpoint.names import Projection as StoredName
+from moeq.checkpoint.names import FUSED, StoredName
 from moeq.checkpoint.writer import OutputFile
 from moeq.errors import MoeqError
 from moeq.pipeline.pack.buffers import Buffers, Writes
 from moeq.pipeline.pack.inputs import WORD, InputFile, blocks_of
-from moeq.pipeline.pack.memory import SpareMemory, general_bytes, road_of
+from moeq.pipeline.pack.memory import SpareMemory, fast_path_of, reference_bytes
 from moeq.pipeline.plan.layers import ShardPlan, describe
 from moeq.pipeline.plan.units import PackUnit, place_of
 from moeq.pipeline.state.job import Job
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
     from moeq.layouts.base import Layout
     from moeq.matrix import QuantizedMatrix
-    from moeq.pipeline.pack.fast import Road
+    from moeq.pipeline.pack.fast import FastPath
     from moeq.pipeline.pack.fast.base import Inputs
 
 
@@ -64,7 +63,7 @@ class Packer:
         unit: the unit.
         inputs: open source files by name.
         output: the output file.
-        spare: memory for experts that cannot take the direct road although their headers say so.
+        spare: memory for experts that cannot take the fast path although their headers say so.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class Packer:
         self._stacked = self._experts.layer.fused
         self._shards = [layer.shards[index] for index in unit.shards]
         self._slots = [_slots(job, unit, shard) for shard in self._shards]
-        self._road = road_of(job.checkpoint, layer, unit)
+        self._fast_path = fast_path_of(job.checkpoint, layer, unit)
         self._found: list[Layout] | None = None
         self._lock = threading.Lock()
 
@@ -95,7 +94,7 @@ class Packer:
         return f"layer {self._unit.layer} {self._unit.role} expert {expert}"
 
     def fetch(self, expert: int, buffers: Buffers, slot: int) -> Inputs | None:
-        """Read the stored bytes of one expert; None where the general way will read them.
+        """Read the stored bytes of one expert; None where the reference path will read them.
 
         Args:
             expert: its number.
@@ -105,7 +104,7 @@ class Packer:
         Raises:
             MoeqError: `source.truncated`, `source.unreadable`.
         """
-        return None if self._road is None else self._read(self._road, expert, buffers, slot)
+        return None if self._fast_path is None else self._read(self._fast_path, expert, buffers, slot)
 
     def run(self, expert: int, data: Inputs | None, buffers: Buffers, slot: int) -> tuple[ExpertResult, Writes]:
         """Pack and prove one expert.
@@ -117,19 +116,19 @@ class Packer:
             slot: which of its output buffers is free.
 
         Returns:
-            The result, and what is left to write: the general way has written already.
+            The result, and what is left to write; nothing where the reference path packed it, which writes by itself.
 
         Raises:
             MoeqError: it cannot be packed, or the packed bytes do not mean what the source means.
             OSError: the disk says no.
         """
-        if self._road is None or data is None:
-            return self._in_general(expert), ()
-        found = self._by_road(self._road, expert, data, buffers, slot)
+        if self._fast_path is None or data is None:
+            return self._on_reference_path(expert), ()
+        found = self._on_fast_path(self._fast_path, expert, data, buffers, slot)
         if found is not None:
             return found
-        with self._spare.take(general_bytes(self._layer, self._unit), self.label(expert)):
-            return self._in_general(expert), ()
+        with self._spare.take(reference_bytes(self._layer, self._unit), self.label(expert)):
+            return self._on_reference_path(expert), ()
 
     def record(self, results: Sequence[ExpertResult]) -> UnitRecord:
         """The unit's record from the results of all its experts, in order."""
@@ -146,14 +145,14 @@ class Packer:
             losses=sum(result.losses for result in results),
         )
 
-    # The direct road.
+    # The fast path.
 
-    def _by_road(
-        self, road: Road, expert: int, inputs: Inputs, buffers: Buffers, slot: int
+    def _on_fast_path(
+        self, fast_path: FastPath, expert: int, inputs: Inputs, buffers: Buffers, slot: int
     ) -> tuple[ExpertResult, Writes] | None:
-        """None where the road declines this expert, which the general way then packs or refuses with the reason."""
-        scratch = buffers.take("scratch", road.scratch_bytes)
-        read = road.read(inputs, scratch)
+        """None where the fast path declines this expert: the reference path then packs it, or says why it cannot."""
+        scratch = buffers.take("scratch", fast_path.scratch_bytes)
+        read = fast_path.read(inputs, scratch)
         if read is None:
             return None
         sizes = [size for slots in self._slots for _, size in slots.values()]
@@ -162,17 +161,17 @@ class Packer:
         pieces = buffers.take_many(f"output {slot}", sizes, places)
         each = iter(pieces)
         outputs = [{part: next(each) for part in slots} for slots in self._slots]
-        road.pack(read, outputs, scratch)
-        proof = road.prove(read, outputs, scratch)
+        fast_path.pack(read, outputs, scratch)
+        proof = fast_path.prove(read, outputs, scratch)
         if proof is None:
             raise self._round_trip(expert)
         sums = tuple(map(word_sum, pieces))
         result = ExpertResult(sum(sizes), proof.digests, frozenset(), 0, sums)
         return result, tuple(zip(pieces, places, strict=True))
 
-    def _read(self, road: Road, expert: int, buffers: Buffers, slot: int) -> Inputs:
+    def _read(self, fast_path: FastPath, expert: int, buffers: Buffers, slot: int) -> Inputs:
         """The stored bytes of one expert in reused memory; parts that lie together are read at once."""
-        places = self._places(road, expert)
+        places = self._places(fast_path, expert)
         order = sorted(range(len(places)), key=places.__getitem__)
         runs = [[order[0]]]
         for one, two in pairwise(order):
@@ -184,28 +183,28 @@ class Packer:
         spans = [(places[run[0]][0], places[run[0]][1], places[run[-1]][2]) for run in runs]
         memory = buffers.take_many(f"input {slot}", [blocks_of(start, stop) for _, start, stop in spans])
         found: dict[tuple[StoredName, str], Bytes] = {}
-        names = road.reads
-        for run, room, (file, first, last) in zip(runs, memory, spans, strict=True):
-            data = self._inputs[file].read(room, first, last)
+        names = fast_path.reads
+        for run, target, (file, first, last) in zip(runs, memory, spans, strict=True):
+            data = self._inputs[file].read(target, first, last)
             for index in run:
                 _, start, stop = places[index]
                 found[names[index]] = data[start - first : stop - first]
         return found
 
-    def _places(self, road: Road, expert: int) -> list[tuple[str, int, int]]:
-        """File, first and last byte of everything that the road reads of an expert."""
+    def _places(self, fast_path: FastPath, expert: int) -> list[tuple[str, int, int]]:
+        """File, first and last byte of everything that the fast path reads of an expert."""
         parts = self._experts.layer.parts
-        entries = [parts[key].get(expert) or parts[key][FUSED] for key in road.reads]
+        entries = [parts[key].get(expert) or parts[key][FUSED] for key in fast_path.reads]
         if not self._stacked:
             return [(entry.file, entry.start, entry.end) for entry in entries]
         return [
             (entry.file, *place_of(entry, part, self._experts, expert))
-            for entry, (_, part) in zip(entries, road.reads, strict=True)
+            for entry, (_, part) in zip(entries, fast_path.reads, strict=True)
         ]
 
-    # The general way.
+    # The reference path.
 
-    def _in_general(self, expert: int) -> ExpertResult:
+    def _on_reference_path(self, expert: int) -> ExpertResult:
         from moeq.digest import logical_digest
         from moeq.matrix import split_projections
         from moeq.model.shards import join_shards

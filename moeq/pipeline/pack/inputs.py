@@ -66,7 +66,7 @@ class InputFile:
         """Bytes `start .. stop` of the file.
 
         Args:
-            memory: begins at a multiple of `BLOCK` and has room for `blocks_of(start, stop)` bytes.
+            memory: begins at a multiple of `BLOCK` and holds `blocks_of(start, stop)` bytes.
             start: first byte.
             stop: byte after the last.
 

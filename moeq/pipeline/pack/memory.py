@@ -8,35 +8,35 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from moeq.errors import MoeqError
-from moeq.pipeline.pack.fast import find_road
+from moeq.pipeline.pack.fast import find_fast_path
 from moeq.pipeline.plan.layers import LayerPlan
 from moeq.pipeline.plan.units import PackUnit
 
 if TYPE_CHECKING:
     from moeq.model import Checkpoint
-    from moeq.pipeline.pack.fast import Road
+    from moeq.pipeline.pack.fast import FastPath
 
 MIB = 2**20
 
-#: Bytes per element of the largest matrix that one thread of the general way holds at its peak.
-GENERAL_BYTES = 16
+#: Bytes per element of the largest matrix that one thread of the reference path holds at its peak.
+REFERENCE_BYTES = 16
 
 
-def road_of(checkpoint: Checkpoint, layer: LayerPlan, unit: PackUnit) -> Road | None:
-    """The direct road that executes a unit, or None."""
+def fast_path_of(checkpoint: Checkpoint, layer: LayerPlan, unit: PackUnit) -> FastPath | None:
+    """The fast path that executes a unit, or None."""
     shards = [layer.shards[index] for index in unit.shards]
-    return find_road(checkpoint.experts(unit.layer), unit.role, layer.layout, shards)
+    return find_fast_path(checkpoint.experts(unit.layer), unit.role, layer.layout, shards)
 
 
-def general_bytes(layer: LayerPlan, unit: PackUnit) -> int:
-    """What one thread of the general way holds at its peak for one expert of a unit."""
+def reference_bytes(layer: LayerPlan, unit: PackUnit) -> int:
+    """What one thread of the reference path holds at its peak for one expert of a unit."""
     whole = layer.entry.matrices[unit.role].spec
     padded = 0
     for index in unit.shards:
         plan = layer.shards[index].padding
         spec = plan.w2 if unit.role == "w2" else plan.w13
         padded += spec.n * spec.k
-    return GENERAL_BYTES * max(whole.n * whole.k, padded)
+    return REFERENCE_BYTES * max(whole.n * whole.k, padded)
 
 
 def mebibytes(count: int) -> str:
@@ -45,7 +45,7 @@ def mebibytes(count: int) -> str:
 
 
 class SpareMemory:
-    """Memory that threads share for what was not foreseen: experts that a road declines take the general way.
+    """Memory that threads share for what was not foreseen: experts that a fast path declines take the reference path.
 
     Args:
         free: bytes that are left for it; None: as many as it takes.

@@ -59,7 +59,7 @@ class Plan:
 
     Attributes:
         files: output files in order.
-        units: pieces of work in order; together they write every byte of every file but the headers.
+        units: units of work in order; together they write every byte of every file but the headers.
         copied: layers whose experts are copied unchanged.
         expert_bytes_in: bytes of the expert tensors that are converted.
         digest: sha256 over everything that decides the output bytes.

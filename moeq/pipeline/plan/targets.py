@@ -52,7 +52,7 @@ def choose_targets(checkpoint: Checkpoint, deployment: Deployment, layout: str |
     first = first_layer(checkpoint)
     if layout is not None:
         get_layout(layout)
-        verdict = _judge(checkpoint, deployment)
+        verdict = _verdict(checkpoint, deployment)
         backend = _backend_of(verdict, layout)
     else:
         verdict = decide(checkpoint, deployment)
@@ -113,7 +113,7 @@ def _layout_for(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> s
     return verdict.convert.layout
 
 
-def _judge(checkpoint: Checkpoint, deployment: Deployment) -> Verdict:
+def _verdict(checkpoint: Checkpoint, deployment: Deployment) -> Verdict:
     """The verdict whatever it is: a layout was asked for, so that no backend has to fit."""
     layer = first_layer(checkpoint)
     config, prefix = checkpoint.quantization_config, checkpoint.expert_prefix(layer)

@@ -1,4 +1,4 @@
-"""The pieces of work of a conversion: what each reads, where it writes, and a name for it. No torch.
+"""The units of work of a conversion: what each reads, where it writes, and a name for it. No torch.
 
 A unit is either one stack of one layer (`w13` or `w2`) or a run of bytes that is copied. Units do not depend on each
 other and write disjoint ranges of preallocated files, so any process may execute any of them, in any order, and more
@@ -35,7 +35,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Unit:
-    """One piece of work.
+    """One unit of work.
 
     Attributes:
         id: stable name: `layer-3/w13`, `layer-3/w2/rank-1`, `copy/model-00001-of-00004.safetensors/0`.
@@ -218,16 +218,16 @@ def _joined_runs(runs: list[CopyRun]) -> Iterator[CopyRun]:
 def _bounded(runs: Iterator[CopyRun]) -> Iterator[tuple[CopyRun, ...]]:
     """Runs in groups of at most `COPY_UNIT_BYTES`; longer runs are cut."""
     group: list[CopyRun] = []
-    room = COPY_UNIT_BYTES
+    left = COPY_UNIT_BYTES
     for run in runs:
         rest = run
         while rest.size:
-            taken = min(rest.size, room)
+            taken = min(rest.size, left)
             group.append(CopyRun(rest.source, rest.output, taken))
             rest = CopyRun(rest.source + taken, rest.output + taken, rest.size - taken)
-            room -= taken
-            if not room:
+            left -= taken
+            if not left:
                 yield tuple(group)
-                group, room = [], COPY_UNIT_BYTES
+                group, left = [], COPY_UNIT_BYTES
     if group:
         yield tuple(group)

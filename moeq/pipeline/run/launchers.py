@@ -90,7 +90,7 @@ LAUNCHERS = (
 
 
 @dataclass(frozen=True)
-class Place:
+class TaskIndex:
     """Which of how many a launcher says this process is: `index` of `count`, counted from 0."""
 
     launcher: Launcher
@@ -101,7 +101,7 @@ class Place:
         return f"{self.launcher.title} says {self.index}/{self.count}"
 
 
-def place(launcher: Launcher, environ: Mapping[str, str]) -> Place:
+def place(launcher: Launcher, environ: Mapping[str, str]) -> TaskIndex:
     """This process's place.
 
     Raises:
@@ -113,10 +113,10 @@ def place(launcher: Launcher, environ: Mapping[str, str]) -> Place:
     if not 0 <= index < count:
         detail = f"{launcher.index}={index} is not one of 0 .. {count - 1} ({launcher.count}={count})"
         raise MoeqError("usage.shard-launcher", f"{launcher.title}: {detail}", launcher.remedy)
-    return Place(launcher, index, count)
+    return TaskIndex(launcher, index, count)
 
 
-def find_place(environ: Mapping[str, str]) -> Place:
+def find_place(environ: Mapping[str, str]) -> TaskIndex:
     """The place that the environment tells. Launchers of a single process (one task per array job, say) do not count.
 
     Raises:

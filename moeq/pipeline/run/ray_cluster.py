@@ -298,8 +298,8 @@ def run(
     try:
         while waiting or running:
             # Some more than there are processors, so that none is idle, and clusters that can grow see a reason to.
-            room = 2 * int(ray.cluster_resources().get("CPU", 1)) - len(running)
-            for task in [waiting.popleft() for _ in range(min(room, len(waiting)))]:
+            free = 2 * int(ray.cluster_resources().get("CPU", 1)) - len(running)
+            for task in [waiting.popleft() for _ in range(min(free, len(waiting)))]:
                 remote = remotes[task.call].options(name=task.name, memory=task.memory)
                 running[remote.remote(*task.arguments)] = task
             # A timeout, so that Ctrl-C is seen soon.

@@ -39,8 +39,8 @@ RAY_BYTES = 100 << 20
 
 
 @dataclass(frozen=True)
-class Order:
-    """What a worker has to know.
+class RemoteJob:
+    """A conversion as a worker on another node needs it.
 
     Attributes:
         request: the job; a local source is named by its absolute path.
@@ -61,16 +61,16 @@ class RayExecutor:
     Args:
         ray: the `ray` module, connected.
         job: the conversion.
-        order: the same for workers.
+        remote: what workers have to know.
         warn: called with a code and a sentence for every retry.
     """
 
-    def __init__(self, ray: Any, job: Job, order: Order, warn: Callable[[str, str], None]) -> None:
+    def __init__(self, ray: Any, job: Job, remote: RemoteJob, warn: Callable[[str, str], None]) -> None:
         self._ray = ray
         self._job = job
-        self._order = order
+        self._order = remote
         self._warn = warn
-        self._local = Executor(job, Path(order.folder))
+        self._local = Executor(job, Path(remote.folder))
 
     def prepare(self, units: Sequence[Unit]) -> None:
         """Make the output files of these units, so that a full disk shows before anything is sent away."""
@@ -138,14 +138,14 @@ def ray_executor(
     folder = folder.absolute()
     with ray_cluster.connected(address) as ray, ray_cluster.token_in(folder, WORK_PREFIX) as token:
         ray_cluster.check_nodes(ray, ray_cluster.nodes(ray), token, __version__)
-        yield RayExecutor(ray, job, Order(_absolute(job), job.plan.digest, str(folder), token), warn)
+        yield RayExecutor(ray, job, RemoteJob(_absolute(job), job.plan.digest, str(folder), token), warn)
 
 
-def execute(order: Order, units: Sequence[str]) -> Results | MoeqError:
+def execute(remote: RemoteJob, units: Sequence[str]) -> Results | MoeqError:
     """Execute units in this process, a worker. What it came to until the token was removed; or why not."""
     results: Results = []
     try:
-        worker, check = _worker(order), _Check(order.token)
+        worker, check = _worker(remote), _Check(remote.token)
         for unit in units:
             begun = time.monotonic()
             results.append((worker.execute(unit, check), time.monotonic() - begun))
@@ -175,26 +175,26 @@ class _Check:
 
 
 @lru_cache(maxsize=1)
-def _worker(order: Order) -> Executor:
+def _worker(remote: RemoteJob) -> Executor:
     """The job as this process sees it. Opened once; buffers stay."""
     here = f"Ray node {socket.gethostname()}"
-    if not order.token.visible():
+    if not remote.token.visible():
         raise MoeqError(
             "environment.ray-nodes",
-            f"{here} does not see {order.folder}",
+            f"{here} does not see {remote.folder}",
             "the destination has to be on a file system that every node sees at this path",
         )
     try:
-        job = open_job(order.request)
+        job = open_job(remote.request)
     except MoeqError as error:
         raise MoeqError(error.code, f"{here}: {error.message}", error.hint) from None
-    if job.plan.digest != order.digest:
+    if job.plan.digest != remote.digest:
         raise MoeqError(
             "environment.ray-nodes",
-            f"{here} comes to another plan for {order.request.src} ({job.plan.digest[:16]}, here {order.digest[:16]})",
+            f"{here} makes another plan of {remote.request.src} ({job.plan.digest[:16]}, here {remote.digest[:16]})",
             "source and moeq have to be the same on every node",
         )
-    return Executor(job, Path(order.folder))
+    return Executor(job, Path(remote.folder))
 
 
 def _absolute(job: Job) -> JobRequest:

@@ -1,4 +1,4 @@
-"""Have the disk read what is needed first while the process is still getting ready to work on it. No torch.
+"""Readahead: the disk reads the first inputs while the process is still loading what it works with. No torch.
 
 Loading the compiled loops takes about half a second, in which a disk reads half a gigabyte. It goes into the page
 cache; once workers are at work, their own readers keep the disk busy without that (`moeq.pipeline.pack.inputs`).
@@ -17,11 +17,11 @@ from moeq.pipeline.events import Advanced, Event, Progress
 from moeq.pipeline.plan.units import Unit
 
 #: Bytes that are read at most.
-HEAD_BYTES = 2**30
+READAHEAD_BYTES = 2**30
 _STEP = 4 * 2**20
 
 
-class HeadStart:
+class Readahead:
     """A thread that reads the inputs of units until there is progress.
 
     Sources that are not local folders are left alone: whoever fetches those has an order of its own.
@@ -46,7 +46,7 @@ class HeadStart:
 
         return tell
 
-    def __enter__(self) -> HeadStart:
+    def __enter__(self) -> Readahead:
         if isinstance(self._source, LocalSource):
             self._thread.start()
         return self
@@ -75,7 +75,7 @@ class HeadStart:
                 os.close(fd)
 
     def _steps(self) -> Iterator[tuple[str, int, int]]:
-        left = HEAD_BYTES
+        left = READAHEAD_BYTES
         for unit in self._units:
             for file, spans in unit.inputs.items():
                 for first, last in spans:

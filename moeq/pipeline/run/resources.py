@@ -15,8 +15,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 from moeq.errors import MoeqError
-from moeq.pipeline.pack.buffers import INPUT_BUFFERS, OUTPUT_BUFFERS, room_for
-from moeq.pipeline.pack.memory import MIB, SpareMemory, general_bytes, mebibytes, road_of
+from moeq.pipeline.pack.buffers import INPUT_BUFFERS, OUTPUT_BUFFERS, bytes_for
+from moeq.pipeline.pack.memory import MIB, SpareMemory, fast_path_of, mebibytes, reference_bytes
 from moeq.pipeline.plan.plan import Plan
 from moeq.pipeline.plan.units import CHUNK_BYTES, CopyUnit, PackUnit, Span, Unit, place_of
 from moeq.pipeline.state.records import slots
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from moeq.pipeline.state.job import Job
 
 #: Python with moeq and numpy; the loops with numba, which compiles them when they are first used on a machine (40 to 60
-#: MiB more than loading them); torch, which only the general way imports.
+#: MiB more than loading them); torch, which only the reference path imports.
 BASE_BYTES, COMPILED_BYTES, TORCH_BYTES = 64 * MIB, 160 * MIB, 200 * MIB
 #: What a tensor's header costs while the checkpoint is open.
 TENSOR_BYTES = 700
@@ -67,8 +67,8 @@ class Need:
         way: how the unit is executed.
         input: stored bytes of one expert, or of a chunk that is copied, twice.
         output: packed bytes of one expert, of all ranks, or of a chunk, twice.
-        scratch: the road's scratch.
-        general: what the general way holds at its peak.
+        scratch: the fast path's scratch.
+        general: what the reference path holds at its peak.
     """
 
     way: Way
@@ -105,7 +105,7 @@ class Memory:
         return self.base + self.workers * self.per_worker
 
     def spare(self) -> SpareMemory:
-        """What is left for experts that turn out to need the general way."""
+        """What is left for experts that turn out to need the reference path."""
         return SpareMemory((self.ceiling or USUAL_CEILING) - self.peak - TORCH_BYTES, strict=self.ceiling is not None)
 
 
@@ -113,20 +113,20 @@ def need_of(checkpoint: Checkpoint, plan: Plan, unit: Unit) -> Need:
     """What one thread needs for a unit."""
     if not isinstance(unit, PackUnit):
         return Need(
-            "copy", input=INPUT_BUFFERS * room_for([CHUNK_BYTES]), output=OUTPUT_BUFFERS * room_for([CHUNK_BYTES])
+            "copy", input=INPUT_BUFFERS * bytes_for([CHUNK_BYTES]), output=OUTPUT_BUFFERS * bytes_for([CHUNK_BYTES])
         )
     layer = plan.layer_of(unit)
-    road = road_of(checkpoint, layer, unit)
-    if road is None:
-        return Need("general", general=general_bytes(layer, unit))
+    fast_path = fast_path_of(checkpoint, layer, unit)
+    if fast_path is None:
+        return Need("general", general=reference_bytes(layer, unit))
     experts = checkpoint.experts(unit.layer)
     stored = experts.layer.unit(unit.experts.start)
-    places = [place_of(stored[name][part], part, experts, unit.experts.start) for name, part in road.reads]
+    places = [place_of(stored[name][part], part, experts, unit.experts.start) for name, part in fast_path.reads]
     return Need(
         "road",
-        input=INPUT_BUFFERS * room_for(stop - start for start, stop in places),
-        output=OUTPUT_BUFFERS * room_for(stop - start for start, stop in _slots_of_one(plan, unit)),
-        scratch=room_for([road.scratch_bytes]),
+        input=INPUT_BUFFERS * bytes_for(stop - start for start, stop in places),
+        output=OUTPUT_BUFFERS * bytes_for(stop - start for start, stop in _slots_of_one(plan, unit)),
+        scratch=bytes_for([fast_path.scratch_bytes]),
     )
 
 
@@ -207,5 +207,5 @@ def ways_of(checkpoint: Checkpoint, plan: Plan) -> dict[str, Way]:
         if isinstance(unit, CopyUnit):
             found[unit.id] = "copy"
         elif isinstance(unit, PackUnit):
-            found[unit.id] = "general" if road_of(checkpoint, plan.layer_of(unit), unit) is None else "road"
+            found[unit.id] = "general" if fast_path_of(checkpoint, plan.layer_of(unit), unit) is None else "road"
     return found

@@ -88,7 +88,7 @@ def _batches(
     sizes = {file.name: file.size for file in source.files}
     plan = unit_schedule(units, source)
     stream.keep_only({file for step in plan.steps for file in step.fetch})
-    require_room(plan, stream.folder)
+    require_space(plan, stream.folder)
     for step in plan.steps:
         for file in step.fetch:
             progress(Fetching(file, sizes[file]))
@@ -98,18 +98,18 @@ def _batches(
             stream.drop(file)
 
 
-def require_room(plan: Schedule[U], folder: Path) -> None:
+def require_space(plan: Schedule[U], folder: Path) -> None:
     """Refuse what cannot be held. What an earlier run has fetched is on the disk already and counts as free.
 
     Raises:
         MoeqError: `resources.disk-full`.
     """
     here = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    room = shutil.disk_usage(folder.parent).free + here
-    if plan.peak_bytes > room:
+    free = shutil.disk_usage(folder.parent).free + here
+    if plan.peak_bytes > free:
         raise MoeqError(
             "resources.disk-full",
-            f"up to {plan.peak_bytes:,} bytes of source files are held at once; {folder.parent} has {room:,} for them",
+            f"up to {plan.peak_bytes:,} bytes of source files are held at once; {folder.parent} has {free:,} for them",
             "free some space and run the same command again",
         )
 

@@ -1,4 +1,4 @@
-"""What a worker and the threads that read and write for it share, and the units that they have open. No torch."""
+"""Work items, the units they belong to, and the queues between a worker, its reader and its writer. No torch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from moeq.pipeline.plan.units import Unit
 
 
 @dataclass(frozen=True)
-class Piece:
+class WorkItem:
     """One expert or chunk of an open unit."""
 
-    home: OpenUnit
+    opened: OpenUnit
     number: int
-    item: Any
+    payload: Any
 
 
 @dataclass
@@ -47,28 +47,28 @@ class OpenUnit:
             file.close()
 
 
-class Belt:
-    """What a worker shares with the threads that read and write for it.
+class WorkerQueues:
+    """The queues between a worker and the threads that read and write for it.
 
     Attributes:
         buffers: the worker's buffers.
         empty: which of the input buffers may be read into.
-        fetched: pieces to work on, with what was read and its buffer; None when no more will come.
+        fetched: items to work on, with what was read and its buffer; None when no more will come.
         free: which of the output buffers may be filled.
-        packed: pieces to write, with their results and buffers; None when no more will come.
+        packed: items to write, with their results and buffers; None when no more will come.
     """
 
     def __init__(self, buffers: Buffers) -> None:
         self.buffers = buffers
         self.empty: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self.fetched: queue.SimpleQueue[tuple[Piece, Any, int] | None] = queue.SimpleQueue()
+        self.fetched: queue.SimpleQueue[tuple[WorkItem, Any, int] | None] = queue.SimpleQueue()
         self.free: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self.packed: queue.SimpleQueue[tuple[Piece, Any, Writes, int] | None] = queue.SimpleQueue()
+        self.packed: queue.SimpleQueue[tuple[WorkItem, Any, Writes, int] | None] = queue.SimpleQueue()
         for slot in range(OUTPUT_BUFFERS):
             self.free.put(slot)
         self.empty_all()
 
     def empty_all(self) -> None:
-        """All input buffers may be read into: before the first piece, and when nobody will work on them any more."""
+        """All input buffers may be read into: before the first item, and when no work is left."""
         for slot in range(INPUT_BUFFERS):
             self.empty.put(slot)

@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moeq.checkpoint.writer import OutputFile, disk_errors, prepare_file, require_room
+from moeq.checkpoint.writer import OutputFile, disk_errors, prepare_file, require_free_space
 from moeq.pipeline.pack.buffers import Buffers
 from moeq.pipeline.pack.copying import Copier
 from moeq.pipeline.pack.experts import Packer
 from moeq.pipeline.pack.inputs import InputFile
 from moeq.pipeline.pack.memory import SpareMemory
 from moeq.pipeline.plan.units import CopyUnit, PackUnit, Unit
-from moeq.pipeline.run.work_queue import Belt, OpenUnit, Piece
+from moeq.pipeline.run.work_queue import OpenUnit, WorkerQueues, WorkItem
 from moeq.pipeline.state.job import Job
 from moeq.pipeline.state.records import UnitRecord
 
@@ -96,7 +96,7 @@ class Executor:
         """
         names = dict.fromkeys(unit.file for unit in units)
         forms = {self.folder / name: self.job.plan.file(name).form for name in names}
-        require_room(self.folder, forms)
+        require_free_space(self.folder, forms)
         for path, form in forms.items():
             prepare_file(path, form)
 
@@ -181,20 +181,20 @@ class _Run:
         self._folder = folder
         self._waiting = iter(units)
         self._feeding, self._counting = threading.Lock(), threading.Lock()
-        self._pieces: Iterator[Piece] = iter(())
+        self._items: Iterator[WorkItem] = iter(())
         self._stopped = False
         self._events: queue.SimpleQueue[Outcome | _Failed | None] = queue.SimpleQueue()
         self._written: queue.SimpleQueue[OpenUnit | None] = queue.SimpleQueue()
         self._open: dict[str, OpenUnit] = {}
         self._torch_threads = _torch_threads()
-        belts = [Belt(own) for own in buffers]
-        self._running = len(belts)
+        all_queues = [WorkerQueues(held) for held in buffers]
+        self._running = len(all_queues)
         self._threads = [
             threading.Thread(target=self._guarded, args=(target, *given), daemon=True)
             for target, given in [
-                *((self._fetch, (belt,)) for belt in belts),
-                *((self._work, (belt,)) for belt in belts),
-                *((self._write, (belt,)) for belt in belts),
+                *((self._fetch, (queues,)) for queues in all_queues),
+                *((self._work, (queues,)) for queues in all_queues),
+                *((self._write, (queues,)) for queues in all_queues),
                 (self._sync, ()),
             ]
         ]
@@ -202,7 +202,7 @@ class _Run:
             thread.start()
 
     def outcomes(self) -> Iterator[Outcome | _Failed]:
-        """What happens, until the last thread has ended. Whoever stopped in between may ask again for the rest."""
+        """Events until the last thread has ended. Call again after stopping early to get the rest."""
         while (event := self._events.get()) is not None:
             yield event
         self._events.put(None)  # asked again, it ends again
@@ -214,8 +214,8 @@ class _Run:
         """Wait for the threads; files of units that were not finished are closed."""
         for thread in self._threads:
             thread.join()
-        for home in self._open.values():
-            home.close()
+        for opened in self._open.values():
+            opened.close()
         self._open.clear()
         _restore_torch_threads(self._torch_threads)
 
@@ -227,65 +227,65 @@ class _Run:
             self._stopped = True
             self._events.put(_Failed(error))
 
-    def _fetch(self, own: Belt) -> None:
+    def _fetch(self, queues: WorkerQueues) -> None:
         try:
-            while (piece := self._next()) is not None:
-                slot, home = own.empty.get(), piece.home
-                data = None if home.is_at_hand else home.kind.fetch(piece.item, own.buffers, slot)
-                own.fetched.put((piece, data, slot))
+            while (work := self._next()) is not None:
+                slot, opened = queues.empty.get(), work.opened
+                data = None if opened.is_at_hand else opened.kind.fetch(work.payload, queues.buffers, slot)
+                queues.fetched.put((work, data, slot))
         finally:
-            own.fetched.put(None)
+            queues.fetched.put(None)
 
-    def _work(self, own: Belt) -> None:
+    def _work(self, queues: WorkerQueues) -> None:
         try:
-            while (fetched := own.fetched.get()) is not None and not self._stopped:
-                piece, data, place = fetched
-                slot, home = own.free.get(), piece.home
-                if home.is_at_hand:
-                    data = home.kind.fetch(piece.item, own.buffers, place)
-                with disk_errors(self._folder / home.unit.file, home.unit.bytes_out):
-                    result, writes = home.kind.run(piece.item, data, own.buffers, slot)
-                own.empty.put(place)
-                own.packed.put((piece, result, writes, slot))
+            while (fetched := queues.fetched.get()) is not None and not self._stopped:
+                work, data, place = fetched
+                slot, opened = queues.free.get(), work.opened
+                if opened.is_at_hand:
+                    data = opened.kind.fetch(work.payload, queues.buffers, place)
+                with disk_errors(self._folder / opened.unit.file, opened.unit.bytes_out):
+                    result, writes = opened.kind.run(work.payload, data, queues.buffers, slot)
+                queues.empty.put(place)
+                queues.packed.put((work, result, writes, slot))
         except BaseException:
             self._stopped = True  # before the buffers are empty, or the reader would go on
             raise
         finally:
-            own.empty_all()
-            own.packed.put(None)
+            queues.empty_all()
+            queues.packed.put(None)
 
-    def _write(self, own: Belt) -> None:
+    def _write(self, queues: WorkerQueues) -> None:
         try:
-            while (packed := own.packed.get()) is not None:
-                piece, result, writes, slot = packed
+            while (packed := queues.packed.get()) is not None:
+                work, result, writes, slot = packed
                 try:
-                    with disk_errors(self._folder / piece.home.unit.file, piece.home.unit.bytes_out):
+                    with disk_errors(self._folder / work.opened.unit.file, work.opened.unit.bytes_out):
                         for data, place in writes:
-                            piece.home.output.write(data.data, place)
+                            work.opened.output.write(data.data, place)
                 except BaseException:
                     self._stopped = True  # before the buffer is free again, or the worker could wait for ever
                     raise
                 finally:
-                    own.free.put(slot)
-                self._complete(piece, result)
+                    queues.free.put(slot)
+                self._complete(work, result)
         finally:
             with self._counting:
                 self._running -= 1
                 if self._running == 0:
                     self._written.put(None)
 
-    def _next(self) -> Piece | None:
-        """The next piece of work, opening the next unit where the last has none left."""
+    def _next(self) -> WorkItem | None:
+        """The next work item, opening the next unit where the last has none left."""
         with self._feeding:
             while not self._stopped:
-                piece = next(self._pieces, None)
-                if piece is not None:
-                    return piece
+                work = next(self._items, None)
+                if work is not None:
+                    return work
                 unit = next(self._waiting, None)
                 if unit is None:
                     return None
-                home = self._begin(unit)
-                self._pieces = (Piece(home, number, item) for number, item in enumerate(home.items))
+                opened = self._begin(unit)
+                self._items = (WorkItem(opened, number, payload) for number, payload in enumerate(opened.items))
             return None
 
     def _begin(self, unit: Unit) -> OpenUnit:
@@ -306,20 +306,20 @@ class _Run:
                 output.close()
             raise
         items = kind.items
-        home = OpenUnit(unit, kind, tuple(inputs.values()), output, begun, items, [None] * len(items), len(items))
-        self._open[unit.id] = home
+        opened = OpenUnit(unit, kind, tuple(inputs.values()), output, begun, items, [None] * len(items), len(items))
+        self._open[unit.id] = opened
         self._events.put(Begun(unit))
-        return home
+        return opened
 
-    def _complete(self, piece: Piece, result: Any) -> None:
-        home = piece.home
-        home.results[piece.number] = result
-        self._events.put(Moved(home.unit, result.written, home.kind.label(piece.item)))
+    def _complete(self, work: WorkItem, result: Any) -> None:
+        opened = work.opened
+        opened.results[work.number] = result
+        self._events.put(Moved(opened.unit, result.written, opened.kind.label(work.payload)))
         with self._counting:
-            home.left -= 1
-            if home.left == 0:
-                del self._open[home.unit.id]
-                self._written.put(home)
+            opened.left -= 1
+            if opened.left == 0:
+                del self._open[opened.unit.id]
+                self._written.put(opened)
 
     def _sync(self) -> None:
         """Bring finished units to disk, all that are ready at once, and tell of them."""
@@ -330,21 +330,21 @@ class _Run:
                 while not self._written.empty():
                     ready.append(self._written.get())
                 ended = None in ready
-                self._finish([home for home in ready if home is not None])
+                self._finish([opened for opened in ready if opened is not None])
         finally:
             self._events.put(None)
 
     def _finish(self, ready: list[OpenUnit]) -> None:
         try:
-            for home in ready:
-                with disk_errors(self._folder / home.unit.file, home.unit.bytes_out):
-                    home.output.sync()
-            for home in ready:
-                record = home.kind.record(home.results)
-                self._events.put(Done(home.unit, record, time.monotonic() - home.begun))
+            for opened in ready:
+                with disk_errors(self._folder / opened.unit.file, opened.unit.bytes_out):
+                    opened.output.sync()
+            for opened in ready:
+                record = opened.kind.record(opened.results)
+                self._events.put(Done(opened.unit, record, time.monotonic() - opened.begun))
         finally:
-            for home in ready:
-                home.close()
+            for opened in ready:
+                opened.close()
 
 
 def _torch_threads() -> int | None:

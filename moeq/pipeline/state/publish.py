@@ -1,4 +1,4 @@
-"""The end of a conversion: manifest, side files and keepsake from the records of all units, and the final name."""
+"""The end of a conversion: manifest, side files and restore data from the records of all units, and the final name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moeq.pipeline.state.folder import WorkFolder
 from moeq.pipeline.state.job import Job, job_stamp
 from moeq.pipeline.state.journal import require_unchanged
 from moeq.pipeline.state.records import UnitRecord
-from moeq.pipeline.state.restore_data import OTHER_WEIGHTS, write_keepsake
+from moeq.pipeline.state.restore_data import OTHER_WEIGHTS, write_restore_data
 from moeq.version import __version__
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -54,7 +54,7 @@ def finish(job: Job, folder: WorkFolder, records: Mapping[str, UnitRecord]) -> M
         digest=DIGEST_NAME,
         advisories=tuple(advisory.code for advisory in targets.verdict.advisories),
         copied=job.plan.copied,
-        restore=write_keepsake(checkpoint, kept, folder.path),
+        restore=write_restore_data(checkpoint, kept, folder.path),
     )
     with disk_errors(folder.path):
         for file in job.plan.files:  # units are on disk already, a header that was written again may not be

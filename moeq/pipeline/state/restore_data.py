@@ -28,7 +28,7 @@ from moeq.matrix import QuantizedMatrix
 from moeq.model import Checkpoint
 from moeq.model.stored import stored_parts
 
-KEEPSAKE_NAME = "moeq-restore.data"
+RESTORE_DATA_NAME = "moeq-restore.data"
 
 _CHUNK = 16 * 2**20
 
@@ -55,7 +55,7 @@ def unrestorable(
     return found
 
 
-def write_keepsake(checkpoint: Checkpoint, kept: Iterable[str], folder: Path) -> RestoreEntry:
+def write_restore_data(checkpoint: Checkpoint, kept: Iterable[str], folder: Path) -> RestoreEntry:
     """Write `moeq-restore.data`.
 
     Args:
@@ -78,7 +78,7 @@ def write_keepsake(checkpoint: Checkpoint, kept: Iterable[str], folder: Path) ->
             if source.tensors.get(name) != entry:
                 tensors[f"stray/{file.name}/{name}"] = (entry.shape, entry.dtype)
                 copies[f"stray/{file.name}/{name}"] = entry
-    with SafetensorsWriter(folder / KEEPSAKE_NAME, tensors, {"format": "moeq-restore/1"}) as writer:
+    with SafetensorsWriter(folder / RESTORE_DATA_NAME, tensors, {"format": "moeq-restore/1"}) as writer:
         for prefix, raws in (("header", headers), ("text", texts)):
             for name, raw in raws.items():
                 writer.write(f"{prefix}/{name}", raw)
@@ -88,7 +88,7 @@ def write_keepsake(checkpoint: Checkpoint, kept: Iterable[str], folder: Path) ->
                 writer.write(name, data, start - entry.start)
         writer.finish()
     missing = tuple(name for name in source.side_files() if name.endswith(OTHER_WEIGHTS) and name not in texts)
-    return RestoreEntry(KEEPSAKE_NAME, tuple(file.name for file in source.files), kept, missing)
+    return RestoreEntry(RESTORE_DATA_NAME, tuple(file.name for file in source.files), kept, missing)
 
 
 def _raw_header(source: Source, file: FileEntry) -> bytes:
@@ -104,7 +104,7 @@ def _replaced(source: Source) -> list[str]:
     return [*config, *([source.index] if source.index else []), *indices]
 
 
-class Keepsake:
+class RestoreData:
     """`moeq-restore.data` of a conversion, opened.
 
     Attributes:
@@ -113,11 +113,11 @@ class Keepsake:
         texts: JSON files by name.
 
     Raises:
-        MoeqError: `source.no-keepsake` where the file is missing, `source.bad-header` where it is damaged.
+        MoeqError: `source.no-restore data` where the file is missing, `source.bad-header` where it is damaged.
     """
 
     def __init__(self, folder: Path, entry: RestoreEntry | None) -> None:
-        self.path = folder / (entry.file if entry else KEEPSAKE_NAME)
+        self.path = folder / (entry.file if entry else RESTORE_DATA_NAME)
         if entry is None or not self.path.is_file():
             raise MoeqError(
                 "source.no-keepsake",
@@ -160,12 +160,12 @@ def _data_size(raw: bytes) -> int:
 class KeptSource(Source):
     """The source as its kept headers and configs tell it: everything but data."""
 
-    def __init__(self, converted: Source, keepsake: Keepsake) -> None:
-        config = _json(keepsake.texts.get(CONFIG_NAME), converted.side_configs.get("params.json", {}))
+    def __init__(self, converted: Source, restore_data: RestoreData) -> None:
+        config = _json(restore_data.texts.get(CONFIG_NAME), converted.side_configs.get("params.json", {}))
         super().__init__(converted.name, config, dict(converted.side_configs))
-        names = [*keepsake.headers, *keepsake.texts]
-        weights = choose_weights(names, lambda name: _json(keepsake.texts.get(name), {}), converted.name)
-        headers = [keepsake.headers[file] for file in weights.files]
+        names = [*restore_data.headers, *restore_data.texts]
+        weights = choose_weights(names, lambda name: _json(restore_data.texts.get(name), {}), converted.name)
+        headers = [restore_data.headers[file] for file in weights.files]
         self.files = tuple(FileEntry(header.file, header.size) for header in headers)
         self.index = weights.index
         self.tensors, _ = merge_headers(weights, headers)

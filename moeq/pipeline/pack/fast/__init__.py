@@ -1,12 +1,12 @@
-"""Direct roads: packing experts without ever unpacking their codes.
+"""Fast paths: packing experts without ever unpacking their codes.
 
-The general path decodes an expert into a `QuantizedMatrix`, one byte per code, and packs that; it takes every format to
-every layout. A road takes the stored bytes of one expert to packed bytes in buffers of the caller, allocates nothing in
-proportion to the data, and gives the same bytes, the same digests and the same refusals, many times faster. It is made
-of two halves that meet in matrices of packed codes, so that every format reaches every layout: `formats` reads what is
-stored, `parts` fills what is packed.
+The reference path decodes an expert into a `QuantizedMatrix`, one byte per code, and packs that. It handles every
+format and layout. A fast path turns the stored bytes of one expert into packed bytes in the caller's buffers, allocates
+nothing in proportion to the data, and gives the same bytes, digests and refusals, many times faster. Its two halves
+meet in matrices of packed codes, so that any format combines with any layout: `formats` reads what is stored, `parts`
+fills what is packed.
 
-Roads exist for what is common and regular. Everything else, and every value that is odd, is left to the general path.
+Fast paths cover the common, regular cases. Everything else, unusual values included, is left to the reference path.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from moeq.layouts.words import use_compiled
-from moeq.pipeline.pack.fast.base import Proof, Road
+from moeq.pipeline.pack.fast.base import FastPath, Proof
 
 if TYPE_CHECKING:
     from moeq.checkpoint.manifest import StackedRole
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from moeq.model.experts import Experts
     from moeq.pipeline.plan.layers import ShardPlan
 
-__all__ = ["Proof", "Road", "find_road"]
+__all__ = ["FastPath", "Proof", "find_fast_path"]
 
 
-def find_road(experts: Experts, role: StackedRole, layout: Layout, shards: Sequence[ShardPlan]) -> Road | None:
-    """The road of one layer's `w13` or `w2`, or None where there is none: then the general path packs it.
+def find_fast_path(experts: Experts, role: StackedRole, layout: Layout, shards: Sequence[ShardPlan]) -> FastPath | None:
+    """The fast path of one layer's `w13` or `w2`, or None where there is none: then the reference path packs it.
 
     Args:
         experts: the layer as it is stored.

@@ -1,4 +1,4 @@
-"""What a road is to those who take it. Importing this loads no compiled code."""
+"""The interface of a fast path. Importing this loads no compiled code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from moeq.checkpoint.manifest import Projection
-from moeq.checkpoint.names import Projection as StoredName
+from moeq.checkpoint.names import StoredName
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,8 +35,8 @@ class Proof:
     digests: tuple[tuple[Projection, str], ...]
 
 
-class Road(Protocol):
-    """The direct road of one layer's `w13` or `w2`. Immutable; any number of threads may use it.
+class FastPath(Protocol):
+    """The fast path of one layer's `w13` or `w2`. Immutable; any number of threads may use it.
 
     All buffers start at multiples of 8 bytes and belong to the caller; none is kept, and inputs are never written to.
     """
@@ -57,8 +57,8 @@ class Road(Protocol):
             scratch: uint8, `scratch_bytes` or more; what it holds does not matter. The same for all three steps.
 
         Returns:
-            None where a value needs the general path, which then says what is wrong with it or copes with it. Where
-            not, packing will lose nothing, and every source tensor can be rebuilt from the matrices.
+            None where a value needs the reference path, which handles it or says what is wrong. Otherwise packing
+            loses nothing, and every source tensor can be rebuilt from the matrices.
         """
 
     def pack(self, read: Matrices, outputs: Outputs, scratch: Array) -> None:

@@ -1,4 +1,4 @@
-"""Which layers have a direct road: what their format, their layout and their sizes allow. See `find_road`."""
+"""Which layers have a fast path: what their format, their layout and their sizes allow. See `find_fast_path`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from dataclasses import replace
 
 from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.manifest import Projection, StackedRole
-from moeq.checkpoint.names import FUSED
-from moeq.checkpoint.names import Projection as StoredName
+from moeq.checkpoint.names import FUSED, StoredName
 from moeq.layouts.arranged import ArrangedLayout
 from moeq.layouts.base import Layout
 from moeq.matrix import MatrixSpec, projection_spec
 from moeq.model.experts import WHOLE_PARTS, ExpertKind, Experts
 from moeq.pipeline.pack.fast.formats import stored_projection
 from moeq.pipeline.pack.fast.parts import BLOCK, packed_parts
-from moeq.pipeline.pack.fast.path import DirectRoad, Lane, ShardRoad
-from moeq.pipeline.pack.fast.scratch import Room
+from moeq.pipeline.pack.fast.path import ArrangedPath, ProjectionReader, ShardPath
+from moeq.pipeline.pack.fast.scratch import Region
 from moeq.pipeline.plan.layers import ShardPlan
 from moeq.schemes.format import PartSig
 
@@ -51,27 +50,27 @@ LAYOUTS: dict[str, tuple[int, int] | None] = {
 }
 
 
-def bind(experts: Experts, role: StackedRole, layout: Layout, shards: Sequence[ShardPlan]) -> DirectRoad | None:
-    """`moeq.pipeline.pack.fast.find_road`, once the compiled loops are known to be there."""
+def bind(experts: Experts, role: StackedRole, layout: Layout, shards: Sequence[ShardPlan]) -> ArrangedPath | None:
+    """`moeq.pipeline.pack.fast.find_fast_path`, once the compiled loops are known to be there."""
     kinds = experts.kinds()
     sigs = _signatures(experts)
     if len(kinds) != 1 or sigs is None or not isinstance(layout, ArrangedLayout) or layout.id not in LAYOUTS:
         return None
     kind = kinds[0].kind
-    lanes = _lanes(kind, role, sigs)
-    if lanes is None:
+    readers = _readers(kind, role, sigs)
+    if readers is None:
         return None
     spec = kind.spec(role)
     # Stored projections of their own, packed whole: their rows are contiguous, or columns of a contiguous matrix.
-    dense = len(shards) == 1 and all(len(lane.holds) == 1 for lane in lanes)
-    ranks = [_shard_road(layout, spec, plan, dense=dense) for plan in shards]
+    dense = len(shards) == 1 and all(len(reader.holds) == 1 for reader in readers)
+    ranks = [_shard_path(layout, spec, plan, dense=dense) for plan in shards]
     found = [rank for rank in ranks if rank is not None]
     if len(found) < len(ranks) or len({plan.shard.experts for plan in shards}) != 1:
         return None
     parts = [part for rank in found for part in rank.parts.values()]
-    elements = Room(lanes[-1].room.stop, max(part.room_bytes for part in parts))
-    expected = Room(elements.stop, max(BLOCK, *(part.spare_bytes for part in parts)))
-    return DirectRoad(spec, lanes, tuple(found), LAYOUTS[layout.id], elements, expected, expected.stop)
+    elements = Region(readers[-1].region.stop, max(part.element_bytes for part in parts))
+    expected = Region(elements.stop, max(BLOCK, *(part.spare_bytes for part in parts)))
+    return ArrangedPath(spec, readers, tuple(found), LAYOUTS[layout.id], elements, expected, expected.stop)
 
 
 def _signatures(experts: Experts) -> dict[StoredName, dict[str, PartSig]] | None:
@@ -92,12 +91,12 @@ def _signature(entry: TensorEntry, part: str, fused: bool) -> PartSig:
     return PartSig(entry.dtype, entry.shape[1:] if row else entry.shape)
 
 
-def _lanes(
+def _readers(
     kind: ExpertKind, role: StackedRole, sigs: Mapping[StoredName, Mapping[str, PartSig]]
-) -> tuple[Lane, ...] | None:
+) -> tuple[ProjectionReader, ...] | None:
     """How each stored projection of a role is read, in the order of the packed rows."""
     names: tuple[StoredName, ...] = ("down",) if role == "w2" else ("gate", "up", "gate_up")
-    lanes: list[Lane] = []
+    readers: list[ProjectionReader] = []
     start = 0
     for name in (name for name in names if name in kind.projections):
         described = kind.projections[name]
@@ -105,11 +104,11 @@ def _lanes(
         holds = _held(name, kind.spec(role))
         if stored is None or (name == "gate_up" and kind.interleaved is None):
             return None
-        room = Room(start, stored.scratch_bytes)
-        lane = Lane(name, stored, holds, bool(kind.interleaved), room)
-        start = lane.room.stop
-        lanes.append(lane)
-    return tuple(lanes) or None
+        region = Region(start, stored.scratch_bytes)
+        reader = ProjectionReader(name, stored, holds, bool(kind.interleaved), region)
+        start = reader.region.stop
+        readers.append(reader)
+    return tuple(readers) or None
 
 
 def _held(name: StoredName, spec: MatrixSpec) -> tuple[tuple[Projection, MatrixSpec], ...]:
@@ -118,8 +117,8 @@ def _held(name: StoredName, spec: MatrixSpec) -> tuple[tuple[Projection, MatrixS
     return tuple((projection, projection_spec(spec, projection)) for projection in held)
 
 
-def _shard_road(layout: ArrangedLayout, spec: MatrixSpec, plan: ShardPlan, *, dense: bool) -> ShardRoad | None:
-    """The parts of one rank, or None where one of them needs the general path."""
+def _shard_path(layout: ArrangedLayout, spec: MatrixSpec, plan: ShardPlan, *, dense: bool) -> ShardPath | None:
+    """The parts of one rank, or None where one of them needs the reference path."""
     padding, features = plan.padding, plan.shard.intermediate
     shard, padded = (padding.original_w2, padding.w2) if spec.role == "w2" else (padding.original_w13, padding.w13)
     per_word = 32 // spec.bits
@@ -130,7 +129,7 @@ def _shard_road(layout: ArrangedLayout, spec: MatrixSpec, plan: ShardPlan, *, de
     parts = {part.field: replace(part, dense=dense) for part in found}
     if parts.keys() != _fields(spec):
         return None
-    return ShardRoad(parts, features, everything=shard == spec, first=plan.shard.rank == 0)
+    return ShardPath(parts, features, everything=shard == spec, first=plan.shard.rank == 0)
 
 
 def _fields(spec: MatrixSpec) -> set[str]:

@@ -9,7 +9,7 @@ rows along N, in whatever strides they lie:
     bias    `[N, 1]`, unsigned integers as wide as the stored dtype
 
 A projection is read only if every stored bit follows from these four, so that the source can be rebuilt from them, and
-if nothing about its values is odd; else `read` gives None, and the general path says what is wrong or copes with it.
+if nothing about its values is odd; else `read` gives None, and the reference path says what is wrong or copes with it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from moeq.layouts.fast.compare import any_all_ones
 from moeq.matrix import MatrixSpec
 from moeq.pipeline.pack.fast.loops import spread_zeros, turn_awq
-from moeq.pipeline.pack.fast.scratch import Array, Room
+from moeq.pipeline.pack.fast.scratch import Array, Region
 from moeq.schemes.awq import NIBBLE_OF_COLUMN
 from moeq.schemes.base import Scheme
 from moeq.schemes.format import PartSig
@@ -67,7 +67,7 @@ class StoredProjection:
     others: ClassVar[frozenset[str]]
 
     def fits(self) -> bool:
-        """Whether headers alone allow this road."""
+        """Whether headers alone allow this fast path."""
         names, spec = self.sigs.keys(), self.spec
         return (
             {self.weight, self.scale} <= names <= {self.weight, self.scale, *self.others}
@@ -80,11 +80,11 @@ class StoredProjection:
 
     @property
     def scratch_bytes(self) -> int:
-        """Room that `read` needs."""
+        """Region that `read` needs."""
         return 0
 
     def read(self, stored: Stored, scratch: Array) -> Fields | None:
-        """The matrices, or None where a value needs the general path."""
+        """The matrices, or None where a value needs the reference path."""
         scales = self._matrix(stored, self.scale, _WIDTH[self.spec.scale_dtype])
         if any_all_ones(scales, _EXPONENT[self.spec.scale_dtype]):
             return None
@@ -128,8 +128,8 @@ class _PackedZeros(StoredProjection):
 
     @property
     def zero_bytes(self) -> int:
-        """Room of the unpacked zero points."""
-        return 0 if self.spec.symmetric else Room(0, self.spec.n * self.spec.num_groups).stop
+        """Region of the unpacked zero points."""
+        return 0 if self.spec.symmetric else Region(0, self.spec.n * self.spec.num_groups).stop
 
     @property
     def scratch_bytes(self) -> int:
@@ -147,7 +147,7 @@ class _PackedZeros(StoredProjection):
             return fields if bool((words == constant).all()) else None
         if not self.zeros_are_plain(words):
             return None
-        zeros = Room(0, self.zero_bytes).array(scratch, (spec.n, spec.num_groups), "u1")
+        zeros = Region(0, self.zero_bytes).array(scratch, (spec.n, spec.num_groups), "u1")
         add = self.stored_minus * (0x11111111 if spec.bits == 4 else 0x01010101)
         spread_zeros(words, self.shifts[spec.bits], (1 << spec.bits) - 1, add, zeros)
         return fields | {"zeros": zeros}
@@ -208,8 +208,8 @@ class AwqProjection(_PackedZeros):
 
     def codes(self, stored: Stored, scratch: Array) -> Array:
         spec = self.spec
-        room = Room(self.zero_bytes, spec.n * spec.k // 2)
-        turned = room.array(scratch, (spec.k // 8, spec.n), "u4")
+        region = Region(self.zero_bytes, spec.n * spec.k // 2)
+        turned = region.array(scratch, (spec.k // 8, spec.n), "u4")
         turn_awq(self._matrix(stored, self.weight, "u4"), turned)
         return turned.T
 
@@ -258,7 +258,7 @@ class Int8Projection(StoredProjection):
 
     def codes(self, stored: Stored, scratch: Array) -> Array:
         spec = self.spec
-        out = Room(0, self.scratch_bytes).array(scratch, (spec.n, spec.k // 4), "u4")
+        out = Region(0, self.scratch_bytes).array(scratch, (spec.n, spec.k // 4), "u4")
         return np.bitwise_xor(self._matrix(stored, self.weight, "u4"), np.uint32(0x80808080), out=out)
 
 
@@ -300,6 +300,6 @@ FORMATS: dict[str, tuple[type[StoredProjection], ...]] = {
 
 
 def stored_projection(sigs: Mapping[str, PartSig], spec: MatrixSpec, scheme: Scheme) -> StoredProjection | None:
-    """How to read a projection, or None where only the general path can."""
+    """How to read a projection, or None where only the reference path can."""
     candidates: tuple[Callable[[Any, Any, Any], StoredProjection], ...] = FORMATS.get(scheme.format, ())
     return next((found for kind in candidates if (found := kind(sigs, spec, scheme)).fits()), None)

@@ -19,7 +19,7 @@ from moeq.layouts.fast import transpose
 from moeq.layouts.fast.compare import is_zero, same
 from moeq.matrix import MatrixSpec
 from moeq.pipeline.pack.fast.orders import Order, order_of
-from moeq.pipeline.pack.fast.scratch import Array, Room
+from moeq.pipeline.pack.fast.scratch import Array, Region
 
 #: Bytes of the rows that are handled at a time.
 BLOCK = 1 << 19
@@ -64,7 +64,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Block:
+class RowBlock:
     """Rows of elements that are handled at a time.
 
     Attributes:
@@ -87,7 +87,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class PackedPart:
+class FastPart:
     """A part of one expert's packed matrix.
 
     Attributes:
@@ -145,28 +145,28 @@ class PackedPart:
         return min(max(BLOCK // self.row_bytes // self.order.rows, 1) * self.order.rows, self.shape[0])
 
     @property
-    def room_bytes(self) -> int:
-        """Room for elements."""
+    def element_bytes(self) -> int:
+        """Region for elements."""
         return 0 if self.is_in_place else self.row_bytes * self.block
 
     @property
     def spare_bytes(self) -> int:
-        """Room for what elements should be, and for what is between."""
+        """Region for what elements should be, and for what is between."""
         return 0 if self.is_whole and not self.order.needs_spare else self.row_bytes * self.block
 
     @cached_property
-    def blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> tuple[RowBlock, ...]:
         """All blocks."""
         return tuple(
             self._rows(row, min(self.block, self.shape[0] - row)) for row in range(0, self.shape[0], self.block)
         )
 
     @cached_property
-    def everything(self) -> Block:
+    def everything(self) -> RowBlock:
         """All rows as one block."""
         return self._rows(0, self.shape[0])
 
-    def _rows(self, row: int, count: int) -> Block:
+    def _rows(self, row: int, count: int) -> RowBlock:
         found = []
         for projection, start in enumerate(self.starts):
             first = max(0, -(-(row - start) // self.step))
@@ -175,16 +175,16 @@ class PackedPart:
                 place = start + first * self.step - row
                 elements = slice(place, place + (last - first - 1) * self.step + 1, self.step)
                 found.append(Rows(projection, slice(first, last), elements))
-        return Block(row, count, tuple(found))
+        return RowBlock(row, count, tuple(found))
 
-    def pack(self, views: Views, out: Array, room: Room, scratch: Array) -> None:
+    def pack(self, views: Views, out: Array, region: Region, scratch: Array) -> None:
         """Fill the part.
 
         Args:
             views: its field, by projection.
             out: uint8, the part's bytes.
-            room: at least `room_bytes`.
-            scratch: where rooms are.
+            region: at least `element_bytes`.
+            scratch: the buffer that regions are parts of.
         """
         if self.is_direct:
             for view, start in zip(views, self.starts, strict=True):
@@ -193,36 +193,36 @@ class PackedPart:
             self.place(views, self.everything, out.view(self.dtype).reshape(self.shape))
         else:
             for block in self.blocks:
-                elements = room.array(scratch, (block.count, self.shape[1]), self.dtype)
+                elements = region.array(scratch, (block.count, self.shape[1]), self.dtype)
                 self.place(views, block, elements)
                 self.order.pack(elements, out, block.row)
         if self.flip:
             np.bitwise_xor(out, np.uint8(self.flip), out=out)
 
-    def unpack(self, packed: Array, block: Block, room: Room, spare: Room, scratch: Array) -> Array:
-        """A block of elements, in `room` or, where they lie in the part as they are, there."""
+    def unpack(self, packed: Array, block: RowBlock, region: Region, spare: Region, scratch: Array) -> Array:
+        """A block of elements, in `region` or, where the part holds them as they are, in place."""
         if self.is_in_place:
             return packed.view(self.dtype).reshape(self.shape)[block.row : block.row + block.count]
-        found = room.array(scratch, (block.count, self.shape[1]), self.dtype)
+        found = region.array(scratch, (block.count, self.shape[1]), self.dtype)
         self.order.unpack(packed, found, spare.array(scratch, (spare.nbytes,), "u1"), block.row)
         if self.flip:
             octets = found.reshape(-1).view(np.uint8)
             np.bitwise_xor(octets, np.uint8(self.flip), out=octets)
         return found
 
-    def holds(self, found: Array, block: Block, views: Views, room: Room, scratch: Array) -> bool:
-        """Whether the unpacked elements of a block are exactly the field, filling included. `room` is another one."""
+    def holds(self, found: Array, block: RowBlock, views: Views, region: Region, scratch: Array) -> bool:
+        """Whether the unpacked elements of a block are exactly the field, filling included. `region` is another one."""
         if self.is_whole and all(view is not None for view in views):
             return all(same(_present(views[r.projection]), found[r.elements], r.source.start) for r in block.rows)
         if self.widen is not None or any(views[r.projection] is None for r in block.rows):
-            expected = room.array(scratch, found.shape, self.dtype)
+            expected = region.array(scratch, found.shape, self.dtype)
             self.place(views, block, expected)
             return same(expected, found)
         columns = self.filled[1]
         held = all(same(_present(views[r.projection]), found[r.elements, :columns], r.source.start) for r in block.rows)
         return held and is_zero(found[:, columns:]) and all(is_zero(found[rows]) for rows in block.filling)
 
-    def place(self, views: Views, block: Block, elements: Array) -> None:
+    def place(self, views: Views, block: RowBlock, elements: Array) -> None:
         """Copy the rows of every projection that belong to these elements, and zeros around them."""
         if block.filling or any(views[r.projection] is None for r in block.rows):
             elements.fill(0)
@@ -242,8 +242,8 @@ def _present(view: Array | None) -> Array:
     return view
 
 
-def packed_parts(layout: ArrangedLayout, spec: MatrixSpec, padded: MatrixSpec) -> list[PackedPart]:
-    """The parts of a packed matrix; those that are beyond these roads are missing.
+def packed_parts(layout: ArrangedLayout, spec: MatrixSpec, padded: MatrixSpec) -> list[FastPart]:
+    """The parts of a packed matrix; those that are beyond these fast paths are missing.
 
     Args:
         layout: the layout.
@@ -259,7 +259,7 @@ _WORDS = {"U8": "u1", "F16": "u2", "BF16": "u2", "F32": "u4"}
 
 def _packed_part(
     name: str, part: Part, layout: ArrangedLayout, spec: MatrixSpec, padded: MatrixSpec
-) -> PackedPart | None:
+) -> FastPart | None:
     rows, columns = part.padded(*layout.logical_shape(part.field, padded))
     order, dtype, widen, per_element = order_of(part), "u1", None, 1
     if part.field == "codes":
@@ -276,7 +276,7 @@ def _packed_part(
         return None
     halves = 2 if is_gated_w13(spec) else 1
     stride = rows // 2 if part.arrangement.has_halves else padded.n // halves
-    return PackedPart(
+    return FastPart(
         name=name,
         field=part.field,
         order=order,

@@ -16,7 +16,7 @@ import numpy as np
 from blake3 import blake3
 
 from moeq.checkpoint.manifest import Projection
-from moeq.checkpoint.names import Projection as StoredName
+from moeq.checkpoint.names import StoredName
 from moeq.digest import begin_field, new_digest
 from moeq.layouts.fast import transpose
 from moeq.layouts.fast.compare import all_between
@@ -24,35 +24,35 @@ from moeq.matrix import MatrixSpec
 from moeq.model.shards import Range
 from moeq.pipeline.pack.fast.base import Inputs, Outputs, Proof
 from moeq.pipeline.pack.fast.formats import Fields, StoredProjection
-from moeq.pipeline.pack.fast.parts import BLOCK, PackedPart, Views
-from moeq.pipeline.pack.fast.scratch import Array, Room
+from moeq.pipeline.pack.fast.parts import BLOCK, FastPart, Views
+from moeq.pipeline.pack.fast.scratch import Array, Region
 
 #: The order in which the digest takes the fields.
 _FIELDS = ("codes", "scales", "zeros", "bias")
 
 
 @dataclass(frozen=True)
-class Lane:
-    """One stored projection on its way.
+class ProjectionReader:
+    """Reads one stored projection.
 
     Attributes:
         name: the projection, as stored.
         stored: how it is read.
         holds: the logical projections that it holds, with their specs.
         interleaved: rows of gate and up alternate.
-        room: scratch of its own.
+        region: scratch of its own.
     """
 
     name: StoredName
     stored: StoredProjection
     holds: tuple[tuple[Projection, MatrixSpec], ...]
     interleaved: bool
-    room: Room
+    region: Region
 
     def read(self, inputs: Inputs, scratch: Array) -> list[Fields] | None:
         """The fields of each logical projection."""
         parts = {part: inputs[self.name, part] for part in self.stored.sigs}
-        fields = self.stored.read(parts, scratch[self.room.start : self.room.stop])
+        fields = self.stored.read(parts, scratch[self.region.start : self.region.stop])
         if fields is None or len(self.holds) == 1:
             return None if fields is None else [fields]
         half = self.stored.spec.n // 2
@@ -61,7 +61,7 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class ShardRoad:
+class ShardPath:
     """The packed parts of one rank.
 
     Attributes:
@@ -71,7 +71,7 @@ class ShardRoad:
         first: it is rank 0, which keeps the bias of w2.
     """
 
-    parts: Mapping[str, PackedPart]
+    parts: Mapping[str, FastPart]
     features: Range
     everything: bool
     first: bool
@@ -97,51 +97,51 @@ class ShardRoad:
 
 
 @dataclass(frozen=True)
-class DirectRoad:
-    """The direct road of one layer's `w13` or `w2`. Immutable; any number of threads may use it.
+class ArrangedPath:
+    """The fast path of one layer's `w13` or `w2`. Immutable; any number of threads may use it.
 
     Attributes:
         spec: the logical matrix.
-        lanes: the stored projections.
+        readers: one per stored projection.
         shards: the packed parts of every rank.
         scales: least and greatest scale, as an unsigned integer, that the layout holds exactly; None: any.
-        elements: room for the elements of a part.
-        expected: room for what they should be, and for what is between.
+        elements: scratch for the elements of a part.
+        expected: scratch for what they should be, and for intermediate values.
         scratch_bytes: size of the scratch buffer.
     """
 
     spec: MatrixSpec
-    lanes: tuple[Lane, ...]
-    shards: tuple[ShardRoad, ...]
+    readers: tuple[ProjectionReader, ...]
+    shards: tuple[ShardPath, ...]
     scales: tuple[int, int] | None
-    elements: Room
-    expected: Room
+    elements: Region
+    expected: Region
     scratch_bytes: int
 
     @cached_property
     def reads(self) -> tuple[tuple[StoredName, str], ...]:
         """Projection and part of everything that has to be read."""
-        return tuple((lane.name, part) for lane in self.lanes for part in lane.stored.sigs)
+        return tuple((reader.name, part) for reader in self.readers for part in reader.stored.sigs)
 
     def read(self, inputs: Inputs, scratch: Array) -> list[Fields] | None:
-        """See `Road.read`."""
+        """See `FastPath.read`."""
         read: list[Fields] = []
-        for lane in self.lanes:
-            fields = lane.read(inputs, scratch)
+        for reader in self.readers:
+            fields = reader.read(inputs, scratch)
             if fields is None or not self._keeps_scales(fields):
                 return None
             read += fields
         return read
 
     def pack(self, read: Sequence[Fields], outputs: Outputs, scratch: Array) -> None:
-        """See `Road.pack`."""
+        """See `FastPath.pack`."""
         for shard, packed in zip(self.shards, outputs, strict=True):
             for part in shard.parts.values():
                 part.pack(shard.views(part.field, self.spec, read), packed[part.name], self.elements, scratch)
 
     def prove(self, read: Sequence[Fields], outputs: Outputs, scratch: Array) -> Proof | None:
-        """See `Road.prove`."""
-        held = [projection for lane in self.lanes for projection in lane.holds]
+        """See `FastPath.prove`."""
+        held = [projection for reader in self.readers for projection in reader.holds]
         digests = [new_digest(spec) for _, spec in held]
         for field in (name for name in _FIELDS if name in read[0]):
             for digest, fields in zip(digests, read, strict=True):

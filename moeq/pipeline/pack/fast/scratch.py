@@ -1,4 +1,4 @@
-"""Scratch memory of a road: one buffer per thread, in which every step has a room of its own."""
+"""The scratch buffer of a fast path: one per thread, in which every step has a region of its own."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-#: Rooms start at cache lines.
+#: Regions start at cache lines.
 _LINE = 64
 
 
 @dataclass(frozen=True)
-class Room:
+class Region:
     """`nbytes` bytes of the scratch buffer from `start` on."""
 
     start: int
@@ -23,11 +23,11 @@ class Room:
 
     @property
     def stop(self) -> int:
-        """Where the next room may start."""
+        """Where the next region may start."""
         return self.start + -(-self.nbytes // _LINE) * _LINE
 
     def array(self, scratch: Array, shape: tuple[int, ...], dtype: str) -> Array:
-        """The first bytes of the room as a contiguous array."""
+        """The first bytes of the region as a contiguous array."""
         kind = np.dtype(dtype)
         size = math.prod(shape) * kind.itemsize
         return scratch[self.start : self.start + size].view(kind).reshape(shape)

@@ -1,4 +1,4 @@
-"""One expert by the general path and by its direct road; random checkpoints of any size."""
+"""One expert by the reference path and by its fast path; random checkpoints of any size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moeq.model import Checkpoint
 from moeq.model.experts import WHOLE_PARTS
 from moeq.model.shards import shard_matrix
 from moeq.model.tensors import as_bytes
-from moeq.pipeline.pack.fast import Proof, Road, find_road
+from moeq.pipeline.pack.fast import FastPath, Proof, find_fast_path
 from moeq.pipeline.plan.layers import LayerPlan, PlanOptions, plan_layer
 from moeq.pipeline.state.restore_data import unrestorable
 
@@ -37,8 +37,8 @@ class Packed:
     kept: set[str]
 
 
-def in_general(checkpoint: Checkpoint, plan: LayerPlan, role: StackedRole, expert: int) -> Packed:
-    """What conversion does where there is no road."""
+def on_reference_path(checkpoint: Checkpoint, plan: LayerPlan, role: StackedRole, expert: int) -> Packed:
+    """What conversion does where there is no fast path."""
     layer = plan.entry.layer
     matrix = checkpoint.matrix(layer, expert, role)
     parts = []
@@ -57,11 +57,11 @@ def buffer(size: int, fill: int = 0xA5) -> Array:
     return room[start : start + size]
 
 
-def stored(checkpoint: Checkpoint, layer: int, expert: int, road: Road) -> dict[tuple[str, str], Array]:
-    """The stored bytes that a road asks for."""
+def stored(checkpoint: Checkpoint, layer: int, expert: int, fast_path: FastPath) -> dict[tuple[str, str], Array]:
+    """The stored bytes that a fast path asks for."""
     experts = checkpoint.experts(layer)
     unit, found = experts.layer.unit(expert), {}
-    for projection, part in road.reads:
+    for projection, part in fast_path.reads:
         entry = unit[projection][part]
         row = experts.layer.fused and part not in WHOLE_PARTS
         size = entry.nbytes // experts.num_experts if row else entry.nbytes
@@ -71,32 +71,34 @@ def stored(checkpoint: Checkpoint, layer: int, expert: int, road: Road) -> dict[
     return found
 
 
-class OnRoad:
-    """One expert's matrix on its road, with buffers of its own."""
+class OnFastPath:
+    """One expert's matrix on its fast path, with buffers of its own."""
 
-    def __init__(self, checkpoint: Checkpoint, plan: LayerPlan, role: StackedRole, expert: int, road: Road) -> None:
-        self.road = road
-        self.inputs = stored(checkpoint, plan.entry.layer, expert, road)
+    def __init__(
+        self, checkpoint: Checkpoint, plan: LayerPlan, role: StackedRole, expert: int, fast_path: FastPath
+    ) -> None:
+        self.fast_path = fast_path
+        self.inputs = stored(checkpoint, plan.entry.layer, expert, fast_path)
         self.outputs = [
             {part: buffer(size) for part, size in _sizes(plan, role, index).items()}
             for index in range(len(plan.shards))
         ]
-        self.scratch = buffer(road.scratch_bytes)
+        self.scratch = buffer(fast_path.scratch_bytes)
 
     def pack(self) -> bool:
-        """False where the road declines."""
-        read = self.road.read(self.inputs, self.scratch)
+        """False where the fast path declines."""
+        read = self.fast_path.read(self.inputs, self.scratch)
         if read is not None:
-            self.road.pack(read, self.outputs, self.scratch)
+            self.fast_path.pack(read, self.outputs, self.scratch)
         return read is not None
 
     def prove(self) -> Proof | None:
         self.scratch[:] = 0x5A  # nothing may depend on what packing left there
-        read = self.road.read(self.inputs, self.scratch)
-        return None if read is None else self.road.prove(read, self.outputs, self.scratch)
+        read = self.fast_path.read(self.inputs, self.scratch)
+        return None if read is None else self.fast_path.prove(read, self.outputs, self.scratch)
 
     def packed(self) -> Packed | None:
-        """None where the road declines."""
+        """None where the fast path declines."""
         if not self.pack():
             return None
         proof = self.prove()
@@ -112,14 +114,14 @@ def _sizes(plan: LayerPlan, role: StackedRole, shard: int) -> dict[str, int]:
     return {part: int(np.prod(spec.shape)) * widths[spec.dtype] for part, spec in specs.items()}
 
 
-def roads(
+def fast_paths(
     checkpoint: Checkpoint, layout: str, layer: int = 0, **options: int
-) -> tuple[LayerPlan, dict[StackedRole, Road]]:
-    """The plan of a layer and the roads that it has."""
+) -> tuple[LayerPlan, dict[StackedRole, FastPath]]:
+    """The plan of a layer and the fast paths that it has."""
     plan = plan_layer(checkpoint, layer, layout, PlanOptions(**options))
     experts = checkpoint.experts(layer)
-    found = {role: find_road(experts, role, plan.layout, plan.shards) for role in ("w13", "w2")}
-    return plan, {role: road for role, road in found.items() if road is not None}
+    found = {role: find_fast_path(experts, role, plan.layout, plan.shards) for role in ("w13", "w2")}
+    return plan, {role: fast_path for role, fast_path in found.items() if fast_path is not None}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A thing worth telling the user that does not stop the work."""
+"""A warning about a checkpoint: worth knowing, but no reason to stop."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Notice:
+class CheckpointWarning:
     """A warning about a checkpoint.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Direct roads give what the general path gives: the same bytes, the same digests, nothing to keep."""
+"""Fast paths give what the reference path gives: the same bytes, the same digests, nothing to keep."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pipeline.road_cases import OnRoad, Sizes, in_general, roads, write_checkpoint
+from pipeline.fast_path_cases import OnFastPath, Sizes, fast_paths, on_reference_path, write_checkpoint
 from torch import Tensor
 
 import moeq
@@ -23,8 +23,8 @@ from moeq.pipeline.convert import convert
 pytest.importorskip("numba")
 
 from moeq.pipeline.pack.fast import Proof, find, parts
-from moeq.pipeline.pack.fast import road as road_module
-from moeq.pipeline.pack.fast.path import DirectRoad
+from moeq.pipeline.pack.fast import path as path_module
+from moeq.pipeline.pack.fast.path import ArrangedPath
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,8 +47,8 @@ _MXFP4 = {
     "trtllm-mxfp4/1",
 }
 
-#: Layouts to which a checkpoint has a road, for w13 and w2 alike. Every other layout takes the general path.
-ROADS: dict[str, set[str]] = {
+#: Layouts to which a checkpoint has a fast path, for w13 and w2 alike. Every other layout takes the reference path.
+FAST_PATHS: dict[str, set[str]] = {
     "awq-int4-g32-qwen3moe": _WNA16,
     "ct-int4-asym-g32-mixtral": _WNA16,
     "ct-int4-g128-qwen3moe": _WNA16 | {"xpu-wna16/1"},
@@ -63,11 +63,11 @@ ROADS: dict[str, set[str]] = {
 
 
 @pytest.fixture(autouse=True)
-def roads_for_small_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+def fast_paths_for_small_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(words, "COMPILED_FROM", 0)
 
 
-@pytest.mark.parametrize("name", ROADS)
+@pytest.mark.parametrize("name", FAST_PATHS)
 def test_every_checkpoint_in_every_layout_for_every_rank(name: str, checkpoints: Path) -> None:
     checkpoint = moeq.open(checkpoints / name)
     layer = checkpoint.info.moe_layers[-1]
@@ -76,16 +76,18 @@ def test_every_checkpoint_in_every_layout_for_every_rank(name: str, checkpoints:
     for layout in LAYOUTS:
         for tp in (1, 2, 4):
             try:
-                plan, on = roads(checkpoint, layout, layer, tp=tp)
+                plan, on = fast_paths(checkpoint, layout, layer, tp=tp)
             except MoeqError:
                 continue  # the layout does not hold it, or it cannot be cut so
             if tp > 1 and len(plan.shards) == 1:
                 continue  # ranks slice one packing
             assert len(on) in (0, 2)
-            for role, road in on.items():
-                assert OnRoad(checkpoint, plan, role, last, road).packed() == in_general(checkpoint, plan, role, last)
+            for role, fast_path in on.items():
+                assert OnFastPath(checkpoint, plan, role, last, fast_path).packed() == on_reference_path(
+                    checkpoint, plan, role, last
+                )
                 found.add(layout)
-    assert found == ROADS[name]
+    assert found == FAST_PATHS[name]
 
 
 #: Kinds of random checkpoints, sizes that layouts have to fill up, layout, ranks.
@@ -115,34 +117,36 @@ ODD = [
 @pytest.mark.parametrize(("kind", "sizes", "layout", "tp"), ODD)
 def test_random_checkpoints_of_odd_sizes(kind: str, sizes: Sizes, layout: str, tp: int, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, kind, sizes)
-    plan, on = roads(checkpoint, layout, tp=tp)
+    plan, on = fast_paths(checkpoint, layout, tp=tp)
     assert set(on) == {"w13", "w2"}
-    for role, road in on.items():
+    for role, fast_path in on.items():
         for expert in range(sizes.experts):
-            assert OnRoad(checkpoint, plan, role, expert, road).packed() == in_general(checkpoint, plan, role, expert)
+            assert OnFastPath(checkpoint, plan, role, expert, fast_path).packed() == on_reference_path(
+                checkpoint, plan, role, expert
+            )
 
 
 @pytest.mark.parametrize(("kind", "sizes", "layout", "tp"), ODD)
 def test_blocks_of_few_rows_give_the_same(kind, sizes, layout, tp, tmp_path, monkeypatch) -> None:
     """Matrices here fit one block; with small blocks, every part of several takes several steps, and so do digests."""
-    for module in (parts, road_module, find):
+    for module in (parts, path_module, find):
         monkeypatch.setattr(module, "BLOCK", 1536)
     checkpoint = write_checkpoint(tmp_path, kind, sizes)
-    plan, on = roads(checkpoint, layout, tp=tp)
-    for role, road in on.items():
-        for part in road.shards[0].parts.values():
+    plan, on = fast_paths(checkpoint, layout, tp=tp)
+    for role, fast_path in on.items():
+        for part in fast_path.shards[0].parts.values():
             several = 0 < part.order.rows < part.shape[0] and part.row_bytes * part.shape[0] > 1536
             assert (len(part.blocks) > 1) == several
-        case = OnRoad(checkpoint, plan, role, 1, road)
-        assert case.packed() == in_general(checkpoint, plan, role, 1)
+        case = OnFastPath(checkpoint, plan, role, 1, fast_path)
+        assert case.packed() == on_reference_path(checkpoint, plan, role, 1)
         assert _damage(case) > 20
 
 
 def test_zero_points_stored_as_they_are(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, "gptq-int4-asym", Sizes(64, 64), checkpoint_format="gptq_v2")
-    plan, on = roads(checkpoint, "marlin-wna16/1")
-    for role, road in on.items():
-        assert OnRoad(checkpoint, plan, role, 1, road).packed() == in_general(checkpoint, plan, role, 1)
+    plan, on = fast_paths(checkpoint, "marlin-wna16/1")
+    for role, fast_path in on.items():
+        assert OnFastPath(checkpoint, plan, role, 1, fast_path).packed() == on_reference_path(checkpoint, plan, role, 1)
 
 
 def test_a_zero_point_of_zero_that_borrowed_from_its_neighbour(tmp_path: Path) -> None:
@@ -155,9 +159,9 @@ def test_a_zero_point_of_zero_that_borrowed_from_its_neighbour(tmp_path: Path) -
 
     checkpoint = write_checkpoint(tmp_path, "gptq-int4-asym", Sizes(64, 64), borrow)
     assert checkpoint.matrix(0, 0, "w2").zeros[:8, 0].tolist() == [0, 3, 4, 4, 4, 4, 4, 4]
-    plan, on = roads(checkpoint, "marlin-wna16/1")
-    for role, road in on.items():
-        assert OnRoad(checkpoint, plan, role, 1, road).packed() == in_general(checkpoint, plan, role, 1)
+    plan, on = fast_paths(checkpoint, "marlin-wna16/1")
+    for role, fast_path in on.items():
+        assert OnFastPath(checkpoint, plan, role, 1, fast_path).packed() == on_reference_path(checkpoint, plan, role, 1)
 
 
 def test_biases_of_all_types(tmp_path: Path) -> None:
@@ -170,10 +174,12 @@ def test_biases_of_all_types(tmp_path: Path) -> None:
                 tensors[f"{name.rpartition('.')[0]}.bias"] = torch.randn(n).to(dtype)
 
         checkpoint = write_checkpoint(tmp_path / kind, kind, Sizes(128, 64), add)
-        plan, on = roads(checkpoint, layout)
+        plan, on = fast_paths(checkpoint, layout)
         assert set(on) == {"w13", "w2"}
-        for role, road in on.items():
-            assert OnRoad(checkpoint, plan, role, 0, road).packed() == in_general(checkpoint, plan, role, 0)
+        for role, fast_path in on.items():
+            assert OnFastPath(checkpoint, plan, role, 0, fast_path).packed() == on_reference_path(
+                checkpoint, plan, role, 0
+            )
 
 
 def _without(*words_of_names: str):  # type: ignore[no-untyped-def]
@@ -219,43 +225,43 @@ VARIANTS = {
 def test_variants_of_formats(name: str, tmp_path: Path) -> None:
     kind, edit, quantization, layout = VARIANTS[name]
     checkpoint = write_checkpoint(tmp_path, kind, Sizes(128, 64), edit, **quantization)
-    plan, on = roads(checkpoint, layout)
+    plan, on = fast_paths(checkpoint, layout)
     assert set(on) == {"w13", "w2"}
-    for role, road in on.items():
-        assert OnRoad(checkpoint, plan, role, 1, road).packed() == in_general(checkpoint, plan, role, 1)
+    for role, fast_path in on.items():
+        assert OnFastPath(checkpoint, plan, role, 1, fast_path).packed() == on_reference_path(checkpoint, plan, role, 1)
 
 
-def test_threads_share_a_road(checkpoints: Path) -> None:
+def test_threads_share_a_fast_path(checkpoints: Path) -> None:
     checkpoint = moeq.open(checkpoints / "gptq-int4-g32-qwen3moe")
-    plan, on = roads(checkpoint, "marlin-wna16/1")
-    wanted = [in_general(checkpoint, plan, "w13", expert) for expert in range(4)]
-    own = [OnRoad(checkpoint, plan, "w13", expert, on["w13"]) for expert in range(4)]
+    plan, on = fast_paths(checkpoint, "marlin-wna16/1")
+    wanted = [on_reference_path(checkpoint, plan, "w13", expert) for expert in range(4)]
+    own = [OnFastPath(checkpoint, plan, "w13", expert, on["w13"]) for expert in range(4)]
     with ThreadPoolExecutor(4) as pool:
         for _ in range(20):
-            assert list(pool.map(OnRoad.packed, own)) == wanted
+            assert list(pool.map(OnFastPath.packed, own)) == wanted
 
 
-def _damage(road: OnRoad) -> int:
+def _damage(fast_path: OnFastPath) -> int:
     """Flip bits all over the outputs, one at a time; every flip has to be seen. Returns how many were tried."""
     tried = 0
-    for packed in road.outputs:
+    for packed in fast_path.outputs:
         for part, out in packed.items():
             for place in {0, 1, len(out) // 3, len(out) // 2 + 1, len(out) - 1}:
                 for bit in (0, 3, 4, 7):
                     out[place] ^= 1 << bit
-                    assert road.prove() is None, f"bit {bit} of byte {place} of {part} was not missed"
+                    assert fast_path.prove() is None, f"bit {bit} of byte {place} of {part} was not missed"
                     out[place] ^= 1 << bit
                     tried += 1
     return tried
 
 
-@pytest.mark.parametrize("name", [name for name in ROADS if ROADS[name]])
+@pytest.mark.parametrize("name", [name for name in FAST_PATHS if FAST_PATHS[name]])
 def test_every_damaged_bit_is_seen(name: str, checkpoints: Path) -> None:
     checkpoint = moeq.open(checkpoints / name)
-    for layout in sorted(ROADS[name]):
-        plan, on = roads(checkpoint, layout)
-        for role, road in on.items():
-            case = OnRoad(checkpoint, plan, role, 1, road)
+    for layout in sorted(FAST_PATHS[name]):
+        plan, on = fast_paths(checkpoint, layout)
+        for role, fast_path in on.items():
+            case = OnFastPath(checkpoint, plan, role, 1, fast_path)
             assert case.pack()
             proof = case.prove()
             assert proof is not None
@@ -267,17 +273,17 @@ def test_damaged_filling_is_seen(tmp_path: Path) -> None:
     """Zeros that fill up to the layout's sizes are compared as well, for every rank."""
     checkpoint = write_checkpoint(tmp_path, "mxfp4", Sizes(288, 96))
     for layout in ("marlin-mxfp4/1", "triton-kernels-hopper/1", "mxfp4-identity/1"):
-        plan, on = roads(checkpoint, layout, tp=2)
-        for role, road in on.items():
-            case = OnRoad(checkpoint, plan, role, 1, road)
+        plan, on = fast_paths(checkpoint, layout, tp=2)
+        for role, fast_path in on.items():
+            case = OnFastPath(checkpoint, plan, role, 1, fast_path)
             assert case.pack()
             assert _damage(case) > 40
 
 
 def test_a_changed_source_is_seen(checkpoints: Path) -> None:
     checkpoint = moeq.open(checkpoints / "awq-int4-g32-qwen3moe")
-    plan, on = roads(checkpoint, "marlin-wna16/1")
-    case = OnRoad(checkpoint, plan, "w13", 0, on["w13"])
+    plan, on = fast_paths(checkpoint, "marlin-wna16/1")
+    case = OnFastPath(checkpoint, plan, "w13", 0, on["w13"])
     assert case.pack()
     for key, data in case.inputs.items():
         data[len(data) // 2] ^= 1
@@ -296,7 +302,7 @@ def _set(suffix: str, value: object, place: tuple[int, ...] = (0,)):  # type: ig
     return edit
 
 
-#: Values that the general path refuses or keeps: kind, edit, code of the error (None: it packs, and keeps a tensor).
+#: Values that the reference path refuses or keeps: kind, edit, code of the error (None: it packs, and keeps a tensor).
 DECLINED = [
     ("gptq-int4", _set("scales", float("nan"), (1, 5)), "source.bad-data"),
     ("w8a8-int8", _set("weight_scale", float("inf"), (3, 0)), "source.bad-data"),
@@ -313,21 +319,21 @@ LAYOUT_OF = {"w8a8-int8": "int8-w8a8/1", "mxfp4": "marlin-mxfp4/1"}
 @pytest.mark.parametrize(("kind", "edit", "code"), DECLINED)
 def test_odd_values_are_left_to_the_general_path(kind, edit, code, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, kind, Sizes(128, 64), edit)
-    plan, on = roads(checkpoint, LAYOUT_OF.get(kind, "marlin-wna16/1"))
-    odd = OnRoad(checkpoint, plan, "w2", 0, on["w2"])
+    plan, on = fast_paths(checkpoint, LAYOUT_OF.get(kind, "marlin-wna16/1"))
+    odd = OnFastPath(checkpoint, plan, "w2", 0, on["w2"])
     assert odd.pack() is False
     assert odd.prove() is None
-    assert OnRoad(checkpoint, plan, "w2", 1, on["w2"]).packed() is not None, "the other expert is as it should be"
+    assert OnFastPath(checkpoint, plan, "w2", 1, on["w2"]).packed() is not None, "the other expert is as it should be"
     with pytest.raises(MoeqError) as caught:
-        in_general(checkpoint, plan, "w2", 0)
+        on_reference_path(checkpoint, plan, "w2", 0)
     assert caught.value.code == code
 
 
 def test_scales_that_fp16_cannot_hold_are_left_to_the_general_path(checkpoints: Path) -> None:
     checkpoint = moeq.open(checkpoints / "ct-mxfp4-qwen3moe")
-    plan, on = roads(checkpoint, "marlin-mxfp4-fp16/1")
+    plan, on = fast_paths(checkpoint, "marlin-mxfp4-fp16/1")
     for exponent, held in ((0, True), (1, False), (102, False), (103, True), (142, True), (143, False)):
-        case = OnRoad(checkpoint, plan, "w13", 0, on["w13"])
+        case = OnFastPath(checkpoint, plan, "w13", 0, on["w13"])
         case.inputs["up", "weight_scale"][5] = exponent
         assert case.pack() is held
 
@@ -339,15 +345,15 @@ def test_a_group_index_that_means_nothing_is_left_to_the_general_path(tmp_path: 
         tensors["model.layers.0.mlp.experts.0.down_proj.g_idx"][3] = 7
 
     checkpoint = write_checkpoint(tmp_path, "gptq-int4", Sizes(64, 32), one_group)
-    plan, on = roads(checkpoint, "triton-wna16/1")
-    assert not OnRoad(checkpoint, plan, "w2", 0, on["w2"]).pack()
-    assert in_general(checkpoint, plan, "w2", 0).kept == {"model.layers.0.mlp.experts.0.down_proj.g_idx"}
+    plan, on = fast_paths(checkpoint, "triton-wna16/1")
+    assert not OnFastPath(checkpoint, plan, "w2", 0, on["w2"]).pack()
+    assert on_reference_path(checkpoint, plan, "w2", 0).kept == {"model.layers.0.mlp.experts.0.down_proj.g_idx"}
 
 
-def test_what_headers_do_not_promise_has_no_road(tmp_path: Path) -> None:
-    def no_road(name, kind, edit, layout="triton-wna16/1", sizes=None) -> None:  # type: ignore[no-untyped-def]
+def test_what_headers_do_not_promise_has_no_fast_path(tmp_path: Path) -> None:
+    def no_fast_path(name, kind, edit, layout="triton-wna16/1", sizes=None) -> None:  # type: ignore[no-untyped-def]
         checkpoint = write_checkpoint(tmp_path / name, kind, sizes or Sizes(64, 32), edit)
-        _, on = roads(checkpoint, layout)
+        _, on = fast_paths(checkpoint, layout)
         assert "w2" not in on
 
     def wide_index(tensors: dict[str, Tensor]) -> None:
@@ -365,18 +371,18 @@ def test_what_headers_do_not_promise_has_no_road(tmp_path: Path) -> None:
             if name.endswith("weight_scale"):
                 tensors[name.replace("weight_scale", "input_scale")] = torch.ones(1)
 
-    no_road("index", "gptq-int4", wide_index)
-    no_road("tensor", "w8a8-int8", scale_per_tensor, "int8-w8a8/1")
-    no_road("more", "w8a8-int8", more, "int8-w8a8/1")
-    no_road("odd", "w8a8-int8", lambda tensors: None, "int8-w8a8/1", Sizes(30, 18))
-    no_road("order", "gptq-int4-actorder", lambda tensors: None, "marlin-act-order/1", Sizes(128, 64))
+    no_fast_path("index", "gptq-int4", wide_index)
+    no_fast_path("tensor", "w8a8-int8", scale_per_tensor, "int8-w8a8/1")
+    no_fast_path("more", "w8a8-int8", more, "int8-w8a8/1")
+    no_fast_path("odd", "w8a8-int8", lambda tensors: None, "int8-w8a8/1", Sizes(30, 18))
+    no_fast_path("order", "gptq-int4-actorder", lambda tensors: None, "marlin-act-order/1", Sizes(128, 64))
 
 
 def test_small_matrices_are_not_worth_it(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = moeq.open(checkpoints / "gptq-int4-g32-qwen3moe")
-    assert len(roads(checkpoint, "marlin-wna16/1")[1]) == 2
+    assert len(fast_paths(checkpoint, "marlin-wna16/1")[1]) == 2
     monkeypatch.setattr(words, "COMPILED_FROM", 1 << 18)
-    assert roads(checkpoint, "marlin-wna16/1")[1] == {}
+    assert fast_paths(checkpoint, "marlin-wna16/1")[1] == {}
 
 
 def test_there_are_none_without_numba_and_looking_for_them_loads_no_torch() -> None:
@@ -388,11 +394,11 @@ import moeq
 from moeq.layouts import words
 words.COMPILED_FROM = 0
 from moeq.pipeline.plan.layers import PlanOptions, plan_layer
-from moeq.pipeline.pack.fast import find_road
+from moeq.pipeline.pack.fast import find_fast_path
 checkpoint = moeq.open("tests/data/checkpoints/gptq-int4-g32-qwen3moe")
 plan = plan_layer(checkpoint, 0, "marlin-wna16/1", PlanOptions())
-road = find_road(checkpoint.experts(0), "w2", plan.layout, plan.shards)
-print(road is None, "torch" in sys.modules)
+path = find_fast_path(checkpoint.experts(0), "w2", plan.layout, plan.shards)
+print(path is None, "torch" in sys.modules)
 """
     for case, answer in (("with", "False False"), ("without", "True False")):
         command = [sys.executable, "-c", program, case]
@@ -411,21 +417,21 @@ print(road is None, "torch" in sys.modules)
 )
 def test_a_conversion_is_the_same_folder_either_way(name, layout, tp, checkpoints, tmp_path, monkeypatch) -> None:
     deployment, taken = Deployment(gpu=parse_gpu("H100"), tp=tp), []
-    prove = DirectRoad.prove
+    prove = ArrangedPath.prove
 
     def counted(self, *buffers) -> Proof | None:  # type: ignore[no-untyped-def]
         taken.append(prove(self, *buffers))
         return taken[-1]
 
-    monkeypatch.setattr(DirectRoad, "prove", counted)
-    convert(checkpoints / name, tmp_path / "road", deployment, layout=layout, workers=2)
+    monkeypatch.setattr(ArrangedPath, "prove", counted)
+    convert(checkpoints / name, tmp_path / "fast", deployment, layout=layout, workers=2)
     assert len(taken) > 4
     assert all(taken)
     monkeypatch.setattr(words, "COMPILED_FROM", 1 << 60)
     before = len(taken)
     convert(checkpoints / name, tmp_path / "general", deployment, layout=layout, workers=2)
     assert len(taken) == before
-    road, general = (
-        {path.name: path.read_bytes() for path in (tmp_path / way).iterdir()} for way in ("road", "general")
+    fast_path, general = (
+        {path.name: path.read_bytes() for path in (tmp_path / way).iterdir()} for way in ("fast", "general")
     )
-    assert road == general
+    assert fast_path == general

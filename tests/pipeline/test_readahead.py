@@ -10,8 +10,8 @@ import pytest
 import moeq
 from moeq.pipeline.events import Advanced, Event, UnitStarted
 from moeq.pipeline.plan.units import Unit
-from moeq.pipeline.run import readahead as head_start
-from moeq.pipeline.run.readahead import HeadStart
+from moeq.pipeline.run import readahead as readahead
+from moeq.pipeline.run.readahead import Readahead
 
 
 class Disk:
@@ -31,8 +31,8 @@ class Disk:
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     found = Disk()
-    monkeypatch.setattr(head_start, "read_soon", found.read_soon)
-    monkeypatch.setattr(head_start, "_STEP", 100)
+    monkeypatch.setattr(readahead, "read_soon", found.read_soon)
+    monkeypatch.setattr(readahead, "_STEP", 100)
     return found
 
 
@@ -41,9 +41,9 @@ def unit(number: int, file: str = "model.safetensors") -> Unit:
 
 
 def test_it_reads_in_order_up_to_its_bound(disk: Disk, checkpoints: Path, monkeypatch) -> None:
-    monkeypatch.setattr(head_start, "HEAD_BYTES", 700)
+    monkeypatch.setattr(readahead, "READAHEAD_BYTES", 700)
     disk.go_on.set()
-    reading = HeadStart(moeq.open(checkpoints / "gptq-int4-g32-qwen3moe").source, [unit(n) for n in range(4)])
+    reading = Readahead(moeq.open(checkpoints / "gptq-int4-g32-qwen3moe").source, [unit(n) for n in range(4)])
     reading.__enter__()
     reading._thread.join(10)
     assert disk.asked == [(0, 100), (100, 100), (200, 50), (250, 100), (350, 100), (450, 50), (500, 100)]
@@ -53,7 +53,7 @@ def test_it_reads_in_order_up_to_its_bound(disk: Disk, checkpoints: Path, monkey
 def test_it_ends_with_the_first_progress(disk: Disk, checkpoints: Path) -> None:
     told: list[Event] = []
     source = moeq.open(checkpoints / "gptq-int4-g32-qwen3moe").source
-    with HeadStart(source, [unit(n) for n in range(4)]) as reading:
+    with Readahead(source, [unit(n) for n in range(4)]) as reading:
         tell = reading.until_progress(told.append)
         assert disk.waits.wait(10)
         tell(UnitStarted("0"))
@@ -66,7 +66,7 @@ def test_it_ends_with_the_first_progress(disk: Disk, checkpoints: Path) -> None:
 
 def test_it_ends_with_the_work(disk: Disk, checkpoints: Path) -> None:
     source = moeq.open(checkpoints / "gptq-int4-g32-qwen3moe").source
-    with HeadStart(source, [unit(n) for n in range(9)]):
+    with Readahead(source, [unit(n) for n in range(9)]):
         assert disk.waits.wait(10)
         threading.Timer(0.1, disk.go_on.set).start()  # when the block has been left
     assert len(disk.asked) == 5
@@ -74,6 +74,6 @@ def test_it_ends_with_the_work(disk: Disk, checkpoints: Path) -> None:
 
 def test_a_missing_file_is_for_others_to_complain_about(disk: Disk, checkpoints: Path) -> None:
     source = moeq.open(checkpoints / "gptq-int4-g32-qwen3moe").source
-    with HeadStart(source, [unit(0, "gone.safetensors"), unit(1)]):
+    with Readahead(source, [unit(0, "gone.safetensors"), unit(1)]):
         pass
     assert disk.asked == []

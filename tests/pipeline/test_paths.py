@@ -1,4 +1,4 @@
-"""Direct roads and the general way through a whole conversion: the same bytes, records and manifest, whoever packs."""
+"""Fast paths and the reference path through a whole conversion: the same bytes, records and manifest, whoever packs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from moeq.deploy.gpus import parse_gpu
 from moeq.errors import ExitCode, MoeqError
 from moeq.pipeline.convert import convert
 from moeq.pipeline.pack import memory
-from moeq.pipeline.pack.fast import find_road
+from moeq.pipeline.pack.fast import find_fast_path
 from moeq.pipeline.run.resources import ways_of
 from moeq.pipeline.state.job import JobRequest, open_job
 
 pytest.importorskip("numba")
 
-#: Model, format, layout, tensor-parallel ranks. Experts are large enough for roads; ranks are written apart.
+#: Model, format, layout, tensor-parallel ranks. Experts are large enough for fast paths; ranks are written apart.
 CASES = [
     ("qwen3-30b-a3b", "gptq", "marlin-wna16/1", 1),
     ("qwen3-30b-a3b", "gptq", "marlin-wna16/1", 6),
@@ -49,54 +49,54 @@ def test_both_ways_write_the_same(model, kind, layout, tp, tmp_path, monkeypatch
     source = write(tmp_path / "source", model, kind)
     job = open_job(JobRequest(str(source), deployment(tp), layout))
     assert set(ways_of(job.checkpoint, job.plan).values()) == {"road", "copy"}
-    convert(source, tmp_path / "road", deployment(tp), layout=layout)
-    monkeypatch.setattr(memory, "find_road", lambda *given: None)
+    convert(source, tmp_path / "fast", deployment(tp), layout=layout)
+    monkeypatch.setattr(memory, "find_fast_path", lambda *given: None)
     assert set(ways_of(job.checkpoint, job.plan).values()) == {"general", "copy"}
     convert(source, tmp_path / "general", deployment(tp), layout=layout)
-    assert content(tmp_path / "road") == content(tmp_path / "general")
-    assert moeq.verify(tmp_path / "road", source).ok
+    assert content(tmp_path / "fast") == content(tmp_path / "general")
+    assert moeq.verify(tmp_path / "fast", source).ok
 
 
 class Altered:
-    """A road of which one answer is another."""
+    """A fast path of which one answer is another."""
 
-    def __init__(self, road: Any, **altered: Any) -> None:
-        self._road = road
+    def __init__(self, fast_path: Any, **altered: Any) -> None:
+        self._fast_path = fast_path
         self.__dict__.update(altered)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._road, name)
+        return getattr(self._fast_path, name)
 
 
-def test_experts_that_a_road_declines_take_the_general_way(tmp_path, monkeypatch) -> None:
+def test_experts_that_the_fast_path_declines_take_the_reference_path(tmp_path, monkeypatch) -> None:
     source = write(tmp_path / "source", "qwen3-30b-a3b", "gptq", 4)
-    convert(source, tmp_path / "road", deployment())
+    convert(source, tmp_path / "fast", deployment())
     declined: list[int] = []
 
     def find(*given: Any) -> Any:
-        road = find_road(*given)
-        assert road is not None
+        fast_path = find_fast_path(*given)
+        assert fast_path is not None
 
         def read(*given: Any) -> Any:
             declined.append(1)
-            return road.read(*given) if len(declined) % 2 == 0 else None
+            return fast_path.read(*given) if len(declined) % 2 == 0 else None
 
-        return Altered(road, read=read)
+        return Altered(fast_path, read=read)
 
-    monkeypatch.setattr(memory, "find_road", find)
+    monkeypatch.setattr(memory, "find_fast_path", find)
     convert(source, tmp_path / "mixed", deployment())
     assert len(declined) == 8
-    assert content(tmp_path / "road") == content(tmp_path / "mixed")
+    assert content(tmp_path / "fast") == content(tmp_path / "mixed")
 
 
 def test_a_ceiling_holds_for_declined_experts_too(tmp_path, monkeypatch) -> None:
-    """There the general way would need more than was planned: refused instead, and what was finished is kept."""
+    """There the reference path would need more than was planned: refused instead, and what was finished is kept."""
     source = write(tmp_path / "source", "gpt-oss-20b", "mxfp4", 2)
 
     def find(*given: Any) -> Any:
-        return Altered(find_road(*given), read=lambda *given: None)
+        return Altered(find_fast_path(*given), read=lambda *given: None)
 
-    monkeypatch.setattr(memory, "find_road", find)
+    monkeypatch.setattr(memory, "find_fast_path", find)
     with pytest.raises(MoeqError, match=r"layer 0 w13 expert \d holds unusual values") as caught:
         convert(source, tmp_path / "out", deployment(), layout="marlin-mxfp4/1", max_memory=300 * 2**20)
     assert caught.value.exit_code == ExitCode.RESOURCES
@@ -107,17 +107,17 @@ def test_packed_bytes_that_do_not_mean_the_source_are_never_written(tmp_path, mo
     source = write(tmp_path / "source", "qwen3-30b-a3b", "gptq")
 
     def find(*given: Any) -> Any:
-        road = find_road(*given)
-        assert road is not None
+        fast_path = find_fast_path(*given)
+        assert fast_path is not None
 
         def pack(read: Any, outputs: Any, scratch: Any) -> None:
-            road.pack(read, outputs, scratch)
+            fast_path.pack(read, outputs, scratch)
             weight: np.ndarray[Any, Any] = outputs[0]["weight"]
             weight[len(weight) // 2] ^= 0x10
 
-        return Altered(road, pack=pack)
+        return Altered(fast_path, pack=pack)
 
-    monkeypatch.setattr(memory, "find_road", find)
+    monkeypatch.setattr(memory, "find_fast_path", find)
     with pytest.raises(MoeqError, match="do not unpack to the source's values") as caught:
         convert(source, tmp_path / "out", deployment())
     assert caught.value.code == "bug.round-trip"
