@@ -19,7 +19,7 @@ FUSED = -1
 
 StoredName = Literal["gate", "up", "down", "gate_up"]
 
-#: StoredName names of per-expert modules. DBRX forks use w1/v1/w2, Grok linear/linear_v/linear_1.
+#: Projection names of per-expert modules. DBRX forks use w1/v1/w2, Grok linear/linear_v/linear_1.
 PROJECTIONS: dict[str, StoredName] = {
     "gate_proj": "gate",
     "up_proj": "up",

@@ -49,6 +49,10 @@ def torch_dtype(name: str) -> torch.dtype:
     return names[name]
 
 
+#: Methods by which a subclass makes packing more than an index map.
+_RECODING = ("encode", "decode", "pack_into", "unpack", "extra_tensors", "fill_extra", "survey")
+
+
 @dataclass(frozen=True)
 class Part:
     """One tensor of the packed matrix.
@@ -95,6 +99,9 @@ class ArrangedLayout(Layout):
         zero_points, act_order, biased: whether such matrices can be held.
         n_multiple: what rows (per half of `w13`) must be a multiple of.
         k_multiple: what columns must be a multiple of.
+        exact_scales: least and greatest scale besides 0, as unsigned integers, that are kept as they are; None: all.
+        rearranges: packing only moves bits (within `exact_scales`), so that the fast path may do it. Found out here
+            from what a subclass overrides, unless it says so itself.
     """
 
     scale_dtypes: ClassVar[tuple[str, ...]] = ("f16", "bf16")
@@ -105,6 +112,12 @@ class ArrangedLayout(Layout):
     biased: ClassVar[bool] = True
     n_multiple: ClassVar[int] = 1
     k_multiple: ClassVar[int] = 1
+    exact_scales: ClassVar[tuple[int, int] | None] = None
+    rearranges: ClassVar[bool] = True
+
+    def __init_subclass__(cls) -> None:
+        if "rearranges" not in cls.__dict__:
+            cls.rearranges = cls.rearranges and not any(name in cls.__dict__ for name in _RECODING)
 
     @abstractmethod
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:

@@ -83,6 +83,8 @@ class MarlinMXFP4Fp16(MarlinMXFP4):
     id = "marlin-mxfp4-fp16/1"
     title = "Marlin MXFP4, fp16 parameters"
     params = "F16"
+    exact_scales: ClassVar[tuple[int, int]] = (103, 142)
+    rearranges = True
     lossy = "scale exponents below 103 or above 142 saturate in fp16, and biases are rounded to fp16"
 
     def recodes(self, part: Part, spec: MatrixSpec) -> bool:
@@ -92,7 +94,8 @@ class MarlinMXFP4Fp16(MarlinMXFP4):
         found = super().encode(name, matrix)
         if name != "scale":
             return found
-        return found.masked_fill(found < 103, 0).masked_fill(found > 142, 255)
+        least, greatest = self.exact_scales
+        return found.masked_fill(found < least, 0).masked_fill(found > greatest, 255)
 
 
 class MarlinMXFP4Fp16Interleaved(MarlinMXFP4Fp16):

@@ -37,6 +37,7 @@ class TritonWNA16(ArrangedLayout):
     lossy = "zero points above the largest code wrap around and carry into their neighbour"
     zero_points = True
     biased = False
+    rearranges = True  # zero points of a source that go beyond the largest code take the reference path
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         four = spec.bits == 4

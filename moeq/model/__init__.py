@@ -187,12 +187,12 @@ class Checkpoint:
         """Module name of a projection, as tensor names and configs have it."""
         return self._layer(layer).layer.module(projection, expert)
 
-    def parts(self, layer: int, expert: int, projection: StoredName, skip: Container[str] = ()) -> dict[str, Tensor]:
+    def parts(self, layer: int, expert: int, projection: StoredName, wanted: Container[str]) -> dict[str, Tensor]:
         """Stored tensors of one projection of one expert by part name; of stacked tensors, the expert's slice."""
         source, experts = self.source, self._layer(layer)
         parts: dict[str, Tensor] = {}
         for part, entry in experts.layer.unit(expert)[projection].items():
-            if part in skip:
+            if part not in wanted:
                 continue
             whole = not experts.layer.fused or part in WHOLE_PARTS
             parts[part] = source.read(entry.name) if whole else source.read_row(entry, expert)
@@ -206,10 +206,11 @@ class Checkpoint:
 
         described = kind.projections[projection]
         spec = kind.spec(role) if role else described.spec
-        parts = self.parts(layer, expert, projection)
+        stored_as = get_format(described.scheme.format)
+        parts = self.parts(layer, expert, projection, stored_as.parts)
         module = self.module(layer, expert, projection)
         try:
-            matrix = get_format(described.scheme.format).unpack(parts, spec, described.scheme)
+            matrix = stored_as.unpack(parts, spec, described.scheme)
         except MoeqError as error:
             raise MoeqError(error.code, f"{module}: {error.message}", error.hint) from None
         check_matrix(matrix, module)

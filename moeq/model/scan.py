@@ -14,15 +14,14 @@ from moeq.checkpoint.names import StoredName
 from moeq.checkpoint.warning import CheckpointWarning
 from moeq.model import Checkpoint
 from moeq.model.experts import ExpertKind
-from moeq.schemes.format import Described
+from moeq.schemes.format import Described, PartRole
+from moeq.schemes.registry import get_format
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Parts that hold the codes; everything else is small.
-_WEIGHTS = frozenset({"qweight", "weight_packed", "weight", "blocks", "B", "weight_shape"})
-
-_SCALES = ("scales", "weight_scale", "weight_scale_inv", "scale", "s", "weight_scale_2", "weight_global_scale")
+#: What is looked at. Codes are large, and any value of theirs is possible.
+_SMALL: frozenset[PartRole] = frozenset({"scale", "scale2", "zeros", "index", "bias"})
 
 #: Relative difference of gate and up second-level scales above which merging them costs accuracy.
 _SCALE_TOLERANCE = 1e-3
@@ -54,7 +53,7 @@ class _Finding:
 
 
 class _Findings:
-    """Notices by kind: how many tensors, and the first."""
+    """Warnings by kind: how many tensors, and the first."""
 
     def __init__(self) -> None:
         self._found: dict[str, _Finding] = {}
@@ -94,24 +93,31 @@ def scan(checkpoint: Checkpoint, progress: Callable[[int, int], None] | None = N
 
 def _scan_expert(checkpoint: Checkpoint, layer: int, expert: int, findings: _Findings) -> None:
     kind = checkpoint.kind_of(layer, expert)
-    parts = {projection: checkpoint.parts(layer, expert, projection, skip=_WEIGHTS) for projection in kind.projections}
+    parts: dict[StoredName, dict[str, Tensor]] = {}
     for projection, described in kind.projections.items():
         where = checkpoint.module(layer, expert, projection)
-        _scan_scales(parts[projection], described, where, findings)
-        _scan_zeros(parts[projection], described, where, findings)
-        _scan_order(parts[projection], described, where, findings)
-        bias = parts[projection].get("bias")
+        stored = checkpoint.parts(layer, expert, projection, _parts_of(described, *_SMALL))
+        parts[projection] = stored
+        _scan_scales(stored, described, where, findings)
+        _scan_zeros(stored, described, where, findings)
+        _scan_order(stored, described, where, findings)
+        bias = stored.get("bias")
         if bias is not None and not bool(bias.any()):
             findings.add("data.bias-zero", where)
     _scan_pair(kind, parts, checkpoint.module(layer, expert, "gate"), findings)
 
 
+def _parts_of(described: Described, *roles: PartRole) -> list[str]:
+    """Names of the parts that hold these things in the format of a projection."""
+    return [part for part, role in get_format(described.scheme.format).parts.items() if role in roles]
+
+
 def _scan_scales(parts: Mapping[str, Tensor], described: Described, where: str, findings: _Findings) -> None:
     import torch
 
-    for part in _SCALES:
+    for part in _parts_of(described, "scale", "scale2"):
         stored = parts.get(part)
-        if stored is None or described.scheme.format == "unquantized":
+        if stored is None:
             continue
         name = f"{where}.{part}"
         if stored.dtype == torch.uint8:
@@ -121,10 +127,8 @@ def _scan_scales(parts: Mapping[str, Tensor], described: Described, where: str, 
         if not bool(values.any()):
             findings.add("data.all-zero", name)
             continue
-        zero = values == 0
-        # AWQ gemv pads its scales with zeros.
-        if described.scheme.format.startswith("awq-gemv"):
-            zero = torch.zeros_like(zero)
+        padded = get_format(described.scheme.format).padded_scales
+        zero = torch.zeros_like(values, dtype=torch.bool) if padded else values == 0
         found = {
             "data.scale-nonfinite": ~torch.isfinite(values),
             "data.scale-negative": values < 0,
@@ -162,11 +166,11 @@ def _scan_zeros(parts: Mapping[str, Tensor], described: Described, where: str, f
 def _scan_order(parts: Mapping[str, Tensor], described: Described, where: str, findings: _Findings) -> None:
     import torch
 
-    index = parts.get("g_idx", parts.get("weight_g_idx"))
+    part = next((part for part in _parts_of(described, "index") if part in parts), None)
     spec = described.spec
-    if index is None or spec.num_groups == 1:
+    if part is None or spec.num_groups == 1:
         return
-    name = f"{where}.g_idx"
+    name, index = f"{where}.{part}", parts[part]
     if int(index.min()) < 0 or int(index.max()) >= spec.num_groups:
         findings.add("data.g-idx-range", name)
         return
@@ -184,12 +188,12 @@ def _scan_pair(
 
     if "gate" not in kind.projections or "up" not in kind.projections:
         return
-    gate, up = parts["gate"], parts["up"]
-    if kind.projections["up"].spec.num_groups > 1:
-        for part in ("g_idx", "weight_g_idx"):
+    gate, up, described = parts["gate"], parts["up"], kind.projections["up"]
+    if described.spec.num_groups > 1:
+        for part in _parts_of(described, "index"):
             if part in gate and part in up and not torch.equal(gate[part], up[part]):
                 findings.add("data.gate-up-order", where)
-    for part in ("weight_scale_2", "weight_global_scale"):
+    for part in _parts_of(described, "scale2"):
         if part in gate and part in up:
             first, second = float(gate[part].flatten()[0]), float(up[part].flatten()[0])
             if abs(first - second) > _SCALE_TOLERANCE * max(abs(first), abs(second)):

@@ -12,7 +12,7 @@ from moeq.checkpoint.names import StoredName
 from moeq.matrix import QuantizedMatrix
 from moeq.model.experts import WHOLE_PARTS, ExpertKind, Experts
 from moeq.schemes.format import PartSig
-from moeq.schemes.restore import bijective, repack
+from moeq.schemes.registry import get_format
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,14 +62,15 @@ def stored_parts(
     kind, unit, fused = experts.kind(expert), experts.layer.unit(expert), experts.layer.fused
     for projection, stored in as_stored(kind, role, matrix):
         scheme = kind.projections[projection].scheme
+        stored_as = get_format(scheme.format)
         for part, entry in unit[projection].items():
             row = fused and part not in WHOLE_PARTS
             size = entry.nbytes // experts.num_experts if row else entry.nbytes
             start = entry.start + expert * size if row else entry.start
             sig = PartSig(entry.dtype, entry.shape[1:] if row else entry.shape)
-            certain = bijective(stored, part, sig, scheme)
+            certain = stored_as.is_bijective(stored, part, sig, scheme)
             wanted = rebuild_certain or not certain
-            rebuilt = repack(stored, part, sig, scheme) if wanted else None
+            rebuilt = stored_as.rebuild(stored, part, sig, scheme) if wanted else None
             yield StoredPart(entry, start, start + size, rebuilt, certain)
 
 

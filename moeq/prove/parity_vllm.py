@@ -85,7 +85,7 @@ def marlin_mxfp4(engine: EngineCode, experts: EngineExperts) -> Packed:
     import torch
 
     from moeq.model.stored import interleaved
-    from moeq.schemes.restore.bits import pack_nibbles
+    from moeq.schemes.bits import pack_nibbles
 
     namespace = _marlin(engine)
     namespace["get_marlin_input_dtype"] = lambda prefix=None: None
@@ -205,7 +205,7 @@ def _stack(matrices: Sequence[QuantizedMatrix], part: Callable[[QuantizedMatrix]
 
 def _row_words(matrix: QuantizedMatrix) -> Tensor:
     """int32 `[N, K / per word]`: the canonical form of every format but AWQ."""
-    from moeq.schemes.restore.bits import pack_stream
+    from moeq.schemes.bits import pack_stream
 
     return pack_stream(matrix.codes.contiguous(), matrix.spec.bits, matrix.spec.k * matrix.spec.bits // 32)
 
@@ -214,7 +214,7 @@ def _packed_zeros(matrix: QuantizedMatrix) -> Tensor | None:
     """int32 `[N / per word, G]`."""
     import torch
 
-    from moeq.schemes.restore.bits import pack_stream
+    from moeq.schemes.bits import pack_stream
 
     if matrix.zeros is None:
         return None
@@ -223,7 +223,7 @@ def _packed_zeros(matrix: QuantizedMatrix) -> Tensor | None:
 
 
 def _awq_words(matrix: QuantizedMatrix) -> Tensor:
-    from moeq.schemes.restore.awq import column_words
+    from moeq.schemes.awq import column_words
 
     return column_words(matrix.codes.t().contiguous(), matrix.spec.bits, matrix.spec.n * matrix.spec.bits // 32)
 
@@ -231,7 +231,7 @@ def _awq_words(matrix: QuantizedMatrix) -> Tensor:
 def _awq_zeros(matrix: QuantizedMatrix) -> Tensor:
     import torch
 
-    from moeq.schemes.restore.awq import column_words
+    from moeq.schemes.awq import column_words
 
     spec = matrix.spec
     zeros = matrix.zeros

@@ -67,7 +67,7 @@ def restore(
         progress: called with bytes done, bytes in all and a label.
 
     Raises:
-        MoeqError: `usage.not-converted`; `source.no-restore data` for conversions that did not keep what is needed;
+        MoeqError: `usage.not-converted`; `source.no-keepsake` for conversions that did not keep what is needed;
             `source.digest-mismatch` where packed experts no longer hold what was converted; `usage.destination-exists`;
             `resources.disk-full`. A failed run leaves nothing behind.
     """

@@ -8,7 +8,7 @@ AutoRound write the same.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
@@ -17,8 +17,11 @@ from moeq.schemes.declared import Declaration, Declared, Fields, clean, group_si
 from moeq.schemes.format import (
     Context,
     Described,
+    FastView,
     Format,
+    PartRoles,
     Parts,
+    PartSig,
     bias_dtype,
     expect_shape,
     float_name,
@@ -27,6 +30,7 @@ from moeq.schemes.format import (
     make_scheme,
     resolve_groups,
 )
+from moeq.schemes.gptq import zero_fields
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,6 +78,8 @@ class Awq(Format):
 
     id = "awq"
     title = "AWQ gemm: int32 words along N, nibbles in AutoAWQ's order"
+    parts: ClassVar[PartRoles] = {"qweight": "codes", "scales": "scale", "qzeros": "zeros", "bias": "bias"}
+    fast_view = FastView(transposed=True, nibble_of_column=NIBBLE_OF_COLUMN)
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight, scales = parts.get("qweight"), parts.get("scales")
@@ -131,6 +137,18 @@ class Awq(Format):
             bias=parts.get("bias"),
         )
 
+    def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
+        bits = matrix.spec.bits
+        if part == "qweight":
+            return column_words(matrix.codes.t().contiguous(), bits, sig.shape[1])
+        if part == "scales":
+            return matrix.scales.t().contiguous()
+        return column_words(zero_fields(matrix, sig.shape[0]).contiguous(), bits, sig.shape[1])
+
+    def is_bijective(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> bool:
+        # Words along N are always full; zero points of symmetric weights are a constant of the writer's choice.
+        return part in ("qweight", "scales") and matrix.spec.n * matrix.spec.bits % 32 == 0
+
 
 def _check_width(bits: int, context: Context) -> None:
     """Only 4 bits mean the same to every writer; GPTQModel writes 8 bits in natural order."""
@@ -162,6 +180,16 @@ def _columns(words: Tensor, bits: int, count: int) -> Tensor:
     if bits != 4:
         return codes
     return codes.reshape(codes.shape[0], -1, 8)[..., list(NIBBLE_OF_COLUMN)].reshape(codes.shape[0], count)
+
+
+def column_words(codes: Tensor, bits: int, words: int) -> Tensor:
+    """int32 `[rows, words]` of codes `[rows, columns]`, the inverse of `_columns`."""
+    from moeq.schemes.bits import pack_stream
+
+    if bits == 4:
+        column_of_nibble = sorted(range(8), key=NIBBLE_OF_COLUMN.__getitem__)
+        codes = codes.reshape(codes.shape[0], -1, 8)[..., column_of_nibble].flatten(1)
+    return pack_stream(codes, bits, words)
 
 
 FORMAT = Awq()

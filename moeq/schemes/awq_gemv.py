@@ -7,7 +7,7 @@ the number of words that hold `G` nibbles, rounded up. Checked against AutoAWQ 0
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Scheme
@@ -16,7 +16,9 @@ from moeq.schemes.format import (
     Context,
     Described,
     Format,
+    PartRoles,
     Parts,
+    PartSig,
     bias_dtype,
     float_name,
     group_encoding,
@@ -33,6 +35,8 @@ class AwqGemv(Format):
 
     id = "awq-gemv"
     title = "AWQ gemv: int32 words along K, padded scales"
+    parts: ClassVar[PartRoles] = {"qweight": "codes", "qzeros": "zeros", "scales": "scale", "bias": "bias"}
+    padded_scales = True
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight, zeros, scales = parts.get("qweight"), parts.get("qzeros"), parts.get("scales")
@@ -81,6 +85,16 @@ class AwqGemv(Format):
             zeros=stream_codes(parts["qzeros"], 4, spec.num_groups),
             bias=parts.get("bias"),
         )
+
+    def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
+        import torch
+
+        from moeq.schemes.bits import pack_stream
+
+        if part == "scales":
+            return torch.nn.functional.pad(matrix.scales, (0, sig.shape[1] - matrix.spec.num_groups))
+        codes = matrix.codes if part == "qweight" else matrix.zeros
+        return None if codes is None else pack_stream(codes.to(torch.uint8), 4, sig.shape[1])
 
 
 FORMAT = AwqGemv()

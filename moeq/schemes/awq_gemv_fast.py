@@ -7,7 +7,7 @@ padded. Checked against AutoAWQ 0.2.9.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
@@ -17,7 +17,9 @@ from moeq.schemes.format import (
     Context,
     Described,
     Format,
+    PartRoles,
     Parts,
+    PartSig,
     bias_dtype,
     float_name,
     group_encoding,
@@ -34,6 +36,8 @@ class AwqGemvFast(Format):
 
     id = "awq-gemv-fast"
     title = "AWQ gemv_fast: int16 words over four rows"
+    parts: ClassVar[PartRoles] = {"qweight": "codes", "qzeros": "zeros", "scales": "scale", "bias": "bias"}
+    padded_scales = True
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight, scales = parts.get("qweight"), parts.get("scales")
@@ -83,6 +87,18 @@ class AwqGemvFast(Format):
             spec, _codes(parts["qweight"], spec), scales, zeros.to(torch.uint8), bias=parts.get("bias")
         )
 
+    def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
+        import torch
+
+        if part == "qweight":
+            return _words(matrix.codes)
+        rows = matrix.scales
+        if part == "qzeros":
+            if matrix.zeros is None:
+                return None
+            rows = -(matrix.scales * matrix.zeros)
+        return torch.nn.functional.pad(rows, (0, sig.shape[0] - matrix.spec.num_groups)).t().contiguous()
+
 
 def _codes(words: Tensor, spec: MatrixSpec) -> Tensor:
     """uint8 `[N, K]`.
@@ -96,6 +112,18 @@ def _codes(words: Tensor, spec: MatrixSpec) -> Tensor:
     blocks = nibbles.reshape(spec.n // 4, spec.k // 64, 4, 16, 4)
     slots = blocks.permute(0, 2, 1, 3, 4).reshape(spec.n, spec.k // 32, 4, 2, 4)
     return slots.permute(0, 1, 4, 2, 3).reshape(spec.n, spec.k).contiguous()
+
+
+def _words(codes: Tensor) -> Tensor:
+    """int16 `[N / 4, K]`, the inverse of `_codes`."""
+    import torch
+
+    n, k = codes.shape
+    slots = codes.reshape(n, k // 32, 4, 4, 2).permute(0, 1, 3, 4, 2)
+    blocks = slots.reshape(n // 4, 4, k // 64, 16, 4).permute(0, 2, 1, 3, 4)
+    nibbles = blocks.reshape(n // 4, k, 4).to(torch.int32)
+    joined = nibbles[..., 0] | nibbles[..., 1] << 4 | nibbles[..., 2] << 8 | nibbles[..., 3] << 12
+    return joined.to(torch.int16)
 
 
 FORMAT = AwqGemvFast()

@@ -7,9 +7,10 @@ compressed-tensors 0.20.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import QuantKey, ScaleKey, Scheme, ZeroPoint
@@ -18,8 +19,11 @@ from moeq.schemes.format import (
     Context,
     Described,
     Encoding,
+    FastView,
     Format,
+    PartRoles,
     Parts,
+    PartSig,
     bias_dtype,
     expect_shape,
     float_name,
@@ -38,6 +42,13 @@ class Int8(Format):
 
     id = "ct-int8"
     title = "INT8: one byte per weight, one scale per output channel"
+    parts: ClassVar[PartRoles] = {
+        "weight": "codes",
+        "weight_scale": "scale",
+        "weight_zero_point": "zeros",
+        "bias": "bias",
+    }
+    fast_view = FastView(signed=True)
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight, scale = parts.get("weight"), parts.get("weight_scale")
@@ -90,6 +101,25 @@ class Int8(Format):
             zeros=zeros,
             bias=parts.get("bias"),
         )
+
+    def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
+        import torch
+
+        if part == "weight":
+            return (matrix.codes ^ 0x80).view(torch.int8)
+        if part == "weight_scale":
+            return _like(matrix.scales, sig)
+        if part == "weight_zero_point" and matrix.zeros is not None:
+            return _like((matrix.zeros.to(torch.int16) - 128).to(torch.int8), sig)
+        return None
+
+    def is_bijective(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> bool:
+        return part == "weight"  # one scale per tensor is not what the matrix holds
+
+
+def _like(rows: Tensor, sig: PartSig) -> Tensor:
+    """`[N, G]` in the stored shape; one number per tensor was spread over the rows."""
+    return rows.reshape(-1)[: math.prod(sig.shape)].reshape(sig.shape).contiguous()
 
 
 def _encoding(spec: MatrixSpec, *, per_tensor: bool, zero_point: ZeroPoint) -> Encoding:

@@ -8,13 +8,13 @@ amd-quark 0.13 and nvidia-modelopt 0.47.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Scheme
 from moeq.schemes.declared import Declared
-from moeq.schemes.format import Context, Described, Encoding, Format, Parts, make_scheme
-from moeq.schemes.fp4 import fp4_spec, nibble_codes
+from moeq.schemes.format import Context, Described, Encoding, FastView, Format, PartRoles, Parts, PartSig, make_scheme
+from moeq.schemes.fp4 import fp4_spec, nibble_codes, repack_fp4
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +29,8 @@ class Mxfp4Packed(Format):
 
     id = "ct-mxfp4"
     title = "MXFP4: byte matrix and exponent bytes per projection"
+    parts: ClassVar[PartRoles] = {"weight_packed": "codes", "weight": "codes", "weight_scale": "scale", "bias": "bias"}
+    fast_view = FastView()
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight, scale = parts.get(_weight(parts)), parts.get("weight_scale")
@@ -47,6 +49,12 @@ class Mxfp4Packed(Format):
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
         codes = nibble_codes(parts[_weight(parts)])
         return QuantizedMatrix(spec, codes, parts["weight_scale"].contiguous(), bias=parts.get("bias"))
+
+    def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
+        return repack_fp4(matrix, self.parts.get(part), sig)
+
+    def is_bijective(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> bool:
+        return self.parts.get(part) in ("codes", "scale")
 
 
 FORMAT = Mxfp4Packed()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
@@ -23,8 +23,11 @@ from moeq.schemes.format import (
     INTEGERS,
     Context,
     Described,
+    FastView,
     Format,
+    PartRoles,
     Parts,
+    PartSig,
     bias_dtype,
     expect_shape,
     float_name,
@@ -33,7 +36,7 @@ from moeq.schemes.format import (
     make_scheme,
     resolve_groups,
 )
-from moeq.schemes.gptq import read_group_index
+from moeq.schemes.gptq import group_index, read_group_index
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +47,15 @@ class CtPack(Format):
 
     id = "ct-pack"
     title = "compressed-tensors pack-quantized: int32 words along K"
+    parts: ClassVar[PartRoles] = {
+        "weight_packed": "codes",
+        "weight_scale": "scale",
+        "weight_zero_point": "zeros",
+        "weight_g_idx": "index",
+        "weight_shape": "shape",
+        "bias": "bias",
+    }
+    fast_view = FastView()
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         packed, scale = parts.get("weight_packed"), parts.get("weight_scale")
@@ -92,6 +104,30 @@ class CtPack(Format):
             bias=parts.get("bias"),
         )
 
+    def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
+        import torch
+
+        spec = matrix.spec
+        if part == "weight_packed":
+            return _row_words(matrix.codes, spec.bits, sig.shape[1])
+        if part == "weight_scale":
+            return matrix.scales
+        if part == "weight_zero_point" and matrix.zeros is not None:
+            if sig.dtype == "I32":
+                columns = matrix.zeros.t().to(torch.uint8).contiguous()
+                return _row_words(columns, spec.bits, sig.shape[0]).t().contiguous()
+            signed = matrix.zeros.to(torch.int16) - spec.symmetric_zero
+            return signed.to(torch.uint8 if sig.dtype == "U8" else torch.int8)
+        if part == "weight_shape" and sig.dtype in INTEGERS and sig.shape == (2,):
+            return torch.tensor([spec.n, spec.k], dtype=torch.int64 if sig.dtype == "I64" else torch.int32)
+        return group_index(matrix) if part == "weight_g_idx" else None
+
+    def is_bijective(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> bool:
+        spec = matrix.spec
+        return part == "weight_scale" or (
+            part == "weight_packed" and 8 % spec.bits == 0 and spec.k * spec.bits % 32 == 0
+        )
+
 
 def _input_features(parts: Parts, context: Context, words: int) -> tuple[int, int]:
     """`(K, bits)` from the sibling projection, the declared bits and the number of words."""
@@ -137,6 +173,14 @@ def _row_codes(words: Tensor, bits: int, count: int, writer: str | None) -> Tens
     if dense and width == _lanes(count, bits) and 32 % bits:
         dense = _version(writer) > _LAST_LANES
     return stream_codes(words, bits, count) if dense else lane_codes(words, bits, count)
+
+
+def _row_words(codes: Tensor, bits: int, words: int) -> Tensor:
+    """The inverse of `_row_codes`: dense bit streams, or whole codes per word, whichever has so many words."""
+    from moeq.schemes.bits import pack_lanes, pack_stream
+
+    dense = words == _dense(codes.shape[1], bits)
+    return pack_stream(codes, bits, words) if dense else pack_lanes(codes, bits, words)
 
 
 def _version(writer: str | None) -> tuple[int, int]:

@@ -6,13 +6,13 @@ Tensors: `weight` I8 `[N, K / 2]` (two codes per byte, not int8) and `scale` F8_
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Scheme
 from moeq.schemes.declared import Declared
-from moeq.schemes.format import Context, Described, Encoding, Format, Parts, make_scheme
-from moeq.schemes.fp4 import fp4_spec, nibble_codes
+from moeq.schemes.format import Context, Described, Encoding, FastView, Format, PartRoles, Parts, PartSig, make_scheme
+from moeq.schemes.fp4 import fp4_spec, nibble_codes, repack_fp4
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +23,8 @@ class DeepSeekFp4(Format):
 
     id = "deepseek-fp4"
     title = "DeepSeek-V4 FP4: byte matrix typed I8, E8M0 scales"
+    parts: ClassVar[PartRoles] = {"weight": "codes", "scale": "scale", "bias": "bias"}
+    fast_view = FastView()
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight, scale = parts.get("weight"), parts.get("scale")
@@ -40,6 +42,12 @@ class DeepSeekFp4(Format):
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
         return QuantizedMatrix(spec, nibble_codes(parts["weight"]), parts["scale"].contiguous(), bias=parts.get("bias"))
+
+    def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
+        return repack_fp4(matrix, self.parts.get(part), sig)
+
+    def is_bijective(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> bool:
+        return self.parts.get(part) in ("codes", "scale")
 
 
 FORMAT = DeepSeekFp4()

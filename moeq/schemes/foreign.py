@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import QuantKey, ScaleKey, Scheme
 from moeq.schemes.declared import Declared
-from moeq.schemes.format import Context, Described, Format, Parts
+from moeq.schemes.format import Context, Described, PartRoles, Parts, ReadOnlyFormat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,11 +42,12 @@ def foreign_name(parts: Parts) -> str | None:
     return None
 
 
-class Foreign(Format):
+class Foreign(ReadOnlyFormat):
     """Anything recognised that moeq does not read."""
 
     id = "foreign"
     title = "a format that moeq recognises but does not read"
+    parts: ClassVar[PartRoles] = {}
     refusal = "moeq does not read this format"
 
     def title_of(self, scheme: Scheme) -> str:

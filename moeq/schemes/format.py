@@ -1,7 +1,7 @@
-"""What a checkpoint format is: how to recognise, describe and decode one projection of one expert. No torch.
+"""What a checkpoint format is: how to recognise, describe, decode and rebuild one projection of one expert. No torch.
 
-A format is one file with one `Format` subclass and one row in the registry. `matches` and `describe` look at headers
-and config only; `unpack` is the only place that sees data.
+A format is one file with one `Format` (or `ReadOnlyFormat`) subclass and one row in the registry. `matches` and
+`describe` look at headers and config only; `unpack` and `repack` see data.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, NoReturn
 
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix, Role
@@ -50,6 +50,30 @@ class Context:
     gated: bool = True
 
 
+#: What a part holds. `scale2` is a second-level scale, `index` the group of each column, `other` what moeq ignores.
+PartRole = Literal["codes", "scale", "scale2", "zeros", "index", "shape", "bias", "other"]
+
+#: The parts of a format by name.
+PartRoles = Mapping[str, PartRole]
+
+
+@dataclass(frozen=True)
+class FastView:
+    """How the fast path reads a format: its stored bytes are matrices of codes, scales and zero points as they are.
+
+    Codes are 4 or 8 bits wide, in little-endian words along K; zero points are packed likewise along N.
+
+    Attributes:
+        transposed: the stored matrices have their rows along K (or groups) instead of along N.
+        nibble_of_column: codes are packed along N instead, eight to a word: the nibble of each of 8 columns.
+        signed: codes are two's complement bytes; the logical ones are offset by 128.
+    """
+
+    transposed: bool = False
+    nibble_of_column: tuple[int, ...] | None = None
+    signed: bool = False
+
+
 @dataclass(frozen=True)
 class Described:
     """One projection as headers and config describe it."""
@@ -59,17 +83,22 @@ class Described:
 
 
 class Format(ABC):
-    """A checkpoint format.
+    """A checkpoint format that can be converted, and converted back.
 
     Subclasses set:
         id: registry id, `Scheme.format`.
         title: one line for people.
-        refusal: why conversion does not take it, as the end of the sentence "moeq does not convert it: ...";
-            None where it does.
+        parts: every part that a projection may have, and what it holds. No other part is ever read.
+        fast_view: how the fast path reads it, or None where only the reference path can.
+        padded_scales: the writer fills rows of scales with zeros.
+        refusal: None; see `ReadOnlyFormat`.
     """
 
     id: ClassVar[str]
     title: ClassVar[str]
+    parts: ClassVar[PartRoles]
+    fast_view: ClassVar[FastView | None] = None
+    padded_scales: ClassVar[bool] = False
     refusal: ClassVar[str | None] = None
 
     def title_of(self, scheme: Scheme) -> str:
@@ -95,6 +124,45 @@ class Format(ABC):
     @abstractmethod
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
         """Decode the parts of one projection. Raises MoeqError `source.bad-data` for impossible values."""
+
+    @abstractmethod
+    def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
+        """The stored tensor of one part, the inverse of `unpack`; None where the matrix does not tell.
+
+        Nothing here is trusted: conversion compares what is rebuilt with the source and keeps every tensor that
+        differs, except where `is_bijective` says that it cannot.
+
+        Args:
+            matrix: the projection as it is stored (a fused gate/up tensor: all its rows, in stored order).
+            part: part name, one of `parts` other than the bias.
+            sig: dtype and shape that the source has.
+            scheme: how it is encoded.
+        """
+
+    def is_bijective(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> bool:
+        """Whether every stored bit of the part is in the matrix, so that `repack` must give it back unchanged."""
+        return False
+
+    def rebuild(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
+        """`repack`, or the bias; None where the part cannot be rebuilt in its stored shape."""
+        if part not in self.parts:
+            return None
+        found = matrix.bias if self.parts[part] == "bias" else self.repack(matrix, part, sig, scheme)
+        return found if found is None or tuple(found.shape) == sig.shape else None
+
+
+class ReadOnlyFormat(Format):
+    """A checkpoint format that is described and decoded but not converted.
+
+    Subclasses set `refusal`: why not, as the end of the sentence "moeq does not convert it: ...".
+    """
+
+    def __init_subclass__(cls) -> None:
+        if not cls.refusal:
+            raise TypeError(f"{cls.__name__} has to say in `refusal` why it is not converted")
+
+    def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
+        return None
 
 
 @dataclass(frozen=True)

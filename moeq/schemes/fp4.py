@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moeq.matrix import MatrixSpec
-from moeq.schemes.format import Context, Parts, bias_dtype, inconsistent
+from moeq.matrix import MatrixSpec, QuantizedMatrix
+from moeq.schemes.format import Context, PartRole, Parts, PartSig, bias_dtype, inconsistent
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,6 +19,18 @@ def nibble_codes(octets: Tensor) -> Tensor:
 
     octets = octets.view(torch.uint8)
     return stream_codes(octets, 4, octets.shape[-1] * 2)
+
+
+def repack_fp4(matrix: QuantizedMatrix, role: PartRole | None, sig: PartSig) -> Tensor | None:
+    """Codes and scales of an MXFP4 matrix as they were stored: every stored bit is a code or an exponent."""
+    import torch
+
+    from moeq.schemes.bits import pack_nibbles
+
+    if role == "codes":
+        octets = pack_nibbles(matrix.codes).reshape(sig.shape)
+        return octets.view(torch.int8) if sig.dtype == "I8" else octets
+    return matrix.scales if role == "scale" else None
 
 
 def fp4_spec(parts: Parts, context: Context, weight: str, scale: str, group: int, scale_dtype: str) -> MatrixSpec:

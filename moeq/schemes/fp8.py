@@ -7,7 +7,7 @@ Written by compressed-tensors `float-quantized`, ModelOpt FP8 and FBGEMM.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Scheme
@@ -16,8 +16,9 @@ from moeq.schemes.format import (
     Context,
     Described,
     Encoding,
-    Format,
+    PartRoles,
     Parts,
+    ReadOnlyFormat,
     bias_dtype,
     float_name,
     inconsistent,
@@ -31,11 +32,12 @@ if TYPE_CHECKING:
 FP8_REFUSAL = "serving engines read FP8 experts as they are; there is nothing to repack offline"
 
 
-class Fp8(Format):
+class Fp8(ReadOnlyFormat):
     """FP8 weights, scales per channel or per tensor."""
 
     id = "fp8"
     title = "FP8 (E4M3): one scale per output channel or tensor"
+    parts: ClassVar[PartRoles] = {"weight": "codes", "weight_scale": "scale", "input_scale": "other", "bias": "bias"}
     refusal = FP8_REFUSAL
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:

@@ -8,7 +8,7 @@ Tensors: `weight` F8_E4M3 (SGLang also I8) `[N, K]` and `weight_scale_inv` (Deep
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Scheme
@@ -17,8 +17,9 @@ from moeq.schemes.format import (
     Context,
     Described,
     Encoding,
-    Format,
+    PartRoles,
     Parts,
+    ReadOnlyFormat,
     bias_dtype,
     float_name,
     inconsistent,
@@ -38,11 +39,19 @@ def _scale(names: Mapping[str, object]) -> str:
     return next((name for name in _SCALES if name in names), "")
 
 
-class Fp8Block(Format):
+class Fp8Block(ReadOnlyFormat):
     """Byte weights with block scales."""
 
     id = "fp8-block"
     title = "FP8 (E4M3): one scale per 128 x 128 block"
+    parts: ClassVar[PartRoles] = {
+        "weight": "codes",
+        "weight_scale_inv": "scale",
+        "weight_scale": "scale",
+        "scale": "scale",
+        "input_scale": "other",
+        "bias": "bias",
+    }
     refusal = "serving engines read block-scaled FP8 experts as they are; there is nothing to repack offline"
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:

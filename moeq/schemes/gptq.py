@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
@@ -22,8 +22,11 @@ from moeq.schemes.format import (
     INTEGERS,
     Context,
     Described,
+    FastView,
     Format,
+    PartRoles,
     Parts,
+    PartSig,
     bias_dtype,
     expect_shape,
     float_name,
@@ -163,6 +166,14 @@ class Gptq(Format):
 
     id = "gptq"
     title = "GPTQ: int32 words along K, scales and zero points per group"
+    parts: ClassVar[PartRoles] = {
+        "qweight": "codes",
+        "scales": "scale",
+        "qzeros": "zeros",
+        "g_idx": "index",
+        "bias": "bias",
+    }
+    fast_view = FastView(transposed=True)
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight, scales = parts.get("qweight"), parts.get("scales")
@@ -217,6 +228,24 @@ class Gptq(Format):
             group_index=index,
             bias=parts.get("bias"),
         )
+
+    def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
+        from moeq.schemes.bits import pack_stream
+
+        spec = matrix.spec
+        if scheme.checkpoint_format == "gptq_p" and 8 % spec.bits:
+            return None  # bit planes
+        if part == "qweight":
+            return pack_stream(matrix.codes, spec.bits, sig.shape[0]).t().contiguous()
+        if part == "scales":
+            return matrix.scales.t().contiguous()
+        if part == "g_idx":
+            return group_index(matrix)
+        return _packed_zeros(matrix, sig, raw=scheme.zero_point == "stored") if part == "qzeros" else None
+
+    def is_bijective(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> bool:
+        spec = matrix.spec
+        return part == "scales" or (part == "qweight" and 8 % spec.bits == 0 and spec.k * spec.bits % 32 == 0)
 
 
 def _input_features(parts: Parts, context: Context, words: int) -> int:
@@ -273,11 +302,38 @@ def _zeros(qzeros: Tensor, spec: MatrixSpec, scheme: Scheme) -> Tensor:
         # Fields straddle words; AutoGPTQ and AutoRound subtracted from each field by itself.
         return ((stored + 1) & ((1 << spec.bits) - 1)).t().contiguous()
     # Whole words: a zero point of 0 borrowed from its neighbour when GPTQModel subtracted.
-    words = qzeros + ones(spec.bits, qzeros.shape[1])
+    words = qzeros + _ones(spec.bits, qzeros.shape[1])
     return _codes(words, spec.bits, spec.n, scheme.checkpoint_format).t().contiguous()
 
 
-def ones(bits: int, count: int) -> Tensor:
+def _packed_zeros(matrix: QuantizedMatrix, sig: PartSig, *, raw: bool) -> Tensor:
+    """Packed along N; version 1 subtracts one from every field of the whole word, borrows included."""
+    from moeq.schemes.bits import pack_stream
+
+    groups, words = sig.shape
+    packed = pack_stream(zero_fields(matrix, groups), matrix.spec.bits, words)
+    return packed if raw else packed - _ones(matrix.spec.bits, words)
+
+
+def zero_fields(matrix: QuantizedMatrix, groups: int) -> Tensor:
+    """Zero points as they count, uint8 `[G, N]`: stored ones, or the symmetric constant."""
+    import torch
+
+    if matrix.zeros is None:
+        return torch.full((groups, matrix.spec.n), matrix.spec.symmetric_zero, dtype=torch.uint8)
+    return matrix.zeros.t().to(torch.uint8)
+
+
+def group_index(matrix: QuantizedMatrix) -> Tensor:
+    """int32 `[K]`: the group of every column."""
+    import torch
+
+    if matrix.group_index is not None:
+        return matrix.group_index.to(torch.int32)
+    return torch.arange(matrix.spec.k, dtype=torch.int32) // matrix.spec.group_size
+
+
+def _ones(bits: int, count: int) -> Tensor:
     """int32 `[count]`: words of a bit stream in which every field is 1."""
     import torch
 

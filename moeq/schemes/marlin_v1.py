@@ -7,7 +7,7 @@ read; the layout is one kernel's and is not converted. Checked against AutoAWQ 0
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Scheme
@@ -15,8 +15,9 @@ from moeq.schemes.declared import Declared
 from moeq.schemes.format import (
     Context,
     Described,
-    Format,
+    PartRoles,
     Parts,
+    ReadOnlyFormat,
     bias_dtype,
     float_name,
     group_encoding,
@@ -37,11 +38,12 @@ def _scale(names: Mapping[str, object]) -> str:
     return "scales" if "scales" in names else "s"
 
 
-class MarlinV1(Format):
+class MarlinV1(ReadOnlyFormat):
     """Serialised Marlin v1 weights."""
 
     id = "marlin-v1"
     title = "Marlin v1: int4 in 16 x 16 tiles"
+    parts: ClassVar[PartRoles] = {"qweight": "codes", "B": "codes", "scales": "scale", "s": "scale", "bias": "bias"}
     refusal = "serialised Marlin v1 is already one kernel's layout; start from the GPTQ checkpoint it was made from"
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:

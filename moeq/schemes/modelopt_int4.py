@@ -8,7 +8,7 @@ Tensors: `weight` U8 `[N / 2, K]` (low nibble row `2 r`, high nibble row `2 r + 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Scheme
@@ -16,8 +16,9 @@ from moeq.schemes.declared import Declared
 from moeq.schemes.format import (
     Context,
     Described,
-    Format,
+    PartRoles,
     Parts,
+    ReadOnlyFormat,
     bias_dtype,
     float_name,
     group_encoding,
@@ -30,11 +31,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class ModelOptInt4(Format):
+class ModelOptInt4(ReadOnlyFormat):
     """ModelOpt int4 weights."""
 
     id = "modelopt-int4"
     title = "ModelOpt int4 AWQ: two rows per byte"
+    parts: ClassVar[PartRoles] = {
+        "weight": "codes",
+        "weight_scale": "scale",
+        "pre_quant_scale": "other",
+        "input_scale": "other",
+        "bias": "bias",
+    }
     refusal = "ModelOpt's int4 AWQ scales activations per channel (pre_quant_scale), which no layout of moeq carries"
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:

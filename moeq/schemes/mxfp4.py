@@ -7,7 +7,7 @@ Byte `i` of block `j` holds codes `32 j + 2 i` (low nibble) and `32 j + 2 i + 1`
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Scheme
@@ -16,12 +16,16 @@ from moeq.schemes.format import (
     Context,
     Described,
     Encoding,
+    FastView,
     Format,
+    PartRoles,
     Parts,
+    PartSig,
     bias_dtype,
     inconsistent,
     make_scheme,
 )
+from moeq.schemes.fp4 import nibble_codes, repack_fp4
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,6 +36,8 @@ class Mxfp4Blocks(Format):
 
     id = "mxfp4"
     title = "gpt-oss MXFP4: fused blocks and scales"
+    parts: ClassVar[PartRoles] = {"blocks": "codes", "scales": "scale", "bias": "bias"}
+    fast_view = FastView()
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         blocks, scales = parts.get("blocks"), parts.get("scales")
@@ -61,10 +67,14 @@ class Mxfp4Blocks(Format):
         return Described(make_scheme(self.id, spec, context.declared, encoding), spec)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
-        from moeq.schemes.fp4 import nibble_codes
-
         codes = nibble_codes(parts["blocks"].flatten(-2))
         return QuantizedMatrix(spec, codes, parts["scales"].contiguous(), bias=parts.get("bias"))
+
+    def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
+        return repack_fp4(matrix, self.parts.get(part), sig)
+
+    def is_bijective(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> bool:
+        return self.parts.get(part) in ("codes", "scale")
 
 
 FORMAT = Mxfp4Blocks()

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Scheme
 from moeq.schemes.declared import Declared
-from moeq.schemes.format import Context, Described, Encoding, Format, Parts, bias_dtype, inconsistent, make_scheme
+from moeq.schemes.format import (
+    Context,
+    Described,
+    Encoding,
+    PartRoles,
+    Parts,
+    ReadOnlyFormat,
+    bias_dtype,
+    inconsistent,
+    make_scheme,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Mxfp8(Format):
+class Mxfp8(ReadOnlyFormat):
     """OCP MXFP8 weights."""
 
     id = "mxfp8"
     title = "MXFP8: E4M3 codes, exponent bytes per 32"
+    parts: ClassVar[PartRoles] = {"weight": "codes", "weight_scale": "scale", "bias": "bias"}
     refusal = "serving engines read MXFP8 experts as they are; there is nothing to repack offline"
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:

@@ -8,13 +8,13 @@ reciprocal). Checked against compressed-tensors 0.20 and nvidia-modelopt 0.47.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import ScaleKey, Scheme
 from moeq.schemes.declared import Declared
-from moeq.schemes.format import Context, Described, Encoding, Format, Parts, make_scheme
+from moeq.schemes.format import Context, Described, Encoding, PartRoles, Parts, ReadOnlyFormat, make_scheme
 from moeq.schemes.fp4 import fp4_spec, nibble_codes
 
 if TYPE_CHECKING:
@@ -25,11 +25,21 @@ def _weight(names: Mapping[str, object]) -> str:
     return "weight_packed" if "weight_packed" in names else "weight"
 
 
-class Nvfp4(Format):
+class Nvfp4(ReadOnlyFormat):
     """NVFP4 weights, compressed-tensors or ModelOpt spelling."""
 
     id = "nvfp4"
     title = "NVFP4: E2M1 codes, E4M3 scales per 16, float32 scale per tensor"
+    parts: ClassVar[PartRoles] = {
+        "weight_packed": "codes",
+        "weight": "codes",
+        "weight_scale": "scale",
+        "weight_global_scale": "scale2",
+        "weight_scale_2": "scale2",
+        "input_global_scale": "other",
+        "input_scale": "other",
+        "bias": "bias",
+    }
     refusal = "no layout of moeq holds NVFP4's two levels of scales"
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:

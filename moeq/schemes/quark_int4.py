@@ -8,7 +8,7 @@ natural one. Checked against amd-quark 0.13.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.awq import NIBBLE_OF_COLUMN
@@ -17,8 +17,9 @@ from moeq.schemes.declared import Declared
 from moeq.schemes.format import (
     Context,
     Described,
-    Format,
+    PartRoles,
     Parts,
+    ReadOnlyFormat,
     bias_dtype,
     float_name,
     group_encoding,
@@ -31,11 +32,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class QuarkInt4(Format):
+class QuarkInt4(ReadOnlyFormat):
     """Quark 4-bit integers."""
 
     id = "quark-int4"
     title = "Quark int4: int32 words, two's complement nibbles"
+    parts: ClassVar[PartRoles] = {
+        "weight": "codes",
+        "weight_scale": "scale",
+        "weight_zero_point": "zeros",
+        "bias": "bias",
+    }
     refusal = "Quark's int4 export has never been seen on a served MoE checkpoint, so its reading has not been proven"
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import QuantKey, ScaleKey, Scheme
 from moeq.schemes.declared import Declared
-from moeq.schemes.format import FLOAT_NAMES, Context, Described, Format, Parts, bias_dtype
+from moeq.schemes.format import FLOAT_NAMES, Context, Described, PartRoles, Parts, ReadOnlyFormat, bias_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 _PLAIN = ("BF16", "F16", "F32")
 
 
-class Unquantized(Format):
+class Unquantized(ReadOnlyFormat):
     """One float tensor `[N, K]` per projection."""
 
     id = "unquantized"
     title = "not quantised"
+    parts: ClassVar[PartRoles] = {"weight": "codes", "bias": "bias"}
     refusal = "its experts are not quantised"
 
     def title_of(self, scheme: Scheme) -> str:

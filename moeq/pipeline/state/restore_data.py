@@ -113,7 +113,7 @@ class RestoreData:
         texts: JSON files by name.
 
     Raises:
-        MoeqError: `source.no-restore data` where the file is missing, `source.bad-header` where it is damaged.
+        MoeqError: `source.no-keepsake` where the file is missing, `source.bad-header` where it is damaged.
     """
 
     def __init__(self, folder: Path, entry: RestoreEntry | None) -> None:

@@ -19,42 +19,12 @@ from moeq.pipeline.pack.fast.scratch import Region
 from moeq.pipeline.plan.layers import ShardPlan
 from moeq.schemes.format import PartSig
 
-#: Exponent bytes that `marlin-mxfp4-fp16` keeps, beside 0.
-FP16_EXPONENTS = (103, 142)
-
-#: Layouts that hold every logical tensor as it is, in another order: nothing is computed, and nothing depends on other
-#: experts. With the least and the greatest scale (beside 0) that they hold exactly, or None where that is any.
-LAYOUTS: dict[str, tuple[int, int] | None] = {
-    "aiter-a16w4/1": None,
-    "aiter-gfx1250/1": None,
-    "aiter-shuffle/1": None,
-    "cutlass-mxfp4/1": None,
-    "deepgemm-mxfp4/1": None,
-    "flashinfer-cutlass-mxfp4-bf16/1": None,
-    "flashinfer-cutlass-mxfp4-mxfp8/1": None,
-    "int8-w8a8/1": None,
-    "marlin-mxfp4-fp16-interleaved/1": FP16_EXPONENTS,
-    "marlin-mxfp4-fp16/1": FP16_EXPONENTS,
-    "marlin-mxfp4-interleaved/1": None,
-    "marlin-mxfp4/1": None,
-    "marlin-wna16/1": None,
-    "mxfp4-identity/1": None,
-    "triton-kernels-blackwell/1": None,
-    "triton-kernels-cdna4/1": None,
-    "triton-kernels-hopper-w4/1": None,
-    "triton-kernels-hopper/1": None,
-    "triton-wna16/1": None,
-    "trtllm-mxfp4/1": None,
-    "trtllm-mxint4/1": None,
-    "xpu-wna16/1": None,
-}
-
 
 def bind(experts: Experts, role: StackedRole, layout: Layout, shards: Sequence[ShardPlan]) -> ArrangedPath | None:
     """`moeq.pipeline.pack.fast.find_fast_path`, once the compiled loops are known to be there."""
     kinds = experts.kinds()
     sigs = _signatures(experts)
-    if len(kinds) != 1 or sigs is None or not isinstance(layout, ArrangedLayout) or layout.id not in LAYOUTS:
+    if len(kinds) != 1 or sigs is None or not isinstance(layout, ArrangedLayout) or not layout.rearranges:
         return None
     kind = kinds[0].kind
     readers = _readers(kind, role, sigs)
@@ -70,7 +40,7 @@ def bind(experts: Experts, role: StackedRole, layout: Layout, shards: Sequence[S
     parts = [part for rank in found for part in rank.parts.values()]
     elements = Region(readers[-1].region.stop, max(part.element_bytes for part in parts))
     expected = Region(elements.stop, max(BLOCK, *(part.spare_bytes for part in parts)))
-    return ArrangedPath(spec, readers, tuple(found), LAYOUTS[layout.id], elements, expected, expected.stop)
+    return ArrangedPath(spec, readers, tuple(found), layout.exact_scales, elements, expected, expected.stop)
 
 
 def _signatures(experts: Experts) -> dict[StoredName, dict[str, PartSig]] | None:
