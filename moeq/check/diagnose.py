@@ -1,4 +1,4 @@
-"""From the pattern of an error to what is probably wrong.
+"""Diagnosis: what an error pattern most likely means.
 
 An output feature that is wrong in one weight, one group or its bias is wrong by a multiple of a known vector over the
 tokens, and two dozen tokens tell those vectors apart. The answer is a reading of the evidence, offered to whoever has

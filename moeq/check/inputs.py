@@ -1,4 +1,4 @@
-"""What goes into the kernels: random tokens, and which experts they go to."""
+"""Inputs of the kernels: random tokens and the experts they are routed to."""
 
 from __future__ import annotations
 

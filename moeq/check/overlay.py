@@ -1,4 +1,4 @@
-"""A converted checkpoint with some of its bytes changed in memory: files on disk are never touched."""
+"""A converted checkpoint with some bytes changed in memory; files on disk are never touched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a layout puts the codes of one tile, found by packing numbered codes and looking where they went."""
+"""Where a layout puts the codes of one tile, found by packing numbered codes."""
 
 from __future__ import annotations
 

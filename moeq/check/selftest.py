@@ -1,4 +1,4 @@
-"""The check, checked: damage a converted checkpoint in memory in every known way, and see that each damage is named.
+"""Self-test of the check: damage a converted checkpoint in memory in every known way; each has to be reported.
 
 All damages of a format are done at once, each at a place (layer, expert, projection) of its own: every place is judged
 on its own, so one run shows for each damage whether it is caught, and for every other place that nothing is made up.

@@ -1,4 +1,4 @@
-"""Small checkpoints with random weights, one of every kind of format, for the self-test where no other is at hand.
+"""Small checkpoints with random weights, one of every kind of format, for a self-test without a checkpoint.
 
 Written here bit by bit from the formats' own definitions, without moeq's schemes, so that reading them back proves
 something too.

@@ -1,4 +1,4 @@
-"""Time of the fused layer on a GPU against the least that its memory and arithmetic allow.
+"""Time of the fused layer on a GPU, against the roofline of its memory traffic and arithmetic.
 
 Calls are timed one by one as a program makes them, launches included; for a few tokens those dominate, and the
 benchmarks beside the kernels measure without them.

@@ -1,4 +1,4 @@
-"""How wrong a correct kernel may be, two ways: measured on the same inputs, and derived from the arithmetic.
+"""Error bounds for a correct kernel: one measured on the same inputs, one derived from the arithmetic.
 
 The norm of the error may be 1.2 times what the plain way loses: weights rounded to the activation dtype, products
 summed in float32, results rounded where the fused layer rounds. That loss is computed for the very tensors under test.

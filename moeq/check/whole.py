@@ -1,4 +1,4 @@
-"""The fused layer from input to output against the reference, with what every rounding on the way may add up to."""
+"""The fused layer end to end against the reference, with a bound on the accumulated rounding."""
 
 from __future__ import annotations
 

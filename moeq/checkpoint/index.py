@@ -27,7 +27,7 @@ class Weights:
         weight_map: tensor name to file, or None where there is no index.
         index: name of the index file, if any.
         total_size: what the index says the tensors add up to.
-        warnings: what is odd about the choice.
+        warnings: what is unusual about the choice.
     """
 
     files: tuple[str, ...]
@@ -54,7 +54,7 @@ def choose_weights(names: Iterable[str], read_index: Callable[[str], dict[str, A
     if indices:
         chosen = INDEX_NAME if INDEX_NAME in indices else indices[0]
         weights = _from_index(read_index(chosen), chosen)
-        return _with_oddities(weights, indices, single)
+        return _with_warnings(weights, indices, single)
     if SINGLE_NAME in single:
         extra = [name for name in single if name != SINGLE_NAME]
         warnings = [CheckpointWarning("files.not-loaded", f"not part of {SINGLE_NAME}: {_few(extra)}")] if extra else []
@@ -98,7 +98,7 @@ def check_file_name(file: object, where: str) -> None:
     raise MoeqError("source.unsafe-path", f"{where}: file {ascii(file)[:200]} {problem}")
 
 
-def _with_oddities(weights: Weights, indices: Sequence[str], single: Sequence[str]) -> Weights:
+def _with_warnings(weights: Weights, indices: Sequence[str], single: Sequence[str]) -> Weights:
     warnings = []
     if len(indices) > 1:
         warnings.append(

@@ -51,7 +51,7 @@ class Source(ABC):
         tensors: every tensor by name.
         files: weight files.
         index: name of the index file, or None where there is none.
-        warnings: what is odd about the files.
+        warnings: what is unusual about the files.
         expert_names: names of the tensors that conversion consumes; everything else is copied unchanged. Set by
             `moeq.model.open`, which knows the experts.
     """

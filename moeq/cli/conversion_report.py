@@ -1,4 +1,4 @@
-"""What a conversion tells while it runs: to a terminal or a log, to `--events`, and to GitHub Actions."""
+"""Progress of a conversion: on a terminal or in a log, in `--events`, and for GitHub Actions."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class Output:
         self._annotate("error", f"{self._command} {error.code}", text)
 
     def warning(self, message: str) -> None:
-        """Something odd that does not stop the command."""
+        """Something unusual that does not stop the command."""
         self._line("warning", "yellow", message)
         self._annotate("warning", self._command, message)
 

@@ -1,4 +1,4 @@
-"""`moeq selftest`: damage converted experts in memory in every known way, and see that the check names each damage."""
+"""`moeq selftest`: damage converted experts in memory in every known way; the check has to report each."""
 
 from __future__ import annotations
 

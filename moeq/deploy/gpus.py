@@ -1,4 +1,4 @@
-"""The GPU table: market names to architectures, as data, and what to make of the name a user gives."""
+"""The GPU table: product names and their architectures, and how a user's spelling is matched."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 #: Methods by which a subclass makes packing more than an index map.
-_RECODING = ("encode", "decode", "pack_into", "unpack", "extra_tensors", "fill_extra", "survey")
+_RECODING = ("encode", "decode", "pack_into", "unpack", "extra_tensors", "fill_extra", "calibrate")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a layout is: how one kernel wants the bytes of one expert's matrix, and the way back.
+"""What a layout is: how one kernel wants the bytes of one expert's matrix, and how to get the matrix back.
 
 A layout is one file with one `Layout` subclass: descriptor, `pack`, `unpack`, constraints and legal slices together,
 so that they cannot drift apart. `pack` takes the logical matrix of *one* expert; a converted checkpoint stacks the
@@ -107,7 +107,7 @@ class Layout(ABC):
         padding: how sizes are rounded up before packing.
         w13_order: how the gate and up rows of `w13` lie in the packed result.
         lossy: what is lost for some inputs, or None where packing is always exact.
-        survey_scope: None, or why every expert must be looked at before the first is packed (see `survey`).
+        calibration_scope: None, or why every expert must be looked at before the first is packed (see `calibrate`).
     """
 
     id: ClassVar[str]
@@ -120,11 +120,11 @@ class Layout(ABC):
     padding: ClassVar[PaddingRule] = PaddingRule()
     w13_order: ClassVar[W13Order] = "gate-up"
     lossy: ClassVar[str | None] = None
-    survey_scope: ClassVar[str | None] = None
+    calibration_scope: ClassVar[str | None] = None
 
-    def __init__(self, *, allow_lossy: bool = False, survey: float | None = None) -> None:
+    def __init__(self, *, allow_lossy: bool = False, calibration: float | None = None) -> None:
         self.allow_lossy = allow_lossy
-        self.surveyed = survey
+        self.calibration = calibration
 
     @abstractmethod
     def problems(self, spec: MatrixSpec) -> list[Problem]:
@@ -151,18 +151,18 @@ class Layout(ABC):
             if part in out:
                 out[part].view(packed.dtype).copy_(packed.view(out[part].shape))
 
-    def survey(self, matrix: QuantizedMatrix) -> float | None:
+    def calibrate(self, matrix: QuantizedMatrix) -> float | None:
         """What this layout must know of every local expert before it packs one; None where it needs nothing.
 
-        Two passes: `found = max(layout.survey(expert) for every local expert of w13 or w2)`, then
-        `layout.with_survey(found).pack(...)`. w13 and w2 are surveyed apart. The result depends on which experts are
+        Two passes: `found = max(layout.calibrate(expert) for every local expert of w13 or w2)`, then
+        `layout.with_calibration(found).pack(...)`, for w13 and w2 apart. The result depends on which experts are
         local, so such packings differ between EP (and TP) degrees.
         """
         return None
 
-    def with_survey(self, found: float) -> Self:
-        """This layout, knowing the largest `survey` of the local experts."""
-        return type(self)(allow_lossy=self.allow_lossy, survey=found)
+    def with_calibration(self, found: float) -> Self:
+        """This layout, knowing the largest `calibrate` of the local experts."""
+        return type(self)(allow_lossy=self.allow_lossy, calibration=found)
 
     def losses(self, matrix: QuantizedMatrix) -> int:
         """Stored numbers of this matrix that packing would change; 0 where `unpack(pack(x)) == x`."""

@@ -31,7 +31,7 @@ class BitPermutation:
 
     @cached_property
     def inverse(self) -> BitPermutation:
-        """The way back."""
+        """The inverse permutation."""
         places = [0] * 32
         for source, target in enumerate(self.places):
             places[target] = source

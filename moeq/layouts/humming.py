@@ -3,7 +3,7 @@
 Weights are Marlin's map, scales its group order (single order for one scale per channel), biases its single order, zero
 points its 8-bit-activation order. Everything else about Humming depends on the GPU or on the data: native-dequant mode
 (SM100 and newer), the packed-K mode, W4A8 exponent clamping, tuned padding. One such dependency reaches this mode:
-where code 0 never occurs in all local experts, Humming stores sign and magnitude instead. The survey finds that, and
+where code 0 never occurs in all local experts, Humming stores sign and magnitude instead. Calibration finds that, and
 packing refuses.
 
 * `humming-wna16/1`: int4 / int8, symmetric or with int4 zero points.
@@ -39,7 +39,7 @@ class HummingWNA16(MarlinWNA16):
     source = "humming-kernels 0.1.19"
     schemes = "int4 and int8, symmetric; int4 with zero points"
     arch = "SM75 to SM90, not native-dequant"
-    survey_scope = "Humming recodes symmetric weights in which code 0 never occurs over all local experts"
+    calibration_scope = "Humming recodes symmetric weights in which code 0 never occurs over all local experts"
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         parts = super().parts(spec)
@@ -47,14 +47,16 @@ class HummingWNA16(MarlinWNA16):
             parts["zero"] = zero_part(spec, ZERO_A8[spec.bits])
         return parts
 
-    def survey(self, matrix: QuantizedMatrix) -> float | None:
+    def calibrate(self, matrix: QuantizedMatrix) -> float | None:
         return float(bool((matrix.codes == 0).any())) if matrix.spec.symmetric else None
 
     def check_values(self, matrix: QuantizedMatrix) -> None:
         super().check_values(matrix)
-        if matrix.spec.symmetric and self.surveyed is None:
-            raise MoeqError("usage.survey-needed", f"{self.id}: {self.survey_scope}; survey the experts first")
-        if matrix.spec.symmetric and not self.surveyed:
+        if matrix.spec.symmetric and self.calibration is None:
+            raise MoeqError(
+                "usage.survey-needed", f"{self.id}: {self.calibration_scope}; calibrate first"
+            )
+        if matrix.spec.symmetric and not self.calibration:
             raise MoeqError(
                 "usage.data-dependent",
                 f"{self.id}: code 0 never occurs in these experts, so Humming would store sign and magnitude",

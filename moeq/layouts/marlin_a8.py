@@ -3,7 +3,7 @@
 `marlin-wna16-int8act/1` (int8 activations, int4 or int8 weights). With several groups along K, scales become
 `round(s / max * 4096)` in the scale dtype, kept as int16 bits in that dtype, and `global_scale` (float32, one per
 expert, all equal) is `max / 4096`. `max` runs over all local experts of the tensor, so packing takes two passes
-(`Layout.survey`), differs between EP and TP degrees, and cannot be sliced. The rounding loses scale bits, so it must
+(`Layout.calibrate`), differs between EP and TP degrees, and cannot be sliced. The rounding loses scale bits, so it must
 be allowed. With one scale per channel the scales stay as they are.
 
 `marlin-wna16-fp8act/1` (fp8 e4m3 activations, int4 weights). Codes are rewritten around the zero point z as
@@ -74,7 +74,7 @@ class MarlinInt8Act(_MarlinA8):
     arch = "SM75 and newer"
     slicing = "none with groups (scales depend on all local experts); N by 64, K by 32 where channel-wise"
     lossy = "group scales are rounded to 1/4096 of the largest local one"
-    survey_scope = "group scales are stored relative to the largest one of all local experts"
+    calibration_scope = "group scales are stored relative to the largest one of all local experts"
 
     def extra_tensors(self, spec: MatrixSpec) -> dict[str, TensorSpec]:
         return {"global_scale": TensorSpec((1,), "F32")} if spec.num_groups > 1 else {}
@@ -86,17 +86,17 @@ class MarlinInt8Act(_MarlinA8):
     def slices(self, spec: MatrixSpec) -> SliceRule:
         return super().slices(spec) if spec.num_groups == 1 else SliceRule(None, None)
 
-    def survey(self, matrix: QuantizedMatrix) -> float | None:
+    def calibrate(self, matrix: QuantizedMatrix) -> float | None:
         return float(matrix.scales.max()) if matrix.spec.num_groups > 1 else None
 
     def _largest(self) -> float:
-        if self.surveyed is None:
+        if self.calibration is None:
             raise MoeqError(
                 "usage.survey-needed",
-                f"{self.id}: {self.survey_scope}; survey the experts before packing them",
-                "layout.with_survey(max(layout.survey(expert) for every local expert))",
+                f"{self.id}: {self.calibration_scope}; calibrate on the experts before packing them",
+                "layout.with_calibration(max(layout.calibrate(expert) for every local expert))",
             )
-        return self.surveyed
+        return self.calibration
 
     def recodes(self, part: Part, spec: MatrixSpec) -> bool:
         return part.field == "scales" and spec.num_groups > 1
@@ -119,7 +119,7 @@ class MarlinInt8Act(_MarlinA8):
         """Codes and zero points exactly; group scales as rounded."""
         if spec.num_groups == 1:
             return super().unpack(parts, spec)
-        knowing = MarlinInt8Act(survey=float(parts["global_scale"][0]) * _STEPS)
+        knowing = MarlinInt8Act(calibration=float(parts["global_scale"][0]) * _STEPS)
         return super(MarlinInt8Act, knowing).unpack(parts, spec)
 
 

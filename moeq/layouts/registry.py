@@ -120,5 +120,5 @@ def layout_facts() -> Iterator[LayoutFacts]:
             padding=kind.padding.title,
             w13_order=kind.w13_order,
             lossy=kind.lossy,
-            survey=kind.survey_scope,
+            survey=kind.calibration_scope,
         )

@@ -1,4 +1,4 @@
-"""A checkpoint as a user meets it: open it, ask what it is, read one expert's matrix.
+"""An opened checkpoint: what it holds, and the matrix of any expert.
 
 Headers only, and no torch, until data is asked for.
 """

@@ -29,17 +29,17 @@ from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec
 from moeq.model.experts import ExpertKind, Experts
 from moeq.model.info import CheckpointInfo, SchemeUse
-from moeq.model.modules import module_uses
-from moeq.model.oddities import (
+from moeq.model.lint import (
     check_complete,
     check_counts,
     check_sizes,
-    declared_oddities,
-    layer_oddities,
-    mixed_oddities,
-    scheme_oddities,
-    tensor_oddities,
+    lint_declaration,
+    lint_layers,
+    lint_mixing,
+    lint_schemes,
+    lint_tensors,
 )
+from moeq.model.modules import module_uses
 from moeq.schemes.base import Scheme
 from moeq.schemes.declared import Declaration, clean
 from moeq.schemes.registry import get_format
@@ -186,11 +186,11 @@ def _warnings(
     mtp = {number: model.experts[number] for number in model.stacks.mtp}
     yield from model.source.warnings
     yield from check_sizes(facts, model.family, up, down)
-    yield from declared_oddities(model.source.name, model.declaration, main)
-    yield from scheme_oddities(use.scheme for use in schemes)
-    yield from mixed_oddities(main)
-    yield from tensor_oddities(rest)
-    yield from layer_oddities(facts, facts.layers() or 0, model.stacks.main, mtp)
+    yield from lint_declaration(model.source.name, model.declaration, main)
+    yield from lint_schemes(use.scheme for use in schemes)
+    yield from lint_mixing(main)
+    yield from lint_tensors(rest)
+    yield from lint_layers(facts, facts.layers() or 0, model.stacks.main, mtp)
     if model.stacks.other:
         prefixes = sorted({layer.stack for layer in model.stacks.other})
         yield CheckpointWarning(

@@ -76,9 +76,9 @@ def divide(where: str, specs: Specs, layout: Layout, num_experts: int, tp: int, 
         shards = tuple(
             Shard(rank, part, Range(0, size)) for rank, part in enumerate(split_experts(where, num_experts, ep))
         )
-        if layout.survey_scope is None:
+        if layout.calibration_scope is None:
             return Division("ep", shards, "unsharded", f"sliceable by expert: ranks of ep {ep} read whole experts")
-        return Division("ep", shards, "ranks", f"{layout.id}: {layout.survey_scope}, so each ep rank has its own")
+        return Division("ep", shards, "ranks", f"{layout.id}: {layout.calibration_scope}, so each ep rank has its own")
     everyone = Range(0, num_experts)
     if tp == 1:
         return Division(None, (Shard(0, everyone, Range(0, size)),), "unsharded", "one rank holds every expert whole")

@@ -69,7 +69,7 @@ class CheckpointInfo:
         dtype: dtype the config declares for unquantised tensors.
         modules: what is quantised, part by part.
         refusals: why `moeq convert` will not take this checkpoint; empty where it will.
-        warnings: what is odd.
+        warnings: lint of headers and config.
     """
 
     name: str

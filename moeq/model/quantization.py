@@ -53,7 +53,7 @@ _COMPARED = (
 def find_declaration(
     config: Mapping[str, Any], side_configs: Mapping[str, Mapping[str, Any]]
 ) -> tuple[Declaration | None, list[CheckpointWarning]]:
-    """The quantisation config that counts, and warnings about copies that say something else.
+    """The quantisation config that takes effect, and warnings about copies that say something else.
 
     `config.json` wins over side files. Returns None where nothing declares a quantisation.
     """

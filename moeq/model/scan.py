@@ -1,4 +1,4 @@
-"""Look into the data: the small tensors of every expert (scales, zero points, group indices, biases), not the weights.
+"""Lint of a checkpoint's data: the small tensors of every expert (scales, zero points, group indices, biases).
 
 `inspect` reads headers only; this is what `--scan` adds. It reports everything it finds instead of stopping at the
 first, one warning per kind with a count and the first place.

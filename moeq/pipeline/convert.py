@@ -1,4 +1,4 @@
-"""Repack the experts of a checkpoint: plan, run every unit, finish.
+"""Repack the experts of a checkpoint: plan, run every unit, publish.
 
 A unit (`moeq.pipeline.plan.units`) is read once, packed for every rank that gets a part of it, written, read back and
 compared before it counts. Work happens in `<DST>.moeq-partial`, which is renamed to DST when everything, the manifest

@@ -1,4 +1,4 @@
-"""What a running conversion tells: plain records, given to a callback in the driver's thread, in order. No torch."""
+"""Events of a running conversion: plain records, passed in order to a callback in the driver's thread. No torch."""
 
 from __future__ import annotations
 

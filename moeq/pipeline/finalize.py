@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 from moeq.checkpoint.hub import HubSource
@@ -21,7 +21,7 @@ from moeq.pipeline.run.shares import Share, is_remote, parse_label
 from moeq.pipeline.state.folder import PARTIAL_SUFFIX, WorkFolder, take_back_journals
 from moeq.pipeline.state.job import Job, job_stamp, reopen_job
 from moeq.pipeline.state.journal import JobStamp, Journals, read_journals, require_job, share_of
-from moeq.pipeline.state.publish import finish
+from moeq.pipeline.state.publish import finish, require_units
 
 #: Name of finalize's own journal.
 _SHARE = "finalize"
@@ -54,9 +54,9 @@ def finalize(
         job.checkpoint.source.stream_into(folder.work("source"))
     with folder:
         refuse_contradictions(folder.journals)
-        require_units(job, folder, folder.journals.records, "are not finished")
+        _require(job, folder, folder.journals.records, "are not finished")
         records = finished_units(job, folder, job.plan.units, workers or default_workers(), tell)
-        require_units(job, folder, records, "are not in the files although a journal has them")
+        _require(job, folder, records, "are not in the files although a journal has them")
         units = job.plan.units
         read, written = sum(unit.bytes_in for unit in units), job.plan.bytes_out
         tell(Started(job.plan.digest, len(units), read, written, len(units), written))
@@ -101,21 +101,9 @@ def refuse_contradictions(journals: Journals) -> None:
         )
 
 
-def require_units(job: Job, folder: WorkFolder, have: Iterable[str], what: str) -> None:
-    """Refuse to go on without all units.
-
-    Raises:
-        MoeqError: `answer.units-missing` with their names and the shares that would do them.
-    """
-    having = set(have)
-    missing = [unit for unit in job.plan.units if unit.id not in having]
-    if missing:
-        shown = ", ".join(unit.id for unit in missing[:5]) + (f" and {len(missing) - 5} more" if missing[5:] else "")
-        raise MoeqError(
-            "answer.units-missing",
-            f"{len(missing)} of {len(job.plan.units)} units {what}: {shown}",
-            _remedy(job, folder, missing),
-        )
+def _require(job: Job, folder: WorkFolder, have: Container[str], what: str) -> None:
+    missing = [unit for unit in job.plan.units if unit.id not in have]
+    require_units(job.plan, have, what, _remedy(job, folder, missing) if missing else "")
 
 
 def _remedy(job: Job, folder: WorkFolder, missing: Sequence[Unit]) -> str:

@@ -1,4 +1,4 @@
-"""Upload a finished conversion to the Hub: weight files first, then one commit that makes everything visible at once.
+"""Upload a finished conversion to the Hub: weight files first, then one commit that makes everything visible.
 
 Until that commit the repository is what it was before, so nothing half-pushed can be loaded. Weight files that the Hub
 already has are not sent again, which is how a failed push is continued: by the same command.

@@ -1,4 +1,4 @@
-"""What a correct kernel may lose: its products in float64, operands rounded as it rounds them, and a bound per element.
+"""Numerics of a correct kernel: its products in float64, operands rounded as it rounds them, and a bound per element.
 
 A kernel for 16-bit activations multiplies exactly (two 16-bit floats make at most 22 significant bits) and sums in
 float32, in an order of its own. So it must agree with a float64 product *of the same rounded operands* up to the

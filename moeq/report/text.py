@@ -1,4 +1,4 @@
-"""Words and numbers for people."""
+"""Words and numbers, formatted for people."""
 
 from __future__ import annotations
 

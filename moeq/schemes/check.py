@@ -1,4 +1,4 @@
-"""Checks of decoded data that cost little beside decoding it: scales that no arithmetic survives."""
+"""Cheap checks of decoded data: scales have to be finite."""
 
 from __future__ import annotations
 

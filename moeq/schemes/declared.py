@@ -1,4 +1,4 @@
-"""What a quantisation config declares for a module, whatever dialect it is written in. No torch.
+"""What a quantisation config declares for a module, in any dialect. No torch.
 
 Headers decide what is quantised; the config decides what headers cannot tell (symmetry, zero-point convention,
 act-order, activation quantisation) and is checked against them.

@@ -1,4 +1,4 @@
-"""Formats that are recognised by their tensors, named, and otherwise left alone."""
+"""Formats that are recognised by their tensors and named, but not read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configs that say little: `mxfp4` (gpt-oss), `fp8` (DeepSeek and others), SGLang's int8. Headers tell the rest."""
+"""Minimal configs: `mxfp4` (gpt-oss), `fp8` (DeepSeek and others), SGLang's int8. Headers tell the rest."""
 
 from __future__ import annotations
 

@@ -77,16 +77,16 @@ def nibbles(packed: Tensor) -> Tensor:
 
 
 def pack_experts(layout: Layout, w13: Source, w2: Source, role: str, *, pad: bool = True) -> dict[str, Tensor]:
-    """What moeq writes for one role, stacked along experts: padded by the layout's rule, surveyed, packed."""
+    """What moeq writes for one role, stacked along experts: padded by the layout's rule, calibrated, packed."""
     source = w13 if role == "w13" else w2
     experts = [source.expert(e) for e in range(source.codes.shape[0])]
     if pad:
         plan = plan_padding(layout, w13.spec(), w2.spec())
         experts = [plan.pad(matrix) for matrix in experts]
-    found = [layout.survey(matrix) for matrix in experts]
+    found = [layout.calibrate(matrix) for matrix in experts]
     values = [value for value in found if value is not None]
     if values:
-        layout = layout.with_survey(max(values))
+        layout = layout.with_calibration(max(values))
     packed = [layout.pack(matrix) for matrix in experts]
     return {part: torch.stack([one[part] for one in packed]) for part in packed[0]}
 

@@ -30,10 +30,10 @@ def tame(layout: ArrangedLayout, matrix: QuantizedMatrix) -> QuantizedMatrix:
 
 
 def ready(layout: ArrangedLayout, matrix: QuantizedMatrix) -> ArrangedLayout:
-    found = layout.survey(matrix)
-    surveyed = layout if found is None else layout.with_survey(found)
-    assert isinstance(surveyed, ArrangedLayout)
-    return surveyed
+    found = layout.calibrate(matrix)
+    calibrated = layout if found is None else layout.with_calibration(found)
+    assert isinstance(calibrated, ArrangedLayout)
+    return calibrated
 
 
 @pytest.mark.parametrize("layout_id", EXACT)

@@ -107,14 +107,14 @@ def test_int8_activations_need_all_local_experts_and_depend_on_them() -> None:
     small, large = random_matrix(INT4, 1), random_matrix(INT4, 2)
     large.scales[0, 0] = 3.0
     layout = get_layout("marlin-wna16-int8act/1", allow_lossy=True)
-    with pytest.raises(MoeqError, match="survey the experts") as caught:
+    with pytest.raises(MoeqError, match="calibrate on the experts") as caught:
         layout.pack(small)
     assert caught.value.code == "usage.survey-needed"
-    found = [layout.survey(matrix) for matrix in (small, large)]
+    found = [layout.calibrate(matrix) for matrix in (small, large)]
     assert found[1] == 3.0
     assert None not in found
-    together = layout.with_survey(max(value for value in found if value is not None))
-    alone = layout.with_survey(found[0] or 0.0)
+    together = layout.with_calibration(max(value for value in found if value is not None))
+    alone = layout.with_calibration(found[0] or 0.0)
     packed = together.pack(small), alone.pack(small)
     assert torch.equal(packed[0]["weight"], packed[1]["weight"])
     assert not torch.equal(raw(packed[0]["scale"]), raw(packed[1]["scale"]))
@@ -124,7 +124,7 @@ def test_int8_activations_need_all_local_experts_and_depend_on_them() -> None:
 def test_int8_activations_with_one_scale_per_channel_need_nothing() -> None:
     matrix = random_matrix(replace(INT4, group_size=128))
     layout = get_layout("marlin-wna16-int8act/1")
-    assert layout.survey(matrix) is None
+    assert layout.calibrate(matrix) is None
     assert same(layout.unpack(layout.pack(matrix), matrix.spec), matrix)
 
 
@@ -133,7 +133,7 @@ def test_humming_refuses_weights_that_it_would_recode() -> None:
     matrix.codes.clamp_(min=1)
     layout = get_layout("humming-wna16/1")
     with pytest.raises(MoeqError, match="code 0 never occurs"):
-        layout.with_survey(layout.survey(matrix) or 0.0).pack(matrix)
+        layout.with_calibration(layout.calibrate(matrix) or 0.0).pack(matrix)
 
 
 def test_a_single_group_is_no_slice_of_several() -> None:

@@ -199,7 +199,7 @@ _define(operator.rshift, "lshr")
 #: The 32-bit words of two vectors in turns: of their first halves, and of their second halves.
 zip_low = pick_halves(*(lane + 16 * which for lane in range(8) for which in range(2)))
 zip_high = pick_halves(*(8 + lane + 16 * which for lane in range(8) for which in range(2)))
-#: The even and the odd 32-bit words of two vectors, which is the way back.
+#: The even and the odd 32-bit words of two vectors, the inverse.
 evens = pick_halves(*range(0, 32, 2))
 odds = pick_halves(*range(1, 32, 2))
 

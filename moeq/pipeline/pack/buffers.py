@@ -1,4 +1,4 @@
-"""Memory that is used again and again: touching fresh pages costs several times more than packing. No torch."""
+"""Reused, aligned buffers: touching fresh pages costs several times more than packing. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that stay as they are: blocks are shared where the file system can, else read, summed, written. No torch."""
+"""Unchanged tensors: blocks are cloned where the file system can, else read, checksummed and written. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One expert's `w13` or `w2`: read, pack for every rank, prove, write. For one unit, from any thread.
+"""Packing one expert's `w13` or `w2`: read, pack for every rank, prove, write. Any thread may do any expert.
 
 There are two paths. The fast path (`moeq.pipeline.pack.fast`) turns stored bytes into packed bytes in reused buffers,
 without torch. The reference path handles every format and layout: decode to the logical matrix, pad, pack, unpack,
@@ -244,22 +244,22 @@ class Packer:
     def _layouts(self) -> list[Layout]:
         """The layout of every shard, which may have to know all experts of its rank before it packs one."""
         layout = self._layer.layout
-        if layout.survey_scope is None:
+        if layout.calibration_scope is None:
             return [layout] * len(self._shards)
         with self._lock:
             if self._found is None:
-                self._found = self._surveyed(layout)
+                self._found = self._calibrated(layout)
             return self._found
 
-    def _surveyed(self, layout: Layout) -> list[Layout]:
+    def _calibrated(self, layout: Layout) -> list[Layout]:
         found: dict[int, float] = {}
         for expert in self.items:
             matrix = self._matrix(expert)
             for index, shard in enumerate(self._shards):
-                value = layout.survey(_padded(shard, matrix))
+                value = layout.calibrate(_padded(shard, matrix))
                 if value is not None:
                     found[index] = max(found.get(index, value), value)
-        return [layout.with_survey(found[i]) if i in found else layout for i in range(len(self._shards))]
+        return [layout.with_calibration(found[i]) if i in found else layout for i in range(len(self._shards))]
 
     def _write(
         self,

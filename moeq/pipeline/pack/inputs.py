@@ -1,6 +1,6 @@
-"""Source files while units are read from them: what the page cache holds from there, everything else past it. No torch.
+"""Reading source files: from the page cache what it already holds, everything else by direct I/O. No torch.
 
-Filling fresh pages of the cache costs more than packing what is read, and nobody reads it twice. Memory has to lie as
+Filling fresh pages of the cache costs more than packing what is read, and nothing is read twice. Memory has to lie as
 blocks of the disk do for that.
 """
 

@@ -1,4 +1,4 @@
-"""What a unit needs beyond buffers: which path packs it, and memory that threads share for the reference path."""
+"""Which path packs a unit, and the memory budget that threads share for the reference path."""
 
 from __future__ import annotations
 

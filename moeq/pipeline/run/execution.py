@@ -1,4 +1,4 @@
-"""Run the units of a conversion: those that no journal has yet, with records and progress. No torch."""
+"""Run the units of a conversion that no journal has yet, with records and progress. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from moeq.pipeline.events import Advanced, Checking, Progress, Started, UnitFinished, UnitStarted, Warned
 from moeq.pipeline.plan.units import CHUNK_BYTES, CopyUnit, Unit
 from moeq.pipeline.run.executors import Where, executor
-from moeq.pipeline.run.workers import Begun, Done, Outcome
+from moeq.pipeline.run.workers import Executed, Outcome
 from moeq.pipeline.state.folder import WorkFolder
 from moeq.pipeline.state.job import Job
 from moeq.pipeline.state.records import UnitRecord, holds
@@ -74,7 +74,7 @@ def run_units(
 
 
 class Driver:
-    """Keeps the books of a run, whoever executes the units: this process's threads or a cluster.
+    """Bookkeeping of a run, for any executor: this process's threads or a cluster.
 
     Making one reads the journals, checks finished units, and says `Started`.
 
@@ -103,18 +103,18 @@ class Driver:
 
     def handle(self, outcome: Outcome) -> None:
         """Note what an `Executor` tells."""
-        if isinstance(outcome, Begun):
-            self._progress(UnitStarted(outcome.unit.id))
-        elif isinstance(outcome, Done):
+        if isinstance(outcome, UnitStarted):
+            self._progress(outcome)
+        elif isinstance(outcome, Executed):
             self.finished(outcome.unit, outcome.record, outcome.seconds)
         else:
-            self.moved(outcome.bytes, outcome.label)
+            self.advanced(outcome.bytes, outcome.label)
 
-    def salvage(self, done: Done) -> None:
+    def salvage(self, done: Executed) -> None:
         """Record a unit that was finished although the run has ended."""
         self._record(done.record)
 
-    def moved(self, count: int, label: str) -> None:
+    def advanced(self, count: int, label: str) -> None:
         """Bytes were written."""
         self._done += count
         self._progress(Advanced(self._done, self._total, label))

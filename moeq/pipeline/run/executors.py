@@ -11,7 +11,7 @@ from typing import Protocol
 from moeq.errors import MoeqError
 from moeq.pipeline.pack.memory import SpareMemory
 from moeq.pipeline.plan.units import Unit
-from moeq.pipeline.run.workers import Done, Executor, Outcome
+from moeq.pipeline.run.workers import Executed, Executor, Outcome
 from moeq.pipeline.state.job import Job
 
 #: Told of something that does not stop the work: a code and a sentence.
@@ -25,7 +25,7 @@ class Executes(Protocol):
         """Make the output files of these units."""
 
     def run(
-        self, units: Sequence[Unit], handle: Callable[[Outcome], None], salvage: Callable[[Done], None] = ...
+        self, units: Sequence[Unit], handle: Callable[[Outcome], None], salvage: Callable[[Executed], None] = ...
     ) -> None:
         """Execute units and tell of them, in this thread."""
 

@@ -1,4 +1,4 @@
-"""How launchers tell a process which of how many it is: environment variables, as data.
+"""Launchers (Slurm, Kubernetes, ...): the environment variables that give a process its index and their number.
 
 Sources of the names: Slurm's manual pages sbatch(1) and srun(1); Kubernetes, "Indexed Job for parallel processing";
 PyTorch, "torchrun"; SkyPilot, "Distributed multi-node jobs".

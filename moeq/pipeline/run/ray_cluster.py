@@ -1,4 +1,4 @@
-"""A Ray cluster as a place for tasks: connecting, checking its nodes, retries, failures in words.
+"""Running tasks on a Ray cluster: connecting, checking its nodes, retries, readable failures.
 
 Retries are counted here and not by Ray (`max_retries=0`), so that each one is told and a task that is killed for
 memory again and again ends, too. Written for Ray 2.40 and newer (Ray Core API: tasks, `ray.wait`, `ray.nodes`).
@@ -96,7 +96,7 @@ def connected(address: str | None) -> Iterator[Any]:
 
 
 def _connect(ray: Any, address: str | None) -> None:
-    # Nobody asked for reports about a cluster that lives as long as one command.
+    # A cluster that lives as long as one command needs no reports.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     at = address or os.environ.get("RAY_ADDRESS")
     main = threading.current_thread() is threading.main_thread()
@@ -144,7 +144,7 @@ def nodes(ray: Any) -> list[Node]:
 
 
 def check_memory(found: Sequence[Node], tasks: Sequence[Task[R]]) -> None:
-    """Refuse tasks that no node could ever take; Ray would let them wait for ever.
+    """Refuse tasks that no node could ever take; Ray would leave them pending.
 
     Raises:
         MoeqError: `resources.ray-memory`.
@@ -183,7 +183,7 @@ class Token:
         Path(self.path).unlink(missing_ok=True)
 
     def gone(self) -> bool:
-        """Whether it has been removed: nobody waits for the work any more."""
+        """Whether it has been removed: the driver has gone away."""
         try:
             os.close(os.open(self.path, os.O_RDONLY))
         except FileNotFoundError:

@@ -1,6 +1,6 @@
 """Units as tasks of a Ray cluster. This machine keeps the journal; workers write to the shared folder.
 
-A worker opens the job once, checks that it comes to the same plan, and then executes the units it is given. Nothing
+A worker opens the job once, checks that it makes the same plan, and then executes the units it is given. Nothing
 but names and records travels. A task is all units of one output file (see `moeq.pipeline.run.shares.grouped`).
 """
 
@@ -22,7 +22,7 @@ from moeq.pipeline.run import ray_cluster
 from moeq.pipeline.run.ray_cluster import Task, Token
 from moeq.pipeline.run.resources import plan_memory
 from moeq.pipeline.run.shares import grouped
-from moeq.pipeline.run.workers import Done, Executor, Moved, Outcome
+from moeq.pipeline.run.workers import Executed, Executor, Outcome, Written
 from moeq.pipeline.state.folder import WORK_PREFIX
 from moeq.pipeline.state.job import Job, JobRequest, open_job
 from moeq.pipeline.state.records import UnitRecord
@@ -80,7 +80,7 @@ class RayExecutor:
         self,
         units: Sequence[Unit],
         handle: Callable[[Outcome], None],
-        salvage: Callable[[Done], None] = lambda done: None,
+        salvage: Callable[[Executed], None] = lambda done: None,
     ) -> None:
         """Execute units on whichever nodes are free, the largest first.
 
@@ -101,12 +101,12 @@ class RayExecutor:
             for record, seconds in results:
                 unit = by_id[record.unit]
                 left.discard(unit.id)
-                handle(Moved(unit, unit.bytes_out, unit.id))
-                handle(Done(unit, record, seconds))
+                handle(Written(unit, unit.bytes_out, unit.id))
+                handle(Executed(unit, record, seconds))
 
         def saved(results: Results) -> None:
             for record, seconds in results:
-                salvage(Done(by_id[record.unit], record, seconds))
+                salvage(Executed(by_id[record.unit], record, seconds))
 
         ray_cluster.run(self._ray, tasks, done, self._warn, self._order.token.remove, saved)
         if left:
@@ -157,7 +157,7 @@ def execute(remote: RemoteJob, units: Sequence[str]) -> Results | MoeqError:
 
 
 class _Stopped(Exception):
-    """Nobody waits for the result."""
+    """The driver no longer waits for the result."""
 
 
 class _Check:

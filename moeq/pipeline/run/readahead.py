@@ -24,7 +24,7 @@ _STEP = 4 * 2**20
 class Readahead:
     """A thread that reads the inputs of units until there is progress.
 
-    Sources that are not local folders are left alone: whoever fetches those has an order of its own.
+    Only local folders are read ahead: remote sources are fetched in an order of their own.
 
     Args:
         source: the source.
@@ -69,7 +69,7 @@ class Readahead:
                 read_soon(opened[file], start, size)
                 os.pread(opened[file], 1, start)  # waits: the disk is never asked for much more than it has read
         except OSError:
-            return  # whoever reads the file in earnest says what is wrong with it
+            return  # the reader that needs the file reports what is wrong with it
         finally:
             for fd in opened.values():
                 os.close(fd)

@@ -42,7 +42,7 @@ class Share:
 
         Args:
             units: all units of the plan.
-            remote: the source is a repository, whose files are fetched by whoever reads them.
+            remote: the source is a repository, whose files each process fetches for itself.
         """
         groups = grouped(units, remote=remote)
         sizes = [sum(unit.bytes_in + unit.bytes_out for unit in group) for group in groups]
@@ -98,7 +98,7 @@ def _place(unit: Unit) -> tuple[str, int]:
 
 
 def is_remote(source: Source) -> bool:
-    """Whether a source is a commit of a repository, whose files are fetched by whoever reads them.
+    """Whether a source is a commit of a repository, whose files each process fetches for itself.
 
     On some machines they may be there already; all of them have to deal the units in the same way.
     """

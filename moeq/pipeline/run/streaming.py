@@ -1,4 +1,4 @@
-"""Source files that come one by one, are converted and dropped: disk never holds them all."""
+"""Streaming a source: files are fetched one by one, converted and deleted, so that the disk never holds them all."""
 
 from __future__ import annotations
 

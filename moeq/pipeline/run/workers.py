@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from moeq.checkpoint.writer import OutputFile, disk_errors, prepare_file, require_free_space
+from moeq.pipeline.events import UnitStarted
 from moeq.pipeline.pack.buffers import Buffers
 from moeq.pipeline.pack.copying import Copier
 from moeq.pipeline.pack.experts import Packer
@@ -32,14 +33,7 @@ from moeq.pipeline.state.records import UnitRecord
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A unit was begun."""
-
-    unit: Unit
-
-
-@dataclass(frozen=True)
-class Moved:
+class Written:
     """Bytes of a unit were written."""
 
     unit: Unit
@@ -48,7 +42,7 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class Done:
+class Executed:
     """A unit is on disk."""
 
     unit: Unit
@@ -61,7 +55,8 @@ class _Failed:
     error: BaseException
 
 
-Outcome = Begun | Moved | Done
+#: What an executor tells.
+Outcome = UnitStarted | Written | Executed
 
 #: What executes a unit, by its kind.
 _KINDS: Mapping[type[Unit], Callable[[Job, Any, Mapping[str, InputFile], OutputFile, SpareMemory], Any]] = {
@@ -114,9 +109,9 @@ class Executor:
         records: list[UnitRecord] = []
 
         def handle(outcome: Outcome) -> None:
-            if isinstance(outcome, Moved) and moved:
+            if isinstance(outcome, Written) and moved:
                 moved(outcome.bytes, outcome.label)
-            elif isinstance(outcome, Done):
+            elif isinstance(outcome, Executed):
                 records.append(outcome.record)
 
         self.prepare([unit])
@@ -127,7 +122,7 @@ class Executor:
         self,
         units: Sequence[Unit],
         handle: Callable[[Outcome], None],
-        salvage: Callable[[Done], None] = lambda done: None,
+        salvage: Callable[[Executed], None] = lambda done: None,
     ) -> None:
         """Execute units, in about this order. The files have to be prepared.
 
@@ -150,7 +145,7 @@ class Executor:
             except BaseException:
                 run.stop()
                 for outcome in run.outcomes():
-                    if isinstance(outcome, Done):
+                    if isinstance(outcome, Executed):
                         salvage(outcome)
                 raise
             finally:
@@ -263,7 +258,7 @@ class _Run:
                         for data, place in writes:
                             work.opened.output.write(data.data, place)
                 except BaseException:
-                    self._stopped = True  # before the buffer is free again, or the worker could wait for ever
+                    self._stopped = True  # before the buffer is free again, or the worker could wait forever
                     raise
                 finally:
                     queues.free.put(slot)
@@ -308,13 +303,13 @@ class _Run:
         items = kind.items
         opened = OpenUnit(unit, kind, tuple(inputs.values()), output, begun, items, [None] * len(items), len(items))
         self._open[unit.id] = opened
-        self._events.put(Begun(unit))
+        self._events.put(UnitStarted(unit.id))
         return opened
 
     def _complete(self, work: WorkItem, result: Any) -> None:
         opened = work.opened
         opened.results[work.number] = result
-        self._events.put(Moved(opened.unit, result.written, opened.kind.label(work.payload)))
+        self._events.put(Written(opened.unit, result.written, opened.kind.label(work.payload)))
         with self._counting:
             opened.left -= 1
             if opened.left == 0:
@@ -341,7 +336,7 @@ class _Run:
                     opened.output.sync()
             for opened in ready:
                 record = opened.kind.record(opened.results)
-                self._events.put(Done(opened.unit, record, time.monotonic() - opened.begun))
+                self._events.put(Executed(opened.unit, record, time.monotonic() - opened.begun))
         finally:
             for opened in ready:
                 opened.close()

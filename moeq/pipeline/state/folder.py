@@ -31,7 +31,6 @@ _PASSING = (
     "source.network",
     "source.offline",
     "source.unreadable",
-    "usage.missing-units",
 )
 
 #: What is appended to a destination's name until it is finished.

@@ -1,10 +1,10 @@
-"""The end of a conversion: manifest, side files and restore data from the records of all units, and the final name."""
+"""Publish a conversion: manifest, side files and restore data from the records of all units, then the rename."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,11 @@ def finish(job: Job, folder: WorkFolder, records: Mapping[str, UnitRecord]) -> M
         records: unit id to its record, for every unit of the plan.
 
     Raises:
-        MoeqError: `usage.missing-units` where records are missing or are not of these units, by name;
+        MoeqError: `answer.units-missing` where records are missing or are not of these units, by name;
             `source.changed` where the source was written to meanwhile; `resources.disk-full`.
     """
-    require_complete(job.plan, records)
+    complete = {unit.id for unit in job.plan.units if unit.id in records and records[unit.id].fits(unit)}
+    require_units(job.plan, complete, "are not finished", "moeq convert without --shard does what is left")
     require_unchanged(folder.stamp, job_stamp(job), folder.path)
     targets, checkpoint = job.targets, job.checkpoint
     kept = {name for unit in job.plan.units for name in records[unit.id].kept}
@@ -64,16 +65,22 @@ def finish(job: Job, folder: WorkFolder, records: Mapping[str, UnitRecord]) -> M
     return manifest
 
 
-def require_complete(plan: Plan, records: Mapping[str, UnitRecord]) -> None:
-    """Refuse to finish while units are missing. Raises MoeqError `usage.missing-units` that names them."""
-    missing = [unit.id for unit in plan.units if unit.id not in records or not records[unit.id].fits(unit)]
+def require_units(plan: Plan, have: Container[str], what: str, hint: str) -> None:
+    """Refuse to go on without all units.
+
+    Args:
+        plan: the plan.
+        have: ids of the units that are there.
+        what: what the others are not, for the message.
+        hint: what to do about it.
+
+    Raises:
+        MoeqError: `answer.units-missing` with their names.
+    """
+    missing = [unit.id for unit in plan.units if unit.id not in have]
     if missing:
-        shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-        raise MoeqError(
-            "usage.missing-units",
-            f"{len(missing)} of {len(plan.units)} units are not finished: {shown}",
-            "run the shards that hold them, or moeq convert without --shard, which does what is left",
-        )
+        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if missing[5:] else "")
+        raise MoeqError("answer.units-missing", f"{len(missing)} of {len(plan.units)} units {what}: {shown}", hint)
 
 
 def _layer_entry(plan: Plan, layer: LayerPlan, records: Mapping[str, UnitRecord]) -> LayerEntry:

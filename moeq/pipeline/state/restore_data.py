@@ -1,4 +1,4 @@
-"""What leads back from a conversion to its source, kept beside it in `moeq-restore.data`.
+"""Restore data: what is needed to rebuild the source, kept beside a conversion in `moeq-restore.data`.
 
 The weights themselves are in the packed tensors. What they do not tell is kept verbatim: the header of every source
 file (names, order, offsets, metadata), the config and index that conversion replaces, and each expert tensor that

@@ -1,7 +1,7 @@
-"""Files of a conversion that are no weights, under the names that they have in the source.
+"""Files of a conversion that hold no weights, under their names in the source.
 
 `moeq push` puts a card of its own in the place of the source's and keeps that one beside it; the Hub adds a file.
-Whoever downloads a pushed conversion can verify and restore it all the same.
+A pushed conversion can be downloaded, verified and restored like any other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loops over what formats store, in numba."""
+"""Compiled loops over stored zero points and AWQ words."""
 
 from __future__ import annotations
 

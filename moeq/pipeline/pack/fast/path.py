@@ -1,4 +1,4 @@
-"""From the stored bytes of one expert's `w13` or `w2` to its packed bytes, and the proof that these mean the same.
+"""The fast path: from the stored bytes of one expert's `w13` or `w2` to packed bytes, and the proof of it.
 
 `read` looks at what is stored, `pack` fills output buffers. `prove` reads output buffers (what `pack` left there or,
 better, what was read back from the file), unpacks them by loops that are not those of `pack`, compares everything with

@@ -1,4 +1,4 @@
-"""What is odd about a checkpoint, from headers and config: contradictions raise, the rest are warnings. No torch."""
+"""Lint of a checkpoint's headers and config: contradictions raise, everything else is a warning. No torch."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def check_sizes(
         yield CheckpointWarning("shape.partial-group", message)
 
 
-def declared_oddities(
+def lint_declaration(
     name: str, declaration: Declaration | None, experts: Iterable[Experts]
 ) -> Iterator[CheckpointWarning]:
     """Contradictions between what the config says and what the headers show."""
@@ -114,7 +114,7 @@ def declared_oddities(
         yield CheckpointWarning("config.quantizes-plain", message)
 
 
-def scheme_oddities(schemes: Iterable[Scheme]) -> Iterator[CheckpointWarning]:
+def lint_schemes(schemes: Iterable[Scheme]) -> Iterator[CheckpointWarning]:
     """What in a scheme is known to trip engines."""
     for scheme in schemes:
         if scheme.act_order and scheme.group_size > 0:
@@ -134,15 +134,15 @@ def scheme_oddities(schemes: Iterable[Scheme]) -> Iterator[CheckpointWarning]:
             )
 
 
-def tensor_oddities(rest: Iterable[TensorEntry]) -> Iterator[CheckpointWarning]:
-    """What is odd outside the routed experts."""
+def lint_tensors(rest: Iterable[TensorEntry]) -> Iterator[CheckpointWarning]:
+    """Lint outside the routed experts."""
     routers = quantized_routers(rest)
     if routers:
         message = f"the router is quantised ({_few(routers, 2)}), which engines do not expect"
         yield CheckpointWarning("module.router-quantized", message)
 
 
-def layer_oddities(
+def lint_layers(
     facts: Facts, num_layers: int, moe: Iterable[int], mtp: dict[int, Experts]
 ) -> Iterator[CheckpointWarning]:
     """Multi-token prediction declared but absent, or layers beyond the declared number."""
@@ -162,7 +162,7 @@ def layer_oddities(
         )
 
 
-def mixed_oddities(experts: Iterable[Experts]) -> Iterator[CheckpointWarning]:
+def lint_mixing(experts: Iterable[Experts]) -> Iterator[CheckpointWarning]:
     """Layers whose experts do not all have one scheme."""
     mixed = [item.layer.layer for item in experts if len({s for g in item.kinds() for s in g.kind.schemes}) > 1]
     if mixed:
