@@ -69,7 +69,8 @@ TORCH_AT_TOP = {"reference", "check", "layouts"}
 TORCH_FREE_MODULES = {"moeq/layouts/__init__.py", "moeq/layouts/base.py", "moeq/layouts/registry.py"}
 # Loaders inside engines, which have imported torch long before: only entry points and tests import them.
 INSIDE_ENGINES = {
-    f"moeq/engines/{name}.py" for name in ("transformers", "experts_module", "vllm/method", "vllm/backends")
+    f"moeq/engines/{name}.py"
+    for name in ("transformers", "experts_module", "vllm/config", "vllm/method", "vllm/experts", "vllm/backends")
 }
 
 

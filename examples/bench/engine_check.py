@@ -262,25 +262,23 @@ def is_gpt_oss(checkpoint: Any) -> bool:
 
 
 def plug_in_method(checkpoint: Any) -> Any:
-    """moeq's method, as the engine makes it for a converted folder."""
+    """moeq's method, as the engine makes it for a converted folder, with the engine's kernels."""
     from vllm.model_executor.layers.quantization import get_quantization_config
 
-    from moeq.load import vllm_plugin
+    from moeq.engines.vllm import plugin
 
-    vllm_plugin.register()
+    plugin.register()
     config, folder = checkpoint.source.config, checkpoint.source.path("config.json").parent
     method = get_quantization_config("moeq").from_config(config["quantization_config"])
-    method.maybe_update_config(str(folder), hf_config=SimpleNamespace(model_type=config["model_type"]))
+    method.maybe_update_config(str(folder))
+    os.environ["MOEQ_KERNELS"] = "engine"
     return method
 
 
-def plug_in_layer(checkpoint: Any, number: int, method: Any, read: Callable[[str], Tensor]) -> Any:
-    """The engine's layer with moeq's method, filled (the engine hands it whole tensors, which it does not touch)."""
+def plug_in_layer(checkpoint: Any, number: int, method: Any) -> Any:
+    """The engine's layer with moeq's method, which fills it when the engine has it process its weights."""
     with torch.device(DEVICE):
-        layer = engine_layer(checkpoint, number, method)
-    names = checkpoint.manifest.layer(number).tensors
-    list(layer.load_weights((name.rpartition("experts.")[2], read(name)) for name in names))
-    return layer
+        return engine_layer(checkpoint, number, method)
 
 
 def source_method(checkpoint: Any) -> Any:
@@ -326,7 +324,7 @@ def applied(layer: Any) -> Implementation:
 def plug_in_implementation(converted: Path) -> Implementation:
     """The engine's layer with moeq's method."""
     checkpoint = moeq.open(converted)
-    return applied(plug_in_layer(checkpoint, LAYER, plug_in_method(checkpoint), checkpoint.source.read))
+    return applied(plug_in_layer(checkpoint, LAYER, plug_in_method(checkpoint)))
 
 
 def engine_implementation(source: Path) -> Implementation:

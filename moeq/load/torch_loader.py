@@ -79,11 +79,12 @@ def load_experts(
     if verify:
         check_layer_digests(checkpoint, entry)
     part = plan_rank(entry, Rank(tp_rank, tp_size, ep_rank, ep_size), uneven_unit(checkpoint, layer))
-    _check_groups(entry, part)
+    check_groups(entry, part)
     return packed_experts(checkpoint, entry, part, target)
 
 
-def _check_groups(entry: LayerEntry, part: RankPart) -> None:
+def check_groups(entry: LayerEntry, part: RankPart) -> None:
+    """Raises MoeqError `answer.no-kernel` for a shard of act-order that needs the groups of the whole."""
     for role, matrix in part.matrices.items():
         if matrix.spec.all_groups is not None and matrix.spec.all_groups * matrix.spec.group_size > matrix.spec.k:
             raise MoeqError(
@@ -105,9 +106,9 @@ def expert_map(num_experts: int, ep_rank: int, ep_size: int, device: str | torch
     return found
 
 
-def open_converted(dst: str | Path | Checkpoint) -> ConvertedCheckpoint:
-    """A converted checkpoint. Raises MoeqError `usage.not-converted` for a source."""
-    checkpoint = dst if isinstance(dst, Checkpoint) else open_checkpoint(dst)
+def open_converted(dst: str | Path | Checkpoint, revision: str | None = None) -> ConvertedCheckpoint:
+    """A converted checkpoint: a folder or a Hub repository. Raises MoeqError `usage.not-converted` for a source."""
+    checkpoint = dst if isinstance(dst, Checkpoint) else open_checkpoint(dst, revision)
     if checkpoint.kind != "converted":
         raise MoeqError(
             "usage.not-converted",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
 if vllm.__version__.partition("+")[0] not in ENGINES:
     pytest.skip(f"written against vLLM {ENGINES}, this is {vllm.__version__}", allow_module_level=True)
 
-from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.config import DeviceConfig, LoadConfig, VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation  # noqa: E402
 from vllm.model_executor.layers.fused_moe.config import (  # noqa: E402
     FusedMoEConfig,
@@ -37,8 +36,8 @@ from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapMan
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts  # noqa: E402
 from vllm.model_executor.layers.quantization import get_quantization_config  # noqa: E402
 
+from moeq.engines.vllm import plugin  # noqa: E402
 from moeq.engines.vllm.backends import BACKENDS  # noqa: E402
-from moeq.load import vllm_plugin  # noqa: E402
 
 #: Checkpoint to a layout that the plug-in hands to the engine.
 NAMES = {
@@ -58,22 +57,38 @@ if "marlin-act-order/1" in BACKENDS:  # 0.26.0
     NAMES["gptq-int4-g32-actorder-qwen3moe"] = "marlin-act-order/1"
 
 
-def engine() -> Any:
+def engine(**options: Any) -> Any:
     """The context in which the engine builds layers."""
-    return set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu")))
+    return set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"), **options))
 
 
 def config_of(folder: Path) -> Any:
     document = json.loads((folder / "config.json").read_text())
     config = get_quantization_config("moeq").from_config(document["quantization_config"])
-    config.maybe_update_config(str(folder), hf_config=SimpleNamespace(model_type=document["model_type"]))
+    config.maybe_update_config(str(folder))
     return config
 
 
-def experts_layer(folder: Path, *, tp: tuple[int, int] = (0, 1), ep: tuple[int, int] = (0, 1), **options: Any) -> Any:
-    """The engine's own layer class with our config, on one rank."""
+def experts_layer(
+    folder: Path,
+    *,
+    tp: tuple[int, int] = (0, 1),
+    ep: tuple[int, int] = (0, 1),
+    kernels: str | None = None,
+    load_format: str = "auto",
+    parallel: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """The engine's own layer class with our config, on one rank.
+
+    Args:
+        kernels: what `--additional-config` asks for.
+        load_format: as `--load-format`.
+        parallel: fields of the engine's record of ranks, other than those of `tp` and `ep`.
+        options: fields of the engine's record of the layer.
+    """
     info = moeq.open(folder).info
-    parallel = FusedMoEParallelConfig(
+    ranks = FusedMoEParallelConfig(
         tp_size=tp[1],
         tp_rank=tp[0],
         ep_size=ep[1],
@@ -84,8 +99,7 @@ def experts_layer(folder: Path, *, tp: tuple[int, int] = (0, 1), ep: tuple[int, 
         dp_size=1,
         dp_rank=0,
         sp_size=1,
-        all2all_backend="allgather_reducescatter",
-        enable_eplb=False,
+        **{"all2all_backend": "allgather_reducescatter", "enable_eplb": False, **(parallel or {})},
     )
     manager = ExpertMapManager(
         max_num_batched_tokens=64,
@@ -93,33 +107,38 @@ def experts_layer(folder: Path, *, tp: tuple[int, int] = (0, 1), ep: tuple[int, 
         global_num_experts=info.num_experts,
         num_redundant_experts=0,
         num_expert_group=None,
-        moe_parallel_config=parallel,
+        moe_parallel_config=ranks,
         placement_strategy="linear",
         enable_eplb=False,
     )
     moe = FusedMoEConfig(
         num_experts=info.num_experts,
-        experts_per_token=info.top_k,
+        experts_per_token=options.pop("experts_per_token", info.top_k),
         hidden_dim=info.hidden_size,
         intermediate_size=info.intermediate_size,
         num_local_experts=manager.local_num_experts,
         num_logical_experts=info.num_experts,
-        activation=MoEActivation.SWIGLUOAI if info.activation == "swigluoai" else MoEActivation.SILU,
+        activation=options.pop(
+            "activation", MoEActivation.SWIGLUOAI if info.activation == "swigluoai" else MoEActivation.SILU
+        ),
         has_bias=info.activation == "swigluoai",
         device="cpu",
         routing_method=RoutingMethodType.Renormalize,
-        moe_parallel_config=parallel,
+        moe_parallel_config=ranks,
         in_dtype=options.pop("dtype", torch.bfloat16),
         **options,
     )
-    with engine():
+    additional = {"moeq": {"kernels": kernels}} if kernels else {}
+    with engine(additional_config=additional, load_config=LoadConfig(load_format=load_format)):
         return RoutedExperts("model.layers.1.mlp.experts", moe.in_dtype, moe, config_of(folder), manager)
 
 
-def load(layer: Any, folder: Path) -> set[str]:
-    checkpoint = moeq.open(folder)
-    names = checkpoint.manifest.layer(1).tensors
-    return set(layer.load_weights((name.rpartition("experts.")[2], checkpoint.source.read(name)) for name in names))
+def loaded_layer(folder: Path, **options: Any) -> Any:
+    """The same, filled from the files and set up as the engine does it."""
+    layer = experts_layer(folder, **options)
+    with engine():
+        layer.quant_method.process_weights_after_loading(layer)
+    return layer
 
 
-vllm_plugin.register()
+plugin.register()

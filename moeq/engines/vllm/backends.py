@@ -17,6 +17,7 @@ from vllm.model_executor.layers.quantization.utils import quant_utils
 from moeq.matrix import MatrixSpec
 
 Tensors = dict[str, Any]
+Clamp = dict[str, float | None]
 
 #: 0.26.0: its oracle does not know the Triton WNA16 experts.
 OLDER = not hasattr(int_wna16.WNA16MoEBackend, "TRITON")
@@ -31,7 +32,7 @@ class EngineExperts:
         option: value of `--moe-backend` that allows it, besides `auto`.
         classes: its expert classes, best first.
         keys: `(weight key, activation key)` of a matrix, in the engine's terms.
-        quant_config: its record of scales, from the layer's tensors.
+        quant_config: its record of scales, from the layer's tensors and the constants of its activation.
         kernel: its kernel, from that record, its MoE config, the class, the routing tables and the layer's tensors.
         rounds_sizes: hidden and intermediate size are rounded up before weights are made, as the layout pads.
         cast: scales and biases are rounded to the dtype of the activations, as the engine's own loader does.
@@ -43,7 +44,7 @@ class EngineExperts:
     option: str
     classes: Callable[[], list[Any]]
     keys: Callable[[MatrixSpec], tuple[Any, Any]]
-    quant_config: Callable[[Tensors, MatrixSpec], Any]
+    quant_config: Callable[[Tensors, MatrixSpec, Clamp], Any]
     kernel: Callable[[Any, Any, Any, Any, Tensors], Any]
     rounds_sizes: bool = False
     cast: bool = True
@@ -62,20 +63,20 @@ def _wna16_keys(spec: MatrixSpec) -> tuple[Any, Any]:
     return _WNA16_KEYS.get((spec.element, spec.symmetric)), None
 
 
-def _wna16_config(tensors: Tensors, spec: MatrixSpec) -> Any:
-    return _grouped_config(tensors, spec, -1 if _channelwise(spec) else spec.group_size)
+def _wna16_config(tensors: Tensors, spec: MatrixSpec, clamp: Clamp) -> Any:
+    return _grouped_config(tensors, spec, -1 if _channelwise(spec) else spec.group_size, clamp)
 
 
-def _triton_config(tensors: Tensors, spec: MatrixSpec) -> Any:
+def _triton_config(tensors: Tensors, spec: MatrixSpec, clamp: Clamp) -> Any:
     """The kernel finds a group by division: a single one for each channel is as long as the longer of both products."""
-    return _grouped_config(tensors, spec, max(spec.k, spec.n // 2) if _channelwise(spec) else spec.group_size)
+    return _grouped_config(tensors, spec, max(spec.k, spec.n // 2) if _channelwise(spec) else spec.group_size, clamp)
 
 
 def _channelwise(spec: MatrixSpec) -> bool:
     return spec.num_groups == 1 and spec.group_size == spec.k
 
 
-def _grouped_config(tensors: Tensors, spec: MatrixSpec, group_size: int) -> Any:
+def _grouped_config(tensors: Tensors, spec: MatrixSpec, group_size: int, clamp: Clamp) -> Any:
     return int_wna16.make_wna16_moe_quant_config(
         w1_scale=tensors["w13_scale"],
         w2_scale=tensors["w2_scale"],
@@ -85,6 +86,7 @@ def _grouped_config(tensors: Tensors, spec: MatrixSpec, group_size: int) -> Any:
         w2_zp=tensors.get("w2_zero"),
         w1_bias=tensors.get("w13_bias"),
         w2_bias=tensors.get("w2_bias"),
+        **clamp,
     )
 
 
@@ -141,7 +143,7 @@ _INT8 = EngineExperts(
     classes=lambda: int8.backend_to_kernel_cls(int8.Int8MoeBackend.TRITON),
     keys=lambda spec: (quant_utils.kInt8StaticChannelSym, quant_utils.kInt8DynamicTokenSym),
     # Not through the oracle of 0.26.0, which takes dynamic activation scales for none and would run W8A16.
-    quant_config=lambda tensors, spec: int8_w8a8_moe_quant_config(
+    quant_config=lambda tensors, spec, clamp: int8_w8a8_moe_quant_config(
         w1_scale=tensors["w13_scale"],
         w2_scale=tensors["w2_scale"],
         a1_scale=None,
@@ -159,11 +161,12 @@ _MXFP4 = EngineExperts(
     option="marlin",
     classes=lambda: mxfp4.backend_to_kernel_cls(mxfp4.Mxfp4MoeBackend.MARLIN),
     keys=lambda spec: (quant_utils.kMxfp4Static, None),
-    quant_config=lambda tensors, spec: mxfp4_w4a16_moe_quant_config(
+    quant_config=lambda tensors, spec, clamp: mxfp4_w4a16_moe_quant_config(
         w1_scale=tensors["w13_scale"],
         w2_scale=tensors["w2_scale"],
         w1_bias=tensors.get("w13_bias"),
         w2_bias=tensors.get("w2_bias"),
+        **clamp,
     ),
     kernel=lambda config, moe, kind, tables, tensors: mxfp4.make_mxfp4_moe_kernel(
         config, moe, kind, mxfp4.Mxfp4MoeBackend.MARLIN, routing_tables=tables

@@ -1,137 +1,43 @@
-"""The quantisation method `moeq` inside vLLM (0.33.0, 0.26.0): experts are created in their converted shapes, filled
-with the bytes of this rank, and handed to the engine's own expert kernels as they are.
-
-Layers outside the experts keep the method that the source's config asks for. `moeq.engines.vllm.plugin` registers
-this; nothing else imports it.
+"""Converted experts inside vLLM (0.33.0, 0.26.0): created in their converted shapes, filled with the bytes of this
+rank, and run as they are, by moeq's kernels or by the engine's own.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
-from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat
-from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization import get_quantization_config, register_quantization_config
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.quantization.utils.marlin_utils import get_marlin_input_dtype
 from vllm.platforms import current_platform
 
-from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry
+from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry, StackedRole
+from moeq.engines.choice import Kernels, choose, outcome
 from moeq.engines.vllm.backends import BACKENDS, EngineExperts
-from moeq.engines.vllm.models import MODELS, teach
+from moeq.engines.vllm.experts import (
+    activation_format,
+    check_own,
+    clamp_arguments,
+    own_kernel,
+    runs_alone,
+    slow_reason,
+)
 from moeq.errors import MoeqError
 from moeq.layouts.arranged import torch_dtype
 from moeq.layouts.registry import get_layout, layout_class
+from moeq.load.kernel_experts import kernel_experts
 from moeq.load.ranks import Rank, plan_rank
-from moeq.load.torch_loader import layer_entry, open_converted, read_parts, require_arch, uneven_unit
+from moeq.load.torch_loader import read_parts, require_arch, uneven_unit
 
 if TYPE_CHECKING:
     from moeq.model.converted import ConvertedCheckpoint
+    from moeq_kernels import PackedExperts
 
-_LAYER = re.compile(r"layers\.(\d+)\.")
-
-
-def register_method() -> None:
-    """Register config and experts with the engine. Calling it again does nothing."""
-    from vllm.model_executor.custom_op import op_registry_oot
-
-    if op_registry_oot.get("RoutedExperts") is not MoeqRoutedExperts:
-        RoutedExperts.register_oot(MoeqRoutedExperts)
-    register_quantization_config("moeq")(MoeqConfig)
-
-
-class MoeqConfig(QuantizationConfig):  # type: ignore[misc]
-    """`quantization_config` of a converted checkpoint, with the source's own inside.
-
-    Args:
-        original: the source's quantisation config, or None where it had none in `config.json`.
-    """
-
-    def __init__(self, original: dict[str, Any] | None) -> None:
-        super().__init__()
-        self.inner: Any = _source_method(original) if original else None
-        self.checkpoint: ConvertedCheckpoint | None = None
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> MoeqConfig:
-        """From `config.json`."""
-        return cls(config.get("original"))
-
-    def get_name(self) -> str:
-        """`moeq`."""
-        return "moeq"
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """Those of the source's method."""
-        return list(self.inner.get_supported_act_dtypes()) if self.inner else [torch.bfloat16, torch.float16]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        """Of the oldest kernel; the manifest says which GPU it must be."""
-        return 75
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        """None: `config.json` says everything."""
-        return []
-
-    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Open the checkpoint. Raises MoeqError `usage.unsupported-model`, `usage.not-local`, `source.*`."""
-        kind = getattr(hf_config, "model_type", None)
-        if kind not in MODELS:
-            raise MoeqError(
-                "usage.unsupported-model",
-                f"moeq's vLLM loader does not cover model type '{kind}': its weights are not loaded by the method",
-                f"it covers {', '.join(MODELS)}; serve the source checkpoint instead",
-            )
-        if not Path(model_name).is_dir():
-            raise MoeqError(
-                "usage.not-local",
-                f"{model_name} is no local folder, and experts are read from files rank by rank",
-                f"hf download {model_name} --local-dir DST, then vllm serve DST",
-            )
-        self.checkpoint = open_converted(Path(model_name))
-        if self.inner is not None:
-            self.inner.maybe_update_config(model_name, hf_config=hf_config, revision=revision)
-
-    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        """Names in the source's config follow the engine's."""
-        if self.inner is not None:
-            self.inner.apply_vllm_mapper(hf_to_vllm_mapper)
-
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """Ours for converted experts, the source's for everything else."""
-        if isinstance(layer, RoutedExperts) and self.checkpoint is not None:
-            found = _LAYER.search(prefix)
-            number = int(found[1]) if found else -1
-            if self.checkpoint.is_packed(number):
-                teach(self.checkpoint.source.config["model_type"], MoeqMoEMethod)
-                return MoeqMoEMethod(layer.moe_config, self.checkpoint, layer_entry(self.checkpoint, number))
-        if self.inner is None:
-            return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
-        self.inner.packed_modules_mapping = self.packed_modules_mapping
-        return self.inner.get_quant_method(layer, prefix)
-
-
-def _source_method(original: dict[str, Any]) -> Any:
-    """The engine's config of the source's method. Raises MoeqError `answer.no-backend` where the engine refuses it."""
-    method = str(original["quant_method"])
-    try:
-        return get_quantization_config(method).from_config(dict(original))
-    except ValueError as error:
-        raise MoeqError(
-            "answer.no-backend",
-            f"layers outside the experts are still {method}, as the source had them, and vLLM does not read them: "
-            f"{error}",
-            "moeq oracle SRC says what serves this checkpoint",
-        ) from error
+logger = init_logger("vllm.moeq")  # below the engine's own logger, whose handlers print it
 
 
 class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
@@ -141,39 +47,53 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         moe: the engine's record of the layer.
         checkpoint: the converted checkpoint.
         entry: the layer in its manifest.
+        asked: which kernels were asked for.
+        dummy: no weights are read (`--load-format dummy`).
 
     Raises:
-        MoeqError: `answer.no-backend`, `environment.gpu-mismatch`, `usage.dtype`, `usage.moe-backend`,
-            `environment.marlin-input` where this engine, as it was started, would not read the bytes rightly.
+        MoeqError: `answer.no-backend`, `answer.no-kernel`, `environment.gpu-mismatch`, `environment.marlin-input`,
+            `usage.*` where neither moeq's kernels nor this engine's, as it was started, run these bytes rightly.
     """
 
-    def __init__(self, moe: Any, checkpoint: ConvertedCheckpoint, entry: LayerEntry) -> None:
+    def __init__(
+        self, moe: Any, checkpoint: ConvertedCheckpoint, entry: LayerEntry, asked: Kernels = "auto", dummy: bool = False
+    ) -> None:
         super().__init__(moe)
         self.checkpoint = checkpoint
         self.entry = entry
-        self.engine = _engine_experts(entry)
-        _check_start(self.engine, moe, checkpoint)
-        _check_order(moe, entry)
-        self.experts_cls = _supported_class(self.engine, moe, entry)
+        self.dummy = dummy
+        _check_deployment(moe, checkpoint)
         parallel = moe.moe_parallel_config
         # Under expert parallelism experts are whole, and the engine says so by tp_size 1.
         self.rank = Rank(parallel.tp_rank, parallel.tp_size, parallel.ep_rank, parallel.ep_size)
         if not parallel.use_ep:
             self.rank = Rank(parallel.tp_rank, parallel.tp_size)
-        if self.rank.tp_size > 1 and not self.engine.shards:
-            raise MoeqError(
-                "usage.tp",
-                f"layer {entry.layer}: experts with act-order are not cut over {self.rank.tp_size} ranks",
-                "start with --tensor-parallel-size 1, or with --enable-expert-parallel",
-            )
         self.part = plan_rank(entry, self.rank, uneven_unit(checkpoint, entry.layer))
-        self._filled = False
+
+        engine = outcome(lambda: _engine_experts(moe, entry, self.rank))
+        own = outcome(lambda: check_own(moe, entry, self.part))
+        slow = None if own else slow_reason(moe, self.packed(self.empty(moe.in_dtype, "meta")))
+        title = engine if isinstance(engine, MoeqError) else engine[0].title
+        self.choice = choose(asked, own, slow, title)
+        if not self.choice.own:
+            assert not isinstance(engine, MoeqError)  # `choose` has raised it
+            self.engine, self.experts_cls = engine
+        logger.info_once("moeq: %s: %s", self.title, self.choice.why)
+
+    @property
+    def title(self) -> str:
+        """What kind of layer this is, the same for all that are alike."""
+        spec, held = self.part.matrices["w2"].spec, self.part.experts
+        return (
+            f"{held[1] - held[0]} experts of [{spec.n}, {spec.k}], {self.entry.layout} {spec.element}, "
+            f"{self.moe.activation.value}"
+        )
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: Any, moe_parallel_config: Any
     ) -> tuple[int, int]:
-        """Sizes that the engine rounds up before weights are made, as the layout did."""
-        if not self.engine.rounds_sizes:
+        """Sizes that the engine's kernels need rounded up before weights are made, as the layout did."""
+        if self.choice.own or not self.engine.rounds_sizes:
             return hidden_size, intermediate_size_per_partition
         w2 = self.part.matrices["w2"].spec
         return w2.n, w2.k
@@ -194,64 +114,74 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 "usage.ep",
                 f"layer {self.entry.layer}: this rank ({self.rank.title}) holds {num_experts} experts in the engine "
                 f"and {held} by moeq's linear placement",
-                "start without --enable-eplb and with --expert-placement-strategy linear",
+                "start with --expert-placement-strategy linear",
             )
-        for name, shape, dtype in self.shapes(params_dtype):
-            empty = torch.empty(held, *shape, dtype=dtype)
+        for name, empty in self.empty(params_dtype).items():
             layer.register_parameter(name, torch.nn.Parameter(empty, requires_grad=False))
 
+    def empty(self, params_dtype: torch.dtype, device: str | None = None) -> dict[str, torch.Tensor]:
+        """Every parameter, `[experts, ...]`, not filled."""
+        held = self.part.experts[1] - self.part.experts[0]
+        return {
+            name: torch.empty(held, *shape, dtype=dtype, device=device)
+            for name, shape, dtype in self.shapes(params_dtype)
+        }
+
     def shapes(self, params_dtype: torch.dtype) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
-        """Name, shape of one expert, and dtype of every parameter."""
-        layout = get_layout(self.entry.layout)
+        """Name, shape of one expert, and dtype of every parameter.
+
+        Floating-point scales and biases are rounded to the dtype of the activations where the engine's own loader
+        does so, whichever kernels run, so that both compute with the same numbers.
+        """
+        layout, known = get_layout(self.entry.layout), BACKENDS.get(self.entry.layout)
         for role in STACKED_ROLES:
             for part, spec in layout.tensors(self.part.matrices[role].spec).items():
-                stored = torch_dtype(spec.dtype)
-                exponents = part == "scale" and stored == torch.uint8
-                floats = stored.is_floating_point and self.engine.cast
-                dtype = torch.float8_e8m0fnu if exponents else params_dtype if floats else stored
+                dtype = torch_dtype(spec.dtype)
+                if known and known.cast and dtype.is_floating_point:
+                    dtype = params_dtype
                 yield f"{role}_{part}", spec.shape, dtype
 
-    def load(self, layer: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str]:
-        """Names of the parameters that the given tensors fill.
-
-        The engine passes whole tensors that are mapped, not read; this rank's bytes are read from the files instead,
-        once, when the first tensor of the layer comes by.
-        """
-        for name, _ in weights:
-            parameter = name.partition(".rank")[0]
-            if not self._filled:
-                self._fill(layer)
-            if hasattr(layer, parameter):
-                yield parameter
-
-    def _fill(self, layer: Any) -> None:
-        for role in STACKED_ROLES:
-            matrix = self.part.matrices[role]
-            targets = {part: getattr(layer, f"{role}_{part}").data for part in matrix.stored.tensors}
-            exponents = torch.float8_e8m0fnu  # bytes, as moeq has them
-            targets = {part: t.view(torch.uint8) if t.dtype == exponents else t for part, t in targets.items()}
-            device = next(iter(targets.values())).device
-            for part, tensor in read_parts(self.checkpoint, self.entry, self.part, matrix, device, targets).items():
-                if tensor.data_ptr() != targets[part].data_ptr():
-                    targets[part].copy_(tensor)
-        self._filled = True
-
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Set the kernel up on the tensors as they were loaded."""
-        if not self._filled:
-            raise MoeqError("source.incomplete", f"no tensor of the experts of layer {self.entry.layer} was loaded")
+        """Fill the parameters from the files and set the kernel up on them."""
+        for role in STACKED_ROLES:
+            targets = {part: getattr(layer, f"{role}_{part}").data for part in self.part.matrices[role].stored.tensors}
+            if self.dummy:
+                _pretend(targets)
+            else:
+                self._fill(role, targets)
+        tensors = dict(layer.named_parameters())
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
-        self.moe_kernel = self.engine.kernel(
-            self.moe_quant_config,
-            self.moe,
-            self.experts_cls,
-            layer._expert_routing_tables(),
-            dict(layer.named_parameters()),
-        )
+        tables = layer._expert_routing_tables()
+        if self.choice.own:
+            self.moe_kernel = own_kernel(self.moe, self.packed(tensors), tables)
+        else:
+            self.moe_kernel = self.engine.kernel(
+                self.moe_quant_config, self.moe, self.experts_cls, tables, _as_engine(tensors)
+            )
+
+    def _fill(self, role: StackedRole, targets: Mapping[str, torch.Tensor]) -> None:
+        """This rank's bytes, straight from the files."""
+        matrix = self.part.matrices[role]
+        device = next(iter(targets.values())).device
+        for part, tensor in read_parts(self.checkpoint, self.entry, self.part, matrix, device, targets).items():
+            if tensor.data_ptr() != targets[part].data_ptr():
+                targets[part].copy_(tensor)
+
+    def packed(self, tensors: Mapping[str, torch.Tensor]) -> PackedExperts:
+        """The parameters as moeq's kernels take them."""
+        matrices = self.part.matrices
+        parts = {
+            role: {part: tensors[f"{role}_{part}"].data for part in matrices[role].stored.tensors}
+            for role in STACKED_ROLES
+        }
+        return kernel_experts(self.entry.layout, {role: matrices[role].spec for role in STACKED_ROLES}, parts)
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
-        """The engine's record of scales, zero points and biases."""
-        return self.engine.quant_config(dict(layer.named_parameters()), self.part.matrices["w13"].spec)
+        """The engine's record of scales, zero points and biases; an empty one where it does not run the experts."""
+        if self.choice.own:
+            return FUSED_MOE_UNQUANTIZED_CONFIG
+        tensors = _as_engine(dict(layer.named_parameters()))
+        return self.engine.quant_config(tensors, self.part.matrices["w13"].spec, clamp_arguments(self.moe))
 
     def apply(
         self,
@@ -262,9 +192,14 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         shared_experts: Any,
         shared_experts_input: torch.Tensor | None,
     ) -> Any:
-        """Run the engine's kernel."""
-        assert self.moe_kernel is not None  # the engine sets it up before it calls
-        return self.moe_kernel.apply(
+        """The routed experts on the tokens `[M, H]` of this rank."""
+        kernel = self.moe_kernel
+        assert kernel is not None  # the engine sets it up before it calls
+        if self.choice.own and runs_alone(kernel):
+            return kernel.fused_experts.run(
+                x, topk_weights, topk_ids, layer.expert_map, layer.apply_router_weight_on_input
+            )
+        return kernel.apply(
             hidden_states=x,
             w1=layer.w13_weight,
             w2=layer.w2_weight,
@@ -279,30 +214,39 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         )
 
 
-class MoeqRoutedExperts(RoutedExperts):  # type: ignore[misc]
-    """The engine's experts, which ask our method for their weights where it is ours."""
+def _check_deployment(moe: Any, checkpoint: ConvertedCheckpoint) -> None:
+    """What no kernels can make up for."""
+    if moe.moe_parallel_config.enable_eplb:
+        raise MoeqError(
+            "usage.eplb", "converted experts stay on their rank, and EPLB moves experts", "start without --enable-eplb"
+        )
+    capability = current_platform.get_device_capability()
+    if capability is not None and current_platform.is_cuda():
+        require_arch(checkpoint, f"sm{capability.major}{capability.minor}")
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str]:
-        """Names of the parameters that were loaded."""
-        if isinstance(self.quant_method, MoeqMoEMethod):
-            return self.quant_method.load(self, weights)
-        found: Iterable[str] = super().load_weights(weights)
-        return found
 
-
-def _engine_experts(entry: LayerEntry) -> EngineExperts:
-    found = BACKENDS.get(entry.layout)
-    if found is None:
+def _engine_experts(moe: Any, entry: LayerEntry, rank: Rank) -> tuple[EngineExperts, Any]:
+    """The engine's experts for a layout and its class for them. Raises MoeqError where it would not run them."""
+    engine = BACKENDS.get(entry.layout)
+    if engine is None:
         raise MoeqError(
             "answer.no-backend",
-            f"layer {entry.layer} is in layout {entry.layout}, which moeq's vLLM loader hands to no kernel",
-            f"it hands over {', '.join(BACKENDS)}: moeq convert SRC DST --backend marlin",
+            f"layer {entry.layer} is in layout {entry.layout}, which none of vLLM's kernels reads as it is",
+            f"they read {', '.join(BACKENDS)}: moeq convert SRC DST --backend marlin",
         )
-    return found
+    _check_start(engine, moe)
+    _check_order(moe, entry)
+    if rank.tp_size > 1 and not engine.shards:
+        raise MoeqError(
+            "usage.tp",
+            f"layer {entry.layer}: experts with act-order are not cut over {rank.tp_size} ranks",
+            "start with --tensor-parallel-size 1, or with --enable-expert-parallel",
+        )
+    return engine, _supported_class(engine, moe, entry)
 
 
-def _check_start(engine: EngineExperts, moe: Any, checkpoint: ConvertedCheckpoint) -> None:
-    """Options and devices that would make the engine read the bytes wrongly, or not at all."""
+def _check_start(engine: EngineExperts, moe: Any) -> None:
+    """Options that would make the engine read the bytes wrongly, or not at all."""
     asked = str(moe.moe_backend)
     if asked not in ("auto", engine.option):
         raise MoeqError(
@@ -322,9 +266,6 @@ def _check_start(engine: EngineExperts, moe: Any, checkpoint: ConvertedCheckpoin
             "VLLM_MARLIN_INPUT_DTYPE asks Marlin for 8-bit activations, whose weights are packed otherwise",
             "unset VLLM_MARLIN_INPUT_DTYPE",
         )
-    capability = current_platform.get_device_capability()
-    if capability is not None and current_platform.is_cuda():
-        require_arch(checkpoint, f"sm{capability.major}{capability.minor}")
 
 
 def _check_order(moe: Any, entry: LayerEntry) -> None:
@@ -344,12 +285,10 @@ def _check_order(moe: Any, entry: LayerEntry) -> None:
 
 def _supported_class(engine: EngineExperts, moe: Any, entry: LayerEntry) -> Any:
     """The engine's expert class, by the engine's own judgement."""
-    batched = moe.moe_parallel_config.use_batched_activation_format
-    form = FusedMoEActivationFormat.BatchedExperts if batched else FusedMoEActivationFormat.Standard
     weight, activation = engine.keys(entry.matrices["w13"].spec)
     reason: str | None = None
     for kind in engine.classes():
-        supported, reason = kind.is_supported_config(kind, moe, weight, activation, form)
+        supported, reason = kind.is_supported_config(kind, moe, weight, activation, activation_format(moe))
         if supported:
             return kind
     raise MoeqError(
@@ -359,4 +298,25 @@ def _supported_class(engine: EngineExperts, moe: Any, entry: LayerEntry) -> Any:
     )
 
 
-__all__ = ["MoeqConfig", "MoeqMoEMethod", "MoeqRoutedExperts", "register_method"]
+def _as_engine(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same memory with exponents of scales by the name that the engine has for them."""
+    return {
+        name: tensor.view(torch.float8_e8m0fnu) if name.endswith("_scale") and tensor.dtype == torch.uint8 else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _pretend(targets: Mapping[str, torch.Tensor]) -> None:
+    """Numbers that any kernel can work with, where no weights are read. Floating-point ones are the engine's."""
+    for part, tensor in targets.items():
+        if part == "permutation":
+            tensor.copy_(torch.arange(tensor.shape[-1], device=tensor.device).expand_as(tensor))
+        elif part == "group_index":
+            tensor.zero_()
+        elif part == "scale" and tensor.dtype == torch.uint8:
+            tensor.fill_(117)  # 2^-10
+        elif not tensor.is_floating_point():
+            tensor.view(torch.uint8).random_(0, 256)
+
+
+__all__ = ["MoeqMoEMethod"]

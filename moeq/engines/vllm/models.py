@@ -1,69 +1,79 @@
-"""Model classes of vLLM (0.33.0, 0.26.0) that fill experts themselves, without asking the layers that hold them.
+"""Keeping converted experts away from vLLM's model classes (0.33.0, 0.26.0), which would look for the source's tensors.
 
-Before the first layer of such a model is made, its class is taught to hand tensors of moeq's layers to their method;
-everything else goes the engine's own way.
+Experts are filled by their own method, whatever the model: a model class gets all tensors of the checkpoint but those.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.model_loader.utils import get_model_architecture
+from vllm.model_executor.models.utils import PPMissingLayer
+
+from moeq.errors import MoeqError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moeq.model.converted import ConvertedCheckpoint
+
     Weights = Iterable[tuple[str, Tensor]]
+    Load = Callable[[Any, Weights], set[str] | None]
 
-_DEEPSEEK = "deepseek_v2:DeepseekV2ForCausalLM"
-#: Model type to the class whose `load_weights` it takes, below `vllm.model_executor.models`; None: it asks its layers.
-MODELS = {
-    "mixtral": None,
-    "qwen3_moe": None,
-    "gpt_oss": "gpt_oss:GptOssForCausalLM",
-    "deepseek_v2": _DEEPSEEK,
-    "deepseek_v3": _DEEPSEEK,
-    "kimi_k2": _DEEPSEEK,
-}
+#: Model class to the names of all tensors with converted experts that checkpoints of it hold.
+_STACKED: dict[type, set[str]] = {}
 
 
-def teach(model_type: str, method: Any) -> None:
-    """Have models of that type load experts through their method where it is a `method`. Twice is as good as once."""
-    place = MODELS[model_type]
-    if place is None:
+def leave_experts_out(model_config: Any, checkpoint: ConvertedCheckpoint) -> None:
+    """Have the class of a model that is about to be built leave the converted experts of its checkpoint alone.
+
+    Other checkpoints of that class, in the same process, load as ever. Calling it again does nothing.
+    """
+    if model_config is None:  # a layer without a model
         return
-    module, _, name = place.partition(":")
-    kind = getattr(import_module(f"vllm.model_executor.models.{module}"), name)
-    if not hasattr(kind.load_weights, "__wrapped__"):
-        kind.load_weights = _asking(method, kind.load_weights)
+    kind = get_model_architecture(model_config)[0]
+    if kind not in _STACKED:
+        _STACKED[kind] = set()
+        kind.load_weights = _without_experts(kind)
+    _STACKED[kind] |= checkpoint.source.expert_names
 
 
-def _asking(method: Any, engines: Callable[[Any, Weights], set[str]]) -> Callable[[Any, Weights], set[str]]:
+def _without_experts(kind: Any) -> Load:
+    engines: Load = kind.load_weights
+
     @wraps(engines)
-    def load_weights(model: Any, weights: Weights) -> set[str]:
-        layers = {
-            tensor: (name, layer)
+    def load_weights(model: Any, weights: Weights) -> set[str] | None:
+        own = {
+            name: layer
             for name, layer in model.named_modules()
-            if isinstance(layer, RoutedExperts) and isinstance(layer.quant_method, method)
-            for tensor in layer.quant_method.entry.tensors
+            if isinstance(layer, RoutedExperts) and hasattr(layer.quant_method, "entry")
         }
-        loaded: set[str] = set()
+        # With pipeline parallelism a rank may hold no layer with experts.
+        homeless = not own and not any(isinstance(module, PPMissingLayer) for module in model.modules())
 
         def others() -> Iterator[tuple[str, Tensor]]:
-            for tensor, value in weights:
-                if tensor not in layers:
-                    yield tensor, value
-                    continue
-                name, layer = layers[tensor]
-                own = [(tensor.rpartition("experts.")[2], value)]
-                loaded.update(f"{name}.{parameter}" for parameter in layer.quant_method.load(layer, own))
+            for name, tensor in weights:
+                if name not in _STACKED[kind]:
+                    yield name, tensor
+                elif homeless:
+                    raise MoeqError(
+                        "usage.unsupported-model",
+                        f"{kind.__name__} does not run its experts through vLLM's RoutedExperts, and nothing else "
+                        f"takes {name}",
+                        "serve the source checkpoint instead",
+                    )
 
-        return engines(model, others()) | loaded
+        loaded = engines(model, others())
+        if loaded is None:
+            return None
+        return loaded | {
+            f"{name}.{parameter}" for name, layer in own.items() for parameter, _ in layer.named_parameters()
+        }
 
     return load_weights
 
 
-__all__ = ["MODELS", "teach"]
+__all__ = ["leave_experts_out"]

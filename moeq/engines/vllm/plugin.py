@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from moeq.errors import MoeqError
 
-#: The versions of the engine that `moeq.engines.vllm.method` was run with, newest first.
+#: The versions of the engine that `moeq.engines.vllm` was run with, newest first.
 ENGINES = ("0.33.0", "0.26.0")
 
 
@@ -18,9 +18,9 @@ def register() -> None:
 
     found = str(vllm.__version__).partition("+")[0]
     if found in ENGINES:
-        from moeq.engines.vllm.method import register_method
+        from moeq.engines.vllm.config import register_config
 
-        register_method()
+        register_config()
     else:
         _register_refusal(found)
 

@@ -1,0 +1,84 @@
+"""Which kernels run the experts inside an engine: moeq's own, or the engine's on the same bytes. No torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, cast
+
+from moeq.errors import MoeqError
+
+Kernels = Literal["auto", "moeq", "engine"]
+KERNELS: tuple[Kernels, ...] = ("auto", "moeq", "engine")
+
+#: Read where the engine's own options say nothing.
+VARIABLE = "MOEQ_KERNELS"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which kernels run a layer.
+
+    Attributes:
+        own: moeq's kernels; else the engine's.
+        why: one clause that says what they are, for the log.
+    """
+
+    own: bool
+    why: str
+
+
+def asked_kernels(options: Mapping[str, Any] | None) -> Kernels:
+    """`auto`, `moeq` or `engine`.
+
+    Args:
+        options: the engine's options for moeq: `{"kernels": ...}`; without that key the environment variable
+            MOEQ_KERNELS is read, and without that it is `auto`.
+
+    Raises:
+        MoeqError: `usage.kernels` for any other value.
+    """
+    where = "the option kernels" if options and "kernels" in options else VARIABLE
+    found = (options or {}).get("kernels", os.environ.get(VARIABLE) or "auto")
+    if found not in KERNELS:
+        raise MoeqError("usage.kernels", f"{where} is {found!r}; it must be {', '.join(KERNELS[:-1])} or {KERNELS[-1]}")
+    return cast(Kernels, found)
+
+
+def outcome(check: Callable[[], T]) -> T | MoeqError:
+    """What `check` returns, or the MoeqError that it raises: a reason, until nothing else is left."""
+    try:
+        return check()
+    except MoeqError as error:
+        return error
+
+
+def choose(asked: Kernels, own: MoeqError | None, slow: str | None, engine: MoeqError | str) -> Choice:
+    """Decide for one layer.
+
+    Args:
+        asked: what was asked for.
+        own: why moeq's kernels cannot run it, or None.
+        slow: why they would be the portable ones instead of those for this GPU, or None.
+        engine: why the engine's cannot run it, or their name.
+
+    Raises:
+        MoeqError: the reason, where what was asked for cannot be had, or nothing runs the layer.
+    """
+    if asked == "moeq" and own is not None:
+        raise own
+    if asked == "engine" or own is not None:
+        if isinstance(engine, MoeqError):
+            raise engine
+        return Choice(False, f"the engine's {engine}, " + (own.message if own and asked == "auto" else "as asked for"))
+    if slow is None:
+        return Choice(True, "moeq's kernels for this GPU")
+    if asked == "auto" and not isinstance(engine, MoeqError):
+        return Choice(False, f"the engine's {engine}, since moeq's would be the portable ones: {slow}")
+    return Choice(True, f"moeq's portable kernels: {slow}")
+
+
+__all__ = ["KERNELS", "VARIABLE", "Choice", "Kernels", "asked_kernels", "choose", "outcome"]

@@ -1,0 +1,218 @@
+"""moeq's kernels as an expert class of vLLM (0.33.0, 0.26.0).
+
+The engine builds its own kernel object around it, so that everything between a router and the experts is the engine's:
+how tokens come from other ranks and go back, shared experts and their stream, buffers that its profiling run sees.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.model_executor.layers.fused_moe import modular_kernel
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
+from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat, FusedMoEExpertsModular
+from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPrepareAndFinalizeNoDPEPModular
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from vllm.platforms import current_platform
+
+from moeq.errors import MoeqError
+from moeq.load.torch_loader import check_groups, check_kernel
+
+if TYPE_CHECKING:
+    from moeq.checkpoint.manifest import LayerEntry
+    from moeq.load.ranks import RankPart
+    from moeq_kernels import PackedExperts
+
+#: The engine's activations as the kernels name them.
+ACTIVATIONS = {
+    MoEActivation.SILU: "silu",
+    MoEActivation.GELU: "gelu",
+    MoEActivation.GELU_TANH: "gelu_tanh",
+    MoEActivation.SWIGLUOAI: "swiglu_oai",
+    MoEActivation.SWIGLUOAI_UNINTERLEAVE: "swiglu_oai",
+    MoEActivation.SILU_NO_MUL: "silu",
+    MoEActivation.GELU_NO_MUL: "gelu",
+    MoEActivation.GELU_TANH_NO_MUL: "gelu_tanh",
+    MoEActivation.RELU2_NO_MUL: "relu2",
+}
+
+
+class MoeqExperts(FusedMoEExpertsModular):  # type: ignore[misc]
+    """The experts of one layer in moeq's kernels.
+
+    Args:
+        moe_config: the engine's record of the layer.
+        packed: its packed experts, which stay where they are.
+    """
+
+    def __init__(self, moe_config: Any, packed: PackedExperts) -> None:
+        # Without a scheme: the kernels quantise activations themselves, where the format asks for that.
+        super().__init__(moe_config, FUSED_MOE_UNQUANTIZED_CONFIG)
+        self.packed = packed
+        self.finish = activation_arguments(moe_config)
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        """Always."""
+        return True
+
+    @staticmethod
+    def activation_format() -> FusedMoEActivationFormat:
+        """Tokens by rows, not batches of experts."""
+        return FusedMoEActivationFormat.Standard
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        from moeq_kernels import interpreter
+
+        return current_platform.is_cuda_alike() or interpreter.active()
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return True
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return True  # `own_obstacle` asks the kernels by layout
+
+    @staticmethod
+    def _supports_activation(activation: MoEActivation) -> bool:
+        return activation in ACTIVATIONS
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        """All-gather and reduce-scatter; the other all-to-all kernels were never run with these experts."""
+        return not moe_parallel_config.use_all2all_kernels or moe_parallel_config.use_ag_rs_all2all_kernels
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduceNoOP:
+        """The kernels weight and sum a token's choices."""
+        return TopKWeightAndReduceNoOP()
+
+    def moe_problem_size(
+        self, a1: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor
+    ) -> tuple[int, int, int, int, int]:
+        """Experts, tokens, intermediate size, hidden size, choices of a token."""
+        return self.packed.num_experts, a1.shape[0], self.packed.intermediate_size, a1.shape[1], topk_ids.shape[1]
+
+    def workspace_shapes(
+        self, M: int, N: int, K: int, topk: int, *more: Any, **named: Any
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Buffer of the kernels in the second place: the first is where the engine has the output."""
+        return (0,), (0,), (M, K)
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: MoEActivation,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        """The layer: `hidden_states` `[M, H]` to `output` `[M, H]`, weighted and summed."""
+        if apply_router_weight_on_input:  # the engine has multiplied the input
+            topk_weights = torch.ones_like(topk_weights)
+        self._call(hidden_states, topk_weights, topk_ids, expert_map, output, workspace2)
+
+    def run(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor | None,
+        weight_on_input: bool,
+    ) -> torch.Tensor:
+        """The layer where tokens neither come from other ranks nor go there: as through the engine's kernel object,
+        which would copy the result once more (0.26.0).
+        """
+        if weight_on_input:
+            x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
+        output = torch.empty_like(x)
+        self._call(x, topk_weights, topk_ids, expert_map, output, output)
+        return output
+
+    def _call(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor | None,
+        output: torch.Tensor,
+        workspace: torch.Tensor,
+    ) -> None:
+        from moeq_kernels import fused_moe
+
+        output.copy_(fused_moe(x, self.packed, topk_weights, topk_ids, expert_map=expert_map, **self.finish))
+
+
+def runs_alone(kernel: modular_kernel.FusedMoEKernel) -> bool:
+    """Whether tokens neither come from other ranks nor go there."""
+    return isinstance(kernel.prepare_finalize, MoEPrepareAndFinalizeNoDPEPModular)
+
+
+def activation_format(moe: Any) -> FusedMoEActivationFormat:
+    """How tokens come to the experts of a layer."""
+    if moe.moe_parallel_config.use_batched_activation_format:
+        return FusedMoEActivationFormat.BatchedExperts
+    return FusedMoEActivationFormat.Standard
+
+
+def clamp_arguments(moe: Any) -> dict[str, float | None]:
+    """The constants of a layer's SwiGLU, as the engine's records of scales take them."""
+    return {"gemm1_alpha": moe.swiglu_alpha, "gemm1_beta": moe.swiglu_beta, "gemm1_clamp_limit": moe.swiglu_limit}
+
+
+def activation_arguments(moe: Any) -> dict[str, Any]:
+    """Activation of a layer with its constants, as the kernels take them."""
+    name = ACTIVATIONS[moe.activation]
+    if moe.activation is MoEActivation.SWIGLUOAI:  # the engine's kernel has gpt-oss's constants, whatever the config
+        return {"activation": name, "alpha": 1.702, "beta": 1.0, "limit": 7.0}
+    if moe.activation is MoEActivation.SWIGLUOAI_UNINTERLEAVE:
+        alpha = 1.0 if moe.swiglu_alpha is None else moe.swiglu_alpha
+        return {"activation": name, "alpha": alpha, "beta": moe.swiglu_beta or 0.0, "limit": moe.swiglu_limit}
+    # Of the others the engine clamps SwiGLU alone.
+    return {"activation": name, "limit": moe.swiglu_limit if moe.activation is MoEActivation.SILU else None}
+
+
+def check_own(moe: Any, entry: LayerEntry, part: RankPart) -> None:
+    """Raises MoeqError `answer.no-kernel` or `usage.dtype` where moeq's kernels cannot run a layer."""
+    check_kernel(entry, moe.in_dtype, "")
+    check_groups(entry, part)
+    supported, reason = MoeqExperts.is_supported_config(MoeqExperts, moe, None, None, activation_format(moe))
+    if not supported:
+        raise MoeqError("answer.no-kernel", f"layer {entry.layer}: moeq's {reason}")
+
+
+def slow_reason(moe: Any, packed: PackedExperts) -> str | None:
+    """Why these experts would run in the portable kernels, or None where there are kernels for this GPU.
+
+    `packed` may be on the device `meta`.
+    """
+    from moeq_kernels.hopper.support import unsupported_reason
+
+    x = torch.empty(0, moe.hidden_dim, dtype=moe.in_dtype, device=moe.device)
+    return unsupported_reason(x, packed)
+
+
+def own_kernel(moe: Any, packed: PackedExperts, tables: Any) -> modular_kernel.FusedMoEKernel:
+    """The engine's kernel object with moeq's experts inside."""
+    prepare = maybe_make_prepare_finalize(
+        moe=moe,
+        quant_config=FUSED_MOE_UNQUANTIZED_CONFIG,
+        routing_tables=tables,
+        allow_new_interface=True,
+        use_monolithic=False,
+    )
+    return modular_kernel.FusedMoEKernel(prepare, MoeqExperts(moe, packed))

@@ -1,0 +1,214 @@
+"""moeq's kernels inside vLLM's own layers, in Triton's interpreter: what is chosen, and that it computes the layer."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines.vllm_engine import BACKENDS, NAMES, engine, experts_layer, loaded_layer
+from load.deployments import reference_layer
+from vllm.model_executor.layers.fused_moe import modular_kernel
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep
+from vllm.v1.worker import workspace
+
+import moeq
+from moeq.engines.vllm.experts import ACTIVATIONS, MoeqExperts, activation_arguments
+from moeq.errors import MoeqError
+
+INT4 = "gptq-int4-g32-qwen3moe"
+
+
+@pytest.fixture(autouse=True)
+def buffers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The engine's buffers of a worker, on the CPU."""
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    workspace.init_workspace_manager(torch.device("cpu"))
+    yield workspace.current_workspace_manager()
+    workspace.reset_workspace_manager()
+
+
+@pytest.fixture
+def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(6, 256, generator=generator).to(torch.bfloat16)
+    weights = torch.softmax(torch.randn(6, 2, generator=generator), -1)
+    ids = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(6)]).to(torch.int32)
+    return x, weights, ids
+
+
+def run(layer: Any, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The layer as the engine's runner calls it."""
+    with engine():
+        return layer.forward_modular(*batch)
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.float() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("name", list(NAMES))
+def test_a_layer_in_moeqs_kernels_is_the_sources(name, folders, checkpoints, batch) -> None:
+    layer = loaded_layer(folders[name], kernels="moeq")
+    assert isinstance(layer.quant_method.moe_kernel.fused_experts, MoeqExperts)
+    found = run(layer, batch)
+    assert found.dtype == torch.bfloat16
+    wanted = reference_layer(moeq.open(checkpoints / name), 1, *batch)
+    # int8 activations are rounded by rows; everything else is 16 bit.
+    assert error(found, wanted) < (0.03 if "w8a8" in name else 0.01)
+
+
+def test_the_engines_own_way_to_the_experts_gives_the_same_bits(folders, batch) -> None:
+    """Through its kernel object, which the method goes past where no other rank takes part."""
+    layer = loaded_layer(folders[INT4], kernels="moeq")
+    kernel = layer.quant_method.moe_kernel
+    assert isinstance(kernel, modular_kernel.FusedMoEKernel)
+    assert isinstance(kernel.prepare_finalize, no_dp_ep.MoEPrepareAndFinalizeNoDPEPModular)
+    x, weights, ids = batch
+    through = kernel.apply(
+        hidden_states=x, w1=layer.w13_weight, w2=layer.w2_weight, topk_weights=weights, topk_ids=ids,
+        activation=layer.activation, global_num_experts=4, expert_map=None, apply_router_weight_on_input=False,
+    )  # fmt: skip
+    assert torch.equal(through, run(layer, batch))
+
+
+@pytest.mark.parametrize("where", ["tp", "ep"])
+def test_ranks_add_up(where, folders, batch) -> None:
+    whole = run(loaded_layer(folders[INT4], kernels="moeq"), batch).float()
+    parts = [run(loaded_layer(folders[INT4], kernels="moeq", **{where: (rank, 2)}), batch) for rank in (0, 1)]
+    assert all(error(part, whole) > 0.1 for part in parts)
+    assert error(sum(part.float() for part in parts), whole) < 0.01
+
+
+def test_the_router_weight_of_a_single_choice_may_multiply_the_input(folders, checkpoints, batch) -> None:
+    layer = loaded_layer(folders[INT4], kernels="moeq", experts_per_token=1)
+    layer.apply_router_weight_on_input = True
+    x, weights, ids = batch[0], batch[1][:, :1], batch[2][:, :1]
+    scaled = (x * weights.to(x.dtype), torch.ones_like(weights), ids)
+    wanted = reference_layer(moeq.open(checkpoints / INT4), 1, *scaled)
+    assert error(run(layer, (x, weights, ids)), wanted) < 0.01
+    through = layer.quant_method.moe_kernel.apply(
+        hidden_states=x, w1=layer.w13_weight, w2=layer.w2_weight, topk_weights=weights, topk_ids=ids,
+        activation=layer.activation, global_num_experts=4, expert_map=None, apply_router_weight_on_input=True,
+    )  # fmt: skip
+    assert error(through, wanted) < 0.01
+
+
+def test_tokens_without_an_expert_give_zero(folders, batch) -> None:
+    """-1 marks padding of a graph (VLLM_MOE_SKIP_PADDING)."""
+    x, weights, ids = batch
+    found = run(loaded_layer(folders[INT4], kernels="moeq"), (x, weights, torch.where(x[:, :1] > 0, -1, ids)))
+    assert torch.equal(found.abs().sum(1) == 0, x[:, 0] > 0)
+
+
+def test_buffers_are_the_engines_and_large_enough_for_every_smaller_call(folders, batch, buffers) -> None:
+    """What its profiling run has seen is all that is ever used."""
+    layer = loaded_layer(folders[INT4], kernels="moeq")
+    many = tuple(tensor.repeat(64, 1) for tensor in batch)
+    run(layer, many)
+    buffers.lock()
+    for tokens in (1, 3, 17, 64, 200, 384):
+        part = tuple(tensor[:tokens] for tensor in many)
+        assert torch.isfinite(run(layer, part)).all()
+
+
+def test_dummy_weights_are_not_read_and_give_numbers(folders, batch, tmp_path) -> None:
+    for name, folder in folders.items():
+        layer = experts_layer(folder, kernels="moeq", load_format="dummy")
+        generator = torch.Generator().manual_seed(1)
+        for parameter in layer.parameters():
+            if parameter.is_floating_point():
+                parameter.data.uniform_(-1e-3, 1e-3, generator=generator)
+        with engine():
+            layer.quant_method.process_weights_after_loading(layer)
+        assert torch.isfinite(run(layer, batch)).all(), name
+
+
+class TestChoice:
+    def chosen(self, folder: Path, **options: Any) -> str:
+        return experts_layer(folder, **options).quant_method.choice.why
+
+    def test_without_a_hopper_gpu_the_engines_kernels_run(self, folders, gpu) -> None:
+        assert "the engine's MARLIN" in self.chosen(folders[INT4])
+
+    @pytest.mark.parametrize("name", list(NAMES))
+    def test_where_there_are_kernels_for_the_gpu_moeqs_run(self, name, folders, gpu, monkeypatch) -> None:
+        from moeq.engines.vllm import method
+
+        monkeypatch.setattr(method, "slow_reason", lambda moe, packed: None)
+        assert self.chosen(folders[name]) == "moeq's kernels for this GPU"
+
+    def test_the_environment_decides_where_the_option_is_silent(self, folders, gpu, monkeypatch) -> None:
+        monkeypatch.setenv("MOEQ_KERNELS", "moeq")
+        assert "moeq's portable kernels: x is on cpu" in self.chosen(folders[INT4])
+        assert self.chosen(folders[INT4], kernels="engine") == "the engine's MARLIN, as asked for"
+
+    def test_a_layout_that_only_moeq_reads(self, checkpoints, tmp_path) -> None:
+        from load.deployments import convert
+
+        folder = convert(checkpoints / "ct-mxfp4-qwen3moe", tmp_path / "out", "mxfp4-identity/1")
+        assert "moeq's portable kernels" in self.chosen(folder)
+        with pytest.raises(MoeqError, match="none of vLLM's kernels reads"):
+            experts_layer(folder, kernels="engine")
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"is_lora_enabled": True}, "LoRA"),
+            ({"parallel": {"use_ep": True, "dp_size": 2, "all2all_backend": "deepep_low_latency"}}, "parallel config"),
+            ({"activation": MoEActivation.SWIGLUSTEP}, "activation"),
+        ],
+    )
+    def test_what_moeqs_kernels_cannot_goes_to_the_engines(self, options, words, folders, gpu, monkeypatch) -> None:
+        if "parallel" in options:
+            pytest.importorskip("deep_ep", reason="the engine's batched experts need deep_ep")
+        assert words in self.chosen(folders[INT4], **options)
+        with pytest.raises(MoeqError, match=words) as caught:
+            experts_layer(folders[INT4], kernels="moeq", **options)
+        assert caught.value.code == "answer.no-kernel"
+
+    def test_batch_invariance(self, folders, gpu, monkeypatch) -> None:
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+        with pytest.raises(MoeqError, match="batch invariance"):
+            experts_layer(folders[INT4], kernels="moeq")
+
+    def test_eplb(self, folders, gpu) -> None:
+        with pytest.raises(MoeqError, match="EPLB moves experts"):
+            experts_layer(folders[INT4], parallel={"enable_eplb": True})
+
+    @pytest.mark.parametrize("asked", ["marlin", 3])
+    def test_nonsense_is_refused(self, asked, folders, gpu) -> None:
+        with pytest.raises(MoeqError) as caught:
+            experts_layer(folders[INT4], kernels=asked)
+        assert caught.value.code == "usage.kernels"
+
+    def test_the_log_says_it_once_for_layers_that_are_alike(self, folders, gpu, caplog, monkeypatch) -> None:
+        monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+        from moeq.engines.vllm import method
+
+        with caplog.at_level(logging.INFO, logger="vllm.moeq"):
+            for _ in range(3):
+                experts_layer(folders["awq-int4-g32-qwen3moe"], kernels="moeq")
+        said = [record.getMessage() for record in caplog.records if record.name == method.logger.name]
+        assert len(said) <= 1
+        assert all("4 experts of [256, 128], marlin-wna16/1 int4, silu" in line for line in said)
+
+
+def test_every_activation_is_known_to_the_kernels_with_its_constants() -> None:
+    from types import SimpleNamespace
+
+    from moeq_kernels.formats import ACTIVATIONS as GATED
+    from moeq_kernels.formats import UNGATED_ACTIVATIONS as UNGATED
+
+    for activation, name in ACTIVATIONS.items():
+        assert name in (GATED if activation.is_gated else UNGATED)
+        moe = SimpleNamespace(activation=activation, swiglu_limit=5.0, swiglu_alpha=None, swiglu_beta=None)
+        assert activation_arguments(moe)["activation"] == name
+    clamped = SimpleNamespace(
+        activation=MoEActivation.SWIGLUOAI_UNINTERLEAVE, swiglu_limit=5.0, swiglu_alpha=1.5, swiglu_beta=0.5
+    )
+    assert activation_arguments(clamped) == {"activation": "swiglu_oai", "alpha": 1.5, "beta": 0.5, "limit": 5.0}
+    assert {backend.option for backend in BACKENDS.values()} >= {"marlin", "triton"}
