@@ -243,8 +243,8 @@ class FromPlugIn(FromEngine):
         watch = reading._read_into = Stopwatch(READ_INTO)
         start = time.perf_counter()
         method = self.check.plug_in_method(checkpoint)
-        for number in checkpoint.info.moe_layers:
-            layer = self.check.plug_in_layer(checkpoint, number, method)
+        layers = [self.check.plug_in_layer(checkpoint, number, method) for number in checkpoint.info.moe_layers]
+        for layer in layers:
             layer.quant_method.process_weights_after_loading(layer)
         torch.cuda.synchronize()
         return Times(watch.seconds, 0.0, time.perf_counter() - start - watch.seconds)

@@ -1,0 +1,398 @@
+"""`vllm serve` at real size over HTTP: the source in the engine's own kernels against the conversion, side by side.
+
+    python examples/bench/serve.py --model qwen3-30b-a3b --format gptq --out serve.json \\
+        --row marlin --row humming --row converted:engine --row converted:moeq
+
+Writes a checkpoint with the real shapes of a model and random weights, converts it, and starts a server for every row,
+one after the other, until all of them answer; idle servers cost no GPU time. Then all rows are measured in turns,
+`--rounds` times, by the same client with the same prompts of token ids, and the table holds medians. A row is
+`NAME` for the source with `--moe-backend NAME` (`auto`: what the engine picks), or `converted:KERNELS` for the
+conversion with that choice of kernels.
+
+| column | |
+| --- | --- |
+| warm-up | `moeq warmup DST`, which compiles the kernels of the conversion; before any server starts |
+| weights | seconds until the weights are on the GPU and set up, as the engine's log has it |
+| answer | seconds from the start of the process to the end of its first answer |
+| peak | GPU memory that the server added at most while it started, without its key-value cache |
+| c = N | output tokens a second with N users at a time, each with prompts of 64 tokens and 128 new ones |
+| prefill | prompt tokens a second: prompts of 2000 tokens, 16 at a time, one new token |
+| p50, p99 | milliseconds between the tokens of an answer, streamed to 32 users |
+
+Greedy tokens and their log-probabilities of every row are compared with those of the first row; `again` says how far
+the first row differs from itself when the same prompts are asked one by one instead of together.
+
+Wants a GPU, vLLM 0.26.0 or 0.33.0, and moeq installed as a package beside it, so that the engine finds the plug-in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from make_checkpoint import FORMATS, MODELS, Size, write_checkpoint
+
+#: How decoding is captured in graphs: quickly (what matters here), or as the engine does by itself, which compiles.
+QUICK = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]}
+PROMPT, NEW, LONG = 64, 128, 2000
+LOADED = re.compile(r"Model loading took ([\d.]+) GiB memory and ([\d.]+) seconds")
+STARTED = re.compile(r"init engine .* took ([\d.]+) s")
+SAID = re.compile(r"moeq: .*|Using .*(?:MoE|Experts|backend).*")
+
+
+@dataclass
+class Row:
+    """One server and what was measured with it.
+
+    Attributes:
+        name: as asked for.
+        port: where it listens.
+        folder: what it serves.
+        options: its command line beyond what all rows share.
+        facts: figures of its start.
+        said: what its log says about kernels.
+        figures: measurement to one figure per round.
+        greedy: tokens and their log-probabilities, by prompt.
+    """
+
+    name: str
+    port: int
+    folder: Path
+    options: list[str]
+    facts: dict[str, float] = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)
+    figures: dict[str, list[float]] = field(default_factory=dict)
+    greedy: list[list[tuple[str, float]]] = field(default_factory=list)
+
+    def add(self, what: str, value: float) -> None:
+        """One more round's figure."""
+        self.figures.setdefault(what, []).append(round(value, 3))
+
+
+def row_of(name: str, port: int, source: Path, converted: Path) -> Row:
+    """A row by its name."""
+    kind, _, kernels = name.partition(":")
+    if kind != "converted":
+        return Row(name, port, source, [] if name == "auto" else ["--moe-backend", name])
+    return Row(name, port, converted, ["--additional-config", json.dumps({"moeq": {"kernels": kernels or "auto"}})])
+
+
+class Server:
+    """A running `vllm serve`."""
+
+    def __init__(self, row: Row, log: Path, arguments: Sequence[str]) -> None:
+        self.row, self.log = row, log
+        before = gpu_memory()
+        start = time.perf_counter()
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(row.folder), "--port", str(row.port)]
+        with log.open("w") as out:
+            self.process = subprocess.Popen(
+                [*command, "--served-model-name", "m", *arguments, *row.options],
+                stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        peak = 0
+        while not self.healthy():
+            peak = max(peak, gpu_memory())
+            if self.process.poll() is not None:
+                raise RuntimeError(f"{row.name} did not start:\n" + "\n".join(log.read_text().splitlines()[-30:]))
+            time.sleep(0.2)
+        row.facts["ready"] = time.perf_counter() - start
+        ask(row.port, prompts(1, PROMPT, 1)[0], 1)
+        row.facts["answer"] = time.perf_counter() - start
+        row.facts["peak GiB"] = (peak - before) / 2**30
+        text = log.read_text()
+        if found := LOADED.search(text):
+            row.facts["loaded GiB"], row.facts["weights"] = float(found[1]), float(found[2])
+        if found := STARTED.search(text):
+            row.facts["profile and graphs"] = float(found[1])
+        row.said = sorted({line.strip() for line in SAID.findall(text)})
+        row.facts = {name: round(value, 2) for name, value in row.facts.items()}
+
+    def healthy(self) -> bool:
+        """Whether it answers."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.row.port, timeout=5)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except OSError:
+            return False
+        finally:
+            connection.close()
+
+    def stop(self) -> None:
+        """End it and its workers."""
+        for which in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self.process.pid, which)
+                self.process.wait(10)
+            except (ProcessLookupError, subprocess.TimeoutExpired):
+                continue
+
+
+def gpu_memory() -> int:
+    """Bytes in use on the first visible GPU, by anyone."""
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", gpu]
+    return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]) << 20
+
+
+def prompts(count: int, length: int, seed: int) -> list[list[int]]:
+    """Prompts of random token ids."""
+    chosen = random.Random(seed)
+    return [[chosen.randrange(10, 30000) for _ in range(length)] for _ in range(count)]
+
+
+def body_of(prompt: list[int], new: int, **more: Any) -> bytes:
+    """A request for exactly that many new tokens."""
+    request = {"model": "m", "prompt": prompt, "max_tokens": new, "ignore_eos": True, "temperature": 0, **more}
+    return json.dumps(request).encode()
+
+
+def ask(port: int, prompt: list[int], new: int, **more: Any) -> dict[str, Any]:
+    """One answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+    connection.request("POST", "/v1/completions", body_of(prompt, new, **more), {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    text = answer.read()
+    connection.close()
+    if answer.status != 200:
+        raise RuntimeError(f"{answer.status}: {text[:300]!r}")
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def gaps(port: int, prompt: list[int], new: int) -> Iterator[float]:
+    """Seconds between the tokens of one streamed answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+    request = body_of(prompt, new, stream=True)
+    connection.request("POST", "/v1/completions", request, {"Content-Type": "application/json"})
+    last = None
+    for line in connection.getresponse():
+        if line.startswith(b"data: {"):
+            now = time.perf_counter()
+            if last is not None:
+                yield now - last
+            last = now
+    connection.close()
+
+
+def together(users: int, jobs: list[list[int]], work: Any) -> float:
+    """Seconds until `users` threads have done `work` on all jobs."""
+    waiting, lock, failed = iter(jobs), threading.Lock(), []
+
+    def run() -> None:
+        while not failed:
+            with lock:
+                job = next(waiting, None)
+            if job is None:
+                return
+            try:
+                work(job)
+            except (OSError, RuntimeError, http.client.HTTPException) as error:
+                failed.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(users)]
+    start = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise RuntimeError(f"a request failed: {failed[0]}")
+    return time.perf_counter() - start
+
+
+def measure(row: Row, users: Sequence[int], number: int) -> None:
+    """One round of all measurements of a row."""
+    for count in users:
+        together(count, prompts(count, PROMPT, 1), lambda job: ask(row.port, job, 8))
+        jobs = prompts(2 * count if count > 1 else 3, PROMPT, 100 * number + count)
+        seconds = together(count, jobs, lambda job: ask(row.port, job, NEW))
+        row.add(f"c = {count}", len(jobs) * NEW / seconds)
+    jobs = prompts(48, LONG, 7 + number)
+    row.add("prefill", len(jobs) * LONG / together(16, jobs, lambda job: ask(row.port, job, 1)))
+    found: list[float] = []
+    together(32, prompts(32, PROMPT, 9), lambda job: found.extend(gaps(row.port, job, NEW)))
+    cuts = statistics.quantiles(found, n=100)
+    row.add("p50 ms", 1000 * cuts[49])
+    row.add("p99 ms", 1000 * cuts[98])
+
+
+def greedy(port: int, users: int) -> list[list[tuple[str, float]]]:
+    """Greedy tokens with their log-probabilities, of short prompts and of two long ones."""
+    jobs = [*prompts(14, PROMPT, 21), *prompts(2, 1500, 22)]
+    answers: dict[int, list[tuple[str, float]]] = {}
+
+    def work(job: list[int]) -> None:
+        said = ask(port, job, 24, logprobs=1)["choices"][0]["logprobs"]
+        answers[jobs.index(job)] = list(zip(said["tokens"], said["token_logprobs"], strict=True))
+
+    together(users, jobs, work)
+    return [answers[place] for place in range(len(jobs))]
+
+
+def compared(one: list[list[tuple[str, float]]], other: list[list[tuple[str, float]]]) -> dict[str, float]:
+    """How far two servers' answers differ: equal tokens up to the first other one, log-probabilities up to there."""
+    same = total = 0
+    furthest = 0.0
+    for mine, theirs in zip(one, other, strict=True):
+        total += len(mine)
+        for (token, value), (wanted, expected) in zip(mine, theirs, strict=True):
+            furthest = max(furthest, abs(value - expected))
+            if token != wanted:
+                break
+            same += 1
+    return {"tokens": total, "same": same, "log-probability": round(furthest, 4)}
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer with a word for every id: the engine wants one, prompts do not use it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    words = Tokenizer(models.WordLevel({f"t{number}": number for number in range(vocabulary)}, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0", eos_token="t1").save_pretrained(folder)
+
+
+def timed(*command: str) -> float:
+    """Seconds that a moeq command takes."""
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "from moeq.cli.app import main; main()", *command], check=True)
+    return round(time.perf_counter() - start, 2)
+
+
+def prepared(options: argparse.Namespace) -> tuple[Path, Path, dict[str, Any]]:
+    """Source and conversion, made where they are not there yet, and how long that took."""
+    label = f"{options.model}-{options.format}-{options.layers or 'all'}-{options.experts or 'all'}"
+    source, converted = options.folder / f"{label}-source", options.folder / f"{label}-converted"
+    model, facts = MODELS[options.model], dict[str, Any]()
+    layers = options.layers or model.layers - model.dense
+    if not source.exists():
+        start = time.perf_counter()
+        size = Size(layers, options.experts, model.vocab)
+        facts["source GiB"] = round(write_checkpoint(source, model, options.format, size) / 2**30, 2)
+        write_tokenizer(source)
+        facts["make"] = round(time.perf_counter() - start, 2)
+    wanted = any(name.startswith("converted") for name in options.row)
+    if wanted and not converted.exists():
+        backend = ["--backend", options.backend] if options.backend else []
+        facts["convert"] = timed("convert", str(source), str(converted), "--gpu", options.gpu, *backend)
+    if any(name in ("converted:moeq", "converted:auto") for name in options.row):
+        facts["warm-up"] = timed("warmup", str(converted))
+    return source, converted, {"layers": layers, **facts}
+
+
+def table(rows: list[Row], users: Sequence[int]) -> str:
+    """The medians as Markdown, each with its ratio to the best row of the engine's own on the source."""
+    measured = [f"c = {count}" for count in users] + ["prefill", "p50 ms", "p99 ms"]
+    facts = ["weights", "answer", "peak GiB"]
+    lines = ["| row | " + " | ".join([*facts, *measured]) + " |", "| --- " * (1 + len(facts) + len(measured)) + "|"]
+    medians = {row.name: {what: statistics.median(values) for what, values in row.figures.items()} for row in rows}
+    own = [medians[row.name] for row in rows if not row.name.startswith("converted")]
+    for row in rows:
+        cells = [f"{row.facts.get(name, float('nan')):.1f}" for name in facts]
+        for what in measured:
+            value = medians[row.name][what]
+            best = (min if what.endswith("ms") else max)((one[what] for one in own), default=value)
+            cells.append(f"{value:.{1 if value < 100 else 0}f}" + (f" ({value / best:.2f} x)" if own else ""))
+        lines.append(f"| {row.name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="qwen3-30b-a3b")
+    parser.add_argument("--format", choices=FORMATS, default="gptq")
+    parser.add_argument("--layers", type=int, help="layers with experts [all]")
+    parser.add_argument(
+        "--row", action="append", required=True, help="see above; the first is what others compare with"
+    )
+    parser.add_argument("--users", default="1,8,32,128,256", help="users at a time [1,8,32,128,256]")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--gpu", default="H200", help="what to convert for [H200]")
+    parser.add_argument("--backend", help="backend to convert for [the oracle's]")
+    parser.add_argument("--folder", type=Path, default=Path("serve-bench"), help="checkpoints and logs [serve-bench]")
+    parser.add_argument("--default-graphs", action="store_true", help="the engine's own compilation and graph settings")
+    parser.add_argument("--kv-gib", type=float, default=8.0, help="key-value cache of each server [8]")
+    parser.add_argument("--port", type=int, default=8100)
+    parser.add_argument("--out", type=Path, required=True, help="results as JSON; the table lies beside it as .md")
+    parser.add_argument("server", nargs="*", help="after --: options for every server")
+    options = parser.parse_args()
+    users = [int(one) for one in options.users.split(",")]
+    options.folder.mkdir(parents=True, exist_ok=True)
+    source, converted, facts = prepared(options)
+    graphs = [] if options.default_graphs else ["--compilation-config", json.dumps(QUICK)]
+    arguments = [
+        *("--max-model-len", "4096", "--max-num-seqs", "256", "--no-enable-prefix-caching", "--gpu-memory-utilization"),
+        *("0.2", "--kv-cache-memory-bytes", str(int(options.kv_gib * 2**30)), *graphs, *options.server),
+    ]
+    rows: list[Row] = []
+    servers: list[Server] = []
+    try:
+        for name in options.row:
+            row = row_of(name, options.port + len(servers), source, converted)
+            log = options.folder / f"{name.replace(':', '-')}.log"
+            try:
+                servers.append(Server(row, log, arguments))
+            except RuntimeError as error:  # a backend that this machine cannot run is a fact of the table
+                facts[f"{name} failed"] = str(error)[-2000:]
+                print(error, file=sys.stderr)
+                continue
+            rows.append(row)
+            print(name, row.facts, *row.said, sep="\n  ", flush=True)
+        for row in rows:
+            row.greedy = greedy(row.port, 16)
+        checks = {"again": compared(greedy(rows[0].port, 1), rows[0].greedy)}
+        checks |= {row.name: compared(row.greedy, rows[0].greedy) for row in rows[1:]}
+        for number in range(options.rounds):
+            for row in rows:
+                measure(row, users, number)
+                print(number, row.name, {what: values[-1] for what, values in row.figures.items()}, flush=True)
+            write(options, facts, rows, checks, users)
+    finally:
+        for server in servers:
+            server.stop()
+
+
+def write(
+    options: argparse.Namespace, facts: dict[str, Any], rows: list[Row], checks: dict[str, Any], users: Sequence[int]
+) -> None:
+    """Both files, after every round: a run that is cut off has what it had measured."""
+    import torch
+    import vllm
+
+    found = {
+        "date": date.today().isoformat(),
+        "gpu": torch.cuda.get_device_name(),
+        "versions": {"vllm": vllm.__version__, "torch": torch.__version__},
+        "arguments": {key: str(value) for key, value in vars(options).items()},
+        "facts": facts,
+        "rows": [{key: value for key, value in asdict(row).items() if key != "greedy"} for row in rows],
+        "compared": checks,
+    }
+    options.out.write_text(json.dumps(found, indent=1, default=str))
+    lines = [f"{options.model}, {options.format}, {facts['layers']} layers, {found['gpu']}, vLLM {vllm.__version__}, "]
+    lines += [f"{options.rounds} rounds, {found['date']}", "", table(rows, users), ""]
+    lines += [f"* {name}: {check}" for name, check in checks.items()] + [f"* {facts}"]
+    options.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
