@@ -121,13 +121,13 @@ class Source(ABC):
     def read(self, name: str) -> Tensor:
         """One tensor, reading just its bytes."""
         entry = self.entry(name)
-        return _tensor(self.read_bytes(entry.file, entry.start, entry.end), entry.dtype, entry.shape, name)
+        return tensor_of(self.read_bytes(entry.file, entry.start, entry.end), entry.dtype, entry.shape, name)
 
     def read_row(self, entry: TensorEntry, row: int) -> Tensor:
         """`tensor[row]`, reading only that slice of the leading axis."""
         size = (entry.end - entry.start) // entry.shape[0]
         start = entry.start + row * size
-        return _tensor(self.read_bytes(entry.file, start, start + size), entry.dtype, entry.shape[1:], entry.name)
+        return tensor_of(self.read_bytes(entry.file, start, start + size), entry.dtype, entry.shape[1:], entry.name)
 
 
 #: Torch dtype by safetensors dtype, for those torch has.
@@ -154,7 +154,8 @@ _TORCH_DTYPES = {
 }
 
 
-def _tensor(data: bytearray, dtype: str, shape: tuple[int, ...], name: str) -> Tensor:
+def tensor_of(data: bytearray, dtype: str, shape: tuple[int, ...], name: str) -> Tensor:
+    """The tensor that stored bytes mean. Raises MoeqError `source.unsupported-dtype`."""
     import torch
 
     if dtype not in _TORCH_DTYPES:

@@ -29,6 +29,7 @@ COMMANDS: dict[str, Command] = {
     "oracle": Command("moeq.cli.oracle", "Decide the kernel backend for a deployment, with every reason."),
     "plan": Command("moeq.cli.plan", "Say what a conversion would read, write and need, unit by unit."),
     "convert": Command("moeq.cli.convert", "Repack expert weights into a backend's kernel layout, offline."),
+    "transcode": Command("moeq.cli.transcode", "Write the same values in another format that engines load as it is."),
     "finalize": Command("moeq.cli.finalize", "Publish a conversion that was done in shares, after checking all of it."),
     "push": Command("moeq.cli.push", "Upload a conversion to the Hub, with a model card."),
     "verify": Command("moeq.cli.verify", "Prove that a conversion still means what was converted."),

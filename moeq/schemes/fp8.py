@@ -18,7 +18,11 @@ from moeq.schemes.format import (
     Encoding,
     PartRoles,
     Parts,
+<<<<<<< HEAD
     ReadOnlyFormat,
+=======
+    PartSig,
+>>>>>>> b730b09 (moeq transcode: the same values in another checkpoint format, proven)
     bias_dtype,
     float_name,
     inconsistent,
@@ -77,6 +81,13 @@ class Fp8(ReadOnlyFormat):
 
         scales = parts["weight_scale"].reshape(-1, 1).expand(spec.n, 1).contiguous()
         return QuantizedMatrix(spec, parts["weight"].view(torch.uint8), scales, bias=parts.get("bias"))
+
+    def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
+        import torch
+
+        if part == "weight":
+            return matrix.codes.contiguous().view(torch.float8_e4m3fn)
+        return matrix.scales if part == "weight_scale" and sig.shape == (matrix.spec.n, 1) else None
 
 
 FORMAT = Fp8()

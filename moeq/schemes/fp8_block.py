@@ -19,7 +19,11 @@ from moeq.schemes.format import (
     Encoding,
     PartRoles,
     Parts,
+<<<<<<< HEAD
     ReadOnlyFormat,
+=======
+    PartSig,
+>>>>>>> b730b09 (moeq transcode: the same values in another checkpoint format, proven)
     bias_dtype,
     float_name,
     inconsistent,
@@ -91,6 +95,14 @@ class Fp8Block(ReadOnlyFormat):
         scales = parts[_scale(parts)].repeat_interleave(_BLOCK, dim=0)[: spec.n].contiguous()
         codes = parts["weight"].view(torch.uint8)
         return QuantizedMatrix(spec, codes ^ 0x80 if spec.integer else codes, scales, bias=parts.get("bias"))
+
+    def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
+        import torch
+
+        if part == "weight":
+            codes = matrix.codes.contiguous()
+            return (codes ^ 0x80).view(torch.int8) if matrix.spec.integer else codes.view(torch.float8_e4m3fn)
+        return matrix.scales[::_BLOCK].contiguous()
 
 
 FORMAT = Fp8Block()

@@ -14,7 +14,7 @@ from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import ScaleKey, Scheme
 from moeq.schemes.declared import Declared
-from moeq.schemes.format import Context, Described, Encoding, PartRoles, Parts, ReadOnlyFormat, make_scheme
+from moeq.schemes.format import Context, Described, Encoding, PartRoles, Parts, PartSig, ReadOnlyFormat, make_scheme
 from moeq.schemes.fp4 import fp4_spec, nibble_codes
 
 if TYPE_CHECKING:
@@ -70,6 +70,19 @@ class Nvfp4(ReadOnlyFormat):
             bias=parts.get("bias"),
         )
 
+    def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
+        from moeq.schemes.bits import pack_nibbles
+
+        if part in ("weight_packed", "weight"):
+            return pack_nibbles(matrix.codes)
+        if part == "weight_scale":
+            return matrix.scales
+        if matrix.global_scale is None:
+            return None
+        multiplier = matrix.global_scale[:1]
+        stored = multiplier.float() if part == "weight_scale_2" else divisor_of(multiplier)
+        return stored.reshape(sig.shape)
+
 
 _GLOBAL = ("weight_global_scale", "weight_scale_2")
 
@@ -82,6 +95,20 @@ def _multiplier(parts: Mapping[str, Tensor]) -> Tensor:
     if not bool(divisor > 0):
         raise MoeqError("source.bad-data", f"weight_global_scale is {float(divisor)}, expected a positive number")
     return 1 / divisor
+
+
+def divisor_of(multiplier: Tensor) -> Tensor:
+    """float32 `[1]`: what compressed-tensors stores, which readers divide 1 by.
+
+    Of the numbers next to the reciprocal, the first whose float32 reciprocal is the multiplier again; not every
+    multiplier has one.
+    """
+    import torch
+
+    wanted = multiplier.float()
+    nearest = (1 / multiplier.double()).float()
+    steps = (nearest, torch.nextafter(nearest, nearest * 2), torch.nextafter(nearest, nearest / 2))
+    return next((divisor for divisor in steps if bool(1 / divisor == wanted)), nearest)
 
 
 FORMAT = Nvfp4()

@@ -14,7 +14,7 @@ from moeq.pipeline.pack.buffers import Buffers, Writes
 from moeq.pipeline.pack.inputs import InputFile, blocks_of
 from moeq.pipeline.pack.memory import SpareMemory
 from moeq.pipeline.plan.units import CopyRun, CopyUnit
-from moeq.pipeline.state.job import Job
+from moeq.pipeline.state.job import Work
 from moeq.pipeline.state.records import Bytes, UnitRecord, checksum, word_sum
 
 #: The kernel cannot copy between these two files: not supported, other file systems, odd alignment, forbidden.
@@ -33,7 +33,7 @@ class Copier:
     """Executes one `CopyUnit`, chunk by chunk. Arguments as for `moeq.pipeline.pack.experts.Packer`."""
 
     def __init__(
-        self, job: Job, unit: CopyUnit, inputs: Mapping[str, InputFile], output: OutputFile, spare: SpareMemory
+        self, job: Work, unit: CopyUnit, inputs: Mapping[str, InputFile], output: OutputFile, spare: SpareMemory
     ) -> None:
         self._unit = unit
         self._input = inputs[unit.source_file]

@@ -142,7 +142,7 @@ def make_plan(checkpoint: Checkpoint, targets: Targets, options: PlanOptions | N
     copied = [*targets.copied, *(CopiedLayer(layer, error.message) for layer, error in refused.items())]
     consumed = [entry for plan in layers for entry in checkpoint.experts(plan.entry.layer).layer.tensors()]
     rest = list(_rest_files(checkpoint, frozenset(entry.name for entry in consumed)))
-    names = _file_names(len(rest) + len(layers))
+    names = file_names(len(rest) + len(layers))
     files = [FilePlan(name, tensors, None) for name, tensors in zip(names, rest, strict=False)]
     for name, plan in zip(names[len(rest) :], layers, strict=True):
         tensors = {key: value for shard in plan.shards for key, value in shard.tensors().items()}
@@ -198,7 +198,8 @@ def _rest_files(checkpoint: Checkpoint, consumed: frozenset[str]) -> Iterator[di
         yield group
 
 
-def _file_names(count: int) -> list[str]:
+def file_names(count: int) -> list[str]:
+    """Names of the weight files, numbered as every tool numbers them."""
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 

@@ -82,6 +82,17 @@ class PackUnit(Unit):
 
 
 @dataclass(frozen=True)
+class PlacedUnit(Unit):
+    """A unit that lists every piece that it writes.
+
+    Attributes:
+        places: bytes of `file`, piece by piece, in the order in which they are written.
+    """
+
+    places: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
 class CopyRun:
     """Bytes that lie together in the source and in the output."""
 

@@ -14,7 +14,7 @@ from moeq.pipeline.plan.units import CHUNK_BYTES, CopyUnit, Unit
 from moeq.pipeline.run.executors import Where, executor
 from moeq.pipeline.run.workers import Executed, Outcome
 from moeq.pipeline.state.folder import WorkFolder
-from moeq.pipeline.state.job import Job
+from moeq.pipeline.state.job import Work
 from moeq.pipeline.state.records import UnitRecord, holds
 
 #: Cuts a list of units into lists, and may do something in between.
@@ -40,7 +40,7 @@ def at_once(units: Sequence[Unit]) -> list[Sequence[Unit]]:
 
 
 def run_units(
-    job: Job,
+    job: Work,
     folder: WorkFolder,
     units: Sequence[Unit],
     where: Where,
@@ -84,7 +84,7 @@ class Driver:
     Args: as `run_units`.
     """
 
-    def __init__(self, job: Job, folder: WorkFolder, units: Sequence[Unit], workers: int, progress: Progress) -> None:
+    def __init__(self, job: Work, folder: WorkFolder, units: Sequence[Unit], workers: int, progress: Progress) -> None:
         self._job = job
         self._folder = folder
         self._progress = progress
@@ -134,7 +134,7 @@ class Driver:
 
 
 def finished_units(
-    job: Job, folder: WorkFolder, units: Iterable[Unit], workers: int, progress: Progress
+    job: Work, folder: WorkFolder, units: Iterable[Unit], workers: int, progress: Progress
 ) -> dict[str, UnitRecord]:
     """The records of units whose bytes are in the folder. Every byte is read and summed again.
 

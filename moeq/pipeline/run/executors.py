@@ -12,7 +12,7 @@ from moeq.errors import MoeqError
 from moeq.pipeline.pack.memory import SpareMemory
 from moeq.pipeline.plan.units import Unit
 from moeq.pipeline.run.workers import Executed, Executor, Outcome
-from moeq.pipeline.state.job import Job
+from moeq.pipeline.state.job import Job, Work
 
 #: Told of something that does not stop the work: a code and a sentence.
 Warn = Callable[[str, str], None]
@@ -48,23 +48,25 @@ class Where:
 
 
 @contextmanager
-def _local(where: Where, job: Job, folder: Path, warn: Warn) -> Iterator[Executes]:
+def _local(where: Where, job: Work, folder: Path, warn: Warn) -> Iterator[Executes]:
     yield Executor(job, folder, where.workers, where.spare)
 
 
-def _ray(where: Where, job: Job, folder: Path, warn: Warn) -> AbstractContextManager[Executes]:
+def _ray(where: Where, job: Work, folder: Path, warn: Warn) -> AbstractContextManager[Executes]:
     from moeq.pipeline.run.ray_executor import ray_executor
 
+    if not isinstance(job, Job):
+        raise MoeqError("usage.executor", "a Ray cluster executes conversions only", "--shard, on several machines")
     return ray_executor(job, folder, where.address, warn)
 
 
-EXECUTORS: Mapping[str, Callable[[Where, Job, Path, Warn], AbstractContextManager[Executes]]] = {
+EXECUTORS: Mapping[str, Callable[[Where, Work, Path, Warn], AbstractContextManager[Executes]]] = {
     "local": _local,
     "ray": _ray,
 }
 
 
-def executor(where: Where, job: Job, folder: Path, warn: Warn) -> AbstractContextManager[Executes]:
+def executor(where: Where, job: Work, folder: Path, warn: Warn) -> AbstractContextManager[Executes]:
     """The executor that is asked for. Raises MoeqError `usage.executor`, and what opening it raises."""
     if where.name not in EXECUTORS:
         raise MoeqError("usage.executor", f"there is no executor {where.name!r}", f"known: {', '.join(EXECUTORS)}")

@@ -28,7 +28,7 @@ from moeq.pipeline.pack.inputs import InputFile
 from moeq.pipeline.pack.memory import SpareMemory
 from moeq.pipeline.plan.units import CopyUnit, PackUnit, Unit
 from moeq.pipeline.run.work_queue import OpenUnit, WorkerQueues, WorkItem
-from moeq.pipeline.state.job import Job
+from moeq.pipeline.state.job import Work
 from moeq.pipeline.state.records import UnitRecord
 
 
@@ -59,7 +59,7 @@ class _Failed:
 Outcome = UnitStarted | Written | Executed
 
 #: What executes a unit, by its kind.
-_KINDS: Mapping[type[Unit], Callable[[Job, Any, Mapping[str, InputFile], OutputFile, SpareMemory], Any]] = {
+_KINDS: Mapping[type[Unit], Callable[..., Any]] = {
     PackUnit: Packer,
     CopyUnit: Copier,
 }
@@ -77,7 +77,7 @@ class Executor:
         spare: memory beyond what `moeq.pipeline.run.resources.plan_memory` counts; None: as much as it takes.
     """
 
-    def __init__(self, job: Job, folder: Path, workers: int = 1, spare: SpareMemory | None = None) -> None:
+    def __init__(self, job: Work, folder: Path, workers: int = 1, spare: SpareMemory | None = None) -> None:
         self.job = job
         self.folder = folder
         self._spare = spare or SpareMemory(None)
@@ -169,7 +169,7 @@ class _Run:
     """One list of units in the hands of the threads."""
 
     def __init__(
-        self, job: Job, folder: Path, units: Sequence[Unit], buffers: Sequence[Buffers], spare: SpareMemory
+        self, job: Work, folder: Path, units: Sequence[Unit], buffers: Sequence[Buffers], spare: SpareMemory
     ) -> None:
         self._job = job
         self._spare = spare
@@ -293,7 +293,7 @@ class _Run:
                 inputs[name] = InputFile(source.path(name), name, spans)
             with disk_errors(self._folder / unit.file):
                 output = OutputFile(self._folder / unit.file)
-            kind = _KINDS[type(unit)](self._job, unit, inputs, output, self._spare)
+            kind = {**_KINDS, **self._job.runners}[type(unit)](self._job, unit, inputs, output, self._spare)
         except BaseException:
             for file in inputs.values():
                 file.close()

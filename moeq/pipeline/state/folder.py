@@ -55,14 +55,24 @@ class WorkFolder:
         stamp: the job.
         share: name of this process's share of the work; None where it does everything.
         force: replace an existing output of moeq, and partial work of another job.
+        marker: file that is written last and tells an output of moeq.
     """
 
-    def __init__(self, destination: Path, stamp: JobStamp, *, share: str | None = None, force: bool = False) -> None:
+    def __init__(
+        self,
+        destination: Path,
+        stamp: JobStamp,
+        *,
+        share: str | None = None,
+        force: bool = False,
+        marker: str = MANIFEST_NAME,
+    ) -> None:
         self.destination = destination
         self.path = destination.with_name(destination.name + PARTIAL_SUFFIX)
         self.stamp = stamp
         self.share = share
         self.force = force
+        self.marker = marker
         self.journals = Journals({}, {}, {})
         self._journal: Journal | None = None
 
@@ -93,7 +103,7 @@ class WorkFolder:
                 journal.unlink(missing_ok=True)  # another process may be here, too
         if not destination.exists() or (destination.is_dir() and not any(destination.iterdir())):
             return
-        if not (destination / MANIFEST_NAME).is_file():
+        if not (destination / self.marker).is_file():
             raise MoeqError(
                 "usage.destination-exists",
                 f"{destination} exists and is not an output of moeq",
@@ -138,7 +148,7 @@ class WorkFolder:
 
     def reopen(self) -> None:
         """Units are executed again: take away what an earlier run wrote last, which says that all are finished."""
-        manifest = self.path / MANIFEST_NAME
+        manifest = self.path / self.marker
         if manifest.exists():
             with disk_errors(manifest):
                 manifest.unlink()

@@ -7,9 +7,9 @@ it everywhere, and the digest of that plan names the job.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
 from moeq.checkpoint.source import LocalSource, Source
 from moeq.deploy.deployment import Deployment
@@ -19,6 +19,7 @@ from moeq.model import open as open_checkpoint
 from moeq.pipeline.plan.layers import PlanOptions
 from moeq.pipeline.plan.plan import Plan, make_plan
 from moeq.pipeline.plan.targets import Targets, choose_targets
+from moeq.pipeline.plan.units import Unit
 from moeq.pipeline.state.journal import JobStamp
 from moeq.version import __version__
 
@@ -54,20 +55,31 @@ class JobRequest:
 
 
 @dataclass(frozen=True)
-class Job:
+class Work:
+    """A plan and the source that it reads: all that executing units needs to know.
+
+    Attributes:
+        checkpoint: the source, opened.
+        plan: files and units.
+        runners: what executes units that neither pack nor copy, by their type.
+    """
+
+    checkpoint: Checkpoint
+    plan: Plan
+    runners: ClassVar[Mapping[type[Unit], Callable[..., Any]]] = {}
+
+
+@dataclass(frozen=True)
+class Job(Work):
     """A conversion, ready to run.
 
     Attributes:
         request: what was asked for.
-        checkpoint: the source, opened.
         targets: backend and layout of every layer.
-        plan: files and units.
     """
 
     request: JobRequest
-    checkpoint: Checkpoint
     targets: Targets
-    plan: Plan
 
 
 def open_job(request: JobRequest, checkpoint: Checkpoint | None = None, expect: str | None = None) -> Job:
@@ -101,19 +113,24 @@ def open_job(request: JobRequest, checkpoint: Checkpoint | None = None, expect: 
             f"this source with these options gives plan {plan.digest[:16]}, the plan asked for is {expect[:16]}",
             "source, deployment, options and moeq's version have to be those of `moeq plan`",
         )
-    return Job(request, checkpoint, targets, plan)
+    return Job(checkpoint, plan, request, targets)
 
 
 def job_stamp(job: Job) -> JobStamp:
     """What the journals of a job begin with. A repository is named with its commit, whatever was asked for."""
-    source, request = job.checkpoint.source, job.request
+    return work_stamp(job, replace(job.request, revision=job.checkpoint.source.revision).to_json())
+
+
+def work_stamp(work: Work, request: Mapping[str, Any]) -> JobStamp:
+    """The stamp of any work, with what was asked for as plain values."""
+    source = work.checkpoint.source
     return JobStamp(
-        job=job.plan.digest,
+        job=work.plan.digest,
         source=source.name,
         identity=source.identity(),
         files=source_stamps(source),
         version=__version__,
-        request=replace(request, revision=source.revision).to_json(),
+        request=request,
         place=os.path.abspath(source.folder) if _is_folder(source) else None,
     )
 

@@ -101,14 +101,19 @@ def _source_entry(source: Source) -> SourceEntry:
 
 def _write_side_files(checkpoint: Checkpoint, plan: Plan, manifest: Manifest, folder: Path) -> None:
     """Everything that is not a weight file: copied files, index, `config.json`, and `moeq.json` last."""
-    for name in checkpoint.source.side_files():
-        if name != CONFIG_NAME and not name.endswith(OTHER_WEIGHTS):
-            shutil.copyfile(checkpoint.source.path(name), folder / name)
-            sync_file(folder / name)
+    copy_side_files(checkpoint.source, folder)
     weight_map = {tensor: file.name for file in plan.files for tensor in file.tensors}
-    _write_json(folder / INDEX_NAME, {"metadata": {"total_size": plan.bytes_out}, "weight_map": weight_map})
-    _write_json(folder / CONFIG_NAME, converted_config(checkpoint, manifest))
-    _write_json(folder / MANIFEST_NAME, manifest.to_json())
+    write_json(folder / INDEX_NAME, {"metadata": {"total_size": plan.bytes_out}, "weight_map": weight_map})
+    write_json(folder / CONFIG_NAME, converted_config(checkpoint, manifest))
+    write_json(folder / MANIFEST_NAME, manifest.to_json())
+
+
+def copy_side_files(source: Source, folder: Path, leave_out: Container[str] = ()) -> None:
+    """Copy every file that is no weight file, index or `config.json`."""
+    for name in source.side_files():
+        if name != CONFIG_NAME and not name.endswith(OTHER_WEIGHTS) and name not in leave_out:
+            shutil.copyfile(source.path(name), folder / name)
+            sync_file(folder / name)
 
 
 def converted_config(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, Any]:
@@ -119,7 +124,7 @@ def converted_config(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, An
     """
     original = checkpoint.quantization_config
     return {
-        **_without_quantization(checkpoint.source.config),
+        **without_quantization(checkpoint.source.config),
         "quantization_config": {
             "quant_method": "moeq",
             "manifest": MANIFEST_NAME,
@@ -129,12 +134,14 @@ def converted_config(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, An
     }
 
 
-def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without any quantisation config, in sub-configs neither."""
     kept = {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
-    return {key: _without_quantization(value) if isinstance(value, dict) else value for key, value in kept.items()}
+    return {key: without_quantization(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
-def _write_json(path: Path, document: Mapping[str, Any]) -> None:
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a JSON file and bring it to disk. Raises OSError."""
     with path.open("w", encoding="utf-8") as file:
         json.dump(document, file, indent=2)
         file.write("\n")

@@ -16,7 +16,7 @@ import numpy as np
 from moeq.checkpoint.manifest import Projection
 from moeq.checkpoint.writer import read_at
 from moeq.pipeline.plan.plan import Plan
-from moeq.pipeline.plan.units import CHUNK_BYTES, CopyUnit, PackUnit, Span, Unit
+from moeq.pipeline.plan.units import CHUNK_BYTES, CopyUnit, PackUnit, PlacedUnit, Span, Unit
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -34,6 +34,7 @@ class UnitRecord:
         digests: projection to one logical digest per expert of the unit, in order; empty for copies.
         kept: source tensors that cannot be rebuilt from what was written.
         losses: stored numbers that packing changed, where that was allowed.
+        differences: what they were, one row per projection, where the unit tells.
     """
 
     unit: str
@@ -42,6 +43,7 @@ class UnitRecord:
     digests: Mapping[Projection, tuple[str, ...]] = field(default_factory=dict)
     kept: tuple[str, ...] = ()
     losses: int = 0
+    differences: tuple[Mapping[str, Any], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -52,7 +54,8 @@ class UnitRecord:
         """From `to_json`. Raises KeyError, TypeError, ValueError or AttributeError for anything else."""
         digests = {cast(Projection, name): tuple(map(str, values)) for name, values in row["digests"].items()}
         kept, losses = tuple(map(str, row["kept"])), int(row["losses"])
-        return cls(str(row["unit"]), int(row["bytes"]), str(row["checksum"]), digests, kept, losses)
+        differences = tuple(map(dict, row.get("differences", ())))
+        return cls(str(row["unit"]), int(row["bytes"]), str(row["checksum"]), digests, kept, losses, differences)
 
     def fits(self, unit: Unit) -> bool:
         """Whether this can be the record of that unit: size, and a digest per expert."""
@@ -86,6 +89,8 @@ def slots(plan: Plan, unit: Unit) -> Iterator[Span]:
     if isinstance(unit, CopyUnit):
         for chunk in unit.chunks():
             yield chunk.output, chunk.output + chunk.size
+    elif isinstance(unit, PlacedUnit):
+        yield from unit.places
     elif isinstance(unit, PackUnit):
         file = plan.file(unit.file)
         layer = plan.layer_of(unit)

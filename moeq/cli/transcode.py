@@ -1,0 +1,142 @@
+"""`moeq transcode`: the same values in another checkpoint format that engines load as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from moeq.cli import options
+from moeq.cli.out import Output
+from moeq.errors import ExitCode, MoeqError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from moeq.transcode.naming import NamesOption
+    from moeq.transcode.transcode import Transcoding
+
+#: Lines printed for people; `--json` has all of them.
+_SHOWN = 20
+
+
+def command(
+    ctx: typer.Context,
+    src: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint folder, or Hub repository org/name.")],
+    dst: Annotated[Path | None, typer.Argument(metavar="DST", help="Folder to create.")] = None,
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            metavar="FORMAT",
+            help="compressed-tensors, gptq, gptq_v2, mxfp4, fp8, nvfp4, nvfp4-compressed-tensors, bf16 or fp16.",
+        ),
+    ] = "",
+    regroup: Annotated[
+        int | None,
+        typer.Option("--regroup", min=1, metavar="N", help="Groups of N integer codes: scales are repeated."),
+    ] = None,
+    names: Annotated[
+        str,
+        typer.Option("--names", help="Names of experts: source, mlp, block-sparse-moe, per-expert or stacked."),
+    ] = "source",
+    allow_lossy: Annotated[
+        bool, typer.Option("--allow-lossy", help="Write the nearest values where they do not fit, and report them.")
+    ] = False,
+    check_only: Annotated[
+        bool, typer.Option("--check-only", help="Transcode and compare in memory; write nothing.")
+    ] = False,
+    revision: options.RevisionOption = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier transcoding at DST.")] = False,
+    shard: Annotated[
+        str | None, typer.Option("--shard", metavar="I/N", help="Do share I of N (from 0); without it, what is left.")
+    ] = None,
+    workers: options.WorkersOption = None,
+    max_memory: options.MaxMemoryOption = None,
+    events: options.EventsOption = None,
+    quiet: options.QuietOption = False,
+    json: options.JsonOption = False,
+) -> None:
+    """Write the same values in another format that engines load as it is. Exit 0: every value is equal."""
+    from moeq.cli.conversion_report import ConversionReport
+    from moeq.cli.progress import ProgressReport
+    from moeq.pipeline.run.resources import parse_size
+    from moeq.transcode.naming import NAMES
+    from moeq.transcode.targets import TARGETS
+    from moeq.transcode.transcode import check, transcode
+
+    out: Output = ctx.obj
+    if not to:
+        raise MoeqError("usage.target", "--to is missing", f"--to {', '.join(TARGETS)}")
+    if names not in NAMES:
+        raise MoeqError("usage.names", f"--names {names[:60]!r} is none of {', '.join(NAMES)}")
+    spelled = cast("NamesOption", names)
+    memory = None if max_memory is None else parse_size(max_memory)
+    if check_only:
+        with ProgressReport(out, "transcode", unit="step", quiet=quiet or json) as progress:
+            found = check(
+                src,
+                to,
+                revision=revision,
+                regroup=regroup,
+                names=spelled,
+                workers=workers,
+                max_memory=memory,
+                advance=progress.update,
+            )
+    elif dst is None:
+        raise MoeqError("usage.command-line", "DST is missing", "--check-only needs none")
+    else:
+        with ConversionReport(out, "transcode", quiet=quiet or json, log=events) as report:
+            found = transcode(
+                src,
+                dst,
+                to,
+                revision=revision,
+                regroup=regroup,
+                names=spelled,
+                allow_lossy=allow_lossy,
+                force=force,
+                workers=workers,
+                max_memory=memory,
+                share=shard,
+                progress=report,
+            )
+    ok = found.exact or allow_lossy
+    out.answer(found.to_json(), lambda console: render(console, found), ok=ok)
+    if not ok:
+        raise typer.Exit(ExitCode.NO)
+
+
+def render(console: Console, found: Transcoding) -> None:
+    """The answer for people."""
+    from moeq.report.text import human_bytes
+
+    plan = found.plan
+    verb = "wrote" if found.written else f"did share {found.share} of" if found.share else "would write"
+    where = f" {found.destination}" if found.destination else ""
+    size = human_bytes(plan.bytes_out)
+    console.print(f"{verb}{where}: {len(plan.files)} files, {size}, {plan.target.title}", markup=False)
+    survey = plan.survey
+    console.print(
+        f"  content   experts of {len(survey.layers)} layers, {len(survey.modules)} other quantised modules; "
+        f"{len(survey.copied)} tensors copied"
+    )
+    if found.resumed_units:
+        console.print(f"  resumed   {found.resumed_units} units were already finished")
+    for part, count in found.dropped.items():
+        console.print(f"  dropped   {count} tensors called {part}, for which the target has no place", markup=False)
+    for note in found.notes:
+        console.print(f"  note      {note}", markup=False)
+    if found.share is not None:
+        console.print("  next      the same command without --shard publishes when all shares are done")
+    elif found.exact:
+        console.print(f"  proof     exact: {found.projections} of {found.projections} projections equal in every value")
+    else:
+        same = found.projections - len(found.losses)
+        console.print(f"  proof     not exact: {same} of {found.projections} projections equal in every value")
+    for loss in found.losses[:_SHOWN]:
+        console.print(f"    {loss.text}", markup=False)
+    if len(found.losses) > _SHOWN:
+        console.print(f"    ... and {len(found.losses) - _SHOWN} more: --json lists them")

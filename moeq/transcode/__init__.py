@@ -1,0 +1,1 @@
+"""Checkpoints in other formats: the same values as another tool's files, proven."""

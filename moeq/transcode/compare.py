@@ -1,0 +1,174 @@
+"""Values before and after, number by number: exact, or which blocks are not, where and by how much."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from moeq.matrix import QuantizedMatrix
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Rows that are dequantised at once: a multiple of the rows of a block.
+_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What transcoding changed in one projection.
+
+    Attributes:
+        module: the source's module.
+        numbers: numbers that changed.
+        of: numbers there are.
+        blocks: blocks (what shares one scale in the target) with such numbers.
+        of_blocks: blocks there are.
+        block: their rows and columns.
+        max_abs: largest change; infinite where a number became infinite or NaN.
+        relative: norm of the change over the norm of the source.
+        first: row and column of the first number that changed.
+        before: its value in the source.
+        after: its value now.
+    """
+
+    module: str
+    numbers: int
+    of: int
+    blocks: int
+    of_blocks: int
+    block: tuple[int, int]
+    max_abs: float
+    relative: float
+    first: tuple[int, int]
+    before: float
+    after: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; JSON has no infinity, so that one is a text."""
+        row = asdict(self)
+        return {key: str(value) if value in (float("inf"), float("-inf")) else value for key, value in row.items()}
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> Loss:
+        """From `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
+        floats = {key: float(row[key]) for key in ("max_abs", "relative", "before", "after")}
+        pairs = {key: (int(row[key][0]), int(row[key][1])) for key in ("block", "first")}
+        counts = {key: int(row[key]) for key in ("numbers", "of", "blocks", "of_blocks")}
+        return cls(module=str(row["module"]), **counts, **pairs, **floats)
+
+    @property
+    def text(self) -> str:
+        """For people, in one line."""
+        row, column = self.first
+        shape = f"{self.block[0]} x {self.block[1]}"
+        return (
+            f"{self.module}: {self.blocks:,} of {self.of_blocks:,} blocks ({shape}), {self.numbers:,} of {self.of:,} "
+            f"numbers; largest change {self.max_abs:g}, relative {self.relative:.3g}; first [{row}, {column}]: "
+            f"{self.before:g} became {self.after:g}"
+        )
+
+
+def compare(
+    module: str, before: QuantizedMatrix, after: QuantizedMatrix | Tensor, block: tuple[int, int]
+) -> Loss | None:
+    """Compare a projection with what was written for it; None where every value is equal (0.0 and -0.0 are).
+
+    Args:
+        module: the source's module, for the report.
+        before: the source's matrix.
+        after: the matrix or floats decoded from the written bytes.
+        block: rows and columns that share a scale in the target.
+    """
+    if same_codes(before, after):
+        return None
+    return _differences(module, before, after, block)
+
+
+def same_codes(before: QuantizedMatrix, after: QuantizedMatrix | Tensor) -> bool:
+    """Whether two matrices are equal part by part, which says more than equal values and costs less to find out."""
+    import torch
+
+    if not isinstance(after, QuantizedMatrix) or before.spec.element != after.spec.element:
+        return False
+    if (before.group_index is None) != (after.group_index is None) or before.scales.dtype != after.scales.dtype:
+        return False
+
+    def same(one: Tensor | None, other: Tensor | None) -> bool:
+        if one is None or other is None:
+            return one is other
+        return one.shape == other.shape and bool(torch.equal(one, other))
+
+    def plain(scales: Tensor) -> Tensor:
+        return scales.view(torch.uint8) if scales.dtype == torch.float8_e4m3fn else scales
+
+    zeros = [None if matrix.zeros is None else matrix.zeros.to(torch.int16) for matrix in (before, after)]
+    return (
+        same(before.codes, after.codes)
+        and same(plain(before.scales), plain(after.scales))
+        and same(zeros[0], zeros[1])
+        and same(before.group_index, after.group_index)
+        and same(before.global_scale, after.global_scale)
+    )
+
+
+def _differences(
+    module: str, before: QuantizedMatrix, after: QuantizedMatrix | Tensor, block: tuple[int, int]
+) -> Loss | None:
+    import torch
+
+    spec = before.spec
+    height, width = (side if side > 0 else size for side, size in zip(block, (spec.n, spec.k), strict=True))
+    numbers = blocks = 0
+    first: tuple[int, int, float, float] | None = None
+    largest = squares = norm = 0.0
+    touched = torch.zeros(-(-spec.n // height), -(-spec.k // width), dtype=torch.bool)
+    for start, old, new in _rows(before, after):
+        unequal = old != new
+        if bool(unequal.any()):
+            change = torch.where(unequal, (old.double() - new.double()).abs(), 0.0)
+            change = change.nan_to_num(nan=float("inf"), posinf=float("inf"))
+            numbers += int(unequal.sum())
+            largest = max(largest, float(change.max()))
+            squares += float((change * change).sum())
+            rows, columns = unequal.nonzero(as_tuple=True)
+            touched[(rows + start) // height, columns // width] = True
+            if first is None:
+                row, column = int(rows[0]), int(columns[0])
+                first = (row + start, column, float(old[row, column]), float(new[row, column]))
+        norm += float((old.double() ** 2).sum())
+    if first is None:
+        return None
+    blocks = int(touched.sum())
+    return Loss(
+        module=module,
+        numbers=numbers,
+        of=spec.n * spec.k,
+        blocks=blocks,
+        of_blocks=touched.numel(),
+        block=(height, width),
+        max_abs=largest,
+        relative=(squares**0.5 / norm**0.5) if norm else float("inf"),
+        first=(first[0], first[1]),
+        before=first[2],
+        after=first[3],
+    )
+
+
+def _rows(before: QuantizedMatrix, after: QuantizedMatrix | Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """First row and float32 values of both, some rows at a time."""
+    left, right = _reader(before), _reader(after)
+    for start in range(0, before.spec.n, _ROWS):
+        stop = min(start + _ROWS, before.spec.n)
+        yield start, left(start, stop), right(start, stop)
+
+
+def _reader(values: QuantizedMatrix | Tensor) -> Callable[[int, int], Tensor]:
+    from moeq.schemes.dequantize import dequantize
+
+    if isinstance(values, QuantizedMatrix):
+        matrix = values
+        return lambda start, stop: dequantize(matrix.rows(start, stop, matrix.spec.role))
+    floats = values
+    return lambda start, stop: floats[start:stop].float()

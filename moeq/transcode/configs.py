@@ -1,0 +1,259 @@
+"""Quantisation configs as the tools of each target format write them.
+
+What is listed as left alone comes from the tensors, which decide what is quantised. Sources: compressed-tensors 0.20
+(`QuantizationConfig`), GPTQModel 7.7 (`QuantizeConfig`), nvidia-modelopt 0.47, DeepSeek's and OpenAI's checkpoints; how
+vLLM 0.33 matches each of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moeq.errors import MoeqError
+from moeq.matrix import MatrixSpec
+from moeq.version import __version__
+
+#: Version of the compressed-tensors format that is written.
+_CT_VERSION = "0.20.0"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How some modules are quantised, as far as a config says it.
+
+    Attributes:
+        spelling: how they are stored (`moeq.transcode.spellings`).
+        bits: bits of a code.
+        group_size: weights along K per scale, or -1 for one scale per output channel.
+        symmetric: no zero points.
+        act_order: columns are in activation order.
+    """
+
+    spelling: str
+    bits: int
+    group_size: int
+    symmetric: bool
+    act_order: bool = False
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a config has to describe, by the names of the written modules.
+
+    Attributes:
+        quantised: modules per way of quantising, the most used first.
+        plain: modules with a weight matrix that is not quantised.
+    """
+
+    quantised: Mapping[Weights, Sequence[str]]
+    plain: Sequence[str]
+
+    @property
+    def usual(self) -> Weights:
+        """What most modules have."""
+        return next(iter(self.quantised))
+
+
+def weights_of(spelling: str, spec: MatrixSpec, group_size: int) -> Weights:
+    """The config's view of a projection. `group_size` is the declared one, larger than K for narrow projections."""
+    return Weights(spelling, spec.bits, group_size, spec.symmetric, spec.act_order)
+
+
+def compressed_tensors(contents: Contents) -> dict[str, Any]:
+    """`quantization_config` of compressed-tensors: one group per way of quantising, the usual one for every Linear."""
+    everything = [name for names in contents.quantised.values() for name in names]
+    groups: dict[str, Any] = {}
+    for number, (weights, names) in enumerate(contents.quantised.items()):
+        variant, arguments, activations = _CT_ARGUMENTS[weights.spelling](weights)
+        others = [*(set(everything) - set(names)), *contents.plain]
+        groups[f"group_{number}"] = {
+            "format": variant,
+            "input_activations": activations,
+            "output_activations": None,
+            "targets": ["Linear"] if number == 0 else [f"re:{text}" for text in patterns(names, others)],
+            "weights": {"dynamic": False, **arguments},
+        }
+    formats = {group["format"] for group in groups.values()}
+    return {
+        "config_groups": dict(reversed(groups.items())),  # narrower targets first
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "global_compression_ratio": None,
+        "ignore": sorted(contents.plain, key=_natural),
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "version": _CT_VERSION,
+    }
+
+
+_CtGroup = tuple[str, dict[str, Any], dict[str, Any] | None]
+
+_PER_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
+
+
+def _ct_integers(weights: Weights) -> _CtGroup:
+    channel = weights.group_size == -1
+    arguments: dict[str, Any] = {
+        "num_bits": weights.bits,
+        "type": "int",
+        "symmetric": weights.symmetric,
+        "strategy": "channel" if channel else "group",
+        "group_size": None if channel else weights.group_size,
+    }
+    if not weights.symmetric:
+        arguments["zp_dtype"] = "torch.int8"
+    return "pack-quantized", arguments, None
+
+
+def _ct_mxfp4(weights: Weights) -> _CtGroup:
+    arguments = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
+    return "mxfp4-pack-quantized", {**arguments, "scale_dtype": "torch.uint8"}, None
+
+
+def _ct_nvfp4(weights: Weights) -> _CtGroup:
+    arguments = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+    return "nvfp4-pack-quantized", {**arguments, "scale_dtype": "torch.float8_e4m3fn"}, None
+
+
+def _ct_fp8(weights: Weights) -> _CtGroup:
+    return "float-quantized", {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}, _PER_TOKEN
+
+
+def _ct_fp8_block(weights: Weights) -> _CtGroup:
+    arguments = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "block", "block_structure": [128, 128]}
+    return "float-quantized", arguments, {**_PER_TOKEN, "strategy": "group", "group_size": 128}
+
+
+_CT_ARGUMENTS: dict[str, Callable[[Weights], _CtGroup]] = {
+    "ct-pack": _ct_integers,
+    "ct-mxfp4": _ct_mxfp4,
+    "ct-nvfp4": _ct_nvfp4,
+    "ct-fp8": _ct_fp8,
+    "ct-fp8-block": _ct_fp8_block,
+}
+
+
+def gptq(contents: Contents, variant: str) -> dict[str, Any]:
+    """`quantization_config` of GPTQModel: what differs from the usual way, and what is left alone, under `dynamic`."""
+    usual = contents.usual
+    everything = [name for names in contents.quantised.values() for name in names]
+    dynamic: dict[str, Any] = {f"-:{text}": {} for text in _containers(contents.plain, everything)}
+    for weights, names in contents.quantised.items():
+        if weights is not usual:
+            others = [*(set(everything) - set(names)), *contents.plain]
+            overrides = {"bits": weights.bits, "group_size": weights.group_size, "sym": weights.symmetric}
+            overrides["desc_act"] = weights.act_order
+            dynamic |= {f"+:{text}": overrides for text in patterns(names, others)}
+    table: dict[str, Any] = {
+        "bits": usual.bits,
+        "checkpoint_format": variant,
+        "desc_act": usual.act_order,
+        "format": variant,
+        "group_size": usual.group_size,
+        "lm_head": "lm_head" in everything,
+        "meta": {"quantizer": [f"moeq:{__version__}"]},
+        "pack_dtype": "int32",
+        "quant_method": "gptq",
+        "sym": usual.symmetric,
+    }
+    return {**table, "dynamic": dynamic} if dynamic else table
+
+
+def fp8_blocks(contents: Contents) -> dict[str, Any]:
+    """`quantization_config` of block-scaled FP8 as DeepSeek, Qwen and GLM publish it."""
+    return {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "modules_to_not_convert": sorted(contents.plain, key=_natural),
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    }
+
+
+def gpt_oss(contents: Contents) -> dict[str, Any]:
+    """`quantization_config` of gpt-oss."""
+    templates = {re.sub(r"\.\d+\.", ".*.", name) for name in contents.plain}
+    attention = {name[: name.index(".self_attn") + len(".self_attn")] for name in templates if ".self_attn" in name}
+    rest = {name for name in templates if ".self_attn" not in name}
+    return {"modules_to_not_convert": [*sorted(attention), *sorted(rest)], "quant_method": "mxfp4"}
+
+
+def modelopt_nvfp4(contents: Contents) -> dict[str, Any]:
+    """`quantization_config` of ModelOpt for weight-only NVFP4."""
+    weights = {"dynamic": False, "group_size": 16, "num_bits": 4, "type": "float"}
+    return {
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "exclude_modules": sorted(contents.plain, key=_natural),
+        "group_size": 16,
+        "ignore": sorted(contents.plain, key=_natural),
+        "kv_cache_quant_algo": None,
+        "producer": {"name": "moeq", "version": __version__},
+        "quant_algo": "W4A16_NVFP4",
+        "quant_method": "modelopt",
+    }
+
+
+def gptq_side(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """GPTQModel's own file."""
+    return "quantize_config.json", config
+
+
+def modelopt_side(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """ModelOpt's own file, in which the config has another form."""
+    keys = ("quant_algo", "kv_cache_quant_algo", "group_size", "exclude_modules")
+    return "hf_quant_config.json", {
+        "producer": config["producer"],
+        "quantization": {key: config[key] for key in keys},
+    }
+
+
+def patterns(names: Iterable[str], others: Iterable[str]) -> list[str]:
+    """Regular expressions that match all of some names and none of others; as few as templates of numbers give.
+
+    Raises:
+        MoeqError: `bug.pattern` where a name is in both.
+    """
+    names, others = list(names), set(others)
+    if not others.isdisjoint(names):
+        raise MoeqError("bug.pattern", f"{min(others & set(names))} is quantised in two ways", "report this as a bug")
+    taken = {_template(name) for name in others}
+    taken_in_layer = {_layer_template(name) for name in others}
+    found: dict[str, None] = {}
+    for name in names:
+        whole, layer = _template(name), _layer_template(name)
+        found[whole if whole not in taken else layer if layer not in taken_in_layer else re.escape(name)] = None
+    return [f"^{text}$" for text in found]
+
+
+def _containers(names: Iterable[str], others: Sequence[str]) -> list[str]:
+    """Patterns for modules left alone: their whole parent where nothing under it is quantised.
+
+    Engines fuse siblings (`qkv_proj`) and match the fused name, which only the parent's name begins.
+    """
+    parents = {_template(".".join(name.split(".")[:depth])) for name in others for depth in range(1, name.count(".") + 2)}
+    found: dict[str, None] = {}
+    for name in sorted(names, key=_natural):
+        parent = _template(name.rpartition(".")[0])
+        if name == "lm_head":
+            continue  # has a key of its own
+        found[f"^{parent}\\." if parent and parent not in parents else f"^{_template(name)}$"] = None
+    return list(found)
+
+
+def _template(name: str) -> str:
+    """The name as a pattern, with any number in place of every number."""
+    return r"\.".join(r"\d+" if part.isdigit() else re.escape(part) for part in name.split("."))
+
+
+def _layer_template(name: str) -> str:
+    """The same with the layer's number kept."""
+    head, found, tail = name.partition(".experts.")
+    return f"{re.escape(head)}\\.experts\\.{_template(tail)}" if found else re.escape(name)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sort key: numbers by value."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

@@ -1,0 +1,114 @@
+"""Where the experts of a layer go: the names that engines look for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from moeq.checkpoint.names import StoredName
+from moeq.errors import MoeqError
+from moeq.model.experts import WHOLE_PARTS, Experts
+
+#: What may be asked for. `source`: as they are, as far as the target format can.
+NamesOption = Literal["source", "mlp", "block-sparse-moe", "per-expert", "stacked"]
+NAMES: tuple[NamesOption, ...] = ("source", "mlp", "block-sparse-moe", "per-expert", "stacked")
+
+_LONG: dict[StoredName, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+_SHORT: dict[StoredName, str] = {"gate": "w1", "up": "w3", "down": "w2"}
+_STACKED: dict[StoredName, str] = {"gate_up": "gate_up_proj", "down": "down_proj"}
+
+#: Containers of experts whose projections are called w1, w3, w2.
+_SHORT_CONTAINERS = ("block_sparse_moe", "ffn")
+
+
+@dataclass(frozen=True)
+class Naming:
+    """Names of the tensors of one layer's experts.
+
+    Attributes:
+        prefix: module path of the experts.
+        spelled: projection to its name.
+        stacked: tensors hold all experts.
+        interleaved: rows of a stacked gate/up tensor alternate.
+        renamed: source prefix and target prefix of the module that holds experts and router, where they differ.
+    """
+
+    prefix: str
+    spelled: Mapping[StoredName, str]
+    stacked: bool = False
+    interleaved: bool = False
+    renamed: tuple[str, str] | None = None
+
+    def module(self, projection: StoredName, expert: int) -> str:
+        """Module name of a projection, as configs name it."""
+        name = self.spelled[projection]
+        return f"{self.prefix}.{name}" if self.stacked else f"{self.prefix}.{expert}.{name}"
+
+    def tensor(self, projection: StoredName, expert: int, part: str) -> str:
+        """Name of the tensor that holds a part."""
+        if not self.stacked:
+            return f"{self.module(projection, expert)}.{part}"
+        suffix = part.removeprefix("weight").removeprefix("_")
+        return f"{self.prefix}.{self.spelled[projection]}" + (f"_{suffix}" if suffix else "")
+
+    def is_row(self, part: str) -> bool:
+        """Whether an expert's part is a row of a tensor of all experts."""
+        return self.stacked and part not in WHOLE_PARTS
+
+
+def choose_naming(experts: Experts, asked: NamesOption, *, gpt_oss: bool, stackable: bool) -> Naming:
+    """Names for one layer.
+
+    Args:
+        experts: the layer as the source stores it.
+        asked: what the user asked for.
+        gpt_oss: the target is gpt-oss' own format, which has one spelling.
+        stackable: the target's tools also write stacked tensors.
+
+    Raises:
+        MoeqError: `usage.names` where the target has no such spelling.
+    """
+    layer, first = experts.layer, experts.kind(0)
+    if gpt_oss:
+        if asked not in ("source", "stacked"):
+            raise MoeqError("usage.names", f"--names {asked}: gpt-oss' format has stacked tensors only", "leave it out")
+        return Naming(layer.prefix, _STACKED, stacked=True, interleaved=True)
+    if asked == "stacked" or (asked == "source" and layer.fused and stackable):
+        if not stackable:
+            raise MoeqError(
+                "usage.names",
+                "--names stacked: no tool writes stacked experts in this format",
+                "--names per-expert, or --to compressed-tensors",
+            )
+        if not first.gated:
+            raise MoeqError("usage.names", f"{layer.prefix} has no gate: nothing to stack", "--names per-expert")
+        return Naming(layer.prefix, _STACKED, stacked=True)
+    prefix, renamed = _prefix(layer.prefix, asked)
+    if asked == "source" and not layer.fused:
+        spelled: Mapping[StoredName, str] = dict(layer.spelling)
+    else:
+        short = any(f".{name}." in f"{prefix}." for name in _SHORT_CONTAINERS)
+        spelled = _SHORT if short else _LONG
+    return Naming(prefix, spelled, renamed=renamed)
+
+
+def _prefix(prefix: str, asked: NamesOption) -> tuple[str, tuple[str, str] | None]:
+    """The experts' module path in the asked container, and what is renamed for it."""
+    containers: dict[NamesOption, str] = {"mlp": "mlp", "block-sparse-moe": "block_sparse_moe"}
+    if asked not in containers:
+        return prefix, None
+    parts = prefix.split(".")
+    if parts[-1] != "experts" or len(parts) < 2:
+        raise MoeqError("usage.names", f"--names {asked}: {prefix} is no module of experts in a container")
+    before = ".".join(parts[:-1])
+    after = ".".join([*parts[:-2], containers[asked]])
+    return f"{after}.experts", (before, after) if before != after else None
+
+
+def rename(name: str, renamed: Sequence[tuple[str, str]]) -> str:
+    """The target's name of a tensor that is copied: the router and shared experts move with their container."""
+    for before, after in renamed:
+        if name.startswith(f"{before}."):
+            return after + name[len(before) :]
+    return name

@@ -1,0 +1,394 @@
+"""What a transcoding writes, known from headers alone: files, tensors, units of work, the config.
+
+Files are cut as `moeq convert` cuts them: one per layer of experts, and files of bounded size for everything else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from moeq.checkpoint.header import TensorEntry
+from moeq.checkpoint.manifest import StackedRole
+from moeq.checkpoint.names import FUSED, StoredName
+from moeq.checkpoint.writer import FileForm, tensor_bytes
+from moeq.errors import MoeqError
+from moeq.matrix import MatrixSpec
+from moeq.model import Checkpoint
+from moeq.pipeline.plan.plan import PLAN_VERSION, REST_FILE_BYTES, FilePlan, Plan, file_names
+from moeq.pipeline.plan.units import PlacedUnit, Span, Unit, copy_units, joined
+from moeq.schemes.declared import Declaration, Declared
+from moeq.schemes.format import Context, Described, PartSig
+from moeq.schemes.registry import get_format, match_format, read_dialect
+from moeq.transcode.naming import rename
+from moeq.transcode.spellings import SPELLINGS
+from moeq.transcode.survey import LayerSurvey, ModuleSurvey, Projected, Request, Survey, survey
+from moeq.transcode.targets import Target, get_target
+
+#: Bytes of modules outside the experts that one unit writes at most, but for single larger ones.
+_UNIT_BYTES = 256 * 2**20
+
+Tensors = dict[str, tuple[tuple[int, ...], str]]
+
+
+@dataclass(frozen=True)
+class Output:
+    """One projection as it is written.
+
+    Attributes:
+        module: its name in the target.
+        described: how a reader of the written config and headers understands it.
+        signatures: dtype and shape of every part.
+        places: part to its bytes in the output file, but for what the first expert writes for all of a stack.
+        projected: what it is made of.
+    """
+
+    module: str
+    described: Described
+    signatures: Mapping[str, PartSig]
+    places: Mapping[str, Span]
+    projected: Projected
+
+
+@dataclass(frozen=True)
+class ExpertItem:
+    """Input projections (`w13`) or the output projection (`w2`) of one expert."""
+
+    layer: int
+    expert: int
+    role: StackedRole
+
+
+@dataclass(frozen=True)
+class ModuleItem:
+    """A quantised module that is no routed expert."""
+
+    name: str
+
+
+Item = ExpertItem | ModuleItem
+
+
+@dataclass(frozen=True)
+class TranscodeUnit(PlacedUnit):
+    """Some projections.
+
+    Attributes:
+        items: what is transcoded, in order.
+    """
+
+    items: tuple[Item, ...]
+
+
+@dataclass(frozen=True)
+class TranscodePlan(Plan):
+    """A whole transcoding.
+
+    Attributes:
+        request: what was asked for.
+        target: the format.
+        survey: what is transcoded and what is copied.
+        config: the target's quantisation config, or None for floats.
+        declaration: that config as a reader understands it.
+        readers: output module to how a reader understands it, for one module of every kind.
+    """
+
+    request: Request
+    target: Target
+    survey: Survey
+    config: Mapping[str, Any] | None
+    declaration: Declaration | None
+    layers_by_number: Mapping[int, LayerSurvey] = field(repr=False)
+    modules_by_name: Mapping[str, ModuleSurvey] = field(repr=False)
+    described: Mapping[tuple[Projected, str], Described] = field(repr=False)
+
+    def outputs(self, item: Item, form: FileForm) -> dict[StoredName, Output]:
+        """What is written for an item."""
+        if isinstance(item, ModuleItem):
+            module = self.modules_by_name[item.name]
+            signatures = _signatures(module.projected)
+            places = {part: form.ranges[f"{module.written}.{part}"] for part in signatures}
+            described = self.described[module.projected, ""]
+            return {"down": Output(module.written, described, signatures, places, module.projected)}
+        layer = self.layers_by_number[item.layer]
+        found: dict[StoredName, Output] = {}
+        for projection in _of_role(layer, item.expert, item.role):
+            projected = layer.kinds[item.expert][projection]
+            signatures = _signatures(projected)
+            places = {
+                part: _place(layer, projection, item.expert, part, form)
+                for part in signatures
+                if not layer.naming.stacked or layer.naming.is_row(part) or item.expert == 0
+            }
+            described = self.described[projected, projection]
+            module_name = layer.naming.module(projection, item.expert)
+            found[projection] = Output(module_name, described, signatures, places, projected)
+        return found
+
+    @cached_property
+    def renamed(self) -> tuple[tuple[str, str], ...]:
+        """Modules whose name changes, with what is under them."""
+        return tuple(layer.naming.renamed for layer in self.survey.layers if layer.naming.renamed)
+
+
+def make_transcode_plan(checkpoint: Checkpoint, request: Request) -> TranscodePlan:
+    """Plan a transcoding.
+
+    Raises:
+        MoeqError: what `survey` raises; `bug.config` where the written config would not be understood as meant.
+    """
+    target = get_target(request.to)
+    found = survey(checkpoint, target, request)
+    config = None if target.config is None else target.config(found.contents)
+    declaration = None if config is None else read_dialect(str(config["quant_method"]), config, "written config")
+    described = dict(_readers(found, declaration))
+    files, homes = _files(checkpoint, found, request)
+    plan = TranscodePlan(
+        files=tuple(files),
+        units=(),
+        copied=(),
+        expert_bytes_in=sum(entry.nbytes for entry in _consumed(checkpoint, found)),
+        digest=_digest(checkpoint, files, request),
+        request=request,
+        target=target,
+        survey=found,
+        config=config,
+        declaration=declaration,
+        layers_by_number={layer.layer: layer for layer in found.layers},
+        modules_by_name={module.name: module for module in found.modules},
+        described=described,
+    )
+    return replace(plan, units=tuple(_units(checkpoint, plan, homes)))
+
+
+def item_specs(plan: TranscodePlan, item: Item) -> list[MatrixSpec]:
+    """Sizes of the projections of an item."""
+    if isinstance(item, ModuleItem):
+        return [plan.modules_by_name[item.name].projected.spec]
+    layer = plan.layers_by_number[item.layer]
+    return [layer.kinds[item.expert][name].spec for name in _of_role(layer, item.expert, item.role)]
+
+
+def _signatures(projected: Projected) -> dict[str, PartSig]:
+    return SPELLINGS[projected.spelling].signatures(projected.spec)
+
+
+def _of_role(layer: LayerSurvey, expert: int, role: StackedRole) -> list[StoredName]:
+    """The written projections that a stacked matrix holds."""
+    return [name for name in layer.kinds[expert] if (name == "down") == (role == "w2")]
+
+
+def _place(layer: LayerSurvey, projection: StoredName, expert: int, part: str, form: FileForm) -> Span:
+    start, stop = form.ranges[layer.naming.tensor(projection, expert, part)]
+    if not layer.naming.is_row(part):
+        return start, stop
+    size = (stop - start) // len(layer.kinds)
+    return start + expert * size, start + (expert + 1) * size
+
+
+def _readers(found: Survey, declaration: Declaration | None) -> Iterator[tuple[tuple[Projected, str], Described]]:
+    """How a reader of the written config and headers understands every kind of projection."""
+    seen: set[tuple[Projected, str]] = set()
+    for layer in found.layers:
+        for expert, projections in layer.kinds.items():
+            for projection, projected in projections.items():
+                if (projected, projection) in seen:
+                    continue
+                seen.add((projected, projection))
+                module = layer.naming.module(projection, expert)
+                yield (projected, projection), _reader(projected, module, declaration)
+    for module_survey in found.modules:
+        if (module_survey.projected, "") not in seen:
+            seen.add((module_survey.projected, ""))
+            reader = _reader(module_survey.projected, module_survey.written, declaration)
+            yield (module_survey.projected, ""), reader
+
+
+def _reader(projected: Projected, module: str, declaration: Declaration | None) -> Described:
+    """Describe a written projection from its headers and the written config, as if opening the result.
+
+    Raises:
+        MoeqError: `bug.config` where that is not what was meant.
+    """
+    signatures = _signatures(projected)
+    declared = declaration.resolve(module) if declaration else None
+    spelling = SPELLINGS[projected.spelling]
+    matched = match_format(signatures, declared)
+    known = declared or Declared(method="", rule="tensor headers")
+    spec = projected.spec
+    context = Context(module, spec.role, known, k_hint=spec.k, gated=spec.gated)
+    if matched is not None and matched.id == spelling.format and (declaration is None or declared is not None):
+        described = matched.describe(signatures, context)
+        if described.spec == spec:
+            return described
+    raise MoeqError(
+        "bug.config",
+        f"{module}: the config to be written does not describe it as {spelling.id}, {spec}",
+        "report this as a bug in moeq",
+    )
+
+
+def _consumed(checkpoint: Checkpoint, found: Survey) -> Iterator[TensorEntry]:
+    for layer in found.layers:
+        yield from checkpoint.experts(layer.layer).layer.tensors()
+    for module in found.modules:
+        yield from module.parts.values()
+
+
+def _files(
+    checkpoint: Checkpoint, found: Survey, request: Request
+) -> tuple[list[FilePlan], dict[str, Literal["layer", "modules", "copies"]]]:
+    """Output files: copied tensors, modules, layers. Names are numbered as every tool numbers shards."""
+    groups: list[tuple[Literal["layer", "modules", "copies"], Tensors]] = []
+    renamed = tuple(layer.naming.renamed for layer in found.layers if layer.naming.renamed)
+    order = {file.name: number for number, file in enumerate(checkpoint.source.files)}
+    copies = sorted(found.copied, key=lambda entry: (order[entry.file], entry.start, entry.end))
+    groups += [("copies", group) for group in _bounded({rename(e.name, renamed): (e.shape, e.dtype)} for e in copies)]
+    groups += [("modules", group) for group in _bounded(map(_module_tensors, found.modules))]
+    groups += [("layer", dict(_layer_tensors(layer))) for layer in found.layers]
+    names = file_names(len(groups))
+    files = [FilePlan(name, tensors, None) for name, (_, tensors) in zip(names, groups, strict=True)]
+    _require_distinct(files)
+    return files, {name: kind for name, (kind, _) in zip(names, groups, strict=True)}
+
+
+def _require_distinct(files: Sequence[FilePlan]) -> None:
+    """Refuse names that two tensors would have. Raises MoeqError `usage.names`."""
+    seen: set[str] = set()
+    for file in files:
+        for name in file.tensors:
+            if name in seen:
+                raise _same_name(name)
+            seen.add(name)
+
+
+def _same_name(name: str) -> MoeqError:
+    return MoeqError("usage.names", f"two tensors would be called {name}", "--names source keeps names")
+
+
+def _bounded(together: Iterable[Tensors]) -> Iterator[Tensors]:
+    """Files of bounded size; what is given together stays together."""
+    group: Tensors = {}
+    size = 0
+    for tensors in together:
+        count = sum(tensor_bytes(*form) for form in tensors.values())
+        if group and size + count > REST_FILE_BYTES:
+            yield group
+            group, size = {}, 0
+        if not group.keys().isdisjoint(tensors):
+            raise _same_name(min(group.keys() & tensors))
+        group |= tensors
+        size += count
+    if group:
+        yield group
+
+
+def _module_tensors(module: ModuleSurvey) -> Tensors:
+    signatures = _signatures(module.projected)
+    return {f"{module.written}.{part}": (signature.shape, signature.dtype) for part, signature in signatures.items()}
+
+
+def _layer_tensors(layer: LayerSurvey) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
+    """A layer's tensors, expert by expert."""
+    naming = layer.naming
+    for expert, projections in layer.kinds.items():
+        for projection, projected in projections.items():
+            for part, signature in _signatures(projected).items():
+                # A stack's own shape has the number of experts in front, as its tensors have.
+                shape = signature.shape
+                if naming.stacked:
+                    shape = (len(layer.kinds), *shape) if naming.is_row(part) else (shape[0] + 1,)
+                yield naming.tensor(projection, expert, part), (shape, signature.dtype)
+        if naming.stacked:
+            return
+
+
+def _units(
+    checkpoint: Checkpoint, plan: TranscodePlan, kinds: Mapping[str, Literal["layer", "modules", "copies"]]
+) -> Iterator[Unit]:
+    counts: dict[str, int] = {}
+    sources = {rename(entry.name, plan.renamed): entry for entry in plan.survey.copied}
+    layers, modules = iter(plan.survey.layers), iter(plan.survey.modules)
+    for file in plan.files:
+        if kinds[file.name] == "copies":
+            yield from copy_units({name: sources[name] for name in file.tensors}, file.name, file.form, counts)
+        elif kinds[file.name] == "layer":
+            yield from _layer_units(checkpoint, plan, next(layers), file)
+        else:
+            yield from _module_units(plan, modules, file)
+
+
+def _layer_units(
+    checkpoint: Checkpoint, plan: TranscodePlan, layer: LayerSurvey, file: FilePlan
+) -> Iterator[TranscodeUnit]:
+    parts = checkpoint.experts(layer.layer).layer.parts
+    roles: tuple[StackedRole, ...] = ("w13", "w2")
+    for role in roles:
+        items = tuple(ExpertItem(layer.layer, expert, role) for expert in layer.kinds)
+        entries = [
+            entry
+            for (projection, _), found in parts.items()
+            if (projection == "down") == (role == "w2")
+            for entry in ([found[FUSED]] if FUSED in found else found.values())
+        ]
+        yield _unit(f"layer-{layer.layer}/{role}", plan, file, items, entries)
+
+
+def _module_units(
+    plan: TranscodePlan, modules: Iterator[ModuleSurvey], file: FilePlan
+) -> Iterator[TranscodeUnit]:
+    """Units of about equal size. A file holds whole modules, in order."""
+    left, group, size = len(file.tensors), list[ModuleSurvey](), 0
+    while left:
+        module = next(modules)
+        signatures = _signatures(module.projected)
+        count = sum(tensor_bytes(signature.shape, signature.dtype) for signature in signatures.values())
+        if group and size + count > _UNIT_BYTES:
+            yield _modules_unit(plan, file, group)
+            group, size = [], 0
+        group.append(module)
+        size += count
+        left -= len(signatures)
+    if group:
+        yield _modules_unit(plan, file, group)
+
+
+def _modules_unit(plan: TranscodePlan, file: FilePlan, modules: Sequence[ModuleSurvey]) -> TranscodeUnit:
+    entries = [entry for module in modules for entry in module.parts.values()]
+    items = tuple(ModuleItem(module.name) for module in modules)
+    return _unit(f"modules/{modules[0].name}", plan, file, items, entries)
+
+
+def _unit(
+    unit_id: str, plan: TranscodePlan, file: FilePlan, items: tuple[Item, ...], entries: Sequence[TensorEntry]
+) -> TranscodeUnit:
+    outputs = (output for item in items for output in plan.outputs(item, file.form).values())
+    places = tuple(place for output in outputs for place in output.places.values())
+    inputs: dict[str, list[Span]] = {}
+    for entry in entries:
+        inputs.setdefault(entry.file, []).append((entry.start, entry.end))
+    return TranscodeUnit(
+        id=unit_id,
+        file=file.name,
+        inputs={name: joined(spans) for name, spans in sorted(inputs.items())},
+        outputs=joined(list(places)),
+        padding_bytes=0,
+        places=places,
+        items=items,
+    )
+
+
+def _digest(checkpoint: Checkpoint, files: Sequence[FilePlan], request: Request) -> str:
+    """Names the job: source, what was asked for, and every output tensor."""
+    options = {key: value for key, value in asdict(request).items() if key != "src"}
+    job = {
+        "version": ["transcode", PLAN_VERSION],
+        "source": checkpoint.source.identity(),
+        "request": options,
+        "files": [[file.name, {name: [list(shape), dtype] for name, (shape, dtype) in file.tensors.items()}] for file in files],
+    }
+    return hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()

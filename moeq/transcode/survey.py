@@ -1,0 +1,276 @@
+"""What a checkpoint holds and what a target makes of it: every quantised module, inside the experts and outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from moeq.checkpoint.facts import Facts
+from moeq.checkpoint.header import TensorEntry
+from moeq.checkpoint.names import StoredName
+from moeq.errors import MoeqError
+from moeq.matrix import MatrixSpec
+from moeq.model import Checkpoint
+from moeq.model.describe import model_type
+from moeq.model.experts import ExpertKind
+from moeq.schemes.declared import Declaration, Declared
+from moeq.schemes.format import Context, Described, PartSig
+from moeq.schemes.registry import match_format
+from moeq.transcode.configs import Contents, Weights, weights_of
+from moeq.transcode.naming import NamesOption, Naming, choose_naming
+from moeq.transcode.targets import Target
+
+#: Words in names of modules that hold a matrix but multiply nothing.
+_NO_LINEAR = ("embed", "wte", "tok_embeddings", "norm", "conv", "rotary")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for; decides the bytes together with the source. Picklable.
+
+    Attributes:
+        src: local folder or Hub repository.
+        to: id of the target.
+        revision: Hub revision of `src`.
+        regroup: size of the groups of integer codes, where it is to change.
+        names: spelling of the experts' names.
+        allow_lossy: write values that the target cannot hold exactly, rounded once.
+    """
+
+    src: str
+    to: str
+    revision: str | None = None
+    regroup: int | None = None
+    names: NamesOption = "source"
+    allow_lossy: bool = False
+
+
+@dataclass(frozen=True)
+class Projected:
+    """One projection: what it is, and what the target makes of it.
+
+    Attributes:
+        source: as the source stores it.
+        spelling: how the target stores it.
+        spec: its sizes and types there.
+        weights: the config's view of that.
+    """
+
+    source: Described
+    spelling: str
+    spec: MatrixSpec
+    weights: Weights
+
+
+@dataclass(frozen=True)
+class LayerSurvey:
+    """The experts of a layer.
+
+    Attributes:
+        layer: its number, as `Checkpoint` counts.
+        naming: names of the written tensors.
+        kinds: per expert, its projections as they are written.
+    """
+
+    layer: int
+    naming: Naming
+    kinds: Mapping[int, Mapping[StoredName, Projected]]
+
+
+@dataclass(frozen=True)
+class ModuleSurvey:
+    """A quantised module that is no routed expert.
+
+    Attributes:
+        name: the source's name of it.
+        written: the target's.
+        parts: part to tensor.
+        projected: what it is and becomes.
+    """
+
+    name: str
+    written: str
+    parts: Mapping[str, TensorEntry]
+    projected: Projected
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Everything that a target has to store.
+
+    Attributes:
+        layers: layers whose experts are transcoded.
+        modules: other quantised modules.
+        copied: tensors that stay as they are.
+        plain: modules among those with a weight matrix.
+        contents: what the target's config has to describe.
+        dropped: parts that the target does not keep, with how many tensors (scales of activations, say).
+    """
+
+    layers: tuple[LayerSurvey, ...]
+    modules: tuple[ModuleSurvey, ...]
+    copied: tuple[TensorEntry, ...]
+    plain: tuple[str, ...]
+    contents: Contents
+
+
+def survey(checkpoint: Checkpoint, target: Target, request: Request) -> Survey:
+    """Look at every tensor's header and say what becomes of it.
+
+    Raises:
+        MoeqError: `usage.target`, `usage.regroup`, `usage.names`, `usage.act-order` where something does not fit,
+            with the module; `source.not-quantized` where nothing is to be transcoded.
+    """
+    info = checkpoint.info
+    found = model_type(Facts(checkpoint.source.config))
+    if target.model_types and found not in target.model_types:
+        raise MoeqError(
+            "usage.target",
+            f"--to {target.id} is read by {', '.join(target.model_types)} only; {info.name} is {found}",
+            "--to compressed-tensors",
+        )
+    layers = []
+    for layer in (*info.moe_layers, *info.mtp_layers):
+        known = _layer(checkpoint, layer, target, request)
+        if known is not None:
+            layers.append(known)
+    renamed = tuple(layer.naming.renamed for layer in layers if layer.naming.renamed)
+    consumed = {
+        entry.name for layer in layers for entry in checkpoint.experts(layer.layer).layer.tensors()
+    }
+    rest = [entry for entry in checkpoint.source.tensors.values() if entry.name not in consumed]
+    modules = tuple(_modules(checkpoint, rest, target, request, renamed))
+    if not layers and not modules:
+        raise MoeqError("source.not-quantized", f"{info.name}: nothing in it is quantised", "there is nothing to do")
+    taken = {entry.name for module in modules for entry in module.parts.values()}
+    copied = tuple(entry for entry in rest if entry.name not in taken)
+    plain = tuple(_plain_modules(copied))
+    return Survey(tuple(layers), modules, copied, plain, _contents(layers, modules, plain))
+
+
+def _layer(checkpoint: Checkpoint, layer: int, target: Target, request: Request) -> LayerSurvey | None:
+    """The experts of a layer; None where they are not quantised."""
+    experts = checkpoint.experts(layer)
+    groups = experts.kinds()
+    plain = [all(scheme.format == "unquantized" for scheme in group.kind.schemes) for group in groups]
+    if all(plain):
+        return None
+    where = experts.layer.prefix
+    if any(plain):
+        group = groups[plain.index(True)]
+        raise MoeqError(
+            "usage.mixed-experts",
+            f"{where}: expert {group.experts[0]} is not quantised, others are",
+            "re-quantise the layer with one scheme for all its experts",
+        )
+    naming = choose_naming(
+        experts, request.names, gpt_oss="gpt-oss" in target.spellings.values(), stackable=target.stackable
+    )
+    found: dict[int, Mapping[StoredName, Projected]] = {}
+    for group in groups:
+        projected = _experts(group.kind, naming, target, request, f"{where} expert {group.experts[0]}")
+        found.update(dict.fromkeys(group.experts, projected))
+    if naming.stacked and len(groups) > 1:
+        raise MoeqError(
+            "usage.mixed-experts",
+            f"{where}: its experts are quantised in {len(groups)} ways and cannot be stacked",
+            "--names per-expert",
+        )
+    return LayerSurvey(layer, naming, found)
+
+
+def _experts(
+    kind: ExpertKind, naming: Naming, target: Target, request: Request, where: str
+) -> Mapping[StoredName, Projected]:
+    """The projections of an expert as they are written."""
+    if problems := kind.problems():
+        raise MoeqError("source.not-convertible", f"{where}: {problems[0]}")
+    names: tuple[StoredName, ...] = ("gate", "up", "down") if kind.gated else ("up", "down")
+    if naming.stacked:
+        names = ("gate_up", "down")
+    found: dict[StoredName, Projected] = {}
+    for name in names:
+        stored = kind.projection("w13" if name == "gate_up" else name)
+        spec = kind.spec("w13" if name == "gate_up" else name)
+        found[name] = project(Described(stored.scheme, spec), target, request, f"{where} {name}")
+    return found
+
+
+def project(described: Described, target: Target, request: Request, where: str) -> Projected:
+    """What the target makes of one projection."""
+    from moeq.transcode.recode import check_regroup
+
+    spelling = target.spelling(described, where)
+    spec = target.spec(described, request.regroup)
+    declared = described.scheme.group_size
+    if spelling in ("ct-pack", "gptq"):
+        if request.regroup and spec.group_size != described.spec.group_size:
+            check_regroup(described.spec, spec.group_size)
+        declared = request.regroup or declared
+    if described.spec.act_order and spelling == "ct-pack":
+        raise MoeqError(
+            "usage.act-order",
+            f"{where}: its columns are in activation order (g_idx), which compressed-tensors dropped in 0.19 and "
+            "vLLM 0.33 refuses",
+            "--sort-act-order sorts what can be sorted; --to gptq_v2 keeps g_idx",
+        )
+    return Projected(described, spelling, spec, weights_of(spelling, spec, declared))
+
+
+def _modules(
+    checkpoint: Checkpoint,
+    rest: list[TensorEntry],
+    target: Target,
+    request: Request,
+    renamed: tuple[tuple[str, str], ...],
+) -> Iterator[ModuleSurvey]:
+    """Quantised modules among the tensors that are no routed experts."""
+    from moeq.transcode.naming import rename
+
+    grouped: dict[str, dict[str, TensorEntry]] = {}
+    for entry in rest:
+        name, _, part = entry.name.rpartition(".")
+        grouped.setdefault(name, {})[part] = entry
+    for name, parts in grouped.items():
+        described = describe_module(name, parts, checkpoint.declaration)
+        if described is not None:
+            yield ModuleSurvey(name, rename(name, renamed), parts, project(described, target, request, name))
+
+
+def describe_module(
+    name: str, parts: Mapping[str, TensorEntry], declaration: Declaration | None
+) -> Described | None:
+    """How a module outside the experts is quantised; None where it is not, or by no format that moeq reads."""
+    signatures = {part: PartSig(entry.dtype, entry.shape) for part, entry in parts.items()}
+    declared = declaration.resolve(name) if declaration else None
+    found = match_format(signatures, declared)
+    if found is None or found.id in ("unquantized", "foreign"):
+        return None
+    known = declared or (declaration.default if declaration else None) or Declared(method="", rule="tensor headers")
+    return found.describe(signatures, Context(name, "down", known))
+
+
+def _plain_modules(copied: tuple[TensorEntry, ...]) -> Iterator[str]:
+    """Linear layers that are not quantised: a matrix called `weight`, and no embedding."""
+    for entry in copied:
+        name, _, part = entry.name.rpartition(".")
+        leaf = name.rpartition(".")[2]
+        if part == "weight" and len(entry.shape) == 2 and not any(word in leaf for word in _NO_LINEAR):
+            yield name
+
+
+def _contents(layers: list[LayerSurvey], modules: tuple[ModuleSurvey, ...], plain: tuple[str, ...]) -> Contents:
+    found: dict[Weights, list[str]] = {}
+    for layer in layers:
+        for expert, projections in layer.kinds.items():
+            for projection, projected in projections.items():
+                found.setdefault(projected.weights, []).append(layer.naming.module(projection, expert))
+    for module in modules:
+        found.setdefault(module.projected.weights, []).append(module.written)
+    ranked = sorted(found.items(), key=lambda row: -len(row[1]))
+    return Contents({weights: tuple(dict.fromkeys(names)) for weights, names in ranked}, plain)
+
+
+def with_role(described: Described, role: str) -> Described:
+    """The same for another role."""
+    return replace(described, spec=replace(described.spec, role=role))

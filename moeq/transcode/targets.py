@@ -1,0 +1,169 @@
+"""What can be asked for with `--to`: which projections a target takes, how it spells them, and its config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from moeq.errors import MoeqError
+from moeq.matrix import MatrixSpec
+from moeq.schemes.format import Described
+from moeq.schemes.registry import get_format
+from moeq.transcode import configs
+from moeq.transcode.configs import Contents
+from moeq.transcode.spellings import BLOCK
+
+#: What a projection is, whatever its spelling.
+_KINDS = ("int", "mxfp4", "nvfp4", "fp8", "fp8-block", "mxfp8", "float")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A format to write.
+
+    Attributes:
+        id: what `--to` takes.
+        title: one line for people.
+        spellings: kind of a projection to the spelling that stores it.
+        config: the quantisation config; None for floats, which have none.
+        side_config: name and content of the file in which the format's tools also keep the config.
+        element: element type of floats.
+        model_types: the only models whose engines read it; empty for all.
+        stackable: the format's tools also write tensors that hold all experts.
+    """
+
+    id: str
+    title: str
+    spellings: dict[str, str]
+    config: Callable[[Contents], dict[str, Any]] | None
+    side_config: Callable[[Mapping[str, Any]], tuple[str, Mapping[str, Any]]] | None = None
+    element: str | None = None
+    model_types: tuple[str, ...] = ()
+    stackable: bool = False
+
+    def spelling(self, described: Described, where: str) -> str:
+        """Id of the spelling of a projection. Raises MoeqError `usage.target` with what would work."""
+        refusal = get_format(described.scheme.format).refusal if described.scheme.format == "modelopt-int4" else None
+        kind = kind_of(described)
+        if kind in self.spellings and refusal is None:
+            return self.spellings[kind]
+        reason = refusal or f"--to {self.id} stores {_titles(self.spellings)}, no {_TITLES[kind]}"
+        others = [] if refusal else [other.id for other in TARGETS.values() if kind in other.spellings]
+        hint = f"--to {', '.join(others)}" if others else None
+        raise MoeqError("usage.target", f"{where} is {described.scheme.title}: {reason}", hint)
+
+    def spec(self, described: Described, regroup: int | None) -> MatrixSpec:
+        """What a projection becomes, sizes and types."""
+        spec = described.spec
+        spelling = self.spellings[kind_of(described)]
+        if spelling == "plain":
+            return replace(
+                spec, element=self.element or "bf16", group_size=spec.k, scale_dtype="f32", symmetric=True, act_order=False
+            )
+        if "nvfp4" in spelling:
+            return replace(spec, group_size=16, scale_dtype="e4m3")
+        if "fp8-block" in spelling:
+            scale = spec.scale_dtype if kind_of(described) == "fp8-block" and spec.scale_dtype != "e8m0" else "f32"
+            size = min(BLOCK, spec.k)
+            return replace(spec, element="e4m3", group_size=size, scale_dtype=scale, symmetric=True, act_order=False)
+        if spelling == "ct-pack" or spelling == "gptq":
+            size = min(regroup, spec.k) if regroup else spec.group_size
+            return replace(spec, group_size=size)
+        return spec
+
+
+_TITLES = {
+    "int": "packed integers",
+    "mxfp4": "MXFP4",
+    "nvfp4": "NVFP4",
+    "fp8": "FP8 per channel or tensor",
+    "fp8-block": "block-scaled FP8",
+    "mxfp8": "MXFP8",
+    "float": "floats",
+}
+
+
+def _titles(kinds: dict[str, str]) -> str:
+    return ", ".join(_TITLES[kind] for kind in kinds)
+
+
+def kind_of(described: Described) -> str:
+    """What a projection is, whatever its spelling: integers, MXFP4, NVFP4, FP8 of some kind, floats."""
+    spec, scale = described.spec, described.scheme.weight.scale
+    if spec.bits > 8:
+        return "float"
+    if spec.integer:
+        # SGLang's int8 blocks have no other spelling.
+        return "fp8-block" if scale.granularity == "block" else "int"
+    if spec.element == "e2m1":
+        return "mxfp4" if spec.scale_dtype == "e8m0" else "nvfp4"
+    if scale.granularity == "block":
+        return "fp8-block"
+    return "fp8" if spec.num_groups == 1 and spec.scale_dtype != "e8m0" else "mxfp8"
+
+
+_ALL_QUANTISED = ("int", "mxfp4", "nvfp4", "fp8", "fp8-block", "mxfp8")
+
+TARGETS: dict[str, Target] = {
+    target.id: target
+    for target in (
+        Target(
+            "compressed-tensors",
+            "compressed-tensors: pack-quantized, mxfp4-, nvfp4-pack-quantized or float-quantized",
+            {"int": "ct-pack", "mxfp4": "ct-mxfp4", "nvfp4": "ct-nvfp4", "fp8": "ct-fp8", "fp8-block": "ct-fp8-block"},
+            configs.compressed_tensors,
+            stackable=True,
+        ),
+        Target(
+            "gptq",
+            "GPTQ, zero points minus one (v1)",
+            {"int": "gptq"},
+            partial(configs.gptq, variant="gptq"),
+            side_config=configs.gptq_side,
+        ),
+        Target(
+            "gptq_v2",
+            "GPTQ, zero points as they are (v2)",
+            {"int": "gptq"},
+            partial(configs.gptq, variant="gptq_v2"),
+            side_config=configs.gptq_side,
+        ),
+        Target(
+            "mxfp4",
+            "gpt-oss' MXFP4: stacked blocks and scales",
+            {"mxfp4": "gpt-oss"},
+            configs.gpt_oss,
+            model_types=("gpt_oss",),
+        ),
+        Target(
+            "fp8",
+            "block-scaled FP8, 128 x 128 (DeepSeek, Qwen, GLM)",
+            dict.fromkeys(_ALL_QUANTISED, "fp8-block"),
+            configs.fp8_blocks,
+        ),
+        Target(
+            "nvfp4",
+            "NVFP4 as ModelOpt writes it, weights only",
+            {"mxfp4": "modelopt-nvfp4", "nvfp4": "modelopt-nvfp4"},
+            configs.modelopt_nvfp4,
+            side_config=configs.modelopt_side,
+        ),
+        Target(
+            "nvfp4-compressed-tensors",
+            "NVFP4 as compressed-tensors writes it, weights only",
+            {"mxfp4": "ct-nvfp4", "nvfp4": "ct-nvfp4"},
+            configs.compressed_tensors,
+        ),
+        Target("bf16", "bfloat16, not quantised", dict.fromkeys(_ALL_QUANTISED, "plain"), None, element="bf16", stackable=True),
+        Target("fp16", "float16, not quantised", dict.fromkeys(_ALL_QUANTISED, "plain"), None, element="f16", stackable=True),
+    )
+}
+
+
+def get_target(name: str) -> Target:
+    """The target of that name. Raises MoeqError `usage.target`."""
+    if name not in TARGETS:
+        raise MoeqError("usage.target", f"no format is called {name!r}", f"--to takes {', '.join(TARGETS)}")
+    return TARGETS[name]

@@ -1,0 +1,364 @@
+"""Write a checkpoint's values in another format that engines load as it is, and prove every one of them.
+
+The result is an ordinary checkpoint: `config.json`, weight files, index and side files as the target's own tools write
+them. Work folder, journal, shares, checks and events are those of `moeq convert`. `moeq-transcode.json` beside them is
+a report, which nothing needs for loading.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from moeq.checkpoint.source import CONFIG_NAME, SIDE_CONFIGS
+from moeq.checkpoint.writer import disk_errors, sync_file
+from moeq.digest import default_workers, in_order
+from moeq.errors import MoeqError
+from moeq.model import open as open_checkpoint
+from moeq.pipeline.events import Finished, Progress
+from moeq.pipeline.plan.units import Unit
+from moeq.pipeline.run.execution import run_units
+from moeq.pipeline.run.executors import Where
+from moeq.pipeline.run.resources import BASE_BYTES, MIB, TENSOR_BYTES, TORCH_BYTES, USUAL_CEILING, Memory
+from moeq.pipeline.run.shares import Share, is_remote, parse_share
+from moeq.pipeline.run.workers import headers_frozen
+from moeq.pipeline.state.folder import WorkFolder
+from moeq.pipeline.state.job import Work, work_stamp
+from moeq.pipeline.state.journal import JobStamp, require_unchanged
+from moeq.pipeline.state.publish import (
+    INDEX_NAME,
+    copy_side_files,
+    require_complete,
+    without_quantization,
+    write_json,
+)
+from moeq.pipeline.state.records import UnitRecord
+from moeq.transcode.compare import Loss
+from moeq.transcode.naming import NamesOption
+from moeq.transcode.plan import Item, TranscodePlan, TranscodeUnit, make_transcode_plan
+from moeq.transcode.survey import Request
+from moeq.transcode.worker import Transcoder, transcode_item
+from moeq.version import __version__
+
+REPORT_NAME = "moeq-transcode.json"
+REPORT_SCHEMA = "moeq.transcoding/1"
+
+#: Bytes per number of a projection that one thread holds at its peak: both sides' codes, words and what packs them.
+_NUMBER_BYTES = 12
+
+#: What config keys call a model's dtype.
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+_DTYPE_NAMES = {"bf16": "bfloat16", "f16": "float16"}
+
+#: Called with items done, items in all, and a label.
+Advance = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class TranscodeJob(Work):
+    """A transcoding, ready to run."""
+
+    request: Request
+    plan: TranscodePlan
+    runners: ClassVar[Mapping[type[Unit], Callable[..., Any]]] = {TranscodeUnit: Transcoder}
+
+
+@dataclass(frozen=True)
+class Transcoding:
+    """What `transcode` did, or would do.
+
+    Attributes:
+        destination: output folder; None where nothing was to be written.
+        plan: files and units.
+        projections: projections compared with the source; 0 for a share.
+        losses: those whose values changed.
+        written: the result stands under its name.
+        resumed_units: units found finished from an interrupted run.
+        share: the share of the units that was asked for.
+    """
+
+    destination: Path | None
+    plan: TranscodePlan
+    projections: int
+    losses: tuple[Loss, ...]
+    written: bool
+    resumed_units: int = 0
+    share: Share | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Every value is the source's."""
+        return not self.losses
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Parts that the target has no place for (scales of activations, say), and how many tensors they are."""
+        return dropped_parts(self.plan)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What else an engine will do differently."""
+        return notes(self.plan)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for a JSON document."""
+        plan, request = self.plan, self.plan.request
+        return {
+            "destination": None if self.destination is None else str(self.destination),
+            "written": self.written,
+            "target": plan.target.id,
+            "exact": self.exact,
+            "projections": self.projections,
+            "layers": len(plan.survey.layers),
+            "modules": len(plan.survey.modules),
+            "copied_tensors": len(plan.survey.copied),
+            "dropped": self.dropped,
+            "notes": list(self.notes),
+            "regroup": request.regroup,
+            "names": request.names,
+            "bytes_out": plan.bytes_out,
+            "files": len(plan.files),
+            "resumed_units": self.resumed_units,
+            "shard": None if self.share is None else str(self.share),
+            "plan_digest": plan.digest,
+            "differences": [loss.to_json() for loss in self.losses],
+        }
+
+
+def transcode(
+    src: str | Path,
+    dst: str | Path,
+    to: str,
+    *,
+    revision: str | None = None,
+    regroup: int | None = None,
+    names: NamesOption = "source",
+    allow_lossy: bool = False,
+    force: bool = False,
+    workers: int | None = None,
+    max_memory: int | None = None,
+    share: Share | str | None = None,
+    progress: Progress | None = None,
+) -> Transcoding:
+    """Write a checkpoint in another format.
+
+    Args:
+        src: local folder or Hub repository.
+        dst: output folder; must not exist, or with `force` must itself be an output of `transcode`.
+        to: a key of `moeq.transcode.targets.TARGETS`.
+        revision: Hub revision of `src`.
+        regroup: size of the groups of integer codes; has to divide the source's.
+        names: spelling of the experts' names.
+        allow_lossy: where values do not fit the target, write the nearest and report them.
+        force: replace an earlier transcoding.
+        workers: threads; None takes the cores there are, at most 8. The bytes are the same.
+        max_memory: bytes that this process must not exceed. None: workers are lowered to stay below 1 GiB.
+        share: do only this share of the units (`3/8`); the same call without it does what is left and publishes.
+        progress: told what happens.
+
+    Raises:
+        MoeqError: `usage.target`, `usage.regroup`, `usage.names`, `usage.act-order`; `answer.not-exact`,
+            `answer.zero-points`; `usage.destination-exists`, `usage.other-job`, `usage.running`;
+            `resources.disk-full`, `resources.memory`; `source.*` for damaged input.
+    """
+    begun = time.monotonic()
+    share = parse_share(share, os.environ) if isinstance(share, str) else share
+    job = open_transcode(Request(str(src), to, revision, regroup, names, allow_lossy))
+    source = job.checkpoint.source
+    folder = WorkFolder(
+        Path(dst), transcode_stamp(job), share=share.label if share else None, force=force, marker=REPORT_NAME
+    )
+    folder.check(source.path(CONFIG_NAME).parent)
+    units = share.select(job.plan.units, remote=is_remote(source)) if share else job.plan.units
+    memory = memory_of(job, workers or default_workers(), max_memory)
+    tell = progress or (lambda event: None)
+    with headers_frozen(), folder:
+        ran = run_units(job, folder, units, Where(workers=memory.workers, spare=memory.spare()), tell)
+        losses = losses_of(ran.records)
+        found = Transcoding(
+            Path(dst), job.plan, 0 if share else count_projections(job.plan), losses, not share, len(ran.resumed), share
+        )
+        if share is None:
+            _finish(job, folder, ran.records, found)
+    tell(Finished(sum(unit.bytes_out for unit in units), time.monotonic() - begun, len(ran.resumed)))
+    return found
+
+
+def check(
+    src: str | Path,
+    to: str,
+    *,
+    revision: str | None = None,
+    regroup: int | None = None,
+    names: NamesOption = "source",
+    workers: int | None = None,
+    max_memory: int | None = None,
+    advance: Advance | None = None,
+) -> Transcoding:
+    """Say what `transcode` would come to: every projection is transcoded and compared in memory, nothing is written.
+
+    Raises:
+        MoeqError: as `transcode`, but for `answer.not-exact`, which is the answer here.
+    """
+    job = open_transcode(Request(str(src), to, revision, regroup, names, allow_lossy=True))
+    report = advance or (lambda done, total, label: None)
+    memory = memory_of(job, workers or default_workers(), max_memory)
+    work = [(unit, item) for unit in job.plan.units if isinstance(unit, TranscodeUnit) for item in unit.items]
+
+    def one(index: int) -> list[Loss]:
+        unit, item = work[index]
+        found = transcode_item(job.checkpoint, job.plan, item, job.plan.file(unit.file).form)
+        return [row.loss for row in found if row.loss is not None]
+
+    losses: list[Loss] = []
+    with closing(in_order(one, range(len(work)), memory.workers)) as results:
+        for done, rows in enumerate(results, 1):
+            losses += rows
+            report(done, len(work), work[done - 1][0].id)
+    return Transcoding(None, job.plan, count_projections(job.plan), tuple(losses), written=False)
+
+
+def open_transcode(request: Request) -> TranscodeJob:
+    """Open the source and plan. Raises MoeqError as `transcode`."""
+    checkpoint = open_checkpoint(request.src, revision=request.revision)
+    if checkpoint.kind == "converted":
+        raise MoeqError(
+            "usage.already-converted",
+            f"{request.src} is an output of `moeq convert`",
+            "moeq restore takes it back to its source, which can be transcoded",
+        )
+    return TranscodeJob(checkpoint=checkpoint, plan=make_transcode_plan(checkpoint, request), request=request)
+
+
+def transcode_stamp(job: TranscodeJob) -> JobStamp:
+    """What the journals of a transcoding begin with."""
+    return work_stamp(job, {**asdict(job.request), "revision": job.checkpoint.source.revision})
+
+
+def losses_of(records: Mapping[str, UnitRecord]) -> tuple[Loss, ...]:
+    """What journals tell of changed values."""
+    return tuple(Loss.from_json(dict(row)) for record in records.values() for row in record.differences)
+
+
+def count_projections(plan: TranscodePlan) -> int:
+    """Projections that are transcoded, each compared with the source."""
+    experts = sum(len(projections) for layer in plan.survey.layers for projections in layer.kinds.values())
+    return experts + len(plan.survey.modules)
+
+
+def dropped_parts(plan: TranscodePlan) -> dict[str, int]:
+    """Parts that the target has no place for (scales of activations, say), and how many tensors they are."""
+    found: dict[str, int] = {}
+    for module in plan.survey.modules:
+        for part in module.parts:
+            if "input" in part:
+                found[part] = found.get(part, 0) + 1
+    return found
+
+
+def notes(plan: TranscodePlan) -> tuple[str, ...]:
+    """What changes beside the spelling: whether engines quantise activations."""
+    projected = [kind for layer in plan.survey.layers for kinds in layer.kinds.values() for kind in kinds.values()]
+    projected += [module.projected for module in plan.survey.modules]
+    before = {kind.source.scheme.activation.dtype for kind in projected if kind.source.scheme.activation}
+    kinds = {(kind.spelling, kind.source.scheme.activation is not None) for kind in projected}
+    found = []
+    if before and any(had and "fp8" not in spelling for spelling, had in kinds):
+        names = " and ".join(sorted(before))
+        found.append(f"the source asks for {names} activations, the result is weight-only: activations stay 16-bit")
+    if any(not had and "fp8" in spelling for spelling, had in kinds):
+        found.append("engines quantise activations to FP8 with this format; the source was weight-only")
+    return tuple(found)
+
+
+def memory_of(job: TranscodeJob, workers: int, ceiling: int | None) -> Memory:
+    """Memory of a transcoding, with as many workers as fit below the ceiling.
+
+    Raises:
+        MoeqError: `resources.memory` where not even one worker fits below a ceiling that was asked for.
+    """
+    base = BASE_BYTES + TORCH_BYTES + TENSOR_BYTES * len(job.checkpoint.source.tensors)
+    sizes = [_numbers(job.plan, unit.items[0]) for unit in job.plan.units if isinstance(unit, TranscodeUnit)]
+    sizes += [module.projected.spec.n * module.projected.spec.k for module in job.plan.survey.modules]
+    per_worker = _NUMBER_BYTES * max(sizes, default=0) + 8 * MIB
+    fitting = ((ceiling or USUAL_CEILING) - base) // per_worker
+    if ceiling is not None and fitting < 1:
+        needed = base + per_worker
+        raise MoeqError(
+            "resources.memory",
+            f"{base // MIB} MiB for the process + {per_worker // MIB} MiB for one worker = {needed // MIB} MiB, more "
+            f"than the {ceiling // MIB} MiB of --max-memory",
+            f"--max-memory {-(-needed // MIB)}MiB",
+        )
+    return Memory(base, per_worker, max(1, min(workers, fitting)), ceiling)
+
+
+def _numbers(plan: TranscodePlan, item: Item) -> int:
+    """Numbers of an item's projections."""
+    from moeq.transcode.plan import item_specs
+
+    return sum(spec.n * spec.k for spec in item_specs(plan, item))
+
+
+def _finish(job: TranscodeJob, folder: WorkFolder, records: Mapping[str, UnitRecord], found: Transcoding) -> None:
+    """Write everything but the weights, the report last, and publish the folder."""
+    require_complete(job.plan, records)
+    require_unchanged(folder.stamp, transcode_stamp(job), folder.path)
+    source, target, config = job.checkpoint.source, job.plan.target, job.plan.config
+    sides: dict[str, Mapping[str, Any]] = {}
+    if target.side_config is not None and config is not None:
+        sides = dict([target.side_config(config)])
+    weight_map = {tensor: file.name for file in job.plan.files for tensor in file.tensors}
+    with disk_errors(folder.path):
+        for file in job.plan.files:
+            sync_file(folder.path / file.name)
+        copy_side_files(source, folder.path, leave_out={*SIDE_CONFIGS, REPORT_NAME, *sides})
+        for name, document in sides.items():
+            write_json(folder.path / name, document)
+        index = {"metadata": {"total_size": job.plan.bytes_out}, "weight_map": weight_map}
+        write_json(folder.path / INDEX_NAME, index)
+        write_json(folder.path / CONFIG_NAME, written_config(job))
+        write_json(folder.path / REPORT_NAME, report(job, found))
+    folder.publish()
+
+
+def written_config(job: TranscodeJob) -> dict[str, Any]:
+    """The source's `config.json` with the target's quantisation config in place of its own."""
+    config = without_quantization(job.checkpoint.source.config)
+    if job.plan.config is not None:
+        return {**config, "quantization_config": dict(job.plan.config)}
+    element = job.plan.target.element or "bf16"
+    name = _DTYPE_NAMES[element]
+    if not any(key in config for key in _DTYPE_KEYS):
+        config["torch_dtype"] = name
+    return dict(_with_dtype(config, name))
+
+
+def _with_dtype(config: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:
+    """The config with every dtype of a model or of one of its parts set."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield key, dict(_with_dtype(value, name))
+        else:
+            yield key, name if key in _DTYPE_KEYS and isinstance(value, str) else value
+
+
+def report(job: TranscodeJob, found: Transcoding) -> dict[str, Any]:
+    """The document beside the result: what was asked for, from what, and what came of it."""
+    source = job.checkpoint.source
+    return {
+        "schema": REPORT_SCHEMA,
+        "moeq_version": __version__,
+        "source": {"name": source.name, "revision": source.revision, "identity": source.identity()},
+        "options": {**asdict(job.request), "src": source.name, "revision": source.revision},
+        "exact": found.exact,
+        "projections": found.projections,
+        "dropped": found.dropped,
+        "notes": list(found.notes),
+        "differences": [loss.to_json() for loss in found.losses],
+    }

@@ -1,0 +1,293 @@
+"""One item of a unit: read, decode, write in the target's spelling, decode what was written, compare. Any thread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moeq.checkpoint.names import StoredName
+from moeq.checkpoint.writer import FileForm, OutputFile
+from moeq.errors import MoeqError
+from moeq.model import Checkpoint
+from moeq.model.experts import WHOLE_PARTS
+from moeq.pipeline.pack.buffers import Buffers, Writes
+from moeq.pipeline.pack.inputs import InputFile
+from moeq.pipeline.pack.memory import SpareMemory
+from moeq.pipeline.state.job import Work
+from moeq.pipeline.state.records import UnitRecord, checksum, word_sum
+from moeq.schemes.format import PartSig
+from moeq.schemes.registry import get_format
+from moeq.transcode.compare import Loss, compare
+from moeq.transcode.plan import ExpertItem, Item, Output, TranscodePlan, TranscodeUnit
+from moeq.transcode.spellings import BLOCK, pack
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moeq.matrix import QuantizedMatrix
+
+
+@dataclass(frozen=True)
+class ItemResult:
+    """What transcoding one item came to.
+
+    Attributes:
+        written: bytes.
+        sums: word sum of every piece, in order.
+        losses: projections whose values changed.
+    """
+
+    written: int
+    sums: tuple[int, ...]
+    losses: tuple[Loss, ...]
+
+
+class Transcoder:
+    """Executes one `TranscodeUnit`, item by item. Arguments as for `moeq.pipeline.pack.experts.Packer`."""
+
+    def __init__(
+        self,
+        job: Work,
+        unit: TranscodeUnit,
+        inputs: Mapping[str, InputFile],
+        output: OutputFile,
+        spare: SpareMemory,
+    ) -> None:
+        if not isinstance(job.plan, TranscodePlan):
+            raise TypeError(f"{unit.id} is a unit of another kind of plan")  # a bug, not input
+        self._plan = job.plan
+        self._checkpoint = job.checkpoint
+        self._unit = unit
+        self._form = job.plan.file(unit.file).form
+        self._output = output
+
+    @property
+    def items(self) -> Sequence[Item]:
+        """What to transcode."""
+        return self._unit.items
+
+    def label(self, item: Item) -> str:
+        """What is being done, for progress."""
+        return f"layer {item.layer} {item.role} expert {item.expert}" if isinstance(item, ExpertItem) else item.name
+
+    def fetch(self, item: Item, buffers: Buffers, slot: int) -> None:
+        """Nothing: formats read what they need."""
+
+    def run(self, item: Item, data: Any, buffers: Buffers, slot: int) -> tuple[ItemResult, Writes]:
+        """Transcode one item and prove it.
+
+        Raises:
+            MoeqError: `answer.not-exact` where values change and that was not allowed; what reading raises.
+            OSError: the disk says no.
+        """
+        from moeq.model.tensors import as_bytes, one_torch_thread
+
+        one_torch_thread()
+        written, sums, losses = 0, list[int](), list[Loss]()
+        for transcoded in transcode_item(self._checkpoint, self._plan, item, self._form):
+            output = transcoded.output
+            for part, (start, stop) in output.places.items():
+                piece = as_bytes(transcoded.stored[part])
+                if piece.nbytes != stop - start:
+                    raise ValueError(f"{output.module}.{part} has {piece.nbytes} bytes, its place {stop - start}")
+                self._output.write(piece, start)
+                sums.append(word_sum(np.frombuffer(piece, np.uint8)))
+                written += piece.nbytes
+            if transcoded.loss is not None:
+                losses.append(transcoded.loss)
+        return ItemResult(written, tuple(sums), tuple(losses)), ()
+
+    def record(self, results: Sequence[ItemResult]) -> UnitRecord:
+        """The unit's record from the results of all its items, in order."""
+        losses = [loss for result in results for loss in result.losses]
+        return UnitRecord(
+            unit=self._unit.id,
+            bytes=sum(result.written for result in results),
+            checksum=checksum(value for result in results for value in result.sums),
+            losses=sum(loss.numbers for loss in losses),
+            differences=tuple(loss.to_json() for loss in losses),
+        )
+
+
+@dataclass(frozen=True)
+class Transcoded:
+    """One projection, packed and proven.
+
+    Attributes:
+        output: where it goes.
+        stored: its tensors by part.
+        loss: what changed; None where every value is equal.
+    """
+
+    output: Output
+    stored: Mapping[str, Tensor]
+    loss: Loss | None
+
+
+def transcode_item(checkpoint: Checkpoint, plan: TranscodePlan, item: Item, form: FileForm) -> list[Transcoded]:
+    """Decode an item's projections, store them in the target's spelling, decode that and compare.
+
+    Raises:
+        MoeqError: `answer.not-exact` where values change and that was not allowed; `answer.zero-points`; `source.*`.
+    """
+    outputs = plan.outputs(item, form)
+    matrices = read_item(checkpoint, plan, item, list(outputs))
+    found = []
+    for projection, recoded in _recoded(plan, outputs, matrices).items():
+        output, before = outputs[projection], matrices[projection]
+        stored = _stored(output, recoded, before.bias)
+        after = decode(output, _from_bytes(stored, output.signatures))
+        loss = compare(output.module, before, after, _block(output))
+        if loss is not None and not plan.request.allow_lossy:
+            raise _not_exact(loss, plan)
+        found.append(Transcoded(output, _with_experts(stored, plan, item), loss))
+    return found
+
+
+def read_item(
+    checkpoint: Checkpoint, plan: TranscodePlan, item: Item, projections: Sequence[StoredName]
+) -> dict[StoredName, QuantizedMatrix]:
+    """The source's matrices, in the rows' order of the target. Raises MoeqError as `Checkpoint.matrix`."""
+    from moeq.model.stored import interleaved
+
+    if not isinstance(item, ExpertItem):
+        return {"down": _read_module(checkpoint, plan, item.name)}
+    layer, expert = item.layer, item.expert
+    naming = plan.layers_by_number[layer].naming
+    found: dict[StoredName, QuantizedMatrix] = {}
+    for projection in projections:
+        if projection == "gate_up":
+            joined = checkpoint.matrix(layer, expert, "w13")
+            found[projection] = interleaved(joined) if naming.interleaved else joined
+        else:
+            found[projection] = checkpoint.matrix(layer, expert, projection)
+    return found
+
+
+def _read_module(checkpoint: Checkpoint, plan: TranscodePlan, name: str) -> QuantizedMatrix:
+    from moeq.schemes.check import check_matrix
+
+    module = plan.modules_by_name[name]
+    source = module.projected.source
+    parts = {part: checkpoint.source.read(entry.name) for part, entry in module.parts.items()}
+    try:
+        matrix = get_format(source.scheme.format).unpack(parts, source.spec, source.scheme)
+    except MoeqError as error:
+        raise MoeqError(error.code, f"{name}: {error.message}", error.hint) from None
+    check_matrix(matrix, name)
+    return matrix
+
+
+def _recoded(
+    plan: TranscodePlan, outputs: Mapping[StoredName, Output], matrices: Mapping[StoredName, QuantizedMatrix]
+) -> dict[StoredName, QuantizedMatrix | Tensor]:
+    """The same values as the target's codes and scales, or as floats."""
+    from moeq.transcode import recode
+
+    first = next(iter(outputs.values())).projected
+    if "nvfp4" in first.spelling and first.source.spec.scale_dtype == "e8m0":
+        names = list(outputs)
+        specs = [outputs[name].projected.spec for name in names]
+        found = recode.to_e4m3_scales([matrices[name] for name in names], specs)
+        return dict(zip(names, found, strict=True))
+    results: dict[StoredName, QuantizedMatrix | Tensor] = {}
+    for name, output in outputs.items():
+        matrix, spec = matrices[name], output.projected.spec
+        _check_order(matrix, output)
+        if output.projected.spelling == "plain":
+            results[name] = recode.to_floats(matrix, spec.element)
+        elif "fp8-block" in output.projected.spelling:
+            results[name] = recode.to_fp8_blocks(matrix, spec)
+        elif spec.group_size != matrix.spec.group_size:
+            results[name] = recode.regroup(matrix, spec.group_size)
+        else:
+            results[name] = replace(matrix, spec=spec)
+    return results
+
+
+def _check_order(matrix: QuantizedMatrix, output: Output) -> None:
+    """The data must be in the order that headers and config promised."""
+    if matrix.group_index is not None and not output.projected.source.spec.act_order:
+        raise MoeqError(
+            "source.inconsistent",
+            f"{output.module}: g_idx is out of order although the config says desc_act: false",
+            "correct the quantisation config: desc_act has to be true",
+        )
+
+
+def _stored(output: Output, recoded: QuantizedMatrix | Tensor, bias: Tensor | None) -> dict[str, Tensor]:
+    from moeq.matrix import QuantizedMatrix
+
+    if isinstance(recoded, QuantizedMatrix):
+        _check_zeros(recoded, output)
+        return pack(recoded, output.signatures, output.described.scheme, output.module)
+    return {"weight": recoded} if bias is None else {"weight": recoded, "bias": bias}
+
+
+def _check_zeros(matrix: QuantizedMatrix, output: Output) -> None:
+    """GPTQ v1 stores zero points minus one, and readers disagree about those of 0.
+
+    Raises:
+        MoeqError: `answer.zero-points`.
+    """
+    if matrix.zeros is None or output.described.scheme.zero_point != "stored-minus-one":
+        return
+    zero = int((matrix.zeros == 0).sum())
+    if zero:
+        raise MoeqError(
+            "answer.zero-points",
+            f"{output.module}: {zero:,} of {matrix.zeros.numel():,} zero points are 0; GPTQ v1 stores them minus one, "
+            "and its readers disagree about -1",
+            "--to gptq_v2 stores zero points as they are",
+        )
+
+
+def _from_bytes(stored: Mapping[str, Tensor], signatures: Mapping[str, PartSig]) -> dict[str, Tensor]:
+    """The tensors as a reader gets them from the written bytes. Raises ValueError where sizes differ (a bug)."""
+    from moeq.checkpoint.source import tensor_of
+    from moeq.model.tensors import as_bytes
+
+    return {
+        part: tensor_of(bytearray(as_bytes(stored[part])), signature.dtype, signature.shape, part)
+        for part, signature in signatures.items()
+    }
+
+
+def decode(output: Output, stored: Mapping[str, Tensor]) -> QuantizedMatrix | Tensor:
+    """Written tensors as their reader understands them."""
+    if output.projected.spelling == "plain":
+        return stored["weight"]
+    scheme = output.described.scheme
+    return get_format(scheme.format).unpack(stored, output.described.spec, scheme)
+
+
+def _with_experts(stored: Mapping[str, Tensor], plan: TranscodePlan, item: Item) -> Mapping[str, Tensor]:
+    """The shape of a stack has the number of experts in front."""
+    import torch
+
+    if not isinstance(item, ExpertItem) or not plan.layers_by_number[item.layer].naming.stacked:
+        return stored
+    count = torch.tensor([len(plan.layers_by_number[item.layer].kinds)])
+    return {
+        part: torch.cat([count.to(tensor.dtype), tensor]) if part in WHOLE_PARTS else tensor
+        for part, tensor in stored.items()
+    }
+
+
+def _block(output: Output) -> tuple[int, int]:
+    """Rows and columns that share a scale in the target; for floats, in the source."""
+    if "fp8-block" in output.projected.spelling:
+        return BLOCK, BLOCK
+    spec = output.projected.source.spec if output.projected.spelling == "plain" else output.projected.spec
+    return 1, spec.group_size
+
+
+def _not_exact(loss: Loss, plan: TranscodePlan) -> MoeqError:
+    return MoeqError(
+        "answer.not-exact",
+        f"--to {plan.target.id} cannot hold all values: {loss.text}",
+        "--allow-lossy writes the nearest values and reports every projection; --check-only counts them all",
+    )
