@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,7 +14,6 @@ from moeq.errors import ExitCode, MoeqError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from moeq.transcode.naming import NamesOption
     from moeq.transcode.transcode import Transcoding
 
 #: Lines printed for people; `--json` has all of them.
@@ -71,7 +70,6 @@ def command(
         raise MoeqError("usage.target", "--to is missing", f"--to {', '.join(TARGETS)}")
     if names not in NAMES:
         raise MoeqError("usage.names", f"--names {names[:60]!r} is none of {', '.join(NAMES)}")
-    spelled = cast("NamesOption", names)
     memory = None if max_memory is None else parse_size(max_memory)
     if check_only:
         with ProgressReport(out, "transcode", unit="step", quiet=quiet or json) as progress:
@@ -80,7 +78,7 @@ def command(
                 to,
                 revision=revision,
                 regroup=regroup,
-                names=spelled,
+                names=names,
                 workers=workers,
                 max_memory=memory,
                 advance=progress.update,
@@ -95,7 +93,7 @@ def command(
                 to,
                 revision=revision,
                 regroup=regroup,
-                names=spelled,
+                names=names,
                 allow_lossy=allow_lossy,
                 force=force,
                 workers=workers,

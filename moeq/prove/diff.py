@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from moeq.checkpoint.manifest import Projection
-from moeq.checkpoint.source import Source
 from moeq.digest import default_workers, in_order
 from moeq.matrix import QuantizedMatrix
 from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
+from moeq.prove.diff_rest import compare_rest
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_CHUNK = 16 * 2**20
 
 #: Called with steps done, steps in all, and a label.
 Advance = Callable[[int, int, str], None]
@@ -163,7 +161,7 @@ def diff(
                 count += len(rows)
                 found += [row for row in rows if row is not None]
                 report(done, total, f"layer {layer} expert {expert}")
-    tensors, other = (0, []) if experts_only else _compare_rest(a, b)
+    tensors, other = (0, []) if experts_only else compare_rest(a, b)
     return Difference(str(left), str(right), count, tuple(found), tuple(missing), tensors, tuple(other))
 
 
@@ -244,40 +242,3 @@ def _plain(checkpoint: Checkpoint, layer: int, expert: int, projection: Projecti
 
 def _shape(weight: Tensor, bias: Tensor | None) -> str:
     return f"{list(weight.shape)}{'' if bias is None else ' with a bias'}"
-
-
-def _compare_rest(a: Checkpoint, b: Checkpoint) -> tuple[int, list[str]]:
-    """Everything but routed experts, by name."""
-    left, right = _rest(a), _rest(b)
-    count, lines = 0, []
-    for name in [*left, *(name for name in right if name not in left)]:
-        count += 1
-        if name not in left or name not in right:
-            lines.append(f"{name} is in {(a if name in left else b).source.name} only")
-        else:
-            lines += _compare_tensor(a.source, b.source, name)
-    return count, lines
-
-
-def _rest(checkpoint: Checkpoint) -> dict[str, None]:
-    """Names of all tensors that hold no routed expert of the decoder."""
-    names = set(checkpoint.source.expert_names)
-    for layer in checkpoint.info.moe_layers:
-        if checkpoint.kind == "source" or not checkpoint.is_packed(layer):  # type: ignore[attr-defined]
-            names |= {entry.name for entry in checkpoint.experts(layer).layer.tensors()}
-    return {name: None for name in checkpoint.source.tensors if name not in names}
-
-
-def _compare_tensor(a: Source, b: Source, name: str) -> Iterator[str]:
-    left, right = a.tensors[name], b.tensors[name]
-    if (left.dtype, left.shape) != (right.dtype, right.shape):
-        yield f"{name} is {left.dtype} {list(left.shape)} and {right.dtype} {list(right.shape)}"
-        return
-    for offset in range(0, left.nbytes, _CHUNK):
-        stop = min(offset + _CHUNK, left.nbytes)
-        ours = a.read_bytes(left.file, left.start + offset, left.start + stop)
-        theirs = b.read_bytes(right.file, right.start + offset, right.start + stop)
-        if ours != theirs:
-            first = next(i for i, (x, y) in enumerate(zip(ours, theirs, strict=True)) if x != y)
-            yield f"{name} differs at byte {offset + first:,}"
-            return

@@ -19,11 +19,8 @@ from moeq.schemes.format import (
     Encoding,
     PartRoles,
     Parts,
-<<<<<<< HEAD
-    ReadOnlyFormat,
-=======
     PartSig,
->>>>>>> b730b09 (moeq transcode: the same values in another checkpoint format, proven)
+    ReadOnlyFormat,
     bias_dtype,
     float_name,
     inconsistent,

@@ -53,10 +53,9 @@ class Loss:
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> Loss:
         """From `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
-        floats = {key: float(row[key]) for key in ("max_abs", "relative", "before", "after")}
-        pairs = {key: (int(row[key][0]), int(row[key][1])) for key in ("block", "first")}
-        counts = {key: int(row[key]) for key in ("numbers", "of", "blocks", "of_blocks")}
-        return cls(module=str(row["module"]), **counts, **pairs, **floats)
+        floats = ("max_abs", "relative", "before", "after")
+        pairs = {key: tuple(map(int, row[key])) for key in ("block", "first")}
+        return cls(**{**row, **{key: float(row[key]) for key in floats}, **pairs})
 
     @property
     def text(self) -> str:

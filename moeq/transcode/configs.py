@@ -177,8 +177,9 @@ def gpt_oss(contents: Contents) -> dict[str, Any]:
     """`quantization_config` of gpt-oss."""
     templates = {re.sub(r"\.\d+\.", ".*.", name) for name in contents.plain}
     attention = {name[: name.index(".self_attn") + len(".self_attn")] for name in templates if ".self_attn" in name}
-    rest = {name for name in templates if ".self_attn" not in name}
-    return {"modules_to_not_convert": [*sorted(attention), *sorted(rest)], "quant_method": "mxfp4"}
+    rest = {name for name in templates if ".self_attn" not in name} - {"lm_head"}
+    left_alone = [*sorted(attention), *sorted(rest), "model.embed_tokens", "lm_head"]
+    return {"modules_to_not_convert": left_alone, "quant_method": "mxfp4"}
 
 
 def modelopt_nvfp4(contents: Contents) -> dict[str, Any]:
@@ -233,7 +234,9 @@ def _containers(names: Iterable[str], others: Sequence[str]) -> list[str]:
 
     Engines fuse siblings (`qkv_proj`) and match the fused name, which only the parent's name begins.
     """
-    parents = {_template(".".join(name.split(".")[:depth])) for name in others for depth in range(1, name.count(".") + 2)}
+    parents = {
+        _template(".".join(name.split(".")[:depth])) for name in others for depth in range(1, name.count(".") + 2)
+    }
     found: dict[str, None] = {}
     for name in sorted(names, key=_natural):
         parent = _template(name.rpartition(".")[0])

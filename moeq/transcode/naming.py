@@ -74,7 +74,9 @@ def choose_naming(experts: Experts, asked: NamesOption, *, gpt_oss: bool, stacka
         if asked not in ("source", "stacked"):
             raise MoeqError("usage.names", f"--names {asked}: gpt-oss' format has stacked tensors only", "leave it out")
         return Naming(layer.prefix, _STACKED, stacked=True, interleaved=True)
-    if asked == "stacked" or (asked == "source" and layer.fused and stackable):
+    # Alternating rows are gpt-oss' own; other formats that stack have gate rows, then up rows.
+    keeps_stack = layer.fused and stackable and not first.interleaved
+    if asked == "stacked" or (asked == "source" and keeps_stack):
         if not stackable:
             raise MoeqError(
                 "usage.names",

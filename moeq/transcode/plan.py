@@ -23,7 +23,7 @@ from moeq.pipeline.plan.plan import PLAN_VERSION, REST_FILE_BYTES, FilePlan, Pla
 from moeq.pipeline.plan.units import PlacedUnit, Span, Unit, copy_units, joined
 from moeq.schemes.declared import Declaration, Declared
 from moeq.schemes.format import Context, Described, PartSig
-from moeq.schemes.registry import get_format, match_format, read_dialect
+from moeq.schemes.registry import match_format, read_dialect
 from moeq.transcode.naming import rename
 from moeq.transcode.spellings import SPELLINGS
 from moeq.transcode.survey import LayerSurvey, ModuleSurvey, Projected, Request, Survey, survey
@@ -159,7 +159,7 @@ def make_transcode_plan(checkpoint: Checkpoint, request: Request) -> TranscodePl
         config=config,
         declaration=declaration,
         layers_by_number={layer.layer: layer for layer in found.layers},
-        modules_by_name={module.name: module for module in found.modules},
+        modules_by_name={module.source.name: module for module in found.modules},
         described=described,
     )
     return replace(plan, units=tuple(_units(checkpoint, plan, homes)))
@@ -236,7 +236,7 @@ def _consumed(checkpoint: Checkpoint, found: Survey) -> Iterator[TensorEntry]:
     for layer in found.layers:
         yield from checkpoint.experts(layer.layer).layer.tensors()
     for module in found.modules:
-        yield from module.parts.values()
+        yield from module.source.parts.values()
 
 
 def _files(
@@ -338,9 +338,7 @@ def _layer_units(
         yield _unit(f"layer-{layer.layer}/{role}", plan, file, items, entries)
 
 
-def _module_units(
-    plan: TranscodePlan, modules: Iterator[ModuleSurvey], file: FilePlan
-) -> Iterator[TranscodeUnit]:
+def _module_units(plan: TranscodePlan, modules: Iterator[ModuleSurvey], file: FilePlan) -> Iterator[TranscodeUnit]:
     """Units of about equal size. A file holds whole modules, in order."""
     left, group, size = len(file.tensors), list[ModuleSurvey](), 0
     while left:
@@ -358,9 +356,9 @@ def _module_units(
 
 
 def _modules_unit(plan: TranscodePlan, file: FilePlan, modules: Sequence[ModuleSurvey]) -> TranscodeUnit:
-    entries = [entry for module in modules for entry in module.parts.values()]
-    items = tuple(ModuleItem(module.name) for module in modules)
-    return _unit(f"modules/{modules[0].name}", plan, file, items, entries)
+    entries = [entry for module in modules for entry in module.source.parts.values()]
+    items = tuple(ModuleItem(module.source.name) for module in modules)
+    return _unit(f"modules/{modules[0].source.name}", plan, file, items, entries)
 
 
 def _unit(
@@ -389,6 +387,8 @@ def _digest(checkpoint: Checkpoint, files: Sequence[FilePlan], request: Request)
         "version": ["transcode", PLAN_VERSION],
         "source": checkpoint.source.identity(),
         "request": options,
-        "files": [[file.name, {name: [list(shape), dtype] for name, (shape, dtype) in file.tensors.items()}] for file in files],
+        "files": [
+            [file.name, {name: [list(shape), dtype] for name, (shape, dtype) in file.tensors.items()}] for file in files
+        ],
     }
     return hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()

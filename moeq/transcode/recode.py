@@ -90,7 +90,9 @@ def to_e4m3_scales(matrices: Sequence[QuantizedMatrix], specs: Sequence[MatrixSp
         repeats = matrix.spec.group_size // spec.group_size
         scales = scales.view(torch.uint8).repeat_interleave(repeats, dim=1)[:, : spec.num_groups].contiguous()
         shared = torch.full((spec.n,), 2.0**shift, dtype=torch.float32)
-        results.append(replace(matrix, spec=spec, codes=codes, scales=scales.view(torch.float8_e4m3fn), global_scale=shared))
+        results.append(
+            replace(matrix, spec=spec, codes=codes, scales=scales.view(torch.float8_e4m3fn), global_scale=shared)
+        )
     return results
 
 

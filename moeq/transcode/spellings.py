@@ -47,9 +47,7 @@ class Spelling:
         return found
 
 
-def pack(
-    matrix: QuantizedMatrix, signatures: Mapping[str, PartSig], scheme: Scheme, where: str
-) -> dict[str, Tensor]:
+def pack(matrix: QuantizedMatrix, signatures: Mapping[str, PartSig], scheme: Scheme, where: str) -> dict[str, Tensor]:
     """The stored tensors of one projection.
 
     Raises:
@@ -90,7 +88,9 @@ def _gptq(spec: MatrixSpec) -> dict[str, PartSig]:
     }
 
 
-def _byte_matrix(weight: str, weight_dtype: str, scale: str, scale_dtype: str) -> Callable[[MatrixSpec], dict[str, PartSig]]:
+def _byte_matrix(
+    weight: str, weight_dtype: str, scale: str, scale_dtype: str
+) -> Callable[[MatrixSpec], dict[str, PartSig]]:
     def parts(spec: MatrixSpec) -> dict[str, PartSig]:
         return {
             weight: PartSig(weight_dtype, (spec.n, spec.k // 2)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from moeq.checkpoint.facts import Facts
 from moeq.checkpoint.header import TensorEntry
@@ -13,11 +13,10 @@ from moeq.matrix import MatrixSpec
 from moeq.model import Checkpoint
 from moeq.model.describe import model_type
 from moeq.model.experts import ExpertKind
-from moeq.schemes.declared import Declaration, Declared
-from moeq.schemes.format import Context, Described, PartSig
-from moeq.schemes.registry import match_format
+from moeq.model.quantized_modules import QuantizedModule, quantized_modules
+from moeq.schemes.format import Described
 from moeq.transcode.configs import Contents, Weights, weights_of
-from moeq.transcode.naming import NamesOption, Naming, choose_naming
+from moeq.transcode.naming import NamesOption, Naming, choose_naming, rename
 from moeq.transcode.targets import Target
 
 #: Words in names of modules that hold a matrix but multiply nothing.
@@ -82,15 +81,13 @@ class ModuleSurvey:
     """A quantised module that is no routed expert.
 
     Attributes:
-        name: the source's name of it.
-        written: the target's.
-        parts: part to tensor.
+        source: as the source stores it.
+        written: its name in the target.
         projected: what it is and becomes.
     """
 
-    name: str
+    source: QuantizedModule
     written: str
-    parts: Mapping[str, TensorEntry]
     projected: Projected
 
 
@@ -104,7 +101,6 @@ class Survey:
         copied: tensors that stay as they are.
         plain: modules among those with a weight matrix.
         contents: what the target's config has to describe.
-        dropped: parts that the target does not keep, with how many tensors (scales of activations, say).
     """
 
     layers: tuple[LayerSurvey, ...]
@@ -135,14 +131,12 @@ def survey(checkpoint: Checkpoint, target: Target, request: Request) -> Survey:
         if known is not None:
             layers.append(known)
     renamed = tuple(layer.naming.renamed for layer in layers if layer.naming.renamed)
-    consumed = {
-        entry.name for layer in layers for entry in checkpoint.experts(layer.layer).layer.tensors()
-    }
+    consumed = {entry.name for layer in layers for entry in checkpoint.experts(layer.layer).layer.tensors()}
     rest = [entry for entry in checkpoint.source.tensors.values() if entry.name not in consumed]
     modules = tuple(_modules(checkpoint, rest, target, request, renamed))
     if not layers and not modules:
         raise MoeqError("source.not-quantized", f"{info.name}: nothing in it is quantised", "there is nothing to do")
-    taken = {entry.name for module in modules for entry in module.parts.values()}
+    taken = {entry.name for module in modules for entry in module.source.parts.values()}
     copied = tuple(entry for entry in rest if entry.name not in taken)
     plain = tuple(_plain_modules(copied))
     return Survey(tuple(layers), modules, copied, plain, _contents(layers, modules, plain))
@@ -225,29 +219,9 @@ def _modules(
     renamed: tuple[tuple[str, str], ...],
 ) -> Iterator[ModuleSurvey]:
     """Quantised modules among the tensors that are no routed experts."""
-    from moeq.transcode.naming import rename
-
-    grouped: dict[str, dict[str, TensorEntry]] = {}
-    for entry in rest:
-        name, _, part = entry.name.rpartition(".")
-        grouped.setdefault(name, {})[part] = entry
-    for name, parts in grouped.items():
-        described = describe_module(name, parts, checkpoint.declaration)
-        if described is not None:
-            yield ModuleSurvey(name, rename(name, renamed), parts, project(described, target, request, name))
-
-
-def describe_module(
-    name: str, parts: Mapping[str, TensorEntry], declaration: Declaration | None
-) -> Described | None:
-    """How a module outside the experts is quantised; None where it is not, or by no format that moeq reads."""
-    signatures = {part: PartSig(entry.dtype, entry.shape) for part, entry in parts.items()}
-    declared = declaration.resolve(name) if declaration else None
-    found = match_format(signatures, declared)
-    if found is None or found.id in ("unquantized", "foreign"):
-        return None
-    known = declared or (declaration.default if declaration else None) or Declared(method="", rule="tensor headers")
-    return found.describe(signatures, Context(name, "down", known))
+    for module in quantized_modules(rest, checkpoint.declaration):
+        projected = project(module.described, target, request, module.name)
+        yield ModuleSurvey(module, rename(module.name, renamed), projected)
 
 
 def _plain_modules(copied: tuple[TensorEntry, ...]) -> Iterator[str]:
@@ -269,8 +243,3 @@ def _contents(layers: list[LayerSurvey], modules: tuple[ModuleSurvey, ...], plai
         found.setdefault(module.projected.weights, []).append(module.written)
     ranked = sorted(found.items(), key=lambda row: -len(row[1]))
     return Contents({weights: tuple(dict.fromkeys(names)) for weights, names in ranked}, plain)
-
-
-def with_role(described: Described, role: str) -> Described:
-    """The same for another role."""
-    return replace(described, spec=replace(described.spec, role=role))

@@ -60,7 +60,12 @@ class Target:
         spelling = self.spellings[kind_of(described)]
         if spelling == "plain":
             return replace(
-                spec, element=self.element or "bf16", group_size=spec.k, scale_dtype="f32", symmetric=True, act_order=False
+                spec,
+                element=self.element or "bf16",
+                group_size=spec.k,
+                scale_dtype="f32",
+                symmetric=True,
+                act_order=False,
             )
         if "nvfp4" in spelling:
             return replace(spec, group_size=16, scale_dtype="e4m3")
@@ -156,8 +161,22 @@ TARGETS: dict[str, Target] = {
             {"mxfp4": "ct-nvfp4", "nvfp4": "ct-nvfp4"},
             configs.compressed_tensors,
         ),
-        Target("bf16", "bfloat16, not quantised", dict.fromkeys(_ALL_QUANTISED, "plain"), None, element="bf16", stackable=True),
-        Target("fp16", "float16, not quantised", dict.fromkeys(_ALL_QUANTISED, "plain"), None, element="f16", stackable=True),
+        Target(
+            "bf16",
+            "bfloat16, not quantised",
+            dict.fromkeys(_ALL_QUANTISED, "plain"),
+            None,
+            element="bf16",
+            stackable=True,
+        ),
+        Target(
+            "fp16",
+            "float16, not quantised",
+            dict.fromkeys(_ALL_QUANTISED, "plain"),
+            None,
+            element="f16",
+            stackable=True,
+        ),
     )
 }
 

@@ -21,10 +21,11 @@ from moeq.digest import default_workers, in_order
 from moeq.errors import MoeqError
 from moeq.model import open as open_checkpoint
 from moeq.pipeline.events import Finished, Progress
+from moeq.pipeline.pack.memory import MIB
 from moeq.pipeline.plan.units import Unit
 from moeq.pipeline.run.execution import run_units
 from moeq.pipeline.run.executors import Where
-from moeq.pipeline.run.resources import BASE_BYTES, MIB, TENSOR_BYTES, TORCH_BYTES, USUAL_CEILING, Memory
+from moeq.pipeline.run.resources import BASE_BYTES, TENSOR_BYTES, TORCH_BYTES, USUAL_CEILING, Memory
 from moeq.pipeline.run.shares import Share, is_remote, parse_share
 from moeq.pipeline.run.workers import headers_frozen
 from moeq.pipeline.state.folder import WorkFolder
@@ -255,7 +256,7 @@ def dropped_parts(plan: TranscodePlan) -> dict[str, int]:
     """Parts that the target has no place for (scales of activations, say), and how many tensors they are."""
     found: dict[str, int] = {}
     for module in plan.survey.modules:
-        for part in module.parts:
+        for part in module.source.parts:
             if "input" in part:
                 found[part] = found.get(part, 0) + 1
     return found

@@ -13,6 +13,7 @@ from moeq.checkpoint.writer import FileForm, OutputFile
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model.experts import WHOLE_PARTS
+from moeq.model.quantized_modules import read_module
 from moeq.pipeline.pack.buffers import Buffers, Writes
 from moeq.pipeline.pack.inputs import InputFile
 from moeq.pipeline.pack.memory import SpareMemory
@@ -154,7 +155,7 @@ def read_item(
     from moeq.model.stored import interleaved
 
     if not isinstance(item, ExpertItem):
-        return {"down": _read_module(checkpoint, plan, item.name)}
+        return {"down": read_module(checkpoint.source, plan.modules_by_name[item.name].source)}
     layer, expert = item.layer, item.expert
     naming = plan.layers_by_number[layer].naming
     found: dict[StoredName, QuantizedMatrix] = {}
@@ -165,20 +166,6 @@ def read_item(
         else:
             found[projection] = checkpoint.matrix(layer, expert, projection)
     return found
-
-
-def _read_module(checkpoint: Checkpoint, plan: TranscodePlan, name: str) -> QuantizedMatrix:
-    from moeq.schemes.check import check_matrix
-
-    module = plan.modules_by_name[name]
-    source = module.projected.source
-    parts = {part: checkpoint.source.read(entry.name) for part, entry in module.parts.items()}
-    try:
-        matrix = get_format(source.scheme.format).unpack(parts, source.spec, source.scheme)
-    except MoeqError as error:
-        raise MoeqError(error.code, f"{name}: {error.message}", error.hint) from None
-    check_matrix(matrix, name)
-    return matrix
 
 
 def _recoded(

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from operator import attrgetter
 
 from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.manifest import STACKED_ROLES, StackedRole
@@ -157,13 +156,13 @@ def copy_units(
     """The units of one output file of copied tensors.
 
     Args:
-        tensors: name to source tensor, in the order of the output file.
+        tensors: name in the output file to source tensor, in the order of the output file.
         file: the output file.
         form: places of the tensors in that file.
         counts: units so far per source file, for their names; counted on.
     """
-    for source_file, entries in groupby(tensors.values(), key=attrgetter("file")):
-        places = [CopyRun(entry.start, form.ranges[entry.name][0], entry.nbytes) for entry in entries]
+    for source_file, rows in groupby(tensors.items(), key=lambda row: row[1].file):
+        places = [CopyRun(entry.start, form.ranges[name][0], entry.nbytes) for name, entry in rows]
         for runs in _bounded(_joined_runs(places)):
             number = counts[source_file] = counts.get(source_file, -1) + 1
             yield CopyUnit(
