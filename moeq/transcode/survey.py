@@ -138,7 +138,7 @@ def survey(checkpoint: Checkpoint, target: Target, request: Request) -> Survey:
         raise MoeqError("source.not-quantized", f"{info.name}: nothing in it is quantised", "there is nothing to do")
     taken = {entry.name for module in modules for entry in module.source.parts.values()}
     copied = tuple(entry for entry in rest if entry.name not in taken)
-    plain = tuple(_plain_modules(copied))
+    plain = tuple(rename(name, renamed) for name in _plain_modules(copied))
     return Survey(tuple(layers), modules, copied, plain, _contents(layers, modules, plain))
 
 
