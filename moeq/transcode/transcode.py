@@ -34,7 +34,7 @@ from moeq.pipeline.state.journal import JobStamp, require_unchanged
 from moeq.pipeline.state.publish import (
     INDEX_NAME,
     copy_side_files,
-    require_complete,
+    require_units,
     without_quantization,
     write_json,
 )
@@ -308,7 +308,8 @@ def _numbers(plan: TranscodePlan, item: Item) -> int:
 
 def _finish(job: TranscodeJob, folder: WorkFolder, records: Mapping[str, UnitRecord], found: Transcoding) -> None:
     """Write everything but the weights, the report last, and publish the folder."""
-    require_complete(job.plan, records)
+    complete = {unit.id for unit in job.plan.units if unit.id in records and records[unit.id].fits(unit)}
+    require_units(job.plan, complete, "are not finished", "moeq transcode without --shard does what is left")
     require_unchanged(folder.stamp, transcode_stamp(job), folder.path)
     source, target, config = job.checkpoint.source, job.plan.target, job.plan.config
     sides: dict[str, Mapping[str, Any]] = {}

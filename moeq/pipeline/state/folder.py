@@ -24,7 +24,7 @@ from moeq.pipeline.state.journal import (
 from moeq.pipeline.state.records import UnitRecord
 
 #: After these kinds of errors the same command cannot succeed, so that finished units are of no use ...
-_FINAL = ("source.", "usage.", "bug.", "answer.")
+_FINAL = ("source.", "usage.", "bug.", "answer.not-exact", "answer.zero-points")
 #: ... but for these, which pass.
 _PASSING = (
     "source.gated",
