@@ -13,12 +13,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 CHECKPOINT = "tests/data/checkpoints/gptq-int4-g32-qwen3moe"
 
-RECORDS = {"errors", "matrix"}
+RECORDS = {"errors", "foreign", "matrix", "typed"}
 
 # area -> areas it may import. An area is the first name below `moeq`; "" is moeq/__init__.py itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "": {"version", "model", "pipeline", "prove", "load", "check", "deploy", *RECORDS},
     "errors": set(),
+    "foreign": set(),
+    "typed": {"errors"},
     "matrix": set(),
     "version": set(),
     "digest": {*RECORDS},

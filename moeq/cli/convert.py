@@ -151,16 +151,15 @@ def document(conversion: Conversion) -> dict[str, Any]:
 
 def render(console: Console, conversion: Conversion, pushed: Pushed | None = None, needs: Needs | None = None) -> None:
     """The same for people."""
+    from rich.text import Text
+
     from moeq.report.text import human_bytes
 
     plan = conversion.plan
     verb = "wrote" if conversion.manifest or shares.ran(conversion) else "would write"
-    console.print(
-        f"[bold]{verb} {shares.of(conversion)}{conversion.destination}[/]: "
-        f"{'in all ' if conversion.share else ''}{len(plan.files)} files, "
-        f"{human_bytes(plan.bytes_out)}",
-        markup=True,
-    )
+    head = (f"{verb} {shares.of(conversion)}{conversion.destination}", "bold")
+    count = f"{'in all ' if conversion.share else ''}{len(plan.files)} files"
+    console.print(Text.assemble(head, f": {count}, {human_bytes(plan.bytes_out)}"))
     layouts = ", ".join(dict.fromkeys(layer.entry.layout for layer in plan.layers))
     console.print(f"  backend   {conversion.backend}, layout {layouts}")
     console.print(
@@ -171,7 +170,7 @@ def render(console: Console, conversion: Conversion, pushed: Pushed | None = Non
         console.print(f"  sharding  {line}")
     console.print(f"  the rest  {human_bytes(plan.rest_bytes)}, copied unchanged")
     for row in plan.copied:
-        console.print(f"  copied    layer {row.layer}: {row.reason}", markup=False)
+        console.print(f"  copied    layer {row.layer}: {row.reason}")
     if conversion.resumed_units:
         console.print(f"  resumed   {conversion.resumed_units} units were already finished")
     if conversion.manifest is not None:

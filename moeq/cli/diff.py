@@ -44,20 +44,23 @@ def command(
 
 def render(console: Console, found: Difference) -> None:
     """The answer for people."""
+    from rich.text import Text
+
     same = found.projections - len(found.differing)
-    console.print(f"[bold]{'equal' if found.equal else 'different'}[/]: {found.left} and {found.right}", markup=True)
+    state = "equal" if found.equal else "different"
+    console.print(Text.assemble((state, "bold"), f": {found.left} and {found.right}"))
     console.print(f"  experts   {same} of {found.projections} projections have equal values")
     if found.worst is not None:
-        console.print(f"  worst     {line(found.worst)}", markup=False)
+        console.print(f"  worst     {line(found.worst)}")
     for row in found.differing[:_SHOWN]:
-        console.print(f"    {line(row)}", markup=False)
+        console.print(f"    {line(row)}")
     _more(console, len(found.differing))
     for text in found.missing:
-        console.print(f"  {text}", markup=False)
+        console.print(f"  {text}")
     if found.tensors:
         console.print(f"  the rest  {found.tensors - len(found.other)} of {found.tensors} tensors are identical")
     for text in found.other[:_SHOWN]:
-        console.print(f"    {text}", markup=False)
+        console.print(f"    {text}")
     _more(console, len(found.other))
 
 

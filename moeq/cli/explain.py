@@ -29,12 +29,12 @@ def command(
     def render(console: Console) -> None:
         if code is None:
             for entry in entries:
-                console.print(f"{entry.code:<36} {entry.kind:<12} {entry.title}", markup=False)
+                console.print(f"{entry.code:<36} {entry.kind:<12} {entry.title}")
             return
         entry = entries[0]
-        console.print(f"{entry.code} ({entry.kind}): {entry.title}", style="bold", markup=False)
-        console.print(f"  {entry.text}", markup=False)
+        console.print(f"{entry.code} ({entry.kind}): {entry.title}", style="bold")
+        console.print(f"  {entry.text}")
         for key, value in entry.facts:
-            console.print(f"  {key.replace('_', ' ')}: {value}", markup=False)
+            console.print(f"  {key.replace('_', ' ')}: {value}")
 
     out.answer({"entries": rows}, render)

@@ -124,7 +124,7 @@ def _single(out: Output, src: str, revision: str | None, deployment: Deployment,
 
         for question, verdict in zip(asked, verdicts, strict=True):
             layers = f"  layers {ranges(sorted(question.layers))}" if len(asked) > 1 else ""
-            console.print(f"{src}  {verdict.scheme}{layers}", style="bold", markup=False)
+            console.print(f"{src}  {verdict.scheme}{layers}", style="bold")
             render_summary(console, verdict, verbose=not brief)
             _details(console, verdict)
 
@@ -155,7 +155,7 @@ def _details(console: Console, verdict: Verdict) -> None:
     facts += [("note", note) for note in verdict.notes]
     for label, text in facts:
         if text:
-            console.print(f"  {label:<10} {text}", markup=False)
+            console.print(f"  {label:<10} {text}")
 
 
 def _matrix(
@@ -189,7 +189,8 @@ def _matrix(
     def render(console: Console) -> None:
         for title, cells in tables:
             if markdown:
-                console.print(matrix_markdown(cells), markup=False, soft_wrap=True)
+                for line in matrix_markdown(cells).splitlines():
+                    console.print(line, soft_wrap=True)
             else:
                 _table(console, title, cells)
         for failure in failures:
@@ -230,7 +231,7 @@ def _table(console: Console, title: str, cells: Sequence[Cell]) -> None:
     console.print(table)
     noted = {advisory.code for cell in cells for advisory in cell.verdict.advisories}
     if noted:
-        console.print(f"* with advisories: {', '.join(sorted(noted))} (moeq explain CODE)", markup=False)
+        console.print(f"* with advisories: {', '.join(sorted(noted))} (moeq explain CODE)")
 
 
 def _names(text: str | None) -> list[str]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from moeq.cli import github
+from moeq.foreign import plain
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,17 +35,17 @@ class Output:
     @property
     def stdout(self) -> Console:
         """Console for the answer. Not wrapped at 80 columns when piped: scripts grep lines."""
-        from rich.console import Console
+        from moeq.cli.screen import Screen
 
-        plain = not sys.stdout.isatty()
-        return Console(width=160 if plain else None, highlight=False, soft_wrap=plain, emoji=False)
+        piped = not sys.stdout.isatty()
+        return Screen(width=160 if piped else None, highlight=False, soft_wrap=piped, emoji=False)
 
     @property
     def stderr(self) -> Console:
         """Console for everything else."""
-        from rich.console import Console
+        from moeq.cli.screen import Screen
 
-        return Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty(), emoji=False)
+        return Screen(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty(), emoji=False)
 
     def answer(self, document: Mapping[str, Any], render: Callable[[Console], None], *, ok: bool = True) -> None:
         """Write the command's answer: `document` in JSON mode, else what `render` draws.
@@ -77,7 +78,7 @@ class Output:
 
     def note(self, message: str) -> None:
         """Progress and the like."""
-        self.stderr.print(message, markup=False)
+        self.stderr.print(message)
 
     def line(self, text: str) -> None:
         """A line for the machine that reads stderr, as it is."""
@@ -92,12 +93,11 @@ class Output:
     def _annotate(self, kind: str, title: str, message: str) -> None:
         """Say it again where GitHub shows it on the workflow's page."""
         if github.in_actions():
-            self.line(github.annotation(kind, title, message))
+            self.line(github.annotation(kind, plain(title), "\n".join(map(plain, message.splitlines()))))
 
     def _line(self, label: str, style: str, message: str) -> None:
         from rich.text import Text
 
-        # One line, whatever names it quotes: a line of its own could be taken for a command by what reads the log.
         self.stderr.print(Text.assemble((f"{label}: ", style), " ".join(message.splitlines())))
 
     def _document(self, document: Mapping[str, Any]) -> None:

@@ -47,8 +47,10 @@ def command(
 
 def render(console: Console, found: Parity) -> None:
     """The answer for people."""
+    from rich.text import Text
+
     state = "bit-equal" if found.equal else "different"
-    console.print(f"[bold]{state}[/]: {found.checkpoint} and {found.engine}", markup=True)
+    console.print(Text.assemble((state, "bold"), f": {found.checkpoint} and {found.engine}"))
     console.print(f"  layout    {', '.join(found.layout)}")
     same = sum(not part.differing for part in found.parts)
     console.print(f"  parts     {same} of {len(found.parts)} equal")
@@ -57,6 +59,6 @@ def render(console: Console, found: Parity) -> None:
             rank = "" if part.rank is None else f" rank {part.rank}"
             experts = ", ".join(map(str, part.differing))
             where = f"layer {part.layer}{rank} {part.role} {part.part}, experts {experts}"
-            console.print(f"  {where}: {part.verdict}", markup=False)
+            console.print(f"  {where}: {part.verdict}")
     for note in found.notes:
-        console.print(f"  note      {note}", markup=False)
+        console.print(f"  note      {note}")

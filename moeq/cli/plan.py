@@ -64,8 +64,8 @@ def command(
 def render(console: Console, job: Job, needs: Needs) -> None:
     """The plan for people."""
     layouts = ", ".join(dict.fromkeys(layer.entry.layout for layer in job.plan.layers))
-    console.print(job.checkpoint.source.name, style="bold", markup=False)
-    console.print(f"  backend   {job.targets.backend}, layout {layouts}", markup=False)
+    console.print(job.checkpoint.source.name, style="bold")
+    console.print(f"  backend   {job.targets.backend}, layout {layouts}")
     render_needs(console, job.plan, needs)
 
 
@@ -86,14 +86,14 @@ def render_needs(console: Console, plan: Plan, needs: Needs) -> None:
         "plan": plan.digest,
     }
     for name, text in lines.items():
-        console.print(f"  {name:<9} {text}", markup=False)
+        console.print(f"  {name:<9} {text}")
     console.print(
         f"  {'units':<24} {'way':<8} {'count':>6} {'read':>11} {'written':>11} {'padding':>11} {'memory':>11}"
     )
     for kind in needs.kinds:
         sizes = (kind.bytes_in, kind.bytes_out, kind.padding_bytes, kind.memory)
         cells = " ".join(f"{human_bytes(size):>11}" for size in sizes)
-        console.print(f"  {kind.title:<24} {kind.way:<8} {kind.count:>6} {cells}", markup=False)
+        console.print(f"  {kind.title:<24} {kind.way:<8} {kind.count:>6} {cells}")
 
 
 def _stream_line(needs: Needs) -> dict[str, str]:

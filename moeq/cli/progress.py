@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from moeq.cli.out import Output
+from moeq.foreign import plain
 from moeq.report.text import human_bytes, human_seconds
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class ProgressReport:
         first = self._now is None
         self._now = (done, total, label)
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=total, description=f"{self._title} {label}")
+            self._bar.update(self._task, completed=done, total=total, description=plain(f"{self._title} {label}"))
         if first and self._thread is not None and not self._ended.is_set():
             self._beat()
 
@@ -117,7 +118,7 @@ class ProgressReport:
     def _start_bar(self) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-        columns = [TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()]
+        columns = [TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn()]
         if self._unit == "bytes":
             columns.insert(2, TransferSpeedColumn())
         self._bar = Progress(*columns, console=self._out.stderr, transient=True)

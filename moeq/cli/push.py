@@ -91,9 +91,11 @@ def document(pushed: Pushed) -> dict[str, Any]:
 
 def render(console: Console, pushed: Pushed) -> None:
     """The same for people."""
+    from rich.text import Text
+
     from moeq.report.text import human_bytes
 
-    console.print(f"[bold]pushed[/] {pushed.url}: {pushed.files} files, {human_bytes(pushed.size)}", markup=True)
+    console.print(Text.assemble(("pushed", "bold"), f" {pushed.url}: {pushed.files} files, {human_bytes(pushed.size)}"))
     console.print(f"  commit    {pushed.commit}")
     if pushed.removed:
         console.print(f"  removed   {len(pushed.removed)} weight files of an earlier push")

@@ -47,14 +47,17 @@ def document(restoration: Restoration) -> dict[str, Any]:
 
 def render(console: Console, restoration: Restoration) -> None:
     """The same for people."""
+    from rich.text import Text
+
     from moeq.report.text import human_bytes
 
     total = human_bytes(sum(restoration.files.values()))
-    console.print(f"[bold]restored {restoration.destination}[/]: {len(restoration.files)} files, {total}", markup=True)
+    head = (f"restored {restoration.destination}", "bold")
+    console.print(Text.assemble(head, f": {len(restoration.files)} files, {total}"))
     console.print(
         f"  tensors   {restoration.rebuilt} rebuilt from packed experts (digests checked), {restoration.kept} that the "
         f"conversion had kept, {restoration.copied} copied"
     )
     if restoration.missing:
         names = ", ".join(restoration.missing)
-        console.print(f"  missing   the conversion did not keep {names}", markup=False)
+        console.print(f"  missing   the conversion did not keep {names}")

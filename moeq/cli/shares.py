@@ -93,4 +93,4 @@ def of(conversion: Conversion) -> str:
 def render_next(console: Console, conversion: Conversion) -> None:
     """What comes after a share."""
     if ran(conversion):
-        console.print(f"  next      when all shares are done: moeq finalize {conversion.destination}", markup=False)
+        console.print(f"  next      when all shares are done: moeq finalize {conversion.destination}")

@@ -44,8 +44,10 @@ def command(
 
 def render(console: Console, found: Verification) -> None:
     """The answer for people."""
+    from rich.text import Text
+
     verdict = "the values that were converted" if found.ok else f"{len(found.mismatches)} mismatches"
-    console.print(f"[bold]{'verified' if found.ok else 'DIFFERENT'}[/]: {verdict}", markup=True)
+    console.print(Text.assemble(("verified" if found.ok else "DIFFERENT", "bold"), f": {verdict}"))
     console.print(f"  experts   {found.units} projections recomputed from the packed tensors")
     if found.source is not None:
         console.print(f"  source    {found.source_units} projections recomputed from {found.source}")
@@ -53,6 +55,6 @@ def render(console: Console, found: Verification) -> None:
     if found.losses:
         console.print(f"  lossy     {found.losses} stored numbers were changed by the conversion, as was allowed")
     for mismatch in found.mismatches[:_SHOWN]:
-        console.print(f"  {mismatch.text}", markup=False)
+        console.print(f"  {mismatch.text}")
     if len(found.mismatches) > _SHOWN:
         console.print(f"  ... and {len(found.mismatches) - _SHOWN} more: --json lists them")

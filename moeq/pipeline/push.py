@@ -155,7 +155,8 @@ def push(
 
 def base_model_of(manifest: Manifest) -> str | None:
     """The source's repository, where it was read from the Hub."""
-    return manifest.source.name if manifest.source.revision else None
+    name = manifest.source.name
+    return name if manifest.source.revision and looks_like_repository(name) else None
 
 
 def published_manifest(manifest: Manifest, base_model: str | None) -> bytes:

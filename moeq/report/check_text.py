@@ -88,7 +88,7 @@ def _table(report: CheckReport) -> Table:
             f"{result.tolerance:.2e}",
             f"{result.exceedance:.3g}",
             str(result.worst.expert),
-            "[green]ok[/]" if result.passed else "[red]FAILED[/]",
+            Text("ok", "green") if result.passed else Text("FAILED", "red"),
         )
     return table
 

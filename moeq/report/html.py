@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from html import escape
 from typing import TYPE_CHECKING
 
+from moeq.foreign import in_html
 from moeq.report.heat import heat_maps
 from moeq.report.svg import dot_svg, heat_legend, heat_svg, tile_svg
 
@@ -86,7 +86,7 @@ def render(report: CheckReport, matrix: BackendMatrix | None = None, picture: Ti
         _backends(matrix) if matrix is not None else "",
         _tile(picture) if picture is not None else "",
     ]
-    title = escape(f"moeq run-check: {report.destination}")
+    title = in_html(f"moeq run-check: {report.destination}")
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head>\n'
@@ -109,10 +109,10 @@ def _head(report: CheckReport) -> str:
         "layers": f"{len(report.layers)} of {report.layers_in_checkpoint} run",
         "time": f"{report.seconds:.1f} s",
     }
-    rows = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in facts.items())
-    notes = "".join(f'<p class="soft">{escape(note)}</p>' for note in report.notes)
+    rows = "".join(f"<dt>{name}</dt><dd>{in_html(text)}</dd>" for name, text in facts.items())
+    notes = "".join(f'<p class="soft">{in_html(note)}</p>' for note in report.notes)
     return (
-        f'<h1><span class="verdict {word}">{word if report.ok else "FAILED"}</span>{escape(report.destination)}</h1>'
+        f'<h1><span class="verdict {word}">{word if report.ok else "FAILED"}</span>{in_html(report.destination)}</h1>'
         f"<dl>{rows}</dl>{notes}"
     )
 
@@ -126,7 +126,7 @@ def _failures(report: CheckReport) -> str:
     if not lines:
         return ""
     more = f"<li>and {len(lines) - MOST_LINES} more</li>" if len(lines) > MOST_LINES else ""
-    items = "".join(f"<li>{escape(line)}</li>" for line in lines[:MOST_LINES])
+    items = "".join(f"<li>{in_html(line)}</li>" for line in lines[:MOST_LINES])
     return f'<h2>What is wrong</h2><ul class="list">{items}{more}</ul>'
 
 
@@ -134,7 +134,7 @@ def _heat(report: CheckReport) -> str:
     charts = heat_maps(report)
     if not charts:
         return ""
-    maps = "".join(f'<div class="scroll"><h3>{chart.projection}</h3>{heat_svg(chart)}</div>' for chart in charts)
+    maps = "".join(f'<div class="scroll"><h3>{in_html(chart.projection)}</h3>{heat_svg(chart)}</div>' for chart in charts)
     return (
         "<h2>Error over bound, by layer and expert</h2>"
         '<p class="soft">Largest error of an element divided by what rounding explains for that element; '
@@ -159,7 +159,7 @@ def _result(result: ProjectionResult) -> str:
     verdict = ("ok", "ok") if result.passed else ("failed", "FAILED")
     cells = "".join(f"<td>{number}</td>" for number in numbers)
     return (
-        f'<tr><td>{result.layer}</td><td class="left">{result.name}</td>{cells}'
+        f'<tr><td>{result.layer}</td><td class="left">{in_html(result.name)}</td>{cells}'
         f'<td class="{verdict[0]}">{verdict[1]}</td></tr>'
     )
 
@@ -171,7 +171,7 @@ def _timings(report: CheckReport) -> str:
             floor = timing.floor_microseconds
             share = "" if floor is None else f"{100 * floor / timing.microseconds:.0f} %"
             rows.append(
-                f'<tr><td>{timing.layer}</td><td class="left">{timing.run}</td><td>{timing.microseconds:.1f}</td>'
+                f'<tr><td>{timing.layer}</td><td class="left">{in_html(timing.run)}</td><td>{timing.microseconds:.1f}</td>'
                 f"<td>{timing.gigabytes_per_second:.0f}</td><td>{timing.teraflops:.1f}</td><td>{share}</td></tr>"
             )
     if not rows:
@@ -187,12 +187,12 @@ def _tolerances(report: CheckReport) -> str:
     ways = dict.fromkeys(f"{one.name}: {one.arithmetic}" for one in products)
     return (
         f'<h2>Where the tolerances come from</h2><ul class="rules">{_items(report.derivation)}</ul>'
-        f'<h3>Rounding that the kernels were found to use</h3><p class="soft">{escape("; ".join(ways))}</p>'
+        f'<h3>Rounding that the kernels were found to use</h3><p class="soft">{in_html("; ".join(ways))}</p>'
     )
 
 
 def _items(lines: Iterable[str]) -> str:
-    return "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return "".join(f"<li>{in_html(line)}</li>" for line in lines)
 
 
 def _backends(matrix: BackendMatrix) -> str:
@@ -200,16 +200,16 @@ def _backends(matrix: BackendMatrix) -> str:
     rows = []
     for backend, cells in matrix.rows:
         columns = "".join(
-            f'<td class="left {cell.state}" title="{escape(cell.text, quote=True)}">'
+            f'<td class="left {cell.state}" title="{in_html(cell.text)}">'
             f"{dot_svg(cell.state)}{_WORDS[cell.state]}</td>"
             for cell in cells
         )
-        rows.append(f'<tr><td class="left">{escape(backend)}</td>{columns}</tr>')
+        rows.append(f'<tr><td class="left">{in_html(backend)}</td>{columns}</tr>')
     return (
-        f'<h2>Backends by tensor-parallel size</h2><p class="soft">{escape(matrix.title)}; hovering tells why not.</p>'
+        f'<h2>Backends by tensor-parallel size</h2><p class="soft">{in_html(matrix.title)}; hovering tells why not.</p>'
         f'<div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
     )
 
 
 def _tile(picture: TilePicture) -> str:
-    return f'<h2>Where {escape(picture.layout)} puts a tile</h2><div class="scroll">{tile_svg(picture)}</div>'
+    return f'<h2>Where {in_html(picture.layout)} puts a tile</h2><div class="scroll">{tile_svg(picture)}</div>'

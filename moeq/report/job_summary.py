@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
+from moeq.foreign import in_code, in_markdown
 from moeq.report.conversion_facts import conversion_facts
 from moeq.report.text import human_bytes, human_seconds
 
@@ -21,12 +22,13 @@ def render(destination: str, plan: Plan, manifest: Manifest, seconds: float) -> 
     facts = conversion_facts(manifest)
     # A path is of no use to readers of the page; its last part is.
     source = manifest.source.name if manifest.source.revision else PurePath(manifest.source.name).name
+    revision = f", revision {manifest.source.revision}" if manifest.source.revision else ""
     rate = human_bytes(int(plan.bytes_out / max(seconds, 1e-3)))
     rows = [
-        ("source", f"{source}, revision {manifest.source.revision}" if manifest.source.revision else source),
-        ("scheme", facts.scheme),
-        ("layout", f"{', '.join(facts.layouts)} for {manifest.backend}"),
-        ("deployment", facts.deployment),
+        ("source", in_markdown(source + revision)),
+        ("scheme", in_markdown(facts.scheme)),
+        ("layout", in_markdown(f"{', '.join(facts.layouts)} for {manifest.backend}")),
+        ("deployment", in_markdown(facts.deployment)),
         ("layers", f"{facts.layers} ({facts.experts} experts each); copied unchanged: {facts.copied}"),
         (
             "bytes",
@@ -38,7 +40,7 @@ def render(destination: str, plan: Plan, manifest: Manifest, seconds: float) -> 
         ("digests", f"{facts.digests} recorded, all of them: `{facts.digest[:16]}`"),
         ("plan", f"`{plan.digest[:16]}`"),
     ]
-    return "\n".join([f"### moeq convert: {_cell(PurePath(destination).name)}", "", *table(rows), "", ""])
+    return "\n".join([f"### moeq convert: {in_markdown(PurePath(destination).name)}", "", *table(rows), "", ""])
 
 
 def proof(packed: int, losses: int) -> str:
@@ -50,16 +52,15 @@ def proof(packed: int, losses: int) -> str:
 
 def render_failure(command: str, error: MoeqError) -> str:
     """Markdown about a failure."""
-    rows = [("code", f"`{error.code}`, exit code {int(error.exit_code)}"), ("what", error.message)]
-    rows += [("what helps", error.hint)] if error.hint else []
+    rows = [("code", f"{in_code(error.code)}, exit code {int(error.exit_code)}"), ("what", _sentence(error.message))]
+    rows += [("what helps", _sentence(error.hint))] if error.hint else []
     return "\n".join([f"### {command} failed", "", *table(rows), "", ""])
 
 
 def table(rows: Iterable[tuple[str, str]]) -> list[str]:
-    """Lines of a Markdown table of two columns."""
-    return ["| | |", "| --- | --- |", *(f"| {_cell(name)} | {_cell(text)} |" for name, text in rows)]
+    """Lines of a Markdown table of two columns; cells are Markdown."""
+    return ["| | |", "| --- | --- |", *(f"| {name} | {text} |" for name, text in rows)]
 
 
-def _cell(text: str) -> str:
-    """Text that stays in its cell and draws nothing."""
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("\r", " ").replace("\n", " ")
+def _sentence(text: str) -> str:
+    return in_markdown(" ".join(text.splitlines()))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree as ET
 
+from moeq.foreign import in_xml
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -29,10 +31,9 @@ def _suite(root: ET.Element, name: str, cases: list[_Case]) -> None:
     failures = sum(why is not None for _, _, why in cases)
     suite = ET.SubElement(root, "testsuite", name=name, tests=str(len(cases)), failures=str(failures), errors="0")
     for classname, title, why in cases:
-        case = ET.SubElement(suite, "testcase", classname=f"moeq.{name}.{classname}", name=title)
+        case = ET.SubElement(suite, "testcase", classname=f"moeq.{name}.{classname}", name=in_xml(title))
         if why is not None:
-            lines = why.splitlines()
-            ET.SubElement(case, "failure", message=_clean(lines[0])).text = _clean(why)
+            ET.SubElement(case, "failure", message=in_xml(why.splitlines()[0])).text = in_xml(why)
 
 
 def _digests(report: CheckReport) -> Iterable[_Case]:
@@ -64,8 +65,3 @@ def _repeats(report: CheckReport) -> Iterable[_Case]:
     for layer in report.layers:
         why = f"other bits the second time: {', '.join(layer.unequal)}" if layer.unequal else None
         yield f"layer{layer.sample.layer}", f"{layer.repeated} runs repeated", why
-
-
-def _clean(text: str) -> str:
-    """Without the control characters that XML cannot hold."""
-    return "".join(char for char in text if char in "\t\n" or ord(char) >= 32)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from moeq.foreign import in_code, in_data, in_markdown
 from moeq.report.conversion_facts import conversion_facts
 from moeq.report.job_summary import proof, table
 from moeq.report.text import human_bytes
@@ -58,7 +59,7 @@ def render(manifest: Manifest, options: CardOptions) -> str:
     """The whole README."""
     import yaml
 
-    front = yaml.safe_dump(_front_matter(manifest, options), sort_keys=False, allow_unicode=True, width=1000)
+    front = yaml.safe_dump(in_data(_front_matter(manifest, options)), sort_keys=False, allow_unicode=True, width=1000)
     return f"---\n{front}---\n\n{_text(manifest, options)}"
 
 
@@ -80,28 +81,28 @@ def _text(manifest: Manifest, options: CardOptions) -> str:
     named = (
         f"[{options.base_model}](https://huggingface.co/{options.base_model})" if options.base_model else "its source"
     )
-    revision = f" at revision `{manifest.source.revision}`" if manifest.source.revision else ""
+    revision = f" at revision {in_code(manifest.source.revision)}" if manifest.source.revision else ""
     rows = [
         ("source", f"{options.base_model or 'not on the Hub'}{revision}"),
-        ("quantisation", f"{facts.scheme}, unchanged"),
-        ("layout", f"`{'`, `'.join(facts.layouts)}` for {manifest.backend}"),
-        ("converted for", facts.deployment),
+        ("quantisation", f"{in_markdown(facts.scheme)}, unchanged"),
+        ("layout", f"{', '.join(map(in_code, facts.layouts))} for {in_markdown(manifest.backend)}"),
+        ("converted for", in_markdown(facts.deployment)),
         ("layers", f"{facts.layers}, {facts.experts} experts each; copied unchanged: {facts.copied}"),
         ("size", human_bytes(options.size)),
-        ("written by", f"moeq {manifest.moeq_version}"),
+        ("written by", f"moeq {in_markdown(manifest.moeq_version)}"),
     ]
     proofs = [
         ("packed matrices", proof(facts.packed, facts.losses)),
-        ("digests", f"{facts.digests} in `moeq.json`, one per expert and projection ({manifest.digest})"),
+        ("digests", f"{facts.digests} in `moeq.json`, one per expert and projection ({in_markdown(manifest.digest)})"),
         ("all digests", f"`{facts.digest}`"),
-        ("source identity", f"`{manifest.source.identity}`"),
+        ("source identity", in_code(manifest.source.identity)),
     ]
     return "\n".join(
         [
             f"# {options.repo.rpartition('/')[2]}",
             "",
             f"The expert weights of {named}{revision}, repacked once, offline, into the kernel layout",
-            f"`{facts.layouts[0]}`, so that a serving engine reads them as they lie. {_promise(facts.losses)}",
+            f"{in_code(facts.layouts[0])}, so that a serving engine reads them as they lie. {_promise(facts.losses)}",
             "Everything that is not an expert is unchanged.",
             "",
             *table(rows),

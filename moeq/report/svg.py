@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from html import escape
 from typing import TYPE_CHECKING
 
+from moeq.foreign import in_html
 from moeq.report.heat import LIMITS, HeatMap
 
 if TYPE_CHECKING:
@@ -110,5 +110,5 @@ def _svg(width: float, height: float, parts: Iterable[str], title: str) -> str:
     body = "".join(parts)
     return (
         f'<svg viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}" role="img" '
-        f'aria-label="{escape(title)}">{body}</svg>'
+        f'aria-label="{in_html(title)}">{body}</svg>'
     )

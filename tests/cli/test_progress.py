@@ -206,7 +206,7 @@ class TestGitHub:
     def test_warnings(self, summary: Path, capsys: pytest.CaptureFixture[str]) -> None:
         Output("moeq.convert/1").warning("50 % of\r\nit")
         lines = capsys.readouterr().err.splitlines()
-        assert lines[-1] == "::warning title=moeq convert::50 %25 of%0D%0Ait"
+        assert lines[-1] == "::warning title=moeq convert::50 %25 of%0Ait"
 
     def test_escaping(self) -> None:
         assert github.annotation("error", "a:b,c%", "x: y, 5%\r\n") == "::error title=a%3Ab%2Cc%25::x: y, 5%25%0D%0A"

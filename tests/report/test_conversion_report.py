@@ -65,7 +65,7 @@ def test_job_summary(by_rank: Conversion, manifest: Manifest) -> None:
 def test_a_name_stays_in_its_cell(by_rank: Conversion, manifest: Manifest) -> None:
     odd = replace(manifest, source=replace(manifest.source, name="a|b\n<img src=x>"))
     text = job_summary.render("out", by_rank.plan, odd, 1.0)
-    assert "| source | a\\|b &lt;img src=x> |" in text
+    assert "| source | a\\|b\\\\n&lt;img src=x> |" in text
     failed = job_summary.render_failure("moeq convert", MoeqError("source.x", "a\nb | c", None))
     assert "| what | a b \\| c |" in failed
 

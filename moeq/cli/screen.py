@@ -1,0 +1,47 @@
+"""A console on which every text stands for itself: no markup, no escape sequence, no line that it was not given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from moeq.foreign import plain
+
+
+class Screen(Console):
+    """Rich's console behind the gate for foreign text (`moeq.foreign`).
+
+    A string or `Text` that is printed is one line, whatever is in it; style comes from `Text` alone, never from markup
+    in a string. The same holds for cells of tables.
+    """
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print behind the gate."""
+        super().print(*map(_gated, objects), **options)
+
+
+def _gated(shown: Any) -> Any:
+    if isinstance(shown, str):
+        return Text(plain(shown))
+    if isinstance(shown, Text):
+        return _gated_text(shown)
+    if isinstance(shown, Table):
+        shown.title = _gated(shown.title)
+        for column in shown.columns:
+            column.header, column._cells = _gated(column.header), [_gated(cell) for cell in column._cells]
+    return shown
+
+
+def _gated_text(text: Text) -> Text:
+    """The same with its spans; only text that is not plain is put together anew."""
+    if plain(text.plain) == text.plain:
+        return text
+    ends = sorted({0, len(text), *(end for span in text.spans for end in (span.start, span.end))})
+    pieces = [text[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+    gated = Text(style=text.style)
+    for piece in pieces:
+        gated.append(plain(piece.plain), style=piece.spans[0].style if piece.spans else None)
+    return gated

@@ -1,0 +1,89 @@
+"""The gate for text from strangers: names and values of checkpoints, manifests and servers, before anybody sees them.
+
+A terminal acts on escape sequences, a log's reader on lines that begin with `::`, a browser on markup, and direction
+marks show a name as another. Everything that is shown or written for people goes through one of these; JSON documents
+escape by themselves.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from typing import Any
+
+#: Longest text that is shown of one value.
+MOST = 10_000
+
+#: What GitHub's runner takes for a command: `::` where a line begins, `##[` anywhere.
+_COMMAND = re.compile(r"^(\s*)::|##\[")
+
+#: What means something within a line of Markdown or in a table, and what is made a link without being marked as one.
+_MARKDOWN = re.compile(r"[\\`*_\[\]|~$]")
+_LINKS = re.compile(r"(?i)\b(https?|ftp|mailto):|\b(www)\.")
+
+#: Not printable, but of no harm where a block of text is meant.
+_LAYOUT = {"\n", "\t"}
+
+
+def plain(text: object, most: int = MOST) -> str:
+    """One line in which every character is what it looks like.
+
+    Control characters (C0, C1), line ends, direction marks, invisible and unassigned characters and halves of surrogate
+    pairs are written out (`\\x1b`, `\\u202e`); so is what a workflow's log would take for a command.
+    """
+    line = str(text)
+    if not line.isprintable():
+        line = "".join(char if char.isprintable() else escape(char) for char in line[: most + 1])
+    if len(line) > most:
+        line = line[:most] + " ..."
+    return _COMMAND.sub(_defused, line)
+
+
+def block(text: str) -> str:
+    """`plain` for text of several lines that moeq itself laid out: line ends and tabs stay."""
+    return "\n".join(_COMMAND.sub(_defused, _visible(line)) for line in text.split("\n"))
+
+
+def in_html(text: object) -> str:
+    """Text of an HTML element or of a quoted attribute."""
+    return html.escape(plain(text))
+
+
+def in_xml(text: str) -> str:
+    """Text that XML can hold; whoever builds the tree escapes markup."""
+    return _visible(text)
+
+
+def in_markdown(text: object) -> str:
+    """A piece of a Markdown paragraph, heading or table cell that draws nothing and links nowhere."""
+    escaped = _MARKDOWN.sub(r"\\\g<0>", plain(text)).replace("&", "&amp;").replace("<", "&lt;")
+    return _LINKS.sub(lambda found: f"{found[1]}&#58;" if found[1] else f"{found[2]}&#46;", escaped)
+
+
+def in_code(text: object) -> str:
+    """The same in `code`, a table's cell included: nothing in there can end it."""
+    return f"`{plain(text).replace('`', chr(39)).replace('|', chr(92) + '|')}`"
+
+
+def in_data(value: Any) -> Any:
+    """Plain values for YAML: every text in them `plain`."""
+    if isinstance(value, str):
+        return plain(value)
+    if isinstance(value, dict):
+        return {plain(key): in_data(one) for key, one in value.items()}
+    return [in_data(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def escape(char: str) -> str:
+    """One character as Python writes it: `\\n`, `\\x1b`, `\\u202e`."""
+    return ascii(char)[1:-1]
+
+
+def _visible(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char in _LAYOUT else escape(char) for char in text)
+
+
+def _defused(found: re.Match[str]) -> str:
+    return f"{found[1]}\\x3a:" if found[1] is not None else "#\\x23["
