@@ -108,7 +108,9 @@ class _Reader:
             kinds = (kinds[0],) * len(value)
         if len(kinds) != len(value):
             self._refuse(place, value, f"{len(kinds)} values")
-        return origin(self.read(kind, one, f"{place}[{i}]") for i, (kind, one) in enumerate(zip(kinds, value, strict=True)))
+        return origin(
+            self.read(kind, one, f"{place}[{i}]") for i, (kind, one) in enumerate(zip(kinds, value, strict=True))
+        )
 
     def _mapping(self, kinds: tuple[Any, ...], value: Any, place: str) -> dict[Any, Any]:
         if not isinstance(value, dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from rich.console import Console
@@ -40,7 +41,7 @@ def _gated_text(text: Text) -> Text:
     if plain(text.plain) == text.plain:
         return text
     ends = sorted({0, len(text), *(end for span in text.spans for end in (span.start, span.end))})
-    pieces = [text[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+    pieces = [text[start:end] for start, end in pairwise(ends)]
     gated = Text(style=text.style)
     for piece in pieces:
         gated.append(plain(piece.plain), style=piece.spans[0].style if piece.spans else None)

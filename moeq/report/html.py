@@ -134,7 +134,9 @@ def _heat(report: CheckReport) -> str:
     charts = heat_maps(report)
     if not charts:
         return ""
-    maps = "".join(f'<div class="scroll"><h3>{in_html(chart.projection)}</h3>{heat_svg(chart)}</div>' for chart in charts)
+    maps = "".join(
+        f'<div class="scroll"><h3>{in_html(chart.projection)}</h3>{heat_svg(chart)}</div>' for chart in charts
+    )
     return (
         "<h2>Error over bound, by layer and expert</h2>"
         '<p class="soft">Largest error of an element divided by what rounding explains for that element; '
@@ -200,8 +202,7 @@ def _backends(matrix: BackendMatrix) -> str:
     rows = []
     for backend, cells in matrix.rows:
         columns = "".join(
-            f'<td class="left {cell.state}" title="{in_html(cell.text)}">'
-            f"{dot_svg(cell.state)}{_WORDS[cell.state]}</td>"
+            f'<td class="left {cell.state}" title="{in_html(cell.text)}">{dot_svg(cell.state)}{_WORDS[cell.state]}</td>'
             for cell in cells
         )
         rows.append(f'<tr><td class="left">{in_html(backend)}</td>{columns}</tr>')
