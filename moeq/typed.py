@@ -29,8 +29,8 @@ def read_as(kind: type[T], value: Any, where: str, code: str = "source.bad-manif
     """A value from JSON as an instance of `kind`.
 
     Args:
-        kind: a dataclass (its annotations may be `int`, `float`, `bool`, `str`, `None`, `Any`, `Literal`, unions, tuples,
-            lists, mappings with text keys, and dataclasses), or one of those annotations.
+        kind: a dataclass, or an annotation that its fields may have: `int`, `float`, `bool`, `str`, `None`, `Any`,
+            `Literal`, unions, tuples, lists, mappings with text keys, dataclasses.
         value: what a JSON parser made.
         where: names the document in messages.
         code: code of the error.
@@ -170,11 +170,9 @@ def brief(value: Any) -> str:
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 200:
         return "a very large number"
-    return {None: "null", True: "true", False: "false"}.get(value) or ascii(value)[:60] if _simple(value) else "odd"
-
-
-def _simple(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str))
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return ascii(value)[:60]
 
 
 def _shown(place: str) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from moeq.errors import MoeqError
+from moeq.typed import check_depth
 
 #: Configs of mixed checkpoints list every module and reach megabytes; nothing real comes near this.
 MAX_CONFIG_BYTES = 64 << 20
@@ -74,7 +75,7 @@ def parse_json(raw: bytes, where: str, code: str = "source.bad-config", *, float
     except UnicodeDecodeError as error:
         refuse(f"not UTF-8 text (byte {error.start})")
     try:
-        return json.loads(
+        value = json.loads(
             text,
             object_pairs_hook=unique_pairs,
             parse_constant=_refuse_constant if floats else _refuse_float,
@@ -86,6 +87,9 @@ def parse_json(raw: bytes, where: str, code: str = "source.bad-config", *, float
         refuse(f"not valid JSON: {error.msg} at line {error.lineno} column {error.colno}")
     except ValueError as error:
         refuse(f"not valid JSON: {str(error)[:300]}")
+    if floats:  # headers, which hold none, are read two levels deep and no further
+        check_depth(value, where, code)
+    return value
 
 
 def parse_object(raw: bytes, where: str, code: str = "source.bad-config", *, floats: bool = True) -> dict[str, Any]:

@@ -7,17 +7,26 @@ it is written last.
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn
 
+from moeq.checkpoint.jsonfile import read_object
 from moeq.errors import MoeqError
 from moeq.matrix import ELEMENT_BITS, MatrixSpec
+from moeq.typed import brief, read_as
 
 MANIFEST_NAME = "moeq.json"
-MANIFEST_SCHEMA = "moeq.manifest/1"
+MANIFEST_SCHEMA = "moeq.manifest/2"
+#: Without `files`: what was not packed is not covered by digests.
+_OLD_SCHEMA = "moeq.manifest/1"
+
+#: Digests of every expert of the largest published models take 20 MB.
+MAX_MANIFEST_BYTES = 256 << 20
+
+#: An array could have no larger axis.
+_MOST = 1 << 40
 
 Projection = Literal["gate", "up", "down"]
 StackedRole = Literal["w13", "w2"]
@@ -108,6 +117,11 @@ class LayerEntry:
     losses: int = 0
 
     @property
+    def projections(self) -> tuple[Projection, ...]:
+        """What its experts consist of."""
+        return ("gate", "up", "down") if self.matrices["w13"].spec.gated else ("up", "down")
+
+    @property
     def tensors(self) -> tuple[str, ...]:
         """Names of all stacked tensors of the layer."""
         homes = [rank.matrices for rank in self.ranks] or [self.matrices]
@@ -145,6 +159,34 @@ class RestoreEntry:
 
 
 @dataclass(frozen=True)
+class TensorDigest:
+    """What proves the bytes of a tensor.
+
+    Attributes:
+        piece: bytes that are hashed at once: one expert of a stack, else a fixed size; the last may be shorter.
+        blake3: hex BLAKE3 over the BLAKE3 digests (32 bytes each) of all pieces in order.
+    """
+
+    piece: int
+    blake3: str
+
+
+@dataclass(frozen=True)
+class FileDigest:
+    """What proves a file.
+
+    Attributes:
+        bytes: its size.
+        blake3: hex BLAKE3 of the file; of a weight file, of its first bytes up to the data.
+        tensors: of a weight file, every tensor in it.
+    """
+
+    bytes: int
+    blake3: str
+    tensors: Mapping[str, TensorDigest] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class SourceEntry:
     """Where a converted checkpoint came from.
 
@@ -176,6 +218,7 @@ class Manifest:
         advisories: codes of engine defects that touch this deployment.
         copied: layers whose experts were copied unchanged, with the reason.
         restore: what leads back to the source; None in manifests of versions that did not keep it.
+        files: every other file of the folder, by name; None in manifests of versions that did not record them.
     """
 
     moeq_version: str
@@ -188,6 +231,7 @@ class Manifest:
     advisories: tuple[str, ...] = ()
     copied: tuple[CopiedLayer, ...] = ()
     restore: RestoreEntry | None = None
+    files: Mapping[str, FileDigest] | None = None
 
     def layer(self, layer: int) -> LayerEntry:
         """Entry of that layer. Raises MoeqError `usage.no-such-layer`."""
@@ -199,7 +243,8 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """The JSON document."""
-        return {"schema": MANIFEST_SCHEMA, **dataclasses.asdict(self)}
+        schema = _OLD_SCHEMA if self.files is None else MANIFEST_SCHEMA
+        return {"schema": schema, **dataclasses.asdict(self)}
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -209,106 +254,71 @@ def read_manifest(folder: Path) -> Manifest:
         MoeqError: `source.no-manifest` where there is none, `source.bad-manifest` where it cannot be understood.
     """
     path = folder / MANIFEST_NAME
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         raise MoeqError(
             "source.no-manifest",
             f"{folder} has no {MANIFEST_NAME}: it is not a finished output of `moeq convert`",
             "convert it first: moeq convert SRC DST",
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise MoeqError("source.bad-manifest", f"{path} is not readable JSON: {error}") from None
-    if not isinstance(document, dict) or document.get("schema") != MANIFEST_SCHEMA:
-        found = document.get("schema") if isinstance(document, dict) else type(document).__name__
+        )
+    document = read_object(path, str(path), MAX_MANIFEST_BYTES, "source.bad-manifest")
+    schema = document.get("schema")
+    if schema not in (MANIFEST_SCHEMA, _OLD_SCHEMA):
         raise MoeqError(
             "source.bad-manifest",
-            f"{path} has schema {found!r}, this version of moeq reads {MANIFEST_SCHEMA!r}",
+            f"{path} has schema {brief(schema)}, this version of moeq reads {MANIFEST_SCHEMA!r}",
             "convert the source again with this version",
         )
-    try:
-        return _parse(document)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise MoeqError("source.bad-manifest", f"{path} is damaged: {type(error).__name__}: {error}") from None
+    manifest = read_as(Manifest, document, str(path))
+    if (manifest.files is None) != (schema == _OLD_SCHEMA):
+        _refuse(path, "files", f"does not belong to schema {schema}")
+    _check(manifest, path)
+    return manifest
 
 
-def _parse(document: dict[str, Any]) -> Manifest:
-    source = document["source"]
-    return Manifest(
-        moeq_version=str(document["moeq_version"]),
-        source=SourceEntry(source["name"], source["revision"], dict(source["files"]), source["identity"]),
-        model=dict(document["model"]),
-        backend=str(document["backend"]),
-        deployment=dict(document["deployment"]),
-        layers=tuple(_parse_layer(entry) for entry in document["layers"]),
-        digest=str(document["digest"]),
-        advisories=tuple(document.get("advisories", ())),
-        copied=tuple(CopiedLayer(int(row["layer"]), str(row["reason"])) for row in document.get("copied", ())),
-        restore=_parse_restore(document.get("restore")),
-    )
+def _check(manifest: Manifest, path: Path) -> None:
+    """Whether a manifest can be one, whatever is in the weight files. Raises MoeqError `source.bad-manifest`."""
+    layers = [entry.layer for entry in manifest.layers]
+    if not layers:
+        _refuse(path, "layers", "is empty")
+    _distinct(path, "layers: layer", layers)
+    _distinct(path, "copied: layer", [*layers, *(row.layer for row in manifest.copied)])
+    _distinct(path, "layers: tensor", [name for entry in manifest.layers for name in entry.tensors])
+    for index, entry in enumerate(manifest.layers):
+        place = f"layers[{index}]"
+        _size(path, f"{place}.num_experts", entry.num_experts)
+        _distinct(path, f"{place}.ranks: rank", [rank.rank for rank in entry.ranks])
+        for where, matrices in [(place, entry.matrices), *((f"{place}.ranks", rank.matrices) for rank in entry.ranks)]:
+            for role in STACKED_ROLES:
+                if role not in matrices:
+                    _refuse(path, f"{where}.matrices", f"lacks {role}")
+                _check_matrix(path, f"{where}.matrices.{role}", matrices[role], role)
 
 
-def _parse_restore(entry: dict[str, Any] | None) -> RestoreEntry | None:
-    if entry is None:
-        return None
-    lists = {name: tuple(map(str, entry[name])) for name in ("files", "kept", "missing")}
-    return RestoreEntry(str(entry["file"]), **lists)
-
-
-def _parse_layer(entry: dict[str, Any]) -> LayerEntry:
-    return LayerEntry(
-        layer=int(entry["layer"]),
-        prefix=str(entry["prefix"]),
-        num_experts=_count(entry["num_experts"], "num_experts"),
-        layout=str(entry["layout"]),
-        matrices={role: _parse_matrix(entry["matrices"][role], role) for role in STACKED_ROLES},
-        digests={cast(Projection, name): tuple(values) for name, values in entry["digests"].items()},
-        sharding=Sharding(**entry.get("sharding", {})),
-        ranks=tuple(_parse_rank(rank) for rank in entry.get("ranks", ())),
-        losses=int(entry.get("losses", 0)),
-    )
-
-
-def _parse_rank(entry: dict[str, Any]) -> RankEntry:
-    (first, last), (start, stop) = entry["experts"], entry["intermediate"]
-    return RankEntry(
-        rank=int(entry["rank"]),
-        experts=(int(first), int(last)),
-        intermediate=(int(start), int(stop)),
-        matrices={role: _parse_matrix(entry["matrices"][role], role) for role in STACKED_ROLES},
-    )
-
-
-def _parse_matrix(entry: dict[str, Any], role: StackedRole) -> MatrixEntry:
-    group = entry.get("padded_group")
-    return MatrixEntry(
-        spec=_parse_spec(entry["spec"], role),
-        padded_n=_count(entry["padded_n"], "padded_n"),
-        padded_k=_count(entry["padded_k"], "padded_k"),
-        tensors={str(part): str(name) for part, name in entry["tensors"].items()},
-        padded_group=None if group is None else _count(group, "padded_group"),
-    )
-
-
-def _parse_spec(entry: dict[str, Any], role: StackedRole) -> MatrixSpec:
-    """A spec whose every field has its type; sizes and layout are checked against tensors later."""
-    spec = MatrixSpec(**entry)
-    for name in ("n", "k", "group_size"):
-        _count(getattr(spec, name), name)
-    if spec.all_groups is not None:
-        _count(spec.all_groups, "all_groups")
-    for name in ("symmetric", "act_order", "gated"):
-        if not isinstance(getattr(spec, name), bool):
-            raise ValueError(f"{name} is {getattr(spec, name)!r}, expected true or false")
+def _check_matrix(path: Path, place: str, entry: MatrixEntry, role: StackedRole) -> None:
+    spec = entry.spec
+    for name, size in (("spec.n", spec.n), ("spec.k", spec.k), ("spec.group_size", spec.group_size)):
+        _size(path, f"{place}.{name}", size)
+    for name, size in (("padded_n", entry.padded_n), ("padded_k", entry.padded_k)):
+        _size(path, f"{place}.{name}", size)
+    for name, optional in (("spec.all_groups", spec.all_groups), ("padded_group", entry.padded_group)):
+        if optional is not None:
+            _size(path, f"{place}.{name}", optional)
     if spec.role != role or spec.element not in ELEMENT_BITS:
-        raise ValueError(f"{role} is described as {spec.role!r} of {spec.element!r}")
-    if not isinstance(spec.scale_dtype, str) or not isinstance(spec.bias_dtype, str | None):
-        raise ValueError(f"scale_dtype {spec.scale_dtype!r} or bias_dtype {spec.bias_dtype!r} is not a name")
-    return spec
+        _refuse(path, f"{place}.spec", f"describes {spec.role} of {brief(spec.element)}")
 
 
-def _count(value: Any, name: str) -> int:
-    """A size of at least 1 that an array could have."""
-    if type(value) is not int or not 0 < value < 1 << 40:
-        raise ValueError(f"{name} is {value!r}, expected a size")
-    return value
+def _size(path: Path, place: str, size: int) -> None:
+    if not 0 < size < _MOST:
+        _refuse(path, place, f"is {size}, expected a size")
+
+
+def _distinct(path: Path, what: str, values: Iterable[object]) -> None:
+    seen: set[object] = set()
+    for value in values:
+        if value in seen:
+            _refuse(path, f"{what} {brief(value)}", "is there twice")
+        seen.add(value)
+
+
+def _refuse(path: Path, place: str, problem: str) -> NoReturn:
+    raise MoeqError("source.bad-manifest", f"{path}: {place} {problem}", "convert the source again")

@@ -19,6 +19,7 @@ from functools import cache
 from math import prod
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 from moeq.checkpoint.header import DTYPE_BITS
 from moeq.errors import MoeqError
@@ -247,6 +248,36 @@ class OutputFile:
         os.close(self.fd)
         if self._direct >= 0:
             os.close(self._direct)
+
+
+class Output(Protocol):
+    """Where the bytes of units go."""
+
+    fd: int
+
+    def write(self, data: memoryview, position: int) -> None:
+        """Take all of `data` for a place of the file."""
+
+    def sync(self) -> None:
+        """Bring everything to disk."""
+
+    def close(self) -> None:
+        """Nothing more comes."""
+
+
+class NoOutput:
+    """Takes bytes and keeps none: units are executed only to learn what they would write."""
+
+    fd = -1
+
+    def write(self, data: memoryview, position: int) -> None:
+        pass
+
+    def sync(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def open_direct(path: Path, flags: int) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from moeq.typed import read_as
 
 Platform = Literal["cuda", "rocm", "xpu", "cpu"]
 
@@ -65,9 +66,6 @@ class Deployment:
     quantization: str | None = None
 
     @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> Deployment:
-        """From what `asdict`, and perhaps JSON, made of one. Raises TypeError or KeyError for anything else."""
-        capability = row["gpu"].get("capability")
-        gpu = Gpu(**{**row["gpu"], "capability": tuple(capability) if capability else None})
-        pairs = {name: tuple((str(key), value) for key, value in row.get(name, ())) for name in ("env", "packages")}
-        return cls(**{**row, "gpu": gpu, **pairs})
+    def from_json(cls, row: Any, where: str = "deployment", code: str = "source.bad-manifest") -> Deployment:
+        """From what `asdict`, and perhaps JSON, made of one. Raises MoeqError `code` for anything else."""
+        return read_as(cls, row, where, code)

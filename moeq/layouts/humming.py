@@ -53,9 +53,7 @@ class HummingWNA16(MarlinWNA16):
     def check_values(self, matrix: QuantizedMatrix) -> None:
         super().check_values(matrix)
         if matrix.spec.symmetric and self.calibration is None:
-            raise MoeqError(
-                "usage.survey-needed", f"{self.id}: {self.calibration_scope}; calibrate first"
-            )
+            raise MoeqError("usage.survey-needed", f"{self.id}: {self.calibration_scope}; calibrate first")
         if matrix.spec.symmetric and not self.calibration:
             raise MoeqError(
                 "usage.data-dependent",

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
-from typing import Any, Literal, TypeVar
+from dataclasses import replace
+from typing import Literal, NoReturn
 
-from moeq.checkpoint.facts import Facts
+from moeq.checkpoint.facts import MAX_COUNT, Facts
 from moeq.checkpoint.families import find_family
 from moeq.checkpoint.manifest import LayerEntry, Manifest, MatrixEntry, RankEntry, StackedRole
 from moeq.checkpoint.names import index_experts
 from moeq.checkpoint.source import Source
-from moeq.checkpoint.warning import CheckpointWarning
 from moeq.checkpoint.writer import tensor_bytes
 from moeq.errors import MoeqError
 from moeq.layouts.base import TensorSpec
 from moeq.layouts.registry import get_layout
-from moeq.matrix import MatrixSpec, QuantizedMatrix, Role, projection_spec, split_projections
+from moeq.matrix import ELEMENT_BITS, MatrixSpec, QuantizedMatrix, Role, projection_spec, split_projections
 from moeq.model import Checkpoint
 from moeq.model.describe import model_type, split_stacks
 from moeq.model.experts import Experts
-from moeq.model.info import CheckpointInfo, ModuleUse, RoutingInfo, SchemeUse
+from moeq.model.info import CheckpointInfo
 from moeq.model.quantization import find_declaration
 from moeq.model.shards import Range, join_shards, shard_spec
-from moeq.schemes.base import QuantKey, ScaleKey, Scheme
+from moeq.schemes.base import Scheme
+from moeq.typed import brief, read_as
 
 _STACK: dict[Role, StackedRole] = {"w13": "w13", "gate": "w13", "up": "w13", "w2": "w2", "down": "w2"}
-
-T = TypeVar("T")
 
 
 class ConvertedCheckpoint(Checkpoint):
@@ -216,43 +214,26 @@ def _damaged(entry: LayerEntry, what: str, message: str) -> MoeqError:
 
 
 def _info(manifest: Manifest) -> CheckpointInfo:
-    """The source's record, kept in the manifest."""
-    document = dict(manifest.model)
-    try:
-        return _record(
-            CheckpointInfo,
-            {
-                **document,
-                "routing": _record(RoutingInfo, document["routing"]),
-                "schemes": tuple(
-                    _record(SchemeUse, {**use, "scheme": _scheme(use["scheme"])}) for use in document["schemes"]
-                ),
-                "modules": tuple(_record(ModuleUse, use) for use in document["modules"]),
-                "warnings": tuple(_record(CheckpointWarning, warning) for warning in document["warnings"]),
-            },
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise MoeqError(
-            "source.bad-manifest", f"moeq.json: model: {type(error).__name__}: {error}", "convert the source again"
-        ) from None
+    """The source's record, kept in the manifest, where it can be that of these layers."""
+    info = read_as(CheckpointInfo, manifest.model, "moeq.json: model")
+    counts = dict(zip(info.moe_layers, info.experts_per_layer, strict=False))
+    layers = sorted([*(entry.layer for entry in manifest.layers), *(row.layer for row in manifest.copied)])
+    if list(info.moe_layers) != layers or len(info.experts_per_layer) != len(layers):
+        _refuse(f"moe_layers or experts_per_layer is not that of layers {layers[:20]}")
+    for entry in manifest.layers:
+        if counts[entry.layer] != entry.num_experts:
+            _refuse(f"layer {entry.layer} has {counts[entry.layer]} experts, layers has {entry.num_experts}")
+        if not any(entry.layer in use.layers for use in info.schemes):
+            _refuse(f"no scheme covers layer {entry.layer}")
+    for use in info.schemes:
+        if use.scheme.weight.dtype not in ELEMENT_BITS:
+            _refuse(f"{brief(use.scheme.weight.dtype)} is no element type of a scheme")
+    sizes = (info.num_layers, info.num_experts, info.hidden_size, info.expert_input_size, info.intermediate_size)
+    groups = (info.routing.num_groups, info.routing.topk_groups)
+    if not all(0 < size <= MAX_COUNT for size in (*sizes, *groups, 1 if info.top_k is None else info.top_k)):
+        _refuse("a size is not between 1 and 16,777,216")
+    return info
 
 
-def _scheme(document: Mapping[str, Any]) -> Scheme:
-    keys = {name: _key(document[name]) for name in ("weight", "activation")}
-    return _record(Scheme, {**document, **keys})
-
-
-def _key(document: Mapping[str, Any] | None) -> QuantKey | None:
-    if document is None:
-        return None
-    scales = {
-        name: None if document[name] is None else _record(ScaleKey, document[name]) for name in ("scale", "scale2")
-    }
-    return _record(QuantKey, {**document, **scales})
-
-
-def _record(kind: type[T], document: Mapping[str, Any]) -> T:
-    """A dataclass from JSON; lists become tuples. Raises TypeError for missing fields, ignores derived ones."""
-    known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    values = {name: tuple(v) if isinstance(v, list) else v for name, v in document.items() if name in known}
-    return kind(**values)
+def _refuse(problem: str) -> NoReturn:
+    raise MoeqError("source.bad-manifest", f"moeq.json: model: {problem}", "convert the source again")

@@ -173,8 +173,8 @@ def _timings(report: CheckReport) -> str:
             floor = timing.floor_microseconds
             share = "" if floor is None else f"{100 * floor / timing.microseconds:.0f} %"
             rows.append(
-                f'<tr><td>{timing.layer}</td><td class="left">{in_html(timing.run)}</td><td>{timing.microseconds:.1f}</td>'
-                f"<td>{timing.gigabytes_per_second:.0f}</td><td>{timing.teraflops:.1f}</td><td>{share}</td></tr>"
+                f'<tr><td>{timing.layer}</td><td class="left">{in_html(timing.run)}</td>'
+                f"<td>{timing.microseconds:.1f}</td><td>{timing.gigabytes_per_second:.0f}</td><td>{timing.teraflops:.1f}</td><td>{share}</td></tr>"
             )
     if not rows:
         return ""

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from moeq.checkpoint.names import StoredName
 from moeq.checkpoint.writer import FileForm, OutputFile
 from moeq.errors import MoeqError
@@ -18,7 +16,7 @@ from moeq.pipeline.pack.buffers import Buffers, Writes
 from moeq.pipeline.pack.inputs import InputFile
 from moeq.pipeline.pack.memory import SpareMemory
 from moeq.pipeline.state.job import Work
-from moeq.pipeline.state.records import UnitRecord, checksum, word_sum
+from moeq.pipeline.state.records import UnitRecord, piece_digest, pieces, tensor_digests
 from moeq.schemes.format import PartSig
 from moeq.schemes.registry import get_format
 from moeq.transcode.compare import Loss, compare
@@ -37,12 +35,12 @@ class ItemResult:
 
     Attributes:
         written: bytes.
-        sums: word sum of every piece, in order.
+        hashes: BLAKE3 of every piece, in order.
         losses: projections whose values changed.
     """
 
     written: int
-    sums: tuple[int, ...]
+    hashes: tuple[bytes, ...]
     losses: tuple[Loss, ...]
 
 
@@ -87,7 +85,7 @@ class Transcoder:
         from moeq.model.tensors import as_bytes, one_torch_thread
 
         one_torch_thread()
-        written, sums, losses = 0, list[int](), list[Loss]()
+        written, hashes, losses = 0, list[bytes](), list[Loss]()
         for transcoded in transcode_item(self._checkpoint, self._plan, item, self._form):
             output = transcoded.output
             for part, (start, stop) in output.places.items():
@@ -95,19 +93,20 @@ class Transcoder:
                 if piece.nbytes != stop - start:
                     raise ValueError(f"{output.module}.{part} has {piece.nbytes} bytes, its place {stop - start}")
                 self._output.write(piece, start)
-                sums.append(word_sum(np.frombuffer(piece, np.uint8)))
+                hashes.append(piece_digest(piece))
                 written += piece.nbytes
             if transcoded.loss is not None:
                 losses.append(transcoded.loss)
-        return ItemResult(written, tuple(sums), tuple(losses)), ()
+        return ItemResult(written, tuple(hashes), tuple(losses)), ()
 
     def record(self, results: Sequence[ItemResult]) -> UnitRecord:
         """The unit's record from the results of all its items, in order."""
         losses = [loss for result in results for loss in result.losses]
+        hashes = (value for result in results for value in result.hashes)
         return UnitRecord(
             unit=self._unit.id,
             bytes=sum(result.written for result in results),
-            checksum=checksum(value for result in results for value in result.sums),
+            tensors=tensor_digests(zip(pieces(self._plan, self._unit), hashes, strict=True)),
             losses=sum(loss.numbers for loss in losses),
             differences=tuple(loss.to_json() for loss in losses),
         )

@@ -100,10 +100,15 @@ def test_a_missing_layer_names_those_there_are() -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ("{", "not readable JSON"),
-        ("[]", "schema 'list'"),
-        ({"schema": "moeq.manifest/2"}, "schema 'moeq.manifest/2'"),
-        ({"schema": "moeq.manifest/1"}, "is damaged: KeyError: 'source'"),
+        ("{", "not valid JSON: .* at line 1 column 2"),
+        ("[]", "holds a list, expected a JSON object"),
+        ("[" * 100_000, "nested too deeply"),
+        ({"schema": "moeq.manifest/3"}, "schema 'moeq.manifest/3'"),
+        ({"schema": "moeq.manifest/1"}, "the document lacks 'moeq_version'"),
+        ({**manifest().to_json(), "schema": "moeq.manifest/2"}, "files does not belong to schema moeq.manifest/2"),
+        ({**manifest().to_json(), "layers": []}, "layers is empty"),
+        ({**manifest().to_json(), "layers": [manifest().to_json()["layers"][0]] * 2}, "layers: layer 0 is there twice"),
+        ({**manifest().to_json(), "copied": [{"layer": 3, "reason": ""}]}, "copied: layer 3 is there twice"),
     ],
 )
 def test_what_cannot_be_understood_is_refused(damage, message, tmp_path) -> None:

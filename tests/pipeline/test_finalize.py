@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from moeq.pipeline.convert import Conversion, convert
 from moeq.pipeline.events import Checking, Event, Finished, Started, UnitFinished
 from moeq.pipeline.finalize import finalize
 from moeq.pipeline.run.shares import Share
-from moeq.pipeline.state.journal import read_journals
+from moeq.pipeline.state.journal import Journal, read_journals
 
 A100 = Deployment(gpu=parse_gpu("A100"))
 
@@ -221,14 +222,16 @@ class TestRefused:
         for index in range(2):
             share(source, tmp_path / "out", index, 2)
         first = partial(tmp_path / "out") / "moeq-journal.0-of-2.jsonl"
-        stamp, *records = first.read_text().splitlines()
-        record = json.loads(records[-1])
-        digests = {name: ["0" * 64, *values[1:]] for name, values in record["digests"].items()}
-        other = json.dumps({**record, "checksum": "1" * 64, "digests": digests})
-        (partial(tmp_path / "out") / "moeq-journal.1-of-3.jsonl").write_text(f"{stamp}\n{other}\n")
+        there = read_journals(first.parent)
+        record = next(one for one in there.records.values() if one.digests)
+        digests = {name: ("0" * 64, *values[1:]) for name, values in record.digests.items()}
+        journal = Journal(first.parent, there.stamps[first.name], "1-of-3")
+        journal.add([replace(record, digests=digests)])
+        journal.close()
+        names = sorted((*there.homes[record.unit], journal.path.name))
         error = refused(tmp_path / "out")
         assert (error.code, error.exit_code) == ("answer.units-contradict", ExitCode.NO)
-        assert f"{record['unit']} (moeq-journal.0-of-2.jsonl, moeq-journal.1-of-3.jsonl)" in error.message
+        assert f"{record.unit} ({names[0]}, {names[1]})" in error.message
 
     def test_bytes_that_were_lost(self, source, whole, tmp_path) -> None:
         """The journal has the unit, its file does not: two machines with an incoherent file system, say."""

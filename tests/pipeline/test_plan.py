@@ -20,7 +20,7 @@ from moeq.pipeline.run.workers import Executor
 from moeq.pipeline.state.folder import WorkFolder
 from moeq.pipeline.state.job import Job, JobRequest, job_stamp, open_job
 from moeq.pipeline.state.publish import finish
-from moeq.pipeline.state.records import UnitRecord, holds, slots
+from moeq.pipeline.state.records import UnitRecord, holds, pieces
 
 A100 = parse_gpu("A100")
 NAME = "gptq-int4-g32-qwen3moe"
@@ -53,7 +53,9 @@ def test_units_write_every_byte_once_and_read_every_tensor(name, deployment, fir
     for file in plan.files:
         units = [unit for unit in plan.units if unit.file == file.name]
         assert tiles([span for unit in units for span in unit.outputs], len(file.form.header), file.form.size)
-        assert tiles([span for unit in units for span in slots(plan, unit)], len(file.form.header), file.form.size)
+        assert tiles(
+            [(p.start, p.stop) for unit in units for p in pieces(plan, unit)], len(file.form.header), file.form.size
+        )
     for file in source.files:
         spans = [span for unit in plan.units for span in unit.inputs.get(file.name, ())]
         first_byte = min(entry.start for entry in source.tensors.values() if entry.file == file.name)
@@ -138,9 +140,12 @@ def test_copies_are_cut_into_bounded_units(checkpoints, monkeypatch) -> None:
     monkeypatch.setattr("moeq.pipeline.plan.units.COPY_UNIT_BYTES", 50_000)
     plan = job_of(checkpoints, NAME, Deployment(gpu=A100)).plan
     copies = [unit for unit in plan.units if isinstance(unit, CopyUnit)]
+    assert [unit.id for unit in copies] == [f"copy/model.safetensors/{n}" for n in range(len(copies))]
     assert len(copies) == 3
-    assert [unit.id for unit in copies] == [f"copy/model.safetensors/{n}" for n in range(3)]
-    assert all(unit.bytes_in == unit.bytes_out <= 50_000 for unit in copies)
+    assert all(unit.bytes_in == unit.bytes_out for unit in copies)
+    assert all(unit.bytes_out <= 50_000 or len(unit.tensors) == 1 for unit in copies)
+    names = [tensor.name for unit in copies for tensor in unit.tensors]
+    assert len(set(names)) == len(names), "every tensor is in one unit"
 
 
 class TestDocument:

@@ -110,7 +110,7 @@ def copies(sizes: list[int], files: int) -> list[CopyUnit]:
             outputs=((0, size),) if size else (),
             padding_bytes=0,
             source_file=f"in-{number % files}",
-            runs=(),
+            tensors=(),
         )
         for number, size in enumerate(sizes)
     ]

@@ -1,4 +1,4 @@
-"""Unchanged tensors: blocks are cloned where the file system can, else read, checksummed and written. No torch."""
+"""Unchanged tensors: blocks are cloned where the file system can, else read, hashed and written. No torch."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import errno
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 
-from moeq.checkpoint.writer import BLOCK, OutputFile
+from moeq.checkpoint.writer import BLOCK, Output
 from moeq.pipeline.pack.buffers import Buffers, Writes
 from moeq.pipeline.pack.inputs import InputFile, blocks_of
 from moeq.pipeline.pack.memory import SpareMemory
-from moeq.pipeline.plan.units import CopyRun, CopyUnit
+from moeq.pipeline.plan.units import Chunk, CopyUnit
 from moeq.pipeline.state.job import Work
-from moeq.pipeline.state.records import Bytes, UnitRecord, checksum, word_sum
+from moeq.pipeline.state.records import Bytes, UnitRecord, piece_digest, pieces, tensor_digests
 
 #: The kernel cannot copy between these two files: not supported, other file systems, odd alignment, forbidden.
 _CANNOT = {errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.EPERM, errno.ETXTBSY}
@@ -26,29 +27,30 @@ class CopyResult:
     """What copying one chunk came to."""
 
     written: int
-    sums: tuple[int, ...]
+    hashes: tuple[bytes, ...]
 
 
 class Copier:
     """Executes one `CopyUnit`, chunk by chunk. Arguments as for `moeq.pipeline.pack.experts.Packer`."""
 
     def __init__(
-        self, job: Work, unit: CopyUnit, inputs: Mapping[str, InputFile], output: OutputFile, spare: SpareMemory
+        self, job: Work, unit: CopyUnit, inputs: Mapping[str, InputFile], output: Output, spare: SpareMemory
     ) -> None:
+        self._plan = job.plan
         self._unit = unit
         self._input = inputs[unit.source_file]
         self._output = output
 
     @property
-    def items(self) -> Sequence[CopyRun]:
+    def items(self) -> Sequence[Chunk]:
         """The chunks to copy."""
         return tuple(self._unit.chunks())
 
-    def label(self, chunk: CopyRun) -> str:
+    def label(self, chunk: Chunk) -> str:
         """What is being done, for progress."""
         return f"copy of {self._unit.source_file}"
 
-    def fetch(self, chunk: CopyRun, buffers: Buffers, slot: int) -> Bytes:
+    def fetch(self, chunk: Chunk, buffers: Buffers, slot: int) -> Bytes:
         """Read one chunk into one of the input buffers.
 
         Raises:
@@ -58,14 +60,16 @@ class Copier:
         memory = buffers.take(f"input {slot}", blocks_of(chunk.source, stop))
         return self._input.read(memory, chunk.source, stop)
 
-    def run(self, chunk: CopyRun, data: Bytes, buffers: Buffers, slot: int) -> tuple[CopyResult, Writes]:
-        """Sum one chunk. It is written by the caller, but for what the kernel copies by itself.
+    def run(self, chunk: Chunk, data: Bytes, buffers: Buffers, slot: int) -> tuple[CopyResult, Writes]:
+        """Hash one chunk. It is written by the caller, but for what the kernel copies by itself.
 
         Raises:
             OSError: the disk says no.
         """
-        result = CopyResult(chunk.size, (word_sum(data),))
-        if _can_share(chunk) and _by_kernel(self._input.fd, self._output.fd, chunk):
+        ends = list(accumulate(size for _, size in chunk.pieces))
+        parts = (data[start:stop] for start, stop in pairwise([0, *ends]))
+        result = CopyResult(data.nbytes, tuple(map(piece_digest, parts)))
+        if _can_share(chunk, self._output) and _by_kernel(self._input.fd, self._output.fd, chunk):
             return result, ()
         (buffer,) = buffers.take_many(f"output {slot}", [chunk.size], [chunk.output])
         np.copyto(buffer, data)
@@ -73,19 +77,20 @@ class Copier:
 
     def record(self, results: Sequence[CopyResult]) -> UnitRecord:
         """The unit's record from the results of all its chunks, in order."""
+        hashes = (value for result in results for value in result.hashes)
         return UnitRecord(
             unit=self._unit.id,
             bytes=sum(result.written for result in results),
-            checksum=checksum(value for result in results for value in result.sums),
+            tensors=tensor_digests(zip(pieces(self._plan, self._unit), hashes, strict=True)),
         )
 
 
-def _can_share(chunk: CopyRun) -> bool:
+def _can_share(chunk: Chunk, output: Output) -> bool:
     """Whether a file system that can share blocks between files could do so here. Else its copying has no advantage."""
-    return (chunk.source - chunk.output) % BLOCK == 0
+    return output.fd >= 0 and (chunk.source - chunk.output) % BLOCK == 0
 
 
-def _by_kernel(source: int, target: int, chunk: CopyRun) -> bool:
+def _by_kernel(source: int, target: int, chunk: Chunk) -> bool:
     """Copy without the bytes passing through this process, sharing blocks where the file system can. False: cannot."""
     if not hasattr(os, "copy_file_range"):
         return False

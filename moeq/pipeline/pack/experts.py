@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from moeq.checkpoint.manifest import Projection
 from moeq.checkpoint.names import FUSED, StoredName
-from moeq.checkpoint.writer import OutputFile
+from moeq.checkpoint.writer import Output
 from moeq.errors import MoeqError
 from moeq.pipeline.pack.buffers import Buffers, Writes
 from moeq.pipeline.pack.inputs import WORD, InputFile, blocks_of
@@ -25,7 +23,7 @@ from moeq.pipeline.pack.memory import SpareMemory, fast_path_of, reference_bytes
 from moeq.pipeline.plan.layers import ShardPlan, describe
 from moeq.pipeline.plan.units import PackUnit, place_of
 from moeq.pipeline.state.job import Job
-from moeq.pipeline.state.records import Bytes, UnitRecord, checksum, word_sum
+from moeq.pipeline.state.records import Bytes, UnitRecord, piece_digest, pieces, tensor_digests
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,14 +43,14 @@ class ExpertResult:
         digests: projection and logical digest.
         kept: source tensors that cannot be rebuilt.
         losses: stored numbers that packing changed.
-        sums: word sum of every slot, in order.
+        hashes: BLAKE3 of every piece, in order (`moeq.pipeline.state.records.pieces`).
     """
 
     written: int
     digests: tuple[tuple[Projection, str], ...]
     kept: frozenset[str]
     losses: int
-    sums: tuple[int, ...]
+    hashes: tuple[bytes, ...]
 
 
 class Packer:
@@ -67,7 +65,7 @@ class Packer:
     """
 
     def __init__(
-        self, job: Job, unit: PackUnit, inputs: Mapping[str, InputFile], output: OutputFile, spare: SpareMemory
+        self, job: Job, unit: PackUnit, inputs: Mapping[str, InputFile], output: Output, spare: SpareMemory
     ) -> None:
         self._job = job
         self._unit = unit
@@ -136,10 +134,11 @@ class Packer:
         for result in results:
             for projection, digest in result.digests:
                 digests.setdefault(projection, []).append(digest)
+        hashes = (value for result in results for value in result.hashes)
         return UnitRecord(
             unit=self._unit.id,
             bytes=sum(result.written for result in results),
-            checksum=checksum(value for result in results for value in result.sums),
+            tensors=tensor_digests(zip(pieces(self._job.plan, self._unit), hashes, strict=True)),
             digests={projection: tuple(values) for projection, values in digests.items()},
             kept=tuple(sorted(frozenset().union(*(result.kept for result in results)))),
             losses=sum(result.losses for result in results),
@@ -158,16 +157,16 @@ class Packer:
         sizes = [size for slots in self._slots for _, size in slots.values()]
         row = expert - self._unit.experts.start
         places = [start + row * size for slots in self._slots for start, size in slots.values()]
-        pieces = buffers.take_many(f"output {slot}", sizes, places)
-        each = iter(pieces)
+        packed = buffers.take_many(f"output {slot}", sizes, places)
+        each = iter(packed)
         outputs = [{part: next(each) for part in slots} for slots in self._slots]
         fast_path.pack(read, outputs, scratch)
         proof = fast_path.prove(read, outputs, scratch)
         if proof is None:
             raise self._round_trip(expert)
-        sums = tuple(map(word_sum, pieces))
-        result = ExpertResult(sum(sizes), proof.digests, frozenset(), 0, sums)
-        return result, tuple(zip(pieces, places, strict=True))
+        hashes = tuple(map(piece_digest, packed))
+        result = ExpertResult(sum(sizes), proof.digests, frozenset(), 0, hashes)
+        return result, tuple(zip(packed, places, strict=True))
 
     def _read(self, fast_path: FastPath, expert: int, buffers: Buffers, slot: int) -> Inputs:
         """The stored bytes of one expert in reused memory; parts that lie together are read at once."""
@@ -214,10 +213,10 @@ class Packer:
         one_torch_thread()
         unit = self._unit
         matrix = self._matrix(expert)
-        written, losses, stored, sums = 0, 0, [], list[int]()
+        written, losses, stored, hashes = 0, 0, [], list[bytes]()
         for shard, slots, layout in zip(self._shards, self._slots, self._layouts(), strict=True):
             padded = _padded(shard, matrix)
-            unpacked = self._write(shard, slots, layout, expert, padded, sums)
+            unpacked = self._write(shard, slots, layout, expert, padded, hashes)
             written += sum(size for _, size in slots.values())
             if not same_matrix(unpacked, padded):
                 losses += self._lost(layout, padded, expert)
@@ -225,7 +224,7 @@ class Packer:
         held = join_shards(matrix.spec, stored) if losses else matrix
         digests = tuple((projection, logical_digest(part)) for projection, part in split_projections(held))
         kept = unrestorable(self._job.checkpoint, unit.layer, expert, unit.role, held, exact=not losses)
-        return ExpertResult(written, digests, frozenset(kept), losses, tuple(sums))
+        return ExpertResult(written, digests, frozenset(kept), losses, tuple(hashes))
 
     def _matrix(self, expert: int) -> QuantizedMatrix:
         """The logical matrix, which has to be what headers and config promised."""
@@ -268,7 +267,7 @@ class Packer:
         layout: Layout,
         expert: int,
         padded: QuantizedMatrix,
-        sums: list[int],
+        hashes: list[bytes],
     ) -> QuantizedMatrix:
         """Pack one matrix, write it into its slot of the stack, and unpack what was written."""
         from moeq.model.tensors import as_bytes, reshaped
@@ -285,7 +284,7 @@ class Packer:
             if data.nbytes != size:
                 raise ValueError(f"{layout.id} packs {part} into {data.nbytes} bytes, its slot has {size}")
             self._output.write(data, start + row * size)
-            sums.append(word_sum(np.frombuffer(data, np.uint8)))
+            hashes.append(piece_digest(data))
             written[part] = reshaped(packed[part], shard.parts[self._unit.role][part].shape)
         return layout.unpack(written, padded.spec)
 

@@ -24,7 +24,7 @@ from moeq.pipeline.plan.units import CopyUnit, PackUnit, Unit, copy_units, pack_
 REST_FILE_BYTES = 4 * 2**30
 
 #: Part of the digest; changes whenever the same inputs would be cut into other units or written otherwise.
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The units of work of a conversion: what each reads, where it writes, and a name for it. No torch.
 
-A unit is either one stack of one layer (`w13` or `w2`) or a run of bytes that is copied. Units do not depend on each
+A unit is either one stack of one layer (`w13` or `w2`) or some tensors that are copied. Units do not depend on each
 other and write disjoint ranges of preallocated files, so any process may execute any of them, in any order, and more
 than once: the bytes are the same. Which units there are, and their names, follows from the plan alone.
 
@@ -22,10 +22,10 @@ from moeq.model.experts import WHOLE_PARTS, Experts
 from moeq.model.shards import Range
 from moeq.pipeline.plan.layers import LayerPlan
 
-#: Bytes that one copy unit moves at most.
+#: Bytes that one copy unit moves at most, but for a single tensor that is larger.
 COPY_UNIT_BYTES = 256 * 2**20
 
-#: Bytes that are copied, read back and summed at once.
+#: Bytes that are copied and hashed at once.
 CHUNK_BYTES = 2 * 2**20
 
 #: `(start, stop)`, bytes of a file.
@@ -92,31 +92,64 @@ class PlacedUnit(Unit):
 
 
 @dataclass(frozen=True)
-class CopyRun:
-    """Bytes that lie together in the source and in the output."""
+class CopiedTensor:
+    """A tensor that is copied: its first byte in the source file and in the output file, and its bytes."""
 
+    name: str
     source: int
     output: int
     size: int
 
 
 @dataclass(frozen=True)
+class Chunk:
+    """Bytes that lie together in the source and in the output, and are copied at once.
+
+    Attributes:
+        source: first byte in the source file.
+        output: first byte in the output file.
+        pieces: tensor and bytes of it, in order. Pieces begin at multiples of `CHUNK_BYTES` of their tensor.
+    """
+
+    source: int
+    output: int
+    pieces: tuple[tuple[str, int], ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return sum(size for _, size in self.pieces)
+
+
+@dataclass(frozen=True)
 class CopyUnit(Unit):
-    """Runs of bytes of one source file that are copied unchanged.
+    """Tensors of one source file that are copied unchanged.
 
     Attributes:
         source_file: the source file.
-        runs: what is copied where.
+        tensors: what is copied where, in the order of the output.
     """
 
     source_file: str
-    runs: tuple[CopyRun, ...]
+    tensors: tuple[CopiedTensor, ...]
 
-    def chunks(self) -> Iterator[CopyRun]:
-        """The runs in pieces of at most `CHUNK_BYTES`."""
-        for run in self.runs:
-            for at in range(0, run.size, CHUNK_BYTES):
-                yield CopyRun(run.source + at, run.output + at, min(CHUNK_BYTES, run.size - at))
+    def chunks(self) -> Iterator[Chunk]:
+        """The tensors in pieces of at most `CHUNK_BYTES`; small neighbours share a chunk."""
+        source = output = size = 0
+        pieces: list[tuple[str, int]] = []
+        for tensor in self.tensors:
+            for at in range(0, tensor.size, CHUNK_BYTES):
+                part = min(CHUNK_BYTES, tensor.size - at)
+                places = (tensor.source + at, tensor.output + at)
+                if pieces and (places != (source + size, output + size) or size + part > CHUNK_BYTES):
+                    yield Chunk(source, output, tuple(pieces))
+                    pieces, size = [], 0
+                if not pieces:
+                    source, output = places
+                pieces.append((tensor.name, part))
+                size += part
+        if pieces:
+            yield Chunk(source, output, tuple(pieces))
 
 
 def pack_units(layer: LayerPlan, experts: Experts, file: str, form: FileForm) -> Iterator[PackUnit]:
@@ -162,17 +195,17 @@ def copy_units(
         counts: units so far per source file, for their names; counted on.
     """
     for source_file, rows in groupby(tensors.items(), key=lambda row: row[1].file):
-        places = [CopyRun(entry.start, form.ranges[name][0], entry.nbytes) for name, entry in rows]
-        for runs in _bounded(_joined_runs(places)):
+        places = [CopiedTensor(name, entry.start, form.ranges[name][0], entry.nbytes) for name, entry in rows]
+        for group in _bounded(places):
             number = counts[source_file] = counts.get(source_file, -1) + 1
             yield CopyUnit(
                 id=f"copy/{source_file}/{number}",
                 file=file,
-                inputs={source_file: joined([(run.source, run.source + run.size) for run in runs])},
-                outputs=joined([(run.output, run.output + run.size) for run in runs]),
+                inputs={source_file: joined([(one.source, one.source + one.size) for one in group])},
+                outputs=joined([(one.output, one.output + one.size) for one in group]),
                 padding_bytes=0,
                 source_file=source_file,
-                runs=runs,
+                tensors=group,
             )
 
 
@@ -212,32 +245,15 @@ def _stored_spans(experts: Experts, held: Range, role: StackedRole) -> dict[str,
     return {file: joined(found) for file, found in sorted(spans.items())}
 
 
-def _joined_runs(runs: list[CopyRun]) -> Iterator[CopyRun]:
-    last: CopyRun | None = None
-    for run in runs:
-        if last and last.source + last.size == run.source and last.output + last.size == run.output:
-            last = CopyRun(last.source, last.output, last.size + run.size)
-            continue
-        if last and last.size:
-            yield last
-        last = run
-    if last and last.size:
-        yield last
-
-
-def _bounded(runs: Iterator[CopyRun]) -> Iterator[tuple[CopyRun, ...]]:
-    """Runs in groups of at most `COPY_UNIT_BYTES`; longer runs are cut."""
-    group: list[CopyRun] = []
-    left = COPY_UNIT_BYTES
-    for run in runs:
-        rest = run
-        while rest.size:
-            taken = min(rest.size, left)
-            group.append(CopyRun(rest.source, rest.output, taken))
-            rest = CopyRun(rest.source + taken, rest.output + taken, rest.size - taken)
-            left -= taken
-            if not left:
-                yield tuple(group)
-                group, left = [], COPY_UNIT_BYTES
-    if group:
+def _bounded(tensors: list[CopiedTensor]) -> Iterator[tuple[CopiedTensor, ...]]:
+    """Tensors in groups of at most `COPY_UNIT_BYTES`; a larger one is a group of its own."""
+    group: list[CopiedTensor] = []
+    size = 0
+    for tensor in tensors:
+        if size and size + tensor.size > COPY_UNIT_BYTES:
+            yield tuple(group)
+            group, size = [], 0
+        group.append(tensor)
+        size += tensor.size
+    if size:
         yield tuple(group)

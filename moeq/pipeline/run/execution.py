@@ -12,9 +12,11 @@ import numpy as np
 from moeq.pipeline.events import Advanced, Checking, Progress, Started, UnitFinished, UnitStarted, Warned
 from moeq.pipeline.plan.units import CHUNK_BYTES, CopyUnit, Unit
 from moeq.pipeline.run.executors import Where, executor
+from moeq.pipeline.run.recompute import recompute
 from moeq.pipeline.run.workers import Executed, Outcome
 from moeq.pipeline.state.folder import WorkFolder
 from moeq.pipeline.state.job import Work
+from moeq.pipeline.state.journal import changed
 from moeq.pipeline.state.records import UnitRecord, holds
 
 #: Cuts a list of units into lists, and may do something in between.
@@ -136,27 +138,44 @@ class Driver:
 def finished_units(
     job: Work, folder: WorkFolder, units: Iterable[Unit], workers: int, progress: Progress
 ) -> dict[str, UnitRecord]:
-    """The records of units whose bytes are in the folder. Every byte is read and summed again.
+    """The records of units whose bytes are in the folder. Every byte is read and hashed again.
 
-    A lost or torn write (power cut, truncated copy) shows here, and the unit is done again.
+    A lost or torn write (power cut, truncated copy) shows here, and the unit is done again. Where a journal was begun
+    with files that are not recognised as these (a copy on another machine, another model of the same shape), its units
+    are packed from these once more, in memory, and have to come out the same.
+
+    Raises:
+        MoeqError: `source.changed`.
     """
     claimed = [unit for unit in units if unit.id in folder.journals.records]
-    total, done = sum(unit.bytes_out for unit in claimed), 0
+    others = folder.journals.of_other_files(folder.stamp)
+    strange = [unit for unit in claimed if unit.id in others]
+    total, done = sum(unit.bytes_out for unit in (*claimed, *strange)), 0
     found: dict[str, UnitRecord] = {}
 
     def check(unit: Unit) -> bool:
         buffer = np.empty(CHUNK_BYTES, np.uint8)
         return holds(job.plan, unit, folder.journals.records[unit.id], folder.path, buffer)
 
+    def advance(count: int, label: str) -> None:
+        nonlocal done
+        done += count
+        progress(Checking(done, total, label))
+
     pool = ThreadPoolExecutor(max(workers, 1))
     try:
         for unit, good in zip(claimed, pool.map(check, claimed), strict=True):
             if good:
                 found[unit.id] = folder.journals.records[unit.id]
-            done += unit.bytes_out
-            progress(Checking(done, total, unit.id))
+            advance(unit.bytes_out, unit.id)
     finally:
         pool.shutdown(cancel_futures=True)
+    strange = [unit for unit in strange if unit.id in found]
+    again = recompute(job, strange, workers, advance) if strange else {}
+    different = [unit.id for unit in strange if again[unit.id] != found[unit.id]]
+    if different:
+        detail = f"{len(different)} finished units were made of other weights, first {different[0]}"
+        raise changed(folder.path, job.checkpoint.source.name, detail)
     return found
 
 

@@ -18,8 +18,8 @@ from moeq.errors import MoeqError
 from moeq.pipeline.pack.buffers import INPUT_BUFFERS, OUTPUT_BUFFERS, bytes_for
 from moeq.pipeline.pack.memory import MIB, SpareMemory, fast_path_of, mebibytes, reference_bytes
 from moeq.pipeline.plan.plan import Plan
-from moeq.pipeline.plan.units import CHUNK_BYTES, CopyUnit, PackUnit, Span, Unit, place_of
-from moeq.pipeline.state.records import slots
+from moeq.pipeline.plan.units import CHUNK_BYTES, CopyUnit, PackUnit, Unit, place_of
+from moeq.pipeline.state.records import Piece, pieces
 
 if TYPE_CHECKING:
     from moeq.model import Checkpoint
@@ -125,15 +125,15 @@ def need_of(checkpoint: Checkpoint, plan: Plan, unit: Unit) -> Need:
     return Need(
         "road",
         input=INPUT_BUFFERS * bytes_for(stop - start for start, stop in places),
-        output=OUTPUT_BUFFERS * bytes_for(stop - start for start, stop in _slots_of_one(plan, unit)),
+        output=OUTPUT_BUFFERS * bytes_for(piece.stop - piece.start for piece in _pieces_of_one(plan, unit)),
         scratch=bytes_for([fast_path.scratch_bytes]),
     )
 
 
-def _slots_of_one(plan: Plan, unit: PackUnit) -> list[Span]:
-    """The slots of one expert."""
+def _pieces_of_one(plan: Plan, unit: PackUnit) -> list[Piece]:
+    """The pieces of one expert."""
     count = sum(len(plan.layer_of(unit).shards[index].parts[unit.role]) for index in unit.shards)
-    return list(islice(slots(plan, unit), count))
+    return list(islice(pieces(plan, unit), count))
 
 
 def base_bytes(checkpoint: Checkpoint, needs: Iterable[Need]) -> int:

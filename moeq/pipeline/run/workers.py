@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moeq.checkpoint.writer import OutputFile, disk_errors, prepare_file, require_free_space
+from moeq.checkpoint.writer import Output, OutputFile, disk_errors, prepare_file, require_free_space
 from moeq.pipeline.events import UnitStarted
 from moeq.pipeline.pack.buffers import Buffers
 from moeq.pipeline.pack.copying import Copier
@@ -75,10 +75,19 @@ class Executor:
         folder: folder with the output files (`<DST>.moeq-partial`).
         workers: threads.
         spare: memory beyond what `moeq.pipeline.run.resources.plan_memory` counts; None: as much as it takes.
+        open_output: opens an output file.
     """
 
-    def __init__(self, job: Work, folder: Path, workers: int = 1, spare: SpareMemory | None = None) -> None:
+    def __init__(
+        self,
+        job: Work,
+        folder: Path,
+        workers: int = 1,
+        spare: SpareMemory | None = None,
+        open_output: Callable[[Path], Output] = OutputFile,
+    ) -> None:
         self.job = job
+        self._open_output = open_output
         self.folder = folder
         self._spare = spare or SpareMemory(None)
         self._buffers = [Buffers() for _ in range(max(workers, 1))]
@@ -136,7 +145,7 @@ class Executor:
             MoeqError: as `execute`.
         """
         with headers_frozen():
-            run = _Run(self.job, self.folder, units, self._buffers, self._spare)
+            run = _Run(self.job, self.folder, units, self._buffers, self._spare, self._open_output)
             try:
                 for outcome in run.outcomes():
                     if isinstance(outcome, _Failed):
@@ -169,9 +178,16 @@ class _Run:
     """One list of units in the hands of the threads."""
 
     def __init__(
-        self, job: Work, folder: Path, units: Sequence[Unit], buffers: Sequence[Buffers], spare: SpareMemory
+        self,
+        job: Work,
+        folder: Path,
+        units: Sequence[Unit],
+        buffers: Sequence[Buffers],
+        spare: SpareMemory,
+        open_output: Callable[[Path], Output],
     ) -> None:
         self._job = job
+        self._open_output = open_output
         self._spare = spare
         self._folder = folder
         self._waiting = iter(units)
@@ -287,12 +303,12 @@ class _Run:
         begun = time.monotonic()
         source = self._job.checkpoint.source
         inputs: dict[str, InputFile] = {}
-        output: OutputFile | None = None
+        output: Output | None = None
         try:
             for name, spans in unit.inputs.items():
                 inputs[name] = InputFile(source.path(name), name, spans)
             with disk_errors(self._folder / unit.file):
-                output = OutputFile(self._folder / unit.file)
+                output = self._open_output(self._folder / unit.file)
             kind = {**_KINDS, **self._job.runners}[type(unit)](self._job, unit, inputs, output, self._spare)
         except BaseException:
             for file in inputs.values():

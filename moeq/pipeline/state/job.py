@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, TypeGuard
 
+from blake3 import blake3
+
 from moeq.checkpoint.source import LocalSource, Source
 from moeq.deploy.deployment import Deployment
 from moeq.errors import MoeqError
@@ -21,7 +23,11 @@ from moeq.pipeline.plan.plan import Plan, make_plan
 from moeq.pipeline.plan.targets import Targets, choose_targets
 from moeq.pipeline.plan.units import Unit
 from moeq.pipeline.state.journal import JobStamp
+from moeq.typed import read_as
 from moeq.version import __version__
+
+#: How much of a source is sampled: blocks, and bytes of each.
+_SAMPLED_BLOCKS, _SAMPLED_BYTES = 64, 4096
 
 
 @dataclass(frozen=True)
@@ -49,9 +55,9 @@ class JobRequest:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> JobRequest:
-        """From `to_json`. Raises KeyError or TypeError for anything else."""
-        return cls(**{**row, "deployment": Deployment.from_json(row["deployment"])})
+    def from_json(cls, row: Any) -> JobRequest:
+        """From `to_json`. Raises MoeqError `usage.unreadable-journal` for anything else."""
+        return read_as(cls, row, "the journal's request", "usage.unreadable-journal")
 
 
 @dataclass(frozen=True)
@@ -129,6 +135,7 @@ def work_stamp(work: Work, request: Mapping[str, Any]) -> JobStamp:
         source=source.name,
         identity=source.identity(),
         files=source_stamps(source),
+        sample=source_sample(source),
         version=__version__,
         request=request,
         place=os.path.abspath(source.folder) if _is_folder(source) else None,
@@ -141,14 +148,7 @@ def reopen_job(stamp: JobStamp) -> Job:
     Raises:
         MoeqError: `usage.unreadable-journal`, and what `open_job` raises.
     """
-    try:
-        request = JobRequest.from_json(stamp.request)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise MoeqError(
-            "usage.unreadable-journal",
-            f"the journal of {stamp.source} does not tell what was asked for ({type(error).__name__}: {error})",
-            "finish with moeq convert and the options of the shards",
-        ) from None
+    request = JobRequest.from_json(stamp.request)
     return open_job(request, None if stamp.place is None else open_checkpoint(stamp.place, name=request.src))
 
 
@@ -157,16 +157,30 @@ def _is_folder(source: Source) -> TypeGuard[LocalSource]:
     return isinstance(source, LocalSource) and source.revision is None
 
 
-def source_stamps(source: Source) -> Mapping[str, list[int]]:
-    """Size and time of last change (ns) of every weight file of a local folder; empty for a commit of a repository.
+def source_stamps(source: Source) -> Mapping[str, tuple[int, ...]]:
+    """Size, times of last change of content and of status (ns), and inode of every weight file of a local folder.
 
-    The plan's digest holds the config and every header, but an edit of weights in place changes neither. Times differ
-    between copies of a checkpoint, so they are no part of the digest; they are compared when work is continued.
+    They are equal only for the same files, never written to since: nobody can set the time of a change of status.
+    Empty for a commit of a repository, whose name says it all.
     """
     if not _is_folder(source):
         return {}
-    stamps = {}
+    found = [(file.name, source.path(file.name).stat()) for file in source.files]
+    return {name: (state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino) for name, state in found}
+
+
+def source_sample(source: Source) -> str:
+    """Digest of a few blocks of every part of a local folder's weights; empty for a commit of a repository.
+
+    Config and headers are the same for two fine-tunes of one model. This tells most of them apart at once; the digests
+    of units tell all, when their bytes are there.
+    """
+    if not _is_folder(source):
+        return ""
+    digest, total, start = blake3(), sum(file.size for file in source.files), 0
+    step = max(total // _SAMPLED_BLOCKS, _SAMPLED_BYTES)
     for file in source.files:
-        status = source.path(file.name).stat()
-        stamps[file.name] = [status.st_size, status.st_mtime_ns]
-    return stamps
+        for at in range(-start % step, file.size, step):
+            digest.update(source.read_bytes(file.name, at, min(at + _SAMPLED_BYTES, file.size)))
+        start += file.size
+    return digest.hexdigest()

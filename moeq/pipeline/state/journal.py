@@ -3,6 +3,10 @@
 Every process that records units has a journal of its own: `moeq-journal.jsonl`, or `moeq-journal.<share>.jsonl` for one
 of several shares of the work. Its first line names the job, with the state of the source; a folder's finished units are
 those of all its journals together. A last line that was torn (no newline) is as if it had not been written.
+
+Every line ends with a seal, the BLAKE3 of the first line's seal and of itself: a line that was damaged, edited or taken
+from elsewhere counts for nothing, and its unit is done again. A seal is no signature: whoever may write to the folder
+can make one.
 """
 
 from __future__ import annotations
@@ -15,12 +19,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from blake3 import blake3
+
+from moeq.checkpoint.jsonfile import parse_json
 from moeq.checkpoint.writer import disk_errors, write_at
 from moeq.errors import MoeqError
-from moeq.pipeline.state.records import UnitRecord, to_line
+from moeq.pipeline.state.records import UnitRecord
+from moeq.typed import read_as
 
-JOURNAL_SCHEMA = "moeq.journal/1"
+JOURNAL_SCHEMA = "moeq.journal/2"
 _STEM, _SUFFIX = "moeq-journal", ".jsonl"
+_SEAL = b',"seal":"'
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,8 @@ class JobStamp:
         job: digest of the plan.
         source: the source as it was named.
         identity: its identity (`Source.identity`).
-        files: its weight files with size and time of last change (`moeq.pipeline.state.job.source_stamps`).
+        files: its weight files with what tells them from others (`moeq.pipeline.state.job.source_stamps`).
+        sample: digest of some of its data (`moeq.pipeline.state.job.source_sample`).
         version: moeq's version.
         request: what was asked for (`JobRequest.to_json`).
         place: absolute path of a local source; None for a repository.
@@ -40,7 +50,8 @@ class JobStamp:
     job: str
     source: str = ""
     identity: str = ""
-    files: Mapping[str, list[int]] = field(default_factory=dict)
+    files: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    sample: str = ""
     version: str = ""
     request: Mapping[str, Any] = field(default_factory=dict)
     place: str | None = None
@@ -50,11 +61,13 @@ class JobStamp:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> JobStamp:
-        """From `to_json`. Raises KeyError, TypeError, ValueError or AttributeError for anything else."""
-        texts = {name: str(row[name]) for name in ("job", "source", "identity", "version")}
-        place = None if row["place"] is None else str(row["place"])
-        return cls(**texts, files=dict(row["files"]), request=dict(row["request"]), place=place)
+    def from_json(cls, row: Any) -> JobStamp:
+        """From `to_json`. Raises MoeqError `source.bad-journal` for anything else."""
+        return read_as(cls, row, "journal", "source.bad-journal")
+
+    def knows(self, other: JobStamp) -> bool:
+        """Whether both saw the very same source: the same commit, or the same unchanged files."""
+        return self.identity == other.identity and self.files == other.files
 
 
 @dataclass(frozen=True)
@@ -65,11 +78,18 @@ class Journals:
         stamps: journal file name to what it belongs to, for those whose first line is whole.
         records: unit id to its record; units that journals contradict each other about are not in here.
         contradictions: unit id to the names of journals whose records of it differ.
+        homes: unit id to the names of the journals that have it.
     """
 
     stamps: Mapping[str, JobStamp]
     records: Mapping[str, UnitRecord]
     contradictions: Mapping[str, tuple[str, ...]]
+    homes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def of_other_files(self, stamp: JobStamp) -> frozenset[str]:
+        """Units that are known only from journals whose source is not recognised as that of `stamp`."""
+        known = {name for name, other in self.stamps.items() if other.knows(stamp)}
+        return frozenset(unit for unit in self.records if known.isdisjoint(self.homes[unit]))
 
 
 def journal_name(share: str | None) -> str:
@@ -97,12 +117,12 @@ def read_journals(folder: Path) -> Journals:
     stamps: dict[str, JobStamp] = {}
     found: dict[str, dict[str, UnitRecord]] = {}
     for path in journal_files(folder):
-        rows = _rows(path)
-        stamp = _stamp(rows[0]) if rows else None
+        first, *rows = _rows(path) or [None]
+        stamp = _stamp(first)
         if stamp is None:
             continue
         stamps[path.name] = stamp
-        for record in map(_record, rows[1:]):
+        for record in map(_record, rows):
             if record is not None:
                 # Within one journal the last line counts: the unit was done again because its bytes were lost.
                 found.setdefault(record.unit, {})[path.name] = record
@@ -113,7 +133,7 @@ def read_journals(folder: Path) -> Journals:
             records[unit] = first
         else:
             contradictions[unit] = tuple(by_journal)
-    return Journals(stamps, records, contradictions)
+    return Journals(stamps, records, contradictions, {unit: tuple(by_journal) for unit, by_journal in found.items()})
 
 
 def require_job(journals: Journals, stamp: JobStamp, where: Path) -> None:
@@ -161,21 +181,38 @@ def _flat(request: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def require_unchanged(then: JobStamp, now: JobStamp, where: Path) -> None:
-    """Refuse to go on where the source is not what it was. Raises MoeqError `source.changed`."""
+    """Refuse to go on where the source is not what it was. Raises MoeqError `source.changed`.
+
+    Files that only look like others (moved, or copied to another place) are not refused here: what was made of them is
+    made again and compared (`Journals.of_other_files`).
+    """
     if then.identity != now.identity:
-        raise _changed(where, now.source, "its config or its tensors are not what they were")
-    if then.place != now.place:
-        return  # a copy somewhere else (on the disk of another machine, say), which has times of its own
-    for file, state in then.files.items():
-        if file in now.files and list(now.files[file]) != list(state):
-            raise _changed(where, now.source, f"{file} was written to after the conversion had begun", _COPIES)
+        raise changed(where, now.source, "its config or its tensors are not what they were")
+    if then.place == now.place:
+        for file, (size, modified, *_) in then.files.items():
+            if file in now.files and now.files[file][:2] != (size, modified):
+                raise changed(where, now.source, f"{file} was written to after the conversion had begun", _COPIES)
+    if then.sample != now.sample:
+        raise changed(where, now.source, "its weights are not what they were")
+
+
+def require_untouched(then: JobStamp, now: JobStamp, where: Path) -> None:
+    """Refuse to publish where the source was touched in any way while it was converted.
+
+    Raises:
+        MoeqError: `source.changed`.
+    """
+    require_unchanged(then, now, where)
+    if not then.knows(now):
+        raise changed(where, now.source, "its files were replaced while they were converted")
 
 
 #: Copies on several machines may lie at the same path.
 _COPIES = "; if these are copies on several machines, give their files equal times (rsync -a, cp -p)"
 
 
-def _changed(where: Path, source: str, detail: str, more: str = "") -> MoeqError:
+def changed(where: Path, source: str, detail: str, more: str = "") -> MoeqError:
+    """The error for a source that is not what finished units were made of."""
     return MoeqError(
         "source.changed",
         f"{source} has changed since {where} was begun: {detail}",
@@ -223,18 +260,21 @@ class Journal:
         """Cut off a torn last line; begin with the stamp where nothing is left. Returns where to go on."""
         content = self.path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
-        if not whole or _stamp(_parse(whole.split(b"\n", 1)[0])) is None:
-            whole = to_line({"schema": JOURNAL_SCHEMA, **stamp.to_json()})
+        lines = whole.splitlines()
+        if not lines or _stamp(_parse(lines[0], b"")) is None:
+            whole = _sealed({"schema": JOURNAL_SCHEMA, **stamp.to_json()}, b"")
+            lines = whole.splitlines()
             os.ftruncate(self._fd, 0)
             write_at(self._fd, whole, 0)
             os.fsync(self._fd)
         elif len(whole) < len(content):
             os.ftruncate(self._fd, len(whole))
+        self._seal = _seal_of(lines[0])
         return len(whole)
 
     def add(self, records: Iterable[UnitRecord]) -> None:
         """Record finished units; on disk when this returns. Raises MoeqError `resources.disk-full`."""
-        lines = b"".join(to_line(record.to_json()) for record in records)
+        lines = b"".join(_sealed(record.to_json(), self._seal) for record in records)
         with disk_errors(self.path, len(lines)):
             write_at(self._fd, lines, self._end)
             os.fsync(self._fd)
@@ -248,18 +288,34 @@ class Journal:
 
 
 def _rows(path: Path) -> list[Any]:
-    """The lines of a journal that can be read, without a torn last one."""
+    """The lines of a journal, without a torn last one; None for those whose seal is not theirs."""
     try:
         *lines, _torn = path.read_bytes().split(b"\n")
     except OSError:
         return []
-    return [row for row in map(_parse, lines) if row is not None]
+    first = _seal_of(lines[0]) if lines else b""
+    return [_parse(line, first if number else b"") for number, line in enumerate(lines)]
 
 
-def _parse(line: bytes) -> Any:
+def _sealed(row: Mapping[str, Any], first: bytes) -> bytes:
+    """One line of a journal whose first line has that seal."""
+    body = json.dumps(row, separators=(",", ":")).encode()[:-1]
+    return body + _SEAL + blake3(first + body).hexdigest().encode() + b'"}\n'
+
+
+def _seal_of(line: bytes) -> bytes:
+    """What a line says that its seal is."""
+    return line.rstrip().rpartition(_SEAL)[2].removesuffix(b'"}')
+
+
+def _parse(line: bytes, first: bytes) -> Any:
+    """The row of a line of a journal whose first line has that seal; None where it is damaged."""
+    body = line.rpartition(_SEAL)[0]
+    if blake3(first + body).hexdigest().encode() != _seal_of(line):
+        return None
     try:
-        return json.loads(line)
-    except ValueError:
+        return parse_json(line, "journal", "source.bad-journal")
+    except MoeqError:
         return None
 
 
@@ -268,12 +324,12 @@ def _stamp(row: Any) -> JobStamp | None:
         return None
     try:
         return JobStamp.from_json(row)
-    except (KeyError, TypeError, ValueError):
+    except MoeqError:
         return None
 
 
 def _record(row: Any) -> UnitRecord | None:
     try:
         return UnitRecord.from_json(row)
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except MoeqError:
         return None

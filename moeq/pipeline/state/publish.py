@@ -9,7 +9,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from moeq.checkpoint.manifest import MANIFEST_NAME, LayerEntry, Manifest, Projection, SourceEntry
+from blake3 import blake3
+
+from moeq.checkpoint.manifest import (
+    MANIFEST_NAME,
+    FileDigest,
+    LayerEntry,
+    Manifest,
+    Projection,
+    SourceEntry,
+    TensorDigest,
+)
 from moeq.checkpoint.source import CONFIG_NAME, Source
 from moeq.checkpoint.writer import disk_errors, sync_file
 from moeq.digest import DIGEST_NAME
@@ -17,11 +27,11 @@ from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.pipeline.plan.layers import LayerPlan
 from moeq.pipeline.plan.plan import Plan
-from moeq.pipeline.plan.units import PackUnit
-from moeq.pipeline.state.folder import WorkFolder
+from moeq.pipeline.plan.units import CHUNK_BYTES, PackUnit
+from moeq.pipeline.state.folder import WORK_PREFIX, WorkFolder
 from moeq.pipeline.state.job import Job, job_stamp
-from moeq.pipeline.state.journal import require_unchanged
-from moeq.pipeline.state.records import UnitRecord
+from moeq.pipeline.state.journal import is_journal, require_untouched
+from moeq.pipeline.state.records import UnitRecord, file_digest
 from moeq.pipeline.state.restore_data import OTHER_WEIGHTS, write_restore_data
 from moeq.version import __version__
 
@@ -42,7 +52,7 @@ def finish(job: Job, folder: WorkFolder, records: Mapping[str, UnitRecord]) -> M
     """
     complete = {unit.id for unit in job.plan.units if unit.id in records and records[unit.id].fits(unit)}
     require_units(job.plan, complete, "are not finished", "moeq convert without --shard does what is left")
-    require_unchanged(folder.stamp, job_stamp(job), folder.path)
+    require_untouched(folder.stamp, job_stamp(job), folder.path)
     targets, checkpoint = job.targets, job.checkpoint
     kept = {name for unit in job.plan.units for name in records[unit.id].kept}
     manifest = Manifest(
@@ -61,6 +71,8 @@ def finish(job: Job, folder: WorkFolder, records: Mapping[str, UnitRecord]) -> M
         for file in job.plan.files:  # units are on disk already, a header that was written again may not be
             sync_file(folder.path / file.name)
         _write_side_files(checkpoint, job.plan, manifest, folder.path)
+        manifest = replace(manifest, files=_file_digests(job.plan, records, folder.path))
+        write_json(folder.path / MANIFEST_NAME, manifest.to_json())
     folder.publish()
     return manifest
 
@@ -100,12 +112,11 @@ def _source_entry(source: Source) -> SourceEntry:
 
 
 def _write_side_files(checkpoint: Checkpoint, plan: Plan, manifest: Manifest, folder: Path) -> None:
-    """Everything that is not a weight file: copied files, index, `config.json`, and `moeq.json` last."""
+    """Everything that is neither weights nor `moeq.json`: copied files, index, `config.json`."""
     copy_side_files(checkpoint.source, folder)
     weight_map = {tensor: file.name for file in plan.files for tensor in file.tensors}
     write_json(folder / INDEX_NAME, {"metadata": {"total_size": plan.bytes_out}, "weight_map": weight_map})
     write_json(folder / CONFIG_NAME, converted_config(checkpoint, manifest))
-    write_json(folder / MANIFEST_NAME, manifest.to_json())
 
 
 def copy_side_files(source: Source, folder: Path, leave_out: Container[str] = ()) -> None:
@@ -114,6 +125,21 @@ def copy_side_files(source: Source, folder: Path, leave_out: Container[str] = ()
         if name != CONFIG_NAME and not name.endswith(OTHER_WEIGHTS) and name not in leave_out:
             shutil.copyfile(source.path(name), folder / name)
             sync_file(folder / name)
+
+
+def _file_digests(plan: Plan, records: Mapping[str, UnitRecord], folder: Path) -> dict[str, FileDigest]:
+    """Every file of a finished folder but the manifest: weights by what units recorded, others are read."""
+    tensors = {name: digest for unit in plan.units for name, digest in records[unit.id].tensors.items()}
+    empty = TensorDigest(CHUNK_BYTES, blake3().hexdigest())
+    found: dict[str, FileDigest] = {}
+    for file in plan.files:
+        held = {name: tensors.get(name, empty) for name in file.tensors}
+        found[file.name] = FileDigest(file.form.size, blake3(file.form.header).hexdigest(), held)
+    for path in sorted(folder.iterdir()):
+        own = path.name == MANIFEST_NAME or path.name.startswith(WORK_PREFIX) or is_journal(path.name)
+        if path.name not in found and not own:
+            found[path.name] = file_digest(path)
+    return found
 
 
 def converted_config(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, Any]:

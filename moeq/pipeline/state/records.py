@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import struct
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
+from blake3 import blake3
 
-from moeq.checkpoint.manifest import Projection
+from moeq.checkpoint.manifest import FileDigest, Projection, TensorDigest
 from moeq.checkpoint.writer import read_at
 from moeq.pipeline.plan.plan import Plan
-from moeq.pipeline.plan.units import CHUNK_BYTES, CopyUnit, PackUnit, PlacedUnit, Span, Unit
+from moeq.pipeline.plan.units import CHUNK_BYTES, CopyUnit, PackUnit, PlacedUnit, Unit
+from moeq.typed import read_as
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -25,12 +25,12 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 class UnitRecord:
     """A unit that is finished: its bytes are on disk and proven.
 
-    Two executions of one unit give equal records.
+    Two executions of one unit give equal records, whoever executes it.
 
     Attributes:
         unit: its id.
         bytes: bytes written.
-        checksum: of the written bytes, see `checksum`.
+        tensors: what proves each tensor that it wrote.
         digests: projection to one logical digest per expert of the unit, in order; empty for copies.
         kept: source tensors that cannot be rebuilt from what was written.
         losses: stored numbers that packing changed, where that was allowed.
@@ -39,7 +39,7 @@ class UnitRecord:
 
     unit: str
     bytes: int
-    checksum: str
+    tensors: Mapping[str, TensorDigest]
     digests: Mapping[Projection, tuple[str, ...]] = field(default_factory=dict)
     kept: tuple[str, ...] = ()
     losses: int = 0
@@ -50,12 +50,9 @@ class UnitRecord:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> UnitRecord:
-        """From `to_json`. Raises KeyError, TypeError, ValueError or AttributeError for anything else."""
-        digests = {cast(Projection, name): tuple(map(str, values)) for name, values in row["digests"].items()}
-        kept, losses = tuple(map(str, row["kept"])), int(row["losses"])
-        differences = tuple(map(dict, row.get("differences", ())))
-        return cls(str(row["unit"]), int(row["bytes"]), str(row["checksum"]), digests, kept, losses, differences)
+    def from_json(cls, row: Any) -> UnitRecord:
+        """From `to_json`. Raises MoeqError `source.bad-journal` for anything else."""
+        return read_as(cls, row, "journal", "source.bad-journal")
 
     def fits(self, unit: Unit) -> bool:
         """Whether this can be the record of that unit: size, and a digest per expert."""
@@ -66,54 +63,82 @@ class UnitRecord:
         return bool(self.digests) and all(len(values) == unit.experts.size for values in self.digests.values())
 
 
-def word_sum(data: Bytes) -> int:
-    """Sum of the little-endian 64-bit words, the last filled up with zeros, modulo 2**64.
+@dataclass(frozen=True)
+class Piece:
+    """What is written and hashed at once: one part of one expert for one rank, or a part of a copied tensor.
 
-    It is taken at memory speed, and a block that was lost (zeros or old bytes in its place) changes it.
+    Attributes:
+        tensor: name of the tensor in the output.
+        start: first byte in the output file.
+        stop: byte after the last.
+        whole: bytes of a full piece of this tensor.
     """
-    whole = data.nbytes // 8 * 8
-    total = int(data[:whole].view("<u8").sum(dtype=np.uint64)) if whole else 0
-    return (total + int.from_bytes(data[whole:].tobytes(), "little")) % 2**64
+
+    tensor: str
+    start: int
+    stop: int
+    whole: int
 
 
-def checksum(sums: Iterable[int]) -> str:
-    """Checksum of a unit: sha256 over the word sums (8 bytes each, little-endian) of its slots in order.
-
-    A slot is what is written at once: one part of one expert for one rank, or a chunk of a copy.
-    """
-    return hashlib.sha256(b"".join(struct.pack("<Q", value) for value in sums)).hexdigest()
-
-
-def slots(plan: Plan, unit: Unit) -> Iterator[Span]:
-    """`(start, stop)` of every slot of a unit in its output file, in order."""
+def pieces(plan: Plan, unit: Unit) -> Iterator[Piece]:
+    """The pieces of a unit, in the order in which they are hashed."""
     if isinstance(unit, CopyUnit):
         for chunk in unit.chunks():
-            yield chunk.output, chunk.output + chunk.size
+            at = chunk.output
+            for name, size in chunk.pieces:
+                yield Piece(name, at, at + size, CHUNK_BYTES)
+                at += size
     elif isinstance(unit, PlacedUnit):
-        yield from unit.places
+        homes = sorted((start, name) for name, (start, _) in plan.file(unit.file).form.ranges.items())
+        for start, stop in unit.places:
+            _, name = homes[bisect_right(homes, (start, chr(0x10FFFF))) - 1]
+            yield Piece(name, start, stop, stop - start)
     elif isinstance(unit, PackUnit):
-        file = plan.file(unit.file)
+        ranges = plan.file(unit.file).form.ranges
         layer = plan.layer_of(unit)
         stacks = [
-            file.form.ranges[name]
+            (name, *ranges[name])
             for index in unit.shards
             for name in layer.shards[index].matrices[unit.role].tensors.values()
         ]
         for row in range(unit.experts.size):
-            for start, stop in stacks:
+            for name, start, stop in stacks:
                 size = (stop - start) // unit.experts.size
-                yield start + row * size, start + (row + 1) * size
+                yield Piece(name, start + row * size, start + (row + 1) * size, size)
+
+
+def tensor_digests(found: Iterable[tuple[Piece, bytes]]) -> dict[str, TensorDigest]:
+    """Digests of tensors from those of their pieces (32 bytes each), which come in order for each tensor."""
+    gathered: dict[str, tuple[int, bytearray]] = {}
+    for piece, digest in found:
+        gathered.setdefault(piece.tensor, (piece.whole, bytearray()))[1].extend(digest)
+    return {name: TensorDigest(size, blake3(joined).hexdigest()) for name, (size, joined) in gathered.items()}
+
+
+def piece_digest(data: Bytes | memoryview) -> bytes:
+    """BLAKE3 of a piece, as 32 bytes."""
+    return blake3(data if isinstance(data, memoryview) else data.data).digest()
+
+
+def file_digest(path: Path) -> FileDigest:
+    """What proves a whole file. Raises OSError."""
+    digest, size = blake3(), 0
+    with path.open("rb") as file:
+        while data := file.read(CHUNK_BYTES):
+            digest.update(data)
+            size += len(data)
+    return FileDigest(size, digest.hexdigest())
 
 
 def holds(plan: Plan, unit: Unit, record: UnitRecord, folder: Path, buffer: Bytes | None = None) -> bool:
-    """Whether a folder still holds the bytes that a record tells of. Reads them all.
+    """Whether a folder still holds the bytes that a record tells of. Reads and hashes them all.
 
     Args:
         plan: the conversion.
         unit: the unit.
         record: what was recorded of it.
         folder: the folder with the output files.
-        buffer: memory to read into, a multiple of 8 bytes; made where None.
+        buffer: memory to read into; made where None.
     """
     if not record.fits(unit):
         return False
@@ -123,25 +148,20 @@ def holds(plan: Plan, unit: Unit, record: UnitRecord, folder: Path, buffer: Byte
     except OSError:
         return False
     try:
-        found = checksum(_read_sum(fd, start, stop, buffer) for start, stop in slots(plan, unit))
+        found = tensor_digests((piece, _read_digest(fd, piece, buffer)) for piece in pieces(plan, unit))
     except OSError:
         return False
     finally:
         os.close(fd)
-    return found == record.checksum
+    return found == record.tensors
 
 
-def _read_sum(fd: int, start: int, stop: int, buffer: Bytes) -> int:
-    """Word sum of bytes of a file. Raises OSError where the file ends before."""
-    total = 0
-    for at in range(start, stop, buffer.nbytes):
-        chunk = buffer[: min(buffer.nbytes, stop - at)]
+def _read_digest(fd: int, piece: Piece, buffer: Bytes) -> bytes:
+    """Digest of a piece of a file. Raises OSError where the file ends before."""
+    digest = blake3()
+    for at in range(piece.start, piece.stop, buffer.nbytes):
+        chunk = buffer[: min(buffer.nbytes, piece.stop - at)]
         if read_at(fd, chunk.data, at) < chunk.nbytes:
             raise OSError("the file is too short")
-        total += word_sum(chunk)
-    return total % 2**64
-
-
-def to_line(row: Mapping[str, Any]) -> bytes:
-    """One line of a journal."""
-    return json.dumps(row, separators=(",", ":")).encode() + b"\n"
+        digest.update(chunk.data)
+    return digest.digest()

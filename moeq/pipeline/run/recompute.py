@@ -1,0 +1,45 @@
+"""What a source gives, without writing it: units are executed for their records alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from moeq.checkpoint.writer import NoOutput
+from moeq.pipeline.pack.memory import SpareMemory
+from moeq.pipeline.plan.units import Unit
+from moeq.pipeline.run.workers import Executed, Executor, Outcome, Written
+from moeq.pipeline.state.job import Work
+from moeq.pipeline.state.records import UnitRecord
+
+
+def recompute(
+    job: Work,
+    units: Sequence[Unit],
+    workers: int,
+    moved: Callable[[int, str], None],
+    spare: SpareMemory | None = None,
+) -> dict[str, UnitRecord]:
+    """Read, pack, prove and hash units, and keep nothing but their records.
+
+    Args:
+        job: the conversion.
+        units: which units.
+        workers: threads.
+        moved: called with bytes packed since the last call and a label, in this thread.
+        spare: as for `Executor`.
+
+    Raises:
+        MoeqError: as `moeq.pipeline.run.workers.Executor.run`.
+    """
+    records: dict[str, UnitRecord] = {}
+
+    def handle(outcome: Outcome) -> None:
+        if isinstance(outcome, Executed):
+            records[outcome.unit.id] = outcome.record
+        elif isinstance(outcome, Written):
+            moved(outcome.bytes, outcome.label)
+
+    nowhere = Executor(job, Path(), workers, spare, open_output=lambda path: NoOutput())
+    nowhere.run(units, handle)
+    return records
