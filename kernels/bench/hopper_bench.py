@@ -26,12 +26,12 @@ import torch
 import triton
 
 from bench.hopper_check import describe
-from bench.timing import SHAPES, Call, Inputs, Shape, call_us, copies_needed, inputs, print_kernels, print_row, save
-from moeq_kernels import PackedExperts, PackedMatrix, fused_moe
+from bench.planned import hopper_moe, portable_moe
+from bench.timing import SHAPES, Call, Shape, call_us, copies_needed, inputs, print_kernels, print_row, save
+from moeq_kernels import PackedExperts, PackedMatrix
 from moeq_kernels.epilogue import SILU, Epilogue
 from moeq_kernels.formats import find_format
 from moeq_kernels.gpu import H200
-from moeq_kernels.hopper.w4a16.layer import hopper_moe
 from moeq_kernels.hopper.w4a16.plan import (
     DIRECT,
     GATHERING,
@@ -52,7 +52,6 @@ from moeq_kernels.hopper.w4a16.plan import (
     splits_for,
     tokens_per_hit,
 )
-from moeq_kernels.tuning import blocks_on
 
 
 @dataclass(frozen=True)
@@ -197,15 +196,9 @@ def ours(shape: Shape, plan: Plan | None, dependent: bool = True) -> Call:
 
 
 def portable(shape: Shape) -> Call:
-    """A call of the portable kernels: naming tile sizes keeps `fused_moe` from using the Hopper ones."""
-    options: dict[str, Any] = {"activation": "swiglu_oai", "limit": 7.0} if shape.gpt_oss else {}
-
-    def call(i: Inputs, e: PackedExperts) -> object:
-        fmt = find_format(e.w13.layout, e.w13.element)
-        blocks = blocks_on(i.x, i.ids.numel(), e.num_experts, fmt)
-        return fused_moe(i.x, e, i.weights, i.ids, blocks=blocks, **options)
-
-    return call
+    """A call of the portable kernels."""
+    epilogue = epilogue_of(shape)
+    return lambda i, e: portable_moe(i.x, e, i.weights, i.ids, epilogue=epilogue)
 
 
 def measure(

@@ -16,10 +16,10 @@ import torch
 
 from bench.cases import Recipe
 from bench.checking import ROUTINGS, Result, epilogue_of, given, parser, run
+from bench.planned import hopper_moe
 from bench.reference import Layer, moe, relative_error
 from moeq_kernels import PackedExperts
 from moeq_kernels.formats import find_format
-from moeq_kernels.hopper.w4a16.layer import hopper_moe
 from moeq_kernels.hopper.w4a16.plan import DIRECT, GATHERING, Narrow, Plan, Queue, Wide, kernel_for, table_for
 
 LAYERS = {

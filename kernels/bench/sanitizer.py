@@ -41,9 +41,9 @@ def calls(only: tuple[str, ...]) -> Iterator[Call]:
 
     from bench.cases import Recipe, make_layer, route
     from bench.hopper_check import LAYERS, describe, plans
+    from bench.planned import hopper_moe
     from moeq_kernels import PackedExperts, fused_moe
     from moeq_kernels.formats import FORMATS
-    from moeq_kernels.hopper.w4a16.layer import hopper_moe
 
     def on_gpu(packed: PackedExperts) -> PackedExperts:
         def moved(matrix: Any) -> Any:

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import triton
 
+from bench.planned import hopper_int8_moe
 from bench.timing import SHAPES, Call, Shape, call_us, copies_needed, inputs, print_kernels, print_row, save
 from bench.w8a8_check import describe
 from moeq_kernels import PackedExperts, PackedMatrix
-from moeq_kernels.hopper.w8a8.layer import hopper_int8_moe
 from moeq_kernels.hopper.w8a8.plan import Int8Direct, Int8Narrow, Int8Plan, Int8Wide, choose, direct_plan
 
 NARROW = (

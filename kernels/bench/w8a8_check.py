@@ -19,12 +19,10 @@ import torch
 from bench import checking
 from bench.cases import Recipe
 from bench.checking import ROUTINGS, epilogue_of, given, parser, run
+from bench.planned import hopper_int8_moe, portable_moe
 from bench.reference import Layer, moe, relative_error
-from moeq_kernels import PackedExperts, fused_moe
-from moeq_kernels.formats import find_format
-from moeq_kernels.hopper.w8a8.layer import hopper_int8_moe
+from moeq_kernels import PackedExperts
 from moeq_kernels.hopper.w8a8.plan import TABLE, Int8Direct, Int8Narrow, Int8Plan, Int8Wide, direct_plan
-from moeq_kernels.tuning import blocks_on
 
 _W8A8 = Recipe("int8-w8a8/1", "int8", experts=8, hidden=512, intermediate=384)
 
@@ -68,9 +66,7 @@ def compare(
         hopper_int8_moe(x, packed, weights, ids, epilogue=epilogue_of(recipe), expert_map=call.expert_map, plan=plan)
         for _ in range(2)
     )
-    blocks = blocks_on(x, ids.numel(), recipe.experts, find_format(recipe.layout, recipe.element))
-    other = fused_moe(x, packed, weights, ids, activation=layer.activation, limit=layer.limit,
-                      expert_map=call.expert_map, blocks=blocks)  # fmt: skip
+    other = portable_moe(x, packed, weights, ids, epilogue=epilogue_of(recipe), expert_map=call.expert_map)
     truth = moe(x, layer, weights, call.local)
     plain = moe(x, layer, weights, call.local, dtype=x.dtype, int8_activations=True)
     errors = relative_error(one, truth), relative_error(plain, truth)

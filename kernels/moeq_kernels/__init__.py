@@ -22,11 +22,16 @@ _PUBLIC = {
     "KernelUnsupportedError": "moeq_kernels.errors:KernelUnsupportedError",
     "PackedExperts": "moeq_kernels.records:PackedExperts",
     "PackedMatrix": "moeq_kernels.records:PackedMatrix",
+    "PreparedLayer": "moeq_kernels.prepared:PreparedLayer",
+    "Warmed": "moeq_kernels.compiling:Warmed",
     "expert_products": "moeq_kernels.products:expert_products",
+    "explain": "moeq_kernels.prepared:explain",
     "fused_moe": "moeq_kernels.fused:fused_moe",
     "fused_moe_batched": "moeq_kernels.fused:fused_moe_batched",
     "Router": "moeq_kernels.routing:Router",
+    "prepare": "moeq_kernels.prepared:prepare",
     "route": "moeq_kernels.routing:route",
+    "warmup": "moeq_kernels.prepared:warmup",
 }
 
 __all__ = [
@@ -38,17 +43,24 @@ __all__ = [
     "KernelUnsupportedError",
     "PackedExperts",
     "PackedMatrix",
+    "PreparedLayer",
     "Router",
+    "Warmed",
     "expert_products",
+    "explain",
     "fused_moe",
     "fused_moe_batched",
+    "prepare",
     "route",
+    "warmup",
 ]
 
 if TYPE_CHECKING:
     from moeq_kernels.capabilities import CAPABILITIES, Capability
+    from moeq_kernels.compiling import Warmed
     from moeq_kernels.errors import KernelArgumentError, KernelEnvironmentError, KernelError, KernelUnsupportedError
     from moeq_kernels.fused import fused_moe, fused_moe_batched
+    from moeq_kernels.prepared import PreparedLayer, explain, prepare, warmup
     from moeq_kernels.products import expert_products
     from moeq_kernels.records import PackedExperts, PackedMatrix
     from moeq_kernels.routing import Router, route

@@ -5,18 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moeq_kernels.align import align
+from moeq_kernels import portable
+from moeq_kernels.areas import Area, Arena
 from moeq_kernels.epilogue import PLAIN
-from moeq_kernels.launch import Rows, gemm
-from moeq_kernels.records import PackedMatrix
-from moeq_kernels.tuning import Blocks, blocks_on
+from moeq_kernels.gpu import gpu_of
+from moeq_kernels.launch import run_with_triton
+from moeq_kernels.problem import Piece, Problem, symbolic, tensors_of
+from moeq_kernels.records import PackedExperts, PackedMatrix
+from moeq_kernels.sorting import room, sort_pairs
+from moeq_kernels.tuning import Blocks
 from moeq_kernels.validate import check_matrix, require, require_runnable, shape_of
 
 
 def expert_products(x: Tensor, matrix: PackedMatrix, ids: Tensor, *, blocks: Blocks | None = None) -> Tensor:
     """`x[token] @ W[expert].T + bias[expert]` for every (token, choice) pair, with no activation and no weighting.
 
-    The product runs through the same device code as `fused_moe`.
+    The product runs through the same device code as the portable kernels of `fused_moe`.
 
     Args:
         x: `[M, K]` bfloat16 or float16; K may be smaller than the packed (padded) size.
@@ -35,13 +39,40 @@ def expert_products(x: Tensor, matrix: PackedMatrix, ids: Tensor, *, blocks: Blo
         f"ids is {shape_of(ids)}; with x {shape_of(x)} it must be int32 or int64 [{x.shape[0]}, choices]",
     )
     require(x.shape[1] <= matrix.k, f"x is {shape_of(x)}, but k = {matrix.k} is smaller than its last size")
-    fmt = check_matrix("matrix", x, matrix, 1)
-    require_runnable(x)
+    check_matrix("matrix", x, matrix, 1)
+    require_runnable(x.device)
+    tokens, choices = ids.shape
     pairs = ids.numel()
-    used = blocks or blocks_on(x, pairs, matrix.num_experts, fmt)
-    ones = torch.ones(pairs, dtype=torch.float32, device=x.device)
-    alignment = align(ids.reshape(-1), matrix.num_experts, used.m)
-    rows = Rows(x.contiguous(), max(1, ids.shape[1]), alignment, ones, pairs)
-    out = torch.zeros(pairs, matrix.n, dtype=torch.float32, device=x.device)
-    gemm(rows, matrix, fmt, out, PLAIN, used)
-    return out
+    if not pairs:
+        return torch.zeros(0, matrix.n, dtype=torch.float32, device=x.device)
+    symbols = symbolic("w13", matrix)
+    problem = Problem(
+        w13=symbols,
+        w2=symbols,
+        epilogue=PLAIN,
+        top_k=choices,
+        hidden=x.shape[1],
+        dtype=x.dtype,
+        known=matrix.num_experts,
+        mapped=False,
+        gpu=gpu_of(x.device),
+        interpret=x.device.type == "cpu",
+        dependent=False,
+    )
+    used = blocks or portable.plan_for(problem, tokens)
+    piece, arena = Piece.whole(problem, tokens), Arena()
+    found = room(problem, arena, pairs, used.m)
+    out = Area.of("out", torch.float32, pairs, matrix.n)
+    rows = portable.Rows(piece.x, found.tiles, found.pair_of_row, choices)
+    launches = sort_pairs(problem, piece, arena, found, used.m, used.m)
+    launches += portable.product(problem, symbols, PLAIN, rows, out, arena, used)
+    roots = {
+        "x": x.contiguous(),
+        "topk_ids": ids.to(torch.int32).contiguous(),
+        "out": torch.zeros(pairs, matrix.n, dtype=torch.float32, device=x.device),
+        "workspace": torch.empty(arena.used, dtype=torch.uint8, device=x.device),
+        **tensors_of(PackedExperts(matrix, matrix)),
+    }
+    run_with_triton(launches, roots)
+    inverse = found.inverse.bind(roots).to(torch.int64)
+    return torch.where((inverse >= 0)[:, None], roots["out"][inverse.clamp(min=0)], 0.0)

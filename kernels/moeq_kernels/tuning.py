@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from moeq_kernels import interpreter
 from moeq_kernels.formats import Format
-from moeq_kernels.gpu import gpu_of
 
 
 @dataclass(frozen=True)
@@ -43,11 +39,3 @@ def choose_blocks(rows_per_expert: float, fmt: Format, *, shared: int = 227 * 10
     # Decoding e2m1 from Marlin's words takes the most registers: wider tiles spill on sm_100 with triton 3.9.
     n = 64 if (fmt.codec, fmt.kind) == ("marlin4", "e2m1") else 128
     return Blocks(m, n, 64, num_warps=8, num_stages=3 if shared > 100 * 1024 else 2)
-
-
-def blocks_on(x: Tensor, pairs: int, num_experts: int, fmt: Format) -> Blocks:
-    """Blocks for a call on x's device, or for the interpreter."""
-    rows = pairs / max(1, num_experts)
-    if interpreter.active():
-        return choose_blocks(rows, fmt, interpret=True)
-    return choose_blocks(rows, fmt, shared=gpu_of(x.device).shared_bytes, interpret=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moeq_kernels.epilogue import Epilogue
 from moeq_kernels.errors import KernelArgumentError, KernelEnvironmentError, KernelUnsupportedError
 from moeq_kernels.formats import ACTIVATIONS, UNGATED_ACTIVATIONS, Format, find_format
 from moeq_kernels.records import PackedExperts, PackedMatrix
@@ -15,8 +16,8 @@ def shape_of(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def require_runnable(x: Tensor) -> None:
-    """Raises KernelEnvironmentError when triton is missing or x is on a CPU without the interpreter."""
+def require_runnable(device: torch.device) -> None:
+    """Raises KernelEnvironmentError when triton is missing or the device is a CPU without the interpreter."""
     from moeq_kernels import interpreter
 
     try:
@@ -25,7 +26,7 @@ def require_runnable(x: Tensor) -> None:
         raise KernelEnvironmentError(
             "the kernels need triton, which is not installed here", "pip install 'triton>=3.6' (Linux only)"
         ) from error
-    if x.device.type == "cpu" and not interpreter.active():
+    if device.type == "cpu" and not interpreter.active():
         raise KernelEnvironmentError(
             "x is on the CPU, where kernels only run in Triton's interpreter, and that is not enabled",
             "move the tensors to a GPU, or call moeq_kernels.interpreter.enable() before triton is imported "
@@ -157,3 +158,46 @@ def _check_tensor(name: str, x: Tensor, tensor: Tensor, shape: tuple[int, ...], 
     require(dtype in dtypes and tuple(tensor.shape) == shape, f"{name} is {shape_of(tensor)}; {wanted}")
     require(tensor.is_contiguous(), f"{name} has strides {tensor.stride()}; it must be contiguous")
     require(tensor.device == x.device, f"{name} is on {tensor.device}, but x is on {x.device}")
+
+
+def epilogue_of(
+    experts: PackedExperts,
+    activation: str,
+    alpha: float | None,
+    beta: float | None,
+    limit: float | None,
+    weight_first: bool,
+) -> Epilogue:
+    """The gate-up product's epilogue with the activation's defaults filled in."""
+    oai = activation == "swiglu_oai"
+    require(oai or (alpha is None and beta is None), f"alpha and beta belong to swiglu_oai, not to {activation}")
+    require(limit is None or limit > 0, f"limit is {limit}; it must be positive", "leave it out for no limit")
+    require(limit is None or experts.w13_order != "ungated", "limit clamps gate and up, but w13_order is 'ungated'")
+    return Epilogue(
+        activation=activation,
+        gated=experts.w13_order != "ungated",
+        interleaved=experts.w13_order == "interleaved",
+        alpha=1.702 if alpha is None else float(alpha),
+        beta=1.0 if beta is None else float(beta),
+        limit=0.0 if limit is None else float(limit),
+        weight="first" if weight_first else "",
+    )
+
+
+def check_ids(topk_ids: Tensor, known: int) -> None:
+    """Raises KernelArgumentError where ids on a CPU name no expert; on a GPU looking would cost a synchronisation."""
+    if topk_ids.device.type == "cpu" and topk_ids.numel():
+        low, high = int(topk_ids.min()), int(topk_ids.max())
+        require(low >= -1 and high < known, f"topk_ids run from {low} to {high}, but experts from 0 to {known - 1}")
+
+
+def check_map(expert_map: Tensor, device: torch.device, known: int | None = None) -> None:
+    """A map of experts: its dtype, size (where known) and device."""
+    size = "global experts" if known is None else str(known)
+    require(
+        expert_map.dim() == 1
+        and expert_map.dtype in (torch.int32, torch.int64)
+        and known in (None, expert_map.shape[0]),
+        f"expert_map is {shape_of(expert_map)}; it must be int32 or int64 [{size}]",
+    )
+    require(expert_map.device == device, f"expert_map is on {expert_map.device}, but x is on {device}")

@@ -7,10 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
+from bench.planned import quantize
 from moeq_kernels import interpreter
 from moeq_kernels.device.numerics import dot, round_half_even, round_to, sigmoid
 from moeq_kernels.device.scales import e2m1_to_float, scale_to_float
-from moeq_kernels.launch import quantize
 
 INTERPRET = interpreter.active()
 

@@ -13,43 +13,31 @@ import subprocess
 import tempfile
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moeq_kernels import interpreter
-from moeq_kernels.align import Alignment
+from moeq_kernels import interpreter, portable
+from moeq_kernels.areas import Area, Arena
+from moeq_kernels.compiling import compile_one, specialise
 from moeq_kernels.epilogue import Epilogue
 from moeq_kernels.errors import KernelArgumentError, KernelEnvironmentError
 from moeq_kernels.formats import FORMATS, Format, find_format
-from moeq_kernels.launch import Launch, Rows, gemm_launch, quantize_launch, sum_launch
+from moeq_kernels.gpu import GPUS, Gpu
+from moeq_kernels.launch import Launch
+from moeq_kernels.portable import quantize_launch
+from moeq_kernels.problem import Piece, Problem, symbolic
 from moeq_kernels.records import PackedMatrix
-from moeq_kernels.tuning import choose_blocks
 
 
-@dataclass(frozen=True)
-class Target:
-    """A GPU architecture: triton's (backend, architecture, warp size) and shared memory per block in bytes."""
-
-    backend: str
-    arch: int | str
-    warp: int
-    shared: int
+def _arch(gpu: Gpu) -> str:
+    return f"sm_{gpu.arch}" if isinstance(gpu.arch, int) else gpu.arch
 
 
-#: Targets by name. Shared memory per block: CUDA programming guide (compute capabilities), CDNA3 and CDNA4 LDS sizes.
-TARGETS: dict[str, Target] = {
-    "sm_80": Target("cuda", 80, 32, 163 * 1024),
-    "sm_89": Target("cuda", 89, 32, 99 * 1024),
-    "sm_90": Target("cuda", 90, 32, 227 * 1024),
-    "sm_100": Target("cuda", 100, 32, 227 * 1024),
-    "sm_120": Target("cuda", 120, 32, 99 * 1024),
-    "gfx942": Target("hip", "gfx942", 64, 64 * 1024),
-    "gfx950": Target("hip", "gfx950", 64, 160 * 1024),
-}
+#: Architectures by name, with a GPU of each.
+TARGETS: dict[str, Gpu] = {_arch(gpu): gpu for gpu in reversed(GPUS.values())}
 
 
 @dataclass(frozen=True)
@@ -165,7 +153,7 @@ def compile_case(case: Case, target: str) -> Outcome:
         raise KernelArgumentError(f"unknown target '{target}'", f"known: {', '.join(TARGETS)}")
     launch = launch_of(case, target)
     try:
-        compiled = _compile(launch, TARGETS[target])
+        compiled = compile_one(specialise(launch), TARGETS[target])
     except Exception as error:  # noqa: BLE001 - triton raises many types; the message is the finding
         text = str(error).strip() or type(error).__name__
         return Outcome(case.name, target, -1, 0, 0, 0, f"does not compile: {text[:300]}")
@@ -174,32 +162,25 @@ def compile_case(case: Case, target: str) -> Outcome:
 
 def launch_of(case: Case, target: str = "sm_90") -> Launch:
     """The launch that a layer of Qwen3-30B-A3B's size would make."""
-    meta = partial(torch.empty, device="meta")
+    area = partial(Area.of, "workspace")
     if case.epilogue == "quantize_rows":
-        codes, scales = meta(64, HIDDEN, dtype=torch.int8), meta(64, dtype=torch.float32)
-        return quantize_launch(meta(64, HIDDEN, dtype=case.dtype), codes, scales, None)
-    if case.epilogue == "sum_choices":
-        parts, ids = meta(64 * TOP_K, HIDDEN, dtype=torch.float32), meta(64 * TOP_K, dtype=torch.int32)
-        return sum_launch(parts, ids, TOP_K, meta(64, HIDDEN, dtype=case.dtype), 1, 1024)
-
+        codes, scales = area(torch.int8, 64, HIDDEN), area(torch.float32, 64)
+        return quantize_launch(area(case.dtype, 64, HIDDEN), codes, scales, None, False)
+    gpu = TARGETS[target]
     down = case.epilogue == "down"
-    n, k = (HIDDEN, INTERMEDIATE) if down else (2 * INTERMEDIATE, HIDDEN)
-    matrix = _meta_matrix(case, n, k)
-    fmt = find_format(case.layout, case.element)
-    blocks = choose_blocks(case.rows, fmt, shared=TARGETS[target].shared, interpret=False)
+    w13, w2 = _meta_matrix(case, 2 * INTERMEDIATE, HIDDEN), _meta_matrix(case, HIDDEN, INTERMEDIATE)
     limit = 7.0 if case.activation == "swiglu_oai" else 0.0
     epilogue = Epilogue(case.activation, gated=True, interleaved=case.epilogue == "interleaved", limit=limit)
-    if down:
-        epilogue = Epilogue(weight="last")
-    pairs = EXPERTS * case.rows
-    x = meta(pairs if down else pairs // TOP_K, k, dtype=case.dtype)
-    out = meta(pairs, HIDDEN if down else INTERMEDIATE, dtype=torch.float32 if down else case.dtype)
-    slots, experts = meta(blocks.m * EXPERTS, dtype=torch.int32), meta(EXPERTS, dtype=torch.int32)
-    alignment = Alignment(slots, experts, EXPERTS)
-    rows = Rows(x, 1 if down else TOP_K, alignment, meta(pairs, dtype=torch.float32), pairs)
-    x_scale = meta(x.shape[0], dtype=torch.float32) if fmt.int8_activations else None
-    values = x.to(torch.int8) if fmt.int8_activations else x
-    return gemm_launch(rows, values, x_scale, matrix, fmt, out, epilogue, blocks)
+    problem = Problem(
+        symbolic("w13", w13), symbolic("w2", w2), epilogue, TOP_K, HIDDEN, case.dtype, EXPERTS, False, gpu,
+        dependent=False,
+    )  # fmt: skip
+    piece = Piece.whole(problem, EXPERTS * case.rows // TOP_K)
+    found = portable.launches(problem, piece, Arena(), portable.plan_for(problem, piece.tokens))
+    if case.epilogue == "sum_choices":
+        return found[-1]
+    products = [launch for launch in found if launch.kernel.endswith(":moe_gemm")]
+    return products[1 if down else 0]
 
 
 def _meta_matrix(case: Case, n: int, k: int) -> PackedMatrix:
@@ -228,41 +209,6 @@ def _meta_matrix(case: Case, n: int, k: int) -> PackedMatrix:
     )
 
 
-_POINTERS = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.int32: "*i32",
-    torch.int8: "*i8",
-    torch.uint8: "*u8",
-}
-
-
-def _compile(launch: Launch, target: Target) -> Any:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    function = getattr(import_module("moeq_kernels.device.gemm"), launch.kernel)
-    signature: dict[str, str] = {}
-    constants: dict[str, Any] = {**launch.constants, "INTERPRET": False}
-    attributes: dict[tuple[int], list[list[Any]]] = {}
-    for index, (name, value) in enumerate(launch.arguments.items()):
-        if isinstance(value, Tensor):
-            signature[name] = _POINTERS[value.dtype]
-            attributes[(index,)] = [["tt.divisibility", 16]]
-        elif value is None:
-            constants[name] = None
-        else:
-            signature[name] = "i32"
-            if value % 16 == 0:
-                attributes[(index,)] = [["tt.divisibility", 16]]
-    signature = {name: signature.get(name, "constexpr") for name in function.arg_names}
-    source = ASTSource(function, signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-    return triton.compile(source, target=GPUTarget(target.backend, target.arch, target.warp), options=options)
-
-
 def _inspect(case: Case, target: str, compiled: Any) -> Outcome:
     shared = int(compiled.metadata.shared)
     problem = None
@@ -277,8 +223,8 @@ def _inspect(case: Case, target: str, compiled: Any) -> Outcome:
         inside, total = _amd_scratch(compiled.asm["amdgcn"])
     if inside:
         problem = f"{inside} local-memory instructions inside loops"
-    if shared > TARGETS[target].shared:
-        problem = f"needs {shared} bytes of shared memory, {target} has {TARGETS[target].shared}"
+    if shared > TARGETS[target].shared_bytes:
+        problem = f"needs {shared} bytes of shared memory, {target} has {TARGETS[target].shared_bytes}"
     return Outcome(case.name, target, registers, shared, inside, total, problem)
 
 

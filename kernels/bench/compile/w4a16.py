@@ -136,14 +136,13 @@ def compile_routing() -> dict[str, Any]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    device = import_module("moeq_kernels.hopper.device.routing")
-    tiles = {"TILE": 160, "GRAIN": 32}
+    device = import_module("moeq_kernels.device.routing")
     wanted: dict[str, tuple[int, dict[str, Any]]] = {
-        "route_few": (16, {**tiles, "MAPPED": True, "PAIRS": 4096, "BINS": 256, "COPY": True, "COLUMNS": 1024}),
+        "route_few": (16, {"MAPPED": True, "PAIRS": 4096, "BINS": 256, "COPY": True, "COLUMNS": 1024}),
         "count_pairs": (4, {"MAPPED": False, "BLOCK": 512, "BINS": 128, "expert_map": None}),
-        "place_pairs": (8, {**tiles, "MAPPED": True, "BLOCK": 512, "BINS": 128, "GROUP": 64}),
+        "place_pairs": (8, {"MAPPED": True, "BLOCK": 512, "BINS": 128, "GROUP": 64}),
         "gather_rows": (4, {"ROWS": 8, "COLUMNS": 1024}),
-        "sum_rows": (4, {"TOP_K": 8, "SPLITS": 2, "COLUMNS": 1024, "TOKENS": 2}),
+        "sum_rows": (4, {"TOP_K": 8, "SPLITS": 2, "COLUMNS": 1024, "TOKENS": 2, "INTERPRET": False}),
     }
     pointers = dict.fromkeys(("x", "sorted_x", "parts", "y"), "*bf16") | {"weights": "*fp32"}
     numbers = ("ids", "expert_map", "pair_of_row", "inverse", "tiles", "num_tiles", "cleared", "counts")
@@ -151,6 +150,7 @@ def compile_routing() -> dict[str, Any]:
     built = {}
     for name, (warps, constants) in wanted.items():
         function = getattr(device, name)
+        constants = {**constants, "DEPENDENT": True}
         types = {one: pointers.get(one, "i32") for one in function.arg_names if one not in constants}
         signature = {one: types.get(one, "constexpr") for one in function.arg_names}
         source = ASTSource(function, signature, constexprs=constants, attrs={})

@@ -148,7 +148,6 @@ def compile_rows() -> dict[str, Any]:
         "MAPPED": False,
         "PAIRS": 1024,
         "BINS": 256,
-        "TILE": 8,
         "TOP_K": 8,
         "PER": 8,
         "COLUMNS": 8192,
@@ -167,7 +166,7 @@ def compile_rows() -> dict[str, Any]:
     built = {}
     for name, (warps, constants) in wanted.items():
         function = getattr(device, name)
-        constants = constants | {one: None for one in absent if one in function.arg_names}
+        constants = constants | {one: None for one in absent if one in function.arg_names} | {"DEPENDENT": True}
         types = {one: pointers.get(one, "i32") for one in function.arg_names if one not in constants}
         aligned = (*pointers, "hidden", "size", "stride_x", "stride_q", "up_row")
         attributes = {(i,): [["tt.divisibility", 16]] for i, one in enumerate(function.arg_names) if one in aligned}

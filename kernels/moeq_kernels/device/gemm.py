@@ -1,4 +1,4 @@
-"""The grouped matrix product of both projections, and the weighted sum over a token's experts."""
+"""The grouped matrix product of both projections, and int8 codes of rows."""
 # mypy: ignore-errors
 # (device code is Triton's language, not Python's)
 
@@ -42,7 +42,7 @@ def _finish(acc, rows, valid, p0, expert, scale, bias, global_scale, x_scale, pa
 @triton.jit
 def moe_gemm(
     x, x_scale, w, scale, zero, bias, global_scale, permutation, group_index, out,
-    slots, block_expert, pair_weights, num_pairs, stride_x, stride_out,
+    tiles, pair_of_row, pair_weights, stride_x, stride_out,
     stride_we, stride_se, stride_ze, stride_be,
     TOP_K: tl.constexpr, K_X: tl.constexpr, N_OUT: tl.constexpr,
     K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
@@ -54,21 +54,25 @@ def moe_gemm(
 ):  # fmt: skip
     """One BM x BN tile of one expert's product, from packed weights, with its epilogue.
 
-    `slots` lists pair numbers (token * top_k + choice) in blocks of BM, one expert per block; a pair number of
-    num_pairs is padding. Row `pair // TOP_K` of x is read, row `pair` of out is written. EPILOGUE is `halves` (two
+    `tiles` `[T, 8]` are those of `device.routing`, of height BM. Row `pair_of_row[row] // TOP_K` of x is read for each
+    sorted row (row itself where TOP_K is 0), row `row` of out is written. EPILOGUE is `halves` (two
     accumulators BN wide, gate at p0 and up at p0 + N / 2), `interleaved` (one accumulator, pairs of columns) or
-    `plain`. WEIGHT_FIRST and WEIGHT_LAST say where the router weight is applied, if here at all.
+    `plain`. WEIGHT_FIRST and WEIGHT_LAST say where the router weight of a row's pair is applied, if here at all.
     """
     program = tl.program_id(0)
-    block = program // TILES_N
+    tile = tiles + program // TILES_N * 8
     p0 = (program % TILES_N) * BN
-    expert = tl.load(block_expert + block)
+    expert = tl.load(tile)
     if expert < 0:
         return
     expert = expert.to(tl.int64)
-    pairs = tl.load(slots + block * BM + tl.arange(0, BM))
-    valid = pairs < num_pairs
-    rows = pairs // TOP_K
+    sorted_rows = tl.load(tile + 1) + tl.arange(0, BM)
+    valid = sorted_rows < tl.load(tile + 2)
+    rows = sorted_rows
+    if TOP_K > 0 or WEIGHT_FIRST or WEIGHT_LAST:
+        pairs = tl.load(pair_of_row + sorted_rows, mask=valid, other=0)
+    if TOP_K > 0:
+        rows = pairs // TOP_K
     w += expert * stride_we
     if scale is not None:
         scale += expert * stride_se
@@ -131,27 +135,8 @@ def moe_gemm(
     if WEIGHT_LAST:
         value = value * pair_weight[:, None]
     keep = keep & (column < N_OUT)
-    where = out + pairs.to(tl.int64)[:, None] * stride_out + column[None, :]
+    where = out + sorted_rows.to(tl.int64)[:, None] * stride_out + column[None, :]
     tl.store(where, round_to(value, out.dtype.element_ty, INTERPRET), mask=valid[:, None] & keep[None, :])
-
-
-@triton.jit
-def sum_choices(
-    parts, local_ids, out, num_tokens, stride_out,
-    TOP_K: tl.constexpr, H: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
-    """out[t] = parts[t, 0] + parts[t, 1] + ... in that order, in float32; choices of absent experts are left out."""
-    tokens = tl.program_id(0) * BT + tl.arange(0, BT)
-    columns = tl.program_id(1) * BH + tl.arange(0, BH)
-    mask = (tokens < num_tokens)[:, None] & (columns < H)[None, :]
-    total = tl.zeros((BT, BH), tl.float32)
-    for choice in range(TOP_K):
-        pair = tokens * TOP_K + choice
-        present = tl.load(local_ids + pair, mask=tokens < num_tokens, other=-1) >= 0
-        part = parts + pair.to(tl.int64)[:, None] * H + columns[None, :]
-        total += tl.load(part, mask=mask & present[:, None], other=0.0)
-    where = out + tokens.to(tl.int64)[:, None] * stride_out + columns[None, :]
-    tl.store(where, round_to(total, out.dtype.element_ty, INTERPRET), mask=mask)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Whether the Hopper kernels can run a call, and if not, why."""
+"""Whether the Hopper kernels can run a layer, and if not, why."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from itertools import chain
 
 import torch
-from torch import Tensor
 
-from moeq_kernels.records import PackedExperts, PackedMatrix
+from moeq_kernels.problem import Problem
+from moeq_kernels.records import PackedMatrix
 
 #: Triton versions that the kernels were compiled with; each release changes Gluon.
 TRITON_FIRST, TRITON_LAST = (3, 6), (3, 9)
@@ -29,70 +29,72 @@ INT8_MOST_FEATURES = 16384
 W8A8 = ("int8-w8a8/1", "int8")
 
 
-def unsupported_reason(
-    x: Tensor,
-    experts: PackedExperts,
-    *,
-    router_weight_on_input: bool = False,
-) -> str | None:
-    """Why `fused_moe` uses the portable kernels for such a call on this machine; None where it uses the Hopper ones.
+def family(problem: Problem) -> str:
+    """Which of the Hopper kernels a problem is for."""
+    return "hopper-w8a8" if (problem.w13.layout, problem.w13.element) == W8A8 else "hopper-w4a16"
+
+
+def unsupported_reason(problem: Problem) -> str | None:
+    """Why the portable kernels run such a layer; None where the Hopper ones do.
 
     Shapes are taken to fit together already.
     """
-    reasons = _machine_reasons(x)
-    if (experts.w13.layout, experts.w13.element) == W8A8:
-        return next(chain(reasons, _int8_reasons(x, experts, router_weight_on_input)), None)
-    return next(chain(reasons, _reasons(x, experts, router_weight_on_input)), None)
+    of_layer = int8_reasons if family(problem) == "hopper-w8a8" else reasons
+    return next(chain(machine_reasons(problem), of_layer(problem)), None)
 
 
-def _machine_reasons(x: Tensor) -> Iterator[str]:
-    if x.device.type != "cuda" or torch.version.hip:
-        yield f"x is on {x.device}, not on an NVIDIA GPU"
-        return
-    capability = torch.cuda.get_device_capability(x.device)
-    if capability != (9, 0):
-        yield f"the GPU has compute capability {capability[0]}.{capability[1]}; these kernels are for 9.0 (Hopper)"
+def machine_reasons(problem: Problem) -> Iterator[str]:
+    """Reasons that lie in the machine."""
+    gpu = problem.gpu
+    if problem.interpret:
+        yield "x is on cpu, not on an NVIDIA GPU"
+    elif gpu.backend != "cuda":
+        yield f"{gpu.name} is not an NVIDIA GPU"
+    elif gpu.capability != (9, 0):
+        major, minor = gpu.capability
+        yield f"{gpu.name} has compute capability {major}.{minor}; these kernels are for 9.0 (Hopper)"
     reason = triton_reason()
     if reason:
         yield reason
 
 
-def _int8_reasons(x: Tensor, experts: PackedExperts, weight_on_input: bool) -> Iterator[str]:
-    """Reasons against the kernels for int8 weights and activations."""
-    if x.stride(-1) != 1:
-        yield f"the features of x have stride {x.stride(-1)}; these kernels need 1"
-    if experts.w13_order == "ungated":
-        yield "w13 has no gate; int8 kernels multiply with gate and up"
-    if weight_on_input:
+def _common_reasons(problem: Problem) -> Iterator[str]:
+    if problem.weight_on_input:
         yield "router weights multiply the input; these kernels multiply the output"
-    if experts.num_experts > MOST_EXPERTS:
-        yield f"{experts.num_experts} experts; these kernels sort pairs among at most {MOST_EXPERTS}"
-    widest = max(x.shape[-1], experts.intermediate_size)
+    if problem.experts > MOST_EXPERTS:
+        yield f"{problem.experts} experts; these kernels sort pairs among at most {MOST_EXPERTS}"
+
+
+def int8_reasons(problem: Problem) -> Iterator[str]:
+    """Reasons against the kernels for int8 weights and activations."""
+    yield from _common_reasons(problem)
+    if not problem.epilogue.gated:
+        yield "w13 has no gate; int8 kernels multiply with gate and up"
+    widest = max(problem.hidden, problem.intermediate)
     if widest > INT8_MOST_FEATURES:
         yield f"rows have {widest} features; int8 kernels quantise at most {INT8_MOST_FEATURES}"
-    for name, matrix in (("w13", experts.w13), ("w2", experts.w2)):
+    for name, matrix in (("w13", problem.w13), ("w2", problem.w2)):
         if (matrix.layout, matrix.element) != W8A8:
             yield f"{name} is {matrix.layout} {matrix.element}; these kernels read {' '.join(W8A8)}"
         if matrix.weight.dtype != torch.int8:  # the tensor cores' instruction would take unsigned bytes as signed ones
             yield f"{name}.weight is {str(matrix.weight.dtype).removeprefix('torch.')}; these kernels read int8"
-        if matrix.k % 16 or matrix.weight.data_ptr() % 16:
-            yield f"{name} has k = {matrix.k}, address {matrix.weight.data_ptr():#x}; both must be multiples of 16"
+        if matrix.k % 16:
+            yield f"{name} has k = {matrix.k}; the copy engine needs a multiple of 16"
         if matrix.global_scale is not None:
             yield f"{name} has a global_scale, which these kernels do not apply"
 
 
-def _reasons(x: Tensor, experts: PackedExperts, weight_on_input: bool) -> Iterator[str]:
-    if x.stride(-1) != 1 or x.shape[-1] % 8:
-        yield f"x has {x.shape[-1]} features, stride {x.stride(-1)}; the copy engine needs a multiple of 8, stride 1"
-    if weight_on_input:
-        yield "router weights multiply the input; these kernels multiply the output"
-    if experts.num_experts > MOST_EXPERTS:
-        yield f"{experts.num_experts} experts; these kernels sort pairs among at most {MOST_EXPERTS}"
-    yield from _matrix_reasons("w13", experts.w13)
-    yield from _matrix_reasons("w2", experts.w2)
+def reasons(problem: Problem) -> Iterator[str]:
+    """Reasons against the kernels for 16-bit activations."""
+    yield from _common_reasons(problem)
+    if problem.hidden % 8:
+        yield f"x has {problem.hidden} features; the copy engine needs a multiple of 8"
+    yield from matrix_reasons("w13", problem.w13)
+    yield from matrix_reasons("w2", problem.w2)
 
 
-def _matrix_reasons(name: str, matrix: PackedMatrix) -> Iterator[str]:
+def matrix_reasons(name: str, matrix: PackedMatrix) -> Iterator[str]:
+    """Reasons that lie in one projection."""
     dtypes = SCALES.get((matrix.layout, matrix.element))
     if dtypes is None:
         known = ", ".join(f"{layout} {element}" for layout, element in SCALES)

@@ -11,9 +11,8 @@ from bench.cases import Quantised, Routed
 from bench.peers.contenders.base import Contender, round_up
 from bench.peers.problem import Codes, Problem
 from bench.peers.shapes import Format
-from moeq_kernels import PackedExperts, PackedMatrix, fused_moe
+from moeq_kernels import PackedExperts, PackedMatrix, fused_moe, prepare
 from moeq_kernels.formats import find_format
-from moeq_kernels.hopper.support import unsupported_reason
 
 LAYOUTS = {
     "int4": "marlin-wna16/1",
@@ -45,8 +44,11 @@ class Ours(Contender):
         return fused_moe(inputs.x, experts, inputs.weights, inputs.ids, **options)
 
     def about(self, weights: tuple[PackedExperts, Format], inputs: Routed) -> str:
-        reason = unsupported_reason(inputs.x, weights[0])
-        return "Hopper kernels" if reason is None else f"portable kernels: {reason}"
+        experts, fmt = weights
+        tokens, top_k = inputs.ids.shape
+        layer = prepare(experts, top_k=top_k, max_tokens=tokens, hidden_size=inputs.x.shape[1], dtype=inputs.x.dtype,
+                        activation=fmt.activation, limit=fmt.limit)  # fmt: skip
+        return "Hopper kernels" if layer.reason is None else f"portable kernels: {layer.reason}"
 
 
 def _packed(part: Codes, layout: str, problem: Problem) -> PackedMatrix:

@@ -1,169 +1,225 @@
-"""Running a MoE layer with the Hopper kernels."""
+"""The launches of a layer with 16-bit activations."""
 
 from __future__ import annotations
 
-from importlib import import_module
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from moeq_kernels.epilogue import PLAIN, SILU, Epilogue
-from moeq_kernels.gpu import gpu_of
-from moeq_kernels.hopper.call import Call, in_pieces
-from moeq_kernels.hopper.sorting import sort_pairs, sum_parts
+from moeq_kernels.areas import Area, Arena
+from moeq_kernels.epilogue import PLAIN
 from moeq_kernels.hopper.w4a16.plan import WIDE32, Direct, Narrow, Plan, Queue, Wide, choose, kernel_for
 from moeq_kernels.hopper.w4a16.products import (
     alike,
+    boxes,
     channel_scale,
-    descriptors,
     group_of,
     kind_of,
-    launch_queue,
-    product,
+    product_launch,
+    queue_launch,
     weight_arguments,
 )
-from moeq_kernels.records import PackedExperts
+from moeq_kernels.launch import Launch
+from moeq_kernels.problem import Piece, Problem
+from moeq_kernels.sorting import (
+    FEW_PAIRS,
+    Sorted,
+    most_tiles,
+    room,
+    sort_few,
+    sort_pairs,
+    sum_parts,
+)
+from moeq_kernels.tuning import next_power_of_two
 
 #: Pairs up to which expert outputs are kept in float32 until they are summed; more would be read and written for long.
 EXACT_PAIRS = 256
+#: Rows of an expert, on average, up to which the sorting kernel also copies tokens.
+ROWS_COPIED = 4
+#: What heights of the wide kernel's tiles are multiples of.
+HEIGHT_GRAIN = 32
 
 
-def hopper_moe(
-    x: Tensor,
-    experts: PackedExperts,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    *,
-    epilogue: Epilogue = SILU,
-    expert_map: Tensor | None = None,
-    plan: Plan | None = None,
-    dependent: bool = True,
-) -> Tensor:
-    """`fused_moe` for what `support.unsupported_reason` accepts (checked by the caller).
+def plan_for(problem: Problem, tokens: int) -> Plan:
+    """Kernels and sizes for so many tokens."""
+    first, second, gpu = problem.w13, problem.w2, problem.gpu
+    kind, group = kind_of(first), group_of(first)
+    if not alike(first, second):  # the one kernel that takes all of a product's format from its own matrix
+        return Plan(kernel_for(kernel_for(WIDE32, kind, group, gpu), kind_of(second), group, gpu))
+    gated = problem.epilogue.gated
+    pairs = tokens * problem.top_k
+    return choose(pairs, problem.experts, first.k, problem.intermediate, group, kind, gated, problem.top_k, gpu)
 
-    Args:
-        x: bf16 or float16 `[M, H]`, last axis contiguous.
-        topk_weights, topk_ids: `[M, top_k]`.
-        epilogue: activation of the gate-up product, fitting `experts.w13_order`.
-        plan: kernel and sizes, where the default choice should not be used.
-        dependent: let each kernel start while the one before it ends (programmatic dependent launch).
 
-    Returns `[M, H]` in x's dtype. Nothing is read back from the device; results do not vary from run to run. Tokens'
-    results are summed in float32 in the order of topk_ids; with more than EXACT_PAIRS pairs each is rounded to x's
-    dtype before that, except beside MXFP4 weights (to one bit more) and for float16 (not at all).
+def launches(problem: Problem, piece: Piece, arena: Arena, plan: Plan) -> list[Launch]:
+    """y of some tokens.
+
+    Tokens' results are summed in float32 in the order of topk_ids; with more than EXACT_PAIRS pairs each is rounded to
+    x's dtype before that, except beside MXFP4 weights and biases (to one bit more) and for float16 (not at all).
     """
-    call = Call(experts, epilogue, expert_map, plan, dependent)
-    return in_pieces(call, _some_tokens, x, topk_weights, topk_ids, x.shape[1])
-
-
-def _some_tokens(call: Call[Plan], x: Tensor, topk_weights: Tensor, topk_ids: Tensor, y: Tensor) -> None:
-    tokens, hidden = x.shape
-    top_k = topk_ids.shape[1]
-    pairs = tokens * top_k
-    experts, epilogue, plan = call.experts, call.epilogue, call.plan
-    intermediate = experts.intermediate_size
-    first = experts.w13
-    if plan is None:
-        kind, group, gpu = kind_of(first), group_of(first), gpu_of(x.device)
-        plan = choose(pairs, experts.num_experts, first.k, intermediate, group, kind, epilogue.gated, top_k, gpu)
-        if not alike(first, experts.w2):
-            # The one kernel that takes all of a product's format from its own matrix.
-            plan = Plan(kernel_for(kernel_for(WIDE32, kind, group, gpu), kind_of(experts.w2), group, gpu))
     if isinstance(plan.kernel, Direct):
-        launch_direct(call, plan, x, topk_weights, topk_ids, y)
-        return
-    routed = sort_pairs(call, plan, x, topk_ids, gathers(plan, x, epilogue))
-    middle = torch.empty(pairs, intermediate, dtype=x.dtype, device=x.device)
+        return direct_launches(problem, piece, arena, plan, plan.kernel)
+    pairs = piece.ids.numel()
+    gathered = gathers(problem, plan)
+    sorted_x = None if gathered else arena.take(problem.dtype, pairs, problem.hidden)
+    result, rows, early = sorting(problem, piece, arena, plan, sorted_x)
+    middle = arena.take(problem.dtype, pairs, problem.intermediate)
     exact = isinstance(plan.kernel, Narrow) or plan.down_splits > 1 or pairs <= EXACT_PAIRS
     # Weights of MXFP4 and biases are exact: one more rounding to bf16 would show, hence a format of one more bit.
-    rounded = torch.int16 if kind_of(experts.w2) == "e2m1" or experts.w2.bias is not None else x.dtype
+    finer = kind_of(problem.w2) == "e2m1" or problem.w2.bias is not None
     # Outputs may exceed float16 before they are weighted.
-    parts_type = torch.float32 if exact or x.dtype == torch.float16 else rounded
-    parts = torch.empty(plan.down_splits, pairs, hidden, dtype=parts_type, device=x.device)
+    kept = torch.float32 if exact or problem.dtype == torch.float16 else torch.int16 if finer else problem.dtype
+    parts = arena.take(kept, plan.down_splits, pairs, problem.hidden)
     if isinstance(plan.kernel, Queue):
-        launch_queue(plan, experts, routed, middle, parts[0], epilogue, call.dependent)
+        assert sorted_x is not None
+        result.append(queue_launch(problem, plan.kernel, rows, sorted_x, middle, parts, arena, early))
     else:
-        product(plan, first, routed, x if routed.x is None else routed.x, middle, epilogue, call.dependent)
-        product(plan, experts.w2, routed, middle, parts, PLAIN, call.dependent)
-    sum_parts(parts, routed.inverse, topk_weights, y, top_k, call.dependent)
+        given = piece.x if sorted_x is None else sorted_x
+        result.append(product_launch(problem, plan, problem.w13, rows, given, middle, arena, gathered, early))
+        result.append(product_launch(problem, plan, problem.w2, rows, middle, parts, arena, False, early))
+    result.append(sum_parts(problem, piece, parts, rows.inverse))
+    return result
 
 
-def gathers(plan: Plan, x: Tensor, epilogue: Epilogue) -> bool:
+def gathers(problem: Problem, plan: Plan) -> bool:
     """Whether the gate-up product picks tokens itself, where its kernel can: in whole steps of k."""
     kernel = plan.kernel
-    return isinstance(kernel, Wide) and kernel.gathers and x.shape[1] % 64 == 0 and epilogue != PLAIN
+    return isinstance(kernel, Wide) and kernel.gathers and problem.hidden % 64 == 0 and problem.epilogue != PLAIN
 
 
-def launch_direct(call: Call[Plan], plan: Plan, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, y: Tensor) -> None:
-    """Launches both kernels of `device.direct`."""
-    direct = import_module("moeq_kernels.hopper.w4a16.device.direct")
+def sorting(
+    problem: Problem, piece: Piece, arena: Arena, plan: Plan, sorted_x: Area | None
+) -> tuple[list[Launch], Sorted, bool]:
+    """Launches that sort pairs and copy tokens, the sorted pairs, and whether the last launch only makes sorted_x.
+
+    Weights can be read while it does.
+    """
     kernel = plan.kernel
-    assert isinstance(kernel, Direct)
-    experts = call.experts
-    tokens, hidden = x.shape
-    top_k = topk_ids.shape[1]
-    pairs = tokens * top_k
-    w13, w2 = experts.w13, experts.w2
-    columns = experts.intermediate_size
+    tile, grain = kernel.tokens, HEIGHT_GRAIN if isinstance(kernel, Wide) else kernel.tokens
+    pairs, hidden = piece.ids.numel(), problem.hidden
+    rows = room(problem, arena, pairs, tile, counters(problem, plan, most_tiles(pairs, tile, problem.experts)))
+    # While `gather_rows` copies, the queue kernel reads its first weights already.
+    few = pairs <= FEW_PAIRS and not isinstance(kernel, Queue) and pairs <= ROWS_COPIED * problem.experts
+    if sorted_x is None or few:
+        if pairs <= FEW_PAIRS:
+            return sort_few(problem, piece, rows, tile, grain, sorted_x), rows, False
+        return sort_pairs(problem, piece, arena, rows, tile, grain), rows, False
+    result = sort_pairs(problem, piece, arena, rows, tile, grain)
+    block, columns = 8, min(1024, next_power_of_two(hidden))
+    arguments = {
+        "x": piece.x,
+        "sorted_x": sorted_x,
+        "pair_of_row": rows.pair_of_row,
+        "tiles": rows.tiles,
+        "num_tiles": rows.num_tiles,
+        "pairs": pairs,
+        "top_k": problem.top_k,
+        "hidden": hidden,
+        "stride_x": piece.x.strides[0],
+    }
+    constants = {"ROWS": block, "COLUMNS": columns, "DEPENDENT": problem.dependent}
+    programs = (-(-pairs // block), -(-hidden // columns))
+    result.append(Launch("device.routing:gather_rows", programs, arguments, constants, problem.after))
+    return result, rows, True
+
+
+def counters(problem: Problem, plan: Plan, most: int) -> int:
+    """How many integers the kernels of the plan count arrivals with, for `most` tiles."""
+    if isinstance(plan.kernel, Queue):
+        programs = plan.kernel.resident * problem.gpu.multiprocessors
+        return 32 + most + (plan.kernel.up + plan.kernel.down) * programs
+    if isinstance(plan.kernel, Wide):
+        return 2 + problem.experts  # the queue of each product, and finished items of the first
+    return most * -(-problem.intermediate // 128) if plan.gate_up_splits > 1 else 0
+
+
+def direct_launches(problem: Problem, piece: Piece, arena: Arena, plan: Plan, kernel: Direct) -> list[Launch]:
+    """Both kernels of `device.direct`."""
+    tokens, hidden = piece.x.shape
+    pairs, columns = piece.ids.numel(), problem.intermediate
+    w13, w2 = problem.w13, problem.w2
     up_steps, down_steps = (-(-size // kernel.step) for size in (min(w13.k, hidden), min(w2.k, columns)))
     up_share, share = -(-up_steps // plan.gate_up_splits), -(-down_steps // plan.down_splits)
     up_shares, shares = -(-up_steps // up_share), -(-down_steps // share)
     blocks = -(-hidden // 256)
-    partial = torch.empty(up_shares, pairs, 2 * columns, dtype=torch.float32, device=x.device)
-    parts = torch.empty(shares, pairs, hidden, dtype=torch.float32, device=x.device)
-    arrived = torch.empty(tokens * blocks, dtype=torch.int32, device=x.device)
-    common = {
-        "ids": topk_ids,
-        "expert_map": call.expert_map,
+    partial = arena.take(torch.float32, up_shares, pairs, 2 * columns)
+    parts = arena.take(torch.float32, shares, pairs, hidden)
+    arrived = arena.take(torch.int32, tokens * blocks)
+    arguments = {
+        "ids": piece.ids,
+        "expert_map": problem.expert_map,
         "partial": partial,
         "arrived": arrived,
         "columns": columns,
         "pairs": pairs,
-        "experts": experts.num_experts,
-        "known": call.known,
-        "MAPPED": call.expert_map is not None,
+        "experts": problem.experts,
+        "known": problem.known,
+    }
+    constants: Mapping[str, Any] = {
+        "MAPPED": problem.mapped,
         "STEP": kernel.step,
         "AFTER": kernel.after,
-        "DEPENDENT": call.dependent,
-        "num_warps": 4,
-        **call.after,
+        "DEPENDENT": problem.dependent,
     }
-    words, rows, scales = descriptors(w13, x, kernel.step, 2, 8)
-    direct.few_gate_up[(-(-columns // 128), pairs, up_shares)](
-        **common,
-        **weight_arguments(w13),
-        w_desc=words,
-        x_desc=rows,
-        s_desc=scales,
-        to_clear=arrived.numel(),
-        count=up_steps,
-        top_k=top_k,
-        SHARE=up_share,
-        STAGES=min(kernel.stages, up_share),
-        PAIRED=not call.epilogue.interleaved,
+    options = {"num_warps": 4, **problem.after}
+    words, rows, scales = boxes(w13, piece.x, kernel.step, 2, 8)
+    given, fixed = weight_arguments(w13)
+    up = Launch(
+        "hopper.w4a16.device.direct:few_gate_up",
+        (-(-columns // 128), pairs, up_shares),
+        {
+            **arguments,
+            **given,
+            "w_desc": words,
+            "x_desc": rows,
+            "s_desc": scales,
+            "to_clear": arrived.numel(),
+            "count": up_steps,
+            "top_k": problem.top_k,
+        },
+        {
+            **constants,
+            **fixed,
+            "SHARE": up_share,
+            "STAGES": min(kernel.stages, up_share),
+            "PAIRED": not problem.epilogue.interleaved,
+        },
+        options,
     )
-    words, _, scales = descriptors(w2, x, kernel.step, 2, 8)
-    direct.few_down[(blocks, pairs, shares)](
-        **common,
-        **weight_arguments(w2),
-        w_desc=words,
-        s_desc=scales,
-        topk_weights=topk_weights,
-        parts=parts,
-        y=y,
-        up_scale=channel_scale(w13),
-        up_bias=w13.bias,
-        up_packed=w13.n,
-        scale=channel_scale(w2),
-        bias=w2.bias,
-        packed=w2.n,
-        count=down_steps,
-        hidden=hidden,
-        stride_w=topk_weights.stride(0),
-        TOP_K=top_k,
-        UP_SHARES=up_shares,
-        SHARES=shares,
-        SHARE=share,
-        STAGES=min(kernel.stages, share),
-        EPILOGUE=call.epilogue,
+    words, _, scales = boxes(w2, piece.x, kernel.step, 2, 8)
+    given, fixed = weight_arguments(w2)
+    down = Launch(
+        "hopper.w4a16.device.direct:few_down",
+        (blocks, pairs, shares),
+        {
+            **arguments,
+            **given,
+            "w_desc": words,
+            "s_desc": scales,
+            "topk_weights": piece.weights,
+            "parts": parts,
+            "y": piece.y,
+            "up_scale": channel_scale(w13),
+            "up_bias": w13.bias,
+            "up_packed": w13.n,
+            "scale": channel_scale(w2),
+            "bias": w2.bias,
+            "packed": w2.n,
+            "count": down_steps,
+            "hidden": hidden,
+            "stride_w": piece.weights.strides[0],
+        },
+        {
+            **constants,
+            **fixed,
+            "TOP_K": problem.top_k,
+            "UP_SHARES": up_shares,
+            "SHARES": shares,
+            "SHARE": share,
+            "STAGES": min(kernel.stages, share),
+            "EPILOGUE": problem.epilogue,
+        },
+        options,
     )
+    return [up, down]

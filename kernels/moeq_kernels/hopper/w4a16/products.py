@@ -1,4 +1,4 @@
-"""Launching one grouped product with a Hopper kernel: descriptors of the copy engine, sizes, constants."""
+"""Launches of one grouped product: boxes of the copy engine, sizes, constants."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from moeq_kernels.areas import Area, Arena, Box
 from moeq_kernels.epilogue import PLAIN, Epilogue
 from moeq_kernels.formats import find_format
-from moeq_kernels.gpu import gpu_of
-from moeq_kernels.hopper.call import after
-from moeq_kernels.hopper.sorting import Routed
 from moeq_kernels.hopper.w4a16.plan import Narrow, Plan, Queue, Wide
-from moeq_kernels.records import PackedExperts, PackedMatrix
+from moeq_kernels.launch import Argument, Launch
+from moeq_kernels.problem import Problem
+from moeq_kernels.records import PackedMatrix
+from moeq_kernels.sorting import Sorted
 
 #: Steps of a share of the queue kernel's products at least, and of a unit of several tiles.
 LEAST_UP, LEAST_DOWN, BUNDLED_STEPS = 4, 4, 8
@@ -24,170 +24,143 @@ _OF_A_PRODUCT = (
 )  # fmt: skip
 
 
-def product(
-    plan: Plan, matrix: PackedMatrix, routed: Routed, x: Tensor, out: Tensor, epilogue: Epilogue, dependent: bool
-) -> None:
-    """One grouped product, over the tiles of `routed`."""
-    launch = {Narrow: launch_narrow, Wide: launch_wide}[type(plan.kernel)]
-    launch(plan, matrix, routed, x, out, epilogue, dependent)
+def product_launch(
+    problem: Problem, plan: Plan, matrix: PackedMatrix, rows: Sorted, x: Area, out: Area, arena: Arena,
+    gather: bool, early: bool,
+) -> Launch:  # fmt: skip
+    """One grouped product; gather: x are tokens in their own order; early: the kernel before only made x."""
+    epilogue = problem.epilogue if matrix is problem.w13 else PLAIN
+    if isinstance(plan.kernel, Narrow):
+        return _narrow(problem, plan, plan.kernel, matrix, epilogue, rows, x, out, arena)
+    assert isinstance(plan.kernel, Wide)
+    return _wide(problem, plan, plan.kernel, matrix, epilogue, rows, x, out, gather, early)
 
 
-def launch_narrow(
-    plan: Plan, matrix: PackedMatrix, routed: Routed, x: Tensor, out: Tensor, epilogue: Epilogue, dependent: bool
-) -> None:
-    """Launches `device.narrow.expert_product_narrow`."""
-    kernel = plan.kernel
-    assert isinstance(kernel, Narrow)
-    function = import_module("moeq_kernels.hopper.w4a16.device.narrow").expert_product_narrow
-    splits = plan.down_splits if epilogue == PLAIN else plan.gate_up_splits
-    columns = out.shape[-1]
+def _narrow(
+    problem: Problem, plan: Plan, kernel: Narrow, matrix: PackedMatrix, epilogue: Epilogue, rows: Sorted, x: Area,
+    out: Area, arena: Arena,
+) -> Launch:  # fmt: skip
+    splits = plan.down_splits if matrix is problem.w2 else plan.gate_up_splits
+    columns, pairs = out.shape[-1], x.shape[0]
     blocks = -(-columns // (128 if epilogue.gated else 256))
-    rows = x.shape[0]
-    partial = None
-    if epilogue.gated and splits > 1:
-        partial = torch.empty(splits, rows, 2 * columns, dtype=torch.float32, device=x.device)
-    function[(blocks * splits, routed.tiles.numel() // 8)](
-        **_common(matrix, x, out, epilogue, dependent, kernel.step, 2, kernel.tokens),
-        partial=partial,
-        arrived=routed.arrived,
-        tiles=routed.tiles,
-        count=_steps(matrix, x, kernel.step),
-        rows=rows,
-        TOKENS=kernel.tokens,
-        STEP=kernel.step,
-        STAGES=kernel.stages,
-        SPLITS=splits,
-        AFTER=kernel.after,
-        **({"maxnreg": kernel.registers} if kernel.registers else {}),
-    )
+    shared = epilogue.gated and splits > 1
+    arguments, constants = _common(matrix, x, out, epilogue, kernel.step, 2, kernel.tokens)
+    arguments |= {
+        "partial": arena.take(torch.float32, splits, pairs, 2 * columns) if shared else None,
+        "arrived": rows.cleared,
+        "tiles": rows.tiles,
+        "count": _steps(matrix, x, kernel.step),
+        "rows": pairs,
+    }
+    constants |= {"TOKENS": kernel.tokens, "STEP": kernel.step, "STAGES": kernel.stages, "SPLITS": splits}
+    constants |= {"AFTER": kernel.after, "DEPENDENT": problem.dependent}
+    options = {"num_warps": 4, **problem.after} | ({"maxnreg": kernel.registers} if kernel.registers else {})
+    name = "hopper.w4a16.device.narrow:expert_product_narrow"
+    return Launch(name, (blocks * splits, rows.most), arguments, constants, options)
 
 
-def launch_queue(
-    plan: Plan, experts: PackedExperts, routed: Routed, middle: Tensor, out: Tensor, epilogue: Epilogue, dependent: bool
-) -> None:
-    """Launches `device.queue.expert_layer`: both products of x, of w13 to middle, of w2 to out."""
-    kernel = plan.kernel
-    assert isinstance(kernel, Queue)
-    assert routed.x is not None
-    function = import_module("moeq_kernels.hopper.w4a16.device.queue").expert_layer
-    programs = gpu_of(out.device).multiprocessors * kernel.resident
-    up = _common(experts.w13, routed.x, middle, epilogue, dependent, kernel.step, 2, 8)
-    down = _common(experts.w2, middle, out, PLAIN, dependent, kernel.step, 2, 8)
-    count = _steps(experts.w2, middle, kernel.step)
+def queue_launch(
+    problem: Problem, kernel: Queue, rows: Sorted, x: Area, middle: Area, parts: Area, arena: Arena, early: bool
+) -> Launch:
+    """Both products: of w13 from x to middle, of w2 from there to parts `[1, P, H]`."""
+    programs = problem.gpu.multiprocessors * kernel.resident
+    out = parts.view(*parts.shape[1:])
+    up, constants = _common(problem.w13, x, middle, problem.epilogue, kernel.step, 2, 8)
+    down, _ = _common(problem.w2, middle, out, PLAIN, kernel.step, 2, 8)
+    count = _steps(problem.w2, middle, kernel.step)
     bundle = max(1, BUNDLED_STEPS // count)
     shares = (kernel.up + kernel.down) * programs
-    function[(programs,)](
+    arguments = {
         **{f"up_{name}": up[name] for name in _OF_A_PRODUCT},
         **{f"down_{name}": down[name] for name in _OF_A_PRODUCT},
-        **{name: up[name] for name in ("x_desc", "GROUP", "ZEROS", "KIND", "EPILOGUE", "DEPENDENT", "num_warps")},
-        **after(dependent),
-        m_desc=down["x_desc"],
-        middle=middle,
-        out=out,
-        partial=torch.empty(shares, 256 * kernel.tokens, dtype=torch.float32, device=out.device),
-        counters=routed.arrived,
-        tiles=routed.tiles,
-        num_tiles=routed.num_tiles,
-        most=routed.tiles.numel() // 8,
-        wanted_up=kernel.up * programs,
-        least_up=LEAST_UP,
-        wanted_down=kernel.down * programs,
-        least_down=LEAST_DOWN if bundle == 1 else count + 1,
-        bundle=bundle,
-        up_pair_tiles=up["pair_tiles"],
-        up_count=_steps(experts.w13, routed.x, kernel.step),
-        up_blocks=-(-middle.shape[-1] // (128 if epilogue.gated else 256)),
-        down_count=count,
-        down_blocks=-(-out.shape[-1] // 256),
-        TOKENS=kernel.tokens,
-        STEP=kernel.step,
-        STAGES=kernel.stages,
-        AFTER=kernel.after,
-        ROWS=kernel.rows,
-        EARLY=routed.early,
-        maxnreg=kernel.registers,
-    )
+        "x_desc": up["x_desc"],
+        "m_desc": down["x_desc"],
+        "middle": middle,
+        "out": out,
+        "partial": arena.take(torch.float32, shares, 256 * kernel.tokens),
+        "counters": rows.cleared,
+        "tiles": rows.tiles,
+        "num_tiles": rows.num_tiles,
+        "most": rows.most,
+        "wanted_up": kernel.up * programs,
+        "least_up": LEAST_UP,
+        "wanted_down": kernel.down * programs,
+        "least_down": LEAST_DOWN if bundle == 1 else count + 1,
+        "bundle": bundle,
+        "up_pair_tiles": up["pair_tiles"],
+        "up_count": _steps(problem.w13, x, kernel.step),
+        "up_blocks": -(-middle.shape[-1] // (128 if problem.epilogue.gated else 256)),
+        "down_count": count,
+        "down_blocks": -(-out.shape[-1] // 256),
+    }
+    constants |= {"TOKENS": kernel.tokens, "STEP": kernel.step, "STAGES": kernel.stages, "AFTER": kernel.after}
+    constants |= {"ROWS": kernel.rows, "EARLY": early, "DEPENDENT": problem.dependent}
+    options = {"num_warps": 4, "maxnreg": kernel.registers, **problem.after}
+    return Launch("hopper.w4a16.device.queue:expert_layer", (programs,), arguments, constants, options)
 
 
-def launch_wide(
-    plan: Plan, matrix: PackedMatrix, routed: Routed, x: Tensor, out: Tensor, epilogue: Epilogue, dependent: bool
-) -> None:
-    """Launches `device.wide.expert_product_wide`, one program per multiprocessor."""
-    kernel = plan.kernel
-    assert isinstance(kernel, Wide)
-    function = import_module("moeq_kernels.hopper.w4a16.device.wide").expert_product_wide
-    groups = kernel.warpgroups
-    down = epilogue == PLAIN
-    gather = routed.x is None and not down
-    rows = routed.pair_of_row.numel()
-    function[(gpu_of(x.device).multiprocessors,)](
-        **_common(matrix, x, out, epilogue, dependent, 64, groups, 32),
-        queue=routed.arrived[1:] if down else routed.arrived,
-        done=routed.arrived[2:],
-        needed=routed.signals,
-        tiles=routed.tiles,
-        num_tiles=routed.num_tiles,
-        x=x,
-        pair_of_row=routed.pair_of_row,
-        top_k=rows // x.shape[0] if gather else 1,
-        stride_x=x.stride(0),
-        steps=_steps(matrix, x, 64),
-        blocks=-(-out.shape[-1] // (64 * groups if epilogue.gated else 128 * groups)),
-        splits=plan.down_splits if down else 1,
-        rows=rows,
-        TOKENS=kernel.tokens,
-        STAGES=kernel.stages,
-        GATHER=gather,
-        GROUPS_OF_WARPS=groups,
-        REGISTERS=kernel.registers,
-        EARLY=routed.early or down,
-        FOLLOWS=down,
-    )
+def _wide(
+    problem: Problem, plan: Plan, kernel: Wide, matrix: PackedMatrix, epilogue: Epilogue, rows: Sorted, x: Area,
+    out: Area, gather: bool, early: bool,
+) -> Launch:  # fmt: skip
+    """One program for each multiprocessor."""
+    groups, down = kernel.warpgroups, matrix is problem.w2
+    arguments, constants = _common(matrix, x, out, epilogue, 64, groups, 32)
+    # Warpgroups that share a tile of tokens in the gate-up product count it, each with its columns.
+    signals = -(-problem.intermediate // ((64 if problem.epilogue.gated else 128) * groups)) * groups
+    arguments |= {
+        "queue": rows.cleared.part(0, 1 if down else 0, 1),
+        "done": rows.cleared.part(0, 2, problem.experts),
+        "needed": signals,
+        "tiles": rows.tiles,
+        "num_tiles": rows.num_tiles,
+        "x": x,
+        "pair_of_row": rows.pair_of_row,
+        "top_k": problem.top_k if gather else 1,
+        "stride_x": x.strides[0],
+        "steps": _steps(matrix, x, 64),
+        "blocks": -(-out.shape[-1] // (64 * groups if epilogue.gated else 128 * groups)),
+        "splits": plan.down_splits if down else 1,
+        "rows": rows.pair_of_row.numel(),
+    }
+    constants |= {"TOKENS": kernel.tokens, "STAGES": kernel.stages, "GATHER": gather, "GROUPS_OF_WARPS": groups}
+    constants |= {"REGISTERS": kernel.registers, "EARLY": early or down, "FOLLOWS": down}
+    constants["DEPENDENT"] = problem.dependent
+    name = "hopper.w4a16.device.wide:expert_product_wide"
+    return Launch(name, (problem.gpu.multiprocessors,), arguments, constants, {"num_warps": 4, **problem.after})
 
 
 def _common(
-    matrix: PackedMatrix,
-    x: Tensor,
-    out: Tensor,
-    epilogue: Epilogue,
-    dependent: bool,
-    step: int,
-    tiles: int,
-    tokens: int,
-) -> dict[str, Any]:
-    """What the three kernels take by the same names; step: rows of k of a box, tiles and tokens: of one."""
-    words, rows, scales = descriptors(matrix, x, step, tiles, tokens)
+    matrix: PackedMatrix, x: Area, out: Area, epilogue: Epilogue, step: int, tiles: int, tokens: int
+) -> tuple[dict[str, Argument], dict[str, Any]]:
+    """Arguments and constants of the same names in all kernels; step: rows of k of a box, tiles and tokens: of one."""
+    words, rows, scales = boxes(matrix, x, step, tiles, tokens)
     columns = out.shape[-1]
-    return {
-        **weight_arguments(matrix),
+    arguments, constants = weight_arguments(matrix)
+    arguments |= {
         "w_desc": words,
         "x_desc": rows,
         "s_desc": scales,
         "out": out,
         "pair_tiles": columns // 64 if epilogue.gated and not epilogue.interleaved else tiles,
         "columns": columns,
-        "stride": out.stride(-2),
+        "stride": out.strides[-2],
         "scale": channel_scale(matrix),
         "bias": matrix.bias,
         "packed": matrix.n,
-        "EPILOGUE": epilogue,
-        "DEPENDENT": dependent,
-        "num_warps": 4,
-        **after(dependent),
     }
+    return arguments, {**constants, "EPILOGUE": epilogue}
 
 
-def weight_arguments(matrix: PackedMatrix) -> dict[str, Any]:
-    """What every kernel takes to find an expert's weights and to turn words into numbers."""
-    return {
+def weight_arguments(matrix: PackedMatrix) -> tuple[dict[str, Argument], dict[str, Any]]:
+    """What every kernel takes to find an expert's weights and to turn words into numbers: arguments and constants."""
+    arguments = {
         "zero": matrix.zero,
         "slabs": matrix.k // 16,
         "groups": matrix.num_groups,
         "zero_words": 0 if matrix.zero is None else matrix.zero.shape[-1],
-        "GROUP": group_of(matrix),
-        "ZEROS": matrix.zero is not None,
-        "KIND": kind_of(matrix),
     }
+    return arguments, {"GROUP": group_of(matrix), "ZEROS": matrix.zero is not None, "KIND": kind_of(matrix)}
 
 
 def alike(one: PackedMatrix, other: PackedMatrix) -> bool:
@@ -199,12 +172,12 @@ def alike(one: PackedMatrix, other: PackedMatrix) -> bool:
     return formats[0] == formats[1]
 
 
-def channel_scale(matrix: PackedMatrix) -> Tensor | None:
+def channel_scale(matrix: PackedMatrix) -> Area | None:
     """Scales that follow the product: those of output features, where groups have none."""
     return matrix.scale if matrix.channelwise else None
 
 
-def _steps(matrix: PackedMatrix, x: Tensor, step: int) -> int:
+def _steps(matrix: PackedMatrix, x: Area, step: int) -> int:
     """Steps of k: padding of the weights beyond the tokens' width is not read."""
     return -(-min(matrix.k, x.shape[1]) // step)
 
@@ -219,19 +192,15 @@ def group_of(matrix: PackedMatrix) -> int:
     return 0 if matrix.channelwise else matrix.group_size
 
 
-def descriptors(matrix: PackedMatrix, x: Tensor, step: int, tiles: int, tokens: int) -> tuple[Any, Any, Any]:
-    """Descriptors of words, tokens and scales; step: rows of k, tiles and tokens: of a box."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
+def boxes(matrix: PackedMatrix, x: Area, step: int, tiles: int, tokens: int) -> tuple[Box, Box, Box]:
+    """Boxes of words, tokens and scales; step: rows of k, tiles and tokens: of a box."""
     layouts = import_module("moeq_kernels.hopper.w4a16.device.layouts")
     assert matrix.scale is not None
     words = layouts.tile_bytes(kind_of(matrix)) // 4
-    weight = matrix.weight.view(-1, matrix.n // 64, words)
-    scale = matrix.scale.view(-1, matrix.n)
     groups = layouts.groups_of(step, group_of(matrix))
-    make = TensorDescriptor.from_tensor
+    scale: Area = matrix.scale
     return (
-        make(weight, [step // 16, tiles, words], layouts.word_buffer()),
-        make(x, [tokens, 64], layouts.token_buffer()),
-        make(scale, [groups, 64 * tiles], layouts.scale_buffer(8 * scale.element_size())),
+        Box(matrix.weight.view(-1, matrix.n // 64, words), (step // 16, tiles, words), layouts.word_buffer()),
+        Box(x, (tokens, 64), layouts.token_buffer()),
+        Box(scale.view(-1, matrix.n), (groups, 64 * tiles), layouts.scale_buffer(8 * scale.itemsize)),
     )

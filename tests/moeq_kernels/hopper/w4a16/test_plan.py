@@ -10,9 +10,8 @@ import torch
 
 from bench.cases import Recipe, make_layer
 from moeq_kernels.epilogue import Epilogue
-from moeq_kernels.fused import first_epilogue
 from moeq_kernels.gpu import H200
-from moeq_kernels.hopper.support import _matrix_reasons, triton_reason, unsupported_reason
+from moeq_kernels.hopper.support import matrix_reasons, triton_reason
 from moeq_kernels.hopper.w4a16.plan import (
     NARROW8,
     Direct,
@@ -26,7 +25,10 @@ from moeq_kernels.hopper.w4a16.plan import (
     table_for,
     tokens_per_hit,
 )
+from moeq_kernels.prepared import prepare
+from moeq_kernels.problem import symbolic
 from moeq_kernels.records import W13Order
+from moeq_kernels.validate import epilogue_of
 
 SHAPES = [(8, 2, 4096, 14336), (128, 8, 2048, 768), (256, 8, 7168, 256), (4, 1, 512, 192)]
 
@@ -131,7 +133,7 @@ def test_other_formats_change_the_kernels_and_fit_shared_memory() -> None:
 def test_activations_reach_the_kernels_with_the_row_order(order: W13Order, activation: str, wanted: Epilogue) -> None:
     packed, _ = make_layer(Recipe(order=order))
     oai = activation == "swiglu_oai"
-    epilogue = first_epilogue(packed, activation, 1.5 if oai else None, None, 7.0 if oai else None, False)
+    epilogue = epilogue_of(packed, activation, 1.5 if oai else None, None, 7.0 if oai else None, False)
     assert epilogue == wanted
     assert len({wanted, Epilogue(), Epilogue("silu", True), Epilogue("silu", True, True)}) >= 3
     assert pickle.loads(pickle.dumps(epilogue)).limit == epilogue.limit
@@ -140,13 +142,13 @@ def test_activations_reach_the_kernels_with_the_row_order(order: W13Order, activ
 def test_reasons() -> None:
     packed, _ = make_layer(Recipe(hidden=256, intermediate=128, group_size=64))
     x = torch.zeros(1, 256, dtype=torch.bfloat16)
-    assert "not on an NVIDIA GPU" in str(unsupported_reason(x, packed))
+    assert "not on an NVIDIA GPU" in str(prepare(packed, top_k=2, max_tokens=1).reason)
     assert triton_reason() is None
     assert packed.w13.scale is not None
     for changes in ({}, {"scale": packed.w13.scale.half()}, {"group_size": -1}, {"bias": x}, {"element": "int8"}):
-        assert list(_matrix_reasons("w13", dataclasses.replace(packed.w13, **changes))) == []
+        assert list(matrix_reasons("w13", symbolic("w13", dataclasses.replace(packed.w13, **changes)))) == []
     mxfp4, _ = make_layer(Recipe("marlin-mxfp4-interleaved/1", "e2m1", hidden=256, intermediate=128))
-    assert list(_matrix_reasons("w2", mxfp4.w2)) == []
+    assert list(matrix_reasons("w2", symbolic("w2", mxfp4.w2))) == []
     for changes, words in (
         ({"layout": "triton-wna16/1"}, "read marlin-wna16/1 int4, marlin-wna16/1 int8, marlin-mxfp4/1 e2m1"),
         ({"group_size": 16}, "groups of 16"),
@@ -154,6 +156,6 @@ def test_reasons() -> None:
         ({"permutation": x}, "has a permutation"),
         ({"global_scale": x}, "has a global_scale"),
     ):
-        found = list(_matrix_reasons("w13", dataclasses.replace(packed.w13, **changes)))
+        found = list(matrix_reasons("w13", symbolic("w13", dataclasses.replace(packed.w13, **changes))))
         assert len(found) == 1
         assert words in found[0]

@@ -7,10 +7,8 @@ import torch
 
 from bench.cases import Recipe, make_layer, route
 from bench.comparison import compare
-from moeq_kernels import fused_moe
-from moeq_kernels.formats import find_format
-from moeq_kernels.hopper.support import unsupported_reason
-from moeq_kernels.tuning import blocks_on
+from bench.planned import portable_moe
+from moeq_kernels import prepare
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,9 +24,8 @@ def test_fused_moe_equals_the_portable_kernels(tokens: int, bias: bool) -> None:
     recipe = Recipe("int8-w8a8/1", "int8", experts=8, hidden=512, intermediate=272, bias=bias)
     packed, layer = make_layer(recipe, "cuda")
     routed = route(tokens, recipe.hidden, recipe.experts, 2, device="cuda")
-    assert unsupported_reason(routed.x, packed) is None
+    assert prepare(packed, top_k=2, max_tokens=tokens).reason is None
     found = compare(packed, layer, routed)
     assert found.passed
-    blocks = blocks_on(routed.x, 2 * tokens, recipe.experts, find_format(recipe.layout, recipe.element))
-    other = fused_moe(routed.x, packed, routed.weights, routed.ids, blocks=blocks)
+    other = portable_moe(routed.x, packed, routed.weights, routed.ids)
     assert (found.y.float() - other.float()).norm() <= 6e-3 * other.float().norm()

@@ -13,14 +13,16 @@ import torch
 
 from bench.cases import Recipe, make_layer, route
 from bench.comparison import random_map
+from bench.planned import hopper_int8_moe, quantize
 from moeq_kernels import fused_moe
+from moeq_kernels.areas import Arena
 from moeq_kernels.epilogue import SILU, Epilogue
-from moeq_kernels.hopper.call import Call
-from moeq_kernels.hopper.device import routing
 from moeq_kernels.hopper.w8a8 import layer
-from moeq_kernels.hopper.w8a8.device import narrow, rows, wide
+from moeq_kernels.hopper.w8a8.device import narrow, wide
 from moeq_kernels.hopper.w8a8.plan import Int8Narrow, Int8Plan, Int8Wide
-from moeq_kernels.launch import quantize
+from moeq_kernels.launch import run_with_triton
+from moeq_kernels.prepared import prepare_for
+from moeq_kernels.problem import Piece
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the real kernels are tested")
 
@@ -35,10 +37,12 @@ class Product:
     def __getitem__(self, _grid: tuple[int, ...]) -> Product:
         return self
 
-    def __call__(self, first: Any, second: Any, x: Any, x_scale: Any, w_scale: Any, bias: Any, out: Any, tiles: Any,
-                 num_tiles: Any, steps: int, blocks: int, *rest: int, **constants: Any) -> None:  # fmt: skip
+    def __call__(self, first_desc: Any, second_desc: Any, x_desc: Any, x_scale: Any, w_scale: Any, bias: Any, out: Any,
+                 tiles: Any, num_tiles: Any, steps: int, blocks: int, columns: int, stride: int, w_rows: int,
+                 up_row: int, row_step: int, **constants: Any) -> None:  # fmt: skip
         self.seen.append(constants)
-        splits, rows, columns, stride, w_rows, up_row, row_step = (1, out.shape[1], *rest) if self.wide else rest[:7]
+        first, second, x = first_desc, second_desc, x_desc
+        splits, rows = constants.get("splits", 1), constants.get("rows", out.shape[1])
         gated, split = constants["EPILOGUE"].gated, constants.get("SPLIT", False)
         tile = 64 * constants["WARPGROUPS"] if self.wide else constants["TOKENS"]
         item = (128 if gated else 256) if self.wide else (64 if gated else 128) * constants["WARPGROUPS"]
@@ -50,7 +54,7 @@ class Product:
             known = [one if num_tiles is None or one < 0 else int(num_tiles[one]) for one in tiles.flatten().tolist()]
             items = [[max(one, 0), row, row + (one >= 0)] for row, one in enumerate(known)]
         else:
-            items = tiles[: 8 * int(num_tiles[0])].view(-1, 8)[:, :3].tolist()
+            items = tiles[: int(num_tiles[0]), :3].tolist()
         for expert, start, end in items:
             some = slice(start, min(start + tile, end))
             for number in range(splits):
@@ -85,9 +89,6 @@ def _activate(epilogue: Epilogue, gate: torch.Tensor, up: torch.Tensor) -> torch
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> dict[str, Product]:
-    for module in (rows, routing):  # inline assembly; without dependent launches it does nothing anyway
-        monkeypatch.setattr(module, "gdc_wait", lambda: None)
-        monkeypatch.setattr(module, "gdc_launch_dependents", lambda: None)
     torch.utils.deterministic.fill_uninitialized_memory = True
     found = {"narrow": Product(wide=False), "wide": Product(wide=True)}
     monkeypatch.setattr(narrow, "int8_product_narrow", found["narrow"])
@@ -127,7 +128,7 @@ def test_layer_equals_the_portable_kernels(
     ids[tokens // 2, 0] = -1
     torch.use_deterministic_algorithms(True)  # fills what is not written with NaN
     try:
-        y = layer.hopper_int8_moe(
+        y = hopper_int8_moe(
             given.x, packed, given.weights, ids, epilogue=epilogue, expert_map=expert_map, plan=plan, dependent=False
         )
     finally:
@@ -148,17 +149,21 @@ def test_codes_and_scales_are_those_of_the_portable_kernel(products: dict[str, P
     x[6] = torch.linspace(-127, 127, 300).to(torch.bfloat16) / 2  # many ties
     ids = torch.rand(37, 6, generator=generator).topk(2, dim=1).indices.int()
     packed, _ = make_layer(Recipe("int8-w8a8/1", "int8", experts=6, hidden=300 // 4 * 4, intermediate=64))
-    call = Call(packed, SILU, None, None, False)
     codes, scales = quantize(x, None)
-    for pairs in (8, 37):  # 37 tokens: in one kernel; and as with many pairs
-        found = layer.sort_quantised(call, x[:pairs], ids[:pairs], Int8Plan(NARROW))
-        rows = found.inverse[: 2 * pairs].long()
-        order = torch.sort(ids[:pairs].reshape(-1), stable=True).indices
-        assert torch.equal(order[rows.argsort()].sort().values, torch.arange(2 * pairs))
-        assert torch.equal(rows[order], torch.arange(2 * pairs))
-        assert torch.equal(found.rows.codes[rows], codes[:pairs].repeat_interleave(2, dim=0))
-        assert torch.equal(found.rows.scales[rows], scales[:pairs].repeat_interleave(2))
-        assert torch.equal(found.expert_of_row[rows], ids[:pairs].reshape(-1))
+    for tokens in (8, 37):  # 37 tokens: in one kernel; and as with many pairs
+        prepared = prepare_for(
+            x[:tokens], packed, 2, tokens, SILU, None, family="hopper-w8a8", plan=Int8Plan(NARROW), dependent=False
+        )
+        arena = Arena()
+        piece = Piece.whole(prepared.problem, tokens)
+        launches, found = layer._quantised(prepared.problem, piece, arena, Int8Plan(NARROW))
+        roots = {"x": x[:tokens], "topk_ids": ids[:tokens], "workspace": torch.empty(arena.used, dtype=torch.uint8)}
+        run_with_triton(launches, roots)
+        rows = found.sorted.inverse.bind(roots).long()
+        order = torch.sort(ids[:tokens].reshape(-1), stable=True).indices
+        assert torch.equal(rows[order], torch.arange(2 * tokens))
+        assert torch.equal(found.rows.codes.bind(roots)[rows], codes[:tokens].repeat_interleave(2, dim=0))
+        assert torch.equal(found.rows.scales.bind(roots)[rows], scales[:tokens].repeat_interleave(2))
 
 
 def test_static_scales_are_used(products: dict[str, Product]) -> None:
@@ -171,6 +176,6 @@ def test_static_scales_are_used(products: dict[str, Product]) -> None:
         w2=dataclasses.replace(packed.w2, input_scale=torch.tensor([0.01])),
     )
     given = route(9, 128, 4, 2, dtype=torch.float16)
-    y = layer.hopper_int8_moe(given.x, packed, given.weights, given.ids, plan=Int8Plan(NARROW), dependent=False)
+    y = hopper_int8_moe(given.x, packed, given.weights, given.ids, plan=Int8Plan(NARROW), dependent=False)
     wanted = fused_moe(given.x, packed, given.weights, given.ids)
     assert (y.float() - wanted.float()).norm() / wanted.float().norm() < 1e-3

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 
 from bench.cases import Recipe, make_layer
-from moeq_kernels.hopper.support import _int8_reasons, unsupported_reason
+from moeq_kernels.epilogue import PLAIN
+from moeq_kernels.hopper.support import int8_reasons, unsupported_reason
 from moeq_kernels.hopper.w8a8.plan import TABLE, Int8Direct, Int8Narrow, Int8Wide, choose, splits_for
+from moeq_kernels.prepared import prepare
+from moeq_kernels.problem import Problem
+from moeq_kernels.records import PackedExperts
 
 SHAPES = [(8, 2, 4096, 14336), (128, 8, 2048, 768), (256, 8, 7168, 256), (32, 4, 2880, 2880), (4, 1, 64, 48)]
 
@@ -52,22 +57,23 @@ def test_sizes_fit_a_multiprocessor() -> None:
     assert limits[-1] == float("inf")
 
 
+def _problem(packed: PackedExperts, **options: Any) -> Problem:
+    return prepare(packed, top_k=2, max_tokens=1, **options).problem
+
+
 def test_reasons() -> None:
     packed, _ = make_layer(Recipe("int8-w8a8/1", "int8", hidden=64, intermediate=48))
-    x = torch.zeros(1, 64, dtype=torch.bfloat16)
-    assert "not on an NVIDIA GPU" in str(unsupported_reason(x, packed))
-    assert list(_int8_reasons(x, packed, False)) == []
-    assert "multiply the output" in next(_int8_reasons(x, packed, True))
-    assert "stride 2" in next(_int8_reasons(torch.zeros(1, 128, dtype=torch.bfloat16)[:, ::2], packed, False))
-    assert "no gate" in next(_int8_reasons(x, dataclasses.replace(packed, w13_order="ungated"), False))
+    problem = _problem(packed)
+    assert "not on an NVIDIA GPU" in str(unsupported_reason(problem))
+    assert list(int8_reasons(problem)) == []
+    assert "multiply the output" in next(int8_reasons(_problem(packed, router_weight_on_input=True)))
+    assert "no gate" in next(int8_reasons(dataclasses.replace(problem, epilogue=PLAIN)))
     for changes, words in (
         ({"layout": "triton-wna16/1"}, "read int8-w8a8/1"),
-        ({"weight": packed.w2.weight.view(torch.uint8)}, "uint8"),
-        ({"weight": packed.w2.weight.flatten()[1:]}, "multiples of 16"),
+        ({"weight": dataclasses.replace(problem.w2.weight, dtype=torch.uint8)}, "uint8"),
         ({"k": 72}, "k = 72"),
         ({"global_scale": torch.ones(4)}, "global_scale"),
     ):
-        changed = dataclasses.replace(packed, w2=dataclasses.replace(packed.w2, **changes))
-        found = list(_int8_reasons(x, changed, False))
+        found = list(int8_reasons(dataclasses.replace(problem, w2=dataclasses.replace(problem.w2, **changes))))
         assert len(found) == 1
         assert words in found[0]

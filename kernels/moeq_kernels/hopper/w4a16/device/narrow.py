@@ -15,7 +15,7 @@ from moeq_kernels.hopper.device import epilogue
 from moeq_kernels.hopper.w4a16.device import common, layouts, steps, weights
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["rows"])
 def expert_product_narrow(
     w_desc,
     x_desc,

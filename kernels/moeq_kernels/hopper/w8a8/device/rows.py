@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moeq_kernels.device.activations import activate_gated
 from moeq_kernels.device.numerics import round_half_even, round_to
-from moeq_kernels.hopper.device.routing import _local, _mark_unused, _write_tiles
+from moeq_kernels.device.routing import _local, _mark_unused, _write_tiles
 
 
 @triton.jit
@@ -30,11 +30,11 @@ def _quantised(value, static_scale):
     return tl.minimum(tl.maximum(code, -128.0), 127.0).to(tl.int8), scale
 
 
-@triton.jit(do_not_specialize=["pairs", "EXPERTS", "KNOWN", "MOST"])
+@triton.jit(do_not_specialize=["pairs", "EXPERTS", "KNOWN", "MOST", "TILE"])
 def route_quantised(
     ids, expert_map, x, static_scale, codes, scales, inverse, expert_of_row, tiles, num_tiles, pairs, hidden, stride_x,
-    stride_q, EXPERTS, KNOWN, MOST, MAPPED: tl.constexpr, PAIRS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
-    TOP_K: tl.constexpr, PER: tl.constexpr, COLUMNS: tl.constexpr, DIRECT: tl.constexpr,
+    stride_q, EXPERTS, KNOWN, MOST, TILE, MAPPED: tl.constexpr, PAIRS: tl.constexpr, BINS: tl.constexpr,
+    TOP_K: tl.constexpr, PER: tl.constexpr, COLUMNS: tl.constexpr, DIRECT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Everything before the products, in one kernel, for up to a thousand or so pairs.
 
@@ -44,8 +44,10 @@ def route_quantised(
     See `device.routing` for the terms; PER divides TOP_K, COLUMNS is at least `hidden`.
     """
     at = tl.arange(0, PAIRS)
-    gdc_wait()  # first: the product after this one may read `ids` before it waits
-    gdc_launch_dependents()
+    if DEPENDENT:
+        gdc_wait()  # first: the product after this one may read `ids` before it waits
+    if DEPENDENT:
+        gdc_launch_dependents()
     group = tl.program_id(0)
     if not DIRECT:
         group -= EXPERTS
@@ -89,14 +91,17 @@ def route_quantised(
 @triton.jit
 def quantise_tokens(
     x, static_scale, codes, scales, inverse, hidden, stride_x, stride_q, TOP_K: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Codes and scale of a token, in the sorted rows of its pairs; for many pairs, after `routing.place_pairs`."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     value = tl.load(x + token * stride_x + column, mask=column < hidden, other=0.0).to(tl.float32)
     code, scale = _quantised(value, static_scale)
-    gdc_wait()
-    gdc_launch_dependents()
+    if DEPENDENT:
+        gdc_wait()
+    if DEPENDENT:
+        gdc_launch_dependents()
     for i in tl.static_range(TOP_K):
         row = tl.load(inverse + token * TOP_K + i)
         if row >= 0:
@@ -117,13 +122,15 @@ def _rows_in_use(tiles, num_tiles, pairs, DIRECT: tl.constexpr):
 @triton.jit(do_not_specialize=["pairs"])
 def requantise(
     middle, static_scale, codes, scales, tiles, num_tiles, pairs, size, stride_q, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DIRECT: tl.constexpr,
+    COLUMNS: tl.constexpr, DIRECT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Codes and scales of rows of activations `[pairs, size]`, of those that are in use (DIRECT: of all)."""
     first = tl.program_id(0) * ROWS
     column = tl.arange(0, COLUMNS)
-    gdc_wait()
-    gdc_launch_dependents()
+    if DEPENDENT:
+        gdc_wait()
+    if DEPENDENT:
+        gdc_launch_dependents()
     rows = _rows_in_use(tiles, num_tiles, pairs, DIRECT)
     for i in tl.static_range(ROWS):
         row = (first + i).to(tl.int64)
@@ -140,7 +147,7 @@ def activate_quantised(
     sums, static_scale, x_scale, w_scale, bias, expert_of_row, codes, scales, tiles, num_tiles, rows, size, stride_q,
     up_row, row_step, SPLITS: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
     LIMIT: tl.constexpr, DTYPE: tl.constexpr, COLUMNS: tl.constexpr, DIRECT: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    INTERPRET: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The end of a gate-up product whose k was shared: int32 sums `[SPLITS, rows, 2 * size]` to codes of activations.
 
@@ -150,8 +157,10 @@ def activate_quantised(
     row = tl.program_id(0)
     column = tl.arange(0, COLUMNS)
     inside = column < size
-    gdc_wait()
-    gdc_launch_dependents()
+    if DEPENDENT:
+        gdc_wait()
+    if DEPENDENT:
+        gdc_launch_dependents()
     if row >= _rows_in_use(tiles, num_tiles, rows, DIRECT):
         return
     expert = tl.load(expert_of_row + row).to(tl.int64)

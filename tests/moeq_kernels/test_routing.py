@@ -7,17 +7,11 @@ import math
 import pytest
 import torch
 
-from moeq_kernels.hopper.device import routing
+from moeq_kernels import interpreter
+from moeq_kernels.device import routing
 from moeq_kernels.tuning import next_power_of_two
 
 GARBAGE = 2**31 - 1
-
-
-@pytest.fixture(autouse=True)
-def _no_dependent_launch(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    if device.type == "cpu":  # inline assembly; without dependent launches it does nothing anyway
-        monkeypatch.setattr(routing, "gdc_wait", lambda: None)
-        monkeypatch.setattr(routing, "gdc_launch_dependents", lambda: None)
 
 
 def _expected(local: torch.Tensor, experts: int, tile: int, grain: int) -> tuple[torch.Tensor, list[list[int]]]:
@@ -67,8 +61,8 @@ def test_pairs_are_sorted_by_expert_and_tokens_copied(
     ids = ids.to(device)
     given = expert_map.to(device) if expert_map is not None else None
     bins = next_power_of_two(experts + 1 if few else experts)
-    common = {"MAPPED": mapped, "BINS": bins, "TILE": tile, "GRAIN": grain}
-    sizes = (experts, known, most)
+    common = {"MAPPED": mapped, "BINS": bins, "DEPENDENT": False}
+    sizes = (experts, known, most, tile, grain)
     if few:
         routing.route_few[(experts, 3)](
             ids, given, x, sorted_x, pair_of_row, inverse, tiles, num_tiles, cleared, 7, pairs, top_k, hidden, hidden,
@@ -77,14 +71,23 @@ def test_pairs_are_sorted_by_expert_and_tokens_copied(
     else:
         blocks = -(-pairs // 64)
         counts = torch.empty(blocks, bins, dtype=torch.int32, device=device)
-        routing.count_pairs[(blocks,)](
-            ids, given, counts, cleared, 7, pairs, experts, known, MAPPED=mapped, BLOCK=64, BINS=bins
-        )
+        routing.count_pairs[(blocks,)](ids, given, counts, cleared, 7, pairs, experts, known, BLOCK=64, **common)
         routing.place_pairs[(blocks,)](
             ids, given, counts, pair_of_row, inverse, tiles, num_tiles, pairs, *sizes, BLOCK=64, GROUP=2, **common
         )
         routing.gather_rows[(-(-pairs // 8), 2)](
-            x, sorted_x, pair_of_row, tiles, num_tiles, pairs, top_k, hidden, hidden, ROWS=8, COLUMNS=32
+            x,
+            sorted_x,
+            pair_of_row,
+            tiles,
+            num_tiles,
+            pairs,
+            top_k,
+            hidden,
+            hidden,
+            ROWS=8,
+            COLUMNS=32,
+            DEPENDENT=False,
         )
     assert cleared.sum() == 0
     order, wanted = _expected(local, experts, tile, grain)
@@ -110,7 +113,7 @@ def test_choices_and_shares_are_summed_with_weights(device: torch.device) -> Non
     y = torch.full((tokens, hidden), float("nan"), device=device)
     routing.sum_rows[(3, 2)](
         parts, inverse.to(device), weights.to(device), y, tokens, hidden, rows, top_k, TOP_K=top_k, SPLITS=splits,
-        COLUMNS=32, TOKENS=2,
+        COLUMNS=32, TOKENS=2, DEPENDENT=False, INTERPRET=interpreter.active(),
     )  # fmt: skip
     found = torch.where(inverse[:, None] >= 0, parts.cpu().sum(0)[inverse.long()], 0.0).view(tokens, top_k, hidden)
     torch.testing.assert_close(y.cpu(), (found * weights[..., None]).sum(1), rtol=1e-5, atol=1e-5)
@@ -127,7 +130,20 @@ def test_results_in_sixteen_bits_are_read_again(device: torch.device) -> None:
     y = torch.full((1, 11), 5.0, device=device)
     zero, one = torch.zeros(1, dtype=torch.int32, device=device), torch.ones(1, 1, device=device)
     routing.sum_rows[(1, 1)](
-        parts.view(1, 1, 11).to(device), zero, one, y, 1, 11, 1, 1, TOP_K=1, SPLITS=1, COLUMNS=16, TOKENS=1
+        parts.view(1, 1, 11).to(device),
+        zero,
+        one,
+        y,
+        1,
+        11,
+        1,
+        1,
+        TOP_K=1,
+        SPLITS=1,
+        COLUMNS=16,
+        TOKENS=1,
+        DEPENDENT=False,
+        INTERPRET=interpreter.active(),
     )
     wanted = torch.where(values.abs() < 2.0**-62, 0.0, values)
     torch.testing.assert_close(y[0, :10].cpu(), wanted, rtol=2.0**-9, atol=1e-18)

@@ -1,5 +1,7 @@
 """Sorting routed pairs by expert, and summing their results: plain Triton, deterministic, no atomics, no host reads.
 
+DEPENDENT: launched while the kernel before it still runs (programmatic dependent launch, from sm_90 on).
+
 A pair is `token * top_k + choice`. Sorted rows are numbered by expert, then by pair. `inverse[pair]` is a pair's row,
 -1 where a choice has no expert here. A row of `tiles` is: expert (-1: unused), first row, end row of the expert, the
 expert's first tile, the expert's number of tiles, their height (the last one may have fewer rows), 0, 0. Heights are
@@ -11,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from moeq_kernels.device.numerics import round_to
 
 
 @triton.jit
@@ -25,7 +29,7 @@ def _local(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED: tl.constexpr):
 
 
 @triton.jit
-def _tiles_of(count, TILE: tl.constexpr, GRAIN: tl.constexpr):
+def _tiles_of(count, TILE, GRAIN):
     """Tiles of experts with `count` rows, and their height: the fewest of up to TILE rows, of nearly equal heights."""
     fewest = tl.maximum((count + TILE - 1) // TILE, 1)
     even = (count + fewest - 1) // fewest
@@ -34,7 +38,7 @@ def _tiles_of(count, TILE: tl.constexpr, GRAIN: tl.constexpr):
 
 
 @triton.jit
-def _write_tiles(tiles, expert, count, start, first, TILE: tl.constexpr, GRAIN: tl.constexpr):
+def _write_tiles(tiles, expert, count, start, first, TILE, GRAIN):
     """The rows of `tiles` of one expert."""
     number, height = _tiles_of(count, TILE, GRAIN)
     for i in range(number):
@@ -56,11 +60,11 @@ def _mark_unused(tiles, num_tiles, used, MOST, BLOCK: tl.constexpr):
         tl.store(tiles + unused * 8, tl.full([BLOCK], -1, tl.int32), mask=unused < MOST)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["to_clear", "pairs", "top_k", "EXPERTS", "KNOWN", "MOST", "TILE", "GRAIN"])
 def route_few(
     ids, expert_map, x, sorted_x, pair_of_row, inverse, tiles, num_tiles, cleared, to_clear, pairs, top_k, hidden,
-    stride_x, EXPERTS, KNOWN, MOST, MAPPED: tl.constexpr, PAIRS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
-    GRAIN: tl.constexpr, COPY: tl.constexpr, COLUMNS: tl.constexpr,
+    stride_x, EXPERTS, KNOWN, MOST, TILE, GRAIN, MAPPED: tl.constexpr, PAIRS: tl.constexpr, BINS: tl.constexpr,
+    COPY: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Everything in one kernel for up to a few thousand pairs; programs: (expert, 0 or 1 + slice of columns).
 
@@ -70,13 +74,15 @@ def route_few(
     """
     expert = tl.program_id(0)
     at = tl.arange(0, PAIRS)
-    gdc_wait()
+    if DEPENDENT:
+        gdc_wait()
     local = _local(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED)
     mine = local == expert
     count = tl.sum(mine.to(tl.int32))
     start = tl.sum((local < expert).to(tl.int32))
     row = start + tl.cumsum(mine.to(tl.int32)) - 1
-    gdc_launch_dependents()
+    if DEPENDENT:
+        gdc_launch_dependents()
     if tl.program_id(1) == 0:
         tl.store(pair_of_row + row, at, mask=mine)
         tl.store(inverse + at, row, mask=mine)
@@ -106,16 +112,18 @@ def route_few(
                 tl.store(sorted_x + rows.to(tl.int64)[:, None] * hidden + column[None, :], value, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["to_clear", "pairs", "EXPERTS", "KNOWN"])
 def count_pairs(
     ids, expert_map, counts, cleared, to_clear, pairs, EXPERTS, KNOWN, MAPPED: tl.constexpr, BLOCK: tl.constexpr,
-    BINS: tl.constexpr,
+    BINS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """counts `[blocks, BINS]`: pairs of each expert in each block of BLOCK pairs; sets `to_clear` integers to zero."""
-    gdc_wait()
+    if DEPENDENT:
+        gdc_wait()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     local = _local(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED)
-    gdc_launch_dependents()
+    if DEPENDENT:
+        gdc_launch_dependents()
     for begin in range(tl.program_id(0) * BINS, to_clear, tl.num_programs(0) * BINS):
         clear = begin + tl.arange(0, BINS)
         tl.store(cleared + clear, tl.zeros([BINS], tl.int32), mask=clear < to_clear)
@@ -123,18 +131,18 @@ def count_pairs(
     tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), found)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "EXPERTS", "KNOWN", "MOST", "TILE", "GRAIN"])
 def place_pairs(
-    ids, expert_map, counts, pair_of_row, inverse, tiles, num_tiles, pairs, EXPERTS, KNOWN, MOST,
-    MAPPED: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr, GRAIN: tl.constexpr,
-    GROUP: tl.constexpr,
+    ids, expert_map, counts, pair_of_row, inverse, tiles, num_tiles, pairs, EXPERTS, KNOWN, MOST, TILE, GRAIN,
+    MAPPED: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, GROUP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Rows of the pairs of one block, and (shared among programs) the list of tiles."""
     block = tl.program_id(0)
     at = block * BLOCK + tl.arange(0, BLOCK)
     local = _local(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED)
     bins = tl.arange(0, BINS)
-    gdc_wait()
+    if DEPENDENT:
+        gdc_wait()
     total = tl.zeros([BINS], tl.int32)
     before = tl.zeros([BINS], tl.int32)
     for other in range(0, tl.num_programs(0), GROUP):
@@ -160,7 +168,8 @@ def place_pairs(
     there = expert < EXPERTS
     tl.store(pair_of_row + row, pair, mask=there)
     tl.store(inverse + pair, tl.where(there, row, -1), mask=expert <= EXPERTS)
-    gdc_launch_dependents()
+    if DEPENDENT:
+        gdc_launch_dependents()
     tiles_of, height = _tiles_of(total, TILE, GRAIN)
     first_of = tl.cumsum(tiles_of) - tiles_of
     for one in range(block, tl.max(tiles_of), tl.num_programs(0)):  # this tile of every expert that has as many
@@ -176,15 +185,17 @@ def place_pairs(
         _mark_unused(tiles, num_tiles, tl.sum(tiles_of), MOST, BINS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "top_k"])
 def gather_rows(
     x, sorted_x, pair_of_row, tiles, num_tiles, pairs, top_k, hidden, stride_x, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """sorted_x[row] = x[token of row]. Programs: (ROWS rows, COLUMNS columns)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    gdc_wait()
-    gdc_launch_dependents()
+    if DEPENDENT:
+        gdc_wait()
+    if DEPENDENT:
+        gdc_launch_dependents()
     used = tl.load(num_tiles)
     rows = tl.load(tiles + tl.maximum(used - 1, 0) * 8 + 2, mask=used > 0, other=0)
     token = tl.load(pair_of_row + row, mask=row < pairs, other=0) // top_k
@@ -206,7 +217,7 @@ def _as_float(part):
         return part.to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "rows", "stride_w"])
 def sum_rows(
     parts,
     inverse,
@@ -220,21 +231,27 @@ def sum_rows(
     SPLITS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):
-    """y[t] = sum over choices, in order, of weight * (sum over splits, in order, of parts `[SPLITS, rows, hidden]`)."""
+    """y[t] = sum over choices of weight (1 if None) * (sum over splits of parts `[SPLITS, rows, hidden]`), in order."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (token < tokens)[:, None] & (column < hidden)[None, :]
     total = tl.zeros([TOKENS, COLUMNS], tl.float32)
-    gdc_wait()
+    if DEPENDENT:
+        gdc_wait()
     for choice in tl.static_range(TOP_K):
         row = tl.load(inverse + token * TOP_K + choice, mask=token < tokens, other=-1)
-        weight = tl.load(weights + token * stride_w + choice, mask=token < tokens, other=0.0).to(tl.float32)
         there = inside & (row >= 0)[:, None]
         value = tl.zeros([TOKENS, COLUMNS], tl.float32)
         for split in tl.static_range(SPLITS):
             at = (split * rows + row).to(tl.int64)
             part = tl.load(parts + at[:, None] * hidden + column[None, :], mask=there, other=0)
             value += _as_float(part)
-        total += weight[:, None] * value
-    tl.store(y + token.to(tl.int64)[:, None] * hidden + column[None, :], total, mask=inside)
+        if weights is not None:
+            weight = tl.load(weights + token * stride_w + choice, mask=token < tokens, other=0.0).to(tl.float32)
+            value *= weight[:, None]
+        total += value
+    where = y + token.to(tl.int64)[:, None] * hidden + column[None, :]
+    tl.store(where, round_to(total, y.dtype.element_ty, INTERPRET), mask=inside)

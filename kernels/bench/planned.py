@@ -1,0 +1,63 @@
+"""Calls of one family of kernels with a plan of one's own, as measurements and checks want them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeq_kernels import PackedExperts
+from moeq_kernels.areas import Area
+from moeq_kernels.epilogue import SILU, Epilogue
+from moeq_kernels.launch import run_with_triton
+from moeq_kernels.portable import quantize_launch
+from moeq_kernels.prepared import prepare_for
+
+
+def run_family(
+    family: str,
+    x: Tensor,
+    experts: PackedExperts,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    epilogue: Epilogue = SILU,
+    expert_map: Tensor | None = None,
+    plan: Any = None,
+    dependent: bool = True,
+) -> Tensor:
+    """y `[M, H]` by that family's kernels, which have to support the layer; plan None is what the family chooses."""
+    known = None if expert_map is None else expert_map.numel()
+    tokens, top_k = topk_ids.shape
+    layer = prepare_for(x, experts, top_k, tokens, epilogue, known, family=family, plan=plan, dependent=dependent)
+    return layer(x, topk_weights, topk_ids, expert_map=expert_map)
+
+
+def hopper_moe(*given: Any, **options: Any) -> Tensor:
+    """By the Hopper kernels for 16-bit activations."""
+    return run_family("hopper-w4a16", *given, **options)
+
+
+def hopper_int8_moe(*given: Any, **options: Any) -> Tensor:
+    """By the Hopper kernels for W8A8."""
+    return run_family("hopper-w8a8", *given, **options)
+
+
+def portable_moe(*given: Any, **options: Any) -> Tensor:
+    """By the portable kernels."""
+    return run_family("portable", *given, **options)
+
+
+def quantize(x: Tensor, static_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """int8 codes `[R, K]` and float32 scales `[R]` of rows, by the portable kernel."""
+    roots = {"x": x.contiguous(), "codes": torch.empty_like(x, dtype=torch.int8), "scales": x.new_empty(len(x)).float()}
+    areas = {name: Area.like(name, tensor) for name, tensor in roots.items()}
+    static = None
+    if static_scale is not None:
+        roots["static"] = static_scale
+        static = Area.like("static", static_scale)
+    run_with_triton(
+        [quantize_launch(areas["x"], areas["codes"], areas["scales"], static, x.device.type == "cpu")], roots
+    )
+    return roots["codes"], roots["scales"]

@@ -1,0 +1,291 @@
+"""Compiling launches ahead of use: what of a launch the code depends on, and compiling many of them in parallel.
+
+Code depends on types, on constants, and on which integers are 1 or multiples of 16, as in Triton's own launcher;
+integers that a kernel lists in `do_not_specialize` do not matter: those that change with the number of tokens.
+
+Machine code is kept in `cache_folder()`, a file for each build, under a key of the kernel's source, Triton's version,
+the build and the GPU's architecture. The folder may be copied to, or shared with, machines with such GPUs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moeq_kernels.errors import KernelEnvironmentError
+from moeq_kernels.gpu import Gpu
+
+if TYPE_CHECKING:  # processes that only compile do without torch
+    from moeq_kernels.areas import Area
+    from moeq_kernels.launch import Argument, Launch
+
+_TYPES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "int64": "i64",
+    "int32": "i32",
+    "int16": "i16",
+    "int8": "i8",
+    "uint8": "u8",
+}
+
+
+@dataclass(frozen=True)
+class Specialisation:
+    """One build of a kernel.
+
+    Attributes:
+        kernel: as of `Launch`.
+        types: Triton's types by parameter; parameters that are missing are constants.
+        constants: by parameter.
+        aligned: parameters that are multiples of 16.
+        options: of the compiler.
+    """
+
+    kernel: str
+    types: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    aligned: frozenset[str]
+    options: tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """What warming did: kernels in all, those that were not in the cache on disk, and seconds."""
+
+    kernels: int
+    compiled: int
+    seconds: float
+
+
+def specialise(launch: Launch) -> Specialisation:
+    """The build that a launch needs."""
+    types: list[tuple[str, str]] = []
+    constants: dict[str, Any] = dict(launch.constants)
+    aligned = set()
+    for parameter in launch.function.params:
+        name = parameter.name
+        if name in constants:
+            continue
+        kind, divisible = _type_of(launch.arguments[name], bool(parameter.do_not_specialize))
+        if kind is None:
+            constants[name] = launch.arguments[name]
+            continue
+        types.append((name, kind))
+        if divisible:
+            aligned.add(name)
+    options = tuple(sorted(launch.options.items()))
+    return Specialisation(launch.kernel, tuple(types), tuple(sorted(constants.items())), frozenset(aligned), options)
+
+
+def _type_of(value: Argument, plain: bool) -> tuple[str | None, bool]:
+    """Type, or None where the value is a constant, and whether it is known as a multiple of 16."""
+    from moeq_kernels.areas import Area, Box
+
+    if value is None:
+        return None, False
+    if isinstance(value, Area):
+        return f"*{_name(value)}", value.offset % 16 == 0
+    if isinstance(value, Box):
+        return f"tensordesc<{_name(value.area)}[{', '.join(map(str, value.block))}],{value.layout!r}>", False
+    if value == 1 and not plain:
+        return None, False
+    return "i32" if -(2**31) <= value < 2**31 else "i64", value % 16 == 0 and not plain
+
+
+def _name(area: Area) -> str:
+    return _TYPES[str(area.dtype).removeprefix("torch.")]
+
+
+def compile_one(wanted: Specialisation, gpu: Gpu) -> Any:
+    """Triton's compiled kernel, from its cache on disk where it is there; needs no GPU.
+
+    Raises KernelEnvironmentError where this process interprets.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = _function(wanted)
+    types = dict(wanted.types)
+    signature = {name: types.get(name, "constexpr") for name in function.arg_names}
+    attributes = {
+        (i,): [["tt.divisibility", 16]] for i, name in enumerate(function.arg_names) if name in wanted.aligned
+    }
+    source_of = _gluon_source() if function.is_gluon() else ASTSource
+    source = source_of(function, signature, constexprs=dict(wanted.constants), attrs=attributes)
+    return triton.compile(source, target=GPUTarget(gpu.backend, gpu.arch, gpu.warp), options=dict(wanted.options))
+
+
+@dataclass(frozen=True)
+class Binary:
+    """Machine code for an NVIDIA GPU, and how it is launched.
+
+    Attributes:
+        code: a cubin.
+        name: of the kernel in it.
+        warps: of a program.
+        shared: bytes of shared memory that are asked for when it is launched.
+        boxes: for each descriptor of the copy engine its swizzle (CUtensorMapSwizzle) and block.
+    """
+
+    code: bytes
+    name: str
+    warps: int
+    shared: int
+    boxes: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+def cache_folder() -> Path:
+    """Where machine code is kept: MOEQ_KERNEL_CACHE, else `moeq/kernels` in the user's cache folder."""
+    given = os.environ.get("MOEQ_KERNEL_CACHE")
+    return (
+        Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moeq" / "kernels"
+    )
+
+
+def _file(wanted: Specialisation, gpu: Gpu) -> Path:
+    import triton
+    from triton._C import libtriton
+
+    source = _function(wanted).cache_key  # of the kernel and of all that it calls
+    settings = sorted(libtriton.get_cache_invalidating_env_vars().items())
+    parts = (source, triton.__version__, settings, gpu.arch, wanted.types, wanted.constants)
+    text = repr((*parts, sorted(wanted.aligned), wanted.options))
+    name = wanted.kernel.rpartition(":")[2]
+    return cache_folder() / f"{name}-sm{gpu.arch}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+
+
+def stored(wanted: Specialisation, gpu: Gpu) -> Binary | None:
+    """A build from the cache folder; None where it is not there or not whole."""
+    try:
+        head, _, code = _file(wanted, gpu).read_bytes().partition(b"\n")
+        about = json.loads(head)
+        if len(code) != about["bytes"]:
+            return None
+        boxes = tuple((swizzle, tuple(block)) for swizzle, block in about["boxes"])
+        return Binary(code, about["name"], about["warps"], about["shared"], boxes)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def binary(wanted: Specialisation, gpu: Gpu) -> Binary:
+    """A build, from the cache folder or compiled and put there. Raises the errors of `compile_one`."""
+    found = stored(wanted, gpu)
+    if found is not None:
+        return found
+    built = compile_one(wanted, gpu)
+    metadata = built.metadata
+    if getattr(metadata, "global_scratch_size", 0) or getattr(metadata, "profile_scratch_size", 0):
+        raise KernelEnvironmentError(f"{wanted.kernel} wants scratch memory, which launches here do not give")
+    boxes = tuple(
+        (box["swizzle"], tuple(box["block_size"])) for box in getattr(metadata, "tensordesc_meta", None) or ()
+    )
+    found = Binary(built.asm["cubin"], metadata.name, metadata.num_warps, metadata.shared, boxes)
+    path = _file(wanted, gpu)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            about = {"name": found.name, "warps": found.warps, "shared": found.shared, "boxes": found.boxes}
+            file.write(json.dumps({**about, "bytes": len(found.code)}).encode() + b"\n" + found.code)
+        os.replace(file.name, path)  # whole or not at all, whoever else writes it
+    except OSError:  # a folder that cannot be written costs compiling again
+        pass
+    return found
+
+
+def _function(wanted: Specialisation) -> Any:
+    module, _, name = wanted.kernel.partition(":")
+    function = getattr(import_module(f"moeq_kernels.{module}"), name)
+    if not hasattr(function, "cache_key"):
+        raise KernelEnvironmentError("kernels cannot be compiled in the interpreter", "unset TRITON_INTERPRET")
+    return function
+
+
+@cache
+def _gluon_source() -> Any:
+    """Triton 3.9 makes the class public."""
+    gluon = import_module("triton.experimental.gluon")
+    return getattr(gluon, "GluonASTSource", None) or import_module(f"{gluon.__name__}._runtime").GluonASTSource
+
+
+def compile_all(wanted: Iterable[Specialisation], gpu: Gpu, workers: int | None = None) -> Warmed:
+    """Compiles what is not in the cache folder, in as many processes as there are processors (or `workers`).
+
+    Raises KernelEnvironmentError with what a process said that failed.
+    """
+    begin = time.monotonic()
+    builds = set(wanted)
+    # The longest builds first: those of the kernels that have the most parameters, by and large.
+    missing = (one for one in builds if stored(one, gpu) is None)
+    tasks = sorted(missing, key=lambda one: -len(one.types) - len(one.constants))
+    workers = min(len(tasks), workers or len(os.sched_getaffinity(0)))
+    if not tasks:
+        return Warmed(len(builds), 0, time.monotonic() - begin)
+    queue = iter(tasks)
+    with ThreadPoolExecutor(workers) as threads:  # each feeds one process; `next` on a shared iterator is atomic
+        done = list(threads.map(lambda _: _feed(queue, gpu), range(workers)))
+    return Warmed(len(builds), sum(done), time.monotonic() - begin)
+
+
+_WORKER = "from moeq_kernels.compiling import work; work()"
+
+
+def _feed(tasks: Iterable[Specialisation], gpu: Gpu) -> int:
+    """Gives one process a task after the other; returns how many it had to compile."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.Popen(
+        [sys.executable, "-c", _WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    compiled = 0
+    try:
+        for task in tasks:
+            pickle.dump((task, gpu), process.stdin)
+            process.stdin.flush()
+            answer = pickle.load(process.stdout)
+            if isinstance(answer, str):
+                raise KernelEnvironmentError(f"{task.kernel} does not compile: {answer}")
+            compiled += answer
+    except EOFError:
+        raise KernelEnvironmentError("a process that compiled kernels ended early") from None
+    finally:
+        process.stdin.close()
+        process.wait()
+        process.stdout.close()
+    return compiled
+
+
+def work() -> None:
+    """The other end of `_feed`: compiles what comes in until nothing more does."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a compiler prints is no answer
+    while True:
+        try:
+            task, gpu = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        answer: bool | str
+        try:
+            answer = stored(task, gpu) is None
+            binary(task, gpu)
+        except Exception as error:  # noqa: BLE001 - it is told to the other process, which raises
+            answer = f"{type(error).__name__}: {str(error)[:500]}"
+        pickle.dump(answer, answers)
+        answers.flush()

@@ -1,0 +1,263 @@
+"""Launching machine code through the CUDA driver, with as little work for the host as there can be.
+
+A call of Triton's launcher costs the host 10 to 30 us: it binds arguments, makes keys, looks up builds and descriptors.
+All that depends on the number of tokens only is done once here (`Bound`); a call writes addresses and launches.
+Structures follow cuda.h of CUDA 12; a test compares them with the header.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, Structure, byref, c_int, c_int32, c_int64, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
+from functools import cache
+from typing import Any
+
+import torch
+
+from moeq_kernels.areas import Area, Box
+from moeq_kernels.compiling import Binary, Specialisation, binary, specialise
+from moeq_kernels.errors import KernelEnvironmentError
+from moeq_kernels.gpu import Gpu
+from moeq_kernels.launch import Launch, Schedule
+
+PROGRAMMATIC_STREAM_SERIALIZATION = 6
+MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+PREFER_SHARED = 1
+SHARED_WITHOUT_ASKING = 48 * 1024
+L2_PROMOTION_128B = 2
+MAP_BYTES = 128
+INVALID_CONTEXT = 201
+#: CUtensorMapDataType by torch dtype; the copy engine only moves bytes, so signs do not matter.
+MAP_TYPES = {
+    torch.uint8: 0,
+    torch.int8: 0,
+    torch.int32: 3,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.bfloat16: 9,
+}
+
+#: Roots whose addresses change from call to call.
+MOVING = ("x", "topk_weights", "topk_ids", "out", "workspace", "expert_map")
+#: Area, swizzle and block of a descriptor.
+MapKey = tuple[Area, int, tuple[int, ...]]
+
+
+class LaunchAttribute(Structure):
+    """CUlaunchAttribute: an id and a union of 64 bytes, of which the first four are used here."""
+
+    _fields_ = (("id", c_int32), ("pad", c_int32), ("value", c_int32), ("rest", c_int32 * 15))
+
+
+class LaunchConfig(Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid_x", c_uint),
+        ("grid_y", c_uint),
+        ("grid_z", c_uint),
+        ("block_x", c_uint),
+        ("block_y", c_uint),
+        ("block_z", c_uint),
+        ("shared", c_uint),
+        ("stream", c_void_p),
+        ("attributes", POINTER(LaunchAttribute)),
+        ("number", c_uint),
+    )
+
+
+class Driver:
+    """The few functions of libcuda that are used here. Raises KernelEnvironmentError where there is none."""
+
+    def __init__(self) -> None:
+        try:
+            library = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise KernelEnvironmentError(f"the CUDA driver cannot be loaded: {error}") from None
+        names = ("cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute", "cuFuncSetCacheConfig")
+        self.load, self.find, self.set_attribute, self.set_cache = (getattr(library, name) for name in names)
+        self.get_context, self.set_context = library.cuCtxGetCurrent, library.cuCtxSetCurrent
+        self.launch = library.cuLaunchKernelEx
+        self.launch.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p]
+        self.encode = library.cuTensorMapEncodeTiled
+        self.encode.argtypes = [
+            c_void_p, c_int, c_uint32, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_int,
+        ]  # fmt: skip
+        self._text = library.cuGetErrorString
+        # Since CUDA 12.4: offset and size of a parameter.
+        self.parameter = getattr(library, "cuFuncGetParamInfo", None)
+
+    def check(self, status: int, what: str) -> None:
+        """Raises KernelEnvironmentError with the driver's words unless status is 0."""
+        if status:
+            text = ctypes.c_char_p()
+            self._text(status, byref(text))
+            raise KernelEnvironmentError(f"{what} failed: {(text.value or b'?').decode()} (CUDA error {status})")
+
+
+@cache
+def driver() -> Driver:
+    """The driver, loaded once."""
+    return Driver()
+
+
+@cache
+def load(wanted: Specialisation, gpu: Gpu, device: int) -> tuple[Binary, c_void_p]:
+    """A build and its function on a device, which has to be current; compiled first where it is not in the cache."""
+    code, cuda = binary(wanted, gpu), driver()
+    module, function = c_void_p(), c_void_p()
+    cuda.check(cuda.load(byref(module), code.code), f"loading {code.name}")
+    cuda.check(cuda.find(byref(function), module, code.name.encode()), f"finding {code.name}")
+    if code.shared > SHARED_WITHOUT_ASKING:
+        cuda.check(cuda.set_cache(function, PREFER_SHARED), f"preparing {code.name}")
+        cuda.check(cuda.set_attribute(function, MAX_DYNAMIC_SHARED_SIZE_BYTES, code.shared), f"preparing {code.name}")
+    return code, function
+
+
+class TensorMap:
+    """A descriptor of the copy engine, encoded again when its address changes."""
+
+    def __init__(self, area: Area, swizzle: int, block: Sequence[int]) -> None:
+        rank = len(block)
+        self.area = area
+        self._memory = (ctypes.c_char * (MAP_BYTES + 64))()
+        self.address = -(-ctypes.addressof(self._memory) // 64) * 64
+        self._base = 0
+        sizes = (c_uint64 * rank)(*reversed(area.shape))
+        strides = (c_uint64 * max(1, rank - 1))(*(area.itemsize * one for one in reversed(area.strides[:-1])))
+        blocks, steps = (c_uint32 * rank)(*reversed(block)), (c_uint32 * rank)(*[1] * rank)
+        self._kept = (sizes, strides, blocks, steps)
+        addresses = tuple(ctypes.addressof(one) for one in self._kept)
+        self._before = (self.address, MAP_TYPES[area.dtype], rank)
+        self._behind = (*addresses, 0, swizzle, L2_PROMOTION_128B, 0)
+
+    def at(self, base: int) -> None:
+        """Points it at `base`, an address."""
+        if base != self._base:
+            cuda = driver()
+            status = cuda.encode(*self._before, base, *self._behind)
+            cuda.check(status, f"describing {self.area} to the copy engine")
+            self._base = base
+
+
+def arguments_of(launch: Launch, wanted: Specialisation) -> list[Any]:
+    """What a build's function takes, in order: areas for pointers, boxes for descriptors, ctypes' integers."""
+    result: list[Any] = []
+    for name, kind in wanted.types:
+        value = launch.arguments[name]
+        if isinstance(value, Box):
+            area = value.area
+            result += [value, *map(c_int32, area.shape), *map(c_int64, area.strides)]
+        elif isinstance(value, Area):
+            result.append(value)
+        else:
+            assert value is not None
+            result.append(c_int32(value) if kind == "i32" else c_int64(value))
+    return [*result, c_uint64(0), c_uint64(0)]  # scratch memory of the compiler and of its profiler: none
+
+
+def size_of(argument: Any) -> int:
+    """Bytes of a parameter."""
+    if isinstance(argument, Box):
+        return MAP_BYTES
+    return 8 if isinstance(argument, Area) else ctypes.sizeof(argument)
+
+
+def _check_parameters(function: c_void_p, sizes: list[int], name: str) -> None:
+    """Compares with the driver, where it tells: another version of Triton may pass others."""
+    cuda = driver()
+    if cuda.parameter is None:
+        return
+    offset, size = c_size_t(), c_size_t()
+    found: list[int] = []
+    while not cuda.parameter(function, c_size_t(len(found)), byref(offset), byref(size)):
+        found.append(size.value)
+    if found != sizes:
+        raise KernelEnvironmentError(f"{name} takes parameters of {found} bytes, not of {sizes}: another Triton?")
+
+
+class Bound:
+    """A schedule on a device: all arguments but the addresses of its roots.
+
+    Args:
+        schedule: launches.
+        roots: names of roots, in the order of the addresses that `run` gets.
+        maps: boxes of weights of all schedules of a problem by number; new ones are added.
+        gpu, device: what to compile for, and its number, which has to be current.
+    """
+
+    def __init__(
+        self, schedule: Schedule, roots: Sequence[str], maps: dict[MapKey, int], gpu: Gpu, device: int
+    ) -> None:
+        self.workspace_bytes = schedule.workspace_bytes
+        self._context = c_void_p()
+        driver().check(driver().get_context(byref(self._context)), "asking for the context")
+        self._lock = threading.Lock()
+        number = {name: i for i, name in enumerate(roots)}
+        self._moving: list[tuple[TensorMap, int, int]] = []  # of arguments and workspace: root, offset
+        self._fixed: list[tuple[Any, int, int]] = []  # of weights: parameters, place, number of the map
+        self._launches: list[tuple[LaunchConfig, int, c_void_p, Any, str]] = []
+        table: list[tuple[int, int]] = []
+        pointers_of: list[tuple[Any, int, int]] = []  # parameters, place, number of the pointer
+        self._kept: list[Any] = []
+        for launch in schedule.launches:
+            if 0 in launch.programs:
+                continue
+            wanted = specialise(launch)
+            code, function = load(wanted, gpu, device)
+            slots: list[Any] = []  # number of a pointer, descriptor, or value
+            boxes = iter(code.boxes)
+            for value in arguments_of(launch, wanted):
+                if isinstance(value, Area):
+                    slots.append(len(table))
+                    table.append((number[value.root], value.offset))
+                else:
+                    slots.append((value, *next(boxes)) if isinstance(value, Box) else value)
+            parameters = (c_void_p * len(slots))()
+            for place, slot in enumerate(slots):
+                if isinstance(slot, int):
+                    pointers_of.append((parameters, place, slot))
+                elif isinstance(slot, tuple):
+                    box, swizzle, block = slot
+                    if box.area.root in MOVING:
+                        tensor_map = TensorMap(box.area, swizzle, block)
+                        self._moving.append((tensor_map, number[box.area.root], box.area.offset))
+                        parameters[place] = tensor_map.address
+                    else:
+                        self._fixed.append((parameters, place, maps.setdefault((box.area, swizzle, block), len(maps))))
+                else:
+                    self._kept.append(slot)
+                    parameters[place] = ctypes.addressof(slot)
+            _check_parameters(function, [size_of(one) for one in arguments_of(launch, wanted)], code.name)
+            attribute = LaunchAttribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
+            dependent = bool(launch.options.get("launch_pdl"))
+            x, y, z = (*launch.programs, 1, 1)[:3]
+            config = LaunchConfig(x, y, z, 32 * code.warps, 1, 1, code.shared, 0, ctypes.pointer(attribute), dependent)
+            self._kept += [attribute, config]
+            self._launches.append((config, ctypes.addressof(config), function, parameters, code.name))
+        self._table = table
+        self._pointers = (c_uint64 * max(1, len(table)))()
+        self._pack: Callable[..., None] = struct.Struct(f"{len(table)}Q").pack_into
+        for parameters, place, which in pointers_of:
+            parameters[place] = ctypes.addressof(self._pointers) + 8 * which
+
+    def run(self, addresses: Sequence[int], maps: Sequence[int], stream: int) -> None:
+        """Launches on a stream: addresses of the roots and of the layer's descriptors, by number."""
+        with self._lock:
+            self._pack(self._pointers, 0, *[addresses[root] + offset for root, offset in self._table])
+            for tensor_map, root, offset in self._moving:
+                tensor_map.at(addresses[root] + offset)
+            for parameters, place, which in self._fixed:
+                parameters[place] = maps[which]
+            launch = driver().launch
+            for config, address, function, parameters, name in self._launches:
+                config.stream = stream
+                status = launch(address, function, parameters, None)
+                if status == INVALID_CONTEXT:  # a thread that has not used the device yet
+                    driver().check(driver().set_context(self._context), "choosing the context")
+                    status = launch(address, function, parameters, None)
+                if status:
+                    driver().check(status, f"launching {name}")

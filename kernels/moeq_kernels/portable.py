@@ -1,0 +1,164 @@
+"""The launches of a layer with the portable kernels: every format, every GPU of Triton's, and the interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moeq_kernels.areas import Area, Arena
+from moeq_kernels.epilogue import PLAIN, Epilogue
+from moeq_kernels.formats import Format, find_format
+from moeq_kernels.launch import Argument, Launch, triton_dtype
+from moeq_kernels.problem import Piece, Problem
+from moeq_kernels.records import PackedMatrix
+from moeq_kernels.sorting import room, sort_pairs, sum_parts
+from moeq_kernels.tuning import Blocks, choose_blocks, next_power_of_two
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows that a product works on.
+
+    Attributes:
+        x: `[R, K_x]`.
+        tiles: int32 `[T, 8]`, see `device.routing`.
+        pair_of_row: int32, the pair of each sorted row, where x or weights are in the order of pairs.
+        choices: pairs that share a row of x; 0 where x has sorted rows.
+        weights: float32 router weights of the pairs, where the epilogue wants them.
+    """
+
+    x: Area
+    tiles: Area
+    pair_of_row: Area | None = None
+    choices: int = 0
+    weights: Area | None = None
+
+
+def plan_for(problem: Problem, tokens: int) -> Blocks:
+    """Tile sizes for so many tokens."""
+    rows = tokens * problem.top_k / max(1, problem.experts)
+    fmt = find_format(problem.w13.layout, problem.w13.element)
+    return choose_blocks(rows, fmt, shared=problem.gpu.shared_bytes, interpret=problem.interpret)
+
+
+def launches(problem: Problem, piece: Piece, arena: Arena, plan: Blocks) -> list[Launch]:
+    """y of some tokens: sorting, both products, the sum over choices."""
+    pairs = piece.ids.numel()
+    found = room(problem, arena, pairs, plan.m)
+    middle = arena.take(problem.dtype, pairs, problem.intermediate)
+    outputs = arena.take(torch.float32, pairs, problem.hidden)
+    tokens = Rows(piece.x, found.tiles, found.pair_of_row, problem.top_k, piece.weights)
+    return [
+        *sort_pairs(problem, piece, arena, found, plan.m, plan.m),
+        *product(problem, problem.w13, problem.epilogue, tokens, middle, arena, plan),
+        *product(problem, problem.w2, PLAIN, Rows(middle, found.tiles), outputs, arena, plan),
+        sum_parts(problem, piece, outputs.view(1, *outputs.shape), found.inverse, weighted=not problem.weight_on_input),
+    ]
+
+
+def product(
+    problem: Problem, matrix: PackedMatrix, epilogue: Epilogue, rows: Rows, out: Area, arena: Arena, blocks: Blocks
+) -> list[Launch]:
+    """out[row] = epilogue(x of row @ W[expert of row].T) for the rows of the tiles."""
+    fmt = find_format(matrix.layout, matrix.element)
+    if not fmt.int8_activations:
+        return [_gemm(problem, matrix, fmt, epilogue, rows, rows.x, None, out, blocks)]
+    codes = arena.take(torch.int8, *rows.x.shape)
+    scales = arena.take(torch.float32, rows.x.shape[0])
+    quantised = quantize_launch(rows.x, codes, scales, matrix.input_scale, problem.interpret)
+    return [quantised, _gemm(problem, matrix, fmt, epilogue, rows, codes, scales, out, blocks)]
+
+
+def _gemm(
+    problem: Problem, matrix: PackedMatrix, fmt: Format, epilogue: Epilogue, rows: Rows, x: Area, x_scale: Area | None,
+    out: Area, blocks: Blocks,
+) -> Launch:  # fmt: skip
+    """The launch of `moe_gemm`; x are the rows, or their int8 codes with x_scale."""
+    kind = "plain" if not epilogue.gated else "interleaved" if epilogue.interleaved else "halves"
+    columns = -(-(matrix.n // 2 if kind == "halves" else matrix.n) // blocks.n)
+    weight: Area = matrix.weight
+    words = weight.cast(torch.int32) if fmt.codec == "hopper4" else weight
+    arguments: dict[str, Argument] = {
+        "x": x,
+        "x_scale": x_scale,
+        "w": words,
+        "scale": matrix.scale,
+        "zero": matrix.zero,
+        "bias": matrix.bias,
+        "global_scale": matrix.global_scale,
+        "permutation": matrix.permutation,
+        "group_index": matrix.group_index,
+        "out": out,
+        "tiles": rows.tiles,
+        "pair_of_row": rows.pair_of_row,
+        "pair_weights": rows.weights if epilogue.weight else None,
+        "stride_x": x.strides[0],
+        "stride_out": out.strides[0],
+        "stride_we": words.strides[0],
+        "stride_se": 0 if matrix.scale is None else matrix.scale.strides[0],
+        "stride_ze": 0 if matrix.zero is None else matrix.zero.strides[0],
+        "stride_be": 0 if matrix.bias is None else matrix.bias.strides[0],
+    }
+    constants = {
+        "TOP_K": rows.choices,
+        "K_X": min(x.shape[1], matrix.k),
+        "N_OUT": out.shape[1],
+        **reading(matrix, fmt, blocks),
+        "EPILOGUE": kind,
+        "ACTIVATION": epilogue.activation,
+        "ALPHA": epilogue.alpha,
+        "BETA": epilogue.beta,
+        "LIMIT": epilogue.limit,
+        "WEIGHT_FIRST": epilogue.weight == "first",
+        "WEIGHT_LAST": epilogue.weight == "last",
+        "TILES_N": columns,
+        "BM": blocks.m,
+        "BN": blocks.n,
+        "BK": blocks.k,
+        "DTYPE": triton_dtype(problem.dtype),
+        "INTERPRET": problem.interpret,
+    }
+    options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
+    return Launch("device.gemm:moe_gemm", (rows.tiles.shape[0] * columns,), arguments, constants, options)
+
+
+def reading(matrix: PackedMatrix, fmt: Format, blocks: Blocks) -> dict[str, Any]:
+    """The constants that say how a packed matrix is read."""
+    channelwise = matrix.channelwise and fmt.single_order is not None
+    group = matrix.k if matrix.channelwise else matrix.group_size
+    if matrix.group_index is not None:
+        rows = blocks.k
+    elif matrix.channelwise or group % blocks.k == 0:
+        group, rows = (1 << 30 if matrix.channelwise else group), 1
+    else:
+        rows = blocks.k // group if blocks.k % group == 0 else blocks.k
+    order = fmt.single_order if channelwise else fmt.group_order
+    return {
+        "K": matrix.k,
+        "N": matrix.n,
+        "G": matrix.num_groups,
+        "GROUP": group,
+        "ROWS": rows,
+        "CODEC": fmt.codec,
+        "ELEMENT": fmt.kind,
+        "ORDER": order or "none",
+        "STRIDE": 1 if matrix.scale is None else matrix.scale.shape[-1],
+        "CHANNELWISE": channelwise,
+        "BIAS_SINGLE": fmt.bias_single,
+    }
+
+
+def quantize_launch(x: Area, codes: Area, scales: Area, static_scale: Area | None, interpret: bool) -> Launch:
+    """int8 codes `[R, K]` and float32 scales `[R]` of the rows of x."""
+    arguments: dict[str, Argument] = {
+        "x": x,
+        "q": codes,
+        "scales": scales,
+        "static_scale": static_scale,
+        "stride_x": x.strides[0],
+        "stride_q": codes.strides[0],
+    }
+    constants = {"K": x.shape[1], "BLOCK": min(4096, next_power_of_two(x.shape[1])), "INTERPRET": interpret}
+    return Launch("device.gemm:quantize_rows", (x.shape[0],), arguments, constants, {"num_warps": 4, "num_stages": 2})

@@ -1,0 +1,526 @@
+"""A layer made ready once for many calls: checks, plans, compiled kernels, descriptors; a call then only launches."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from functools import cache
+from types import ModuleType
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from moeq_kernels import portable
+from moeq_kernels.areas import Area, Arena
+from moeq_kernels.compiling import Specialisation, Warmed, compile_all, specialise
+from moeq_kernels.epilogue import Epilogue
+from moeq_kernels.errors import KernelArgumentError
+from moeq_kernels.gpu import GPUS, Gpu, gpu_of
+from moeq_kernels.hopper import support
+from moeq_kernels.hopper.w4a16 import layer as w4a16
+from moeq_kernels.hopper.w8a8 import layer as w8a8
+from moeq_kernels.launch import Schedule, run_with_triton
+from moeq_kernels.problem import Piece, Problem, symbolic, tensors_of
+from moeq_kernels.records import PackedExperts
+from moeq_kernels.sorting import PAIR_LIMITS, TOKEN_LIMITS
+from moeq_kernels.validate import (
+    check_experts,
+    check_ids,
+    check_map,
+    check_routing,
+    epilogue_of,
+    require,
+    require_runnable,
+    shape_of,
+)
+
+#: Families of kernels: each module has `plan_for(problem, tokens)` and `launches(problem, piece, arena, plan)`.
+FAMILIES: dict[str, ModuleType] = {"hopper-w4a16": w4a16, "hopper-w8a8": w8a8, "portable": portable}
+#: Elements of the largest buffer with a row for each pair (float32 in the portable kernels); longer calls go through it
+#: in pieces of whole tokens.
+MOST_ELEMENTS = 1 << 30
+#: Numbers of tokens whose launches are kept for each problem; the longest unused goes first.
+KEPT = 4096
+
+
+def piece_tokens(family: str, problem: Problem) -> int:
+    """Tokens that go through the buffers at a time."""
+    widest = max(problem.hidden, problem.intermediate) * (4 if family == "portable" else 1)
+    return max(1, MOST_ELEMENTS // (problem.top_k * widest))
+
+
+def schedule(family: str, problem: Problem, tokens: int, plan: Any = None) -> Schedule:
+    """The launches for so many tokens, with the plan that the family chooses or another one."""
+    module = FAMILIES[family]
+    whole = Piece.whole(problem, tokens)
+    step = piece_tokens(family, problem)
+    launches, used = [], 0
+    for start in range(0, tokens, step):
+        part = whole.part(start, min(step, tokens - start))
+        arena = Arena()
+        launches += module.launches(problem, part, arena, plan or module.plan_for(problem, part.tokens))
+        used = max(used, arena.used)
+    return Schedule(tuple(launches), used)
+
+
+class Program:
+    """What layers of one problem on one device share: launches for each number of tokens, bound to the device."""
+
+    def __init__(self, family: str, problem: Problem, device: int, plan: Any) -> None:
+        self.family, self.problem, self.device, self.plan = family, problem, device, plan
+        names = [f"{name}.{field.name}" for name, matrix in (("w13", problem.w13), ("w2", problem.w2))
+                 for field in fields(matrix) if isinstance(getattr(matrix, field.name), Area)]  # fmt: skip
+        from moeq_kernels.cuda import MOVING
+
+        self.roots = (*MOVING, *names)
+        self.maps: dict[Any, int] = {}
+        self._bound: OrderedDict[int, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def bound(self, tokens: int) -> Any:
+        """The launches for so many tokens."""
+        found = self._bound.get(tokens)
+        if found is None:
+            from moeq_kernels.cuda import Bound
+
+            planned = schedule(self.family, self.problem, tokens, self.plan)
+            with self._lock, torch.cuda.device(self.device):
+                found = self._bound[tokens] = Bound(planned, self.roots, self.maps, self.problem.gpu, self.device)
+                while len(self._bound) > KEPT:
+                    self._bound.popitem(last=False)
+        return found
+
+
+@cache
+def _program(family: str, problem: Problem, device: int, plan: Any) -> Program:
+    return Program(family, problem, device, plan)
+
+
+@cache
+def workspace_bytes(family: str, problem: Problem, tokens: int) -> int:
+    """Workspace that no call of up to so many tokens exceeds.
+
+    Within a plan the need grows with the tokens, so the last call of each plan counts.
+    """
+    step = piece_tokens(family, problem)
+    last = min(tokens, step)
+    return max((schedule(family, problem, one).workspace_bytes for one in _ends(family, problem, last)), default=0)
+
+
+@cache
+def _ends(family: str, problem: Problem, tokens: int) -> tuple[int, ...]:
+    """The last numbers of tokens of each plan (and way to keep results) up to `tokens`."""
+    plan_for = FAMILIES[family].plan_for
+    exact = w8a8.EXACT_PAIRS if family == "hopper-w8a8" else w4a16.EXACT_PAIRS
+
+    def key(one: int) -> Any:
+        return plan_for(problem, one), one * problem.top_k <= exact
+
+    keys = [key(one) for one in range(1, tokens + 1)]
+    changes = [i + 1 for i in range(len(keys) - 1) if keys[i] != keys[i + 1]]
+    return (*changes, tokens) if tokens else ()
+
+
+def builds(family: str, problem: Problem, tokens: int) -> set[Specialisation]:
+    """Every build that calls of 1 to `tokens` tokens need: those of the numbers on either side of every change."""
+    last = min(tokens, piece_tokens(family, problem))
+    edges = {0, *_ends(family, problem, last)}
+    edges |= {pairs // problem.top_k for pairs in (*PAIR_LIMITS, w4a16.ROWS_COPIED * problem.experts)}
+    edges |= {*TOKEN_LIMITS, w8a8.FEW_PAIRS // problem.top_k}
+    looked = {one + offset for one in edges for offset in (0, 1)}
+    found: set[Specialisation] = set()
+    for one in looked:
+        if 1 <= one <= last:
+            found |= {specialise(launch) for launch in schedule(family, problem, one).launches}
+    return found
+
+
+class PreparedLayer:
+    """A MoE layer ready to be called, see `prepare`.
+
+    Attributes:
+        family: `hopper-w4a16`, `hopper-w8a8` or `portable`.
+        reason: why the kernels are the portable ones; None for the Hopper ones.
+        max_tokens: of a call.
+    """
+
+    def __init__(
+        self,
+        family: str,
+        problem: Problem,
+        tensors: dict[str, Tensor],
+        device: torch.device,
+        max_tokens: int,
+        reason: str | None,
+        plan: Any = None,
+    ) -> None:
+        self.problem, self.max_tokens, self.reason = problem, max_tokens, reason
+        self.family = family
+        self.device = device
+        self._tensors = tensors
+        self._plan = plan
+        self._direct = device.type == "cuda" and torch.version.hip is None
+        self._maps: list[int] = []
+        self._kept: list[Any] = []
+        if self._direct:
+            self._program = _program(self.family, problem, device.index, plan)
+            weights = self._program.roots[6:]
+            self._weights = [tensors[name].data_ptr() for name in weights]
+        self._handle = _register(self)
+
+    def __str__(self) -> str:
+        problem, first = self.problem, self.problem.w13
+        features = f"hidden {problem.hidden}, intermediate {problem.intermediate}"
+        group = "one scale a channel" if first.channelwise else f"groups of {first.group_size}"
+        dtype = str(problem.dtype).removeprefix("torch.")
+        layer = f"{problem.experts} experts, top {problem.top_k}, {features}, {first.layout} {first.element}, {group}"
+        text = f"{layer}, {dtype}, {problem.gpu.name}: {self.family} kernels"
+        return text if self.reason is None else f"{text}, because {self.reason}"
+
+    def workspace_bytes(self, tokens: int | None = None) -> int:
+        """Bytes of workspace that no call of up to `tokens` (default: max_tokens) needs more than."""
+        return workspace_bytes(self.family, self.problem, self.max_tokens if tokens is None else tokens)
+
+    def warm(self, max_tokens: int | None = None) -> Warmed:
+        """Compiles and loads every kernel for 1 to max_tokens tokens. Raises KernelEnvironmentError where one fails."""
+        return warmup([self], max_tokens)
+
+    def explain(self, tokens: int) -> str:
+        """Which kernels a call of so many tokens launches, a line for each, behind the line of the layer."""
+        planned = schedule(self.family, self.problem, tokens, self._plan)
+        lines = [str(self)]
+        for launch in planned.launches:
+            name = launch.kernel.rpartition(":")[2]
+            sizes = " ".join(f"{key}={value}" for key, value in launch.constants.items() if type(value) is int)
+            lines.append(f"  {name} x {launch.programs} {sizes}")
+        return "\n".join(lines)
+
+    def __call__(
+        self,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        *,
+        out: Tensor | None = None,
+        workspace: Tensor | None = None,
+        expert_map: Tensor | None = None,
+    ) -> Tensor:
+        """y `[M, H]` of x `[M, H]`, topk_weights and topk_ids `[M, top_k]`, as `fused_moe`.
+
+        Args:
+            topk_weights: float32; other floating dtypes are converted.
+            topk_ids: int32; int64 is converted.
+            out: where y goes: contiguous, like x, and not x itself; None for a new tensor.
+            workspace: uint8, at least `workspace_bytes(M)` bytes on the same device, which no other stream uses before
+                this call has ended; None for torch's allocator.
+            expert_map: int32 `[num_experts]` if `prepare` was given num_experts: local expert of each, or -1.
+
+        Nothing waits for the device. Raises KernelArgumentError where tensors do not fit the layer.
+        """
+        if torch.compiler.is_compiling():
+            y = torch.empty_like(x) if out is None else out
+            torch.ops.moeq_kernels.layer(y, x, topk_weights, topk_ids, expert_map, workspace, self._handle)
+            return y
+        problem = self.problem
+        tokens = x.shape[0]
+        if (
+            x.dtype != problem.dtype
+            or topk_weights.dtype != torch.float32
+            or topk_ids.dtype != torch.int32
+            or not (x.is_contiguous() and topk_weights.is_contiguous() and topk_ids.is_contiguous())
+            or x.shape != (tokens, problem.hidden)
+            or topk_ids.shape != (tokens, problem.top_k)
+            or topk_weights.shape != topk_ids.shape
+            or x.device != self.device
+            or tokens > self.max_tokens
+        ):
+            x, topk_weights, topk_ids = self._accept(x, topk_weights, topk_ids)
+        if (expert_map is None) == problem.mapped:
+            self._refuse_map(expert_map)
+        y = torch.empty_like(x) if out is None else self._checked_out(x, out)
+        if tokens:
+            self._run(x, topk_weights, topk_ids, y, workspace, expert_map)
+        return y
+
+    def _run(
+        self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, y: Tensor, workspace: Tensor | None,
+        expert_map: Tensor | None,
+    ) -> None:  # fmt: skip
+        if not self._direct:
+            self._run_with_triton(x, topk_weights, topk_ids, y, workspace, expert_map)
+            return
+        addresses = [x.data_ptr(), topk_weights.data_ptr(), topk_ids.data_ptr(), y.data_ptr()]
+        if (addresses[0] | addresses[1] | addresses[2] | addresses[3]) % 16:
+            self._run_aligned(x, topk_weights, topk_ids, y, workspace, expert_map)
+            return
+        bound = self._program.bound(x.shape[0])
+        if workspace is None:
+            workspace = torch.empty(bound.workspace_bytes, dtype=torch.uint8, device=self.device)
+        else:
+            self._check_workspace(workspace, bound.workspace_bytes)
+        if expert_map is not None:
+            expert_map = self._checked_map(expert_map)
+        addresses += (workspace.data_ptr(), 0 if expert_map is None else expert_map.data_ptr())
+        addresses += self._weights
+        if len(self._maps) < len(self._program.maps):
+            self._describe()
+        index = self.device.index
+        if torch.cuda.current_device() != index:
+            with torch.cuda.device(index):
+                bound.run(addresses, self._maps, torch._C._cuda_getCurrentRawStream(index))
+            return
+        bound.run(addresses, self._maps, torch._C._cuda_getCurrentRawStream(index))
+
+    def _describe(self) -> None:
+        """Descriptors of the weights for boxes that are new."""
+        from moeq_kernels.cuda import TensorMap
+
+        for area, swizzle, block in list(self._program.maps)[len(self._maps) :]:
+            made = TensorMap(area, swizzle, block)
+            made.at(self._tensors[area.root].data_ptr() + area.offset)
+            self._kept.append(made)
+            self._maps.append(made.address)
+
+    def _run_aligned(self, *given: Any) -> None:
+        """For tensors whose addresses are no multiples of 16 bytes: copies are."""
+        x, topk_weights, topk_ids, y, workspace, expert_map = given
+        aligned = torch.empty_like(y)
+        self._run(x.clone(), topk_weights.clone(), topk_ids.clone(), aligned, workspace, expert_map)
+        y.copy_(aligned)
+
+    def _run_with_triton(
+        self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, y: Tensor, workspace: Tensor | None,
+        expert_map: Tensor | None,
+    ) -> None:  # fmt: skip
+        check_ids(topk_ids, self.problem.known)
+        planned = schedule(self.family, self.problem, x.shape[0], self._plan)
+        if workspace is None:
+            workspace = torch.empty(planned.workspace_bytes, dtype=torch.uint8, device=x.device)
+        else:
+            self._check_workspace(workspace, planned.workspace_bytes)
+        roots = {"x": x, "topk_weights": topk_weights, "topk_ids": topk_ids, "out": y, "workspace": workspace}
+        roots |= {} if expert_map is None else {"expert_map": self._checked_map(expert_map)}
+        run_with_triton(planned.launches, {**roots, **self._tensors})
+
+    def _accept(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The tensors as kernels take them. Raises KernelArgumentError where they do not fit."""
+        problem = self.problem
+        check_routing(x, topk_weights, topk_ids)
+        wanted = f"{str(problem.dtype).removeprefix('torch.')} [tokens, {problem.hidden}]"
+        require(
+            x.dtype == problem.dtype and x.shape[1] == problem.hidden,
+            f"x is {shape_of(x)}; the layer was prepared for {wanted}",
+        )
+        require(
+            topk_ids.shape[1] == problem.top_k,
+            f"topk_ids is {shape_of(topk_ids)}; the layer was prepared for top_k = {problem.top_k}",
+        )
+        require(x.device == self.device, f"x is on {x.device}; the layer was prepared on {self.device}")
+        require(
+            x.shape[0] <= self.max_tokens,
+            f"x has {x.shape[0]} tokens; the layer was prepared for at most {self.max_tokens}",
+            "prepare it with a larger max_tokens",
+        )
+        return x.contiguous(), topk_weights.to(torch.float32).contiguous(), topk_ids.to(torch.int32).contiguous()
+
+    def _refuse_map(self, expert_map: Tensor | None) -> None:
+        if self.problem.mapped:
+            raise KernelArgumentError(f"expert_map is missing; the layer was prepared for {self.problem.known} experts")
+        assert expert_map is not None
+        raise KernelArgumentError(
+            f"expert_map is {shape_of(expert_map)}, but the layer was prepared without num_experts",
+            f"prepare it with num_experts={expert_map.numel()}",
+        )
+
+    def _checked_map(self, expert_map: Tensor) -> Tensor:
+        check_map(expert_map, self.device, self.problem.known)
+        return expert_map.to(torch.int32).contiguous()
+
+    def _checked_out(self, x: Tensor, out: Tensor) -> Tensor:
+        require(
+            out.shape == x.shape and out.dtype == x.dtype and out.device == x.device and out.is_contiguous(),
+            f"out is {shape_of(out)} on {out.device}; it must be contiguous and like x, {shape_of(x)} on {x.device}",
+        )
+        require(out.data_ptr() != x.data_ptr() or not x.numel(), "out is x; kernels still read x while they write out")
+        return out
+
+    def _check_workspace(self, workspace: Tensor, needed: int) -> None:
+        require(
+            workspace.dtype == torch.uint8 and workspace.is_contiguous() and workspace.device == self.device,
+            f"workspace is {shape_of(workspace)} on {workspace.device}; it must be contiguous uint8 on {self.device}",
+        )
+        require(
+            workspace.numel() >= needed and workspace.data_ptr() % 16 == 0,
+            f"workspace has {workspace.numel()} bytes at {workspace.data_ptr():#x}; this call needs {needed}, from a "
+            "multiple of 16 on",
+            "workspace_bytes(tokens) is enough for all calls of up to so many tokens",
+        )
+
+
+def prepare(
+    experts: PackedExperts,
+    *,
+    top_k: int,
+    max_tokens: int,
+    activation: str = "silu",
+    alpha: float | None = None,
+    beta: float | None = None,
+    limit: float | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    hidden_size: int | None = None,
+    num_experts: int | None = None,
+    router_weight_on_input: bool = False,
+    portable: bool = False,
+    gpu: str | None = None,
+    warm: bool = False,
+) -> PreparedLayer:
+    """A layer that is called many times: all that depends on the weights is done here, once.
+
+    Args:
+        experts: both projections, on the device of the calls; on `meta` (with `gpu`) for planning and compiling only.
+        top_k: choices of a token.
+        max_tokens: tokens of a call at most.
+        activation, alpha, beta, limit, router_weight_on_input: as of `fused_moe`.
+        dtype: of x and y, bfloat16 or float16.
+        hidden_size: features of x; by default those of the packed w13, padding included.
+        num_experts: experts that topk_ids may name, where calls bring an expert_map (expert parallelism).
+        portable: use the portable kernels also where the Hopper ones could run.
+        gpu: a name of `moeq_kernels.gpu.GPUS` for experts on `meta`.
+        warm: compile (in parallel) and load all kernels for 1 to max_tokens tokens now, so that no call does.
+
+    A tensor whose address is no multiple of 16 bytes is copied, once. Raises the errors of `fused_moe`.
+    """
+    require(top_k >= 1, f"top_k is {top_k}; it must be at least 1")
+    require(max_tokens >= 0, f"max_tokens is {max_tokens}; it must not be negative")
+    hidden = experts.w13.k if hidden_size is None else hidden_size
+    x = torch.empty(0, hidden, dtype=dtype, device=experts.w13.weight.device)
+    epilogue = epilogue_of(experts, activation, alpha, beta, limit, router_weight_on_input)
+    layer = prepare_for(x, experts, top_k, max_tokens, epilogue, num_experts, portable=portable, gpu=gpu)
+    if warm:
+        layer.warm()
+    return layer
+
+
+def prepare_for(
+    x: Tensor,
+    experts: PackedExperts,
+    top_k: int,
+    max_tokens: int,
+    epilogue: Epilogue,
+    num_experts: int | None,
+    *,
+    portable: bool = False,
+    gpu: str | None = None,
+    family: str | None = None,
+    plan: Any = None,
+    dependent: bool = True,
+) -> PreparedLayer:
+    """`prepare` for calls with tokens like x.
+
+    family: of kernels, whatever else supports the layer; plan: of that family's, for all numbers of tokens;
+    dependent: launch kernels while the ones before them end, where they can be.
+    """
+    check_experts(x, experts, epilogue.activation)
+    device = x.device
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    tensors = tensors_of(experts)
+    if device.type != "meta":
+        require_runnable(device)
+        tensors = {name: one if one.data_ptr() % 16 == 0 else one.clone() for name, one in tensors.items()}
+    problem = Problem(
+        w13=symbolic("w13", experts.w13),
+        w2=symbolic("w2", experts.w2),
+        epilogue=epilogue,
+        top_k=top_k,
+        hidden=x.shape[1],
+        dtype=x.dtype,
+        known=experts.num_experts if num_experts is None else num_experts,
+        mapped=num_experts is not None,
+        gpu=_gpu(device, gpu),
+        interpret=device.type == "cpu",
+    )
+    reason = "portable kernels were asked for" if portable or family == "portable" else None
+    if family is None and reason is None:
+        reason = support.unsupported_reason(problem)
+    family = "portable" if reason else family or support.family(problem)
+    problem = replace(problem, dependent=dependent and family != "portable")
+    return PreparedLayer(family, problem, tensors, device, max_tokens, reason, plan)
+
+
+def _gpu(device: torch.device, name: str | None) -> Gpu:
+    if name is None:
+        require(device.type != "meta", "experts are on meta and no gpu is named", f"known: {', '.join(GPUS)}")
+        return gpu_of(device)
+    require(device.type == "meta", f"gpu is '{name}', but experts are on {device}, which is asked itself")
+    require(name in GPUS, f"unknown gpu '{name}'", f"known: {', '.join(GPUS)}")
+    return GPUS[name]
+
+
+def warmup(layers: Iterable[PreparedLayer], max_tokens: int | None = None) -> Warmed:
+    """Compiles every kernel that these layers need for 1 to max_tokens tokens (default: their own), in parallel.
+
+    Layers of one shape and format share kernels. Machine code goes to `compiling.cache_folder()`; on a GPU it is loaded
+    as well. In the interpreter there is nothing to do. Raises KernelEnvironmentError where a kernel does not compile.
+    """
+    wanted: dict[Gpu, set[Specialisation]] = {}
+    problems: dict[tuple[str, Problem], int] = {}
+    layers = list(layers)
+    for layer in layers:
+        key = (layer.family, layer.problem)
+        tokens = layer.max_tokens if max_tokens is None else max_tokens
+        problems[key] = max(tokens, problems.get(key, 0))
+    total = Warmed(0, 0, 0.0)
+    for (family, problem), tokens in problems.items():
+        if not problem.interpret:
+            wanted.setdefault(problem.gpu, set()).update(builds(family, problem, tokens))
+    for gpu, found in wanted.items():
+        done = compile_all(found, gpu)
+        total = Warmed(total.kernels + done.kernels, total.compiled + done.compiled, total.seconds + done.seconds)
+    for device in {layer.device for layer in layers if layer._direct}:
+        _load(wanted, device)
+    return total
+
+
+_LAYERS: WeakValueDictionary[int, PreparedLayer] = WeakValueDictionary()
+_NUMBERS = itertools.count()
+
+
+def _register(layer: PreparedLayer) -> int:
+    """A number for the layer: operators take no Python objects."""
+    number = next(_NUMBERS)
+    _LAYERS[number] = layer
+    return number
+
+
+@torch.library.custom_op("moeq_kernels::layer", mutates_args=("out", "workspace"))
+def _operator(
+    out: Tensor, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None, workspace: Tensor | None,
+    layer: int,
+) -> None:  # fmt: skip
+    """A call of a prepared layer, for programs that are compiled."""
+    _LAYERS[layer](x, topk_weights, topk_ids, out=out, workspace=workspace, expert_map=expert_map)
+
+
+@_operator.register_fake
+def _(*_given: Any) -> None:
+    return None
+
+
+def _load(wanted: dict[Gpu, set[Specialisation]], device: torch.device) -> None:
+    from moeq_kernels.cuda import load
+
+    with torch.cuda.device(device):
+        for gpu, found in wanted.items():
+            for one in found:
+                load(one, gpu, device.index)
+
+
+def explain(experts: PackedExperts, tokens: int, **options: Any) -> str:
+    """Which kernels run for so many tokens, and, where they are portable ones, why; options as of `prepare`."""
+    return prepare(experts, max_tokens=tokens, **options).explain(tokens)
