@@ -56,12 +56,13 @@ def given(kind: str, tokens: int, recipe: Recipe, hidden: int, seed: int, dtype:
     top_k = min(8 if recipe.experts > 8 else 2, recipe.experts)
     known = 2 * recipe.experts if kind == "mapped" else recipe.experts
     expert_map = random_map(known, recipe.experts, seed, "cuda") if kind == "mapped" else None
-    routed = _routed(kind, tokens, hidden, known, top_k, seed, dtype)
-    local = routed.ids if expert_map is None else expert_map[routed.ids.long()]
-    return Given(routed.x, routed.weights, routed.ids, expert_map, local)
+    found = routed(kind, tokens, hidden, known, top_k, seed, dtype)
+    local = found.ids if expert_map is None else expert_map[found.ids.long()]
+    return Given(found.x, found.weights, found.ids, expert_map, local)
 
 
-def _routed(kind: str, tokens: int, hidden: int, experts: int, top_k: int, seed: int, dtype: torch.dtype) -> Routed:
+def routed(kind: str, tokens: int, hidden: int, experts: int, top_k: int, seed: int, dtype: torch.dtype) -> Routed:
+    """Random tokens and their choices among so many experts."""
     generator = torch.Generator(device="cuda").manual_seed(seed)
     x = torch.randn(tokens, hidden, generator=generator, device="cuda").to(dtype)
     popularity = torch.ones(experts, device="cuda")

@@ -87,19 +87,18 @@ def moe(
 
     x32, weights32 = x.float(), weights.float()
     y = torch.zeros(x.shape[0], layer.w2.shape[1], device=x.device)
-    for choice in range(ids.shape[1]):
-        for expert in ids[:, choice].unique().tolist():
-            if not 0 <= expert < layer.w13.shape[0]:
-                continue
-            rows = (ids[:, choice] == expert).nonzero().flatten()
-            factor = weights32[rows, choice, None]
-            h = product(x32[rows], layer.w13[expert])
-            h = h * factor if weight_on_input else h
-            h = h if layer.b13 is None else h + layer.b13[expert]
-            a = rounded(activate(h, layer))
-            out = product(a, layer.w2[expert])
-            out = out if layer.b2 is None else out + layer.b2[expert]
-            y[rows] += out if weight_on_input else out * factor
+    for expert in ids.unique().tolist():
+        if not 0 <= expert < layer.w13.shape[0]:
+            continue
+        rows, choices = (ids == expert).nonzero(as_tuple=True)
+        factor = weights32[rows, choices, None]
+        h = product(x32[rows], layer.w13[expert])
+        h = h * factor if weight_on_input else h
+        h = h if layer.b13 is None else h + layer.b13[expert]
+        a = rounded(activate(h, layer))
+        out = product(a, layer.w2[expert])
+        out = out if layer.b2 is None else out + layer.b2[expert]
+        y.index_add_(0, rows, out if weight_on_input else out * factor)
     return rounded(y)
 
 

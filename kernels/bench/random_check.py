@@ -1,0 +1,220 @@
+"""Random problems against the float32 reference, on a GPU: shapes, formats, routing, graphs and eager calls.
+
+    PYTHONPATH=.:kernels python kernels/bench/random_check.py --out results.json --problems 10000 [--seconds 600]
+
+A problem is one call of a random layer (formats, groups, zero points, biases, activations, row orders, 1 to 1024
+experts, up to 32 choices, k that is no multiple of a step, x narrower than the packed sizes), with random tokens,
+routing (uniform, Zipf, all to the same experts, choices without an expert, experts on other ranks), eager or replayed
+from a graph, with or without a workspace of the caller's full of NaN. Every layer is prepared and warmed once; some
+calls bring NaN or infinity in one token, which must not show in another. Allowed: 1.2 times the error of 16-bit products on dequantised weights.
+Exits 1 where one problem fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.cases import Recipe, make_layer
+from bench.checking import Given, epilogue_of, routed
+from bench.comparison import FACTOR, random_map
+from bench.reference import Layer, moe, relative_error
+from moeq_kernels import PreparedLayer
+from moeq_kernels.formats import FORMATS
+from moeq_kernels.prepared import prepare_for, warmup
+
+ROUTINGS = ("uniform", "uniform", "zipf", "one", "holes", "mapped")
+#: Problems of one layer.
+PER_LAYER = 125
+#: Layers that are made, and whose kernels are compiled, together.
+BATCH = 8
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A random layer and what its calls have in common."""
+
+    recipe: Recipe
+    top_k: int
+    hidden: int
+    family: str | None
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong with a problem; infinite errors stand for NaN."""
+
+    layer: str
+    tokens: int
+    routing: str
+    how: str
+    what: str
+    error: float
+    plain_error: float
+
+
+def draw(generator: random.Random, portable: bool) -> Drawn:
+    """A random layer, of at most 64 million weights."""
+    hopper = [("marlin-wna16/1", "int4")] * 3 + [("marlin-wna16/1", "int8"), ("int8-w8a8/1", "int8")]
+    hopper += [("marlin-mxfp4/1", "e2m1"), ("marlin-mxfp4-interleaved/1", "e2m1")]
+    layout, element = generator.choice([*FORMATS] if portable else hopper)
+    fmt = FORMATS[layout, element]
+    groups = [one for one in fmt.group_sizes if one in (32, 64, 128) or (one == -1 and not fmt.act_order)]
+    group = generator.choice(groups or [-1])
+    step = max(fmt.k_multiple, fmt.n_multiple, 16 if layout == "int8-w8a8/1" else 8, max(group, 1))
+    while True:
+        experts = int(2 ** generator.uniform(0, 10))
+        hidden, intermediate = (step * generator.randint(1, max(1, 4096 // step)) for _ in range(2))
+        if experts * hidden * intermediate * 3 <= 64 << 20:
+            break
+    gated = generator.random() < 0.9 or layout in ("int8-w8a8/1", "marlin-mxfp4-interleaved/1")
+    order = generator.choice(["gate-up", "interleaved"]) if gated else "ungated"
+    if layout == "marlin-mxfp4/1" and gated:
+        order = "gate-up"
+    if layout == "marlin-mxfp4-interleaved/1":
+        order = "interleaved"
+    activation = generator.choice(["silu", "silu", "gelu", "gelu_tanh", "swiglu_oai"] if gated else ["relu2"])
+    dtype = getattr(torch, generator.choice(fmt.dtypes))
+    recipe = Recipe(
+        layout, element, experts=experts, hidden=hidden, intermediate=intermediate, group_size=group, order=order,
+        activation=activation, limit=generator.choice([None, 0.7]) if gated else None, bias=generator.random() < 0.3,
+        zero_points=fmt.zero_points and generator.random() < 0.4, dtype=dtype, seed=generator.randrange(1 << 30),
+    )  # fmt: skip
+    top_k = min(generator.choice([1, 2, 4, 8, 10, 32]), experts)
+    narrower = hidden - 8 if generator.random() < 0.2 and hidden > 16 else hidden
+    return Drawn(recipe, top_k, narrower, "portable" if portable else None, generator.choice([64, 700, 3000]))
+
+
+def prepared(drawn: Drawn, packed: Any, mapped: bool) -> PreparedLayer:
+    """The layer, ready for calls with or without a map of twice its experts."""
+    x = torch.empty(0, drawn.hidden, dtype=drawn.recipe.dtype, device="cuda")
+    known = 2 * drawn.recipe.experts if mapped else None
+    epilogue = epilogue_of(drawn.recipe)
+    return prepare_for(x, packed, drawn.top_k, drawn.max_tokens, epilogue, known, family=drawn.family)
+
+
+def given(kind: str, tokens: int, drawn: Drawn, seed: int) -> Given:
+    """Random inputs with that kind of routing."""
+    known = 2 * drawn.recipe.experts if kind == "mapped" else drawn.recipe.experts
+    expert_map = random_map(known, drawn.recipe.experts, seed, "cuda") if kind == "mapped" else None
+    found = routed(kind, tokens, drawn.hidden, known, drawn.top_k, seed, drawn.recipe.dtype)
+    local = found.ids if expert_map is None else expert_map[found.ids.long()]
+    return Given(found.x, found.weights, found.ids, expert_map, local)
+
+
+def call(layer: PreparedLayer, inputs: Given, how: str) -> Tensor:
+    """y, eagerly, with a caller's workspace, or from a graph on a stream of its own."""
+    tensors = (inputs.x, inputs.weights, inputs.ids)
+    if how == "eager":
+        return layer(*tensors, expert_map=inputs.expert_map)
+    tokens = len(inputs.x)
+    workspace = torch.full((layer.workspace_bytes(tokens),), 0xFF, dtype=torch.uint8, device="cuda")
+    out = torch.full_like(inputs.x, float("nan"))
+    if how == "workspace":
+        return layer(*tensors, out=out, workspace=workspace, expert_map=inputs.expert_map)
+    if inputs.ids.dtype != torch.int32:
+        tensors = (inputs.x, inputs.weights, inputs.ids.to(torch.int32))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer(*tensors, out=out, workspace=workspace, expert_map=inputs.expert_map)
+    graph.replay()
+    graph.replay()
+    torch.cuda.synchronize()
+    return out
+
+
+def check(layer: PreparedLayer, plain: Layer, drawn: Drawn, generator: random.Random) -> tuple[Failure | None, float]:
+    """One problem: what is wrong with it, and its error over that of 16-bit arithmetic."""
+    mapped = layer.problem.mapped
+    kind = "mapped" if mapped else generator.choice([one for one in ROUTINGS if one != "mapped"])
+    tokens = max(1, min(drawn.max_tokens, int(2 ** generator.uniform(0, 12))))
+    how = generator.choice(["eager", "eager", "workspace", "graph"])
+    seed = generator.randrange(1 << 30)
+    inputs = given(kind, tokens, drawn, seed)
+    spoilt = generator.randrange(tokens) if tokens > 1 and generator.random() < 0.1 else None
+    if spoilt is not None:
+        inputs.x[spoilt, seed % drawn.hidden] = generator.choice([float("nan"), float("inf")])
+    y = call(layer, inputs, how)
+    if spoilt is not None:
+        inputs.x[spoilt] = 0
+        y = y.clone()
+        y[spoilt] = 0
+    int8 = FORMATS[drawn.recipe.layout, drawn.recipe.element].int8_activations
+    truth = moe(inputs.x, plain, inputs.weights, inputs.local)
+    rounded = moe(inputs.x, plain, inputs.weights, inputs.local, dtype=inputs.x.dtype, int8_activations=int8)
+    if spoilt is not None:  # biases make something of a token of zeros
+        truth[spoilt] = rounded[spoilt] = 0
+    error, allowed = relative_error(y, truth), relative_error(rounded, truth)
+    # Where nothing is left to add up, only the last rounding counts.
+    good = error <= FACTOR * allowed + 1e-6
+    what = "" if good else "NaN of another token" if spoilt is not None else "too inaccurate"
+    name = f"{layer} {drawn.recipe}"
+    failure = None if good else Failure(name, tokens, kind, how, what, error, allowed)
+    return failure, error / allowed if allowed else 1.0
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--problems", type=int, default=10000)
+    parser.add_argument("--seconds", type=float, default=3600)
+    parser.add_argument("--portable", action="store_true", help="the portable kernels, in all their formats")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    generator = random.Random(options.seed)
+    begin = time.monotonic()
+    failures: list[Failure] = []
+    families: dict[str, int] = {}
+    worst, done, compiling, layers = 0.0, 0, 0.0, 0
+    while done < options.problems and time.monotonic() - begin < options.seconds:
+        batch = [draw(generator, options.portable) for _ in range(BATCH)]
+        made = []
+        for drawn in batch:
+            packed, plain = make_layer(drawn.recipe, "cuda")
+            made.append((drawn, plain, prepared(drawn, packed, generator.random() < 0.2)))
+        compiling += warmup([layer for _, _, layer in made]).seconds
+        layers += BATCH
+        for drawn, plain, layer in made:
+            for _ in range(PER_LAYER):
+                if done >= options.problems or time.monotonic() - begin > options.seconds:
+                    break
+                failure, ratio = check(layer, plain, drawn, generator)
+                done, worst = done + 1, max(worst, ratio)
+                families[layer.family] = families.get(layer.family, 0) + 1
+                if failure:
+                    failures.append(failure)
+                    print("FAILED", failure, flush=True)
+        summary = {
+            "device": torch.cuda.get_device_name(),
+            "problems": done,
+            "layers": layers,
+            "families": families,
+            "failed": len(failures),
+            "worst_ratio": worst,
+            "seconds": round(time.monotonic() - begin, 1),
+            "seconds_compiling": round(compiling, 1),
+            "seed": options.seed,
+        }
+        print(summary, flush=True)
+        if options.out:
+            options.out.write_text(
+                json.dumps({**summary, "failures": [asdict(one) for one in failures]}, indent=1) + "\n"
+            )
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

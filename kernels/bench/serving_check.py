@@ -1,0 +1,177 @@
+"""What an engine needs of prepared layers, measured on a GPU: host time of calls, warming, graphs, streams, threads.
+
+    PYTHONPATH=.:kernels python kernels/bench/serving_check.py --out results.json [--tokens 8192]
+
+Host time: a call's share of the time that several calls take to return, without waiting for the device (fewer are under
+way than its queue holds). Warming: kernels of one layer for 1 to 8192 tokens, from an empty cache folder, and by another
+process from the folder that was filled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.hopper_bench import FORMATS, random_experts
+from bench.timing import SHAPES, inputs
+from moeq_kernels import PreparedLayer, fused_moe, prepare
+
+LAYERS = (("qwen3-30b", "int4"), ("mixtral-tp8", "int4"), ("gpt-oss-20b", "mxfp4"), ("deepseek-v3-tp8", "int4"))
+TOKENS = (1, 8, 64, 200, 512, 4096)
+
+
+def layer_of(name: str, stored: str, tokens: int, warm: bool) -> tuple[PreparedLayer, Any]:
+    """A prepared layer of a real model's size, with random weights."""
+    shape = SHAPES[name]
+    packed = random_experts(shape, FORMATS[stored])
+    options: dict[str, Any] = {"activation": "swiglu_oai", "limit": 7.0} if shape.gpt_oss else {}
+    layer = prepare(packed, top_k=shape.top_k, max_tokens=tokens, hidden_size=shape.hidden, warm=warm, **options)
+    return layer, packed
+
+
+def host_us(call: Any, rounds: int = 30, calls: int = 10) -> float:
+    """Microseconds of host time of a call: the median of rounds."""
+    times = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append((time.perf_counter() - begin) / calls * 1e6)
+    torch.cuda.synchronize()
+    return sorted(times)[rounds // 2]
+
+
+def measure(name: str, stored: str) -> list[dict[str, Any]]:
+    """Host times of one layer."""
+    shape = SHAPES[name]
+    layer, packed = layer_of(name, stored, 8192, warm=True)
+    options: dict[str, Any] = {"activation": "swiglu_oai", "limit": 7.0} if shape.gpt_oss else {}
+    other = prepare(packed, top_k=shape.top_k, max_tokens=8192, hidden_size=shape.hidden, **options)
+    rows = []
+    for tokens in TOKENS:
+        given = inputs(shape, tokens, 1)
+        out = torch.empty_like(given.x)
+        workspace = torch.empty(layer.workspace_bytes(tokens), dtype=torch.uint8, device="cuda")
+        tensors = (given.x, given.weights, given.ids)
+        begin = time.perf_counter()
+        layer(*tensors)
+        first = (time.perf_counter() - begin) * 1e6
+
+        def owned(tensors: Any = tensors, out: Any = out, workspace: Any = workspace) -> None:
+            layer(*tensors, out=out, workspace=workspace)
+
+        def alternating(tensors: Any = tensors, out: Any = out, workspace: Any = workspace) -> None:
+            layer(*tensors, out=out, workspace=workspace)
+            other(*tensors, out=out, workspace=workspace)
+
+        def simple(tensors: Any = tensors) -> None:
+            fused_moe(tensors[0], packed, *tensors[1:], **options)
+
+        rows.append({
+            "layer": name, "format": stored, "tokens": tokens, "first_us": round(first, 1),
+            "owned_us": round(host_us(owned), 1),
+            "two_layers_us": round(host_us(alternating) / 2, 1),
+            "allocating_us": round(host_us(lambda tensors=tensors: layer(*tensors)), 1),
+            "fused_moe_us": round(host_us(simple), 1),
+        })  # fmt: skip
+        print(rows[-1], flush=True)
+    return rows
+
+
+def check_use() -> dict[str, bool]:
+    """Graphs, another stream, a fresh thread, torch.compile: the same numbers as an eager call."""
+    shape = SHAPES["qwen3-30b"]
+    layer, _ = layer_of("qwen3-30b", "int4", 256, warm=True)
+    given = inputs(shape, 24, 3)
+    tensors = (given.x, given.weights, given.ids)
+    wanted = layer(*tensors).clone()
+    torch.cuda.synchronize()
+    results = {}
+    graph, out = torch.cuda.CUDAGraph(), torch.empty_like(given.x)
+    with torch.cuda.graph(graph):
+        layer(*tensors, out=out)
+    out.fill_(float("nan"))
+    graph.replay()
+    results["graph"] = torch.equal(out, wanted)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        y = layer(*tensors)
+    torch.cuda.current_stream().wait_stream(stream)
+    results["another stream"] = torch.equal(y, wanted)
+    workspace = torch.empty(layer.workspace_bytes(24), dtype=torch.uint8, device="cuda")
+    found = torch.full_like(given.x, float("nan"))
+    torch.cuda.synchronize()
+    thread = threading.Thread(target=lambda: layer(*tensors, out=found, workspace=workspace))
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    results["a fresh thread"] = torch.equal(found, wanted)
+    compiled = torch.compile(lambda x: layer(x, given.weights, given.ids) * 2, backend="aot_eager", fullgraph=True)
+    results["torch.compile"] = torch.equal(compiled(given.x), wanted * 2)
+    view = torch.empty(given.x.numel() + 1, dtype=given.x.dtype, device="cuda")[1:].view(given.x.shape)
+    view.copy_(given.x)
+    results["an unaligned x"] = torch.equal(layer(view, given.weights, given.ids), wanted)
+    with torch.cuda.device(0):
+        torch.cuda.set_sync_debug_mode("error")
+        layer(*tensors)
+        torch.cuda.set_sync_debug_mode("default")
+    results["no synchronisation"] = True
+    return results
+
+
+def warming(tokens: int) -> dict[str, Any]:
+    """Seconds of warming a layer from an empty folder, and by another process again."""
+    script = (
+        "import json, sys; from bench.serving_check import layer_of; import torch; torch.zeros(1, device='cuda')\n"
+        f"layer, _ = layer_of('qwen3-30b', 'int4', {tokens}, False); import time; b = time.time(); w = layer.warm()\n"
+        "print(json.dumps([w.kernels, w.compiled, w.seconds, time.time() - b]))"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "MOEQ_KERNEL_CACHE": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
+        found = []
+        for _ in range(2):
+            done = subprocess.run(
+                [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+            )
+            found.append(json.loads(done.stdout.splitlines()[-1]))
+    names = ("kernels", "compiled", "compile_seconds", "seconds")
+    return {
+        "tokens": tokens,
+        "cold": dict(zip(names, found[0], strict=True)),
+        "warm": dict(zip(names, found[1], strict=True)),
+    }
+
+
+def main() -> int:
+    """Command line; exits 1 where a way to call gives other numbers."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--tokens", type=int, default=8192)
+    options = parser.parse_args()
+    document: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    for name, part in (
+        ("warming", lambda: warming(options.tokens)),
+        ("use", check_use),
+        ("host", lambda: [row for layer in LAYERS for row in measure(*layer)]),
+    ):
+        document[name] = part()
+        print(name, document[name], flush=True)
+        if options.out:
+            options.out.write_text(json.dumps(document, indent=1) + "\n")
+    return 0 if all(document["use"].values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
