@@ -104,6 +104,8 @@ class LayerEntry:
         sharding: how ranks get their part.
         ranks: one entry per rank where the layer is written rank by rank; else empty.
         losses: stored numbers that packing changed, allowed explicitly; the digests are then of what is stored.
+        source_group: group size of the source, where its groups were cut into smaller ones that repeat the scale
+            (`moeq.model.regroup`); the matrices here have the smaller groups, the digests are of the source's.
     """
 
     layer: int
@@ -115,6 +117,12 @@ class LayerEntry:
     sharding: Sharding = field(default_factory=Sharding)
     ranks: tuple[RankEntry, ...] = ()
     losses: int = 0
+    source_group: int | None = None
+
+    def source_spec(self, role: StackedRole) -> MatrixSpec:
+        """The matrix as the source has it."""
+        spec = self.matrices[role].spec
+        return spec if self.source_group is None else dataclasses.replace(spec, group_size=self.source_group)
 
     @property
     def projections(self) -> tuple[Projection, ...]:
@@ -219,6 +227,7 @@ class Manifest:
         copied: layers whose experts were copied unchanged, with the reason.
         restore: what leads back to the source; None in manifests of versions that did not keep it.
         files: every other file of the folder, by name; None in manifests of versions that did not record them.
+        loads_in: what loads it, as far as its writer knew (`vLLM 0.33.0 ...`); empty where nothing did.
     """
 
     moeq_version: str
@@ -232,6 +241,7 @@ class Manifest:
     copied: tuple[CopiedLayer, ...] = ()
     restore: RestoreEntry | None = None
     files: Mapping[str, FileDigest] | None = None
+    loads_in: tuple[str, ...] = ()
 
     def layer(self, layer: int) -> LayerEntry:
         """Entry of that layer. Raises MoeqError `usage.no-such-layer`."""
@@ -287,11 +297,22 @@ def _check(manifest: Manifest, path: Path) -> None:
         place = f"layers[{index}]"
         _size(path, f"{place}.num_experts", entry.num_experts)
         _distinct(path, f"{place}.ranks: rank", [rank.rank for rank in entry.ranks])
+        _check_source_group(path, f"{place}.source_group", entry)
         for where, matrices in [(place, entry.matrices), *((f"{place}.ranks", rank.matrices) for rank in entry.ranks)]:
             for role in STACKED_ROLES:
                 if role not in matrices:
                     _refuse(path, f"{where}.matrices", f"lacks {role}")
                 _check_matrix(path, f"{where}.matrices.{role}", matrices[role], role)
+
+
+def _check_source_group(path: Path, place: str, entry: LayerEntry) -> None:
+    """The groups of the source consist of those that are written."""
+    if entry.source_group is None:
+        return
+    _size(path, place, entry.source_group)
+    for role, matrix in entry.matrices.items():
+        if matrix.spec.group_size < 1 or entry.source_group % matrix.spec.group_size:
+            _refuse(path, place, f"is {entry.source_group}, which the groups of {role} do not divide")
 
 
 def _check_matrix(path: Path, place: str, entry: MatrixEntry, role: StackedRole) -> None:

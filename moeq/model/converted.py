@@ -21,6 +21,7 @@ from moeq.model.describe import model_type, split_stacks
 from moeq.model.experts import Experts
 from moeq.model.info import CheckpointInfo
 from moeq.model.quantization import find_declaration
+from moeq.model.regroup import ungroup
 from moeq.model.shards import Range, join_shards, shard_spec
 from moeq.schemes.base import Scheme
 from moeq.typed import brief, read_as
@@ -82,7 +83,7 @@ class ConvertedCheckpoint(Checkpoint):
         if layer not in self._entries:
             return super().spec(layer, role, expert)
         self._check_expert(layer, expert)
-        return projection_spec(self._entries[layer].matrices[_STACK[role]].spec, role)
+        return projection_spec(self._entries[layer].source_spec(_STACK[role]), role)
 
     def matrix(self, layer: int, expert: int, role: Role) -> QuantizedMatrix:
         """One logical matrix: the layout's `unpack` of the expert's bytes, padding cut off, ranks put together."""
@@ -97,6 +98,8 @@ class ConvertedCheckpoint(Checkpoint):
             homes = [(0, entry.matrices)]
         shards = [self._unpack(entry, matrices, stack, expert - first) for first, matrices in homes]
         whole = join_shards(entry.matrices[stack].spec, shards)
+        if entry.source_group is not None:
+            whole = ungroup(whole, entry.source_group)
         if role in ("w13", "w2"):
             return whole
         return dict(split_projections(whole))[role]  # type: ignore[index]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ def judge(
     config: Mapping[str, Any] | None = None,
     prefix: str = PREFIX,
     explain: bool = True,
+    admits: Callable[[Deployment], bool] | None = None,
 ) -> Verdict:
     """Judge every backend for a scheme on a deployment. A refusal is a verdict too.
 
@@ -36,6 +37,7 @@ def judge(
         config: the checkpoint's own `quantization_config`, where at hand: per-module rules are read from it.
         prefix: module path of the layer's experts, which those rules are matched against.
         explain: also try single changes: what would unlock each backend, and which packages and variables mattered.
+        admits: False for a deployment that must not be suggested, for reasons outside the experts.
 
     Raises:
         MoeqError: `usage.unknown-engine`.
@@ -44,7 +46,7 @@ def judge(
     if deployment.engine == ENGINE:
         return judge_own(scheme, shape, deployment)
     read = config if config is not None else config_of(scheme)
-    return judge_config(read, shape, deployment, scheme.title, prefix=prefix, explain=explain)
+    return judge_config(read, shape, deployment, scheme.title, prefix=prefix, explain=explain, admits=admits)
 
 
 def judge_config(
@@ -55,6 +57,7 @@ def judge_config(
     *,
     prefix: str = PREFIX,
     explain: bool = True,
+    admits: Callable[[Deployment], bool] | None = None,
 ) -> Verdict:
     """Judge a `quantization_config` under an engine policy (see `judge`)."""
     policy = load_policy(deployment.engine)
@@ -69,7 +72,7 @@ def judge_config(
         return resolve(policy, asked, layer, where, prefix=prefix, brief=True)
 
     mattered = sensitivity(outcome, lambda other: again(config, shape, other))
-    candidates = unlocked(outcome, shape, again)
+    candidates = unlocked(outcome, shape, again, admits)
     return replace(verdict, mattered=mattered, candidates=candidates)
 
 

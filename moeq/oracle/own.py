@@ -331,3 +331,10 @@ def _target(
     if selected is not None and selected[1] is not report:
         why = f"{selected[1].backend}: {selected[1].no_layout}"
     return ConvertTarget(report.backend, report.experts, row.layout, None, own_sizes(request, row), why)
+
+
+def report_of_layout(scheme: Scheme, shape: MoeShape, deployment: Deployment, layout: str) -> CandidateReport | None:
+    """The kernel that comes closest to reading a layout; None where none is for it."""
+    request = Request(scheme, shape, deployment)
+    reports = [_report(request, row) for row in own_policy().kernels if row.layout == layout]
+    return min(reports, key=lambda report: len(report.reasons), default=None)

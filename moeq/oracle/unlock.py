@@ -30,7 +30,9 @@ class Change:
     deployment: Deployment
 
 
-def unlocked(outcome: Outcome, shape: MoeShape, again: Again) -> tuple[CandidateReport, ...]:
+def unlocked(
+    outcome: Outcome, shape: MoeShape, again: Again, admits: Callable[[Deployment], bool] | None = None
+) -> tuple[CandidateReport, ...]:
     """The candidates, each unsupported one with the first change that makes it supported."""
     rows = outcome.selection.candidates
     family = outcome.case.policy.families[outcome.case.method.family]
@@ -39,6 +41,8 @@ def unlocked(outcome: Outcome, shape: MoeShape, again: Again) -> tuple[Candidate
     for change in changes(outcome, shape):
         if not waiting - set(found):
             break
+        if admits is not None and not admits(change.deployment):
+            continue
         other = again(change.config, change.shape, change.deployment)
         if other.refused:
             continue

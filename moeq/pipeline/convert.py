@@ -71,6 +71,8 @@ def convert(
     backend: str = "auto",
     *,
     layout: str | None = None,
+    force_layout: bool = False,
+    regroup: int | None = None,
     skip_unfit: bool = False,
     allow_lossy: bool = False,
     revision: str | None = None,
@@ -93,7 +95,9 @@ def convert(
         deployment: where the result is to run. With `tp` or `ep` above 1 the result serves every rank: one packing
             that loaders slice where the layout allows it, else one packing per rank.
         backend: force a backend; `auto` takes the first supported one that has an offline layout.
-        layout: force a layout by id; the oracle's choice no longer counts, that the layout fits still does.
+        layout: a layout by id; a backend of the engine has to read it there.
+        force_layout: write `layout` although none does; that it fits still counts.
+        regroup: cut the source's groups into groups of this size that repeat scale and zero point: the same values.
         skip_unfit: copy layers that cannot be converted unchanged instead of refusing the checkpoint.
         allow_lossy: allow layouts that change stored numbers; the changes are counted in the manifest.
         revision: Hub revision of `src`.
@@ -122,7 +126,7 @@ def convert(
     share = parse_share(share, os.environ) if isinstance(share, str) else share
     if backend != "auto":
         deployment = replace(deployment, backend=backend)
-    request = JobRequest(str(src), deployment, layout, skip_unfit, allow_lossy, revision)
+    request = JobRequest(str(src), deployment, layout, skip_unfit, allow_lossy, revision, force_layout, regroup)
     job = open_job(request, expect=plan_digest)
     source = job.checkpoint.source
     _check_ways(source, share, executor, stream_source, force)

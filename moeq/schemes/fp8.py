@@ -40,6 +40,7 @@ class Fp8(ReadOnlyFormat):
     title = "FP8 (E4M3): one scale per output channel or tensor"
     parts: ClassVar[PartRoles] = {"weight": "codes", "weight_scale": "scale", "input_scale": "other", "bias": "bias"}
     refusal = FP8_REFUSAL
+    read_as_it_is = True
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight, scale = parts.get("weight"), parts.get("weight_scale")

@@ -54,6 +54,7 @@ class Fp8Block(ReadOnlyFormat):
         "bias": "bias",
     }
     refusal = "serving engines read block-scaled FP8 experts as they are; there is nothing to repack offline"
+    read_as_it_is = True
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight, scale = parts.get("weight"), parts.get(_scale(parts))

@@ -31,6 +31,7 @@ class Mxfp8(ReadOnlyFormat):
     title = "MXFP8: E4M3 codes, exponent bytes per 32"
     parts: ClassVar[PartRoles] = {"weight": "codes", "weight_scale": "scale", "bias": "bias"}
     refusal = "serving engines read MXFP8 experts as they are; there is nothing to repack offline"
+    read_as_it_is = True
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight, scale = parts.get("weight"), parts.get("weight_scale")

@@ -213,15 +213,16 @@ class Packer:
         one_torch_thread()
         unit = self._unit
         matrix = self._matrix(expert)
+        regrouped = self._regrouped(matrix)
         written, losses, stored, hashes = 0, 0, [], list[bytes]()
         for shard, slots, layout in zip(self._shards, self._slots, self._layouts(), strict=True):
-            padded = _padded(shard, matrix)
+            padded = _padded(shard, regrouped)
             unpacked = self._write(shard, slots, layout, expert, padded, hashes)
             written += sum(size for _, size in slots.values())
             if not same_matrix(unpacked, padded):
                 losses += self._lost(layout, padded, expert)
             stored.append(shard.padding.unpad(unpacked))
-        held = join_shards(matrix.spec, stored) if losses else matrix
+        held = self._ungrouped(join_shards(regrouped.spec, stored)) if losses else matrix
         digests = tuple((projection, logical_digest(part)) for projection, part in split_projections(held))
         kept = unrestorable(self._job.checkpoint, unit.layer, expert, unit.role, held, exact=not losses)
         return ExpertResult(written, digests, frozenset(kept), losses, tuple(hashes))
@@ -230,7 +231,7 @@ class Packer:
         """The logical matrix, which has to be what headers and config promised."""
         unit = self._unit
         matrix = self._job.checkpoint.matrix(unit.layer, expert, unit.role)
-        planned = self._layer.entry.matrices[unit.role].spec
+        planned = self._layer.entry.source_spec(unit.role)
         if matrix.spec != planned:
             raise MoeqError(
                 "source.inconsistent",
@@ -239,6 +240,20 @@ class Packer:
                 "correct the quantisation config: desc_act has to be true where g_idx is out of order",
             )
         return matrix
+
+    def _regrouped(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
+        """In the groups that are written."""
+        from moeq.model.regroup import regroup
+
+        entry = self._layer.entry
+        return matrix if entry.source_group is None else regroup(matrix, entry.matrices[self._unit.role].spec.group_size)
+
+    def _ungrouped(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
+        """In the groups that the source has."""
+        from moeq.model.regroup import ungroup
+
+        group = self._layer.entry.source_group
+        return matrix if group is None else ungroup(matrix, group)
 
     def _layouts(self) -> list[Layout]:
         """The layout of every shard, which may have to know all experts of its rank before it packs one."""
@@ -253,7 +268,7 @@ class Packer:
     def _calibrated(self, layout: Layout) -> list[Layout]:
         found: dict[int, float] = {}
         for expert in self.items:
-            matrix = self._matrix(expert)
+            matrix = self._regrouped(self._matrix(expert))
             for index, shard in enumerate(self._shards):
                 value = layout.calibrate(_padded(shard, matrix))
                 if value is not None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moeq.checkpoint.facts import GROUPS, Facts
 from moeq.deploy.deployment import Deployment
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model.info import RoutingInfo
 from moeq.oracle import decide as oracle
-from moeq.oracle.records import MoeShape, Routing, Verdict
+from moeq.oracle.own import ENGINE as OWN_ENGINE
+from moeq.oracle.records import Gate, MoeShape, Routing, Verdict
+from moeq.schemes.base import Scheme
+
+HEADS = ("num_attention_heads", "n_heads", "n_head")
+KV_HEADS = ("num_key_value_heads", "attn_config.kv_n_heads", "num_kv_heads")
 
 # How engines name routing rules: by scoring, renormalisation and correction bias. DeepSeek's rule is told from
 # MiniMax's by the config having expert groups at all (even one).
@@ -27,27 +34,63 @@ _ROUTING: dict[tuple[str, bool, bool], Routing] = {
 }
 
 
-def decide(checkpoint: Checkpoint, deployment: Deployment, layer: int | None = None) -> Verdict:
-    """Which backend runs this checkpoint's experts on that deployment, and why.
+def judge(
+    checkpoint: Checkpoint,
+    deployment: Deployment,
+    layer: int | None = None,
+    *,
+    scheme: Scheme | None = None,
+    explain: bool = True,
+) -> Verdict:
+    """What an engine makes of one layer's experts on that deployment, attention heads included. A no is a verdict too.
 
     Args:
         checkpoint: the source.
         deployment: where it is to run.
         layer: the layer to decide for, where layers differ; None for the first quantised one.
+        scheme: what the experts would be encoded as, where that is not what the source has.
+        explain: also try single changes (see `moeq.oracle.decide.judge`).
 
     Raises:
-        MoeqError: `source.not-quantized` for plain experts, `source.no-top-k` where the config does not say how many
-            experts a token uses; `answer.backend-unsupported` for a forced backend.
+        MoeqError: `source.no-top-k` where the config does not say how many experts a token uses.
     """
     first = first_layer(checkpoint)
     layer = first if layer is None else layer
-    scheme = checkpoint.scheme_of(layer)
-    declared = checkpoint.quantization_config
+    own = checkpoint.scheme_of(layer)
     # The config as a whole describes the usual layer; one that is encoded differently is described by its scheme.
-    usual = scheme == checkpoint.scheme_of(first)
-    config = declared if usual else None
-    prefix = checkpoint.expert_prefix(layer)
-    return oracle.decide(scheme, moe_shape(checkpoint, layer), deployment, config=config, prefix=prefix)
+    usual = scheme is None and own == checkpoint.scheme_of(first)
+    verdict = oracle.judge(
+        scheme or own,
+        moe_shape(checkpoint, layer),
+        deployment,
+        config=checkpoint.quantization_config if usual else None,
+        prefix=checkpoint.expert_prefix(layer),
+        explain=explain,
+        admits=lambda other: heads_problem(checkpoint, other) is None,
+    )
+    problem = heads_problem(checkpoint, verdict.deployment)
+    if problem is None:
+        return verdict
+    gate = Gate("G5", "attention heads", False, problem, "ValueError", "CONFIG")
+    return replace(verdict, gates=(*verdict.gates, gate), convert=None, no_convert=problem)
+
+
+def heads_problem(checkpoint: Checkpoint, deployment: Deployment) -> str | None:
+    """Why an engine cannot spread the attention over the tensor-parallel ranks, or None where it can.
+
+    Every rank gets whole query heads, and whole key-value heads or a whole number of ranks for each. Source: vLLM
+    0.33.0, `ModelConfig.verify_with_parallel_config` and `QKVParallelLinear`. moeq's own kernels run no attention.
+    """
+    tp, facts = deployment.tp, Facts(checkpoint.source.config)
+    if deployment.engine == OWN_ENGINE or tp == 1:
+        return None
+    heads, shared = facts.count(HEADS), facts.count(KV_HEADS)
+    if heads is not None and heads % tp:
+        return f"{heads} attention heads do not divide by tp {tp} ({heads} % {tp} = {heads % tp})"
+    latent = facts.count(("kv_lora_rank",)) is not None  # one latent key-value head, which every rank has
+    if shared is not None and not latent and max(shared, tp) % min(shared, tp):
+        return f"{shared} key-value heads neither divide by tp {tp} nor do {tp} ranks divide by them"
+    return None
 
 
 def first_layer(checkpoint: Checkpoint) -> int:

@@ -14,6 +14,7 @@ from moeq.layouts.registry import get_layout
 from moeq.matrix import MatrixSpec
 from moeq.model import Checkpoint
 from moeq.model.division import UNEVEN_FORMATS, Division, Shard, Specs, divide
+from moeq.model.regroup import regrouped_spec
 from moeq.model.shards import Range, shard_spec
 
 
@@ -26,12 +27,14 @@ class PlanOptions:
         ep: ranks that share the experts.
         skip_unfit: copy layers that cannot be converted instead of refusing.
         allow_lossy: allow packing that changes stored numbers.
+        regroup: weights per scale to write instead of the source's (`moeq.model.regroup`); None: as the source has it.
     """
 
     tp: int = 1
     ep: int = 1
     skip_unfit: bool = False
     allow_lossy: bool = False
+    regroup: int | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,11 @@ class LayerPlan:
 def plan_layer(checkpoint: Checkpoint, layer: int, layout_id: str, options: PlanOptions) -> LayerPlan:
     """Plan one layer. Raises MoeqError as `make_plan` does."""
     layout = get_layout(layout_id, allow_lossy=options.allow_lossy)
-    specs = {role: _uniform_spec(checkpoint, layer, role) for role in STACKED_ROLES}
+    specs: Specs = {role: _uniform_spec(checkpoint, layer, role) for role in STACKED_ROLES}
+    group = None
+    if options.regroup is not None and options.regroup != specs["w2"].group_size:
+        group = _common_group(layer, specs)
+        specs = {role: regrouped_spec(spec, options.regroup) for role, spec in specs.items()}
     count = checkpoint.num_experts(layer)
     unit = UNEVEN_FORMATS.get(checkpoint.scheme_of(layer).format)
     division = divide(f"layer {layer}", specs, layout, count, options.tp, options.ep, unit)
@@ -98,7 +105,7 @@ def plan_layer(checkpoint: Checkpoint, layer: int, layout_id: str, options: Plan
     if division.written == "unsharded":
         everything = Shard(0, Range(0, count), Range(0, specs["w2"].k))
         plan = _plan_shard(layer, prefix, layout, specs, everything)
-        entry = LayerEntry(layer, prefix, count, layout.id, plan.matrices, sharding=sharding)
+        entry = LayerEntry(layer, prefix, count, layout.id, plan.matrices, sharding=sharding, source_group=group)
         return LayerPlan(entry, (plan,), options.allow_lossy)
     shards = _plan_ranks(layer, prefix, layout, specs, division)
     ranks = tuple(
@@ -111,8 +118,22 @@ def plan_layer(checkpoint: Checkpoint, layer: int, layout_id: str, options: Plan
         for plan in shards
     )
     wholes = {role: MatrixEntry(spec, spec.n, spec.k, {}) for role, spec in specs.items()}
-    entry = LayerEntry(layer, prefix, count, layout.id, wholes, sharding=sharding, ranks=ranks)
+    entry = LayerEntry(
+        layer, prefix, count, layout.id, wholes, sharding=sharding, ranks=ranks, source_group=group
+    )
     return LayerPlan(entry, shards, options.allow_lossy)
+
+
+def _common_group(layer: int, specs: Specs) -> int:
+    """The group size of both matrices. Raises MoeqError `usage.regroup` where they have two."""
+    sizes = {role: spec.group_size for role, spec in specs.items()}
+    if sizes["w13"] != sizes["w2"]:
+        raise MoeqError(
+            "usage.regroup",
+            f"layer {layer} cannot be regrouped: w13 has groups of {sizes['w13']}, w2 of {sizes['w2']}",
+            "leave out --regroup",
+        )
+    return sizes["w2"]
 
 
 def _plan_ranks(layer: int, prefix: str, layout: Layout, specs: Specs, division: Division) -> tuple[ShardPlan, ...]:

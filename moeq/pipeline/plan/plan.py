@@ -128,18 +128,10 @@ def make_plan(checkpoint: Checkpoint, targets: Targets, options: PlanOptions | N
 
     Raises:
         MoeqError: `usage.layout-does-not-fit`, `usage.mixed-experts`, `usage.tp`, `usage.ep`, `usage.group-cut` where a
-            layer cannot be packed, with all reasons; with `skip_unfit` only where no layer can.
+            layer cannot be packed, with all reasons.
     """
     options = options or PlanOptions()
-    layers, refused = [], dict(targets.refused or {})
-    for layer, layout_id in targets.layouts.items():
-        try:
-            layers.append(plan_layer(checkpoint, layer, layout_id, options))
-        except MoeqError as error:
-            refused[layer] = error
-    if refused and not (options.skip_unfit and layers):
-        raise _refusal(refused, options, someone_fits=bool(layers))
-    copied = [*targets.copied, *(CopiedLayer(layer, error.message) for layer, error in refused.items())]
+    layers = [plan_layer(checkpoint, layer, layout, options) for layer, layout in targets.layouts.items()]
     consumed = [entry for plan in layers for entry in checkpoint.experts(plan.entry.layer).layer.tensors()]
     rest = list(_rest_files(checkpoint, frozenset(entry.name for entry in consumed)))
     names = file_names(len(rest) + len(layers))
@@ -150,7 +142,7 @@ def make_plan(checkpoint: Checkpoint, targets: Targets, options: PlanOptions | N
     return Plan(
         files=tuple(files),
         units=tuple(_units(checkpoint, files)),
-        copied=tuple(sorted(copied, key=lambda row: row.layer)),
+        copied=targets.copied,
         expert_bytes_in=sum(entry.nbytes for entry in consumed),
         digest=_digest(checkpoint, files, options),
     )
@@ -164,18 +156,6 @@ def _units(checkpoint: Checkpoint, files: Iterable[FilePlan]) -> Iterator[CopyUn
             yield from copy_units(tensors, file.name, file.form, counts)
         else:
             yield from pack_units(file.layer, checkpoint.experts(file.layer.entry.layer), file.name, file.form)
-
-
-def _refusal(refused: Mapping[int, MoeqError], options: PlanOptions, *, someone_fits: bool) -> MoeqError:
-    """The first layer's error; where other layers fit, with how to go on without it."""
-    error = next(iter(refused.values()))
-    more = f" (and {len(refused) - 1} more layers)" if len(refused) > 1 and someone_fits else ""
-    skip = "--skip-unfit copies it unchanged" if someone_fits and not options.skip_unfit else None
-    hint = (
-        "; ".join(part for part in (error.hint, skip) if part and "--skip-unfit" not in (error.hint or ""))
-        or error.hint
-    )
-    return MoeqError(error.code, error.message + more, hint)
 
 
 def _rest_files(checkpoint: Checkpoint, consumed: frozenset[str]) -> Iterator[dict[str, tuple[tuple[int, ...], str]]]:

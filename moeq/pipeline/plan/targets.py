@@ -1,4 +1,4 @@
-"""Which layout each layer gets: decided per scheme, so that mixed checkpoints are handled layer by layer."""
+"""Which layout each layer gets, or the error that says why there is none and what would work instead."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moeq.checkpoint.manifest import CopiedLayer
-from moeq.deploy.deployment import Deployment
+from moeq.deploy.loaders import Loader
 from moeq.errors import MoeqError
-from moeq.layouts.registry import get_layout
 from moeq.model import Checkpoint
-from moeq.oracle.decide import judge
 from moeq.oracle.records import Verdict
-from moeq.pipeline.plan.decision import decide, first_layer, is_quantised, moe_shape
-from moeq.schemes.base import Scheme
-from moeq.schemes.registry import get_format
+from moeq.pipeline.plan.feasible import Answer, Ask, answer
+from moeq.pipeline.plan.nearest import with_hint
 
 
 @dataclass(frozen=True)
@@ -22,105 +19,43 @@ class Targets:
     """What to make of every layer.
 
     Attributes:
-        verdict: the oracle's verdict for the first quantised layer.
+        verdict: the engine's view of the first quantised layer.
         backend: backend whose kernel reads the result; the layout's id where no backend of the engine does.
         layouts: layer to layout id, for the layers to convert.
         copied: layers to copy unchanged, with the reason.
-        refused: layers that cannot be converted, with the error that says why.
+        loaders: what loads the result.
+        overridden: what speaks against the layout and was overridden by force.
     """
 
     verdict: Verdict
     backend: str
     layouts: Mapping[int, str]
     copied: tuple[CopiedLayer, ...] = ()
-    refused: Mapping[int, MoeqError] | None = None
+    loaders: tuple[Loader, ...] = ()
+    overridden: tuple[str, ...] = ()
 
 
-def choose_targets(checkpoint: Checkpoint, deployment: Deployment, layout: str | None = None) -> Targets:
-    """Ask the oracle for every scheme of the checkpoint.
-
-    Args:
-        checkpoint: the source.
-        deployment: where it is to run.
-        layout: a layout asked for by id; overrides the choice for every layer.
+def choose_targets(checkpoint: Checkpoint, ask: Ask) -> Targets:
+    """The answer as what is to be done.
 
     Raises:
-        MoeqError: `source.not-quantized`, `source.not-convertible`, `answer.backend-unsupported`,
-            `answer.no-backend`, `usage.unknown-layout`.
+        MoeqError: the answer's error where it is no (`answer.nothing-to-convert`, `answer.not-convertible`,
+            `answer.no-backend`, `answer.backend-unsupported`, `usage.tp`, `usage.group-cut`, ...), with the nearest
+            things that work as its hint; and what `moeq.pipeline.plan.feasible.answer` raises.
     """
-    _require_convertible(checkpoint)
-    first = first_layer(checkpoint)
-    if layout is not None:
-        get_layout(layout)
-        verdict = _verdict(checkpoint, deployment)
-        backend = _backend_of(verdict, layout)
-    else:
-        verdict = decide(checkpoint, deployment)
-        if verdict.convert is None:
-            raise MoeqError("answer.no-backend", verdict.refusal, verdict.nearest)
-        backend = verdict.convert.backend
-    layouts: dict[int, str] = {}
-    copied: list[CopiedLayer] = []
-    refused: dict[int, MoeqError] = {}
-    found: dict[Scheme, str | MoeqError] = {}
-    for layer in checkpoint.info.moe_layers:
-        if not is_quantised(checkpoint, layer):
-            copied.append(CopiedLayer(layer, "its experts are not quantised"))
-            continue
-        scheme = checkpoint.scheme_of(layer)
-        if scheme not in found:
-            usual = layer == first and verdict.convert is not None
-            chosen = layout or (verdict.convert.layout if usual and verdict.convert else None)
-            found[scheme] = _refusal(checkpoint, scheme) or chosen or _layout_for(checkpoint, deployment, layer)
-        target = found[scheme]
-        if isinstance(target, MoeqError):
-            refused[layer] = target
-        else:
-            layouts[layer] = target
-    return Targets(verdict, backend, layouts, tuple(copied), refused)
+    found = answer(checkpoint, ask)
+    if found.error is not None:
+        raise with_hint(checkpoint, ask, found.error)
+    return targets_of(found)
 
 
-def _require_convertible(checkpoint: Checkpoint) -> None:
-    """Refuse checkpoints of which nothing can be converted, by name and with the reason."""
-    info = checkpoint.info
-    if not any(is_quantised(checkpoint, layer) for layer in info.moe_layers):
-        raise MoeqError(
-            "source.not-quantized", f"{info.name}: the experts are not quantised", "there is nothing to repack"
-        )
-    of_schemes = {use.refusal for use in info.schemes}
-    general = [reason for reason in info.refusals if reason not in of_schemes]
-    quantised = [use for use in info.schemes if use.scheme.format != "unquantized"]
-    if general or all(use.refusal for use in quantised):
-        reasons = dict.fromkeys([*general, *(use.refusal for use in quantised if use.refusal)])
-        raise MoeqError("source.not-convertible", f"{info.name}: {'; '.join(reasons)}")
-
-
-def _refusal(checkpoint: Checkpoint, scheme: Scheme) -> MoeqError | None:
-    reason = get_format(scheme.format).refusal
-    if reason is None:
-        return None
-    return MoeqError("source.not-convertible", f"{scheme.title}: {reason}", "--skip-unfit copies such layers unchanged")
-
-
-def _layout_for(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> str | MoeqError:
-    """Layout of a layer that is encoded differently from the first."""
-    try:
-        verdict = decide(checkpoint, deployment, layer)
-    except MoeqError as error:
-        return error
-    if verdict.convert is None:
-        return MoeqError("answer.no-backend", verdict.refusal, verdict.nearest)
-    return verdict.convert.layout
-
-
-def _verdict(checkpoint: Checkpoint, deployment: Deployment) -> Verdict:
-    """The verdict whatever it is: a layout was asked for, so that no backend has to fit."""
-    layer = first_layer(checkpoint)
-    config, prefix = checkpoint.quantization_config, checkpoint.expert_prefix(layer)
-    return judge(checkpoint.scheme_of(layer), moe_shape(checkpoint), deployment, config=config, prefix=prefix)
-
-
-def _backend_of(verdict: Verdict, layout: str) -> str:
-    rows = [row for row in verdict.candidates if row.layout == layout]
-    rows.sort(key=lambda row: not row.supported)
-    return rows[0].backend if rows else layout
+def targets_of(found: Answer) -> Targets:
+    """What an answer that is yes comes to."""
+    return Targets(
+        verdict=found.verdict,
+        backend=found.first.backend,
+        layouts={layer: target.layout for layer, target in found.targets.items()},
+        copied=found.copied,
+        loaders=found.loaders,
+        overridden=tuple(dict.fromkeys(text for target in found.targets.values() for text in target.overridden)),
+    )

@@ -18,7 +18,7 @@ from moeq.deploy.deployment import Deployment
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
-from moeq.pipeline.plan.layers import PlanOptions
+from moeq.pipeline.plan.feasible import Ask
 from moeq.pipeline.plan.plan import Plan, make_plan
 from moeq.pipeline.plan.targets import Targets, choose_targets
 from moeq.pipeline.plan.units import Unit
@@ -41,6 +41,8 @@ class JobRequest:
         skip_unfit: copy layers that cannot be converted instead of refusing.
         allow_lossy: allow layouts that change stored numbers.
         revision: Hub revision of `src`.
+        force_layout: write `layout` although the engine would not run it there.
+        regroup: weights per scale to write instead of the source's.
     """
 
     src: str
@@ -49,6 +51,15 @@ class JobRequest:
     skip_unfit: bool = False
     allow_lossy: bool = False
     revision: str | None = None
+    force_layout: bool = False
+    regroup: int | None = None
+
+    @property
+    def ask(self) -> Ask:
+        """The question behind it."""
+        return Ask(
+            self.deployment, self.layout, self.force_layout, self.skip_unfit, self.allow_lossy, self.regroup
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -107,12 +118,8 @@ def open_job(request: JobRequest, checkpoint: Checkpoint | None = None, expect: 
             f"{request.src} is itself an output of `moeq convert`",
             "convert its source, or restore it",
         )
-    deployment = request.deployment
-    targets = choose_targets(checkpoint, deployment, request.layout)
-    # Expert parallelism takes the ranks of tensor parallelism for itself: experts are whole then.
-    tp = 1 if deployment.ep > 1 else deployment.tp
-    options = PlanOptions(tp, deployment.ep, request.skip_unfit, request.allow_lossy)
-    plan = make_plan(checkpoint, targets, options)
+    targets = choose_targets(checkpoint, request.ask)
+    plan = make_plan(checkpoint, targets, request.ask.options)
     if expect is not None and plan.digest != expect:
         raise MoeqError(
             "usage.other-plan",

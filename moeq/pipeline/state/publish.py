@@ -66,6 +66,7 @@ def finish(job: Job, folder: WorkFolder, records: Mapping[str, UnitRecord]) -> M
         advisories=tuple(advisory.code for advisory in targets.verdict.advisories),
         copied=job.plan.copied,
         restore=write_restore_data(checkpoint, kept, folder.path),
+        loads_in=tuple(loader.title for loader in targets.loaders),
     )
     with disk_errors(folder.path):
         for file in job.plan.files:  # units are on disk already, a header that was written again may not be

@@ -1,0 +1,113 @@
+"""What loads a converted layer: facts about the loaders, asked before anything is written. No torch, no engine.
+
+Each row says what its loader refuses (`moeq.engines`, `moeq.load`); tests hold the rows against the loaders' own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+#: vLLM versions that the plug-in was written against, newest first (`moeq.engines.vllm.plugin`).
+VLLM_VERSIONS = ("0.33.0", "0.26.0")
+#: Model types whose experts the plug-in loads (`moeq.engines.vllm.models`).
+VLLM_MODELS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "kimi_k2")
+#: Layouts that the plug-in hands to a kernel (`moeq.engines.vllm.backends`), with the engine's name of the backend,
+#: the versions that read it and the dtypes of the activations.
+VLLM_LAYOUTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "marlin-wna16/1": ("marlin", VLLM_VERSIONS, ("bf16", "fp16")),
+    "triton-wna16/1": ("triton", VLLM_VERSIONS, ("bf16", "fp16")),
+    "int8-w8a8/1": ("triton", VLLM_VERSIONS, ("bf16", "fp16")),
+    "marlin-mxfp4/1": ("marlin", VLLM_VERSIONS, ("bf16",)),
+    "marlin-mxfp4-interleaved/1": ("marlin", VLLM_VERSIONS, ("bf16",)),
+    "marlin-act-order/1": ("marlin", ("0.26.0",), ("bf16", "fp16")),
+}
+#: Model types whose experts the transformers loader replaces (`moeq.engines.transformers`).
+TRANSFORMERS_MODELS = ("mixtral", "qwen3_moe", "gpt_oss")
+#: The oldest transformers that works (`moeq.engines.transformers_versions`).
+TRANSFORMERS_OLDEST = "5.1"
+
+
+@dataclass(frozen=True)
+class Loader:
+    """One loader that takes a planned.
+
+    Attributes:
+        name: `vllm`, `transformers` or `load_experts`.
+        title: name for people, with versions.
+    """
+
+    name: str
+    title: str
+
+
+@dataclass(frozen=True)
+class PlannedLayer:
+    """What loaders look at.
+
+    Attributes:
+        layout: layout id.
+        w13_order: how its gate and up rows lie.
+        model_type: `model_type` of the language model's config.
+        activation: activation function of the experts.
+        dtype: activation dtype, `bf16` or `fp16`.
+        platform: platform of the GPU.
+        tp: ranks that share an expert.
+        by_rank: files hold one packing per rank.
+        own_kernel: one of moeq's own kernels reads the layer on this GPU.
+        vllm: versions of vLLM that run the layer's backend on this deployment.
+    """
+
+    layout: str
+    w13_order: str
+    model_type: str
+    activation: str
+    dtype: str
+    platform: str
+    tp: int
+    by_rank: bool
+    own_kernel: bool
+    vllm: tuple[str, ...]
+
+
+def loaders_of(planned: PlannedLayer) -> Iterator[Loader]:
+    """The loaders that take a layer, those of serving engines first."""
+    versions = _vllm_versions(planned)
+    if versions:
+        yield Loader("vllm", f"vLLM {' and '.join(versions)} (moeq's plug-in)")
+    if _transformers(planned):
+        yield Loader("transformers", f"transformers {TRANSFORMERS_OLDEST} and newer")
+    if planned.own_kernel and planned.w13_order != "up-gate":
+        yield Loader("load_experts", "moeq.load_experts")
+
+
+def _vllm_versions(planned: PlannedLayer) -> tuple[str, ...]:
+    row = VLLM_LAYOUTS.get(planned.layout)
+    if row is None or planned.model_type not in VLLM_MODELS:
+        return ()
+    _, versions, dtypes = row
+    wanted = "interleaved" if planned.activation == "swigluoai" else "gate-up"
+    if planned.dtype not in dtypes or planned.w13_order != wanted:
+        return ()
+    if planned.layout == "marlin-act-order/1" and planned.tp > 1:
+        return ()
+    return tuple(version for version in versions if version in planned.vllm)
+
+
+def _transformers(planned: PlannedLayer) -> bool:
+    if planned.model_type not in TRANSFORMERS_MODELS or planned.by_rank:
+        return False
+    # On a CPU experts run as the reference, whatever the layout; on a GPU in moeq's kernels.
+    on_gpu = planned.platform in ("cuda", "rocm") and planned.own_kernel and planned.w13_order != "up-gate"
+    return planned.platform == "cpu" or on_gpu
+
+
+def common(rows: Iterator[tuple[Loader, ...]] | list[tuple[Loader, ...]]) -> tuple[Loader, ...]:
+    """The loaders that take every one of several layers."""
+    found = list(rows)
+    return tuple(loader for loader in found[0] if all(loader in row for row in found)) if found else ()
+
+
+def loads_in(loaders: tuple[Loader, ...]) -> str:
+    """For people; `nothing yet` where no loader takes it."""
+    return ", ".join(loader.title for loader in loaders) or "nothing yet"

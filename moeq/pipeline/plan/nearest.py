@@ -1,0 +1,156 @@
+"""The nearest things that work where an answer is no: each is tried before it is said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from moeq.deploy.gpus import parse_gpu
+from moeq.errors import MoeqError
+from moeq.model import Checkpoint
+from moeq.oracle.own import ENGINE as OWN_ENGINE
+from moeq.pipeline.plan.decision import first_layer, judge
+from moeq.pipeline.plan.feasible import Ask, answer, convertible_problem
+
+#: Devices that are tried when nothing else helps.
+_DEVICES = ("H100", "A100", "B200", "MI300X", "CPU")
+
+#: Suggestions that are made at most.
+MOST = 3
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """One change that works.
+
+    Attributes:
+        text: the options that make it, as a user would type them, and what they mean.
+        ask: the question with that change; its answer is yes.
+    """
+
+    text: str
+    ask: Ask
+
+
+def nearest(checkpoint: Checkpoint, ask: Ask) -> tuple[Suggestion, ...]:
+    """The nearest changes whose answer is yes, at most one of a kind."""
+    if convertible_problem(checkpoint) is not None:
+        return ()
+    works = (
+        next((change for change in kind if answer(checkpoint, change.ask).ok), None)
+        for kind in _kinds(checkpoint, ask)
+    )
+    found = tuple(islice((change for change in works if change is not None), MOST))
+    return found or tuple(islice((c for c in _plainest(ask) if answer(checkpoint, c.ask).ok), 1))
+
+
+def with_hint(checkpoint: Checkpoint, ask: Ask, error: MoeqError) -> MoeqError:
+    """The error with what works as its hint; with its own where nothing was found."""
+    works = ", or ".join(suggestion.text for suggestion in nearest(checkpoint, ask))
+    force = "; --force-layout writes it all the same" if error.code == "usage.layout-gpu" else ""
+    hint = f"{works} works{force}" if works else error.hint
+    return MoeqError(error.code, error.message, hint)
+
+
+def _kinds(checkpoint: Checkpoint, ask: Ask) -> Iterator[Iterator[Suggestion]]:
+    """Kinds of changes, the least first: how it is asked for, how it is started, what is written, where it runs."""
+    yield _unforced(ask)
+    yield _parallel(checkpoint, ask)
+    yield _regrouped(checkpoint, ask)
+    yield _switches(ask)
+    yield _skipping(ask)
+    yield _engines(ask)
+    yield _backends(checkpoint, ask)
+    yield _devices(ask)
+
+
+def _with(ask: Ask, text: str, **fields: object) -> Suggestion:
+    return Suggestion(text, replace(ask, deployment=replace(ask.deployment, **fields)))  # type: ignore[arg-type]
+
+
+def _unforced(ask: Ask) -> Iterator[Suggestion]:
+    if ask.layout is not None:
+        yield Suggestion("leaving out --layout", replace(ask, layout=None, force_layout=False))
+    if ask.deployment.backend != "auto":
+        yield _with(ask, "--backend auto", backend="auto")
+        if ask.layout is not None:
+            both = replace(ask, layout=None, deployment=replace(ask.deployment, backend="auto"))
+            yield Suggestion("leaving out --layout and --backend", both)
+
+
+def _parallel(checkpoint: Checkpoint, ask: Ask) -> Iterator[Suggestion]:
+    """Other sizes, the nearest first; expert parallelism, which leaves experts whole, after them."""
+    tp, ep = ask.deployment.tp, ask.deployment.ep
+    if ep > 1:
+        experts = checkpoint.num_experts(first_layer(checkpoint))
+        sizes = (size for size in range(min(ep, experts), 1, -1) if size % tp == 0 and size != ep)
+        for size in [*sizes][:8]:
+            yield _with(ask, f"--ep {size}", ep=size, dp=1)
+        yield _with(ask, "--ep 1", ep=1, dp=1)
+        return
+    sizes = sorted((size for size in range(1, 2 * tp + 1) if size != tp), key=lambda size: (abs(size - tp), -size))
+    for size in sizes[:24] + [1]:
+        yield _with(ask, f"--tp {size}", tp=size)
+    if tp > 1:
+        yield _with(ask, f"--ep {tp} (whole experts on every rank)", ep=tp)
+
+
+def _regrouped(checkpoint: Checkpoint, ask: Ask) -> Iterator[Suggestion]:
+    group = checkpoint.scheme_of(first_layer(checkpoint)).group_size
+    if ask.deployment.tp == 1 or ask.deployment.ep > 1:
+        return
+    for size in (64, 32, 16):
+        if size < group:
+            text = f"--regroup {size} (the same values, groups of {group} cut into groups of {size})"
+            yield Suggestion(text, replace(ask, regroup=size))
+
+
+def _switches(ask: Ask) -> Iterator[Suggestion]:
+    deployment = ask.deployment
+    other = "fp16" if deployment.dtype == "bf16" else "bf16"
+    yield _with(ask, f"--dtype {other}", dtype=other)
+    if deployment.lora:
+        yield _with(ask, "--no-lora", lora=False)
+    if deployment.eplb:
+        yield _with(ask, "--no-eplb", eplb=False)
+    if deployment.batched:
+        yield _with(ask, "--standard", batched=False)
+    if ask.regroup is not None:
+        yield Suggestion("leaving out --regroup", replace(ask, regroup=None))
+
+
+def _skipping(ask: Ask) -> Iterator[Suggestion]:
+    if not ask.skip_unfit:
+        yield Suggestion("--skip-unfit (copies the layers that do not fit)", replace(ask, skip_unfit=True))
+
+
+def _engines(ask: Ask) -> Iterator[Suggestion]:
+    if ask.deployment.engine != OWN_ENGINE:
+        yield _with(ask, f"--engine {OWN_ENGINE} (moeq's own kernels)", engine=OWN_ENGINE)
+
+
+def _backends(checkpoint: Checkpoint, ask: Ask) -> Iterator[Suggestion]:
+    """Backends that only their name reaches."""
+    if ask.deployment.backend == "auto" and ask.layout is None:
+        for row in judge(checkpoint, ask.deployment, explain=False).candidates:
+            if row.flag and row.layout:
+                yield _with(ask, f"--backend {row.flag}", backend=row.flag)
+
+
+def _devices(ask: Ask) -> Iterator[Suggestion]:
+    for name in _DEVICES:
+        if name != ask.deployment.gpu.name:
+            yield _with(ask, f"--gpu {name}", gpu=parse_gpu(name))
+
+
+def _plainest(ask: Ask) -> Iterator[Suggestion]:
+    """One rank and nothing asked for: where a single change does not help."""
+    plain = replace(ask, layout=None, force_layout=False, regroup=None)
+    leaving = "leaving out --layout, " if ask.layout is not None else ""
+    fields = {"tp": 1, "ep": 1, "dp": 1, "backend": "auto", "lora": False, "batched": False}
+    for engine in dict.fromkeys((ask.deployment.engine, OWN_ENGINE)):
+        for name in dict.fromkeys((ask.deployment.gpu.name, *_DEVICES)):
+            gpu = ask.deployment.gpu if name == ask.deployment.gpu.name else parse_gpu(name)
+            text = f"{leaving}--tp 1 --ep 1 --backend auto --gpu {name} --engine {engine}"
+            yield _with(plain, text, gpu=gpu, engine=engine, **fields)
