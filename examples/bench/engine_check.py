@@ -356,7 +356,7 @@ def implementations(folder: Path, scratch: Path) -> Iterator[dict[str, Any]]:
         target = scratch / f"{folder.name}-{layout.partition('/')[0]}"
         row = {"checkpoint": folder.name, "layout": layout}
         try:
-            moeq.convert(folder, target, moeq.Deployment(gpu=moeq.gpu("H200")), layout=layout)
+            moeq.convert(folder, target, moeq.Deployment(gpu=moeq.gpu("H200")), layout=layout, force_layout=True)
         except moeq.MoeqError:
             continue  # the layout does not hold this format
         yield {**row, "implementation": "kernel", **outcome(lambda t=target: kernel_implementation(t), given, layout)}

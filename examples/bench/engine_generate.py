@@ -128,7 +128,7 @@ def conversions(sources: list[Path], only: list[str] | None, scratch: Path) -> I
         for layout in [layout for layout in only or BACKENDS if layout_class(layout).w13_order == order]:
             folder = scratch / f"{source.name}-{layout.partition('/')[0]}"
             with suppress(moeq.MoeqError):  # where the layout does not hold this format
-                moeq.convert(source, folder, moeq.Deployment(gpu=moeq.gpu("H200")), layout=layout)
+                moeq.convert(source, folder, moeq.Deployment(gpu=moeq.gpu("H200")), layout=layout, force_layout=True)
                 yield source.name, layout, folder
 
 

@@ -54,7 +54,7 @@ def check(source: Path, layout: str, device: str) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             deployment = moeq.Deployment(gpu=moeq.gpu("H200"), engine="moeq")
-            moeq.convert(source, Path(folder) / "out", deployment, layout=layout)
+            moeq.convert(source, Path(folder) / "out", deployment, layout=layout, force_layout=True)
         except moeq.MoeqError as error:
             return {**row, "unfit": error.message}
         report = moeq.run_check(Path(folder) / "out", source, options=CheckOptions(device=device))

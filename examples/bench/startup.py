@@ -319,7 +319,7 @@ def prepare(name: str, layers: int, folder: Path) -> None:
     source, converted = folder / "source", folder / "converted"
     make_checkpoint.write_checkpoint(source, MODELS[name], MODELS[name].formats[0], make_checkpoint.Size(layers))
     middle = time.perf_counter()
-    moeq.convert(source, converted, moeq.Deployment(gpu=moeq.gpu("H100")), layout=LAYOUTS[name])
+    moeq.convert(source, converted, moeq.Deployment(gpu=moeq.gpu("H100")), layout=LAYOUTS[name], force_layout=True)
     done = time.perf_counter()
     print(f"{name}, {layers} layer(s), {LAYOUTS[name]}; made in {middle - started:.1f} s, "
           f"converted in {done - middle:.1f} s", flush=True)  # fmt: skip

@@ -86,7 +86,9 @@ class Torture:
     def convert(self, share: str | None = None) -> int:
         """Run to the end in this process; units that were found finished."""
         deployment = moeq.Deployment(gpu=moeq.gpu("H100"))
-        done = moeq.convert(self.source, self.out, deployment, layout=self.layout, workers=2, share=share)
+        done = moeq.convert(
+            self.source, self.out, deployment, layout=self.layout, force_layout=True, workers=2, share=share
+        )
         return done.resumed_units
 
     def finalize(self) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from moeq.cli import options, shares
 from moeq.cli.out import Output
-from moeq.cli.plan import render_needs
+from moeq.cli.plan import render_needs, warn_overridden
 from moeq.cli.push import BaseModelOption, PublicOption, open_push, push_conversion
 from moeq.cli.push import document as pushed_document
 from moeq.cli.push import render as render_pushed
@@ -18,32 +18,29 @@ from moeq.cli.push import render as render_pushed
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from moeq.deploy.deployment import Deployment
     from moeq.pipeline.convert import Conversion
     from moeq.pipeline.plan_document import Needs
     from moeq.pipeline.push import Pushed
 
 
+@options.with_deployment()
 def command(
     ctx: typer.Context,
     src: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint folder, or Hub repository org/name.")],
     dst: Annotated[Path, typer.Argument(metavar="DST", help="Folder to create.")],
-    gpu: options.GpuOption = None,
-    tp: options.TpOption = None,
-    ep: options.EpOption = None,
-    batched: options.BatchedOption = None,
-    lora: options.LoraOption = None,
-    dtype: options.DtypeOption = None,
-    backend: options.BackendOption = None,
-    engine: options.EngineOption = None,
-    deploy: options.DeployOption = None,
+    given: Any,
     layout: options.LayoutOption = None,
+    force_layout: options.ForceLayoutOption = False,
+    regroup: options.RegroupOption = None,
     skip_unfit: options.SkipUnfitOption = False,
     allow_lossy: options.AllowLossyOption = False,
     revision: options.RevisionOption = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier conversion at DST.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; write nothing.")] = False,
     plan: Annotated[
-        Path | None, typer.Option("--plan", metavar="FILE", help="Do what `moeq plan -o FILE` said, or refuse.")
+        Path | None,
+        typer.Option("--plan", metavar="FILE", help="Do what `moeq plan -o FILE` said, for its deployment, or refuse."),
     ] = None,
     workers: options.WorkersOption = None,
     max_memory: options.MaxMemoryOption = None,
@@ -63,29 +60,25 @@ def command(
     """Repack expert weights into a backend's kernel layout, offline, on a CPU."""
     from moeq.cli.conversion_report import ConversionReport
     from moeq.pipeline.convert import convert
-    from moeq.pipeline.plan_document import read_plan_digest
     from moeq.pipeline.run.resources import parse_size
 
     out: Output = ctx.obj
     with ConversionReport(out, "convert", quiet=quiet or json, log=events) as report:
-        deployment = options.deployment(
-            deploy, gpu=gpu, tp=tp, ep=ep, batched=batched, lora=lora, dtype=dtype, backend=backend, engine=engine
-        )
+        own = Choices(layout, force_layout, regroup, skip_unfit, allow_lossy)
+        deployment, chosen, digest = (given.make(), own, None) if plan is None else _planned(plan, given, own)
         share = shares.parse(shard, push=push)
         target = open_push(push, base_model, public=public) if push is not None and not dry_run else None
         conversion = convert(
             src,
             dst,
             deployment,
-            layout=layout,
-            skip_unfit=skip_unfit,
-            allow_lossy=allow_lossy,
+            **chosen._asdict(),
             revision=revision,
             force=force,
             dry_run=dry_run,
             workers=workers,
             max_memory=None if max_memory is None else parse_size(max_memory),
-            plan_digest=None if plan is None else read_plan_digest(plan),
+            plan_digest=digest,
             share=share,
             executor=executor,
             ray_address=ray_address,
@@ -98,12 +91,37 @@ def command(
             pushed = push_conversion(out, dst, target, base_model, quiet=quiet or json)
             report.tell("pushed", **pushed_document(pushed))
     needs = _needs(conversion) if dry_run else None
+    if conversion.job is not None:
+        warn_overridden(out, conversion.job)
     answer = {
         **document(conversion),
         "plan": _plan(conversion, needs),
         "push": None if pushed is None else pushed_document(pushed),
     }
     out.answer(answer, lambda console: render(console, conversion, pushed, needs))
+
+
+class Choices(NamedTuple):
+    """What decides a conversion beside source and deployment."""
+
+    layout: str | None
+    force_layout: bool
+    regroup: int | None
+    skip_unfit: bool
+    allow_lossy: bool
+
+
+def _planned(path: Path, given: options.GivenDeployment, own: Choices) -> tuple[Deployment, Choices, str]:
+    """Deployment, choices and digest of a plan's file; what is given on the command line wins, and is then compared."""
+    from moeq.pipeline.plan_document import read_plan
+
+    plan = read_plan(path)
+    if plan.request is None:  # written by an older version
+        return given.make(), own, plan.digest
+    deployment = plan.request.deployment if given.empty else given.make()
+    kept = {name: getattr(plan.request, name) for name in Choices._fields}
+    asked = {name: value for name, value in own._asdict().items() if value not in (None, False)}
+    return deployment, Choices(**{**kept, **asked}), plan.digest
 
 
 def _needs(conversion: Conversion) -> Needs | None:
@@ -133,6 +151,8 @@ def document(conversion: Conversion) -> dict[str, Any]:
         "backend": conversion.backend,
         "layout": layouts[0],
         "layouts": layouts,
+        "loads_in": [loader.title for loader in conversion.loaders],
+        "overridden": list(conversion.job.targets.overridden) if conversion.job else [],
         "engine_flag": target.flag if target and target.layout == layouts[0] else None,
         "files": [{"name": file.name, "bytes": file.data_bytes} for file in plan.files],
         "layers": len(plan.layers),
@@ -153,7 +173,7 @@ def render(console: Console, conversion: Conversion, pushed: Pushed | None = Non
     """The same for people."""
     from rich.text import Text
 
-    from moeq.report.text import human_bytes
+    from moeq.report.text import human_bytes, line
 
     plan = conversion.plan
     verb = "wrote" if conversion.manifest or shares.ran(conversion) else "would write"
@@ -161,28 +181,53 @@ def render(console: Console, conversion: Conversion, pushed: Pushed | None = Non
     count = f"{'in all ' if conversion.share else ''}{len(plan.files)} files"
     console.print(Text.assemble(head, f": {count}, {human_bytes(plan.bytes_out)}"))
     layouts = ", ".join(dict.fromkeys(layer.entry.layout for layer in plan.layers))
-    console.print(f"  backend   {conversion.backend}, layout {layouts}")
-    console.print(
-        f"  experts   {len(plan.layers)} layers, {human_bytes(plan.expert_bytes_in)} → "
-        f"{human_bytes(plan.expert_bytes_out)} (padding {human_bytes(plan.padding_bytes)})"
-    )
-    for line in sharding_lines(conversion):
-        console.print(f"  sharding  {line}")
-    console.print(f"  the rest  {human_bytes(plan.rest_bytes)}, copied unchanged")
+    line(console, "backend", f"{conversion.backend}, layout {layouts}")
+    sizes = f"{human_bytes(plan.expert_bytes_in)} → {human_bytes(plan.expert_bytes_out)}"
+    line(console, "experts", f"{len(plan.layers)} layers, {sizes} (padding {human_bytes(plan.padding_bytes)})")
+    for text in regrouping_lines(conversion):
+        line(console, "groups", text)
+    for text in sharding_lines(conversion):
+        line(console, "sharding", text)
+    line(console, "the rest", f"{human_bytes(plan.rest_bytes)}, copied unchanged")
     for row in plan.copied:
-        console.print(f"  copied    layer {row.layer}: {row.reason}")
+        line(console, "copied", f"layer {row.layer}: {row.reason}")
     if conversion.resumed_units:
-        console.print(f"  resumed   {conversion.resumed_units} units were already finished")
+        line(console, "resumed", f"{conversion.resumed_units} units were already finished")
     if conversion.manifest is not None:
         _render_proof(console, conversion)
-    target = conversion.verdict.convert
-    if target and target.flag and target.layout == plan.layers[0].entry.layout:
-        console.print(f"  start     vLLM with {target.flag}" + (f" ({target.why})" if target.why else ""))
+    _render_loading(console, conversion)
     shares.render_next(console, conversion)
     if needs is not None:
         render_needs(console, conversion.plan, needs)
     if pushed is not None:
         render_pushed(console, pushed)
+
+
+def regrouping_lines(conversion: Conversion) -> list[str]:
+    """Groups that were cut into smaller ones: one line per size."""
+    found: dict[str, None] = {}
+    for layer in conversion.plan.layers:
+        if layer.entry.source_group is not None:
+            size = layer.entry.matrices["w2"].spec.group_size
+            text = f"of {layer.entry.source_group} written as groups of {size} that repeat the scale: the same values"
+            found[text] = None
+    return list(found)
+
+
+def _render_loading(console: Console, conversion: Conversion) -> None:
+    """What loads the result, and with what."""
+    from moeq.deploy.loaders import loads_in
+    from moeq.report.text import line
+
+    target, loaders = conversion.verdict.convert, conversion.loaders
+    line(console, "loads in", loads_in(loaders))
+    if target and target.why:
+        line(console, "", target.why)
+    names = {loader.name for loader in loaders}
+    if target and target.flag and ("vllm" in names or not names):
+        line(console, "start", f"vLLM with {target.flag}")
+    if "transformers" in names:
+        line(console, "start", "transformers after `import moeq.engines.transformers`: without it, loading stops")
 
 
 def sharding_lines(conversion: Conversion) -> list[str]:
@@ -196,15 +241,17 @@ def sharding_lines(conversion: Conversion) -> list[str]:
 
 
 def _render_proof(console: Console, conversion: Conversion) -> None:
+    from moeq.report.text import line
+
     manifest = conversion.manifest
     if manifest is None:
         return
     units = sum(shard.shard.experts.size for layer in conversion.plan.layers for shard in layer.shards) * 2
     losses = sum(entry.losses for entry in manifest.layers)
     if losses:
-        console.print(f"  lossy     {losses} stored numbers were changed, as was allowed; the rest is proven equal")
+        line(console, "lossy", f"{losses} stored numbers were changed, as was allowed; the rest is proven equal")
     else:
-        console.print(f"  proof     {units} of {units} packed matrices unpacked again and equal to the source")
+        line(console, "proof", f"{units} of {units} packed matrices unpacked again and equal to the source")
     kept = len(manifest.restore.kept) if manifest.restore else 0
     if kept:
-        console.print(f"  kept      {kept} source tensors verbatim, for `moeq restore`")
+        line(console, "kept", f"{kept} source tensors verbatim, for `moeq restore`")

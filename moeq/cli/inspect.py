@@ -1,9 +1,8 @@
-"""`moeq inspect`: what a checkpoint holds, and which backend would run it."""
+"""`moeq inspect`: what a checkpoint holds, which backend would run it, and what `convert` would make of it."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,22 +15,15 @@ if TYPE_CHECKING:
     from moeq.checkpoint.warning import CheckpointWarning
     from moeq.deploy.deployment import Deployment
     from moeq.model import Checkpoint
-    from moeq.oracle.records import Verdict
+    from moeq.pipeline.plan.feasible import Answer, Part
 
 
+@options.with_deployment()
 def command(
     ctx: typer.Context,
     src: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint folder, or Hub repository org/name.")],
+    given: Any,
     revision: options.RevisionOption = None,
-    gpu: options.GpuOption = None,
-    tp: options.TpOption = None,
-    ep: options.EpOption = None,
-    batched: options.BatchedOption = None,
-    lora: options.LoraOption = None,
-    dtype: options.DtypeOption = None,
-    backend: options.BackendOption = None,
-    engine: options.EngineOption = None,
-    deploy: options.DeployOption = None,
     scan: Annotated[
         bool, typer.Option("--scan", help="Also read every expert's scales, zero points and group indices.")
     ] = False,
@@ -40,28 +32,28 @@ def command(
 ) -> None:
     """Say what a checkpoint holds, how it is quantised, and which backend would run it. Reads headers only."""
     from moeq.model import open as open_checkpoint
-    from moeq.model.sharding import shard_fits
-    from moeq.report.inspect_text import render
+    from moeq.pipeline.plan.degrees import degrees
+    from moeq.report.inspect_text import Inspection, render
 
     out: Output = ctx.obj
     checkpoint = open_checkpoint(src, revision=revision)
-    deployment = asked_deployment(
-        deploy, gpu=gpu, tp=tp, ep=ep, batched=batched, lora=lora, dtype=dtype, backend=backend, engine=engine
-    )
-    verdict, no_verdict = decided(checkpoint, deployment)
-    found = scanned(out, checkpoint) if scan else None
+    deployment = asked_deployment(given)
+    found, no_verdict = decided(checkpoint, deployment)
+    scanned_ = scanned(out, checkpoint) if scan else None
+    sizes = () if checkpoint.kind == "converted" else degrees(checkpoint, deployment)
     document: dict[str, Any] = {
         **checkpoint.info.to_json(),
         "kind": checkpoint.kind,
-        "shards": [asdict(fit) for fit in shard_fits(checkpoint.spec(checkpoint.info.moe_layers[0], "w2"))],
-        "scan": None if found is None else [asdict(warning) for warning in found],
-        "verdict": verdict.to_json() if verdict else None,
+        "conversion": _conversion(checkpoint),
+        "shards": [asdict(degree) for degree in sizes],
+        "scan": None if scanned_ is None else [asdict(warning) for warning in scanned_],
+        "verdict": None if found is None else verdict_document(found, found.parts[0]),
         "no_verdict": no_verdict,
+        "converts": None if found is None else found.ok,
+        "loads_in": None if found is None else [loader.title for loader in found.loaders],
     }
-    out.answer(
-        document,
-        lambda console: render(console, checkpoint, verdict, no_verdict, verbose=verbose, found=found or ()),
-    )
+    inspection = Inspection(checkpoint, found, no_verdict, sizes, scanned_ or ())
+    out.answer(document, lambda console: render(console, inspection, verbose=verbose))
 
 
 def scanned(out: Output, checkpoint: Checkpoint) -> list[CheckpointWarning]:
@@ -75,27 +67,55 @@ def scanned(out: Output, checkpoint: Checkpoint) -> list[CheckpointWarning]:
         return scan(checkpoint, lambda done, total: progress.update(done, total, ""))
 
 
-def asked_deployment(file: Path | None, **given: Any) -> Deployment | None:
+def asked_deployment(given: options.GivenDeployment) -> Deployment | None:
     """The deployment the options describe, or None where no GPU is named and none is here: inspecting needs none."""
     try:
-        return options.deployment(file, **given)
+        return given.make()
     except MoeqError as error:
         if error.code != "usage.no-gpu":
             raise
         return None
 
 
-def decided(checkpoint: Checkpoint, deployment: Deployment | None) -> tuple[Verdict | None, str | None]:
-    """The verdict, or why there is none."""
-    from moeq.pipeline.plan.decision import decide
+def decided(checkpoint: Checkpoint, deployment: Deployment | None) -> tuple[Answer | None, str | None]:
+    """The answer, or why there is none. A backend that was asked for and does not fit is an error here too."""
+    from moeq.pipeline.plan.candidates import Ask
+    from moeq.pipeline.plan.nearest import advised
 
     if checkpoint.kind == "converted":
-        return None, "already converted: `moeq run-check` proves it"
+        return None, "already converted"
     if deployment is None:
         return None, "no GPU here and none named: --gpu NAME asks the oracle"
-    try:
-        return decide(checkpoint, deployment), None
-    except MoeqError as error:
-        if deployment.backend != "auto":
-            raise  # a backend was asked for that does not fit: that is the answer to this command too
-        return None, error.message
+    found = advised(checkpoint, Ask(deployment), explain=True)
+    if found.error is not None and deployment.backend != "auto":
+        raise found.error
+    return found, None
+
+
+def verdict_document(found: Answer, part: Part) -> dict[str, Any]:
+    """A verdict, with what is known beyond the engine's rules: what works, what would load it."""
+    return {
+        **part.verdict.to_json(),
+        "nearest": found.error.hint if found.error else None,
+        "loads_in": [loader.title for loader in part.target.loaders] if part.target else [],
+    }
+
+
+def _conversion(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """What a converted folder is."""
+    from moeq.model.converted import ConvertedCheckpoint
+
+    if not isinstance(checkpoint, ConvertedCheckpoint):
+        return None
+    manifest = checkpoint.manifest
+    return {
+        "moeq_version": manifest.moeq_version,
+        "source": {"name": manifest.source.name, "revision": manifest.source.revision},
+        "identity": manifest.source.identity,
+        "backend": manifest.backend,
+        "layouts": list(dict.fromkeys(layer.layout for layer in manifest.layers)),
+        "deployment": manifest.deployment,
+        "sharding": [{"layer": layer.layer, **asdict(layer.sharding)} for layer in manifest.layers],
+        "copied": [asdict(row) for row in manifest.copied],
+        "loads_in": list(manifest.loads_in),
+    }

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from moeq.errors import MoeqError
 
 if TYPE_CHECKING:
     from moeq.deploy.deployment import Deployment
@@ -28,7 +33,8 @@ MaxMemoryOption = Annotated[
     ),
 ]
 LayoutOption = Annotated[
-    str | None, typer.Option("--layout", help="Force a layout by id; it still has to fit (default: the backend's).")
+    str | None,
+    typer.Option("--layout", help="A layout by id that a backend reads there (default: the one that fits best)."),
 ]
 SkipUnfitOption = Annotated[
     bool, typer.Option("--skip-unfit", help="Copy layers that cannot be converted instead of refusing.")
@@ -37,44 +43,117 @@ AllowLossyOption = Annotated[
     bool, typer.Option("--allow-lossy", help="Allow layouts that change stored numbers; they are counted.")
 ]
 
-GpuOption = Annotated[
-    str | None,
+ForceLayoutOption = Annotated[
+    bool, typer.Option("--force-layout", help="Write --layout although the engine would not run it there.")
+]
+RegroupOption = Annotated[
+    int | None,
     typer.Option(
-        "--gpu", help="H100, a100, sm90, gfx942, cpu, ... (default: the GPU found here).", rich_help_panel=DEPLOY
+        "--regroup", metavar="N", help="Cut groups into groups of N: the same values, more tensor parallelism."
     ),
 ]
-TpOption = Annotated[
-    int | None, typer.Option("--tp", help="Tensor-parallel size (default: 1).", rich_help_panel=DEPLOY)
-]
-EpOption = Annotated[
-    int | None, typer.Option("--ep", help="Expert-parallel size (default: 1).", rich_help_panel=DEPLOY)
-]
-BatchedOption = Annotated[
-    bool | None,
-    typer.Option("--batched/--standard", help="Activations as \\[E, max_tokens, K].", rich_help_panel=DEPLOY),
-]
-LoraOption = Annotated[
-    bool | None, typer.Option("--lora/--no-lora", help="LoRA adapters on the experts.", rich_help_panel=DEPLOY)
-]
-DtypeOption = Annotated[
-    str | None, typer.Option("--dtype", help="Activation dtype: bf16 or fp16 (default: bf16).", rich_help_panel=DEPLOY)
-]
-BackendOption = Annotated[
-    str | None,
-    typer.Option("--backend", help="Force a backend; unsupported is an error (default: auto).", rich_help_panel=DEPLOY),
-]
-EngineOption = Annotated[
-    str | None,
-    typer.Option("--engine", help="Whose rules decide: vllm@0.33.0 or moeq.", rich_help_panel=DEPLOY),
-]
-DeployOption = Annotated[
-    Path | None,
-    typer.Option("--deploy", help="TOML file with these options; options given win.", rich_help_panel=DEPLOY),
-]
 
 
-def deployment(file: Path | None, **given: Any) -> Deployment:
-    """The deployment that the options above (by their long names) and a `--deploy` file describe."""
-    from moeq.deploy.options import make_deployment
+def _option(type_: Any, name: str, help_: str, **more: Any) -> Any:
+    return Annotated[type_ | None, typer.Option(name, help=help_, rich_help_panel=DEPLOY, **more)]
 
-    return make_deployment(given, file)
+
+_SIZE = {"min": 1}
+
+#: The deployment options, the same on every command that takes a deployment.
+DEPLOYMENT: dict[str, Any] = {
+    "gpu": _option(str, "--gpu", "H100, a100, sm90, gfx942, cpu, ... (default: the GPU found here; see `moeq gpus`)."),
+    "tp": _option(int, "--tp", "Tensor-parallel size (default: 1).", **_SIZE),
+    "ep": _option(int, "--ep", "Expert-parallel size (default: 1).", **_SIZE),
+    "dp": _option(int, "--dp", "Data-parallel size (default: 1).", **_SIZE),
+    "dtype": _option(str, "--dtype", "Activation dtype: bf16 or fp16 (default: bf16)."),
+    "backend": _option(str, "--backend", "Force a backend; unsupported is an error (default: auto)."),
+    "engine": _option(str, "--engine", "Whose rules decide: vllm@0.33.0 or moeq."),
+    "batched": _option(bool, "--batched/--standard", "Activations as \\[E, max_tokens, K]."),
+    "lora": _option(bool, "--lora/--no-lora", "LoRA adapters on the experts."),
+    "eplb": _option(bool, "--eplb/--no-eplb", "Expert load balancing."),
+    "all2all": _option(str, "--all2all", "All-to-all kind of the engine."),
+    "quantization": _option(str, "--quantization", "Method named to the engine (moe_wna16)."),
+    "package": _option(list[str], "--package", "humming=no, aiter=yes ...: what the engine has installed."),
+    "env": _option(list[str], "--env", "NAME=VALUE of the engine."),
+    "deploy": _option(Path, "--deploy", "TOML file with these options; options given win."),
+}
+EngineOption = DEPLOYMENT["engine"]
+
+_WORDS = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
+
+
+@dataclass(frozen=True)
+class GivenDeployment:
+    """The deployment options as they were given; None for those that were not."""
+
+    options: Mapping[str, Any]
+
+    def make(self, **other: Any) -> Deployment:
+        """The deployment that they and the `--deploy` file describe; `other` replaces options.
+
+        Raises:
+            MoeqError: what `moeq.deploy.options.make_deployment` raises.
+        """
+        from moeq.deploy.options import make_deployment
+
+        given = {**self.options, **other}
+        file = given.pop("deploy")
+        given["packages"], given["env"] = _packages(given.pop("package")), _pairs("env", given["env"])
+        return make_deployment(given, file)
+
+    @property
+    def empty(self) -> bool:
+        """Whether none was given."""
+        return all(value is None for value in self.options.values())
+
+
+def with_deployment(**other: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command the deployment options: it is called with one `given: GivenDeployment` for all of them.
+
+    Args:
+        other: options that this command spells otherwise, by name.
+    """
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        table = {**DEPLOYMENT, **other}
+        signature = inspect.signature(command, eval_str=True)
+        parameters: list[inspect.Parameter] = []
+        for parameter in signature.parameters.values():
+            if parameter.name != "given":
+                parameters.append(parameter)
+                continue
+            parameters += [
+                inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=kind)
+                for name, kind in table.items()
+            ]
+
+        def run(**values: Any) -> Any:
+            options = {name: values.pop(name) for name in table}
+            return command(given=GivenDeployment(options), **values)
+
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {one.name: one.annotation for one in parameters}
+        return run
+
+    return decorate
+
+
+def _pairs(name: str, given: list[str] | None) -> dict[str, str] | None:
+    if not given:
+        return None
+    split = [text.partition("=") for text in given]
+    if any(not sign for _, sign, _ in split):
+        raise MoeqError("usage.deployment", f"--{name} takes NAME=VALUE, not {' '.join(given)}")
+    return {key: value for key, _, value in split}
+
+
+def _packages(given: list[str] | None) -> dict[str, bool] | None:
+    pairs = _pairs("package", given)
+    if pairs is None:
+        return None
+    wrong = [value for value in pairs.values() if value.lower() not in _WORDS]
+    if wrong:
+        raise MoeqError("usage.deployment", f"--package takes NAME=yes or NAME=no, not {wrong[0]}")
+    return {key: _WORDS[value.lower()] for key, value in pairs.items()}

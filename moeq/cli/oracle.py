@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,131 +14,96 @@ from moeq.errors import MoeqError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from moeq.deploy.deployment import Deployment
-    from moeq.oracle.records import MoeShape, Verdict
+    from moeq.deploy.deployment import Deployment, Gpu
+    from moeq.model import Checkpoint
+    from moeq.oracle.records import Verdict
     from moeq.oracle.sweep import Cell
-    from moeq.schemes.base import Scheme
-
-_DEPLOY = options.DEPLOY
 
 
+def _several(name: str, help_: str) -> Any:
+    return Annotated[str | None, typer.Option(f"--{name}", help=help_, rich_help_panel=options.DEPLOY)]
+
+
+@options.with_deployment(
+    gpu=_several("gpu", "One device or several: a100,h100,gfx942."),
+    tp=_several("tp", "One size or several: 1,2,4,8."),
+    ep=_several("ep", "One size or several: 1,8."),
+)
 def command(
     ctx: typer.Context,
     src: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint folder, or Hub repository org/name.")],
+    given: Any,
     revision: options.RevisionOption = None,
-    gpu: Annotated[
-        str | None, typer.Option("--gpu", help="One device or several: a100,h100,gfx942.", rich_help_panel=_DEPLOY)
-    ] = None,
-    tp: Annotated[
-        str | None, typer.Option("--tp", help="One size or several: 1,2,4,8.", rich_help_panel=_DEPLOY)
-    ] = None,
-    ep: Annotated[str | None, typer.Option("--ep", help="One size or several: 1,8.", rich_help_panel=_DEPLOY)] = None,
-    dp: Annotated[
-        int | None, typer.Option("--dp", help="Data-parallel size (default: 1).", rich_help_panel=_DEPLOY)
-    ] = None,
-    all2all: Annotated[
-        str | None, typer.Option("--all2all", help="All-to-all kind of the engine.", rich_help_panel=_DEPLOY)
-    ] = None,
-    batched: options.BatchedOption = None,
-    lora: options.LoraOption = None,
-    eplb: Annotated[
-        bool | None, typer.Option("--eplb/--no-eplb", help="Expert load balancing.", rich_help_panel=_DEPLOY)
-    ] = None,
-    dtype: options.DtypeOption = None,
-    backend: options.BackendOption = None,
-    engine: options.EngineOption = None,
-    quantization: Annotated[
-        str | None, typer.Option("--quantization", help="Method named to the engine.", rich_help_panel=_DEPLOY)
-    ] = None,
-    package: Annotated[
-        list[str] | None, typer.Option("--package", help="humming=no, aiter=yes ...", rich_help_panel=_DEPLOY)
-    ] = None,
-    env: Annotated[
-        list[str] | None, typer.Option("--env", help="NAME=VALUE of the engine.", rich_help_panel=_DEPLOY)
-    ] = None,
-    deploy: options.DeployOption = None,
     require: Annotated[
         list[str] | None,
-        typer.Option("--require", help="Cell that must have a backend: H100/tp8, H100/tp8=MARLIN, all."),
+        typer.Option(
+            "--require",
+            help="Cell that must work: a backend runs it, and `convert` writes for it unless there is nothing to "
+            "convert: H100/tp8, H100/tp8=MARLIN, all.",
+        ),
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="The matrix as a Markdown table.")] = False,
     brief: Annotated[bool, typer.Option("--brief", help="Only the first reason of each backend.")] = False,
     json: options.JsonOption = False,
 ) -> int:
     """Decide the kernel backend for a deployment, with every reason. Several values of --gpu, --tp, --ep: a matrix."""
-    gpus, tps, eps = _names(gpu), _sizes("tp", tp), _sizes("ep", ep)
-    base = options.deployment(
-        deploy, gpu=gpus[0] if gpus else None, tp=tps[0] if tps else None, ep=eps[0] if eps else None, dp=dp,
-        all2all=all2all, batched=batched, lora=lora, eplb=eplb, dtype=dtype, backend=backend, engine=engine,
-        quantization=quantization, packages=_packages(package), env=_pairs("env", env),
-    )  # fmt: skip
+    gpus, tps, eps = (_names(given.options["gpu"]), *(_sizes(name, given.options[name]) for name in ("tp", "ep")))
+    base = given.make(gpu=gpus[0] if gpus else None, tp=tps[0] if tps else None, ep=eps[0] if eps else None)
     out: Output = ctx.obj
+    checkpoint = _opened(src, revision)
     many = max(len(gpus), len(tps), len(eps)) > 1 or bool(require) or markdown
     if not many:
-        return _single(out, src, revision, base, brief=brief)
-    return _matrix(out, src, revision, base, (gpus, tps, eps), require or [], markdown)
+        return _single(out, src, checkpoint, base, brief=brief)
+    return _matrix(out, src, checkpoint, base, (gpus, tps, eps), require or [], markdown)
 
 
-class LayerQuestion(NamedTuple):
-    """What the oracle is asked about the layers of a checkpoint that share a scheme."""
-
-    layers: list[int]
-    scheme: Scheme
-    shape: MoeShape
-    config: dict[str, Any] | None
-    prefix: str
-
-
-def _questions(src: str, revision: str | None) -> list[LayerQuestion]:
-    """One question per scheme, the first quantised layer's first. Per-module rules of the config are read per layer."""
+def _opened(src: str, revision: str | None) -> Checkpoint:
     from moeq.model import open as open_checkpoint
-    from moeq.pipeline.plan.decision import first_layer, moe_shape
 
     checkpoint = open_checkpoint(src, revision=revision)
     if checkpoint.kind == "converted":
         raise MoeqError("usage.converted", f"{src} is already converted", "ask about its source")
-    declared = checkpoint.source.config.get("quantization_config")
-    first = first_layer(checkpoint)
-    found: dict[Scheme, LayerQuestion] = {}
-    for layer in (first, *(one for one in checkpoint.info.moe_layers if one != first)):
-        scheme = checkpoint.scheme_of(layer)
-        if scheme in found:
-            found[scheme].layers.append(layer)
-            continue
-        config = declared if isinstance(declared, dict) else None
-        shape, prefix = moe_shape(checkpoint, layer), checkpoint.expert_prefix(layer)
-        found[scheme] = LayerQuestion([layer], scheme, shape, config, prefix)
-    return list(found.values())
+    return checkpoint
 
 
-def _single(out: Output, src: str, revision: str | None, deployment: Deployment, *, brief: bool) -> int:
-    from moeq.oracle.decide import judge
+def _single(out: Output, src: str, checkpoint: Checkpoint, deployment: Deployment, *, brief: bool) -> int:
+    from moeq.cli.inspect import verdict_document
+    from moeq.pipeline.plan.candidates import Ask
+    from moeq.pipeline.plan.nearest import advised
 
-    asked = _questions(src, revision)
-    verdicts = [judge(q.scheme, q.shape, deployment, config=q.config, prefix=q.prefix) for q in asked]
-    ok = all(verdict.ok for verdict in verdicts)
+    found = advised(checkpoint, Ask(deployment), explain=True)
+    unknown = found.verdict.error is not None and found.verdict.error.kind == "OVERRIDE_UNKNOWN"
+    if unknown and found.error is not None:
+        raise found.error
+    ok = all(part.verdict.ok for part in found.parts)
 
     def render(console: Console) -> None:
-        from moeq.report.text import ranges
-        from moeq.report.verdict_text import render_summary
+        from moeq.report.text import line, ranges
+        from moeq.report.verdict_text import render_part
 
-        for question, verdict in zip(asked, verdicts, strict=True):
-            layers = f"  layers {ranges(sorted(question.layers))}" if len(asked) > 1 else ""
-            console.print(f"{src}  {verdict.scheme}{layers}", style="bold")
-            render_summary(console, verdict, verbose=not brief)
-            _details(console, verdict)
+        for part in found.parts:
+            layers = f"  layers {ranges(part.layers)}" if len(found.parts) > 1 else ""
+            console.print(f"{src}  {part.verdict.scheme}{layers}", style="bold")
+            render_part(console, found, part, verbose=not brief)
+            _details(console, part.verdict)
+        if found.error is not None and found.error.hint:
+            line(console, "nearest", found.error.hint)
 
-    others = [
-        {"layers": sorted(question.layers), "verdict": verdict.to_json()}
-        for question, verdict in zip(asked[1:], verdicts[1:], strict=True)
-    ]
-    out.answer({"source": src, "verdict": verdicts[0].to_json(), "other_schemes": others}, render, ok=ok)
+    first, *others = ({"layers": part.layers, "verdict": verdict_document(found, part)} for part in found.parts)
+    document = {
+        "source": src,
+        "verdict": first["verdict"],
+        "other_schemes": others,
+        "converts": found.ok,
+        "loads_in": [loader.title for loader in found.loaders],
+    }
+    out.answer(document, render, ok=ok)
     return 0 if ok else 1
 
 
 def _details(console: Console, verdict: Verdict) -> None:
     """The rest of a verdict: asked, keys, sizes, memory, what mattered, gates, notes."""
-    from moeq.report.text import human_bytes
+    from moeq.report.text import human_bytes, line
 
     facts = [("asked", verdict.asked), ("method", verdict.method), ("keys", verdict.weight_key)]
     if verdict.sizes:
@@ -155,28 +120,25 @@ def _details(console: Console, verdict: Verdict) -> None:
     facts += [("note", note) for note in verdict.notes]
     for label, text in facts:
         if text:
-            console.print(f"  {label:<10} {text}")
+            line(console, label, text)
 
 
 def _matrix(
     out: Output,
     src: str,
-    revision: str | None,
+    checkpoint: Checkpoint,
     base: Deployment,
     axes: tuple[list[str], list[int], list[int]],
     require: Sequence[str],
     markdown: bool,
 ) -> int:
     from moeq.deploy.gpus import parse_gpu
-    from moeq.oracle.sweep import sweep, unmet
+    from moeq.oracle.sweep import unmet
     from moeq.oracle.table import matrix_markdown
 
     gpus = [parse_gpu(name) for name in axes[0]] or [base.gpu]
-    tps, eps = axes[1] or [base.tp], axes[2] or [base.ep]
-    tables = [
-        (q.scheme.title, sweep(q.scheme, q.shape, base, gpus, tps, eps, q.config, q.prefix))
-        for q in _questions(src, revision)
-    ]
+    swept = _cells(checkpoint, base, gpus, axes[1] or [base.tp], axes[2] or [base.ep])
+    tables = list(swept.items())
     failures = [text for _, cells in tables for text in unmet(cells, require)]
     document = {
         "source": src,
@@ -189,8 +151,8 @@ def _matrix(
     def render(console: Console) -> None:
         for title, cells in tables:
             if markdown:
-                for line in matrix_markdown(cells).splitlines():
-                    console.print(line, soft_wrap=True)
+                for row in matrix_markdown(cells).splitlines():
+                    console.print(row, soft_wrap=True)
             else:
                 _table(console, title, cells)
         for failure in failures:
@@ -198,6 +160,27 @@ def _matrix(
 
     out.answer(document, render, ok=not failures)
     return 1 if failures else 0
+
+
+def _cells(
+    checkpoint: Checkpoint, base: Deployment, gpus: Sequence[Gpu], tps: Sequence[int], eps: Sequence[int]
+) -> dict[str, list[Cell]]:
+    """Scheme to its cells over GPUs x TP x EP. Cells that cannot be are refusals, never exceptions."""
+    from moeq.oracle.sweep import Cell, deployments
+    from moeq.pipeline.plan.candidates import Ask
+    from moeq.pipeline.plan.feasible import answer
+
+    found: dict[str, list[Cell]] = {}
+    for where in deployments(base, gpus, tps, eps):
+        answered = answer(checkpoint, Ask(where), brief=True)
+        nothing = answered.error is not None and answered.error.code == "answer.nothing-to-convert"
+        for part in answered.parts:
+            error = part.error or answered.error
+            refused = None if error is None or nothing else error.message
+            loaders = tuple(loader.title for loader in part.target.loaders) if part.target else ()
+            cell = Cell(where.gpu.name, where.tp, where.ep, part.verdict, refused, loaders)
+            found.setdefault(part.verdict.scheme, []).append(cell)
+    return found
 
 
 def _cell(cell: Cell) -> dict[str, Any]:
@@ -212,7 +195,9 @@ def _cell(cell: Cell) -> dict[str, Any]:
         "convert": verdict.convert.layout if verdict.convert else None,
         "flag": verdict.convert.flag if verdict.convert else None,
         "advisories": [advisory.code for advisory in verdict.advisories],
-        "refusal": verdict.refusal or None,
+        "refusal": verdict.refusal or cell.refused,
+        "converts": verdict.convert is not None,
+        "loads_in": list(cell.loads_in),
     }
 
 
@@ -243,25 +228,3 @@ def _sizes(name: str, text: str | None) -> list[int]:
         return [int(part) for part in _names(text)]
     except ValueError:
         raise MoeqError("usage.deployment", f"--{name} {text}: sizes are integers, separated by commas") from None
-
-
-def _pairs(name: str, given: list[str] | None) -> dict[str, str] | None:
-    if not given:
-        return None
-    split = [text.partition("=") for text in given]
-    if any(not sign for _, sign, _ in split):
-        raise MoeqError("usage.deployment", f"--{name} takes NAME=VALUE, not {' '.join(given)}")
-    return {key: value for key, _, value in split}
-
-
-_WORDS = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
-
-
-def _packages(given: list[str] | None) -> dict[str, bool] | None:
-    pairs = _pairs("package", given)
-    if pairs is None:
-        return None
-    wrong = [value for value in pairs.values() if value.lower() not in _WORDS]
-    if wrong:
-        raise MoeqError("usage.deployment", f"--package takes NAME=yes or NAME=no, not {wrong[0]}")
-    return {key: _WORDS[value.lower()] for key, value in pairs.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,19 +18,14 @@ if TYPE_CHECKING:
     from moeq.pipeline.state.job import Job
 
 
+@options.with_deployment()
 def command(
     ctx: typer.Context,
     src: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint folder, or Hub repository org/name.")],
-    gpu: options.GpuOption = None,
-    tp: options.TpOption = None,
-    ep: options.EpOption = None,
-    batched: options.BatchedOption = None,
-    lora: options.LoraOption = None,
-    dtype: options.DtypeOption = None,
-    backend: options.BackendOption = None,
-    engine: options.EngineOption = None,
-    deploy: options.DeployOption = None,
+    given: Any,
     layout: options.LayoutOption = None,
+    force_layout: options.ForceLayoutOption = False,
+    regroup: options.RegroupOption = None,
     skip_unfit: options.SkipUnfitOption = False,
     allow_lossy: options.AllowLossyOption = False,
     revision: options.RevisionOption = None,
@@ -48,30 +43,39 @@ def command(
     from moeq.pipeline.state.job import JobRequest, open_job
 
     out: Output = ctx.obj
-    deployment = options.deployment(
-        deploy, gpu=gpu, tp=tp, ep=ep, batched=batched, lora=lora, dtype=dtype, backend=backend, engine=engine
-    )
     ceiling = None if max_memory is None else parse_size(max_memory)
-    job = open_job(JobRequest(src, deployment, layout, skip_unfit, allow_lossy, revision))
+    request = JobRequest(src, given.make(), layout, skip_unfit, allow_lossy, revision, force_layout, regroup)
+    job = open_job(request)
     memory = plan_memory(job.checkpoint, job.plan, job.plan.units, workers or default_workers(), ceiling)
     needs = needs_of(job, memory)
     document = plan_document(job, needs)
     if output is not None:
         write_plan(output, document)
+    warn_overridden(out, job)
     out.answer(document, lambda console: render(console, job, needs))
+
+
+def warn_overridden(out: Output, job: Job) -> None:
+    """Say aloud what `--force-layout` overrides."""
+    for text in job.targets.overridden:
+        out.warning(f"--force-layout overrides: {text}")
 
 
 def render(console: Console, job: Job, needs: Needs) -> None:
     """The plan for people."""
+    from moeq.deploy.loaders import loads_in
+    from moeq.report.text import line
+
     layouts = ", ".join(dict.fromkeys(layer.entry.layout for layer in job.plan.layers))
     console.print(job.checkpoint.source.name, style="bold")
-    console.print(f"  backend   {job.targets.backend}, layout {layouts}")
+    line(console, "backend", f"{job.targets.backend}, layout {layouts}")
+    line(console, "loads in", loads_in(job.targets.loaders))
     render_needs(console, job.plan, needs)
 
 
 def render_needs(console: Console, plan: Plan, needs: Needs) -> None:
     """Units and what they need: totals, then one line per kind."""
-    from moeq.report.text import human_bytes, human_seconds
+    from moeq.report.text import human_bytes, human_seconds, line
 
     memory = needs.memory
     read = sum(unit.bytes_in for unit in plan.units)
@@ -86,7 +90,7 @@ def render_needs(console: Console, plan: Plan, needs: Needs) -> None:
         "plan": plan.digest,
     }
     for name, text in lines.items():
-        console.print(f"  {name:<9} {text}")
+        line(console, name, text)
     console.print(
         f"  {'units':<24} {'way':<8} {'count':>6} {'read':>11} {'written':>11} {'padding':>11} {'memory':>11}"
     )

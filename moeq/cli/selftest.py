@@ -65,6 +65,6 @@ def every_format(seed: int, device: str, advance: Callable[[int, int, str], None
             advance(index, len(RECIPES), recipe.name)
             source, dst = Path(folder) / recipe.name, Path(folder) / f"{recipe.name}-converted"
             recipe.write(source, seed)
-            moeq.convert(source, dst, deployment, layout=recipe.layout)
+            moeq.convert(source, dst, deployment, layout=recipe.layout, force_layout=True)
             reports.append(selftest(dst, source, seed=seed, device=device))
     return reports

@@ -77,7 +77,7 @@ def loaders_of(planned: PlannedLayer) -> Iterator[Loader]:
         yield Loader("vllm", f"vLLM {' and '.join(versions)} (moeq's plug-in)")
     if _transformers(planned):
         yield Loader("transformers", f"transformers {TRANSFORMERS_OLDEST} and newer")
-    if planned.own_kernel and planned.w13_order != "up-gate":
+    if _own_kernel(planned):
         yield Loader("load_experts", "moeq.load_experts")
 
 
@@ -98,8 +98,14 @@ def _transformers(planned: PlannedLayer) -> bool:
     if planned.model_type not in TRANSFORMERS_MODELS or planned.by_rank:
         return False
     # On a CPU experts run as the reference, whatever the layout; on a GPU in moeq's kernels.
-    on_gpu = planned.platform in ("cuda", "rocm") and planned.own_kernel and planned.w13_order != "up-gate"
+    on_gpu = planned.platform in ("cuda", "rocm") and _own_kernel(planned)
     return planned.platform == "cpu" or on_gpu
+
+
+def _own_kernel(planned: PlannedLayer) -> bool:
+    """Gate and up rows by turns are read for gpt-oss's activation only, up rows before gate rows for none."""
+    orders = ("gate-up", "interleaved") if planned.activation == "swigluoai" else ("gate-up",)
+    return planned.own_kernel and planned.w13_order in orders
 
 
 def common(rows: Iterator[tuple[Loader, ...]] | list[tuple[Loader, ...]]) -> tuple[Loader, ...]:

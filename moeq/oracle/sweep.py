@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -25,12 +25,16 @@ class Cell:
         tp: tensor-parallel size.
         ep: expert-parallel size.
         verdict: what the oracle says there.
+        refused: why `convert` writes nothing although there is something to convert, or None.
+        loads_in: what loads what it writes.
     """
 
     gpu: str
     tp: int
     ep: int
     verdict: Verdict
+    refused: str | None = None
+    loads_in: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -58,11 +62,21 @@ def sweep(
     Where one deployment has both, `ep` is the number of ranks that share the experts (tp x dp), so `tp 2, ep 8` is
     four data-parallel groups of two.
     """
-    cells = []
+    return [
+        Cell(
+            where.gpu.name,
+            where.tp,
+            where.ep,
+            judge(scheme, shape, where, config=config, prefix=prefix, explain=False),
+        )
+        for where in deployments(base, gpus, tps, eps)
+    ]
+
+
+def deployments(base: Deployment, gpus: Sequence[Gpu], tps: Sequence[int], eps: Sequence[int]) -> Iterator[Deployment]:
+    """Every deployment of GPUs x TP x EP, in that order."""
     for gpu, tp, ep in product(gpus, tps, eps):
-        where = replace(base, gpu=gpu, tp=tp, ep=ep, dtype=_dtype(base, gpu))
-        cells.append(Cell(gpu.name, tp, ep, judge(scheme, shape, where, config=config, prefix=prefix, explain=False)))
-    return cells
+        yield replace(base, gpu=gpu, tp=tp, ep=ep, dtype=_dtype(base, gpu))
 
 
 def _dtype(base: Deployment, gpu: Gpu) -> Any:
@@ -99,6 +113,8 @@ def unmet(cells: Iterable[Cell], required: Iterable[str]) -> list[str]:
                 found.append(f"{cell.name}: {cell.verdict.refusal}")
             elif wanted and cell.word != wanted.upper():
                 found.append(f"{cell.name}: {cell.word}, not {wanted.upper()}")
+            elif cell.refused is not None:
+                found.append(f"{cell.name}: {cell.word} runs it, and convert cannot write for it: {cell.refused}")
     return found
 
 

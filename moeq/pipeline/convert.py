@@ -34,6 +34,7 @@ from moeq.pipeline.state.publish import finish
 if TYPE_CHECKING:
     from moeq.checkpoint.source import Source
     from moeq.deploy.deployment import Deployment
+    from moeq.deploy.loaders import Loader
     from moeq.oracle.records import Verdict
 
 
@@ -62,6 +63,11 @@ class Conversion:
     share: ShareRun | None = None
     memory: Memory | None = None
     job: Job | None = None
+
+    @property
+    def loaders(self) -> tuple[Loader, ...]:
+        """What loads the result."""
+        return () if self.job is None else self.job.targets.loaders
 
 
 def convert(

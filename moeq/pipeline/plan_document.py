@@ -16,7 +16,7 @@ from moeq.errors import MoeqError
 from moeq.pipeline.plan.units import CopyUnit, PackUnit, Unit
 from moeq.pipeline.run.resources import RATES, Memory, Way, need_of, ways_of
 from moeq.pipeline.run.streaming import Schedule, unit_schedule
-from moeq.pipeline.state.job import Job
+from moeq.pipeline.state.job import Job, JobRequest
 from moeq.pipeline.state.restore_data import OTHER_WEIGHTS
 
 PLAN_SCHEMA = "moeq.plan/1"
@@ -99,7 +99,10 @@ def plan_document(job: Job, needs: Needs) -> dict[str, Any]:
         "digest": plan.digest,
         "source": {"name": source.name, "revision": source.revision, "identity": source.identity()},
         "deployment": asdict(job.request.deployment),
+        "request": job.request.to_json(),
         "backend": job.targets.backend,
+        "loads_in": [loader.title for loader in job.targets.loaders],
+        "overridden": list(job.targets.overridden),
         "layouts": list(dict.fromkeys(layer.entry.layout for layer in plan.layers)),
         "totals": {
             "files": len(plan.files),
@@ -134,17 +137,37 @@ def write_plan(path: Path, document: Mapping[str, Any]) -> None:
         path.write_text(json.dumps({"schema": PLAN_SCHEMA, **document}, indent=1) + "\n", encoding="utf-8")
 
 
-def read_plan_digest(path: Path) -> str:
-    """The digest in a plan's file.
+@dataclass(frozen=True)
+class PlanFile:
+    """What a plan's file says that a conversion has to know.
+
+    Attributes:
+        digest: the plan's digest.
+        request: what was asked for; None in files of versions that did not keep it.
+    """
+
+    digest: str
+    request: JobRequest | None
+
+
+def read_plan(path: Path) -> PlanFile:
+    """Read a plan's file.
 
     Raises:
         MoeqError: `usage.plan-file` where it is no plan.
     """
     document = read_object(path, str(path), MAX_INDEX_BYTES, "usage.plan-file")
-    digest = document.get("digest")
+    digest, request = document.get("digest"), document.get("request")
     if document.get("schema") != PLAN_SCHEMA or not isinstance(digest, str):
         raise MoeqError("usage.plan-file", f"{path} is not a plan ({PLAN_SCHEMA})", "moeq plan SRC -o FILE writes one")
-    return digest
+    try:
+        return PlanFile(digest, None if request is None else JobRequest.from_json(request))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise MoeqError(
+            "usage.plan-file",
+            f"{path} does not tell what was asked for ({type(error).__name__}: {error})",
+            "moeq plan SRC -o FILE writes it again",
+        ) from None
 
 
 def _stream(schedule: Schedule[Unit]) -> dict[str, int]:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from moeq.model.sharding import ShardFit, shard_fits
-from moeq.report.text import human_bytes, ranges
+from moeq.model.converted import ConvertedCheckpoint
+from moeq.report.conversion_facts import conversion_facts
+from moeq.report.text import human_bytes, line, ranges
+from moeq.report.verdict_text import render_answer
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from moeq.checkpoint.manifest import Manifest
     from moeq.checkpoint.warning import CheckpointWarning
     from moeq.model import Checkpoint
     from moeq.model.info import CheckpointInfo, SchemeUse
-    from moeq.oracle.records import Verdict
+    from moeq.pipeline.plan.degrees import Degree
+    from moeq.pipeline.plan.feasible import Answer
 
 _ZERO_POINTS = {
     "none": "no zero points stored",
@@ -25,55 +30,72 @@ _ZERO_POINTS = {
 }
 
 
-def render(
-    console: Console,
-    checkpoint: Checkpoint,
-    verdict: Verdict | None,
-    no_verdict: str | None,
-    *,
-    verbose: bool,
-    found: Iterable[CheckpointWarning] = (),
-) -> None:
-    """What it is, how it is quantised, what is odd, how large; then the verdict.
+@dataclass(frozen=True)
+class Inspection:
+    """What `inspect` found.
+
+    Attributes:
+        checkpoint: what was inspected.
+        answer: what `convert` would make of it, or None.
+        no_answer: why there is none.
+        degrees: tensor-parallel degrees; empty for a converted checkpoint.
+        found: what a scan of the data found.
+    """
+
+    checkpoint: Checkpoint
+    answer: Answer | None
+    no_answer: str | None
+    degrees: tuple[Degree, ...] = ()
+    found: Iterable[CheckpointWarning] = ()
+
+
+def render(console: Console, inspection: Inspection, *, verbose: bool) -> None:
+    """What it is, how it is quantised, what is odd, how large; then the answer.
 
     Args:
         console: where to draw.
-        checkpoint: what was inspected.
-        verdict: the oracle's answer, or None.
-        no_verdict: why there is none.
+        inspection: what was found.
         verbose: everything instead of one screen.
-        found: what a scan of the data found.
     """
-    info = checkpoint.info
+    checkpoint, info = inspection.checkpoint, inspection.checkpoint.info
     console.print(Text(info.name, style="bold"))
     for label, text in _facts(info, verbose):
-        _line(console, label, text)
-    fits = shard_fits(checkpoint.spec(info.moe_layers[0], "w2"))
-    _line(console, "TP shards", "; ".join(map(_short_fit, fits)))
-    if verbose:
-        for fit in fits:
-            _line(console, "", f"TP {fit.tp}: {fit.arithmetic}")
-    if checkpoint.kind == "converted":
-        _line(console, "kind", "an output of `moeq convert`")
-    for warning in (*info.warnings, *found):
-        _line(console, "odd", f"{warning.message} ({warning.code})", "yellow")
+        line(console, label, text)
+    if inspection.degrees:
+        line(console, "TP", "; ".join(map(_short_degree, inspection.degrees)))
+        for degree in inspection.degrees if verbose else ():
+            if degree.why:
+                line(console, "", f"TP {degree.tp}: {degree.why}")
+    if isinstance(checkpoint, ConvertedCheckpoint):
+        for label, text in _conversion(checkpoint.manifest):
+            line(console, label, text)
+    for warning in (*info.warnings, *inspection.found):
+        line(console, "odd", f"{warning.message} ({warning.code})", "yellow")
     for refusal in info.refusals:
-        _line(console, "no convert", refusal, "red")
-    if verdict is None:
-        _line(console, "verdict", no_verdict or "none")
-        return
-    from moeq.report.verdict_text import render_summary
-
-    render_summary(console, verdict, verbose=verbose)
+        line(console, "no convert", refusal, "red")
+    if inspection.answer is not None:
+        render_answer(console, inspection.answer, verbose=verbose)
+    elif checkpoint.kind != "converted":
+        line(console, "verdict", inspection.no_answer or "none")
 
 
-def _short_fit(fit: ShardFit) -> str:
-    """`4: 192`, `8: 96 pads to 128`, `16: 48 cuts a scale group`."""
-    if fit.intermediate is None:
-        return f"{fit.tp}: does not divide"
-    if not fit.groups_whole:
-        return f"{fit.tp}: {fit.intermediate} cuts a scale group"
-    return f"{fit.tp}: {fit.intermediate}" + ("" if fit.tiles_whole else f" pads to {fit.padded}")
+def _conversion(manifest: Manifest) -> Iterable[tuple[str, str]]:
+    facts = conversion_facts(manifest)
+    revision = f", revision {manifest.source.revision}" if manifest.source.revision else ""
+    yield "converted", f"by moeq {manifest.moeq_version} from {manifest.source.name}{revision}"
+    yield "layout", f"{', '.join(facts.layouts)} for {manifest.backend}"
+    yield "for", facts.deployment
+    for text in dict.fromkeys(layer.sharding.why for layer in manifest.layers if layer.sharding.why):
+        yield "ranks", text
+    if manifest.copied:
+        yield "copied", f"layers {facts.copied} unchanged"
+    yield "loads in", ", ".join(manifest.loads_in) or "nothing yet"
+    yield "check", "moeq verify DST recomputes its digests, moeq run-check DST runs kernels on it"
+
+
+def _short_degree(degree: Degree) -> str:
+    """`4: 192`, `16: no`."""
+    return f"{degree.tp}: {degree.intermediate if degree.fits else 'no'}"
 
 
 def _facts(info: CheckpointInfo, verbose: bool) -> Iterable[tuple[str, str]]:
@@ -126,7 +148,3 @@ def _storage(use: SchemeUse) -> str:
     unused = ", unused" if scheme.weight.symmetric and scheme.zero_point != "none" else ""
     writer = f", written by {scheme.writer}" if scheme.writer else ""
     return f"scales {scheme.weight.scale.dtype}, {_ZERO_POINTS[scheme.zero_point]}{unused}{writer}"
-
-
-def _line(console: Console, label: str, text: str, style: str = "") -> None:
-    console.print(Text.assemble((f"  {label:<10} ", "dim"), (text, style)))

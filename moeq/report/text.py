@@ -3,6 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+#: Columns that the label of a line takes, the spaces around it included.
+LABEL = 13
+
+
+def line(console: Console, label: str, text: str | Text, style: str = "") -> None:
+    """A labelled line; on a terminal it is wrapped with its continuation below the text."""
+    from rich.text import Text
+
+    body = Text(text, style=style) if isinstance(text, str) else text
+    console.print(hanging(Text.assemble((f"  {label:<{LABEL - 3}} ", "dim"), body), LABEL, console))
+
+
+def hanging(text: Text, indent: int, console: Console) -> Text:
+    """The text, wrapped for the console so that all lines but the first are indented."""
+    from rich.text import Text
+
+    room = console.width - indent
+    if console.soft_wrap or room < 20:
+        return text
+    first, rest = text[:indent], text[indent:]
+    found = Text("\n").join(
+        Text.assemble(first if number == 0 else " " * indent, part)
+        for number, part in enumerate(rest.wrap(console, room))
+    )
+    found.no_wrap = True
+    return found
 
 
 def human_bytes(count: int) -> str:

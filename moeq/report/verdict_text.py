@@ -6,36 +6,49 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from moeq.deploy.loaders import loads_in
+from moeq.report.text import hanging, line
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from moeq.deploy.deployment import Deployment
-    from moeq.oracle.records import CandidateReport, Verdict
+    from moeq.oracle.records import CandidateReport
+    from moeq.pipeline.plan.feasible import Answer, Part
 
 
-def render_summary(console: Console, verdict: Verdict, *, verbose: bool = False) -> None:
-    """The engine's choice, what `convert` writes, and why not the others (all reasons with `verbose`)."""
+def render_answer(console: Console, answer: Answer, *, verbose: bool = False) -> None:
+    """The engine's choice, what `convert` writes and what loads it, and why not the others (all reasons: `verbose`)."""
+    render_part(console, answer, answer.parts[0], verbose=verbose)
+    if answer.error is not None and answer.error.hint:
+        line(console, "nearest", answer.error.hint)
+
+
+def render_part(console: Console, answer: Answer, part: Part, *, verbose: bool = False) -> None:
+    """The same for layers that are encoded alike."""
+    verdict = part.verdict
     where = deployment_text(verdict.deployment)
     if verdict.chosen:
         runs = f", runs as {verdict.runs_as}" if verdict.runs_as else ""
-        answer = Text.assemble((verdict.chosen.backend, "bold green"), f" ({verdict.chosen.experts}{runs})")
+        text = Text.assemble((verdict.chosen.backend, "bold green"), f" ({verdict.chosen.experts}{runs})")
     else:
-        answer = Text.assemble(("no backend", "bold red"), f": {verdict.refusal}")
-    _line(console, "verdict", Text.assemble(f"{verdict.engine} on {where} → ", answer))
-    if verdict.convert:
-        _line(console, "convert", Text(f"writes {verdict.convert.layout} for {verdict.convert.backend}"))
-        if verdict.convert.why:
-            _line(console, "", Text(verdict.convert.why))
-    elif verdict.refusal and verdict.chosen:
-        _line(console, "convert", Text(verdict.refusal))
-    if not verdict.ok and verdict.nearest:
-        _line(console, "nearest", Text(verdict.nearest))
+        text = Text.assemble(("no backend", "bold red"), f": {verdict.refusal}")
+    line(console, "verdict", Text.assemble(f"{verdict.engine} on {where} → ", text))
+    if part.target is not None:
+        line(console, "convert", f"writes {part.target.layout} for {part.target.backend}")
+        if part.target.why:
+            line(console, "", part.target.why)
+        line(console, "loads in", loads_in(part.target.loaders))
+    else:
+        error = part.error or answer.error
+        line(console, "convert", f"no: {error.message}" if error else "its layers are copied unchanged", "red")
     for advisory in verdict.advisories:
-        _line(console, "advisory", Text(f"{advisory.code}: {advisory.symptom}", style="yellow"))
-    others = [one for one in verdict.candidates if one is not verdict.selected]
+        line(console, "advisory", f"{advisory.code}: {advisory.symptom}", "yellow")
+    others = [one for one in verdict.candidates if verdict.chosen is None or one.backend != verdict.chosen.backend]
     width = max((len(one.backend) for one in others), default=0)
     for one in others:
-        console.print(Text(f"  {one.backend:<{width}}  {_reasons(one, verbose)}", style="dim"))
+        row = Text(f"  {one.backend:<{width}}  {_reasons(one, verbose)}", style="dim")
+        console.print(hanging(row, width + 4, console))
 
 
 def deployment_text(deployment: Deployment) -> str:
@@ -51,13 +64,10 @@ def deployment_text(deployment: Deployment) -> str:
 
 def _reasons(candidate: CandidateReport, verbose: bool) -> str:
     if candidate.supported:
-        return "would work too, comes later in the engine's order"
+        nothing = "" if candidate.layout else f" (nothing to convert to: {candidate.no_layout})"
+        return f"works too: --backend {candidate.flag}{nothing}"
     shown = candidate.reasons if verbose else candidate.reasons[:1]
     text = "; ".join(reason.text for reason in shown)
     if len(candidate.reasons) > len(shown):
         text += f" (+{len(candidate.reasons) - len(shown)} more)"
     return f"{text} → {candidate.unlock}" if candidate.unlock else text
-
-
-def _line(console: Console, label: str, text: Text) -> None:
-    console.print(Text.assemble((f"  {label:<10} ", "dim"), text))

@@ -21,7 +21,7 @@ def conversions(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     def converted(name: str, layout: str) -> Path:
         if (name, layout) not in done:
             target = folder / f"{name}-{layout.replace('/', '-')}"
-            convert(checkpoints / name, target, moeq.Deployment(gpu=moeq.gpu("H100")), layout=layout)
+            convert(checkpoints / name, target, moeq.Deployment(gpu=moeq.gpu("H100")), layout=layout, force_layout=True)
             done[name, layout] = target
         return done[name, layout]
 

@@ -88,7 +88,9 @@ def test_experts_that_the_router_neglects_are_run_too(converted, checkpoints) ->
 
 def test_layers_written_rank_by_rank(checkpoints, tmp_path) -> None:
     deployment = moeq.Deployment(gpu=moeq.gpu("H100"), tp=2)
-    converted = convert(checkpoints / "mxfp4-gptoss", tmp_path / "out", deployment, layout="triton-kernels-hopper/1")
+    converted = convert(
+        checkpoints / "mxfp4-gptoss", tmp_path / "out", deployment, layout="triton-kernels-hopper/1", force_layout=True
+    )
     assert converted.manifest is not None
     assert len(converted.manifest.layers[0].ranks) == 2
     report = run_check(tmp_path / "out", checkpoints / "mxfp4-gptoss", options=QUICK)

@@ -32,8 +32,8 @@ from checkpoint.refusals import check, found_by_scan, fused_mxfp4, refused, warn
 
 import moeq
 from moeq.errors import MoeqError
+from moeq.model.division import split_intermediate
 from moeq.model.scan import scan
-from moeq.model.sharding import shard_fit
 
 
 def test_case_11_act_order_with_groups(tmp_path: Path) -> None:
@@ -137,10 +137,10 @@ def test_case_36_sizes_that_do_not_divide(tmp_path: Path) -> None:
     checkpoint = warned(write(tmp_path, tensors, document), "shape.partial-group", "K=48", "32")
     spec = checkpoint.spec(0, "w2")
     assert (spec.group_size, spec.num_groups) == (32, 2)
-    fit = shard_fit(spec.with_sizes(k=1856), 2)
-    assert not fit.fits
-    assert fit.padded == 960
-    assert "1856 / 2 = 928" in fit.arithmetic
+    wide = spec.with_sizes(k=1856)
+    assert [part.size for part in split_intermediate("layer 0", wide, 2, None)] == [928, 928]
+    with pytest.raises(MoeqError, match="1856 / 4 = 464 per rank cuts groups of 32"):
+        split_intermediate("layer 0", wide, 4, None)
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ class TestFailures:
         self.expect(tmp_path, dense_model, "source.not-moe", command)
 
     def test_not_quantised(self, tmp_path, plain_moe) -> None:
-        self.expect(tmp_path, plain_moe, "source.not-quantized", "convert")
+        self.expect(tmp_path, plain_moe, "answer.nothing-to-convert", "convert")
 
     def test_an_unquantised_moe_can_still_be_inspected(self, plain_moe) -> None:
         result = moeq("inspect", plain_moe, "--json")

@@ -35,7 +35,9 @@ def text(capsys: pytest.CaptureFixture[str]):
 
 def test_the_round_trip(call, checkpoints, tmp_path) -> None:
     source, out, back = checkpoints / OSS, tmp_path / "out", tmp_path / "back"
-    code, document = call("convert", source, out, "--gpu", "a100", "--layout", "trtllm-mxfp4/1", "--tp", "2")
+    code, document = call(
+        "convert", source, out, "--gpu", "a100", "--layout", "trtllm-mxfp4/1", "--force-layout", "--tp", "2"
+    )
     assert (code, document["schema"], document["ok"]) == (ExitCode.OK, "moeq.convert/1", True)
     assert document["layout"] == "trtllm-mxfp4/1"
     assert document["kept_for_restore"] == []
@@ -80,20 +82,20 @@ def test_differences_end_with_1(call, text, checkpoints, tmp_path) -> None:
 def test_what_ranks_read_is_shown(text, checkpoints, tmp_path) -> None:
     code, shown, _ = text("convert", checkpoints / INT4, tmp_path / "a", "--gpu", "a100", "--tp", "2", "--dry-run")
     assert code == ExitCode.OK
-    assert "sharding  unsharded, sliceable for tp 2: N by 64" in shown
-    arguments = ("--gpu", "a100", "--layout", "marlin-act-order/1", "--tp", "2", "--dry-run")
+    assert "sharding   unsharded, sliceable for tp 2: N by 64" in shown
+    arguments = ("--gpu", "a100", "--layout", "marlin-act-order/1", "--force-layout", "--tp", "2", "--dry-run")
     code, shown, _ = text("convert", checkpoints / "gptq-int4-g32-actorder-qwen3moe", tmp_path / "b", *arguments)
     assert code == ExitCode.OK
-    assert "sharding  ranks, " in shown
+    assert "sharding   ranks, " in shown
     assert list(tmp_path.iterdir()) == []
 
 
 def test_refusals_name_the_arithmetic_and_what_works(text, checkpoints, tmp_path) -> None:
-    arguments = ("--gpu", "a100", "--layout", "triton-wna16/1", "--tp", "8")
+    arguments = ("--gpu", "a100", "--engine", "moeq", "--layout", "triton-wna16/1", "--tp", "8")
     code, shown, errors = text("convert", checkpoints / INT4, tmp_path / "out", *arguments)
     assert (code, shown) == (ExitCode.USAGE, "")
     assert "128 / 8 = 16 per rank cuts groups of 32 (16 % 32 = 16)" in errors
-    assert "hint: tp 4 works" in errors
+    assert "hint: --tp 4" in errors
     assert list(tmp_path.iterdir()) == []
 
 

@@ -45,7 +45,7 @@ def test_a_forced_backend_that_cannot_work(capsys: pytest.CaptureFixture[str]) -
     assert answer["ok"] is False
     assert answer["verdict"]["asked"] == "triton"
     assert answer["verdict"]["chosen"] is None
-    assert "MARLIN" in answer["verdict"]["nearest"]
+    assert "--backend auto (MARLIN)" in answer["verdict"]["nearest"]
 
 
 def test_matrix(capsys: pytest.CaptureFixture[str]) -> None:

@@ -251,7 +251,10 @@ def test_another_layout_replaces_the_first(running: Hub, checkpoints: Path, tmp_
     source = tmp_path / "source"
     shutil.copytree(checkpoints / OSS, source)
     assert running.moeq("convert", source, first, "--gpu", "a100", "--push", "org/twice").code == 0
-    assert running.moeq("convert", source, second, "--gpu", "h100", "--layout", "mxfp4-identity/1").code == 0
+    assert (
+        running.moeq("convert", source, second, "--gpu", "h100", "--layout", "mxfp4-identity/1", "--force-layout").code
+        == 0
+    )
     stale = running.hub.folders["org/twice"] / "model-00009-of-00009.safetensors"
     stale.write_bytes(b"an earlier push with more files")
     answer = running.moeq("push", second, "org/twice")

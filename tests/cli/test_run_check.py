@@ -20,7 +20,7 @@ QUICK = ["--layers", "0", "--tokens", "3", "--quiet"]
 @pytest.fixture(scope="module")
 def converted(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     out = tmp_path_factory.mktemp("run-check") / "out"
-    convert(checkpoints / NAME, out, moeq.Deployment(gpu=moeq.gpu("H100")), layout="marlin-mxfp4/1")
+    convert(checkpoints / NAME, out, moeq.Deployment(gpu=moeq.gpu("H100")), layout="marlin-mxfp4/1", force_layout=True)
     return str(out)
 
 
@@ -71,7 +71,7 @@ def test_a_report_that_cannot_be_written(converted, tmp_path, capsys) -> None:
 def test_a_layout_without_a_kernel_is_an_answer(checkpoints, tmp_path, capsys) -> None:
     out = tmp_path / "out"
     layout = "cpu-amx-mxfp4/1"
-    convert(checkpoints / NAME, out, moeq.Deployment(gpu=moeq.gpu("H100")), layout=layout)
+    convert(checkpoints / NAME, out, moeq.Deployment(gpu=moeq.gpu("H100")), layout=layout, force_layout=True)
     assert run(["run-check", str(out), "--quiet"]) == 1
     error = capsys.readouterr().err
     assert f"no kernel that reads e2m1 weights in layout {layout}" in error
@@ -81,7 +81,7 @@ def test_a_layout_without_a_kernel_is_an_answer(checkpoints, tmp_path, capsys) -
 
 def test_a_dtype_without_a_kernel_is_an_answer(checkpoints, tmp_path, capsys) -> None:
     deployment = moeq.Deployment(gpu=moeq.gpu("A100"), dtype="fp16")
-    convert(checkpoints / NAME, tmp_path / "out", deployment, layout="marlin-mxfp4/1")
+    convert(checkpoints / NAME, tmp_path / "out", deployment, layout="marlin-mxfp4/1", force_layout=True)
     assert run(["run-check", str(tmp_path / "out"), *QUICK]) == 1
     assert "x is float16" in capsys.readouterr().err
 

@@ -24,7 +24,7 @@ def test_every_format_without_any_checkpoint(capsys) -> None:
 
 def test_on_a_conversion_of_the_user(checkpoints, tmp_path, capsys) -> None:
     source = checkpoints / "gptq-int4-g32-qwen3moe"
-    convert(source, tmp_path / "out", moeq.Deployment(gpu=moeq.gpu("A100")), layout="marlin-wna16/1")
+    convert(source, tmp_path / "out", moeq.Deployment(gpu=moeq.gpu("A100")), layout="marlin-wna16/1", force_layout=True)
     assert run(["selftest", str(tmp_path / "out"), "--seed", "3", "--quiet"]) == 0
     text = capsys.readouterr().out
     assert "one weight, of input feature" in text

@@ -152,7 +152,7 @@ def test_on_a_gpu(name, checkpoints, tmp_path) -> None:
     pytest.importorskip("accelerate", reason="device_map needs accelerate")
     major, minor = torch.cuda.get_device_capability()
     where = moeq.Deployment(gpu=moeq.gpu(f"sm{major}{minor}"))
-    moeq.convert(checkpoints / name, tmp_path / "out", where, layout=LAYOUTS[name])
+    moeq.convert(checkpoints / name, tmp_path / "out", where, layout=LAYOUTS[name], force_layout=True)
     source = source_model(checkpoints / name)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16, device_map="cuda")
     with torch.no_grad():

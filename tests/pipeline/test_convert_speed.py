@@ -27,7 +27,7 @@ def test_the_naive_script_writes_the_same_tensors(model: str, kind: str, layout:
     """Two independent packers: plain torch in a script, and moeq's layouts."""
     source, ours, theirs = tmp_path / "source", tmp_path / "ours", tmp_path / "theirs"
     make_checkpoint.write_checkpoint(source, make_checkpoint.MODELS[model], kind)
-    convert(source, ours, Deployment(gpu=parse_gpu("H100")), layout=layout)
+    convert(source, ours, Deployment(gpu=parse_gpu("H100")), layout=layout, force_layout=True)
     naive_convert.main(source, theirs)
     assert convert_speed.differences(ours, theirs) == []
     path, start, *_ = convert_speed.tensors(theirs)["model.layers.0.mlp.experts.w13_weight"]

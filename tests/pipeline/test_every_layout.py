@@ -82,7 +82,7 @@ def content(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=str)
 def test_convert_verify_restore(name, layout, checkpoints, expected, tmp_path) -> None:
     source, out = checkpoints / name, tmp_path / "out"
-    conversion = convert(source, out, DEPLOYMENT, layout=layout)
+    conversion = convert(source, out, DEPLOYMENT, layout=layout, force_layout=True)
     assert {entry.layout for entry in conversion.manifest.layers} == {layout}
     assert conversion.manifest.restore.kept == (), "everything in these checkpoints follows from the matrices"
 
@@ -104,7 +104,7 @@ def test_every_other_layout_is_refused_with_the_arithmetic(checkpoints, tmp_path
     for name, layouts in EXACT.items():
         for layout in LAYOUTS.keys() - layouts - LOSSY.get(name, set()):
             with pytest.raises(MoeqError) as caught:
-                convert(checkpoints / name, tmp_path / "out", DEPLOYMENT, layout=layout)
+                convert(checkpoints / name, tmp_path / "out", DEPLOYMENT, layout=layout, force_layout=True)
             assert caught.value.code == "usage.layout-does-not-fit", f"{name} {layout}"
             assert layout in caught.value.message
             assert caught.value.hint
@@ -115,11 +115,11 @@ def test_every_other_layout_is_refused_with_the_arithmetic(checkpoints, tmp_path
 def test_lossy_layouts_are_refused_unless_allowed_and_then_counted(name, layout, checkpoints, tmp_path) -> None:
     source, out = checkpoints / name, tmp_path / "out"
     with pytest.raises(MoeqError, match=r"would change [1-9]") as caught:
-        convert(source, out, DEPLOYMENT, layout=layout)
+        convert(source, out, DEPLOYMENT, layout=layout, force_layout=True)
     assert caught.value.code == "usage.lossy"
     assert list(tmp_path.iterdir()) == []
 
-    manifest = convert(source, out, DEPLOYMENT, layout=layout, allow_lossy=True).manifest
+    manifest = convert(source, out, DEPLOYMENT, layout=layout, force_layout=True, allow_lossy=True).manifest
     losses = sum(entry.losses for entry in manifest.layers)
     assert losses > 0
     assert manifest.restore.kept, "what packing changed is kept for the way back"

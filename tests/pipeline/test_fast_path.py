@@ -424,12 +424,12 @@ def test_a_conversion_is_the_same_folder_either_way(name, layout, tp, checkpoint
         return taken[-1]
 
     monkeypatch.setattr(ArrangedPath, "prove", counted)
-    convert(checkpoints / name, tmp_path / "fast", deployment, layout=layout, workers=2)
+    convert(checkpoints / name, tmp_path / "fast", deployment, layout=layout, force_layout=True, workers=2)
     assert len(taken) > 4
     assert all(taken)
     monkeypatch.setattr(words, "COMPILED_FROM", 1 << 60)
     before = len(taken)
-    convert(checkpoints / name, tmp_path / "general", deployment, layout=layout, workers=2)
+    convert(checkpoints / name, tmp_path / "general", deployment, layout=layout, force_layout=True, workers=2)
     assert len(taken) == before
     fast_path, general = (
         {path.name: path.read_bytes() for path in (tmp_path / way).iterdir()} for way in ("fast", "general")

@@ -29,7 +29,8 @@ SCRIPT = """
 import json, sys
 import moeq
 src, dst, layout, workers, ceiling = sys.argv[1:]
-done = moeq.convert(src, dst, moeq.Deployment(gpu=moeq.gpu("H100")), layout=layout, workers=int(workers),
+done = moeq.convert(src, dst, moeq.Deployment(gpu=moeq.gpu("H100")), layout=layout, force_layout=True,
+                    workers=int(workers),
                     max_memory=int(ceiling) or None)
 status = open("/proc/self/status").read()
 peak = 1024 * int(status.split("VmHWM:")[1].split()[0])
@@ -84,7 +85,7 @@ class TestPlanning:
         return tmp_path / "s"
 
     def test_workers_are_lowered_to_fit(self, source) -> None:
-        job = open_job(JobRequest(str(source), H100, "marlin-mxfp4/1"))
+        job = open_job(JobRequest(str(source), H100, "marlin-mxfp4/1", force_layout=True))
         free = plan_memory(job.checkpoint, job.plan, job.plan.units, 4)
         assert free.workers == 4
         ceiling = free.base + 3 * free.per_worker + 1
@@ -97,7 +98,7 @@ class TestPlanning:
         with pytest.raises(
             MoeqError, match=r"MiB for the process \+ .* MiB for one worker .* more than the 100 MiB"
         ) as e:
-            convert(source, tmp_path / "out", H100, layout="marlin-mxfp4/1", max_memory=100 * MIB)
+            convert(source, tmp_path / "out", H100, layout="marlin-mxfp4/1", force_layout=True, max_memory=100 * MIB)
         assert e.value.exit_code == ExitCode.RESOURCES
         assert not (tmp_path / "out.moeq-partial").exists()
         enough = parse_size((e.value.hint or "").split()[1])

@@ -48,7 +48,7 @@ def assert_back(source: Path, out: Path, tmp_path: Path) -> None:
 
 
 def test_layers_of_two_widths(two_widths, checkpoints, tmp_path) -> None:
-    conversion = convert(two_widths, tmp_path / "out", A100, layout="marlin-wna16/1")
+    conversion = convert(two_widths, tmp_path / "out", A100, layout="marlin-wna16/1", force_layout=True)
     assert [entry.matrices["w2"].spec.bits for entry in conversion.manifest.layers] == [4, 8]
     converted = moeq.open(tmp_path / "out")
     for layer, name in ((0, INT4), (1, INT8)):
@@ -59,14 +59,14 @@ def test_layers_of_two_widths(two_widths, checkpoints, tmp_path) -> None:
 
 def test_a_layer_that_does_not_fit_is_refused_by_name(two_widths, tmp_path) -> None:
     with pytest.raises(MoeqError, match=r"layer 1 does not fit layout rdna3-int4/1: .*int8") as caught:
-        convert(two_widths, tmp_path / "out", A100, layout="rdna3-int4/1")
+        convert(two_widths, tmp_path / "out", A100, layout="rdna3-int4/1", force_layout=True)
     assert caught.value.exit_code == ExitCode.USAGE
     assert "--skip-unfit" in caught.value.hint
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_or_copied_unchanged_when_asked(two_widths, tmp_path) -> None:
-    conversion = convert(two_widths, tmp_path / "out", A100, layout="rdna3-int4/1", skip_unfit=True)
+    conversion = convert(two_widths, tmp_path / "out", A100, layout="rdna3-int4/1", force_layout=True, skip_unfit=True)
     assert [entry.layer for entry in conversion.manifest.layers] == [0]
     (copied,) = read_manifest(tmp_path / "out").copied
     assert copied.layer == 1
@@ -82,7 +82,9 @@ def test_or_copied_unchanged_when_asked(two_widths, tmp_path) -> None:
 
 def test_where_nothing_fits_skipping_does_not_help(checkpoints, tmp_path) -> None:
     with pytest.raises(MoeqError, match="layer 0 does not fit layout mxfp4-identity/1"):
-        convert(checkpoints / INT4, tmp_path / "out", A100, layout="mxfp4-identity/1", skip_unfit=True)
+        convert(
+            checkpoints / INT4, tmp_path / "out", A100, layout="mxfp4-identity/1", force_layout=True, skip_unfit=True
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -108,7 +110,7 @@ def test_experts_of_two_schemes_in_one_layer_are_refused_by_name(checkpoints, tm
 
 def test_a_forced_layout_names_the_backend_that_reads_it(checkpoints, tmp_path) -> None:
     source = checkpoints / "ct-mxfp4-qwen3moe"
-    manifest = convert(source, tmp_path / "out", A100, layout="deepgemm-mxfp4/1").manifest
+    manifest = convert(source, tmp_path / "out", A100, layout="deepgemm-mxfp4/1", force_layout=True).manifest
     assert "DEEPGEMM" in manifest.backend
     document = json.loads((tmp_path / "out" / "moeq.json").read_text())
     assert document["layers"][0]["layout"] == "deepgemm-mxfp4/1"

@@ -47,12 +47,12 @@ def write(folder: Path, model: str, kind: str, experts: int = 2) -> Path:
 @pytest.mark.parametrize(("model", "kind", "layout", "tp"), CASES)
 def test_both_ways_write_the_same(model, kind, layout, tp, tmp_path, monkeypatch) -> None:
     source = write(tmp_path / "source", model, kind)
-    job = open_job(JobRequest(str(source), deployment(tp), layout))
+    job = open_job(JobRequest(str(source), deployment(tp), layout, force_layout=True))
     assert set(ways_of(job.checkpoint, job.plan).values()) == {"road", "copy"}
-    convert(source, tmp_path / "fast", deployment(tp), layout=layout)
+    convert(source, tmp_path / "fast", deployment(tp), layout=layout, force_layout=True)
     monkeypatch.setattr(memory, "find_fast_path", lambda *given: None)
     assert set(ways_of(job.checkpoint, job.plan).values()) == {"general", "copy"}
-    convert(source, tmp_path / "general", deployment(tp), layout=layout)
+    convert(source, tmp_path / "general", deployment(tp), layout=layout, force_layout=True)
     assert content(tmp_path / "fast") == content(tmp_path / "general")
     assert moeq.verify(tmp_path / "fast", source).ok
 
@@ -98,7 +98,9 @@ def test_a_ceiling_holds_for_declined_experts_too(tmp_path, monkeypatch) -> None
 
     monkeypatch.setattr(memory, "find_fast_path", find)
     with pytest.raises(MoeqError, match=r"layer 0 w13 expert \d holds unusual values") as caught:
-        convert(source, tmp_path / "out", deployment(), layout="marlin-mxfp4/1", max_memory=300 * 2**20)
+        convert(
+            source, tmp_path / "out", deployment(), layout="marlin-mxfp4/1", force_layout=True, max_memory=300 * 2**20
+        )
     assert caught.value.exit_code == ExitCode.RESOURCES
     assert not (tmp_path / "out").exists()
 

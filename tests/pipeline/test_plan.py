@@ -34,7 +34,7 @@ CASES = [
 
 
 def job_of(checkpoints: Path, name: str, deployment: Deployment, layout: str | None = None) -> Job:
-    return open_job(JobRequest(str(checkpoints / name), deployment, layout))
+    return open_job(JobRequest(str(checkpoints / name), deployment, layout, force_layout=True))
 
 
 def tiles(spans: list[tuple[int, int]], start: int, stop: int) -> bool:

@@ -78,7 +78,7 @@ class TestTensorParallel:
     def test_a_single_group_per_rank_is_packed_rank_by_rank(self, checkpoints, tmp_path) -> None:
         """int8 g64, I = 128, tp 2: each rank has one group of w2, which Marlin orders in another way than two."""
         source = checkpoints / "gptq-int8-g64-qwen3moe"
-        convert(source, tmp_path / "out", Deployment(gpu=GPU, tp=2), layout="marlin-wna16/1")
+        convert(source, tmp_path / "out", Deployment(gpu=GPU, tp=2), layout="marlin-wna16/1", force_layout=True)
         entry = read_manifest(tmp_path / "out").layer(0)
         assert entry.sharding.written == "ranks"
         assert "from 128 on; a rank has 64" in entry.sharding.why
@@ -100,7 +100,7 @@ class TestTensorParallel:
 
     def test_act_order_keeps_every_group_on_every_rank(self, checkpoints, tmp_path) -> None:
         source, layout = checkpoints / "gptq-int4-g32-actorder-qwen3moe", "marlin-act-order/1"
-        convert(source, tmp_path / "out", Deployment(gpu=GPU, tp=2), layout=layout)
+        convert(source, tmp_path / "out", Deployment(gpu=GPU, tp=2), layout=layout, force_layout=True)
         files, result = tensors(source), tensors(tmp_path / "out")
         for expert in range(4):
             module = f"{PREFIX}.{expert}.down_proj"
@@ -122,7 +122,7 @@ class TestTensorParallel:
     def test_zero_points_follow_their_groups(self, checkpoints, tmp_path) -> None:
         """AWQ g32, I = 128, tp 4: one group of 32 per rank, padded by a second group of zeros, zero points too."""
         source = checkpoints / "awq-int4-g32-qwen3moe"
-        convert(source, tmp_path / "out", Deployment(gpu=GPU, tp=4), layout="marlin-wna16/1")
+        convert(source, tmp_path / "out", Deployment(gpu=GPU, tp=4), layout="marlin-wna16/1", force_layout=True)
         entry = read_manifest(tmp_path / "out").layer(0)
         assert entry.sharding.why == "32 intermediate features per rank are padded to 64"
         files, result = tensors(source), tensors(tmp_path / "out")
@@ -160,7 +160,7 @@ class TestTensorParallel:
         self, name, layout, tp, checkpoints, tmp_path
     ) -> None:
         """Zero points and one scale per channel included (the last two int4/int8 ones have a single group in w2)."""
-        convert(checkpoints / name, tmp_path / "whole", Deployment(gpu=GPU, tp=tp), layout=layout)
+        convert(checkpoints / name, tmp_path / "whole", Deployment(gpu=GPU, tp=tp), layout=layout, force_layout=True)
         entry = read_manifest(tmp_path / "whole").layer(0)
         assert entry.sharding.written == "unsharded"
         assert entry.sharding.why.startswith(f"sliceable for tp {tp}: ")
@@ -181,14 +181,20 @@ class TestTensorParallel:
     def test_a_single_block_per_rank_stays_a_block(self, checkpoints, tmp_path) -> None:
         """MXFP4, I = 128, tp 4: 32 features per rank, padded to 128 in blocks of 32."""
         source = checkpoints / "ct-mxfp4-qwen3moe"
-        convert(source, tmp_path / "out", Deployment(gpu=GPU, tp=4), layout="marlin-mxfp4/1")
+        convert(source, tmp_path / "out", Deployment(gpu=GPU, tp=4), layout="marlin-mxfp4/1", force_layout=True)
         result = tensors(tmp_path / "out")
         assert list(result[f"{PREFIX}.w2_scale.rank3"].shape) == [4, 4, 256]
         assert not result[f"{PREFIX}.w2_scale.rank3"][:, 1:].any()
         check_round_trip(source, tmp_path / "out", tmp_path)
 
     def test_the_bias_of_w2_is_on_the_first_rank_only(self, checkpoints, tmp_path) -> None:
-        convert(checkpoints / "mxfp4-gptoss", tmp_path / "out", Deployment(gpu=GPU, tp=2), layout="marlin-mxfp4/1")
+        convert(
+            checkpoints / "mxfp4-gptoss",
+            tmp_path / "out",
+            Deployment(gpu=GPU, tp=2),
+            layout="marlin-mxfp4/1",
+            force_layout=True,
+        )
         result = tensors(tmp_path / "out")
         first, second = (result[f"{PREFIX}.w2_bias.rank{rank}"] for rank in range(2))
         assert first.any()
@@ -216,14 +222,22 @@ def columns_of(matrix: QuantizedMatrix, part: slice) -> QuantizedMatrix:
 
 class TestExpertParallel:
     def test_experts_of_an_unsharded_file_are_read_by_number(self, checkpoints, tmp_path) -> None:
-        convert(checkpoints / "ct-w8a8-qwen3moe", tmp_path / "out", Deployment(gpu=GPU, ep=2), layout="int8-w8a8/1")
+        convert(
+            checkpoints / "ct-w8a8-qwen3moe",
+            tmp_path / "out",
+            Deployment(gpu=GPU, ep=2),
+            layout="int8-w8a8/1",
+            force_layout=True,
+        )
         entry = read_manifest(tmp_path / "out").layer(0)
         assert (entry.sharding.axis, entry.sharding.written, entry.ranks) == ("ep", "unsharded", ())
 
     def test_layouts_that_look_at_all_local_experts_are_packed_rank_by_rank(self, checkpoints, tmp_path) -> None:
         source = checkpoints / "gptq-int4-g32-qwen3moe"
         deployment = Deployment(gpu=GPU, ep=2)
-        convert(source, tmp_path / "out", deployment, layout="marlin-wna16-int8act/1", allow_lossy=True)
+        convert(
+            source, tmp_path / "out", deployment, layout="marlin-wna16-int8act/1", force_layout=True, allow_lossy=True
+        )
         entry = read_manifest(tmp_path / "out").layer(0)
         assert [rank.experts for rank in entry.ranks] == [(0, 2), (2, 4)]
         files, result = tensors(source), tensors(tmp_path / "out")
@@ -243,23 +257,29 @@ class TestExpertParallel:
 
     def test_too_many_ranks(self, checkpoints, tmp_path) -> None:
         with pytest.raises(MoeqError, match="4 experts, too few for ep 8") as caught:
-            convert(checkpoints / "ct-w8a8-qwen3moe", tmp_path / "out", Deployment(gpu=GPU, ep=8), layout="int8-w8a8/1")
-        assert (caught.value.exit_code, caught.value.hint) == (ExitCode.USAGE, "ep 4 works")
+            convert(
+                checkpoints / "ct-w8a8-qwen3moe",
+                tmp_path / "out",
+                Deployment(gpu=GPU, ep=8),
+                layout="int8-w8a8/1",
+                force_layout=True,
+            )
+        assert (caught.value.exit_code, caught.value.hint) == (ExitCode.USAGE, "--ep 4 works")
 
 
 class TestRefusals:
     @pytest.mark.parametrize(
         ("name", "layout", "tp", "message", "hint"),
         [
-            ("gptq-int8-g64-qwen3moe", "marlin-wna16/1", 4, r"128 / 4 = 32 per rank cuts groups of 64", "tp 2 works"),
-            ("ct-int4-asym-g32-mixtral", "triton-wna16/1", 8, r"cuts groups of 32 \(16 % 32 = 16\)", "tp 4 works"),
-            ("ct-w8a8-qwen3moe", "int8-w8a8/1", 3, r"128 / 3 leaves a rest of 2", "tp 2 works, and so does tp 4"),
+            ("gptq-int8-g64-qwen3moe", "marlin-wna16/1", 4, r"128 / 4 = 32 per rank cuts groups of 64", "--tp 2"),
+            ("ct-int4-asym-g32-mixtral", "triton-wna16/1", 8, r"cuts groups of 32 \(16 % 32 = 16\)", "--tp 4"),
+            ("ct-w8a8-qwen3moe", "int8-w8a8/1", 3, r"128 / 3 leaves a rest of 2", "--tp 2"),
             (
                 "mxfp4-gptoss",
                 "marlin-mxfp4/1",
                 3,
                 r"128 / 32 = 4 blocks give the last of 3 ranks nothing",
-                "tp 2 works",
+                "--tp 2",
             ),
         ],
     )
@@ -267,7 +287,7 @@ class TestRefusals:
         self, name, layout, tp, message, hint, checkpoints, tmp_path
     ) -> None:
         with pytest.raises(MoeqError, match=message) as caught:
-            convert(checkpoints / name, tmp_path / "out", Deployment(gpu=GPU, tp=tp), layout=layout)
+            convert(checkpoints / name, tmp_path / "out", Deployment(gpu=GPU, tp=tp), layout=layout, force_layout=True)
         assert caught.value.exit_code == ExitCode.USAGE
         assert caught.value.hint.startswith(hint)
         assert list(tmp_path.iterdir()) == []
@@ -283,7 +303,7 @@ class TestUnevenBlocks:
 
     def test_from_file_to_file_and_back(self, tmp_path) -> None:
         source = gpt_oss(tmp_path / "source", experts=3, hidden=256, intermediate=160)
-        convert(source, tmp_path / "out", Deployment(gpu=GPU, tp=2), layout="marlin-mxfp4/1")
+        convert(source, tmp_path / "out", Deployment(gpu=GPU, tp=2), layout="marlin-mxfp4/1", force_layout=True)
         entry = read_manifest(tmp_path / "out").layer(0)
         assert [rank.intermediate for rank in entry.ranks] == [(0, 96), (96, 160)]
         assert [rank.matrices["w2"].padded_k for rank in entry.ranks] == [128, 128]

@@ -25,7 +25,7 @@ VALUES: tuple[Any, ...] = (None, 0, -1, 7, 1 << 40, "", "x", [], {}, [1], True, 
 def out(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("manifest") / "out"
     deployment = Deployment(gpu=parse_gpu("A100"), tp=2)
-    convert(checkpoints / "gptq-int8-g64-qwen3moe", folder, deployment, layout="marlin-wna16/1")
+    convert(checkpoints / "gptq-int8-g64-qwen3moe", folder, deployment, layout="marlin-wna16/1", force_layout=True)
     return folder
 
 

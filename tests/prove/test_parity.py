@@ -81,7 +81,7 @@ def test_layouts_without_an_engine_packing_are_named(package, checkpoints) -> No
 @with_vllm
 @pytest.mark.parametrize(("name", "layout"), EQUAL, ids=str)
 def test_bit_equal_to_the_engine(name, layout, checkpoints, tmp_path) -> None:
-    convert(checkpoints / name, tmp_path / "out", Deployment(gpu=A100), layout=layout)
+    convert(checkpoints / name, tmp_path / "out", Deployment(gpu=A100), layout=layout, force_layout=True)
     found = parity(tmp_path / "out", site=Path(str(SITE)), sample=4)
     assert found.equal, found
     assert {part.experts for part in found.parts} == {(0, 1, 2, 3)}
@@ -93,7 +93,7 @@ def test_bit_equal_to_the_engine(name, layout, checkpoints, tmp_path) -> None:
 @with_vllm
 def test_rank_by_rank(checkpoints, tmp_path) -> None:
     deployment = Deployment(gpu=A100, tp=2)
-    convert(checkpoints / "mxfp4-gptoss", tmp_path / "out", deployment, layout="marlin-mxfp4/1")
+    convert(checkpoints / "mxfp4-gptoss", tmp_path / "out", deployment, layout="marlin-mxfp4/1", force_layout=True)
     found = parity(tmp_path / "out", site=Path(str(SITE)))
     assert found.equal, found
     assert {part.rank for part in found.parts} == {0, 1}
@@ -103,7 +103,7 @@ def test_rank_by_rank(checkpoints, tmp_path) -> None:
 @pytest.mark.parametrize("name", ["gptq-int4-g128-mixtral", "ct-int4-g128-qwen3moe"])
 def test_where_the_engine_is_wrong(name, checkpoints, tmp_path) -> None:
     """The group size equals the intermediate size: vLLM 0.33.0 orders the scales of w13 as if there were one group."""
-    convert(checkpoints / name, tmp_path / "out", Deployment(gpu=A100), layout="marlin-wna16/1")
+    convert(checkpoints / name, tmp_path / "out", Deployment(gpu=A100), layout="marlin-wna16/1", force_layout=True)
     found = parity(tmp_path / "out", site=Path(str(SITE)), sample=4)
     assert [(part.role, part.part, part.differing) for part in found.parts if part.differing] == [
         ("w13", "scale", (0, 1, 2, 3))
@@ -124,7 +124,9 @@ def test_where_the_engine_is_wrong(name, checkpoints, tmp_path) -> None:
 )
 def test_one_padded_group_per_rank(name, wrong, checkpoints, tmp_path) -> None:
     """tp 4 leaves 32 features, one group, per rank; vLLM takes that size for K where it orders scales."""
-    convert(checkpoints / name, tmp_path / "out", Deployment(gpu=A100, tp=4), layout="marlin-wna16/1")
+    convert(
+        checkpoints / name, tmp_path / "out", Deployment(gpu=A100, tp=4), layout="marlin-wna16/1", force_layout=True
+    )
     found = parity(tmp_path / "out", site=Path(str(SITE)))
     differing = [part for part in found.parts if part.differing]
     assert {(part.role, part.part) for part in differing} == wrong

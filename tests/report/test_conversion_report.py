@@ -24,7 +24,7 @@ def by_rank(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Conv
     """Written rank by rank: two packings of every matrix."""
     out = tmp_path_factory.mktemp("facts") / "out"
     deployment = Deployment(gpu=parse_gpu("B200"), tp=2)
-    return convert(checkpoints / "mxfp4-gptoss", out, deployment, layout="trtllm-mxfp4/1")
+    return convert(checkpoints / "mxfp4-gptoss", out, deployment, layout="trtllm-mxfp4/1", force_layout=True)
 
 
 @pytest.fixture(scope="module")

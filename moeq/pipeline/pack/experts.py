@@ -246,7 +246,9 @@ class Packer:
         from moeq.model.regroup import regroup
 
         entry = self._layer.entry
-        return matrix if entry.source_group is None else regroup(matrix, entry.matrices[self._unit.role].spec.group_size)
+        if entry.source_group is None:
+            return matrix
+        return regroup(matrix, entry.matrices[self._unit.role].spec.group_size)
 
     def _ungrouped(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
         """In the groups that the source has."""

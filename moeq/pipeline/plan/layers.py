@@ -118,9 +118,7 @@ def plan_layer(checkpoint: Checkpoint, layer: int, layout_id: str, options: Plan
         for plan in shards
     )
     wholes = {role: MatrixEntry(spec, spec.n, spec.k, {}) for role, spec in specs.items()}
-    entry = LayerEntry(
-        layer, prefix, count, layout.id, wholes, sharding=sharding, ranks=ranks, source_group=group
-    )
+    entry = LayerEntry(layer, prefix, count, layout.id, wholes, sharding=sharding, ranks=ranks, source_group=group)
     return LayerPlan(entry, shards, options.allow_lossy)
 
 

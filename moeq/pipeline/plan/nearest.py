@@ -10,8 +10,9 @@ from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.oracle.own import ENGINE as OWN_ENGINE
+from moeq.pipeline.plan.candidates import Ask
 from moeq.pipeline.plan.decision import first_layer, judge
-from moeq.pipeline.plan.feasible import Ask, answer, convertible_problem
+from moeq.pipeline.plan.feasible import Answer, answer, convertible_problem
 
 #: Devices that are tried when nothing else helps.
 _DEVICES = ("H100", "A100", "B200", "MI300X", "CPU")
@@ -37,15 +38,26 @@ def nearest(checkpoint: Checkpoint, ask: Ask) -> tuple[Suggestion, ...]:
     """The nearest changes whose answer is yes, at most one of a kind."""
     if convertible_problem(checkpoint) is not None:
         return ()
-    works = (
-        next((change for change in kind if answer(checkpoint, change.ask).ok), None)
-        for kind in _kinds(checkpoint, ask)
-    )
+    works = (next(_working(checkpoint, kind), None) for kind in _kinds(checkpoint, ask))
     found = tuple(islice((change for change in works if change is not None), MOST))
-    return found or tuple(islice((c for c in _plainest(ask) if answer(checkpoint, c.ask).ok), 1))
+    return found or tuple(islice(_working(checkpoint, _plainest(ask)), 1))
 
 
-def with_hint(checkpoint: Checkpoint, ask: Ask, error: MoeqError) -> MoeqError:
+def _working(checkpoint: Checkpoint, changes: Iterator[Suggestion]) -> Iterator[Suggestion]:
+    """Those whose answer is yes."""
+    for change in changes:
+        found = answer(checkpoint, change.ask, brief=True)
+        if found.ok:
+            yield replace(change, text=change.text.replace("{backend}", found.first.backend))
+
+
+def advised(checkpoint: Checkpoint, ask: Ask, *, explain: bool = False, brief: bool = False) -> Answer:
+    """`answer`, with what works as the hint of its error."""
+    found = answer(checkpoint, ask, explain=explain, brief=brief)
+    return found if found.error is None else replace(found, error=_with_hint(checkpoint, ask, found.error))
+
+
+def _with_hint(checkpoint: Checkpoint, ask: Ask, error: MoeqError) -> MoeqError:
     """The error with what works as its hint; with its own where nothing was found."""
     works = ", or ".join(suggestion.text for suggestion in nearest(checkpoint, ask))
     force = "; --force-layout writes it all the same" if error.code == "usage.layout-gpu" else ""
@@ -73,7 +85,7 @@ def _unforced(ask: Ask) -> Iterator[Suggestion]:
     if ask.layout is not None:
         yield Suggestion("leaving out --layout", replace(ask, layout=None, force_layout=False))
     if ask.deployment.backend != "auto":
-        yield _with(ask, "--backend auto", backend="auto")
+        yield _with(ask, "--backend auto ({backend})", backend="auto")
         if ask.layout is not None:
             both = replace(ask, layout=None, deployment=replace(ask.deployment, backend="auto"))
             yield Suggestion("leaving out --layout and --backend", both)
@@ -90,7 +102,7 @@ def _parallel(checkpoint: Checkpoint, ask: Ask) -> Iterator[Suggestion]:
         yield _with(ask, "--ep 1", ep=1, dp=1)
         return
     sizes = sorted((size for size in range(1, 2 * tp + 1) if size != tp), key=lambda size: (abs(size - tp), -size))
-    for size in sizes[:24] + [1]:
+    for size in [*sizes[:24], 1]:
         yield _with(ask, f"--tp {size}", tp=size)
     if tp > 1:
         yield _with(ask, f"--ep {tp} (whole experts on every rank)", ep=tp)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from moeq.checkpoint.manifest import CopiedLayer
 from moeq.deploy.loaders import Loader
-from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.oracle.records import Verdict
-from moeq.pipeline.plan.feasible import Answer, Ask, answer
-from moeq.pipeline.plan.nearest import with_hint
+from moeq.pipeline.plan.candidates import Ask
+from moeq.pipeline.plan.feasible import Answer
+from moeq.pipeline.plan.nearest import advised
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ def choose_targets(checkpoint: Checkpoint, ask: Ask) -> Targets:
             `answer.no-backend`, `answer.backend-unsupported`, `usage.tp`, `usage.group-cut`, ...), with the nearest
             things that work as its hint; and what `moeq.pipeline.plan.feasible.answer` raises.
     """
-    found = answer(checkpoint, ask)
+    found = advised(checkpoint, ask, brief=True)
     if found.error is not None:
-        raise with_hint(checkpoint, ask, found.error)
+        raise found.error
     return targets_of(found)
 
 

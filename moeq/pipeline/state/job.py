@@ -18,7 +18,7 @@ from moeq.deploy.deployment import Deployment
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
-from moeq.pipeline.plan.feasible import Ask
+from moeq.pipeline.plan.candidates import Ask
 from moeq.pipeline.plan.plan import Plan, make_plan
 from moeq.pipeline.plan.targets import Targets, choose_targets
 from moeq.pipeline.plan.units import Unit
@@ -57,9 +57,7 @@ class JobRequest:
     @property
     def ask(self) -> Ask:
         """The question behind it."""
-        return Ask(
-            self.deployment, self.layout, self.force_layout, self.skip_unfit, self.allow_lossy, self.regroup
-        )
+        return Ask(self.deployment, self.layout, self.force_layout, self.skip_unfit, self.allow_lossy, self.regroup)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

@@ -1,0 +1,63 @@
+"""Which tensor-parallel degrees a checkpoint can be converted for, with the arithmetic of those that it cannot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
+from moeq.errors import MoeqError
+from moeq.model import Checkpoint
+from moeq.model.division import UNEVEN_FORMATS, split_intermediate
+from moeq.pipeline.plan.candidates import Ask
+from moeq.pipeline.plan.decision import first_layer, heads_problem
+from moeq.pipeline.plan.feasible import answer
+
+#: Degrees that engines are run with.
+DEGREES = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Degree:
+    """One degree.
+
+    Attributes:
+        tp: ranks.
+        intermediate: intermediate features of the fullest rank, or None where they cannot be divided.
+        fits: whether `convert` writes for it (without a deployment: whether the sizes divide).
+        layout: layout that it writes, where a deployment was named.
+        why: why it does not fit, or None.
+    """
+
+    tp: int
+    intermediate: int | None
+    fits: bool
+    layout: str | None = None
+    why: str | None = None
+
+
+def degrees(
+    checkpoint: Checkpoint, deployment: Deployment | None, tps: tuple[int, ...] = DEGREES
+) -> tuple[Degree, ...]:
+    """Every degree; without a deployment what the sizes of experts and attention heads alone tell."""
+    return tuple(_degree(checkpoint, deployment, tp) for tp in tps)
+
+
+def _degree(checkpoint: Checkpoint, deployment: Deployment | None, tp: int) -> Degree:
+    layer = first_layer(checkpoint)
+    unit = UNEVEN_FORMATS.get(checkpoint.scheme_of(layer).format)
+    why, size = None, None
+    try:
+        parts = split_intermediate(f"layer {layer}", checkpoint.spec(layer, "w2"), tp, unit)
+    except MoeqError as error:
+        why = error.message.partition(": ")[2] or error.message
+    else:
+        size = max(part.size for part in parts)
+    if deployment is None:
+        # Only the number of ranks matters here.
+        why = why or heads_problem(checkpoint, Deployment(parse_gpu("H100"), tp=tp))
+        return Degree(tp, size, why is None, None, why)
+    found = answer(checkpoint, Ask(replace(deployment, tp=tp, ep=1, dp=1)), brief=True)
+    if found.error is None:
+        return Degree(tp, size, True, found.first.layout)
+    return Degree(tp, size, False, None, why or found.error.message)

@@ -1,0 +1,64 @@
+"""What loads a planned layer: the facts that loaders look at, gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.loaders import VLLM_LAYOUTS, VLLM_VERSIONS, Loader, PlannedLayer, loaders_of
+from moeq.layouts.registry import layout_class
+from moeq.model import Checkpoint
+from moeq.oracle.own import report_of_layout
+from moeq.oracle.policy import engine_names
+from moeq.pipeline.plan.candidates import Ask
+from moeq.pipeline.plan.decision import heads_problem, judge, moe_shape
+from moeq.pipeline.plan.layers import LayerPlan
+from moeq.schemes.base import Scheme
+
+
+def loaders_of_plan(checkpoint: Checkpoint, ask: Ask, plan: LayerPlan, scheme: Scheme | None) -> Iterator[Loader]:
+    """What loads a planned layer."""
+    layer, layout, deployment = plan.entry.layer, plan.entry.layout, ask.deployment
+    return loaders_of(
+        PlannedLayer(
+            layout=layout,
+            w13_order=layout_class(layout).w13_order,
+            model_type=str(checkpoint.source.config.get("model_type", "")),
+            activation=checkpoint.info.activation,
+            dtype=deployment.dtype,
+            platform=deployment.gpu.platform,
+            tp=ask.options.tp,
+            by_rank=bool(plan.entry.ranks),
+            own_kernel=_own_kernel(checkpoint, deployment, layer, scheme, layout),
+            vllm=tuple(_vllm_versions(checkpoint, deployment, layer, scheme, layout)),
+        )
+    )
+
+
+def _own_kernel(checkpoint: Checkpoint, deployment: Deployment, layer: int, scheme: Scheme | None, layout: str) -> bool:
+    """Whether one of moeq's own kernels reads the layout on this GPU."""
+    found = report_of_layout(scheme or checkpoint.scheme_of(layer), moe_shape(checkpoint, layer), deployment, layout)
+    return found is not None and found.supported
+
+
+def _vllm_versions(
+    checkpoint: Checkpoint, deployment: Deployment, layer: int, scheme: Scheme | None, layout: str
+) -> Iterator[str]:
+    """Versions of vLLM that run the layout's backend on this deployment.
+
+    A version whose rules are not known is taken to run what the newest one does; act-order is Marlin's everywhere.
+    """
+    if layout not in VLLM_LAYOUTS or heads_problem(checkpoint, replace(deployment, engine="vllm@" + VLLM_VERSIONS[0])):
+        return
+    backend, versions, _ = VLLM_LAYOUTS[layout]
+    known = set(engine_names())
+    for version in versions:
+        engine = f"vllm@{version}" if f"vllm@{version}" in known else f"vllm@{VLLM_VERSIONS[0]}"
+        if layout == "marlin-act-order/1" and engine != f"vllm@{version}":
+            if deployment.gpu.platform == "cuda":
+                yield version
+            continue
+        where = replace(deployment, engine=engine, backend=backend)
+        if judge(checkpoint, where, layer, scheme=scheme, explain=False).ok:
+            yield version
