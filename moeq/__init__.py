@@ -7,6 +7,7 @@
     ckpt.dequantize(0, 3, "gate")                     # float32 [N, K]
     deployment = moeq.Deployment(gpu=moeq.gpu("H100"), tp=2)
     verdict = moeq.decide(ckpt, deployment)           # backend, layout and every reason
+    moeq.plan("source", deployment).plan.bytes_out    # what `moeq plan` prints, as records
     moeq.convert("source", "destination", deployment)
     moeq.run_check("destination", source="source")
     experts = moeq.load_experts("destination", 0, device="cuda")  # for moeq_kernels.fused_moe
@@ -29,17 +30,20 @@ _PUBLIC = {
     "Deployment": "moeq.deploy.deployment:Deployment",
     "Gpu": "moeq.deploy.deployment:Gpu",
     "gpu": "moeq.deploy.gpus:parse_gpu",
-    "decide": "moeq.pipeline.plan.decision:decide",
+    "decide": "moeq.pipeline.plan.nearest:decide",
+    "plan": "moeq.pipeline.convert:plan",
     "convert": "moeq.pipeline.convert:convert",
     "finalize": "moeq.pipeline.finalize:finalize",
     "verify": "moeq.prove.verify:verify",
     "restore": "moeq.prove.restore:restore",
     "diff": "moeq.prove.diff:diff",
     "run_check": "moeq.check.run_check:run_check",
+    "CheckOptions": "moeq.check.run_check:CheckOptions",
     "load_experts": "moeq.load.torch_loader:load_experts",
 }
 
 __all__ = [
+    "CheckOptions",
     "Checkpoint",
     "Deployment",
     "Gpu",
@@ -52,21 +56,22 @@ __all__ = [
     "gpu",
     "load_experts",
     "open",
+    "plan",
     "restore",
     "run_check",
     "verify",
 ]
 
 if TYPE_CHECKING:
-    from moeq.check.run_check import run_check
+    from moeq.check.run_check import CheckOptions, run_check
     from moeq.deploy.deployment import Deployment, Gpu
     from moeq.deploy.gpus import parse_gpu as gpu
     from moeq.errors import MoeqError
     from moeq.load.torch_loader import load_experts
     from moeq.model import Checkpoint, open
-    from moeq.pipeline.convert import convert
+    from moeq.pipeline.convert import convert, plan
     from moeq.pipeline.finalize import finalize
-    from moeq.pipeline.plan.decision import decide
+    from moeq.pipeline.plan.nearest import decide
     from moeq.prove.diff import diff
     from moeq.prove.restore import restore
     from moeq.prove.verify import verify

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from moeq.errors import MoeqError
 from moeq.typed import read_as
 
 Platform = Literal["cuda", "rocm", "xpu", "cpu"]
@@ -64,6 +65,18 @@ class Deployment:
     env: tuple[tuple[str, str], ...] = ()
     packages: tuple[tuple[str, bool], ...] = ()
     quantization: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raises MoeqError `usage.deployment` for values that no deployment has."""
+        if not isinstance(self.gpu, Gpu):
+            hint = "moeq.gpu(NAME) gives one: Deployment(gpu=moeq.gpu('H100'))"
+            raise MoeqError("usage.deployment", f"gpu is {self.gpu!r}, it has to be a Gpu", hint)
+        for name in ("tp", "ep", "dp"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise MoeqError("usage.deployment", f"{name} is {value!r}, it has to be an integer of at least 1")
+        if self.dtype not in ("bf16", "fp16"):
+            raise MoeqError("usage.deployment", f"dtype is {self.dtype!r}, it has to be bf16 or fp16")
 
     @classmethod
     def from_json(cls, row: Any, where: str = "deployment", code: str = "source.bad-manifest") -> Deployment:

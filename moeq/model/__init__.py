@@ -151,6 +151,7 @@ class Checkpoint:
         """
         from moeq.schemes.joining import concatenate_rows, select_rows
 
+        check_role(role)
         kind = self.kind_of(layer, expert)
         wanted = kind.spec(role)
         if role in ("gate", "up") and "gate_up" in kind.projections:
@@ -218,6 +219,13 @@ class Checkpoint:
 
 
 _PROJECTION: dict[Role, StoredName] = {"gate": "gate", "up": "up", "down": "down", "w2": "down", "w13": "up"}
+
+
+def check_role(role: str) -> None:
+    """Raises MoeqError `usage.no-such-projection`."""
+    if role not in _PROJECTION:
+        known = ", ".join(_PROJECTION)
+        raise MoeqError("usage.no-such-projection", f"an expert has no projection {role!r}", f"projections: {known}")
 
 
 def _not_moe(source: Source, facts: Facts, declaration: Declaration | None) -> MoeqError:

@@ -16,7 +16,7 @@ from moeq.errors import MoeqError
 from moeq.layouts.base import TensorSpec
 from moeq.layouts.registry import get_layout
 from moeq.matrix import ELEMENT_BITS, MatrixSpec, QuantizedMatrix, Role, projection_spec, split_projections
-from moeq.model import Checkpoint
+from moeq.model import Checkpoint, check_role
 from moeq.model.describe import model_type, split_stacks
 from moeq.model.experts import Experts
 from moeq.model.info import CheckpointInfo
@@ -89,6 +89,7 @@ class ConvertedCheckpoint(Checkpoint):
         """One logical matrix: the layout's `unpack` of the expert's bytes, padding cut off, ranks put together."""
         if layer not in self._entries:
             return super().matrix(layer, expert, role)
+        check_role(role)
         self._check_expert(layer, expert)
         entry = self._entries[layer]
         stack = _STACK[role]

@@ -119,6 +119,8 @@ def _share(size: int, tp: int, unit: int | None) -> int:
 
 def _split_problem(w2: MatrixSpec, tp: int, unit: int | None) -> tuple[str, str] | None:
     size = w2.k
+    if tp == 1:
+        return None  # the last group of the whole may be partial
     if unit is not None and size % unit == 0:
         share = _share(size, tp, unit)
         if share * (tp - 1) < size:

@@ -154,6 +154,28 @@ def convert(
     return conversion_of(job, folder, manifest, len(ran.resumed), part, memory)
 
 
+def plan(
+    src: str | Path,
+    deployment: Deployment,
+    backend: str = "auto",
+    *,
+    layout: str | None = None,
+    force_layout: bool = False,
+    regroup: int | None = None,
+    skip_unfit: bool = False,
+    allow_lossy: bool = False,
+    revision: str | None = None,
+) -> Job:
+    """What `convert` with these arguments would do: decision, files and units. Reads headers only.
+
+    Raises:
+        MoeqError: as `convert` does before it writes anything.
+    """
+    if backend != "auto":
+        deployment = replace(deployment, backend=backend)
+    return open_job(JobRequest(str(src), deployment, layout, skip_unfit, allow_lossy, revision, force_layout, regroup))
+
+
 def _check_ways(source: Source, share: Share | None, executor: str, stream_source: bool, force: bool) -> None:
     """Refuse ways of working that do not go together."""
     if share is not None and force:

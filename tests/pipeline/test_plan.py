@@ -28,7 +28,7 @@ NAME = "gptq-int4-g32-qwen3moe"
 #: Checkpoint, deployment, and the units of one layer.
 CASES = [
     (NAME, Deployment(gpu=A100), ["layer-0/w13", "layer-0/w2"]),
-    (NAME, Deployment(gpu=A100, tp=4), ["layer-0/w13", "layer-0/w2"]),
+    (NAME, Deployment(gpu=A100, tp=4, engine="moeq"), ["layer-0/w13", "layer-0/w2"]),
     ("gptq-int4-g128-mixtral", Deployment(gpu=A100), ["layer-0/w13", "layer-0/w2"]),
 ]
 
@@ -67,7 +67,7 @@ def test_units_write_every_byte_once_and_read_every_tensor(name, deployment, fir
 
 def test_ranks_of_tensor_parallelism_share_a_unit(checkpoints) -> None:
     """They are cut from the same experts, which are read once for all."""
-    job = job_of(checkpoints, NAME, Deployment(gpu=A100, tp=4))
+    job = job_of(checkpoints, NAME, Deployment(gpu=A100, tp=4, engine="moeq"))
     (w13,) = [unit for unit in job.plan.units if unit.id == "layer-0/w13"]
     assert isinstance(w13, PackUnit)
     assert w13.ranks == (0, 1, 2, 3)
@@ -108,7 +108,7 @@ def _execute(request: JobRequest, digest: str, folder: Path, units: list[str]) -
 
 def test_units_executed_by_other_processes_in_any_order(checkpoints, tmp_path) -> None:
     """Two processes that share nothing but the folder, some units done by both; then finished without executing."""
-    request = JobRequest(str(checkpoints / NAME), Deployment(gpu=A100, tp=4))
+    request = JobRequest(str(checkpoints / NAME), Deployment(gpu=A100, tp=4, engine="moeq"))
     job = open_job(request)
     convert(checkpoints / NAME, tmp_path / "whole", request.deployment)
     ids = [unit.id for unit in job.plan.units]

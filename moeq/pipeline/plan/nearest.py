@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.oracle.own import ENGINE as OWN_ENGINE
+from moeq.oracle.records import Verdict
 from moeq.pipeline.plan.candidates import Ask
 from moeq.pipeline.plan.decision import first_layer, judge
 from moeq.pipeline.plan.feasible import Answer, answer, convertible_problem
@@ -49,6 +51,21 @@ def _working(checkpoint: Checkpoint, changes: Iterator[Suggestion]) -> Iterator[
         found = answer(checkpoint, change.ask, brief=True)
         if found.ok:
             yield replace(change, text=change.text.replace("{backend}", found.first.backend))
+
+
+def decide(checkpoint: Checkpoint, deployment: Deployment) -> Verdict:
+    """Which backend runs this checkpoint's experts on that deployment, what `convert` writes, and why.
+
+    Raises:
+        MoeqError: `usage.converted` for a converted checkpoint, `source.no-top-k` where the config does not say how
+            many experts a token uses; for a backend asked for by name that does not fit, why not and what does.
+    """
+    if checkpoint.kind == "converted":
+        raise MoeqError("usage.converted", f"{checkpoint.source.name} is already converted", "ask about its source")
+    found = advised(checkpoint, Ask(deployment), explain=True)
+    if found.error is not None and deployment.backend != "auto":
+        raise found.error
+    return found.verdict
 
 
 def advised(checkpoint: Checkpoint, ask: Ask, *, explain: bool = False, brief: bool = False) -> Answer:
@@ -96,12 +113,12 @@ def _parallel(checkpoint: Checkpoint, ask: Ask) -> Iterator[Suggestion]:
     tp, ep = ask.deployment.tp, ask.deployment.ep
     if ep > 1:
         experts = checkpoint.num_experts(first_layer(checkpoint))
-        sizes = (size for size in range(min(ep, experts), 1, -1) if size % tp == 0 and size != ep)
-        for size in [*sizes][:8]:
+        fewer = [size for size in range(min(ep, experts), 1, -1) if size % tp == 0 and size != ep]
+        for size in fewer[:8]:
             yield _with(ask, f"--ep {size}", ep=size, dp=1)
         yield _with(ask, "--ep 1", ep=1, dp=1)
         return
-    sizes = sorted((size for size in range(1, 2 * tp + 1) if size != tp), key=lambda size: (abs(size - tp), -size))
+    sizes = sorted((size for size in range(1, 2 * tp + 1) if size != tp), key=lambda size: (abs(size - tp), size))
     for size in [*sizes[:24], 1]:
         yield _with(ask, f"--tp {size}", tp=size)
     if tp > 1:
