@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import typer
 
-from moeq.cli.out import Output
+from moeq.cli.out import Output, flush_streams, open_missing_streams
 from moeq.errors import ExitCode, MoeqError, as_moeq_error
 
 
@@ -22,6 +22,9 @@ class Command(NamedTuple):
     module: str
     help: str
 
+
+#: Set by the shell's completion script.
+_COMPLETE = "_MOEQ_COMPLETE"
 
 # Order is the order of use. The module is imported only when its command runs, so `moeq --help` stays instant.
 COMMANDS: dict[str, Command] = {
@@ -39,17 +42,21 @@ COMMANDS: dict[str, Command] = {
     "run-check": Command("moeq.cli.run_check", "Run fused kernels on converted weights against a reference."),
     "selftest": Command("moeq.cli.selftest", "Check the checker: damage experts in memory, see each damage named."),
     "backends": Command("moeq.cli.backends", "List backend families, backends and their limits."),
+    "gpus": Command("moeq.cli.gpus", "List the GPUs that are known by name."),
+    "doctor": Command("moeq.cli.doctor", "One block for an issue: environment, verdict, flags, memory, what to do."),
+    "schema": Command("moeq.cli.schema", "Print the JSON Schema of a command's --json document."),
     "explain": Command("moeq.cli.explain", "Explain a rule, advisory or error code."),
 }
 
 
-def build(argv: Sequence[str]) -> typer.Typer:
-    """The app with the one command that `argv` asks for, or with every command's help line where it asks for none."""
+def build(asked: str | None) -> typer.Typer:
+    """The app with the one command that is asked for, and every other command's help line."""
     app = typer.Typer(
         name="moeq",
         help="Quantised Mixture-of-Experts checkpoints: inspect, choose a backend, repack offline, prove.",
+        epilog="`moeq COMMAND --help` has examples. Exit codes: 0 yes, 1 no, 2 usage, 3 environment, "
+        "4 source broken or missing, 5 disk or memory, 70 a bug in moeq, 130 interrupted.",
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
@@ -66,10 +73,9 @@ def build(argv: Sequence[str]) -> typer.Typer:
             sys.stdout.write(f"moeq {__version__}\n")
             raise typer.Exit(0)
 
-    asked = asked_command(argv)
     for name, row in COMMANDS.items():
         if name == asked:
-            app.command(name, help=row.help)(import_module(row.module).command)
+            app.command(name, epilog=_examples(name))(import_module(row.module).command)
         else:
             app.command(name, help=row.help)(_not_asked)
     return app
@@ -79,6 +85,14 @@ def _not_asked() -> None:
     """Stands for a command in the help of others; never runs, since the asked one is always imported."""
 
 
+def _examples(command: str) -> str | None:
+    """Examples as the end of a command's help: a line each."""
+    from moeq.cli.examples import EXAMPLES
+
+    rows = EXAMPLES.get(command)
+    return "\n\n".join(("Examples:", *(f"  moeq {command} {row}".rstrip() for row in rows))) if rows else None
+
+
 def asked_command(argv: Sequence[str]) -> str | None:
     """The command that a command line names, or None."""
     return next((word for word in argv if not word.startswith("-")), None)
@@ -86,19 +100,19 @@ def asked_command(argv: Sequence[str]) -> str | None:
 
 def run(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code. Never raises for an expected failure."""
-    name = asked_command(argv)
+    # A shell that completes a command line says so, and gives the line, in its environment.
+    words = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS") if _COMPLETE in os.environ else None
+    name = asked_command(words.split()[1:] if words else argv)
     out = Output(f"moeq.{name or 'moeq'}/1", json_mode="--json" in argv)
     try:
-        code = build(argv)(args=list(argv), standalone_mode=False, obj=out)
+        code = build(name)(args=list(argv) or ["--help"], standalone_mode=False, obj=out, prog_name="moeq")
     except MoeqError as error:
         out.failure(error)
         return int(error.exit_code)
     except (typer.Abort, KeyboardInterrupt):
         out.failure(as_moeq_error(KeyboardInterrupt()))
         return int(ExitCode.INTERRUPTED)
-    except BrokenPipeError:
-        # The reader went away (`moeq inspect ... | head`). Python's own message at exit would be noise.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # help whose reader went away (`moeq --help | head -1`)
         return int(ExitCode.OK)
     except Exception as error:  # noqa: BLE001 - the last line of defence: a bug must be reported as one, exit code 70
         return _unexpected(error, out)
@@ -123,6 +137,8 @@ def main() -> None:
     """Entry point of the `moeq` script."""
     # Schedulers end jobs with SIGTERM: finished work is kept as after Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    open_missing_streams()
     code = run(sys.argv[1:])
+    flush_streams()
     gc.freeze()  # what is left goes with the process: a last collection of all headers takes up to half a second
     sys.exit(code)

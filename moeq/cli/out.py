@@ -7,15 +7,19 @@ Everything that is not the answer (progress, warnings, errors, hints) goes to st
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from io import StringIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from moeq.cli import github
 from moeq.foreign import plain
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
     from moeq.errors import MoeqError
 
@@ -33,19 +37,9 @@ class Output:
         self.json_mode = json_mode
 
     @property
-    def stdout(self) -> Console:
-        """Console for the answer. Not wrapped at 80 columns when piped: scripts grep lines."""
-        from moeq.cli.screen import Screen
-
-        piped = not sys.stdout.isatty()
-        return Screen(width=160 if piped else None, highlight=False, soft_wrap=piped, emoji=False)
-
-    @property
     def stderr(self) -> Console:
-        """Console for everything else."""
-        from moeq.cli.screen import Screen
-
-        return Screen(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty(), emoji=False)
+        """Console for what is not the answer."""
+        return _console(sys.stderr, sys.stderr)
 
     def answer(self, document: Mapping[str, Any], render: Callable[[Console], None], *, ok: bool = True) -> None:
         """Write the command's answer: `document` in JSON mode, else what `render` draws.
@@ -58,7 +52,9 @@ class Output:
         if self.json_mode:
             self._document({"ok": ok, **document})
         else:
-            render(self.stdout)
+            text = StringIO()
+            render(_console(text, sys.stdout))
+            write(sys.stdout, text.getvalue())
 
     def failure(self, error: MoeqError) -> None:
         """Report a MoeqError: one line and a hint on stderr, and in JSON mode the document on stdout."""
@@ -78,12 +74,11 @@ class Output:
 
     def note(self, message: str) -> None:
         """Progress and the like."""
-        self.stderr.print(message)
+        self._say(message)
 
     def line(self, text: str) -> None:
         """A line for the machine that reads stderr, as it is."""
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
+        write(sys.stderr, text + "\n")
 
     @property
     def _command(self) -> str:
@@ -98,10 +93,60 @@ class Output:
     def _line(self, label: str, style: str, message: str) -> None:
         from rich.text import Text
 
-        self.stderr.print(Text.assemble((f"{label}: ", style), " ".join(message.splitlines())))
+        # One line, whatever names it quotes: a line of its own could be taken for a command by what reads the log.
+        self._say(Text.assemble((f"{label}: ", style), " ".join(message.splitlines())))
+
+    def _say(self, message: str | Text) -> None:
+        text = StringIO()
+        _console(text, sys.stderr).print(message)
+        write(sys.stderr, text.getvalue())
 
     def _document(self, document: Mapping[str, Any]) -> None:
         # allow_nan=False: NaN and Infinity are not JSON, and a reader in another language would choke on them.
         text = json.dumps({"schema": self.schema, **document}, indent=2, allow_nan=False, default=str)
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
+        write(sys.stdout, text + "\n")
+
+
+def _console(file: TextIO, stream: TextIO) -> Console:
+    """A console that writes to `file` as it would to `stream`. Not wrapped when piped: scripts grep lines."""
+    from moeq.cli.screen import Screen
+
+    terminal = stream.isatty()
+    return Screen(
+        file=file,
+        force_terminal=True if terminal else None,
+        width=None if terminal else 160,
+        soft_wrap=not terminal,
+        highlight=False,
+        emoji=False,
+    )
+
+
+def write(stream: TextIO, text: str) -> None:
+    """Write at once. A reader that went away, or a full disk behind the stream, is nobody's error: the answer stands
+    in the exit code, and the rest of the output goes nowhere."""
+    try:
+        stream.write(text)
+        stream.flush()
+    except (OSError, ValueError):  # ValueError: the stream was closed
+        _silence(stream)
+
+
+def _silence(stream: TextIO) -> None:
+    """Let what is still written to a stream, its buffer included, go nowhere."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        stream.flush()
+
+
+def open_missing_streams() -> None:
+    """Python has None for streams that were closed before it began (`moeq ... >&-`)."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - it lives as long as the process
+
+
+def flush_streams() -> None:
+    """Write out what is buffered; Python would complain at exit where that fails."""
+    for stream in (sys.stdout, sys.stderr):
+        write(stream, "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from dataclasses import replace
 from functools import cache
 
 from moeq.deploy.deployment import Gpu
@@ -12,16 +13,50 @@ from moeq.errors import MoeqError
 # One row per compute capability: `names` with memory in GiB (several sizes are sold under some names: the smallest).
 _CUDA: dict[tuple[int, int], dict[str, int | None]] = {
     (7, 0): {"V100": 16},
-    (7, 5): {"T4": 16, "RTX 2080 Ti": 11},
-    (8, 0): {"A100": 80, "A100-40GB": 40, "A30": 24},
-    (8, 6): {"A10": 24, "A40": 48, "A6000": 48, "RTX 3080": 10, "RTX 3090": 24},
+    (7, 5): {"T4": 16, "RTX 2070": 8, "RTX 2080": 8, "RTX 2080 Ti": 11, "Quadro RTX 6000": 24, "Quadro RTX 8000": 48},
+    (8, 0): {"A100": 80, "A100-40GB": 40, "A800": 80, "A30": 24},
+    (8, 6): {
+        "A2": 16,
+        "A10": 24,
+        "A10G": 24,
+        "A16": 16,
+        "A40": 48,
+        "A6000": 48,
+        "RTX A4000": 16,
+        "RTX A5000": 24,
+        "RTX A6000": 48,
+        "RTX 3060": 12,
+        "RTX 3070": 8,
+        "RTX 3080": 10,
+        "RTX 3090": 24,
+    },
     (8, 7): {"Orin": 64},
-    (8, 9): {"L4": 24, "L40": 48, "L40S": 48, "RTX 4080": 16, "RTX 4090": 24, "RTX 6000 Ada": 48},
+    (8, 9): {
+        "L4": 24,
+        "L20": 48,
+        "L40": 48,
+        "L40S": 48,
+        "RTX 4060": 8,
+        "RTX 4070": 12,
+        "RTX 4080": 16,
+        "RTX 4090": 24,
+        "RTX 5000 Ada": 32,
+        "RTX 6000 Ada": 48,
+    },
     (9, 0): {"H100": 80, "H100 NVL": 94, "H200": 141, "H20": 96, "H800": 80, "GH200": 96},
     (10, 0): {"B200": 180, "GB200": 186},
     (10, 3): {"B300": 288, "GB300": 288},
     (11, 0): {"Thor": 128},
-    (12, 0): {"RTX 5070": 12, "RTX 5080": 16, "RTX 5090": 32, "RTX PRO 6000": 96},
+    (12, 0): {
+        "RTX 5060": 8,
+        "RTX 5070": 12,
+        "RTX 5080": 16,
+        "RTX 5090": 32,
+        "RTX PRO 4000": 24,
+        "RTX PRO 4500": 32,
+        "RTX PRO 5000": 48,
+        "RTX PRO 6000": 96,
+    },
     (12, 1): {"GB10": 128, "DGX Spark": 128},
 }
 
@@ -36,6 +71,13 @@ _ROCM: dict[str, dict[str, int | None]] = {
 }
 
 _XPU: dict[str, int | None] = {"XPU": None, "Arc B580": 12, "Arc Pro B60": 24, "Max 1550": 128}
+
+#: Architectures that exist beside those of the table. Source: NVIDIA's and AMD's lists (CUDA 13, LLVM's AMDGPU).
+_OTHER_CUDA = ((5, 0), (5, 2), (5, 3), (6, 0), (6, 1), (6, 2), (7, 2), (8, 8), (10, 1))
+_OTHER_ROCM = (
+    *("gfx900", "gfx906", "gfx908", "gfx940", "gfx941", "gfx1010", "gfx1012", "gfx1030", "gfx1031", "gfx1032"),
+    *("gfx1034", "gfx1035", "gfx1036", "gfx1101", "gfx1102", "gfx1103", "gfx1150", "gfx1151", "gfx1152", "gfx1153"),
+)
 
 # CPU kinds are instruction sets, since that is what kernels ask for.
 _CPU: dict[str, tuple[str, ...]] = {
@@ -74,7 +116,7 @@ def _by_key() -> dict[str, Gpu]:
 
 
 def parse_gpu(name: str) -> Gpu:
-    """The device of that name: a market name, `smXY`, `gfxNNN`, or a CPU kind.
+    """The device of that name: a market name, a name that a driver reports, `smXY`, `gfxNNN`, or a CPU kind.
 
     Raises:
         MoeqError: `usage.unknown-gpu`, naming the nearest known ones.
@@ -84,10 +126,13 @@ def parse_gpu(name: str) -> Gpu:
         return _by_key()[key]
     if match := re.fullmatch(r"sm(\d+)(\d)a?", key):
         capability = (int(match[1]), int(match[2]))
-        if capability >= (5, 0):
+        if capability in _CUDA or capability in _OTHER_CUDA:
             return Gpu(f"sm{match[1]}{match[2]}", "cuda", f"sm{match[1]}{match[2]}", capability)
-    if re.fullmatch(r"gfx[0-9a-f]{3,4}", key):
+    if key in _ROCM or key in _OTHER_ROCM:
         return Gpu(key, "rocm", key)
+    reported = find_by_device_name(name)
+    if reported is not None:
+        return reported
     if key in {_key(arch) for arch in _CPU}:
         arch = next(arch for arch in _CPU if _key(arch) == key)
         return Gpu(arch, "cpu", arch)
@@ -96,12 +141,20 @@ def parse_gpu(name: str) -> Gpu:
     raise MoeqError(
         "usage.unknown-gpu",
         f"no GPU is known as '{name}'",
-        f"nearest known: {names}; an architecture works too: sm90, gfx942, x86-amx",
+        f"nearest known: {names}; an architecture works too: sm90, gfx942, x86-amx; moeq gpus lists all names",
     )
 
 
 def find_by_device_name(reported: str) -> Gpu | None:
-    """The table's row for a name that a driver reports (`NVIDIA H100 80GB HBM3`), or None."""
-    key = _key(reported)
-    hits = [known for known in _by_key() if key.startswith(known)]
-    return _by_key()[max(hits, key=len)] if hits else None
+    """The table's row for a name that a driver reports (`NVIDIA H100 80GB HBM3`, `Tesla V100-SXM2-16GB`), or None.
+
+    The words of the name count from the left, as many as are known; memory that it states replaces the table's.
+    """
+    words = re.findall(r"[A-Za-z0-9]+", reported)
+    for count in range(len(words), 0, -1):
+        found = _by_key().get(_key("".join(words[:count])))
+        if found is not None:
+            stated = re.search(r"\b(\d+) ?GB\b", reported)
+            # GH200 480GB: that is the memory of its CPU.
+            return replace(found, memory_gib=int(stated[1])) if stated and int(stated[1]) < 400 else found
+    return None

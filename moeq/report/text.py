@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 LABEL = 13
 
 
-def line(console: Console, label: str, text: str | Text, style: str = "") -> None:
-    """A labelled line; on a terminal it is wrapped with its continuation below the text."""
+def line(console: Console, label: str, text: str | Text, style: str = "", *, width: int = LABEL) -> None:
+    """A labelled line; on a terminal it is wrapped with its continuation below the text, `width` columns in."""
     from rich.text import Text
 
     body = Text(text, style=style) if isinstance(text, str) else text
-    console.print(hanging(Text.assemble((f"  {label:<{LABEL - 3}} ", "dim"), body), LABEL, console))
+    console.print(hanging(Text.assemble((f"  {label:<{width - 3}} ", "dim"), body), width, console))
 
 
 def hanging(text: Text, indent: int, console: Console) -> Text:

@@ -58,6 +58,7 @@ class Target:
         why: why it is not the engine's own choice, or None.
         overridden: what speaks against it and was overridden by force.
         sizes: sizes per rank.
+        rank_bytes: bytes of a layer's experts on the fullest rank.
     """
 
     layout: str
@@ -67,6 +68,7 @@ class Target:
     why: str | None = None
     overridden: tuple[str, ...] = ()
     sizes: Sizes | None = None
+    rank_bytes: int = 0
 
 
 def candidates(

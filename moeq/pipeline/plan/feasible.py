@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from moeq.checkpoint.manifest import CopiedLayer
+from moeq.checkpoint.writer import tensor_bytes
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.loaders import Loader, common
 from moeq.errors import MoeqError
@@ -78,6 +79,11 @@ class Answer:
     def first(self) -> Target:
         """What the first converted layer becomes."""
         return next(iter(self.targets.values()))
+
+    @property
+    def rank_bytes(self) -> int:
+        """Bytes of packed experts on the fullest rank, over all converted layers."""
+        return sum(target.rank_bytes for target in self.targets.values())
 
     @property
     def loaders(self) -> tuple[Loader, ...]:
@@ -206,7 +212,9 @@ def _target(
             against.append(error)
         else:
             loaders = tuple(loaders_of_plan(checkpoint, ask, plan, written))
-            fitting.append(replace(candidate, loaders=loaders, sizes=candidate.sizes or _sizes(plan, ask.options)))
+            sizes = candidate.sizes or _sizes(plan, ask.options)
+            rank_bytes = _rank_bytes(plan, ask.options)
+            fitting.append(replace(candidate, loaders=loaders, sizes=sizes, rank_bytes=rank_bytes))
     if not fitting:
         return against[0]
     best = min(fitting, key=lambda target: _preference(target, ask.deployment))  # the first of equals
@@ -245,3 +253,9 @@ def _sizes(plan: LayerPlan, options: PlanOptions) -> Sizes:
     plain, padded = shard.padding.original_w2, shard.padding.w2
     experts = -(-plan.entry.num_experts // options.ep)
     return Sizes(plain.n, plain.k // ranks, padded.n, padded.k // ranks, experts)
+
+
+def _rank_bytes(plan: LayerPlan, options: PlanOptions) -> int:
+    """Bytes of a layer's experts on the fullest rank: what is written for it, or its part of what serves all."""
+    sizes = [sum(tensor_bytes(*row) for row in shard.tensors().values()) for shard in plan.shards]
+    return max(sizes) if plan.entry.ranks else sizes[0] // (options.ep if options.ep > 1 else options.tp)

@@ -1,0 +1,111 @@
+"""`moeq doctor`: one block to paste into an issue."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moeq.cli import options
+from moeq.cli.out import Output
+from moeq.errors import ExitCode, MoeqError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from moeq.pipeline.plan.feasible import Answer
+
+
+@options.with_deployment()
+def command(
+    ctx: typer.Context,
+    given: Any,
+    src: Annotated[
+        str | None, typer.Argument(metavar="[SRC]", help="Checkpoint folder, or Hub repository org/name.")
+    ] = None,
+    revision: options.RevisionOption = None,
+    json: options.JsonOption = False,
+) -> None:
+    """Environment, checkpoint, verdict, engine flags, known defects, memory per rank, and what to do next."""
+    from moeq.deploy.environment import environment
+
+    out: Output = ctx.obj
+    document: dict[str, Any] = {"environment": environment(), "checkpoint": None, "deployment": None}
+    found, problem = (None, None) if src is None else _asked(src, revision, given, document)
+    if problem is not None:
+        document["problem"] = {"code": problem.code, "message": problem.message, "hint": problem.hint}
+    out.answer(document, lambda console: render(console, document), ok=problem is None)
+    if problem is not None:
+        raise typer.Exit(ExitCode.NO if found is not None else problem.exit_code)
+
+
+def _asked(
+    src: str, revision: str | None, given: options.GivenDeployment, document: dict[str, Any]
+) -> tuple[Answer | None, MoeqError | None]:
+    """The answer about a checkpoint, and what is wrong with it: a doctor reports what other commands raise."""
+    from moeq.cli.inspect import asked_deployment
+    from moeq.model import open as open_checkpoint
+    from moeq.pipeline.plan.candidates import Ask
+    from moeq.pipeline.plan.nearest import advised
+    from moeq.report.advice import advice
+
+    try:
+        checkpoint = open_checkpoint(src, revision=revision)
+    except MoeqError as error:
+        return None, error
+    info = checkpoint.info
+    document["checkpoint"] = {
+        "name": info.name,
+        "revision": info.revision,
+        "kind": checkpoint.kind,
+        "identity": checkpoint.source.identity(),
+        "architecture": info.architecture,
+        "model_type": info.model_type,
+        "layers": info.num_layers,
+        "experts": info.num_experts,
+        "top_k": info.top_k,
+        "hidden_size": info.hidden_size,
+        "intermediate_size": info.intermediate_size,
+        "schemes": [use.title for use in info.schemes],
+        "bytes": info.expert_bytes + info.other_bytes,
+        "odd": [f"{warning.code}: {warning.message}" for warning in info.warnings],
+    }
+    deployment = asked_deployment(given)
+    if checkpoint.kind == "converted" or deployment is None:
+        return None, None
+    found = advised(checkpoint, Ask(deployment), explain=True)
+    document["deployment"] = advice(src, checkpoint, found)
+    return found, found.error
+
+
+def render(console: Console, document: dict[str, Any]) -> None:
+    """The block."""
+    from moeq.report.text import human_bytes, line
+
+    console.print("moeq doctor", style="bold")
+    for label, text in document["environment"].items():
+        line(console, label, str(text))
+    checkpoint, deployment = document["checkpoint"], document["deployment"]
+    if checkpoint is not None:
+        line(console, "checkpoint", f"{checkpoint['name']} ({checkpoint['kind']}), {human_bytes(checkpoint['bytes'])}")
+        line(console, "model", f"{checkpoint['architecture']} ({checkpoint['model_type']})")
+        sizes = f"{checkpoint['layers']} layers, {checkpoint['experts']} experts, top {checkpoint['top_k'] or '?'}"
+        widths = f"hidden {checkpoint['hidden_size']}, intermediate {checkpoint['intermediate_size']}"
+        line(console, "sizes", f"{sizes}, {widths}")
+        line(console, "schemes", ", ".join(checkpoint["schemes"]))
+        line(console, "identity", checkpoint["identity"])
+        for text in checkpoint["odd"]:
+            line(console, "odd", text, "yellow")
+    for label, text in (deployment or {}).get("lines", ()):
+        line(console, label, text)
+    problem = document.get("problem")
+    if problem is not None:
+        line(console, "problem", f"{problem['message']} ({problem['code']})", "red")
+        if problem["hint"]:
+            line(console, "next", problem["hint"])
+    elif checkpoint is None:
+        line(console, "next", "moeq doctor SRC --gpu NAME --tp N adds a checkpoint, the verdict and what to do")
+    elif deployment is None and checkpoint["kind"] == "source":
+        line(console, "next", "no GPU here and none named: --gpu NAME adds the verdict")
+    elif deployment is None:
+        line(console, "next", "moeq verify DST recomputes its digests, moeq run-check DST runs kernels on it")

@@ -1,0 +1,37 @@
+"""`moeq schema`: the JSON Schema of what a command prints with `--json`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moeq.cli import options
+from moeq.cli.out import Output
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def command(
+    ctx: typer.Context,
+    name: Annotated[str | None, typer.Argument(metavar="[COMMAND]", help="inspect, oracle, plan ...")] = None,
+    json: options.JsonOption = False,
+) -> None:
+    """Print the schema of a command's document (docs/json.md has the promise), or list all documents."""
+    from moeq.report.schemas import load_schema, schema_names
+
+    out: Output = ctx.obj
+    if name is None:
+        names = schema_names()
+        rows = {name: load_schema(name)["title"] for name in names}
+        document = {"documents": [{"command": name, "schema": title} for name, title in rows.items()]}
+        out.answer(document, lambda console: _list(console, rows))
+        return
+    schema = load_schema(name)
+    out.answer({"json_schema": schema}, lambda console: console.print_json(data=schema, indent=2))
+
+
+def _list(console: Console, rows: dict[str, str]) -> None:
+    for name, title in rows.items():
+        console.print(f"{name:<12} {title}", markup=False)

@@ -1,0 +1,60 @@
+"""JSON Schemas of the documents that commands print with `--json`: one file per command, in the package."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from moeq.errors import MoeqError
+
+_FOLDER = files("moeq.report").joinpath("json_schemas")
+
+#: What every command prints instead where it fails.
+ERROR = {
+    "type": "object",
+    "required": ["code", "message", "hint", "exit_code"],
+    "properties": {
+        "code": {"type": "string"},
+        "message": {"type": "string"},
+        "hint": {"type": ["string", "null"]},
+        "exit_code": {"type": "integer"},
+    },
+}
+
+
+@cache
+def schema_names() -> tuple[str, ...]:
+    """Commands whose documents have a schema."""
+    return tuple(sorted(entry.name.removesuffix(".json") for entry in _FOLDER.iterdir() if entry.name.endswith(".json")))
+
+
+def load_schema(command: str) -> dict[str, Any]:
+    """The schema of a command's document: its answer, or its error.
+
+    Raises:
+        MoeqError: `usage.unknown-schema`.
+    """
+    if command not in schema_names():
+        known = ", ".join(schema_names())
+        raise MoeqError("usage.unknown-schema", f"no document is called '{command}'", f"documents: {known}")
+    answer: dict[str, Any] = json.loads(_FOLDER.joinpath(f"{command}.json").read_text(encoding="utf-8"))
+    title = answer["title"]
+    head = {"schema": {"const": title}, "ok": {"type": "boolean"}}
+    failure = {
+        "type": "object",
+        "required": ["schema", "ok", "error"],
+        "properties": {"schema": {"const": title}, "ok": {"const": False}, "error": ERROR},
+    }
+    success = {
+        "type": "object",
+        "required": ["schema", "ok", *answer["required"]],
+        "properties": {**head, **answer["properties"]},
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": title,
+        "description": answer["description"],
+        "oneOf": [success, failure],
+    }
