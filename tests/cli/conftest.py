@@ -1,0 +1,36 @@
+"""Every JSON document that a command prints in these tests is held against its schema."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from moeq.cli.out import Output
+from moeq.report.schemas import load_schema, schema_names
+
+
+@pytest.fixture(autouse=True)
+def documents_fit_their_schemas(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    plain = Output._document
+
+    def checked(self: Output, document: Mapping[str, Any]) -> None:
+        name = self.schema.partition("/")[0].removeprefix("moeq.")
+        if name in schema_names():
+            import json
+
+            whole = json.loads(json.dumps({"schema": self.schema, **document}, default=str))
+            errors = [error for error in Draft202012Validator(load_schema(name)).iter_errors(whole)]
+            assert not errors, "\n".join(_lines(errors))
+        plain(self, document)
+
+    monkeypatch.setattr(Output, "_document", checked)
+    yield
+
+
+def _lines(errors: list[Any]) -> Iterator[str]:
+    for error in errors:
+        for inner in error.context or [error]:
+            yield f"{'/'.join(map(str, inner.absolute_path))}: {inner.message[:200]}"
