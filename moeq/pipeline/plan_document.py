@@ -18,6 +18,7 @@ from moeq.pipeline.run.resources import RATES, Memory, Way, need_of, ways_of
 from moeq.pipeline.run.streaming import Schedule, unit_schedule
 from moeq.pipeline.state.job import Job, JobRequest
 from moeq.pipeline.state.restore_data import OTHER_WEIGHTS
+from moeq.typed import read_as
 
 PLAN_SCHEMA = "moeq.plan/1"
 
@@ -160,14 +161,8 @@ def read_plan(path: Path) -> PlanFile:
     digest, request = document.get("digest"), document.get("request")
     if document.get("schema") != PLAN_SCHEMA or not isinstance(digest, str):
         raise MoeqError("usage.plan-file", f"{path} is not a plan ({PLAN_SCHEMA})", "moeq plan SRC -o FILE writes one")
-    try:
-        return PlanFile(digest, None if request is None else JobRequest.from_json(request))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise MoeqError(
-            "usage.plan-file",
-            f"{path} does not tell what was asked for ({type(error).__name__}: {error})",
-            "moeq plan SRC -o FILE writes it again",
-        ) from None
+    known = None if request is None else read_as(JobRequest, request, f"{path}: request", "usage.plan-file")
+    return PlanFile(digest, known)
 
 
 def _stream(schedule: Schedule[Unit]) -> dict[str, int]:

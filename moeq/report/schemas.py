@@ -27,7 +27,8 @@ ERROR = {
 @cache
 def schema_names() -> tuple[str, ...]:
     """Commands whose documents have a schema."""
-    return tuple(sorted(entry.name.removesuffix(".json") for entry in _FOLDER.iterdir() if entry.name.endswith(".json")))
+    names = (entry.name for entry in _FOLDER.iterdir())
+    return tuple(sorted(name.removesuffix(".json") for name in names if name.endswith(".json")))
 
 
 def load_schema(command: str) -> dict[str, Any]:

@@ -18,23 +18,19 @@ def line(console: Console, label: str, text: str | Text, style: str = "", *, wid
     from rich.text import Text
 
     body = Text(text, style=style) if isinstance(text, str) else text
-    console.print(hanging(Text.assemble((f"  {label:<{width - 3}} ", "dim"), body), width, console))
+    hanging(console, Text.assemble((f"  {label:<{width - 3}} ", "dim"), body), width)
 
 
-def hanging(text: Text, indent: int, console: Console) -> Text:
-    """The text, wrapped for the console so that all lines but the first are indented."""
+def hanging(console: Console, text: Text, indent: int) -> None:
+    """Print a line; where it is wrapped, all lines but the first are indented."""
     from rich.text import Text
 
     room = console.width - indent
     if console.soft_wrap or room < 20:
-        return text
-    first, rest = text[:indent], text[indent:]
-    found = Text("\n").join(
-        Text.assemble(first if number == 0 else " " * indent, part)
-        for number, part in enumerate(rest.wrap(console, room))
-    )
-    found.no_wrap = True
-    return found
+        console.print(text)
+        return
+    for number, part in enumerate(text[indent:].wrap(console, room)):
+        console.print(Text.assemble(text[:indent] if number == 0 else " " * indent, part))
 
 
 def human_bytes(count: int) -> str:

@@ -48,7 +48,7 @@ def render_part(console: Console, answer: Answer, part: Part, *, verbose: bool =
     width = max((len(one.backend) for one in others), default=0)
     for one in others:
         row = Text(f"  {one.backend:<{width}}  {_reasons(one, verbose)}", style="dim")
-        console.print(hanging(row, width + 4, console))
+        hanging(console, row, width + 4)
 
 
 def deployment_text(deployment: Deployment) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,21 +14,18 @@ from moeq.report.schemas import load_schema, schema_names
 
 
 @pytest.fixture(autouse=True)
-def documents_fit_their_schemas(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def documents_fit_their_schemas(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Output._document
 
     def checked(self: Output, document: Mapping[str, Any]) -> None:
         name = self.schema.partition("/")[0].removeprefix("moeq.")
         if name in schema_names():
-            import json
-
             whole = json.loads(json.dumps({"schema": self.schema, **document}, default=str))
             errors = [error for error in Draft202012Validator(load_schema(name)).iter_errors(whole)]
             assert not errors, "\n".join(_lines(errors))
         plain(self, document)
 
     monkeypatch.setattr(Output, "_document", checked)
-    yield
 
 
 def _lines(errors: list[Any]) -> Iterator[str]:
