@@ -1,7 +1,8 @@
-"""A torch module that holds the packed experts of one layer and runs them. Imported by engines' loaders only."""
+"""Packed experts inside a module that transformers has for a layer's experts. Imported by engines' loaders only."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -14,46 +15,57 @@ from moeq.layouts.padding import PaddingPlan
 from moeq.layouts.registry import get_layout
 from moeq.load.kernel_experts import fused_experts, kernel_experts
 from moeq.matrix import split_projections
-from moeq.model.info import CheckpointInfo
-from moeq.reference.moe import Activation, Expert, Linear, moe
+from moeq.reference.moe import ACTIVATIONS, Activation, Expert, Linear, activate, moe
 from moeq.schemes.dequantize import dequantize
 
+#: Parameters of the modules that hold experts in transformers.
+STACKS = {"gate_up_proj", "up_proj", "down_proj"}
+STACKS |= {f"{name}_bias" for name in STACKS}
 
-class ConvertedExperts(nn.Module):
-    """The experts of one layer, with parameters named and shaped as the stacked tensors of the checkpoint.
+
+class ConvertedExperts:
+    """The experts of one layer: takes the place of a module's weights, and computes its forward pass.
 
     Args:
+        module: transformers' module for the experts. It loses its weights and gets parameters that are named and
+            shaped as the stacked tensors of the checkpoint, and this object as its attribute `converted`.
         entry: the layer in the manifest, written for one rank.
-        info: what the checkpoint says of the model.
-        config: the model's config, for the constants of its activation.
 
     Attributes:
-        run_on: `kernels` (`moeq_kernels.fused_moe`), `reference` (float32, dequantising one expert at a time), or
-            `auto`: kernels on a GPU, the reference elsewhere.
+        run_on: `kernels` (`moeq_kernels`), `reference` (float32, dequantising one expert at a time), or `auto`: kernels
+            on a GPU, the reference elsewhere.
+
+    Raises:
+        MoeqError: `answer.no-kernel` where the module computes something else between or after its products.
     """
 
-    w13_weight: Tensor
     run_on: Literal["auto", "kernels", "reference"] = "auto"
 
-    def __init__(self, entry: LayerEntry, info: CheckpointInfo, config: Any) -> None:
-        super().__init__()
+    def __init__(self, module: nn.Module, entry: LayerEntry) -> None:
+        self.module = module
         self.entry = entry
-        self.activation = Activation(
-            info.activation,
-            alpha=float(getattr(config, "swiglu_alpha", 1.702)),
-            limit=float(getattr(config, "swiglu_limit", 7.0)),
-        )
+        self.activation = find_activation(module, entry)
+        more = {name for name, _ in module.named_parameters()} - STACKS
+        if more or getattr(module, "has_post_expert_norm", False):
+            raise MoeqError(
+                "answer.no-kernel",
+                f"{type(module).__name__} has more than the weights of its experts: {', '.join(sorted(more)) or 'a norm'}",
+                "moeq.load_experts gives the packed experts of a layer to code that knows what to do with it",
+            )
+        for name in STACKS & module._parameters.keys():
+            delattr(module, name)
         layout = get_layout(entry.layout)
         for role in STACKED_ROLES:
             for part, spec in layout.tensors(entry.matrices[role].padded_spec).items():
                 empty = torch.empty(entry.num_experts, *spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
-                self.register_parameter(f"{role}_{part}", nn.Parameter(empty, requires_grad=False))
+                module.register_parameter(f"{role}_{part}", nn.Parameter(empty, requires_grad=False))
+        module.converted = self  # type: ignore[assignment]
+        module._is_hf_initialized = True  # type: ignore[assignment]  # the model's own code would fill what is gone
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """`[tokens, H]` to `[tokens, H]`: experts `top_k_index` `[tokens, top_k]`, weighted and summed."""
-        kernels = self.run_on == "kernels" or (self.run_on == "auto" and hidden_states.is_cuda)
-        run = self._fused if kernels else self._reference
-        return run(hidden_states, top_k_weights, top_k_index)
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """`[tokens, H]` to `[tokens, H]`: experts `ids` `[tokens, top_k]`, weighted and summed."""
+        kernels = self.run_on == "kernels" or (self.run_on == "auto" and x.is_cuda)
+        return (self._fused if kernels else self._reference)(x, weights, ids)
 
     def _fused(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         specs = {role: self.entry.matrices[role].padded_spec for role in STACKED_ROLES}
@@ -82,8 +94,39 @@ class ConvertedExperts(nn.Module):
         return Expert(linears.get("gate"), linears["up"], linears["down"])
 
     def _parts(self, role: StackedRole) -> dict[str, Tensor]:
-        return {part: getattr(self, f"{role}_{part}").data for part in self.entry.matrices[role].tensors}
+        return {part: getattr(self.module, f"{role}_{part}").data for part in self.entry.matrices[role].tensors}
 
-    def extra_repr(self) -> str:
-        """Shown by `print(model)`."""
-        return f"{self.entry.num_experts} experts, {self.entry.layout}"
+
+def find_activation(module: Any, entry: LayerEntry) -> Activation:
+    """The function between a module's products, found by trying it on numbers.
+
+    Raises:
+        MoeqError: `answer.no-kernel` where it is none that the kernels know.
+    """
+    random = torch.Generator().manual_seed(0)
+    gate, up = (8 * torch.randn(16, 32, generator=random, device="cpu") for _ in range(2))
+    if entry.matrices["w13"].spec.gated:
+        joined = (torch.cat([gate, up], -1), torch.stack([gate, up], -1).flatten(-2))
+        found = [module._apply_gate(both) for both in joined]
+    else:
+        gate, found = None, [module.act_fn(up)]
+    for candidate in _candidates(module):
+        wanted = activate(gate, up, candidate)
+        if any(torch.allclose(one, wanted, rtol=1e-5, atol=1e-5) for one in found):
+            return candidate
+    raise MoeqError(
+        "answer.no-kernel",
+        f"{type(module).__name__} has an activation that moeq's kernels do not compute",
+        f"they compute {', '.join(ACTIVATIONS)} and gpt-oss's clamped SwiGLU",
+    )
+
+
+def _candidates(module: Any) -> Iterator[Activation]:
+    for name in ACTIVATIONS:
+        yield Activation(name)
+    alphas = [getattr(module, "alpha", None), getattr(module.config, "swiglu_alpha", None), Activation.alpha]
+    limits = [getattr(module, "limit", None), getattr(module.config, "swiglu_limit", None), None]
+    for alpha in alphas:
+        for limit in limits:
+            if alpha is not None:
+                yield Activation("swigluoai", float(alpha), limit if limit is None else float(limit))

@@ -3,9 +3,10 @@
     import moeq.engines.transformers
     model = AutoModelForCausalLM.from_pretrained("DST", device_map="cuda")
 
-The import registers the quantisation method `moeq` in transformers' own registry. Experts are loaded by transformers as
-they lie in the files, without repacking, and run in `moeq_kernels.fused_moe` on a GPU and as the float32 reference, one
-expert dequantised at a time, on a CPU. Linear layers outside the experts that the source had quantised (GPTQ attention,
+The import registers the quantisation method `moeq` and the experts implementation `moeq` in transformers' own
+registries. Experts are loaded by transformers as they lie in the files, without repacking, and run in `moeq_kernels` on
+a GPU and as the float32 reference, one expert dequantised at a time, on a CPU. Every model works whose experts go
+through transformers' experts interface (`use_experts_implementation`). Linear layers outside the experts that the source had quantised (GPTQ attention,
 for example) are dequantised while they are loaded; everything else loads as transformers does it.
 """
 
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from moeq.engines.transformers_versions import check_version
 
@@ -24,6 +26,7 @@ check_version()  # an older transformers lacks what is imported next
 
 # ruff: noqa: E402
 from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.hub import cached_file
@@ -38,10 +41,30 @@ from moeq.load.torch_loader import check_device, check_kernel, layer_entry, open
 if TYPE_CHECKING:
     from moeq.model.converted import ConvertedCheckpoint
 
-#: `model_type` to the class that holds a layer's experts in transformers 5.
-EXPERTS = {"mixtral": "MixtralExperts", "qwen3_moe": "Qwen3MoeExperts", "gpt_oss": "GptOssExperts"}
+#: Name of the experts implementation, as `from_pretrained(experts_implementation=...)` takes it.
+IMPLEMENTATION = "moeq"
 
-_LAYER = re.compile(r"layers\.(\d+)\.")
+_LAYER = re.compile(r"\.(\d+)\.")
+
+
+def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The experts of a layer `[tokens, H]`, where `experts_implementation` is `moeq`.
+
+    Raises:
+        MoeqError: `usage.not-converted` where the checkpoint of the model is none of moeq's.
+    """
+    converted = getattr(module, "converted", None)
+    if converted is None:
+        raise MoeqError(
+            "usage.not-converted",
+            f"{type(module).__name__} holds plain weights, and experts_implementation='moeq' reads packed ones",
+            "convert the checkpoint first: moeq convert SRC DST --gpu NAME",
+        )
+    found: Tensor = converted(hidden_states, top_k_index, top_k_weights)
+    return found
+
+
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
 
 
 @register_quantization_config("moeq")
@@ -100,9 +123,8 @@ class MoeqQuantizer(HfQuantizer):  # type: ignore[misc]
                     "loads all of it",
                     "convert it for one rank: moeq convert SRC DST --tp 1",
                 )
-            experts = ConvertedExperts(entry, checkpoint.info, model.config)
-            model.set_submodule(name, experts)
-            del module
+            ConvertedExperts(module, entry)
+            module.config._experts_implementation = IMPLEMENTATION
         self.linears = quantized_linears(checkpoint, _linears(model), self.quantization_config.original)
 
     def get_weight_conversions(self) -> list[WeightConverter]:
@@ -115,13 +137,12 @@ class MoeqQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         assert self.checkpoint is not None  # transformers calls the two in this order
-        for name, module in list(model.named_modules()):
-            if isinstance(module, ConvertedExperts):
-                _cast_beside(model.get_submodule(name.rpartition(".")[0]), module, model.dtype)
-                device = module.w13_weight.device
-                if device.type == "cuda":
-                    check_device(self.checkpoint, device)
-                    check_kernel(module.entry, model.dtype, "bf16")
+        for name, module in _experts(model):
+            _cast_beside(model.get_submodule(name.rpartition(".")[0]), module, model.dtype)
+            device = module.w13_weight.device
+            if device.type == "cuda":
+                check_device(self.checkpoint, device)
+                check_kernel(module.converted.entry, model.dtype, "bf16")
         return model
 
     def is_serializable(self) -> bool:
@@ -136,12 +157,11 @@ class MoeqQuantizer(HfQuantizer):  # type: ignore[misc]
 
 def _open(model: Any, checkpoint_files: list[str] | None) -> ConvertedCheckpoint:
     """The converted checkpoint that the model's files belong to, and a refusal of models that are not covered."""
-    kind = model.config.model_type
-    if kind not in EXPERTS:
+    if not _experts(model):
         raise MoeqError(
             "usage.unsupported-model",
-            f"moeq's transformers loader does not know the experts of model type '{kind}'",
-            f"it knows {', '.join(EXPERTS)}; moeq.load_experts loads the layers of any converted checkpoint",
+            f"{type(model).__name__} has no experts that go through transformers' experts interface",
+            "moeq.load_experts loads the layers of any converted checkpoint",
         )
     if not checkpoint_files:
         raise MoeqError("usage.no-files", "a converted model needs its files: from_pretrained('DST')")
@@ -152,11 +172,15 @@ def _open(model: Any, checkpoint_files: list[str] | None) -> ConvertedCheckpoint
 
 
 def _experts(model: Any) -> list[tuple[str, Any]]:
-    wanted = EXPERTS[model.config.model_type]
-    return [(name, module) for name, module in model.named_modules() if type(module).__name__ == wanted]
+    """Modules that hold a layer's experts, with what the experts interface puts into each."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if hasattr(module, "is_transposed") and hasattr(module, "has_bias")
+    ]
 
 
-def _cast_beside(block: torch.nn.Module, experts: ConvertedExperts, dtype: torch.dtype) -> None:
+def _cast_beside(block: torch.nn.Module, experts: torch.nn.Module, dtype: torch.dtype) -> None:
     """Give what stands beside the experts (the router) the model's dtype.
 
     transformers before 5.21 leaves tensors of a quantised checkpoint that it renames in the dtype of the file, and

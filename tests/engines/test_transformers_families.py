@@ -1,0 +1,38 @@
+"""Model families in transformers itself, each as a small random model: converted, loaded, the same logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from engines.families import FAMILIES, write_family
+from load.deployments import convert
+
+transformers = pytest.importorskip("transformers", minversion="5.1", reason="transformers 5.1 is not installed")
+
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+import moeq.engines.transformers  # noqa: E402, F401
+from moeq.errors import MoeqError  # noqa: E402
+
+IDS = torch.tensor([[5, 9, 3, 33, 60, 17], [3, 3, 8, 21, 40, 7]])
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_logits_are_those_of_the_source(family, tmp_path: Path) -> None:
+    wanted = write_family(tmp_path / "source", family)
+    folder = convert(tmp_path / "source", tmp_path / "out", "marlin-wna16/1")
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert any(hasattr(module, "converted") for module in model.modules())
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS).logits, wanted(IDS).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_plain_weights_are_not_read_as_packed_ones(tmp_path: Path) -> None:
+    model = write_family(tmp_path / "source", "qwen3_moe")
+    model.set_experts_implementation("moeq")
+    with pytest.raises(MoeqError, match="Qwen3MoeExperts holds plain weights"):
+        model(IDS)
