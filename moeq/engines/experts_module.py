@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,16 @@ from moeq.errors import MoeqError
 from moeq.layouts.arranged import torch_dtype
 from moeq.layouts.padding import PaddingPlan
 from moeq.layouts.registry import get_layout
-from moeq.load.kernel_experts import fused_experts, kernel_experts
+from moeq.load.kernel_experts import activation_arguments, kernel_experts
 from moeq.matrix import split_projections
 from moeq.reference.moe import ACTIVATIONS, Activation, Expert, Linear, activate, moe
 from moeq.schemes.dequantize import dequantize
+
+if TYPE_CHECKING:
+    from moeq_kernels import PreparedLayer
+
+#: A layer is prepared for calls of so many tokens at least.
+LEAST_TOKENS = 4096
 
 #: Parameters of the modules that hold experts in transformers.
 STACKS = {"gate_up_proj", "up_proj", "down_proj"}
@@ -45,11 +51,12 @@ class ConvertedExperts:
         self.module = module
         self.entry = entry
         self.activation = find_activation(module, entry)
+        self._prepared: tuple[Any, PreparedLayer] | None = None
         more = {name for name, _ in module.named_parameters()} - STACKS
         if more or getattr(module, "has_post_expert_norm", False):
             raise MoeqError(
                 "answer.no-kernel",
-                f"{type(module).__name__} has more than the weights of its experts: {', '.join(sorted(more)) or 'a norm'}",
+                f"{type(module).__name__} has more than its experts' weights: {', '.join(sorted(more)) or 'a norm'}",
                 "moeq.load_experts gives the packed experts of a layer to code that knows what to do with it",
             )
         for name in STACKS & module._parameters.keys():
@@ -68,9 +75,25 @@ class ConvertedExperts:
         return (self._fused if kernels else self._reference)(x, weights, ids)
 
     def _fused(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        tokens, hidden = x.shape
+        key = (x.device, x.dtype, hidden, ids.shape[1], self.module.w13_weight.data_ptr())
+        if self._prepared is None or self._prepared[0] != key or self._prepared[1].max_tokens < tokens:
+            self._prepared = (key, self._prepare(x, ids.shape[1]))
+        return self._prepared[1](x, weights, ids)
+
+    def _prepare(self, x: Tensor, top_k: int) -> PreparedLayer:
+        """For calls of twice as many tokens, and for those of a few thousand at least."""
+        from moeq_kernels import prepare
+
         specs = {role: self.entry.matrices[role].padded_spec for role in STACKED_ROLES}
-        tensors = {role: self._parts(role) for role in STACKED_ROLES}
-        return fused_experts(kernel_experts(self.entry.layout, specs, tensors), x, weights, ids, self.activation)
+        return prepare(
+            kernel_experts(self.entry.layout, specs, {role: self._parts(role) for role in STACKED_ROLES}),
+            top_k=top_k,
+            max_tokens=max(LEAST_TOKENS, 2 * x.shape[0]),
+            dtype=x.dtype,
+            hidden_size=x.shape[1],
+            **activation_arguments(self.activation),
+        )
 
     def _reference(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         if x.device.type != "cpu":

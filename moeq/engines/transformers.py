@@ -6,8 +6,9 @@
 The import registers the quantisation method `moeq` and the experts implementation `moeq` in transformers' own
 registries. Experts are loaded by transformers as they lie in the files, without repacking, and run in `moeq_kernels` on
 a GPU and as the float32 reference, one expert dequantised at a time, on a CPU. Every model works whose experts go
-through transformers' experts interface (`use_experts_implementation`). Linear layers outside the experts that the source had quantised (GPTQ attention,
-for example) are dequantised while they are loaded; everything else loads as transformers does it.
+through transformers' experts interface (`use_experts_implementation`). Linear layers outside the experts that the
+source had quantised (GPTQ attention, for example) are dequantised while they are loaded; everything else loads as
+transformers does it.
 """
 
 from __future__ import annotations

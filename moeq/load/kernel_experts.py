@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from moeq.checkpoint.manifest import StackedRole
 from moeq.errors import MoeqError
@@ -59,6 +59,14 @@ def kernel_experts(
     return PackedExperts(w13, w2, w13_order=order if specs["w13"].gated else "ungated")
 
 
+def activation_arguments(activation: Activation) -> dict[str, Any]:
+    """An activation as arguments of the kernels."""
+    name = _KERNEL_ACTIVATIONS.get(activation.name, activation.name)
+    oai = name == "swiglu_oai"
+    constants = {"alpha": activation.alpha, "limit": activation.limit} if oai else {}
+    return {"activation": name, **constants}
+
+
 def fused_experts(
     experts: PackedExperts,
     x: Tensor,
@@ -70,15 +78,4 @@ def fused_experts(
     """The whole layer by the fused kernels, experts counted as they are packed: `[M, H]` in x's dtype."""
     from moeq_kernels import fused_moe
 
-    name = _KERNEL_ACTIVATIONS.get(activation.name, activation.name)
-    oai = name == "swiglu_oai"
-    return fused_moe(
-        x,
-        experts,
-        weights,
-        ids,
-        activation=name,
-        alpha=activation.alpha if oai else None,
-        limit=activation.limit if oai else None,
-        blocks=blocks,
-    )
+    return fused_moe(x, experts, weights, ids, blocks=blocks, **activation_arguments(activation))

@@ -106,7 +106,7 @@ def test_tokens_without_an_expert_give_zero(folders, batch) -> None:
 
 def test_buffers_are_the_engines_and_large_enough_for_every_smaller_call(folders, batch, buffers) -> None:
     """What its profiling run has seen is all that is ever used."""
-    layer = loaded_layer(folders[INT4], kernels="moeq")
+    layer = loaded_layer(folders[INT4], kernels="moeq", max_num_tokens=384)
     many = tuple(tensor.repeat(64, 1) for tensor in batch)
     run(layer, many)
     buffers.lock()
@@ -143,7 +143,7 @@ class TestChoice:
 
     def test_the_environment_decides_where_the_option_is_silent(self, folders, gpu, monkeypatch) -> None:
         monkeypatch.setenv("MOEQ_KERNELS", "moeq")
-        assert "moeq's portable kernels: x is on cpu" in self.chosen(folders[INT4])
+        assert "moeq's portable kernels: experts are on cpu" in self.chosen(folders[INT4])
         assert self.chosen(folders[INT4], kernels="engine") == "the engine's MARLIN, as asked for"
 
     def test_a_layout_that_only_moeq_reads(self, checkpoints, tmp_path) -> None:

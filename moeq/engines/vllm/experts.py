@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import modular_kernel
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
@@ -17,6 +18,7 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivati
 from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPrepareAndFinalizeNoDPEPModular
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 from vllm.platforms import current_platform
+from vllm.v1.worker.workspace import current_workspace_manager
 
 from moeq.errors import MoeqError
 from moeq.load.torch_loader import check_groups, check_kernel
@@ -24,7 +26,12 @@ from moeq.load.torch_loader import check_groups, check_kernel
 if TYPE_CHECKING:
     from moeq.checkpoint.manifest import LayerEntry
     from moeq.load.ranks import RankPart
-    from moeq_kernels import PackedExperts
+    from moeq_kernels import PackedExperts, PreparedLayer
+
+logger = init_logger("vllm.moeq")  # below the engine's own logger, whose handlers print it
+
+#: Layers whose kernels are loaded; those that are alike share them.
+_WARMED: set[Any] = set()
 
 #: The engine's activations as the kernels name them.
 ACTIVATIONS = {
@@ -45,14 +52,15 @@ class MoeqExperts(FusedMoEExpertsModular):  # type: ignore[misc]
 
     Args:
         moe_config: the engine's record of the layer.
-        packed: its packed experts, which stay where they are.
+        prepared: the layer in the kernels.
     """
 
-    def __init__(self, moe_config: Any, packed: PackedExperts) -> None:
+    def __init__(self, moe_config: Any, prepared: PreparedLayer) -> None:
         # Without a scheme: the kernels quantise activations themselves, where the format asks for that.
         super().__init__(moe_config, FUSED_MOE_UNQUANTIZED_CONFIG)
-        self.packed = packed
-        self.finish = activation_arguments(moe_config)
+        self.prepared = prepared
+        # One size for all calls, that of the largest need: the engine's buffer never grows after its profiling run.
+        self.workspace_bytes = prepared.workspace_bytes()
 
     @property
     def expects_unquantized_inputs(self) -> bool:
@@ -95,13 +103,14 @@ class MoeqExperts(FusedMoEExpertsModular):  # type: ignore[misc]
         self, a1: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor
     ) -> tuple[int, int, int, int, int]:
         """Experts, tokens, intermediate size, hidden size, choices of a token."""
-        return self.packed.num_experts, a1.shape[0], self.packed.intermediate_size, a1.shape[1], topk_ids.shape[1]
+        problem = self.prepared.problem
+        return problem.experts, a1.shape[0], problem.intermediate, a1.shape[1], topk_ids.shape[1]
 
     def workspace_shapes(
         self, M: int, N: int, K: int, topk: int, *more: Any, **named: Any
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Buffer of the kernels in the second place: the first is where the engine has the output."""
-        return (0,), (0,), (M, K)
+        return (0,), (-(-self.workspace_bytes // self.moe_config.in_dtype.itemsize),), (M, K)
 
     def apply(
         self,
@@ -124,7 +133,8 @@ class MoeqExperts(FusedMoEExpertsModular):  # type: ignore[misc]
         """The layer: `hidden_states` `[M, H]` to `output` `[M, H]`, weighted and summed."""
         if apply_router_weight_on_input:  # the engine has multiplied the input
             topk_weights = torch.ones_like(topk_weights)
-        self._call(hidden_states, topk_weights, topk_ids, expert_map, output, workspace2)
+        workspace = workspace2.view(torch.uint8)
+        self.prepared(hidden_states, topk_weights, topk_ids, out=output, workspace=workspace, expert_map=expert_map)
 
     def run(
         self,
@@ -139,22 +149,8 @@ class MoeqExperts(FusedMoEExpertsModular):  # type: ignore[misc]
         """
         if weight_on_input:
             x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
-        output = torch.empty_like(x)
-        self._call(x, topk_weights, topk_ids, expert_map, output, output)
-        return output
-
-    def _call(
-        self,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        expert_map: torch.Tensor | None,
-        output: torch.Tensor,
-        workspace: torch.Tensor,
-    ) -> None:
-        from moeq_kernels import fused_moe
-
-        output.copy_(fused_moe(x, self.packed, topk_weights, topk_ids, expert_map=expert_map, **self.finish))
+        (workspace,) = current_workspace_manager().get_simultaneous(((self.workspace_bytes,), torch.uint8))
+        return self.prepared(x, topk_weights, topk_ids, workspace=workspace, expert_map=expert_map)
 
 
 def runs_alone(kernel: modular_kernel.FusedMoEKernel) -> bool:
@@ -196,23 +192,51 @@ def check_own(moe: Any, entry: LayerEntry, part: RankPart) -> None:
 
 
 def slow_reason(moe: Any, packed: PackedExperts) -> str | None:
-    """Why these experts would run in the portable kernels, or None where there are kernels for this GPU.
-
-    `packed` may be on the device `meta`.
+    """Why these experts, on the device `meta`, would run in the portable kernels; None where there are kernels for
+    this GPU.
     """
-    from moeq_kernels.hopper.support import unsupported_reason
+    from moeq_kernels.gpu import GPUS, gpu_of
 
-    x = torch.empty(0, moe.hidden_dim, dtype=moe.in_dtype, device=moe.device)
-    return unsupported_reason(x, packed)
+    device = torch.device(moe.device)
+    if device.type != "cuda":
+        return f"experts are on {device.type}"
+    here = gpu_of(device)
+    kind = (here.backend, here.capability)
+    like = next((gpu.name for gpu in GPUS.values() if (gpu.backend, gpu.capability) == kind), None)
+    if like is None:
+        return f"{here.name} is no GPU that moeq has kernels for"
+    return _prepare(moe, packed, None, like).reason
 
 
-def own_kernel(moe: Any, packed: PackedExperts, tables: Any) -> modular_kernel.FusedMoEKernel:
-    """The engine's kernel object with moeq's experts inside."""
+def own_kernel(moe: Any, packed: PackedExperts, layer: Any) -> modular_kernel.FusedMoEKernel:
+    """The engine's kernel object with moeq's experts inside, whose kernels are compiled and loaded."""
+    prepared = _prepare(moe, packed, None if layer.expert_map is None else layer.global_num_experts)
+    if (key := (prepared.problem, prepared.max_tokens, prepared.device)) not in _WARMED:
+        done = prepared.warm()
+        _WARMED.add(key)
+        logger.info("moeq: %s: %d kernels, %d compiled, %.1f s", prepared, done.kernels, done.compiled, done.seconds)
     prepare = maybe_make_prepare_finalize(
         moe=moe,
         quant_config=FUSED_MOE_UNQUANTIZED_CONFIG,
-        routing_tables=tables,
+        routing_tables=layer._expert_routing_tables(),
         allow_new_interface=True,
         use_monolithic=False,
     )
-    return modular_kernel.FusedMoEKernel(prepare, MoeqExperts(moe, packed))
+    return modular_kernel.FusedMoEKernel(prepare, MoeqExperts(moe, prepared))
+
+
+def _prepare(moe: Any, packed: PackedExperts, num_experts: int | None, gpu: str | None = None) -> PreparedLayer:
+    from moeq_kernels import prepare
+
+    parallel = moe.moe_parallel_config
+    return prepare(
+        packed,
+        top_k=moe.experts_per_token,
+        # All-gather brings the tokens of all ranks.
+        max_tokens=moe.max_num_tokens * parallel.dp_size * parallel.pcp_size,
+        dtype=moe.in_dtype,
+        hidden_size=moe.hidden_dim,
+        num_experts=num_experts,
+        gpu=gpu,
+        **activation_arguments(moe),
+    )

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
@@ -22,6 +21,7 @@ from moeq.engines.vllm.experts import (
     activation_format,
     check_own,
     clamp_arguments,
+    logger,
     own_kernel,
     runs_alone,
     slow_reason,
@@ -36,8 +36,6 @@ from moeq.load.torch_loader import read_parts, require_arch, uneven_unit
 if TYPE_CHECKING:
     from moeq.model.converted import ConvertedCheckpoint
     from moeq_kernels import PackedExperts
-
-logger = init_logger("vllm.moeq")  # below the engine's own logger, whose handlers print it
 
 
 class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
@@ -151,10 +149,10 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 self._fill(role, targets)
         tensors = dict(layer.named_parameters())
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
-        tables = layer._expert_routing_tables()
         if self.choice.own:
-            self.moe_kernel = own_kernel(self.moe, self.packed(tensors), tables)
+            self.moe_kernel = own_kernel(self.moe, self.packed(tensors), layer)
         else:
+            tables = layer._expert_routing_tables()
             self.moe_kernel = self.engine.kernel(
                 self.moe_quant_config, self.moe, self.experts_cls, tables, _as_engine(tensors)
             )
