@@ -1,4 +1,4 @@
-"""Small random models of any family that transformers knows, experts in compressed-tensors int4, written as published."""
+"""Small random models of any family that transformers knows, experts in compressed-tensors int4, as published."""
 
 from __future__ import annotations
 
