@@ -170,6 +170,7 @@ class Model:
         router: name of the router within the module that holds the experts.
         dense: layers at the start without experts.
         shared: whether each MoE layer has a shared expert of the experts' size.
+        biases: whether attention and router have biases, and attention sinks (gpt-oss).
     """
 
     config: dict[str, Any]
@@ -187,6 +188,7 @@ class Model:
     dense_intermediate: int = 0
     shared: bool = False
     router: str = "gate"
+    biases: bool = False
 
 
 def _attention(hidden: int, heads: int, kv_heads: int, size: int) -> dict[str, tuple[int, int]]:
@@ -226,6 +228,7 @@ _OSS = Model(
     experts_key="num_local_experts",
     formats=("mxfp4",),
     router="router",
+    biases=True,
 )
 _QWEN = Model(
     _config("Qwen3MoeForCausalLM", "qwen3_moe", 8, 32, 4, head_dim=128, decoder_sparse_step=1, mlp_only_layers=[]),
@@ -311,11 +314,17 @@ def tensors(model: Model, kind: Format) -> Iterator[Tensor]:
             yield bf16(f"{prefix}.{norm}.weight", model.hidden)
         for name, (n, k) in model.attention.items():
             yield bf16(f"{prefix}.self_attn.{name}.weight", n, k)
+            if model.biases:
+                yield bf16(f"{prefix}.self_attn.{name}.bias", n)
+        if model.biases:
+            yield bf16(f"{prefix}.self_attn.sinks", model.config["num_attention_heads"])
         if layer < model.dense:
             yield from mlp(f"{prefix}.mlp", model, model.dense_intermediate, plain)
             continue
         moe = f"{prefix}.{model.experts.rpartition('.')[0]}"
         yield bf16(f"{moe}.{model.router}.weight", model.num_experts, model.hidden)
+        if model.biases:
+            yield bf16(f"{moe}.{model.router}.bias", model.num_experts)
         if model.shared:
             yield from mlp(f"{moe}.shared_experts", model, model.intermediate, plain)
         if kind.projection is None:

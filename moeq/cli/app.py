@@ -41,6 +41,7 @@ COMMANDS: dict[str, Command] = {
     "parity": Command("moeq.cli.parity", "Compare packed bytes with the engine's own packing code."),
     "run-check": Command("moeq.cli.run_check", "Run fused kernels on converted weights against a reference."),
     "selftest": Command("moeq.cli.selftest", "Check the checker: damage experts in memory, see each damage named."),
+    "warmup": Command("moeq.cli.warmup", "Compile the kernels that serving a conversion needs, ahead of time."),
     "backends": Command("moeq.cli.backends", "List backend families, backends and their limits."),
     "gpus": Command("moeq.cli.gpus", "List the GPUs that are known by name."),
     "doctor": Command("moeq.cli.doctor", "One block for an issue: environment, verdict, flags, memory, what to do."),

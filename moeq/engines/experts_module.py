@@ -47,7 +47,7 @@ class ConvertedExperts:
 
     run_on: Literal["auto", "kernels", "reference"] = "auto"
 
-    def __init__(self, module: nn.Module, entry: LayerEntry) -> None:
+    def __init__(self, module: Any, entry: LayerEntry) -> None:
         self.module = module
         self.entry = entry
         self.activation = find_activation(module, entry)
@@ -66,8 +66,8 @@ class ConvertedExperts:
             for part, spec in layout.tensors(entry.matrices[role].padded_spec).items():
                 empty = torch.empty(entry.num_experts, *spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
                 module.register_parameter(f"{role}_{part}", nn.Parameter(empty, requires_grad=False))
-        module.converted = self  # type: ignore[assignment]
-        module._is_hf_initialized = True  # type: ignore[assignment]  # the model's own code would fill what is gone
+        module.converted = self
+        module._is_hf_initialized = True  # the model's own code would fill what is gone
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """`[tokens, H]` to `[tokens, H]`: experts `ids` `[tokens, top_k]`, weighted and summed."""
@@ -127,12 +127,13 @@ def find_activation(module: Any, entry: LayerEntry) -> Activation:
         MoeqError: `answer.no-kernel` where it is none that the kernels know.
     """
     random = torch.Generator().manual_seed(0)
-    gate, up = (8 * torch.randn(16, 32, generator=random, device="cpu") for _ in range(2))
-    if entry.matrices["w13"].spec.gated:
+    first, up = (8 * torch.randn(16, 32, generator=random, device="cpu") for _ in range(2))
+    gate = first if entry.matrices["w13"].spec.gated else None
+    if gate is None:
+        found = [module.act_fn(up)]
+    else:
         joined = (torch.cat([gate, up], -1), torch.stack([gate, up], -1).flatten(-2))
         found = [module._apply_gate(both) for both in joined]
-    else:
-        gate, found = None, [module.act_fn(up)]
     for candidate in _candidates(module):
         wanted = activate(gate, up, candidate)
         if any(torch.allclose(one, wanted, rtol=1e-5, atol=1e-5) for one in found):

@@ -7,15 +7,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from moeq.checkpoint.manifest import StackedRole
 from moeq.errors import MoeqError
-from moeq.layouts.registry import layout_class
+from moeq.layouts.registry import get_layout, layout_class
 from moeq.matrix import MatrixSpec
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from moeq.reference.moe import Activation
     from moeq_kernels import PackedExperts
     from moeq_kernels.tuning import Blocks
+
+#: Layouts whose floating-point scales engines keep as they are.
+AS_STORED = ("int8-w8a8/1",)
 
 #: Our activation names to the kernels'.
 _KERNEL_ACTIVATIONS = {"swigluoai": "swiglu_oai"}
@@ -57,6 +61,30 @@ def kernel_experts(
         for role in ("w13", "w2")
     )
     return PackedExperts(w13, w2, w13_order=order if specs["w13"].gated else "ungated")
+
+
+def empty_parts(
+    layout: str, specs: Mapping[StackedRole, MatrixSpec], experts: int, device: str | None, floats: torch.dtype | None
+) -> dict[StackedRole, dict[str, Tensor]]:
+    """Stacked tensors of a layer, `[experts, ...]` each, not filled.
+
+    Args:
+        floats: dtype of floating-point scales and biases, where they are not kept as stored: engines round those of
+            weight-only formats to the dtype of the activations.
+    """
+    import torch
+
+    from moeq.layouts.arranged import torch_dtype
+
+    found: dict[StackedRole, dict[str, Tensor]] = {}
+    for role, spec in specs.items():
+        parts = found[role] = {}
+        for part, tensor in get_layout(layout).tensors(spec).items():
+            dtype = torch_dtype(tensor.dtype)
+            if floats is not None and dtype.is_floating_point and layout not in AS_STORED:
+                dtype = floats
+            parts[part] = torch.empty(experts, *tensor.shape, dtype=dtype, device=device)
+    return found
 
 
 def activation_arguments(activation: Activation) -> dict[str, Any]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from moeq_kernels import PackedExperts
 
 #: Names of activation dtypes, as torch, manifests and kernels have them.
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def load_experts(
@@ -149,7 +149,7 @@ def check_kernel(entry: LayerEntry, dtype: torch.dtype | None, converted_for: st
             f"layer {entry.layer}: {error.message}",
             "convert for moeq's kernels: moeq convert SRC DST --engine moeq",
         ) from error
-    asked = str(dtype).removeprefix("torch.") if dtype is not None else _DTYPES.get(converted_for, converted_for)
+    asked = str(dtype).removeprefix("torch.") if dtype is not None else DTYPES.get(converted_for, converted_for)
     if asked not in found.dtypes:
         raise MoeqError(
             "usage.dtype",

@@ -35,7 +35,6 @@ class EngineExperts:
         quant_config: its record of scales, from the layer's tensors and the constants of its activation.
         kernel: its kernel, from that record, its MoE config, the class, the routing tables and the layer's tensors.
         rounds_sizes: hidden and intermediate size are rounded up before weights are made, as the layout pads.
-        cast: scales and biases are rounded to the dtype of the activations, as the engine's own loader does.
         dtypes: torch dtype names of activations.
         shards: tensor-parallel ranks may hold parts of experts.
     """
@@ -47,7 +46,6 @@ class EngineExperts:
     quant_config: Callable[[Tensors, MatrixSpec, Clamp], Any]
     kernel: Callable[[Any, Any, Any, Any, Tensors], Any]
     rounds_sizes: bool = False
-    cast: bool = True
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
     shards: bool = True
 
@@ -153,7 +151,6 @@ _INT8 = EngineExperts(
         per_act_token_quant=True,
     ),
     kernel=_int8_kernel,
-    cast=False,
 )
 
 _MXFP4 = EngineExperts(

@@ -4,7 +4,7 @@ rank, and run as they are, by moeq's kernels or by the engine's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,9 +27,8 @@ from moeq.engines.vllm.experts import (
     slow_reason,
 )
 from moeq.errors import MoeqError
-from moeq.layouts.arranged import torch_dtype
-from moeq.layouts.registry import get_layout, layout_class
-from moeq.load.kernel_experts import kernel_experts
+from moeq.layouts.registry import layout_class
+from moeq.load.kernel_experts import empty_parts, kernel_experts
 from moeq.load.ranks import Rank, plan_rank
 from moeq.load.torch_loader import read_parts, require_arch, uneven_unit
 
@@ -118,26 +117,13 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             layer.register_parameter(name, torch.nn.Parameter(empty, requires_grad=False))
 
     def empty(self, params_dtype: torch.dtype, device: str | None = None) -> dict[str, torch.Tensor]:
-        """Every parameter, `[experts, ...]`, not filled."""
-        held = self.part.experts[1] - self.part.experts[0]
-        return {
-            name: torch.empty(held, *shape, dtype=dtype, device=device)
-            for name, shape, dtype in self.shapes(params_dtype)
-        }
-
-    def shapes(self, params_dtype: torch.dtype) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
-        """Name, shape of one expert, and dtype of every parameter.
-
-        Floating-point scales and biases are rounded to the dtype of the activations where the engine's own loader
-        does so, whichever kernels run, so that both compute with the same numbers.
+        """Every parameter, `[experts, ...]`, not filled: alike whichever kernels run, so that both compute with the
+        same numbers.
         """
-        layout, known = get_layout(self.entry.layout), BACKENDS.get(self.entry.layout)
-        for role in STACKED_ROLES:
-            for part, spec in layout.tensors(self.part.matrices[role].spec).items():
-                dtype = torch_dtype(spec.dtype)
-                if known and known.cast and dtype.is_floating_point:
-                    dtype = params_dtype
-                yield f"{role}_{part}", spec.shape, dtype
+        specs = {role: matrix.spec for role, matrix in self.part.matrices.items()}
+        held = self.part.experts[1] - self.part.experts[0]
+        parts = empty_parts(self.entry.layout, specs, held, device, params_dtype)
+        return {f"{role}_{part}": tensor for role in STACKED_ROLES for part, tensor in parts[role].items()}
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Fill the parameters from the files and set the kernel up on them."""

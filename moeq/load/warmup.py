@@ -1,0 +1,127 @@
+"""Compiling the kernels of a converted checkpoint before anything is served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from moeq.checkpoint.manifest import LayerEntry
+from moeq.errors import MoeqError
+from moeq.load.kernel_experts import activation_arguments, empty_parts, kernel_experts
+from moeq.load.ranks import Rank, RankPart, plan_rank
+from moeq.load.torch_loader import DTYPES, check_groups, check_kernel, uneven_unit
+from moeq.reference.moe import Activation
+
+if TYPE_CHECKING:
+    from moeq.deploy.gpus import Gpu
+    from moeq.model.converted import ConvertedCheckpoint
+    from moeq_kernels import PreparedLayer
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Layers whose kernels are the same.
+
+    Attributes:
+        layers: their numbers.
+        what: the kernels' own line about them: sizes, format, family of kernels, and why the portable ones.
+    """
+
+    layers: tuple[int, ...]
+    what: str
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """What was compiled.
+
+    Attributes:
+        kinds: kinds of layers.
+        kernels: kernels that calls of all lengths need.
+        compiled: those that were not in the cache yet.
+        seconds: that it took.
+    """
+
+    kinds: tuple[LayerKind, ...]
+    kernels: int
+    compiled: int
+    seconds: float
+
+
+def warm_up(checkpoint: ConvertedCheckpoint, *, gpu: str | None, rank: Rank, dtype: str, max_tokens: int) -> WarmUp:
+    """Compile, in parallel, all kernels that a rank's layers need for 1 to `max_tokens` tokens, into their cache.
+
+    Args:
+        gpu: a GPU by name, whether it is here or not; None: the one that is here.
+        rank: any rank of the deployment.
+        dtype: of the activations, `bf16` or `fp16`.
+
+    Raises:
+        MoeqError: `answer.no-kernel`, `usage.*` where moeq's kernels do not run a layer so; `environment.kernels` where
+            a kernel does not compile here.
+    """
+    from moeq_kernels import KernelError, warmup
+
+    try:
+        found = list(_prepared(checkpoint, gpu, rank, dtype, max_tokens))
+        done = warmup(layer for _, layer in found)
+    except KernelError as error:
+        raise MoeqError("environment.kernels", error.message, error.hint) from error
+    kinds = tuple(LayerKind(numbers, str(layer)) for numbers, layer in found)
+    return WarmUp(kinds, done.kernels, done.compiled, round(done.seconds, 2))
+
+
+def _prepared(
+    checkpoint: ConvertedCheckpoint, gpu: str | None, rank: Rank, dtype: str, max_tokens: int
+) -> Iterator[tuple[tuple[int, ...], PreparedLayer]]:
+    """One layer of each kind, without weights."""
+    import torch
+
+    from moeq_kernels import prepare
+
+    info, asked = checkpoint.info, getattr(torch, DTYPES[dtype])
+    kinds: dict[Any, list[tuple[LayerEntry, RankPart]]] = {}
+    for entry in checkpoint.manifest.layers:
+        check_kernel(entry, asked, dtype)
+        part = plan_rank(entry, rank, uneven_unit(checkpoint, entry.layer))
+        check_groups(entry, part)
+        sizes = tuple(matrix.spec for matrix in part.matrices.values())
+        kinds.setdefault((entry.layout, sizes, part.experts[1] - part.experts[0]), []).append((entry, part))
+    for layers in kinds.values():
+        entry, part = layers[0]
+        specs = {role: matrix.spec for role, matrix in part.matrices.items()}
+        held = part.experts[1] - part.experts[0]
+        device = "meta" if gpu else "cuda"
+        parts = empty_parts(entry.layout, specs, held, device, asked)
+        layer = prepare(
+            kernel_experts(entry.layout, specs, parts),
+            top_k=info.top_k or 1,
+            max_tokens=max_tokens,
+            dtype=asked,
+            hidden_size=entry.matrices["w2"].spec.n,
+            num_experts=entry.num_experts if rank.ep_size > 1 else None,
+            gpu=gpu,
+            **activation_arguments(_activation(info.activation, checkpoint.source.config)),
+        )
+        yield tuple(entry.layer for entry, _ in layers), layer
+
+
+def kernel_gpu(gpu: Gpu) -> str:
+    """The name that the kernels have for a GPU: its own, or that of one with the same architecture.
+
+    Raises:
+        MoeqError: `usage.unknown-gpu` where they know none.
+    """
+    from moeq_kernels.gpu import GPUS
+
+    alike = [name for name, one in GPUS.items() if gpu.arch == (f"sm{one.arch}" if one.backend == "cuda" else one.arch)]
+    if not alike:
+        raise MoeqError("usage.unknown-gpu", f"moeq has no kernels for {gpu.name}", f"they know {', '.join(GPUS)}")
+    return gpu.name if gpu.name in alike else alike[0]
+
+
+def _activation(name: str, config: Mapping[str, Any]) -> Activation:
+    """With the constants that the model's config has for it."""
+    alpha, limit = (config.get(f"swiglu_{key}", getattr(Activation, key)) for key in ("alpha", "limit"))
+    return Activation(name, alpha, limit)
