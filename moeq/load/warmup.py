@@ -14,7 +14,7 @@ from moeq.load.torch_loader import DTYPES, check_groups, check_kernel, uneven_un
 from moeq.reference.moe import Activation
 
 if TYPE_CHECKING:
-    from moeq.deploy.gpus import Gpu
+    from moeq.deploy.deployment import Gpu
     from moeq.model.converted import ConvertedCheckpoint
     from moeq_kernels import PreparedLayer
 
