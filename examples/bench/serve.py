@@ -336,6 +336,7 @@ def main() -> None:
     parser.add_argument("server", nargs="*", help="after --: options for every server")
     options = parser.parse_args()
     users = [int(one) for one in options.users.split(",")]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers are stopped on the way out
     options.folder.mkdir(parents=True, exist_ok=True)
     source, converted, facts = prepared(options)
     graphs = [] if options.default_graphs else ["--compilation-config", json.dumps(QUICK)]
