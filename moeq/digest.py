@@ -57,6 +57,10 @@ class Recorded(Protocol):
     def digests(self) -> Mapping[Any, Sequence[str]]:
         """Projection to one digest per expert."""
 
+    @property
+    def projections(self) -> Sequence[str]:
+        """What its experts consist of."""
+
 
 @dataclass(frozen=True)
 class DigestDifference:
@@ -182,10 +186,12 @@ def expert_digests(matrices: Matrices, layer: int, expert: int, projections: Ite
 
 def require_complete(entry: Recorded) -> None:
     """Refuse a layer that lacks digests. Raises MoeqError `source.bad-manifest`."""
-    if not entry.digests:
-        raise MoeqError("source.bad-manifest", f"moeq.json records no digests of layer {entry.layer}")
+    missing = {*entry.projections} - entry.digests.keys()
+    if missing:
+        what = " and ".join(sorted(missing))
+        raise MoeqError("source.bad-manifest", f"moeq.json records no digests of {what} of layer {entry.layer}")
     for projection, values in entry.digests.items():
-        if projection not in _ROLES or len(values) != entry.num_experts:
+        if projection not in entry.projections or len(values) != entry.num_experts:
             raise MoeqError(
                 "source.bad-manifest",
                 f"moeq.json records {len(values)} digests of {projection} in layer {entry.layer}, "

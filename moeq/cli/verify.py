@@ -26,17 +26,29 @@ def command(
         str | None, typer.Option("--source", help="Also compare with the checkpoint it came from.")
     ] = None,
     revision: options.RevisionOption = None,
+    signed_by: Annotated[
+        str | None, typer.Option("--signed-by", metavar="KEY", help="minisign public key (file or text) of the signer.")
+    ] = None,
+    slow: Annotated[bool, typer.Option("--slow", help="With --source also unpack and decode every expert.")] = False,
     workers: options.WorkersOption = None,
     quiet: options.QuietOption = False,
     json: options.JsonOption = False,
 ) -> None:
-    """Recompute the digest of every expert; with --source compare everything else too. Exit 1: something differs."""
+    """Check every byte against the manifest, or with --source against what that gives. Exit 1: something differs."""
     from moeq.cli.progress import ProgressReport
     from moeq.prove.verify import verify
 
     out: Output = ctx.obj
     with ProgressReport(out, "verify", unit="step", quiet=quiet or json) as progress:
-        found = verify(dst, source, revision=revision, workers=workers, progress=progress.update)
+        found = verify(
+            dst,
+            source,
+            revision=revision,
+            signed_by=signed_by,
+            slow=slow,
+            workers=workers,
+            progress=progress.update,
+        )
     out.answer(found.to_json(), lambda console: render(console, found), ok=found.ok)
     if not found.ok:
         raise typer.Exit(ExitCode.NO)
@@ -46,14 +58,25 @@ def render(console: Console, found: Verification) -> None:
     """The answer for people."""
     from rich.text import Text
 
+    from moeq.report.text import human_bytes
+
     verdict = "the values that were converted" if found.ok else f"{len(found.mismatches)} mismatches"
     console.print(Text.assemble(("verified" if found.ok else "DIFFERENT", "bold"), f": {verdict}"))
-    console.print(f"  experts   {found.units} projections recomputed from the packed tensors")
+    console.print(f"  experts   {found.units} projections proven from the packed tensors")
     if found.source is not None:
-        console.print(f"  source    {found.source_units} projections recomputed from {found.source}")
+        console.print(f"  source    {found.source_units} projections packed again from {found.source}")
         console.print(f"  the rest  {found.tensors} tensors and {found.files} files compared with the source")
+    elif found.tensors or found.files:
+        console.print(f"  the rest  {found.tensors} tensors and {found.files} files as moeq.json records them")
+    console.print(f"  hashed    {human_bytes(found.bytes)} of tensors")
+    if found.signed:
+        console.print("  signed    by the key that was given")
     if found.losses:
         console.print(f"  lossy     {found.losses} stored numbers were changed by the conversion, as was allowed")
+    for name in found.unproven:
+        console.print(f"  unproven  {name}: nothing tells what it has to be")
+    for note in found.notes:
+        console.print(f"  note      {note}")
     for mismatch in found.mismatches[:_SHOWN]:
         console.print(f"  {mismatch.text}")
     if len(found.mismatches) > _SHOWN:

@@ -48,10 +48,14 @@ def test_a_clean_conversion(clean, checkpoints) -> None:
     alone, together = verify(clean), verify(clean, checkpoints / NAME)
     assert alone.ok
     assert together.ok
-    assert (alone.units, alone.tensors) == (24, 0)
+    assert (alone.units, alone.source_units) == (24, 0)
     with safe_open(checkpoints / NAME / "model.safetensors", "pt") as file:
         rest = [name for name in file.keys() if ".experts." not in name]  # noqa: SIM118 - not a dict
     assert (together.units, together.source_units, together.tensors) == (24, 24, len(rest))
+    assert alone.tensors == len(rest)
+    assert any("integrity, not origin" in note for note in alone.notes)
+    assert not any("integrity" in note for note in together.notes)
+    assert verify(clean, checkpoints / NAME, slow=True).ok
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -77,11 +81,11 @@ def test_swapped_experts_are_recognised(out) -> None:
     assert found.mismatches[0].text.endswith("it holds the values of expert 1 gate")
 
 
-def test_damage_outside_the_experts_needs_the_source(out, checkpoints) -> None:
+def test_damage_outside_the_experts(out, checkpoints) -> None:
     path, start, _ = place(out, "model.norm.weight")
     flip(path, start + 5)
     (out / "quantize_config.json").write_text("{}")
-    assert verify(out).ok
+    assert names(verify(out)) == ["model.norm.weight", "quantize_config.json"]
     found = verify(out, checkpoints / NAME)
     assert names(found) == ["model.norm.weight", "quantize_config.json"]
     assert found.mismatches[0].text.endswith("at byte 5")

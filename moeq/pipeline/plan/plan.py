@@ -11,13 +11,13 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Protocol
 
 from moeq.checkpoint.manifest import CopiedLayer
 from moeq.checkpoint.writer import FileForm, file_form, tensor_bytes
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.pipeline.plan.layers import LayerPlan, PlanOptions, plan_layer
-from moeq.pipeline.plan.targets import Targets
 from moeq.pipeline.plan.units import CopyUnit, PackUnit, Unit, copy_units, pack_units
 
 #: Tensors that are only copied are gathered into files of about this size.
@@ -123,7 +123,23 @@ class Plan:
         return layer
 
 
-def make_plan(checkpoint: Checkpoint, targets: Targets, options: PlanOptions | None = None) -> Plan:
+class LayerTargets(Protocol):
+    """What to make of every layer (`moeq.pipeline.plan.targets.Targets`)."""
+
+    @property
+    def layouts(self) -> Mapping[int, str]:
+        """Layer to layout id, for the layers to convert."""
+
+    @property
+    def copied(self) -> tuple[CopiedLayer, ...]:
+        """Layers to copy unchanged."""
+
+    @property
+    def refused(self) -> Mapping[int, MoeqError] | None:
+        """Layers that cannot be converted, with the error that says why."""
+
+
+def make_plan(checkpoint: Checkpoint, targets: LayerTargets, options: PlanOptions | None = None) -> Plan:
     """Plan the conversion of a source checkpoint.
 
     Raises:

@@ -61,7 +61,7 @@ def finish(job: Job, folder: WorkFolder, records: Mapping[str, UnitRecord]) -> M
         model=checkpoint.info.to_json(),
         backend=targets.backend,
         deployment=asdict(job.request.deployment),
-        layers=tuple(_layer_entry(job.plan, layer, records) for layer in job.plan.layers),
+        layers=tuple(layer_entry(job.plan, layer, records) for layer in job.plan.layers),
         digest=DIGEST_NAME,
         advisories=tuple(advisory.code for advisory in targets.verdict.advisories),
         copied=job.plan.copied,
@@ -96,7 +96,7 @@ def require_units(plan: Plan, have: Container[str], what: str, hint: str) -> Non
         raise MoeqError("answer.units-missing", f"{len(missing)} of {len(plan.units)} units {what}: {shown}", hint)
 
 
-def _layer_entry(plan: Plan, layer: LayerPlan, records: Mapping[str, UnitRecord]) -> LayerEntry:
+def layer_entry(plan: Plan, layer: LayerPlan, records: Mapping[str, UnitRecord]) -> LayerEntry:
     """The manifest's entry of a layer: digests of all its experts, in order, whichever units they are from."""
     units = [unit for unit in plan.units if isinstance(unit, PackUnit) and unit.layer == layer.entry.layer]
     digests: dict[Projection, list[str]] = {}
@@ -115,8 +115,7 @@ def _source_entry(source: Source) -> SourceEntry:
 def _write_side_files(checkpoint: Checkpoint, plan: Plan, manifest: Manifest, folder: Path) -> None:
     """Everything that is neither weights nor `moeq.json`: copied files, index, `config.json`."""
     copy_side_files(checkpoint.source, folder)
-    weight_map = {tensor: file.name for file in plan.files for tensor in file.tensors}
-    write_json(folder / INDEX_NAME, {"metadata": {"total_size": plan.bytes_out}, "weight_map": weight_map})
+    write_json(folder / INDEX_NAME, index_of(plan))
     write_json(folder / CONFIG_NAME, converted_config(checkpoint, manifest))
 
 
@@ -128,19 +127,30 @@ def copy_side_files(source: Source, folder: Path, leave_out: Container[str] = ()
             sync_file(folder / name)
 
 
+def tensors_of(plan: Plan, records: Mapping[str, UnitRecord]) -> dict[str, TensorDigest]:
+    """Digest of every tensor of a plan; those without bytes are in no unit."""
+    empty = TensorDigest(CHUNK_BYTES, blake3().hexdigest())
+    found = {name: digest for unit in plan.units for name, digest in records[unit.id].tensors.items()}
+    return {name: found.get(name, empty) for file in plan.files for name in file.tensors}
+
+
 def _file_digests(plan: Plan, records: Mapping[str, UnitRecord], folder: Path) -> dict[str, FileDigest]:
     """Every file of a finished folder but the manifest: weights by what units recorded, others are read."""
-    tensors = {name: digest for unit in plan.units for name, digest in records[unit.id].tensors.items()}
-    empty = TensorDigest(CHUNK_BYTES, blake3().hexdigest())
-    found: dict[str, FileDigest] = {}
+    tensors, found = tensors_of(plan, records), dict[str, FileDigest]()
     for file in plan.files:
-        held = {name: tensors.get(name, empty) for name in file.tensors}
+        held = {name: tensors[name] for name in file.tensors}
         found[file.name] = FileDigest(file.form.size, blake3(file.form.header).hexdigest(), held)
     for path in sorted(folder.iterdir()):
         own = path.name == MANIFEST_NAME or path.name.startswith(WORK_PREFIX) or is_journal(path.name)
         if path.name not in found and not own:
             found[path.name] = file_digest(path)
     return found
+
+
+def index_of(plan: Plan) -> dict[str, Any]:
+    """The index of the weight files."""
+    weight_map = {tensor: file.name for file in plan.files for tensor in file.tensors}
+    return {"metadata": {"total_size": plan.bytes_out}, "weight_map": weight_map}
 
 
 def converted_config(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, Any]:

@@ -148,7 +148,7 @@ def holds(plan: Plan, unit: Unit, record: UnitRecord, folder: Path, buffer: Byte
     except OSError:
         return False
     try:
-        found = tensor_digests((piece, _read_digest(fd, piece, buffer)) for piece in pieces(plan, unit))
+        found = tensor_digests((piece, read_digest(fd, piece, buffer)) for piece in pieces(plan, unit))
     except OSError:
         return False
     finally:
@@ -156,7 +156,7 @@ def holds(plan: Plan, unit: Unit, record: UnitRecord, folder: Path, buffer: Byte
     return found == record.tensors
 
 
-def _read_digest(fd: int, piece: Piece, buffer: Bytes) -> bytes:
+def read_digest(fd: int, piece: Piece, buffer: Bytes) -> bytes:
     """Digest of a piece of a file. Raises OSError where the file ends before."""
     digest = blake3()
     for at in range(piece.start, piece.stop, buffer.nbytes):

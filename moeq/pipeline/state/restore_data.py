@@ -13,13 +13,14 @@ in safetensors form under another extension, so that no loader takes it for weig
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moeq.checkpoint.header import Header, parse_header, read_header
+from moeq.checkpoint.header import Header, TensorEntry, parse_header, read_header
 from moeq.checkpoint.index import choose_weights, merge_headers
+from moeq.checkpoint.jsonfile import parse_object
 from moeq.checkpoint.manifest import RestoreEntry, StackedRole
 from moeq.checkpoint.source import CONFIG_NAME, FileEntry, Source
 from moeq.checkpoint.writer import SafetensorsWriter
@@ -27,6 +28,7 @@ from moeq.errors import MoeqError
 from moeq.matrix import QuantizedMatrix
 from moeq.model import Checkpoint
 from moeq.model.stored import stored_parts
+from moeq.typed import read_as
 
 RESTORE_DATA_NAME = "moeq-restore.data"
 
@@ -63,32 +65,43 @@ def write_restore_data(checkpoint: Checkpoint, kept: Iterable[str], folder: Path
         kept: expert tensors to keep verbatim.
         folder: the conversion's folder.
     """
+    source, contents = checkpoint.source, restore_contents(checkpoint, kept)
+    forms = {
+        name: ((len(one),), "U8") if isinstance(one, bytes) else (one.shape, one.dtype)
+        for name, one in contents.items()
+    }
+    with SafetensorsWriter(folder / RESTORE_DATA_NAME, forms, {"format": "moeq-restore/1"}) as writer:
+        for name, one in contents.items():
+            if isinstance(one, bytes):
+                writer.write(name, one)
+                continue
+            for start in range(one.start, one.end, _CHUNK):
+                data = source.read_bytes(one.file, start, min(start + _CHUNK, one.end))
+                writer.write(name, data, start - one.start)
+        writer.finish()
+    return restore_entry(source, kept)
+
+
+def restore_entry(source: Source, kept: Iterable[str]) -> RestoreEntry:
+    """What the manifest says of the restore data of a source."""
+    replaced = _replaced(source)
+    missing = tuple(name for name in source.side_files() if name.endswith(OTHER_WEIGHTS) and name not in replaced)
+    return RestoreEntry(RESTORE_DATA_NAME, tuple(file.name for file in source.files), tuple(sorted(kept)), missing)
+
+
+def restore_contents(checkpoint: Checkpoint, kept: Iterable[str]) -> dict[str, bytes | TensorEntry]:
+    """Names in `moeq-restore.data`, in order, with their bytes or the tensor of the source that is copied."""
     source = checkpoint.source
-    kept = tuple(sorted(kept))
     headers = {file.name: _raw_header(source, file) for file in source.files}
-    texts = {name: source.path(name).read_bytes() for name in _replaced(source)}
-    tensors: dict[str, tuple[tuple[int, ...], str]] = {}
-    tensors.update({f"header/{name}": ((len(raw),), "U8") for name, raw in headers.items()})
-    tensors.update({f"text/{name}": ((len(raw),), "U8") for name, raw in texts.items()})
-    tensors.update({f"tensor/{name}": (source.entry(name).shape, source.entry(name).dtype) for name in kept})
-    copies = {f"tensor/{name}": source.entry(name) for name in kept}
+    found: dict[str, bytes | TensorEntry] = {f"header/{name}": raw for name, raw in headers.items()}
+    found |= {f"text/{name}": source.path(name).read_bytes() for name in _replaced(source)}
+    found |= {f"tensor/{name}": source.entry(name) for name in sorted(kept)}
     for file in source.files:
         parsed = parse_header(headers[file.name][8:], file.name, file.size)
         for name, entry in parsed.tensors.items():
             if source.tensors.get(name) != entry:
-                tensors[f"stray/{file.name}/{name}"] = (entry.shape, entry.dtype)
-                copies[f"stray/{file.name}/{name}"] = entry
-    with SafetensorsWriter(folder / RESTORE_DATA_NAME, tensors, {"format": "moeq-restore/1"}) as writer:
-        for prefix, raws in (("header", headers), ("text", texts)):
-            for name, raw in raws.items():
-                writer.write(f"{prefix}/{name}", raw)
-        for name, entry in copies.items():
-            for start in range(entry.start, entry.end, _CHUNK):
-                data = source.read_bytes(entry.file, start, min(start + _CHUNK, entry.end))
-                writer.write(name, data, start - entry.start)
-        writer.finish()
-    missing = tuple(name for name in source.side_files() if name.endswith(OTHER_WEIGHTS) and name not in texts)
-    return RestoreEntry(RESTORE_DATA_NAME, tuple(file.name for file in source.files), kept, missing)
+                found[f"stray/{file.name}/{name}"] = entry
+    return found
 
 
 def _raw_header(source: Source, file: FileEntry) -> bytes:
@@ -127,13 +140,18 @@ class RestoreData:
         self._file = read_header(self.path, self.path.name)
         self.texts = self._gather("text/")
         self.raw_headers = self._gather("header/")
-        sizes = {name: len(raw) + _data_size(raw) for name, raw in self.raw_headers.items()}
+        sizes = {name: len(raw) + _data_size(raw, name) for name, raw in self.raw_headers.items()}
         self.headers: dict[str, Header] = {
             name: parse_header(raw[8:], name, sizes[name]) for name, raw in self.raw_headers.items()
         }
 
     def __contains__(self, name: str) -> bool:
         return name in self._file.tensors
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Everything that it holds."""
+        return frozenset(self._file.tensors)
 
     def place(self, name: str) -> tuple[Path, int]:
         """File and first byte of a kept tensor."""
@@ -150,11 +168,19 @@ class RestoreData:
         return {name.removeprefix(prefix): self.read(name) for name in self._file.tensors if name.startswith(prefix)}
 
 
-def _data_size(raw: bytes) -> int:
-    """Bytes of data behind a header, as the header itself says."""
-    table = json.loads(raw[8:])
-    ends = [entry["data_offsets"][1] for name, entry in table.items() if name != "__metadata__"]
-    return max(ends, default=0)
+@dataclass(frozen=True)
+class _Offsets:
+    """All that the size of a file depends on."""
+
+    data_offsets: tuple[int, int]
+
+
+def _data_size(raw: bytes, file: str) -> int:
+    """Bytes of data behind a header, as the header itself says. Raises MoeqError `source.bad-header`."""
+    table = parse_object(raw[8:], f"{RESTORE_DATA_NAME}: header of {file}", "source.bad-header", floats=False)
+    table.pop("__metadata__", None)
+    entries = read_as(dict[str, _Offsets], table, f"{RESTORE_DATA_NAME}: header of {file}", "source.bad-header")
+    return max((entry.data_offsets[1] for entry in entries.values()), default=0)
 
 
 class KeptSource(Source):
@@ -180,7 +206,4 @@ class KeptSource(Source):
 def _json(raw: bytes | None, default: Mapping[str, Any]) -> dict[str, Any]:
     if raw is None:
         return dict(default)
-    document = json.loads(raw)
-    if not isinstance(document, dict):
-        raise MoeqError("source.bad-config", "a kept JSON file is not an object")
-    return document
+    return parse_object(raw, f"{RESTORE_DATA_NAME}: a kept file")

@@ -1,0 +1,127 @@
+"""What a conversion of a source has to be: derived from the source and the layouts alone, packed again in memory.
+
+Of the manifest only what somebody chose is taken: the deployment, and each layer's layout. Everything else (which
+tensors there are, every byte of them, digests, what is kept to restore) follows from the source.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from moeq.checkpoint.manifest import CopiedLayer, LayerEntry, Manifest, TensorDigest
+from moeq.errors import MoeqError
+from moeq.model import Checkpoint
+from moeq.model.info import CheckpointInfo
+from moeq.pipeline.plan.layers import PlanOptions
+from moeq.pipeline.plan.plan import Plan, make_plan
+from moeq.pipeline.run.recompute import recompute
+from moeq.pipeline.run.resources import plan_memory
+from moeq.pipeline.state.job import Work
+from moeq.pipeline.state.publish import layer_entry, tensors_of
+from moeq.pipeline.state.records import UnitRecord
+from moeq.typed import read_as
+
+#: Fields of the model's record that tell of files, or in words, and not of the model.
+_NOT_OF_THE_MODEL = {
+    "name",
+    "revision",
+    "warnings",
+    "refusals",
+    "expert_bytes",
+    "other_bytes",
+    "num_tensors",
+    "num_files",
+}
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """What the manifest says was chosen."""
+
+    layouts: Mapping[int, str]
+    copied: tuple[CopiedLayer, ...]
+    refused: None = None
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Ranks of a deployment, as far as they decide bytes."""
+
+    tp: int = 1
+    ep: int = 1
+
+
+@dataclass(frozen=True)
+class Derived:
+    """What a source gives.
+
+    Attributes:
+        source: the source.
+        plan: files, tensors and units.
+        records: unit id to what it came to.
+        layers: the manifest's entries of the converted layers.
+        tensors: name to digest of every tensor.
+        kept: expert tensors that have to be kept verbatim.
+    """
+
+    source: Checkpoint
+    plan: Plan
+    records: Mapping[str, UnitRecord]
+    layers: tuple[LayerEntry, ...]
+    tensors: Mapping[str, TensorDigest]
+    kept: tuple[str, ...]
+
+    @property
+    def losses(self) -> int:
+        """Stored numbers that the layouts change."""
+        return sum(entry.losses for entry in self.layers)
+
+
+def plan_of(source: Checkpoint, manifest: Manifest) -> Plan:
+    """The plan that a manifest's choices give for a source.
+
+    Raises:
+        MoeqError: `source.bad-manifest` for a deployment that cannot be one; what `make_plan` raises where the source
+            has no such layers, or they do not fit the layouts.
+    """
+    sizes = read_as(_Sizes, manifest.deployment, "moeq.json: deployment")
+    if not (0 < sizes.tp < 1 << 16 and 0 < sizes.ep < 1 << 16):
+        raise MoeqError("source.bad-manifest", f"moeq.json: deployment: tp {sizes.tp}, ep {sizes.ep} are no sizes")
+    layouts = {entry.layer: entry.layout for entry in manifest.layers}
+    unknown = sorted(layouts.keys() - {*source.info.moe_layers})
+    if unknown:
+        raise MoeqError("source.other-layers", f"the source has no experts in layer {unknown[0]}")
+    options = PlanOptions(1 if sizes.ep > 1 else sizes.tp, sizes.ep, allow_lossy=True)
+    return make_plan(source, _Chosen(layouts, manifest.copied), options)
+
+
+def derive(source: Checkpoint, plan: Plan, workers: int, moved: Callable[[int, str], None]) -> Derived:
+    """Pack everything again, in memory. Raises MoeqError as `recompute`."""
+    memory = plan_memory(source, plan, plan.units, workers)
+    records = recompute(Work(source, plan), plan.units, memory.workers, moved, memory.spare())
+    kept = sorted({name for record in records.values() for name in record.kept})
+    layers = tuple(layer_entry(plan, layer, records) for layer in plan.layers)
+    return Derived(source, plan, records, layers, tensors_of(plan, records), tuple(kept))
+
+
+def entry_differences(recorded: LayerEntry, derived: LayerEntry) -> list[str]:
+    """Fields in which a manifest's layer is not what the source gives. Sentences and digests are no fields of it."""
+
+    def comparable(entry: LayerEntry) -> dict[str, Any]:
+        return asdict(replace(entry, digests={}, sharding=replace(entry.sharding, why="")))
+
+    ours, theirs = comparable(recorded), comparable(derived)
+    return [name for name in ours if ours[name] != theirs[name]]
+
+
+def info_differences(recorded: CheckpointInfo, derived: CheckpointInfo) -> list[str]:
+    """Fields in which a manifest's model is not the source's."""
+    names = [field.name for field in fields(CheckpointInfo) if field.name not in _NOT_OF_THE_MODEL]
+    return [name for name in names if _plain(getattr(recorded, name)) != _plain(getattr(derived, name))]
+
+
+def _plain(value: Any) -> str:
+    return json.dumps(value, default=asdict, sort_keys=True)

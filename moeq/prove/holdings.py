@@ -1,0 +1,138 @@
+"""What a conversion's folder holds: every file in it, and digests of every byte. No torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+
+from moeq.checkpoint.header import TensorEntry, read_header
+from moeq.checkpoint.manifest import FileDigest, TensorDigest
+from moeq.checkpoint.source import LocalSource
+from moeq.checkpoint.writer import read_at
+from moeq.errors import MoeqError
+from moeq.model.converted import ConvertedCheckpoint
+from moeq.pipeline.plan.units import CHUNK_BYTES
+from moeq.pipeline.state.records import Piece, file_digest, read_digest, tensor_digests
+from moeq.pipeline.state.side_files import CARD, CARD_MARK, HUB_SETTINGS, SOURCE_CARD
+from moeq.prove.signature import SIGNATURE_NAME
+
+#: Folders that tools put beside files they downloaded; no loader looks into them.
+_TOOLS = (".git", ".cache")
+
+
+class Holdings:
+    """A conversion as it lies on disk.
+
+    Attributes:
+        converted: the conversion.
+        names: every file, sub-folders included, but for those of tools.
+    """
+
+    def __init__(self, converted: ConvertedCheckpoint, workers: int) -> None:
+        self.converted = converted
+        self._source = converted.source
+        self._workers = workers
+        self.names = frozenset(self._list())
+
+    def _list(self) -> Iterator[str]:
+        if not isinstance(self._source, LocalSource):
+            index = [self._source.index] if self._source.index else []
+            yield from (*(file.name for file in self._source.files), *self._source.side_files(), *index)
+            return
+        top = self._source.folder
+        for folder, folders, names in os.walk(top):
+            at = Path(folder).relative_to(top)
+            if at == Path():
+                folders[:] = [name for name in folders if name not in _TOOLS]
+            # A link to a folder is a name like any other: it is not looked into, so it has to be known.
+            links = [name for name in folders if (Path(folder) / name).is_symlink()]
+            yield from ((at / name).as_posix() for name in (*names, *links))
+
+    @cached_property
+    def unproven(self) -> frozenset[str]:
+        """Files that nobody can vouch for and no loader reads: the manifest's signature, and what the Hub adds."""
+        found = {SIGNATURE_NAME, HUB_SETTINGS} & self.names
+        if CARD in self.names and (SOURCE_CARD in self.names or CARD_MARK in self._lines(CARD)):
+            found.add(CARD)
+        return frozenset(found)
+
+    @cached_property
+    def headers(self) -> dict[str, Mapping[str, TensorEntry]]:
+        """Tensors of every weight file that the index names, as the file itself has them."""
+        return {file.name: read_header(self.path(file.name), file.name).tensors for file in self._source.files}
+
+    def path(self, name: str) -> Path:
+        """Where a file is."""
+        return self._source.path(name)
+
+    def digest(self, name: str) -> FileDigest | None:
+        """Digest of a file that holds no weights; None where it cannot be read."""
+        try:
+            return file_digest(self.path(name))
+        except (OSError, MoeqError):
+            return None
+
+    def header_digest(self, name: str) -> FileDigest:
+        """Size of a weight file, and digest of its first bytes up to the data."""
+        path = self.path(name)
+        first = min((entry.start for entry in self.headers[name].values()), default=path.stat().st_size)
+        return FileDigest(path.stat().st_size, blake3(self._source.read_bytes(name, 0, first)).hexdigest())
+
+    def tensor_digests(self, advance: Callable[[str], None]) -> dict[str, TensorDigest]:
+        """Digest of every tensor of every weight file, read piece by piece.
+
+        Raises:
+            MoeqError: `source.truncated`, `source.unreadable`.
+        """
+        entries = [entry for tensors in self.headers.values() for entry in tensors.values()]
+        found: dict[str, TensorDigest] = {}
+        with ThreadPoolExecutor(max(self._workers, 1)) as pool:
+            for entry, digest in zip(entries, pool.map(self._digest, entries), strict=True):
+                if self._source.tensors.get(entry.name) == entry:
+                    found[entry.name] = digest
+                advance(entry.name)
+        return found
+
+    def _digest(self, entry: TensorEntry) -> TensorDigest:
+        whole = piece_bytes(entry, stacked=entry.name in self._source.expert_names)
+        buffer = np.empty(min(CHUNK_BYTES, max(whole, 1)), np.uint8)
+        starts = range(entry.start, entry.end, whole) if whole else ()
+        try:
+            fd = os.open(self.path(entry.file), os.O_RDONLY)
+            try:
+                pieces = (Piece(entry.name, start, min(start + whole, entry.end), whole) for start in starts)
+                found = tensor_digests((piece, read_digest(fd, piece, buffer)) for piece in pieces)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise MoeqError("source.unreadable", f"{entry.file}: {error.strerror or error}") from error
+        return found.get(entry.name, TensorDigest(CHUNK_BYTES, blake3().hexdigest()))
+
+    def _lines(self, name: str) -> list[str]:
+        return self.path(name).read_text(encoding="utf-8", errors="replace").splitlines()
+
+    def first_difference(self, entry: TensorEntry, other: Callable[[int, int], bytes | bytearray]) -> int | None:
+        """First byte of a tensor that differs from what `other` gives for a range of the tensor."""
+        fd = os.open(self.path(entry.file), os.O_RDONLY)
+        try:
+            for at in range(0, entry.nbytes, CHUNK_BYTES):
+                stop = min(at + CHUNK_BYTES, entry.nbytes)
+                ours = bytearray(stop - at)
+                read_at(fd, memoryview(ours), entry.start + at)
+                theirs = other(at, stop)
+                if ours != theirs:
+                    return at + next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), 0)
+        finally:
+            os.close(fd)
+        return None
+
+
+def piece_bytes(entry: TensorEntry, *, stacked: bool) -> int:
+    """Bytes of a tensor that are hashed at once: one expert of a stack, else a fixed size."""
+    return entry.nbytes // entry.shape[0] if stacked and entry.shape and entry.shape[0] else CHUNK_BYTES

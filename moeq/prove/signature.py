@@ -1,0 +1,116 @@
+"""Signatures of conversions in minisign's format: who wrote a folder, where digests alone tell only that it is whole.
+
+`moeq.json` holds a digest of every other file, so its signature (`moeq.json.minisig`, Ed25519) covers the folder. Keys
+are those of minisign; `minisign -Vm moeq.json -p moeq.pub` checks the same file.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moeq.checkpoint.jsonfile import read_regular
+from moeq.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
+from moeq.errors import MoeqError
+
+if TYPE_CHECKING:
+    from minisign import PublicKey, SecretKey
+
+SIGNATURE_NAME = f"{MANIFEST_NAME}.minisig"
+
+#: Of the password of an encrypted key; asking for one would stop a script.
+PASSWORD_VARIABLE = "MOEQ_SIGN_PASSWORD"
+
+_MOST = 16 << 10
+
+
+class Signer:
+    """A secret key, ready to sign: everything that can be wrong with it is found before hours of work.
+
+    Raises:
+        MoeqError: `environment.no-minisign`, `usage.sign-key`.
+    """
+
+    def __init__(self, key: Path) -> None:
+        self._key = _secret_key(key)
+
+    def sign(self, manifest: bytes) -> bytes:
+        """The signature file of a manifest."""
+        return bytes(self._key.sign(manifest, trusted_comment="file:moeq.json"))
+
+
+def check_signature(manifest: Path, signature: Path, key: str) -> str:
+    """Whether a manifest was signed by a key.
+
+    Args:
+        manifest: `moeq.json`.
+        signature: `moeq.json.minisig`.
+        key: minisign public key: a file, or the key itself.
+
+    Returns:
+        Empty where it was, else what is wrong, in a sentence.
+
+    Raises:
+        MoeqError: `environment.no-minisign`, `usage.sign-key`.
+    """
+    public = _public_key(key)
+    from minisign import Error, Signature
+
+    if not signature.exists():
+        return f"{SIGNATURE_NAME} is missing: the conversion is not signed"
+    try:
+        found = Signature.from_bytes(read_regular(signature, SIGNATURE_NAME, _MOST))
+        public.verify(read_regular(manifest, MANIFEST_NAME, MAX_MANIFEST_BYTES), found)
+    except (Error, ValueError) as error:
+        return f"{SIGNATURE_NAME} is not this key's signature of {MANIFEST_NAME} ({error or type(error).__name__})"
+    return ""
+
+
+def _secret_key(path: Path) -> SecretKey:
+    _require()
+    from minisign import SecretKey
+
+    try:
+        key = SecretKey.from_bytes(read_regular(path, str(path), _MOST))
+        if key.is_encrypted():
+            password = os.environ.get(PASSWORD_VARIABLE)
+            if password is None:
+                raise MoeqError(
+                    "usage.sign-key",
+                    f"{path} is protected by a password",
+                    f"set {PASSWORD_VARIABLE}, or make a key without one: minisign -G -W",
+                )
+            key.decrypt(password)
+    except ValueError as error:
+        raise _bad_key(path, error) from None
+    return key
+
+
+def _public_key(key: str) -> PublicKey:
+    _require()
+    from minisign import PublicKey
+
+    path = Path(key)
+    try:
+        if len(key) < 1000 and path.is_file():
+            return PublicKey.from_bytes(read_regular(path, key, _MOST))
+        return PublicKey.from_base64(key)
+    except ValueError as error:
+        raise _bad_key(key, error) from None
+
+
+def _bad_key(key: str | Path, error: ValueError) -> MoeqError:
+    detail = f"{str(key)[:200]} is no minisign key, or its password is another ({type(error).__name__})"
+    return MoeqError(
+        "usage.sign-key", detail, "minisign -G makes a pair: --sign minisign.key, --signed-by minisign.pub"
+    )
+
+
+def _require() -> None:
+    try:
+        import minisign  # noqa: F401
+    except ImportError:
+        raise MoeqError(
+            "environment.no-minisign", "signatures need the package py-minisign", "pip install 'moeq[sign]'"
+        ) from None
