@@ -7,6 +7,8 @@ and no two places can disagree about what a kind means.
 
 from __future__ import annotations
 
+import errno
+import os
 from enum import IntEnum
 
 
@@ -56,14 +58,36 @@ class MoeqError(Exception):
 
 
 def as_moeq_error(error: BaseException) -> MoeqError:
-    """The error that users are shown for any exception: an interruption, or a bug, where it is not one already."""
+    """The error that users are shown for any exception: an interruption, what the machine lacks, or else a bug."""
     if isinstance(error, MoeqError):
         return error
     if isinstance(error, KeyboardInterrupt):
         hint = "run the same command again: it goes on where it was"
         return MoeqError("interrupted.signal", "interrupted; what was finished is kept", hint)
+    lacking = _lacking(error)
+    if lacking is not None:
+        return lacking
     return MoeqError(
         "bug.unexpected",
         f"moeq failed unexpectedly: {type(error).__name__}: {error}",
         "this is a bug in moeq; run again with MOEQ_DEBUG=1 for the traceback and report it",
     )
+
+
+#: What libraries say when memory or threads run out, where they raise no MemoryError.
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "cannot allocate memory", "can't start new thread")
+
+
+def _lacking(error: BaseException) -> MoeqError | None:
+    """What the machine did not have, or the file system refused."""
+    number = error.errno if isinstance(error, OSError) else None
+    no_memory = isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _NO_MEMORY)
+    if isinstance(error, MemoryError) or number == errno.ENOMEM or no_memory:
+        hint = "fewer --workers, a higher limit, or a machine with more memory"
+        return MoeqError("resources.memory", "memory ran out; what was finished is kept", hint)
+    if number is None:
+        return None
+    where = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return MoeqError("resources.disk-full", f"the disk is full{where}", "free some space and run it again")
+    return MoeqError("environment.io", f"{os.strerror(number)}{where}", "check the path, its permissions and the disk")

@@ -123,15 +123,16 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _unexpected(error: Exception, out: Output) -> int:
-    """Usage errors of the command-line parser (exit 2); everything else is a bug in moeq (exit 70)."""
+    """Usage errors of the command-line parser, what the machine lacks, and bugs in moeq (exit 70)."""
     # Typer vendors its parser and moves its classes between releases; these two attributes are the stable part.
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):
         out.failure(MoeqError("usage.command-line", error.format_message(), "see `moeq COMMAND --help`"))
         return int(ExitCode.USAGE)
-    if os.environ.get("MOEQ_DEBUG"):
+    failure = as_moeq_error(error)
+    if os.environ.get("MOEQ_DEBUG") and failure.exit_code == ExitCode.BUG:
         raise error
-    out.failure(as_moeq_error(error))
-    return int(ExitCode.BUG)
+    out.failure(failure)
+    return int(failure.exit_code)
 
 
 def main() -> None:

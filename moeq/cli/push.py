@@ -75,9 +75,10 @@ def push_conversion(out: Output, folder: Path, target: PushTarget, base_model: s
         source_card=None if own is None else SOURCE_CARD,
         source_fields={} if own is None else model_card.read_front_matter(own),
     )
-    replaced = {CARD: model_card.render(manifest, card).encode(), MANIFEST_NAME: published_manifest(manifest, base)}
+    replaced = {CARD: model_card.render(manifest, card).encode()}
     if own is not None:
         replaced[SOURCE_CARD] = own
+    replaced[MANIFEST_NAME] = published_manifest(manifest, base, replaced)
     layouts = ", ".join(sorted({layer.layout for layer in manifest.layers}))
     message = f"{layouts} of {base or 'a local checkpoint'}, by moeq {manifest.moeq_version}"
     with ProgressReport(out, "push", quiet=quiet) as progress:

@@ -8,6 +8,7 @@ from typing import Any
 
 from moeq.deploy.deployment import Deployment
 from moeq.errors import MoeqError
+from moeq.oracle.config_types import checked
 from moeq.oracle.declare import config_of
 from moeq.oracle.engine import Outcome, resolve, sensitivity, settle, verdict_of
 from moeq.oracle.methods import PREFIX
@@ -63,6 +64,7 @@ def judge_config(
     policy = load_policy(deployment.engine)
     notes: list[str] = []
     deployment = settle(deployment, notes)
+    config = checked(config)
     outcome = resolve(policy, config, shape, deployment, prefix=prefix)
     verdict = verdict_of(outcome, title, tuple(notes))
     if not explain:

@@ -97,7 +97,7 @@ def read_gptq(question: Question) -> Method:
 
 def check_act_order(config: Config, desc_act: bool, group: int) -> None:
     """desc_act survives only with one group (as a no-op), in the base config and in every rule."""
-    rules = [{**config, **rule} for rule in config.get("dynamic", {}).values()]
+    rules = [{**config, **rule} for rule in config.get("dynamic", {}).values() if isinstance(rule, Mapping)]
     for row in [config, *rules]:
         if row.get("desc_act", desc_act) and row.get("group_size", group) != -1:
             text = f"act-order: desc_act is true with group_size {row.get('group_size', group)}"
@@ -118,7 +118,7 @@ def dynamic_rule(config: Config, prefix: str) -> dict[str, Any] | None:
         sign, _, rest = pattern.partition(":")
         negative, text = sign == "-" and bool(rest), rest if sign in ("+", "-") and rest else pattern
         if re.match(text, prefix):
-            return {"skip": True} if negative else dict(overrides)
+            return {"skip": True} if negative or not isinstance(overrides, Mapping) else dict(overrides)
     return None
 
 

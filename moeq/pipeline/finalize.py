@@ -18,7 +18,7 @@ from moeq.pipeline.events import Finished, Progress, Started
 from moeq.pipeline.plan.units import Unit
 from moeq.pipeline.run.execution import finished_units
 from moeq.pipeline.run.shares import Share, is_remote, parse_label
-from moeq.pipeline.state.folder import PARTIAL_SUFFIX, WorkFolder, take_back_journals
+from moeq.pipeline.state.folder import WorkFolder, partial_of, take_back_journals
 from moeq.pipeline.state.job import Job, job_stamp, reopen_job
 from moeq.pipeline.state.journal import JobStamp, Journals, read_journals, require_job, share_of
 from moeq.pipeline.state.publish import finish, require_units
@@ -67,7 +67,7 @@ def finalize(
 
 def _job_of(destination: Path) -> tuple[Job, JobStamp]:
     """The job that the journals beside a destination belong to, all of them, and what its journals begin with."""
-    partial = destination.with_name(destination.name + PARTIAL_SUFFIX)
+    partial = partial_of(destination)
     if partial.is_dir():
         with disk_errors(partial):
             take_back_journals(partial)

@@ -14,9 +14,11 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
+from blake3 import blake3
+
 from moeq.checkpoint.hub import looks_like_repository, without_bars
 from moeq.checkpoint.hub_errors import transport_errors
-from moeq.checkpoint.manifest import MANIFEST_NAME, Manifest
+from moeq.checkpoint.manifest import MANIFEST_NAME, FileDigest, Manifest
 from moeq.errors import MoeqError
 from moeq.version import __version__
 
@@ -159,11 +161,20 @@ def base_model_of(manifest: Manifest) -> str | None:
     return name if manifest.source.revision and looks_like_repository(name) else None
 
 
-def published_manifest(manifest: Manifest, base_model: str | None) -> bytes:
-    """`moeq.json` without folders of the machine that converted: a local source is named by its last part."""
+def published_manifest(manifest: Manifest, base_model: str | None, replaced: Mapping[str, bytes]) -> bytes:
+    """`moeq.json` as it is pushed: without folders of the machine that converted, with the files that push replaces.
+
+    Args:
+        manifest: the folder's.
+        base_model: repository of the source; a local source is named by its last part.
+        replaced: what the repository gets instead of the folder's files, or beside them.
+    """
     name = base_model or Path(manifest.source.name).name
     source = replace(manifest.source, name=name)
-    document = replace(manifest, source=source, model={**manifest.model, "name": name}).to_json()
+    files = manifest.files
+    if files is not None:
+        files = {**files, **{name: FileDigest(len(raw), blake3(raw).hexdigest()) for name, raw in replaced.items()}}
+    document = replace(manifest, source=source, model={**manifest.model, "name": name}, files=files).to_json()
     return (json.dumps(document, indent=2) + "\n").encode()
 
 

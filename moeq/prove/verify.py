@@ -184,7 +184,9 @@ class _Verifier:
 
     def result(self, destination: str, source: str | None) -> Verification:
         """What was found."""
-        unproven = tuple(sorted(self._holdings.unproven - ({SIGNATURE_NAME} if self._signed else set())))
+        recorded = (self._manifest.files or {}).keys() if self._original is None else ()
+        proven = {*recorded, *([SIGNATURE_NAME] if self._signed else [])}
+        unproven = tuple(sorted(self._holdings.unproven - proven))
         mismatches = tuple({mismatch: None for mismatch in self._found})
         return Verification(
             destination,

@@ -68,7 +68,7 @@ class WorkFolder:
         marker: str = MANIFEST_NAME,
     ) -> None:
         self.destination = destination
-        self.path = destination.with_name(destination.name + PARTIAL_SUFFIX)
+        self.path = partial_of(destination)
         self.stamp = stamp
         self.share = share
         self.force = force
@@ -86,8 +86,6 @@ class WorkFolder:
             MoeqError: `usage.destination-exists`, `usage.destination-is-source`, `usage.no-parent`.
         """
         destination = self.destination
-        if not destination.name:
-            raise MoeqError("usage.no-parent", f"'{destination}' is not a folder that can be created")
         if not destination.parent.is_dir():
             raise MoeqError(
                 "usage.no-parent",
@@ -180,6 +178,13 @@ class WorkFolder:
             for journal in journals_beside(self.path):
                 journal.unlink(missing_ok=True)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def partial_of(destination: Path) -> Path:
+    """The folder in which a destination is made. Raises MoeqError `usage.no-parent` where it is no name of a folder."""
+    if not destination.name or destination.name == "..":
+        raise MoeqError("usage.no-parent", f"'{destination}' is not a folder that can be created", "name a new folder")
+    return destination.with_name(destination.name + PARTIAL_SUFFIX)
 
 
 def journals_beside(work: Path) -> list[Path]:
