@@ -203,12 +203,8 @@ def test_journal(checkpoints, tmp_path, moeq_command) -> None:
     for place, value in sample(mutations(rows), SAMPLE // 4, 8):
         if len(place) > 1 or value is not REMOVED:
             changed = with_value(rows, place, value)
-            first = journals._sealed(changed[0], b"") if isinstance(changed[0], dict) else b"[]\n"
-            lines = [
-                journals._sealed(row, journals._seal_of(first)) if isinstance(row, dict) else b"[]\n"
-                for row in changed[1:]
-            ]
-            path.write_bytes(first + b"".join(lines))
+            first = sealed(changed[0], b"")
+            path.write_bytes(first + b"".join(sealed(row, journal._seal_of(first)) for row in changed[1:]))
             answer = moeq_command("finalize", out)
             assert answer.code in (1, 2, 4), (place, value)
     path.write_bytes(original)
