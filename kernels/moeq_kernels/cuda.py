@@ -29,7 +29,6 @@ PREFER_SHARED = 1
 SHARED_WITHOUT_ASKING = 48 * 1024
 L2_PROMOTION_128B = 2
 MAP_BYTES = 128
-INVALID_CONTEXT = 201
 #: CUtensorMapDataType by torch dtype; the copy engine only moves bytes, so signs do not matter.
 MAP_TYPES = {
     torch.uint8: 0,
@@ -117,6 +116,9 @@ def load(wanted: Specialisation, gpu: Gpu, device: int) -> tuple[Binary, c_void_
     return code, function
 
 
+_THREAD = threading.local()
+
+
 class TensorMap:
     """A descriptor of the copy engine, encoded again when its address changes."""
 
@@ -125,7 +127,7 @@ class TensorMap:
         self.area = area
         self._memory = (ctypes.c_char * (MAP_BYTES + 64))()
         self.address = -(-ctypes.addressof(self._memory) // 64) * 64
-        self._base = 0
+        self.base = 0
         sizes = (c_uint64 * rank)(*reversed(area.shape))
         strides = (c_uint64 * max(1, rank - 1))(*(area.itemsize * one for one in reversed(area.strides[:-1])))
         blocks, steps = (c_uint32 * rank)(*reversed(block)), (c_uint32 * rank)(*[1] * rank)
@@ -136,11 +138,10 @@ class TensorMap:
 
     def at(self, base: int) -> None:
         """Points it at `base`, an address."""
-        if base != self._base:
-            cuda = driver()
-            status = cuda.encode(*self._before, base, *self._behind)
-            cuda.check(status, f"describing {self.area} to the copy engine")
-            self._base = base
+        cuda = driver()
+        status = cuda.encode(*self._before, base, *self._behind)
+        cuda.check(status, f"describing {self.area} to the copy engine")
+        self.base = base
 
 
 def arguments_of(launch: Launch, wanted: Specialisation) -> list[Any]:
@@ -196,10 +197,11 @@ class Bound:
         self._context = c_void_p()
         driver().check(driver().get_context(byref(self._context)), "asking for the context")
         self._lock = threading.Lock()
+        self._launch = driver().launch
         number = {name: i for i, name in enumerate(roots)}
         self._moving: list[tuple[TensorMap, int, int]] = []  # of arguments and workspace: root, offset
         self._fixed: list[tuple[Any, int, int]] = []  # of weights: parameters, place, number of the map
-        self._launches: list[tuple[LaunchConfig, int, c_void_p, Any, str]] = []
+        self._launches: list[tuple[LaunchConfig, int, int | None, int]] = []
         table: list[tuple[int, int]] = []
         pointers_of: list[tuple[Any, int, int]] = []  # parameters, place, number of the pointer
         self._kept: list[Any] = []
@@ -237,7 +239,8 @@ class Bound:
             x, y, z = (*launch.programs, 1, 1)[:3]
             config = LaunchConfig(x, y, z, 32 * code.warps, 1, 1, code.shared, 0, ctypes.pointer(attribute), dependent)
             self._kept += [attribute, config]
-            self._launches.append((config, ctypes.addressof(config), function, parameters, code.name))
+            self._kept += [parameters]
+            self._launches.append((config, ctypes.addressof(config), function.value, ctypes.addressof(parameters)))
         self._table = table
         self._pointers = (c_uint64 * max(1, len(table)))()
         self._pack: Callable[..., None] = struct.Struct(f"{len(table)}Q").pack_into
@@ -246,18 +249,19 @@ class Bound:
 
     def run(self, addresses: Sequence[int], maps: Sequence[int], stream: int) -> None:
         """Launches on a stream: addresses of the roots and of the layer's descriptors, by number."""
+        if not hasattr(_THREAD, "ready"):  # one that has not used a device yet
+            driver().check(driver().set_context(self._context), "choosing the context")
+            _THREAD.ready = True
         with self._lock:
             self._pack(self._pointers, 0, *[addresses[root] + offset for root, offset in self._table])
             for tensor_map, root, offset in self._moving:
-                tensor_map.at(addresses[root] + offset)
+                if addresses[root] + offset != tensor_map.base:
+                    tensor_map.at(addresses[root] + offset)
             for parameters, place, which in self._fixed:
                 parameters[place] = maps[which]
-            launch = driver().launch
-            for config, address, function, parameters, name in self._launches:
+            launch = self._launch
+            for config, address, function, parameters in self._launches:
                 config.stream = stream
                 status = launch(address, function, parameters, None)
-                if status == INVALID_CONTEXT:  # a thread that has not used the device yet
-                    driver().check(driver().set_context(self._context), "choosing the context")
-                    status = launch(address, function, parameters, None)
                 if status:
-                    driver().check(status, f"launching {name}")
+                    driver().check(status, "launching a kernel")

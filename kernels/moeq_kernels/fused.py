@@ -73,7 +73,7 @@ def fused_moe(
         check_map(expert_map, x.device)
     known = None if expert_map is None else expert_map.numel()
     tokens, top_k = topk_ids.shape
-    layer = prepare_for(x, experts, top_k, tokens, epilogue, known, portable=blocks is not None, plan=blocks)
+    layer = prepare_for(x, experts, top_k, tokens, epilogue, known, family="portable" if blocks else None, plan=blocks)
     return layer(x, topk_weights, topk_ids, expert_map=expert_map)
 
 

@@ -25,6 +25,7 @@ from moeq_kernels.hopper import support
 from moeq_kernels.hopper.w4a16 import layer as w4a16
 from moeq_kernels.hopper.w8a8 import layer as w8a8
 from moeq_kernels.launch import Schedule, run_with_triton
+from moeq_kernels.mma import layer as mma
 from moeq_kernels.problem import Piece, Problem, symbolic, tensors_of
 from moeq_kernels.records import PackedExperts
 from moeq_kernels.sorting import PAIR_LIMITS, TOKEN_LIMITS
@@ -40,11 +41,16 @@ from moeq_kernels.validate import (
 )
 
 #: Families of kernels: each module has `plan_for(problem, tokens)` and `launches(problem, piece, arena, plan)`.
-FAMILIES: dict[str, ModuleType] = {"hopper-w4a16": w4a16, "hopper-w8a8": w8a8, "portable": portable}
+FAMILIES: dict[str, ModuleType] = {
+    "hopper-w4a16": w4a16,
+    "hopper-w8a8": w8a8,
+    "mma-w4a16": mma,
+    "portable": portable,
+}
 #: Elements of the largest buffer with a row for each pair (float32 in the portable kernels); longer calls go through it
 #: in pieces of whole tokens.
 MOST_ELEMENTS = 1 << 30
-#: Numbers of tokens whose launches are kept for each problem; the longest unused goes first.
+#: Numbers of tokens whose launches are kept for each problem; the oldest goes first.
 KEPT = 4096
 
 
@@ -79,20 +85,18 @@ class Program:
 
         self.roots = (*MOVING, *names)
         self.maps: dict[Any, int] = {}
-        self._bound: OrderedDict[int, Any] = OrderedDict()
+        self.bounds: OrderedDict[int, Any] = OrderedDict()
         self._lock = threading.Lock()
 
-    def bound(self, tokens: int) -> Any:
-        """The launches for so many tokens."""
-        found = self._bound.get(tokens)
-        if found is None:
-            from moeq_kernels.cuda import Bound
+    def bind(self, tokens: int) -> Any:
+        """The launches for so many tokens, which are new."""
+        from moeq_kernels.cuda import Bound
 
-            planned = schedule(self.family, self.problem, tokens, self.plan)
-            with self._lock, torch.cuda.device(self.device):
-                found = self._bound[tokens] = Bound(planned, self.roots, self.maps, self.problem.gpu, self.device)
-                while len(self._bound) > KEPT:
-                    self._bound.popitem(last=False)
+        planned = schedule(self.family, self.problem, tokens, self.plan)
+        with self._lock, torch.cuda.device(self.device):
+            found = self.bounds[tokens] = Bound(planned, self.roots, self.maps, self.problem.gpu, self.device)
+            while len(self.bounds) > KEPT:
+                self.bounds.popitem(last=False)
         return found
 
 
@@ -116,7 +120,7 @@ def workspace_bytes(family: str, problem: Problem, tokens: int) -> int:
 def _ends(family: str, problem: Problem, tokens: int) -> tuple[int, ...]:
     """The last numbers of tokens of each plan (and way to keep results) up to `tokens`."""
     plan_for = FAMILIES[family].plan_for
-    exact = w8a8.EXACT_PAIRS if family == "hopper-w8a8" else w4a16.EXACT_PAIRS
+    exact = getattr(FAMILIES[family], "EXACT_PAIRS", 0)
 
     def key(one: int) -> Any:
         return plan_for(problem, one), one * problem.top_k <= exact
@@ -144,8 +148,8 @@ class PreparedLayer:
     """A MoE layer ready to be called, see `prepare`.
 
     Attributes:
-        family: `hopper-w4a16`, `hopper-w8a8` or `portable`.
-        reason: why the kernels are the portable ones; None for the Hopper ones.
+        family: `hopper-w4a16`, `hopper-w8a8`, `mma-w4a16` (any NVIDIA GPU from sm_80 on) or `portable`.
+        reason: why the kernels are not the Hopper ones; None for those.
         max_tokens: of a call.
     """
 
@@ -162,6 +166,7 @@ class PreparedLayer:
         self.problem, self.max_tokens, self.reason = problem, max_tokens, reason
         self.family = family
         self.device = device
+        self._expected = (problem.dtype, problem.hidden, problem.top_k, device)
         self._tensors = tensors
         self._plan = plan
         self._direct = device.type == "cuda" and torch.version.hip is None
@@ -226,23 +231,32 @@ class PreparedLayer:
             y = torch.empty_like(x) if out is None else out
             torch.ops.moeq_kernels.layer(y, x, topk_weights, topk_ids, expert_map, workspace, self._handle)
             return y
-        problem = self.problem
+        # What follows costs host time in every call: nothing is looked at twice, and messages are made when needed.
+        dtype, hidden, top_k, device = self._expected
         tokens = x.shape[0]
-        if (
-            x.dtype != problem.dtype
-            or topk_weights.dtype != torch.float32
-            or topk_ids.dtype != torch.int32
-            or not (x.is_contiguous() and topk_weights.is_contiguous() and topk_ids.is_contiguous())
-            or x.shape != (tokens, problem.hidden)
-            or topk_ids.shape != (tokens, problem.top_k)
-            or topk_weights.shape != topk_ids.shape
-            or x.device != self.device
-            or tokens > self.max_tokens
+        if not (
+            x.dtype == dtype
+            and topk_weights.dtype == torch.float32
+            and topk_ids.dtype == torch.int32
+            and x.shape == (tokens, hidden)
+            and topk_ids.shape == topk_weights.shape == (tokens, top_k)
+            and x.is_contiguous()
+            and topk_weights.is_contiguous()
+            and topk_ids.is_contiguous()
+            and x.device == topk_ids.device == topk_weights.device == device
+            and tokens <= self.max_tokens
         ):
             x, topk_weights, topk_ids = self._accept(x, topk_weights, topk_ids)
-        if (expert_map is None) == problem.mapped:
+        if (expert_map is None) == self.problem.mapped:
             self._refuse_map(expert_map)
-        y = torch.empty_like(x) if out is None else self._checked_out(x, out)
+        if out is None:
+            y = torch.empty_like(x)
+        else:
+            y = out
+            if not (
+                y.shape == x.shape and y.dtype == dtype and y.device == device and y.is_contiguous() and y is not x
+            ):
+                self._refuse_out(x, y)
         if tokens:
             self._run(x, topk_weights, topk_ids, y, workspace, expert_map)
         return y
@@ -258,19 +272,24 @@ class PreparedLayer:
         if (addresses[0] | addresses[1] | addresses[2] | addresses[3]) % 16:
             self._run_aligned(x, topk_weights, topk_ids, y, workspace, expert_map)
             return
-        bound = self._program.bound(x.shape[0])
+        program = self._program
+        bound = program.bounds.get(x.shape[0]) or program.bind(x.shape[0])
         if workspace is None:
             workspace = torch.empty(bound.workspace_bytes, dtype=torch.uint8, device=self.device)
-        else:
-            self._check_workspace(workspace, bound.workspace_bytes)
+        place = workspace.data_ptr()
+        if workspace.nbytes < bound.workspace_bytes or place % 16 or workspace.dtype != torch.uint8:
+            self._refuse_workspace(workspace, bound.workspace_bytes)
+        addresses.append(place)
         if expert_map is not None:
             expert_map = self._checked_map(expert_map)
-        addresses += (workspace.data_ptr(), 0 if expert_map is None else expert_map.data_ptr())
+            addresses.append(expert_map.data_ptr())
+        else:
+            addresses.append(0)
         addresses += self._weights
-        if len(self._maps) < len(self._program.maps):
+        if len(self._maps) < len(program.maps):
             self._describe()
-        index = self.device.index
-        if torch.cuda.current_device() != index:
+        index = program.device
+        if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
                 bound.run(addresses, self._maps, torch._C._cuda_getCurrentRawStream(index))
             return
@@ -301,8 +320,8 @@ class PreparedLayer:
         planned = schedule(self.family, self.problem, x.shape[0], self._plan)
         if workspace is None:
             workspace = torch.empty(planned.workspace_bytes, dtype=torch.uint8, device=x.device)
-        else:
-            self._check_workspace(workspace, planned.workspace_bytes)
+        elif workspace.nbytes < planned.workspace_bytes or workspace.dtype != torch.uint8:
+            self._refuse_workspace(workspace, planned.workspace_bytes)
         roots = {"x": x, "topk_weights": topk_weights, "topk_ids": topk_ids, "out": y, "workspace": workspace}
         roots |= {} if expert_map is None else {"expert_map": self._checked_map(expert_map)}
         run_with_triton(planned.launches, {**roots, **self._tensors})
@@ -341,23 +360,16 @@ class PreparedLayer:
         check_map(expert_map, self.device, self.problem.known)
         return expert_map.to(torch.int32).contiguous()
 
-    def _checked_out(self, x: Tensor, out: Tensor) -> Tensor:
-        require(
-            out.shape == x.shape and out.dtype == x.dtype and out.device == x.device and out.is_contiguous(),
-            f"out is {shape_of(out)} on {out.device}; it must be contiguous and like x, {shape_of(x)} on {x.device}",
+    def _refuse_out(self, x: Tensor, out: Tensor) -> None:
+        require(out is not x, "out is x; kernels still read x while they write out")
+        raise KernelArgumentError(
+            f"out is {shape_of(out)} on {out.device}; it must be contiguous and like x, {shape_of(x)} on {x.device}"
         )
-        require(out.data_ptr() != x.data_ptr() or not x.numel(), "out is x; kernels still read x while they write out")
-        return out
 
-    def _check_workspace(self, workspace: Tensor, needed: int) -> None:
-        require(
-            workspace.dtype == torch.uint8 and workspace.is_contiguous() and workspace.device == self.device,
-            f"workspace is {shape_of(workspace)} on {workspace.device}; it must be contiguous uint8 on {self.device}",
-        )
-        require(
-            workspace.numel() >= needed and workspace.data_ptr() % 16 == 0,
-            f"workspace has {workspace.numel()} bytes at {workspace.data_ptr():#x}; this call needs {needed}, from a "
-            "multiple of 16 on",
+    def _refuse_workspace(self, workspace: Tensor, needed: int) -> None:
+        raise KernelArgumentError(
+            f"workspace is {shape_of(workspace)} at {workspace.data_ptr():#x}; this call needs uint8 [{needed}] at a "
+            "multiple of 16",
             "workspace_bytes(tokens) is enough for all calls of up to so many tokens",
         )
 
@@ -389,7 +401,7 @@ def prepare(
         dtype: of x and y, bfloat16 or float16.
         hidden_size: features of x; by default those of the packed w13, padding included.
         num_experts: experts that topk_ids may name, where calls bring an expert_map (expert parallelism).
-        portable: use the portable kernels also where the Hopper ones could run.
+        portable: use kernels for any GPU also where the Hopper ones could run.
         gpu: a name of `moeq_kernels.gpu.GPUS` for experts on `meta`.
         warm: compile (in parallel) and load all kernels for 1 to max_tokens tokens now, so that no call does.
 
@@ -445,11 +457,12 @@ def prepare_for(
         gpu=_gpu(device, gpu),
         interpret=device.type == "cpu",
     )
-    reason = "portable kernels were asked for" if portable or family == "portable" else None
-    if family is None and reason is None:
-        reason = support.unsupported_reason(problem)
-    family = "portable" if reason else family or support.family(problem)
-    problem = replace(problem, dependent=dependent and family != "portable")
+    reason = "portable kernels were asked for" if portable else None
+    if family is None:
+        reason = reason or support.unsupported_reason(problem)
+        other = "portable" if any(mma.reasons(problem)) else "mma-w4a16"
+        family = other if reason else support.family(problem)
+    problem = replace(problem, dependent=dependent and problem.gpu.capability >= (9, 0) and family != "portable")
     return PreparedLayer(family, problem, tensors, device, max_tokens, reason, plan)
 
 

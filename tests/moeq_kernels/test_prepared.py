@@ -89,7 +89,7 @@ def test_what_does_not_fit_is_refused_with_both_sides(device: torch.device) -> N
         (lambda: layer(torch.cat([x, x]), torch.cat([weights] * 2), torch.cat([ids] * 2)), "at most 8"),
         (lambda: layer(x, weights, ids, out=x), "out is x"),
         (lambda: layer(x, weights, ids, out=x.float()), "like x"),
-        (lambda: layer(x, weights, ids, workspace=small), "has 16 bytes"),
+        (lambda: layer(x, weights, ids, workspace=small), r"workspace is uint8 \[16\]"),
         (lambda: layer(x, ids, weights), "topk_weights is"),
         (lambda: prepare(packed, top_k=0, max_tokens=8), "top_k is 0"),
         (lambda: prepare(meta_experts(4, 256, 128), top_k=2, max_tokens=8), "no gpu is named"),
@@ -116,8 +116,9 @@ def test_the_layer_says_which_kernels_run_and_why() -> None:
     assert (hopper.family, hopper.reason) == ("hopper-w4a16", None)
     assert "512 experts, top 10, hidden 2048, intermediate 512, marlin-wna16/1 int4" in str(hopper)
     text = explain(meta_experts(8, 256, 128), 3, top_k=2, gpu="A100")
-    assert "portable kernels, because A100 has compute capability 8.0" in text
-    assert "moe_gemm" in text
+    assert "mma-w4a16 kernels, because A100 has compute capability 8.0" in text
+    assert "expert_product_mma" in text
+    assert "moe_gemm" in explain(meta_experts(8, 256, 128), 3, top_k=2, gpu="MI300X")
     assert "asked for" in str(
         prepare(meta_experts(8, 256, 128), top_k=2, max_tokens=1, gpu="H200", portable=True).reason
     )

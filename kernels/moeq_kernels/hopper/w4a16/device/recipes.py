@@ -65,7 +65,15 @@ def _fields(kind):
 
 
 @constexpr_function
-def _finish(kind, half, how):
+def _multiply(result, one, other, float_pair, old):
+    """Pairs of products; before sm_90 bf16 has no products but as sums with -0, which is the same."""
+    if old and float_pair == "bf16x2":
+        return f"fma.rn.bf16x2 {result}, {one}, {other}, nothing;"
+    return f"mul.{float_pair} {result}, {one}, {other};"
+
+
+@constexpr_function
+def _finish(kind, half, how, old):
     """From codes to results r0, r1, ...; operands of column h are named z0, z1 and so on."""
     bits = 8 if kind == "uint8" else 4
     float_pair = "f16x2" if half else "bf16x2"
@@ -74,7 +82,7 @@ def _finish(kind, half, how):
         h = i % 2 if bits == 4 else 0
         upper = bits == 4 and i >= 2
         if how == "power":
-            lines.append(f"mul.{float_pair} r{i}, a{i}, s{h};")
+            lines.append(_multiply(f"r{i}", f"a{i}", f"s{h}", float_pair, old))
             continue
         if how == "folded":
             lines.append(f"fma.rn.{float_pair} r{i}, a{i}, {'high' if upper else 'low'}{h}, z{h};")
@@ -82,15 +90,16 @@ def _finish(kind, half, how):
         zero = f"z{h}" if how.startswith("offset") else "c"
         lines.append(f"fma.rn.{float_pair} r{i}, a{i}, {'hm' if upper else 'lm'}, {zero};")
         if how.endswith("scaled"):
-            lines.append(f"mul.{float_pair} r{i}, r{i}, s{h};")
+            lines.append(_multiply(f"r{i}", f"r{i}", f"s{h}", float_pair, old))
         if how.endswith("split"):
-            lines += [f"mul.{float_pair} a{i}, r{i}, q{h};", f"fma.rn.{float_pair} r{i}, r{i}, p{h}, a{i};"]
+            lines.append(_multiply(f"a{i}", f"r{i}", f"q{h}", float_pair, old))
+            lines.append(f"fma.rn.{float_pair} r{i}, r{i}, p{h}, a{i};")
     return lines
 
 
 @constexpr_function
-def dequantize(kind, half, how):
-    """The text for one word; `$n` numbers are results, word, operands."""
+def dequantize(kind, half, how, old=False):
+    """The text for one word; `$n` numbers are results, word, operands. old: for GPUs before sm_90."""
     count = registers(kind)
     low, high, middle = _CONSTANTS[half, 8 if kind == "uint8" else 4]
     names = [f"a{i}" for i in range(count)] + [f"r{i}" for i in range(count)] + ["w", "s8", "lm", "hm", "c"]
@@ -98,7 +107,9 @@ def dequantize(kind, half, how):
     lines = [f".reg .b32 {', '.join(names + operands)};", f"mov.b32 w, ${count};"]
     lines += [f"mov.b32 {name}, ${count + 1 + i};" for i, name in enumerate(operands)]
     lines += [f"mov.b32 {name}, {value:#010x};" for name, value in (("lm", low), ("hm", high), ("c", middle))]
-    lines += _fields(kind) + _finish(kind, half, how)
+    if old:
+        lines += [".reg .b32 nothing;", "mov.b32 nothing, 0x80008000;"]
+    lines += _fields(kind) + _finish(kind, half, how, old)
     lines += [f"mov.b32 ${i}, r{i};" for i in range(count)]
     return "{\n" + "\n".join(lines) + "\n}"
 
@@ -110,25 +121,36 @@ def constraints(kind, how):
 
 
 @constexpr_function
-def scale_factors():
+def scale_factors(old=False):
     """From a pair of bf16 scales s: s * 2^112, s * 2^108, -s * 2^-18 and -s * 2^-14."""
     constants = (0x77807780, 0x75807580, 0xB680B680, 0xB880B880)
-    lines = [".reg .b32 m;"]
+    lines = [".reg .b32 m, nothing;", "mov.b32 nothing, 0x80008000;"] if old else [".reg .b32 m;"]
     for i, value in enumerate(constants):
-        lines += [f"mov.b32 m, {value:#010x};", f"mul.bf16x2 ${i}, $4, m;"]
+        lines += [f"mov.b32 m, {value:#010x};", _multiply(f"${i}", "$4", "m", "bf16x2", old)]
     return "{\n" + "\n".join(lines) + "\n}"
 
 
 @constexpr_function
-def powers():
+def powers(old=False):
     """From four e8m0 bytes E: pairs (f, f) for each, f = 2^(E - 1 - E2M1_SHIFT) in bf16.
 
     Bytes from 55 to 188 (scales 2^-72 to 2^61) give exact weights; smaller scales give weights of 0 in the end, larger
     ones, 255 (NaN) among them, infinity.
     """
     offset = (126 - E2M1_SHIFT) << 7
+    if old:  # no arithmetic on pairs of 16-bit integers; sums cannot carry from one to the other
+        limits = "\n".join(
+            f"and.b32 l, {one}, 0xffff;\nshr.u32 h, {one}, 16;\nmin.u32 l, l, 0x7f80;\nmin.u32 h, h, 0x7f80;\n"
+            f"shl.b32 h, h, 16;\nor.b32 {one}, l, h;"
+            for one in ("e", "o")
+        )
+        sums = f"add.u32 e, e, c;\nadd.u32 o, o, c;\n{limits}"
+        extra = ".reg .b32 l, h;\n"
+    else:
+        sums = "add.u16x2 e, e, c;\nadd.u16x2 o, o, c;\nmin.u16x2 e, e, top;\nmin.u16x2 o, o, top;"
+        extra = ""
     return f"""{{
-.reg .b32 e, o, c, top;
+{extra}.reg .b32 e, o, c, top;
 .reg .b16 f0, f1, f2, f3;
 mov.b32 c, {offset | offset << 16:#010x};
 mov.b32 top, 0x7f807f80;
@@ -136,10 +158,7 @@ and.b32 e, $4, 0x00ff00ff;
 prmt.b32 o, $4, 0, 0x4341;
 mul.lo.u32 e, e, 128;
 mul.lo.u32 o, o, 128;
-add.u16x2 e, e, c;
-add.u16x2 o, o, c;
-min.u16x2 e, e, top;
-min.u16x2 o, o, top;
+{sums}
 mov.b32 {{f0, f2}}, e;
 mov.b32 {{f1, f3}}, o;
 mov.b32 $0, {{f0, f0}};

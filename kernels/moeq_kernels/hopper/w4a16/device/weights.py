@@ -27,42 +27,46 @@ def undo(kind, half, scaled):
 def step_operand(
     words, first_scale, second_scale, first_zero, second_zero, KIND: gl.constexpr, HALF: gl.constexpr,
     WIDE: gl.constexpr, TOKENS: gl.constexpr, SCALED: gl.constexpr, ZEROS: gl.constexpr, SLABS: gl.constexpr,
+    OLD: gl.constexpr = False, OPERAND: gl.constexpr = None,
 ):  # fmt: skip
     """The left operand of 16 SLABS rows of k: codes minus zero point, times scale where SCALED, over `undo`.
 
     words: uint8, `layouts.words` of SLABS (two or four) slabs. Scales (as stored) and `zero_offsets` of the lower and
-    the upper 32 rows; of two slabs only the first count.
+    the upper 32 rows; of two slabs only the first count. OLD: for GPUs before sm_90; OPERAND: layout of the result
+    where it is not wgmma's.
     """
     if KIND == "e2m1":
-        operands = (words, _beside_powers(first_scale, second_scale, WIDE, SLABS))
-        weights = _unpack(operands, KIND, HALF, "power")
+        operands = (words, _beside_powers(first_scale, second_scale, WIDE, SLABS, OLD))
+        weights = _unpack(operands, KIND, HALF, "power", OLD)
     elif not SCALED:
         if ZEROS:
-            weights = _unpack((words, _beside(first_zero, second_zero, KIND, WIDE, SLABS)), KIND, HALF, "offset")
+            weights = _unpack((words, _beside(first_zero, second_zero, KIND, WIDE, SLABS)), KIND, HALF, "offset", OLD)
         else:
-            weights = _unpack((words,), KIND, HALF, "plain")
+            weights = _unpack((words,), KIND, HALF, "plain", OLD)
     elif ZEROS:
         zero = _beside(first_zero, second_zero, KIND, WIDE, SLABS)
         if first_scale.dtype == gl.float16 and not HALF:
             high, low = _beside_parts(first_scale, second_scale, KIND, WIDE, SLABS)
-            weights = _unpack((words, zero, high, low), KIND, HALF, "offset split")
+            weights = _unpack((words, zero, high, low), KIND, HALF, "offset split", OLD)
         else:
             scale = _beside_plain(first_scale, second_scale, KIND, HALF, WIDE, SLABS)
-            weights = _unpack((words, zero, scale), KIND, HALF, "offset scaled")
+            weights = _unpack((words, zero, scale), KIND, HALF, "offset scaled", OLD)
     elif HALF:
         weights = _unpack(
-            (words, _beside_plain(first_scale, second_scale, KIND, HALF, WIDE, SLABS)), KIND, HALF, "scaled"
+            (words, _beside_plain(first_scale, second_scale, KIND, HALF, WIDE, SLABS)), KIND, HALF, "scaled", OLD
         )
     elif first_scale.dtype == gl.float16:
         high, low = _beside_parts(first_scale, second_scale, KIND, WIDE, SLABS)
-        weights = _unpack((words, high, low), KIND, HALF, "split")
+        weights = _unpack((words, high, low), KIND, HALF, "split", OLD)
     else:
-        low1, high1, zero1 = _folded(first_scale, KIND)
-        low2, high2, zero2 = _folded(second_scale, KIND)
+        low1, high1, zero1 = _folded(first_scale, KIND, OLD)
+        low2, high2, zero2 = _folded(second_scale, KIND, OLD)
         low = _beside_spread(low1, low2, KIND, WIDE, SLABS)
         high = _beside_spread(high1, high2, KIND, WIDE, SLABS)
-        weights = _unpack((words, low, high, _beside_spread(zero1, zero2, KIND, WIDE, SLABS)), KIND, HALF, "folded")
-    return _as_left_operand(weights, KIND, WIDE, TOKENS, SLABS)
+        weights = _unpack(
+            (words, low, high, _beside_spread(zero1, zero2, KIND, WIDE, SLABS)), KIND, HALF, "folded", OLD
+        )
+    return _as_left_operand(weights, KIND, WIDE, TOKENS, SLABS, OPERAND)
 
 
 @gluon.jit
@@ -86,9 +90,9 @@ def zero_offsets(word, KIND: gl.constexpr, HALF: gl.constexpr, WIDE: gl.constexp
 
 
 @gluon.jit
-def _unpack(operands, KIND: gl.constexpr, HALF: gl.constexpr, HOW: gl.constexpr):
+def _unpack(operands, KIND: gl.constexpr, HALF: gl.constexpr, HOW: gl.constexpr, OLD: gl.constexpr):
     """Runs a recipe on (words, ..). The last axis gets twice as long: k and k + 8, or for 8-bit codes stays."""
-    text: gl.constexpr = recipes.dequantize(KIND, HALF, HOW)
+    text: gl.constexpr = recipes.dequantize(KIND, HALF, HOW, OLD)
     constraints: gl.constexpr = recipes.constraints(KIND, HOW)
     if KIND == "uint8" and HALF:
         return gl.inline_asm_elementwise(text, constraints, operands, gl.float16, True, 4)
@@ -103,10 +107,10 @@ def _unpack(operands, KIND: gl.constexpr, HALF: gl.constexpr, HOW: gl.constexpr)
 
 
 @gluon.jit
-def _folded(scale, KIND: gl.constexpr):
+def _folded(scale, KIND: gl.constexpr, OLD: gl.constexpr):
     """Factors of codes in the lowest and in the next four bits, and the zero point, for bf16 scales."""
     low, high, zero4, zero8 = gl.inline_asm_elementwise(
-        recipes.scale_factors(),
+        recipes.scale_factors(OLD),
         "=&r,=&r,=&r,=&r,r",
         (scale,),
         (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
@@ -175,10 +179,10 @@ def _parts(scale):
 
 
 @gluon.jit
-def _beside_powers(first, second, WIDE: gl.constexpr, SLABS: gl.constexpr):
+def _beside_powers(first, second, WIDE: gl.constexpr, SLABS: gl.constexpr, OLD: gl.constexpr):
     """Factors of e8m0 bytes, spread over the bytes of SLABS slabs of words."""
-    x = _powers(_spread(first, WIDE), WIDE)
-    x = gl.join(x, _powers(_spread(second, WIDE), WIDE)) if SLABS == 4 else x
+    x = _powers(_spread(first, WIDE), WIDE, OLD)
+    x = gl.join(x, _powers(_spread(second, WIDE), WIDE, OLD)) if SLABS == 4 else x
     x = gl.join(x, x)  # pair, tile and g, t, j and h and k, (upper slabs,) slab
     x = x.permute([0, 4, 5, 1, 2, 3] if SLABS == 4 else [0, 4, 1, 2, 3])
     shape: gl.constexpr = layouts.words_shape(WIDE, SLABS, "e2m1")
@@ -186,9 +190,9 @@ def _beside_powers(first, second, WIDE: gl.constexpr, SLABS: gl.constexpr):
 
 
 @gluon.jit
-def _powers(scale, WIDE: gl.constexpr):
+def _powers(scale, WIDE: gl.constexpr, OLD: gl.constexpr):
     """`[pair, tile and g, t, j and h and k]` of bytes `[pair, tile and g, t, j1 and h and j0]`, Marlin's e8m0 order."""
-    upper_h: gl.constexpr = recipes.powers()
+    upper_h: gl.constexpr = recipes.powers(OLD)
     zero, one = gl.inline_asm_elementwise(upper_h, "=&r,=&r,=&r,=&r,r", (scale,), (gl.bfloat16, gl.bfloat16), True, 4)
     # Each result has j0 and k where the bytes had h and j0.
     x = gl.join(zero, one).reshape([2, 8 if WIDE else 16, 4, 2, 2, 2, 2])  # pair, tile and g, t, j1, j0, k, h
@@ -196,8 +200,10 @@ def _powers(scale, WIDE: gl.constexpr):
 
 
 @gluon.jit
-def _as_left_operand(x, KIND: gl.constexpr, WIDE: gl.constexpr, TOKENS: gl.constexpr, SLABS: gl.constexpr):
-    """Dequantised words as wgmma's left operand; only renames registers."""
+def _as_left_operand(
+    x, KIND: gl.constexpr, WIDE: gl.constexpr, TOKENS: gl.constexpr, SLABS: gl.constexpr, OPERAND: gl.constexpr
+):
+    """Dequantised words as the left operand; only renames registers."""
     tiles: gl.constexpr = [8, 4, 2, 2, 2] if WIDE else [2, 8, 4, 4, 2]  # g t j1 j0 h or tile g t j h
     x = x.reshape([2, SLABS, tiles[0], tiles[1], tiles[2], tiles[3], tiles[4], 2, 2])
     # pair, slab, tiles.., then k 0/1 and k 0/8, which 8-bit codes have in the other order
@@ -207,4 +213,5 @@ def _as_left_operand(x, KIND: gl.constexpr, WIDE: gl.constexpr, TOKENS: gl.const
         x = x.permute([5, 0, 4, 6, 2, 1, upper, 3, odd]).reshape([128, 16 * SLABS])
     else:
         x = x.permute([5, 0, 2, 6, 3, 1, upper, 4, odd]).reshape([256, 16 * SLABS])
-    return gl.convert_layout(x, layouts.left_operand(TOKENS), assert_trivial=True)
+    layout: gl.constexpr = layouts.left_operand(TOKENS) if OPERAND is None else OPERAND
+    return gl.convert_layout(x, layout, assert_trivial=True)

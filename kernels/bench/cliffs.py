@@ -1,0 +1,202 @@
+"""Time over floor on a grid of layers and tokens, and where it jumps; also for kernels that the GPU would not choose.
+
+    PYTHONPATH=.:kernels python kernels/bench/cliffs.py --out results.json      # the grid, what runs by default
+    PYTHONPATH=.:kernels python kernels/bench/cliffs.py --shapes known --family mma-w4a16 --peers peers.json [--sweep]
+
+The grid: layers of 8 to 512 experts, hidden sizes 1024 to 8192, intermediate sizes 128 to 14336 of a rank, groups of 32
+to 128 and one scale a channel; tokens at powers of two and halfway between. A jump is how much more a time grows from one
+number of tokens to the next than its floor does; more than 1.6 counts as a cliff. Floors as in `hopper_bench`, cold
+weights, CUDA graphs. `--peers` sets times beside those of a side-by-side run (another day, another GPU of the kind).
+`--sweep` times other plans of the `mma.sync` kernels around the chosen one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.hopper_bench import FORMATS, epilogue_of, floor_us, random_experts, weight_bytes
+from bench.timing import SHAPES, Shape, copies_needed, graph_us, inputs, save
+from moeq_kernels import PackedExperts, PreparedLayer
+from moeq_kernels.compiling import compile_all, specialise
+from moeq_kernels.gpu import gpu_of
+from moeq_kernels.mma.plan import MmaPlan, stage_bytes
+from moeq_kernels.prepared import builds, prepare_for, schedule
+
+CLIFF = 1.6
+#: Layers of the grid: experts, choices, hidden, intermediate, format.
+GRID: tuple[tuple[int, int, int, int, str], ...] = (
+    (8, 2, 4096, 14336, "int4"),
+    (8, 2, 1024, 512, "int4"),
+    (16, 1, 5120, 8192, "int4-g32"),
+    (32, 4, 2880, 2880, "mxfp4"),
+    (60, 4, 2048, 1408, "int4"),
+    (64, 8, 2048, 1024, "int8"),
+    (128, 8, 2048, 768, "int4"),
+    (128, 8, 4096, 192, "int4-g32"),
+    (160, 6, 5120, 384, "int8-channel"),
+    (256, 8, 7168, 256, "int4"),
+    (256, 8, 7168, 256, "mxfp4"),
+    (384, 8, 7168, 256, "int4-g32"),
+    (512, 10, 2048, 512, "int4"),
+    (512, 10, 4096, 128, "int4"),
+    (512, 22, 8192, 128, "mxfp4"),
+)
+#: Names of a side-by-side run's shapes.
+PEER_SHAPES = {"mixtral": "mixtral-8x7b", "qwen3-30b": "qwen3-30b-a3b", "gpt-oss-20b": "gpt-oss-20b",
+               "deepseek-v3-tp8": "deepseek-v3-tp8"}  # fmt: skip
+
+
+def layers(which: str) -> list[tuple[str, Shape, str]]:
+    """Names, sizes and formats of the layers to time."""
+    if which == "grid":
+        return [
+            (f"e{experts}k{top_k}h{hidden}i{intermediate}", Shape(experts, top_k, hidden, intermediate), stored)
+            for experts, top_k, hidden, intermediate, stored in GRID
+        ]
+    names = PEER_SHAPES if which == "known" else which.split(",")
+    return [(name, SHAPES[name], "int4") for name in names] + [
+        (name, replace(SHAPES[name], gpt_oss=True), "mxfp4") for name in names if name in ("qwen3-30b", "gpt-oss-20b")
+    ]
+
+
+def tokens_up_to(most: int) -> list[int]:
+    """Powers of two and halfway between."""
+    powers = [1 << bit for bit in range(most.bit_length())]
+    return sorted({one for power in powers for one in (power, power * 3 // 2) if one <= most})
+
+
+def layer_for(packed: PackedExperts, shape: Shape, family: str | None, most: int, plan: Any = None) -> PreparedLayer:
+    """A prepared layer, of a family of kernels and with a plan, where they are named."""
+    x = torch.empty(0, shape.hidden, dtype=torch.bfloat16, device="cuda")
+    return prepare_for(x, packed, shape.top_k, most, epilogue_of(shape), None, family=family, plan=plan)
+
+
+def variants(chosen: MmaPlan, kind: str, group: int) -> list[MmaPlan]:
+    """Plans around the chosen one."""
+    found = []
+    for tokens in (8, 16, 32, 64):
+        if not chosen.tokens / 2 <= tokens <= chosen.tokens * 2:
+            continue
+        for stages in (3, 4, 6):
+            if stages * stage_bytes(tokens, kind, group) <= 160 * 1024:
+                rows = 64 if tokens <= 16 else 32
+                found.append(replace(chosen, tokens=tokens, stages=stages, rows=rows))
+    for up, down in ((1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (8, 4)):
+        found.append(replace(chosen, gate_up_splits=up, down_splits=down))
+    return [one for one in dict.fromkeys(found) if one != chosen]
+
+
+def measure(name: str, shape: Shape, stored: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of one layer."""
+    kept = FORMATS[stored]
+    copies = [random_experts(shape, kept)]
+    sizes = [int(one) for one in options.tokens.split(",")] if options.tokens else tokens_up_to(options.most)
+    first = layer_for(copies[0], shape, options.family, max(sizes))
+    problem, family = first.problem, first.family
+    gpu = gpu_of(torch.device("cuda"))
+    wanted = builds(family, problem, max(sizes))
+    plans: dict[int, list[MmaPlan]] = {}
+    if options.sweep:
+        from moeq_kernels.mma.layer import plan_for
+
+        for tokens in sizes:
+            plans[tokens] = variants(plan_for(problem, tokens), kept.kind, kept.group)
+            for plan in plans[tokens]:
+                wanted |= {specialise(launch) for launch in schedule(family, problem, tokens, plan).launches}
+    done = compile_all(wanted, gpu)
+    print(f"{first}: {done.compiled} of {done.kernels} kernels compiled in {done.seconds:.0f} s", flush=True)
+    rows: list[dict[str, Any]] = []
+    for tokens in sizes:
+        hit = inputs(shape, tokens, 0).ids.unique().numel()
+        needed = copies_needed(weight_bytes(shape, kept, hit))
+        while len(copies) < needed:
+            copies.append(random_experts(shape, kept))
+        given = [inputs(shape, tokens, seed) for seed in range(needed)]
+
+        def timed(plan: Any = None, given: Any = given, needed: int = needed) -> float:
+            ready = [layer_for(packed, shape, options.family, max(sizes), plan) for packed in copies[:needed]]
+            calls = [partial(one, i.x, i.weights, i.ids) for one, i in zip(ready, given, strict=True)]
+            return graph_us(calls, options.milliseconds)
+
+        row = {"layer": name, "format": stored, "tokens": tokens, "family": family, "hit": hit,
+               "floor_us": floor_us(shape, kept, tokens, hit), "us": timed()}  # fmt: skip
+        for plan in plans.get(tokens, ()):
+            row.setdefault("sweep", {})[repr(plan)] = timed(plan)
+        rows.append(row)
+    for before, row in itertools.pairwise(rows):
+        growth = max(1.0, row["floor_us"] / before["floor_us"])
+        row["jump"] = row["us"] / before["us"] / growth
+    for row in rows:
+        best = sorted(row.get("sweep", {}).items(), key=lambda item: item[1])[:3]
+        text = "; ".join(f"{plan.removeprefix('MmaPlan')} {us:.1f}" for plan, us in best)
+        print(f"{name:18s} {stored:12s} M={row['tokens']:5d} {row['us']:9.1f} us, {row['us'] / row['floor_us']:6.2f} "
+              f"x floor, jump {row.get('jump', 1.0):.2f} {text}", flush=True)  # fmt: skip
+    return rows
+
+
+def beside_peers(rows: list[dict[str, Any]], path: Path) -> None:
+    """Adds the peers' times of a side-by-side run to rows, and prints how often and by how much they are beaten."""
+    cells = {
+        (cell["format"], cell["shape"], cell["tokens"]): cell["contenders"]
+        for cell in json.loads(path.read_text())["cells"]
+    }
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        found = cells.get((row["format"], PEER_SHAPES.get(row["layer"], ""), row["tokens"]), {})
+        row["peers"] = {name: one["cold"]["us"] for name, one in found.items() if one.get("cold") and one.get("right")}
+        for name, us in row["peers"].items():
+            ratios.setdefault((row["format"], name), []).append(us / row["us"])
+    for (stored, name), found in sorted(ratios.items()):
+        mean = math.exp(statistics.fmean(map(math.log, found)))
+        print(
+            f"{stored} {name}: {len(found)} cells, theirs over ours {mean:.2f}, faster in {sum(one > 1 for one in found)}"
+        )
+
+
+def main() -> int:
+    """Command line; exits 1 where there is a cliff."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="grid", help="grid, known, or names of shapes")
+    parser.add_argument("--family", help="kernels to use instead of what the layer gets")
+    parser.add_argument("--tokens", help="numbers of tokens instead of powers of two and halfway between")
+    parser.add_argument("--most", type=int, default=8192)
+    parser.add_argument("--milliseconds", type=float, default=8)
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--peers", type=Path, help="JSON of a side-by-side run")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    begin = time.monotonic()
+    rows: list[dict[str, Any]] = []
+    for name, shape, stored in layers(options.shapes):
+        if time.monotonic() - begin > options.seconds:
+            print("out of time at", name, stored)
+            break
+        rows += measure(name, shape, stored, options)
+        torch.cuda.empty_cache()
+        if options.out:
+            save(options.out, rows)
+    if options.peers:
+        beside_peers(rows, options.peers)
+    cliffs = [row for row in rows if row.get("jump", 1.0) > CLIFF]
+    for row in cliffs:
+        print(f"cliff: {row['layer']} {row['format']} M={row['tokens']}: {row['jump']:.2f}")
+    if options.out:
+        save(options.out, rows)
+    return 1 if cliffs else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

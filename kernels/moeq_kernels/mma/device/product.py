@@ -1,0 +1,247 @@
+"""A grouped product with `mma.sync`: Y^T = W^T X^T, weights from packed words to the left operand in registers.
+
+A program takes 256 columns of the weights (four warps, map A of `hopper.w4a16.device.layouts`, whose fragments of 16
+rows are those of `mma.sync` too) and a tile of tokens. Words, scales and tokens of some steps of k ahead come to shared
+memory by cp.async; tokens are picked by their pairs on the way.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import constexpr_function
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from moeq_kernels.hopper.compat import barrier, rows_load
+from moeq_kernels.hopper.device import epilogue
+from moeq_kernels.hopper.w4a16.device import common, layouts, weights
+
+#: Rows of k in a step, and of them whose weights are in registers at a time.
+STEP = gl.constexpr(64)
+
+
+@constexpr_function
+def accumulator():
+    """fp32 accumulators: rows x tokens."""
+    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8])
+
+
+@constexpr_function
+def operand(index):
+    """An operand in registers."""
+    return gl.DotOperandLayout(operand_index=index, parent=accumulator(), k_width=2)
+
+
+@constexpr_function
+def word_copies(kind):
+    """Bytes of a step's words `[2, slabs, bytes]`, 16 for each thread."""
+    lanes = 2 * layouts.tile_bytes(kind) // 16
+    return gl.BlockedLayout([1, 1, 16], [1, max(1, 32 // lanes), min(32, lanes)], [2, 2, 1], [2, 1, 0])
+
+
+@constexpr_function
+def scale_copies():
+    """Scales of a step `[2, 16 groups, 8]`, 8 for each thread."""
+    return gl.BlockedLayout([1, 1, 8], [2, 16, 1], [1, 4, 1], [2, 1, 0])
+
+
+@constexpr_function
+def token_copies(rows):
+    """Some k of tokens `[tokens, rows]`, 8 numbers for each thread."""
+    return gl.BlockedLayout([1, 8], [256 // rows, rows // 8], [4, 1], [1, 0])
+
+
+@constexpr_function
+def token_buffer(rows):
+    """Shared memory for them, as ldmatrix reads it without conflicts."""
+    return gl.SwizzledSharedLayout(8, 64 // rows, rows // 8, [1, 0])
+
+
+# Argument lists of twenty names, one to a line, would hide the code.
+# fmt: off
+@gluon.jit
+def _copy(
+    step, stage, some, w, group_scale, x, token, inside, w_buf, s_buf, x_buf, w_row, s_row, tile, pair_tiles, slabs,
+    groups, width, stride_x, packed, features, GROUP: gl.constexpr, KIND: gl.constexpr, ROWS: gl.constexpr,
+):
+    """Starts the copies of a step, if `some`; w_row, s_row: the expert's first row of slabs and of groups."""
+    BYTES: gl.constexpr = layouts.tile_bytes(KIND)
+    PER: gl.constexpr = layouts.groups_of(STEP, GROUP)
+    layout: gl.constexpr = word_copies(KIND)
+    half = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    slab = gl.arange(0, STEP // 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    byte = gl.arange(0, 2 * BYTES, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    half = gl.expand_dims(gl.expand_dims(half, 1), 2)
+    slab = gl.expand_dims(gl.expand_dims(slab, 0), 2)
+    byte = gl.expand_dims(gl.expand_dims(byte, 0), 1)
+    first = tile + half * pair_tiles
+    row = step * (STEP // 16) + slab
+    there = (row < slabs) & (first * BYTES + byte < width) & some
+    place = w + (w_row + row).to(gl.int64) * width + (first * BYTES + byte)
+    rows_load(w_buf.index(stage), place, mask=there)
+    if GROUP:
+        s_layout: gl.constexpr = scale_copies()
+        pair = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, s_layout)))
+        line = gl.arange(0, PER * 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, s_layout)))
+        inner = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, s_layout)))
+        pair = gl.expand_dims(gl.expand_dims(pair, 1), 2)
+        line = gl.expand_dims(gl.expand_dims(line, 0), 2)
+        inner = gl.expand_dims(gl.expand_dims(inner, 0), 1)
+        group = step * STEP // GROUP + line // 16
+        column = (tile + pair * pair_tiles) * 64 + line % 16 * 8
+        known = (group < groups) & (column < packed) & some
+        rows_load(s_buf.index(stage), group_scale + (s_row + group).to(gl.int64) * packed + column + inner, mask=known)
+    for sub in gl.static_range(STEP // ROWS):
+        k = step * STEP + sub * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, token_copies(ROWS)))
+        k = gl.expand_dims(k, 0)
+        # Features come in eights; said like this, the compiler knows that eight are copied or none.
+        place = x + token * stride_x + k
+        rows_load(x_buf.index(stage * (STEP // ROWS) + sub), place, mask=inside & (k // 8 * 8 < features) & some)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _multiply(
+    acc, words, scales, x_view, zero, s_row, groups, zero_words, tile, pair_tiles, k, SUB: gl.constexpr,
+    TOKENS: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, HALF: gl.constexpr,
+    ROWS: gl.constexpr, OLD: gl.constexpr,
+):
+    """acc + the product of ROWS rows of k, the SUB-th of a step that begins at row k."""
+    first: gl.constexpr = SUB * ROWS // GROUP if GROUP else 0
+    second: gl.constexpr = (SUB * ROWS + ROWS - 32) // GROUP if GROUP else 0
+    layout: gl.constexpr = gl.SliceLayout(2, layouts.scales(False))
+    words = words.slice(ROWS // 16 * SUB, ROWS // 16, dim=1).load(layouts.words(False, ROWS // 16, KIND))
+    scale1 = 0
+    scale2 = 0
+    if GROUP:
+        scale1 = scales.slice(first * 16, 16, dim=1).load(layout)
+        scale2 = scale1
+        if first != second:
+            scale2 = scales.slice(second * 16, 16, dim=1).load(layout)
+    zero1 = 0
+    zero2 = 0
+    if ZEROS:
+        row = s_row + common.group_at(k, first, groups, GROUP)
+        zero1 = common.zero_offsets(zero, row, zero_words, tile, pair_tiles, False, KIND, HALF)
+        zero2 = zero1
+        if first != second:
+            row = s_row + common.group_at(k, second, groups, GROUP)
+            zero2 = common.zero_offsets(zero, row, zero_words, tile, pair_tiles, False, KIND, HALF)
+    a = weights.step_operand(
+        words, scale1, scale2, zero1, zero2, KIND, HALF, False, TOKENS, GROUP > 0, ZEROS, ROWS // 16, OLD, operand(0)
+    )
+    return mma_v2(a, x_view.permute((1, 0)).load(operand(1)), acc)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "top_k", "slabs", "groups", "count", "pair_tiles", "rows", "zero_words", "features",
+    ]
+)
+def expert_product_mma(
+    x, w, group_scale, zero, out, partial, arrived, tiles, pair_of_row, top_k, stride_x, features, slabs, width, groups,
+    count, pair_tiles, columns, stride, rows, zero_words, scale, bias, packed, TOKENS: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, EPILOGUE: gl.constexpr,
+    SPLITS: gl.constexpr, GATHER: gl.constexpr, ROWS: gl.constexpr, OLD: gl.constexpr, DEPENDENT: gl.constexpr,
+):
+    """out[row] = epilogue(x of row @ W[expert of row].T), see `epilogue.Epilogue`.
+
+    Programs: (block of columns and share of k, tile).
+
+    Args as of `hopper.w4a16.device.narrow.expert_product_narrow`, except:
+        x: `[.., features]` with stride_x: rows by pair_of_row // top_k where GATHER, else sorted rows.
+        w: bytes `[E * slabs, width]`; group_scale `[E * groups, packed]`, or None where GROUP is 0.
+        tiles: of TOKENS rows; count: of steps of 64 rows of k.
+        ROWS: of k, whose weights are in registers at a time (32 or 64).
+        OLD: for GPUs before sm_90.
+    """
+    block = gl.program_id(0) // SPLITS
+    split = gl.program_id(0) % SPLITS
+    entry = tiles + gl.program_id(1) * 8
+    GATED: gl.constexpr = epilogue.gated(EPILOGUE)
+    HALF: gl.constexpr = x.dtype.element_ty == gl.float16
+    UNDO: gl.constexpr = weights.undo(KIND, HALF, GROUP > 0)
+    PER: gl.constexpr = layouts.groups_of(STEP, GROUP)
+    w_shape: gl.constexpr = [STAGES, 2, STEP // 16, 2 * layouts.tile_bytes(KIND)]
+    w_buf = gl.allocate_shared_memory(gl.uint8, w_shape, layouts.plain_shared())
+    s_buf = w_buf
+    if GROUP:
+        s_shape: gl.constexpr = [STAGES, 2, PER * 16, 8]
+        s_buf = gl.allocate_shared_memory(group_scale.dtype.element_ty, s_shape, layouts.plain_shared())
+    x_buf = gl.allocate_shared_memory(x.dtype.element_ty, [STAGES * (STEP // ROWS), TOKENS, ROWS], token_buffer(ROWS))
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert = gl.load(entry)
+    if expert >= 0:
+        row = gl.load(entry + 1)
+        end_row = gl.load(entry + 2)
+        tile = block * (2 if GATED and not epilogue.interleaved(EPILOGUE) else 4)
+        each = (count + SPLITS - 1) // SPLITS
+        first = split * each
+        last = gl.minimum(first + each, count)
+        w_row = expert * slabs
+        s_row = expert * groups
+        own = row + gl.arange(0, TOKENS, layout=gl.SliceLayout(1, token_copies(ROWS)))
+        token = own
+        if GATHER:
+            token = gl.load(pair_of_row + own, mask=own < end_row, other=0) // top_k
+        inside = gl.expand_dims(own < end_row, 1)
+        token = gl.expand_dims(token, 1).to(gl.int64)
+        for i in gl.static_range(STAGES - 1):
+            _copy(
+                first + i, i, first + i < last, w, group_scale, x, token, inside, w_buf, s_buf, x_buf, w_row, s_row,
+                tile, pair_tiles, slabs, groups, width, stride_x, packed, features, GROUP, KIND, ROWS,
+            )
+        acc = gl.zeros([256, TOKENS], gl.float32, accumulator())
+        for step in range(first, last):
+            async_copy.wait_group(STAGES - 2)
+            barrier()
+            ahead = step + STAGES - 1
+            _copy(
+                ahead, (ahead - first) % STAGES, ahead < last, w, group_scale, x, token, inside, w_buf, s_buf, x_buf,
+                w_row, s_row, tile, pair_tiles, slabs, groups, width, stride_x, packed, features, GROUP, KIND, ROWS,
+            )
+            stage = (step - first) % STAGES
+            for sub in gl.static_range(STEP // ROWS):
+                acc = _multiply(
+                    acc, w_buf.index(stage), s_buf.index(stage), x_buf.index(stage * (STEP // ROWS) + sub), zero, s_row,
+                    groups, zero_words, tile, pair_tiles, step * STEP, sub, TOKENS, GROUP, ZEROS, KIND, HALF, ROWS, OLD,
+                )
+        async_copy.wait_group(0)
+
+        column = tile * 64
+        second = (tile + pair_tiles) * 64
+        acc = gl.convert_layout(acc * UNDO, layouts.accumulator(TOKENS))
+        if GATED and SPLITS > 1:
+            acc = common.affine_rows(acc, column, second, scale, bias, split == 0, expert, packed, False, TOKENS)
+            one, two = common.pair_columns(acc, False, TOKENS, epilogue.interleaved(EPILOGUE))
+            layout: gl.constexpr = layouts.output(False, TOKENS)
+            t = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, layout)), 1)
+            at, _ = common.places(column, second, False, TOKENS, EPILOGUE)
+            here = (row + t < end_row) & (at < columns)
+            place = partial + (row + t).to(gl.int64) * (2 * columns) + at
+            size = (row * 0 + rows).to(gl.int64) * (2 * columns)
+            gl.store(place + split * size, one, mask=here)
+            gl.store(place + split * size + columns, two, mask=here)
+            barrier()
+            number = gl.program_id(1) * (gl.num_programs(0) // SPLITS) + block
+            if gl.atomic_add(arrived + number, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
+                one = gl.zeros([TOKENS, 128], gl.float32, layout)
+                two = gl.zeros([TOKENS, 128], gl.float32, layout)
+                for other in gl.static_range(SPLITS):
+                    one += gl.load(place + other * size, mask=here, other=0.0, cache_modifier=".cg")
+                    two += gl.load(place + other * size + columns, mask=here, other=0.0, cache_modifier=".cg")
+                common.store_pair(one, two, out, row, end_row, column, second, columns, stride, EPILOGUE, False, TOKENS)
+        else:
+            base = out
+            if SPLITS > 1:
+                base = out + (split * rows).to(gl.int64) * stride
+            common.store_chunks(
+                acc, base, row, end_row, column, second, columns, stride, scale, bias, split == 0, expert, packed,
+                EPILOGUE, False, TOKENS, min(TOKENS, 16),
+            )
+
+
+# fmt: on

@@ -1,0 +1,121 @@
+"""The launches of a layer with the `mma.sync` kernels, and what they take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from moeq_kernels.areas import Area, Arena
+from moeq_kernels.epilogue import PLAIN
+from moeq_kernels.hopper.support import MOST_EXPERTS, matrix_reasons, triton_reason
+from moeq_kernels.hopper.w4a16.products import alike, channel_scale, group_of, kind_of
+from moeq_kernels.launch import Launch
+from moeq_kernels.mma.plan import MmaPlan, choose
+from moeq_kernels.problem import Piece, Problem
+from moeq_kernels.records import PackedMatrix
+from moeq_kernels.sorting import Sorted, most_tiles, room, sort_pairs, sum_parts
+
+#: Pairs up to which expert outputs are kept in float32 until they are summed.
+EXACT_PAIRS = 1024
+
+
+def reasons(problem: Problem) -> Iterator[str]:
+    """Reasons against these kernels."""
+    if problem.interpret or problem.gpu.backend != "cuda" or problem.gpu.capability < (8, 0):
+        yield f"{problem.gpu.name} is not an NVIDIA GPU from sm_80 on"
+    reason = triton_reason()
+    if reason:
+        yield reason
+    if problem.weight_on_input:
+        yield "router weights multiply the input"
+    if problem.experts > MOST_EXPERTS:
+        yield f"{problem.experts} experts; these kernels sort pairs among at most {MOST_EXPERTS}"
+    if problem.hidden % 8:
+        yield f"x has {problem.hidden} features; cp.async copies eight at a time"
+    yield from matrix_reasons("w13", problem.w13)
+    yield from matrix_reasons("w2", problem.w2)
+
+
+def plan_for(problem: Problem, tokens: int) -> MmaPlan:
+    """Sizes for so many tokens."""
+    w13 = problem.w13
+    kind, group, gated = kind_of(w13), group_of(w13), problem.epilogue.gated
+    if not alike(w13, problem.w2):  # the plan has to fit both
+        group = min(group or 128, group_of(problem.w2) or 128)
+    pairs = tokens * problem.top_k
+    return choose(pairs, problem.experts, w13.k, problem.intermediate, group, kind, gated, problem.gpu)
+
+
+def launches(problem: Problem, piece: Piece, arena: Arena, plan: MmaPlan) -> list[Launch]:
+    """y of some tokens: sorting, both products, the sum over choices."""
+    pairs = piece.ids.numel()
+    most = most_tiles(pairs, plan.tokens, problem.experts)
+    counters = most * -(-problem.intermediate // 128) if plan.gate_up_splits > 1 else 0
+    found = room(problem, arena, pairs, plan.tokens, counters)
+    middle = arena.take(problem.dtype, pairs, problem.intermediate)
+    exact = pairs <= EXACT_PAIRS or plan.down_splits > 1 or problem.dtype == torch.float16
+    finer = kind_of(problem.w2) == "e2m1" or problem.w2.bias is not None
+    kept = torch.float32 if exact else torch.int16 if finer else problem.dtype
+    parts = arena.take(kept, plan.down_splits, pairs, problem.hidden)
+    return [
+        *sort_pairs(problem, piece, arena, found, plan.tokens, plan.tokens),
+        _product(problem, plan, problem.w13, found, piece.x, middle, arena),
+        _product(problem, plan, problem.w2, found, middle, parts, arena),
+        sum_parts(problem, piece, parts, found.inverse),
+    ]
+
+
+def _product(
+    problem: Problem, plan: MmaPlan, matrix: PackedMatrix, rows: Sorted, x: Area, out: Area, arena: Arena
+) -> Launch:
+    first = matrix is problem.w13
+    epilogue = problem.epilogue if first else PLAIN
+    splits = plan.gate_up_splits if first else plan.down_splits
+    columns, pairs = out.shape[-1], rows.pair_of_row.numel()
+    paired = epilogue.gated and not epilogue.interleaved
+    blocks = -(-columns // (128 if epilogue.gated else 256))
+    weight: Area = matrix.weight.cast(torch.uint8)
+    shared = first and splits > 1
+    arguments = {
+        "x": x,
+        "w": weight,
+        "group_scale": None if matrix.channelwise else matrix.scale,
+        "zero": matrix.zero,
+        "out": out,
+        "partial": arena.take(torch.float32, splits, pairs, 2 * columns) if shared else None,
+        "arrived": rows.cleared if shared else None,
+        "tiles": rows.tiles,
+        "pair_of_row": rows.pair_of_row if first else None,
+        "top_k": problem.top_k,
+        "stride_x": x.strides[0],
+        "features": min(x.shape[1], matrix.k),
+        "slabs": matrix.k // 16,
+        "width": weight.shape[-1],
+        "groups": matrix.num_groups,
+        "count": -(-min(matrix.k, x.shape[1]) // 64),
+        "pair_tiles": columns // 64 if paired else 2,
+        "columns": columns,
+        "stride": out.strides[-2],
+        "rows": pairs,
+        "zero_words": 0 if matrix.zero is None else matrix.zero.shape[-1],
+        "scale": channel_scale(matrix),
+        "bias": matrix.bias,
+        "packed": matrix.n,
+    }
+    constants = {
+        "TOKENS": plan.tokens,
+        "STAGES": plan.stages,
+        "GROUP": group_of(matrix),
+        "ZEROS": matrix.zero is not None,
+        "KIND": kind_of(matrix),
+        "EPILOGUE": epilogue,
+        "SPLITS": splits,
+        "GATHER": first,
+        "ROWS": plan.rows,
+        "OLD": problem.gpu.capability < (9, 0),
+        "DEPENDENT": problem.dependent,
+    }
+    programs = (blocks * splits, rows.most)
+    options = {"num_warps": 4, **problem.after}
+    return Launch("mma.device.product:expert_product_mma", programs, arguments, constants, options)

@@ -1,0 +1,56 @@
+"""Sizes of the `mma.sync` kernels, from the problem and the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moeq_kernels.gpu import Gpu
+from moeq_kernels.hopper.w4a16.plan import splits_for, tokens_per_hit
+
+
+@dataclass(frozen=True)
+class MmaPlan:
+    """Sizes of both products.
+
+    Attributes:
+        tokens: of a tile (8, 16, 32 or 64).
+        stages: steps of 64 rows of k in shared memory.
+        rows: of k, whose weights are in registers at a time.
+        gate_up_splits, down_splits: programs that share a tile's k.
+    """
+
+    tokens: int
+    stages: int
+    rows: int
+    gate_up_splits: int = 1
+    down_splits: int = 1
+
+
+#: (tokens per hit expert up to, tokens of a tile).
+TILES = ((8.0, 8), (16.0, 16), (32.0, 32), (float("inf"), 64))
+#: Programs that fit a multiprocessor's registers, by tokens of a tile.
+RESIDENT = {8: 4, 16: 4, 32: 3, 64: 2}
+
+
+def stage_bytes(tokens: int, kind: str, group: int) -> int:
+    """Shared memory of a step of 64 rows of k: words, scales and tokens."""
+    words = 16 * 1024 if kind == "uint8" else 8 * 1024
+    scales = (max(1, 64 // group) * 256 * (1 if kind == "e2m1" else 2)) if group else 0
+    return words + scales + 128 * tokens
+
+
+def choose(
+    pairs: int, experts: int, hidden: int, intermediate: int, group: int, kind: str, gated: bool, gpu: Gpu
+) -> MmaPlan:
+    """The plan for `pairs` routed pairs among `experts` with these packed sizes; other arguments as of `w4a16.plan`."""
+    mean = tokens_per_hit(pairs, experts)
+    tokens = next(size for limit, size in TILES if mean <= limit)
+    each = stage_bytes(tokens, kind, group)
+    most = RESIDENT[tokens]
+    stages = max(2, min(6, gpu.shared_bytes // most // each))
+    resident = gpu.multiprocessors * max(1, min(most, gpu.shared_bytes // (stages * each)))
+    tiles = pairs / mean * max(1.0, mean / tokens)
+    width = 128 if gated else 256
+    up = splits_for(tiles * -(-intermediate // width), -(-hidden // 64) // 2, resident) if gated else 1
+    down = splits_for(tiles * -(-hidden // 256), -(-intermediate // 64) // 2, resident)
+    return MmaPlan(tokens, stages, 64 if tokens <= 16 else 32, min(up, 8), min(down, 8))
