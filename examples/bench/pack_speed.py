@@ -103,9 +103,9 @@ def measure_layout(layout_id: str, rows: int, columns: int, seconds: float) -> d
     layout = get_layout(layout_id, allow_lossy=True)
     spec = spec_for(layout_id, rows, columns)
     matrices = [random_matrix(spec, seed) for seed in (0, 1)]
-    found = [layout.survey(matrix) for matrix in matrices]
+    found = [layout.calibrate(matrix) for matrix in matrices]
     if found[0] is not None:
-        layout = layout.with_survey(max(value for value in found if value is not None))
+        layout = layout.with_calibration(max(value for value in found if value is not None))
     buffers = [layout.pack(matrix) for matrix in matrices]
     size = logical_bytes(spec)
 

@@ -139,12 +139,6 @@ def allocate(fd: int, size: int) -> None:
         os.ftruncate(fd, size)
 
 
-def read_soon(fd: int, start: int, count: int) -> None:
-    """Tell the kernel that these bytes will be read, so that it fetches them meanwhile."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, start, count, os.POSIX_FADV_WILLNEED)
-
-
 def start_write_back(fd: int, start: int, count: int) -> None:
     """Ask the kernel to begin writing bytes of a file to disk now, so that the sync at the end has less to do."""
     libc().sync_file_range(fd, ctypes.c_longlong(start), ctypes.c_longlong(count), ctypes.c_uint(2))

@@ -19,7 +19,7 @@ from moeq.errors import MoeqError
 from moeq.layouts.arranged import ArrangedLayout, Part
 from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec
 from moeq.layouts.marlin import GROUPED, SINGLE, WEIGHT, bias_part, scale_part, weight_part
-from moeq.layouts.words import take_columns, use_compiled
+from moeq.layouts.words import take_columns
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 if TYPE_CHECKING:
@@ -64,16 +64,6 @@ class MarlinActOrder(ArrangedLayout):
         index = matrix.group_index
         if index is None or int(index.min()) < 0 or int(index.max()) >= matrix.spec.num_groups:
             raise MoeqError("source.bad-group-index", f"{matrix.spec.role}: group indices must lie in 0 .. groups - 1")
-
-    def pack_into(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
-        if "weight" not in out or matrix.spec.bits != 4 or not use_compiled(matrix.codes.numel()):
-            super().pack_into(matrix, out)
-            return
-        # The same bytes without a sorted copy of the codes.
-        from moeq.layouts.fast.nibbles import pack_marlin4
-
-        super().pack_into(matrix, {name: tensor for name, tensor in out.items() if name != "weight"})
-        pack_marlin4(matrix.codes.contiguous().numpy(), out["weight"].view(-1).numpy(), _order(matrix).numpy())
 
     def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
         found = super().encode(name, matrix)

@@ -1,35 +1,18 @@
-"""An opened checkpoint: what it holds, and the matrix of any expert.
-
-Headers only, and no torch, until data is asked for.
-"""
+"""Opening checkpoints: a local folder, source or converted, or a repository. Importing this imports no torch."""
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
 
-from moeq.checkpoint.facts import Facts
-from moeq.checkpoint.families import find_family
 from moeq.checkpoint.hub import looks_like_repository, open_repository
 from moeq.checkpoint.manifest import MANIFEST_NAME, read_manifest
-from moeq.checkpoint.names import FUSED, StoredName, index_experts
 from moeq.checkpoint.source import LocalSource, Source
 from moeq.errors import MoeqError
-from moeq.matrix import MatrixSpec, QuantizedMatrix, Role
-from moeq.model.describe import Model, describe, model_type, split_stacks
-from moeq.model.experts import UNKNOWN_ORDER, WHOLE_PARTS, ExpertKind, Experts
-from moeq.model.info import CheckpointInfo
-from moeq.model.quantization import find_declaration
-from moeq.schemes.base import Scheme
-from moeq.schemes.declared import Declaration
-from moeq.schemes.registry import get_format
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from moeq.model.checkpoint import Checkpoint
 
 
 def open(path_or_repo: str | Path, revision: str | None = None, *, name: str | None = None) -> Checkpoint:
@@ -78,168 +61,4 @@ def _source(path_or_repo: str | Path, revision: str | None, name: str | None) ->
     return LocalSource(Path(text), name or text)
 
 
-class Checkpoint:
-    """A checkpoint that was opened.
-
-    Attributes:
-        source: its files: configs, tensor headers, bytes on request.
-        kind: `source`, or `converted` for an output of `moeq convert`.
-        info: what `moeq inspect` tells.
-        declaration: the quantisation config as read, or None.
-    """
-
-    kind: Literal["source", "converted"] = "source"
-    declaration: Declaration | None = None
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-        facts = Facts(source.config)
-        layers = index_experts(source.tensors)
-        stacks = split_stacks(layers, facts.layers())
-        declaration, warnings = find_declaration(source.config, source.side_configs)
-        if not stacks.main:
-            raise _not_moe(source, facts, declaration)
-        source.warnings.extend(warnings)
-        self.declaration = declaration
-        family = find_family(model_type(facts))
-        interleaved = family.interleaved if family else None
-        declared = facts.experts()
-        self._experts: dict[int, Experts] = {
-            number: Experts(layer, declaration, interleaved, declared)
-            for number, layer in (*stacks.main.items(), *stacks.mtp.items())
-        }
-        source.expert_names = frozenset(entry.name for layer in stacks.main.values() for entry in layer.tensors())
-        self.info: CheckpointInfo = describe(Model(source, facts, family, stacks, self._experts, declaration))
-
-    @property
-    def quantization_config(self) -> Mapping[str, Any] | None:
-        """The quantisation config that counts, wherever the checkpoint keeps it (`info.quant_origin`); None without."""
-        return self.declaration.raw if self.declaration else None
-
-    def expert_prefix(self, layer: int) -> str:
-        """Module path of a layer's experts, such as `model.layers.0.mlp.experts`."""
-        return self._layer(layer).layer.prefix
-
-    def num_experts(self, layer: int) -> int:
-        """Routed experts of a layer."""
-        return self._layer(layer).num_experts
-
-    def experts(self, layer: int) -> Experts:
-        """A layer's experts as they are stored: tensors, and the kind of every expert."""
-        return self._layer(layer)
-
-    def scheme_of(self, layer: int, expert: int = 0, role: Role = "w13") -> Scheme:
-        """How an expert's weights are encoded."""
-        return self.kind_of(layer, expert).projection(role).scheme
-
-    def spec(self, layer: int, role: Role, expert: int = 0) -> MatrixSpec:
-        """Sizes and types of a matrix, from headers alone.
-
-        Args:
-            layer: layer number.
-            role: `gate`, `up`, `down`, `w13` (gate rows, then up rows) or `w2` (the same matrix as `down`).
-            expert: expert number.
-        """
-        return self.kind_of(layer, expert).spec(role)
-
-    def matrix(self, layer: int, expert: int, role: Role) -> QuantizedMatrix:
-        """One logical matrix, reading just its tensors.
-
-        Raises:
-            MoeqError: `source.not-quantized`, `source.bad-data` where the data is impossible, `source.inconsistent`
-                where gate and up cannot be joined into `w13`.
-        """
-        from moeq.schemes.joining import concatenate_rows, select_rows
-
-        check_role(role)
-        kind = self.kind_of(layer, expert)
-        wanted = kind.spec(role)
-        if role in ("gate", "up") and "gate_up" in kind.projections:
-            if kind.interleaved is None:
-                raise MoeqError("source.unknown-order", f"{self.expert_prefix(layer)}: {UNKNOWN_ORDER}")
-            stored = self._read(layer, expert, "gate_up", kind)
-            return select_rows(stored, wanted, first=role == "gate", interleaved=kind.interleaved)
-        if role == "w13" and "gate_up" in kind.projections and kind.interleaved is not False:
-            gate, up = self.matrix(layer, expert, "gate"), self.matrix(layer, expert, "up")
-            return concatenate_rows(gate, up, wanted)
-        if role == "w13" and "gate" in kind.projections:
-            gate, up = (self._read(layer, expert, projection, kind) for projection in ("gate", "up"))
-            return concatenate_rows(gate, up, wanted)
-        projection: StoredName = "gate_up" if role == "w13" and kind.gated else _PROJECTION[role]
-        return self._read(layer, expert, projection, kind, role)
-
-    def dequantize(self, layer: int, expert: int, projection: Literal["gate", "up", "down"]) -> Tensor:
-        """float32 `[N, K]`, the exact product `scale * (code - zero)`."""
-        from moeq.schemes.dequantize import dequantize
-
-        return dequantize(self.matrix(layer, expert, projection))
-
-    def _layer(self, layer: int) -> Experts:
-        if layer not in self._experts:
-            known = ", ".join(map(str, self._experts))
-            raise MoeqError("usage.no-such-layer", f"layer {layer} has no routed experts", f"MoE layers: {known}")
-        return self._experts[layer]
-
-    def kind_of(self, layer: int, expert: int) -> ExpertKind:
-        """How an expert is encoded, projection by projection as they are stored."""
-        return self._layer(layer).kind(expert)
-
-    def module(self, layer: int, expert: int, projection: StoredName) -> str:
-        """Module name of a projection, as tensor names and configs have it."""
-        return self._layer(layer).layer.module(projection, expert)
-
-    def parts(self, layer: int, expert: int, projection: StoredName, wanted: Container[str]) -> dict[str, Tensor]:
-        """Stored tensors of one projection of one expert by part name; of stacked tensors, the expert's slice."""
-        source, experts = self.source, self._layer(layer)
-        parts: dict[str, Tensor] = {}
-        for part, entry in experts.layer.unit(expert)[projection].items():
-            if part not in wanted:
-                continue
-            whole = not experts.layer.fused or part in WHOLE_PARTS
-            parts[part] = source.read(entry.name) if whole else source.read_row(entry, expert)
-        return parts
-
-    def _read(
-        self, layer: int, expert: int, projection: StoredName, kind: ExpertKind, role: Role | None = None
-    ) -> QuantizedMatrix:
-        """Decode one stored projection."""
-        from moeq.schemes.check import check_matrix
-
-        described = kind.projections[projection]
-        spec = kind.spec(role) if role else described.spec
-        stored_as = get_format(described.scheme.format)
-        parts = self.parts(layer, expert, projection, stored_as.parts)
-        module = self.module(layer, expert, projection)
-        try:
-            matrix = stored_as.unpack(parts, spec, described.scheme)
-        except MoeqError as error:
-            raise MoeqError(error.code, f"{module}: {error.message}", error.hint) from None
-        check_matrix(matrix, module)
-        return matrix
-
-
-_PROJECTION: dict[Role, StoredName] = {"gate": "gate", "up": "up", "down": "down", "w2": "down", "w13": "up"}
-
-
-def check_role(role: str) -> None:
-    """Raises MoeqError `usage.no-such-projection`."""
-    if role not in _PROJECTION:
-        known = ", ".join(_PROJECTION)
-        raise MoeqError("usage.no-such-projection", f"an expert has no projection {role!r}", f"projections: {known}")
-
-
-def _not_moe(source: Source, facts: Facts, declaration: Declaration | None) -> MoeqError:
-    declared = facts.experts()
-    if declared and declaration and declaration.refusal:
-        message = f"{source.name}: {declaration.refusal} ({declaration.origin})"
-        return MoeqError("source.unsupported-format", message, "look for a GPTQ, AWQ, compressed-tensors or MXFP4 one")
-    detail = "its config declares no experts" if not declared else f"its config declares {declared} experts"
-    return MoeqError(
-        "source.not-moe",
-        f"{source.name}: no routed experts among {len(source.tensors):,} tensors, and {detail}",
-        "moeq looks for tensors named like `layers.0.mlp.experts.0.gate_proj.*` and stacked ones like "
-        "`experts.gate_up_proj`; dense models need no moeq",
-    )
-
-
-__all__ = ["FUSED", "Checkpoint", "open"]
+__all__ = ["Checkpoint", "open"]

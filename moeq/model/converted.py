@@ -16,7 +16,7 @@ from moeq.errors import MoeqError
 from moeq.layouts.base import TensorSpec
 from moeq.layouts.registry import get_layout
 from moeq.matrix import ELEMENT_BITS, MatrixSpec, QuantizedMatrix, Role, projection_spec, split_projections
-from moeq.model import Checkpoint, check_role
+from moeq.model.checkpoint import Checkpoint, check_role
 from moeq.model.describe import model_type, split_stacks
 from moeq.model.experts import Experts
 from moeq.model.info import CheckpointInfo

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from moeq.checkpoint.names import StoredName
 from moeq.checkpoint.warning import CheckpointWarning
-from moeq.model import Checkpoint
+from moeq.model.checkpoint import Checkpoint
 from moeq.model.experts import ExpertKind
 from moeq.schemes.format import Described, PartRole
 from moeq.schemes.registry import get_format

@@ -22,7 +22,6 @@ from moeq.pipeline.events import Finished, Progress
 from moeq.pipeline.plan.plan import Plan
 from moeq.pipeline.run.execution import at_once, run_units
 from moeq.pipeline.run.executors import Where
-from moeq.pipeline.run.readahead import Readahead
 from moeq.pipeline.run.resources import Memory, plan_memory
 from moeq.pipeline.run.shares import Share, ShareRun, is_remote, parse_share
 from moeq.pipeline.run.streaming import require_streamable, streamed
@@ -141,15 +140,14 @@ def convert(
     units = share.select(job.plan.units, remote=is_remote(source)) if share else job.plan.units
     part = ShareRun(share, len(units), sum(unit.bytes_out for unit in units), not dry_run) if share else None
     tell = progress or (lambda event: None)
-    with Readahead(source, () if dry_run or executor != "local" else units) as readahead:
-        memory = plan_memory(job.checkpoint, job.plan, units, workers or default_workers(), max_memory)
-        if dry_run:
-            return conversion_of(job, folder, None, share=part, memory=memory)
-        where = Where(executor, ray_address, memory.workers, memory.spare())
-        with headers_frozen(), folder:
-            with streamed(source, folder.work("source"), tell) if stream_source else nullcontext(at_once) as batches:
-                ran = run_units(job, folder, units, where, readahead.until_progress(tell), batches)
-            manifest = finish(job, folder, ran.records) if share is None else None
+    memory = plan_memory(job.checkpoint, job.plan, units, workers or default_workers(), max_memory)
+    if dry_run:
+        return conversion_of(job, folder, None, share=part, memory=memory)
+    where = Where(executor, ray_address, memory.workers, memory.spare())
+    with headers_frozen(), folder:
+        with streamed(source, folder.work("source"), tell) if stream_source else nullcontext(at_once) as batches:
+            ran = run_units(job, folder, units, where, tell, batches)
+        manifest = finish(job, folder, ran.records) if share is None else None
     tell(Finished(sum(unit.bytes_out for unit in units), time.monotonic() - begun, len(ran.resumed)))
     return conversion_of(job, folder, manifest, len(ran.resumed), part, memory)
 

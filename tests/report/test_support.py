@@ -1,4 +1,4 @@
-"""The README's support tables say what the registries say."""
+"""The generated documents say what the registries say."""
 
 from __future__ import annotations
 
@@ -7,23 +7,27 @@ from pathlib import Path
 import pytest
 
 from moeq.layouts.registry import LAYOUTS
-from moeq.report.support import replace_tables, support_tables
+from moeq.report.support import documents, formats_page, layouts_page, replace_summary, summary
 from moeq.schemes.registry import FORMATS
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+PAGES = documents(ROOT)
 
 
-def test_the_readme_is_up_to_date() -> None:
-    text = README.read_text(encoding="utf-8")
-    assert text == replace_tables(text), "run: python -m moeq.report.support --write README.md"
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_documents_are_up_to_date(path: Path) -> None:
+    assert path.read_text(encoding="utf-8") == PAGES[path], "run: python -m moeq.report.support --write"
 
 
-def test_every_format_and_layout_has_a_row() -> None:
-    tables = support_tables()
-    for name in (*FORMATS, *LAYOUTS):
-        assert f"| `{name}` |" in tables
+def test_every_format_and_layout_is_named() -> None:
+    for name in FORMATS:
+        assert f"| `{name}` |" in formats_page()
+        assert f"`{name}`" in summary() or name in ("unquantized", "foreign")
+    for name in LAYOUTS:
+        assert f"| `{name}` |" in layouts_page()
+        assert f"`{name.partition('/')[0]}`" in summary()
 
 
 def test_a_text_without_markers_is_refused() -> None:
     with pytest.raises(ValueError, match="support:begin"):
-        replace_tables("nothing here")
+        replace_summary("nothing here")

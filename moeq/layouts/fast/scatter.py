@@ -11,8 +11,7 @@ import numpy as np
 from numba import njit
 
 from moeq.layouts.arrangement import Arrangement, Digit
-from moeq.layouts.fast import nibbles, tall
-from moeq.layouts.marlin import WEIGHT
+from moeq.layouts.fast import nibbles
 
 Array = np.ndarray[Any, Any]
 
@@ -22,58 +21,34 @@ _LANES = {2: np.uint16, 4: np.uint32}
 #: Smallest table worth a loop of its own; smaller ones take in part of the free column digit.
 _TABLE = 64
 
-#: Shortest run of consecutive words worth a loop of its own.
-_RUN = 8
-
 
 @dataclass(frozen=True)
 class _Loops:
     """An arrangement for one matrix size: where each element comes from and each word goes, in elements and words.
 
     Word number `outer * outer_words + inner * inner_words + word[t]` holds, as field f, element
-    `first + outer * outer_elements + inner * inner_elements + element[t] + field[f]`. Where `run` is above 1, that many
-    words follow each other, made of consecutive elements, at each of these places. Where there are `rows`, words
-    of 64 rows of a column follow each other: `rows` is where each of these rows begins.
+    `first + outer * outer_elements + inner * inner_elements + element[t] + field[f]`.
     """
 
     sizes: np.ndarray[Any, np.dtype[np.int64]]
     element: np.ndarray[Any, np.dtype[np.int64]]
     word: np.ndarray[Any, np.dtype[np.int64]]
     field: np.ndarray[Any, np.dtype[np.int64]]
-    run: int = 1
-    rows: np.ndarray[Any, np.dtype[np.int64]] | None = None
 
 
 def pack(arrangement: Arrangement, elements: Array, bits: int, out: Array) -> None:
     """Fill `out` (flat words) from contiguous `elements` `[rows, columns]`."""
-    if bits == 4 and arrangement == WEIGHT[4]:
-        return nibbles.pack_marlin4(elements, out)
-    by_bytes = nibbles.over_bytes(arrangement) if bits == 4 else None
-    if by_bytes is not None:
-        return pack(by_bytes, nibbles.pairs(elements), 8, out)
     lanes = nibbles.over_lanes(arrangement) if bits == 4 else None
     if lanes is not None:
         wide = _LANES[lanes[1]]
         arrangement, elements, out = lanes[0], elements.view(wide), out.view(wide)
     loops = _loops(arrangement, elements.shape[0], elements.shape[1])
     source, target = _unsigned(elements), _unsigned(out)
-    if loops.rows is not None and tall.fits(source.itemsize, loops.sizes[4]):
-        tall.pack(source, target, loops.sizes, loops.rows)
-    elif loops.run > 1:
-        _PACK_RUNS[len(loops.field)](source, target, loops.sizes, loops.element, loops.word, loops.run)
-    else:
-        _PACK[len(loops.field)](source, target, loops.sizes, loops.element, loops.word, loops.field, bits)
+    _PACK[len(loops.field)](source, target, loops.sizes, loops.element, loops.word, loops.field, bits)
 
 
 def unpack(arrangement: Arrangement, words: Array, bits: int, out: Array) -> None:
     """Fill contiguous `out` `[rows, columns]` from flat words."""
-    if bits == 4 and arrangement == WEIGHT[4]:
-        return nibbles.unpack_marlin4(words, out)
-    by_bytes = nibbles.over_bytes(arrangement) if bits == 4 else None
-    if by_bytes is not None:
-        packed = np.empty((out.shape[0], out.shape[1] // 2), np.uint8)
-        unpack(by_bytes, words, 8, packed)
-        return nibbles.unpair(packed, out)
     lanes = nibbles.over_lanes(arrangement) if bits == 4 else None
     mask = (1 << bits) - 1
     if lanes is not None:
@@ -82,12 +57,7 @@ def unpack(arrangement: Arrangement, words: Array, bits: int, out: Array) -> Non
         mask *= 0x01010101 & ((1 << 8 * lanes[1]) - 1)
     loops = _loops(arrangement, out.shape[0], out.shape[1])
     source, target = _unsigned(words), _unsigned(out)
-    if loops.rows is not None and tall.fits(source.itemsize, loops.sizes[4]):
-        tall.unpack(source, target, loops.sizes, loops.rows)
-    elif loops.run > 1:
-        _UNPACK_RUNS[len(loops.field)](source, target, loops.sizes, loops.element, loops.word, loops.run)
-    else:
-        _UNPACK[len(loops.field)](source, target, loops.sizes, loops.element, loops.word, loops.field, bits, mask)
+    _UNPACK[len(loops.field)](source, target, loops.sizes, loops.element, loops.word, loops.field, bits, mask)
 
 
 def _unsigned(array: Array) -> Array:
@@ -107,31 +77,20 @@ def _loops(arrangement: Arrangement, rows: int, columns: int) -> _Loops:
     outer = next(digit.name for digit in arrangement.rows if not digit.radix)
     inner = next(digit.name for digit in arrangement.columns if not digit.radix)
     field = [(radix[digit.name], element_stride[digit.name]) for digit in arrangement.fields]
-    last, per_word = arrangement.words[-1].name, arrangement.fields_per_word
-    # Consecutive words of consecutive elements are a plain loop that the compiler turns into vector operations.
-    consecutive = element_stride[last] == per_word and field in ([], [(2, 1)])
-    run = radix[last] if consecutive and last != outer and radix[last] >= _RUN else 1
-    table = [digit.name for digit in arrangement.words if digit.name not in (outer, inner, last if run > 1 else "")]
+    table = [digit.name for digit in arrangement.words if digit.name not in (outer, inner)]
     size = math.prod(radix[name] for name in table)
-    taken = math.gcd(radix[inner], 1 << 10) if size < _TABLE and run == 1 else 1
+    taken = math.gcd(radix[inner], 1 << 10) if size < _TABLE else 1
     while taken > 1 and size * taken > 4 * _TABLE:
         taken //= 2
     axes = [(radix[name], element_stride[name], word_stride[name]) for name in table]
     axes.append((taken, element_stride[inner], word_stride[inner]))
     # In the order of the elements: rows are often a power of two apart, and so would crowd into few cache sets.
     axes.sort(key=lambda axis: -abs(axis[1]))
-    steps = 1 if run > 1 and last == inner else radix[inner] // taken
     sizes = [first, radix[outer], element_stride[outer], word_stride[outer]]
-    sizes += [steps, element_stride[inner] * taken, word_stride[inner] * taken]
+    sizes += [radix[inner] // taken, element_stride[inner] * taken, word_stride[inner] * taken]
     element = _offsets([(count, stride) for count, stride, _ in axes])
     word = _offsets([(count, stride) for count, _, stride in axes])
-    rows_of_columns = element[np.argsort(word)] if _are_columns(sizes, word, field, run) else None
-    return _Loops(np.array(sizes, np.int64), element, word, _offsets(field), run, rows_of_columns)
-
-
-def _are_columns(sizes: list[int], word: np.ndarray[Any, Any], field: list[tuple[int, int]], run: int) -> bool:
-    """Whether words are whole elements, and those of 64 rows of a column follow each other."""
-    return not field and run == 1 and sizes[5] == 1 and sorted(word) == list(range(tall.ROWS))
+    return _Loops(np.array(sizes, np.int64), element, word, _offsets(field))
 
 
 def _strides(digits: tuple[Digit, ...], radix: dict[str, int], unit: int) -> dict[str, int]:
@@ -261,54 +220,5 @@ def _unpack8(source, target, sizes, element, word, field, bits, mask):  # type: 
                 target[e + f7] = value >> 28
 
 
-@njit(cache=True, nogil=True)
-def _pack1_runs(source, target, sizes, element, word, run):  # type: ignore[no-untyped-def]
-    for a in range(sizes[1]):
-        for b in range(sizes[4]):
-            s = sizes[0] + a * sizes[2] + b * sizes[5]
-            t = a * sizes[3] + b * sizes[6]
-            for i in range(len(word)):
-                target[t + word[i] : t + word[i] + run] = source[s + element[i] : s + element[i] + run]
-
-
-@njit(cache=True, nogil=True)
-def _pack2_runs(source, target, sizes, element, word, run):  # type: ignore[no-untyped-def]
-    for a in range(sizes[1]):
-        for b in range(sizes[4]):
-            s = sizes[0] + a * sizes[2] + b * sizes[5]
-            t = a * sizes[3] + b * sizes[6]
-            for i in range(len(word)):
-                codes = source[s + element[i] : s + element[i] + 2 * run]
-                filled = target[t + word[i] : t + word[i] + run]
-                for j in range(run):
-                    filled[j] = codes[2 * j] | codes[2 * j + 1] << 4
-
-
-@njit(cache=True, nogil=True)
-def _unpack1_runs(source, target, sizes, element, word, run):  # type: ignore[no-untyped-def]
-    for a in range(sizes[1]):
-        for b in range(sizes[4]):
-            s = sizes[0] + a * sizes[2] + b * sizes[5]
-            t = a * sizes[3] + b * sizes[6]
-            for i in range(len(word)):
-                target[s + element[i] : s + element[i] + run] = source[t + word[i] : t + word[i] + run]
-
-
-@njit(cache=True, nogil=True)
-def _unpack2_runs(source, target, sizes, element, word, run):  # type: ignore[no-untyped-def]
-    for a in range(sizes[1]):
-        for b in range(sizes[4]):
-            s = sizes[0] + a * sizes[2] + b * sizes[5]
-            t = a * sizes[3] + b * sizes[6]
-            for i in range(len(word)):
-                packed = source[t + word[i] : t + word[i] + run]
-                filled = target[s + element[i] : s + element[i] + 2 * run]
-                for j in range(run):
-                    filled[2 * j] = packed[j] & 15
-                    filled[2 * j + 1] = packed[j] >> 4
-
-
 _PACK = {1: _pack1, 2: _pack2, 4: _pack4, 8: _pack8}
 _UNPACK = {1: _unpack1, 2: _unpack_fields, 4: _unpack4, 8: _unpack8}
-_PACK_RUNS = {1: _pack1_runs, 2: _pack2_runs}
-_UNPACK_RUNS = {1: _unpack1_runs, 2: _unpack2_runs}

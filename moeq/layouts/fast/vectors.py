@@ -101,27 +101,6 @@ def store_two(typing, first, second, index, vector):  # type: ignore[no-untyped-
 
 
 @intrinsic
-def load_word(typing, octets, index):  # type: ignore[no-untyped-def]
-    """Eight bytes of an array of bytes from `octets[index]` on, as a word."""
-
-    def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
-        return builder.load(_pointer(context, builder, signature.args, values, ir.IntType(64)), align=1)
-
-    return types.uint64(octets, index), generate
-
-
-@intrinsic
-def store_word(typing, octets, index, word):  # type: ignore[no-untyped-def]
-    """`load_word` the other way round."""
-
-    def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
-        builder.store(values[2], _pointer(context, builder, signature.args, values, ir.IntType(64)), align=1)
-        return context.get_dummy_value()
-
-    return types.void(octets, index, types.uint64), generate
-
-
-@intrinsic
 def zeros(typing):  # type: ignore[no-untyped-def]
     """Eight zeros."""
     return _vector(), lambda context, builder, signature, values: ir.Constant(_WORDS, [0] * LANES)
@@ -199,9 +178,6 @@ _define(operator.rshift, "lshr")
 #: The 32-bit words of two vectors in turns: of their first halves, and of their second halves.
 zip_low = pick_halves(*(lane + 16 * which for lane in range(8) for which in range(2)))
 zip_high = pick_halves(*(8 + lane + 16 * which for lane in range(8) for which in range(2)))
-#: The even and the odd 32-bit words of two vectors, the inverse.
-evens = pick_halves(*range(0, 32, 2))
-odds = pick_halves(*range(1, 32, 2))
 
 _ones_0, _ones_1 = pick_words(0, 8, 2, 10, 4, 12, 6, 14), pick_words(1, 9, 3, 11, 5, 13, 7, 15)
 _twos_0, _twos_1 = pick_words(0, 1, 8, 9, 4, 5, 12, 13), pick_words(2, 3, 10, 11, 6, 7, 14, 15)

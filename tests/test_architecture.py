@@ -1,0 +1,60 @@
+"""docs/architecture.md and its picture say what the code is."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def graph() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("import_graph", ROOT / "docs" / "import_graph.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_no_module_imports_itself_by_way_of_others(graph: ModuleType) -> None:
+    """Inside functions and for type checkers neither: whoever reads one module need not know the other."""
+    rings = graph.circles(graph.module_graph(typing=True))
+    assert [ring for ring in rings if not ring[0].startswith("moeq.oracle.")] == []
+
+
+def test_circles_are_found(graph: ModuleType) -> None:
+    assert graph.circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == [["a", "b", "c"]]
+    with pytest.raises(ValueError, match="circular"):
+        graph.levels({"a": {"b"}, "b": {"a"}})
+
+
+def test_the_picture_is_up_to_date(graph: ModuleType) -> None:
+    drawn = graph.draw(graph.area_graph())
+    assert graph.PICTURE.read_text(encoding="utf-8") == drawn, "run: python docs/import_graph.py"
+
+
+def test_an_arrow_that_follows_from_others_is_left_out(graph: ModuleType) -> None:
+    assert graph.reduced({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == {"a": {"b"}, "b": {"c"}, "c": set()}
+
+
+def test_every_folder_has_a_line(graph: ModuleType) -> None:
+    table = PAGE.partition("## Folders")[2].partition("##")[0]
+    for box in graph.area_graph():
+        folder = box if box == "moeq_kernels" else f"moeq/{box}"
+        assert re.search(rf"`(kernels/)?{folder}(\.py)?`", table), f"{folder} has no line in docs/architecture.md"
+
+
+def test_every_path_on_the_page_exists() -> None:
+    paths = re.findall(r"`((?:moeq|kernels|tests|docs)/[\w./-]+)`", PAGE)
+    assert len(paths) > 40
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    short = re.findall(r"`((?:pipeline|oracle|check|load|deploy|schemes)/[\w./-]+)`", PAGE)
+    assert len(short) > 10
+    assert [path for path in short if not (ROOT / "moeq" / path).exists()] == []
