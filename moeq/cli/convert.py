@@ -53,6 +53,7 @@ def command(
     ] = None,
     public: PublicOption = False,
     base_model: BaseModelOption = None,
+    sign: options.SignOption = None,
     events: options.EventsOption = None,
     quiet: options.QuietOption = False,
     json: options.JsonOption = False,
@@ -83,12 +84,13 @@ def command(
             executor=executor,
             ray_address=ray_address,
             stream_source=stream_source,
+            sign=sign,
             progress=report,
         )
         report.summarise(conversion)
         pushed = None
         if target is not None:
-            pushed = push_conversion(out, dst, target, base_model, quiet=quiet or json)
+            pushed = push_conversion(out, dst, target, base_model, sign, quiet=quiet or json)
             report.tell("pushed", **pushed_document(pushed))
     needs = _needs(conversion) if dry_run else None
     if conversion.job is not None:

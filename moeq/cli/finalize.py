@@ -17,6 +17,7 @@ def command(
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier conversion at DST.")] = False,
     workers: options.WorkersOption = None,
     events: options.EventsOption = None,
+    sign: options.SignOption = None,
     quiet: options.QuietOption = False,
     json: options.JsonOption = False,
 ) -> None:
@@ -27,6 +28,6 @@ def command(
 
     out: Output = ctx.obj
     with ConversionReport(out, "finalize", quiet=quiet or json, log=events) as report:
-        conversion = finalize(dst, force=force, workers=workers, progress=report)
+        conversion = finalize(dst, force=force, sign=sign, workers=workers, progress=report)
         report.summarise(conversion)
     out.answer(document(conversion), lambda console: render(console, conversion))

@@ -19,6 +19,9 @@ DEPLOY = "Deployment"
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead of text.")]
 RevisionOption = Annotated[str | None, typer.Option("--revision", help="Hub revision: branch, tag or commit.")]
+SignOption = Annotated[
+    Path | None, typer.Option("--sign", metavar="KEY", help="Sign moeq.json with this minisign secret key.")
+]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 WorkersOption = Annotated[int | None, typer.Option("--workers", min=1, help="Threads (default: the cores, at most 8).")]
 EventsOption = Annotated[

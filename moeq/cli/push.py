@@ -33,6 +33,7 @@ def command(
     repo: Annotated[str, typer.Argument(metavar="ORG/NAME", help="Repository; created where it does not exist.")],
     public: PublicOption = False,
     base_model: BaseModelOption = None,
+    sign: options.SignOption = None,
     quiet: options.QuietOption = False,
     json: options.JsonOption = False,
 ) -> None:
@@ -42,7 +43,7 @@ def command(
     out: Output = ctx.obj
     read_manifest(dst)
     target = open_push(repo, base_model, public=public)
-    pushed = push_conversion(out, dst, target, base_model, quiet=quiet or json)
+    pushed = push_conversion(out, dst, target, base_model, sign, quiet=quiet or json)
     out.answer(document(pushed), lambda console: render(console, pushed))
 
 
@@ -55,12 +56,15 @@ def open_push(repo: str, base_model: str | None, *, public: bool) -> PushTarget:
     return open_target(repo, private=not public)
 
 
-def push_conversion(out: Output, folder: Path, target: PushTarget, base_model: str | None, *, quiet: bool) -> Pushed:
-    """Push `folder` with its card, showing progress."""
+def push_conversion(
+    out: Output, folder: Path, target: PushTarget, base_model: str | None, sign: Path | None, *, quiet: bool
+) -> Pushed:
+    """Push `folder` with its card, showing progress. The manifest is not that of the folder, and is signed anew."""
     from moeq.checkpoint.manifest import MANIFEST_NAME, read_manifest
     from moeq.cli.progress import ProgressReport
     from moeq.pipeline.push import base_model_of, published_manifest, push
     from moeq.pipeline.state.side_files import CARD, SOURCE_CARD
+    from moeq.pipeline.state.signature import SIGNATURE_NAME, Signer
     from moeq.report import model_card
 
     manifest = read_manifest(folder)
@@ -79,6 +83,10 @@ def push_conversion(out: Output, folder: Path, target: PushTarget, base_model: s
     if own is not None:
         replaced[SOURCE_CARD] = own
     replaced[MANIFEST_NAME] = published_manifest(manifest, base, replaced)
+    if sign is not None:
+        replaced[SIGNATURE_NAME] = Signer(sign).sign(replaced[MANIFEST_NAME])
+    elif (folder / SIGNATURE_NAME).exists():
+        out.warning("the repository gets no signature: its moeq.json is not that of the folder; --sign KEY signs it")
     layouts = ", ".join(sorted({layer.layout for layer in manifest.layers}))
     message = f"{layouts} of {base or 'a local checkpoint'}, by moeq {manifest.moeq_version}"
     with ProgressReport(out, "push", quiet=quiet) as progress:

@@ -29,6 +29,7 @@ from moeq.pipeline.run.workers import headers_frozen
 from moeq.pipeline.state.folder import WorkFolder
 from moeq.pipeline.state.job import Job, JobRequest, job_stamp, open_job
 from moeq.pipeline.state.publish import finish
+from moeq.pipeline.state.signature import Signer
 
 if TYPE_CHECKING:
     from moeq.checkpoint.source import Source
@@ -90,6 +91,7 @@ def convert(
     executor: str = "local",
     ray_address: str | None = None,
     stream_source: bool = False,
+    sign: Path | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
     """Convert a source checkpoint for a deployment.
@@ -117,6 +119,7 @@ def convert(
         executor: `local`, or `ray` to have units executed by a Ray cluster whose nodes see `dst` and the source.
         ray_address: of the cluster; None takes the one that Ray finds, or starts one here.
         stream_source: fetch the files of a repository in turn and drop them, so that disk never holds them all.
+        sign: minisign secret key to sign the manifest with; a share is not signed, `finalize` takes the key.
         progress: told what happens, about once per expert.
 
     Raises:
@@ -128,6 +131,7 @@ def convert(
             folder DST behind; what it finished is kept in `<DST>.moeq-partial`.
     """
     begun = time.monotonic()
+    signer = None if sign is None else Signer(sign)
     share = parse_share(share, os.environ) if isinstance(share, str) else share
     if backend != "auto":
         deployment = replace(deployment, backend=backend)
@@ -147,7 +151,7 @@ def convert(
     with headers_frozen(), folder:
         with streamed(source, folder.work("source"), tell) if stream_source else nullcontext(at_once) as batches:
             ran = run_units(job, folder, units, where, tell, batches)
-        manifest = finish(job, folder, ran.records) if share is None else None
+        manifest = finish(job, folder, ran.records, signer) if share is None else None
     tell(Finished(sum(unit.bytes_out for unit in units), time.monotonic() - begun, len(ran.resumed)))
     return conversion_of(job, folder, manifest, len(ran.resumed), part, memory)
 

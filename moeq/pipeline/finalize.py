@@ -22,13 +22,19 @@ from moeq.pipeline.state.folder import WorkFolder, partial_of, take_back_journal
 from moeq.pipeline.state.job import Job, job_stamp, reopen_job
 from moeq.pipeline.state.journal import JobStamp, Journals, read_journals, require_job, share_of
 from moeq.pipeline.state.publish import finish, require_units
+from moeq.pipeline.state.signature import Signer
 
 #: Name of finalize's own journal.
 _SHARE = "finalize"
 
 
 def finalize(
-    dst: str | Path, *, force: bool = False, workers: int | None = None, progress: Progress | None = None
+    dst: str | Path,
+    *,
+    force: bool = False,
+    sign: Path | None = None,
+    workers: int | None = None,
+    progress: Progress | None = None,
 ) -> Conversion:
     """Check that shares have done all units of a conversion, write what is left (manifest, side files) and publish it.
 
@@ -37,6 +43,7 @@ def finalize(
     Args:
         dst: the folder to create, as it was named to `convert`.
         force: replace an earlier conversion at `dst`.
+        sign: minisign secret key to sign the manifest with.
         workers: threads that check.
         progress: told what happens.
 
@@ -45,6 +52,7 @@ def finalize(
             `usage.other-job` where shares were run with different options, sources or versions; `source.changed`;
             `usage.destination-exists`.
     """
+    signer = None if sign is None else Signer(sign)
     begun, destination, tell = time.monotonic(), Path(dst), progress or (lambda event: None)
     job, stamp = _job_of(destination)
     folder = WorkFolder(destination, stamp, share=_SHARE, force=force)
@@ -60,7 +68,7 @@ def finalize(
         units = job.plan.units
         read, written = sum(unit.bytes_in for unit in units), job.plan.bytes_out
         tell(Started(job.plan.digest, len(units), read, written, len(units), written))
-        manifest = finish(job, folder, records)
+        manifest = finish(job, folder, records, signer)
     tell(Finished(job.plan.bytes_out, time.monotonic() - begun, len(records)))
     return conversion_of(job, folder, manifest, len(records))
 

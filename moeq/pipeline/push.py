@@ -20,6 +20,7 @@ from moeq.checkpoint.hub import looks_like_repository, without_bars
 from moeq.checkpoint.hub_errors import transport_errors
 from moeq.checkpoint.manifest import MANIFEST_NAME, FileDigest, Manifest
 from moeq.errors import MoeqError
+from moeq.pipeline.state.signature import SIGNATURE_NAME
 from moeq.version import __version__
 
 if TYPE_CHECKING:
@@ -136,11 +137,13 @@ def push(
 
     tell, api = progress or (lambda done, total, label: None), _api()
     contents: dict[str, Path | bytes] = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
+    contents.pop(SIGNATURE_NAME, None)  # of the folder's manifest, which is not the one that is pushed
     contents |= replaced
     sizes = {name: len(one) if isinstance(one, bytes) else one.stat().st_size for name, one in contents.items()}
     total, done = sum(sizes.values()), 0
     additions = []
-    removed = tuple(sorted(name for name in target.files - contents.keys() if name.endswith(_WEIGHTS)))
+    replaceable = (*_WEIGHTS, SIGNATURE_NAME)
+    removed = tuple(sorted(name for name in target.files - contents.keys() if name.endswith(replaceable)))
     with _explained(target.repo, folder), without_bars():
         for name, one in contents.items():
             tell(done, total, name)

@@ -20,7 +20,7 @@ from moeq.model.converted import ConvertedCheckpoint
 from moeq.pipeline.plan.units import CHUNK_BYTES
 from moeq.pipeline.state.records import Piece, file_digest, read_digest, tensor_digests
 from moeq.pipeline.state.side_files import CARD, CARD_MARK, HUB_SETTINGS, SOURCE_CARD
-from moeq.prove.signature import SIGNATURE_NAME
+from moeq.pipeline.state.signature import SIGNATURE_NAME
 
 #: Folders that tools put beside files they downloaded; no loader looks into them.
 _TOOLS = (".git", ".cache")

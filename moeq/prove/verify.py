@@ -27,9 +27,9 @@ from moeq.pipeline.state.publish import INDEX_NAME, converted_config, index_of
 from moeq.pipeline.state.records import file_digest
 from moeq.pipeline.state.restore_data import OTHER_WEIGHTS, RestoreData, restore_contents, restore_entry
 from moeq.pipeline.state.side_files import HUB_SETTINGS, copied_files
+from moeq.pipeline.state.signature import SIGNATURE_NAME, check_signature
 from moeq.prove.derived import Derived, derive, entry_differences, info_differences, plan_of
 from moeq.prove.holdings import Holdings
-from moeq.prove.signature import SIGNATURE_NAME, check_signature
 
 #: Called with steps done, steps in all, and a label.
 Advance = Callable[[int, int, str], None]

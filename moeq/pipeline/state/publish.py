@@ -33,18 +33,20 @@ from moeq.pipeline.state.job import Job, job_stamp
 from moeq.pipeline.state.journal import is_journal, require_untouched
 from moeq.pipeline.state.records import UnitRecord, file_digest
 from moeq.pipeline.state.restore_data import OTHER_WEIGHTS, write_restore_data
+from moeq.pipeline.state.signature import SIGNATURE_NAME, Signer
 from moeq.version import __version__
 
 INDEX_NAME = "model.safetensors.index.json"
 
 
-def finish(job: Job, folder: WorkFolder, records: Mapping[str, UnitRecord]) -> Manifest:
+def finish(job: Job, folder: WorkFolder, records: Mapping[str, UnitRecord], signer: Signer | None = None) -> Manifest:
     """Write everything but the weights, `moeq.json` last, and publish the folder. Executes nothing.
 
     Args:
         job: the conversion.
         folder: its folder, entered.
         records: unit id to its record, for every unit of the plan.
+        signer: signs the manifest.
 
     Raises:
         MoeqError: `answer.units-missing` where records are missing or are not of these units, by name;
@@ -74,6 +76,9 @@ def finish(job: Job, folder: WorkFolder, records: Mapping[str, UnitRecord]) -> M
         _write_side_files(checkpoint, job.plan, manifest, folder.path)
         manifest = replace(manifest, files=_file_digests(job.plan, records, folder.path))
         write_json(folder.path / MANIFEST_NAME, manifest.to_json())
+        if signer is not None:
+            (folder.path / SIGNATURE_NAME).write_bytes(signer.sign((folder.path / MANIFEST_NAME).read_bytes()))
+            sync_file(folder.path / SIGNATURE_NAME)
     folder.publish()
     return manifest
 
@@ -141,7 +146,7 @@ def _file_digests(plan: Plan, records: Mapping[str, UnitRecord], folder: Path) -
         held = {name: tensors[name] for name in file.tensors}
         found[file.name] = FileDigest(file.form.size, blake3(file.form.header).hexdigest(), held)
     for path in sorted(folder.iterdir()):
-        own = path.name == MANIFEST_NAME or path.name.startswith(WORK_PREFIX) or is_journal(path.name)
+        own = path.name in (MANIFEST_NAME, SIGNATURE_NAME) or path.name.startswith(WORK_PREFIX) or is_journal(path.name)
         if path.name not in found and not own:
             found[path.name] = file_digest(path)
     return found

@@ -10,6 +10,7 @@ from moeq.checkpoint.manifest import MANIFEST_NAME
 from moeq.checkpoint.source import CONFIG_NAME, Source
 from moeq.pipeline.state.publish import INDEX_NAME
 from moeq.pipeline.state.restore_data import OTHER_WEIGHTS, RESTORE_DATA_NAME
+from moeq.pipeline.state.signature import SIGNATURE_NAME
 
 CARD = "README.md"
 #: What the source's own card is called in a pushed repository.
@@ -23,7 +24,7 @@ HUB_SETTINGS = ".gitattributes"
 
 def copied_files(converted: Source) -> dict[str, str]:
     """Side files that came with the source: their name there, and their name in the conversion."""
-    own = {MANIFEST_NAME, CONFIG_NAME, INDEX_NAME, RESTORE_DATA_NAME}
+    own = {MANIFEST_NAME, SIGNATURE_NAME, CONFIG_NAME, INDEX_NAME, RESTORE_DATA_NAME}
     found = {name: name for name in converted.side_files() if name not in own and not name.endswith(OTHER_WEIGHTS)}
     if SOURCE_CARD in found:
         found[CARD] = found.pop(SOURCE_CARD)
