@@ -1,0 +1,380 @@
+"""Transcoded checkpoints in the hands of the real libraries: what each reads is bit for bit what the source means.
+
+Every test needs its library and is skipped without: compressed-tensors (with transformers), GPTQModel, AutoAWQ, vLLM.
+None of them is a dependency of moeq; `recorded.json` says with which versions these tests last passed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moeq.model import open as open_checkpoint
+from moeq.model.quantized_modules import quantized_modules, read_module
+from moeq.schemes.dequantize import dequantize
+from moeq.transcode.transcode import transcode
+
+Tensors = dict[str, torch.Tensor]
+
+INTEGERS = (
+    "gptq-int4-g32-qwen3moe",
+    "gptq-int8-g64-qwen3moe",
+    "gptq-int4-g128-mixtral",
+    "awq-int4-g32-qwen3moe",
+    "ct-int4-g128-qwen3moe",
+    "ct-int4-asym-g32-mixtral",
+    "ct-w8a8-qwen3moe",
+)
+#: Checkpoints whose container transformers 5 calls by another name when it builds the model.
+_MIXTRAL = ("gptq-int4-g128-mixtral", "ct-int4-asym-g32-mixtral")
+
+
+def result(source: Path, out: Path, to: str, **options: Any) -> tuple[dict[str, Any], Tensors]:
+    """Transcode; the written config and all tensors."""
+    assert transcode(source, out, to, **options).written
+    config = json.loads((out / "config.json").read_text())
+    tensors = {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return config, tensors
+
+
+def source_values(source: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every quantised module of a source and its values, by moeq's own reader."""
+    ckpt = open_checkpoint(source)
+    for layer in ckpt.info.moe_layers:
+        for expert in range(ckpt.num_experts(layer)):
+            for projection in ("gate", "up", "down"):
+                module = f"{ckpt.expert_prefix(layer)}.{expert}.{projection}_proj"
+                yield module, dequantize(ckpt.matrix(layer, expert, projection))
+    rest = [entry for name, entry in ckpt.source.tensors.items() if name not in ckpt.source.expert_names]
+    for found in quantized_modules(rest, ckpt.declaration):
+        yield found.name, dequantize(read_module(ckpt.source, found))
+
+
+def parts_of(tensors: Tensors, module: str) -> Tensors:
+    """A module's tensors by part; projections may be called w1, w3, w2."""
+    short = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    head, _, leaf = module.rpartition(".")
+    for name in (module, f"{head}.{short.get(leaf, leaf)}"):
+        found = {key[len(name) + 1 :]: value for key, value in tensors.items() if key.startswith(f"{name}.")}
+        if found:
+            return found
+    raise AssertionError(f"{module} was not written")
+
+
+def assert_equal(read: torch.Tensor, expected: torch.Tensor, module: str) -> None:
+    assert read.shape == expected.shape, module
+    assert torch.equal(read.float(), expected), module
+
+
+# compressed-tensors
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "options"),
+    [
+        *((name, "compressed-tensors", {}) for name in (*INTEGERS, "ct-mxfp4-qwen3moe", "mxfp4-gptoss")),
+        ("ct-int4-g128-qwen3moe", "compressed-tensors", {"regroup": 32}),
+        ("gptq-int4-g128-mixtral", "compressed-tensors", {"regroup": 64, "names": "mlp"}),
+        ("ct-mxfp4-qwen3moe", "nvfp4-compressed-tensors", {}),
+        ("mxfp4-gptoss", "nvfp4-compressed-tensors", {}),
+    ],
+)
+def test_compressed_tensors_reads_the_same_values(
+    checkpoints: Path, tmp_path: Path, name: str, target: str, options: dict[str, Any]
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    config, tensors = result(checkpoints / name, tmp_path / "out", target, **options)
+    parsed = QuantizationConfig.model_validate(config["quantization_config"])
+    (scheme,) = parsed.config_groups.values()
+    reader = BaseCompressor.get_value_from_registry(scheme.format or parsed.format)
+    count = 0
+    for module, expected in source_values(checkpoints / name):
+        parts = parts_of(tensors, module)
+        parts.pop("bias", None)
+        if parts["weight_scale"].dtype in (torch.float16, torch.bfloat16):
+            # The library multiplies in the scale's type; float32 holds every product exactly.
+            parts["weight_scale"] = parts["weight_scale"].float()
+        read = reader.decompress(parts, scheme)["weight"]
+        assert_equal(read, expected.to(read.dtype).float(), module)
+        assert read.dtype == torch.float32 or torch.equal(expected.to(read.dtype).float(), expected)
+        count += 1
+    assert count >= 24
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "options"),
+    [
+        *((name, "compressed-tensors", {}) for name in INTEGERS if name not in _MIXTRAL),
+        ("gptq-int4-g128-mixtral", "compressed-tensors", {"names": "block-sparse-moe"}),
+        ("ct-int4-asym-g32-mixtral", "compressed-tensors", {"names": "block-sparse-moe"}),
+        ("ct-int4-g128-qwen3moe", "compressed-tensors", {"regroup": 32}),
+        ("ct-mxfp4-qwen3moe", "bf16", {}),
+        ("awq-int4-g32-qwen3moe", "bf16", {"allow_lossy": True}),
+        ("gptq-int4-g32-qwen3moe", "bf16", {"allow_lossy": True, "names": "stacked"}),
+        ("mxfp4-gptoss", "bf16", {}),
+        ("mxfp4-gptoss", "mxfp4", {}),
+    ],
+)
+def test_transformers_loads_it_whole(
+    checkpoints: Path, tmp_path: Path, name: str, target: str, options: dict[str, Any]
+) -> None:
+    pytest.importorskip("transformers")
+    if target == "compressed-tensors":
+        pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM
+
+    source = checkpoints / name
+    transcode(source, tmp_path / "out", target, **options)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True, dtype="auto")
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    ckpt, count = open_checkpoint(source), 0
+    for layer in ckpt.info.moe_layers:
+        experts = loaded.model.layers[layer].mlp.experts
+        for expert in range(ckpt.num_experts(layer)):
+            gate, up, down = (dequantize(ckpt.matrix(layer, expert, role)) for role in ("gate", "up", "down"))
+            read_up, read_down = experts.gate_up_proj[expert].detach(), experts.down_proj[expert].detach()
+            if "gptoss" in name:
+                read_up, read_down = read_up.t(), read_down.t()
+                joined = torch.stack([gate, up], dim=1).flatten(0, 1)
+            else:
+                joined = torch.cat([gate, up])
+            assert torch.equal(read_up, joined.to(read_up.dtype))
+            assert torch.equal(read_down, down.to(read_down.dtype))
+            count += 1
+    assert count == 8
+
+
+def test_transformers_answers_alike_from_both(checkpoints: Path, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM
+
+    source = checkpoints / "ct-int4-g128-qwen3moe"
+    transcode(source, tmp_path / "out", "compressed-tensors", regroup=32)
+    tokens = torch.arange(24).reshape(2, 12) % 60
+    answers = []
+    for folder in (source, tmp_path / "out"):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        with torch.no_grad():
+            answers.append(model(tokens).logits)
+    assert torch.equal(answers[0], answers[1])
+
+
+# GPTQModel
+
+
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("name", [*INTEGERS, "gptq-int4-g32-actorder-qwen3moe"])
+def test_gptqmodel_reads_the_same_values(checkpoints: Path, tmp_path: Path, name: str, version: str) -> None:
+    pytest.importorskip("gptqmodel.nn_modules.qlinear.torch")
+    from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+    from gptqmodel.quantization import FORMAT, QuantizeConfig
+    from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module
+
+    config, tensors = result(checkpoints / name, tmp_path / "out", version)
+    table = config["quantization_config"]
+    parsed = QuantizeConfig.from_quant_config(dict(table))
+    assert (parsed.bits, parsed.group_size, parsed.sym, parsed.desc_act) == tuple(
+        table[key] for key in ("bits", "group_size", "sym", "desc_act")
+    )
+    assert parsed.format == FORMAT(version)
+    count = 0
+    for module, expected in source_values(checkpoints / name):
+        parts = parts_of(tensors, module)
+        n, k = expected.shape
+        linear = TorchLinear(
+            bits=parsed.bits,
+            group_size=parsed.group_size,
+            sym=parsed.sym,
+            desc_act=parsed.desc_act,
+            in_features=k,
+            out_features=n,
+            format=FORMAT(version),
+        )
+        for part in ("qweight", "qzeros", "g_idx"):
+            assert getattr(linear, part).shape == parts[part].shape
+            setattr(linear, part, parts[part])
+        linear.scales = parts["scales"].float()
+        if version == "gptq":
+            convert_gptq_v1_to_v2_format_module(linear, bits=parsed.bits, pack_dtype=torch.int32)
+        linear.post_init()
+        assert_equal(linear.dequantize_weight().t(), expected, module)
+        count += 1
+    assert count >= 24
+
+
+@pytest.mark.parametrize("name", ["ct-int4-asym-g32-mixtral", "awq-int4-g32-qwen3moe", "gptq-int8-g64-qwen3moe"])
+def test_gptqmodel_packs_the_same_words(checkpoints: Path, tmp_path: Path, name: str) -> None:
+    """Its own packer, given our values, writes what we wrote."""
+    pytest.importorskip("gptqmodel.nn_modules.qlinear.torch")
+    from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+    from gptqmodel.quantization import FORMAT
+
+    config, tensors = result(checkpoints / name, tmp_path / "out", "gptq_v2")
+    table, ckpt = config["quantization_config"], open_checkpoint(checkpoints / name)
+    for projection in ("gate", "up", "down"):
+        matrix = ckpt.matrix(1, 2, projection)
+        spec = matrix.spec
+        plain = torch.nn.Linear(spec.k, spec.n, bias=False)
+        plain.weight.data = dequantize(matrix)
+        zeros = torch.full_like(matrix.scales, spec.symmetric_zero) if matrix.zeros is None else matrix.zeros
+        linear = TorchLinear(
+            bits=table["bits"],
+            group_size=table["group_size"],
+            sym=table["sym"],
+            desc_act=False,
+            in_features=spec.k,
+            out_features=spec.n,
+            format=FORMAT.GPTQ_V2,
+        )
+        index = torch.arange(spec.k, dtype=torch.int32) // spec.group_size
+        linear.pack_original(plain, matrix.scales.float(), zeros.float(), g_idx=index)
+        parts = parts_of(tensors, f"{ckpt.expert_prefix(1)}.2.{projection}_proj")
+        assert torch.equal(linear.qweight, parts["qweight"])
+        assert torch.equal(linear.qzeros, parts["qzeros"])
+        assert torch.equal(linear.g_idx, parts["g_idx"])
+
+
+# AutoAWQ
+
+
+def test_autoawq_means_the_same_by_the_source(checkpoints: Path) -> None:
+    """The values that everything above is compared with: AutoAWQ's own reader finds them in an AWQ source."""
+    pytest.importorskip("awq.utils.packing_utils")
+    from awq.utils.packing_utils import dequantize_gemm
+
+    source = checkpoints / "awq-int4-g32-qwen3moe"
+    tensors = load_file(source / "model.safetensors")
+    for module, expected in source_values(source):
+        parts = parts_of(tensors, module)
+        read = dequantize_gemm(parts["qweight"], parts["qzeros"], parts["scales"], 4, 32)
+        assert torch.equal(read.t(), expected.to(read.dtype)), module
+
+
+# vLLM: its config parsers and what they say of every module
+
+
+def _modules(config: dict[str, Any], tensors: Tensors) -> tuple[list[str], list[str]]:
+    """Quantised modules and plain ones with a matrix, by tensors alone."""
+    marks = ("weight_packed", "qweight", "weight_scale_inv", "weight_scale_2")
+    names = {name.rpartition(".")[0]: name for name in tensors}
+    quantised = {name for name in names if any(f"{name}.{mark}" in tensors for mark in marks)}
+    plain = [
+        name
+        for name in names
+        if name not in quantised
+        and f"{name}.weight" in tensors
+        and tensors[f"{name}.weight"].dim() == 2
+        and "embed" not in name
+    ]
+    return sorted(quantised), sorted(plain)
+
+
+_FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+
+
+def _fused(names: list[str]) -> list[str]:
+    """Module names as vLLM fuses them."""
+    return [name.replace("q_proj", "qkv_proj") for name in names if not name.endswith(("k_proj", "v_proj"))]
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        *((name, "compressed-tensors") for name in (*INTEGERS, "ct-mxfp4-qwen3moe")),
+        ("ct-mxfp4-qwen3moe", "nvfp4-compressed-tensors"),
+    ],
+)
+def test_vllm_parses_compressed_tensors(checkpoints: Path, tmp_path: Path, name: str, target: str) -> None:
+    pytest.importorskip("vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors")
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+
+    config, tensors = result(checkpoints / name, tmp_path / "out", target)
+    parsed = CompressedTensorsConfig.from_config(config["quantization_config"])
+    parsed.packed_modules_mapping = _FUSED
+    quantised, plain = _modules(config, tensors)
+    linear = torch.nn.Linear(1, 1)
+    for module in _fused(quantised):
+        scheme = parsed.get_scheme_dict(linear, module)
+        assert scheme is not None, module
+        kind = {
+            "pack-quantized": parsed._is_wNa16_group_channel(scheme["weights"], scheme["input_activations"]),
+            "mxfp4-pack-quantized": parsed._is_mxfp4(scheme["weights"]),
+            "nvfp4-pack-quantized": parsed._is_nvfp4_format(scheme["weights"]),
+        }
+        assert kind[scheme["format"]], module
+        if scheme["format"] == "pack-quantized":
+            assert scheme["weights"].symmetric == (f"{quantised[0]}.weight_zero_point" not in tensors)
+    for module in _fused(plain):
+        assert parsed.get_scheme_dict(linear, module) is None, module
+
+
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("name", INTEGERS)
+def test_vllm_parses_gptq(checkpoints: Path, tmp_path: Path, name: str, version: str) -> None:
+    pytest.importorskip("vllm.model_executor.layers.quantization.auto_gptq")
+    from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
+    from vllm.model_executor.layers.quantization.utils.gptq_utils import get_dynamic_override
+
+    config, tensors = result(checkpoints / name, tmp_path / "out", version)
+    table = config["quantization_config"]
+    if not table["sym"]:
+        # What vLLM 0.33 does not take at all, in whichever version: compressed-tensors is its way.
+        with pytest.raises(ValueError, match="sym=False"):
+            AutoGPTQConfig.from_config(table)
+        return
+    parsed = AutoGPTQConfig.from_config(table)
+    assert AutoGPTQConfig.override_quantization_method(table, None) == "auto_gptq"
+    quantised, plain = _modules(config, tensors)
+    assert all(get_dynamic_override(parsed, name) is None for name in _fused(quantised))
+    assert all(get_dynamic_override(parsed, name) is False for name in _fused(plain) if name != "lm_head")
+
+
+def test_vllm_parses_block_fp8(checkpoints: Path, tmp_path: Path) -> None:
+    pytest.importorskip("vllm.model_executor.layers.quantization.fp8")
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+    from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
+
+    config, tensors = result(checkpoints / "ct-mxfp4-qwen3moe", tmp_path / "out", "fp8")
+    parsed = Fp8Config.from_config(config["quantization_config"])
+    assert parsed.weight_block_size == [128, 128]
+    quantised, plain = _modules(config, tensors)
+    assert not any(is_layer_skipped(name, parsed.ignored_layers, _FUSED) for name in _fused(quantised))
+    assert all(is_layer_skipped(name, parsed.ignored_layers, _FUSED) for name in _fused(plain))
+
+
+def test_vllm_parses_nvfp4(checkpoints: Path, tmp_path: Path) -> None:
+    pytest.importorskip("vllm.model_executor.layers.quantization.modelopt")
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
+
+    config, tensors = result(checkpoints / "ct-mxfp4-qwen3moe", tmp_path / "out", "nvfp4")
+    side = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())
+    for table in (config["quantization_config"], side):
+        assert ModelOptNvFp4Config.override_quantization_method(table, None) == "modelopt_fp4"
+        parsed = ModelOptNvFp4Config.from_config(table)
+        parsed.packed_modules_mapping = _FUSED
+        assert parsed.group_size == 16
+        quantised, plain = _modules(config, tensors)
+        assert not any(parsed.is_layer_excluded(name) for name in _fused(quantised))
+        assert all(parsed.is_layer_excluded(name) for name in _fused(plain))
+
+
+def test_vllm_knows_gpt_oss(checkpoints: Path, tmp_path: Path) -> None:
+    pytest.importorskip("vllm.model_executor.layers.quantization.mxfp4")
+    from transformers import AutoConfig
+    from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
+
+    config, _ = result(checkpoints / "mxfp4-gptoss", tmp_path / "out", "mxfp4")
+    loaded = AutoConfig.from_pretrained(tmp_path / "out")
+    table = config["quantization_config"]
+    assert GptOssMxfp4Config.override_quantization_method(table, None, loaded) == "gpt_oss_mxfp4"
