@@ -54,6 +54,11 @@ class ModelFamily:
         """Whether rows of stacked gate/up tensors alternate."""
         return self.stacking == "interleaved"
 
+    @property
+    def transposed(self) -> bool:
+        """Whether stacked parameters that are not quantised have rows and columns exchanged."""
+        return self.stacking == "transposed" or "gpt_oss" in self.model_types
+
 
 _DENSE_SIZE = ("intermediate_size",)
 _VISION_LAYERS = ("model.language_model.layers", "model.layers")

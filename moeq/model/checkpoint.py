@@ -51,9 +51,10 @@ class Checkpoint:
         self.declaration = declaration
         family = find_family(model_type(facts))
         interleaved = family.interleaved if family else None
+        transposed = family is not None and family.transposed
         declared = facts.experts()
         self._experts: dict[int, Experts] = {
-            number: Experts(layer, declaration, interleaved, declared)
+            number: Experts(layer, declaration, interleaved, declared, transposed=transposed)
             for number, layer in (*stacks.main.items(), *stacks.mtp.items())
         }
         source.expert_names = frozenset(entry.name for layer in stacks.main.values() for entry in layer.tensors())

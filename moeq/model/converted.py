@@ -148,7 +148,12 @@ def _copied_experts(source: Source, manifest: Manifest) -> dict[int, Experts]:
     rest = {name: entry for name, entry in source.tensors.items() if name not in source.expert_names}
     copied = {row.layer for row in manifest.copied}
     return {
-        layer.layer: Experts(layer, declaration, family is not None and family.interleaved)
+        layer.layer: Experts(
+            layer,
+            declaration,
+            family is not None and family.interleaved,
+            transposed=family is not None and family.transposed,
+        )
         for layer in split_stacks(index_experts(rest), None).main.values()
         if layer.layer in copied
     }

@@ -154,7 +154,7 @@ def describe(model: Model) -> CheckpointInfo:
 
 
 def sizes(kind: ExpertKind, family: ModelFamily, facts: Facts) -> tuple[MatrixSpec, MatrixSpec]:
-    """`(down, up)` of one expert; parameters stored with rows and columns exchanged are turned round.
+    """`(down, up)` of one expert.
 
     Formats that moeq does not read tell no sizes; those are the config's.
     """
@@ -162,9 +162,6 @@ def sizes(kind: ExpertKind, family: ModelFamily, facts: Facts) -> tuple[MatrixSp
     if kind.scheme.format == "foreign":
         hidden, inner = facts.count(HIDDEN) or 0, facts.count(family.intermediate_keys) or 0
         return down.with_sizes(n=hidden, k=inner), up.with_sizes(n=inner, k=facts.count(EXPERT_INPUT) or hidden)
-    if "gate_up" in kind.projections and family.stacking == "transposed" and kind.scheme.format == "unquantized":
-        stored = kind.spec("w13")
-        return down.with_sizes(n=down.k, k=down.n), up.with_sizes(n=stored.k // 2, k=stored.n)
     return down, up
 
 

@@ -18,6 +18,7 @@ from moeq.schemes.base import Scheme
 from moeq.schemes.declared import Declaration, Declared
 from moeq.schemes.format import Context, Described, Format, PartSig, inconsistent
 from moeq.schemes.registry import match_format
+from moeq.schemes.unquantized import PLAIN_DTYPES
 
 #: Parts that describe a whole fused tensor and so have no leading expert axis.
 WHOLE_PARTS = frozenset({"weight_shape"})
@@ -115,6 +116,7 @@ class Experts:
         layer: the layer's tensors.
         num_experts: number of experts found.
         flat: experts are stacked along the rows of 2-D tensors (DBRX) instead of along an axis of their own.
+        transposed: stacked tensors that are not quantised have rows and columns exchanged.
     """
 
     def __init__(
@@ -123,10 +125,13 @@ class Experts:
         declaration: Declaration | None,
         interleaved: bool | None,
         declared_experts: int | None = None,
+        *,
+        transposed: bool = False,
     ) -> None:
         self.layer = layer
         self.num_experts = _count(layer, declared_experts)
         self.flat = layer.fused and _flat(layer)
+        self.transposed = layer.fused and transposed
         self._declaration = declaration
         self._interleaved = interleaved
         self._kinds: dict[object, ExpertKind] = {}
@@ -210,9 +215,15 @@ def _sigs(owner: Experts, parts: Mapping[str, TensorEntry]) -> dict[str, PartSig
             part: PartSig(entry.dtype, (entry.shape[0] // count, *entry.shape[1:])) for part, entry in parts.items()
         }
     return {
-        part: PartSig(entry.dtype, entry.shape if part in WHOLE_PARTS else entry.shape[1:])
+        part: PartSig(entry.dtype, entry.shape if part in WHOLE_PARTS else _row_shape(owner, part, entry))
         for part, entry in parts.items()
     }
+
+
+def _row_shape(owner: Experts, part: str, entry: TensorEntry) -> tuple[int, ...]:
+    """`[N, K]` of one expert's row of a stack, turned round where the stack has rows and columns exchanged."""
+    row = entry.shape[1:]
+    return row[::-1] if owner.transposed and part == "weight" and entry.dtype in PLAIN_DTYPES else row
 
 
 def _signature(unit: Unit) -> tuple[tuple[str, str, str, tuple[int, ...]], ...]:

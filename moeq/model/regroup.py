@@ -41,8 +41,12 @@ def regrouped_spec(spec: MatrixSpec, group: int) -> MatrixSpec:
 
 def regroup(matrix: QuantizedMatrix, group: int) -> QuantizedMatrix:
     """The same values in groups of `group`. Raises MoeqError `usage.regroup`."""
-    spec = regrouped_spec(matrix.spec, group)
-    times = matrix.spec.group_size // group
+    return repeat_groups(matrix, regrouped_spec(matrix.spec, group))
+
+
+def repeat_groups(matrix: QuantizedMatrix, spec: MatrixSpec) -> QuantizedMatrix:
+    """The same codes under the groups of `spec`, of which whole ones make up each of the matrix's."""
+    times = matrix.spec.group_size // spec.group_size
 
     def repeated(tensor: Tensor | None) -> Tensor | None:
         # The last group may be partial, and then has fewer parts.

@@ -236,8 +236,8 @@ def _plain(checkpoint: Checkpoint, layer: int, expert: int, projection: Projecti
             return tensor[0 if first else 1 :: 2]
         return tensor[:half] if first else tensor[half:]
 
-    bias = parts.get("bias")
-    return rows(parts["weight"]).float(), None if bias is None else rows(bias)
+    bias, weight = parts.get("bias"), parts["weight"]
+    return rows(weight.t() if experts.transposed else weight).float(), None if bias is None else rows(bias)
 
 
 def _shape(weight: Tensor, bias: Tensor | None) -> str:

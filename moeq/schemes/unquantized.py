@@ -14,7 +14,8 @@ from moeq.schemes.format import FLOAT_NAMES, Context, Described, PartRoles, Part
 if TYPE_CHECKING:
     from torch import Tensor
 
-_PLAIN = ("BF16", "F16", "F32")
+#: Dtypes of weights that are not quantised.
+PLAIN_DTYPES = ("BF16", "F16", "F32")
 
 
 class Unquantized(ReadOnlyFormat):
@@ -30,7 +31,7 @@ class Unquantized(ReadOnlyFormat):
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight = parts.get("weight")
-        if weight is None or weight.dtype not in _PLAIN or len(weight.shape) != 2:
+        if weight is None or weight.dtype not in PLAIN_DTYPES or len(weight.shape) != 2:
             return False
         return not parts.keys() - {"weight", "bias"}
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from moeq.checkpoint.families import ModelFamily
 from moeq.checkpoint.names import StoredName
 from moeq.errors import MoeqError
 from moeq.model.experts import WHOLE_PARTS, Experts
@@ -31,6 +32,7 @@ class Naming:
         spelled: projection to its name.
         stacked: tensors hold all experts.
         interleaved: rows of a stacked gate/up tensor alternate.
+        transposed: stacked tensors of floats have rows and columns exchanged.
         renamed: source prefix and target prefix of the module that holds experts and router, where they differ.
     """
 
@@ -38,6 +40,7 @@ class Naming:
     spelled: Mapping[StoredName, str]
     stacked: bool = False
     interleaved: bool = False
+    transposed: bool = False
     renamed: tuple[str, str] | None = None
 
     def module(self, projection: StoredName, expert: int) -> str:
@@ -57,13 +60,17 @@ class Naming:
         return self.stacked and part not in WHOLE_PARTS
 
 
-def choose_naming(experts: Experts, asked: NamesOption, *, gpt_oss: bool, stackable: bool) -> Naming:
+def choose_naming(
+    experts: Experts, family: ModelFamily | None, asked: NamesOption, *, gpt_oss: bool, floats: bool, stackable: bool
+) -> Naming:
     """Names for one layer.
 
     Args:
         experts: the layer as the source stores it.
+        family: the model's family.
         asked: what the user asked for.
         gpt_oss: the target is gpt-oss' own format, which has one spelling.
+        floats: the target holds floats, which are stacked as the family stacks them.
         stackable: the target's tools also write stacked tensors.
 
     Raises:
@@ -75,7 +82,7 @@ def choose_naming(experts: Experts, asked: NamesOption, *, gpt_oss: bool, stacka
             raise MoeqError("usage.names", f"--names {asked}: gpt-oss' format has stacked tensors only", "leave it out")
         return Naming(layer.prefix, _STACKED, stacked=True, interleaved=True)
     # Alternating rows are gpt-oss' own; other formats that stack have gate rows, then up rows.
-    keeps_stack = layer.fused and stackable and not first.interleaved
+    keeps_stack = layer.fused and stackable and (floats or not first.interleaved)
     if asked == "stacked" or (asked == "source" and keeps_stack):
         if not stackable:
             raise MoeqError(
@@ -85,7 +92,13 @@ def choose_naming(experts: Experts, asked: NamesOption, *, gpt_oss: bool, stacka
             )
         if not first.gated:
             raise MoeqError("usage.names", f"{layer.prefix} has no gate: nothing to stack", "--names per-expert")
-        return Naming(layer.prefix, _STACKED, stacked=True)
+        return Naming(
+            layer.prefix,
+            _STACKED,
+            stacked=True,
+            interleaved=floats and family is not None and family.interleaved,
+            transposed=floats and family is not None and family.transposed,
+        )
     prefix, renamed = _prefix(layer.prefix, asked)
     if asked == "source" and not layer.fused:
         spelled: Mapping[StoredName, str] = dict(layer.spelling)

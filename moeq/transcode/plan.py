@@ -214,7 +214,9 @@ def _reader(projected: Projected, module: str, declaration: Declaration | None) 
     Raises:
         MoeqError: `bug.config` where that is not what was meant.
     """
-    signatures = _signatures(projected)
+    # Readers turn transposed stacks round before anything else.
+    known_as = "plain" if projected.spelling == "plain-transposed" else projected.spelling
+    signatures = SPELLINGS[known_as].signatures(projected.spec)
     declared = declaration.resolve(module) if declaration else None
     spelling = SPELLINGS[projected.spelling]
     matched = match_format(signatures, declared)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.transcode.spellings import BLOCK
 
@@ -25,45 +24,6 @@ _E2M1_MAX = 6.0
 
 #: Rows that are dequantised at once.
 _ROWS = 256
-
-
-def regroup(matrix: QuantizedMatrix, group_size: int) -> QuantizedMatrix:
-    """The same codes under smaller groups: every scale and zero point is repeated.
-
-    Raises:
-        MoeqError: `usage.regroup` where the new size does not divide the old one, or columns are in activation order.
-    """
-    spec = matrix.spec
-    check_regroup(spec, group_size)
-    repeats, groups = -(-spec.group_size // group_size), -(-spec.k // group_size)
-
-    def spread(tensor: Tensor) -> Tensor:
-        return tensor.repeat_interleave(repeats, dim=1)[:, :groups].contiguous()
-
-    return replace(
-        matrix,
-        spec=replace(spec, group_size=group_size),
-        scales=spread(matrix.scales),
-        zeros=None if matrix.zeros is None else spread(matrix.zeros),
-    )
-
-
-def check_regroup(spec: MatrixSpec, group_size: int) -> None:
-    """Refuse group sizes that scales cannot be repeated to. Raises MoeqError `usage.regroup`."""
-    if group_size < 1 or spec.group_size % group_size:
-        fits = [size for size in (128, 64, 32, 16) if spec.group_size % size == 0]
-        raise MoeqError(
-            "usage.regroup",
-            f"groups of {spec.group_size} are not made of whole groups of {group_size} "
-            f"({spec.group_size} / {group_size} = {spec.group_size / max(group_size, 1):g})",
-            f"--regroup {' or '.join(map(str, fits))}" if fits else None,
-        )
-    if spec.act_order:
-        raise MoeqError(
-            "usage.regroup",
-            "columns are assigned to groups in activation order, so that groups are no runs of columns",
-            "sort the columns first: moeq transcode SRC DST --sort-act-order",
-        )
 
 
 def to_e4m3_scales(matrices: Sequence[QuantizedMatrix], specs: Sequence[MatrixSpec]) -> list[QuantizedMatrix]:

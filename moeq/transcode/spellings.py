@@ -139,6 +139,10 @@ def _plain(spec: MatrixSpec) -> dict[str, PartSig]:
     return {"weight": PartSig(_DTYPES[spec.element], (spec.n, spec.k))}
 
 
+def _transposed(spec: MatrixSpec) -> dict[str, PartSig]:
+    return {"weight": PartSig(_DTYPES[spec.element], (spec.k, spec.n))}
+
+
 SPELLINGS: dict[str, Spelling] = {
     spelling.id: spelling
     for spelling in (
@@ -153,5 +157,6 @@ SPELLINGS: dict[str, Spelling] = {
         Spelling("fp8-block", "fp8-block", _fp8_blocks("weight_scale_inv")),
         Spelling("ct-fp8-block", "fp8-block", _fp8_blocks("weight_scale")),
         Spelling("plain", "unquantized", _plain),
+        Spelling("plain-transposed", "unquantized", _transposed),
     )
 }

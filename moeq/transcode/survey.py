@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moeq.checkpoint.facts import Facts
+from moeq.checkpoint.families import ModelFamily, find_family
 from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.names import StoredName
 from moeq.errors import MoeqError
@@ -125,9 +126,9 @@ def survey(checkpoint: Checkpoint, target: Target, request: Request) -> Survey:
             f"--to {target.id} is read by {', '.join(target.model_types)} only; {info.name} is {found}",
             "--to compressed-tensors",
         )
-    layers = []
+    layers, family = [], find_family(found)
     for layer in (*info.moe_layers, *info.mtp_layers):
-        known = _layer(checkpoint, layer, target, request)
+        known = _layer(checkpoint, layer, family, target, request)
         if known is not None:
             layers.append(known)
     renamed = tuple(layer.naming.renamed for layer in layers if layer.naming.renamed)
@@ -142,7 +143,9 @@ def survey(checkpoint: Checkpoint, target: Target, request: Request) -> Survey:
     return Survey(tuple(layers), modules, copied, plain, _contents(layers, modules, plain))
 
 
-def _layer(checkpoint: Checkpoint, layer: int, target: Target, request: Request) -> LayerSurvey | None:
+def _layer(
+    checkpoint: Checkpoint, layer: int, family: ModelFamily | None, target: Target, request: Request
+) -> LayerSurvey | None:
     """The experts of a layer; None where they are not quantised."""
     experts = checkpoint.experts(layer)
     groups = experts.kinds()
@@ -158,7 +161,12 @@ def _layer(checkpoint: Checkpoint, layer: int, target: Target, request: Request)
             "re-quantise the layer with one scheme for all its experts",
         )
     naming = choose_naming(
-        experts, request.names, gpt_oss="gpt-oss" in target.spellings.values(), stackable=target.stackable
+        experts,
+        family,
+        request.names,
+        gpt_oss="gpt-oss" in target.spellings.values(),
+        floats=target.element is not None,
+        stackable=target.stackable,
     )
     found: dict[int, Mapping[StoredName, Projected]] = {}
     for group in groups:
@@ -186,21 +194,22 @@ def _experts(
     for name in names:
         stored = kind.projection("w13" if name == "gate_up" else name)
         spec = kind.spec("w13" if name == "gate_up" else name)
-        found[name] = project(Described(stored.scheme, spec), target, request, f"{where} {name}")
+        projected = project(Described(stored.scheme, spec), target, request, f"{where} {name}")
+        found[name] = replace(projected, spelling="plain-transposed") if naming.transposed else projected
     return found
 
 
 def project(described: Described, target: Target, request: Request, where: str) -> Projected:
     """What the target makes of one projection."""
-    from moeq.transcode.recode import check_regroup
-
     spelling = target.spelling(described, where)
     spec = target.spec(described, request.regroup)
     declared = described.scheme.group_size
     if spelling in ("ct-pack", "gptq"):
         if request.regroup and spec.group_size != described.spec.group_size:
-            check_regroup(described.spec, spec.group_size)
+            _check_regroup(described.spec, spec.group_size, where)
         declared = request.regroup or declared
+    if spelling == "ct-pack":
+        declared = _whole_groups(spec, declared, where)
     if described.spec.act_order and spelling == "ct-pack":
         raise MoeqError(
             "usage.act-order",
@@ -209,6 +218,40 @@ def project(described: Described, target: Target, request: Request, where: str) 
             "--sort-act-order sorts what can be sorted; --to gptq_v2 keeps g_idx",
         )
     return Projected(described, spelling, spec, weights_of(spelling, spec, declared))
+
+
+def _check_regroup(spec: MatrixSpec, group_size: int, where: str) -> None:
+    """Refuse group sizes that scales cannot be repeated to. Raises MoeqError `usage.regroup`."""
+    if spec.group_size % group_size:
+        fits = [size for size in (128, 64, 32, 16) if spec.group_size % size == 0]
+        raise MoeqError(
+            "usage.regroup",
+            f"{where}: groups of {spec.group_size} are not made of whole groups of {group_size} "
+            f"({spec.group_size} / {group_size} = {spec.group_size / group_size:g})",
+            f"--regroup {' or '.join(map(str, fits))}" if fits else None,
+        )
+    if spec.act_order:
+        raise MoeqError(
+            "usage.regroup",
+            f"{where}: columns are assigned to groups in activation order, so that groups are no runs of columns",
+            "leave out --regroup",
+        )
+
+
+def _whole_groups(spec: MatrixSpec, declared: int, where: str) -> int:
+    """The group size that a compressed-tensors config may declare: its readers want K to be a multiple of it.
+
+    A projection narrower than a group is one group of its own size.
+    """
+    if declared == -1 or spec.k % spec.group_size == 0:
+        return declared if declared == -1 else spec.group_size
+    fits = [size for size in (64, 32, 16, 8) if spec.k % size == 0 and spec.group_size % size == 0]
+    raise MoeqError(
+        "usage.target",
+        f"{where}: K={spec.k} is {spec.k / spec.group_size:g} groups of {spec.group_size}, and readers of "
+        "compressed-tensors take whole groups only",
+        f"--regroup {fits[0]}" if fits else None,
+    )
 
 
 def _modules(

