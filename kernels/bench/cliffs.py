@@ -4,8 +4,8 @@
     PYTHONPATH=.:kernels python kernels/bench/cliffs.py --shapes known --family mma-w4a16 --peers peers.json [--sweep]
 
 The grid: layers of 8 to 512 experts, hidden sizes 1024 to 8192, intermediate sizes 128 to 14336 of a rank, groups of 32
-to 128 and one scale a channel; tokens at powers of two and halfway between. A jump is how much more a time grows from one
-number of tokens to the next than its floor does; more than 1.6 counts as a cliff. Floors as in `hopper_bench`, cold
+to 128 and one scale a channel; tokens at powers of two and halfway between. A jump is how much more a time grows from
+one number of tokens to the next than its floor does; more than 1.6 counts as a cliff. Floors as in `hopper_bench`, cold
 weights, CUDA graphs. `--peers` sets times beside those of a side-by-side run (another day, another GPU of the kind).
 `--sweep` times other plans of the `mma.sync` kernels around the chosen one.
 """
@@ -160,9 +160,8 @@ def beside_peers(rows: list[dict[str, Any]], path: Path) -> None:
             ratios.setdefault((row["format"], name), []).append(us / row["us"])
     for (stored, name), found in sorted(ratios.items()):
         mean = math.exp(statistics.fmean(map(math.log, found)))
-        print(
-            f"{stored} {name}: {len(found)} cells, theirs over ours {mean:.2f}, faster in {sum(one > 1 for one in found)}"
-        )
+        faster = sum(one > 1 for one in found)
+        print(f"{stored} {name}: {len(found)} cells, theirs over ours {mean:.2f}, faster in {faster}")
 
 
 def main() -> int:

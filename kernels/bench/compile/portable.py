@@ -213,8 +213,8 @@ def _inspect(case: Case, target: str, compiled: Any) -> Outcome:
     shared = int(compiled.metadata.shared)
     problem = None
     if TARGETS[target].backend == "cuda":
-        registers = _cuda_registers(compiled.asm["cubin"])
-        inside, total = _local_memory(_sass(compiled.asm["cubin"]), _CUDA_LINE, r"\b(?:LDL|STL)\b")
+        registers = cuda_registers(compiled.asm["cubin"])
+        inside, total = _local_memory(sass(compiled.asm["cubin"]), _CUDA_LINE, r"\b(?:LDL|STL)\b")
         if target == "sm_90" and _register_left_operand(compiled.asm["ptx"]):
             problem = "a product takes its left operand from registers"
     else:
@@ -248,12 +248,12 @@ def _dump(tool: str, *arguments: str, cubin: bytes) -> str:
     return done.stdout
 
 
-def _cuda_registers(cubin: bytes) -> int:
+def cuda_registers(cubin: bytes) -> int:
     found = re.search(r"REG:(\d+)", _dump("cuobjdump", "-res-usage", cubin=cubin))
     return int(found.group(1)) if found else -1
 
 
-def _sass(cubin: bytes) -> list[str]:
+def sass(cubin: bytes) -> list[str]:
     return _dump("nvdisasm", "-c", cubin=cubin).splitlines()
 
 
