@@ -26,11 +26,13 @@ from typing import Any
 
 import torch
 
+from bench import w8a8_bench
 from bench.hopper_bench import FORMATS, epilogue_of, floor_us, random_experts, weight_bytes
 from bench.timing import SHAPES, Shape, copies_needed, graph_us, inputs, save
 from moeq_kernels import PackedExperts, PreparedLayer
 from moeq_kernels.compiling import compile_all, specialise
 from moeq_kernels.gpu import gpu_of
+from moeq_kernels.mma.layer import plan_for
 from moeq_kernels.mma.plan import MmaPlan, stage_bytes
 from moeq_kernels.prepared import builds, prepare_for, schedule
 
@@ -58,7 +60,7 @@ PEER_SHAPES = {"mixtral": "mixtral-8x7b", "qwen3-30b": "qwen3-30b-a3b", "gpt-oss
                "deepseek-v3-tp8": "deepseek-v3-tp8"}  # fmt: skip
 
 
-def layers(which: str) -> list[tuple[str, Shape, str]]:
+def layers(which: str, formats: str) -> list[tuple[str, Shape, str]]:
     """Names, sizes and formats of the layers to time."""
     if which == "grid":
         return [
@@ -66,8 +68,10 @@ def layers(which: str) -> list[tuple[str, Shape, str]]:
             for experts, top_k, hidden, intermediate, stored in GRID
         ]
     names = PEER_SHAPES if which == "known" else which.split(",")
-    return [(name, SHAPES[name], "int4") for name in names] + [
-        (name, replace(SHAPES[name], gpt_oss=True), "mxfp4") for name in names if name in ("qwen3-30b", "gpt-oss-20b")
+    return [
+        (name, replace(SHAPES[name], gpt_oss=stored == "mxfp4" and SHAPES[name].gpt_oss), stored)
+        for stored in formats.split(",")
+        for name in names
     ]
 
 
@@ -75,6 +79,18 @@ def tokens_up_to(most: int) -> list[int]:
     """Powers of two and halfway between."""
     powers = [1 << bit for bit in range(most.bit_length())]
     return sorted({one for power in powers for one in (power, power * 3 // 2) if one <= most})
+
+
+def stored_as(stored: str) -> tuple[Any, Any, Any]:
+    """For a format: makers of random experts of a shape, bytes of so many experts' weights, and the floor."""
+    if stored == "w8a8":
+        return w8a8_bench.random_experts, w8a8_bench.weight_bytes, w8a8_bench.floor_us
+    kept = FORMATS[stored]
+    return (
+        lambda shape: random_experts(shape, kept),
+        lambda shape, hit: weight_bytes(shape, kept, hit),
+        lambda shape, tokens, hit: floor_us(shape, kept, tokens, hit),
+    )
 
 
 def layer_for(packed: PackedExperts, shape: Shape, family: str | None, most: int, plan: Any = None) -> PreparedLayer:
@@ -100,8 +116,8 @@ def variants(chosen: MmaPlan, kind: str, group: int) -> list[MmaPlan]:
 
 def measure(name: str, shape: Shape, stored: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of one layer."""
-    kept = FORMATS[stored]
-    copies = [random_experts(shape, kept)]
+    make, size_of, floor_of = stored_as(stored)
+    copies = [make(shape)]
     sizes = [int(one) for one in options.tokens.split(",")] if options.tokens else tokens_up_to(options.most)
     first = layer_for(copies[0], shape, options.family, max(sizes))
     problem, family = first.problem, first.family
@@ -109,8 +125,7 @@ def measure(name: str, shape: Shape, stored: str, options: argparse.Namespace) -
     wanted = builds(family, problem, max(sizes))
     plans: dict[int, list[MmaPlan]] = {}
     if options.sweep:
-        from moeq_kernels.mma.layer import plan_for
-
+        kept = FORMATS[stored]
         for tokens in sizes:
             plans[tokens] = variants(plan_for(problem, tokens), kept.kind, kept.group)
             for plan in plans[tokens]:
@@ -120,9 +135,9 @@ def measure(name: str, shape: Shape, stored: str, options: argparse.Namespace) -
     rows: list[dict[str, Any]] = []
     for tokens in sizes:
         hit = inputs(shape, tokens, 0).ids.unique().numel()
-        needed = copies_needed(weight_bytes(shape, kept, hit))
+        needed = copies_needed(size_of(shape, hit))
         while len(copies) < needed:
-            copies.append(random_experts(shape, kept))
+            copies.append(make(shape))
         given = [inputs(shape, tokens, seed) for seed in range(needed)]
 
         def timed(plan: Any = None, given: Any = given, needed: int = needed) -> float:
@@ -131,7 +146,7 @@ def measure(name: str, shape: Shape, stored: str, options: argparse.Namespace) -
             return graph_us(calls, options.milliseconds)
 
         row = {"layer": name, "format": stored, "tokens": tokens, "family": family, "hit": hit,
-               "floor_us": floor_us(shape, kept, tokens, hit), "us": timed()}  # fmt: skip
+               "floor_us": floor_of(shape, tokens, hit), "us": timed()}  # fmt: skip
         for plan in plans.get(tokens, ()):
             row.setdefault("sweep", {})[repr(plan)] = timed(plan)
         rows.append(row)
@@ -168,6 +183,7 @@ def main() -> int:
     """Command line; exits 1 where there is a cliff."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="grid", help="grid, known, or names of shapes")
+    parser.add_argument("--formats", default="int4", help="of other shapes than the grid's: int4, mxfp4, w8a8, ..")
     parser.add_argument("--family", help="kernels to use instead of what the layer gets")
     parser.add_argument("--tokens", help="numbers of tokens instead of powers of two and halfway between")
     parser.add_argument("--most", type=int, default=8192)
@@ -179,7 +195,7 @@ def main() -> int:
     options = parser.parse_args()
     begin = time.monotonic()
     rows: list[dict[str, Any]] = []
-    for name, shape, stored in layers(options.shapes):
+    for name, shape, stored in layers(options.shapes, options.formats):
         if time.monotonic() - begin > options.seconds:
             print("out of time at", name, stored)
             break

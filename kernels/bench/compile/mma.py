@@ -1,4 +1,4 @@
-"""Compiling the `mma.sync` products ahead of time for all NVIDIA architectures, and reading what came out; no GPU needed.
+"""Compiling the `mma.sync` products ahead of time for all NVIDIA architectures and reading them; needs no GPU.
 
     PYTHONPATH=.:kernels python kernels/bench/compile/mma.py [--trimmed] [--targets sm_80 sm_120] [--out results.json]
 
