@@ -28,10 +28,10 @@ import torch
 
 from bench import w8a8_bench
 from bench.hopper_bench import FORMATS, epilogue_of, floor_us, random_experts, weight_bytes
+from bench.planned import pretend
 from bench.timing import SHAPES, Shape, copies_needed, graph_us, inputs, save
 from moeq_kernels import PackedExperts, PreparedLayer
 from moeq_kernels.compiling import compile_all, specialise
-from moeq_kernels.gpu import gpu_of
 from moeq_kernels.mma.layer import plan_for
 from moeq_kernels.mma.plan import MmaPlan, stage_bytes
 from moeq_kernels.prepared import builds, prepare_for, schedule
@@ -121,7 +121,7 @@ def measure(name: str, shape: Shape, stored: str, options: argparse.Namespace) -
     sizes = [int(one) for one in options.tokens.split(",")] if options.tokens else tokens_up_to(options.most)
     first = layer_for(copies[0], shape, options.family, max(sizes))
     problem, family = first.problem, first.family
-    gpu = gpu_of(torch.device("cuda"))
+    gpu = problem.gpu
     wanted = builds(family, problem, max(sizes))
     plans: dict[int, list[MmaPlan]] = {}
     if options.sweep:
@@ -192,7 +192,10 @@ def main() -> int:
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--peers", type=Path, help="JSON of a side-by-side run")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--code-for", metavar="GPU", help="run code for another GPU (its PTX), such as A100")
     options = parser.parse_args()
+    if options.code_for:
+        pretend(options.code_for)
     begin = time.monotonic()
     rows: list[dict[str, Any]] = []
     for name, shape, stored in layers(options.shapes, options.formats):

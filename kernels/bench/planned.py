@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moeq_kernels import PackedExperts
+from moeq_kernels import PackedExperts, cuda, prepared
 from moeq_kernels.areas import Area
+from moeq_kernels.compiling import Binary, Specialisation, compile_one
 from moeq_kernels.epilogue import SILU, Epilogue
+from moeq_kernels.gpu import GPUS, Gpu, gpu_of
 from moeq_kernels.launch import run_with_triton
 from moeq_kernels.portable import quantize_launch
 from moeq_kernels.prepared import prepare_for
@@ -32,6 +35,23 @@ def run_family(
     tokens, top_k = topk_ids.shape
     layer = prepare_for(x, experts, top_k, tokens, epilogue, known, family=family, plan=plan, dependent=dependent)
     return layer(x, topk_weights, topk_ids, expert_map=expert_map)
+
+
+def pretend(name: str) -> None:
+    """Plans, compiles and runs for another NVIDIA GPU from now on: its PTX, which the driver assembles for this one.
+
+    So code for sm_80 runs on a GPU of sm_90, where no older one is at hand. Multiprocessors are counted as they are.
+    """
+    here = gpu_of(torch.device("cuda"))
+    other = replace(GPUS[name], multiprocessors=here.multiprocessors)
+
+    def as_ptx(wanted: Specialisation, gpu: Gpu) -> Binary:
+        built = compile_one(wanted, gpu)
+        return Binary(built.asm["ptx"].encode() + b"\0", built.metadata.name, built.metadata.num_warps,
+                      built.metadata.shared, ())  # fmt: skip
+
+    prepared.gpu_of = lambda _device: other  # type: ignore[assignment]
+    cuda.binary = as_ptx
 
 
 def hopper_moe(*given: Any, **options: Any) -> Tensor:

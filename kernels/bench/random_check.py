@@ -28,6 +28,7 @@ from torch import Tensor
 from bench.cases import Recipe, make_layer
 from bench.checking import Given, epilogue_of, routed
 from bench.comparison import FACTOR, random_map
+from bench.planned import pretend
 from bench.reference import Layer, moe, relative_error
 from moeq_kernels import PreparedLayer
 from moeq_kernels.formats import FORMATS
@@ -177,11 +178,14 @@ def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--code-for", metavar="GPU", help="run code for another GPU (its PTX), such as A100")
     parser.add_argument("--problems", type=int, default=10000)
     parser.add_argument("--seconds", type=float, default=3600)
     parser.add_argument("--family", choices=FAMILIES, help="these kernels only (portable: in all their formats)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    if options.code_for:
+        pretend(options.code_for)
     torch.backends.cuda.matmul.allow_tf32 = False
     generator = random.Random(options.seed)
     begin = time.monotonic()

@@ -21,7 +21,7 @@ from bench.compile.portable import TARGETS, compile_case, trimmed_matrix
 names = list(TARGETS)
 outcomes = []
 for index, case in enumerate(trimmed_matrix()):
-    for target in (names[index % 5], names[(index + 2) % 7]):
+    for target in (names[index % len(names)], names[(index + 3) % len(names)]):
         outcomes.append(dataclasses.asdict(compile_case(case, target)))
 print(json.dumps(outcomes))
 """
