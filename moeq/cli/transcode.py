@@ -43,6 +43,9 @@ def command(
     allow_lossy: Annotated[
         bool, typer.Option("--allow-lossy", help="Write the nearest values where they do not fit, and report them.")
     ] = False,
+    sort_act_order: Annotated[
+        bool, typer.Option("--sort-act-order", help="Sort down projections in activation order, and what feeds them.")
+    ] = False,
     check_only: Annotated[
         bool, typer.Option("--check-only", help="Transcode and compare in memory; write nothing.")
     ] = False,
@@ -79,6 +82,7 @@ def command(
                 revision=revision,
                 regroup=regroup,
                 names=names,
+                sort_act_order=sort_act_order,
                 workers=workers,
                 max_memory=memory,
                 advance=progress.update,
@@ -95,6 +99,7 @@ def command(
                 regroup=regroup,
                 names=names,
                 allow_lossy=allow_lossy,
+                sort_act_order=sort_act_order,
                 force=force,
                 workers=workers,
                 max_memory=memory,

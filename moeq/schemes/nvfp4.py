@@ -88,13 +88,13 @@ _GLOBAL = ("weight_global_scale", "weight_scale_2")
 
 
 def _multiplier(parts: Mapping[str, Tensor]) -> Tensor:
-    """The second-level scale as a multiplier, `[1]`. A reciprocal is kept in float64, so that the product is exact."""
+    """The second-level scale as a multiplier, float32 `[1]`: of a divisor, the reciprocal as vLLM 0.33 forms it."""
     if "weight_scale_2" in parts:
         return parts["weight_scale_2"].float().reshape(1)
     divisor = parts["weight_global_scale"].double().reshape(1)
     if not bool(divisor > 0):
         raise MoeqError("source.bad-data", f"weight_global_scale is {float(divisor)}, expected a positive number")
-    return 1 / divisor
+    return (1 / divisor).float()
 
 
 def divisor_of(multiplier: Tensor) -> Tensor:

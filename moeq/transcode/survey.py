@@ -35,6 +35,7 @@ class Request:
         regroup: size of the groups of integer codes, where it is to change.
         names: spelling of the experts' names.
         allow_lossy: write values that the target cannot hold exactly, rounded once.
+        sort_act_order: sort columns that are in activation order, where that can be made up for.
     """
 
     src: str
@@ -43,6 +44,7 @@ class Request:
     regroup: int | None = None
     names: NamesOption = "source"
     allow_lossy: bool = False
+    sort_act_order: bool = False
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,8 @@ def _layer(
         floats=target.element is not None,
         stackable=target.stackable,
     )
+    if naming.stacked and request.sort_act_order:
+        raise MoeqError("usage.names", "--sort-act-order with --names stacked", "--names per-expert")
     found: dict[int, Mapping[StoredName, Projected]] = {}
     for group in groups:
         projected = _experts(group.kind, naming, target, request, f"{where} expert {group.experts[0]}")
@@ -202,6 +206,8 @@ def _experts(
 def project(described: Described, target: Target, request: Request, where: str) -> Projected:
     """What the target makes of one projection."""
     spelling = target.spelling(described, where)
+    if request.sort_act_order:
+        described = replace(described, spec=replace(described.spec, act_order=False))
     spec = target.spec(described, request.regroup)
     declared = described.scheme.group_size
     if spelling in ("ct-pack", "gptq"):

@@ -32,6 +32,7 @@ class Target:
         element: element type of floats.
         model_types: the only models whose engines read it; empty for all.
         stackable: the format's tools also write tensors that hold all experts.
+        bits: widths of integer codes that all readers unpack alike; empty for all.
     """
 
     id: str
@@ -42,16 +43,22 @@ class Target:
     element: str | None = None
     model_types: tuple[str, ...] = ()
     stackable: bool = False
+    bits: tuple[int, ...] = ()
 
     def spelling(self, described: Described, where: str) -> str:
         """Id of the spelling of a projection. Raises MoeqError `usage.target` with what would work."""
         refusal = get_format(described.scheme.format).refusal if described.scheme.format == "modelopt-int4" else None
         kind = kind_of(described)
+        bits = described.spec.bits
+        if kind == "int" and self.bits and bits not in self.bits:
+            refusal = (
+                f"--to {self.id} takes codes of {', '.join(map(str, self.bits))} bits, readers disagree about {bits}"
+            )
         if kind in self.spellings and refusal is None:
             return self.spellings[kind]
         reason = refusal or f"--to {self.id} stores {_titles(self.spellings)}, no {_TITLES[kind]}"
         others = [] if refusal else [other.id for other in TARGETS.values() if kind in other.spellings]
-        hint = f"--to {', '.join(others)}" if others else None
+        hint = f"--to {', '.join(others)}" if others else "--to compressed-tensors" if self.bits else None
         raise MoeqError("usage.target", f"{where} is {described.scheme.title}: {reason}", hint)
 
     def spec(self, described: Described, regroup: int | None) -> MatrixSpec:
@@ -127,6 +134,7 @@ TARGETS: dict[str, Target] = {
             {"int": "gptq"},
             partial(configs.gptq, variant="gptq"),
             side_config=configs.gptq_side,
+            bits=(2, 4, 8),
         ),
         Target(
             "gptq_v2",
@@ -134,6 +142,7 @@ TARGETS: dict[str, Target] = {
             {"int": "gptq"},
             partial(configs.gptq, variant="gptq_v2"),
             side_config=configs.gptq_side,
+            bits=(2, 3, 4, 8),
         ),
         Target(
             "mxfp4",

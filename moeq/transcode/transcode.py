@@ -19,6 +19,7 @@ from moeq.checkpoint.source import CONFIG_NAME, SIDE_CONFIGS
 from moeq.checkpoint.writer import disk_errors, sync_file
 from moeq.digest import default_workers, in_order
 from moeq.errors import MoeqError
+from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
 from moeq.pipeline.events import Finished, Progress
 from moeq.pipeline.pack.memory import MIB
@@ -78,6 +79,7 @@ class Transcoding:
         plan: files and units.
         projections: projections compared with the source; 0 for a share.
         losses: those whose values changed.
+        dropped: parts that the target has no place for (scales of activations), and how many tensors they are.
         written: the result stands under its name.
         resumed_units: units found finished from an interrupted run.
         share: the share of the units that was asked for.
@@ -87,6 +89,7 @@ class Transcoding:
     plan: TranscodePlan
     projections: int
     losses: tuple[Loss, ...]
+    dropped: Mapping[str, int]
     written: bool
     resumed_units: int = 0
     share: Share | None = None
@@ -95,11 +98,6 @@ class Transcoding:
     def exact(self) -> bool:
         """Every value is the source's."""
         return not self.losses
-
-    @property
-    def dropped(self) -> dict[str, int]:
-        """Parts that the target has no place for (scales of activations, say), and how many tensors they are."""
-        return dropped_parts(self.plan)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -118,7 +116,7 @@ class Transcoding:
             "layers": len(plan.survey.layers),
             "modules": len(plan.survey.modules),
             "copied_tensors": len(plan.survey.copied),
-            "dropped": self.dropped,
+            "dropped": dict(self.dropped),
             "notes": list(self.notes),
             "regroup": request.regroup,
             "names": request.names,
@@ -140,6 +138,7 @@ def transcode(
     regroup: int | None = None,
     names: NamesOption = "source",
     allow_lossy: bool = False,
+    sort_act_order: bool = False,
     force: bool = False,
     workers: int | None = None,
     max_memory: int | None = None,
@@ -156,6 +155,8 @@ def transcode(
         regroup: size of the groups of integer codes; has to divide the source's.
         names: spelling of the experts' names.
         allow_lossy: where values do not fit the target, write the nearest and report them.
+        sort_act_order: sort GPTQ columns in activation order into groups; the intermediate features of an expert are
+            then in another order, in all three projections.
         force: replace an earlier transcoding.
         workers: threads; None takes the cores there are, at most 8. The bytes are the same.
         max_memory: bytes that this process must not exceed. None: workers are lowered to stay below 1 GiB.
@@ -169,7 +170,7 @@ def transcode(
     """
     begun = time.monotonic()
     share = parse_share(share, os.environ) if isinstance(share, str) else share
-    job = open_transcode(Request(str(src), to, revision, regroup, names, allow_lossy))
+    job = open_transcode(Request(str(src), to, revision, regroup, names, allow_lossy, sort_act_order))
     source = job.checkpoint.source
     folder = WorkFolder(
         Path(dst), transcode_stamp(job), share=share.label if share else None, force=force, marker=REPORT_NAME
@@ -182,7 +183,14 @@ def transcode(
         ran = run_units(job, folder, units, Where(workers=memory.workers, spare=memory.spare()), tell)
         losses = losses_of(ran.records)
         found = Transcoding(
-            Path(dst), job.plan, 0 if share else count_projections(job.plan), losses, not share, len(ran.resumed), share
+            destination=Path(dst),
+            plan=job.plan,
+            projections=0 if share else count_projections(job.plan),
+            losses=losses,
+            dropped=dropped_parts(job.checkpoint, job.plan),
+            written=share is None,
+            resumed_units=len(ran.resumed),
+            share=share,
         )
         if share is None:
             _finish(job, folder, ran.records, found)
@@ -197,6 +205,7 @@ def check(
     revision: str | None = None,
     regroup: int | None = None,
     names: NamesOption = "source",
+    sort_act_order: bool = False,
     workers: int | None = None,
     max_memory: int | None = None,
     advance: Advance | None = None,
@@ -206,7 +215,7 @@ def check(
     Raises:
         MoeqError: as `transcode`, but for `answer.not-exact`, which is the answer here.
     """
-    job = open_transcode(Request(str(src), to, revision, regroup, names, allow_lossy=True))
+    job = open_transcode(Request(str(src), to, revision, regroup, names, True, sort_act_order))
     report = advance or (lambda done, total, label: None)
     memory = memory_of(job, workers or default_workers(), max_memory)
     work = [(unit, item) for unit in job.plan.units if isinstance(unit, TranscodeUnit) for item in unit.items]
@@ -221,7 +230,8 @@ def check(
         for done, rows in enumerate(results, 1):
             losses += rows
             report(done, len(work), work[done - 1][0].id)
-    return Transcoding(None, job.plan, count_projections(job.plan), tuple(losses), written=False)
+    dropped = dropped_parts(job.checkpoint, job.plan)
+    return Transcoding(None, job.plan, count_projections(job.plan), tuple(losses), dropped, written=False)
 
 
 def open_transcode(request: Request) -> TranscodeJob:
@@ -252,12 +262,16 @@ def count_projections(plan: TranscodePlan) -> int:
     return experts + len(plan.survey.modules)
 
 
-def dropped_parts(plan: TranscodePlan) -> dict[str, int]:
-    """Parts that the target has no place for (scales of activations, say), and how many tensors they are."""
+def dropped_parts(checkpoint: Checkpoint, plan: TranscodePlan) -> dict[str, int]:
+    """Parts that the target has no place for, and how many tensors they are: static scales of activations."""
     found: dict[str, int] = {}
+    for layer in plan.survey.layers:
+        for (_, part), entries in checkpoint.experts(layer.layer).layer.parts.items():
+            if part.startswith("input_"):
+                found[part] = found.get(part, 0) + len(entries)
     for module in plan.survey.modules:
         for part in module.source.parts:
-            if "input" in part:
+            if part.startswith("input_"):
                 found[part] = found.get(part, 0) + 1
     return found
 
@@ -269,6 +283,8 @@ def notes(plan: TranscodePlan) -> tuple[str, ...]:
     before = {kind.source.scheme.activation.dtype for kind in projected if kind.source.scheme.activation}
     kinds = {(kind.spelling, kind.source.scheme.activation is not None) for kind in projected}
     found = []
+    if plan.request.sort_act_order:
+        found.append("intermediate features of experts with sorted columns are in another order; moeq diff sees that")
     if before and any(had and "fp8" not in spelling for spelling, had in kinds):
         names = " and ".join(sorted(before))
         found.append(f"the source asks for {names} activations, the result is weight-only: activations stay 16-bit")
@@ -360,7 +376,7 @@ def report(job: TranscodeJob, found: Transcoding) -> dict[str, Any]:
         "options": {**asdict(job.request), "src": source.name, "revision": source.revision},
         "exact": found.exact,
         "projections": found.projections,
-        "dropped": found.dropped,
+        "dropped": dict(found.dropped),
         "notes": list(found.notes),
         "differences": [loss.to_json() for loss in found.losses],
     }

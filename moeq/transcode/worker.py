@@ -20,6 +20,7 @@ from moeq.pipeline.state.job import Work
 from moeq.pipeline.state.records import UnitRecord, piece_digest, pieces, tensor_digests
 from moeq.schemes.format import PartSig
 from moeq.schemes.registry import get_format
+from moeq.transcode import act_order
 from moeq.transcode.compare import Loss, compare
 from moeq.transcode.plan import ExpertItem, Item, Output, TranscodePlan, TranscodeUnit
 from moeq.transcode.spellings import BLOCK, pack
@@ -155,7 +156,8 @@ def read_item(
     from moeq.model.stored import interleaved
 
     if not isinstance(item, ExpertItem):
-        return {"down": read_module(checkpoint.source, plan.modules_by_name[item.name].source)}
+        matrix = read_module(checkpoint.source, plan.modules_by_name[item.name].source)
+        return {"down": act_order.require_sorted(matrix, item.name) if plan.request.sort_act_order else matrix}
     layer, expert = item.layer, item.expert
     naming = plan.layers_by_number[layer].naming
     found: dict[StoredName, QuantizedMatrix] = {}
@@ -165,7 +167,22 @@ def read_item(
             found[projection] = interleaved(joined) if naming.interleaved else joined
         else:
             found[projection] = checkpoint.matrix(layer, expert, projection)
-    return found
+    return _sorted(checkpoint, item, found) if plan.request.sort_act_order else found
+
+
+def _sorted(
+    checkpoint: Checkpoint, item: ExpertItem, matrices: dict[StoredName, QuantizedMatrix]
+) -> dict[StoredName, QuantizedMatrix]:
+    """Columns of the down projection in the order of their groups, and rows of gate and up likewise."""
+    where = f"{checkpoint.expert_prefix(item.layer)} expert {item.expert}"
+    if item.role == "w2":
+        down = matrices["down"]
+        return {"down": act_order.sort_columns(down, act_order.column_order(down, f"{where} down"))}
+    order = act_order.column_order(checkpoint.matrix(item.layer, item.expert, "down"), f"{where} down")
+    return {
+        name: act_order.sort_rows(act_order.require_sorted(matrix, f"{where} {name}"), order)
+        for name, matrix in matrices.items()
+    }
 
 
 def _recoded(

@@ -225,6 +225,55 @@ def test_activation_order_is_kept_by_gptq_and_refused_elsewhere(checkpoints: Pat
         transcode(source, tmp_path / "ct", "compressed-tensors")
 
 
+@pytest.fixture
+def down_act_order(checkpoints: Path, tmp_path: Path) -> Path:
+    """A GPTQ checkpoint in which only down projections are in activation order."""
+    source = tmp_path / "source"
+    shutil.copytree(checkpoints / "gptq-int4-g32-actorder-qwen3moe", source)
+    tensors = load_file(source / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("g_idx") and "down_proj" not in name:
+            tensor.copy_(torch.arange(len(tensor)) // 32)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    return source
+
+
+@pytest.mark.parametrize("target", ["compressed-tensors", "gptq"])
+def test_sorted_columns_compute_the_same(down_act_order: Path, tmp_path: Path, target: str) -> None:
+    found = transcode(down_act_order, tmp_path / "out", target, sort_act_order=True)
+    assert found.exact
+    before, after = open_checkpoint(down_act_order), open_checkpoint(tmp_path / "out")
+    assert not after.scheme_of(0).act_order
+    x = torch.randn(5, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    moved = 0
+    for layer in (0, 1):
+        for expert in range(4):
+            values = []
+            for ckpt in (before, after):
+                gate, up, down = (dequantize(ckpt.matrix(layer, expert, role)) for role in ("gate", "up", "down"))
+                values.append((gate, up, down))
+            old, new = values
+            order = torch.argsort(before.matrix(layer, expert, "down").group_index, stable=True)
+            moved += int((order != torch.arange(128)).any())
+            assert torch.equal(new[0], old[0][order])
+            assert torch.equal(new[1], old[1][order])
+            assert torch.equal(new[2], old[2][:, order])
+            answers = [
+                (torch.nn.functional.silu(x @ gate.double().t()) * (x @ up.double().t())) @ down.double().t()
+                for gate, up, down in values
+            ]
+            torch.testing.assert_close(answers[0], answers[1], rtol=1e-12, atol=1e-12)
+    assert moved == 8
+
+
+def test_hidden_features_are_never_sorted(checkpoints: Path, tmp_path: Path) -> None:
+    source = checkpoints / "gptq-int4-g32-actorder-qwen3moe"
+    with pytest.raises(MoeqError, match="hidden features in activation order") as error:
+        transcode(source, tmp_path / "out", "compressed-tensors", sort_act_order=True)
+    assert error.value.code == "usage.act-order"
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_interrupted_run_goes_on(checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out, whole = checkpoints / "gptq-int4-g32-qwen3moe", tmp_path / "out", tmp_path / "whole"
     transcode(source, whole, "compressed-tensors")

@@ -1,0 +1,80 @@
+"""GPTQ columns in activation order, sorted into groups again.
+
+Sorting the columns of a down projection reorders the intermediate features, which nothing outside the expert sees: the
+rows of gate and up take the same order, and the expert computes what it did. The order of hidden features is that of
+every layer, so gate, up and attention cannot be sorted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from moeq.errors import MoeqError
+from moeq.matrix import QuantizedMatrix
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def column_order(matrix: QuantizedMatrix, where: str) -> Tensor | None:
+    """Columns in the order of their groups, within a group as they were; None where they are in order already.
+
+    Raises:
+        MoeqError: `usage.act-order` where groups are not full, so that sorting makes no groups of one size.
+    """
+    import torch
+
+    index = matrix.group_index
+    if index is None:
+        return None
+    spec = matrix.spec
+    wanted = torch.arange(spec.k, dtype=torch.int32) // spec.group_size
+    if torch.equal(index, wanted):
+        return None
+    order = torch.argsort(index, stable=True)
+    if not torch.equal(index[order], wanted):
+        sizes = torch.bincount(index.long(), minlength=spec.num_groups)
+        raise MoeqError(
+            "usage.act-order",
+            f"{where}: groups hold {int(sizes.min())} to {int(sizes.max())} columns, sorting makes no groups of "
+            f"{spec.group_size}",
+            "--to gptq_v2 keeps g_idx",
+        )
+    return order
+
+
+def sort_columns(matrix: QuantizedMatrix, order: Tensor | None) -> QuantizedMatrix:
+    """The columns in an order that makes groups runs of columns."""
+    codes = matrix.codes if order is None else matrix.codes[:, order].contiguous()
+    return replace(matrix, spec=replace(matrix.spec, act_order=False), codes=codes, group_index=None)
+
+
+def sort_rows(matrix: QuantizedMatrix, order: Tensor | None) -> QuantizedMatrix:
+    """The rows in the order of the columns that they feed."""
+    if order is None:
+        return matrix
+
+    def taken(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor[order].contiguous()
+
+    return replace(
+        matrix,
+        codes=matrix.codes[order].contiguous(),
+        scales=matrix.scales[order].contiguous(),
+        zeros=taken(matrix.zeros),
+        global_scale=taken(matrix.global_scale),
+        bias=taken(matrix.bias),
+    )
+
+
+def require_sorted(matrix: QuantizedMatrix, where: str) -> QuantizedMatrix:
+    """A matrix whose columns are hidden features, which have to be in order. Raises MoeqError `usage.act-order`."""
+    if column_order(matrix, where) is not None:
+        raise MoeqError(
+            "usage.act-order",
+            f"{where}: its columns are hidden features in activation order, and all layers share one order of them; "
+            "only down projections can be sorted",
+            "--to gptq_v2 keeps g_idx; --to bf16 --allow-lossy has no groups",
+        )
+    return sort_columns(matrix, None)
