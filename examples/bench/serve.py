@@ -14,7 +14,7 @@ conversion with that choice of kernels.
 | warm-up | `moeq warmup DST`, which compiles the kernels of the conversion; before any server starts |
 | weights | seconds until the weights are on the GPU and set up, as the engine's log has it |
 | answer | seconds from the start of the process to the end of its first answer |
-| peak | GPU memory that the server added at most while it started, without its key-value cache |
+| peak | GPU memory that the server added at most while it started, key-value cache (`--kv-gib`) and graphs included |
 | c = N | output tokens a second with N users at a time, each with prompts of 64 tokens and 128 new ones |
 | prefill | prompt tokens a second: prompts of 2000 tokens, 16 at a time, one new token |
 | p50, p99 | milliseconds between the tokens of an answer, streamed to 32 users |
@@ -40,6 +40,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
@@ -97,6 +98,8 @@ class Server:
 
     def __init__(self, row: Row, log: Path, arguments: Sequence[str]) -> None:
         self.row, self.log = row, log
+        if self.healthy():
+            raise RuntimeError(f"{row.name}: something answers on port {row.port} already")
         before = gpu_memory()
         start = time.perf_counter()
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(row.folder), "--port", str(row.port)]
@@ -137,11 +140,9 @@ class Server:
     def stop(self) -> None:
         """End it and its workers."""
         for which in (signal.SIGTERM, signal.SIGKILL):
-            try:
+            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(self.process.pid, which)
                 self.process.wait(10)
-            except (ProcessLookupError, subprocess.TimeoutExpired):
-                continue
 
 
 def gpu_memory() -> int:
@@ -320,6 +321,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="qwen3-30b-a3b")
     parser.add_argument("--format", choices=FORMATS, default="gptq")
+    parser.add_argument("--experts", type=int, help="experts per layer [as the model]")
     parser.add_argument("--layers", type=int, help="layers with experts [all]")
     parser.add_argument(
         "--row", action="append", required=True, help="see above; the first is what others compare with"
@@ -368,6 +370,7 @@ def main() -> None:
                 print(number, row.name, {what: values[-1] for what, values in row.figures.items()}, flush=True)
             write(options, facts, rows, checks, users)
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         for server in servers:
             server.stop()
 

@@ -24,6 +24,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "parity": ("./checkpoint --layout marlin-wna16/1",),
     "run-check": ("./converted", "./converted --layers 0 --tokens 1,7 --html report.html"),
     "selftest": ("./converted",),
+    "warmup": ("./converted", "./converted --gpu H100 --tp 2"),
     "backends": ("", "wna16"),
     "gpus": ("", "'NVIDIA H100 80GB HBM3'"),
     "doctor": ("", "./checkpoint --gpu H100 --tp 2"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,17 +16,15 @@ if TYPE_CHECKING:
     from moeq.load.warmup import WarmUp
 
 
+@options.with_deployment()
 def command(
     ctx: typer.Context,
     dst: Annotated[str, typer.Argument(metavar="DST", help="Output of `moeq convert`.")],
-    revision: options.RevisionOption = None,
-    gpu: options.GpuOption = None,
-    tp: options.TpOption = None,
-    ep: options.EpOption = None,
-    dtype: options.DtypeOption = None,
+    given: Any,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", min=1, help="Longest call: an engine's tokens per step.")
     ] = 16384,
+    revision: options.RevisionOption = None,
     json: options.JsonOption = False,
 ) -> None:
     """Compile every kernel that serving DST needs, in parallel, into the cache on disk. Needs no GPU with --gpu."""
@@ -35,12 +33,11 @@ def command(
     from moeq.load.warmup import kernel_gpu, warm_up
 
     out: Output = ctx.obj
-    deployment = options.deployment(None, gpu=gpu, tp=tp, ep=ep, dtype=dtype)
-    rank = Rank(tp_size=deployment.tp, ep_size=deployment.ep)
+    deployment = given.make()
     found = warm_up(
         open_converted(dst, revision),
-        gpu=kernel_gpu(deployment.gpu) if gpu else None,
-        rank=rank,
+        gpu=kernel_gpu(deployment.gpu) if given.options["gpu"] else None,
+        rank=Rank(tp_size=deployment.tp, ep_size=deployment.ep),
         dtype=deployment.dtype,
         max_tokens=max_tokens,
     )

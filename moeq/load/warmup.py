@@ -61,8 +61,12 @@ def warm_up(checkpoint: ConvertedCheckpoint, *, gpu: str | None, rank: Rank, dty
         MoeqError: `answer.no-kernel`, `usage.*` where moeq's kernels do not run a layer so; `environment.kernels` where
             a kernel does not compile here.
     """
-    from moeq_kernels import KernelError, warmup
+    from moeq_kernels import KernelError, interpreter, warmup
 
+    if interpreter.active():
+        raise MoeqError(
+            "environment.kernels", "TRITON_INTERPRET is set: kernels are interpreted, not compiled", "unset it"
+        )
     try:
         found = list(_prepared(checkpoint, gpu, rank, dtype, max_tokens))
         done = warmup(layer for _, layer in found)
