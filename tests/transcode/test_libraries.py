@@ -114,7 +114,7 @@ def test_compressed_tensors_reads_the_same_values(
 @pytest.mark.parametrize(
     ("name", "target", "options"),
     [
-        # transformers 5.23 leaves zero points out when it gathers experts: it loads no asymmetric checkpoint at all.
+        # transformers 5.23 leaves zero points out when it gathers experts: it loads no asymmetric ones.
         *((name, "compressed-tensors", {}) for name in INTEGERS if name not in (*_MIXTRAL, "awq-int4-g32-qwen3moe")),
         ("gptq-int4-g128-mixtral", "compressed-tensors", {"names": "block-sparse-moe"}),
         ("ct-int4-g128-qwen3moe", "compressed-tensors", {"regroup": 32}),
