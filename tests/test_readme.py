@@ -34,7 +34,8 @@ def test_the_transcript_is_what_the_commands_print(demo: ModuleType, tmp_path: P
 
     def exact(block: str) -> list[str]:
         lines = block.splitlines()
-        return [line for line in lines if not line.endswith("  ok")][:-4] + [lines[-4].rpartition(",")[0]]
+        kept = [line for line in lines if not line.endswith("  ok")][:-4]
+        return [*kept, lines[-4].rpartition(",")[0]]
 
     shown = demo.BEGIN + README.partition(demo.BEGIN)[2].partition(demo.END)[0] + demo.END
     found = demo.transcript(demo.run(tmp_path))
