@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
 from moeq.layouts.registry import LAYOUTS
+from moeq.oracle.decide import judge_config
 from moeq.oracle.policy import load_policy
+from moeq.oracle.records import MoeShape
+from moeq.schemes.registry import DIALECTS
 from moeq_kernels.capabilities import CAPABILITIES
 
 #: What kernels read besides layouts of converted checkpoints: the control of their own tests.
@@ -22,3 +29,18 @@ def test_backends_name_layouts_that_exist() -> None:
     }
     assert "marlin-wna16/1" in named
     assert named <= set(LAYOUTS), sorted(named - set(LAYOUTS))
+
+
+#: Config dialects that no engine policy reads, and why.
+READ_BY_NO_ENGINE = {
+    "w8a8_int8": "SGLang's, which has no policy",
+    "blockwise_int8": "SGLang's, which has no policy",
+}
+
+
+@pytest.mark.parametrize("method", DIALECTS)
+def test_the_oracle_knows_every_config_dialect(method: str) -> None:
+    shape, deployment = MoeShape(256, 128, 4, 2), Deployment(gpu=parse_gpu("H100"))
+    verdict = judge_config({"quant_method": method}, shape, deployment, explain=False)
+    unknown = "is not a quantisation method this oracle knows" in verdict.refusal
+    assert unknown == (method in READ_BY_NO_ENGINE), verdict.refusal

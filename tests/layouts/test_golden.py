@@ -12,7 +12,9 @@ from torch import Tensor
 
 from moeq.layouts import flashinfer
 from moeq.layouts.arranged import Part, arrange
+from moeq.layouts.base import Layout
 from moeq.layouts.mxfp4 import TILE_128X4
+from moeq.layouts.registry import LAYOUTS, get_layout
 from moeq.layouts.words import pack_words
 
 Check = Callable[[], tuple[Tensor, Tensor]]
@@ -257,3 +259,37 @@ def test_golden_tensor_is_bit_exact(file: str, name: str) -> None:
     check = GOLDEN[file] if file in GOLDEN else GOLDEN[f"{file}/{name.partition('.')[0]}"]
     mine, golden = check(name)
     assert same_bytes(mine, golden) == ((file, name) != WRONG_ON_PURPOSE)
+
+
+#: Layouts without golden bytes of their own, and what stands in.
+WITHOUT = {
+    "cpu-amx-int4/1": "written from the engine's loader and kernel; its AMX packing needs such a CPU",
+    "cpu-amx-int8/1": "the same",
+    "cpu-amx-mxfp4/1": "the same",
+    "cutlass-mxfp4/1": "weights as stored; the scale tile has golden bytes under trtllm-mxfp4",
+    "deepgemm-mxfp4/1": "weights as stored, four exponents to a word: its packing needs such a GPU",
+    "int8-w8a8/1": "as stored",
+    "marlin-act-order/1": "marlin-wna16 on sorted columns, checked by multiplying (tests/layouts/test_refusals.py)",
+    "marlin-mxfp4-fp16-interleaved/1": "the map of marlin-mxfp4 on interleaved rows (moeq parity)",
+    "marlin-mxfp4-fp8act-interleaved/1": "the map of marlin-mxfp4-fp8act on interleaved rows",
+    "marlin-mxfp4-interleaved/1": "the map of marlin-mxfp4 on interleaved rows (moeq parity)",
+    "marlin-wna16-fp8act/1": "the weight map of marlin-mxfp4-fp8act and scales of marlin-wna16-int8act",
+    "mxfp4-identity/1": "as stored",
+    "rdna3-int4/1": "written from the engine's kernel; its packing needs such a GPU",
+    "xpu-wna16/1": "as stored",
+}
+
+
+def test_every_layout_has_golden_bytes_or_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: set[str] = set()
+
+    def noted(layout_id: str, **options: object) -> Layout:
+        used.add(layout_id)
+        return get_layout(layout_id, **options)
+
+    monkeypatch.setitem(globals(), "lay", noted)
+    for function in list(globals().values()):
+        getattr(function, "cache_clear", lambda: None)()
+    for file, name in outputs():
+        (GOLDEN[file] if file in GOLDEN else GOLDEN[f"{file}/{name.partition('.')[0]}"])(name)
+    assert LAYOUTS.keys() - used == WITHOUT.keys()

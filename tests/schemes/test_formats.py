@@ -24,6 +24,7 @@ from checkpoint.builder import (
 )
 
 import moeq
+from moeq.schemes.registry import FORMATS
 
 #: Bit patterns of 1.0.
 BF16_ONE, F32_ONE, E4M3_ONE, E8M0_ONE = struct.pack("<H", 0x3F80), struct.pack("<f", 1.0), b"\x38", b"\x7f"
@@ -103,6 +104,18 @@ def int8_block(n: int, k: int) -> Tensors:
     return {"weight": full("I8", (n, k), b"\x03"), "weight_scale_inv": full("F32", (1, 1), F32_ONE)}
 
 
+F16_ONE = struct.pack("<H", 0x3C00)
+
+
+def awq_gemv(n: int, k: int) -> Tensors:
+    words = -(-k // 32 // 8)
+    return {
+        "qweight": full("I32", (n, k // 8), b"\x33" * 4),
+        "qzeros": full("I32", (n, words), b"\x11" * 4),
+        "scales": full("F16", (n, 8 * words), F16_ONE),
+    }
+
+
 def int4_modelopt(n: int, k: int) -> Tensors:
     return {
         "weight": full("U8", (n // 2, k), b"\x33"),
@@ -167,8 +180,23 @@ CASES: dict[str, tuple[Make, dict[str, Any], str, float, bool]] = {
         3.0,
         True,
     ),
+    "awq gemv": (
+        awq_gemv,
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemv"},
+        "awq-gemv",
+        2.0,
+        True,
+    ),
     "old zero points": (old_zero_points, CT, "ct-pack", 2.0, True),
 }
+
+
+#: Formats of `tests/data/checkpoints` and of hostile checkpoints; Marlin v1 and AWQ gemv_fast have vectors only.
+ELSEWHERE = {"awq-gemv-fast", "foreign", "gptq", "marlin-v1", "mxfp4", "unquantized"}
+
+
+def test_every_format_goes_through_a_whole_checkpoint() -> None:
+    assert {case[2] for case in CASES.values()} | ELSEWHERE == set(FORMATS)
 
 
 @pytest.mark.parametrize("name", CASES)
