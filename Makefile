@@ -1,4 +1,4 @@
-# Two commands on a fresh machine with Python 3.11+ and make: `make demo` and `make test`.
+# Two commands on a fresh machine with Python 3.11+ and make: `make demo` and `make test`. CI adds `make test-slow`.
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +10,7 @@ DEMO := demo-output
 # The oldest and the newest triton that the kernels are for; the tests run on the one in constraints.txt.
 TRITONS := 3.6.0 3.9.0
 
-.PHONY: demo test lint gpu-test compile-matrix clean
+.PHONY: demo test test-slow lint gpu-test compile-matrix clean
 
 # The environment is rebuilt when what it holds changes. torch goes first and pinned: asked for by range, pip would take
 # the newest build with several gigabytes of GPU libraries.
@@ -27,6 +27,10 @@ demo: $(STAMP)
 
 test: $(STAMP) lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q
+
+# What takes longer: crashes at random instants, clusters, streaming.
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m slow
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

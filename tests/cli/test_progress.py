@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -37,8 +38,38 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "HEARTBEAT_SECONDS", 0.02)
 
 
+class Clock:
+    """Time that passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(progress, "time", found)
+    return found
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def wait_for(log: Path, label: str, earlier: int) -> None:
+    """Until a heartbeat of this run says so; `earlier` is not 0 where another run has said it before."""
+    wanted = 2 if earlier else 1
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        lines = log.read_text().splitlines()
+        beats = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+        if len({beat["run"] for beat in beats if beat["event"] == "heartbeat" and beat["label"] == label}) >= wanted:
+            return
+        time.sleep(0.005)
+    raise AssertionError(f"no heartbeat says {label!r}")
 
 
 class TestHeartbeats:
@@ -50,19 +81,25 @@ class TestHeartbeats:
                 "one line until 30 s have passed"
             )
 
-    def test_lines_come_from_a_step_that_says_nothing(self, capsys: pytest.CaptureFixture[str], fast: None) -> None:
-        with ProgressReport(Output("moeq.x/1"), "work") as report:
+    def test_lines_come_from_a_step_that_says_nothing(
+        self, capsys: pytest.CaptureFixture[str], fast: None, clock: Clock
+    ) -> None:
+        beats = threading.Semaphore(0)
+        with ProgressReport(Output("moeq.x/1"), "work", on_beat=lambda beat: beats.release()) as report:
+            clock.now = 1.0
             report.update(25 * MIB, 100 * MIB, "layer 1")
-            time.sleep(0.2)
+            for _ in range(4):
+                assert beats.acquire(timeout=60)
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) > 3
         assert "25 %, 25.0 MiB of 100.0 MiB, " in lines[-1]
         assert "MiB/s, " in lines[-1]
         assert " s left, layer 1" in lines[-1]
 
-    def test_before_anything_is_known(self, capsys: pytest.CaptureFixture[str], fast: None) -> None:
-        with ProgressReport(Output("moeq.x/1"), "work"):
-            time.sleep(0.1)
+    def test_before_anything_is_known(self, capsys: pytest.CaptureFixture[str], fast: None, clock: Clock) -> None:
+        beats = threading.Semaphore(0)
+        with ProgressReport(Output("moeq.x/1"), "work", on_beat=lambda beat: beats.release()):
+            assert beats.acquire(timeout=60)
         assert capsys.readouterr().err.startswith("work: preparing, 0.0 s\n")
 
     def test_the_rate_leaves_out_what_an_earlier_run_did(self) -> None:
@@ -78,7 +115,7 @@ class TestHeartbeats:
             time.sleep(0.1)
         assert capsys.readouterr().err == ""
 
-    def test_steps(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_steps(self, capsys: pytest.CaptureFixture[str], clock: Clock) -> None:
         with ProgressReport(Output("moeq.x/1"), "verify", unit="step") as report:
             report.update(1, 4, "layer 0 expert 0")
         assert capsys.readouterr().err == "verify: 25 %, 1 of 4, 0.0 s left, layer 0 expert 0\n"
@@ -133,9 +170,9 @@ class TestEvents:
                 with ConversionReport(Output("moeq.convert/1"), "convert", quiet=True, log=log) as report:
                     report(events.Started("ab" * 32, 3, 90, 100, 1, 40))
                     report(events.Advanced(70, 100, "layer 3"))
-                    time.sleep(0.1)
+                    wait_for(log, "layer 3", code)
                     report(events.Fetching("model-1.safetensors", 3 * MIB))
-                    time.sleep(0.1)
+                    wait_for(log, "fetching model-1.safetensors, 3.0 MiB", code)
                     report(events.Warned("slow", "the disk is slow"))
                     if code:
                         raise KeyboardInterrupt

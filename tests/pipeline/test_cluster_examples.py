@@ -82,6 +82,7 @@ def run(words: list[str], tools: Path, **variables: str) -> subprocess.Completed
     return subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=120)
 
 
+@pytest.mark.slow
 def test_slurm(checkpoints, whole, tools, tmp_path) -> None:
     script(tools / "sbatch", SBATCH)
     out = tmp_path / "out"
@@ -108,6 +109,7 @@ def mounted(words: list[str], paths: Mapping[str, Path]) -> list[str]:
     return [str(paths.get(word, word)) for word in words]
 
 
+@pytest.mark.slow
 def test_kubernetes(checkpoints, whole, tools, tmp_path) -> None:
     paths = {"/models/source": checkpoints / NAME, "/models/converted": tmp_path / "out"}
     pod, last = container("kubernetes.yaml"), container("kubernetes-finalize.yaml")
@@ -125,6 +127,7 @@ def test_kubernetes(checkpoints, whole, tools, tmp_path) -> None:
     assert content(tmp_path / "out") == whole
 
 
+@pytest.mark.slow
 def test_skypilot(checkpoints, whole, tools, tmp_path) -> None:
     task = yaml.safe_load((FOLDER / "skypilot.yaml").read_text())
     command = task["run"].replace("/models/source", str(checkpoints / NAME))
@@ -137,6 +140,7 @@ def test_skypilot(checkpoints, whole, tools, tmp_path) -> None:
     assert content(tmp_path / "out") == whole
 
 
+@pytest.mark.slow
 def test_torchrun(checkpoints, whole, tools, tmp_path) -> None:
     """The real torchrun, with the options of the table."""
     line = next(line for line in (FOLDER / "README.md").read_text().splitlines() if "torchrun --nnodes" in line)

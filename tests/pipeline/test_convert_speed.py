@@ -37,6 +37,7 @@ def test_the_naive_script_writes_the_same_tensors(model: str, kind: str, layout:
     assert convert_speed.differences(ours, theirs) == ["model.layers.0.mlp.experts.w13_weight"]
 
 
+@pytest.mark.slow
 def test_the_benchmark_measures_every_contender(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,6 +50,7 @@ needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason=
 
 
 @needs_proc
+@pytest.mark.slow
 def test_the_ceiling_holds_on_a_checkpoint_several_times_its_size(tmp_path) -> None:
     src, ceiling = tmp_path / "source", 256 * MIB
     size = generator.write_checkpoint(
@@ -69,6 +70,7 @@ def test_the_ceiling_holds_on_a_checkpoint_several_times_its_size(tmp_path) -> N
         ("gpt-oss-120b", "mxfp4", "cpu-amx-mxfp4/1", 4),
     ],
 )
+@pytest.mark.slow
 def test_what_is_planned_is_never_exceeded(model, kind, layout, experts, tmp_path) -> None:
     """A fast path, and the reference path, which takes far more."""
     src = tmp_path / "source"
@@ -102,9 +104,8 @@ class TestPlanning:
         assert e.value.exit_code == ExitCode.RESOURCES
         assert not (tmp_path / "out.moeq-partial").exists()
         enough = parse_size((e.value.hint or "").split()[1])
-        planned = convert(
-            source, tmp_path / "out", H100, layout="marlin-mxfp4/1", max_memory=enough, dry_run=True
-        ).memory
+        asked = {"layout": "marlin-mxfp4/1", "force_layout": True, "max_memory": enough, "dry_run": True}
+        planned = convert(source, tmp_path / "out", H100, **asked).memory
         assert planned is not None
         assert planned.workers == 1
 

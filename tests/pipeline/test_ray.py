@@ -31,6 +31,7 @@ def named(name: str, call: Callable[..., Any], *arguments: Any, memory: int = 1 
     return Task(name, memory, call, arguments)
 
 
+@pytest.mark.slow
 def test_results_come_back_from_both_nodes(cluster) -> None:
     def where(number: int) -> tuple[int, str]:
         import ray
@@ -46,6 +47,7 @@ def test_results_come_back_from_both_nodes(cluster) -> None:
     assert len({node for _, node in found}) == 2
 
 
+@pytest.mark.slow
 def test_a_moeq_error_ends_the_run_as_itself(cluster, tmp_path) -> None:
     """What still runs is asked to stop, and what it has is taken."""
 
@@ -54,7 +56,7 @@ def test_a_moeq_error_ends_the_run_as_itself(cluster, tmp_path) -> None:
         return MoeqError("source.bad-data", "layer 3 expert 1: a scale is NaN", "quantise again")
 
     def slow(path: str) -> str:
-        for _ in range(200):
+        for _ in range(2400):
             if not Path(path).exists():
                 return "stopped"
             time.sleep(0.05)
@@ -64,16 +66,15 @@ def test_a_moeq_error_ends_the_run_as_itself(cluster, tmp_path) -> None:
     flag.touch()
     tasks = [named("slow", slow, str(flag)), named("wrong", wrong), *(named(f"{n}", slow, str(flag)) for n in range(9))]
     saved: list[str] = []
-    started = time.monotonic()
     with ray_cluster.connected(cluster.address) as ray, pytest.raises(MoeqError) as caught:
         ray_cluster.run(ray, tasks, lambda result: None, refuse, flag.unlink, saved.append)
     assert (caught.value.code, caught.value.hint) == ("source.bad-data", "quantise again")
-    assert time.monotonic() - started < 8, "nobody waited for the ten seconds that a task takes"
     assert saved
-    assert set(saved) == {"stopped"}
+    assert set(saved) == {"stopped"}, "nobody waited for what a task takes"
     assert len(saved) <= 4, "not all were started"
 
 
+@pytest.mark.slow
 def test_a_bug_comes_back_as_the_exception_it_was(cluster) -> None:
     def bug() -> None:
         raise ZeroDivisionError("in a task")
@@ -82,6 +83,7 @@ def test_a_bug_comes_back_as_the_exception_it_was(cluster) -> None:
         ray_cluster.run(ray, [named("bug", bug)], lambda result: None, refuse)
 
 
+@pytest.mark.slow
 def test_a_worker_that_always_dies_is_given_up_and_every_retry_is_told(cluster, capfd) -> None:
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -96,6 +98,7 @@ def test_a_worker_that_always_dies_is_given_up_and_every_retry_is_told(cluster, 
     assert capfd.readouterr().out == "", "stdout belongs to the answer"
 
 
+@pytest.mark.slow
 def test_more_memory_than_any_node_has_is_refused(cluster) -> None:
     tasks = [named("small", print), named("copy/large", print, memory=3 << 30)]
     with ray_cluster.connected(cluster.address) as ray, pytest.raises(MoeqError) as caught:
@@ -105,6 +108,7 @@ def test_more_memory_than_any_node_has_is_refused(cluster) -> None:
     assert "2,147,483,648" in caught.value.message
 
 
+@pytest.mark.slow
 def test_tasks_wait_for_memory(cluster) -> None:
     """Two tasks of 1.5 GB do not fit a node of 2 GB at once, though its processors would take them."""
 
@@ -124,6 +128,7 @@ def test_tasks_wait_for_memory(cluster) -> None:
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(times))
 
 
+@pytest.mark.slow
 def test_nodes_that_see_the_folder_are_accepted(cluster, tmp_path) -> None:
     import moeq
 
@@ -155,6 +160,7 @@ def node_that_does_not_see(folder: Path, cluster: Any) -> Iterator[None]:
 
 
 @pytest.mark.skipif(not can_hide(), reason="mount namespaces need privileges")
+@pytest.mark.slow
 def test_a_node_that_does_not_see_the_folder_is_named(cluster, tmp_path, monkeypatch) -> None:
     import moeq
 

@@ -55,6 +55,7 @@ def on_ray(source: Path, out: Path, cluster: Any, progress: Any = None, **more: 
     return convert(source, out, A100, executor="ray", ray_address=cluster.address, progress=progress, **more)
 
 
+@pytest.mark.slow
 def test_a_worker_killed_half_way(cluster, source, whole, tmp_path) -> None:
     """kill -9 of processes that are at a unit, after the first units have come back."""
     assassin, warned, finished = Assassin(), list[Warned](), list[str]()
@@ -77,6 +78,7 @@ def test_a_worker_killed_half_way(cluster, source, whole, tmp_path) -> None:
     assert content(tmp_path / "out") == whole
 
 
+@pytest.mark.slow
 def test_a_node_lost_half_way(cluster, source, whole, tmp_path) -> None:
     node = cluster.add_node(**NODE)
     finished: list[str] = []
@@ -92,6 +94,7 @@ def test_a_node_lost_half_way(cluster, source, whole, tmp_path) -> None:
     assert content(tmp_path / "out") == whole
 
 
+@pytest.mark.slow
 def test_interrupted_and_continued_here(cluster, source, whole, tmp_path) -> None:
     """Ctrl-C, which a terminal sends to all processes of the command; threads of this process do the rest."""
     words = ("convert", source, tmp_path / "out", "--gpu", "A100", "--executor", "ray", "--ray-address")
@@ -112,6 +115,7 @@ def test_interrupted_and_continued_here(cluster, source, whole, tmp_path) -> Non
     assert content(tmp_path / "out") == whole
 
 
+@pytest.mark.slow
 def test_an_error_of_a_unit_is_the_error_that_it_is_here(cluster, source, tmp_path) -> None:
     damaged = Path(shutil.copytree(source, tmp_path / "damaged"))
     entry = moeq.open(damaged).source.entry("model.layers.2.mlp.experts.1.down_proj.scales")
@@ -134,6 +138,7 @@ def moeq_command(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
 
 
+@pytest.mark.slow
 def test_the_command(cluster, source, whole, tmp_path) -> None:
     options = ("--gpu", "A100", "--executor", "ray", "--json", "--ray-address")
     ran = moeq_command("convert", source, tmp_path / "out", *options, cluster.address)

@@ -57,10 +57,10 @@ def test_a_thousand_units_are_ordered_at_once() -> None:
     names = [f"f{number:02}" for number in range(62)]
     layers = [frozenset(names[number : number + 2]) for number in range(61) for _ in range(16)]
     copies = [frozenset({name}) for name in names]
-    begun = time.monotonic()
+    begun = time.process_time()
     plan = schedule([*copies, *layers], lambda unit: unit, dict.fromkeys(names, 16 << 30))
     assert plan.peak_bytes == 32 << 30
-    assert time.monotonic() - begun < 2
+    assert time.process_time() - begun < 2
 
 
 def test_more_than_the_disk_holds_is_refused_before_anything_is_fetched(tmp_path) -> None:

@@ -145,6 +145,7 @@ def test_the_way_back_needs_no_repository(whole, source, tmp_path) -> None:
     assert content(tmp_path / "back") == content(source)
 
 
+@pytest.mark.slow
 def test_killed_it_fetches_only_what_is_left(hub, source, whole, tmp_path) -> None:
     words = (REPO, tmp_path / "out", "--gpu", "A100", "--stream-source", "--workers", 1)
     process = start(hub, tmp_path, *words)
@@ -173,6 +174,7 @@ def lines(path: Path) -> int:
         return 0
 
 
+@pytest.mark.slow
 def test_shares_fetch_their_own_part(hub, source, whole, tmp_path) -> None:
     words = ("--gpu", "A100", "--stream-source")
     parts = []

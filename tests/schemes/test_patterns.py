@@ -57,11 +57,11 @@ def test_search_finds_anywhere() -> None:
 )
 def test_dangerous_patterns_are_refused_at_once(text: str) -> None:
     patterns = Patterns("config.json")
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(MoeqError, match="unbounded time") as caught:
         patterns.matches(patterns.compile(text), "a" * 300)
     assert caught.value.code == "source.bad-pattern"
-    assert time.monotonic() - started < 1
+    assert time.process_time() - started < 1
 
 
 @pytest.mark.parametrize("text", ["(", "[z-a]", "*a", "(?P<n>a)(?P<n>b)", r"\1"])
