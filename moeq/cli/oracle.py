@@ -159,6 +159,8 @@ def _matrix(
             out.note(f"required: {failure}")
 
     out.answer(document, render, ok=not failures)
+    for failure in failures:
+        out.annotate("error", "--require", failure)
     return 1 if failures else 0
 
 

@@ -35,6 +35,7 @@ class Output:
     def __init__(self, schema: str, json_mode: bool = False) -> None:
         self.schema = schema
         self.json_mode = json_mode
+        self.live: Console | None = None  # of a progress bar, while there is one
 
     @property
     def stderr(self) -> Console:
@@ -65,12 +66,12 @@ class Output:
         if error.hint:
             self._line("hint", "cyan", error.hint)
         text = error.message + (f"\n{error.hint}" if error.hint else "")
-        self._annotate("error", f"{self._command} {error.code}", text)
+        self.annotate("error", error.code, text)
 
     def warning(self, message: str) -> None:
         """Something unusual that does not stop the command."""
         self._line("warning", "yellow", message)
-        self._annotate("warning", self._command, message)
+        self.annotate("warning", "", message)
 
     def note(self, message: str) -> None:
         """Progress and the like."""
@@ -85,8 +86,9 @@ class Output:
         """`moeq convert`, from the schema's name."""
         return self.schema.partition("/")[0].replace(".", " ", 1)
 
-    def _annotate(self, kind: str, title: str, message: str) -> None:
-        """Say it again where GitHub shows it on the workflow's page."""
+    def annotate(self, kind: str, title: str, message: str) -> None:
+        """Say it again where GitHub shows it on the workflow's page: an `error` or a `warning`."""
+        title = f"{self._command} {title}".rstrip()
         if github.in_actions():
             self.line(github.annotation(kind, plain(title), "\n".join(map(plain, message.splitlines()))))
 
@@ -97,6 +99,9 @@ class Output:
         self._say(Text.assemble((f"{label}: ", style), " ".join(message.splitlines())))
 
     def _say(self, message: str | Text) -> None:
+        if self.live is not None:
+            self.live.print(message)
+            return
         text = StringIO()
         _console(text, sys.stderr).print(message)
         write(sys.stderr, text.getvalue())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
 HEARTBEAT_SECONDS = 30.0
+
+#: The time left is said from here on: seconds, and share that is done.
+SURE_SECONDS, SURE_SHARE = 3.0, 0.02
+
+#: What counts as the present rate.
+RECENT_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,7 @@ class ProgressReport:
         self._bar: RichProgress | None = None
         self._started = time.monotonic()
         self._before = 0
+        self._recent: deque[tuple[float, int]] = deque()
         self._now: tuple[int, int, str] | None = None
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -86,13 +94,16 @@ class ProgressReport:
     def start(self, before: int) -> None:
         """Time and rates count from here; `before` was done by earlier runs."""
         self._started, self._before = time.monotonic(), before
+        self._recent.clear()
 
     def update(self, done: int, total: int, label: str) -> None:
         """Report `done` of `total`, and what is being worked on. Cheap: may be called at any rate."""
         first = self._now is None
         self._now = (done, total, label)
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=total, description=plain(f"{self._title} {label}"))
+            words = plain(f"{self._title} {label}")
+            facts = self._facts(self._measure())
+            self._bar.update(self._task, completed=done, total=total, description=words, facts=facts)
         if first and self._thread is not None and not self._ended.is_set():
             self._beat()
 
@@ -113,17 +124,33 @@ class ProgressReport:
             self._thread.join()
         if self._bar is not None:
             self._bar.stop()
-            self._bar = None
+            self._bar = self._out.live = None
 
     def _start_bar(self) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.table import Column
 
-        columns = [TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn()]
-        if self._unit == "bytes":
-            columns.insert(2, TransferSpeedColumn())
-        self._bar = Progress(*columns, console=self._out.stderr, transient=True)
+        what = TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True))
+        facts = TextColumn("{task.fields[facts]}", markup=False, table_column=Column(no_wrap=True, justify="right"))
+        console = self._out.stderr
+        bar = BarColumn(bar_width=min(24, console.width // 6))
+        self._bar = Progress(what, bar, facts, console=console, transient=True, expand=True)
         self._bar.start()
-        self._task = self._bar.add_task(self._title, total=None)
+        self._out.live = console  # notes are printed above the bar, not into it
+        self._task = self._bar.add_task(self._title, total=None, facts="")
+
+    def _facts(self, beat: Beat) -> str:
+        """What stands behind the bar: percent, bytes, rate, time left; fewer on a narrow terminal."""
+        if not beat.total:
+            return ""
+        parts = [f"{beat.percent:.0f} %"]
+        wide = self._out.stderr.width >= 72
+        if self._unit == "bytes":
+            parts += [f"{human_bytes(beat.done)} of {human_bytes(beat.total)}"]
+            parts += [f"{human_bytes(int(beat.rate))}/s"] if beat.rate and wide else []
+        if beat.seconds_left is not None and beat.done < beat.total:
+            parts.append(f"{human_seconds(beat.seconds_left)} left")
+        return ", ".join(parts)
 
     def _beat_until_ended(self) -> None:
         while not self._ended.wait(HEARTBEAT_SECONDS):
@@ -138,8 +165,19 @@ class ProgressReport:
 
     def _measure(self) -> Beat:
         done, total, label = self._now or (0, 0, "preparing")
-        rate = max(done - self._before, 0) / max(time.monotonic() - self._started, 1e-3)
-        return Beat(done, total, label, rate, (total - done) / rate if rate and total else None)
+        now = time.monotonic()
+        elapsed, more = now - self._started, max(done - self._before, 0)
+        rate = more / max(elapsed, 1e-3)
+        while len(self._recent) > 1 and now - self._recent[1][0] > RECENT_SECONDS:
+            self._recent.popleft()
+        if not self._recent or now - self._recent[-1][0] >= 1:
+            self._recent.append((now, done))
+        since, then = self._recent[0]
+        recent = max(done - then, 0) / max(now - since, 1e-3) if now - since >= 1 else rate
+        # Nothing is said before there is something to go by; of two rates the slower one counts, since what is left
+        # may be of another kind than what is done.
+        known = elapsed >= SURE_SECONDS and total and more >= SURE_SHARE * total and min(rate, recent) > 0
+        return Beat(done, total, label, rate, (total - done) / min(rate, recent) if known else None)
 
     def text(self, beat: Beat) -> str:
         """One line about a beat."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,13 +15,14 @@ from moeq.cli.out import Output
 from moeq.errors import ExitCode, MoeqError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from moeq.check.picture import TilePicture
     from moeq.check.records import CheckReport
     from moeq.checkpoint.manifest import Manifest
     from moeq.deploy.deployment import Deployment
     from moeq.report.backend_matrix import BackendMatrix
+    from moeq.report.html import Provenance
 
 
 def command(
@@ -52,11 +56,16 @@ def command(
 ) -> None:
     """Run fused kernels on converted weights against a float32 reference on the source's."""
     layer_ids, expert_ids, counts = numbers("layers", layers), numbers("experts", experts), numbers("tokens", tokens)
-    from moeq.check.run_check import CheckOptions, run_check
+    for path in (html, junit):
+        if path is not None:
+            require_writable(path)
+    from moeq.check.run_check import CheckOptions, prepare_device, run_check
     from moeq.cli.progress import ProgressReport
     from moeq.report.check_text import render
 
     out: Output = ctx.obj
+    if kernels:
+        prepare_device(device)
     with ProgressReport(out, "run-check", unit="step", quiet=quiet or json) as progress:
         report = run_check(
             dst,
@@ -74,21 +83,72 @@ def command(
             ),
             progress=progress.update,
         )
-    _write_files(report, dst, html, junit)
-    out.answer(report.to_json(), lambda console: render(console, report), ok=report.ok)
+    lost = _write_files(report, dst, html, junit, " ".join(sys.argv[1:]))
+    document = {**report.to_json(), "reports_not_written": [error.message for error in lost]}
+    out.answer(document, lambda console: render(console, report), ok=report.ok and not lost)
+    for error in lost:
+        out.warning(f"{error.message}; the result above stands")
     if not report.ok:
+        out.annotate("error", "run-check failed", "\n".join(complaints(report)))
         raise typer.Exit(ExitCode.NO)
+    if lost:
+        raise typer.Exit(ExitCode.ENVIRONMENT)
 
 
-def _write_files(report: CheckReport, dst: str, html: Path | None, junit: Path | None) -> None:
-    """The reports that go into files. Raises MoeqError `environment.cannot-write`."""
+def complaints(report: CheckReport) -> list[str]:
+    """What is wrong, the digests first."""
+    wrong = [row.text for row in report.digest_mismatches]
+    return wrong + [text for result in report.results for text in result.complaints]
+
+
+def require_writable(path: Path) -> None:
+    """Refuse a report that could not be written, before anything long starts.
+
+    Raises:
+        MoeqError: `environment.cannot-write`.
+    """
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        why = (
+            "is a folder" if path.is_dir() else "cannot be written" if folder.is_dir() else "its folder does not exist"
+        )
+        raise MoeqError("environment.cannot-write", f"{path}: {why}", "name another file, in a folder that exists")
+
+
+def _write_files(report: CheckReport, dst: str, html: Path | None, junit: Path | None, command: str) -> list[MoeqError]:
+    """The reports that go into files; what could not be written. No result is lost to a failing report."""
     from moeq.report import html as page
     from moeq.report import junit as xml
 
-    if html is not None:
-        write_text(html, page.render(report, *_illustrations(dst)))
-    if junit is not None:
-        write_text(junit, xml.render(report))
+    renderers: list[tuple[Path | None, Callable[[], str]]] = [
+        (html, lambda: page.render(report, *_illustrations(dst), provenance=_provenance(dst, command))),
+        (junit, lambda: xml.render(report)),
+    ]
+    lost = []
+    for path, render in renderers:
+        if path is not None:
+            try:
+                write_text(path, render())
+            except MoeqError as error:
+                lost.append(error)
+    return lost
+
+
+def _provenance(dst: str, command: str) -> Provenance:
+    """When, by what and from what a report was made."""
+    from moeq.checkpoint.manifest import read_manifest
+    from moeq.deploy.environment import environment
+    from moeq.report.html import Provenance
+
+    manifest = read_manifest(Path(dst))
+    facts = environment()
+    return Provenance(
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        command=f"moeq {command}",
+        versions=f"{facts['moeq']}; {facts['packages']}",
+        source=f"{manifest.source.name}, identity {manifest.source.identity}",
+        experts={entry.layer: entry.num_experts for entry in manifest.layers},
+    )
 
 
 def _illustrations(dst: str) -> tuple[BackendMatrix | None, TilePicture | None]:
@@ -96,13 +156,12 @@ def _illustrations(dst: str) -> tuple[BackendMatrix | None, TilePicture | None]:
     from moeq.check.picture import tile_picture
     from moeq.checkpoint.manifest import read_manifest
     from moeq.model import open as open_checkpoint
-    from moeq.pipeline.plan.decision import moe_shape
     from moeq.report.backend_matrix import backend_matrix
 
     converted, manifest = open_checkpoint(dst), read_manifest(Path(dst))
     entry = manifest.layers[0]
     try:
-        matrix = backend_matrix(converted.scheme_of(entry.layer), moe_shape(converted), deployment_of(manifest))
+        matrix = backend_matrix(converted, deployment_of(manifest))
     except MoeqError:
         matrix = None  # only an illustration: a deployment that the oracle no longer knows must not fail a check
     return matrix, tile_picture(entry.layout, entry.matrices["w2"].spec)

@@ -51,6 +51,8 @@ def command(
         )
     out.answer(found.to_json(), lambda console: render(console, found), ok=found.ok)
     if not found.ok:
+        lines = [mismatch.text for mismatch in found.mismatches[:_SHOWN]]
+        out.annotate("error", f"{len(found.mismatches)} mismatches", "\n".join(lines))
         raise typer.Exit(ExitCode.NO)
 
 

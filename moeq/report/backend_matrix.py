@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from moeq.deploy.deployment import Deployment
-    from moeq.oracle.records import CandidateReport, MoeShape, Verdict
-    from moeq.schemes.base import Scheme
+    from moeq.model import Checkpoint
+    from moeq.oracle.records import CandidateReport, Verdict
 
 TP_SIZES = (1, 2, 4, 8)
 
@@ -42,13 +42,15 @@ class BackendMatrix:
     rows: tuple[tuple[str, tuple[MatrixCell, ...]], ...]
 
 
-def backend_matrix(
-    scheme: Scheme, shape: MoeShape, deployment: Deployment, sizes: Sequence[int] = TP_SIZES
-) -> BackendMatrix:
-    """Ask the oracle at every size; backends in the engine's order."""
-    from moeq.oracle.decide import judge
+def backend_matrix(checkpoint: Checkpoint, deployment: Deployment, sizes: Sequence[int] = TP_SIZES) -> BackendMatrix:
+    """Every backend at every size, in the engine's order; one that works is one that the engine runs when asked for."""
+    from moeq.pipeline.plan.candidates import tried
+    from moeq.pipeline.plan.decision import judge
 
-    verdicts = [judge(scheme, shape, replace(deployment, tp=size, backend="auto"), explain=False) for size in sizes]
+    verdicts = []
+    for size in sizes:
+        where = replace(deployment, tp=size, ep=1, dp=1, backend="auto")
+        verdicts.append(tried(checkpoint, judge(checkpoint, where, explain=False)))
     names = list(dict.fromkeys(row.backend for verdict in verdicts for row in verdict.candidates))
     rows = tuple((name, tuple(_cell(verdict, name) for verdict in verdicts)) for name in names)
     return BackendMatrix(f"{deployment.engine} on {deployment.gpu.name}", tuple(sizes), rows)
@@ -58,13 +60,16 @@ def _cell(verdict: Verdict, backend: str) -> MatrixCell:
     found = next((row for row in verdict.candidates if row.backend == backend), None)
     if found is None:
         return MatrixCell("absent", "not considered")
-    if verdict.chosen is not None and verdict.chosen.backend == backend:
-        return MatrixCell("chosen", f"the engine's choice ({found.experts})")
-    return (
-        MatrixCell("works", "would work, comes later in the engine's order")
-        if found.supported
-        else MatrixCell("no", _why(found))
-    )
+    if verdict.selected is not None and verdict.selected.backend == backend:
+        chosen = verdict.chosen is not None
+        return (
+            MatrixCell("chosen", f"the engine's choice ({found.experts})")
+            if chosen
+            else MatrixCell("no", verdict.refusal)
+        )
+    if found.supported:
+        return MatrixCell("works", f"works too, with --moe-backend {found.flag}")
+    return MatrixCell("no", _why(found))
 
 
 def _why(found: CandidateReport) -> str:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 from rich.text import Text
 
 from moeq.report.heat import HeatMap, heat_map
+from moeq.report.text import line
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from moeq.check.records import CheckReport, LayerReport, Sample
+    from moeq.check.records import CheckReport, LayerReport, ProjectionResult, Sample
 
 #: Lines of a kind before "and N more".
 MOST_LINES = 20
@@ -26,41 +28,37 @@ _LEVEL_STYLES = ("dim", "dim", "", "", "yellow", "yellow", "yellow", "yellow")
 def render(console: Console, report: CheckReport) -> None:
     """What was checked, what came out, and the verdict as the last line."""
     console.print(Text.assemble((report.destination, "bold"), f" against {report.source or 'its own logical values'}"))
-    _line(console, "what", f"{report.scheme}, layout {report.layout}, for {report.backend}")
+    line(console, "what", f"{report.scheme}, layout {report.layout}, for {report.backend}")
     for note in report.notes:
-        _line(console, "note", note)
+        line(console, "note", note)
     _digests(console, report)
-    _line(console, "kernels", f"{report.device}, {report.dtype} activations, seed {report.seed}")
+    line(console, "kernels", f"{report.device}, {report.dtype} activations, seed {report.seed}")
     for layer in report.layers:
-        _line(console, "sample", _sample(layer.sample))
+        line(console, "sample", _sample(layer.sample))
     unchecked = report.layers_in_checkpoint - len(report.layers)
     if unchecked and report.layers:
-        _line(console, "", f"{unchecked} of {report.layers_in_checkpoint} layers were not run (--layers chooses)")
+        line(console, "", f"{unchecked} of {report.layers_in_checkpoint} layers were not run (--layers chooses)")
     if report.layers:
-        console.print(_table(report))
+        console.print(_table(report, console.width))
         _heat(console, report)
         _timings(console, report)
-        for index, line in enumerate(report.derivation):
-            _line(console, "" if index else "tolerance", line)
+        for index, text in enumerate(report.derivation):
+            line(console, "" if index else "tolerance", text)
     _failures(console, report)
     _verdict(console, report)
 
 
-def _line(console: Console, label: str, text: str | Text) -> None:
-    console.print(Text.assemble((f"  {label:<10}", "dim"), text))
-
-
 def _digests(console: Console, report: CheckReport) -> None:
     if not report.digests_checked:
-        _line(console, "digests", "not checked (--no-digests)")
+        line(console, "digests", "not checked (--no-digests)")
         return
     wrong = report.digest_mismatches
     equal = report.digests_checked - len(wrong)
-    _line(console, "digests", f"{equal} of {report.digests_checked} projections hold the values recorded in moeq.json")
+    line(console, "digests", f"{equal} of {report.digests_checked} projections hold the values recorded in moeq.json")
     for mismatch in wrong[:MOST_LINES]:
-        _line(console, "", Text(mismatch.text, style="red"))
+        line(console, "", Text(mismatch.text, style="red"))
     if len(wrong) > MOST_LINES:
-        _line(console, "", f"and {len(wrong) - MOST_LINES} more")
+        line(console, "", f"and {len(wrong) - MOST_LINES} more")
 
 
 def _sample(sample: Sample) -> str:
@@ -70,26 +68,37 @@ def _sample(sample: Sample) -> str:
     return f"layer {sample.layer}: {scope} experts {experts}; top {sample.top_k}; {runs}"
 
 
-def _table(report: CheckReport) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("layer", justify="right")
-    table.add_column("product")
-    for title in ("max error", "mean error", "relative", "16-bit torch", "tolerance", "error / bound", "worst expert"):
-        table.add_column(title, justify="right")
-    table.add_column("")
+#: Columns of the table, and the number by which they leave it where the terminal is narrow: the highest first.
+_COLUMNS: tuple[tuple[str, int, Callable[[ProjectionResult], str]], ...] = (
+    ("max error", 0, lambda one: f"{one.max_abs:.2e}"),
+    ("mean error", 5, lambda one: f"{one.mean_abs:.2e}"),
+    ("relative", 4, lambda one: f"{one.relative:.2e}"),
+    ("16-bit torch", 3, lambda one: f"{one.baseline:.2e}"),
+    ("tolerance", 1, lambda one: f"{one.tolerance:.2e}"),
+    ("error / bound", 0, lambda one: f"{one.exceedance:.3g}"),
+    ("worst expert", 2, lambda one: str(one.worst.expert)),
+)
+_FIXED = ("layer", "product", "FAILED")
+_GAP = 2
+
+
+def _table(report: CheckReport, width: int) -> Table:
+    """The proof; numbers are never cut, columns are left out instead."""
+    shown = list(_COLUMNS)
+    while sum(len(name) + _GAP for name in (*_FIXED, *(name for name, _, _ in shown))) > width + _GAP:
+        last = max(shown, key=lambda column: column[1])
+        if last[1] == 0:
+            break
+        shown.remove(last)
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
+    table.add_column("layer", justify="right", no_wrap=True)
+    table.add_column("product", no_wrap=True)
+    for title, _, _ in shown:
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
     for result in report.results:
-        table.add_row(
-            str(result.layer),
-            result.name,
-            f"{result.max_abs:.2e}",
-            f"{result.mean_abs:.2e}",
-            f"{result.relative:.2e}",
-            f"{result.baseline:.2e}",
-            f"{result.tolerance:.2e}",
-            f"{result.exceedance:.3g}",
-            str(result.worst.expert),
-            Text("ok", "green") if result.passed else Text("FAILED", "red"),
-        )
+        verdict = Text("ok", "green") if result.passed else Text("FAILED", "red")
+        table.add_row(str(result.layer), result.name, *(value(result) for _, _, value in shown), verdict)
     return table
 
 
@@ -98,12 +107,12 @@ def _heat(console: Console, report: CheckReport) -> None:
     chart = heat_map(report)
     if chart is None:
         return
-    _line(console, "heat", f"{chart.projection}: error / bound, layers down, experts across; X is beyond the bound")
+    line(console, "heat", f"{chart.projection}: error / bound, layers down, experts across; X is beyond the bound")
     for row, layer in enumerate(chart.layers):
         cells = [_cell(chart, row, column) for column in range(len(chart.experts))]
-        _line(console, "", Text.assemble(f"{layer:>4} |", *cells, "|"))
+        line(console, "", Text.assemble(f"{layer:>4} |", *cells, "|"))
     scale = ", ".join(f"'{shade}' {limit:.2g}" for shade, limit in zip(_SHADES[1:], chart.limits, strict=False))
-    _line(console, "", f"      from {scale}")
+    line(console, "", f"      from {scale}")
 
 
 def _cell(chart: HeatMap, row: int, column: int) -> tuple[str, str]:
@@ -132,19 +141,21 @@ def _timings(console: Console, report: CheckReport) -> None:
 
 
 def _failures(console: Console, report: CheckReport) -> None:
-    lines = [line for result in report.results for line in result.complaints]
-    for line in lines[:MOST_LINES]:
-        _line(console, "wrong", Text(line, style="red"))
+    lines = [text for result in report.results for text in result.complaints]
+    for text in lines[:MOST_LINES]:
+        line(console, "wrong", Text(text, style="red"))
     if len(lines) > MOST_LINES:
-        _line(console, "", f"and {len(lines) - MOST_LINES} more")
+        line(console, "", f"and {len(lines) - MOST_LINES} more")
     for layer in report.layers:
         for run in layer.unequal:
-            _line(console, "wrong", Text(f"layer {layer.sample.layer}: {run} gave other bits the second time", "red"))
+            line(console, "wrong", Text(f"layer {layer.sample.layer}: {run} gave other bits the second time", "red"))
 
 
 def _verdict(console: Console, report: CheckReport) -> None:
     passed = sum(result.passed for result in report.results)
     counts = f"{passed} of {len(report.results)} products within tolerance, {_repeats(report.layers)}"
+    if not report.results:
+        counts = "digests only, no kernel was run"
     verdict = Text("ok", "green") if report.ok else Text("FAILED", "red")
     console.print(Text.assemble(verdict, f"  {counts}, {report.seconds:.1f} s"))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moeq.foreign import in_html
@@ -59,6 +60,10 @@ ul { margin: 0; padding: 0 0 0 4px; } ul.rules { padding-left: 18px; }
 svg { display: block; max-width: none; }
 svg text { fill: var(--ink); font: 12px system-ui, "Segoe UI", sans-serif; }
 svg .tick { fill: var(--soft); font-size: 11px; }
+@media (max-width: 560px) {
+  main { padding: 16px 12px 40px; } dl { grid-template-columns: 1fr; gap: 0; } dd { margin: 0 0 8px; }
+  h1 { font-size: 18px; } th, td { padding-right: 10px; font-size: 13px; }
+}
 svg .mid { text-anchor: middle; } svg .end { text-anchor: end; }
 """ + "\n".join(f"svg .h{level} {{ fill: var(--h{level}); }}" for level in range(9))
 
@@ -74,10 +79,35 @@ _TITLES = (
 )
 
 
-def render(report: CheckReport, matrix: BackendMatrix | None = None, picture: TilePicture | None = None) -> str:
-    """The page. `matrix` and `picture` are left out where they are None."""
+@dataclass(frozen=True)
+class Provenance:
+    """When, by what and from what a report was made.
+
+    Attributes:
+        date: when.
+        command: the command line.
+        versions: moeq, Python, packages.
+        source: name and identity of the checkpoint that was converted.
+        experts: experts of every converted layer.
+    """
+
+    date: str
+    command: str
+    versions: str
+    source: str
+    experts: Mapping[int, int]
+
+
+def render(
+    report: CheckReport,
+    matrix: BackendMatrix | None = None,
+    picture: TilePicture | None = None,
+    *,
+    provenance: Provenance | None = None,
+) -> str:
+    """The page. What is None is left out."""
     sections = [
-        _head(report),
+        _head(report, provenance),
         _failures(report),
         _heat(report),
         _results(report),
@@ -94,7 +124,7 @@ def render(report: CheckReport, matrix: BackendMatrix | None = None, picture: Ti
     )
 
 
-def _head(report: CheckReport) -> str:
+def _head(report: CheckReport, provenance: Provenance | None) -> str:
     word = "ok" if report.ok else "failed"
     passed = sum(result.passed for result in report.results)
     wrong = len(report.digest_mismatches)
@@ -105,8 +135,9 @@ def _head(report: CheckReport) -> str:
         "layout": f"{report.layout}, for {report.backend}",
         "kernels": f"{report.device}, {report.dtype} activations, seed {report.seed}",
         "digests": f"{checked - wrong} of {checked} as recorded" if checked else "not checked",
-        "products": f"{passed} of {len(report.results)} within tolerance",
+        "products": f"{passed} of {len(report.results)} within tolerance" if report.results else "no kernel was run",
         "layers": f"{len(report.layers)} of {report.layers_in_checkpoint} run",
+        **_made(report, provenance),
         "time": f"{report.seconds:.1f} s",
     }
     rows = "".join(f"<dt>{name}</dt><dd>{in_html(text)}</dd>" for name, text in facts.items())
@@ -115,6 +146,19 @@ def _head(report: CheckReport) -> str:
         f'<h1><span class="verdict {word}">{word if report.ok else "FAILED"}</span>{in_html(report.destination)}</h1>'
         f"<dl>{rows}</dl>{notes}"
     )
+
+
+def _made(report: CheckReport, provenance: Provenance | None) -> dict[str, str]:
+    """How many experts of how many, and where the page comes from."""
+    if provenance is None:
+        return {}
+    run = sum(len(layer.sample.experts) for layer in report.layers)
+    return {
+        "experts": f"{run} of {sum(provenance.experts.values())} run",
+        "source": provenance.source,
+        "made": f"{provenance.date} by {provenance.versions}",
+        "command": provenance.command,
+    }
 
 
 def _failures(report: CheckReport) -> str:

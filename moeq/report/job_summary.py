@@ -28,6 +28,7 @@ def render(destination: str, plan: Plan, manifest: Manifest, seconds: float) -> 
         ("source", in_markdown(source + revision)),
         ("scheme", in_markdown(facts.scheme)),
         ("layout", in_markdown(f"{', '.join(facts.layouts)} for {manifest.backend}")),
+        ("loads in", in_markdown(", ".join(manifest.loads_in) or "nothing yet")),
         ("deployment", in_markdown(facts.deployment)),
         ("layers", f"{facts.layers} ({facts.experts} experts each); copied unchanged: {facts.copied}"),
         (

@@ -87,6 +87,7 @@ def _text(manifest: Manifest, options: CardOptions) -> str:
         ("quantisation", f"{in_markdown(facts.scheme)}, unchanged"),
         ("layout", f"{', '.join(map(in_code, facts.layouts))} for {in_markdown(manifest.backend)}"),
         ("converted for", in_markdown(facts.deployment)),
+        ("loads in", in_markdown(", ".join(manifest.loads_in) or "nothing yet")),
         ("layers", f"{facts.layers}, {facts.experts} experts each; copied unchanged: {facts.copied}"),
         ("size", human_bytes(options.size)),
         ("written by", f"moeq {in_markdown(manifest.moeq_version)}"),
@@ -109,7 +110,7 @@ def _text(manifest: Manifest, options: CardOptions) -> str:
             "",
             "## Load it",
             "",
-            *_how_to_load(options.repo),
+            *_how_to_load(options.repo, manifest),
             "",
             "## How it is known to be right",
             "",
@@ -128,23 +129,29 @@ def _promise(losses: int) -> str:
     return "No number was changed: every packed matrix was unpacked again and compared with the source."
 
 
-def _how_to_load(repo: str) -> list[str]:
+def _how_to_load(repo: str, manifest: Manifest) -> list[str]:
+    """How each loader that takes it is called; moeq itself is installed from its source tree."""
+    names = ", ".join(manifest.loads_in)
+    ways = [
+        ("vLLM", "`vllm serve model`: vLLM finds moeq's plug-in by itself"),
+        ("transformers", "transformers: `import moeq.engines.transformers` first, then `from_pretrained('model')`"),
+        (
+            "load_experts",
+            "plain torch: `moeq.load_experts('model', 0, device='cuda')`, one layer for `moeq_kernels.fused_moe`",
+        ),
+    ]
+    shown = [f"* {text}" for name, text in ways if name in names]
     return [
         "```console",
-        "pip install moeq",
+        "pip install .                       # in a checkout of moeq",
         f"hf download {repo} --local-dir model",
-        f"moeq inspect {repo}",
+        "moeq inspect model",
         "```",
         "",
-        "```python",
-        "import moeq",
+        *(shown or ["Nothing loads this layout yet."]),
         "",
-        'experts = moeq.load_experts("model", 0, device="cuda")  # one MoE layer, for moeq_kernels.fused_moe',
-        "```",
-        "",
-        "vLLM finds moeq's plug-in by itself (`vllm serve model`); for transformers, first",
-        "`import moeq.engines.transformers`. What each loader takes is in moeq's `docs/loaders.md`.",
-        "A loader refuses another GPU, engine version or number of ranks than this was converted for.",
+        "What each loader takes is in moeq's `docs/loaders.md`. A loader refuses another GPU, engine version or number",
+        "of ranks than this was converted for.",
     ]
 
 
