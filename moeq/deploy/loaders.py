@@ -10,10 +10,8 @@ from dataclasses import dataclass
 
 #: vLLM versions that the plug-in was written against, newest first (`moeq.engines.vllm.plugin`).
 VLLM_VERSIONS = ("0.33.0", "0.26.0")
-#: Model types whose experts the plug-in loads (`moeq.engines.vllm.models`).
-VLLM_MODELS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "kimi_k2")
-#: Layouts that the plug-in hands to a kernel (`moeq.engines.vllm.backends`), with the engine's name of the backend,
-#: the versions that read it and the dtypes of the activations.
+#: Layouts that the plug-in hands to a kernel of the engine (`moeq.engines.vllm.backends`), with the engine's name of
+#: the backend, the versions that read it and the dtypes of the activations. moeq's own kernels run in the plug-in too.
 VLLM_LAYOUTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "marlin-wna16/1": ("marlin", VLLM_VERSIONS, ("bf16", "fp16")),
     "triton-wna16/1": ("triton", VLLM_VERSIONS, ("bf16", "fp16")),
@@ -22,8 +20,11 @@ VLLM_LAYOUTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "marlin-mxfp4-interleaved/1": ("marlin", VLLM_VERSIONS, ("bf16",)),
     "marlin-act-order/1": ("marlin", ("0.26.0",), ("bf16", "fp16")),
 }
-#: Model types whose experts the transformers loader replaces (`moeq.engines.transformers`).
+#: Model types that the transformers loader was run with; it takes others whose experts go through transformers' interface.
 TRANSFORMERS_MODELS = ("mixtral", "qwen3_moe", "gpt_oss")
+#: Name of an experts implementation that `config.json` of a conversion asks for and that only the loader's import makes
+#: known. Without it transformers would give the experts random weights and warn; with it, it stops and says this name.
+TRANSFORMERS_GUARD = "moeq (import moeq.engines.transformers before loading)"
 #: The oldest transformers that works (`moeq.engines.transformers_versions`).
 TRANSFORMERS_OLDEST = "5.1"
 
@@ -56,6 +57,9 @@ class PlannedLayer:
         by_rank: files hold one packing per rank.
         own_kernel: one of moeq's own kernels reads the layer on this GPU.
         vllm: versions of vLLM that run the layer's backend on this deployment.
+        family: the model's family is known.
+        heads: vLLM can spread the attention over the ranks.
+        dispatched: activations come as an all-to-all leaves them, or experts move (EPLB).
     """
 
     layout: str
@@ -68,6 +72,9 @@ class PlannedLayer:
     by_rank: bool
     own_kernel: bool
     vllm: tuple[str, ...]
+    family: bool
+    heads: bool
+    dispatched: bool
 
 
 def loaders_of(planned: PlannedLayer) -> Iterator[Loader]:
@@ -82,10 +89,15 @@ def loaders_of(planned: PlannedLayer) -> Iterator[Loader]:
 
 
 def _vllm_versions(planned: PlannedLayer) -> tuple[str, ...]:
-    row = VLLM_LAYOUTS.get(planned.layout)
-    if row is None or planned.model_type not in VLLM_MODELS:
+    if not planned.family or not planned.heads:
         return ()
-    _, versions, dtypes = row
+    own = _own_kernel(planned) and planned.platform == "cuda" and not planned.dispatched
+    return tuple(version for version in VLLM_VERSIONS if own or version in _engines_own(planned))
+
+
+def _engines_own(planned: PlannedLayer) -> tuple[str, ...]:
+    """Versions whose own kernels run the layer."""
+    _, versions, dtypes = VLLM_LAYOUTS.get(planned.layout, ("", (), ()))
     wanted = "interleaved" if planned.activation == "swigluoai" else "gate-up"
     if planned.dtype not in dtypes or planned.w13_order != wanted:
         return ()

@@ -34,6 +34,7 @@ from transformers.utils.hub import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moeq.checkpoint.manifest import MANIFEST_NAME
+from moeq.deploy.loaders import TRANSFORMERS_GUARD
 from moeq.engines.dense import QuantizedLinear, quantized_linears
 from moeq.engines.experts_module import ConvertedExperts
 from moeq.errors import MoeqError
@@ -66,6 +67,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
+ALL_EXPERTS_FUNCTIONS.register(TRANSFORMERS_GUARD, experts_forward)
 
 
 @register_quantization_config("moeq")

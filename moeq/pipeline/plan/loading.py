@@ -32,6 +32,9 @@ def loaders_of_plan(checkpoint: Checkpoint, ask: Ask, plan: LayerPlan, scheme: S
             by_rank=bool(plan.entry.ranks),
             own_kernel=_own_kernel(checkpoint, deployment, layer, scheme, layout),
             vllm=tuple(_vllm_versions(checkpoint, deployment, layer, scheme, layout)),
+            family=not checkpoint.info.family_from_names,
+            heads=heads_problem(checkpoint, replace(deployment, engine=f"vllm@{VLLM_VERSIONS[0]}")) is None,
+            dispatched=deployment.batched or deployment.all2all is not None or deployment.eplb,
         )
     )
 
@@ -49,7 +52,7 @@ def _vllm_versions(
 
     A version whose rules are not known is taken to run what the newest one does; act-order is Marlin's everywhere.
     """
-    if layout not in VLLM_LAYOUTS or heads_problem(checkpoint, replace(deployment, engine="vllm@" + VLLM_VERSIONS[0])):
+    if layout not in VLLM_LAYOUTS:
         return
     backend, versions, _ = VLLM_LAYOUTS[layout]
     known = set(engine_names())

@@ -75,7 +75,9 @@ def connected(address: str | None) -> Iterator[Any]:
         import ray
     except ImportError:
         raise MoeqError(
-            "environment.ray-missing", "--executor ray needs Ray, which is not installed", "pip install ray (or, in a checkout of moeq, pip install '.[ray]')"
+            "environment.ray-missing",
+            "--executor ray needs Ray, which is not installed",
+            "pip install ray (or, in a checkout of moeq, pip install '.[ray]')",
         ) from None
     if address is not None and address.startswith("ray://"):
         raise MoeqError(

@@ -22,6 +22,7 @@ from moeq.checkpoint.manifest import (
 )
 from moeq.checkpoint.source import CONFIG_NAME, Source
 from moeq.checkpoint.writer import disk_errors, sync_file
+from moeq.deploy.loaders import TRANSFORMERS_GUARD
 from moeq.digest import DIGEST_NAME
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
@@ -162,11 +163,12 @@ def converted_config(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, An
     """The source's `config.json` with the quantisation config that counts kept inside the new one.
 
     Other copies of it (in the language model's sub-config, say) are dropped: an engine that finds one would read
-    packed experts by it.
+    packed experts by it. Plain transformers stops at the experts implementation, which it does not know.
     """
     original = checkpoint.quantization_config
     return {
         **without_quantization(checkpoint.source.config),
+        "experts_implementation": TRANSFORMERS_GUARD,
         "quantization_config": {
             "quant_method": "moeq",
             "manifest": MANIFEST_NAME,
