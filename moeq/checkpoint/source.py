@@ -199,6 +199,9 @@ class LocalSource(Source):
         return self._side_files
 
 
+_NO_GGUF = "moeq reads safetensors checkpoints; look for the GPTQ, AWQ or compressed-tensors one"
+
+
 def _listing(folder: Path, name: str) -> list[str]:
     """Names of the files in the top folder."""
     try:
@@ -207,6 +210,8 @@ def _listing(folder: Path, name: str) -> list[str]:
     except FileNotFoundError:
         raise MoeqError("source.missing", f"{name}: no such folder") from None
     except NotADirectoryError:
+        if folder.suffix.lower() == ".gguf":
+            raise MoeqError("source.unsupported-format", f"{name}: is a GGUF file", _NO_GGUF) from None
         hint = f"name the folder that holds it: {folder.parent}"
         raise MoeqError("source.missing", f"{name}: is a file, expected a checkpoint folder", hint) from None
     except (OSError, ValueError) as error:
@@ -218,6 +223,8 @@ def _read_config(folder: Path, names: Iterable[str], name: str) -> dict[str, Any
         return read_object(folder / CONFIG_NAME, CONFIG_NAME)
     if "params.json" in names:
         return read_object(folder / "params.json", "params.json")
+    if any(file.lower().endswith(".gguf") for file in names):
+        raise MoeqError("source.unsupported-format", f"{name} holds GGUF files and no {CONFIG_NAME}", _NO_GGUF)
     raise MoeqError("source.no-config", f"{name} has no {CONFIG_NAME}", "name the folder of a Hugging Face checkpoint")
 
 

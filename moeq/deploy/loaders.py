@@ -20,7 +20,7 @@ VLLM_LAYOUTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "marlin-mxfp4-interleaved/1": ("marlin", VLLM_VERSIONS, ("bf16",)),
     "marlin-act-order/1": ("marlin", ("0.26.0",), ("bf16", "fp16")),
 }
-#: Model types that the transformers loader was run with; it takes others whose experts go through transformers' interface.
+#: Model types that the transformers loader was run with; it takes others that use transformers' experts interface.
 TRANSFORMERS_MODELS = ("mixtral", "qwen3_moe", "gpt_oss")
 #: Name of an experts implementation that `config.json` of a conversion asks for and that only the loader's import makes
 #: known. Without it transformers would give the experts random weights and warn; with it, it stops and says this name.

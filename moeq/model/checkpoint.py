@@ -183,8 +183,9 @@ def _not_moe(source: Source, facts: Facts, declaration: Declaration | None) -> M
         message = f"{source.name}: {declaration.refusal} ({declaration.origin})"
         return MoeqError("source.unsupported-format", message, "look for a GPTQ, AWQ, compressed-tensors or MXFP4 one")
     detail = "its config declares no experts" if not declared else f"its config declares {declared} experts"
+    # Without experts declared it is what it claims to be, a dense model: an answer, and no broken checkpoint.
     return MoeqError(
-        "source.not-moe",
+        "source.not-moe" if declared else "answer.not-moe",
         f"{source.name}: no routed experts among {len(source.tensors):,} tensors, and {detail}",
         "moeq looks for tensors named like `layers.0.mlp.experts.0.gate_proj.*` and stacked ones like "
         "`experts.gate_up_proj`; dense models need no moeq",

@@ -94,7 +94,8 @@ def plan_of(source: Checkpoint, manifest: Manifest) -> Plan:
     unknown = sorted(layouts.keys() - {*source.info.moe_layers})
     if unknown:
         raise MoeqError("source.other-layers", f"the source has no experts in layer {unknown[0]}")
-    options = PlanOptions(1 if sizes.ep > 1 else sizes.tp, sizes.ep, allow_lossy=True)
+    cut = (entry.matrices["w2"].spec.group_size for entry in manifest.layers if entry.source_group is not None)
+    options = PlanOptions(1 if sizes.ep > 1 else sizes.tp, sizes.ep, allow_lossy=True, regroup=next(cut, None))
     return make_plan(source, _Chosen(layouts, manifest.copied), options)
 
 

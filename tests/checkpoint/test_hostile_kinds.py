@@ -37,9 +37,9 @@ from moeq.errors import MoeqError
 
 def test_case_03_dense_model(tmp_path: Path) -> None:
     tensors = {"model.layers.0.mlp.gate_proj.weight": Stored("BF16", (8, 8))}
-    refused(write(tmp_path / "a", tensors, config(num_experts=None)), "source.not-moe", "no routed experts")
+    refused(write(tmp_path / "a", tensors, config(num_experts=None)), "answer.not-moe", "no routed experts")
     document = {**config(), "num_experts": None}
-    error = refused(write(tmp_path / "b", tensors, document), "source.not-moe", "declares no experts")
+    error = refused(write(tmp_path / "b", tensors, document), "answer.not-moe", "declares no experts")
     assert "experts.0.gate_proj" in (error.hint or ""), "says what was searched for"
 
 

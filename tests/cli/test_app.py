@@ -137,7 +137,7 @@ class TestFailures:
 
     @pytest.mark.parametrize("command", ["inspect", "convert"])
     def test_not_a_moe(self, tmp_path, dense_model, command) -> None:
-        self.expect(tmp_path, dense_model, "source.not-moe", command)
+        self.expect(tmp_path, dense_model, "answer.not-moe", command)
 
     def test_not_quantised(self, tmp_path, plain_moe) -> None:
         self.expect(tmp_path, plain_moe, "answer.nothing-to-convert", "convert")

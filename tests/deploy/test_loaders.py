@@ -47,6 +47,7 @@ def test_models_of_transformers() -> None:
     assert ".".join(map(str, oldest)) == loaders.TRANSFORMERS_OLDEST
 
 
+@pytest.mark.slow
 def test_plain_transformers_stops_at_a_conversion(checkpoints: Path, tmp_path: Path) -> None:
     """In a process of its own: here the loader may have been imported by another test."""
     pytest.importorskip("transformers")
