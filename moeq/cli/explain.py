@@ -11,7 +11,11 @@ from moeq.cli import options
 from moeq.cli.out import Output
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from rich.console import Console
+
+    from moeq.oracle.catalog import Entry
 
 
 def command(
@@ -23,7 +27,11 @@ def command(
     from moeq.oracle.catalog import catalog, explain
 
     out: Output = ctx.obj
-    entries = [explain(code)] if code else sorted(catalog().values(), key=lambda entry: (entry.kind, entry.code))
+    warnings = {row.code: row for row in checkpoint_warnings()}
+    if code is None:
+        entries = sorted([*catalog().values(), *warnings.values()], key=lambda entry: (entry.kind, entry.code))
+    else:
+        entries = [warnings[code] if code in warnings else explain(code)]
     rows = [{**asdict(entry), "facts": dict(entry.facts)} for entry in entries]
 
     def render(console: Console) -> None:
@@ -38,3 +46,15 @@ def command(
             console.print(f"  {key.replace('_', ' ')}: {value}")
 
     out.answer({"entries": rows}, render)
+
+
+def checkpoint_warnings() -> Iterator[Entry]:
+    """What `inspect` calls odd, and what `--scan` finds."""
+    from moeq.checkpoint.warning import EXPLAINED
+    from moeq.model.scan import MESSAGES
+    from moeq.oracle.catalog import Entry
+
+    for code, text in EXPLAINED.items():
+        yield Entry(code, "warning", "about a checkpoint", text)
+    for code, text in MESSAGES.items():
+        yield Entry(code, "warning", "found by inspect --scan", f"{text[0].upper()}{text[1:]}.")

@@ -81,7 +81,9 @@ DEPLOYMENT: dict[str, Any] = {
     "env": _option(list[str], "--env", "NAME=VALUE of the engine."),
     "deploy": _option(Path, "--deploy", "TOML file with these options; options given win."),
 }
-EngineOption = DEPLOYMENT["engine"]
+# For commands that take some of them.
+GpuOption, EngineOption, DtypeOption = DEPLOYMENT["gpu"], DEPLOYMENT["engine"], DEPLOYMENT["dtype"]
+TpOption, EpOption = DEPLOYMENT["tp"], DEPLOYMENT["ep"]
 
 _WORDS = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
 
@@ -109,6 +111,13 @@ class GivenDeployment:
     def empty(self) -> bool:
         """Whether none was given."""
         return all(value is None for value in self.options.values())
+
+
+def deployment(file: Path | None, **given: Any) -> Deployment:
+    """The deployment that options (by their long names) and a `--deploy` file describe."""
+    from moeq.deploy.options import make_deployment
+
+    return make_deployment(given, file)
 
 
 def with_deployment(**other: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -26,7 +26,8 @@ _SMALL: frozenset[PartRole] = frozenset({"scale", "scale2", "zeros", "index", "b
 #: Relative difference of gate and up second-level scales above which merging them costs accuracy.
 _SCALE_TOLERANCE = 1e-3
 
-_MESSAGES = {
+#: Code -> what was found.
+MESSAGES = {
     "data.scale-nonfinite": "scales are NaN or infinite",
     "data.scale-negative": "scales are negative",
     "data.scale-zero": "scales are zero",
@@ -64,7 +65,7 @@ class _Findings:
 
     def warnings(self) -> list[CheckpointWarning]:
         return [
-            CheckpointWarning(code, f"{_MESSAGES[code]} ({found.count:,} tensors, first {found.first})")
+            CheckpointWarning(code, f"{MESSAGES[code]} ({found.count:,} tensors, first {found.first})")
             for code, found in self._found.items()
         ]
 

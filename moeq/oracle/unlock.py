@@ -50,7 +50,8 @@ def unlocked(
             if row.supported and row.backend in waiting - set(found) and builds(other, row):
                 found[row.backend] = change.text
     # A refused config is one reason for all of them: only what was found by trying says something about a backend.
-    rest: Callable[[CandidateReport], str | None] = (lambda row: None) if outcome.refused else together
+    hopeless = outcome.refused or (admits is not None and not admits(outcome.case.deployment))
+    rest: Callable[[CandidateReport], str | None] = (lambda row: None) if hopeless else together
     return tuple(row if row.supported else replace(row, unlock=found.get(row.backend) or rest(row)) for row in rows)
 
 

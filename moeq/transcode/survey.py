@@ -221,7 +221,7 @@ def project(described: Described, target: Target, request: Request, where: str) 
             "usage.act-order",
             f"{where}: its columns are in activation order (g_idx), which compressed-tensors dropped in 0.19 and "
             "vLLM 0.33 refuses",
-            "--sort-act-order sorts what can be sorted; --to gptq_v2 keeps g_idx",
+            "--to gptq_v2 keeps g_idx",
         )
     return Projected(described, spelling, spec, weights_of(spelling, spec, declared))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -100,12 +101,13 @@ def _with(ask: Ask, text: str, **fields: object) -> Suggestion:
 
 def _unforced(ask: Ask) -> Iterator[Suggestion]:
     if ask.layout is not None:
-        yield Suggestion("leaving out --layout", replace(ask, layout=None, force_layout=False))
+        options = "--layout and --force-layout" if ask.force_layout else "--layout"
+        yield Suggestion(f"leaving out {options}", replace(ask, layout=None, force_layout=False))
     if ask.deployment.backend != "auto":
         yield _with(ask, "--backend auto ({backend})", backend="auto")
         if ask.layout is not None:
-            both = replace(ask, layout=None, deployment=replace(ask.deployment, backend="auto"))
-            yield Suggestion("leaving out --layout and --backend", both)
+            both = replace(ask, layout=None, force_layout=False, deployment=replace(ask.deployment, backend="auto"))
+            yield Suggestion("leaving out --layout with --backend auto", both)
 
 
 def _parallel(checkpoint: Checkpoint, ask: Ask) -> Iterator[Suggestion]:
@@ -170,16 +172,22 @@ def _backends(checkpoint: Checkpoint, ask: Ask) -> Iterator[Suggestion]:
 def _devices(ask: Ask) -> Iterator[Suggestion]:
     for name in _DEVICES:
         if name != ask.deployment.gpu.name:
-            yield _with(ask, f"--gpu {name}", gpu=parse_gpu(name))
+            yield _with(ask, f"--gpu {shlex.quote(name)}", gpu=parse_gpu(name))
 
 
 def _plainest(ask: Ask) -> Iterator[Suggestion]:
     """One rank and nothing asked for: where a single change does not help."""
     plain = replace(ask, layout=None, force_layout=False, regroup=None)
-    leaving = "leaving out --layout, " if ask.layout is not None else ""
+    given = {
+        "--layout": ask.layout is not None,
+        "--force-layout": ask.force_layout,
+        "--regroup": ask.regroup is not None,
+    }
+    options = " and ".join(name for name, asked in given.items() if asked)
+    leaving = f"leaving out {options} and with " if options else ""
     fields = {"tp": 1, "ep": 1, "dp": 1, "backend": "auto", "lora": False, "batched": False}
     for engine in dict.fromkeys((ask.deployment.engine, OWN_ENGINE)):
         for name in dict.fromkeys((ask.deployment.gpu.name, *_DEVICES)):
             gpu = ask.deployment.gpu if name == ask.deployment.gpu.name else parse_gpu(name)
-            text = f"{leaving}--tp 1 --ep 1 --backend auto --gpu {name} --engine {engine}"
+            text = f"{leaving}--tp 1 --ep 1 --backend auto --gpu {shlex.quote(name)} --engine {engine}"
             yield _with(plain, text, gpu=gpu, engine=engine, **fields)

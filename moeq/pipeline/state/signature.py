@@ -112,5 +112,5 @@ def _require() -> None:
         import minisign  # noqa: F401
     except ImportError:
         raise MoeqError(
-            "environment.no-minisign", "signatures need the package py-minisign", "pip install 'moeq[sign]'"
+            "environment.no-minisign", "signatures need the package py-minisign", "pip install py-minisign"
         ) from None
