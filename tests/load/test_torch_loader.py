@@ -210,7 +210,7 @@ class TestRefusals:
         moeq.load_experts(converted[self.name], 0, dtype=torch.float16)
 
     def test_a_layout_without_a_kernel(self, checkpoints, tmp_path) -> None:
-        folder = convert(checkpoints / self.name, tmp_path / "out", layout="humming-wna16/1", force_layout=True)
+        folder = convert(checkpoints / self.name, tmp_path / "out", layout="humming-wna16/1")
         error = self.refused(folder, 0)
         assert error.code == "answer.no-kernel"
         assert "--engine moeq" in (error.hint or "")

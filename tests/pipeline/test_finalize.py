@@ -257,7 +257,7 @@ class TestRefused:
         [
             (Deployment(gpu=parse_gpu("A100"), tp=2), {}, "deployment.tp 1 there, 2 here"),
             (Deployment(gpu=parse_gpu("A30")), {}, "deployment.gpu.name 'A100' there, 'A30' here"),
-            (A100, {"layout": "triton-wna16/1"}, "layout None there, 'triton-wna16/1' here"),
+            (A100, {"layout": "triton-wna16/1", "force_layout": True}, "layout None there, 'triton-wna16/1' here"),
             (A100, {"skip_unfit": True}, "skip_unfit False there, True here"),
         ],
     )

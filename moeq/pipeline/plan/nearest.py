@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, product
 
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
@@ -186,8 +186,10 @@ def _plainest(ask: Ask) -> Iterator[Suggestion]:
     options = " and ".join(name for name, asked in given.items() if asked)
     leaving = f"leaving out {options} and with " if options else ""
     fields = {"tp": 1, "ep": 1, "dp": 1, "backend": "auto", "lora": False, "batched": False}
-    for engine in dict.fromkeys((ask.deployment.engine, OWN_ENGINE)):
-        for name in dict.fromkeys((ask.deployment.gpu.name, *_DEVICES)):
-            gpu = ask.deployment.gpu if name == ask.deployment.gpu.name else parse_gpu(name)
-            text = f"{leaving}--tp 1 --ep 1 --backend auto --gpu {shlex.quote(name)} --engine {engine}"
-            yield _with(plain, text, gpu=gpu, engine=engine, **fields)
+    own = ask.deployment
+    engines, names = dict.fromkeys((own.engine, OWN_ENGINE)), dict.fromkeys((own.gpu.name, *_DEVICES))
+    for engine, name, dtype in product(engines, names, dict.fromkeys((own.dtype, "bf16", "fp16"))):
+        gpu = own.gpu if name == own.gpu.name else parse_gpu(name)
+        cast = f" --dtype {dtype}" if dtype != own.dtype else ""
+        text = f"{leaving}--tp 1 --ep 1 --backend auto --gpu {shlex.quote(name)} --engine {engine}{cast}"
+        yield _with(plain, text, gpu=gpu, engine=engine, dtype=dtype, **fields)
