@@ -7,6 +7,7 @@ results along a leading expert axis.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -78,6 +79,11 @@ class PaddingRule:
     hidden: int = 1
     whole_groups: bool = False
     midpoint: bool = False
+
+    def padded(self, intermediate: int, group: int | None) -> int:
+        """The intermediate size of a rank, rounded up; `group` codes share a scale, None for one per channel."""
+        multiple = math.lcm(self.intermediate, group) if self.whole_groups and group else self.intermediate
+        return -(-intermediate // multiple) * multiple
 
     @property
     def title(self) -> str:

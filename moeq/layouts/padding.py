@@ -8,7 +8,6 @@ biases. Source of the rule: vLLM 0.33.0, `marlin_moe_padded_intermediate` and th
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -84,11 +83,9 @@ def plan_padding(layout: Layout, w13: MatrixSpec, w2: MatrixSpec) -> PaddingPlan
     The caller checks `layout.problems` of the padded specs; this only rounds sizes.
     """
     rule = layout.padding
-    intermediate = rule.intermediate
-    if rule.whole_groups and w2.num_groups > 1:
-        intermediate = math.lcm(intermediate, w2.group_size)
     halves = 2 if is_gated_w13(w13) else 1
-    size, hidden = _round_up(w2.k, intermediate), _round_up(w2.n, rule.hidden)
+    size = rule.padded(w2.k, w2.group_size if w2.num_groups > 1 else None)
+    hidden = -(-w2.n // rule.hidden) * rule.hidden
     return PaddingPlan(
         rule=rule,
         w13=w13.with_sizes(n=halves * size, k=hidden),
@@ -103,10 +100,6 @@ def logical_bytes(spec: MatrixSpec) -> int:
     per_group = _SCALE_BITS[spec.scale_dtype] + (0 if spec.symmetric else spec.bits)
     bits = spec.n * (spec.k * spec.bits + spec.num_groups * per_group)
     return bits // 8 + spec.n * (_SCALE_BITS[spec.bias_dtype] // 8 if spec.bias_dtype else 0)
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 def _resized(matrix: QuantizedMatrix, spec: MatrixSpec, code: int = 0) -> QuantizedMatrix:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
+from moeq.layouts.registry import layout_class
 from moeq.oracle.case import Case
 from moeq.oracle.records import CandidateReport, Sizes
 
@@ -64,8 +63,8 @@ def sizes_for(case: Case, report: CandidateReport) -> Sizes:
 
 
 def marlin_padded(intermediate: int, group: int | None) -> int:
-    """Intermediate size per rank after Marlin's tile padding: a multiple of `lcm(64, group)`."""
-    return round_up(intermediate, math.lcm(64, max(group or 1, 1)))
+    """Intermediate size per rank after Marlin's tile padding."""
+    return layout_class("marlin-wna16/1").padding.padded(intermediate, group if group and group > 0 else None)
 
 
 def shrunk_group(hidden: int, intermediate: int, group: int) -> int:

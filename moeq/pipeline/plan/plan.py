@@ -134,10 +134,6 @@ class LayerTargets(Protocol):
     def copied(self) -> tuple[CopiedLayer, ...]:
         """Layers to copy unchanged."""
 
-    @property
-    def refused(self) -> Mapping[int, MoeqError] | None:
-        """Layers that cannot be converted, with the error that says why."""
-
 
 def make_plan(checkpoint: Checkpoint, targets: LayerTargets, options: PlanOptions | None = None) -> Plan:
     """Plan the conversion of a source checkpoint.
