@@ -92,12 +92,16 @@ def render_needs(console: Console, plan: Plan, needs: Needs) -> None:
     for name, text in lines.items():
         line(console, name, text)
     console.print(
-        f"  {'units':<24} {'way':<8} {'count':>6} {'read':>11} {'written':>11} {'padding':>11} {'memory':>11}"
+        f"  {'units':<24} {'path':<9} {'count':>6} {'read':>11} {'written':>11} {'padding':>11} {'memory':>11}"
     )
     for kind in needs.kinds:
         sizes = (kind.bytes_in, kind.bytes_out, kind.padding_bytes, kind.memory)
         cells = " ".join(f"{human_bytes(size):>11}" for size in sizes)
-        console.print(f"  {kind.title:<24} {kind.way:<8} {kind.count:>6} {cells}")
+        console.print(f"  {kind.title:<24} {_PATHS[kind.way]:<9} {kind.count:>6} {cells}")
+
+
+#: What people call the ways of a plan document.
+_PATHS = {"road": "fast", "general": "reference", "copy": "copy"}
 
 
 def _stream_line(needs: Needs) -> dict[str, str]:

@@ -69,7 +69,7 @@ class SpareMemory:
         if self._strict and size > self._all:
             raise MoeqError(
                 "resources.memory",
-                f"{what} holds unusual values and needs {mebibytes(size)} to be packed in general; "
+                f"{what} holds unusual values and needs {mebibytes(size)} on the reference path; "
                 f"{mebibytes(self._all)} are left of --max-memory",
                 "a higher --max-memory; what was finished is kept",
             )
