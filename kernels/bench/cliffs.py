@@ -69,9 +69,10 @@ def layers(which: str, formats: str) -> list[tuple[str, Shape, str]]:
         ]
     names = PEER_SHAPES if which == "known" else which.split(",")
     return [
-        (name, replace(SHAPES[name], gpt_oss=stored == "mxfp4" and SHAPES[name].gpt_oss), stored)
+        (name, replace(SHAPES[name], gpt_oss=stored == "mxfp4"), stored)
         for stored in formats.split(",")
         for name in names
+        if SHAPES[name].hidden % 128 == 0 or stored == "mxfp4"
     ]
 
 

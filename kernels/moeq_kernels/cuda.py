@@ -201,7 +201,9 @@ class Bound:
         number = {name: i for i, name in enumerate(roots)}
         self._moving: list[tuple[TensorMap, int, int]] = []  # of arguments and workspace: root, offset
         self._fixed: list[tuple[Any, int, int]] = []  # of weights: parameters, place, number of the map
-        self._launches: list[tuple[LaunchConfig, int, int | None, int]] = []
+        self._configs: list[LaunchConfig] = []
+        self._launches: list[tuple[int, int | None, int]] = []
+        self._stream = 0  # of the configurations
         table: list[tuple[int, int]] = []
         pointers_of: list[tuple[Any, int, int]] = []  # parameters, place, number of the pointer
         self._kept: list[Any] = []
@@ -240,7 +242,8 @@ class Bound:
             config = LaunchConfig(x, y, z, 32 * code.warps, 1, 1, code.shared, 0, ctypes.pointer(attribute), dependent)
             self._kept += [attribute, config]
             self._kept += [parameters]
-            self._launches.append((config, ctypes.addressof(config), function.value, ctypes.addressof(parameters)))
+            self._configs.append(config)
+            self._launches.append((ctypes.addressof(config), function.value, ctypes.addressof(parameters)))
         self._table = table
         self._pointers = (c_uint64 * max(1, len(table)))()
         self._pack: Callable[..., None] = struct.Struct(f"{len(table)}Q").pack_into
@@ -259,9 +262,12 @@ class Bound:
                     tensor_map.at(addresses[root] + offset)
             for parameters, place, which in self._fixed:
                 parameters[place] = maps[which]
+            if stream != self._stream:
+                for config in self._configs:
+                    config.stream = stream
+                self._stream = stream
             launch = self._launch
-            for config, address, function, parameters in self._launches:
-                config.stream = stream
+            for address, function, parameters in self._launches:
                 status = launch(address, function, parameters, None)
                 if status:
                     driver().check(status, "launching a kernel")

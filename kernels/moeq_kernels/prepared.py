@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import threading
 from collections import OrderedDict
@@ -105,15 +106,29 @@ def _program(family: str, problem: Problem, device: int, plan: Any) -> Program:
     return Program(family, problem, device, plan)
 
 
-@cache
-def workspace_bytes(family: str, problem: Problem, tokens: int) -> int:
-    """Workspace that no call of up to so many tokens exceeds.
+def workspace_bytes(family: str, problem: Problem, tokens: int, most: int) -> int:
+    """Workspace that no call of up to so many tokens exceeds; most: at least as many, the same in all calls.
 
-    Within a plan the need grows with the tokens, so the last call of each plan counts.
+    Within a plan the need grows with the tokens, so the last call of each plan counts, and the longest call.
     """
     step = piece_tokens(family, problem)
+    ends, needs = _needs(family, problem, min(most, step))
     last = min(tokens, step)
-    return max((schedule(family, problem, one).workspace_bytes for one in _ends(family, problem, last)), default=0)
+    before = bisect.bisect_left(ends, last)
+    return max(needs[before - 1] if before else 0, _need(family, problem, last))
+
+
+@cache
+def _need(family: str, problem: Problem, tokens: int) -> int:
+    """Workspace of one call."""
+    return schedule(family, problem, tokens).workspace_bytes
+
+
+@cache
+def _needs(family: str, problem: Problem, most: int) -> tuple[tuple[int, ...], list[int]]:
+    """Last numbers of tokens of each plan, and the most workspace up to each."""
+    ends = _ends(family, problem, most)
+    return ends, list(itertools.accumulate((_need(family, problem, one) for one in ends), max))
 
 
 @cache
@@ -189,7 +204,8 @@ class PreparedLayer:
 
     def workspace_bytes(self, tokens: int | None = None) -> int:
         """Bytes of workspace that no call of up to `tokens` (default: max_tokens) needs more than."""
-        return workspace_bytes(self.family, self.problem, self.max_tokens if tokens is None else tokens)
+        most = self.max_tokens
+        return workspace_bytes(self.family, self.problem, most if tokens is None else tokens, most)
 
     def warm(self, max_tokens: int | None = None) -> Warmed:
         """Compiles and loads every kernel for 1 to max_tokens tokens. Raises KernelEnvironmentError where one fails."""

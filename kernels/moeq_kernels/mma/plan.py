@@ -27,7 +27,7 @@ class MmaPlan:
 
 
 #: (tokens per hit expert up to, tokens of a tile).
-TILES = ((8.0, 8), (16.0, 16), (32.0, 32), (float("inf"), 64))
+TILES = ((6.0, 8), (12.0, 16), (24.0, 32), (float("inf"), 64))
 #: Programs that fit a multiprocessor's registers, by tokens of a tile.
 RESIDENT = {8: 4, 16: 4, 32: 3, 64: 2}
 
@@ -51,6 +51,6 @@ def choose(
     resident = gpu.multiprocessors * max(1, min(most, gpu.shared_bytes // (stages * each)))
     tiles = pairs / mean * max(1.0, mean / tokens)
     width = 128 if gated else 256
-    up = splits_for(tiles * -(-intermediate // width), -(-hidden // 64) // 2, resident) if gated else 1
-    down = splits_for(tiles * -(-hidden // 256), -(-intermediate // 64) // 2, resident)
+    up = splits_for(tiles * -(-intermediate // width), max(1, hidden // 128), resident) if gated else 1
+    down = splits_for(tiles * -(-hidden // 256), max(1, intermediate // 128), resident)
     return MmaPlan(tokens, stages, 64 if tokens <= 16 else 32, min(up, 8), min(down, 8))
