@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,9 +38,17 @@ class Rows:
 
 def plan_for(problem: Problem, tokens: int) -> Blocks:
     """Tile sizes for so many tokens."""
-    rows = tokens * problem.top_k / max(1, problem.experts)
+    pairs = tokens * problem.top_k
+    rows = pairs / max(1, problem.experts)
     fmt = find_format(problem.w13.layout, problem.w13.element)
-    return choose_blocks(rows, fmt, shared=problem.gpu.shared_bytes, interpret=problem.interpret)
+    blocks = choose_blocks(rows, fmt, shared=problem.gpu.shared_bytes, interpret=problem.interpret)
+    if fmt.kind != "int8" or problem.interpret:
+        return blocks
+    # Few tiles are made narrower, until every multiprocessor has one.
+    tiles = min(pairs, problem.experts)
+    while blocks.n > 16 and tiles * -(-problem.intermediate // blocks.n) < problem.gpu.multiprocessors:
+        blocks = replace(blocks, n=blocks.n // 2)
+    return blocks
 
 
 def launches(problem: Problem, piece: Piece, arena: Arena, plan: Blocks) -> list[Launch]:
@@ -67,7 +75,7 @@ def product(
         return [_gemm(problem, matrix, fmt, epilogue, rows, rows.x, None, out, blocks)]
     codes = arena.take(torch.int8, *rows.x.shape)
     scales = arena.take(torch.float32, rows.x.shape[0])
-    quantised = quantize_launch(rows.x, codes, scales, matrix.input_scale, problem.interpret)
+    quantised = quantize_launch(rows.x, codes, scales, matrix.input_scale, problem.interpret, problem.dependent)
     return [quantised, _gemm(problem, matrix, fmt, epilogue, rows, codes, scales, out, blocks)]
 
 
@@ -119,8 +127,9 @@ def _gemm(
         "BK": blocks.k,
         "DTYPE": triton_dtype(problem.dtype),
         "INTERPRET": problem.interpret,
+        "DEPENDENT": problem.dependent,
     }
-    options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
+    options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages, **problem.after}
     return Launch("device.gemm:moe_gemm", (rows.tiles.shape[0] * columns,), arguments, constants, options)
 
 
@@ -150,7 +159,9 @@ def reading(matrix: PackedMatrix, fmt: Format, blocks: Blocks) -> dict[str, Any]
     }
 
 
-def quantize_launch(x: Area, codes: Area, scales: Area, static_scale: Area | None, interpret: bool) -> Launch:
+def quantize_launch(
+    x: Area, codes: Area, scales: Area, static_scale: Area | None, interpret: bool, dependent: bool = False
+) -> Launch:
     """int8 codes `[R, K]` and float32 scales `[R]` of the rows of x."""
     arguments: dict[str, Argument] = {
         "x": x,
@@ -160,5 +171,7 @@ def quantize_launch(x: Area, codes: Area, scales: Area, static_scale: Area | Non
         "stride_x": x.strides[0],
         "stride_q": codes.strides[0],
     }
-    constants = {"K": x.shape[1], "BLOCK": min(4096, next_power_of_two(x.shape[1])), "INTERPRET": interpret}
-    return Launch("device.gemm:quantize_rows", (x.shape[0],), arguments, constants, {"num_warps": 4, "num_stages": 2})
+    block = min(4096, next_power_of_two(x.shape[1]))
+    constants = {"K": x.shape[1], "BLOCK": block, "INTERPRET": interpret, "DEPENDENT": dependent}
+    options = {"num_warps": 4, "num_stages": 2} | ({"launch_pdl": True} if dependent else {})
+    return Launch("device.gemm:quantize_rows", (x.shape[0],), arguments, constants, options)

@@ -478,7 +478,8 @@ def prepare_for(
         reason = reason or support.unsupported_reason(problem)
         other = "portable" if any(mma.reasons(problem)) else "mma-w4a16"
         family = other if reason else support.family(problem)
-    problem = replace(problem, dependent=dependent and problem.gpu.capability >= (9, 0) and family != "portable")
+    early = dependent and not problem.interpret and problem.gpu.capability >= (9, 0)
+    problem = replace(problem, dependent=early)
     return PreparedLayer(family, problem, tensors, device, max_tokens, reason, plan)
 
 

@@ -34,7 +34,8 @@ def choose_blocks(rows_per_expert: float, fmt: Format, *, shared: int = 227 * 10
     m = min(64, max(16, next_power_of_two(int(rows_per_expert))))
     if interpret:
         return Blocks(m, 256, 256)
-    if fmt.kind == "int8":  # whole lines of 128 bytes
+    if fmt.kind == "int8":  # whole lines of 128 bytes; tiles that an expert seldom needs two of
+        m = min(64, max(16, next_power_of_two(int(1.5 * rows_per_expert))))
         if m <= 32:
             return Blocks(m, 64, 128, num_warps=4, num_stages=5 if shared > 128 * 1024 else 3)
         large = shared > 200 * 1024  # elsewhere tiles of 128 rows spill
@@ -42,6 +43,6 @@ def choose_blocks(rows_per_expert: float, fmt: Format, *, shared: int = 227 * 10
         return Blocks(m, 128, 128, num_warps=8, num_stages=3 if large else 2)
     if m <= 32:
         return Blocks(m, 64, 64, num_warps=4, num_stages=3)
-    # Decoding e2m1 from Marlin's words takes the most registers: wider tiles spill on sm_100 with triton 3.9.
-    n = 64 if (fmt.codec, fmt.kind) == ("marlin4", "e2m1") else 128
+    # These take the most registers: wider tiles spill on sm_100 (e2m1 with triton 3.9, bytes with 3.7).
+    n = 64 if (fmt.codec, fmt.kind) in (("marlin4", "e2m1"), ("rows", "uint8")) else 128
     return Blocks(m, n, 64, num_warps=8, num_stages=3 if shared > 100 * 1024 else 2)

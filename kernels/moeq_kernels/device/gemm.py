@@ -4,6 +4,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moeq_kernels.device.activations import activate, activate_gated
 from moeq_kernels.device.codecs import column_of
@@ -50,7 +51,7 @@ def moe_gemm(
     BIAS_SINGLE: tl.constexpr, EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr, WEIGHT_FIRST: tl.constexpr, WEIGHT_LAST: tl.constexpr,
     TILES_N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    INTERPRET: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One BM x BN tile of one expert's product, from packed weights, with its epilogue.
 
@@ -59,6 +60,9 @@ def moe_gemm(
     accumulators BN wide, gate at p0 and up at p0 + N / 2), `interleaved` (one accumulator, pairs of columns) or
     `plain`. WEIGHT_FIRST and WEIGHT_LAST say where the router weight of a row's pair is applied, if here at all.
     """
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
     program = tl.program_id(0)
     tile = tiles + program // TILES_N * 8
     p0 = (program % TILES_N) * BN
@@ -141,8 +145,11 @@ def moe_gemm(
 
 @triton.jit
 def quantize_rows(x, q, scales, static_scale, stride_x, stride_q,
-                  K: tl.constexpr, BLOCK: tl.constexpr, INTERPRET: tl.constexpr):  # fmt: skip
+                  K: tl.constexpr, BLOCK: tl.constexpr, INTERPRET: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """Symmetric int8 codes of a row, to nearest even: scale = max |x| / 127 (1 for a zero row), or the static one."""
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     if static_scale is not None:
         scale = tl.load(static_scale)

@@ -28,8 +28,11 @@ class MmaPlan:
 
 #: (tokens per hit expert up to, tokens of a tile).
 TILES = ((6.0, 8), (12.0, 16), (24.0, 32), (float("inf"), 64))
+#: The same where an expert's weights stay in the L2 cache, from which a second tile reads them.
+SMALL_TILES = ((7.0, 8), (14.0, 16), (40.0, 32), (float("inf"), 64))
+SMALL_EXPERT = 1 << 24
 #: Programs that fit a multiprocessor's registers, by tokens of a tile.
-RESIDENT = {8: 4, 16: 4, 32: 3, 64: 2}
+RESIDENT = {8: 5, 16: 4, 32: 3, 64: 2}
 
 
 def stage_bytes(tokens: int, kind: str, group: int) -> int:
@@ -44,7 +47,8 @@ def choose(
 ) -> MmaPlan:
     """The plan for `pairs` routed pairs among `experts` with these packed sizes; other arguments as of `w4a16.plan`."""
     mean = tokens_per_hit(pairs, experts)
-    tokens = next(size for limit, size in TILES if mean <= limit)
+    table = SMALL_TILES if 3 * hidden * intermediate <= SMALL_EXPERT else TILES
+    tokens = next(size for limit, size in table if mean <= limit)
     each = stage_bytes(tokens, kind, group)
     most = RESIDENT[tokens]
     stages = max(2, min(6, gpu.shared_bytes // most // each))

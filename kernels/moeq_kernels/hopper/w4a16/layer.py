@@ -45,11 +45,11 @@ def plan_for(problem: Problem, tokens: int) -> Plan:
     """Kernels and sizes for so many tokens."""
     first, second, gpu = problem.w13, problem.w2, problem.gpu
     kind, group = kind_of(first), group_of(first)
-    if not alike(first, second):  # the one kernel that takes all of a product's format from its own matrix
+    if not alike(first, second, groups=False):  # the one kernel that takes all of a format from its own matrix
         return Plan(kernel_for(kernel_for(WIDE32, kind, group, gpu), kind_of(second), group, gpu))
-    gated = problem.epilogue.gated
+    gated, both = problem.epilogue.gated, alike(first, second)
     pairs = tokens * problem.top_k
-    return choose(pairs, problem.experts, first.k, problem.intermediate, group, kind, gated, problem.top_k, gpu)
+    return choose(pairs, problem.experts, first.k, problem.intermediate, group, kind, gated, problem.top_k, gpu, both)
 
 
 def launches(problem: Problem, piece: Piece, arena: Arena, plan: Plan) -> list[Launch]:

@@ -244,6 +244,7 @@ def choose(
     gated: bool = True,
     top_k: int = 1,
     gpu: Gpu = H200,
+    both: bool = True,
 ) -> Plan:
     """The plan for `pairs` routed pairs among `experts` with these packed sizes.
 
@@ -253,6 +254,7 @@ def choose(
         gated: whether the first product makes gate and up (only then can the narrow kernel share its k).
         top_k: pairs of a token, which have different experts.
         gpu: whose multiprocessors and shared memory are planned for.
+        both: whether one kernel can make both products (their weights are read alike).
     """
     small = 3 * hidden * intermediate <= DIRECT_WEIGHTS
     crowd = 2 if kind == "e2m1" and intermediate <= SHORT_K else 4
@@ -262,6 +264,8 @@ def choose(
         return Plan(kernel, up, shares_for(pairs * -(-hidden // 256), -(-intermediate // kernel.step), 8, gpu))
     mean = tokens_per_hit(pairs, experts)
     base = next(one for limit, one in table_for(kind, intermediate) if mean <= limit)
+    if isinstance(base, Queue) and not both:
+        base = NARROW8 if base.tokens == 8 else WIDE32
     most_columns, gathering = GATHERING.get(base, (0, base))
     gathers = intermediate <= most_columns and kind != "e2m1"  # MXFP4 weights leave copy warps too little of their time
     kernel = kernel_for(gathering if gathers else base, kind, group, gpu)
@@ -275,8 +279,9 @@ def choose(
     hit = experts * (1.0 - (1.0 - min(top_k, experts) / experts) ** (pairs / top_k))
     tiles = hit * max(1.0, pairs / hit / kernel.tokens)
     resident = gpu.multiprocessors * kernel.resident
-    if kind != "e2m1" and (tiles * -(-intermediate // 128) > resident or tiles * -(-hidden // 256) > 2 * resident):
-        return Plan(kernel_for(QUEUE8, kind, group, gpu))  # narrow programs would run in waves
+    waves = tiles * -(-intermediate // 128) > resident or tiles * -(-hidden // 256) > 2 * resident
+    if waves and both and kind != "e2m1":
+        return Plan(kernel_for(QUEUE8, kind, group, gpu))
     gate_up = splits_for(tiles * -(-intermediate // 128), -(-hidden // 128), resident) if gated else 1
     down = splits_for(tiles * -(-hidden // 256), -(-intermediate // 128), resident)
     return Plan(kernel, gate_up, down)

@@ -163,10 +163,18 @@ def weight_arguments(matrix: PackedMatrix) -> tuple[dict[str, Argument], dict[st
     return arguments, {"GROUP": group_of(matrix), "ZEROS": matrix.zero is not None, "KIND": kind_of(matrix)}
 
 
-def alike(one: PackedMatrix, other: PackedMatrix) -> bool:
-    """Whether the same constants read both, as kernels for both products need."""
+def alike(one: PackedMatrix, other: PackedMatrix, *, groups: bool = True) -> bool:
+    """Whether the same constants read both, as one kernel for both products needs; groups may differ if not `groups`.
+
+    They do where the intermediate size is one group: its only scale is one for each output feature.
+    """
     formats = [
-        (kind_of(matrix), group_of(matrix), matrix.zero is None, None if matrix.scale is None else matrix.scale.dtype)
+        (
+            kind_of(matrix),
+            groups and group_of(matrix),
+            matrix.zero is None,
+            None if matrix.scale is None else matrix.scale.dtype,
+        )
         for matrix in (one, other)
     ]
     return formats[0] == formats[1]

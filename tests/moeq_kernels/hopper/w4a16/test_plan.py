@@ -159,3 +159,11 @@ def test_reasons() -> None:
         found = list(matrix_reasons("w13", symbolic("w13", dataclasses.replace(packed.w13, **changes))))
         assert len(found) == 1
         assert words in found[0]
+
+
+def test_products_that_one_kernel_cannot_make_get_two() -> None:
+    """An intermediate size of one group: its scales are read as those of channels."""
+    for tokens in (1, 3, 20, 64, 500, 5000):
+        plan = choose(10 * tokens, 512, 4096, 128, 128, top_k=10, both=False)
+        assert not isinstance(plan.kernel, Queue)
+        assert plan.kernel.tokens <= choose(10 * tokens, 512, 4096, 128, 128, top_k=10).kernel.tokens or tokens > 64
