@@ -37,7 +37,7 @@ def code_values(matrix: QuantizedMatrix) -> Tensor:
 
     spec = matrix.spec
     if spec.element == "e2m1":
-        return torch.tensor(E2M1_VALUES)[matrix.codes.long()]
+        return torch.tensor(E2M1_VALUES)[matrix.codes.int()]
     if spec.element in ("e4m3", "e5m2"):
         kind = torch.float8_e4m3fn if spec.element == "e4m3" else torch.float8_e5m2
         return matrix.codes.contiguous().view(kind).float()

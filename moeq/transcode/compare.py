@@ -119,32 +119,32 @@ def _differences(
 
     spec = before.spec
     height, width = (side if side > 0 else size for side, size in zip(block, (spec.n, spec.k), strict=True))
-    numbers = blocks = 0
+    numbers = 0
     first: tuple[int, int, float, float] | None = None
-    largest = squares = norm = 0.0
+    largest = squares = 0.0
     touched = torch.zeros(-(-spec.n // height), -(-spec.k // width), dtype=torch.bool)
     for start, old, new in _rows(before, after):
+        if torch.equal(old, new):
+            continue
         unequal = old != new
-        if bool(unequal.any()):
-            change = torch.where(unequal, (old.double() - new.double()).abs(), 0.0)
-            change = change.nan_to_num(nan=float("inf"), posinf=float("inf"))
-            numbers += int(unequal.sum())
-            largest = max(largest, float(change.max()))
-            squares += float((change * change).sum())
-            rows, columns = unequal.nonzero(as_tuple=True)
-            touched[(rows + start) // height, columns // width] = True
-            if first is None:
-                row, column = int(rows[0]), int(columns[0])
-                first = (row + start, column, float(old[row, column]), float(new[row, column]))
-        norm += float((old.double() ** 2).sum())
+        change = torch.where(unequal, (old.double() - new.double()).abs(), 0.0)
+        change = change.nan_to_num(nan=float("inf"), posinf=float("inf"))
+        numbers += int(unequal.sum())
+        largest = max(largest, float(change.max()))
+        squares += float((change * change).sum())
+        rows, columns = unequal.nonzero(as_tuple=True)
+        touched[(rows + start) // height, columns // width] = True
+        if first is None:
+            row, column = int(rows[0]), int(columns[0])
+            first = (row + start, column, float(old[row, column]), float(new[row, column]))
     if first is None:
         return None
-    blocks = int(touched.sum())
+    norm = sum(float((old.double() ** 2).sum()) for _, old, _ in _rows(before, before))
     return Loss(
         module=module,
         numbers=numbers,
         of=spec.n * spec.k,
-        blocks=blocks,
+        blocks=int(touched.sum()),
         of_blocks=touched.numel(),
         block=(height, width),
         max_abs=largest,

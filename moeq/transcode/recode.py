@@ -119,7 +119,7 @@ def to_fp8_blocks(matrix: QuantizedMatrix, spec: MatrixSpec) -> QuantizedMatrix:
         exponents -= (largest <= E4M3_MAX * torch.exp2(exponents - 1)).to(exponents.dtype) * (largest > 0)
         exponents += (largest > E4M3_MAX * torch.exp2(exponents)).to(exponents.dtype)
         scale = torch.exp2(exponents).float()
-        coded = (blocks / scale.double().unsqueeze(1)).float().to(torch.float8_e4m3fn).view(torch.uint8)
+        coded = (blocks / scale.unsqueeze(1)).to(torch.float8_e4m3fn).view(torch.uint8)
         codes[start:stop] = coded.reshape(stop - start, -1)[:, : spec.k]
         scales[start:stop] = scale
     return QuantizedMatrix(replace(spec, scale_dtype="f32"), codes, scales, bias=matrix.bias)
@@ -164,7 +164,7 @@ def to_floats(matrix: QuantizedMatrix, element: str) -> Tensor:
 
 
 def _values(matrix: QuantizedMatrix, start: int, stop: int) -> Tensor:
-    """Values of some rows, float64 `[rows, K]`."""
+    """Values of some rows, float32 `[rows, K]`."""
     from moeq.schemes.dequantize import dequantize
 
-    return dequantize(matrix.rows(start, stop, matrix.spec.role)).double()
+    return dequantize(matrix.rows(start, stop, matrix.spec.role))

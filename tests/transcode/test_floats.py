@@ -1,0 +1,161 @@
+"""FP8 and NVFP4 in their spellings, on checkpoints put together here by the formats' definitions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moeq.model import open as open_checkpoint
+from moeq.prove.diff import diff
+from moeq.schemes.dequantize import E2M1_VALUES, dequantize
+from moeq.transcode.transcode import transcode
+
+Parts = dict[str, torch.Tensor]
+Make = Callable[[int, int, torch.Generator], tuple[Parts, torch.Tensor]]
+
+_E2M1 = torch.tensor(E2M1_VALUES, dtype=torch.float64)
+
+
+def fp8_codes(n: int, k: int, generator: torch.Generator) -> torch.Tensor:
+    return (torch.randn(n, k, generator=generator) * 50).to(torch.float8_e4m3fn)
+
+
+def fp8_tensor(n: int, k: int, generator: torch.Generator) -> tuple[Parts, torch.Tensor]:
+    codes, scale = fp8_codes(n, k, generator), torch.rand((), generator=generator) / 100 + 0.001
+    parts = {"weight": codes, "weight_scale": scale, "input_scale": torch.tensor(0.02)}
+    return parts, (codes.double() * scale.double()).float()
+
+
+def fp8_channel(n: int, k: int, generator: torch.Generator) -> tuple[Parts, torch.Tensor]:
+    codes, scale = fp8_codes(n, k, generator), torch.rand(n, 1, generator=generator) / 100 + 0.001
+    return {"weight": codes, "weight_scale": scale}, (codes.double() * scale.double()).float()
+
+
+def fp8_block(n: int, k: int, generator: torch.Generator) -> tuple[Parts, torch.Tensor]:
+    codes = fp8_codes(n, k, generator)
+    scale = torch.rand(-(-n // 128), -(-k // 128), generator=generator) / 100 + 0.001
+    spread = scale.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+    return {"weight": codes, "weight_scale_inv": scale}, (codes.double() * spread.double()).float()
+
+
+def nvfp4(n: int, k: int, generator: torch.Generator, multiplier: float) -> tuple[Parts, torch.Tensor]:
+    codes = torch.randint(0, 16, (n, k), generator=generator, dtype=torch.uint8)
+    scales = (torch.rand(n, k // 16, generator=generator) * 400 + 1).to(torch.float8_e4m3fn)
+    factor = torch.tensor(multiplier, dtype=torch.float32)
+    values = _E2M1[codes.long()] * scales.double().repeat_interleave(16, 1) * factor.double()
+    packed = codes[:, 0::2] | codes[:, 1::2] << 4
+    parts = {"weight": packed, "weight_scale": scales, "weight_scale_2": factor, "input_scale": torch.tensor(0.1)}
+    return parts, values.float()
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+
+
+@pytest.fixture
+def build(checkpoints: Path, tmp_path: Path) -> Callable[[Make, dict[str, Any]], tuple[Path, dict[str, torch.Tensor]]]:
+    """A checkpoint whose experts are made by a function, and their values by module."""
+
+    def made(make: Make, config: dict[str, Any]) -> tuple[Path, dict[str, torch.Tensor]]:
+        base, folder = checkpoints / "ct-mxfp4-qwen3moe", tmp_path / "source"
+        folder.mkdir()
+        tensors = {name: t for name, t in load_file(base / "model.safetensors").items() if ".experts." not in name}
+        values, generator = {}, torch.Generator().manual_seed(7)
+        for layer in (0, 1):
+            for expert in range(4):
+                for name, n, k in (("gate_proj", 128, 256), ("up_proj", 128, 256), ("down_proj", 256, 128)):
+                    module = f"model.layers.{layer}.mlp.experts.{expert}.{name}"
+                    parts, values[module] = make(n, k, generator)
+                    tensors |= {f"{module}.{part}": tensor for part, tensor in parts.items()}
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        table = json.loads((base / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**table, "quantization_config": config}))
+        return folder, values
+
+    return made
+
+
+def assert_values(folder: Path, values: dict[str, torch.Tensor]) -> None:
+    ckpt = open_checkpoint(folder)
+    for module, expected in values.items():
+        layer, expert = int(module.split(".")[2]), int(module.split(".")[5])
+        found = dequantize(ckpt.matrix(layer, expert, module.rpartition(".")[2].removesuffix("_proj")))
+        assert torch.equal(found, expected), module
+
+
+@pytest.mark.parametrize(
+    ("make", "config", "target"),
+    [
+        (fp8_tensor, MODELOPT, "fp8"),
+        (fp8_tensor, MODELOPT, "compressed-tensors"),
+        (fp8_channel, FP8, "compressed-tensors"),
+        (fp8_block, {**FP8, "weight_block_size": [128, 128]}, "fp8"),
+        (fp8_block, {**FP8, "weight_block_size": [128, 128]}, "compressed-tensors"),
+        (lambda n, k, g: nvfp4(n, k, g, 0.000213), NVFP4, "nvfp4"),
+        (lambda n, k, g: nvfp4(n, k, g, 2.0**-11), NVFP4, "compressed-tensors"),
+    ],
+)
+def test_spellings_are_exact(
+    build: Callable[..., tuple[Path, dict[str, torch.Tensor]]],
+    tmp_path: Path,
+    make: Make,
+    config: dict[str, Any],
+    target: str,
+) -> None:
+    source, values = build(make, config)
+    assert_values(source, values)
+    found = transcode(source, tmp_path / "out", target)
+    assert found.exact
+    assert_values(tmp_path / "out", values)
+    assert diff(source, tmp_path / "out").equal
+    inputs = sum(name.endswith("input_scale") for name in load_file(source / "model.safetensors"))
+    assert found.dropped == ({"input_scale": inputs} if inputs else {})
+
+
+def test_block_fp8_comes_back_byte_for_byte(build: Callable[..., tuple[Path, Any]], tmp_path: Path) -> None:
+    source, _ = build(fp8_block, {**FP8, "weight_block_size": [128, 128]})
+    transcode(source, tmp_path / "there", "compressed-tensors")
+    transcode(tmp_path / "there", tmp_path / "back", "fp8")
+    after = {name: t for file in (tmp_path / "back").glob("*.safetensors") for name, t in load_file(file).items()}
+    before = load_file(source / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)) for name in before)
+
+
+def test_channel_scales_do_not_make_blocks(build: Callable[..., tuple[Path, Any]], tmp_path: Path) -> None:
+    source, _ = build(fp8_channel, FP8)
+    found = transcode(source, tmp_path / "out", "fp8", allow_lossy=True)
+    assert len(found.losses) == found.projections == 24
+    assert all(0 < loss.relative < 0.04 for loss in found.losses)
+
+
+def test_a_divisor_is_the_multipliers_where_there_is_one(
+    build: Callable[..., tuple[Path, Any]], tmp_path: Path
+) -> None:
+    """Not every float32 is the float32 reciprocal of one: then the scale is off by its last bit, and that is said."""
+    mantissas = torch.linspace(1, 2, 24, dtype=torch.float64).float().tolist()
+    there = iter(mantissas)
+    source, values = build(lambda n, k, g: nvfp4(n, k, g, next(there) / 1024), NVFP4)
+    found = transcode(source, tmp_path / "out", "compressed-tensors", allow_lossy=True)
+    tensors = {name: t for file in (tmp_path / "out").glob("*.safetensors") for name, t in load_file(file).items()}
+    lossy = {loss.module for loss in found.losses}
+    for module, mantissa in zip(values, mantissas, strict=True):
+        wanted = torch.tensor(mantissa / 1024, dtype=torch.float32)
+        divisor = tensors[f"{module}.weight_global_scale"][0]
+        near = [divisor]
+        for _ in range(4):
+            near += [torch.nextafter(near[-1], near[-1] * 2)]
+        below = [divisor]
+        for _ in range(4):
+            below += [torch.nextafter(below[-1], below[-1] / 2)]
+        possible = any(bool(1 / candidate == wanted) for candidate in (*near, *below))
+        assert (module not in lossy) == possible == bool(1 / divisor == wanted)
+    assert 0 < len(lossy) < 24
+    assert all(loss.relative < 2e-7 for loss in found.losses)
