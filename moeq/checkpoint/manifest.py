@@ -7,10 +7,13 @@ it is written last.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
+
+from blake3 import blake3
 
 from moeq.checkpoint.jsonfile import read_object
 from moeq.errors import MoeqError
@@ -227,6 +230,7 @@ class Manifest:
         copied: layers whose experts were copied unchanged, with the reason.
         restore: what leads back to the source; None in manifests of versions that did not keep it.
         files: every other file of the folder, by name; None in manifests of versions that did not record them.
+        intact: whether its seal, a digest of all the rest, is right; no part of the file.
         loads_in: what loads it, as far as its writer knew (`vLLM 0.33.0 ...`); empty where nothing did.
     """
 
@@ -241,6 +245,7 @@ class Manifest:
     copied: tuple[CopiedLayer, ...] = ()
     restore: RestoreEntry | None = None
     files: Mapping[str, FileDigest] | None = None
+    intact: bool = True
     loads_in: tuple[str, ...] = ()
 
     def layer(self, layer: int) -> LayerEntry:
@@ -253,8 +258,15 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """The JSON document."""
-        schema = _OLD_SCHEMA if self.files is None else MANIFEST_SCHEMA
-        return {"schema": schema, **dataclasses.asdict(self)}
+        document = {"schema": _OLD_SCHEMA if self.files is None else MANIFEST_SCHEMA, **dataclasses.asdict(self)}
+        del document["intact"]
+        return document if self.files is None else {**document, "seal": seal(document)}
+
+
+def seal(document: Mapping[str, Any]) -> str:
+    """Hex BLAKE3 of a manifest without its seal, as JSON with sorted keys and no spaces."""
+    rest = {name: value for name, value in document.items() if name != "seal"}
+    return blake3(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -278,7 +290,8 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path} has schema {brief(schema)}, this version of moeq reads {MANIFEST_SCHEMA!r}",
             "convert the source again with this version",
         )
-    manifest = read_as(Manifest, document, str(path))
+    intact = schema == _OLD_SCHEMA or document.get("seal") == seal(document)
+    manifest = read_as(Manifest, {**document, "intact": intact}, str(path))
     if (manifest.files is None) != (schema == _OLD_SCHEMA):
         _refuse(path, "files", f"does not belong to schema {schema}")
     _check(manifest, path)

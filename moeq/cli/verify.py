@@ -29,7 +29,7 @@ def command(
     signed_by: Annotated[
         str | None, typer.Option("--signed-by", metavar="KEY", help="minisign public key (file or text) of the signer.")
     ] = None,
-    slow: Annotated[bool, typer.Option("--slow", help="With --source also unpack and decode every expert.")] = False,
+    slow: Annotated[bool, typer.Option("--slow", help="Also unpack every expert, and decode the source's.")] = False,
     workers: options.WorkersOption = None,
     quiet: options.QuietOption = False,
     json: options.JsonOption = False,

@@ -110,8 +110,8 @@ def verify(
         source: the checkpoint it came from.
         revision: Hub revision of `source`.
         signed_by: minisign public key (a file, or the key) that has to have signed the manifest.
-        slow: with the source also unpack every packed tensor and decode every expert of the source, and compare
-            those: a second path that shares no code with packing.
+        slow: also unpack every packed tensor, with the source decode all of its experts too, and compare the digests
+            of their values: a second path that shares no code with packing.
         workers: threads; None takes the cores there are, at most 8.
         progress: called with steps done, steps in all and a label.
 
@@ -213,12 +213,11 @@ class _Verifier:
         manifest, original = self._manifest, self._original
         experts = sum(entry.num_experts for entry in manifest.layers)
         if original is None:
-            self._total += experts
+            self._total += experts if slow or manifest.files is None else 0
             digests = self._holdings.tensor_digests(self._advance)
             self._what_loaders_see()
             self._recorded(digests)
-            self._unpacked(manifest.layers)
-            self._unexplained()
+            self._values(slow=slow or manifest.files is None)
             self._notes += [_OLD] if manifest.files is None else []
             self._notes += [] if self._signed else [_INTEGRITY]
             self._counts["losses"] = sum(entry.losses for entry in manifest.layers)
@@ -279,13 +278,27 @@ class _Verifier:
                     continue
                 self._add("tensor", tensor, f"the bytes of tensor {tensor} are not those that were written")
 
-    def _unexplained(self) -> None:
-        """Packed tensors whose bytes changed although every value in their layer is right: padding, say."""
+    def _values(self, *, slow: bool) -> None:
+        """What is in the packed tensors: as their bytes tell, and unpacked where those changed, or always if `slow`."""
+        if not self._manifest.intact:
+            self._add("manifest", MANIFEST_NAME, f"{MANIFEST_NAME} was changed after it was written")
+        touched = [entry for entry in self._manifest.layers if slow or not self._unchanged(entry)]
+        self._counts["units"] += sum(
+            len(entry.projections) * entry.num_experts for entry in self._manifest.layers if entry not in touched
+        )
+        self._unpacked(touched)
         named = {mismatch.name.split(" expert ")[0] for mismatch in self._found if mismatch.kind == "values"}
-        for entry in self._manifest.layers:
+        # Bytes that changed although every value in their layer is right: padding, say.
+        for entry in touched:
             for name in self._touched:
                 if name in entry.tensors and f"layer {entry.layer}" not in named:
                     self._add("tensor", name, f"the bytes of tensor {name} are not those that were written")
+
+    def _unchanged(self, entry: LayerEntry) -> bool:
+        """Whether all packed tensors of a layer have the bytes that the manifest knows, in files that it knows."""
+        files = self._manifest.files or {}
+        known = {name for file in files.values() for name in file.tensors}
+        return known.issuperset(entry.tensors) and not known.intersection(self._touched).intersection(entry.tensors)
 
     def _strangers(self, names: Iterable[str], why: str) -> None:
         for name in sorted(names):

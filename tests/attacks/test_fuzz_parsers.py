@@ -1,0 +1,106 @@
+"""Parsers fed with documents that are nearly right, made by their structure, and with the kept corpus.
+
+`make fuzz` runs the same targets for ten minutes, guided by coverage.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import pytest
+from attacks.fuzz.run import damaged
+from attacks.fuzz.targets import SEEDS, TARGETS, seeds
+from attacks.mutations import VALUES, places, with_value
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+#: Documents per target and way; CI takes a minute for all.
+EXAMPLES = int(os.environ.get("MOEQ_FUZZ_EXAMPLES", "60"))
+
+fuzzing = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=20), st.sampled_from(VALUES)
+)
+anything = st.recursive(
+    scalars,
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=8), inner, max_size=4)),
+)
+
+
+def document_of(name: str, raw: bytes) -> tuple[Any, bytes]:
+    """The JSON document in a seed, and what follows it."""
+    if name in ("header", "restore-data"):
+        length = int.from_bytes(raw[:8], "little")
+        return json.loads(raw[8 : 8 + length]), raw[8 + length :]
+    if name == "journal":
+        return [json.loads(line) for line in raw.splitlines()], b""
+    return json.loads(raw), b""
+
+
+def bytes_of(name: str, document: Any, rest: bytes) -> bytes:
+    if name == "journal":
+        return b"\n".join(json.dumps(row).encode() for row in document) + b"\n"
+    raw = json.dumps(document).encode()
+    return len(raw).to_bytes(8, "little") + raw + rest if name in ("header", "restore-data") else raw
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_values_by_structure(name: str) -> None:
+    """A real document with some values replaced by anything."""
+    documents = [document_of(name, raw) for raw in seeds(name)[-3:]]
+    spots = [(number, path) for number, (document, _) in enumerate(documents) for path in places(document)]
+
+    @fuzzing
+    @given(st.lists(st.tuples(st.sampled_from(spots), anything), min_size=1, max_size=3))
+    def run(changes: list[tuple[tuple[int, tuple[Any, ...]], Any]]) -> None:
+        number = changes[0][0][0]
+        document, rest = documents[number]
+        for (other, path), value in changes:
+            if other == number:
+                try:
+                    document = with_value(document, path, value)
+                except (KeyError, IndexError, TypeError):
+                    continue  # an earlier change took the place away
+        TARGETS[name](bytes_of(name, document, rest))
+
+    run()
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_bytes(name: str) -> None:
+    """A real file with bytes damaged at random."""
+    known = seeds(name)
+
+    @fuzzing
+    @given(st.randoms(use_true_random=False), st.sampled_from(known))
+    def run(dice: Any, data: bytes) -> None:
+        TARGETS[name](damaged(dice, data))
+
+    run()
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_nothing_known(name: str) -> None:
+    @fuzzing
+    @given(st.one_of(st.binary(max_size=200), anything.map(lambda value: json.dumps(value).encode())))
+    def run(data: bytes) -> None:
+        TARGETS[name](data)
+
+    run()
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_kept_corpus(name: str) -> None:
+    """Inputs that once reached something, or broke something."""
+    assert (SEEDS / name).is_dir()
+    for path in sorted((SEEDS / name).iterdir()):
+        TARGETS[name](path.read_bytes())
