@@ -1,0 +1,99 @@
+"""The token of the Hub appears in nothing that moeq writes: no output, event, summary, report or file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint.hub_uploads import ROLES, serving_uploads
+
+SOURCE = "gptq-int4-g32-qwen3moe"
+RUN = "import sys; from moeq.cli.app import run; sys.exit(run(sys.argv[1:]))"
+
+#: What a token looks like, so that it is found cut up, encoded or in a URL as well.
+TOKEN = "hf_TokenThatNobodyMayRead"
+PARTS = (TOKEN, TOKEN[3:], TOKEN[:12], TOKEN[-12:])
+
+
+@pytest.fixture
+def traces(checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs commands with the token in every place where people put it, and gathers all that they write."""
+    monkeypatch.setitem(ROLES, TOKEN, "write")
+    with serving_uploads() as (hub, _uploads):
+        shutil.copytree(checkpoints / SOURCE, tmp_path / "source")
+        hub.add("org/source", checkpoints / SOURCE)
+        home = tmp_path / "home"
+        home.mkdir()
+        (home / "token").write_text(TOKEN)
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "GITHUB_"))}
+        ours = {
+            "HF_ENDPOINT": hub.url,
+            "HF_HOME": str(home),
+            "HF_TOKEN": TOKEN,
+            "HUGGING_FACE_HUB_TOKEN": TOKEN,
+            "HF_HUB_DISABLE_XET": "1",
+            "NO_PROXY": "127.0.0.1",
+            "GITHUB_ACTIONS": "true",
+            "GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md"),
+            "MOEQ_DEBUG": "1",
+        }
+        said: list[bytes] = []
+
+        def moeq(*argv: object, **more: str) -> int:
+            process = subprocess.run(
+                [sys.executable, "-c", RUN, *map(str, argv)],
+                capture_output=True,
+                env={**inherited, **ours, **more},
+                cwd=tmp_path,
+                check=False,
+            )
+            said.extend((process.stdout, process.stderr))
+            return process.returncode
+
+        yield moeq, hub, said, tmp_path
+
+
+def found(said: list[bytes], folder: Path) -> list[str]:
+    """Where any part of the token is, but for the file that it was put into."""
+    places = [f"output {number}" for number, text in enumerate(said) if any(p.encode() in text for p in PARTS)]
+    for path in folder.rglob("*"):
+        if path.is_file() and path != folder / "home" / "token":
+            data = path.read_bytes()
+            places += [str(path) for part in PARTS if part.encode() in data or part in path.name]
+    return places
+
+
+def test_all_commands(traces) -> None:
+    moeq, hub, said, folder = traces
+    out, events = folder / "out", folder / "events.jsonl"
+    assert moeq("inspect", "org/source", "--gpu", "a100", "-v") == 0
+    assert moeq("convert", "org/source", out, "--gpu", "a100", "--events", events, "--push", "org/mine") == 0
+    assert f"Bearer {TOKEN}" in hub.authorizations, "it was used"
+    assert moeq("verify", "org/mine", "--source", "org/source", "--json") == 0, said[-2]
+    assert moeq("restore", out, folder / "back") == 0
+    report = ("--digests-only", "--html", folder / "page.html", "--junit", folder / "suite.xml")
+    assert moeq("run-check", out, *report) == 0
+    assert events.stat().st_size > 0
+    assert (folder / "summary.md").stat().st_size > 0
+    assert found(said, folder) == []
+
+
+def test_failures(traces) -> None:
+    """What goes wrong on the way, with the client's own errors and tracebacks asked for."""
+    moeq, _, said, folder = traces
+    for argv in (
+        ("inspect", "org/missing"),
+        ("inspect", f"org/{TOKEN}"),
+        ("convert", folder / "source", folder / "o", "--gpu", "a100", "--push", "forbidden/name"),
+        ("convert", "org/source", folder / "o", "--gpu", "none-such"),
+        ("push", folder / "source", "org/name"),
+    ):
+        assert moeq(*argv) != 0
+    asked = f"org/{TOKEN}".encode()
+    assert moeq("inspect", "org/source", HF_ENDPOINT="http://127.0.0.1:9") != 0
+    assert found([text.replace(asked, b"") for text in said], folder) == []
