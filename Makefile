@@ -10,7 +10,10 @@ DEMO := demo-output
 # The oldest and the newest triton that the kernels are for; the tests run on the one in constraints.txt.
 TRITONS := 3.6.0 3.9.0
 
-.PHONY: demo test test-slow lint gpu-test compile-matrix clean
+# Seconds that `make fuzz` takes for the parsers, all together.
+FUZZ_SECONDS ?= 600
+
+.PHONY: demo test test-slow lint fuzz fuzz-minute gpu-test compile-matrix clean
 
 # The environment is rebuilt when what it holds changes. torch goes first and pinned: asked for by range, pip would take
 # the newest build with several gigabytes of GPU libraries.
@@ -36,6 +39,17 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Parsers of strangers' files, fed by coverage where atheris has a wheel (Linux, CPython), else by random damage; then
+# every wrong type in every document. For the night.
+fuzz: $(STAMP)
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all: atheris
+	$(BIN)/python tests/attacks/fuzz/run.py --seconds $(FUZZ_SECONDS) --findings fuzz-findings --corpus fuzz-corpus
+	MOEQ_MUTATIONS=1000000 MOEQ_FUZZ_EXAMPLES=2000 $(BIN)/python -m pytest -q --timeout 7200 \
+		tests/attacks/test_wrong_types.py tests/attacks/test_fuzz_parsers.py
+
+fuzz-minute: $(STAMP)
+	$(BIN)/python tests/attacks/fuzz/run.py --seconds 60 --findings fuzz-findings
 
 gpu-test: $(STAMP)
 	$(BIN)/python -m pytest -q -m gpu

@@ -442,7 +442,9 @@ class _Verifier:
         if self._manifest.restore is None:
             return
         try:
-            held = RestoreData(self._holdings.path(MANIFEST_NAME).parent, self._manifest.restore)
+            # Asked for by its name first: a repository's file is fetched then.
+            folder = self._holdings.path(self._manifest.restore.file).parent
+            held = RestoreData(folder, self._manifest.restore)
         except MoeqError as error:
             self._add("kept", self._manifest.restore.file, error.message)
             return

@@ -88,7 +88,7 @@ def heads_problem(checkpoint: Checkpoint, deployment: Deployment) -> str | None:
     if heads is not None and heads % tp:
         return f"{heads} attention heads do not divide by tp {tp} ({heads} % {tp} = {heads % tp})"
     latent = facts.count(("kv_lora_rank",)) is not None  # one latent key-value head, which every rank has
-    if shared is not None and not latent and max(shared, tp) % min(shared, tp):
+    if shared and not latent and max(shared, tp) % min(shared, tp):
         return f"{shared} key-value heads neither divide by tp {tp} nor do {tp} ranks divide by them"
     return None
 
