@@ -16,6 +16,7 @@ from moeq_kernels.hopper.w4a16.products import (
     channel_scale,
     group_of,
     kind_of,
+    one_group,
     product_launch,
     queue_launch,
     weight_arguments,
@@ -45,9 +46,9 @@ def plan_for(problem: Problem, tokens: int) -> Plan:
     """Kernels and sizes for so many tokens."""
     first, second, gpu = problem.w13, problem.w2, problem.gpu
     kind, group = kind_of(first), group_of(first)
-    if not alike(first, second, groups=False):  # the one kernel that takes all of a format from its own matrix
-        return Plan(kernel_for(kernel_for(WIDE32, kind, group, gpu), kind_of(second), group, gpu))
     gated, both = problem.epilogue.gated, alike(first, second)
+    if not both and not one_group(first, second):  # the one kernel that takes all of a format from its own matrix
+        return Plan(kernel_for(kernel_for(WIDE32, kind, group, gpu), kind_of(second), group, gpu))
     pairs = tokens * problem.top_k
     return choose(pairs, problem.experts, first.k, problem.intermediate, group, kind, gated, problem.top_k, gpu, both)
 

@@ -163,21 +163,18 @@ def weight_arguments(matrix: PackedMatrix) -> tuple[dict[str, Argument], dict[st
     return arguments, {"GROUP": group_of(matrix), "ZEROS": matrix.zero is not None, "KIND": kind_of(matrix)}
 
 
-def alike(one: PackedMatrix, other: PackedMatrix, *, groups: bool = True) -> bool:
-    """Whether the same constants read both, as one kernel for both products needs; groups may differ if not `groups`.
+def alike(one: PackedMatrix, other: PackedMatrix) -> bool:
+    """Whether the same constants read both, as one kernel for both products needs."""
+    return group_of(one) == group_of(other) and _format(one) == _format(other)
 
-    They do where the intermediate size is one group: its only scale is one for each output feature.
-    """
-    formats = [
-        (
-            kind_of(matrix),
-            groups and group_of(matrix),
-            matrix.zero is None,
-            None if matrix.scale is None else matrix.scale.dtype,
-        )
-        for matrix in (one, other)
-    ]
-    return formats[0] == formats[1]
+
+def _format(matrix: PackedMatrix) -> tuple[str, bool, Any]:
+    return kind_of(matrix), matrix.zero is None, None if matrix.scale is None else matrix.scale.dtype
+
+
+def one_group(first: PackedMatrix, second: PackedMatrix) -> bool:
+    """Whether they differ in this only: all of second's k is one group, its scale one for each output feature."""
+    return not group_of(second) and _format(first) == _format(second)
 
 
 def channel_scale(matrix: PackedMatrix) -> Area | None:
