@@ -10,7 +10,7 @@ import typer
 
 from moeq.cli import options, shares
 from moeq.cli.out import Output
-from moeq.cli.plan import render_needs, warn_overridden
+from moeq.cli.plan import render_needs, warn_overridden, warn_slow
 from moeq.cli.push import BaseModelOption, PublicOption, open_push, push_conversion
 from moeq.cli.push import document as pushed_document
 from moeq.cli.push import render as render_pushed
@@ -64,6 +64,7 @@ def command(
     from moeq.pipeline.run.resources import parse_size
 
     out: Output = ctx.obj
+    warn_slow(out)
     with ConversionReport(out, "convert", quiet=quiet or json, log=events) as report:
         own = Choices(layout, force_layout, regroup, skip_unfit, allow_lossy)
         deployment, chosen, digest = (given.make(), own, None) if plan is None else _planned(plan, given, own)

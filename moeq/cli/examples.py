@@ -30,6 +30,5 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "doctor": ("", "./checkpoint --gpu H100 --tp 2"),
     "schema": ("", "inspect"),
     "explain": ("", "P04_SCHEME", "usage.tp"),
-    "warmup": ("./converted --gpu H100",),
     "transcode": ("./checkpoint ./transcoded --to compressed-tensors",),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -51,8 +52,15 @@ def command(
     document = plan_document(job, needs)
     if output is not None:
         write_plan(output, document)
+    warn_slow(out)
     warn_overridden(out, job)
     out.answer(document, lambda console: render(console, job, needs))
+
+
+def warn_slow(out: Output) -> None:
+    """Say that packing will be slow, where it will."""
+    if find_spec("numba") is None:
+        out.warning("numba is not installed: packing takes about 20 times as long (pip install numba)")
 
 
 def warn_overridden(out: Output, job: Job) -> None:

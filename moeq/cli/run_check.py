@@ -145,7 +145,7 @@ def _provenance(dst: str, command: str) -> Provenance:
     return Provenance(
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         command=f"moeq {command}",
-        versions=f"{facts['moeq']}; {facts['packages']}",
+        versions=f"moeq {facts['moeq']}; {facts['packages']}",
         source=f"{manifest.source.name}, identity {manifest.source.identity}",
         experts={entry.layer: entry.num_experts for entry in manifest.layers},
     )

@@ -192,7 +192,7 @@ def _results(report: CheckReport) -> str:
     if not report.results:
         return ""
     head = "".join(f"<th>{title}</th>" for title in _TITLES)
-    head = f'<th>layer</th><th class="left">product</th>{head}<th></th>'
+    head = f'<th>layer</th><th class="left">product</th><th></th>{head}'
     rows = "".join(_result(result) for result in report.results)
     return f'<h2>Products and layers</h2><div class="scroll"><table><tr>{head}</tr>{rows}</table></div>'
 
@@ -205,8 +205,8 @@ def _result(result: ProjectionResult) -> str:
     verdict = ("ok", "ok") if result.passed else ("failed", "FAILED")
     cells = "".join(f"<td>{number}</td>" for number in numbers)
     return (
-        f'<tr><td>{result.layer}</td><td class="left">{in_html(result.name)}</td>{cells}'
-        f'<td class="{verdict[0]}">{verdict[1]}</td></tr>'
+        f'<tr><td>{result.layer}</td><td class="left">{result.name}</td>'
+        f'<td class="{verdict[0]}">{verdict[1]}</td>{cells}</tr>'
     )
 
 
