@@ -205,7 +205,7 @@ def _result(result: ProjectionResult) -> str:
     verdict = ("ok", "ok") if result.passed else ("failed", "FAILED")
     cells = "".join(f"<td>{number}</td>" for number in numbers)
     return (
-        f'<tr><td>{result.layer}</td><td class="left">{result.name}</td>'
+        f'<tr><td>{result.layer}</td><td class="left">{in_html(result.name)}</td>'
         f'<td class="{verdict[0]}">{verdict[1]}</td>{cells}</tr>'
     )
 
