@@ -86,7 +86,7 @@ class TestHeartbeats:
     ) -> None:
         beats = threading.Semaphore(0)
         with ProgressReport(Output("moeq.x/1"), "work", on_beat=lambda beat: beats.release()) as report:
-            clock.now = 1.0
+            clock.now = 4.0
             report.update(25 * MIB, 100 * MIB, "layer 1")
             for _ in range(4):
                 assert beats.acquire(timeout=60)
@@ -118,7 +118,22 @@ class TestHeartbeats:
     def test_steps(self, capsys: pytest.CaptureFixture[str], clock: Clock) -> None:
         with ProgressReport(Output("moeq.x/1"), "verify", unit="step") as report:
             report.update(1, 4, "layer 0 expert 0")
-        assert capsys.readouterr().err == "verify: 25 %, 1 of 4, 0.0 s left, layer 0 expert 0\n"
+        assert capsys.readouterr().err == "verify: 25 %, 1 of 4, layer 0 expert 0\n"
+
+    def test_the_time_left_does_not_lie(self, clock: Clock) -> None:
+        """Nothing is said from the first instants, nor from a fast beginning when what follows is slow."""
+        with ProgressReport(Output("moeq.x/1"), "work", quiet=True) as report:
+            clock.now = 0.1
+            report.update(1, 1000, "one")
+            assert report._measure().seconds_left is None
+            clock.now = 10.0
+            report.update(900, 1000, "copies")
+            for second in range(11, 60):
+                clock.now = float(second)
+                report.update(900 + second // 10, 1000, "experts")
+            left = report._measure().seconds_left
+            assert left is not None
+            assert left > 300, "at a tenth of a unit a second, 95 are left"
 
     def test_spans(self) -> None:
         spans = (0.04, 9.94, 9.96, 59.4, 59.6, 3599, 3600, 7500)
