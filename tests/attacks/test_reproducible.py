@@ -1,0 +1,65 @@
+"""The same conversion everywhere: one digest of the whole folder, however the work is done."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from attacks.running import content, moeq_command
+from blake3 import blake3
+
+__all__ = ["moeq_command"]
+
+#: Small checkpoints and how they are converted.
+SOURCES = {"gptq-int4-g32-qwen3moe": (), "mxfp4-gptoss": ("--layout", "trtllm-mxfp4/1", "--tp", "2")}
+
+WITHOUT_NUMBA = """
+import sys
+sys.modules["numba"] = None
+from moeq.cli.app import run
+sys.exit(run(sys.argv[1:]))
+"""
+
+
+def digest_of(folder: Path) -> str:
+    """Of names and bytes of all files; of the manifest, of what does not depend on where it was made."""
+    digest = blake3()
+    for name, data in sorted(content(folder).items()):
+        assert isinstance(data, bytes)
+        if name == "moeq.json":
+            manifest = json.loads(data)
+            for place in (manifest["source"], manifest["model"]):
+                place["name"] = Path(place["name"]).name
+            del manifest["seal"]
+            data = json.dumps(manifest, sort_keys=True).encode()
+        digest.update(f"{name} {len(data)}\n".encode() + data)
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_however_it_is_done(name, checkpoints, tmp_path, moeq_command) -> None:
+    """Workers, shares in any order, from a copy elsewhere, with torch's packing alone."""
+    options = ("--gpu", "a100", *SOURCES[name])
+    found = {}
+    for workers in (1, 2, 5):
+        out = tmp_path / f"workers-{workers}"
+        assert moeq_command("convert", checkpoints / name, out, *options, "--workers", workers).code == 0
+        found[f"{workers} workers"] = digest_of(out)
+    for count in (2, 3):
+        out = tmp_path / f"shares-{count}"
+        for index in reversed(range(count)):
+            assert moeq_command("convert", checkpoints / name, out, *options, "--shard", f"{index}/{count}").code == 0
+        assert moeq_command("finalize", out).code == 0
+        found[f"{count} shares"] = digest_of(out)
+    copy = Path(shutil.copytree(checkpoints / name, tmp_path / "elsewhere" / name, copy_function=shutil.copyfile))
+    assert moeq_command("convert", copy, tmp_path / "copy", *options).code == 0
+    found["a copy"] = digest_of(tmp_path / "copy")
+    argv = [sys.executable, "-c", WITHOUT_NUMBA, "convert", str(copy), str(tmp_path / "plain"), *options, "--quiet"]
+    assert subprocess.run(argv, env=dict(os.environ), check=False).returncode == 0
+    found["without numba"] = digest_of(tmp_path / "plain")
+    assert len(set(found.values())) == 1, found
