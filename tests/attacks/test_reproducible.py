@@ -16,7 +16,10 @@ from blake3 import blake3
 __all__ = ["moeq_command"]
 
 #: Small checkpoints and how they are converted.
-SOURCES = {"gptq-int4-g32-qwen3moe": (), "mxfp4-gptoss": ("--layout", "trtllm-mxfp4/1", "--tp", "2")}
+SOURCES = {
+    "gptq-int4-g32-qwen3moe": ("--gpu", "a100"),
+    "mxfp4-gptoss": ("--gpu", "b200", "--layout", "trtllm-mxfp4/1", "--tp", "2"),
+}
 
 WITHOUT_NUMBA = """
 import sys
@@ -44,7 +47,7 @@ def digest_of(folder: Path) -> str:
 @pytest.mark.parametrize("name", SOURCES)
 def test_however_it_is_done(name, checkpoints, tmp_path, moeq_command) -> None:
     """Workers, shares in any order, from a copy elsewhere, with torch's packing alone."""
-    options = ("--gpu", "a100", *SOURCES[name])
+    options = SOURCES[name]
     found = {}
     for workers in (1, 2, 5):
         out = tmp_path / f"workers-{workers}"
