@@ -100,7 +100,7 @@ def synced(command: list[str], folder: Path) -> list[str]:
 
 def contenders(case: Case, source: Path, out: Path, workers: int, naive: bool) -> Iterator[tuple[str, list[str]]]:
     yield "cp", ["cp", "-r", str(source), str(out)]
-    options = ["--gpu", "H100", "--layout", case.layout, "--workers", str(workers), "--quiet"]
+    options = ["--gpu", "H100", "--layout", case.layout, "--force-layout", "--workers", str(workers), "--quiet"]
     yield "convert", [sys.executable, "-P", "-c", CONVERT, "convert", str(source), str(out), *options]
     if naive and case.naive:
         yield "naive", [sys.executable, str(HERE / "naive_convert.py"), str(source), str(out)]

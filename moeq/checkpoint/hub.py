@@ -20,6 +20,7 @@ from moeq.checkpoint.index import choose_weights, merge_headers
 from moeq.checkpoint.jsonfile import MAX_CONFIG_BYTES, MAX_INDEX_BYTES, read_object
 from moeq.checkpoint.ranges import RangeReader
 from moeq.checkpoint.source import CONFIG_NAME, SIDE_CONFIGS, FileEntry, LocalSource, Source
+from moeq.checkpoint.warning import CheckpointWarning
 from moeq.errors import MoeqError
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def looks_like_repository(text: str) -> bool:
 
 
 def open_repository(repo: str, revision: str | None) -> Source:
-    """A repository, or its cached copy where `HF_HUB_OFFLINE` is set.
+    """A repository; its cached copy where `HF_HUB_OFFLINE` is set or the Hub cannot be reached, which is said then.
 
     Raises:
         MoeqError: `source.gated`, `source.not-found`, `source.revision`, `source.offline`, `source.network`, each with
@@ -64,6 +65,21 @@ def open_repository(repo: str, revision: str | None) -> Source:
         return HubSource(repo, revision)
     except OfflineModeIsEnabled:
         return _cached(repo, revision)
+    except MoeqError as error:
+        if error.code != "source.network":
+            raise
+        return _cached_instead(repo, revision, error)
+
+
+def _cached_instead(repo: str, revision: str | None, error: MoeqError) -> Source:
+    """The snapshot in the client's cache, for want of the Hub. Raises the error where there is no whole one."""
+    try:
+        source = _cached(repo, revision)
+    except MoeqError:
+        raise error from None
+    text = f"the Hub cannot be reached; read from the local cache, commit {source.revision}"
+    source.warnings.append(CheckpointWarning("hub.cached", text))
+    return source
 
 
 def _cached(repo: str, revision: str | None) -> LocalSource:

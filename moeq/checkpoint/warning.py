@@ -31,6 +31,8 @@ EXPLAINED: dict[str, str] = {
     "files.not-loaded": "Weight files beside model.safetensors; nothing reads them.",
     "files.several-indices": "More than one index file; the named one was read.",
     "header.unknown-field": "A header has fields that the format does not know; they were ignored.",
+    "hub.cached": "The Hub could not be reached, and the whole checkpoint is in the local cache: that copy was read. "
+    "The repository may have moved on since.",
     "index.duplicates": "A tensor lies in several files; the index says which counts.",
     "index.total-size": "The index's total_size is not the sum of the tensors: the index is of another version.",
     "index.unlisted": "Tensors that the index does not list; nothing reads them.",

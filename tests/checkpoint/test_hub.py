@@ -202,6 +202,19 @@ def test_case_55_offline(hub: Hub, cache: Path, ask: Ask) -> None:
     next(offline, None)
 
 
+def test_case_55_no_network_and_a_cached_copy(hub: Hub, cache: Path, ask: Ask) -> None:
+    """Without any setting: the cached copy is read, and that is said; what is not there whole stays a network error."""
+    ask(hub.add("org/kept", CHECKPOINTS / "ct-w8a8-qwen3moe"), read=True)
+    ask(hub.add("org/only-headers", CHECKPOINTS / "mxfp4-gptoss"))
+    cut_off = client("http://127.0.0.1:9", cache)
+    ask_cut_off = next(cut_off)
+    answer = ask_cut_off("org/kept")
+    assert answer["info"]["revision"] == SHA
+    assert [row["code"] for row in answer["info"]["warnings"]][-1] == "hub.cached"
+    assert ask_cut_off("org/only-headers")["code"] == "source.network"
+    next(cut_off, None)
+
+
 def test_no_network(tmp_path: Path) -> None:
     unreachable = client("http://127.0.0.1:9", tmp_path)
     answer = next(unreachable)("org/name")
