@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from moeq.checkpoint.warning import CheckpointWarning
     from moeq.deploy.deployment import Deployment
     from moeq.model import Checkpoint
-    from moeq.pipeline.plan.feasible import Answer, Part
+    from moeq.pipeline.plan.feasible import Answer, LayerGroup
 
 
 @options.with_deployment()
@@ -92,7 +92,7 @@ def decided(checkpoint: Checkpoint, deployment: Deployment | None) -> tuple[Answ
     return found, None
 
 
-def verdict_document(found: Answer, part: Part) -> dict[str, Any]:
+def verdict_document(found: Answer, part: LayerGroup) -> dict[str, Any]:
     """A verdict, with what is known beyond the engine's rules: what works, what would load it."""
     return {
         **part.verdict.to_json(),

@@ -20,7 +20,7 @@ from moeq.model.shards import Range, shard_matrix
 from moeq.model.tensors import flat_bytes, same_matrix
 from moeq.pipeline.plan.layers import PlanOptions, plan_layer
 from moeq.prove.engine_code import EngineCode, find_engine
-from moeq.prove.parity_vllm import PACKERS, EngineExperts
+from moeq.prove.parity_vllm import PACKERS, ParityExperts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -239,7 +239,7 @@ def _compare(engine: EngineCode, checkpoint: Checkpoint, unit: ParityUnit) -> It
             plain[role].append(shard)
             padded[role].append(unit.padding.pad(shard))
     scheme = checkpoint.scheme_of(unit.layer)
-    experts = EngineExperts(
+    experts = ParityExperts(
         w13=plain["w13"],
         w2=plain["w2"],
         padded=dict(padded),
@@ -276,7 +276,7 @@ def _same(ours: Tensor, theirs: Tensor) -> bool:
 
 def _part_parity(
     unit: ParityUnit,
-    experts: EngineExperts,
+    experts: ParityExperts,
     matrix: QuantizedMatrix,
     ours: Mapping[str, Tensor],
     theirs: Mapping[str, Tensor],

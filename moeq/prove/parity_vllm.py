@@ -27,7 +27,7 @@ Packed = dict[StackedRole, dict[str, "Tensor"]]
 
 
 @dataclass(frozen=True)
-class EngineExperts:
+class ParityExperts:
     """What the engine gets: some experts of one rank.
 
     Attributes:
@@ -47,7 +47,7 @@ class EngineExperts:
     interleaved: bool = False
 
 
-def marlin_wna16(engine: EngineCode, experts: EngineExperts) -> Packed:
+def marlin_wna16(engine: EngineCode, experts: ParityExperts) -> Packed:
     """`_process_weights_marlin`, or for AWQ `_process_awq_weights_marlin`."""
     namespace = _marlin(engine)
     engine.load(
@@ -80,7 +80,7 @@ def marlin_wna16(engine: EngineCode, experts: EngineExperts) -> Packed:
     return {"w13": _parts(w13, s13, z13, b13), "w2": _parts(w2, s2, z2, b2)}
 
 
-def marlin_mxfp4(engine: EngineCode, experts: EngineExperts) -> Packed:
+def marlin_mxfp4(engine: EngineCode, experts: ParityExperts) -> Packed:
     """`prepare_moe_mxfp4_layer_for_marlin`, with bf16 parameters. vLLM pads while loading, so the input is padded."""
     import torch
 
@@ -104,7 +104,7 @@ def marlin_mxfp4(engine: EngineCode, experts: EngineExperts) -> Packed:
 
 
 #: Layout id to the engine's packing of it.
-PACKERS: dict[str, Callable[[EngineCode, EngineExperts], Packed]] = {
+PACKERS: dict[str, Callable[[EngineCode, ParityExperts], Packed]] = {
     "marlin-wna16/1": marlin_wna16,
     "marlin-mxfp4/1": marlin_mxfp4,
     "marlin-mxfp4-interleaved/1": marlin_mxfp4,

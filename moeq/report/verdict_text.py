@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from moeq.deploy.deployment import Deployment
     from moeq.oracle.records import CandidateReport
-    from moeq.pipeline.plan.feasible import Answer, Part
+    from moeq.pipeline.plan.feasible import Answer, LayerGroup
 
 
 def render_answer(console: Console, answer: Answer, *, verbose: bool = False) -> None:
@@ -24,7 +24,7 @@ def render_answer(console: Console, answer: Answer, *, verbose: bool = False) ->
         line(console, "nearest", answer.error.hint)
 
 
-def render_part(console: Console, answer: Answer, part: Part, *, verbose: bool = False) -> None:
+def render_part(console: Console, answer: Answer, part: LayerGroup, *, verbose: bool = False) -> None:
     """The same for layers that are encoded alike."""
     verdict = part.verdict
     where = deployment_text(verdict.deployment)

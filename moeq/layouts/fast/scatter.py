@@ -57,7 +57,8 @@ def unpack(arrangement: Arrangement, words: Array, bits: int, out: Array) -> Non
         mask *= 0x01010101 & ((1 << 8 * lanes[1]) - 1)
     loops = _loops(arrangement, out.shape[0], out.shape[1])
     source, target = _unsigned(words), _unsigned(out)
-    _UNPACK[len(loops.field)](source, target, loops.sizes, loops.element, loops.word, loops.field, bits, mask)
+    loop = _unpack1 if len(loops.field) == 1 else _unpack_fields
+    loop(source, target, loops.sizes, loops.element, loops.word, loops.field, bits, mask)
 
 
 def _unsigned(array: Array) -> Array:
@@ -184,41 +185,4 @@ def _unpack_fields(source, target, sizes, element, word, field, bits, mask):  # 
                     value >>= np.uint32(bits)
 
 
-@njit(cache=True, nogil=True)
-def _unpack4(source, target, sizes, element, word, field, bits, mask):  # type: ignore[no-untyped-def]
-    f1, f2, f3, one, low = field[1], field[2], field[3], np.uint32(bits), np.uint32(mask)
-    for a in range(sizes[1]):
-        for b in range(sizes[4]):
-            s = sizes[0] + a * sizes[2] + b * sizes[5]
-            t = a * sizes[3] + b * sizes[6]
-            for i in range(len(word)):
-                e = s + element[i]
-                value = np.uint32(source[t + word[i]])
-                target[e] = value & low
-                target[e + f1] = (value >> one) & low
-                target[e + f2] = (value >> (one + one)) & low
-                target[e + f3] = (value >> (one + one + one)) & low
-
-
-@njit(cache=True, nogil=True)
-def _unpack8(source, target, sizes, element, word, field, bits, mask):  # type: ignore[no-untyped-def]
-    f1, f2, f3, f4, f5, f6, f7 = field[1], field[2], field[3], field[4], field[5], field[6], field[7]
-    for a in range(sizes[1]):
-        for b in range(sizes[4]):
-            s = sizes[0] + a * sizes[2] + b * sizes[5]
-            t = a * sizes[3] + b * sizes[6]
-            for i in range(len(word)):
-                e = s + element[i]
-                value = np.uint32(source[t + word[i]])
-                target[e] = value & 15
-                target[e + f1] = (value >> 4) & 15
-                target[e + f2] = (value >> 8) & 15
-                target[e + f3] = (value >> 12) & 15
-                target[e + f4] = (value >> 16) & 15
-                target[e + f5] = (value >> 20) & 15
-                target[e + f6] = (value >> 24) & 15
-                target[e + f7] = value >> 28
-
-
 _PACK = {1: _pack1, 2: _pack2, 4: _pack4, 8: _pack8}
-_UNPACK = {1: _unpack1, 2: _unpack_fields, 4: _unpack4, 8: _unpack8}

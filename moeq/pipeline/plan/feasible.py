@@ -28,7 +28,7 @@ from moeq.schemes.registry import get_format
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerGroup:
     """Layers that are encoded alike.
 
     Attributes:
@@ -56,7 +56,7 @@ class Answer:
     """
 
     ask: Ask
-    parts: tuple[Part, ...]
+    parts: tuple[LayerGroup, ...]
     copied: tuple[CopiedLayer, ...] = ()
     error: MoeqError | None = None
 
@@ -109,7 +109,7 @@ def answer(checkpoint: Checkpoint, ask: Ask, *, explain: bool = False, brief: bo
     error = convertible_problem(checkpoint)
     groups = sorted(alike(checkpoint).values(), key=lambda layers: first not in layers)
     copied: list[CopiedLayer] = []
-    parts: list[Part] = []
+    parts: list[LayerGroup] = []
     for layers in groups:
         if not is_quantised(checkpoint, layers[0]) and layers is not groups[0]:
             copied += [CopiedLayer(layer, "its experts are not quantised") for layer in layers]
@@ -129,17 +129,17 @@ def answer(checkpoint: Checkpoint, ask: Ask, *, explain: bool = False, brief: bo
     return Answer(ask, tuple(parts), tuple(sorted(copied, key=lambda row: row.layer)))
 
 
-def _part(layers: list[int], verdict: Verdict, found: Target | MoeqError) -> Part:
+def _part(layers: list[int], verdict: Verdict, found: Target | MoeqError) -> LayerGroup:
     """What was found, and the verdict with what really is written."""
     if isinstance(found, MoeqError):
-        return Part(tuple(layers), replace(verdict, convert=None, no_convert=found.message), None, found)
+        return LayerGroup(tuple(layers), replace(verdict, convert=None, no_convert=found.message), None, found)
     assert found.sizes is not None  # it was planned
     experts = next((row.experts for row in verdict.candidates if row.backend == found.backend), "")
     convert = ConvertTarget(found.backend, experts, found.layout, found.flag, found.sizes, found.why)
-    return Part(tuple(layers), replace(verdict, convert=convert, no_convert=None), found)
+    return LayerGroup(tuple(layers), replace(verdict, convert=convert, no_convert=None), found)
 
 
-def _withdrawn(part: Part, problem: MoeqError) -> Part:
+def _withdrawn(part: LayerGroup, problem: MoeqError) -> LayerGroup:
     """Layers that fit, in a checkpoint that is refused for others."""
     if part.target is None:
         return part
