@@ -184,6 +184,7 @@ def main() -> int:
     """Command line; exits 1 where there is a cliff."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="grid", help="grid, known, or names of shapes")
+    parser.add_argument("--only", default="", help="layers whose name contains this")
     parser.add_argument("--formats", default="int4", help="of other shapes than the grid's: int4, mxfp4, w8a8, ..")
     parser.add_argument("--family", help="kernels to use instead of what the layer gets")
     parser.add_argument("--tokens", help="numbers of tokens instead of powers of two and halfway between")
@@ -199,7 +200,8 @@ def main() -> int:
         pretend(options.code_for)
     begin = time.monotonic()
     rows: list[dict[str, Any]] = []
-    for name, shape, stored in layers(options.shapes, options.formats):
+    chosen = [one for one in layers(options.shapes, options.formats) if options.only in one[0]]
+    for name, shape, stored in chosen:
         if time.monotonic() - begin > options.seconds:
             print("out of time at", name, stored)
             break

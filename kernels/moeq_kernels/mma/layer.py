@@ -88,7 +88,7 @@ def _product(
         "tiles": rows.tiles,
         "pair_of_row": rows.pair_of_row if first else None,
         "top_k": problem.top_k,
-        "stride_x": x.strides[0],
+        "eights_x": x.strides[0] // 8,
         "features": min(x.shape[1], matrix.k),
         "slabs": matrix.k // 16,
         "width": weight.shape[-1],

@@ -63,7 +63,7 @@ def token_buffer(rows):
 @gluon.jit
 def _copy(
     step, stage, some, w, group_scale, x, token, inside, w_buf, s_buf, x_buf, w_row, s_row, tile, pair_tiles, slabs,
-    groups, width, stride_x, packed, features, GROUP: gl.constexpr, KIND: gl.constexpr, ROWS: gl.constexpr,
+    groups, width, eights_x, packed, features, GROUP: gl.constexpr, KIND: gl.constexpr, ROWS: gl.constexpr,
 ):
     """Starts the copies of a step, if `some`; w_row, s_row: the expert's first row of slabs and of groups."""
     BYTES: gl.constexpr = layouts.tile_bytes(KIND)
@@ -96,7 +96,7 @@ def _copy(
         k = step * STEP + sub * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, token_copies(ROWS)))
         k = gl.expand_dims(k, 0)
         # Features come in eights; said like this, the compiler knows that eight are copied or none.
-        place = x + token * stride_x + k
+        place = x + token * (eights_x * 8) + k
         rows_load(x_buf.index(stage * (STEP // ROWS) + sub), place, mask=inside & (k // 8 * 8 < features) & some)
     async_copy.commit_group()
 
@@ -140,7 +140,7 @@ def _multiply(
     ]
 )
 def expert_product_mma(
-    x, w, group_scale, zero, out, partial, arrived, tiles, pair_of_row, top_k, stride_x, features, slabs, width, groups,
+    x, w, group_scale, zero, out, partial, arrived, tiles, pair_of_row, top_k, eights_x, features, slabs, width, groups,
     count, pair_tiles, columns, stride, rows, zero_words, scale, bias, packed, TOKENS: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, EPILOGUE: gl.constexpr,
     SPLITS: gl.constexpr, GATHER: gl.constexpr, ROWS: gl.constexpr, OLD: gl.constexpr, DEPENDENT: gl.constexpr,
@@ -150,7 +150,7 @@ def expert_product_mma(
     Programs: (block of columns and share of k, tile).
 
     Args as of `hopper.w4a16.device.narrow.expert_product_narrow`, except:
-        x: `[.., features]` with stride_x: rows by pair_of_row // top_k where GATHER, else sorted rows.
+        x: `[.., features]`, 8 eights_x numbers a row: rows by pair_of_row // top_k where GATHER, else sorted rows.
         w: bytes `[E * slabs, width]`; group_scale `[E * groups, packed]`, or None where GROUP is 0.
         tiles: of TOKENS rows; count: of steps of 64 rows of k.
         ROWS: of k, whose weights are in registers at a time (32 or 64).
@@ -192,7 +192,7 @@ def expert_product_mma(
         for i in gl.static_range(STAGES - 1):
             _copy(
                 first + i, i, first + i < last, w, group_scale, x, token, inside, w_buf, s_buf, x_buf, w_row, s_row,
-                tile, pair_tiles, slabs, groups, width, stride_x, packed, features, GROUP, KIND, ROWS,
+                tile, pair_tiles, slabs, groups, width, eights_x, packed, features, GROUP, KIND, ROWS,
             )
         acc = gl.zeros([256, TOKENS], gl.float32, accumulator())
         for step in range(first, last):
@@ -201,7 +201,7 @@ def expert_product_mma(
             ahead = step + STAGES - 1
             _copy(
                 ahead, (ahead - first) % STAGES, ahead < last, w, group_scale, x, token, inside, w_buf, s_buf, x_buf,
-                w_row, s_row, tile, pair_tiles, slabs, groups, width, stride_x, packed, features, GROUP, KIND, ROWS,
+                w_row, s_row, tile, pair_tiles, slabs, groups, width, eights_x, packed, features, GROUP, KIND, ROWS,
             )
             stage = (step - first) % STAGES
             for sub in gl.static_range(STEP // ROWS):
