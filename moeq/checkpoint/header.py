@@ -14,7 +14,8 @@ from operator import itemgetter, lt
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from moeq.checkpoint.jsonfile import parse_object, stat_regular
+from moeq.checkpoint.files import open_regular
+from moeq.checkpoint.jsonfile import parse_object
 from moeq.errors import MoeqError
 
 #: Limit of the safetensors reference implementation on the JSON header, in bytes.
@@ -105,17 +106,27 @@ class Header:
 
 def read_header(path: Path, file: str) -> Header:
     """Read and validate the header of a local file. Raises MoeqError (`source.*`) naming `file`."""
-    size = stat_regular(path, file).st_size
+    fd = open_regular(path, file)
     try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+        return parse_header(raw_header(fd, file)[8:], file, os.fstat(fd).st_size)
+    finally:
+        os.close(fd)
+
+
+def raw_header(fd: int, file: str) -> bytes:
+    """The first bytes of an open file, up to its data; checked for length only. Raises MoeqError `source.*`."""
+    size = os.fstat(fd).st_size
+    try:
+        first = os.pread(fd, 64, 0)
+        length = 8 + header_length(first, file, size)
+        found = bytearray()
+        while len(found) < length and (chunk := os.pread(fd, length - len(found), len(found))):
+            found += chunk
     except OSError as error:
         raise MoeqError("source.unreadable", f"{file}: {error.strerror}") from error
-    with os.fdopen(descriptor, "rb") as stream:
-        first = stream.read(64)
-        length = header_length(first, file, size)
-        stream.seek(8)
-        raw = stream.read(length)
-    return parse_header(raw, file, size)
+    if len(found) < length:
+        raise MoeqError("source.truncated", f"{file}: ended after {len(found):,} of {length:,} bytes of its header")
+    return bytes(found)
 
 
 def header_length(first: bytes, file: str, size: int) -> int:

@@ -156,6 +156,10 @@ class HubSource(Source):
     def side_files(self) -> tuple[str, ...]:
         return self._side_files
 
+    def size_of(self, file: str) -> int:
+        size = self._sizes.get(file)
+        return super().size_of(file) if size is None else size
+
     def read_bytes(self, file: str, start: int, end: int) -> bytearray:
         if self.stream is None or not self.stream.covers(file) or self.stream.held(file) is not None:
             return super().read_bytes(file, start, end)

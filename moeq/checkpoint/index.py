@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moeq.checkpoint.header import Header, TensorEntry
+from moeq.checkpoint.paths import safe_name, safe_names
 from moeq.checkpoint.warning import CheckpointWarning
 from moeq.errors import MoeqError
 
@@ -73,8 +74,8 @@ def _from_index(document: dict[str, Any], name: str) -> Weights:
     files: dict[str, None] = {}
     for tensor, file in weight_map.items():
         if not isinstance(file, str) or file not in files:
-            check_file_name(file, f"{name}: tensor {ascii(tensor)[:120]}")
-            files[file] = None
+            files[_check_weight_name(file, f"{name}: tensor {ascii(tensor)[:120]}")] = None
+    safe_names(files, name)
     # Equal strings become one object each: hundreds of thousands of tensors share a few dozen files.
     shared = {file: file for file in files}
     weight_map = {tensor: shared[file] for tensor, file in weight_map.items()}
@@ -84,18 +85,12 @@ def _from_index(document: dict[str, Any], name: str) -> Weights:
     return Weights(tuple(files), weight_map, name, size)
 
 
-def check_file_name(file: object, where: str) -> None:
-    """Refuse file names that could leave the checkpoint. Lexical: Hub caches are made of symbolic links."""
-    parts = file.split("/") if isinstance(file, str) else [""]
-    if not isinstance(file, str) or not file.isprintable():
-        problem = "is not a file name"
-    elif file.startswith("/") or "\\" in file or ":" in file or any(part in ("", ".", "..") for part in parts):
-        problem = "leads out of the checkpoint folder or is not a plain relative path"
-    elif not file.endswith(".safetensors"):
-        problem = "is not a .safetensors file"
-    else:
-        return
-    raise MoeqError("source.unsafe-path", f"{where}: file {ascii(file)[:200]} {problem}")
+def _check_weight_name(file: object, where: str) -> str:
+    """A file name that an index gives, as `safe_name`. Lexical: Hub caches are made of symbolic links."""
+    name = safe_name(file, where)
+    if not name.endswith(".safetensors"):
+        raise MoeqError("source.unsafe-path", f"{where}: file {ascii(name)[:200]} is not a .safetensors file")
+    return name
 
 
 def _with_warnings(weights: Weights, indices: Sequence[str], single: Sequence[str]) -> Weights:

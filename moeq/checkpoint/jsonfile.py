@@ -10,11 +10,10 @@ per byte of text, so a hostile file costs at most 2.5 GB (an index) or 1.3 GB (a
 from __future__ import annotations
 
 import json
-import os
-import stat
 from pathlib import Path
 from typing import Any, NoReturn
 
+from moeq.checkpoint.files import read_regular
 from moeq.errors import MoeqError
 from moeq.typed import check_depth
 
@@ -98,35 +97,6 @@ def parse_object(raw: bytes, where: str, code: str = "source.bad-config", *, flo
     if not isinstance(value, dict):
         raise MoeqError(code, f"{where}: holds a {type(value).__name__}, expected a JSON object")
     return value
-
-
-def read_regular(path: Path, where: str, limit: int) -> bytes:
-    """Bytes of a regular file of at most `limit` bytes.
-
-    Pipes and devices are refused before they are opened, so that a hostile folder cannot make the reader wait.
-    """
-    info = stat_regular(path, where)
-    if info.st_size > limit:
-        raise MoeqError("source.too-large", f"{where}: {info.st_size:,} bytes, the limit for this file is {limit:,}")
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise MoeqError("source.unreadable", f"{where}: {error.strerror}") from error
-
-
-def stat_regular(path: Path, where: str) -> os.stat_result:
-    """Status of a regular file (symlinks followed). Raises MoeqError for anything else."""
-    try:
-        info = path.stat()
-    except FileNotFoundError as error:
-        dangling = " (a symbolic link whose target is gone)" if path.is_symlink() else ""
-        raise MoeqError("source.missing-file", f"{where}: no such file{dangling}") from error
-    except (OSError, ValueError) as error:
-        raise MoeqError("source.unreadable", f"{where}: {error}") from error
-    if not stat.S_ISREG(info.st_mode):
-        kind = "a folder" if stat.S_ISDIR(info.st_mode) else "not a regular file"
-        raise MoeqError("source.not-a-file", f"{where}: is {kind}")
-    return info
 
 
 def read_object(

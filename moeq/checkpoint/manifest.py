@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, Literal, NoReturn
 from blake3 import blake3
 
 from moeq.checkpoint.jsonfile import read_object
+from moeq.checkpoint.paths import safe_names
 from moeq.errors import MoeqError
 from moeq.matrix import ELEMENT_BITS, MatrixSpec
 from moeq.typed import brief, read_as
@@ -161,12 +163,18 @@ class RestoreEntry:
         files: the source's weight files, in order.
         kept: source tensors kept verbatim.
         missing: what of the source folder was not kept (pickles, files of no index), by name.
+        copied: files beside the weights that are as they were in the source.
+        stripped: JSON files that are in the conversion without the code that they named.
+        no_code: whether everything that is run was left out.
     """
 
     file: str
     files: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    copied: tuple[str, ...] = ()
+    stripped: tuple[str, ...] = ()
+    no_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -276,7 +284,7 @@ def read_manifest(folder: Path) -> Manifest:
         MoeqError: `source.no-manifest` where there is none, `source.bad-manifest` where it cannot be understood.
     """
     path = folder / MANIFEST_NAME
-    if not path.exists():
+    if not os.path.lexists(path):
         raise MoeqError(
             "source.no-manifest",
             f"{folder} has no {MANIFEST_NAME}: it is not a finished output of `moeq convert`",
@@ -305,6 +313,11 @@ def _check(manifest: Manifest, path: Path) -> None:
         _refuse(path, "layers", "is empty")
     _distinct(path, "layers: layer", layers)
     _distinct(path, "copied: layer", [*layers, *(row.layer for row in manifest.copied)])
+    restore = manifest.restore
+    if restore is not None:
+        safe_names((restore.file, *restore.files, *restore.missing), str(path))
+        safe_names((*restore.copied, *restore.stripped), str(path))
+    safe_names(manifest.files or (), str(path))
     _distinct(path, "layers: tensor", [name for entry in manifest.layers for name in entry.tensors])
     for index, entry in enumerate(manifest.layers):
         place = f"layers[{index}]"

@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moeq.checkpoint.header import Header, TensorEntry, read_header
+from moeq.checkpoint.disk import read_at
+from moeq.checkpoint.files import SeenFiles, open_regular, read_whole
+from moeq.checkpoint.header import Header, TensorEntry, parse_header, raw_header
 from moeq.checkpoint.index import choose_weights, merge_headers
-from moeq.checkpoint.jsonfile import MAX_INDEX_BYTES, read_object, stat_regular
+from moeq.checkpoint.jsonfile import MAX_CONFIG_BYTES, MAX_INDEX_BYTES, parse_object
 from moeq.checkpoint.warning import CheckpointWarning
 from moeq.errors import MoeqError
 
@@ -74,6 +76,39 @@ class Source(ABC):
     def path(self, file: str) -> Path:
         """Local path of a file of the checkpoint (a Hub source downloads it first)."""
 
+    def open(self, file: str) -> int:
+        """A descriptor of a file of the checkpoint, for reading.
+
+        Raises:
+            MoeqError: `source.changed` where it is not the file that was opened first; `source.not-a-file`,
+                `source.missing-file`, `source.unreadable`.
+        """
+        return open_regular(self.path(file), file)
+
+    def read_file(self, file: str, limit: int) -> bytes:
+        """All bytes of a file, the same every time. Raises as `open`, and `source.too-large` beyond `limit` bytes."""
+        fd = self.open(file)
+        try:
+            return read_whole(fd, file, limit)
+        finally:
+            os.close(fd)
+
+    def size_of(self, file: str) -> int:
+        """Bytes of a file that is no weight file. Raises as `open`."""
+        fd = self.open(file)
+        try:
+            return os.fstat(fd).st_size
+        finally:
+            os.close(fd)
+
+    def require_unchanged(self) -> None:
+        """Look again at everything that was read so far. Raises MoeqError `source.changed`."""
+        return  # a commit of a repository does not change
+
+    def require_inside(self, file: str) -> None:
+        """Refuse a file that is a link out of the checkpoint, before it is copied. Raises MoeqError `source.link`."""
+        return  # a repository has no such links
+
     @abstractmethod
     def side_files(self) -> tuple[str, ...]:
         """Names of all other files of the top folder: tokenizer, generation config, licence, ..."""
@@ -105,17 +140,15 @@ class Source(ABC):
             MoeqError: `source.truncated` where the file has become shorter than its header said.
         """
         buffer = bytearray(end - start)
-        view = memoryview(buffer)
+        fd = self.open(file)
         try:
-            with self.path(file).open("rb", buffering=0) as stream:
-                stream.seek(start)
-                while view:
-                    count = stream.readinto(view)
-                    if not count:
-                        raise MoeqError("source.truncated", f"{file}: ended before byte {end:,} while being read")
-                    view = view[count:]
+            got = read_at(fd, memoryview(buffer), start)
         except OSError as error:
             raise MoeqError("source.unreadable", f"{file}: {error.strerror or error}") from error
+        finally:
+            os.close(fd)
+        if got < len(buffer):
+            raise MoeqError("source.truncated", f"{file}: ended before byte {end:,} while being read")
         return buffer
 
     def read(self, name: str) -> Tensor:
@@ -177,15 +210,15 @@ class LocalSource(Source):
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
+        self._seen = SeenFiles(folder, name)
         names = _listing(folder, name)
-        config = _read_config(folder, names, name)
-        super().__init__(name, config, _read_side_configs(folder, names))
-        weights = choose_weights(
-            names, lambda index: read_object(folder / index, index, MAX_INDEX_BYTES, "source.bad-index"), name
-        )
+        config = self._config(names, name)
+        sides = {side: self._object(side) for side in SIDE_CONFIGS if side in set(names)}
+        super().__init__(name, config, sides)
+        weights = choose_weights(names, lambda index: self._object(index, MAX_INDEX_BYTES, "source.bad-index"), name)
         if weights.index:
             _check_present(folder, weights.files, weights.index)
-        headers = [_local_header(folder, file) for file in weights.files]
+        headers = [self._header(file) for file in weights.files]
         self.files = tuple(FileEntry(header.file, header.size) for header in headers)
         self.index = weights.index
         self.tensors, warnings = merge_headers(weights, headers)
@@ -195,8 +228,39 @@ class LocalSource(Source):
     def path(self, file: str) -> Path:
         return self.folder / file
 
+    def open(self, file: str) -> int:
+        return self._seen.open(file)
+
+    def read_file(self, file: str, limit: int) -> bytes:
+        return self._seen.read(file, limit)
+
+    def require_inside(self, file: str) -> None:
+        self._seen.require_inside(file)
+
+    def require_unchanged(self) -> None:
+        self._seen.require_unchanged()
+
     def side_files(self) -> tuple[str, ...]:
         return self._side_files
+
+    def _object(self, file: str, limit: int = MAX_CONFIG_BYTES, code: str = "source.bad-config") -> dict[str, Any]:
+        return parse_object(self.read_file(file, limit), file, code)
+
+    def _config(self, names: Sequence[str], name: str) -> dict[str, Any]:
+        for file in (CONFIG_NAME, "params.json"):
+            if file in names:
+                return self._object(file)
+        if any(file.lower().endswith(".gguf") for file in names):
+            raise MoeqError("source.unsupported-format", f"{name} holds GGUF files and no {CONFIG_NAME}", _NO_GGUF)
+        hint = "name the folder of a Hugging Face checkpoint"
+        raise MoeqError("source.no-config", f"{name} has no {CONFIG_NAME}", hint)
+
+    def _header(self, file: str) -> Header:
+        fd = self.open(file)
+        try:
+            return parse_header(raw_header(fd, file)[8:], file, os.fstat(fd).st_size)
+        finally:
+            os.close(fd)
 
 
 _NO_GGUF = "moeq reads safetensors checkpoints; look for the GPTQ, AWQ or compressed-tensors one"
@@ -218,21 +282,6 @@ def _listing(folder: Path, name: str) -> list[str]:
         raise MoeqError("source.unreadable", f"{name}: {error}") from error
 
 
-def _read_config(folder: Path, names: Iterable[str], name: str) -> dict[str, Any]:
-    if CONFIG_NAME in names:
-        return read_object(folder / CONFIG_NAME, CONFIG_NAME)
-    if "params.json" in names:
-        return read_object(folder / "params.json", "params.json")
-    if any(file.lower().endswith(".gguf") for file in names):
-        raise MoeqError("source.unsupported-format", f"{name} holds GGUF files and no {CONFIG_NAME}", _NO_GGUF)
-    raise MoeqError("source.no-config", f"{name} has no {CONFIG_NAME}", "name the folder of a Hugging Face checkpoint")
-
-
-def _read_side_configs(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    present = set(names)
-    return {side: read_object(folder / side, side) for side in SIDE_CONFIGS if side in present}
-
-
 def _check_present(folder: Path, files: Iterable[str], index: str) -> None:
     wanted = list(files)
     missing = [file for file in wanted if not (folder / file).exists()]
@@ -240,8 +289,3 @@ def _check_present(folder: Path, files: Iterable[str], index: str) -> None:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         detail = f"{len(missing)} of {len(wanted)} weight files named by {index} are missing: {shown}"
         raise MoeqError("source.missing-shard", detail, "finish the download: hf download <repo> --local-dir <folder>")
-
-
-def _local_header(folder: Path, file: str) -> Header:
-    stat_regular(folder / file, file)
-    return read_header(folder / file, file)

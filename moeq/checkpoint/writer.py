@@ -7,21 +7,19 @@ not yet written.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from math import prod
-from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
+from moeq.checkpoint.disk import allocate, disk_errors, reopen_direct, start_write_back, write_at
 from moeq.checkpoint.header import DTYPE_BITS
+from moeq.checkpoint.outputs import OutputFolder
 from moeq.errors import MoeqError
 
 #: Data begins at a multiple of this, and writes of such multiples bypass the page cache (a page, and more than any
@@ -80,89 +78,54 @@ def file_form(
     return FileForm(header, placed, len(header) + offset)
 
 
-def require_free_space(folder: Path, forms: Mapping[Path, FileForm]) -> None:
+def require_free_space(folder: OutputFolder, sizes: Mapping[str, int]) -> None:
     """Refuse at once where the file system cannot hold files that are about to be made.
 
+    Args:
+        folder: where.
+        sizes: bytes by file name.
+
     Raises:
-        MoeqError: `resources.disk-full`, with the arithmetic.
+        MoeqError: `resources.disk-full`, with the arithmetic; `environment.write`.
     """
-    missing = 0
-    for path, form in forms.items():
-        held = path.stat().st_blocks * 512 if path.exists() else 0
-        missing += max(form.size - held, 0)
-    status = os.statvfs(folder)
+    with disk_errors(folder.path):
+        held = (folder.status(name) for name in sizes)
+        missing = sum(
+            max(size - (0 if info is None else info.st_blocks * 512), 0)
+            for size, info in zip(sizes.values(), held, strict=True)
+        )
+        status = os.statvfs(folder.fd)
     free = status.f_bavail * status.f_frsize
     if missing > free:
         raise MoeqError(
             "resources.disk-full",
-            f"{len(forms)} files need {missing:,} bytes more; {folder} has {free:,} free, {missing - free:,} too few",
+            f"{len(sizes)} files need {missing:,} bytes more; {folder.path} has {free:,} free, "
+            f"{missing - free:,} too few",
             "free some space and run the same command again, or convert to another disk",
         )
 
 
-def prepare_file(path: Path, form: FileForm) -> None:
-    """Make a file of its final size with its final header; data that is already in it stays.
+def prepare_file(folder: OutputFolder, name: str, header: bytes, size: int) -> None:
+    """Make a file of its final size with its first bytes; data that is already in it stays.
 
     Several processes may do this at once: whatever the order of their steps, none undoes what another has written.
 
     Raises:
-        MoeqError: `resources.disk-full` where the file system cannot hold the file, `environment.write`.
+        MoeqError: `resources.disk-full` where the file system cannot hold the file, `environment.write`,
+            `environment.planted`.
     """
-    with disk_errors(path, form.size):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    with disk_errors(folder.path / name, size):
+        fd = folder.open(name, os.O_RDWR | os.O_CREAT)
         try:
-            size = os.fstat(fd).st_size
-            if size != form.size:
-                allocate(fd, form.size)
-            if size > form.size:
-                os.ftruncate(fd, form.size)
-            if os.pread(fd, len(form.header), 0) != form.header:
-                write_at(fd, form.header, 0)
+            found = os.fstat(fd).st_size
+            if found != size:
+                allocate(fd, size)
+            if found > size:
+                os.ftruncate(fd, size)
+            if os.pread(fd, len(header), 0) != header:
+                write_at(fd, header, 0)
         finally:
             os.close(fd)
-
-
-def allocate(fd: int, size: int) -> None:
-    """Reserve the first `size` bytes of a file and make it at least as long. Bytes in it stay as they are.
-
-    `posix_fallocate` would write zeros where the file system cannot reserve, over what another process has just
-    written; there the file is only made longer, and a full disk shows later.
-    """
-    if size == 0:
-        return
-    if libc().fallocate(fd, 0, ctypes.c_longlong(0), ctypes.c_longlong(size)) == 0:
-        return
-    number = ctypes.get_errno()
-    if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
-        raise OSError(number, os.strerror(number))
-    if os.fstat(fd).st_size < size:
-        os.ftruncate(fd, size)
-
-
-def start_write_back(fd: int, start: int, count: int) -> None:
-    """Ask the kernel to begin writing bytes of a file to disk now, so that the sync at the end has less to do."""
-    libc().sync_file_range(fd, ctypes.c_longlong(start), ctypes.c_longlong(count), ctypes.c_uint(2))
-
-
-class _NoCalls:
-    """Stands for a C library without these calls (macOS): nothing is reserved, nothing is begun early."""
-
-    def fallocate(self, *arguments: object) -> int:
-        ctypes.set_errno(errno.ENOSYS)
-        return -1
-
-    def sync_file_range(self, *arguments: object) -> int:
-        return -1
-
-    def syscall(self, *arguments: object) -> int:
-        return -1
-
-
-@cache
-def libc() -> ctypes.CDLL | _NoCalls:
-    """The C library, for calls that Python does not have."""
-    library = ctypes.CDLL(None, use_errno=True)
-    return library if hasattr(library, "fallocate") and hasattr(library, "sync_file_range") else _NoCalls()
 
 
 class OutputFile:
@@ -172,12 +135,13 @@ class OutputFile:
     most of what writing costs. Memory has to begin as far past a multiple of `BLOCK` as its place in the file for that.
 
     Raises:
+        MoeqError: `environment.planted`.
         OSError: it cannot be opened.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.fd = os.open(path, os.O_RDWR)
-        self._direct = open_direct(path, os.O_WRONLY)
+    def __init__(self, folder: OutputFolder, name: str) -> None:
+        self.fd = folder.open(name, os.O_RDWR)
+        self._direct = reopen_direct(self.fd, os.O_WRONLY)
         self._gathered: list[tuple[int, bytes]] = []
         self._gathered_bytes = 0
         self._lock = threading.Lock()
@@ -225,11 +189,14 @@ class OutputFile:
         done = 0
         while done < len(data) and done % BLOCK == 0:
             try:
-                done += os.pwrite(self._direct, data[done:], position + done)
+                written = os.pwrite(self._direct, data[done:], position + done)
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                     raise
                 break
+            if written == 0:
+                break
+            done += written
         return done
 
     def sync(self) -> None:
@@ -274,86 +241,32 @@ class NoOutput:
         pass
 
 
-def open_direct(path: Path, flags: int) -> int:
-    """A descriptor that bypasses the page cache, or -1 where there is no such thing."""
-    try:
-        return os.open(path, flags | os.O_DIRECT)
-    except (AttributeError, OSError):
-        return -1
-
-
-def sync_file(path: Path) -> None:
-    """Bring a file or folder to disk. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def write_at(fd: int, data: bytes | bytearray | memoryview, position: int) -> None:
-    """All of `data` to a place of a file. Raises OSError."""
-    view = memoryview(data).cast("B")
-    while view:
-        written = os.pwrite(fd, view, position)
-        view, position = view[written:], position + written
-
-
-def read_at(fd: int, view: memoryview, position: int) -> int:
-    """Fill a buffer from a place of a file; returns how many bytes there were. Raises OSError."""
-    done = 0
-    while done < len(view):
-        got = os.preadv(fd, [view[done:]], position + done)
-        if got == 0:
-            break
-        done += got
-    return done
-
-
-@contextmanager
-def disk_errors(path: Path, size: int = 0) -> Iterator[None]:
-    """Turn what the file system says about writing into MoeqError.
-
-    Args:
-        path: what is being written.
-        size: bytes that it needs, for the message.
-
-    Raises:
-        MoeqError: `resources.disk-full`, `environment.write`.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise _disk_error(error, path, size) from error
-
-
 class SafetensorsWriter:
-    """One output file that appears under its name when it is complete.
+    """One file of tensors, written in any order.
 
     Args:
-        path: final path; data goes to `<path>.partial` until `finish`.
+        folder: where it is made.
+        name: its name there.
         tensors: name to `(shape, dtype)`, in the order in which the data lies in the file.
         metadata: the header's `__metadata__`.
 
     Raises:
-        MoeqError: `resources.disk-full` where the file system cannot hold the file.
+        MoeqError: `resources.disk-full` where the file system cannot hold the file; `environment.write`,
+            `environment.planted`.
     """
 
     def __init__(
-        self, path: Path, tensors: Mapping[str, tuple[tuple[int, ...], str]], metadata: Mapping[str, str] | None = None
+        self,
+        folder: OutputFolder,
+        name: str,
+        tensors: Mapping[str, tuple[tuple[int, ...], str]],
+        metadata: Mapping[str, str] | None = None,
     ) -> None:
-        self.path = path
-        self.partial = path.with_name(path.name + ".partial")
+        self._path = folder.path / name
         self._form = file_form(tensors, metadata)
-        self._fd = -1
-        try:
-            with disk_errors(path, self._form.size):
-                self._fd = os.open(self.partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-                allocate(self._fd, self._form.size)
-                write_at(self._fd, self._form.header, 0)
-        except BaseException:
-            self.abandon()
-            raise
+        prepare_file(folder, name, self._form.header, self._form.size)
+        with disk_errors(self._path):
+            self._fd = folder.open(name, os.O_WRONLY)
 
     def write(self, name: str, data: bytes | bytearray | memoryview, offset: int = 0) -> None:
         """Write bytes at `offset` within a tensor. Raises ValueError where they would leave it (a bug, not input)."""
@@ -361,23 +274,13 @@ class SafetensorsWriter:
         count = memoryview(data).nbytes
         if offset < 0 or start + offset + count > end:
             raise ValueError(f"{count} bytes at {offset} do not fit '{name}' of {end - start} bytes")
-        with disk_errors(self.path, self._form.size):
+        with disk_errors(self._path, self._form.size):
             write_at(self._fd, data, start + offset)
 
     def finish(self) -> None:
-        """Flush to disk and give the file its final name."""
-        with disk_errors(self.path, self._form.size):
+        """Bring it to disk."""
+        with disk_errors(self._path, self._form.size):
             os.fsync(self._fd)
-        os.close(self._fd)
-        self._fd = -1
-        os.replace(self.partial, self.path)
-
-    def abandon(self) -> None:
-        """Close and remove the partial file; nothing to do after `finish`."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-            self.partial.unlink(missing_ok=True)
 
     def __enter__(self) -> SafetensorsWriter:
         return self
@@ -385,16 +288,4 @@ class SafetensorsWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.abandon()
-
-
-def _disk_error(error: OSError, path: Path, size: int) -> MoeqError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        free = os.statvfs(path.parent)
-        available = free.f_bavail * free.f_frsize
-        return MoeqError(
-            "resources.disk-full",
-            f"{path} needs {size:,} bytes; {path.parent} has {available:,} free ({error.strerror})",
-            "free some space and run the same command again, or convert to another disk",
-        )
-    return MoeqError("environment.write", f"cannot write {path}: {error.strerror}")
+        os.close(self._fd)

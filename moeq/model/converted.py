@@ -161,8 +161,6 @@ def _copied_experts(source: Source, manifest: Manifest) -> dict[int, Experts]:
 
 def _check_tensors(source: Source, entry: LayerEntry) -> None:
     """Every stacked tensor is there, in the shape that its layout gives for the manifest's sizes."""
-    if entry.ranks:
-        _check_ranks(entry)
     homes = [(rank.experts[1] - rank.experts[0], rank.matrices) for rank in entry.ranks]
     for count, matrices in homes or [(entry.num_experts, entry.matrices)]:
         for role, matrix in matrices.items():
@@ -172,6 +170,8 @@ def _check_tensors(source: Source, entry: LayerEntry) -> None:
                 raise _damaged(entry, role, found)
             for part, spec in wanted.items():
                 _check_tensor(source, entry, matrix, part, ((count, *spec.shape), spec.dtype))
+    if entry.ranks:
+        _check_ranks(entry)
 
 
 def _wanted_tensors(entry: LayerEntry, matrix: MatrixEntry) -> Mapping[str, TensorSpec]:
@@ -190,7 +190,10 @@ def _check_ranks(entry: LayerEntry) -> None:
         for role, matrix in rank.matrices.items():
             if shard_spec(entry.matrices[role].spec, Range(*rank.intermediate)) != matrix.spec:
                 raise _damaged(entry, f"rank {rank.rank}", f"describes {role} as something else than its shard")
-    for expert in range(entry.num_experts):
+        if not 0 <= rank.experts[0] < rank.experts[1] <= entry.num_experts:
+            raise _damaged(entry, f"rank {rank.rank}", f"holds experts {rank.experts} of {entry.num_experts:,}")
+    # Who holds an expert changes only where some rank's experts begin or end.
+    for expert in sorted({0, *(at for rank in entry.ranks for at in rank.experts)} - {entry.num_experts}):
         position = 0
         for rank in entry.ranks:
             if _holds(rank, expert):

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moeq.checkpoint.manifest import Manifest
-from moeq.checkpoint.source import CONFIG_NAME
 from moeq.digest import default_workers
 from moeq.errors import MoeqError
 from moeq.pipeline.events import Finished, Progress
@@ -27,7 +26,7 @@ from moeq.pipeline.run.shares import Share, ShareRun, is_remote, parse_share
 from moeq.pipeline.run.streaming import require_streamable, streamed
 from moeq.pipeline.run.workers import headers_frozen
 from moeq.pipeline.state.folder import WorkFolder
-from moeq.pipeline.state.job import Job, JobRequest, job_stamp, open_job
+from moeq.pipeline.state.job import Job, JobRequest, job_stamp, open_job, places
 from moeq.pipeline.state.publish import finish
 from moeq.pipeline.state.signature import Signer
 
@@ -81,6 +80,7 @@ def convert(
     regroup: int | None = None,
     skip_unfit: bool = False,
     allow_lossy: bool = False,
+    no_code: bool = False,
     revision: str | None = None,
     force: bool = False,
     dry_run: bool = False,
@@ -107,6 +107,8 @@ def convert(
         regroup: cut the source's groups into groups of this size that repeat scale and zero point: the same values.
         skip_unfit: copy layers that cannot be converted unchanged instead of refusing the checkpoint.
         allow_lossy: allow layouts that change stored numbers; the changes are counted in the manifest.
+        no_code: leave out Python files, pickles and `auto_map`; the default copies them, as everything beside the
+            weights.
         revision: Hub revision of `src`.
         force: replace an earlier conversion.
         dry_run: plan only; nothing is written.
@@ -124,7 +126,8 @@ def convert(
 
     Raises:
         MoeqError: `answer.no-backend` where nothing fits; `usage.layout-does-not-fit`, `usage.mixed-experts`,
-            `usage.tp`, `usage.ep`, `usage.group-cut`, `usage.lossy`; `usage.destination-exists`, `usage.other-job`,
+            `usage.tp`, `usage.ep`, `usage.group-cut`, `usage.lossy`; `usage.destination-exists`,
+            `usage.destination-is-source`, `usage.foreign-folder`, `usage.foreign-files`, `usage.other-job`,
             `usage.running`, `usage.other-plan`; `usage.already-converted`; `usage.force-share`, `usage.executor`,
             `usage.stream-source`; `environment.ray-*`; `resources.disk-full`, `resources.memory`,
             `resources.ray-memory`; `source.changed`, and other `source.*` for damaged input. A failed run leaves no
@@ -135,12 +138,14 @@ def convert(
     share = parse_share(share, os.environ) if isinstance(share, str) else share
     if backend != "auto":
         deployment = replace(deployment, backend=backend)
-    request = JobRequest(str(src), deployment, layout, skip_unfit, allow_lossy, revision, force_layout, regroup)
+    request = JobRequest(
+        str(src), deployment, layout, skip_unfit, allow_lossy, revision, force_layout, regroup, no_code
+    )
     job = open_job(request, expect=plan_digest)
     source = job.checkpoint.source
     _check_ways(source, share, executor, stream_source, force)
     folder = WorkFolder(Path(dst), job_stamp(job), share=share.label if share else None, force=force)
-    folder.check(source.path(CONFIG_NAME).parent)
+    folder.check(*places(source))
     units = share.select(job.plan.units, remote=is_remote(source)) if share else job.plan.units
     part = ShareRun(share, len(units), sum(unit.bytes_out for unit in units), not dry_run) if share else None
     tell = progress or (lambda event: None)

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Container, Sequence
 from pathlib import Path
 
+from moeq.checkpoint.disk import disk_errors
 from moeq.checkpoint.hub import HubSource
 from moeq.checkpoint.manifest import MANIFEST_NAME
-from moeq.checkpoint.source import CONFIG_NAME
-from moeq.checkpoint.writer import disk_errors
+from moeq.checkpoint.outputs import OutputFolder
 from moeq.digest import default_workers
 from moeq.errors import MoeqError
 from moeq.pipeline.convert import Conversion, conversion_of
@@ -19,8 +19,9 @@ from moeq.pipeline.plan.units import Unit
 from moeq.pipeline.run.execution import finished_units
 from moeq.pipeline.run.shares import Share, is_remote, parse_label
 from moeq.pipeline.state.folder import WorkFolder, partial_of, take_back_journals
-from moeq.pipeline.state.job import Job, job_stamp, reopen_job
+from moeq.pipeline.state.job import Job, job_stamp, places, reopen_job
 from moeq.pipeline.state.journal import JobStamp, Journals, read_journals, require_job, share_of
+from moeq.pipeline.state.ownership import require_ours
 from moeq.pipeline.state.publish import finish, require_units
 from moeq.pipeline.state.signature import Signer
 
@@ -56,7 +57,7 @@ def finalize(
     begun, destination, tell = time.monotonic(), Path(dst), progress or (lambda event: None)
     job, stamp = _job_of(destination)
     folder = WorkFolder(destination, stamp, share=_SHARE, force=force)
-    folder.check(job.checkpoint.source.path(CONFIG_NAME).parent)
+    folder.check(*places(job.checkpoint.source))
     if isinstance(job.checkpoint.source, HubSource):
         # Only headers are read, and tensors that are kept as they are: ranges, not files.
         job.checkpoint.source.stream_into(folder.work("source"))
@@ -75,11 +76,7 @@ def finalize(
 
 def _job_of(destination: Path) -> tuple[Job, JobStamp]:
     """The job that the journals beside a destination belong to, all of them, and what its journals begin with."""
-    partial = partial_of(destination)
-    if partial.is_dir():
-        with disk_errors(partial):
-            take_back_journals(partial)
-    journals = read_journals(partial)
+    partial, journals = _journals(destination)
     if not journals.stamps:
         done = (destination / MANIFEST_NAME).is_file()
         raise MoeqError(
@@ -93,6 +90,22 @@ def _job_of(destination: Path) -> tuple[Job, JobStamp]:
     stamp = job_stamp(job)
     require_job(journals, stamp, partial)
     return job, stamp
+
+
+def _journals(destination: Path) -> tuple[Path, Journals]:
+    """The work folder of a destination, and what its journals tell."""
+    partial = partial_of(destination)
+    with disk_errors(partial):
+        try:
+            parent = OutputFolder(destination.parent.resolve())
+        except (FileNotFoundError, NotADirectoryError):
+            return partial, Journals()
+        with parent:
+            if parent.status(partial.name) is None:
+                return partial, Journals()
+            with require_ours(parent, partial.name, fresh=False) as files:
+                take_back_journals(parent, files)
+                return partial, read_journals(files)
 
 
 def refuse_contradictions(journals: Journals) -> None:

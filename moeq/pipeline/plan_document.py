@@ -8,16 +8,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from moeq.checkpoint.disk import disk_errors
 from moeq.checkpoint.hub import HubSource
 from moeq.checkpoint.jsonfile import MAX_INDEX_BYTES, read_object
 from moeq.checkpoint.source import LocalSource, Source
-from moeq.checkpoint.writer import disk_errors
 from moeq.errors import MoeqError
 from moeq.pipeline.plan.units import CopyUnit, PackUnit, Unit
 from moeq.pipeline.run.resources import RATES, Memory, Way, need_of, ways_of
 from moeq.pipeline.run.streaming import Schedule, unit_schedule
 from moeq.pipeline.state.job import Job, JobRequest
-from moeq.pipeline.state.restore_data import OTHER_WEIGHTS
+from moeq.pipeline.state.side_files import OTHER_WEIGHTS
 from moeq.typed import read_as
 
 PLAN_SCHEMA = "moeq.plan/1"
@@ -86,7 +86,7 @@ def _beside_bytes(source: Source) -> int:
     if not isinstance(source, LocalSource):
         return headers
     sides = [*source.side_files(), *([source.index] if source.index else [])]
-    return headers + sum(source.path(name).stat().st_size for name in sides if not name.endswith(OTHER_WEIGHTS[2:]))
+    return headers + sum(source.size_of(name) for name in sides if not name.endswith(OTHER_WEIGHTS[2:]))
 
 
 def plan_document(job: Job, needs: Needs) -> dict[str, Any]:

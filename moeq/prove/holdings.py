@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
+from moeq.checkpoint.disk import read_at
 from moeq.checkpoint.header import TensorEntry, read_header
 from moeq.checkpoint.manifest import FileDigest, TensorDigest
 from moeq.checkpoint.source import LocalSource
-from moeq.checkpoint.writer import read_at
 from moeq.errors import MoeqError
 from moeq.model.converted import ConvertedCheckpoint
 from moeq.pipeline.plan.units import CHUNK_BYTES

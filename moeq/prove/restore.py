@@ -7,15 +7,17 @@ packed experts, whose digests are checked on the way.
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 
+from moeq.checkpoint.disk import disk_errors, read_at
 from moeq.checkpoint.header import TensorEntry
-from moeq.checkpoint.manifest import MANIFEST_NAME, STACKED_ROLES, LayerEntry, StackedRole
+from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry, StackedRole
+from moeq.checkpoint.outputs import OutputFolder
+from moeq.checkpoint.source import Source
+from moeq.checkpoint.writer import OutputFile, prepare_file, require_free_space
 from moeq.digest import default_workers, in_order, logical_digest, require_complete
 from moeq.errors import MoeqError
 from moeq.matrix import QuantizedMatrix, split_projections
@@ -24,11 +26,14 @@ from moeq.model import open as open_checkpoint
 from moeq.model.converted import ConvertedCheckpoint
 from moeq.model.stored import StoredPart, stored_parts
 from moeq.pipeline.state.folder import WorkFolder
+from moeq.pipeline.state.job import places
 from moeq.pipeline.state.journal import JobStamp
-from moeq.pipeline.state.restore_data import KeptSource, RestoreData
-from moeq.pipeline.state.side_files import copied_files
+from moeq.pipeline.state.restore_data import KeptSource, RestoreData, restore_data_of
 
 _CHUNK = 16 * 2**20
+
+#: Weight files that are being written, by name.
+Outputs = dict[str, OutputFile]
 
 #: Called with bytes done, bytes in all, and a label.
 Advance = Callable[[int, int, str], None]
@@ -75,26 +80,34 @@ def restore(
     if not isinstance(checkpoint, ConvertedCheckpoint):
         raise MoeqError("usage.not-converted", f"{dst} is not an output of `moeq convert`", "there is nothing to undo")
     converted = checkpoint.source
-    at = converted.path(MANIFEST_NAME).parent
-    restore_data = RestoreData(at, checkpoint.manifest.restore)
+    restore_data = restore_data_of(checkpoint)
     original = Checkpoint(KeptSource(converted, restore_data))
     destination = Path(out)
-    folder = WorkFolder(destination, JobStamp(f"restore of {checkpoint.manifest.source.identity}"))
-    folder.check(at)
+    outputs = (*restore_data.headers, *restore_data.texts, *restore_data.copied)
+    job = f"restore of {checkpoint.manifest.source.identity}"
+    folder = WorkFolder(destination, JobStamp(job, outputs=outputs))
+    folder.check(*places(converted))
     with folder:
         report = progress or (lambda done, total, label: None)
-        job = _Restorer(checkpoint, original, restore_data, folder.path, report, workers or default_workers())
-        restoration = job.run(destination)
-        _copy_side_files(checkpoint, restore_data, folder.path)
+        restorer = _Restorer(checkpoint, original, restore_data, folder.files, report, workers or default_workers())
+        restoration = restorer.run(destination)
+        _copy_side_files(converted, restore_data, folder.files)
+        converted.require_unchanged()
         folder.publish()
     return restoration
 
 
-def _copy_side_files(checkpoint: ConvertedCheckpoint, restore_data: RestoreData, folder: Path) -> None:
-    for name, stored in copied_files(checkpoint.source).items():
-        shutil.copyfile(checkpoint.source.path(stored), folder / name)
+def _copy_side_files(converted: Source, restore_data: RestoreData, folder: OutputFolder) -> None:
+    require_free_space(folder, {name: converted.size_of(name) for name in restore_data.copied})
+    for name in restore_data.copied:
+        converted.require_inside(name)
+        fd = converted.open(name)
+        try:
+            folder.copy_file(fd, name)
+        finally:
+            os.close(fd)
     for name, text in restore_data.texts.items():
-        (folder / name).write_bytes(text)
+        folder.write_file(name, text)
 
 
 @dataclass
@@ -104,7 +117,7 @@ class _Restorer:
     converted: ConvertedCheckpoint
     original: Checkpoint
     restore_data: RestoreData
-    folder: Path
+    folder: OutputFolder
     advance: Advance
     workers: int
     done: int = 0
@@ -119,7 +132,7 @@ class _Restorer:
             for entry in self.original.experts(layer.layer).layer.tensors()
         }
         kept = {name for name in rebuilt_names if f"tensor/{name}" in self.restore_data}
-        with _Outputs(self.folder, self.restore_data) as files:
+        with _outputs(self.folder, self.restore_data) as files:
             copied = 0
             for file, header in headers.items():
                 for entry in header.tensors.values():
@@ -130,35 +143,37 @@ class _Restorer:
                         self._mark(file, entry.name, entry.nbytes)
             for layer in self.converted.manifest.layers:
                 self._rebuild(files, layer, kept)
-            files.finish()
+            for name, output in files.items():
+                with disk_errors(self.folder.path / name):
+                    output.sync()
         self._require_everything()
         sizes = {file: header.size for file, header in headers.items()}
         restore_entry = self.converted.manifest.restore
         missing = restore_entry.missing if restore_entry else ()
         return Restoration(destination, sizes, len(rebuilt_names) - len(kept), len(kept), copied, missing)
 
-    def _copy(self, files: _Outputs, entry: TensorEntry, stray: bool, kept: bool) -> None:
-        if stray:
-            path, start = self.restore_data.place(f"stray/{entry.file}/{entry.name}")
-        elif kept:
-            path, start = self.restore_data.place(f"tensor/{entry.name}")
+    def _copy(self, files: Outputs, entry: TensorEntry, stray: bool, kept: bool) -> None:
+        if stray or kept:
+            name = f"stray/{entry.file}/{entry.name}" if stray else f"tensor/{entry.name}"
+            fd, start = self.restore_data.open(name, entry.nbytes)
         else:
             found = self.converted.source.entry(entry.name)
             if found.nbytes != entry.nbytes:
                 detail = f"tensor {entry.name} has {found.nbytes:,} bytes, the source had {entry.nbytes:,}"
                 raise MoeqError("source.bad-manifest", detail, "convert the source again")
-            path, start = self.converted.source.path(found.file), found.start
-        with path.open("rb", buffering=0) as source:
-            source.seek(start)
-            position, remaining = entry.start, entry.nbytes
-            while remaining:
-                chunk = source.read(min(remaining, _CHUNK))
-                if not chunk:
-                    raise MoeqError("source.truncated", f"{path.name} ends inside tensor {entry.name}")
-                files.write(entry.file, memoryview(chunk), position)
-                position, remaining = position + len(chunk), remaining - len(chunk)
+            fd, start = self.converted.source.open(found.file), found.start
+        try:
+            for offset in range(0, entry.nbytes, _CHUNK):
+                count = min(_CHUNK, entry.nbytes - offset)
+                chunk = bytearray(count)
+                if read_at(fd, memoryview(chunk), start + offset) < count:
+                    raise MoeqError("source.truncated", f"the conversion ends inside tensor {entry.name}")
+                with disk_errors(self.folder.path / entry.file):
+                    files[entry.file].write(memoryview(chunk), entry.start + offset)
+        finally:
+            os.close(fd)
 
-    def _rebuild(self, files: _Outputs, layer: LayerEntry, kept: set[str]) -> None:
+    def _rebuild(self, files: Outputs, layer: LayerEntry, kept: set[str]) -> None:
         require_complete(layer)
         for role in STACKED_ROLES:
 
@@ -172,7 +187,7 @@ class _Restorer:
                         self._mark(part.entry.file, part.entry.name, part.end - part.start, label)
 
     def _rebuild_expert(
-        self, files: _Outputs, layer: LayerEntry, role: StackedRole, expert: int, kept: set[str]
+        self, files: Outputs, layer: LayerEntry, role: StackedRole, expert: int, kept: set[str]
     ) -> list[StoredPart]:
         """Write the source tensors of one matrix. Returns what was written, without the data."""
         experts, written = self.original.experts(layer.layer), []
@@ -185,7 +200,8 @@ class _Restorer:
             if data is None:
                 detail = f"tensor {part.entry.name} can neither be rebuilt nor was it kept"
                 raise MoeqError("source.bad-manifest", detail, "convert the source again")
-            files.write(part.entry.file, data, part.start)
+            with disk_errors(self.folder.path / part.entry.file):
+                files[part.entry.file].write(data.cast("B"), part.start)
             written.append(replace(part, rebuilt=None))
         return written
 
@@ -214,48 +230,21 @@ def _require_digests(layer: LayerEntry, expert: int, matrix: QuantizedMatrix) ->
             )
 
 
-class _Outputs:
-    """The source's weight files, preallocated with their headers and open for writing."""
+@contextmanager
+def _outputs(folder: OutputFolder, restore_data: RestoreData) -> Iterator[Outputs]:
+    """The source's weight files at their full size with their headers, open for writing.
 
-    def __init__(self, folder: Path, restore_data: RestoreData) -> None:
-        self._fds: dict[str, int] = {}
-        try:
-            for name, header in restore_data.headers.items():
-                path = folder / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._fds[name] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-                os.ftruncate(self._fds[name], header.size)
-                self.write(name, memoryview(restore_data.raw_headers[name]), 0)
-        except BaseException:
-            self.close()
-            raise
-
-    def write(self, file: str, data: memoryview, position: int) -> None:
-        """Write bytes at an absolute position. Raises MoeqError `resources.disk-full`."""
-        view = data.cast("B")
-        try:
-            while view:
-                count = os.pwrite(self._fds[file], view, position)
-                view, position = view[count:], position + count
-        except OSError as error:
-            detail = f"cannot write {file}: {error.strerror}"
-            raise MoeqError("resources.disk-full", detail, "free some space and start again") from error
-
-    def finish(self) -> None:
-        """Flush everything to disk."""
-        for fd in self._fds.values():
-            os.fsync(fd)
-
-    def close(self) -> None:
-        """Close the files."""
-        for fd in self._fds.values():
-            os.close(fd)
-        self._fds.clear()
-
-    def __enter__(self) -> _Outputs:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    Raises:
+        MoeqError: `resources.disk-full`, `environment.write`, `environment.planted`.
+    """
+    require_free_space(folder, {name: header.size for name, header in restore_data.headers.items()})
+    files: Outputs = {}
+    try:
+        for name, header in restore_data.headers.items():
+            prepare_file(folder, name, restore_data.raw_headers[name], header.size)
+            with disk_errors(folder.path / name):
+                files[name] = OutputFile(folder, name)
+        yield files
+    finally:
+        for file in files.values():
+            file.close()

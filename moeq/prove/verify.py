@@ -12,7 +12,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from blake3 import blake3
+
 from moeq.checkpoint.header import TensorEntry
+from moeq.checkpoint.index import INDEX_NAME
 from moeq.checkpoint.jsonfile import MAX_INDEX_BYTES, read_object
 from moeq.checkpoint.manifest import MANIFEST_NAME, FileDigest, LayerEntry, TensorDigest
 from moeq.checkpoint.source import CONFIG_NAME
@@ -23,10 +26,10 @@ from moeq.model import open as open_checkpoint
 from moeq.model.converted import ConvertedCheckpoint
 from moeq.pipeline.plan.plan import Plan
 from moeq.pipeline.plan.units import CopyUnit, PackUnit
-from moeq.pipeline.state.publish import INDEX_NAME, converted_config, index_of
+from moeq.pipeline.state.publish import converted_config, index_of
 from moeq.pipeline.state.records import file_digest
-from moeq.pipeline.state.restore_data import OTHER_WEIGHTS, RestoreData, restore_contents, restore_entry
-from moeq.pipeline.state.side_files import HUB_SETTINGS, copied_files
+from moeq.pipeline.state.restore_data import restore_contents, restore_data_of, restore_entry
+from moeq.pipeline.state.side_files import SideFiles, copied_files, plan_side_files, stripped_file
 from moeq.pipeline.state.signature import SIGNATURE_NAME, check_signature
 from moeq.prove.derived import Derived, derive, entry_differences, info_differences, plan_of
 from moeq.prove.holdings import Holdings
@@ -358,7 +361,9 @@ class _Verifier:
             wrong.append("copied")
         if manifest.source.files != {file.name: file.size for file in source.source.files}:
             wrong.append("source.files")
-        if manifest.restore is not None and manifest.restore != restore_entry(source.source, derived.kept):
+        if manifest.restore is not None and manifest.restore != restore_entry(
+            source.source, self._plan_side_files(derived), derived.kept
+        ):
             wrong.append("restore")
         for field in wrong:
             self._add("manifest", MANIFEST_NAME, f"moeq.json: {field} is not what the source gives")
@@ -418,13 +423,16 @@ class _Verifier:
     def _side_files(self, derived: Derived) -> None:
         """Every file that holds no weights, and every file that should not be there."""
         here, there = self._converted.source, derived.source.source
-        wanted = {name for name in there.side_files() if name != CONFIG_NAME and not name.endswith(OTHER_WEIGHTS)}
-        copied = copied_files(here)
-        for name in sorted(wanted | (copied.keys() - {HUB_SETTINGS})):
+        plan = self._plan_side_files(derived)
+        copied = copied_files(here, plan)
+        for name in (*plan.sizes, *plan.stripped):
             self._counts["files"] += 1
-            if name not in copied or name not in wanted:
-                self._add("file", name, f"{name} is {'missing' if name in wanted else 'not in the source'}")
-            elif self._holdings.digest(copied[name]) != file_digest(there.path(name)):
+            if name not in copied:
+                self._add("file", name, f"{name} is missing")
+                continue
+            raw = stripped_file(there, name) if name in plan.stripped else None
+            wanted = file_digest(there.path(name)) if raw is None else FileDigest(len(raw), blake3(raw).hexdigest())
+            if self._holdings.digest(copied[name]) != wanted:
                 self._add("file", name, f"{name} differs from the source's")
         expected = converted_config(derived.source, self._manifest)
         before = {key: value for key, value in expected.items() if key != "experts_implementation"}  # older versions
@@ -437,18 +445,20 @@ class _Verifier:
         own |= {self._manifest.restore.file} if self._manifest.restore else set()
         self._strangers(self._holdings.names - own - self._holdings.unproven, "nothing of the source gives it")
 
+    def _plan_side_files(self, derived: Derived) -> SideFiles:
+        restore = self._manifest.restore
+        return plan_side_files(derived.source.source, no_code=restore is not None and restore.no_code)
+
     def _way_back(self, derived: Derived) -> None:
         """What leads back to the source: exactly what the source gives, and nothing else."""
         if self._manifest.restore is None:
             return
         try:
-            # Asked for by its name first: a repository's file is fetched then.
-            folder = self._holdings.path(self._manifest.restore.file).parent
-            held = RestoreData(folder, self._manifest.restore)
+            held = restore_data_of(self._converted)
         except MoeqError as error:
             self._add("kept", self._manifest.restore.file, error.message)
             return
-        wanted = restore_contents(derived.source, derived.kept)
+        wanted = restore_contents(derived.source, self._plan_side_files(derived), derived.kept)
         read = derived.source.source.read_bytes
         for name, one in wanted.items():
             shown = name.partition("/")[2] if name.startswith(("text/", "tensor/")) else name.replace("/", " of ", 1)

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from moeq.checkpoint.index import INDEX_NAME
 from moeq.checkpoint.source import CONFIG_NAME, SIDE_CONFIGS
-from moeq.checkpoint.writer import disk_errors, sync_file
 from moeq.digest import default_workers, in_order
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
@@ -30,16 +30,18 @@ from moeq.pipeline.run.resources import BASE_BYTES, TENSOR_BYTES, TORCH_BYTES, U
 from moeq.pipeline.run.shares import Share, is_remote, parse_share
 from moeq.pipeline.run.workers import headers_frozen
 from moeq.pipeline.state.folder import WorkFolder
-from moeq.pipeline.state.job import Work, work_stamp
+from moeq.pipeline.state.job import Work, places, work_stamp
 from moeq.pipeline.state.journal import JobStamp, require_unchanged
 from moeq.pipeline.state.publish import (
-    INDEX_NAME,
     copy_side_files,
+    index_of,
     require_units,
+    sync_files,
     without_quantization,
     write_json,
 )
 from moeq.pipeline.state.records import UnitRecord
+from moeq.pipeline.state.side_files import SideFiles, plan_side_files
 from moeq.transcode.compare import Loss
 from moeq.transcode.naming import NamesOption
 from moeq.transcode.plan import Item, TranscodePlan, TranscodeUnit, make_transcode_plan
@@ -67,7 +69,22 @@ class TranscodeJob(Work):
 
     request: Request
     plan: TranscodePlan
+    side_files: SideFiles
     runners: ClassVar[Mapping[type[Unit], Callable[..., Any]]] = {TranscodeUnit: Transcoder}
+
+    @property
+    def side_configs(self) -> dict[str, Mapping[str, Any]]:
+        """Quantisation configs in files of their own that the target's engines read."""
+        target, config = self.plan.target, self.plan.config
+        return {} if target.side_config is None or config is None else dict([target.side_config(config)])
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of all files of the result."""
+        copied = [name for name in self.side_files.sizes if name not in SIDE_CONFIGS]
+        own = (INDEX_NAME, CONFIG_NAME, REPORT_NAME)
+        names = (*(file.name for file in self.plan.files), *copied, *self.side_configs, *own)
+        return tuple(dict.fromkeys(names))
 
 
 @dataclass(frozen=True)
@@ -175,7 +192,7 @@ def transcode(
     folder = WorkFolder(
         Path(dst), transcode_stamp(job), share=share.label if share else None, force=force, marker=REPORT_NAME
     )
-    folder.check(source.path(CONFIG_NAME).parent)
+    folder.check(*places(source))
     units = share.select(job.plan.units, remote=is_remote(source)) if share else job.plan.units
     memory = memory_of(job, workers or default_workers(), max_memory)
     tell = progress or (lambda event: None)
@@ -243,12 +260,14 @@ def open_transcode(request: Request) -> TranscodeJob:
             f"{request.src} is an output of `moeq convert`",
             "moeq restore takes it back to its source, which can be transcoded",
         )
-    return TranscodeJob(checkpoint=checkpoint, plan=make_transcode_plan(checkpoint, request), request=request)
+    side_files = plan_side_files(checkpoint.source, no_code=False)
+    plan = make_transcode_plan(checkpoint, request)
+    return TranscodeJob(checkpoint=checkpoint, plan=plan, request=request, side_files=side_files)
 
 
 def transcode_stamp(job: TranscodeJob) -> JobStamp:
     """What the journals of a transcoding begin with."""
-    return work_stamp(job, {**asdict(job.request), "revision": job.checkpoint.source.revision})
+    return work_stamp(job, {**asdict(job.request), "revision": job.checkpoint.source.revision}, job.outputs)
 
 
 def losses_of(records: Mapping[str, UnitRecord]) -> tuple[Loss, ...]:
@@ -327,21 +346,15 @@ def _finish(job: TranscodeJob, folder: WorkFolder, records: Mapping[str, UnitRec
     complete = {unit.id for unit in job.plan.units if unit.id in records and records[unit.id].fits(unit)}
     require_units(job.plan, complete, "are not finished", "moeq transcode without --shard does what is left")
     require_unchanged(folder.stamp, transcode_stamp(job), folder.path)
-    source, target, config = job.checkpoint.source, job.plan.target, job.plan.config
-    sides: dict[str, Mapping[str, Any]] = {}
-    if target.side_config is not None and config is not None:
-        sides = dict([target.side_config(config)])
-    weight_map = {tensor: file.name for file in job.plan.files for tensor in file.tensors}
-    with disk_errors(folder.path):
-        for file in job.plan.files:
-            sync_file(folder.path / file.name)
-        copy_side_files(source, folder.path, leave_out={*SIDE_CONFIGS, REPORT_NAME, *sides})
-        for name, document in sides.items():
-            write_json(folder.path / name, document)
-        index = {"metadata": {"total_size": job.plan.bytes_out}, "weight_map": weight_map}
-        write_json(folder.path / INDEX_NAME, index)
-        write_json(folder.path / CONFIG_NAME, written_config(job))
-        write_json(folder.path / REPORT_NAME, report(job, found))
+    source = job.checkpoint.source
+    sync_files(folder.files, job.plan)
+    copy_side_files(source, job.side_files, folder.files, leave_out={*SIDE_CONFIGS, *job.side_configs})
+    for name, document in job.side_configs.items():
+        write_json(folder.files, name, document)
+    write_json(folder.files, INDEX_NAME, index_of(job.plan))
+    write_json(folder.files, CONFIG_NAME, written_config(job))
+    source.require_unchanged()
+    write_json(folder.files, REPORT_NAME, report(job, found))
     folder.publish()
 
 
@@ -379,4 +392,5 @@ def report(job: TranscodeJob, found: Transcoding) -> dict[str, Any]:
         "dropped": dict(found.dropped),
         "notes": list(found.notes),
         "differences": [loss.to_json() for loss in found.losses],
+        "files": sorted(job.outputs),
     }

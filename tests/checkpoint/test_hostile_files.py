@@ -208,11 +208,11 @@ def test_case_57_source_changes_while_it_is_read(tmp_path: Path) -> None:
     os.truncate(folder / "model.safetensors", 5000)
     with pytest.raises(MoeqError) as caught:
         checkpoint.matrix(0, 1, "w2")
-    check(caught.value, "source.truncated", "model.safetensors")
+    check(caught.value, "source.changed", "model.safetensors")
     (folder / "model.safetensors").unlink()
     with pytest.raises(MoeqError) as caught:
         checkpoint.matrix(0, 1, "w2")
-    check(caught.value, "source.unreadable", "model.safetensors")
+    check(caught.value, "source.missing-file", "model.safetensors")
 
 
 def test_case_62_a_small_file_that_claims_petabytes(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 from bench_scripts import make_checkpoint as generator
 
 import moeq
+from moeq.checkpoint.outputs import OutputFolder
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import ExitCode, MoeqError
@@ -216,19 +217,21 @@ class TestRefused:
             assert (f"--shard {index}/7" in (error.hint or "")) == (index not in (0, 3)), index
         assert "without --shard" in (error.hint or "")
         assert not (tmp_path / "out").exists()
-        assert read_journals(partial(tmp_path / "out")).records.keys() == done, "nothing is lost by asking"
+        assert read_journals(OutputFolder(partial(tmp_path / "out"))).records.keys() == done, (
+            "nothing is lost by asking"
+        )
 
     def test_records_that_contradict_each_other(self, source, tmp_path) -> None:
         for index in range(2):
             share(source, tmp_path / "out", index, 2)
         first = partial(tmp_path / "out") / "moeq-journal.0-of-2.jsonl"
-        there = read_journals(first.parent)
+        there = read_journals(OutputFolder(first.parent))
         record = next(one for one in there.records.values() if one.digests)
         digests = {name: ("0" * 64, *values[1:]) for name, values in record.digests.items()}
-        journal = Journal(first.parent, there.stamps[first.name], "1-of-3")
+        journal = Journal(OutputFolder(first.parent), there.stamps[first.name], "1-of-3")
         journal.add([replace(record, digests=digests)])
         journal.close()
-        names = sorted((*there.homes[record.unit], journal.path.name))
+        names = sorted((*there.homes[record.unit], journal.name))
         error = refused(tmp_path / "out")
         assert (error.code, error.exit_code) == ("answer.units-contradict", ExitCode.NO)
         assert f"{record.unit} ({names[0]}, {names[1]})" in error.message

@@ -56,7 +56,7 @@ def test_every_place_is_read(source: Path, way: str, monkeypatch: pytest.MonkeyP
     if way == "dropped":
         with source.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    file = InputFile(source, "source", [(0, SIZE)])
+    file = InputFile(os.open(source, os.O_RDONLY), "source", [(0, SIZE)])
     assert file.cached is {"dropped": False, "no cachestat": None}.get(way, True)
     if way == "refused":
         real = inputs.read_at
@@ -76,18 +76,12 @@ def test_every_place_is_read(source: Path, way: str, monkeypatch: pytest.MonkeyP
 
 
 def test_a_file_that_ends_before(source: Path) -> None:
-    file = InputFile(source, "weights", [(0, SIZE)])
+    file = InputFile(os.open(source, os.O_RDONLY), "weights", [(0, SIZE)])
     for file.cached in (True, False, None):
         with pytest.raises(MoeqError, match="weights: ended before byte 600,002 while being read") as caught:
             read(file, 0, SIZE + 1)
         assert caught.value.code == "source.truncated"
     file.close()
-
-
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(MoeqError, match="weights: No such file") as caught:
-        InputFile(tmp_path / "gone", "weights", [])
-    assert caught.value.code == "source.unreadable"
 
 
 def test_memory_lies_as_its_place_in_the_file_does() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import moeq
+from moeq.checkpoint.outputs import OutputFolder
 from moeq.cli.app import run
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
@@ -102,7 +103,7 @@ def test_the_plan_is_the_same_every_time_and_for_everyone(checkpoints) -> None:
 
 
 def _execute(request: JobRequest, digest: str, folder: Path, units: list[str]) -> list[UnitRecord]:
-    executor = Executor(open_job(request, expect=digest), folder)
+    executor = Executor(open_job(request, expect=digest), OutputFolder(folder))
     return [executor.execute(unit) for unit in units]
 
 
@@ -119,7 +120,7 @@ def test_units_executed_by_other_processes_in_any_order(checkpoints, tmp_path) -
         first, second = (result.get(120) for result in results)
         records = {record.unit: record for record in (*first, *second)}
         assert first[0] == second[0], "the same unit gives the same record"
-        assert all(holds(job.plan, job.plan.unit(unit), record, folder.path) for unit, record in records.items())
+        assert all(holds(job.plan, job.plan.unit(unit), record, folder.files) for unit, record in records.items())
         missing = dict(records)
         del missing["layer-0/w2"]
         with pytest.raises(MoeqError, match=r"1 of 5 units are not finished: layer-0/w2"):
@@ -133,7 +134,7 @@ def test_units_executed_by_other_processes_in_any_order(checkpoints, tmp_path) -
 def test_an_unknown_unit_is_named(checkpoints, tmp_path) -> None:
     job = job_of(checkpoints, NAME, Deployment(gpu=A100))
     with pytest.raises(MoeqError, match="layer-9/w13"):
-        Executor(job, tmp_path).execute("layer-9/w13")
+        Executor(job, OutputFolder(tmp_path)).execute("layer-9/w13")
 
 
 def test_copies_are_cut_into_bounded_units(checkpoints, monkeypatch) -> None:

@@ -20,6 +20,7 @@ pytest.importorskip("ray")
 from pipeline.ray_nodes import NODE, Assassin
 
 import moeq
+from moeq.checkpoint.outputs import OutputFolder
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import ExitCode, MoeqError
@@ -102,13 +103,13 @@ def test_interrupted_and_continued_here(cluster, source, whole, tmp_path) -> Non
     partial = tmp_path / "out.moeq-partial"
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         deadline = time.monotonic() + 60
-        while not (partial.is_dir() and read_journals(partial).records) and time.monotonic() < deadline:
+        while not (partial.is_dir() and read_journals(OutputFolder(partial)).records) and time.monotonic() < deadline:
             time.sleep(0.01)
         os.killpg(process.pid, signal.SIGINT)
         _, said = process.communicate(timeout=60)
     assert process.returncode == ExitCode.INTERRUPTED, said
     assert "Traceback" not in said
-    recorded = set(read_journals(partial).records)
+    recorded = set(read_journals(OutputFolder(partial)).records)
     assert 0 < len(recorded) < 1 + 2 * LAYERS
     assert {path.name for path in partial.glob("moeq-work*")} == set()
     assert convert(source, tmp_path / "out", A100).resumed_units == len(recorded)

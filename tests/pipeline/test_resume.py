@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import moeq
+from moeq.checkpoint.outputs import OutputFolder
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import ExitCode, MoeqError
@@ -80,7 +81,7 @@ class TestInterruption:
     @pytest.mark.parametrize("units", [1, 3, 5])
     def test_the_same_command_continues_and_gives_the_same_bytes(self, units, source, whole, tmp_path) -> None:
         partial = interrupted(source, tmp_path / "out", units)
-        recorded = set(read_journals(partial).records)
+        recorded = set(read_journals(OutputFolder(partial)).records)
         assert len(recorded) >= units
         conversion, events = again(source, tmp_path / "out")
         assert resumed(events) == recorded
@@ -93,7 +94,7 @@ class TestInterruption:
     def test_what_was_finished_is_not_done_again(self, source, tmp_path) -> None:
         """Not even read from the source: its bytes may be gone by then (the headers are still checked)."""
         partial = interrupted(source, tmp_path / "out", 3)
-        recorded = [moeq_unit for moeq_unit in UNITS if moeq_unit in read_journals(partial).records]
+        recorded = [moeq_unit for moeq_unit in UNITS if moeq_unit in read_journals(OutputFolder(partial)).records]
         _, events = again(source, tmp_path / "out")
         done = [event.unit for event in events if isinstance(event, UnitFinished) and not event.resumed]
         assert sorted([*recorded, *done]) == sorted(UNITS)
@@ -108,15 +109,15 @@ class TestInterruption:
 
     def test_moeq_json_comes_last(self, source, tmp_path, monkeypatch) -> None:
         """Whatever step of the end fails, there is no folder of the final name, and no manifest before all else."""
-        real, seen = os.replace, []
+        real, seen = os.rename, []
 
-        def fail(old: object, new: object) -> None:
-            if str(new) == str(tmp_path / "out"):
-                seen.append({path.name for path in Path(str(old)).iterdir()})
+        def fail(old: str, new: str, **folders: int) -> None:
+            if new == "out":
+                seen.append({path.name for path in (tmp_path / old).iterdir()})
                 raise OSError(errno.EIO, "no more")
-            real(old, new)  # type: ignore[arg-type]
+            real(old, new, **folders)
 
-        monkeypatch.setattr(os, "replace", fail)
+        monkeypatch.setattr(os, "rename", fail)
         with pytest.raises(MoeqError, match="cannot write"):
             convert(source, tmp_path / "out", A100)
         assert not (tmp_path / "out").exists()
@@ -191,14 +192,23 @@ class TestLostWrites:
         assert len(kept) >= 3
         assert content(tmp_path / "out") == whole
 
-    @pytest.mark.parametrize("lines", [0, 1])
-    def test_a_journal_of_which_little_is_left(self, lines, source, whole, tmp_path) -> None:
+    def test_a_journal_of_which_little_is_left(self, source, whole, tmp_path) -> None:
         def shorten(partial: Path) -> None:
             journal = partial / "moeq-journal.jsonl"
-            journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:lines]) + b"\0" * 300)
+            journal.write_bytes(journal.read_bytes().splitlines(keepends=True)[0] + b"\0" * 300)
 
         assert self.damage_and_resume(source, tmp_path / "out", shorten) == set()
         assert content(tmp_path / "out") == whole
+
+    def test_a_folder_whose_journal_is_lost_is_left_alone(self, source, tmp_path) -> None:
+        """Its first line is on disk before any other file is made: without it, files are somebody else's."""
+        partial = interrupted(source, tmp_path / "out", 4)
+        (partial / "moeq-journal.jsonl").write_bytes(bytes(300))
+        before = content(partial)
+        with pytest.raises(MoeqError) as caught:
+            convert(source, tmp_path / "out", A100, force=True)
+        assert caught.value.code == "usage.foreign-folder"
+        assert content(partial) == before
 
     def test_a_journal_that_lies_about_a_unit(self, source, whole, tmp_path) -> None:
         def lie(partial: Path) -> None:
@@ -323,11 +333,15 @@ class TestPublishing:
     """Killed between any two steps of the end: either DST stands, or the next run does no unit again."""
 
     def test_killed_right_after_it(self, source, whole, tmp_path, monkeypatch) -> None:
-        def killed(path: Path, missing_ok: bool = False) -> None:
-            raise SystemExit
+        real = OutputFolder.remove
+
+        def killed(folder: OutputFolder, name: str) -> None:
+            if name.startswith("out."):  # a journal that lies beside
+                raise SystemExit
+            real(folder, name)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Path, "unlink", killed)
+            patch.setattr(OutputFolder, "remove", killed)
             with pytest.raises(SystemExit):
                 convert(source, tmp_path / "out", A100)
         assert content(tmp_path / "out") == whole
@@ -341,20 +355,19 @@ class TestPublishing:
         out = tmp_path / "out"
         if force:
             convert(source, out, A100)
-        real, calls = os.replace, []
+        real, calls = os.rename, []
 
-        def killed(old: Path, new: Path) -> None:
-            if Path(new).parent == tmp_path:  # the steps of publishing; the restore data is renamed within the folder
-                if len(calls) == step:
-                    raise SystemExit
-                calls.append(new)
-            real(old, new)
+        def killed(old: str, new: str, **folders: int) -> None:
+            if len(calls) == step:
+                raise SystemExit
+            calls.append(new)
+            real(old, new, **folders)
 
-        monkeypatch.setattr(os, "replace", killed)
+        monkeypatch.setattr(os, "rename", killed)
         try:
             convert(source, out, A100, force=force)
         except SystemExit:
-            monkeypatch.setattr(os, "replace", real)
+            monkeypatch.setattr(os, "rename", real)
             _, events = (convert(source, out, A100, force=force, progress=(seen := []).append), seen)
             assert resumed(events) == set(UNITS)
         else:

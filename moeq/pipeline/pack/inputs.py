@@ -11,9 +11,9 @@ import errno
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from moeq.checkpoint.writer import BLOCK, libc, open_direct, read_at
+from moeq.checkpoint.disk import libc, read_at, reopen_direct
+from moeq.checkpoint.writer import BLOCK
 from moeq.errors import MoeqError
 from moeq.pipeline.plan.units import Span
 from moeq.pipeline.state.records import Bytes
@@ -35,24 +35,18 @@ class InputFile:
     """An open source file, to be read from any thread.
 
     Args:
-        path: where it is.
+        fd: its descriptor (`Source.open`), closed with this.
         name: its name in the source, for messages.
         spans: what will be read of it.
 
     Attributes:
         cached: whether the page cache holds that; None where it holds some of it, or the kernel cannot tell.
-
-    Raises:
-        MoeqError: `source.unreadable`.
     """
 
-    def __init__(self, path: Path, name: str, spans: Sequence[Span]) -> None:
+    def __init__(self, fd: int, name: str, spans: Sequence[Span]) -> None:
         self.name = name
-        try:
-            self.fd = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            raise self._unreadable(error) from error
-        self._direct = open_direct(path, os.O_RDONLY)
+        self.fd = fd
+        self._direct = reopen_direct(self.fd, os.O_RDONLY)
         share = _cached_share(self.fd, spans)
         self.cached = None if share is None or _NOTHING < share < _EVERYTHING else share >= _EVERYTHING
 

@@ -68,7 +68,7 @@ def run_units(
     driver = Driver(job, folder, units, where.workers, progress)
     if driver.todo:
         folder.reopen()
-    with executor(where, job, folder.path, lambda code, message: progress(Warned(code, message))) as found:
+    with executor(where, job, folder.files, lambda code, message: progress(Warned(code, message))) as found:
         found.prepare(units)  # those of finished units too: their headers may have been lost
         for batch in batches(driver.todo):
             found.run(batch, driver.handle, driver.salvage)
@@ -155,7 +155,7 @@ def finished_units(
 
     def check(unit: Unit) -> bool:
         buffer = np.empty(CHUNK_BYTES, np.uint8)
-        return holds(job.plan, unit, folder.journals.records[unit.id], folder.path, buffer)
+        return holds(job.plan, unit, folder.journals.records[unit.id], folder.files, buffer)
 
     def advance(count: int, label: str) -> None:
         nonlocal done

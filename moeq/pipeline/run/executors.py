@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
+from moeq.checkpoint.outputs import OutputFolder
 from moeq.errors import MoeqError
 from moeq.pipeline.pack.memory import SpareMemory
 from moeq.pipeline.plan.units import Unit
@@ -48,25 +48,25 @@ class Where:
 
 
 @contextmanager
-def _local(where: Where, job: Work, folder: Path, warn: Warn) -> Iterator[Executes]:
+def _local(where: Where, job: Work, folder: OutputFolder, warn: Warn) -> Iterator[Executes]:
     yield Executor(job, folder, where.workers, where.spare)
 
 
-def _ray(where: Where, job: Work, folder: Path, warn: Warn) -> AbstractContextManager[Executes]:
+def _ray(where: Where, job: Work, folder: OutputFolder, warn: Warn) -> AbstractContextManager[Executes]:
     from moeq.pipeline.run.ray_executor import ray_executor
 
     if not isinstance(job, Job):
         raise MoeqError("usage.executor", "a Ray cluster executes conversions only", "--shard, on several machines")
-    return ray_executor(job, folder, where.address, warn)
+    return ray_executor(job, folder.path, where.address, warn)
 
 
-EXECUTORS: Mapping[str, Callable[[Where, Work, Path, Warn], AbstractContextManager[Executes]]] = {
+EXECUTORS: Mapping[str, Callable[[Where, Work, OutputFolder, Warn], AbstractContextManager[Executes]]] = {
     "local": _local,
     "ray": _ray,
 }
 
 
-def executor(where: Where, job: Work, folder: Path, warn: Warn) -> AbstractContextManager[Executes]:
+def executor(where: Where, job: Work, folder: OutputFolder, warn: Warn) -> AbstractContextManager[Executes]:
     """The executor that is asked for. Raises MoeqError `usage.executor`, and what opening it raises."""
     if where.name not in EXECUTORS:
         raise MoeqError("usage.executor", f"there is no executor {where.name!r}", f"known: {', '.join(EXECUTORS)}")

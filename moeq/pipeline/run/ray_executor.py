@@ -16,6 +16,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from moeq.checkpoint.disk import disk_errors
+from moeq.checkpoint.outputs import OutputFolder
 from moeq.errors import MoeqError
 from moeq.pipeline.plan.units import Unit
 from moeq.pipeline.run import ray_cluster
@@ -23,8 +25,8 @@ from moeq.pipeline.run.ray_cluster import Task, Token
 from moeq.pipeline.run.resources import plan_memory
 from moeq.pipeline.run.shares import grouped
 from moeq.pipeline.run.workers import Executed, Executor, Outcome, Written
-from moeq.pipeline.state.folder import WORK_PREFIX
 from moeq.pipeline.state.job import Job, JobRequest, open_job
+from moeq.pipeline.state.ownership import WORK_PREFIX, require_ours
 from moeq.pipeline.state.records import UnitRecord
 from moeq.version import __version__
 
@@ -70,7 +72,7 @@ class RayExecutor:
         self._job = job
         self._order = remote
         self._warn = warn
-        self._local = Executor(job, Path(remote.folder))
+        self._local = Executor(job, _opened(remote.folder))
 
     def prepare(self, units: Sequence[Unit]) -> None:
         """Make the output files of these units, so that a full disk shows before anything is sent away."""
@@ -194,7 +196,14 @@ def _worker(remote: RemoteJob) -> Executor:
             f"{here} makes another plan of {remote.request.src} ({job.plan.digest[:16]}, here {remote.digest[:16]})",
             "source and moeq have to be the same on every node",
         )
-    return Executor(job, Path(remote.folder))
+    return Executor(job, _opened(remote.folder))
+
+
+def _opened(folder: str) -> OutputFolder:
+    """The output folder as this node sees it, which has to be a folder of this user's."""
+    path = Path(folder)
+    with disk_errors(path), OutputFolder(path.parent.resolve()) as parent:
+        return require_ours(parent, path.name, fresh=False)
 
 
 def _absolute(job: Job) -> JobRequest:

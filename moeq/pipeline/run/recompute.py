@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from moeq.checkpoint.writer import NoOutput
 from moeq.pipeline.pack.memory import SpareMemory
 from moeq.pipeline.plan.units import Unit
 from moeq.pipeline.run.workers import Executed, Executor, Outcome, Written
@@ -40,6 +38,6 @@ def recompute(
         elif isinstance(outcome, Written):
             moved(outcome.bytes, outcome.label)
 
-    nowhere = Executor(job, Path(), workers, spare, open_output=lambda path: NoOutput())
+    nowhere = Executor(job, None, workers, spare)
     nowhere.run(units, handle)
     return records

@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moeq.checkpoint.writer import Output, OutputFile, disk_errors, prepare_file, require_free_space
+from moeq.checkpoint.disk import disk_errors
+from moeq.checkpoint.outputs import OutputFolder
+from moeq.checkpoint.writer import NoOutput, Output, OutputFile, prepare_file, require_free_space
 from moeq.pipeline.events import UnitStarted
 from moeq.pipeline.pack.buffers import Buffers
 from moeq.pipeline.pack.copying import Copier
@@ -72,22 +74,19 @@ class Executor:
 
     Args:
         job: the conversion.
-        folder: folder with the output files (`<DST>.moeq-partial`).
+        folder: folder with the output files (`<DST>.moeq-partial`); None: nothing is written anywhere.
         workers: threads.
         spare: memory beyond what `moeq.pipeline.run.resources.plan_memory` counts; None: as much as it takes.
-        open_output: opens an output file.
     """
 
     def __init__(
         self,
         job: Work,
-        folder: Path,
+        folder: OutputFolder | None,
         workers: int = 1,
         spare: SpareMemory | None = None,
-        open_output: Callable[[Path], Output] = OutputFile,
     ) -> None:
         self.job = job
-        self._open_output = open_output
         self.folder = folder
         self._spare = spare or SpareMemory(None)
         self._buffers = [Buffers() for _ in range(max(workers, 1))]
@@ -96,13 +95,15 @@ class Executor:
         """Make the output files of these units, at their full size with their headers; data in them stays.
 
         Raises:
-            MoeqError: `resources.disk-full`, `environment.write`.
+            MoeqError: `resources.disk-full`, `environment.write`, `environment.planted`.
         """
+        if self.folder is None:
+            return
         names = dict.fromkeys(unit.file for unit in units)
-        forms = {self.folder / name: self.job.plan.file(name).form for name in names}
-        require_free_space(self.folder, forms)
-        for path, form in forms.items():
-            prepare_file(path, form)
+        forms = {name: self.job.plan.file(name).form for name in names}
+        require_free_space(self.folder, {name: form.size for name, form in forms.items()})
+        for name, form in forms.items():
+            prepare_file(self.folder, name, form.header, form.size)
 
     def execute(self, unit_id: str, moved: Callable[[int, str], None] | None = None) -> UnitRecord:
         """Execute one unit: its bytes are on disk and proven when this returns.
@@ -145,7 +146,7 @@ class Executor:
             MoeqError: as `execute`.
         """
         with headers_frozen():
-            run = _Run(self.job, self.folder, units, self._buffers, self._spare, self._open_output)
+            run = _Run(self.job, self.folder, units, self._buffers, self._spare)
             try:
                 for outcome in run.outcomes():
                     if isinstance(outcome, _Failed):
@@ -180,14 +181,13 @@ class _Run:
     def __init__(
         self,
         job: Work,
-        folder: Path,
+        folder: OutputFolder | None,
         units: Sequence[Unit],
         buffers: Sequence[Buffers],
         spare: SpareMemory,
-        open_output: Callable[[Path], Output],
     ) -> None:
         self._job = job
-        self._open_output = open_output
+        self._path = Path() if folder is None else folder.path
         self._spare = spare
         self._folder = folder
         self._waiting = iter(units)
@@ -254,7 +254,7 @@ class _Run:
                 slot, opened = queues.free.get(), work.opened
                 if opened.is_at_hand:
                     data = opened.kind.fetch(work.payload, queues.buffers, place)
-                with disk_errors(self._folder / opened.unit.file, opened.unit.bytes_out):
+                with disk_errors(self._path / opened.unit.file, opened.unit.bytes_out):
                     result, writes = opened.kind.run(work.payload, data, queues.buffers, slot)
                 queues.empty.put(place)
                 queues.packed.put((work, result, writes, slot))
@@ -270,7 +270,7 @@ class _Run:
             while (packed := queues.packed.get()) is not None:
                 work, result, writes, slot = packed
                 try:
-                    with disk_errors(self._folder / work.opened.unit.file, work.opened.unit.bytes_out):
+                    with disk_errors(self._path / work.opened.unit.file, work.opened.unit.bytes_out):
                         for data, place in writes:
                             work.opened.output.write(data.data, place)
                 except BaseException:
@@ -306,9 +306,9 @@ class _Run:
         output: Output | None = None
         try:
             for name, spans in unit.inputs.items():
-                inputs[name] = InputFile(source.path(name), name, spans)
-            with disk_errors(self._folder / unit.file):
-                output = self._open_output(self._folder / unit.file)
+                inputs[name] = InputFile(source.open(name), name, spans)
+            with disk_errors(self._path / unit.file):
+                output = NoOutput() if self._folder is None else OutputFile(self._folder, unit.file)
             kind = {**_KINDS, **self._job.runners}[type(unit)](self._job, unit, inputs, output, self._spare)
         except BaseException:
             for file in inputs.values():
@@ -348,7 +348,7 @@ class _Run:
     def _finish(self, ready: list[OpenUnit]) -> None:
         try:
             for opened in ready:
-                with disk_errors(self._folder / opened.unit.file, opened.unit.bytes_out):
+                with disk_errors(self._path / opened.unit.file, opened.unit.bytes_out):
                     opened.output.sync()
             for opened in ready:
                 record = opened.kind.record(opened.results)

@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 import os
-import shutil
+import stat
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
+from moeq.checkpoint.disk import disk_errors
 from moeq.checkpoint.manifest import MANIFEST_NAME
-from moeq.checkpoint.writer import disk_errors, sync_file
+from moeq.checkpoint.outputs import OutputFolder
 from moeq.errors import MoeqError
 from moeq.pipeline.state.journal import (
     JobStamp,
     Journal,
     Journals,
+    Replaced,
     is_journal,
     journal_files,
     read_journals,
     require_job,
+    require_lock,
+)
+from moeq.pipeline.state.ownership import (
+    WORK_PREFIX,
+    finished_files,
+    remove_files,
+    remove_work,
+    require_apart,
+    require_journals,
+    require_no_strangers,
+    require_ours,
 )
 from moeq.pipeline.state.records import UnitRecord
+
+T = TypeVar("T")
 
 #: After these kinds of errors the same command cannot succeed, so that finished units are of no use ...
 _FINAL = ("source.", "usage.", "bug.", "answer.not-exact", "answer.zero-points")
@@ -31,23 +48,33 @@ _PASSING = (
     "source.network",
     "source.offline",
     "source.unreadable",
+    "usage.foreign-files",
+    "usage.running",
 )
 
 #: What is appended to a destination's name until it is finished.
 PARTIAL_SUFFIX = ".moeq-partial"
 
-#: Names that begin so are for the work alone and never published.
-WORK_PREFIX = "moeq-work."
+#: Bytes of a file name on common file systems.
+_LONGEST_NAME = 255
+
+#: What is appended to the name of a conversion that gives way to another, for a moment.
+OLD_SUFFIX = ".moeq-old"
+
+#: Seconds to wait for processes that have done their share and are about to end.
+_LEAVE_SECONDS = 10.0
 
 
 class WorkFolder:
     """`<DST>.moeq-partial` until `publish`, then DST.
 
-    As a context manager it makes the folder, refuses one of another job, and opens this process's journal. Several
-    processes may be inside at once, each with a share of its own; none removes what another has written.
+    As a context manager it makes the folder, refuses one that is another job's or somebody else's, and opens this
+    process's journal. Several processes may be inside at once, each with a share of its own; none removes what another
+    has written.
 
     Attributes:
         path: the folder to write to.
+        files: the same, opened; while the context is entered.
         journals: what the journals told when the folder was entered.
 
     Args:
@@ -55,7 +82,7 @@ class WorkFolder:
         stamp: the job.
         share: name of this process's share of the work; None where it does everything.
         force: replace an existing output of moeq, and partial work of another job.
-        marker: file that is written last and tells an output of moeq.
+        marker: file that is written last and tells an output of moeq, with the names of its files.
     """
 
     def __init__(
@@ -73,72 +100,150 @@ class WorkFolder:
         self.share = share
         self.force = force
         self.marker = marker
-        self.journals = Journals({}, {}, {})
+        self.journals = Journals()
         self._journal: Journal | None = None
+        self._parent: OutputFolder | None = None
+        self._files: OutputFolder | None = None
 
-    def check(self, source: Path) -> None:
+    @property
+    def files(self) -> OutputFolder:
+        """The folder, opened."""
+        return _entered(self._files)
+
+    def check(self, *sources: Path) -> None:
         """Refuse a destination that would lose somebody's data.
 
         Args:
-            source: folder of the source checkpoint.
+            sources: the source checkpoint's folder, and whatever else is read.
 
         Raises:
-            MoeqError: `usage.destination-exists`, `usage.destination-is-source`, `usage.no-parent`.
+            MoeqError: `usage.no-parent`, `usage.destination-is-source`, `usage.destination-exists`,
+                `usage.foreign-folder`, `usage.foreign-files`; `environment.write`.
         """
         destination = self.destination
-        if not destination.parent.is_dir():
-            raise MoeqError(
-                "usage.no-parent",
-                f"{destination.parent} does not exist",
-                f"create it first: mkdir -p {destination.parent}",
-            )
-        if destination.resolve() in (source.resolve(), *source.resolve().parents):
-            raise MoeqError(
-                "usage.destination-is-source", f"{destination} is, or holds, the source itself", "name another folder"
-            )
-        if not self.path.exists():  # of a run that was killed right after DST got its name
-            for journal in journals_beside(self.path):
-                journal.unlink(missing_ok=True)  # another process may be here, too
-        if not destination.exists() or (destination.is_dir() and not any(destination.iterdir())):
-            return
-        if not (destination / self.marker).is_file():
+        old = destination.name + OLD_SUFFIX
+        _require_parent(destination)
+        require_apart(sources, (destination, self.path, destination.with_name(old)))
+        with disk_errors(destination), OutputFolder(destination.parent.resolve()) as parent:
+            if parent.status(self.path.name) is not None:
+                require_ours(parent, self.path.name, fresh=False).close()
+            else:
+                self._tidy(parent)
+            info = parent.status(destination.name)
+            if info is None:
+                return
+            if not stat.S_ISDIR(info.st_mode):
+                raise MoeqError(
+                    "usage.destination-exists", f"{destination} is a link or a file", "name a folder that can be made"
+                )
+            with OutputFolder(destination, parent.fd) as found:
+                if not found.names():
+                    return
+                self._require_replaceable(found)
+            if parent.status(old) is not None:
+                raise MoeqError(
+                    "usage.foreign-folder", f"{destination.with_name(old)} is in the way", "move it away, or remove it"
+                )
+
+    def _require_replaceable(self, found: OutputFolder) -> None:
+        """Refuse what is no conversion, or more than one, and one that nobody wants replaced."""
+        try:
+            files = finished_files(self.destination, self.marker)
+        except MoeqError:
             raise MoeqError(
                 "usage.destination-exists",
-                f"{destination} exists and is not an output of moeq",
+                f"{self.destination} exists and is not an output of moeq",
                 "name another folder; --force replaces only what moeq itself wrote",
-            )
+            ) from None
         if not self.force:
             raise MoeqError(
-                "usage.destination-exists", f"{destination} already holds a conversion", "--force replaces it"
+                "usage.destination-exists", f"{self.destination} already holds a conversion", "--force replaces it"
             )
+        require_no_strangers(found, files, "is an output of moeq's", work=False)
+
+    def _tidy(self, parent: OutputFolder) -> None:
+        """Remove what a run left beside the folder that was killed right after DST got its name."""
+        for name in _beside(parent, self.path.name):
+            journals = read_journals(parent, [name])
+            if journals.stamps:
+                self._remove_replaced(parent, journals.replaced)
+                parent.remove(name)  # another process may be here, too
 
     def __enter__(self) -> WorkFolder:
-        with disk_errors(self.path):
-            self.path.mkdir(exist_ok=True)
-            take_back_journals(self.path)
-        found = read_journals(self.path)
+        try:
+            with disk_errors(self.path):
+                self._enter()
+        except BaseException:
+            with suppress(OSError):  # only where it is empty
+                os.rmdir(self.path.name, dir_fd=_entered(self._parent).fd)
+            self._close()
+            raise
+        return self
+
+    def _enter(self) -> None:
+        self._parent = OutputFolder(self.destination.parent.resolve())
+        self._files = _locked(self._parent, self.path.name)
+        take_back_journals(self._parent, self._files)
+        found = read_journals(self._files)
+        require_journals(self._files, found)
         try:
             require_job(found, self.stamp, self.path)
         except MoeqError:
             if not self.force:
                 raise
-            with disk_errors(self.path):
-                shutil.rmtree(self.path)
-                self.path.mkdir()
-            found = Journals({}, {}, {})
-        self._journal = Journal(self.path, self.stamp, self.share)
+            self._lock_out_others()
+            remove_files(self._files, [name for stamp in found.stamps.values() for name in stamp.outputs])
+            self._remove_all_work(self._files)
+            found = Journals(replaced=found.replaced)
+        self._journal = Journal(self._files, self.stamp, self.share)
         self.journals = found
-        return self
+
+    def _lock_out_others(self) -> None:
+        """Make sure that nobody else works here, and that nobody begins to. Raises MoeqError `usage.running`."""
+        try:
+            require_lock(self.files.fd, self.path)
+        except MoeqError:
+            require_lock(self.files.fd, self.path, exclusive=False)  # asking for more has given up what there was
+            raise
+        for name in journal_files(self.files):
+            if self._journal is not None and name == self._journal.name:
+                continue
+            fd = self.files.open(name, os.O_RDWR)
+            try:
+                require_lock(fd, self.path)
+            finally:
+                os.close(fd)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Keep finished units where the same command can continue with them; else a failed run leaves nothing."""
-        if self._journal is not None:
-            self._journal.close()
-        alone = self.share is None and len(journal_files(self.path)) == 1
-        if error is not None and alone and (_is_final(error) or not read_journals(self.path).records):
-            shutil.rmtree(self.path, ignore_errors=True)
+        try:
+            if error is not None and self._files is not None and self._parent is not None:
+                with suppress(OSError, MoeqError):  # what made the run fail counts
+                    self._clean_up(error, self._parent, self._files)
+        finally:
+            self._close()
+
+    def _clean_up(self, error: BaseException, parent: OutputFolder, files: OutputFolder) -> None:
+        alone = self.share is None and len(journal_files(files)) == 1
+        if not alone or not (_is_final(error) or not read_journals(files).records):
+            return
+        self._lock_out_others()
+        remove_files(files, self.stamp.outputs)
+        self._remove_all_work(files)
+        os.rmdir(self.path.name, dir_fd=parent.fd)  # not where somebody has put something there
+
+    def _remove_all_work(self, files: OutputFolder) -> None:
+        remove_work(files)
+        for name in journal_files(files):
+            files.remove(name)
+
+    def _close(self) -> None:
+        for one in (self._journal, self._files, self._parent):
+            if one is not None:
+                one.close()
+        self._journal = self._files = self._parent = None
 
     def work(self, name: str) -> Path:
         """Where this process may keep something that is not published. Not made; survives interruptions."""
@@ -146,60 +251,141 @@ class WorkFolder:
 
     def reopen(self) -> None:
         """Units are executed again: take away what an earlier run wrote last, which says that all are finished."""
-        manifest = self.path / self.marker
-        if manifest.exists():
-            with disk_errors(manifest):
-                manifest.unlink()
+        with disk_errors(self.path / self.marker):
+            self.files.remove(self.marker)
 
     def record(self, records: Iterable[UnitRecord]) -> None:
         """Note that units are finished and on disk. Raises MoeqError `resources.disk-full`."""
-        if self._journal is None:
-            raise ValueError("the folder was not entered")  # a bug, not input
-        self._journal.add(records)
+        _entered(self._journal).add(records)
 
     def publish(self) -> None:
         """Give the finished folder its name. With `force` the old one is removed only after the new one stands.
 
         The journals are put beside the folder before and removed after that, so that wherever this is killed, either
-        DST stands or the next run knows what is finished.
+        DST stands or the next run knows what is finished, and what the old folder was.
+
+        Raises:
+            MoeqError: `usage.running` where another process does not leave; `usage.foreign-files`,
+                `usage.destination-exists` where somebody has put something there meanwhile; `environment.write`,
+                `resources.disk-full`.
         """
-        old = self.destination.with_name(self.destination.name + ".moeq-old")
+        files, parent = self.files, _entered(self._parent)
+        name, old = self.destination.name, self.destination.name + OLD_SUFFIX
         with disk_errors(self.path):
-            for journal in journal_files(self.path):
-                os.replace(journal, self.path.with_name(f"{self.path.name}.{journal.name}"))
-            for left in self.path.glob(WORK_PREFIX + "*"):
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
-            sync_file(self.path)
-            if self.destination.exists():
-                shutil.rmtree(old, ignore_errors=True)
-                os.replace(self.destination, old)
-            os.replace(self.path, self.destination)
-            sync_file(self.destination.parent)
-            for journal in journals_beside(self.path):
-                journal.unlink(missing_ok=True)
-        shutil.rmtree(old, ignore_errors=True)
+            self._wait_for_others()
+            require_no_strangers(files, self.stamp.outputs, "holds the finished conversion")
+            replaced = self._about_to_replace(parent) or self.journals.replaced
+            remove_work(files)
+            for journal in journal_files(files):
+                files.rename(journal, f"{self.path.name}.{journal}", parent)
+            files.sync()
+            parent.sync()
+            if replaced is not None and _is(parent.status(name), replaced):
+                parent.rename(name, old)
+            parent.rename(self.path.name, name)
+            parent.sync()
+            self._remove_replaced(parent, replaced)
+            for journal in _beside(parent, self.path.name):
+                parent.remove(journal)
+
+    def _wait_for_others(self) -> None:
+        until = time.monotonic() + _LEAVE_SECONDS
+        while True:
+            try:
+                return self._lock_out_others()
+            except MoeqError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.05)
+
+    def _about_to_replace(self, parent: OutputFolder) -> Replaced | None:
+        """Record the folder that is at the destination; None where there is none, or an empty one."""
+        if parent.status(self.destination.name) is None:
+            return None
+        with OutputFolder(self.destination, parent.fd) as found:
+            if not found.names():
+                return None
+            self._require_replaceable(found)
+            info = os.fstat(found.fd)
+            replaced = Replaced(info.st_dev, info.st_ino, tuple(sorted(finished_files(self.destination, self.marker))))
+        if parent.status(self.destination.name + OLD_SUFFIX) is not None:
+            raise MoeqError("usage.foreign-folder", f"{self.destination}{OLD_SUFFIX} is in the way", "move it away")
+        _entered(self._journal).add_replaced(replaced)
+        return replaced
+
+    def _remove_replaced(self, parent: OutputFolder, replaced: Replaced | None) -> None:
+        """Remove the files of a folder that has given way; the folder as well, unless there is more in it."""
+        old = self.destination.name + OLD_SUFFIX
+        if replaced is None or not _is(parent.status(old), replaced):
+            return
+        with OutputFolder(self.destination.with_name(old), parent.fd) as found:
+            remove_files(found, replaced.files)
+        with suppress(OSError):
+            os.rmdir(old, dir_fd=parent.fd)
 
 
 def partial_of(destination: Path) -> Path:
     """The folder in which a destination is made. Raises MoeqError `usage.no-parent` where it is no name of a folder."""
-    if not destination.name or destination.name == "..":
-        raise MoeqError("usage.no-parent", f"'{destination}' is not a folder that can be created", "name a new folder")
+    longest = len(os.fsencode(destination.name)) + len(PARTIAL_SUFFIX)
+    if destination.name in ("", "..") or "\0" in str(destination) or longest > _LONGEST_NAME:
+        raise MoeqError(
+            "usage.no-parent", f"{str(destination)!a} is not a folder that can be created", "name a new folder"
+        )
     return destination.with_name(destination.name + PARTIAL_SUFFIX)
 
 
-def journals_beside(work: Path) -> list[Path]:
+def _is(info: os.stat_result | None, replaced: Replaced) -> bool:
+    return info is not None and (info.st_dev, info.st_ino) == (replaced.device, replaced.inode)
+
+
+def _locked(parent: OutputFolder, name: str) -> OutputFolder:
+    """The work folder, made where it is not, with a lock that others may share who work in it, too."""
+    while True:
+        fresh = parent.make(name)
+        files = require_ours(parent, name, fresh=fresh)
+        try:
+            require_lock(files.fd, files.path, exclusive=False)
+            info, mine = parent.status(name), os.fstat(files.fd)
+        except BaseException:
+            files.close()
+            raise
+        if info is not None and (info.st_dev, info.st_ino) == (mine.st_dev, mine.st_ino):
+            return files
+        files.close()  # it was published meanwhile
+
+
+def _beside(parent: OutputFolder, work: str) -> list[str]:
     """Journals of a work folder that lie beside it: a run was killed while it published."""
-    start = f"{work.name}."
-    return [
-        path for path in work.parent.iterdir() if path.name.startswith(start) and is_journal(path.name[len(start) :])
-    ]
+    start = f"{work}."
+    return [name for name in os.listdir(parent.fd) if name.startswith(start) and is_journal(name[len(start) :])]
 
 
-def take_back_journals(work: Path) -> None:
+def take_back_journals(parent: OutputFolder, files: OutputFolder) -> None:
     """Put journals that lie beside a work folder into it again. Several processes may do so at once."""
-    for journal in journals_beside(work):
+    work = files.path.name
+    for journal in _beside(parent, work):
         with suppress(FileNotFoundError):
-            os.replace(journal, work / journal.name.removeprefix(f"{work.name}."))
+            parent.rename(journal, journal.removeprefix(f"{work}."), files)
+
+
+def _require_parent(destination: Path) -> None:
+    """Refuse a destination that has no folder to be in. Raises MoeqError `usage.no-parent`."""
+    try:
+        is_folder = destination.parent.is_dir()
+    except (OSError, ValueError):
+        is_folder = False
+    if not is_folder:
+        raise MoeqError(
+            "usage.no-parent",
+            f"{destination.parent} does not exist, or is no folder",
+            f"create it first: mkdir -p {destination.parent}",
+        )
+
+
+def _entered(one: T | None) -> T:
+    if one is None:
+        raise ValueError("the folder was not entered")  # a bug, not input
+    return one
 
 
 def _is_final(error: BaseException) -> bool:

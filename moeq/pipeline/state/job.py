@@ -9,11 +9,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar, TypeGuard
 
 from blake3 import blake3
 
-from moeq.checkpoint.source import LocalSource, Source
+from moeq.checkpoint.files import stat_regular
+from moeq.checkpoint.index import INDEX_NAME
+from moeq.checkpoint.manifest import MANIFEST_NAME
+from moeq.checkpoint.source import CONFIG_NAME, LocalSource, Source
 from moeq.deploy.deployment import Deployment
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
@@ -23,6 +27,9 @@ from moeq.pipeline.plan.plan import Plan, make_plan
 from moeq.pipeline.plan.targets import Targets, choose_targets
 from moeq.pipeline.plan.units import Unit
 from moeq.pipeline.state.journal import JobStamp
+from moeq.pipeline.state.restore_data import RESTORE_DATA_NAME
+from moeq.pipeline.state.side_files import SideFiles, plan_side_files
+from moeq.pipeline.state.signature import SIGNATURE_NAME
 from moeq.typed import read_as
 from moeq.version import __version__
 
@@ -43,6 +50,7 @@ class JobRequest:
         revision: Hub revision of `src`.
         force_layout: write `layout` although the engine would not run it there.
         regroup: weights per scale to write instead of the source's.
+        no_code: leave out Python files, pickles and `auto_map`.
     """
 
     src: str
@@ -53,6 +61,7 @@ class JobRequest:
     revision: str | None = None
     force_layout: bool = False
     regroup: int | None = None
+    no_code: bool = False
 
     @property
     def ask(self) -> Ask:
@@ -91,10 +100,18 @@ class Job(Work):
     Attributes:
         request: what was asked for.
         targets: backend and layout of every layer.
+        side_files: what becomes of the source's other files.
     """
 
     request: JobRequest
     targets: Targets
+    side_files: SideFiles
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of all files of the conversion."""
+        own = (INDEX_NAME, CONFIG_NAME, MANIFEST_NAME, RESTORE_DATA_NAME, SIGNATURE_NAME)
+        return (*(file.name for file in self.plan.files), *self.side_files.sizes, *self.side_files.stripped, *own)
 
 
 def open_job(request: JobRequest, checkpoint: Checkpoint | None = None, expect: str | None = None) -> Job:
@@ -107,7 +124,7 @@ def open_job(request: JobRequest, checkpoint: Checkpoint | None = None, expect: 
 
     Raises:
         MoeqError: `usage.already-converted`, `usage.other-plan` where the digest is not the expected one, and what
-            `choose_targets` and `make_plan` raise.
+            `choose_targets`, `plan_side_files` and `make_plan` raise.
     """
     checkpoint = checkpoint or open_checkpoint(request.src, revision=request.revision)
     if checkpoint.kind == "converted":
@@ -117,6 +134,7 @@ def open_job(request: JobRequest, checkpoint: Checkpoint | None = None, expect: 
             "convert its source, or restore it",
         )
     targets = choose_targets(checkpoint, request.ask)
+    side_files = plan_side_files(checkpoint.source, no_code=request.no_code)
     plan = make_plan(checkpoint, targets, request.ask.options)
     if expect is not None and plan.digest != expect:
         raise MoeqError(
@@ -124,16 +142,16 @@ def open_job(request: JobRequest, checkpoint: Checkpoint | None = None, expect: 
             f"this source with these options gives plan {plan.digest[:16]}, the plan asked for is {expect[:16]}",
             "source, deployment, options and moeq's version have to be those of `moeq plan`",
         )
-    return Job(checkpoint, plan, request, targets)
+    return Job(checkpoint, plan, request, targets, side_files)
 
 
 def job_stamp(job: Job) -> JobStamp:
     """What the journals of a job begin with. A repository is named with its commit, whatever was asked for."""
-    return work_stamp(job, replace(job.request, revision=job.checkpoint.source.revision).to_json())
+    return work_stamp(job, replace(job.request, revision=job.checkpoint.source.revision).to_json(), job.outputs)
 
 
-def work_stamp(work: Work, request: Mapping[str, Any]) -> JobStamp:
-    """The stamp of any work, with what was asked for as plain values."""
+def work_stamp(work: Work, request: Mapping[str, Any], outputs: tuple[str, ...]) -> JobStamp:
+    """The stamp of any work, with what was asked for as plain values, and the files that it writes."""
     source = work.checkpoint.source
     return JobStamp(
         job=work.plan.digest,
@@ -144,6 +162,7 @@ def work_stamp(work: Work, request: Mapping[str, Any]) -> JobStamp:
         version=__version__,
         request=request,
         place=os.path.abspath(source.folder) if _is_folder(source) else None,
+        outputs=outputs,
     )
 
 
@@ -155,6 +174,14 @@ def reopen_job(stamp: JobStamp) -> Job:
     """
     request = JobRequest.from_json(stamp.request)
     return open_job(request, None if stamp.place is None else open_checkpoint(stamp.place, name=request.src))
+
+
+def places(source: Source) -> list[Path]:
+    """Where a source is on this machine: its folder, and those of files that it links to."""
+    if isinstance(source, LocalSource):
+        files = [source.path(file.name) for file in source.files]
+        return [source.folder, *{Path(os.path.realpath(path)).parent for path in files if path.is_symlink()}]
+    return [source.path(CONFIG_NAME).parent]
 
 
 def _is_folder(source: Source) -> TypeGuard[LocalSource]:
@@ -170,7 +197,7 @@ def source_stamps(source: Source) -> Mapping[str, tuple[int, ...]]:
     """
     if not _is_folder(source):
         return {}
-    found = [(file.name, source.path(file.name).stat()) for file in source.files]
+    found = [(file.name, stat_regular(source.path(file.name), file.name)) for file in source.files]
     return {name: (state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino) for name, state in found}
 
 

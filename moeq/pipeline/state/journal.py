@@ -14,15 +14,16 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
+from moeq.checkpoint.disk import disk_errors, read_at, write_at
 from moeq.checkpoint.jsonfile import parse_json
-from moeq.checkpoint.writer import disk_errors, write_at
+from moeq.checkpoint.outputs import OutputFolder
 from moeq.errors import MoeqError
 from moeq.pipeline.state.records import UnitRecord
 from moeq.typed import read_as
@@ -45,6 +46,7 @@ class JobStamp:
         version: moeq's version.
         request: what was asked for (`JobRequest.to_json`).
         place: absolute path of a local source; None for a repository.
+        outputs: names of all files that the job writes. What a folder holds beside them is not moeq's.
     """
 
     job: str
@@ -55,6 +57,7 @@ class JobStamp:
     version: str = ""
     request: Mapping[str, Any] = field(default_factory=dict)
     place: str | None = None
+    outputs: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -71,6 +74,21 @@ class JobStamp:
 
 
 @dataclass(frozen=True)
+class Replaced:
+    """A folder of moeq's that gives way to another, recorded before anything happens to it.
+
+    Attributes:
+        device: its file system.
+        inode: its number there.
+        files: the files of which it consists.
+    """
+
+    device: int
+    inode: int
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Journals:
     """All journals of a folder.
 
@@ -79,12 +97,14 @@ class Journals:
         records: unit id to its record; units that journals contradict each other about are not in here.
         contradictions: unit id to the names of journals whose records of it differ.
         homes: unit id to the names of the journals that have it.
+        replaced: the folder that was about to be replaced by this one, where there was one.
     """
 
-    stamps: Mapping[str, JobStamp]
-    records: Mapping[str, UnitRecord]
-    contradictions: Mapping[str, tuple[str, ...]]
+    stamps: Mapping[str, JobStamp] = field(default_factory=dict)
+    records: Mapping[str, UnitRecord] = field(default_factory=dict)
+    contradictions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     homes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    replaced: Replaced | None = None
 
     def of_other_files(self, stamp: JobStamp) -> frozenset[str]:
         """Units that are known only from journals whose source is not recognised as that of `stamp`."""
@@ -104,28 +124,40 @@ def share_of(name: str) -> str | None:
 
 def is_journal(name: str) -> bool:
     """Whether a file name is that of a journal."""
-    return name.startswith(_STEM) and name.endswith(_SUFFIX)
+    return name.startswith(_STEM) and name.endswith(_SUFFIX) and "/" not in name
 
 
-def journal_files(folder: Path) -> list[Path]:
-    """The journals of a folder."""
-    return sorted(folder.glob(f"{_STEM}*{_SUFFIX}"))
+def journal_files(folder: OutputFolder) -> list[str]:
+    """Names of the journals of a folder."""
+    return [name for name in folder.names() if is_journal(name)]
 
 
-def read_journals(folder: Path) -> Journals:
-    """Read every journal of a folder. What cannot be understood is left out: such units are done again."""
+def read_journals(folder: OutputFolder, names: Sequence[str] | None = None) -> Journals:
+    """Read journals. What cannot be understood is left out: such units are done again.
+
+    Args:
+        folder: where they are.
+        names: of which files; None: all journals of the folder.
+
+    Raises:
+        MoeqError: `environment.planted` where one is no file.
+        OSError: they cannot be read.
+    """
     stamps: dict[str, JobStamp] = {}
     found: dict[str, dict[str, UnitRecord]] = {}
-    for path in journal_files(folder):
-        first, *rows = _rows(path) or [None]
+    replaced: Replaced | None = None
+    for name in journal_files(folder) if names is None else names:
+        first, *rows = _rows(folder.read_file(name)) or [None]
         stamp = _stamp(first)
         if stamp is None:
             continue
-        stamps[path.name] = stamp
-        for record in map(_record, rows):
+        stamps[name] = stamp
+        for row in rows:
+            replaced = _replaced(row) or replaced
+            record = _record(row)
             if record is not None:
                 # Within one journal the last line counts: the unit was done again because its bytes were lost.
-                found.setdefault(record.unit, {})[path.name] = record
+                found.setdefault(record.unit, {})[name] = record
     records, contradictions = {}, {}
     for unit, by_journal in found.items():
         first, *others = by_journal.values()
@@ -133,7 +165,8 @@ def read_journals(folder: Path) -> Journals:
             records[unit] = first
         else:
             contradictions[unit] = tuple(by_journal)
-    return Journals(stamps, records, contradictions, {unit: tuple(by_journal) for unit, by_journal in found.items()})
+    homes = {unit: tuple(by_journal) for unit, by_journal in found.items()}
+    return Journals(stamps, records, contradictions, homes, replaced)
 
 
 def require_job(journals: Journals, stamp: JobStamp, where: Path) -> None:
@@ -229,36 +262,27 @@ class Journal:
         share: name of the share of the work, or None for all of it.
 
     Raises:
-        MoeqError: `usage.running` where another process holds it; `resources.disk-full`, `environment.write`.
+        MoeqError: `usage.running` where another process holds it; `resources.disk-full`, `environment.write`,
+            `environment.planted`.
     """
 
-    def __init__(self, folder: Path, stamp: JobStamp, share: str | None = None) -> None:
-        self.path = folder / journal_name(share)
+    def __init__(self, folder: OutputFolder, stamp: JobStamp, share: str | None = None) -> None:
+        self.name = journal_name(share)
+        self._path = folder.path / self.name
         self._fd = -1
         try:
-            with disk_errors(self.path):
-                self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-                self._lock()
+            with disk_errors(self._path):
+                self._fd = folder.open(self.name, os.O_RDWR | os.O_CREAT)
+                require_lock(self._fd, folder.path)
                 self._end = self._whole_lines(stamp)
+                folder.sync()
         except BaseException:
             self.close()
             raise
 
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise MoeqError(
-                "usage.running",
-                f"another process is working on {self.path.parent}",
-                "wait for it; several processes can share the work with --shard",
-            ) from None
-        except OSError:
-            return  # file systems without locks: two processes would write the same bytes
-
     def _whole_lines(self, stamp: JobStamp) -> int:
         """Cut off a torn last line; begin with the stamp where nothing is left. Returns where to go on."""
-        content = self.path.read_bytes()
+        content = _read_whole(self._fd)
         whole = content[: content.rfind(b"\n") + 1]
         lines = whole.splitlines()
         if not lines or _stamp(_parse(lines[0], b"")) is None:
@@ -274,8 +298,14 @@ class Journal:
 
     def add(self, records: Iterable[UnitRecord]) -> None:
         """Record finished units; on disk when this returns. Raises MoeqError `resources.disk-full`."""
-        lines = b"".join(_sealed(record.to_json(), self._seal) for record in records)
-        with disk_errors(self.path, len(lines)):
+        self._append(b"".join(_sealed(record.to_json(), self._seal) for record in records))
+
+    def add_replaced(self, replaced: Replaced) -> None:
+        """Record which folder is about to be replaced. Raises MoeqError `resources.disk-full`."""
+        self._append(_sealed({"replaced": asdict(replaced)}, self._seal))
+
+    def _append(self, lines: bytes) -> None:
+        with disk_errors(self._path, len(lines)):
             write_at(self._fd, lines, self._end)
             os.fsync(self._fd)
         self._end += len(lines)
@@ -287,12 +317,28 @@ class Journal:
             self._fd = -1
 
 
-def _rows(path: Path) -> list[Any]:
-    """The lines of a journal, without a torn last one; None for those whose seal is not theirs."""
+def require_lock(fd: int, where: Path, *, exclusive: bool = True) -> None:
+    """Lock an open file or folder until it is closed. Raises MoeqError `usage.running` where another process has it."""
     try:
-        *lines, _torn = path.read_bytes().split(b"\n")
+        fcntl.flock(fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise MoeqError(
+            "usage.running",
+            f"another process is working on {where}",
+            "wait for it; several processes can share the work with --shard",
+        ) from None
     except OSError:
-        return []
+        return  # file systems without locks: two processes would write the same bytes
+
+
+def _read_whole(fd: int) -> bytes:
+    found = bytearray(os.fstat(fd).st_size)
+    return bytes(found[: read_at(fd, memoryview(found), 0)])
+
+
+def _rows(content: bytes) -> list[Any]:
+    """The lines of a journal, without a torn last one; None for those whose seal is not theirs."""
+    *lines, _torn = content.split(b"\n")
     first = _seal_of(lines[0]) if lines else b""
     return [_parse(line, first if number else b"") for number, line in enumerate(lines)]
 
@@ -332,4 +378,11 @@ def _record(row: Any) -> UnitRecord | None:
     try:
         return UnitRecord.from_json(row)
     except MoeqError:
+        return None
+
+
+def _replaced(row: Any) -> Replaced | None:
+    try:
+        return read_as(Replaced, row["replaced"], "journal", "source.bad-journal")
+    except (MoeqError, KeyError, TypeError):
         return None

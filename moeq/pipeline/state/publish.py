@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import shutil
+import os
 from collections.abc import Container, Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
+from moeq.checkpoint.disk import disk_errors
+from moeq.checkpoint.index import INDEX_NAME
 from moeq.checkpoint.manifest import (
     MANIFEST_NAME,
     FileDigest,
@@ -20,8 +21,9 @@ from moeq.checkpoint.manifest import (
     SourceEntry,
     TensorDigest,
 )
+from moeq.checkpoint.outputs import OutputFolder
 from moeq.checkpoint.source import CONFIG_NAME, Source
-from moeq.checkpoint.writer import disk_errors, sync_file
+from moeq.checkpoint.writer import require_free_space
 from moeq.deploy.loaders import TRANSFORMERS_GUARD
 from moeq.digest import DIGEST_NAME
 from moeq.errors import MoeqError
@@ -29,15 +31,14 @@ from moeq.model import Checkpoint
 from moeq.pipeline.plan.layers import LayerPlan
 from moeq.pipeline.plan.plan import Plan
 from moeq.pipeline.plan.units import CHUNK_BYTES, PackUnit
-from moeq.pipeline.state.folder import WORK_PREFIX, WorkFolder
+from moeq.pipeline.state.folder import WorkFolder
 from moeq.pipeline.state.job import Job, job_stamp
-from moeq.pipeline.state.journal import is_journal, require_untouched
-from moeq.pipeline.state.records import UnitRecord, file_digest
-from moeq.pipeline.state.restore_data import OTHER_WEIGHTS, write_restore_data
+from moeq.pipeline.state.journal import require_untouched
+from moeq.pipeline.state.records import UnitRecord, open_file_digest
+from moeq.pipeline.state.restore_data import write_restore_data
+from moeq.pipeline.state.side_files import SideFiles, stripped_file, without_code
 from moeq.pipeline.state.signature import SIGNATURE_NAME, Signer
 from moeq.version import __version__
-
-INDEX_NAME = "model.safetensors.index.json"
 
 
 def finish(job: Job, folder: WorkFolder, records: Mapping[str, UnitRecord], signer: Signer | None = None) -> Manifest:
@@ -68,18 +69,21 @@ def finish(job: Job, folder: WorkFolder, records: Mapping[str, UnitRecord], sign
         digest=DIGEST_NAME,
         advisories=tuple(advisory.code for advisory in targets.verdict.advisories),
         copied=job.plan.copied,
-        restore=write_restore_data(checkpoint, kept, folder.path),
+        restore=write_restore_data(checkpoint, job.side_files, kept, folder.files),
         loads_in=tuple(loader.title for loader in targets.loaders),
     )
-    with disk_errors(folder.path):
-        for file in job.plan.files:  # units are on disk already, a header that was written again may not be
-            sync_file(folder.path / file.name)
-        _write_side_files(checkpoint, job.plan, manifest, folder.path)
-        manifest = replace(manifest, files=_file_digests(job.plan, records, folder.path))
-        write_json(folder.path / MANIFEST_NAME, manifest.to_json())
-        if signer is not None:
-            (folder.path / SIGNATURE_NAME).write_bytes(signer.sign((folder.path / MANIFEST_NAME).read_bytes()))
-            sync_file(folder.path / SIGNATURE_NAME)
+    files = folder.files
+    sync_files(files, job.plan)
+    copy_side_files(checkpoint.source, job.side_files, files)
+    write_json(files, INDEX_NAME, index_of(job.plan))
+    write_json(files, CONFIG_NAME, converted_config(checkpoint, manifest))
+    manifest = replace(manifest, files=_file_digests(job, records, files))
+    checkpoint.source.require_unchanged()
+    write_json(files, MANIFEST_NAME, manifest.to_json())
+    if signer is not None:
+        files.write_file(SIGNATURE_NAME, signer.sign(files.read_file(MANIFEST_NAME)))
+    else:
+        files.remove(SIGNATURE_NAME)  # of an earlier try
     folder.publish()
     return manifest
 
@@ -118,19 +122,15 @@ def _source_entry(source: Source) -> SourceEntry:
     return SourceEntry(source.name, source.revision, files, source.identity())
 
 
-def _write_side_files(checkpoint: Checkpoint, plan: Plan, manifest: Manifest, folder: Path) -> None:
-    """Everything that is neither weights nor `moeq.json`: copied files, index, `config.json`."""
-    copy_side_files(checkpoint.source, folder)
-    write_json(folder / INDEX_NAME, index_of(plan))
-    write_json(folder / CONFIG_NAME, converted_config(checkpoint, manifest))
+def sync_files(folder: OutputFolder, plan: Plan) -> None:
+    """Bring weight files to disk: their units are there already, a header that was written again may not be.
 
-
-def copy_side_files(source: Source, folder: Path, leave_out: Container[str] = ()) -> None:
-    """Copy every file that is no weight file, index or `config.json`."""
-    for name in source.side_files():
-        if name != CONFIG_NAME and not name.endswith(OTHER_WEIGHTS) and name not in leave_out:
-            shutil.copyfile(source.path(name), folder / name)
-            sync_file(folder / name)
+    Raises:
+        MoeqError: `environment.write`, `resources.disk-full`.
+    """
+    with disk_errors(folder.path):
+        for file in plan.files:
+            folder.sync_file(file.name)
 
 
 def tensors_of(plan: Plan, records: Mapping[str, UnitRecord]) -> dict[str, TensorDigest]:
@@ -140,16 +140,46 @@ def tensors_of(plan: Plan, records: Mapping[str, UnitRecord]) -> dict[str, Tenso
     return {name: found.get(name, empty) for file in plan.files for name in file.tensors}
 
 
-def _file_digests(plan: Plan, records: Mapping[str, UnitRecord], folder: Path) -> dict[str, FileDigest]:
+def copy_side_files(
+    source: Source, side_files: SideFiles, folder: OutputFolder, leave_out: Container[str] = ()
+) -> None:
+    """Write the files of a source that hold no weights.
+
+    Args:
+        source: the source.
+        side_files: what becomes of them.
+        folder: where.
+        leave_out: which of them have another in their place.
+
+    Raises:
+        MoeqError: `resources.disk-full`, `environment.write`, `source.*`.
+    """
+    sizes = {name: size for name, size in side_files.sizes.items() if name not in leave_out}
+    require_free_space(folder, sizes)
+    for name in sizes:
+        fd = source.open(name)
+        try:
+            folder.copy_file(fd, name)
+        finally:
+            os.close(fd)
+    for name in side_files.stripped:
+        folder.write_file(name, stripped_file(source, name))
+
+
+def _file_digests(job: Job, records: Mapping[str, UnitRecord], folder: OutputFolder) -> dict[str, FileDigest]:
     """Every file of a finished folder but the manifest: weights by what units recorded, others are read."""
+    plan = job.plan
     tensors, found = tensors_of(plan, records), dict[str, FileDigest]()
     for file in plan.files:
         held = {name: tensors[name] for name in file.tensors}
         found[file.name] = FileDigest(file.form.size, blake3(file.form.header).hexdigest(), held)
-    for path in sorted(folder.iterdir()):
-        own = path.name in (MANIFEST_NAME, SIGNATURE_NAME) or path.name.startswith(WORK_PREFIX) or is_journal(path.name)
-        if path.name not in found and not own:
-            found[path.name] = file_digest(path)
+    with disk_errors(folder.path):
+        for name in sorted({*job.outputs} - {MANIFEST_NAME, SIGNATURE_NAME, *found}):
+            fd = folder.open(name, os.O_RDONLY)
+            try:
+                found[name] = open_file_digest(fd)
+            finally:
+                os.close(fd)
     return found
 
 
@@ -166,8 +196,9 @@ def converted_config(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, An
     packed experts by it. Plain transformers stops at the experts implementation, which it does not know.
     """
     original = checkpoint.quantization_config
+    config = checkpoint.source.config
     return {
-        **without_quantization(checkpoint.source.config),
+        **without_quantization(without_code(config) if manifest.restore and manifest.restore.no_code else config),
         "experts_implementation": TRANSFORMERS_GUARD,
         "quantization_config": {
             "quant_method": "moeq",
@@ -184,9 +215,6 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: without_quantization(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
-def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a JSON file and bring it to disk. Raises OSError."""
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(document, file, indent=2)
-        file.write("\n")
-    sync_file(path)
+def write_json(folder: OutputFolder, name: str, document: Mapping[str, Any]) -> None:
+    """Write a JSON file and bring it to disk. Raises MoeqError `resources.disk-full`, `environment.write`."""
+    folder.write_file(name, (json.dumps(document, indent=2) + "\n").encode())

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
+from moeq.checkpoint.disk import read_at
+from moeq.checkpoint.files import open_regular
 from moeq.checkpoint.manifest import FileDigest, Projection, TensorDigest
-from moeq.checkpoint.writer import read_at
+from moeq.checkpoint.outputs import OutputFolder
 from moeq.pipeline.plan.plan import Plan
 from moeq.pipeline.plan.units import CHUNK_BYTES, CopyUnit, PackUnit, PlacedUnit, Unit
 from moeq.typed import read_as
@@ -121,16 +123,24 @@ def piece_digest(data: Bytes | memoryview) -> bytes:
 
 
 def file_digest(path: Path) -> FileDigest:
-    """What proves a whole file. Raises OSError."""
+    """What proves a whole file. Raises OSError, and MoeqError where it is no regular file."""
+    fd = open_regular(path, path.name)
+    try:
+        return open_file_digest(fd)
+    finally:
+        os.close(fd)
+
+
+def open_file_digest(fd: int) -> FileDigest:
+    """What proves a whole open file. Raises OSError."""
     digest, size = blake3(), 0
-    with path.open("rb") as file:
-        while data := file.read(CHUNK_BYTES):
-            digest.update(data)
-            size += len(data)
+    while data := os.pread(fd, CHUNK_BYTES, size):
+        digest.update(data)
+        size += len(data)
     return FileDigest(size, digest.hexdigest())
 
 
-def holds(plan: Plan, unit: Unit, record: UnitRecord, folder: Path, buffer: Bytes | None = None) -> bool:
+def holds(plan: Plan, unit: Unit, record: UnitRecord, folder: OutputFolder, buffer: Bytes | None = None) -> bool:
     """Whether a folder still holds the bytes that a record tells of. Reads and hashes them all.
 
     Args:
@@ -144,7 +154,7 @@ def holds(plan: Plan, unit: Unit, record: UnitRecord, folder: Path, buffer: Byte
         return False
     buffer = np.empty(CHUNK_BYTES, np.uint8) if buffer is None else buffer
     try:
-        fd = os.open(folder / unit.file, os.O_RDONLY)
+        fd = folder.open(unit.file, os.O_RDONLY)
     except OSError:
         return False
     try:

@@ -6,36 +6,42 @@ cannot be rebuilt bit for bit from the logical matrix (found by rebuilding and c
 in safetensors form under another extension, so that no loader takes it for weights:
 
     header/<file>         U8, the first bytes of a source file, up to its data
-    text/<file>           U8, a JSON file that the conversion replaced
+    text/<file>           U8, a file in whose place the conversion has another, or none
     tensor/<name>         an expert tensor as it was
     stray/<file>/<name>   a tensor that the index assigns to another file, or to none
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moeq.checkpoint.header import Header, TensorEntry, parse_header, read_header
+from moeq.checkpoint.files import open_regular
+from moeq.checkpoint.header import MAX_HEADER_BYTES, Header, TensorEntry, header_length, parse_header, read_header
 from moeq.checkpoint.index import choose_weights, merge_headers
 from moeq.checkpoint.jsonfile import parse_object
 from moeq.checkpoint.manifest import RestoreEntry, StackedRole
+from moeq.checkpoint.outputs import OutputFolder
+from moeq.checkpoint.paths import safe_names
 from moeq.checkpoint.source import CONFIG_NAME, FileEntry, Source
 from moeq.checkpoint.writer import SafetensorsWriter
 from moeq.errors import MoeqError
 from moeq.matrix import QuantizedMatrix
 from moeq.model import Checkpoint
+from moeq.model.converted import ConvertedCheckpoint
 from moeq.model.stored import stored_parts
+from moeq.pipeline.state.side_files import SideFiles, limit_of
 from moeq.typed import read_as
 
 RESTORE_DATA_NAME = "moeq-restore.data"
 
 _CHUNK = 16 * 2**20
 
-#: Weights in other formats beside the safetensors are not copied: they would be a stale second model.
-OTHER_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
+#: Headers, configs and indices of one checkpoint together; the largest published one needs about 250 MB.
+_MAX_KEPT_BYTES = 1 << 30
 
 
 def unrestorable(
@@ -57,20 +63,24 @@ def unrestorable(
     return found
 
 
-def write_restore_data(checkpoint: Checkpoint, kept: Iterable[str], folder: Path) -> RestoreEntry:
+def write_restore_data(
+    checkpoint: Checkpoint, side_files: SideFiles, kept: Iterable[str], folder: OutputFolder
+) -> RestoreEntry:
     """Write `moeq-restore.data`.
 
     Args:
         checkpoint: the source.
+        side_files: which files of it are kept.
         kept: expert tensors to keep verbatim.
         folder: the conversion's folder.
     """
-    source, contents = checkpoint.source, restore_contents(checkpoint, kept)
+    kept = tuple(sorted(kept))
+    source, contents = checkpoint.source, restore_contents(checkpoint, side_files, kept)
     forms = {
         name: ((len(one),), "U8") if isinstance(one, bytes) else (one.shape, one.dtype)
         for name, one in contents.items()
     }
-    with SafetensorsWriter(folder / RESTORE_DATA_NAME, forms, {"format": "moeq-restore/1"}) as writer:
+    with SafetensorsWriter(folder, RESTORE_DATA_NAME, forms, {"format": "moeq-restore/1"}) as writer:
         for name, one in contents.items():
             if isinstance(one, bytes):
                 writer.write(name, one)
@@ -79,22 +89,30 @@ def write_restore_data(checkpoint: Checkpoint, kept: Iterable[str], folder: Path
                 data = source.read_bytes(one.file, start, min(start + _CHUNK, one.end))
                 writer.write(name, data, start - one.start)
         writer.finish()
-    return restore_entry(source, kept)
+    return restore_entry(source, side_files, kept)
 
 
-def restore_entry(source: Source, kept: Iterable[str]) -> RestoreEntry:
+def restore_entry(source: Source, side_files: SideFiles, kept: Iterable[str]) -> RestoreEntry:
     """What the manifest says of the restore data of a source."""
-    replaced = _replaced(source)
-    missing = tuple(name for name in source.side_files() if name.endswith(OTHER_WEIGHTS) and name not in replaced)
-    return RestoreEntry(RESTORE_DATA_NAME, tuple(file.name for file in source.files), tuple(sorted(kept)), missing)
+    return RestoreEntry(
+        RESTORE_DATA_NAME,
+        files=tuple(file.name for file in source.files),
+        kept=tuple(sorted(kept)),
+        missing=side_files.missing,
+        copied=tuple(side_files.sizes),
+        stripped=side_files.stripped,
+        no_code=side_files.no_code,
+    )
 
 
-def restore_contents(checkpoint: Checkpoint, kept: Iterable[str]) -> dict[str, bytes | TensorEntry]:
+def restore_contents(
+    checkpoint: Checkpoint, side_files: SideFiles, kept: Iterable[str]
+) -> dict[str, bytes | TensorEntry]:
     """Names in `moeq-restore.data`, in order, with their bytes or the tensor of the source that is copied."""
     source = checkpoint.source
     headers = {file.name: _raw_header(source, file) for file in source.files}
     found: dict[str, bytes | TensorEntry] = {f"header/{name}": raw for name, raw in headers.items()}
-    found |= {f"text/{name}": source.path(name).read_bytes() for name in _replaced(source)}
+    found |= {f"text/{name}": source.read_file(name, limit_of(name)) for name in side_files.kept}
     found |= {f"tensor/{name}": source.entry(name) for name in sorted(kept)}
     for file in source.files:
         parsed = parse_header(headers[file.name][8:], file.name, file.size)
@@ -109,41 +127,37 @@ def _raw_header(source: Source, file: FileEntry) -> bytes:
     return bytes(source.read_bytes(file.name, 0, 8 + length))
 
 
-def _replaced(source: Source) -> list[str]:
-    """JSON files of the source that a conversion writes anew or leaves out: the config and every index."""
-    sides = source.side_files()
-    indices = [name for name in sides if name.endswith(".safetensors.index.json")]
-    config = [CONFIG_NAME] if CONFIG_NAME in sides else []
-    return [*config, *([source.index] if source.index else []), *indices]
-
-
 class RestoreData:
-    """`moeq-restore.data` of a conversion, opened.
+    """`moeq-restore.data` of a conversion, opened. It may come from a stranger: every name in it passes the gate.
 
     Attributes:
         headers: parsed header of every source file.
         raw_headers: the same as bytes, from the first byte of the file to its data.
-        texts: JSON files by name.
+        texts: files that the conversion has in another form, or not, by name.
+        copied: names of files that are in the conversion as they were in the source.
 
     Raises:
-        MoeqError: `source.no-keepsake` where the file is missing, `source.bad-header` where it is damaged.
+        MoeqError: `source.no-keepsake` where the file is missing, `source.bad-header` where it is damaged,
+            `source.unsafe-path` and `source.reserved-name` for names that cannot be restored, `source.too-large`.
     """
 
-    def __init__(self, folder: Path, entry: RestoreEntry | None) -> None:
-        self.path = folder / (entry.file if entry else RESTORE_DATA_NAME)
-        if entry is None or not self.path.is_file():
+    def __init__(self, path: Path, entry: RestoreEntry | None) -> None:
+        self.path = path
+        if entry is None or not path.is_file():
             raise MoeqError(
                 "source.no-keepsake",
-                f"{self.path} is missing: the conversion cannot be taken back to its source format",
+                f"{path} is missing: the conversion cannot be taken back to its source format",
                 "convert the source again with this version",
             )
-        self._file = read_header(self.path, self.path.name)
-        self.texts = self._gather("text/")
-        self.raw_headers = self._gather("header/")
-        sizes = {name: len(raw) + _data_size(raw, name) for name, raw in self.raw_headers.items()}
-        self.headers: dict[str, Header] = {
-            name: parse_header(raw[8:], name, sizes[name]) for name, raw in self.raw_headers.items()
-        }
+        self._file = read_header(path, path.name)
+        self._left = _MAX_KEPT_BYTES
+        self.texts = self._gather("text/", limit_of)
+        self.raw_headers = self._gather("header/", lambda name: 8 + MAX_HEADER_BYTES)
+        self.copied = tuple(name for name in entry.copied if name not in self.texts)
+        written = safe_names((*self.raw_headers, *self.texts, *self.copied), path.name)
+        if len(set(written)) < len(written):
+            raise MoeqError("source.bad-manifest", f"{path.name}: a file is there as weights and as something else")
+        self.headers = {name: _parse(raw, name) for name, raw in self.raw_headers.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self._file.tensors
@@ -153,19 +167,52 @@ class RestoreData:
         """Everything that it holds."""
         return frozenset(self._file.tensors)
 
-    def place(self, name: str) -> tuple[Path, int]:
-        """File and first byte of a kept tensor."""
-        return self.path, self._file.tensors[name].start
-
     def read(self, name: str) -> bytes:
         """Bytes of a kept tensor."""
-        entry = self._file.tensors[name]
-        with self.path.open("rb") as file:
-            file.seek(entry.start)
-            return file.read(entry.nbytes)
+        fd, start = self.open(name, self._file.tensors[name].nbytes)
+        try:
+            return os.pread(fd, self._file.tensors[name].nbytes, start)
+        finally:
+            os.close(fd)
 
-    def _gather(self, prefix: str) -> dict[str, bytes]:
-        return {name.removeprefix(prefix): self.read(name) for name in self._file.tensors if name.startswith(prefix)}
+    def open(self, name: str, size: int) -> tuple[int, int]:
+        """A descriptor of the file, and the first byte of a kept tensor, which has to have so many bytes.
+
+        Raises:
+            MoeqError: `source.bad-manifest`.
+        """
+        entry = self._file.tensors.get(name)
+        if entry is None or entry.nbytes != size:
+            raise MoeqError("source.bad-manifest", f"{self.path.name} lacks {ascii(name)[:200]} of {size:,} bytes")
+        return open_regular(self.path, self.path.name), entry.start
+
+    def _gather(self, prefix: str, limit: Callable[[str], int]) -> dict[str, bytes]:
+        """What is kept under names that begin so."""
+        found: dict[str, bytes] = {}
+        for key, entry in self._file.tensors.items():
+            if not key.startswith(prefix):
+                continue
+            name = key.removeprefix(prefix)
+            self._left -= entry.nbytes
+            if entry.nbytes > limit(name) or self._left < 0:
+                message = f"{self.path.name}: {ascii(key)[:200]} has {entry.nbytes:,} bytes, more than is ever kept"
+                raise MoeqError("source.too-large", message)
+            found[name] = self.read(key)
+        return found
+
+
+def restore_data_of(converted: ConvertedCheckpoint) -> RestoreData:
+    """The restore data of an opened conversion. Raises as `RestoreData`."""
+    entry = converted.manifest.restore
+    return RestoreData(converted.source.path(RESTORE_DATA_NAME if entry is None else entry.file), entry)
+
+
+def _parse(raw: bytes, name: str) -> Header:
+    """The header of a source file, whose size is what the header itself accounts for."""
+    where = f"{RESTORE_DATA_NAME}: header of {name}"
+    if header_length(raw[:64], where, len(raw)) != len(raw) - 8:
+        raise MoeqError("source.bad-header", f"{where}: has other bytes after it")
+    return parse_header(raw[8:], name, len(raw) + _data_size(raw, name))
 
 
 @dataclass(frozen=True)

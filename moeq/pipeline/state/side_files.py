@@ -1,16 +1,22 @@
-"""Files of a conversion that hold no weights, under their names in the source.
+"""Files of a source that are no weights: which a conversion copies, keeps for the way back, and leaves out.
 
-`moeq push` puts a card of its own in the place of the source's and keeps that one beside it; the Hub adds a file.
-A pushed conversion can be downloaded, verified and restored like any other.
+A conversion has a `config.json` and an index of its own, and `moeq push` puts a card of its own in the place of the
+source's. Whatever has such a name in the source is kept in the restore data, so that it comes back byte for byte
+wherever the conversion has been in between.
 """
 
 from __future__ import annotations
 
-from moeq.checkpoint.manifest import MANIFEST_NAME
-from moeq.checkpoint.source import CONFIG_NAME, Source
-from moeq.pipeline.state.publish import INDEX_NAME
-from moeq.pipeline.state.restore_data import OTHER_WEIGHTS, RESTORE_DATA_NAME
-from moeq.pipeline.state.signature import SIGNATURE_NAME
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moeq.checkpoint.jsonfile import MAX_CONFIG_BYTES, MAX_INDEX_BYTES, parse_json
+from moeq.checkpoint.paths import is_own, safe_names
+from moeq.checkpoint.source import CONFIG_NAME, LocalSource, Source
+from moeq.errors import MoeqError
 
 CARD = "README.md"
 #: What the source's own card is called in a pushed repository.
@@ -21,13 +27,142 @@ CARD_MARK = "library_name: moeq"
 #: The Hub's own settings, which a repository gets when it is created.
 HUB_SETTINGS = ".gitattributes"
 
+INDEX_SUFFIX = ".safetensors.index.json"
 
-def copied_files(converted: Source) -> dict[str, str]:
-    """Side files that came with the source: their name there, and their name in the conversion."""
-    own = {MANIFEST_NAME, SIGNATURE_NAME, CONFIG_NAME, INDEX_NAME, RESTORE_DATA_NAME}
-    found = {name: name for name in converted.side_files() if name not in own and not name.endswith(OTHER_WEIGHTS)}
-    if SOURCE_CARD in found:
-        found[CARD] = found.pop(SOURCE_CARD)
-    elif CARD in found and CARD_MARK in converted.path(CARD).read_text(encoding="utf-8", errors="replace").splitlines():
-        del found[CARD]
+#: Weights in other formats beside the safetensors are not copied: they would be a stale second model.
+OTHER_WEIGHTS = (".safetensors", INDEX_SUFFIX, ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
+
+#: Larger files are weights in a format that is not known here; tokenizers have some ten megabytes.
+MAX_SIDE_BYTES = 1 << 30
+
+#: What is run, not read: Python, machine code, and pickles, which run when they are loaded.
+_CODE = (".py", ".pyc", ".pyd", ".so", ".dll", ".dylib", ".pkl", ".pickle", ".dill", ".joblib", ".ckpt")
+
+#: What a pickle of protocol 2 and newer begins with.
+_PICKLE = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
+
+#: Names Python files whose classes a model is made of; transformers loads them with `trust_remote_code`.
+_AUTO_MAP = "auto_map"
+
+
+@dataclass(frozen=True)
+class SideFiles:
+    """What becomes of a source's files that are no weights.
+
+    Attributes:
+        sizes: bytes of every file that is written to the conversion as it is.
+        stripped: JSON files that are written without `auto_map`.
+        kept: files that go into the restore data; some of them are written as well.
+        missing: files that the conversion does not hold.
+        code: what of the source is code: files, and configs that name some.
+        no_code: whether that was left out.
+    """
+
+    sizes: Mapping[str, int]
+    stripped: tuple[str, ...]
+    kept: tuple[str, ...]
+    missing: tuple[str, ...]
+    code: tuple[str, ...]
+    no_code: bool
+
+
+def plan_side_files(source: Source, *, no_code: bool) -> SideFiles:
+    """Look at every side file of a source, before anything is written.
+
+    Args:
+        source: the source.
+        no_code: leave out what is run.
+
+    Raises:
+        MoeqError: `source.unsafe-path`, `source.reserved-name`, `source.link`, `source.missing-file`,
+            `source.not-a-file`, `source.too-large`.
+    """
+    names = safe_names(source.side_files(), source.name)
+    # Of a repository nothing is fetched for this that a conversion would not need.
+    look = no_code or isinstance(source, LocalSource)
+    kept = [name for name in names if _is_replaced(name)] + ([source.index] if source.index else [])
+    if source.index:
+        source.require_inside(source.index)
+    sizes: dict[str, int] = {}
+    stripped, missing, code = [], [], []
+    for name in names:
+        if name.endswith(OTHER_WEIGHTS) and name not in kept:
+            missing.append(name)
+            continue
+        source.require_inside(name)
+        size = source.size_of(name)
+        limit = limit_of(name) if name in kept else MAX_SIDE_BYTES
+        if size > limit:
+            raise MoeqError(
+                "source.too-large",
+                f"{name}: {size:,} bytes, the limit for a file beside the weights is {limit:,}",
+                "move it out of the folder if it is no part of the model",
+            )
+        if is_own(name) or name.endswith(INDEX_SUFFIX):
+            continue
+        runs = name.lower().endswith(_CODE) or (look and _is_pickle(source, name))
+        names_code = not runs and look and _has_auto_map(source, name, size)
+        if runs or names_code:
+            code.append(name)
+        if runs and no_code:
+            missing.append(name)
+        elif names_code and no_code and name != CONFIG_NAME:
+            stripped.append(name)
+        elif name != CONFIG_NAME:
+            sizes[name] = size
+    kept += [name for name in stripped if name not in kept]
+    return SideFiles(sizes, tuple(stripped), tuple(kept), tuple(missing), tuple(code), no_code)
+
+
+def _is_replaced(name: str) -> bool:
+    """Whether the conversion, once it is pushed at the latest, has something else under that name."""
+    return name in (CONFIG_NAME, CARD, SOURCE_CARD) or name.endswith(INDEX_SUFFIX) or is_own(name)
+
+
+def limit_of(name: str) -> int:
+    """Most bytes of a file that is kept in the restore data."""
+    return MAX_INDEX_BYTES if name.endswith(INDEX_SUFFIX) else MAX_CONFIG_BYTES
+
+
+def _is_pickle(source: Source, name: str) -> bool:
+    fd = source.open(name)
+    try:
+        return os.pread(fd, 2, 0) in _PICKLE
+    finally:
+        os.close(fd)
+
+
+def _has_auto_map(source: Source, name: str, size: int) -> bool:
+    """Whether a JSON file names code. One that is no JSON, or huge, names none that an engine would find."""
+    if not name.endswith(".json") or size > MAX_CONFIG_BYTES:
+        return False
+    raw = source.read_file(name, MAX_CONFIG_BYTES)
+    return _AUTO_MAP.encode() in raw and without_code(_parsed(raw)) != _parsed(raw)
+
+
+def stripped_file(source: Source, name: str) -> bytes:
+    """A JSON file of the source without `auto_map`."""
+    return (json.dumps(without_code(_parsed(source.read_file(name, MAX_CONFIG_BYTES))), indent=2) + "\n").encode()
+
+
+def _parsed(raw: bytes) -> Any:
+    try:
+        return parse_json(raw, "")
+    except MoeqError:
+        return None
+
+
+def without_code(document: Any) -> Any:
+    """A JSON document without `auto_map`, wherever it stands."""
+    if isinstance(document, dict):
+        return {key: without_code(value) for key, value in document.items() if key != _AUTO_MAP}
+    return [without_code(value) for value in document] if isinstance(document, list) else document
+
+
+def copied_files(converted: Source, side_files: SideFiles) -> dict[str, str]:
+    """Where the side files of a source are in a conversion, perhaps a pushed one: their name there and here."""
+    here = {*converted.side_files()}
+    found = {name: name for name in (*side_files.sizes, *side_files.stripped) if name in here}
+    if CARD in side_files.sizes and SOURCE_CARD in here and SOURCE_CARD not in side_files.sizes:
+        found[CARD] = SOURCE_CARD
     return found

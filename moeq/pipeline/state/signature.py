@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moeq.checkpoint.jsonfile import read_regular
+from moeq.checkpoint.files import read_regular
 from moeq.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
 from moeq.errors import MoeqError
 

@@ -1,0 +1,125 @@
+"""Calls that change files, and what their failures mean. Everything that moeq writes goes through here.
+
+What Python repeats by itself after a signal is not repeated; the C library's calls are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+from moeq.errors import MoeqError
+
+
+class _NoCalls:
+    """Stands for a C library without these calls (macOS): nothing is reserved, nothing is begun early."""
+
+    def fallocate(self, *arguments: object) -> int:
+        ctypes.set_errno(errno.ENOSYS)
+        return -1
+
+    def sync_file_range(self, *arguments: object) -> int:
+        return -1
+
+    def syscall(self, *arguments: object) -> int:
+        return -1
+
+
+@cache
+def libc() -> ctypes.CDLL | _NoCalls:
+    """The C library, for calls that Python does not have."""
+    library = ctypes.CDLL(None, use_errno=True)
+    return library if hasattr(library, "fallocate") and hasattr(library, "sync_file_range") else _NoCalls()
+
+
+def allocate(fd: int, size: int) -> None:
+    """Reserve the first `size` bytes of a file and make it at least as long. Bytes in it stay as they are.
+
+    `posix_fallocate` would write zeros where the file system cannot reserve, over what another process has just
+    written; there the file is only made longer, and a full disk shows later.
+
+    Raises:
+        OSError: the file system has no room, or fails.
+    """
+    if size == 0:
+        return
+    number = errno.EINTR
+    while number == errno.EINTR:
+        if libc().fallocate(fd, 0, ctypes.c_longlong(0), ctypes.c_longlong(size)) == 0:
+            return
+        number = ctypes.get_errno()
+    if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+        raise OSError(number, os.strerror(number))
+    if os.fstat(fd).st_size < size:
+        os.ftruncate(fd, size)
+
+
+def start_write_back(fd: int, start: int, count: int) -> None:
+    """Ask the kernel to begin writing bytes of a file to disk now, so that the sync at the end has less to do."""
+    libc().sync_file_range(fd, ctypes.c_longlong(start), ctypes.c_longlong(count), ctypes.c_uint(2))
+
+
+def reopen_direct(fd: int, flags: int) -> int:
+    """Another descriptor of an open file, which bypasses the page cache; -1 where there is no such thing."""
+    try:
+        return os.open(f"/proc/self/fd/{fd}", flags | os.O_DIRECT | os.O_CLOEXEC)
+    except (AttributeError, OSError):
+        return -1
+
+
+def write_at(fd: int, data: bytes | bytearray | memoryview, position: int) -> None:
+    """All of `data` to a place of a file. Raises OSError."""
+    view = memoryview(data).cast("B")
+    while view:
+        written = os.pwrite(fd, view, position)
+        if written == 0:  # by no rule of POSIX, but then this would never end
+            raise OSError(errno.EIO, "the file system takes no bytes")
+        view, position = view[written:], position + written
+
+
+def read_at(fd: int, view: memoryview, position: int) -> int:
+    """Fill a buffer from a place of a file; returns how many bytes there were. Raises OSError."""
+    done = 0
+    while done < len(view):
+        got = os.preadv(fd, [view[done:]], position + done)
+        if got == 0:
+            break
+        done += got
+    return done
+
+
+@contextmanager
+def disk_errors(path: Path, size: int = 0) -> Iterator[None]:
+    """Turn what the file system says about writing into MoeqError.
+
+    Args:
+        path: what is being written.
+        size: bytes that it needs, for the message.
+
+    Raises:
+        MoeqError: `resources.disk-full`, `environment.write`.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise _disk_error(error, path, size) from error
+
+
+def _disk_error(error: OSError, path: Path, size: int) -> MoeqError:
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return MoeqError("environment.write", f"cannot write {path}: {error.strerror or error}")
+    try:
+        free = os.statvfs(path.parent)
+        room = f"{path.parent} has {free.f_bavail * free.f_frsize:,} free"
+    except OSError:
+        room = "what is free is not known"
+    return MoeqError(
+        "resources.disk-full",
+        f"{path} needs {size:,} bytes; {room} ({error.strerror})",
+        "free some space and run the same command again, or convert to another disk",
+    )

@@ -1,0 +1,217 @@
+"""The one way to open a file for reading: regular files only, of bounded size, and the same file as before.
+
+A folder of a stranger's may hold pipes that never end, devices, and links to files of the reader's own. A folder of a
+careless colleague's may change while it is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+from moeq.errors import MoeqError
+
+_READ = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+
+
+class FileState(NamedTuple):
+    """What tells whether a file is the one that it was, and unchanged.
+
+    Attributes:
+        device: file system.
+        inode: file on it.
+        size: bytes.
+        changed: time of the last change of its content, in ns.
+    """
+
+    device: int
+    inode: int
+    size: int
+    changed: int
+
+
+def open_regular(path: Path, where: str) -> int:
+    """A descriptor of a regular file, for reading. Links are followed; nothing that could wait is opened.
+
+    Raises:
+        MoeqError: `source.missing-file`, `source.not-a-file`, `source.unreadable`.
+    """
+    stat_regular(path, where)
+    try:
+        fd = os.open(path, _READ)
+    except (OSError, ValueError) as error:
+        raise _unreadable(where, error) from error
+    try:
+        _require_regular(os.fstat(fd), where)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def stat_regular(path: Path, where: str) -> os.stat_result:
+    """Status of a regular file (links followed). Raises as `open_regular`."""
+    try:
+        info = path.stat()
+    except FileNotFoundError as error:
+        dangling = " (a symbolic link whose target is gone)" if path.is_symlink() else ""
+        raise MoeqError("source.missing-file", f"{where}: no such file{dangling}") from error
+    except (OSError, ValueError) as error:
+        raise _unreadable(where, error) from error
+    _require_regular(info, where)
+    return info
+
+
+def read_regular(path: Path, where: str, limit: int) -> bytes:
+    """All bytes of a regular file.
+
+    Raises:
+        MoeqError: as `open_regular`, and `source.too-large` for more than `limit` bytes, which are never held.
+    """
+    fd = open_regular(path, where)
+    try:
+        return read_whole(fd, where, limit)
+    finally:
+        os.close(fd)
+
+
+def read_whole(fd: int, where: str, limit: int) -> bytes:
+    """All bytes of an open file, from its beginning. Raises as `read_regular`."""
+    size = os.fstat(fd).st_size
+    if size > limit:
+        raise MoeqError("source.too-large", f"{where}: {size:,} bytes, the limit for this file is {limit:,}")
+    found = bytearray()
+    try:
+        # Files of the kernel say that they are empty, whatever comes out of them.
+        while len(found) <= limit and (chunk := os.pread(fd, min(limit + 1 - len(found), 1 << 24), len(found))):
+            found += chunk
+    except OSError as error:
+        raise _unreadable(where, error) from error
+    if len(found) > limit:
+        raise MoeqError("source.too-large", f"{where}: more than {limit:,} bytes, the limit for this file")
+    return bytes(found)
+
+
+def state_of(fd: int) -> FileState:
+    """State of an open file. Raises OSError."""
+    info = os.fstat(fd)
+    return FileState(info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns)
+
+
+def require_inside(path: Path, folder: Path, where: str, fd: int) -> None:
+    """Refuse a link that leads out of a folder, unless to a blob of the Hub client's cache.
+
+    Git and tar bring links along. Followed, they would put files of the reader's own into what is published.
+
+    Args:
+        path: a file of the folder.
+        folder: the folder.
+        where: names the file in messages.
+        fd: the file, opened; links may have been changed since.
+
+    Raises:
+        MoeqError: `source.link`.
+    """
+    real, home = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    found, opened = os.stat(real, follow_symlinks=False), os.fstat(fd)
+    same = (found.st_dev, found.st_ino) == (opened.st_dev, opened.st_ino)
+    if not same or not (real.is_relative_to(home) or _is_blob(real, home)):
+        raise MoeqError(
+            "source.link",
+            f"{where} is a link to {ascii(str(real))[1:-1]}, outside of the checkpoint",
+            "replace the link by the file itself where it belongs to the checkpoint: cp --remove-destination",
+        )
+
+
+class SeenFiles:
+    """Files of a folder that are opened again and again: each has to stay what it was when it was opened first.
+
+    Args:
+        folder: where they are.
+        where: names the folder in messages.
+    """
+
+    def __init__(self, folder: Path, where: str) -> None:
+        self._folder = folder
+        self._where = where
+        self._states: dict[str, FileState] = {}
+        self._digests: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def open(self, file: str) -> int:
+        """A descriptor of one of them, for reading. Raises MoeqError `source.changed`, and as `open_regular`."""
+        fd = open_regular(self._folder / file, file)
+        try:
+            state = state_of(fd)
+            with self._lock:
+                if self._states.setdefault(file, state) != state:
+                    raise self._changed(file)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def read(self, file: str, limit: int) -> bytes:
+        """All bytes of one of them, the same every time. Raises as `open`, and `source.too-large`."""
+        fd = self.open(file)
+        try:
+            raw = read_whole(fd, file, limit)
+        finally:
+            os.close(fd)
+        digest = hashlib.sha256(raw).digest()
+        with self._lock:
+            if self._digests.setdefault(file, digest) != digest:
+                raise self._changed(file)
+        return raw
+
+    def require_inside(self, file: str) -> None:
+        """Refuse a link that leads out of the folder. Raises MoeqError `source.link`, and as `open`."""
+        fd = self.open(file)
+        try:
+            require_inside(self._folder / file, self._folder, file, fd)
+        finally:
+            os.close(fd)
+
+    def require_unchanged(self) -> None:
+        """Look at every file again. Raises MoeqError `source.changed`."""
+        for file, state in self._states.items():
+            try:
+                info = (self._folder / file).stat()
+            except OSError:
+                raise self._changed(file) from None
+            if FileState(info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns) != state:
+                raise self._changed(file)
+
+    def _changed(self, file: str) -> MoeqError:
+        return MoeqError(
+            "source.changed",
+            f"{self._where} changed while it was being read: {file} is not what it was at first",
+            "start again when nothing writes to it any more",
+        )
+
+
+def _is_blob(real: Path, home: Path) -> bool:
+    """Whether a path is a blob of the Hub client's cache: of the same repository, or linked from a plain folder."""
+    cache = real.parent.parent.parent
+    if real.parent.name != "blobs" or not real.parent.parent.name.startswith("models--"):
+        return False
+    if home.parent.name == "snapshots":
+        return real.parent.parent == home.parent.parent
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return cache == Path(os.path.realpath(HF_HUB_CACHE))
+
+
+def _require_regular(info: os.stat_result, where: str) -> None:
+    if not stat.S_ISREG(info.st_mode):
+        kind = "a folder" if stat.S_ISDIR(info.st_mode) else "not a regular file"
+        raise MoeqError("source.not-a-file", f"{where}: is {kind}")
+
+
+def _unreadable(where: str, error: Exception) -> MoeqError:
+    detail = error.strerror if isinstance(error, OSError) else error
+    return MoeqError("source.unreadable", f"{where}: {detail or error}")

@@ -1,0 +1,245 @@
+"""Folders that moeq writes to. Files in them are reached from the folder's descriptor, and no link is followed.
+
+Whoever may write to the folder around ours can put a link where a file is about to be made, or exchange the folder
+itself. From a descriptor, neither leads anywhere else.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+
+from moeq.checkpoint.disk import disk_errors, write_at
+from moeq.errors import MoeqError
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_CHUNK = 16 * 2**20
+
+
+class OutputFolder:
+    """An open folder.
+
+    Attributes:
+        path: where it was when it was opened, for messages.
+        fd: its descriptor.
+
+    Args:
+        path: an existing folder, and no link.
+        above: descriptor of the folder that `path` is in; None: as the path says.
+
+    Raises:
+        OSError: it cannot be opened, or is a link.
+    """
+
+    def __init__(self, path: Path, above: int | None = None) -> None:
+        self.path = path
+        self.fd = os.open(path if above is None else path.name, _FOLDER, dir_fd=above)
+
+    def close(self) -> None:
+        """Close it."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __enter__(self) -> OutputFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def open(self, name: str, flags: int) -> int:
+        """A descriptor of a regular file that has this one name only; with `O_CREAT` it and its folders are made.
+
+        Args:
+            name: `moeq.checkpoint.paths.safe_name`, with `/` for folders within.
+            flags: as for `os.open`.
+
+        Raises:
+            MoeqError: `environment.planted` for links, pipes, devices and files with a second name.
+            OSError: the file system says no.
+        """
+        with self._home(name, make=bool(flags & os.O_CREAT)) as (home, last):
+            try:
+                fd = os.open(last, flags & ~os.O_TRUNC | _FILE, 0o644, dir_fd=home)
+            except OSError as error:
+                if error.errno in (errno.ELOOP, errno.ENXIO, errno.EMLINK):
+                    raise self._planted(name, "a link or a pipe") from None
+                raise
+        try:
+            info = os.fstat(fd)
+            if not stat.S_ISREG(info.st_mode) or info.st_nlink > 1:
+                raise self._planted(name, "not a file of its own: a pipe, a device, or a file with a second name")
+            if flags & os.O_TRUNC:
+                os.ftruncate(fd, 0)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    @contextmanager
+    def _home(self, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
+        """Descriptor of the folder that a file is in, and its name there."""
+        *folders, last = parts = name.split("/")
+        if any(part in ("", ".", "..") for part in parts):
+            raise MoeqError("source.unsafe-path", f"{ascii(name)[:200]} leads out of {self.path}")
+        fd = os.dup(self.fd)
+        try:
+            for folder in folders:
+                if make:
+                    with suppress(FileExistsError):
+                        os.mkdir(folder, dir_fd=fd)
+                try:
+                    inner = os.open(folder, _FOLDER, dir_fd=fd)
+                except NotADirectoryError:
+                    raise self._planted(name, f"below {folder}, which is no folder") from None
+                os.close(fd)
+                fd = inner
+            yield fd, last
+        finally:
+            os.close(fd)
+
+    def _planted(self, name: str, what: str) -> MoeqError:
+        return MoeqError(
+            "environment.planted",
+            f"{ascii(str(self.path / name))[1:-1]} is {what}; moeq did not put it there and does not write to it",
+            "look who else writes to this folder, remove it, or convert to a folder of your own",
+        )
+
+    def write_file(self, name: str, data: bytes) -> None:
+        """Write a whole file and bring it to disk.
+
+        Raises:
+            MoeqError: `resources.disk-full`, `environment.write`, `environment.planted`.
+        """
+        with disk_errors(self.path / name, len(data)):
+            fd = self.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            try:
+                write_at(fd, data, 0)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def copy_file(self, source: int, name: str) -> None:
+        """Write what an open file holds and bring it to disk: as many bytes as it has now, whatever is added to it.
+
+        Raises:
+            MoeqError: as `write_file`; `source.truncated` where the source became shorter meanwhile.
+        """
+        size, done = os.fstat(source).st_size, 0
+        with disk_errors(self.path / name, size):
+            fd = self.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            try:
+                while done < size:
+                    chunk = os.pread(source, min(_CHUNK, size - done), done)
+                    if not chunk:
+                        raise MoeqError("source.truncated", f"{name}: ended after {done:,} of {size:,} bytes")
+                    write_at(fd, chunk, done)
+                    done += len(chunk)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def read_file(self, name: str) -> bytes:
+        """A whole file of ours. Raises as `open`."""
+        fd = self.open(name, os.O_RDONLY)
+        with os.fdopen(fd, "rb") as file:
+            return file.read()
+
+    def sync_file(self, name: str) -> None:
+        """Bring a file to disk. Raises as `open`."""
+        fd = self.open(name, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def sync(self) -> None:
+        """Bring the names of its files to disk. Raises OSError."""
+        os.fsync(self.fd)
+
+    def names(self) -> list[str]:
+        """Everything in it, with what is in folders within; a folder that is empty, or a link, is one name."""
+        return sorted(_names(self.fd, ""))
+
+    def has(self, name: str) -> bool:
+        """Whether there is something of that name."""
+        try:
+            with self._home(name) as (home, last):
+                os.stat(last, dir_fd=home, follow_symlinks=False)
+        except (FileNotFoundError, MoeqError):
+            return False
+        return True
+
+    def remove(self, name: str) -> None:
+        """Remove a file, and the folders that it leaves empty. Raises OSError; not where it is gone already."""
+        try:
+            with self._home(name) as (home, last):
+                os.unlink(last, dir_fd=home)
+        except FileNotFoundError:
+            return
+        while "/" in name:
+            name = name.rpartition("/")[0]
+            try:
+                with self._home(name) as (home, last):
+                    os.rmdir(last, dir_fd=home)
+            except OSError:
+                return
+
+    def remove_folder(self, name: str) -> None:
+        """Remove a folder of ours with everything in it, or a file. Raises OSError."""
+        with suppress(FileNotFoundError, NotADirectoryError):
+            shutil.rmtree(name, dir_fd=self.fd)
+        self.remove(name)
+
+    def make(self, name: str) -> bool:
+        """Make a folder; whether it is new. Raises OSError."""
+        try:
+            os.mkdir(name, dir_fd=self.fd)
+        except FileExistsError:
+            return False
+        return True
+
+    def rename(self, name: str, new: str, to: OutputFolder | None = None) -> None:
+        """Give something another name, here or in another folder. Raises OSError."""
+        os.rename(name, new, src_dir_fd=self.fd, dst_dir_fd=(to or self).fd)
+
+    def status(self, name: str) -> os.stat_result | None:
+        """What something is, links not followed; None where it is not."""
+        try:
+            return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def owner_of_new_files(self) -> int:
+        """The owner that this file system gives to what this process makes; some give all to one. Raises OSError."""
+        name = f".moeq-{secrets.token_hex(8)}"
+        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE, 0o600, dir_fd=self.fd)
+        try:
+            return os.fstat(fd).st_uid
+        finally:
+            os.close(fd)
+            os.unlink(name, dir_fd=self.fd)
+
+
+def _names(fd: int, prefix: str) -> Iterator[str]:
+    with os.scandir(fd) as entries:
+        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_folder in found:
+        inside: list[str] = []
+        if is_folder:
+            inner = os.open(name, _FOLDER, dir_fd=fd)
+            try:
+                inside = list(_names(inner, f"{prefix}{name}/"))
+            finally:
+                os.close(inner)
+        yield from inside or [prefix + name]

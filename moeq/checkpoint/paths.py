@@ -1,0 +1,102 @@
+"""Names that come out of files: the one gate that each passes before it becomes a path.
+
+Indices, manifests, restore data, journals and repository listings come from strangers. A name is taken where it is a
+plain relative path on every system: nothing absolute, no `..`, nothing that a terminal, a shell or Windows reads as
+something else. What is taken is returned as it was, so that a restored folder has the names of its source.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import unicodedata
+from collections.abc import Iterable
+
+from moeq.errors import MoeqError
+
+#: Bytes of one part of a path on common file systems, and of a whole name.
+_PART_BYTES, _NAME_BYTES = 255, 1024
+
+#: Names of devices on Windows, with any extension.
+_DEVICE = re.compile(r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³])\s*(\..*)?", re.IGNORECASE | re.DOTALL)
+
+#: What the names of moeq's own files begin with, as `folded` has them.
+_OWN = ("moeq-", "moeq.json")
+
+#: Of those, files that are there only while moeq works. Nothing else may have such a name, not even for a while.
+_WORK = ("moeq-work", "moeq-journal")
+
+#: What makes a folder a conversion.
+_MANIFEST = "moeq.json"
+
+
+def safe_name(name: object, where: str) -> str:
+    """A name that may be joined to a folder.
+
+    Args:
+        name: what a file says.
+        where: names that file and the place in it, for the message.
+
+    Raises:
+        MoeqError: `source.unsafe-path` for anything but a plain relative path; `source.reserved-name` for that of a
+            manifest, or of a file that moeq keeps while it works.
+    """
+    problem = _problem(name)
+    if problem is not None or not isinstance(name, str):
+        raise MoeqError("source.unsafe-path", f"{where}: file {ascii(name)[:200]} {problem}")
+    if folded(name).startswith(_WORK) or folded(name).split("/")[0] == _MANIFEST:
+        raise MoeqError(
+            "source.reserved-name",
+            f"{where}: file {ascii(name)[:200]} has a name that only moeq's own files may have",
+            "rename the file",
+        )
+    return name
+
+
+def _problem(name: object) -> str | None:
+    """Why a name is not taken, or None."""
+    if not isinstance(name, str) or not name or not name.isprintable():
+        return "is not a file name"
+    parts = name.split("/")
+    if name.startswith("/") or "\\" in name or ":" in name or any(part in ("", ".", "..") for part in parts):
+        return "leads out of the folder or is not a plain relative path"
+    if any(part[-1] in ". " or _DEVICE.fullmatch(part) for part in parts):
+        return "is not a file name on every system"
+    if len(os.fsencode(name)) > _NAME_BYTES or any(len(os.fsencode(part)) > _PART_BYTES for part in parts):
+        return f"is longer than {_PART_BYTES} bytes, or {_NAME_BYTES} with its folders"
+    return None
+
+
+def safe_names(names: Iterable[object], where: str) -> tuple[str, ...]:
+    """`safe_name` for several, of which none may be a folder of another, nor one file where case does not count.
+
+    Raises:
+        MoeqError: `source.unsafe-path`, `source.reserved-name`.
+    """
+    found = tuple(safe_name(name, where) for name in names)
+    homes: dict[str, str] = {}
+    for name in found:
+        other = homes.setdefault(folded(name), name)
+        if other != name:
+            raise MoeqError(
+                "source.unsafe-path",
+                f"{where}: {ascii(other)[:200]} and {ascii(name)[:200]} are one file on systems that ignore case",
+                "rename one of them",
+            )
+    for key, name in homes.items():
+        parts = key.split("/")
+        inside = next((up for n in range(1, len(parts)) if (up := "/".join(parts[:n])) in homes), None)
+        if inside is not None:
+            message = f"{where}: {ascii(homes[inside])[:200]} is a file, and a folder for {ascii(name)[:200]}"
+            raise MoeqError("source.unsafe-path", message)
+    return found
+
+
+def is_own(name: str) -> bool:
+    """Whether a name is one that moeq gives to its own files, or would be taken for one where case does not count."""
+    return folded(name).startswith(_OWN)
+
+
+def folded(name: str) -> str:
+    """A name as file systems compare it that ignore case and ways to write a letter."""
+    return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())

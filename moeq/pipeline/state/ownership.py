@@ -1,0 +1,153 @@
+"""Whose a folder is: what may be written into, replaced or removed, and what is somebody else's."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from moeq.checkpoint.jsonfile import read_object
+from moeq.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
+from moeq.checkpoint.outputs import OutputFolder
+from moeq.checkpoint.paths import safe_names
+from moeq.errors import MoeqError
+from moeq.pipeline.state.journal import Journals, is_journal
+
+#: Names that begin so are for the work alone and never published.
+WORK_PREFIX = "moeq-work."
+
+
+def require_apart(sources: Iterable[Path], folders: Iterable[Path]) -> None:
+    """Refuse folders of which one is, or holds, another: by any path, link or mount that leads to it.
+
+    Args:
+        sources: what is read.
+        folders: what will be written to; none has to be there yet.
+
+    Raises:
+        MoeqError: `usage.destination-is-source`.
+    """
+    read = [(source, _above(source)) for source in sources]
+    for folder in folders:
+        chain = _above(folder)
+        for source, other in read:
+            inside = other[0] is not None and other[0] in chain
+            holds = chain[0] is not None and chain[0] in other
+            if inside or holds:
+                what = "is, or holds, the source itself" if holds else "is in the source"
+                raise MoeqError("usage.destination-is-source", f"{folder} {what} ({source})", "name another folder")
+
+
+def _above(path: Path) -> list[tuple[int, int] | None]:
+    """Device and inode of a folder and of all above it; None for those that are not there yet."""
+    real = Path(os.path.realpath(path))
+    return [_identity(one) for one in (real, *real.parents)]
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        info = path.stat()
+    except OSError:
+        return None
+    return info.st_dev, info.st_ino
+
+
+def finished_files(folder: Path, marker: str) -> set[str]:
+    """The files of a finished output of moeq, as the one of them says that was written last.
+
+    Raises:
+        MoeqError: `source.*` where the folder is no such thing.
+    """
+    files = read_object(folder / marker, marker, MAX_MANIFEST_BYTES, "source.bad-manifest").get("files")
+    if not isinstance(files, (dict, list)) or not files:
+        raise MoeqError("source.bad-manifest", f"{folder / marker} does not tell which files it belongs to")
+    return {marker, f"{marker}.minisig", *safe_names((name for name in files if name != marker), marker)}
+
+
+def is_work(name: str) -> bool:
+    """Whether a name in a work folder is that of a file that is there only for the work."""
+    return is_journal(name) or name.startswith(WORK_PREFIX)
+
+
+def require_no_strangers(folder: OutputFolder, files: Collection[str], what: str, *, work: bool = True) -> None:
+    """Refuse a folder with files of somebody else's.
+
+    Args:
+        folder: a folder of moeq's.
+        files: what it may hold.
+        what: what it is, for the message.
+        work: whether it may also hold journals and other work.
+
+    Raises:
+        MoeqError: `usage.foreign-files`, with their names.
+    """
+    found = [name for name in folder.names() if name not in files and not (work and is_work(name))]
+    if found:
+        shown = ", ".join(ascii(name)[1:-1] for name in found[:8])
+        more = f" and {len(found) - 8} more" if found[8:] else ""
+        raise MoeqError(
+            "usage.foreign-files",
+            f"{folder.path} {what}, and holds files that moeq did not write: {shown}{more}",
+            "move them away, or name another folder; moeq removes only what it wrote itself",
+        )
+
+
+def require_ours(parent: OutputFolder, name: str, *, fresh: bool) -> OutputFolder:
+    """Open a work folder, unless it is a link, no folder, or somebody else's.
+
+    Args:
+        parent: the folder that it is in.
+        name: its name.
+        fresh: whether this process has just made it.
+
+    Raises:
+        MoeqError: `usage.foreign-folder`, `environment.write`.
+        OSError: it cannot be opened.
+    """
+    info, path = parent.status(name), parent.path / name
+    if info is None or not stat.S_ISDIR(info.st_mode):
+        raise _foreign(path, "is a link, or no folder")
+    found = OutputFolder(path, parent.fd)
+    try:
+        owner = os.fstat(found.fd).st_uid
+        if not fresh and owner != os.geteuid() and owner != parent.owner_of_new_files():
+            raise _foreign(path, f"belongs to another user (number {owner})")
+    except BaseException:
+        found.close()
+        raise
+    return found
+
+
+def require_journals(folder: OutputFolder, journals: Journals) -> None:
+    """Refuse a folder that holds anything but work of moeq's, file by file.
+
+    Raises:
+        MoeqError: `usage.foreign-folder`, `usage.foreign-files`.
+    """
+    if journals.stamps:
+        known = {name for stamp in journals.stamps.values() for name in stamp.outputs}
+        require_no_strangers(folder, known, "holds work of moeq's")
+    elif any(not is_journal(name) for name in folder.names()):
+        # A journal is on disk before any other file is made.
+        raise _foreign(folder.path, "holds files, and no journal of moeq's that tells of them")
+
+
+def remove_files(folder: OutputFolder, files: Iterable[str]) -> None:
+    """Remove files of moeq's, the manifest last: until then the rest can be recognised. Raises OSError."""
+    for name in sorted(files, key=lambda name: name == MANIFEST_NAME):
+        folder.remove(name)
+
+
+def remove_work(folder: OutputFolder) -> None:
+    """Remove what is there only for the work, but journals. Raises OSError."""
+    for name in {name.split("/")[0] for name in folder.names() if name.startswith(WORK_PREFIX)}:
+        folder.remove_folder(name)
+
+
+def _foreign(path: Path, what: str) -> MoeqError:
+    return MoeqError(
+        "usage.foreign-folder",
+        f"{path} {what}; moeq would need it for its work",
+        "move it away, or name another destination; moeq removes only what it wrote itself",
+    )
