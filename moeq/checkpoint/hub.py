@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from moeq.checkpoint.header import Header, header_length, parse_header
 from moeq.checkpoint.hub_errors import explain, transport_errors
+from moeq.checkpoint.hub_guard import Expected, check_commit, guarded
 from moeq.checkpoint.hub_stream import WeightStream
 from moeq.checkpoint.index import choose_weights, merge_headers
 from moeq.checkpoint.jsonfile import MAX_CONFIG_BYTES, MAX_INDEX_BYTES, read_object
+from moeq.checkpoint.paths import plain_name
 from moeq.checkpoint.ranges import RangeReader
 from moeq.checkpoint.source import CONFIG_NAME, SIDE_CONFIGS, FileEntry, LocalSource, Source
 from moeq.checkpoint.warning import CheckpointWarning
@@ -109,8 +111,8 @@ class HubSource(Source):
         self.revision: str | None = None
         self._asked = revision
         self.stream: WeightStream | None = None
-        info = self._call(lambda: self._model_info(revision))
-        self.revision = info.sha
+        info = self._call(lambda: self._model_info(revision), Expected(repo))
+        self.revision = check_commit(info.sha, repo)
         self._sizes = {file.rfilename: file.size for file in info.siblings or []}
         top = [name for name in self._sizes if "/" not in name]
         config = self._config(top)
@@ -147,7 +149,10 @@ class HubSource(Source):
             return held
         # Asking for the config by branch makes the cache remember the branch, so that it opens offline later.
         revision = self._asked if file == CONFIG_NAME else self.revision
-        path = Path(self._call(lambda: hf_hub_download(self.repo, file, revision=revision)))
+        plain_name(file, self.repo)
+        expected = self._expected(file)
+        path = Path(self._call(lambda: hf_hub_download(self.repo, file, revision=revision), expected))
+        _require_size(path, expected)
         if file == CONFIG_NAME and path.parent.name != self.revision:
             detail = f"{self.repo} moved from commit {self.revision} to {path.parent.name} while it was being read"
             raise MoeqError("source.changed", detail, "try again")
@@ -178,8 +183,20 @@ class HubSource(Source):
     def _download(self, file: str, folder: Path) -> Path:
         from huggingface_hub import hf_hub_download
 
+        expected = self._expected(plain_name(file, self.repo))
         with without_bars():
-            return Path(self._call(lambda: hf_hub_download(self.repo, file, revision=self.revision, local_dir=folder)))
+            return Path(
+                self._call(lambda: hf_hub_download(self.repo, file, revision=self.revision, local_dir=folder), expected)
+            )
+
+    def _expected(self, file: str) -> Expected:
+        """What the repository's listing says of a file. Raises MoeqError `source.missing-file`, `source.network`."""
+        if file not in self._sizes:
+            raise MoeqError("source.missing-file", f"{self.repo} has no {ascii(file)[1:-1][:200]}")
+        size = self._sizes[file]
+        if not isinstance(size, int) or not 0 <= size < 1 << 60:
+            raise MoeqError("source.network", f"{self.repo}: the server does not say how large {file} is")
+        return Expected(f"{self.repo}: {file}", size)
 
     def _find_cached(self, file: str) -> Path | None:
         from huggingface_hub import try_to_load_from_cache
@@ -226,8 +243,13 @@ class HubSource(Source):
         with ThreadPoolExecutor(_CONCURRENCY) as pool:
             return list(pool.map(fetch, files))
 
-    def _call(self, action: Callable[[], T]) -> T:
-        """Run a client call and turn its errors into ours."""
+    def _call(self, action: Callable[[], T], expected: Expected | None = None) -> T:
+        """Run a client call and turn its errors into ours.
+
+        Args:
+            action: calls the client.
+            expected: what the answer has to be; None for ranges, which are checked where they are read.
+        """
         from huggingface_hub.errors import (
             HfHubHTTPError,
             HFValidationError,
@@ -236,7 +258,7 @@ class HubSource(Source):
         )
 
         try:
-            return action()
+            return action() if expected is None else guarded(expected, action)
         except OfflineModeIsEnabled:
             raise
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, *transport_errors()) as error:
@@ -255,6 +277,13 @@ def _fetch_header(reader: RangeReader, url: str, file: str, size: int | None) ->
         rest, _ = reader.read(url, file, len(first), 8 + length)
         raw += rest
     return parse_header(bytes(raw), file, total)
+
+
+def _require_size(path: Path, expected: Expected) -> None:
+    """Refuse a file that is not as large as the repository's listing says. Raises MoeqError `source.changed`."""
+    size = path.stat().st_size
+    if size != expected.size:
+        raise MoeqError("source.changed", f"{expected.what}: {expected.size:,} bytes are listed, {size:,} came")
 
 
 @contextmanager

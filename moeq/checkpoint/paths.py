@@ -30,20 +30,30 @@ _WORK = ("moeq-work", "moeq-journal")
 _MANIFEST = "moeq.json"
 
 
-def safe_name(name: object, where: str) -> str:
-    """A name that may be joined to a folder.
+def plain_name(name: object, where: str) -> str:
+    """A name that may be joined to a folder to read it.
 
     Args:
         name: what a file says.
         where: names that file and the place in it, for the message.
 
     Raises:
-        MoeqError: `source.unsafe-path` for anything but a plain relative path; `source.reserved-name` for that of a
-            manifest, or of a file that moeq keeps while it works.
+        MoeqError: `source.unsafe-path` for anything but a plain relative path.
     """
     problem = _problem(name)
     if problem is not None or not isinstance(name, str):
         raise MoeqError("source.unsafe-path", f"{where}: file {ascii(name)[:200]} {problem}")
+    return name
+
+
+def safe_name(name: object, where: str) -> str:
+    """A name that may be joined to a folder to write it.
+
+    Raises:
+        MoeqError: as `plain_name`; `source.reserved-name` for that of a manifest, or of a file that moeq keeps while it
+            works.
+    """
+    name = plain_name(name, where)
     if folded(name).startswith(_WORK) or folded(name).split("/")[0] == _MANIFEST:
         raise MoeqError(
             "source.reserved-name",

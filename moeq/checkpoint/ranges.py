@@ -8,6 +8,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from moeq.checkpoint import hub_guard
+from moeq.checkpoint.hub_guard import within
 from moeq.errors import MoeqError
 
 _RETRY = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -45,7 +47,7 @@ class RangeReader:
         for attempt in range(_ATTEMPTS):
             if attempt:
                 time.sleep(min(wait, _LONGEST_WAIT))
-            outcome = self._attempt(url, file, start, stop)
+            outcome = within(_DEADLINE, lambda: self._attempt(url, file, start, stop), file)
             if not isinstance(outcome, _Busy):
                 return outcome
             status, wait = outcome.status, wait * 2 if outcome.wait is None else outcome.wait
@@ -56,7 +58,8 @@ class RangeReader:
         from huggingface_hub.utils import hf_raise_for_status
 
         headers = {**self._headers, "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
-        with get_session().stream("GET", url, headers=headers, follow_redirects=True) as response:
+        timeout = hub_guard.SILENCE_SECONDS
+        with get_session().stream("GET", url, headers=headers, follow_redirects=True, timeout=timeout) as response:
             if response.status_code in _RETRY:
                 return _Busy(response.status_code, _seconds(response.headers.get("retry-after")))
             if response.status_code not in (200, 206):

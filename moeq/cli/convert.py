@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from moeq.pipeline.convert import Conversion
     from moeq.pipeline.plan_document import Needs
     from moeq.pipeline.push import Pushed
+    from moeq.pipeline.state.job import Job
 
 
 @options.with_deployment()
@@ -35,6 +36,7 @@ def command(
     regroup: options.RegroupOption = None,
     skip_unfit: options.SkipUnfitOption = False,
     allow_lossy: options.AllowLossyOption = False,
+    no_code: options.NoCodeOption = False,
     revision: options.RevisionOption = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier conversion at DST.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; write nothing.")] = False,
@@ -66,7 +68,7 @@ def command(
     out: Output = ctx.obj
     warn_slow(out)
     with ConversionReport(out, "convert", quiet=quiet or json, log=events) as report:
-        own = Choices(layout, force_layout, regroup, skip_unfit, allow_lossy)
+        own = Choices(layout, force_layout, regroup, skip_unfit, allow_lossy, no_code)
         deployment, chosen, digest = (given.make(), own, None) if plan is None else _planned(plan, given, own)
         share = shares.parse(shard, push=push)
         target = open_push(push, base_model, public=public) if push is not None and not dry_run else None
@@ -96,6 +98,7 @@ def command(
     needs = _needs(conversion) if dry_run else None
     if conversion.job is not None:
         warn_overridden(out, conversion.job)
+        _warn_of_code(out, conversion.job)
     answer = {
         **document(conversion),
         "plan": _plan(conversion, needs),
@@ -112,6 +115,15 @@ class Choices(NamedTuple):
     regroup: int | None
     skip_unfit: bool
     allow_lossy: bool
+    no_code: bool
+
+
+def _warn_of_code(out: Output, job: Job) -> None:
+    """Say aloud that a conversion brings code along."""
+    code, left_out = job.side_files.code, job.side_files.no_code
+    if code and not left_out:
+        shown = ", ".join(code[:5]) + (f" and {len(code) - 5} more" if code[5:] else "")
+        out.warning(f"the source's code is copied: {shown}; engines run it where they are told to; --no-code drops it")
 
 
 def _planned(path: Path, given: options.GivenDeployment, own: Choices) -> tuple[Deployment, Choices, str]:
@@ -166,6 +178,7 @@ def document(conversion: Conversion) -> dict[str, Any]:
         "padding_bytes": plan.padding_bytes,
         "rest_bytes": plan.rest_bytes,
         "losses": sum(entry.losses for entry in manifest.layers) if manifest else None,
+        "code": list(conversion.job.side_files.code) if conversion.job else [],
         "kept_for_restore": list(manifest.restore.kept) if manifest and manifest.restore else None,
         "plan_digest": plan.digest,
         "advisories": [advisory.code for advisory in conversion.verdict.advisories],

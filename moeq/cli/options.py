@@ -46,6 +46,10 @@ AllowLossyOption = Annotated[
     bool, typer.Option("--allow-lossy", help="Allow layouts that change stored numbers; they are counted.")
 ]
 
+NoCodeOption = Annotated[
+    bool, typer.Option("--no-code", help="Leave out Python files, pickles and auto_map; restore then lacks the files.")
+]
+
 ForceLayoutOption = Annotated[
     bool, typer.Option("--force-layout", help="Write --layout although the engine would not run it there.")
 ]

@@ -29,6 +29,7 @@ def command(
     regroup: options.RegroupOption = None,
     skip_unfit: options.SkipUnfitOption = False,
     allow_lossy: options.AllowLossyOption = False,
+    no_code: options.NoCodeOption = False,
     revision: options.RevisionOption = None,
     workers: options.WorkersOption = None,
     max_memory: options.MaxMemoryOption = None,
@@ -45,7 +46,7 @@ def command(
 
     out: Output = ctx.obj
     ceiling = None if max_memory is None else parse_size(max_memory)
-    request = JobRequest(src, given.make(), layout, skip_unfit, allow_lossy, revision, force_layout, regroup)
+    request = JobRequest(src, given.make(), layout, skip_unfit, allow_lossy, revision, force_layout, regroup, no_code)
     job = open_job(request)
     memory = plan_memory(job.checkpoint, job.plan, job.plan.units, workers or default_workers(), ceiling)
     needs = needs_of(job, memory)

@@ -1,0 +1,158 @@
+"""What a Hub may answer: headers that become paths, sizes, and time. Servers and mirrors are not trusted.
+
+The client makes file names of the ETag and commit headers (huggingface_hub 2.4.0 and older: `blobs/<etag>`, wherever
+that leads), takes sizes from the server that it then fetches from, and waits without end where no timeout is given.
+While moeq asks, a hook on the client's session looks at every answer before the client does.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar, copy_context
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, TypeVar
+
+from moeq.errors import MoeqError
+
+T = TypeVar("T")
+
+#: Seconds for a small answer as a whole, and for a server to say anything at all.
+ANSWER_SECONDS, SILENCE_SECONDS = 60.0, 20.0
+
+#: Bytes per second below which a download is given up.
+SLOWEST = 64 << 10
+
+#: Largest answer of the Hub's interface that is read; listings of the largest repositories have some megabytes.
+MAX_ANSWER_BYTES = 256 << 20
+
+#: Digests, as the Hub has them; other servers have words. Neither is a path.
+_ETAG = re.compile(r"[0-9A-Za-z_-][0-9A-Za-z._-]{0,199}")
+_COMMIT = re.compile(r"[0-9a-f]{7,64}")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What an answer has to be.
+
+    Attributes:
+        what: names it in messages.
+        size: bytes of the file; None for an answer that is no file.
+    """
+
+    what: str
+    size: int | None = None
+
+
+_EXPECTED: ContextVar[Expected | None] = ContextVar("moeq_expected", default=None)
+
+
+def check_commit(commit: object, repo: str) -> str:
+    """A commit as the Hub names it. Raises MoeqError `source.network` for anything else: it becomes a path."""
+    if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
+        raise MoeqError("source.network", f"{repo}: the server names the commit {ascii(commit)[:80]}, which is none")
+    return commit
+
+
+def guarded(expected: Expected, action: Callable[[], T]) -> T:
+    """Call the Hub's client, with a deadline, and look at every answer before it does.
+
+    Raises:
+        MoeqError: `source.network` for hostile or silent servers, `source.too-large` for more bytes than expected.
+    """
+    seconds = ANSWER_SECONDS if expected.size is None else 2 * ANSWER_SECONDS + expected.size / SLOWEST
+
+    def call() -> T:
+        _watch_session()
+        _EXPECTED.set(expected)
+        return action()
+
+    return within(seconds, call, expected.what)
+
+
+def within(seconds: float, action: Callable[[], T], what: str) -> T:
+    """Do something that may wait for a server, but no longer than that.
+
+    What still waits then is left to a thread of its own, which does not keep the process from ending.
+
+    Raises:
+        MoeqError: `source.network`; and what `action` raises.
+    """
+    found: list[T] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(action())
+        except BaseException as error:  # noqa: BLE001 - raised again where it belongs
+            raised.append(error)
+
+    thread = threading.Thread(target=copy_context().run, args=(run,), daemon=True)
+    thread.start()
+    until = time.monotonic() + seconds
+    while thread.is_alive() and (left := until - time.monotonic()) > 0:
+        thread.join(min(left, 1.0))
+    if raised:
+        raise raised[0]
+    if not found:
+        raise MoeqError("source.network", f"{what}: no answer of the server within {seconds:.0f} s", "try again later")
+    return found[0]
+
+
+def _watch_session() -> None:
+    from huggingface_hub import get_session
+
+    session = get_session()
+    hooks = session.event_hooks
+    if _check not in hooks["response"]:
+        session.event_hooks = {**hooks, "response": [*hooks["response"], _check]}
+
+
+def _check(response: Any) -> None:
+    """Hook on the session: refuse an answer that the client should not see. Raises MoeqError."""
+    expected = _EXPECTED.get()
+    if expected is None:
+        return
+    headers, what = response.headers, expected.what
+    for name in ("etag", "x-linked-etag"):
+        value = headers.get(name)
+        if value is not None and not _ETAG.fullmatch(value.removeprefix("W/").strip('"')):
+            raise MoeqError("source.network", f"{what}: the server sends the ETag {ascii(value)[:80]}, which is none")
+    if headers.get("x-repo-commit") is not None:
+        check_commit(headers["x-repo-commit"], what)
+    limit = MAX_ANSWER_BYTES if expected.size is None else expected.size
+    _check_size(headers.get("x-linked-size"), limit, what)
+    if response.status_code == 200:
+        _check_size(headers.get("content-length"), limit, what)
+    if response.request.method == "GET":
+        response.stream = _limited(response, max(limit, 1 << 20), what)  # an error page may be longer than a file
+
+
+def _check_size(value: str | None, limit: int, what: str) -> None:
+    if value is not None and (not value.isascii() or not value.isdigit() or len(value) > 18 or int(value) > limit):
+        raise MoeqError(
+            "source.too-large", f"{what}: the server is about to send {ascii(value)[:40]} bytes, {limit:,} are expected"
+        )
+
+
+def _limited(response: Any, limit: int, what: str) -> Any:
+    """The body of an answer, which may not be longer than that."""
+    library = import_module(type(response).__module__.partition(".")[0])
+    inner = response.stream
+
+    class Limited(library.SyncByteStream):  # type: ignore[misc, name-defined]
+        def __iter__(self) -> Iterator[bytes]:
+            left = limit
+            for chunk in inner:
+                left -= len(chunk)
+                if left < 0:
+                    raise MoeqError("source.too-large", f"{what}: the server sends more than {limit:,} bytes")
+                yield chunk
+
+        def close(self) -> None:
+            inner.close()
+
+    return Limited()
