@@ -342,6 +342,9 @@ class _Run:
                     ready.append(self._written.get())
                 ended = None in ready
                 self._finish([opened for opened in ready if opened is not None])
+        except BaseException as error:  # noqa: BLE001 - raised again where it belongs
+            self._stopped = True
+            self._events.put(_Failed(error))  # before the end, after which nobody listens
         finally:
             self._events.put(None)
 
