@@ -123,7 +123,7 @@ def require_inside(path: Path, folder: Path, where: str, fd: int) -> None:
         raise MoeqError(
             "source.link",
             f"{where} is a link to {ascii(str(real))[1:-1]}, outside of the checkpoint",
-            "replace the link by the file itself where it belongs to the checkpoint: cp --remove-destination",
+            "replace the link by the file itself where it belongs to the checkpoint",
         )
 
 

@@ -89,7 +89,7 @@ def require_no_strangers(folder: OutputFolder, files: Collection[str], what: str
         raise MoeqError(
             "usage.foreign-files",
             f"{folder.path} {what}, and holds files that moeq did not write: {shown}{more}",
-            "move them away, or name another folder; moeq removes only what it wrote itself",
+            "move them away, or name another folder; nothing is removed that moeq did not write",
         )
 
 
@@ -149,5 +149,5 @@ def _foreign(path: Path, what: str) -> MoeqError:
     return MoeqError(
         "usage.foreign-folder",
         f"{path} {what}; moeq would need it for its work",
-        "move it away, or name another destination; moeq removes only what it wrote itself",
+        "move it away, or name another destination; nothing is removed that moeq did not write",
     )
