@@ -89,7 +89,7 @@ def require_no_strangers(folder: OutputFolder, files: Collection[str], what: str
         raise MoeqError(
             "usage.foreign-files",
             f"{folder.path} {what}, and holds files that moeq did not write: {shown}{more}",
-            "move them away, or name another folder; nothing is removed that moeq did not write",
+            "move them away, or name another folder; only what was written here by a conversion is ever removed",
         )
 
 
@@ -149,5 +149,5 @@ def _foreign(path: Path, what: str) -> MoeqError:
     return MoeqError(
         "usage.foreign-folder",
         f"{path} {what}; moeq would need it for its work",
-        "move it away, or name another destination; nothing is removed that moeq did not write",
+        "move it away, or name another destination; only what was written here by a conversion is ever removed",
     )

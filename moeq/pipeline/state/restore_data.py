@@ -238,6 +238,9 @@ class KeptSource(Source):
         super().__init__(converted.name, config, dict(converted.side_configs))
         names = [*restore_data.headers, *restore_data.texts]
         weights = choose_weights(names, lambda name: _json(restore_data.texts.get(name), {}), converted.name)
+        absent = [file for file in weights.files if file not in restore_data.headers]
+        if absent:
+            raise MoeqError("source.bad-manifest", f"{RESTORE_DATA_NAME} lacks the header of {absent[0]}")
         headers = [restore_data.headers[file] for file in weights.files]
         self.files = tuple(FileEntry(header.file, header.size) for header in headers)
         self.index = weights.index

@@ -171,13 +171,14 @@ def restore_data(data: bytes) -> None:
     opened = open_checkpoint(folder).source
     entry = read_manifest(folder).restore
     try:
-        watched(lambda: Checkpoint(KeptSource(opened, RestoreData(folder, entry))), data)
+        watched(lambda: Checkpoint(KeptSource(opened, RestoreData(folder / "moeq-restore.data", entry))), data)
     finally:
         (folder / "moeq-restore.data").write_bytes(kept)
 
 
 def journal(data: bytes) -> None:
     """A journal: its lines get right seals, so that what they say is read; then as it is."""
+    from moeq.checkpoint.outputs import OutputFolder
     from moeq.pipeline.finalize import finalize
     from moeq.pipeline.state import journal as journals
 
@@ -193,7 +194,7 @@ def journal(data: bytes) -> None:
         lines.append(sealed)
 
     def read() -> None:
-        found = journals.read_journals(partial)
+        found = journals.read_journals(OutputFolder(partial))
         stamp = next(iter(found.stamps.values()), None)
         if stamp is not None:
             journals.require_job(found, stamp, partial)
