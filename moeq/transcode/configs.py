@@ -173,6 +173,11 @@ def fp8_blocks(contents: Contents) -> dict[str, Any]:
     }
 
 
+def deepseek_v4(contents: Contents) -> dict[str, Any]:
+    """`quantization_config` of DeepSeek-V4, which says `expert_dtype: fp4` beside it, outside."""
+    return {**fp8_blocks(contents), "scale_fmt": "ue8m0"}
+
+
 def gpt_oss(contents: Contents) -> dict[str, Any]:
     """`quantization_config` of gpt-oss."""
     templates = {re.sub(r"\.\d+\.", ".*.", name) for name in contents.plain}

@@ -144,6 +144,9 @@ def make_transcode_plan(checkpoint: Checkpoint, request: Request) -> TranscodePl
     target = get_target(request.to)
     found = survey(checkpoint, target, request)
     config = None if target.config is None else target.config(found.contents)
+    before = checkpoint.declaration
+    if config and before and before.method == config["quant_method"] == "compressed-tensors":
+        config["kv_cache_scheme"] = before.raw.get("kv_cache_scheme")
     declaration = None if config is None else read_dialect(str(config["quant_method"]), config, "written config")
     described = dict(_readers(found, declaration))
     files, homes = _files(checkpoint, found, request)

@@ -122,7 +122,7 @@ def to_fp8_blocks(matrix: QuantizedMatrix, spec: MatrixSpec) -> QuantizedMatrix:
         coded = (blocks / scale.unsqueeze(1)).to(torch.float8_e4m3fn).view(torch.uint8)
         codes[start:stop] = coded.reshape(stop - start, -1)[:, : spec.k]
         scales[start:stop] = scale
-    return QuantizedMatrix(replace(spec, scale_dtype="f32"), codes, scales, bias=matrix.bias)
+    return QuantizedMatrix(spec, codes, _stored_scales(scales, spec), bias=matrix.bias)
 
 
 def _kept_fp8(matrix: QuantizedMatrix, spec: MatrixSpec) -> QuantizedMatrix | None:
@@ -140,8 +140,16 @@ def _kept_fp8(matrix: QuantizedMatrix, spec: MatrixSpec) -> QuantizedMatrix | No
         rows = scales[start : start + BLOCK]
         if not torch.equal(rows, rows[:1].expand_as(rows)):
             return None
-    dtype = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[spec.scale_dtype]
-    return QuantizedMatrix(spec, matrix.codes, scales.to(dtype), bias=matrix.bias)
+    return QuantizedMatrix(spec, matrix.codes, _stored_scales(scales, spec), bias=matrix.bias)
+
+
+def _stored_scales(scales: Tensor, spec: MatrixSpec) -> Tensor:
+    """float32 scales in the type that is stored; as exponent bytes, what is no power of two is rounded down."""
+    import torch
+
+    if spec.scale_dtype == "e8m0":
+        return (torch.frexp(scales).exponent - 1 + 127).clamp(0, 254).to(torch.uint8)
+    return scales.to({"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[spec.scale_dtype])
 
 
 def _blocks(values: Tensor, width: int) -> Tensor:

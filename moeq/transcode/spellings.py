@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 #: Rows and columns of a block of FP8 weights.
 BLOCK = 128
 
+#: Spellings with one scale per such block.
+FP8_BLOCKS = ("fp8-block", "ct-fp8-block", "deepseek-fp8")
+
 _DTYPES = {name: dtype for dtype, name in FLOAT_NAMES.items() if dtype != "U8"}
 
 
@@ -150,6 +153,7 @@ SPELLINGS: dict[str, Spelling] = {
         Spelling("gptq", "gptq", _gptq),
         Spelling("ct-mxfp4", "ct-mxfp4", _byte_matrix("weight_packed", "U8", "weight_scale", "U8")),
         Spelling("deepseek-fp4", "deepseek-fp4", _byte_matrix("weight", "I8", "scale", "F8_E8M0")),
+        Spelling("deepseek-fp8", "fp8-block", _fp8_blocks("scale")),
         Spelling("gpt-oss", "mxfp4", _gpt_oss),
         Spelling("ct-nvfp4", "nvfp4", _ct_nvfp4),
         Spelling("modelopt-nvfp4", "nvfp4", _modelopt_nvfp4),

@@ -121,6 +121,8 @@ def survey(checkpoint: Checkpoint, target: Target, request: Request) -> Survey:
             with the module; `source.not-quantized` where nothing is to be transcoded.
     """
     info = checkpoint.info
+    if checkpoint.declaration and checkpoint.declaration.refusal:
+        raise MoeqError("source.not-convertible", f"{info.name}: {checkpoint.declaration.refusal}")
     found = model_type(Facts(checkpoint.source.config))
     if target.model_types and found not in target.model_types:
         raise MoeqError(

@@ -47,7 +47,8 @@ class Target:
 
     def spelling(self, described: Described, where: str) -> str:
         """Id of the spelling of a projection. Raises MoeqError `usage.target` with what would work."""
-        refusal = get_format(described.scheme.format).refusal if described.scheme.format == "modelopt-int4" else None
+        scheme = described.scheme
+        refusal = get_format(scheme.format).refusal_of(scheme) if scheme.format in _UNREADABLE else None
         kind = kind_of(described)
         bits = described.spec.bits
         if kind == "int" and self.bits and bits not in self.bits:
@@ -76,6 +77,8 @@ class Target:
             )
         if "nvfp4" in spelling:
             return replace(spec, group_size=16, scale_dtype="e4m3")
+        if spelling == "deepseek-fp8":
+            return replace(spec, element="e4m3", scale_dtype="e8m0", symmetric=True, act_order=False)
         if "fp8-block" in spelling:
             scale = spec.scale_dtype if kind_of(described) == "fp8-block" and spec.scale_dtype != "e8m0" else "f32"
             size = min(BLOCK, spec.k)
@@ -85,6 +88,9 @@ class Target:
             return replace(spec, group_size=size)
         return spec
 
+
+#: Formats whose matrices alone do not say what an engine computes.
+_UNREADABLE = ("foreign", "modelopt-int4")
 
 _TITLES = {
     "int": "packed integers",
@@ -150,6 +156,13 @@ TARGETS: dict[str, Target] = {
             {"mxfp4": "gpt-oss"},
             configs.gpt_oss,
             model_types=("gpt_oss",),
+        ),
+        Target(
+            "deepseek-v4",
+            "DeepSeek-V4's FP4 experts, everything else in FP8 blocks, with exponent bytes as scales",
+            {"mxfp4": "deepseek-fp4", "fp8-block": "deepseek-fp8"},
+            configs.deepseek_v4,
+            model_types=("deepseek_v4", "deepseek_ref"),
         ),
         Target(
             "fp8",

@@ -23,7 +23,7 @@ from moeq.schemes.registry import get_format
 from moeq.transcode import act_order
 from moeq.transcode.compare import Loss, compare
 from moeq.transcode.plan import ExpertItem, Item, Output, TranscodePlan, TranscodeUnit
-from moeq.transcode.spellings import BLOCK, pack
+from moeq.transcode.spellings import BLOCK, FP8_BLOCKS, pack
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -203,7 +203,7 @@ def _recoded(
         _check_order(matrix, output)
         if output.projected.spec.bits > 8:
             results[name] = recode.to_floats(matrix, spec.element)
-        elif "fp8-block" in output.projected.spelling:
+        elif output.projected.spelling in FP8_BLOCKS:
             results[name] = recode.to_fp8_blocks(matrix, spec)
         elif spec.group_size != matrix.spec.group_size:
             results[name] = repeat_groups(matrix, spec)
@@ -284,7 +284,7 @@ def _with_experts(stored: Mapping[str, Tensor], plan: TranscodePlan, item: Item)
 
 def _block(output: Output) -> tuple[int, int]:
     """Rows and columns that share a scale in the target; for floats, in the source."""
-    if "fp8-block" in output.projected.spelling:
+    if output.projected.spelling in FP8_BLOCKS:
         return BLOCK, BLOCK
     spec = output.projected.source.spec if output.projected.spec.bits > 8 else output.projected.spec
     return 1, spec.group_size

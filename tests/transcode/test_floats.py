@@ -129,6 +129,67 @@ def test_block_fp8_comes_back_byte_for_byte(build: Callable[..., tuple[Path, Any
     assert all(torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)) for name in before)
 
 
+def deepseek_v4(folder: Path) -> dict[str, torch.Tensor]:
+    """A small DeepSeek-V4: FP4 experts and FP8 attention under exponent bytes. Values by module."""
+    generator = torch.Generator().manual_seed(11)
+    tensors, values = {"embed.weight": torch.zeros(64, 256, dtype=torch.bfloat16)}, {}
+    for layer in (0, 1):
+        tensors[f"layers.{layer}.ffn.gate.weight"] = torch.randn(4, 256, generator=generator).to(torch.bfloat16)
+        module = f"layers.{layer}.attn.wq_a"
+        codes = fp8_codes(128, 256, generator)
+        exponents = torch.randint(115, 122, (1, 2), generator=generator, dtype=torch.uint8)
+        tensors |= {f"{module}.weight": codes, f"{module}.scale": exponents.view(torch.float8_e8m0fnu)}
+        values[module] = codes.float() * torch.exp2(exponents.float() - 127).repeat_interleave(128, 1)
+        for expert in range(4):
+            for name, n, k in (("w1", 128, 256), ("w3", 128, 256), ("w2", 256, 128)):
+                module = f"layers.{layer}.ffn.experts.{expert}.{name}"
+                packed = torch.randint(0, 256, (n, k // 2), generator=generator, dtype=torch.uint8)
+                exponents = torch.randint(112, 122, (n, k // 32), generator=generator, dtype=torch.uint8)
+                tensors[f"{module}.weight"] = packed.view(torch.int8)
+                tensors[f"{module}.scale"] = exponents.view(torch.float8_e8m0fnu)
+                codes = torch.stack([packed & 15, packed >> 4], dim=2).flatten(1)
+                scales = torch.exp2(exponents.double() - 127).repeat_interleave(32, 1)
+                values[module] = (_E2M1[codes.long()] * scales).float()
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = {"model_type": "deepseek_v4", "num_hidden_layers": 2, "hidden_size": 256, "moe_intermediate_size": 128}
+    config |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "expert_dtype": "fp4"}
+    table = {**FP8, "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": table}))
+    return values
+
+
+@pytest.mark.parametrize("target", ["compressed-tensors", "fp8", "bf16", "deepseek-v4"])
+def test_deepseek_v4_in_other_spellings_and_back(tmp_path: Path, target: str) -> None:
+    source = tmp_path / "source"
+    values = deepseek_v4(source)
+    assert transcode(source, tmp_path / "out", target).exact
+    compared = diff(source, tmp_path / "out")
+    assert compared.equal, compared
+    ckpt = open_checkpoint(tmp_path / "out")
+    tensors = {name: t for file in (tmp_path / "out").glob("*.safetensors") for name, t in load_file(file).items()}
+    for module, expected in values.items():
+        if target == "bf16":
+            assert torch.equal(tensors[f"{module}.weight"].float(), expected), module
+        elif ".experts." in module:
+            role = {"w1": "gate", "w3": "up", "w2": "down"}[module.rpartition(".")[2]]
+            found = dequantize(ckpt.matrix(int(module.split(".")[1]), int(module.split(".")[4]), role))
+            assert torch.equal(found, expected), module
+    if target in ("compressed-tensors", "deepseek-v4"):
+        transcode(tmp_path / "out", tmp_path / "back", "deepseek-v4")
+        back = {name: t for file in (tmp_path / "back").glob("*.safetensors") for name, t in load_file(file).items()}
+        before = load_file(source / "model.safetensors")
+        assert before.keys() == back.keys()
+        assert all(
+            before[name].dtype == back[name].dtype
+            and torch.equal(before[name].view(torch.uint8), back[name].view(torch.uint8))
+            for name in before
+        )
+        table = json.loads((tmp_path / "back" / "config.json").read_text())
+        assert table["expert_dtype"] == "fp4"
+        assert table["quantization_config"]["scale_fmt"] == "ue8m0"
+
+
 def test_channel_scales_do_not_make_blocks(build: Callable[..., tuple[Path, Any]], tmp_path: Path) -> None:
     source, _ = build(fp8_channel, FP8)
     found = transcode(source, tmp_path / "out", "fp8", allow_lossy=True)

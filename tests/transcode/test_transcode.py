@@ -355,6 +355,51 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     assert not list(tmp_path.iterdir())
 
 
+def test_weights_that_are_not_the_whole_of_the_mathematics_are_refused(checkpoints: Path, tmp_path: Path) -> None:
+    """Rotated weights mean something else without the rotation, which no other format has."""
+    source = tmp_path / "source"
+    shutil.copytree(checkpoints / "gptq-int4-g32-qwen3moe", source)
+    table = config_of(source)
+    table["quantization_config"]["rotation"] = "hadamard"
+    (source / "config.json").write_text(json.dumps(table))
+    with pytest.raises(MoeqError, match="rotated") as error:
+        transcode(source, tmp_path / "out", "compressed-tensors")
+    assert error.value.code == "source.not-convertible"
+
+
+def test_the_cache_scheme_is_carried_over(checkpoints: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(checkpoints / "ct-int4-g128-qwen3moe", source)
+    table = config_of(source)
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    table["quantization_config"]["kv_cache_scheme"] = scheme
+    (source / "config.json").write_text(json.dumps(table))
+    transcode(source, tmp_path / "out", "compressed-tensors", regroup=64)
+    assert config_of(tmp_path / "out")["quantization_config"]["kv_cache_scheme"] == scheme
+
+
+def test_layers_of_other_widths_are_named_in_the_config(checkpoints: Path, tmp_path: Path) -> None:
+    """A second layer of 8 bits: a group of its own in compressed-tensors, a rule of `dynamic` in GPTQ."""
+    source = tmp_path / "source"
+    shutil.copytree(checkpoints / "gptq-int4-g32-qwen3moe", source)
+    other = load_file(checkpoints / "gptq-int8-g64-qwen3moe" / "model.safetensors")
+    tensors = load_file(source / "model.safetensors")
+    mixed = {name: t for name, t in tensors.items() if ".layers.1.mlp.experts." not in name}
+    mixed |= {name: t for name, t in other.items() if ".layers.1.mlp.experts." in name}
+    save_file(mixed, source / "model.safetensors", {"format": "pt"})
+    table = config_of(source)
+    table["quantization_config"]["dynamic"] = {r"+:.*layers\.1\.mlp\.experts\..*": {"bits": 8, "group_size": 64}}
+    (source / "config.json").write_text(json.dumps(table))
+    for target in ("compressed-tensors", "gptq_v2"):
+        assert transcode(source, tmp_path / target, target).exact
+        assert_same_values(source, tmp_path / target)
+        assert diff(source, tmp_path / target).equal
+    groups = config_of(tmp_path / "compressed-tensors")["quantization_config"]["config_groups"]
+    assert sorted(group["weights"]["num_bits"] for group in groups.values()) == [4, 8]
+    rules = config_of(tmp_path / "gptq_v2")["quantization_config"]["dynamic"]
+    assert [rule["bits"] for name, rule in rules.items() if name.startswith("+:")] == [8, 8, 8]
+
+
 def test_outputs_of_convert_are_refused(checkpoints: Path, tmp_path: Path) -> None:
     from moeq.deploy.deployment import Deployment
     from moeq.deploy.gpus import parse_gpu
