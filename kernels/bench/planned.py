@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moeq_kernels import PackedExperts, cuda, prepared
 from moeq_kernels.areas import Area
-from moeq_kernels.compiling import Binary, Specialisation, compile_one
+from moeq_kernels.compiling import Binary, Specialisation, compile_one, parameters_of
 from moeq_kernels.epilogue import SILU, Epilogue
 from moeq_kernels.gpu import GPUS, Gpu, gpu_of
 from moeq_kernels.launch import run_with_triton
@@ -48,7 +48,7 @@ def pretend(name: str) -> None:
     def as_ptx(wanted: Specialisation, gpu: Gpu) -> Binary:
         built = compile_one(wanted, gpu)
         return Binary(built.asm["ptx"].encode() + b"\0", built.metadata.name, built.metadata.num_warps,
-                      built.metadata.shared, ())  # fmt: skip
+                      built.metadata.shared, (), parameters_of(built.asm["ptx"]))  # fmt: skip
 
     prepared.gpu_of = lambda _device: other  # type: ignore[assignment]
     cuda.binary = as_ptx

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -141,6 +142,7 @@ class Binary:
         warps: of a program.
         shared: bytes of shared memory that are asked for when it is launched.
         boxes: for each descriptor of the copy engine its swizzle (CUtensorMapSwizzle) and block.
+        parameters: bytes of each.
     """
 
     code: bytes
@@ -148,6 +150,15 @@ class Binary:
     warps: int
     shared: int
     boxes: tuple[tuple[int, tuple[int, ...]], ...]
+    parameters: tuple[int, ...]
+
+
+def parameters_of(ptx: str) -> tuple[int, ...]:
+    """Bytes of each parameter of the kernel in a PTX text."""
+    begin = ptx.index(".entry")
+    head = ptx[begin : ptx.index(")", begin)]
+    found = re.findall(r"\.param (?:\.align \d+ )?\.[a-z](\d+)[^\[,]*(?:\[(\d+)\])?", head)
+    return tuple(int(count) if count else int(bits) // 8 for bits, count in found)
 
 
 def cache_folder() -> Path:
@@ -178,7 +189,7 @@ def stored(wanted: Specialisation, gpu: Gpu) -> Binary | None:
         if len(code) != about["bytes"]:
             return None
         boxes = tuple((swizzle, tuple(block)) for swizzle, block in about["boxes"])
-        return Binary(code, about["name"], about["warps"], about["shared"], boxes)
+        return Binary(code, about["name"], about["warps"], about["shared"], boxes, tuple(about["parameters"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -195,12 +206,14 @@ def binary(wanted: Specialisation, gpu: Gpu) -> Binary:
     boxes = tuple(
         (box["swizzle"], tuple(box["block_size"])) for box in getattr(metadata, "tensordesc_meta", None) or ()
     )
-    found = Binary(built.asm["cubin"], metadata.name, metadata.num_warps, metadata.shared, boxes)
+    parameters = parameters_of(built.asm["ptx"])
+    found = Binary(built.asm["cubin"], metadata.name, metadata.num_warps, metadata.shared, boxes, parameters)
     path = _file(wanted, gpu)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             about = {"name": found.name, "warps": found.warps, "shared": found.shared, "boxes": found.boxes}
+            about["parameters"] = found.parameters
             file.write(json.dumps({**about, "bytes": len(found.code)}).encode() + b"\n" + found.code)
         os.replace(file.name, path)  # whole or not at all, whoever else writes it
     except OSError:  # a folder that cannot be written costs compiling again

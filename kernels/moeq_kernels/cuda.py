@@ -11,7 +11,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, Structure, byref, c_int, c_int32, c_int64, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, Structure, byref, c_int, c_int32, c_int64, c_uint, c_uint32, c_uint64, c_void_p
 from functools import cache
 from typing import Any
 
@@ -86,8 +86,6 @@ class Driver:
             c_void_p, c_int, c_uint32, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_int,
         ]  # fmt: skip
         self._text = library.cuGetErrorString
-        # Since CUDA 12.4: offset and size of a parameter.
-        self.parameter = getattr(library, "cuFuncGetParamInfo", None)
 
     def check(self, status: int, what: str) -> None:
         """Raises KernelEnvironmentError with the driver's words unless status is 0."""
@@ -167,19 +165,6 @@ def size_of(argument: Any) -> int:
     return 8 if isinstance(argument, Area) else ctypes.sizeof(argument)
 
 
-def _check_parameters(function: c_void_p, sizes: list[int], name: str) -> None:
-    """Compares with the driver, where it tells: another version of Triton may pass others."""
-    cuda = driver()
-    if cuda.parameter is None:
-        return
-    offset, size = c_size_t(), c_size_t()
-    found: list[int] = []
-    while not cuda.parameter(function, c_size_t(len(found)), byref(offset), byref(size)):
-        found.append(size.value)
-    if found != sizes:
-        raise KernelEnvironmentError(f"{name} takes parameters of {found} bytes, not of {sizes}: another Triton?")
-
-
 class Bound:
     """A schedule on a device: all arguments but the addresses of its roots.
 
@@ -235,7 +220,10 @@ class Bound:
                 else:
                     self._kept.append(slot)
                     parameters[place] = ctypes.addressof(slot)
-            _check_parameters(function, [size_of(one) for one in arguments_of(launch, wanted)], code.name)
+            sizes = tuple(size_of(one) for one in arguments_of(launch, wanted))
+            if sizes != code.parameters:
+                told = f"{code.name} takes parameters of {code.parameters} bytes, not of {sizes}"
+                raise KernelEnvironmentError(told, "another Triton passes others")
             attribute = LaunchAttribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
             dependent = bool(launch.options.get("launch_pdl"))
             x, y, z = (*launch.programs, 1, 1)[:3]

@@ -194,11 +194,11 @@ def test_builds_are_few_and_no_number_of_tokens_needs_another() -> None:
 
 
 SCRIPT = """
-import json, re, sys, torch
+import json, sys, torch
 sys.path.insert(0, {tests!r})
 from test_prepared import meta_experts
 from moeq_kernels import prepare, warmup
-from moeq_kernels.compiling import compile_one, specialise
+from moeq_kernels.compiling import binary, specialise
 from moeq_kernels.cuda import arguments_of, size_of
 from moeq_kernels.prepared import schedule
 layer = prepare(meta_experts(4, 256, 128), top_k=2, max_tokens=2, gpu="H200")
@@ -207,11 +207,8 @@ first, again = warmup([layer], 2), warmup([layer, layer])
 sizes = []
 for launch in schedule(layer.family, layer.problem, 2).launches:
     wanted = specialise(launch)
-    head = compile_one(wanted, layer.problem.gpu).asm["ptx"]
-    head = head[head.index(".entry") : head.index(")", head.index(".entry"))]
-    found = re.findall(r"\\.param (?:\\.align \\d+ )?\\.([a-z]\\d+)[^\\[,]*(?:\\[(\\d+)\\])?", head)
-    told = [int(count) if count else int(kind[1:]) // 8 for kind, count in found]
-    sizes.append([launch.kernel, told, [size_of(one) for one in arguments_of(launch, wanted)]])
+    told = binary(wanted, layer.problem.gpu).parameters
+    sizes.append([launch.kernel, list(told), [size_of(one) for one in arguments_of(launch, wanted)]])
 print(json.dumps([first.kernels, first.compiled, again.kernels, again.compiled, sizes]))
 """
 
