@@ -1,4 +1,4 @@
-"""The stacked tensors of a converted checkpoint as the kernels take them, for all experts of a layer or a sample."""
+"""A sample of a layer's packed experts, from whichever ranks hold them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moeq.checkpoint.manifest import LayerEntry, MatrixEntry, StackedRole
-from moeq.load.kernel_experts import kernel_experts
+from moeq.load.ranks import MatrixPart, RankPart
+from moeq.load.torch_loader import packed_experts
 from moeq.model import Checkpoint
 
 if TYPE_CHECKING:
@@ -73,15 +74,6 @@ def _load(
     rows: Sequence[int],
     device: torch.device,
 ) -> PackedExperts:
-    import torch
-
-    source = checkpoint.source
-    specs = {role: matrix.padded_spec for role, matrix in matrices.items()}
-    tensors = {
-        role: {
-            part: torch.stack([source.read_row(source.entry(name), row) for row in rows]).to(device)
-            for part, name in matrix.tensors.items()
-        }
-        for role, matrix in matrices.items()
-    }
-    return kernel_experts(entry.layout, specs, tensors)
+    parts = {role: MatrixPart(matrix, matrix.padded_spec) for role, matrix in matrices.items()}
+    everyone = (0, len(rows))
+    return packed_experts(checkpoint, entry, RankPart(everyone, everyone, parts), device, rows)

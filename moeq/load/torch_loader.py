@@ -9,7 +9,8 @@ rank computes some of the experts (`expert_map`) and the outputs add up likewise
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -198,9 +199,21 @@ def check_layer_digests(checkpoint: ConvertedCheckpoint, entry: LayerEntry) -> N
         )
 
 
-def packed_experts(checkpoint: Checkpoint, entry: LayerEntry, part: RankPart, device: torch.device) -> PackedExperts:
-    """What `part` says, read and put on the device; nothing is checked here."""
-    tensors = {role: read_parts(checkpoint, entry, part, matrix, device) for role, matrix in part.matrices.items()}
+def packed_experts(
+    checkpoint: Checkpoint, entry: LayerEntry, part: RankPart, device: torch.device, rows: Sequence[int] | None = None
+) -> PackedExperts:
+    """What `part` says, read and put on the device; nothing is checked here.
+
+    Args:
+        rows: experts within the stacked tensors, in the order wanted; None: those of `part`.
+    """
+    import torch
+
+    tensors = {}
+    for role, matrix in part.matrices.items():
+        spans = [part.rows] if rows is None else [(row, row + 1) for row in rows]
+        read = [read_parts(checkpoint, entry, replace(part, rows=span), matrix, device) for span in spans]
+        tensors[role] = read[0] if rows is None else {name: torch.cat([one[name] for one in read]) for name in read[0]}
     return kernel_experts(entry.layout, {role: matrix.spec for role, matrix in part.matrices.items()}, tensors)
 
 

@@ -1,0 +1,302 @@
+"""Converted checkpoints inside SGLang (0.5.23): the quantisation method `moeq`, and the MoE runner of that name.
+
+Experts are created in their converted shapes, filled with the bytes of this rank from the files, and run in moeq's
+kernels; other layers keep the method that the source's config asks for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.arg_groups.choices import add_moe_runner_backend_choices, add_quantization_method_choices
+from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.layers.moe.moe_runner import MoeRunner, MoeRunnerConfig, register_moe_runner_core
+from sglang.srt.layers.moe.moe_runner.base import DispatchMoeRunnerCore, MoeQuantInfo
+from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
+from sglang.srt.layers.moe.topk import TopKOutputChecker
+from sglang.srt.layers.moe.utils import MoeRunnerBackendLike, get_moe_a2a_backend, resolve_moe_runner_backend
+from sglang.srt.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
+from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase, QuantizationConfig
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import get_server_args
+
+from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry
+from moeq.errors import MoeqError
+from moeq.load.kernel_experts import empty_parts, kernel_experts
+from moeq.load.ranks import Rank, plan_rank
+from moeq.load.torch_loader import (
+    check_device,
+    check_groups,
+    check_kernel,
+    layer_entry,
+    open_converted,
+    read_parts,
+    uneven_unit,
+)
+
+if TYPE_CHECKING:
+    from moeq.model.converted import ConvertedCheckpoint
+    from moeq_kernels import PreparedLayer
+
+NAME = "moeq"
+#: Tokens that a step of the engine may have where its options do not say.
+MOST_TOKENS = 16384
+
+_LAYER = re.compile(r"\.(\d+)\.")
+
+
+def register_config() -> None:
+    """Register method, runner and loader with the engine. Calling it again does nothing."""
+    if NAME in QUANTIZATION_METHODS:
+        return
+    QUANTIZATION_METHODS[NAME] = MoeqConfig
+    add_quantization_method_choices([NAME])
+    add_moe_runner_backend_choices([NAME])
+    register_moe_runner_core(NAME, MoeqRunnerCore)
+    loader = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_only"
+    HookRegistry.register(loader, leave_experts_out, HookType.BEFORE)
+
+
+def leave_experts_out(model: Any, weights: Iterable[tuple[str, torch.Tensor]], *more: Any, **named: Any) -> Any:
+    """Before a model looks at its weights: take out converted experts, which their method reads itself."""
+    stacked: set[str] = set()
+    for module in model.modules():
+        if isinstance(method := getattr(module, "quant_method", None), MoeqMoEMethod):
+            stacked |= method.checkpoint.source.expert_names
+
+    def others() -> Iterator[tuple[str, torch.Tensor]]:
+        return (pair for pair in weights if pair[0] not in stacked)
+
+    return (model, others() if stacked else weights, *more), named
+
+
+class MoeqConfig(QuantizationConfig):  # type: ignore[misc]
+    """`quantization_config` of a converted checkpoint, with the source's own inside.
+
+    Args:
+        original: the source's quantisation config, or None where it had none in `config.json`.
+    """
+
+    def __init__(self, original: dict[str, Any] | None) -> None:
+        super().__init__()
+        self.inner: Any = _source_method(original) if original else None
+        self._checkpoint: ConvertedCheckpoint | None = None
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> MoeqConfig:
+        """From `config.json`."""
+        return cls(config.get("original"))
+
+    def get_name(self) -> str:
+        """`moeq`."""
+        return NAME
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Those of the source's method."""
+        return list(self.inner.get_supported_act_dtypes()) if self.inner else [torch.bfloat16, torch.float16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Of the oldest kernel; the manifest says which GPU it must be."""
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """None: `config.json` says everything."""
+        return []
+
+    def get_scaled_act_names(self) -> list[str]:
+        """None."""
+        return []
+
+    @property
+    def checkpoint(self) -> ConvertedCheckpoint:
+        """What the engine serves, opened once. Raises MoeqError `usage.not-converted`, `source.*`."""
+        if self._checkpoint is None:
+            arguments = get_server_args()
+            self._checkpoint = open_converted(arguments.model_path, getattr(arguments, "revision", None))
+        return self._checkpoint
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        """Ours for converted experts, the source's for everything else."""
+        if isinstance(layer, FusedMoE):
+            found = _LAYER.search(prefix)
+            # Draft layers of multi-token prediction count for themselves in some models.
+            if found and "mtp" not in prefix and self.checkpoint.is_packed(int(found[1])):
+                return MoeqMoEMethod(self.checkpoint, layer_entry(self.checkpoint, int(found[1])))
+        if self.inner is None:
+            return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+        self.inner.packed_modules_mapping = self.packed_modules_mapping
+        return self.inner.get_quant_method(layer, prefix)
+
+
+def _source_method(original: dict[str, Any]) -> Any:
+    """The engine's config of the source's method. Raises MoeqError `answer.no-backend` where the engine has none."""
+    kinds = [kind for kind in QUANTIZATION_METHODS.values() if kind is not MoeqConfig]
+    better = (kind.override_quantization_method(original, None) for kind in kinds)
+    method = next(filter(None, better), original["quant_method"])
+    try:
+        return get_quantization_config(method).from_config(dict(original))
+    except ValueError as error:
+        raise MoeqError(
+            "answer.no-backend",
+            f"layers outside the experts are still {method}, as the source had them, and SGLang does not read them: "
+            f"{error}",
+            "moeq oracle SRC says what serves this checkpoint",
+        ) from error
+
+
+@dataclass
+class MoeqQuantInfo(MoeQuantInfo):  # type: ignore[misc]
+    """What the runner needs of a layer: the layer in the kernels."""
+
+    layer: PreparedLayer
+
+
+class MoeqRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
+    """Runs a layer on tokens as the dispatcher has them."""
+
+    @property
+    def runner_backend(self) -> MoeRunnerBackendLike:
+        """`moeq`."""
+        return resolve_moe_runner_backend(NAME)
+
+    def run_from_dispatch(
+        self, dispatch_output: Any, quant_info: MoeqQuantInfo, runner_config: MoeRunnerConfig, hooks: Any = None
+    ) -> StandardCombineInput:
+        """Tokens `[M, H]`, choices with local numbers or -1, to their weighted sums `[M, H]`."""
+        x, choices = dispatch_output.hidden_states, dispatch_output.topk_output
+        if TopKOutputChecker.format_is_bypassed(choices):
+            choices = choices.to_standard()
+        weights = choices.topk_weights
+        if runner_config.routed_scaling_factor is not None:
+            weights = weights * runner_config.routed_scaling_factor
+        return StandardCombineInput(quant_info.layer(x, weights, choices.topk_ids))
+
+
+class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
+    """The experts of one layer.
+
+    Args:
+        checkpoint: the converted checkpoint.
+        entry: the layer in its manifest.
+    """
+
+    def __init__(self, checkpoint: ConvertedCheckpoint, entry: LayerEntry) -> None:
+        self.checkpoint = checkpoint
+        self.entry = entry
+        self.runner: MoeRunner | None = None
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Parameters named and shaped as the converted tensors of this rank.
+
+        Raises:
+            MoeqError: `usage.*`, `answer.no-kernel` where files or kernels do not serve this deployment.
+        """
+        if layer.num_fused_shared_experts:
+            raise MoeqError(
+                "usage.fused-shared-experts",
+                f"layer {self.entry.layer}: shared experts are to run as one more of the converted experts",
+                "start with --disable-shared-experts-fusion",
+            )
+        if get_moe_a2a_backend().value != "none":
+            raise MoeqError(
+                "answer.no-kernel",
+                f"moeq's kernels take tokens by rows, not from --moe-a2a-backend {get_moe_a2a_backend().value}",
+                "start without --moe-a2a-backend",
+            )
+        check_kernel(self.entry, params_dtype, "bf16")
+        rank = Rank(layer.moe_tp_rank, layer.moe_tp_size, layer.moe_ep_rank, layer.moe_ep_size)
+        self.part = plan_rank(self.entry, rank, uneven_unit(self.checkpoint, self.entry.layer))
+        check_groups(self.entry, self.part)
+        self.specs = {role: matrix.spec for role, matrix in self.part.matrices.items()}
+        held = self.part.experts[1] - self.part.experts[0]
+        if held != num_experts:
+            raise MoeqError(
+                "usage.ep",
+                f"layer {self.entry.layer}: {rank.title} holds {num_experts} experts in the engine and {held} by moeq",
+                "start without redundant experts",
+            )
+        for role, parts in empty_parts(self.entry.layout, self.specs, held, None, params_dtype).items():
+            for part, empty in parts.items():
+                layer.register_parameter(f"{role}_{part}", torch.nn.Parameter(empty, requires_grad=False))
+
+    def create_moe_runner(self, layer: Any, moe_runner_config: MoeRunnerConfig) -> None:
+        """The engine's runner around ours."""
+        if moe_runner_config.no_combine:
+            raise MoeqError("answer.no-kernel", "moeq's kernels sum a token's experts, and the model asks for each")
+        self.config = moe_runner_config
+        self.runner = MoeRunner(resolve_moe_runner_backend(NAME), moe_runner_config)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Fill the parameters from the files and get the kernels ready."""
+        from moeq_kernels import prepare
+
+        tensors = {
+            role: {part: getattr(layer, f"{role}_{part}").data for part in self.part.matrices[role].stored.tensors}
+            for role in STACKED_ROLES
+        }
+        check_device(self.checkpoint, layer.w13_weight.device)
+        for role in STACKED_ROLES:
+            matrix, targets = self.part.matrices[role], tensors[role]
+            device = targets["weight"].device
+            for part, tensor in read_parts(self.checkpoint, self.entry, self.part, matrix, device, targets).items():
+                if tensor.data_ptr() != targets[part].data_ptr():
+                    targets[part].copy_(tensor)
+        prepared = prepare(
+            kernel_experts(self.entry.layout, self.specs, tensors),
+            top_k=self.config.top_k,
+            max_tokens=_most_tokens(),
+            dtype=self.config.params_dtype,
+            hidden_size=self.config.hidden_size,
+            router_weight_on_input=self.config.apply_router_weight_on_input,
+            warm=True,
+            **activation_arguments(self.config),
+        )
+        self.info = MoeqQuantInfo(prepared)
+
+    def apply(self, layer: Any, dispatch_output: Any) -> Any:
+        """The routed experts on the tokens that the dispatcher brought."""
+        assert self.runner is not None  # the engine makes it before it calls
+        return self.runner.run(dispatch_output, self.info)
+
+
+def activation_arguments(config: MoeRunnerConfig) -> dict[str, Any]:
+    """Activation of a layer with its constants, as the kernels take them.
+
+    Raises:
+        MoeqError: `answer.no-kernel` for one that they do not compute.
+    """
+    if config.is_gated and config.gemm1_alpha is not None:
+        beta = 1.0 if config.gemm1_beta is None else config.gemm1_beta
+        limit = config.gemm1_clamp_limit
+        return {"activation": "swiglu_oai", "alpha": config.gemm1_alpha, "beta": beta, "limit": limit}
+    if config.activation not in ("silu", "gelu", "gelu_tanh" if config.is_gated else "relu2"):
+        raise MoeqError("answer.no-kernel", f"moeq's kernels do not compute the activation {config.activation}")
+    limit = config.swiglu_limit if config.is_gated and config.activation == "silu" else None
+    return {"activation": config.activation, "limit": limit}
+
+
+def _most_tokens() -> int:
+    """Tokens of a step at most: a chunk of prompts for every rank of data parallelism, beside what is decoding."""
+    arguments = get_server_args()
+    chunk = getattr(arguments, "chunked_prefill_size", None) or 0
+    more = getattr(arguments, "max_prefill_tokens", None) or 0
+    return max(chunk, more, MOST_TOKENS) * max(1, getattr(arguments, "dp_size", None) or 1)
+
+
+__all__ = ["MoeqConfig", "MoeqMoEMethod", "MoeqRunnerCore", "register_config"]
