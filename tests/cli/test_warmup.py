@@ -20,6 +20,7 @@ def folder(checkpoints: Path, tmp_path: Path, **deployment: object) -> str:
     return str(convert(checkpoints / "ct-w8a8-qwen3moe", tmp_path / "out", **deployment))
 
 
+@pytest.mark.slow
 def test_it_compiles_once_and_names_the_kinds_of_layers(checkpoints, tmp_path) -> None:
     """In a process of its own: here kernels are interpreted."""
     cache = tmp_path / "cache"
