@@ -26,6 +26,7 @@ from moeq.checkpoint.names import LayerExperts
 from moeq.checkpoint.source import Source
 from moeq.checkpoint.warning import CheckpointWarning
 from moeq.errors import MoeqError
+from moeq.foreign import plain
 from moeq.matrix import MatrixSpec
 from moeq.model.experts import ExpertKind, Experts
 from moeq.model.info import CheckpointInfo, SchemeUse
@@ -41,7 +42,7 @@ from moeq.model.lint import (
 )
 from moeq.model.modules import module_uses
 from moeq.schemes.base import Scheme
-from moeq.schemes.declared import Declaration, clean
+from moeq.schemes.declared import Declaration
 from moeq.schemes.registry import get_format
 
 
@@ -197,7 +198,7 @@ def _warnings(
 
 def _dtype(facts: Facts) -> str | None:
     """Dtype of unquantised tensors by name; multimodal configs may keep a table of them instead."""
-    return next((clean(value) for _, value in facts.find(("dtype", "torch_dtype")) if isinstance(value, str)), None)
+    return next((plain(value) for _, value in facts.find(("dtype", "torch_dtype")) if isinstance(value, str)), None)
 
 
 def model_type(facts: Facts) -> str:
@@ -269,4 +270,4 @@ def _refusals(model: Model, schemes: Iterable[SchemeUse]) -> tuple[str, ...]:
 
 def _architecture(config: Mapping[str, object]) -> str:
     names = config.get("architectures")
-    return clean(names[0]) if isinstance(names, list) and names else "unknown"
+    return plain(names[0]) if isinstance(names, list) and names else "unknown"

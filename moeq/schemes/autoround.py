@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from moeq.schemes.declared import Declaration, Declared, Fields, clean, group_size
+from moeq.foreign import plain
+from moeq.schemes.declared import Declaration, Declared, Fields, group_size
 from moeq.schemes.patterns import Patterns
 
 #: Data types whose tensors are not packed integers; headers tell them apart.
@@ -29,7 +30,7 @@ def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
         # FP8 blocks are declared as [rows, columns]; headers tell their size.
         group_size=None if isinstance(size, list) else group_size(fields, "group_size"),
         symmetric=fields.flag("sym") is not False,
-        writer=clean(f"auto-round {table.get('autoround_version') or ''}".strip()),
+        writer=plain(f"auto-round {table.get('autoround_version') or ''}".strip()),
         rule=origin,
     )
     if (fields.text("data_type") or "int") in _FLOAT_TYPES:

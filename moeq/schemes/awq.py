@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from moeq.errors import MoeqError
+from moeq.foreign import plain
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Scheme, ZeroPoint
-from moeq.schemes.declared import Declaration, Declared, Fields, clean, group_size
+from moeq.schemes.declared import Declaration, Declared, Fields, group_size
 from moeq.schemes.format import (
     Context,
     Described,
@@ -70,7 +71,7 @@ def _writer(table: Mapping[str, Any]) -> str | None:
     meta = table.get("meta")
     quantizer = meta.get("quantizer") if isinstance(meta, Mapping) else None
     found = ", ".join(map(str, quantizer)) if isinstance(quantizer, list) else quantizer
-    return clean(found or table.get("provider") or table.get("backend") or "") or None
+    return plain(found or table.get("provider") or table.get("backend") or "") or None
 
 
 class Awq(Format):

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from moeq.foreign import plain
 from moeq.schemes.base import Granularity, QuantKey, ScaleKey
-from moeq.schemes.declared import Declaration, Declared, Fields, clean, group_size
+from moeq.schemes.declared import Declaration, Declared, Fields, group_size
 from moeq.schemes.patterns import Patterns
 
 #: Arguments of the named presets that may stand in for a group: bits, type, strategy, group size, symmetric.
@@ -132,7 +133,7 @@ def _group(name: str, value: Any, fields: Fields) -> _Group:
         act_order=_act_order(weights),
         strategy=strategy,
         activation=_activation(Fields(inner.table_of("input_activations"), f"{where}.input_activations")),
-        writer=clean(f"compressed-tensors {fields.table.get('version') or ''}".strip()),
+        writer=plain(f"compressed-tensors {fields.table.get('version') or ''}".strip()),
         rule=where,
     )
     return _Group(tuple(inner.names("targets")), declared)

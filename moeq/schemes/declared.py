@@ -128,11 +128,6 @@ class Fields:
                 yield key, value
 
 
-def clean(value: object, limit: int = 200) -> str:
-    """Text from a stranger, safe to print: cut short, and with anything that terminals act on written out."""
-    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in str(value)[:limit])
-
-
 def group_size(fields: Fields, *keys: str) -> int | None:
     """A group size: positive, or -1 for one scale per channel; None where not declared."""
     value = fields.integer(*keys)

@@ -15,9 +15,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from moeq.errors import MoeqError
+from moeq.foreign import plain
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Scheme, ZeroPoint
-from moeq.schemes.declared import Declaration, Declared, Fields, clean, group_size
+from moeq.schemes.declared import Declaration, Declared, Fields, group_size
 from moeq.schemes.format import (
     INTEGERS,
     Context,
@@ -111,9 +112,9 @@ def _writer(table: Mapping[str, Any]) -> str | None:
     meta = table.get("meta")
     quantizer = meta.get("quantizer") if isinstance(meta, Mapping) else None
     if isinstance(quantizer, list):
-        return clean(", ".join(str(item) for item in quantizer)) or None
+        return plain(", ".join(str(item) for item in quantizer)) or None
     found = quantizer or table.get("provider") or table.get("autoround_version")
-    return clean(found) if found else None
+    return plain(found) if found else None
 
 
 def _refusal(fields: Fields, variant: str) -> str | None:

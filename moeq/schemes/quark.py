@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+from moeq.foreign import plain
 from moeq.schemes.base import QuantKey, ScaleKey
-from moeq.schemes.declared import Declaration, Declared, Fields, clean, group_size
+from moeq.schemes.declared import Declaration, Declared, Fields, group_size
 from moeq.schemes.patterns import Patterns
 
 _BITS = {"fp4": 4, "int4": 4, "uint4": 4, "int8": 8, "uint8": 8, "fp8_e4m3": 8, "int3": 3, "int2": 2, "mx": None}
@@ -64,7 +65,7 @@ def _declared(config: Mapping[str, Any], where: str, fields: Fields, export: Fie
         symmetric=weight.flag("symmetric"),
         strategy=weight.text("qscheme"),
         activation=_activation(config.get("input_tensors")),
-        writer=clean(f"quark {fields.table.get('version') or ''}".strip()),
+        writer=plain(f"quark {fields.table.get('version') or ''}".strip()),
         rule=where,
     )
 

@@ -1,0 +1,199 @@
+"""A conversion against its source: what the folder has to hold is derived, and everything in it is accounted for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from blake3 import blake3
+
+from moeq.checkpoint.header import TensorEntry
+from moeq.checkpoint.index import INDEX_NAME
+from moeq.checkpoint.jsonfile import MAX_INDEX_BYTES, read_object
+from moeq.checkpoint.manifest import MANIFEST_NAME, FileDigest, TensorDigest
+from moeq.checkpoint.source import CONFIG_NAME
+from moeq.digest import DigestDifference, check_digests
+from moeq.errors import MoeqError
+from moeq.model import Checkpoint
+from moeq.pipeline.plan.plan import Plan
+from moeq.pipeline.plan.units import CopyUnit, PackUnit
+from moeq.pipeline.state.publish import converted_config, index_of
+from moeq.pipeline.state.records import file_digest
+from moeq.pipeline.state.restore_data import restore_contents, restore_data_of, restore_entry
+from moeq.pipeline.state.side_files import SideFiles, copied_files, plan_side_files, stripped_file
+from moeq.prove.derived import Derived, derive, entry_differences, info_differences, plan_of
+from moeq.prove.findings import Findings, values_mismatch
+
+
+class AgainstSource(Findings):
+    """Compares with what the source gives (`moeq.prove.derived`). Nothing in the manifest weakens that."""
+
+    def check(self, original: Checkpoint, *, slow: bool) -> None:
+        """Check everything. `slow`: also unpack every expert of the conversion and decode those of the source."""
+        experts = sum(entry.num_experts for entry in self.manifest.layers)
+        if original.source.identity() != self.manifest.source.identity:
+            name = original.source.name
+            recorded = self.manifest.source.name
+            self.add("identity", name, f"{name} is not what was converted: config or tensors differ from {recorded}")
+        try:
+            plan = plan_of(original, self.manifest)
+            self.total += _steps(plan) + (2 * experts if slow else 0)
+            digests = self.holdings.tensor_digests(self.advance)
+            derived = derive(original, plan, self.workers, lambda count, label: self.advance(label))
+        except MoeqError as error:
+            if error.code.startswith(("source.unreadable", "source.truncated", "resources.", "environment.")):
+                raise
+            self.add("manifest", MANIFEST_NAME, f"the source does not give such a conversion: {error.message}")
+            return
+        self.what_loaders_see()
+        self.counts["losses"] = derived.losses
+        self._says(derived)
+        self._weights(derived, digests)
+        self._side_files(derived)
+        self._way_back(derived)
+        if slow:
+            self._decoded(original)
+
+    def _says(self, derived: Derived) -> None:
+        """What the manifest says, against what the source gives."""
+        manifest, source = self.manifest, derived.source
+        for recorded, entry in zip(sorted(manifest.layers, key=lambda row: row.layer), derived.layers, strict=True):
+            name = f"layer {entry.layer}"
+            for field in entry_differences(recorded, entry):
+                self.add("manifest", MANIFEST_NAME, f"moeq.json: {field} of {name} is not what the source gives")
+            for projection, values in entry.digests.items():
+                claimed = recorded.digests.get(projection, ())
+                for expert, value in enumerate(values):
+                    self.counts["source_units"] += 1
+                    if claimed[expert : expert + 1] != (value,):
+                        difference = DigestDifference(entry.layer, expert, projection)
+                        self.found.append(
+                            values_mismatch("source-values", difference, "of the source is not what was converted")
+                        )
+        copied = sorted({*source.info.moe_layers} - {entry.layer for entry in derived.layers})
+        wrong = info_differences(self.converted.info, source.info)
+        if sorted(row.layer for row in manifest.copied) != copied:
+            wrong.append("copied")
+        if manifest.source.files != {file.name: file.size for file in source.source.files}:
+            wrong.append("source.files")
+        if manifest.restore is not None and manifest.restore != restore_entry(
+            source.source, self._plan_side_files(derived), derived.kept
+        ):
+            wrong.append("restore")
+        for field in wrong:
+            self.add("manifest", MANIFEST_NAME, f"moeq.json: {field} is not what the source gives")
+
+    def _weights(self, derived: Derived, digests: Mapping[str, TensorDigest]) -> None:
+        """Every tensor and every weight file."""
+        ours = self.converted.source.tensors
+        wanted = {name: form for file in derived.plan.files for name, form in file.tensors.items()}
+        damaged: set[int] = set()
+        layers = {name: entry.layer for entry in derived.layers for name in entry.tensors}
+        for name, (shape, dtype) in wanted.items():
+            found = ours.get(name)
+            self.counts["tensors"] += name not in layers
+            if found is None:
+                self.add("tensor", name, f"tensor {name} of the source is missing")
+            elif (found.dtype, found.shape) != (dtype, shape):
+                text = f"is {found.dtype} {list(found.shape)}, the source gives {dtype} {list(shape)}"
+                self.add("tensor", name, f"tensor {name} {text}")
+            elif digests[name] != derived.tensors[name]:
+                if name in layers:
+                    damaged.add(layers[name])
+                else:
+                    self.add("tensor", name, self._where(derived.source, name, found))
+        for name in sorted(ours.keys() - wanted.keys()):
+            self.add("tensor", name, f"tensor {name} is not in the source")
+        for file in derived.plan.files:
+            header = self.holdings.headers.get(file.name)
+            first = b"" if header is None else self.converted.source.read_bytes(file.name, 0, len(file.form.header))
+            if first != file.form.header:
+                self.add("file", file.name, f"the header of {file.name} is not the one that belongs to these tensors")
+        self._damaged(derived, damaged)
+
+    def _damaged(self, derived: Derived, layers: set[int]) -> None:
+        """Name the experts of layers that differ; where all their values are right, what differs is padding."""
+        for entry in derived.layers:
+            projections = len(entry.projections) * entry.num_experts
+            if entry.layer not in layers:
+                self.counts["units"] += projections
+                continue
+            before = len(self.found)
+            self.unpacked([entry])
+            if len(self.found) == before:
+                text = f"layer {entry.layer}: packed bytes differ from what the source gives, where no value is stored"
+                self.add("values", f"layer {entry.layer}", text)
+
+    def _where(self, source: Checkpoint, name: str, found: TensorEntry) -> str:
+        entry = source.source.tensors.get(name)
+        if entry is None:
+            return f"tensor {name} is not in the source"
+
+        def theirs(start: int, stop: int) -> bytearray:
+            return source.source.read_bytes(entry.file, entry.start + start, entry.start + stop)
+
+        at = self.holdings.first_difference(found, theirs)
+        return f"tensor {name} differs from the source's" + ("" if at is None else f" at byte {at:,}")
+
+    def _side_files(self, derived: Derived) -> None:
+        """Every file that holds no weights, and every file that should not be there."""
+        here, there = self.converted.source, derived.source.source
+        plan = self._plan_side_files(derived)
+        copied = copied_files(here, plan)
+        for name in (*plan.sizes, *plan.stripped):
+            self.counts["files"] += 1
+            if name not in copied:
+                self.add("file", name, f"{name} is missing")
+                continue
+            raw = stripped_file(there, name) if name in plan.stripped else None
+            wanted = file_digest(there.path(name)) if raw is None else FileDigest(len(raw), blake3(raw).hexdigest())
+            if self.holdings.digest(copied[name]) != wanted:
+                self.add("file", name, f"{name} differs from the source's")
+        expected = converted_config(derived.source, self.manifest)
+        before = {key: value for key, value in expected.items() if key != "experts_implementation"}  # older versions
+        if here.config not in (expected, before):
+            self.add("file", CONFIG_NAME, f"{CONFIG_NAME} was changed")
+        index = self.holdings.path(INDEX_NAME)
+        if read_object(index, INDEX_NAME, MAX_INDEX_BYTES, "source.bad-index") != index_of(derived.plan):
+            self.add("file", INDEX_NAME, f"{INDEX_NAME} is not the index of these tensors")
+        own = {MANIFEST_NAME, CONFIG_NAME, INDEX_NAME, *(file.name for file in derived.plan.files), *copied.values()}
+        own |= {self.manifest.restore.file} if self.manifest.restore else set()
+        self.strangers(self.holdings.names - own - self.holdings.unproven, "nothing of the source gives it")
+
+    def _plan_side_files(self, derived: Derived) -> SideFiles:
+        restore = self.manifest.restore
+        return plan_side_files(derived.source.source, no_code=restore is not None and restore.no_code)
+
+    def _way_back(self, derived: Derived) -> None:
+        """What leads back to the source: exactly what the source gives, and nothing else."""
+        if self.manifest.restore is None:
+            return
+        try:
+            held = restore_data_of(self.converted)
+        except MoeqError as error:
+            self.add("kept", self.manifest.restore.file, error.message)
+            return
+        wanted = restore_contents(derived.source, self._plan_side_files(derived), derived.kept)
+        read = derived.source.source.read_bytes
+        for name, one in wanted.items():
+            shown = name.partition("/")[2] if name.startswith(("text/", "tensor/")) else name.replace("/", " of ", 1)
+            if name not in held:
+                self.add("kept", shown, f"{shown} was to be kept and is missing")
+            elif held.read(name) != (one if isinstance(one, bytes) else read(one.file, one.start, one.end)):
+                self.add("kept", shown, f"{shown} is not what the source holds")
+        for name in sorted(held.names - wanted.keys()):
+            self.add("kept", name, f"{name} in {held.path.name} is nothing that has to be kept")
+
+    def _decoded(self, original: Checkpoint) -> None:
+        """The slow path: unpack the conversion, decode the source, compare both with the manifest's digests."""
+        lossless = [entry for entry in self.manifest.layers if not entry.losses]
+        _, ours = check_digests(self.converted, self.manifest.layers, self.advance, self.workers)
+        _, theirs = check_digests(original, lossless, self.advance, self.workers)
+        now, then = "no longer holds the values that were converted", "of the source is not what was converted"
+        self.found += [values_mismatch("values", row, now) for row in ours]
+        self.found += [values_mismatch("source-values", row, then) for row in theirs]
+
+
+def _steps(plan: Plan) -> int:
+    """How often `derive` tells of progress."""
+    packed = sum(unit.experts.size for unit in plan.units if isinstance(unit, PackUnit))
+    return packed + sum(1 for unit in plan.units if isinstance(unit, CopyUnit) for _ in unit.chunks())
