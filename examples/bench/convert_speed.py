@@ -194,6 +194,8 @@ def run_case(name: str, options: argparse.Namespace, scratch: Path) -> dict[str,
             cached.append(set_cache(source, options.cache))
             settle()
             runs[who].append(measure(synced(command, out), scratch / f"{who}.log"))
+        if turn == 0 and options.trace is not None:
+            trace(name, case, source, scratch, options)
         if turn == 0 and "naive" in runs:
             same = differences(scratch / "convert", scratch / "naive")
         sizes = {who: sum(path.stat().st_size for path in (scratch / who).iterdir()) for who in runs}
@@ -201,6 +203,18 @@ def run_case(name: str, options: argparse.Namespace, scratch: Path) -> dict[str,
             shutil.rmtree(scratch / who)
     shutil.rmtree(source)
     return summary(name, case, layers, runs, sizes, cached, same)
+
+
+def trace(name: str, case: Case, source: Path, scratch: Path, options: argparse.Namespace) -> None:
+    """A picture of every thread of one more run of each contender, which is not counted."""
+    options.trace.mkdir(parents=True, exist_ok=True)
+    out = scratch / "traced"
+    for who, command in contenders(case, source, out, options.workers, naive=False):
+        set_cache(source, options.cache)
+        settle()
+        picture = options.trace / f"{name}-{options.cache}-{who}.svg"
+        subprocess.run([sys.executable, str(HERE / "thread_trace.py"), str(picture), *command], check=True)
+        shutil.rmtree(out)
 
 
 def summary(name, case, layers, runs, sizes, cached, same) -> dict[str, Any]:
@@ -289,6 +303,7 @@ def main() -> int:
     parser.add_argument("--cache", choices=("cold", "warm"), default="cold", help="the source in the page cache [cold]")
     parser.add_argument("--no-naive", dest="naive", action="store_false", help="leave out the script of a user")
     parser.add_argument("--folder", type=Path, help="where to write, on the disk to measure [the temporary folder]")
+    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="draw every thread of one more run of each here")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     rows = []
