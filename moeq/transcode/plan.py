@@ -9,7 +9,6 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 from typing import Any, Literal
 
 from moeq.checkpoint.header import TensorEntry
@@ -93,7 +92,6 @@ class TranscodePlan(Plan):
         target: the format.
         survey: what is transcoded and what is copied.
         config: the target's quantisation config, or None for floats.
-        declaration: that config as a reader understands it.
         readers: output module to how a reader understands it, for one module of every kind.
     """
 
@@ -101,7 +99,6 @@ class TranscodePlan(Plan):
     target: Target
     survey: Survey
     config: Mapping[str, Any] | None
-    declaration: Declaration | None
     layers_by_number: Mapping[int, LayerSurvey] = field(repr=False)
     modules_by_name: Mapping[str, ModuleSurvey] = field(repr=False)
     described: Mapping[tuple[Projected, str], Described] = field(repr=False)
@@ -129,11 +126,6 @@ class TranscodePlan(Plan):
             found[projection] = Output(module_name, described, signatures, places, projected)
         return found
 
-    @cached_property
-    def renamed(self) -> tuple[tuple[str, str], ...]:
-        """Modules whose name changes, with what is under them."""
-        return tuple(layer.naming.renamed for layer in self.survey.layers if layer.naming.renamed)
-
 
 def make_transcode_plan(checkpoint: Checkpoint, request: Request) -> TranscodePlan:
     """Plan a transcoding.
@@ -160,7 +152,6 @@ def make_transcode_plan(checkpoint: Checkpoint, request: Request) -> TranscodePl
         target=target,
         survey=found,
         config=config,
-        declaration=declaration,
         layers_by_number={layer.layer: layer for layer in found.layers},
         modules_by_name={module.source.name: module for module in found.modules},
         described=described,
@@ -249,10 +240,11 @@ def _files(
 ) -> tuple[list[FilePlan], dict[str, Literal["layer", "modules", "copies"]]]:
     """Output files: copied tensors, modules, layers. Names are numbered as every tool numbers shards."""
     groups: list[tuple[Literal["layer", "modules", "copies"], Tensors]] = []
-    renamed = tuple(layer.naming.renamed for layer in found.layers if layer.naming.renamed)
     order = {file.name: number for number, file in enumerate(checkpoint.source.files)}
     copies = sorted(found.copied, key=lambda entry: (order[entry.file], entry.start, entry.end))
-    groups += [("copies", group) for group in _bounded({rename(e.name, renamed): (e.shape, e.dtype)} for e in copies)]
+    groups += [
+        ("copies", group) for group in _bounded({rename(e.name, found.renamed): (e.shape, e.dtype)} for e in copies)
+    ]
     groups += [("modules", group) for group in _bounded(map(_module_tensors, found.modules))]
     groups += [("layer", dict(_layer_tensors(layer))) for layer in found.layers]
     names = file_names(len(groups))
@@ -316,7 +308,7 @@ def _units(
     checkpoint: Checkpoint, plan: TranscodePlan, kinds: Mapping[str, Literal["layer", "modules", "copies"]]
 ) -> Iterator[Unit]:
     counts: dict[str, int] = {}
-    sources = {rename(entry.name, plan.renamed): entry for entry in plan.survey.copied}
+    sources = {rename(entry.name, plan.survey.renamed): entry for entry in plan.survey.copied}
     layers, modules = iter(plan.survey.layers), iter(plan.survey.modules)
     for file in plan.files:
         if kinds[file.name] == "copies":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from moeq.checkpoint.facts import Facts
@@ -102,15 +102,18 @@ class Survey:
         layers: layers whose experts are transcoded.
         modules: other quantised modules.
         copied: tensors that stay as they are.
-        plain: modules among those with a weight matrix.
         contents: what the target's config has to describe.
     """
 
     layers: tuple[LayerSurvey, ...]
     modules: tuple[ModuleSurvey, ...]
     copied: tuple[TensorEntry, ...]
-    plain: tuple[str, ...]
     contents: Contents
+
+    @property
+    def renamed(self) -> tuple[tuple[str, str], ...]:
+        """Containers of experts whose name changes, and their new names."""
+        return _renamed(self.layers)
 
 
 def survey(checkpoint: Checkpoint, target: Target, request: Request) -> Survey:
@@ -135,7 +138,7 @@ def survey(checkpoint: Checkpoint, target: Target, request: Request) -> Survey:
         known = _layer(checkpoint, layer, family, target, request)
         if known is not None:
             layers.append(known)
-    renamed = tuple(layer.naming.renamed for layer in layers if layer.naming.renamed)
+    renamed = _renamed(layers)
     consumed = {entry.name for layer in layers for entry in checkpoint.experts(layer.layer).layer.tensors()}
     rest = [entry for entry in checkpoint.source.tensors.values() if entry.name not in consumed]
     modules = tuple(_modules(checkpoint, rest, target, request, renamed))
@@ -144,7 +147,11 @@ def survey(checkpoint: Checkpoint, target: Target, request: Request) -> Survey:
     taken = {entry.name for module in modules for entry in module.source.parts.values()}
     copied = tuple(entry for entry in rest if entry.name not in taken)
     plain = tuple(rename(name, renamed) for name in _plain_modules(copied))
-    return Survey(tuple(layers), modules, copied, plain, _contents(layers, modules, plain))
+    return Survey(tuple(layers), modules, copied, _contents(layers, modules, plain))
+
+
+def _renamed(layers: Iterable[LayerSurvey]) -> tuple[tuple[str, str], ...]:
+    return tuple(layer.naming.renamed for layer in layers if layer.naming.renamed)
 
 
 def _layer(

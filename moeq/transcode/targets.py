@@ -15,9 +15,6 @@ from moeq.transcode import configs
 from moeq.transcode.configs import Contents
 from moeq.transcode.spellings import BLOCK
 
-#: What a projection is, whatever its spelling.
-_KINDS = ("int", "mxfp4", "nvfp4", "fp8", "fp8-block", "mxfp8", "float")
-
 
 @dataclass(frozen=True)
 class Target:

@@ -1,0 +1,76 @@
+"""`moeq transcode` as a command: exit codes, one document, one line for what does not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moeq.cli.app import run
+from moeq.errors import ExitCode
+
+
+@pytest.fixture
+def source(checkpoints: Path) -> str:
+    return str(checkpoints / "ct-int4-g128-qwen3moe")
+
+
+def test_exact_is_exit_0(source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["transcode", source, str(tmp_path / "out"), "--to", "gptq_v2", "-q"]) == ExitCode.OK
+    text = capsys.readouterr().out
+    assert "exact: 24 of 24 projections equal in every value" in text
+    assert (tmp_path / "out" / "quantize_config.json").is_file()
+
+
+def test_what_is_not_exact_is_exit_1_and_counted(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["transcode", source, "--to", "bf16", "--check-only", "--json"]) == ExitCode.NO
+    document = json.loads(capsys.readouterr().out)
+    assert document["schema"] == "moeq.transcode/1"
+    assert document["ok"] is document["exact"] is document["written"] is False
+    assert len(document["differences"]) == document["projections"] == 24
+
+
+def test_allowed_losses_are_exit_0_and_told(source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "out")
+    assert run(["transcode", source, out, "--to", "bf16", "-q"]) == ExitCode.NO
+    assert "--allow-lossy" in capsys.readouterr().err
+    assert run(["transcode", source, out, "--to", "bf16", "--allow-lossy", "-q"]) == ExitCode.OK
+    assert "not exact: 0 of 24 projections" in capsys.readouterr().out
+
+
+def test_activations_that_are_no_longer_quantised_are_told(
+    checkpoints: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = str(checkpoints / "ct-w8a8-qwen3moe")
+    assert run(["transcode", source, "--to", "compressed-tensors", "--check-only", "-q"]) == ExitCode.OK
+    assert "int8 activations, the result is weight-only" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ([], "--to is missing"),
+        (["--to", "gguf", "--check-only"], "no format is called 'gguf'"),
+        (["--to", "gptq"], "DST is missing"),
+        (["--to", "gptq", "--names", "x", "--check-only"], "--names 'x' is none of"),
+        (["--to", "gptq", "--regroup", "48", "--check-only"], "128 / 48 = 2.66667"),
+        (["--to", "gptq", "--regroup", "0", "--check-only"], "--regroup"),
+        (["--to", "nvfp4", "--check-only"], "stores MXFP4, NVFP4, no packed integers"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(
+    source: str, capsys: pytest.CaptureFixture[str], options: list[str], text: str
+) -> None:
+    assert run(["transcode", source, *options, "-q"]) == ExitCode.USAGE
+    errors = capsys.readouterr().err
+    assert text in errors
+    assert len([line for line in errors.splitlines() if line.startswith("error:")]) == 1
+
+
+def test_too_little_memory_is_said_with_the_arithmetic(
+    source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "out")
+    assert run(["transcode", source, out, "--to", "gptq", "--max-memory", "50MB", "-q"]) == ExitCode.RESOURCES
+    assert "MiB for the process" in capsys.readouterr().err
