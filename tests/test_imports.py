@@ -73,7 +73,15 @@ TORCH_FREE_MODULES = {"moeq/layouts/__init__.py", "moeq/layouts/base.py", "moeq/
 # Loaders inside engines, which have imported torch long before: only entry points and tests import them.
 INSIDE_ENGINES = {
     f"moeq/engines/{name}.py"
-    for name in ("transformers", "experts_module", "vllm/config", "vllm/method", "vllm/experts", "vllm/backends", "sglang/config")
+    for name in (
+        "transformers",
+        "experts_module",
+        "vllm/config",
+        "vllm/method",
+        "vllm/experts",
+        "vllm/backends",
+        "sglang/config",
+    )
 }
 
 
