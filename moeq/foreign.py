@@ -39,11 +39,6 @@ def plain(text: object, most: int = MOST) -> str:
     return _COMMAND.sub(_defused, line)
 
 
-def block(text: str) -> str:
-    """`plain` for text of several lines that moeq itself laid out: line ends and tabs stay."""
-    return "\n".join(_COMMAND.sub(_defused, _visible(line)) for line in text.split("\n"))
-
-
 def in_html(text: object) -> str:
     """Text of an HTML element or of a quoted attribute."""
     return html.escape(plain(text))
