@@ -223,6 +223,9 @@ def project(described: Described, target: Target, request: Request, where: str) 
         if request.regroup and spec.group_size != described.spec.group_size:
             _check_regroup(described.spec, spec.group_size, where)
         declared = request.regroup or declared
+    elif request.regroup:
+        detail = f"{where} becomes {spelling}, whose groups have one size; --regroup is for integer codes"
+        raise MoeqError("usage.regroup", detail, "leave out --regroup")
     if spelling == "ct-pack":
         declared = _whole_groups(spec, declared, where)
     if described.spec.act_order and spelling == "ct-pack":
