@@ -63,8 +63,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
 }
 
-# `report` only names what the kernels can do (`moeq_kernels.capabilities`, free of torch).
-MAY_IMPORT_KERNELS = {"check", "report", "load", "engines"}
+# `report` and `oracle` only name what the kernels can do (`moeq_kernels.capabilities` and `.formats`, free of torch).
+MAY_IMPORT_KERNELS = {"check", "report", "oracle", "load", "engines"}
 
 # Areas where torch may be imported at module level; elsewhere only inside functions.
 TORCH_AT_TOP = {"reference", "check", "layouts"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from moeq.model import Checkpoint
     from moeq.oracle.records import Verdict
     from moeq.oracle.sweep import Cell
+    from moeq.pipeline.plan.feasible import Answer
 
 
 def _several(name: str, help_: str) -> Any:
@@ -51,6 +52,8 @@ def command(
     base = given.make(gpu=gpus[0] if gpus else None, tp=tps[0] if tps else None, ep=eps[0] if eps else None)
     out: Output = ctx.obj
     checkpoint = _opened(src, revision)
+    if ".." in base.engine:
+        return _upgrade(out, src, checkpoint, base)
     many = max(len(gpus), len(tps), len(eps)) > 1 or bool(require) or markdown
     if not many:
         return _single(out, src, checkpoint, base, brief=brief)
@@ -98,6 +101,53 @@ def _single(out: Output, src: str, checkpoint: Checkpoint, deployment: Deploymen
         "loads_in": [loader.title for loader in found.loaders],
     }
     out.answer(document, render, ok=ok)
+    return 0 if ok else 1
+
+
+def _upgrade(out: Output, src: str, checkpoint: Checkpoint, deployment: Deployment) -> int:
+    """What each version of a range decides, and what changed from the one before. No: the newest one refuses."""
+    from dataclasses import replace
+    from functools import cache
+
+    from moeq.oracle.policy import version_range
+    from moeq.oracle.upgrade import steps
+    from moeq.pipeline.plan.candidates import Ask
+    from moeq.pipeline.plan.feasible import answer
+
+    @cache
+    def asked(engine: str) -> Answer:
+        return answer(checkpoint, Ask(replace(deployment, engine=engine)), explain=False)
+
+    def decided(index: int) -> Callable[[str], Verdict]:
+        return lambda engine: asked(engine).parts[index].verdict
+
+    layers = [part.layers for part in asked(version_range(deployment.engine)[-1]).parts]
+    found = [steps(decided(index), deployment.engine) for index in range(len(layers))]
+    ok = all(rows[-1].verdict.ok for rows in found)
+
+    def render(console: Console) -> None:
+        from rich.table import Table
+
+        from moeq.oracle.upgrade import table
+
+        for rows in found:
+            columns, cells = table(rows)
+            shown = Table(title=rows[-1].verdict.scheme, title_justify="left")
+            for column in columns:
+                shown.add_column(column, overflow="fold")
+            for row in cells:
+                shown.add_row(*row)
+            console.print(shown)
+            for step in rows:
+                for change in step.differences:
+                    before, after = change.before or "none", change.after or "none"
+                    console.print(f"  {step.engine}  {change.what}: {before} -> {after}", markup=False)
+
+    schemes = [
+        {"scheme": rows[-1].verdict.scheme, "layers": part, "versions": [step.to_json() for step in rows]}
+        for part, rows in zip(layers, found, strict=True)
+    ]
+    out.answer({"source": src, "engines": deployment.engine, "schemes": schemes}, render, ok=ok)
     return 0 if ok else 1
 
 

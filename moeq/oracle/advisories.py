@@ -6,7 +6,7 @@ What an advisory says is data of the engine's policy file; when it applies is on
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from moeq.oracle.policy import ExpertsClass
@@ -25,7 +25,7 @@ def advisories_for(outcome: Outcome) -> tuple[Advisory, ...]:
     return tuple(make(row) for row in outcome.case.policy.advisories if CONDITIONS[row["when"]](outcome))
 
 
-def make(row: dict[str, Any]) -> Advisory:
+def make(row: Mapping[str, Any]) -> Advisory:
     """The record of one row of a policy file."""
     fields = {key: value for key, value in row.items() if key != "when"}
     return Advisory(**{**fields, "requirement": tuple(row["requirement"])})
@@ -137,7 +137,7 @@ def _gpt_oss_lora_rocm(outcome: Outcome) -> bool:
 
 def _backend_never_works(outcome: Outcome) -> bool:
     asked, case = outcome.case.deployment.backend, outcome.case
-    if asked not in case.policy.gates["backend_names"]:
+    if asked not in case.policy.overrides:
         return True
     cutlass = case.method.family == "mxfp4" and asked == "flashinfer_cutlass"
     no_variant = cutlass and case.gpu.platform == "cuda" and case.gpu.capability != (9, 0)

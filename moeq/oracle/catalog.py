@@ -10,10 +10,11 @@ from functools import cache
 from importlib.resources import files
 
 from moeq.errors import EXIT_CODES, MoeqError
-from moeq.oracle.gates import GATES
-from moeq.oracle.own import OWN_RULES
-from moeq.oracle.policy import engine_names, load_policy
-from moeq.oracle.rules import FILTERS, RULES
+from moeq.oracle.builtin import BUILTIN_RULES
+from moeq.oracle.engines.vllm.filters import FILTERS
+from moeq.oracle.engines.vllm.gates import GATES
+from moeq.oracle.policy import ENGINES, knowledge
+from moeq.oracle.rules import RULES
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,8 @@ def _entries() -> Iterator[Entry]:
     for gate in GATES:
         yield Entry(gate.code, "gate", gate.stage, gate.explain)
     yield Entry("G4", "gate", "selection", "Backend selection itself: the candidates and their reasons.")
-    for code, (_, text) in OWN_RULES.items():
-        yield Entry(code, "kernel rule", "moeq's own kernels", text)
+    for code, (_, text) in BUILTIN_RULES.items():
+        yield Entry(code, "kernel rule", "moeq's built-in kernels", text)
     yield from _advisories()
     for code, text in requirements().items():
         named = ", ".join(entry.code for entry in _advisories() if code in dict(entry.facts)["requirement"].split(", "))
@@ -96,10 +97,8 @@ def _entries() -> Iterator[Entry]:
 
 
 def _advisories() -> Iterator[Entry]:
-    for engine in engine_names():
-        if engine == "moeq":
-            continue
-        for row in load_policy(engine).advisories:
+    for engine in ENGINES:
+        for row in knowledge(engine)["advisories"]:
             facts: list[tuple[str, str]] = [
                 (key, row[key]) for key in ("versions", "workaround", "issue", "fixed_by") if key in row
             ]

@@ -9,6 +9,8 @@ from moeq.typed import read_as
 
 _TABLE = dict[str, Any] | None
 _NAMES = list[str] | None
+#: Quark's tensors have one table of facts, or one for each level of scales.
+_LEVELS = dict[str, Any] | list[dict[str, Any]] | None
 _ROWS = dict[str, dict[str, Any]] | None
 
 #: What rules walk through, wherever it is in a config. Single values they read are checked where they are read.
@@ -19,9 +21,9 @@ _KINDS: dict[str, Any] = {
     "quantized_layers": _ROWS,
     "extra_config": _ROWS,
     "global_quant_config": _TABLE,
-    "weight": _TABLE,
+    "weight": _LEVELS,
     "weights": _TABLE,
-    "input_tensors": _TABLE,
+    "input_tensors": _LEVELS,
     "input_activations": _TABLE,
     "quantization": _TABLE,
     "ignore": _NAMES,

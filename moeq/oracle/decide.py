@@ -8,14 +8,14 @@ from typing import Any
 
 from moeq.deploy.deployment import Deployment
 from moeq.errors import MoeqError
+from moeq.oracle.builtin import judge_builtin
 from moeq.oracle.config_types import checked
 from moeq.oracle.declare import config_of
 from moeq.oracle.engine import Outcome, resolve, sensitivity, settle, verdict_of
-from moeq.oracle.methods import PREFIX
-from moeq.oracle.own import ENGINE, judge_own
-from moeq.oracle.policy import load_policy
+from moeq.oracle.engines.vllm.readers import PREFIX
+from moeq.oracle.policy import BUILTIN, choose_engine, load_policy
 from moeq.oracle.records import MoeShape, Verdict
-from moeq.oracle.unlock import unlocked
+from moeq.oracle.suggest import suggested
 from moeq.schemes.base import Scheme
 
 
@@ -37,15 +37,16 @@ def judge(
         deployment: where it is to run; `engine` names the policy that decides.
         config: the checkpoint's own `quantization_config`, where at hand: per-module rules are read from it.
         prefix: module path of the layer's experts, which those rules are matched against.
-        explain: also try single changes: what would unlock each backend, and which packages and variables mattered.
+        explain: also try single changes: which change makes each backend work, and which packages and variables
+            mattered.
         admits: False for a deployment that must not be suggested, for reasons outside the experts.
 
     Raises:
         MoeqError: `usage.unknown-engine`.
     """
     shape = replace(shape, has_bias=shape.has_bias or scheme.has_bias)
-    if deployment.engine == ENGINE:
-        return judge_own(scheme, shape, deployment)
+    if deployment.engine == BUILTIN:
+        return judge_builtin(scheme, shape, deployment)
     read = config if config is not None else config_of(scheme)
     return judge_config(read, shape, deployment, scheme.title, prefix=prefix, explain=explain, admits=admits)
 
@@ -61,11 +62,14 @@ def judge_config(
     admits: Callable[[Deployment], bool] | None = None,
 ) -> Verdict:
     """Judge a `quantization_config` under an engine policy (see `judge`)."""
-    policy = load_policy(deployment.engine)
-    notes: list[str] = []
+    choice = choose_engine(deployment.engine)
+    policy = load_policy(choice.policy)
+    notes = list(choice.notes)
     deployment = settle(deployment, notes)
     config = checked(config)
     outcome = resolve(policy, config, shape, deployment, prefix=prefix)
+    if choice.other is not None:
+        notes.append(_beside(outcome, resolve(load_policy(choice.other), config, shape, deployment, prefix=prefix)))
     verdict = verdict_of(outcome, title, tuple(notes))
     if not explain:
         return verdict
@@ -74,8 +78,16 @@ def judge_config(
         return resolve(policy, asked, layer, where, prefix=prefix, brief=True)
 
     mattered = sensitivity(outcome, lambda other: again(config, shape, other))
-    candidates = unlocked(outcome, shape, again, admits)
+    candidates = suggested(outcome, shape, again, admits)
     return replace(verdict, mattered=mattered, candidates=candidates)
+
+
+def _beside(outcome: Outcome, other: Outcome) -> str:
+    """What the next known version decides, for one between the two."""
+    name = other.case.policy.name
+    if outcome.runs == other.runs:
+        return f"{name} decides the same"
+    return f"{name} decides otherwise: {other.runs or 'it refuses'}"
 
 
 def decide(

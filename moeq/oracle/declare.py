@@ -1,83 +1,13 @@
-"""How an engine would read a scheme: the quantisation config behind it, and the entry point it goes through."""
+"""The quantisation config that an engine would read for a scheme, where the checkpoint's own is not at hand."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from moeq.oracle.compressed import read_compressed_tensors
-from moeq.oracle.methods import (
-    Reader,
-    read_awq,
-    read_experts_int8,
-    read_fp8,
-    read_gpt_oss,
-    read_gptq,
-    read_humming,
-    read_inc,
-    read_modelopt,
-    read_moe_wna16,
-    read_mxfp4,
-    read_quark,
-    unquantized,
-)
-from moeq.oracle.records import MoeShape
-from moeq.schemes.base import Scheme
+from moeq.schemes.base import QuantKey, Scheme
 
-#: Entry point (the name a checkpoint is known by) -> reader, and the family its backends are in.
-READERS: dict[str, Reader] = {
-    "": unquantized,
-    "gptq": read_gptq,
-    "awq": read_awq,
-    "moe_wna16": read_moe_wna16,
-    "compressed-tensors": read_compressed_tensors,
-    "quark": read_quark,
-    "inc": read_inc,
-    "gpt_oss_mxfp4": read_gpt_oss,
-    "mxfp4": read_mxfp4,
-    "experts_int8": read_experts_int8,
-    "int8_per_channel_weight_only": read_experts_int8,
-    "fp8": read_fp8,
-    "modelopt": read_modelopt,
-    "modelopt_fp4": read_modelopt,
-    "modelopt_mxfp8": read_modelopt,
-    "mxfp8": read_modelopt,
-    "humming": read_humming,
-}
-
-#: Spellings of the same entry point.
-ALIASES = {
-    "gptq_marlin": "gptq",
-    "auto_gptq": "gptq",
-    "awq_marlin": "awq",
-    "auto_awq": "awq",
-    "auto-round": "inc",
-    "modelopt_mixed": "modelopt",
-}
-
-#: Methods outside every selection function, with what to say.
-OUTSIDE = ("torchao", "fbgemm_fp8", "fp_quant", "bitsandbytes", "gguf", "hqq", "eetq")
-
-
-def entry_of(config: Mapping[str, Any], shape: MoeShape, asked: str | None) -> str:
-    """The entry point a checkpoint goes through: its declared method, or the one the user names."""
-    named = ALIASES.get(asked, asked) if asked else None
-    return named if named in READERS else declared_method(config, shape)
-
-
-def declared_method(config: Mapping[str, Any], shape: MoeShape) -> str:
-    """The method a checkpoint's config declares, in its canonical spelling; empty where it declares none."""
-    declared = str(config.get("quant_method", ""))
-    if declared == "mxfp4" and _is_gpt_oss(shape):
-        return "gpt_oss_mxfp4"
-    return ALIASES.get(declared, declared)
-
-
-def _is_gpt_oss(shape: MoeShape) -> bool:
-    if shape.model_type:
-        return shape.model_type == "gpt_oss"
-    # Without the model's name, its signature: the clamped activation on interleaved rows, with biases.
-    return shape.activation == "swigluoai" and shape.has_bias
+_SPELLINGS = {"gptq_marlin": "gptq", "auto_gptq": "gptq", "awq_marlin": "awq", "auto_awq": "awq", "auto-round": "inc"}
 
 
 def _gptq(scheme: Scheme) -> dict[str, Any]:
@@ -147,17 +77,36 @@ def _auto_round(scheme: Scheme) -> dict[str, Any]:
     return {**config, "group_size": scheme.group_size, "packing_format": packing}
 
 
+_QUARK_SCOPES = {
+    "tensor": "per_tensor",
+    "channel": "per_channel",
+    "token": "per_channel",
+    "group": "per_group",
+    "block": "per_block",
+}
+
+
 def _quark(scheme: Scheme) -> dict[str, Any]:
     dtype = {"e2m1": "fp4", "e4m3": "fp8_e4m3", "int4": "int4" if scheme.weight.symmetric else "uint4"}
-    weight = {
-        "dtype": dtype.get(scheme.weight.dtype, scheme.weight.dtype),
-        "group_size": scheme.group_size,
-        "symmetric": scheme.weight.symmetric,
-        "scale_format": scheme.weight.scale.dtype,
-    }
+
+    def part(key: QuantKey, group: int | None) -> dict[str, Any]:
+        scale = key.scale
+        return {
+            "dtype": dtype.get(key.dtype, key.dtype),
+            "qscheme": _QUARK_SCOPES[scale.granularity],
+            "group_size": group,
+            "symmetric": key.symmetric,
+            "is_dynamic": scale.dynamic,
+            "scale_format": scale.dtype,
+        }
+
     act = scheme.activation
-    inputs = {"dtype": dtype.get(act.dtype, act.dtype), "is_dynamic": act.scale.dynamic} if act else None
-    return {"quant_method": "quark", "global_quant_config": {"weight": weight, "input_tensors": inputs}}
+    inputs = part(act, 32 if act.scale.granularity == "group" else None) if act else None
+    return {
+        "quant_method": "quark",
+        "export": {"kv_cache_group": [], "pack_method": "reorder"},
+        "global_quant_config": {"weight": part(scheme.weight, scheme.group_size), "input_tensors": inputs},
+    }
 
 
 def _modelopt(scheme: Scheme) -> dict[str, Any]:
@@ -183,7 +132,7 @@ def config_of(scheme: Scheme) -> dict[str, Any]:
     if scheme.format == "unquantized":
         return {}
     method = scheme.quant_method or scheme.format.partition("-")[0]
-    method = ALIASES.get(method, method)
+    method = _SPELLINGS.get(method, method)
     method = "compressed-tensors" if method == "ct" else method
     declare = _DECLARE.get(method)
     return declare(scheme) if declare else {"quant_method": method}

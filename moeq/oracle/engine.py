@@ -9,13 +9,21 @@ from typing import Any
 from moeq.deploy.deployment import Deployment
 from moeq.oracle.advisories import advisories_for
 from moeq.oracle.case import Case, Method
-from moeq.oracle.declare import OUTSIDE, READERS, declared_method, entry_of
-from moeq.oracle.gates import Stage, run_gates
-from moeq.oracle.methods import PREFIX, ConfigRefusal, Question, check_activation_request
-from moeq.oracle.policy import EnginePolicy, ExpertsClass
+from moeq.oracle.engines.vllm.gates import Stage, run_gates
+from moeq.oracle.engines.vllm.names import declared_kind, entry_of
+from moeq.oracle.engines.vllm.readers import (
+    PREFIX,
+    ConfigRefusal,
+    Question,
+    check_activation_request,
+    check_layer,
+    check_selected,
+)
+from moeq.oracle.engines.vllm.registry import OUTSIDE, READERS
+from moeq.oracle.policy import EnginePolicy, Variant
 from moeq.oracle.records import CandidateReport, ConvertTarget, EngineError, Gate, MoeShape, Reason, Verdict
-from moeq.oracle.select import Selection, activation_of, judge_all, select
-from moeq.oracle.sizes import sizes_for, transient_bytes
+from moeq.oracle.select import Selection, judge_all, select
+from moeq.oracle.sizes import sizes_for, transient_bytes, transported_hidden
 
 #: Family whose backends are listed where the engine refuses a config before choosing any.
 _FAMILY_OF_ENTRY = {
@@ -56,7 +64,7 @@ class Outcome:
 
     def stage(self, row: CandidateReport | None) -> Stage:
         """What the gates look at if that backend were the selected one."""
-        return Stage(self.case, self.entry, row, declared_method(self.config, self.case.shape))
+        return Stage(self.case, self.entry, row, declared_kind(self.config, self.case.shape))
 
     @property
     def runs(self) -> str | None:
@@ -94,9 +102,11 @@ def resolve(
         prefix: module path of the layer's experts, which per-module rules are matched against.
         brief: only yes or no matters (see `Case`).
     """
-    entry = entry_of(config, shape, deployment.quantization)
+    device = policy.device(deployment.gpu) or ""
+    entry = entry_of(policy, device, config, shape, deployment.quantization)
     probe = Case(policy, deployment, shape, replace(_OPEN, family=_FAMILY_OF_ENTRY.get(entry, "wna16")), brief)
     try:
+        check_layer(probe)
         method = _read(entry, Question(config, probe, prefix))
     except ConfigRefusal as refusal:
         outcome = _refused(probe, entry, refusal, config)
@@ -108,11 +118,12 @@ def resolve(
 def resolve_method(case: Case, entry: str, config: Mapping[str, Any] | None = None) -> Outcome:
     """Selection and gates for a method that is already known."""
     selection = select(case)
-    chosen = selection.selected
-    if chosen is not None and case.method.channel_assertion and chosen.backend not in _MARLIN:
-        text = f"per-channel scales: {chosen.backend} is selected and a check that only Marlin passes stops the engine"
-        error = EngineError("AssertionError", "BARE_ASSERTION", text, "--moe-backend marlin where it is supported")
-        selection = replace(selection, selected=None, error=error)
+    if selection.selected is not None:
+        try:
+            check_selected(case, selection.selected.backend)
+        except ConfigRefusal as refusal:
+            error = EngineError(refusal.error, refusal.kind, refusal.text, refusal.hint, refusal.code)
+            selection = replace(selection, selected=None, error=error)
     return _gated(Outcome(case, entry, selection, (), config=config or {}))
 
 
@@ -121,7 +132,7 @@ def _gated(outcome: Outcome) -> Outcome:
 
 
 def _read(entry: str, question: Question) -> Method:
-    reader = READERS.get(entry)
+    reader = READERS["online" if entry and not question.config else entry] if entry in READERS else None
     if reader is None:
         what = (
             "runs without a selection function"
@@ -225,13 +236,13 @@ def sensitivity(outcome: Outcome, again: Callable[[Deployment], Outcome]) -> tup
     """Environment variables and packages whose other value would change what runs, with their present values."""
     case = outcome.case
     found: list[tuple[str, str]] = []
-    classes = candidate_classes(case)
-    for package in sorted({name for row in classes for name in row.packages}):
+    rows = candidate_variants(case)
+    for package in sorted({name for row in rows for name in row.packages}):
         present = case.package(package)
         if again(with_package(case.deployment, package, not present)).runs != outcome.runs:
             found.append((package, "present" if present else "absent"))
     # What is set counts if unsetting it changes the outcome; what is unset, if some class asks for it.
-    others: dict[str, str | None] = {name: value for row in classes for name, value in row.env}
+    others: dict[str, str | None] = {name: allowed[0] for row in rows for name, allowed in row.env}
     others.update({name: None for name, _ in case.deployment.env})
     for name, value in sorted(others.items()):
         if again(with_env(case.deployment, name, value)).runs != outcome.runs:
@@ -239,12 +250,11 @@ def sensitivity(outcome: Outcome, again: Callable[[Deployment], Outcome]) -> tup
     return tuple(found)
 
 
-def candidate_classes(case: Case) -> list[ExpertsClass]:
-    """Classes of the family that the device itself does not rule out: no switch can help the others."""
-    rows = case.policy.families[case.method.family].backends.values()
-    names = {name for row in rows for name in (*row.classes, *row.forced_classes)}
-    classes = [case.policy.classes[name] for name in sorted(names)]
-    return [row for row in classes if any(term.admits(case.gpu) for term in row.devices)]
+def candidate_variants(case: Case) -> list[Variant]:
+    """What the family's classes accept on this device: no switch can help the others."""
+    backends = case.policy.families[case.method.family].backends.values()
+    names = sorted({name for row in backends for name in row.classes})
+    return [item for name in names for item in case.policy.classes[name].variants.get(case.device, ())]
 
 
 def with_package(deployment: Deployment, name: str, present: bool) -> Deployment:
@@ -294,8 +304,9 @@ def verdict_of(outcome: Outcome, title: str, notes: tuple[str, ...] = ()) -> Ver
 def _transport_notes(case: Case) -> tuple[str, ...]:
     """What the all-to-all does to the experts' sizes and activations."""
     found = [f"activations reach the experts in the {case.format} format ({case.all2all})"] if case.uses_all2all else []
-    if case.all2all in case.policy.gates["rounds_hidden"]:
-        found.append(f"{case.all2all} may round the hidden size {case.shape.hidden_size} up before weights are created")
+    rounded = transported_hidden(case)
+    if rounded != case.shape.hidden_size:
+        found.append(f"{case.all2all} rounds the hidden size {case.shape.hidden_size} up to {rounded}")
     return tuple(found)
 
 
@@ -306,8 +317,7 @@ _WEIGHT_ONLY = ("Marlin", "Emulation")
 
 def runs_as(case: Case, chosen: CandidateReport) -> str:
     """Precision that really runs, such as `W4A16`: several kernels ignore the activation type they were asked for."""
-    family = case.policy.families[case.method.family]
-    key = activation_of(case, family, family.backends[chosen.backend])
+    key = chosen.activation_key or "none"
     bits = next((bits for prefix, bits in _ACTIVATION_BITS.items() if key.startswith(prefix)), 16)
     if any(word in chosen.experts for word in _WEIGHT_ONLY) or case.method.config == "experts_int8":
         bits = 16

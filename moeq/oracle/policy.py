@@ -1,26 +1,26 @@
-"""An engine policy: families, backends, experts classes, priorities and gates, read from a data file.
-
-Adding an engine version is adding a file `engines/<engine>-<version>.toml`; nothing here knows a backend by name.
-"""
+"""Engine policies: an engine's extracted tables, and what moeq knows about its backends, as records that rules look
+at."""
 
 from __future__ import annotations
 
+import json
+import re
 import tomllib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, cached_property
 from importlib.resources import files
 from typing import Any
 
 from moeq.deploy.deployment import Gpu
 from moeq.errors import MoeqError
 
-# AMD architectures by the property that rules ask for. fp8 and OAI-Triton support follow the architecture family.
-_ROCM_GROUPS: dict[str, tuple[str, ...]] = {
-    "fp8": ("gfx942", "gfx950", "gfx1250", "gfx1200", "gfx1201"),
-    "triton": ("gfx90a", "gfx942", "gfx950", "gfx1250", "gfx1100", "gfx1101", "gfx1200", "gfx1201"),
-    "cdna4": ("gfx950", "gfx1250"),
-}
+#: The policy of moeq's built-in kernels: not an engine's tables, see `builtin.py`.
+BUILTIN = "moeq"
+#: Engines whose tables are here.
+ENGINES = ("vllm",)
+
+# ------------------------------------------------------------------------------------------------ device conditions
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class DeviceTerm:
     platform: str
     low: tuple[int, int] | None = None
     high: tuple[int, int] | None = None
-    archs: tuple[str, ...] = ()
+    arch: str | None = None
 
     def admits(self, gpu: Gpu) -> bool:
         """Whether the device is one of these."""
         if gpu.platform != self.platform:
             return False
-        if self.archs:
-            return gpu.arch in self.archs
+        if self.arch:
+            return gpu.arch == self.arch
         capability = gpu.capability or (0, 0)
         return (self.low is None or capability >= self.low) and (self.high is None or capability <= self.high)
 
@@ -52,10 +52,8 @@ def device_term(text: str) -> DeviceTerm:
     platform, _, detail = text.partition(" ")
     if not detail:
         return DeviceTerm(text, platform)
-    if platform == "rocm":
-        return DeviceTerm(text, platform, archs=_ROCM_GROUPS.get(detail, (detail,)))
     if platform != "cuda":
-        return DeviceTerm(text, platform, archs=(detail,))
+        return DeviceTerm(text, platform, arch=detail)
     low, _, high = detail.partition("..")
     try:
         if low.endswith("+"):
@@ -71,62 +69,138 @@ def _version(text: str, minor: int) -> tuple[int, int]:
     return (int(major), minor if rest == "x" else int(rest))
 
 
+def nearest_device(gpu: Gpu, known: Mapping[str, Any]) -> str | None:
+    """The device of an engine's tables that stands for a GPU: itself, else the newest older one of its kind, or
+    None."""
+    if gpu.arch in known:
+        return gpu.arch
+    if gpu.platform == "cuda" and gpu.capability is not None:
+        older = [name for name in known if name.startswith("sm") and _capability(name) <= gpu.capability]
+        return max(older, key=_capability, default=None)
+    if gpu.platform == "rocm":
+        # One generation differs in its last digit: gfx1200 and gfx1201, but not gfx906 and gfx90a.
+        alike = [name for name in known if name[:-1] == gpu.arch[:-1] and (name + gpu.arch[-1:])[-2:].isdigit()]
+        return max(alike, default=None)
+    return None
+
+
+def _capability(arch: str) -> tuple[int, int]:
+    return int(arch[2:-1]), int(arch[-1])
+
+
+# ------------------------------------------------------------------------------------------------ experts classes
+
+
 @dataclass(frozen=True)
-class Pair:
-    """A supported pair of weight and activation keys, as patterns, perhaps on some devices only."""
+class Variant:
+    """What a class accepts for some pairs of keys on some devices: one row of the extracted table.
 
-    weight: str
-    activation: str
-    device: DeviceTerm | None
+    Attributes:
+        pairs: `(weight key, activation key)`; activation `*` is any.
+        activations: activation functions.
+        routing: routing methods, None for all.
+        fp32_logits: routing methods that take fp32 router logits, None for all of `routing`.
+        parallel: parallel forms, as `Case.parallel_form` names them.
+        dtypes: dtypes of activations.
+        lora: adapters on experts.
+        bias: expert biases.
+        limit: activation functions that may have a clamp, None for all.
+        hidden: the hidden size is a multiple of it.
+        intermediate: the intermediate size per rank is a multiple of it.
+        intermediate_by: the same for activations where it is another.
+        max_experts: most experts, None without a limit.
+        min_top_k: fewest experts per token.
+        hash_routing: experts may be chosen by token id.
+        decomposed: the router may stay outside.
+        batch_invariant: results do not depend on the batch.
+        packages: optional packages it needs.
+        env: variables it depends on, each with the values that it stands with (None: unset).
+    """
 
-    def admits(self, weight: str, activation: str, gpu: Gpu) -> bool:
-        """Whether this pair covers the keys on that device."""
-        return (
-            (self.device is None or self.device.admits(gpu))
-            and fnmatchcase(weight, self.weight)
-            and fnmatchcase(activation, self.activation)
-        )
+    pairs: frozenset[tuple[str, str]]
+    activations: tuple[str, ...]
+    parallel: frozenset[str]
+    routing: tuple[str, ...] | None = None
+    fp32_logits: tuple[str, ...] | None = None
+    dtypes: tuple[str, ...] = ()
+    lora: bool = False
+    bias: bool = True
+    limit: tuple[str, ...] | None = None
+    hidden: int | None = 1
+    intermediate: int | None = 1
+    intermediate_by: tuple[tuple[str, int], ...] = ()
+    max_experts: int | None = None
+    min_top_k: int | None = 1
+    hash_routing: bool = True
+    decomposed: bool = True
+    batch_invariant: bool = False
+    packages: tuple[str, ...] = ()
+    env: tuple[tuple[str, tuple[str | None, ...]], ...] = ()
+
+    def admits(self, weight: str, activation: str) -> bool:
+        """Whether a pair of keys is among its own."""
+        return (weight, activation) in self.pairs or (weight, "*") in self.pairs
 
 
-def _pair(text: str) -> Pair:
-    keys, _, device = text.partition("@")
-    weight, _, activation = keys.strip().partition("|")
-    return Pair(weight, activation, device_term(device.strip()) if device else None)
+def _variant(row: Mapping[str, Any], forms: tuple[str, ...]) -> Variant:
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+    values["pairs"] = frozenset(_pair(text) for text in row["pairs"])
+    refused = frozenset(row["parallel"].get("not", ()))
+    values["parallel"] = frozenset(row["parallel"].get("only", ())) or frozenset(forms) - refused
+    values["intermediate_by"] = tuple(row.get("intermediate_by", {}).items())
+    values["env"] = tuple((name, tuple(allowed)) for name, allowed in row.get("env", {}).items())
+    return Variant(**values)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    weight, _, activation = text.partition("|")
+    return weight, activation
 
 
 @dataclass(frozen=True)
 class ExpertsClass:
-    """What one experts class can run: the values of its predicates. Field order follows the order of evaluation."""
+    """One experts class: its variants by device, and what it leaves out although it says yes.
+
+    Attributes:
+        name: class name (`W4A8:` before one that is there twice).
+        format: activation format, `standard` or `batched`.
+        monolithic: it does its own routing.
+        gemm_type: Humming's GEMM type, None for others.
+        variants: device -> variants.
+        ignores_lora: adapters are not applied.
+        drops_bias: biases are not added.
+        drops_zero_points: stored zero points are not read.
+        drops_scaling: the routed scaling factor and the clamp are not applied.
+        asserted_dtypes: dtypes asserted when the kernel is made.
+    """
 
     name: str
-    devices: tuple[DeviceTerm, ...]
-    packages: tuple[str, ...] = ()
-    env: tuple[tuple[str, str], ...] = ()
-    no_act_and_mul: bool = False
-    activations: tuple[str, ...] = ()
-    pairs: tuple[Pair, ...] = ()
-    parallel: tuple[str, ...] = ()
-    hash_routing: bool = False
-    monolithic: bool = False
-    routing: tuple[str, ...] | None = None
-    fp32_logits: tuple[str, ...] | None = None
-    format: str = "standard"
-    batch_invariant: bool = False
-    lora: bool = False
-    gemm_type: str | None = None
-    max_padded_experts: int | None = None
-    max_experts: int | None = None
-    hidden_multiple: int = 1
-    intermediate_multiple: int = 1
-    dtypes: tuple[str, ...] | None = None
-    asserted_dtypes: tuple[str, ...] | None = None
-    min_top_k: int = 1
-    no_bias: bool = False
-    clamps: bool = False
+    format: str
+    monolithic: bool
+    gemm_type: str | None
+    variants: Mapping[str, tuple[Variant, ...]]
     ignores_lora: bool = False
     drops_bias: bool = False
     drops_zero_points: bool = False
     drops_scaling: bool = False
+    asserted_dtypes: tuple[str, ...] | None = None
+
+    @property
+    def short(self) -> str:
+        """The engine's own name of the class."""
+        return self.name.rpartition(":")[2]
+
+
+def _class(name: str, row: Mapping[str, Any], forms: tuple[str, ...], flags: Mapping[str, Any]) -> ExpertsClass:
+    variants: dict[str, tuple[Variant, ...]] = {}
+    for block in row["blocks"]:
+        made = tuple(_variant(item, forms) for item in block["variants"])
+        variants.update({device: made for device in block["devices"]})
+    asserted = {"asserted_dtypes": tuple(flags["asserted_dtypes"])} if "asserted_dtypes" in flags else {}
+    return ExpertsClass(name, row["format"], row["monolithic"], row["gemm_type"], variants, **{**flags, **asserted})
+
+
+# ------------------------------------------------------------------------------------------------ backends
 
 
 @dataclass(frozen=True)
@@ -152,7 +226,7 @@ class LayoutChoice:
     max_tp: int | None = None
 
 
-def _layout_choice(row: dict[str, Any]) -> LayoutChoice:
+def _layout_choice(row: Mapping[str, Any]) -> LayoutChoice:
     name, _, value = row.get("env", "").partition("=")
     return LayoutChoice(
         layout=row["layout"] or None,
@@ -167,131 +241,366 @@ def _layout_choice(row: dict[str, Any]) -> LayoutChoice:
 
 @dataclass(frozen=True)
 class Backend:
-    """A backend of a family: classes in order of trial and what the engine calls it."""
+    """A backend of a family: its classes in order of trial, how to ask for it, and the layout that its kernel reads.
+
+    `activation_key` is the key its classes are asked with, None for the method's own.
+    """
 
     name: str
     classes: tuple[str, ...]
-    forced_classes: tuple[str, ...] = ()
-    lora_classes: tuple[str, ...] = ()
+    activation_key: str | None = None
     flag: str | None = None
     filters: tuple[str, ...] = ()
-    activation_key: str | None = None
     layout: str | None = None
     layouts: tuple[LayoutChoice, ...] = ()
     no_layout: str | None = None
-    round: str = "none"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One candidate that a search tries: a class of a backend, asked with an activation key (None: the method's own).
+
+    `reported` is the backend that the engine's log names where that is not the one that runs.
+    """
+
+    backend: str
+    experts: str
+    activation: str | None = None
+    reported: str | None = None
+
+
+@dataclass(frozen=True)
+class Search:
+    """What a selection function tries, in order, and how it ends where nothing fits.
+
+    Attributes:
+        attempts: candidates in order.
+        error: exception type and kind of the end, or None.
+        unchecked: the candidate that is taken unasked at the end, or None.
+    """
+
+    attempts: tuple[Attempt, ...]
+    error: tuple[str, str] | None = None
+    unchecked: Attempt | None = None
+
+
+@cache
+def parse_search(text: str) -> Search:
+    """A search as the tables write it: `BACKEND/Class@key ... !Error:KIND` or `... =BACKEND~REPORTED/Class`."""
+    *words, end = text.split(" ")
+    attempts = tuple(_attempt(word) for word in words)
+    if end.startswith("="):
+        return Search(attempts, None, _attempt(end[1:]))
+    error, _, kind = end[1:].partition(":")
+    return Search(attempts, (error, kind))
+
+
+def _attempt(text: str) -> Attempt:
+    backend, _, rest = text.partition("/")
+    experts, _, key = rest.partition("@")
+    backend, _, reported = backend.partition("~")
+    return Attempt(backend, experts, key or None, reported or None)
+
+
+@dataclass(frozen=True)
+class SearchTable:
+    """A requested backend's searches on a device: by factors of the case that matter there.
+
+    Attributes:
+        factors: names of the factors, in the order of a row's key.
+        same: factor -> value -> the value that stands for it.
+        rows: `factor=value,...` without the usual values -> search.
+    """
+
+    factors: tuple[str, ...]
+    same: Mapping[str, Mapping[str, str]]
+    rows: Mapping[str, str]
+
+    @cached_property
+    def known(self) -> frozenset[str]:
+        """Every `factor=value` that makes a difference."""
+        return frozenset(word for key in self.rows for word in key.split(",") if word)
+
+    def word(self, factor: str, value: str) -> str | None:
+        """The part of a row's key for a factor's value, None where the value changes nothing."""
+        word = f"{factor}={self.same.get(factor, {}).get(value, value)}"
+        return word if word in self.known else None
 
 
 @dataclass(frozen=True)
 class Family:
-    """One selection function of the engine."""
+    """One selection function of the engine.
+
+    Attributes:
+        name: moeq's name.
+        title: what it is for.
+        backends: all its backends, those tried by themselves first.
+        searches: device -> requested backend -> its table, or a search's text where nothing matters.
+    """
 
     name: str
     title: str
-    order: dict[str, tuple[str, ...]]
-    moves: tuple[dict[str, Any], ...]
-    backends: dict[str, Backend]
-    overrides: dict[str, tuple[str, ...]]
-    options: dict[str, Any] = field(default_factory=dict)
+    backends: Mapping[str, Backend]
+    searches: Mapping[str, Mapping[str, SearchTable | str]]
 
-    def option(self, name: str, default: Any = None) -> Any:
-        """A family-specific switch of the data file."""
-        return self.options.get(name, default)
+    def flags(self, device: str) -> tuple[str, ...]:
+        """Backends that can be asked for by name on a device."""
+        rows = self.searches.get(device, {})
+        return tuple(name for name, row in rows.items() if name != "auto" and not _unknown(row))
+
+
+def _unknown(row: SearchTable | str) -> bool:
+    return isinstance(row, str) and row.endswith("OVERRIDE_UNKNOWN")
+
+
+def _searches(blocks: Mapping[str, list[Mapping[str, Any]]]) -> dict[str, dict[str, SearchTable | str]]:
+    found: dict[str, dict[str, SearchTable | str]] = {}
+    for asked, groups in blocks.items():
+        for group in groups:
+            row = group["table"]
+            table = (
+                row if isinstance(row, str) else SearchTable(tuple(row.get("by", ())), row.get("same", {}), row["rows"])
+            )
+            for device in group["devices"]:
+                tables = found.setdefault(device, {})
+                tables[asked] = tables["auto"] if table == "auto" else table
+    return found
+
+
+def _family(name: str, blocks: Mapping[str, list[Mapping[str, Any]]], known: Mapping[str, Any]) -> Family:
+    row = known.get(name, {})
+    row = {**known[row["like"]], **row} if "like" in row else row
+    searches = _searches(blocks)
+    # A backend asked for by one name comes before those that only a shared name reaches.
+    flags: dict[str, str] = {}
+    classes: dict[str, dict[str, None]] = {}
+    keys: dict[str, str | None] = {}
+    for _, asked, search in sorted(_all_searches(searches), key=lambda item: item[0]):
+        for attempt in (*search.attempts, *([search.unchecked] if search.unchecked else [])):
+            classes.setdefault(attempt.backend, {}).setdefault(attempt.experts)
+            keys.setdefault(attempt.backend, attempt.activation)
+            if asked != "auto":
+                flags.setdefault(attempt.backend, asked)
+    backends = {}
+    for backend, names in classes.items():
+        facts = dict(row.get("backends", {}).get(backend, {}))
+        layouts = tuple(_layout_choice(item) for item in facts.pop("layouts", ()))
+        facts.setdefault("no_layout", row.get("no_layout"))
+        facts["filters"] = tuple(facts.pop("filters", ()))
+        backends[backend] = Backend(backend, tuple(names), keys[backend], flags.get(backend), layouts=layouts, **facts)
+    return Family(name, row.get("title", name), backends, searches)
+
+
+def _all_searches(searches: Mapping[str, Mapping[str, SearchTable | str]]) -> Iterator[tuple[int, str, Search]]:
+    """Every search with the request that leads to it; automatic ones sort first, then those of few backends."""
+    for tables in searches.values():
+        for asked, row in tables.items():
+            for text in [row] if isinstance(row, str) else row.rows.values():
+                search = parse_search(text)
+                yield 0 if asked == "auto" else len({a.backend for a in search.attempts}), asked, search
+
+
+# ------------------------------------------------------------------------------------------------ policies
 
 
 @dataclass(frozen=True)
 class EnginePolicy:
-    """Everything a data file says."""
+    """Everything that is known about one version of an engine.
+
+    Attributes:
+        engine: `vllm`.
+        version: its version.
+        digest: digest of the package that the tables were extracted from.
+        backend_flag: the engine's option that asks for a backend.
+        families: selection functions by name.
+        classes: experts classes by name.
+        devices: devices of the tables.
+        packages: platform -> optional packages that its build brings.
+        names: device -> declared kind -> named method ("" for none) -> method in force.
+        limits: method -> least capability and dtypes.
+        rounding: device -> MXFP4 backend -> activation ("" for all others) -> multiples of (hidden, intermediate).
+        overrides: every value of the backend option.
+        all2all: every all-to-all kind.
+        no_converter: pairs of config class and backend whose converter raises.
+        advisories: known defects.
+    """
 
     engine: str
     version: str
+    digest: str
     backend_flag: str
-    families: dict[str, Family]
-    classes: dict[str, ExpertsClass]
-    packages: dict[str, dict[str, bool]]
-    gates: dict[str, Any]
-    advisories: tuple[dict[str, Any], ...]
+    families: Mapping[str, Family]
+    classes: Mapping[str, ExpertsClass]
+    devices: tuple[str, ...]
+    packages: Mapping[str, Mapping[str, bool]]
+    names: Mapping[str, Mapping[str, Mapping[str, str]]]
+    limits: Mapping[str, Mapping[str, Any]]
+    rounding: Mapping[str, Mapping[str, Mapping[str, tuple[int, int]]]]
+    overrides: tuple[str, ...]
+    all2all: tuple[str, ...]
+    no_converter: tuple[Mapping[str, Any], ...]
+    advisories: tuple[Mapping[str, Any], ...]
+    _nearest: dict[Gpu, str | None] = field(default_factory=dict, compare=False)
 
     @property
     def name(self) -> str:
         """`engine@version`."""
         return f"{self.engine}@{self.version}"
 
+    @cached_property
+    def release(self) -> tuple[int, ...]:
+        """The version as numbers: (0, 33, 0)."""
+        return release(self.version)
 
-_LISTS = ("packages", "parallel", "dtypes", "asserted_dtypes")
+    def since(self, version: str) -> bool:
+        """Whether this is that version or a newer one."""
+        return self.release >= release(version)
 
-
-def _expand(value: Any, sets: dict[str, list[str]]) -> tuple[str, ...] | None:
-    if value is None or value == "any":
-        return None
-    return tuple(sets[value]) if isinstance(value, str) else tuple(value)
-
-
-def _class(name: str, table: dict[str, Any], raw: dict[str, Any]) -> ExpertsClass:
-    row = dict(table[name])
-    while "like" in row:
-        base = dict(table[row.pop("like")])
-        row = {**base, **row}
-    row["devices"] = tuple(device_term(text) for text in row["devices"])
-    row["pairs"] = tuple(_pair(text) for text in row.get("pairs", ()))
-    row["env"] = tuple(sorted(row.get("env", {}).items()))
-    row["activations"] = _expand(row.get("activations", []), raw["activation_sets"]) or ()
-    row["routing"] = _expand(row.get("routing"), raw["routing_sets"])
-    row["fp32_logits"] = tuple(row["fp32_logits"]) if "fp32_logits" in row else None
-    row.update({key: tuple(row[key]) for key in _LISTS if key in row})
-    return ExpertsClass(name=name, **row)
+    def device(self, gpu: Gpu) -> str | None:
+        """The device of the tables that stands for a GPU, or None where there is none of its kind."""
+        if gpu not in self._nearest:
+            self._nearest[gpu] = nearest_device(gpu, dict.fromkeys(self.devices))
+        return self._nearest[gpu]
 
 
-def _backend(name: str, row: dict[str, Any]) -> Backend:
-    row = dict(row)
-    layouts = tuple(_layout_choice(item) for item in row.pop("layouts", ()))
-    lists = {key: tuple(value) for key, value in row.items() if isinstance(value, list)}
-    return Backend(name=name, layouts=layouts, **{**row, **lists})
+def release(version: str) -> tuple[int, ...]:
+    """A version's numbers. Raises MoeqError `usage.engine-version`."""
+    match = re.fullmatch(r"v?(\d+(?:\.\d+)*)(?:[.+-]?(?:post|rc|dev|a|b|cu|cpu|rocm)?\S*)?", version)
+    if match is None:
+        raise MoeqError("usage.engine-version", f"'{version}' is not a version", "such as 0.33.0")
+    return tuple(int(part) for part in match[1].split("."))
 
 
-_FAMILY_KEYS = ("title", "order", "moves", "backends", "overrides", "like")
+def _blocks(rows: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """`{"devices": [...], "value": ...}` rows as device -> value."""
+    return {device: row["value"] for row in rows for device in row["devices"]}
 
 
-def _family(name: str, table: dict[str, Any]) -> Family:
-    row = dict(table[name])
-    if "like" in row:
-        base = table[row["like"]]
-        row = {**base, **row}
-    backends = {key: _backend(key, value) for key, value in row["backends"].items()}
-    overrides = row.get("overrides")
-    if overrides is None:
-        batched = set(row.get("batched_overrides", {}).values())
-        overrides = {b.flag: [b.name] for b in backends.values() if b.flag and b.name not in batched}
-    return Family(
-        name=name,
-        title=row["title"],
-        order={key: tuple(value) for key, value in row["order"].items()},
-        moves=tuple(row.get("moves", ())),
-        backends=backends,
-        overrides={key: tuple(value) for key, value in overrides.items()},
-        options={key: value for key, value in row.items() if key not in _FAMILY_KEYS},
-    )
-
-
-def build_policy(raw: dict[str, Any]) -> EnginePolicy:
-    """The policy that a parsed data file describes."""
+def build_policy(tables: Mapping[str, Any], known: Mapping[str, Any]) -> EnginePolicy:
+    """The policy of a version's extracted tables, with what moeq knows about the engine's backends."""
+    forms, flags = tuple(tables["forms"]), known["classes"]
+    families = {name: _family(name, blocks, known["families"]) for name, blocks in tables["families"].items()}
+    classes = {name: _class(name, row, forms, flags.get(name, {})) for name, row in tables["classes"].items()}
+    # Classes that are tried and run on none of the devices.
+    named = {name for family in families.values() for backend in family.backends.values() for name in backend.classes}
+    classes.update({name: ExpertsClass(name, "standard", False, None, {}) for name in sorted(named - set(classes))})
     return EnginePolicy(
-        engine=raw["engine"],
-        version=raw["version"],
-        backend_flag=raw["backend_flag"],
-        families={name: _family(name, raw["families"]) for name in raw["families"]},
-        classes={name: _class(name, raw["classes"], raw) for name in raw["classes"]},
-        packages=raw["packages"],
-        gates=raw["gates"],
-        advisories=tuple(raw.get("advisories", ())),
+        engine=tables["engine"],
+        version=tables["version"],
+        digest=tables["digest"],
+        backend_flag=known["backend_flag"],
+        families=families,
+        classes=classes,
+        devices=tuple(tables["devices"]),
+        packages=known["packages"],
+        names=_blocks(tables["names"]),
+        limits=tables["limits"],
+        rounding=_blocks(tables["rounding"]),
+        overrides=tuple(tables["overrides"]),
+        all2all=tuple(tables["all2all"]),
+        no_converter=tuple(known["no_converter"]),
+        advisories=tuple(known["advisories"]),
     )
+
+
+@cache
+def knowledge(engine: str) -> dict[str, Any]:
+    """What moeq knows about an engine's backends in every version: layouts, losses, converters that raise,
+    advisories."""
+    return tomllib.loads(files("moeq.oracle").joinpath("engines", engine, "backends.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def versions(engine: str) -> tuple[str, ...]:
+    """Versions of an engine whose tables are here, oldest first."""
+    folder = files("moeq.oracle").joinpath("engines", engine, "tables")
+    found = [entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json")]
+    return tuple(sorted(found, key=release))
 
 
 def engine_names() -> tuple[str, ...]:
     """Names of the engine policies that are there, `moeq` included."""
-    folder = files("moeq.oracle").joinpath("engines")
-    found = (entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
-    return tuple(sorted("@".join(name.split("-", 1)) for name in found))
+    return (BUILTIN, *(f"{name}@{version}" for name in ENGINES for version in versions(name)))
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """Which tables stand for an engine that was asked for.
+
+    Attributes:
+        policy: name of the policy that decides.
+        other: where the version asked for lies between two known ones: the newer of them. What it decides is said too.
+        notes: how the choice came about, where that is not plain.
+    """
+
+    policy: str
+    other: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+def choose_engine(asked: str) -> EngineChoice:
+    """The policy behind `vllm@0.33.0`, a version between two known ones, a newer one, or `vllm` (the installed one,
+    else the newest known). One that is older than all known ones is refused when it is asked for by number.
+
+    Raises:
+        MoeqError: `usage.unknown-engine`, `usage.engine-version`.
+    """
+    name, _, version = asked.partition("@")
+    if name not in ENGINES:
+        raise MoeqError("usage.unknown-engine", f"no engine is called '{asked}'", f"known: {', '.join(engine_names())}")
+    known = versions(name)
+    notes: tuple[str, ...] = ()
+    if not version:
+        installed = installed_version(name)
+        version = installed or known[-1]
+        what = (
+            f"{name} {version} is installed" if installed else f"{name} is not installed: decided as the newest known"
+        )
+        notes = (f"{what}, {name} {version}" if not installed else what,)
+    if version in known:
+        return EngineChoice(f"{name}@{version}", None, notes)
+    older = [one for one in known if release(one) < release(version)]
+    newer = [one for one in known if release(one) > release(version)]
+    if asked.partition("@")[2] and not older:
+        hint = f"known: {', '.join(known)}"
+        raise MoeqError("usage.engine-version", f"{name} {version} is older than all known versions", hint)
+    used = older[-1] if older else newer[0]
+    other = f"{name}@{newer[0]}" if older and newer else None
+    beside = f", beside {newer[0]}" if other else f"; nothing {'newer' if older else 'older'} is known"
+    notes += (f"{name} {version} is not known exactly: decided as {used}{beside}",)
+    return EngineChoice(f"{name}@{used}", other, notes)
+
+
+def installed_version(name: str) -> str | None:
+    """Version of an engine in this environment, or None. Nothing of it is imported."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def version_range(asked: str) -> tuple[str, ...]:
+    """The known policies from `vllm@A..B`, both ends included.
+
+    Raises:
+        MoeqError: `usage.engine-version` for a range that holds fewer than two known versions; `usage.unknown-engine`.
+    """
+    name, _, ends = asked.partition("@")
+    low, _, high = ends.partition("..")
+    if name not in ENGINES:
+        raise MoeqError("usage.unknown-engine", f"no engine is called '{name}'", f"known: {', '.join(engine_names())}")
+    known = versions(name)
+    found = tuple(
+        f"{name}@{one}" for one in known
+        if (not low or release(one) >= release(low)) and (not high or release(one) <= release(high))
+    )  # fmt: skip
+    if len(found) < 2:
+        raise MoeqError(
+            "usage.engine-version", f"{asked} holds fewer than two known versions", f"known: {', '.join(known)}"
+        )
+    return found
 
 
 @cache
@@ -301,8 +610,10 @@ def load_policy(engine: str) -> EnginePolicy:
     Raises:
         MoeqError: `usage.unknown-engine`, naming the known ones.
     """
-    if engine not in engine_names() or engine == "moeq":
+    if engine not in engine_names() or engine == BUILTIN:
         known = ", ".join(engine_names())
         raise MoeqError("usage.unknown-engine", f"no engine policy is called '{engine}'", f"known: {known}")
-    path = files("moeq.oracle").joinpath("engines", engine.replace("@", "-") + ".toml")
-    return build_policy(tomllib.loads(path.read_text(encoding="utf-8")))
+    name, _, version = engine.partition("@")
+    folder = files("moeq.oracle").joinpath("engines", name)
+    tables = json.loads(folder.joinpath("tables", f"{version}.json").read_text(encoding="utf-8"))
+    return build_policy(tables, knowledge(name))

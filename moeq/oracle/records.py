@@ -90,6 +90,7 @@ class CandidateReport:
         unlock: the nearest single change that makes it supported, or None where no single change does.
         flag: value of the engine's backend option that asks for it, or None where it cannot be asked for.
         monolithic: the kernel does its own routing.
+        activation_key: the engine's key of the activations that its kernel runs, None for 16-bit ones.
     """
 
     backend: str
@@ -101,6 +102,7 @@ class CandidateReport:
     unlock: str | None = None
     flag: str | None = None
     monolithic: bool = False
+    activation_key: str | None = None
 
 
 @dataclass(frozen=True)
@@ -302,6 +304,8 @@ class Verdict:
         document["deployment"]["env"] = dict(self.deployment.env)
         document["deployment"]["packages"] = dict(self.deployment.packages)
         document["mattered"] = dict(self.mattered)
+        for row in (document["chosen"] or {}, *document["candidates"]):
+            row.pop("activation_key", None)
         return document
 
 

@@ -1,19 +1,21 @@
-"""Backend selection: the engine's order, its override map, and every candidate judged by every rule."""
+"""Backend selection: the engine's own order of trial, looked up in its tables, with every candidate judged by every
+rule."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
-from typing import Any
 
 from moeq.layouts.registry import LAYOUTS
 from moeq.oracle.case import Case
-from moeq.oracle.policy import Backend, Family, device_term
+from moeq.oracle.engines.vllm.filters import filter_reasons
+from moeq.oracle.policy import Attempt, Backend, Family, Search, SearchTable, parse_search
 from moeq.oracle.records import CandidateReport, EngineError, Reason
-from moeq.oracle.rules import RULES, class_reasons, filter_reasons
+from moeq.oracle.rules import RULES, class_reasons
 
 _ORDER = {rule.code: index for index, rule in enumerate(RULES)}
+_NOTHING = Search((), ("NotImplementedError", "NO_BACKEND"))
+_UNKNOWN = Search((), ("ValueError", "OVERRIDE_UNKNOWN"))
 
 
 @dataclass(frozen=True)
@@ -27,118 +29,72 @@ class Selection:
     reported: str | None = None
 
 
-def select(case: Case) -> Selection:
-    """Run the engine's selection for a case. Never raises for a deployment: a refusal is part of the answer."""
-    family = case.policy.families[case.method.family]
-    asked = case.deployment.backend if _honours(case, family) else "auto"
-    candidates = judge_all(case, family)
-    if asked != "auto":
-        selection = _forced(case, family, asked, candidates)
-    elif case.deployment.lora and family.option("lora_first"):
-        selection = _lora_shortcut(case, family, candidates)
-    elif family.option("hard_wired"):
-        selection = _hard_wired(case, family, candidates)
-    else:
-        selection = _automatic(case, family, candidates)
-    return replace(selection, candidates=_as_selected(candidates, selection.selected))
+# ------------------------------------------------------------------------------------------------ the order of trial
 
 
-def _as_selected(
-    candidates: tuple[CandidateReport, ...], chosen: CandidateReport | None
-) -> tuple[CandidateReport, ...]:
-    """A forced backend may run another class than automatic selection would: show the one that runs."""
-    if chosen is None:
-        return candidates
-    return tuple(chosen if row.backend == chosen.backend and not row.supported else row for row in candidates)
+def factor_value(case: Case, factor: str) -> str:
+    """A case's value of a factor that searches differ by, as the tables write it; empty for the usual one."""
+    shape, method = case.shape, case.method
+    if factor.startswith("VLLM_"):
+        return case.flag(factor) or ""
+    values = {
+        "keys": f"{method.weight_key}|{method.activation_key or 'none'}",
+        "form": case.parallel_form,
+        "activation": shape.activation,
+        "routing": shape.routing,
+        "lora": "1" if case.deployment.lora else "",
+        "limit": "1" if shape.swiglu_limit is not None else "",
+        "bias": "1" if shape.has_bias else "",
+        "hash": "1" if shape.hash_routing else "",
+        "fp32": "1" if shape.router_dtype == "fp32" else "",
+        "dtype": "" if case.deployment.dtype == "bf16" else case.deployment.dtype,
+        "ragged": "1" if case.intermediate % 128 else "",
+        "cutlass": "1" if method.vllm_cutlass else "",
+        "model": shape.model_type,
+    }
+    return values[factor]
 
 
-def _honours(case: Case, family: Family) -> bool:
-    honoured = family.option("honoured_overrides")
-    ignored = family.option("ignored_overrides", ())
-    asked = case.deployment.backend
-    return asked not in ignored and (honoured is None or asked in honoured)
+def search_of(case: Case, family: Family, asked: str) -> Search:
+    """What the engine tries for a case when a backend is asked for (`auto`: none)."""
+    tables = family.searches.get(case.device)
+    if tables is None:
+        return _NOTHING
+    table = tables.get(asked, _UNKNOWN)
+    if isinstance(table, SearchTable):
+        words = [_word(case, table, factor) for factor in table.factors]
+        return parse_search(table.rows[",".join(word for word in words if word)])
+    return parse_search(table) if isinstance(table, str) else table
 
 
-# ------------------------------------------------------------------------------------------------ order
+def _word(case: Case, table: SearchTable, factor: str) -> str | None:
+    value = factor_value(case, factor)
+    word = table.word(factor, value)
+    if word is None and factor == "form" and value.endswith("+eplb"):
+        return table.word(factor, value.removesuffix("+eplb"))
+    return word
 
 
-def backend_order(case: Case, family: Family) -> tuple[str, ...]:
-    """Backends in the order the engine tries them on this deployment."""
-    rows = list(family.order.get(case.gpu.platform, family.order["default"]))
-    for move in family.moves:
-        if move["backend"] in rows and _applies(move, case):
-            _move(rows, move)
-    extra = family.option("routing_extra")
-    if extra and (case.gpu.platform, case.shape.routing) == (extra["platform"], extra["routing"]):
-        rows.append(extra["backend"])
-    for switch in family.option("env_switches", ()):
-        _switch(rows, switch, case)
-    if not case.method.vllm_cutlass:
-        rows = [name for name in rows if name != "VLLM_CUTLASS"]
-    return tuple(rows)
-
-
-def _applies(move: dict[str, Any], case: Case) -> bool:
-    return (
-        device_term(move["when"]).admits(case.gpu)
-        and fnmatchcase(case.method.weight_key, move.get("weights", "*"))
-        and move.get("ep", case.use_ep) == case.use_ep
-        and move.get("dp", case.deployment.dp > 1) == (case.deployment.dp > 1)
-        and move.get("activation", case.shape.activation) == case.shape.activation
-        and move.get("all2all", case.all2all) == case.all2all
-    )
-
-
-def _move(rows: list[str], move: dict[str, Any]) -> None:
-    name = move["backend"]
-    rows.remove(name)
-    if "before" in move:
-        at = rows.index(move["before"])
-    elif "after" in move:
-        at = rows.index(move["after"]) + 1
-    else:
-        at = 0 if move.get("first") else len(rows)
-    rows.insert(at, name)
-
-
-def _switch(rows: list[str], switch: dict[str, Any], case: Case) -> None:
-    """An environment variable that forces backends to the front, or removes them."""
-    values = [case.env(name) for name in switch["env"] if case.env(name) is not None]
-    named = [name for name in switch["backends"] if name in rows]
-    if not values or not named:
-        return
-    for name in named:
-        rows.remove(name)
-    if all(value != "0" for value in values):
-        rows[:0] = named
+def activation_of(case: Case, attempt: Attempt) -> str:
+    """Activation key that a candidate is asked with."""
+    return attempt.activation or case.method.activation_key or "none"
 
 
 # ------------------------------------------------------------------------------------------------ judging
 
 
-def activation_of(case: Case, family: Family, backend: Backend) -> str:
-    """Activation key under which a backend's classes are asked."""
-    requested = case.method.activation_key or "none"
-    if not family.name.startswith("mxfp4"):
-        return requested
-    return requested if backend.activation_key == "any" else backend.activation_key or "none"
-
-
-def judge(case: Case, family: Family, backend: Backend, *, forced: bool = False) -> CandidateReport:
-    """One backend, with every failed rule of the class that came closest."""
-    activation = activation_of(case, family, backend)
+def judge(case: Case, backend: Backend, attempts: Iterable[Attempt]) -> CandidateReport:
+    """One backend: its first class that fits, else the one that came closest with every failed rule."""
     before = filter_reasons(case, backend)
-    names = (backend.forced_classes if forced else ()) or backend.classes
-    if case.deployment.lora and backend.lora_classes:
-        names = backend.lora_classes
     best: tuple[int, int] = (-1, 0)
-    experts, reasons = names[0], before
-    for name in names:
-        found = class_reasons(case, case.policy.classes[name], activation)
+    experts, reasons, key = "", before, "none"
+    for attempt in attempts:
+        activation = activation_of(case, attempt)
+        found = class_reasons(case, case.policy.classes[attempt.experts], activation)
         # The class that fails latest is the one the engine would talk about; a class that fits ends the search.
         score = (min((_ORDER[reason.code] for reason in found), default=len(_ORDER)), -len(found))
         if score > best:
-            best, experts, reasons = score, name, before + found
+            best, experts, reasons, key = score, attempt.experts, before + found, activation
         if not found:
             break
     layout = layout_of(case, backend)
@@ -151,6 +107,7 @@ def judge(case: Case, family: Family, backend: Backend, *, forced: bool = False)
         reasons=reasons,
         flag=backend.flag,
         monolithic=case.policy.classes[experts].monolithic,
+        activation_key=None if key == "none" else key,
     )
 
 
@@ -177,134 +134,152 @@ def _no_layout(backend: Backend, layout: str | None) -> str | None:
 
 def on_device(case: Case, backend: Backend) -> bool:
     """Whether some class of the backend exists for this device: no change but another device helps the rest."""
-    classes = case.policy.classes
-    return any(term.admits(case.gpu) for name in backend.classes for term in classes[name].devices)
+    return any(case.device in case.policy.classes[name].variants for name in backend.classes)
+
+
+def _by_backend(attempts: Iterable[Attempt]) -> dict[str, list[Attempt]]:
+    found: dict[str, list[Attempt]] = {}
+    for attempt in attempts:
+        found.setdefault(attempt.backend, []).append(attempt)
+    return found
 
 
 def judge_all(case: Case, family: Family) -> tuple[CandidateReport, ...]:
-    """Every backend of the family, those of the automatic order first."""
-    order = backend_order(case, family)
-    rest = [name for name in family.backends if name not in order]
-    if case.brief:  # backends of other devices cannot be selected; only a full report lists them
-        kept = {name for name, row in family.backends.items() if on_device(case, row)} | {family.option("hard_wired")}
-        order = tuple(name for name in order if name in kept)
-        rest = [name for name in rest if name in kept]
-    reports = [judge(case, family, family.backends[name]) for name in order]
-    reports += [_never_automatic(case, family, judge(case, family, family.backends[name])) for name in rest]
-    if family.option("activation_filter"):
-        wanted = _wanted_activation(case, family, reports)
-        reports = [_filter_activation(family, report, wanted) for report in reports]
-    if family.option("limit_filter") and case.shape.swiglu_limit is not None:
-        reports = [_filter_limit(case, report) for report in reports]
+    """Every backend of the family, in the automatic order; those that are not tried by themselves last."""
+    search = search_of(case, family, "auto")
+    tried = _by_backend((*search.attempts, *([_as_made(case, search.unchecked)] if search.unchecked else [])))
+    reports = [judge(case, family.backends[name], attempts) for name, attempts in tried.items()]
+    usual = _usual_order(case, family)
+    for name, backend in family.backends.items():
+        # Backends of other devices cannot be selected: only a full report lists them.
+        if name in tried or (case.brief and not on_device(case, backend)):
+            continue
+        report = judge(case, backend, (Attempt(name, experts, backend.activation_key) for experts in backend.classes))
+        reports.append(_not_tried(case, family, report, name in usual))
     return tuple(reports)
 
 
-def _never_automatic(case: Case, family: Family, report: CandidateReport) -> CandidateReport:
-    """A backend outside the platform's order is never tried by itself, whatever its classes say."""
-    honoured = family.option("honoured_overrides")
-    looked_at = report.flag is not None and (honoured is None or report.flag in honoured)
-    flag = f"{case.policy.backend_flag} {report.flag}" if looked_at else None
-    how = f"only {flag} reaches it" if flag else "nothing reaches it"
-    reason = Reason("F11_NOT_LISTED", f"not in the order for {case.gpu.platform}: {how}", flag)
+def _usual_order(case: Case, family: Family) -> frozenset[str]:
+    """Backends that are tried on the device where nothing is out of the ordinary."""
+    table = family.searches.get(case.device, {}).get("auto")
+    text = table.rows[""] if isinstance(table, SearchTable) else table
+    return frozenset(attempt.backend for attempt in parse_search(text).attempts) if text else frozenset()
+
+
+def _not_tried(case: Case, family: Family, report: CandidateReport, usual: bool) -> CandidateReport:
+    """The report of a backend that automatic selection passes over, with the reason."""
+    if usual and family.name.startswith("mxfp4") and case.method.activation_key:
+        text = (
+            f"runs activations as {_plain(report.activation_key)}, the checkpoint asks for {case.method.activation_key}"
+        )
+        reason = Reason("F10_ACTIVATION_KEY", text, None)
+    elif usual and case.shape.swiglu_limit is not None:
+        reason = Reason("F12_LIMIT", f"does not apply the activation limit {case.shape.swiglu_limit}", None)
+    else:
+        flag = f"{case.policy.backend_flag} {report.flag}" if report.flag in family.flags(case.device) else None
+        how = f"only {flag} reaches it" if flag else "nothing reaches it"
+        reason = Reason("F11_NOT_LISTED", f"not in the order for {case.gpu.name} here: {how}", flag)
     return replace(report, supported=False, reasons=(*report.reasons, reason))
 
 
-def _wanted_activation(case: Case, family: Family, reports: Iterable[CandidateReport]) -> str:
-    """The requested activation where some backend has it, else 16-bit (the engine's fallback)."""
-    requested = case.method.activation_key or "none"
-    hits = (r for r in reports if r.supported and family.backends[r.backend].activation_key in (requested, "any"))
-    return requested if requested != "none" and next(hits, None) else "none"
-
-
-def _filter_activation(family: Family, report: CandidateReport, wanted: str) -> CandidateReport:
-    key = family.backends[report.backend].activation_key or "none"
-    if key in (wanted, "any"):
-        return report
-    text = f"runs activations as {_plain(key)}, the checkpoint asks for {_plain(wanted)}"
-    reason = Reason("F10_ACTIVATION_KEY", text, None)
-    return replace(report, supported=False, reasons=(*report.reasons, reason))
-
-
-def _plain(key: str) -> str:
-    return "16-bit" if key == "none" else key
-
-
-def _filter_limit(case: Case, report: CandidateReport) -> CandidateReport:
-    if case.policy.classes[report.experts].clamps:
-        return report
-    reason = Reason("F12_LIMIT", f"does not apply the activation limit {case.shape.swiglu_limit}", None)
-    return replace(report, supported=False, reasons=(*report.reasons, reason))
+def _plain(key: str | None) -> str:
+    return key or "16-bit"
 
 
 # ------------------------------------------------------------------------------------------------ outcomes
 
 
-def _automatic(case: Case, family: Family, candidates: tuple[CandidateReport, ...]) -> Selection:
-    chosen = next((row for row in candidates if row.supported), None)
-    notes: tuple[str, ...] = ()
+def select(case: Case) -> Selection:
+    """Run the engine's selection for a case. Never raises for a deployment: a refusal is part of the answer."""
+    family = case.policy.families[case.method.family]
+    asked = case.deployment.backend
+    candidates = judge_all(case, family)
+    if case.method.fixed is not None:
+        return _fixed(case, family, candidates)
+    search = search_of(case, family, asked)
+    # One automatic order for both: what was asked for and changes nothing is ignored.
+    ignored = asked != "auto" and search == search_of(case, family, "auto")
+    notes: tuple[str, ...] = (f"this method does not look at {case.policy.backend_flag} {asked}",) if ignored else ()
+    if asked == "auto" or ignored:
+        chosen = next((row for row in candidates if row.supported), None)
+        reports = tuple(row for row in candidates if not _passed_over(row))
+    else:
+        tried = _by_backend(search.attempts)
+        reports = tuple(judge(case, family.backends[name], attempts) for name, attempts in tried.items())
+        chosen = next((row for row in reports if row.supported), None)
+    if chosen is None and search.unchecked is not None:
+        chosen = judge(case, family.backends[search.unchecked.backend], [_as_made(case, search.unchecked)])
+        notes += ("this backend is taken without asking its class",)
+    if chosen is not None:
+        reported = (
+            search.unchecked.reported if search.unchecked and chosen.backend == search.unchecked.backend else None
+        )
+        notes += _fallback(case, family, chosen)
+        return Selection(chosen, None, _with(candidates, chosen), notes, reported)
+    error = _error(case, family, search, asked if not ignored else "auto", reports, candidates)
+    return Selection(None, error, candidates, notes)
+
+
+def _as_made(case: Case, attempt: Attempt) -> Attempt:
+    """A candidate taken unasked, with the activation key that its kernel is made for: the class's own for the
+    weights."""
+    row, weight = case.policy.classes[attempt.experts], case.method.weight_key
+    pairs = [
+        pair for variant in row.variants.get(case.device, ()) for pair in sorted(variant.pairs) if pair[0] == weight
+    ]
+    listed = {key for _, key in pairs}
+    if attempt.activation or not listed or listed & {case.method.activation_key or "none", "*"}:
+        return attempt
+    return replace(attempt, activation=pairs[0][1])
+
+
+def _passed_over(row: CandidateReport) -> bool:
+    return any(reason.code in ("F10_ACTIVATION_KEY", "F11_NOT_LISTED", "F12_LIMIT") for reason in row.reasons)
+
+
+def _with(candidates: tuple[CandidateReport, ...], chosen: CandidateReport) -> tuple[CandidateReport, ...]:
+    """A requested backend may run another class than automatic selection would: show the one that runs."""
+    return tuple(chosen if row.backend == chosen.backend and not row.supported else row for row in candidates)
+
+
+def _fallback(case: Case, family: Family, chosen: CandidateReport) -> tuple[str, ...]:
     requested = case.method.activation_key
-    if chosen and family.option("activation_filter") and requested:
-        key = family.backends[chosen.backend].activation_key
-        if key not in (requested, "any"):
-            notes = (f"no backend has activations {requested} here: falls back to 16-bit activations",)
-    if chosen is not None:
-        return Selection(chosen, None, candidates, notes)
-    return Selection(None, no_backend(case, family, candidates), candidates)
+    if not family.name.startswith("mxfp4") or requested is None or chosen.activation_key is not None:
+        return ()
+    return (f"no backend has activations {requested} here: falls back to 16-bit activations",)
 
 
-def no_backend(case: Case, family: Family, candidates: Iterable[CandidateReport]) -> EngineError:
-    """The engine's "nothing fits", with what the engine leaves out: one reason per candidate."""
-    order = backend_order(case, family)
-    reasons = "; ".join(f"{row.backend}: {row.reasons[0].text}" for row in candidates if row.backend in order)
-    text = f"no backend of {family.title} fits: {reasons}"
-    if case.gpu.platform in family.option("none_platforms", ()):
-        return EngineError("none", "SILENT_NONE", f"{text} (the engine goes on with no backend at all)")
-    return EngineError(family.option("no_backend"), "NO_BACKEND", text)
+def _fixed(case: Case, family: Family, candidates: tuple[CandidateReport, ...]) -> Selection:
+    """A method that has its one backend and asks nobody."""
+    assert case.method.fixed is not None
+    backend, experts = case.method.fixed
+    chosen = judge(case, family.backends[backend], [Attempt(backend, experts)])
+    return Selection(chosen, None, _with(candidates, chosen), ("this method has one backend, taken unasked",))
 
 
-def _forced(case: Case, family: Family, asked: str, candidates: tuple[CandidateReport, ...]) -> Selection:
-    names = family.overrides.get(asked)
-    known = ", ".join(sorted(family.overrides))
-    works = alternatives(case, family, candidates)
-    if names is None:
-        text = f"'{asked}' names no backend of {family.title}; known here: {known}"
-        return Selection(None, EngineError("ValueError", "OVERRIDE_UNKNOWN", text, works), candidates)
-    if case.format == "batched" and asked in family.option("batched_overrides", {}):
-        names = (family.option("batched_overrides")[asked],)
-    reports = [judge(case, family, family.backends[name], forced=True) for name in names]
-    chosen = next((row for row in reports if row.supported), None)
-    if chosen is not None:
-        return Selection(chosen, None, candidates)
-    first = reports[0].reasons[0]
-    reasons = "; ".join(f"{row.backend}: {', '.join(r.text for r in row.reasons)}" for row in reports)
-    text = f"backend '{asked}' cannot run this: {reasons}"
-    return Selection(None, EngineError("ValueError", "OVERRIDE_UNSUPPORTED", text, works, first.code), candidates)
+def _error(
+    case: Case, family: Family, search: Search, asked: str, tried: tuple[CandidateReport, ...],
+    candidates: tuple[CandidateReport, ...],
+) -> EngineError:  # fmt: skip
+    error, kind = search.error or ("NotImplementedError", "NO_BACKEND")
+    if asked == "auto":
+        reasons = "; ".join(f"{row.backend}: {row.reasons[0].text}" for row in tried)
+        text = f"no backend of {family.title} fits: {reasons or f'none is tried on {case.gpu.name}'}"
+        if kind == "SILENT_NONE":
+            text += " (the engine goes on with no backend at all)"
+        return EngineError(error, kind, text)
+    works = alternatives(case, candidates)
+    if kind == "OVERRIDE_UNKNOWN":
+        known = ", ".join(sorted(family.flags(case.device)))
+        return EngineError(error, kind, f"'{asked}' names no backend of {family.title}; known here: {known}", works)
+    reasons = "; ".join(f"{row.backend}: {', '.join(reason.text for reason in row.reasons)}" for row in tried)
+    code = tried[0].reasons[0].code if tried and tried[0].reasons else None
+    return EngineError(
+        error, kind, f"backend '{asked}' cannot run this: {reasons or 'it is not tried here'}", works, code
+    )
 
 
-def alternatives(case: Case, family: Family, candidates: Iterable[CandidateReport]) -> str:
+def alternatives(case: Case, candidates: Iterable[CandidateReport]) -> str:
     """What works instead of a backend that does not."""
     fits = [f"{row.backend} ({case.policy.backend_flag} {row.flag or 'auto'})" for row in candidates if row.supported]
     return "works here: " + ", ".join(fits) if fits else "no other backend fits either; drop the request to see why"
-
-
-def _lora_shortcut(case: Case, family: Family, candidates: tuple[CandidateReport, ...]) -> Selection:
-    """Unquantised experts with LoRA: one class is tried, the other is taken unchecked."""
-    by_name = {row.backend: row for row in candidates}
-    first = by_name.get(family.option("lora_first"))
-    if first is not None and first.supported:
-        return Selection(first, None, candidates)
-    report = judge(case, family, family.backends[family.option("lora_else")])
-    return Selection(report, None, candidates, ("LoRA takes this backend without asking its predicates",))
-
-
-def _hard_wired(case: Case, family: Family, candidates: tuple[CandidateReport, ...]) -> Selection:
-    """The first supported backend, else a fixed one, unchecked until its kernel is made."""
-    fixed = family.option("hard_wired")
-    chosen = next((row for row in candidates if row.supported), None)
-    notes = ("this method bypasses the engine's oracle: a backend asked for by name is ignored",)
-    by_name = {row.backend: row for row in candidates}
-    if chosen is None:
-        return Selection(by_name[fixed], None, candidates, notes, fixed)
-    # It reports the fixed backend whatever runs, except where the order itself is another.
-    reported = fixed if fixed in backend_order(case, family) else chosen.backend
-    return Selection(chosen, None, candidates, notes, reported)

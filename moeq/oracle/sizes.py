@@ -6,60 +6,60 @@ from moeq.layouts.registry import layout_class
 from moeq.oracle.case import Case
 from moeq.oracle.records import CandidateReport, Sizes
 
-# Multiples of (hidden, intermediate per rank) that MXFP4 methods round up to before loading, by the backend's rule.
-# Source: `maybe_roundup_sizes` of vLLM 0.33.0.
-_ROUND: dict[str, tuple[int, int]] = {
-    "none": (1, 1),
-    "32": (32, 32),
-    "64": (1, 64),
-    "128": (128, 128),
-    "trtllm": (256, 128),
-    "marlin": (256, 128),
-    "aiter-w4a4": (256, 128),
-}
-
 
 def round_up(value: int, multiple: int) -> int:
     """Smallest multiple that is not less than the value."""
     return -(-value // multiple) * multiple
 
 
-def mxfp4_multiples(rule: str, backend: str, case: Case) -> tuple[int, int]:
-    """Multiples of (hidden, intermediate per rank) for an MXFP4 backend.
-
-    The order of tests matters: the rules of particular backends come before the platform's.
-    """
-    if rule in ("none", "32", "128", "trtllm"):
-        return _ROUND[rule]
-    if rule == "marlin":
-        return (128 if case.gpu.platform == "xpu" else 256, 128)
-    if case.gpu.platform == "rocm":
-        return _rocm_multiples(rule, backend, case)
-    return _ROUND["32"] if case.gpu.platform == "cpu" else _ROUND["64"]
+# All-to-all kinds round the hidden size before weights are created: to rows of that many bytes, or to a listed size.
+_ROW_BYTES = {"deepep_high_throughput": 512, "deepep_v2": 512}
+_LISTED = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
+_LISTED_BY = ("deepep_low_latency", "nixl_ep")
 
 
-def _rocm_multiples(rule: str, backend: str, case: Case) -> tuple[int, int]:
-    if rule == "aiter-w4a4":
-        return _ROUND[rule]
-    plain = case.shape.activation in ("silu", "situ")
-    cdna4 = case.gpu.arch in ("gfx950", "gfx1250")
-    if plain and (backend == "AITER_MXFP4_BF16" or (backend == "TRITON_UNFUSED" and not cdna4)):
-        return (128, 128)
-    return (256, 256)
+def transported_hidden(case: Case) -> int:
+    """Hidden size after the all-to-all's own round-up (as it is where no listed size is large enough)."""
+    hidden, kind = case.shape.hidden_size, case.all2all
+    if kind in _ROW_BYTES:
+        return round_up(hidden, _ROW_BYTES[kind] // 2)
+    if kind in _LISTED_BY:
+        return next((size for size in _LISTED if size >= hidden), hidden)
+    return hidden
 
 
 def sizes_for(case: Case, report: CandidateReport) -> Sizes:
     """Sizes of one rank's experts as the backend stores them."""
     hidden, inner = case.shape.hidden_size, case.intermediate
-    padded_hidden, padded_inner = hidden, inner
-    family = case.policy.families[case.method.family]
-    backend = family.backends[report.backend]
-    if family.name in ("mxfp4", "mxfp4-generic", "mxfp4-ct"):
-        multiples = mxfp4_multiples(backend.round, backend.name, case)
-        padded_hidden, padded_inner = round_up(hidden, multiples[0]), round_up(inner, multiples[1])
-    elif report.experts in ("MarlinExperts", "BatchedMarlinExperts") and family.name == "wna16":
+    padded_hidden, padded_inner = transported_hidden(case), case.method.padded_intermediate or inner
+    family, method = case.method.family, case.method.name
+    if method in _MXFP4_METHODS:
+        # Quark passes no activation: its sizes are those of silu.
+        activation = "silu" if method == "QuarkOCP_MX_MoEMethod" else case.shape.activation
+        rows = case.policy.rounding.get(case.device, {}).get(report.backend, {"": (1, 1)})
+        multiples = rows.get(activation) or rows[""]
+        padded_hidden, padded_inner = round_up(padded_hidden, multiples[0]), round_up(padded_inner, multiples[1])
+    elif method == "Fp8PerBlockOnlineMoEMethod":
+        padded_hidden, padded_inner = round_up(padded_hidden, 128), round_up(padded_inner, 128)
+    elif family == "unquantized" and case.policy.since("0.31.0"):
+        padded_inner = round_up(padded_inner, _unquantized_multiple(report.backend, padded_inner))
+    elif report.experts in ("MarlinExperts", "BatchedMarlinExperts") and family == "wna16":
         padded_inner = marlin_padded(inner, case.method.group_size)
     return Sizes(hidden, inner, padded_hidden, padded_inner, case.local_experts)
+
+
+_MXFP4_METHODS = (
+    "GptOssMxfp4MoEMethod",
+    "Mxfp4MoEMethod",
+    "Mxfp4OnlineMoEMethod",
+    "QuarkOCP_MX_MoEMethod",
+    "CompressedTensorsW4A8Mxfp4MoEMethod",
+)
+
+
+def _unquantized_multiple(backend: str, intermediate: int) -> int:
+    """What an unquantised shard is rounded up to. AITER has a narrower tile for small experts."""
+    return {"FLASHINFER_TRTLLM": 128, "AITER": 64 if intermediate <= 192 else 128}.get(backend, 1)
 
 
 def marlin_padded(intermediate: int, group: int | None) -> int:

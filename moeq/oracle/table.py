@@ -10,11 +10,11 @@ from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
 from moeq.layouts.registry import LAYOUTS
+from moeq.oracle.builtin import builtin_policy
 from moeq.oracle.decide import judge
-from moeq.oracle.own import ENGINE, own_policy
-from moeq.oracle.policy import Backend, EnginePolicy, ExpertsClass, Family, load_policy
+from moeq.oracle.engines.vllm.filters import FILTERS
+from moeq.oracle.policy import BUILTIN, Backend, EnginePolicy, ExpertsClass, Family, Variant, choose_engine, load_policy
 from moeq.oracle.records import MoeShape, Verdict
-from moeq.oracle.rules import FILTERS
 from moeq.oracle.sweep import Cell
 from moeq.schemes.base import Scheme
 
@@ -27,9 +27,9 @@ def backend_rows(engine: str, family: str | None = None) -> list[dict[str, Any]]
     Raises:
         MoeqError: `usage.unknown-engine`, `usage.unknown-family`.
     """
-    if engine == ENGINE:
-        return _own_rows()
-    policy = load_policy(engine)
+    if engine == BUILTIN:
+        return _builtin_rows()
+    policy = load_policy(choose_engine(engine).policy)
     if family is not None and family not in policy.families:
         known = ", ".join(policy.families)
         raise MoeqError("usage.unknown-family", f"no family is called '{family}'", f"known: {known}")
@@ -46,9 +46,9 @@ def _row(policy: EnginePolicy, family: Family, backend: Backend) -> dict[str, An
         "title": family.title,
         "backend": backend.name,
         "flag": backend.flag,
-        "classes": [row.name.rpartition(":")[2] for row in classes],
-        "devices": list(dict.fromkeys(term.text for row in classes for term in row.devices)),
-        "needs": list(dict.fromkeys(package for row in classes for package in row.packages)),
+        "classes": [row.short for row in classes],
+        "devices": list(dict.fromkeys(device for row in classes for device in row.variants)),
+        "needs": list(dict.fromkeys(name for row in classes for item in _variants(row) for name in item.packages)),
         "limits": _limits(backend, classes),
         "layouts": [layout for layout in layouts if layout in LAYOUTS],
         "no_layout": backend.no_layout or "moeq has none yet",
@@ -60,21 +60,28 @@ def _limits(backend: Backend, classes: Sequence[ExpertsClass]) -> list[str]:
     words = [FILTERS[name].title for name in backend.filters]
     if all(row.format == "batched" for row in classes):
         words.append("batched activations")
-    if not any(row.lora for row in classes):
+    variants = [item for row in classes for item in _variants(row)]
+    if variants and not any(item.lora for item in variants):
         words.append("no LoRA")
-    for row in classes[:1]:
-        words += [f"package {name}" for name in row.packages] + [f"{name}={value}" for name, value in row.env]
-        if row.max_padded_experts:
-            words.append(f"fewer than {row.max_padded_experts + 1} experts")
+    words += [f"package {name}" for name in dict.fromkeys(name for item in variants for name in item.packages)]
+    words += [f"{name}={allowed[0]}" for name, allowed in dict.fromkeys(pair for item in variants for pair in item.env)]
+    limits = {item.max_experts for item in variants}
+    known = [limit for limit in limits if limit is not None]
+    if known == list(limits) and known:
+        words.append(f"at most {max(known)} experts")
     return words
 
 
-def _own_rows() -> list[dict[str, Any]]:
-    policy = own_policy()
+def _variants(row: ExpertsClass) -> list[Variant]:
+    return list(dict.fromkeys(item for found in row.variants.values() for item in found))
+
+
+def _builtin_rows() -> list[dict[str, Any]]:
+    policy = builtin_policy()
     return [
         {
-            "family": ENGINE,
-            "title": "moeq's own kernels",
+            "family": BUILTIN,
+            "title": "moeq's built-in kernels",
             "backend": row.backend,
             "flag": row.backend.lower(),
             "classes": ["moeq_kernels.fused_moe"],
@@ -168,11 +175,11 @@ def verdict_table(examples: Iterable[Example], engine: str) -> str:
     return markdown(["checkpoint", *(title for title, _, _ in DEVICES)], rows)
 
 
-def _own_table(examples: Iterable[Example]) -> str:
-    """What moeq's own kernels read of each checkpoint, the first choice first."""
+def _builtin_table(examples: Iterable[Example]) -> str:
+    """What moeq's built-in kernels read of each checkpoint, the first choice first."""
     rows = []
     for example in examples:
-        where = Deployment(parse_gpu("H100"), engine=ENGINE)
+        where = Deployment(parse_gpu("H100"), engine=BUILTIN)
         verdict = judge(example.scheme, example.shape, where, explain=False)
         fits = [f"{row.backend} ({row.layout or 'no offline layout'})" for row in verdict.candidates if row.supported]
         rows.append([f"`{example.name}`", ", ".join(fits) or f"**no**: {verdict.refusal}", verdict.runs_as or ""])
@@ -189,9 +196,9 @@ def backends_page(examples: Sequence[Example]) -> str:
         "`moeq explain CODE` explains one.",
         "## vLLM 0.33.0, one GPU, bf16",
         verdict_table(examples, "vllm@0.33.0"),
-        "## moeq's own kernels",
+        "## moeq's built-in kernels",
         "The same on every device they run on (sm_80 and newer, gfx942, gfx950; a CPU in Triton's interpreter):",
-        _own_table(examples),
+        _builtin_table(examples),
         "## Families",
         _families("vllm@0.33.0"),
     ]

@@ -14,8 +14,8 @@ from typing import Any
 
 from moeq.deploy.deployment import Deployment, Gpu
 from moeq.oracle.case import Case, Method
-from moeq.oracle.declare import ALIASES
 from moeq.oracle.engine import Outcome, resolve, resolve_method
+from moeq.oracle.engines.vllm.names import canonical
 from moeq.oracle.policy import load_policy
 from moeq.oracle.records import MoeShape
 
@@ -56,10 +56,7 @@ def deployment_of(row: dict[str, Any], platforms: dict[str, Any]) -> Deployment:
     tp, dp = row.get("tp", 1), row.get("dp", 1)
     asked = row["entry"].removeprefix("hf:")
     declared = str((row["quant_config"] or {}).get("quant_method", asked))
-    online = row["entry"].startswith("hf:") and ALIASES.get(declared, declared) not in (
-        asked,
-        asked.partition("oss_")[2],
-    )
+    online = row["entry"].startswith("hf:") and canonical(declared) not in (asked, asked.partition("oss_")[2])
     return Deployment(
         gpu=gpu_of(row["platform"], platform),
         tp=tp,

@@ -9,8 +9,8 @@ from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.layouts.registry import LAYOUTS, get_layout
 from moeq.matrix import MatrixSpec, Role
+from moeq.oracle.builtin import builtin_policy
 from moeq.oracle.decide import judge
-from moeq.oracle.own import own_policy
 from moeq.oracle.policy import load_policy
 from moeq.oracle.records import ConvertTarget, MoeShape
 from moeq.schemes.base import Scheme
@@ -51,30 +51,15 @@ def test_layout_ids_are_real() -> None:
     for family in POLICY.families.values():
         for backend in family.backends.values():
             named |= {choice.layout for choice in backend.layouts}
-    named |= {row.layout for row in own_policy().kernels}
+    named |= {row.layout for row in builtin_policy().kernels}
     assert {layout for layout in named if layout} <= set(LAYOUTS)
 
 
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
-_ACTIVATIONS = {"swigluoai": "swiglu_oai", "swigluoai_uninterleave": "swiglu_oai"}
-
-
-def test_own_policy_says_what_the_kernels_say() -> None:
-    table = {row.layout: row for row in CAPABILITIES}
-    for row in own_policy().kernels:
-        kernel = table[row.layout]
-        assert row.element in kernel.elements
-        assert set(row.group_sizes) <= set(kernel.group_sizes)
-        assert (row.zero_points, row.act_order) == (kernel.zero_points, kernel.act_order)
-        assert (row.activation == "int8") == kernel.int8_activations
-        assert {_DTYPES[dtype] for dtype in row.dtypes} == set(kernel.dtypes)
-        assert row.n_multiple % kernel.n_multiple == 0 or row.n_multiple == 1
-        assert kernel.biases
-    gated = {name for name in own_policy().activations if not name.endswith("_no_mul")}
-    ungated = {name.removesuffix("_no_mul") for name in own_policy().activations if name.endswith("_no_mul")}
-    for kernel in table.values():
-        assert {_ACTIVATIONS.get(name, name) for name in gated} <= set(kernel.activations)
-        assert ungated <= set(kernel.ungated_activations)
-        cuda = [term for term in own_policy().devices if term.platform == "cuda"]
-        assert [term.low for term in cuda] == [kernel.minimum_cuda]
-        assert {arch for term in own_policy().devices for arch in term.archs} == set(kernel.rocm)
+def test_builtin_policy_says_what_the_kernels_say() -> None:
+    """Every row is one of the kernels' own, and every layout that they are asked for by name is one that they read."""
+    table = {(row.layout, element) for row in CAPABILITIES for element in row.elements}
+    rows = builtin_policy().kernels
+    assert {(row.layout, row.element) for row in rows} <= table
+    assert {row.backend for row in rows} == {"MARLIN", "TRITON", "TRITON_KERNELS_HOPPER", "MXFP4_PLAIN"}
+    assert {"silu", "swigluoai", "relu2_no_mul"} <= set(builtin_policy().activations)
+    assert [term.text for term in builtin_policy().devices] == ["cuda 8.0+", "rocm gfx942", "rocm gfx950", "cpu"]

@@ -56,11 +56,13 @@ def _whole_groups(one: Scheme, shape: MoeShape, verdict: Verdict) -> bool:
 
 
 def _reads_scheme(one: Scheme, shape: MoeShape, verdict: Verdict) -> bool:
-    from moeq.oracle.own import own_policy
+    from moeq.oracle.builtin import builtin_policy
 
     assert verdict.chosen is not None
     row = next(
-        row for row in own_policy().kernels if row.layout == verdict.chosen.layout and row.element == one.weight.dtype
+        row
+        for row in builtin_policy().kernels
+        if row.layout == verdict.chosen.layout and row.element == one.weight.dtype
     )
     group = one.group_size if one.group_size > 0 else -1
     return group in row.group_sizes and (one.weight.symmetric or row.zero_points)

@@ -18,7 +18,7 @@ from moeq.oracle.sweep import sweep
 
 POLICY = load_policy("vllm@0.33.0")
 FORMS = [(tp, ep) for tp, ep in product((1, 2, 3, 8), (1, 2, 8, 256))]
-ALL2ALL = [None, *POLICY.gates["all2all"]]
+ALL2ALL = [None, *POLICY.all2all]
 
 
 @pytest.mark.parametrize("engine", ["vllm@0.33.0", "moeq"])
@@ -38,7 +38,7 @@ def test_verdict_or_refusal(name: str, engine: str) -> None:
                 assert verdict.convert.sizes.padded_intermediate >= verdict.convert.sizes.intermediate > 0
 
 
-@pytest.mark.parametrize("backend", POLICY.gates["backend_names"])
+@pytest.mark.parametrize("backend", POLICY.overrides)
 def test_every_backend_name_maps_or_is_refused_with_alternatives(backend: str) -> None:
     for one, shape in every_scheme().values():
         for gpu in ("H100", "MI300X", "XPU", "CPU"):

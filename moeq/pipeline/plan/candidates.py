@@ -10,8 +10,8 @@ from moeq.deploy.loaders import Loader
 from moeq.errors import MoeqError
 from moeq.layouts.registry import layout_class
 from moeq.model import Checkpoint
-from moeq.oracle.own import ENGINE as OWN_ENGINE
-from moeq.oracle.own import report_of_layout
+from moeq.oracle.builtin import report_of_layout
+from moeq.oracle.policy import BUILTIN as OWN_ENGINE
 from moeq.oracle.records import CandidateReport, ConvertTarget, Reason, Sizes, Verdict
 from moeq.pipeline.plan.decision import heads_problem, judge, moe_shape
 from moeq.pipeline.plan.layers import PlanOptions

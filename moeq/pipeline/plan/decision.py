@@ -10,7 +10,7 @@ from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model.info import RoutingInfo
 from moeq.oracle import decide as oracle
-from moeq.oracle.own import ENGINE as OWN_ENGINE
+from moeq.oracle.policy import BUILTIN as OWN_ENGINE
 from moeq.oracle.records import Gate, MoeShape, Routing, Verdict
 from moeq.schemes.base import Scheme
 

@@ -9,7 +9,7 @@ from moeq.deploy.deployment import Deployment
 from moeq.deploy.loaders import VLLM_LAYOUTS, VLLM_VERSIONS, Loader, PlannedLayer, loaders_of
 from moeq.layouts.registry import layout_class
 from moeq.model import Checkpoint
-from moeq.oracle.own import report_of_layout
+from moeq.oracle.builtin import report_of_layout
 from moeq.oracle.policy import engine_names
 from moeq.pipeline.plan.candidates import Ask
 from moeq.pipeline.plan.decision import heads_problem, judge, moe_shape

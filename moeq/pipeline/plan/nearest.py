@@ -11,7 +11,7 @@ from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
-from moeq.oracle.own import ENGINE as OWN_ENGINE
+from moeq.oracle.policy import BUILTIN as OWN_ENGINE
 from moeq.oracle.records import Verdict
 from moeq.pipeline.plan.candidates import Ask
 from moeq.pipeline.plan.decision import first_layer, judge

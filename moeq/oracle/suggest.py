@@ -8,8 +8,8 @@ from typing import Any
 
 from moeq.deploy.deployment import Deployment
 from moeq.oracle.case import Case
-from moeq.oracle.engine import Outcome, candidate_classes, settle, with_env, with_package
-from moeq.oracle.gates import run_gates
+from moeq.oracle.engine import Outcome, candidate_variants, settle, with_env, with_package
+from moeq.oracle.engines.vllm.gates import run_gates
 from moeq.oracle.records import CandidateReport, MoeShape
 from moeq.oracle.select import on_device
 
@@ -30,7 +30,7 @@ class Change:
     deployment: Deployment
 
 
-def unlocked(
+def suggested(
     outcome: Outcome, shape: MoeShape, again: Again, admits: Callable[[Deployment], bool] | None = None
 ) -> tuple[CandidateReport, ...]:
     """The candidates, each unsupported one with the first change that makes it supported."""
@@ -107,23 +107,28 @@ def _deployments(case: Case, d: Deployment) -> Iterator[tuple[str, Deployment]]:
 
 
 def _switches(case: Case, d: Deployment) -> Iterator[tuple[str, Deployment]]:
-    classes = candidate_classes(case)
-    for name in sorted({package for row in classes for package in row.packages}):
+    rows = candidate_variants(case)
+    for name in sorted({package for row in rows for package in row.packages}):
         if not case.package(name):
             yield f"install {name}", with_package(d, name, True)
-    env = {pair for row in classes for pair in row.env}
-    env |= {("VLLM_HUMMING_MOE_GEMM_TYPE", row.gemm_type) for row in classes if row.gemm_type}
-    for name, value in sorted(env):
+    wanted = {(name, allowed[0]) for row in rows for name, allowed in row.env if case.flag(name) not in allowed}
+    wanted |= {("VLLM_HUMMING_MOE_GEMM_TYPE", kind) for kind in _gemm_types(case)}
+    for name, value in sorted(wanted, key=str):
         if case.env(name) != value:
-            yield f"set {name}={value}", with_env(d, name, value)
-    for name in ("VLLM_BATCH_INVARIANT", "VLLM_CPU_INT4_W4A8"):
-        if case.env(name) is not None:
-            yield f"unset {name}", with_env(d, name, None)
-    for row in classes:
+            yield f"set {name}={value}" if value is not None else f"unset {name}", with_env(d, name, value)
+    for name, _ in d.env:
+        yield f"unset {name}", with_env(d, name, None)
+    for row in rows:
         missing = [package for package in row.packages if not case.package(package)]
-        if missing and row.env and case.env(row.env[0][0]) != row.env[0][1]:
-            (name, value), package = row.env[0], missing[0]
+        unmet = [(name, allowed[0]) for name, allowed in row.env if case.flag(name) not in allowed]
+        if missing and unmet and unmet[0][1] is not None:
+            (name, value), package = unmet[0], missing[0]
             yield f"install {package} and set {name}={value}", with_env(with_package(d, package, True), name, value)
+
+
+def _gemm_types(case: Case) -> set[str]:
+    names = {name for row in case.policy.families[case.method.family].backends.values() for name in row.classes}
+    return {kind for name in names if (kind := case.policy.classes[name].gemm_type) is not None}
 
 
 def _configs(config: Config) -> Iterator[tuple[str, Config]]:

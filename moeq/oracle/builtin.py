@@ -1,32 +1,43 @@
-"""The `moeq` policy: what moeq's own kernels run. One row per kernel format, the same kind of verdict.
+"""The `moeq` policy: what moeq's built-in kernels run. One row per kernel format, the same kind of verdict.
 
 Unlike an engine's keys, the question here is the scheme itself: real group size, zero points, act-order, biases and
-activation type, so that no two schemes look alike.
+activation type, so that no two schemes look alike. What the kernels read is their own table, `moeq_kernels.formats`.
 """
 
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
-from typing import Any
 
 from moeq.deploy.deployment import Deployment
 from moeq.layouts.registry import LAYOUTS
-from moeq.oracle.policy import DeviceTerm, device_term
+from moeq.oracle.policy import BUILTIN, DeviceTerm, device_term
 from moeq.oracle.records import CandidateReport, ConvertTarget, EngineError, Gate, MoeShape, Reason, Sizes, Verdict
 from moeq.oracle.sizes import round_up
 from moeq.schemes.base import Scheme
+from moeq_kernels.capabilities import CAPABILITIES, Capability
+from moeq_kernels.formats import FORMATS, Format
 
-ENGINE = "moeq"
+#: Layouts in order of preference, with the name to ask for them by. What the kernels read besides is not chosen here.
+_NAMES = {
+    "marlin-wna16/1": "MARLIN",
+    "marlin-act-order/1": "MARLIN",
+    "triton-wna16/1": "TRITON",
+    "int8-w8a8/1": "TRITON",
+    "marlin-mxfp4/1": "MARLIN",
+    "triton-kernels-hopper/1": "TRITON_KERNELS_HOPPER",
+    "mxfp4-identity/1": "MXFP4_PLAIN",
+}
+_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "uint8": "e8m0"}
+#: The kernels' activations by the engine-neutral names; the clamped one runs on rows in either order.
+_ACTIVATIONS = {"swiglu_oai": ("swigluoai", "swigluoai_uninterleave")}
 
 
 @dataclass(frozen=True)
 class KernelRow:
-    """One format that the kernels read: a row of `engines/moeq.toml`.
+    """One format that the kernels read.
 
     Attributes:
         backend: name to ask for it by.
@@ -48,16 +59,33 @@ class KernelRow:
     scales: tuple[str, ...]
     group_sizes: tuple[int, ...]
     zero_points: bool
-    act_order: bool = False
-    activation: str = "none"
-    dtypes: tuple[str, ...] = ("bf16", "fp16")
-    n_multiple: int = 1
-    k_multiple: int = 1
+    act_order: bool
+    activation: str
+    dtypes: tuple[str, ...]
+    n_multiple: int
+    k_multiple: int
+
+
+def _kernel_row(backend: str, row: Format) -> KernelRow:
+    return KernelRow(
+        backend=backend,
+        layout=row.layout,
+        element=row.element,
+        # Two formats have scales in bf16 first, and say f16 first: the order is that of the words in a message.
+        scales=tuple(sorted((_DTYPES[name] for name in row.scale_dtypes), key=lambda name: name != "f16")),
+        group_sizes=row.group_sizes,
+        zero_points=row.zero_points,
+        act_order=row.act_order,
+        activation="int8" if row.int8_activations else "none",
+        dtypes=tuple("fp16" if name == "float16" else _DTYPES[name] for name in row.dtypes),
+        n_multiple=row.n_multiple,
+        k_multiple=row.k_multiple,
+    )
 
 
 @dataclass(frozen=True)
-class OwnPolicy:
-    """Everything `engines/moeq.toml` says."""
+class BuiltinPolicy:
+    """Everything that the kernel package says it covers, in the oracle's terms."""
 
     devices: tuple[DeviceTerm, ...]
     activations: tuple[str, ...]
@@ -65,19 +93,22 @@ class OwnPolicy:
 
 
 @cache
-def own_policy() -> OwnPolicy:
-    """The policy of moeq's own kernels."""
-    raw = tomllib.loads(files("moeq.oracle").joinpath("engines", "moeq.toml").read_text(encoding="utf-8"))
-    rows = []
-    for item in raw["kernels"]:
-        row: dict[str, Any] = dict(item)
-        sizes = raw["groups"] if row["group_sizes"] == "groups" else row["group_sizes"]
-        row.update(group_sizes=tuple(sizes), scales=tuple(row["scales"]))
-        if "dtypes" in row:
-            row["dtypes"] = tuple(row["dtypes"])
-        rows.append(KernelRow(**row))
-    terms = tuple(device_term(text) for text in raw["devices"])
-    return OwnPolicy(terms, tuple(raw["activations"]), tuple(rows))
+def builtin_policy() -> BuiltinPolicy:
+    """The policy of moeq's built-in kernels."""
+    first = CAPABILITIES[0]
+    rows = [
+        _kernel_row(name, row) for layout, name in _NAMES.items() for row in FORMATS.values() if row.layout == layout
+    ]
+    gated = [name for known in first.activations for name in _ACTIVATIONS.get(known, (known,))]
+    return BuiltinPolicy(
+        _devices(first), (*gated, *(f"{name}_no_mul" for name in first.ungated_activations)), tuple(rows)
+    )
+
+
+def _devices(row: Capability) -> tuple[DeviceTerm, ...]:
+    major, minor = row.minimum_cuda
+    words = [f"cuda {major}.{minor}+", *(f"rocm {arch}" for arch in row.rocm), *(["cpu"] if row.interpreter else [])]
+    return tuple(device_term(word) for word in words)
 
 
 @dataclass(frozen=True)
@@ -113,7 +144,7 @@ Check = Callable[[Request, KernelRow], Iterator[Reason]]
 
 
 def _device(request: Request, row: KernelRow) -> Iterator[Reason]:
-    gpu, terms = request.deployment.gpu, own_policy().devices
+    gpu, terms = request.deployment.gpu, builtin_policy().devices
     if not any(term.admits(gpu) for term in terms):
         wanted = " or ".join(term.text for term in terms)
         yield Reason(
@@ -180,7 +211,7 @@ def _activation_type(request: Request, row: KernelRow) -> Iterator[Reason]:
 
 
 def _activation(request: Request, row: KernelRow) -> Iterator[Reason]:
-    known = own_policy().activations
+    known = builtin_policy().activations
     if request.shape.activation not in known:
         yield Reason("K09_ACTIVATION", f"activation {request.shape.activation} is not one of {', '.join(known)}")
 
@@ -206,7 +237,7 @@ def _division(request: Request, row: KernelRow) -> Iterator[Reason]:
 
 
 #: Code -> what the rule is about, for `moeq explain`.
-OWN_RULES: dict[str, tuple[Check, str]] = {
+BUILTIN_RULES: dict[str, tuple[Check, str]] = {
     "K01_DEVICE": (
         _device,
         "moeq's kernels run from sm_80 and on gfx942 and gfx950; on a CPU, in Triton's interpreter.",
@@ -225,7 +256,7 @@ OWN_RULES: dict[str, tuple[Check, str]] = {
 }
 
 
-def own_sizes(request: Request, row: KernelRow) -> Sizes:
+def builtin_sizes(request: Request, row: KernelRow) -> Sizes:
     """Sizes per rank as the layout stores them: w13 has K = hidden, w2 has K = intermediate."""
     hidden, inner = request.shape.hidden_size, request.intermediate
     along_k = math.lcm(row.k_multiple, max(request.group, 1))
@@ -234,10 +265,10 @@ def own_sizes(request: Request, row: KernelRow) -> Sizes:
     return Sizes(hidden, inner, padded_hidden, round_up(inner, math.lcm(row.n_multiple, along_k)), local)
 
 
-def judge_own(scheme: Scheme, shape: MoeShape, deployment: Deployment) -> Verdict:
-    """The verdict of moeq's own kernels. A forced backend restricts the choice; see `moeq.oracle.decide`."""
+def judge_builtin(scheme: Scheme, shape: MoeShape, deployment: Deployment) -> Verdict:
+    """The verdict of moeq's built-in kernels. A forced backend restricts the choice; see `moeq.oracle.decide`."""
     request = Request(scheme, shape, deployment)
-    judged = _closest([(row, _report(request, row)) for row in own_policy().kernels])
+    judged = _closest([(row, _report(request, row)) for row in builtin_policy().kernels])
     asked = deployment.backend
     names = {row.backend.lower() for row, _ in judged}
     fits = [pair for pair in judged if pair[1].supported and asked in ("auto", pair[0].backend.lower())]
@@ -246,13 +277,13 @@ def judge_own(scheme: Scheme, shape: MoeShape, deployment: Deployment) -> Verdic
     selected = fits[0] if fits else None
     with_layout = [pair for pair in fits if pair[1].layout is not None]
     return Verdict(
-        engine=ENGINE,
+        engine=BUILTIN,
         scheme=scheme.title,
         deployment=deployment,
         shape=shape,
         asked=asked,
         method=None,
-        family="moeq",
+        family=BUILTIN,
         weight_key=scheme.title,
         activation_key=None if request.activation == "none" else request.activation,
         selected=selected[1] if selected else None,
@@ -262,7 +293,7 @@ def judge_own(scheme: Scheme, shape: MoeShape, deployment: Deployment) -> Verdic
         convert=_target(request, with_layout[0], selected) if with_layout else None,
         no_convert=None if with_layout or not selected else selected[1].no_layout,
         runs_as=f"W{scheme.bits}A{8 if selected[0].activation == 'int8' else 16}" if selected else None,
-        sizes=own_sizes(request, selected[0]) if selected else None,
+        sizes=builtin_sizes(request, selected[0]) if selected else None,
         transient_bytes=0 if selected else None,
         notes=_notes(deployment),
     )
@@ -283,7 +314,7 @@ def _notes(deployment: Deployment) -> tuple[str, ...]:
 
 
 def _report(request: Request, row: KernelRow) -> CandidateReport:
-    reasons = tuple(reason for check, _ in OWN_RULES.values() for reason in check(request, row))
+    reasons = tuple(reason for check, _ in BUILTIN_RULES.values() for reason in check(request, row))
     have = row.layout in LAYOUTS
     remedies = [reason.remedy for reason in reasons]
     unlock = " and ".join(dict.fromkeys(map(str, remedies))) if reasons and all(remedies) else None
@@ -315,7 +346,7 @@ def _error(asked: str, names: set[str], reports: tuple[CandidateReport, ...]) ->
 
 
 def _dry_run(request: Request, chosen: tuple[KernelRow, CandidateReport]) -> Gate:
-    sizes = own_sizes(request, chosen[0])
+    sizes = builtin_sizes(request, chosen[0])
     text = (
         f"hidden {sizes.hidden} -> {sizes.padded_hidden}, "
         f"intermediate per rank {sizes.intermediate} -> {sizes.padded_intermediate}"
@@ -330,11 +361,11 @@ def _target(
     why = None
     if selected is not None and selected[1] is not report:
         why = f"{selected[1].backend}: {selected[1].no_layout}"
-    return ConvertTarget(report.backend, report.experts, row.layout, None, own_sizes(request, row), why)
+    return ConvertTarget(report.backend, report.experts, row.layout, None, builtin_sizes(request, row), why)
 
 
 def report_of_layout(scheme: Scheme, shape: MoeShape, deployment: Deployment, layout: str) -> CandidateReport | None:
     """The kernel that comes closest to reading a layout; None where none is for it."""
     request = Request(scheme, shape, deployment)
-    reports = [_report(request, row) for row in own_policy().kernels if row.layout == layout]
+    reports = [_report(request, row) for row in builtin_policy().kernels if row.layout == layout]
     return min(reports, key=lambda report: len(report.reasons), default=None)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from moeq.oracle.case import Case
+from moeq.oracle.engines.vllm.names import in_force
 from moeq.oracle.records import CandidateReport, Gate
-from moeq.oracle.rules import class_reasons, nearest_tp
-from moeq.oracle.select import activation_of
-from moeq.oracle.sizes import shrunk_group, sizes_for
+from moeq.oracle.rules import RULES, class_reasons, nearest_tp, not_gated
+from moeq.oracle.sizes import shrunk_group, sizes_for, transported_hidden
 
 
 @dataclass(frozen=True)
@@ -45,39 +46,57 @@ class GateRule:
     check: Callable[[Stage], Iterator[Failed]]
 
 
+def _refused_name(stage: Stage) -> bool:
+    case = stage.case
+    asked = case.deployment.quantization
+    if not stage.declared and asked is None:
+        return False
+    return case.device != "" and in_force(case.policy, case.device, stage.declared, asked) is None
+
+
+def _elsewhere(stage: Stage) -> bool:
+    """Whether the same names are taken on some other device."""
+    case = stage.case
+    tables = case.policy.names
+    return any(in_force(case.policy, device, stage.declared, case.deployment.quantization) for device in tables)
+
+
 def _method(stage: Stage) -> Iterator[Failed]:
-    deployment, gates = stage.case.deployment, stage.case.policy.gates
-    asked, declared = deployment.quantization, stage.declared
-    if asked is None or not declared:
-        return
-    if gates["aliases"].get(asked, asked) != declared and declared not in gates["overridable"].get(asked, ()):
-        text = f"the checkpoint's method {declared} does not match the quantization argument {asked}"
-        yield Failed("ValueError", text, "drop --quantization")
+    asked = stage.case.deployment.quantization
+    if _refused_name(stage) and not _elsewhere(stage):
+        text = f"the checkpoint's method {stage.declared or 'none'} does not match the quantization argument {asked}"
+        yield Failed("ValueError", text, "drop --quantization" if asked else None)
 
 
 def _platform(stage: Stage) -> Iterator[Failed]:
     case = stage.case
-    names = {stage.entry, case.deployment.quantization or stage.entry}
-    for name in sorted(names & set(case.policy.gates["excluded"].get(case.gpu.platform, ()))):
+    if _refused_name(stage) and _elsewhere(stage):
+        name = case.deployment.quantization or stage.entry
         yield Failed("ValueError", f"{name} quantization is not supported on {case.gpu.platform}")
 
 
+def _limits(stage: Stage) -> dict[str, Any]:
+    case = stage.case
+    if stage.entry == "":
+        return {}
+    name = in_force(case.policy, case.device, stage.declared, case.deployment.quantization)
+    found: dict[str, Any] = dict(case.policy.limits.get(name or stage.entry, {}))
+    return found
+
+
 def _capability(stage: Stage) -> Iterator[Failed]:
-    case, gpu = stage.case, stage.case.gpu
-    name = stage.entry
-    least = case.policy.gates["min_capability"].get(case.policy.gates["aliases"].get(name, name))
+    gpu, least = stage.case.gpu, _limits(stage).get("capability")
     if least is None or gpu.platform != "cuda" or gpu.capability is None:
         return
     have = gpu.capability[0] * 10 + gpu.capability[1]
     if have < least:
-        text = f"{name} needs compute capability {least / 10:.1f}, {gpu.name} has {have / 10:.1f}"
+        text = f"{stage.entry} needs compute capability {least / 10:.1f}, {gpu.name} has {have / 10:.1f}"
         yield Failed("ValueError", text, f"a GPU of capability {least / 10:.1f} or newer")
 
 
 def _dtype(stage: Stage) -> Iterator[Failed]:
     case = stage.case
-    name = case.policy.gates["aliases"].get(stage.entry, stage.entry)
-    allowed = case.policy.gates["activation_dtypes"].get(name)
+    allowed = _limits(stage).get("dtypes")
     dtype = case.deployment.dtype
     if allowed is not None and dtype not in allowed:
         yield Failed(
@@ -92,6 +111,8 @@ def _dtype(stage: Stage) -> Iterator[Failed]:
 def _sizes(stage: Stage) -> Iterator[Failed]:
     case = stage.case
     total, tp = case.shape.intermediate_size, case.moe_tp
+    if (case.all2all or "").startswith("mori") and not _aiter(case):
+        yield Failed("AssertionError", f"all-to-all {case.all2all} needs AITER's experts", "set VLLM_ROCM_USE_AITER=1")
     if total % tp:
         text = f"intermediate size {total} does not divide by tp {tp} (remainder {total % tp})"
         yield Failed("AssertionError", text, nearest_tp(case, lambda size: True))
@@ -103,27 +124,68 @@ def _sizes(stage: Stage) -> Iterator[Failed]:
         yield Failed("ValueError", f"ep {d.ep} is more than {case.shape.num_experts} experts", "a smaller ep")
 
 
+def _aiter(case: Case) -> bool:
+    """Whether AITER's fused experts are enabled: gated experts, and the device, package and variables of its
+    classes."""
+    row = case.policy.classes.get("AiterUnquantizedExperts")
+    rule = next(rule for rule in RULES if rule.code == "P01_DEVICE")
+    return row is not None and not not_gated(case) and next(rule.check(case, row, "none"), None) is None
+
+
+#: Methods that support load balancing, with the backends that do where not all of them.
+_EPLB: dict[str, tuple[str, ...] | None] = {
+    "UnquantizedFusedMoEMethod": None,
+    "Fp8MoEMethod": None,
+    "ModelOptNvFp4FusedMoE": None,
+    "Mxfp4MoEMethod": None,
+    "CompressedTensorsW4A8Mxfp4MoEMethod": None,
+    "QuarkOCP_MX_MoEMethod": None,
+    "CompressedTensorsW8A8Fp8MoEMethod": None,
+    "CompressedTensorsWNA16MoEMethod": ("TRITON",),
+    "CompressedTensorsW4A4Nvfp4MoEMethod": ("FLASHINFER_TRTLLM", "FLASHINFER_CUTEDSL", "FLASHINFER_CUTLASS"),
+    "CompressedTensorsW4A4Mxfp4MoEMethod": ("FLASHINFER_MOE_EP_CUTEDSL", "FLASHINFER_MOE_EP_DEEP_GEMM"),
+    "QuarkW8A8Mxfp8MoEMethod": None,
+}
+
+
 def _eplb(stage: Stage) -> Iterator[Failed]:
     case = stage.case
-    if not case.deployment.eplb:
+    if not case.deployment.eplb or not case.method.name:
         return
-    supported = case.policy.gates["eplb"].get(case.method.name, True)  # not established for methods left out
-    backend = stage.selected.backend if stage.selected else None
-    if isinstance(supported, list):
-        supported = backend in supported
+    name, backend = case.method.name, stage.selected.backend if stage.selected else None
+    backends = _EPLB.get(name, ())
+    supported = "Online" in name or backends is None or backend in backends
     if not supported:
-        text = f"EPLB: {case.method.name} does not support it for {backend}"
+        text = f"EPLB: {name} does not support it{f' for {backend}' if backends else ''}"
         yield Failed("NotImplementedError", text, "no expert load balancing", "EPLB")
 
 
+#: Methods that need hidden and intermediate sizes per rank to be multiples: of how much, and the error otherwise.
+_MULTIPLES = {
+    "ModelOptMxFp8FusedMoE": (32, "ValueError"),
+    "Mxfp8OnlineMoEMethod": (32, "ValueError"),
+    "INCMxfp8MoEMethod": (32, "ValueError"),
+    "QuarkW8A8Mxfp8MoEMethod": (32, "ValueError"),
+    "CompressedTensorsW4A8Fp8MoEMethod": (256, "AssertionError"),
+}
+_HALVED = ("MoeWNA16Method", "QuarkW4A16Int4MoEMethod")
+
+
 def _create(stage: Stage) -> Iterator[Failed]:
-    case, method = stage.case, stage.case.method
-    group, hidden, inner = method.group_size, case.shape.hidden_size, case.intermediate
+    if not stage.case.method.name:
+        return
+    for check in (_groups, _multiples, _blocks, _packed):
+        yield from check(stage.case)
+
+
+def _groups(case: Case) -> Iterator[Failed]:
+    method = case.method
+    group, hidden, inner = method.group_size, transported_hidden(case), case.intermediate
     if method.name in ("MoeWNA16Method", "AutoAWQMoEMethod") and group is not None and group < 0:
         yield Failed(
             "RuntimeError", f"group_size {group} gives a negative number of groups", "requantise with a group size"
         )
-    elif method.name == "MoeWNA16Method" and group is not None:
+    elif method.name in _HALVED and group is not None:
         shrunk = shrunk_group(hidden, inner, group)
         if shrunk < 32 and shrunk != group:
             text = f"group size {group} is halved to {shrunk} to divide {hidden} and {inner} per rank, below 32"
@@ -133,11 +195,34 @@ def _create(stage: Stage) -> Iterator[Failed]:
             if size % group:
                 remedy = nearest_tp(case, lambda s: s % group == 0)
                 yield Failed("ValueError", f"{what} {size} is not a multiple of group size {group}", remedy)
-        if method.zero_points and (2 * inner % 8 or hidden % 8):
-            yield Failed("ValueError", f"zero points need 2 x {inner} and {hidden} to be multiples of 8")
-    if method.name == "AutoGPTQMoEMethod" and case.env("VLLM_MARLIN_INPUT_DTYPE") == "int8" and method.bits == 4:
-        yield Failed("AssertionError", "VLLM_MARLIN_INPUT_DTYPE=int8 with 4-bit GPTQ trips an inverted check",
-                     "unset VLLM_MARLIN_INPUT_DTYPE")  # fmt: skip
+
+
+def _multiples(case: Case) -> Iterator[Failed]:
+    multiple, error = _MULTIPLES.get(case.method.name, (1, ""))
+    sizes = (("hidden size", transported_hidden(case)), ("intermediate size per rank", case.intermediate))
+    for what, size in sizes:
+        if size % multiple:
+            remedy = nearest_tp(case, lambda s: s % multiple == 0) if size == case.intermediate else None
+            yield Failed(error, f"{what} {size} is not a multiple of {multiple}", remedy)
+
+
+def _blocks(case: Case) -> Iterator[Failed]:
+    """fp8 blocks: the shard divides into whole ones."""
+    if case.method.block is None or case.method.config == "online":
+        return
+    (rows, columns), inner = case.method.block, case.method.padded_intermediate or case.intermediate
+    if inner % rows or (case.deployment.tp > 1 and inner % columns):
+        text = f"intermediate size per rank {inner} does not divide into blocks of {rows} x {columns}"
+        yield Failed("ValueError", text, nearest_tp(case, lambda s: s % rows == 0 and s % columns == 0))
+
+
+def _packed(case: Case) -> Iterator[Failed]:
+    method, hidden, inner = case.method, transported_hidden(case), case.intermediate
+    if method.name == "CompressedTensorsWNA16MoEMethod" and method.zero_points and (2 * inner % 8 or hidden % 8):
+        yield Failed("ValueError", f"zero points need 2 x {inner} and {hidden} to be multiples of 8")
+    if method.checks_input and case.env("VLLM_MARLIN_INPUT_DTYPE") in ("int8", "fp8") and method.bits == 4:
+        text = "VLLM_MARLIN_INPUT_DTYPE with 4-bit GPTQ trips an inverted check"
+        yield Failed("AssertionError", text, "unset VLLM_MARLIN_INPUT_DTYPE")
 
 
 def _convert(stage: Stage) -> Iterator[Failed]:
@@ -150,7 +235,7 @@ def _convert(stage: Stage) -> Iterator[Failed]:
         "backend": selected.backend,
         "bias": case.shape.has_bias,
     }
-    for row in case.policy.gates["no_converter"]:
+    for row in case.policy.no_converter:
         if all(row.get(key, value) == value for key, value in known.items()):
             text = f"conversion to {selected.backend}: {row['text']}"
             yield Failed(row["error"], text, "another backend", "CONVERSION")
@@ -163,9 +248,8 @@ def _kernel(stage: Stage) -> Iterator[Failed]:
     case, selected = stage.case, stage.selected
     if selected is None:
         return
-    family = case.policy.families[case.method.family]
-    activation = activation_of(case, family, family.backends[selected.backend])
-    if family.option("hard_wired") and not selected.supported:
+    activation = selected.activation_key or "none"
+    if not selected.supported:
         reasons = class_reasons(case, case.policy.classes[selected.experts], activation)
         text = "; ".join(reason.text for reason in reasons)
         yield Failed(

@@ -1,0 +1,302 @@
+"""compressed-tensors configs, as vLLM reads them for experts: validation, the group of a projection, the dispatch
+list."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moeq.oracle.case import Method
+from moeq.oracle.engines.vllm.readers import Config, ConfigRefusal, Question, refuse, unquantized
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+# Formats whose groups quantise activations: without `input_activations` their weights have to be floats.
+_ACTIVATION_FORMATS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """One `weights` or `input_activations` block, with its defaults filled in. `group` is None where none is given."""
+
+    bits: int
+    type: str
+    strategy: str
+    symmetric: bool
+    dynamic: bool
+    local: bool
+    group: int | None
+    actorder: str | None
+    scale_dtype: str | None
+    block: tuple[int, ...] | None
+
+    def matches(self, bits: int, type_: str, *strategies: str) -> bool:
+        """Whether it is of that element type and one of the strategies (any where none is given)."""
+        return (self.bits, self.type) == (bits, type_) and (not strategies or self.strategy in strategies)
+
+
+def _arguments(block: Mapping[str, Any] | None) -> Arguments | None:
+    """Read a block as compressed-tensors validates it.
+
+    Raises:
+        ConfigRefusal: for what its validators refuse.
+    """
+    if not block:
+        return None
+    group, strategy, order = block.get("group_size"), block.get("strategy"), block.get("actorder")
+    dynamic = block.get("dynamic", False)
+    if strategy is None:
+        strategy = "tensor" if group is None else "group" if group > 0 else "channel"
+    order = ("group" if order else None) if isinstance(order, bool) else order
+    shape = block.get("block_structure")
+    shape = [int(size) for size in shape.split("x")] if isinstance(shape, str) else shape
+    made = Arguments(
+        bits=block.get("num_bits", 8),
+        type=str(block.get("type", "int")),
+        strategy=str(strategy).lower(),
+        symmetric=bool(block.get("symmetric", True)),
+        dynamic=bool(dynamic),
+        local=dynamic == "local",
+        group=group,
+        actorder=order,
+        scale_dtype=str(block["scale_dtype"]).removeprefix("torch.") if block.get("scale_dtype") else None,
+        block=tuple(shape) if shape else None,
+    )
+    _validate(made)
+    return made
+
+
+def _validate(row: Arguments) -> None:
+    grouped = row.strategy in ("group", "tensor_group")
+    checks = (
+        (row.strategy == "token" and not row.dynamic, "static token quantisation does not exist"),
+        (grouped and not (row.group and row.group > 0), f"strategy {row.strategy} needs a positive group_size"),
+        (not grouped and bool(row.group and row.group > 0), f"group_size {row.group} with strategy {row.strategy}"),
+        (row.strategy == "block" and row.block is None, "strategy block needs a block_structure"),
+        (row.strategy != "block" and row.block is not None, f"a block_structure with strategy {row.strategy}"),
+        (row.actorder == "group" and not grouped, f"group act-order with strategy {row.strategy}"),
+        (row.dynamic and row.strategy in ("channel", "block"), f"dynamic quantisation per {row.strategy}"),
+        (row.local and row.strategy != "tensor_group", f"local quantisation per {row.strategy}"),
+    )
+    for wrong, text in checks:
+        if wrong:
+            raise ConfigRefusal("ValidationError", "CONFIG", f"compressed-tensors refuses it: {text}", code="G0")
+
+
+def _entry_matches(entry: str, name: str) -> bool:
+    return re.match(entry[3:], name) is not None if entry.startswith("re:") else entry == name
+
+
+Group = tuple[str, Mapping[str, Any]]
+
+
+def _groups(config: Config) -> dict[str, Group]:
+    """Target -> group and its name, in order; groups of attention alone do not count. Every group is validated."""
+    targets: dict[str, Group] = {}
+    for key, group in (config.get("config_groups") or {}).items():
+        listed = list(group.get("targets") or ())
+        if len(listed) == 1 and listed[0].endswith("Attention"):
+            continue
+        weights = _arguments(group.get("weights"))
+        if weights is not None and weights.actorder in ("group", "dynamic"):
+            hint = "requantise with actorder 'weight', or convert for moeq's built-in kernels (--engine moeq)"
+            refuse(f"act-order: actorder is '{weights.actorder}'; 'static' and 'weight' are accepted", hint)
+        format_ = group.get("format") or config.get("format")
+        inputs = group.get("input_activations")
+        if format_ in _ACTIVATION_FORMATS and not inputs and weights is not None and weights.type != "float":
+            text = f"format {format_} without input activations trips an assertion"
+            raise ConfigRefusal("AssertionError", "BARE_ASSERTION", text, "store the weights as pack-quantized", "G0")
+        _arguments(inputs)
+        targets.update({target: (key, group) for target in listed})
+    return targets
+
+
+def _group_of(targets: Mapping[str, Group], config: Config, name: str) -> Group | None:
+    """The config group that a projection falls into, or None where it is ignored or nothing matches."""
+    if any(_entry_matches(entry, name) for entry in config.get("ignore") or ()):
+        return None
+    found = next((group for target, group in targets.items() if _entry_matches(target, name)), None)
+    # The experts' module counts as a linear layer.
+    return found or next((group for target, group in targets.items() if target in ("Linear", "RoutedExperts")), None)
+
+
+def read_compressed_tensors(question: Question) -> Method:
+    """compressed-tensors: looks at the projections of expert 0 only, then takes the first scheme that matches."""
+    config = question.config
+    targets = _groups(config)
+    # Without a gate half the engine asks for the scheme of a projection called None.
+    projections = _PROJECTIONS if question.gated else ("gate_proj", "None", "down_proj")
+    found = [_group_of(targets, config, f"{question.prefix}.0.{projection}") for projection in projections]
+    # Groups with the same content are the same scheme, whatever their names.
+    if len({repr(row[1]) if row else None for row in found}) > 1:
+        named = ", ".join(f"{p}: {row[0] if row else 'ignored'}" for p, row in zip(projections, found, strict=True))
+        refuse(f"the projections of an expert resolve to different schemes ({named})")
+    if found[-1] is None:
+        return unquantized()
+    group = found[-1][1]
+    weights, inputs = _arguments(group.get("weights")), _arguments(group.get("input_activations"))
+    format_ = str(group.get("format") or config.get("format") or "")
+    if weights is not None:
+        for scheme in _SCHEMES:
+            method = scheme(question, weights, inputs, format_)
+            if method is not None:
+                return method
+    text = f"no MoE scheme matches weights {_words(weights)} with input activations {_words(inputs)}"
+    raise ConfigRefusal("RuntimeError", "CONFIG", text, "supported: see `moeq backends`", "G0")
+
+
+def _words(arguments: Arguments | None) -> str:
+    if arguments is None:
+        return "none"
+    scope = f"{arguments.strategy} {arguments.group}" if (arguments.group or 0) > 0 else arguments.strategy
+    kind = "dynamic" if arguments.dynamic else "static"
+    return f"{arguments.type}{arguments.bits} per {scope}, {kind}, {'sym' if arguments.symmetric else 'asym'}"
+
+
+Scheme = Callable[[Question, Arguments, Arguments | None, str], Method | None]
+
+
+def _mx(row: Arguments) -> bool:
+    return row.matches(4, "float", "group") and row.group == 32 and row.symmetric
+
+
+def _mxfp4_fp8(question: Question, weights: Arguments, inputs: Arguments | None, format_: str) -> Method | None:
+    if not question.policy.since("0.32.0") or not _mx(weights) or inputs is None or weights.dynamic:
+        return None
+    if not inputs.matches(8, "float", "token", "group") or not inputs.dynamic or not inputs.symmetric:
+        return None
+    # The key's scales are float32 whatever the checkpoint says: groups of 32 are not the MXFP8 key.
+    key = "kFp8DynamicTokenSym" if inputs.strategy == "token" else f"kFp8Dynamic{inputs.group}Sym"
+    return Method("CompressedTensorsW4A8Mxfp4MoEMethod", "mxfp4-generic", "ct", "kMxfp4Static", key, 4, 32)
+
+
+def _mxfp4(question: Question, weights: Arguments, inputs: Arguments | None, format_: str) -> Method | None:
+    if not _mx(weights):
+        return None
+    return Method("CompressedTensorsW4A4Mxfp4MoEMethod", "mxfp4-ct", "ct", "kMxfp4Static", None, 4, 32)
+
+
+def _mxfp8(question: Question, weights: Arguments, inputs: Arguments | None, format_: str) -> Method | None:
+    if not (weights.matches(8, "float", "group") and weights.group == 32 and weights.symmetric):
+        return None
+    if weights.scale_dtype != "uint8":
+        return None
+    return Method("CompressedTensorsW8A8Mxfp8MoEMethod", "mxfp8", "ct", "kMxfp8Static", "kMxfp8Dynamic", 8, 32)
+
+
+def _wna16(question: Question, weights: Arguments, inputs: Arguments | None, format_: str) -> Method | None:
+    if inputs is not None or weights.dynamic or weights.strategy not in ("group", "channel"):
+        return None
+    if format_ != "pack-quantized" or not 2 <= weights.bits <= 8:
+        text = f"weight-only experts need format pack-quantized and 2 to 8 bits, this is {format_}, {weights.bits} bits"
+        refuse(text, "name the format in the config group")
+    group = -1 if weights.group is None else weights.group
+    return Method(
+        "CompressedTensorsWNA16MoEMethod",
+        "wna16",
+        "ct",
+        weight_only_key(weights.bits, weights.symmetric, group),
+        None,
+        weights.bits,
+        group,
+        zero_points=not weights.symmetric,
+        raw_zero_points=not weights.symmetric,
+        tile_padding=True,
+        channel_assertion=weights.strategy == "channel",
+    )
+
+
+def weight_only_key(bits: int, symmetric: bool, group: int) -> str:
+    """The key of weight-only integers: group 32 is known apart for 4 bits, the group size for odd bits."""
+    asym = "" if symmetric else "Asym"
+    if bits == 8:
+        return f"kInt8Static{asym}"
+    if bits == 4:
+        return f"kInt4Static{'32' if group == 32 else ''}{asym}"
+    return f"kUint{bits}Static{'Channel' if group == -1 else ''}{asym}"
+
+
+def _nvfp4_format(row: Arguments | None) -> bool:
+    return row is not None and row.matches(4, "float", "tensor_group") and row.group == 16 and row.symmetric
+
+
+def _nvfp4(question: Question, weights: Arguments, inputs: Arguments | None, format_: str) -> Method | None:
+    if not _nvfp4_format(weights):
+        return None
+    if inputs is not None and not _nvfp4_format(inputs):
+        refuse(f"NVFP4 weights need NVFP4 activations or none, these are {_words(inputs)}")
+    activation = "kNvfp4Dynamic" if inputs else None
+    return Method("CompressedTensorsW4A4Nvfp4MoEMethod", "nvfp4", "ct", "kNvfp4Static", activation, 4, 16)
+
+
+_FP8_SCOPES = {"tensor": "kFp8StaticTensorSym", "channel": "kFp8StaticChannelSym", "block": "kFp8Static128BlockSym"}
+
+
+def _fp8(question: Question, weights: Arguments, inputs: Arguments | None, format_: str) -> Method | None:
+    if inputs is None or weights.type != "float" or inputs.type != "float" or weights.dynamic or not weights.symmetric:
+        return None
+    if weights.strategy not in _FP8_SCOPES or not (
+        inputs.dynamic or (inputs.symmetric and inputs.strategy == "tensor")
+    ):
+        return None
+    scopes = weights.strategy, inputs.strategy
+    if scopes not in (("tensor", "tensor"), ("channel", "token")) and weights.strategy != "block":
+        text = f"fp8 weights per {scopes[0]} with activations per {scopes[1]} trip an assertion"
+        raise ConfigRefusal("AssertionError", "BARE_ASSERTION", text, "channel with token, or tensor with tensor", "G0")
+    weight = _FP8_SCOPES[weights.strategy]
+    if weights.strategy == "block":
+        activation = "kFp8Dynamic128Sym"
+    elif inputs.strategy == "token":
+        activation = "kFp8DynamicTokenSym"
+    else:  # per tensor; the dynamic one gets the key of blocks
+        activation = "kFp8Dynamic128Sym" if inputs.dynamic else "kFp8StaticTensorSym"
+    block = (weights.block[0], weights.block[1]) if weights.block else None
+    return Method("CompressedTensorsW8A8Fp8MoEMethod", "fp8", "ct", weight, activation, 8, -1, block=block)
+
+
+def _int8(question: Question, weights: Arguments, inputs: Arguments | None, format_: str) -> Method | None:
+    if inputs is None:  # the engine compares bits that are not there
+        raise ConfigRefusal("AttributeError", "CONFIG", f"weights {_words(weights)} need input activations", code="G0")
+    if weights.bits != 8 or inputs.bits != 8 or not weights.symmetric or weights.dynamic:
+        return None
+    if weights.strategy not in ("tensor", "channel") or inputs.strategy != "token" or not inputs.dynamic:
+        return None
+    if weights.strategy != "channel":
+        refuse(f"int8 experts need per-channel weights with per-token activations, these are per {weights.strategy}")
+    return Method(
+        "CompressedTensorsW8A8Int8MoEMethod", "int8", "ct", "kInt8StaticChannelSym", "kInt8DynamicTokenSym", 8, -1
+    )
+
+
+def _w4a8(weights: Arguments, inputs: Arguments | None, type_: str) -> bool:
+    return (
+        weights.matches(4, "int", "group", "channel") and weights.symmetric and not weights.dynamic
+        and inputs is not None and inputs.matches(8, type_, "token") and inputs.dynamic
+    )  # fmt: skip
+
+
+def _w4a8_fp8(question: Question, weights: Arguments, inputs: Arguments | None, format_: str) -> Method | None:
+    if not _w4a8(weights, inputs, "float") or weights.strategy != "group" or not (inputs and inputs.symmetric):
+        return None
+    if weights.group != 128:
+        text = f"int4 weights with fp8 activations need group size 128, this is {weights.group}"
+        raise ConfigRefusal("AssertionError", "CONFIG", text, "requantise with group size 128", "G0")
+    return Method("CompressedTensorsW4A8Fp8MoEMethod", "w4a8-fp8", "ct", "kInt4Static", "kFp8DynamicTokenSym", 4, 128)
+
+
+def _w4a8_int8(question: Question, weights: Arguments, inputs: Arguments | None, format_: str) -> Method | None:
+    if not _w4a8(weights, inputs, "int"):
+        return None
+    group = -1 if weights.group is None else weights.group
+    hidden, inner = question.probe.shape.hidden_size, question.probe.intermediate
+    if group != -1 and (hidden % group or inner % group):
+        refuse(f"group size {group} does not divide hidden size {hidden} and intermediate size per rank {inner}")
+    scope = "Channel" if group == -1 else f"Group{group}"
+    return Method("CompressedTensorsW4A8Int8MoEMethod", "w4a8-int8", "ct", f"kInt4W4A8Static{scope}Sym", None, 4, group)
+
+
+#: First match wins, in the engine's order.
+_SCHEMES: tuple[Scheme, ...] = (
+    _mxfp4_fp8, _mxfp4, _mxfp8, _wna16, _nvfp4, _fp8, _int8, _w4a8_fp8, _w4a8_int8,
+)  # fmt: skip

@@ -1,0 +1,124 @@
+"""Checks of vLLM on a whole backend, before its classes are asked: `_backend_incompatibility_reason` of its int4/int8
+family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from moeq.oracle.case import Case
+from moeq.oracle.policy import Backend
+from moeq.oracle.records import Reason
+from moeq.oracle.rules import Failure, nearest_tp
+
+
+@dataclass(frozen=True)
+class Filter:
+    """A check of the engine on a whole backend, before its classes are looked at."""
+
+    code: str
+    title: str
+    check: Callable[[Case], Iterator[Failure]]
+
+
+def _f_zero_point(case: Case) -> Iterator[Failure]:
+    if case.method.zero_points:
+        yield "the checkpoint's method has zero points", "a symmetric checkpoint"
+
+
+def _f_bias(case: Case) -> Iterator[Failure]:
+    if case.method.bias_possible:
+        real = "has" if case.shape.has_bias else "has none, but"
+        yield f"expert bias: this checkpoint {real} {case.method.name} assumes it may have one", None
+
+
+def _f_act_order(case: Case) -> Iterator[Failure]:
+    if case.method.act_order:
+        yield "columns are reordered by activation order", "a checkpoint without act-order"
+
+
+def _f_ct_only(case: Case) -> Iterator[Failure]:
+    if case.method.config != "ct":
+        yield f"config is {case.method.config}, only compressed-tensors is taken", None
+
+
+def _f_group_only(case: Case) -> Iterator[Failure]:
+    if (case.method.group_size or -1) <= 0:
+        yield "scales are per channel, only groups are taken", None
+
+
+def _f_not_awq(case: Case) -> Iterator[Failure]:
+    if case.method.config == "awq":
+        yield "the AWQ word order is not read", None
+
+
+def _f_marlin_config(case: Case) -> Iterator[Failure]:
+    if case.method.config not in ("awq", "gptq", "ct", "moe_wna16"):
+        yield f"config is {case.method.config}, only AWQ, GPTQ and compressed-tensors are converted", None
+
+
+def _f_not_moe_wna16(case: Case) -> Iterator[Failure]:
+    if case.method.config == "moe_wna16":
+        yield "weights were loaded in the MoeWNA16 byte layout", None
+
+
+def _f_marlin_shape(case: Case) -> Iterator[Failure]:
+    yield from marlin_shape(case, case.method.group_size, tile_padding=case.method.tile_padding)
+
+
+def _f_zen_w4a8(case: Case) -> Iterator[Failure]:
+    if case.env("VLLM_CPU_INT4_W4A8") == "0":
+        yield "VLLM_CPU_INT4_W4A8=0", "unset VLLM_CPU_INT4_W4A8"
+
+
+def _f_zen_group(case: Case) -> Iterator[Failure]:
+    group = case.method.group_size if case.method.config != "quark" else None  # Quark's config has no such attribute
+    if group is None or group <= 0 or group % 4:
+        yield f"group size {group or -1} is not a positive multiple of 4", None
+
+
+def marlin_shape(case: Case, group: int | None, *, tile_padding: bool = True) -> Iterator[Failure]:
+    """Marlin's shape test, each cause on its own (vLLM gives one text for all of them).
+
+    Source: `check_moe_marlin_supports_config` of vLLM 0.33.0; sizes are unpadded and per rank.
+    """
+    group = group if group is not None else -1
+    hidden, inner = case.shape.hidden_size, case.intermediate
+    if case.gpu.platform == "rocm":
+        yield "Marlin has no ROCm build", "a CUDA device"
+    if hidden % 128:
+        yield f"hidden size {hidden} is not a multiple of 128 (remainder {hidden % 128})", None
+    if group not in (-1, 32, 64, 128):
+        yield f"group size {group} is not one of -1, 32, 64, 128", None
+    multiple = (group if group > 0 else 1) if tile_padding else max(64, group)
+    if inner % multiple:
+        text = f"intermediate size per rank {inner} is not a multiple of {multiple} (remainder {inner % multiple})"
+        yield text, nearest_tp(case, lambda size: size % multiple == 0)
+
+
+FILTERS: dict[str, Filter] = {
+    "zero-point": Filter("F01_ZERO_POINT", "no zero points", _f_zero_point),
+    "bias": Filter("F02_BIAS", "no expert bias", _f_bias),
+    "ct-only": Filter("F03_CONFIG", "compressed-tensors only", _f_ct_only),
+    "marlin-config": Filter("F03_CONFIG", "AWQ, GPTQ or compressed-tensors", _f_marlin_config),
+    "not-awq": Filter("F04_LAYOUT", "not the AWQ layout", _f_not_awq),
+    "not-moe-wna16": Filter("F04_LAYOUT", "not the MoeWNA16 layout", _f_not_moe_wna16),
+    "act-order": Filter("F05_ACT_ORDER", "no act-order", _f_act_order),
+    "group-only": Filter("F06_STRATEGY", "group scales only", _f_group_only),
+    "marlin-shape": Filter(
+        "F07_MARLIN_SHAPE", "hidden % 128, groups 32/64/128/channel that divide the shard", _f_marlin_shape
+    ),
+    "zen-w4a8": Filter("F08_SWITCH", "VLLM_CPU_INT4_W4A8 not 0", _f_zen_w4a8),
+    "zen-group": Filter("F09_GROUP", "group size multiple of 4", _f_zen_group),
+}
+
+
+def filter_reasons(case: Case, backend: Backend) -> tuple[Reason, ...]:
+    """Every failed pre-filter of a backend."""
+    found: list[Reason] = []
+    for name in backend.filters:
+        row = FILTERS[name]
+        found.extend(Reason(row.code, text, remedy) for text, remedy in row.check(case))
+        if found and case.brief:
+            break
+    return tuple(found)

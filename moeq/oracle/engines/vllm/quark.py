@@ -1,0 +1,223 @@
+"""AMD Quark configs, as vLLM reads them for experts: excluded modules, the matching config, the dispatch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+from moeq.oracle.case import Method
+from moeq.oracle.engines.vllm.readers import Config, ConfigRefusal, Question, refuse, unquantized
+
+
+def read_quark(question: Question) -> Method:
+    """Quark: the global config, with `exclude` and per-layer patterns."""
+    config = question.config
+    if config.get("export") is None:
+        refuse("the Quark config has no 'export' part")
+    if ignored(config.get("exclude") or (), question):
+        return unquantized()
+    scheme = _matched(config, question.prefix)
+    if scheme.get("output_tensors") or scheme.get("bias"):
+        raise ConfigRefusal("NotImplementedError", "CONFIG", "quantised outputs or biases are not supported", code="G0")
+    weight, inputs = scheme.get("weight"), scheme.get("input_tensors")
+    if (isinstance(weight, list) and len(weight) > 1) or (isinstance(inputs, list) and len(inputs) > 1):
+        return _two_levels(weight, inputs)
+    weight, inputs = _single(weight), _single(inputs)
+    for reads in (_fp8, _int4, _mx, _int8):
+        method = reads(question, weight or {}, inputs)
+        if method is not None:
+            return method
+    text = (
+        f"no Quark MoE scheme matches weights {(weight or {}).get('dtype')} with inputs {(inputs or {}).get('dtype')}"
+    )
+    raise ConfigRefusal("RuntimeError", "CONFIG", text, code="G0")
+
+
+def _single(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def ignored(entries: Iterable[str], question: Question) -> bool:
+    """Whether `exclude` names the experts: a child of theirs excludes them all."""
+    prefix = question.prefix
+    names = [entry for entry in entries if not entry.startswith("re:")]
+    if any(name == prefix or name.startswith(prefix + ".") for name in names):
+        return True
+    return any(re.match(entry[3:], prefix) if entry.startswith("re:") else entry == prefix for entry in entries)
+
+
+def _matched(config: Config, prefix: str) -> dict[str, Any]:
+    for pattern, override in (config.get("layer_quant_config") or {}).items():
+        if fnmatchcase(prefix, pattern):
+            return dict(override)
+    return dict(config.get("global_quant_config") or {})
+
+
+def _two_levels(weight: Any, inputs: Any) -> Method:
+    """NVFP4 and int4 on fp8: two scales each."""
+
+    def rows(value: Any) -> list[Config]:
+        return value if isinstance(value, list) else [value or {}]
+
+    kinds = [row.get("dtype") for row in rows(weight)], [row.get("dtype") for row in rows(inputs)]
+    if kinds == (["fp4", "fp8_e4m3"], ["fp4", "fp8_e4m3"]):
+        return Method("QuarkNvfp4MoEMethod", "nvfp4", "quark", "kNvfp4Static", "kNvfp4Dynamic", 4, 16)
+    raise ConfigRefusal(
+        "RuntimeError", "CONFIG", f"no Quark MoE scheme has weights {kinds[0]} and inputs {kinds[1]}", code="G0"
+    )
+
+
+def _fp8(question: Question, weight: Config, inputs: Config | None) -> Method | None:
+    if (
+        inputs is None
+        or weight.get("dtype") != "fp8_e4m3"
+        or inputs.get("dtype") != "fp8_e4m3"
+        or weight.get("is_dynamic")
+    ):
+        return None
+    scope = weight.get("qscheme")
+    if scope == "per_block" and question.policy.since("0.32.0"):
+        return _fp8_block(weight, inputs)
+    if scope not in ("per_tensor", "per_channel"):
+        return None
+    if inputs.get("is_dynamic"):
+        key = "kFp8DynamicTokenSym" if inputs.get("qscheme") == "per_channel" else "kFp8DynamicTensorSym"
+    elif inputs.get("qscheme") == "per_tensor":
+        key = "kFp8StaticTensorSym"
+    else:
+        return None
+    if (scope == "per_channel") != (key == "kFp8DynamicTokenSym"):
+        refuse(f"fp8 weights {scope} with activations {inputs.get('qscheme')}: both per tensor, or both per channel")
+    weight_key = f"kFp8Static{'Channel' if scope == 'per_channel' else 'Tensor'}Sym"
+    return Method("QuarkW8A8Fp8MoEMethod", "fp8", "quark", weight_key, key, 8, -1, vllm_cutlass=False)
+
+
+def _fp8_block(weight: Config, inputs: Config) -> Method | None:
+    matches = (
+        list(weight.get("block_size") or []) == [128, 128]
+        and weight.get("symmetric") is True
+        and inputs.get("is_dynamic")
+        and inputs.get("qscheme") == "per_group"
+        and inputs.get("group_size") == 128
+        and inputs.get("symmetric") is True
+    )
+    if not matches:
+        return None
+    if weight.get("scale_type") == "float8_e8m0fnu":
+        refuse("fp8 blocks with e8m0 scales are not supported for experts")
+    return Method(
+        "QuarkW8A8Fp8MoEMethod", "fp8", "quark", "kFp8Static128BlockSym", "kFp8Dynamic128Sym", 8, 128,
+        vllm_cutlass=False, block=(128, 128),
+    )  # fmt: skip
+
+
+def _int4(question: Question, weight: Config, inputs: Config | None) -> Method | None:
+    if inputs is not None or weight.get("dtype") not in ("int4", "uint4"):
+        return None
+    if (question.config.get("export") or {}).get("pack_method", "reorder") not in ("order", "reorder"):
+        return None
+    if "group_size" not in weight or "symmetric" not in weight:
+        refuse("Quark int4 weights need group_size and symmetric")
+    group, symmetric = weight["group_size"], weight["symmetric"]
+    if not isinstance(group, int) or group <= 0:
+        refuse(f"Quark int4 weights need a positive group_size, this is {group!r}")
+    key = f"kInt4Static{'32' if group == 32 else ''}{'' if symmetric else 'Asym'}"
+    return Method(
+        "QuarkW4A16Int4MoEMethod", "wna16", "quark", key, None, 4, group,
+        zero_points=not symmetric, raw_zero_points=not symmetric,
+    )  # fmt: skip
+
+
+_MX_WEIGHTS = {
+    "fp4": "kMxfp4Static",
+    "fp6_e3m2": "kMxfp6E3M2Static",
+    "fp6_e2m3": "kMxfp6E2M3Static",
+    "fp8_e4m3": "kMxfp8Static",
+}
+_MX_INPUTS = {"fp4": "kMxfp4Dynamic", "fp6_e3m2": "kMxfp6E3M2Dynamic", "fp6_e2m3": "kMxfp6E2M3Dynamic"}
+#: Weight and activation elements of the schemes; fp8 is per tensor.
+_MX_SCHEMES = {
+    "fp4": (None, "fp4", "fp6_e3m2", "fp6_e2m3", "fp8"),
+    "fp6_e3m2": (None, "fp6_e3m2", "fp8"),
+    "fp6_e2m3": (None, "fp6_e2m3", "fp8"),
+}
+
+
+def _mx_weight(weight: Config) -> str | None:
+    """The key of OCP MX weights: groups of 32 with e8m0 scales."""
+    grouped = (
+        weight.get("qscheme") == "per_group" and weight.get("group_size") == 32 and weight.get("scale_format") == "e8m0"
+    )
+    return _MX_WEIGHTS.get(str(weight.get("dtype"))) if grouped else None
+
+
+def _mx_inputs(inputs: Config | None) -> tuple[bool, str | None]:
+    """Whether OCP MX weights can go with such activations, and their key."""
+    if inputs is None:
+        return True, None
+    dtype, scope = str(inputs.get("dtype")), inputs.get("qscheme")
+    if not inputs.get("is_dynamic"):
+        static = dtype == "fp8_e4m3" and scope == "per_tensor" and inputs.get("symmetric") is True
+        return static, "kFp8StaticTensorSym"
+    if dtype == "fp8_e4m3":
+        return True, "kMxfp8Dynamic" if scope == "per_group" and inputs.get(
+            "group_size"
+        ) == 32 else "kFp8DynamicTensorSym"
+    if dtype not in _MX_INPUTS:
+        refuse(f"Quark activations {dtype} are not supported")
+    return True, _MX_INPUTS[dtype]
+
+
+def _mx(question: Question, weight: Config, inputs: Config | None) -> Method | None:
+    key = _mx_weight(weight)
+    fits, activation = _mx_inputs(inputs) if key else (False, None)
+    if key is None or not fits:
+        return None
+    if key == "kMxfp8Static":
+        return _mxfp8(question, activation)
+    element = str(weight["dtype"])
+    runs = "fp8" if activation in ("kFp8StaticTensorSym", "kFp8DynamicTensorSym") else (inputs or {}).get("dtype")
+    if activation == "kMxfp8Dynamic" or runs not in _MX_SCHEMES[element]:
+        refuse(f"Quark MX weights {element} with activations {runs} are not supported")
+    method = Method("QuarkOCP_MX_MoEMethod", "mxfp4", "quark", key, activation, 4 if element == "fp4" else 6, 32)
+    selects = element == "fp4" and activation in (None, "kFp8StaticTensorSym", "kMxfp4Dynamic")
+    if activation == "kFp8DynamicTensorSym":
+        raise ConfigRefusal("NotImplementedError", "CONFIG", "dynamic fp8 activations with MX weights", code="G0")
+    if selects:
+        return method
+    emulated = ("EMULATION", "OCP_MXQuantizationEmulationTritonExperts")
+    return Method(**{**vars(method), "fixed": emulated})
+
+
+def _mxfp8(question: Question, activation: str | None) -> Method:
+    if activation != "kMxfp8Dynamic":
+        refuse(f"Quark MXFP8 weights with activations {activation or '16-bit'} are not supported")
+    if question.probe.shape.has_bias:
+        raise ConfigRefusal(
+            "NotImplementedError", "CONFIG", "Quark MXFP8 experts with biases are not supported", code="G0"
+        )
+    return Method("QuarkW8A8Mxfp8MoEMethod", "mxfp8", "quark", "kMxfp8Static", "kMxfp8Dynamic", 8, 32)
+
+
+def _int8(question: Question, weight: Config, inputs: Config | None) -> Method | None:
+    if (
+        inputs is None
+        or weight.get("dtype") != "int8"
+        or inputs.get("dtype") != "int8"
+        or weight.get("symmetric") is not True
+    ):
+        return None
+    scope, acts = weight.get("qscheme"), inputs.get("qscheme")
+    static = acts == "per_tensor" and not inputs.get("is_dynamic") and not weight.get("is_dynamic")
+    dynamic = acts == "per_channel" and inputs.get("is_dynamic") is True
+    if scope not in ("per_tensor", "per_channel") or not (static or dynamic):
+        return None
+    if static:
+        text = "int8 experts with static activations run outside every selection function"
+        raise ConfigRefusal("none", "SILENT_NONE", text, code="G0")
+    channel = scope == "per_channel"
+    weight_key = f"kInt8Static{'Channel' if channel else 'Tensor'}Sym"
+    activation = f"kInt8Dynamic{'Token' if channel else 'Tensor'}Sym"
+    return Method("QuarkW8A8Int8MoEMethod", "int8", "quark", weight_key, activation, 8, -1)

@@ -1,0 +1,88 @@
+"""What an upgrade of an engine changes for one deployment: backend, layout, flag, sizes, advisories, version by
+version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moeq.oracle.policy import version_range
+from moeq.oracle.records import Verdict
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that a version decides otherwise than the one before.
+
+    Attributes:
+        what: `backend`, `experts`, `layout`, `flag`, `sizes`, `refusal` or `advisories`.
+        before: value in the older version, empty for none.
+        after: value in the newer version.
+    """
+
+    what: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """One version of a range, and how its verdict differs from the version before."""
+
+    engine: str
+    verdict: Verdict
+    differences: tuple[Difference, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for a JSON document."""
+        rows = [vars(row) for row in self.differences]
+        return {"engine": self.engine, "ok": self.verdict.ok, **_facts(self.verdict), "changes": rows}
+
+
+def _facts(verdict: Verdict) -> dict[str, str]:
+    convert, sizes, chosen = verdict.convert, verdict.sizes, verdict.chosen
+    return {
+        "backend": chosen.backend if chosen else "",
+        "experts": chosen.experts if chosen else "",
+        "layout": convert.layout if convert else "",
+        "flag": (convert.flag if convert else None) or "",
+        "sizes": f"{sizes.padded_hidden} x {sizes.padded_intermediate}" if sizes and chosen else "",
+        "refusal": "" if verdict.ok else verdict.refusal,
+        "advisories": ", ".join(advisory.code for advisory in verdict.advisories),
+    }
+
+
+def steps(verdict_of: Callable[[str], Verdict], engines: str) -> list[Step]:
+    """The verdicts of every known version of a range such as `vllm@0.26.0..0.33.0`, oldest first.
+
+    Args:
+        verdict_of: what an engine decides.
+        engines: the range.
+
+    Raises:
+        MoeqError: `usage.engine-version`, `usage.unknown-engine`.
+    """
+    found: list[Step] = []
+    for name in version_range(engines):
+        verdict = verdict_of(name)
+        found.append(Step(name, verdict, differences(found[-1].verdict, verdict) if found else ()))
+    return found
+
+
+def differences(before: Verdict, after: Verdict) -> tuple[Difference, ...]:
+    """What two verdicts say differently."""
+    old, new = _facts(before), _facts(after)
+    return tuple(Difference(what, old[what], new[what]) for what in new if old[what] != new[what])
+
+
+def table(found: Sequence[Step]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows for a terminal: one row per version."""
+    rows = []
+    for step in found:
+        facts = _facts(step.verdict)
+        changed = ", ".join(row.what for row in step.differences)
+        rows.append(
+            [step.engine, facts["backend"] or "-", facts["layout"], facts["flag"], facts["advisories"], changed]
+        )
+    return ["engine", "backend", "offline layout", "flag", "advisories", "changed"], rows

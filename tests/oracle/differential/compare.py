@@ -1,0 +1,173 @@
+"""The engine's answer and moeq's to the same case, in the same words, and where they differ."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from moeq.deploy.deployment import Deployment, Gpu
+from moeq.oracle.engine import Outcome, resolve
+from moeq.oracle.policy import EnginePolicy
+from moeq.oracle.records import MoeShape
+from moeq.oracle.sizes import sizes_for
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`choice` with backend and class, or `error` with its type and kind."""
+
+    outcome: str
+    first: str
+    second: str | None
+
+    def agrees(self, other: Answer) -> bool:
+        """The same decision: the same backend and class, or a refusal by both."""
+        return self.outcome == other.outcome and (self.outcome == "error" or self == other)
+
+    def equals(self, other: Answer) -> bool:
+        """The same decision, and errors of the same type and kind (refusals before selection count as one kind)."""
+        kinds = [_EARLY.get(str(row.second), row.second) for row in (self, other)]
+        same = self.outcome == "choice" or (self.first == other.first and kinds[0] == kinds[1])
+        return self.agrees(other) and same
+
+
+_EARLY = {"BARE_ASSERTION": "CONFIG", "METHOD": "CONFIG"}
+
+# ------------------------------------------------------------------------------------------------ the engine's side
+
+
+def _kind(error: Row, stage: str) -> str:
+    """The kind of a refusal, in moeq's words."""
+    text, selecting = error["msg"], "/oracle/" in " ".join(error["frames"])
+    if "Expected one of" in text and "is not supported for" in text:
+        return "OVERRIDE_UNKNOWN"
+    if selecting and (error["error"] == "NotImplementedError" or "backends available" in text):
+        return "NO_BACKEND"
+    if selecting and error["error"] == "ValueError":
+        return "OVERRIDE_UNSUPPORTED"
+    if stage == "config" or not selecting:
+        return "BARE_ASSERTION" if error["error"] == "AssertionError" and not text else "CONFIG"
+    return "OTHER"
+
+
+def engine_answer(found: Row) -> Answer:
+    """What the engine decided, from `inside.decide`'s row."""
+    if found.get("verify"):
+        return Answer("error", found["verify"]["error"], "METHOD")
+    for stage in ("shape", "config", "select"):
+        if found.get(stage):
+            return Answer("error", found[stage]["error"], "SHAPE" if stage == "shape" else _kind(found[stage], stage))
+    chosen = found["chosen"]
+    if chosen["backend"] in ("NONE", "None") or (chosen["experts"] is None and chosen["backend"] is None):
+        return Answer("error", "none", "SILENT_NONE")
+    return Answer("choice", chosen["backend"], chosen["experts"])
+
+
+# ------------------------------------------------------------------------------------------------ moeq's side
+
+
+def gpu_of(world: Row) -> Gpu:
+    """The device of a world."""
+    kind = world["kind"]
+    if kind == "cuda":
+        major, minor = world["cap"]
+        return Gpu(f"sm{major}{minor}", "cuda", f"sm{major}{minor}", (major, minor))
+    if kind == "rocm":
+        return Gpu(world["gcn"], "rocm", world["gcn"])
+    if kind == "xpu":
+        return Gpu("xpu", "xpu", "xpu")
+    arch = {"arm": "arm64", "power": "ppc64le"}.get(world["arch"])
+    arch = arch or ("x86-zen" if world.get("zen") else "x86-amx" if world.get("amx") else "x86")
+    return Gpu(arch, "cpu", arch)
+
+
+def question_of(world: Row, case: Row) -> tuple[Row, MoeShape, Deployment]:
+    """Config, layer and deployment of a case."""
+    ranks = case["tp"] * case["dp"]
+    deployment = Deployment(
+        gpu=gpu_of(world),
+        tp=case["tp"],
+        ep=ranks if case["ep"] else 1,
+        dp=case["dp"],
+        all2all=case["a2a"],
+        lora=case["lora"],
+        eplb=case["eplb"],
+        dtype=case["dtype"],
+        backend=case["override"],
+        env=tuple(sorted(world["env"].items())),
+        packages=tuple(sorted(world["flags"].items())),
+        quantization=case["user_quant"],
+    )
+    shape = MoeShape(
+        hidden_size=case["hidden"],
+        intermediate_size=case["inter"],
+        num_experts=case["experts"],
+        top_k=case["topk"],
+        activation=case["act"],
+        gated=not case["act"].endswith("_no_mul"),
+        has_bias=case["bias"],
+        routing=case["routing"],
+        router_dtype="fp32" if case["router_fp32"] else None,
+        hash_routing=case["hash_routing"],
+        swiglu_limit=case["swiglu_limit"],
+        model_type=case["model_type"],
+    )
+    return dict(case["qcfg"] or {}), shape, deployment
+
+
+def moeq_outcome(policy: EnginePolicy, world: Row, case: Row) -> Outcome:
+    """moeq's decision of a case."""
+    return resolve(policy, *question_of(world, case), prefix=case["prefix"])
+
+
+def moeq_answer(outcome: Outcome) -> Answer:
+    """moeq's decision in the words of the comparison."""
+    for gate in outcome.gates:
+        if gate.code in ("G0", "G1") and not gate.passed:
+            return Answer("error", str(gate.error), "METHOD")
+    if any(gate.code == "G5" and gate.error == "AssertionError" for gate in outcome.gates):
+        return Answer("error", "AssertionError", "SHAPE")
+    selection = outcome.selection
+    if selection.error is not None:
+        return Answer("error", selection.error.error, selection.error.kind)
+    assert selection.selected is not None
+    return Answer("choice", selection.reported or selection.selected.backend, selection.selected.experts)
+
+
+# ------------------------------------------------------------------------------------------------ comparison
+
+
+def stages(found: Row, outcome: Outcome) -> dict[str, bool]:
+    """Stages around the choice, each True where both agree; only where the decision is the same."""
+    failed = {gate.code for gate in outcome.gates if not gate.passed}
+    dtype = any(gate.code == "G3" and not gate.passed and "is not supported for" in gate.text for gate in outcome.gates)
+    out: dict[str, bool] = {}
+    if "capability" in found:
+        out["capability"] = found["capability"] == ("G2" not in failed)
+        out["dtype"] = found["dtype"] == (not dtype)
+    chosen = outcome.selection.selected
+    if chosen is None:
+        return out
+    if (
+        isinstance(found.get("sizes"), list) and "Marlin" not in chosen.experts
+    ):  # Marlin pads when weights are converted
+        sizes = sizes_for(outcome.case, chosen)
+        out["sizes"] = found["sizes"] == [sizes.padded_hidden, sizes.padded_intermediate]
+    if isinstance(found.get("eplb"), bool):
+        out["load balancing"] = found["eplb"] == ("G6" not in failed)
+    if "create" in found:
+        out["weights"] = (found["create"] is None) == ("G7" not in failed)
+    if "validate" in found:
+        out["kernel"] = (found["validate"] is None) == ("G9" not in failed)
+    return out
+
+
+def cluster(family: str, theirs: Answer, mine: Answer, found: Row) -> str:
+    """One line for differences of the same look: numbers do not count."""
+    error = next((found[stage] for stage in ("verify", "shape", "config", "select") if found.get(stage)), None)
+    text = re.sub(r"\d+", "#", error["msg"])[:80] if error else ""
+    words = [f"engine {theirs.first} {theirs.second}", text, f"moeq {mine.first} {mine.second}"]
+    return " | ".join([family, *(word for word in words if word)])
