@@ -216,7 +216,7 @@ def _inspect(case: Case, target: str, compiled: Any) -> Outcome:
     problem = None
     if TARGETS[target].backend == "cuda":
         registers = cuda_registers(compiled.asm["cubin"])
-        inside, total = _local_memory(sass(compiled.asm["cubin"]), _CUDA_LINE, r"\b(?:LDL|STL)\b")
+        inside, total = local_memory(sass(compiled.asm["cubin"]), CUDA_LINE, r"\b(?:LDL|STL)\b")
         if target == "sm_90" and _register_left_operand(compiled.asm["ptx"]):
             problem = "a product takes its left operand from registers"
     else:
@@ -259,11 +259,11 @@ def sass(cubin: bytes) -> list[str]:
     return _dump("nvdisasm", "-c", cubin=cubin).splitlines()
 
 
-_CUDA_LINE = re.compile(r"^(?P<label>\.L\w+):|BRA[^`]*`\((?P<jump>\.L\w+)\)")
+CUDA_LINE = re.compile(r"^(?P<label>\.L\w+):|BRA[^`]*`\((?P<jump>\.L\w+)\)")
 _AMD_LINE = re.compile(r"^(?P<label>\.LBB\w+):|s_c?branch\w*\s+(?P<jump>\.LBB\w+)")
 
 
-def _local_memory(lines: list[str], pattern: re.Pattern[str], instruction: str) -> tuple[int, int]:
+def local_memory(lines: list[str], pattern: re.Pattern[str], instruction: str) -> tuple[int, int]:
     """Local-memory instructions (inside loops, in all). A loop is what lies between a label and a jump back to it."""
     labels: dict[str, int] = {}
     loops: list[range] = []
@@ -280,7 +280,7 @@ def _local_memory(lines: list[str], pattern: re.Pattern[str], instruction: str) 
 
 
 def _amd_scratch(assembly: str) -> tuple[int, int]:
-    return _local_memory(
+    return local_memory(
         assembly.splitlines(), _AMD_LINE, r"\bscratch_(?:load|store)|buffer_(?:load|store).*\boffen\b.*\bs32\b"
     )
 

@@ -51,7 +51,7 @@ def choose(
     tokens = next(size for limit, size in table if mean <= limit)
     each = stage_bytes(tokens, kind, group)
     most = RESIDENT[tokens]
-    stages = max(2, min(6, gpu.shared_bytes // most // each))
+    stages = max(3, min(6, gpu.shared_bytes // most // each))
     resident = gpu.multiprocessors * max(1, min(most, gpu.shared_bytes // (stages * each)))
     tiles = pairs / mean * max(1.0, mean / tokens)
     width = 128 if gated else 256

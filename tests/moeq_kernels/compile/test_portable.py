@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.compile.portable import _AMD_LINE, _CUDA_LINE, TARGETS, _local_memory, _register_left_operand
+from bench.compile.portable import _AMD_LINE, CUDA_LINE, TARGETS, _register_left_operand, local_memory
 
 KERNELS = Path(__file__).parents[3] / "kernels"
 
@@ -49,9 +49,9 @@ def test_every_target_and_both_vendors_are_covered(outcomes: list[dict[str, obje
 
 def test_spills_in_a_loop_are_found_and_those_outside_are_told_apart() -> None:
     cuda = [".L_x_1:", "  LDL R1, [R2] ;", "  @P0 BRA `(.L_x_1) ;", "  STL [R1], R2 ;", ".L_x_2:", "  BRA `(.L_x_2);"]
-    assert _local_memory(cuda, _CUDA_LINE, r"\b(?:LDL|STL)\b") == (1, 2)
+    assert local_memory(cuda, CUDA_LINE, r"\b(?:LDL|STL)\b") == (1, 2)
     amd = [".LBB0_1:", "  scratch_load_dword v1, off", "  s_cbranch_scc0 .LBB0_1", "  scratch_store_dword off, v1"]
-    assert _local_memory(amd, _AMD_LINE, r"\bscratch_(?:load|store)") == (1, 2)
+    assert local_memory(amd, _AMD_LINE, r"\bscratch_(?:load|store)") == (1, 2)
 
 
 def test_a_left_operand_in_registers_is_found() -> None:
