@@ -2,8 +2,8 @@
 
     PYTHONPATH=.:kernels python kernels/bench/compile/mma.py [--trimmed] [--targets sm_80 sm_120] [--out results.json]
 
-Checked: each compiles, keeps its registers (no local memory inside loops) and fits shared memory; words come by cp.async
-(LDGSTS), tokens by ldmatrix (LDSM), products are HMMA. Exits 1 where one does not.
+Checked: each compiles, keeps its registers (no local memory inside loops) and fits shared memory; words come by
+cp.async (LDGSTS), tokens by ldmatrix (LDSM), products are HMMA. Exits 1 where one does not.
 """
 
 from __future__ import annotations
