@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": {"checkpoint", "schemes", "layouts", "digest", *RECORDS},
     "pipeline": {"model", "checkpoint", "schemes", "layouts", "oracle", "deploy", "digest", "version", *RECORDS},
     "prove": {"pipeline", "model", "checkpoint", "schemes", "layouts", "digest", "version", *RECORDS},
-    "transcode": {"pipeline", "model", "checkpoint", "schemes", "digest", "version", *RECORDS},
+    "transcode": {"pipeline", "model", "checkpoint", "schemes", "oracle", "deploy", "digest", "version", *RECORDS},
     "load": {"reference", "model", "checkpoint", "layouts", "deploy", "schemes", "digest", *RECORDS},
     "engines": {"load", "reference", "model", "oracle", "checkpoint", "layouts", "deploy", "schemes", *RECORDS},
     "check": {

@@ -48,6 +48,7 @@ def _asked(
     from moeq.pipeline.plan.candidates import Ask
     from moeq.pipeline.plan.nearest import advised
     from moeq.report.advice import advice
+    from moeq.transcode.advise import advise
 
     try:
         checkpoint = open_checkpoint(src, revision=revision)
@@ -74,7 +75,11 @@ def _asked(
     if checkpoint.kind == "converted" or deployment is None:
         return None, None
     found = advised(checkpoint, Ask(deployment), explain=True)
-    document["deployment"] = advice(src, checkpoint, found)
+    facts = document["deployment"] = advice(src, checkpoint, found)
+    transcoding = None if found.verdict.ok else advise(checkpoint, deployment, src)
+    facts["transcode"] = None if transcoding is None else transcoding.to_json()
+    if transcoding is not None:
+        facts["lines"].append(("transcode", transcoding.text))
     return found, found.error
 
 

@@ -73,12 +73,14 @@ def _single(out: Output, src: str, checkpoint: Checkpoint, deployment: Deploymen
     from moeq.cli.inspect import verdict_document
     from moeq.pipeline.plan.candidates import Ask
     from moeq.pipeline.plan.nearest import advised
+    from moeq.transcode.advise import advise
 
     found = advised(checkpoint, Ask(deployment), explain=True)
     unknown = found.verdict.error is not None and found.verdict.error.kind == "OVERRIDE_UNKNOWN"
     if unknown and found.error is not None:
         raise found.error
     ok = all(part.verdict.ok for part in found.parts)
+    transcoding = None if ok else advise(checkpoint, deployment, src)
 
     def render(console: Console) -> None:
         from moeq.report.text import line, ranges
@@ -91,6 +93,8 @@ def _single(out: Output, src: str, checkpoint: Checkpoint, deployment: Deploymen
             _details(console, part.verdict)
         if found.error is not None and found.error.hint:
             line(console, "nearest", found.error.hint)
+        if transcoding is not None:
+            line(console, "transcode", transcoding.text)
 
     first, *others = ({"layers": part.layers, "verdict": verdict_document(found, part)} for part in found.parts)
     document = {
@@ -99,6 +103,7 @@ def _single(out: Output, src: str, checkpoint: Checkpoint, deployment: Deploymen
         "other_schemes": others,
         "converts": found.ok,
         "loads_in": [loader.title for loader in found.loaders],
+        "transcode": None if transcoding is None else transcoding.to_json(),
     }
     out.answer(document, render, ok=ok)
     return 0 if ok else 1

@@ -1,0 +1,146 @@
+"""Transcodings that an engine takes where it refuses the checkpoint: planned from headers, judged as written."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from moeq.deploy.deployment import Deployment
+from moeq.errors import MoeqError
+from moeq.model import Checkpoint
+from moeq.oracle import decide as oracle
+from moeq.oracle.policy import BUILTIN
+from moeq.pipeline.plan.decision import first_layer, heads_problem, moe_shape
+from moeq.transcode.plan import TranscodePlan, make_transcode_plan
+from moeq.transcode.survey import Projected, Request
+from moeq.transcode.targets import TARGETS, kind_of
+
+#: Group sizes that are tried where tensor parallelism may cut groups.
+_GROUPS = (64, 32, 16)
+
+#: What happens to the values: all stay; they stay where the data allow it and nothing is written elsewhere; they are
+#: rounded where they do not fit.
+Proof = Literal["exact", "checked", "rounded"]
+_PROOFS: dict[Proof, str] = {
+    "exact": "every value stays",
+    "checked": "written only if every value fits",
+    "rounded": "values that do not fit are rounded once",
+}
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A transcoding that the engine would take.
+
+    Attributes:
+        command: what writes it.
+        backend: the backend that the engine runs it with.
+        proof: what happens to the values.
+    """
+
+    command: str
+    backend: str
+    proof: Proof
+
+    @property
+    def text(self) -> str:
+        """For people, in one line."""
+        return f"{self.command} ({self.backend} takes it; {_PROOFS[self.proof]})"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"command": self.command, "backend": self.backend, "proof": self.proof}
+
+
+def advise(checkpoint: Checkpoint, deployment: Deployment, src: str | None = None) -> Advice | None:
+    """The transcoding of a source checkpoint that an engine takes on a deployment where it refuses the source.
+
+    The first exact one, else the first that depends on the data, else floats. None where nothing helps: the engine is
+    moeq's own, which reads every format, or what it refuses is not the format.
+
+    Args:
+        checkpoint: the source.
+        deployment: where it is to run.
+        src: how the command names the source; None for the name it was opened by.
+    """
+    if deployment.engine == BUILTIN or heads_problem(checkpoint, deployment) is not None:
+        return None
+    found: dict[Proof, Advice] = {}
+    for request in _requests(src or checkpoint.source.name, checkpoint.source.revision, deployment):
+        try:
+            plan = make_transcode_plan(checkpoint, request)
+        except MoeqError:
+            continue
+        proof = _proof(plan)
+        if proof is None or proof in found:
+            continue
+        backend = _backend(checkpoint, plan, deployment)
+        if backend is not None:
+            found[proof] = Advice(_command(request, proof), backend, proof)
+        if "exact" in found:
+            break
+    return next((found[proof] for proof in _PROOFS if proof in found), None)
+
+
+def _requests(src: str, revision: str | None, deployment: Deployment) -> Iterator[Request]:
+    """What is tried: compressed-tensors, also with finer groups; other formats; floats of the deployment's type."""
+    yield Request(src, "compressed-tensors", revision)
+    if deployment.tp > 1 and deployment.ep == 1:
+        for group in _GROUPS:
+            yield Request(src, "compressed-tensors", revision, regroup=group)
+    for name, target in TARGETS.items():
+        if target.element is None and name != "compressed-tensors":
+            yield Request(src, name, revision)
+    yield Request(src, "bf16" if deployment.dtype == "bf16" else "fp16", revision)
+
+
+def _command(request: Request, proof: Proof) -> str:
+    options = [f"--revision {shlex.quote(request.revision)}"] if request.revision else []
+    options += [f"--regroup {request.regroup}"] if request.regroup else []
+    options += ["--allow-lossy"] if proof == "rounded" else []
+    return " ".join([f"moeq transcode {shlex.quote(request.src)} DST --to {request.to}", *options])
+
+
+def _proof(plan: TranscodePlan) -> Proof | None:
+    """What is known of the values from headers; None for what no one should do (integers as FP8 blocks)."""
+    kinds = {found for layer in plan.survey.layers for expert in layer.kinds.values() for found in expert.values()}
+    kinds |= {module.projected for module in plan.survey.modules}
+    if all(_exact(projected, plan) for projected in kinds):
+        return "exact"
+    integers = any(kind_of(projected.source) == "int" for projected in kinds)
+    if plan.target.element is not None:
+        return "rounded" if integers else "checked"
+    recoded = any(projected.spec.element != projected.source.spec.element for projected in kinds)
+    return None if integers and recoded else "checked"
+
+
+def _exact(projected: Projected, plan: TranscodePlan) -> bool:
+    """Whether the target holds every value, whatever the data are."""
+    before, after = projected.source.spec, projected.spec
+    if (before.element, before.scale_dtype) != (after.element, after.scale_dtype):
+        return False
+    if projected.spelling == "gptq":  # version 1 has no zero point of 0 that all its readers agree about
+        return before.symmetric or plan.request.to == "gptq_v2"
+    if "fp8-block" in projected.spelling:  # scales per channel are scales per block where 128 of them are equal
+        return kind_of(projected.source) == "fp8-block"
+    return projected.spelling != "ct-nvfp4"  # which stores the reciprocal of the global scale
+
+
+def _backend(checkpoint: Checkpoint, plan: TranscodePlan, deployment: Deployment) -> str | None:
+    """The backend that the engine runs the result with, or None where it refuses it."""
+    layer = first_layer(checkpoint)
+    written = plan.layers_by_number.get(layer)
+    if written is None or (checkpoint.experts(layer).layer.fused and not written.naming.stacked):
+        return None  # the model's loader looks for stacked experts
+    projection, projected = next(iter(written.kinds[0].items()))
+    verdict = oracle.judge(
+        plan.described[projected, projection].scheme,
+        moe_shape(checkpoint, layer),
+        deployment,
+        config=plan.config,
+        prefix=written.naming.prefix,
+        explain=False,
+    )
+    return verdict.chosen.backend if verdict.chosen else None

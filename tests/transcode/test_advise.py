@@ -1,0 +1,98 @@
+"""What `oracle` and `doctor` suggest where an engine refuses a checkpoint: executed, and the engine asked again."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeq.cli.app import run
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
+from moeq.model import open as open_checkpoint
+from moeq.pipeline.plan.decision import judge
+from moeq.transcode.advise import advise
+
+#: Refused deployments: checkpoint, GPU, TP, dtype, what is suggested for them.
+REFUSED = (
+    ("ct-mxfp4-qwen3moe", "MI300X", 1, "bf16", "--to fp8", "checked"),
+    ("ct-int4-g128-qwen3moe", "H100", 2, "bf16", "--to compressed-tensors --regroup 64", "exact"),
+    ("ct-int4-g128-qwen3moe", "CPU", 2, "bf16", "--to compressed-tensors --regroup 64", "exact"),
+    ("gptq-int4-g128-mixtral", "CPU", 2, "fp16", "--to compressed-tensors --regroup 64", "exact"),
+    ("gptq-int4-g32-actorder-qwen3moe", "H100", 1, "bf16", "--to bf16 --allow-lossy", "rounded"),
+    ("gptq-int8-g64-qwen3moe", "CPU", 1, "bf16", "--to bf16 --allow-lossy", "rounded"),
+    ("mxfp4-gptoss", "H100", 1, "fp16", "--to fp16", "checked"),
+)
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, dict[str, Any]]:
+    code = run([*map(str, argv), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("name", "gpu", "tp", "dtype", "options", "proof"), REFUSED)
+@pytest.mark.parametrize("command", ["oracle", "doctor"])
+def test_what_is_suggested_works(
+    checkpoints: Path, tmp_path: Path, capsys, command: str, name: str, gpu: str, tp: int, dtype: str, options: str,
+    proof: str,
+) -> None:  # fmt: skip
+    where = ("--gpu", gpu, "--tp", tp, "--dtype", dtype)
+    code, document = said(capsys, command, checkpoints / name, *where)
+    found = (document if command == "oracle" else document["deployment"])["transcode"]
+    assert (code, found["proof"]) == (1, proof)
+    assert found["command"] == f"moeq transcode {checkpoints / name} DST {options}"
+    run([command, str(checkpoints / name), *map(str, where)])
+    assert "  transcode  moeq transcode " in capsys.readouterr().out
+    words = shlex.split(found["command"])[1:]
+    words[words.index("DST")] = str(tmp_path / "out")
+    assert run(words) == 0
+    capsys.readouterr()
+    code, document = said(capsys, "oracle", tmp_path / "out", *where)
+    assert code == 0
+    assert document["verdict"]["selected"]["backend"] == found["backend"]
+    assert document["transcode"] is None
+
+
+def test_asymmetric_gptq_becomes_compressed_tensors(checkpoints: Path, tmp_path: Path, capsys) -> None:
+    """vLLM takes no asymmetric GPTQ, whatever the GPU."""
+    made = tmp_path / "asymmetric gptq"
+    assert run(["transcode", str(checkpoints / "ct-int4-asym-g32-mixtral"), str(made), "--to", "gptq_v2"]) == 0
+    capsys.readouterr()
+    code, document = said(capsys, "oracle", made, "--gpu", "H100")
+    assert code == 1
+    assert document["transcode"]["command"] == f"moeq transcode '{made}' DST --to compressed-tensors"
+    assert document["transcode"]["proof"] == "exact"
+
+
+@pytest.mark.parametrize(
+    ("name", "deployment"),
+    [
+        # A dtype that the device lacks, heads that do not divide, and moeq's own engine: no format changes that.
+        ("ct-int4-g128-qwen3moe", Deployment(gpu=parse_gpu("T4"))),
+        ("ct-int4-g128-qwen3moe", Deployment(gpu=parse_gpu("H100"), tp=4)),
+        ("ct-mxfp4-qwen3moe", Deployment(gpu=parse_gpu("T4"), engine="moeq")),
+        # gpt-oss' loader looks for stacked experts, which only its own format and floats have.
+        ("mxfp4-gptoss", Deployment(gpu=parse_gpu("T4"))),
+    ],
+)
+def test_nothing_is_suggested_where_nothing_helps(checkpoints: Path, name: str, deployment: Deployment) -> None:
+    assert advise(open_checkpoint(checkpoints / name), deployment) is None
+
+
+def test_many_refusals_have_a_suggestion(checkpoints: Path) -> None:
+    """Over all checkpoints and many deployments: a suggestion is made only where the engine refuses the source."""
+    count = 0
+    for path in sorted(path for path in checkpoints.iterdir() if path.is_dir()):
+        ckpt = open_checkpoint(path)
+        for gpu in ("T4", "A100", "B200", "MI300X", "CPU"):
+            for tp in (1, 2):
+                deployment = Deployment(gpu=parse_gpu(gpu), tp=tp, dtype="fp16")
+                if judge(ckpt, deployment, explain=False).ok:
+                    continue
+                found = advise(ckpt, deployment, "SRC")
+                count += found is not None
+                assert found is None or found.command.startswith("moeq transcode SRC DST --to ")
+    assert count > 20
