@@ -42,10 +42,11 @@ import torch
 from make_checkpoint import MODELS
 
 import moeq
+from moeq.checkpoint.source import Source
 from moeq.load import reading
 
 LAYOUTS = {"qwen3-30b-a3b": "marlin-wna16/1", "gpt-oss-20b": "marlin-mxfp4-interleaved/1"}
-READ_INTO = reading._read_into
+READ_INTO = Source.read_into
 STEPS = ("open", "read", "repack", "copy")
 
 
@@ -78,6 +79,13 @@ class Stopwatch:
             took = (time.perf_counter() - started) / (1 if alone else reading.READERS)
             with self.lock:
                 self.seconds += took
+
+
+def watch_reading() -> Stopwatch:
+    """A stopwatch on every read of weights from here on."""
+    watch = Stopwatch(READ_INTO)
+    Source.read_into = lambda *args: watch(*args)  # type: ignore[method-assign]
+    return watch
 
 
 def serve(loader: str) -> None:
@@ -192,7 +200,7 @@ def read(checkpoint: Any, layer: int, expert: int, role: str) -> None:
 
 def from_converted(checkpoint: Any, layout_id: str, device: torch.device) -> Times:
     """Read the packed experts straight to the device."""
-    watch = reading._read_into = Stopwatch(READ_INTO)
+    watch = watch_reading()
     start = time.perf_counter()
     layers = checkpoint.info.moe_layers
     kept = [moeq.load_experts(checkpoint, number, device=device, check_gpu=False) for number in layers]
@@ -240,7 +248,7 @@ class FromPlugIn(FromEngine):
 
     def __call__(self, checkpoint: Any, layout_id: str, device: torch.device) -> Times:
         """Fill all layers from the converted files, then have the engine set its kernels up."""
-        watch = reading._read_into = Stopwatch(READ_INTO)
+        watch = watch_reading()
         start = time.perf_counter()
         method = self.check.plug_in_method(checkpoint)
         layers = [self.check.plug_in_layer(checkpoint, number, method) for number in checkpoint.info.moe_layers]

@@ -24,13 +24,13 @@ class OverlaySource(LocalSource):
             raise ValueError(f"{tensor}[{row}] is {size} bytes, not {len(data)}")
         self._patches.append((entry.file, entry.start + row * size, bytes(data)))
 
-    def read_bytes(self, file: str, start: int, end: int) -> bytearray:
-        data = super().read_bytes(file, start, end)
+    def read_into(self, fd: int, view: memoryview, start: int, file: str) -> None:
+        super().read_into(fd, view, start, file)
+        target = view.cast("B")
         for patched, first, changed in self._patches:
-            low, high = max(start, first), min(end, first + len(changed))
+            low, high = max(start, first), min(start + len(target), first + len(changed))
             if patched == file and low < high:
-                data[low - start : high - start] = changed[low - first : high - first]
-        return data
+                target[low - start : high - start] = changed[low - first : high - first]
 
 
 def open_overlay(folder: Path, manifest: Manifest) -> tuple[ConvertedCheckpoint, OverlaySource]:

@@ -142,14 +142,19 @@ class Source(ABC):
         buffer = bytearray(end - start)
         fd = self.open(file)
         try:
-            got = read_at(fd, memoryview(buffer), start)
-        except OSError as error:
-            raise MoeqError("source.unreadable", f"{file}: {error.strerror or error}") from error
+            self.read_into(fd, memoryview(buffer), start, file)
         finally:
             os.close(fd)
-        if got < len(buffer):
-            raise MoeqError("source.truncated", f"{file}: ended before byte {end:,} while being read")
         return buffer
+
+    def read_into(self, fd: int, view: memoryview, start: int, file: str) -> None:
+        """Fill `view` with the bytes of an opened file from `start` on. Raises as `read_bytes`."""
+        try:
+            got = read_at(fd, view, start)
+        except OSError as error:
+            raise MoeqError("source.unreadable", f"{file}: {error.strerror or error}") from error
+        if got < len(view):
+            raise MoeqError("source.truncated", f"{file}: ended before byte {start + len(view):,} while being read")
 
     def read(self, name: str) -> Tensor:
         """One tensor, reading just its bytes."""

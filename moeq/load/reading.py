@@ -181,7 +181,7 @@ def read_experts(
     out, offset = found.view(-1).view(torch.uint8), entry.start + rows[0] * size
 
     def reader(fd: int) -> Read:
-        return lambda target, start: _read_into(fd, target.data, offset + start, entry.file)
+        return lambda target, start: source.read_into(fd, target.data, offset + start, entry.file)
 
     _fill(source, entry.file, out, STAGE, reader)
     return found
@@ -212,7 +212,7 @@ def read_shards(
 
         def read(target: Bytes, start: int) -> None:
             for row, one in enumerate(target.reshape(-1, kept), start=rows[0] + start // kept):
-                _read_row(fd, one, entry.start + row * size, spans, scratch, entry.file)
+                _read_row(source, fd, one, entry.start + row * size, spans, scratch, entry.file)
 
         return read
 
@@ -269,17 +269,19 @@ def _fill(
         list(pool.map(carry, shares))
 
 
-def _read_row(fd: int, out: Bytes, offset: int, spans: tuple[Span, ...], scratch: bytearray, file: str) -> None:
+def _read_row(
+    source: Source, fd: int, out: Bytes, offset: int, spans: tuple[Span, ...], scratch: bytearray, file: str
+) -> None:
     import numpy as np
 
     done = 0
     for span in spans:
         target = out[done : done + span.kept]
         if span.chosen is None:
-            _read_into(fd, target.data, offset + span.start, file)
+            source.read_into(fd, target.data, offset + span.start, file)
         else:
             window = memoryview(scratch)[: span.stop - span.start]
-            _read_into(fd, window, offset + span.start, file)
+            source.read_into(fd, window, offset + span.start, file)
             unit = np.dtype(f"u{span.width}")
             # Nothing is out of bounds; "raise" would go through a buffer.
             np.take(np.frombuffer(window, dtype=unit), span.chosen, out=target.view(unit), mode="clip")
@@ -288,25 +290,11 @@ def _read_row(fd: int, out: Bytes, offset: int, spans: tuple[Span, ...], scratch
 
 @contextmanager
 def _opened(source: Source, file: str) -> Iterator[int]:
-    try:
-        fd = os.open(source.path(file), os.O_RDONLY)
-    except OSError as error:
-        raise MoeqError("source.unreadable", f"{file}: {error.strerror or error}") from error
+    fd = source.open(file)
     try:
         yield fd
     finally:
         os.close(fd)
-
-
-def _read_into(fd: int, view: memoryview, offset: int, file: str) -> None:
-    while view:
-        try:
-            count = os.preadv(fd, [view], offset)
-        except OSError as error:
-            raise MoeqError("source.unreadable", f"{file}: {error.strerror or error}") from error
-        if not count:
-            raise MoeqError("source.truncated", f"{file}: ended before byte {offset:,} while being read")
-        view, offset = view[count:], offset + count
 
 
 def _stored(dtype: str) -> str:

@@ -29,6 +29,7 @@ MOEQ = Path(moeq.__file__).parent
 #: Options of other programs that hints name.
 FOREIGN = {
     *("--moe-backend", "--tensor-parallel-size", "--enable-expert-parallel", "--enable-eplb", "--additional-config"),
+    *("--moe-a2a-backend", "--disable-shared-experts-fusion"),
     *("--expert-placement-strategy", "--local-dir", "--no-deps", "--memory", "--help", "--version"),
 }
 
