@@ -39,9 +39,10 @@ def command(
 ) -> None:
     """Upload a conversion to the Hub, with a model card. One commit; a failed push goes on where it was."""
     from moeq.checkpoint.manifest import read_manifest
+    from moeq.pipeline.push import gather
 
     out: Output = ctx.obj
-    read_manifest(dst)
+    gather(dst, read_manifest(dst))
     target = open_push(repo, base_model, public=public)
     pushed = push_conversion(out, dst, target, base_model, sign, quiet=quiet or json)
     out.answer(document(pushed), lambda console: render(console, pushed))
@@ -62,20 +63,19 @@ def push_conversion(
     """Push `folder` with its card, showing progress. The manifest is not that of the folder, and is signed anew."""
     from moeq.checkpoint.manifest import MANIFEST_NAME, read_manifest
     from moeq.cli.progress import ProgressReport
-    from moeq.pipeline.push import base_model_of, published_manifest, push
+    from moeq.pipeline.push import base_model_of, gather, published_manifest, push
     from moeq.pipeline.state.side_files import CARD, SOURCE_CARD
     from moeq.pipeline.state.signature import SIGNATURE_NAME, Signer
     from moeq.report import model_card
 
     manifest = read_manifest(folder)
     base = base_model or base_model_of(manifest)
-    # A folder that was itself downloaded after a push has the source's card under its second name.
-    cards = [folder / name for name in (SOURCE_CARD, CARD) if (folder / name).is_file()]
-    own = cards[0].read_bytes() if cards else None
+    parcel = gather(folder, manifest)
+    own = parcel.card
     card = model_card.CardOptions(
         repo=target.repo,
         base_model=base,
-        size=sum(path.stat().st_size for path in folder.iterdir()),
+        size=parcel.size,
         source_card=None if own is None else SOURCE_CARD,
         source_fields={} if own is None else model_card.read_front_matter(own),
     )
@@ -87,10 +87,12 @@ def push_conversion(
         replaced[SIGNATURE_NAME] = Signer(sign).sign(replaced[MANIFEST_NAME])
     elif (folder / SIGNATURE_NAME).exists():
         out.warning("the repository gets no signature: its moeq.json is not that of the folder; --sign KEY signs it")
+    beside = sorted(name for name in {*parcel.contents, *replaced} if not name.endswith(".safetensors"))
+    out.note(f"beside the weights, {target.repo} gets {', '.join(beside)}")
     layouts = ", ".join(sorted({layer.layout for layer in manifest.layers}))
     message = f"{layouts} of {base or 'a local checkpoint'}, by moeq {manifest.moeq_version}"
     with ProgressReport(out, "push", quiet=quiet) as progress:
-        return push(folder, target, replaced, message=message, progress=progress.update)
+        return push(parcel, target, replaced, message=message, progress=progress.update)
 
 
 def document(pushed: Pushed) -> dict[str, Any]:

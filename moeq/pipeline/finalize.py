@@ -18,7 +18,7 @@ from moeq.pipeline.events import Finished, Progress, Started
 from moeq.pipeline.plan.units import Unit
 from moeq.pipeline.run.execution import finished_units
 from moeq.pipeline.run.shares import Share, is_remote, parse_label
-from moeq.pipeline.state.folder import WorkFolder, partial_of, take_back_journals
+from moeq.pipeline.state.folder import WorkFolder, partial_of, take_back_journals, tidy
 from moeq.pipeline.state.job import Job, job_stamp, places, reopen_job
 from moeq.pipeline.state.journal import JobStamp, Journals, read_journals, require_job, share_of
 from moeq.pipeline.state.ownership import require_ours
@@ -102,6 +102,7 @@ def _journals(destination: Path) -> tuple[Path, Journals]:
             return partial, Journals()
         with parent:
             if parent.status(partial.name) is None:
+                tidy(parent, destination)
                 return partial, Journals()
             with require_ours(parent, partial.name, fresh=False) as files:
                 take_back_journals(parent, files)

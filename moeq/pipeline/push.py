@@ -7,7 +7,8 @@ already has are not sent again, which is how a failed push is continued: by the 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,10 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
+from moeq.checkpoint.files import SeenFiles
+from moeq.checkpoint.header import raw_header
 from moeq.checkpoint.hub import looks_like_repository, without_bars
 from moeq.checkpoint.hub_errors import transport_errors
+from moeq.checkpoint.jsonfile import MAX_CONFIG_BYTES
 from moeq.checkpoint.manifest import MANIFEST_NAME, FileDigest, Manifest
 from moeq.errors import MoeqError
+from moeq.pipeline.state.records import open_file_digest
+from moeq.pipeline.state.side_files import CARD, HUB_SETTINGS, SOURCE_CARD
 from moeq.pipeline.state.signature import SIGNATURE_NAME
 from moeq.version import __version__
 
@@ -47,6 +53,28 @@ class PushTarget:
 
 
 @dataclass(frozen=True)
+class Parcel:
+    """What of a conversion's folder is pushed.
+
+    Attributes:
+        folder: the conversion.
+        contents: file name to its bytes, or to its path where it is large.
+        card: the source's card, where there is one.
+        seen: the files, to see that they stay what they are.
+    """
+
+    folder: Path
+    contents: Mapping[str, Path | bytes]
+    card: bytes | None
+    seen: SeenFiles
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(map(_size, self.contents.values()))
+
+
+@dataclass(frozen=True)
 class Pushed:
     """What a push did.
 
@@ -57,6 +85,7 @@ class Pushed:
         files: files in it.
         size: bytes of them.
         removed: files of an earlier push that it no longer has.
+        names: what the files are called.
     """
 
     repo: str
@@ -65,6 +94,7 @@ class Pushed:
     files: int
     size: int
     removed: tuple[str, ...]
+    names: tuple[str, ...] = ()
 
 
 def check_name(repo: str) -> None:
@@ -112,8 +142,76 @@ def open_target(repo: str, *, private: bool = True) -> PushTarget:
     return PushTarget(repo, files)
 
 
+def gather(folder: Path, manifest: Manifest) -> Parcel:
+    """The files of a conversion, each of which its manifest knows, and a look at all of them before anything is sent.
+
+    Raises:
+        MoeqError: `usage.foreign-files` for files that moeq did not write; `source.link` for links out of the folder;
+            `source.missing-file`, `source.not-a-file`, `source.too-large`, `source.digest-mismatch` where files are
+            not those that were written.
+    """
+    with os.scandir(folder) as entries:
+        names = sorted(entry.name for entry in entries if not entry.is_dir(follow_symlinks=False))
+    seen, recorded = SeenFiles(folder, str(folder)), manifest.files
+    if recorded is not None:
+        _require_files(folder, names, recorded)
+    for name in names:
+        seen.require_inside(name)
+    contents = {name: _content(seen, folder, name, recorded) for name in names if name != SIGNATURE_NAME}
+    # A folder that was itself downloaded after a push has the source's card under its second name.
+    cards = [name for name in (SOURCE_CARD, CARD) if name in contents]
+    return Parcel(folder, contents, seen.read(cards[0], MAX_CONFIG_BYTES) if cards else None, seen)
+
+
+def _require_files(folder: Path, names: Sequence[str], recorded: Mapping[str, FileDigest]) -> None:
+    """All files that the manifest knows, and no others but those that a Hub or a signature adds."""
+    known = {*recorded, MANIFEST_NAME, SIGNATURE_NAME, CARD, SOURCE_CARD, HUB_SETTINGS}
+    strangers = [name for name in names if name not in known]
+    if strangers:
+        shown = ", ".join(ascii(name)[1:-1][:100] for name in strangers[:8])
+        raise MoeqError(
+            "usage.foreign-files",
+            f"{folder} holds files that {MANIFEST_NAME} does not know: {shown}",
+            "only a conversion is pushed; move them away",
+        )
+    absent = [name for name in recorded if name not in names]
+    if absent:
+        raise MoeqError("source.missing-file", f"{folder} lacks {ascii(absent[0])[1:-1]}", "convert the source again")
+
+
+def _content(seen: SeenFiles, folder: Path, name: str, recorded: Mapping[str, FileDigest] | None) -> Path | bytes:
+    """A file as it is pushed, compared with the manifest: weights by header and size, `verify` hashes them whole."""
+    wanted = (recorded or {}).get(name)
+    fd = seen.open(name)
+    try:
+        size = os.fstat(fd).st_size
+        if size <= MAX_CONFIG_BYTES and not name.endswith(_WEIGHTS):
+            raw = seen.read(name, MAX_CONFIG_BYTES)
+            content: Path | bytes = raw
+            found = FileDigest(len(raw), blake3(raw).hexdigest())
+        else:
+            content = folder / name
+            if name in (CARD, SOURCE_CARD, HUB_SETTINGS):
+                raise MoeqError("source.too-large", f"{name}: {size:,} bytes, the limit is {MAX_CONFIG_BYTES:,}")
+            if wanted is not None and wanted.tensors:
+                found = FileDigest(size, blake3(raw_header(fd, name)).hexdigest(), wanted.tensors)
+            else:
+                found = open_file_digest(fd)
+    finally:
+        os.close(fd)
+    if wanted is not None and found != wanted and name not in (CARD, SOURCE_CARD):
+        raise MoeqError(
+            "source.digest-mismatch", f"{name} is not the file that was written", "moeq verify lists every difference"
+        )
+    return content
+
+
+def _size(content: Path | bytes) -> int:
+    return len(content) if isinstance(content, bytes) else content.stat().st_size
+
+
 def push(
-    folder: Path,
+    parcel: Parcel,
     target: PushTarget,
     replaced: Mapping[str, bytes],
     *,
@@ -123,28 +221,26 @@ def push(
     """Upload a conversion.
 
     Args:
-        folder: output of `moeq convert`; it is not changed.
+        parcel: of `gather`; the folder is not changed.
         target: of `open_target`.
         replaced: files whose content in the repository is not the folder's, or that the folder lacks.
         message: first line of the commit.
         progress: called before and after every weight file.
 
     Raises:
-        MoeqError: `environment.hub-upload`, `environment.hub-token`. Nothing is visible in the repository then, and
-            the same call goes on where it was.
+        MoeqError: `environment.hub-upload`, `environment.hub-token`, `source.changed`. Nothing is visible in the
+            repository then, and the same call goes on where it was.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     tell, api = progress or (lambda done, total, label: None), _api()
-    contents: dict[str, Path | bytes] = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
-    contents.pop(SIGNATURE_NAME, None)  # of the folder's manifest, which is not the one that is pushed
-    contents |= replaced
-    sizes = {name: len(one) if isinstance(one, bytes) else one.stat().st_size for name, one in contents.items()}
+    contents: dict[str, Path | bytes] = {**parcel.contents, **replaced}
+    sizes = {name: _size(one) for name, one in contents.items()}
     total, done = sum(sizes.values()), 0
     additions = []
     replaceable = (*_WEIGHTS, SIGNATURE_NAME)
     removed = tuple(sorted(name for name in target.files - contents.keys() if name.endswith(replaceable)))
-    with _explained(target.repo, folder), without_bars():
+    with _explained(target.repo, parcel.folder), without_bars():
         for name, one in contents.items():
             tell(done, total, name)
             addition = CommitOperationAdd(name, one)  # some versions of the client read the whole file here
@@ -154,8 +250,10 @@ def push(
             done += sizes[name]
         operations = [*additions, *map(CommitOperationDelete, removed)]
         tell(done, total, "commit")
+        parcel.seen.require_unchanged()
         commit = api.create_commit(target.repo, operations, commit_message=message)
-    return Pushed(target.repo, f"{api.endpoint}/{target.repo}", str(commit.oid), len(contents), total, removed)
+    url = f"{api.endpoint}/{target.repo}"
+    return Pushed(target.repo, url, str(commit.oid), len(contents), total, removed, tuple(sorted(contents)))
 
 
 def base_model_of(manifest: Manifest) -> str | None:

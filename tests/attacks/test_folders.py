@@ -6,7 +6,9 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 from attacks.conftest import Answer, Place, command, contents, tree
@@ -152,8 +154,6 @@ def test_strangers_in_the_work_folder(place: Place, stranger: str, how: str) -> 
 
 def interrupt(place: Place, *argv: object) -> None:
     """A conversion that dies after its first unit."""
-    import signal
-
     from moeq.pipeline.state.journal import Journal
 
     def prepare() -> None:
@@ -166,6 +166,69 @@ def interrupt(place: Place, *argv: object) -> None:
         Journal.add = dying  # type: ignore[method-assign]
 
     assert place.convert(*argv, prepare=prepare).code == -signal.SIGKILL
+
+
+def killed_when_it_stands(place: Place, *argv: object) -> None:
+    """A command that dies right after the work folder got its final name."""
+    from moeq.checkpoint.outputs import OutputFolder
+
+    def prepare() -> None:
+        rename = OutputFolder.rename
+
+        def dying(self: OutputFolder, name: str, new: str, to: OutputFolder | None = None) -> None:
+            rename(self, name, new, to)
+            if new == place.out.name:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        OutputFolder.rename = dying  # type: ignore[method-assign]
+
+    assert command(*argv, prepare=prepare).code == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("again", ["finalize", "finalize --force", "convert"])
+def test_what_gave_way_is_removed_by_the_next_run(place: Place, pristine: Path, again: str) -> None:
+    """However that is called: a run was killed between giving the new folder its name and removing the old one."""
+    assert place.convert("--shard", "0/1").code == 0
+    shutil.copytree(pristine / "out", place.out)
+    killed_when_it_stands(place, "finalize", place.out, "--force")
+    assert place.old.is_dir()
+    wanted = contents(place.out)
+    refused(place.convert() if again == "convert" else command(*again.split(" ")[:1], place.out, *again.split(" ")[1:]))
+    assert sorted(path.name for path in place.home.iterdir()) == ["out", "source", "theirs"]
+    assert contents(place.out) == wanted
+
+
+def forged_journal(folder: Path, files: list[str]) -> bytes:
+    """A journal, seals and all, that says that a folder gave way."""
+    from moeq.pipeline.state.journal import JOURNAL_SCHEMA, JobStamp, _seal_of, _sealed
+
+    first = _sealed({"schema": JOURNAL_SCHEMA, **JobStamp("x").to_json()}, b"")
+    info = folder.stat()
+    row = {"device": info.st_dev, "inode": info.st_ino, "files": files}
+    return first + _sealed({"replaced": row}, _seal_of(first.splitlines()[0]))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file away")
+@pytest.mark.parametrize("argv", [["convert"], ["convert", "--force"], ["finalize"], ["restore"]], ids=" ".join)
+@pytest.mark.parametrize("mine", [False, True])
+def test_a_journal_of_another_user_beside_the_work_folder(converted_place: Place, argv: list[str], mine: bool) -> None:
+    """In a folder where many may write: it says that a backup gave way to the conversion, and that it may go."""
+    place = converted_place
+    backup = place.home / "new.moeq-old"
+    shutil.copytree(place.out, backup)
+    journal = place.home / "new.moeq-partial.moeq-journal.jsonl"
+    journal.write_bytes(forged_journal(backup, [path.name for path in backup.iterdir()]))
+    os.chown(journal, 4321, 4321)
+    if mine:  # beside work of ours, into which it would be taken
+        hidden = journal.rename(place.home / "hidden")
+        assert command("convert", place.source, place.home / "new", "--gpu", "a100", "--shard", "0/1").code == 0
+        hidden.rename(journal)
+    before = tree(backup)
+    words = {"convert": [place.source], "finalize": [], "restore": [place.out]}[argv[0]]
+    options = ["--gpu", "a100"] if argv[0] == "convert" else []
+    refused(command(argv[0], *words, place.home / "new", *options, *argv[1:]))
+    assert tree(backup) == before
+    assert journal.exists(), "it stays what it is: somebody else's"
 
 
 def test_interrupted_work_of_another_job_is_replaced_by_force(place: Place) -> None:

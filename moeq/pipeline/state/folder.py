@@ -35,6 +35,7 @@ from moeq.pipeline.state.ownership import (
     require_journals,
     require_no_strangers,
     require_ours,
+    require_own_file,
 )
 from moeq.pipeline.state.records import UnitRecord
 
@@ -128,7 +129,7 @@ class WorkFolder:
             if parent.status(self.path.name) is not None:
                 require_ours(parent, self.path.name, fresh=False).close()
             else:
-                self._tidy(parent)
+                tidy(parent, destination)
             info = parent.status(destination.name)
             if info is None:
                 return
@@ -160,14 +161,6 @@ class WorkFolder:
                 "usage.destination-exists", f"{self.destination} already holds a conversion", "--force replaces it"
             )
         require_no_strangers(found, files, "is an output of moeq's", work=False)
-
-    def _tidy(self, parent: OutputFolder) -> None:
-        """Remove what a run left beside the folder that was killed right after DST got its name."""
-        for name in _beside(parent, self.path.name):
-            journals = read_journals(parent, [name])
-            if journals.stamps:
-                self._remove_replaced(parent, journals.replaced)
-                parent.remove(name)  # another process may be here, too
 
     def __enter__(self) -> WorkFolder:
         try:
@@ -284,7 +277,7 @@ class WorkFolder:
                 parent.rename(name, old)
             parent.rename(self.path.name, name)
             parent.sync()
-            self._remove_replaced(parent, replaced)
+            _remove_replaced(parent, self.destination, replaced)
             for journal in _beside(parent, self.path.name):
                 parent.remove(journal)
 
@@ -312,16 +305,6 @@ class WorkFolder:
             raise MoeqError("usage.foreign-folder", f"{self.destination}{OLD_SUFFIX} is in the way", "move it away")
         _entered(self._journal).add_replaced(replaced)
         return replaced
-
-    def _remove_replaced(self, parent: OutputFolder, replaced: Replaced | None) -> None:
-        """Remove the files of a folder that has given way; the folder as well, unless there is more in it."""
-        old = self.destination.name + OLD_SUFFIX
-        if replaced is None or not _is(parent.status(old), replaced):
-            return
-        with OutputFolder(self.destination.with_name(old), parent.fd) as found:
-            remove_files(found, replaced.files)
-        with suppress(OSError):
-            os.rmdir(old, dir_fd=parent.fd)
 
 
 def partial_of(destination: Path) -> Path:
@@ -355,9 +338,41 @@ def _locked(parent: OutputFolder, name: str) -> OutputFolder:
 
 
 def _beside(parent: OutputFolder, work: str) -> list[str]:
-    """Journals of a work folder that lie beside it: a run was killed while it published."""
+    """Journals of a work folder that lie beside it: a run was killed while it published.
+
+    Raises:
+        MoeqError: `usage.foreign-folder` where another user has put one there.
+    """
     start = f"{work}."
-    return [name for name in os.listdir(parent.fd) if name.startswith(start) and is_journal(name[len(start) :])]
+    found = [name for name in os.listdir(parent.fd) if name.startswith(start) and is_journal(name[len(start) :])]
+    for name in found:
+        require_own_file(parent, name)
+    return found
+
+
+def tidy(parent: OutputFolder, destination: Path) -> None:
+    """Remove what a run left beside a destination that was killed right after that got its name.
+
+    Args:
+        parent: the folder that the destination is in; there is no work folder in it.
+        destination: the finished output.
+    """
+    for name in _beside(parent, partial_of(destination).name):
+        journals = read_journals(parent, [name])
+        if journals.stamps:
+            _remove_replaced(parent, destination, journals.replaced)
+            parent.remove(name)  # another process may be here, too
+
+
+def _remove_replaced(parent: OutputFolder, destination: Path, replaced: Replaced | None) -> None:
+    """Remove the files of a folder that has given way; the folder as well, unless there is more in it."""
+    old = destination.name + OLD_SUFFIX
+    if replaced is None or not _is(parent.status(old), replaced):
+        return
+    with OutputFolder(destination.with_name(old), parent.fd) as found:
+        remove_files(found, replaced.files)
+    with suppress(OSError):
+        os.rmdir(old, dir_fd=parent.fd)
 
 
 def take_back_journals(parent: OutputFolder, files: OutputFolder) -> None:

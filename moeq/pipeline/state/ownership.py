@@ -111,12 +111,27 @@ def require_ours(parent: OutputFolder, name: str, *, fresh: bool) -> OutputFolde
     found = OutputFolder(path, parent.fd)
     try:
         owner = os.fstat(found.fd).st_uid
-        if not fresh and owner != os.geteuid() and owner != parent.owner_of_new_files():
+        if not fresh and not _is_us(parent, owner):
             raise _foreign(path, f"belongs to another user (number {owner})")
     except BaseException:
         found.close()
         raise
     return found
+
+
+def require_own_file(folder: OutputFolder, name: str) -> None:
+    """Refuse a link, and a file of another user: they may put theirs where many may write.
+
+    Raises:
+        MoeqError: `usage.foreign-folder`.
+    """
+    info = folder.status(name)
+    if info is not None and not (stat.S_ISREG(info.st_mode) and _is_us(folder, info.st_uid)):
+        raise _foreign(folder.path / name, "is a link, or belongs to another user")
+
+
+def _is_us(folder: OutputFolder, owner: int) -> bool:
+    return owner == os.geteuid() or owner == folder.owner_of_new_files()
 
 
 def require_journals(folder: OutputFolder, journals: Journals) -> None:
