@@ -5,8 +5,9 @@ Each row says what its loader refuses (`moeq.engines`, `moeq.load`); tests hold 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 #: vLLM versions that the plug-in was written against, newest first (`moeq.engines.vllm.plugin`).
 VLLM_VERSIONS = ("0.33.0", "0.26.0")
@@ -20,6 +21,21 @@ VLLM_LAYOUTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "marlin-mxfp4-interleaved/1": ("marlin", VLLM_VERSIONS, ("bf16",)),
     "marlin-act-order/1": ("marlin", ("0.26.0",), ("bf16", "fp16")),
 }
+#: SGLang versions that the plug-in was written against (`moeq.engines.sglang.plugin`).
+SGLANG_VERSIONS = ("0.5.23",)
+#: Architectures whose class in SGLang 0.5.23 hands its experts to `FusedMoE` under a name with the layer's number: the
+#: plug-in takes them by that.
+SGLANG_MODELS = (
+    *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Ernie4_5_MoeForCausalLM", "Glm4MoeForCausalLM"),
+    *("GptOssForCausalLM", "MiniMaxM2ForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM", "PhiMoEForCausalLM"),
+    *("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"),
+)
+#: `quant_method` of sources that SGLang has a config for on CUDA, and the formats of linear layers that it then reads.
+SGLANG_METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
+SGLANG_LINEAR = ("awq", "ct-int8", "ct-pack", "gptq")
+#: Bits and groups of the GPTQ that it reads, symmetric only: `GPTQMarlinConfig.TYPE_MAP` and
+#: `MARLIN_SUPPORTED_GROUP_SIZES`.
+SGLANG_GPTQ: tuple[tuple[int, ...], tuple[int, ...]] = ((4, 8), (-1, 32, 64, 128))
 #: Model types that the transformers loader was run with; it takes others that use transformers' experts interface.
 TRANSFORMERS_MODELS = ("mixtral", "qwen3_moe", "gpt_oss")
 #: Name of an experts implementation that `config.json` of a conversion asks for and that only the loader's import makes
@@ -34,7 +50,7 @@ class Loader:
     """One loader that takes a planned.
 
     Attributes:
-        name: `vllm`, `transformers` or `load_experts`.
+        name: `vllm`, `sglang`, `transformers` or `load_experts`.
         title: name for people, with versions.
     """
 
@@ -59,6 +75,8 @@ class PlannedLayer:
         vllm: versions of vLLM that run the layer's backend on this deployment.
         family: the model's family is known.
         heads: vLLM can spread the attention over the ranks.
+        sglang: SGLang's class of the model takes its experts as the plug-in expects, its reader of the source's method
+            takes the other layers, and attention and experts divide by these ranks.
         dispatched: activations come as an all-to-all leaves them, or experts move (EPLB).
     """
 
@@ -74,6 +92,7 @@ class PlannedLayer:
     vllm: tuple[str, ...]
     family: bool
     heads: bool
+    sglang: bool
     dispatched: bool
 
 
@@ -82,6 +101,8 @@ def loaders_of(planned: PlannedLayer) -> Iterator[Loader]:
     versions = _vllm_versions(planned)
     if versions:
         yield Loader("vllm", f"vLLM {' and '.join(versions)} (moeq's plug-in)")
+    if planned.sglang and _engine_runs_own_kernel(planned):
+        yield Loader("sglang", f"SGLang {' and '.join(SGLANG_VERSIONS)} (moeq's plug-in)")
     if _transformers(planned):
         yield Loader("transformers", f"transformers {TRANSFORMERS_OLDEST} and newer")
     if _own_kernel(planned):
@@ -91,8 +112,13 @@ def loaders_of(planned: PlannedLayer) -> Iterator[Loader]:
 def _vllm_versions(planned: PlannedLayer) -> tuple[str, ...]:
     if not planned.family or not planned.heads:
         return ()
-    own = _own_kernel(planned) and planned.platform == "cuda" and not planned.dispatched
+    own = _engine_runs_own_kernel(planned)
     return tuple(version for version in VLLM_VERSIONS if own or version in _engines_own(planned))
+
+
+def _engine_runs_own_kernel(planned: PlannedLayer) -> bool:
+    """Plug-ins run moeq's kernels on NVIDIA GPUs, on tokens by rows."""
+    return _own_kernel(planned) and planned.platform == "cuda" and not planned.dispatched
 
 
 def _engines_own(planned: PlannedLayer) -> tuple[str, ...]:
@@ -118,6 +144,20 @@ def _own_kernel(planned: PlannedLayer) -> bool:
     """Gate and up rows by turns are read for gpt-oss's activation only, up rows before gate rows for none."""
     orders = ("gate-up", "interleaved") if planned.activation == "swigluoai" else ("gate-up",)
     return planned.own_kernel and planned.w13_order in orders
+
+
+def sglang_reads(config: Mapping[str, Any], linear: str | None) -> bool:
+    """Whether SGLang reads the layers that stay as the source had them.
+
+    Args:
+        config: the source's quantisation config; empty without one.
+        linear: format of quantised layers that are no routed experts, or None where there are none.
+    """
+    method = str(config.get("quant_method", "")).lower()
+    if method == "gptq":
+        bits, groups = SGLANG_GPTQ
+        return config.get("bits") in bits and config.get("group_size") in groups and config.get("sym") is True
+    return method in SGLANG_METHODS and linear in (None, *SGLANG_LINEAR)
 
 
 def common(rows: Iterator[tuple[Loader, ...]] | list[tuple[Loader, ...]]) -> tuple[Loader, ...]:

@@ -134,6 +134,7 @@ def _how_to_load(repo: str, manifest: Manifest) -> list[str]:
     names = ", ".join(manifest.loads_in)
     ways = [
         ("vLLM", "`vllm serve model`: vLLM finds moeq's plug-in by itself"),
+        ("SGLang", "`python -m sglang.launch_server --model-path model`: SGLang finds moeq's plug-in by itself"),
         ("transformers", "transformers: `import moeq.engines.transformers` first, then `from_pretrained('model')`"),
         (
             "load_experts",

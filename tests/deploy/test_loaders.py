@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import ast
+import json
+import re
+import shutil
 import subprocess
 import sys
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import moeq
+from moeq.checkpoint.manifest import read_manifest
+from moeq.cli.app import run
 from moeq.deploy import loaders
+from moeq.foreign import in_markdown
+from moeq.pipeline.plan.candidates import Ask
+from moeq.pipeline.plan.feasible import answer
+from moeq.report.model_card import CardOptions, render
 
 ENGINES = Path(loaders.__file__).parents[1] / "engines"
 
@@ -36,6 +48,66 @@ def test_layouts_that_vllms_kernels_read() -> None:
     assert isinstance(table, ast.Dict)
     named = {ast.literal_eval(key) for key in table.keys if key is not None}
     assert named | {"marlin-act-order/1"} == set(loaders.VLLM_LAYOUTS)
+
+
+def test_versions_of_sglang() -> None:
+    assert ast.literal_eval(assigned(ENGINES / "sglang" / "plugin.py", "ENGINES")) == loaders.SGLANG_VERSIONS
+
+
+class TestSglang:
+    """Held against the engine's own files, where they are at hand."""
+
+    @pytest.fixture
+    def engine(self) -> Path:
+        found = find_spec("sglang")
+        if found is None or found.origin is None or version("sglang") not in loaders.SGLANG_VERSIONS:
+            pytest.skip(f"SGLang {loaders.SGLANG_VERSIONS[0]} is not installed")
+        return Path(found.origin).parent / "srt"
+
+    def test_models(self, engine: Path) -> None:
+        classes = {}
+        for path in (engine / "models").glob("*.py"):
+            text = path.read_text(encoding="utf-8")
+            for name in re.findall(r"^class (\w+)", text, re.MULTILINE):
+                classes[name] = text
+        for name in loaders.SGLANG_MODELS:
+            assert re.search(r"get_moe_impl_class\(|FusedMoE\(", classes[name]), name
+            assert 'add_prefix("experts", prefix)' in classes[name], name
+
+    def test_methods(self, engine: Path) -> None:
+        folder = engine / "layers" / "quantization"
+        text = (folder / "__init__.py").read_text(encoding="utf-8")
+        for name in loaders.SGLANG_METHODS:
+            assert f'"{name}":' in text or name == "gptq"
+        bits, groups = loaders.SGLANG_GPTQ
+        marlin = (folder / "gptq" / "gptq.py").read_text(encoding="utf-8")
+        found = re.findall(r"\((\d), (True|False)\): scalar_types", marlin)
+        assert {(int(width), word) for width, word in found} == {(width, "True") for width in bits}
+        assert tuple(ast.literal_eval(assigned(folder / "marlin_utils.py", "MARLIN_SUPPORTED_GROUP_SIZES"))) == groups
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "options", "loads"),
+    [
+        ("gptq-int4-g32-qwen3moe", {}, {}, True),
+        ("gptq-int4-g32-qwen3moe", {}, {"tp": 2, "ep": 2}, True),
+        ("gptq-int4-g32-qwen3moe", {}, {"ep": 2}, True),
+        ("gptq-int4-g32-qwen3moe", {}, {"ep": 4}, False),  # two attention heads on four ranks
+        ("gptq-int4-g32-qwen3moe", {}, {"batched": True}, False),
+        ("gptq-int4-g32-qwen3moe", {"architectures": ["SomeMoeForCausalLM"]}, {}, False),
+        ("gptq-int4-g128-mixtral", {}, {}, False),  # experts are called `mlp.experts`, which its class does not know
+        ("ct-mxfp4-qwen3moe", {}, {}, True),
+        ("mxfp4-gptoss", {}, {}, True),
+    ],
+)
+def test_where_sglang_is_named(checkpoints: Path, tmp_path: Path, name, changes, options, loads) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(checkpoints / name, source)
+    config = json.loads((source / "config.json").read_text()) | changes
+    (source / "config.json").write_text(json.dumps(config))
+    deployment = moeq.Deployment(gpu=moeq.gpu("H100"), engine="moeq", **options)
+    found = answer(moeq.open(source), Ask(deployment))
+    assert ("sglang" in [loader.name for loader in found.loaders]) == loads
 
 
 def test_models_of_transformers() -> None:
@@ -64,3 +136,21 @@ def test_plain_transformers_stops_at_a_conversion(checkpoints: Path, tmp_path: P
     run[2] = f"import moeq.engines.transformers\n{program}"
     loaded = subprocess.run(run, capture_output=True, text=True, check=False)
     assert loaded.returncode == 0, loaded.stderr
+
+
+def test_the_same_words_before_and_after(checkpoints: Path, tmp_path: Path, capsys) -> None:
+    """What `plan` says is what `moeq.json`, `inspect` of the result and its model card say."""
+    source, out = checkpoints / "ct-int4-g128-qwen3moe", tmp_path / "out"
+
+    def said(*argv: str | Path) -> dict[str, Any]:
+        assert run([*map(str, argv), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    words = said("plan", source, "--gpu", "H100")["loads_in"]
+    assert "SGLang 0.5.23 (moeq's plug-in)" in words
+    assert said("convert", source, out, "--gpu", "H100")["loads_in"] == words
+    assert json.loads((out / "moeq.json").read_text())["loads_in"] == words
+    assert said("inspect", out)["conversion"]["loads_in"] == words
+    card = render(read_manifest(out), CardOptions("a/b", None, 1, None, {}))
+    assert in_markdown(", ".join(words)) in card
+    assert "python -m sglang.launch_server" in card

@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from moeq.checkpoint.families import find_family
 from moeq.deploy.deployment import Deployment
-from moeq.deploy.loaders import VLLM_LAYOUTS, VLLM_VERSIONS, Loader, PlannedLayer, loaders_of
+from moeq.deploy.loaders import (
+    SGLANG_MODELS,
+    VLLM_LAYOUTS,
+    VLLM_VERSIONS,
+    Loader,
+    PlannedLayer,
+    loaders_of,
+    sglang_reads,
+)
 from moeq.layouts.registry import layout_class
 from moeq.model import Checkpoint
 from moeq.oracle.builtin import report_of_layout
@@ -33,10 +42,35 @@ def loaders_of_plan(checkpoint: Checkpoint, ask: Ask, plan: LayerPlan, scheme: S
             own_kernel=_own_kernel(checkpoint, deployment, layer, scheme, layout),
             vllm=tuple(_vllm_versions(checkpoint, deployment, layer, scheme, layout)),
             family=not checkpoint.info.family_from_names,
-            heads=heads_problem(checkpoint, replace(deployment, engine=f"vllm@{VLLM_VERSIONS[0]}")) is None,
+            heads=_heads(checkpoint, deployment),
+            sglang=_sglang(checkpoint, deployment, layer),
             dispatched=deployment.batched or deployment.all2all is not None or deployment.eplb,
         )
     )
+
+
+def _heads(checkpoint: Checkpoint, deployment: Deployment) -> bool:
+    """Whether engines can spread the attention over the tensor-parallel ranks."""
+    return heads_problem(checkpoint, replace(deployment, engine=f"vllm@{VLLM_VERSIONS[0]}")) is None
+
+
+def _sglang(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> bool:
+    """Whether SGLang's class of the model takes its experts as the plug-in expects, on these ranks.
+
+    Its ranks of expert parallelism are those of tensor parallelism (`moe_tp_size` is `tp_size / ep_size`), and its
+    classes know the tensors that are no experts by the family's own names.
+    """
+    info, ranks = checkpoint.info, max(deployment.tp, deployment.ep)
+    family = find_family(info.model_type)
+    if info.architecture not in SGLANG_MODELS or family is None:
+        return False
+    others = any(use.quantized for use in info.modules if use.part != "experts")
+    linear = checkpoint.scheme_of(layer).format if others else None
+    named = checkpoint.expert_prefix(layer).endswith(family.experts)
+    if not named or not sglang_reads(checkpoint.quantization_config or {}, linear):
+        return False
+    divided = deployment.tp in (1, ranks) and deployment.ep in (1, ranks)
+    return divided and _heads(checkpoint, replace(deployment, tp=ranks))
 
 
 def _own_kernel(checkpoint: Checkpoint, deployment: Deployment, layer: int, scheme: Scheme | None, layout: str) -> bool:
