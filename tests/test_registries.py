@@ -13,8 +13,20 @@ from moeq.oracle.records import MoeShape
 from moeq.schemes.registry import DIALECTS
 from moeq_kernels.capabilities import CAPABILITIES
 
-#: What kernels read besides layouts of converted checkpoints: the control of their own tests.
-NOT_CONVERTED = {"unquantized/1"}
+#: What kernels read besides layouts of converted checkpoints: the control of their own tests, and formats as their
+#: checkpoints have them, which no conversion changes.
+NOT_CONVERTED = {
+    "unquantized/1",
+    "nvfp4-identity/1",
+    "fp8-identity/1",
+    "fp8-block-identity/1",
+    "mxfp8-identity/1",
+    "marlin-nvfp4/1",
+    "marlin-nvfp4-fp16/1",
+    "marlin-fp8/1",
+    "marlin-fp8-fp16/1",
+    "marlin-mxfp8/1",
+}
 
 
 def test_kernels_read_layouts_that_exist() -> None:

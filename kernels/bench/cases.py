@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from bench import packing
 from bench.reference import Layer
 from moeq_kernels import PackedExperts, PackedMatrix
-from moeq_kernels.formats import FORMATS
+from moeq_kernels.formats import FORMATS, Format
 from moeq_kernels.records import W13Order
 
 
@@ -20,7 +20,8 @@ from moeq_kernels.records import W13Order
 class Quantised:
     """A stack of random matrices: uint8 codes `[E, N, K]`, scales and zeros `[E, N, G]`, and their values.
 
-    group_index is int64 `[E, K]`, the group of each column, with act-order.
+    group_index is int64 `[E, K]`, the group of each column, with act-order. global_scale is float32 `[E, 2]`, for the
+    first and the second half of N, or `[E]`.
     """
 
     codes: Tensor
@@ -30,6 +31,7 @@ class Quantised:
     group_size: int
     bias: Tensor | None
     group_index: Tensor | None = None
+    global_scale: Tensor | None = None
 
 
 def random_integers(
@@ -88,6 +90,52 @@ def random_mxfp4(shape: tuple[int, int, int], *, generator: torch.Generator, bia
     values = table[codes.int()] * scales.repeat_interleave(32, dim=2)
     vector = (torch.randn(experts, n, generator=generator, device=device) * 0.3).to(torch.bfloat16) if bias else None
     return Quantised(codes, exponents, None, values, 32, vector)
+
+
+def random_nvfp4(
+    shape: tuple[int, int, int], *, generator: torch.Generator, bias: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> Quantised:
+    """Random e2m1 codes, e4m3 scales per 16, one global scale. shape is (E, N, K)."""
+    experts, n, k = shape
+    device = generator.device
+    codes = torch.randint(0, 16, shape, generator=generator, device=device, dtype=torch.uint8)
+    stored = torch.randint(64, 112, (experts, n, k // 16), generator=generator, device=device, dtype=torch.uint8)
+    stored[torch.rand(stored.shape, generator=generator, device=device) < 0.05] = 3  # a subnormal one
+    scales = stored.view(torch.float8_e4m3fn)
+    factor = 0.5 + torch.rand(experts, generator=generator, device=device)
+    whole = (factor / (130 * k**0.5)).float()
+    table = torch.tensor(E2M1, device=device)
+    values = table[codes.int()] * scales.float().repeat_interleave(16, dim=2) * whole[:, None, None]
+    vector = (torch.randn(experts, n, generator=generator, device=device) * 0.3).to(dtype) if bias else None
+    return Quantised(codes, scales, None, values, 16, vector, global_scale=whole)
+
+
+def random_fp8(
+    shape: tuple[int, int, int],
+    group_size: int,
+    *,
+    generator: torch.Generator,
+    block_rows: int = 1,
+    bias: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Quantised:
+    """Random e4m3 codes; one scale for a row (group_size -1) or for block_rows x group_size; e8m0 per 32."""
+    experts, n, k = shape
+    device = generator.device
+    codes = torch.randint(0, 126, shape, generator=generator, device=device, dtype=torch.uint8)
+    codes |= torch.randint(0, 2, shape, generator=generator, device=device, dtype=torch.uint8) << 7
+    group = k if group_size == -1 else group_size
+    blocks = (experts, -(-n // block_rows), -(-k // group))
+    if group_size == 32:
+        low = 127 - 7 - round(math.log2(k**0.5))
+        stored = torch.randint(low - 2, low + 3, blocks, generator=generator, device=device, dtype=torch.uint8)
+        scales = torch.exp2(stored.float() - 127)
+    else:
+        stored = scales = (torch.rand(blocks, generator=generator, device=device) + 0.5) / (130 * k**0.5)
+    wide = scales.repeat_interleave(block_rows, 1)[:, :n].repeat_interleave(group, 2)[:, :, :k]
+    values = codes.view(torch.float8_e4m3fn).float() * wide
+    vector = (torch.randn(experts, n, generator=generator, device=device) * 0.3).to(dtype) if bias else None
+    return Quantised(codes, stored, None, values, group_size, vector)
 
 
 def random_floats(shape: tuple[int, int, int], dtype: torch.dtype, generator: torch.Generator, bias: bool) -> Quantised:
@@ -151,6 +199,37 @@ def _w8a8(m: Quantised) -> dict[str, Tensor | None]:
     return {"weight": (m.codes.int() - 128).to(torch.int8), "scale": m.scales.float()}
 
 
+def _marlin_nvfp4(exponent: int) -> Callable[[Quantised], dict[str, Tensor | None]]:
+    def parts(m: Quantised) -> dict[str, Tensor | None]:
+        assert m.global_scale is not None
+        factor = 2.0 if exponent == 119 else 1.0
+        halves = (m.scales.float() * factor * 2.0**7).half().view(torch.int16) >> 7
+        return {
+            "weight": packing.marlin_weight(m.codes, 4),
+            "scale": packing.marlin_mx_scale(halves.to(torch.uint8)).view(torch.float8_e4m3fn),
+            "global_scale": (m.global_scale * 2.0**exponent / factor)[:, None],
+            "scale_factor": torch.full_like(m.global_scale, factor)[:, None],
+        }
+
+    return parts
+
+
+def _marlin_fp8(exponent: int, dtype: torch.dtype) -> Callable[[Quantised], dict[str, Tensor | None]]:
+    def parts(m: Quantised) -> dict[str, Tensor | None]:
+        rows = -(-m.codes.shape[1] // m.scales.shape[1])
+        wide = m.scales.repeat_interleave(rows, 1)[:, : m.codes.shape[1]]
+        return {
+            "weight": packing.marlin_weight(m.codes, 8),
+            "scale": packing.marlin_scale((wide * 2.0**exponent).to(dtype)),
+        }
+
+    return parts
+
+
+def _stored_fp8(m: Quantised) -> dict[str, Tensor | None]:
+    return {"weight": m.codes.view(torch.float8_e4m3fn), "scale": m.scales}
+
+
 def _float(m: Quantised) -> dict[str, Tensor | None]:
     return {"weight": m.codes}
 
@@ -169,6 +248,22 @@ PARTS: dict[tuple[str, str], Callable[[Quantised], dict[str, Tensor | None]]] = 
     ("mxfp4-identity/1", "e2m1"): lambda m: {"weight": packing.nibbles(m.codes), "scale": m.scales},
     ("triton-kernels-hopper/1", "e2m1"): _hopper(8),
     ("triton-kernels-hopper-w4/1", "e2m1"): _hopper(4),
+    ("marlin-nvfp4/1", "e2m1"): _marlin_nvfp4(119),
+    ("marlin-nvfp4-fp16/1", "e2m1"): _marlin_nvfp4(7),
+    ("marlin-fp8/1", "e4m3"): _marlin_fp8(120, torch.bfloat16),
+    ("marlin-fp8-fp16/1", "e4m3"): _marlin_fp8(8, torch.float16),
+    ("marlin-mxfp8/1", "e4m3"): lambda m: {
+        "weight": packing.marlin_weight(m.codes, 8),
+        "scale": packing.marlin_mx_scale(m.scales),
+    },
+    ("nvfp4-identity/1", "e2m1"): lambda m: {
+        "weight": packing.nibbles(m.codes),
+        "scale": m.scales,
+        "global_scale": m.global_scale,
+    },
+    ("fp8-identity/1", "e4m3"): _stored_fp8,
+    ("fp8-block-identity/1", "e4m3"): _stored_fp8,
+    ("mxfp8-identity/1", "e4m3"): _stored_fp8,
     ("unquantized/1", "bf16"): _float,
     ("unquantized/1", "f16"): _float,
 }
@@ -186,6 +281,7 @@ class Recipe:
         order, activation, limit: as in `reference.Layer`.
         bias: whether there are biases.
         seed: of the random numbers.
+        activation_dtype: as of `PackedMatrix`.
     """
 
     layout: str = "marlin-wna16/1"
@@ -201,6 +297,7 @@ class Recipe:
     limit: float | None = None
     bias: bool = False
     seed: int = 0
+    activation_dtype: str = ""
 
 
 def make_layer(recipe: Recipe, device: torch.device | str = "cpu") -> tuple[PackedExperts, Layer]:
@@ -209,9 +306,10 @@ def make_layer(recipe: Recipe, device: torch.device | str = "cpu") -> tuple[Pack
     rows = recipe.intermediate if recipe.order == "ungated" else 2 * recipe.intermediate
     w13 = _random(recipe, rows, recipe.hidden, generator)
     w2 = _random(recipe, recipe.hidden, recipe.intermediate, generator)
-    packed = PackedExperts(
-        pack(recipe.layout, recipe.element, w13), pack(recipe.layout, recipe.element, w2), recipe.order
+    packed_w13, packed_w2 = (
+        replace(pack(recipe.layout, recipe.element, one), activation_dtype=recipe.activation_dtype) for one in (w13, w2)
     )
+    packed = PackedExperts(packed_w13, packed_w2, recipe.order)
     b13 = None if w13.bias is None else w13.bias.float()
     b2 = None if w2.bias is None else w2.bias.float()
     layer = Layer(w13.values, w2.values, b13, b2, recipe.order, recipe.activation, limit=recipe.limit)
@@ -220,6 +318,13 @@ def make_layer(recipe: Recipe, device: torch.device | str = "cpu") -> tuple[Pack
 
 def _random(recipe: Recipe, n: int, k: int, generator: torch.Generator) -> Quantised:
     shape = (recipe.experts, n, k)
+    fmt = FORMATS[recipe.layout, recipe.element]
+    if recipe.element == "e2m1" and fmt.group_sizes == (16,):
+        return random_nvfp4(shape, generator=generator, bias=recipe.bias, dtype=recipe.dtype)
+    if recipe.element == "e4m3":
+        group = recipe.group_size if recipe.group_size in fmt.group_sizes else fmt.group_sizes[0]
+        options = {"block_rows": fmt.block_rows, "bias": recipe.bias, "dtype": recipe.dtype}
+        return as_stored(random_fp8(shape, group, generator=generator, **options), fmt)
     if recipe.element == "e2m1":
         return random_mxfp4(shape, generator=generator, bias=recipe.bias)
     if recipe.element in ("bf16", "f16"):
@@ -234,6 +339,19 @@ def _random(recipe: Recipe, n: int, k: int, generator: torch.Generator) -> Quant
         generator=generator,
         bias=recipe.bias,
     )
+
+
+def as_stored(matrix: Quantised, fmt: Format) -> Quantised:
+    """The matrix with its scales rounded as a layout with 16-bit scales rounds them."""
+    if fmt.scale_dtypes not in (("bfloat16",), ("float16",)):
+        return matrix
+    dtype: torch.dtype = getattr(torch, fmt.scale_dtypes[0])
+    exponent = int(fmt.scale_kind.removeprefix("float-"))
+    scales = (matrix.scales * 2.0**exponent).to(dtype).float() * 2.0**-exponent
+    group = matrix.codes.shape[2] if matrix.group_size == -1 else matrix.group_size
+    wide = scales.repeat_interleave(group, 2)[:, :, : matrix.codes.shape[2]]
+    values = matrix.codes.view(torch.float8_e4m3fn).float() * wide
+    return replace(matrix, scales=scales, values=values)
 
 
 @dataclass(frozen=True)

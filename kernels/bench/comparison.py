@@ -58,6 +58,7 @@ def compare(
     )
     ids = routed.ids if expert_map is None else expert_map[routed.ids.long()]
     int8 = find_format(packed.w13.layout, packed.w13.element).int8_activations
+    fp8 = packed.w13.group_size if packed.w13.activation_dtype == "fp8" else None
     truth = moe(routed.x, layer, routed.weights, ids, weight_on_input=weight_on_input)
     plain = moe(
         routed.x,
@@ -67,6 +68,7 @@ def compare(
         dtype=routed.x.dtype,
         weight_on_input=weight_on_input,
         int8_activations=int8,
+        fp8_groups=fp8,
     )
     assert y.shape == routed.x.shape
     assert y.dtype == routed.x.dtype

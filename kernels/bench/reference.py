@@ -65,16 +65,20 @@ def moe(
     dtype: torch.dtype | None = None,
     weight_on_input: bool = False,
     int8_activations: bool = False,
+    fp8_groups: int | None = None,
 ) -> Tensor:
     """`[M, H]` float32 result for x `[M, H]`, weights and ids `[M, k]` (ids outside 0 .. E - 1 are skipped).
 
     With `dtype` None every step is float32 (the truth). With a 16-bit dtype it is what a 16-bit implementation on
     dequantised weights does: weights rounded to dtype, products of 16-bit values accumulated in float32, the
     activation's result and the final result rounded to dtype. With `int8_activations` both products take rows
-    quantised to int8 (scale = max |row| / 127, to nearest even) times exact weights.
+    quantised to int8 (scale = max |row| / 127, to nearest even) times exact weights; with `fp8_groups` to e4m3 (scale =
+    max / 448), in groups of so many columns, or the whole row where it is -1.
     """
 
     def product(rows: Tensor, matrix: Tensor) -> Tensor:
+        if fp8_groups is not None:
+            return (e4m3_rows(rows, fp8_groups).double() @ matrix.T.double()).float()
         if not int8_activations:
             return rows @ rounded(matrix).T
         top = rows.abs().amax(dim=1, keepdim=True)
@@ -100,6 +104,16 @@ def moe(
         out = out if layer.b2 is None else out + layer.b2[expert]
         y.index_add_(0, rows, out if weight_on_input else out * factor)
     return rounded(y)
+
+
+def e4m3_rows(rows: Tensor, group: int) -> Tensor:
+    """float32 rows as their e4m3 codes and scales (max |x| / 448 of each group of columns) give them back."""
+    found = []
+    for part in rows.float().split(rows.shape[1] if group == -1 else group, dim=1):
+        top = part.abs().amax(dim=1, keepdim=True)
+        scale = torch.where(top > 0, top / torch.full_like(top, 448.0), 1.0)
+        found.append((part / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale)
+    return torch.cat(found, dim=1)
 
 
 def relative_error(actual: Tensor, truth: Tensor) -> float:

@@ -19,6 +19,8 @@ class Capability:
         act_order: whether columns are permuted (act-order).
         dtypes: torch dtype names of the activations.
         int8_activations: whether activations are quantised to int8 per token on the way.
+        fp8_activations: whether they are quantised to e4m3, per token or per token and group of the weights, where
+            `PackedMatrix.activation_dtype` asks for it.
         n_multiple, k_multiple: what stored output features (per half for gate and up) and input features must be
             multiples of.
         biases: whether expert biases are added.
@@ -39,6 +41,7 @@ class Capability:
     act_order: bool
     dtypes: tuple[str, ...]
     int8_activations: bool
+    fp8_activations: bool
     n_multiple: int
     k_multiple: int
     biases: bool = True
@@ -63,6 +66,7 @@ def _capability(layout: str) -> Capability:
         act_order=first.act_order,
         dtypes=tuple(dict.fromkeys(dtype for entry in entries for dtype in entry.dtypes)),
         int8_activations=first.int8_activations,
+        fp8_activations=first.fp8_activations,
         n_multiple=max(entry.n_multiple for entry in entries),
         k_multiple=max(entry.k_multiple for entry in entries),
     )

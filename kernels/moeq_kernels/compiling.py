@@ -42,6 +42,7 @@ _TYPES = {
     "int16": "i16",
     "int8": "i8",
     "uint8": "u8",
+    "float8_e4m3fn": "fp8e4nv",
 }
 
 

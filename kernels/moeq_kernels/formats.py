@@ -23,7 +23,7 @@ class Format:
         layout: layout id.
         element: element of `PackedMatrix.element`.
         codec: reader of `device.codecs`.
-        kind: element kind of `device.scales.weight_tile`: `uint4`, `uint8`, `e2m1`, `int8` or `float`.
+        kind: element kind of `device.scales.weight_tile`: `uint4`, `uint8`, `e2m1`, `e4m3`, `int8` or `float`.
         weight_shape: shape of one packed expert from (n, k), in elements of `weight_dtype`.
         weight_dtype: torch dtype name of the packed weights.
         group_order: order of group scales, or None where the format has none.
@@ -37,6 +37,11 @@ class Format:
         n_multiple, k_multiple: what n (per half, for gate and up) and k must be multiples of.
         dtypes: dtypes of x.
         int8_activations: whether rows of x are quantised to int8 on the way.
+        fp8_activations: whether they may be quantised to e4m3 (`PackedMatrix.activation_dtype`).
+        scale_kind: what a stored scale stands for, see `device.scales.scale_to_float`.
+        block_rows: output features that share a scale.
+        global_exponent: the stored global scale is 2 to so many times what multiplies the matrix.
+        global_scale: `optional`, `required`, or `instead` where it may take the place of scales.
     """
 
     layout: str
@@ -56,12 +61,18 @@ class Format:
     k_multiple: int = 1
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
     int8_activations: bool = False
+    fp8_activations: bool = False
+    scale_kind: str = "float"
+    block_rows: int = 1
+    global_exponent: int = 0
+    global_scale: str = "optional"
 
     def scale_shape(self, order: str, n: int, groups: int) -> Shape:
         """Shape of the scales of one packed expert in that order."""
         columns = 32 * (-(-groups // 4) * 4)
         shapes = {
             "rows": (n, groups),
+            "blocks": (-(-n // max(1, self.block_rows)), groups),
             "hopper-mx8": (-(-n // 256) * 8, columns),
             "hopper-mx4": (-(-n // 128) * 4, columns),
         }
@@ -80,6 +91,8 @@ class Format:
 
 
 _FLOATS = ("bfloat16", "float16", "float32")
+_E4M3 = ("float8_e4m3fn", "uint8")
+_E8M0 = ("uint8",)
 _GROUPS = (16, 32, 64, 128, 256, -1)
 
 
@@ -115,12 +128,13 @@ def _mxfp4(layout: str, codec: str, weight_shape: ShapeOf, order: str, multiples
         weight_dtype="int32" if marlin else "uint8",
         group_order=order,
         single_order="marlin-mx-single" if marlin else order,
-        scale_dtypes=("uint8",),
+        scale_dtypes=_E8M0,
         group_sizes=(32,),
         bias_single=marlin,
         n_multiple=multiples[0],
         k_multiple=multiples[1],
         dtypes=("bfloat16",),  # e8m0 scales span the range of bfloat16, not that of float16
+        scale_kind="e8m0",
     )
 
 
@@ -140,6 +154,58 @@ def _plain(layout: str, element: str, codec: str, kind: str, per_byte: int) -> F
         n_multiple=per_byte,
         k_multiple=per_byte,
         int8_activations=kind == "int8",
+    )
+
+
+def _marlin_float(
+    layout: str, element: str, group_sizes: tuple[int, ...], scale_kind: str, dtype: str, global_exponent: int = 0
+) -> Format:
+    """NVFP4, FP8 and MXFP8 in Marlin's order, as vLLM 0.33 prepares them for parameters of `dtype`."""
+    bytes_as_scales = scale_kind in ("s0e5m3", "e8m0")
+    words = 2 if element == "e2m1" else 4
+    return Format(
+        layout=layout,
+        element=element,
+        codec="marlin4" if element == "e2m1" else "marlin8",
+        kind=element,
+        weight_shape=lambda n, k: (k // 16, n * words),
+        weight_dtype="int32",
+        group_order="marlin-mx" if bytes_as_scales else "marlin-group",
+        single_order="marlin-mx-single" if bytes_as_scales else "marlin-single",
+        scale_dtypes={"s0e5m3": _E4M3, "e8m0": _E8M0}.get(scale_kind, (dtype,)),
+        group_sizes=group_sizes,
+        bias_single=True,
+        n_multiple=64,
+        k_multiple=max(16, *group_sizes) if element == "e2m1" or scale_kind == "e8m0" else 16,
+        dtypes=(dtype,),
+        fp8_activations=element == "e4m3" and not bytes_as_scales,
+        scale_kind=scale_kind,
+        global_exponent=global_exponent,
+        global_scale="required" if global_exponent else "optional",
+    )
+
+
+def _identity(layout: str, element: str, order: str, group_sizes: tuple[int, ...], scale_kind: str) -> Format:
+    """NVFP4, FP8 and MXFP8 as checkpoints have them, experts stacked."""
+    per_byte = 2 if element == "e2m1" else 1
+    return Format(
+        layout=layout,
+        element=element,
+        codec="nibbles" if element == "e2m1" else "rows",
+        kind=element,
+        weight_shape=lambda n, k: (n, k // per_byte),
+        weight_dtype="uint8" if element == "e2m1" else "float8_e4m3fn",
+        group_order=order if group_sizes != (-1,) else None,
+        single_order=order,
+        scale_dtypes={"e4m3": _E4M3, "e8m0": _E8M0}.get(scale_kind, _FLOATS),
+        group_sizes=group_sizes,
+        n_multiple=1,
+        k_multiple=group_sizes[0] if scale_kind != "float" else 1,
+        dtypes=("bfloat16",) if scale_kind == "e8m0" else ("bfloat16", "float16"),
+        fp8_activations=scale_kind == "float",
+        scale_kind=scale_kind,
+        block_rows=128 if order == "blocks" else 1,
+        global_scale="required" if scale_kind == "e4m3" else "instead" if group_sizes == (-1,) else "optional",
     )
 
 
@@ -180,6 +246,15 @@ _TABLE = (
     _mxfp4("mxfp4-identity/1", "nibbles", lambda n, k: (n, k // 2), "rows", (1, 32)),
     _mxfp4("triton-kernels-hopper/1", "hopper4", _hopper_bytes, "hopper-mx8", (16, 64)),
     _mxfp4("triton-kernels-hopper-w4/1", "hopper4", _hopper_bytes, "hopper-mx4", (16, 64)),
+    _marlin_float("marlin-nvfp4/1", "e2m1", (16,), "s0e5m3", "bfloat16", 119),
+    _marlin_float("marlin-nvfp4-fp16/1", "e2m1", (16,), "s0e5m3", "float16", 7),
+    _marlin_float("marlin-fp8/1", "e4m3", (128, -1), "float-120", "bfloat16"),
+    _marlin_float("marlin-fp8-fp16/1", "e4m3", (128, -1), "float-8", "float16"),
+    _marlin_float("marlin-mxfp8/1", "e4m3", (32,), "e8m0", "bfloat16"),
+    _identity("nvfp4-identity/1", "e2m1", "rows", (16,), "e4m3"),
+    _identity("fp8-identity/1", "e4m3", "rows", (-1,), "float"),
+    _identity("fp8-block-identity/1", "e4m3", "blocks", (128,), "float"),
+    _identity("mxfp8-identity/1", "e4m3", "rows", (32,), "e8m0"),
     _unquantized("bf16", "bfloat16"),
     _unquantized("f16", "float16"),
 )

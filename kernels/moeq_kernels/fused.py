@@ -37,6 +37,7 @@ def fused_moe(
     limit: float | None = None,
     expert_map: Tensor | None = None,
     router_weight_on_input: bool = False,
+    activation_dtype: str | None = None,
     blocks: Blocks | None = None,
 ) -> Tensor:
     """y[t] = sum over i of topk_weights[t, i] * down(activation(gate, up))(x[t]) with expert topk_ids[t, i].
@@ -55,6 +56,8 @@ def fused_moe(
             rank (expert parallelism). Choices of absent experts contribute nothing.
         router_weight_on_input: multiply the gate and up products (before bias and activation) by the router weight
             instead of the output.
+        activation_dtype: `fp8` to quantise rows of x, and of the activation's results, to e4m3 on the way; as of
+            `prepare`.
         blocks: tile sizes of the portable kernels, where the default choice (on a Hopper GPU: the Hopper kernels, see
             `explain`) should not be used.
 
@@ -68,6 +71,7 @@ def fused_moe(
         KernelEnvironmentError: no triton, or CPU tensors without the interpreter.
     """
     check_routing(x, topk_weights, topk_ids)
+    experts = experts.quantising(activation_dtype)
     epilogue = epilogue_of(experts, activation, alpha, beta, limit, router_weight_on_input)
     if expert_map is not None:
         check_map(expert_map, x.device)

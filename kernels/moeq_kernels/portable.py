@@ -10,6 +10,7 @@ import torch
 from moeq_kernels.areas import Area, Arena
 from moeq_kernels.epilogue import PLAIN, Epilogue
 from moeq_kernels.formats import Format, find_format
+from moeq_kernels.gpu import Gpu
 from moeq_kernels.launch import Argument, Launch, triton_dtype
 from moeq_kernels.problem import Piece, Problem
 from moeq_kernels.records import PackedMatrix
@@ -41,7 +42,8 @@ def plan_for(problem: Problem, tokens: int) -> Blocks:
     pairs = tokens * problem.top_k
     rows = pairs / max(1, problem.experts)
     fmt = find_format(problem.w13.layout, problem.w13.element)
-    blocks = choose_blocks(rows, fmt, shared=problem.gpu.shared_bytes, interpret=problem.interpret)
+    fp8 = fp8_products(problem.gpu, problem.interpret) if problem.w13.activation_dtype else ""
+    blocks = choose_blocks(rows, fmt, shared=problem.gpu.shared_bytes, interpret=problem.interpret, fp8=fp8)
     if fmt.kind != "int8" or problem.interpret:
         return blocks
     # Few tiles are made narrower, until every multiprocessor has one.
@@ -71,6 +73,15 @@ def product(
 ) -> list[Launch]:
     """out[row] = epilogue(x of row @ W[expert of row].T) for the rows of the tiles."""
     fmt = find_format(matrix.layout, matrix.element)
+    if matrix.activation_dtype == "fp8":
+        groups = matrix.num_groups
+        if groups > 1:  # a step of k lies in one group
+            blocks = replace(blocks, k=min(blocks.k, matrix.group_size))
+        native = fp8_products(problem.gpu, problem.interpret) == "native"
+        codes = arena.take(torch.float8_e4m3fn if native else torch.bfloat16, *rows.x.shape)
+        scales = arena.take(torch.float32, rows.x.shape[0], groups)
+        quantised = _quantize_e4m3(problem, matrix, rows.x, codes, scales)
+        return [quantised, _gemm(problem, matrix, fmt, epilogue, rows, codes, scales, out, blocks)]
     if not fmt.int8_activations:
         return [_gemm(problem, matrix, fmt, epilogue, rows, rows.x, None, out, blocks)]
     codes = arena.take(torch.int8, *rows.x.shape)
@@ -83,16 +94,16 @@ def _gemm(
     problem: Problem, matrix: PackedMatrix, fmt: Format, epilogue: Epilogue, rows: Rows, x: Area, x_scale: Area | None,
     out: Area, blocks: Blocks,
 ) -> Launch:  # fmt: skip
-    """The launch of `moe_gemm`; x are the rows, or their int8 codes with x_scale."""
+    """The launch of `moe_gemm`; x are the rows, or their int8 or e4m3 codes with x_scale."""
     kind = "plain" if not epilogue.gated else "interleaved" if epilogue.interleaved else "halves"
     columns = -(-(matrix.n // 2 if kind == "halves" else matrix.n) // blocks.n)
     weight: Area = matrix.weight
-    words = weight.cast(torch.int32) if fmt.codec == "hopper4" else weight
+    words = weight.cast(torch.int32) if fmt.codec == "hopper4" else as_bytes(weight)
     arguments: dict[str, Argument] = {
         "x": x,
         "x_scale": x_scale,
         "w": words,
-        "scale": matrix.scale,
+        "scale": None if matrix.scale is None else as_bytes(matrix.scale),
         "zero": matrix.zero,
         "bias": matrix.bias,
         "global_scale": matrix.global_scale,
@@ -114,6 +125,9 @@ def _gemm(
         "K_X": min(x.shape[1], matrix.k),
         "N_OUT": out.shape[1],
         **reading(matrix, fmt, blocks),
+        "GLOBALS": 1 if matrix.global_scale is None else matrix.global_scale.numel() // matrix.num_experts,
+        "GLOBAL_UNIT": 2.0**-fmt.global_exponent,
+        "FP8": fp8_products(problem.gpu, problem.interpret) if matrix.activation_dtype else "",
         "EPILOGUE": kind,
         "ACTIVATION": epilogue.activation,
         "ALPHA": epilogue.alpha,
@@ -131,6 +145,17 @@ def _gemm(
     }
     options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages, **problem.after}
     return Launch("device.gemm:moe_gemm", (rows.tiles.shape[0] * columns,), arguments, constants, options)
+
+
+def as_bytes(area: Area) -> Area:
+    """The area, 8-bit floats as bytes: kernels decode them on GPUs that know no such type, too."""
+    return area.cast(torch.uint8) if area.dtype.is_floating_point and area.itemsize == 1 else area
+
+
+def fp8_products(gpu: Gpu, interpret: bool) -> str:
+    """How products of e4m3 codes are made: `native` where tensor cores multiply e4m3fn, else `decoded`."""
+    native = gpu.capability >= (8, 9) or gpu.arch == "gfx950"  # gfx942 has e4m3fnuz
+    return "native" if native and not interpret else "decoded"
 
 
 def reading(matrix: PackedMatrix, fmt: Format, blocks: Blocks) -> dict[str, Any]:
@@ -154,6 +179,7 @@ def reading(matrix: PackedMatrix, fmt: Format, blocks: Blocks) -> dict[str, Any]
         "ELEMENT": fmt.kind,
         "ORDER": order or "none",
         "STRIDE": 1 if matrix.scale is None else matrix.scale.shape[-1],
+        "SCALE": fmt.scale_kind,
         "CHANNELWISE": channelwise,
         "BIAS_SINGLE": fmt.bias_single,
     }
@@ -175,3 +201,22 @@ def quantize_launch(
     constants = {"K": x.shape[1], "BLOCK": block, "INTERPRET": interpret, "DEPENDENT": dependent}
     options = {"num_warps": 4, "num_stages": 2} | ({"launch_pdl": True} if dependent else {})
     return Launch("device.gemm:quantize_rows", (x.shape[0],), arguments, constants, options)
+
+
+def _quantize_e4m3(problem: Problem, matrix: PackedMatrix, x: Area, codes: Area, scales: Area) -> Launch:
+    """e4m3 codes `[R, K]` and float32 scales `[R, G]` of the rows of x, in the groups of the weights."""
+    columns, groups = x.shape[1], matrix.num_groups
+    group = columns if groups == 1 else matrix.group_size
+    block = min(4096, next_power_of_two(group))
+    arguments: dict[str, Argument] = {
+        "x": x,
+        "q": as_bytes(codes),
+        "scales": scales,
+        "static_scale": matrix.input_scale,
+        "stride_x": x.strides[0],
+        "stride_q": codes.strides[0],
+    }
+    constants = {"K": columns, "G": groups, "GROUP": group, "BLOCK": block}
+    constants |= {"DEPENDENT": problem.dependent, "INTERPRET": problem.interpret}
+    options = {"num_warps": 1 if block <= 128 else 4, "num_stages": 2, **problem.after}
+    return Launch("device.gemm:quantize_rows_e4m3", (x.shape[0], groups), arguments, constants, options)

@@ -199,6 +199,9 @@ class PreparedLayer:
         group = "one scale a channel" if first.channelwise else f"groups of {first.group_size}"
         dtype = str(problem.dtype).removeprefix("torch.")
         layer = f"{problem.experts} experts, top {problem.top_k}, {features}, {first.layout} {first.element}, {group}"
+        if first.activation_dtype:
+            native = portable.fp8_products(problem.gpu, problem.interpret) == "native"
+            dtype += " as e4m3" + ("" if native else " (multiplied in bfloat16)")
         text = f"{layer}, {dtype}, {problem.gpu.name}: {self.family} kernels"
         return text if self.reason is None else f"{text}, because {self.reason}"
 
@@ -403,6 +406,7 @@ def prepare(
     hidden_size: int | None = None,
     num_experts: int | None = None,
     router_weight_on_input: bool = False,
+    activation_dtype: str | None = None,
     portable: bool = False,
     gpu: str | None = None,
     warm: bool = False,
@@ -417,6 +421,8 @@ def prepare(
         dtype: of x and y, bfloat16 or float16.
         hidden_size: features of x; by default those of the packed w13, padding included.
         num_experts: experts that topk_ids may name, where calls bring an expert_map (expert parallelism).
+        activation_dtype: `fp8` to quantise rows of x to e4m3 on the way, "" not to, None for what the experts say
+            (`PackedMatrix.activation_dtype`).
         portable: use kernels for any GPU also where the Hopper ones could run.
         gpu: a name of `moeq_kernels.gpu.GPUS` for experts on `meta`.
         warm: compile (in parallel) and load all kernels for 1 to max_tokens tokens now, so that no call does.
@@ -426,6 +432,7 @@ def prepare(
     require(top_k >= 1, f"top_k is {top_k}; it must be at least 1")
     require(max_tokens >= 0, f"max_tokens is {max_tokens}; it must not be negative")
     hidden = experts.w13.k if hidden_size is None else hidden_size
+    experts = experts.quantising(activation_dtype)
     x = torch.empty(0, hidden, dtype=dtype, device=experts.w13.weight.device)
     epilogue = epilogue_of(experts, activation, alpha, beta, limit, router_weight_on_input)
     layer = prepare_for(x, experts, top_k, max_tokens, epilogue, num_experts, portable=portable, gpu=gpu)

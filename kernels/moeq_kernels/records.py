@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -20,16 +20,22 @@ class PackedMatrix:
         weight: packed codes `[E, ...]`, shape and dtype as the layout says.
         n: output features as stored, padding included (`w13`: gate and up together).
         k: input features as stored, padding included.
-        element: type of a code: `int4`, `int8`, `e2m1`, or `bf16` / `f16` where weights are not quantised.
+        element: type of a code: `int4`, `int8`, `e2m1`, `e4m3`, or `bf16` / `f16` where weights are not quantised.
         group_size: codes along `k` that share a scale; `k` (or anything larger, or -1) means one per output feature.
-        scale: scales `[E, ...]` in the layout's order, or None for unquantised weights.
+        scale: scales `[E, ...]` in the layout's order, or None for unquantised weights and where there is only a
+            global scale (FP8 with one scale per tensor).
         zero: packed zero points `[E, ...]`, or None where the code's midpoint is zero.
         bias: `[E, n]` in the layout's order, or None.
         permutation: int32 `[E, k]`: row `i` of the packed matrix multiplies input column `permutation[e, i]`
             (act-order); None for the identity.
         group_index: int32 `[E, k]`, scale group of each packed row, where groups are not `row // group_size`.
-        global_scale: float32 `[E]` multiplying the whole matrix, or None.
-        input_scale: float32 `[1]` static activation scale for int8 activations; None quantises each row on its own.
+        global_scale: float32 multiplying the whole matrix, `[E]` or `[E, 1]`, or `[E, 2]` for the first and the second
+            half of the rows (gate and up), or None.
+        input_scale: float32 `[1]` static activation scale for int8 and e4m3 activations; None quantises each row on
+            its own.
+        scale_factor: what `marlin-nvfp4` multiplied scales with; kernels do not need it.
+        activation_dtype: `fp8` where rows of x are quantised to e4m3 on the way: with one scale for a row, or one for
+            each group of the row where weights have groups; empty for activations of 16 bits (or as the layout says).
     """
 
     layout: str
@@ -45,6 +51,8 @@ class PackedMatrix:
     group_index: Tensor | None = None
     global_scale: Tensor | None = None
     input_scale: Tensor | None = None
+    scale_factor: Tensor | None = None
+    activation_dtype: str = ""
 
     @property
     def channelwise(self) -> bool:
@@ -85,3 +93,10 @@ class PackedExperts:
     def intermediate_size(self) -> int:
         """Intermediate features as stored, padding included."""
         return self.w13.n if self.w13_order == "ungated" else self.w13.n // 2
+
+    def quantising(self, activation_dtype: str | None) -> PackedExperts:
+        """The experts with another `PackedMatrix.activation_dtype`; None leaves it as it is."""
+        if activation_dtype is None:
+            return self
+        w13, w2 = (replace(one, activation_dtype=activation_dtype) for one in (self.w13, self.w2))
+        return replace(self, w13=w13, w2=w2)

@@ -26,7 +26,9 @@ def next_power_of_two(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
 
-def choose_blocks(rows_per_expert: float, fmt: Format, *, shared: int = 227 * 1024, interpret: bool) -> Blocks:
+def choose_blocks(
+    rows_per_expert: float, fmt: Format, *, shared: int = 227 * 1024, interpret: bool, fp8: str = ""
+) -> Blocks:
     """Blocks for that average number of rows per expert, on a GPU with `shared` bytes of shared memory per block.
 
     The interpreter pays per operation, not per element: it gets few, large tiles.
@@ -41,6 +43,9 @@ def choose_blocks(rows_per_expert: float, fmt: Format, *, shared: int = 227 * 10
         large = shared > 200 * 1024  # elsewhere tiles of 128 rows spill
         m = 128 if large and rows_per_expert > 64 else m
         return Blocks(m, 128, 128, num_warps=8, num_stages=3 if large else 2)
+    if fp8:  # a step lies in a group of the weights; its sum is a second accumulator
+        k = 128 if fp8 == "native" else 64
+        return Blocks(m, 64, k, num_warps=4 if m <= 32 else 8, num_stages=3 if shared > 100 * 1024 else 2)
     if m <= 32:
         return Blocks(m, 64, 64, num_warps=4, num_stages=3)
     # These take the most registers: wider tiles spill on sm_100 (e2m1 with triton 3.9, bytes with 3.7).

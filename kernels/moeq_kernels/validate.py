@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moeq_kernels.epilogue import Epilogue
 from moeq_kernels.errors import KernelArgumentError, KernelEnvironmentError, KernelUnsupportedError
-from moeq_kernels.formats import ACTIVATIONS, UNGATED_ACTIVATIONS, Format, find_format
+from moeq_kernels.formats import ACTIVATIONS, FORMATS, UNGATED_ACTIVATIONS, Format, find_format
 from moeq_kernels.records import PackedExperts, PackedMatrix
 
 
@@ -107,14 +107,20 @@ def check_matrix(name: str, x: Tensor, matrix: PackedMatrix, halves: int) -> For
         n % (fmt.n_multiple * halves) == 0 and k % fmt.k_multiple == 0,
         f"{name} is n = {n}, k = {k}; {kind} needs n a multiple of {fmt.n_multiple * halves} and k of {fmt.k_multiple}",
     )
-    _check_tensor(f"{name}.weight", x, matrix.weight, (experts, *fmt.weight_shape(n, k)), (fmt.weight_dtype,))
+    require(
+        halves == 1 or (n // 2) % fmt.block_rows == 0,
+        f"{name} is n = {n}; halves of {n // 2} rows share a block of {fmt.block_rows} rows",
+        "pad the intermediate size to a multiple of the block",
+    )
+    dtypes = ("float8_e4m3fn", "uint8") if fmt.weight_dtype == "float8_e4m3fn" else (fmt.weight_dtype,)
+    _check_tensor(f"{name}.weight", x, matrix.weight, (experts, *fmt.weight_shape(n, k)), dtypes)
     if not matrix.channelwise and matrix.group_size not in fmt.group_sizes:
         raise KernelUnsupportedError(
             f"{name} has groups of {matrix.group_size}; {kind} kernels read {', '.join(map(str, fmt.group_sizes))}"
         )
     if fmt.group_order is None and fmt.single_order is None:
         require(matrix.scale is None, f"{name}.scale is given, but {kind} weights have no scales")
-    else:
+    elif fmt.global_scale != "instead" or matrix.scale is not None or matrix.global_scale is None:
         require(matrix.scale is not None, f"{name}.scale is missing; {kind} weights need scales")
         _check_scale(name, x, matrix, fmt)
     require(matrix.zero is None or fmt.zero_points, f"{name}.zero is given, but {kind} has no zero points")
@@ -131,15 +137,36 @@ def check_matrix(name: str, x: Tensor, matrix: PackedMatrix, halves: int) -> For
         not fmt.act_order or (matrix.permutation is not None and matrix.group_index is not None),
         f"{name}.permutation or {name}.group_index is missing; {kind} weights need both",
     )
-    if matrix.global_scale is not None:
-        _check_tensor(f"{name}.global_scale", x, matrix.global_scale, (experts,), ("float32",))
+    _check_second_scales(name, x, matrix, fmt)
+    return fmt
+
+
+def _check_second_scales(name: str, x: Tensor, matrix: PackedMatrix, fmt: Format) -> None:
+    """The global scale, and what rows of x are quantised to."""
+    kind, experts = f"{fmt.layout} {fmt.element}", matrix.num_experts
     require(
-        matrix.input_scale is None or fmt.int8_activations,
+        fmt.global_scale != "required" or matrix.global_scale is not None,
+        f"{name}.global_scale is missing; {kind} weights need one",
+    )
+    if matrix.global_scale is not None:
+        found = tuple(matrix.global_scale.shape)
+        shares = 2 if found == (experts, 2) and matrix.n % 2 == 0 else 1
+        shape = (experts,) if len(found) == 1 else (experts, shares)
+        _check_tensor(f"{name}.global_scale", x, matrix.global_scale, shape, ("float32",))
+    asked = matrix.activation_dtype
+    require(asked in ("", "fp8"), f"unknown activation_dtype '{asked}' of {name}", "known: fp8, or nothing")
+    if asked and not fmt.fp8_activations:
+        readable = ", ".join(layout for (layout, _), one in FORMATS.items() if one.fp8_activations)
+        raise KernelUnsupportedError(
+            f"{name} asks for {asked} activations, which {kind} kernels do not have", f"layouts that do: {readable}"
+        )
+    quantises = fmt.int8_activations or asked == "fp8"
+    require(
+        matrix.input_scale is None or quantises,
         f"{name}.input_scale is given, but {kind} does not quantise activations",
     )
     if matrix.input_scale is not None:
         _check_tensor(f"{name}.input_scale", x, matrix.input_scale, (1,), ("float32",))
-    return fmt
 
 
 def _check_scale(name: str, x: Tensor, matrix: PackedMatrix, fmt: Format) -> None:

@@ -34,7 +34,10 @@ def row_order(layout: str) -> Literal["gate-up", "interleaved"]:
 
 
 def kernel_experts(
-    layout: str, specs: Mapping[StackedRole, MatrixSpec], tensors: Mapping[StackedRole, Mapping[str, Tensor]]
+    layout: str,
+    specs: Mapping[StackedRole, MatrixSpec],
+    tensors: Mapping[StackedRole, Mapping[str, Tensor]],
+    activation_dtype: str = "",
 ) -> PackedExperts:
     """Stacked tensors as the kernels take them.
 
@@ -42,6 +45,7 @@ def kernel_experts(
         layout: layout id.
         specs: `w13` and `w2` as stored, padding included.
         tensors: their parts by name, `[experts, ...]` each.
+        activation_dtype: `fp8` where kernels are to quantise activations to e4m3 on the way.
 
     Raises:
         MoeqError: `answer.no-kernel` where up rows come before gate rows.
@@ -56,6 +60,7 @@ def kernel_experts(
             k=specs[role].k,
             element=specs[role].element,
             group_size=specs[role].group_size,
+            activation_dtype=activation_dtype,
             **tensors[role],
         )
         for role in ("w13", "w2")

@@ -22,7 +22,8 @@ def test_one_record_per_layout() -> None:
 def test_every_claimed_group_size_runs(capability, device: torch.device) -> None:
     for element in capability.elements[:1]:
         for group in capability.group_sizes or (-1,):
-            recipe = Recipe(capability.layout, element, experts=2, hidden=256, intermediate=256, group_size=group)
-            packed, layer = make_layer(recipe, device)
-            result = compare(packed, layer, route(2, 256, 2, 1, device=device))
+            dtype: torch.dtype = getattr(torch, capability.dtypes[0])
+            sizes = {"experts": 2, "hidden": 256, "intermediate": 256, "group_size": group}
+            packed, layer = make_layer(Recipe(capability.layout, element, dtype=dtype, **sizes), device)
+            result = compare(packed, layer, route(2, 256, 2, 1, dtype=dtype, device=device))
             assert result.passed, f"groups of {group}: {result.ratio:.2f} times the error of 16-bit products"

@@ -7,7 +7,17 @@ import dataclasses
 import pytest
 import torch
 
-from bench.cases import Quantised, pack, random_floats, random_integers, random_mxfp4, route
+from bench.cases import (
+    Quantised,
+    as_stored,
+    pack,
+    random_floats,
+    random_fp8,
+    random_integers,
+    random_mxfp4,
+    random_nvfp4,
+    route,
+)
 from bench.comparison import compare
 from bench.reference import Layer
 from moeq.layouts.registry import LAYOUTS, get_layout
@@ -17,7 +27,8 @@ from moeq_kernels.formats import FORMATS
 
 SHARED = [key for key in FORMATS if key[0] in LAYOUTS]
 EXPERTS, HIDDEN, INTERMEDIATE = 3, 128, 128
-SCALE_DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32", torch.uint8: "e8m0"}
+SCALE_DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32", torch.uint8: "e8m0", torch.float8_e4m3fn: "e4m3"}
+BIAS_DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 CASES = [(layout, element, False) for layout, element in SHARED]
 CASES += [(layout, element, True) for layout, element in SHARED if FORMATS[layout, element].zero_points]
@@ -26,6 +37,13 @@ CASES += [(layout, element, True) for layout, element in SHARED if FORMATS[layou
 def random_matrix(key: tuple[str, str], n: int, k: int, zero_points: bool) -> Quantised:
     generator = torch.Generator().manual_seed(n)
     shape = (EXPERTS, n, k)
+    fmt = FORMATS[key]
+    dtype: torch.dtype = getattr(torch, fmt.dtypes[0])
+    if key[1] == "e2m1" and fmt.group_sizes == (16,):
+        return random_nvfp4(shape, generator=generator, bias=True, dtype=dtype)
+    if key[1] == "e4m3":
+        made = random_fp8(shape, fmt.group_sizes[0], generator=generator, bias=True, dtype=dtype)
+        return as_stored(made, fmt)
     if key[1] == "e2m1":
         return random_mxfp4(shape, generator=generator, bias=True)
     if key[1] in ("bf16", "f16"):
@@ -48,7 +66,7 @@ def spec_of(matrix: Quantised, element: str, role: Role, bias: bool) -> MatrixSp
         scale_dtype=SCALE_DTYPES[matrix.scales.dtype],
         symmetric=matrix.zeros is None,
         act_order=matrix.group_index is not None,
-        bias_dtype="bf16" if bias else None,
+        bias_dtype=BIAS_DTYPES[matrix.bias.dtype] if bias and matrix.bias is not None else None,
     )
 
 
@@ -67,6 +85,7 @@ def packed_by_moeq(layout_id: str, spec: MatrixSpec, matrix: Quantised) -> Packe
                 scales=matrix.scales[expert],
                 zeros=None if matrix.zeros is None else matrix.zeros[expert].to(torch.int16),
                 group_index=None if matrix.group_index is None else matrix.group_index[expert].to(torch.int32),
+                global_scale=None if matrix.global_scale is None else matrix.global_scale[expert].expand(spec.n),
                 bias=of(matrix.bias, expert) if spec.bias_dtype else None,
             )
         )
@@ -97,7 +116,8 @@ def test_a_layer_packed_by_moeq(layout: str, element: str, zero_points: bool, de
     )
     b13, b2 = (m.bias.float().to(device) if bias else None for m in (w13, w2))
     layer = Layer(w13.values.to(device), w2.values.to(device), b13, b2)  # logical order: gate rows, then up rows
-    result = compare(packed, layer, route(7, HIDDEN, EXPERTS, 2, device=device))
+    dtype: torch.dtype = getattr(torch, FORMATS[layout, element].dtypes[0])
+    result = compare(packed, layer, route(7, HIDDEN, EXPERTS, 2, dtype=dtype, device=device))
     assert result.passed, f"{result.ratio:.2f} times the error of 16-bit products"
 
 
@@ -107,10 +127,19 @@ def test_bytes_are_those_of_the_tests_own_packers(layout: str, element: str, zer
     bias = adds_bias(layout, spec_of(matrix, element, "w2", True))
     theirs = packed_by_moeq(layout, spec_of(matrix, element, "w2", bias), matrix)
     own = pack(layout, element, matrix if bias else dataclasses.replace(matrix, bias=None))
-    for part in ("weight", "scale", "zero", "bias", "permutation", "group_index"):
+    if theirs.scale_factor is not None:  # the layout's own choice of a power of two; the numbers are compared above
+        factor = theirs.scale_factor / own.scale_factor
+        own = dataclasses.replace(own, scale=times(own.scale, factor), global_scale=own.global_scale / factor)
+    for part in ("weight", "scale", "zero", "bias", "permutation", "group_index", "global_scale"):
         one, other = getattr(theirs, part), getattr(own, part)
         if one is None or other is None:
             assert one is other, part
         else:
             assert one.shape == other.shape, part
             assert torch.equal(one.double(), other.double()), part
+
+
+def times(scales: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """NVFP4 scales in Marlin's bytes times powers of two."""
+    numbers = (scales.view(torch.uint8).to(torch.int16) << 7).view(torch.float16).float() * factor[:, :, None]
+    return (numbers.half().view(torch.int16) >> 7).to(torch.uint8).view(torch.float8_e4m3fn)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from bench.planned import quantize
 from moeq_kernels import interpreter
-from moeq_kernels.device.numerics import dot, round_half_even, round_to, sigmoid
+from moeq_kernels.device.numerics import dot, e4m3_to_float, float_to_e4m3, round_half_even, round_to, sigmoid
 from moeq_kernels.device.scales import e2m1_to_float, scale_to_float
 
 INTERPRET = interpreter.active()
@@ -22,12 +22,16 @@ def _round_kernel(x, y, SIZE: tl.constexpr, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def _scales_kernel(x, y, CODES: tl.constexpr, SIZE: tl.constexpr):
+def _scales_kernel(x, y, KIND: tl.constexpr, SIZE: tl.constexpr):
     index = tl.arange(0, SIZE)
-    if CODES:
+    if KIND == "e2m1":
         tl.store(y + index, e2m1_to_float(tl.load(x + index).to(tl.int32)))
+    elif KIND == "to e4m3":
+        tl.store(y + index, float_to_e4m3(tl.load(x + index)))
+    elif KIND == "codes":
+        tl.store(y + index, e4m3_to_float(tl.load(x + index)))
     else:
-        tl.store(y + index, scale_to_float(tl.load(x + index)))
+        tl.store(y + index, scale_to_float(tl.load(x + index), KIND))
 
 
 @triton.jit
@@ -66,7 +70,7 @@ def test_rounding_to_16_bits_is_to_nearest_even(dtype: torch.dtype, device: torc
 def test_every_e2m1_code(device: torch.device) -> None:
     codes = torch.arange(16, dtype=torch.uint8, device=device)
     y = torch.empty(16, device=device)
-    _scales_kernel[(1,)](codes, y, CODES=True, SIZE=16)
+    _scales_kernel[(1,)](codes, y, KIND="e2m1", SIZE=16)
     positive = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     assert y.tolist() == positive + [-value for value in positive]
     assert y.cpu().signbit().tolist() == [False] * 8 + [True] * 8
@@ -75,9 +79,55 @@ def test_every_e2m1_code(device: torch.device) -> None:
 def test_every_e8m0_byte(device: torch.device) -> None:
     codes = torch.arange(256, dtype=torch.uint8, device=device)
     y = torch.empty(256, device=device)
-    _scales_kernel[(1,)](codes, y, CODES=False, SIZE=256)
+    _scales_kernel[(1,)](codes, y, KIND="e8m0", SIZE=256)
     assert y[255].isnan()
     assert y[:255].tolist() == [2.0 ** (byte - 127) for byte in range(255)]
+
+
+@pytest.mark.parametrize("kind", ["codes", "e4m3"])
+def test_every_e4m3_byte(kind: str, device: torch.device) -> None:
+    codes = torch.arange(256, dtype=torch.uint8, device=device)
+    y = torch.empty(256, device=device)
+    _scales_kernel[(1,)](codes, y, KIND=kind, SIZE=256)
+    wanted = codes.cpu().view(torch.float8_e4m3fn).float()
+    assert torch.equal(y.cpu().nan_to_num(999), wanted.nan_to_num(999))
+    assert torch.equal(y.cpu().isnan(), wanted.isnan())
+    assert torch.equal(y.cpu()[:127].signbit(), wanted[:127].signbit())
+
+
+def test_every_byte_of_marlins_nvfp4_scales(device: torch.device) -> None:
+    codes = torch.arange(248, dtype=torch.uint8).repeat(2)[:256]  # above are infinity and NaN of float16
+    y = torch.empty(256, device=device)
+    _scales_kernel[(1,)](codes.to(device), y, KIND="s0e5m3", SIZE=256)
+    wanted = (codes.to(torch.int16) << 7).view(torch.float16).float() / 128
+    assert torch.equal(y.cpu(), wanted)
+
+
+@pytest.mark.parametrize(("kind", "exponent"), [("float-120", 120), ("float-8", 8)])
+def test_scales_with_an_exponent_folded_in(kind: str, exponent: int, device: torch.device) -> None:
+    scales = torch.rand(256, generator=torch.Generator().manual_seed(2)) / 100
+    stored = (scales * 2.0**exponent).to(torch.bfloat16)
+    y = torch.empty(256, device=device)
+    _scales_kernel[(1,)](stored.to(device), y, KIND=kind, SIZE=256)
+    assert torch.equal(y.cpu(), scales.to(torch.bfloat16).float())
+
+
+def test_rounding_to_e4m3_is_to_nearest_even(device: torch.device) -> None:
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    ties = (codes[:-1] + codes[1:]) / 2  # exact in float32
+    near = torch.cat([ties.nextafter(torch.zeros(126)), ties.nextafter(torch.full((126,), 1e9))])
+    special = torch.tensor([0.0, 448.0, 449.0, 464.0, 1e30, float("inf"), float("nan"), 1e-30, 2.0**-10, 2.0**-9])
+    random = torch.randn(1024, generator=torch.Generator().manual_seed(3)) * 3
+    x = torch.cat([codes, ties, near, special, random])
+    x = torch.cat([x, -x])
+    x = torch.cat([x, torch.zeros(4096 - len(x))])
+    y = torch.empty(4096, dtype=torch.uint8, device=device)
+    _scales_kernel[(1,)](x.to(device), y, KIND="to e4m3", SIZE=4096)
+    wanted = x.clamp(-448, 448).to(torch.float8_e4m3fn)
+    found = y.cpu().view(torch.float8_e4m3fn)
+    assert torch.equal(found.float().isnan(), wanted.float().isnan())
+    known = ~x.isnan()
+    assert torch.equal(y.cpu()[known], wanted.view(torch.uint8)[known])
 
 
 def test_round_half_even(device: torch.device) -> None:

@@ -52,6 +52,7 @@ class Case:
         activation: of the gate-up product.
         dtype: of x.
         zero_points, bias: which optional parts there are.
+        activation_dtype: as of `PackedMatrix`.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     zero_points: bool = False
     bias: bool = False
+    activation_dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -98,28 +100,45 @@ def full_matrix() -> list[Case]:
 
     Formats that differ in name only compile once; the largest tile is compiled with the options that need registers.
     """
-    cases = [Case("quantize_rows", epilogue="quantize_rows"), Case("sum_choices", epilogue="sum_choices")]
-    distinct = {(fmt.codec, fmt.kind, fmt.group_order, fmt.act_order): fmt for fmt in reversed(FORMATS.values())}
+    cases = _small_kernels()
+    distinct = {
+        (fmt.codec, fmt.kind, fmt.group_order, fmt.act_order, fmt.scale_kind): fmt for fmt in reversed(FORMATS.values())
+    }
     for fmt in reversed(distinct.values()):
         for rows in (8, 256):
             base = _base_case(fmt, rows)
             cases += [replace(base, name=f"{base.name} {kind}", epilogue=kind) for kind in _EPILOGUES]
             cases += _zero_point_options(fmt, base) + (_other_options(fmt, base) if rows == 8 else [])
+            cases += _fp8_options(fmt, base)
     return cases
+
+
+def _small_kernels() -> list[Case]:
+    names = ("quantize_rows", "quantize_rows_e4m3", "sum_choices")
+    return [Case(name, epilogue=name) for name in names]
+
+
+def _fp8_options(fmt: Format, base: Case) -> list[Case]:
+    """e4m3 activations, with one scale for a row and for each group."""
+    return [
+        replace(base, name=f"{base.name} g{group} fp8", group_size=group, activation_dtype="fp8")
+        for group in (fmt.group_sizes if fmt.fp8_activations else ())
+    ]
 
 
 def trimmed_matrix() -> list[Case]:
     """One case per format and kernel: what a test run can afford."""
-    cases = [Case("quantize_rows", epilogue="quantize_rows"), Case("sum_choices", epilogue="sum_choices")]
+    cases = _small_kernels()
     for index, fmt in enumerate(FORMATS.values()):
         base = _base_case(fmt, (8, 256)[index % 2])
         kind = _EPILOGUES[index % 3]
         cases.append(replace(base, name=f"{base.name} {kind}", epilogue=kind))
+        cases += _fp8_options(fmt, base)[:1] if fmt.codec == "rows" else []
     return cases
 
 
 def _base_case(fmt: Format, rows: int) -> Case:
-    group = 32 if fmt.element == "e2m1" else -1 if -1 in fmt.group_sizes and len(fmt.group_sizes) == 1 else 128
+    group = 128 if 128 in fmt.group_sizes else fmt.group_sizes[0] if fmt.group_sizes else 128
     activation = "swiglu_oai" if fmt.element == "e2m1" else "silu"
     name = f"{fmt.layout} {fmt.element} rows {rows}"
     dtype: torch.dtype = getattr(torch, fmt.dtypes[0])
@@ -163,6 +182,8 @@ def compile_case(case: Case, target: str) -> Outcome:
 def launch_of(case: Case, target: str = "sm_90") -> Launch:
     """The launch that a layer of Qwen3-30B-A3B's size would make."""
     area = partial(Area.of, "workspace")
+    if case.epilogue == "quantize_rows_e4m3":  # in groups of 128
+        case = replace(case, layout="fp8-block-identity/1", element="e4m3", activation_dtype="fp8")
     if case.epilogue == "quantize_rows":
         codes, scales = area(torch.int8, 64, HIDDEN), area(torch.float32, 64)
         return quantize_launch(area(case.dtype, 64, HIDDEN), codes, scales, None, False)
@@ -181,6 +202,8 @@ def launch_of(case: Case, target: str = "sm_90") -> Launch:
     found = portable.launches(problem, piece, Arena(), portable.plan_for(problem, piece.tokens))
     if case.epilogue == "sum_choices":
         return found[-1]
+    if case.epilogue == "quantize_rows_e4m3":
+        return next(launch for launch in found if launch.kernel.endswith(f":{case.epilogue}"))
     products = [launch for launch in found if launch.kernel.endswith(":moe_gemm")]
     return products[1 if down else 0]
 
@@ -193,8 +216,10 @@ def _meta_matrix(case: Case, n: int, k: int) -> PackedMatrix:
     scale: Tensor | None = None
     if fmt.group_order is not None or fmt.single_order is not None:
         order = fmt.single_order if groups == 1 else fmt.group_order
-        scale_dtype = torch.uint8 if "uint8" in fmt.scale_dtypes else case.dtype
+        fixed = str(case.dtype).removeprefix("torch.") not in fmt.scale_dtypes
+        scale_dtype = getattr(torch, fmt.scale_dtypes[0]) if fixed else case.dtype
         scale = meta(EXPERTS, *fmt.scale_shape(order or "", n, groups), dtype=scale_dtype)
+    global_scale = meta(EXPERTS, dtype=torch.float32) if fmt.global_scale == "required" else None
     zero = meta(EXPERTS, *fmt.zero_shape(n, groups), dtype=getattr(torch, fmt.zero_dtype)) if case.zero_points else None
     return PackedMatrix(
         layout=case.layout,
@@ -205,6 +230,8 @@ def _meta_matrix(case: Case, n: int, k: int) -> PackedMatrix:
         group_size=case.group_size,
         scale=scale,
         zero=zero,
+        global_scale=global_scale,
+        activation_dtype=case.activation_dtype,
         bias=meta(EXPERTS, n, dtype=case.dtype) if case.bias else None,
         permutation=meta(EXPERTS, k, dtype=torch.int32) if fmt.act_order else None,
         group_index=meta(EXPERTS, k, dtype=torch.int32) if fmt.act_order else None,

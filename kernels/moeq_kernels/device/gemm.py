@@ -1,4 +1,4 @@
-"""The grouped matrix product of both projections, and int8 codes of rows."""
+"""The grouped matrix product of both projections, and int8 or e4m3 codes of rows."""
 # mypy: ignore-errors
 # (device code is Triton's language, not Python's)
 
@@ -7,16 +7,19 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moeq_kernels.device.activations import activate, activate_gated
-from moeq_kernels.device.codecs import column_of
-from moeq_kernels.device.numerics import dot, round_half_even, round_to
-from moeq_kernels.device.scales import scale_offset, scale_to_float, single_order, weight_tile
+from moeq_kernels.device.codecs import codes, column_of
+from moeq_kernels.device.numerics import dot, e4m3_to_float, float_to_e4m3, round_half_even, round_to
+from moeq_kernels.device.scales import group_scales, scale_offset, scale_to_float, single_order, weight_tile
 
 
 @triton.jit
 def _finish(acc, rows, valid, p0, expert, scale, bias, global_scale, x_scale, pair_weight,
-            N: tl.constexpr, CODEC: tl.constexpr, ORDER: tl.constexpr, STRIDE: tl.constexpr, BIAS_SINGLE: tl.constexpr,
-            CHANNELWISE: tl.constexpr, BN: tl.constexpr, WEIGHT_FIRST: tl.constexpr):  # fmt: skip
-    """Everything linear after the dot, in float32: channel scales, activation scales, router weight, bias.
+            N: tl.constexpr, CODEC: tl.constexpr, ORDER: tl.constexpr, STRIDE: tl.constexpr, SCALE: tl.constexpr,
+            BIAS_SINGLE: tl.constexpr, CHANNELWISE: tl.constexpr, GLOBALS: tl.constexpr, GLOBAL_UNIT: tl.constexpr,
+            BN: tl.constexpr, WEIGHT_FIRST: tl.constexpr):  # fmt: skip
+    """Everything linear after the dot, in float32: scales of channels, activations and the matrix, router weight, bias.
+
+    There are GLOBALS global scales for an expert, of equal shares of the columns, in units of GLOBAL_UNIT.
 
     WEIGHT_FIRST multiplies by the router weight before the bias (`router weight on input`).
     """
@@ -25,11 +28,16 @@ def _finish(acc, rows, valid, p0, expert, scale, bias, global_scale, x_scale, pa
     acc = acc.to(tl.float32)
     if CHANNELWISE:
         offset = scale_offset(0, positions, CODEC, ORDER, STRIDE)
-        acc = acc * scale_to_float(tl.load(scale + offset, mask=inside, other=0))[None, :]
+        acc = acc * scale_to_float(tl.load(scale + offset, mask=inside, other=0), SCALE)[None, :]
     if x_scale is not None:
         acc = acc * tl.load(x_scale + rows, mask=valid, other=0.0)[:, None]
     if global_scale is not None:
-        acc = acc * tl.load(global_scale + expert)
+        if GLOBALS == 1:
+            acc = acc * (tl.load(global_scale + expert) * GLOBAL_UNIT)
+        else:
+            share = column_of(positions, CODEC) // (N // GLOBALS)
+            factors = tl.load(global_scale + expert * GLOBALS + share, mask=inside, other=0.0)
+            acc = acc * (factors * GLOBAL_UNIT)[None, :]
     if WEIGHT_FIRST:
         acc = acc * pair_weight[:, None]
     if bias is not None:
@@ -41,13 +49,36 @@ def _finish(acc, rows, valid, p0, expert, scale, bias, global_scale, x_scale, pa
 
 
 @triton.jit
+def _fp8_step(a, w, scale, x_scale, rows, valid, k0, p0, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr,
+              GROUP: tl.constexpr, CODEC: tl.constexpr, ORDER: tl.constexpr, STRIDE: tl.constexpr, SCALE: tl.constexpr,
+              CHANNELWISE: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, FP8: tl.constexpr,
+              INTERPRET: tl.constexpr):  # fmt: skip
+    """float32 [BM, BN]: what BK columns of e4m3 codes add; with both scales where weights have groups.
+
+    Hopper's tensor cores keep 14 bits of such a sum: it is added to others in float32 after every BK columns.
+    """
+    b = codes(w, k0, p0, K, N, BK, BN, CODEC).to(tl.uint8)
+    if FP8 == "native":
+        value = tl.dot(a, b.to(tl.float8e4nv, bitcast=True))
+    else:
+        zeros = tl.zeros((a.shape[0], BN), tl.float32)
+        value = dot(a, round_to(e4m3_to_float(b), a.dtype, INTERPRET), zeros, INTERPRET)
+    if not CHANNELWISE:  # BK lies in one group
+        groups = k0 // GROUP + tl.arange(0, 1)
+        value = value * group_scales(scale, groups, p0, G, N, CODEC, ORDER, STRIDE, SCALE, BN)
+        value = value * tl.load(x_scale + rows.to(tl.int64) * G + k0 // GROUP, mask=valid, other=0.0)[:, None]
+    return value
+
+
+@triton.jit
 def moe_gemm(
     x, x_scale, w, scale, zero, bias, global_scale, permutation, group_index, out,
     tiles, pair_of_row, pair_weights, stride_x, stride_out,
     stride_we, stride_se, stride_ze, stride_be,
     TOP_K: tl.constexpr, K_X: tl.constexpr, N_OUT: tl.constexpr,
     K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    CODEC: tl.constexpr, ELEMENT: tl.constexpr, ORDER: tl.constexpr, STRIDE: tl.constexpr, CHANNELWISE: tl.constexpr,
+    CODEC: tl.constexpr, ELEMENT: tl.constexpr, ORDER: tl.constexpr, STRIDE: tl.constexpr, SCALE: tl.constexpr,
+    CHANNELWISE: tl.constexpr, GLOBALS: tl.constexpr, GLOBAL_UNIT: tl.constexpr, FP8: tl.constexpr,
     BIAS_SINGLE: tl.constexpr, EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr, WEIGHT_FIRST: tl.constexpr, WEIGHT_LAST: tl.constexpr,
     TILES_N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr,
@@ -59,6 +90,8 @@ def moe_gemm(
     sorted row (row itself where TOP_K is 0), row `row` of out is written. EPILOGUE is `halves` (two
     accumulators BN wide, gate at p0 and up at p0 + N / 2), `interleaved` (one accumulator, pairs of columns) or
     `plain`. WEIGHT_FIRST and WEIGHT_LAST say where the router weight of a row's pair is applied, if here at all.
+    FP8 is empty, or how x holds e4m3 codes: `native` (tensor cores multiply them) or `decoded` (as bfloat16 numbers,
+    which hold them exactly); x_scale are their scales `[R]`, or `[R, G]` where weights have groups.
     """
     if DEPENDENT:
         gdc_wait()
@@ -100,24 +133,36 @@ def moe_gemm(
         source = k
         if permutation is not None:
             source = tl.load(permutation + k, mask=k < K, other=K_X)
-        a = tl.load(x_rows + source[None, :], mask=valid[:, None] & (source < K_X)[None, :], other=0)
-        b = weight_tile(w, scale, zero, group_index, k0, p0, K, N, G, GROUP, ROWS, CODEC, ELEMENT, ORDER, STRIDE,
-                        CHANNELWISE, BK, BN, DTYPE, INTERPRET)  # fmt: skip
-        acc = dot(a, b, acc, INTERPRET)
-        if EPILOGUE == "halves":
-            b = weight_tile(w, scale, zero, group_index, k0, p0 + N // 2, K, N, G, GROUP, ROWS, CODEC, ELEMENT, ORDER,
-                            STRIDE, CHANNELWISE, BK, BN, DTYPE, INTERPRET)  # fmt: skip
-            acc_up = dot(a, b, acc_up, INTERPRET)
+        inside = valid[:, None] & (source < K_X)[None, :]
+        a = tl.load(x_rows + source[None, :], mask=inside, other=0.0 if FP8 == "native" else 0)
+        if FP8 == "":
+            b = weight_tile(w, scale, zero, group_index, k0, p0, K, N, G, GROUP, ROWS, CODEC, ELEMENT, ORDER, STRIDE,
+                            SCALE, CHANNELWISE, BK, BN, DTYPE, INTERPRET)  # fmt: skip
+            acc = dot(a, b, acc, INTERPRET)
+            if EPILOGUE == "halves":
+                b = weight_tile(w, scale, zero, group_index, k0, p0 + N // 2, K, N, G, GROUP, ROWS, CODEC, ELEMENT,
+                                ORDER, STRIDE, SCALE, CHANNELWISE, BK, BN, DTYPE, INTERPRET)  # fmt: skip
+                acc_up = dot(a, b, acc_up, INTERPRET)
+        else:
+            acc += _fp8_step(a, w, scale, x_scale, rows, valid, k0, p0, K, N, G, GROUP, CODEC, ORDER, STRIDE, SCALE,
+                             CHANNELWISE, BK, BN, FP8, INTERPRET)  # fmt: skip
+            if EPILOGUE == "halves":
+                acc_up += _fp8_step(a, w, scale, x_scale, rows, valid, k0, p0 + N // 2, K, N, G, GROUP, CODEC, ORDER,
+                                    STRIDE, SCALE, CHANNELWISE, BK, BN, FP8, INTERPRET)  # fmt: skip
 
+    if FP8 != "" and not CHANNELWISE:
+        x_scale = None  # its groups are in the sums already
     pair_weight = tl.full((BM,), 1.0, tl.float32)
     if WEIGHT_FIRST or WEIGHT_LAST:
         pair_weight = tl.load(pair_weights + pairs, mask=valid, other=0.0)
     value = _finish(acc, rows, valid, p0, expert, scale, bias, global_scale, x_scale, pair_weight, N,
-                    CODEC, ORDER, STRIDE, BIAS_SINGLE, CHANNELWISE, BN, WEIGHT_FIRST)  # fmt: skip
+                    CODEC, ORDER, STRIDE, SCALE, BIAS_SINGLE, CHANNELWISE and scale is not None, GLOBALS, GLOBAL_UNIT,
+                    BN, WEIGHT_FIRST)  # fmt: skip
     column = column_of(p0 + tl.arange(0, BN), CODEC)
     if EPILOGUE == "halves":
         up = _finish(acc_up, rows, valid, p0 + N // 2, expert, scale, bias, global_scale, x_scale,
-                     pair_weight, N, CODEC, ORDER, STRIDE, BIAS_SINGLE, CHANNELWISE, BN, WEIGHT_FIRST)  # fmt: skip
+                     pair_weight, N, CODEC, ORDER, STRIDE, SCALE, BIAS_SINGLE, CHANNELWISE and scale is not None,
+                     GLOBALS, GLOBAL_UNIT, BN, WEIGHT_FIRST)  # fmt: skip
         value = activate_gated(value, up, ACTIVATION, ALPHA, BETA, LIMIT)
         keep = column < N // 2
     elif EPILOGUE == "interleaved":
@@ -168,3 +213,41 @@ def quantize_rows(x, q, scales, static_scale, stride_x, stride_q,
         code = tl.minimum(tl.maximum(code, -128.0), 127.0)
         tl.store(q + row * stride_q + column, code.to(tl.int8), mask=column < K)
     tl.store(scales + row, scale)
+
+
+@triton.jit
+def quantize_rows_e4m3(x, q, scales, static_scale, stride_x, stride_q, K: tl.constexpr, G: tl.constexpr,
+                       GROUP: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+                       INTERPRET: tl.constexpr):  # fmt: skip
+    """e4m3 codes of G groups of GROUP columns of a row, to nearest even, and their scales `[R, G]`.
+
+    q holds bytes, or the codes as bfloat16 numbers.
+    scale = max |x| / 448 (1 for zeros), or the static one, as vLLM 0.33's dynamic quantisation by token and by group,
+    which besides keeps scales above 1 / (448 * 512) and 1e-10 / 448.
+    """
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    first = group * GROUP
+    if static_scale is not None:
+        scale = tl.load(static_scale)
+    else:
+        largest = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, GROUP, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            inside = (column < GROUP) & (first + column < K)
+            value = tl.load(x + row * stride_x + first + column, mask=inside, other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, tl.abs(value))
+        top = tl.max(largest, axis=0)
+        scale = tl.where(top > 0.0, tl.div_rn(top, 448.0), 1.0)
+    for start in range(0, GROUP, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = (column < GROUP) & (first + column < K)
+        value = tl.load(x + row * stride_x + first + column, mask=inside, other=0.0).to(tl.float32)
+        code = float_to_e4m3(tl.div_rn(value, scale))
+        if q.dtype.element_ty == tl.bfloat16:
+            code = round_to(e4m3_to_float(code), tl.bfloat16, INTERPRET)
+        tl.store(q + row * stride_q + first + column, code, mask=inside)
+    tl.store(scales + row * G + group, scale)

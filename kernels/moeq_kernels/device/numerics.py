@@ -36,6 +36,33 @@ def round_to(value, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
 
 
 @triton.jit
+def e4m3_to_float(code):
+    """Bytes of e4m3fn (exponents of 4 bits, bias 7, no infinity, 0x7F and 0xFF are NaN) to float32, exactly."""
+    code = code.to(tl.int32)
+    # As e2m1: sign, exponent and mantissa in their places in float32 are the value times 2**-120.
+    bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
+    value = bits.to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0
+    return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def float_to_e4m3(value):
+    """float32 to bytes of e4m3fn, to nearest even, magnitudes beyond 448 to 448; NaN stays NaN.
+
+    On the bits: GPUs before sm_89 have no such conversion, and the interpreter's does not round to nearest.
+    """
+    bits = value.to(tl.int32, bitcast=True)
+    size = tl.minimum(tl.abs(value), 448.0)
+    size_bits = size.to(tl.int32, bitcast=True)
+    normal = ((size_bits + 0x7FFFF + ((size_bits >> 20) & 1)) >> 20) - 960  # (127 - 7) << 3
+    # Below 2**-6 codes count multiples of 2**-9, to which adding 2**14 rounds.
+    small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(size < 0.015625, small, normal)
+    code = tl.where(value == value, code, 0x7F)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
 def round_half_even(value):
     """float32 -> nearest integer as float32, ties to even, for magnitudes below 2**22."""
     # Adding 1.5 * 2**23 leaves no fraction bits, so the addition itself rounds.

@@ -1,8 +1,8 @@
 """Group scales and zero points in their stored orders, spread over a tile of codes.
 
 Orders: `marlin-group` and `marlin-single` are Marlin's two column permutations (vLLM 0.33 `marlin_permute_scales`),
-`marlin-mx` and `marlin-mx-single` the same followed by its byte order for e8m0, `rows` is `[N, G]`, `hopper-mx8` and
-`hopper-mx4` triton_kernels' HopperMXScaleLayout for 8 and 4 warps.
+`marlin-mx` and `marlin-mx-single` the same followed by its byte order for scales of 8 bits, `rows` is `[N, G]`,
+`blocks` `[ceil(N / 128), G]`, `hopper-mx8` and `hopper-mx4` triton_kernels' HopperMXScaleLayout for 8 and 4 warps.
 """
 # mypy: ignore-errors
 # (device code is Triton's language, not Python's)
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from moeq_kernels.device.codecs import codes, column_of
-from moeq_kernels.device.numerics import round_to
+from moeq_kernels.device.numerics import e4m3_to_float, round_to
 
 
 @triton.jit
@@ -36,6 +36,8 @@ def scale_offset(group, position, CODEC: tl.constexpr, ORDER: tl.constexpr, STRI
         return group * STRIDE + single - single % 4 + 2 * (single % 2) + (single // 2) % 2
     elif ORDER == "rows":
         return position * STRIDE + group
+    elif ORDER == "blocks":
+        return position // 128 * STRIDE + group
     else:
         tl.static_assert(ORDER == "hopper-mx8" or ORDER == "hopper-mx4", "unknown scale order")
         WARPS: tl.constexpr = 8 if ORDER == "hopper-mx8" else 4
@@ -45,13 +47,28 @@ def scale_offset(group, position, CODEC: tl.constexpr, ORDER: tl.constexpr, STRI
 
 
 @triton.jit
-def scale_to_float(stored):
-    """A stored scale as float32; bytes are e8m0 exponents, 2**(byte - 127), 255 = NaN."""
-    if stored.dtype == tl.uint8:
+def scale_to_float(stored, KIND: tl.constexpr):
+    """A stored scale as float32.
+
+    KIND: `float` is a number; `float-120` and `float-8` numbers times 2**120 and 2**8 (vLLM 0.33
+    `fp8_fused_exponent_bias_into_scales`); `e8m0` exponents, 2**(byte - 127), 255 = NaN; `e4m3` bytes of e4m3fn;
+    `s0e5m3` the upper byte of a float16 without its sign, times 2**7 (vLLM 0.33 `nvfp4_marlin_process_scales`).
+    """
+    if KIND == "e8m0":
         byte = stored.to(tl.int32)
         bits = tl.where(byte == 0, 0x00400000, byte << 23)  # 2**-127 is subnormal
         return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    elif KIND == "e4m3":
+        return e4m3_to_float(stored)
+    elif KIND == "s0e5m3":
+        bits = stored.to(tl.int32) << 20  # float32 with float16's exponent: the number times 2**(15 - 127 + 7)
+        return bits.to(tl.float32, bitcast=True) * 40564819207303340847894502572032.0
+    elif KIND == "float-120":
+        return stored.to(tl.float32) * 7.52316384526264e-37
+    elif KIND == "float-8":
+        return stored.to(tl.float32) * 0.00390625
     else:
+        tl.static_assert(KIND == "float", "unknown kind of scale")
         return stored.to(tl.float32)
 
 
@@ -122,8 +139,8 @@ def e2m1_to_float(code):
 def weight_tile(
     w, scale, zero, group_index, k0, p0,
     K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    CODEC: tl.constexpr, ELEMENT: tl.constexpr, ORDER: tl.constexpr, STRIDE: tl.constexpr, CHANNELWISE: tl.constexpr,
-    BK: tl.constexpr, BN: tl.constexpr, DTYPE: tl.constexpr, INTERPRET: tl.constexpr,
+    CODEC: tl.constexpr, ELEMENT: tl.constexpr, ORDER: tl.constexpr, STRIDE: tl.constexpr, SCALE: tl.constexpr,
+    CHANNELWISE: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, DTYPE: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Weights [BK, BN] as operand of a dot: DTYPE, rounded once; int8 codes for `int8`.
 
@@ -136,6 +153,8 @@ def weight_tile(
         groups = group_rows(k0, group_index, GROUP, ROWS, BK, K)
         if ELEMENT == "e2m1":
             value = e2m1_to_float(code)
+        elif ELEMENT == "e4m3":
+            value = e4m3_to_float(code)
         else:
             # The bits of 2**23 + code, minus (2**23 + zero point): exact, and cheaper than converting integers.
             value = (code.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
@@ -147,9 +166,16 @@ def weight_tile(
             else:
                 value = value - 8388736.0
         if not CHANNELWISE:
-            positions = p0 + tl.arange(0, BN)
-            offset = scale_offset(groups[:, None], positions[None, :], CODEC, ORDER, STRIDE)
-            mask = (groups[:, None] < G) & (positions[None, :] < N)
-            stored = tl.load(scale + offset, mask=mask, other=0)
-            value = value * spread(scale_to_float(stored), ROWS, BK, BN)
+            scales = group_scales(scale, groups, p0, G, N, CODEC, ORDER, STRIDE, SCALE, BN)
+            value = value * spread(scales, ROWS, BK, BN)
         return round_to(value, DTYPE, INTERPRET)
+
+
+@triton.jit
+def group_scales(scale, groups, p0, G: tl.constexpr, N: tl.constexpr, CODEC: tl.constexpr, ORDER: tl.constexpr,
+                 STRIDE: tl.constexpr, SCALE: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """float32 [groups, BN]: scales of groups at positions p0 .. p0 + BN."""
+    positions = p0 + tl.arange(0, BN)
+    offset = scale_offset(groups[:, None], positions[None, :], CODEC, ORDER, STRIDE)
+    mask = (groups[:, None] < G) & (positions[None, :] < N)
+    return scale_to_float(tl.load(scale + offset, mask=mask, other=0), SCALE)
