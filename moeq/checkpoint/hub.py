@@ -283,7 +283,8 @@ def _require_size(path: Path, expected: Expected) -> None:
     """Refuse a file that is not as large as the repository's listing says. Raises MoeqError `source.changed`."""
     size = path.stat().st_size
     if size != expected.size:
-        raise MoeqError("source.changed", f"{expected.what}: {expected.size:,} bytes are listed, {size:,} came")
+        detail = f"{expected.what}: {expected.size:,} bytes are listed, {size:,} came"
+        raise MoeqError("source.changed", detail, "the repository changed meanwhile, or the listing lies; try again")
 
 
 @contextmanager

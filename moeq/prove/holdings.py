@@ -13,6 +13,7 @@ from blake3 import blake3
 
 from moeq.checkpoint.disk import read_at
 from moeq.checkpoint.header import TensorEntry, read_header
+from moeq.checkpoint.jsonfile import MAX_CONFIG_BYTES
 from moeq.checkpoint.manifest import FileDigest, TensorDigest
 from moeq.checkpoint.source import LocalSource
 from moeq.errors import MoeqError
@@ -58,7 +59,7 @@ class Holdings:
     def unproven(self) -> frozenset[str]:
         """Files that nobody can vouch for and no loader reads: the manifest's signature, and what the Hub adds."""
         found = {SIGNATURE_NAME, HUB_SETTINGS} & self.names
-        if CARD in self.names and (SOURCE_CARD in self.names or CARD_MARK in self._lines(CARD)):
+        if CARD in self.names and (SOURCE_CARD in self.names or self._is_model_card()):
             found.add(CARD)
         return frozenset(found)
 
@@ -104,7 +105,7 @@ class Holdings:
         buffer = np.empty(min(CHUNK_BYTES, max(whole, 1)), np.uint8)
         starts = range(entry.start, entry.end, whole) if whole else ()
         try:
-            fd = os.open(self.path(entry.file), os.O_RDONLY)
+            fd = self._source.open(entry.file)
             try:
                 pieces = (Piece(entry.name, start, min(start + whole, entry.end), whole) for start in starts)
                 found = tensor_digests((piece, read_digest(fd, piece, buffer)) for piece in pieces)
@@ -114,12 +115,17 @@ class Holdings:
             raise MoeqError("source.unreadable", f"{entry.file}: {error.strerror or error}") from error
         return found.get(entry.name, TensorDigest(CHUNK_BYTES, blake3().hexdigest()))
 
-    def _lines(self, name: str) -> list[str]:
-        return self.path(name).read_text(encoding="utf-8", errors="replace").splitlines()
+    def _is_model_card(self) -> bool:
+        """Whether the card is one that moeq wrote for publishing."""
+        try:
+            text = self._source.read_file(CARD, MAX_CONFIG_BYTES).decode(errors="replace")
+        except MoeqError:
+            return False
+        return CARD_MARK in text.splitlines()
 
     def first_difference(self, entry: TensorEntry, other: Callable[[int, int], bytes | bytearray]) -> int | None:
         """First byte of a tensor that differs from what `other` gives for a range of the tensor."""
-        fd = os.open(self.path(entry.file), os.O_RDONLY)
+        fd = self._source.open(entry.file)
         try:
             for at in range(0, entry.nbytes, CHUNK_BYTES):
                 stop = min(at + CHUNK_BYTES, entry.nbytes)

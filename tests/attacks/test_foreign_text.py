@@ -52,7 +52,7 @@ def free(clean: Path, tmp_path_factory: pytest.TempPathFactory) -> list[int]:
     original = json.loads((clean / "moeq.json").read_text())
     found = []
     for number in range(len(list(texts(original)))):
-        (folder / "moeq.json").write_text(json.dumps(poisoned(original, [number], "?")))
+        (folder / "moeq.json").write_text(json.dumps(poisoned(original, [number], "\x1b:?")))
         try:
             moeq.open(folder)
         except MoeqError:

@@ -59,9 +59,14 @@ def test_what_is_planted_in_a_work_folder_is_not_written_through(
     plant(place.partial / name, place.victim)
     before = place.strangers()
     answer = place.convert()
-    assert answer.code in (2, 3), answer
     assert place.strangers() == before
-    assert not place.out.exists()
+    if name == "moeq.json" and plant is not folder:  # written under another name and moved here: replaced, not opened
+        assert answer.code == 0, answer
+        assert not (place.out / name).is_symlink()
+        assert command("verify", place.out, "--source", place.source).code == 0
+    else:
+        assert answer.code in (2, 3), answer
+        assert not place.out.exists()
 
 
 @pytest.mark.parametrize("name", WRITTEN)

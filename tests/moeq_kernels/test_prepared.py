@@ -287,7 +287,7 @@ def test_programs_that_watch_compiling_get_constants_as_json() -> None:
     """vLLM's JIT monitor sets this hook; constants that are not JSON made every call fail."""
     seen = _child(HOOK)
     names = {name for name, _ in seen}
-    assert {"route_quantised", "route_few", "sum_rows", "moe_gemm"} < names
+    assert {"route_quantised", "route_few", "sum_rows", "expert_product_mma"} < names
     assert any("silu10_1.702_1.0_0.0" in constants for _, constants in seen)
 
 

@@ -98,6 +98,8 @@ def test_index_and_config(converted, checkpoints) -> None:
     original = json.loads((checkpoints / name / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "moeq"
     assert config["quantization_config"]["original"] == original["quantization_config"]
+    # The guard that makes plain transformers stop instead of inventing experts.
+    assert config.pop("experts_implementation").startswith("moeq")
     assert {k: v for k, v in config.items() if k != "quantization_config"} == {
         k: v for k, v in original.items() if k != "quantization_config"
     }
@@ -164,12 +166,8 @@ class TestDestination:
         source = tmp_path / "parent" / "source"
         shutil.copytree(checkpoints / self.name, source)
         before = content(tmp_path)
-        target = source / inside
-        if inside == "deeper":
-            convert(source, target, A100)  # harmless: a new folder beside the source's files
-            return
         with pytest.raises(MoeqError) as caught:
-            convert(source, target, A100, force=True)
+            convert(source, source / inside, A100, force=True)
         assert caught.value.exit_code == ExitCode.USAGE
         assert content(tmp_path) == before
 

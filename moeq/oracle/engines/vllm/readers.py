@@ -420,7 +420,7 @@ def read_fp8(question: Question) -> Method:
         else:
             key = "kFp8DynamicTensorSym"
         return replace(base, activation_key=key)
-    if len(block) != 2:
+    if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
         refuse(f"weight_block_size {block} is not two sizes")
     if scheme != "dynamic":
         refuse(f"block-wise fp8 weights need dynamic activations, activation_scheme is {scheme}")
