@@ -9,7 +9,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from fractions import Fraction
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -380,3 +383,90 @@ def test_vllm_knows_gpt_oss(checkpoints: Path, tmp_path: Path) -> None:
     loaded = AutoConfig.from_pretrained(tmp_path / "out")
     table = config["quantization_config"]
     assert GptOssMxfp4Config.override_quantization_method(table, None, loaded) == "gpt_oss_mxfp4"
+
+
+def _vllm_method(table: dict[str, Any], parsed: Any, module: str) -> Any:
+    """vLLM's MoE method for a config, without the choice of a kernel, which needs a device."""
+    from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQMoEMethod
+    from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4FusedMoE
+
+    moe = SimpleNamespace(is_act_and_mul=True, w13_num_shards=2, has_bias=False)
+    known: dict[str, Any] = {"moe": moe, "quant_config": parsed, "weight_scale_refine": None, "use_global_sf": False}
+    if table["quant_method"] == "compressed-tensors":
+        scheme = parsed.get_scheme_dict(torch.nn.Linear(1, 1), module)
+        weights = scheme["weights"]
+        known |= {"strategy": weights.strategy, "group_size": weights.group_size, "symmetric": weights.symmetric}
+        known |= {"num_bits": weights.num_bits, "packed_factor": Fraction(32, weights.num_bits)}
+        ending, name = {
+            "pack-quantized": ("wna16", "CompressedTensorsWNA16MoEMethod"),
+            "mxfp4-pack-quantized": ("w4a4_mxfp4", "CompressedTensorsW4A4Mxfp4MoEMethod"),
+            "nvfp4-pack-quantized": ("w4a4_nvfp4", "CompressedTensorsW4A4Nvfp4MoEMethod"),
+        }[scheme["format"]]
+        folder = "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe"
+        kind = getattr(import_module(f"{folder}.compressed_tensors_moe_{ending}"), name)
+    elif table["quant_method"] == "gptq":
+        kind, known["input_dtype"] = AutoGPTQMoEMethod, None
+    elif table["quant_method"] == "fp8":
+        block = parsed.weight_block_size
+        kind, known["moe_block_shape"] = Fp8MoEMethod, block
+        known |= {"block_quant": True, "weight_block_size": block, "weight_scale_name": "weight_scale_inv"}
+    else:
+        kind = ModelOptNvFp4FusedMoE
+    method = object.__new__(kind)
+    method.__dict__.update(known)
+    return method
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        *((name, "compressed-tensors") for name in (*INTEGERS, "ct-mxfp4-qwen3moe")),
+        *((name, "gptq") for name in INTEGERS if "asym" not in name and "awq" not in name),
+        *(("ct-mxfp4-qwen3moe", target) for target in ("fp8", "nvfp4", "nvfp4-compressed-tensors")),
+    ],
+)
+def test_vllm_has_a_place_for_every_expert(
+    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, target: str
+) -> None:
+    """Its mapping meets every tensor, the parameters of its MoE method have their sizes, and none stays empty."""
+    pytest.importorskip("vllm.model_executor.layers.fused_moe.routed_experts")
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    config, tensors = result(checkpoints / name, tmp_path / "out", target)
+    table = config["quantization_config"]
+    monkeypatch.setattr(parallel_state, "_TP", SimpleNamespace(world_size=1, rank_in_group=0))
+    methods = {"gptq": "auto_gptq", "modelopt": "modelopt_fp4"}
+    parsed = get_quantization_config(methods.get(table["quant_method"], table["quant_method"])).from_config(table)
+    experts = {key: tensor for key, tensor in tensors.items() if ".experts." in key}
+    short = any(".w1." in key for key in experts)
+    gate, up, down = ("w1", "w3", "w2") if short else ("gate_proj", "up_proj", "down_proj")
+    count = 1 + max(int(key.split(".experts.")[1].split(".")[0]) for key in experts)
+    mapping = RoutedExperts.build_expert_params_mapping(gate, down, up, count, routed_experts_prefix="")
+    layer, first = torch.nn.Module(), next(key for key in experts if "layers.1." in key)
+    _vllm_method(table, parsed, first.rpartition(".")[0]).create_weights(
+        layer, count, config["hidden_size"], _intermediate(config), torch.bfloat16, global_num_experts=count,
+        intermediate_size_full=_intermediate(config), weight_loader=None,
+    )  # fmt: skip
+    parameters, filled = dict(layer.named_parameters()), dict[str, int]()
+    for key, tensor in experts.items():
+        if "layers.1." not in key or key.endswith("g_idx"):  # which vLLM leaves out where columns are in order
+            continue
+        ((parameter, weight, expert, shard),) = [row for row in mapping if row[1] in key]
+        written = key.partition("experts.")[2]
+        full = parameter.removeprefix("experts.") + written[len(weight) - len("experts.") :]
+        place = parameters[full][expert]
+        assert key.endswith("weight_shape") or tensor.dtype.itemsize == place.dtype.itemsize, key
+        shared = 2 if shard in ("w1", "w3") and place.numel() != tensor.numel() else 1
+        assert place.numel() == tensor.numel() * shared, (key, list(place.shape), list(tensor.shape))
+        filled[full] = filled.get(full, 0) + 1
+    assert {full: count * (2 if full.startswith("w13") else 1) for full in filled} == filled
+    # What a weight-only result without biases and activation order leaves as vLLM initialises it.
+    optional = ("bias", "g_idx", "input")
+    assert {full for full in parameters if not any(word in full for word in optional)} == filled.keys()
+
+
+def _intermediate(config: dict[str, Any]) -> int:
+    return int(config.get("moe_intermediate_size") or config["intermediate_size"])

@@ -1,0 +1,133 @@
+"""Transcoding against copying: `moeq transcode` with its proof, and `cp -r` of the same files.
+
+    python examples/bench/transcode_speed.py [--case NAME ...] [--gib 1] [--repeat 3] [--cache cold|warm] [--json FILE]
+
+Checkpoints, processes and figures are those of `convert_speed.py`: each contender runs in turn in a process of its own
+and ends with a `sync`; ratios are taken repetition by repetition.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from convert_speed import CONVERT, HERE, Run, machine, measure, set_cache, settle, synced
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint as `make_checkpoint.py` writes it, the size of one of its layers, and what it becomes.
+
+    Attributes:
+        model, format: what is written.
+        layer_gib: size of one layer.
+        to: options of `moeq transcode`.
+        experts: experts per layer where a whole layer would be too large.
+    """
+
+    model: str
+    format: str
+    layer_gib: float
+    to: tuple[str, ...]
+    experts: int | None = None
+
+
+CASES = {
+    "gptq-ct": Case("qwen3-30b-a3b", "gptq", 0.35, ("compressed-tensors",)),
+    "awq-ct": Case("qwen3-30b-a3b", "awq", 0.35, ("compressed-tensors",)),
+    "ct-gptq": Case("kimi-k2", "ct-int4", 1.9, ("gptq_v2",), experts=24),
+    "gptq-regroup": Case("qwen3-30b-a3b", "gptq", 0.35, ("compressed-tensors", "--regroup", "32")),
+    "mxfp4-fp8": Case("gpt-oss-120b", "mxfp4", 1.7, ("fp8",), experts=64),
+    "mxfp4-bf16": Case("gpt-oss-120b", "mxfp4", 1.7, ("bf16",), experts=64),
+}
+
+
+def run_case(name: str, options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """All repetitions of one case."""
+    case, source = CASES[name], scratch / "source"
+    share = 1.0 if case.experts is None else 0.5
+    layers = max(1, round(options.gib / (case.layer_gib * share)))
+    make = [sys.executable, str(HERE / "make_checkpoint.py"), str(source), "--model", case.model]
+    make += ["--format", case.format, "--layers", str(layers)]
+    make += ["--experts", str(case.experts)] if case.experts else []
+    subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(["sync", *map(str, source.iterdir())], check=True)
+    moeq = [sys.executable, "-P", "-c", CONVERT, "transcode", str(source), str(scratch / "transcode"), "--to", *case.to]
+    commands = {
+        "cp": ["cp", "-r", str(source), str(scratch / "cp")],
+        "transcode": [*moeq, "--workers", str(options.workers), "--quiet"],
+    }
+    runs: dict[str, list[Run]] = {who: [] for who in commands}
+    sizes = {}
+    for turn in range(options.repeat):
+        for who in list(runs) if turn % 2 else reversed(list(runs)):
+            set_cache(source, options.cache)
+            settle()
+            runs[who].append(measure(synced(commands[who], scratch / who), scratch / f"{who}.log"))
+        sizes = {who: sum(path.stat().st_size for path in (scratch / who).iterdir()) for who in runs}
+        for who in runs:
+            shutil.rmtree(scratch / who)
+    ratios = [mine.wall / theirs.wall for mine, theirs in zip(runs["transcode"], runs["cp"], strict=True)]
+    return {
+        "case": name,
+        **asdict(case),
+        "layers": layers,
+        "bytes": sizes,
+        "ratio": statistics.median(ratios),
+        "ratio_range": [min(ratios), max(ratios)],
+        "peak": max(run.peak for run in runs["transcode"]),
+        "runs": {who: [asdict(run) for run in found] for who, found in runs.items()},
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """All cases as a table in Markdown."""
+    lines = ["| case | GiB in, out | cp | transcode | processor | ratio (range) | peak |", "| --- " * 7 + "|"]
+    for row in rows:
+        copied, mine = row["runs"]["cp"], row["runs"]["transcode"]
+        size = " → ".join(f"{row['bytes'][who] / 2**30:.2f}" for who in ("cp", "transcode"))
+        processor = statistics.median(run["user"] + run["system"] for run in mine)
+        low, high = row["ratio_range"]
+        lines.append(
+            f"| {row['model']} {row['format']} to {' '.join(row['to'])} | {size} | "
+            f"{statistics.median(run['wall'] for run in copied):.1f} s | "
+            f"{statistics.median(run['wall'] for run in mine):.1f} s | {processor:.1f} s | "
+            f"{row['ratio']:.2f} ({low:.2f}–{high:.2f}) | {row['peak'] / 2**20:.0f} MiB |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Measure the cases that were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=CASES, action="append", help="[all]")
+    parser.add_argument("--gib", type=float, default=1.0, help="size of each checkpoint [1]")
+    parser.add_argument("--repeat", type=int, default=3, help="runs of each contender [3]")
+    parser.add_argument("--workers", type=int, default=2, help="workers of `moeq transcode` [2]")
+    parser.add_argument("--cache", choices=("cold", "warm"), default="cold", help="the source in the page cache [cold]")
+    parser.add_argument("--folder", type=Path, help="where to write, on the disk to measure [the temporary folder]")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    options = parser.parse_args()
+    rows = []
+    for name in options.case or CASES:
+        with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
+            rows.append(run_case(name, options, Path(scratch)))
+        print(table(rows[-1:]).splitlines()[-1], flush=True)
+        if options.json:
+            given = {"gib": options.gib, "cache": options.cache, "workers": options.workers, "repeat": options.repeat}
+            document = {"schema": "moeq.transcode-speed/1", **given, "machine": machine(), "cases": rows}
+            options.json.write_text(json.dumps(document, indent=1) + "\n")
+    print(table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
