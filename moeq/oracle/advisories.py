@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from moeq.oracle.outcome import Outcome, declared_activation_bits, runs_as
 from moeq.oracle.policy import ExpertsClass
 from moeq.oracle.records import Advisory
 from moeq.oracle.sizes import marlin_padded
 
-if TYPE_CHECKING:
-    from moeq.oracle.engine import Outcome
-
-Condition = Callable[["Outcome"], bool]
+Condition = Callable[[Outcome], bool]
 _MARLIN_CLASSES = ("MarlinExperts", "BatchedMarlinExperts")
 
 
@@ -240,8 +238,6 @@ def _int8_online(outcome: Outcome) -> bool:
 
 
 def _precision_differs(outcome: Outcome) -> bool:
-    from moeq.oracle.engine import declared_activation_bits, runs_as
-
     selected, case = outcome.selection.selected, outcome.case
     if selected is None or _int8_online(outcome):
         return False

@@ -11,8 +11,9 @@ from moeq.errors import MoeqError
 from moeq.oracle.builtin import judge_builtin
 from moeq.oracle.config_types import checked
 from moeq.oracle.declare import config_of
-from moeq.oracle.engine import Outcome, resolve, sensitivity, settle, verdict_of
+from moeq.oracle.engine import resolve, sensitivity, settle, verdict_of
 from moeq.oracle.engines.vllm.readers import PREFIX
+from moeq.oracle.outcome import Outcome
 from moeq.oracle.policy import BUILTIN, choose_engine, load_policy
 from moeq.oracle.records import MoeShape, Verdict
 from moeq.oracle.suggest import suggested

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from moeq.deploy.deployment import Deployment
 from moeq.oracle.advisories import advisories_for
 from moeq.oracle.case import Case, Method
-from moeq.oracle.engines.vllm.gates import Stage, run_gates
-from moeq.oracle.engines.vllm.names import declared_kind, entry_of
+from moeq.oracle.engines.vllm.gates import run_gates
+from moeq.oracle.engines.vllm.names import entry_of
 from moeq.oracle.engines.vllm.readers import (
     PREFIX,
     ConfigRefusal,
@@ -20,8 +20,9 @@ from moeq.oracle.engines.vllm.readers import (
     check_selected,
 )
 from moeq.oracle.engines.vllm.registry import OUTSIDE, READERS
+from moeq.oracle.outcome import Outcome, runs_as
 from moeq.oracle.policy import EnginePolicy, Variant
-from moeq.oracle.records import CandidateReport, ConvertTarget, EngineError, Gate, MoeShape, Reason, Verdict
+from moeq.oracle.records import CandidateReport, ConvertTarget, EngineError, MoeShape, Reason, Verdict
 from moeq.oracle.select import Selection, judge_all, select
 from moeq.oracle.sizes import sizes_for, transient_bytes, transported_hidden
 
@@ -38,39 +39,6 @@ _FAMILY_OF_ENTRY = {
 }
 _MARLIN = ("MARLIN", "BATCHED_MARLIN")
 _OPEN = Method("", "wna16", "none", "none")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Everything about one deployment up to kernel creation.
-
-    Attributes:
-        case: the question; its method is a stand-in where the config was refused.
-        entry: entry point.
-        selection: what selection gives.
-        gates: all gates.
-        refused: the config was refused before selection.
-        config: the quantisation config, for conditions that look at per-module rules.
-        prefix: module path of the experts.
-    """
-
-    case: Case
-    entry: str
-    selection: Selection
-    gates: tuple[Gate, ...]
-    refused: bool = False
-    config: Mapping[str, Any] = field(default_factory=dict)
-    prefix: str = PREFIX
-
-    def stage(self, row: CandidateReport | None) -> Stage:
-        """What the gates look at if that backend were the selected one."""
-        return Stage(self.case, self.entry, row, declared_kind(self.config, self.case.shape))
-
-    @property
-    def runs(self) -> str | None:
-        """Backend and class that really run, or None: the fact that counterfactuals compare."""
-        chosen = self.selection.selected
-        return f"{chosen.backend}/{chosen.experts}" if chosen and all(gate.passed for gate in self.gates) else None
 
 
 def settle(deployment: Deployment, notes: list[str] | None = None) -> Deployment:
@@ -308,27 +276,3 @@ def _transport_notes(case: Case) -> tuple[str, ...]:
     if rounded != case.shape.hidden_size:
         found.append(f"{case.all2all} rounds the hidden size {case.shape.hidden_size} up to {rounded}")
     return tuple(found)
-
-
-_ACTIVATION_BITS = {"kMxfp8": 8, "kFp8": 8, "kInt8": 8, "kMxfp4": 4, "kNvfp4": 4, "kMxfp6": 6}
-#: Classes that run weight-only whatever the activation key says.
-_WEIGHT_ONLY = ("Marlin", "Emulation")
-
-
-def runs_as(case: Case, chosen: CandidateReport) -> str:
-    """Precision that really runs, such as `W4A16`: several kernels ignore the activation type they were asked for."""
-    key = chosen.activation_key or "none"
-    bits = next((bits for prefix, bits in _ACTIVATION_BITS.items() if key.startswith(prefix)), 16)
-    if any(word in chosen.experts for word in _WEIGHT_ONLY) or case.method.config == "experts_int8":
-        bits = 16
-    return f"W{case.method.bits or _key_bits(case.method.weight_key)}A{bits}"
-
-
-def declared_activation_bits(case: Case) -> int:
-    """Bits of activations as the checkpoint declares them."""
-    key = case.method.activation_key or "none"
-    return next((bits for prefix, bits in _ACTIVATION_BITS.items() if key.startswith(prefix)), 16)
-
-
-def _key_bits(key: str) -> int:
-    return next((bits for prefix, bits in _ACTIVATION_BITS.items() if key.startswith(prefix)), 16)

@@ -8,8 +8,9 @@ from typing import Any
 
 from moeq.deploy.deployment import Deployment
 from moeq.oracle.case import Case
-from moeq.oracle.engine import Outcome, candidate_variants, settle, with_env, with_package
+from moeq.oracle.engine import candidate_variants, settle, with_env, with_package
 from moeq.oracle.engines.vllm.gates import run_gates
+from moeq.oracle.outcome import Outcome
 from moeq.oracle.records import CandidateReport, MoeShape
 from moeq.oracle.select import on_device
 

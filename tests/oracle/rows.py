@@ -14,8 +14,9 @@ from typing import Any
 
 from moeq.deploy.deployment import Deployment, Gpu
 from moeq.oracle.case import Case, Method
-from moeq.oracle.engine import Outcome, resolve, resolve_method
+from moeq.oracle.engine import resolve, resolve_method
 from moeq.oracle.engines.vllm.names import canonical
+from moeq.oracle.outcome import Outcome
 from moeq.oracle.policy import load_policy
 from moeq.oracle.records import MoeShape
 

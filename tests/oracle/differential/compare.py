@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from moeq.deploy.deployment import Deployment, Gpu
-from moeq.oracle.engine import Outcome, resolve
+from moeq.oracle.engine import resolve
+from moeq.oracle.outcome import Outcome
 from moeq.oracle.policy import EnginePolicy
 from moeq.oracle.records import MoeShape
 from moeq.oracle.sizes import sizes_for

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moeq.oracle.case import Method
-from moeq.oracle.engines.vllm.readers import Config, ConfigRefusal, Question, refuse, unquantized
+from moeq.oracle.engines.vllm.readers import Config, ConfigRefusal, Question, refuse, unquantized, weight_only_key
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 # Formats whose groups quantise activations: without `input_activations` their weights have to be floats.
@@ -205,16 +205,6 @@ def _wna16(question: Question, weights: Arguments, inputs: Arguments | None, for
         tile_padding=True,
         channel_assertion=weights.strategy == "channel",
     )
-
-
-def weight_only_key(bits: int, symmetric: bool, group: int) -> str:
-    """The key of weight-only integers: group 32 is known apart for 4 bits, the group size for odd bits."""
-    asym = "" if symmetric else "Asym"
-    if bits == 8:
-        return f"kInt8Static{asym}"
-    if bits == 4:
-        return f"kInt4Static{'32' if group == 32 else ''}{asym}"
-    return f"kUint{bits}Static{'Channel' if group == -1 else ''}{asym}"
 
 
 def _nvfp4_format(row: Arguments | None) -> bool:

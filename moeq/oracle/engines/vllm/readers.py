@@ -387,11 +387,19 @@ def humming_method(case: Case, config: str, bits: int, group: int, symmetric: bo
     capability = case.gpu.capability or (0, 0)
     if capability < (7, 5) or (capability < (8, 0) and case.deployment.dtype == "bf16"):
         refuse(f"Humming has no kernels for {case.deployment.dtype} activations on {case.gpu.name}", "dtype fp16")
-    from moeq.oracle.engines.vllm.compressed import weight_only_key
-
     # Its own keys have no scale per channel: such a checkpoint gets one that no class lists.
     key = weight_only_key(bits, symmetric, group) if group > 0 else f"kUint{bits}StaticRow"
     return Method("HummingMoEMethod", "humming", config, key, None, bits, group)
+
+
+def weight_only_key(bits: int, symmetric: bool, group: int) -> str:
+    """The key of weight-only integers: group 32 is known apart for 4 bits, the group size for odd bits."""
+    asym = "" if symmetric else "Asym"
+    if bits == 8:
+        return f"kInt8Static{asym}"
+    if bits == 4:
+        return f"kInt4Static{'32' if group == 32 else ''}{asym}"
+    return f"kUint{bits}Static{'Channel' if group == -1 else ''}{asym}"
 
 
 # ------------------------------------------------------------------------------------------------ fp8, int8, online
