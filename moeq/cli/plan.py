@@ -106,11 +106,7 @@ def render_needs(console: Console, plan: Plan, needs: Needs) -> None:
     for kind in needs.kinds:
         sizes = (kind.bytes_in, kind.bytes_out, kind.padding_bytes, kind.memory)
         cells = " ".join(f"{human_bytes(size):>11}" for size in sizes)
-        console.print(f"  {kind.title:<24} {_PATHS[kind.way]:<9} {kind.count:>6} {cells}")
-
-
-#: What people call the ways of a plan document.
-_PATHS = {"road": "fast", "general": "reference", "copy": "copy"}
+        console.print(f"  {kind.title:<24} {kind.way:<9} {kind.count:>6} {cells}")
 
 
 def _stream_line(needs: Needs) -> dict[str, str]:

@@ -23,13 +23,17 @@ from moeq.typed import read_as
 PLAN_SCHEMA = "moeq.plan/1"
 
 
+#: What documents call the ways of a unit; older than their names in the code, and kept for who reads documents.
+_WAYS: dict[str, str] = {"fast": "road", "reference": "general", "copy": "copy"}
+
+
 @dataclass(frozen=True)
 class UnitKind:
     """Units that are alike, for tables.
 
     Attributes:
         title: `w13 of 48 layers`, `copies`.
-        way: `road` (the fast path), `general` (the reference path) or `copy`.
+        way: `fast`, `reference` or `copy`.
         count: how many.
         bytes_in: bytes that all of them read.
         bytes_out: bytes that all of them write.
@@ -121,7 +125,7 @@ def plan_document(job: Job, needs: Needs) -> dict[str, Any]:
         "time": {
             "estimate": True,
             "seconds": round(needs.seconds, 1),
-            "assumed_bytes_per_second_and_worker": {way: int(rate) for way, rate in RATES.items()},
+            "assumed_bytes_per_second_and_worker": {_WAYS[way]: int(rate) for way, rate in RATES.items()},
         },
         "copied": [asdict(row) for row in plan.copied],
         "files": [
@@ -173,7 +177,7 @@ def _stream(schedule: Schedule[Unit]) -> dict[str, int]:
 def _unit(unit: Unit, way: Way) -> dict[str, Any]:
     row: dict[str, Any] = {
         "id": unit.id,
-        "way": way,
+        "way": _WAYS[way],
         "file": unit.file,
         "inputs": {file: [list(span) for span in spans] for file, spans in unit.inputs.items()},
         "outputs": [list(span) for span in unit.outputs],

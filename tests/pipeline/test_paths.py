@@ -48,10 +48,10 @@ def write(folder: Path, model: str, kind: str, experts: int = 2) -> Path:
 def test_both_ways_write_the_same(model, kind, layout, tp, tmp_path, monkeypatch) -> None:
     source = write(tmp_path / "source", model, kind)
     job = open_job(JobRequest(str(source), deployment(tp), layout, force_layout=True))
-    assert set(ways_of(job.checkpoint, job.plan).values()) == {"road", "copy"}
+    assert set(ways_of(job.checkpoint, job.plan).values()) == {"fast", "copy"}
     convert(source, tmp_path / "fast", deployment(tp), layout=layout, force_layout=True)
     monkeypatch.setattr(memory, "find_fast_path", lambda *given: None)
-    assert set(ways_of(job.checkpoint, job.plan).values()) == {"general", "copy"}
+    assert set(ways_of(job.checkpoint, job.plan).values()) == {"reference", "copy"}
     convert(source, tmp_path / "general", deployment(tp), layout=layout, force_layout=True)
     assert content(tmp_path / "fast") == content(tmp_path / "general")
     assert moeq.verify(tmp_path / "fast", source).ok

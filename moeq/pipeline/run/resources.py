@@ -34,9 +34,10 @@ TENSOR_BYTES = 700
 USUAL_CEILING = 2**30
 
 #: Assumed rates for estimates of time: bytes read per second and worker, by the way a unit takes.
-RATES: dict[str, float] = {"road": 0.8e9, "general": 0.06e9, "copy": 1.0e9}
+RATES: dict[str, float] = {"fast": 0.8e9, "reference": 0.06e9, "copy": 1.0e9}
 
-Way = Literal["road", "general", "copy"]
+#: How a unit is executed: packed by the fast path or the reference path, or copied.
+Way = Literal["fast", "reference", "copy"]
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 
@@ -68,19 +69,19 @@ class Need:
         input: stored bytes of one expert, or of a chunk that is copied, twice.
         output: packed bytes of one expert, of all ranks, or of a chunk, twice.
         scratch: the fast path's scratch.
-        general: what the reference path holds at its peak.
+        reference: what the reference path holds at its peak.
     """
 
     way: Way
     input: int = 0
     output: int = 0
     scratch: int = 0
-    general: int = 0
+    reference: int = 0
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.input + self.output + self.scratch + self.general
+        return self.input + self.output + self.scratch + self.reference
 
 
 @dataclass(frozen=True)
@@ -118,12 +119,12 @@ def need_of(checkpoint: Checkpoint, plan: Plan, unit: Unit) -> Need:
     layer = plan.layer_of(unit)
     fast_path = fast_path_of(checkpoint, layer, unit)
     if fast_path is None:
-        return Need("general", general=reference_bytes(layer, unit))
+        return Need("reference", reference=reference_bytes(layer, unit))
     experts = checkpoint.experts(unit.layer)
     stored = experts.layer.unit(unit.experts.start)
     places = [place_of(stored[name][part], part, experts, unit.experts.start) for name, part in fast_path.reads]
     return Need(
-        "road",
+        "fast",
         input=INPUT_BUFFERS * bytes_for(stop - start for start, stop in places),
         output=OUTPUT_BUFFERS * bytes_for(piece.stop - piece.start for piece in _pieces_of_one(plan, unit)),
         scratch=bytes_for([fast_path.scratch_bytes]),
@@ -142,7 +143,7 @@ def base_bytes(checkpoint: Checkpoint, needs: Iterable[Need]) -> int:
     total = BASE_BYTES + TENSOR_BYTES * len(checkpoint.source.tensors)
     if ways - {"copy"}:
         total += COMPILED_BYTES
-    if "general" in ways:
+    if "reference" in ways:
         total += TORCH_BYTES
     return total
 
@@ -172,7 +173,7 @@ def plan_memory(
     needs = {_kind(unit): need_of(checkpoint, plan, unit) for unit in _one_per_kind(units)}
     base = base_bytes(checkpoint, needs.values())
     # Buffers grow to the largest size of their kind and stay.
-    kept = ("input", "output", "scratch", "general")
+    kept = ("input", "output", "scratch", "reference")
     per_worker = sum(max((getattr(need, name) for need in needs.values()), default=0) for name in kept)
     fitting = ((ceiling or USUAL_CEILING) - base) // max(per_worker, 1)
     if ceiling is not None and fitting < 1:
@@ -207,5 +208,5 @@ def ways_of(checkpoint: Checkpoint, plan: Plan) -> dict[str, Way]:
         if isinstance(unit, CopyUnit):
             found[unit.id] = "copy"
         elif isinstance(unit, PackUnit):
-            found[unit.id] = "general" if fast_path_of(checkpoint, plan.layer_of(unit), unit) is None else "road"
+            found[unit.id] = "reference" if fast_path_of(checkpoint, plan.layer_of(unit), unit) is None else "fast"
     return found
