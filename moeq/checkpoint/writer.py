@@ -211,7 +211,7 @@ class OutputFile:
             os.close(self._direct)
 
 
-class Sink(Protocol):
+class Output(Protocol):
     """Where the bytes of units go."""
 
     fd: int

@@ -35,10 +35,10 @@ def make(row: Mapping[str, Any]) -> Advisory:
 def _class(outcome: Outcome) -> ExpertsClass | None:
     """Predicates of the selected class, or None."""
     selected = outcome.selection.selected
-    if selected is None:
+    if selected is None or selected.experts is None:
         return None
     classes = outcome.case.policy.classes
-    return classes.get(f"W4A8:{selected.experts}") if selected.backend == "CPU_INT4" else classes[selected.experts]
+    return classes.get(f"W4A8:{selected.experts}" if selected.backend == "CPU_INT4" else selected.experts)
 
 
 def _backend(outcome: Outcome) -> str:

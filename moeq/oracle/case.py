@@ -32,11 +32,13 @@ class Method:
         act_order: `desc_act`, or actorder `group`.
         raw_zero_points: the checkpoint really has zero points.
         channel_assertion: the integration trips over channel-wise scales on anything but Marlin.
+        symmetric_assertion: it trips over zero points on anything but Marlin.
         checks_input: the integration checks VLLM_MARLIN_INPUT_DTYPE.
         vllm_cutlass: FP8: the engine's own CUTLASS kernels are among the candidates.
         block: FP8: checkpoint block `(rows, columns)`, None for others.
         padded_intermediate: the method widens a rank's shard to this before anything else, None where it does not.
         fixed: the method has one backend and class, no selection: `(backend, experts)`.
+        built_in: the same where the method has no experts class at all, but a kernel call of its own.
         notes: what is worth saying.
     """
 
@@ -53,11 +55,13 @@ class Method:
     act_order: bool = False
     raw_zero_points: bool = False
     channel_assertion: bool = False
+    symmetric_assertion: bool = False
     checks_input: bool = False
     vllm_cutlass: bool = True
     block: tuple[int, int] | None = None
     padded_intermediate: int | None = None
     fixed: tuple[str, str] | None = None
+    built_in: tuple[str, str | None] | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -114,7 +118,8 @@ class Case:
         """How the ranks share the experts, as the engine's tables name it."""
         d = self.deployment
         if self.all2all is not None:
-            name = f"ep:{self.all2all}"
+            # A kind that this version does not know sets none of its switches (gate G10 refuses it).
+            name = f"ep:{self.all2all if self.all2all in self.policy.all2all else DEFAULT_ALL2ALL}"
         else:
             name = "ep" if self.use_ep else "dp" if d.dp > 1 else "tp" if d.tp > 1 else "single"
         return name + ("+eplb" if d.eplb else "")
@@ -165,6 +170,8 @@ class Case:
     def gemm_type(self) -> str:
         """The GEMM type that Humming prefers: indexed without expert parallelism, grouped with it."""
         forced = (self.env("VLLM_HUMMING_MOE_GEMM_TYPE") or "auto").lower()
+        if not self.policy.since("0.28.0"):
+            return "grouped_contiguous" if forced in ("grouped", "grouped_contiguous") else "indexed"
         if forced == "auto":
             return "grouped_contiguous" if self.use_ep else "indexed"
         return "grouped_contiguous" if forced == "grouped" else forced

@@ -15,6 +15,7 @@ from moeq.oracle.engines.vllm.readers import (
     PREFIX,
     ConfigRefusal,
     Question,
+    built_in_kernel,
     check_activation_request,
     check_layer,
     check_selected,
@@ -110,7 +111,7 @@ def _read(entry: str, question: Question) -> Method:
         raise ConfigRefusal(
             "ValueError", "CONFIG", f"quant_method '{entry}' {what}", f"known: {', '.join(filter(None, READERS))}", "G0"
         )
-    method = reader(question)
+    method = built_in_kernel(question.probe, reader(question))
     check_activation_request(method, question.config)
     return method
 
@@ -176,7 +177,9 @@ def _reached_by_name(case: Case, row: CandidateReport) -> bool:
 def dropped_by(case: Case, row: CandidateReport) -> str | None:
     """What the checkpoint has and the kernel silently leaves out, or None."""
     name = f"W4A8:{row.experts}" if row.backend == "CPU_INT4" else row.experts
-    flags = case.policy.classes[name]
+    flags = case.policy.classes.get(name or "")
+    if flags is None:  # no class: the engine's method runs a kernel of its own
+        return None
     losses = (
         (case.method.config == "awq" and row.backend in ("XPU", "ZEN_CPU"), "the AWQ word order"),
         (flags.drops_zero_points and case.method.raw_zero_points, "zero points"),
@@ -255,7 +258,7 @@ def verdict_of(outcome: Outcome, title: str, notes: tuple[str, ...] = ()) -> Ver
         weight_key=None if outcome.refused else case.method.weight_key,
         activation_key=case.method.activation_key,
         selected=chosen,
-        error=outcome.selection.error,
+        error=outcome.selection.error if chosen is None else None,
         gates=outcome.gates,
         candidates=outcome.selection.candidates,
         convert=target,

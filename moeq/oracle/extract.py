@@ -8,29 +8,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from moeq.errors import MoeqError
-
-_WIDTH = 150
-
-
-def dump(value: Any, indent: int = 0) -> str:
-    """JSON that reads well as a diff: what fits into a line is one line."""
-    plain = json.dumps(value, ensure_ascii=False)
-    if len(plain) + indent <= _WIDTH or not isinstance(value, (dict, list)) or not value:
-        return plain
-    pad = " " * (indent + 1)
-    if isinstance(value, list):
-        parts = [pad + dump(item, indent + 1) for item in value]
-        opening, closing = "[]"
-    else:
-        parts = [f"{pad}{json.dumps(key)}: {dump(item, indent + 1)}" for key, item in value.items()]
-        opening, closing = "{}"
-    return opening + "\n" + ",\n".join(parts) + "\n" + " " * indent + closing
+from moeq.oracle.tablefile import packed, text
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -51,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         return error.exit_code
     out = options.out or Path(__file__).parent / "engines" / name / "tables" / f"{version}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(dump(tables) + "\n", encoding="utf-8")
+    out.write_text(text(packed(tables)) + "\n", encoding="utf-8")
     print(out)
     return 0
 

@@ -42,7 +42,7 @@ class Outcome:
 
     def stage(self, row: CandidateReport | None) -> Stage:
         """What the gates look at if that backend were the selected one."""
-        return Stage(self.case, self.entry, row, declared_kind(self.config, self.case.shape))
+        return Stage(self.case, self.entry, row, declared_kind(self.config, self.case.shape, self.case.policy))
 
     @property
     def runs(self) -> str | None:
@@ -55,7 +55,7 @@ def runs_as(case: Case, chosen: CandidateReport) -> str:
     """Precision that really runs, such as `W4A16`: several kernels ignore the activation type they were asked for."""
     key = chosen.activation_key or "none"
     bits = next((bits for prefix, bits in _ACTIVATION_BITS.items() if key.startswith(prefix)), 16)
-    if any(word in chosen.experts for word in _WEIGHT_ONLY) or case.method.config == "experts_int8":
+    if any(word in (chosen.experts or "") for word in _WEIGHT_ONLY) or case.method.config == "experts_int8":
         bits = 16
     return f"W{case.method.bits or _key_bits(case.method.weight_key)}A{bits}"
 

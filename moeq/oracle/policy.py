@@ -14,6 +14,7 @@ from typing import Any
 
 from moeq.deploy.deployment import Gpu
 from moeq.errors import MoeqError
+from moeq.oracle.tablefile import longest, unpacked
 
 #: The policy of moeq's built-in kernels: not an engine's tables, see `builtin.py`.
 BUILTIN = "moeq"
@@ -309,7 +310,8 @@ class SearchTable:
     Attributes:
         factors: names of the factors, in the order of a row's key.
         same: factor -> value -> the value that stands for it.
-        rows: `factor=value,...` without the usual values -> search.
+        rows: `factor=value,...` without the usual values -> search; a key that is not there goes by the one without
+            its last words.
     """
 
     factors: tuple[str, ...]
@@ -325,6 +327,14 @@ class SearchTable:
         """The part of a row's key for a factor's value, None where the value changes nothing."""
         word = f"{factor}={self.same.get(factor, {}).get(value, value)}"
         return word if word in self.known else None
+
+    @cached_property
+    def _by_words(self) -> Mapping[tuple[str, ...], str]:
+        return {tuple(key.split(",")) if key else (): search for key, search in self.rows.items()}
+
+    def search(self, words: tuple[str, ...]) -> str:
+        """The search of a case that has these words, in the order of the factors."""
+        return self._by_words[longest(words, self._by_words)]
 
 
 @dataclass(frozen=True)
@@ -367,7 +377,9 @@ def _searches(blocks: Mapping[str, list[Mapping[str, Any]]]) -> dict[str, dict[s
     return found
 
 
-def _family(name: str, blocks: Mapping[str, list[Mapping[str, Any]]], known: Mapping[str, Any]) -> Family:
+def _family(
+    name: str, blocks: Mapping[str, list[Mapping[str, Any]]], known: Mapping[str, Any], *, checked: bool
+) -> Family:
     row = known.get(name, {})
     row = {**known[row["like"]], **row} if "like" in row else row
     searches = _searches(blocks)
@@ -386,7 +398,8 @@ def _family(name: str, blocks: Mapping[str, list[Mapping[str, Any]]], known: Map
         facts = dict(row.get("backends", {}).get(backend, {}))
         layouts = tuple(_layout_choice(item) for item in facts.pop("layouts", ()))
         facts.setdefault("no_layout", row.get("no_layout"))
-        facts["filters"] = tuple(facts.pop("filters", ()))
+        filters = tuple(facts.pop("filters", ()))
+        facts["filters"] = filters if checked else ()
         backends[backend] = Backend(backend, tuple(names), keys[backend], flags.get(backend), layouts=layouts, **facts)
     return Family(name, row.get("title", name), backends, searches)
 
@@ -421,6 +434,7 @@ class EnginePolicy:
         rounding: device -> MXFP4 backend -> activation ("" for all others) -> multiples of (hidden, intermediate).
         overrides: every value of the backend option.
         all2all: every all-to-all kind.
+        activations: every activation function that some class takes, and those that none does.
         no_converter: pairs of config class and backend whose converter raises.
         advisories: known defects.
     """
@@ -438,6 +452,7 @@ class EnginePolicy:
     rounding: Mapping[str, Mapping[str, Mapping[str, tuple[int, int]]]]
     overrides: tuple[str, ...]
     all2all: tuple[str, ...]
+    activations: tuple[str, ...]
     no_converter: tuple[Mapping[str, Any], ...]
     advisories: tuple[Mapping[str, Any], ...]
     _nearest: dict[Gpu, str | None] = field(default_factory=dict, compare=False)
@@ -479,7 +494,10 @@ def _blocks(rows: list[Mapping[str, Any]]) -> dict[str, Any]:
 def build_policy(tables: Mapping[str, Any], known: Mapping[str, Any]) -> EnginePolicy:
     """The policy of a version's extracted tables, with what moeq knows about the engine's backends."""
     forms, flags = tuple(tables["forms"]), known["classes"]
-    families = {name: _family(name, blocks, known["families"]) for name, blocks in tables["families"].items()}
+    checked = release(tables["version"]) >= release(known["filters_since"])
+    families = {
+        name: _family(name, blocks, known["families"], checked=checked) for name, blocks in tables["families"].items()
+    }
     classes = {name: _class(name, row, forms, flags.get(name, {})) for name, row in tables["classes"].items()}
     # Classes that are tried and run on none of the devices.
     named = {name for family in families.values() for backend in family.backends.values() for name in backend.classes}
@@ -498,9 +516,15 @@ def build_policy(tables: Mapping[str, Any], known: Mapping[str, Any]) -> EngineP
         rounding=_blocks(tables["rounding"]),
         overrides=tuple(tables["overrides"]),
         all2all=tuple(tables["all2all"]),
+        activations=_activations(classes),
         no_converter=tuple(known["no_converter"]),
         advisories=tuple(known["advisories"]),
     )
+
+
+def _activations(classes: Mapping[str, ExpertsClass]) -> tuple[str, ...]:
+    variants = (item for row in classes.values() for items in row.variants.values() for item in items)
+    return tuple(sorted({name for item in variants for name in item.activations} | {"relu2"}))  # no class has relu2
 
 
 @cache
@@ -615,5 +639,5 @@ def load_policy(engine: str) -> EnginePolicy:
         raise MoeqError("usage.unknown-engine", f"no engine policy is called '{engine}'", f"known: {known}")
     name, _, version = engine.partition("@")
     folder = files("moeq.oracle").joinpath("engines", name)
-    tables = json.loads(folder.joinpath("tables", f"{version}.json").read_text(encoding="utf-8"))
-    return build_policy(tables, knowledge(name))
+    stored = json.loads(folder.joinpath("tables", f"{version}.json").read_text(encoding="utf-8"))
+    return build_policy(unpacked(stored), knowledge(name))

@@ -82,7 +82,8 @@ class CandidateReport:
 
     Attributes:
         backend: the engine's name of the backend.
-        experts: experts class that runs (the supported one, else the one that came closest).
+        experts: experts class that runs (the supported one, else the one that came closest); None where the engine's
+            method runs a kernel without one.
         layout: id of the offline layout its kernel reads, or None.
         no_layout: why there is no offline layout, where `layout` is None.
         supported: every rule holds.
@@ -94,7 +95,7 @@ class CandidateReport:
     """
 
     backend: str
-    experts: str
+    experts: str | None
     layout: str | None
     no_layout: str | None
     supported: bool
@@ -203,7 +204,7 @@ class ConvertTarget:
     """
 
     backend: str
-    experts: str
+    experts: str | None
     layout: str
     flag: str | None
     sizes: Sizes

@@ -3,7 +3,7 @@ rule."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from moeq.layouts.registry import LAYOUTS
@@ -60,11 +60,20 @@ def search_of(case: Case, family: Family, asked: str) -> Search:
     tables = family.searches.get(case.device)
     if tables is None:
         return _NOTHING
-    table = tables.get(asked, _UNKNOWN)
+    table = tables.get(asked) or _unlisted(tables)
     if isinstance(table, SearchTable):
-        words = [_word(case, table, factor) for factor in table.factors]
-        return parse_search(table.rows[",".join(word for word in words if word)])
+        words = (_word(case, table, factor) for factor in table.factors)
+        return parse_search(table.search(tuple(word for word in words if word)))
     return parse_search(table) if isinstance(table, str) else table
+
+
+def _unlisted(tables: Mapping[str, SearchTable | str]) -> SearchTable | str:
+    """The search for a name that the version does not know: that of another unknown one, else names do not matter."""
+    for table in tables.values():
+        text = table.rows[""] if isinstance(table, SearchTable) else table
+        if parse_search(text) == _UNKNOWN:
+            return table
+    return tables["auto"]
 
 
 def _word(case: Case, table: SearchTable, factor: str) -> str | None:
@@ -196,6 +205,8 @@ def select(case: Case) -> Selection:
     candidates = judge_all(case, family)
     if case.method.fixed is not None:
         return _fixed(case, family, candidates)
+    if case.method.built_in is not None:
+        return _built_in(case, candidates)
     search = search_of(case, family, asked)
     # One automatic order for both: what was asked for and changes nothing is ignored.
     ignored = asked != "auto" and search == search_of(case, family, "auto")
@@ -207,6 +218,10 @@ def select(case: Case) -> Selection:
         tried = _by_backend(search.attempts)
         reports = tuple(judge(case, family.backends[name], attempts) for name, attempts in tried.items())
         chosen = next((row for row in reports if row.supported), None)
+    if not case.policy.since("0.30.0") and _unprintable(case, search, chosen):
+        text = f"a candidate refuses {case.method.weight_key}, and this version fails to print that key"
+        error = EngineError("KeyError", "OTHER", text, "vLLM 0.30 and newer", "P04_SCHEME")
+        return Selection(None, error, candidates, notes)
     if chosen is None and search.unchecked is not None:
         chosen = judge(case, family.backends[search.unchecked.backend], [_as_made(case, search.unchecked)])
         notes += ("this backend is taken without asking its class",)
@@ -218,6 +233,21 @@ def select(case: Case) -> Selection:
         return Selection(chosen, None, _with(candidates, chosen), notes, reported)
     error = _error(case, family, search, asked if not ignored else "auto", reports, candidates)
     return Selection(None, error, candidates, notes)
+
+
+def _unprintable(case: Case, search: Search, chosen: CandidateReport | None) -> bool:
+    """Whether a class before the chosen one refuses a key of integers for being that key."""
+    if case.method.family != "wna16":
+        return False
+    for attempt in search.attempts:
+        if chosen is not None and (attempt.backend, attempt.experts) == (chosen.backend, chosen.experts):
+            return False
+        if filter_reasons(case, case.policy.families["wna16"].backends[attempt.backend]):
+            continue
+        reasons = class_reasons(case, case.policy.classes[attempt.experts], activation_of(case, attempt))
+        if reasons and min(reasons, key=lambda reason: _ORDER[reason.code]).code == "P04_SCHEME":
+            return True
+    return False
 
 
 def _as_made(case: Case, attempt: Attempt) -> Attempt:
@@ -255,6 +285,16 @@ def _fixed(case: Case, family: Family, candidates: tuple[CandidateReport, ...]) 
     backend, experts = case.method.fixed
     chosen = judge(case, family.backends[backend], [Attempt(backend, experts)])
     return Selection(chosen, None, _with(candidates, chosen), ("this method has one backend, taken unasked",))
+
+
+def _built_in(case: Case, candidates: tuple[CandidateReport, ...]) -> Selection:
+    """A method that runs a kernel of its own and selects nothing: it names no backend, and there is nothing to ask."""
+    assert case.method.built_in is not None
+    backend, experts = case.method.built_in
+    text = f"{case.method.name} selects no backend in this version: its {backend} kernel is built in"
+    chosen = CandidateReport(backend, experts, None, "this version has the kernel inside the method", True)
+    error = EngineError("none", "SILENT_NONE", text) if experts is not None else None  # it does name the one without
+    return Selection(chosen, error, candidates, (text,))
 
 
 def _error(

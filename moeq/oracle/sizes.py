@@ -80,7 +80,7 @@ def transient_bytes(case: Case, report: CandidateReport, sizes: Sizes) -> int:
     A repack allocates its whole output while the input is alive, one projection at a time, so the peak is w13's
     output; emulation makes bf16 copies of everything; backends that only view their bytes need nothing.
     """
-    if report.experts.endswith("EmulationTritonExperts") and case.method.family == "wna16":
+    if (report.experts or "").endswith("EmulationTritonExperts") and case.method.family == "wna16":
         return 3 * sizes.local_experts * sizes.hidden * sizes.intermediate * 2
     if report.backend in ("TRITON", "XPU", "EMULATION") and case.method.family in ("wna16", "int8"):
         return 0

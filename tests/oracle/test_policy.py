@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import copy
+import itertools
 import json
 from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 from oracle.examples import SHAPE, scheme
 
 from moeq.deploy.deployment import Deployment, Gpu
@@ -30,21 +32,21 @@ from moeq.oracle.policy import (
     version_range,
     versions,
 )
+from moeq.oracle.tablefile import fewest, longest, packed, text, unpacked
 from moeq.oracle.upgrade import differences, steps
 
 
 @pytest.fixture
 def tables() -> dict[str, Any]:
     text = files("moeq.oracle").joinpath("engines", "vllm", "tables", "0.33.0.json").read_text(encoding="utf-8")
-    return copy.deepcopy(json.loads(text))
+    return unpacked(json.loads(text))
 
 
 def test_another_version_is_another_file(tables: dict[str, Any]) -> None:
     """A version in which Humming is not tried on Hopper."""
     tables["version"] = "9.9.9"
     for group in tables["families"]["wna16"]["auto"]:
-        rows = group["table"]["rows"]
-        rows.update({key: " ".join(w for w in text.split(" ") if "HUMMING/" not in w) for key, text in rows.items()})
+        group["table"] = " ".join(word for word in group["table"].split(" ") if "HUMMING/" not in word)
     later, now = build_policy(tables, knowledge("vllm")), load_policy("vllm@0.33.0")
     assert later.name == "vllm@9.9.9"
     where = Deployment(parse_gpu("H100"))
@@ -62,6 +64,49 @@ def test_a_search_is_a_line() -> None:
     taken = parse_search("=CUTLASS~MARLIN/CutlassExpertsMxfp4")
     assert taken.unchecked is not None
     assert (taken.unchecked.backend, taken.unchecked.reported) == ("CUTLASS", "MARLIN")
+
+
+def test_stored_tables_are_the_extracted_ones() -> None:
+    search = "MARLIN/MarlinExperts HUMMING/HummingIndexedExperts !NotImplementedError:NO_BACKEND"
+    rows = {"": search, "lora=1": "!none:SILENT_NONE"}
+    extracted: dict[str, Any] = {
+        "devices": ["sm90", "sm100", "xpu"],
+        "names": [
+            {"devices": ["sm90"], "value": {"": {"gptq": "gptq", "fp8": "fp8"}, "awq": {"": "auto_awq"}}},
+            {"devices": ["sm100"], "value": {"": {"gptq": "gptq", "fp8": "fp8"}, "awq": {"": "auto_awq"}}},
+            {"devices": ["xpu"], "value": {"": {"gptq": "gptq", "fp8": "fp8"}, "awq": {}}},
+        ],
+        "rounding": [{"devices": ["sm90", "sm100", "xpu"], "value": {"MARLIN": {"": [256, 128]}}}],
+        "classes": {"MarlinExperts": {"format": "standard", "blocks": [{"devices": ["sm90"], "variants": [{}]}]}},
+        "families": {
+            "wna16": {
+                "auto": [
+                    {"devices": ["sm90", "sm100"], "table": {"by": ["lora"], "rows": rows}},
+                    {"devices": ["xpu"], "table": "!none:SILENT_NONE"},
+                ],
+                "marlin": [{"devices": ["sm90", "sm100", "xpu"], "table": search}],
+                "humming": [{"devices": ["sm90", "sm100", "xpu"], "table": search}],
+            }
+        },
+    }
+    stored = json.loads(text(packed(extracted)))
+    assert list(stored["families"]["wna16"]["tables"]) == ["auto", "marlin humming"]
+    assert unpacked(stored) == extracted
+
+
+@given(st.data())
+def test_rows_left_out_follow_from_the_others(data: st.DataObject) -> None:
+    factors = ("a", "b", "c", "d", "e", "f")[: data.draw(st.integers(1, 6))]
+    words = [["", f"{factor}=1", f"{factor}=2"] for factor in factors]
+    full = {
+        ",".join(word for word in picked if word): data.draw(st.sampled_from("xyz"))
+        for picked in itertools.product(*words[:4])
+    }
+    order, rows = fewest(factors, full)
+    assert sorted(order) == sorted(factors)
+    for key, search in full.items():
+        ordered = tuple(sorted(key.split(","), key=lambda word: order.index(word[0]))) if key else ()
+        assert rows[longest(ordered, rows)] == search
 
 
 def test_tables_are_stamped(tables: dict[str, Any]) -> None:

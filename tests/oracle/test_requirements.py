@@ -497,7 +497,7 @@ def test_r40_precision_that_really_runs() -> None:
 def test_r41_gates_are_in_the_report() -> None:
     verdict = ask(scheme("mxfp4", "e2m1", 32, scale="e8m0"), gpu("T4", dtype="fp16"), GPT_OSS)
     assert [gate.code for gate in verdict.gates if not gate.passed] == ["G2", "G3"]
-    assert {gate.code for gate in verdict.gates} == {"G0", "G1", "G2", "G3", "G5", "G6", "G7", "G8", "G9"}
+    assert {gate.code for gate in verdict.gates} == {"G0", "G1", "G2", "G3", "G5", "G6", "G7", "G8", "G9", "G10"}
     assert verdict.selected is not None
 
 

@@ -590,7 +590,7 @@ def case(rng: Random, number: int, world: Row) -> Row:
     return row
 
 
-def jobs(seed: int, per_world: int, extra_worlds: int) -> Iterator[tuple[Row, list[Row]]]:
+def jobs(seed: int | str, per_world: int, extra_worlds: int) -> Iterator[tuple[Row, list[Row]]]:
     """`(world, cases)` of every device's default world and its extra ones."""
     number = 0
     for index, device in enumerate(DEVICES):

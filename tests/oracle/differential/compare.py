@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from moeq.deploy.deployment import Deployment, Gpu
@@ -65,6 +65,20 @@ def engine_answer(found: Row) -> Answer:
     if chosen["backend"] in ("NONE", "None") or (chosen["experts"] is None and chosen["backend"] is None):
         return Answer("error", "none", "SILENT_NONE")
     return Answer("choice", chosen["backend"], chosen["experts"])
+
+
+def short(found: Row) -> Row:
+    """What is compared of `inside.decide`'s row: the answer, the text of an error, the stages around it."""
+    answer = engine_answer(found)
+    row: Row = {"answer": [answer.outcome, answer.first, answer.second]}
+    error = next((found[stage] for stage in ("verify", "shape", "config", "select") if found.get(stage)), None)
+    if error is not None and error["msg"]:
+        row["text"] = re.sub(r"\d+", "#", error["msg"])[:80]
+    row.update({name: found[name] for name in ("capability", "dtype", "eplb") if isinstance(found.get(name), bool)})
+    if isinstance(found.get("sizes"), list):
+        row["sizes"] = found["sizes"]
+    row.update({name: found[name] is None for name in ("create", "validate") if name in found})
+    return row
 
 
 # ------------------------------------------------------------------------------------------------ moeq's side
@@ -142,7 +156,12 @@ def moeq_answer(outcome: Outcome) -> Answer:
 
 
 def stages(found: Row, outcome: Outcome) -> dict[str, bool]:
-    """Stages around the choice, each True where both agree; only where the decision is the same."""
+    """Stages around the choice, each True where both agree; only where the decision is the same.
+
+    Args:
+        found: the engine's answer, from `short`.
+        outcome: moeq's.
+    """
     failed = {gate.code for gate in outcome.gates if not gate.passed}
     dtype = any(gate.code == "G3" and not gate.passed and "is not supported for" in gate.text for gate in outcome.gates)
     out: dict[str, bool] = {}
@@ -152,23 +171,72 @@ def stages(found: Row, outcome: Outcome) -> dict[str, bool]:
     chosen = outcome.selection.selected
     if chosen is None:
         return out
-    if (
-        isinstance(found.get("sizes"), list) and "Marlin" not in chosen.experts
-    ):  # Marlin pads when weights are converted
+    if "sizes" in found and "Marlin" not in (chosen.experts or ""):  # Marlin pads when weights are converted
         sizes = sizes_for(outcome.case, chosen)
         out["sizes"] = found["sizes"] == [sizes.padded_hidden, sizes.padded_intermediate]
-    if isinstance(found.get("eplb"), bool):
-        out["load balancing"] = found["eplb"] == ("G6" not in failed)
-    if "create" in found:
-        out["weights"] = (found["create"] is None) == ("G7" not in failed)
-    if "validate" in found:
-        out["kernel"] = (found["validate"] is None) == ("G9" not in failed)
+    for name, (stage, gate) in {
+        "load balancing": ("eplb", "G6"),
+        "weights": ("create", "G7"),
+        "kernel": ("validate", "G9"),
+    }.items():
+        if stage in found:
+            out[name] = found[stage] == (gate not in failed)
     return out
 
 
 def cluster(family: str, theirs: Answer, mine: Answer, found: Row) -> str:
     """One line for differences of the same look: numbers do not count."""
-    error = next((found[stage] for stage in ("verify", "shape", "config", "select") if found.get(stage)), None)
-    text = re.sub(r"\d+", "#", error["msg"])[:80] if error else ""
-    words = [f"engine {theirs.first} {theirs.second}", text, f"moeq {mine.first} {mine.second}"]
+    words = [f"engine {theirs.first} {theirs.second}", found.get("text", ""), f"moeq {mine.first} {mine.second}"]
     return " | ".join([family, *(word for word in words if word)])
+
+
+# ------------------------------------------------------------------------------------------------ many cases
+
+
+@dataclass
+class Agreement:
+    """How many cases of a family there were, and in how many both agreed.
+
+    Attributes:
+        cases: all of them.
+        decision: the same backend and class, or a refusal by both.
+        exact: errors are of the same type and kind as well.
+    """
+
+    cases: int = 0
+    decision: int = 0
+    exact: int = 0
+
+
+@dataclass
+class Comparison:
+    """What came out of many cases.
+
+    Attributes:
+        families: agreement by family.
+        stages: stage -> cases in which both agree, and in all.
+        clusters: what differs, by its look -> case numbers.
+    """
+
+    families: dict[str, Agreement] = field(default_factory=dict)
+    stages: dict[str, list[int]] = field(default_factory=dict)
+    clusters: dict[str, list[int]] = field(default_factory=dict)
+
+    def add(self, policy: EnginePolicy, world: Row, case: Row, found: Row) -> None:
+        """Compare one case; `found` is the engine's answer, from `short`."""
+        theirs, outcome = Answer(*found["answer"]), moeq_outcome(policy, world, case)
+        mine, row = moeq_answer(outcome), self.families.setdefault(case["family"], Agreement())
+        row.cases += 1
+        row.decision += theirs.agrees(mine)
+        row.exact += theirs.equals(mine)
+        if not theirs.equals(mine):
+            self._note(cluster(case["family"], theirs, mine, found), case)
+        for name, good in stages(found, outcome).items() if theirs.agrees(mine) else ():
+            counts = self.stages.setdefault(name, [0, 0])
+            counts[0] += good
+            counts[1] += 1
+            if not good:
+                self._note(f"{case['family']} | stage: {name} | {theirs.first} {theirs.second}", case)
+
+    def _note(self, name: str, case: Row) -> None:
+        self.clusters.setdefault(name, []).append(case["id"])

@@ -9,7 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from moeq.oracle.case import Method
-from moeq.oracle.engines.vllm.readers import Config, ConfigRefusal, Question, refuse, unquantized, weight_only_key
+from moeq.oracle.engines.vllm.readers import (
+    Config,
+    ConfigRefusal,
+    Question,
+    marlin_fails,
+    refuse,
+    unquantized,
+    weight_only_key,
+)
+from moeq.oracle.policy import EnginePolicy
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 # Formats whose groups quantise activations: without `input_activations` their weights have to be floats.
@@ -91,7 +100,7 @@ def _entry_matches(entry: str, name: str) -> bool:
 Group = tuple[str, Mapping[str, Any]]
 
 
-def _groups(config: Config) -> dict[str, Group]:
+def _groups(config: Config, policy: EnginePolicy) -> dict[str, Group]:
     """Target -> group and its name, in order; groups of attention alone do not count. Every group is validated."""
     targets: dict[str, Group] = {}
     for key, group in (config.get("config_groups") or {}).items():
@@ -99,7 +108,7 @@ def _groups(config: Config) -> dict[str, Group]:
         if len(listed) == 1 and listed[0].endswith("Attention"):
             continue
         weights = _arguments(group.get("weights"))
-        if weights is not None and weights.actorder in ("group", "dynamic"):
+        if weights is not None and weights.actorder in ("group", "dynamic") and policy.since("0.28.0"):
             hint = "requantise with actorder 'weight', or convert for moeq's built-in kernels (--engine moeq)"
             refuse(f"act-order: actorder is '{weights.actorder}'; 'static' and 'weight' are accepted", hint)
         format_ = group.get("format") or config.get("format")
@@ -124,7 +133,7 @@ def _group_of(targets: Mapping[str, Group], config: Config, name: str) -> Group 
 def read_compressed_tensors(question: Question) -> Method:
     """compressed-tensors: looks at the projections of expert 0 only, then takes the first scheme that matches."""
     config = question.config
-    targets = _groups(config)
+    targets = _groups(config, question.policy)
     # Without a gate half the engine asks for the scheme of a projection called None.
     projections = _PROJECTIONS if question.gated else ("gate_proj", "None", "down_proj")
     found = [_group_of(targets, config, f"{question.prefix}.0.{projection}") for projection in projections]
@@ -191,9 +200,24 @@ def _wna16(question: Question, weights: Arguments, inputs: Arguments | None, for
     if format_ != "pack-quantized" or not 2 <= weights.bits <= 8:
         text = f"weight-only experts need format pack-quantized and 2 to 8 bits, this is {format_}, {weights.bits} bits"
         refuse(text, "name the format in the config group")
+    policy = question.policy
+    if not policy.since("0.28.0"):
+        built_in = _wna16_built_in(question, weights)
+        if built_in is not None:
+            return built_in
+    if not weights.symmetric and weights.bits not in (4, 8) and not policy.since("0.31.0"):
+        text = f"weight-only experts of {weights.bits} bits with zero points are not in this version's table of types"
+        raise ConfigRefusal("KeyError", "CONFIG", text, "a symmetric checkpoint, or vLLM 0.31 and newer", "G0")
+    if weights.bits not in (4, 8) and not policy.since("0.30.0"):
+        refuse(f"weight-only experts have 4 or 8 bits, these have {weights.bits}", "vLLM 0.30 and newer")
     group = -1 if weights.group is None else weights.group
+    if policy.since("0.28.0") and not policy.since("0.30.0"):
+        if weights.bits == 8 and weights.group != -1:
+            text = "8-bit weights trip an assertion of this version unless their group_size says -1"
+            raise ConfigRefusal("AssertionError", "BARE_ASSERTION", text, "vLLM 0.30 and newer", "G0")
+        group = 0 if weights.group is None else weights.group  # it does not read what is not there as -1
     return Method(
-        "CompressedTensorsWNA16MoEMethod",
+        "CompressedTensorsWNA16MoEMethod" if policy.since("0.28.0") else "CompressedTensorsWNA16MarlinMoEMethod",
         "wna16",
         "ct",
         weight_only_key(weights.bits, weights.symmetric, group),
@@ -203,8 +227,37 @@ def _wna16(question: Question, weights: Arguments, inputs: Arguments | None, for
         zero_points=not weights.symmetric,
         raw_zero_points=not weights.symmetric,
         tile_padding=True,
-        channel_assertion=weights.strategy == "channel",
+        channel_assertion=weights.strategy == "channel" and policy.since("0.28.0"),
+        symmetric_assertion=policy.since("0.28.0") and not policy.since("0.30.0"),
     )
+
+
+def _wna16_built_in(question: Question, weights: Arguments) -> Method | None:
+    """Before 0.28: what Marlin's shapes do not take goes to a method with its own Triton kernel, on ROCm all of it."""
+    rocm = question.platform == "rocm"
+    group = -1 if weights.group is None else weights.group
+    ordered = weights.strategy == "group" and weights.actorder in ("group", "dynamic")
+    if not rocm and not marlin_fails(question, group, tile_padding=not ordered):
+        return None
+    if ordered:
+        refuse("act-order (actorder group) needs Marlin's shapes", "requantise with actorder 'weight'")
+    d, arch = question.probe.deployment, question.probe.gpu.arch
+    if rocm and d.backend == "emulation" and not (arch == "gfx1100" and weights.bits == 4):
+        return None
+    flydsl = arch == "gfx950" and d.backend == "flydsl" and (weights.bits, group) == (4, 32) and not d.lora
+    for wrong, text in (
+        (weights.strategy != "group", "the kernel built into this version's method takes group scales only"),
+        (not weights.symmetric, "the kernel built into this version's method takes symmetric weights only"),
+    ):
+        if wrong and not flydsl:
+            raise ConfigRefusal("AssertionError", "CONFIG", text, "--moe-backend emulation on ROCm", "G0")
+    if flydsl:
+        name, kernel = "CompressedTensorsW4A16FlydslMoEMethod", ("FLYDSL", "FlydslExperts")
+    elif rocm and arch == "gfx1100" and weights.bits == 4:
+        name, kernel = "CompressedTensorsWNA16RDNA3MoEMethod", ("RDNA3", "Rdna3WNA16Experts")
+    else:
+        name, kernel = "CompressedTensorsWNA16MoEMethod", ("TRITON", "TritonWNA16Experts")
+    return Method(name, "wna16", "ct", f"kInt{weights.bits}Static", None, weights.bits, group, built_in=kernel)
 
 
 def _nvfp4_format(row: Arguments | None) -> bool:
@@ -267,7 +320,13 @@ def _w4a8(weights: Arguments, inputs: Arguments | None, type_: str) -> bool:
 
 
 def _w4a8_fp8(question: Question, weights: Arguments, inputs: Arguments | None, format_: str) -> Method | None:
-    if not _w4a8(weights, inputs, "float") or weights.strategy != "group" or not (inputs and inputs.symmetric):
+    newer = question.policy.since("0.31.0")
+    if not newer and not _reads_as_hopper(question):
+        return None
+    # Older versions do not look at the type of the activations.
+    if not any(_w4a8(weights, inputs, kind) for kind in (("float",) if newer else ("float", "int"))):
+        return None
+    if weights.strategy != "group" or not (inputs and inputs.symmetric):
         return None
     if weights.group != 128:
         text = f"int4 weights with fp8 activations need group size 128, this is {weights.group}"
@@ -275,8 +334,15 @@ def _w4a8_fp8(question: Question, weights: Arguments, inputs: Arguments | None, 
     return Method("CompressedTensorsW4A8Fp8MoEMethod", "w4a8-fp8", "ct", "kInt4Static", "kFp8DynamicTokenSym", 4, 128)
 
 
+def _reads_as_hopper(question: Question) -> bool:
+    """Whether the engine sees capability 9.0: gfx90a has that, too."""
+    gpu = question.probe.gpu
+    return (gpu.platform == "cuda" and gpu.capability == (9, 0)) or gpu.arch == "gfx90a"
+
+
 def _w4a8_int8(question: Question, weights: Arguments, inputs: Arguments | None, format_: str) -> Method | None:
-    if not _w4a8(weights, inputs, "int"):
+    kinds = ("int",) if question.policy.since("0.31.0") else ("int", "float")
+    if not any(_w4a8(weights, inputs, kind) for kind in kinds):
         return None
     group = -1 if weights.group is None else weights.group
     hidden, inner = question.probe.shape.hidden_size, question.probe.intermediate

@@ -9,6 +9,7 @@ found by running the selection function on classes that refuse everything and wr
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import importlib
 import inspect
@@ -27,22 +28,23 @@ World = dict[str, Any]
 
 _CUDA = ((7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1))
 _GFX = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1151", "gfx1201", "gfx1250")
-_CPUS = (
-    ("x86-amx", {"arch": "x86", "amx": True}),
-    ("x86", {"arch": "x86"}),
-    ("x86-zen", {"arch": "x86", "zen": True}),
-    ("arm64", {"arch": "arm"}),
-    ("ppc64le", {"arch": "power"}),
-)
+_CPUS: dict[str, World] = {
+    "x86-amx": {"arch": "x86", "amx": True},
+    "x86": {"arch": "x86"},
+    "x86-zen": {"arch": "x86", "zen": True},
+    "arm64": {"arch": "arm"},
+    "ppc64le": {"arch": "power"},
+}
+#: Devices in the order of the tables.
+DEVICES = (*(f"sm{major}{minor}" for major, minor in _CUDA), *_GFX, "xpu", *_CPUS)
 #: Devices by name, in groups that share one import of the package.
 GROUPS: tuple[dict[str, World], ...] = (
-    *(
-        {f"sm{major}{minor}": {"kind": "cuda", "cap": [major, minor]} for major, minor in part}
-        for part in (_CUDA[:5], _CUDA[5:])
-    ),
-    *({gfx: {"kind": "rocm", "gcn": gfx}} for gfx in _GFX),
+    {f"sm{major}{minor}": {"kind": "cuda", "cap": [major, minor]} for major, minor in _CUDA},
+    {gfx: {"kind": "rocm", "gcn": gfx} for gfx in _GFX if gfx != "gfx1100"},
+    {"gfx1100": {"kind": "rocm", "gcn": "gfx1100"}},  # has an operator of its own
     {"xpu": {"kind": "xpu"}},
-    *({name: {"kind": "cpu", **world}} for name, world in _CPUS),
+    *({name: {"kind": "cpu", **_CPUS[name]} for name in names} for names in (("x86-amx", "x86"), ("arm64", "ppc64le"))),
+    {"x86-zen": {"kind": "cpu", **_CPUS["x86-zen"]}},
 )
 
 # Everything on, so that a class that is missing is missing for the device.
@@ -192,13 +194,24 @@ def class_name(cls: Any) -> str:
 # ------------------------------------------------------------------------------------------------ classes
 
 
+_layers: dict[str, Any] = {}
+
+
+def layer_of(question: Mapping[str, Any]) -> Any:
+    """The layer's config of a question, which becomes the current config too: made once in a world."""
+    dtype = inside.set_config(question)
+    key = repr(sorted(question.items(), key=lambda item: item[0]))
+    if key not in _layers:
+        moe = _layers[key] = inside.moe_config(question, dtype)
+        if question.get("decomposed") and hasattr(moe, "require_decomposed_backend"):
+            moe.require_decomposed_backend = True
+    return copy.copy(_layers[key])  # selection may write into it
+
+
 def ask(cls: Any, question: Mapping[str, Any], weight: Any, activation: Any) -> bool:
     """Whether a class accepts a question in its own activation format."""
     try:
-        dtype = inside.set_config(question)
-        moe = inside.moe_config(question, dtype)
-        if question.get("decomposed") and hasattr(moe, "require_decomposed_backend"):
-            moe.require_decomposed_backend = True
+        moe = layer_of(question)
         return bool(cls.is_supported_config(cls, moe, weight, activation, cls.activation_format())[0])
     except Exception:  # noqa: BLE001  (a class that trips over a question does not support it)
         return False
@@ -569,7 +582,7 @@ def _special_models() -> tuple[str, ...]:
     return tuple(getattr(module, "_DEEPGEMM_BLACKWELL_EXCLUDED_MODEL_TYPES", ()))
 
 
-class SelectionProbe:
+class Search:
     """One family's selection function on the current device, asked for its order of trial."""
 
     def __init__(self, family: str, select: Callable[..., Any], asked: Asked, world: World, domain: Domain) -> None:
@@ -590,12 +603,12 @@ class SelectionProbe:
             question["inter"] = question["inter"] * question["tp"] * question["dp"]
         if env != self.env:
             sandbox.apply({**self.world, "env": env})
+            _layers.clear()
             self.env = env
         self.asked.log, self.asked.accept, self.keys = [], accept, keys
-        dtype = inside.set_config(question)
         named = self.domain.keys
         try:
-            moe = inside.moe_config(question, dtype)
+            moe = layer_of(question)
         except Exception:  # noqa: BLE001  (refused before any selection: not this table's business)
             return "never", "!never"
         try:
@@ -652,13 +665,17 @@ def error_kind(error: Exception) -> str:
     return "OVERRIDE_UNSUPPORTED" if isinstance(error, ValueError) else "CONFIG"
 
 
-def table_of(search: SelectionProbe, override: str, all_factors: dict[str, Factor]) -> dict[str, Any] | str:
+def table_of(search: Search, override: str, all_factors: dict[str, Factor]) -> dict[str, Any] | str:
     """A requested backend's searches: by which factors they differ, and the search for every combination of those."""
     start = {"override": override}
     base = search.sequence([start])
     values = {(f, v): change for f, rows in all_factors.items() for v, change in rows.items()}
-    effects = {key: [_effect(search, base, [start, values[key]])] for key in values}
-    if " " not in base and not any(effect for (effect,) in effects.values()):
+    # A name that is refused at once is refused whatever the rest: a few of the factors show it.
+    probed = [key for key in values if key in _TWO_FOLD] if base == "!ValueError:OVERRIDE_UNKNOWN" else list(values)
+    effects = {key: [_effect(search, base, [start, values[key]])] for key in probed}
+    if any(effect for (effect,) in effects.values()):
+        effects = {key: effects.get(key) or [_effect(search, base, [start, values[key]])] for key in values}
+    elif " " not in base:
         return base
     # What a factor does may depend on another one: try the likely ones beside each other.
     core = [
@@ -701,7 +718,7 @@ def _core(factor: str, value: str) -> bool:
     return "+eplb" not in value and factor not in ("hash", "fp32", "bias") and value in usual.get(factor, (value,))
 
 
-def _effect(search: SelectionProbe, before: str, changes: list[dict[str, Any]]) -> str:
+def _effect(search: Search, before: str, changes: list[dict[str, Any]]) -> str:
     """The search after a change, empty where it is the same or where nothing is selected at all."""
     got = search.sequence(changes)
     return "" if got == before or got == "!never" else got
@@ -712,13 +729,32 @@ def selection_rows(world: World, domain: Domain) -> Iterator[dict[str, Any]]:
     asked = Asked()
     sandbox.apply({**world, "env": {}})
     for family, select in _selectors().items():
-        search = SelectionProbe(family, select, asked, world, domain)
+        search = Search(family, select, asked, world, domain)
         table = factors(family, world["kind"], domain)
         tables: dict[str, Any] = {}
         for override in dict.fromkeys((*domain.overrides, *search.listed())):
             made = table_of(search, override, table)
             tables[override] = "auto" if override != "auto" and made == tables.get("auto") else made
         yield {"family": family, "tables": tables}
+
+
+def probe(world: World, domain: Domain) -> Iterator[list[str]]:
+    """Some of every table's searches on the current device: where they are the same, so are the tables."""
+    asked = Asked()
+    sandbox.apply({**world, "env": {}})
+    for family, select in _selectors().items():
+        search = Search(family, select, asked, world, domain)
+        table = factors(family, world["kind"], domain)
+        every = [change for rows in table.values() for change in rows.values()]
+        few = [change for name, rows in table.items() for value, change in rows.items() if _probing(name, value)]
+        for override in dict.fromkeys((*domain.overrides, *search.listed())):
+            start = {"override": override}
+            changes = [{}, *(every if override == "auto" else few)]
+            yield [search.sequence([start, change]) for change in changes]
+
+
+def _probing(factor: str, value: str) -> bool:
+    return (factor, value) in _TWO_FOLD or factor in ("bias", "dtype", "ragged", "keys", "cutlass")
 
 
 # ------------------------------------------------------------------------------------------------ names of methods
@@ -831,6 +867,9 @@ def _json_of(work: Callable[[], Any]) -> Any:
         return json.loads(Path(path).read_text(encoding="utf-8"))
 
 
+_searched: dict[str, Any] = {}  # selection tables by their probe: devices of one import that are alike share them
+
+
 def device_tables(world: World) -> dict[str, Any]:
     """Every table on one device. The package is imported, and `world` its device."""
     kind = world["kind"]
@@ -839,6 +878,7 @@ def device_tables(world: World) -> dict[str, Any]:
     def in_world(changed: World, work: Callable[[Domain], Any]) -> Any:
         def run() -> Any:
             sandbox.apply(changed)
+            _layers.clear()
             return work(Domain())
 
         return _json_of(run)
@@ -860,9 +900,12 @@ def device_tables(world: World) -> dict[str, Any]:
             entry.pop("base")
             _finish_env(entry, rich["env"])
     plain = {**rich, "env": {}}
+    alike = json.dumps(in_world(plain, lambda domain: list(probe(plain, domain))))
+    if alike not in _searched:
+        _searched[alike] = in_world(plain, lambda domain: list(selection_rows(plain, domain)))
     return {
         "classes": rows,
-        "select": in_world(plain, lambda domain: list(selection_rows(plain, domain))),
+        "select": _searched[alike],
         "names": in_world({**world, "env": {}}, lambda domain: method_names()),
         "limits": in_world({**world, "env": {}}, lambda domain: method_limits()),
         "rounding": in_world({**world, "env": {}}, rounding),
@@ -983,6 +1026,7 @@ def extract(version: str, site: str) -> dict[str, Any]:
     Raises:
         MoeqError: `environment.engine` where it cannot be imported on some device.
     """
+    sandbox.preload()
     found: dict[str, dict[str, Any]] = {}
     for group in GROUPS:
         with tempfile.TemporaryDirectory() as folder:
@@ -1001,7 +1045,7 @@ def extract(version: str, site: str) -> dict[str, Any]:
                     "environment.engine", f"vllm in {site} cannot be executed for {names}", "see the traceback above"
                 )
             found.update(json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines())
-    return merge(version, digest_of(site), found)
+    return merge(version, digest_of(site), {device: found[device] for device in DEVICES})
 
 
 def digest_of(site: str) -> str:

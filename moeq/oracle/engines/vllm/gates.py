@@ -1,4 +1,4 @@
-"""Gates: what else can stop a deployment, before and after backend selection (G0 to G9 of the report).
+"""Gates: what else can stop a deployment, before and after backend selection (G0 to G10 of the report).
 
 Each gate is a value with a check; all are evaluated and reported, passed or not.
 """
@@ -142,7 +142,12 @@ _EPLB: dict[str, tuple[str, ...] | None] = {
     "QuarkOCP_MX_MoEMethod": None,
     "CompressedTensorsW8A8Fp8MoEMethod": None,
     "CompressedTensorsWNA16MoEMethod": ("TRITON",),
-    "CompressedTensorsW4A4Nvfp4MoEMethod": ("FLASHINFER_TRTLLM", "FLASHINFER_CUTEDSL", "FLASHINFER_CUTLASS"),
+    "CompressedTensorsW4A4Nvfp4MoEMethod": (
+        "FLASHINFER_TRTLLM",
+        "FLASHINFER_CUTEDSL",
+        "FLASHINFER_CUTEDSL_BATCHED",
+        "FLASHINFER_MOE_EP_CUTEDSL",
+    ),
     "CompressedTensorsW4A4Mxfp4MoEMethod": ("FLASHINFER_MOE_EP_CUTEDSL", "FLASHINFER_MOE_EP_DEEP_GEMM"),
     "QuarkW8A8Mxfp8MoEMethod": None,
 }
@@ -248,6 +253,8 @@ def _kernel(stage: Stage) -> Iterator[Failed]:
     case, selected = stage.case, stage.selected
     if selected is None:
         return
+    if case.method.built_in is not None or selected.experts is None:
+        return
     activation = selected.activation_key or "none"
     if not selected.supported:
         reasons = class_reasons(case, case.policy.classes[selected.experts], activation)
@@ -276,6 +283,13 @@ def _kernel(stage: Stage) -> Iterator[Failed]:
         yield Failed("AssertionError", text, None, "KERNEL_CREATION")
 
 
+def _options(stage: Stage) -> Iterator[Failed]:
+    policy, kind = stage.case.policy, stage.case.deployment.all2all
+    if kind is not None and kind not in policy.all2all:
+        text = f"{policy.name} has no all-to-all {kind}"
+        yield Failed("ValueError", text, f"one of {', '.join(policy.all2all)}", "OPTION")
+
+
 GATES: tuple[GateRule, ...] = (
     GateRule("G0", "method detection", "The method a checkpoint declares, or the one the user names.", _method),
     GateRule("G1", "platform list", "Methods that a platform's build leaves out.", _platform),
@@ -286,6 +300,7 @@ GATES: tuple[GateRule, ...] = (
     GateRule("G7", "create weights", "Parameters are allocated: groups have to divide the sizes.", _create),
     GateRule("G8", "conversion", "Load-time conversion has to know the config class.", _convert),
     GateRule("G9", "kernel creation", "Prepare and experts objects are made and checked against each other.", _kernel),
+    GateRule("G10", "options", "Values of options that this version of the engine does not have.", _options),
 )  # fmt: skip
 
 

@@ -32,14 +32,15 @@ def algorithm_of(config: Mapping[str, Any]) -> str:
     return str(source.get("quant_algo") or "").upper()
 
 
-def declared_kind(config: Mapping[str, Any], shape: MoeShape) -> str:
+def declared_kind(config: Mapping[str, Any], shape: MoeShape, policy: EnginePolicy) -> str:
     """What a config declares, as the tables of names write it: its method, and what else decides the name.
 
     GPTQ and AWQ that the byte-layout method does not take are `-odd`; MXFP4 knows gpt-oss; ModelOpt its algorithm.
     """
     declared = str(config.get("quant_method", ""))
     if declared == "gptq":
-        return "gptq" if config.get("bits") in (4, 8) and not grouped_act_order(config) else "gptq-odd"
+        ordered = grouped_act_order(config) if policy.since("0.30.0") else bool(config.get("desc_act"))
+        return "gptq" if config.get("bits") in (4, 8) and not ordered else "gptq-odd"
     if declared == "awq":
         return "awq" if config.get("bits") == 4 else "awq-odd"
     if declared == "mxfp4" and is_gpt_oss(shape):
@@ -82,6 +83,6 @@ def entry_of(policy: EnginePolicy, device: str, config: Mapping[str, Any], shape
     """The entry point that a checkpoint's config goes through; what it declares where the engine refuses the name."""
     if not config and asked is None:
         return ""
-    kind = declared_kind(config, shape)
+    kind = declared_kind(config, shape, policy)
     found = in_force(policy, device, kind, asked) or kind.partition(":")[0].removesuffix("-odd") or asked or ""
     return canonical("gpt_oss_mxfp4" if kind == "mxfp4:gpt_oss" and found == "mxfp4" else found)

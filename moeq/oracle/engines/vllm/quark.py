@@ -114,7 +114,7 @@ def _fp8_block(weight: Config, inputs: Config) -> Method | None:
 
 
 def _int4(question: Question, weight: Config, inputs: Config | None) -> Method | None:
-    if inputs is not None or weight.get("dtype") not in ("int4", "uint4"):
+    if inputs is not None or weight.get("dtype") not in ("int4", "uint4") or not question.policy.since("0.31.0"):
         return None
     if (question.config.get("export") or {}).get("pack_method", "reorder") not in ("order", "reorder"):
         return None
@@ -176,7 +176,7 @@ def _mx(question: Question, weight: Config, inputs: Config | None) -> Method | N
     if key is None or not fits:
         return None
     if key == "kMxfp8Static":
-        return _mxfp8(question, activation)
+        return _mxfp8(question, activation) if question.policy.since("0.33.0") else None
     element = str(weight["dtype"])
     runs = "fp8" if activation in ("kFp8StaticTensorSym", "kFp8DynamicTensorSym") else (inputs or {}).get("dtype")
     if activation == "kMxfp8Dynamic" or runs not in _MX_SCHEMES[element]:
@@ -220,4 +220,5 @@ def _int8(question: Question, weight: Config, inputs: Config | None) -> Method |
     channel = scope == "per_channel"
     weight_key = f"kInt8Static{'Channel' if channel else 'Tensor'}Sym"
     activation = f"kInt8Dynamic{'Token' if channel else 'Tensor'}Sym"
-    return Method("QuarkW8A8Int8MoEMethod", "int8", "quark", weight_key, activation, 8, -1)
+    built_in = None if question.policy.since("0.28.0") else ("TRITON", "TritonExperts")
+    return Method("QuarkW8A8Int8MoEMethod", "int8", "quark", weight_key, activation, 8, -1, built_in=built_in)

@@ -64,6 +64,11 @@ def refuse(text: str, hint: str | None = None, code: str = "G0") -> NoReturn:
 
 def check_layer(case: Case) -> None:
     """What the engine asserts about a layer before it reads any config (sizes that do not divide are gate G5)."""
+    if case.shape.activation not in case.policy.activations:
+        text = f"{case.policy.name} has no activation {case.shape.activation}"
+        raise ConfigRefusal(
+            "ValueError", "SHAPE", text, f"it has {', '.join(case.policy.activations)}", "P03_ACTIVATION"
+        )
     ungated = not case.shape.gated or case.shape.activation.endswith("_no_mul")
     if ungated and case.gpu.platform == "cpu":
         text = f"experts without a gate ({case.shape.activation}) are not supported on CPUs"
@@ -73,6 +78,12 @@ def check_layer(case: Case) -> None:
 def unquantized(_: object = None) -> Method:
     """Experts that a rule leaves unquantised."""
     return Method("UnquantizedFusedMoEMethod", "unquantized", "none", "none")
+
+
+def built_in_kernel(case: Case, method: Method) -> Method:
+    """The same method; on CPUs older versions run unquantised experts without an experts class."""
+    old = case.gpu.platform == "cpu" and not case.policy.since("0.28.0")
+    return replace(method, built_in=("CPU", None)) if old and method.family == "unquantized" else method
 
 
 def required(config: Config, *names: str) -> Any:
@@ -99,18 +110,21 @@ def read_gptq(question: Question) -> Method:
     config = question.config
     bits, group = integer(config, "bits"), integer(config, "group_size")
     desc_act, sym = bool(required(config, "desc_act")), bool(required(config, "sym"))
-    check_act_order(config, desc_act, group)
+    ordered = not question.policy.since("0.30.0") and desc_act and group != -1
+    if question.policy.since("0.30.0"):
+        check_act_order(config, desc_act, group)
     check_gptq_bits(bits, sym)
-    if marlin_fails(question, group):
+    if marlin_fails(question, group, tile_padding=not ordered):
         # The engine tests the shape with the base group size, before it looks at any per-module rule.
-        return moe_wna16(bits, group, zero_points=not sym, note="Marlin's shape test fails")
+        return moe_wna16(question, bits, group, zero_points=not sym, note="Marlin's shape test fails")
     rule = dynamic_rule(config, question.prefix)
     if rule is not None and rule.get("skip"):
         return unquantized()
     if rule:
         bits, group = rule.get("bits", bits), rule.get("group_size", group)
         check_gptq_bits(bits, bool(rule.get("sym", sym)))
-    return auto_gptq(bits, group)
+        ordered = ordered or (not question.policy.since("0.30.0") and bool(rule.get("desc_act")))
+    return replace(auto_gptq(bits, group), act_order=ordered, tile_padding=not ordered)
 
 
 def auto_gptq(bits: int, group: int) -> Method:
@@ -135,6 +149,9 @@ def check_selected(case: Case, backend: str) -> None:
         text = f"per-channel scales: {backend} is selected and a check that only Marlin passes stops the engine"
         hint = "--moe-backend marlin where it is supported"
         raise ConfigRefusal("AssertionError", "BARE_ASSERTION", text, hint)
+    if case.method.symmetric_assertion and case.method.raw_zero_points and not marlin:
+        text = f"zero points: {backend} is selected and this version stops at them"
+        raise ConfigRefusal("AssertionError", "CONFIG", text, "--moe-backend marlin where it is supported")
     if (name == "AutoGPTQMoEMethod" and case.method.checks_input) or (
         name == "CompressedTensorsWNA16MoEMethod" and marlin
     ):
@@ -196,7 +213,8 @@ def read_moe_wna16(question: Question) -> Method:
     bits, group = integer(config, "bits"), integer(config, "group_size")
     if declared == "gptq":
         zero = not required(config, "sym")
-        check_act_order(config, bool(config.get("desc_act", False)), group)
+        if question.policy.since("0.30.0"):
+            check_act_order(config, bool(config.get("desc_act", False)), group)
     elif declared == "awq":
         zero = bool(required(config, "zero_point"))
         check_awq_fallback(question)
@@ -204,17 +222,25 @@ def read_moe_wna16(question: Question) -> Method:
             return unquantized()
     else:
         refuse(f"moe_wna16 takes GPTQ and AWQ checkpoints, this is {declared}")
-    return moe_wna16(bits, group, zero_points=zero)
+    return moe_wna16(question, bits, group, zero_points=zero)
 
 
-def moe_wna16(bits: int, group: int, *, zero_points: bool, note: str | None = None) -> Method:
+def moe_wna16(
+    question: Question, bits: int, group: int, *, zero_points: bool, note: str | None = None
+) -> Method:  # fmt: skip
     """The byte-layout method that takes what Marlin's shapes do not. Its key is symmetric whatever the zero points."""
-    if bits not in (4, 8):
+    policy = question.policy
+    built_in = not policy.since("0.28.0")  # it has its own Triton kernel and selects nothing
+    if bits not in (4, 8) and not built_in:
         refuse(f"moe_wna16 takes 4 and 8 bits, this is {bits}")
+    if bits == 8 and group != -1 and not built_in and not policy.since("0.30.0"):
+        text = f"8-bit weights in groups of {group} trip an assertion of this version's MoeWNA16"
+        raise ConfigRefusal("AssertionError", "BARE_ASSERTION", text, "vLLM 0.30 and newer", "G0")
     key = "kInt8Static" if bits == 8 else "kInt4Static32" if group == 32 else "kInt4Static"
     return Method(
         "MoeWNA16Method", "wna16", "moe_wna16", key, None, bits, group,
         zero_points=zero_points, raw_zero_points=zero_points,
+        built_in=("TRITON", "TritonWNA16Experts") if built_in else None,
         notes=(f"handed to MoeWNA16: {note}",) if note else (),
     )  # fmt: skip
 
@@ -233,7 +259,7 @@ def read_awq(question: Question) -> Method:
     if marlin_fails(question, group):
         integer(config, "bits"), integer(config, "group_size")  # the fallback reads only these spellings
         check_awq_fallback(question)
-        return moe_wna16(bits, group, zero_points=zero, note="Marlin's shape test fails")
+        return moe_wna16(question, bits, group, zero_points=zero, note="Marlin's shape test fails")
     return auto_awq(group, zero)
 
 
@@ -277,8 +303,11 @@ def read_inc(question: Question) -> Method:
     bits, group = integer(config, "bits"), integer(config, "group_size")
     mx = "mx_fp" in type_
     packing = str(config.get("packing_format") or _INC_PACKINGS[3 if mx else 0])
-    if not 2 <= bits <= 8:
-        refuse(f"AutoRound with {bits} bits is not supported, only 2 to 8")
+    widths = (2, 3, 4, 5, 6, 7, 8) if question.policy.since("0.30.0") else (2, 3, 4, 8)
+    if bits not in widths:
+        refuse(f"AutoRound with {bits} bits is not supported, only {', '.join(map(str, widths))}")
+    if mx and not question.policy.since("0.28.0"):
+        refuse(f"AutoRound data_type {type_} is not supported, only int")
     if packing not in _INC_PACKINGS:
         refuse(f"packing_format {packing} is not one of {', '.join(_INC_PACKINGS)}")
     sym = bool(config.get("sym", True))
@@ -319,22 +348,26 @@ def _inc_mx(bits: int, group: int, sym: bool, packing: str) -> Method:
 
 
 def _inc_int(question: Question, bits: int, group: int, sym: bool, *, awq: bool) -> Method:
-    if question.platform == "cuda" and bits not in (4, 8):
+    policy = question.policy
+    if question.platform == "cuda" and bits not in (4, 8) and policy.since("0.30.0"):
         return humming_method(question.probe, "inc", bits, group, sym)
-    if question.platform == "cpu":
+    if question.platform == "cpu" or (question.platform == "xpu" and not policy.since("0.28.0")):
         return unquantized()
     # The shape test of this integration does not let Marlin pad.
     fails = marlin_fails(question, group, tile_padding=False)
+    if not policy.since("0.28.0"):  # it looks at the device and the zero points, too
+        capability = question.probe.gpu.capability or (0, 0)
+        fails = fails or question.platform != "cuda" or capability < (7, 5) or (awq and (bits != 4 or sym))
     if awq:
         if bits in (4, 8) and not fails:
             check_awq_bits(bits)
             return replace(auto_awq(group, not sym))
         check_awq_fallback(question)
-        return moe_wna16(bits, group, zero_points=not sym, note="Marlin's shape test fails")
+        return moe_wna16(question, bits, group, zero_points=not sym, note="Marlin's shape test fails")
     if bits in (4, 8) and sym and not fails:
         method = "AutoGPTQMoEMethod", "wna16", "gptq", f"kInt{bits}Static", None, bits, group
         return Method(*method, bias_possible=True, tile_padding=True)
-    return moe_wna16(bits, group, zero_points=not sym, note="asymmetric, or Marlin's shape test fails")
+    return moe_wna16(question, bits, group, zero_points=not sym, note="asymmetric, or Marlin's shape test fails")
 
 
 # ------------------------------------------------------------------------------------------------ mxfp4, humming
@@ -348,6 +381,8 @@ def read_gpt_oss(question: Question) -> Method:
 
 def read_mxfp4(question: Question) -> Method:
     """MXFP4 of other models: the second selector."""
+    if not question.policy.since("0.28.0"):  # one method for all models
+        return read_gpt_oss(question)
     activation = moe_activation(question.config)
     return Method("Mxfp4MoEMethod", "mxfp4-generic", "mxfp4", "kMxfp4Static", activation, 4, 32)
 
@@ -385,10 +420,15 @@ def read_humming(question: Question) -> Method:
 def humming_method(case: Case, config: str, bits: int, group: int, symmetric: bool) -> Method:
     """Humming's own integration of integers."""
     capability = case.gpu.capability or (0, 0)
-    if capability < (7, 5) or (capability < (8, 0) and case.deployment.dtype == "bf16"):
+    newer = case.policy.since("0.31.0")
+    if newer and (capability < (7, 5) or (capability < (8, 0) and case.deployment.dtype == "bf16")):
         refuse(f"Humming has no kernels for {case.deployment.dtype} activations on {case.gpu.name}", "dtype fp16")
-    # Its own keys have no scale per channel: such a checkpoint gets one that no class lists.
-    key = weight_only_key(bits, symmetric, group) if group > 0 else f"kUint{bits}StaticRow"
+    if not newer:  # the key says four bits and a group whatever the checkpoint has
+        key = weight_only_key(4, symmetric, group if group > 0 else 128)
+    elif group > 0:
+        key = weight_only_key(bits, symmetric, group)
+    else:  # its own keys have no scale per channel: such a checkpoint gets one that no class lists
+        key = f"kUint{bits}StaticRow"
     return Method("HummingMoEMethod", "humming", config, key, None, bits, group)
 
 
@@ -447,7 +487,9 @@ def _block_method(question: Question, base: Method, block: tuple[int, int]) -> M
                 base, weight_key=block_key(*block), block=block, padded_intermediate=padded, group_size=block[1]
             )
     rows, columns = refined or block
-    return replace(base, weight_key=block_key(rows, columns), block=(rows, columns), group_size=columns)
+    # Older versions ask with the key of 128 x 128 whatever the blocks are.
+    key = block_key(rows, columns) if question.policy.since("0.30.0") else block_key(128, 128)
+    return replace(base, weight_key=key, block=(rows, columns), group_size=columns)
 
 
 def refined_block(case: Case, block: tuple[int, int]) -> tuple[int, int] | None:
@@ -560,9 +602,11 @@ def read_modelopt(question: Question) -> Method:
         for name in ("group_size", "kv_cache_quant_algo", "exclude_modules"):
             required(source, name)
     listed = "ignored_layers" if plain_mxfp8 else "exclude_modules"
-    entries = (
-        source.get(listed) or [] if nested or plain_mxfp8 else config.get("ignore", config.get("exclude_modules", []))
-    )
+    if nested or plain_mxfp8:
+        entries = source.get(listed) or []
+    else:
+        flat = config.get("exclude_modules", []) if question.policy.since("0.33.0") else []
+        entries = config.get("ignore", flat)
     if excluded(entries, question.prefix):
         return unquantized()
     name, family, weight, activation = _MODELOPT[algorithm]

@@ -7,10 +7,13 @@ A world is a plain dict: `kind` (`cuda`, `rocm`, `xpu`, `cpu`), `cap` or `gcn` o
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import os
 import sys
 import types
@@ -249,6 +252,7 @@ def _cuda(world: World) -> Any:
             "device_name": "cuda",
             "get_device_capability": classmethod(lambda cls, device_id=0: DeviceCapability(*_world["cap"])),
             "get_device_name": classmethod(lambda cls, device_id=0: "sm{}{}".format(*_world["cap"])),
+            "num_compute_units": classmethod(lambda cls, device_id=0: 132),
         },
     )
 
@@ -256,21 +260,38 @@ def _cuda(world: World) -> Any:
 def _rocm(world: World) -> Any:
     import torch
 
-    properties = types.SimpleNamespace(gcnArchName=world["gcn"], multi_processor_count=304)
-    torch.cuda.get_device_properties = lambda *a, **k: properties  # type: ignore[assignment]
+    torch.cuda.get_device_properties = lambda *a, **k: types.SimpleNamespace(  # type: ignore[assignment]
+        gcnArchName=_world["gcn"], multi_processor_count=304
+    )
     from vllm.platforms import rocm
     from vllm.platforms.interface import DeviceCapability
 
-    capability = DeviceCapability(*rocm._capability_from_gcn_arch(world["gcn"]))
     return type(
         "Rocm",
         (rocm.RocmPlatform,),
         {
             "device_name": world["gcn"],
-            "get_device_capability": classmethod(lambda cls, device_id=0: capability),
-            "get_device_name": classmethod(lambda cls, device_id=0: world["gcn"]),
+            "get_device_capability": classmethod(
+                lambda cls, device_id=0: DeviceCapability(*rocm._capability_from_gcn_arch(_world["gcn"]))
+            ),
+            "get_device_name": classmethod(lambda cls, device_id=0: _world["gcn"]),
         },
     )
+
+
+def _other_gfx() -> None:
+    """Work out again what vLLM's ROCm platform works out once: which GPU it is, and of which kinds."""
+    from vllm.platforms import rocm
+
+    names = vars(rocm)
+    names["_GCN_ARCH"] = _world["gcn"]
+    for statement in ast.parse(inspect.getsource(rocm)).body:
+        targets = statement.targets if isinstance(statement, ast.Assign) else []
+        if any(isinstance(target, ast.Name) and target.id.startswith("_ON_") for target in targets):
+            exec(compile(ast.Module([statement], []), rocm.__file__, "exec"), names)
+    for value in list(names.values()):
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
 
 
 def _xpu(world: World) -> Any:
@@ -294,10 +315,10 @@ def _cpu(world: World) -> Any:
 
     module, name = ("zen_cpu", "ZenCpuPlatform") if world.get("zen") else ("cpu", "CpuPlatform")
     base = getattr(importlib.import_module(f"vllm.platforms.{module}"), name)
-    arch = {"x86": CpuArchEnum.X86, "arm": CpuArchEnum.ARM, "power": CpuArchEnum.POWERPC}[world["arch"]]
-    torch.cpu._is_amx_tile_supported = lambda: bool(world.get("amx"))
+    arches = {"x86": CpuArchEnum.X86, "arm": CpuArchEnum.ARM, "power": CpuArchEnum.POWERPC}
+    torch.cpu._is_amx_tile_supported = lambda: bool(_world.get("amx"))
     members = {
-        "get_cpu_architecture": classmethod(lambda cls: arch),
+        "get_cpu_architecture": classmethod(lambda cls: arches[_world["arch"]]),
         "get_device_capability": classmethod(lambda cls, device_id=0: None),
     }
     return type("Cpu", (base,), members)
@@ -320,8 +341,35 @@ def install(site: str, world: World) -> None:
 
 
 def change_device(world: World) -> None:
-    """Another CUDA device in the same process (in a fork of its own: predicates cache)."""
+    """Another device of the same platform in the same process (in a fork of its own: predicates cache)."""
+    _world.clear()
     _world.update(world)
+    if world["kind"] == "rocm":
+        _other_gfx()
+
+
+#: What vLLM imports from elsewhere: the larger part of an import, and the same on every device.
+_HEAVY = (
+    "torch._inductor.lowering",
+    "torch._inductor.compile_fx",
+    "torch.utils.cpp_extension",
+    "transformers.modeling_gguf_pytorch_utils",
+    "transformers.models.auto.image_processing_auto",
+    "transformers.models.auto.modeling_auto",
+    "compressed_tensors.quantization",
+    "aiohttp",
+    "openai.types.responses.response_function_tool_call_output_item",
+    "fastapi",
+    "zmq",
+    "prometheus_client",
+)
+
+
+def preload() -> None:
+    """Import what every fork needs before there are forks."""
+    for name in _HEAVY:
+        with contextlib.suppress(Exception):  # another version of it, or none: vLLM's own import says so
+            importlib.import_module(name)
 
 
 # ------------------------------------------------------------------------------------------------ packages, variables
