@@ -26,12 +26,14 @@ class FileState(NamedTuple):
         inode: file on it.
         size: bytes.
         changed: time of the last change of its content, in ns.
+        touched: time of the last change of its status, in ns. Whoever writes can set the other back, not this one.
     """
 
     device: int
     inode: int
     size: int
     changed: int
+    touched: int
 
 
 def open_regular(path: Path, where: str) -> int:
@@ -98,8 +100,11 @@ def read_whole(fd: int, where: str, limit: int) -> bytes:
 
 def state_of(fd: int) -> FileState:
     """State of an open file. Raises OSError."""
-    info = os.fstat(fd)
-    return FileState(info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns)
+    return _state(os.fstat(fd))
+
+
+def _state(info: os.stat_result) -> FileState:
+    return FileState(info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
 
 
 def require_inside(path: Path, folder: Path, where: str, fd: int) -> None:
@@ -183,7 +188,7 @@ class SeenFiles:
                 info = (self._folder / file).stat()
             except OSError:
                 raise self._changed(file) from None
-            if FileState(info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns) != state:
+            if _state(info) != state:
                 raise self._changed(file)
 
     def _changed(self, file: str) -> MoeqError:

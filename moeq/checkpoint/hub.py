@@ -113,7 +113,7 @@ class HubSource(Source):
         self.stream: WeightStream | None = None
         info = self._call(lambda: self._model_info(revision), Expected(repo))
         self.revision = check_commit(info.sha, repo)
-        self._sizes = {file.rfilename: file.size for file in info.siblings or []}
+        self._sizes = _sizes(repo, info)
         top = [name for name in self._sizes if "/" not in name]
         config = self._config(top)
         sides = {side: self._json(side, MAX_CONFIG_BYTES, "source.bad-config") for side in SIDE_CONFIGS if side in top}
@@ -158,6 +158,11 @@ class HubSource(Source):
             raise MoeqError("source.changed", detail, "try again")
         return path
 
+    @property
+    def listed(self) -> tuple[str, ...]:
+        """Every file of the repository, those in folders included."""
+        return tuple(self._sizes)
+
     def side_files(self) -> tuple[str, ...]:
         return self._side_files
 
@@ -194,7 +199,7 @@ class HubSource(Source):
         if file not in self._sizes:
             raise MoeqError("source.missing-file", f"{self.repo} has no {ascii(file)[1:-1][:200]}")
         size = self._sizes[file]
-        if not isinstance(size, int) or not 0 <= size < 1 << 60:
+        if size is None:
             raise MoeqError("source.network", f"{self.repo}: the server does not say how large {file} is")
         return Expected(f"{self.repo}: {file}", size)
 
@@ -263,6 +268,18 @@ class HubSource(Source):
             raise
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, *transport_errors()) as error:
             raise explain(error, self.repo, self._asked) from None
+
+
+def _sizes(repo: str, info: ModelInfo) -> dict[str, int | None]:
+    """Bytes of every file of a repository. Raises MoeqError `source.network` where its listing is none."""
+    found: dict[str, int | None] = {}
+    for file in info.siblings or []:
+        name, size = file.rfilename, file.size
+        if not isinstance(name, str) or not (size is None or (type(size) is int and 0 <= size < 1 << 60)):
+            message = f"{repo}: the server lists the file {ascii(name)[:80]} of {ascii(size)[:40]} bytes"
+            raise MoeqError("source.network", message, "try again later")
+        found[name] = size
+    return found
 
 
 def _fetch_header(reader: RangeReader, url: str, file: str, size: int | None) -> Header:

@@ -13,7 +13,7 @@ def transport_errors() -> tuple[type[Exception], ...]:
     from huggingface_hub import get_session
 
     library = import_module(type(get_session()).__module__.partition(".")[0])
-    return (library.HTTPError, OSError)
+    return (library.HTTPError, library.InvalidURL, library.StreamError, OSError)
 
 
 def explain(error: Exception, repo: str, revision: str | None) -> MoeqError:

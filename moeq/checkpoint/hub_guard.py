@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 from moeq.errors import MoeqError
+from moeq.foreign import plain
 
 T = TypeVar("T")
 
@@ -68,9 +69,24 @@ def guarded(expected: Expected, action: Callable[[], T]) -> T:
     def call() -> T:
         _watch_session()
         _EXPECTED.set(expected)
-        return action()
+        try:
+            return action()
+        except Exception as error:
+            if _is_meant(error):
+                raise
+            # The client takes types and keys for granted: TypeError, KeyError, JSONDecodeError, ...
+            what = f"{expected.what}: the server's answer is none that the Hub's client understands"
+            raise MoeqError("source.network", f"{what} ({type(error).__name__})", "try again later") from error
 
     return within(seconds, call, expected.what)
+
+
+def _is_meant(error: Exception) -> bool:
+    """Whether an error says what happened, and is not the client stumbling over an answer."""
+    from moeq.checkpoint.hub_errors import transport_errors
+
+    ours = (MoeqError, MemoryError, *transport_errors())
+    return isinstance(error, ours) or type(error).__module__.startswith("huggingface_hub")
 
 
 def within(seconds: float, action: Callable[[], T], what: str) -> T:
@@ -108,7 +124,27 @@ def _watch_session() -> None:
     session = get_session()
     hooks = session.event_hooks
     if _check not in hooks["response"]:
-        session.event_hooks = {**hooks, "response": [*hooks["response"], _check]}
+        asked, answered = [*hooks["request"], _ask_plainly], [_clean, _check, *hooks["response"]]
+        session.event_hooks = {**hooks, "request": asked, "response": answered}
+
+
+def _ask_plainly(request: Any) -> None:
+    """Hook on the session: compressed answers unfold to a thousand times what was received."""
+    if _EXPECTED.get() is not None:
+        request.headers["Accept-Encoding"] = "identity"
+
+
+def _clean(response: Any) -> None:
+    """Hook on the session: what a server says in headers, some of which the client prints, is text and no command."""
+    headers = response.headers
+    for name in {*headers}:
+        values = headers.get_list(name)
+        if name.lower() == "x-hf-warning":  # `topic; message`, of which a line is made that begins with the message
+            values = [
+                f"{topic}; {plain(message.strip())}" for topic, _, message in (one.partition(";") for one in values)
+            ]
+        if name.lower() == "x-hf-warning" or not all(value.isprintable() for value in values):
+            headers[name] = plain(" ".join(values), 1000)
 
 
 def _check(response: Any) -> None:
@@ -123,6 +159,10 @@ def _check(response: Any) -> None:
             raise MoeqError("source.network", f"{what}: the server sends the ETag {ascii(value)[:80]}, which is none")
     if headers.get("x-repo-commit") is not None:
         check_commit(headers["x-repo-commit"], what)
+    encoding = headers.get("content-encoding", "identity")
+    if response.status_code == 200 and encoding.strip().lower() not in ("", "identity"):
+        message = f"{what}: the server compresses its answer ({ascii(encoding)[:40]}), and was asked not to"
+        raise MoeqError("source.network", message)
     limit = MAX_ANSWER_BYTES if expected.size is None else expected.size
     _check_size(headers.get("x-linked-size"), limit, what)
     if response.status_code == 200:

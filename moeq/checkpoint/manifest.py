@@ -16,7 +16,8 @@ from typing import Any, Literal, NoReturn
 
 from blake3 import blake3
 
-from moeq.checkpoint.jsonfile import read_object
+from moeq.checkpoint.files import read_regular
+from moeq.checkpoint.jsonfile import parse_object
 from moeq.checkpoint.paths import safe_names
 from moeq.errors import MoeqError
 from moeq.matrix import ELEMENT_BITS, MatrixSpec
@@ -290,7 +291,20 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder} has no {MANIFEST_NAME}: it is not a finished output of `moeq convert`",
             "convert it first: moeq convert SRC DST",
         )
-    document = read_object(path, str(path), MAX_MANIFEST_BYTES, "source.bad-manifest")
+    return parse_manifest(read_regular(path, str(path), MAX_MANIFEST_BYTES), path)
+
+
+def parse_manifest(raw: bytes, path: Path) -> Manifest:
+    """A manifest from its bytes.
+
+    Args:
+        raw: the file.
+        path: names it in messages.
+
+    Raises:
+        MoeqError: `source.bad-manifest`.
+    """
+    document = parse_object(raw, str(path), "source.bad-manifest")
     schema = document.get("schema")
     if schema not in (MANIFEST_SCHEMA, _OLD_SCHEMA):
         raise MoeqError(

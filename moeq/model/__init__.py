@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from moeq.checkpoint.hub import looks_like_repository, open_repository
-from moeq.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from moeq.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, parse_manifest
 from moeq.checkpoint.source import LocalSource, Source
 from moeq.errors import MoeqError
 from moeq.model.checkpoint import Checkpoint
@@ -33,7 +33,8 @@ def open(path_or_repo: str | Path, revision: str | None = None, *, name: str | N
         if MANIFEST_NAME in source.side_files():
             from moeq.model.converted import ConvertedCheckpoint
 
-            return ConvertedCheckpoint(source, read_manifest(source.path(MANIFEST_NAME).parent))
+            raw = source.read_file(MANIFEST_NAME, MAX_MANIFEST_BYTES)
+            return ConvertedCheckpoint(source, parse_manifest(raw, source.path(MANIFEST_NAME)))
         return Checkpoint(source)
 
 

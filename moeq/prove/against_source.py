@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from typing import Any
 
 from blake3 import blake3
 
 from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.index import INDEX_NAME
-from moeq.checkpoint.jsonfile import MAX_INDEX_BYTES, read_object
+from moeq.checkpoint.jsonfile import MAX_INDEX_BYTES, parse_object
 from moeq.checkpoint.manifest import MANIFEST_NAME, FileDigest, TensorDigest
 from moeq.checkpoint.source import CONFIG_NAME
 from moeq.digest import DigestDifference, check_digests
@@ -18,7 +20,13 @@ from moeq.pipeline.plan.plan import Plan
 from moeq.pipeline.plan.units import CopyUnit, PackUnit
 from moeq.pipeline.state.publish import converted_config, index_of
 from moeq.pipeline.state.records import file_digest
-from moeq.pipeline.state.restore_data import restore_contents, restore_data_of, restore_entry
+from moeq.pipeline.state.restore_data import (
+    RESTORE_DATA_NAME,
+    restore_contents,
+    restore_data_of,
+    restore_entry,
+    restore_header,
+)
 from moeq.pipeline.state.side_files import SideFiles, copied_files, plan_side_files, stripped_file
 from moeq.prove.derived import Derived, derive, entry_differences, info_differences, plan_of
 from moeq.prove.findings import Findings, values_mismatch
@@ -50,6 +58,7 @@ class AgainstSource(Findings):
         self._weights(derived, digests)
         self._side_files(derived)
         self._way_back(derived)
+        self._recorded(derived)
         if slow:
             self._decoded(original)
 
@@ -150,10 +159,10 @@ class AgainstSource(Findings):
                 self.add("file", name, f"{name} differs from the source's")
         expected = converted_config(derived.source, self.manifest)
         before = {key: value for key, value in expected.items() if key != "experts_implementation"}  # older versions
-        if here.config not in (expected, before):
+        if not any(_equal(here.config, one) for one in (expected, before)):
             self.add("file", CONFIG_NAME, f"{CONFIG_NAME} was changed")
-        index = self.holdings.path(INDEX_NAME)
-        if read_object(index, INDEX_NAME, MAX_INDEX_BYTES, "source.bad-index") != index_of(derived.plan):
+        index = parse_object(here.read_file(INDEX_NAME, MAX_INDEX_BYTES), INDEX_NAME, "source.bad-index")
+        if not _equal(index, index_of(derived.plan)):
             self.add("file", INDEX_NAME, f"{INDEX_NAME} is not the index of these tensors")
         own = {MANIFEST_NAME, CONFIG_NAME, INDEX_NAME, *(file.name for file in derived.plan.files), *copied.values()}
         own |= {self.manifest.restore.file} if self.manifest.restore else set()
@@ -166,6 +175,8 @@ class AgainstSource(Findings):
     def _way_back(self, derived: Derived) -> None:
         """What leads back to the source: exactly what the source gives, and nothing else."""
         if self.manifest.restore is None:
+            if self.manifest.files is not None:  # which every version has written that wrote this
+                self.add("kept", RESTORE_DATA_NAME, "moeq.json does not tell what leads back to the source")
             return
         try:
             held = restore_data_of(self.converted)
@@ -178,10 +189,43 @@ class AgainstSource(Findings):
             shown = name.partition("/")[2] if name.startswith(("text/", "tensor/")) else name.replace("/", " of ", 1)
             if name not in held:
                 self.add("kept", shown, f"{shown} was to be kept and is missing")
-            elif held.read(name) != (one if isinstance(one, bytes) else read(one.file, one.start, one.end)):
+            elif held.size_of(name) != (len(one) if isinstance(one, bytes) else one.nbytes) or held.read(name) != (
+                one if isinstance(one, bytes) else read(one.file, one.start, one.end)
+            ):
                 self.add("kept", shown, f"{shown} is not what the source holds")
         for name in sorted(held.names - wanted.keys()):
             self.add("kept", name, f"{name} in {held.path.name} is nothing that has to be kept")
+        header = restore_header(wanted)
+        if held.first_bytes(len(header)) != header:
+            self.add("kept", held.path.name, f"the header of {held.path.name} is not the one that belongs to this")
+
+    def _recorded(self, derived: Derived) -> None:
+        """The digests in the manifest are those of these files: what is true with the source stays so without it.
+
+        Where something differs already, its digest does, too.
+        """
+        if self.found:
+            return
+        if not self.manifest.intact:
+            self.add("manifest", MANIFEST_NAME, f"{MANIFEST_NAME} was changed after it was written")
+        recorded = self.manifest.files
+        if recorded is None:
+            return
+        wanted: dict[str, FileDigest | None] = {
+            file.name: FileDigest(
+                file.form.size,
+                blake3(file.form.header).hexdigest(),
+                {name: derived.tensors[name] for name in file.tensors},
+            )
+            for file in derived.plan.files
+        }
+        others = (self.holdings.names | recorded.keys()) - wanted.keys() - {MANIFEST_NAME}
+        others -= self.holdings.unproven - recorded.keys()
+        wanted |= {name: self.holdings.digest(name) if name in self.holdings.names else None for name in others}
+        for name in sorted(wanted):
+            if recorded.get(name) != wanted[name]:
+                text = f"moeq.json: the digest of {name} is not that of the file"
+                self.add("manifest", MANIFEST_NAME, text)
 
     def _decoded(self, original: Checkpoint) -> None:
         """The slow path: unpack the conversion, decode the source, compare both with the manifest's digests."""
@@ -191,6 +235,11 @@ class AgainstSource(Findings):
         now, then = "no longer holds the values that were converted", "of the source is not what was converted"
         self.found += [values_mismatch("values", row, now) for row in ours]
         self.found += [values_mismatch("source-values", row, then) for row in theirs]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two JSON documents are the same; to Python, `1`, `1.0` and `true` are."""
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
 def _steps(plan: Plan) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from moeq.checkpoint.manifest import LayerEntry
 from moeq.digest import DigestDifference, check_digests
+from moeq.errors import MoeqError
 from moeq.model.converted import ConvertedCheckpoint
 from moeq.prove.holdings import Holdings
 
@@ -64,7 +65,16 @@ class Findings:
         self._progress(min(self._done, self.total), self.total, label)
 
     def what_loaders_see(self) -> None:
-        """Each tensor is in one file, the one that the index names; loaders pick files by rules of their own."""
+        """Each tensor is in one file, the one that the index names; loaders pick files by rules of their own.
+
+        And each file is one of the folder: what a link leads to elsewhere changes without it.
+        """
+        for name in sorted(self.holdings.names):
+            try:
+                if not name.endswith("/"):
+                    self.converted.source.require_inside(name)
+            except MoeqError as error:
+                self.add("file", name, error.message)
         seen: dict[str, str] = {}
         for file, tensors in self.holdings.headers.items():
             for name in tensors:

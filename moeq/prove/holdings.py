@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
@@ -12,14 +13,15 @@ import numpy as np
 from blake3 import blake3
 
 from moeq.checkpoint.disk import read_at
-from moeq.checkpoint.header import TensorEntry, read_header
+from moeq.checkpoint.header import TensorEntry, parse_header, raw_header
+from moeq.checkpoint.hub import HubSource
 from moeq.checkpoint.jsonfile import MAX_CONFIG_BYTES
 from moeq.checkpoint.manifest import FileDigest, TensorDigest
 from moeq.checkpoint.source import LocalSource
 from moeq.errors import MoeqError
 from moeq.model.converted import ConvertedCheckpoint
 from moeq.pipeline.plan.units import CHUNK_BYTES
-from moeq.pipeline.state.records import Piece, file_digest, read_digest, tensor_digests
+from moeq.pipeline.state.records import Piece, open_file_digest, read_digest, tensor_digests
 from moeq.pipeline.state.side_files import CARD, CARD_MARK, HUB_SETTINGS, SOURCE_CARD
 from moeq.pipeline.state.signature import SIGNATURE_NAME
 
@@ -32,7 +34,7 @@ class Holdings:
 
     Attributes:
         converted: the conversion.
-        names: every file, sub-folders included, but for those of tools.
+        names: every file, sub-folders included; of folders of tools only the name, with a slash.
     """
 
     def __init__(self, converted: ConvertedCheckpoint, workers: int) -> None:
@@ -42,6 +44,9 @@ class Holdings:
         self.names = frozenset(self._list())
 
     def _list(self) -> Iterator[str]:
+        if isinstance(self._source, HubSource):
+            yield from self._source.listed
+            return
         if not isinstance(self._source, LocalSource):
             index = [self._source.index] if self._source.index else []
             yield from (*(file.name for file in self._source.files), *self._source.side_files(), *index)
@@ -50,6 +55,7 @@ class Holdings:
         for folder, folders, names in os.walk(top):
             at = Path(folder).relative_to(top)
             if at == Path():
+                yield from (f"{name}/" for name in folders if name in _TOOLS)
                 folders[:] = [name for name in folders if name not in _TOOLS]
             # A link to a folder is a name like any other: it is not looked into, so it has to be known.
             links = [name for name in folders if (Path(folder) / name).is_symlink()]
@@ -57,8 +63,8 @@ class Holdings:
 
     @cached_property
     def unproven(self) -> frozenset[str]:
-        """Files that nobody can vouch for and no loader reads: the manifest's signature, and what the Hub adds."""
-        found = {SIGNATURE_NAME, HUB_SETTINGS} & self.names
+        """Files that nobody can vouch for and no loader reads: the manifest's signature, what the Hub and tools add."""
+        found = {SIGNATURE_NAME, HUB_SETTINGS, *(f"{name}/" for name in _TOOLS)} & self.names
         if CARD in self.names and (SOURCE_CARD in self.names or self._is_model_card()):
             found.add(CARD)
         return frozenset(found)
@@ -66,24 +72,37 @@ class Holdings:
     @cached_property
     def headers(self) -> dict[str, Mapping[str, TensorEntry]]:
         """Tensors of every weight file that the index names, as the file itself has them."""
-        return {file.name: read_header(self.path(file.name), file.name).tensors for file in self._source.files}
+        return {file.name: self._header(file.name) for file in self._source.files}
 
-    def path(self, name: str) -> Path:
-        """Where a file is."""
-        return self._source.path(name)
+    def _header(self, name: str) -> Mapping[str, TensorEntry]:
+        with self.opened(name) as fd:
+            return parse_header(raw_header(fd, name)[8:], name, os.fstat(fd).st_size).tensors
+
+    @contextmanager
+    def opened(self, name: str) -> Iterator[int]:
+        """A file, opened: the same one every time. Raises MoeqError `source.*`."""
+        fd = self._source.open(name)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
     def digest(self, name: str) -> FileDigest | None:
         """Digest of a file that holds no weights; None where it cannot be read."""
         try:
-            return file_digest(self.path(name))
-        except (OSError, MoeqError):
+            with self.opened(name) as fd:
+                return open_file_digest(fd)
+        except (OSError, MoeqError) as error:
+            if isinstance(error, MoeqError) and error.code == "source.changed":
+                raise
             return None
 
     def header_digest(self, name: str) -> FileDigest:
         """Size of a weight file, and digest of its first bytes up to the data."""
-        path = self.path(name)
-        first = min((entry.start for entry in self.headers[name].values()), default=path.stat().st_size)
-        return FileDigest(path.stat().st_size, blake3(self._source.read_bytes(name, 0, first)).hexdigest())
+        with self.opened(name) as fd:
+            size = os.fstat(fd).st_size
+        first = min((entry.start for entry in self.headers[name].values()), default=size)
+        return FileDigest(size, blake3(self._source.read_bytes(name, 0, first)).hexdigest())
 
     def tensor_digests(self, advance: Callable[[str], None]) -> dict[str, TensorDigest]:
         """Digest of every tensor of every weight file, read piece by piece.
@@ -105,12 +124,9 @@ class Holdings:
         buffer = np.empty(min(CHUNK_BYTES, max(whole, 1)), np.uint8)
         starts = range(entry.start, entry.end, whole) if whole else ()
         try:
-            fd = self._source.open(entry.file)
-            try:
+            with self.opened(entry.file) as fd:
                 pieces = (Piece(entry.name, start, min(start + whole, entry.end), whole) for start in starts)
                 found = tensor_digests((piece, read_digest(fd, piece, buffer)) for piece in pieces)
-            finally:
-                os.close(fd)
         except OSError as error:
             raise MoeqError("source.unreadable", f"{entry.file}: {error.strerror or error}") from error
         return found.get(entry.name, TensorDigest(CHUNK_BYTES, blake3().hexdigest()))
@@ -125,8 +141,7 @@ class Holdings:
 
     def first_difference(self, entry: TensorEntry, other: Callable[[int, int], bytes | bytearray]) -> int | None:
         """First byte of a tensor that differs from what `other` gives for a range of the tensor."""
-        fd = self._source.open(entry.file)
-        try:
+        with self.opened(entry.file) as fd:
             for at in range(0, entry.nbytes, CHUNK_BYTES):
                 stop = min(at + CHUNK_BYTES, entry.nbytes)
                 ours = bytearray(stop - at)
@@ -134,8 +149,6 @@ class Holdings:
                 theirs = other(at, stop)
                 if ours != theirs:
                     return at + next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), 0)
-        finally:
-            os.close(fd)
         return None
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moeq.checkpoint.manifest import MANIFEST_NAME
+from moeq.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
 from moeq.digest import DIGEST_NAME, default_workers, require_complete
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
@@ -34,7 +34,10 @@ _INTEGRITY = (
     "this proves integrity, not origin: whoever changes a folder can change moeq.json with it; --source or --signed-by "
     "proves more"
 )
-_CHOSEN = "taken from moeq.json, since no source tells it: deployment, backend, advisories, version"
+_CHOSEN = (
+    "taken from moeq.json, since no source tells it: deployment, backend, advisories, version, what loads it, and "
+    "sentences"
+)
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,7 @@ def verify(
         together.check(original, slow=slow)
         check = together
     signed = None if signed_by is None else _signed(check, signed_by)
+    converted.source.require_unchanged()
     recorded = (check.manifest.files or {}).keys() if original is None else ()
     proven = {*recorded, *([SIGNATURE_NAME] if signed else [])}
     return Verification(
@@ -145,7 +149,9 @@ def verify(
 
 def _signed(check: Findings, key: str) -> bool:
     """Whether the manifest is signed by that key."""
-    wrong = check_signature(check.holdings.path(MANIFEST_NAME), check.holdings.path(SIGNATURE_NAME), key)
+    source = check.converted.source
+    manifest = source.read_file(MANIFEST_NAME, MAX_MANIFEST_BYTES)  # the same bytes that were parsed
+    wrong = check_signature(manifest, source.path(SIGNATURE_NAME), key)
     if wrong:
         check.add("signature", SIGNATURE_NAME, wrong)
     return not wrong

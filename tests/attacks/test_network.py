@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,18 @@ def hub(checkpoints: Path) -> Iterator[Callable[[Lie], Hub]]:
 
 def ask(hub: Hub, home: Path, *argv: object, seconds: float = 45, token: str = "") -> tuple[int, dict[str, Any], float]:
     """Run one command against it; exit code, document, seconds."""
+    return ask_with(PROGRAM, hub, home, *argv, seconds=seconds, token=token)[:3]
+
+
+def ask_with(
+    program: str, hub: Hub, home: Path, *argv: object, seconds: float = 45, token: str = ""
+) -> tuple[int, dict[str, Any], float, str]:
+    """The same by another program; its stderr as well."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     ours = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home / "hub"), "NO_PROXY": "*", "HF_HUB_DISABLE_XET": "1"}
     begun = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *map(str, argv), "--json"],
+        [sys.executable, "-c", program, *map(str, argv), "--json"],
         capture_output=True,
         text=True,
         check=False,
@@ -83,7 +91,7 @@ def ask(hub: Hub, home: Path, *argv: object, seconds: float = 45, token: str = "
         env={**inherited, **ours, **({"HF_TOKEN": token} if token else {})},
     )
     assert "Traceback" not in done.stderr, done.stderr
-    return done.returncode, json.loads(done.stdout), time.monotonic() - begun
+    return done.returncode, json.loads(done.stdout), time.monotonic() - begun, done.stderr
 
 
 ETAGS = ["../../../../escaped", "/tmp/moeq-escaped", "a/b", "..", "a\\b", "x" * 5000, "%2e%2e%2fx"]
@@ -254,3 +262,184 @@ def test_a_redirect_to_another_host_drops_the_token(hub: Callable[[Lie], Hub], t
     assert any("hf_secret_token" in value for value in server.authorizations), "it is sent to the Hub itself"
     assert seen
     assert set(seen) == {None}
+
+
+def listing(handler: Liar, body: bool, document: object) -> bool:
+    handler._send(200, json.dumps(document).encode(), body, {"Content-Type": "application/json"})
+    return True
+
+
+GOOD = {"id": "org/tiny", "sha": SHA, "siblings": [{"rfilename": "config.json", "size": 10}]}
+ONE = {"rfilename": "config.json", "size": 10}
+
+#: Answers to "what is in this repository" that are none.
+LISTINGS: tuple[object, ...] = (
+    None,
+    [],
+    "x",
+    7,
+    {},
+    {"id": "org/tiny"},
+    {**GOOD, "sha": None},
+    {**GOOD, "sha": 7},
+    {**GOOD, "sha": [SHA]},
+    {**GOOD, "siblings": None},
+    {**GOOD, "siblings": "config.json"},
+    {**GOOD, "siblings": {"rfilename": "config.json"}},
+    {**GOOD, "siblings": [None]},
+    {**GOOD, "siblings": [[]]},
+    {**GOOD, "siblings": [{}]},
+    {**GOOD, "siblings": [{"rfilename": 7, "size": 1}]},
+    {**GOOD, "siblings": [{"rfilename": None, "size": 1}]},
+    {**GOOD, "siblings": [{"rfilename": ["config.json"], "size": 1}]},
+    {**GOOD, "siblings": [{"rfilename": "\ud800", "size": 1}, ONE]},
+    {**GOOD, "siblings": [{**ONE, "size": "10"}]},
+    {**GOOD, "siblings": [{**ONE, "size": -1}]},
+    {**GOOD, "siblings": [{**ONE, "size": 1.5}]},
+    {**GOOD, "siblings": [{**ONE, "size": True}]},
+    {**GOOD, "siblings": [{**ONE, "size": 1 << 80}]},
+    {**GOOD, "siblings": [{**ONE, "size": None}]},
+    {**GOOD, "siblings": [{**ONE, "lfs": "x"}]},
+    {**GOOD, "siblings": [{**ONE, "lfs": {"size": "x", "sha256": 7, "pointerSize": []}}]},
+    {**GOOD, "siblings": [ONE, {**ONE, "size": 3}]},
+    {**GOOD, "siblings": [{"rfilename": "config.json/x", "size": 1}, ONE]},
+    {**GOOD, "siblings": [ONE, {"rfilename": "model.safetensors", "size": 1 << 62}]},
+    {**GOOD, "createdAt": 7, "lastModified": [], "cardData": "x", "tags": 3, "config": [], "gguf": 1},
+    {**GOOD, "cardData": {"eval_results": [1], "model-index": "x", "base_model": {"a": 1}}, "transformersInfo": 7},
+)
+
+
+def test_listings_that_are_none(hub: Callable[[Lie], Hub], tmp_path: Path) -> None:
+    """One process asks for all of them: wrong types are the server's fault, never moeq's."""
+    left = iter(LISTINGS)
+    current: list[object] = []
+
+    def lie(handler: Liar, what: str, body: bool) -> bool:
+        return what == "model" and listing(handler, body, current[0])
+
+    server = hub(lie)
+    program = PROGRAM.replace(
+        "sys.exit(run(sys.argv[1:]))",
+        "for line in sys.stdin: print(run(['inspect', 'org/tiny', '--json']), file=sys.stderr, flush=True)",
+    )
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    ours = {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hub"), "NO_PROXY": "*", "HF_HUB_DISABLE_XET": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**inherited, **ours},
+    )
+    assert process.stdin is not None
+    assert process.stderr is not None
+    for document in left:
+        current[:] = [document]
+        process.stdin.write("\n")
+        process.stdin.flush()
+        said: list[str] = []
+        for line in process.stderr:
+            said.append(line.strip())
+            if said[-1].isdigit():
+                break
+        assert said[-1:] == ["4"], (document, said)
+    process.stdin.close()
+    assert process.wait(20) == 0
+
+
+@pytest.mark.parametrize("of", ["listing", "file", "range"])
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_a_small_answer_that_unfolds(hub: Callable[[Lie], Hub], tmp_path: Path, of: str, encoding: str) -> None:
+    """A megabyte on the wire, a gigabyte in memory or on the disk."""
+    import zlib
+
+    packer = zlib.compressobj(9, zlib.DEFLATED, 31 if encoding == "gzip" else 15)
+    bomb = b"".join([*(packer.compress(b" " * (1 << 20)) for _ in range(1024)), packer.flush()])
+
+    def lie(handler: Liar, what: str, body: bool) -> bool:
+        ranged = handler.headers.get("Range") is not None
+        kind = "listing" if what == "model" else "range" if ranged else "file"
+        if kind != of:
+            return False
+        headers = {
+            "Content-Encoding": encoding,
+            "Content-Length": str(len(bomb)),
+            "ETag": '"abc"',
+            "X-Repo-Commit": SHA,
+        }
+        if ranged:
+            headers["Content-Range"] = "bytes 0-1048575/1048576"
+        if kind == "file" and not body:
+            headers["Content-Length"] = "700"
+        handler.head(206 if ranged else 200, headers)
+        if body:
+            with suppress(OSError):
+                handler.wfile.write(bomb)
+        return True
+
+    program = PROGRAM.replace(
+        "sys.exit(run(sys.argv[1:]))",
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 20, 64 << 20)); code = run(sys.argv[1:]);"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr); sys.exit(code)",
+    )
+    code, document, _, err = ask_with(program, hub(lie), tmp_path, "inspect", "org/tiny")
+    assert code == 4, document
+    assert int(err.split()[-1]) < 400 << 10, "KiB"
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < 16 << 20
+
+
+@pytest.mark.parametrize("location", ["file:///etc/passwd", "//evil", "/x", "ftp://localhost/x", "data:,x", "\x7f", ""])
+def test_redirects_that_lead_nowhere(hub: Callable[[Lie], Hub], tmp_path: Path, location: str) -> None:
+    def lie(handler: Liar, what: str, body: bool) -> bool:
+        if what != "file":
+            return False
+        headers = {"Location": location or handler.path, "ETag": '"abc"', "X-Repo-Commit": SHA, "Content-Length": "0"}
+        handler.head(302, headers)
+        return True
+
+    code, document, seconds = ask(hub(lie), tmp_path, "inspect", "org/tiny", token="hf_secret_token")
+    assert code == 4, document
+    assert seconds < 40
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"root:" in path.read_bytes()]
+
+
+def test_what_a_hub_says_in_headers_is_no_command(hub: Callable[[Lie], Hub], tmp_path: Path) -> None:
+    """Warnings and errors that the client passes on."""
+
+    def lie(handler: Liar, what: str, body: bool) -> bool:
+        if what != "model":
+            return False
+        said = "topic; ::error::owned; \x1b[2J::error::owned \x9b31m"
+        handler.head(200, {"X-HF-Warning": said, "X-Error-Message": said, "X-Request-Id": said, "Content-Length": "2"})
+        if body:
+            handler.wfile.write(b"{}")
+        return True
+
+    code, document, _, err = ask_with(PROGRAM, hub(lie), tmp_path, "inspect", "org/tiny")
+    assert code == 4, document
+    assert "\x1b" not in err
+    assert "\x9b" not in err
+    assert not [line for line in err.splitlines() if line.lstrip().startswith("::")]
+
+
+@pytest.mark.parametrize(
+    "name", ["additional_chat_templates/default.jinja", "original/consolidated.safetensors", "a.py"]
+)
+def test_files_of_a_pushed_conversion_that_nothing_knows(
+    hub: Callable[[Lie], Hub], tmp_path: Path, checkpoints: Path, name: str
+) -> None:
+    """Also in folders of a repository, into which moeq does not look and transformers does."""
+    from moeq.cli.app import run
+
+    out = tmp_path / "out"
+    assert run(["convert", str(checkpoints / "gptq-int4-g32-qwen3moe"), str(out), "--gpu", "a100", "--quiet"]) == 0
+    server = hub(lambda handler, what, body: False)
+    server.add("org/done", out)
+    code, document, _ = ask(server, tmp_path, "verify", "org/done")
+    assert code == 0, document
+    (out / name).parent.mkdir(exist_ok=True)
+    (out / name).write_bytes(b"evil")
+    code, document, _ = ask(server, tmp_path, "verify", "org/done")
+    assert code == 1, document
+    assert [row["name"] for row in document["mismatches"]] == [name]

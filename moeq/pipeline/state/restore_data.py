@@ -27,7 +27,7 @@ from moeq.checkpoint.manifest import RestoreEntry, StackedRole
 from moeq.checkpoint.outputs import OutputFolder
 from moeq.checkpoint.paths import safe_names
 from moeq.checkpoint.source import CONFIG_NAME, FileEntry, Source
-from moeq.checkpoint.writer import SafetensorsWriter
+from moeq.checkpoint.writer import SafetensorsWriter, file_form
 from moeq.errors import MoeqError
 from moeq.matrix import QuantizedMatrix
 from moeq.model import Checkpoint
@@ -37,6 +37,8 @@ from moeq.pipeline.state.side_files import SideFiles, limit_of
 from moeq.typed import read_as
 
 RESTORE_DATA_NAME = "moeq-restore.data"
+
+_METADATA = {"format": "moeq-restore/1"}
 
 _CHUNK = 16 * 2**20
 
@@ -76,11 +78,7 @@ def write_restore_data(
     """
     kept = tuple(sorted(kept))
     source, contents = checkpoint.source, restore_contents(checkpoint, side_files, kept)
-    forms = {
-        name: ((len(one),), "U8") if isinstance(one, bytes) else (one.shape, one.dtype)
-        for name, one in contents.items()
-    }
-    with SafetensorsWriter(folder, RESTORE_DATA_NAME, forms, {"format": "moeq-restore/1"}) as writer:
+    with SafetensorsWriter(folder, RESTORE_DATA_NAME, _forms(contents), _METADATA) as writer:
         for name, one in contents.items():
             if isinstance(one, bytes):
                 writer.write(name, one)
@@ -90,6 +88,18 @@ def write_restore_data(
                 writer.write(name, data, start - one.start)
         writer.finish()
     return restore_entry(source, side_files, kept)
+
+
+def restore_header(contents: Mapping[str, bytes | TensorEntry]) -> bytes:
+    """What `moeq-restore.data` begins with, up to its data, for what `restore_contents` says that it holds."""
+    return file_form(_forms(contents), _METADATA).header
+
+
+def _forms(contents: Mapping[str, bytes | TensorEntry]) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {
+        name: ((len(one),), "U8") if isinstance(one, bytes) else (one.shape, one.dtype)
+        for name, one in contents.items()
+    }
 
 
 def restore_entry(source: Source, side_files: SideFiles, kept: Iterable[str]) -> RestoreEntry:
@@ -161,6 +171,18 @@ class RestoreData:
 
     def __contains__(self, name: str) -> bool:
         return name in self._file.tensors
+
+    def first_bytes(self, count: int) -> bytes:
+        """What the file begins with."""
+        fd = open_regular(self.path, self.path.name)
+        try:
+            return os.pread(fd, count, 0)
+        finally:
+            os.close(fd)
+
+    def size_of(self, name: str) -> int:
+        """Bytes of a kept tensor."""
+        return self._file.tensors[name].nbytes
 
     @property
     def names(self) -> frozenset[str]:

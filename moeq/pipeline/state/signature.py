@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moeq.checkpoint.files import read_regular
-from moeq.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
+from moeq.checkpoint.manifest import MANIFEST_NAME
 from moeq.errors import MoeqError
 
 if TYPE_CHECKING:
@@ -40,11 +40,11 @@ class Signer:
         return bytes(self._key.sign(manifest, trusted_comment="file:moeq.json"))
 
 
-def check_signature(manifest: Path, signature: Path, key: str) -> str:
+def check_signature(manifest: bytes, signature: Path, key: str) -> str:
     """Whether a manifest was signed by a key.
 
     Args:
-        manifest: `moeq.json`.
+        manifest: the bytes of `moeq.json`.
         signature: `moeq.json.minisig`.
         key: minisign public key: a file, or the key itself.
 
@@ -61,7 +61,7 @@ def check_signature(manifest: Path, signature: Path, key: str) -> str:
         return f"{SIGNATURE_NAME} is missing: the conversion is not signed"
     try:
         found = Signature.from_bytes(read_regular(signature, SIGNATURE_NAME, _MOST))
-        public.verify(read_regular(manifest, MANIFEST_NAME, MAX_MANIFEST_BYTES), found)
+        public.verify(manifest, found)
     except (Error, ValueError) as error:
         return f"{SIGNATURE_NAME} is not this key's signature of {MANIFEST_NAME} ({error or type(error).__name__})"
     return ""
