@@ -19,9 +19,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 #: Parts a packed matrix may consist of. `moeq.json` and the converted tensors use these names as suffixes.
-#: `global_scale` multiplies a whole matrix; `permutation` and `group_index` belong to act-order; `compensation` holds
-#: the sums that integer CPU kernels subtract.
-PARTS = ("weight", "scale", "zero", "bias", "global_scale", "permutation", "group_index", "compensation")
+#: `global_scale` multiplies a whole matrix, and `scale_factor` is what the scales were multiplied by; `permutation` and
+#: `group_index` belong to act-order; `compensation` holds the sums that integer CPU kernels subtract.
+PARTS = (
+    "weight",
+    "scale",
+    "zero",
+    "bias",
+    "global_scale",
+    "scale_factor",
+    "permutation",
+    "group_index",
+    "compensation",
+)
 
 W13Order = Literal["gate-up", "up-gate", "interleaved"]
 

@@ -6,7 +6,7 @@ and `p` its pair of k; a word holds k, k + 1 (`q`), k + 8 (`h`) and, for 4 bits,
 
 from __future__ import annotations
 
-from moeq.layouts.arranged import STORED_DTYPE, Part
+from moeq.layouts.arranged import DTYPE_BITS, STORED_DTYPE, Part
 from moeq.layouts.arrangement import Arrangement
 from moeq.matrix import MatrixSpec
 
@@ -37,8 +37,7 @@ def weight_part(spec: MatrixSpec, arrangement: Arrangement) -> Part:
 def scale_part(spec: MatrixSpec, arrangement: Arrangement) -> Part:
     """`[G, N]` in the stored dtype."""
     dtype = STORED_DTYPE[spec.scale_dtype]
-    bits = {"f16": 16, "bf16": 16, "e8m0": 8}[spec.scale_dtype]
-    return Part("scales", arrangement, (spec.num_groups, spec.n), dtype, bits, group=spec.group_size)
+    return Part("scales", arrangement, (spec.num_groups, spec.n), dtype, DTYPE_BITS[dtype], group=spec.group_size)
 
 
 def zero_part(spec: MatrixSpec, arrangement: Arrangement) -> Part:

@@ -31,8 +31,8 @@ from moeq.matrix import MatrixSpec, QuantizedMatrix
 if TYPE_CHECKING:
     from torch import Tensor
 
-_GROUPED = Arrangement("n o2 s2 t2 r8, g -> g n r o t s")
-_SINGLE = Arrangement("n a2 u2 b4 c2, g -> g n b a c u")
+MX_GROUPED = Arrangement("n o2 s2 t2 r8, g -> g n r o t s")
+MX_SINGLE = Arrangement("n a2 u2 b4 c2, g -> g n b a c u")
 
 # The same maps on row 2 i + h of the interleaved matrix: its lowest row digit is h, so each map's lowest row digit
 # (r or c) gives its last bit to h.
@@ -58,7 +58,7 @@ class MarlinMXFP4(MXFP4Layout):
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         pairs = self.w13_order == "interleaved" and is_gated_w13(spec)
         weight = WEIGHT_PAIRS if pairs else WEIGHT[4]
-        single, grouped = (_SINGLE_PAIRS, _GROUPED_PAIRS) if pairs else (_SINGLE, _GROUPED)
+        single, grouped = (_SINGLE_PAIRS, _GROUPED_PAIRS) if pairs else (MX_SINGLE, MX_GROUPED)
         scale = single if spec.num_groups == 1 else grouped
         bias = bias_as(spec, _SINGLE_A8_PAIRS if pairs else SINGLE, self.params)
         return {"weight": weight_part(spec, weight), "scale": scale_part(spec, scale), **bias}

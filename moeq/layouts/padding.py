@@ -123,8 +123,18 @@ def _resized(matrix: QuantizedMatrix, spec: MatrixSpec, code: int = 0) -> Quanti
         scales=resize(matrix.scales, spec.num_groups),
         zeros=None if matrix.zeros is None else resize(matrix.zeros, spec.num_groups),
         bias=None if matrix.bias is None else resize(matrix.bias, None),
-        global_scale=None if matrix.global_scale is None else resize(matrix.global_scale, None),
+        global_scale=None if matrix.global_scale is None else _extended(matrix.global_scale, halves, spec.n),
     )
+
+
+def _extended(scales: Tensor, halves: int, rows: int) -> Tensor:
+    """Scales `[N]` of whole matrices for other sizes: added rows take the scale of their half."""
+    old = scales.reshape(halves, -1)
+    if rows // halves <= old.shape[1]:
+        return old[:, : rows // halves].flatten()
+    new = old[:, -1:].repeat(1, rows // halves)
+    new[:, : old.shape[1]] = old
+    return new.flatten()
 
 
 def _zero_bytes(tensor: Tensor, shape: list[int]) -> Tensor:

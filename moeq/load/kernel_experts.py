@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     from moeq_kernels.tuning import Blocks
 
 #: Layouts whose floating-point scales engines keep as they are.
-AS_STORED = ("int8-w8a8/1",)
+AS_STORED = (
+    "int8-w8a8/1",
+    "marlin-fp8/1",
+    "marlin-fp8-fp16/1",
+    "marlin-nvfp4/1",
+    "marlin-nvfp4-fp16/1",
+)
 
 #: Our activation names to the kernels'.
 _KERNEL_ACTIVATIONS = {"swigluoai": "swiglu_oai"}

@@ -34,6 +34,9 @@ _KINDS: dict[str, Any] = {
     "exclude_modules": _NAMES,
 }
 
+#: Tables of arguments of compressed-tensors.
+_ARGUMENT_TABLES = ("weights", "input_activations")
+
 #: Arguments of compressed-tensors, in which null and absent are the same.
 _ARGUMENTS: dict[str, Any] = {
     "num_bits": int | None,
@@ -55,11 +58,12 @@ def checked(config: Mapping[str, Any], where: str = "quantization_config") -> di
     found: dict[str, Any] = {}
     for name, value in config.items():
         place = f"{where}.{ascii(name)[1:-1][:80]}"
-        if name in _KINDS and (name != "dynamic" or not isinstance(value, bool)):
+        argument = name in _ARGUMENTS and where.endswith(_ARGUMENT_TABLES)  # `dynamic: local` there, checked below
+        if name in _KINDS and not argument and (name != "dynamic" or not isinstance(value, bool)):
             value = read_as(_KINDS[name], value, place, "source.bad-config")
             if value is None:
                 continue
-        if name in ("weights", "input_activations") and isinstance(value, dict):
+        if name in _ARGUMENT_TABLES and isinstance(value, dict):
             for key in value.keys() & _ARGUMENTS.keys():
                 read_as(_ARGUMENTS[key], value[key], f"{place}.{key}", "source.bad-config")
             value = {key: one for key, one in value.items() if one is not None}

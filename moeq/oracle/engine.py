@@ -135,12 +135,13 @@ def convert_target(outcome: Outcome) -> tuple[ConvertTarget | None, str | None]:
     """What convert writes, or why nothing: the engine's choice, else the next supported backend that allows it.
 
     A backend allows it where its bytes can be made offline, the engine gets it through every gate, and its kernel
-    drops nothing that the checkpoint has: moeq does not write what would silently give wrong outputs.
+    drops nothing that the checkpoint has: moeq does not write what would silently give wrong outputs. No other backend
+    is taken in place of a native one (`CandidateReport.native`).
     """
     case, selected = outcome.case, outcome.selection.selected
     forced = case.deployment.backend != "auto"
     rows = [selected] if selected is not None else []
-    if not forced:
+    if not forced and not (selected is not None and selected.native):
         rows += [row for row in outcome.selection.candidates if row.supported and row != selected]
     against: list[str] = []
     for row in rows:

@@ -244,7 +244,8 @@ def _layout_choice(row: Mapping[str, Any]) -> LayoutChoice:
 class Backend:
     """A backend of a family: its classes in order of trial, how to ask for it, and the layout that its kernel reads.
 
-    `activation_key` is the key its classes are asked with, None for the method's own.
+    `activation_key` is the key its classes are asked with, None for the method's own. `native`: it computes in the
+    number types of the checkpoint, so that `convert` writes for no other backend in its place unless one is asked for.
     """
 
     name: str
@@ -255,6 +256,7 @@ class Backend:
     layout: str | None = None
     layouts: tuple[LayoutChoice, ...] = ()
     no_layout: str | None = None
+    native: bool = False
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,10 @@ class Reason:
     remedy: str | None = None
 
 
+#: How `no_layout` begins where a kernel reads the stored bytes.
+AS_IT_IS = "it reads the checkpoint's weights as they are"
+
+
 @dataclass(frozen=True)
 class CandidateReport:
     """One backend of the family, judged.
@@ -92,6 +96,8 @@ class CandidateReport:
         flag: value of the engine's backend option that asks for it, or None where it cannot be asked for.
         monolithic: the kernel does its own routing.
         activation_key: the engine's key of the activations that its kernel runs, None for 16-bit ones.
+        native: it computes in the number types of the checkpoint: where the engine picks it, `convert` writes for no
+            other backend unless one is asked for.
     """
 
     backend: str
@@ -104,6 +110,7 @@ class CandidateReport:
     flag: str | None = None
     monolithic: bool = False
     activation_key: str | None = None
+    native: bool = False
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,7 @@ def judge(case: Case, backend: Backend, attempts: Iterable[Attempt]) -> Candidat
         flag=backend.flag,
         monolithic=case.policy.classes[experts].monolithic,
         activation_key=None if key == "none" else key,
+        native=backend.native,
     )
 
 

@@ -132,6 +132,7 @@ def _group(name: str, value: Any, fields: Fields) -> _Group:
         symmetric=weights.flag("symmetric") is not False,
         act_order=_act_order(weights),
         strategy=strategy,
+        block=weights.block("block_structure"),
         activation=_activation(Fields(inner.table_of("input_activations"), f"{where}.input_activations")),
         writer=plain(f"compressed-tensors {fields.table.get('version') or ''}".strip()),
         rule=where,

@@ -26,6 +26,7 @@ class Declared:
         symmetric: None where not declared.
         act_order: columns are reordered by activation size.
         strategy: granularity by name (`group`, `channel`, `tensor`, `block`), where the dialect has it.
+        block: rows and columns of weights that share a scale, where declared.
         activation: what activations are to be quantised to.
         writer: tool that wrote the checkpoint.
         rule: the config entry that decided, for messages.
@@ -38,6 +39,7 @@ class Declared:
     symmetric: bool | None = None
     act_order: bool = False
     strategy: str | None = None
+    block: tuple[int, int] | None = None
     activation: QuantKey | None = None
     writer: str | None = None
     rule: str = "quantization_config"
@@ -117,6 +119,16 @@ class Fields:
             return value
         return {}
 
+    def block(self, *keys: str) -> tuple[int, int] | None:
+        """The first of `keys` present, as `[rows, columns]` of a block (also spelled `128x128`)."""
+        for key, value in self._present(keys):
+            if isinstance(value, str):
+                value = [int(size) if size.isdecimal() else size for size in value.split("x")]
+            if not isinstance(value, list) or len(value) != 2 or not all(_is_size(item) for item in value):
+                raise self.refuse(key, value, "expected two positive whole numbers, rows and columns of a block")
+            return value[0], value[1]
+        return None
+
     def refuse(self, key: str, value: object, expected: str) -> MoeqError:
         """The error for a value of the wrong kind."""
         return MoeqError("source.bad-config", f"{self.where}: {key} is {ascii(value)[:80]}, {expected}")
@@ -126,6 +138,10 @@ class Fields:
             value = self.table.get(key)
             if value is not None:
                 yield key, value
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 < value <= 1 << 20
 
 
 def group_size(fields: Fields, *keys: str) -> int | None:

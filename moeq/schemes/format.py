@@ -100,7 +100,6 @@ class Format(ABC):
     fast_view: ClassVar[FastView | None] = None
     padded_scales: ClassVar[bool] = False
     refusal: ClassVar[str | None] = None
-    read_as_it_is: ClassVar[bool] = False
 
     def title_of(self, scheme: Scheme) -> str:
         """Short name of a scheme for people."""

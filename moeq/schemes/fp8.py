@@ -1,7 +1,8 @@
-"""FP8 weights with one scale per output channel or per tensor. Described and read, not converted.
+"""FP8 weights with one scale per output channel or per tensor.
 
-Tensors: `weight` F8_E4M3 `[N, K]`, `weight_scale` `[N, 1]` or one number; static activations add `input_scale`.
-Written by compressed-tensors `float-quantized`, ModelOpt FP8 and FBGEMM.
+Tensors: `weight` F8_E4M3 `[N, K]`, `weight_scale` `[N, 1]`, `[N]` or one number; static activations add `input_scale`.
+Written by compressed-tensors `float-quantized`, ModelOpt FP8, Quark and FBGEMM. A scale per tensor is repeated for
+every row of the logical matrix, so that gate and up keep their own.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from moeq.schemes.format import (
     Context,
     Described,
     Encoding,
+    Format,
     PartRoles,
     Parts,
     PartSig,
-    ReadOnlyFormat,
     bias_dtype,
     float_name,
     inconsistent,
@@ -29,18 +30,13 @@ from moeq.schemes.format import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Why no FP8 format is converted.
-FP8_REFUSAL = "serving engines read FP8 experts as they are; there is nothing to repack offline"
 
-
-class Fp8(ReadOnlyFormat):
+class Fp8(Format):
     """FP8 weights, scales per channel or per tensor."""
 
     id = "fp8"
     title = "FP8 (E4M3): one scale per output channel or tensor"
     parts: ClassVar[PartRoles] = {"weight": "codes", "weight_scale": "scale", "input_scale": "other", "bias": "bias"}
-    refusal = FP8_REFUSAL
-    read_as_it_is = True
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight, scale = parts.get("weight"), parts.get("weight_scale")
@@ -85,7 +81,13 @@ class Fp8(ReadOnlyFormat):
 
         if part == "weight":
             return matrix.codes.contiguous().view(torch.float8_e4m3fn)
-        return matrix.scales if part == "weight_scale" and sig.shape == (matrix.spec.n, 1) else None
+        if part != "weight_scale":
+            return None
+        per_channel = scheme.weight.scale.granularity == "channel"
+        return (matrix.scales if per_channel else matrix.scales[:1]).reshape(sig.shape)
+
+    def is_bijective(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> bool:
+        return self.parts.get(part) in ("codes", "scale")
 
 
 FORMAT = Fp8()

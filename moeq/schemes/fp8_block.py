@@ -1,8 +1,9 @@
-"""FP8 or INT8 weights with one scale per block of rows and columns. Described and read, not converted.
+"""FP8 or INT8 weights with one scale per block of rows and columns.
 
 Tensors: `weight` F8_E4M3 (SGLang also I8) `[N, K]` and `weight_scale_inv` (DeepSeek, Qwen, GLM, MiniMax),
-`weight_scale` (compressed-tensors) or `scale` (DeepSeek-V4) `[ceil(N / 128), ceil(K / 128)]`. Despite the name
-`_inv`, the scale multiplies. Edge blocks may be partial.
+`weight_scale` (compressed-tensors; ModelOpt's FP8_PB_WO as `[rows, 1, columns, 1]`) or `scale` (DeepSeek-V4)
+`[ceil(N / 128), ceil(K / 128)]`, F32, BF16 or exponent bytes. Despite the name `_inv`, the scale multiplies. Edge
+blocks may be partial. The config may declare blocks of another size (`weight_block_size`, `block_structure`).
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from moeq.schemes.format import (
     Context,
     Described,
     Encoding,
+    Format,
     PartRoles,
     Parts,
     PartSig,
-    ReadOnlyFormat,
     bias_dtype,
     float_name,
     inconsistent,
@@ -32,19 +33,19 @@ if TYPE_CHECKING:
 
 _SCALES = ("weight_scale_inv", "weight_scale", "scale")
 
-#: Rows and columns of a block in every published checkpoint.
-_BLOCK = 128
+#: Rows and columns of a block where the config says nothing.
+_BLOCK = (128, 128)
 
 
 def _scale(names: Mapping[str, object]) -> str:
     return next((name for name in _SCALES if name in names), "")
 
 
-class Fp8Block(ReadOnlyFormat):
+class Fp8Block(Format):
     """Byte weights with block scales."""
 
     id = "fp8-block"
-    title = "FP8 (E4M3): one scale per 128 x 128 block"
+    title = "FP8 (E4M3): one scale per block, 128 x 128 as a rule"
     parts: ClassVar[PartRoles] = {
         "weight": "codes",
         "weight_scale_inv": "scale",
@@ -53,14 +54,18 @@ class Fp8Block(ReadOnlyFormat):
         "input_scale": "other",
         "bias": "bias",
     }
-    refusal = "serving engines read block-scaled FP8 experts as they are; there is nothing to repack offline"
-    read_as_it_is = True
+
+    def refusal_of(self, scheme: Scheme) -> str | None:
+        if scheme.weight.dtype != "int8":
+            return None
+        return "no layout holds int8 weights in blocks; SGLang, which has them, reads them as they are"
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight, scale = parts.get("weight"), parts.get(_scale(parts))
         if weight is None or scale is None or weight.dtype not in ("F8_E4M3", "I8"):
             return False
-        return len(weight.shape) == 2 and len(scale.shape) == 2
+        blocks = len(scale.shape) == 2 or (len(scale.shape) == 4 and scale.shape[1::2] == (1, 1))
+        return len(weight.shape) == 2 and blocks
 
     def out_features(self, parts: Parts) -> int:
         return parts["weight"].shape[0]
@@ -68,29 +73,35 @@ class Fp8Block(ReadOnlyFormat):
     def describe(self, parts: Parts, context: Context) -> Described:
         n, k = parts["weight"].shape
         name = _scale(parts)
-        expected = (-(-n // _BLOCK), -(-k // _BLOCK))
-        if parts[name].shape != expected:
-            detail = f"{name} is {list(parts[name].shape)}, blocks of {_BLOCK} x {_BLOCK} need {list(expected)}"
-            inconsistent(context.where, detail)
+        if context.k_hint not in (None, k):
+            inconsistent(context.where, f"weight has K={k}, the sibling projection implies {context.k_hint}")
+        rows, columns = context.declared.block or _BLOCK
+        found = parts[name].shape
+        expected = (-(-n // rows), -(-k // columns))
+        if (found[::2] if len(found) == 4 else found) != expected:
+            detail = f"{name} is {list(found)}, blocks of {rows} x {columns} need {list(expected)}"
+            inconsistent(context.where, detail, f"weight is [{n}, {k}]")
         integer = parts["weight"].dtype == "I8"
         spec = MatrixSpec(
             role=context.role,
             n=n,
             k=k,
             element="int8" if integer else "e4m3",
-            group_size=min(_BLOCK, k),
-            scale_dtype=float_name(parts, name, context, ("F32", "BF16", "F16", "F8_E8M0")),
+            group_size=min(columns, k),
+            scale_dtype=float_name(parts, name, context, ("F32", "BF16", "F16", "F8_E8M0", "U8")),
             bias_dtype=bias_dtype(parts, context, n),
             gated=context.gated,
         )
         storage = "i8" if integer else "f8"
-        encoding = Encoding(storage, "one byte per code", granularity="block", group_shape=(_BLOCK, _BLOCK))
+        encoding = Encoding(storage, "one byte per code", granularity="block", group_shape=(rows, columns))
         return Described(make_scheme(self.id, spec, context.declared, encoding), spec)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
         import torch
 
-        scales = parts[_scale(parts)].repeat_interleave(_BLOCK, dim=0)[: spec.n].contiguous()
+        blocks = parts[_scale(parts)].reshape(-1, spec.num_groups)
+        blocks = blocks.view(torch.uint8) if spec.scale_dtype == "e8m0" else blocks
+        scales = blocks.repeat_interleave(scheme.weight.scale.group_shape[0], dim=0)[: spec.n].contiguous()
         codes = parts["weight"].view(torch.uint8)
         return QuantizedMatrix(spec, codes ^ 0x80 if spec.integer else codes, scales, bias=parts.get("bias"))
 
@@ -100,7 +111,12 @@ class Fp8Block(ReadOnlyFormat):
         if part == "weight":
             codes = matrix.codes.contiguous()
             return (codes ^ 0x80).view(torch.int8) if matrix.spec.integer else codes.view(torch.float8_e4m3fn)
-        return matrix.scales[::_BLOCK].contiguous()
+        if self.parts.get(part) != "scale":
+            return None
+        return matrix.scales[:: scheme.weight.scale.group_shape[0]].contiguous().reshape(sig.shape)
+
+    def is_bijective(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> bool:
+        return self.parts.get(part) in ("codes", "scale")
 
 
 FORMAT = Fp8Block()

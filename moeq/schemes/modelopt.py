@@ -11,12 +11,17 @@ from moeq.schemes.base import QuantKey, ScaleKey
 from moeq.schemes.declared import Declaration, Declared, Fields
 
 _FP8 = QuantKey("e4m3", "runtime", ScaleKey("f32", "tensor", (-1, -1)))
+_FP8_GROUP = QuantKey("e4m3", "runtime", ScaleKey("f32", "group", (1, 128), dynamic=True))
+_MXFP8 = QuantKey("e4m3", "runtime", ScaleKey("e8m0", "group", (1, 32), dynamic=True))
 _FP4 = QuantKey("e2m1", "runtime", ScaleKey("e4m3", "group", (1, 16), dynamic=True))
 
 #: Activations that an algorithm quantises; weight-only algorithms are absent.
 _ACTIVATIONS = {
     "fp8": _FP8,
     "fp8_per_channel_per_token": replace(_FP8, scale=ScaleKey("f32", "token", (1, -1), dynamic=True)),
+    "fp8_pb_wo": _FP8_GROUP,  # despite the name, engines quantise activations in groups of 128
+    "fp8_block_scales": _FP8_GROUP,
+    "mxfp8": _MXFP8,
     "nvfp4": _FP4,
     "nvfp4_awq": _FP4,
     "nvfp4_svd": _FP4,

@@ -1,4 +1,7 @@
-"""MXFP8: `weight` F8_E4M3 `[N, K]`, `weight_scale` U8 `[N, K / 32]` exponents. Described and read, not converted."""
+"""MXFP8: `weight` F8_E4M3 `[N, K]`, `weight_scale` U8 `[N, K / 32]` exponents.
+
+Written by compressed-tensors `mxfp8-quantized` (0.19) and ModelOpt 0.47.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,11 @@ from moeq.schemes.format import (
     Context,
     Described,
     Encoding,
+    FastView,
+    Format,
     PartRoles,
     Parts,
-    ReadOnlyFormat,
+    PartSig,
     bias_dtype,
     inconsistent,
     make_scheme,
@@ -24,20 +29,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Mxfp8(ReadOnlyFormat):
+class Mxfp8(Format):
     """OCP MXFP8 weights."""
 
     id = "mxfp8"
     title = "MXFP8: E4M3 codes, exponent bytes per 32"
     parts: ClassVar[PartRoles] = {"weight": "codes", "weight_scale": "scale", "bias": "bias"}
-    refusal = "serving engines read MXFP8 experts as they are; there is nothing to repack offline"
-    read_as_it_is = True
+    fast_view = FastView()
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight, scale = parts.get("weight"), parts.get("weight_scale")
         if weight is None or scale is None or len(weight.shape) != 2 or len(scale.shape) != 2:
             return False
-        return weight.dtype == "F8_E4M3" and scale.dtype in ("U8", "F8_E8M0")
+        return weight.dtype == "F8_E4M3" and scale.dtype in ("U8", "F8_E8M0") and weight.shape[0] == scale.shape[0]
 
     def out_features(self, parts: Parts) -> int:
         return parts["weight"].shape[0]
@@ -56,7 +60,18 @@ class Mxfp8(ReadOnlyFormat):
         import torch
 
         codes = parts["weight"].view(torch.uint8)
-        return QuantizedMatrix(spec, codes, parts["weight_scale"].contiguous(), bias=parts.get("bias"))
+        exponents = parts["weight_scale"].contiguous().view(torch.uint8)
+        return QuantizedMatrix(spec, codes, exponents, bias=parts.get("bias"))
+
+    def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
+        import torch
+
+        if part == "weight":
+            return matrix.codes.contiguous().view(torch.float8_e4m3fn)
+        return matrix.scales if part == "weight_scale" else None
+
+    def is_bijective(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> bool:
+        return self.parts.get(part) in ("codes", "scale")
 
 
 FORMAT = Mxfp8()

@@ -1,8 +1,9 @@
-"""NVFP4: E2M1 codes, one E4M3 scale per 16 of them, one float32 scale per tensor. Described and read, not converted.
+"""NVFP4: E2M1 codes, one E4M3 scale per 16 of them, one float32 scale per tensor.
 
 Tensors: compressed-tensors `weight_packed` U8 `[N, K / 2]`, `weight_scale` F8_E4M3 `[N, K / 16]`,
 `weight_global_scale` F32 (a divisor); ModelOpt `weight`, `weight_scale`, `weight_scale_2` F32 (a multiplier, its
-reciprocal). Checked against compressed-tensors 0.20 and nvidia-modelopt 0.47.
+reciprocal). `input_global_scale` and `input_scale` are for 4-bit activations (W4A4); weight-only files lack them.
+Checked against compressed-tensors 0.17 to 0.20 and nvidia-modelopt 0.47.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import ScaleKey, Scheme
 from moeq.schemes.declared import Declared
-from moeq.schemes.format import Context, Described, Encoding, PartRoles, Parts, PartSig, ReadOnlyFormat, make_scheme
+from moeq.schemes.format import Context, Described, Encoding, Format, PartRoles, Parts, PartSig, make_scheme
 from moeq.schemes.fp4 import fp4_spec, nibble_codes
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def _weight(names: Mapping[str, object]) -> str:
     return "weight_packed" if "weight_packed" in names else "weight"
 
 
-class Nvfp4(ReadOnlyFormat):
+class Nvfp4(Format):
     """NVFP4 weights, compressed-tensors or ModelOpt spelling."""
 
     id = "nvfp4"
@@ -40,7 +41,6 @@ class Nvfp4(ReadOnlyFormat):
         "input_scale": "other",
         "bias": "bias",
     }
-    refusal = "no layout of moeq holds NVFP4's two levels of scales"
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight, scale = parts.get(_weight(parts)), parts.get("weight_scale")
@@ -77,11 +77,15 @@ class Nvfp4(ReadOnlyFormat):
             return pack_nibbles(matrix.codes)
         if part == "weight_scale":
             return matrix.scales
-        if matrix.global_scale is None:
+        if matrix.global_scale is None or self.parts.get(part) != "scale2":
             return None
         multiplier = matrix.global_scale[:1]
         stored = multiplier.float() if part == "weight_scale_2" else divisor_of(multiplier)
         return stored.reshape(sig.shape)
+
+    def is_bijective(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> bool:
+        # A divisor is not: several may have one float32 reciprocal.
+        return self.parts.get(part) in ("codes", "scale") or part == "weight_scale_2"
 
 
 _GLOBAL = ("weight_global_scale", "weight_scale_2")

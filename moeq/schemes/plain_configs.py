@@ -34,14 +34,15 @@ def read_int8(table: Mapping[str, Any], origin: str) -> Declaration:
 def read_fp8(table: Mapping[str, Any], origin: str) -> Declaration:
     """Read the `fp8` config of DeepSeek, Qwen, GLM, MiniMax and MiMo (blocks, or one scale per tensor)."""
     fields = Fields(table, origin)
-    blocks = table.get("weight_block_size") is not None
+    block = fields.block("weight_block_size")
     static = fields.text("activation_scheme") == "static"
-    activation = _FP8_STATIC if static else _FP8_TOKEN if blocks else _FP8_TENSOR
+    activation = _FP8_STATIC if static else _FP8_TOKEN if block else _FP8_TENSOR
     declared = Declared(
         method="fp8",
         variant=fields.text("fmt", "scale_fmt") or "e4m3",
         symmetric=True,
-        strategy="block" if blocks else "tensor",
+        strategy="block" if block else "tensor",
+        block=block,
         activation=activation,
         rule=origin,
     )

@@ -24,6 +24,11 @@ KINDS: dict[str, tuple[str, tuple[int, ...]]] = {
     "int8-w8a8/1": ("f32", (0,)),
     "cpu-amx-int8/1": ("bf16", (0,)),
     "marlin-act-order/1": ("f16", (32, 64)),
+    "marlin-nvfp4/1": ("e4m3", (16,)),
+    "marlin-nvfp4-fp16/1": ("e4m3", (16,)),
+    "marlin-fp8/1": ("bf16", (128, 0)),
+    "marlin-fp8-fp16/1": ("f16", (128, 0)),
+    "marlin-mxfp8/1": ("e8m0", (32,)),
 }
 
 

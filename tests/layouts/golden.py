@@ -34,7 +34,13 @@ def tensors(name: str) -> dict[str, Tensor]:
     return dict(load_file(FOLDER / manifest()[name]["file"]))
 
 
-_DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.uint8: "e8m0"}
+_DTYPES = {
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.float32: "f32",
+    torch.uint8: "e8m0",
+    torch.float8_e4m3fn: "e4m3",
+}
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,8 @@ class Source:
     scales: Tensor
     zeros: Tensor | None = None
     bias: Tensor | None = None
+    global_scales: Tensor | None = None
+    gated: bool = True
 
     def spec(self) -> MatrixSpec:
         _, n, k = self.codes.shape
@@ -59,6 +67,7 @@ class Source:
             scale_dtype=_DTYPES[self.scales.dtype],
             symmetric=self.zeros is None,
             bias_dtype=None if self.bias is None else _DTYPES[self.bias.dtype],
+            gated=self.gated,
         )
 
     def expert(self, e: int) -> QuantizedMatrix:
@@ -68,6 +77,7 @@ class Source:
             scales=self.scales[e],
             zeros=None if self.zeros is None else self.zeros[e].to(torch.int16),
             bias=None if self.bias is None else self.bias[e],
+            global_scale=None if self.global_scales is None else self.global_scales[e].expand(self.codes.shape[1]),
         )
 
 

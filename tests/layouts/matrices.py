@@ -13,7 +13,10 @@ _FLOATS = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 
 
 def random_matrix(spec: MatrixSpec, seed: int = 0) -> QuantizedMatrix:
-    """Codes, scales, zero points and biases over their whole ranges (scales: positive floats; e8m0: any byte)."""
+    """Codes, scales, zero points and biases over their whole ranges (scales: positive floats, e4m3 normal ones; e8m0: any byte).
+
+    Under e4m3 scales there is one global scale, the same for gate and up.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def integers(high: int, *shape: int) -> Tensor:
@@ -23,9 +26,12 @@ def random_matrix(spec: MatrixSpec, seed: int = 0) -> QuantizedMatrix:
         return (torch.rand(shape, generator=generator) + 0.1).to(_FLOATS[dtype])
 
     n, k, groups = spec.n, spec.k, spec.num_groups
-    scales = (
-        integers(256, n, groups).to(torch.uint8) if spec.scale_dtype == "e8m0" else floats(spec.scale_dtype, n, groups)
-    )
+    if spec.scale_dtype == "e8m0":
+        scales = integers(256, n, groups).to(torch.uint8)
+    elif spec.scale_dtype == "e4m3":
+        scales = (integers(0x7F - 8, n, groups) + 8).to(torch.uint8).view(torch.float8_e4m3fn)
+    else:
+        scales = floats(spec.scale_dtype, n, groups)
     index = None
     if spec.act_order:
         index = (torch.randperm(k, generator=generator) // spec.group_size).to(torch.int32)
@@ -35,6 +41,7 @@ def random_matrix(spec: MatrixSpec, seed: int = 0) -> QuantizedMatrix:
         scales=scales,
         zeros=None if spec.symmetric else integers(1 << spec.bits, n, groups).to(torch.int16),
         group_index=index,
+        global_scale=floats("f32", 1).expand(n).contiguous() if spec.scale_dtype == "e4m3" else None,
         bias=None if spec.bias_dtype is None else floats(spec.bias_dtype, n),
     )
 
@@ -72,5 +79,6 @@ def block(matrix: QuantizedMatrix, n: tuple[int, int], k: tuple[int, int]) -> Qu
         codes=matrix.codes[rows][:, k[0] : k[1]].contiguous(),
         scales=matrix.scales[rows][:, groups].contiguous(),
         zeros=None if matrix.zeros is None else matrix.zeros[rows][:, groups].contiguous(),
+        global_scale=None if matrix.global_scale is None else matrix.global_scale[rows],
         bias=None if matrix.bias is None else matrix.bias[rows],
     )

@@ -86,6 +86,52 @@ def marlin(name: str) -> tuple[Tensor, Tensor]:
     return mine, golden.expand(mine.shape).contiguous() if kind == "gs" else golden
 
 
+MARLIN_FLOAT = {
+    "nvfp4": "marlin-nvfp4/1",
+    "nvfp4 fp16": "marlin-nvfp4-fp16/1",
+    "fp8": "marlin-fp8/1",
+    "fp8 fp16": "marlin-fp8-fp16/1",
+    "mxfp8": "marlin-mxfp8/1",
+}
+
+
+def marlin_float_sources(tag: str) -> tuple[Source, Source]:
+    found = tensors("marlin_float")
+
+    def source(role: str, suffix: str) -> Source:
+        def get(kind: str) -> Tensor | None:
+            return found.get(f"{tag}.in.{kind}{suffix}")
+
+        codes, scales = get("w"), get("s")
+        assert codes is not None
+        assert scales is not None
+        gated = "ungated" not in tag
+        if "nvfp4" in tag:
+            scales = scales.view(torch.float8_e4m3fn)
+            return Source(role, "e2m1", nibbles(codes), scales, global_scales=get("gs"), gated=gated)
+        if "block" in tag:  # a block's scale holds for all of its rows
+            scales = scales.repeat_interleave(128, dim=1)[:, : codes.shape[1]]
+        elif "tensor" in tag:
+            scales = scales.reshape(-1, 1, 1).expand(-1, codes.shape[1], 1)
+        return Source(role, "e4m3", codes, scales)
+
+    return source("w13", "13"), source("w2", "2")
+
+
+@cache
+def packed_marlin_float(tag: str, role: str) -> dict[str, Tensor]:
+    kind = tag.partition("_")[0] + (" fp16" if "fp16" in tag else "")
+    # Allowed losses: scales that the engine rounds to the parameters' dtype, or that are too small for its bytes.
+    return pack_experts(lay(MARLIN_FLOAT[kind], allow_lossy=True), *marlin_float_sources(tag), role)
+
+
+def marlin_float(name: str) -> tuple[Tensor, Tensor]:
+    tag, _, part = name.partition(".out.")
+    kind, role = (part[:-2], "w13") if part.endswith("13") else (part[:-1], "w2")
+    mine, golden = packed_marlin_float(tag, role)[PARTS[kind]], tensors("marlin_float")[name]
+    return mine, golden.reshape(mine.shape) if kind == "gs" else golden
+
+
 # ------------------------------------------------------------------------------------------- Triton WNA16
 
 
@@ -232,6 +278,7 @@ def humming(name: str) -> tuple[Tensor, Tensor]:
 
 GOLDEN: dict[str, Callable[[str], tuple[Tensor, Tensor]]] = {
     "marlin": marlin,
+    "marlin_float": marlin_float,
     "wna16_triton": wna16,
     "triton_kernels": triton_kernels,
     "aiter": aiter,

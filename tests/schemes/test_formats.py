@@ -151,13 +151,13 @@ CT = ct_config()["quantization_config"]
 
 # id: parts, config, format, every weight's value, converted?
 CASES: dict[str, tuple[Make, dict[str, Any], str, float, bool]] = {
-    "fp8 per channel": (fp8_channel, CT, "fp8", 1.0, False),
-    "fp8 per tensor": (fp8_tensor, FP8, "fp8", 1.0, False),
-    "fp8 blocks": (fp8_block, {**FP8, "weight_block_size": [128, 128]}, "fp8-block", 1.0, False),
-    "mxfp8": (mxfp8, {"quant_method": "modelopt", "quant_algo": "MXFP8"}, "mxfp8", 1.0, False),
-    "nvfp4 divides": (nvfp4_ct, CT, "nvfp4", 0.5, False),
-    "nvfp4 multiplies": (nvfp4_modelopt, MODELOPT, "nvfp4", 0.5, False),
-    "nvfp4 beside fp8": (nvfp4_modelopt, {**FP8, "moe_quant_algo": "NVFP4"}, "nvfp4", 0.5, False),
+    "fp8 per channel": (fp8_channel, CT, "fp8", 1.0, True),
+    "fp8 per tensor": (fp8_tensor, FP8, "fp8", 1.0, True),
+    "fp8 blocks": (fp8_block, {**FP8, "weight_block_size": [128, 128]}, "fp8-block", 1.0, True),
+    "mxfp8": (mxfp8, {"quant_method": "modelopt", "quant_algo": "MXFP8"}, "mxfp8", 1.0, True),
+    "nvfp4 divides": (nvfp4_ct, CT, "nvfp4", 0.5, True),
+    "nvfp4 multiplies": (nvfp4_modelopt, MODELOPT, "nvfp4", 0.5, True),
+    "nvfp4 beside fp8": (nvfp4_modelopt, {**FP8, "moe_quant_algo": "NVFP4"}, "nvfp4", 0.5, True),
     "mxfp4 by Quark": (mxfp4_quark, {"quant_method": "quark", "global_quant_config": {}}, "ct-mxfp4", 2.0, True),
     "mxfp4 declared for another family": (mxfp4_quark, {"quant_method": "mxfp4"}, "ct-mxfp4", 2.0, True),
     "fp4 by DeepSeek": (fp4_deepseek, FP8, "deepseek-fp4", 2.0, True),

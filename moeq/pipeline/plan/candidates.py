@@ -12,7 +12,7 @@ from moeq.layouts.registry import layout_class
 from moeq.model import Checkpoint
 from moeq.oracle.builtin import report_of_layout
 from moeq.oracle.policy import BUILTIN as OWN_ENGINE
-from moeq.oracle.records import CandidateReport, ConvertTarget, Reason, Sizes, Verdict
+from moeq.oracle.records import AS_IT_IS, CandidateReport, ConvertTarget, Reason, Sizes, Verdict
 from moeq.pipeline.plan.decision import heads_problem, judge, moe_shape
 from moeq.pipeline.plan.layers import PlanOptions
 from moeq.schemes.base import Scheme
@@ -89,7 +89,8 @@ def candidates(
         raise MoeqError("usage.unknown-backend" if unknown else "answer.backend-unsupported", verdict.refusal)
     elif forced or not verdict.ok:
         raise MoeqError("answer.no-backend", verdict.refusal)
-    rows = [] if forced else [row for row in verdict.candidates if row.supported and row.layout and row.flag]
+    native = next((row for row in verdict.candidates if row.native and _is_chosen(row, verdict)), None)
+    rows = [] if forced or native else [row for row in verdict.candidates if row.supported and row.layout and row.flag]
     seen = {verdict.convert.layout} if verdict.convert else set()
     for row in rows:
         if row.layout in seen:
@@ -99,8 +100,18 @@ def candidates(
             seen.add(named.convert.layout)
             flag = named.convert.flag or _flag(named, str(row.flag))
             yield replace(_named(named.convert), flag=flag)
+    if not seen and native is not None and (native.no_layout or "").startswith(AS_IT_IS):
+        raise MoeqError(
+            "answer.nothing-to-convert",
+            f"{ask.deployment.engine} runs {native.backend} here: {native.no_layout}",
+            "serve it as it is; --backend asks for another kernel",
+        )
     if not seen:
         raise MoeqError("answer.no-backend", verdict.refusal or f"nothing to convert to: {verdict.no_convert}")
+
+
+def _is_chosen(row: CandidateReport, verdict: Verdict) -> bool:
+    return verdict.chosen is not None and row.backend == verdict.chosen.backend
 
 
 def _named(target: ConvertTarget) -> Target:

@@ -161,9 +161,7 @@ def convertible_problem(checkpoint: Checkpoint) -> MoeqError | None:
     if not general and not all(use.refusal for use in quantised):
         return None
     reasons = dict.fromkeys([*general, *(use.refusal for use in quantised if use.refusal)])
-    as_it_is = not general and all(get_format(use.scheme.format).read_as_it_is for use in quantised)
-    code = "answer.nothing-to-convert" if as_it_is else "answer.not-convertible"
-    return MoeqError(code, f"{info.name}: {'; '.join(reasons)}", "serve it as it is" if as_it_is else None)
+    return MoeqError("answer.not-convertible", f"{info.name}: {'; '.join(reasons)}")
 
 
 def alike(checkpoint: Checkpoint) -> dict[object, list[int]]:

@@ -1,0 +1,143 @@
+"""FP8 on Marlin, 16-bit activations: the 8-bit weight map of `marlin-wna16` over E4M3 bytes.
+
+Parts of one expert: `weight` int32 `[K / 16, 4 N]`, `scale` `[G, N]`, `bias` `[N]`.
+
+* `marlin-fp8/1` and `marlin-fp8-fp16/1`: one scale per block, output channel or tensor. Blocks become groups along K
+  (their scale repeated for every row), a scale per tensor becomes one per channel. Scales lie in the grouped order
+  where there are several along K, else in the single order, in the dtype of the parameters. The kernel widens E4M3 by
+  moving bits, which leaves the exponent bias out, so scales are stored times 2**120 (bf16) or 2**8 (fp16). float32
+  scales that are no bf16 (fp16) numbers are rounded as the engine rounds them: lossy, so refused unless allowed.
+* `marlin-mxfp8/1`: exponent bytes per 32 codes in the order of `marlin-mxfp4`; exact. bf16 parameters only.
+
+Where gate and up have different scales per tensor, the engine requantises both to the larger; here each keeps its own,
+which the kernel reads as any scale per channel.
+
+Source: vLLM 0.33.0, `marlin_utils_fp8.py` (`prepare_fp8_moe_layer_for_marlin`, `prepare_mxfp8_moe_layer_for_marlin`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from moeq.errors import MoeqError
+from moeq.layouts.arranged import ArrangedLayout, Part, torch_dtype
+from moeq.layouts.base import PaddingRule, SliceRule
+from moeq.layouts.marlin import GROUPED, SINGLE, WEIGHT, scale_part, weight_part
+from moeq.layouts.marlin_mxfp4 import MX_GROUPED, MX_SINGLE
+from moeq.layouts.mxfp4 import bias_as
+from moeq.matrix import MatrixSpec, QuantizedMatrix
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class _MarlinBytes(ArrangedLayout):
+    """What the FP8 and MXFP8 layouts share."""
+
+    source = "vLLM 0.33.0"
+    elements = ("e4m3",)
+    arch = "SM75 and newer"
+    padding = PaddingRule(intermediate=64, whole_groups=True)
+    n_multiple = 64
+    k_multiple = 16
+    params: ClassVar[str] = "BF16"
+
+    def slices(self, spec: MatrixSpec) -> SliceRule:
+        rule = super().slices(spec)
+        # The single order of one group is no slice of the group order.
+        return SliceRule(rule.n, rule.k, 2 * spec.group_size if spec.num_groups > 1 else 0)
+
+
+class MarlinFp8(_MarlinBytes):
+    """FP8 under bf16 parameters (see the module)."""
+
+    id = "marlin-fp8/1"
+    title = "Marlin FP8, bf16 parameters"
+    schemes = "fp8 (e4m3 codes), scales per 128 x 128 block, channel or tensor, with bias"
+    slicing = "N by 64, K by whole groups (16 where channel-wise)"
+    scale_dtypes = ("f32", "bf16", "f16", "e8m0")
+    group_sizes = (128,)
+    lossy = "scales and biases that are no bf16 numbers are rounded to bf16, as the engine rounds them"
+    #: What the kernel leaves out of a widened code's exponent.
+    exponent: ClassVar[int] = 120
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        order = SINGLE if spec.num_groups == 1 else GROUPED
+        shape = (spec.num_groups, spec.n)
+        scale = Part("scales", order, shape, self.params, 16, group=spec.group_size)
+        return {"weight": weight_part(spec, WEIGHT[8]), "scale": scale, **bias_as(spec, SINGLE, self.params)}
+
+    def check_values(self, matrix: QuantizedMatrix) -> None:
+        import torch
+
+        from moeq.schemes.dequantize import scale_values
+
+        beyond = int((~torch.isfinite(self.encode("scale", matrix))).sum())
+        if beyond:
+            largest = float(scale_values(matrix).max())
+            raise MoeqError(
+                "usage.scale-range",
+                f"{self.id} stores scales times 2**{self.exponent}, which is infinite for {beyond} of "
+                f"{matrix.scales.numel()} scales of {matrix.spec.role} (the largest is {largest:g})",
+                "moeq oracle SRC lists the backends that read the scales as they are",
+            )
+        super().check_values(matrix)
+
+    def recodes(self, part: Part, spec: MatrixSpec) -> bool:
+        return part.field == "scales" or super().recodes(part, spec)
+
+    def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
+        if name != "scale":
+            return super().encode(name, matrix)
+        from moeq.schemes.dequantize import scale_values
+
+        # The product with a power of two is exact, or infinite.
+        rounded = scale_values(matrix).to(torch_dtype(self.params))
+        return rounded * 2.0**self.exponent
+
+    def decode(self, name: str, elements: Tensor, spec: MatrixSpec) -> Tensor:
+        if name != "scale":
+            return super().decode(name, elements, spec)
+        import torch
+
+        numbers = elements.view(torch_dtype(self.params)).double() * 2.0**-self.exponent
+        if spec.scale_dtype == "e8m0":
+            return _exponent_bytes(numbers)
+        return numbers.to({"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[spec.scale_dtype])
+
+
+class MarlinFp8Fp16(MarlinFp8):
+    """FP8 under fp16 parameters (see the module)."""
+
+    id = "marlin-fp8-fp16/1"
+    title = "Marlin FP8, fp16 parameters"
+    params = "F16"
+    exponent = 8
+    lossy = "scales and biases are rounded to fp16, and scales of 256 or more overflow, as in the engine"
+
+
+class MarlinMXFP8(_MarlinBytes):
+    """MXFP8 under bf16 parameters (see the module)."""
+
+    id = "marlin-mxfp8/1"
+    title = "Marlin MXFP8, bf16 parameters"
+    schemes = "mxfp8 (e4m3 codes, e8m0 scales of 32), with bias"
+    slicing = "N by 64, K by 32 (at least 64)"
+    scale_dtypes = ("e8m0",)
+    group_sizes = (32,)
+    channelwise = False
+    lossy = "float32 biases are rounded to bf16"
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        order = MX_SINGLE if spec.num_groups == 1 else MX_GROUPED
+        weight, scale = weight_part(spec, WEIGHT[8]), scale_part(spec, order)
+        return {"weight": weight, "scale": scale, **bias_as(spec, SINGLE, self.params)}
+
+
+def _exponent_bytes(numbers: Tensor) -> Tensor:
+    """uint8 E8M0 of powers of two; 255 where a number is none."""
+    import torch
+
+    mantissa, exponent = torch.frexp(numbers)
+    biased = exponent.to(torch.int32) + 126
+    return torch.where((mantissa == 0.5) & (biased >= 0) & (biased < 255), biased, 255).to(torch.uint8)
