@@ -21,11 +21,6 @@ NOT_CONVERTED = {
     "fp8-identity/1",
     "fp8-block-identity/1",
     "mxfp8-identity/1",
-    "marlin-nvfp4/1",
-    "marlin-nvfp4-fp16/1",
-    "marlin-fp8/1",
-    "marlin-fp8-fp16/1",
-    "marlin-mxfp8/1",
 }
 
 

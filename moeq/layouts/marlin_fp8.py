@@ -70,11 +70,9 @@ class MarlinFp8(_MarlinBytes):
     def check_values(self, matrix: QuantizedMatrix) -> None:
         import torch
 
-        from moeq.schemes.dequantize import scale_values
-
         beyond = int((~torch.isfinite(self.encode("scale", matrix))).sum())
         if beyond:
-            largest = float(scale_values(matrix).max())
+            largest = float(_numbers(matrix).max())
             raise MoeqError(
                 "usage.scale-range",
                 f"{self.id} stores scales times 2**{self.exponent}, which is infinite for {beyond} of "
@@ -89,11 +87,8 @@ class MarlinFp8(_MarlinBytes):
     def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
         if name != "scale":
             return super().encode(name, matrix)
-        from moeq.schemes.dequantize import scale_values
-
         # The product with a power of two is exact, or infinite.
-        rounded = scale_values(matrix).to(torch_dtype(self.params))
-        return rounded * 2.0**self.exponent
+        return _numbers(matrix).to(torch_dtype(self.params)) * 2.0**self.exponent
 
     def decode(self, name: str, elements: Tensor, spec: MatrixSpec) -> Tensor:
         if name != "scale":
@@ -132,6 +127,12 @@ class MarlinMXFP8(_MarlinBytes):
         order = MX_SINGLE if spec.num_groups == 1 else MX_GROUPED
         weight, scale = weight_part(spec, WEIGHT[8]), scale_part(spec, order)
         return {"weight": weight, "scale": scale, **bias_as(spec, SINGLE, self.params)}
+
+
+def _numbers(matrix: QuantizedMatrix) -> Tensor:
+    """Scales as numbers `[N, G]`."""
+    exponents = matrix.spec.scale_dtype == "e8m0"
+    return (matrix.scales.double() - 127).exp2() if exponents else matrix.scales
 
 
 def _exponent_bytes(numbers: Tensor) -> Tensor:

@@ -61,7 +61,9 @@ class MarlinNVFP4(ArrangedLayout):
         "scales too small beside the largest local one become 0, negative ones too; where gate and up have different "
         "global scales, up gets the gate's"
     )
-    calibration_scope = "scales are stored times a power of two that follows from the largest one of all local experts"
+    calibration_scope: ClassVar[str | None] = (
+        "scales are stored times a power of two that follows from the largest one of all local experts"
+    )
     scale_dtypes = ("e4m3",)
     group_sizes = (GROUP,)
     channelwise = False

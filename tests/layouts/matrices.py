@@ -13,9 +13,10 @@ _FLOATS = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 
 
 def random_matrix(spec: MatrixSpec, seed: int = 0) -> QuantizedMatrix:
-    """Codes, scales, zero points and biases over their whole ranges (scales: positive floats, e4m3 normal ones; e8m0: any byte).
+    """Codes, scales, zero points and biases over their whole ranges.
 
-    Under e4m3 scales there is one global scale, the same for gate and up.
+    Scales are positive floats, normal ones in e4m3, and any byte in e8m0. Under e4m3 scales there is one global scale,
+    the same for gate and up.
     """
     generator = torch.Generator().manual_seed(seed)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -179,8 +179,11 @@ def ct_full(name: str, vector: Mapping[str, Any]) -> Iterator[tuple[str, Case]]:
     weights = vector["quant_args"]["weights"]
     size = -1 if weights["strategy"] == "channel" else weights["group_size"]
     declared = Declared("compressed-tensors", vector["format"], weights["num_bits"], size, weights["symmetric"])
+    if weights["strategy"] == "block":
+        declared = replace(declared, block=tuple(weights["block_structure"]))
+    format_id = "fp8-block" if declared.block else _CT_FORMATS[vector["format"]]
     values = torch.tensor(vector["dequantized"])
-    yield name, Case(_CT_FORMATS[vector["format"]], parts, declared, torch.empty(0), values.shape[1], values=values)
+    yield name, Case(format_id, parts, declared, torch.empty(0), values.shape[1], values=values)
 
 
 def stored_tensor(stored: Mapping[str, Any]) -> Tensor:
@@ -319,7 +322,7 @@ CASES = [pytest.param(case, id=label) for name in VECTORS if name not in NOT_REA
 
 def test_every_vector_is_decoded_or_listed() -> None:
     assert {name for name in VECTORS if not build(name)} <= set(NOT_READ)
-    assert len(VECTORS) == 117
+    assert len(VECTORS) == 119
 
 
 def described_as(case: Case) -> tuple[dict[str, PartSig], Described, Format]:

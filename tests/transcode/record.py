@@ -22,6 +22,19 @@ from moeq.transcode.transcode import transcode
 RECORD = Path(__file__).with_name("recorded.json")
 CHECKPOINTS = Path(__file__).parents[1] / "data" / "checkpoints"
 
+#: Checkpoints whose transcodings have not been put before the libraries.
+NOT_RECORDED = {
+    "ct-fp8-block-qwen3moe",
+    "ct-fp8-channel-qwen3moe",
+    "ct-fp8-tensor-qwen3moe",
+    "ct-mxfp8-qwen3moe",
+    "ct-nvfp4-qwen3moe",
+    "ct-nvfp4a16-qwen3moe",
+}
+
+#: Checkpoints of the record.
+NAMES = sorted(path.name for path in CHECKPOINTS.iterdir() if path.is_dir() and path.name not in NOT_RECORDED)
+
 #: Targets that a library reads in test_libraries.py.
 READ = ("compressed-tensors", "gptq", "gptq_v2", "mxfp4", "fp8", "nvfp4", "nvfp4-compressed-tensors")
 
@@ -62,10 +75,9 @@ def main() -> None:
         "vllm": "0.33.0",
     }
     with tempfile.TemporaryDirectory() as folder:
-        names = sorted(path.name for path in CHECKPOINTS.iterdir() if path.is_dir())
-        for name in names:
+        for name in NAMES:
             (Path(folder) / name).mkdir()
-        rows = digests(names, Path(folder))
+        rows = digests(NAMES, Path(folder))
     RECORD.write_text(json.dumps({"libraries": libraries, "digests": rows}, indent=1) + "\n")
 
 
