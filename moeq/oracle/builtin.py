@@ -175,7 +175,8 @@ def _group(request: Request, row: KernelRow) -> Iterator[Reason]:
 
 def _group_cut(request: Request, row: KernelRow) -> Iterator[Reason]:
     group, inner, hidden = request.group, request.intermediate, request.shape.hidden_size
-    if group > 0 and inner % group and request.tp > 1:
+    # A w2 of a single group has one scale per channel, which any rank can have.
+    if group > 0 and inner % group and request.tp > 1 and request.shape.intermediate_size > group:
         text = f"tp {request.tp} cuts groups of {group}: {inner} per rank leaves {inner % group}"
         yield Reason("K05_GROUP_CUT", text, _nearest_tp(request, group))
     if group > 0 and hidden % group:

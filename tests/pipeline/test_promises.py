@@ -166,7 +166,7 @@ def questions(sources: dict[str, Path], count: int, seed: int) -> list[tuple[str
 
 def test_what_the_verdict_promises_the_plan_does(sources: dict[str, Path]) -> None:
     results = [check(sources[name], ask) for name, ask in questions(sources, 150, SEED)]
-    assert 30 < sum(results) < 120, "the sample asks for both"
+    assert 24 < sum(results) < 120, "the sample asks for both"
 
 
 @pytest.mark.slow
