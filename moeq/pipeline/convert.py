@@ -152,7 +152,7 @@ def convert(
     memory = plan_memory(job.checkpoint, job.plan, units, workers or default_workers(), max_memory)
     if dry_run:
         return conversion_of(job, folder, None, share=part, memory=memory)
-    where = Where(executor, ray_address, memory.workers, memory.spare())
+    where = Where(executor, ray_address, memory.workers, memory.spare(), memory.helpers)
     with headers_frozen(), folder:
         with streamed(source, folder.work("source"), tell) if stream_source else nullcontext(at_once) as batches:
             ran = run_units(job, folder, units, where, tell, batches)

@@ -17,7 +17,7 @@ from moeq.deploy.gpus import parse_gpu
 from moeq.errors import ExitCode, MoeqError
 from moeq.pipeline.convert import convert
 from moeq.pipeline.pack.memory import SpareMemory
-from moeq.pipeline.run.resources import memory_needed, parse_size, plan_memory
+from moeq.pipeline.run.resources import Memory, memory_needed, parse_size, plan_memory
 from moeq.pipeline.state.job import JobRequest, open_job
 
 H100 = Deployment(gpu=parse_gpu("H100"))
@@ -95,6 +95,20 @@ class TestPlanning:
         assert fitted.workers == 3
         assert fitted.peak <= ceiling
         assert max(memory_needed(job, unit) for unit in job.plan.units) <= free.base + free.per_worker
+
+    def test_small_experts_are_read_and_written_by_two_threads_a_worker(self, tmp_path) -> None:
+        size = generator.Size(layers=1, experts=2, vocab=256)
+
+        def planned(model: str, ceiling: int | None = None) -> Memory:
+            if not (tmp_path / model).exists():
+                generator.write_checkpoint(tmp_path / model, generator.MODELS[model], "gptq", size, sparse=True)
+            job = open_job(JobRequest(str(tmp_path / model), H100, "marlin-wna16/1", force_layout=True))
+            return plan_memory(job.checkpoint, job.plan, job.plan.units, 2, ceiling)
+
+        small = planned("qwen3-30b-a3b")
+        assert (small.helpers, planned("mixtral-8x7b").helpers) == (2, 1)
+        tight = planned("qwen3-30b-a3b", small.peak - 1)
+        assert (tight.helpers, tight.workers) == (1, 2), "workers go first where memory is short"
 
     def test_where_not_even_one_fits_the_arithmetic_is_told(self, source, tmp_path) -> None:
         with pytest.raises(

@@ -14,7 +14,8 @@ from moeq.pipeline.state.records import Bytes
 #: asks for.
 ALIGNMENT = BLOCK
 
-#: Input buffers of a worker, and output buffers: one is read into or written while the other is worked on.
+#: Input buffers of a worker for each of its readers, and output buffers for each of its writers: one is read into or
+#: written while the other is worked on.
 INPUT_BUFFERS = OUTPUT_BUFFERS = 2
 
 #: Buffers with the places of the output file that they are to be written to.

@@ -39,17 +39,19 @@ class Where:
         address: of the cluster; None takes the one that is found.
         workers: threads here.
         spare: memory for what was not foreseen.
+        helpers: threads that read for each of them here, and as many that write.
     """
 
     name: str = "local"
     address: str | None = None
     workers: int = 1
     spare: SpareMemory | None = None
+    helpers: int = 1
 
 
 @contextmanager
 def _local(where: Where, job: Work, folder: OutputFolder, warn: Warn) -> Iterator[Executes]:
-    yield Executor(job, folder, where.workers, where.spare)
+    yield Executor(job, folder, where.workers, where.spare, where.helpers)
 
 
 def _ray(where: Where, job: Work, folder: OutputFolder, warn: Warn) -> AbstractContextManager[Executes]:

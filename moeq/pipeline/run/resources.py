@@ -1,9 +1,9 @@
 """What a conversion needs: memory, disk, time. Known before it runs, from headers alone; torch is not imported.
 
-Memory is the process itself, plus per worker one expert's stored bytes twice, its packed bytes twice and scratch,
-whatever the size of the model. Where there is no fast path (`moeq.pipeline.pack.fast`), a worker decodes the expert to
-one byte per code and needs several times as much. The constants are measured (`tests/pipeline/test_memory.py` holds
-them to it).
+Memory is the process itself, plus per worker one expert's stored bytes twice, its packed bytes twice (both four times
+where they are few) and scratch, whatever the size of the model. Where there is no fast path
+(`moeq.pipeline.pack.fast`), a worker decodes the expert to one byte per code and needs several times as much. The
+constants are measured (`tests/pipeline/test_memory.py` holds them to it).
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ BASE_BYTES, COMPILED_BYTES, TORCH_BYTES = 64 * MIB, 160 * MIB, 200 * MIB
 TENSOR_BYTES = 700
 #: Without a ceiling, workers are lowered to stay below this where one worker can.
 USUAL_CEILING = 2**30
+
+#: A worker whose buffers for one reader and one writer are no larger than this has two of each: a disk is kept busy by
+#: megabytes that are on their way, not by requests.
+SMALL_BUFFERS = 16 * MIB
 
 #: Assumed rates for estimates of time: bytes read per second and worker, by the way a unit takes.
 RATES: dict[str, float] = {"fast": 0.8e9, "reference": 0.06e9, "copy": 1.0e9}
@@ -93,12 +97,14 @@ class Memory:
         per_worker: bytes that every thread adds.
         workers: threads.
         ceiling: what was asked for, or None.
+        helpers: threads that read for a worker, and as many that write for it.
     """
 
     base: int
     per_worker: int
     workers: int
     ceiling: int | None
+    helpers: int = 1
 
     @property
     def peak(self) -> int:
@@ -174,11 +180,14 @@ def plan_memory(
     base = base_bytes(checkpoint, needs.values())
     # Buffers grow to the largest size of their kind and stay.
     kept = ("input", "output", "scratch", "reference")
-    per_worker = sum(max((getattr(need, name) for need in needs.values()), default=0) for name in kept)
-    fitting = ((ceiling or USUAL_CEILING) - base) // max(per_worker, 1)
+    largest = {name: max((getattr(need, name) for need in needs.values()), default=0) for name in kept}
+    per_worker, buffers = sum(largest.values()), largest["input"] + largest["output"]
+    room = (ceiling or USUAL_CEILING) - base
+    if 0 < buffers <= SMALL_BUFFERS and workers * (per_worker + buffers) <= room:
+        return Memory(base, per_worker + buffers, workers, ceiling, helpers=2)
+    fitting = room // max(per_worker, 1)
     if ceiling is not None and fitting < 1:
-        largest = max(needs, key=lambda kind: needs[kind].total)
-        raise _too_little(ceiling, base, per_worker, largest)
+        raise _too_little(ceiling, base, per_worker, max(needs, key=lambda kind: needs[kind].total))
     return Memory(base, per_worker, max(1, min(workers, fitting)), ceiling)
 
 

@@ -52,23 +52,25 @@ class WorkerQueues:
 
     Attributes:
         buffers: the worker's buffers.
+        helpers: threads that read for it, and as many that write.
         empty: which of the input buffers may be read into.
-        fetched: items to work on, with what was read and its buffer; None when no more will come.
+        fetched: items to work on, with what was read and its buffer; None from each reader when no more will come.
         free: which of the output buffers may be filled.
-        packed: items to write, with their results and buffers; None when no more will come.
+        packed: items to write, with their results and buffers; None for each writer when no more will come.
     """
 
-    def __init__(self, buffers: Buffers) -> None:
+    def __init__(self, buffers: Buffers, helpers: int) -> None:
         self.buffers = buffers
+        self.helpers = helpers
         self.empty: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.fetched: queue.SimpleQueue[tuple[WorkItem, Any, int] | None] = queue.SimpleQueue()
         self.free: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.packed: queue.SimpleQueue[tuple[WorkItem, Any, Writes, int] | None] = queue.SimpleQueue()
-        for slot in range(OUTPUT_BUFFERS):
+        for slot in range(OUTPUT_BUFFERS * self.helpers):
             self.free.put(slot)
         self.empty_all()
 
     def empty_all(self) -> None:
         """All input buffers may be read into: before the first item, and when no work is left."""
-        for slot in range(INPUT_BUFFERS):
+        for slot in range(INPUT_BUFFERS * self.helpers):
             self.empty.put(slot)

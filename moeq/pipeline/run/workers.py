@@ -1,9 +1,11 @@
 """Threads that execute units of a conversion: read, pack, check and write overlap, within units and across them.
 
-Every worker has two companions: one reads the next expert (or chunk) while the worker is at the last, unless memory
-holds it already, and one writes what was packed. So there are two input and two output buffers, of which one is on its
-way from or to the disk. Readers take the next expert of the unit at hand, and go on to the next unit when none is left,
-so that small units do not wait for each other. One more thread syncs: a unit counts as done when its bytes are on disk.
+Every worker has companions: one reads the next expert (or chunk) while the worker is at the last, unless memory holds
+it already, and one writes what was packed. For each there are two buffers, of which one is on its way from or to the
+disk. Where experts are small, there are two companions of each kind, or the disk would wait between two requests
+(`moeq.pipeline.run.resources.plan_memory`). Readers take the next expert of the unit at hand, and go on to the next
+unit when none is left, so that small units do not wait for each other. One more thread syncs: a unit counts as done
+when its bytes are on disk.
 """
 
 from __future__ import annotations
@@ -77,6 +79,7 @@ class Executor:
         folder: folder with the output files (`<DST>.moeq-partial`); None: nothing is written anywhere.
         workers: threads.
         spare: memory beyond what `moeq.pipeline.run.resources.plan_memory` counts; None: as much as it takes.
+        helpers: threads that read for a worker, and as many that write for it.
     """
 
     def __init__(
@@ -85,9 +88,11 @@ class Executor:
         folder: OutputFolder | None,
         workers: int = 1,
         spare: SpareMemory | None = None,
+        helpers: int = 1,
     ) -> None:
         self.job = job
         self.folder = folder
+        self._helpers = helpers
         self._spare = spare or SpareMemory(None)
         self._buffers = [Buffers() for _ in range(max(workers, 1))]
 
@@ -146,7 +151,7 @@ class Executor:
             MoeqError: as `execute`.
         """
         with headers_frozen():
-            run = _Run(self.job, self.folder, units, self._buffers, self._spare)
+            run = _Run(self.job, self.folder, units, self._buffers, self._spare, self._helpers)
             try:
                 for outcome in run.outcomes():
                     if isinstance(outcome, _Failed):
@@ -185,6 +190,7 @@ class _Run:
         units: Sequence[Unit],
         buffers: Sequence[Buffers],
         spare: SpareMemory,
+        helpers: int,
     ) -> None:
         self._job = job
         self._path = Path() if folder is None else folder.path
@@ -198,14 +204,14 @@ class _Run:
         self._written: queue.SimpleQueue[OpenUnit | None] = queue.SimpleQueue()
         self._open: dict[str, OpenUnit] = {}
         self._torch_threads = _torch_threads()
-        all_queues = [WorkerQueues(held) for held in buffers]
-        self._running = len(all_queues)
+        all_queues = [WorkerQueues(held, helpers) for held in buffers]
+        self._running = helpers * len(all_queues)  # writers
         self._threads = [
             threading.Thread(target=self._guarded, args=(target, *given), daemon=True)
             for target, given in [
-                *((self._fetch, (queues,)) for queues in all_queues),
+                *((self._fetch, (queues,)) for queues in all_queues for _ in range(helpers)),
                 *((self._work, (queues,)) for queues in all_queues),
-                *((self._write, (queues,)) for queues in all_queues),
+                *((self._write, (queues,)) for queues in all_queues for _ in range(helpers)),
                 (self._sync, ()),
             ]
         ]
@@ -249,7 +255,12 @@ class _Run:
 
     def _work(self, queues: WorkerQueues) -> None:
         try:
-            while (fetched := queues.fetched.get()) is not None and not self._stopped:
+            readers = queues.helpers
+            while readers and not self._stopped:
+                fetched = queues.fetched.get()
+                if fetched is None:
+                    readers -= 1
+                    continue
                 work, data, place = fetched
                 slot, opened = queues.free.get(), work.opened
                 if opened.is_at_hand:
@@ -263,7 +274,8 @@ class _Run:
             raise
         finally:
             queues.empty_all()
-            queues.packed.put(None)
+            for _ in range(queues.helpers):
+                queues.packed.put(None)
 
     def _write(self, queues: WorkerQueues) -> None:
         try:
