@@ -24,7 +24,7 @@ def require_runnable(device: torch.device) -> None:
         import triton  # noqa: F401
     except ImportError as error:
         raise KernelEnvironmentError(
-            "the kernels need triton, which is not installed here", "pip install 'triton>=3.6' (Linux only)"
+            "the kernels need triton, which is not installed here", "pip install 'triton>=3.6,<3.10' (Linux only)"
         ) from error
     if device.type == "cpu" and not interpreter.active():
         raise KernelEnvironmentError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -183,8 +184,14 @@ def prepare_device(asked: str) -> torch.device:
     """The device to run on; without a GPU, chooses Triton's interpreter, which must happen before triton is imported.
 
     Raises:
-        MoeqError: `usage.device`, `environment.no-gpu`, `environment.interpreter`.
+        MoeqError: `usage.device`, `environment.no-gpu`, `environment.no-triton`, `environment.interpreter`.
     """
+    if find_spec("triton") is None:
+        raise MoeqError(
+            "environment.no-triton",
+            "the kernels need triton, which is not installed here",
+            "pip install 'triton>=3.6,<3.10' (Linux only)",
+        )
     if asked == "auto":
         asked = "cuda" if torch.cuda.is_available() else "cpu"
     if asked not in ("cpu", "cuda"):

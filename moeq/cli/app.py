@@ -113,13 +113,20 @@ def run(argv: Sequence[str]) -> int:
     except (typer.Abort, KeyboardInterrupt):
         out.failure(as_moeq_error(KeyboardInterrupt()))
         return int(ExitCode.INTERRUPTED)
-    except BrokenPipeError:  # help whose reader went away (`moeq --help | head -1`)
-        return int(ExitCode.OK)
+    except SystemExit as error:  # how the parser ends where its reader went away (`moeq --help | head -1`)
+        return int(ExitCode.OK) if _only_prints(argv) else int(error.code or ExitCode.OK)
+    except OSError as error:
+        return int(ExitCode.OK) if _only_prints(argv) else _unexpected(error, out)
     except Exception as error:  # noqa: BLE001 - the last line of defence: a bug must be reported as one, exit code 70
         return _unexpected(error, out)
     if code == ExitCode.INTERRUPTED:  # the parser caught Ctrl-C itself
         out.failure(as_moeq_error(KeyboardInterrupt()))
     return int(code or 0)
+
+
+def _only_prints(argv: Sequence[str]) -> bool:
+    """Whether the parser itself answers, with text that may go nowhere."""
+    return not argv or not {"--help", "-h", "--version", "--show-completion"}.isdisjoint(argv)
 
 
 def _unexpected(error: Exception, out: Output) -> int:
@@ -142,5 +149,6 @@ def main() -> None:
     open_missing_streams()
     code = run(sys.argv[1:])
     flush_streams()
-    gc.freeze()  # what is left goes with the process: a last collection of all headers takes up to half a second
+    if "triton" not in sys.modules:  # triton 3.9 counts its objects at the end and prints those that are left
+        gc.freeze()  # what is left goes with the process: a last collection of all headers takes up to half a second
     sys.exit(code)

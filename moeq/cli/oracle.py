@@ -40,7 +40,7 @@ def command(
         typer.Option(
             "--require",
             help="Cell that must work: a backend runs it, and `convert` writes for it unless there is nothing to "
-            "convert: H100/tp8, H100/tp8=MARLIN, all.",
+            "convert: H100/tp8, H100/tp8=MARLIN, all. GPUs and sizes that no option names are those of the cells.",
         ),
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="The matrix as a Markdown table.")] = False,
@@ -49,6 +49,11 @@ def command(
 ) -> int:
     """Decide the kernel backend for a deployment, with every reason. Several values of --gpu, --tp, --ep: a matrix."""
     gpus, tps, eps = (_names(given.options["gpu"]), *(_sizes(name, given.options[name]) for name in ("tp", "ep")))
+    if require:
+        from moeq.oracle.sweep import required_axes
+
+        named_gpus, named_tps, named_eps = required_axes(require)
+        gpus, tps, eps = gpus or named_gpus, tps or named_tps, eps or named_eps
     base = given.make(gpu=gpus[0] if gpus else None, tp=tps[0] if tps else None, ep=eps[0] if eps else None)
     out: Output = ctx.obj
     checkpoint = _opened(src, revision)

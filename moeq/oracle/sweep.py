@@ -87,6 +87,15 @@ def _dtype(base: Deployment, gpu: Gpu) -> Any:
 _REQUIRE = re.compile(r"(?P<gpu>[^/=]+)(?:/tp(?P<tp>\d+))?(?:/ep(?P<ep>\d+))?(?:=(?P<backend>\w+))?", re.IGNORECASE)
 
 
+def required_axes(required: Iterable[str]) -> tuple[list[str], list[int], list[int]]:
+    """GPUs, tp and ep that required cells name: what a sweep covers where its options do not say."""
+    found = [match for text in required if (match := _REQUIRE.fullmatch(text.strip()))]
+    gpus = dict.fromkeys(match["gpu"] for match in found if match["gpu"].lower() not in ("all", "*"))
+    tps = dict.fromkeys(int(match["tp"]) for match in found if match["tp"])
+    eps = dict.fromkeys(int(match["ep"]) for match in found if match["ep"])
+    return list(gpus), list(tps), list(eps)
+
+
 def unmet(cells: Iterable[Cell], required: Iterable[str]) -> list[str]:
     """What is wrong with required cells: no backend, or another than the named one.
 

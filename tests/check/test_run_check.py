@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import moeq
+from moeq.check import run_check as run_check_module
 from moeq.check.run_check import CheckOptions, run_check
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
@@ -102,6 +103,14 @@ def test_digests_alone_need_no_kernels(converted, checkpoints) -> None:
     report = run_check(converted[INT4], checkpoints / INT4, options=CheckOptions(kernels=False))
     assert report.ok
     assert (report.digests_checked, report.layers) == (24, ())
+
+
+def test_missing_triton_is_found_before_anything_is_read(converted, checkpoints, monkeypatch) -> None:
+    monkeypatch.setattr(run_check_module, "find_spec", lambda name: None)
+    steps: list[str] = []
+    with pytest.raises(MoeqError, match="need triton") as caught:
+        run_check(converted[INT4], checkpoints / INT4, progress=lambda done, total, label: steps.append(label))
+    assert (caught.value.code, steps) == ("environment.no-triton", [])
 
 
 def test_layers_in_processes_give_the_same_numbers(converted, checkpoints) -> None:

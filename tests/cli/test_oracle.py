@@ -87,6 +87,13 @@ def test_require(required: list[str], code: int, capsys: pytest.CaptureFixture[s
     assert bool(document(capsys).get("unmet")) == (code == 1)
 
 
+def test_required_cells_are_the_sweep_where_no_option_names_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["oracle", SRC, "--require", "A100/tp2", "--require", "H100/tp1=MARLIN", "--json"]) == 1
+    cells = {(cell["gpu"], cell["tp"]) for cell in document(capsys)["cells"]}
+    assert cells == {(gpu, tp) for gpu in ("A100", "H100") for tp in (1, 2)}
+    assert run(["oracle", SRC, "--gpu", "H100", "--require", "A100/tp2", "--json"]) == 2
+
+
 def test_wrong_options_are_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in (
         ["--gpu", "h1000"],

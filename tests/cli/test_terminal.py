@@ -85,6 +85,22 @@ def test_streams_that_end_early(redirection: str, tp: int, code: int, checkpoint
     assert "error" not in result.stderr
 
 
+@pytest.mark.parametrize("redirection", ["| head -1", ">&-", "> /dev/full"])
+@pytest.mark.parametrize("argv", [[], ["--help"], ["convert", "--help"], ["--version"]])
+def test_help_that_nobody_reads(redirection: str, argv: list[str]) -> None:
+    result = piped(redirection, *argv)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("loaded", ["json", "triton"])
+def test_triton_finds_its_objects_collected_at_the_end(loaded: str) -> None:
+    """Frozen objects stay, and triton 3.9 (nanobind) prints 30 lines about those of its own that do."""
+    pytest.importorskip(loaded)
+    program = f"import atexit, gc, {loaded}; atexit.register(lambda: print(gc.get_freeze_count() > 0)); {COMMAND[2]}"
+    found = subprocess.run([sys.executable, "-c", program, "--version"], capture_output=True, text=True, check=False)
+    assert found.stdout.split()[-1] == str(loaded != "triton")
+
+
 def test_bare_moeq_prints_help() -> None:
     result = subprocess.run(COMMAND, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")
