@@ -1,16 +1,21 @@
-"""Digests of what the real libraries have read: `python tests/transcode/record.py` after test_libraries.py has passed.
+"""What the real libraries have read: `python tests/transcode/record.py`, where all of them are installed.
 
-`recorded.json` names the versions that were there, and per source and target one digest over config and tensors. Bytes
-that change later have not been in the libraries' hands: test_recorded.py then asks for another run.
+It runs test_libraries.py, of which nothing may be skipped or fail, and writes `recorded.json`: the date, the versions
+that were there, and per source and target one digest over config and tensors. Bytes that change later have not been in
+the libraries' hands: test_recorded.py then asks for another run.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
+import sys
 import tempfile
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
+from xml.etree import ElementTree
 
 import torch
 from safetensors.torch import load_file
@@ -34,6 +39,9 @@ NOT_RECORDED = {
 
 #: Checkpoints of the record.
 NAMES = sorted(path.name for path in CHECKPOINTS.iterdir() if path.is_dir() and path.name not in NOT_RECORDED)
+
+#: Libraries that read them.
+LIBRARIES = ("compressed-tensors", "transformers", "gptqmodel", "autoawq", "vllm")
 
 #: Targets that a library reads in test_libraries.py.
 READ = ("compressed-tensors", "gptq", "gptq_v2", "mxfp4", "fp8", "nvfp4", "nvfp4-compressed-tensors")
@@ -65,20 +73,26 @@ def digest(folder: Path) -> str:
     return total.hexdigest()
 
 
+def run_tests(report: Path) -> int:
+    """Run test_libraries.py; how many tests passed. Raises SystemExit where any did not."""
+    command = [sys.executable, "-m", "pytest", "-q", str(Path(__file__).with_name("test_libraries.py"))]
+    code = subprocess.run([*command, "-p", "no:cacheprovider", f"--junitxml={report}"], check=False).returncode
+    suite = ElementTree.parse(report).getroot()[0].attrib
+    if code or int(suite["skipped"]):
+        raise SystemExit(f"nothing is recorded: pytest ended with {code}, {suite['skipped']} tests were skipped")
+    return int(suite["tests"])
+
+
 def main() -> None:
     """Write the record."""
-    libraries = {
-        "compressed-tensors": "0.20.0",
-        "transformers": version("transformers"),
-        "gptqmodel": "7.7.0",
-        "autoawq": "0.2.9",
-        "vllm": "0.33.0",
-    }
     with tempfile.TemporaryDirectory() as folder:
+        passed = run_tests(Path(folder) / "report.xml")
         for name in NAMES:
             (Path(folder) / name).mkdir()
         rows = digests(NAMES, Path(folder))
-    RECORD.write_text(json.dumps({"libraries": libraries, "digests": rows}, indent=1) + "\n")
+    found = {name: version(name) for name in LIBRARIES}
+    record = {"date": date.today().isoformat(), "passed": passed, "libraries": found, "digests": rows}
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
