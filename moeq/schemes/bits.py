@@ -22,6 +22,11 @@ def stream_codes(words: Tensor, bits: int, count: int) -> Tensor:
     import torch
 
     octets = words.contiguous().view(torch.uint8).reshape(*words.shape[:-1], -1)
+    if bits == 4:  # each byte becomes two: 0xHL -> 0x0H0L
+        pairs = octets.to(torch.int16)
+        pairs |= pairs << 4
+        pairs &= 0x0F0F
+        return pairs.view(torch.uint8)[..., :count].contiguous()
     if 8 % bits == 0:
         mask = (1 << bits) - 1
         fields = [(octets >> shift) & mask for shift in range(0, 8, bits)]
@@ -91,6 +96,10 @@ def pack_stream(codes: Tensor, bits: int, words: int) -> Tensor:
         lanes = 8 // bits
         missing = words * 4 * lanes - codes.shape[1]
         padded = torch.nn.functional.pad(codes, (0, missing)) if missing else codes
+        whole = padded.is_contiguous() and padded.storage_offset() % 2 == 0 and padded.dtype == torch.uint8
+        if bits == 4 and whole:  # 0x0H0L -> 0xHL
+            pairs = padded.view(torch.int16)
+            return (pairs | pairs >> 4).to(torch.uint8).view(torch.int32)
         fields = padded.reshape(padded.shape[0], -1, lanes)
         octets = fields[..., 0].clone()
         for index in range(1, lanes):

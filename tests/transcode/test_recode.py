@@ -14,7 +14,7 @@ from moeq.schemes.dequantize import E2M1_VALUES, dequantize
 from moeq.schemes.format import Context
 from moeq.schemes.registry import get_format, read_dialect
 from moeq.transcode import recode
-from moeq.transcode.compare import compare
+from moeq.transcode.compare import compare, same_codes
 from moeq.transcode.configs import Contents, Weights, compressed_tensors, gptq
 from moeq.transcode.spellings import SPELLINGS, pack
 
@@ -189,3 +189,16 @@ def test_a_changed_number_is_found_where_it_is() -> None:
     assert loss is not None
     assert (loss.numbers, loss.blocks, loss.of_blocks, loss.first) == (1, 1, 1800, (517, 70))
     assert loss.max_abs == abs(float(before[517, 70]) - float(after[517, 70]))
+
+
+@pytest.mark.parametrize("n", [1, 3, 8])
+@pytest.mark.parametrize("start", [0, 1, 3])
+def test_equal_codes_are_found_whatever_their_places_in_memory(n: int, start: int) -> None:
+    spec = MatrixSpec("up", n, 8, "e2m1", 32, "e8m0")
+    flat = torch.randint(0, 16, (start + n * 8,), dtype=torch.uint8)
+    codes, scales = flat[start:].reshape(n, 8), torch.full((n, 1), 120, dtype=torch.uint8)
+    before, after = QuantizedMatrix(spec, codes, scales), QuantizedMatrix(spec, codes.clone(), scales)
+    assert same_codes(before, after)
+    after.codes[n - 1, 7] ^= 1
+    assert not same_codes(before, after)
+    assert not same_codes(before, QuantizedMatrix(spec, codes, scales + 1))
