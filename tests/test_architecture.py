@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 from pathlib import Path
@@ -57,3 +58,18 @@ def test_every_path_on_the_page_exists() -> None:
     short = re.findall(r"`((?:pipeline|oracle|check|load|deploy|schemes)/[\w./-]+)`", PAGE)
     assert len(short) > 10
     assert [path for path in short if not (ROOT / "moeq" / path).exists()] == []
+
+
+#: Classes whose name engines look for.
+_NAMED_BY_ENGINES = {"MoeqConfig", "MoeqMoEMethod"}
+
+
+def test_a_class_name_means_one_thing() -> None:
+    """Private names are a module's own affair."""
+    homes: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "moeq").rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    twice = {name: found for name, found in homes.items() if len(found) > 1 and name not in _NAMED_BY_ENGINES}
+    assert twice == {}

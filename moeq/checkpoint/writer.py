@@ -211,7 +211,7 @@ class OutputFile:
             os.close(self._direct)
 
 
-class Output(Protocol):
+class Sink(Protocol):
     """Where the bytes of units go."""
 
     fd: int

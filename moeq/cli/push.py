@@ -70,12 +70,12 @@ def push_conversion(
 
     manifest = read_manifest(folder)
     base = base_model or base_model_of(manifest)
-    parcel = gather(folder, manifest)
-    own = parcel.card
+    upload = gather(folder, manifest)
+    own = upload.card
     card = model_card.CardOptions(
         repo=target.repo,
         base_model=base,
-        size=parcel.size,
+        size=upload.size,
         source_card=None if own is None else SOURCE_CARD,
         source_fields={} if own is None else model_card.read_front_matter(own),
     )
@@ -87,12 +87,12 @@ def push_conversion(
         replaced[SIGNATURE_NAME] = Signer(sign).sign(replaced[MANIFEST_NAME])
     elif (folder / SIGNATURE_NAME).exists():
         out.warning("the repository gets no signature: its moeq.json is not that of the folder; --sign KEY signs it")
-    beside = sorted(name for name in {*parcel.contents, *replaced} if not name.endswith(".safetensors"))
+    beside = sorted(name for name in {*upload.contents, *replaced} if not name.endswith(".safetensors"))
     out.note(f"beside the weights, {target.repo} gets {', '.join(beside)}")
     layouts = ", ".join(sorted({layer.layout for layer in manifest.layers}))
     message = f"{layouts} of {base or 'a local checkpoint'}, by moeq {manifest.moeq_version}"
     with ProgressReport(out, "push", quiet=quiet) as progress:
-        return push(parcel, target, replaced, message=message, progress=progress.update)
+        return push(upload, target, replaced, message=message, progress=progress.update)
 
 
 def document(pushed: Pushed) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from moeq.oracle.records import Verdict
 
 
 @dataclass(frozen=True)
-class Difference:
+class VerdictDifference:
     """One thing that a version decides otherwise than the one before.
 
     Attributes:
@@ -27,12 +27,12 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Step:
+class VersionStep:
     """One version of a range, and how its verdict differs from the version before."""
 
     engine: str
     verdict: Verdict
-    differences: tuple[Difference, ...]
+    differences: tuple[VerdictDifference, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for a JSON document."""
@@ -53,7 +53,7 @@ def _facts(verdict: Verdict) -> dict[str, str]:
     }
 
 
-def steps(verdict_of: Callable[[str], Verdict], engines: str) -> list[Step]:
+def steps(verdict_of: Callable[[str], Verdict], engines: str) -> list[VersionStep]:
     """The verdicts of every known version of a range such as `vllm@0.26.0..0.33.0`, oldest first.
 
     Args:
@@ -63,20 +63,20 @@ def steps(verdict_of: Callable[[str], Verdict], engines: str) -> list[Step]:
     Raises:
         MoeqError: `usage.engine-version`, `usage.unknown-engine`.
     """
-    found: list[Step] = []
+    found: list[VersionStep] = []
     for name in version_range(engines):
         verdict = verdict_of(name)
-        found.append(Step(name, verdict, differences(found[-1].verdict, verdict) if found else ()))
+        found.append(VersionStep(name, verdict, differences(found[-1].verdict, verdict) if found else ()))
     return found
 
 
-def differences(before: Verdict, after: Verdict) -> tuple[Difference, ...]:
+def differences(before: Verdict, after: Verdict) -> tuple[VerdictDifference, ...]:
     """What two verdicts say differently."""
     old, new = _facts(before), _facts(after)
-    return tuple(Difference(what, old[what], new[what]) for what in new if old[what] != new[what])
+    return tuple(VerdictDifference(what, old[what], new[what]) for what in new if old[what] != new[what])
 
 
-def table(found: Sequence[Step]) -> tuple[list[str], list[list[str]]]:
+def table(found: Sequence[VersionStep]) -> tuple[list[str], list[list[str]]]:
     """Columns and rows for a terminal: one row per version."""
     rows = []
     for step in found:

@@ -53,7 +53,7 @@ class PushTarget:
 
 
 @dataclass(frozen=True)
-class Parcel:
+class Upload:
     """What of a conversion's folder is pushed.
 
     Attributes:
@@ -142,7 +142,7 @@ def open_target(repo: str, *, private: bool = True) -> PushTarget:
     return PushTarget(repo, files)
 
 
-def gather(folder: Path, manifest: Manifest) -> Parcel:
+def gather(folder: Path, manifest: Manifest) -> Upload:
     """The files of a conversion, each of which its manifest knows, and a look at all of them before anything is sent.
 
     Raises:
@@ -160,7 +160,7 @@ def gather(folder: Path, manifest: Manifest) -> Parcel:
     contents = {name: _content(seen, folder, name, recorded) for name in names if name != SIGNATURE_NAME}
     # A folder that was itself downloaded after a push has the source's card under its second name.
     cards = [name for name in (SOURCE_CARD, CARD) if name in contents]
-    return Parcel(folder, contents, seen.read(cards[0], MAX_CONFIG_BYTES) if cards else None, seen)
+    return Upload(folder, contents, seen.read(cards[0], MAX_CONFIG_BYTES) if cards else None, seen)
 
 
 def _require_files(folder: Path, names: Sequence[str], recorded: Mapping[str, FileDigest]) -> None:
@@ -211,7 +211,7 @@ def _size(content: Path | bytes) -> int:
 
 
 def push(
-    parcel: Parcel,
+    upload: Upload,
     target: PushTarget,
     replaced: Mapping[str, bytes],
     *,
@@ -221,7 +221,7 @@ def push(
     """Upload a conversion.
 
     Args:
-        parcel: of `gather`; the folder is not changed.
+        upload: of `gather`; the folder is not changed.
         target: of `open_target`.
         replaced: files whose content in the repository is not the folder's, or that the folder lacks.
         message: first line of the commit.
@@ -234,13 +234,13 @@ def push(
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     tell, api = progress or (lambda done, total, label: None), _api()
-    contents: dict[str, Path | bytes] = {**parcel.contents, **replaced}
+    contents: dict[str, Path | bytes] = {**upload.contents, **replaced}
     sizes = {name: _size(one) for name, one in contents.items()}
     total, done = sum(sizes.values()), 0
     additions = []
     replaceable = (*_WEIGHTS, SIGNATURE_NAME)
     removed = tuple(sorted(name for name in target.files - contents.keys() if name.endswith(replaceable)))
-    with _explained(target.repo, parcel.folder), without_bars():
+    with _explained(target.repo, upload.folder), without_bars():
         for name, one in contents.items():
             tell(done, total, name)
             addition = CommitOperationAdd(name, one)  # some versions of the client read the whole file here
@@ -250,7 +250,7 @@ def push(
             done += sizes[name]
         operations = [*additions, *map(CommitOperationDelete, removed)]
         tell(done, total, "commit")
-        parcel.seen.require_unchanged()
+        upload.seen.require_unchanged()
         commit = api.create_commit(target.repo, operations, commit_message=message)
     url = f"{api.endpoint}/{target.repo}"
     return Pushed(target.repo, url, str(commit.oid), len(contents), total, removed, tuple(sorted(contents)))

@@ -45,12 +45,12 @@ class BackendMatrix:
 def backend_matrix(checkpoint: Checkpoint, deployment: Deployment, sizes: Sequence[int] = TP_SIZES) -> BackendMatrix:
     """Every backend at every size, in the engine's order; one that works is one that the engine runs when asked for."""
     from moeq.pipeline.plan.candidates import tried
-    from moeq.pipeline.plan.decision import judge
+    from moeq.pipeline.plan.decision import judge_checkpoint
 
     verdicts = []
     for size in sizes:
         where = replace(deployment, tp=size, ep=1, dp=1, backend="auto")
-        verdicts.append(tried(checkpoint, judge(checkpoint, where, explain=False)))
+        verdicts.append(tried(checkpoint, judge_checkpoint(checkpoint, where, explain=False)))
     names = list(dict.fromkeys(row.backend for verdict in verdicts for row in verdict.candidates))
     rows = tuple((name, tuple(_cell(verdict, name) for verdict in verdicts)) for name in names)
     return BackendMatrix(f"{deployment.engine} on {deployment.gpu.name}", tuple(sizes), rows)

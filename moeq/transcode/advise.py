@@ -14,7 +14,7 @@ from moeq.oracle import decide as oracle
 from moeq.oracle.policy import BUILTIN
 from moeq.pipeline.plan.decision import first_layer, heads_problem, moe_shape
 from moeq.transcode.plan import TranscodePlan, make_transcode_plan
-from moeq.transcode.survey import Projected, Request
+from moeq.transcode.survey import Projected, TranscodeRequest
 from moeq.transcode.targets import TARGETS, kind_of
 
 #: Group sizes that are tried where tensor parallelism may cut groups.
@@ -84,19 +84,19 @@ def advise(checkpoint: Checkpoint, deployment: Deployment, src: str | None = Non
     return next((found[proof] for proof in _PROOFS if proof in found), None)
 
 
-def _requests(src: str, revision: str | None, deployment: Deployment) -> Iterator[Request]:
+def _requests(src: str, revision: str | None, deployment: Deployment) -> Iterator[TranscodeRequest]:
     """What is tried: compressed-tensors, also with finer groups; other formats; floats of the deployment's type."""
-    yield Request(src, "compressed-tensors", revision)
+    yield TranscodeRequest(src, "compressed-tensors", revision)
     if deployment.tp > 1 and deployment.ep == 1:
         for group in _GROUPS:
-            yield Request(src, "compressed-tensors", revision, regroup=group)
+            yield TranscodeRequest(src, "compressed-tensors", revision, regroup=group)
     for name, target in TARGETS.items():
         if target.element is None and name != "compressed-tensors":
-            yield Request(src, name, revision)
-    yield Request(src, "bf16" if deployment.dtype == "bf16" else "fp16", revision)
+            yield TranscodeRequest(src, name, revision)
+    yield TranscodeRequest(src, "bf16" if deployment.dtype == "bf16" else "fp16", revision)
 
 
-def _command(request: Request, proof: Proof) -> str:
+def _command(request: TranscodeRequest, proof: Proof) -> str:
     options = [f"--revision {shlex.quote(request.revision)}"] if request.revision else []
     options += [f"--regroup {request.regroup}"] if request.regroup else []
     options += ["--allow-lossy"] if proof == "rounded" else []

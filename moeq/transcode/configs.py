@@ -21,7 +21,7 @@ _CT_VERSION = "0.20.0"
 
 
 @dataclass(frozen=True)
-class Weights:
+class Quantisation:
     """How some modules are quantised, as far as a config says it.
 
     Attributes:
@@ -48,18 +48,18 @@ class Contents:
         plain: modules with a weight matrix that is not quantised.
     """
 
-    quantised: Mapping[Weights, Sequence[str]]
+    quantised: Mapping[Quantisation, Sequence[str]]
     plain: Sequence[str]
 
     @property
-    def usual(self) -> Weights:
+    def usual(self) -> Quantisation:
         """What most modules have."""
         return next(iter(self.quantised))
 
 
-def weights_of(spelling: str, spec: MatrixSpec, group_size: int) -> Weights:
+def weights_of(spelling: str, spec: MatrixSpec, group_size: int) -> Quantisation:
     """The config's view of a projection. `group_size` is the declared one, larger than K for narrow projections."""
-    return Weights(spelling, spec.bits, group_size, spec.symmetric, spec.act_order)
+    return Quantisation(spelling, spec.bits, group_size, spec.symmetric, spec.act_order)
 
 
 def compressed_tensors(contents: Contents) -> dict[str, Any]:
@@ -94,7 +94,7 @@ _CtGroup = tuple[str, dict[str, Any], dict[str, Any] | None]
 _PER_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
 
 
-def _ct_integers(weights: Weights) -> _CtGroup:
+def _ct_integers(weights: Quantisation) -> _CtGroup:
     channel = weights.group_size == -1
     arguments: dict[str, Any] = {
         "num_bits": weights.bits,
@@ -108,26 +108,26 @@ def _ct_integers(weights: Weights) -> _CtGroup:
     return "pack-quantized", arguments, None
 
 
-def _ct_mxfp4(weights: Weights) -> _CtGroup:
+def _ct_mxfp4(weights: Quantisation) -> _CtGroup:
     arguments = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
     return "mxfp4-pack-quantized", {**arguments, "scale_dtype": "torch.uint8"}, None
 
 
-def _ct_nvfp4(weights: Weights) -> _CtGroup:
+def _ct_nvfp4(weights: Quantisation) -> _CtGroup:
     arguments = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
     return "nvfp4-pack-quantized", {**arguments, "scale_dtype": "torch.float8_e4m3fn"}, None
 
 
-def _ct_fp8(weights: Weights) -> _CtGroup:
+def _ct_fp8(weights: Quantisation) -> _CtGroup:
     return "float-quantized", {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}, _PER_TOKEN
 
 
-def _ct_fp8_block(weights: Weights) -> _CtGroup:
+def _ct_fp8_block(weights: Quantisation) -> _CtGroup:
     arguments = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "block", "block_structure": [128, 128]}
     return "float-quantized", arguments, {**_PER_TOKEN, "strategy": "group", "group_size": 128}
 
 
-_CT_ARGUMENTS: dict[str, Callable[[Weights], _CtGroup]] = {
+_CT_ARGUMENTS: dict[str, Callable[[Quantisation], _CtGroup]] = {
     "ct-pack": _ct_integers,
     "ct-mxfp4": _ct_mxfp4,
     "ct-nvfp4": _ct_nvfp4,

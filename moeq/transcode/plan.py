@@ -25,8 +25,8 @@ from moeq.schemes.format import Context, Described, PartSig
 from moeq.schemes.registry import match_format, read_dialect
 from moeq.transcode.naming import rename
 from moeq.transcode.spellings import SPELLINGS
-from moeq.transcode.survey import LayerSurvey, ModuleSurvey, Projected, Request, Survey, survey
-from moeq.transcode.targets import Target, get_target
+from moeq.transcode.survey import LayerSurvey, ModuleSurvey, Projected, Survey, TranscodeRequest, survey
+from moeq.transcode.targets import TargetFormat, get_target
 
 #: Bytes of modules outside the experts that one unit writes at most, but for single larger ones.
 _UNIT_BYTES = 256 * 2**20
@@ -35,7 +35,7 @@ Tensors = dict[str, tuple[tuple[int, ...], str]]
 
 
 @dataclass(frozen=True)
-class Output:
+class WrittenProjection:
     """One projection as it is written.
 
     Attributes:
@@ -95,24 +95,24 @@ class TranscodePlan(Plan):
         readers: output module to how a reader understands it, for one module of every kind.
     """
 
-    request: Request
-    target: Target
+    request: TranscodeRequest
+    target: TargetFormat
     survey: Survey
     config: Mapping[str, Any] | None
     layers_by_number: Mapping[int, LayerSurvey] = field(repr=False)
     modules_by_name: Mapping[str, ModuleSurvey] = field(repr=False)
     described: Mapping[tuple[Projected, str], Described] = field(repr=False)
 
-    def outputs(self, item: Item, form: FileForm) -> dict[StoredName, Output]:
+    def outputs(self, item: Item, form: FileForm) -> dict[StoredName, WrittenProjection]:
         """What is written for an item."""
         if isinstance(item, ModuleItem):
             module = self.modules_by_name[item.name]
             signatures = _signatures(module.projected)
             places = {part: form.ranges[f"{module.written}.{part}"] for part in signatures}
             described = self.described[module.projected, ""]
-            return {"down": Output(module.written, described, signatures, places, module.projected)}
+            return {"down": WrittenProjection(module.written, described, signatures, places, module.projected)}
         layer = self.layers_by_number[item.layer]
-        found: dict[StoredName, Output] = {}
+        found: dict[StoredName, WrittenProjection] = {}
         for projection in _of_role(layer, item.expert, item.role):
             projected = layer.kinds[item.expert][projection]
             signatures = _signatures(projected)
@@ -123,11 +123,11 @@ class TranscodePlan(Plan):
             }
             described = self.described[projected, projection]
             module_name = layer.naming.module(projection, item.expert)
-            found[projection] = Output(module_name, described, signatures, places, projected)
+            found[projection] = WrittenProjection(module_name, described, signatures, places, projected)
         return found
 
 
-def make_transcode_plan(checkpoint: Checkpoint, request: Request) -> TranscodePlan:
+def make_transcode_plan(checkpoint: Checkpoint, request: TranscodeRequest) -> TranscodePlan:
     """Plan a transcoding.
 
     Raises:
@@ -236,7 +236,7 @@ def _consumed(checkpoint: Checkpoint, found: Survey) -> Iterator[TensorEntry]:
 
 
 def _files(
-    checkpoint: Checkpoint, found: Survey, request: Request
+    checkpoint: Checkpoint, found: Survey, request: TranscodeRequest
 ) -> tuple[list[FilePlan], dict[str, Literal["layer", "modules", "copies"]]]:
     """Output files: copied tensors, modules, layers. Names are numbered as every tool numbers shards."""
     groups: list[tuple[Literal["layer", "modules", "copies"], Tensors]] = []
@@ -377,7 +377,7 @@ def _unit(
     )
 
 
-def _digest(checkpoint: Checkpoint, files: Sequence[FilePlan], request: Request) -> str:
+def _digest(checkpoint: Checkpoint, files: Sequence[FilePlan], request: TranscodeRequest) -> str:
     """Names the job: source, what was asked for, and every output tensor."""
     options = {key: value for key, value in asdict(request).items() if key != "src"}
     job = {

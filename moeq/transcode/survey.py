@@ -16,16 +16,16 @@ from moeq.model.describe import model_type
 from moeq.model.experts import ExpertKind
 from moeq.model.quantized_modules import QuantizedModule, quantized_modules
 from moeq.schemes.format import Described
-from moeq.transcode.configs import Contents, Weights, weights_of
+from moeq.transcode.configs import Contents, Quantisation, weights_of
 from moeq.transcode.naming import NamesOption, Naming, choose_naming, rename
-from moeq.transcode.targets import Target
+from moeq.transcode.targets import TargetFormat
 
 #: Words in names of modules that hold a matrix but multiply nothing.
 _NO_LINEAR = ("embed", "wte", "tok_embeddings", "norm", "conv", "rotary")
 
 
 @dataclass(frozen=True)
-class Request:
+class TranscodeRequest:
     """What was asked for; decides the bytes together with the source. Picklable.
 
     Attributes:
@@ -61,7 +61,7 @@ class Projected:
     source: Described
     spelling: str
     spec: MatrixSpec
-    weights: Weights
+    weights: Quantisation
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Survey:
         return _renamed(self.layers)
 
 
-def survey(checkpoint: Checkpoint, target: Target, request: Request) -> Survey:
+def survey(checkpoint: Checkpoint, target: TargetFormat, request: TranscodeRequest) -> Survey:
     """Look at every tensor's header and say what becomes of it.
 
     Raises:
@@ -155,7 +155,7 @@ def _renamed(layers: Iterable[LayerSurvey]) -> tuple[tuple[str, str], ...]:
 
 
 def _layer(
-    checkpoint: Checkpoint, layer: int, family: ModelFamily | None, target: Target, request: Request
+    checkpoint: Checkpoint, layer: int, family: ModelFamily | None, target: TargetFormat, request: TranscodeRequest
 ) -> LayerSurvey | None:
     """The experts of a layer; None where they are not quantised."""
     experts = checkpoint.experts(layer)
@@ -195,7 +195,7 @@ def _layer(
 
 
 def _experts(
-    kind: ExpertKind, naming: Naming, target: Target, request: Request, where: str
+    kind: ExpertKind, naming: Naming, target: TargetFormat, request: TranscodeRequest, where: str
 ) -> Mapping[StoredName, Projected]:
     """The projections of an expert as they are written."""
     if problems := kind.problems():
@@ -212,7 +212,7 @@ def _experts(
     return found
 
 
-def project(described: Described, target: Target, request: Request, where: str) -> Projected:
+def project(described: Described, target: TargetFormat, request: TranscodeRequest, where: str) -> Projected:
     """What the target makes of one projection."""
     spelling = target.spelling(described, where)
     if request.sort_act_order:
@@ -275,8 +275,8 @@ def _whole_groups(spec: MatrixSpec, declared: int, where: str) -> int:
 def _modules(
     checkpoint: Checkpoint,
     rest: list[TensorEntry],
-    target: Target,
-    request: Request,
+    target: TargetFormat,
+    request: TranscodeRequest,
     renamed: tuple[tuple[str, str], ...],
 ) -> Iterator[ModuleSurvey]:
     """Quantised modules among the tensors that are no routed experts."""
@@ -295,7 +295,7 @@ def _plain_modules(copied: tuple[TensorEntry, ...]) -> Iterator[str]:
 
 
 def _contents(layers: list[LayerSurvey], modules: tuple[ModuleSurvey, ...], plain: tuple[str, ...]) -> Contents:
-    found: dict[Weights, list[str]] = {}
+    found: dict[Quantisation, list[str]] = {}
     for layer in layers:
         for expert, projections in layer.kinds.items():
             for projection, projected in projections.items():

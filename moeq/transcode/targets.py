@@ -17,7 +17,7 @@ from moeq.transcode.spellings import BLOCK
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetFormat:
     """A format to write.
 
     Attributes:
@@ -121,17 +121,17 @@ def kind_of(described: Described) -> str:
 
 _ALL_QUANTISED = ("int", "mxfp4", "nvfp4", "fp8", "fp8-block", "mxfp8")
 
-TARGETS: dict[str, Target] = {
+TARGETS: dict[str, TargetFormat] = {
     target.id: target
     for target in (
-        Target(
+        TargetFormat(
             "compressed-tensors",
             "compressed-tensors: pack-quantized, mxfp4-, nvfp4-pack-quantized or float-quantized",
             {"int": "ct-pack", "mxfp4": "ct-mxfp4", "nvfp4": "ct-nvfp4", "fp8": "ct-fp8", "fp8-block": "ct-fp8-block"},
             configs.compressed_tensors,
             stackable=True,
         ),
-        Target(
+        TargetFormat(
             "gptq",
             "GPTQ, zero points minus one (v1)",
             {"int": "gptq"},
@@ -139,7 +139,7 @@ TARGETS: dict[str, Target] = {
             side_config=configs.gptq_side,
             bits=(2, 4, 8),
         ),
-        Target(
+        TargetFormat(
             "gptq_v2",
             "GPTQ, zero points as they are (v2)",
             {"int": "gptq"},
@@ -147,40 +147,40 @@ TARGETS: dict[str, Target] = {
             side_config=configs.gptq_side,
             bits=(2, 3, 4, 8),
         ),
-        Target(
+        TargetFormat(
             "mxfp4",
             "gpt-oss' MXFP4: stacked blocks and scales",
             {"mxfp4": "gpt-oss"},
             configs.gpt_oss,
             model_types=("gpt_oss",),
         ),
-        Target(
+        TargetFormat(
             "deepseek-v4",
             "DeepSeek-V4's FP4 experts, everything else in FP8 blocks, with exponent bytes as scales",
             {"mxfp4": "deepseek-fp4", "fp8-block": "deepseek-fp8"},
             configs.deepseek_v4,
             model_types=("deepseek_v4", "deepseek_ref"),
         ),
-        Target(
+        TargetFormat(
             "fp8",
             "block-scaled FP8, 128 x 128 (DeepSeek, Qwen, GLM)",
             dict.fromkeys(_ALL_QUANTISED, "fp8-block"),
             configs.fp8_blocks,
         ),
-        Target(
+        TargetFormat(
             "nvfp4",
             "NVFP4 as ModelOpt writes it, weights only",
             {"mxfp4": "modelopt-nvfp4", "nvfp4": "modelopt-nvfp4"},
             configs.modelopt_nvfp4,
             side_config=configs.modelopt_side,
         ),
-        Target(
+        TargetFormat(
             "nvfp4-compressed-tensors",
             "NVFP4 as compressed-tensors writes it, weights only",
             {"mxfp4": "ct-nvfp4", "nvfp4": "ct-nvfp4"},
             configs.compressed_tensors,
         ),
-        Target(
+        TargetFormat(
             "bf16",
             "bfloat16, not quantised",
             dict.fromkeys(_ALL_QUANTISED, "plain"),
@@ -188,7 +188,7 @@ TARGETS: dict[str, Target] = {
             element="bf16",
             stackable=True,
         ),
-        Target(
+        TargetFormat(
             "fp16",
             "float16, not quantised",
             dict.fromkeys(_ALL_QUANTISED, "plain"),
@@ -200,7 +200,7 @@ TARGETS: dict[str, Target] = {
 }
 
 
-def get_target(name: str) -> Target:
+def get_target(name: str) -> TargetFormat:
     """The target of that name. Raises MoeqError `usage.target`."""
     if name not in TARGETS:
         raise MoeqError("usage.target", f"no format is called {name!r}", f"--to takes {', '.join(TARGETS)}")

@@ -45,7 +45,7 @@ from moeq.pipeline.state.side_files import SideFiles, plan_side_files
 from moeq.transcode.compare import Loss
 from moeq.transcode.naming import NamesOption
 from moeq.transcode.plan import Item, TranscodePlan, TranscodeUnit, make_transcode_plan
-from moeq.transcode.survey import Request
+from moeq.transcode.survey import TranscodeRequest
 from moeq.transcode.worker import Transcoder, transcode_item
 from moeq.version import __version__
 
@@ -67,7 +67,7 @@ Advance = Callable[[int, int, str], None]
 class TranscodeJob(Work):
     """A transcoding, ready to run."""
 
-    request: Request
+    request: TranscodeRequest
     plan: TranscodePlan
     side_files: SideFiles
     runners: ClassVar[Mapping[type[Unit], Callable[..., Any]]] = {TranscodeUnit: Transcoder}
@@ -187,7 +187,7 @@ def transcode(
     """
     begun = time.monotonic()
     share = parse_share(share, os.environ) if isinstance(share, str) else share
-    job = open_transcode(Request(str(src), to, revision, regroup, names, allow_lossy, sort_act_order))
+    job = open_transcode(TranscodeRequest(str(src), to, revision, regroup, names, allow_lossy, sort_act_order))
     source = job.checkpoint.source
     folder = WorkFolder(
         Path(dst), transcode_stamp(job), share=share.label if share else None, force=force, marker=REPORT_NAME
@@ -232,7 +232,7 @@ def check(
     Raises:
         MoeqError: as `transcode`, but for `answer.not-exact`, which is the answer here.
     """
-    job = open_transcode(Request(str(src), to, revision, regroup, names, True, sort_act_order))
+    job = open_transcode(TranscodeRequest(str(src), to, revision, regroup, names, True, sort_act_order))
     report = advance or (lambda done, total, label: None)
     memory = memory_of(job, workers or default_workers(), max_memory)
     work = [(unit, item) for unit in job.plan.units if isinstance(unit, TranscodeUnit) for item in unit.items]
@@ -251,7 +251,7 @@ def check(
     return Transcoding(None, job.plan, count_projections(job.plan), tuple(losses), dropped, written=False)
 
 
-def open_transcode(request: Request) -> TranscodeJob:
+def open_transcode(request: TranscodeRequest) -> TranscodeJob:
     """Open the source and plan. Raises MoeqError as `transcode`."""
     checkpoint = open_checkpoint(request.src, revision=request.revision)
     if checkpoint.kind == "converted":

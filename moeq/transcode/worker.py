@@ -22,7 +22,7 @@ from moeq.schemes.format import PartSig
 from moeq.schemes.registry import get_format
 from moeq.transcode import act_order
 from moeq.transcode.compare import Loss, compare
-from moeq.transcode.plan import ExpertItem, Item, Output, TranscodePlan, TranscodeUnit
+from moeq.transcode.plan import ExpertItem, Item, TranscodePlan, TranscodeUnit, WrittenProjection
 from moeq.transcode.spellings import BLOCK, FP8_BLOCKS, pack
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Transcoded:
         loss: what changed; None where every value is equal.
     """
 
-    output: Output
+    output: WrittenProjection
     stored: Mapping[str, Tensor]
     loss: Loss | None
 
@@ -186,7 +186,7 @@ def _sorted(
 
 
 def _recoded(
-    plan: TranscodePlan, outputs: Mapping[StoredName, Output], matrices: Mapping[StoredName, QuantizedMatrix]
+    plan: TranscodePlan, outputs: Mapping[StoredName, WrittenProjection], matrices: Mapping[StoredName, QuantizedMatrix]
 ) -> dict[StoredName, QuantizedMatrix | Tensor]:
     """The same values as the target's codes and scales, or as floats."""
     from moeq.transcode import recode
@@ -212,7 +212,7 @@ def _recoded(
     return results
 
 
-def _check_order(matrix: QuantizedMatrix, output: Output) -> None:
+def _check_order(matrix: QuantizedMatrix, output: WrittenProjection) -> None:
     """The data must be in the order that headers and config promised."""
     if matrix.group_index is not None and not output.projected.source.spec.act_order:
         raise MoeqError(
@@ -222,7 +222,7 @@ def _check_order(matrix: QuantizedMatrix, output: Output) -> None:
         )
 
 
-def _stored(output: Output, recoded: QuantizedMatrix | Tensor, bias: Tensor | None) -> dict[str, Tensor]:
+def _stored(output: WrittenProjection, recoded: QuantizedMatrix | Tensor, bias: Tensor | None) -> dict[str, Tensor]:
     from moeq.matrix import QuantizedMatrix
 
     if isinstance(recoded, QuantizedMatrix):
@@ -232,7 +232,7 @@ def _stored(output: Output, recoded: QuantizedMatrix | Tensor, bias: Tensor | No
     return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
 
 
-def _check_zeros(matrix: QuantizedMatrix, output: Output) -> None:
+def _check_zeros(matrix: QuantizedMatrix, output: WrittenProjection) -> None:
     """GPTQ v1 stores zero points minus one, and readers disagree about those of 0.
 
     Raises:
@@ -261,7 +261,7 @@ def _from_bytes(stored: Mapping[str, Tensor], signatures: Mapping[str, PartSig])
     }
 
 
-def decode(output: Output, stored: Mapping[str, Tensor]) -> QuantizedMatrix | Tensor:
+def decode(output: WrittenProjection, stored: Mapping[str, Tensor]) -> QuantizedMatrix | Tensor:
     """Written tensors as their reader understands them."""
     if output.projected.spec.bits > 8:
         return stored["weight"].t() if output.projected.spelling == "plain-transposed" else stored["weight"]
@@ -282,7 +282,7 @@ def _with_experts(stored: Mapping[str, Tensor], plan: TranscodePlan, item: Item)
     }
 
 
-def _block(output: Output) -> tuple[int, int]:
+def _block(output: WrittenProjection) -> tuple[int, int]:
     """Rows and columns that share a scale in the target; for floats, in the source."""
     if output.projected.spelling in FP8_BLOCKS:
         return BLOCK, BLOCK

@@ -13,7 +13,7 @@ from moeq.cli.app import run
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.model import open as open_checkpoint
-from moeq.pipeline.plan.decision import judge
+from moeq.pipeline.plan.decision import judge_checkpoint
 from moeq.transcode.advise import advise
 
 #: Refused deployments: checkpoint, GPU, TP, dtype, what is suggested for them.
@@ -90,7 +90,7 @@ def test_many_refusals_have_a_suggestion(checkpoints: Path) -> None:
         for gpu in ("T4", "A100", "B200", "MI300X", "CPU"):
             for tp in (1, 2):
                 deployment = Deployment(gpu=parse_gpu(gpu), tp=tp, dtype="fp16")
-                if judge(ckpt, deployment, explain=False).ok:
+                if judge_checkpoint(ckpt, deployment, explain=False).ok:
                     continue
                 found = advise(ckpt, deployment, "SRC")
                 count += found is not None

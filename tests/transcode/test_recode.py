@@ -15,7 +15,7 @@ from moeq.schemes.format import Context
 from moeq.schemes.registry import get_format, read_dialect
 from moeq.transcode import recode
 from moeq.transcode.compare import compare, same_codes
-from moeq.transcode.configs import Contents, Weights, compressed_tensors, gptq
+from moeq.transcode.configs import Contents, Quantisation, compressed_tensors, gptq
 from moeq.transcode.spellings import SPELLINGS, pack
 
 #: Every value of E4M3.
@@ -139,7 +139,7 @@ def test_integers_of_any_size_survive_every_spelling(seed: int) -> None:
         torch.rand(n, spec.num_groups, generator=generator).to(dtype),
         zeros=None if symmetric else zeros,
     )
-    contents = Contents({Weights(spelling, bits, -1 if group == k else group, symmetric): ["m"]}, [])
+    contents = Contents({Quantisation(spelling, bits, -1 if group == k else group, symmetric): ["m"]}, [])
     config = (
         compressed_tensors(contents)
         if spelling == "ct-pack"

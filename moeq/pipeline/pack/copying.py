@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from moeq.checkpoint.writer import BLOCK, Output
+from moeq.checkpoint.writer import BLOCK, Sink
 from moeq.pipeline.pack.buffers import Buffers, Writes
 from moeq.pipeline.pack.inputs import InputFile, blocks_of
 from moeq.pipeline.pack.memory import SpareMemory
@@ -34,7 +34,7 @@ class Copier:
     """Executes one `CopyUnit`, chunk by chunk. Arguments as for `moeq.pipeline.pack.experts.Packer`."""
 
     def __init__(
-        self, job: Work, unit: CopyUnit, inputs: Mapping[str, InputFile], output: Output, spare: SpareMemory
+        self, job: Work, unit: CopyUnit, inputs: Mapping[str, InputFile], output: Sink, spare: SpareMemory
     ) -> None:
         self._plan = job.plan
         self._unit = unit
@@ -85,7 +85,7 @@ class Copier:
         )
 
 
-def _can_share(chunk: Chunk, output: Output) -> bool:
+def _can_share(chunk: Chunk, output: Sink) -> bool:
     """Whether a file system that can share blocks between files could do so here. Else its copying has no advantage."""
     return output.fd >= 0 and (chunk.source - chunk.output) % BLOCK == 0
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from moeq.checkpoint.manifest import Projection
 from moeq.checkpoint.names import FUSED, StoredName
-from moeq.checkpoint.writer import Output
+from moeq.checkpoint.writer import Sink
 from moeq.errors import MoeqError
 from moeq.pipeline.pack.buffers import Buffers, Writes
 from moeq.pipeline.pack.inputs import WORD, InputFile, blocks_of
@@ -65,7 +65,7 @@ class Packer:
     """
 
     def __init__(
-        self, job: Job, unit: PackUnit, inputs: Mapping[str, InputFile], output: Output, spare: SpareMemory
+        self, job: Job, unit: PackUnit, inputs: Mapping[str, InputFile], output: Sink, spare: SpareMemory
     ) -> None:
         self._job = job
         self._unit = unit

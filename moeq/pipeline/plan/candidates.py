@@ -13,7 +13,7 @@ from moeq.model import Checkpoint
 from moeq.oracle.builtin import report_of_layout
 from moeq.oracle.policy import BUILTIN as OWN_ENGINE
 from moeq.oracle.records import AS_IT_IS, CandidateReport, ConvertTarget, Reason, Sizes, Verdict
-from moeq.pipeline.plan.decision import heads_problem, judge, moe_shape
+from moeq.pipeline.plan.decision import heads_problem, judge_checkpoint, moe_shape
 from moeq.pipeline.plan.layers import PlanOptions
 from moeq.schemes.base import Scheme
 
@@ -125,7 +125,7 @@ def _flag(verdict: Verdict, name: str) -> str | None:
 def _forced(
     checkpoint: Checkpoint, deployment: Deployment, layer: int | None, scheme: Scheme | None, flag: str
 ) -> Verdict:
-    return judge(checkpoint, replace(deployment, backend=flag), layer, scheme=scheme, explain=False)
+    return judge_checkpoint(checkpoint, replace(deployment, backend=flag), layer, scheme=scheme, explain=False)
 
 
 def _asked_layout(checkpoint: Checkpoint, ask: Ask, layer: int, scheme: Scheme | None, verdict: Verdict) -> Target:

@@ -34,7 +34,7 @@ _ROUTING: dict[tuple[str, bool, bool], Routing] = {
 }
 
 
-def judge(
+def judge_checkpoint(
     checkpoint: Checkpoint,
     deployment: Deployment,
     layer: int | None = None,

@@ -20,7 +20,7 @@ from moeq.model import Checkpoint
 from moeq.oracle.policy import BUILTIN as OWN_ENGINE
 from moeq.oracle.records import ConvertTarget, Sizes, Verdict
 from moeq.pipeline.plan.candidates import Ask, Target, candidates, tried
-from moeq.pipeline.plan.decision import first_layer, is_quantised, judge
+from moeq.pipeline.plan.decision import first_layer, is_quantised, judge_checkpoint
 from moeq.pipeline.plan.layers import LayerPlan, PlanOptions, plan_layer
 from moeq.pipeline.plan.loading import loaders_of_plan
 from moeq.schemes.base import Scheme
@@ -97,7 +97,7 @@ def answer(checkpoint: Checkpoint, ask: Ask, *, explain: bool = False, brief: bo
     Args:
         checkpoint: the source.
         ask: what is asked.
-        explain: also try what would unlock each backend (see `moeq.oracle.decide.judge`).
+        explain: also try what would make each backend work (see `moeq.oracle.decide.judge`).
         brief: only yes or no matters: do not try the backends that the engine would not choose.
 
     Raises:
@@ -115,7 +115,7 @@ def answer(checkpoint: Checkpoint, ask: Ask, *, explain: bool = False, brief: bo
             copied += [CopiedLayer(layer, "its experts are not quantised") for layer in layers]
             continue
         written = _regrouped(checkpoint.scheme_of(layers[0]), ask.regroup)
-        verdict = judge(checkpoint, ask.deployment, layers[0], scheme=written, explain=explain)
+        verdict = judge_checkpoint(checkpoint, ask.deployment, layers[0], scheme=written, explain=explain)
         found = error or _target(checkpoint, ask, layers[0], written, verdict)
         verdict = verdict if brief else tried(checkpoint, verdict, layers[0], written)
         parts.append(_part(layers, verdict, found))

@@ -21,7 +21,7 @@ from moeq.model import Checkpoint
 from moeq.oracle.builtin import report_of_layout
 from moeq.oracle.policy import engine_names
 from moeq.pipeline.plan.candidates import Ask
-from moeq.pipeline.plan.decision import heads_problem, judge, moe_shape
+from moeq.pipeline.plan.decision import heads_problem, judge_checkpoint, moe_shape
 from moeq.pipeline.plan.layers import LayerPlan
 from moeq.schemes.base import Scheme
 
@@ -97,5 +97,5 @@ def _vllm_versions(
                 yield version
             continue
         where = replace(deployment, engine=engine, backend=backend)
-        if judge(checkpoint, where, layer, scheme=scheme, explain=False).ok:
+        if judge_checkpoint(checkpoint, where, layer, scheme=scheme, explain=False).ok:
             yield version

@@ -14,7 +14,7 @@ from moeq.model import Checkpoint
 from moeq.oracle.policy import BUILTIN as OWN_ENGINE
 from moeq.oracle.records import Verdict
 from moeq.pipeline.plan.candidates import Ask
-from moeq.pipeline.plan.decision import first_layer, judge
+from moeq.pipeline.plan.decision import first_layer, judge_checkpoint
 from moeq.pipeline.plan.feasible import Answer, answer, convertible_problem
 
 #: Devices that are tried when nothing else helps.
@@ -164,7 +164,7 @@ def _engines(ask: Ask) -> Iterator[Suggestion]:
 def _backends(checkpoint: Checkpoint, ask: Ask) -> Iterator[Suggestion]:
     """Backends that only their name reaches."""
     if ask.deployment.backend == "auto" and ask.layout is None:
-        for row in judge(checkpoint, ask.deployment, explain=False).candidates:
+        for row in judge_checkpoint(checkpoint, ask.deployment, explain=False).candidates:
             if row.flag and row.layout:
                 yield _with(ask, f"--backend {row.flag}", backend=row.flag)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moeq.checkpoint.writer import Output
+from moeq.checkpoint.writer import Sink
 from moeq.pipeline.pack.buffers import INPUT_BUFFERS, OUTPUT_BUFFERS, Buffers, Writes
 from moeq.pipeline.pack.inputs import InputFile
 from moeq.pipeline.plan.units import Unit
@@ -29,7 +29,7 @@ class OpenUnit:
     unit: Unit
     kind: Any
     inputs: Sequence[InputFile]
-    output: Output
+    output: Sink
     begun: float
     items: Sequence[Any]
     results: list[Any] = field(default_factory=list)

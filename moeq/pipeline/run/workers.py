@@ -23,7 +23,7 @@ from typing import Any
 
 from moeq.checkpoint.disk import disk_errors
 from moeq.checkpoint.outputs import OutputFolder
-from moeq.checkpoint.writer import NoOutput, Output, OutputFile, prepare_file, require_free_space
+from moeq.checkpoint.writer import NoOutput, OutputFile, Sink, prepare_file, require_free_space
 from moeq.pipeline.events import UnitStarted
 from moeq.pipeline.pack.buffers import Buffers
 from moeq.pipeline.pack.copying import Copier
@@ -315,7 +315,7 @@ class _Run:
         begun = time.monotonic()
         source = self._job.checkpoint.source
         inputs: dict[str, InputFile] = {}
-        output: Output | None = None
+        output: Sink | None = None
         try:
             for name, spans in unit.inputs.items():
                 inputs[name] = InputFile(source.open(name), name, spans)

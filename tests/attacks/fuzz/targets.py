@@ -94,12 +94,12 @@ def described(folder: Path) -> None:
     import moeq
     from moeq.deploy.deployment import Deployment
     from moeq.deploy.gpus import parse_gpu
-    from moeq.pipeline.plan.decision import judge
+    from moeq.pipeline.plan.decision import judge_checkpoint
 
     checkpoint = moeq.open(folder)
     json.dumps(checkpoint.info.to_json())
     if checkpoint.kind == "source":
-        judge(checkpoint, Deployment(gpu=parse_gpu("H100")))
+        judge_checkpoint(checkpoint, Deployment(gpu=parse_gpu("H100")))
 
 
 @cache

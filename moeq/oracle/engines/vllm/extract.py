@@ -582,7 +582,7 @@ def _special_models() -> tuple[str, ...]:
     return tuple(getattr(module, "_DEEPGEMM_BLACKWELL_EXCLUDED_MODEL_TYPES", ()))
 
 
-class Search:
+class SelectionProbe:
     """One family's selection function on the current device, asked for its order of trial."""
 
     def __init__(self, family: str, select: Callable[..., Any], asked: Asked, world: World, domain: Domain) -> None:
@@ -665,7 +665,7 @@ def error_kind(error: Exception) -> str:
     return "OVERRIDE_UNSUPPORTED" if isinstance(error, ValueError) else "CONFIG"
 
 
-def table_of(search: Search, override: str, all_factors: dict[str, Factor]) -> dict[str, Any] | str:
+def table_of(search: SelectionProbe, override: str, all_factors: dict[str, Factor]) -> dict[str, Any] | str:
     """A requested backend's searches: by which factors they differ, and the search for every combination of those."""
     start = {"override": override}
     base = search.sequence([start])
@@ -718,7 +718,7 @@ def _core(factor: str, value: str) -> bool:
     return "+eplb" not in value and factor not in ("hash", "fp32", "bias") and value in usual.get(factor, (value,))
 
 
-def _effect(search: Search, before: str, changes: list[dict[str, Any]]) -> str:
+def _effect(search: SelectionProbe, before: str, changes: list[dict[str, Any]]) -> str:
     """The search after a change, empty where it is the same or where nothing is selected at all."""
     got = search.sequence(changes)
     return "" if got == before or got == "!never" else got
@@ -729,7 +729,7 @@ def selection_rows(world: World, domain: Domain) -> Iterator[dict[str, Any]]:
     asked = Asked()
     sandbox.apply({**world, "env": {}})
     for family, select in _selectors().items():
-        search = Search(family, select, asked, world, domain)
+        search = SelectionProbe(family, select, asked, world, domain)
         table = factors(family, world["kind"], domain)
         tables: dict[str, Any] = {}
         for override in dict.fromkeys((*domain.overrides, *search.listed())):
