@@ -743,7 +743,7 @@ def probe(world: World, domain: Domain) -> Iterator[list[str]]:
     asked = Asked()
     sandbox.apply({**world, "env": {}})
     for family, select in _selectors().items():
-        search = Search(family, select, asked, world, domain)
+        search = SelectionProbe(family, select, asked, world, domain)
         table = factors(family, world["kind"], domain)
         every = [change for rows in table.values() for change in rows.values()]
         few = [change for name, rows in table.items() for value, change in rows.items() if _probing(name, value)]
