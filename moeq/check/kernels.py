@@ -19,17 +19,25 @@ if TYPE_CHECKING:
     from moeq_kernels.tuning import Blocks
 
 
-def quantises_activations(layout: str, element: str) -> bool:
-    """Whether the kernels of a layout quantise activations to int8 on the way.
+def activations_of(layout: str, element: str, asked: str = "") -> str:
+    """What the kernels of a layout quantise activations to on the way: `int8`, `fp8` where that is asked, or nothing.
 
     Raises:
-        MoeqError: `answer.no-kernel` where no kernel reads the layout.
+        MoeqError: `answer.no-kernel` where no kernel reads the layout, or none so that activations become e4m3.
     """
     from moeq_kernels.errors import KernelUnsupportedError
-    from moeq_kernels.formats import find_format
+    from moeq_kernels.formats import FORMATS, find_format
 
     try:
-        return find_format(layout, element).int8_activations
+        found = find_format(layout, element)
+        if asked == "fp8" and not found.fp8_activations:
+            readable = ", ".join(one.layout for one in FORMATS.values() if one.fp8_activations)
+            raise MoeqError(
+                "answer.no-kernel",
+                f"moeq has no kernel that multiplies {element} weights in layout {layout} with e4m3 activations",
+                f"layouts that have one: {readable}",
+            )
+        return "int8" if found.int8_activations else asked
     except KernelUnsupportedError as error:
         raise MoeqError(
             "answer.no-kernel",

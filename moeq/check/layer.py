@@ -12,15 +12,24 @@ from torch import Tensor
 from moeq.check.comparison import ProductComparison
 from moeq.check.diagnose import Evidence, diagnose
 from moeq.check.inputs import Inputs, make_inputs
-from moeq.check.kernels import down_products, first_products, fused_layer, kernel_errors, quantises_activations
+from moeq.check.kernels import activations_of, down_products, first_products, fused_layer, kernel_errors
 from moeq.check.records import LayerReport, ProjectionResult, Sample
 from moeq.check.timing import time_runs
-from moeq.check.whole import LayerComparison, pass_16bit, pass_int8
+from moeq.check.whole import LayerComparison, Passage, pass_16bit, pass_fp8, pass_int8
 from moeq.checkpoint.manifest import LayerEntry, Projection
+from moeq.errors import MoeqError
 from moeq.load.packed import load_packed
 from moeq.model import Checkpoint
-from moeq.reference.arithmetic import Emulated, emulate_16bit, emulate_int8, quantize_rows
+from moeq.reference.arithmetic import (
+    Emulated,
+    emulate_16bit,
+    emulate_fp8,
+    emulate_int8,
+    quantize_rows,
+    quantize_rows_e4m3,
+)
 from moeq.reference.moe import Activation, Expert, Linear, activate
+from moeq.reference.stored import stored_weight
 
 if TYPE_CHECKING:
     from moeq.load.packed import PackedPart
@@ -43,6 +52,7 @@ class LayerCheck:
         seed: of the random tokens.
         activation: the model's activation.
         fused: also run the fused layer; without, each product alone.
+        activation_dtype: `fp8` to multiply with e4m3 activations.
     """
 
     converted: Checkpoint
@@ -54,6 +64,7 @@ class LayerCheck:
     seed: int
     activation: Activation
     fused: bool = True
+    activation_dtype: str = ""
 
     @property
     def widths(self) -> dict[Projection, int]:
@@ -66,17 +77,30 @@ class LayerCheck:
         """Input features of a projection."""
         return self.entry.matrices["w2" if name == "down" else "w13"].spec.k
 
-    def int8(self, name: Projection) -> bool:
-        """Whether the kernels quantise the activations of this product."""
+    def activations(self, name: Projection) -> str:
+        """What the kernels quantise the activations of this product to: `int8`, `fp8` or nothing."""
         matrix = self.entry.matrices["w2" if name == "down" else "w13"]
-        return quantises_activations(self.entry.layout, matrix.spec.element)
+        return activations_of(self.entry.layout, matrix.spec.element, self.activation_dtype)
+
+    def group_of(self, name: Projection) -> int:
+        """Input features that share a scale, of weights and of e4m3 activations."""
+        return self.entry.matrices["w2" if name == "down" else "w13"].spec.group_size
 
     def linear(self, expert: int, name: Projection) -> Linear:
         """Dequantised weights of one projection of one expert, on the device."""
         layer = self.entry.layer
         bias = self.reference.matrix(layer, expert, name).bias
-        weight = self.reference.dequantize(layer, expert, name).to(self.device)
-        return Linear(weight, None if bias is None else bias.to(self.device))
+        weight = self._stored(expert, name)
+        if weight is None:
+            weight = self.reference.dequantize(layer, expert, name)
+        return Linear(weight.to(self.device), None if bias is None else bias.to(self.device))
+
+    def _stored(self, expert: int, name: Projection) -> Tensor | None:
+        """Weights of formats that the reference reads by itself, from the source's tensors; None for others."""
+        layer = self.entry.layer
+        if self.reference.kind != "source" or name not in self.reference.kind_of(layer, expert).projections:
+            return None
+        return stored_weight(self.reference.parts(layer, expert, name, _Every()))
 
     def expert(self, expert: int) -> Expert:
         """All projections of one expert."""
@@ -85,11 +109,21 @@ class LayerCheck:
 
     def emulate(self, name: Projection, x: Tensor, linear: Linear) -> tuple[Emulated, ...]:
         """The ways in which a correct kernel may compute a product."""
-        return emulate_int8(x, linear) if self.int8(name) else emulate_16bit(x, linear, self.dtype)
+        kind = self.activations(name)
+        if kind == "fp8":
+            return emulate_fp8(x, linear, self.group_of(name), tensor_cores=self.device.type == "cuda")
+        return emulate_int8(x, linear) if kind == "int8" else emulate_16bit(x, linear, self.dtype)
 
     def combine(self, gate: Tensor | None, up: Tensor) -> Tensor:
         """The activation of gate and up."""
         return activate(gate, up, self.activation)
+
+
+class _Every:
+    """Holds every name: all stored parts are wanted."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
 
 
 @dataclass(frozen=True)
@@ -111,6 +145,14 @@ def check_layer(check: LayerCheck, advance: Callable[[str], None]) -> LayerRepor
     layer, sample = check.entry.layer, check.sample
     inputs = make_inputs(check.reference, sample, check.k_of("up"), check.dtype, check.seed).to(check.device)
     packed = load_packed(check.converted, check.entry, sample.experts, check.device)
+    if check.activations("down") == "fp8":
+        if len(packed) > 1 and check.group_of("down") == check.k_of("down"):
+            raise MoeqError(
+                "answer.no-kernel",
+                "every rank quantises its own share of a row to e4m3 with its own scale, which the reference does not",
+                "check a conversion for one rank",
+            )
+        packed = [replace(part, experts=part.experts.quantising("fp8")) for part in packed]
     with kernel_errors():
         output, unequal, repeated = _run_fused(check, packed, inputs, advance) if check.fused else (None, (), 0)
         products = _run_products(check, packed, inputs)
@@ -126,14 +168,23 @@ def check_layer(check: LayerCheck, advance: Callable[[str], None]) -> LayerRepor
             expert = check.expert(expert_id)
             first = _compare_expert(check, comparisons, products, expert, (inputs, tokens, slots), expert_id)
             if output is not None:
-                through = pass_int8 if check.int8("down") else pass_16bit
-                whole.add(through(inputs.x[tokens], expert, first, check.combine, check.dtype), tokens, slots)
+                whole.add(_passage(check, inputs.x[tokens], expert, first), tokens, slots)
         advance(f"layer {layer} expert {expert_id}")
     found = [_explained(check, comparison, products, inputs) for comparison in comparisons.values()]
     if output is not None:
         found.append(whole.result(layer, output, sample.experts, check.k_of("up")))
     done = replace(sample, runs=tuple(run for run, _ in inputs.runs))
     return LayerReport(done, tuple(found), repeated, unequal, timings)
+
+
+def _passage(check: LayerCheck, x: Tensor, expert: Expert, first: dict[str, tuple[Emulated, ...]]) -> Passage:
+    """One expert's tokens through the whole layer."""
+    kind = check.activations("down")
+    if kind == "fp8":
+        group, cores = check.group_of("down"), check.device.type == "cuda"
+        return pass_fp8(x, expert, first, check.combine, check.dtype, group=group, tensor_cores=cores)
+    through = pass_int8 if kind == "int8" else pass_16bit
+    return through(x, expert, first, check.combine, check.dtype)
 
 
 def _run_fused(
@@ -217,18 +268,18 @@ def _reason(
     rows = products.hidden[pairs] if name == "down" else inputs.x[pairs // inputs.ids.shape[1]]
     linear = check.linear(expert, name)
     emulated = check.emulate(name, rows.float(), linear)[comparison.arithmetic]
-    x = emulated_input(rows.float(), check.int8(name))
+    x = emulated_input(rows.float(), check.activations(name), check.group_of(name))
     groups = _groups(check, expert, name)
     evidence = Evidence(x, linear.weight, groups, products.actual[name][pairs], emulated)
     return diagnose(evidence, _Suspects(check, expert, name, rows.float()))
 
 
-def emulated_input(x: Tensor, int8: bool) -> Tensor:
-    """The rows as they enter the product: themselves, or what their int8 codes stand for."""
-    if not int8:
+def emulated_input(x: Tensor, kind: str, group: int) -> Tensor:
+    """The rows as they enter the product: themselves, or what their int8 or e4m3 codes stand for."""
+    if not kind:
         return x
-    codes, scale = quantize_rows(x)
-    return codes * scale
+    codes, scale = quantize_rows(x) if kind == "int8" else quantize_rows_e4m3(x, group)
+    return codes * (scale if kind == "int8" else scale.repeat_interleave(group, dim=1)[:, : x.shape[1]])
 
 
 def _groups(check: LayerCheck, expert: int, name: Projection) -> Tensor:

@@ -15,7 +15,7 @@ from moeq.check.layer import LayerCheck
 from moeq.check.parallel import check_layers, choose_jobs
 from moeq.check.records import CheckReport
 from moeq.check.sampling import CheckOptions, choose_samples
-from moeq.check.tolerance import INT8_LAYER_RULE, LAYER_RULE, NORM_RULE
+from moeq.check.tolerance import FP8_LAYER_RULE, INT8_LAYER_RULE, LAYER_RULE, NORM_RULE
 from moeq.checkpoint.manifest import Manifest, read_manifest
 from moeq.digest import default_workers
 from moeq.errors import MoeqError
@@ -84,7 +84,7 @@ def check_opened(opened: Opened, options: CheckOptions, progress: Progress | Non
     checks = [
         LayerCheck(
             converted, opened.reference, manifest.layer(sample.layer), sample, device, _DTYPES[dtype], options.seed,
-            activation, options.whole,
+            activation, options.whole, options.activation_dtype,
         )
         for sample in samples
     ]  # fmt: skip
@@ -172,11 +172,12 @@ def _derivation(checks: list[LayerCheck]) -> tuple[str, ...]:
     lines: dict[str, list[str]] = {}
     for check in checks:
         for name in check.widths:
-            names = lines.setdefault(describe_bound(check.k_of(name), int8=check.int8(name)), [])
+            names = lines.setdefault(describe_bound(check.k_of(name), check.activations(name)), [])
             names += [name] if name not in names else []
     if not checks:
         return ()
-    whole = INT8_LAYER_RULE if any(check.int8("down") for check in checks) else LAYER_RULE
+    kinds = {check.activations("down") for check in checks}
+    whole = INT8_LAYER_RULE if "int8" in kinds else FP8_LAYER_RULE if "fp8" in kinds else LAYER_RULE
     return (NORM_RULE, *(f"{', '.join(names)}: {line}" for line, names in lines.items()), whole)
 
 

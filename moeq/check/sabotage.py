@@ -52,7 +52,7 @@ def _flip_code(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator)
 
 
 def _swap_scales(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator) -> Damaged | None:
-    scales = matrix.scales.clone()
+    scales = _bits(matrix.scales)
     part = scales[rows].flatten()
     first = _pick(part.numel(), generator)
     others = torch.where(part != part[first])[0]
@@ -63,7 +63,7 @@ def _swap_scales(matrix: QuantizedMatrix, rows: slice, generator: torch.Generato
     places = [divmod(at, groups) for at in (first, second)]
     one, two = ((rows.start + n, g) for n, g in places)
     scales[one], scales[two] = scales[two].clone(), scales[one].clone()
-    return replace(matrix, scales=scales), f"scales (row, group) {places[0]} and {places[1]} exchanged"
+    return _with_scales(matrix, scales), f"scales (row, group) {places[0]} and {places[1]} exchanged"
 
 
 def _transpose_tile(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator) -> Damaged:
@@ -88,18 +88,19 @@ def _drop_zero(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator)
 
 
 def _shift_groups(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator) -> Damaged | None:
-    scales = matrix.scales.clone()
+    scales = _bits(matrix.scales)
     part = scales[rows]
     if part.shape[1] == 1:
+        before = scales.clone()
         scales[rows] = part.roll(1, dims=0)
-        unchanged = torch.equal(scales, matrix.scales)
-        return None if unchanged else (replace(matrix, scales=scales), "scales shifted by one row")
+        unchanged = torch.equal(scales, before)
+        return None if unchanged else (_with_scales(matrix, scales), "scales shifted by one row")
     changed = torch.where((part != part.roll(1, dims=1)).any(dim=1))[0]
     if not len(changed):
         return None
     n = int(changed[_pick(len(changed), generator)])
     scales[rows.start + n] = part[n].roll(1)
-    return replace(matrix, scales=scales), f"scales of row {n} shifted by one group"
+    return _with_scales(matrix, scales), f"scales of row {n} shifted by one group"
 
 
 def _swap_halves(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator) -> Damaged:
@@ -109,7 +110,7 @@ def _swap_halves(matrix: QuantizedMatrix, rows: slice, generator: torch.Generato
     swapped = replace(
         matrix,
         codes=matrix.codes.roll(matrix.spec.n // 2, dims=0),
-        scales=matrix.scales.roll(matrix.spec.n // 2, dims=0),
+        scales=_bits(matrix.scales).roll(matrix.spec.n // 2, dims=0).view(matrix.scales.dtype),
         zeros=swap(matrix.zeros),
         bias=swap(matrix.bias),
         global_scale=swap(matrix.global_scale),
@@ -133,6 +134,28 @@ def _next_exponent(matrix: QuantizedMatrix, rows: slice, generator: torch.Genera
     return replace(matrix, scales=scales), f"exponent of row {n} group {g} off by one"
 
 
+def _next_scale(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator) -> Damaged:
+    scales = _bits(matrix.scales)
+    n, g = _pick(rows.stop - rows.start, generator), _pick(scales.shape[1], generator)
+    scales[rows.start + n, g] += 1 if int(scales[rows.start + n, g]) < 126 else -1  # 127 is NaN
+    return _with_scales(matrix, scales), f"e4m3 scale of row {n} group {g} one step larger"
+
+
+def _change_second_scale(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator) -> Damaged | None:
+    if matrix.global_scale is None:
+        return None
+    return replace(matrix, global_scale=matrix.global_scale * 1.015625), "second scale times 1.015625"
+
+
+def _bits(scales: Tensor) -> Tensor:
+    """A copy of scales; 8-bit floats as bytes, which torch compares and moves on every device."""
+    return (scales.contiguous().view(torch.uint8) if scales.element_size() == 1 else scales).clone()
+
+
+def _with_scales(matrix: QuantizedMatrix, scales: Tensor) -> QuantizedMatrix:
+    return replace(matrix, scales=scales.view(matrix.scales.dtype))
+
+
 def _change_group(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator) -> Damaged | None:
     if matrix.group_index is None:
         return None
@@ -153,6 +176,13 @@ SABOTAGES: tuple[Sabotage, ...] = (
     Sabotage("change a group", "two input features in each other's group", lambda spec: spec.act_order, _change_group),
     Sabotage("change a bias", "one bias 12.5 % larger", lambda spec: spec.bias_dtype is not None, _change_bias),
     Sabotage("e8m0 off by one", "one scale twice as large", lambda spec: spec.scale_dtype == "e8m0", _next_exponent),
+    Sabotage("e4m3 scale off by one", "one scale a step larger", lambda spec: spec.scale_dtype == "e4m3", _next_scale),
+    Sabotage(
+        "change the second scale",
+        "the scale of a whole matrix 1.6 % larger",
+        lambda spec: spec.scale_dtype == "e4m3" and spec.role == "w2",
+        _change_second_scale,
+    ),
     Sabotage(
         "swap gate and up",
         "the halves of w13 exchanged",

@@ -36,6 +36,8 @@ class CheckOptions:
         kernels: run the kernels; without, only digests are checked and neither triton nor a GPU is needed.
         whole: also run the fused layer; without, each product alone.
         digest_layers: layers whose digests are recomputed; None for all.
+        activation_dtype: `fp8` to run FP8 weights with e4m3 activations; empty for activations of 16 bits, or what the
+            layout says.
         jobs: processes that check layers at the same time on a CPU; None decides by the amount of work.
     """
 
@@ -49,6 +51,7 @@ class CheckOptions:
     whole: bool = True
     digest_layers: Sequence[int] | None = None
     jobs: int | None = None
+    activation_dtype: str = ""
 
 
 def choose_samples(

@@ -153,6 +153,39 @@ def _w8a8(prefix: str, n: int, k: int, generator: torch.Generator) -> dict[str, 
     }
 
 
+def _nvfp4(prefix: str, n: int, k: int, generator: torch.Generator) -> dict[str, Tensor]:
+    scales = 0.5 + _integers(24, (n, k // 16), generator) / 4  # numbers of e4m3
+    return {
+        f"{prefix}weight": _integers(256, (n, k // 2), generator).to(torch.uint8),
+        f"{prefix}weight_scale": scales.to(torch.float8_e4m3fn),
+        # Gate and up of an expert have one number, as ModelOpt writes them.
+        f"{prefix}weight_scale_2": torch.tensor(0.004 if n == INTERMEDIATE else 0.003),
+        f"{prefix}input_scale": torch.tensor(0.01),
+    }
+
+
+def _e4m3(n: int, k: int, generator: torch.Generator) -> Tensor:
+    codes = _integers(126, (n, k), generator) + 128 * _integers(2, (n, k), generator)
+    return codes.to(torch.uint8).view(torch.float8_e4m3fn)
+
+
+def _fp8_block(prefix: str, n: int, k: int, generator: torch.Generator) -> dict[str, Tensor]:
+    blocks = (-(-n // 128), -(-k // 128))
+    return {
+        f"{prefix}weight": _e4m3(n, k, generator),
+        f"{prefix}weight_scale_inv": _scales(blocks, generator) / 64,
+    }
+
+
+def _fp8_channel(prefix: str, n: int, k: int, generator: torch.Generator) -> dict[str, Tensor]:
+    return {f"{prefix}weight": _e4m3(n, k, generator), f"{prefix}weight_scale": _scales((n, 1), generator) / 64}
+
+
+def _mxfp8(prefix: str, n: int, k: int, generator: torch.Generator) -> dict[str, Tensor]:
+    exponents = (113 + _integers(5, (n, k // 32), generator)).to(torch.uint8)
+    return {f"{prefix}weight": _e4m3(n, k, generator), f"{prefix}weight_scale": exponents}
+
+
 def _stacked(generator: torch.Generator) -> dict[str, Tensor]:
     prefix = "model.layers.0.mlp."
     tensors = {
@@ -185,6 +218,29 @@ _W8A8_CONFIG = {
     },
     "ignore": ["model.layers.0.mlp.gate", "lm_head"],
 }
+
+_FP8_CHANNEL_CONFIG = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False},
+            "input_activations": {
+                "num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True,
+            },
+        }
+    },
+    "ignore": ["model.layers.0.mlp.gate", "lm_head"],
+}  # fmt: skip
+_FP8_BLOCK_CONFIG = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+_NVFP4_CONFIG = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
+_MXFP8_CONFIG = {"quant_method": "modelopt", "quant_algo": "MXFP8", "group_size": 32, "exclude_modules": ["lm_head"]}
 
 #: Every kind of format that the kernels read.
 RECIPES: tuple[Recipe, ...] = (

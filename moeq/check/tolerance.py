@@ -27,6 +27,11 @@ INT8_LAYER_RULE = (
     "and the output rounds once"
 )
 
+FP8_LAYER_RULE = (
+    "whole layer: against e4m3 emulation from input to output; up to 4 intermediate codes may round the other way, "
+    "and the output rounds once"
+)
+
 
 def tolerance(baseline: float, floor: float, factor: float = FACTOR) -> float:
     """Largest relative error that passes.

@@ -12,13 +12,22 @@ from moeq.check.comparison import Totals, difference, ratio
 from moeq.check.inputs import Inputs
 from moeq.check.records import ExpertError, ProjectionResult
 from moeq.check.tolerance import EXPERT_FACTOR, tolerance
-from moeq.reference.arithmetic import CONFIDENCE, UNIT, Emulated, emulate_16bit, emulate_int8, quantize_rows
+from moeq.reference.arithmetic import (
+    CONFIDENCE,
+    UNIT,
+    Emulated,
+    emulate_16bit,
+    emulate_fp8,
+    emulate_int8,
+    quantize_rows,
+    quantize_rows_e4m3,
+)
 from moeq.reference.moe import Expert, Linear, rounded
 
 #: Combine gate (or None) and up.
 Combine = Callable[[Tensor | None, Tensor], Tensor]
 
-#: int8 codes of one intermediate row that may round the other way (each does so with a chance below 1e-3).
+#: int8 or e4m3 codes of one intermediate row that may round the other way (each does so with a chance below 1e-3).
 FLIPPED_CODES = 4
 
 
@@ -27,7 +36,7 @@ class Passage:
     """One expert's tokens on their way through the layer, float64.
 
     Attributes:
-        expected: `[T, H]` without any rounding (int8: with the quantisation of activations alone).
+        expected: `[T, H]` without any rounding (int8, fp8: with the quantisation of activations alone).
         plain: `[T, H]` as plain 16-bit torch computes it.
         variance: `[T, H]` square of the standard error that roundings add up to.
         extra: `[T, H]` further error that is added as it is.
@@ -69,6 +78,32 @@ def pass_int8(
     step = quantize_rows(hidden)[1].double() + 2 * UNIT[dtype] * hidden.double().abs().amax(dim=1, keepdim=True)
     flips = FLIPPED_CODES * step * expert.down.weight.double().abs().amax(dim=1)
     return Passage(down.value, down.value, torch.zeros_like(down.value), down.bound + flips)
+
+
+def pass_fp8(
+    x: Tensor,
+    expert: Expert,
+    first: dict[str, tuple[Emulated, ...]],
+    combine: Combine,
+    dtype: torch.dtype,
+    *,
+    group: int,
+    tensor_cores: bool,
+) -> Passage:
+    """One expert with e4m3 activations: the hidden rows are rounded to `dtype`, then quantised in groups.
+
+    A code that rounds the other way moves by 32 at most, of 448.
+    """
+    values = {name: ways[0].value for name, ways in first.items()}
+    hidden = rounded(combine(values.get("gate"), values["up"]), dtype)
+    product = emulate_fp8(hidden, expert.down, group, tensor_cores=tensor_cores)[0]
+    scale = quantize_rows_e4m3(hidden, group)[1].double().amax(dim=1, keepdim=True)
+    step = 32 * scale + 2 * UNIT[dtype] * hidden.double().abs().amax(dim=1, keepdim=True)
+    flips = FLIPPED_CODES * step * expert.down.weight.double().abs().amax(dim=1)
+    # What gate and up may differ by from the emulation reaches the hidden rows as well.
+    moved = sum((ways[0].bound for ways in first.values()), torch.zeros_like(values["up"]))
+    spread = (moved.square() @ expert.down.weight.double().square().T).sqrt() * CONFIDENCE
+    return Passage(product.value, product.value, torch.zeros_like(product.value), product.bound + flips + spread)
 
 
 def _moved(values: dict[str, Tensor], name: str, by: Tensor) -> tuple[Tensor | None, Tensor]:

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from moeq.reference.arithmetic import FLOAT32_UNIT, describe_bound, emulate_16bit, emulate_int8, quantize_rows
+from moeq.reference.arithmetic import (
+    FLOAT32_UNIT,
+    describe_bound,
+    emulate_16bit,
+    emulate_fp8,
+    emulate_int8,
+    quantize_rows,
+    quantize_rows_e4m3,
+)
 from moeq.reference.moe import Linear
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -64,8 +72,8 @@ def test_the_bound_is_the_formula() -> None:
     x, weight = torch.ones(1, 64), torch.full((1, 64), 0.5)
     bound = float(emulate_16bit(x, Linear(weight), torch.bfloat16)[0].bound)
     assert bound == pytest.approx(6 * 8 * FLOAT32_UNIT * 32 + 4 * FLOAT32_UNIT * 32)
-    assert "6 sqrt(64) 2^-24 sum|x||w| = 2.9e-06" in describe_bound(64, int8=False)
-    assert "exact in int32" in describe_bound(64, int8=True)
+    assert "6 sqrt(64) 2^-24 sum|x||w| = 2.9e-06" in describe_bound(64)
+    assert "exact in int32" in describe_bound(64, "int8")
 
 
 def test_rows_quantise_to_nearest_even_with_their_own_scale() -> None:
@@ -100,3 +108,34 @@ def test_int8_activations_divide_truly_on_every_device(device: str) -> None:
     np.testing.assert_array_equal(scale.cpu().numpy(), expected)
     np.testing.assert_array_equal(codes.cpu().numpy(), np.rint(rows / expected))
     assert {63.0, 64.0} <= set(np.abs(codes.cpu().numpy())[:, 1].tolist()), "both sides of the tie occur"
+
+
+@pytest.mark.parametrize("group", [128, 320])
+def test_e4m3_activations_are_those_of_torch(group: int) -> None:
+    x = torch.randn(7, 320, generator=torch.Generator().manual_seed(4)) * 3
+    x[1, :128] = 0
+    x[2, 5] = 448.0  # a scale of one: numbers between codes stay there, ties among them
+    x[2, :4] = torch.tensor([17.0, 19.0, 2.0**-10, 3 * 2.0**-10])
+    codes, scale = quantize_rows_e4m3(x, group)
+    wide = scale.repeat_interleave(group, 1)[:, :320]
+    assert torch.equal(codes, (x / wide).to(torch.float8_e4m3fn).float())
+    assert scale.shape == (7, -(-320 // group))
+
+
+@pytest.mark.parametrize("group", [128, 512])
+def test_e4m3_products_stay_inside_their_bound_and_one_wrong_code_does_not(group: int) -> None:
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randn(32, 512, generator=generator).to(torch.float8_e4m3fn).float() * 0.01
+    x = torch.randn(9, 512, generator=generator)
+    (emulated,) = emulate_fp8(x, Linear(weight), group, tensor_cores=False)
+    codes, scale = quantize_rows_e4m3(x, group)
+    parts = zip(codes.split(group, 1), weight.split(group, 1), scale.split(1, 1), strict=True)
+    y = sum((one @ part.T) * factor for one, part, factor in parts)
+    assert float(((y - emulated.value).abs() / emulated.bound).max()) < 0.5
+    wrong = weight.clone()
+    wrong[4, 40] *= 1.125
+    y = sum((one @ part.T) * factor for one, part, factor in zip(
+        codes.split(group, 1), wrong.split(group, 1), scale.split(1, 1), strict=True))  # fmt: skip
+    assert float(((y - emulated.value).abs() / emulated.bound)[:, 4].max()) > 10
+    (wider,) = emulate_fp8(x, Linear(weight), group, tensor_cores=True)
+    assert bool((wider.bound > emulated.bound).all())
