@@ -61,21 +61,23 @@ def given(kind: str, tokens: int, recipe: Recipe, hidden: int, seed: int, dtype:
     return Given(found.x, found.weights, found.ids, expert_map, local)
 
 
-def routed(kind: str, tokens: int, hidden: int, experts: int, top_k: int, seed: int, dtype: torch.dtype) -> Routed:
+def routed(
+    kind: str, tokens: int, hidden: int, experts: int, top_k: int, seed: int, dtype: torch.dtype, device: str = "cuda"
+) -> Routed:
     """Random tokens and their choices among so many experts."""
-    generator = torch.Generator(device="cuda").manual_seed(seed)
-    x = torch.randn(tokens, hidden, generator=generator, device="cuda").to(dtype)
-    popularity = torch.ones(experts, device="cuda")
+    generator = torch.Generator(device=device).manual_seed(seed)
+    x = torch.randn(tokens, hidden, generator=generator, device=device).to(dtype)
+    popularity = torch.ones(experts, device=device)
     if kind == "zipf":
-        popularity = torch.arange(1, experts + 1, device="cuda") ** -1.2
+        popularity = torch.arange(1, experts + 1, device=device) ** -1.2
     if kind == "one":
-        popularity = torch.full((experts,), 1e-20, device="cuda")
+        popularity = torch.full((experts,), 1e-20, device=device)
         popularity[1 : 1 + top_k] = 1.0
-    noise = torch.rand(tokens, experts, generator=generator, device="cuda")
+    noise = torch.rand(tokens, experts, generator=generator, device=device)
     ids = (popularity.log() - (-noise.log()).log()).topk(top_k, dim=1).indices
-    weights = torch.rand(tokens, top_k, generator=generator, device="cuda")
+    weights = torch.rand(tokens, top_k, generator=generator, device=device)
     if kind == "holes":
-        ids = torch.where(torch.rand(ids.shape, generator=generator, device="cuda") < 0.4, -1, ids)
+        ids = torch.where(torch.rand(ids.shape, generator=generator, device=device) < 0.4, -1, ids)
     return Routed(x, weights / weights.sum(1, keepdim=True), ids.to(torch.int64 if kind == "zipf" else torch.int32))
 
 

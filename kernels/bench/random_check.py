@@ -1,6 +1,7 @@
 """Random problems against the float32 reference, on a GPU: shapes, formats, routing, graphs and eager calls.
 
     PYTHONPATH=.:kernels python kernels/bench/random_check.py --out results.json --problems 10000 [--seconds 600]
+    PYTHONPATH=.:kernels python kernels/bench/random_check.py --interpreter --problems 200   # small ones, without a GPU
 
 A problem is one call of a random layer (formats, groups, zero points, biases, activations, row orders, 1 to 1024
 experts, up to 32 choices, k that is no multiple of a step, x narrower than the packed sizes), with random tokens,
@@ -30,7 +31,7 @@ from bench.checking import Given, epilogue_of, routed
 from bench.comparison import FACTOR, random_map
 from bench.planned import pretend
 from bench.reference import Layer, moe, relative_error
-from moeq_kernels import PreparedLayer
+from moeq_kernels import PreparedLayer, interpreter
 from moeq_kernels.formats import FORMATS
 from moeq_kernels.prepared import FAMILIES, prepare_for, warmup
 
@@ -39,6 +40,8 @@ ROUTINGS = ("uniform", "uniform", "zipf", "one", "holes", "mapped")
 PER_LAYER = 125
 #: Layers that are made, and whose kernels are compiled, together.
 BATCH = 8
+#: Weights of a layer, and tokens of a call, at most: on a GPU and in the interpreter.
+LIMITS = {"cuda": (64 << 20, 3000), "cpu": (120_000, 64)}
 
 
 @dataclass(frozen=True)
@@ -65,21 +68,23 @@ class Failure:
     plain_error: float
 
 
-def draw(generator: random.Random, family: str | None) -> Drawn:
-    """A random layer, of at most 64 million weights."""
+def draw(generator: random.Random, family: str | None, device: str, formats: str = "") -> Drawn:
+    """A random layer of at most LIMITS weights; formats: what layouts' names have to hold."""
     hopper = [("marlin-wna16/1", "int4")] * 3 + [("marlin-wna16/1", "int8"), ("int8-w8a8/1", "int8")]
     hopper += [("marlin-mxfp4/1", "e2m1"), ("marlin-mxfp4-interleaved/1", "e2m1")]
     if family and family.endswith("w4a16"):
         hopper.remove(("int8-w8a8/1", "int8"))
-    layout, element = generator.choice([*FORMATS] if family == "portable" else hopper)
+    readable = [key for key in FORMATS if any(part in key[0] for part in formats.split(","))]
+    layout, element = generator.choice(readable if family == "portable" else hopper)
     fmt = FORMATS[layout, element]
     groups = [one for one in fmt.group_sizes if one in (32, 64, 128) or (one == -1 and not fmt.act_order)]
     group = generator.choice(groups or [-1])
     step = max(fmt.k_multiple, fmt.n_multiple, 16 if layout == "int8-w8a8/1" else 8, max(group, 1))
     while True:
-        experts = int(2 ** generator.uniform(0, 10))
-        hidden, intermediate = (step * generator.randint(1, max(1, 4096 // step)) for _ in range(2))
-        if experts * hidden * intermediate * 3 <= 64 << 20:
+        experts = int(2 ** generator.uniform(0, 10 if device == "cuda" else 3.6))
+        widest = 4096 if device == "cuda" else 320
+        hidden, intermediate = (step * generator.randint(1, max(1, widest // step)) for _ in range(2))
+        if experts * hidden * intermediate * 3 <= LIMITS[device][0]:
             break
     gated = generator.random() < 0.9 or layout in ("int8-w8a8/1", "marlin-mxfp4-interleaved/1")
     order = generator.choice(["gate-up", "interleaved"]) if gated else "ungated"
@@ -89,19 +94,22 @@ def draw(generator: random.Random, family: str | None) -> Drawn:
         order = "interleaved"
     activation = generator.choice(["silu", "silu", "gelu", "gelu_tanh", "swiglu_oai"] if gated else ["relu2"])
     dtype = getattr(torch, generator.choice(fmt.dtypes))
+    fp8 = fmt.fp8_activations and generator.random() < 0.5
     recipe = Recipe(
         layout, element, experts=experts, hidden=hidden, intermediate=intermediate, group_size=group, order=order,
         activation=activation, limit=generator.choice([None, 0.7]) if gated else None, bias=generator.random() < 0.3,
         zero_points=fmt.zero_points and generator.random() < 0.4, dtype=dtype, seed=generator.randrange(1 << 30),
+        activation_dtype="fp8" if fp8 else "",
     )  # fmt: skip
     top_k = min(generator.choice([1, 2, 4, 8, 10, 32]), experts)
     narrower = hidden - 8 if generator.random() < 0.2 and hidden > 16 else hidden
-    return Drawn(recipe, top_k, narrower, family, generator.choice([64, 700, 3000]))
+    most = generator.choice([one for one in (24, 64, 700, 3000) if device == "cuda" or one <= LIMITS[device][1]])
+    return Drawn(recipe, top_k, narrower, family, most)
 
 
 def prepared(drawn: Drawn, packed: Any, mapped: bool) -> PreparedLayer:
     """The layer, ready for calls with or without a map of twice its experts."""
-    x = torch.empty(0, drawn.hidden, dtype=drawn.recipe.dtype, device="cuda")
+    x = torch.empty(0, drawn.hidden, dtype=drawn.recipe.dtype, device=packed.w13.weight.device)
     known = 2 * drawn.recipe.experts if mapped else None
     epilogue = epilogue_of(drawn.recipe)
     return prepare_for(x, packed, drawn.top_k, drawn.max_tokens, epilogue, known, family=drawn.family)
@@ -113,11 +121,11 @@ def narrowed(layer: Layer, hidden: int) -> Layer:
     return replace(layer, w13=layer.w13[:, :, :hidden], w2=layer.w2[:, :hidden], b2=b2)
 
 
-def given(kind: str, tokens: int, drawn: Drawn, seed: int) -> Given:
+def given(kind: str, tokens: int, drawn: Drawn, seed: int, device: str) -> Given:
     """Random inputs with that kind of routing."""
     known = 2 * drawn.recipe.experts if kind == "mapped" else drawn.recipe.experts
-    expert_map = random_map(known, drawn.recipe.experts, seed, "cuda") if kind == "mapped" else None
-    found = routed(kind, tokens, drawn.hidden, known, drawn.top_k, seed, drawn.recipe.dtype)
+    expert_map = random_map(known, drawn.recipe.experts, seed, device) if kind == "mapped" else None
+    found = routed(kind, tokens, drawn.hidden, known, drawn.top_k, seed, drawn.recipe.dtype, device)
     local = found.ids if expert_map is None else expert_map[found.ids.long()]
     return Given(found.x, found.weights, found.ids, expert_map, local)
 
@@ -128,7 +136,7 @@ def call(layer: PreparedLayer, inputs: Given, how: str) -> Tensor:
     if how == "eager":
         return layer(*tensors, expert_map=inputs.expert_map)
     tokens = len(inputs.x)
-    workspace = torch.full((layer.workspace_bytes(tokens),), 0xFF, dtype=torch.uint8, device="cuda")
+    workspace = torch.full((layer.workspace_bytes(tokens),), 0xFF, dtype=torch.uint8, device=inputs.x.device)
     out = torch.full_like(inputs.x, float("nan"))
     if how == "workspace":
         return layer(*tensors, out=out, workspace=workspace, expert_map=inputs.expert_map)
@@ -149,9 +157,9 @@ def check(layer: PreparedLayer, plain: Layer, drawn: Drawn, generator: random.Ra
     mapped = layer.problem.mapped
     kind = "mapped" if mapped else generator.choice([one for one in ROUTINGS if one != "mapped"])
     tokens = max(1, min(drawn.max_tokens, int(2 ** generator.uniform(0, 12))))
-    how = generator.choice(["eager", "eager", "workspace", "graph"])
+    how = generator.choice(["eager", "eager", "workspace", *(["graph"] if layer.device.type == "cuda" else [])])
     seed = generator.randrange(1 << 30)
-    inputs = given(kind, tokens, drawn, seed)
+    inputs = given(kind, tokens, drawn, seed, layer.device.type)
     spoilt = generator.randrange(tokens) if tokens > 1 and generator.random() < 0.1 else None
     if spoilt is not None:
         inputs.x[spoilt, seed % drawn.hidden] = generator.choice([float("nan"), float("inf")])
@@ -162,7 +170,10 @@ def check(layer: PreparedLayer, plain: Layer, drawn: Drawn, generator: random.Ra
         y[spoilt] = 0
     int8 = FORMATS[drawn.recipe.layout, drawn.recipe.element].int8_activations
     truth = moe(inputs.x, plain, inputs.weights, inputs.local)
-    rounded = moe(inputs.x, plain, inputs.weights, inputs.local, dtype=inputs.x.dtype, int8_activations=int8)
+    groups = layer.problem.w13.group_size if drawn.recipe.activation_dtype else None
+    rounded = moe(
+        inputs.x, plain, inputs.weights, inputs.local, dtype=inputs.x.dtype, int8_activations=int8, fp8_groups=groups
+    )
     if spoilt is not None:  # biases make something of a token of zeros
         truth[spoilt] = rounded[spoilt] = 0
     error, allowed = relative_error(y, truth), relative_error(rounded, truth)
@@ -183,7 +194,15 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=3600)
     parser.add_argument("--family", choices=FAMILIES, help="these kernels only (portable: in all their formats)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--interpreter", action="store_true", help="small problems of the portable kernels on the CPU")
+    parser.add_argument("--formats", default="", help="what names of layouts have to hold, as nvfp4,fp8 (portable)")
+    parser.add_argument("--per-layer", type=int, default=None, help=f"problems of a layer (default {PER_LAYER}, or 4)")
     options = parser.parse_args()
+    device = "cpu" if options.interpreter else "cuda"
+    if options.interpreter:
+        interpreter.enable()
+        options.family = "portable"
+    each = options.per_layer or (4 if options.interpreter else PER_LAYER)
     if options.code_for:
         pretend(options.code_for)
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -193,16 +212,16 @@ def main() -> int:
     families: dict[str, int] = {}
     worst, done, compiling, layers = 0.0, 0, 0.0, 0
     while done < options.problems and time.monotonic() - begin < options.seconds:
-        batch = [draw(generator, options.family) for _ in range(BATCH)]
+        batch = [draw(generator, options.family, device, options.formats) for _ in range(BATCH)]
         made = []
         for drawn in batch:
-            packed, whole = make_layer(drawn.recipe, "cuda")
+            packed, whole = make_layer(drawn.recipe, device)
             plain = narrowed(whole, drawn.hidden)
             made.append((drawn, plain, prepared(drawn, packed, generator.random() < 0.2)))
         compiling += warmup([layer for _, _, layer in made]).seconds
         layers += BATCH
         for drawn, plain, layer in made:
-            for _ in range(PER_LAYER):
+            for _ in range(each):
                 if done >= options.problems or time.monotonic() - begin > options.seconds:
                     break
                 failure, ratio = check(layer, plain, drawn, generator)
@@ -212,7 +231,7 @@ def main() -> int:
                     failures.append(failure)
                     print("FAILED", failure, flush=True)
         summary = {
-            "device": torch.cuda.get_device_name(),
+            "device": "cpu (Triton's interpreter)" if options.interpreter else torch.cuda.get_device_name(),
             "problems": done,
             "layers": layers,
             "families": families,
