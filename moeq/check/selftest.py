@@ -19,6 +19,7 @@ from moeq.check.sabotage import SABOTAGES, Sabotage
 from moeq.check.sampling import CheckOptions
 from moeq.checkpoint.manifest import LayerEntry, Projection, StackedRole
 from moeq.errors import MoeqError
+from moeq.layouts.base import Layout
 from moeq.layouts.padding import PaddingPlan
 from moeq.layouts.registry import get_layout
 from moeq.load.packed import load_packed
@@ -119,15 +120,16 @@ def _plant(
         if found is not None:
             matrices[role, site.expert] = found[0]
             planted.append(Planted(sabotage.name, found[1], (site,)))
+    layouts = {role: _layout(converted, entry, role) for role in entry.matrices}
     for (role, expert), matrix in matrices.items():
-        _write(overlay, entry, role, expert, matrix)
+        _write(overlay, entry, layouts[role], role, expert, matrix)
     pair = free.take_pair(set(matrices))
     if pair is not None:
         role = _ROLE[pair[0].projections[0]]
         # Both are read before either is written: the overlay shows what was written at once.
         contents = [converted.matrix(layer, site.expert, role) for site in pair]
         for site, matrix in zip(pair, reversed(contents), strict=True):
-            _write(overlay, entry, role, site.expert, matrix)
+            _write(overlay, entry, layouts[role], role, site.expert, matrix)
         text = f"{role} of experts {pair[0].expert} and {pair[1].expert} exchanged"
         planted.append(Planted("swap two experts", text, pair))
     return planted
@@ -179,9 +181,19 @@ def _rows(matrix: QuantizedMatrix, site: Site) -> slice:
     return slice(0, half) if site.projections[0] == "gate" else slice(half, matrix.spec.n)
 
 
-def _write(overlay: OverlaySource, entry: LayerEntry, role: StackedRole, expert: int, matrix: QuantizedMatrix) -> None:
-    """Pack a matrix and let the overlay show it as that expert's."""
+def _layout(converted: Checkpoint, entry: LayerEntry, role: StackedRole) -> Layout:
+    """The layout as the conversion had it: some have to know every expert first."""
     layout = get_layout(entry.layout, allow_lossy=True)
+    if layout.calibration_scope is None:
+        return layout
+    seen = (layout.calibrate(converted.matrix(entry.layer, expert, role)) for expert in range(entry.num_experts))
+    return layout.with_calibration(max((one for one in seen if one is not None), default=0.0))
+
+
+def _write(
+    overlay: OverlaySource, entry: LayerEntry, layout: Layout, role: StackedRole, expert: int, matrix: QuantizedMatrix
+) -> None:
+    """Pack a matrix and let the overlay show it as that expert's."""
     w13, w2 = entry.matrices["w13"], entry.matrices["w2"]
     padding = PaddingPlan(layout.padding, w13.padded_spec, w2.padded_spec, w13.spec, w2.spec)
     for part, tensor in layout.pack(padding.pad(matrix)).items():

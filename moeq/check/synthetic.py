@@ -169,16 +169,21 @@ def _e4m3(n: int, k: int, generator: torch.Generator) -> Tensor:
     return codes.to(torch.uint8).view(torch.float8_e4m3fn)
 
 
+def _bf16_scales(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """float32 scales that bfloat16 holds, as Marlin keeps them."""
+    return (_scales(shape, generator) / 64).to(torch.bfloat16).float()
+
+
 def _fp8_block(prefix: str, n: int, k: int, generator: torch.Generator) -> dict[str, Tensor]:
     blocks = (-(-n // 128), -(-k // 128))
     return {
         f"{prefix}weight": _e4m3(n, k, generator),
-        f"{prefix}weight_scale_inv": _scales(blocks, generator) / 64,
+        f"{prefix}weight_scale_inv": _bf16_scales(blocks, generator),
     }
 
 
 def _fp8_channel(prefix: str, n: int, k: int, generator: torch.Generator) -> dict[str, Tensor]:
-    return {f"{prefix}weight": _e4m3(n, k, generator), f"{prefix}weight_scale": _scales((n, 1), generator) / 64}
+    return {f"{prefix}weight": _e4m3(n, k, generator), f"{prefix}weight_scale": _bf16_scales((n, 1), generator)}
 
 
 def _mxfp8(prefix: str, n: int, k: int, generator: torch.Generator) -> dict[str, Tensor]:
@@ -261,4 +266,8 @@ RECIPES: tuple[Recipe, ...] = (
     ),
     Recipe("w8a8-int8", "int8-w8a8/1", _W8A8_CONFIG, _w8a8),
     Recipe("mxfp4", "marlin-mxfp4-interleaved/1", {"quant_method": "mxfp4"}, None),
+    Recipe("nvfp4", "marlin-nvfp4/1", _NVFP4_CONFIG, _nvfp4),
+    Recipe("fp8-block", "marlin-fp8/1", _FP8_BLOCK_CONFIG, _fp8_block),
+    Recipe("fp8-channel", "marlin-fp8/1", _FP8_CHANNEL_CONFIG, _fp8_channel),
+    Recipe("mxfp8", "marlin-mxfp8/1", _MXFP8_CONFIG, _mxfp8),
 )

@@ -45,6 +45,9 @@ def command(
     kernels: Annotated[
         bool, typer.Option("--kernels/--digests-only", help="Run kernels, or check digests alone (no GPU, no triton).")
     ] = True,
+    fp8_activations: Annotated[
+        bool, typer.Option("--fp8-activations", help="Multiply FP8 weights with activations quantised to FP8.")
+    ] = False,
     jobs: Annotated[
         int | None,
         typer.Option("--jobs", "-j", min=1, help="Layers at a time on a CPU (default: by the amount of work)."),
@@ -80,6 +83,7 @@ def command(
                 digests=digests,
                 kernels=kernels,
                 jobs=jobs,
+                activation_dtype="fp8" if fp8_activations else "",
             ),
             progress=progress.update,
         )

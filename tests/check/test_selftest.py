@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+import moeq
 from moeq.check.overlay import open_overlay
 from moeq.check.records import SelftestReport
 from moeq.check.run_check import open_both
 from moeq.check.sabotage import SABOTAGES, Sabotage
 from moeq.check.selftest import selftest
+from moeq.check.synthetic import RECIPES
+from moeq.pipeline.convert import convert
 
 FIRST_LAYOUT = {
     "gptq-int4-g32-qwen3moe": "marlin-wna16/1",
@@ -26,6 +29,8 @@ FIRST_LAYOUT = {
     "ct-w8a8-qwen3moe": "int8-w8a8/1",
     "ct-mxfp4-qwen3moe": "triton-kernels-hopper/1",
     "mxfp4-gptoss": "marlin-mxfp4-interleaved/1",
+    "ct-fp8-channel-qwen3moe": "marlin-fp8/1",
+    "ct-mxfp8-qwen3moe": "marlin-mxfp8/1",
 }
 EVERY_FORMAT = {
     "flip a code",
@@ -43,6 +48,7 @@ MORE = {
     "ct-mxfp4-qwen3moe": {E8M0},
     "mxfp4-gptoss": {E8M0, BIAS},
     "gptq-int4-g32-actorder-qwen3moe": {ORDER},
+    "ct-mxfp8-qwen3moe": {E8M0},
 }
 
 
@@ -66,6 +72,22 @@ def test_every_damage_is_named(name, layout, conversions, checkpoints) -> None:
         assert (result.digest is not None) == result.data, result
         assert result.exceedance > 1 or not result.data
     assert report.ok
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp8-block"])
+def test_every_damage_to_written_formats_is_named(name: str, tmp_path: Path) -> None:
+    recipe = next(one for one in RECIPES if one.name == name)
+    recipe.write(tmp_path / name)
+    deployment = moeq.Deployment(gpu=moeq.gpu("H100"))
+    convert(tmp_path / name, tmp_path / "out", deployment, layout=recipe.layout, force_layout=True)
+    report = selftest(tmp_path / "out", tmp_path / name)
+    assert report.ok, report
+    assert report.false_alarms == ()
+    # The rows of an expert here share one block, so that no two scales of a projection differ.
+    one_block = {"swap two scales", "shift a group"}
+    more = {"e4m3 scale off by one", "change the second scale"}
+    wanted = EVERY_FORMAT | more if name == "nvfp4" else EVERY_FORMAT - one_block
+    assert {result.sabotage for result in report.results} == wanted
 
 
 def found(report: SelftestReport, name: str) -> str:

@@ -13,7 +13,7 @@ from moeq.pipeline.convert import convert
 def test_every_format_without_any_checkpoint(capsys) -> None:
     assert run(["selftest", "--json"]) == 0
     formats = json.loads(capsys.readouterr().out)["formats"]
-    assert len(formats) == len(RECIPES) == 7
+    assert len(formats) == len(RECIPES) == 11
     for document in formats:
         assert document["ok"]
         assert document["false_alarms"] == []
