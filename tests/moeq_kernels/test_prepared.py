@@ -16,7 +16,7 @@ import torch
 
 from bench.cases import Recipe, make_layer, route
 from moeq_kernels import KernelArgumentError, PackedExperts, PackedMatrix, explain, fused_moe, prepare, warmup
-from moeq_kernels.formats import find_format
+from moeq_kernels.formats import FORMATS, find_format
 from moeq_kernels.prepared import schedule
 
 KERNELS = Path(__file__).parents[2] / "kernels"
@@ -27,10 +27,11 @@ def meta_matrix(layout: str, element: str, experts: int, n: int, k: int, group: 
     fmt = find_format(layout, element)
     order = fmt.single_order if group in (-1, k) else fmt.group_order
     groups = 1 if group in (-1, k) else -(-k // group)
-    kind = torch.uint8 if "uint8" in fmt.scale_dtypes else torch.bfloat16
+    kind = torch.bfloat16 if "bfloat16" in fmt.scale_dtypes else getattr(torch, fmt.scale_dtypes[0])
     weight = torch.empty(experts, *fmt.weight_shape(n, k), dtype=getattr(torch, fmt.weight_dtype), device="meta")
     scale = torch.empty(experts, *fmt.scale_shape(order or "", n, groups), dtype=kind, device="meta")
-    return PackedMatrix(layout, weight, n, k, element, group, scale)
+    whole = torch.empty(experts, device="meta") if fmt.global_scale == "required" else None
+    return PackedMatrix(layout, weight, n, k, element, group, scale, global_scale=whole)
 
 
 def meta_experts(
@@ -151,6 +152,79 @@ def test_nothing_falls_back_for_its_size() -> None:
             assert all(abs(one) < 2**31 for one in launch.arguments.values() if isinstance(one, int)), launch.kernel
 
 
+OTHERS = ["A100", "A10", "L4", "L40S", "RTX-4090", "B200", "RTX-5090", "MI300X", "MI350X"]
+SMALL_FLOATS = [(*key, fmt.group_sizes[0]) for key, fmt in FORMATS.items()
+                if fmt.kind == "e4m3" or fmt.group_sizes == (16,)]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_nothing_falls_back_for_its_size_on_other_gpus(name: str) -> None:
+    """The same range: NVIDIA GPUs take the mma.sync kernels where these read the layout; no launch grows too large."""
+    generator = random.Random(name)
+    formats = [("marlin-wna16/1", "int4", 128), ("marlin-mxfp4/1", "e2m1", 32), ("int8-w8a8/1", "int8", -1)]
+    for layout, element, group in [*formats, *SMALL_FLOATS] * 2:
+        top_k = generator.randint(1, 32)
+        experts, tokens = generator.randint(top_k, 1024), int(2 ** generator.uniform(0, 15))
+        hidden, intermediate = generator.randint(2, 64) * 128, generator.randint(1, 112) * 128
+        packed = meta_experts(experts, hidden, intermediate, layout, element, group)
+        dtype = getattr(torch, find_format(layout, element).dtypes[0])
+        layer = prepare(packed, top_k=top_k, max_tokens=tokens, gpu=name, dtype=dtype)
+        mma = layout in ("marlin-wna16/1", "marlin-mxfp4/1") and not name.startswith("MI")
+        assert layer.family == ("mma-w4a16" if mma else "portable"), str(layer)
+        assert "tokens" not in str(layer.reason)
+        assert f"{experts} experts;" not in str(layer.reason)
+        planned = schedule(layer.family, layer.problem, tokens)
+        for launch in planned.launches:
+            assert all(0 < size < 2**31 for size in launch.programs)
+            assert all(size < 65536 for size in launch.programs[1:]), launch.kernel
+
+
+@pytest.mark.parametrize("name", ["H200", "A100", "L4", "MI300X"])
+def test_the_workspace_is_the_largest_need_of_all_shorter_calls(name: str) -> None:
+    formats = [("marlin-wna16/1", "int4", 128), ("int8-w8a8/1", "int8", -1), *SMALL_FLOATS[:1], *SMALL_FLOATS[-2:]]
+    for layout, element, group in formats:
+        fp8 = find_format(layout, element).fp8_activations
+        layer = prepare(
+            meta_experts(40, 512, 256, layout, element, group),
+            top_k=6, max_tokens=700, gpu=name, activation_dtype="fp8" if fp8 else "",
+        )  # fmt: skip
+        most = 0
+        for tokens in range(1, 701):
+            most = max(most, schedule(layer.family, layer.problem, tokens).workspace_bytes)
+            if tokens % 50 in (0, 1):
+                assert layer.workspace_bytes(tokens) == most, (layout, tokens)
+        assert layer.workspace_bytes() == most
+
+
+@pytest.mark.parametrize(("layout", "element", "group"), SMALL_FLOATS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nan_stays_in_its_own_row(layout: str, element: str, group: int, value: float, device: torch.device) -> None:
+    fmt = find_format(layout, element)
+    for activations in ("", "fp8") if fmt.fp8_activations else ("",):
+        dtype = getattr(torch, fmt.dtypes[0])
+        recipe = Recipe(layout, element, intermediate=128, group_size=group, dtype=dtype, activation_dtype=activations)
+        packed, _ = make_layer(recipe, device)
+        given = route(5, 128, 4, 2, dtype=dtype, device=device)
+        clean = fused_moe(given.x, packed, given.weights, given.ids)
+        spoilt = given.x.clone()
+        spoilt[2, 7] = value
+        y = fused_moe(spoilt, packed, given.weights, given.ids)
+        rest = [0, 1, 3, 4]
+        assert torch.equal(y[rest], clean[rest])
+        assert not y[2].isfinite().all()
+
+
+def test_the_operator_keeps_what_it_says(device: torch.device) -> None:
+    """torch's own checks: the schema says what is written, and the fake implementation stands in for the real one."""
+    packed, _ = make_layer(Recipe(), device)
+    layer = prepare(packed, top_k=2, max_tokens=8)
+    given = route(3, 128, 4, 2, device=device)
+    workspace = torch.zeros(layer.workspace_bytes(3), dtype=torch.uint8, device=device)
+    arguments = (torch.empty_like(given.x), given.x, given.weights, given.ids, None, workspace, layer._handle)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.moeq_kernels.layer.default, arguments, test_utils=checks)
+
+
 # Compiling is impossible in a process that interprets, and so is knowing what code depends on.
 BUILDS = """
 import json, random, sys
@@ -160,13 +234,19 @@ from moeq_kernels import prepare
 from moeq_kernels.compiling import specialise
 from moeq_kernels.prepared import builds, schedule
 counts = []
-for sizes, top_k, layout, element, group in (
-    ((128, 2048, 768), 8, "marlin-wna16/1", "int4", 128),
-    ((8, 4096, 1792), 2, "marlin-wna16/1", "int4", 32),
-    ((32, 2944, 2880), 4, "marlin-mxfp4/1", "e2m1", 32),
-    ((256, 7168, 256), 8, "int8-w8a8/1", "int8", -1),
+for sizes, top_k, layout, element, group, gpu, fp8 in (
+    ((128, 2048, 768), 8, "marlin-wna16/1", "int4", 128, "H200", ""),
+    ((8, 4096, 1792), 2, "marlin-wna16/1", "int4", 32, "H200", ""),
+    ((32, 2944, 2880), 4, "marlin-mxfp4/1", "e2m1", 32, "H200", ""),
+    ((256, 7168, 256), 8, "int8-w8a8/1", "int8", -1, "H200", ""),
+    ((512, 2048, 512), 10, "marlin-wna16/1", "int4", 128, "A100", ""),
+    ((256, 7168, 256), 8, "int8-w8a8/1", "int8", -1, "L4", ""),
+    ((128, 2048, 768), 8, "marlin-nvfp4/1", "e2m1", 16, "H200", ""),
+    ((256, 7168, 256), 8, "fp8-block-identity/1", "e4m3", 128, "H200", "fp8"),
+    ((16, 5120, 1024), 1, "marlin-fp8/1", "e4m3", -1, "A100", "fp8"),
 ):
-    layer = prepare(meta_experts(*sizes, layout, element, group), top_k=top_k, max_tokens=5000, gpu="H200")
+    experts = meta_experts(*sizes, layout, element, group)
+    layer = prepare(experts, top_k=top_k, max_tokens=5000, gpu=gpu, activation_dtype=fp8)
     wanted = builds(layer.family, layer.problem, 5000)
     counts.append(len(wanted))
     most = layer.workspace_bytes()
@@ -267,7 +347,10 @@ def hook(*given, compile, fn, **named):
     seen.append([fn.name, json.loads(compile["specialization_data"])["constant_vals"]])
 triton.knobs.runtime.jit_post_compile_hook = hook
 int4, int8 = meta_experts(4, 256, 128), meta_experts(4, 256, 128, "int8-w8a8/1", "int8", -1)
-for experts, options in ((int4, {{}}), (int8, {{}}), (int4, {{"portable": True}})):
+fp8, nvfp4 = (meta_experts(4, 256, 128, *one) for one in (("fp8-block-identity/1", "e4m3", 128),
+                                                         ("marlin-nvfp4/1", "e2m1", 16)))
+for experts, options in ((int4, {{}}), (int8, {{}}), (int4, {{"portable": True}}), (nvfp4, {{}}),
+                         (fp8, {{"activation_dtype": "fp8"}})):
     layer = prepare(experts, top_k=2, max_tokens=2, gpu="H200", **options)
     memory = torch.empty(1 << 22, dtype=torch.uint8)
     for launch in schedule(layer.family, layer.problem, 2).launches:
@@ -287,7 +370,7 @@ def test_programs_that_watch_compiling_get_constants_as_json() -> None:
     """vLLM's JIT monitor sets this hook; constants that are not JSON made every call fail."""
     seen = _child(HOOK)
     names = {name for name, _ in seen}
-    assert {"route_quantised", "route_few", "sum_rows", "expert_product_mma"} < names
+    assert {"route_quantised", "route_few", "sum_rows", "expert_product_mma", "moe_gemm", "quantize_rows_e4m3"} < names
     assert any("silu10_1.702_1.0_0.0" in constants for _, constants in seen)
 
 

@@ -241,6 +241,11 @@ def _meta_matrix(case: Case, n: int, k: int) -> PackedMatrix:
 def _inspect(case: Case, target: str, compiled: Any) -> Outcome:
     shared = int(compiled.metadata.shared)
     problem = None
+    if case.layout and "v_mfma" not in compiled.asm.get("amdgcn", "v_mfma"):
+        problem = "its products do not use matrix instructions (MFMA)"
+    wide = case.activation_dtype and case.rows >= 64
+    if wide and target in NATIVE_FP8 and not re.search(NATIVE_FP8[target], _text(compiled)):
+        problem = "its products do not use tensor cores for e4m3"
     if TARGETS[target].backend == "cuda":
         registers = cuda_registers(compiled.asm["cubin"])
         inside, total = local_memory(sass(compiled.asm["cubin"]), CUDA_LINE, r"\b(?:LDL|STL)\b")
@@ -255,6 +260,19 @@ def _inspect(case: Case, target: str, compiled: Any) -> Outcome:
     if shared > TARGETS[target].shared_bytes:
         problem = f"needs {shared} bytes of shared memory, {target} has {TARGETS[target].shared_bytes}"
     return Outcome(case.name, target, registers, shared, inside, total, problem)
+
+
+#: What instructions for e4m3 are called where there are some. Tiles of few rows on sm_90 and sm_100 are products by
+#: mma.sync, for which Triton makes float16 of them.
+NATIVE_FP8 = {
+    **dict.fromkeys(("sm_89", "sm_90", "sm_120"), r"mma\S*e4m3\.e4m3"),
+    "sm_100": r"mma\S*(?:e4m3|f8f6f4)",
+    "gfx950": r"v_mfma_\S*(?:fp8_fp8|f8f6f4)",
+}
+
+
+def _text(compiled: Any) -> str:
+    return str(compiled.asm.get("ptx") or compiled.asm["amdgcn"])
 
 
 def _tool(name: str) -> str:
