@@ -19,7 +19,7 @@ def test_every_format_without_any_checkpoint(capsys) -> None:
         assert document["false_alarms"] == []
         assert all(result["numeric"] for result in document["results"]), document["destination"]
     names = {result["sabotage"] for document in formats for result in document["results"]}
-    assert len(names) == 11, "every kind of damage was possible somewhere"
+    assert len(names) == 13, "every kind of damage was possible somewhere"
 
 
 def test_on_a_conversion_of_the_user(checkpoints, tmp_path, capsys) -> None:
