@@ -38,6 +38,9 @@ PushProgress = Callable[[int, int, str], None]
 _WEIGHTS = (".safetensors", ".data")
 _MAX_NAME = 96  # of the Hub
 
+#: Users may write cards of their own; a push puts moeq's in their place and keeps them.
+_CARDS = (CARD, SOURCE_CARD)
+
 
 @dataclass(frozen=True)
 class PushTarget:
@@ -185,13 +188,15 @@ def _content(seen: SeenFiles, folder: Path, name: str, recorded: Mapping[str, Fi
     fd = seen.open(name)
     try:
         size = os.fstat(fd).st_size
+        if wanted is not None and size != wanted.bytes and name not in _CARDS:
+            raise _other(name)
         if size <= MAX_CONFIG_BYTES and not name.endswith(_WEIGHTS):
             raw = seen.read(name, MAX_CONFIG_BYTES)
             content: Path | bytes = raw
             found = FileDigest(len(raw), blake3(raw).hexdigest())
         else:
             content = folder / name
-            if name in (CARD, SOURCE_CARD, HUB_SETTINGS):
+            if (wanted is None or name in _CARDS) and not name.endswith(_WEIGHTS):
                 raise MoeqError("source.too-large", f"{name}: {size:,} bytes, the limit is {MAX_CONFIG_BYTES:,}")
             if wanted is not None and wanted.tensors:
                 found = FileDigest(size, blake3(raw_header(fd, name)).hexdigest(), wanted.tensors)
@@ -199,11 +204,15 @@ def _content(seen: SeenFiles, folder: Path, name: str, recorded: Mapping[str, Fi
                 found = open_file_digest(fd)
     finally:
         os.close(fd)
-    if wanted is not None and found != wanted and name not in (CARD, SOURCE_CARD):
-        raise MoeqError(
-            "source.digest-mismatch", f"{name} is not the file that was written", "moeq verify lists every difference"
-        )
+    if wanted is not None and found != wanted and name not in _CARDS:
+        raise _other(name)
     return content
+
+
+def _other(name: str) -> MoeqError:
+    return MoeqError(
+        "source.digest-mismatch", f"{name} is not the file that was written", "moeq verify lists every difference"
+    )
 
 
 def _size(content: Path | bytes) -> int:

@@ -41,7 +41,7 @@ class AgainstManifest(Findings):
                 self._recorded_weights(name, recorded, digests)
             else:
                 self.counts["files"] += 1
-                if self.holdings.digest(name) != recorded:
+                if self.holdings.digest(name, recorded.bytes) != recorded:
                     self.add("file", name, f"{name} is not the file that was written")
 
     def _recorded_weights(self, name: str, recorded: FileDigest, digests: Mapping[str, TensorDigest]) -> None:

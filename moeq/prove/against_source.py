@@ -155,7 +155,7 @@ class AgainstSource(Findings):
                 continue
             raw = stripped_file(there, name) if name in plan.stripped else None
             wanted = file_digest(there.path(name)) if raw is None else FileDigest(len(raw), blake3(raw).hexdigest())
-            if self.holdings.digest(copied[name]) != wanted:
+            if self.holdings.digest(copied[name], wanted.bytes) != wanted:
                 self.add("file", name, f"{name} differs from the source's")
         expected = converted_config(derived.source, self.manifest)
         before = {key: value for key, value in expected.items() if key != "experts_implementation"}  # older versions
@@ -221,9 +221,11 @@ class AgainstSource(Findings):
         }
         others = (self.holdings.names | recorded.keys()) - wanted.keys() - {MANIFEST_NAME}
         others -= self.holdings.unproven - recorded.keys()
-        wanted |= {name: self.holdings.digest(name) if name in self.holdings.names else None for name in others}
+        for name in others:
+            size = recorded[name].bytes if name in recorded else -1
+            wanted[name] = self.holdings.digest(name, size) if name in self.holdings.names else None
         for name in sorted(wanted):
-            if recorded.get(name) != wanted[name]:
+            if name not in recorded or recorded[name] != wanted[name]:
                 text = f"moeq.json: the digest of {name} is not that of the file"
                 self.add("manifest", MANIFEST_NAME, text)
 

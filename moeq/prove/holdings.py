@@ -87,11 +87,11 @@ class Holdings:
         finally:
             os.close(fd)
 
-    def digest(self, name: str) -> FileDigest | None:
-        """Digest of a file that holds no weights; None where it cannot be read."""
+    def digest(self, name: str, size: int) -> FileDigest | None:
+        """Digest of a file that holds no weights; None where it cannot be read, or has not that many bytes."""
         try:
             with self.opened(name) as fd:
-                return open_file_digest(fd)
+                return open_file_digest(fd) if os.fstat(fd).st_size == size else None
         except (OSError, MoeqError) as error:
             if isinstance(error, MoeqError) and error.code == "source.changed":
                 raise

@@ -154,6 +154,46 @@ class TestBelief:
         assert moeq_command("convert", first, tmp_path / "out", "--gpu", "a100").code == 0
         assert content(tmp_path / "out") == whole
 
+    @pytest.mark.parametrize("size", [8, 512, 4096])
+    @pytest.mark.parametrize("copied", [False, True])
+    def test_two_blocks_of_one_unit_exchanged(self, size, copied, first, half, whole, tmp_path, moeq_command) -> None:
+        """Whatever a unit's check adds up comes to the same: of one expert, and of one tensor that is copied."""
+        done = []
+        for path in sorted(half.glob("*.safetensors")):
+            table, base = header(path)
+            data = bytearray(path.read_bytes())
+            for name, entry in table.items():
+                if name == "__metadata__" or ("experts" in name) == copied:
+                    continue
+                start, stop = (base + offset for offset in entry["data_offsets"])
+                one = start if copied else stop - (stop - start) // entry["shape"][0]  # its last expert
+                others = range(one + size, stop - size + 1, size)
+                two = next((at for at in others if data[at : at + size] != data[one : one + size]), None)
+                if two is not None:
+                    data[one : one + size], data[two : two + size] = data[two : two + size], data[one : one + size]
+                    done.append(name)
+            path.write_bytes(data)
+        assert done
+        assert moeq_command("convert", first, tmp_path / "out", "--gpu", "a100").code == 0
+        assert content(tmp_path / "out") == whole
+
+    @pytest.mark.parametrize("cut", range(12))
+    def test_a_journal_cut_anywhere(self, cut, first, half, whole, tmp_path, moeq_command) -> None:
+        """At every kind of place: in the first line, at its end, within lines, and within seals."""
+        (journal,) = half.glob("moeq-journal*")
+        raw = journal.read_bytes()
+        ends = [at for at, byte in enumerate(raw) if byte == 10]
+        places = [0, 1, 20, ends[0] - 1, ends[0], ends[0] + 1, ends[1] - 30, ends[1], ends[2] + 2]
+        at = (*places, len(raw) - 2, len(raw) - 1, len(raw) // 2)[cut]
+        journal.write_bytes(raw[:at])
+        answer = moeq_command("convert", first, tmp_path / "out", "--gpu", "a100")
+        if at <= ends[0]:  # nothing tells whose the files are any more
+            assert answer.code == 2
+            assert not (tmp_path / "out").exists()
+        else:
+            assert answer.code == 0
+            assert content(tmp_path / "out") == whole
+
     def test_every_claim_of_a_journal(self, first, half, whole, tmp_path, moeq_command) -> None:
         """Each value of each line replaced in turn: the unit is done again, or the run refuses."""
         (journal,) = half.glob("moeq-journal*")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -10,38 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from attacks.running import content, moeq_command
-from blake3 import blake3
+from attacks.reproduce import SOURCES, WITHOUT_NUMBA, digest_of
+from attacks.running import moeq_command
 
 __all__ = ["moeq_command"]
-
-#: Small checkpoints and how they are converted.
-SOURCES = {
-    "gptq-int4-g32-qwen3moe": ("--gpu", "a100"),
-    "mxfp4-gptoss": ("--gpu", "b200", "--layout", "trtllm-mxfp4/1", "--tp", "2"),
-}
-
-WITHOUT_NUMBA = """
-import sys
-sys.modules["numba"] = None
-from moeq.cli.app import run
-sys.exit(run(sys.argv[1:]))
-"""
-
-
-def digest_of(folder: Path) -> str:
-    """Of names and bytes of all files; of the manifest, of what does not depend on where it was made."""
-    digest = blake3()
-    for name, data in sorted(content(folder).items()):
-        assert isinstance(data, bytes)
-        if name == "moeq.json":
-            manifest = json.loads(data)
-            for place in (manifest["source"], manifest["model"]):
-                place["name"] = Path(place["name"]).name
-            del manifest["seal"]
-            data = json.dumps(manifest, sort_keys=True).encode()
-        digest.update(f"{name} {len(data)}\n".encode() + data)
-    return digest.hexdigest()
 
 
 @pytest.mark.parametrize("name", SOURCES)
