@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from moeq.deploy.deployment import Deployment
-from moeq.layouts.registry import LAYOUTS
+from moeq.layouts.arranged import ArrangedLayout
+from moeq.layouts.registry import LAYOUTS, layout_class
 from moeq.oracle.policy import BUILTIN, DeviceTerm, device_term
 from moeq.oracle.records import CandidateReport, ConvertTarget, EngineError, Gate, MoeShape, Reason, Sizes, Verdict
 from moeq.oracle.sizes import round_up
@@ -29,7 +30,15 @@ _NAMES = {
     "marlin-mxfp4/1": "MARLIN",
     "triton-kernels-hopper/1": "TRITON_KERNELS_HOPPER",
     "mxfp4-identity/1": "MXFP4_PLAIN",
+    "marlin-nvfp4/1": "MARLIN",
+    "marlin-nvfp4-fp16/1": "MARLIN",
+    "marlin-fp8/1": "MARLIN",
+    "marlin-fp8-fp16/1": "MARLIN",
+    "marlin-mxfp8/1": "MARLIN",
 }
+#: Layouts of formats whose checkpoints may ask for activations of 8 or 4 bits. Their kernels keep them at 16, as Marlin
+#: does, and the layouts turn scales of whole blocks and tensors into scales of groups and channels.
+_FLOAT_WEIGHTS = frozenset(name for name in _NAMES if name.startswith(("marlin-nvfp4", "marlin-fp8", "marlin-mxfp8")))
 _DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "uint8": "e8m0"}
 #: The kernels' activations by the engine-neutral names; the clamped one runs on rows in either order.
 _ACTIVATIONS = {"swiglu_oai": ("swigluoai", "swigluoai_uninterleave")}
@@ -65,14 +74,18 @@ class KernelRow:
     n_multiple: int
     k_multiple: int
 
+    @property
+    def float_weights(self) -> bool:
+        """Whether its weights are NVFP4, FP8 or MXFP8 (`_FLOAT_WEIGHTS`)."""
+        return self.layout in _FLOAT_WEIGHTS
+
 
 def _kernel_row(backend: str, row: Format) -> KernelRow:
     return KernelRow(
         backend=backend,
         layout=row.layout,
         element=row.element,
-        # Two formats have scales in bf16 first, and say f16 first: the order is that of the words in a message.
-        scales=tuple(sorted((_DTYPES[name] for name in row.scale_dtypes), key=lambda name: name != "f16")),
+        scales=_scales(row),
         group_sizes=row.group_sizes,
         zero_points=row.zero_points,
         act_order=row.act_order,
@@ -81,6 +94,16 @@ def _kernel_row(backend: str, row: Format) -> KernelRow:
         n_multiple=row.n_multiple,
         k_multiple=row.k_multiple,
     )
+
+
+def _scales(row: Format) -> tuple[str, ...]:
+    """Dtypes of scales that a checkpoint may have for a kernel: what the kernel reads, or what its layout recodes.
+
+    Two formats have scales in bf16 first, and say f16 first: the order is that of the words in a message.
+    """
+    if row.layout in _FLOAT_WEIGHTS and issubclass(found := layout_class(row.layout), ArrangedLayout):
+        return found.scale_dtypes
+    return tuple(sorted((_DTYPES[name] for name in row.scale_dtypes), key=lambda name: name != "f16"))
 
 
 @dataclass(frozen=True)
@@ -161,9 +184,9 @@ def _scale(request: Request, row: KernelRow) -> Iterator[Reason]:
     scale = request.scheme.weight.scale
     if scale.dtype not in row.scales:
         yield Reason("K03_SCALE", f"scales are {scale.dtype}, this kernel reads {', '.join(row.scales)}")
-    if request.scheme.weight.scale2 is not None:
+    if request.scheme.weight.scale2 is not None and not row.float_weights:
         yield Reason("K03_SCALE", "a second level of scales, which this kernel has no input for")
-    if scale.granularity in ("tensor", "block"):
+    if scale.granularity in ("tensor", "block") and not row.float_weights:
         yield Reason("K03_SCALE", f"scales are per {scale.granularity}, this kernel reads groups along K")
 
 
@@ -205,7 +228,7 @@ def _act_order(request: Request, row: KernelRow) -> Iterator[Reason]:
 
 
 def _activation_type(request: Request, row: KernelRow) -> Iterator[Reason]:
-    if request.activation != row.activation:
+    if request.activation != row.activation and not row.float_weights:
         wanted = {"none": "16-bit"}
         asked, runs = wanted.get(request.activation, request.activation), wanted.get(row.activation, row.activation)
         yield Reason("K08_ACTIVATION_TYPE", f"the checkpoint asks for {asked} activations, this kernel runs {runs}")
@@ -249,7 +272,7 @@ BUILTIN_RULES: dict[str, tuple[Check, str]] = {
     "K05_GROUP_CUT": (_group_cut, "A shard must not cut a group of weights that share a scale."),
     "K06_ZERO_POINT": (_zero_points, "Stored zero points are never dropped."),
     "K07_ACT_ORDER": (_act_order, "Act-order needs a kernel that permutes the columns of x."),
-    "K08_ACTIVATION_TYPE": (_activation_type, "Activations run in the precision the checkpoint declares."),
+    "K08_ACTIVATION_TYPE": (_activation_type, "Activations run as the checkpoint declares, or in 16 bits."),
     "K09_ACTIVATION": (_activation, "The activation function between the two products."),
     "K10_DTYPE": (_dtype, "e8m0 scales span the range of bfloat16, not that of float16."),
     "K11_LORA": (_lora, "LoRA is advertised only where it is applied."),
