@@ -63,6 +63,8 @@ EXACT: dict[str, set[str]] = {
     "ct-fp8-channel-qwen3moe": FP8,
     "ct-fp8-tensor-qwen3moe": FP8,
     "ct-mxfp8-qwen3moe": {"marlin-mxfp8/1"},
+    "modelopt-nvfp4-qwen3moe": NVFP4,
+    "modelopt-fp8-qwen3moe": set(),
     "gptq-int4-g128-mixtral": INT4 | {"xpu-wna16/1"},
     "gptq-int4-g32-actorder-qwen3moe": {"marlin-act-order/1"},
     "gptq-int4-g32-qwen3moe": INT4 | {"xpu-wna16/1", "rdna3-int4/1"},
@@ -76,10 +78,11 @@ LOSSY: dict[str, set[str]] = {
     "ct-int4-asym-g32-mixtral": {"marlin-wna16-int8act/1"},
     "gptq-int8-g64-qwen3moe": {"marlin-wna16-int8act/1"},
     "mxfp4-gptoss": FP16_MXFP4,
+    "modelopt-fp8-qwen3moe": FP8,
 }
 
 #: What the matrices do not tell: scales of activations, and divisors that share their float32 reciprocal with others.
-KEPT = {"ct-nvfp4a16-qwen3moe": 4, "ct-nvfp4-qwen3moe": 14, "ct-fp8-tensor-qwen3moe": 18}
+KEPT = {"ct-nvfp4a16-qwen3moe": 4, "ct-nvfp4-qwen3moe": 14, "ct-fp8-tensor-qwen3moe": 18, "modelopt-nvfp4-qwen3moe": 12}
 
 CASES = [(name, layout) for name, layouts in EXACT.items() for layout in sorted(layouts)]
 LOSSY_CASES = [(name, layout) for name, layouts in LOSSY.items() for layout in sorted(layouts)]

@@ -64,6 +64,8 @@ FAST_PATHS: dict[str, set[str]] = {
     "gptq-int4-g32-actorder-qwen3moe": set(),
     "gptq-int4-g32-qwen3moe": _WNA16 | {"xpu-wna16/1"},
     "gptq-int8-g64-qwen3moe": _WNA16,
+    "modelopt-fp8-qwen3moe": set(),
+    "modelopt-nvfp4-qwen3moe": set(),
     "mxfp4-gptoss": _MXFP4,
 }
 

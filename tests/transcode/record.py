@@ -35,6 +35,8 @@ NOT_RECORDED = {
     "ct-mxfp8-qwen3moe",
     "ct-nvfp4-qwen3moe",
     "ct-nvfp4a16-qwen3moe",
+    "modelopt-fp8-qwen3moe",
+    "modelopt-nvfp4-qwen3moe",
 }
 
 #: Checkpoints of the record.

@@ -1,0 +1,220 @@
+"""NVFP4, FP8 and MXFP8 from headers to files: which backend is written for, what ranks decide, what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import moeq
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
+from moeq.errors import MoeqError
+from moeq.pipeline.convert import convert
+from moeq.pipeline.plan.candidates import Ask
+from moeq.pipeline.plan.feasible import answer
+from moeq.prove.restore import restore
+from moeq.prove.verify import verify
+
+
+def ask(folder: Path, gpu: str, **options: Any) -> Any:
+    return answer(moeq.open(folder), Ask(Deployment(gpu=parse_gpu(gpu), **options)))
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "backend"),
+    [
+        ("ct-fp8-block-qwen3moe", "H100", "TRITON"),
+        ("ct-fp8-channel-qwen3moe", "L40S", "TRITON"),
+        ("ct-fp8-tensor-qwen3moe", "L40S", "TRITON"),
+    ],
+)
+def test_what_the_engine_reads_as_it_is_is_not_converted_unless_another_kernel_is_asked_for(
+    checkpoints: Path, name: str, gpu: str, backend: str
+) -> None:
+    found = ask(checkpoints / name, gpu)
+    assert found.error is not None
+    assert found.error.code == "answer.nothing-to-convert"
+    assert f"runs {backend} here: it reads the checkpoint's weights as they are" in found.error.message
+    assert "--backend" in (found.error.hint or "")
+    assert ask(checkpoints / name, gpu, backend="marlin").first.layout == "marlin-fp8/1"
+    assert ask(checkpoints / name, "A100").first.layout == "marlin-fp8/1", "no FP8 units: the engine takes Marlin"
+
+
+def test_marlin_is_not_written_in_place_of_a_kernel_with_4_bit_activations(checkpoints: Path) -> None:
+    found = ask(checkpoints / "ct-nvfp4-qwen3moe", "B200")
+    assert found.error is not None
+    assert found.error.code == "answer.no-backend"
+    assert "FLASHINFER_TRTLLM: the engine swizzles the scales at load" in found.error.message
+    assert ask(checkpoints / "ct-nvfp4-qwen3moe", "B200", backend="marlin").first.layout == "marlin-nvfp4/1"
+    assert ask(checkpoints / "modelopt-nvfp4-qwen3moe", "H100").first.layout == "marlin-nvfp4/1"
+
+
+@pytest.mark.parametrize(("dtype", "layout"), [("bf16", "marlin-nvfp4/1"), ("fp16", "marlin-nvfp4-fp16/1")])
+def test_the_layout_follows_the_dtype(checkpoints: Path, dtype: str, layout: str) -> None:
+    assert ask(checkpoints / "ct-nvfp4a16-qwen3moe", "A100", dtype=dtype).first.layout == layout
+    assert ask(checkpoints / "ct-nvfp4a16-qwen3moe", "A100", dtype=dtype, engine="moeq").first.layout == layout
+
+
+def rescaled(source: Path, folder: Path, change: Callable[[str, Tensor], Tensor]) -> Path:
+    """A checkpoint with some tensors changed."""
+    shutil.copytree(source, folder)
+    tensors = {name: change(name, tensor) for name, tensor in load_file(source / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_every_rank_has_the_factor_of_its_own_experts(checkpoints: Path, tmp_path: Path) -> None:
+    """Expert e has scales 2**-e times as large; each of three ranks holds one expert."""
+
+    def change(name: str, tensor: Tensor) -> Tensor:
+        if not name.endswith("weight_scale") or ".experts." not in name:
+            return tensor
+        expert = int(name.split(".experts.")[1].split(".")[0])
+        return (tensor.float() / 2**expert).to(tensor.dtype)
+
+    source = rescaled(checkpoints / "ct-nvfp4a16-qwen3moe", tmp_path / "source", change)
+    where = Deployment(gpu=parse_gpu("A100"), ep=3)
+    manifest = convert(source, tmp_path / "out", where).manifest
+    checkpoint, converted = moeq.open(source), moeq.open(tmp_path / "out")
+    for layer in manifest.layers:
+        assert layer.sharding.written == "ranks"
+        assert "a power of two that follows from the largest one of all local experts" in layer.sharding.why
+        for rank in layer.ranks:
+            for role, matrix in rank.matrices.items():
+                name = matrix.tensors["scale_factor"]
+                entry = converted.source.tensors[name]
+                stored = converted.source.read_bytes(entry.file, entry.start, entry.end)
+                largest = max(
+                    float(checkpoint.matrix(layer.layer, e, role).scales.float().max()) for e in range(*rank.experts)
+                )
+                assert struct.unpack("<f", bytes(stored)) == (2.0 ** math.floor(math.log2(448 / largest)),)
+    assert verify(tmp_path / "out", source).ok
+    restore(tmp_path / "out", tmp_path / "back")
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
+def test_gate_and_up_with_two_global_scales(checkpoints: Path, tmp_path: Path) -> None:
+    """The kernel has one for both: refused, and counted where that is allowed; the source comes back all the same."""
+
+    def change(name: str, tensor: Tensor) -> Tensor:
+        return tensor * 2 if name.endswith("experts.1.up_proj.weight_scale_2") else tensor
+
+    source = rescaled(checkpoints / "modelopt-nvfp4-qwen3moe", tmp_path / "source", change)
+    where = Deployment(gpu=parse_gpu("A100"))
+    with pytest.raises(MoeqError, match="expert 1: marlin-nvfp4/1 would change 64 stored values of w13") as caught:
+        convert(source, tmp_path / "out", where)
+    assert caught.value.code == "usage.lossy"
+    manifest = convert(source, tmp_path / "out", where, allow_lossy=True).manifest
+    assert sum(layer.losses for layer in manifest.layers) == 128
+    assert any(name.endswith("up_proj.weight_scale_2") for name in manifest.restore.kept)
+    restore(tmp_path / "out", tmp_path / "back")
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
+def nan_scale(name: str, tensor: Tensor) -> Tensor:
+    if name.endswith("experts.0.up_proj.weight_scale"):
+        tensor = tensor.clone()
+        tensor.view(torch.uint8)[3, 1] = 0x7F
+    return tensor
+
+
+def replaced(suffix: str, value: Tensor) -> Callable[[str, Tensor], Tensor]:
+    return lambda name, tensor: value if name.endswith(suffix) else tensor
+
+
+UP = "layers.1.mlp.experts.0.up_proj"
+
+#: Source, damage, error code, part of the message.
+DAMAGED: dict[str, tuple[str, Callable[[str, Tensor], Tensor], str, str]] = {
+    "a NaN scale": ("ct-nvfp4-qwen3moe", nan_scale, "source.bad-data", "1 scales are not finite, first row 3 group 1"),
+    "a divisor of zero": (
+        "ct-nvfp4-qwen3moe",
+        replaced(f"{UP}.weight_global_scale", torch.zeros(1)),
+        "source.bad-data",
+        "weight_global_scale is 0.0, expected a positive number",
+    ),
+    "an infinite multiplier": (
+        "modelopt-nvfp4-qwen3moe",
+        replaced(f"{UP}.weight_scale_2", torch.tensor(float("inf"))),
+        "source.bad-data",
+        "the global scale is not finite",
+    ),
+    "scales of groups of 32": (
+        "ct-nvfp4-qwen3moe",
+        replaced(f"{UP}.weight_scale", torch.ones(64, 8).to(torch.float8_e4m3fn)),
+        "source.inconsistent",
+        "weight_scale is [64, 8], expected [64, 16] (one per 16 codes)",
+    ),
+    "blocks of another size": (
+        "ct-fp8-block-qwen3moe",
+        replaced(f"{UP}.weight_scale", torch.ones(2, 4, dtype=torch.bfloat16)),
+        "source.inconsistent",
+        "weight_scale is [2, 4], blocks of 128 x 128 need [1, 2]",
+    ),
+    "exponents of groups of 16": (
+        "ct-mxfp8-qwen3moe",
+        replaced(f"{UP}.weight_scale", torch.ones(64, 8, dtype=torch.uint8)),
+        "source.inconsistent",
+        "weight_scale is [64, 8], expected [64, 4] (one per 32 codes)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damage_is_named_with_the_arithmetic(checkpoints: Path, tmp_path: Path, name: str) -> None:
+    source, change, code, text = DAMAGED[name]
+    folder = rescaled(checkpoints / source, tmp_path / "source", change)
+    with pytest.raises(MoeqError) as caught:
+        convert(folder, tmp_path / "out", Deployment(gpu=parse_gpu("A100")))
+    assert caught.value.code == code
+    assert text in caught.value.message
+    assert "\n" not in caught.value.message
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("block", [[128], [128, 0], [128, -128], [128.0, 128], [True, 128], "128", "axb", {"a": 1}])
+def test_blocks_that_are_no_sizes_are_refused(checkpoints: Path, tmp_path: Path, block: object) -> None:
+    folder = tmp_path / "source"
+    shutil.copytree(checkpoints / "ct-fp8-block-qwen3moe", folder)
+    document = json.loads((folder / "config.json").read_text())
+    document["quantization_config"]["config_groups"]["group_0"]["weights"]["block_structure"] = block
+    (folder / "config.json").write_text(json.dumps(document))
+    with pytest.raises(MoeqError, match=r"block_structure is .*, expected two positive whole numbers") as caught:
+        moeq.open(folder)
+    assert caught.value.code == "source.bad-config"
+
+
+def test_per_module_algorithms_of_modelopt(checkpoints: Path, tmp_path: Path) -> None:
+    """`MIXED_PRECISION`: the entry of each module, or of the container of the experts, says how activations run."""
+    folder = tmp_path / "source"
+    shutil.copytree(checkpoints / "modelopt-nvfp4-qwen3moe", folder)
+    layers = {
+        "model.layers.0.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16},
+        **{
+            f"model.layers.1.mlp.experts.{expert}.{name}": {"quant_algo": "W4A16_NVFP4", "group_size": 16}
+            for expert in range(2)
+            for name in ("gate_proj", "up_proj", "down_proj")
+        },
+    }
+    mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    document = json.loads((folder / "config.json").read_text())
+    document["quantization_config"] = {"quant_method": "modelopt", **mixed}
+    (folder / "config.json").write_text(json.dumps(document))
+    (folder / "hf_quant_config.json").write_text(
+        json.dumps({"producer": {"name": "modelopt", "version": "0.47.0"}, "quantization": mixed})
+    )
+    checkpoint = moeq.open(folder)
+    first, second = checkpoint.scheme_of(0), checkpoint.scheme_of(1)
+    assert first.activation is not None
+    assert (first.activation.dtype, first.checkpoint_format) == ("e2m1", "nvfp4")
+    assert (second.activation, second.checkpoint_format) == (None, "w4a16_nvfp4")
