@@ -234,11 +234,11 @@ def test_what_is_said_to_load_is_loaded(checkpoints: Path, tmp_path: Path) -> No
         name, tp, ep = rng.choice(names), rng.choice((1, 2, 4)), rng.choice((1, 1, 2))
         gpu = GPUS[rng.choice(("sm80", "sm90", "sm100"))]
         where = Deployment(gpu=gpu, tp=tp, ep=ep, engine=rng.choice(("vllm@0.33.0", "moeq")))
-        found = answer(moeq.open(checkpoints / name), Ask(where))
+        found = answer(moeq.open(checkpoints / name), Ask(where, allow_lossy=True))
         if not found.ok:
             continue
         folder = tmp_path / str(number)
-        moeq.convert(checkpoints / name, folder, where)
+        moeq.convert(checkpoints / name, folder, where, allow_lossy=True)
         claimed = any(loader.name == "load_experts" for loader in found.loaders)
         ranks = range(ep if ep > 1 else tp)
         size = {"ep_size": ep} if ep > 1 else {"tp_size": tp}
