@@ -7,9 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+import moeq
 from moeq.check.run_check import CheckOptions, run_check
 from moeq.errors import MoeqError
 from moeq.layouts.registry import LAYOUTS
+from moeq.reference.moe import Expert, Linear, moe
+from moeq_kernels import fused_moe
 from moeq_kernels.formats import FORMATS
 
 INTEGER = ("marlin-wna16/1", "triton-wna16/1")
@@ -49,6 +52,22 @@ QUICK = CheckOptions(layers=[1], tokens=[1, 5])
 def test_no_layout_with_a_kernel_is_left_out() -> None:
     readable = {layout for layout, _ in FORMATS} & set(LAYOUTS) - HALF
     assert readable == {layout for layouts in LAYOUTS_OF.values() for layout in layouts}
+
+
+@pytest.mark.parametrize("name", ["ct-nvfp4-qwen3moe", "ct-fp8-block-qwen3moe", "ct-mxfp8-qwen3moe"])
+def test_loaded_experts_are_those_of_the_source(name, conversions, checkpoints) -> None:
+    (layout,) = LAYOUTS_OF[name]
+    experts = moeq.load_experts(conversions(name, layout), 1, device="cpu", check_gpu=False)
+    source, generator = moeq.open(checkpoints / name), torch.Generator().manual_seed(3)
+    x = torch.randn(4, experts.w13.k, generator=generator).to(torch.bfloat16)
+    weights = torch.rand(4, 2, generator=generator)
+    ids = torch.stack([torch.randperm(experts.num_experts, generator=generator)[:2] for _ in range(4)])
+
+    def expert(number: int) -> Expert:
+        return Expert(*(Linear(source.dequantize(1, number, part)) for part in ("gate", "up", "down")))
+
+    wanted = moe(x.float(), expert, weights, ids)
+    assert float((fused_moe(x, experts, weights, ids).float() - wanted).norm() / wanted.norm()) < 0.005
 
 
 @pytest.mark.parametrize("name", ["ct-fp8-block-qwen3moe", "ct-fp8-channel-qwen3moe", "ct-fp8-tensor-qwen3moe"])

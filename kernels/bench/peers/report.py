@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from html import escape
 from typing import Any
 
+from bench.peers.contenders import NOT_RUN
 from bench.peers.evaluate import OURS, TARGETS, Cell, judge, peers_of, scores, time_of
 
 #: Line colours, told apart also by those who see few colours; ours is drawn thicker.
@@ -25,6 +26,7 @@ def markdown(run: dict[str, Any]) -> str:
     parts = [*_heading(run), "", *_targets(run), "", *_scores(run)]
     for name in dict.fromkeys(cell["format"] for cell in run["cells"]):
         parts += ["", f"## {name}", "", *_cells([cell for cell in run["cells"] if cell["format"] == name])]
+    parts += ["", "## Not run", "", *(f"* {name}: {reason}." for name, reason in NOT_RUN.items())]
     return "\n".join(parts) + "\n"
 
 

@@ -16,6 +16,22 @@ CONTENDERS = {
     "vllm-triton": "bench.peers.contenders.vllm_triton:Triton",
 }
 
+#: Peers that nobody here has run, and why: no figure of ours says anything about them.
+NOT_RUN = {
+    "FlashInfer SM90 CUTLASS MXFP4 (0.7.2)": (
+        "no contender is written: its kernels are compiled beside the GPU, by nvcc and ninja, from sources in its wheel"
+    ),
+    "LMDeploy TurboMind int4 and MXFP4 (0.18)": (
+        "no contender is written: `LlamaLinear.forward_moe` belongs to a compiled extension, which no CPU loads"
+    ),
+    "vLLM's CUTLASS W4A8": (
+        "no contender is written: it multiplies int4 weights with e4m3 activations, which no kernel here does"
+    ),
+    "DeepGEMM's FP8 products in groups": (
+        "no contender is written: the FP8 kernels here are portable ones, which have run in the interpreter only"
+    ),
+}
+
 #: Which of them know a format.
 BY_FORMAT = {
     "int4": ("moeq", "marlin", "humming", "vllm-triton"),
@@ -35,4 +51,4 @@ def make(name: str) -> Contender:
     return contender
 
 
-__all__ = ["BY_FORMAT", "CONTENDERS", "Absent", "Contender", "make"]
+__all__ = ["BY_FORMAT", "CONTENDERS", "NOT_RUN", "Absent", "Contender", "make"]
