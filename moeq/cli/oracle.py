@@ -279,6 +279,9 @@ def _table(console: Console, title: str, cells: Sequence[Cell]) -> None:
     noted = {advisory.code for cell in cells for advisory in cell.verdict.advisories}
     if noted:
         console.print(f"* with advisories: {', '.join(sorted(noted))} (moeq explain CODE)")
+    for cell in cells:
+        if cell.refused is not None and cell.verdict.ok:
+            console.print(f"{cell.name}: runs, and convert cannot write for it: {cell.refused}", markup=False)
 
 
 def _names(text: str | None) -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_scripts import make_checkpoint as generator
 from oracle.examples import CHECKPOINTS, every_scheme
 from pipeline.mixing import rewritten, with_layer_of
 
@@ -92,6 +93,15 @@ def test_required_cells_are_the_sweep_where_no_option_names_one(capsys: pytest.C
     cells = {(cell["gpu"], cell["tp"]) for cell in document(capsys)["cells"]}
     assert cells == {(gpu, tp) for gpu in ("A100", "H100") for tp in (1, 2)}
     assert run(["oracle", SRC, "--gpu", "H100", "--require", "A100/tp2", "--json"]) == 2
+
+
+def test_the_matrix_says_what_convert_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = generator.Size(layers=1, experts=2, vocab=64)
+    generator.write_checkpoint(tmp_path / "s", generator.MODELS["qwen3-30b-a3b"], "gptq", size, sparse=True)
+    assert run(["oracle", str(tmp_path / "s"), "--gpu", "A100", "--tp", "2,4"]) == 0
+    shown = capsys.readouterr().out
+    assert "A100/tp4/ep1: runs, and convert cannot write for it: " in shown
+    assert "A100/tp2" not in shown
 
 
 def test_wrong_options_are_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
