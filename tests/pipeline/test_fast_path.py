@@ -325,7 +325,7 @@ LAYOUT_OF = {"w8a8-int8": "int8-w8a8/1", "mxfp4": "marlin-mxfp4/1"}
 
 
 @pytest.mark.parametrize(("kind", "edit", "code"), DECLINED)
-def test_odd_values_are_left_to_the_general_path(kind, edit, code, tmp_path: Path) -> None:
+def test_odd_values_are_left_to_the_reference_path(kind, edit, code, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, kind, Sizes(128, 64), edit)
     plan, on = fast_paths(checkpoint, LAYOUT_OF.get(kind, "marlin-wna16/1"))
     odd = OnFastPath(checkpoint, plan, "w2", 0, on["w2"])
@@ -337,7 +337,7 @@ def test_odd_values_are_left_to_the_general_path(kind, edit, code, tmp_path: Pat
     assert caught.value.code == code
 
 
-def test_scales_that_fp16_cannot_hold_are_left_to_the_general_path(checkpoints: Path) -> None:
+def test_scales_that_fp16_cannot_hold_are_left_to_the_reference_path(checkpoints: Path) -> None:
     checkpoint = moeq.open(checkpoints / "ct-mxfp4-qwen3moe")
     plan, on = fast_paths(checkpoint, "marlin-mxfp4-fp16/1")
     for exponent, held in ((0, True), (1, False), (102, False), (103, True), (142, True), (143, False)):
@@ -346,7 +346,7 @@ def test_scales_that_fp16_cannot_hold_are_left_to_the_general_path(checkpoints: 
         assert case.pack() is held
 
 
-def test_a_group_index_that_means_nothing_is_left_to_the_general_path(tmp_path: Path) -> None:
+def test_a_group_index_that_means_nothing_is_left_to_the_reference_path(tmp_path: Path) -> None:
     """With one group per row, `g_idx` changes no value, but the source cannot be rebuilt without it."""
 
     def one_group(tensors: dict[str, Tensor]) -> None:
@@ -437,9 +437,9 @@ def test_a_conversion_is_the_same_folder_either_way(name, layout, tp, checkpoint
     assert all(taken)
     monkeypatch.setattr(words, "COMPILED_FROM", 1 << 60)
     before = len(taken)
-    convert(checkpoints / name, tmp_path / "general", deployment, layout=layout, force_layout=True, workers=2)
+    convert(checkpoints / name, tmp_path / "reference", deployment, layout=layout, force_layout=True, workers=2)
     assert len(taken) == before
-    fast_path, general = (
-        {path.name: path.read_bytes() for path in (tmp_path / way).iterdir()} for way in ("fast", "general")
+    fast_path, reference = (
+        {path.name: path.read_bytes() for path in (tmp_path / way).iterdir()} for way in ("fast", "reference")
     )
-    assert fast_path == general
+    assert fast_path == reference
