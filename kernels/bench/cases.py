@@ -100,7 +100,7 @@ def random_nvfp4(
     device = generator.device
     codes = torch.randint(0, 16, shape, generator=generator, device=device, dtype=torch.uint8)
     stored = torch.randint(64, 112, (experts, n, k // 16), generator=generator, device=device, dtype=torch.uint8)
-    stored[torch.rand(stored.shape, generator=generator, device=device) < 0.05] = 3  # a subnormal one
+    stored[torch.rand(stored.shape, generator=generator, device=device) < 0.05] = 8  # the least that Marlin keeps
     scales = stored.view(torch.float8_e4m3fn)
     factor = 0.5 + torch.rand(experts, generator=generator, device=device)
     whole = (factor / (130 * k**0.5)).float()

@@ -77,20 +77,21 @@ def packed_by_moeq(layout_id: str, spec: MatrixSpec, matrix: Quantised) -> Packe
     def of(tensor: torch.Tensor | None, expert: int) -> torch.Tensor | None:
         return None if tensor is None else tensor[expert]
 
-    experts = [
-        layout.pack(
-            QuantizedMatrix(
-                spec=spec,
-                codes=matrix.codes[expert],
-                scales=matrix.scales[expert],
-                zeros=None if matrix.zeros is None else matrix.zeros[expert].to(torch.int16),
-                group_index=None if matrix.group_index is None else matrix.group_index[expert].to(torch.int32),
-                global_scale=None if matrix.global_scale is None else matrix.global_scale[expert].expand(spec.n),
-                bias=of(matrix.bias, expert) if spec.bias_dtype else None,
-            )
+    matrices = [
+        QuantizedMatrix(
+            spec=spec,
+            codes=matrix.codes[expert],
+            scales=matrix.scales[expert],
+            zeros=None if matrix.zeros is None else matrix.zeros[expert].to(torch.int16),
+            group_index=None if matrix.group_index is None else matrix.group_index[expert].to(torch.int32),
+            global_scale=None if matrix.global_scale is None else matrix.global_scale[expert].expand(spec.n),
+            bias=of(matrix.bias, expert) if spec.bias_dtype else None,
         )
         for expert in range(EXPERTS)
     ]
+    if layout.calibration_scope is not None:  # it has to have seen every expert
+        layout = layout.with_calibration(max(layout.calibrate(one) or 0.0 for one in matrices))
+    experts = [layout.pack(one) for one in matrices]
     parts = {name: torch.stack([expert[name] for expert in experts]) for name in experts[0]}
     return PackedMatrix(layout_id, n=spec.n, k=spec.k, element=spec.element, group_size=matrix.group_size, **parts)
 
