@@ -84,15 +84,7 @@ def safe_names(names: Iterable[object], where: str) -> tuple[str, ...]:
         MoeqError: `source.unsafe-path`, `source.reserved-name`.
     """
     found = tuple(safe_name(name, where) for name in names)
-    homes: dict[str, str] = {}
-    for name in found:
-        other = homes.setdefault(folded(name), name)
-        if other != name:
-            raise MoeqError(
-                "source.unsafe-path",
-                f"{where}: {ascii(other)[:200]} and {ascii(name)[:200]} are one file on systems that ignore case",
-                "rename one of them",
-            )
+    homes = require_distinct(found, where)
     for key, name in homes.items():
         parts = key.split("/")
         inside = next((up for n in range(1, len(parts)) if (up := "/".join(parts[:n])) in homes), None)
@@ -100,6 +92,24 @@ def safe_names(names: Iterable[object], where: str) -> tuple[str, ...]:
             message = f"{where}: {ascii(homes[inside])[:200]} is a file, and a folder for {ascii(name)[:200]}"
             raise MoeqError("source.unsafe-path", message)
     return found
+
+
+def require_distinct(names: Iterable[str], where: str) -> dict[str, str]:
+    """Refuse names of which two are one file where case does not count. Returns each by its folded form.
+
+    Raises:
+        MoeqError: `source.unsafe-path`.
+    """
+    homes: dict[str, str] = {}
+    for name in names:
+        other = homes.setdefault(folded(name), name)
+        if other != name:
+            raise MoeqError(
+                "source.unsafe-path",
+                f"{where}: {ascii(other)[:200]} and {ascii(name)[:200]} are one file on systems that ignore case",
+                "rename one of them",
+            )
+    return homes
 
 
 def is_own(name: str) -> bool:

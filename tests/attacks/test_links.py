@@ -80,6 +80,22 @@ def test_a_folder_with_a_link_and_nothing_else(place: Place, name: str, force: b
     assert place.strangers() == before
 
 
+def test_a_link_in_the_place_of_a_folder_for_the_work(place: Place) -> None:
+    """Into which a repository's files would be fetched, and from which they would be removed."""
+    from moeq.errors import MoeqError
+    from moeq.pipeline.state.folder import WorkFolder
+    from moeq.pipeline.state.journal import JobStamp
+
+    interrupt(place)
+    (place.partial / "moeq-work.source").symlink_to(place.photos)
+    before = place.strangers()
+    with pytest.raises(MoeqError) as caught:
+        WorkFolder(place.out, JobStamp("x")).work("source")
+    assert caught.value.code == "environment.planted"
+    assert place.convert().code in (0, 2, 3)
+    assert place.strangers() == before
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a folder away")
 @pytest.mark.parametrize("argv", [["convert"], ["convert", "--force"], ["convert", "--shard", "0/2"], ["restore"]])
 def test_a_work_folder_of_another_user(converted_place: Place, argv: list[str]) -> None:

@@ -223,6 +223,25 @@ def test_a_source_may_hold_moeqs_names(place: Place, name: str, content: bytes) 
 
 
 @pytest.mark.parametrize(
+    "name",
+    [
+        "Model-00001-of-00003.SAFETENSORS",
+        "MODEL.SAFETENSORS.INDEX.JSON",
+        "CONFIG.JSON",
+        "ｃonfig.json",
+        "Quantize_Config.json",
+    ],
+)
+def test_names_that_are_one_where_case_does_not_count(place: Place, name: str) -> None:
+    """With a file of the source, or with one that a conversion makes."""
+    (place.source / name).write_bytes(b"{}")
+    before = tree(place.home)
+    answer = place.convert()
+    assert (answer.code, answer.error) == (4, "source.unsafe-path"), answer
+    assert tree(place.home) == before
+
+
+@pytest.mark.parametrize(
     "card",
     [
         "---\nlibrary_name: moeq\n---\n# mine\n",

@@ -239,8 +239,16 @@ class WorkFolder:
         self._journal = self._files = self._parent = None
 
     def work(self, name: str) -> Path:
-        """Where this process may keep something that is not published. Not made; survives interruptions."""
-        return self.path / f"{WORK_PREFIX}{name}{'.' + self.share if self.share else ''}"
+        """Where this process may keep something that is not published. Not made; survives interruptions.
+
+        Raises:
+            MoeqError: `environment.planted` where a link has that name.
+        """
+        path = self.path / f"{WORK_PREFIX}{name}{'.' + self.share if self.share else ''}"
+        if path.is_symlink():
+            detail = f"{path} is a link; moeq did not put it there and does not follow it"
+            raise MoeqError("environment.planted", detail, "look who else writes to this folder, and remove it")
+        return path
 
     def reopen(self) -> None:
         """Units are executed again: take away what an earlier run wrote last, which says that all are finished."""

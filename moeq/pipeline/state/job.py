@@ -17,6 +17,7 @@ from blake3 import blake3
 from moeq.checkpoint.files import stat_regular
 from moeq.checkpoint.index import INDEX_NAME
 from moeq.checkpoint.manifest import MANIFEST_NAME
+from moeq.checkpoint.paths import require_distinct
 from moeq.checkpoint.source import CONFIG_NAME, LocalSource, Source
 from moeq.deploy.deployment import Deployment
 from moeq.errors import MoeqError
@@ -142,7 +143,9 @@ def open_job(request: JobRequest, checkpoint: Checkpoint | None = None, expect: 
             f"this source with these options gives plan {plan.digest[:16]}, the plan asked for is {expect[:16]}",
             "source, deployment, options and moeq's version have to be those of `moeq plan`",
         )
-    return Job(checkpoint, plan, request, targets, side_files)
+    job = Job(checkpoint, plan, request, targets, side_files)
+    require_distinct(job.outputs, checkpoint.source.name)
+    return job
 
 
 def job_stamp(job: Job) -> JobStamp:
