@@ -164,7 +164,7 @@ UNLOCKS = (
 def test_what_unlocks_a_backend_does(sources: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     """The change that the oracle names for a backend makes the engine run it when it is asked for."""
     rng, tried = random.Random(SEED), 0
-    for _ in range(12):
+    for _ in range(24):
         gpu = rng.choice(("A100", "H100", "B200", "MI300X"))
         argv = ["oracle", str(sources[rng.choice(sorted(sources))]), "--gpu", gpu, "--tp", rng.choice("1248")]
         for row in called(capsys, argv)[1]["verdict"]["candidates"]:
