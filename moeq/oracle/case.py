@@ -39,6 +39,7 @@ class Method:
         padded_intermediate: the method widens a rank's shard to this before anything else, None where it does not.
         fixed: the method has one backend and class, no selection: `(backend, experts)`.
         built_in: the same where the method has no experts class at all, but a kernel call of its own.
+        first_class: whatever selection says, the first class of the selected backend is taken.
         notes: what is worth saying.
     """
 
@@ -62,6 +63,7 @@ class Method:
     padded_intermediate: int | None = None
     fixed: tuple[str, str] | None = None
     built_in: tuple[str, str | None] | None = None
+    first_class: bool = False
     notes: tuple[str, ...] = ()
 
 

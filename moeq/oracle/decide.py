@@ -16,7 +16,7 @@ from moeq.oracle.engines.vllm.readers import PREFIX
 from moeq.oracle.outcome import Outcome
 from moeq.oracle.policy import BUILTIN, choose_engine, load_policy
 from moeq.oracle.records import MoeShape, Verdict
-from moeq.oracle.suggest import suggested
+from moeq.oracle.suggest import nearest_yes, suggested
 from moeq.schemes.base import Scheme
 
 
@@ -80,7 +80,8 @@ def judge_config(
 
     mattered = sensitivity(outcome, lambda other: again(config, shape, other))
     candidates = suggested(outcome, shape, again, admits)
-    return replace(verdict, mattered=mattered, candidates=candidates)
+    works = None if verdict.ok else nearest_yes(outcome, shape, again, admits)
+    return replace(verdict, mattered=mattered, candidates=candidates, works=works.text if works else None)
 
 
 def _beside(outcome: Outcome, other: Outcome) -> str:

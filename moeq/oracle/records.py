@@ -245,6 +245,7 @@ class Verdict:
         notes: facts worth saying (inferred sizes, fallbacks taken).
         reported_backend: what the engine's log calls it, where that is not what runs.
         no_convert: why `convert` is None although a backend was chosen.
+        works: the nearest single change with which the engine runs, tried as a whole, where it does not run.
     """
 
     engine: str
@@ -269,6 +270,7 @@ class Verdict:
     notes: tuple[str, ...] = ()
     reported_backend: str | None = None
     no_convert: str | None = None
+    works: str | None = None
 
     @property
     def chosen(self) -> CandidateReport | None:
@@ -294,7 +296,9 @@ class Verdict:
 
     @property
     def nearest(self) -> str | None:
-        """The nearest thing that works, or None."""
+        """The nearest thing that works, or None: what was tried first, then what the failed rules say."""
+        if self.works is not None:
+            return self.works
         if self.error is not None and self.error.hint:
             return self.error.hint
         remedies = [gate.remedy for gate in self.gates if not gate.passed and gate.remedy]

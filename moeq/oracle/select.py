@@ -231,6 +231,9 @@ def select(case: Case) -> Selection:
             search.unchecked.reported if search.unchecked and chosen.backend == search.unchecked.backend else None
         )
         notes += _fallback(case, family, chosen)
+        if case.method.first_class:
+            first = Attempt(chosen.backend, family.backends[chosen.backend].classes[0], chosen.activation_key or "none")
+            chosen = judge(case, family.backends[chosen.backend], [first])
         return Selection(chosen, None, _with(candidates, chosen), notes, reported)
     error = _error(case, family, search, asked if not ignored else "auto", reports, candidates)
     return Selection(None, error, candidates, notes)

@@ -56,6 +56,33 @@ def suggested(
     return tuple(row if row.supported else replace(row, unlock=found.get(row.backend) or rest(row)) for row in rows)
 
 
+def nearest_yes(
+    outcome: Outcome, shape: MoeShape, again: Again, admits: Callable[[Deployment], bool] | None = None
+) -> Change | None:
+    """The first change with which the engine runs, whatever backend it takes then; None where no single change helps.
+
+    Tried as a whole: config, selection and every gate.
+    """
+    for change in (*_asked(outcome, shape), *changes(outcome, shape)):
+        if admits is not None and not admits(change.deployment):
+            continue
+        if again(change.config, change.shape, change.deployment).runs is not None:
+            return change
+    return None
+
+
+def _asked(outcome: Outcome, shape: MoeShape) -> Iterator[Change]:
+    """Other names, or none: what was asked for is left out; a backend that its name alone reaches is asked for."""
+    d, config, flag = outcome.case.deployment, outcome.config, outcome.case.policy.backend_flag
+    if d.backend != "auto":
+        yield Change(f"no {flag}", config, shape, replace(d, backend="auto"))
+    if d.quantization is not None and config:
+        yield Change("no --quantization", config, shape, replace(d, quantization=None))
+    if d.backend == "auto":
+        for name in dict.fromkeys(row.flag for row in outcome.selection.candidates if row.flag):
+            yield Change(f"{flag} {name}", config, shape, replace(d, backend=name))
+
+
 def builds(outcome: Outcome, row: CandidateReport) -> bool:
     """Whether the engine would get that backend through every gate."""
     return all(gate.passed for gate in run_gates(outcome.stage(row)))

@@ -78,7 +78,13 @@ def short(found: Row) -> Row:
     if isinstance(found.get("sizes"), list):
         row["sizes"] = found["sizes"]
     row.update({name: found[name] is None for name in ("create", "validate") if name in found})
+    if (found.get("create") or {}).get("msg") in _NO_DEVICE:
+        del row["create"]
     return row
+
+
+#: Ways in which weights cannot be made where there is no device: no answer of the engine's.
+_NO_DEVICE = ("Torch not compiled with CUDA enabled", "'intermediate_size_full'")
 
 
 # ------------------------------------------------------------------------------------------------ moeq's side

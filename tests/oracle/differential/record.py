@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("site")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--sample", metavar="VERSION")
+    parser.add_argument("--questions", type=Path, metavar="FILE", help="JSON rows of world and case, instead of a seed")
     parser.add_argument("--seed", help="default: of this release")
     for name, default in (("cases", 80), ("worlds", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -88,8 +89,13 @@ def main() -> None:
         head = samples.Head.of(options.sample, digest_of(options.site), options.seed or samples.release_seed())
         samples.save(head, answers(options.site, list(head.jobs())))
         return
+    if options.questions:
+        rows = map(json.loads, options.questions.read_text(encoding="utf-8").splitlines())
+        jobs = [(row["world"], [row["case"]]) for row in rows]
+    else:
+        jobs = list(cases.jobs(options.seed, options.cases, options.worlds))
     with options.out.open("w", encoding="utf-8") as out:
-        for row in answers(options.site, list(cases.jobs(options.seed, options.cases, options.worlds))):
+        for row in answers(options.site, jobs):
             out.write(json.dumps(row) + "\n")
 
 

@@ -13,6 +13,7 @@ from moeq.oracle.engines.vllm.readers import (
     Config,
     ConfigRefusal,
     Question,
+    check_marlin_input,
     marlin_fails,
     refuse,
     unquantized,
@@ -135,7 +136,8 @@ def read_compressed_tensors(question: Question) -> Method:
     config = question.config
     targets = _groups(config, question.policy)
     # Without a gate half the engine asks for the scheme of a projection called None.
-    projections = _PROJECTIONS if question.gated else ("gate_proj", "None", "down_proj")
+    usual = question.gated or not question.policy.since("0.32.0")
+    projections = _PROJECTIONS if usual else ("gate_proj", "None", "down_proj")
     found = [_group_of(targets, config, f"{question.prefix}.0.{projection}") for projection in projections]
     # Groups with the same content are the same scheme, whatever their names.
     if len({repr(row[1]) if row else None for row in found}) > 1:
@@ -205,6 +207,7 @@ def _wna16(question: Question, weights: Arguments, inputs: Arguments | None, for
         built_in = _wna16_built_in(question, weights)
         if built_in is not None:
             return built_in
+        check_marlin_input(question.probe)
     if not weights.symmetric and weights.bits not in (4, 8) and not policy.since("0.31.0"):
         text = f"weight-only experts of {weights.bits} bits with zero points are not in this version's table of types"
         raise ConfigRefusal("KeyError", "CONFIG", text, "a symmetric checkpoint, or vLLM 0.31 and newer", "G0")

@@ -588,6 +588,8 @@ class SelectionProbe:
     def __init__(self, family: str, select: Callable[..., Any], asked: Asked, world: World, domain: Domain) -> None:
         self.family, self.select, self.asked, self.world, self.domain = family, select, asked, world, domain
         self.env: dict[str, str] = {}
+        sandbox.apply({**world, "env": {}})  # the search before this one may have left its variables
+        _layers.clear()
         self.known: dict[str, str] = {}
         self.names: dict[int, str] = {}
         self.refusal = ""
@@ -727,7 +729,6 @@ def _effect(search: SelectionProbe, before: str, changes: list[dict[str, Any]]) 
 def selection_rows(world: World, domain: Domain) -> Iterator[dict[str, Any]]:
     """Every family's searches on the current device, by requested backend."""
     asked = Asked()
-    sandbox.apply({**world, "env": {}})
     for family, select in _selectors().items():
         search = SelectionProbe(family, select, asked, world, domain)
         table = factors(family, world["kind"], domain)
@@ -741,7 +742,6 @@ def selection_rows(world: World, domain: Domain) -> Iterator[dict[str, Any]]:
 def probe(world: World, domain: Domain) -> Iterator[list[str]]:
     """Some of every table's searches on the current device: where they are the same, so are the tables."""
     asked = Asked()
-    sandbox.apply({**world, "env": {}})
     for family, select in _selectors().items():
         search = SelectionProbe(family, select, asked, world, domain)
         table = factors(family, world["kind"], domain)

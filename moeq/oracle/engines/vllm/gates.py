@@ -152,6 +152,8 @@ _EPLB: dict[str, tuple[str, ...] | None] = {
     "QuarkW8A8Mxfp8MoEMethod": None,
 }
 
+_EPLB_BEFORE_0_28 = ("CompressedTensorsWNA16MoEMethod", "CompressedTensorsWNA16RDNA3MoEMethod")
+
 
 def _eplb(stage: Stage) -> Iterator[Failed]:
     case = stage.case
@@ -159,7 +161,8 @@ def _eplb(stage: Stage) -> Iterator[Failed]:
         return
     name, backend = case.method.name, stage.selected.backend if stage.selected else None
     backends = _EPLB.get(name, ())
-    supported = "Online" in name or backends is None or backend in backends
+    older = not case.policy.since("0.28.0") and name in _EPLB_BEFORE_0_28
+    supported = "Online" in name or backends is None or backend in backends or older
     if not supported:
         text = f"EPLB: {name} does not support it{f' for {backend}' if backends else ''}"
         yield Failed("NotImplementedError", text, "no expert load balancing", "EPLB")
@@ -186,7 +189,8 @@ def _create(stage: Stage) -> Iterator[Failed]:
 def _groups(case: Case) -> Iterator[Failed]:
     method = case.method
     group, hidden, inner = method.group_size, transported_hidden(case), case.intermediate
-    if method.name in ("MoeWNA16Method", "AutoAWQMoEMethod") and group is not None and group < 0:
+    whole = ("MoeWNA16Method", "AutoAWQMoEMethod", *(() if case.policy.since("0.31.0") else ("HummingMoEMethod",)))
+    if method.name in whole and group is not None and group < 0:
         yield Failed(
             "RuntimeError", f"group_size {group} gives a negative number of groups", "requantise with a group size"
         )
@@ -195,7 +199,7 @@ def _groups(case: Case) -> Iterator[Failed]:
         if shrunk < 32 and shrunk != group:
             text = f"group size {group} is halved to {shrunk} to divide {hidden} and {inner} per rank, below 32"
             yield Failed("AssertionError", text, nearest_tp(case, lambda s: shrunk_group(hidden, s, group) >= 32))
-    if method.name == "CompressedTensorsWNA16MoEMethod" and group is not None and group > 0:
+    if method.name.startswith("CompressedTensorsWNA16") and group is not None and group > 0:
         for what, size in (("hidden size", hidden), ("intermediate size per rank", inner)):
             if size % group:
                 remedy = nearest_tp(case, lambda s: s % group == 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -175,8 +176,11 @@ def _mx(question: Question, weight: Config, inputs: Config | None) -> Method | N
     fits, activation = _mx_inputs(inputs) if key else (False, None)
     if key is None or not fits:
         return None
+    policy = question.policy
     if key == "kMxfp8Static":
-        return _mxfp8(question, activation) if question.policy.since("0.33.0") else None
+        if policy.since("0.31.0") and not policy.since("0.33.0"):
+            refuse("Quark MXFP8 experts are not supported by this version", "vLLM 0.33 and newer")
+        return _mxfp8(question, activation) if policy.since("0.33.0") else None
     element = str(weight["dtype"])
     runs = "fp8" if activation in ("kFp8StaticTensorSym", "kFp8DynamicTensorSym") else (inputs or {}).get("dtype")
     if activation == "kMxfp8Dynamic" or runs not in _MX_SCHEMES[element]:
@@ -186,9 +190,9 @@ def _mx(question: Question, weight: Config, inputs: Config | None) -> Method | N
     if activation == "kFp8DynamicTensorSym":
         raise ConfigRefusal("NotImplementedError", "CONFIG", "dynamic fp8 activations with MX weights", code="G0")
     if selects:
-        return method
+        return replace(method, first_class=not policy.since("0.33.0"))
     emulated = ("EMULATION", "OCP_MXQuantizationEmulationTritonExperts")
-    return Method(**{**vars(method), "fixed": emulated})
+    return replace(method, fixed=emulated)
 
 
 def _mxfp8(question: Question, activation: str | None) -> Method:

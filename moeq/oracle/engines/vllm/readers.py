@@ -119,6 +119,7 @@ def read_gptq(question: Question) -> Method:
         return moe_wna16(question, bits, group, zero_points=not sym, note="Marlin's shape test fails")
     rule = dynamic_rule(config, question.prefix)
     if rule is not None and rule.get("skip"):
+        check_marlin_input(question.probe)  # the method is made before the rule is read
         return unquantized()
     if rule:
         bits, group = rule.get("bits", bits), rule.get("group_size", group)
