@@ -296,11 +296,11 @@ class Verdict:
 
     @property
     def nearest(self) -> str | None:
-        """The nearest thing that works, or None: what was tried first, then what the failed rules say."""
-        if self.works is not None:
-            return self.works
+        """The nearest thing that works, or None: the refusal's own hint, what was tried, what the failed rules say."""
         if self.error is not None and self.error.hint:
             return self.error.hint
+        if self.works is not None:
+            return self.works
         remedies = [gate.remedy for gate in self.gates if not gate.passed and gate.remedy]
         if remedies:
             return "; ".join(dict.fromkeys(remedies))
