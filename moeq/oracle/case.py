@@ -172,7 +172,7 @@ class Case:
     def gemm_type(self) -> str:
         """The GEMM type that Humming prefers: indexed without expert parallelism, grouped with it."""
         forced = (self.env("VLLM_HUMMING_MOE_GEMM_TYPE") or "auto").lower()
-        if not self.policy.since("0.28.0"):
+        if not self.policy.since("0.30.0"):
             return "grouped_contiguous" if forced in ("grouped", "grouped_contiguous") else "indexed"
         if forced == "auto":
             return "grouped_contiguous" if self.use_ep else "indexed"

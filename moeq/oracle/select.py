@@ -219,9 +219,9 @@ def select(case: Case) -> Selection:
         tried = _by_backend(search.attempts)
         reports = tuple(judge(case, family.backends[name], attempts) for name, attempts in tried.items())
         chosen = next((row for row in reports if row.supported), None)
-    if not case.policy.since("0.30.0") and _unprintable(case, search, chosen):
+    if not case.policy.since("0.28.0") and _unprintable(case, search, chosen):
         text = f"a candidate refuses {case.method.weight_key}, and this version fails to print that key"
-        error = EngineError("KeyError", "OTHER", text, "vLLM 0.30 and newer", "P04_SCHEME")
+        error = EngineError("KeyError", "OTHER", text, "vLLM 0.28 and newer", "P04_SCHEME")
         return Selection(None, error, candidates, notes)
     if chosen is None and search.unchecked is not None:
         chosen = judge(case, family.backends[search.unchecked.backend], [_as_made(case, search.unchecked)])

@@ -14,6 +14,16 @@ DIFFERENCES: dict[str, dict[str, str]] = {
     "0.26.0": {
         "unquantized | engine TRITON TritonExperts | moeq FLASHINFER_TRTLLM TrtLlmBf16LoRAExperts": _LORA,
     },
+    "0.28.0": {
+        "ct-wna16 | engine TypeError OTHER | '<=' not supported between instances of 'NoneType' and 'int'"
+        " | moeq AssertionError BARE_ASSERTION": "Per-channel scales without a group size: two refusals.",
+        "ct-wna16 | engine KeyError CONFIG | # | moeq ValueError CONFIG": _ORDERED,
+        "ct-wna16 | engine AssertionError BARE_ASSERTION | moeq ValueError CONFIG": _ORDERED,
+        "inc | engine MARLIN MarlinExperts | moeq AssertionError CONFIG": "AutoRound's MX packing is not asserted.",
+        "ct-wna16 | engine MARLIN MarlinExperts | moeq ValueError CONFIG": "Act-order in groups: Marlin takes it here.",
+        "w4a8 | engine NotImplementedError NO_BACKEND | W#A# Int# MoE is only supported on CPU platforms"
+        " | moeq AssertionError SHAPE": _ORDERED,
+    },
     "0.30.0": {
         "inc | engine HUMMING HummingIndexedExperts | moeq none SILENT_NONE": "Humming's key of bits per channel.",
         "w4a8 | engine NotImplementedError NO_BACKEND | W#A# Int# MoE is only supported on CPU platforms"
