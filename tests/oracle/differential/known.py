@@ -31,6 +31,11 @@ DIFFERENCES: dict[str, dict[str, str]] = {
         "gptq | stage: weights | ValueError METHOD": "The name is refused; what would follow is not looked at.",
         "gptq | stage: weights | XPU XPUExpertsWNA16": _XPU,
     },
+    "0.31.0": {
+        "w4a8 | engine AssertionError CONFIG | Only group size # supported for W#A# MoE | moeq AssertionError SHAPE": (
+            _ORDERED
+        ),
+    },
     "0.32.0": {
         "w4a8 | engine AssertionError CONFIG | Only group size # supported for W#A# MoE | moeq AssertionError SHAPE": (
             _ORDERED
