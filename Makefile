@@ -13,7 +13,7 @@ TRITONS := 3.6.0 3.9.0
 # Seconds that `make fuzz` takes for the parsers, all together.
 FUZZ_SECONDS ?= 600
 
-.PHONY: demo test test-slow lint fuzz fuzz-minute crash gpu-test compile-matrix clean
+.PHONY: demo test test-slow lint fuzz fuzz-minute night crash gpu-test compile-matrix clean
 
 # The environment is rebuilt when what it holds changes. torch goes first and pinned: asked for by range, pip would take
 # the newest build with several gigabytes of GPU libraries.
@@ -41,7 +41,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 # Parsers of strangers' files, fed by coverage where atheris has a wheel (Linux, CPython), else by random damage; then
-# every wrong type in every document. For the night.
+# every wrong type in every document.
 fuzz: $(STAMP)
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all: atheris
 	$(BIN)/python tests/attacks/fuzz/run.py --seconds $(FUZZ_SECONDS) --findings fuzz-findings --corpus fuzz-corpus
@@ -51,11 +51,15 @@ fuzz: $(STAMP)
 fuzz-minute: $(STAMP)
 	$(BIN)/python tests/attacks/fuzz/run.py --seconds 60 --findings fuzz-findings
 
-# Every change of a file fails once in every way, then commands are killed KILLS times. For the night, too.
+# Everything that takes hours: for a scheduled run.
+night: fuzz crash
+	$(BIN)/python -m pytest -q -m night tests/pipeline
+
+# Every change of a file fails once in every way, then commands are killed KILLS times.
 KILLS ?= 10000
 
 crash: $(STAMP)
-	MOEQ_FAULTS=crash-faults.jsonl $(BIN)/python -m pytest -q -m slow --timeout 7200 tests/attacks/test_faults.py
+	MOEQ_FAULTS=crash-faults.jsonl $(BIN)/python -m pytest -q -m night tests/attacks/test_faults.py
 	$(BIN)/python tests/attacks/kills.py --kills $(KILLS) --results crash-kills.json
 
 gpu-test: $(STAMP)

@@ -18,10 +18,11 @@ if not HAS_GPU:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    slow = "slow" in str(config.getoption("-m"))
+    asked = str(config.getoption("-m"))
     for item in items:
-        if item.get_closest_marker("slow") and not slow:
-            item.add_marker(pytest.mark.skip(reason="slow: pytest -m slow"))
+        for name in ("slow", "night"):
+            if item.get_closest_marker(name) and name not in asked:
+                item.add_marker(pytest.mark.skip(reason=f"{name}: pytest -m {name}"))
         if item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 

@@ -155,7 +155,7 @@ def test_some_faults(scenes: Callable[[str], Scene], changes: Callable[[str], in
         scenes(name).check(number, fault)
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_all_faults(scenes: Callable[[str], Scene], changes: Callable[[str], int], name: str) -> None:

@@ -169,7 +169,7 @@ def test_what_the_verdict_promises_the_plan_does(sources: dict[str, Path]) -> No
     assert 24 < sum(results) < 120, "the sample asks for both"
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("arch", sorted(GPUS))
 def test_every_checkpoint_layout_and_degree(arch: str, sources: dict[str, Path]) -> None:
