@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from moeq.digest import logical_digest
 from moeq.errors import ExitCode, MoeqError
 from moeq.pipeline.convert import convert
 from moeq.pipeline.events import Event
+from moeq.pipeline.run import workers
 
 A100 = Deployment(gpu=parse_gpu("A100"))
 CONVERTIBLE = ["gptq-int4-g32-qwen3moe", "gptq-int4-g128-mixtral", "gptq-int8-g64-qwen3moe"]
@@ -215,3 +217,22 @@ def test_a_source_that_shrinks_while_being_read_leaves_nothing_behind(checkpoint
         convert(source, tmp_path / "out", A100, progress=shrink)
     assert caught.value.exit_code == ExitCode.SOURCE
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_failure_is_told_before_the_run_ends(checkpoints, tmp_path, monkeypatch) -> None:
+    """However late: the other threads end as soon as one has failed, and must not end the run before it says why."""
+
+    class Late(workers._Failed):
+        def __init__(self, error: BaseException) -> None:
+            time.sleep(0.2)
+            super().__init__(error)
+
+    source = Path(shutil.copytree(checkpoints / CONVERTIBLE[0], tmp_path / "source"))
+    entry = moeq.open(source).source.entry("model.layers.0.mlp.experts.1.down_proj.scales")
+    with (source / entry.file).open("r+b") as file:
+        file.seek(entry.start)
+        file.write(b"\xff\x7f")  # a NaN in float16
+    monkeypatch.setattr(workers, "_Failed", Late)
+    with pytest.raises(MoeqError) as caught:
+        convert(source, tmp_path / "out", A100)
+    assert caught.value.code == "source.bad-data"

@@ -101,7 +101,13 @@ def test_interrupted_and_continued_here(cluster, source, whole, tmp_path) -> Non
     words = ("convert", source, tmp_path / "out", "--gpu", "A100", "--executor", "ray", "--ray-address")
     command = [sys.executable, "-c", "from moeq.cli.app import main; main()", *map(str, words), cluster.address]
     partial = tmp_path / "out.moeq-partial"
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+
+    def heed() -> None:  # a shell has what runs in its background ignore it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=heed
+    ) as process:
         deadline = time.monotonic() + 60
         while not (partial.is_dir() and read_journals(OutputFolder(partial)).records) and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -72,6 +72,11 @@ def test_the_torture_notices_a_conversion_that_believes_its_journal() -> None:
     assert "not what an undisturbed run writes" in done.stderr or "and is not complete" in done.stderr
 
 
+def heed_interrupts() -> None:
+    """In a child: Ctrl-C counts, also where the tests run in the background of a shell, which ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Job:
     """`moeq convert` of one small checkpoint, as processes."""
 
@@ -113,7 +118,9 @@ class Job:
         """
         pipe = self.folder / "events"
         os.mkfifo(pipe)
-        process = subprocess.Popen(self.argv("--events", pipe, "-q"), stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            self.argv("--events", pipe, "-q"), stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts
+        )
         with pipe.open(encoding="utf-8") as events:
             fcntl.fcntl(events.fileno(), F_SETPIPE_SZ, 4096)
             for line in events:

@@ -215,6 +215,7 @@ class _Run:
                 (self._sync, ()),
             ]
         ]
+        self._alive = len(self._threads)
         for thread in self._threads:
             thread.start()
 
@@ -243,6 +244,11 @@ class _Run:
         except BaseException as error:  # noqa: BLE001 - raised again where it belongs
             self._stopped = True
             self._events.put(_Failed(error))
+        finally:
+            with self._counting:
+                self._alive -= 1
+                if self._alive == 0:  # every failure is told before the end, after which nobody listens
+                    self._events.put(None)
 
     def _fetch(self, queues: WorkerQueues) -> None:
         try:
@@ -346,19 +352,13 @@ class _Run:
 
     def _sync(self) -> None:
         """Bring finished units to disk, all that are ready at once, and tell of them."""
-        try:
-            ended = False
-            while not ended:
-                ready = [self._written.get()]
-                while not self._written.empty():
-                    ready.append(self._written.get())
-                ended = None in ready
-                self._finish([opened for opened in ready if opened is not None])
-        except BaseException as error:  # noqa: BLE001 - raised again where it belongs
-            self._stopped = True
-            self._events.put(_Failed(error))  # before the end, after which nobody listens
-        finally:
-            self._events.put(None)
+        ended = False
+        while not ended:
+            ready = [self._written.get()]
+            while not self._written.empty():
+                ready.append(self._written.get())
+            ended = None in ready
+            self._finish([opened for opened in ready if opened is not None])
 
     def _finish(self, ready: list[OpenUnit]) -> None:
         try:
