@@ -242,6 +242,10 @@ _QWEN = Model(
 _TINY = {"layers": 4, "vocab": 512}
 MODELS = {
     "qwen3-30b-a3b": _QWEN,
+    # Qwen/Qwen3-Next-80B-A3B's experts in a model whose attention is Qwen3-MoE's.
+    "qwen3-512-experts": replace(
+        _QWEN, config=_QWEN.config | {"num_experts_per_tok": 10}, intermediate=512, num_experts=512
+    ),
     "gpt-oss-120b": _OSS,
     "gpt-oss-20b": replace(_OSS, num_experts=32, layers=24),
     "kimi-k2": Model(

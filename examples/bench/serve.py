@@ -4,10 +4,11 @@
         --row marlin --row humming --row converted:engine --row converted:moeq
 
 Writes a checkpoint with the real shapes of a model and random weights, converts it, and starts a server for every row,
-one after the other, until all of them answer; idle servers cost no GPU time. Then all rows are measured in turns,
-`--rounds` times, by the same client with the same prompts of token ids, and the table holds medians. A row is
-`NAME` for the source with `--moe-backend NAME` (`auto`: what the engine picks), or `converted:KERNELS` for the
-conversion with that choice of kernels.
+one after the other, until all of them answer; idle servers cost no GPU time. Every server finds its weights in the page
+cache. Then all rows are measured in turns, `--rounds` times, by the same client with the same prompts of token ids, and
+the table holds medians. A row is `NAME` for the source with `--moe-backend NAME` (`auto`: what the engine picks), or
+`converted:KERNELS` for the conversion with that choice of kernels. Options after `--` go to every server:
+`-- --tensor-parallel-size 2 --enable-expert-parallel`.
 
 | column | |
 | --- | --- |
@@ -40,6 +41,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import date
@@ -100,25 +102,35 @@ class Server:
         self.row, self.log = row, log
         if self.healthy():
             raise RuntimeError(f"{row.name}: something answers on port {row.port} already")
-        before = gpu_memory()
-        start = time.perf_counter()
+        read_once(row.folder)
+        self.memory_before = gpu_memory()
+        self.start = time.perf_counter()
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(row.folder), "--port", str(row.port)]
         with log.open("w") as out:
             self.process = subprocess.Popen(
                 [*command, "--served-model-name", "m", *arguments, *row.options],
                 stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
-        peak = 0
+
+    def wait(self, *, alone: bool) -> None:
+        """Until it answers. `alone`: no other server starts meanwhile, so times and memory are its own.
+
+        Raises:
+            RuntimeError: it ended; the message holds the end of its log.
+        """
+        row, peak = self.row, 0
         while not self.healthy():
             peak = max(peak, gpu_memory())
             if self.process.poll() is not None:
-                raise RuntimeError(f"{row.name} did not start:\n" + "\n".join(log.read_text().splitlines()[-30:]))
+                end = "\n".join(self.log.read_text().splitlines()[-30:])
+                raise RuntimeError(f"{row.name} did not start:\n{end}")
             time.sleep(0.2)
-        row.facts["ready"] = time.perf_counter() - start
+        ready = time.perf_counter() - self.start
         ask(row.port, prompts(1, PROMPT, 1)[0], 1)
-        row.facts["answer"] = time.perf_counter() - start
-        row.facts["peak GiB"] = (peak - before) / 2**30
-        text = log.read_text()
+        text = self.log.read_text()
+        if alone:
+            row.facts["ready"], row.facts["answer"] = ready, time.perf_counter() - self.start
+            row.facts["peak GiB"] = (peak - self.memory_before) / 2**30
         if found := LOADED.search(text):
             row.facts["loaded GiB"], row.facts["weights"] = float(found[1]), float(found[2])
         if found := STARTED.search(text):
@@ -143,6 +155,18 @@ class Server:
             with suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(self.process.pid, which)
                 self.process.wait(10)
+
+
+def read_once(folder: Path) -> None:
+    """Bring a folder's files into the page cache: conversions are written past it."""
+
+    def read(path: Path) -> None:
+        with path.open("rb", buffering=0) as file:
+            while file.read(16 << 20):
+                pass
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(read, folder.glob("*.safetensors")))
 
 
 def gpu_memory() -> int:
@@ -334,6 +358,7 @@ def main() -> None:
     parser.add_argument("--default-graphs", action="store_true", help="the engine's own compilation and graph settings")
     parser.add_argument("--kv-gib", type=float, default=8.0, help="key-value cache of each server [8]")
     parser.add_argument("--port", type=int, default=8100)
+    parser.add_argument("--together", action="store_true", help="start all servers at once, and say nothing of starts")
     parser.add_argument("--out", type=Path, required=True, help="results as JSON; the table lies beside it as .md")
     parser.add_argument("server", nargs="*", help="after --: options for every server")
     options = parser.parse_args()
@@ -351,15 +376,13 @@ def main() -> None:
     try:
         for name in options.row:
             row = row_of(name, options.port + len(servers), source, converted)
-            log = options.folder / f"{name.replace(':', '-')}.log"
-            try:
-                servers.append(Server(row, log, arguments))
-            except RuntimeError as error:  # a backend that this machine cannot run is a fact of the table
-                facts[f"{name} failed"] = str(error)[-2000:]
-                print(error, file=sys.stderr)
-                continue
-            rows.append(row)
-            print(name, row.facts, *row.said, sep="\n  ", flush=True)
+            servers.append(
+                Server(row, options.out.with_name(f"{options.out.stem}-{name.replace(':', '-')}.log"), arguments)
+            )
+            if not options.together:
+                rows += started(servers[-1:], facts, alone=True)
+        if options.together:
+            rows = started(servers, facts, alone=False)
         for row in rows:
             row.greedy = greedy(row.port, 16)
         checks = {"again": compared(greedy(rows[0].port, 1), rows[0].greedy)}
@@ -373,6 +396,21 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         for server in servers:
             server.stop()
+
+
+def started(servers: list[Server], facts: dict[str, Any], *, alone: bool) -> list[Row]:
+    """The rows of those that answer; a backend that this machine cannot run is a fact of the table."""
+    rows = []
+    for server in servers:
+        try:
+            server.wait(alone=alone)
+        except RuntimeError as error:
+            facts[f"{server.row.name} failed"] = str(error)[-2000:]
+            print(error, file=sys.stderr)
+            continue
+        rows.append(server.row)
+        print(server.row.name, server.row.facts, *server.row.said, sep="\n  ", flush=True)
+    return rows
 
 
 def write(
