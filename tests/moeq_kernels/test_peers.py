@@ -29,28 +29,47 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shape whose sizes are no multiple of a group, as gpt-oss has them."""
+    """A shape whose sizes are no multiple of a group, as gpt-oss has them, and one of whole blocks."""
     monkeypatch.setitem(shapes.SHAPES, "tiny", Shape(4, 2, 192, 64))
+    monkeypatch.setitem(shapes.SHAPES, "tiny-blocks", Shape(4, 2, 256, 128))
+
+
+def tiny_group(name: str) -> Group:
+    return Group(name, "tiny" if FORMATS[name].block_rows == 1 else "tiny-blocks")
 
 
 class TestInputs:
     @pytest.mark.parametrize("name", list(FORMATS))
     def test_rounding_sizes_up_changes_no_result(self, name: str, tiny: None) -> None:
-        problem = make_problem(Group(name, "tiny"), "cpu")
-        w13, w2 = problem.padded(256, 128)
-        assert w13.codes.shape == (4, 256, 256)
-        assert w2.codes.shape == (4, 256, 128)
+        problem = make_problem(tiny_group(name), "cpu")
+        hidden, intermediate = problem.shape.hidden, problem.shape.intermediate
+        step = 128 if problem.format.block_rows > 1 else 64
+        w13, w2 = problem.padded(hidden + step, intermediate + step)
+        assert w13.codes.shape == (4, 2 * (intermediate + step), hidden + step)
+        assert w2.codes.shape == (4, hidden + step, intermediate + step)
         small, routed = truth(problem, 5), route(problem, 5, 0)
         fmt = problem.format
         biases = [None if part.bias is None else part.bias.float() for part in (w13, w2)]
         layer = Layer(Stack(w13, fmt), Stack(w2, fmt), *biases, fmt.order, fmt.activation, limit=fmt.limit)  # type: ignore[arg-type]
-        large = moe(torch.nn.functional.pad(routed.x, (0, 64)), layer, routed.weights, routed.ids)
-        assert torch.allclose(large[:, :192], small.y, atol=1e-5)
+        large = moe(torch.nn.functional.pad(routed.x, (0, step)), layer, routed.weights, routed.ids)
+        assert torch.allclose(large[:, :hidden], small.y, atol=1e-5)
+
+    @pytest.mark.parametrize("name", list(FORMATS))
+    def test_weights_have_the_size_that_keeps_activations_as_they_are(self, name: str, tiny: None) -> None:
+        """About 1 / sqrt(k), no NaN, and scales in the range that every peer reads."""
+        problem = make_problem(tiny_group(name), "cpu")
+        for part in (problem.w13, problem.w2):
+            values = torch.stack([Stack(part, problem.format)[expert] for expert in range(4)])
+            assert bool(values.isfinite().all())
+            assert 0.3 < float(values.std() * part.codes.shape[2] ** 0.5) < 3
+            if problem.format.element == "e4m3":
+                assert torch.equal(part.scales, part.scales.bfloat16().float())
+                assert part.blocks(problem.format.block_rows).shape[1] * problem.format.block_rows == values.shape[1]
 
     @pytest.mark.parametrize("name", list(FORMATS))
     def test_our_packing_gives_the_numbers_of_the_reference(self, name: str, tiny: None) -> None:
         """In Triton's interpreter; what the benchmark checks on a GPU before it times anything."""
-        problem = make_problem(Group(name, "tiny"), "cpu")
+        problem = make_problem(tiny_group(name), "cpu")
         found, ours = truth(problem, 6), Ours()
         weights = ours.prepare(problem)
         y = ours.run(ours.duplicate(weights), ours.inputs(weights, route(problem, 6, 0)))
@@ -58,6 +77,11 @@ class TestInputs:
         assert found.error(y) <= ours.factor * found.plain_error
         assert found.error(torch.full_like(y, float("nan"))) == float("inf")
         assert "portable" in ours.about(weights, route(problem, 6, 0))
+
+    def test_activations_of_8_bits_have_their_own_tolerance(self, tiny: None) -> None:
+        """Weights by the same rule; only what tokens are rounded to differs."""
+        errors = {n: truth(make_problem(tiny_group(n), "cpu"), 6).plain_error for n in ("fp8", "fp8-w8a8")}
+        assert errors["fp8-w8a8"] > 5 * errors["fp8"]
 
     def test_every_process_makes_the_same_numbers(self, tiny: None) -> None:
         one, two = (make_problem(Group("int4", "tiny"), "cpu") for _ in range(2))
@@ -70,10 +94,32 @@ class TestInputs:
         assert few.time == few.memory == pytest.approx(41.3, abs=0.1)
         assert many.time == many.compute == pytest.approx(3653, abs=1)
 
+    @pytest.mark.parametrize(
+        ("name", "memory", "compute"),
+        [("nvfp4", 45.0, 3653), ("fp8", 80.1, 3653), ("fp8-w8a8", 80.1, 1827), ("fp8-block-w8a8", 80.1, 1827)],
+    )
+    def test_floors_of_small_floats(self, name: str, memory: float, compute: float) -> None:
+        shape = shapes.SHAPES["mixtral-8x7b"]
+        assert floor(FORMATS[name], shape, 1, 2).memory == pytest.approx(memory, abs=0.1)
+        assert floor(FORMATS[name], shape, 4096, 8).compute == pytest.approx(compute, abs=1)
+
     def test_groups_name_what_exists(self) -> None:
         assert all(group.format in FORMATS and group.shape in shapes.SHAPES for group in GROUPS)
         assert len(set(GROUPS)) == len(GROUPS)
         assert {name for names in BY_FORMAT.values() for name in names} == set(CONTENDERS)
+        assert set(BY_FORMAT) == set(FORMATS) == {group.format for group in GROUPS}
+
+    def test_a_run_that_is_cut_off_has_every_layer_in_the_first_formats(self) -> None:
+        layers = [*shapes.KNOWN, *shapes.HELD_OUT]
+        first = GROUPS[: 3 * len(layers)]
+        assert len(layers) == 11
+        assert {(group.format, group.shape) for group in first} == {
+            (name, shape) for name in ("int4", "mxfp4", "w8a8") for shape in layers
+        }
+        second = GROUPS[len(first) :]
+        assert [group.shape for group in second if group.format == "nvfp4"] == layers
+        blocks = {group.shape for group in second if group.format == "fp8-block"}
+        assert set(layers) - blocks == {"gpt-oss-20b", "gpt-oss-120b"}  # 2880 is no multiple of 128
 
 
 class TestWarmingUp:

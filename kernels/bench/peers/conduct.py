@@ -281,8 +281,9 @@ def line(cell: Document) -> str:
     parts = []
     for name, row in cell["contenders"].items():
         parts.append(f"{name} {row['cold']['us']:.1f}" if "cold" in row else f"{name} {row['status']}")
-    return f"{cell['format']:6s} {cell['shape']:16s} M={cell['tokens']:5d} floor {cell['floor_us']:7.1f}  " + "  ".join(
-        parts
+    return (
+        f"{cell['format']:14s} {cell['shape']:16s} M={cell['tokens']:5d} floor {cell['floor_us']:7.1f}  "
+        + "  ".join(parts)
     )
 
 
@@ -295,8 +296,12 @@ class Job:
     tokens: tuple[int, ...]
 
 
+#: Contenders that compile for every shape and number of tokens: much to do in a group.
+COMPILING = ("humming", "deep_gemm")
+
+
 def jobs(groups: list[Group], names: list[str], options: Options) -> list[Job]:
-    """Peers take a while to import: one job a shape. Ours compile more: two jobs a group."""
+    """Ours compile most: two jobs a group. Peers take a while to import: one job a shape, or a group at most."""
     tokens = options.tokens
     halves = [half for half in (tokens[0::2], tokens[1::2]) if half]
     ours = [Job("moeq", (group,), half) for group in groups for half in halves if "moeq" in names]
@@ -305,7 +310,8 @@ def jobs(groups: list[Group], names: list[str], options: Options) -> list[Job]:
         for name in names:
             known = [g for g in groups if g.shape == shape and name in contenders_of(g, names, options.skip)]
             if known and name != "moeq":
-                peers.append(Job(name, tuple(known), tokens))
+                parts = [(group,) for group in known] if name in COMPILING else [tuple(known)]
+                peers += [Job(name, part, tokens) for part in parts]
     return [job for both in zip_longest(ours, peers) for job in both if job]
 
 

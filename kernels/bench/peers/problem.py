@@ -18,11 +18,16 @@ COMPARED = 16
 
 @dataclass(frozen=True)
 class Codes:
-    """A stack of matrices: uint8 codes `[E, N, K]`, scales `[E, N, G]` (e8m0 exponents for MXFP4), bias `[E, N]`."""
+    """A stack of matrices: uint8 codes `[E, N, K]`, scales `[E, N, G]`, bias `[E, N]`, global scales float32 `[E]`.
+
+    Scales are bytes where the format's are: e8m0 exponents for MXFP4, e4m3 for NVFP4. Those of blocks are repeated for
+    every row of the block.
+    """
 
     codes: Tensor
     scales: Tensor
     bias: Tensor | None
+    global_scale: Tensor | None = None
 
     def padded(self, n: int, k: int, group_size: int, middle: int) -> Codes:
         """Rows and columns of zero weights added at the end."""
@@ -32,18 +37,31 @@ class Codes:
         groups = 1 if group_size == -1 else -(-k // group_size)
         pad = torch.nn.functional.pad
         codes = pad(self.codes, (0, more_k, 0, more_n), value=middle)
-        scales = pad(self.scales, (0, groups - self.scales.shape[2], 0, more_n), value=1)
-        return Codes(codes, scales, None if self.bias is None else pad(self.bias, (0, more_n)))
+        # 64 as e4m3 is 2: some peers' kernels do not read the least scales.
+        neutral = 1 if self.global_scale is None else 64
+        scales = pad(self.scales, (0, groups - self.scales.shape[2], 0, more_n), value=neutral)
+        bias = None if self.bias is None else pad(self.bias, (0, more_n))
+        return Codes(codes, scales, bias, self.global_scale)
 
     def rows(self, start: int, stop: int) -> Codes:
         """Some of the output features."""
         bias = None if self.bias is None else self.bias[:, start:stop]
-        return Codes(self.codes[:, start:stop], self.scales[:, start:stop], bias)
+        return Codes(self.codes[:, start:stop], self.scales[:, start:stop], bias, self.global_scale)
 
     def then(self, other: Codes) -> Codes:
         """The output features of both."""
         bias = None if self.bias is None or other.bias is None else torch.cat([self.bias, other.bias], 1)
-        return Codes(torch.cat([self.codes, other.codes], 1), torch.cat([self.scales, other.scales], 1), bias)
+        codes, scales = torch.cat([self.codes, other.codes], 1), torch.cat([self.scales, other.scales], 1)
+        return Codes(codes, scales, bias, self.global_scale)
+
+    @property
+    def e4m3(self) -> Tensor:
+        """FP8 codes as torch has them."""
+        return self.codes.contiguous().view(torch.float8_e4m3fn)
+
+    def blocks(self, rows: int) -> Tensor:
+        """Scales `[E, N / rows, G]`, of blocks of so many rows."""
+        return self.scales[:, ::rows].contiguous()
 
 
 @dataclass(frozen=True)
@@ -72,7 +90,7 @@ class Problem:
     def padded(self, hidden: int, intermediate: int) -> tuple[Codes, Codes]:
         """w13 and w2 with both sizes rounded up; the layer computes the same."""
         fmt, half = self.format, self.shape.intermediate
-        rest = (fmt.group_size, 0 if fmt.element == "e2m1" else 1 << (self.bits - 1))
+        rest = (fmt.group_size, 1 << (self.bits - 1) if fmt.element.startswith("int") else 0)
         if fmt.order == "interleaved":
             w13 = self.w13.padded(2 * intermediate, hidden, *rest)
         else:
@@ -83,7 +101,7 @@ class Problem:
     @property
     def bits(self) -> int:
         """Of a code."""
-        return 8 if self.format.element == "int8" else 4
+        return self.format.code_bits
 
 
 def make_problem(group: Group, device: str = "cuda", seed: int = 0) -> Problem:
@@ -96,24 +114,41 @@ def make_problem(group: Group, device: str = "cuda", seed: int = 0) -> Problem:
 
 def _random(fmt: Format, experts: int, n: int, k: int, generator: torch.Generator) -> Codes:
     device = generator.device
-    bits = 8 if fmt.element == "int8" else 4
-    codes = torch.randint(0, 1 << bits, (experts, n, k), generator=generator, device=device, dtype=torch.uint8)
-    groups = 1 if fmt.group_size == -1 else -(-k // fmt.group_size)
-    if fmt.element == "e2m1":
-        middle = 126 - round(torch.log2(torch.tensor(3 * k**0.5)).item())
-        scales = torch.randint(
-            middle - 2, middle + 3, (experts, n, groups), generator=generator, device=device, dtype=torch.uint8
-        )
-    else:
-        spread = (1 << bits) * 0.29 * k**0.5
-        scales = (torch.rand(experts, n, groups, generator=generator, device=device) + 0.5) / spread
-        # One peer keeps the scales of W8A8 in bfloat16, so they are bfloat16 values for all.
-        scales = scales.to(torch.bfloat16)
-        scales = scales.float() if fmt.int8_activations else scales
+    codes = torch.randint(0, 1 << fmt.code_bits, (experts, n, k), generator=generator, device=device, dtype=torch.uint8)
+    if fmt.element == "e4m3":
+        # NaN and the largest value are left out; both signs are as frequent.
+        codes = torch.where((codes & 127) > 125, codes & 128 | 64, codes)
+    scales, whole = _random_scales(fmt, (experts, n, k), generator)
     bias = None
     if fmt.bias:
         bias = (torch.randn(experts, n, generator=generator, device=device) * 0.3).to(torch.bfloat16)
-    return Codes(codes, scales, bias)
+    return Codes(codes, scales, bias, whole)
+
+
+def _random_scales(
+    fmt: Format, sizes: tuple[int, int, int], generator: torch.Generator
+) -> tuple[Tensor, Tensor | None]:
+    """Scales, and global ones for NVFP4."""
+    experts, n, k = sizes
+    device = generator.device
+    groups = 1 if fmt.group_size == -1 else -(-k // fmt.group_size)
+    size = (experts, -(-n // fmt.block_rows), groups)
+    if fmt.element == "e2m1" and fmt.group_size == 16:
+        # From 2 to 120: about 42 in the square mean, as the codes are about 3.
+        scales = torch.randint(64, 112, size, generator=generator, device=device, dtype=torch.uint8)
+        whole = (torch.rand(experts, generator=generator, device=device) + 0.5) / (125 * k**0.5)
+        return scales, whole
+    if fmt.element == "e2m1":
+        middle = 126 - round(torch.log2(torch.tensor(3 * k**0.5)).item())
+        scales = torch.randint(middle - 2, middle + 3, size, generator=generator, device=device, dtype=torch.uint8)
+        return scales, None
+    spread = (130 if fmt.element == "e4m3" else (1 << fmt.code_bits) * 0.29) * k**0.5
+    scales = (torch.rand(size, generator=generator, device=device) + 0.5) / spread
+    # Some peers keep float32 scales in bfloat16, so they are bfloat16 values for all.
+    scales = scales.to(torch.bfloat16)
+    if fmt.element == "e4m3" or fmt.int8_activations:
+        scales = scales.float()
+    return scales.repeat_interleave(fmt.block_rows, 1)[:, :n].contiguous(), None
 
 
 def route(problem: Problem, tokens: int, seed: int) -> Routed:
@@ -135,7 +170,11 @@ class Stack:
         codes, scales, k = self.parts.codes[expert], self.parts.scales[expert], self.shape[2]
         if self.fmt.element == "e2m1":
             values = torch.tensor(E2M1, device=codes.device)[codes.int()]
-            scales = torch.exp2(scales.float() - 127)
+            whole = self.parts.global_scale
+            nv = None if whole is None else scales.view(torch.float8_e4m3fn).float() * whole[expert]
+            scales = torch.exp2(scales.float() - 127) if nv is None else nv
+        elif self.fmt.element == "e4m3":
+            values = codes.view(torch.float8_e4m3fn).float()
         else:
             values = codes.float() - (128.0 if self.fmt.element == "int8" else 8.0)
         size = k if self.fmt.group_size == -1 else self.fmt.group_size
@@ -149,7 +188,7 @@ class Truth:
     Attributes:
         rows: which tokens.
         y: float32 `[rows, H]`.
-        plain_error: relative error of the same arithmetic in bf16 (or int8 activations) on dequantised weights.
+        plain_error: relative error of the same arithmetic in bf16, int8 or e4m3 activations, on dequantised weights.
         hit: experts that the whole call chooses.
     """
 
@@ -173,5 +212,5 @@ def truth(problem: Problem, tokens: int, seed: int = 0) -> Truth:
     layer = Layer(*stacks, *biases, fmt.order, fmt.activation, limit=fmt.limit)
     given = (routed.x[rows], layer, routed.weights[rows], routed.ids[rows])
     y = moe(*given)
-    plain = moe(*given, dtype=torch.bfloat16, int8_activations=fmt.int8_activations)
+    plain = moe(*given, dtype=torch.bfloat16, int8_activations=fmt.int8_activations, fp8_groups=fmt.fp8_groups)
     return Truth(rows, y, relative_error(plain, y), routed.ids.unique().numel())

@@ -18,6 +18,8 @@ COLOURS = {
     "vllm-triton": "#9467bd",
     "triton_kernels": "#ff7f0e",
     "triton_kernels-own-routing": "#8c564b",
+    "vllm-cutlass": "#17becf",
+    "deep_gemm": "#bcbd22",
 }
 
 

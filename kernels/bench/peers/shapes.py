@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 
 @dataclass(frozen=True)
@@ -15,12 +17,28 @@ class Shape:
     intermediate: int
 
 
-#: `-tp8` and `-tp4` are what one rank of 8 or 4 holds.
-SHAPES = {
+#: Layers that the kernels' plans were tuned on. `-tp8` and `-tp4` are what one rank of 8 or 4 holds.
+KNOWN = {
     "mixtral-8x7b": Shape(8, 2, 4096, 14336),
     "qwen3-30b-a3b": Shape(128, 8, 2048, 768),
     "deepseek-v3-tp8": Shape(256, 8, 7168, 256),
     "gpt-oss-20b": Shape(32, 4, 2880, 2880),
+}
+
+#: Layers that they were not tuned on.
+HELD_OUT = {
+    "qwen3-next-80b": Shape(512, 10, 2048, 512),
+    "gpt-oss-120b": Shape(128, 4, 2880, 2880),
+    "kimi-k2-tp8": Shape(384, 8, 7168, 256),
+    "glm-4.5-air": Shape(128, 8, 4096, 1408),
+    "deepseek-v2-lite": Shape(64, 6, 2048, 1408),
+    "minimax-m2-tp4": Shape(256, 8, 3072, 384),
+    "phi-3.5-moe": Shape(16, 2, 4096, 6400),
+}
+
+SHAPES = {
+    **KNOWN,
+    **HELD_OUT,
     "qwen3-235b-tp4": Shape(128, 8, 4096, 384),
     "mixtral-8x7b-tp8": Shape(8, 2, 4096, 1792),
 }
@@ -31,10 +49,12 @@ class Format:
     """How experts are quantised, and what the layer computes.
 
     Attributes:
-        element: `int4`, `int8` or `e2m1`.
+        element: `int4`, `int8`, `e2m1` or `e4m3`.
         group_size: codes along k that share a scale; -1 is one scale per output feature.
         order, activation, limit, bias: as `moeq_kernels.fused_moe` has them.
+        block_rows: output features that share a scale.
         int8_activations: rows are quantised to int8 on the way.
+        fp8_activations: rows are quantised to e4m3 on the way, with a scale for each group of columns.
         bits: stored bits per weight, scales included.
         peak: multiplications per second of an H200 in this arithmetic, over 1e12.
     """
@@ -46,16 +66,36 @@ class Format:
     activation: str = "silu"
     limit: float | None = None
     bias: bool = False
+    block_rows: int = 1
     int8_activations: bool = False
+    fp8_activations: bool = False
     peak: float = 790.0
 
+    @property
+    def code_bits(self) -> int:
+        """Bits of a code."""
+        return 8 if self.element in ("int8", "e4m3") else 4
+
+    @property
+    def fp8_groups(self) -> int | None:
+        """Columns of a row that share a scale once they are e4m3: all of them at -1. None: rows stay as they are."""
+        return self.group_size if self.fp8_activations else None
+
+
+_BLOCK = 8 + 32 / (128 * 128)
 
 #: MXFP4 is computed as gpt-oss does it (biases, clamped SwiGLU of interleaved rows): the one way that every peer knows.
+#: NVFP4 has e4m3 scales and a float32 one for an expert; FP8 has float32 scales, by channel or by blocks of 128 x 128.
 FORMATS = {
     "int4": Format("int4", 128, 4 + 16 / 128),
     "int8": Format("int8", 128, 8 + 16 / 128),
     "mxfp4": Format("e2m1", 32, 4.25, "interleaved", "swiglu_oai", 7.0, bias=True),
     "w8a8": Format("int8", -1, 8.0, int8_activations=True, peak=1580.0),
+    "nvfp4": Format("e2m1", 16, 4.5),
+    "fp8-block-w8a8": Format("e4m3", 128, _BLOCK, block_rows=128, fp8_activations=True, peak=1580.0),
+    "fp8-w8a8": Format("e4m3", -1, 8.0, fp8_activations=True, peak=1580.0),
+    "fp8-block": Format("e4m3", 128, _BLOCK, block_rows=128),
+    "fp8": Format("e4m3", -1, 8.0),
 }
 
 #: Token counts, most telling first: a run that has to stop early stops at the end of this list.
@@ -70,30 +110,26 @@ class Group:
     shape: str
 
 
+def whole_blocks(fmt: Format, shape: Shape) -> bool:
+    """Whether both sizes are whole blocks, where scales are of blocks: checkpoints in that format have no others."""
+    return fmt.block_rows == 1 or not (shape.hidden % fmt.block_rows or shape.intermediate % fmt.block_rows)
+
+
+def _groups() -> Iterator[Group]:
+    layers = (*KNOWN, *HELD_OUT)
+    for shape, fmt in product(layers, ("int4", "mxfp4", "w8a8")):
+        yield Group(fmt, shape)
+    for shape, fmt in product(layers, ("nvfp4", "fp8-block-w8a8", "fp8-w8a8", "fp8-block", "fp8")):
+        if whole_blocks(FORMATS[fmt], SHAPES[shape]):
+            yield Group(fmt, shape)
+    for shape in KNOWN:
+        yield Group("int8", shape)
+    yield Group("int4", "qwen3-235b-tp4")
+    yield Group("int4", "mixtral-8x7b-tp8")
+
+
 #: Groups, most telling first.
-GROUPS = tuple(
-    Group(*pair)
-    for pair in (
-        ("int4", "mixtral-8x7b"),
-        ("int4", "qwen3-30b-a3b"),
-        ("int4", "deepseek-v3-tp8"),
-        ("mxfp4", "gpt-oss-20b"),
-        ("mxfp4", "qwen3-30b-a3b"),
-        ("w8a8", "mixtral-8x7b"),
-        ("w8a8", "qwen3-30b-a3b"),
-        ("int4", "gpt-oss-20b"),
-        ("w8a8", "deepseek-v3-tp8"),
-        ("w8a8", "gpt-oss-20b"),
-        ("int8", "mixtral-8x7b"),
-        ("int8", "qwen3-30b-a3b"),
-        ("mxfp4", "deepseek-v3-tp8"),
-        ("mxfp4", "mixtral-8x7b"),
-        ("int8", "deepseek-v3-tp8"),
-        ("int8", "gpt-oss-20b"),
-        ("int4", "qwen3-235b-tp4"),
-        ("int4", "mixtral-8x7b-tp8"),
-    )
-)
+GROUPS = tuple(_groups())
 
 #: Read bandwidth of an H200 in bytes per second, as measured; the second-level cache in bytes.
 BANDWIDTH, L2 = 4.4e12, 60e6

@@ -14,6 +14,8 @@ CONTENDERS = {
     "triton_kernels": "bench.peers.contenders.oai_triton:GivenChoices",
     "triton_kernels-own-routing": "bench.peers.contenders.oai_triton:OwnRouting",
     "vllm-triton": "bench.peers.contenders.vllm_triton:Triton",
+    "vllm-cutlass": "bench.peers.contenders.vllm_cutlass:Cutlass",
+    "deep_gemm": "bench.peers.contenders.deep_gemm:DeepGemm",
 }
 
 #: Peers that nobody here has run, and why: no figure of ours says anything about them.
@@ -25,10 +27,7 @@ NOT_RUN = {
         "no contender is written: `LlamaLinear.forward_moe` belongs to a compiled extension, which no CPU loads"
     ),
     "vLLM's CUTLASS W4A8": (
-        "no contender is written: it multiplies int4 weights with e4m3 activations, which no kernel here does"
-    ),
-    "DeepGEMM's FP8 products in groups": (
-        "no contender is written: the FP8 kernels here are portable ones, which have run in the interpreter only"
+        "no contender is written: its operator multiplies int4 weights with e4m3 activations, which no kernel here does"
     ),
 }
 
@@ -38,6 +37,11 @@ BY_FORMAT = {
     "int8": ("moeq", "marlin", "humming", "vllm-triton"),
     "mxfp4": ("moeq", "marlin", "humming", "triton_kernels", "triton_kernels-own-routing"),
     "w8a8": ("moeq", "humming", "vllm-triton"),
+    "nvfp4": ("moeq", "marlin", "humming"),
+    "fp8-block-w8a8": ("moeq", "humming", "vllm-triton", "deep_gemm"),
+    "fp8-w8a8": ("moeq", "humming", "vllm-triton", "vllm-cutlass"),
+    "fp8-block": ("moeq", "marlin", "humming"),
+    "fp8": ("moeq", "marlin", "humming"),
 }
 
 

@@ -49,6 +49,34 @@ def _packed(bits: int) -> Source:
     )
 
 
+def _fp8(block: bool, activations: bool) -> Source:
+    """FP8 as compressed-tensors stores channels and as DeepSeek stores blocks; activations by token, and by group."""
+    quantised = {"quant_method": "humming", "dtype": "float8e4m3", **({"group_size": 128} if block else {})}
+    if block:
+        return Source(
+            {"quant_method": "fp8", "weight_block_size": [128, 128]},
+            lambda part: {"weight": part.e4m3, "weight_scale_inv": part.blocks(128)},
+            quantised if activations else None,
+        )
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "type": "float",
+        "num_bits": 8,
+        "strategy": "channel",
+    }
+    return Source(
+        config,
+        lambda part: {"weight": part.e4m3, "weight_scale": part.scales.to(torch.bfloat16)},
+        quantised if activations else None,
+    )
+
+
+def _global(part: Codes) -> Tensor:
+    assert part.global_scale is not None
+    return part.global_scale[:, None]
+
+
 SOURCES = {
     "int4": _packed(4),
     "int8": _packed(8),
@@ -74,6 +102,18 @@ SOURCES = {
         },
         {"quant_method": "humming", "dtype": "int8"},
     ),
+    "nvfp4": Source(
+        {"quant_method": "modelopt", "quant_algo": "nvfp4"},
+        lambda part: {
+            "weight": packing.nibbles(part.codes),
+            "weight_scale": part.scales.view(torch.float8_e4m3fn),
+            "weight_scale_2": _global(part),
+        },
+    ),
+    "fp8-block-w8a8": _fp8(block=True, activations=True),
+    "fp8-w8a8": _fp8(block=False, activations=True),
+    "fp8-block": _fp8(block=True, activations=False),
+    "fp8": _fp8(block=False, activations=False),
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 from torch import Tensor
@@ -19,6 +21,11 @@ LAYOUTS = {
     "int8": "marlin-wna16/1",
     "mxfp4": "marlin-mxfp4-interleaved/1",
     "w8a8": "int8-w8a8/1",
+    "nvfp4": "marlin-nvfp4/1",
+    "fp8-block-w8a8": "marlin-fp8/1",
+    "fp8-w8a8": "marlin-fp8/1",
+    "fp8-block": "marlin-fp8/1",
+    "fp8": "marlin-fp8/1",
 }
 
 
@@ -48,9 +55,15 @@ class Ours(Contender):
         tokens, top_k = inputs.ids.shape
         layer = prepare(experts, top_k=top_k, max_tokens=tokens, hidden_size=inputs.x.shape[1], dtype=inputs.x.dtype,
                         activation=fmt.activation, limit=fmt.limit)  # fmt: skip
-        return "Hopper kernels" if layer.reason is None else f"portable kernels: {layer.reason}"
+        return layer.family if layer.reason is None else f"{layer.family}: {layer.reason}"
+
+
+def quantised(part: Codes, fmt: Format) -> Quantised:
+    """The matrix as `bench.cases` packs it: scales of bytes in their own type."""
+    scales = part.scales.view(torch.float8_e4m3fn) if part.global_scale is not None else part.scales
+    return Quantised(part.codes, scales, None, part.codes, fmt.group_size, part.bias, global_scale=part.global_scale)
 
 
 def _packed(part: Codes, layout: str, problem: Problem) -> PackedMatrix:
-    matrix = Quantised(part.codes, part.scales, None, part.codes, problem.format.group_size, part.bias)
-    return cases.pack(layout, problem.format.element, matrix)
+    matrix = cases.pack(layout, problem.format.element, quantised(part, problem.format))
+    return replace(matrix, activation_dtype="fp8" if problem.format.fp8_activations else "")

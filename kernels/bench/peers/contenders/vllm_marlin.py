@@ -1,6 +1,7 @@
 """vLLM's Marlin experts, called as its `MarlinExperts` calls them, on bytes that our layouts give.
 
-Sizes are rounded up as the engine does: MXFP4 to 128 (intermediate) and 256 (hidden), integers to whole groups.
+Sizes are rounded up as the engine does: MXFP4 to 128 (intermediate) and 256 (hidden), integers to whole groups, NVFP4
+and FP8 to what the kernel's tiles need (intermediate only).
 """
 
 from __future__ import annotations
@@ -11,20 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import packing
+from bench import cases
 from bench.cases import Routed
 from bench.peers.contenders import engine
 from bench.peers.contenders.base import Contender, round_up, widened
+from bench.peers.contenders.ours import LAYOUTS, quantised
 from bench.peers.problem import Codes, Problem
+from bench.peers.shapes import Format, Shape
+from moeq_kernels import PackedMatrix
 
 
 @dataclass
 class Weights:
-    """Packed words, scales and biases of w13 and w2, and what they are."""
+    """Packed words, scales, biases and global scales of w13 and w2, and what they are."""
 
     words: list[Tensor]
     scales: list[Tensor]
     biases: list[Tensor | None]
+    global_scales: list[Tensor | None]
     kind: Any
     activation: Any
     experts: int
@@ -47,21 +52,21 @@ class Marlin(Contender):
         self.kinds = {
             "int4": scalar_types.uint4b8.id,
             "int8": scalar_types.uint8b128.id,
-            "mxfp4": scalar_types.float4_e2m1f.id,
+            "e2m1": scalar_types.float4_e2m1f.id,
+            "e4m3": scalar_types.float8_e4m3fn.id,
         }
         self.activations = {"silu": MoEActivation.SILU, "swiglu_oai": MoEActivation.SWIGLUOAI}
 
     def prepare(self, problem: Problem) -> Weights:
         shape, fmt = problem.shape, problem.format
-        mx = fmt.element == "e2m1"
-        hidden = round_up(shape.hidden, 256 if mx else fmt.group_size)
-        intermediate = round_up(shape.intermediate, 128)
-        parts = problem.padded(hidden, intermediate)
+        hidden, intermediate = rounded(fmt, shape)
+        packed = [_packed(part, problem) for part in problem.padded(hidden, intermediate)]
         return Weights(
-            [packing.marlin_weight(part.codes, problem.bits) for part in parts],
-            [_mx_scale(part) if mx else packing.marlin_scale(part.scales) for part in parts],
-            [None if part.bias is None else packing.marlin_bias(part.bias) for part in parts],
-            self.kinds[problem.group.format],
+            [matrix.weight for matrix in packed],
+            [_scale(matrix, fmt) for matrix in packed],
+            [matrix.bias for matrix in packed],
+            [None if matrix.global_scale is None else matrix.global_scale.flatten() for matrix in packed],
+            self.kinds[fmt.element],
             self.activations[fmt.activation],
             shape.experts,
             hidden,
@@ -91,6 +96,8 @@ class Marlin(Contender):
             w2_scale=weights.scales[1],
             topk_weights=routed.weights,
             topk_ids=routed.ids,
+            global_scale1=weights.global_scales[0],
+            global_scale2=weights.global_scales[1],
             quant_type_id=weights.kind,
             global_num_experts=weights.experts,
             activation=weights.activation,
@@ -105,5 +112,24 @@ class Marlin(Contender):
         self.ops.moe_sum(parts, output)
 
 
-def _mx_scale(part: Codes) -> Tensor:
-    return packing.marlin_mx_scale(part.scales).view(torch.float8_e8m0fnu)
+def rounded(fmt: Format, shape: Shape) -> tuple[int, int]:
+    """Hidden and intermediate size as the engine's preparation of the format rounds them up."""
+    if fmt.element == "e2m1" and fmt.group_size == 32:
+        return round_up(shape.hidden, 256), round_up(shape.intermediate, 128)
+    if fmt.element == "e2m1":
+        return shape.hidden, round_up(shape.intermediate, 128 if shape.hidden % 128 else 64)
+    if fmt.element == "e4m3":
+        return shape.hidden, round_up(shape.intermediate, max(64, fmt.group_size))
+    return round_up(shape.hidden, fmt.group_size), round_up(shape.intermediate, 128)
+
+
+def _packed(part: Codes, problem: Problem) -> PackedMatrix:
+    matrix = quantised(part, problem.format)
+    return cases.pack(LAYOUTS[problem.group.format], problem.format.element, matrix)
+
+
+def _scale(matrix: PackedMatrix, fmt: Format) -> Tensor:
+    """The scales, as the type that tells the kernel what they are."""
+    assert matrix.scale is not None
+    exponents = fmt.element == "e2m1" and fmt.group_size == 32
+    return matrix.scale.view(torch.float8_e8m0fnu) if exponents else matrix.scale

@@ -1,4 +1,4 @@
-"""vLLM's Triton experts: int4 and int8 weights with 16-bit activations, and int8 times int8."""
+"""vLLM's Triton experts: int4 and int8 weights with 16-bit activations, int8 times int8, and FP8 times FP8."""
 
 from __future__ import annotations
 
@@ -40,6 +40,11 @@ class Triton(Contender):
         group = max(1, fmt.group_size)
         hidden, intermediate = round_up(shape.hidden, group), round_up(shape.intermediate, group)
         parts = problem.padded(hidden, intermediate)
+        if fmt.fp8_activations:
+            blocks = fmt.block_rows > 1
+            scales = [part.blocks(fmt.block_rows) for part in parts]
+            options = {"block_shape": [fmt.block_rows, fmt.group_size]} if blocks else {"per_channel_quant": True}
+            return Weights([part.e4m3 for part in parts], scales, {"use_fp8_w8a8": True, **options}, hidden)
         if fmt.int8_activations:
             codes = [(part.codes.int() - 128).to(torch.int8) for part in parts]
             return Weights(
