@@ -47,6 +47,7 @@ p, dl { margin: 0 0 10px; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 18px; }
 dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
 .scroll { overflow-x: auto; } .row { display: flex; flex-wrap: wrap; gap: 0 36px; } .row > .scroll { max-width: 100%; }
+.legend { display: flex; flex-wrap: wrap; }
 td svg { display: inline; vertical-align: -1px; margin-right: 5px; } svg .chosen { fill: var(--good); }
 svg .works { fill: none; stroke: var(--good); stroke-width: 2; }
 svg .no { fill: var(--line); } svg .absent { fill: none; }
@@ -184,7 +185,7 @@ def _heat(report: CheckReport) -> str:
     return (
         "<h2>Error over bound, by layer and expert</h2>"
         '<p class="soft">Largest error of an element divided by what rounding explains for that element; '
-        f'above 1 is a failure.</p><div class="scroll">{heat_legend()}</div><div class="row">{maps}</div>'
+        f'above 1 is a failure.</p><div class="legend">{heat_legend()}</div><div class="row">{maps}</div>'
     )
 
 

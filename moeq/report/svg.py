@@ -46,14 +46,14 @@ def heat_svg(chart: HeatMap) -> str:
 
 
 def heat_legend() -> str:
-    """The levels of a heat map."""
-    parts, x = [], 0.0
+    """The levels of a heat map, a picture each, so that a narrow window can wrap them."""
+    levels = []
     for level, limit in enumerate((*LIMITS, None)):
         text = f"≤ {limit:g}" if limit is not None else "beyond the bound"
-        parts.append(f'<rect x="{x:.0f}" y="2" width="14" height="14" class="h{level}"/>')
-        parts.append(f'<text x="{x + 19:.0f}" y="14" class="tick">{text}</text>')
-        x += 34 + 7 * len(text)
-    return _svg(x, 20, parts, "levels of the heat map")
+        square = f'<rect x="0" y="2" width="14" height="14" class="h{level}"/>'
+        label = f'<text x="19" y="14" class="tick">{text}</text>'
+        levels.append(_svg(34 + 7 * len(text), 20, [square, label], f"level {level} of the heat map"))
+    return "".join(levels)
 
 
 def tile_svg(picture: TilePicture) -> str:

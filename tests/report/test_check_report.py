@@ -27,7 +27,7 @@ from moeq.check.records import (
 from moeq.matrix import MatrixSpec
 from moeq.report import check_text, html, junit, selftest_text
 from moeq.report.backend_matrix import BackendMatrix, MatrixCell
-from moeq.report.heat import heat_map, heat_maps
+from moeq.report.heat import LIMITS, heat_map, heat_maps
 from moeq.report.svg import tile_svg
 
 INT4 = MatrixSpec("w2", 256, 128, "int4", 32, "f16")
@@ -153,7 +153,8 @@ def test_html_is_well_formed_and_self_contained(damaged: bool) -> None:
     assert not {name for name, _ in page.attributes} & {"src", "href", "onclick"}
     assert not {"script", "link", "img"} & set(page.count)
     assert "http" not in text, "nothing is fetched"
-    assert page.count["svg"] == 1 + 2 + 2 + 1, "legend, two heat maps, two marks, the tile"
+    levels = len(LIMITS) + 1
+    assert page.count["svg"] == levels + 2 + 2 + 1, "legend, two heat maps, two marks, the tile"
     assert "out &amp; &lt;more&gt;" in text
     assert "prefers-color-scheme: dark" in text
     assert ("What is wrong" in text) == damaged
