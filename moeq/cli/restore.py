@@ -20,6 +20,10 @@ def command(
     ctx: typer.Context,
     dst: Annotated[str, typer.Argument(metavar="DST", help="Output of `moeq convert`.")],
     out_folder: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create.")],
+    slow: Annotated[
+        bool, typer.Option("--slow", help="Unpack every expert and pack it as its format does: a second path.")
+    ] = False,
+    workers: options.WorkersOption = None,
     quiet: options.QuietOption = False,
     json: options.JsonOption = False,
 ) -> None:
@@ -29,7 +33,7 @@ def command(
 
     out: Output = ctx.obj
     with ProgressReport(out, "restore", quiet=quiet or json) as progress:
-        restoration = restore(dst, out_folder, progress=progress.update)
+        restoration = restore(dst, out_folder, slow=slow, workers=workers, progress=progress.update)
     out.answer(document(restoration), lambda console: render(console, restoration))
 
 

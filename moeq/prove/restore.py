@@ -1,13 +1,14 @@
 """Take a conversion back to its source: the same files, byte for byte.
 
 Headers, configs and whatever the logical matrices do not tell come from the restore data; the rest is rebuilt from the
-packed experts, whose digests are checked on the way.
+packed experts, whose digests are checked on the way: by the fast path where there is one (`moeq.prove.rebuild`), else
+by the reference path, which unpacks each expert and packs it as its format does.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from moeq.pipeline.state.folder import WorkFolder
 from moeq.pipeline.state.job import places
 from moeq.pipeline.state.journal import JobStamp
 from moeq.pipeline.state.restore_data import KeptSource, RestoreData, restore_data_of
+from moeq.prove.rebuild import Rebuilding
 
 _CHUNK = 16 * 2**20
 
@@ -61,13 +63,19 @@ class Restoration:
 
 
 def restore(
-    dst: str | Path, out: str | Path, *, workers: int | None = None, progress: Advance | None = None
+    dst: str | Path,
+    out: str | Path,
+    *,
+    slow: bool = False,
+    workers: int | None = None,
+    progress: Advance | None = None,
 ) -> Restoration:
     """Rebuild the source checkpoint from a conversion.
 
     Args:
         dst: output of `moeq convert`.
         out: folder to create.
+        slow: rebuild everything by the reference path, which shares no code with the fast path. The bytes are equal.
         workers: threads; None takes the cores there are, at most 8.
         progress: called with bytes done, bytes in all and a label.
 
@@ -89,7 +97,8 @@ def restore(
     folder.check(*places(converted))
     with folder:
         report = progress or (lambda done, total, label: None)
-        restorer = _Restorer(checkpoint, original, restore_data, folder.files, report, workers or default_workers())
+        threads = workers or default_workers()
+        restorer = _Restorer(checkpoint, original, restore_data, folder.files, report, threads, slow)
         restoration = restorer.run(destination)
         _copy_side_files(converted, restore_data, folder.files)
         converted.require_unchanged()
@@ -120,6 +129,7 @@ class _Restorer:
     folder: OutputFolder
     advance: Advance
     workers: int
+    slow: bool
     done: int = 0
     written: dict[str, set[str]] = field(default_factory=dict)
 
@@ -142,7 +152,13 @@ class _Restorer:
                         copied += entry.name not in rebuilt_names
                         self._mark(file, entry.name, entry.nbytes)
             for layer in self.converted.manifest.layers:
-                self._rebuild(files, layer, kept)
+                require_complete(layer)
+            finished = set() if self.slow else self._rebuild_fast(files, kept)
+            for layer in self.converted.manifest.layers:
+                for role in STACKED_ROLES:
+                    left = [e for e in range(layer.num_experts) if (layer.layer, role, e) not in finished]
+                    if left:
+                        self._rebuild(files, layer, role, left, kept)
             for name, output in files.items():
                 with disk_errors(self.folder.path / name):
                     output.sync()
@@ -173,18 +189,30 @@ class _Restorer:
         finally:
             os.close(fd)
 
-    def _rebuild(self, files: Outputs, layer: LayerEntry, kept: set[str]) -> None:
-        require_complete(layer)
-        for role in STACKED_ROLES:
+    def _rebuild_fast(self, files: Outputs, kept: set[str]) -> set[tuple[int, StackedRole, int]]:
+        """What the fast path can do. Returns layer, role and expert of what is finished."""
+        finished: set[tuple[int, StackedRole, int]] = set()
+        rebuilding = Rebuilding(self.converted, self.original, self.folder.path, files, kept, self.workers)
+        with closing(rebuilding.experts()) as experts:
+            for unit, expert, written in experts:
+                finished.add((unit.layer, unit.role, expert))
+                for part in written:
+                    self._mark(part.file, part.name, part.size, f"layer {unit.layer} {unit.role} expert {expert}")
+        return finished
 
-            def rebuild(expert: int, role: StackedRole = role) -> list[StoredPart]:
-                return self._rebuild_expert(files, layer, role, expert, kept)
+    def _rebuild(
+        self, files: Outputs, layer: LayerEntry, role: StackedRole, experts: Sequence[int], kept: set[str]
+    ) -> None:
+        """The reference path."""
 
-            with closing(in_order(rebuild, range(layer.num_experts), self.workers)) as results:
-                for expert, parts in enumerate(results):
-                    for part in parts:
-                        label = f"layer {layer.layer} {role} expert {expert}"
-                        self._mark(part.entry.file, part.entry.name, part.end - part.start, label)
+        def rebuild(expert: int) -> list[StoredPart]:
+            return self._rebuild_expert(files, layer, role, expert, kept)
+
+        with closing(in_order(rebuild, experts, self.workers)) as results:
+            for expert, parts in zip(experts, results, strict=True):
+                for part in parts:
+                    label = f"layer {layer.layer} {role} expert {expert}"
+                    self._mark(part.entry.file, part.entry.name, part.end - part.start, label)
 
     def _rebuild_expert(
         self, files: Outputs, layer: LayerEntry, role: StackedRole, expert: int, kept: set[str]

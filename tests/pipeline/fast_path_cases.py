@@ -97,12 +97,20 @@ class OnFastPath:
         read = self.fast_path.read(self.inputs, self.scratch)
         return None if read is None else self.fast_path.prove(read, self.outputs, self.scratch)
 
+    def rebuilt(self) -> bool:
+        """Whether the stored bytes come back from the packed ones, whatever lay in memory before."""
+        self.scratch[:] = 0xC3
+        stored = {key: buffer(len(data), fill=0x99) for key, data in self.inputs.items()}
+        self.fast_path.rebuild(self.outputs, stored, self.scratch)
+        return all(np.array_equal(stored[key], data) for key, data in self.inputs.items())
+
     def packed(self) -> Packed | None:
         """None where the fast path declines."""
         if not self.pack():
             return None
         proof = self.prove()
         assert proof is not None, "what was packed does not unpack to the source"
+        assert self.rebuilt(), "what was packed does not give the stored bytes back"
         return Packed(
             [{name: out.tobytes() for name, out in parts.items()} for parts in self.outputs], proof.digests, set()
         )

@@ -11,6 +11,7 @@ import moeq
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
+from moeq.layouts import words
 from moeq.layouts.registry import LAYOUTS
 from moeq.pipeline.convert import convert
 from moeq.prove.diff import diff
@@ -94,7 +95,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=str)
-def test_convert_verify_restore(name, layout, checkpoints, expected, tmp_path) -> None:
+def test_convert_verify_restore(name, layout, checkpoints, expected, tmp_path, monkeypatch) -> None:
     source, out = checkpoints / name, tmp_path / "out"
     conversion = convert(source, out, DEPLOYMENT, layout=layout, force_layout=True)
     assert {entry.layout for entry in conversion.manifest.layers} == {layout}
@@ -114,6 +115,9 @@ def test_convert_verify_restore(name, layout, checkpoints, expected, tmp_path) -
     assert (found.units, found.source_units) == (len(expected[name]), len(expected[name]))
     restore(out, tmp_path / "back")
     assert content(tmp_path / "back") == content(source)
+    monkeypatch.setattr(words, "COMPILED_FROM", 0)  # matrices this small take the reference path otherwise
+    restore(out, tmp_path / "fast")
+    assert content(tmp_path / "fast") == content(source)
 
 
 def test_every_other_layout_is_refused_with_the_arithmetic(checkpoints, tmp_path) -> None:

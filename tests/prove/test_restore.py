@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -13,8 +16,12 @@ from safetensors.torch import load_file, save_file
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import ExitCode, MoeqError
+from moeq.layouts import words
 from moeq.pipeline.convert import convert
 from moeq.pipeline.events import Event, UnitFinished
+from moeq.pipeline.plan.units import PackUnit
+from moeq.prove import rebuild
+from moeq.prove.rebuild import Rebuilding, RebuiltPart
 from moeq.prove.restore import restore
 from moeq.prove.verify import verify
 
@@ -141,3 +148,85 @@ def test_damaged_restore_data_leaves_nothing_behind(damage, checkpoints, tmp_pat
         restore(tmp_path / "out", tmp_path / "back")
     assert caught.value.exit_code == ExitCode.SOURCE
     assert [folder.name for folder in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.fixture
+def on_fast_path(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str, int]]:
+    """Lets the fast path take small matrices; a list of what it rebuilt: layer, role, expert."""
+    pytest.importorskip("numba")
+    monkeypatch.setattr(words, "COMPILED_FROM", 0)
+    found: list[tuple[int, str, int]] = []
+    experts = Rebuilding.experts
+
+    def told(self: Rebuilding) -> Generator[tuple[PackUnit, int, list[RebuiltPart]], None, None]:
+        for row in experts(self):
+            found.append((row[0].layer, row[0].role, row[1]))
+            yield row
+
+    monkeypatch.setattr(Rebuilding, "experts", told)
+    return found
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("gptq-int4-g32-qwen3moe", "marlin-wna16/1"),
+        ("gptq-int8-g64-qwen3moe", "triton-wna16/1"),
+        ("awq-int4-g32-qwen3moe", "marlin-wna16/1"),
+        ("ct-int4-asym-g32-mixtral", "triton-wna16/1"),
+        ("ct-w8a8-qwen3moe", "int8-w8a8/1"),
+        ("mxfp4-gptoss", "triton-kernels-hopper/1"),
+        ("mxfp4-gptoss", "marlin-mxfp4-interleaved/1"),
+        ("mxfp4-gptoss", "trtllm-mxfp4/1"),
+    ],
+)
+def test_both_paths_give_the_source(name, layout, tp, checkpoints, tmp_path, on_fast_path) -> None:
+    deployment = Deployment(gpu=parse_gpu("H100"), tp=tp)
+    manifest = convert(checkpoints / name, tmp_path / "out", deployment, layout=layout, force_layout=True).manifest
+    restoration = restore(tmp_path / "out", tmp_path / "back")
+    assert len(set(on_fast_path)) == len(on_fast_path) == sum(2 * entry.num_experts for entry in manifest.layers)
+    assert restore(tmp_path / "out", tmp_path / "slow", slow=True).rebuilt == restoration.rebuilt
+    assert content(tmp_path / "back") == content(tmp_path / "slow") == content(checkpoints / name)
+
+
+def test_kept_tensors_keep_the_fast_path_away_from_their_units(checkpoints, tmp_path, on_fast_path) -> None:
+    def change(tensors: Tensors) -> Tensors:
+        return tensors | {f"{DOWN}.g_idx": torch.arange(128, dtype=torch.int32).flip(0)}
+
+    source = rewritten(checkpoints / "gptq-int4-g128-mixtral", tmp_path / "source", change)
+    check(source, tmp_path, (f"{DOWN}.g_idx",))
+    assert {row[:2] for row in on_fast_path} == {(0, "w13"), (0, "w2"), (1, "w13")}
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_changed_expert_is_never_restored(slow, checkpoints, tmp_path, on_fast_path) -> None:
+    convert(checkpoints / "gptq-int4-g32-qwen3moe", tmp_path / "out", A100)
+    name = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))[-1]
+    flip(tmp_path / "out" / name, -3000)
+    with pytest.raises(MoeqError, match="no longer holds the values") as caught:
+        restore(tmp_path / "out", tmp_path / "back", slow=slow)
+    assert caught.value.code == "source.digest-mismatch"
+    assert not (tmp_path / "back").exists()
+
+
+def test_other_tensors_than_this_version_would_write_take_the_reference_path(
+    checkpoints, tmp_path, on_fast_path, monkeypatch
+) -> None:
+    """Whatever the plan says is held against the tensors that are there before a loop touches memory."""
+    convert(checkpoints / "gptq-int4-g32-qwen3moe", tmp_path / "out", A100)
+    sizes = rebuild.tensor_bytes
+    monkeypatch.setattr(rebuild, "tensor_bytes", lambda shape, dtype: sizes(shape, dtype) + 8)
+    restore(tmp_path / "out", tmp_path / "back")
+    assert not on_fast_path
+    assert content(tmp_path / "back") == content(checkpoints / "gptq-int4-g32-qwen3moe")
+
+
+def test_the_fast_path_needs_no_torch(checkpoints, tmp_path) -> None:
+    convert(checkpoints / "gptq-int4-g32-qwen3moe", tmp_path / "out", A100)
+    program = (
+        "import sys; from moeq.layouts import words; words.COMPILED_FROM = 0; from moeq.prove.restore import restore; "
+        "restore(sys.argv[1], sys.argv[2]); sys.exit('torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "out"), str(tmp_path / "back")]
+    assert subprocess.run(command, check=False).returncode == 0

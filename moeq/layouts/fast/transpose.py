@@ -25,6 +25,14 @@ def copy(source: Array, out: Array) -> None:
         _turn(source.T, out)
 
 
+def copy_back(source: Array, out: Array) -> None:
+    """`copy`, but where `out` may be the transpose of contiguous rows instead of `source`."""
+    if out.strides[1] == out.itemsize or not source.flags.c_contiguous:
+        np.copyto(out, source)
+    else:
+        copy(source.T, out.T)
+
+
 @njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
 def load_turned(columns, n, k):  # type: ignore[no-untyped-def]
     """The transpose of 16 x 16 words of 32 bits, `columns[k : k + 16, n : n + 16]`: rows n to n + 7, rows n + 8 on."""

@@ -38,7 +38,7 @@ class Proof:
 class FastPath(Protocol):
     """The fast path of one layer's `w13` or `w2`. Immutable; any number of threads may use it.
 
-    All buffers start at multiples of 8 bytes and belong to the caller; none is kept, and inputs are never written to.
+    All buffers start at multiples of 8 bytes and belong to the caller; none is kept. Only `rebuild` writes to inputs.
     """
 
     @property
@@ -63,6 +63,12 @@ class FastPath(Protocol):
 
     def pack(self, read: Matrices, outputs: Outputs, scratch: Array) -> None:
         """Fill the outputs."""
+
+    def rebuild(self, outputs: Outputs, stored: Inputs, scratch: Array) -> None:
+        """The inverse of `read` and `pack`: fill the stored bytes of everything in `reads` from packed bytes.
+
+        Nothing here is trusted: `read` what was written and `prove` it against the packed bytes.
+        """
 
     def prove(self, read: Matrices, outputs: Outputs, scratch: Array) -> Proof | None:
         """Unpack the outputs and compare them with the matrices. Takes nothing from an earlier `pack` but the outputs.

@@ -11,6 +11,9 @@ rows along N, in whatever strides they lie:
 Which bytes these are is said by each format (`moeq.schemes.format.FastView`). A projection is read only if every stored
 bit follows from these four, so that the source can be rebuilt from them, and if its values are unremarkable; otherwise
 `read` gives None, and the reference path handles it or says what is wrong.
+
+The way back is the same: `blank` gives these matrices to be filled, in the stored bytes themselves wherever those are
+the matrix, and `finish` writes what lies elsewhere.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import numpy as np
 
 from moeq.layouts.fast.compare import any_all_ones
 from moeq.matrix import MatrixSpec
-from moeq.pipeline.pack.fast.loops import spread_zeros, turn_awq
+from moeq.pipeline.pack.fast.loops import gather_zeros, spread_zeros, turn_awq, turn_back_awq
 from moeq.pipeline.pack.fast.scratch import Array, Region
 from moeq.schemes.base import Scheme
 from moeq.schemes.format import INTEGERS, FastView, PartRole, PartSig
@@ -43,6 +46,11 @@ _WIDTH = {"f16": "u2", "bf16": "u2", "f32": "u4", "e8m0": "u1"}
 
 #: A word in which every field is 1.
 _ONES = {4: 0x11111111, 8: 0x01010101}
+
+#: Sign bits of four bytes: two's complement against offset by 128.
+_SIGNS = np.uint32(0x80808080)
+
+_INTEGER = {"I32": np.int32, "I64": np.int64}
 
 
 @dataclass(frozen=True)
@@ -114,12 +122,39 @@ class StoredProjection:
         zeros = self._zeros(stored, scratch)
         return None if zeros is None else fields | zeros
 
+    def blank(self, stored: Stored, scratch: Array) -> Fields:
+        """The matrices of `read` to be filled; what they hold until then does not matter."""
+        words = self._matrix(stored, "codes", "u4")
+        copied = self._copied_codes(words, scratch)
+        codes = self._by_rows(words) if copied is None else copied
+        fields = {"codes": codes, "scales": self._by_rows(self._matrix(stored, "scale", _WIDTH[self.spec.scale_dtype]))}
+        if self.spec.bias_dtype is not None:
+            fields["bias"] = self._matrix(stored, "bias", _WIDTH[self.spec.bias_dtype]).reshape(-1, 1)
+        if not self.spec.symmetric:
+            fields["zeros"] = self._zero_points(scratch)
+        return fields
+
+    def finish(self, stored: Stored, scratch: Array) -> None:
+        """Write the parts that `blank` did not give in place, from what its matrices hold now."""
+        words = self._matrix(stored, "codes", "u4")
+        copied = self._copied_codes(words, scratch)
+        if copied is not None and self.view.nibble_of_column is not None:
+            turn_back_awq(copied.T, words)
+        elif copied is not None:
+            np.bitwise_xor(copied, _SIGNS, out=words)
+        if "zeros" in self.names:
+            self._write_zeros(stored, scratch)
+        if "index" in self.names:
+            stored[self.names["index"]].view(np.int32)[:] = self._plain_group_index
+        if "shape" in self.names:
+            name = self.names["shape"]
+            stored[name].view(_INTEGER[self.sigs[name].dtype])[:] = self.spec.n, self.spec.k
+
     def _sides_are_plain(self, stored: Stored) -> bool:
         """Whether the group index and the stored shape say only what the spec says."""
         if "shape" in self.names:
             name = self.names["shape"]
-            dtype = np.int32 if self.sigs[name].dtype == "I32" else np.int64
-            if stored[name].view(dtype).tolist() != [self.spec.n, self.spec.k]:
+            if stored[name].view(_INTEGER[self.sigs[name].dtype]).tolist() != [self.spec.n, self.spec.k]:
                 return False
         if "index" not in self.names:
             return True
@@ -127,30 +162,55 @@ class StoredProjection:
 
     def _codes(self, stored: Stored, scratch: Array) -> Array:
         """uint32 `[N, K * bits / 32]`."""
-        spec, words = self.spec, self._matrix(stored, "codes", "u4")
+        words = self._matrix(stored, "codes", "u4")
+        copied = self._copied_codes(words, scratch)
+        if copied is None:
+            return self._by_rows(words)
+        if self.view.nibble_of_column is not None:
+            turn_awq(words, copied.T)
+        else:
+            np.bitwise_xor(words, _SIGNS, out=copied)
+        return copied
+
+    def _copied_codes(self, words: Array, scratch: Array) -> Array | None:
+        """Where codes go that do not lie as they should; None where they do."""
+        spec = self.spec
         region = Region(self.zero_bytes, spec.n * spec.k * spec.bits // 8)
         if self.view.nibble_of_column is not None:
-            turned = region.array(scratch, (spec.k // 8, spec.n), "u4")
-            turn_awq(words, turned)
-            return turned.T
-        if self.view.signed:
-            return np.bitwise_xor(words, np.uint32(0x80808080), out=region.array(scratch, words.shape, "u4"))
-        return self._by_rows(words)
+            return region.array(scratch, (spec.k // 8, spec.n), "u4").T
+        return region.array(scratch, words.shape, "u4") if self.view.signed else None
+
+    def _zero_points(self, scratch: Array) -> Array:
+        return Region(0, self.zero_bytes).array(scratch, (self.spec.n, self.spec.num_groups), "u1")
 
     def _zeros(self, stored: Stored, scratch: Array) -> Fields | None:
         """Zero points from words along N; nothing where they are the constant of a symmetric matrix."""
-        spec = self.spec
-        matrix = self._matrix(stored, "zeros", "u4")
-        words = matrix if self.view.transposed else matrix.T
-        minus = 1 if self.scheme.zero_point == "stored-minus-one" else 0
+        spec, words, minus = self.spec, self._zero_words(stored), self._minus
         if spec.symmetric:
             return {} if bool((words == (spec.symmetric_zero - minus) * _ONES[spec.bits]).all()) else None
         # AutoGPTQ turned a zero point of 0 into ones from its field upwards.
         if minus and any_all_ones(words, (1 << 32) - (1 << (32 - 3 * spec.bits))):
             return None
-        zeros = Region(0, self.zero_bytes).array(scratch, (spec.n, spec.num_groups), "u1")
+        zeros = self._zero_points(scratch)
         spread_zeros(words, self._zero_shifts, (1 << spec.bits) - 1, minus * _ONES[spec.bits], zeros)
         return {"zeros": zeros}
+
+    def _write_zeros(self, stored: Stored, scratch: Array) -> None:
+        """The inverse of `_zeros`."""
+        spec, words = self.spec, self._zero_words(stored)
+        if spec.symmetric:
+            words.fill((spec.symmetric_zero - self._minus) * _ONES[spec.bits])
+        else:
+            gather_zeros(self._zero_points(scratch), self._zero_shifts, self._minus * _ONES[spec.bits], words)
+
+    def _zero_words(self, stored: Stored) -> Array:
+        """uint32 `[G, N * bits / 32]`."""
+        matrix = self._matrix(stored, "zeros", "u4")
+        return matrix if self.view.transposed else matrix.T
+
+    @property
+    def _minus(self) -> int:
+        return 1 if self.scheme.zero_point == "stored-minus-one" else 0
 
     @cached_property
     def _zero_shifts(self) -> Array:

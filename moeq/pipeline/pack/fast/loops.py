@@ -32,6 +32,23 @@ def spread_zeros(words: Array, shifts: Array, mask: int, add: int, out: Array) -
     _spread_zeros(words, shifts, np.uint32(mask), np.uint32(add), out)
 
 
+def gather_zeros(zeros: Array, shifts: Array, subtract: int, words: Array) -> None:
+    """The inverse of `spread_zeros`.
+
+    Args:
+        zeros: uint8 `[W * len(shifts), G]`.
+        shifts: uint32, the first bit of each of a word's columns.
+        subtract: subtracted from whole words at last, borrows included, as the writer did.
+        words: uint32 `[G, W]`, any strides.
+    """
+    _gather_zeros(zeros, shifts, np.uint32(subtract), words)
+
+
+def turn_back_awq(turned: Array, words: Array) -> None:
+    """The inverse of `turn_awq`: uint32 `[K / 8, N]` to uint32 `[K, N / 8]`."""
+    _turn_back_awq(turned, words)
+
+
 def turn_awq(words: Array, out: Array) -> None:
     """AWQ's words along N to words along K.
 
@@ -50,6 +67,48 @@ def _spread_zeros(words, shifts, mask, add, out):  # type: ignore[no-untyped-def
             word = uint32(words[g, w] + add)
             for i in range(fields):
                 out[fields * w + i, g] = (word >> shifts[i]) & mask
+
+
+@njit(cache=True, nogil=True, boundscheck=False)
+def _gather_zeros(zeros, shifts, subtract, words):  # type: ignore[no-untyped-def]
+    fields = len(shifts)
+    for w in range(words.shape[1]):
+        for g in range(words.shape[0]):
+            word = uint32(0)
+            for i in range(fields):
+                word |= uint32(zeros[fields * w + i, g]) << shifts[i]
+            words[g, w] = word - subtract
+
+
+#: The column of each nibble of a word.
+_COLUMN_OF_NIBBLE = tuple(sorted(range(8), key=NIBBLE_OF_COLUMN.__getitem__))
+
+
+@njit(cache=True, nogil=True, boundscheck=False)
+def _turn_back_awq(turned, words):  # type: ignore[no-untyped-def]
+    """Transposes 8 x 8 nibbles as `_turn_block` does, a word at a time."""
+    block = np.empty(8, np.uint32)
+    for k in range(turned.shape[0]):
+        line = turned[k]
+        for w in range(words.shape[1]):
+            for i in range(8):
+                block[i] = line[8 * w + _COLUMN_OF_NIBBLE[i]]
+            for j in range(4):
+                _swap(block, j, j + 4, uint32(16), uint32(0x0000FFFF))
+            for j in (0, 1, 4, 5):
+                _swap(block, j, j + 2, uint32(8), uint32(0x00FF00FF))
+            for j in (0, 2, 4, 6):
+                _swap(block, j, j + 1, uint32(4), uint32(0x0F0F0F0F))
+            for j in range(8):
+                words[8 * k + j, w] = block[j]
+
+
+@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
+def _swap(block, first, second, shift, low):  # type: ignore[no-untyped-def]
+    """The high fields of one word against the low fields of another."""
+    x, y = block[first], block[second]
+    block[first] = (x & low) | ((y & low) << shift)
+    block[second] = ((x >> shift) & low) | (y & ~low)
 
 
 @njit(cache=True, nogil=True, boundscheck=False)

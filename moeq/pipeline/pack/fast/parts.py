@@ -36,10 +36,31 @@ def _widen_f16(narrow: Array, out: Array) -> None:
     np.copyto(out.view(np.float32), narrow.view(np.float16))
 
 
-#: (logical dtype, stored dtype) -> how the wider, exact form is made.
-WIDENED: dict[tuple[str, str], Callable[[Array, Array], None]] = {
-    ("BF16", "F32"): _widen_bf16,
-    ("F16", "F32"): _widen_f16,
+def _narrow_bf16(wide: Array, out: Array) -> None:
+    np.right_shift(wide, 16, out=out, casting="unsafe")
+
+
+def _narrow_f16(wide: Array, out: Array) -> None:
+    np.copyto(out.view(np.float16), wide.view(np.float32), casting="unsafe")
+
+
+@dataclass(frozen=True)
+class Widening:
+    """How elements get a wider, exact form, and how they are taken out of it again.
+
+    Attributes:
+        widen: from the logical elements to the stored ones.
+        narrow: and back.
+    """
+
+    widen: Callable[[Array, Array], None]
+    narrow: Callable[[Array, Array], None]
+
+
+#: (logical dtype, stored dtype) -> how the wider form is made.
+WIDENED: dict[tuple[str, str], Widening] = {
+    ("BF16", "F32"): Widening(_widen_bf16, _narrow_bf16),
+    ("F16", "F32"): Widening(_widen_f16, _narrow_f16),
 }
 
 
@@ -112,7 +133,7 @@ class FastPart:
     starts: tuple[int, ...]
     step: int
     filled: tuple[int, int]
-    widen: Callable[[Array, Array], None] | None = None
+    widen: Widening | None = None
     flip: int = 0
     dense: bool = False
 
@@ -222,6 +243,18 @@ class FastPart:
         held = all(same(_present(views[r.projection]), found[r.elements, :columns], r.source.start) for r in block.rows)
         return held and is_zero(found[:, columns:]) and all(is_zero(found[rows]) for rows in block.filling)
 
+    def fill(self, packed: Array, views: Views, region: Region, spare: Region, scratch: Array) -> None:
+        """Write the rows of every projection that the part holds into its views, and leave the filling out."""
+        columns = self.filled[1]
+        for block in self.blocks:
+            found = self.unpack(packed, block, region, spare, scratch)
+            for r in block.rows:
+                view, elements = views[r.projection], found[r.elements, :columns]
+                if view is not None and self.widen is None:
+                    transpose.copy_back(elements, view[r.source])
+                elif view is not None and self.widen is not None:
+                    self.widen.narrow(elements, view[r.source])
+
     def place(self, views: Views, block: RowBlock, elements: Array) -> None:
         """Copy the rows of every projection that belong to these elements, and zeros around them."""
         if block.filling or any(views[r.projection] is None for r in block.rows):
@@ -233,7 +266,7 @@ class FastPart:
             if view is not None and self.widen is None:
                 transpose.copy(view[r.source], target)
             elif view is not None and self.widen is not None:
-                self.widen(view[r.source], target)
+                self.widen.widen(view[r.source], target)
 
 
 def _present(view: Array | None) -> Array:

@@ -53,8 +53,21 @@ class ProjectionReader:
         """The fields of each logical projection."""
         parts = {part: inputs[self.name, part] for part in self.stored.sigs}
         fields = self.stored.read(parts, scratch[self.region.start : self.region.stop])
-        if fields is None or len(self.holds) == 1:
-            return None if fields is None else [fields]
+        return None if fields is None else self._split(fields)
+
+    def blank(self, stored: Inputs, scratch: Array) -> list[Fields]:
+        """The fields of each logical projection, to be filled; `finish` does the rest."""
+        parts = {part: stored[self.name, part] for part in self.stored.sigs}
+        return self._split(self.stored.blank(parts, scratch[self.region.start : self.region.stop]))
+
+    def finish(self, stored: Inputs, scratch: Array) -> None:
+        """Write what the fields of `blank` do not hold in place."""
+        parts = {part: stored[self.name, part] for part in self.stored.sigs}
+        self.stored.finish(parts, scratch[self.region.start : self.region.stop])
+
+    def _split(self, fields: Fields) -> list[Fields]:
+        if len(self.holds) == 1:
+            return [fields]
         half = self.stored.spec.n // 2
         rows = (slice(0, None, 2), slice(1, None, 2)) if self.interleaved else (slice(0, half), slice(half, None))
         return [{name: matrix[cut] for name, matrix in fields.items()} for cut in rows]
@@ -138,6 +151,16 @@ class ArrangedPath:
         for shard, packed in zip(self.shards, outputs, strict=True):
             for part in shard.parts.values():
                 part.pack(shard.views(part.field, self.spec, read), packed[part.name], self.elements, scratch)
+
+    def rebuild(self, outputs: Outputs, stored: Inputs, scratch: Array) -> None:
+        """See `FastPath.rebuild`."""
+        blank = [fields for reader in self.readers for fields in reader.blank(stored, scratch)]
+        for shard, packed in zip(self.shards, outputs, strict=True):
+            for part in shard.parts.values():
+                views = shard.views(part.field, self.spec, blank)
+                part.fill(packed[part.name], views, self.elements, self.expected, scratch)
+        for reader in self.readers:
+            reader.finish(stored, scratch)
 
     def prove(self, read: Sequence[Fields], outputs: Outputs, scratch: Array) -> Proof | None:
         """See `FastPath.prove`."""
