@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from bench.peers import evaluate, shapes
-from bench.peers.conduct import Lane, Options, Run, Seat, conduct, jobs, warm
+from bench.peers.conduct import Lane, Options, Run, Seat, conduct, jobs, one_cell, warm
 from bench.peers.contenders import BY_FORMAT, CONTENDERS
 from bench.peers.contenders.ours import Ours
 from bench.peers.evaluate import TARGETS, judge, merge, scores, time_of
@@ -134,6 +134,15 @@ class TestWarmingUp:
         assert sum(name == "moeq" for name, *_ in calls) == 6
         assert {group.format for name, group, _ in calls if name == "humming"} == {"w8a8"}
 
+    def test_those_that_compile_much_have_a_job_for_each_group(self) -> None:
+        groups = [Group(name, "mixtral-8x7b") for name in ("int4", "nvfp4", "fp8-block-w8a8")]
+        work = jobs(groups, ["marlin", "humming", "deep_gemm"], Options(1.0, (1, 8)))
+        assert sorted((job.name, len(job.groups)) for job in work) == [
+            ("deep_gemm", 1),
+            *[("humming", 1)] * 3,
+            ("marlin", 2),
+        ]
+
     def test_failures_are_told_and_absent_peers_are_not(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
         monkeypatch.setenv("PYTHONPATH", str(ROOT / "kernels"))
@@ -192,6 +201,58 @@ class TestProcesses:
         seat.start()
         assert seat.gone is None
         seat.stop()
+
+    def test_a_process_that_does_not_answer_is_ended(self, tmp_path: Path) -> None:
+        seat = Seat("moeq", tmp_path / "log", patience=0.0)
+        seat.start()
+        assert seat.order("open", format="int4", shape="qwen3-30b-a3b") == {"failed": "no answer in 0 s"}
+        assert seat.process.wait(timeout=60) != 0
+        assert seat.order("close") == {"failed": "no answer in 0 s"}
+        seat.patience = 60.0
+        seat.start()
+        assert "ok" in seat.order("close")
+        seat.stop()
+
+
+class Pretended(Seat):
+    """A contender without a process, which fails for good at one order."""
+
+    def __init__(self, name: str, fails_at: str = "", after: int = 0) -> None:
+        super().__init__(name, None)
+        self.gone, self.fails_at, self.after = None, fails_at, after
+
+    def order(self, do: str, **given: Any) -> dict[str, Any]:
+        if self.gone is None and do == self.fails_at:
+            self.after -= 1
+            if self.after < 0:
+                self.gone = "its process ended (code -11)"
+        if self.gone is not None:
+            return {"failed": self.gone}
+        answers: dict[str, dict[str, Any]] = {
+            "open": {},
+            "check": {"right": True, "hit": 8},
+            "capture": {"copies": 2},
+            "time": {"median": 100.0, "least": 99.0, "replays": 7},
+        }
+        return {"ok": answers[do]}
+
+
+class TestOneFails:
+    @pytest.mark.parametrize(
+        ("fails_at", "after"), [("open", 0), ("check", 0), ("capture", 0), ("time", 0), ("time", 2)]
+    )
+    def test_the_others_keep_their_figures(self, fails_at: str, after: int) -> None:
+        seats: list[Seat] = [Pretended("moeq"), Pretended("marlin", fails_at, after), Pretended("humming")]
+        group = Group("nvfp4", "qwen3-next-80b")
+        opened = {seat.name: seat.order("open") for seat in seats}
+        found = one_cell(group, 8, seats, opened, Options(1.0, (8,)))["contenders"]
+        assert found["marlin"]["status"] == "failed"
+        assert found["marlin"]["reason"]
+        for name in ("moeq", "humming"):
+            assert found[name]["status"] == "right"
+            assert found[name]["cold"]["us"] == found[name]["hot"]["us"] == 100.0
+        again = one_cell(group, 1, seats, opened, Options(1.0, (1,)))["contenders"]
+        assert time_of({"contenders": again}, "humming") == 100.0
 
 
 def cell(fmt: str, shape: str, tokens: int, **times: float) -> dict[str, Any]:
@@ -268,6 +329,41 @@ class TestVerdicts:
         one["contenders"]["triton_kernels-own-routing"] = one["contenders"].pop("triton-kernels-own-routing")
         found = verdict("must: faster than triton_kernels in 90 %", document(one), "MXFP4")
         assert found.misses[0].value == pytest.approx(0.9)
+
+    def test_the_grid_has_known_and_held_out_layers_and_no_others(self) -> None:
+        bad = [cell("mxfp4", shape, 8, moeq=100, humming=90) for shape in ("kimi-k2-tp8", "gpt-oss-20b")]
+        other = cell("mxfp4", "mixtral-8x7b-tp8", 8, moeq=100, humming=50)
+        found = verdict("must: faster than the best peer in 95 %", document(*bad, other), "MXFP4")
+        assert found.reached is False
+        assert {miss.where for miss in found.misses} == {"mxfp4 kimi-k2-tp8 M=8", "mxfp4 gpt-oss-20b M=8"}
+
+    def test_the_best_peer_may_be_any(self) -> None:
+        one = cell("fp8-block-w8a8", "kimi-k2-tp8", 8, moeq=100, humming=150, vllm_triton=140)
+        one["contenders"]["deep_gemm"] = {"status": "right", "cold": {"us": 80.0}}
+        found = verdict("aim: faster than the best peer in every cell", document(one), "NVFP4")
+        assert [round(miss.value, 2) for miss in found.misses] == [0.8]
+
+    @pytest.mark.parametrize(
+        ("fmt", "regime", "wanted", "least"),
+        [
+            ("int4", "int4, known", "must: 1.35 x Humming in the geometric mean", 1.35),
+            ("mxfp4", "MXFP4", "must: 1.25 x the best peer in the geometric mean", 1.25),
+            ("w8a8", "W8A8", "must: 1.15 x the best peer in the geometric mean", 1.15),
+        ],
+    )
+    def test_means_over_the_grid(self, fmt: str, regime: str, wanted: str, least: float) -> None:
+        for factor in (0.99, 1.01):
+            one = cell(fmt, "phi-3.5-moe", 8, moeq=100, humming=100 * least * factor)
+            assert verdict(wanted, document(one), regime).reached is (factor > 1)
+
+    def test_four_of_five_decode_cells_are_enough(self) -> None:
+        target = "must: 70 % of the byte floor in 80 %"
+        good = [cell("w8a8", "phi-3.5-moe", 2**n, moeq=1) for n in range(3, 7)]
+        for row in good:
+            row["contenders"]["moeq"]["cold"]["us"] = row["memory_floor_us"] / 0.75
+        bad = cell("mxfp4", "phi-3.5-moe", 8, moeq=1e6)
+        assert verdict(target, document(*good, bad), "decode").reached is True
+        assert verdict(target, document(*good[:3], bad), "decode").reached is False
 
     def test_scores_name_every_peer_and_the_best(self) -> None:
         cells = [cell("w8a8", "mixtral-8x7b", n, moeq=100, humming=110, vllm_triton=200) for n in (1, 8)]

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.peers.conduct import Lane, Options, Run, Seat, conduct, jobs, warm
+from bench.peers.conduct import PATIENCE, Lane, Options, Run, Seat, conduct, jobs, warm
 from bench.peers.contenders import BY_FORMAT, CONTENDERS
 from bench.peers.evaluate import merge
 from bench.peers.report import markdown, picture
@@ -115,7 +115,7 @@ def run(given: argparse.Namespace) -> int:
         print(f"warmed up in {time.monotonic() - begin:.0f} s", flush=True)
     if not given.only_warm:
         left = replace(options, seconds=given.seconds - (time.monotonic() - begin))
-        lanes = [Lane({name: Seat(name, log, gpu) for name in names}, gpu) for gpu in gpus]
+        lanes = [Lane({name: Seat(name, log, gpu, given.patience) for name in names}, gpu) for gpu in gpus]
         conduct(groups, Run(left, lanes, lambda found: write(document(found, clocks), given.out)))
     return 0
 
@@ -146,6 +146,7 @@ def main() -> int:
     timing.add_argument("--contenders", default=",".join(CONTENDERS))
     timing.add_argument("--skip", default="", help="FORMAT:CONTENDER,... to leave out")
     timing.add_argument("--rounds", type=int, default=3)
+    timing.add_argument("--patience", type=float, default=PATIENCE, help="seconds for an answer of a contender")
     timing.add_argument("--milliseconds", type=float, default=25)
     timing.add_argument(
         "--warm", type=int, default=0, metavar="PROCESSES", help="compile everything first, in parallel"

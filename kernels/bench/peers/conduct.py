@@ -25,7 +25,7 @@ from typing import Any
 from bench.peers.contenders import BY_FORMAT
 from bench.peers.shapes import FORMATS, SHAPES, Group, floor
 
-#: Seconds for an answer; compiling takes the longest.
+#: Seconds for an answer, and for a process to start; compiling takes the longest.
 PATIENCE = 240.0
 
 Document = dict[str, Any]
@@ -35,10 +35,11 @@ class Seat:
     """A contender's process on a GPU. `gone` says why there is none, for good or until the next group.
 
     gpu: as `CUDA_VISIBLE_DEVICES` names it; None leaves that variable as it is.
+    patience: seconds for an answer, after which the process is ended.
     """
 
-    def __init__(self, name: str, log: Path | None, gpu: str | None = None) -> None:
-        self.name, self.log, self.gpu = name, log, gpu
+    def __init__(self, name: str, log: Path | None, gpu: str | None = None, patience: float = PATIENCE) -> None:
+        self.name, self.log, self.gpu, self.patience = name, log, gpu, patience
         self.versions: dict[str, str] = {}
         self.absent: str | None = None
         self.gone: str | None = "not started"
@@ -68,7 +69,7 @@ class Seat:
             lines.put(line)
         lines.put("")
 
-    def order(self, do: str, patience: float = PATIENCE, **given: Any) -> Document:
+    def order(self, do: str, **given: Any) -> Document:
         """`{"ok": ...}` or `{"failed": reason}`."""
         if self.gone is not None:
             return {"failed": self.gone}
@@ -78,7 +79,7 @@ class Seat:
             self.process.stdin.flush()
         except BrokenPipeError:
             return self._ended()
-        return self._answer(patience)
+        return self._answer(self.patience)
 
     def _answer(self, patience: float) -> Document:
         try:

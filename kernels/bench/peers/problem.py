@@ -37,8 +37,8 @@ class Codes:
         groups = 1 if group_size == -1 else -(-k // group_size)
         pad = torch.nn.functional.pad
         codes = pad(self.codes, (0, more_k, 0, more_n), value=middle)
-        # 64 as e4m3 is 2: some peers' kernels do not read the least scales.
-        neutral = 1 if self.global_scale is None else 64
+        # e4m3 scales are rounded up with 0, as vLLM does it: its least numbers are below what Marlin keeps.
+        neutral = 1 if self.global_scale is None else 0
         scales = pad(self.scales, (0, groups - self.scales.shape[2], 0, more_n), value=neutral)
         bias = None if self.bias is None else pad(self.bias, (0, more_n))
         return Codes(codes, scales, bias, self.global_scale)

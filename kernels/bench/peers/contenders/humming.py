@@ -72,11 +72,6 @@ def _fp8(block: bool, activations: bool) -> Source:
     )
 
 
-def _global(part: Codes) -> Tensor:
-    assert part.global_scale is not None
-    return part.global_scale[:, None]
-
-
 SOURCES = {
     "int4": _packed(4),
     "int8": _packed(8),
@@ -107,7 +102,7 @@ SOURCES = {
         lambda part: {
             "weight": packing.nibbles(part.codes),
             "weight_scale": part.scales.view(torch.float8_e4m3fn),
-            "weight_scale_2": _global(part),
+            **({} if part.global_scale is None else {"weight_scale_2": part.global_scale}),
         },
     ),
     "fp8-block-w8a8": _fp8(block=True, activations=True),
