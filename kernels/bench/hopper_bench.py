@@ -32,6 +32,7 @@ from moeq_kernels import PackedExperts, PackedMatrix
 from moeq_kernels.epilogue import SILU, Epilogue
 from moeq_kernels.formats import find_format
 from moeq_kernels.gpu import H200
+from moeq_kernels.hopper.w4a16.kinds import KINDS, kind_of_format
 from moeq_kernels.hopper.w4a16.plan import (
     DIRECT,
     GATHERING,
@@ -67,13 +68,13 @@ class Weights:
     @property
     def kind(self) -> str:
         """What the device code calls the codes."""
-        return find_format(self.layout, self.element).kind
+        return kind_of_format(find_format(self.layout, self.element))
 
     @property
     def bytes_each(self) -> float:
         """Bytes of a weight and its share of a scale."""
         scales = self.scale.itemsize / self.group if self.group else 0.0
-        return (1.0 if self.element == "int8" else 0.5) + scales
+        return KINDS[self.kind].bits / 8 + scales
 
 
 FORMATS = {
@@ -84,6 +85,11 @@ FORMATS = {
     "int8": Weights("marlin-wna16/1", "int8", 128),
     "int8-channel": Weights("marlin-wna16/1", "int8", 0),
     "mxfp4": Weights("marlin-mxfp4/1", "e2m1", 32, scale=torch.uint8),
+    "nvfp4": Weights("marlin-nvfp4/1", "e2m1", 16, scale=torch.float8_e4m3fn),
+    "nvfp4-f16": Weights("marlin-nvfp4-fp16/1", "e2m1", 16, scale=torch.float8_e4m3fn, x=torch.float16),
+    "fp8": Weights("marlin-fp8/1", "e4m3", 128),
+    "fp8-channel": Weights("marlin-fp8/1", "e4m3", 0),
+    "mxfp8": Weights("marlin-mxfp8/1", "e4m3", 32, scale=torch.uint8),
 }
 QUEUE = (
     QUEUE8,
@@ -104,17 +110,26 @@ def random_experts(shape: Shape, stored: Weights) -> PackedExperts:
     """Random words and scales: every word is a valid one."""
 
     def matrix(n: int, k: int) -> PackedMatrix:
-        size = (shape.experts, k // 16, (4 if stored.element == "int8" else 2) * n)
+        size = (shape.experts, k // 16, KINDS[stored.kind].bits // 2 * n)
         words = torch.randint(-(2**31), 2**31 - 1, size, dtype=torch.int32, device="cuda")
+        if stored.element == "e4m3":
+            words &= ~0x40404040  # codes below 2, none of them NaN
         size = (shape.experts, k // stored.group if stored.group else 1, n)
-        if stored.scale == torch.uint8:
+        whole = None
+        if stored.kind == "nvfp4":  # stored numbers from 32 to 256, of which the global scale makes something near 1
+            scale = torch.randint(0xA0, 0xB8, size, dtype=torch.uint8, device="cuda").view(stored.scale)
+            lift = 2.0 ** (14 if stored.x == torch.float16 else 126)
+            whole = torch.full((shape.experts, 1), lift / (300 * k**0.5), device="cuda")
+        elif stored.scale == torch.uint8:
             middle = 126 - round(math.log2(3 * k**0.5))
             scale = torch.randint(middle - 1, middle + 2, size, dtype=torch.uint8, device="cuda")
         else:
-            spread = 74 if stored.element == "int8" else 4.6
-            scale = ((torch.rand(size, device="cuda") + 0.5) / (spread * k**0.5)).to(stored.scale)
+            spread = {"int8": 74, "int4": 4.6, "e4m3": 0.6}[stored.element]
+            lift = 2.0**120 if stored.element == "e4m3" else 1.0
+            scale = ((torch.rand(size, device="cuda") + 0.5) / (spread * k**0.5) * lift).to(stored.scale)
         bias = torch.randn(shape.experts, n, device="cuda").to(stored.x) if shape.gpt_oss else None
-        return PackedMatrix(stored.layout, words, n, k, stored.element, stored.group or -1, scale, bias=bias)
+        layout, element, group = stored.layout, stored.element, stored.group or -1
+        return PackedMatrix(layout, words, n, k, element, group, scale, bias=bias, global_scale=whole)
 
     gate_up, down = matrix(2 * shape.intermediate, shape.hidden), matrix(shape.hidden, shape.intermediate)
     return PackedExperts(gate_up, down, "interleaved" if shape.gpt_oss else "gate-up")

@@ -1,6 +1,7 @@
 """Random problems against the float32 reference, on a GPU: shapes, formats, routing, graphs and eager calls.
 
     PYTHONPATH=.:kernels python kernels/bench/random_check.py --out results.json --problems 10000 [--seconds 600]
+    PYTHONPATH=.:kernels python kernels/bench/random_check.py --family mma-w4a16 --formats nvfp4,fp8 --problems 500
     PYTHONPATH=.:kernels python kernels/bench/random_check.py --interpreter --problems 200   # small ones, without a GPU
 
 A problem is one call of a random layer (formats, groups, zero points, biases, activations, row orders, 1 to 1024
@@ -33,6 +34,7 @@ from bench.planned import pretend
 from bench.reference import Layer, moe, relative_error
 from moeq_kernels import PreparedLayer, interpreter
 from moeq_kernels.formats import FORMATS
+from moeq_kernels.hopper.support import FLOATS
 from moeq_kernels.prepared import FAMILIES, prepare_for, warmup
 
 ROUTINGS = ("uniform", "uniform", "zipf", "one", "holes", "mapped")
@@ -68,14 +70,30 @@ class Failure:
     plain_error: float
 
 
+def choices(family: str | None, formats: str) -> list[tuple[str, str]]:
+    """Layouts and elements to draw from: what the family reads, or what the names of layouts hold of that."""
+    integers = [("marlin-wna16/1", "int4")] * 3 + [("marlin-wna16/1", "int8")]
+    mxfp4 = [("marlin-mxfp4/1", "e2m1"), ("marlin-mxfp4-interleaved/1", "e2m1")]
+    w8a8 = [("int8-w8a8/1", "int8")]
+    read = {
+        None: [*integers, *w8a8, *mxfp4],
+        "hopper-w4a16": [*integers, *mxfp4],
+        "hopper-w8a8": w8a8,
+        "mma-w4a16": [*integers, *mxfp4, *FLOATS],
+        "portable": list(FORMATS),
+    }[family]
+    if not formats:
+        return read
+    named = [key for key in read if any(part in key[0] for part in formats.split(","))]
+    named = named or [key for key in FORMATS if family is None and any(part in key[0] for part in formats.split(","))]
+    if not named:
+        raise SystemExit(f"{family or 'no family'} reads no layout whose name holds one of {formats}")
+    return named
+
+
 def draw(generator: random.Random, family: str | None, device: str, formats: str = "") -> Drawn:
     """A random layer of at most LIMITS weights; formats: what layouts' names have to hold."""
-    hopper = [("marlin-wna16/1", "int4")] * 3 + [("marlin-wna16/1", "int8"), ("int8-w8a8/1", "int8")]
-    hopper += [("marlin-mxfp4/1", "e2m1"), ("marlin-mxfp4-interleaved/1", "e2m1")]
-    if family and family.endswith("w4a16"):
-        hopper.remove(("int8-w8a8/1", "int8"))
-    readable = [key for key in FORMATS if any(part in key[0] for part in formats.split(","))]
-    layout, element = generator.choice(readable if family == "portable" else hopper)
+    layout, element = generator.choice(choices(family, formats))
     fmt = FORMATS[layout, element]
     groups = [one for one in fmt.group_sizes if one in (32, 64, 128) or (one == -1 and not fmt.act_order)]
     group = generator.choice(groups or [-1])
@@ -94,7 +112,7 @@ def draw(generator: random.Random, family: str | None, device: str, formats: str
         order = "interleaved"
     activation = generator.choice(["silu", "silu", "gelu", "gelu_tanh", "swiglu_oai"] if gated else ["relu2"])
     dtype = getattr(torch, generator.choice(fmt.dtypes))
-    fp8 = fmt.fp8_activations and generator.random() < 0.5
+    fp8 = fmt.fp8_activations and family in (None, "portable") and generator.random() < 0.5
     recipe = Recipe(
         layout, element, experts=experts, hidden=hidden, intermediate=intermediate, group_size=group, order=order,
         activation=activation, limit=generator.choice([None, 0.7]) if gated else None, bias=generator.random() < 0.3,
@@ -192,10 +210,10 @@ def main() -> int:
     parser.add_argument("--code-for", metavar="GPU", help="run code for another GPU (its PTX), such as A100")
     parser.add_argument("--problems", type=int, default=10000)
     parser.add_argument("--seconds", type=float, default=3600)
-    parser.add_argument("--family", choices=FAMILIES, help="these kernels only (portable: in all their formats)")
+    parser.add_argument("--family", choices=FAMILIES, help="these kernels only, in all their formats")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--interpreter", action="store_true", help="small problems of the portable kernels on the CPU")
-    parser.add_argument("--formats", default="", help="what names of layouts have to hold, as nvfp4,fp8 (portable)")
+    parser.add_argument("--formats", default="", help="what names of layouts have to hold, as nvfp4,fp8")
     parser.add_argument("--per-layer", type=int, default=None, help=f"problems of a layer (default {PER_LAYER}, or 4)")
     options = parser.parse_args()
     device = "cpu" if options.interpreter else "cuda"

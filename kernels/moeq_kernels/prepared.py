@@ -483,7 +483,10 @@ def prepare_for(
     reason = "portable kernels were asked for" if portable else None
     if family is None:
         reason = reason or support.unsupported_reason(problem)
-        other = "portable" if any(mma.reasons(problem)) else "mma-w4a16"
+        against = next(mma.reasons(problem), None)
+        if against and reason and not portable and mma.on(problem):
+            reason = against  # nothing could be done about the GPU
+        other = "portable" if against else "mma-w4a16"
         family = other if reason else support.family(problem)
     early = dependent and not problem.interpret and problem.gpu.capability >= (9, 0)
     problem = replace(problem, dependent=early)

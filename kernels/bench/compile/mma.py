@@ -1,6 +1,6 @@
 """Compiling the `mma.sync` products ahead of time for all NVIDIA architectures and reading them; needs no GPU.
 
-    PYTHONPATH=.:kernels python kernels/bench/compile/mma.py [--trimmed] [--targets sm_80 sm_120] [--out results.json]
+    PYTHONPATH=.:kernels python kernels/bench/compile/mma.py [--formats nvfp4] [--targets sm_80] [--out results.json]
 
 Checked: each compiles, keeps its registers (no local memory inside loops) and fits shared memory; words come by
 cp.async (LDGSTS), tokens by ldmatrix (LDSM), products are HMMA. Exits 1 where one does not.
@@ -36,6 +36,13 @@ FORMATS: dict[str, tuple[str, str, int, bool, torch.dtype, torch.dtype, bool]] =
     "int8": ("marlin-wna16/1", "int8", 128, False, torch.bfloat16, torch.bfloat16, False),
     "int8-zeros": ("marlin-wna16/1", "int8", 64, True, torch.bfloat16, torch.bfloat16, False),
     "mxfp4-oai": ("marlin-mxfp4-interleaved/1", "e2m1", 32, False, torch.uint8, torch.bfloat16, True),
+    "nvfp4": ("marlin-nvfp4/1", "e2m1", 16, False, torch.float8_e4m3fn, torch.bfloat16, False),
+    "nvfp4-f16": ("marlin-nvfp4-fp16/1", "e2m1", 16, False, torch.float8_e4m3fn, torch.float16, True),
+    "fp8": ("marlin-fp8/1", "e4m3", 128, False, torch.bfloat16, torch.bfloat16, False),
+    "fp8-f16": ("marlin-fp8-fp16/1", "e4m3", 128, False, torch.float16, torch.float16, False),
+    "fp8-channel": ("marlin-fp8/1", "e4m3", -1, False, torch.bfloat16, torch.bfloat16, True),
+    "fp8-channel-f16": ("marlin-fp8-fp16/1", "e4m3", -1, False, torch.float16, torch.float16, False),
+    "mxfp8": ("marlin-mxfp8/1", "e4m3", 32, False, torch.uint8, torch.bfloat16, False),
 }
 #: Tokens of 32 experts, top 4, that give tiles of 8, 16, 32 and 64 tokens.
 TOKENS = (4, 96, 200, 2000)
@@ -55,6 +62,7 @@ def problem(name: str, target: str) -> Problem:
             layout, meta(32, *fmt.weight_shape(n, k), dtype=torch.int32), n, k, element, group,
             meta(32, *fmt.scale_shape(order or "", n, groups), dtype=scale_dtype), zero,
             meta(32, n, dtype=dtype) if bias else None,
+            global_scale=meta(32, 1, dtype=torch.float32) if fmt.global_scale == "required" else None,
         )  # fmt: skip
 
     oai = layout == "marlin-mxfp4-interleaved/1"
@@ -95,12 +103,13 @@ def main() -> int:
     """A line for each build."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trimmed", action="store_true", help="one tile for each format and architecture")
+    parser.add_argument("--formats", nargs="*", default=list(FORMATS), choices=FORMATS)
     parser.add_argument("--targets", nargs="*", default=list(ARCHITECTURES), choices=ARCHITECTURES)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     outcomes: list[Outcome] = []
     for number, target in enumerate(options.targets):
-        for at, name in enumerate(FORMATS):
+        for at, name in enumerate(options.formats):
             for tokens in (TOKENS[(number + at) % len(TOKENS)],) if options.trimmed else TOKENS:
                 for outcome in check(name, target, tokens):
                     outcomes.append(outcome)

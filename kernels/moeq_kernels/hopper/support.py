@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 
 import torch
@@ -20,6 +20,15 @@ SCALES: dict[tuple[str, str], tuple[torch.dtype, ...]] = {
     ("marlin-wna16/1", "int8"): (torch.bfloat16, torch.float16),
     ("marlin-mxfp4/1", "e2m1"): (torch.uint8,),
     ("marlin-mxfp4-interleaved/1", "e2m1"): (torch.uint8,),
+}
+#: The same of NVFP4, FP8 and MXFP8 in Marlin's order, where a family takes them: without its row a format is left to
+#: the portable kernels.
+FLOATS: dict[tuple[str, str], tuple[torch.dtype, ...]] = {
+    ("marlin-nvfp4/1", "e2m1"): (torch.float8_e4m3fn, torch.uint8),
+    ("marlin-nvfp4-fp16/1", "e2m1"): (torch.float8_e4m3fn, torch.uint8),
+    ("marlin-fp8/1", "e4m3"): (torch.bfloat16,),
+    ("marlin-fp8-fp16/1", "e4m3"): (torch.float16,),
+    ("marlin-mxfp8/1", "e4m3"): (torch.uint8,),
 }
 #: Experts whose pairs one program can count at a time (`sorting.place`).
 MOST_EXPERTS = 8192
@@ -93,21 +102,31 @@ def reasons(problem: Problem) -> Iterator[str]:
     yield from matrix_reasons("w2", problem.w2)
 
 
-def matrix_reasons(name: str, matrix: PackedMatrix) -> Iterator[str]:
-    """Reasons that lie in one projection."""
-    dtypes = SCALES.get((matrix.layout, matrix.element))
+def matrix_reasons(
+    name: str, matrix: PackedMatrix, read: Mapping[tuple[str, str], tuple[torch.dtype, ...]] = SCALES
+) -> Iterator[str]:
+    """Reasons that lie in one projection; read: the formats of the family, with the dtypes of their scales."""
+    key = (matrix.layout, matrix.element)
+    dtypes = read.get(key)
     if dtypes is None:
-        known = ", ".join(f"{layout} {element}" for layout, element in SCALES)
+        known = ", ".join(f"{layout} {element}" for layout, element in read)
         yield f"{name} is {matrix.layout} {matrix.element}; these kernels read {known}"
         return
-    if not matrix.channelwise and matrix.group_size not in GROUP_SIZES:
+    if matrix.activation_dtype:
+        yield f"{name} asks for {matrix.activation_dtype} activations; these kernels multiply 16-bit ones"
+    if matrix.channelwise and matrix.scale is not None and matrix.scale.itemsize == 1:
+        yield f"{name} has one group of k = {matrix.k} codes; these kernels read such scales from two groups on"
+    if key not in FLOATS and not matrix.channelwise and matrix.group_size not in GROUP_SIZES:
         yield f"{name} has groups of {matrix.group_size}; these kernels read 32, 64, 128 and one scale for each channel"
     if matrix.scale is not None and matrix.scale.dtype not in dtypes:
         one, other = (str(kind).removeprefix("torch.") for kind in (matrix.scale.dtype, dtypes[0]))
         yield f"{name}.scale is {one}; these kernels read {other}" + (" or float16" if len(dtypes) > 1 else "")
     for part in ("permutation", "group_index", "global_scale"):
-        if getattr(matrix, part) is not None:
+        if getattr(matrix, part) is not None and (part != "global_scale" or key not in FLOATS):
             yield f"{name} has a {part}, which these kernels do not apply"
+    if matrix.global_scale is not None and matrix.global_scale.numel() != matrix.num_experts:
+        each = matrix.global_scale.numel() // matrix.num_experts
+        yield f"{name} has {each} global scales for an expert; these kernels apply one"
 
 
 def triton_reason() -> str | None:

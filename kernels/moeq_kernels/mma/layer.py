@@ -8,8 +8,9 @@ import torch
 
 from moeq_kernels.areas import Area, Arena
 from moeq_kernels.epilogue import PLAIN
-from moeq_kernels.hopper.support import MOST_EXPERTS, matrix_reasons, triton_reason
-from moeq_kernels.hopper.w4a16.products import alike, channel_scale, group_of, kind_of
+from moeq_kernels.hopper.support import FLOATS, MOST_EXPERTS, SCALES, matrix_reasons, triton_reason
+from moeq_kernels.hopper.w4a16.kinds import KINDS
+from moeq_kernels.hopper.w4a16.products import alike, channel_scale, group_of, group_scale, kind_of
 from moeq_kernels.launch import Launch
 from moeq_kernels.mma.plan import MmaPlan, choose
 from moeq_kernels.problem import Piece, Problem
@@ -18,6 +19,14 @@ from moeq_kernels.sorting import Sorted, most_tiles, room, sort_pairs, sum_parts
 
 #: Pairs up to which expert outputs are kept in float32 until they are summed.
 EXACT_PAIRS = 1024
+#: (layout, element) of weights that these kernels read, and the dtypes of their scales.
+READ = SCALES | FLOATS
+
+
+def on(problem: Problem) -> bool:
+    """Whether these are the fast kernels of the problem's GPU."""
+    gpu = problem.gpu
+    return not problem.interpret and gpu.backend == "cuda" and (8, 0) <= gpu.capability != (9, 0)
 
 
 def reasons(problem: Problem) -> Iterator[str]:
@@ -33,8 +42,8 @@ def reasons(problem: Problem) -> Iterator[str]:
         yield f"{problem.experts} experts; these kernels sort pairs among at most {MOST_EXPERTS}"
     if problem.hidden % 8:
         yield f"x has {problem.hidden} features; cp.async copies eight at a time"
-    yield from matrix_reasons("w13", problem.w13)
-    yield from matrix_reasons("w2", problem.w2)
+    yield from matrix_reasons("w13", problem.w13, READ)
+    yield from matrix_reasons("w2", problem.w2, READ)
 
 
 def plan_for(problem: Problem, tokens: int) -> MmaPlan:
@@ -55,7 +64,7 @@ def launches(problem: Problem, piece: Piece, arena: Arena, plan: MmaPlan) -> lis
     found = room(problem, arena, pairs, plan.tokens, counters)
     middle = arena.take(problem.dtype, pairs, problem.intermediate)
     exact = pairs <= EXACT_PAIRS or plan.down_splits > 1 or problem.dtype == torch.float16
-    finer = kind_of(problem.w2) == "e2m1" or problem.w2.bias is not None
+    finer = KINDS[kind_of(problem.w2)].finer or problem.w2.bias is not None
     kept = torch.float32 if exact else torch.int16 if finer else problem.dtype
     parts = arena.take(kept, plan.down_splits, pairs, problem.hidden)
     return [
@@ -80,7 +89,7 @@ def _product(
     arguments = {
         "x": x,
         "w": weight,
-        "group_scale": None if matrix.channelwise else matrix.scale,
+        "group_scale": group_scale(matrix),
         "zero": matrix.zero,
         "out": out,
         "partial": arena.take(torch.float32, splits, pairs, 2 * columns) if shared else None,
@@ -101,6 +110,7 @@ def _product(
         "zero_words": 0 if matrix.zero is None else matrix.zero.shape[-1],
         "scale": channel_scale(matrix),
         "bias": matrix.bias,
+        "global_scale": matrix.global_scale,
         "packed": matrix.n,
     }
     constants = {

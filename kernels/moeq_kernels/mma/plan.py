@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moeq_kernels.gpu import Gpu
+from moeq_kernels.hopper.w4a16.kinds import KINDS
 from moeq_kernels.hopper.w4a16.plan import splits_for, tokens_per_hit
 
 
@@ -37,8 +38,8 @@ RESIDENT = {8: 5, 16: 4, 32: 3, 64: 2}
 
 def stage_bytes(tokens: int, kind: str, group: int) -> int:
     """Shared memory of a step of 64 rows of k: words, scales and tokens."""
-    words = 16 * 1024 if kind == "uint8" else 8 * 1024
-    scales = (max(1, 64 // group) * 256 * (1 if kind == "e2m1" else 2)) if group else 0
+    words = 2048 * KINDS[kind].bits
+    scales = (max(1, 64 // group) * 256 * KINDS[kind].scale_bytes) if group else 0
     return words + scales + 128 * tokens
 
 

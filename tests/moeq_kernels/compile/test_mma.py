@@ -16,7 +16,8 @@ KERNELS = Path(__file__).parents[3] / "kernels"
 SCRIPT = """
 import dataclasses, json
 from bench.compile.mma import check
-cases = (("int4", "sm_80", 4), ("mxfp4-oai", "sm_120", 200), ("int8-zeros", "sm_89", 96), ("int4-f16", "sm_86", 2000))
+cases = (("int4", "sm_80", 4), ("mxfp4-oai", "sm_120", 200), ("int8-zeros", "sm_89", 96), ("int4-f16", "sm_86", 2000),
+         ("nvfp4", "sm_80", 2000), ("fp8", "sm_89", 4), ("mxfp8", "sm_120", 96), ("fp8-channel-f16", "sm_90", 200))
 print(json.dumps([dataclasses.asdict(one) for case in cases for one in check(*case)]))
 """
 
@@ -30,6 +31,6 @@ def test_products_keep_their_registers_on_every_architecture() -> None:
     )
     assert done.returncode == 0, done.stderr
     outcomes = json.loads(done.stdout.splitlines()[-1])
-    assert len(outcomes) == 8
+    assert len(outcomes) == 16
     assert [(one["target"], one["case"], one["problem"]) for one in outcomes if one["problem"]] == []
     assert all(0 < one["registers"] <= 255 for one in outcomes)

@@ -10,6 +10,7 @@ import torch
 from moeq_kernels.areas import Area, Arena, Box
 from moeq_kernels.epilogue import PLAIN, Epilogue
 from moeq_kernels.formats import find_format
+from moeq_kernels.hopper.w4a16.kinds import kind_of_format
 from moeq_kernels.hopper.w4a16.plan import Narrow, Plan, Queue, Wide
 from moeq_kernels.launch import Argument, Launch
 from moeq_kernels.problem import Problem
@@ -182,14 +183,22 @@ def channel_scale(matrix: PackedMatrix) -> Area | None:
     return matrix.scale if matrix.channelwise else None
 
 
+def group_scale(matrix: PackedMatrix) -> Area | None:
+    """Scales of groups along k, 8-bit ones as bytes; None where features have theirs."""
+    if matrix.channelwise or matrix.scale is None:
+        return None
+    scale: Area = matrix.scale
+    return scale.cast(torch.uint8) if scale.itemsize == 1 else scale
+
+
 def _steps(matrix: PackedMatrix, x: Area, step: int) -> int:
     """Steps of k: padding of the weights beyond the tokens' width is not read."""
     return -(-min(matrix.k, x.shape[1]) // step)
 
 
 def kind_of(matrix: PackedMatrix) -> str:
-    """What the device code calls the codes: `uint4`, `uint8` or `e2m1`."""
-    return find_format(matrix.layout, matrix.element).kind
+    """What the device code calls codes and scales: a key of `kinds.KINDS`."""
+    return kind_of_format(find_format(matrix.layout, matrix.element))
 
 
 def group_of(matrix: PackedMatrix) -> int:

@@ -102,6 +102,12 @@ def _copy(
 
 
 @gluon.jit
+def _slab_scales(scales, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
+    """Scales of the two slabs of 16 rows of k from row FIRST of a step on."""
+    return scales.slice(FIRST, 16, dim=1).load(LAYOUT), scales.slice(FIRST + 16, 16, dim=1).load(LAYOUT)
+
+
+@gluon.jit
 def _multiply(
     acc, words, scales, x_view, zero, s_row, groups, zero_words, tile, pair_tiles, k, SUB: gl.constexpr,
     TOKENS: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, HALF: gl.constexpr,
@@ -114,7 +120,12 @@ def _multiply(
     words = words.slice(ROWS // 16 * SUB, ROWS // 16, dim=1).load(layouts.words(False, ROWS // 16, KIND))
     scale1 = 0
     scale2 = 0
-    if GROUP:
+    if GROUP == 16:  # a scale for each slab of words
+        scale1 = _slab_scales(scales, SUB * ROWS, layout)
+        scale2 = scale1
+        if ROWS == 64:
+            scale2 = _slab_scales(scales, SUB * ROWS + 32, layout)
+    elif GROUP:
         scale1 = scales.slice(first * 16, 16, dim=1).load(layout)
         scale2 = scale1
         if first != second:
@@ -141,7 +152,7 @@ def _multiply(
 )
 def expert_product_mma(
     x, w, group_scale, zero, out, partial, arrived, tiles, pair_of_row, top_k, eights_x, features, slabs, width, groups,
-    count, pair_tiles, columns, stride, rows, zero_words, scale, bias, packed, TOKENS: gl.constexpr,
+    count, pair_tiles, columns, stride, rows, zero_words, scale, bias, global_scale, packed, TOKENS: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, EPILOGUE: gl.constexpr,
     SPLITS: gl.constexpr, GATHER: gl.constexpr, ROWS: gl.constexpr, OLD: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
@@ -153,6 +164,7 @@ def expert_product_mma(
         x: `[.., features]`, 8 eights_x numbers a row: rows by pair_of_row // top_k where GATHER, else sorted rows.
         w: bytes `[E * slabs, width]`; group_scale `[E * groups, packed]`, or None where GROUP is 0.
         tiles: of TOKENS rows; count: of steps of 64 rows of k.
+        global_scale: float32 `[E]` that multiplies an expert's matrix, or None.
         ROWS: of k, whose weights are in registers at a time (32 or 64).
         OLD: for GPUs before sm_90.
     """
@@ -162,6 +174,7 @@ def expert_product_mma(
     GATED: gl.constexpr = epilogue.gated(EPILOGUE)
     HALF: gl.constexpr = x.dtype.element_ty == gl.float16
     UNDO: gl.constexpr = weights.undo(KIND, HALF, GROUP > 0)
+    UNIT: gl.constexpr = weights.channel_unit(KIND, HALF)
     PER: gl.constexpr = layouts.groups_of(STEP, GROUP)
     w_shape: gl.constexpr = [STAGES, 2, STEP // 16, 2 * layouts.tile_bytes(KIND)]
     w_buf = gl.allocate_shared_memory(gl.uint8, w_shape, layouts.plain_shared())
@@ -213,9 +226,12 @@ def expert_product_mma(
 
         column = tile * 64
         second = (tile + pair_tiles) * 64
-        acc = gl.convert_layout(acc * UNDO, layouts.accumulator(TOKENS))
+        if global_scale is None:
+            acc = gl.convert_layout(acc * UNDO, layouts.accumulator(TOKENS))
+        else:
+            acc = gl.convert_layout(acc * (gl.load(global_scale + expert) * UNDO), layouts.accumulator(TOKENS))
         if GATED and SPLITS > 1:
-            acc = common.affine_rows(acc, column, second, scale, bias, split == 0, expert, packed, False, TOKENS)
+            acc = common.affine_rows(acc, column, second, scale, bias, split == 0, expert, packed, False, TOKENS, UNIT)
             one, two = common.pair_columns(acc, False, TOKENS, epilogue.interleaved(EPILOGUE))
             layout: gl.constexpr = layouts.output(False, TOKENS)
             t = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, layout)), 1)
@@ -240,7 +256,7 @@ def expert_product_mma(
                 base = out + (split * rows).to(gl.int64) * stride
             common.store_chunks(
                 acc, base, row, end_row, column, second, columns, stride, scale, bias, split == 0, expert, packed,
-                EPILOGUE, False, TOKENS, min(TOKENS, 16),
+                EPILOGUE, False, TOKENS, min(TOKENS, 16), UNIT,
             )
 
 

@@ -17,10 +17,11 @@ import torch
 
 from bench.cases import E2M1
 from bench.packing import marlin_mx_scale, marlin_scale, marlin_weight, marlin_zero
-from moeq_kernels.hopper.w4a16.device import layouts, recipes
+from moeq_kernels.hopper.w4a16.device import layouts, recipes, weights
+from moeq_kernels.hopper.w4a16.kinds import KINDS as KINDS_OF_WEIGHTS
 
 KINDS = ("uint4", "uint8")
-BITS = {"uint4": 4, "uint8": 8, "e2m1": 4}
+BITS = {name: kind.bits for name, kind in KINDS_OF_WEIGHTS.items()}
 
 
 def _points(layout: object) -> dict[tuple[int, int, int], list[int]]:
@@ -39,7 +40,7 @@ def _points(layout: object) -> dict[tuple[int, int, int], list[int]]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS_OF_WEIGHTS)
 @pytest.mark.parametrize("wide", [False, True])
 def test_words_hold_wgmma_fragments_in_the_documented_row_order(wide: bool, kind: str) -> None:
     """Each lane's words, read as `layouts.words` says, hold the fragments of the rows that the map names."""
@@ -154,6 +155,8 @@ def _each_16(function: Callable[[int, int], int]) -> Callable[[int, int], int]:
 OPERATIONS: dict[str, Callable[..., int]] = {
     "mov.b32": lambda a: a,
     "shr.u32": lambda a, b: a >> b,
+    "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
+    "or.b32": lambda a, b: a | b,
     "and.b32": lambda a, b: a & b,
     "mul.lo.u32": lambda a, b: a * b & 0xFFFFFFFF,
     "add.u16x2": _each_16(lambda a, b: a + b & 0xFFFF),
@@ -164,6 +167,13 @@ OPERATIONS: dict[str, Callable[..., int]] = {
     "mul.bf16x2": _pairs(_product, False),
     "mul.f16x2": _pairs(_product, True),
 }
+#: float8_e4m3fn but for NaN, which is 480 here.
+E4M3 = [
+    Fraction(480) * (1 - code // 128 * 2)
+    if code % 128 == 127
+    else Fraction(float(torch.tensor(code, dtype=torch.uint8).view(torch.float8_e4m3fn)))
+    for code in range(256)
+]
 
 
 def run(text: str, results: int, *given: int) -> list[int]:
@@ -315,3 +325,73 @@ def test_e2m1_times_powers_of_two_is_exact() -> None:
     found = run(recipes.dequantize("e2m1", False, "power"), 4, 0x7E5C3A19, *[_twice(0x7E80)] * 2)  # 2^126
     for value, (low, high) in zip(found, [(0x9, 0xC), (0xA, 0xE), (0x1, 0x5), (0x3, 0x7)], strict=True):
         assert (_value(value & 0xFFFF, False), _value(value >> 16, False)) == (E2M1[low], E2M1[high])
+
+
+def _old(text: str) -> str:
+    assert "fma.rn.bf16x2" in text
+    assert "mul.bf16x2" not in text
+    return text
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_e4m3_codes_are_exact_without_a_scale(half: bool) -> None:
+    for code in range(256):
+        assert _value(_dequantized("fp8", half, "unit", code), half) == E4M3[code]
+    if not half:
+        text = _old(recipes.dequantize("fp8", False, "unit", True))
+        assert run(text, 2, 0x38B87F01) == run(recipes.dequantize("fp8", False, "unit"), 2, 0x38B87F01)
+    # Different codes in all bytes: k and k + 1, then k + 8 and k + 9.
+    found = run(recipes.dequantize("fp8", half, "unit"), 2, 0xF0A37C05)
+    for word, (low, high) in zip(found, [(0x05, 0xA3), (0x7C, 0xF0)], strict=True):
+        assert (_value(word & 0xFFFF, half), _value(word >> 16, half)) == (E4M3[low], E4M3[high])
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_e4m3_codes_times_stored_scales_round_once(half: bool) -> None:
+    lift = Fraction(2) ** (8 if half else 120)
+    for scale in _scales(half, 12):
+        s = _value(scale, half) / 2 ** (9 if half else 2)  # as small as scales of such codes are
+        stored = _bits(s * lift, half)
+        for code in range(256):
+            found = _dequantized("fp8", half, "power", code, stored)
+            assert _value(found, half) == _value(_bits(E4M3[code] * _value(stored, half) / lift, half), half)
+    assert weights.channel_unit("fp8", half) == float(1 / lift)
+    assert weights.undo("fp8", half, True) == weights.undo("fp8", half, False) == 1.0
+
+
+def test_e4m3_times_powers_of_two_is_exact() -> None:
+    undo = Fraction(weights.undo("mxfp8", False, True))
+    for byte in (57, 58, 100, 120, 127, 135, 180, 188):
+        factor = run(recipes.powers(), 4, byte)[0] & 0xFFFF
+        for code in range(256):
+            found = _value(_dequantized("mxfp8", False, "power", code, factor), False)
+            assert found * undo == E4M3[code] * Fraction(2) ** (byte - 127)
+    for byte in (189, 254, 255):  # larger than 2^61, or NaN
+        factor = run(recipes.powers(), 4, byte)[0] & 0xFFFF
+        assert _value(_dequantized("mxfp8", False, "power", 0x38, factor), False) == math.inf
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_nvfp4_codes_times_stored_scales_are_exact(half: bool) -> None:
+    """Every byte that the layout can hold, and those below that it sets to 0; the global scale's unit included."""
+    stored_unit = Fraction(2) ** (14 if half else 126)  # of the global scale, and of v = 2^7 times the scale
+    undo = Fraction(weights.undo("nvfp4", half, True))
+    for first in range(0, 0xF8, 4):
+        stored = [first + 2, first, first + 3, first + 1]
+        word = sum(byte << 8 * i for i, byte in enumerate(stored))
+        factors = run(recipes.nvfp4_factors(half), 4, word)
+        if not half:
+            assert run(_old(recipes.nvfp4_factors(False, True)), 4, word) == factors
+        for byte, factor in zip(stored, factors, strict=True):
+            assert factor & 0xFFFF == factor >> 16
+            v = _value(byte << 7, True)
+            least = Fraction(1, 2**24) if half else Fraction(0)
+            for code in (0, 1, 3, 6, 7, 9, 15) if byte % 5 else range(16):
+                found = _value(_dequantized("nvfp4", half, "power", code, factor & 0xFFFF), half) * undo
+                # Below 2 (byte 128), where layouts have nothing but 0, float16 may round.
+                assert abs(found - Fraction(E2M1[code]) * v / stored_unit) <= (0 if byte >= 128 else least / 2)
+    found = run(recipes.dequantize("nvfp4", half, "power"), 4, 0x7E5C3A19, *[_twice(_bits(Fraction(1), half))] * 2)
+    lift = 2**14 if half else 2**126
+    for value, (low, high) in zip(found, [(0x9, 0xC), (0xA, 0xE), (0x1, 0x5), (0x3, 0x7)], strict=True):
+        pair = (_value(value & 0xFFFF, half) * lift, _value(value >> 16, half) * lift)
+        assert pair == (E2M1[low], E2M1[high])

@@ -145,6 +145,7 @@ def places(column, second_column, WIDE: gl.constexpr, TOKENS: gl.constexpr, EPIL
 @gluon.jit
 def affine_rows(
     acc, column, second_column, scale, bias, bias_here, expert, packed, WIDE: gl.constexpr, TOKENS: gl.constexpr,
+    UNIT: gl.constexpr = 1.0,
 ):  # fmt: skip
     """acc * channel scale + bias, for accumulators (rows in map order), where a thread needs few of them.
 
@@ -156,7 +157,10 @@ def affine_rows(
         feature = within + gl.where(((m >> 5) & 1) == 1, second_column, column)
         place = expert.to(gl.int64) * packed + epilogue.single_order(feature)
         if scale is not None:
-            acc = acc * gl.expand_dims(gl.load(scale + place, mask=feature < packed, other=0.0).to(gl.float32), 1)
+            factor = gl.load(scale + place, mask=feature < packed, other=0.0).to(gl.float32)
+            if UNIT != 1.0:
+                factor = factor * UNIT
+            acc = acc * gl.expand_dims(factor, 1)
         if bias is not None:
             own = gl.load(bias + place, mask=(feature < packed) & bias_here, other=0.0)
             acc = acc + gl.expand_dims(own.to(gl.float32), 1)
@@ -208,14 +212,14 @@ def store_pair(
 @gluon.jit
 def store_chunks(
     acc, out, row, end_row, column, second_column, columns, stride, scale, bias, bias_here, expert, packed,
-    EPILOGUE: gl.constexpr, WIDE: gl.constexpr, TOKENS: gl.constexpr, CHUNK: gl.constexpr,
+    EPILOGUE: gl.constexpr, WIDE: gl.constexpr, TOKENS: gl.constexpr, CHUNK: gl.constexpr, UNIT: gl.constexpr = 1.0,
 ):  # fmt: skip
     """Finishes and stores accumulators CHUNK tokens at a time, so that little shared memory is needed to regroup them.
 
-    scale, bias: `[experts, packed]` in Marlin's 32-column order, or None; bias_here: whether this share of k adds the
-    biases. Other arguments as of `store_pair`.
+    scale, bias: `[experts, packed]` in Marlin's 32-column order, or None, scales in units of UNIT; bias_here: whether
+    this share of k adds the biases. Other arguments as of `store_pair`.
     """
-    acc = affine_rows(acc, column, second_column, scale, bias, bias_here, expert, packed, WIDE, TOKENS)
+    acc = affine_rows(acc, column, second_column, scale, bias, bias_here, expert, packed, WIDE, TOKENS, UNIT)
     if epilogue.activation(EPILOGUE) == "none":
         acc = rounded(acc, out.dtype.element_ty)
     _store_chunks(acc, out, row, end_row, column, second_column, columns, stride, EPILOGUE, WIDE, TOKENS, CHUNK)

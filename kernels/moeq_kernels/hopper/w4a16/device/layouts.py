@@ -20,6 +20,8 @@ from __future__ import annotations
 from triton.experimental.gluon import constexpr_function
 from triton.experimental.gluon import language as gl
 
+from moeq_kernels.hopper.w4a16.kinds import KINDS
+
 
 @constexpr_function
 def accumulator(tokens):
@@ -69,9 +71,15 @@ def groups_of(step, group):
 
 
 @constexpr_function
+def bits(kind):
+    """Bits of a code."""
+    return KINDS[kind].bits
+
+
+@constexpr_function
 def tile_bytes(kind):
     """Bytes of the words of a slab (16 rows of k) and a tile (64 columns)."""
-    return 1024 if kind == "uint8" else 512
+    return 128 * KINDS[kind].bits
 
 
 @constexpr_function
@@ -114,7 +122,7 @@ def scales(wide):
 @constexpr_function
 def zeros(wide, kind):
     """`[pair, tile and g, t, j1]`: each lane's zero-point words; narrow 4-bit ones hold all j, so there is one j1."""
-    both = kind == "uint8" and not wide
+    both = KINDS[kind].bits == 8 and not wide
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 0, 0, 1]] if both else [],
         lane_bases=[[0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]],

@@ -14,12 +14,19 @@ codes, and one multiply-add of (v - zero) * high rounds once.
 
 e2m1. Sign and the three other bits, moved to their places in a bf16, are the value times 2^-126, subnormals included.
 A code in bits 0 .. 3 or 4 .. 7 gets there by one multiplication with two set bits and one mask. The product with the
-scale, a power of two, undoes the factor and is exact.
+scale, a power of two, undoes the factor and is exact. NVFP4's scales have four significant bits, so that the product is
+exact as well. In float16 the code is the value times 2^-14, and bits go to their places one by one.
+
+e4m3. Sign and the seven other bits, moved to their places in a 16-bit float, are the value times 2^-120 (f16: 2^-8),
+subnormals included; codes of NaN count as 480, as in Marlin. One product with the scale, which is stored that much
+larger, rounds once; with a power of two it is exact.
 """
 
 from __future__ import annotations
 
 from triton.experimental.gluon import constexpr_function
+
+from moeq_kernels.hopper.w4a16.kinds import KINDS
 
 #: Constants as pairs of 16-bit floats, for (float16, bits of a code): 2^a for codes in the lowest bits, the same for
 #: codes four bits further up, -middle.
@@ -29,6 +36,8 @@ _CONSTANTS = {
     (True, 4): (0x78007800, 0x68006800, 0xA400A400),  # 2^15, 2^11, -8 * 2^-9
     (True, 8): (0x78007800, 0, 0xB400B400),  # 2^15, -, -128 * 2^-9
 }
+#: 2^120 and 2^8, what e4m3 codes lack as bf16 and f16.
+_E4M3_UNIT = {False: 0x7B807B80, True: 0x5C005C00}
 #: Operands of each way to finish, two registers each, in the order of the arguments.
 _OPERANDS = {
     "plain": (),
@@ -39,26 +48,45 @@ _OPERANDS = {
     "split": ("p", "q"),
     "offset split": ("z", "p", "q"),
     "power": ("s",),
+    "unit": (),
 }
 #: e2m1 weights are made 2^60 times too small, so that factors for scales from 2^-72 to 2^61 are normal bf16 numbers.
 E2M1_SHIFT = 60
+#: The same of e4m3 weights with e8m0 scales: bytes make the same factors, and codes as bf16 lack 2^6 less.
+MXFP8_SHIFT = 54
+#: NVFP4 weights beside bf16 are made (stored number) * 2^96 as large as codes, which lack 2^126.
+NVFP4_SHIFT = 96
 
 
 @constexpr_function
 def registers(kind):
     """Registers that a word becomes."""
-    return 2 if kind == "uint8" else 4
+    return 2 if KINDS[kind].bits == 8 else 4
 
 
 @constexpr_function
-def _fields(kind):
+def _fields(kind, half):
     """Puts codes into a0, a1, .. in the order of the registers."""
     if kind == "uint8":
         return ["shr.u32 s8, w, 8;", "and.b32 a0, w, 0x00ff00ff;", "and.b32 a1, s8, 0x00ff00ff;"]
+    if kind in ("fp8", "mxfp8"):
+        lines = []
+        for i in range(2):  # bytes 0 and 2 go up first: signs are at the top then
+            lines.append("shl.b32 a0, w, 8;" if i == 0 else "mov.b32 a1, w;")
+            lines += [f"shr.u32 s8, a{i}, {1 if half else 4};", f"and.b32 a{i}, a{i}, 0x80008000;"]
+            lines += [f"and.b32 s8, s8, {0x3F803F80 if half else 0x07F007F0:#010x};", f"or.b32 a{i}, a{i}, s8;"]
+        return lines
+    if kind == "nvfp4" and half:
+        lines = []
+        for i, lift in enumerate((12, 4, 8, 0)):  # bits that bring each code's sign to the top
+            lines.append(f"shl.b32 a{i}, w, {lift};")
+            lines += [f"shr.u32 s8, a{i}, 3;", f"and.b32 a{i}, a{i}, 0x80008000;"]
+            lines += ["and.b32 s8, s8, 0x0e000e00;", f"or.b32 a{i}, a{i}, s8;"]
+        return lines
     lines = ["shr.u32 s8, w, 8;"]
     for i in range(4):
         lines.append(f"and.b32 a{i}, {'s8' if i % 2 else 'w'}, {'0x00f000f0' if i >= 2 else '0x000f000f'};")
-        if kind == "e2m1":
+        if kind in ("e2m1", "nvfp4"):
             lines.append(f"mul.lo.u32 a{i}, a{i}, {'0x1040' if i < 2 else '0x104'};")
             lines.append(f"and.b32 a{i}, a{i}, 0x81c081c0;")
     return lines
@@ -75,7 +103,7 @@ def _multiply(result, one, other, float_pair, old):
 @constexpr_function
 def _finish(kind, half, how, old):
     """From codes to results r0, r1, ...; operands of column h are named z0, z1 and so on."""
-    bits = 8 if kind == "uint8" else 4
+    bits = KINDS[kind].bits
     float_pair = "f16x2" if half else "bf16x2"
     lines = []
     for i in range(registers(kind)):
@@ -83,6 +111,9 @@ def _finish(kind, half, how, old):
         upper = bits == 4 and i >= 2
         if how == "power":
             lines.append(_multiply(f"r{i}", f"a{i}", f"s{h}", float_pair, old))
+            continue
+        if how == "unit":
+            lines.append(_multiply(f"r{i}", f"a{i}", "lm", float_pair, old))
             continue
         if how == "folded":
             lines.append(f"fma.rn.{float_pair} r{i}, a{i}, {'high' if upper else 'low'}{h}, z{h};")
@@ -101,7 +132,9 @@ def _finish(kind, half, how, old):
 def dequantize(kind, half, how, old=False):
     """The text for one word; `$n` numbers are results, word, operands. old: for GPUs before sm_90."""
     count = registers(kind)
-    low, high, middle = _CONSTANTS[half, 8 if kind == "uint8" else 4]
+    low, high, middle = _CONSTANTS[half, KINDS[kind].bits]
+    if how == "unit":
+        low = _E4M3_UNIT[half]
     names = [f"a{i}" for i in range(count)] + [f"r{i}" for i in range(count)] + ["w", "s8", "lm", "hm", "c"]
     operands = [f"{name}{h}" for name in _OPERANDS[how] for h in range(2)]
     lines = [f".reg .b32 {', '.join(names + operands)};", f"mov.b32 w, ${count};"]
@@ -109,7 +142,7 @@ def dequantize(kind, half, how, old=False):
     lines += [f"mov.b32 {name}, {value:#010x};" for name, value in (("lm", low), ("hm", high), ("c", middle))]
     if old:
         lines += [".reg .b32 nothing;", "mov.b32 nothing, 0x80008000;"]
-    lines += _fields(kind) + _finish(kind, half, how, old)
+    lines += _fields(kind, half) + _finish(kind, half, how, old)
     lines += [f"mov.b32 ${i}, r{i};" for i in range(count)]
     return "{\n" + "\n".join(lines) + "\n}"
 
@@ -159,6 +192,33 @@ prmt.b32 o, $4, 0, 0x4341;
 mul.lo.u32 e, e, 128;
 mul.lo.u32 o, o, 128;
 {sums}
+mov.b32 {{f0, f2}}, e;
+mov.b32 {{f1, f3}}, o;
+mov.b32 $0, {{f0, f0}};
+mov.b32 $1, {{f1, f1}};
+mov.b32 $2, {{f2, f2}};
+mov.b32 $3, {{f3, f3}};
+}}"""
+
+
+@constexpr_function
+def nvfp4_factors(half, old=False):
+    """From four bytes of NVFP4's scales: pairs (f, f) for each, f = v * 2^96 in bf16, v in float16.
+
+    A byte is the upper one of a float16 number v without its sign: five bits of an exponent, three of a fraction (vLLM
+    0.33.0, `nvfp4_marlin_process_scales`). In a bf16's places it is v * 2^-112, subnormals included.
+    """
+    lines = [f"shl.b32 {name}, {name}, {7 if half else 4};" for name in ("e", "o")]
+    if not half:
+        lines += ["mov.b32 m, 0x73807380;", "mov.b32 nothing, 0x80008000;"]  # 2^104, for two products
+        lines += [_multiply(name, name, "m", "bf16x2", old) for name in ("e", "e", "o", "o")]
+    text = "\n".join(lines)
+    return f"""{{
+.reg .b32 e, o, m, nothing;
+.reg .b16 f0, f1, f2, f3;
+and.b32 e, $4, 0x00ff00ff;
+prmt.b32 o, $4, 0, 0x4341;
+{text}
 mov.b32 {{f0, f2}}, e;
 mov.b32 {{f1, f3}}, o;
 mov.b32 $0, {{f0, f0}};

@@ -1,7 +1,7 @@
 """From packed words and scales to wgmma's left operand, without moving a value between lanes.
 
 `recipes` has the arithmetic. Weights come out as multiples of a power of two that `undo` names; the kernels multiply
-results by it at the end. KIND is `uint4`, `uint8` or `e2m1`, HALF says float16 instead of bf16.
+results by it at the end. KIND is a key of `kinds.KINDS`, HALF says float16 instead of bf16.
 
 Values of a lane's columns, `[pair, tile and g, t, j and h]`, are in `layouts.scales`; stored scales lack the axis t.
 """
@@ -20,7 +20,21 @@ def undo(kind, half, scaled):
     """What makes up for the power of two in the weights; scaled: whether they carry their group's scales."""
     if kind == "e2m1":
         return float(2**recipes.E2M1_SHIFT)
+    if kind == "mxfp8":
+        return float(2**recipes.MXFP8_SHIFT)
+    if kind == "nvfp4":  # the global scale that follows is stored times 2^126 (float16: 2^14) over that of v
+        return 1.0 if half else 2.0**-recipes.NVFP4_SHIFT
+    if kind == "fp8":
+        return 1.0
     return float(2**21 if not half else 1 if scaled else 2**9)
+
+
+@constexpr_function
+def channel_unit(kind, half):
+    """What the stored scales of output features are in units of."""
+    if kind == "fp8":
+        return 2.0**-8 if half else 2.0**-120
+    return 1.0
 
 
 @gluon.jit
@@ -32,12 +46,21 @@ def step_operand(
     """The left operand of 16 SLABS rows of k: codes minus zero point, times scale where SCALED, over `undo`.
 
     words: uint8, `layouts.words` of SLABS (two or four) slabs. Scales (as stored) and `zero_offsets` of the lower and
-    the upper 32 rows; of two slabs only the first count. OLD: for GPUs before sm_90; OPERAND: layout of the result
-    where it is not wgmma's.
+    the upper 32 rows; of two slabs only the first count. NVFP4's scales are pairs, for each slab of those rows one.
+    OLD: for GPUs before sm_90; OPERAND: layout of the result where it is not wgmma's.
     """
-    if KIND == "e2m1":
-        operands = (words, _beside_powers(first_scale, second_scale, WIDE, SLABS, OLD))
+    if KIND == "nvfp4":
+        factors = _beside_slabs(first_scale, second_scale, HALF, WIDE, SLABS, OLD)
+        weights = _unpack((words, factors), KIND, HALF, "power", OLD)
+    elif KIND == "e2m1" or KIND == "mxfp8":
+        operands = (words, _beside_powers(first_scale, second_scale, KIND, WIDE, SLABS, OLD))
         weights = _unpack(operands, KIND, HALF, "power", OLD)
+    elif KIND == "fp8":
+        if SCALED:
+            factors = _beside_spread(first_scale, second_scale, KIND, WIDE, SLABS)
+            weights = _unpack((words, factors), KIND, HALF, "power", OLD)
+        else:
+            weights = _unpack((words,), KIND, HALF, "unit", OLD)
     elif not SCALED:
         if ZEROS:
             weights = _unpack((words, _beside(first_zero, second_zero, KIND, WIDE, SLABS)), KIND, HALF, "offset", OLD)
@@ -94,9 +117,9 @@ def _unpack(operands, KIND: gl.constexpr, HALF: gl.constexpr, HOW: gl.constexpr,
     """Runs a recipe on (words, ..). The last axis gets twice as long: k and k + 8, or for 8-bit codes stays."""
     text: gl.constexpr = recipes.dequantize(KIND, HALF, HOW, OLD)
     constraints: gl.constexpr = recipes.constraints(KIND, HOW)
-    if KIND == "uint8" and HALF:
+    if layouts.bits(KIND) == 8 and HALF:
         return gl.inline_asm_elementwise(text, constraints, operands, gl.float16, True, 4)
-    elif KIND == "uint8":
+    elif layouts.bits(KIND) == 8:
         return gl.inline_asm_elementwise(text, constraints, operands, gl.bfloat16, True, 4)
     elif HALF:
         lower, upper = gl.inline_asm_elementwise(text, constraints, operands, (gl.float16, gl.float16), True, 4)
@@ -140,7 +163,7 @@ def _beside(first, second, KIND: gl.constexpr, WIDE: gl.constexpr, SLABS: gl.con
     x = gl.join(first, second) if SLABS == 4 else first
     x = gl.join(x, x)
     x = gl.join(x, x)  # pair, tile and g, t, j and h, (upper slabs,) slab, two bytes of four
-    if KIND == "uint8":
+    if layouts.bits(KIND) == 8:
         x = gl.join(x, x)
         x = x.permute([0, 4, 5, 1, 2, 3, 6, 7] if SLABS == 4 else [0, 4, 1, 2, 3, 5, 6])
     else:
@@ -179,14 +202,44 @@ def _parts(scale):
 
 
 @gluon.jit
-def _beside_powers(first, second, WIDE: gl.constexpr, SLABS: gl.constexpr, OLD: gl.constexpr):
+def _beside_powers(first, second, KIND: gl.constexpr, WIDE: gl.constexpr, SLABS: gl.constexpr, OLD: gl.constexpr):
     """Factors of e8m0 bytes, spread over the bytes of SLABS slabs of words."""
     x = _powers(_spread(first, WIDE), WIDE, OLD)
     x = gl.join(x, _powers(_spread(second, WIDE), WIDE, OLD)) if SLABS == 4 else x
     x = gl.join(x, x)  # pair, tile and g, t, j and h and k, (upper slabs,) slab
-    x = x.permute([0, 4, 5, 1, 2, 3] if SLABS == 4 else [0, 4, 1, 2, 3])
-    shape: gl.constexpr = layouts.words_shape(WIDE, SLABS, "e2m1")
-    return gl.convert_layout(x.reshape(shape), layouts.words(WIDE, SLABS, "e2m1"), assert_trivial=True)
+    if layouts.bits(KIND) == 8:
+        x = gl.join(x, x)  # the upper two bytes of four
+        x = x.permute([0, 4, 5, 1, 2, 3, 6] if SLABS == 4 else [0, 4, 1, 2, 3, 5])
+    else:
+        x = x.permute([0, 4, 5, 1, 2, 3] if SLABS == 4 else [0, 4, 1, 2, 3])
+    shape: gl.constexpr = layouts.words_shape(WIDE, SLABS, KIND)
+    return gl.convert_layout(x.reshape(shape), layouts.words(WIDE, SLABS, KIND), assert_trivial=True)
+
+
+@gluon.jit
+def _beside_slabs(first, second, HALF: gl.constexpr, WIDE: gl.constexpr, SLABS: gl.constexpr, OLD: gl.constexpr):
+    """Factors of NVFP4's scale bytes, a pair of slabs' for each 32 rows, beside the bytes of SLABS slabs of words."""
+    lower = _factors(_spread(first[0], WIDE), HALF, WIDE, OLD)
+    x = gl.join(lower, _factors(_spread(first[1], WIDE), HALF, WIDE, OLD))
+    if SLABS == 4:
+        lower = _factors(_spread(second[0], WIDE), HALF, WIDE, OLD)
+        x = gl.join(x, gl.join(lower, _factors(_spread(second[1], WIDE), HALF, WIDE, OLD)))
+        x = x.permute([0, 5, 4, 1, 2, 3])  # was: pair, tile and g, t, j and h and k, slab, upper slabs
+    else:
+        x = x.permute([0, 4, 1, 2, 3])
+    shape: gl.constexpr = layouts.words_shape(WIDE, SLABS, "nvfp4")
+    return gl.convert_layout(x.reshape(shape), layouts.words(WIDE, SLABS, "nvfp4"), assert_trivial=True)
+
+
+@gluon.jit
+def _factors(scale, HALF: gl.constexpr, WIDE: gl.constexpr, OLD: gl.constexpr):
+    """As `_powers`, of the bytes that NVFP4's scales are."""
+    text: gl.constexpr = recipes.nvfp4_factors(HALF, OLD)
+    if HALF:
+        zero, one = gl.inline_asm_elementwise(text, "=&r,=&r,=&r,=&r,r", (scale,), (gl.float16, gl.float16), True, 4)
+    else:
+        zero, one = gl.inline_asm_elementwise(text, "=&r,=&r,=&r,=&r,r", (scale,), (gl.bfloat16, gl.bfloat16), True, 4)
+    return _both_halves(zero, one, WIDE)
 
 
 @gluon.jit
@@ -194,6 +247,12 @@ def _powers(scale, WIDE: gl.constexpr, OLD: gl.constexpr):
     """`[pair, tile and g, t, j and h and k]` of bytes `[pair, tile and g, t, j1 and h and j0]`, Marlin's e8m0 order."""
     upper_h: gl.constexpr = recipes.powers(OLD)
     zero, one = gl.inline_asm_elementwise(upper_h, "=&r,=&r,=&r,=&r,r", (scale,), (gl.bfloat16, gl.bfloat16), True, 4)
+    return _both_halves(zero, one, WIDE)
+
+
+@gluon.jit
+def _both_halves(zero, one, WIDE: gl.constexpr):
+    """Factors of h = 0 and h = 1 in the order that codes want."""
     # Each result has j0 and k where the bytes had h and j0.
     x = gl.join(zero, one).reshape([2, 8 if WIDE else 16, 4, 2, 2, 2, 2])  # pair, tile and g, t, j1, j0, k, h
     return x.permute([0, 1, 2, 3, 4, 6, 5]).reshape([2, 8 if WIDE else 16, 4, 16])
@@ -207,7 +266,7 @@ def _as_left_operand(
     tiles: gl.constexpr = [8, 4, 2, 2, 2] if WIDE else [2, 8, 4, 4, 2]  # g t j1 j0 h or tile g t j h
     x = x.reshape([2, SLABS, tiles[0], tiles[1], tiles[2], tiles[3], tiles[4], 2, 2])
     # pair, slab, tiles.., then k 0/1 and k 0/8, which 8-bit codes have in the other order
-    odd: gl.constexpr = 8 if KIND == "uint8" else 7
+    odd: gl.constexpr = 8 if layouts.bits(KIND) == 8 else 7
     upper: gl.constexpr = 15 - odd
     if WIDE:
         x = x.permute([5, 0, 4, 6, 2, 1, upper, 3, odd]).reshape([128, 16 * SLABS])

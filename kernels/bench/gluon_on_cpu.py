@@ -1,0 +1,363 @@
+"""Runs Gluon kernels on a CPU, for the `mma.sync` products: the same device code, with torch in place of the compiler.
+
+The code of a kernel and of all that it calls is taken as it is; only the names that it looks up are others. Layouts say
+nothing here, since they only say which lane has what: `assert_trivial` conversions, lanes and copies are the compiler's
+business. PTX texts run instruction by instruction, with rounding as the instructions have it. Shared memory is full of
+NaN before it is written, and copies that are masked write zeros, as cp.async does.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeq_kernels.areas import Area
+from moeq_kernels.launch import Launch
+
+
+class Value(torch.Tensor):
+    """A tensor that also converts by bits, as Triton's."""
+
+    def to(self, dtype: Any, *, bitcast: bool = False) -> Any:
+        if bitcast:
+            return self.view(dtype)
+        return super().to(dtype)
+
+
+def value(given: Any) -> Value:
+    """Anything as a Value."""
+    return torch.as_tensor(given).as_subclass(Value)
+
+
+class Pointer:
+    """An address in a flat tensor, or many."""
+
+    def __init__(self, memory: Tensor, offset: Any = 0) -> None:
+        self.memory, self.offset = memory, offset
+        self.dtype = types.SimpleNamespace(element_ty=memory.dtype)
+
+    def __add__(self, more: Any) -> Pointer:
+        return Pointer(self.memory, value(self.offset + more))
+
+    def load(self, mask: Any = None, other: Any = 0) -> Value:
+        """What is there; `other` where the mask does not hold."""
+        places = value(self.offset)
+        there = value(True if mask is None else mask).expand(torch.broadcast_shapes(places.shape, value(mask).shape)
+                                                             if mask is not None else places.shape)  # fmt: skip
+        places = places.expand(there.shape)
+        inside = places[there]
+        assert not len(inside) or (int(inside.min()) >= 0 and int(inside.max()) < len(self.memory)), "out of bounds"
+        found = torch.full(there.shape, other, dtype=self.memory.dtype)
+        found[there] = self.memory[inside]
+        return value(found)
+
+    def store(self, content: Any, mask: Any = None) -> None:
+        """Writes where the mask holds."""
+        content = value(content)
+        there = value(True if mask is None else mask).expand(content.shape)
+        places = value(self.offset).expand(content.shape)[there]
+        assert not len(places) or (int(places.min()) >= 0 and int(places.max()) < len(self.memory)), "out of bounds"
+        self.memory[places] = content[there].to(self.memory.dtype)
+
+
+class Shared:
+    """Shared memory."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+
+    def index(self, number: Any) -> Shared:
+        return Shared(self.memory[int(number)])
+
+    def slice(self, start: int, size: int, dim: int) -> Shared:
+        return Shared(self.memory.narrow(dim, int(start), int(size)))
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return Shared(self.memory.permute(order))
+
+    def load(self, layout: Any) -> Value:
+        return value(self.memory.clone())
+
+
+def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
+    """Shared memory, full of NaN."""
+    bits = torch.full((*shape, dtype.itemsize), 255, dtype=torch.uint8)
+    return Shared(bits.view(dtype).reshape(shape))
+
+
+def rows_load(shared: Shared, pointer: Pointer, mask: Any) -> None:
+    """cp.async: masked elements become 0."""
+    shared.memory.copy_(pointer.load(mask, 0))
+
+
+@cache
+def _instructions(text: str) -> list[tuple[str, str, tuple[str, ...]]]:
+    """Operation, target and sources of each line of a PTX text."""
+    found = []
+    for line in text.splitlines():
+        for one in re.findall(r"[^;]+", line.strip("{} ") if line.strip() in "{}" else line):
+            match = re.fullmatch(r"\s*([a-z0-9.]+) (.*?)\s*", one)
+            if match and match[1] != ".reg":
+                target, *sources = re.findall(r"{[^}]*}|[^, ]+", match[2])
+                found.append((match[1], target, tuple(sources)))
+    return found
+
+
+def _halves(dtype: torch.dtype, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def apply(*words: Tensor) -> Tensor:
+        results = []
+        for shift in (0, 16):
+            # Two's complement: bits above 15 do not fit an int16.
+            bits = [((word >> shift & 0xFFFF) ^ 0x8000) - 0x8000 for word in words]
+            numbers = [one.to(torch.int16).view(dtype).double() for one in bits]
+            results.append(function(*numbers).to(dtype).view(torch.int16).long() & 0xFFFF)
+        return results[0] | results[1] << 16
+
+    return apply
+
+
+def _permute(a: Tensor, b: Tensor, selector: Tensor) -> Tensor:
+    table = [one >> 8 * i & 255 for one in (a, b) for i in range(4)]
+    return sum((table[int(selector) >> 4 * i & 7] << 8 * i for i in range(4)), torch.tensor(0))
+
+
+def _pairs(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda a, b: (function(a & 0xFFFF, b & 0xFFFF) & 0xFFFF) | (function(a >> 16, b >> 16) & 0xFFFF) << 16
+
+
+OPERATIONS: dict[str, Callable[..., Tensor]] = {
+    "mov.b32": lambda a: a,
+    "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
+    "shr.u32": lambda a, b: a >> b,
+    "and.b32": lambda a, b: a & b,
+    "or.b32": lambda a, b: a | b,
+    "add.u32": lambda a, b: a + b & 0xFFFFFFFF,
+    "min.u32": torch.minimum,
+    "mul.lo.u32": lambda a, b: a * b & 0xFFFFFFFF,
+    "add.u16x2": _pairs(torch.add),
+    "min.u16x2": _pairs(torch.minimum),
+    "prmt.b32": _permute,
+    "fma.rn.bf16x2": _halves(torch.bfloat16, lambda a, b, c: a * b + c),
+    "fma.rn.f16x2": _halves(torch.float16, lambda a, b, c: a * b + c),
+    "mul.bf16x2": _halves(torch.bfloat16, torch.mul),
+    "mul.f16x2": _halves(torch.float16, torch.mul),
+}
+
+
+def inline_asm(text: str, constraints: str, given: tuple[Value, ...], dtypes: Any, pure: bool, pack: int) -> Any:
+    """A PTX text on `pack` neighbouring elements at a time, which lie in registers of 32 bits."""
+    if ".f32" in text:
+        return {"ex2": torch.exp2, "rcp": torch.reciprocal}[text[:3]](given[0])
+    results = constraints.count("=")
+    shape = torch.broadcast_shapes(*(one.shape for one in given))
+    registers: dict[str, Tensor] = {}
+    number = results
+    for one in given:
+        own = one.expand(shape).contiguous().flatten().view(torch.uint8).view(shape.numel() // pack, -1, 4).long()
+        for word in own.unbind(1):
+            registers[f"${number}"] = sum((word[:, byte] << 8 * byte for byte in range(4)), torch.tensor(0))
+            number += 1
+    assert number == constraints.count("r"), "operands and constraints"
+
+    def read(source: str) -> Tensor:
+        if source.startswith("{"):
+            low, high = source.strip("{}").split(", ")
+            return registers[low] | registers[high] << 16
+        return registers[source] if source in registers else torch.tensor(int(source, 0))
+
+    for operation, target, sources in _instructions(text):
+        found = OPERATIONS[operation](*(read(source) for source in sources))
+        halves = target.strip("{}").split(", ")
+        if len(halves) == 2:
+            registers |= {halves[0]: found & 0xFFFF, halves[1]: found >> 16}
+        else:
+            registers[target] = found
+    every = [registers[f"${i}"].expand(shape.numel() // pack) for i in range(results)]
+    several = dtypes if isinstance(dtypes, tuple) else (dtypes,)
+    made, at = [], 0
+    for dtype in several:
+        each = pack * dtype.itemsize // 4
+        words = torch.stack(every[at : at + each], 1)
+        at += each
+        parts = torch.stack([words >> 8 * byte & 255 for byte in range(4)], 2).to(torch.uint8)
+        made.append(value(parts.flatten().view(dtype).reshape(shape)))
+    return tuple(made) if isinstance(dtypes, tuple) else made[0]
+
+
+class Language:
+    """What device code calls `gl`, for one program of a grid."""
+
+    bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
+    uint8, int16, int32, int64 = torch.uint8, torch.int16, torch.int32, torch.int64
+    static_range = range
+    inline_asm_elementwise = staticmethod(inline_asm)
+    allocate_shared_memory = staticmethod(allocate)
+
+    def __init__(self) -> None:
+        self.program: tuple[int, ...] = ()
+        self.grid: tuple[int, ...] = ()
+
+    def program_id(self, axis: int) -> Value:
+        return value(self.program[axis])
+
+    def num_programs(self, axis: int) -> Value:
+        return value(self.grid[axis])
+
+    @staticmethod
+    def SliceLayout(*_given: Any) -> None:
+        return None
+
+    @staticmethod
+    def arange(start: int, end: int, layout: Any = None) -> Value:
+        return value(torch.arange(start, end))
+
+    @staticmethod
+    def zeros(shape: list[int], dtype: torch.dtype, layout: Any) -> Value:
+        return value(torch.zeros(shape, dtype=dtype))
+
+    @staticmethod
+    def full(shape: list[int], content: Any, dtype: torch.dtype, layout: Any) -> Value:
+        return value(torch.full(shape, content, dtype=dtype))
+
+    @staticmethod
+    def join(one: Value, other: Value) -> Value:
+        return value(torch.stack((one, other), -1))
+
+    @staticmethod
+    def split(x: Value) -> tuple[Value, Value]:
+        return x[..., 0], x[..., 1]
+
+    @staticmethod
+    def expand_dims(x: Value, axis: int) -> Value:
+        return x.unsqueeze(axis)
+
+    @staticmethod
+    def broadcast(one: Value, other: Value) -> tuple[Value, ...]:
+        return tuple(torch.broadcast_tensors(one, other))
+
+    @staticmethod
+    def convert_layout(x: Value, layout: Any, assert_trivial: bool = False) -> Value:
+        return x
+
+    @staticmethod
+    def where(condition: Any, one: Any, other: Any) -> Value:
+        return value(torch.where(condition, one, other))
+
+    @staticmethod
+    def minimum(one: Any, other: Any) -> Value:
+        return value(torch.minimum(value(one), value(other)))
+
+    @staticmethod
+    def maximum(one: Any, other: Any) -> Value:
+        return value(torch.maximum(value(one), value(other)))
+
+    @staticmethod
+    def abs(x: Value) -> Value:
+        return x.abs()
+
+    @staticmethod
+    def erf(x: Value) -> Value:
+        return torch.erf(x)
+
+    @staticmethod
+    def static_assert(condition: bool, message: str) -> None:
+        assert condition, message
+
+    @staticmethod
+    def load(pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> Value:
+        return pointer.load(mask, other)
+
+    @staticmethod
+    def store(pointer: Pointer, content: Any, mask: Any = None) -> None:
+        pointer.store(content, mask)
+
+    @staticmethod
+    def atomic_add(pointer: Pointer, more: int, sem: str, scope: str) -> Value:
+        before = pointer.load()
+        pointer.store(before + more)
+        return before
+
+
+def mma(a: Value, b: Value, acc: Value) -> Value:
+    """acc + a @ b of 16-bit numbers, in float32."""
+    return value(acc + a.float() @ b.float())
+
+
+def _nothing(*_given: Any) -> None:
+    return None
+
+
+class _Module:
+    """A module of device code whose functions run here."""
+
+    def __init__(self, name: str, language: Language) -> None:
+        self._names: dict[str, Any] = {}
+        self._language, self._source = language, import_module(name)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        for name, found in vars(self._source).items():
+            self._names[name] = self._translated(name, found)
+
+    def _translated(self, name: str, found: Any) -> Any:
+        if name == "gl":
+            return self._language
+        if name == "rows_load":
+            return rows_load
+        if name in ("barrier", "gdc_wait", "gdc_launch_dependents"):
+            return _nothing
+        if name == "async_copy":
+            return types.SimpleNamespace(commit_group=_nothing, wait_group=_nothing)
+        if name == "mma_v2":
+            return mma
+        if isinstance(found, types.ModuleType) and found.__name__.startswith("moeq_kernels."):
+            return _module(found.__name__, self._language)
+        if type(found).__name__ == "constexpr":
+            return found.value
+        plain = getattr(found, "fn", None)
+        if plain is not None and hasattr(found, "arg_names"):
+            home = self._names
+            if plain.__module__ != self._source.__name__:
+                home = _module(plain.__module__, self._language)._names
+            return types.FunctionType(plain.__code__, home, plain.__name__, plain.__defaults__)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return self._names[name]
+
+
+_LOADED: dict[tuple[str, int], _Module] = {}
+
+
+def _module(name: str, language: Language) -> _Module:
+    key = (name, id(language))
+    if key not in _LOADED:
+        _LOADED[key] = _Module(name, language)
+    return _LOADED[key]
+
+
+def run(launch: Launch, roots: Mapping[str, Tensor]) -> None:
+    """All programs of a launch, one after the other."""
+    language = Language()
+    module, _, name = launch.kernel.partition(":")
+    kernel = getattr(_module(f"moeq_kernels.{module}", language), name)
+    given: dict[str, Any] = {}
+    for key, argument in launch.arguments.items():
+        given[key] = argument
+        if isinstance(argument, Area):
+            root = roots[argument.root].view(-1).view(torch.uint8)
+            end = argument.offset + argument.numel() * argument.itemsize
+            given[key] = Pointer(root[argument.offset : end].view(argument.dtype))
+    constants = {key: getattr(one, "value", one) for key, one in launch.constants.items()}
+    language.grid = launch.programs
+    for second in range(launch.programs[1]):
+        for first in range(launch.programs[0]):
+            language.program = (first, second)
+            kernel(**given, **constants)

@@ -1,0 +1,45 @@
+"""What the fast kernels call codes together with the scales that multiply them. Needs neither torch nor triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moeq_kernels.formats import Format
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One way to store weights, as the device code and the plans see it.
+
+    Attributes:
+        bits: of a code.
+        scale_bytes: of a scale that codes along k share.
+        finer: whether outputs that are rounded before they are summed keep a bit more than bfloat16 has: weights are
+            exact, so that nothing else would hide that rounding.
+    """
+
+    bits: int
+    scale_bytes: int
+    finer: bool
+
+
+KINDS: dict[str, Kind] = {
+    "uint4": Kind(4, 2, False),
+    "uint8": Kind(8, 2, False),
+    "e2m1": Kind(4, 1, True),  # MXFP4
+    "nvfp4": Kind(4, 1, True),
+    "fp8": Kind(8, 2, True),
+    "mxfp8": Kind(8, 1, True),
+}
+#: Kinds of formats whose codes alone do not say it.
+_BY_SCALE = {
+    ("e2m1", "s0e5m3"): "nvfp4",
+    ("e4m3", "float-120"): "fp8",
+    ("e4m3", "float-8"): "fp8",
+    ("e4m3", "e8m0"): "mxfp8",
+}
+
+
+def kind_of_format(fmt: Format) -> str:
+    """The key of KINDS for a format that the fast kernels read."""
+    return _BY_SCALE.get((fmt.kind, fmt.scale_kind), fmt.kind)
