@@ -1,6 +1,7 @@
-"""Known defects of an engine, attached to the decisions that meet them.
+"""Known defects of an engine, attached to the decisions that meet them, version by version.
 
-What an advisory says is data of the engine's policy file; when it applies is one of the conditions here, by name.
+What an advisory says, and the first and last version that has the defect, is data of the engine's policy file; when it
+applies is one of the conditions here, by name.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from moeq.oracle.outcome import Outcome, declared_activation_bits, runs_as
-from moeq.oracle.policy import ExpertsClass
+from moeq.oracle.policy import EnginePolicy, ExpertsClass, release
 from moeq.oracle.records import Advisory
 from moeq.oracle.sizes import marlin_padded
 
@@ -19,14 +20,32 @@ _MARLIN_CLASSES = ("MarlinExperts", "BatchedMarlinExperts")
 
 
 def advisories_for(outcome: Outcome) -> tuple[Advisory, ...]:
-    """Advisories of the policy whose condition holds."""
-    return tuple(make(row) for row in outcome.case.policy.advisories if CONDITIONS[row["when"]](outcome))
+    """Advisories about the policy's version whose condition holds."""
+    policy = outcome.case.policy
+    return tuple(
+        make(policy.engine, row)
+        for row in policy.advisories
+        if has_defect(policy, row) and CONDITIONS[row["when"]](outcome)
+    )
 
 
-def make(row: Mapping[str, Any]) -> Advisory:
+def has_defect(policy: EnginePolicy, row: Mapping[str, Any]) -> bool:
+    """Whether the policy's version is one of those that a row of the policy file is about."""
+    return policy.since(row["first"]) and ("last" not in row or policy.release <= release(row["last"]))
+
+
+def versions_text(engine: str, row: Mapping[str, Any]) -> str:
+    """`vllm 0.26.0 to 0.31.0`, or `vllm 0.26.0 and newer` where the newest known version has it."""
+    if "last" not in row:
+        return f"{engine} {row['first']} and newer"
+    return f"{engine} {row['first']}" + (f" to {row['last']}" if row["last"] != row["first"] else "")
+
+
+def make(engine: str, row: Mapping[str, Any]) -> Advisory:
     """The record of one row of a policy file."""
-    fields = {key: value for key, value in row.items() if key != "when"}
-    return Advisory(**{**fields, "requirement": tuple(row["requirement"])})
+    fields = {key: value for key, value in row.items() if key not in ("when", "first", "last")}
+    versions = versions_text(engine, row)
+    return Advisory(**{**fields, "requirement": tuple(row["requirement"]), "versions": versions})
 
 
 # ------------------------------------------------------------------------------------------------ looking at outcomes
@@ -123,8 +142,10 @@ def _negative_groups(outcome: Outcome) -> bool:
 
 def _bias_assumed(outcome: Outcome) -> bool:
     case = outcome.case
-    asked = case.deployment.backend in ("triton", "flashinfer_trtllm", "rdna3")
-    return asked and case.method.bias_possible and not case.shape.has_bias and _error(outcome) == "OVERRIDE_UNSUPPORTED"
+    if case.shape.has_bias or _error(outcome) != "OVERRIDE_UNSUPPORTED":
+        return False
+    named = (row for row in outcome.selection.candidates if row.flag == case.deployment.backend)
+    return any(reason.code == "F02_BIAS" for row in named for reason in row.reasons)
 
 
 def _gpt_oss_lora_rocm(outcome: Outcome) -> bool:
@@ -295,6 +316,26 @@ def _marlin_mxfp4_fp16(outcome: Outcome) -> bool:
     )
 
 
+def _first_class_unasked(outcome: Outcome) -> bool:
+    selected = outcome.selection.selected
+    return outcome.case.method.first_class and selected is not None and not selected.supported
+
+
+def _unprintable_key(outcome: Outcome) -> bool:
+    error = outcome.selection.error
+    return error is not None and (error.error, error.kind) == ("KeyError", "OTHER")
+
+
+def _wna16_8bit_zero_points(outcome: Outcome) -> bool:
+    method = outcome.case.method
+    return method.name == "MoeWNA16Method" and method.raw_zero_points and method.bits == 8
+
+
+def _nvfp4_split_groups(outcome: Outcome) -> bool:
+    case = outcome.case
+    return case.method.family == "nvfp4" and outcome.selection.selected is not None and case.intermediate % 16 != 0
+
+
 CONDITIONS: dict[str, Condition] = {
     "w13_scale_order": _w13_scale_order,
     "lora_ignored": _lora_ignored,
@@ -333,4 +374,8 @@ CONDITIONS: dict[str, Condition] = {
     "nvfp4_non_gated": _nvfp4_non_gated,
     "new_architecture": _new_architecture,
     "marlin_mxfp4_fp16": _marlin_mxfp4_fp16,
+    "first_class_unasked": _first_class_unasked,
+    "unprintable_key": _unprintable_key,
+    "wna16_8bit_zero_points": _wna16_8bit_zero_points,
+    "nvfp4_split_groups": _nvfp4_split_groups,
 }

@@ -10,6 +10,7 @@ from functools import cache
 from importlib.resources import files
 
 from moeq.errors import EXIT_CODES, MoeqError
+from moeq.oracle.advisories import versions_text
 from moeq.oracle.builtin import BUILTIN_RULES
 from moeq.oracle.engines.vllm.filters import FILTERS
 from moeq.oracle.engines.vllm.gates import GATES
@@ -99,9 +100,8 @@ def _entries() -> Iterator[Entry]:
 def _advisories() -> Iterator[Entry]:
     for engine in ENGINES:
         for row in knowledge(engine)["advisories"]:
-            facts: list[tuple[str, str]] = [
-                (key, row[key]) for key in ("versions", "workaround", "issue", "fixed_by") if key in row
-            ]
+            facts = [("versions", versions_text(engine, row))]
+            facts += [(key, row[key]) for key in ("workaround", "check", "shown", "issue", "fixed_by") if key in row]
             facts.append(("requirement", ", ".join(row["requirement"])))
             yield Entry(row["code"], "advisory", "known defect", row["symptom"], tuple(facts))
 

@@ -120,9 +120,11 @@ class Advisory:
     Attributes:
         code: stable name.
         requirement: ids of moeq's requirements that it bears on (`R14`).
-        versions: engine versions it applies to.
+        versions: engine versions that have it, of those that were looked at.
         symptom: what the user would see.
         workaround: what to do in the engine.
+        check: the command that shows whether a checkpoint meets it.
+        shown: how it was shown: recorded answers, executed code, read code, or a report from upstream.
         issue: upstream issue or pull request, where there is one.
         fixed_by: what moeq does instead.
     """
@@ -132,6 +134,8 @@ class Advisory:
     versions: str
     symptom: str
     workaround: str
+    check: str = ""
+    shown: str = ""
     issue: str | None = None
     fixed_by: str = ""
 

@@ -51,6 +51,7 @@ def factor_value(case: Case, factor: str) -> str:
         "ragged": "1" if case.intermediate % 128 else "",
         "cutlass": "1" if method.vllm_cutlass else "",
         "model": shape.model_type,
+        "aiter": "" if case.package("aiter") else "0",
     }
     return values[factor]
 

@@ -29,7 +29,7 @@ def advice(src: str, checkpoint: Checkpoint, answer: Answer) -> dict[str, Any]:
         "serve": _serve(src, verdict) if verdict.ok else None,
         "convert": _convert(src, answer) if answer.ok else None,
         "advisories": [
-            {"code": row.code, "symptom": row.symptom, "workaround": row.workaround, "issue": row.issue}
+            {name: getattr(row, name) for name in ("code", "versions", "symptom", "workaround", "check", "issue")}
             for row in verdict.advisories
         ],
         "memory": _memory(checkpoint, answer),
@@ -45,7 +45,8 @@ def _lines(answer: Answer, facts: dict[str, Any]) -> list[tuple[str, str]]:
         rows += [("layout", f"{facts['layout']} for {answer.first.backend}"), ("loads in", loads_in(answer.loaders))]
     for row in facts["advisories"]:
         issue = f" ({row['issue']})" if row["issue"] else ""
-        rows.append(("advisory", f"{row['code']}{issue}: {row['symptom']}; what helps: {row['workaround']}"))
+        text = f"{row['code']}{issue}, {row['versions']}: {row['symptom']}; what helps: {row['workaround']}"
+        rows.append(("advisory", f"{text}; to check: {row['check']}"))
     memory = facts["memory"]
     if memory is not None:
         at_rest = human_bytes(memory["experts_per_rank"] + memory["rest_per_rank"])

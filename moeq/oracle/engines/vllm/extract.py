@@ -73,6 +73,8 @@ _SWITCHES: dict[str, dict[str, tuple[str | None, ...]]] = {
     "xpu": {"VLLM_USE_DEEP_GEMM": ("0", "1"), "VLLM_MOE_USE_DEEP_GEMM": ("0", "1")},
     "cpu": {"VLLM_CPU_INT4_W4A8": ("0", "1")},
 }
+# Optional packages that selection functions themselves look at, beside the classes: tables are made with them there.
+_PACKAGE_FACTORS = {"rocm": ("aiter",)}
 # Switches of selection and kernels that no class looks at.
 _NOT_FOR_CLASSES = (
     "VLLM_B12X_MOE_FP4_FORCE_A16",
@@ -571,6 +573,8 @@ def factors(family: str, kind: str, domain: Domain) -> dict[str, Factor]:
         "cutlass": {"1": {"call": {"allow_vllm_cutlass": True}}} if family == "fp8" else {},
         "model": {name: {"model_type": name} for name in _special_models()},
     }
+    for name in _PACKAGE_FACTORS.get(kind, ()):
+        table[name] = {"0": {"flags": {name: False}}}
     for name, tried in {**_SWITCHES[kind], "VLLM_BATCH_INVARIANT": ("1",)}.items():
         values = {value for value in (*tried, _RICH[kind]["env"].get(name)) if value is not None}
         table[name] = {value: {"env": {name: value}} for value in sorted(values)}
@@ -588,6 +592,7 @@ class SelectionProbe:
     def __init__(self, family: str, select: Callable[..., Any], asked: Asked, world: World, domain: Domain) -> None:
         self.family, self.select, self.asked, self.world, self.domain = family, select, asked, world, domain
         self.env: dict[str, str] = {}
+        self.flags: dict[str, bool] = {}
         sandbox.apply({**world, "env": {}})  # the search before this one may have left its variables
         _layers.clear()
         self.known: dict[str, str] = {}
@@ -596,17 +601,19 @@ class SelectionProbe:
 
     def _run(self, changes: list[dict[str, Any]], accept: int | None) -> tuple[str, str]:
         question, call, keys, env = dict(BASE), {}, _ASKED[self.family][0], {}
+        flags: dict[str, bool] = {}
         for change in changes:
-            question.update({k: v for k, v in change.items() if k not in ("call", "keys", "env")})
+            question.update({k: v for k, v in change.items() if k not in ("call", "keys", "env", "flags")})
             call.update(change.get("call", {}))
             keys = change.get("keys", keys)
             env.update(change.get("env", {}))
+            flags.update(change.get("flags", {}))
         if question["ep"] is False:
             question["inter"] = question["inter"] * question["tp"] * question["dp"]
-        if env != self.env:
-            sandbox.apply({**self.world, "env": env})
+        if (env, flags) != (self.env, self.flags):
+            sandbox.apply({**self.world, "env": env, "flags": {**self.world["flags"], **flags}})
             _layers.clear()
-            self.env = env
+            self.env, self.flags = env, flags
         self.asked.log, self.asked.accept, self.keys = [], accept, keys
         named = self.domain.keys
         try:
@@ -640,7 +647,9 @@ class SelectionProbe:
         log, tokens = list(self.asked.log), []
         if kind == "never":
             return end
-        cache = repr([(name, self._key(activation)) for name, _, activation in log]) + end + str(self.keys)
+        # One class may stand for several backends: which one it is depends on the name that was asked for.
+        asked = repr([(name, self._key(activation)) for name, _, activation in log])
+        cache = f"{changes[0]['override']} {asked} {end} {self.keys}"
         if cache in self.known:
             return self.known[cache]
         for turn, (_, _, activation) in enumerate(log):

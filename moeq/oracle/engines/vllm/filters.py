@@ -77,6 +77,13 @@ def _f_zen_group(case: Case) -> Iterator[Failure]:
         yield f"group size {group or -1} is not a positive multiple of 4", None
 
 
+def _f_megakernel(case: Case) -> Iterator[Failure]:
+    if case.shape.routing != "DeepseekV4":
+        yield f"routing {case.shape.routing}: this megakernel knows DeepseekV4's only", None
+    if case.deployment.eplb:
+        yield "expert load balancing", "no expert load balancing"
+
+
 def marlin_shape(case: Case, group: int | None, *, tile_padding: bool = True) -> Iterator[Failure]:
     """Marlin's shape test, each cause on its own (vLLM gives one text for all of them).
 
@@ -109,6 +116,7 @@ FILTERS: dict[str, Filter] = {
         "F07_MARLIN_SHAPE", "hidden % 128, groups 32/64/128/channel that divide the shard", _f_marlin_shape
     ),
     "zen-w4a8": Filter("F08_SWITCH", "VLLM_CPU_INT4_W4A8 not 0", _f_zen_w4a8),
+    "deep-gemm-megakernel": Filter("F13_MEGAKERNEL", "DeepSeek-V4 routing, no load balancing", _f_megakernel),
     "zen-group": Filter("F09_GROUP", "group size multiple of 4", _f_zen_group),
 }
 
