@@ -11,7 +11,7 @@ import os
 import stat
 import threading
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moeq.errors import MoeqError
 
@@ -146,6 +146,13 @@ class SeenFiles:
         self._states: dict[str, FileState] = {}
         self._digests: dict[str, bytes] = {}
         self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Engines send an opened checkpoint to their worker processes; the files stay what they were there, too.
+        return self.__dict__ | {"_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state | {"_lock": threading.Lock()}
 
     def open(self, file: str) -> int:
         """A descriptor of one of them, for reading. Raises MoeqError `source.changed`, and as `open_regular`."""

@@ -8,6 +8,7 @@ there: the engine asks its platform before it takes an expert class.
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ def test_the_engine_finds_the_plug_in() -> None:
 @pytest.mark.parametrize("name", ["gptq-int4-g32-qwen3moe", "ct-int4-asym-g32-mixtral"])
 def test_the_engine_chooses_the_method_for_a_converted_folder(name, folders) -> None:
     """The engine's own way from a folder to a quantisation config, with all its override rules."""
+    import cloudpickle
     from vllm.config import LoadConfig, ModelConfig
     from vllm.model_executor.model_loader.weight_utils import get_quant_config
 
@@ -47,6 +49,8 @@ def test_the_engine_chooses_the_method_for_a_converted_folder(name, folders) -> 
     config.maybe_update_config(model.model, hf_config=model.hf_config, revision=model.revision)
     assert config.get_name() == "moeq"
     assert config.checkpoint.kind == "converted"
+    # The server starts its engine in another process and sends it the config.
+    assert pickle.loads(cloudpickle.dumps(config)).checkpoint.kind == "converted"
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if "actorder" not in name])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -288,3 +289,17 @@ class TestReading:
         )
         assert torch.equal(shard.w13.weight.cpu(), wanted.w13.weight)
         assert torch.equal(shard.w2.scale.cpu(), wanted.w2.scale)
+
+
+def test_an_opened_checkpoint_goes_to_another_process(converted, batch, tmp_path) -> None:
+    """vLLM starts its engine with a pickled config, which holds the opened checkpoint; files stay watched there."""
+    folder = shutil.copytree(converted["gptq-int4-g32-qwen3moe"], tmp_path / "dst")
+    opened = open_converted(str(folder))
+    expected = run(moeq.load_experts(opened, 0), "gptq", batch)
+    sent = pickle.loads(pickle.dumps(opened))
+    assert torch.equal(run(moeq.load_experts(sent, 0), "gptq", batch), expected)
+    for file in folder.glob("*.safetensors"):
+        file.write_bytes(file.read_bytes())
+    with pytest.raises(MoeqError) as refused:
+        moeq.load_experts(sent, 0)
+    assert refused.value.code == "source.changed"
