@@ -83,16 +83,20 @@ class PaddingRule:
         hidden: multiple of the hidden size: columns of `w13`, rows of `w2`.
         whole_groups: the intermediate size is also a multiple of the group size, so that no group is cut.
         midpoint: codes are padded with the symmetric zero point instead of code 0.
+        ungated: multiple of the intermediate size where experts have no gate; 0: the same as with one.
     """
 
     intermediate: int = 1
     hidden: int = 1
     whole_groups: bool = False
     midpoint: bool = False
+    ungated: int = 0
 
-    def padded(self, intermediate: int, group: int | None) -> int:
+    def padded(self, intermediate: int, group: int | None, *, gated: bool = True) -> int:
         """The intermediate size of a rank, rounded up; `group` codes share a scale, None for one per channel."""
-        multiple = math.lcm(self.intermediate, group) if self.whole_groups and group else self.intermediate
+        multiple = self.intermediate if gated else self.ungated or self.intermediate
+        if self.whole_groups and group:
+            multiple = math.lcm(multiple, group)
         return -(-intermediate // multiple) * multiple
 
     @property
@@ -101,6 +105,8 @@ class PaddingRule:
         parts = []
         if self.intermediate > 1 or self.whole_groups:
             parts.append(f"I to {self.intermediate}" + (" and whole groups" if self.whole_groups else ""))
+        if self.ungated:
+            parts.append(f"I to {self.ungated} without a gate")
         if self.hidden > 1:
             parts.append(f"H to {self.hidden}")
         return ", ".join(parts) or "none"

@@ -84,7 +84,7 @@ def plan_padding(layout: Layout, w13: MatrixSpec, w2: MatrixSpec) -> PaddingPlan
     """
     rule = layout.padding
     halves = 2 if is_gated_w13(w13) else 1
-    size = rule.padded(w2.k, w2.group_size if w2.num_groups > 1 else None)
+    size = rule.padded(w2.k, w2.group_size if w2.num_groups > 1 else None, gated=w13.gated)
     hidden = -(-w2.n // rule.hidden) * rule.hidden
     return PaddingPlan(
         rule=rule,

@@ -216,6 +216,9 @@ class LayoutChoice:
         env: environment variable and value.
         configs: config classes.
         max_tp: largest tensor-parallel size.
+        weights: the engine's keys of the weights (they tell blocks, channels and tensors apart).
+        activations: the engine's key of the activations asked for; `none` for 16-bit ones.
+        lossy: the engine changes numbers when it makes this layout: written only where it and losses are asked for.
     """
 
     layout: str | None
@@ -225,6 +228,9 @@ class LayoutChoice:
     env: tuple[str, str] | None = None
     configs: tuple[str, ...] | None = None
     max_tp: int | None = None
+    weights: tuple[str, ...] | None = None
+    activations: str | None = None
+    lossy: bool = False
 
 
 def _layout_choice(row: Mapping[str, Any]) -> LayoutChoice:
@@ -237,6 +243,9 @@ def _layout_choice(row: Mapping[str, Any]) -> LayoutChoice:
         env=(name, value) if name else None,
         configs=tuple(row["configs"]) if "configs" in row else None,
         max_tp=row.get("max_tp"),
+        weights=tuple(row["weights"]) if "weights" in row else None,
+        activations=row.get("activations"),
+        lossy=row.get("lossy", False),
     )
 
 
@@ -244,7 +253,8 @@ def _layout_choice(row: Mapping[str, Any]) -> LayoutChoice:
 class Backend:
     """A backend of a family: its classes in order of trial, how to ask for it, and the layout that its kernel reads.
 
-    `activation_key` is the key its classes are asked with, None for the method's own. `native`: it computes in the
+    `activation_key` is the key its classes are asked with, None for the method's own. `as_it_is`: it reads the bytes of
+    the checkpoint. `native`: it computes in the
     number types of the checkpoint, so that `convert` writes for no other backend in its place unless one is asked for.
     """
 
@@ -256,6 +266,7 @@ class Backend:
     layout: str | None = None
     layouts: tuple[LayoutChoice, ...] = ()
     no_layout: str | None = None
+    as_it_is: bool = False
     native: bool = False
 
 

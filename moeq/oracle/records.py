@@ -76,7 +76,7 @@ class Reason:
     remedy: str | None = None
 
 
-#: How `no_layout` begins where a kernel reads the stored bytes.
+#: Why there is no layout where a kernel reads the stored bytes.
 AS_IT_IS = "it reads the checkpoint's weights as they are"
 
 
@@ -98,6 +98,8 @@ class CandidateReport:
         activation_key: the engine's key of the activations that its kernel runs, None for 16-bit ones.
         native: it computes in the number types of the checkpoint: where the engine picks it, `convert` writes for no
             other backend unless one is asked for.
+        as_it_is: it reads the bytes of the checkpoint, so that there is nothing to convert.
+        lossy_layout: id of the layout its kernel reads where the engine changes numbers when it makes it, or None.
     """
 
     backend: str
@@ -111,6 +113,8 @@ class CandidateReport:
     monolithic: bool = False
     activation_key: str | None = None
     native: bool = False
+    as_it_is: bool = False
+    lossy_layout: str | None = None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from moeq.layouts.registry import LAYOUTS
 from moeq.oracle.case import Case
 from moeq.oracle.engines.vllm.filters import filter_reasons
 from moeq.oracle.policy import Attempt, Backend, Family, Search, SearchTable, parse_search
-from moeq.oracle.records import CandidateReport, EngineError, Reason
+from moeq.oracle.records import AS_IT_IS, CandidateReport, EngineError, Reason
 from moeq.oracle.rules import RULES, class_reasons
 
 _ORDER = {rule.code: index for index, rule in enumerate(RULES)}
@@ -107,23 +107,28 @@ def judge(case: Case, backend: Backend, attempts: Iterable[Attempt]) -> Candidat
             best, experts, reasons, key = score, attempt.experts, before + found, activation
         if not found:
             break
-    layout = layout_of(case, backend)
+    layout, lossy = layout_of(case, backend)
     return CandidateReport(
         backend=backend.name,
         experts=experts.rpartition(":")[2],
         layout=layout if layout in LAYOUTS else None,
-        no_layout=_no_layout(backend, layout),
+        lossy_layout=lossy if lossy in LAYOUTS else None,
+        no_layout=_no_layout(backend, layout, lossy),
         supported=not reasons,
         reasons=reasons,
         flag=backend.flag,
         monolithic=case.policy.classes[experts].monolithic,
         activation_key=None if key == "none" else key,
         native=backend.native,
+        as_it_is=backend.as_it_is,
     )
 
 
-def layout_of(case: Case, backend: Backend) -> str | None:
-    """Id of the layout this backend's kernel reads in this case, or None: the first choice whose conditions hold."""
+def layout_of(case: Case, backend: Backend) -> tuple[str | None, str | None]:
+    """Ids of the layout this backend's kernel reads in this case, or None: by the first choice whose conditions hold.
+
+    The second is the layout instead of the first where making it changes numbers.
+    """
     for row in backend.layouts:
         if (
             (row.when is None or row.when.admits(case.gpu))
@@ -132,14 +137,17 @@ def layout_of(case: Case, backend: Backend) -> str | None:
             and (row.env is None or case.env(row.env[0]) == row.env[1])
             and (row.configs is None or case.method.config in row.configs)
             and (row.max_tp is None or case.moe_tp <= row.max_tp)
+            and (row.weights is None or case.method.weight_key in row.weights)
+            and row.activations in (None, case.method.activation_key or "none")
         ):
-            return row.layout
-    return backend.layout
+            return (None, row.layout) if row.lossy else (row.layout, None)
+    return backend.layout, None
 
 
-def _no_layout(backend: Backend, layout: str | None) -> str | None:
+def _no_layout(backend: Backend, layout: str | None, lossy: str | None) -> str | None:
     if layout is None:
-        return backend.no_layout or "moeq has no offline layout for it"
+        why = AS_IT_IS if backend.as_it_is else backend.no_layout or "moeq has no offline layout for it"
+        return f"{why}; --layout {lossy} --allow-lossy writes that" if lossy else why
     return None if layout in LAYOUTS else f"layout {layout} is not in this version of moeq"
 
 

@@ -14,7 +14,7 @@ from moeq.oracle.builtin import builtin_policy
 from moeq.oracle.decide import judge
 from moeq.oracle.engines.vllm.filters import FILTERS
 from moeq.oracle.policy import BUILTIN, Backend, EnginePolicy, ExpertsClass, Family, Variant, choose_engine, load_policy
-from moeq.oracle.records import MoeShape, Verdict
+from moeq.oracle.records import AS_IT_IS, MoeShape, Verdict
 from moeq.oracle.sweep import Cell
 from moeq.schemes.base import Scheme
 
@@ -39,7 +39,7 @@ def backend_rows(engine: str, family: str | None = None) -> list[dict[str, Any]]
 
 def _row(policy: EnginePolicy, family: Family, backend: Backend) -> dict[str, Any]:
     classes = [policy.classes[name] for name in backend.classes]
-    choices = [choice.layout for choice in backend.layouts] + [backend.layout]
+    choices = [choice.layout for choice in backend.layouts if not choice.lossy] + [backend.layout]
     layouts = list(dict.fromkeys(layout for layout in choices if layout))
     return {
         "family": family.name,
@@ -51,7 +51,7 @@ def _row(policy: EnginePolicy, family: Family, backend: Backend) -> dict[str, An
         "needs": list(dict.fromkeys(name for row in classes for item in _variants(row) for name in item.packages)),
         "limits": _limits(backend, classes),
         "layouts": [layout for layout in layouts if layout in LAYOUTS],
-        "no_layout": backend.no_layout or "moeq has none yet",
+        "no_layout": AS_IT_IS if backend.as_it_is else backend.no_layout or "moeq has none yet",
     }
 
 

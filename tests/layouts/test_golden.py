@@ -185,6 +185,36 @@ def flashinfer_mxfp4(name: str) -> tuple[Tensor, Tensor]:
     return packed[PARTS[part[0]]], tensors("flashinfer")[name]
 
 
+# ------------------------------------------------------------------------- NVFP4 with 4-bit activations
+
+NVFP4 = {
+    "VLLM_CUTLASS": "cutlass-nvfp4/1",
+    "FLASHINFER_CUTEDSL_BATCHED": "cutlass-nvfp4/1",
+    "FLASHINFER_CUTLASS": "flashinfer-cutlass-nvfp4/1",
+    "FLASHINFER_TRTLLM": "trtllm-nvfp4/1",
+    "FLASHINFER_B12X": "flashinfer-b12x-nvfp4/1",
+    "cutedsl": "flashinfer-cutedsl-nvfp4/1",
+    "b12x": "b12x-nvfp4/1",
+    "b12x_a16": "b12x-nvfp4-a16/1",
+}
+
+
+def nvfp4(name: str) -> tuple[Tensor, Tensor]:
+    tag, backend, _, part = name.split(".")
+    found = tensors("nvfp4")
+
+    def source(role: str) -> Source:
+        w, s, gs = (found[f"{tag}.in.{kind}{role[1:]}"] for kind in ("w", "s", "gs"))
+        scales = s.view(torch.float8_e4m3fn)
+        return Source(role, "e2m1", nibbles(w), scales, global_scales=gs, gated=tag != "ungated")
+
+    kind, role = (part[:-2], "w13") if part.endswith("13") else (part[:-1], "w2")
+    # FlashInfer's B12X rounds scales; nothing else changes a number here.
+    layout = lay(NVFP4[backend], allow_lossy=backend == "FLASHINFER_B12X")
+    packed = pack_experts(layout, source("w13"), source("w2"), role)[PARTS[kind]]
+    return packed.reshape(-1) if kind == "gs" else packed, found[name]
+
+
 # ----------------------------------------------------------------------------------------- triton_kernels
 
 TRITON_KERNELS = {
@@ -279,6 +309,7 @@ def humming(name: str) -> tuple[Tensor, Tensor]:
 GOLDEN: dict[str, Callable[[str], tuple[Tensor, Tensor]]] = {
     "marlin": marlin,
     "marlin_float": marlin_float,
+    "nvfp4": nvfp4,
     "wna16_triton": wna16,
     "triton_kernels": triton_kernels,
     "aiter": aiter,

@@ -40,7 +40,17 @@ MXFP4 = {
     "mxfp4-identity/1",
     "humming-mxfp4-fp16/1",
 }
-NVFP4 = {"marlin-nvfp4/1", "marlin-nvfp4-fp16/1"}
+NVFP4 = {
+    "marlin-nvfp4/1",
+    "marlin-nvfp4-fp16/1",
+    "trtllm-nvfp4/1",
+    "flashinfer-cutlass-nvfp4/1",
+    "cutlass-nvfp4/1",
+    "flashinfer-cutedsl-nvfp4/1",
+    "b12x-nvfp4/1",
+    "b12x-nvfp4-a16/1",
+}
+NVFP4_LOSSY = {"flashinfer-b12x-nvfp4/1"}
 FP8 = {"marlin-fp8/1", "marlin-fp8-fp16/1"}
 FP16_MXFP4 = {"marlin-mxfp4-fp16/1", "marlin-mxfp4-fp16-interleaved/1"}
 
@@ -80,7 +90,13 @@ LOSSY: dict[str, set[str]] = {
     "gptq-int8-g64-qwen3moe": {"marlin-wna16-int8act/1"},
     "mxfp4-gptoss": FP16_MXFP4,
     "modelopt-fp8-qwen3moe": FP8,
+    "ct-nvfp4a16-qwen3moe": NVFP4_LOSSY,
+    "ct-nvfp4-qwen3moe": NVFP4_LOSSY,
+    "modelopt-nvfp4-qwen3moe": NVFP4_LOSSY,
 }
+
+#: Error relative to the norm of a projection, where 0.01 is not enough: small scales are rounded to subnormal E4M3.
+WORST = {"flashinfer-b12x-nvfp4/1": 0.1}
 
 #: What the matrices do not tell: scales of activations, and divisors that share their float32 reciprocal with others.
 KEPT = {"ct-nvfp4a16-qwen3moe": 4, "ct-nvfp4-qwen3moe": 14, "ct-fp8-tensor-qwen3moe": 18, "modelopt-nvfp4-qwen3moe": 12}
@@ -148,6 +164,6 @@ def test_lossy_layouts_are_refused_unless_allowed_and_then_counted(name, layout,
     assert found.losses == losses
     difference = diff(source, out, experts_only=True)
     assert not difference.equal
-    assert difference.worst.relative < 0.01
+    assert difference.worst.relative < WORST.get(layout, 0.01)
     restore(out, tmp_path / "back")
     assert content(tmp_path / "back") == content(source)

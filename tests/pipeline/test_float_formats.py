@@ -50,13 +50,64 @@ def test_what_the_engine_reads_as_it_is_is_not_converted_unless_another_kernel_i
     assert ask(checkpoints / name, "A100").first.layout == "marlin-fp8/1", "no FP8 units: the engine takes Marlin"
 
 
-def test_marlin_is_not_written_in_place_of_a_kernel_with_4_bit_activations(checkpoints: Path) -> None:
-    found = ask(checkpoints / "ct-nvfp4-qwen3moe", "B200")
-    assert found.error is not None
-    assert found.error.code == "answer.no-backend"
-    assert "FLASHINFER_TRTLLM: the engine swizzles the scales at load" in found.error.message
-    assert ask(checkpoints / "ct-nvfp4-qwen3moe", "B200", backend="marlin").first.layout == "marlin-nvfp4/1"
+NVFP4_BACKENDS = [
+    ("B200", "auto", "FLASHINFER_TRTLLM", "trtllm-nvfp4/1"),
+    ("B200", "flashinfer_cutedsl", "FLASHINFER_CUTEDSL", "flashinfer-cutedsl-nvfp4/1"),
+    ("B200", "flashinfer_cutlass", "FLASHINFER_CUTLASS", "flashinfer-cutlass-nvfp4/1"),
+    ("B200", "cutlass", "VLLM_CUTLASS", "cutlass-nvfp4/1"),
+    ("B200", "marlin", "MARLIN", "marlin-nvfp4/1"),
+]
+
+
+@pytest.mark.parametrize(("gpu", "backend", "name", "layout"), NVFP4_BACKENDS)
+def test_every_kernel_with_4_bit_activations_has_its_layout(
+    checkpoints: Path, tmp_path: Path, gpu: str, backend: str, name: str, layout: str
+) -> None:
+    """Marlin, which would keep activations at 16 bits, is written only where it is asked for."""
+    source = checkpoints / "ct-nvfp4-qwen3moe"
+    target = ask(source, gpu, backend=backend).first
+    assert (target.backend, target.layout) == (name, layout)
+    manifest = convert(source, tmp_path / "out", Deployment(gpu=parse_gpu(gpu), backend=backend)).manifest
+    assert {layer.layout for layer in manifest.layers} == {layout}
+    assert verify(tmp_path / "out", source).ok
+    restore(tmp_path / "out", tmp_path / "back")
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
+def test_hopper_takes_marlin_for_nvfp4(checkpoints: Path) -> None:
     assert ask(checkpoints / "modelopt-nvfp4-qwen3moe", "H100").first.layout == "marlin-nvfp4/1"
+
+
+@pytest.mark.parametrize(
+    ("name", "b12x", "layout"),
+    [
+        ("modelopt-nvfp4-qwen3moe", {}, "b12x-nvfp4/1"),
+        ("modelopt-nvfp4-qwen3moe", {"VLLM_B12X_MOE_FP4_FORCE_A16": "1"}, "b12x-nvfp4-a16/1"),
+        ("ct-nvfp4a16-qwen3moe", {}, "b12x-nvfp4-a16/1"),
+    ],
+)
+def test_the_layout_of_b12x_follows_the_activations(
+    checkpoints: Path, name: str, b12x: dict[str, str], layout: str
+) -> None:
+    more = {"packages": (("b12x", True),), "env": tuple(b12x.items())}
+    assert ask(checkpoints / name, "RTX5090", backend="b12x", **more).first.layout == layout
+
+
+def test_a_layout_that_changes_numbers_is_never_chosen_and_takes_permission(checkpoints: Path, tmp_path: Path) -> None:
+    source, layout = checkpoints / "modelopt-nvfp4-qwen3moe", "flashinfer-b12x-nvfp4/1"
+    where = Deployment(gpu=parse_gpu("RTX5090"), backend="flashinfer_b12x")
+    found = answer(moeq.open(source), Ask(where)).error
+    assert found is not None
+    assert found.code == "answer.no-backend"
+    assert "rounds them, which changes numbers; --layout flashinfer-b12x-nvfp4/1 --allow-lossy" in found.message
+    with pytest.raises(MoeqError, match="changes numbers: scales are multiplied by the global scale") as caught:
+        convert(source, tmp_path / "out", where, layout=layout)
+    assert caught.value.code == "usage.lossy"
+    manifest = convert(source, tmp_path / "out", where, layout=layout, allow_lossy=True).manifest
+    assert sum(layer.losses for layer in manifest.layers) > 0
+    assert verify(tmp_path / "out", source).ok
+    restore(tmp_path / "out", tmp_path / "back")
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(("dtype", "layout"), [("bf16", "marlin-nvfp4/1"), ("fp16", "marlin-nvfp4-fp16/1")])

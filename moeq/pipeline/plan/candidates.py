@@ -100,10 +100,11 @@ def candidates(
             seen.add(named.convert.layout)
             flag = named.convert.flag or _flag(named, str(row.flag))
             yield replace(_named(named.convert), flag=flag)
-    if not seen and native is not None and (native.no_layout or "").startswith(AS_IT_IS):
+    as_it_is = next((row for row in verdict.candidates if row.as_it_is and _is_chosen(row, verdict)), None)
+    if not seen and as_it_is is not None:
         raise MoeqError(
             "answer.nothing-to-convert",
-            f"{ask.deployment.engine} runs {native.backend} here: {native.no_layout}",
+            f"{ask.deployment.engine} runs {as_it_is.backend} here: {AS_IT_IS}",
             "serve it as it is; --backend asks for another kernel",
         )
     if not seen:
@@ -137,21 +138,25 @@ def _asked_layout(checkpoint: Checkpoint, ask: Ask, layer: int, scheme: Scheme |
     """
     assert ask.layout is not None
     deployment, asked = ask.deployment, ask.deployment.backend
-    rows = [row for row in verdict.candidates if row.layout == ask.layout]
+    rows = [row for row in verdict.candidates if ask.layout in (row.layout, row.lossy_layout)]
     if deployment.engine == OWN_ENGINE:  # its verdict has one row per backend, whatever the number of its layouts
         own_row = report_of_layout(
             scheme or checkpoint.scheme_of(layer), moe_shape(checkpoint, layer), deployment, ask.layout
         )
         rows = [own_row] if own_row is not None else []
     if asked != "auto":
-        own = verdict.convert or next((row for row in rows if row.flag == asked), None)
-        if own is None or own.layout != ask.layout:
-            reads = f"reads {own.layout}" if own is not None and own.layout else "has no layout of its own here"
+        own = verdict.convert.layout if verdict.convert else None
+        own = own or next((ask.layout for row in rows if row.flag == asked), None)
+        if own != ask.layout:
+            reads = f"reads {own}" if own else "has no layout of its own here"
             raise MoeqError(
                 "usage.layout-backend",
                 f"--backend {asked} with --layout {ask.layout}: {asked} {reads}",
                 "name one of them: the layout follows from the backend",
             )
+    if any(row.lossy_layout == ask.layout for row in rows) and not (ask.allow_lossy or ask.force_layout):
+        what = layout_class(ask.layout).lossy
+        raise MoeqError("usage.lossy", f"{ask.layout} changes numbers: {what}", "--allow-lossy writes it all the same")
     against = [heads] if (heads := heads_problem(checkpoint, deployment)) else []
     reasons = []
     for row in rows:
@@ -159,8 +164,8 @@ def _asked_layout(checkpoint: Checkpoint, ask: Ask, layer: int, scheme: Scheme |
         if row.supported and (chosen or deployment.engine == OWN_ENGINE):
             return _with_force(ask, Target(ask.layout, row.backend), against)
         forced = _forced(checkpoint, deployment, layer, scheme, row.flag) if row.flag else None
-        if forced is not None and forced.convert is not None and forced.convert.layout == ask.layout:
-            flag = forced.convert.flag or _flag(forced, str(row.flag))
+        if forced is not None and _reads(forced, row, ask.layout):
+            flag = (forced.convert and forced.convert.flag) or _flag(forced, str(row.flag))
             return _with_force(ask, Target(ask.layout, row.backend, flag), against)
         texts = [reason.text for reason in row.reasons] or [forced.refusal if forced else "it cannot be asked for"]
         reasons.append(f"{row.backend}: {'; '.join(texts)}")
@@ -169,6 +174,13 @@ def _asked_layout(checkpoint: Checkpoint, ask: Ask, layer: int, scheme: Scheme |
     detail = f": {' | '.join(reasons)}" if reasons else f" (it is for {layout_class(ask.layout).arch})"
     against.append(nobody + detail)
     return _with_force(ask, Target(ask.layout, rows[0].backend if rows else ask.layout), against)
+
+
+def _reads(verdict: Verdict, row: CandidateReport, layout: str) -> bool:
+    """Whether the engine, asked for a backend by name, runs it and its kernel reads a layout."""
+    if row.lossy_layout == layout:
+        return _is_chosen(row, verdict)
+    return verdict.convert is not None and verdict.convert.layout == layout
 
 
 def _with_force(ask: Ask, target: Target, against: list[str]) -> Target:

@@ -59,7 +59,7 @@ NEEDED = {
 
 
 def take(path: Path, names: set[str], scope: dict[str, Any]) -> None:
-    """Run some of a module's functions and its constants, without annotations and decorators."""
+    """Run some of a module's functions and its literal constants, without annotations and decorators."""
     kept: list[ast.stmt] = []
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef) and node.name in names:
@@ -67,9 +67,17 @@ def take(path: Path, names: set[str], scope: dict[str, Any]) -> None:
             for argument in (*node.args.args, *node.args.kwonlyargs):
                 argument.annotation = None
             kept.append(node)
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+        elif isinstance(node, ast.Assign) and _is_literal(node.value):
             kept.append(node)
     exec(compile(ast.Module(kept, []), str(path), "exec"), scope)
+
+
+def _is_literal(value: ast.expr) -> bool:
+    try:
+        ast.literal_eval(value)
+    except ValueError:
+        return False
+    return True
 
 
 def engine(folder: Path) -> dict[str, Any]:
@@ -169,6 +177,30 @@ class Maker:
         self.keep(tag, "out", dict(zip(("w13", "w2", "s13", "s2"), packed, strict=True)))
 
 
+def record(name: str, tensors: dict[str, Tensor], script: Path, libraries: dict[str, Path]) -> None:
+    """Write `NAME.safetensors` and its entry of the manifest; the libraries' folders hold their `.dist-info`."""
+    target, manifest = HERE / f"{name}.safetensors", HERE / "MANIFEST.json"
+    versions = [
+        next(folder.glob(f"{library}-*.dist-info")).name.removeprefix(f"{library}-").removesuffix(".dist-info")
+        for library, folder in libraries.items()
+    ]
+    source = {"generator": script.name, "library": " + ".join(libraries), "version": " + ".join(versions)}
+    save_file(tensors, target, metadata={"produced_by": json.dumps(source, sort_keys=True)})
+    document = json.loads(manifest.read_text())
+    document[name] = {
+        "bytes": target.stat().st_size,
+        "file": target.name,
+        "numpy": np.__version__,
+        "produced_by": source,
+        "sha256": hashlib.sha256(target.read_bytes()).hexdigest(),
+        "tensors": {
+            key: [str(value.dtype).removeprefix("torch."), list(value.shape)] for key, value in sorted(tensors.items())
+        },
+        "torch": torch.__version__,
+    }
+    manifest.write_text(json.dumps(document, indent=1, sort_keys=True))
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     maker = Maker(engine(folder))
@@ -186,24 +218,7 @@ def main() -> None:
     maker.mxfp8("mxfp8", 128, 64)
     maker.mxfp8("mxfp8_pad96", 128, 96)
 
-    target, manifest = HERE / "marlin_float.safetensors", HERE / "MANIFEST.json"
-    version = next(folder.glob("vllm-*.dist-info")).name.removeprefix("vllm-").removesuffix(".dist-info")
-    source = {"generator": Path(__file__).name, "library": "vllm", "version": version}
-    save_file(maker.tensors, target, metadata={"produced_by": json.dumps(source, sort_keys=True)})
-    document = json.loads(manifest.read_text())
-    document["marlin_float"] = {
-        "bytes": target.stat().st_size,
-        "file": target.name,
-        "numpy": np.__version__,
-        "produced_by": source,
-        "sha256": hashlib.sha256(target.read_bytes()).hexdigest(),
-        "tensors": {
-            name: [str(value.dtype).removeprefix("torch."), list(value.shape)]
-            for name, value in sorted(maker.tensors.items())
-        },
-        "torch": torch.__version__,
-    }
-    manifest.write_text(json.dumps(document, indent=1, sort_keys=True))
+    record("marlin_float", maker.tensors, Path(__file__), {"vllm": folder})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,93 @@
+"""B12X NVFP4: what vLLM hands to the b12x package, and what its FlashInfer relative makes of the scales.
+
+`weight`, `scale` and `global_scale` as in `nvfp4.py`, in the order of rows.
+
+* `b12x-nvfp4/1`: 4-bit activations, gate rows, then up rows. `b12x-nvfp4-a16/1`: 16-bit ones, up rows, then gate rows.
+  Both round the intermediate size up to 64 (128 without a gate). The b12x package makes its own copy from these.
+* `flashinfer-b12x-nvfp4/1`: as `flashinfer-cutlass-nvfp4`, but its class multiplies the scales by the global scale and
+  rounds them to E4M3, and the global scale becomes 1. That changes numbers, so it is refused unless losses are allowed:
+  where products are subnormal E4M3 numbers, by 9 percent of a projection's norm (example checkpoints of the tests).
+
+Source: vLLM 0.33.0, `b12x_moe.py` (`prepare_nvfp4_moe_layer_for_b12x`) and `flashinfer_b12x_moe.py`
+(`process_weights_after_loading`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from moeq.errors import MoeqError
+from moeq.layouts.arranged import ArrangedLayout, changed
+from moeq.layouts.base import PaddingRule
+from moeq.layouts.nvfp4 import TiledNVFP4, global_scale_of
+from moeq.matrix import QuantizedMatrix
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+#: Largest E4M3 number.
+_E4M3_MAX = 448.0
+
+
+class B12xNVFP4(TiledNVFP4):
+    """4-bit activations (see the module)."""
+
+    id = "b12x-nvfp4/1"
+    title = "B12X NVFP4, 4-bit activations"
+    arch = "SM120, SM121"
+    padding = PaddingRule(intermediate=64, ungated=128)
+
+
+class B12xNVFP4A16(TiledNVFP4):
+    """16-bit activations (see the module)."""
+
+    id = "b12x-nvfp4-a16/1"
+    title = "B12X NVFP4, 16-bit activations"
+    arch = "SM120, SM121"
+    padding = PaddingRule(intermediate=64, ungated=128)
+    w13_order = "up-gate"
+
+
+class FlashInferB12xNVFP4(TiledNVFP4):
+    """FlashInfer's kernels (see the module)."""
+
+    id = "flashinfer-b12x-nvfp4/1"
+    title = "FlashInfer B12X NVFP4"
+    source = "vLLM 0.33.0, FlashInfer 0.7.2"
+    arch = "SM120, SM121"
+    padding = PaddingRule(ungated=128)
+    w13_order = "up-gate"
+    lossy = "scales are multiplied by the global scale and rounded to E4M3, as the engine does at load"
+
+    def losses(self, matrix: QuantizedMatrix) -> int:
+        baked = self._baked(matrix)
+        return changed(matrix.scales, baked.scales) + changed(global_scale_of(matrix), global_scale_of(baked))
+
+    def check_values(self, matrix: QuantizedMatrix) -> None:
+        products = matrix.scales.float() * global_scale_of(matrix)[0]
+        beyond = int((~(products.abs() <= _E4M3_MAX)).sum())  # what becomes of those depends on the version of torch
+        if beyond:
+            raise MoeqError(
+                "usage.scale-range",
+                f"{self.id} stores scales times the global scale, which E4M3 cannot hold for {beyond} of "
+                f"{matrix.scales.numel()} scales of {matrix.spec.role}",
+                "moeq oracle SRC lists the backends that keep the global scale",
+            )
+        super().check_values(matrix)
+
+    def pack_into(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
+        self.check(matrix.spec)
+        self.check_values(matrix)
+        trusting = type(self)(allow_lossy=True)
+        ArrangedLayout.pack_into(trusting, self._baked(matrix), out)
+
+    def _baked(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
+        """The matrix with the gate's global scale in its scales, and 1 in its place."""
+        import torch
+
+        shared = global_scale_of(matrix)
+        scales = (matrix.scales.float() * shared[0]).to(torch.float8_e4m3fn)
+        return replace(matrix, scales=scales, global_scale=torch.ones_like(shared))

@@ -1,0 +1,137 @@
+"""What the NVFP4 layouts share: e2m1 codes two to a byte, e4m3 scales of 16 codes in 128 x 4 tiles, a global scale.
+
+Parts of one expert: `weight` uint8 `[N, K / 2]`, low nibble first; `scale` F8_E4M3, zero-filled to whole tiles;
+`global_scale` float32 `[1]`, the checkpoint's as a multiplier. Only the order of rows differs between kernels.
+
+The kernels have one global scale for gate and up. Where a checkpoint has two, the engine takes the gate's for both,
+which changes the up projection; packing is refused then unless losses are allowed.
+
+Scales of activations (`input_scale`) are no part of a matrix: engines read them from the checkpoint and multiply the
+global scale by them after this. They stay what the source has, among what is kept for the way back.
+
+Source: vLLM 0.33.0, `flashinfer_fp4_moe.py` and `nvfp4_utils.py` (`swizzle_blockscale`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from moeq.errors import MoeqError
+from moeq.layouts.arranged import ArrangedLayout, Part, changed, is_gated_w13
+from moeq.layouts.arrangement import Arrangement
+from moeq.layouts.base import SliceRule, TensorSpec
+from moeq.layouts.mxfp4 import TILE_128X4, TILE_128X4_UP_GATE
+from moeq.matrix import MatrixSpec, QuantizedMatrix
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Codes that share a scale.
+GROUP = 16
+
+#: Rows and groups of a scale tile.
+TILE = (128, 4)
+
+
+class NVFP4Layout(ArrangedLayout):
+    """Base of layouts for NVFP4 whose codes and scales keep their values."""
+
+    source = "vLLM 0.33.0"
+    elements = ("e2m1",)
+    schemes = "nvfp4 (e2m1 codes, e4m3 scales of 16, float32 scale per tensor), no bias"
+    scale_dtypes = ("e4m3",)
+    group_sizes = (GROUP,)
+    channelwise = False
+    biased = False
+    lossy = "where gate and up have different global scales, up gets the gate's"
+
+    def extra_tensors(self, spec: MatrixSpec) -> dict[str, TensorSpec]:
+        return {"global_scale": TensorSpec((1,), "F32")}
+
+    def fill_extra(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
+        if "global_scale" in out:
+            out["global_scale"].copy_(global_scale_of(matrix)[:1])
+
+    def losses(self, matrix: QuantizedMatrix) -> int:
+        stored = global_scale_of(matrix)
+        return super().losses(matrix) + changed(stored, stored[:1].expand_as(stored))
+
+    def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
+        import torch
+
+        found = super().encode(name, matrix)
+        return found.view(torch.uint8) if name == "scale" else found  # torch cannot fill float8 with zeros
+
+    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec) -> QuantizedMatrix:
+        stored = parts["global_scale"].reshape(-1)[:1]
+        return replace(super().unpack(parts, spec), global_scale=stored.expand(spec.n).contiguous())
+
+    def slice_parts(
+        self, parts: Mapping[str, Tensor], spec: MatrixSpec, *, n: tuple[int, int], k: tuple[int, int]
+    ) -> dict[str, Tensor]:
+        cut = super().slice_parts(parts, spec, n=n, k=k)
+        return cut | {name: parts[name] for name in self.extra_tensors(spec)}
+
+
+class TiledNVFP4(NVFP4Layout):
+    """Base of layouts whose scales are tiled in the order of the rows, gate and up one after the other.
+
+    Where a half is an odd number of 64 rows, a tile has rows of both: such packings cannot be sliced.
+    """
+
+    slicing = "N by 128, K by 64; none where a half is an odd multiple of 64"
+    n_multiple = 64
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        turned = self.w13_order == "up-gate" and is_gated_w13(spec)
+        weight = _UP_GATE if turned else _PLAIN
+        # A tile of both halves is no arrangement of halves: `encode` turns the rows then.
+        whole = turned and not _straddles(spec)
+        scale = TILE_128X4_UP_GATE if whole else TILE_128X4
+        return {"weight": nvfp4_weight(spec, weight), "scale": nvfp4_scale(spec, scale)}
+
+    def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
+        found = super().encode(name, matrix)
+        return self._turned(name, found, matrix.spec)
+
+    def decode(self, name: str, elements: Tensor, spec: MatrixSpec) -> Tensor:
+        return super().decode(name, self._turned(name, elements, spec), spec)
+
+    def _turned(self, name: str, rows: Tensor, spec: MatrixSpec) -> Tensor:
+        """Scale rows with their halves exchanged, where the arrangement does not do it."""
+        turned = name == "scale" and self.w13_order == "up-gate" and is_gated_w13(spec) and _straddles(spec)
+        return rows.roll(spec.n // 2, dims=0) if turned else rows
+
+    def slices(self, spec: MatrixSpec) -> SliceRule:
+        return SliceRule(None, None) if is_gated_w13(spec) and _straddles(spec) else super().slices(spec)
+
+
+_PLAIN = Arrangement("n, k b2 -> n k | b")
+_UP_GATE = Arrangement("h2 n, k b2 -> ~h n k | b")
+
+
+def _straddles(spec: MatrixSpec) -> bool:
+    """Whether a scale tile has rows of gate and up."""
+    return bool(spec.n // 2 % TILE[0])
+
+
+def nvfp4_weight(spec: MatrixSpec, arrangement: Arrangement) -> Part:
+    """uint8 `[N, K / 2]`."""
+    return Part("codes", arrangement, (spec.n, spec.k // 2), "U8", 4)
+
+
+def nvfp4_scale(spec: MatrixSpec, arrangement: Arrangement) -> Part:
+    """F8_E4M3 `[N, G]`, both rounded up to whole tiles."""
+    rows, groups = (-(-size // unit) * unit for size, unit in zip((spec.n, spec.num_groups), TILE, strict=True))
+    # Halves are whole tiles where they are arranged apart, so that nothing has to be filled between them.
+    pad = (1 if arrangement.has_halves else TILE[0], TILE[1])
+    return Part("scales", arrangement, (rows, groups), "F8_E4M3", 8, pad=pad, group=GROUP)
+
+
+def global_scale_of(matrix: QuantizedMatrix) -> Tensor:
+    """float32 `[N]`. Raises MoeqError `source.missing-part`."""
+    if matrix.global_scale is None:
+        raise MoeqError("source.missing-part", f"{matrix.spec.role}: the global scale of NVFP4 is missing")
+    return matrix.global_scale
