@@ -67,11 +67,15 @@ class FastView:
         transposed: the stored matrices have their rows along K (or groups) instead of along N.
         nibble_of_column: codes are packed along N instead, eight to a word: the nibble of each of 8 columns.
         signed: codes are two's complement bytes; the logical ones are offset by 128.
+        repeated_scales: several rows may share one stored scale, as the scheme's group shape says.
+        divisors: parts that hold the reciprocal of a second-level scale.
     """
 
     transposed: bool = False
     nibble_of_column: tuple[int, ...] | None = None
     signed: bool = False
+    repeated_scales: bool = False
+    divisors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from moeq.schemes.format import (
     Context,
     Described,
     Encoding,
+    FastView,
     Format,
     PartRoles,
     Parts,
@@ -37,6 +38,7 @@ class Fp8(Format):
     id = "fp8"
     title = "FP8 (E4M3): one scale per output channel or tensor"
     parts: ClassVar[PartRoles] = {"weight": "codes", "weight_scale": "scale", "input_scale": "other", "bias": "bias"}
+    fast_view = FastView(repeated_scales=True)
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight, scale = parts.get("weight"), parts.get("weight_scale")

@@ -18,6 +18,7 @@ from moeq.schemes.format import (
     Context,
     Described,
     Encoding,
+    FastView,
     Format,
     PartRoles,
     Parts,
@@ -54,6 +55,7 @@ class Fp8Block(Format):
         "input_scale": "other",
         "bias": "bias",
     }
+    fast_view = FastView(repeated_scales=True)
 
     def refusal_of(self, scheme: Scheme) -> str | None:
         if scheme.weight.dtype != "int8":

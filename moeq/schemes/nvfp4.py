@@ -15,7 +15,7 @@ from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import ScaleKey, Scheme
 from moeq.schemes.declared import Declared
-from moeq.schemes.format import Context, Described, Encoding, Format, PartRoles, Parts, PartSig, make_scheme
+from moeq.schemes.format import Context, Described, Encoding, FastView, Format, PartRoles, Parts, PartSig, make_scheme
 from moeq.schemes.fp4 import fp4_spec, nibble_codes
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class Nvfp4(Format):
         "input_scale": "other",
         "bias": "bias",
     }
+    fast_view = FastView(divisors=("weight_global_scale",))
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight, scale = parts.get(_weight(parts)), parts.get("weight_scale")

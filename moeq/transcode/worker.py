@@ -1,13 +1,20 @@
-"""One item of a unit: read, decode, write in the target's spelling, decode what was written, compare. Any thread."""
+"""One item of a unit: read, decode, write in the target's spelling, decode what was written, compare. Any thread.
+
+Most items take the fast path (`moeq.transcode.fast`), which gives the same bytes; whatever it does not do, or cannot do
+exactly, takes the reference path, which decodes to logical matrices.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from moeq.checkpoint.header import DTYPE_BITS
 from moeq.checkpoint.names import StoredName
-from moeq.checkpoint.writer import FileForm, OutputFile
+from moeq.checkpoint.writer import FileForm, OutputFile, tensor_bytes
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model.experts import WHOLE_PARTS
@@ -16,12 +23,14 @@ from moeq.model.regroup import repeat_groups
 from moeq.pipeline.pack.buffers import Buffers, Writes
 from moeq.pipeline.pack.inputs import InputFile
 from moeq.pipeline.pack.memory import SpareMemory
+from moeq.pipeline.pack.reading import read_places
 from moeq.pipeline.state.job import Work
-from moeq.pipeline.state.records import UnitRecord, piece_digest, pieces, tensor_digests
+from moeq.pipeline.state.records import Bytes, UnitRecord, piece_digest, pieces, tensor_digests
 from moeq.schemes.format import PartSig
 from moeq.schemes.registry import get_format
 from moeq.transcode import act_order
 from moeq.transcode.compare import Loss, compare
+from moeq.transcode.fast_paths import FastPaths
 from moeq.transcode.plan import ExpertItem, Item, TranscodePlan, TranscodeUnit, WrittenProjection
 from moeq.transcode.spellings import BLOCK, FP8_BLOCKS, pack
 
@@ -29,6 +38,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moeq.matrix import QuantizedMatrix
+    from moeq.pipeline.pack.fast.base import Inputs
+    from moeq.transcode.fast import FastItem
+
+    #: A fast path and what it reads.
+    Fetched = tuple[FastItem, Inputs]
 
 
 @dataclass(frozen=True)
@@ -63,7 +77,9 @@ class Transcoder:
         self._checkpoint = job.checkpoint
         self._unit = unit
         self._form = job.plan.file(unit.file).form
+        self._inputs = inputs
         self._output = output
+        self._paths = FastPaths(job.checkpoint, job.plan, self._form)
 
     @property
     def items(self) -> Sequence[Item]:
@@ -74,16 +90,63 @@ class Transcoder:
         """What is being done, for progress."""
         return f"layer {item.layer} {item.role} expert {item.expert}" if isinstance(item, ExpertItem) else item.name
 
-    def fetch(self, item: Item, buffers: Buffers, slot: int) -> None:
-        """Nothing: formats read what they need."""
+    def fetch(self, item: Item, buffers: Buffers, slot: int) -> Fetched | None:
+        """Read the stored bytes of one item; None where formats read what they need.
 
-    def run(self, item: Item, data: Any, buffers: Buffers, slot: int) -> tuple[ItemResult, Writes]:
+        Raises:
+            MoeqError: `source.truncated`, `source.unreadable`.
+        """
+        path = self._paths.of(item)
+        if path is None:
+            return None
+        data = read_places(self._inputs, self._paths.places(item, path.reads), buffers, slot)
+        return path, dict(zip(path.reads, data, strict=True))
+
+    def run(self, item: Item, data: Fetched | None, buffers: Buffers, slot: int) -> tuple[ItemResult, Writes]:
         """Transcode one item and prove it.
+
+        Returns:
+            The result, and what is left to write; nothing where the reference path did it, which writes by itself.
 
         Raises:
             MoeqError: `answer.not-exact` where values change and that was not allowed; what reading raises.
             OSError: the disk says no.
         """
+        found = None if data is None else self._on_fast_path(item, *data, buffers, slot)
+        return (self._on_reference_path(item), ()) if found is None else found
+
+    def _on_fast_path(
+        self, item: Item, path: FastItem, inputs: Inputs, buffers: Buffers, slot: int
+    ) -> tuple[ItemResult, Writes] | None:
+        """None where it is not proven exact."""
+        outputs = self._plan.outputs(item, self._form)
+        keys = [(name, part) for name, output in outputs.items() for part in output.signatures]
+        sizes = [_part_bytes(outputs[name].signatures[part]) for name, part in keys]
+        places = [outputs[name].places.get(part, (0, 0))[0] for name, part in keys]
+        memory = dict(zip(keys, buffers.take_many(f"output {slot}", sizes, places), strict=True))
+        if not path.transcode(inputs, memory, buffers.take("scratch", path.scratch_bytes)):
+            return None
+        written = []
+        for name, output in outputs.items():
+            for part, (start, stop) in output.places.items():
+                data = self._with_experts(item, part, output, memory[name, part])
+                if data.nbytes != stop - start:
+                    raise ValueError(f"{output.module}.{part} has {data.nbytes} bytes, its place {stop - start}")
+                written.append((data, start))
+        hashes = tuple(piece_digest(data) for data, _ in written)
+        return ItemResult(sum(data.nbytes for data, _ in written), hashes, ()), tuple(written)
+
+    def _with_experts(self, item: Item, part: str, output: WrittenProjection, data: Bytes) -> Bytes:
+        """As `_with_experts` for tensors."""
+        if part not in WHOLE_PARTS or not isinstance(item, ExpertItem):
+            return data
+        layer = self._plan.layers_by_number[item.layer]
+        if not layer.naming.stacked:
+            return data
+        width = DTYPE_BITS[output.signatures[part].dtype] // 8
+        return np.concatenate([np.frombuffer(len(layer.kinds).to_bytes(width, "little"), np.uint8), data])
+
+    def _on_reference_path(self, item: Item) -> ItemResult:
         from moeq.model.tensors import as_bytes, one_torch_thread
 
         one_torch_thread()
@@ -99,7 +162,7 @@ class Transcoder:
                 written += piece.nbytes
             if transcoded.loss is not None:
                 losses.append(transcoded.loss)
-        return ItemResult(written, tuple(hashes), tuple(losses)), ()
+        return ItemResult(written, tuple(hashes), tuple(losses))
 
     def record(self, results: Sequence[ItemResult]) -> UnitRecord:
         """The unit's record from the results of all its items, in order."""
@@ -112,6 +175,10 @@ class Transcoder:
             losses=sum(loss.numbers for loss in losses),
             differences=tuple(loss.to_json() for loss in losses),
         )
+
+
+def _part_bytes(signature: PartSig) -> int:
+    return tensor_bytes(signature.shape, signature.dtype)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moeq.errors import MoeqError
+from moeq.layouts import words
 from moeq.prove.diff import diff
 from moeq.transcode.transcode import check, transcode
 
@@ -24,6 +25,14 @@ Parts = dict[str, np.ndarray]
 
 #: AutoAWQ's order of columns within a word.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+@pytest.fixture(params=["reference", "fast"], autouse=True)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both paths; these matrices are too small for the fast one otherwise."""
+    if request.param == "fast":
+        pytest.importorskip("numba")
+        monkeypatch.setattr(words, "COMPILED_FROM", 0)
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,11 @@ def copy(source: Array, out: Array) -> None:
         _turn(source.T, out)
 
 
-def copy_back(source: Array, out: Array) -> None:
-    """`copy`, but where `out` may be the transpose of contiguous rows instead of `source`."""
-    if out.strides[1] == out.itemsize or not source.flags.c_contiguous:
-        np.copyto(out, source)
-    else:
-        copy(source.T, out.T)
+def copy_any(source: Array, out: Array) -> None:
+    """`copy`, where `out` as well may be the transpose of contiguous rows, or some rows of that."""
+    if out.strides[0] == out.itemsize != out.strides[1]:
+        source, out = source.T, out.T
+    copy(source, out)
 
 
 @njit(cache=True, nogil=True, boundscheck=False, forceinline=True)

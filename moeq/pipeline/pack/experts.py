@@ -10,20 +10,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from moeq.checkpoint.manifest import Projection
-from moeq.checkpoint.names import FUSED, StoredName
+from moeq.checkpoint.names import FUSED
 from moeq.checkpoint.writer import Sink
 from moeq.errors import MoeqError
 from moeq.pipeline.pack.buffers import Buffers, Writes
-from moeq.pipeline.pack.inputs import WORD, InputFile, blocks_of
+from moeq.pipeline.pack.inputs import InputFile
 from moeq.pipeline.pack.memory import SpareMemory, fast_path_of, reference_bytes
+from moeq.pipeline.pack.reading import read_places
 from moeq.pipeline.plan.layers import ShardPlan, describe
 from moeq.pipeline.plan.units import PackUnit, place_of
 from moeq.pipeline.state.job import Job
-from moeq.pipeline.state.records import Bytes, UnitRecord, piece_digest, pieces, tensor_digests
+from moeq.pipeline.state.records import UnitRecord, piece_digest, pieces, tensor_digests
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -169,26 +169,9 @@ class Packer:
         return result, tuple(zip(packed, places, strict=True))
 
     def _read(self, fast_path: FastPath, expert: int, buffers: Buffers, slot: int) -> Inputs:
-        """The stored bytes of one expert in reused memory; parts that lie together are read at once."""
-        places = self._places(fast_path, expert)
-        order = sorted(range(len(places)), key=places.__getitem__)
-        runs = [[order[0]]]
-        for one, two in pairwise(order):
-            together = places[one][0] == places[two][0] and places[one][2] == places[two][1]
-            if together and places[two][1] % WORD == 0:
-                runs[-1].append(two)
-            else:
-                runs.append([two])
-        spans = [(places[run[0]][0], places[run[0]][1], places[run[-1]][2]) for run in runs]
-        memory = buffers.take_many(f"input {slot}", [blocks_of(start, stop) for _, start, stop in spans])
-        found: dict[tuple[StoredName, str], Bytes] = {}
-        names = fast_path.reads
-        for run, target, (file, first, last) in zip(runs, memory, spans, strict=True):
-            data = self._inputs[file].read(target, first, last)
-            for index in run:
-                _, start, stop = places[index]
-                found[names[index]] = data[start - first : stop - first]
-        return found
+        """The stored bytes of one expert in reused memory."""
+        data = read_places(self._inputs, self._places(fast_path, expert), buffers, slot)
+        return dict(zip(fast_path.reads, data, strict=True))
 
     def _places(self, fast_path: FastPath, expert: int) -> list[tuple[str, int, int]]:
         """File, first and last byte of everything that the fast path reads of an expert."""

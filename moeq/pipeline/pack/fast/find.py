@@ -17,7 +17,7 @@ from moeq.pipeline.pack.fast.parts import BLOCK, packed_parts
 from moeq.pipeline.pack.fast.path import ArrangedPath, ProjectionReader, ShardPath
 from moeq.pipeline.pack.fast.scratch import Region
 from moeq.pipeline.plan.layers import ShardPlan
-from moeq.schemes.format import PartSig
+from moeq.schemes.format import Described, PartSig
 
 
 def bind(experts: Experts, role: StackedRole, layout: Layout, shards: Sequence[ShardPlan]) -> ArrangedPath | None:
@@ -27,7 +27,7 @@ def bind(experts: Experts, role: StackedRole, layout: Layout, shards: Sequence[S
     if len(kinds) != 1 or sigs is None or not isinstance(layout, ArrangedLayout) or not layout.rearranges:
         return None
     kind = kinds[0].kind
-    readers = _readers(kind, role, sigs)
+    readers = projection_readers(kind, role, sigs)
     if readers is None:
         return None
     spec = kind.spec(role)
@@ -61,7 +61,7 @@ def _signature(entry: TensorEntry, part: str, fused: bool) -> PartSig:
     return PartSig(entry.dtype, entry.shape[1:] if row else entry.shape)
 
 
-def _readers(
+def projection_readers(
     kind: ExpertKind, role: StackedRole, sigs: Mapping[StoredName, Mapping[str, PartSig]]
 ) -> tuple[ProjectionReader, ...] | None:
     """How each stored projection of a role is read, in the order of the packed rows."""
@@ -79,6 +79,15 @@ def _readers(
         start = reader.region.stop
         readers.append(reader)
     return tuple(readers) or None
+
+
+def module_reader(described: Described, sigs: Mapping[str, PartSig]) -> tuple[ProjectionReader, ...] | None:
+    """How a quantised module that is no expert is read."""
+    stored = stored_projection(sigs, described.spec, described.scheme)
+    if stored is None:
+        return None
+    held: tuple[Projection, MatrixSpec] = ("down", described.spec)
+    return (ProjectionReader("down", stored, (held,), False, Region(0, stored.scratch_bytes)),)
 
 
 def _held(name: StoredName, spec: MatrixSpec) -> tuple[tuple[Projection, MatrixSpec], ...]:

@@ -1,11 +1,12 @@
 """What a source stores, as views of the logical matrix: no codes are unpacked, and most formats copy nothing.
 
-`StoredProjection.read` turns the stored bytes of one projection into four matrices of unsigned integers, each with its
+`StoredProjection.read` turns the stored bytes of one projection into matrices of unsigned integers, each with its
 rows along N, in whatever strides they lie:
 
     codes   uint32 `[N, K * bits / 32]`, the codes of a row as the digest takes them (see `moeq.digest`)
     scales  `[N, G]`, unsigned integers as wide as the stored dtype
     zeros   uint8 `[N, G]`, effective zero points
+    global_scale  uint32 `[N, 1]`, bits of float32: the second-level scale, where there is one
     bias    `[N, 1]`, unsigned integers as wide as the stored dtype
 
 Which bytes these are is said by each format (`moeq.schemes.format.FastView`). A projection is read only if every stored
@@ -18,7 +19,6 @@ the matrix, and `finish` writes what lies elsewhere.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +28,7 @@ import numpy as np
 from moeq.layouts.fast.compare import any_all_ones
 from moeq.matrix import MatrixSpec
 from moeq.pipeline.pack.fast.loops import gather_zeros, spread_zeros, turn_awq, turn_back_awq
+from moeq.pipeline.pack.fast.scales import WIDTH, GlobalScale, StoredScales
 from moeq.pipeline.pack.fast.scratch import Array, Region
 from moeq.schemes.base import Scheme
 from moeq.schemes.format import INTEGERS, FastView, PartRole, PartSig
@@ -39,16 +40,14 @@ Stored = Mapping[str, Array]
 #: Matrices of a projection, by logical field.
 Fields = dict[str, Array]
 
-#: Exponent bits of a stored scale; all of them set is NaN or infinity.
-_EXPONENT = {"f16": 0x7C00, "bf16": 0x7F80, "f32": 0x7F800000, "e8m0": 0xFF}
-
-_WIDTH = {"f16": "u2", "bf16": "u2", "f32": "u4", "e8m0": "u1"}
-
 #: A word in which every field is 1.
 _ONES = {4: 0x11111111, 8: 0x01010101}
 
 #: Sign bits of four bytes: two's complement against offset by 128.
 _SIGNS = np.uint32(0x80808080)
+
+#: What the fast path can read.
+_ROLES = {"codes", "scale", "scale2", "zeros", "index", "shape", "bias"}
 
 _INTEGER = {"I32": np.int32, "I64": np.int64}
 
@@ -62,7 +61,7 @@ class StoredProjection:
         spec: its logical matrix.
         scheme: how it is encoded.
         view: how its format lies.
-        names: what is stored, to the name of the part.
+        names: what is stored, to the name of the part; but for what no matrix tells ("other"), which is never read.
     """
 
     sigs: Mapping[str, PartSig]
@@ -75,14 +74,14 @@ class StoredProjection:
         """Whether headers alone allow this fast path."""
         spec = self.spec
         return (
-            len(self.names) == len(self.sigs)
-            and {"codes", "scale"} <= self.names.keys() <= {"codes", "scale", "zeros", "index", "shape", "bias"}
-            and all(sig.shape for sig in self.sigs.values())
+            len(self.names) + len(self.others) == len(self.sigs)
+            and {"codes", "scale"} <= self.names.keys() <= _ROLES
+            and (spec.element != "int8" or self.view.signed or self.sigs[self.names["codes"]].dtype == "I32")
             and spec.bits in ((4,) if self.view.nibble_of_column else (4, 8))
             and spec.k * spec.bits % 32 == 0
             and not spec.act_order
-            and spec.scale_dtype in _EXPONENT
-            and math.prod(self.sigs[self.names["scale"]].shape) == spec.n * spec.num_groups
+            and self._scales.fits()
+            and (self._global_scale is None or self._global_scale.fits())
             and self._side_parts_fit()
         )
 
@@ -95,6 +94,27 @@ class StoredProjection:
             and (shape is None or (shape.shape == (2,) and shape.dtype in INTEGERS))
         )
 
+    @cached_property
+    def others(self) -> tuple[str, ...]:
+        """Parts that no matrix tells: static scales of activations."""
+        return tuple(part for part in self.sigs if part not in self.names.values())
+
+    @cached_property
+    def reads(self) -> tuple[str, ...]:
+        """The parts that are read."""
+        return tuple(part for part in self.sigs if part in self.names.values())
+
+    @cached_property
+    def _scales(self) -> StoredScales:
+        sig = self.sigs[self.names["scale"]]
+        return StoredScales(sig, self.spec, self.scheme, self.view.transposed, self.view.repeated_scales)
+
+    @cached_property
+    def _global_scale(self) -> GlobalScale | None:
+        if "scale2" not in self.names:
+            return None
+        return GlobalScale(self.sigs[self.names["scale2"]], self.names["scale2"] in self.view.divisors, self.spec.n)
+
     def _sig(self, role: PartRole) -> PartSig | None:
         return self.sigs[self.names[role]] if role in self.names else None
 
@@ -106,17 +126,35 @@ class StoredProjection:
     @property
     def scratch_bytes(self) -> int:
         """Scratch that `read` needs."""
+        return self._global_region.stop
+
+    @cached_property
+    def _code_region(self) -> Region:
+        """Scratch for codes that do not lie as they should."""
         copied = self.view.nibble_of_column is not None or self.view.signed
-        return self.zero_bytes + (self.spec.n * self.spec.k * self.spec.bits // 8 if copied else 0)
+        return Region(self.zero_bytes, self.spec.n * self.spec.k * self.spec.bits // 8 if copied else 0)
+
+    @cached_property
+    def _scale_region(self) -> Region:
+        return Region(self._code_region.stop, self._scales.scratch_bytes)
+
+    @cached_property
+    def _global_region(self) -> Region:
+        return Region(self._scale_region.stop, self._global_scale.scratch_bytes if self._global_scale else 0)
 
     def read(self, stored: Stored, scratch: Array) -> Fields | None:
         """The matrices, or None where a value needs the reference path."""
-        scales = self._matrix(stored, "scale", _WIDTH[self.spec.scale_dtype])
-        if any_all_ones(scales, _EXPONENT[self.spec.scale_dtype]) or not self._sides_are_plain(stored):
+        scales = self._scales.read(stored[self.names["scale"]], scratch[self._scale_region.start :])
+        if scales is None or not self._sides_are_plain(stored):
             return None
-        fields = {"codes": self._codes(stored, scratch), "scales": self._by_rows(scales)}
+        fields = {"codes": self._codes(stored, scratch), "scales": scales}
+        if self._global_scale is not None:
+            found = self._global_scale.read(stored[self.names["scale2"]], scratch[self._global_region.start :])
+            if found is None:
+                return None
+            fields["global_scale"] = found
         if self.spec.bias_dtype is not None:
-            fields["bias"] = self._matrix(stored, "bias", _WIDTH[self.spec.bias_dtype]).reshape(-1, 1)
+            fields["bias"] = self._matrix(stored, "bias", WIDTH[self.spec.bias_dtype]).reshape(-1, 1)
         if "zeros" not in self.names:
             return fields
         zeros = self._zeros(stored, scratch)
@@ -127,9 +165,12 @@ class StoredProjection:
         words = self._matrix(stored, "codes", "u4")
         copied = self._copied_codes(words, scratch)
         codes = self._by_rows(words) if copied is None else copied
-        fields = {"codes": codes, "scales": self._by_rows(self._matrix(stored, "scale", _WIDTH[self.spec.scale_dtype]))}
+        scales = self._scales.blank(stored[self.names["scale"]], scratch[self._scale_region.start :])
+        fields = {"codes": codes, "scales": scales}
+        if self._global_scale is not None:
+            fields["global_scale"] = self._global_scale.blank(scratch[self._global_region.start :])
         if self.spec.bias_dtype is not None:
-            fields["bias"] = self._matrix(stored, "bias", _WIDTH[self.spec.bias_dtype]).reshape(-1, 1)
+            fields["bias"] = self._matrix(stored, "bias", WIDTH[self.spec.bias_dtype]).reshape(-1, 1)
         if not self.spec.symmetric:
             fields["zeros"] = self._zero_points(scratch)
         return fields
@@ -142,6 +183,9 @@ class StoredProjection:
             turn_back_awq(copied.T, words)
         elif copied is not None:
             np.bitwise_xor(copied, _SIGNS, out=words)
+        self._scales.finish(stored[self.names["scale"]], scratch[self._scale_region.start :])
+        if self._global_scale is not None:
+            self._global_scale.finish(stored[self.names["scale2"]], scratch[self._global_region.start :])
         if "zeros" in self.names:
             self._write_zeros(stored, scratch)
         if "index" in self.names:
@@ -149,6 +193,13 @@ class StoredProjection:
         if "shape" in self.names:
             name = self.names["shape"]
             stored[name].view(_INTEGER[self.sigs[name].dtype])[:] = self.spec.n, self.spec.k
+
+    def kept(self, stored: Stored, scratch: Array) -> tuple[str, ...]:
+        """Parts that do not follow from what was read, and so have to be kept to restore the source."""
+        scale = self._global_scale
+        if scale is None or not scale.is_lost(stored[self.names["scale2"]], scratch[self._global_region.start :]):
+            return self.others
+        return (*self.others, self.names["scale2"])
 
     def _sides_are_plain(self, stored: Stored) -> bool:
         """Whether the group index and the stored shape say only what the spec says."""
@@ -174,8 +225,7 @@ class StoredProjection:
 
     def _copied_codes(self, words: Array, scratch: Array) -> Array | None:
         """Where codes go that do not lie as they should; None where they do."""
-        spec = self.spec
-        region = Region(self.zero_bytes, spec.n * spec.k * spec.bits // 8)
+        spec, region = self.spec, self._code_region
         if self.view.nibble_of_column is not None:
             return region.array(scratch, (spec.k // 8, spec.n), "u4").T
         return region.array(scratch, words.shape, "u4") if self.view.signed else None
@@ -236,6 +286,6 @@ def stored_projection(sigs: Mapping[str, PartSig], spec: MatrixSpec, scheme: Sch
     stored_as = get_format(scheme.format)
     if stored_as.fast_view is None or not sigs.keys() <= stored_as.parts.keys():
         return None
-    names = {stored_as.parts[part]: part for part in sigs}
+    names = {stored_as.parts[part]: part for part in sigs if stored_as.parts[part] != "other"}
     found = StoredProjection(sigs, spec, scheme, stored_as.fast_view, names)
     return found if found.fits() else None

@@ -251,7 +251,7 @@ class FastPart:
             for r in block.rows:
                 view, elements = views[r.projection], found[r.elements, :columns]
                 if view is not None and self.widen is None:
-                    transpose.copy_back(elements, view[r.source])
+                    transpose.copy_any(elements, view[r.source])
                 elif view is not None and self.widen is not None:
                     self.widen.narrow(elements, view[r.source])
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 from blake3 import blake3
@@ -23,7 +24,7 @@ from moeq.layouts.fast.compare import all_between
 from moeq.matrix import MatrixSpec
 from moeq.model.shards import Range
 from moeq.pipeline.pack.fast.base import Inputs, Outputs, Proof
-from moeq.pipeline.pack.fast.formats import Fields, StoredProjection
+from moeq.pipeline.pack.fast.formats import Fields
 from moeq.pipeline.pack.fast.parts import BLOCK, FastPart, Views
 from moeq.pipeline.pack.fast.scratch import Array, Region
 
@@ -31,9 +32,37 @@ from moeq.pipeline.pack.fast.scratch import Array, Region
 _FIELDS = ("codes", "scales", "zeros", "bias")
 
 
+class StoredMatrix(Protocol):
+    """A stored projection as matrices to be read and to be filled: `moeq.pipeline.pack.fast.formats`."""
+
+    @property
+    def spec(self) -> MatrixSpec:
+        """Its sizes."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Its parts."""
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Scratch that it needs."""
+
+    def read(self, stored: Mapping[str, Array], scratch: Array) -> Fields | None:
+        """The matrices, or None where a value needs the reference path."""
+
+    def blank(self, stored: Mapping[str, Array], scratch: Array) -> Fields:
+        """The matrices to be filled."""
+
+    def finish(self, stored: Mapping[str, Array], scratch: Array) -> None:
+        """Write the parts that `blank` did not give in place."""
+
+    def kept(self, stored: Mapping[str, Array], scratch: Array) -> tuple[str, ...]:
+        """Parts that do not follow from what was read."""
+
+
 @dataclass(frozen=True)
 class ProjectionReader:
-    """Reads one stored projection.
+    """Reads one stored projection, or fills it.
 
     Attributes:
         name: the projection, as stored.
@@ -44,25 +73,25 @@ class ProjectionReader:
     """
 
     name: StoredName
-    stored: StoredProjection
+    stored: StoredMatrix
     holds: tuple[tuple[Projection, MatrixSpec], ...]
     interleaved: bool
     region: Region
 
     def read(self, inputs: Inputs, scratch: Array) -> list[Fields] | None:
         """The fields of each logical projection."""
-        parts = {part: inputs[self.name, part] for part in self.stored.sigs}
+        parts = {part: inputs[self.name, part] for part in self.stored.reads}
         fields = self.stored.read(parts, scratch[self.region.start : self.region.stop])
         return None if fields is None else self._split(fields)
 
     def blank(self, stored: Inputs, scratch: Array) -> list[Fields]:
         """The fields of each logical projection, to be filled; `finish` does the rest."""
-        parts = {part: stored[self.name, part] for part in self.stored.sigs}
+        parts = {part: stored[self.name, part] for part in self.stored.reads}
         return self._split(self.stored.blank(parts, scratch[self.region.start : self.region.stop]))
 
     def finish(self, stored: Inputs, scratch: Array) -> None:
         """Write what the fields of `blank` do not hold in place."""
-        parts = {part: stored[self.name, part] for part in self.stored.sigs}
+        parts = {part: stored[self.name, part] for part in self.stored.reads}
         self.stored.finish(parts, scratch[self.region.start : self.region.stop])
 
     def _split(self, fields: Fields) -> list[Fields]:
@@ -134,7 +163,7 @@ class ArrangedPath:
     @cached_property
     def reads(self) -> tuple[tuple[StoredName, str], ...]:
         """Projection and part of everything that has to be read."""
-        return tuple((reader.name, part) for reader in self.readers for part in reader.stored.sigs)
+        return tuple((reader.name, part) for reader in self.readers for part in reader.stored.reads)
 
     def read(self, inputs: Inputs, scratch: Array) -> list[Fields] | None:
         """See `FastPath.read`."""

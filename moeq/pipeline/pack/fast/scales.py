@@ -1,0 +1,153 @@
+"""Stored scales as one row for each row of the matrix, and the second-level scale of NVFP4."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from moeq.layouts.fast.compare import any_all_ones
+from moeq.matrix import MatrixSpec
+from moeq.pipeline.pack.fast.scratch import Array, Region
+from moeq.schemes.base import Scheme
+from moeq.schemes.format import PartSig
+
+#: Bits of a stored scale that are all set for NaN and infinity.
+EXPONENT = {"f16": 0x7C00, "bf16": 0x7F80, "f32": 0x7F800000, "e8m0": 0xFF, "e4m3": 0x7F}
+
+WIDTH = {"f16": "u2", "bf16": "u2", "f32": "u4", "e8m0": "u1", "e4m3": "u1"}
+
+
+@dataclass(frozen=True)
+class StoredScales:
+    """The scales of a projection.
+
+    Attributes:
+        sig: how they are stored.
+        spec: the matrix.
+        scheme: how it is encoded.
+        transposed: the stored matrix has its rows along groups.
+        repeated: the format may store one scale for several rows.
+    """
+
+    sig: PartSig
+    spec: MatrixSpec
+    scheme: Scheme
+    transposed: bool
+    repeated: bool
+
+    @cached_property
+    def rows(self) -> int:
+        """Rows of the matrix that share a stored scale."""
+        scale = self.scheme.weight.scale
+        if not self.repeated or scale.granularity not in ("block", "tensor"):
+            return 1
+        return self.spec.n if scale.granularity == "tensor" else scale.group_shape[0]
+
+    def fits(self) -> bool:
+        """Whether the shape is that of these rows and groups."""
+        stored = -(-self.spec.n // self.rows) * self.spec.num_groups
+        shaped = self.rows > 1 or bool(self.sig.shape)
+        return shaped and self.spec.scale_dtype in EXPONENT and math.prod(self.sig.shape) == stored
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Scratch for scales that do not lie as they should."""
+        width = np.dtype(WIDTH[self.spec.scale_dtype]).itemsize
+        return 0 if self.rows == 1 else Region(0, self.spec.n * self.spec.num_groups * width).stop
+
+    def read(self, stored: Array, scratch: Array) -> Array | None:
+        """Unsigned integers `[N, G]`; None where one is no finite number."""
+        scales = self._stored(stored)
+        if any_all_ones(scales, EXPONENT[self.spec.scale_dtype]):
+            return None
+        if self.rows == 1:
+            return self._by_rows(scales)
+        found = self.blank(stored, scratch)
+        for number, row in enumerate(scales):
+            found[number * self.rows : (number + 1) * self.rows] = row
+        return found
+
+    def blank(self, stored: Array, scratch: Array) -> Array:
+        """`[N, G]` to be filled."""
+        if self.rows == 1:
+            return self._by_rows(self._stored(stored))
+        shape = (self.spec.n, self.spec.num_groups)
+        return Region(0, self.scratch_bytes).array(scratch, shape, WIDTH[self.spec.scale_dtype])
+
+    def finish(self, stored: Array, scratch: Array) -> None:
+        """Store what `blank` gave, where that lies elsewhere: the first of the rows that share a scale."""
+        if self.rows > 1:
+            np.copyto(self._stored(stored), self.blank(stored, scratch)[:: self.rows])
+
+    def _stored(self, stored: Array) -> Array:
+        words = stored.view(WIDTH[self.spec.scale_dtype])
+        if self.rows > 1:
+            return words.reshape(-1, self.spec.num_groups)
+        return words.reshape(*self.sig.shape[:1], -1)
+
+    def _by_rows(self, matrix: Array) -> Array:
+        return matrix.T if self.transposed else matrix
+
+
+@dataclass(frozen=True)
+class GlobalScale:
+    """The second-level scale of a matrix, a float32 number.
+
+    Attributes:
+        sig: how it is stored.
+        divides: what is stored is its reciprocal.
+        n: rows of the matrix.
+    """
+
+    sig: PartSig
+    divides: bool
+    n: int
+
+    def fits(self) -> bool:
+        """Whether it is one number."""
+        return self.sig.dtype == "F32" and math.prod(self.sig.shape) == 1
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Scratch for the number in every row."""
+        return Region(0, 4 * self.n).stop
+
+    def blank(self, scratch: Array) -> Array:
+        """uint32 `[N, 1]`, bits of float32."""
+        return Region(0, self.scratch_bytes).array(scratch, (self.n, 1), "u4")
+
+    def read(self, stored: Array, scratch: Array) -> Array | None:
+        """The number in every row; None where it is none that can be multiplied with."""
+        number = stored.view(np.float32)[0]
+        if self.divides:
+            if not number > 0:
+                return None
+            with np.errstate(over="ignore"):
+                number = np.float32(1 / np.float64(number))
+        if not np.isfinite(number):
+            return None
+        found = self.blank(scratch)
+        found.view(np.float32).fill(number)
+        return found
+
+    def finish(self, stored: Array, scratch: Array) -> None:
+        """Store the number of the first row."""
+        number = self.blank(scratch)[0].view(np.float32)
+        stored.view(np.float32)[:] = _divisor_of(number[0]) if self.divides else number
+
+    def is_lost(self, stored: Array, scratch: Array) -> bool:
+        """Whether the stored number does not follow from what was read."""
+        again = np.empty(4, np.uint8)
+        self.finish(again, scratch)
+        return not np.array_equal(again, stored)
+
+
+def _divisor_of(multiplier: np.float32) -> np.float32:
+    """As `moeq.schemes.nvfp4.divisor_of`."""
+    with np.errstate(divide="ignore", over="ignore"):
+        nearest = np.float32(1 / np.float64(multiplier))
+        steps = (nearest, np.nextafter(nearest, nearest * 2), np.nextafter(nearest, nearest / 2))
+        return next((divisor for divisor in steps if np.float32(1) / divisor == multiplier), nearest)

@@ -1,0 +1,333 @@
+"""The fast path of transcoding: stored bytes to stored bytes, without decoding. Import only where numba is.
+
+Source and target are read and filled as the same matrices (`moeq.pipeline.pack.fast.formats`), in one pass from one to
+the other. Then what was filled is read again, as a reader of the target reads it, and compared with the source by loops
+of their own. Nothing lossy is ever written here: what is not proven equal is left to the reference path, which writes
+it where that was allowed, and says what changed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from moeq.checkpoint.manifest import Projection
+from moeq.checkpoint.names import StoredName
+from moeq.layouts.fast import recode, transpose
+from moeq.layouts.fast.compare import same
+from moeq.matrix import MatrixSpec
+from moeq.pipeline.pack.fast.base import Inputs
+from moeq.pipeline.pack.fast.formats import Fields, Stored, stored_projection
+from moeq.pipeline.pack.fast.path import ProjectionReader, StoredMatrix
+from moeq.pipeline.pack.fast.scratch import Array, Region
+from moeq.transcode.plan import WrittenProjection
+from moeq.transcode.spellings import FP8_BLOCKS
+
+#: Spellings of floats.
+_PLAIN = ("plain", "plain-transposed")
+
+#: Fields of all projections of an item.
+Matrices = Sequence[Fields]
+
+
+class Recoder(ABC):
+    """From the source's fields to the target's."""
+
+    @abstractmethod
+    def fill(self, source: Matrices, target: Matrices) -> None:
+        """Fill the target's fields, but for the bias."""
+
+    @abstractmethod
+    def holds(self, source: Matrices, target: Matrices) -> bool:
+        """Whether the target's fields, as read again, are the same values."""
+
+
+@dataclass(frozen=True)
+class Copied(Recoder):
+    """The same codes. Scales and zero points are the same, or repeated for smaller groups.
+
+    Attributes:
+        groups: groups of the source that a row has.
+        times: groups of the target for one of the source; 0: all of them have the one of the row.
+        nonzero: zero points of 0 are refused by the reference path.
+    """
+
+    groups: int
+    times: int
+    nonzero: bool
+
+    def fill(self, source: Matrices, target: Matrices) -> None:
+        for one, other in zip(source, target, strict=True):
+            transpose.copy_any(one["codes"], other["codes"])
+            for field in ("scales", "zeros", "global_scale"):
+                for before, after in self._parts(field, one, other):
+                    transpose.copy_any(before, after)
+
+    def holds(self, source: Matrices, target: Matrices) -> bool:
+        if any(one.keys() != other.keys() for one, other in zip(source, target, strict=True)):
+            return False
+        if self.nonzero and any("zeros" in one and not one["zeros"].all() for one in source):
+            return False
+        return all(
+            _same(before, after)
+            for one, other in zip(source, target, strict=True)
+            for field in ("global_scale", "scales", "zeros", "codes")
+            for before, after in self._parts(field, one, other)
+        )
+
+    def _parts(self, field: str, one: Fields, other: Fields) -> list[tuple[Array, Array]]:
+        """What has to be equal, or is to be copied."""
+        if field not in one or field not in other:
+            return []
+        before, after = one[field], other[field]
+        if field in ("codes", "global_scale") or self.times == 1:
+            return [(before, after)]
+        if self.times == 0:
+            return [(np.broadcast_to(before, after.shape), after)]
+        found = [after[:, part :: self.times] for part in range(self.times)]
+        return [(before[:, : part.shape[1]], part) for part in found]
+
+
+class ToFp8Blocks(Recoder):
+    """MXFP4 as blocks of FP8."""
+
+    def fill(self, source: Matrices, target: Matrices) -> None:
+        for one, other in zip(source, target, strict=True):
+            recode.to_fp8_blocks(_bytes(one), one["scales"], _bytes(other), other["scales"])
+
+    def holds(self, source: Matrices, target: Matrices) -> bool:
+        return all(
+            recode.holds_fp8_blocks(_bytes(one), one["scales"], _bytes(other), other["scales"])
+            for one, other in zip(source, target, strict=True)
+        )
+
+
+class ToNvfp4(Recoder):
+    """MXFP4 as NVFP4, with one global scale for gate and up (`moeq.transcode.recode.to_e4m3_scales`)."""
+
+    def fill(self, source: Matrices, target: Matrices) -> None:
+        top = max(recode.used_exponents(_bytes(one), one["scales"])[1] for one in source)
+        shift = (0 if top < 0 else top - recode.BIAS) - 8
+        for one, other in zip(source, target, strict=True):
+            transpose.copy_any(one["codes"], other["codes"])
+            recode.to_e4m3_scales(one["scales"], shift, other["scales"])
+            other["global_scale"].view(np.float32).fill(2.0**shift)
+
+    def holds(self, source: Matrices, target: Matrices) -> bool:
+        shared = {int(bits) for other in target for bits in np.unique(other["global_scale"])}
+        return len(shared) == 1 and all(
+            _same(one["codes"], other["codes"])
+            and recode.holds_e4m3_scales(
+                _bytes(one), one["scales"], other["scales"], float(other["global_scale"].view(np.float32)[0, 0])
+            )
+            for one, other in zip(source, target, strict=True)
+        )
+
+
+class ToBfloat16(Recoder):
+    """MXFP4 as bfloat16."""
+
+    def fill(self, source: Matrices, target: Matrices) -> None:
+        for one, other in zip(source, target, strict=True):
+            recode.to_bf16(_bytes(one), one["scales"], other["values"])
+
+    def holds(self, source: Matrices, target: Matrices) -> bool:
+        return all(
+            recode.holds_bf16(_bytes(one), one["scales"], other["values"])
+            for one, other in zip(source, target, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class StoredFloats:
+    """A projection that is not quantised: `values`, uint16 `[N, K]`, and a bias as of any other.
+
+    Attributes:
+        spec: its sizes.
+        reads: its parts.
+        transposed: the tensor has rows and columns exchanged.
+    """
+
+    spec: MatrixSpec
+    reads: tuple[str, ...]
+    transposed: bool
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Scratch for the transpose."""
+        return Region(0, 2 * self.spec.n * self.spec.k).stop if self.transposed else 0
+
+    def read(self, stored: Stored, scratch: Array) -> Fields | None:
+        """As of a quantised one."""
+        fields = self.blank(stored, scratch)
+        if self.transposed:
+            transpose.copy_any(self._weight(stored).T, fields["values"])
+        return fields
+
+    def blank(self, stored: Stored, scratch: Array) -> Fields:
+        """As of a quantised one."""
+        shape = self.spec.n, self.spec.k
+        region = Region(0, self.scratch_bytes)
+        fields = {"values": region.array(scratch, shape, "u2") if self.transposed else self._weight(stored)}
+        if "bias" in stored:
+            width = len(stored["bias"]) // self.spec.n
+            fields["bias"] = stored["bias"].view(f"u{width}").reshape(-1, 1)
+        return fields
+
+    def finish(self, stored: Stored, scratch: Array) -> None:
+        """As of a quantised one."""
+        if self.transposed:
+            transpose.copy_any(self.blank(stored, scratch)["values"].T, self._weight(stored))
+
+    def kept(self, stored: Stored, scratch: Array) -> tuple[str, ...]:
+        """Nothing is kept."""
+        return ()
+
+    def _weight(self, stored: Stored) -> Array:
+        n, k = self.spec.n, self.spec.k
+        return stored["weight"].view("u2").reshape((k, n) if self.transposed else (n, k))
+
+
+@dataclass(frozen=True)
+class FastItem:
+    """The fast path of an item. Immutable; any number of threads may use it.
+
+    Attributes:
+        readers: the source's projections.
+        writers: the target's, in scratch behind those of the source.
+        recoder: from one to the other.
+    """
+
+    readers: tuple[ProjectionReader, ...]
+    writers: tuple[ProjectionReader, ...]
+    recoder: Recoder
+
+    @cached_property
+    def reads(self) -> tuple[tuple[StoredName, str], ...]:
+        """Stored projection and part of everything that is read."""
+        return tuple((reader.name, part) for reader in self.readers for part in reader.stored.reads)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Size of the scratch buffer."""
+        return self.writers[-1].region.stop
+
+    def transcode(self, inputs: Inputs, outputs: Inputs, scratch: Array) -> bool:
+        """Fill the outputs and prove them.
+
+        Args:
+            inputs: stored bytes of everything in `reads`.
+            outputs: memory for every part of the target's projections.
+            scratch: uint8, `scratch_bytes` or more.
+
+        Returns:
+            Whether they hold the source's values. Where they do not, nothing in them may be used.
+        """
+        source = [fields for reader in self.readers for fields in reader.read(inputs, scratch) or [{}]]
+        if not all(source):
+            return False
+        target = [fields for writer in self.writers for fields in writer.blank(outputs, scratch)]
+        self.recoder.fill(source, target)
+        for one, other in zip(source, target, strict=True):
+            if "bias" in other:
+                np.copyto(other["bias"], one["bias"])
+        for writer in self.writers:
+            writer.finish(outputs, scratch)
+        found = [fields for writer in self.writers for fields in writer.read(outputs, scratch) or [{}]]
+        return all(found) and self._holds(source, found)
+
+    def _holds(self, source: Matrices, found: Matrices) -> bool:
+        for one, other in zip(source, found, strict=True):
+            if ("bias" in one) != ("bias" in other) or not ("bias" not in one or _same(one["bias"], other["bias"])):
+                return False
+        return self.recoder.holds(source, found)
+
+
+def bind(
+    readers: tuple[ProjectionReader, ...], written: Mapping[StoredName, WrittenProjection], *, interleaved: bool
+) -> FastItem | None:
+    """The fast path of an item, or None where there is none.
+
+    Args:
+        readers: its projections as the source has them.
+        written: as they are written, in order.
+        interleaved: rows of gate and up alternate where they are written as one.
+    """
+    writers: list[ProjectionReader] = []
+    start = readers[-1].region.stop
+    recoders: list[Recoder | None] = []
+    for name, one in written.items():
+        stored = _stored(one)
+        if stored is None:
+            return None
+        spec = one.described.spec
+        names: tuple[Projection, ...] = ("gate", "up") if name == "gate_up" else (name,)
+        held = tuple((projection, spec) for projection in names)
+        writers.append(ProjectionReader(name, stored, held, interleaved, Region(start, stored.scratch_bytes)))
+        start = writers[-1].region.stop
+        recoders.append(recoder_of(one))
+    held_by = [sum(len(one.holds) for one in some) for some in (readers, writers)]
+    if recoders[0] is None or any(other != recoders[0] for other in recoders) or held_by[0] != held_by[1]:
+        return None
+    return FastItem(readers, tuple(writers), recoders[0])
+
+
+def _stored(one: WrittenProjection) -> StoredMatrix | None:
+    if one.projected.spelling in _PLAIN:
+        return StoredFloats(one.described.spec, tuple(one.signatures), one.projected.spelling != "plain")
+    return stored_projection(one.signatures, one.described.spec, one.described.scheme)
+
+
+def recoder_of(one: WrittenProjection) -> Recoder | None:
+    """What takes a projection to its target; None where only the reference path does."""
+    before, after = one.projected.source.spec, one.described.spec
+    if before.scale_dtype == "e8m0" and before.element == "e2m1" and after != before:
+        return _of_mxfp4(one.projected.spelling, before, after)
+    alike = (before.element, before.scale_dtype, before.symmetric, before.bias_dtype)
+    if (
+        alike != (after.element, after.scale_dtype, after.symmetric, after.bias_dtype)
+        or one.projected.spelling == "plain"
+    ):
+        return None
+    if before.num_groups == 1 and after.num_groups > 1 and one.projected.spelling in FP8_BLOCKS:
+        return Copied(1, 0, nonzero=False)
+    if before.group_size % after.group_size:
+        return None
+    times = before.group_size // after.group_size
+    nonzero = one.described.scheme.zero_point == "stored-minus-one"
+    return Copied(before.num_groups, times, nonzero) if after.num_groups <= before.num_groups * times else None
+
+
+def _of_mxfp4(spelling: str, before: MatrixSpec, after: MatrixSpec) -> Recoder | None:
+    if before.k % before.group_size or before.bias_dtype != after.bias_dtype:
+        return None
+    if spelling in FP8_BLOCKS:
+        return _FP8_BLOCKS if after.scale_dtype in ("f32", "e8m0") else None
+    if "nvfp4" in spelling:
+        return _NVFP4
+    return _BFLOAT16 if spelling in _PLAIN and after.element == "bf16" else None
+
+
+_FP8_BLOCKS, _NVFP4, _BFLOAT16 = ToFp8Blocks(), ToNvfp4(), ToBfloat16()
+
+
+def _bytes(fields: Fields) -> Array:
+    """Codes as bytes, rows contiguous."""
+    return fields["codes"].view(np.uint8)
+
+
+def _same(one: Array, other: Array) -> bool:
+    """Whether two matrices of unsigned integers are equal, whatever their strides."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if other.strides[1] == other.itemsize:
+        return same(one, other)
+    if one.strides[1] == one.itemsize:
+        return same(other, one)
+    if one.flags.f_contiguous and other.flags.f_contiguous:
+        return same(one.T, other.T)
+    return bool(np.array_equal(one, other))

@@ -1,0 +1,108 @@
+"""Which items of a transcoding have a fast path. Loads no compiled code before one is worth it, and no torch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from moeq.checkpoint.header import TensorEntry
+from moeq.checkpoint.names import StoredName
+from moeq.checkpoint.writer import FileForm
+from moeq.layouts.words import use_compiled
+from moeq.model import Checkpoint
+from moeq.model.experts import WHOLE_PARTS
+from moeq.pipeline.pack.reading import Place
+from moeq.pipeline.plan.units import place_of
+from moeq.schemes.format import PartSig
+from moeq.transcode.plan import ExpertItem, Item, TranscodePlan
+
+if TYPE_CHECKING:
+    from moeq.pipeline.pack.fast.path import ProjectionReader
+    from moeq.transcode.fast import FastItem
+
+_Signatures = Mapping[StoredName, Mapping[str, PartSig]]
+
+
+class FastPaths:
+    """The fast paths of a unit's items. Items of one kind share one; any thread may ask.
+
+    Args:
+        checkpoint: the source.
+        plan: the transcoding.
+        form: the output file.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, plan: TranscodePlan, form: FileForm) -> None:
+        self._checkpoint = checkpoint
+        self._plan = plan
+        self._form = form
+        self._known: dict[object, FastItem | None] = {}
+        self._lock = threading.Lock()
+
+    def of(self, item: Item) -> FastItem | None:
+        """The fast path of an item, or None where the reference path takes it."""
+        if self._plan.request.sort_act_order:
+            return None
+        signatures = self._signatures(item)
+        key = self._key(item, signatures)
+        with self._lock:
+            if key not in self._known:
+                self._known[key] = self._bind(item, signatures)
+            return self._known[key]
+
+    def places(self, item: Item, reads: Sequence[tuple[StoredName, str]]) -> list[Place]:
+        """Where the parts of an item lie in the source."""
+        entries = self._entries(item)
+        if not isinstance(item, ExpertItem):
+            return [(entry.file, entry.start, entry.end) for entry in (entries[name][part] for name, part in reads)]
+        experts = self._checkpoint.experts(item.layer)
+        return [
+            (entries[name][part].file, *place_of(entries[name][part], part, experts, item.expert))
+            for name, part in reads
+        ]
+
+    def _entries(self, item: Item) -> Mapping[StoredName, Mapping[str, TensorEntry]]:
+        if isinstance(item, ExpertItem):
+            return self._checkpoint.experts(item.layer).layer.unit(item.expert)
+        return {"down": self._plan.modules_by_name[item.name].source.parts}
+
+    def _signatures(self, item: Item) -> _Signatures:
+        """Dtype and shape of every stored part of one expert (of all its roles), or of a module."""
+        fused = isinstance(item, ExpertItem) and self._checkpoint.experts(item.layer).layer.fused
+        return {
+            name: {
+                part: PartSig(entry.dtype, entry.shape[1:] if fused and part not in WHOLE_PARTS else entry.shape)
+                for part, entry in parts.items()
+            }
+            for name, parts in self._entries(item).items()
+        }
+
+    def _key(self, item: Item, signatures: _Signatures) -> object:
+        """What the fast path of an item depends on."""
+        stored = tuple((name, *sorted(parts.items())) for name, parts in sorted(signatures.items()))
+        if not isinstance(item, ExpertItem):
+            return stored, self._plan.modules_by_name[item.name].projected
+        layer = self._plan.layers_by_number[item.layer]
+        projected = tuple(layer.kinds[item.expert].items())
+        return item.role, stored, projected, id(self._checkpoint.kind_of(item.layer, item.expert))
+
+    def _bind(self, item: Item, signatures: _Signatures) -> FastItem | None:
+        outputs = self._plan.outputs(item, self._form)
+        specs = [output.described.spec for output in outputs.values()]
+        if not specs or not use_compiled(sum(spec.n * spec.k for spec in specs)):
+            return None
+        from moeq.transcode.fast import bind
+
+        readers = self._readers(item, signatures)
+        interleaved = isinstance(item, ExpertItem) and self._plan.layers_by_number[item.layer].naming.interleaved
+        return None if readers is None else bind(readers, outputs, interleaved=interleaved)
+
+    def _readers(self, item: Item, signatures: _Signatures) -> tuple[ProjectionReader, ...] | None:
+        from moeq.pipeline.pack.fast.find import module_reader, projection_readers
+
+        if isinstance(item, ExpertItem):
+            if self._checkpoint.experts(item.layer).flat:
+                return None
+            return projection_readers(self._checkpoint.kind_of(item.layer, item.expert), item.role, signatures)
+        return module_reader(self._plan.modules_by_name[item.name].source.described, signatures["down"])

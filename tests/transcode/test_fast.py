@@ -1,0 +1,293 @@
+"""The fast path of transcoding against the reference path: the same files, and every number looked at."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pipeline.mixing import content, rewritten
+
+from moeq.errors import MoeqError
+from moeq.layouts import words
+from moeq.matrix import MatrixSpec, QuantizedMatrix
+from moeq.schemes.dequantize import dequantize
+from moeq.transcode import recode as reference
+from moeq.transcode.targets import TARGETS
+from moeq.transcode.transcode import transcode
+from moeq.transcode.worker import Transcoder
+
+pytest.importorskip("numba")
+
+from moeq.layouts.fast import recode
+from moeq.transcode.fast import FastItem
+
+CHECKPOINTS = (
+    "awq-int4-g32-qwen3moe",
+    "ct-fp8-block-qwen3moe",
+    "ct-fp8-channel-qwen3moe",
+    "ct-fp8-tensor-qwen3moe",
+    "ct-int4-asym-g32-mixtral",
+    "ct-int4-g128-qwen3moe",
+    "ct-mxfp4-qwen3moe",
+    "ct-mxfp8-qwen3moe",
+    "ct-nvfp4-qwen3moe",
+    "ct-nvfp4a16-qwen3moe",
+    "ct-w8a8-qwen3moe",
+    "gptq-int4-g128-mixtral",
+    "gptq-int4-g32-actorder-qwen3moe",
+    "gptq-int4-g32-qwen3moe",
+    "gptq-int8-g64-qwen3moe",
+    "modelopt-fp8-qwen3moe",
+    "modelopt-nvfp4-qwen3moe",
+    "mxfp4-gptoss",
+)
+
+_INTEGERS = {"compressed-tensors", "gptq", "gptq_v2"}
+_FP4 = {"nvfp4", "nvfp4-compressed-tensors"}
+
+#: Targets that the fast path takes every expert of a checkpoint to.
+FAST: dict[str, set[str]] = {
+    "awq-int4-g32-qwen3moe": _INTEGERS,
+    "ct-fp8-block-qwen3moe": {"compressed-tensors", "fp8"},
+    "ct-fp8-channel-qwen3moe": {"compressed-tensors"},
+    "ct-fp8-tensor-qwen3moe": {"compressed-tensors"},
+    "ct-int4-asym-g32-mixtral": _INTEGERS,
+    "ct-int4-g128-qwen3moe": _INTEGERS,
+    "ct-mxfp4-qwen3moe": {"compressed-tensors", "fp8", "bf16", *_FP4},
+    "ct-nvfp4-qwen3moe": {"compressed-tensors", *_FP4},
+    "ct-nvfp4a16-qwen3moe": {"compressed-tensors", *_FP4},
+    "ct-w8a8-qwen3moe": _INTEGERS,
+    "gptq-int4-g128-mixtral": _INTEGERS,
+    "gptq-int4-g32-qwen3moe": _INTEGERS,
+    "gptq-int8-g64-qwen3moe": _INTEGERS,
+    "modelopt-fp8-qwen3moe": {"compressed-tensors", "fp8"},
+    "modelopt-nvfp4-qwen3moe": {"nvfp4"},  # not every float32 number is the reciprocal of one
+    "mxfp4-gptoss": {"compressed-tensors", "mxfp4", "fp8", "bf16", *_FP4},
+}
+
+
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether the fast path took each item it was asked for, or the reference path came after."""
+    found: list[bool] = []
+    transcoded, on_reference_path = FastItem.transcode, Transcoder._on_reference_path
+
+    def fast(self: FastItem, *given: Any) -> bool:
+        found.append(transcoded(self, *given))
+        return found[-1]
+
+    def slow(self: Transcoder, item: Any) -> Any:
+        found.append(False)
+        return on_reference_path(self, item)
+
+    monkeypatch.setattr(FastItem, "transcode", fast)
+    monkeypatch.setattr(Transcoder, "_on_reference_path", slow)
+    return found
+
+
+def outcome(source: Path, out: Path, target: str, **options: Any) -> dict[str, bytes] | tuple[str, str]:
+    """Every file of a transcoding, or the error."""
+    try:
+        transcode(source, out, target, workers=1, **options)
+    except MoeqError as error:
+        return error.code, error.message
+    return content(out)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_both_paths_write_the_same(name, checkpoints, tmp_path, monkeypatch, ways) -> None:
+    fast = set()
+    for target in TARGETS:
+        for case, options in {"": {}, "lossy": {"allow_lossy": True}, "names": {"names": "stacked"}}.items():
+            found = {}
+            for path, least in (("reference", 1 << 40), ("fast", 0)):
+                monkeypatch.setattr(words, "COMPILED_FROM", least)
+                ways.clear()
+                found[path] = outcome(checkpoints / name, tmp_path / f"{path}-{target}{case}", target, **options)
+            assert found["fast"] == found["reference"], (target, case)
+            if case == "" and ways and all(ways):
+                fast.add(target)
+    assert fast == FAST.get(name, set())
+
+
+@pytest.mark.parametrize("target", ["compressed-tensors", "gptq", "gptq_v2"])
+@pytest.mark.parametrize(("name", "group"), [("gptq-int4-g128-mixtral", 32), ("ct-int4-asym-g32-mixtral", 16)])
+def test_groups_are_repeated(name, group, target, checkpoints, tmp_path, monkeypatch, ways) -> None:
+    slow = outcome(checkpoints / name, tmp_path / "slow", target, regroup=group)
+    monkeypatch.setattr(words, "COMPILED_FROM", 0)
+    ways.clear()
+    assert outcome(checkpoints / name, tmp_path / "fast", target, regroup=group) == slow
+    assert isinstance(slow, dict)
+    assert ways
+    assert all(ways)
+
+
+def test_zero_points_of_0_are_refused_all_the_same(checkpoints, tmp_path, monkeypatch, ways) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        name = next(name for name in tensors if name.endswith("1.down_proj.qzeros"))
+        return tensors | {name: tensors[name] & ~0xF}
+
+    source = rewritten(checkpoints / "awq-int4-g32-qwen3moe", tmp_path / "source", change)
+    monkeypatch.setattr(words, "COMPILED_FROM", 0)
+    code, message = outcome(source, tmp_path / "out", "gptq")
+    assert code == "answer.zero-points"
+    assert "are 0; GPTQ v1 stores them minus one" in message
+    assert isinstance(outcome(source, tmp_path / "v2", "gptq_v2"), dict)
+
+
+def test_a_scale_that_is_no_number_is_named(checkpoints, tmp_path, monkeypatch) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        name = next(name for name in tensors if name.endswith("down_proj.weight_scale"))
+        tensors[name][0, 0] = 255
+        return tensors
+
+    source = rewritten(checkpoints / "ct-mxfp4-qwen3moe", tmp_path / "source", change)
+    monkeypatch.setattr(words, "COMPILED_FROM", 0)
+    for target in ("fp8", "nvfp4", "bf16", "compressed-tensors"):
+        assert outcome(source, tmp_path / target, target)[0] == "source.bad-data"
+
+
+def test_it_needs_no_torch(checkpoints, tmp_path) -> None:
+    program = (
+        "import sys; from moeq.layouts import words; words.COMPILED_FROM = 0; "
+        "from moeq.transcode.transcode import transcode; transcode(sys.argv[1], sys.argv[2], 'fp8'); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", program, str(checkpoints / "mxfp4-gptoss"), str(tmp_path / "out")]
+    assert subprocess.run(command, check=False).returncode == 0
+
+
+# The loops, number by number.
+
+
+def drawn(seed: int) -> tuple[QuantizedMatrix, np.ndarray]:
+    """MXFP4 of a random size and spread of exponents, with groups of zeros (of either sign) and single codes."""
+    draw = np.random.default_rng(seed)
+    n, k = int(draw.integers(1, 300)), 32 * int(draw.integers(1, 13))
+    spread = int(draw.choice([0, 3, 12, 13, 14, 15, 20, 255]))
+    low = 0 if spread == 255 else int(draw.choice([0, 1, 60, 110, 230]))
+    exponents = draw.integers(low, min(low + spread, 254) + 1, (n, k // 32), dtype=np.uint8)
+    codes = draw.integers(0, 16, (n, k), dtype=np.uint8)
+    kept = draw.choice([15, 8, 9, 10, 1], (n, k // 32), p=[0.6, 0.1, 0.1, 0.1, 0.1]).astype(np.uint8)
+    codes &= np.repeat(kept, 32, axis=1)
+    packed = codes[:, 0::2] | codes[:, 1::2] << 4
+    spec = MatrixSpec("up", n, k, "e2m1", 32, "e8m0")
+    return QuantizedMatrix(spec, torch.from_numpy(codes), torch.from_numpy(exponents)), np.ascontiguousarray(packed)
+
+
+def flips(array: np.ndarray, seed: int) -> list[tuple[int, int]]:
+    """Places of single bits, all over an array of bytes."""
+    draw = np.random.default_rng(seed)
+    return [(0, 0), (array.size - 1, 7), *((int(draw.integers(array.size)), int(draw.integers(8))) for _ in range(40))]
+
+
+@pytest.mark.parametrize("scale", ["f32", "e8m0"])
+@pytest.mark.parametrize("seed", range(40))
+def test_fp8_blocks(seed: int, scale: str) -> None:
+    matrix, packed = drawn(seed)
+    n, k = matrix.spec.n, matrix.spec.k
+    spec = replace(matrix.spec, element="e4m3", group_size=min(128, k), scale_dtype=scale)
+    wanted = reference.to_fp8_blocks(matrix, spec)
+    exponents = matrix.scales.numpy()
+    out = np.full((n, k), 0x5A, np.uint8)
+    scales = np.zeros((n, spec.num_groups), np.uint32 if scale == "f32" else np.uint8)
+    recode.to_fp8_blocks(packed, exponents, out, scales)
+    before, after = dequantize(matrix).numpy(), dequantize(wanted).numpy()
+    equal = np.array_equal(before, after) and np.array_equal(np.signbit(before), np.signbit(after))
+    held = recode.holds_fp8_blocks(packed, exponents, out, scales)
+    assert equal or not held, "what is not exact is never said to be"
+    spans = np.ptp(exponents.astype(int)) <= 12 and exponents.min() > 10 and exponents.max() < 240
+    assert held or not spans, "what is exact in every checkpoint there is has to be said to be"
+    if not held:
+        return
+    assert np.array_equal(out, wanted.codes.numpy())
+    assert np.array_equal(scales, wanted.scales.contiguous().numpy().view(scales.dtype))
+    for place, bit in flips(out, seed):
+        out.flat[place] ^= 1 << bit
+        assert not recode.holds_fp8_blocks(packed, exponents, out, scales)
+        out.flat[place] ^= 1 << bit
+    assert recode.holds_fp8_blocks(packed, exponents, out, scales)
+
+
+def test_every_code_under_every_difference_of_exponents_as_fp8() -> None:
+    """Each code beside a 6 under the block's largest exponent: byte for byte what decoding says."""
+    values = recode.e4m3_values()
+    codes = np.array([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE] * 2, np.uint8)
+    for difference in range(-30, 1):
+        packed = np.stack([np.full(16, 0x77, np.uint8), codes])
+        exponents = np.array([[127], [127 + difference]], np.uint8)
+        out, scales = np.zeros((2, 32), np.uint8), np.zeros((2, 1), np.uint32)
+        recode.to_fp8_blocks(packed, exponents, out, scales)
+        scale = float(scales.view(np.float32)[0, 0])
+        assert scale == 2.0**-6
+        spec = MatrixSpec("up", 2, 32, "e2m1", 32, "e8m0")
+        nibbles = np.stack([packed & 15, packed >> 4], axis=2).reshape(2, 32)
+        wanted = dequantize(QuantizedMatrix(spec, torch.from_numpy(nibbles), torch.from_numpy(exponents))).numpy()
+        exact = np.array_equal(values[out] * np.float32(scale), wanted)
+        assert recode.holds_fp8_blocks(packed, exponents, out, scales) == exact == (difference >= -14)
+
+
+def test_every_byte_is_taken_apart_as_it_decodes() -> None:
+    """All 256 E4M3 bytes against all 16 codes, for every difference of exponents that is done without tables."""
+    values = recode.e4m3_values()
+    bytes_ = np.arange(256, dtype=np.uint8)
+    for difference in range(-8, 10):
+        for code in range(16):
+            packed = np.full((256, 16), code | code << 4, np.uint8)
+            exponents = np.full((256, 1), 127 + difference, np.uint8)
+            scales = np.full((256, 1), 127 << 23, np.uint32)
+            out = np.repeat(bytes_[:, None], 32, axis=1)
+            number = recode._E2M1[code] * 2.0**difference
+            for row in range(256):
+                held = recode.holds_fp8_blocks(packed[row : row + 1], exponents[:1], out[row : row + 1], scales[:1])
+                same = values[row] == number and np.signbit(values[row]) == np.signbit(number)
+                assert held == same, (difference, code, row)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_bfloat16(seed: int) -> None:
+    matrix, packed = drawn(seed)
+    exponents = matrix.scales.numpy()
+    out = np.full((matrix.spec.n, matrix.spec.k), 0x5A5A, np.uint16)
+    recode.to_bf16(packed, exponents, out)
+    wanted = reference.to_floats(matrix, "bf16")
+    exact = torch.equal(wanted.float(), dequantize(matrix))
+    held = recode.holds_bf16(packed, exponents, out)
+    assert exact or not held
+    assert held or not exact or exponents.max() > 252 or exponents.min() < 2
+    if not held:
+        return
+    assert np.array_equal(out, wanted.view(torch.int16).numpy().view(np.uint16))
+    octets = out.view(np.uint8)
+    for place, bit in flips(octets, seed):
+        octets.flat[place] ^= 1 << bit
+        assert not recode.holds_bf16(packed, exponents, out)
+        octets.flat[place] ^= 1 << bit
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_nvfp4_scales(seed: int) -> None:
+    matrix, packed = drawn(seed)
+    exponents = matrix.scales.numpy()
+    spec = replace(matrix.spec, group_size=16, scale_dtype="e4m3")
+    (wanted,) = reference.to_e4m3_scales([matrix], [spec])
+    low, high = recode.used_exponents(packed, exponents)
+    shift = (0 if high < 0 else high - 127) - 8
+    assert 2.0**shift == float(wanted.global_scale[0])
+    out = np.zeros((spec.n, spec.num_groups), np.uint8)
+    recode.to_e4m3_scales(exponents, shift, out)
+    assert np.array_equal(out, wanted.scales.view(torch.uint8).numpy())
+    held = recode.holds_e4m3_scales(packed, exponents, out, 2.0**shift)
+    assert held == (high < 0 or low - 127 - shift >= -9)
+    used = np.repeat((packed.reshape(spec.n, -1, 8) & 0x77).any(axis=2), 1)
+    for place, bit in flips(out, seed):
+        out.flat[place] ^= 1 << bit
+        if held:
+            assert recode.holds_e4m3_scales(packed, exponents, out, 2.0**shift) == (not used[place])
+        out.flat[place] ^= 1 << bit
