@@ -1,16 +1,19 @@
-"""Runs Gluon kernels on a CPU, for the `mma.sync` products: the same device code, with torch in place of the compiler.
+"""Runs Gluon kernels on a CPU: the same device code, with torch in place of the compiler.
 
 The code of a kernel and of all that it calls is taken as it is; only the names that it looks up are others. Layouts say
 nothing here, since they only say which lane has what: `assert_trivial` conversions, lanes and copies are the compiler's
 business. PTX texts run instruction by instruction, with rounding as the instructions have it. Shared memory is full of
-NaN before it is written, and copies that are masked write zeros, as cp.async does.
+NaN before it is written, and copies that are masked write zeros, as cp.async does. Warps that specialise are threads,
+which wait for each other at mbarriers.
 """
 
 from __future__ import annotations
 
 import re
+import threading
 import types
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -18,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moeq_kernels import areas
 from moeq_kernels.areas import Area
 from moeq_kernels.launch import Launch
 
@@ -67,11 +71,31 @@ class Pointer:
         self.memory[places] = content[there].to(self.memory.dtype)
 
 
+class Dtype:
+    """A dtype that knows its bits, as Triton's."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype, self.primitive_bitwidth = dtype, 8 * dtype.itemsize
+
+    def __eq__(self, other: object) -> bool:
+        return self.dtype == _torch(other)
+
+    def __hash__(self) -> int:
+        return hash(self.dtype)
+
+
+def _torch(dtype: Any) -> Any:
+    return dtype.dtype if isinstance(dtype, Dtype) else dtype
+
+
 class Shared:
     """Shared memory."""
 
     def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
+        self.memory, self.dtype = memory, Dtype(memory.dtype)
+
+    def store(self, content: Tensor) -> None:
+        self.memory.copy_(content)
 
     def index(self, number: Any) -> Shared:
         return Shared(self.memory[int(number)])
@@ -86,13 +110,84 @@ class Shared:
         return value(self.memory.clone())
 
 
-def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
+class Box:
+    """What the copy engine moves a block of: an area, beyond which there are zeros."""
+
+    def __init__(self, area: Tensor, block: tuple[int, ...]) -> None:
+        self.area, self.block, self.dtype = area, block, Dtype(area.dtype)
+
+    def load(self, place: list[Any]) -> Tensor:
+        """The block there."""
+        found = torch.zeros(self.block, dtype=self.area.dtype)
+        starts = [int(one) for one in place]
+        ends = [min(start + size, have) for start, size, have in zip(starts, self.block, self.area.shape, strict=True)]
+        if all(start < end for start, end in zip(starts, ends, strict=True)):
+            source = tuple(slice(start, end) for start, end in zip(starts, ends, strict=True))
+            found[tuple(slice(0, end - start) for start, end in zip(starts, ends, strict=True))] = self.area[source]
+        return found
+
+
+class Barriers:
+    """mbarriers of one program, by address."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, list[int]] = {}
+        self._changed = threading.Condition()
+
+    def _count(self, shared: Shared, arrivals: int, moved: int) -> None:
+        with self._changed:
+            state = self._states[shared.memory.data_ptr()]
+            state[1] -= arrivals
+            state[2] += moved
+            assert state[1] >= 0, "more arrivals than an mbarrier counts"
+            if state[1] == 0 and state[2] == 0:
+                state[1], state[3] = state[0], state[3] ^ 1
+                self._changed.notify_all()
+
+    def init(self, shared: Shared, count: int) -> None:
+        self._states[shared.memory.data_ptr()] = [count, count, 0, 0]  # arrivals of a phase, missing ones, bytes, phase
+
+    def expect(self, shared: Shared, moved: Any, pred: Any = True) -> None:
+        if pred:
+            self._count(shared, 1, int(moved))
+
+    def arrive(self, shared: Shared, count: int = 1) -> None:
+        self._count(shared, count, 0)
+
+    def wait(self, shared: Shared, phase: Any) -> None:
+        state = self._states[shared.memory.data_ptr()]
+        with self._changed:
+            assert self._changed.wait_for(lambda: state[3] != int(phase), timeout=120), "waits forever"
+
+    def copied(self, shared: Shared, moved: int) -> None:
+        """Bytes have come."""
+        self._count(shared, 0, -moved)
+
+    @staticmethod
+    def MBarrierLayout() -> None:
+        return None
+
+
+def tma_load(box: Box, place: list[Any], bar: Shared, target: Shared, pred: Any = True) -> None:
+    """A copy of the copy engine."""
+    if pred:
+        target.memory.copy_(box.load(place))
+        LANGUAGE.barriers.copied(bar, target.memory.numel() * target.memory.itemsize)
+
+
+def reinterpret(shared: Shared, dtype: Any, shape: list[int], layout: Any) -> Shared:
+    """The same memory as another type and shape."""
+    return Shared(shared.memory.view(-1).view(torch.uint8).view(_torch(dtype)).view(shape))
+
+
+def allocate(dtype: Any, shape: list[int], layout: Any) -> Shared:
     """Shared memory, full of NaN."""
+    dtype = _torch(dtype)
     bits = torch.full((*shape, dtype.itemsize), 255, dtype=torch.uint8)
     return Shared(bits.view(dtype).reshape(shape))
 
 
-def rows_load(shared: Shared, pointer: Pointer, mask: Any) -> None:
+def rows_load(shared: Shared, pointer: Pointer, mask: Any = None) -> None:
     """cp.async: masked elements become 0."""
     shared.memory.copy_(pointer.load(mask, 0))
 
@@ -155,6 +250,8 @@ def inline_asm(text: str, constraints: str, given: tuple[Value, ...], dtypes: An
     """A PTX text on `pack` neighbouring elements at a time, which lie in registers of 32 bits."""
     if ".f32" in text:
         return {"ex2": torch.exp2, "rcp": torch.reciprocal}[text[:3]](given[0])
+    if text.startswith("fence"):
+        return given[0]
     results = constraints.count("=")
     shape = torch.broadcast_shapes(*(one.shape for one in given))
     registers: dict[str, Tensor] = {}
@@ -191,28 +288,31 @@ def inline_asm(text: str, constraints: str, given: tuple[Value, ...], dtypes: An
     return tuple(made) if isinstance(dtypes, tuple) else made[0]
 
 
+def _nothing(*_given: Any) -> None:
+    return None
+
+
 class Language:
     """What device code calls `gl`, for one program of a grid."""
 
     bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
     uint8, int16, int32, int64 = torch.uint8, torch.int16, torch.int32, torch.int64
     static_range = range
+    SliceLayout = BlockedLayout = SwizzledSharedLayout = staticmethod(_nothing)
     inline_asm_elementwise = staticmethod(inline_asm)
     allocate_shared_memory = staticmethod(allocate)
 
     def __init__(self) -> None:
         self.program: tuple[int, ...] = ()
         self.grid: tuple[int, ...] = ()
+        self.barriers = Barriers()
+        self.counting = threading.Lock()
 
     def program_id(self, axis: int) -> Value:
         return value(self.program[axis])
 
     def num_programs(self, axis: int) -> Value:
         return value(self.grid[axis])
-
-    @staticmethod
-    def SliceLayout(*_given: Any) -> None:
-        return None
 
     @staticmethod
     def arange(start: int, end: int, layout: Any = None) -> Value:
@@ -267,7 +367,7 @@ class Language:
         return torch.erf(x)
 
     @staticmethod
-    def static_assert(condition: bool, message: str) -> None:
+    def static_assert(condition: bool, message: str = "") -> None:
         assert condition, message
 
     @staticmethod
@@ -278,11 +378,35 @@ class Language:
     def store(pointer: Pointer, content: Any, mask: Any = None) -> None:
         pointer.store(content, mask)
 
-    @staticmethod
-    def atomic_add(pointer: Pointer, more: int, sem: str, scope: str) -> Value:
-        before = pointer.load()
-        pointer.store(before + more)
+    def atomic_add(self, pointer: Pointer, more: int, sem: str, scope: str = "gpu") -> Value:
+        with self.counting:
+            before = pointer.load()
+            pointer.store(before + more)
         return before
+
+    @staticmethod
+    def sum(x: Value, axis: int) -> Value:
+        return x.sum(axis)
+
+    @staticmethod
+    def warp_specialize(partitions: list[tuple[Any, Any]], warps: list[int], registers: list[int]) -> None:
+        """Each partition in a thread of its own."""
+        with ThreadPoolExecutor(len(partitions)) as threads:
+            for future in [threads.submit(function, *given) for function, given in partitions]:
+                future.result()
+
+
+LANGUAGE = Language()
+
+
+def warpgroup_mma(a: Value, b: Shared, acc: Value, use_acc: bool = True, is_async: bool = False) -> Value:
+    """wgmma with its right operand in shared memory."""
+    return mma(a, value(b.memory.clone()), acc if use_acc else value(torch.zeros_like(acc)))
+
+
+def warpgroup_mma_wait(number: int, deps: tuple[Value, ...]) -> tuple[Value, ...]:
+    """What waited for."""
+    return deps
 
 
 def mma(a: Value, b: Value, acc: Value) -> Value:
@@ -290,64 +414,66 @@ def mma(a: Value, b: Value, acc: Value) -> Value:
     return value(acc + a.float() @ b.float())
 
 
-def _nothing(*_given: Any) -> None:
-    return None
-
-
 class _Module:
     """A module of device code whose functions run here."""
 
-    def __init__(self, name: str, language: Language) -> None:
-        self._names: dict[str, Any] = {}
-        self._language, self._source = language, import_module(name)
-        self._prepare()
-
-    def _prepare(self) -> None:
-        for name, found in vars(self._source).items():
-            self._names[name] = self._translated(name, found)
+    def __init__(self, name: str) -> None:
+        self._source = import_module(name)
+        self._names = {one: self._translated(one, found) for one, found in vars(self._source).items()}
 
     def _translated(self, name: str, found: Any) -> Any:
-        if name == "gl":
-            return self._language
-        if name == "rows_load":
-            return rows_load
-        if name in ("barrier", "gdc_wait", "gdc_launch_dependents"):
-            return _nothing
-        if name == "async_copy":
-            return types.SimpleNamespace(commit_group=_nothing, wait_group=_nothing)
-        if name == "mma_v2":
-            return mma
+        if name in _OTHERS:
+            return _OTHERS[name]
         if isinstance(found, types.ModuleType) and found.__name__.startswith("moeq_kernels."):
-            return _module(found.__name__, self._language)
+            return _module(found.__name__)
         if type(found).__name__ == "constexpr":
             return found.value
         plain = getattr(found, "fn", None)
-        if plain is not None and hasattr(found, "arg_names"):
-            home = self._names
-            if plain.__module__ != self._source.__name__:
-                home = _module(plain.__module__, self._language)._names
-            return types.FunctionType(plain.__code__, home, plain.__name__, plain.__defaults__)
-        return found
+        if plain is None or not hasattr(found, "arg_names"):
+            return found
+        if plain.__module__ != self._source.__name__:
+            return getattr(_module(plain.__module__), plain.__name__)
+        # Its names are those of this module, most of which are still to come.
+        return lambda *given, **named: self._function(plain)(*given, **named)
+
+    @cache  # noqa: B019 - modules stay
+    def _function(self, plain: Any) -> Any:
+        return types.FunctionType(plain.__code__, self._names, plain.__name__, plain.__defaults__)
 
     def __getattr__(self, name: str) -> Any:
         return self._names[name]
 
 
-_LOADED: dict[tuple[str, int], _Module] = {}
+class _Mbarrier:
+    """The module `mbarrier`, for the program that runs."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(LANGUAGE.barriers, name)
 
 
-def _module(name: str, language: Language) -> _Module:
-    key = (name, id(language))
-    if key not in _LOADED:
-        _LOADED[key] = _Module(name, language)
-    return _LOADED[key]
+_OTHERS: dict[str, Any] = {
+    "gl": LANGUAGE,
+    "rows_load": rows_load,
+    "tma_load": tma_load,
+    "reinterpret": reinterpret,
+    "mma_v2": mma,
+    "warpgroup_mma": warpgroup_mma,
+    "warpgroup_mma_wait": warpgroup_mma_wait,
+    "mbarrier": _Mbarrier(),
+    "async_copy": types.SimpleNamespace(commit_group=_nothing, wait_group=_nothing),
+    **dict.fromkeys(("barrier", "gdc_wait", "gdc_launch_dependents", "fence_async_shared"), _nothing),
+}
+
+
+@cache
+def _module(name: str) -> _Module:
+    return _Module(name)
 
 
 def run(launch: Launch, roots: Mapping[str, Tensor]) -> None:
     """All programs of a launch, one after the other."""
-    language = Language()
     module, _, name = launch.kernel.partition(":")
-    kernel = getattr(_module(f"moeq_kernels.{module}", language), name)
+    kernel = getattr(_module(f"moeq_kernels.{module}"), name)
     given: dict[str, Any] = {}
     for key, argument in launch.arguments.items():
         given[key] = argument
@@ -355,9 +481,11 @@ def run(launch: Launch, roots: Mapping[str, Tensor]) -> None:
             root = roots[argument.root].view(-1).view(torch.uint8)
             end = argument.offset + argument.numel() * argument.itemsize
             given[key] = Pointer(root[argument.offset : end].view(argument.dtype))
+        elif isinstance(argument, areas.Box):
+            given[key] = Box(argument.area.bind(roots), argument.block)
     constants = {key: getattr(one, "value", one) for key, one in launch.constants.items()}
-    language.grid = launch.programs
-    for second in range(launch.programs[1]):
-        for first in range(launch.programs[0]):
-            language.program = (first, second)
+    LANGUAGE.grid = (*launch.programs, 1)[:2]
+    for second in range(LANGUAGE.grid[1]):
+        for first in range(LANGUAGE.grid[0]):
+            LANGUAGE.program, LANGUAGE.barriers = (first, second), Barriers()
             kernel(**given, **constants)

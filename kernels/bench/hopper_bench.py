@@ -33,6 +33,7 @@ from moeq_kernels.epilogue import SILU, Epilogue
 from moeq_kernels.formats import find_format
 from moeq_kernels.gpu import H200
 from moeq_kernels.hopper.w4a16.kinds import KINDS, kind_of_format
+from moeq_kernels.hopper.w4a16.layer import MMA_TOKENS
 from moeq_kernels.hopper.w4a16.plan import (
     DIRECT,
     GATHERING,
@@ -153,8 +154,10 @@ def floor_us(shape: Shape, stored: Weights, tokens: int, hit: float) -> float:
     return max(moved / 4.4e12, operations / 790e12) * 1e6
 
 
-def chosen_plan(shape: Shape, stored: Weights, tokens: int) -> Plan:
-    """What `hopper_moe` chooses."""
+def chosen_plan(shape: Shape, stored: Weights, tokens: int) -> Plan | None:
+    """What `hopper_moe` chooses; None for the `mma.sync` kernels."""
+    if not KINDS[stored.kind].few and tokens_per_hit(tokens * shape.top_k, shape.experts) <= MMA_TOKENS:
+        return None
     pairs = tokens * shape.top_k
     return choose(
         pairs,
@@ -190,7 +193,8 @@ def candidates(shape: Shape, stored: Weights, tokens: int) -> list[Plan]:
     kernels = [kernel for kernel in QUEUE if mean / 3 <= kernel.tokens <= max(16, mean * 6)]
     kernels += [kernel for kernel in WIDE if min(mean / 3, 100) <= kernel.tokens <= mean * 4]
     result += [Plan(kernel_for(kernel, stored.kind, stored.group)) for kernel in kernels]
-    return list(dict.fromkeys(result))
+    few = KINDS[stored.kind].few
+    return [plan for plan in dict.fromkeys(result) if few or isinstance(plan.kernel, Wide)]
 
 
 @dataclass(frozen=True)

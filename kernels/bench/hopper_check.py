@@ -20,6 +20,7 @@ from bench.planned import hopper_moe
 from bench.reference import Layer, moe, relative_error
 from moeq_kernels import PackedExperts
 from moeq_kernels.formats import find_format
+from moeq_kernels.hopper.w4a16.kinds import KINDS, kind_of_format
 from moeq_kernels.hopper.w4a16.plan import DIRECT, GATHERING, Narrow, Plan, Queue, Wide, kernel_for, table_for
 
 LAYERS = {
@@ -77,6 +78,20 @@ LAYERS = {
     ),
     "padded-mxfp4": Recipe("marlin-mxfp4/1", "e2m1", experts=8, hidden=640, intermediate=256, bias=True, seed=24),
     "padded-int4": Recipe(experts=8, hidden=640, intermediate=192, group_size=64, bias=True, limit=0.5, seed=25),
+    "nvfp4": Recipe("marlin-nvfp4/1", "e2m1", experts=8, hidden=512, intermediate=384, seed=32),
+    "padded-nvfp4": Recipe("marlin-nvfp4/1", "e2m1", experts=8, hidden=640, intermediate=192, bias=True, seed=33),
+    "f16-nvfp4": Recipe(
+        "marlin-nvfp4-fp16/1", "e2m1", experts=4, hidden=576, intermediate=320, dtype=torch.float16, seed=34
+    ),
+    "fp8": Recipe("marlin-fp8/1", "e4m3", experts=8, hidden=512, intermediate=384, group_size=128, seed=35),
+    "f16-fp8": Recipe(
+        "marlin-fp8-fp16/1", "e4m3", experts=4, hidden=512, intermediate=256, group_size=128, dtype=torch.float16,
+        seed=36,
+    ),
+    "fp8-channel": Recipe(
+        "marlin-fp8/1", "e4m3", experts=8, hidden=448, intermediate=320, group_size=-1, bias=True, seed=37
+    ),
+    "mxfp8": Recipe("marlin-mxfp8/1", "e4m3", experts=8, hidden=448, intermediate=320, group_size=32, seed=38),
     "gelu": Recipe(experts=8, hidden=384, intermediate=256, activation="gelu", bias=True, seed=26),
     "gelu-tanh": Recipe(experts=8, hidden=384, intermediate=256, activation="gelu_tanh", order="interleaved", seed=27),
     "relu2": Recipe(experts=8, hidden=384, intermediate=512, activation="relu2", order="ungated", bias=True, seed=28),
@@ -118,15 +133,18 @@ def describe(plan: Plan | None) -> str:
 def plans(recipe: Recipe, tokens: int) -> Iterator[Plan | None]:
     """The chosen plan, and every kernel of the table, narrow ones with and without splits and in both scale modes."""
     yield None
-    kind = find_format(recipe.layout, recipe.element).kind
-    group = 32 if kind == "e2m1" else max(0, recipe.group_size)
+    kind = kind_of_format(find_format(recipe.layout, recipe.element))
+    group = {"e2m1": 32, "mxfp8": 32, "nvfp4": 16}.get(kind, max(0, recipe.group_size))
+    few = KINDS[kind].few
     gated = recipe.order != "ungated"
     for base in dict.fromkeys(kernel for size in (0, 4096) for _, kernel in table_for(kind, size)):
+        if not few and not isinstance(base, Wide):
+            continue
         kernel = kernel_for(base, kind, group)
         yield Plan(kernel)
         if isinstance(kernel, Wide):
             yield Plan(kernel, 1, 2)
-        if base in GATHERING:
+        if base in GATHERING and few:
             yield Plan(kernel_for(GATHERING[base][1], kind, group))
         if isinstance(kernel, Narrow):
             yield Plan(kernel, 2 * gated or 1, 2)
@@ -135,7 +153,7 @@ def plans(recipe: Recipe, tokens: int) -> Iterator[Plan | None]:
             if kernel.after and group:
                 yield Plan(replace(kernel, after=False))
     direct = kernel_for(DIRECT, kind, group)
-    if gated and tokens <= 40:
+    if gated and tokens <= 40 and few:
         yield Plan(direct)
         yield Plan(replace(direct, stages=2, after=False), 3, 2)
 

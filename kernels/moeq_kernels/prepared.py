@@ -135,10 +135,10 @@ def _needs(family: str, problem: Problem, most: int) -> tuple[tuple[int, ...], l
 def _ends(family: str, problem: Problem, tokens: int) -> tuple[int, ...]:
     """The last numbers of tokens of each plan (and way to keep results) up to `tokens`."""
     plan_for = FAMILIES[family].plan_for
-    exact = getattr(FAMILIES[family], "EXACT_PAIRS", 0)
+    exact = getattr(FAMILIES[family], "EXACT_EDGES", (getattr(FAMILIES[family], "EXACT_PAIRS", 0),))
 
     def key(one: int) -> Any:
-        return plan_for(problem, one), one * problem.top_k <= exact
+        return plan_for(problem, one), [one * problem.top_k <= limit for limit in exact]
 
     keys = [key(one) for one in range(1, tokens + 1)]
     changes = [i + 1 for i in range(len(keys) - 1) if keys[i] != keys[i + 1]]

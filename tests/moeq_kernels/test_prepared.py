@@ -125,6 +125,10 @@ def test_the_layer_says_which_kernels_run_and_why() -> None:
     )
 
 
+#: Layouts whose groups of 16 only the portable kernels read.
+WITHOUT_16 = ("marlin-wna16/1",)
+
+
 def test_nothing_falls_back_for_its_size() -> None:
     """Random layers in the range of real ones: up to 1024 experts, 32 choices, 32768 tokens, ranks of 8."""
     generator = random.Random(7)
@@ -133,10 +137,14 @@ def test_nothing_falls_back_for_its_size() -> None:
         ("marlin-wna16/1", "int8"),
         ("marlin-mxfp4/1", "e2m1"),
         ("int8-w8a8/1", "int8"),
+        ("marlin-nvfp4/1", "e2m1"),
+        ("marlin-fp8/1", "e4m3"),
+        ("marlin-mxfp8/1", "e4m3"),
     ]
-    for _ in range(120):
+    for _ in range(180):
         layout, element = generator.choice(formats)
-        group = {"marlin-mxfp4/1": 32, "int8-w8a8/1": -1}.get(layout) or generator.choice([32, 64, 128, -1])
+        sizes = [one for one in find_format(layout, element).group_sizes if one != 256]
+        group = generator.choice(sizes if layout not in WITHOUT_16 else [one for one in sizes if one != 16])
         top_k = generator.randint(1, 32)
         experts = generator.randint(top_k, 1024)
         hidden = generator.randint(2, 64) * 128

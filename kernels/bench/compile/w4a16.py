@@ -13,6 +13,9 @@ from moeq_kernels.hopper.w4a16.plan import (
     MXFP4_LONG_TABLE,
     MXFP4_TABLE,
     TABLE,
+    WIDE64,
+    WIDE96,
+    WIDE160,
     Direct,
     Kernel,
     Narrow,
@@ -29,7 +32,7 @@ class Case:
     Attributes:
         name: unique.
         kernel: sizes.
-        kind: codes: `uint4`, `uint8` or `e2m1`.
+        kind: a key of `kinds.KINDS`.
         group: weights that share a scale; 0 for one scale for each output feature.
         zeros: whether zero points are read.
         x, scale: triton names of the activations' and the scales' types.
@@ -77,6 +80,19 @@ _FORMATS: dict[str, dict[str, Any]] = {
     "mxfp4-down": {"kind": "e2m1", "group": 32, "scale": "u8", "bias": True, "epilogue": PLAIN, "out": "i16"},
     "relu2": {"epilogue": Epilogue("relu2")},
 }  # fmt: skip
+#: Those that only the wide kernels read.
+_MANY: dict[str, dict[str, Any]] = {
+    "nvfp4": {"kind": "nvfp4", "group": 16, "scale": "u8"},
+    "nvfp4-down": {"kind": "nvfp4", "group": 16, "scale": "u8", "bias": True, "epilogue": PLAIN, "out": "i16"},
+    "nvfp4-f16": {"kind": "nvfp4", "group": 16, "scale": "u8", "x": "fp16"},
+    "fp8": {"kind": "fp8"},
+    "fp8-down": {"kind": "fp8", "epilogue": PLAIN, "out": "i16"},
+    "fp8-f16": {"kind": "fp8", "x": "fp16", "scale": "fp16"},
+    "fp8-channel": {"kind": "fp8", "group": 0, "bias": True},
+    "fp8-channel-f16": {"kind": "fp8", "group": 0, "x": "fp16", "scale": "fp16", "epilogue": PLAIN, "out": "fp32"},
+    "mxfp8": {"kind": "mxfp8", "group": 32, "scale": "u8"},
+    "mxfp8-down": {"kind": "mxfp8", "group": 32, "scale": "u8", "epilogue": PLAIN, "out": "i16"},
+}  # fmt: skip
 
 
 def cases() -> list[Case]:
@@ -97,6 +113,10 @@ def cases() -> list[Case]:
             if isinstance(kernel, Direct) and case.epilogue != PLAIN and not case.epilogue.gated:
                 continue  # these kernels have a gate
             result.append(replace(case, kernel=kernel_for(kernel, case.kind, case.group)))
+    for kernel in (WIDE64, WIDE96, WIDE160):
+        for suffix, changes in _MANY.items():
+            chosen = kernel_for(kernel, changes["kind"], changes.get("group", 128))
+            result.append(Case(f"wide{kernel.tokens}-{suffix}", chosen, **changes))
     for kernel in (kernel for _, kernel in MXFP4_TABLE + MXFP4_LONG_TABLE if kernel not in dict(TABLE).values()):
         for suffix, changes in _FORMATS.items():
             if changes.get("kind") == "e2m1":
@@ -270,5 +290,6 @@ def _wide(case: Case, kernel: Wide) -> _Source:
     constants["GATHER"] = case.epilogue != PLAIN and kernel.gathers
     constants |= {"TOKENS": kernel.tokens, "GROUPS_OF_WARPS": kernel.warpgroups, "REGISTERS": kernel.registers}
     constants |= {"EARLY": case.epilogue == PLAIN, "FOLLOWS": case.epilogue == PLAIN}
+    (types if case.kind == "nvfp4" else constants)["global_scale"] = "*fp32" if case.kind == "nvfp4" else None
     function = import_module("moeq_kernels.hopper.w4a16.device.wide").expert_product_wide
     return _Source(function, types, constants, ("zero", "out", "tiles", "columns", "stride", "x", "stride_x"))

@@ -30,6 +30,8 @@ FLOATS: dict[tuple[str, str], tuple[torch.dtype, ...]] = {
     ("marlin-fp8-fp16/1", "e4m3"): (torch.float16,),
     ("marlin-mxfp8/1", "e4m3"): (torch.uint8,),
 }
+#: What the kernels for 16-bit activations read; with SCALES alone FLOATS go to the `mma.sync` kernels.
+READ = SCALES | FLOATS
 #: Experts whose pairs one program can count at a time (`sorting.place`).
 MOST_EXPERTS = 8192
 #: Features of a row that one program can hold to quantise it (`w8a8.device.rows`).
@@ -98,8 +100,8 @@ def reasons(problem: Problem) -> Iterator[str]:
     yield from _common_reasons(problem)
     if problem.hidden % 8:
         yield f"x has {problem.hidden} features; the copy engine needs a multiple of 8"
-    yield from matrix_reasons("w13", problem.w13)
-    yield from matrix_reasons("w2", problem.w2)
+    yield from matrix_reasons("w13", problem.w13, READ)
+    yield from matrix_reasons("w2", problem.w2, READ)
 
 
 def matrix_reasons(
@@ -124,7 +126,7 @@ def matrix_reasons(
     for part in ("permutation", "group_index", "global_scale"):
         if getattr(matrix, part) is not None and (part != "global_scale" or key not in FLOATS):
             yield f"{name} has a {part}, which these kernels do not apply"
-    if matrix.global_scale is not None and matrix.global_scale.numel() != matrix.num_experts:
+    if key in FLOATS and matrix.global_scale is not None and matrix.global_scale.numel() != matrix.num_experts:
         each = matrix.global_scale.numel() // matrix.num_experts
         yield f"{name} has {each} global scales for an expert; these kernels apply one"
 

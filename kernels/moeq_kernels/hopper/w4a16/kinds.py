@@ -16,17 +16,19 @@ class Kind:
         scale_bytes: of a scale that codes along k share.
         finer: whether outputs that are rounded before they are summed keep a bit more than bfloat16 has: weights are
             exact, so that nothing else would hide that rounding.
+        few: whether the Hopper kernels for few tokens of an expert read it too, not the wide one alone.
     """
 
     bits: int
     scale_bytes: int
     finer: bool
+    few: bool = False
 
 
 KINDS: dict[str, Kind] = {
-    "uint4": Kind(4, 2, False),
-    "uint8": Kind(8, 2, False),
-    "e2m1": Kind(4, 1, True),  # MXFP4
+    "uint4": Kind(4, 2, False, few=True),
+    "uint8": Kind(8, 2, False, few=True),
+    "e2m1": Kind(4, 1, True, few=True),  # MXFP4
     "nvfp4": Kind(4, 1, True),
     "fp8": Kind(8, 2, True),
     "mxfp8": Kind(8, 1, True),

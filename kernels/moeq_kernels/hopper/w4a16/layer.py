@@ -9,7 +9,18 @@ import torch
 
 from moeq_kernels.areas import Area, Arena
 from moeq_kernels.epilogue import PLAIN
-from moeq_kernels.hopper.w4a16.plan import WIDE32, Direct, Narrow, Plan, Queue, Wide, choose, kernel_for
+from moeq_kernels.hopper.w4a16.kinds import KINDS
+from moeq_kernels.hopper.w4a16.plan import (
+    WIDE32,
+    Direct,
+    Narrow,
+    Plan,
+    Queue,
+    Wide,
+    choose,
+    kernel_for,
+    tokens_per_hit,
+)
 from moeq_kernels.hopper.w4a16.products import (
     alike,
     boxes,
@@ -22,6 +33,8 @@ from moeq_kernels.hopper.w4a16.products import (
     weight_arguments,
 )
 from moeq_kernels.launch import Launch
+from moeq_kernels.mma import layer as mma
+from moeq_kernels.mma.plan import MmaPlan
 from moeq_kernels.problem import Piece, Problem
 from moeq_kernels.sorting import (
     FEW_PAIRS,
@@ -36,29 +49,42 @@ from moeq_kernels.tuning import next_power_of_two
 
 #: Pairs up to which expert outputs are kept in float32 until they are summed; more would be read and written for long.
 EXACT_PAIRS = 256
+#: Where that changes: here, and where `mma.sync` kernels multiply.
+EXACT_EDGES = (EXACT_PAIRS, mma.EXACT_PAIRS)
 #: Rows of an expert, on average, up to which the sorting kernel also copies tokens.
 ROWS_COPIED = 4
+#: Tokens of an expert that is hit, on average, up to which `mma.sync` kernels multiply what only the wide one reads.
+MMA_TOKENS = 24.0
 #: What heights of the wide kernel's tiles are multiples of.
 HEIGHT_GRAIN = 32
 
 
-def plan_for(problem: Problem, tokens: int) -> Plan:
-    """Kernels and sizes for so many tokens."""
+def plan_for(problem: Problem, tokens: int) -> Plan | MmaPlan:
+    """Kernels and sizes for so many tokens.
+
+    Kinds that the kernels for few tokens of an expert do not read get those of `mma.sync` for few.
+    """
     first, second, gpu = problem.w13, problem.w2, problem.gpu
     kind, group = kind_of(first), group_of(first)
     gated, both = problem.epilogue.gated, alike(first, second)
+    if not (KINDS[kind].few and KINDS[kind_of(second)].few):
+        mean = tokens_per_hit(tokens * problem.top_k, problem.experts)
+        if mean <= MMA_TOKENS or not (both or one_group(first, second)):
+            return mma.plan_for(problem, tokens)
     if not both and not one_group(first, second):  # the one kernel that takes all of a format from its own matrix
         return Plan(kernel_for(kernel_for(WIDE32, kind, group, gpu), kind_of(second), group, gpu))
     pairs = tokens * problem.top_k
     return choose(pairs, problem.experts, first.k, problem.intermediate, group, kind, gated, problem.top_k, gpu, both)
 
 
-def launches(problem: Problem, piece: Piece, arena: Arena, plan: Plan) -> list[Launch]:
+def launches(problem: Problem, piece: Piece, arena: Arena, plan: Plan | MmaPlan) -> list[Launch]:
     """y of some tokens.
 
     Tokens' results are summed in float32 in the order of topk_ids; with more than EXACT_PAIRS pairs each is rounded to
     x's dtype before that, except beside MXFP4 weights and biases (to one bit more) and for float16 (not at all).
     """
+    if isinstance(plan, MmaPlan):
+        return mma.launches(problem, piece, arena, plan)
     if isinstance(plan.kernel, Direct):
         return direct_launches(problem, piece, arena, plan, plan.kernel)
     pairs = piece.ids.numel()
@@ -67,8 +93,8 @@ def launches(problem: Problem, piece: Piece, arena: Arena, plan: Plan) -> list[L
     result, rows, early = sorting(problem, piece, arena, plan, sorted_x)
     middle = arena.take(problem.dtype, pairs, problem.intermediate)
     exact = isinstance(plan.kernel, Narrow) or plan.down_splits > 1 or pairs <= EXACT_PAIRS
-    # Weights of MXFP4 and biases are exact: one more rounding to bf16 would show, hence a format of one more bit.
-    finer = kind_of(problem.w2) == "e2m1" or problem.w2.bias is not None
+    # Such weights and biases are exact: one more rounding to bf16 would show, hence a format of one more bit.
+    finer = KINDS[kind_of(problem.w2)].finer or problem.w2.bias is not None
     # Outputs may exceed float16 before they are weighted.
     kept = torch.float32 if exact or problem.dtype == torch.float16 else torch.int16 if finer else problem.dtype
     parts = arena.take(kept, plan.down_splits, pairs, problem.hidden)

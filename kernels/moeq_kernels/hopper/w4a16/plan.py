@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass, replace
 
 from moeq_kernels.gpu import H200, Gpu
+from moeq_kernels.hopper.w4a16.kinds import KINDS
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,7 @@ def kernel_for(kernel: Kernel, kind: str, group: int, gpu: Gpu = H200) -> Kernel
         if kind != "uint4" and kernel.warpgroups == 4 and kernel.tokens == 64:  # too few registers, too little memory
             kernel = replace(kernel, warpgroups=2, registers=232, stages=9)
         scales = max(1, 64 // group if group else 1) * 256
-        bytes_of_step = kernel.warpgroups * ((8192 if kind == "uint8" else 4096) + scales) + 128 * kernel.tokens
+        bytes_of_step = kernel.warpgroups * (1024 * KINDS[kind].bits + scales) + 128 * kernel.tokens
         room = gpu.shared_bytes - kernel.warpgroups * _REGROUPING_WIDE
         return replace(kernel, stages=min(kernel.stages, room // bytes_of_step))
     after = kernel.after and kind == "uint4" and (group >= 64 or not group)
@@ -250,7 +251,7 @@ def choose(
 
     Args:
         group: weights that share a scale, 0 for one scale for each output feature.
-        kind: `uint4`, `uint8` or `e2m1`.
+        kind: a key of `kinds.KINDS`; those that the kernels for few tokens do not read have to have many.
         gated: whether the first product makes gate and up (only then can the narrow kernel share its k).
         top_k: pairs of a token, which have different experts.
         gpu: whose multiprocessors and shared memory are planned for.
@@ -267,7 +268,7 @@ def choose(
     if isinstance(base, Queue) and not both:
         base = NARROW8 if base.tokens == 8 else WIDE32
     most_columns, gathering = GATHERING.get(base, (0, base))
-    gathers = intermediate <= most_columns and kind != "e2m1"  # MXFP4 weights leave copy warps too little of their time
+    gathers = intermediate <= most_columns and kind in ("uint4", "uint8")  # others leave copy warps too little time
     kernel = kernel_for(gathering if gathers else base, kind, group, gpu)
     if isinstance(kernel, Queue):
         return Plan(kernel)

@@ -123,6 +123,7 @@ def _wide(
         "blocks": -(-out.shape[-1] // (64 * groups if epilogue.gated else 128 * groups)),
         "splits": plan.down_splits if down else 1,
         "rows": rows.pair_of_row.numel(),
+        "global_scale": matrix.global_scale,
     }
     constants |= {"TOKENS": kernel.tokens, "STAGES": kernel.stages, "GATHER": gather, "GROUPS_OF_WARPS": groups}
     constants |= {"REGISTERS": kernel.registers, "EARLY": early or down, "FOLLOWS": down}
@@ -212,7 +213,7 @@ def boxes(matrix: PackedMatrix, x: Area, step: int, tiles: int, tokens: int) -> 
     assert matrix.scale is not None
     words = layouts.tile_bytes(kind_of(matrix)) // 4
     groups = layouts.groups_of(step, group_of(matrix))
-    scale: Area = matrix.scale
+    scale: Area = matrix.scale.cast(torch.uint8) if matrix.scale.itemsize == 1 else matrix.scale
     return (
         Box(matrix.weight.view(-1, matrix.n // 64, words), (step // 16, tiles, words), layouts.word_buffer()),
         Box(x, (tokens, 64), layouts.token_buffer()),

@@ -12,6 +12,8 @@ from bench.cases import Recipe, make_layer
 from moeq_kernels.epilogue import Epilogue
 from moeq_kernels.gpu import H200
 from moeq_kernels.hopper.support import matrix_reasons, triton_reason
+from moeq_kernels.hopper.w4a16 import layer as layer_of_hopper
+from moeq_kernels.hopper.w4a16.kinds import KINDS
 from moeq_kernels.hopper.w4a16.plan import (
     NARROW8,
     Direct,
@@ -25,7 +27,8 @@ from moeq_kernels.hopper.w4a16.plan import (
     table_for,
     tokens_per_hit,
 )
-from moeq_kernels.prepared import prepare
+from moeq_kernels.mma.plan import MmaPlan
+from moeq_kernels.prepared import prepare, prepare_for
 from moeq_kernels.problem import symbolic
 from moeq_kernels.records import W13Order
 from moeq_kernels.validate import epilogue_of
@@ -77,6 +80,31 @@ def test_few_tiles_share_k_and_many_do_not() -> None:
     assert splits_for(16, 56, 528) >= 8
     assert splits_for(400, 16, 528) == 1
     assert splits_for(5000, 16, 528) == 1
+
+
+@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if not kind.few])
+@pytest.mark.parametrize("group", [0, 16, 32, 128])
+def test_kinds_of_the_wide_kernel_alone_get_sizes_that_fit(kind: str, group: int) -> None:
+    for tokens in (25, 40, 44, 45, 90, 91, 4096):
+        plan = choose(tokens * 128, 128, 2048, 768, group, kind)
+        kernel = plan.kernel
+        assert isinstance(kernel, Wide)
+        assert not kernel.gathers
+        scales = max(1, 64 // group if group else 1) * 128 * KINDS[kind].scale_bytes
+        step = kernel.warpgroups * (1024 * KINDS[kind].bits + scales) + 128 * kernel.tokens
+        assert 2 <= kernel.stages <= (H200.shared_bytes - 16640 * kernel.warpgroups) // step
+
+
+def test_the_layer_takes_mma_sync_for_few_tokens_and_for_mixed_formats() -> None:
+    one, _ = make_layer(Recipe("marlin-nvfp4/1", "e2m1", hidden=256, intermediate=256))
+    other, _ = make_layer(Recipe("marlin-fp8/1", "e4m3", hidden=256, intermediate=256, group_size=128))
+    x = torch.zeros(1, 256, dtype=torch.bfloat16)
+    epilogue = epilogue_of(one, "silu", None, None, None, False)
+    for experts, mixed in ((one, False), (other, False), (dataclasses.replace(one, w2=other.w2), True)):
+        layer = prepare_for(x, experts, 2, 4096, epilogue, None, family="hopper-w4a16")
+        for tokens in (1, 47, 49, 4096):  # of four experts, two of a token
+            plan = layer_of_hopper.plan_for(layer.problem, tokens)
+            assert isinstance(plan, MmaPlan) == (mixed or tokens < 48), tokens
 
 
 @pytest.mark.parametrize("kind", ["uint4", "e2m1"])

@@ -27,9 +27,16 @@ from moeq_kernels.hopper.w4a16.device.wide_copies import STEP
 # Argument lists of twenty names, one to a line, would hide the code.
 # fmt: off
 @gluon.jit
+def _slab_scales(scales, SLAB: gl.constexpr, WG: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr, LAYOUT: gl.constexpr):
+    """A warpgroup's scales of the two slabs of 16 rows of k from SLAB of a step on."""
+    lower = scales.slice((GROUPS_OF_WARPS * SLAB + WG) * 8, 8, dim=1).load(LAYOUT)
+    return lower, scales.slice((GROUPS_OF_WARPS * (SLAB + 1) + WG) * 8, 8, dim=1).load(LAYOUT)
+
+
+@gluon.jit
 def _item(
     it, w_view, x_buf, x_rest, s_view, ready, empty, zero, out, row, end_row, s_row, groups, first, last, tile,
-    pair_tiles, columns, stride, zero_words, scale, bias, expert, packed, done, finished, WG: gl.constexpr,
+    pair_tiles, columns, stride, zero_words, scale, bias, whole, expert, packed, done, finished, WG: gl.constexpr,
     NOW: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr,
     KIND: gl.constexpr, EPILOGUE: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr, SIGNALS: gl.constexpr,
 ):
@@ -58,7 +65,13 @@ def _item(
             words = w_view.index(stage).slice(p * SLABS, SLABS, dim=1).slice(WG * BYTES, BYTES, dim=2)
             scale1 = 0
             scale2 = 0
-            if GROUP:
+            if GROUP == 16:  # a scale for each slab of words
+                scales = s_view.index(stage)
+                scale1 = _slab_scales(scales, p * SLABS, WG, GROUPS_OF_WARPS, scale_layout)
+                scale2 = scale1
+                if SLABS == 4:
+                    scale2 = _slab_scales(scales, 2, WG, GROUPS_OF_WARPS, scale_layout)
+            elif GROUP:
                 scales = s_view.index(stage)
                 scale1 = scales.slice((GROUPS_OF_WARPS * (p * PER // PARTS) + WG) * 8, 8, dim=1).load(scale_layout)
                 scale2 = scale1
@@ -91,18 +104,26 @@ def _item(
     if SIGNALS and finished >= 0:
         _signal(done, finished)
     undo: gl.constexpr = weights.undo(KIND, HALF, GROUP > 0)
+    unit: gl.constexpr = weights.channel_unit(KIND, HALF)
     chunk: gl.constexpr = 32 if GROUPS_OF_WARPS == 4 else 64  # tokens regrouped at a time
     second: gl.constexpr = NOW - MAIN
     column = (tile + WG) * 64
     up = (tile + WG + pair_tiles) * 64
+    if whole is None:
+        acc = acc * undo
+        rest = rest * undo
+    else:
+        factor = gl.load(whole + expert) * undo
+        acc = acc * factor
+        rest = rest * factor
     common.store_chunks(
-        acc * undo, out, row, end_row, column, up, columns, stride, scale, bias, first == 0, expert, packed, EPILOGUE,
-        True, MAIN, min(MAIN, chunk),
+        acc, out, row, end_row, column, up, columns, stride, scale, bias, first == 0, expert, packed, EPILOGUE,
+        True, MAIN, min(MAIN, chunk), unit,
     )
     if NOW > MAIN:
         common.store_chunks(
-            rest * undo, out, row + MAIN, end_row, column, up, columns, stride, scale, bias, first == 0, expert, packed,
-            EPILOGUE, True, second, second,
+            rest, out, row + MAIN, end_row, column, up, columns, stride, scale, bias, first == 0, expert, packed,
+            EPILOGUE, True, second, second, unit,
         )
     return it
 
@@ -123,7 +144,7 @@ def _multiply(
     """A multiplying warpgroup. SIGNALS: counts its finished items of each expert."""
     (
         w_buf, x_buf, x_rest, s_buf, ready, empty, info, full, free, zero, out, groups, steps, splits, rows, pair_tiles,
-        columns, stride, zero_words, scale, bias, packed, done,
+        columns, stride, zero_words, scale, bias, whole, packed, done,
     ) = given
     PER: gl.constexpr = layouts.groups_of(STEP, GROUP)
     HEIGHTS: gl.constexpr = wide_copies.heights(TOKENS)
@@ -146,8 +167,9 @@ def _multiply(
             if (left <= HEIGHTS[h]) & (h == 0 or left > HEIGHTS[h - 1]):
                 it = _item(
                     it, w_view, x_buf, x_rest, s_view, ready, empty, zero, base, row, end_row, expert * groups, groups,
-                    first, last, tile, pair_tiles, columns, stride, zero_words, scale, bias, expert, packed, done,
-                    finished, WG, HEIGHTS[h], TOKENS, STAGES, GROUP, ZEROS, KIND, EPILOGUE, GROUPS_OF_WARPS, SIGNALS,
+                    first, last, tile, pair_tiles, columns, stride, zero_words, scale, bias, whole, expert, packed,
+                    done, finished, WG, HEIGHTS[h], TOKENS, STAGES, GROUP, ZEROS, KIND, EPILOGUE, GROUPS_OF_WARPS,
+                    SIGNALS,
                 )
         finished = expert
         number += 1
@@ -163,7 +185,7 @@ def _multiply(
 )
 def expert_product_wide(
     w_desc, x_desc, s_desc, zero, out, queue, done, needed, tiles, num_tiles, x, pair_of_row, top_k, stride_x, slabs,
-    groups, steps, blocks, splits, rows, pair_tiles, columns, stride, zero_words, scale, bias, packed,
+    groups, steps, blocks, splits, rows, pair_tiles, columns, stride, zero_words, scale, bias, global_scale, packed,
     TOKENS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr,
     EPILOGUE: gl.constexpr, GATHER: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr, REGISTERS: gl.constexpr,
     DEPENDENT: gl.constexpr, EARLY: gl.constexpr, FOLLOWS: gl.constexpr,
@@ -180,6 +202,7 @@ def expert_product_wide(
         steps: of 64 rows of k.
         blocks: of columns; splits: work items that share their k (1 for gated ones); rows: of out.
         GROUPS_OF_WARPS: multiplying warpgroups; a program takes 64 columns of each half for each of them.
+        global_scale: float32 `[E]` that multiplies an expert's matrix, or None.
         REGISTERS: of a thread of these.
         EARLY: the kernel before makes the tokens only, so that copies of weights need not wait for it.
         FOLLOWS: and it is this kernel with the gate-up product (FOLLOWS and EARLY): tokens of an expert are ready when
@@ -219,7 +242,7 @@ def expert_product_wide(
     SIGNALS: gl.constexpr = not FOLLOWS
     taken = (
         w_buf, x_buf, x_rest, s_buf, ready, empty, info, full, free, zero, out, groups, steps, splits, rows, pair_tiles,
-        columns, stride, zero_words, scale, bias, packed, done,
+        columns, stride, zero_words, scale, bias, global_scale, packed, done,
     )
     copied = (
         w_desc, x_desc, s_desc, w_buf, x_buf, x_rest, s_buf, ready, empty, info, full, free, queue, tiles, num_tiles,
