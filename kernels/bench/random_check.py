@@ -77,7 +77,7 @@ def choices(family: str | None, formats: str) -> list[tuple[str, str]]:
     w8a8 = [("int8-w8a8/1", "int8")]
     read = {
         None: [*integers, *w8a8, *mxfp4],
-        "hopper-w4a16": [*integers, *mxfp4],
+        "hopper-w4a16": [*integers, *mxfp4, *FLOATS],
         "hopper-w8a8": w8a8,
         "mma-w4a16": [*integers, *mxfp4, *FLOATS],
         "portable": list(FORMATS),
