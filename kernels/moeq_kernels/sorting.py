@@ -153,6 +153,21 @@ def sort_pairs(problem: Problem, piece: Piece, arena: Arena, rows: Sorted, tile:
     return sort_many(problem, piece, arena, rows, tile, grain)
 
 
+def kept_dtype(problem: Problem, exact: bool, finer: bool) -> torch.dtype:
+    """How results of the down product are kept until they are weighted and summed.
+
+    Args:
+        exact: whether they stay float32 in any case.
+        finer: whether weights or biases are so exact that one more rounding to bf16 would show: int16 has one bit more.
+
+    With one choice, of weight 1, half of what int16 gives are ties of the last rounding, which is worse than bf16: it
+    stays float32. float16 could overflow before it is weighted.
+    """
+    if exact or problem.dtype == torch.float16 or (finer and problem.top_k == 1):
+        return torch.float32
+    return torch.int16 if finer else problem.dtype
+
+
 def sum_parts(problem: Problem, piece: Piece, parts: Area, inverse: Area, *, weighted: bool = True) -> Launch:
     """y of tokens from parts `[splits, P, H]` of sorted rows, weighted or not, in the order of choices."""
     tokens, hidden = piece.y.shape

@@ -15,6 +15,9 @@ KERNELS: tuple[Kernels, ...] = ("auto", "moeq", "engine")
 #: Read where the engine's own options say nothing.
 VARIABLE = "MOEQ_KERNELS"
 
+#: Errors of an engine's kernels that mean: what was asked for by name cannot be had. No other kernels are the answer.
+ASKED_FOR = frozenset({"usage.moe-backend", "environment.marlin-input"})
+
 T = TypeVar("T")
 
 
@@ -66,7 +69,8 @@ def choose(asked: Kernels, own: MoeqError | None, slow: str | None, engine: Moeq
         engine: why the engine's cannot run it, or their name.
 
     Raises:
-        MoeqError: the reason, where what was asked for cannot be had, or nothing runs the layer.
+        MoeqError: the reason, where what was asked for cannot be had, or nothing runs the layer. Options of the engine
+            count as asked for while none of moeq's kernels is for this GPU.
     """
     if asked == "moeq" and own is not None:
         raise own
@@ -76,6 +80,8 @@ def choose(asked: Kernels, own: MoeqError | None, slow: str | None, engine: Moeq
         return Choice(False, f"the engine's {engine}, " + (own.message if own and asked == "auto" else "as asked for"))
     if slow is None:
         return Choice(True, "moeq's kernels for this GPU")
+    if asked == "auto" and isinstance(engine, MoeqError) and engine.code in ASKED_FOR:
+        raise engine
     if asked == "auto" and not isinstance(engine, MoeqError):
         return Choice(False, f"the engine's {engine}, since moeq's would be the portable ones: {slow}")
     return Choice(True, f"moeq's portable kernels: {slow}")

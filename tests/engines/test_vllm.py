@@ -176,7 +176,7 @@ class TestRefusals:
         return caught.value
 
     def test_no_gpu(self, folders) -> None:
-        error = self.refused(folders[self.name])
+        error = self.refused(folders[self.name], kernels="engine")
         assert error.code == "answer.no-backend"
         assert "current device" in error.message
 
@@ -220,7 +220,7 @@ class TestRefusals:
     def test_rows_in_an_order_that_the_activation_does_not_take(
         self, name, layout, order, checkpoints, tmp_path, gpu
     ) -> None:
-        error = self.refused(convert(checkpoints / name, tmp_path / "out", layout))
+        error = self.refused(convert(checkpoints / name, tmp_path / "out", layout), kernels="engine")
         assert error.code == "answer.no-backend"
         assert error.message.endswith(f"takes them {order}")
         right = ({"marlin-mxfp4/1", "marlin-mxfp4-interleaved/1"} - {layout}).pop()

@@ -15,7 +15,7 @@ from moeq_kernels.launch import Launch
 from moeq_kernels.mma.plan import MmaPlan, choose
 from moeq_kernels.problem import Piece, Problem
 from moeq_kernels.records import PackedMatrix
-from moeq_kernels.sorting import Sorted, most_tiles, room, sort_pairs, sum_parts
+from moeq_kernels.sorting import Sorted, kept_dtype, most_tiles, room, sort_pairs, sum_parts
 
 #: Pairs up to which expert outputs are kept in float32 until they are summed.
 EXACT_PAIRS = 1024
@@ -63,9 +63,8 @@ def launches(problem: Problem, piece: Piece, arena: Arena, plan: MmaPlan) -> lis
     counters = most * -(-problem.intermediate // 128) if plan.gate_up_splits > 1 else 0
     found = room(problem, arena, pairs, plan.tokens, counters)
     middle = arena.take(problem.dtype, pairs, problem.intermediate)
-    exact = pairs <= EXACT_PAIRS or plan.down_splits > 1 or problem.dtype == torch.float16
     finer = KINDS[kind_of(problem.w2)].finer or problem.w2.bias is not None
-    kept = torch.float32 if exact else torch.int16 if finer else problem.dtype
+    kept = kept_dtype(problem, pairs <= EXACT_PAIRS or plan.down_splits > 1, finer)
     parts = arena.take(kept, plan.down_splits, pairs, problem.hidden)
     return [
         *sort_pairs(problem, piece, arena, found, plan.tokens, plan.tokens),

@@ -39,6 +39,7 @@ from moeq_kernels.problem import Piece, Problem
 from moeq_kernels.sorting import (
     FEW_PAIRS,
     Sorted,
+    kept_dtype,
     most_tiles,
     room,
     sort_few,
@@ -80,8 +81,8 @@ def plan_for(problem: Problem, tokens: int) -> Plan | MmaPlan:
 def launches(problem: Problem, piece: Piece, arena: Arena, plan: Plan | MmaPlan) -> list[Launch]:
     """y of some tokens.
 
-    Tokens' results are summed in float32 in the order of topk_ids; with more than EXACT_PAIRS pairs each is rounded to
-    x's dtype before that, except beside MXFP4 weights and biases (to one bit more) and for float16 (not at all).
+    Tokens' results are summed in float32 in the order of topk_ids; with more than EXACT_PAIRS pairs each is rounded
+    before that, see `kept_dtype`.
     """
     if isinstance(plan, MmaPlan):
         return mma.launches(problem, piece, arena, plan)
@@ -93,10 +94,8 @@ def launches(problem: Problem, piece: Piece, arena: Arena, plan: Plan | MmaPlan)
     result, rows, early = sorting(problem, piece, arena, plan, sorted_x)
     middle = arena.take(problem.dtype, pairs, problem.intermediate)
     exact = isinstance(plan.kernel, Narrow) or plan.down_splits > 1 or pairs <= EXACT_PAIRS
-    # Such weights and biases are exact: one more rounding to bf16 would show, hence a format of one more bit.
     finer = KINDS[kind_of(problem.w2)].finer or problem.w2.bias is not None
-    # Outputs may exceed float16 before they are weighted.
-    kept = torch.float32 if exact or problem.dtype == torch.float16 else torch.int16 if finer else problem.dtype
+    kept = kept_dtype(problem, exact, finer)
     parts = arena.take(kept, plan.down_splits, pairs, problem.hidden)
     if isinstance(plan.kernel, Queue):
         assert sorted_x is not None

@@ -15,7 +15,7 @@ from moeq_kernels.hopper.w8a8.plan import Int8Direct, Int8Narrow, Int8Plan, choo
 from moeq_kernels.launch import Argument, Launch, triton_dtype
 from moeq_kernels.problem import Piece, Problem
 from moeq_kernels.records import PackedMatrix
-from moeq_kernels.sorting import Sorted, few_size, most_tiles, room, sort_many, sum_parts
+from moeq_kernels.sorting import Sorted, few_size, kept_dtype, most_tiles, room, sort_many, sum_parts
 from moeq_kernels.tuning import next_power_of_two
 
 #: Pairs up to which one kernel does all the routing.
@@ -73,9 +73,8 @@ def launches(problem: Problem, piece: Piece, arena: Arena, plan: Int8Plan) -> li
     result.append(product_launch(problem, piece, plan, found, found.rows, problem.w13, middle))
     again, activations = _requantised(problem, piece, arena, found, middle, shared)
     result.append(again)
-    # float16 could overflow before it is weighted.
-    exact = pairs <= EXACT_PAIRS or plan.down_splits > 1 or problem.dtype == torch.float16
-    parts = arena.take(torch.float32 if exact else problem.dtype, plan.down_splits, pairs, problem.hidden)
+    kept = kept_dtype(problem, pairs <= EXACT_PAIRS or plan.down_splits > 1, finer=False)
+    parts = arena.take(kept, plan.down_splits, pairs, problem.hidden)
     result.append(product_launch(problem, piece, plan, found, activations, problem.w2, parts))
     result.append(sum_parts(problem, piece, parts, found.sorted.inverse))
     return result

@@ -1,0 +1,47 @@
+"""Which kernels run a layer inside an engine, without any engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from moeq.engines.choice import Choice, choose
+from moeq.errors import MoeqError
+
+SLOW = "no kernels for sm_75"
+NO_LAYOUT = MoeqError("answer.no-backend", "no kernel of the engine's reads it")
+OTHER_BACKEND = MoeqError("usage.moe-backend", "--moe-backend triton was asked for")
+OWN_CANNOT = MoeqError("answer.no-kernel", "act-order")
+
+
+@pytest.mark.parametrize(
+    ("asked", "own", "slow", "engine", "runs_own"),
+    [
+        ("auto", None, None, "MARLIN", True),
+        ("auto", None, None, OTHER_BACKEND, True),
+        ("auto", None, SLOW, "MARLIN", False),
+        ("auto", None, SLOW, NO_LAYOUT, True),
+        ("auto", OWN_CANNOT, None, "MARLIN", False),
+        ("moeq", None, SLOW, OTHER_BACKEND, True),
+        ("engine", None, None, "MARLIN", False),
+    ],
+)
+def test_kernels_are_chosen(asked, own, slow, engine, runs_own) -> None:
+    found = choose(asked, own, slow, engine)
+    assert isinstance(found, Choice)
+    assert found.own is runs_own
+    assert slow is None or SLOW in found.why
+
+
+@pytest.mark.parametrize(
+    ("asked", "own", "slow", "engine", "code"),
+    [
+        ("moeq", OWN_CANNOT, None, "MARLIN", "answer.no-kernel"),
+        ("engine", None, None, NO_LAYOUT, "answer.no-backend"),
+        ("auto", OWN_CANNOT, None, NO_LAYOUT, "answer.no-backend"),
+        ("auto", None, SLOW, OTHER_BACKEND, "usage.moe-backend"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(asked, own, slow, engine, code) -> None:
+    with pytest.raises(MoeqError) as refused:
+        choose(asked, own, slow, engine)
+    assert refused.value.code == code
