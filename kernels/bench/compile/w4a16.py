@@ -13,6 +13,7 @@ from moeq_kernels.hopper.w4a16.plan import (
     MXFP4_LONG_TABLE,
     MXFP4_TABLE,
     TABLE,
+    WIDE32,
     WIDE64,
     WIDE96,
     WIDE160,
@@ -113,7 +114,7 @@ def cases() -> list[Case]:
             if isinstance(kernel, Direct) and case.epilogue != PLAIN and not case.epilogue.gated:
                 continue  # these kernels have a gate
             result.append(replace(case, kernel=kernel_for(kernel, case.kind, case.group)))
-    for kernel in (WIDE64, WIDE96, WIDE160):
+    for kernel in (WIDE32, WIDE64, WIDE96, WIDE160):
         for suffix, changes in _MANY.items():
             chosen = kernel_for(kernel, changes["kind"], changes.get("group", 128))
             result.append(Case(f"wide{kernel.tokens}-{suffix}", chosen, **changes))

@@ -55,7 +55,7 @@ EXACT_EDGES = (EXACT_PAIRS, mma.EXACT_PAIRS)
 #: Rows of an expert, on average, up to which the sorting kernel also copies tokens.
 ROWS_COPIED = 4
 #: Tokens of an expert that is hit, on average, up to which `mma.sync` kernels multiply what only the wide one reads.
-MMA_TOKENS = 24.0
+MMA_TOKENS = 12.0
 #: What heights of the wide kernel's tiles are multiples of.
 HEIGHT_GRAIN = 32
 

@@ -267,6 +267,8 @@ def choose(
     base = next(one for limit, one in table_for(kind, intermediate) if mean <= limit)
     if isinstance(base, Queue) and not both:
         base = NARROW8 if base.tokens == 8 else WIDE32
+    if isinstance(base, Queue) and not KINDS[kind].few:
+        base = WIDE32
     most_columns, gathering = GATHERING.get(base, (0, base))
     gathers = intermediate <= most_columns and kind in ("uint4", "uint8")  # others leave copy warps too little time
     kernel = kernel_for(gathering if gathers else base, kind, group, gpu)

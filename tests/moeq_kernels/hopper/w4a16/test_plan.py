@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pickle
 
 import pytest
@@ -85,8 +86,8 @@ def test_few_tiles_share_k_and_many_do_not() -> None:
 @pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if not kind.few])
 @pytest.mark.parametrize("group", [0, 16, 32, 128])
 def test_kinds_of_the_wide_kernel_alone_get_sizes_that_fit(kind: str, group: int) -> None:
-    for tokens in (25, 40, 44, 45, 90, 91, 4096):
-        plan = choose(tokens * 128, 128, 2048, 768, group, kind)
+    for tokens, intermediate in itertools.product((13, 19, 24, 25, 40, 44, 45, 90, 91, 4096), (768, 2880)):
+        plan = choose(tokens * 128, 128, 2048, intermediate, group, kind)
         kernel = plan.kernel
         assert isinstance(kernel, Wide)
         assert not kernel.gathers
@@ -102,9 +103,9 @@ def test_the_layer_takes_mma_sync_for_few_tokens_and_for_mixed_formats() -> None
     epilogue = epilogue_of(one, "silu", None, None, None, False)
     for experts, mixed in ((one, False), (other, False), (dataclasses.replace(one, w2=other.w2), True)):
         layer = prepare_for(x, experts, 2, 4096, epilogue, None, family="hopper-w4a16")
-        for tokens in (1, 47, 49, 4096):  # of four experts, two of a token
+        for tokens in (1, 23, 25, 4096):  # of four experts, two of a token
             plan = layer_of_hopper.plan_for(layer.problem, tokens)
-            assert isinstance(plan, MmaPlan) == (mixed or tokens < 48), tokens
+            assert isinstance(plan, MmaPlan) == (mixed or tokens < 24), tokens
 
 
 @pytest.mark.parametrize("kind", ["uint4", "e2m1"])
