@@ -67,6 +67,7 @@ class Part:
         group: input features per column, for the arithmetic of slices (scales: the group size; codes: 1).
         rewrite: permutation of the bits of every finished word, or None.
         flip: bits of each element that are stored inverted (8 makes int4 codes two's complement).
+        rows: output features per row (scales of blocks: 128; of a whole matrix: all), which share what is stored.
     """
 
     field: Field
@@ -78,6 +79,7 @@ class Part:
     group: int = 1
     rewrite: BitPermutation | None = None
     flip: int = 0
+    rows: int = 1
 
     @property
     def spec(self) -> TensorSpec:
@@ -141,7 +143,8 @@ class ArrangedLayout(Layout):
         n, k = self.n_multiple, self.k_multiple
         for part in self.parts(spec).values():
             per_half = 2 if part.arrangement.has_halves else 1
-            n = math.lcm(n, math.lcm(part.arrangement.row_multiple, part.pad[0]) // per_half)
+            if not _is_common(part, spec):
+                n = math.lcm(n, math.lcm(part.arrangement.row_multiple, part.pad[0]) // per_half * part.rows)
             if part.field != "bias" and (part.field == "codes" or spec.num_groups > 1):
                 k = math.lcm(k, part.group * math.lcm(part.arrangement.column_multiple, part.pad[1]))
         # A slice of one group would be a matrix with one scale per channel.
@@ -180,7 +183,7 @@ class ArrangedLayout(Layout):
         self.check(spec)
         found: dict[str, Tensor] = {}
         for name, part in self.parts(spec).items():
-            elements = rearrange(part, parts[name], self.logical_shape(part.field, spec))
+            elements = rearrange(part, parts[name], self.element_shape(part, spec))
             found[part.field] = self.decode(name, elements, spec)
         return QuantizedMatrix(
             spec=spec,
@@ -198,6 +201,7 @@ class ArrangedLayout(Layout):
             return tensor.to(torch_dtype("U8"))
         if part.field == "bias":
             tensor = tensor.unsqueeze(1)
+        tensor = tensor[:: part.rows]
         return tensor if part.field == "codes" or as_stored(part, matrix.spec) else tensor.to(torch_dtype(part.dtype))
 
     def decode(self, name: str, elements: Tensor, spec: MatrixSpec) -> Tensor:
@@ -208,7 +212,8 @@ class ArrangedLayout(Layout):
         if part.field == "zeros":
             return elements.view(torch_dtype("U8")).to(torch_dtype("I16"))
         logical = torch_dtype(logical_dtype(part, spec))
-        return elements.view(logical) if as_stored(part, spec) else elements.view(torch_dtype(part.dtype)).to(logical)
+        stored = elements.view(logical if as_stored(part, spec) else torch_dtype(part.dtype)).to(logical)
+        return stored if part.rows == 1 else stored.repeat_interleave(part.rows, dim=0)[: spec.n].contiguous()
 
     def recodes(self, part: Part, spec: MatrixSpec) -> bool:
         """Whether a part holds other values than the logical tensor (and so might lose some)."""
@@ -228,6 +233,11 @@ class ArrangedLayout(Layout):
         """Size of a logical tensor as a matrix."""
         columns = {"codes": spec.k, "scales": spec.num_groups, "zeros": spec.num_groups, "bias": 1}
         return spec.n, columns[field]
+
+    def element_shape(self, part: Part, spec: MatrixSpec) -> tuple[int, int]:
+        """Size of what a part holds, as a matrix."""
+        rows, columns = self.logical_shape(part.field, spec)
+        return -(-rows // part.rows), columns
 
     def check_values(self, matrix: QuantizedMatrix) -> None:
         """Refuse values that this layout cannot hold. Raises MoeqError `usage.zero-point-range` or `usage.lossy`."""
@@ -281,14 +291,17 @@ class ArrangedLayout(Layout):
         wanted = self.parts(shard)
         cut = {}
         for name, part in self.parts(spec).items():
-            rows, columns = self.logical_shape(part.field, spec)
+            if _is_common(part, spec):
+                cut[name] = parts[name]
+                continue
+            rows, columns = self.element_shape(part, spec)
             first, last = (0, 1) if part.field == "bias" else (k[0] // part.group, -(-k[1] // part.group))
             if part.field in ("scales", "zeros") and spec.num_groups == 1:
                 first, last = 0, 1
             halves = 2 if is_gated_w13(spec) else 1
             shape = part.padded(rows, columns)
-            height, width = part.padded(halves * (n[1] - n[0]), last - first)
-            block = Block(n[0], height // halves, first, width)
+            height, width = part.padded(halves * (n[1] - n[0]) // part.rows, last - first)
+            block = Block(n[0] // part.rows, height // halves, first, width)
             words = flat_words(parts[name].contiguous(), part)
             kept = part.arrangement.narrow(words, shape, block, halves)
             cut[name] = kept.view(torch_dtype(part.dtype)).reshape(wanted[name].shape)
@@ -310,6 +323,11 @@ class ArrangedLayout(Layout):
             )
         shard = replace(spec, n=(n[1] - n[0]) * (2 if is_gated_w13(spec) else 1))
         return shard if k == (0, spec.k) else shard.with_sizes(k=k[1] - k[0])
+
+
+def _is_common(part: Part, spec: MatrixSpec) -> bool:
+    """Whether a part holds one thing for the whole matrix."""
+    return part.rows > 1 and part.rows >= spec.n
 
 
 def is_gated_w13(spec: MatrixSpec) -> bool:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 #: Parts a packed matrix may consist of. `moeq.json` and the converted tensors use these names as suffixes.
 #: `global_scale` multiplies a whole matrix, and `scale_factor` is what the scales were multiplied by; `permutation` and
-#: `group_index` belong to act-order; `compensation` holds the sums that integer CPU kernels subtract.
+#: `group_index` belong to act-order; `compensation` holds the sums that integer CPU kernels subtract;
+#: `zero_sign` says which zeros were negative.
 PARTS = (
     "weight",
     "scale",
@@ -31,6 +32,7 @@ PARTS = (
     "permutation",
     "group_index",
     "compensation",
+    "zero_sign",
 )
 
 W13Order = Literal["gate-up", "up-gate", "interleaved"]
@@ -84,6 +86,7 @@ class PaddingRule:
         whole_groups: the intermediate size is also a multiple of the group size, so that no group is cut.
         midpoint: codes are padded with the symmetric zero point instead of code 0.
         ungated: multiple of the intermediate size where experts have no gate; 0: the same as with one.
+        same_scale: rows that are added take the scale of their half instead of 0: the matrix has one for all rows.
     """
 
     intermediate: int = 1
@@ -91,6 +94,7 @@ class PaddingRule:
     whole_groups: bool = False
     midpoint: bool = False
     ungated: int = 0
+    same_scale: bool = False
 
     def padded(self, intermediate: int, group: int | None, *, gated: bool = True) -> int:
         """The intermediate size of a rank, rounded up; `group` codes share a scale, None for one per channel."""

@@ -66,7 +66,11 @@ class PaddingPlan:
                 f"{before.role} has act-order, so K = {before.k} cannot be padded to {after.k}",
                 "re-quantise with desc_act=False",
             )
-        return _resized(matrix, after, before.symmetric_zero if self.rule.midpoint and before.symmetric else 0)
+        padded = _resized(matrix, after, before.symmetric_zero if self.rule.midpoint and before.symmetric else 0)
+        if not self.rule.same_scale or before.num_groups > 1:
+            return padded
+        halves = 2 if is_gated_w13(before) else 1
+        return replace(padded, scales=_extended(matrix.scales[:, 0], halves, after.n).unsqueeze(1))
 
     def unpad(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
         """The exact inverse of `pad`."""

@@ -36,6 +36,20 @@ KINDS: dict[str, tuple[str, tuple[int, ...]]] = {
     "marlin-fp8/1": ("bf16", (128, 0)),
     "marlin-fp8-fp16/1": ("f16", (128, 0)),
     "marlin-mxfp8/1": ("e8m0", (32,)),
+    "trtllm-mxfp8/1": ("e8m0", (32,)),
+    "deepgemm-mxfp8/1": ("e8m0", (32,)),
+    "trtllm-fp8-block/1": ("f32", (128,)),
+    "flashinfer-cutlass-fp8-block/1": ("bf16", (128,)),
+    "aiter-fp8-block/1": ("f32", (128,)),
+    "aiter-fp8-block-fnuz/1": ("f32", (128,)),
+    "deepgemm-fp8-sm90/1": ("e8m0", (128,)),
+    "deepgemm-fp8-sm100/1": ("e8m0", (128,)),
+    "aiter-fp8-channel/1": ("f32", (0,)),
+    "aiter-fp8-channel-fnuz/1": ("bf16", (0,)),
+    "trtllm-fp8-tensor/1": ("f32", (0,)),
+    "flashinfer-cutlass-fp8-tensor/1": ("f32", (0,)),
+    "aiter-fp8-tensor/1": ("f32", (0,)),
+    "aiter-fp8-tensor-fnuz/1": ("f32", (0,)),
 }
 
 

@@ -215,6 +215,47 @@ def nvfp4(name: str) -> tuple[Tensor, Tensor]:
     return packed.reshape(-1) if kind == "gs" else packed, found[name]
 
 
+# -------------------------------------------------------------------------- FP8 with 8-bit activations
+
+#: What made the bytes, and what shares a scale -> layout.
+FP8 = {
+    "flashinfer_cutlass block": "flashinfer-cutlass-fp8-block/1",
+    "flashinfer_cutlass tensor": "flashinfer-cutlass-fp8-tensor/1",
+    "flashinfer_trtllm block": "trtllm-fp8-block/1",
+    "flashinfer_trtllm tensor": "trtllm-fp8-tensor/1",
+    "flashinfer_trtllm mx": "trtllm-mxfp8/1",
+    "deepgemm_sm90 block": "deepgemm-fp8-sm90/1",
+    "deepgemm_sm100 block": "deepgemm-fp8-sm100/1",
+    "deepgemm_sm100 mx": "deepgemm-mxfp8/1",
+    "aiter_fn block": "aiter-fp8-block/1",
+    "aiter_fn channel": "aiter-fp8-channel/1",
+    "aiter_fn tensor": "aiter-fp8-tensor/1",
+    "aiter_fnuz block": "aiter-fp8-block-fnuz/1",
+    "aiter_fnuz channel": "aiter-fp8-channel-fnuz/1",
+    "aiter_fnuz tensor": "aiter-fp8-tensor-fnuz/1",
+}
+
+
+def fp8(name: str) -> tuple[Tensor, Tensor]:
+    tag, backend, _, part = name.split(".")
+    found, scope = tensors("fp8"), tag.partition("_")[0]
+
+    def source(role: str) -> Source:
+        codes, scales = found[f"{tag}.in.w{role[1:]}"], found[f"{tag}.in.s{role[1:]}"]
+        rows = codes.shape[1]
+        if scope == "block":
+            scales = scales.repeat_interleave(128, dim=1)
+        elif scope == "tensor":
+            scales = scales.view(-1, 1, 1).expand(-1, rows, 1)
+        return Source(role, "e4m3", codes, scales.contiguous(), gated="ungated" not in tag)
+
+    kind, role = part[0], "w13" if part.endswith("13") else "w2"
+    # DeepGEMM requantises these; nothing else changes a number here.
+    layout = lay(FP8[f"{backend} {scope}"], allow_lossy=backend.startswith("deepgemm"))
+    packed = pack_experts(layout, source("w13"), source("w2"), role)[PARTS[kind]]
+    return packed.reshape(-1) if kind == "s" and scope == "tensor" else packed, found[name]
+
+
 # ----------------------------------------------------------------------------------------- triton_kernels
 
 TRITON_KERNELS = {
@@ -310,6 +351,7 @@ GOLDEN: dict[str, Callable[[str], tuple[Tensor, Tensor]]] = {
     "marlin": marlin,
     "marlin_float": marlin_float,
     "nvfp4": nvfp4,
+    "fp8": fp8,
     "wna16_triton": wna16,
     "triton_kernels": triton_kernels,
     "aiter": aiter,

@@ -15,6 +15,7 @@ from layouts.matrices import block, random_matrix, raw, same
 from moeq.errors import MoeqError
 from moeq.layouts import words
 from moeq.layouts.arranged import ArrangedLayout, torch_dtype
+from moeq.layouts.fp8 import Fp8Layout
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 EXACT = [layout_id for layout_id in LAYOUT_IDS if layout_id not in LOSSY_ALWAYS]
@@ -24,6 +25,11 @@ def tame(layout: ArrangedLayout, matrix: QuantizedMatrix) -> QuantizedMatrix:
     """The matrix without values that the layout cannot hold exactly: exponents pulled into fp16's range."""
     if layout.id == "flashinfer-b12x-nvfp4/1":  # it has no global scale but 1
         return replace(matrix, global_scale=torch.ones(matrix.spec.n))
+    if isinstance(layout, Fp8Layout):  # scales of a block, or of a matrix, are one number
+        rows = {"block": 128, "channel": 1, "tensor": matrix.spec.n}[layout.scope]
+        return replace(
+            matrix, scales=matrix.scales[::rows].repeat_interleave(rows, dim=0)[: matrix.spec.n].contiguous()
+        )
     if matrix.spec.scale_dtype != "e8m0":
         return matrix
     low, high = {"marlin-mxfp4-fp8act": (0, 249), "marlin-mxfp4": (0, 255)}.get(

@@ -117,7 +117,7 @@ class OnFastPath:
 
 
 def _sizes(plan: LayerPlan, role: StackedRole, shard: int) -> dict[str, int]:
-    widths = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "I32": 4, "F32": 4}
+    widths = {"U8": 1, "I8": 1, "F8_E4M3": 1, "F16": 2, "BF16": 2, "I32": 4, "F32": 4}
     specs = plan.shards[shard].parts[role]
     return {part: int(np.prod(spec.shape)) * widths[spec.dtype] for part, spec in specs.items()}
 

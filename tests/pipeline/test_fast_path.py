@@ -56,7 +56,7 @@ FAST_PATHS: dict[str, set[str]] = {
     "ct-fp8-block-qwen3moe": set(),
     "ct-fp8-channel-qwen3moe": set(),
     "ct-fp8-tensor-qwen3moe": set(),
-    "ct-mxfp8-qwen3moe": {"marlin-mxfp8/1"},
+    "ct-mxfp8-qwen3moe": {"marlin-mxfp8/1", "deepgemm-mxfp8/1"},
     "ct-nvfp4-qwen3moe": set(),
     "ct-nvfp4a16-qwen3moe": set(),
     "ct-w8a8-qwen3moe": _WNA16 | {"int8-w8a8/1"},

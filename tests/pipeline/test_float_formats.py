@@ -19,6 +19,7 @@ import moeq
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
+from moeq.oracle.policy import load_policy
 from moeq.pipeline.convert import convert
 from moeq.pipeline.plan.candidates import Ask
 from moeq.pipeline.plan.feasible import answer
@@ -72,6 +73,83 @@ def test_every_kernel_with_4_bit_activations_has_its_layout(
     assert verify(tmp_path / "out", source).ok
     restore(tmp_path / "out", tmp_path / "back")
     assert (tmp_path / "back" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
+AITER = {"packages": (("aiter", True),), "env": (("VLLM_ROCM_USE_AITER", "1"),)}
+
+FP8_BACKENDS: list[tuple[str, str, str, dict[str, Any], str]] = [
+    ("ct-fp8-block-qwen3moe", "B200", "auto", {}, "trtllm-fp8-block/1"),
+    ("ct-fp8-block-qwen3moe", "H100", "flashinfer_cutlass", {}, "flashinfer-cutlass-fp8-block/1"),
+    ("ct-fp8-block-qwen3moe", "MI300X", "auto", AITER, "aiter-fp8-block-fnuz/1"),
+    ("ct-fp8-block-qwen3moe", "MI355X", "auto", AITER, "aiter-fp8-block/1"),
+    ("ct-fp8-channel-qwen3moe", "MI300X", "auto", AITER, "aiter-fp8-channel-fnuz/1"),
+    ("ct-fp8-channel-qwen3moe", "MI355X", "aiter", AITER, "aiter-fp8-channel/1"),
+    ("modelopt-fp8-qwen3moe", "B200", "auto", {}, "trtllm-fp8-tensor/1"),
+    ("modelopt-fp8-qwen3moe", "H100", "auto", {}, "flashinfer-cutlass-fp8-tensor/1"),
+    ("modelopt-fp8-qwen3moe", "MI300X", "auto", AITER, "aiter-fp8-tensor-fnuz/1"),
+    ("ct-mxfp8-qwen3moe", "B200", "deep_gemm", {}, "deepgemm-mxfp8/1"),
+]
+
+
+@pytest.mark.parametrize(("name", "gpu", "backend", "more", "layout"), FP8_BACKENDS)
+def test_every_kernel_with_8_bit_activations_has_its_layout(
+    checkpoints: Path, tmp_path: Path, name: str, gpu: str, backend: str, more: dict[str, Any], layout: str
+) -> None:
+    """What shares a scale, and the FP8 of the GPU, decide between layouts of one backend."""
+    source, where = checkpoints / name, Deployment(gpu=parse_gpu(gpu), backend=backend, **more)
+    manifest = convert(source, tmp_path / "out", where).manifest
+    assert {layer.layout for layer in manifest.layers} == {layout}
+    assert verify(tmp_path / "out", source).ok
+    restore(tmp_path / "out", tmp_path / "back")
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(("gpu", "layout"), [("H100", "deepgemm-fp8-sm90/1"), ("B200", "deepgemm-fp8-sm100/1")])
+def test_requantised_weights_take_their_layout_and_permission(
+    checkpoints: Path, tmp_path: Path, gpu: str, layout: str
+) -> None:
+    source, where = checkpoints / "ct-fp8-block-qwen3moe", Deployment(gpu=parse_gpu(gpu), backend="deep_gemm")
+    found = answer(moeq.open(source), Ask(where)).error
+    assert found is not None
+    assert found.code == "answer.no-backend"
+    assert f"which changes numbers; --layout {layout} --allow-lossy writes that" in found.message
+    with pytest.raises(MoeqError, match="changes numbers: weights with scales other than E8M0 are requantised"):
+        convert(source, tmp_path / "out", where, layout=layout)
+    other = {"deepgemm-fp8-sm90/1": "deepgemm-fp8-sm100/1", "deepgemm-fp8-sm100/1": "deepgemm-fp8-sm90/1"}[layout]
+    with pytest.raises(MoeqError) as caught:
+        convert(source, tmp_path / "out", where, layout=other, allow_lossy=True)
+    assert caught.value.code == "usage.layout-backend"
+    manifest = convert(source, tmp_path / "out", where, layout=layout, allow_lossy=True).manifest
+    assert sum(layer.losses for layer in manifest.layers) > 0
+    restore(tmp_path / "out", tmp_path / "back")
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
+def test_two_scales_for_gate_and_up_are_named_before_anything_is_written(checkpoints: Path, tmp_path: Path) -> None:
+    where = Deployment(gpu=parse_gpu("H100"), backend="flashinfer_cutlass")
+    with pytest.raises(MoeqError, match=r"holds one scale per matrix, but w13 has several scales") as caught:
+        convert(checkpoints / "ct-fp8-tensor-qwen3moe", tmp_path / "out", where)
+    assert caught.value.code == "usage.scales-not-shared"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_every_native_backend_reads_is_known_or_said() -> None:
+    """One fact per backend: its layout, that it reads the checkpoint's bytes, or why there is none."""
+    policy = load_policy("vllm@0.33.0")
+    as_it_is = set()
+    for family in (policy.families[name] for name in ("fp8", "nvfp4", "mxfp8")):
+        for backend in family.backends.values():
+            reads = bool(backend.layout or any(choice.layout for choice in backend.layouts))
+            assert not (reads and backend.as_it_is), (family.name, backend.name)
+            assert reads or backend.as_it_is or backend.no_layout, (family.name, backend.name)
+            if backend.as_it_is:
+                as_it_is.add((family.name, backend.name))
+    # The engine's own list of FP8 backends that its conversion leaves alone (`oracle/fp8.py`), and its emulations.
+    assert as_it_is == {
+        *(("fp8", name) for name in ("TRITON", "BATCHED_TRITON", "VLLM_CUTLASS", "BATCHED_VLLM_CUTLASS", "HPC")),
+        *(("mxfp8", name) for name in ("TRITON_MXFP8", "EMULATION")),
+        ("nvfp4", "EMULATION"),
+    }
 
 
 def test_hopper_takes_marlin_for_nvfp4(checkpoints: Path) -> None:

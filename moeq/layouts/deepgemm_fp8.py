@@ -1,0 +1,164 @@
+"""DeepGEMM FP8 with blocks of 128 x 128: weights `[N, K]` as they lie, scales that are powers of two.
+
+* `deepgemm-fp8-sm90/1`: `scale` float32 `[N / 128, K / 128]`.
+* `deepgemm-fp8-sm100/1`: `scale` int32 `[G / 4, N]` (both rounded up to 4, zero-filled), repeated for every row: word
+  (g // 4, n) holds the exponent of group g in byte g % 4. The kernel takes the transposed view.
+
+Exponent bytes (E8M0) are kept exactly. Other scales the engine requantises: weights times scales in float32; per block
+the largest number (at least 1e-4) over 448, rounded up to a power of two; weights over that, rounded to E4M3. That
+changes codes and scales, so it is refused unless losses are allowed, and never chosen. Measured on random weights: 2.6
+percent of a matrix's norm, as much again as the first rounding to E4M3 (tests/layouts/test_fp8_native.py). The
+logarithm is a CPU's here; where a GPU rounds that of a number next to a power of two otherwise, a block may differ.
+
+* `deepgemm-mxfp8/1`: MXFP8, its exponents packed as in `deepgemm-fp8-sm100`; exact.
+
+Source: vLLM 0.33.0, `fp8_utils.py` (`requant_weight_ue8m0_inplace`, `prepare_fp8_moe_layer_for_deepgemm`) and
+`deep_gemm.py` (`per_block_cast_to_fp8`); DeepGEMM 54e2261, `transform_sf_into_required_layout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from moeq.layouts.arranged import ArrangedLayout, Part, arrange, changed
+from moeq.layouts.arrangement import Arrangement
+from moeq.layouts.fp8 import BLOCK, PLAIN, Fp8Layout, fp8_bytes
+from moeq.matrix import MatrixSpec, QuantizedMatrix
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Largest E4M3 number, and the least that the largest of a block is taken for.
+_E4M3_MAX, _LEAST = 448.0, 1e-4
+
+_WORDS = Arrangement("n, g q4 -> g n | q")
+
+
+class _DeepGemm(Fp8Layout):
+    source = "vLLM 0.33.0, DeepGEMM 54e2261"
+    scale_dtypes = ("e8m0", "f32", "bf16", "f16")
+    scope = "block"
+    lossy = "weights with scales other than E8M0 are requantised to powers of two, as the engine does"
+
+    def losses(self, matrix: QuantizedMatrix) -> int:
+        if matrix.spec.scale_dtype == "e8m0":
+            return 0
+        stored = self.unpack(self._packed(matrix), matrix.spec)
+        return changed(matrix.codes, stored.codes) + changed(matrix.scales, stored.scales)
+
+    def pack_into(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
+        self.check(matrix.spec)
+        self.check_values(matrix)
+        written = requantised(matrix)
+        for name, part in self.parts(matrix.spec).items():
+            if name in out:
+                arrange(part, self.encode(name, written), out[name])
+
+    def _packed(self, matrix: QuantizedMatrix) -> dict[str, Tensor]:
+        return type(self)(allow_lossy=True).pack(matrix)
+
+
+class DeepGemmFp8Sm90(_DeepGemm):
+    """See the module."""
+
+    id = "deepgemm-fp8-sm90/1"
+    title = "DeepGEMM FP8, blocks, power-of-two scales in float32"
+    arch = "SM90"
+    slicing = "N by 128, K by 128"
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        return {"weight": fp8_bytes(spec, PLAIN), "scale": self.scale(spec)}
+
+    def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
+        if name != "scale" or matrix.spec.scale_dtype != "e8m0":
+            return super().encode(name, matrix)
+        import torch
+
+        return (matrix.scales[::BLOCK].to(torch.int32) << 23).view(torch.float32)
+
+    def decode(self, name: str, elements: Tensor, spec: MatrixSpec) -> Tensor:
+        if name != "scale" or spec.scale_dtype != "e8m0":
+            return super().decode(name, elements, spec)
+        import torch
+
+        octets = (elements.view(torch.int32) >> 23).to(torch.uint8)
+        return octets.repeat_interleave(BLOCK, dim=0)[: spec.n].contiguous()
+
+
+class DeepGemmFp8Sm100(_DeepGemm):
+    """See the module."""
+
+    id = "deepgemm-fp8-sm100/1"
+    title = "DeepGEMM FP8, blocks, packed E8M0 scales"
+    arch = "SM100, SM120"
+    slicing = "N by 128, K by 512"
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        return {"weight": fp8_bytes(spec, PLAIN), "scale": _words(spec)}
+
+    def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
+        if name != "scale" or matrix.spec.scale_dtype == "e8m0":
+            return super().encode(name, matrix)
+        import torch
+
+        return (matrix.scales.float().view(torch.int32) >> 23).to(torch.uint8)
+
+    def decode(self, name: str, elements: Tensor, spec: MatrixSpec) -> Tensor:
+        if name != "scale" or spec.scale_dtype == "e8m0":
+            return super().decode(name, elements, spec)
+        import torch
+
+        numbers = (elements.to(torch.int32) << 23).view(torch.float32)
+        return numbers.to({"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[spec.scale_dtype])
+
+    def check_values(self, matrix: QuantizedMatrix) -> None:
+        self._check_shared(matrix, BLOCK)
+        super().check_values(matrix)
+
+
+class DeepGemmMXFP8(ArrangedLayout):
+    """See the module."""
+
+    id = "deepgemm-mxfp8/1"
+    title = "DeepGEMM MXFP8"
+    source = "vLLM 0.33.0, DeepGEMM 54e2261"
+    elements = ("e4m3",)
+    schemes = "mxfp8 (e4m3 codes, e8m0 scales of 32), no bias"
+    arch = "SM100, SM120"
+    slicing = "N by 4, K by 128"
+    scale_dtypes = ("e8m0",)
+    group_sizes = (32,)
+    channelwise = False
+    biased = False
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        return {"weight": fp8_bytes(spec, PLAIN), "scale": _words(spec)}
+
+
+def _words(spec: MatrixSpec) -> Part:
+    """int32 `[G / 4, N]`, zero-filled: the exponents of four groups to a word."""
+    shape = (-(-spec.num_groups // 4), -(-spec.n // 4) * 4)
+    return Part("scales", _WORDS, shape, "I32", 8, pad=(4, 4), group=spec.group_size)
+
+
+def requantised(matrix: QuantizedMatrix) -> QuantizedMatrix:
+    """The matrix under power-of-two scales per block of 128 x 128, as vLLM makes them.
+
+    Args:
+        matrix: E4M3 codes `[N, K]`, both multiples of 128, scales alike within a block; E8M0 scales are kept.
+    """
+    import torch
+
+    spec = matrix.spec
+    if spec.scale_dtype == "e8m0":
+        return matrix
+    scales = matrix.scales.float().repeat_interleave(BLOCK, dim=1)[:, : spec.k]
+    weights = matrix.codes.view(torch.float8_e4m3fn).float() * scales
+    blocks = weights.view(spec.n // BLOCK, BLOCK, spec.k // BLOCK, BLOCK)
+    largest = blocks.abs().amax(dim=(1, 3), keepdim=True).clamp(_LEAST)
+    powers = torch.pow(2.0, torch.ceil(torch.log2((largest / _E4M3_MAX).abs())))
+    codes = (blocks * (1.0 / powers)).to(torch.float8_e4m3fn).view(spec.n, spec.k).view(torch.uint8)
+    rows = powers.view(spec.n // BLOCK, spec.k // BLOCK).repeat_interleave(BLOCK, dim=0)
+    return replace(matrix, spec=replace(spec, scale_dtype="f32"), codes=codes, scales=rows)

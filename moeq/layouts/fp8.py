@@ -1,0 +1,108 @@
+"""What the layouts of FP8 weights for FP8 activations share: one E4M3 byte per code, float32 scales as the engine keeps
+them: per block of 128 x 128 (`[N / 128, K / 128]`), per output channel (`[N, 1]`) or per matrix (`[1]`).
+
+Which of the three a checkpoint has, its sizes do not tell; every layout holds one of them, and packing is refused where
+the scales of a block, or of a matrix, are not one number. w13 has one scale per matrix for gate and up together. Where
+a checkpoint has two, the engine requantises both halves to the larger on the GPU; moeq does not.
+
+With one scale per matrix the engine also takes its weights through float16 and back to E4M3. That gives every code back
+unless the scale is tiny (a subnormal code times it has to be a float16 number). The codes here are the checkpoint's.
+
+Scales of activations are no part of a matrix; they stay what the source has.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from moeq.errors import MoeqError
+from moeq.layouts.arranged import ArrangedLayout, Part
+from moeq.layouts.arrangement import Arrangement
+from moeq.layouts.base import Problem
+from moeq.layouts.mxfp4 import IDENTITY_SCALE
+from moeq.matrix import MatrixSpec, QuantizedMatrix
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Rows and columns of a block.
+BLOCK = 128
+
+#: Bytes and scales as they are, and with up before gate.
+PLAIN = IDENTITY_SCALE
+UP_GATE = Arrangement("h2 n, k -> ~h n k")
+
+Scope = Literal["block", "channel", "tensor"]
+_SCHEMES: dict[Scope, str] = {
+    "block": "fp8 (e4m3 codes), one scale per block of 128 x 128, no bias",
+    "channel": "fp8 (e4m3 codes), one scale per output channel, no bias",
+    "tensor": "fp8 (e4m3 codes), one scale per matrix (gate and up together), no bias",
+}
+
+
+class Fp8Layout(ArrangedLayout):
+    """Base of the layouts; subclasses set `scope`, what shares a scale."""
+
+    source = "vLLM 0.33.0"
+    elements = ("e4m3",)
+    scale_dtypes: ClassVar[tuple[str, ...]] = ("f32", "bf16", "f16")
+    biased = False
+    rearranges = False  # scales of blocks and matrices are repeated rows
+    scope: ClassVar[Scope]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        scope = cls.__dict__.get("scope")
+        if scope is None:
+            return
+        cls.schemes = _SCHEMES[scope]
+        if scope == "block":
+            cls.group_sizes, cls.channelwise = (BLOCK,), False
+            cls.n_multiple = cls.k_multiple = BLOCK
+
+    def problems(self, spec: MatrixSpec) -> list[Problem]:
+        found = super().problems(spec)
+        if not found and self.scope != "block" and spec.num_groups > 1:
+            what = "output channel" if self.scope == "channel" else "matrix"
+            found.append(Problem("layout.group-size", f"groups of {spec.group_size}; it holds one scale per {what}"))
+        return found
+
+    def scale(self, spec: MatrixSpec, arrangement: Arrangement = PLAIN) -> Part:
+        """float32 scales, `arrangement` for blocks and channels."""
+        if self.scope == "tensor":
+            return Part("scales", PLAIN, (1,), "F32", 32, group=spec.group_size, rows=spec.n)
+        rows = BLOCK if self.scope == "block" else 1
+        shape = (spec.n // rows, spec.num_groups)
+        return Part("scales", arrangement, shape, "F32", 32, group=spec.group_size, rows=rows)
+
+    def check_values(self, matrix: QuantizedMatrix) -> None:
+        for part in self.parts(matrix.spec).values():
+            if part.rows > 1:
+                self._check_shared(matrix, part.rows)
+        super().check_values(matrix)
+
+    def _check_shared(self, matrix: QuantizedMatrix, rows: int) -> None:
+        scales = matrix.scales
+        first = scales[::rows].repeat_interleave(rows, dim=0)[: len(scales)]
+        differ = int((scales != first).any(dim=1).sum())
+        if not differ:
+            return
+        if self.scope == "tensor":
+            text = f"{matrix.spec.role} has several scales: {_some(scales)}"
+        else:
+            text = f"{differ} rows of {matrix.spec.role} have other scales than the first of their {rows}"
+        raise MoeqError(
+            "usage.scales-not-shared",
+            f"{self.id} holds one scale per {'matrix' if self.scope == 'tensor' else 'block'}, but {text}",
+            "moeq oracle SRC lists the backends; --backend marlin keeps every scale",
+        )
+
+
+def fp8_bytes(spec: MatrixSpec, arrangement: Arrangement, shape: tuple[int, ...] | None = None) -> Part:
+    """F8_E4M3 `[N, K]` unless said otherwise."""
+    return Part("codes", arrangement, shape or (spec.n, spec.k), "F8_E4M3", 8)
+
+
+def _some(scales: Tensor) -> str:
+    numbers = sorted(set(scales.double().flatten().tolist()))
+    return ", ".join(f"{number:g}" for number in numbers[:3]) + (", ..." if len(numbers) > 3 else "")
