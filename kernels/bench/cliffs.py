@@ -7,7 +7,8 @@ The grid: layers of 8 to 512 experts, hidden sizes 1024 to 8192, intermediate si
 to 128 and one scale a channel; tokens at powers of two and halfway between. A jump is how much more a time grows from
 one number of tokens to the next than its floor does; more than 1.6 counts as a cliff. Floors as in `hopper_bench`, cold
 weights, CUDA graphs. `--peers` sets times beside those of a side-by-side run (another day, another GPU of the kind).
-`--sweep` times other plans of the `mma.sync` kernels around the chosen one.
+`--sweep` times other plans of the `mma.sync` kernels, or tiles of the portable ones, around the chosen one; of
+`hopper-w4a16` the wide kernels beside those of `mma.sync`.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ from bench import w8a8_bench
 from bench.hopper_bench import FORMATS, epilogue_of, floor_us, random_experts, weight_bytes
 from bench.planned import pretend
 from bench.timing import SHAPES, Shape, copies_needed, graph_us, inputs, save
-from moeq_kernels import PackedExperts, PreparedLayer
+from moeq_kernels import PackedExperts, PreparedLayer, portable
 from moeq_kernels.compiling import compile_all, specialise
+from moeq_kernels.hopper.w4a16.plan import WIDE32, WIDE64, WIDE96, Plan, kernel_for
 from moeq_kernels.mma.layer import plan_for
 from moeq_kernels.mma.plan import MmaPlan, stage_bytes
 from moeq_kernels.prepared import builds, prepare_for, schedule
+from moeq_kernels.tuning import Blocks
 
 CLIFF = 1.6
 #: Layers of the grid: experts, choices, hidden, intermediate, format.
@@ -115,6 +118,18 @@ def variants(chosen: MmaPlan, kind: str, group: int) -> list[MmaPlan]:
     return [one for one in dict.fromkeys(found) if one != chosen]
 
 
+def portable_variants(chosen: Blocks) -> list[Blocks]:
+    """Tiles around the chosen one."""
+    sizes = itertools.product((16, 32, 64), (64, 128), (64, 128), (4, 8), (3, 4))
+    found = [Blocks(*one) for one in sizes if one[0] * one[1] * one[2] <= 64 * 64 * 128]
+    return [one for one in found if one != chosen and chosen.m / 4 <= one.m <= chosen.m * 4]
+
+
+def wide_variants(kind: str, group: int) -> list[Plan]:
+    """The wide Hopper kernels, to find from how many tokens on they win against those of `mma.sync`."""
+    return [Plan(kernel_for(one, kind, group)) for one in (WIDE32, WIDE64, WIDE96)]
+
+
 def measure(name: str, shape: Shape, stored: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of one layer."""
     make, size_of, floor_of = stored_as(stored)
@@ -124,11 +139,16 @@ def measure(name: str, shape: Shape, stored: str, options: argparse.Namespace) -
     problem, family = first.problem, first.family
     gpu = problem.gpu
     wanted = builds(family, problem, max(sizes))
-    plans: dict[int, list[MmaPlan]] = {}
+    plans: dict[int, list[Any]] = {}
     if options.sweep:
         kept = FORMATS[stored]
         for tokens in sizes:
-            plans[tokens] = variants(plan_for(problem, tokens), kept.kind, kept.group)
+            if family == "portable":
+                plans[tokens] = portable_variants(portable.plan_for(problem, tokens))
+            elif family == "hopper-w4a16":
+                plans[tokens] = [plan_for(problem, tokens), *wide_variants(kept.kind, kept.group)]
+            else:
+                plans[tokens] = variants(plan_for(problem, tokens), kept.kind, kept.group)
             for plan in plans[tokens]:
                 wanted |= {specialise(launch) for launch in schedule(family, problem, tokens, plan).launches}
     done = compile_all(wanted, gpu)

@@ -58,13 +58,14 @@ from moeq_kernels.hopper.w4a16.plan import (
 
 @dataclass(frozen=True)
 class Weights:
-    """How weights are stored; group 0 is one scale for each output feature."""
+    """How weights are stored; group 0 is one scale for each output feature; activations: fp8 to quantise tokens."""
 
     layout: str
     element: str
     group: int
     scale: torch.dtype = torch.bfloat16
     x: torch.dtype = torch.bfloat16
+    activations: str = ""
 
     @property
     def kind(self) -> str:
@@ -91,6 +92,8 @@ FORMATS = {
     "fp8": Weights("marlin-fp8/1", "e4m3", 128),
     "fp8-channel": Weights("marlin-fp8/1", "e4m3", 0),
     "mxfp8": Weights("marlin-mxfp8/1", "e4m3", 32, scale=torch.uint8),
+    "fp8-fp8": Weights("marlin-fp8/1", "e4m3", 128, activations="fp8"),
+    "fp8-channel-fp8": Weights("marlin-fp8/1", "e4m3", 0, activations="fp8"),
 }
 QUEUE = (
     QUEUE8,
@@ -130,7 +133,10 @@ def random_experts(shape: Shape, stored: Weights) -> PackedExperts:
             scale = ((torch.rand(size, device="cuda") + 0.5) / (spread * k**0.5) * lift).to(stored.scale)
         bias = torch.randn(shape.experts, n, device="cuda").to(stored.x) if shape.gpt_oss else None
         layout, element, group = stored.layout, stored.element, stored.group or -1
-        return PackedMatrix(layout, words, n, k, element, group, scale, bias=bias, global_scale=whole)
+        return PackedMatrix(
+            layout, words, n, k, element, group, scale, bias=bias, global_scale=whole,
+            activation_dtype=stored.activations,
+        )  # fmt: skip
 
     gate_up, down = matrix(2 * shape.intermediate, shape.hidden), matrix(shape.hidden, shape.intermediate)
     return PackedExperts(gate_up, down, "interleaved" if shape.gpt_oss else "gate-up")

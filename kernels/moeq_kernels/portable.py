@@ -43,7 +43,9 @@ def plan_for(problem: Problem, tokens: int) -> Blocks:
     rows = pairs / max(1, problem.experts)
     fmt = find_format(problem.w13.layout, problem.w13.element)
     fp8 = fp8_products(problem.gpu, problem.interpret) if problem.w13.activation_dtype else ""
-    blocks = choose_blocks(rows, fmt, shared=problem.gpu.shared_bytes, interpret=problem.interpret, fp8=fp8)
+    wgmma = fp8 == "native" and problem.gpu.capability == (9, 0)
+    shared = problem.gpu.shared_bytes
+    blocks = choose_blocks(rows, fmt, shared=shared, interpret=problem.interpret, fp8=fp8, wgmma=wgmma)
     if fmt.kind != "int8" or problem.interpret:
         return blocks
     # Few tiles are made narrower, until every multiprocessor has one.

@@ -27,9 +27,17 @@ def next_power_of_two(value: int) -> int:
 
 
 def choose_blocks(
-    rows_per_expert: float, fmt: Format, *, shared: int = 227 * 1024, interpret: bool, fp8: str = ""
+    rows_per_expert: float,
+    fmt: Format,
+    *,
+    shared: int = 227 * 1024,
+    interpret: bool,
+    fp8: str = "",
+    wgmma: bool = False,
 ) -> Blocks:
     """Blocks for that average number of rows per expert, on a GPU with `shared` bytes of shared memory per block.
+
+    fp8: as of `portable.fp8_products`, where activations are e4m3; wgmma: whether tensor cores for e4m3 take 64 rows.
 
     The interpreter pays per operation, not per element: it gets few, large tiles.
     """
@@ -45,6 +53,8 @@ def choose_blocks(
         return Blocks(m, 128, 128, num_warps=8, num_stages=3 if large else 2)
     if fp8:  # a step lies in a group of the weights; its sum is a second accumulator
         k = 128 if fp8 == "native" else 64
+        if wgmma and m == 32:  # 32 rows take more instructions, as float16
+            return Blocks(64, 64, k, num_warps=4, num_stages=3)
         return Blocks(m, 64, k, num_warps=4 if m <= 32 else 8, num_stages=3 if shared > 100 * 1024 else 2)
     if m <= 32:
         return Blocks(m, 64, 64, num_warps=4, num_stages=3)
