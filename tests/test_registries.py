@@ -42,6 +42,7 @@ def test_backends_name_layouts_that_exist() -> None:
 READ_BY_NO_ENGINE = {
     "w8a8_int8": "SGLang's, which has no policy",
     "blockwise_int8": "SGLang's, which has no policy",
+    "w4afp8": "SGLang's, which has no policy",
 }
 
 

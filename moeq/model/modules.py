@@ -23,7 +23,7 @@ _QUANT_LEAVES = frozenset(
     }
 )
 
-_QUANT_DTYPES = frozenset({"I8", "U8", "I32", "U32", "F8_E4M3", "F8_E5M2", "F4"})
+_QUANT_DTYPES = frozenset({"I8", "U8", "I32", "U32", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4"})
 
 _PACKED = frozenset({"I32", "I8", "U8"})
 

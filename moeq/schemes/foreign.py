@@ -1,4 +1,8 @@
-"""Formats that are recognised by their tensors and named, but not read."""
+"""Formats that are recognised by their tensors and named, but not read.
+
+E4M3FNUZ is one of them: gfx942 computes in it, but engines read E4M3 files there too and convert at load (see
+`aiter_fp8.py` among the layouts); no writer of served checkpoints is known to store it.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +37,19 @@ _SIGNS: tuple[tuple[str, str], ...] = (
     ("meta", "compressed-tensors marlin-24"),
 )
 
+#: Dtype of `weight` that gives a format away -> its name.
+_DTYPES: dict[str, str] = {
+    "F8_E4M3FNUZ": "FP8 in the encoding of gfx942 (E4M3FNUZ: another bias, no negative zero)",
+    "F8_E5M2FNUZ": "FP8 in the encoding of gfx942 (E5M2FNUZ)",
+    "F8_E5M2": "FP8 with two bits of mantissa (E5M2)",
+}
+
 
 def foreign_name(parts: Parts) -> str | None:
     """Name of the foreign format that the parts give away, or None."""
+    weight = parts.get("weight")
+    if weight is not None and weight.dtype in _DTYPES:
+        return _DTYPES[weight.dtype]
     for sign, name in _SIGNS:
         if sign in parts or (sign.endswith(".") and any(part.startswith(sign) for part in parts)):
             return name

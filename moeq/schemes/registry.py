@@ -25,6 +25,7 @@ FORMATS: dict[str, str] = {
     "deepseek-fp4": "moeq.schemes.deepseek_fp4",
     "nvfp4": "moeq.schemes.nvfp4",
     "modelopt-int4": "moeq.schemes.modelopt_int4",
+    "w4afp8": "moeq.schemes.w4afp8",
     "ct-int8": "moeq.schemes.ct_int8",
     "mxfp8": "moeq.schemes.mxfp8",
     "fp8": "moeq.schemes.fp8",
@@ -44,6 +45,7 @@ DIALECTS: dict[str, str] = {
     "w8a8_int8": "moeq.schemes.plain_configs:read_int8",
     "blockwise_int8": "moeq.schemes.plain_configs:read_int8",
     "quark": "moeq.schemes.quark:read_config",
+    "w4afp8": "moeq.schemes.w4afp8:read_config",
     "modelopt": "moeq.schemes.modelopt:read_config",
 }
 

@@ -24,6 +24,12 @@ from checkpoint.builder import (
 )
 
 import moeq
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
+from moeq.errors import MoeqError
+from moeq.pipeline.convert import convert
+from moeq.prove.restore import restore
+from moeq.prove.verify import verify
 from moeq.schemes.registry import FORMATS
 
 #: Bit patterns of 1.0.
@@ -104,6 +110,14 @@ def int8_block(n: int, k: int) -> Tensors:
     return {"weight": full("I8", (n, k), b"\x03"), "weight_scale_inv": full("F32", (1, 1), F32_ONE)}
 
 
+def int4_sglang(n: int, k: int) -> Tensors:
+    return {
+        "weight": full("I8", (n, k // 2), b"\xbb"),
+        "weight_scale_inv": full("BF16", (n, -(-k // 128)), BF16_ONE),
+        "input_scale": full("BF16", (1,), BF16_ONE),
+    }
+
+
 F16_ONE = struct.pack("<H", 0x3C00)
 
 
@@ -149,6 +163,15 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 QUARK_INT4 = {"dtype": "int4", "qscheme": "per_group", "group_size": 32, "symmetric": True}
 CT = ct_config()["quantization_config"]
 
+QUARK_FP8 = {"dtype": "fp8_e4m3", "symmetric": True}
+QUARK_STATIC = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
+
+
+def quark_fp8(qscheme: str) -> dict[str, Any]:
+    group = {"weight": {**QUARK_FP8, "qscheme": qscheme}, "input_tensors": QUARK_STATIC}
+    return {"quant_method": "quark", "global_quant_config": group}
+
+
 # id: parts, config, format, every weight's value, converted?
 CASES: dict[str, tuple[Make, dict[str, Any], str, float, bool]] = {
     "fp8 per channel": (fp8_channel, CT, "fp8", 1.0, True),
@@ -158,6 +181,9 @@ CASES: dict[str, tuple[Make, dict[str, Any], str, float, bool]] = {
     "nvfp4 divides": (nvfp4_ct, CT, "nvfp4", 0.5, True),
     "nvfp4 multiplies": (nvfp4_modelopt, MODELOPT, "nvfp4", 0.5, True),
     "nvfp4 beside fp8": (nvfp4_modelopt, {**FP8, "moe_quant_algo": "NVFP4"}, "nvfp4", 0.5, True),
+    "fp8 per channel by Quark": (fp8_channel, quark_fp8("per_channel"), "fp8", 1.0, True),
+    "fp8 per tensor by Quark": (fp8_tensor, quark_fp8("per_tensor"), "fp8", 1.0, True),
+    "int4 beside fp8 by SGLang": (int4_sglang, {"quant_method": "w4afp8"}, "w4afp8", -5.0, True),
     "mxfp4 by Quark": (mxfp4_quark, {"quant_method": "quark", "global_quant_config": {}}, "ct-mxfp4", 2.0, True),
     "mxfp4 declared for another family": (mxfp4_quark, {"quant_method": "mxfp4"}, "ct-mxfp4", 2.0, True),
     "fp4 by DeepSeek": (fp4_deepseek, FP8, "deepseek-fp4", 2.0, True),
@@ -214,6 +240,62 @@ def test_format(name: str, tmp_path: Path) -> None:
     assert all((use.refusal is None) is converted for use in checkpoint.info.schemes)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        ("F8_E4M3FNUZ", "FP8 in the encoding of gfx942 (E4M3FNUZ: another bias, no negative zero)"),
+        ("F8_E5M2", "FP8 with two bits of mantissa (E5M2)"),
+    ],
+)
+@pytest.mark.parametrize("scale", ["weight_scale", "weight_scale_inv"])
+def test_other_encodings_of_fp8_are_named_and_refused(tmp_path: Path, dtype: str, name: str, scale: str) -> None:
+    def make(n: int, k: int) -> Tensors:
+        return {"weight": full(dtype, (n, k), E4M3_ONE), scale: full("F32", (1, 1), F32_ONE)}
+
+    source = write(tmp_path / "source", experts(make=make), config(quantization_config=FP8))
+    info = moeq.open(source).info
+    assert not info.convertible
+    assert {use.refusal for use in info.schemes} == {f"its experts are {name}, which moeq does not read"}
+    with pytest.raises(MoeqError, match="which moeq does not read") as caught:
+        convert(source, tmp_path / "out", Deployment(gpu=parse_gpu("MI300X")))
+    assert caught.value.code == "answer.not-convertible"
+
+
+def test_w4afp8_goes_there_and_back_where_its_layout_is_asked_for(tmp_path: Path) -> None:
+    """No engine that moeq knows serves it; its codes are int4, which Marlin's and Triton's bytes hold."""
+    source = write(
+        tmp_path / "source", experts(make=int4_sglang), config(quantization_config={"quant_method": "w4afp8"})
+    )
+    where = Deployment(gpu=parse_gpu("H100"))
+    with pytest.raises(MoeqError, match="'w4afp8' is not a quantisation method this oracle knows"):
+        convert(source, tmp_path / "out", where)
+    convert(source, tmp_path / "out", where, layout="triton-wna16/1", force_layout=True)
+    assert verify(tmp_path / "out", source).ok
+    restore(tmp_path / "out", tmp_path / "back")
+    assert all((tmp_path / "back" / path.name).read_bytes() == path.read_bytes() for path in source.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("octets", "groups", "message"),
+    [
+        (HIDDEN // 2, 2, "weight_scale_inv is [32, 2], expected [32, 1] (one per 128 codes)"),
+        (HIDDEN, 1, "weight has K=128, the sibling projection implies 64"),
+    ],
+)
+def test_w4afp8_that_contradicts_itself(tmp_path: Path, octets: int, groups: int, message: str) -> None:
+    def make(n: int, k: int) -> Tensors:
+        parts = int4_sglang(n, k)
+        if n == INTERMEDIATE:
+            parts["weight"] = full("I8", (n, octets), b"\xbb")
+            parts["weight_scale_inv"] = full("BF16", (n, groups), BF16_ONE)
+        return parts
+
+    with pytest.raises(MoeqError) as caught:
+        moeq.open(write(tmp_path, experts(make=make), config(quantization_config={"quant_method": "w4afp8"})))
+    assert caught.value.code == "source.inconsistent"
+    assert message in caught.value.message
+
+
 def test_activations_of_each_dialect(tmp_path: Path) -> None:
     def activation(make: Make, table: dict[str, Any]) -> str | None:
         found = (
@@ -228,6 +310,12 @@ def test_activations_of_each_dialect(tmp_path: Path) -> None:
     assert activation(nvfp4_modelopt, {**FP8, "moe_quant_algo": "NVFP4"}) == "e2m1 group dynamic"
     assert activation(nvfp4_modelopt, {**MODELOPT, "quant_algo": "W4A16_NVFP4"}) is None
     assert activation(mxfp4_quark, {"quant_method": "mxfp4"}) is None
+    assert activation(int4_sglang, {"quant_method": "w4afp8"}) == "e4m3 tensor static"
+    assert activation(fp8_tensor, quark_fp8("per_tensor")) == "e4m3 tensor static"
+    token = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
+    w4a8 = ct_config()["quantization_config"]
+    w4a8["config_groups"]["group_0"]["input_activations"] = token
+    assert activation(ct(4), w4a8) == "e4m3 token dynamic"
 
 
 def test_contradictions_are_told_and_headers_count(tmp_path: Path) -> None:

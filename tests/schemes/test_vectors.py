@@ -226,6 +226,14 @@ def modelopt_nvfp4(name: str, vector: Mapping[str, Any]) -> Iterator[tuple[str, 
     yield name, Case("nvfp4", parts, Declared("modelopt", "nvfp4"), torch.empty(0), 32, values=values)
 
 
+def sglang_w4afp8(name: str, vector: Mapping[str, Any]) -> Iterator[tuple[str, Case]]:
+    codes, scales = torch.tensor(vector["signed_codes"]), torch.tensor(vector["scales"])
+    values = codes.float() * scales.repeat_interleave(vector["group_size"], dim=1)
+    parts = {"weight": torch.tensor(vector["packed_i8"], dtype=torch.int8), "weight_scale_inv": scales}
+    declared = Declared("w4afp8", "w4afp8", 4, vector["group_size"], True)
+    yield name, Case("w4afp8", parts, declared, (codes + 8).to(torch.uint8), codes.shape[1], values=values)
+
+
 def e2m1(codes: Any) -> Tensor:
     """Values of recorded codes. ModelOpt records codes before it drops the sign of zero, so codes are not compared."""
     return torch.tensor(E2M1_VALUES)[torch.tensor(codes)]
@@ -289,6 +297,7 @@ BUILDERS: tuple[tuple[str, Callable[[str, Mapping[str, Any]], Iterator[tuple[str
     ("ct_mxfp", ct_full),
     ("gptoss_", gptoss),
     ("modelopt_int4", modelopt_int4),
+    ("sglang_w4afp8", sglang_w4afp8),
     ("modelopt_nvfp4", modelopt_nvfp4),
     ("modelopt_mxfp4", byte_mxfp4),
     ("quark_fp4", deepseek),
@@ -322,7 +331,7 @@ CASES = [pytest.param(case, id=label) for name in VECTORS if name not in NOT_REA
 
 def test_every_vector_is_decoded_or_listed() -> None:
     assert {name for name in VECTORS if not build(name)} <= set(NOT_READ)
-    assert len(VECTORS) == 119
+    assert len(VECTORS) == 120
 
 
 def described_as(case: Case) -> tuple[dict[str, PartSig], Described, Format]:

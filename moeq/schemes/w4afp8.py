@@ -1,0 +1,134 @@
+"""SGLang's W4AFP8: int4 weights two to a byte, for FP8 activations; the other layers are FP8 in blocks.
+
+Tensors: `weight` I8 `[N, K / 2]`, two's complement, low nibble first; `weight_scale_inv` `[N, K / 128]` F32, BF16 or
+F16, which multiplies despite its name; `input_scale`, of the activations. The config says `quant_method: w4afp8`, and
+nothing else that SGLang reads: groups of 128 and static activations of the experts are fixed.
+
+Checked against SGLang 0.5.23 (`w4afp8.py`, `test_cutlass_w4a8_moe.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from moeq.matrix import MatrixSpec, QuantizedMatrix
+from moeq.schemes.base import QuantKey, ScaleKey, Scheme
+from moeq.schemes.declared import Declaration, Declared, Fields
+from moeq.schemes.format import (
+    Context,
+    Described,
+    Encoding,
+    Format,
+    PartRoles,
+    Parts,
+    PartSig,
+    bias_dtype,
+    float_name,
+    inconsistent,
+    make_scheme,
+)
+from moeq.schemes.fp4 import nibble_codes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Codes that share a scale.
+GROUP = 128
+
+#: Two's complement to offset binary and back.
+_SIGN = 8
+
+_STATIC = QuantKey("e4m3", "runtime", ScaleKey("f32", "tensor", (-1, -1)))
+_BLOCKS = QuantKey("e4m3", "runtime", ScaleKey("f32", "group", (1, 128), dynamic=True))
+
+
+class W4AFp8(Format):
+    """int4 weights beside FP8 ones."""
+
+    id = "w4afp8"
+    title = "SGLang W4AFP8: int4 nibbles along K, scales per 128, FP8 activations"
+    parts: ClassVar[PartRoles] = {
+        "weight": "codes",
+        "weight_scale_inv": "scale",
+        "input_scale": "other",
+        "bias": "bias",
+    }
+
+    def matches(self, parts: Parts, declared: Declared | None) -> bool:
+        weight, scale = parts.get("weight"), parts.get("weight_scale_inv")
+        if weight is None or scale is None or weight.dtype != "I8" or len(weight.shape) != 2 or len(scale.shape) != 2:
+            return False
+        # Bytes in blocks (`fp8-block`) have a row of scales per block of rows.
+        return scale.shape[0] == weight.shape[0] > 1
+
+    def out_features(self, parts: Parts) -> int:
+        return parts["weight"].shape[0]
+
+    def describe(self, parts: Parts, context: Context) -> Described:
+        n, octets = parts["weight"].shape
+        k, found = 2 * octets, parts["weight_scale_inv"].shape
+        if found != (n, -(-k // GROUP)):
+            wanted = f"expected {[n, -(-k // GROUP)]} (one per {GROUP} codes)"
+            inconsistent(context.where, f"weight_scale_inv is {list(found)}, {wanted}")
+        if context.k_hint not in (None, k):
+            inconsistent(context.where, f"weight has K={k}, the sibling projection implies {context.k_hint}")
+        spec = MatrixSpec(
+            role=context.role,
+            n=n,
+            k=k,
+            element="int4",
+            group_size=min(GROUP, k),
+            scale_dtype=float_name(parts, "weight_scale_inv", context),
+            bias_dtype=bias_dtype(parts, context, n),
+            gated=context.gated,
+        )
+        encoding = Encoding("i8-packed", "two codes per byte along K, two's complement", group_shape=(1, GROUP))
+        return Described(make_scheme(self.id, spec, context.declared, encoding), spec)
+
+    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
+        codes = nibble_codes(parts["weight"]) ^ _SIGN
+        return QuantizedMatrix(spec, codes, parts["weight_scale_inv"].contiguous(), bias=parts.get("bias"))
+
+    def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
+        import torch
+
+        from moeq.schemes.bits import pack_nibbles
+
+        if part == "weight":
+            return pack_nibbles(matrix.codes ^ _SIGN).view(torch.int8)
+        return matrix.scales if part == "weight_scale_inv" else None
+
+    def is_bijective(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> bool:
+        return self.parts.get(part) in ("codes", "scale")
+
+
+def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
+    """Read SGLang's `w4afp8` config: experts are int4, everything else FP8 in blocks."""
+    fields = Fields(table, origin)
+    experts = Declared(
+        method="w4afp8",
+        variant="w4afp8",
+        bits=4,
+        group_size=GROUP,
+        symmetric=True,
+        activation=_STATIC,
+        rule=origin,
+    )
+    dense = Declared(
+        method="w4afp8",
+        variant="e4m3",
+        symmetric=True,
+        strategy="block",
+        block=(128, 128),
+        activation=_BLOCKS,
+        rule=origin,
+    )
+
+    def resolve(module: str) -> Declared | None:
+        return experts if ".experts" in module else dense
+
+    return Declaration("w4afp8", fields.where, experts, resolve, raw=table)
+
+
+FORMAT = W4AFp8()
