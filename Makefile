@@ -10,6 +10,9 @@ DEMO := demo-output
 # The oldest and the newest triton that the kernels are for; the tests run on the one in constraints.txt.
 TRITONS := 3.6.0 3.9.0
 
+# Bytecode and compiled loops are kept between processes, whatever the environment says: the tests start hundreds.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Seconds that `make fuzz` takes for the parsers, all together.
 FUZZ_SECONDS ?= 600
 

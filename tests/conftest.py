@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
+import sampling
 import torch
 
 from moeq_kernels import interpreter
@@ -16,9 +19,17 @@ CHECKPOINTS = Path(__file__).parent / "data" / "checkpoints"
 if not HAS_GPU:
     interpreter.enable()
 
+# Hundreds of processes are started by tests; each would compile moeq's sources again, which is half of what a command
+# costs. pytest's own workers are started after this line.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     asked = str(config.getoption("-m"))
+    for item in sampling.left_for_later(items):
+        item.add_marker(pytest.mark.slow)
     for item in items:
         for name in ("slow", "night"):
             if item.get_closest_marker(name) and name not in asked:

@@ -58,6 +58,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("words", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("same_times", [False, True], ids=["other times", "same times"])
 class TestShares:
@@ -140,6 +141,7 @@ class TestBelief:
         assert moeq_command("convert", first, tmp_path / "whole", "--gpu", "a100").code == 0
         return content(tmp_path / "whole")
 
+    @pytest.mark.cover
     @pytest.mark.parametrize("size", [8, 64, 512, 4096])
     @pytest.mark.parametrize("file", [1, 2, 3])
     def test_two_blocks_exchanged(self, size, file, first, half, whole, tmp_path, moeq_command) -> None:
@@ -154,6 +156,7 @@ class TestBelief:
         assert moeq_command("convert", first, tmp_path / "out", "--gpu", "a100").code == 0
         assert content(tmp_path / "out") == whole
 
+    @pytest.mark.cover
     @pytest.mark.parametrize("size", [8, 512, 4096])
     @pytest.mark.parametrize("copied", [False, True])
     def test_two_blocks_of_one_unit_exchanged(self, size, copied, first, half, whole, tmp_path, moeq_command) -> None:
@@ -177,6 +180,7 @@ class TestBelief:
         assert moeq_command("convert", first, tmp_path / "out", "--gpu", "a100").code == 0
         assert content(tmp_path / "out") == whole
 
+    @pytest.mark.cover(every=3)
     @pytest.mark.parametrize("cut", range(12))
     def test_a_journal_cut_anywhere(self, cut, first, half, whole, tmp_path, moeq_command) -> None:
         """At every kind of place: in the first line, at its end, within lines, and within seals."""

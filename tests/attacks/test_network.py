@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import shutil
 import threading
-import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from attacks.conftest import tree
+from attacks.forks import Ended, Starter, starting
 from checkpoint.hub_server import SHA, Handler, Hub, serving
 
-#: Runs one command with short deadlines; the client reads its settings when it is imported.
-PROGRAM = """
-import sys
+#: Short deadlines.
+IMPATIENT = """
 from moeq.checkpoint import hub_guard, ranges
 hub_guard.ANSWER_SECONDS, hub_guard.SILENCE_SECONDS, ranges._DEADLINE = 6.0, 2.0, 6.0
-from moeq.cli.app import run
-sys.exit(run(sys.argv[1:]))
 """
 
 Lie = Callable[["Liar", str, bool], bool]
@@ -32,7 +31,7 @@ Lie = Callable[["Liar", str, bool], bool]
 class Liar(Handler):
     """The loopback Hub, of which one answer is somebody else's."""
 
-    lie: Lie
+    lie: Any
     path_of: str = ""
 
     def _file(self, repo: str, revision: str, name: str, body: bool) -> None:
@@ -52,46 +51,64 @@ class Liar(Handler):
         self.close_connection = True
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[Hub]:
+    """One address for all: the client keeps the one that it was started with."""
+    with serving(Liar) as found:
+        yield found
+
+
 @pytest.fixture
-def hub(checkpoints: Path) -> Iterator[Callable[[Lie], Hub]]:
-    """A server that tells a lie."""
-    running: list[Any] = []
+def hub(server: Hub, checkpoints: Path) -> Callable[[Lie], Hub]:
+    """The server, told to lie."""
 
-    def start(lie: Lie) -> Hub:
-        kind = type("OneLiar", (Liar,), {"lie": staticmethod(lie)})
-        context = serving(kind)
-        found = context.__enter__()
-        running.append(context)
-        found.add("org/tiny", checkpoints / "gptq-int4-g32-qwen3moe")
-        return found
+    def told(lie: Lie) -> Hub:
+        Liar.hub = Hub(server.url)
+        Liar.hub.add("org/tiny", checkpoints / "gptq-int4-g32-qwen3moe")
+        Liar.lie = staticmethod(lie)
+        return Liar.hub
 
-    yield start
-    for context in running:
-        context.__exit__(None, None, None)
+    return told
 
 
-def ask(hub: Hub, home: Path, *argv: object, seconds: float = 45, token: str = "") -> tuple[int, dict[str, Any], float]:
-    """Run one command against it; exit code, document, seconds."""
-    return ask_with(PROGRAM, hub, home, *argv, seconds=seconds, token=token)[:3]
+@dataclass(frozen=True)
+class Client:
+    """Starts commands that talk to the server.
+
+    Attributes:
+        home: an empty folder for what they write.
+        starter: where they come from.
+    """
+
+    home: Path
+    starter: Starter
+
+    def ask(self, *argv: object, token: str = "", first: str = "", last: str = "") -> tuple[dict[str, Any], Ended]:
+        """The document that a command prints, and how it ended."""
+        env = {"HF_TOKEN": token} if token else {}
+        ended = self.starter.run(*argv, "--json", seconds=45, env=env, first=first, last=last)
+        assert "Traceback" not in ended.err, ended.err
+        assert ended.code >= 0, "it was killed"
+        return json.loads(ended.out), ended
 
 
-def ask_with(
-    program: str, hub: Hub, home: Path, *argv: object, seconds: float = 45, token: str = ""
-) -> tuple[int, dict[str, Any], float, str]:
-    """The same by another program; its stderr as well."""
+@pytest.fixture(scope="module")
+def starter(server: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
+    folder = tmp_path_factory.mktemp("network")
+    (folder / "home").mkdir()
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    ours = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home / "hub"), "NO_PROXY": "*", "HF_HUB_DISABLE_XET": "1"}
-    begun = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", program, *map(str, argv), "--json"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=seconds,
-        env={**inherited, **ours, **({"HF_TOKEN": token} if token else {})},
-    )
-    assert "Traceback" not in done.stderr, done.stderr
-    return done.returncode, json.loads(done.stdout), time.monotonic() - begun, done.stderr
+    cache = str(folder / "home" / "hub")
+    ours = {"HF_ENDPOINT": server.url, "HF_HOME": cache, "NO_PROXY": "*", "HF_HUB_DISABLE_XET": "1"}
+    with starting(folder, {**inherited, **ours}, IMPATIENT) as found:
+        yield found
+
+
+@pytest.fixture
+def client(starter: Starter) -> Client:
+    home = starter.folder / "home"
+    shutil.rmtree(home)
+    home.mkdir()
+    return Client(home, starter)
 
 
 ETAGS = ["../../../../escaped", "/tmp/moeq-escaped", "a/b", "..", "a\\b", "x" * 5000, "%2e%2e%2fx"]
@@ -99,7 +116,7 @@ ETAGS = ["../../../../escaped", "/tmp/moeq-escaped", "a/b", "..", "a\\b", "x" * 
 
 @pytest.mark.parametrize("header", ["ETag", "X-Linked-Etag"])
 @pytest.mark.parametrize("etag", ETAGS, ids=range(len(ETAGS)))
-def test_a_hostile_etag(hub: Callable[[Lie], Hub], tmp_path: Path, header: str, etag: str) -> None:
+def test_a_hostile_etag(hub: Callable[[Lie], Hub], client: Client, header: str, etag: str) -> None:
     """huggingface_hub 2.4.0 makes a path of it."""
 
     def lie(handler: Liar, what: str, body: bool) -> bool:
@@ -109,18 +126,19 @@ def test_a_hostile_etag(hub: Callable[[Lie], Hub], tmp_path: Path, header: str, 
         handler.head(200, headers)
         return True
 
-    before = tree(tmp_path)
-    code, document, _ = ask(hub(lie), tmp_path, "inspect", "org/tiny")
-    assert code == 4, document
-    made = {Path(name).relative_to(tmp_path).parts[0] for name in tree(tmp_path).keys() - before.keys()}
+    before = tree(client.home)
+    hub(lie)
+    document, ended = client.ask("inspect", "org/tiny")
+    assert ended.code == 4, document
+    made = {Path(name).relative_to(client.home).parts[0] for name in tree(client.home).keys() - before.keys()}
     assert made <= {"hub"}
-    assert not list((tmp_path / "hub").rglob("*escaped*"))
+    assert not list((client.home / "hub").rglob("*escaped*"))
     assert not Path("/tmp/moeq-escaped").exists()
 
 
 @pytest.mark.parametrize("commit", ["../../../escaped", "/tmp/moeq-escaped", "main", "", "0" * 200, "g" * 40])
 @pytest.mark.parametrize("where", ["listing", "header"])
-def test_a_hostile_commit(hub: Callable[[Lie], Hub], tmp_path: Path, commit: str, where: str) -> None:
+def test_a_hostile_commit(hub: Callable[[Lie], Hub], client: Client, commit: str, where: str) -> None:
     def lie(handler: Liar, what: str, body: bool) -> bool:
         if what == "model" and where == "listing":
             document = {"id": "org/tiny", "sha": commit, "siblings": [{"rfilename": "config.json", "size": 10}]}
@@ -131,14 +149,15 @@ def test_a_hostile_commit(hub: Callable[[Lie], Hub], tmp_path: Path, commit: str
             return True
         return False
 
-    code, document, _ = ask(hub(lie), tmp_path, "inspect", "org/tiny")
-    assert code == 4, document
-    assert not list(tmp_path.rglob("*escaped*"))
+    hub(lie)
+    document, ended = client.ask("inspect", "org/tiny")
+    assert ended.code == 4, document
+    assert not list(client.home.rglob("*escaped*"))
     assert not Path("/tmp/moeq-escaped").exists()
 
 
 @pytest.mark.parametrize("announced", ["true", "huge", "none", "chunked"])
-def test_a_file_that_does_not_end(hub: Callable[[Lie], Hub], tmp_path: Path, announced: str) -> None:
+def test_a_file_that_does_not_end(hub: Callable[[Lie], Hub], client: Client, announced: str) -> None:
     """Listed with a few bytes; the disk is not filled with what comes."""
     sent = [0]
 
@@ -163,18 +182,20 @@ def test_a_file_that_does_not_end(hub: Callable[[Lie], Hub], tmp_path: Path, ann
                 pass
         return True
 
-    code, document, _ = ask(hub(lie), tmp_path, "inspect", "org/tiny")
-    assert code == 4, document
+    hub(lie)
+    document, ended = client.ask("inspect", "org/tiny")
+    assert ended.code == 4, document
     assert sent[0] < 256 << 20
-    assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < 16 << 20
+    assert sum(path.stat().st_size for path in client.home.rglob("*") if path.is_file()) < 16 << 20
 
 
 STALLS = [f"{when} {what}" for when in ("before", "within") for what in ("the listing", "a file", "a range")]
 
 
+@pytest.mark.cover("stall")
 @pytest.mark.parametrize("drip", [False, True])
 @pytest.mark.parametrize("stall", STALLS)
-def test_a_hub_that_goes_silent(hub: Callable[[Lie], Hub], tmp_path: Path, stall: str, drip: bool) -> None:
+def test_a_hub_that_goes_silent(hub: Callable[[Lie], Hub], client: Client, stall: str, drip: bool) -> None:
     """It takes the connection and says nothing more, or a byte now and then."""
     released = threading.Event()
 
@@ -200,19 +221,20 @@ def test_a_hub_that_goes_silent(hub: Callable[[Lie], Hub], tmp_path: Path, stall
         return True
 
     try:
-        code, document, seconds = ask(hub(lie), tmp_path, "inspect", "org/tiny")
+        hub(lie)
+        document, ended = client.ask("inspect", "org/tiny")
     finally:
         released.set()
-    assert code == 4, document
+    assert ended.code == 4, document
     assert document["error"]["code"] == "source.network"
-    assert seconds < 40
+    assert ended.seconds < 40
 
 
 NAMES = ["../../evil.json", "/etc/cron.d/evil", "a/../../evil", "evil\x1b[2J.json", "C:\\evil", "moeq-journal.jsonl"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_hostile_name_in_a_listing(hub: Callable[[Lie], Hub], tmp_path: Path, checkpoints: Path, name: str) -> None:
+def test_a_hostile_name_in_a_listing(hub: Callable[[Lie], Hub], client: Client, checkpoints: Path, name: str) -> None:
     folder = checkpoints / "gptq-int4-g32-qwen3moe"
 
     def lie(handler: Liar, what: str, body: bool) -> bool:
@@ -223,18 +245,19 @@ def test_a_hostile_name_in_a_listing(hub: Callable[[Lie], Hub], tmp_path: Path, 
         handler._send(200, json.dumps(document).encode(), body, {"Content-Type": "application/json"})
         return True
 
-    code, document, _ = ask(hub(lie), tmp_path, "convert", "org/tiny", tmp_path / "out", "--gpu", "a100")
+    hub(lie)
+    document, ended = client.ask("convert", "org/tiny", client.home / "out", "--gpu", "a100")
     if "/" in name and not name.startswith(("/", "..")):
-        assert code in (0, 4)  # in a folder of the repository, which nothing reads
+        assert ended.code in (0, 4)  # in a folder of the repository, which nothing reads
     else:
-        assert code in (0, 4), document
-    assert not [path for path in tmp_path.rglob("*evil*")]
-    assert not [path for path in tmp_path.rglob("moeq-journal*")]
+        assert ended.code in (0, 4), document
+    assert not [path for path in client.home.rglob("*evil*")]
+    assert not [path for path in client.home.rglob("moeq-journal*")]
     assert not Path("/etc/cron.d/evil").exists()
 
 
 @pytest.mark.parametrize("of", ["file", "range"])
-def test_a_redirect_to_another_host_drops_the_token(hub: Callable[[Lie], Hub], tmp_path: Path, of: str) -> None:
+def test_a_redirect_to_another_host_drops_the_token(hub: Callable[[Lie], Hub], client: Client, of: str) -> None:
     """As the Hub redirects large files to other hosts. They get the request, and no token."""
     seen: list[str | None] = []
 
@@ -257,8 +280,8 @@ def test_a_redirect_to_another_host_drops_the_token(hub: Callable[[Lie], Hub], t
             return True
 
         server = hub(lie)
-        code, document, _ = ask(server, tmp_path, "inspect", "org/tiny", token="hf_secret_token")
-    assert code == 4, document
+        document, ended = client.ask("inspect", "org/tiny", token="hf_secret_token")
+    assert ended.code == 4, document
     assert any("hf_secret_token" in value for value in server.authorizations), "it is sent to the Hub itself"
     assert seen
     assert set(seen) == {None}
@@ -309,53 +332,31 @@ LISTINGS: tuple[object, ...] = (
 )
 
 
-def test_listings_that_are_none(hub: Callable[[Lie], Hub], tmp_path: Path) -> None:
-    """One process asks for all of them: wrong types are the server's fault, never moeq's."""
-    left = iter(LISTINGS)
+def test_listings_that_are_none(hub: Callable[[Lie], Hub], client: Client) -> None:
+    """Wrong types are the server's fault, never moeq's."""
     current: list[object] = []
 
     def lie(handler: Liar, what: str, body: bool) -> bool:
         return what == "model" and listing(handler, body, current[0])
 
-    server = hub(lie)
-    program = PROGRAM.replace(
-        "sys.exit(run(sys.argv[1:]))",
-        "for line in sys.stdin: print(run(['inspect', 'org/tiny', '--json']), file=sys.stderr, flush=True)",
-    )
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    ours = {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hub"), "NO_PROXY": "*", "HF_HUB_DISABLE_XET": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**inherited, **ours},
-    )
-    assert process.stdin is not None
-    assert process.stderr is not None
-    for document in left:
+    hub(lie)
+    for document in LISTINGS:
         current[:] = [document]
-        process.stdin.write("\n")
-        process.stdin.flush()
-        said: list[str] = []
-        for line in process.stderr:
-            said.append(line.strip())
-            if said[-1].isdigit():
-                break
-        assert said[-1:] == ["4"], (document, said)
-    process.stdin.close()
-    assert process.wait(20) == 0
+        answer, ended = client.ask("inspect", "org/tiny")
+        assert ended.code == 4, (document, answer)
+
+
+@cache
+def bomb(encoding: str) -> bytes:
+    """Half a megabyte that unfolds to half a gigabyte."""
+    packer = zlib.compressobj(9, zlib.DEFLATED, 31 if encoding == "gzip" else 15)
+    return b"".join([*(packer.compress(b" " * (1 << 20)) for _ in range(512)), packer.flush()])
 
 
 @pytest.mark.parametrize("of", ["listing", "file", "range"])
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
-def test_a_small_answer_that_unfolds(hub: Callable[[Lie], Hub], tmp_path: Path, of: str, encoding: str) -> None:
-    """A megabyte on the wire, a gigabyte in memory or on the disk."""
-    import zlib
-
-    packer = zlib.compressobj(9, zlib.DEFLATED, 31 if encoding == "gzip" else 15)
-    bomb = b"".join([*(packer.compress(b" " * (1 << 20)) for _ in range(1024)), packer.flush()])
+def test_a_small_answer_that_unfolds(hub: Callable[[Lie], Hub], client: Client, of: str, encoding: str) -> None:
+    """Half a megabyte on the wire, half a gigabyte in memory or on the disk."""
 
     def lie(handler: Liar, what: str, body: bool) -> bool:
         ranged = handler.headers.get("Range") is not None
@@ -364,7 +365,7 @@ def test_a_small_answer_that_unfolds(hub: Callable[[Lie], Hub], tmp_path: Path, 
             return False
         headers = {
             "Content-Encoding": encoding,
-            "Content-Length": str(len(bomb)),
+            "Content-Length": str(len(bomb(encoding))),
             "ETag": '"abc"',
             "X-Repo-Commit": SHA,
         }
@@ -375,23 +376,24 @@ def test_a_small_answer_that_unfolds(hub: Callable[[Lie], Hub], tmp_path: Path, 
         handler.head(206 if ranged else 200, headers)
         if body:
             with suppress(OSError):
-                handler.wfile.write(bomb)
+                handler.wfile.write(bomb(encoding))
         return True
 
-    program = PROGRAM.replace(
-        "sys.exit(run(sys.argv[1:]))",
-        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 20, 64 << 20)); code = run(sys.argv[1:]);"
+    hub(lie)
+    document, ended = client.ask(
+        "inspect",
+        "org/tiny",
+        first="import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 20, 64 << 20))",
         # `ru_maxrss` would include the memory of the process that started it.
-        "print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0], file=sys.stderr); sys.exit(code)",
+        last="print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0], file=sys.stderr)",
     )
-    code, document, _, err = ask_with(program, hub(lie), tmp_path, "inspect", "org/tiny")
-    assert code == 4, document
-    assert int(err.split()[-1]) < 400 << 10, "KiB"
-    assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < 16 << 20
+    assert ended.code == 4, document
+    assert int(ended.err.split()[-1]) < 400 << 10, "KiB"
+    assert sum(path.stat().st_size for path in client.home.rglob("*") if path.is_file()) < 16 << 20
 
 
 @pytest.mark.parametrize("location", ["file:///etc/passwd", "//evil", "/x", "ftp://localhost/x", "data:,x", "\x7f", ""])
-def test_redirects_that_lead_nowhere(hub: Callable[[Lie], Hub], tmp_path: Path, location: str) -> None:
+def test_redirects_that_lead_nowhere(hub: Callable[[Lie], Hub], client: Client, location: str) -> None:
     def lie(handler: Liar, what: str, body: bool) -> bool:
         if what != "file":
             return False
@@ -399,13 +401,14 @@ def test_redirects_that_lead_nowhere(hub: Callable[[Lie], Hub], tmp_path: Path, 
         handler.head(302, headers)
         return True
 
-    code, document, seconds = ask(hub(lie), tmp_path, "inspect", "org/tiny", token="hf_secret_token")
-    assert code == 4, document
-    assert seconds < 40
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"root:" in path.read_bytes()]
+    hub(lie)
+    document, ended = client.ask("inspect", "org/tiny", token="hf_secret_token")
+    assert ended.code == 4, document
+    assert ended.seconds < 40
+    assert not [path for path in client.home.rglob("*") if path.is_file() and b"root:" in path.read_bytes()]
 
 
-def test_what_a_hub_says_in_headers_is_no_command(hub: Callable[[Lie], Hub], tmp_path: Path) -> None:
+def test_what_a_hub_says_in_headers_is_no_command(hub: Callable[[Lie], Hub], client: Client) -> None:
     """Warnings and errors that the client passes on."""
 
     def lie(handler: Liar, what: str, body: bool) -> bool:
@@ -417,30 +420,31 @@ def test_what_a_hub_says_in_headers_is_no_command(hub: Callable[[Lie], Hub], tmp
             handler.wfile.write(b"{}")
         return True
 
-    code, document, _, err = ask_with(PROGRAM, hub(lie), tmp_path, "inspect", "org/tiny")
-    assert code == 4, document
-    assert "\x1b" not in err
-    assert "\x9b" not in err
-    assert not [line for line in err.splitlines() if line.lstrip().startswith("::")]
+    hub(lie)
+    document, ended = client.ask("inspect", "org/tiny")
+    assert ended.code == 4, document
+    assert "\x1b" not in ended.err
+    assert "\x9b" not in ended.err
+    assert not [line for line in ended.err.splitlines() if line.lstrip().startswith("::")]
 
 
 @pytest.mark.parametrize(
     "name", ["additional_chat_templates/default.jinja", "original/consolidated.safetensors", "a.py"]
 )
 def test_files_of_a_pushed_conversion_that_nothing_knows(
-    hub: Callable[[Lie], Hub], tmp_path: Path, checkpoints: Path, name: str
+    hub: Callable[[Lie], Hub], client: Client, checkpoints: Path, name: str
 ) -> None:
     """Also in folders of a repository, into which moeq does not look and transformers does."""
     from moeq.cli.app import run
 
-    out = tmp_path / "out"
+    out = client.home / "out"
     assert run(["convert", str(checkpoints / "gptq-int4-g32-qwen3moe"), str(out), "--gpu", "a100", "--quiet"]) == 0
     server = hub(lambda handler, what, body: False)
     server.add("org/done", out)
-    code, document, _ = ask(server, tmp_path, "verify", "org/done")
-    assert code == 0, document
+    document, ended = client.ask("verify", "org/done")
+    assert ended.code == 0, document
     (out / name).parent.mkdir(exist_ok=True)
     (out / name).write_bytes(b"evil")
-    code, document, _ = ask(server, tmp_path, "verify", "org/done")
-    assert code == 1, document
+    document, ended = client.ask("verify", "org/done")
+    assert ended.code == 1, document
     assert [row["name"] for row in document["mismatches"]] == [name]

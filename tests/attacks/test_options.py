@@ -66,6 +66,7 @@ BAD = [
 ]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.__name__)
 @pytest.mark.parametrize("option", ["--plan", "--sign", "--signed-by", "finalize --sign"])
 def test_files_that_options_read(converted_place: Place, option: str, bad: Callable[[Path], None]) -> None:
@@ -137,6 +138,7 @@ READ = {
 CASES = [(name, file) for name, (where, _) in RARE.items() for file in READ[where]]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(("name", "file"), CASES, ids=str)
 def test_commands_rarely_thought_of(converted_place: Place, name: str, file: str) -> None:
     """Pipes, devices, floods and nonsense in the place of each file that they read."""

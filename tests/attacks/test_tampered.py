@@ -622,6 +622,7 @@ SECOND: tuple[Callable[[Path], None], ...] = (
 )
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("tamper", SECOND, ids=lambda tamper: tamper.__name__)
 def test_with_the_source_again(tamper, out, source, moeq_command) -> None:
     tamper(out)
@@ -695,6 +696,7 @@ CONSISTENT = {
 }
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("slow", [False, True], ids=["fast", "slow"])
 @pytest.mark.parametrize("tamper", TAMPERING, ids=lambda tamper: tamper.__name__)
 def test_with_the_source(tamper, slow, out, source, moeq_command) -> None:
@@ -704,6 +706,7 @@ def test_with_the_source(tamper, slow, out, source, moeq_command) -> None:
     assert answer.document["ok"] is False
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("tamper", TAMPERING, ids=lambda tamper: tamper.__name__)
 def test_without_the_source(tamper, out, moeq_command) -> None:
     """What the digests in the manifest tell; what they cannot tell is said."""

@@ -25,7 +25,7 @@ from moeq.report.model_card import CardOptions, render
 __all__ = ["moeq_command"]
 
 #: All mutations are thousands; every run of the suite takes so many of each document.
-SAMPLE = int(os.environ.get("MOEQ_MUTATIONS", "250"))
+SAMPLE = int(os.environ.get("MOEQ_MUTATIONS", "100"))
 
 SOURCE = "gptq-int4-g32-qwen3moe"
 

@@ -113,6 +113,7 @@ def test_missing_triton_is_found_before_anything_is_read(converted, checkpoints,
     assert (caught.value.code, steps) == ("environment.no-triton", [])
 
 
+@pytest.mark.slow
 def test_layers_in_processes_give_the_same_numbers(converted, checkpoints) -> None:
     options = {"tokens": [3], "digests": False}
     here = run_check(converted[INT4], checkpoints / INT4, options=CheckOptions(**options, jobs=1))

@@ -1,0 +1,89 @@
+"""The cases that `make test` runs hold every value that was asked for, and the same ones every time."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import sampling
+from sampling import covering
+
+CASES = [{"a": a, "b": b, "c": c} for a, b, c in product(range(4), range(3), range(5))]
+
+
+def test_every_value_is_there_in_the_fewest_cases() -> None:
+    chosen = covering(CASES, [("a",), ("b",), ("c",)])
+    assert len(chosen) == 5
+    for name, count in {"a": 4, "b": 3, "c": 5}.items():
+        assert {CASES[number][name] for number in chosen} == set(range(count))
+
+
+def test_pairs() -> None:
+    chosen = covering(CASES, [("a", "b"), ("c",)])
+    assert len(chosen) == 12
+    assert {(CASES[number]["a"], CASES[number]["b"]) for number in chosen} == set(product(range(4), range(3)))
+    assert {CASES[number]["c"] for number in chosen} == set(range(5))
+
+
+def test_values_that_nobody_asked_for_are_spread() -> None:
+    chosen = covering(CASES, [("a",)])
+    assert len(chosen) == 4
+    assert len({CASES[number]["c"] for number in chosen}) == 4
+
+
+def test_a_value_that_only_one_case_has_is_never_left_out() -> None:
+    cases = [*({"a": 0, "b": b} for b in range(20)), {"a": 1, "b": 7}]
+    assert 20 in covering(cases, [("a",)])
+
+
+def test_plain_values_stand_for_themselves(pytester: pytest.Pytester) -> None:
+    items = pytester.getitems(
+        "import pytest\n"
+        "@pytest.mark.cover\n"
+        "@pytest.mark.parametrize(('a', 'b'), [('x', 1), ('x', 2), ('y', 1), ('y', 2)])\n"
+        "def test_x(a, b): pass\n"
+    )
+    assert len(sampling.left_for_later(items)) == 2
+
+
+def test_one_of_four(pytester: pytest.Pytester) -> None:
+    items = pytester.getitems(
+        "import pytest\n@pytest.mark.cover(every=4)\n@pytest.mark.parametrize('a', range(9))\ndef test_x(a): pass\n"
+    )
+    assert len(sampling.left_for_later(items)) == 6
+
+
+def test_nothing_but_what_is_marked_is_left_for_later(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import sampling, pytest\n"
+        "def pytest_configure(config): config.addinivalue_line('markers', 'cover: x')\n"
+        "@pytest.hookimpl(tryfirst=True)\n"
+        "def pytest_collection_modifyitems(items):\n"
+        "    for item in sampling.left_for_later(items): item.add_marker('slow')\n"
+    )
+    pytester.makepyfile(
+        "import pytest\n"
+        "@pytest.mark.parametrize('a', range(3))\n"
+        "@pytest.mark.parametrize('b', range(3))\n"
+        "def test_whole(a, b): pass\n"
+        "@pytest.mark.cover\n"
+        "@pytest.mark.parametrize('a', range(3))\n"
+        "@pytest.mark.parametrize('b', range(3))\n"
+        "def test_covered(a, b): pass\n"
+    )
+    pytester.runpytest_inprocess("-p", "no:xdist", "-m", "not slow").assert_outcomes(passed=12, deselected=6)
+    pytester.runpytest_inprocess("-p", "no:xdist", "-m", "slow").assert_outcomes(passed=6, deselected=12)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("@pytest.mark.cover('b')\n@pytest.mark.parametrize('a', [1])\ndef test_x(a): pass", "which is no parameter"),
+        ("@pytest.mark.cover\ndef test_x(): pass", "cover is for tests with parameters"),
+    ],
+)
+def test_a_marker_that_means_nothing_is_refused(pytester: pytest.Pytester, body: str, said: str) -> None:
+    items = pytester.getitems(f"import pytest\n{body}\n")
+    with pytest.raises(pytest.UsageError, match=said):
+        sampling.left_for_later(items)
