@@ -159,7 +159,7 @@ def _measure_path(
     name: str, checkpoint: Checkpoint, plan: LayerPlan, role: StackedRole, seconds: float
 ) -> dict[str, object]:
     experts = checkpoint.experts(0)
-    fast_path = find_fast_path(experts, role, plan.layout, plan.shards)
+    fast_path = find_fast_path(experts, role, plan.layout, plan.shards, plan.entry.matrices[role].spec)
     if fast_path is None:
         raise SystemExit(f"no fast path for {name} {role}")
     layout = plan.layout.id

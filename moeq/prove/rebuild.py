@@ -8,14 +8,16 @@ reference path, which handles it or says what is wrong.
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from moeq.checkpoint.disk import disk_errors
 from moeq.checkpoint.header import TensorEntry
-from moeq.checkpoint.manifest import Manifest
+from moeq.checkpoint.manifest import Manifest, Projection
 from moeq.checkpoint.names import FUSED, StoredName
 from moeq.checkpoint.writer import OutputFile, tensor_bytes
 from moeq.errors import MoeqError
@@ -30,6 +32,7 @@ from moeq.pipeline.plan.layers import LayerPlan
 from moeq.pipeline.plan.plan import Plan
 from moeq.pipeline.plan.units import PackUnit, Span, place_of
 from moeq.pipeline.run.resources import plan_memory
+from moeq.pipeline.state.records import Bytes
 from moeq.prove.derived import plan_of
 
 
@@ -50,11 +53,12 @@ class RebuiltPart:
 
 @dataclass(frozen=True)
 class _Target:
-    """Where a stored part goes: file, name of the tensor, first byte of the file, bytes."""
+    """Where a stored part goes: file, name of the tensor, first byte of the file and of the tensor, bytes."""
 
     file: str
     name: str
     start: int
+    offset: int
     size: int
 
 
@@ -77,7 +81,7 @@ class Rebuilding:
         original: its source, of which headers are known.
         folder: where the source's files are made.
         outputs: these files, open for writing.
-        kept: tensors that are restored otherwise. Units with such tensors are left to the reference path.
+        kept: reads a tensor that the conversion kept, or says that it did not. Such tensors are restored otherwise.
         workers: threads wanted; fewer where memory is short.
     """
 
@@ -87,7 +91,7 @@ class Rebuilding:
         original: Checkpoint,
         folder: Path,
         outputs: Mapping[str, OutputFile],
-        kept: set[str],
+        kept: Callable[[str], bytes | None],
         workers: int,
     ) -> None:
         self._converted = converted
@@ -132,11 +136,8 @@ class Rebuilding:
         stacks = self._stacks(layer, unit)
         if fast_path is None or stacks is None:
             return None
-        numbers = range(unit.experts.start, unit.experts.stop)
-        names = {_entry_of(experts, key, number).name for key in fast_path.reads for number in numbers}
-        if not self._kept.isdisjoint(names):
-            return None
-        return _Rebuilder(self._converted, experts, unit, fast_path, stacks, self._folder, self._outputs, self._own)
+        work = _UnitWork(unit, experts, fast_path, stacks, self._converted.manifest.layer(unit.layer).digests)
+        return _Rebuilder(self._converted, work, self._folder, self._outputs, self._kept, self._own)
 
     def _stacks(self, layer: LayerPlan, unit: PackUnit) -> _Stacks | None:
         """The packed tensors; None where the conversion has others than this version would write."""
@@ -154,31 +155,42 @@ class Rebuilding:
         return found
 
 
+@dataclass(frozen=True)
+class _UnitWork:
+    """A unit, the experts that its source has, its fast path, the packed tensors, and what they have to mean."""
+
+    unit: PackUnit
+    experts: Experts
+    fast_path: FastPath
+    stacks: _Stacks
+    digests: Mapping[Projection, Sequence[str]]
+
+
 class _Rebuilder:
     """Rebuilds the stored bytes of a unit's experts. Any thread may rebuild any expert."""
 
     def __init__(
         self,
         converted: ConvertedCheckpoint,
-        experts: Experts,
-        unit: PackUnit,
-        fast_path: FastPath,
-        stacks: _Stacks,
+        work: _UnitWork,
         folder: Path,
         outputs: Mapping[str, OutputFile],
+        kept: Callable[[str], bytes | None],
         own: _Own,
     ) -> None:
-        self.unit = unit
-        self._experts = experts
-        self._digests = converted.manifest.layer(unit.layer).digests
-        self._fast_path = fast_path
-        self._stacks = stacks
+        self.unit = work.unit
+        self._experts = work.experts
+        self._digests = work.digests
+        self._fast_path = work.fast_path
+        self._known: dict[tuple[float, ...], FastPath] = {}
+        self._stacks = work.stacks
         self._folder = folder
         self._outputs = outputs
+        self._kept = kept
         self._own = own
         source = converted.source
         spans: dict[str, list[Span]] = {}
-        for entry in (entry for parts in stacks for entry in parts.values()):
+        for entry in (entry for parts in work.stacks for entry in parts.values()):
             spans.setdefault(entry.file, []).append((entry.start, entry.end))
         self._inputs = {file: InputFile(source.open(file), file, found) for file, found in spans.items()}
 
@@ -189,21 +201,44 @@ class _Rebuilder:
 
     def rebuild(self, expert: int) -> list[RebuiltPart] | None:
         """Rebuild, prove and write the tensors of one expert; None where the reference path has to."""
-        buffers, fast_path = self._own.buffers, self._fast_path
+        buffers = self._own.buffers
         packed = self._packed(expert, buffers)
+        fast_path = self._calibrated(packed)
+        if fast_path is None:
+            return None
         targets = [self._target(key, expert) for key in fast_path.reads]
         memory = buffers.take_many("stored", [t.size for t in targets], [t.start for t in targets])
         stored = dict(zip(fast_path.reads, memory, strict=True))
         scratch = buffers.take("scratch", fast_path.scratch_bytes)
         fast_path.rebuild(packed, stored, scratch)
+        written = [(t, data) for t, data in zip(targets, memory, strict=True) if not self._put_kept(t, data)]
         read = fast_path.read(stored, scratch)
         proof = None if read is None else fast_path.prove(read, packed, scratch)
         if proof is None or any(self._digests[projection][expert] != digest for projection, digest in proof.digests):
             return None
-        for target, data in zip(targets, memory, strict=True):
+        for target, data in written:
             with disk_errors(self._folder / target.file):
                 self._outputs[target.file].write(data.data, target.start)
-        return [RebuiltPart(target.file, target.name, target.size) for target in targets]
+        return [RebuiltPart(target.file, target.name, target.size) for target, _ in written]
+
+    def _calibrated(self, packed: Outputs) -> FastPath | None:
+        """The fast path for what these bytes say of their rank; None where that is impossible."""
+        if not self._fast_path.calibrates:
+            return self._fast_path
+        largest = self._fast_path.stored_largest(packed)
+        if largest is None:
+            return None
+        if largest not in self._known:
+            self._known[largest] = self._fast_path.knowing(largest)
+        return self._known[largest]
+
+    def _put_kept(self, target: _Target, data: Bytes) -> bool:
+        """Take a part as it was kept, where it was: it does not follow from the packed bytes."""
+        kept = self._kept(target.name)
+        if kept is None:
+            return False
+        data[:] = np.frombuffer(kept, np.uint8)[target.offset : target.offset + target.size]
+        return True
 
     def _packed(self, expert: int, buffers: Buffers) -> Outputs:
         """The packed bytes of an expert, read into reused memory."""
@@ -218,7 +253,7 @@ class _Rebuilder:
     def _target(self, key: tuple[StoredName, str], expert: int) -> _Target:
         entry = _entry_of(self._experts, key, expert)
         start, stop = place_of(entry, key[1], self._experts, expert)
-        return _Target(entry.file, entry.name, start, stop - start)
+        return _Target(entry.file, entry.name, start, start - entry.start, stop - start)
 
 
 def _plan(original: Checkpoint, manifest: Manifest) -> Plan | None:

@@ -153,7 +153,7 @@ class _Restorer:
                         self._mark(file, entry.name, entry.nbytes)
             for layer in self.converted.manifest.layers:
                 require_complete(layer)
-            finished = set() if self.slow else self._rebuild_fast(files, kept)
+            finished = set() if self.slow else self._rebuild_fast(files)
             for layer in self.converted.manifest.layers:
                 for role in STACKED_ROLES:
                     left = [e for e in range(layer.num_experts) if (layer.layer, role, e) not in finished]
@@ -189,16 +189,21 @@ class _Restorer:
         finally:
             os.close(fd)
 
-    def _rebuild_fast(self, files: Outputs, kept: set[str]) -> set[tuple[int, StackedRole, int]]:
+    def _rebuild_fast(self, files: Outputs) -> set[tuple[int, StackedRole, int]]:
         """What the fast path can do. Returns layer, role and expert of what is finished."""
         finished: set[tuple[int, StackedRole, int]] = set()
-        rebuilding = Rebuilding(self.converted, self.original, self.folder.path, files, kept, self.workers)
+        rebuilding = Rebuilding(self.converted, self.original, self.folder.path, files, self._kept, self.workers)
         with closing(rebuilding.experts()) as experts:
             for unit, expert, written in experts:
                 finished.add((unit.layer, unit.role, expert))
                 for part in written:
                     self._mark(part.file, part.name, part.size, f"layer {unit.layer} {unit.role} expert {expert}")
         return finished
+
+    def _kept(self, name: str) -> bytes | None:
+        """A tensor of the source that the conversion kept."""
+        key = f"tensor/{name}"
+        return self.restore_data.read(key) if key in self.restore_data else None
 
     def _rebuild(
         self, files: Outputs, layer: LayerEntry, role: StackedRole, experts: Sequence[int], kept: set[str]

@@ -183,6 +183,12 @@ class StoredFloats:
         if self.transposed:
             transpose.copy_any(self.blank(stored, scratch)["values"].T, self._weight(stored))
 
+    scale_parts = ()
+
+    def scales(self, stored: Stored, scratch: Array) -> Fields | None:
+        """There are none."""
+        return None
+
     def kept(self, stored: Stored, scratch: Array) -> tuple[str, ...]:
         """Nothing is kept."""
         return ()

@@ -14,11 +14,13 @@ from torch import Tensor
 
 import moeq
 from moeq.check import synthetic
+from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.manifest import StackedRole
 from moeq.digest import logical_digest
 from moeq.matrix import split_projections
 from moeq.model import Checkpoint
-from moeq.model.experts import WHOLE_PARTS
+from moeq.model.experts import WHOLE_PARTS, Experts
+from moeq.model.regroup import regroup
 from moeq.model.shards import shard_matrix
 from moeq.model.tensors import as_bytes
 from moeq.pipeline.pack.fast import FastPath, Proof, find_fast_path
@@ -42,9 +44,13 @@ def on_reference_path(checkpoint: Checkpoint, plan: LayerPlan, role: StackedRole
     layer = plan.entry.layer
     matrix = checkpoint.matrix(layer, expert, role)
     parts = []
+    entry = plan.entry
+    written = matrix if entry.source_group is None else regroup(matrix, entry.matrices[role].spec.group_size)
     for shard in plan.shards:
-        cut = shard_matrix(matrix, shard.shard.intermediate, first=shard.shard.rank == 0)
-        packed = plan.layout.pack(shard.padding.pad(cut))
+        cut = shard_matrix(written, shard.shard.intermediate, first=shard.shard.rank == 0)
+        padded = shard.padding.pad(cut)
+        largest = plan.layout.calibrate(padded)
+        packed = (plan.layout if largest is None else plan.layout.with_calibration(largest)).pack(padded)
         parts.append({name: bytes(as_bytes(tensor)) for name, tensor in packed.items()})
     digests = tuple((projection, logical_digest(part)) for projection, part in split_projections(matrix))
     return Packed(parts, digests, unrestorable(checkpoint, layer, expert, role, matrix, exact=True))
@@ -77,13 +83,17 @@ class OnFastPath:
     def __init__(
         self, checkpoint: Checkpoint, plan: LayerPlan, role: StackedRole, expert: int, fast_path: FastPath
     ) -> None:
-        self.fast_path = fast_path
+        self._names = {key: _entry(checkpoint, plan.entry.layer, expert, key).name for key in _keys(checkpoint, plan)}
         self.inputs = stored(checkpoint, plan.entry.layer, expert, fast_path)
         self.outputs = [
             {part: buffer(size) for part, size in _sizes(plan, role, index).items()}
             for index in range(len(plan.shards))
         ]
         self.scratch = buffer(fast_path.scratch_bytes)
+        if fast_path.calibrates:
+            largest = fast_path.largest(self.inputs, self.scratch)
+            fast_path = fast_path.knowing([1.0] * len(plan.shards) if largest is None else largest)
+        self.fast_path = fast_path
 
     def pack(self) -> bool:
         """False where the fast path declines."""
@@ -102,18 +112,28 @@ class OnFastPath:
         self.scratch[:] = 0xC3
         stored = {key: buffer(len(data), fill=0x99) for key, data in self.inputs.items()}
         self.fast_path.rebuild(self.outputs, stored, self.scratch)
-        return all(np.array_equal(stored[key], data) for key, data in self.inputs.items())
+        lost = set(self.fast_path.kept(self.inputs, self.scratch))
+        return all(np.array_equal(stored[key], data) for key, data in self.inputs.items() if key not in lost)
 
     def packed(self) -> Packed | None:
         """None where the fast path declines."""
         if not self.pack():
             return None
+        kept = {self._names[key] for key in self.fast_path.kept(self.inputs, self.scratch)}
         proof = self.prove()
         assert proof is not None, "what was packed does not unpack to the source"
         assert self.rebuilt(), "what was packed does not give the stored bytes back"
         return Packed(
-            [{name: out.tobytes() for name, out in parts.items()} for parts in self.outputs], proof.digests, set()
+            [{name: out.tobytes() for name, out in parts.items()} for parts in self.outputs], proof.digests, kept
         )
+
+
+def _keys(checkpoint: Checkpoint, plan: LayerPlan) -> list[tuple[str, str]]:
+    return list(checkpoint.experts(plan.entry.layer).layer.parts)
+
+
+def _entry(checkpoint: Checkpoint, layer: int, expert: int, key: tuple[str, str]) -> TensorEntry:
+    return checkpoint.experts(layer).layer.unit(expert)[key[0]][key[1]]
 
 
 def _sizes(plan: LayerPlan, role: StackedRole, shard: int) -> dict[str, int]:
@@ -128,8 +148,12 @@ def fast_paths(
     """The plan of a layer and the fast paths that it has."""
     plan = plan_layer(checkpoint, layer, layout, PlanOptions(**options))
     experts = checkpoint.experts(layer)
-    found = {role: find_fast_path(experts, role, plan.layout, plan.shards) for role in ("w13", "w2")}
+    found = {role: _found(experts, role, plan) for role in ("w13", "w2")}
     return plan, {role: fast_path for role, fast_path in found.items() if fast_path is not None}
+
+
+def _found(experts: Experts, role: StackedRole, plan: LayerPlan) -> FastPath | None:
+    return find_fast_path(experts, role, plan.layout, plan.shards, plan.entry.matrices[role].spec)
 
 
 @dataclass(frozen=True)

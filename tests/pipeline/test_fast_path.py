@@ -47,25 +47,28 @@ _MXFP4 = {
     "trtllm-mxfp4/1",
 }
 
+_NVFP4 = {"marlin-nvfp4/1", "marlin-nvfp4-fp16/1"}
+_FP8 = {"marlin-fp8/1", "marlin-fp8-fp16/1"}
+
 #: Layouts to which a checkpoint has a fast path, for w13 and w2 alike. Every other layout takes the reference path.
 FAST_PATHS: dict[str, set[str]] = {
     "awq-int4-g32-qwen3moe": _WNA16,
     "ct-int4-asym-g32-mixtral": _WNA16,
     "ct-int4-g128-qwen3moe": _WNA16 | {"xpu-wna16/1"},
     "ct-mxfp4-qwen3moe": _MXFP4 | {"marlin-mxfp4-fp16/1", "marlin-mxfp4-fp16-interleaved/1"},
-    "ct-fp8-block-qwen3moe": set(),
-    "ct-fp8-channel-qwen3moe": set(),
-    "ct-fp8-tensor-qwen3moe": set(),
+    "ct-fp8-block-qwen3moe": _FP8,
+    "ct-fp8-channel-qwen3moe": _FP8,
+    "ct-fp8-tensor-qwen3moe": _FP8,
     "ct-mxfp8-qwen3moe": {"marlin-mxfp8/1", "deepgemm-mxfp8/1"},
-    "ct-nvfp4-qwen3moe": set(),
-    "ct-nvfp4a16-qwen3moe": set(),
+    "ct-nvfp4-qwen3moe": _NVFP4,
+    "ct-nvfp4a16-qwen3moe": _NVFP4,
     "ct-w8a8-qwen3moe": _WNA16 | {"int8-w8a8/1"},
     "gptq-int4-g128-mixtral": _WNA16 | {"xpu-wna16/1"},
     "gptq-int4-g32-actorder-qwen3moe": set(),
     "gptq-int4-g32-qwen3moe": _WNA16 | {"xpu-wna16/1"},
     "gptq-int8-g64-qwen3moe": _WNA16,
-    "modelopt-fp8-qwen3moe": set(),
-    "modelopt-nvfp4-qwen3moe": set(),
+    "modelopt-fp8-qwen3moe": set(),  # its float32 scales are no bfloat16 numbers
+    "modelopt-nvfp4-qwen3moe": _NVFP4,
     "mxfp4-gptoss": _MXFP4,
 }
 
@@ -91,11 +94,41 @@ def test_every_checkpoint_in_every_layout_for_every_rank(name: str, checkpoints:
                 continue  # ranks slice one packing
             assert len(on) in (0, 2)
             for role, fast_path in on.items():
-                assert OnFastPath(checkpoint, plan, role, last, fast_path).packed() == on_reference_path(
-                    checkpoint, plan, role, last
-                )
+                packed = OnFastPath(checkpoint, plan, role, last, fast_path).packed()
+                if packed is None:
+                    with pytest.raises(MoeqError, match="would change"):
+                        on_reference_path(checkpoint, plan, role, last)
+                    continue
+                assert packed == on_reference_path(checkpoint, plan, role, last)
                 found.add(layout)
     assert found == FAST_PATHS[name]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("layout", ["marlin-wna16/1", "triton-wna16/1"])
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("gptq-int4-g32-qwen3moe", 16),
+        ("gptq-int8-g64-qwen3moe", 32),
+        ("awq-int4-g32-qwen3moe", 16),
+        ("ct-int4-asym-g32-mixtral", 16),
+    ],
+)
+def test_smaller_groups(name: str, group: int, layout: str, tp: int, checkpoints: Path) -> None:
+    """Scales and zero points are repeated on the way; digests are those of the source."""
+    checkpoint = moeq.open(checkpoints / name)
+    try:
+        plan, on = fast_paths(checkpoint, layout, checkpoint.info.moe_layers[-1], tp=tp, regroup=group)
+    except MoeqError:
+        assert tp > 1  # it cannot be cut so
+        return
+    assert plan.entry.source_group
+    assert set(on) == {"w13", "w2"}
+    for role, fast_path in on.items():
+        case = OnFastPath(checkpoint, plan, role, 1, fast_path)
+        assert case.packed() == on_reference_path(checkpoint, plan, role, 1)
+        assert _damage(case) > 20
 
 
 #: Kinds of random checkpoints, sizes that layouts have to fill up, layout, ranks.
@@ -119,6 +152,14 @@ ODD = [
     ("mxfp4", Sizes(160, 96), "triton-kernels-cdna4/1", 1),
     ("mxfp4", Sizes(288, 96), "trtllm-mxfp4/1", 1),
     ("mxfp4", Sizes(96, 64), "deepgemm-mxfp4/1", 1),
+    ("nvfp4", Sizes(128, 96), "marlin-nvfp4/1", 1),
+    ("nvfp4", Sizes(384, 160), "marlin-nvfp4/1", 2),
+    ("nvfp4", Sizes(256, 224), "marlin-nvfp4-fp16/1", 1),
+    ("fp8-block", Sizes(128, 192), "marlin-fp8/1", 1),
+    ("fp8-block", Sizes(384, 256), "marlin-fp8/1", 2),
+    ("fp8-channel", Sizes(192, 96), "marlin-fp8/1", 1),
+    ("fp8-channel", Sizes(320, 128), "marlin-fp8/1", 2),
+    ("mxfp8", Sizes(192, 160), "marlin-mxfp8/1", 1),
 ]
 
 
@@ -320,8 +361,25 @@ DECLINED = [
     ("gptq-int4-asym", _set("qzeros", -(1 << 20), (0, 1)), "source.zero-points"),
     ("gptq-int4", _set("g_idx", 1, (5,)), "usage.layout-does-not-fit"),
     ("gptq-int4", _set("g_idx", 9, (5,)), "source.bad-data"),
+    ("nvfp4", _set("weight_scale", float("nan"), (3, 1)), "source.bad-data"),
+    ("nvfp4", _set("weight_scale", -1.0, (3, 1)), "usage.lossy"),
+    ("nvfp4", _set("weight_scale", torch.tensor([448.0, 2.0**-9, 1.0, 1.0]), (3,)), "usage.lossy"),
+    ("nvfp4", _set("weight_scale_2", float("inf"), ()), "source.bad-data"),
+    ("fp8-block", _set("weight_scale_inv", float("inf"), (0, 0)), "source.bad-data"),
+    ("fp8-block", _set("weight_scale_inv", 0.1, (0, 0)), "usage.lossy"),
+    ("fp8-block", _set("weight_scale_inv", 2.0**20, (0, 0)), "usage.scale-range"),
+    ("fp8-channel", _set("weight_scale", float("nan"), (7, 0)), "source.bad-data"),
+    ("fp8-channel", _set("weight_scale", 0.3, (7, 0)), "usage.lossy"),
+    ("mxfp8", _set("weight_scale", 255, (7, 0)), "source.bad-data"),
 ]
-LAYOUT_OF = {"w8a8-int8": "int8-w8a8/1", "mxfp4": "marlin-mxfp4/1"}
+LAYOUT_OF = {
+    "w8a8-int8": "int8-w8a8/1",
+    "mxfp4": "marlin-mxfp4/1",
+    "nvfp4": "marlin-nvfp4/1",
+    "fp8-block": "marlin-fp8/1",
+    "fp8-channel": "marlin-fp8/1",
+    "mxfp8": "marlin-mxfp8/1",
+}
 
 
 @pytest.mark.parametrize(("kind", "edit", "code"), DECLINED)
@@ -335,6 +393,48 @@ def test_odd_values_are_left_to_the_reference_path(kind, edit, code, tmp_path: P
     with pytest.raises(MoeqError) as caught:
         on_reference_path(checkpoint, plan, "w2", 0)
     assert caught.value.code == code
+
+
+def test_gate_and_up_with_global_scales_of_their_own_are_left_to_the_reference_path(tmp_path: Path) -> None:
+    def edit(tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.0.mlp.experts.0.up_proj.weight_scale_2"] *= 2
+
+    checkpoint = write_checkpoint(tmp_path, "nvfp4", Sizes(128, 64), edit)
+    plan, on = fast_paths(checkpoint, "marlin-nvfp4/1")
+    assert OnFastPath(checkpoint, plan, "w13", 0, on["w13"]).packed() is None
+    assert OnFastPath(checkpoint, plan, "w13", 1, on["w13"]).packed() is not None
+    with pytest.raises(MoeqError, match="up gets the gate's"):
+        on_reference_path(checkpoint, plan, "w13", 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", ["marlin-fp8/1", "marlin-fp8-fp16/1"])
+@pytest.mark.parametrize("seed", range(6))
+def test_scales_of_fp8_of_every_type_and_size(dtype, layout, seed, tmp_path: Path) -> None:
+    """Whatever the scales are (zero, subnormal, out of range): the same bytes and refusals as by the reference path."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("weight_scale")]:
+            powers = torch.randint(-26, 14, tensors[name].shape, generator=generator).float()
+            numbers = (1 + torch.randint(2 if seed % 2 else 1, powers.shape, generator=generator) / 2) * powers.exp2()
+            if seed > 2:
+                numbers = numbers.clamp(2.0**-12, 2.0**6)
+            numbers[torch.rand(powers.shape, generator=generator) < 0.1] = 0
+            tensors[name] = numbers.to(dtype)
+
+    checkpoint = write_checkpoint(tmp_path, "fp8-channel", Sizes(128, 64), edit)
+    plan, on = fast_paths(checkpoint, layout)
+    for role, fast_path in on.items():
+        for expert in (0, 1):
+            packed = OnFastPath(checkpoint, plan, role, expert, fast_path).packed()
+            if packed is None:
+                with pytest.raises(MoeqError) as caught:
+                    on_reference_path(checkpoint, plan, role, expert)
+                assert caught.value.code in ("usage.lossy", "usage.scale-range")
+            else:
+                assert packed == on_reference_path(checkpoint, plan, role, expert)
+                assert seed < 3 or dtype != torch.float32 or packed.kept == set()
 
 
 def test_scales_that_fp16_cannot_hold_are_left_to_the_reference_path(checkpoints: Path) -> None:
@@ -405,7 +505,7 @@ from moeq.pipeline.plan.layers import PlanOptions, plan_layer
 from moeq.pipeline.pack.fast import find_fast_path
 checkpoint = moeq.open("tests/data/checkpoints/gptq-int4-g32-qwen3moe")
 plan = plan_layer(checkpoint, 0, "marlin-wna16/1", PlanOptions())
-path = find_fast_path(checkpoint.experts(0), "w2", plan.layout, plan.shards)
+path = find_fast_path(checkpoint.experts(0), "w2", plan.layout, plan.shards, plan.entry.matrices["w2"].spec)
 print(path is None, "torch" in sys.modules)
 """
     for case, answer in (("with", "False False"), ("without", "True False")):

@@ -13,6 +13,7 @@ from moeq.checkpoint.manifest import read_manifest
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
+from moeq.layouts import words
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.model.regroup import regroup, regroup_problem, ungroup
 from moeq.prove.restore import restore
@@ -38,6 +39,14 @@ def values(matrix: QuantizedMatrix) -> torch.Tensor:
         zero = 8 if matrix.zeros is None else matrix.zeros[:, at].float()
         columns.append(matrix.scales[:, at].float() * (matrix.codes[:, column].float() - zero))
     return torch.stack(columns, dim=1)
+
+
+@pytest.fixture(params=["reference", "fast"], autouse=True)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both paths; these matrices are too small for the fast one otherwise."""
+    if request.param == "fast":
+        pytest.importorskip("numba")
+        monkeypatch.setattr(words, "COMPILED_FROM", 0)
 
 
 def test_random_matrices_keep_their_values_and_come_back() -> None:

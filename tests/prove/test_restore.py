@@ -179,6 +179,10 @@ def on_fast_path(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str, int]]:
         ("mxfp4-gptoss", "triton-kernels-hopper/1"),
         ("mxfp4-gptoss", "marlin-mxfp4-interleaved/1"),
         ("mxfp4-gptoss", "trtllm-mxfp4/1"),
+        ("ct-nvfp4-qwen3moe", "marlin-nvfp4/1"),
+        ("modelopt-nvfp4-qwen3moe", "marlin-nvfp4/1"),
+        ("ct-fp8-block-qwen3moe", "marlin-fp8/1"),
+        ("ct-fp8-tensor-qwen3moe", "marlin-fp8-fp16/1"),
     ],
 )
 def test_both_paths_give_the_source(name, layout, tp, checkpoints, tmp_path, on_fast_path) -> None:
@@ -190,13 +194,14 @@ def test_both_paths_give_the_source(name, layout, tp, checkpoints, tmp_path, on_
     assert content(tmp_path / "back") == content(tmp_path / "slow") == content(checkpoints / name)
 
 
-def test_kept_tensors_keep_the_fast_path_away_from_their_units(checkpoints, tmp_path, on_fast_path) -> None:
+def test_kept_tensors_keep_the_fast_path_away_from_their_experts(checkpoints, tmp_path, on_fast_path) -> None:
     def change(tensors: Tensors) -> Tensors:
         return tensors | {f"{DOWN}.g_idx": torch.arange(128, dtype=torch.int32).flip(0)}
 
     source = rewritten(checkpoints / "gptq-int4-g128-mixtral", tmp_path / "source", change)
     check(source, tmp_path, (f"{DOWN}.g_idx",))
-    assert {row[:2] for row in on_fast_path} == {(0, "w13"), (0, "w2"), (1, "w13")}
+    assert {(1, "w2", expert) for expert in range(4)}.difference(on_fast_path) == {(1, "w2", 2)}
+    assert {row[:2] for row in on_fast_path} == {(0, "w13"), (0, "w2"), (1, "w13"), (1, "w2")}
 
 
 @pytest.mark.parametrize("slow", [False, True])

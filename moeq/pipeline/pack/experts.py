@@ -12,14 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.manifest import Projection
-from moeq.checkpoint.names import FUSED
+from moeq.checkpoint.names import FUSED, StoredName
 from moeq.checkpoint.writer import Sink
 from moeq.errors import MoeqError
 from moeq.pipeline.pack.buffers import Buffers, Writes
 from moeq.pipeline.pack.inputs import InputFile
 from moeq.pipeline.pack.memory import SpareMemory, fast_path_of, reference_bytes
-from moeq.pipeline.pack.reading import read_places
+from moeq.pipeline.pack.reading import Place, read_places
 from moeq.pipeline.plan.layers import ShardPlan, describe
 from moeq.pipeline.plan.units import PackUnit, place_of
 from moeq.pipeline.state.job import Job
@@ -75,11 +76,11 @@ class Packer:
         layer = job.plan.layer_of(unit)
         self._layer = layer
         self._experts = job.checkpoint.experts(unit.layer)
-        self._stacked = self._experts.layer.fused
         self._shards = [layer.shards[index] for index in unit.shards]
         self._slots = [_slots(job, unit, shard) for shard in self._shards]
         self._fast_path = fast_path_of(job.checkpoint, layer, unit)
         self._found: list[Layout] | None = None
+        self._ready: list[FastPath | None] = []
         self._lock = threading.Lock()
 
     @property
@@ -120,9 +121,10 @@ class Packer:
             MoeqError: it cannot be packed, or the packed bytes do not mean what the source means.
             OSError: the disk says no.
         """
-        if self._fast_path is None or data is None:
+        path = self._calibrated_path()
+        if path is None or data is None:
             return self._on_reference_path(expert), ()
-        found = self._on_fast_path(self._fast_path, expert, data, buffers, slot)
+        found = self._on_fast_path(path, expert, data, buffers, slot)
         if found is not None:
             return found
         with self._spare.take(reference_bytes(self._layer, self._unit), self.label(expert)):
@@ -165,24 +167,48 @@ class Packer:
         if proof is None:
             raise self._round_trip(expert)
         hashes = tuple(map(piece_digest, packed))
-        result = ExpertResult(sum(sizes), proof.digests, frozenset(), 0, hashes)
+        kept = frozenset(self._entry(key, expert).name for key in fast_path.kept(inputs, scratch))
+        result = ExpertResult(sum(sizes), proof.digests, kept, 0, hashes)
         return result, tuple(zip(packed, places, strict=True))
 
     def _read(self, fast_path: FastPath, expert: int, buffers: Buffers, slot: int) -> Inputs:
         """The stored bytes of one expert in reused memory."""
-        data = read_places(self._inputs, self._places(fast_path, expert), buffers, slot)
+        data = read_places(self._inputs, self._places(fast_path.reads, expert), buffers, slot)
         return dict(zip(fast_path.reads, data, strict=True))
 
-    def _places(self, fast_path: FastPath, expert: int) -> list[tuple[str, int, int]]:
-        """File, first and last byte of everything that the fast path reads of an expert."""
-        parts = self._experts.layer.parts
-        entries = [parts[key].get(expert) or parts[key][FUSED] for key in fast_path.reads]
-        if not self._stacked:
-            return [(entry.file, entry.start, entry.end) for entry in entries]
+    def _places(self, keys: Sequence[tuple[StoredName, str]], expert: int) -> list[Place]:
+        """Where these parts of an expert lie."""
+        entries = [self._entry(key, expert) for key in keys]
         return [
             (entry.file, *place_of(entry, part, self._experts, expert))
-            for entry, (_, part) in zip(entries, fast_path.reads, strict=True)
+            for entry, (_, part) in zip(entries, keys, strict=True)
         ]
+
+    def _entry(self, key: tuple[StoredName, str], expert: int) -> TensorEntry:
+        """The tensor that holds a part of an expert."""
+        parts = self._experts.layer.parts[key]
+        return parts.get(expert) or parts[FUSED]
+
+    def _calibrated_path(self) -> FastPath | None:
+        """The fast path, which may have to know all experts of its rank; None where one of those is unusual."""
+        path = self._fast_path
+        if path is None or not path.calibrates:
+            return path
+        with self._lock:
+            if not self._ready:
+                self._ready.append(self._calibrate(path))
+            return self._ready[0]
+
+    def _calibrate(self, path: FastPath) -> FastPath | None:
+        buffers, largest = Buffers(), [0.0] * len(self._shards)
+        for expert in self.items:
+            data = read_places(self._inputs, self._places(path.calibrates, expert), buffers, 0)
+            scratch = buffers.take("scratch", path.scratch_bytes)
+            found = path.largest(dict(zip(path.calibrates, data, strict=True)), scratch)
+            if found is None:
+                return None
+            largest = [max(one, other) for one, other in zip(largest, found, strict=True)]
+        return path.knowing(largest)
 
     # The reference path.
 

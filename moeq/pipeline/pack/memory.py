@@ -24,10 +24,9 @@ REFERENCE_BYTES = 16
 
 def fast_path_of(checkpoint: Checkpoint, layer: LayerPlan, unit: PackUnit) -> FastPath | None:
     """The fast path that executes a unit, or None."""
-    if layer.entry.source_group is not None:
-        return None
     shards = [layer.shards[index] for index in unit.shards]
-    return find_fast_path(checkpoint.experts(unit.layer), unit.role, layer.layout, shards)
+    written = layer.entry.matrices[unit.role].spec
+    return find_fast_path(checkpoint.experts(unit.layer), unit.role, layer.layout, shards, written)
 
 
 def reference_bytes(layer: LayerPlan, unit: PackUnit) -> int:

@@ -20,13 +20,16 @@ from moeq.pipeline.pack.fast.base import FastPath, Proof
 if TYPE_CHECKING:
     from moeq.checkpoint.manifest import StackedRole
     from moeq.layouts.base import Layout
+    from moeq.matrix import MatrixSpec
     from moeq.model.experts import Experts
     from moeq.pipeline.plan.layers import ShardPlan
 
 __all__ = ["FastPath", "Proof", "find_fast_path"]
 
 
-def find_fast_path(experts: Experts, role: StackedRole, layout: Layout, shards: Sequence[ShardPlan]) -> FastPath | None:
+def find_fast_path(
+    experts: Experts, role: StackedRole, layout: Layout, shards: Sequence[ShardPlan], written: MatrixSpec
+) -> FastPath | None:
     """The fast path of one layer's `w13` or `w2`, or None where there is none: then the reference path packs it.
 
     Args:
@@ -34,10 +37,11 @@ def find_fast_path(experts: Experts, role: StackedRole, layout: Layout, shards: 
         role: which matrix.
         layout: the layout that packs it.
         shards: what is packed for every rank, or the one plan that holds everything.
+        written: the whole matrix, in the groups that are written.
     """
     spec = shards[0].padding.w2 if role == "w2" else shards[0].padding.w13
     if not use_compiled(spec.n * spec.k):
         return None
     from moeq.pipeline.pack.fast.find import bind
 
-    return bind(experts, role, layout, shards)
+    return bind(experts, role, layout, shards, written)

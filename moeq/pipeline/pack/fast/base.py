@@ -49,6 +49,26 @@ class FastPath(Protocol):
     def scratch_bytes(self) -> int:
         """Size of the scratch buffer."""
 
+    @property
+    def calibrates(self) -> tuple[tuple[StoredName, str], ...]:
+        """Stored projection and part of what `largest` looks at; nothing where `knowing` need not be called first."""
+
+    def largest(self, inputs: Inputs, scratch: Array) -> Sequence[float] | None:
+        """The largest scale of one expert, for every shard. Arguments as for `read`, but only what `calibrates` names.
+
+        Returns:
+            None where a scale is no finite number.
+        """
+
+    def knowing(self, largest: Sequence[float]) -> FastPath:
+        """This path for experts whose largest scales these are, shard by shard (`Layout.calibrate`)."""
+
+    def stored_largest(self, outputs: Outputs) -> tuple[float, ...] | None:
+        """What `knowing` has to be given for packed bytes to mean what they mean; None where they cannot."""
+
+    def kept(self, inputs: Inputs, scratch: Array) -> Sequence[tuple[StoredName, str]]:
+        """Stored projection and part of what cannot be rebuilt, after `read` with the same arguments."""
+
     def read(self, inputs: Inputs, scratch: Array) -> Matrices | None:
         """What is stored, as matrices. They lie in the inputs and in scratch, both of which have to stay for them.
 

@@ -2,45 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.manifest import Projection, StackedRole
 from moeq.checkpoint.names import FUSED, StoredName
 from moeq.layouts.arranged import ArrangedLayout
 from moeq.layouts.base import Layout
+from moeq.layouts.marlin_nvfp4 import MarlinNVFP4
 from moeq.matrix import MatrixSpec, projection_spec
 from moeq.model.experts import WHOLE_PARTS, ExpertKind, Experts
+from moeq.pipeline.pack.fast.codecs import scale_codec
 from moeq.pipeline.pack.fast.formats import stored_projection
 from moeq.pipeline.pack.fast.parts import BLOCK, packed_parts
 from moeq.pipeline.pack.fast.path import ArrangedPath, ProjectionReader, ShardPath
+from moeq.pipeline.pack.fast.scales import WIDTH
 from moeq.pipeline.pack.fast.scratch import Region
+from moeq.pipeline.pack.fast.shared import SharedScale
 from moeq.pipeline.plan.layers import ShardPlan
 from moeq.schemes.format import Described, PartSig
 
 
-def bind(experts: Experts, role: StackedRole, layout: Layout, shards: Sequence[ShardPlan]) -> ArrangedPath | None:
+def bind(
+    experts: Experts, role: StackedRole, layout: Layout, shards: Sequence[ShardPlan], written: MatrixSpec
+) -> ArrangedPath | None:
     """`moeq.pipeline.pack.fast.find_fast_path`, once the compiled loops are known to be there."""
     kinds = experts.kinds()
     sigs = _signatures(experts)
-    if len(kinds) != 1 or sigs is None or not isinstance(layout, ArrangedLayout) or not layout.rearranges:
+    if len(kinds) != 1 or sigs is None or not isinstance(layout, ArrangedLayout):
+        return None
+    if not layout.rearranges and scale_codec(layout, written) is None:
         return None
     kind = kinds[0].kind
     readers = projection_readers(kind, role, sigs)
     if readers is None:
         return None
-    spec = kind.spec(role)
+    spec, times = kind.spec(role), kind.spec(role).group_size // written.group_size
+    if replace(spec, group_size=written.group_size) != written:
+        return None
     # Stored projections of their own, packed whole: their rows are contiguous, or columns of a contiguous matrix.
     dense = len(shards) == 1 and all(len(reader.holds) == 1 for reader in readers)
-    ranks = [_shard_path(layout, spec, plan, dense=dense) for plan in shards]
+    ranks = [_shard_path(layout, written, plan, dense=dense) for plan in shards]
     found = [rank for rank in ranks if rank is not None]
     if len(found) < len(ranks) or len({plan.shard.experts for plan in shards}) != 1:
         return None
     parts = [part for rank in found for part in rank.parts.values()]
     elements = Region(readers[-1].region.stop, max(part.element_bytes for part in parts))
     expected = Region(elements.stop, max(BLOCK, *(part.spare_bytes for part in parts)))
-    return ArrangedPath(spec, readers, tuple(found), layout.exact_scales, elements, expected, expected.stop)
+    repeated = tuple(_repeated(expected.stop, readers, written) if times > 1 else ())
+    last = repeated[-1][-1].stop if repeated else expected.stop
+    exact = layout.exact_scales
+    return ArrangedPath(written, readers, tuple(found), exact, elements, expected, last, times, repeated)
+
+
+def _repeated(start: int, readers: Sequence[ProjectionReader], written: MatrixSpec) -> Iterator[tuple[Region, Region]]:
+    """Scratch for scales and zero points in smaller groups than the source's, for each logical projection."""
+    for _, held in (row for reader in readers for row in reader.holds):
+        groups = held.n * written.num_groups
+        scales = Region(start, groups * np.dtype(WIDTH[written.scale_dtype]).itemsize)
+        zeros = Region(scales.stop, 0 if written.symmetric else groups)
+        start = zeros.stop
+        yield scales, zeros
 
 
 def _signatures(experts: Experts) -> dict[StoredName, dict[str, PartSig]] | None:
@@ -108,7 +133,8 @@ def _shard_path(layout: ArrangedLayout, spec: MatrixSpec, plan: ShardPlan, *, de
     parts = {part.field: replace(part, dense=dense) for part in found}
     if parts.keys() != _fields(spec):
         return None
-    return ShardPath(parts, features, everything=shard == spec, first=plan.shard.rank == 0)
+    shared = SharedScale(layout) if isinstance(layout, MarlinNVFP4) else None
+    return ShardPath(parts, features, everything=shard == spec, first=plan.shard.rank == 0, shared=shared)
 
 
 def _fields(spec: MatrixSpec) -> set[str]:

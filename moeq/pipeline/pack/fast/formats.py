@@ -160,6 +160,16 @@ class StoredProjection:
         zeros = self._zeros(stored, scratch)
         return None if zeros is None else fields | zeros
 
+    @property
+    def scale_parts(self) -> tuple[str, ...]:
+        """The part that holds the scales."""
+        return (self.names["scale"],)
+
+    def scales(self, stored: Stored, scratch: Array) -> Fields | None:
+        """The scales alone; None where one is no finite number."""
+        found = self._scales.read(stored[self.names["scale"]], scratch[self._scale_region.start :])
+        return None if found is None else {"scales": found}
+
     def blank(self, stored: Stored, scratch: Array) -> Fields:
         """The matrices of `read` to be filled; what they hold until then does not matter."""
         words = self._matrix(stored, "codes", "u4")

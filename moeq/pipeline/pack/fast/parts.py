@@ -8,7 +8,7 @@ into the packed part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,6 +18,7 @@ from moeq.layouts.arranged import ArrangedLayout, Part, as_stored, is_gated_w13,
 from moeq.layouts.fast import transpose
 from moeq.layouts.fast.compare import is_zero, same
 from moeq.matrix import MatrixSpec
+from moeq.pipeline.pack.fast.codecs import Codec, Shifted, WidenedBf16, WidenedF16, scale_codec
 from moeq.pipeline.pack.fast.orders import Order, order_of
 from moeq.pipeline.pack.fast.scratch import Array, Region
 
@@ -28,40 +29,8 @@ BLOCK = 1 << 19
 Views = Sequence["Array | None"]
 
 
-def _widen_bf16(narrow: Array, out: Array) -> None:
-    np.left_shift(narrow, 16, out=out, dtype=np.uint32)
-
-
-def _widen_f16(narrow: Array, out: Array) -> None:
-    np.copyto(out.view(np.float32), narrow.view(np.float16))
-
-
-def _narrow_bf16(wide: Array, out: Array) -> None:
-    np.right_shift(wide, 16, out=out, casting="unsafe")
-
-
-def _narrow_f16(wide: Array, out: Array) -> None:
-    np.copyto(out.view(np.float16), wide.view(np.float32), casting="unsafe")
-
-
-@dataclass(frozen=True)
-class Widening:
-    """How elements get a wider, exact form, and how they are taken out of it again.
-
-    Attributes:
-        widen: from the logical elements to the stored ones.
-        narrow: and back.
-    """
-
-    widen: Callable[[Array, Array], None]
-    narrow: Callable[[Array, Array], None]
-
-
-#: (logical dtype, stored dtype) -> how the wider form is made.
-WIDENED: dict[tuple[str, str], Widening] = {
-    ("BF16", "F32"): Widening(_widen_bf16, _narrow_bf16),
-    ("F16", "F32"): Widening(_widen_f16, _narrow_f16),
-}
+#: (logical dtype, stored dtype) -> how the wider, exact form is made.
+WIDENED: dict[tuple[str, str], Codec] = {("BF16", "F32"): WidenedBf16(), ("F16", "F32"): WidenedF16()}
 
 
 @dataclass(frozen=True)
@@ -120,7 +89,7 @@ class FastPart:
         starts: the first row of each projection.
         step: from one row of a projection to the next.
         filled: rows and columns of each projection that are not zero-filling.
-        widen: how elements get their wider form, or None.
+        widen: how elements get the form that is stored, or None where that is their own.
         flip: pattern of bits that are stored inverted, as a byte.
         dense: each view is contiguous, or the transpose of a contiguous matrix.
     """
@@ -133,7 +102,7 @@ class FastPart:
     starts: tuple[int, ...]
     step: int
     filled: tuple[int, int]
-    widen: Widening | None = None
+    widen: Codec | None = None
     flip: int = 0
     dense: bool = False
 
@@ -287,7 +256,7 @@ def packed_parts(layout: ArrangedLayout, spec: MatrixSpec, padded: MatrixSpec) -
     return [part for part in found if part is not None]
 
 
-_WORDS = {"U8": "u1", "F16": "u2", "BF16": "u2", "F32": "u4"}
+_WORDS = {"U8": "u1", "F8_E4M3": "u1", "F16": "u2", "BF16": "u2", "F32": "u4"}
 
 
 def _packed_part(
@@ -300,11 +269,15 @@ def _packed_part(
     elif part.field in ("scales", "bias"):
         logical = logical_dtype(part, padded)
         stored = as_stored(part, padded)
-        widen = None if stored else WIDENED.get((logical, part.dtype))
-        if not stored and widen is None:
-            return None
-        dtype = _WORDS[logical if stored else part.dtype]
+        widen = scale_codec(layout, padded) if part.field == "scales" else None
+        if widen is None and not stored:
+            widen = WIDENED.get((logical, part.dtype))
+            if widen is None:
+                return None
+        dtype = _WORDS[part.dtype if widen is not None else logical]
     filled = layout.logical_shape(part.field, spec)
+    if isinstance(widen, Shifted) and widen.logical == "e8m0" and filled != (rows, columns):
+        return None  # exponents are filled up with 0, which is a number
     if order is None or columns % per_element or filled[1] % per_element:
         return None
     halves = 2 if is_gated_w13(spec) else 1

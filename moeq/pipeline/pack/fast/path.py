@@ -9,7 +9,7 @@ on data leaves the interpreter to other threads.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -21,15 +21,21 @@ from moeq.checkpoint.names import StoredName
 from moeq.digest import begin_field, new_digest
 from moeq.layouts.fast import transpose
 from moeq.layouts.fast.compare import all_between
+from moeq.layouts.fast.recode import e4m3_values
 from moeq.matrix import MatrixSpec
 from moeq.model.shards import Range
 from moeq.pipeline.pack.fast.base import Inputs, Outputs, Proof
+from moeq.pipeline.pack.fast.codecs import MarlinE5M3
 from moeq.pipeline.pack.fast.formats import Fields
 from moeq.pipeline.pack.fast.parts import BLOCK, FastPart, Views
 from moeq.pipeline.pack.fast.scratch import Array, Region
+from moeq.pipeline.pack.fast.shared import SharedScale, stored_largest
 
 #: The order in which the digest takes the fields.
-_FIELDS = ("codes", "scales", "zeros", "bias")
+_FIELDS = ("codes", "scales", "zeros", "global_scale", "bias")
+
+#: Fields that smaller groups repeat, and what they are called as the source has them.
+_GROUPED = {"scales": "stored scales", "zeros": "stored zeros"}
 
 
 class StoredMatrix(Protocol):
@@ -55,6 +61,13 @@ class StoredMatrix(Protocol):
 
     def finish(self, stored: Mapping[str, Array], scratch: Array) -> None:
         """Write the parts that `blank` did not give in place."""
+
+    @property
+    def scale_parts(self) -> tuple[str, ...]:
+        """The part that holds the scales, where there is one."""
+
+    def scales(self, stored: Mapping[str, Array], scratch: Array) -> Fields | None:
+        """The scales alone; None where one is no finite number."""
 
     def kept(self, stored: Mapping[str, Array], scratch: Array) -> tuple[str, ...]:
         """Parts that do not follow from what was read."""
@@ -94,6 +107,17 @@ class ProjectionReader:
         parts = {part: stored[self.name, part] for part in self.stored.reads}
         self.stored.finish(parts, scratch[self.region.start : self.region.stop])
 
+    def kept(self, inputs: Inputs, scratch: Array) -> tuple[str, ...]:
+        """Parts that do not follow from what was read."""
+        parts = {part: inputs[self.name, part] for part in self.stored.reads}
+        return self.stored.kept(parts, scratch[self.region.start : self.region.stop])
+
+    def scales(self, inputs: Inputs, scratch: Array) -> list[Fields] | None:
+        """The scales of each logical projection; None where one is no finite number."""
+        parts = {part: inputs[self.name, part] for part in self.stored.scale_parts}
+        fields = self.stored.scales(parts, scratch[self.region.start : self.region.stop])
+        return None if fields is None else self._split(fields)
+
     def _split(self, fields: Fields) -> list[Fields]:
         if len(self.holds) == 1:
             return [fields]
@@ -111,12 +135,33 @@ class ShardPath:
         features: its intermediate features.
         everything: it holds all of them.
         first: it is rank 0, which keeps the bias of w2.
+        shared: parts that belong to the whole matrix, where there are any.
     """
 
     parts: Mapping[str, FastPart]
     features: Range
     everything: bool
     first: bool
+    shared: SharedScale | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether nothing has to be known of other experts any more."""
+        return self.shared is None or self.shared.is_known
+
+    def knowing(self, largest: float) -> ShardPath:
+        """The same for experts whose largest scale that is."""
+        if self.shared is None:
+            return self
+        shared = self.shared.knowing(largest)
+        scales = replace(self.parts["scales"], widen=MarlinE5M3(shared.layout.factor))
+        return replace(self, parts={**self.parts, "scales": scales}, shared=shared)
+
+    def exact(self, spec: MatrixSpec, read: Sequence[Fields]) -> bool:
+        """Whether everything that is stored otherwise than the source has it comes back as it was."""
+        codec = self.parts["scales"].widen
+        kept = codec is None or all(codec.exact(view) for view in self.views("scales", spec, read) if view is not None)
+        return kept and (self.shared is None or self.shared.exact(read))
 
     def views(self, field: str, spec: MatrixSpec, read: Sequence[Fields]) -> Views:
         """The shard's part of a field."""
@@ -143,9 +188,11 @@ class ArrangedPath:
     """The fast path of one layer's `w13` or `w2`. Immutable; any number of threads may use it.
 
     Attributes:
-        spec: the logical matrix.
+        spec: the logical matrix, in the groups that are written.
         readers: one per stored projection.
         shards: the packed parts of every rank.
+        times: groups that are written for one of the source's.
+        repeated: scratch for scales and zero points that are repeated so, for each logical projection.
         scales: least and greatest scale, as an unsigned integer, that the layout holds exactly; None: any.
         elements: scratch for the elements of a part.
         expected: scratch for what they should be, and for intermediate values.
@@ -159,6 +206,8 @@ class ArrangedPath:
     elements: Region
     expected: Region
     scratch_bytes: int
+    times: int = 1
+    repeated: tuple[tuple[Region, Region], ...] = ()
 
     @cached_property
     def reads(self) -> tuple[tuple[StoredName, str], ...]:
@@ -167,27 +216,94 @@ class ArrangedPath:
 
     def read(self, inputs: Inputs, scratch: Array) -> list[Fields] | None:
         """See `FastPath.read`."""
+        if self.calibrates:
+            raise ValueError("the largest scale of all local experts has to be known first")  # a bug, not input
         read: list[Fields] = []
         for reader in self.readers:
             fields = reader.read(inputs, scratch)
             if fields is None or not self._keeps_scales(fields):
                 return None
             read += fields
-        return read
+        if self.times > 1:
+            read = [self._regrouped(number, fields, scratch) for number, fields in enumerate(read)]
+            for grouped in read:
+                for field, stored in _GROUPED.items():
+                    for part in self._parts(grouped.get(field)):
+                        np.copyto(part, grouped[stored][:, : part.shape[1]])
+        return read if all(shard.exact(self.spec, read) for shard in self.shards) else None
+
+    def kept(self, inputs: Inputs, scratch: Array) -> list[tuple[StoredName, str]]:
+        """See `FastPath.kept`."""
+        return [(reader.name, part) for reader in self.readers for part in reader.kept(inputs, scratch)]
+
+    @property
+    def calibrates(self) -> tuple[tuple[StoredName, str], ...]:
+        """See `FastPath.calibrates`."""
+        if all(shard.is_known for shard in self.shards):
+            return ()
+        return tuple((reader.name, part) for reader in self.readers for part in reader.stored.scale_parts)
+
+    def largest(self, inputs: Inputs, scratch: Array) -> list[float] | None:
+        """See `FastPath.largest`."""
+        read: list[Fields] = []
+        for reader in self.readers:
+            fields = reader.scales(inputs, scratch)
+            if fields is None:
+                return None
+            read += fields
+        found = []
+        for shard in self.shards:
+            views = [view for view in shard.views("scales", self.spec, read) if view is not None]
+            positive = max(int(np.where(view < 0x80, view, 0).max(initial=0)) for view in views)
+            found.append(float(e4m3_values()[positive]))
+        return found
+
+    def knowing(self, largest: Sequence[float]) -> ArrangedPath:
+        """See `FastPath.knowing`."""
+        return replace(self, shards=tuple(shard.knowing(one) for shard, one in zip(self.shards, largest, strict=True)))
+
+    def stored_largest(self, outputs: Outputs) -> tuple[float, ...] | None:
+        """See `FastPath.stored_largest`."""
+        found = [stored_largest(packed) for packed in outputs]
+        return None if None in found else tuple(one for one in found if one is not None)
+
+    def _regrouped(self, number: int, fields: Fields, scratch: Array) -> Fields:
+        """The fields of a projection, with memory for those in smaller groups beside what is stored."""
+        found = dict(fields)
+        for region, (field, stored) in zip(self.repeated[number], _GROUPED.items(), strict=True):
+            if field in fields:
+                found[stored] = fields[field]
+                shape = len(fields[field]), self.spec.num_groups
+                found[field] = region.array(scratch, shape, fields[field].dtype.str)
+        return found
+
+    def _parts(self, groups: Array | None) -> list[Array]:
+        """Smaller groups that are the first of their larger one, the second, ..."""
+        return [] if groups is None else [groups[:, part :: self.times] for part in range(self.times)]
 
     def pack(self, read: Sequence[Fields], outputs: Outputs, scratch: Array) -> None:
         """See `FastPath.pack`."""
         for shard, packed in zip(self.shards, outputs, strict=True):
             for part in shard.parts.values():
                 part.pack(shard.views(part.field, self.spec, read), packed[part.name], self.elements, scratch)
+            if shard.shared is not None:
+                shard.shared.fill(read, packed)
 
     def rebuild(self, outputs: Outputs, stored: Inputs, scratch: Array) -> None:
         """See `FastPath.rebuild`."""
         blank = [fields for reader in self.readers for fields in reader.blank(stored, scratch)]
+        if self.times > 1:
+            blank = [self._regrouped(number, fields, scratch) for number, fields in enumerate(blank)]
         for shard, packed in zip(self.shards, outputs, strict=True):
             for part in shard.parts.values():
                 views = shard.views(part.field, self.spec, blank)
                 part.fill(packed[part.name], views, self.elements, self.expected, scratch)
+            if shard.shared is not None:
+                shard.shared.rebuild(packed, blank)
+        for fields in blank:
+            for field, held in _GROUPED.items():
+                if held in fields:
+                    np.copyto(fields[held], fields[field][:, :: self.times])
         for reader in self.readers:
             reader.finish(stored, scratch)
 
@@ -196,12 +312,17 @@ class ArrangedPath:
         held = [projection for reader in self.readers for projection in reader.holds]
         digests = [new_digest(spec) for _, spec in held]
         for field in (name for name in _FIELDS if name in read[0]):
+            hashed = _GROUPED[field] if self.times > 1 and field in _GROUPED else field
             for digest, fields in zip(digests, read, strict=True):
-                begin_field(digest, field, fields[field].size * (2 if field == "zeros" else fields[field].itemsize))
+                begin_field(digest, field, fields[hashed].size * (2 if field == "zeros" else fields[hashed].itemsize))
             for projection, rows in self._proven(field, read, outputs, scratch):
                 if rows is None:
                     return None
-                self._feed(digests[projection], rows, field, scratch)
+                if hashed == field:
+                    self._feed(digests[projection], rows, field, scratch)
+            if hashed != field:
+                for digest, fields in zip(digests, read, strict=True):
+                    self._feed(digest, fields[hashed], field, scratch)
         return Proof(tuple((name, digest.hexdigest()) for (name, _), digest in zip(held, digests, strict=True)))
 
     def _keeps_scales(self, read: Sequence[Fields]) -> bool:
@@ -214,6 +335,12 @@ class ArrangedPath:
 
         Consecutive rows of every projection, with its number; None where a shard does not hold them.
         """
+        if field == "global_scale":
+            shared = [(shard.shared, packed) for shard, packed in zip(self.shards, outputs, strict=True)]
+            if not all(one is not None and one.holds(read, packed) for one, packed in shared):
+                yield 0, None
+            yield from ((projection, fields[field]) for projection, fields in enumerate(read))
+            return
         for shard, packed in zip(self.shards, outputs, strict=True):
             part, views = shard.parts[field], shard.views(field, self.spec, read)
             for block in part.blocks:

@@ -1,0 +1,75 @@
+"""What NVFP4 layouts store of a whole matrix: the global scale, and the factor that follows from all local experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moeq.layouts.marlin_nvfp4 import MarlinNVFP4
+from moeq.pipeline.pack.fast.formats import Fields
+from moeq.pipeline.pack.fast.scratch import Array
+
+#: Parts of one number.
+_GLOBAL, _FACTOR = "global_scale", "scale_factor"
+
+
+@dataclass(frozen=True)
+class SharedScale:
+    """The parts `global_scale` and `scale_factor` of one rank.
+
+    Attributes:
+        layout: the layout, knowing the largest scale of its experts where it has to.
+    """
+
+    layout: MarlinNVFP4
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the factor is known."""
+        return self.layout.calibration_scope is None or self.layout.calibration is not None
+
+    def knowing(self, largest: float) -> SharedScale:
+        """The same for experts whose largest scale that is."""
+        return self if self.layout.calibration_scope is None else SharedScale(self.layout.with_calibration(largest))
+
+    def exact(self, read: Sequence[Fields]) -> bool:
+        """Whether all rows of all projections have one global scale, which comes back as it was."""
+        bits = {int(one) for fields in read for one in np.unique(fields[_GLOBAL])}
+        if len(bits) != 1:
+            return False
+        packed = {part: np.empty(4, np.uint8) for part in (_GLOBAL, _FACTOR)}
+        self.fill(read, packed)
+        return bool(self._of(packed).view(np.uint32) == bits.pop())
+
+    def fill(self, read: Sequence[Fields], packed: Mapping[str, Array]) -> None:
+        """Store both numbers."""
+        scale = read[0][_GLOBAL][0].view(np.float32)
+        with np.errstate(over="ignore"):
+            product = scale * np.float32(2.0**self.layout.exponent) / np.float32(self.layout.factor)
+        packed[_GLOBAL].view(np.float32)[:] = product
+        packed[_FACTOR].view(np.float32)[:] = self.layout.factor
+
+    def holds(self, read: Sequence[Fields], packed: Mapping[str, Array]) -> bool:
+        """Whether the stored numbers mean the source's global scale."""
+        found = self._of(packed).view(np.uint32)
+        factor = packed[_FACTOR].view(np.float32)[0]
+        return bool(factor == self.layout.factor) and all(bool((fields[_GLOBAL] == found).all()) for fields in read)
+
+    def rebuild(self, packed: Mapping[str, Array], blank: Sequence[Fields]) -> None:
+        """Fill the fields of the source."""
+        for fields in blank:
+            fields[_GLOBAL].fill(self._of(packed).view(np.uint32))
+
+    def _of(self, packed: Mapping[str, Array]) -> np.float32:
+        stored = float(packed[_GLOBAL].view(np.float32)[0])
+        with np.errstate(over="ignore", invalid="ignore"):
+            return np.float32(stored * self.layout.factor * 2.0**-self.layout.exponent)
+
+
+def stored_largest(packed: Mapping[str, Array]) -> float | None:
+    """A largest scale that gives the factor that is stored; None where that is no factor."""
+    factor = float(packed[_FACTOR].view(np.float32)[0])
+    return 448.0 / factor if 1 <= factor <= 2.0**20 and math.frexp(factor)[0] == 0.5 else None
