@@ -11,6 +11,16 @@ sys.path.append(str(FOLDER))
 import convert_speed  # noqa: E402
 import inspect_speed  # noqa: E402
 import make_checkpoint  # noqa: E402
+import measuring  # noqa: E402
 import naive_convert  # noqa: E402
+import transcode_speed  # noqa: E402
 
-__all__ = ["FOLDER", "convert_speed", "inspect_speed", "make_checkpoint", "naive_convert"]
+__all__ = [
+    "FOLDER",
+    "convert_speed",
+    "inspect_speed",
+    "make_checkpoint",
+    "measuring",
+    "naive_convert",
+    "transcode_speed",
+]

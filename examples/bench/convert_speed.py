@@ -15,24 +15,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-CONVERT = "from moeq.cli.app import main; main()"
-
-#: After a sync, the disk still discards the blocks of deleted files for a while.
-SETTLE_SECONDS = 1.0
+from measuring import HERE, MOEQ, Run, folder_bytes, make_source, option_parser, run_cases, run_once, set_cache, settle
 
 
 @dataclass(frozen=True)
@@ -45,6 +37,7 @@ class Case:
         layout: layout id.
         experts: experts per layer where a whole layer would be too large.
         naive: whether `naive_convert.py` knows the layout.
+        options: more options of `moeq convert`.
     """
 
     model: str
@@ -53,6 +46,7 @@ class Case:
     layout: str
     experts: int | None = None
     naive: bool = True
+    options: tuple[str, ...] = ()
 
 
 CASES = {
@@ -63,77 +57,23 @@ CASES = {
     "w8a8": Case("qwen3-30b-a3b", "w8a8", 0.62, "int8-w8a8/1"),
     "mxfp4": Case("gpt-oss-120b", "mxfp4", 1.7, "marlin-mxfp4/1"),
     "mxfp4-hopper": Case("gpt-oss-120b", "mxfp4", 1.7, "triton-kernels-hopper/1", naive=False),
+    "nvfp4": Case("qwen3-30b-a3b", "nvfp4", 0.37, "marlin-nvfp4/1", naive=False),
+    "fp8-tensor": Case("qwen3-30b-a3b", "fp8-tensor", 0.62, "marlin-fp8/1", naive=False),
+    "fp8-channel": Case("qwen3-30b-a3b", "fp8-channel", 0.62, "marlin-fp8/1", naive=False),
+    "fp8-block": Case("qwen3-30b-a3b", "fp8-block", 0.62, "marlin-fp8/1", naive=False),
+    "mxfp8": Case("qwen3-30b-a3b", "mxfp8", 0.64, "marlin-mxfp8/1", naive=False),
+    "gptq-regroup": Case(
+        "qwen3-30b-a3b", "gptq", 0.35, "marlin-wna16/1", naive=False, options=("--tp", "4", "--regroup", "64")
+    ),
 }
-
-
-@dataclass(frozen=True)
-class Run:
-    """One measured process: seconds and bytes."""
-
-    wall: float
-    user: float
-    system: float
-    peak: int
-
-
-def measure(command: list[str], log: Path) -> Run:
-    """Run a command to its end and take the kernel's account of it.
-
-    This process stays small: the peak that the kernel reports for a child counts what its parent held when it forked.
-    """
-    with log.open("wb") as output:
-        started = time.perf_counter()
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        _, status, usage = os.wait4(process.pid, 0)
-        wall = time.perf_counter() - started
-        process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{log.read_text()[-2000:]}")
-    scale = 1 if sys.platform == "darwin" else 1024
-    return Run(wall, usage.ru_utime, usage.ru_stime, usage.ru_maxrss * scale)
-
-
-def synced(command: list[str], folder: Path) -> list[str]:
-    """The command, then a sync of every file in the folder it wrote."""
-    return ["sh", "-c", '"$@" && exec sync "$0"/*', str(folder), *command]
 
 
 def contenders(case: Case, source: Path, out: Path, workers: int, naive: bool) -> Iterator[tuple[str, list[str]]]:
     yield "cp", ["cp", "-r", str(source), str(out)]
     options = ["--gpu", "H100", "--layout", case.layout, "--force-layout", "--workers", str(workers), "--quiet"]
-    yield "convert", [sys.executable, "-P", "-c", CONVERT, "convert", str(source), str(out), *options]
+    yield "convert", [*MOEQ, "convert", str(source), str(out), *options, *case.options]
     if naive and case.naive:
         yield "naive", [sys.executable, str(HERE / "naive_convert.py"), str(source), str(out)]
-
-
-def set_cache(source: Path, cache: str) -> float:
-    """Drop the source from the page cache, or read it into it; the share that is in it afterwards."""
-    for path in source.iterdir():
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            if cache == "cold":
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            else:
-                while os.read(fd, 16 << 20):
-                    pass
-        finally:
-            os.close(fd)
-    return cached_share(source)
-
-
-def settle() -> None:
-    """Let the disk finish what earlier runs left to it: journals, and blocks of deleted files to discard."""
-    os.sync()
-    time.sleep(SETTLE_SECONDS)
-
-
-def cached_share(source: Path) -> float:
-    """How much of the source is in the page cache; -1 where `fincore` (util-linux) is missing."""
-    if shutil.which("fincore") is None:
-        return -1.0
-    files = [str(path) for path in source.iterdir()]
-    found = subprocess.run(["fincore", "-nbo", "RES", *files], capture_output=True, text=True, check=True).stdout
-    return sum(map(int, found.split())) / sum(path.stat().st_size for path in source.iterdir())
 
 
 def tensors(folder: Path) -> dict[str, tuple[Any, ...]]:
@@ -176,11 +116,7 @@ def same_bytes(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 def run_case(name: str, options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     case, source = CASES[name], scratch / "source"
     layers = max(1, round(options.gib / case.layer_gib))
-    make = [sys.executable, str(HERE / "make_checkpoint.py"), str(source), "--model", case.model]
-    make += ["--format", case.format, "--layers", str(layers)]
-    make += ["--experts", str(case.experts)] if case.experts else []
-    subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
-    subprocess.run(["sync", *map(str, source.iterdir())], check=True)
+    make_source(source, case.model, case.format, layers, case.experts)
     runs: dict[str, list[Run]] = {
         who: [] for who, _ in contenders(case, source, scratch, options.workers, options.naive)
     }
@@ -191,14 +127,14 @@ def run_case(name: str, options: argparse.Namespace, scratch: Path) -> dict[str,
         for who in order[turn % len(order) :] + order[: turn % len(order)]:
             out = scratch / who
             command = dict(contenders(case, source, out, options.workers, options.naive))[who]
-            cached.append(set_cache(source, options.cache))
-            settle()
-            runs[who].append(measure(synced(command, out), scratch / f"{who}.log"))
+            run, share = run_once(command, source, out, options.cache)
+            runs[who].append(run)
+            cached.append(share)
         if turn == 0 and options.trace is not None:
             trace(name, case, source, scratch, options)
         if turn == 0 and "naive" in runs:
             same = differences(scratch / "convert", scratch / "naive")
-        sizes = {who: sum(path.stat().st_size for path in (scratch / who).iterdir()) for who in runs}
+        sizes = {who: folder_bytes(scratch / who) for who in runs}
         for who in runs:
             shutil.rmtree(scratch / who)
     shutil.rmtree(source)
@@ -276,45 +212,12 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def machine() -> dict[str, Any]:
-    """What the figures were taken on."""
-    model = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in line
-        ),
-        platform.processor(),
-    )
-    return {
-        "processor": model,
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-    }
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=CASES, action="append", help="[all]")
-    parser.add_argument("--gib", type=float, default=2.0, help="size of each checkpoint [2]")
-    parser.add_argument("--repeat", type=int, default=5, help="runs of each contender [5]")
-    parser.add_argument("--workers", type=int, default=2, help="workers of `moeq convert` [2]")
-    parser.add_argument("--cache", choices=("cold", "warm"), default="cold", help="the source in the page cache [cold]")
+    parser = option_parser(__doc__ or "", CASES, gib=2.0, repeat=5)
     parser.add_argument("--no-naive", dest="naive", action="store_false", help="leave out the script of a user")
-    parser.add_argument("--folder", type=Path, help="where to write, on the disk to measure [the temporary folder]")
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="draw every thread of one more run of each here")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
-    rows = []
-    for name in options.case or CASES:
-        with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
-            rows.append(run_case(name, options, Path(scratch)))
-        show(rows[-1])
-        if options.json:
-            given = {"gib": options.gib, "cache": options.cache, "workers": options.workers, "repeat": options.repeat}
-            document = {"schema": "moeq.convert-speed/1", **given, "machine": machine(), "cases": rows}
-            options.json.write_text(json.dumps(document, indent=1) + "\n")
+    rows = run_cases(options, CASES, "moeq.convert-speed/1", run_case, show)
     print(table(rows))
     return 0 if all(row["same_bytes_as_naive"] is not False for row in rows) else 1
 

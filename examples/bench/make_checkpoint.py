@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-WIDTHS = {"I32": 4, "F16": 2, "BF16": 2, "I64": 8, "I8": 1, "U8": 1}
+WIDTHS = {"I32": 4, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I8": 1, "U8": 1, "F8_E4M3": 1}
 CHUNK = 8 << 20
 
 #: Gives the bytes of a tensor, one chunk at a time: `(random bits of that many bytes, first byte) -> bytes`.
@@ -58,7 +58,10 @@ def dtype_of(dtype: str, value: int) -> np.generic:
 
 SCALES_F16 = masked("<u2", 0x03FF, 0x2000)  # 2^-7 to 2^-6
 SCALES_BF16 = masked("<u2", 0x007F, 0x3C00)  # 2^-7 to 2^-6
+SCALES_E4M3 = masked("u1", 0x1F, 0x30)  # 2^-1 to 2^3
+CODES_E4M3 = masked("u1", 0xBF, 0x00)  # up to 1.875, no NaN
 SCALES_E8M0 = masked("u1", 0x07, 0x70)  # 2^-15 to 2^-8
+SCALES_MXFP8 = masked("u1", 0x07, 0x78)  # 2^-7 to 1
 WEIGHTS_BF16 = masked("<u2", 0x807F, 0x3C00)
 
 
@@ -104,6 +107,37 @@ def w8a8(name: str, n: int, k: int) -> Iterator[Tensor]:
     yield Tensor(f"{name}.weight_scale", "BF16", (n, 1), SCALES_BF16)
 
 
+def nvfp4(name: str, n: int, k: int) -> Iterator[Tensor]:
+    """ModelOpt's NVFP4, weights only."""
+    yield Tensor(f"{name}.weight", "U8", (n, k // 2), any_bits)
+    yield Tensor(f"{name}.weight_scale", "F8_E4M3", (n, k // 16), SCALES_E4M3)
+    yield Tensor(f"{name}.weight_scale_2", "F32", (), constant(0x3B800000))  # 2^-8
+
+
+def fp8_tensor(name: str, n: int, k: int) -> Iterator[Tensor]:
+    """compressed-tensors FP8, one scale per tensor."""
+    yield Tensor(f"{name}.weight", "F8_E4M3", (n, k), CODES_E4M3)
+    yield Tensor(f"{name}.weight_scale", "BF16", (1,), SCALES_BF16)
+
+
+def fp8_channel(name: str, n: int, k: int) -> Iterator[Tensor]:
+    """compressed-tensors FP8, one scale per channel."""
+    yield Tensor(f"{name}.weight", "F8_E4M3", (n, k), CODES_E4M3)
+    yield Tensor(f"{name}.weight_scale", "BF16", (n, 1), SCALES_BF16)
+
+
+def fp8_block(name: str, n: int, k: int) -> Iterator[Tensor]:
+    """Blocks of 128 x 128 with bfloat16 scales, as Qwen stores them."""
+    yield Tensor(f"{name}.weight", "F8_E4M3", (n, k), CODES_E4M3)
+    yield Tensor(f"{name}.weight_scale_inv", "BF16", (ceil(n / 128), ceil(k / 128)), SCALES_BF16)
+
+
+def mxfp8(name: str, n: int, k: int) -> Iterator[Tensor]:
+    """ModelOpt's MXFP8."""
+    yield Tensor(f"{name}.weight", "F8_E4M3", (n, k), CODES_E4M3)
+    yield Tensor(f"{name}.weight_scale", "U8", (n, k // 32), SCALES_MXFP8)
+
+
 #: Tensors of one projection: `(module, n, k)`.
 Projection = Callable[[str, int, int], Iterator[Tensor]]
 
@@ -134,6 +168,10 @@ class Format:
     config: dict[str, Any]
 
 
+_PLAIN = ["self_attn", "mlp.gate", "moe.gate", "shared_experts", "lm_head"]
+_PLAIN_PATTERNS = ["lm_head", "*self_attn*", "*mlp.gate*", "*moe.gate*", "*shared_experts*"]
+
+_FP8_TOKENS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token"}
 _INT8_TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
 
 FORMATS = {
@@ -149,6 +187,32 @@ FORMATS = {
     ),
     "ct-int4": Format(ct_int4, _ct("pack-quantized", {"num_bits": 4, "group_size": 32, "strategy": "group"})),
     "w8a8": Format(w8a8, _ct("int-quantized", {"num_bits": 8, "strategy": "channel"}, input_activations=_INT8_TOKENS)),
+    "nvfp4": Format(
+        nvfp4,
+        {"quant_method": "modelopt", "quant_algo": "NVFP4_W4A16", "group_size": 16}
+        | {"exclude_modules": _PLAIN_PATTERNS},
+    ),
+    "fp8-tensor": Format(
+        fp8_tensor,
+        _ct(
+            "float-quantized",
+            {"num_bits": 8, "type": "float", "strategy": "tensor"},
+            input_activations={**_FP8_TOKENS, "strategy": "tensor"},
+        ),
+    ),
+    "fp8-channel": Format(
+        fp8_channel,
+        _ct("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}, input_activations=_FP8_TOKENS),
+    ),
+    "fp8-block": Format(
+        fp8_block,
+        {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+        | {"modules_to_not_convert": _PLAIN},
+    ),
+    "mxfp8": Format(
+        mxfp8,
+        {"quant_method": "modelopt", "quant_algo": "MXFP8", "group_size": 32} | {"exclude_modules": _PLAIN_PATTERNS},
+    ),
     "mxfp4": Format(
         None,
         {"quant_method": "mxfp4"}
@@ -183,7 +247,10 @@ class Model:
     experts_key: str = "num_experts"
     experts: str = "mlp.experts"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    formats: tuple[str, ...] = ("gptq", "awq", "ct-int4", "w8a8")
+    formats: tuple[str, ...] = (
+        *("gptq", "awq", "ct-int4", "w8a8"),
+        *("nvfp4", "fp8-tensor", "fp8-channel", "fp8-block", "mxfp8"),
+    )
     dense: int = 0
     dense_intermediate: int = 0
     shared: bool = False

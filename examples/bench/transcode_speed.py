@@ -2,24 +2,20 @@
 
     python examples/bench/transcode_speed.py [--case NAME ...] [--gib 1] [--repeat 3] [--cache cold|warm] [--json FILE]
 
-Checkpoints, processes and figures are those of `convert_speed.py`: each contender runs in turn in a process of its own
-and ends with a `sync`; ratios are taken repetition by repetition.
+Checkpoints, processes and figures are those of `convert_speed.py`; ratios are taken repetition by repetition.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import statistics
-import subprocess
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from convert_speed import CONVERT, HERE, Run, machine, measure, set_cache, settle, synced
+from measuring import MOEQ, Run, folder_bytes, make_source, option_parser, run_cases, run_once
 
 
 @dataclass(frozen=True)
@@ -55,24 +51,18 @@ def run_case(name: str, options: argparse.Namespace, scratch: Path) -> dict[str,
     case, source = CASES[name], scratch / "source"
     share = 1.0 if case.experts is None else 0.5
     layers = max(1, round(options.gib / (case.layer_gib * share)))
-    make = [sys.executable, str(HERE / "make_checkpoint.py"), str(source), "--model", case.model]
-    make += ["--format", case.format, "--layers", str(layers)]
-    make += ["--experts", str(case.experts)] if case.experts else []
-    subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
-    subprocess.run(["sync", *map(str, source.iterdir())], check=True)
-    moeq = [sys.executable, "-P", "-c", CONVERT, "transcode", str(source), str(scratch / "transcode"), "--to", *case.to]
+    make_source(source, case.model, case.format, layers, case.experts)
+    into = [str(source), str(scratch / "transcode"), "--to", *case.to]
     commands = {
         "cp": ["cp", "-r", str(source), str(scratch / "cp")],
-        "transcode": [*moeq, "--workers", str(options.workers), "--quiet"],
+        "transcode": [*MOEQ, "transcode", *into, "--workers", str(options.workers), "--quiet"],
     }
     runs: dict[str, list[Run]] = {who: [] for who in commands}
     sizes = {}
     for turn in range(options.repeat):
         for who in list(runs) if turn % 2 else reversed(list(runs)):
-            set_cache(source, options.cache)
-            settle()
-            runs[who].append(measure(synced(commands[who], scratch / who), scratch / f"{who}.log"))
-        sizes = {who: sum(path.stat().st_size for path in (scratch / who).iterdir()) for who in runs}
+            runs[who].append(run_once(commands[who], source, scratch / who, options.cache)[0])
+        sizes = {who: folder_bytes(scratch / who) for who in runs}
         for who in runs:
             shutil.rmtree(scratch / who)
     ratios = [mine.wall / theirs.wall for mine, theirs in zip(runs["transcode"], runs["cp"], strict=True)]
@@ -107,24 +97,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     """Measure the cases that were asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=CASES, action="append", help="[all]")
-    parser.add_argument("--gib", type=float, default=1.0, help="size of each checkpoint [1]")
-    parser.add_argument("--repeat", type=int, default=3, help="runs of each contender [3]")
-    parser.add_argument("--workers", type=int, default=2, help="workers of `moeq transcode` [2]")
-    parser.add_argument("--cache", choices=("cold", "warm"), default="cold", help="the source in the page cache [cold]")
-    parser.add_argument("--folder", type=Path, help="where to write, on the disk to measure [the temporary folder]")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    options = parser.parse_args()
-    rows = []
-    for name in options.case or CASES:
-        with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
-            rows.append(run_case(name, options, Path(scratch)))
-        print(table(rows[-1:]).splitlines()[-1], flush=True)
-        if options.json:
-            given = {"gib": options.gib, "cache": options.cache, "workers": options.workers, "repeat": options.repeat}
-            document = {"schema": "moeq.transcode-speed/1", **given, "machine": machine(), "cases": rows}
-            options.json.write_text(json.dumps(document, indent=1) + "\n")
+    options = option_parser(__doc__ or "", CASES, gib=1.0, repeat=3).parse_args()
+    schema = "moeq.transcode-speed/1"
+    rows = run_cases(options, CASES, schema, run_case, lambda row: print(table([row]).splitlines()[-1], flush=True))
     print(table(rows))
     return 0
 

@@ -22,7 +22,7 @@ from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
 from moeq.pipeline.events import Finished, Progress
-from moeq.pipeline.pack.memory import MIB
+from moeq.pipeline.pack.memory import MIB, mebibytes
 from moeq.pipeline.plan.units import Unit
 from moeq.pipeline.run.execution import run_units
 from moeq.pipeline.run.executors import Where
@@ -327,8 +327,8 @@ def memory_of(job: TranscodeJob, workers: int, ceiling: int | None) -> Memory:
         needed = base + per_worker
         raise MoeqError(
             "resources.memory",
-            f"{base // MIB} MiB for the process + {per_worker // MIB} MiB for one worker = {needed // MIB} MiB, more "
-            f"than the {ceiling // MIB} MiB of --max-memory",
+            f"{mebibytes(base)} for the process + {mebibytes(per_worker)} for one worker = {mebibytes(needed)}, more "
+            f"than the {mebibytes(ceiling)} of --max-memory",
             f"--max-memory {-(-needed // MIB)}MiB",
         )
     return Memory(base, per_worker, max(1, min(workers, fitting)), ceiling)

@@ -73,5 +73,8 @@ def test_too_little_memory_is_said_with_the_arithmetic(
     source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = str(tmp_path / "out")
-    assert run(["transcode", source, out, "--to", "gptq", "--max-memory", "50MB", "-q"]) == ExitCode.RESOURCES
-    assert "MiB for the process" in capsys.readouterr().err
+    for size, shown in (("50MB", "48 MiB"), ("1M", "0.954 MiB"), ("10kB", "0.00954 MiB")):
+        assert run(["transcode", source, out, "--to", "gptq", "--max-memory", size, "-q"]) == ExitCode.RESOURCES
+        said = " ".join(capsys.readouterr().err.split())
+        assert "MiB for the process" in said
+        assert f"more than the {shown} of --max-memory" in said

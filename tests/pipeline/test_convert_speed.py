@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from bench_scripts import convert_speed, make_checkpoint, naive_convert
+from bench_scripts import convert_speed, make_checkpoint, measuring, naive_convert, transcode_speed
 
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
@@ -43,7 +43,7 @@ def test_the_benchmark_measures_every_contender(
 ) -> None:
     case = convert_speed.Case("tiny", "gptq", 0.002, "marlin-wna16/1")
     monkeypatch.setitem(convert_speed.CASES, "tiny", case)
-    monkeypatch.setattr(convert_speed, "SETTLE_SECONDS", 0)
+    monkeypatch.setattr(measuring, "SETTLE_SECONDS", 0)
     options = argparse.Namespace(gib=0.002, repeat=1, workers=2, cache="warm", naive=True, trace=None)
     row = convert_speed.run_case("tiny", options, tmp_path)
     assert row["same_bytes_as_naive"] is True
@@ -59,3 +59,21 @@ def test_the_benchmark_measures_every_contender(
     assert convert_speed.table([row]).count("|") == 3 * 7
     json.dumps(row, allow_nan=False)
     assert not list(tmp_path.glob("*/")), "nothing is left but logs"
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_transcoding_measures_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = transcode_speed.Case("tiny-oss", "mxfp4", 0.002, ("fp8",))
+    monkeypatch.setitem(transcode_speed.CASES, "tiny", case)
+    monkeypatch.setattr(measuring, "SETTLE_SECONDS", 0)
+    arguments = ["transcode_speed.py", "--case", "tiny", "--gib", "0.002", "--repeat", "1", "--cache", "warm"]
+    monkeypatch.setattr("sys.argv", [*arguments, "--json", str(tmp_path / "found.json"), "--folder", str(tmp_path)])
+    assert transcode_speed.main() == 0
+    assert "tiny-oss mxfp4 to fp8" in capsys.readouterr().out
+    document = json.loads((tmp_path / "found.json").read_text())
+    (row,) = document["cases"]
+    assert document["schema"] == "moeq.transcode-speed/1"
+    assert row["bytes"]["transcode"] > row["bytes"]["cp"] > 1 << 19
+    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]

@@ -15,7 +15,8 @@ import moeq
 PAIRS = [(model, kind) for model, row in generator.MODELS.items() for kind in row.formats]
 TINY = generator.MODELS["tiny"]
 SCHEMES = {"gptq": "gptq int4 g128 sym", "awq": "awq int4 g128", "ct-int4": "ct-pack int4 g32 sym"}
-SCHEMES |= {"w8a8": "ct-int8 int8", "mxfp4": "mxfp4 e2m1 g32 sym"}
+SCHEMES |= {"w8a8": "ct-int8 int8", "mxfp4": "mxfp4 e2m1 g32 sym", "nvfp4": "nvfp4", "mxfp8": "mxfp8"}
+SCHEMES |= {"fp8-tensor": "fp8", "fp8-channel": "fp8", "fp8-block": "fp8-block"}
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -52,7 +53,7 @@ def test_the_seed_decides_the_bytes_and_the_files_do_not(tmp_path: Path) -> None
     assert {name.rpartition(".")[2] for name in values} == {"g_idx", "qzeros"}, "only these are not random"
 
 
-@pytest.mark.parametrize(("model", "kind"), [("tiny", kind) for kind in ("gptq", "awq", "ct-int4", "w8a8")])
+@pytest.mark.parametrize(("model", "kind"), [("tiny", kind) for kind in TINY.formats])
 def test_values_are_finite(model: str, kind: str, tmp_path: Path) -> None:
     generator.write_checkpoint(tmp_path, generator.MODELS[model], kind)
     values = moeq.open(tmp_path).dequantize(0, 3, "down")

@@ -110,6 +110,11 @@ class TestPlanning:
         tight = planned("qwen3-30b-a3b", small.peak - 1)
         assert (tight.helpers, tight.workers) == (1, 2), "workers go first where memory is short"
 
+    @pytest.mark.parametrize(("ceiling", "shown"), [(10**6, "0.954 MiB"), (1, "9.54e-07 MiB"), (10 * MIB, "10 MiB")])
+    def test_a_ceiling_is_never_told_as_nothing(self, ceiling, shown, source, tmp_path) -> None:
+        with pytest.raises(MoeqError, match=f"more than the {shown} of --max-memory"):
+            convert(source, tmp_path / "out", H100, layout="marlin-mxfp4/1", force_layout=True, max_memory=ceiling)
+
     def test_where_not_even_one_fits_the_arithmetic_is_told(self, source, tmp_path) -> None:
         with pytest.raises(
             MoeqError, match=r"MiB for the process \+ .* MiB for one worker .* more than the 100 MiB"

@@ -41,8 +41,9 @@ def reference_bytes(layer: LayerPlan, unit: PackUnit) -> int:
 
 
 def mebibytes(count: int) -> str:
-    """A size in MiB, for messages."""
-    return f"{count / MIB:,.0f} MiB"
+    """A size in MiB, for messages: whole ones, or where there are few of them three digits, so that 1M is no 0 MiB."""
+    size = count / MIB
+    return f"{size:,.0f} MiB" if size >= 10 or count == 0 else f"{size:.3g} MiB"
 
 
 class SpareMemory:
