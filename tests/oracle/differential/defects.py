@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from moeq.oracle.engines.vllm import inside, sandbox
-from moeq.oracle.engines.vllm.extract import BASE
+from moeq.oracle.engines.vllm.questions import BASE
 
 RESULTS = Path(__file__).parents[2] / "data" / "oracle" / "defects.json"
 _WNA16 = "vllm.model_executor.layers.fused_moe.oracle.int_wna16"

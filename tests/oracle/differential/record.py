@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from oracle.differential import cases, samples
 
 from moeq.oracle.engines.vllm import inside, sandbox
-from moeq.oracle.engines.vllm.extract import GROUPS, digest_of
+from moeq.oracle.engines.vllm.extract import digest_of
+from moeq.oracle.engines.vllm.questions import GROUPS
 
 Row = dict[str, Any]
 Job = tuple[Row, list[Row]]
