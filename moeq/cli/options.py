@@ -75,7 +75,7 @@ DEPLOYMENT: dict[str, Any] = {
     "dp": _option(int, "--dp", "Data-parallel size (default: 1).", **_SIZE),
     "dtype": _option(str, "--dtype", "Activation dtype: bf16 or fp16 (default: bf16)."),
     "backend": _option(str, "--backend", "Force a backend; unsupported is an error (default: auto)."),
-    "engine": _option(str, "--engine", "Whose rules decide: vllm@0.33.0, vllm (the installed one) or moeq."),
+    "engine": _option(str, "--engine", "Whose rules decide: vllm@0.33.0, vllm (the installed one), sglang or moeq."),
     "batched": _option(bool, "--batched/--standard", "Activations as \\[E, max_tokens, K]."),
     "lora": _option(bool, "--lora/--no-lora", "LoRA adapters on the experts."),
     "eplb": _option(bool, "--eplb/--no-eplb", "Expert load balancing."),

@@ -53,6 +53,9 @@ _KINDS = {
     "BARE_ASSERTION": "The engine stops at an assertion without text.",
     "KERNEL_CREATION": "The selected class is refused when its kernel is made.",
     "CONVERSION": "The selected backend has no converter for this config.",
+    "METHOD": "The quantisation method that was asked for, or that the checkpoint declares, is not one for it.",
+    "OTHER": "The engine stops at an error of its own making.",
+    "NOT_FOLLOWED": "moeq does not know what this engine decides here: neither yes nor no.",
 }
 
 _EXITS = {

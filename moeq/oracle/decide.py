@@ -12,6 +12,7 @@ from moeq.oracle.builtin import judge_builtin
 from moeq.oracle.config_types import checked
 from moeq.oracle.declare import config_of
 from moeq.oracle.engine import resolve, sensitivity, settle, verdict_of
+from moeq.oracle.engines.sglang.verdict import is_sglang, judge_sglang
 from moeq.oracle.engines.vllm.readers import PREFIX
 from moeq.oracle.outcome import Outcome
 from moeq.oracle.policy import BUILTIN, choose_engine, load_policy
@@ -63,11 +64,13 @@ def judge_config(
     admits: Callable[[Deployment], bool] | None = None,
 ) -> Verdict:
     """Judge a `quantization_config` under an engine policy (see `judge`)."""
+    config = checked(config)
+    if is_sglang(deployment.engine):
+        return judge_sglang(config, shape, deployment, title)
     choice = choose_engine(deployment.engine)
     policy = load_policy(choice.policy)
     notes = list(choice.notes)
     deployment = settle(deployment, notes)
-    config = checked(config)
     outcome = resolve(policy, config, shape, deployment, prefix=prefix)
     if choice.other is not None:
         notes.append(_beside(outcome, resolve(load_policy(choice.other), config, shape, deployment, prefix=prefix)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from moeq.deploy.loaders import loads_in
+from moeq.oracle.engines.sglang.verdict import is_sglang, launch_flags
 from moeq.report.text import human_bytes
 from moeq.report.verdict_text import deployment_text
 
@@ -73,6 +74,8 @@ def _flags(deployment: Deployment) -> list[str]:
 
 def _serve(src: str, verdict: Verdict) -> str | None:
     """How to serve the source with the engine's own choice."""
+    if is_sglang(verdict.engine):
+        return f"python -m sglang.launch_server --model-path {src} {launch_flags(verdict.deployment)}"
     if not verdict.engine.startswith("vllm"):
         return None
     deployment = verdict.deployment

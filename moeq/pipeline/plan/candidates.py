@@ -11,6 +11,7 @@ from moeq.errors import MoeqError
 from moeq.layouts.registry import layout_class
 from moeq.model import Checkpoint
 from moeq.oracle.builtin import report_of_layout
+from moeq.oracle.engines.sglang.verdict import is_sglang
 from moeq.oracle.policy import BUILTIN as OWN_ENGINE
 from moeq.oracle.records import AS_IT_IS, CandidateReport, ConvertTarget, Reason, Sizes, Verdict
 from moeq.pipeline.plan.decision import heads_problem, judge_checkpoint, moe_shape
@@ -120,7 +121,9 @@ def _named(target: ConvertTarget) -> Target:
 
 
 def _flag(verdict: Verdict, name: str) -> str | None:
-    return None if verdict.engine == OWN_ENGINE else f"--moe-backend {name}"
+    if verdict.engine == OWN_ENGINE:
+        return None
+    return f"{'--moe-runner-backend' if is_sglang(verdict.engine) else '--moe-backend'} {name}"
 
 
 def _forced(

@@ -26,6 +26,7 @@ from moeq.oracle.tablefile import text as tables_text
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "tests" / "data" / "oracle" / "agreement.json"
+SGLANG = RESULTS.with_name("sglang.json")
 PAGE = ROOT / "docs" / "oracle.md"
 
 Results = dict[str, dict[str, Any]]
@@ -100,10 +101,39 @@ _NOT_MODELLED = """
 
 | engine | what is known |
 | --- | --- |
-| SGLang 0.5.23 | moeq loads conversions into it ([loaders](loaders.md)); the runner that it picks is not predicted |
+| SGLang 0.5.23 | integer weights on CUDA, see below; of everything else the verdict says that it is not followed |
 | transformers | moeq's loader replaces experts by its kernels ([loaders](loaders.md)); nothing else is predicted |
 | TensorRT-LLM | not read, not executed: nothing is predicted |
 """
+
+
+_SGLANG = """
+### SGLang 0.5.23
+
+Integer weights of GPTQ, AWQ and compressed-tensors, on CUDA devices from 7.5 to 12.0: the method in force, its scheme,
+the runner, or the stage and type of the error, compared with the package's own code (`tests/oracle/sglang`), which runs
+without a GPU.
+
+| seed | | cases | decision | exact |
+| --- | --- | --- | --- | --- |
+"""
+
+_SGLANG_LEFT = """
+The difference: with `--moe-runner-backend flashinfer_trtllm` the engine widens a rank's shard before MoeWNA16 looks for
+groups that divide it. Not followed: other devices, FP8, FP4 and MXFP formats, Quark, AutoRound, data parallelism and
+all-to-all kinds, LoRA, speculative decoding, backends that a model's own defaults choose, and packages: the runners'
+kernels are taken to be installed.
+"""
+
+
+def _sglang() -> str:
+    rows = json.loads(SGLANG.read_text(encoding="utf-8"))
+    lines = [
+        f"| `{row['seed']}` | {row['what']} | {row['cases']:,} | {_share(row['decision'], row['cases'])} "
+        f"| {_share(row['exact'], row['cases'])} |"
+        for row in rows
+    ]
+    return _SGLANG + "\n".join(lines) + "\n" + _SGLANG_LEFT
 
 
 def _share(part: int, whole: int) -> str:
@@ -137,7 +167,7 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     for version in versions:
         for name, (count, reason) in results[version]["differences"].items():
             lines.append(f"* {version}, {count} of the cases: {name.replace(' | ', '; ')}. {reason}".rstrip())
-    return "\n".join(lines) + "\n" + _NOT_MODELLED
+    return "\n".join(lines) + "\n" + _NOT_MODELLED + _sglang()
 
 
 def load() -> Results:

@@ -267,6 +267,10 @@ def table_of(search: SelectionProbe, override: str, all_factors: dict[str, Facto
         for key in core
         if key[0] not in ("form", "activation", "routing", "model") or key in _TWO_FOLD
     ]
+    # A switch may mean nothing until a package is gone: those two together are a corner as well.
+    gone = [key for key in core if key[0] in PACKAGE_FACTORS.get(search.world["kind"], ())]
+    switches = [key for key in core if key[0].startswith("VLLM_")]
+    corners += [[start, values[one], values[other]] for one in gone for other in switches]
     at = [base, *(search.sequence(corner) for corner in corners)]
     for key in core:
         effects[key] += [

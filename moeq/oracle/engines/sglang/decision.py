@@ -1,0 +1,323 @@
+"""What SGLang 0.5.23 makes of an integer checkpoint's experts on CUDA: the method in force, its class, the runner.
+
+Source: SGLang 0.5.23, `configs/model_config.py` (which method is in force), `layers/quantization` (readers, schemes,
+weight creation) and `layers/moe/moe_runner`. `tests/oracle/sglang` compares this with the package's own answers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Config = Mapping[str, Any]
+
+#: Version whose code this follows.
+VERSION = "0.5.23"
+#: Values of `--moe-runner-backend` that some integer checkpoint can be asked for with.
+RUNNERS = ("auto", "triton", "marlin", "cutlass", "deep_gemm", "flashinfer_trtllm", "triton_kernel")
+_MARLIN_GROUPS = (-1, 32, 64, 128)
+#: Methods that the engine knows on CUDA and that read integer weights, in the order of its table.
+METHODS = ("w8a8_int8", "awq", "awq_marlin", "gptq_marlin", "moe_wna16", "compressed-tensors")
+#: Methods that may be asked for although the checkpoint declares another one.
+_COMPATIBLE = {"w8a8_int8": ("compressed-tensors",)}
+
+
+class Refused(Exception):
+    """The engine stops.
+
+    Attributes:
+        stage: `name`, `config` or `layer`.
+        error: type of the engine's exception.
+        text: what is wrong, in moeq's words.
+        remedy: what would help, or None.
+    """
+
+    def __init__(self, stage: str, error: str, text: str, remedy: str | None = None) -> None:
+        super().__init__(text)
+        self.stage, self.error, self.text, self.remedy = stage, error, text, remedy
+
+
+@dataclass(frozen=True)
+class SglangLayer:
+    """One experts layer on one deployment.
+
+    Attributes:
+        capability: of the CUDA device.
+        hidden: hidden size.
+        inter: intermediate size of an expert.
+        experts: number of experts.
+        tp: ranks.
+        ep: whole experts per rank.
+        dtype: `bf16` or `fp16`.
+        act: activation function.
+        runner: value of `--moe-runner-backend`.
+        quantization: value of `--quantization`, or None.
+        prefix: the layer's name in the model.
+    """
+
+    capability: tuple[int, int]
+    hidden: int
+    inter: int
+    experts: int
+    tp: int = 1
+    ep: bool = False
+    dtype: str = "bf16"
+    act: str = "silu"
+    runner: str = "auto"
+    quantization: str | None = None
+    prefix: str = "model.layers.1.mlp.experts"
+
+    @property
+    def shard(self) -> int:
+        """Intermediate size of a rank."""
+        return self.inter if self.ep else self.inter // self.tp
+
+    @property
+    def ampere(self) -> bool:
+        """Whether Marlin's kernels exist for the device."""
+        return self.capability >= (8, 0)
+
+
+@dataclass(frozen=True)
+class SglangChoice:
+    """What runs.
+
+    Attributes:
+        name: method in force.
+        method: class of the engine's method, or of its scheme where it has one.
+        runner: the runner backend, None where the method has none of its own.
+        layout: moeq's id of the byte order that its kernels read, or None.
+        quantised: False where experts are made unquantised.
+    """
+
+    name: str
+    method: str
+    runner: str | None
+    layout: str | None = None
+    quantised: bool = True
+
+
+# ------------------------------------------------------------------------------------------------ the method in force
+
+
+def _gptq_marlin(config: Config, layer: SglangLayer) -> bool:
+    declared = [config.get(key) for key in ("bits", "group_size", "sym", "desc_act")]
+    fits = config.get("bits") in (4, 8) and config.get("sym") is True and config.get("group_size") in _MARLIN_GROUPS
+    return config.get("quant_method") == "gptq" and None not in declared and fits and layer.ampere
+
+
+def _awq_marlin(config: Config, layer: SglangLayer) -> bool:
+    fits = config.get("bits") == 4 and config.get("zero_point") is True and config.get("group_size") in _MARLIN_GROUPS
+    return config.get("quant_method") == "awq" and fits and layer.ampere
+
+
+def _moe_wna16(config: Config, layer: SglangLayer) -> bool:
+    if config.get("quant_method") == "gptq":
+        return not config.get("desc_act") and config.get("bits") in (4, 8)
+    return config.get("quant_method") == "awq" and config.get("bits") == 4 and layer.capability >= (7, 5)
+
+
+#: Methods that take a checkpoint over from the one it declares: which users' words they accept, and whether they can.
+_TAKES_OVER: dict[str, tuple[tuple[str | None, ...], Callable[[Config, SglangLayer], bool]]] = {
+    "awq_marlin": ((None, "marlin", "awq_marlin"), _awq_marlin),
+    "gptq_marlin": ((None, "marlin", "gptq_marlin"), _gptq_marlin),
+    "moe_wna16": (("moe_wna16",), _moe_wna16),
+}
+
+
+def method_in_force(config: Config, layer: SglangLayer) -> str:
+    """Name of the method that reads the checkpoint. Raises Refused."""
+    declared, asked = str(config["quant_method"]).lower(), layer.quantization
+    for name, (words, can) in _TAKES_OVER.items():
+        if asked in words and can(config, layer):
+            return name
+    name = asked or declared
+    if name != declared and declared not in _COMPATIBLE.get(name, ()):
+        text = f"--quantization {name} is not for this {declared} checkpoint here"
+        raise Refused("name", "ValueError", text, "no --quantization")
+    if name not in METHODS:
+        text = f"{name} is no method on CUDA, and this checkpoint is not one that gptq_marlin takes"
+        raise Refused("name", "ValueError", text, _gptq_remedy(config, layer))
+    return name
+
+
+def _gptq_remedy(config: Config, layer: SglangLayer) -> str | None:
+    can = config.get("quant_method") == "gptq" and _moe_wna16(config, layer) and "sym" in config
+    return "--quantization moe_wna16" if can and layer.quantization is None else None
+
+
+# ------------------------------------------------------------------------------------------------ readers
+
+
+def _value(config: Config, *names: str) -> Any:
+    for name in names:
+        if name in config:
+            return config[name]
+    raise Refused("config", "ValueError", f"the config has no {' or '.join(names)}")
+
+
+def _skipped(config: Config, layer: SglangLayer) -> bool:
+    return any(str(name) in layer.prefix for name in config.get("modules_to_not_convert") or ())
+
+
+def _unquantised(name: str, layer: SglangLayer) -> SglangChoice:
+    own = layer.runner in ("triton_kernel", "deep_gemm", "flashinfer_trtllm")
+    runner = layer.runner if own and name != "moe_wna16" else "triton"
+    if runner == "deep_gemm" and layer.act != "silu":
+        raise Refused("layer", "AssertionError", f"unquantised experts with activation {layer.act} on deep_gemm")
+    return SglangChoice(name, "UnquantizedFusedMoEMethod", runner, quantised=False)
+
+
+def _positive_groups(group: int) -> None:
+    if group < 0:
+        raise Refused("layer", "RuntimeError", f"group size {group} becomes a negative number of groups")
+
+
+def _wna16(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
+    """MoeWNA16: groups are halved until they divide both sizes."""
+    _value(config, "quant_method")
+    _value(config, "bits")
+    group = _value(config, "group_size")
+    _value(config, "sym" if config["quant_method"] == "gptq" else "zero_point")
+    if config["quant_method"] == "awq" and _skipped(config, layer):
+        return _unquantised(name, layer)
+    if group == 0:
+        raise Refused("layer", "ZeroDivisionError", "groups of 0 weights")
+    while layer.shard % group or layer.hidden % group:
+        group //= 2
+        if group < 32:
+            text = f"no group size from 32 divides {layer.shard} per rank and hidden size {layer.hidden}"
+            raise Refused("layer", "AssertionError", text, "another tp, or expert parallelism")
+    _positive_groups(group)
+    return SglangChoice(name, "MoeWNA16Method", "triton", "triton-wna16/1")
+
+
+def _only_auto(layer: SglangLayer) -> None:
+    if layer.runner != "auto":
+        text = f"--moe-runner-backend {layer.runner} trips an assertion: this method has its one runner"
+        raise Refused("layer", "AssertionError", text, "--moe-runner-backend auto")
+
+
+def _gptq(config: Config, layer: SglangLayer) -> SglangChoice:
+    _only_auto(layer)
+    layout = "marlin-act-order/1" if config["desc_act"] and config["group_size"] != -1 else "marlin-wna16/1"
+    return SglangChoice("gptq_marlin", "GPTQMarlinMoEScheme", "marlin", layout)
+
+
+def _awq(config: Config, layer: SglangLayer) -> SglangChoice:
+    """AWQ with Marlin, or MoeWNA16 where Marlin does not take the layer."""
+    if _skipped(config, layer):
+        return _unquantised("awq_marlin", layer)
+    group = config["group_size"]
+    fits = layer.hidden % 128 == 0 and layer.shard % max(64, group) == 0 and layer.act in ("silu", "situ")
+    if not fits:
+        return _wna16(config, layer, "awq_marlin")
+    _positive_groups(group)
+    _only_auto(layer)
+    return SglangChoice("awq_marlin", "AWQMoEScheme", "marlin", "marlin-wna16/1")
+
+
+def _plain_awq(config: Config, layer: SglangLayer) -> SglangChoice:
+    """AWQ without Marlin knows no experts: they are made unquantised, and their packed weights have no place."""
+    bits = _value(config, "w_bit", "bits")
+    _value(config, "q_group_size", "group_size")
+    _value(config, "zero_point")
+    if bits != 4:
+        raise Refused("config", "ValueError", f"AWQ of {bits} bits, only 4 is read")
+    return _unquantised("awq", layer)
+
+
+def _w8a8(config: Config, layer: SglangLayer) -> SglangChoice:
+    if _ignored(config, layer.prefix):
+        raise Refused("layer", "TypeError", "experts that are to be ignored get the method of a linear layer")
+    return SglangChoice("w8a8_int8", "W8A8Int8MoEMethod", "triton", "int8-w8a8/1")
+
+
+def _ignored(config: Config, prefix: str) -> bool:
+    names = [f"{prefix}.0.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
+    entries = [str(entry) for entry in config.get("ignore") or ()]
+    patterns = [entry[3:] for entry in entries if entry.startswith("re:")]
+    return any(name in entries or any(re.match(pattern, name) for pattern in patterns) for name in names)
+
+
+def _weights(group: Config) -> Config:
+    """The weights of a config group, with what compressed-tensors fills in."""
+    weights = dict(group.get("weights") or {})
+    size = weights.get("group_size")
+    usual = "tensor" if size is None else "channel" if size == -1 else "group"
+    weights["strategy"] = weights.get("strategy") or usual
+    if weights["strategy"] == "group" and not (isinstance(size, int) and size > 0):
+        raise Refused("config", "ValidationError", f"group_size {size} with strategy group")
+    return weights
+
+
+def _triton_reads(weights: Config) -> bool:
+    plain = weights["num_bits"] == 4 and weights["strategy"] == "group" and weights["group_size"] in (32, 128)
+    return plain and weights.get("symmetric", True) and not weights.get("actorder")
+
+
+def _ct(config: Config, layer: SglangLayer) -> SglangChoice:
+    """compressed-tensors: weights of integers, with 16-bit activations (8-bit ones have no experts on CUDA)."""
+    name = "compressed-tensors"
+    if _ignored(config, layer.prefix):
+        return _unquantised(name, layer)
+    (group,) = config["config_groups"].values()
+    weights, inputs = _weights(group), group.get("input_activations")
+    if inputs is not None:
+        bits = weights["num_bits"], inputs.get("num_bits")
+        text = f"{bits[0]}-bit weights with {bits[1]}-bit activations have experts on NPUs only"
+        remedy = "--quantization w8a8_int8" if bits == (8, 8) else None
+        raise Refused("layer", "NotImplementedError", text, remedy)
+    if weights["strategy"] not in ("group", "channel"):
+        text = f"weights per {weights['strategy']} without activations trip over the activations that are not there"
+        raise Refused("layer", "AttributeError", text)
+    symmetric, triton = weights.get("symmetric", True), _triton_reads(weights)
+    mxint4 = weights["num_bits"] == 4 and weights.get("group_size") == 32 and symmetric
+    if mxint4 and layer.runner == "flashinfer_trtllm":
+        return _mxint4(weights, layer)
+    if layer.runner == "triton" and not triton:
+        text = "the Triton runner takes symmetric int4 in groups of 32 or 128 without act-order"
+        raise Refused("layer", "ValueError", text, "--moe-runner-backend auto")
+    if config.get("format") != "pack-quantized" or weights["num_bits"] not in (4, 8):
+        text = f"{weights['num_bits']} bits as {config.get('format')}: only 4 and 8 bits as pack-quantized are read"
+        raise Refused("layer", "ValueError", text)
+    if layer.runner == "triton" or (layer.runner == "auto" and layer.capability[0] == 10 and triton):
+        return SglangChoice(name, "CompressedTensorsWNA16TritonMoE", "triton", "triton-wna16/1")
+    layout = "marlin-act-order/1" if weights.get("actorder") == "group" else "marlin-wna16/1"
+    return SglangChoice(name, "CompressedTensorsWNA16MoE", "marlin", layout)
+
+
+def _mxint4(weights: Config, layer: SglangLayer) -> SglangChoice:
+    if weights.get("actorder"):
+        raise Refused("layer", "AssertionError", "flashinfer_trtllm knows no act-order", "--moe-runner-backend auto")
+    if layer.dtype != "bf16":
+        raise Refused("layer", "AssertionError", f"flashinfer_trtllm takes bf16, not {layer.dtype}", "dtype bf16")
+    return SglangChoice("compressed-tensors", "CompressedTensorsMxInt4MoE", None, "trtllm-mxint4/1")
+
+
+_READERS: dict[str, Callable[[Config, SglangLayer], SglangChoice]] = {
+    "gptq_marlin": _gptq,
+    "awq_marlin": _awq,
+    "awq": _plain_awq,
+    "moe_wna16": lambda config, layer: _wna16(config, layer, "moe_wna16"),
+    "compressed-tensors": _ct,
+    "w8a8_int8": _w8a8,
+}
+
+
+def decide_sglang(config: Config, layer: SglangLayer) -> SglangChoice:
+    """The engine's choice for a checkpoint's `quantization_config`.
+
+    Raises:
+        Refused: where the engine stops, with the stage and the type of its error.
+    """
+    name = method_in_force(config, layer)
+    if layer.ep and layer.experts % layer.tp:
+        text = f"{layer.experts} experts do not divide by {layer.tp} ranks"
+        raise Refused("layer", "AssertionError", text, "another tp")
+    if not layer.ep and layer.inter % layer.tp:
+        text = f"intermediate size {layer.inter} does not divide by tp {layer.tp}"
+        raise Refused("layer", "AssertionError", text, "another tp")
+    return _READERS[name](config, layer)

@@ -1,0 +1,36 @@
+"""The recorded sample: SGLang's answers to a seed's cases, and a digest that tells whether the cases are the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import lzma
+from pathlib import Path
+from typing import Any
+
+from oracle.sglang import cases
+
+Row = dict[str, Any]
+
+PATH = Path(__file__).parents[2] / "data" / "oracle" / "samples" / "sglang-0.5.23.json.xz"
+
+
+def digest(seed: str, count: int) -> str:
+    """BLAKE2 of a seed's cases."""
+    return hashlib.blake2b(json.dumps(cases.cases(seed, count), sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def save(path: Path, seed: str, rows: list[Row]) -> None:
+    """Write answers, in the order of the cases."""
+    for row in rows:
+        row.pop("text", None)
+    document = {"seed": seed, "cases": digest(seed, len(rows)), "rows": rows}
+    path.write_bytes(lzma.compress(json.dumps(document).encode(), preset=9))
+
+
+def load(path: Path = PATH) -> tuple[Row, list[tuple[Row, Row]]]:
+    """Seed and digest, and every case with the engine's answer."""
+    document: Row = json.loads(lzma.decompress(path.read_bytes()))
+    rows = document.pop("rows")
+    asked = cases.cases(document["seed"], len(rows))
+    return document, list(zip(asked, rows, strict=True))
