@@ -23,7 +23,7 @@ wanted = {
     "narrow8-gate-up-split", "narrow8-down", "narrow8-g32-zeros", "wide32-down", "wide64-gate-up", "wide160g-g32",
     "narrow8-f16-g32-zeros", "wide32-g32-f16-scales-zeros", "narrow8-channel", "narrow8-int8", "wide32-int8-g32-zeros",
     "narrow8-mxfp4", "wide32-mxfp4-oai", "narrow8-relu2", "queue8-gate-up", "queue16-g32-zeros",
-    "queue16-mxfp4-oai", "direct1-gate-up", "direct1-down", "wide160-nvfp4", "wide96-fp8-channel", "wide64-mxfp8-down",
+    "queue16-mxfp4-oai", "direct1-gate-up", "direct1-down", "wide32-nvfp4", "wide64-fp8-channel", "wide64-mxfp8-down",
 }
 outcomes = {}
 for case in cases():
