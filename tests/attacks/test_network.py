@@ -16,11 +16,13 @@ from typing import Any
 
 import pytest
 from attacks.conftest import tree
-from attacks.forks import Ended, Starter, starting
 from checkpoint.hub_server import SHA, Handler, Hub, serving
+from forks import Ended, Starter, starting
 
-#: Short deadlines.
+#: Short deadlines, and everything that commands import.
 IMPATIENT = """
+import huggingface_hub.file_download, huggingface_hub.hf_api
+import moeq.checkpoint.hub, moeq.cli.convert, moeq.cli.inspect, moeq.cli.verify, moeq.pipeline.convert
 from moeq.checkpoint import hub_guard, ranges
 hub_guard.ANSWER_SECONDS, hub_guard.SILENCE_SECONDS, ranges._DEADLINE = 6.0, 2.0, 6.0
 """

@@ -8,11 +8,14 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 import pytest
+from forks import Ended, Starter, starting
 from rich.text import Text
 from safetensors.numpy import save_file
 
@@ -22,15 +25,20 @@ from moeq.errors import EXIT_CODES, ExitCode, MoeqError
 INT4 = "gptq-int4-g32-qwen3moe"
 
 
-def moeq(*argv: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run the installed command in a process of its own, as a shell would."""
-    return subprocess.run(
-        [sys.executable, "-c", "from moeq.cli.app import main; main()", *map(str, argv)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "COLUMNS": "120"},
-    )
+Moeq = Callable[..., Ended]
+
+
+@pytest.fixture(scope="module")
+def starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
+    imports = "import moeq.cli.convert, moeq.cli.inspect, moeq.pipeline.convert"
+    with starting(tmp_path_factory.mktemp("app"), {**os.environ, "COLUMNS": "120"}, imports) as found:
+        yield found
+
+
+@pytest.fixture
+def moeq(starter: Starter) -> Moeq:
+    """Runs the installed command in a process of its own."""
+    return partial(starter.run, seconds=60)
 
 
 def write_model(folder: Path, config: dict[str, object], tensors: dict[str, np.ndarray]) -> Path:
@@ -68,108 +76,108 @@ def plain_moe(tmp_path: Path) -> Path:
     return write_model(tmp_path / "plain", config, tensors)
 
 
-def test_help_lists_every_command() -> None:
+def test_help_lists_every_command(moeq: Moeq) -> None:
     result = moeq("--help")
-    assert result.returncode == 0
+    assert result.code == 0
     for name in COMMANDS:
-        assert name in result.stdout
+        assert name in result.out
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_every_command_has_help(name: str) -> None:
+def test_every_command_has_help(moeq: Moeq, name: str) -> None:
     result = moeq(name, "--help")
-    assert result.returncode == 0, result.stderr
-    assert "--json" in result.stdout
+    assert result.code == 0, result.err
+    assert "--json" in result.out
 
 
-def test_version() -> None:
+def test_version(moeq: Moeq) -> None:
     result = moeq("--version")
-    assert (result.returncode, result.stdout) == (0, "moeq 0.1.0\n")
+    assert (result.code, result.out) == (0, "moeq 0.1.0\n")
 
 
 @pytest.mark.parametrize("argv", [["no-such-command"], ["inspect"], ["inspect", "x", "--no-such-option"]])
-def test_usage_errors(argv: list[str]) -> None:
+def test_usage_errors(moeq: Moeq, argv: list[str]) -> None:
     result = moeq(*argv)
-    assert result.returncode == ExitCode.USAGE
-    assert result.stdout == ""
-    assert result.stderr.startswith("error: ")
-    assert "Traceback" not in result.stderr
+    assert result.code == ExitCode.USAGE
+    assert result.out == ""
+    assert result.err.startswith("error: ")
+    assert "Traceback" not in result.err
 
 
 class TestFailures:
     """Every failure: exit code, one line and a hint on stderr, nothing on stdout, nothing left behind."""
 
-    def expect(self, tmp_path: Path, source: Path, code: str, command: str) -> None:
+    def expect(self, moeq: Moeq, tmp_path: Path, source: Path, code: str, command: str) -> None:
         out = tmp_path / "out"
         argv: list[str | Path] = [command, source]
         if command == "convert":
             argv.append(out)
         text = moeq(*argv, "--gpu", "a100")
-        assert text.returncode == EXIT_CODES[code.partition(".")[0]], text.stderr
-        assert text.stdout == ""
-        first, *rest = text.stderr.splitlines()
+        assert text.code == EXIT_CODES[code.partition(".")[0]], text.err
+        assert text.out == ""
+        first, *rest = text.err.splitlines()
         assert first.startswith("error: ")
-        assert all(line.startswith("hint: ") for line in rest), text.stderr
+        assert all(line.startswith("hint: ") for line in rest), text.err
         document = moeq(*argv, "--gpu", "a100", "--json")
-        answer = json.loads(document.stdout)
+        answer = json.loads(document.out)
         assert answer["schema"] == f"moeq.{command}/1"
         assert answer["ok"] is False
         assert answer["error"]["code"] == code
-        assert answer["error"]["exit_code"] == document.returncode == text.returncode
+        assert answer["error"]["exit_code"] == document.code == text.code
         assert not [path for path in tmp_path.iterdir() if path.name.startswith("out")]
 
     @pytest.mark.parametrize("command", ["inspect", "convert"])
-    def test_wrong_path(self, tmp_path, command) -> None:
-        self.expect(tmp_path, tmp_path / "nowhere", "source.missing", command)
+    def test_wrong_path(self, moeq, tmp_path, command) -> None:
+        self.expect(moeq, tmp_path, tmp_path / "nowhere", "source.missing", command)
 
     @pytest.mark.parametrize("command", ["inspect", "convert"])
-    def test_truncated_file(self, tmp_path, checkpoints, command) -> None:
+    def test_truncated_file(self, moeq, tmp_path, checkpoints, command) -> None:
         shutil.copytree(checkpoints / INT4, tmp_path / "source")
         weights = tmp_path / "source" / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1])
-        self.expect(tmp_path, tmp_path / "source", "source.truncated", command)
+        self.expect(moeq, tmp_path, tmp_path / "source", "source.truncated", command)
 
     @pytest.mark.parametrize("command", ["inspect", "convert"])
-    def test_missing_shard(self, tmp_path, checkpoints, command) -> None:
+    def test_missing_shard(self, moeq, tmp_path, checkpoints, command) -> None:
         shutil.copytree(checkpoints / "mxfp4-gptoss", tmp_path / "source")
         (tmp_path / "source" / "model-00002-of-00002.safetensors").unlink()
-        self.expect(tmp_path, tmp_path / "source", "source.missing-shard", command)
+        self.expect(moeq, tmp_path, tmp_path / "source", "source.missing-shard", command)
 
     @pytest.mark.parametrize("command", ["inspect", "convert"])
-    def test_not_a_moe(self, tmp_path, dense_model, command) -> None:
-        self.expect(tmp_path, dense_model, "answer.not-moe", command)
+    def test_not_a_moe(self, moeq, tmp_path, dense_model, command) -> None:
+        self.expect(moeq, tmp_path, dense_model, "answer.not-moe", command)
 
-    def test_not_quantised(self, tmp_path, plain_moe) -> None:
-        self.expect(tmp_path, plain_moe, "answer.nothing-to-convert", "convert")
+    def test_not_quantised(self, moeq, tmp_path, plain_moe) -> None:
+        self.expect(moeq, tmp_path, plain_moe, "answer.nothing-to-convert", "convert")
 
-    def test_an_unquantised_moe_can_still_be_inspected(self, plain_moe) -> None:
+    def test_an_unquantised_moe_can_still_be_inspected(self, moeq, plain_moe) -> None:
         result = moeq("inspect", plain_moe, "--json")
-        assert result.returncode == 0, result.stderr
-        document = json.loads(result.stdout)
+        assert result.code == 0, result.err
+        document = json.loads(result.out)
         assert document["num_experts"] == 4
         assert document["convertible"] is False
 
-    def test_no_backend(self, tmp_path, checkpoints) -> None:
+    def test_no_backend(self, moeq, tmp_path, checkpoints) -> None:
         source = checkpoints / "gptq-int4-g32-actorder-qwen3moe"
-        self.expect(tmp_path, source, "answer.no-backend", "convert")
+        self.expect(moeq, tmp_path, source, "answer.no-backend", "convert")
 
-    def test_unknown_gpu(self, tmp_path, checkpoints) -> None:
+    def test_unknown_gpu(self, moeq, tmp_path, checkpoints) -> None:
         result = moeq("inspect", checkpoints / INT4, "--gpu", "H1000")
-        assert result.returncode == ExitCode.USAGE
-        assert "H100" in result.stderr, "the nearest name that exists"
+        assert result.code == ExitCode.USAGE
+        assert "H100" in result.err, "the nearest name that exists"
 
-    def test_forced_backend_that_cannot_work(self, tmp_path, checkpoints) -> None:
+    def test_forced_backend_that_cannot_work(self, moeq, tmp_path, checkpoints) -> None:
         argv = ["convert", checkpoints / INT4, tmp_path / "out", "--gpu", "a100", "--backend", "flashinfer_trtllm"]
         result = moeq(*argv)
-        assert result.returncode == ExitCode.NO
-        assert "10" in result.stderr, "the reason names the compute capability it needs"
+        assert result.code == ExitCode.NO
+        assert "10" in result.err, "the reason names the compute capability it needs"
 
 
-def test_inspect_json_is_one_document(checkpoints) -> None:
+def test_inspect_json_is_one_document(moeq: Moeq, checkpoints) -> None:
     result = moeq("inspect", checkpoints / INT4, "--gpu", "h100", "--json")
-    assert result.returncode == 0
-    assert result.stderr == ""
-    document = json.loads(result.stdout)
+    assert result.code == 0
+    assert result.err == ""
+    document = json.loads(result.out)
     assert document["schema"] == "moeq.inspect/1"
     assert document["ok"] is True
     facts = ("model_type", "num_layers", "num_experts", "top_k", "hidden_size", "intermediate_size")
@@ -192,17 +200,17 @@ def test_inspect_json_is_one_document(checkpoints) -> None:
         ("gptq-int4-g32-actorder-qwen3moe", "gptq int4, group 32, symmetric, act-order"),
     ],
 )
-def test_inspect_says_what_the_scheme_is(name: str, phrase: str, checkpoints) -> None:
+def test_inspect_says_what_the_scheme_is(moeq: Moeq, name: str, phrase: str, checkpoints) -> None:
     result = moeq("inspect", checkpoints / name, "--gpu", "a100")
-    assert result.returncode == 0
-    assert phrase in result.stdout
-    assert "zero points stored minus one, unused" in result.stdout
+    assert result.code == 0
+    assert phrase in result.out
+    assert "zero points stored minus one, unused" in result.out
 
 
-def test_without_a_gpu_inspect_still_answers(checkpoints) -> None:
+def test_without_a_gpu_inspect_still_answers(moeq: Moeq, checkpoints) -> None:
     result = moeq("inspect", checkpoints / INT4)
-    assert result.returncode == 0
-    assert "verdict" in result.stdout
+    assert result.code == 0
+    assert "verdict" in result.out
 
 
 def test_bugs_are_reported_as_bugs(monkeypatch, capsys) -> None:

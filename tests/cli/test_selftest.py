@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 import moeq
 from moeq.check.synthetic import RECIPES
 from moeq.cli.app import run
 from moeq.pipeline.convert import convert
 
 
+@pytest.mark.slow
 def test_every_format_without_any_checkpoint(capsys) -> None:
     assert run(["selftest", "--json"]) == 0
     formats = json.loads(capsys.readouterr().out)["formats"]

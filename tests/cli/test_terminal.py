@@ -7,9 +7,16 @@ import pty
 import re
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+
+import moeq
+from moeq.check.records import CheckReport
+from moeq.check.run_check import CheckOptions, run_check
+from moeq.report.check_text import render
 
 COMMAND = [sys.executable, "-c", "from moeq.cli.app import main; main()"]
 INT4 = "gptq-int4-g32-qwen3moe"
@@ -47,20 +54,17 @@ def test_lines_fit_and_wrapped_ones_are_indented(
         assert re.match(r"  \S", line) or line.startswith(" " * 13), line
 
 
+@pytest.fixture(scope="module")
+def proof(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> CheckReport:
+    out = tmp_path_factory.mktemp("proof") / "out"
+    moeq.convert(checkpoints / INT4, out, moeq.Deployment(gpu=moeq.gpu("A100")))
+    return run_check(out, options=CheckOptions(layers=[0], tokens=[3]))
+
+
 @pytest.mark.parametrize(("columns", "more"), [(60, False), (80, False), (140, True)])
-def test_the_proof_keeps_its_exponents(columns: int, more: bool, checkpoints: Path, tmp_path: Path) -> None:
-    from io import StringIO
-
-    from rich.console import Console
-
-    import moeq
-    from moeq.check.run_check import CheckOptions, run_check
-    from moeq.report.check_text import render
-
-    moeq.convert(checkpoints / INT4, tmp_path / "out", moeq.Deployment(gpu=moeq.gpu("A100")))
-    report = run_check(tmp_path / "out", options=CheckOptions(layers=[0], tokens=[3]))
+def test_the_proof_keeps_its_exponents(columns: int, more: bool, proof: CheckReport) -> None:
     text = StringIO()
-    render(Console(file=text, width=columns, force_terminal=True, color_system=None), report)
+    render(Console(file=text, width=columns, force_terminal=True, color_system=None), proof)
     lines = text.getvalue().splitlines()
     assert max(map(len, lines)) <= columns
     assert "…" not in text.getvalue()
@@ -78,6 +82,7 @@ def piped(redirection: str, *argv: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("redirection", ["| head -1", ">&-", "> /dev/full", ">&- 2>&-", "2>&-"])
 @pytest.mark.parametrize(("tp", "code"), [(1, 0), (16, 1)])
 def test_streams_that_end_early(redirection: str, tp: int, code: int, checkpoints: Path) -> None:
@@ -88,6 +93,7 @@ def test_streams_that_end_early(redirection: str, tp: int, code: int, checkpoint
     assert "error" not in result.stderr
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("redirection", ["| head -1", ">&-", "> /dev/full"])
 @pytest.mark.parametrize("argv", [[], ["--help"], ["convert", "--help"], ["--version"]])
 def test_help_that_nobody_reads(redirection: str, argv: list[str]) -> None:

@@ -37,6 +37,7 @@ def test_every_format_has_a_packer() -> None:
     assert set(PARTS) == set(FORMATS)
 
 
+@pytest.mark.cover(("layout", "zero_points"), ("element", "group_size"))
 @pytest.mark.parametrize("zero_points", [False, True], ids=["sym", "zp"])
 @pytest.mark.parametrize("group_size", [32, 64, 128, -1])
 @pytest.mark.parametrize(("layout", "element"), INTEGERS)
@@ -46,6 +47,7 @@ def test_integers(layout: str, element: str, group_size: int, zero_points: bool,
     check(Recipe(layout, element, zero_points=zero_points, dtype=dtype, **sizes), device)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("layout", MXFP4)
 @pytest.mark.parametrize("order", ["gate-up", "interleaved"])
 def test_mxfp4(layout: str, order: W13Order, device: torch.device) -> None:
@@ -96,6 +98,7 @@ SMALL_FLOATS = [key for key, fmt in FORMATS.items() if fmt.kind == "e4m3" or fmt
 FP8 = [key for key in SMALL_FLOATS if FORMATS[key].fp8_activations]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("order", ["gate-up", "interleaved", "ungated"])
 @pytest.mark.parametrize(("layout", "element"), SMALL_FLOATS)
 def test_nvfp4_fp8_and_mxfp8(layout: str, element: str, order: W13Order, device: torch.device) -> None:
@@ -107,6 +110,7 @@ def test_nvfp4_fp8_and_mxfp8(layout: str, element: str, order: W13Order, device:
         check(dataclasses.replace(recipe, activation=activation), device)
 
 
+@pytest.mark.cover("layout")
 @pytest.mark.parametrize(("layout", "element"), FP8)
 def test_fp8_activations(layout: str, element: str, device: torch.device) -> None:
     fmt = FORMATS[layout, element]
@@ -201,6 +205,7 @@ COMBINATIONS = [(name, order) for name in GATED for order in ("gate-up", "interl
 COMBINATIONS += [(name, "ungated") for name in ("silu", "gelu", "gelu_tanh", "relu2")]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("layout", ["marlin-wna16/1", "triton-wna16/1"])
 @pytest.mark.parametrize(("activation", "order"), COMBINATIONS)
 def test_activations(activation: str, order: W13Order, layout: str, device: torch.device) -> None:

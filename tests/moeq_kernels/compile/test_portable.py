@@ -39,10 +39,12 @@ def outcomes() -> list[dict[str, object]]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_without_spilling(outcomes: list[dict[str, object]]) -> None:
     assert [f"{o['target']} {o['case']}: {o['problem']}" for o in outcomes if o["problem"]] == []
 
 
+@pytest.mark.slow
 def test_every_target_and_both_vendors_are_covered(outcomes: list[dict[str, object]]) -> None:
     assert {o["target"] for o in outcomes} == set(TARGETS)
     assert all(0 < int(o["registers"]) <= 512 for o in outcomes)

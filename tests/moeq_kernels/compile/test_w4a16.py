@@ -49,12 +49,14 @@ def outcomes() -> dict[str, dict[str, object]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_weights_reach_the_tensor_cores_through_registers_and_nothing_overwrites_them(
     outcomes: dict[str, dict[str, object]],
 ) -> None:
     assert {name: outcome["problems"] for name, outcome in outcomes.items() if outcome["problems"]} == {}
 
 
+@pytest.mark.slow
 def test_loops_hold_the_multiplications_of_their_steps_and_buffers_fit(
     outcomes: dict[str, dict[str, object]],
 ) -> None:

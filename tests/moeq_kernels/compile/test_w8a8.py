@@ -52,6 +52,7 @@ def built() -> tuple[dict[str, dict[str, object]], dict[str, list[int]]]:
     return outcomes, rows
 
 
+@pytest.mark.slow
 def test_products_multiply_signed_bytes_from_shared_memory_and_never_spill(
     built: tuple[dict[str, dict[str, object]], dict[str, list[int]]],
 ) -> None:
@@ -64,6 +65,7 @@ def test_products_multiply_signed_bytes_from_shared_memory_and_never_spill(
     assert int(str(outcomes["int8-narrow16-down"]["shared"])) <= 113 * 1024  # two programs on a multiprocessor
 
 
+@pytest.mark.slow
 def test_rows_are_spread_over_threads(built: tuple[dict[str, dict[str, object]], dict[str, list[int]]]) -> None:
     """A layout that gives one thread a whole row shows as thousands of instructions and as spills."""
     _, rows = built

@@ -17,23 +17,30 @@ from pathlib import Path
 STARTER = """
 import json, os, signal, sys
 {before}
-from moeq.cli.app import run
-import huggingface_hub.file_download, huggingface_hub.hf_api
-import moeq.checkpoint.hub, moeq.cli.convert, moeq.cli.inspect, moeq.cli.verify, moeq.model, moeq.pipeline.convert
+from moeq.cli.app import main
+
+def command(ask):
+    signal.alarm(ask["seconds"])
+    for number, path in ((1, ask["out"]), (2, ask["err"])):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    os.environ.update(ask["env"])
+    sys.argv = ["moeq", *ask["argv"]]
+    exec(ask["first"])
+    try:
+        main()
+    except SystemExit as end:
+        return end.code or 0
+    finally:
+        exec(ask["last"])
 
 for line in sys.stdin:
-    ask = json.loads(line)
     child = os.fork()
     if not child:
-        signal.alarm(ask["seconds"])
-        for number, path in ((1, ask["out"]), (2, ask["err"])):
-            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-        os.environ.update(ask["env"])
         code = 70
         try:
-            exec(ask["first"])
-            code = run(ask["argv"])
-            exec(ask["last"])
+            code = command(json.loads(line))
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -89,7 +96,7 @@ class Starter:
 
 @contextmanager
 def starting(folder: Path, env: Mapping[str, str], before: str = "") -> Iterator[Starter]:
-    """A starter with these variables; `before` is run before moeq is imported."""
+    """A starter with these variables; `before` are statements that it begins with, such as imports."""
     process = subprocess.Popen(
         [sys.executable, "-c", STARTER.format(before=before)],
         stdin=subprocess.PIPE,
