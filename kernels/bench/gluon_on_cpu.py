@@ -2,17 +2,15 @@
 
 The code of a kernel and of all that it calls is taken as it is; only the names that it looks up are others. Layouts say
 nothing here, since they only say which lane has what: `assert_trivial` conversions, lanes and copies are the compiler's
-business. PTX texts run instruction by instruction, with rounding as the instructions have it. Shared memory is full of
-NaN before it is written, and copies that are masked write zeros, as cp.async does. Warps that specialise are threads,
-which wait for each other at mbarriers.
+business. PTX texts are run by `ptx_on_cpu`. Shared memory is full of NaN before it is written, and copies that are masked
+write zeros, as cp.async does. Warps that specialise are threads, which wait for each other at mbarriers.
 """
 
 from __future__ import annotations
 
-import re
 import threading
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import import_module
@@ -21,23 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.ptx_on_cpu import Value, inline_asm, value
 from moeq_kernels import areas
-from moeq_kernels.areas import Area
 from moeq_kernels.launch import Launch
-
-
-class Value(torch.Tensor):
-    """A tensor that also converts by bits, as Triton's."""
-
-    def to(self, dtype: Any, *, bitcast: bool = False) -> Any:
-        if bitcast:
-            return self.view(dtype)
-        return super().to(dtype)
-
-
-def value(given: Any) -> Value:
-    """Anything as a Value."""
-    return torch.as_tensor(given).as_subclass(Value)
 
 
 class Pointer:
@@ -190,102 +174,6 @@ def allocate(dtype: Any, shape: list[int], layout: Any) -> Shared:
 def rows_load(shared: Shared, pointer: Pointer, mask: Any = None) -> None:
     """cp.async: masked elements become 0."""
     shared.memory.copy_(pointer.load(mask, 0))
-
-
-@cache
-def _instructions(text: str) -> list[tuple[str, str, tuple[str, ...]]]:
-    """Operation, target and sources of each line of a PTX text."""
-    found = []
-    for line in text.splitlines():
-        for one in re.findall(r"[^;]+", line.strip("{} ") if line.strip() in "{}" else line):
-            match = re.fullmatch(r"\s*([a-z0-9.]+) (.*?)\s*", one)
-            if match and match[1] != ".reg":
-                target, *sources = re.findall(r"{[^}]*}|[^, ]+", match[2])
-                found.append((match[1], target, tuple(sources)))
-    return found
-
-
-def _halves(dtype: torch.dtype, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def apply(*words: Tensor) -> Tensor:
-        results = []
-        for shift in (0, 16):
-            # Two's complement: bits above 15 do not fit an int16.
-            bits = [((word >> shift & 0xFFFF) ^ 0x8000) - 0x8000 for word in words]
-            numbers = [one.to(torch.int16).view(dtype).double() for one in bits]
-            results.append(function(*numbers).to(dtype).view(torch.int16).long() & 0xFFFF)
-        return results[0] | results[1] << 16
-
-    return apply
-
-
-def _permute(a: Tensor, b: Tensor, selector: Tensor) -> Tensor:
-    table = [one >> 8 * i & 255 for one in (a, b) for i in range(4)]
-    return sum((table[int(selector) >> 4 * i & 7] << 8 * i for i in range(4)), torch.tensor(0))
-
-
-def _pairs(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda a, b: (function(a & 0xFFFF, b & 0xFFFF) & 0xFFFF) | (function(a >> 16, b >> 16) & 0xFFFF) << 16
-
-
-OPERATIONS: dict[str, Callable[..., Tensor]] = {
-    "mov.b32": lambda a: a,
-    "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
-    "shr.u32": lambda a, b: a >> b,
-    "and.b32": lambda a, b: a & b,
-    "or.b32": lambda a, b: a | b,
-    "add.u32": lambda a, b: a + b & 0xFFFFFFFF,
-    "min.u32": torch.minimum,
-    "mul.lo.u32": lambda a, b: a * b & 0xFFFFFFFF,
-    "add.u16x2": _pairs(torch.add),
-    "min.u16x2": _pairs(torch.minimum),
-    "prmt.b32": _permute,
-    "fma.rn.bf16x2": _halves(torch.bfloat16, lambda a, b, c: a * b + c),
-    "fma.rn.f16x2": _halves(torch.float16, lambda a, b, c: a * b + c),
-    "mul.bf16x2": _halves(torch.bfloat16, torch.mul),
-    "mul.f16x2": _halves(torch.float16, torch.mul),
-}
-
-
-def inline_asm(text: str, constraints: str, given: tuple[Value, ...], dtypes: Any, pure: bool, pack: int) -> Any:
-    """A PTX text on `pack` neighbouring elements at a time, which lie in registers of 32 bits."""
-    if ".f32" in text:
-        return {"ex2": torch.exp2, "rcp": torch.reciprocal}[text[:3]](given[0])
-    if text.startswith("fence"):
-        return given[0]
-    results = constraints.count("=")
-    shape = torch.broadcast_shapes(*(one.shape for one in given))
-    registers: dict[str, Tensor] = {}
-    number = results
-    for one in given:
-        own = one.expand(shape).contiguous().flatten().view(torch.uint8).view(shape.numel() // pack, -1, 4).long()
-        for word in own.unbind(1):
-            registers[f"${number}"] = sum((word[:, byte] << 8 * byte for byte in range(4)), torch.tensor(0))
-            number += 1
-    assert number == constraints.count("r"), "operands and constraints"
-
-    def read(source: str) -> Tensor:
-        if source.startswith("{"):
-            low, high = source.strip("{}").split(", ")
-            return registers[low] | registers[high] << 16
-        return registers[source] if source in registers else torch.tensor(int(source, 0))
-
-    for operation, target, sources in _instructions(text):
-        found = OPERATIONS[operation](*(read(source) for source in sources))
-        halves = target.strip("{}").split(", ")
-        if len(halves) == 2:
-            registers |= {halves[0]: found & 0xFFFF, halves[1]: found >> 16}
-        else:
-            registers[target] = found
-    every = [registers[f"${i}"].expand(shape.numel() // pack) for i in range(results)]
-    several = dtypes if isinstance(dtypes, tuple) else (dtypes,)
-    made, at = [], 0
-    for dtype in several:
-        each = pack * dtype.itemsize // 4
-        words = torch.stack(every[at : at + each], 1)
-        at += each
-        parts = torch.stack([words >> 8 * byte & 255 for byte in range(4)], 2).to(torch.uint8)
-        made.append(value(parts.flatten().view(dtype).reshape(shape)))
-    return tuple(made) if isinstance(dtypes, tuple) else made[0]
 
 
 def _nothing(*_given: Any) -> None:
@@ -477,7 +365,7 @@ def run(launch: Launch, roots: Mapping[str, Tensor]) -> None:
     given: dict[str, Any] = {}
     for key, argument in launch.arguments.items():
         given[key] = argument
-        if isinstance(argument, Area):
+        if isinstance(argument, areas.Area):
             root = roots[argument.root].view(-1).view(torch.uint8)
             end = argument.offset + argument.numel() * argument.itemsize
             given[key] = Pointer(root[argument.offset : end].view(argument.dtype))
