@@ -2,7 +2,7 @@
 
 The code of a kernel and of all that it calls is taken as it is; only the names that it looks up are others. Layouts say
 nothing here, since they only say which lane has what: `assert_trivial` conversions, lanes and copies are the compiler's
-business. PTX texts are run by `ptx_on_cpu`. Shared memory is full of NaN before it is written, and copies that are masked
+business. `ptx_on_cpu` runs PTX texts. Shared memory is full of NaN before it is written, and copies that are masked
 write zeros, as cp.async does. Warps that specialise are threads, which wait for each other at mbarriers.
 """
 
