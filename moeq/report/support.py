@@ -48,13 +48,13 @@ def summary() -> str:
     families: dict[str, list[str]] = defaultdict(list)
     for facts in layout_facts():
         families[facts.id.partition("-")[0]].append(facts.id.partition("/")[0])
-    several = {family: names for family, names in families.items() if len(names) > 1}
-    single = [name for names in families.values() if len(names) == 1 for name in names]
+    several = {family: names for family, names in families.items() if len(names) > 2}
+    few = [name for names in families.values() if len(names) <= 2 for name in names]
     rows = [
         ("formats, converted", _names(found.id for found in formats if found.refusal is None)),
         ("formats, read only", _names(found.id for found in formats if found.refusal is not None)),
         *((f"layouts, {family}", _names(names)) for family, names in several.items()),
-        ("layouts, others", _names(single)),
+        ("layouts, others", _names(few)),
     ]
     return _table(("what", "which"), rows)
 
