@@ -139,6 +139,10 @@ FAST_PATHS = {
     "mxfp4": Journey("gpt-oss-120b", "mxfp4", "marlin-mxfp4-interleaved/1"),
     "mxfp4-hopper": Journey("gpt-oss-120b", "mxfp4", "triton-kernels-hopper/1"),
     "mxfp4-cdna4": Journey("gpt-oss-120b", "mxfp4", "triton-kernels-cdna4/1"),
+    "nvfp4": Journey("qwen3-30b-a3b", "nvfp4", "marlin-nvfp4/1"),
+    "fp8-channel": Journey("qwen3-30b-a3b", "fp8-channel", "marlin-fp8/1"),
+    "fp8-block": Journey("qwen3-30b-a3b", "fp8-block", "marlin-fp8/1"),
+    "mxfp8": Journey("qwen3-30b-a3b", "mxfp8", "marlin-mxfp8/1"),
 }
 
 
@@ -168,23 +172,27 @@ def _measure_path(
     outputs = [[{part: np.empty(size, np.uint8) for part, size in sizes.items()}] for _ in (0, 1)]
     scratch = [np.empty(fast_path.scratch_bytes, np.uint8) for _ in (0, 1)]
     size = sum(part.nbytes for part in inputs[0].values())
+    if fast_path.calibrates:
+        largest = [fast_path.largest(one, scratch[0]) or () for one in inputs]
+        fast_path = fast_path.knowing([max(both) for both in zip(*largest, strict=True)])
+    path = fast_path
 
     def read(which: int) -> Matrices:
-        found = fast_path.read(inputs[which], scratch[which])
+        found = path.read(inputs[which], scratch[which])
         if found is None:
             raise SystemExit(f"the fast path of {name} {role} declined")
         return found
 
     def pack(which: int) -> None:
-        fast_path.pack(read(which), outputs[which], scratch[which])
+        path.pack(read(which), outputs[which], scratch[which])
 
     def prove(which: int, known: Matrices | None = None) -> None:
-        if fast_path.prove(known or read(which), outputs[which], scratch[which]) is None:
+        if path.prove(known or read(which), outputs[which], scratch[which]) is None:
             raise SystemExit(f"{name} {role} does not unpack to what is stored")
 
     def go(which: int) -> None:
         known = read(which)
-        fast_path.pack(known, outputs[which], scratch[which])
+        path.pack(known, outputs[which], scratch[which])
         prove(which, known)
 
     both(go)()

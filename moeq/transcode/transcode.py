@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
 from moeq.checkpoint.index import INDEX_NAME
 from moeq.checkpoint.source import CONFIG_NAME, SIDE_CONFIGS
-from moeq.digest import default_workers, in_order
+from moeq.digest import default_workers
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
@@ -26,6 +26,7 @@ from moeq.pipeline.pack.memory import MIB, mebibytes
 from moeq.pipeline.plan.units import Unit
 from moeq.pipeline.run.execution import run_units
 from moeq.pipeline.run.executors import Where
+from moeq.pipeline.run.recompute import recompute
 from moeq.pipeline.run.resources import BASE_BYTES, TENSOR_BYTES, TORCH_BYTES, USUAL_CEILING, Memory
 from moeq.pipeline.run.shares import Share, is_remote, parse_share
 from moeq.pipeline.run.workers import headers_frozen
@@ -46,7 +47,7 @@ from moeq.transcode.compare import Loss
 from moeq.transcode.naming import NamesOption
 from moeq.transcode.plan import Item, TranscodePlan, TranscodeUnit, make_transcode_plan
 from moeq.transcode.survey import TranscodeRequest
-from moeq.transcode.worker import Transcoder, transcode_item
+from moeq.transcode.worker import Transcoder
 from moeq.version import __version__
 
 REPORT_NAME = "moeq-transcode.json"
@@ -235,20 +236,14 @@ def check(
     job = open_transcode(TranscodeRequest(str(src), to, revision, regroup, names, True, sort_act_order))
     report = advance or (lambda done, total, label: None)
     memory = memory_of(job, workers or default_workers(), max_memory)
-    work = [(unit, item) for unit in job.plan.units if isinstance(unit, TranscodeUnit) for item in unit.items]
-
-    def one(index: int) -> list[Loss]:
-        unit, item = work[index]
-        found = transcode_item(job.checkpoint, job.plan, item, job.plan.file(unit.file).form)
-        return [row.loss for row in found if row.loss is not None]
-
-    losses: list[Loss] = []
-    with closing(in_order(one, range(len(work)), memory.workers)) as results:
-        for done, rows in enumerate(results, 1):
-            losses += rows
-            report(done, len(work), work[done - 1][0].id)
+    units = [unit for unit in job.plan.units if isinstance(unit, TranscodeUnit)]
+    done, total = count(1), sum(len(unit.items) for unit in units)
+    records = recompute(
+        job, units, memory.workers, lambda size, label: report(next(done), total, label), memory.spare()
+    )
+    losses = losses_of({unit.id: records[unit.id] for unit in units})
     dropped = dropped_parts(job.checkpoint, job.plan)
-    return Transcoding(None, job.plan, count_projections(job.plan), tuple(losses), dropped, written=False)
+    return Transcoding(None, job.plan, count_projections(job.plan), losses, dropped, written=False)
 
 
 def open_transcode(request: TranscodeRequest) -> TranscodeJob:

@@ -14,7 +14,7 @@ import numpy as np
 
 from moeq.checkpoint.header import DTYPE_BITS
 from moeq.checkpoint.names import StoredName
-from moeq.checkpoint.writer import FileForm, OutputFile, tensor_bytes
+from moeq.checkpoint.writer import FileForm, Sink, tensor_bytes
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model.experts import WHOLE_PARTS
@@ -68,7 +68,7 @@ class Transcoder:
         job: Work,
         unit: TranscodeUnit,
         inputs: Mapping[str, InputFile],
-        output: OutputFile,
+        output: Sink,
         spare: SpareMemory,
     ) -> None:
         if not isinstance(job.plan, TranscodePlan):

@@ -1,14 +1,16 @@
-"""Loops over the columns of a matrix of codes."""
+"""Loops over the columns of a matrix of codes, and tables for its elements."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numba import njit
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    Array = np.ndarray[Any, Any]
 
 
 def take(codes: Tensor, order: Tensor, out: Tensor) -> None:
@@ -19,6 +21,32 @@ def take(codes: Tensor, order: Tensor, out: Tensor) -> None:
 def block_sums(codes: Tensor, block: int, out: Tensor) -> None:
     """int32 `[N, K / block]` sums of consecutive uint8 codes."""
     _block_sums(codes.numpy(), block, out.numpy())
+
+
+def look_up(table: Array, source: Array, out: Array) -> None:
+    """`out[n, k] = table[source[n, k]]`: uint8, a table of 256."""
+    _look_up(table, source, out)
+
+
+def all_in(table: Array, source: Array) -> bool:
+    """Whether the table (uint8 `[256]`, 0 or 1) has a 1 for every byte of a matrix."""
+    return bool(_all_in(table, source))
+
+
+@njit(cache=True, nogil=True, boundscheck=False)
+def _look_up(table, source, out):  # type: ignore[no-untyped-def]
+    for n in range(source.shape[0]):
+        for k in range(source.shape[1]):
+            out[n, k] = table[source[n, k]]
+
+
+@njit(cache=True, nogil=True, boundscheck=False)
+def _all_in(table, source):  # type: ignore[no-untyped-def]
+    found = np.uint8(1)
+    for n in range(source.shape[0]):
+        for k in range(source.shape[1]):
+            found &= table[source[n, k]]
+    return found == 1
 
 
 @njit(cache=True, nogil=True)

@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from moeq.layouts.arranged import ArrangedLayout
+from moeq.layouts.fast.columns import all_in, look_up
 from moeq.layouts.fast.recode import BIAS, e4m3_values
 from moeq.layouts.marlin_fp8 import MarlinFp8
 from moeq.layouts.marlin_nvfp4 import MarlinNVFP4
@@ -106,13 +107,13 @@ class MarlinE5M3(Codec):
     factor: float
 
     def widen(self, logical: Array, out: Array) -> None:
-        np.copyto(out, self._stored[logical])
+        look_up(self._stored, logical, out)
 
     def narrow(self, stored: Array, out: Array) -> None:
-        np.copyto(out, self._logical[stored])
+        look_up(self._logical, stored, out)
 
     def exact(self, logical: Array) -> bool:
-        return bool(self._kept[logical].all())
+        return all_in(self._kept, logical)
 
     @cached_property
     def _stored(self) -> Array:
@@ -133,9 +134,9 @@ class MarlinE5M3(Codec):
 
     @cached_property
     def _kept(self) -> Array:
-        """bool `[256]`: E4M3 bytes that come back."""
-        kept: Array = self._logical[self._stored] == np.arange(256)
-        kept[0x7F:] = False  # NaN, and everything below zero
+        """uint8 `[256]`: 1 for E4M3 bytes that come back."""
+        kept: Array = (self._logical[self._stored] == np.arange(256)).astype(np.uint8)
+        kept[0x7F:] = 0  # NaN, and everything below zero
         return kept
 
 
