@@ -1,7 +1,7 @@
 """FlashInfer CuteDSL NVFP4: 64 rows of up and 64 of gate in turns, scales in 128 x 4 tiles.
 
 `weight`, `scale` and `global_scale` as in `nvfp4.py`. The intermediate size is rounded up to 64 (128 without a gate),
-the hidden size to 256. The kernel takes the scales as a view of the same bytes.
+the hidden size to 256; before 0.32.0 the engine rounds neither. The kernel takes the scales as a view of these bytes.
 
 Source: vLLM 0.33.0, `flashinfer_fp4_moe.py` (`prepare_nvfp4_moe_layer_for_flashinfer_cutedsl`).
 """

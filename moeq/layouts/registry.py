@@ -79,6 +79,10 @@ NOT_OFFLINE: dict[str, str] = {
     "tuned configurations and extremes of the local shard",
     "Zen CPU": "the bytes come from an opaque operator of zentorch",
     "CUTLASS W4A8": "its scales go through the engine's own fp8 quantizer on the GPU, whose rounding is not specified",
+    "FP8 on a CPU": "an operator of the engine (convert_weight_packed) that needs such a CPU arranges the bytes",
+    "FlashInfer megakernels (MoE-EP)": "they arrange the checkpoint's tensors in code for their GPU",
+    "FP8 with a scale each for gate and up, in kernels that take one": "the engine requantises both to the larger with "
+    "an operator of the GPU",
     "WNA16 emulation": "experts are dequantised to bf16 at load: nothing is packed",
     "Machete": "dense layers only; no MoE kernel reads it",
 }

@@ -219,6 +219,7 @@ class LayoutChoice:
         weights: the engine's keys of the weights (they tell blocks, channels and tensors apart).
         activations: the engine's key of the activations asked for; `none` for 16-bit ones.
         lossy: the engine changes numbers when it makes this layout: written only where it and losses are asked for.
+        since: first version of the engine.
     """
 
     layout: str | None
@@ -231,6 +232,7 @@ class LayoutChoice:
     weights: tuple[str, ...] | None = None
     activations: str | None = None
     lossy: bool = False
+    since: str | None = None
 
 
 def _layout_choice(row: Mapping[str, Any]) -> LayoutChoice:
@@ -246,6 +248,7 @@ def _layout_choice(row: Mapping[str, Any]) -> LayoutChoice:
         weights=tuple(row["weights"]) if "weights" in row else None,
         activations=row.get("activations"),
         lossy=row.get("lossy", False),
+        since=row.get("since"),
     )
 
 

@@ -139,6 +139,7 @@ def layout_of(case: Case, backend: Backend) -> tuple[str | None, str | None]:
             and (row.max_tp is None or case.moe_tp <= row.max_tp)
             and (row.weights is None or case.method.weight_key in row.weights)
             and row.activations in (None, case.method.activation_key or "none")
+            and (row.since is None or case.policy.since(row.since))
         ):
             return (None, row.layout) if row.lossy else (row.layout, None)
     return backend.layout, None

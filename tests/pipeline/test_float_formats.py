@@ -152,6 +152,13 @@ def test_what_every_native_backend_reads_is_known_or_said() -> None:
     }
 
 
+@pytest.mark.parametrize(("version", "layout"), [("0.33.0", "flashinfer-cutedsl-nvfp4/1"), ("0.31.0", None)])
+def test_a_layout_is_written_for_versions_that_make_it(checkpoints: Path, version: str, layout: str | None) -> None:
+    found = ask(checkpoints / "ct-nvfp4-qwen3moe", "B200", backend="flashinfer_cutedsl", engine=f"vllm@{version}")
+    assert (found.first.layout if found.ok else None) == layout
+    assert found.ok or "before 0.32.0 the engine does not pad its weights" in found.error.message
+
+
 def test_hopper_takes_marlin_for_nvfp4(checkpoints: Path) -> None:
     assert ask(checkpoints / "modelopt-nvfp4-qwen3moe", "H100").first.layout == "marlin-nvfp4/1"
 
