@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engines.vllm_engine import BACKENDS, NAMES, engine, experts_layer, loaded_layer
-from load.deployments import reference_layer
+from load.deployments import convert, reference_layer
 from vllm.model_executor.layers.fused_moe import modular_kernel
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep
@@ -31,13 +31,18 @@ def buffers(monkeypatch: pytest.MonkeyPatch) -> Any:
     workspace.reset_workspace_manager()
 
 
+def batch_of(hidden: int, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Six tokens with two choices each."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(6, hidden, generator=generator).to(torch.bfloat16)
+    weights = torch.softmax(torch.randn(6, 2, generator=generator), -1)
+    ids = torch.stack([torch.randperm(experts, generator=generator)[:2] for _ in range(6)]).to(torch.int32)
+    return x, weights, ids
+
+
 @pytest.fixture
 def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randn(6, 256, generator=generator).to(torch.bfloat16)
-    weights = torch.softmax(torch.randn(6, 2, generator=generator), -1)
-    ids = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(6)]).to(torch.int32)
-    return x, weights, ids
+    return batch_of(256, 4)
 
 
 def run(layer: Any, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -59,6 +64,27 @@ def test_a_layer_in_moeqs_kernels_is_the_sources(name, folders, checkpoints, bat
     wanted = reference_layer(moeq.open(checkpoints / name), 1, *batch)
     # int8 activations are rounded by rows; everything else is 16 bit.
     assert error(found, wanted) < (0.03 if "w8a8" in name else 0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("ct-nvfp4a16-qwen3moe", "marlin-nvfp4/1"),
+        ("modelopt-nvfp4-qwen3moe", "marlin-nvfp4/1"),
+        ("ct-fp8-channel-qwen3moe", "marlin-fp8/1"),
+        ("ct-fp8-tensor-qwen3moe", "marlin-fp8/1"),
+        ("ct-fp8-block-qwen3moe", "marlin-fp8/1"),
+        ("ct-mxfp8-qwen3moe", "marlin-mxfp8/1"),
+    ],
+)
+def test_formats_that_the_plug_in_has_no_engine_kernels_for(name, layout, checkpoints, tmp_path) -> None:
+    """By themselves they run in moeq's kernels, here the portable ones."""
+    source = moeq.open(checkpoints / name)
+    batch = batch_of(source.info.hidden_size, source.info.num_experts)
+    layer = loaded_layer(convert(checkpoints / name, tmp_path / "out", layout))
+    assert isinstance(layer.quant_method.moe_kernel.fused_experts, MoeqExperts)
+    wanted = reference_layer(source, 1, *batch)
+    assert error(run(layer, batch), wanted) < 0.01
 
 
 def test_the_engines_own_way_to_the_experts_gives_the_same_bits(folders, batch) -> None:

@@ -12,7 +12,11 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization import get_quantization_config, register_quantization_config
+from vllm.model_executor.layers.quantization import (
+    QUANTIZATION_METHODS,
+    get_quantization_config,
+    register_quantization_config,
+)
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from moeq.engines.choice import asked_kernels
@@ -116,11 +120,21 @@ def _own_options(additional: Any) -> dict[str, Any] | None:
     return found
 
 
+def _method_of(original: dict[str, Any]) -> str:
+    """The engine's name of the source's method: all of ModelOpt's are `modelopt`, and each class knows its own."""
+    method = str(original["quant_method"])
+    if method != "modelopt":
+        return method
+    alike = [get_quantization_config(name) for name in QUANTIZATION_METHODS if name.startswith(method)]
+    answers = (config.override_quantization_method(original, None, hf_config=None) for config in alike)
+    return next((name for name in answers if name is not None), method)
+
+
 def _source_method(original: dict[str, Any]) -> Any:
     """The engine's config of the source's method. Raises MoeqError `answer.no-backend` where the engine refuses it."""
     method = str(original["quant_method"])
     try:
-        return get_quantization_config(method).from_config(dict(original))
+        return get_quantization_config(_method_of(original)).from_config(dict(original))
     except ValueError as error:
         raise MoeqError(
             "answer.no-backend",
