@@ -18,6 +18,7 @@ import numpy as np
 from moeq.checkpoint.manifest import Projection
 from moeq.checkpoint.names import StoredName
 from moeq.layouts.fast import recode, transpose
+from moeq.layouts.fast.columns import repeat_columns, repeats_columns
 from moeq.layouts.fast.compare import same
 from moeq.matrix import MatrixSpec
 from moeq.pipeline.pack.fast.base import Inputs
@@ -26,6 +27,12 @@ from moeq.pipeline.pack.fast.path import ProjectionReader, StoredMatrix
 from moeq.pipeline.pack.fast.scratch import Array, Region
 from moeq.transcode.plan import WrittenProjection
 from moeq.transcode.spellings import FP8_BLOCKS
+
+#: Codes of MXFP4 that share an exponent.
+_GROUP = 2 * recode.GROUP_BYTES
+
+#: What is the same in both, the smallest first.
+_COPIED = ("global_scale", "scales", "zeros", "codes")
 
 #: Spellings of floats.
 _PLAIN = ("plain", "plain-transposed")
@@ -51,20 +58,20 @@ class Copied(Recoder):
     """The same codes. Scales and zero points are the same, or repeated for smaller groups.
 
     Attributes:
-        groups: groups of the source that a row has.
         times: groups of the target for one of the source; 0: all of them have the one of the row.
         nonzero: zero points of 0 are refused by the reference path.
     """
 
-    groups: int
     times: int
     nonzero: bool
 
     def fill(self, source: Matrices, target: Matrices) -> None:
         for one, other in zip(source, target, strict=True):
-            transpose.copy_any(one["codes"], other["codes"])
-            for field in ("scales", "zeros", "global_scale"):
-                for before, after in self._parts(field, one, other):
+            for field in (field for field in _COPIED if field in one and field in other):
+                before, after = one[field], other[field]
+                if self._is_repeated(field):
+                    repeat_columns(before, self.times or after.shape[1], after)
+                else:
                     transpose.copy_any(before, after)
 
     def holds(self, source: Matrices, target: Matrices) -> bool:
@@ -73,23 +80,19 @@ class Copied(Recoder):
         if self.nonzero and any("zeros" in one and not one["zeros"].all() for one in source):
             return False
         return all(
-            _same(before, after)
+            self._agree(field, one[field], other[field])
             for one, other in zip(source, target, strict=True)
-            for field in ("global_scale", "scales", "zeros", "codes")
-            for before, after in self._parts(field, one, other)
+            for field in _COPIED
+            if field in one
         )
 
-    def _parts(self, field: str, one: Fields, other: Fields) -> list[tuple[Array, Array]]:
-        """What has to be equal, or is to be copied."""
-        if field not in one or field not in other:
-            return []
-        before, after = one[field], other[field]
-        if field in ("codes", "global_scale") or self.times == 1:
-            return [(before, after)]
-        if self.times == 0:
-            return [(np.broadcast_to(before, after.shape), after)]
-        found = [after[:, part :: self.times] for part in range(self.times)]
-        return [(before[:, : part.shape[1]], part) for part in found]
+    def _is_repeated(self, field: str) -> bool:
+        return self.times != 1 and field in ("scales", "zeros")
+
+    def _agree(self, field: str, before: Array, after: Array) -> bool:
+        if not self._is_repeated(field):
+            return _same(before, after)
+        return before.dtype == after.dtype and repeats_columns(before, self.times or after.shape[1], after)
 
 
 class ToFp8Blocks(Recoder):
@@ -300,16 +303,16 @@ def recoder_of(one: WrittenProjection) -> Recoder | None:
     ):
         return None
     if before.num_groups == 1 and after.num_groups > 1 and one.projected.spelling in FP8_BLOCKS:
-        return Copied(1, 0, nonzero=False)
+        return Copied(0, nonzero=False)
     if before.group_size % after.group_size:
         return None
     times = before.group_size // after.group_size
     nonzero = one.described.scheme.zero_point == "stored-minus-one"
-    return Copied(before.num_groups, times, nonzero) if after.num_groups <= before.num_groups * times else None
+    return Copied(times, nonzero) if after.num_groups <= before.num_groups * times else None
 
 
 def _of_mxfp4(spelling: str, before: MatrixSpec, after: MatrixSpec) -> Recoder | None:
-    if before.k % before.group_size or before.bias_dtype != after.bias_dtype:
+    if before.group_size != _GROUP or before.k % _GROUP or before.bias_dtype != after.bias_dtype:
         return None
     if spelling in FP8_BLOCKS:
         return _FP8_BLOCKS if after.scale_dtype in ("f32", "e8m0") else None

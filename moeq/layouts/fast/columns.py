@@ -33,6 +33,36 @@ def all_in(table: Array, source: Array) -> bool:
     return bool(_all_in(table, source))
 
 
+def repeat_columns(source: Array, times: int, out: Array) -> None:
+    """`out[:, i] = source[:, i // times]`; the last column may be repeated less often."""
+    _repeat_columns(source, times, out)
+
+
+def repeats_columns(source: Array, times: int, found: Array) -> bool:
+    """Whether a matrix is what `repeat_columns` makes."""
+    return len(source) == len(found) and bool(_repeats_columns(source, times, found))
+
+
+@njit(cache=True, nogil=True, boundscheck=False)
+def _repeat_columns(source, times, out):  # type: ignore[no-untyped-def]
+    for n in range(out.shape[0]):
+        for g in range(source.shape[1]):
+            element = source[n, g]
+            for i in range(g * times, min((g + 1) * times, out.shape[1])):
+                out[n, i] = element
+
+
+@njit(cache=True, nogil=True, boundscheck=False)
+def _repeats_columns(source, times, found):  # type: ignore[no-untyped-def]
+    wrong = source.shape[1] * times < found.shape[1]
+    for n in range(found.shape[0]):
+        for g in range(source.shape[1]):
+            element = source[n, g]
+            for i in range(g * times, min((g + 1) * times, found.shape[1])):
+                wrong |= found[n, i] != element
+    return not wrong
+
+
 @njit(cache=True, nogil=True, boundscheck=False)
 def _look_up(table, source, out):  # type: ignore[no-untyped-def]
     for n in range(source.shape[0]):

@@ -20,6 +20,7 @@ from moeq.checkpoint.manifest import Projection
 from moeq.checkpoint.names import StoredName
 from moeq.digest import begin_field, new_digest
 from moeq.layouts.fast import transpose
+from moeq.layouts.fast.columns import repeat_columns
 from moeq.layouts.fast.compare import all_between
 from moeq.layouts.fast.recode import e4m3_values
 from moeq.matrix import MatrixSpec
@@ -228,8 +229,8 @@ class ArrangedPath:
             read = [self._regrouped(number, fields, scratch) for number, fields in enumerate(read)]
             for grouped in read:
                 for field, stored in _GROUPED.items():
-                    for part in self._parts(grouped.get(field)):
-                        np.copyto(part, grouped[stored][:, : part.shape[1]])
+                    if field in grouped:
+                        repeat_columns(grouped[stored], self.times, grouped[field])
         return read if all(shard.exact(self.spec, read) for shard in self.shards) else None
 
     def kept(self, inputs: Inputs, scratch: Array) -> list[tuple[StoredName, str]]:
@@ -276,10 +277,6 @@ class ArrangedPath:
                 shape = len(fields[field]), self.spec.num_groups
                 found[field] = region.array(scratch, shape, fields[field].dtype.str)
         return found
-
-    def _parts(self, groups: Array | None) -> list[Array]:
-        """Smaller groups that are the first of their larger one, the second, ..."""
-        return [] if groups is None else [groups[:, part :: self.times] for part in range(self.times)]
 
     def pack(self, read: Sequence[Fields], outputs: Outputs, scratch: Array) -> None:
         """See `FastPath.pack`."""
