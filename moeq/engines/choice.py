@@ -65,7 +65,7 @@ def choose(asked: Kernels, own: MoeqError | None, slow: str | None, engine: Moeq
     Args:
         asked: what was asked for.
         own: why moeq's kernels cannot run it, or None.
-        slow: why they would be the portable ones instead of those for this GPU, or None.
+        slow: why they would be those for any GPU (mma.sync, portable) instead of those made for this one, or None.
         engine: why the engine's cannot run it, or their name.
 
     Raises:
@@ -83,8 +83,8 @@ def choose(asked: Kernels, own: MoeqError | None, slow: str | None, engine: Moeq
     if asked == "auto" and isinstance(engine, MoeqError) and engine.code in ASKED_FOR:
         raise engine
     if asked == "auto" and not isinstance(engine, MoeqError):
-        return Choice(False, f"the engine's {engine}, since moeq's would be the portable ones: {slow}")
-    return Choice(True, f"moeq's portable kernels: {slow}")
+        return Choice(False, f"the engine's {engine}, since moeq's would be those for any GPU: {slow}")
+    return Choice(True, f"moeq's kernels for any GPU: {slow}")
 
 
 __all__ = ["KERNELS", "VARIABLE", "Choice", "Kernels", "asked_kernels", "choose", "outcome"]

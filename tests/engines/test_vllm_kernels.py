@@ -169,14 +169,14 @@ class TestChoice:
 
     def test_the_environment_decides_where_the_option_is_silent(self, folders, gpu, monkeypatch) -> None:
         monkeypatch.setenv("MOEQ_KERNELS", "moeq")
-        assert "moeq's portable kernels: experts are on cpu" in self.chosen(folders[INT4])
+        assert "moeq's kernels for any GPU: experts are on cpu" in self.chosen(folders[INT4])
         assert self.chosen(folders[INT4], kernels="engine") == "the engine's MARLIN, as asked for"
 
     def test_a_layout_that_only_moeq_reads(self, checkpoints, tmp_path) -> None:
         from load.deployments import convert
 
         folder = convert(checkpoints / "ct-mxfp4-qwen3moe", tmp_path / "out", "mxfp4-identity/1")
-        assert "moeq's portable kernels" in self.chosen(folder)
+        assert "moeq's kernels for any GPU" in self.chosen(folder)
         with pytest.raises(MoeqError, match="none of vLLM's kernels reads"):
             experts_layer(folder, kernels="engine")
 
