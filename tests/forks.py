@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,13 @@ from pathlib import Path
 STARTER = """
 import json, os, signal, sys
 {before}
-from moeq.cli.app import main
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from moeq.cli.app import main, run
+
+for argv in {rehearsal}:
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        assert run(argv) == 0, argv
 
 def command(ask):
     signal.alarm(ask["seconds"])
@@ -95,10 +101,20 @@ class Starter:
 
 
 @contextmanager
-def starting(folder: Path, env: Mapping[str, str], before: str = "") -> Iterator[Starter]:
-    """A starter with these variables; `before` are statements that it begins with, such as imports."""
+def starting(
+    folder: Path, env: Mapping[str, str], before: str = "", rehearsal: Sequence[Sequence[object]] = ()
+) -> Iterator[Starter]:
+    """A starter.
+
+    Args:
+        folder: where it may write.
+        env: its variables.
+        before: statements that it begins with.
+        rehearsal: command lines that it runs first, so that what they import is there. They may not start threads.
+    """
+    lines = [[*map(str, argv)] for argv in rehearsal]
     process = subprocess.Popen(
-        [sys.executable, "-c", STARTER.format(before=before)],
+        [sys.executable, "-c", STARTER.format(before=before, rehearsal=lines)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

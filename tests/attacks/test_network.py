@@ -19,10 +19,9 @@ from attacks.conftest import tree
 from checkpoint.hub_server import SHA, Handler, Hub, serving
 from forks import Ended, Starter, starting
 
-#: Short deadlines, and everything that commands import.
+#: Short deadlines.
 IMPATIENT = """
-import huggingface_hub.file_download, huggingface_hub.hf_api
-import moeq.checkpoint.hub, moeq.cli.convert, moeq.cli.inspect, moeq.cli.verify, moeq.pipeline.convert
+import huggingface_hub.file_download, huggingface_hub.hf_api, moeq.checkpoint.hub
 from moeq.checkpoint import hub_guard, ranges
 hub_guard.ANSWER_SECONDS, hub_guard.SILENCE_SECONDS, ranges._DEADLINE = 6.0, 2.0, 6.0
 """
@@ -95,13 +94,14 @@ class Client:
 
 
 @pytest.fixture(scope="module")
-def starter(server: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
-    folder = tmp_path_factory.mktemp("network")
+def starter(server: Hub, checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
+    folder, tiny = tmp_path_factory.mktemp("network"), checkpoints / "gptq-int4-g32-qwen3moe"
+    rehearsal = [["inspect", tiny], ["convert", tiny, folder / "out", "--gpu", "a100", "--dry-run"]]
     (folder / "home").mkdir()
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     cache = str(folder / "home" / "hub")
     ours = {"HF_ENDPOINT": server.url, "HF_HOME": cache, "NO_PROXY": "*", "HF_HUB_DISABLE_XET": "1"}
-    with starting(folder, {**inherited, **ours}, IMPATIENT) as found:
+    with starting(folder, {**inherited, **ours}, IMPATIENT, rehearsal) as found:
         yield found
 
 

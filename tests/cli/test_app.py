@@ -29,9 +29,10 @@ Moeq = Callable[..., Ended]
 
 
 @pytest.fixture(scope="module")
-def starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
-    imports = "import moeq.cli.convert, moeq.cli.inspect, moeq.pipeline.convert"
-    with starting(tmp_path_factory.mktemp("app"), {**os.environ, "COLUMNS": "120"}, imports) as found:
+def starter(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
+    folder = tmp_path_factory.mktemp("app")
+    rehearsal = [["convert", checkpoints / INT4, folder / "out", "--gpu", "a100", "--dry-run"], ["inspect", "--help"]]
+    with starting(folder, {**os.environ, "COLUMNS": "120"}, rehearsal=rehearsal) as found:
         yield found
 
 

@@ -135,6 +135,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=str)
 def test_convert_verify_restore(name, layout, checkpoints, expected, tmp_path, monkeypatch) -> None:
     source, out = checkpoints / name, tmp_path / "out"
@@ -161,16 +162,17 @@ def test_convert_verify_restore(name, layout, checkpoints, expected, tmp_path, m
     assert content(tmp_path / "fast") == content(source)
 
 
-def test_every_other_layout_is_refused_with_the_arithmetic(checkpoints, tmp_path) -> None:
-    for name, layouts in EXACT.items():
-        for layout in LAYOUTS.keys() - layouts - LOSSY.get(name, set()):
-            with pytest.raises(MoeqError) as caught:
-                convert(checkpoints / name, tmp_path / "out", DEPLOYMENT, layout=layout, force_layout=True)
-            differ = layout in SCALES_DIFFER.get(name, set())
-            code = "usage.scales-not-shared" if differ else "usage.layout-does-not-fit"
-            assert caught.value.code == code, f"{name} {layout}"
-            assert layout in caught.value.message
-            assert caught.value.hint
+@pytest.mark.cover(every=4)
+@pytest.mark.parametrize("name", EXACT)
+def test_every_other_layout_is_refused_with_the_arithmetic(name, checkpoints, tmp_path) -> None:
+    for layout in LAYOUTS.keys() - EXACT[name] - LOSSY.get(name, set()):
+        with pytest.raises(MoeqError) as caught:
+            convert(checkpoints / name, tmp_path / "out", DEPLOYMENT, layout=layout, force_layout=True)
+        differ = layout in SCALES_DIFFER.get(name, set())
+        code = "usage.scales-not-shared" if differ else "usage.layout-does-not-fit"
+        assert caught.value.code == code, f"{name} {layout}"
+        assert layout in caught.value.message
+        assert caught.value.hint
     assert list(tmp_path.iterdir()) == []
 
 
