@@ -62,7 +62,7 @@ def as_moeq_error(error: BaseException) -> MoeqError:
     if isinstance(error, MoeqError):
         return error
     if isinstance(error, KeyboardInterrupt):
-        hint = "run the same command again: it goes on where it was"
+        hint = "run the same command again: it continues where it stopped"
         return MoeqError("interrupted.signal", "interrupted; what was finished is kept", hint)
     lacking = _lacking(error)
     if lacking is not None:

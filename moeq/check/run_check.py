@@ -164,7 +164,9 @@ def _activation(reference: Checkpoint) -> tuple[Activation, tuple[str, ...]]:
         return Activation(name, float(config.get("swiglu_alpha", 1.702)), None if limit is None else float(limit)), ()
     if name in ACTIVATIONS:
         return Activation(name), ()
-    return Activation(), (f"activation {name} is not known here; SiLU stands in, which the weights do not show",)
+    return Activation(), (
+        f"activation {name} is unknown to moeq; the check uses SiLU instead, which says as much about the weights",
+    )
 
 
 def _derivation(checks: list[LayerCheck]) -> tuple[str, ...]:

@@ -78,7 +78,7 @@ def write_at(fd: int, data: bytes | bytearray | memoryview, position: int) -> No
     while view:
         written = os.pwrite(fd, view, position)
         if written == 0:  # by no rule of POSIX, but then this would never end
-            raise OSError(errno.EIO, "the file system takes no bytes")
+            raise OSError(errno.EIO, "the file system accepted no data")
         view, position = view[written:], position + written
 
 
@@ -117,7 +117,7 @@ def _disk_error(error: OSError, path: Path, size: int) -> MoeqError:
         free = os.statvfs(path.parent)
         room = f"{path.parent} has {free.f_bavail * free.f_frsize:,} free"
     except OSError:
-        room = "what is free is not known"
+        room = "its free space is unknown"
     return MoeqError(
         "resources.disk-full",
         f"{path} needs {size:,} bytes; {room} ({error.strerror})",

@@ -201,8 +201,8 @@ class SeenFiles:
     def _changed(self, file: str) -> MoeqError:
         return MoeqError(
             "source.changed",
-            f"{self._where} changed while it was being read: {file} is not what it was at first",
-            "start again when nothing writes to it any more",
+            f"{self._where} changed while it was being read: {file} is not the file that was read first",
+            "run it again once nothing else writes to it",
         )
 
 

@@ -300,8 +300,10 @@ def _require_size(path: Path, expected: Expected) -> None:
     """Refuse a file that is not as large as the repository's listing says. Raises MoeqError `source.changed`."""
     size = path.stat().st_size
     if size != expected.size:
-        detail = f"{expected.what}: {expected.size:,} bytes are listed, {size:,} came"
-        raise MoeqError("source.changed", detail, "the repository changed meanwhile, or the listing lies; try again")
+        detail = f"{expected.what}: {expected.size:,} bytes are listed, {size:,} were received"
+        raise MoeqError(
+            "source.changed", detail, "the repository changed meanwhile, or its listing is wrong; try again"
+        )
 
 
 @contextmanager

@@ -31,7 +31,7 @@ def explain(error: Exception, repo: str, revision: str | None) -> MoeqError:
         (
             errors.RepositoryNotFoundError,
             "source.not-found",
-            f"{repo}: no such folder here, and no such repository on the Hub that your token opens",
+            f"{repo}: no such folder here, and no repository of that name on the Hub that your token can read",
             "check the spelling (org/name); for a private repository `hf auth login` or set HF_TOKEN",
         ),
         (

@@ -54,7 +54,7 @@ _EXPECTED: ContextVar[Expected | None] = ContextVar("moeq_expected", default=Non
 def check_commit(commit: object, repo: str) -> str:
     """A commit as the Hub names it. Raises MoeqError `source.network` for anything else: it becomes a path."""
     if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
-        raise MoeqError("source.network", f"{repo}: the server names the commit {ascii(commit)[:80]}, which is none")
+        raise MoeqError("source.network", f"{repo}: the server's commit {ascii(commit)[:80]} is not a commit hash")
     return commit
 
 
@@ -75,7 +75,7 @@ def guarded(expected: Expected, action: Callable[[], T]) -> T:
             if _is_meant(error):
                 raise
             # The client takes types and keys for granted: TypeError, KeyError, JSONDecodeError, ...
-            what = f"{expected.what}: the server's answer is none that the Hub's client understands"
+            what = f"{expected.what}: the Hub's client cannot read the server's answer"
             raise MoeqError("source.network", f"{what} ({type(error).__name__})", "try again later") from error
 
     return within(seconds, call, expected.what)
@@ -114,7 +114,9 @@ def within(seconds: float, action: Callable[[], T], what: str) -> T:
     if raised:
         raise raised[0]
     if not found:
-        raise MoeqError("source.network", f"{what}: no answer of the server within {seconds:.0f} s", "try again later")
+        raise MoeqError(
+            "source.network", f"{what}: no answer from the server within {seconds:.0f} s", "try again later"
+        )
     return found[0]
 
 
@@ -156,12 +158,12 @@ def _check(response: Any) -> None:
     for name in ("etag", "x-linked-etag"):
         value = headers.get(name)
         if value is not None and not _ETAG.fullmatch(value.removeprefix("W/").strip('"')):
-            raise MoeqError("source.network", f"{what}: the server sends the ETag {ascii(value)[:80]}, which is none")
+            raise MoeqError("source.network", f"{what}: the server's ETag {ascii(value)[:80]} is not valid")
     if headers.get("x-repo-commit") is not None:
         check_commit(headers["x-repo-commit"], what)
     encoding = headers.get("content-encoding", "identity")
     if response.status_code == 200 and encoding.strip().lower() not in ("", "identity"):
-        message = f"{what}: the server compresses its answer ({ascii(encoding)[:40]}), and was asked not to"
+        message = f"{what}: the server compressed its answer ({ascii(encoding)[:40]}) although asked not to"
         raise MoeqError("source.network", message)
     limit = MAX_ANSWER_BYTES if expected.size is None else expected.size
     _check_size(headers.get("x-linked-size"), limit, what)
@@ -174,7 +176,7 @@ def _check(response: Any) -> None:
 def _check_size(value: str | None, limit: int, what: str) -> None:
     if value is not None and (not value.isascii() or not value.isdigit() or len(value) > 18 or int(value) > limit):
         raise MoeqError(
-            "source.too-large", f"{what}: the server is about to send {ascii(value)[:40]} bytes, {limit:,} are expected"
+            "source.too-large", f"{what}: the server announces {ascii(value)[:40]} bytes, {limit:,} were expected"
         )
 
 

@@ -62,7 +62,8 @@ def choose_weights(names: Iterable[str], read_index: Callable[[str], dict[str, A
         return Weights((SINGLE_NAME,), warnings=tuple(warnings))
     if single:
         return Weights(
-            tuple(single), warnings=(CheckpointWarning("files.no-index", f"no index: took every file, {_few(single)}"),)
+            tuple(single),
+            warnings=(CheckpointWarning("files.no-index", f"no index: all weight files are read, {_few(single)}"),),
         )
     raise _no_weights(present, where)
 

@@ -101,7 +101,7 @@ class OutputFolder:
                 try:
                     inner = os.open(folder, _FOLDER, dir_fd=fd)
                 except NotADirectoryError:
-                    raise self._planted(name, f"below {folder}, which is no folder") from None
+                    raise self._planted(name, f"below {folder}, which is not a folder") from None
                 os.close(fd)
                 fd = inner
             yield fd, last

@@ -89,7 +89,7 @@ def safe_names(names: Iterable[object], where: str) -> tuple[str, ...]:
         parts = key.split("/")
         inside = next((up for n in range(1, len(parts)) if (up := "/".join(parts[:n])) in homes), None)
         if inside is not None:
-            message = f"{where}: {ascii(homes[inside])[:200]} is a file, and a folder for {ascii(name)[:200]}"
+            message = f"{where}: {ascii(homes[inside])[:200]} is both a file and the folder of {ascii(name)[:200]}"
             raise MoeqError("source.unsafe-path", message)
     return found
 

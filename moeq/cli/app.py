@@ -32,19 +32,25 @@ COMMANDS: dict[str, Command] = {
     "oracle": Command("moeq.cli.oracle", "Decide the kernel backend for a deployment, with every reason."),
     "plan": Command("moeq.cli.plan", "Say what a conversion would read, write and need, unit by unit."),
     "convert": Command("moeq.cli.convert", "Repack expert weights into a backend's kernel layout, offline."),
-    "transcode": Command("moeq.cli.transcode", "Write the same values in another format that engines load as it is."),
+    "transcode": Command(
+        "moeq.cli.transcode", "Write the same values in another checkpoint format, which engines load directly."
+    ),
     "finalize": Command("moeq.cli.finalize", "Publish a conversion that was done in shares, after checking all of it."),
     "push": Command("moeq.cli.push", "Upload a conversion to the Hub, with a model card."),
-    "verify": Command("moeq.cli.verify", "Prove that a conversion still means what was converted."),
+    "verify": Command("moeq.cli.verify", "Prove that a conversion still holds the values of its source."),
     "restore": Command("moeq.cli.restore", "Take a conversion back to its source, byte for byte."),
     "diff": Command("moeq.cli.diff", "Compare two checkpoints by dequantised values, whatever their packing."),
     "parity": Command("moeq.cli.parity", "Compare packed bytes with the engine's own packing code."),
     "run-check": Command("moeq.cli.run_check", "Run fused kernels on converted weights against a reference."),
-    "selftest": Command("moeq.cli.selftest", "Check the checker: damage experts in memory, see each damage named."),
+    "selftest": Command(
+        "moeq.cli.selftest", "Test run-check itself: damage experts in memory and see each damage found."
+    ),
     "warmup": Command("moeq.cli.warmup", "Compile the kernels that serving a conversion needs, ahead of time."),
     "backends": Command("moeq.cli.backends", "List backend families, backends and their limits."),
     "gpus": Command("moeq.cli.gpus", "List the GPUs that are known by name."),
-    "doctor": Command("moeq.cli.doctor", "One block for an issue: environment, verdict, flags, memory, what to do."),
+    "doctor": Command(
+        "moeq.cli.doctor", "Summary to paste into an issue: environment, verdict, flags, memory, what to do."
+    ),
     "schema": Command("moeq.cli.schema", "Print the JSON Schema of a command's --json document."),
     "explain": Command("moeq.cli.explain", "Explain a rule, advisory or error code."),
 }

@@ -42,7 +42,11 @@ def command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; write nothing.")] = False,
     plan: Annotated[
         Path | None,
-        typer.Option("--plan", metavar="FILE", help="Do what `moeq plan -o FILE` said, for its deployment, or refuse."),
+        typer.Option(
+            "--plan",
+            metavar="FILE",
+            help="Carry out the plan that `moeq plan -o FILE` wrote; refuse if it no longer applies.",
+        ),
     ] = None,
     workers: options.WorkersOption = None,
     max_memory: options.MaxMemoryOption = None,

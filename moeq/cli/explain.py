@@ -23,7 +23,7 @@ def command(
     code: Annotated[str | None, typer.Argument(metavar="[CODE]", help="P04_SCHEME, G7, R14, an advisory ...")] = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Explain a code of a verdict. Without one, list them all."""
+    """Explain a code that a command printed. Without one, list all codes."""
     from moeq.oracle.catalog import catalog, explain
 
     out: Output = ctx.obj

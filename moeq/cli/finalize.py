@@ -21,7 +21,7 @@ def command(
     quiet: options.QuietOption = False,
     json: options.JsonOption = False,
 ) -> None:
-    """Check that all shares are there and agree, then publish. Options are those that the shares were given."""
+    """Check that all shares are there and agree, then publish. Options are taken from the shares."""
     from moeq.cli.conversion_report import ConversionReport
     from moeq.cli.convert import document, render
     from moeq.pipeline.finalize import finalize

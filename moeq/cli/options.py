@@ -32,12 +32,14 @@ EventsOption = Annotated[
 MaxMemoryOption = Annotated[
     str | None,
     typer.Option(
-        "--max-memory", metavar="SIZE", help="Never use more: 8GiB, 500MB. Lowers the workers (default: 1GiB, softly)."
+        "--max-memory",
+        metavar="SIZE",
+        help="Memory limit, such as 8GiB or 500MB; fewer workers run if needed (default: 1GiB, not enforced).",
     ),
 ]
 LayoutOption = Annotated[
     str | None,
-    typer.Option("--layout", help="A layout by id that a backend reads there (default: the one that fits best)."),
+    typer.Option("--layout", help="Layout id, one that a backend reads there (default: the best fit)."),
 ]
 SkipUnfitOption = Annotated[
     bool, typer.Option("--skip-unfit", help="Copy layers that cannot be converted instead of refusing.")
@@ -51,7 +53,7 @@ NoCodeOption = Annotated[
 ]
 
 ForceLayoutOption = Annotated[
-    bool, typer.Option("--force-layout", help="Write --layout although the engine would not run it there.")
+    bool, typer.Option("--force-layout", help="Write --layout even if the engine would not run it there.")
 ]
 RegroupOption = Annotated[
     int | None,
@@ -83,7 +85,7 @@ DEPLOYMENT: dict[str, Any] = {
     "quantization": _option(str, "--quantization", "Method named to the engine (moe_wna16)."),
     "package": _option(list[str], "--package", "humming=no, aiter=yes ...: what the engine has installed."),
     "env": _option(list[str], "--env", "NAME=VALUE of the engine."),
-    "deploy": _option(Path, "--deploy", "TOML file with these options; options given win."),
+    "deploy": _option(Path, "--deploy", "TOML file with these options; the command line wins."),
 }
 # For commands that take some of them.
 GpuOption, EngineOption, DtypeOption = DEPLOYMENT["gpu"], DEPLOYMENT["engine"], DEPLOYMENT["dtype"]

@@ -40,7 +40,7 @@ def command(
         typer.Option(
             "--require",
             help="Cell that must work: a backend runs it, and `convert` writes for it unless there is nothing to "
-            "convert: H100/tp8, H100/tp8=MARLIN, all. GPUs and sizes that no option names are those of the cells.",
+            "convert: H100/tp8, H100/tp8=MARLIN, all. GPUs and sizes not given as options are taken from the cells.",
         ),
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="The matrix as a Markdown table.")] = False,

@@ -38,7 +38,7 @@ def command(
     ] = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Say what `convert` would read, write and need; `convert --plan FILE` does just that or refuses."""
+    """Say what `convert` would read, write and need; `convert --plan FILE` carries out exactly that or refuses."""
     from moeq.digest import default_workers
     from moeq.pipeline.plan_document import needs_of, plan_document, write_plan
     from moeq.pipeline.run.resources import parse_size, plan_memory

@@ -37,7 +37,7 @@ def command(
     quiet: options.QuietOption = False,
     json: options.JsonOption = False,
 ) -> None:
-    """Upload a conversion to the Hub, with a model card. One commit; a failed push goes on where it was."""
+    """Upload a conversion to the Hub, with a model card. One commit; run a failed push again and it continues."""
     from moeq.checkpoint.manifest import read_manifest
     from moeq.pipeline.push import gather
 

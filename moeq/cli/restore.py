@@ -21,7 +21,10 @@ def command(
     dst: Annotated[str, typer.Argument(metavar="DST", help="Output of `moeq convert`.")],
     out_folder: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create.")],
     slow: Annotated[
-        bool, typer.Option("--slow", help="Unpack every expert and pack it as its format does: a second path.")
+        bool,
+        typer.Option(
+            "--slow", help="Use the independent reference path: unpack every expert, pack it as its format does."
+        ),
     ] = False,
     workers: options.WorkersOption = None,
     quiet: options.QuietOption = False,

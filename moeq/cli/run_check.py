@@ -91,7 +91,7 @@ def command(
     document = {**report.to_json(), "reports_not_written": [error.message for error in lost]}
     out.answer(document, lambda console: render(console, report), ok=report.ok and not lost)
     for error in lost:
-        out.warning(f"{error.message}; the result above stands")
+        out.warning(f"{error.message}; the result above is still valid")
     if not report.ok:
         out.annotate("error", "run-check failed", "\n".join(complaints(report)))
         raise typer.Exit(ExitCode.NO)

@@ -32,7 +32,7 @@ def command(
     quiet: options.QuietOption = False,
     json: options.JsonOption = False,
 ) -> None:
-    """Check the checker: damages are done in memory, no file of DST is touched."""
+    """Test run-check itself on deliberate damage, which is done in memory: no file of DST is touched."""
     from moeq.check.run_check import prepare_device
     from moeq.check.selftest import selftest
     from moeq.cli.progress import ProgressReport

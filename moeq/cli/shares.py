@@ -34,14 +34,14 @@ RayAddressOption = Annotated[
     typer.Option(
         "--ray-address",
         metavar="HOST:PORT",
-        help="Of the Ray cluster (default: the one found, else one here).",
+        help="Address of the Ray cluster (default: the one found, else a local one).",
         rich_help_panel=WHERE,
     ),
 ]
 StreamOption = Annotated[
     bool,
     typer.Option(
-        "--stream-source", help="Fetch a repository's files in turn and drop them again.", rich_help_panel=WHERE
+        "--stream-source", help="Download one source file at a time and delete it after use.", rich_help_panel=WHERE
     ),
 ]
 

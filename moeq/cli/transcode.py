@@ -42,10 +42,14 @@ def command(
         typer.Option("--names", help="Names of experts: source, mlp, block-sparse-moe, per-expert or stacked."),
     ] = "source",
     allow_lossy: Annotated[
-        bool, typer.Option("--allow-lossy", help="Write the nearest values where they do not fit, and report them.")
+        bool, typer.Option("--allow-lossy", help="Where values do not fit, write the nearest ones and report them.")
     ] = False,
     sort_act_order: Annotated[
-        bool, typer.Option("--sort-act-order", help="Sort down projections in activation order, and what feeds them.")
+        bool,
+        typer.Option(
+            "--sort-act-order",
+            help="Sort the columns of down projections by activation order, and the rows of gate and up with them.",
+        ),
     ] = False,
     check_only: Annotated[
         bool, typer.Option("--check-only", help="Transcode and compare in memory; write nothing.")
@@ -53,7 +57,8 @@ def command(
     revision: options.RevisionOption = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier transcoding at DST.")] = False,
     shard: Annotated[
-        str | None, typer.Option("--shard", metavar="I/N", help="Do share I of N (from 0); without it, what is left.")
+        str | None,
+        typer.Option("--shard", metavar="I/N", help="Do share I of N, counted from 0 (default: whatever is left)."),
     ] = None,
     workers: options.WorkersOption = None,
     max_memory: options.MaxMemoryOption = None,
@@ -61,7 +66,7 @@ def command(
     quiet: options.QuietOption = False,
     json: options.JsonOption = False,
 ) -> None:
-    """Write the same values in another format that engines load as it is. Exit 0: every value is equal."""
+    """Write the same values in another checkpoint format, which engines load directly. Exit 0: every value is equal."""
     from moeq.cli.conversion_report import ConversionReport
     from moeq.cli.progress import ProgressReport
     from moeq.pipeline.run.resources import parse_size

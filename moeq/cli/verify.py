@@ -34,7 +34,7 @@ def command(
     quiet: options.QuietOption = False,
     json: options.JsonOption = False,
 ) -> None:
-    """Check every byte against the manifest, or with --source against what that gives. Exit 1: something differs."""
+    """Check every byte against the manifest, or with --source against the source itself. Exit 1: something differs."""
     from moeq.cli.progress import ProgressReport
     from moeq.prove.verify import verify
 
@@ -76,7 +76,7 @@ def render(console: Console, found: Verification) -> None:
     if found.losses:
         console.print(f"  lossy     {found.losses} stored numbers were changed by the conversion, as was allowed")
     for name in found.unproven:
-        console.print(f"  unproven  {name}: nothing tells what it has to be")
+        console.print(f"  unproven  {name}: there is nothing to compare it with")
     for note in found.notes:
         console.print(f"  note      {note}")
     for mismatch in found.mismatches[:_SHOWN]:

@@ -22,7 +22,8 @@ def command(
     dst: Annotated[str, typer.Argument(metavar="DST", help="Output of `moeq convert`.")],
     given: Any,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", min=1, help="Longest call: an engine's tokens per step.")
+        int,
+        typer.Option("--max-tokens", min=1, help="Largest number of tokens per call (an engine's tokens per step)."),
     ] = 16384,
     revision: options.RevisionOption = None,
     json: options.JsonOption = False,

@@ -111,7 +111,7 @@ class MoeqQuantizer(HfQuantizer):  # type: ignore[misc]
         if getattr(model.config, "distributed_config", None) is not None:
             raise MoeqError(
                 "usage.parallel",
-                "transformers is to spread the model over processes, and converted experts are loaded whole by one",
+                "transformers was asked to split the model over processes, but each would load all converted experts",
                 "use device_map to spread layers over GPUs, or moeq.load_experts(tp_rank=..., tp_size=...)",
             )
         checkpoint = _open(model, checkpoint_files)

@@ -46,10 +46,10 @@ class CpuAmxInt4(ArrangedLayout):
     def problems(self, spec: MatrixSpec) -> list[Problem]:
         block = _block(spec)
         if spec.num_groups == 1 and (spec.k % block or block % 4):
-            message = f"K = {spec.k} is no whole number of blocks of {block} codes, or these not of 4"
+            message = f"K = {spec.k} is not a whole number of blocks of {block} codes, or these not of 4"
             return [Problem("layout.k-multiple", message, f"pad K to {-(-spec.k // 128) * 128}")]
         if spec.group_size % block or block % 4:
-            message = f"groups of {spec.group_size} are no whole number of blocks of {block} codes"
+            message = f"groups of {spec.group_size} are not a whole number of blocks of {block} codes"
             return [Problem("layout.group-size", message, "groups of 32, 64, 128 or a multiple of 128")]
         return super().problems(spec)
 

@@ -239,7 +239,7 @@ def _info(manifest: Manifest) -> CheckpointInfo:
             _refuse(f"no scheme covers layer {entry.layer}")
     for use in info.schemes:
         if use.scheme.weight.dtype not in ELEMENT_BITS:
-            _refuse(f"{brief(use.scheme.weight.dtype)} is no element type of a scheme")
+            _refuse(f"{brief(use.scheme.weight.dtype)} is not an element type of a scheme")
     sizes = (info.num_layers, info.num_experts, info.hidden_size, info.expert_input_size, info.intermediate_size)
     groups = (info.routing.num_groups, info.routing.topk_groups)
     if not all(0 < size <= MAX_COUNT for size in (*sizes, *groups, 1 if info.top_k is None else info.top_k)):

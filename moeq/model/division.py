@@ -125,9 +125,9 @@ def _split_problem(w2: MatrixSpec, tp: int, unit: int | None) -> tuple[str, str]
         share = _share(size, tp, unit)
         if share * (tp - 1) < size:
             return None
-        return "usage.tp", f"{size} / {unit} = {size // unit} blocks give the last of {tp} ranks nothing"
+        return "usage.tp", f"{size} / {unit} = {size // unit} blocks leave the last of {tp} ranks without work"
     if size % tp:
-        return "usage.tp", f"the intermediate size {size} / {tp} leaves a rest of {size % tp}"
+        return "usage.tp", f"the intermediate size {size} / {tp} leaves a remainder of {size % tp}"
     if w2.num_groups > 1 and not w2.act_order and (size // tp) % w2.group_size:
         share, group = size // tp, w2.group_size
         return (

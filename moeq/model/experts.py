@@ -27,7 +27,7 @@ WHOLE_PARTS = frozenset({"weight_shape"})
 _ORDER: tuple[StoredName, ...] = ("gate", "up", "gate_up", "down")
 
 #: Why fused gate/up tensors of an unknown family are not split.
-UNKNOWN_ORDER = "gate and up are one tensor, and nothing tells whether their rows are two halves or alternate"
+UNKNOWN_ORDER = "gate and up are one tensor, and nothing says whether their rows are two halves or alternate"
 
 Unit = Mapping[StoredName, Mapping[str, TensorEntry]]
 

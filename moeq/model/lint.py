@@ -78,7 +78,7 @@ def check_sizes(
     hidden, latent = facts.count(HIDDEN), facts.count(EXPERT_INPUT)
     if hidden is not None and up.k not in (hidden, latent):
         detail = f"experts read {up.k} features, the config declares hidden_size {hidden}"
-        raise MoeqError("source.inconsistent", detail, "config.json is not this checkpoint's")
+        raise MoeqError("source.inconsistent", detail, "config.json belongs to another checkpoint")
     declared = facts.count(family.intermediate_keys) if family else None
     if declared is not None and declared != down.k:
         message = f"experts have {down.k} intermediate features, the config declares {declared}; the tensors count"

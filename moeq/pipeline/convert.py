@@ -189,7 +189,7 @@ def _check_ways(source: Source, share: Share | None, executor: str, stream_sourc
         raise MoeqError(
             "usage.force-share",
             f"--force with --shard {share}: one share must not remove what another has written",
-            "moeq finalize --force replaces an earlier conversion; unfinished work of another one: remove the folder",
+            "moeq finalize --force replaces an earlier conversion; unfinished work of another one: remove its folder",
         )
     if stream_source:
         require_streamable(source)

@@ -118,8 +118,8 @@ def refuse_contradictions(journals: Journals) -> None:
         raise MoeqError(
             "answer.units-contradict",
             f"shares contradict each other about {len(found)} units: {shown}{more}",
-            "the same unit gives the same bytes everywhere, so one of the machines or its memory is not to be trusted; "
-            "remove those journals from the folder and run their shares again elsewhere",
+            "the same unit gives the same bytes everywhere, so one of the machines (or its memory) is faulty; "
+            "remove its journals from the folder and run its shares again elsewhere",
         )
 
 

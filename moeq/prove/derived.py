@@ -89,7 +89,7 @@ def plan_of(source: Checkpoint, manifest: Manifest) -> Plan:
     """
     sizes = read_as(_Sizes, manifest.deployment, "moeq.json: deployment")
     if not (0 < sizes.tp < 1 << 16 and 0 < sizes.ep < 1 << 16):
-        raise MoeqError("source.bad-manifest", f"moeq.json: deployment: tp {sizes.tp}, ep {sizes.ep} are no sizes")
+        raise MoeqError("source.bad-manifest", f"moeq.json: deployment: tp {sizes.tp}, ep {sizes.ep} are not sizes")
     layouts = {entry.layer: entry.layout for entry in manifest.layers}
     unknown = sorted(layouts.keys() - {*source.info.moe_layers})
     if unknown:

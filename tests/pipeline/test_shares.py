@@ -66,7 +66,7 @@ def test_share(text: str, environ: dict[str, str], expected: Share) -> None:
     [
         ("8/8", {}, "usage.shard", "the last of 8 is 7/8"),
         ("9/8", {}, "usage.shard", "count from 0"),
-        ("0/0", {}, "usage.shard", "no share of 0"),
+        ("0/0", {}, "usage.shard", "cut into 0 shares"),
         ("-1/8", {}, "usage.shard", "expected I/N"),
         ("1", {}, "usage.shard", "expected I/N"),
         ("²/8", {}, "usage.shard", "expected I/N"),

@@ -165,7 +165,8 @@ def test_a_process_that_is_ended_goes_on_where_it_was(
     assert "Traceback" not in stderr
     if code == 130:
         assert stderr == (
-            "error: interrupted; what was finished is kept\nhint: run the same command again: it goes on where it was\n"
+            "error: interrupted; what was finished is kept\n"
+            "hint: run the same command again: it continues where it stopped\n"
         )
     assert not job.out.exists()
     assert not (job.partial / "moeq.json").exists()

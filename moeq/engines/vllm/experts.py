@@ -202,7 +202,7 @@ def slow_reason(moe: Any, packed: PackedExperts) -> str | None:
     kind = (here.backend, here.capability)
     like = next((gpu.name for gpu in GPUS.values() if (gpu.backend, gpu.capability) == kind), None)
     if like is None:
-        return f"{here.name} is no GPU that moeq has kernels for"
+        return f"{here.name} is not a GPU that moeq has kernels for"
     return _prepare(moe, packed, None, like).reason
 
 

@@ -223,7 +223,7 @@ def _engine_experts(moe: Any, entry: LayerEntry, rank: Rank) -> tuple[EngineExpe
     if rank.tp_size > 1 and not engine.shards:
         raise MoeqError(
             "usage.tp",
-            f"layer {entry.layer}: experts with act-order are not cut over {rank.tp_size} ranks",
+            f"layer {entry.layer}: experts with act-order cannot be split over {rank.tp_size} ranks",
             "start with --tensor-parallel-size 1, or with --enable-expert-parallel",
         )
     return engine, _supported_class(engine, moe, entry)
@@ -235,7 +235,7 @@ def _check_start(engine: EngineExperts, moe: Any) -> None:
     if asked not in ("auto", engine.option):
         raise MoeqError(
             "usage.moe-backend",
-            f"--moe-backend {asked} was asked for, and the experts are packed for {engine.title}",
+            f"--moe-backend {asked} was requested, but the experts are packed for {engine.title}",
             f"start with --moe-backend {engine.option}, or convert: moeq convert SRC DST --backend {asked}",
         )
     dtype = str(moe.in_dtype).removeprefix("torch.")

@@ -159,7 +159,7 @@ def _asked_layout(checkpoint: Checkpoint, ask: Ask, layer: int, scheme: Scheme |
             )
     if any(row.lossy_layout == ask.layout for row in rows) and not (ask.allow_lossy or ask.force_layout):
         what = layout_class(ask.layout).lossy
-        raise MoeqError("usage.lossy", f"{ask.layout} changes numbers: {what}", "--allow-lossy writes it all the same")
+        raise MoeqError("usage.lossy", f"{ask.layout} changes numbers: {what}", "--allow-lossy writes it anyway")
     against = [heads] if (heads := heads_problem(checkpoint, deployment)) else []
     reasons = []
     for row in rows:
@@ -188,7 +188,7 @@ def _reads(verdict: Verdict, row: CandidateReport, layout: str) -> bool:
 
 def _with_force(ask: Ask, target: Target, against: list[str]) -> Target:
     if against and not ask.force_layout:
-        raise MoeqError("usage.layout-gpu", "; ".join(against), "--force-layout writes it all the same")
+        raise MoeqError("usage.layout-gpu", "; ".join(against), "--force-layout writes it anyway")
     return replace(target, overridden=tuple(against))
 
 

@@ -86,7 +86,7 @@ def heads_problem(checkpoint: Checkpoint, deployment: Deployment) -> str | None:
         return None
     heads, shared = facts.count(HEADS), facts.count(KV_HEADS)
     if heads is not None and heads % tp:
-        return f"{heads} attention heads do not divide by tp {tp} ({heads} % {tp} = {heads % tp})"
+        return f"{heads} attention heads are not divisible by tp {tp} ({heads} % {tp} = {heads % tp})"
     latent = facts.count(("kv_lora_rank",)) is not None  # one latent key-value head, which every rank has
     if shared and not latent and max(shared, tp) % min(shared, tp):
         return f"{shared} key-value heads neither divide by tp {tp} nor do {tp} ranks divide by them"

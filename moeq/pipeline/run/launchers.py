@@ -127,7 +127,7 @@ def find_place(environ: Mapping[str, str]) -> TaskIndex:
         looked = ", ".join(f"{launcher.index} ({launcher.title})" for launcher in LAUNCHERS)
         raise MoeqError(
             "usage.shard-launcher",
-            f"--shard auto: no launcher has set its variables; looked for {looked}",
+            f"--shard auto: no launcher's variables are set; looked for {looked}",
             "say which share this is: --shard 0/8 .. --shard 7/8",
         )
     several = [candidate for candidate in found if candidate.count > 1]

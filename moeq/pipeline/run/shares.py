@@ -135,7 +135,9 @@ def parse_share(text: str, environ: Mapping[str, str]) -> Share:
         )
     index, count = int(match[1]), int(match[2])
     if count < 1:
-        raise MoeqError("usage.shard", f"--shard {text}: there is no share of {count}", "0/1 is all of the work")
+        raise MoeqError(
+            "usage.shard", f"--shard {text}: the work cannot be cut into {count} shares", "0/1 is all of the work"
+        )
     if index >= count:
         raise MoeqError(
             "usage.shard",

@@ -135,7 +135,9 @@ class WorkFolder:
                 return
             if not stat.S_ISDIR(info.st_mode):
                 raise MoeqError(
-                    "usage.destination-exists", f"{destination} is a link or a file", "name a folder that can be made"
+                    "usage.destination-exists",
+                    f"{destination} is a link or a file",
+                    "name a folder that can be created",
                 )
             with OutputFolder(destination, parent.fd) as found:
                 if not found.names():
@@ -400,7 +402,7 @@ def _require_parent(destination: Path) -> None:
     if not is_folder:
         raise MoeqError(
             "usage.no-parent",
-            f"{destination.parent} does not exist, or is no folder",
+            f"{destination.parent} does not exist or is not a folder",
             f"create it first: mkdir -p {destination.parent}",
         )
 

@@ -249,7 +249,7 @@ def changed(where: Path, source: str, detail: str, more: str = "") -> MoeqError:
     return MoeqError(
         "source.changed",
         f"{source} has changed since {where} was begun: {detail}",
-        "a mix of both would be worthless; start over: --force, or remove the folder" + more,
+        "the output would mix both; start over: --force, or remove the folder" + more,
     )
 
 

@@ -96,7 +96,7 @@ def plan_side_files(source: Source, *, no_code: bool) -> SideFiles:
             raise MoeqError(
                 "source.too-large",
                 f"{name}: {size:,} bytes, the limit for a file beside the weights is {limit:,}",
-                "move it out of the folder if it is no part of the model",
+                "move it out of the folder if it is not part of the model",
             )
         if is_own(name) or name.endswith(INDEX_SUFFIX):
             continue

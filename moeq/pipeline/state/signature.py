@@ -101,7 +101,7 @@ def _public_key(key: str) -> PublicKey:
 
 
 def _bad_key(key: str | Path, error: ValueError) -> MoeqError:
-    detail = f"{str(key)[:200]} is no minisign key, or its password is another ({type(error).__name__})"
+    detail = f"{str(key)[:200]} is not a minisign key, or its password is wrong ({type(error).__name__})"
     return MoeqError(
         "usage.sign-key", detail, "minisign -G makes a pair: --sign minisign.key, --signed-by minisign.pub"
     )
