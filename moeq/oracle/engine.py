@@ -24,7 +24,7 @@ from moeq.oracle.engines.vllm.registry import OUTSIDE, READERS
 from moeq.oracle.outcome import Outcome, runs_as
 from moeq.oracle.policy import EnginePolicy, Variant
 from moeq.oracle.records import CandidateReport, ConvertTarget, EngineError, MoeShape, Reason, Verdict
-from moeq.oracle.select import Selection, judge_all, select
+from moeq.oracle.select import Selection, candidate_reports, select
 from moeq.oracle.sizes import sizes_for, transient_bytes, transported_hidden
 
 #: Family whose backends are listed where the engine refuses a config before choosing any.
@@ -121,7 +121,7 @@ def _refused(probe: Case, entry: str, refusal: ConfigRefusal, config: Mapping[st
     family = probe.policy.families[probe.method.family]
     listed = [
         replace(row, supported=False, reasons=(reason,), layout=None, no_layout="the engine refuses the config")
-        for row in judge_all(probe, family)
+        for row in candidate_reports(probe, family)
     ]
     error = EngineError(refusal.error, refusal.kind, refusal.text, refusal.hint, refusal.code)
     selection = Selection(None, error, tuple(listed))

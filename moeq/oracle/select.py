@@ -93,7 +93,7 @@ def activation_of(case: Case, attempt: Attempt) -> str:
 # ------------------------------------------------------------------------------------------------ judging
 
 
-def judge(case: Case, backend: Backend, attempts: Iterable[Attempt]) -> CandidateReport:
+def candidate_report(case: Case, backend: Backend, attempts: Iterable[Attempt]) -> CandidateReport:
     """One backend: its first class that fits, else the one that came closest with every failed rule."""
     before = filter_reasons(case, backend)
     best: tuple[int, int] = (-1, 0)
@@ -164,17 +164,19 @@ def _by_backend(attempts: Iterable[Attempt]) -> dict[str, list[Attempt]]:
     return found
 
 
-def judge_all(case: Case, family: Family) -> tuple[CandidateReport, ...]:
+def candidate_reports(case: Case, family: Family) -> tuple[CandidateReport, ...]:
     """Every backend of the family, in the automatic order; those that are not tried by themselves last."""
     search = search_of(case, family, "auto")
     tried = _by_backend((*search.attempts, *([_as_made(case, search.unchecked)] if search.unchecked else [])))
-    reports = [judge(case, family.backends[name], attempts) for name, attempts in tried.items()]
+    reports = [candidate_report(case, family.backends[name], attempts) for name, attempts in tried.items()]
     usual = _usual_order(case, family)
     for name, backend in family.backends.items():
         # Backends of other devices cannot be selected: only a full report lists them.
         if name in tried or (case.brief and not on_device(case, backend)):
             continue
-        report = judge(case, backend, (Attempt(name, experts, backend.activation_key) for experts in backend.classes))
+        report = candidate_report(
+            case, backend, (Attempt(name, experts, backend.activation_key) for experts in backend.classes)
+        )
         reports.append(_not_tried(case, family, report, name in usual))
     return tuple(reports)
 
@@ -213,7 +215,7 @@ def select(case: Case) -> Selection:
     """Run the engine's selection for a case. Never raises for a deployment: a refusal is part of the answer."""
     family = case.policy.families[case.method.family]
     asked = case.deployment.backend
-    candidates = judge_all(case, family)
+    candidates = candidate_reports(case, family)
     if case.method.fixed is not None:
         return _fixed(case, family, candidates)
     if case.method.built_in is not None:
@@ -227,14 +229,14 @@ def select(case: Case) -> Selection:
         reports = tuple(row for row in candidates if not _passed_over(row))
     else:
         tried = _by_backend(search.attempts)
-        reports = tuple(judge(case, family.backends[name], attempts) for name, attempts in tried.items())
+        reports = tuple(candidate_report(case, family.backends[name], attempts) for name, attempts in tried.items())
         chosen = next((row for row in reports if row.supported), None)
     if not case.policy.since("0.28.0") and _unprintable(case, search, chosen):
         text = f"a candidate refuses {case.method.weight_key}, and this version fails to print that key"
         error = EngineError("KeyError", "OTHER", text, "vLLM 0.28 and newer", "P04_SCHEME")
         return Selection(None, error, candidates, notes)
     if chosen is None and search.unchecked is not None:
-        chosen = judge(case, family.backends[search.unchecked.backend], [_as_made(case, search.unchecked)])
+        chosen = candidate_report(case, family.backends[search.unchecked.backend], [_as_made(case, search.unchecked)])
         notes += ("this backend is taken without asking its class",)
     if chosen is not None:
         reported = (
@@ -243,7 +245,7 @@ def select(case: Case) -> Selection:
         notes += _fallback(case, family, chosen)
         if case.method.first_class:
             first = Attempt(chosen.backend, family.backends[chosen.backend].classes[0], chosen.activation_key or "none")
-            chosen = judge(case, family.backends[chosen.backend], [first])
+            chosen = candidate_report(case, family.backends[chosen.backend], [first])
         return Selection(chosen, None, _with(candidates, chosen), notes, reported)
     error = _error(case, family, search, asked if not ignored else "auto", reports, candidates)
     return Selection(None, error, candidates, notes)
@@ -297,7 +299,7 @@ def _fixed(case: Case, family: Family, candidates: tuple[CandidateReport, ...]) 
     """A method that has its one backend and asks nobody."""
     assert case.method.fixed is not None
     backend, experts = case.method.fixed
-    chosen = judge(case, family.backends[backend], [Attempt(backend, experts)])
+    chosen = candidate_report(case, family.backends[backend], [Attempt(backend, experts)])
     return Selection(chosen, None, _with(candidates, chosen), ("this method has one backend, taken unasked",))
 
 

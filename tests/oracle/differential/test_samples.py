@@ -56,6 +56,13 @@ def test_a_difference_is_named() -> None:
     assert line.startswith(f"{case['family']} | engine NOBODY NoExperts | moeq {answer['answer'][1]}")
 
 
+@pytest.mark.parametrize("version", versions("vllm"))
+def test_samples_are_of_this_release(version: str) -> None:
+    """A new version of moeq comes with new cases: nobody has developed on them."""
+    seed = samples.load(version)[0].seed
+    assert seed == samples.release_seed(), f"record anew: python record.py SITE --sample {version}, then agree.py"
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not SITE, reason="MOEQ_VLLM_SITE names no unpacked wheel")
 def test_the_engine_itself(tmp_path: Path) -> None:

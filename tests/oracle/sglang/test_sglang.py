@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from oracle.differential import agree
+from oracle.differential.samples import release_seed
 from oracle.sglang import cases, compare, samples
 
 from moeq.cli.app import run
@@ -48,6 +49,7 @@ def counted(rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> compare.Counts
 def test_recorded_answers() -> None:
     head, rows = samples.load()
     found = counted(rows)
+    assert head["seed"] == release_seed(), "another release: record the sample anew, with engine.py"
     assert head["cases"] == samples.digest(head["seed"], len(rows)), "the cases are others: record the sample again"
     assert found.cases == cases.COUNT
     assert not found.differences
