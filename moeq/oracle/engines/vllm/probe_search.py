@@ -250,6 +250,7 @@ def table_of(search: SelectionProbe, override: str, all_factors: dict[str, Facto
     """A requested backend's searches: by which factors they differ, and the search for every combination of those."""
     start = {"override": override}
     base = search.sequence([start])
+    free = override == "auto" or base == search.sequence([{"override": "auto"}])  # a name that changes nothing
     values = {(f, v): change for f, rows in all_factors.items() for v, change in rows.items()}
     # A name that is refused at once is refused whatever the rest: a few of the factors show it.
     probed = [key for key in values if key in _TWO_FOLD] if base == "!ValueError:OVERRIDE_UNKNOWN" else list(values)
@@ -260,7 +261,7 @@ def table_of(search: SelectionProbe, override: str, all_factors: dict[str, Facto
         return base
     # What a factor does may depend on another one: try the likely ones beside each other.
     core = [
-        key for key, (effect,) in effects.items() if effect or (_core(*key) if override == "auto" else key in _TWO_FOLD)
+        key for key, (effect,) in effects.items() if effect or (_core(*key) if free else key in _TWO_FOLD)
     ]
     corners = [
         [start, values[key]]
