@@ -6,7 +6,8 @@ the scales of a block, or of a matrix, are not one number. w13 has one scale per
 a checkpoint has two, the engine requantises both halves to the larger on the GPU; moeq does not.
 
 With one scale per matrix the engine also takes its weights through float16 and back to E4M3. That gives every code back
-unless the scale is tiny (a subnormal code times it has to be a float16 number). The codes here are the checkpoint's.
+for scales from 2**-15 (all codes tried); below, subnormal codes are lost, and above 146 the largest overflow. The codes
+here are the checkpoint's.
 
 Scales of activations are no part of a matrix; they stay what the source has.
 """
