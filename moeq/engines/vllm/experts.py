@@ -192,7 +192,7 @@ def check_own(moe: Any, entry: LayerEntry, part: RankPart) -> None:
 
 
 def slow_reason(moe: Any, packed: PackedExperts) -> str | None:
-    """Why these experts, on the device `meta`, would run in kernels for any GPU; None where some are made for this one."""
+    """Why these experts, on the device `meta`, would run in kernels for any GPU; None: some are made for this one."""
     from moeq_kernels.gpu import GPUS, gpu_of
 
     device = torch.device(moe.device)

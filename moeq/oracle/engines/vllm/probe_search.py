@@ -260,9 +260,7 @@ def table_of(search: SelectionProbe, override: str, all_factors: dict[str, Facto
     elif " " not in base:
         return base
     # What a factor does may depend on another one: try the likely ones beside each other.
-    core = [
-        key for key, (effect,) in effects.items() if effect or (_core(*key) if free else key in _TWO_FOLD)
-    ]
+    core = [key for key, (effect,) in effects.items() if effect or (_core(*key) if free else key in _TWO_FOLD)]
     corners = [
         [start, values[key]]
         for key in core
