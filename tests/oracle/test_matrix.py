@@ -21,6 +21,7 @@ FORMS = [(tp, ep) for tp, ep in product((1, 2, 3, 8), (1, 2, 8, 256))]
 ALL2ALL = [None, *POLICY.all2all]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("engine", ["vllm@0.33.0", "moeq"])
 @pytest.mark.parametrize("name", list(every_scheme()))
 def test_verdict_or_refusal(name: str, engine: str) -> None:

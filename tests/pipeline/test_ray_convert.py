@@ -17,6 +17,7 @@ from bench_scripts import make_checkpoint as generator
 
 pytest.importorskip("ray")
 
+from pipeline.interrupts import heed_interrupts
 from pipeline.ray_nodes import NODE, Assassin
 
 import moeq
@@ -102,11 +103,8 @@ def test_interrupted_and_continued_here(cluster, source, whole, tmp_path) -> Non
     command = [sys.executable, "-c", "from moeq.cli.app import main; main()", *map(str, words), cluster.address]
     partial = tmp_path / "out.moeq-partial"
 
-    def heed() -> None:  # a shell has what runs in its background ignore it
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
     with subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=heed
+        command, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=heed_interrupts
     ) as process:
         deadline = time.monotonic() + 60
         while not (partial.is_dir() and read_journals(OutputFolder(partial)).records) and time.monotonic() < deadline:

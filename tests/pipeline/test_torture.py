@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from bench_scripts import FOLDER, make_checkpoint
+from pipeline.interrupts import heed_interrupts
 
 pytestmark = pytest.mark.slow
 
@@ -70,11 +71,6 @@ def test_the_torture_notices_a_conversion_that_believes_its_journal() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 1
     assert "not what an undisturbed run writes" in done.stderr or "and is not complete" in done.stderr
-
-
-def heed_interrupts() -> None:
-    """In a child: Ctrl-C counts, also where the tests run in the background of a shell, which ignores it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Job:
