@@ -70,6 +70,7 @@ def test_loaded_experts_are_those_of_the_source(name, conversions, checkpoints) 
     assert float((fused_moe(x, experts, weights, ids).float() - wanted).norm() / wanted.norm()) < 0.005
 
 
+@pytest.mark.cover(every=3)
 @pytest.mark.parametrize("name", ["ct-fp8-block-qwen3moe", "ct-fp8-channel-qwen3moe", "ct-fp8-tensor-qwen3moe"])
 def test_e4m3_activations_agree_with_their_emulation(name, conversions, checkpoints) -> None:
     options = replace(QUICK, activation_dtype="fp8")

@@ -61,6 +61,7 @@ def test_every_number_of_tokens_gets_sizes_that_fit(gpu: str, kind: str) -> None
     assert widths == sorted(widths)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("tokens", [1, 40, 900])
 def test_launches_give_every_parameter(name: str, tokens: int) -> None:

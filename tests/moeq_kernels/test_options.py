@@ -21,6 +21,7 @@ def assert_passed(packed: PackedExperts, layer: Layer, routed: Routed, **options
     return result.y
 
 
+@pytest.mark.cover(every=2)
 @pytest.mark.parametrize("top_k", [1, 2, 5, 8, 16])
 def test_top_k(top_k: int, device: torch.device) -> None:
     packed, layer = make_layer(Recipe(experts=16), device)

@@ -107,6 +107,7 @@ def on_disk(partial: Path) -> int:
     return total
 
 
+@pytest.mark.slow
 def test_files_come_in_turn_and_go_again(hub, source, whole, tmp_path) -> None:
     since = len(hub.requests)
     out = tmp_path / "out"

@@ -34,6 +34,7 @@ def launches_of(
     return result
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(
     "layer", ["small", "zeros-g32", "channel", "mxfp4-oai", "padded-int4", "relu2", "nvfp4", "fp8"]
 )
