@@ -34,8 +34,8 @@ def sizes_for(case: Case, report: CandidateReport) -> Sizes:
     padded_hidden, padded_inner = transported_hidden(case), case.method.padded_intermediate or inner
     family, method = case.method.family, case.method.name
     if method in _MXFP4_METHODS:
-        # Quark passes no activation: its sizes are those of silu.
-        activation = "silu" if method == "QuarkOCP_MX_MoEMethod" else case.shape.activation
+        # Only these methods pass their activation: the sizes of others are the usual ones.
+        activation = case.shape.activation if method in _PASS_ACTIVATION else ""
         rows = case.policy.rounding.get(case.device, {}).get(report.backend, {"": (1, 1)})
         multiples = rows.get(activation) or rows[""]
         padded_hidden, padded_inner = round_up(padded_hidden, multiples[0]), round_up(padded_inner, multiples[1])
@@ -55,6 +55,8 @@ _MXFP4_METHODS = (
     "QuarkOCP_MX_MoEMethod",
     "CompressedTensorsW4A8Mxfp4MoEMethod",
 )
+
+_PASS_ACTIVATION = ("Mxfp4MoEMethod", "CompressedTensorsW4A8Mxfp4MoEMethod")
 
 
 def _unquantized_multiple(backend: str, intermediate: int) -> int:

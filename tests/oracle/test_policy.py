@@ -17,7 +17,7 @@ from moeq.deploy.deployment import Deployment, Gpu
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
 from moeq.oracle import policy as policies
-from moeq.oracle.decide import judge
+from moeq.oracle.decide import judge, judge_config
 from moeq.oracle.declare import config_of
 from moeq.oracle.engine import resolve
 from moeq.oracle.policy import (
@@ -32,6 +32,7 @@ from moeq.oracle.policy import (
     version_range,
     versions,
 )
+from moeq.oracle.records import MoeShape
 from moeq.oracle.tablefile import fewest, longest, packed, text, unpacked
 from moeq.oracle.upgrade import differences, steps
 
@@ -222,3 +223,18 @@ def test_a_range_of_versions() -> None:
     )
     assert [step.engine for step in found] == [f"vllm@{version}" for version in versions("vllm")]
     assert found[0].differences == ()
+
+
+@pytest.mark.parametrize("version", ["0.28.0", "0.32.0", "0.33.0"])
+def test_mori_runs_with_aiter_and_not_without(version: str) -> None:
+    """Before 0.33 one class stands for AITER's experts of all keys."""
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    for there in (True, False):
+        env = (("VLLM_ROCM_USE_AITER", "1"),)
+        deployment = Deployment(
+            parse_gpu("MI300X"), tp=4, ep=8, dp=2, all2all="mori_high_throughput", env=env,
+            packages=(("aiter", there),), engine=f"vllm@{version}",
+        )  # fmt: skip
+        verdict = judge_config(config, MoeShape(2048, 1024, 64, 8), deployment, explain=False)
+        failed = {gate.code for gate in verdict.gates if not gate.passed}
+        assert ("G5" not in failed) is there, version

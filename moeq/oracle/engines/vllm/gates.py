@@ -127,7 +127,8 @@ def _sizes(stage: Stage) -> Iterator[Failed]:
 def _aiter(case: Case) -> bool:
     """Whether AITER's fused experts are enabled: gated experts, and the device, package and variables of its
     classes."""
-    row = case.policy.classes.get("AiterUnquantizedExperts")
+    classes = case.policy.classes
+    row = classes.get("AiterUnquantizedExperts") or classes.get("AiterExperts")  # one class for all keys before 0.33
     rule = next(rule for rule in RULES if rule.code == "P01_DEVICE")
     return row is not None and not not_gated(case) and next(rule.check(case, row, "none"), None) is None
 
