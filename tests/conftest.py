@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import sampling
 import torch
+from hypothesis import HealthCheck, settings
 
 from moeq_kernels import interpreter
 
@@ -23,6 +24,11 @@ if not HAS_GPU:
 # costs. pytest's own workers are started after this line.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+# No test depends on how fast the machine is.
+settings.register_profile("moeq", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("moeq")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -33,7 +33,7 @@ def rows_of(codes: Tensor, bits: int) -> np.ndarray:
     return octets.contiguous().numpy().view(np.uint32)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.sampled_from([4, 8]), st.integers(1, 3), st.integers(1, 9), st.integers(0, 2**31))
 def test_marlin_from_rows_and_from_columns_is_marlin_from_codes(bits: int, tiles: int, k16: int, seed: int) -> None:
     n, k = 64 * tiles, 16 * k16
@@ -62,7 +62,7 @@ def test_gate_and_up_are_packed_side_by_side(bits: int) -> None:
     assert np.array_equal(up, rows[128:])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.sampled_from([4, 8]), st.integers(0, 5), st.integers(0, 127), st.integers(0, 31))
 def test_a_single_flipped_bit_is_unpacked(bits: int, row: int, column: int, bit: int) -> None:
     rows = rows_of(random_matrix(MatrixSpec("w2", 64, 96, f"int{bits}", 32, "bf16")).codes, bits)

@@ -67,7 +67,7 @@ def test_intermediate_is_a_multiple_of_tiles_and_whole_groups(group: int, interm
     assert plan.w13.n == 2 * wanted
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.sampled_from([(32, True), (32, False), (64, True), (0, True)]), st.integers(1, 4), st.booleans())
 def test_padding_is_inert_and_undone_exactly(kind: tuple[int, bool], units: int, biased: bool) -> None:
     group, symmetric = kind

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts.cases import LAYOUT_IDS, LOSSY_ALWAYS, arranged, specs
 from layouts.matrices import block, random_matrix, raw, same
@@ -208,7 +208,7 @@ def test_the_granularity_along_n_is_not_too_coarse_nor_too_fine(layout_id: str) 
 # ----------------------------------------------------------------------------------------- random shapes
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 @given(st.sampled_from(EXACT), st.integers(1, 3), st.integers(2, 5), st.integers(0, 2**31), st.data())
 def test_round_trip_over_random_shapes(layout_id: str, rows: int, columns: int, seed: int, data: st.DataObject) -> None:
     layout = arranged(layout_id)
