@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-#: Values of some parameters; of one that is no plain value, its place in the list.
+#: Values of some parameters; of one that is no plain value, the object.
 Value = tuple[tuple[str, object], ...]
 
 
@@ -48,8 +48,10 @@ def _values(item: pytest.Item) -> dict[str, object]:
     call: Any = getattr(item, "callspec", None)
     if call is None:
         raise pytest.UsageError(f"{item.nodeid}: cover is for tests with parameters")
-    # Parameters that come together share their place in the list, so plain values stand for themselves.
-    return {name: value if isinstance(value, str | int) else call.indices[name] for name, value in call.params.items()}
+    # Plain values stand for themselves, others for the object in the list of parameters: all cases share it.
+    return {
+        name: value if isinstance(value, str | int) else ("object", id(value)) for name, value in call.params.items()
+    }
 
 
 def covering(cases: Sequence[Mapping[str, object]], wanted: Sequence[tuple[str, ...]]) -> set[int]:

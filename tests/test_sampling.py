@@ -47,6 +47,17 @@ def test_plain_values_stand_for_themselves(pytester: pytest.Pytester) -> None:
     assert len(sampling.left_for_later(items)) == 2
 
 
+def test_other_values_are_the_object_in_the_list(pytester: pytest.Pytester) -> None:
+    items = pytester.getitems(
+        "import pytest\n"
+        "@pytest.mark.cover\n"
+        "@pytest.mark.parametrize(('a', 'n'), [('x', 1), ('y', 2), ('z', 3)])\n"
+        "@pytest.mark.parametrize('f', [len, float('nan')])\n"
+        "def test_x(a, n, f): pass\n"
+    )
+    assert len(sampling.left_for_later(items)) == 3
+
+
 def test_one_of_four(pytester: pytest.Pytester) -> None:
     items = pytester.getitems(
         "import pytest\n@pytest.mark.cover(every=4)\n@pytest.mark.parametrize('a', range(9))\ndef test_x(a): pass\n"
