@@ -193,7 +193,7 @@ class TestRefusals:
     def test_a_model_spread_over_processes(self, converted) -> None:
         config = AutoConfig.from_pretrained(converted[self.name])
         config.distributed_config = object()  # what `from_pretrained(tp_plan="auto")` leaves there
-        with pytest.raises(MoeqError, match="loaded whole by one"):
+        with pytest.raises(MoeqError, match="split the model over processes"):
             AutoModelForCausalLM.from_pretrained(converted[self.name], config=config)
 
     def test_no_manifest(self, converted, tmp_path) -> None:

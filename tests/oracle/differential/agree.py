@@ -111,8 +111,8 @@ _SGLANG = """
 ### SGLang 0.5.23
 
 Integer weights of GPTQ, AWQ and compressed-tensors, on CUDA devices from 7.5 to 12.0: the method in force, its scheme,
-the runner, or the stage and type of the error, compared with the package's own code (`tests/oracle/sglang`), which runs
-without a GPU.
+the runner, or the stage and type of the error, compared with the package's own code
+(`tests/oracle/differential_sglang`), which runs without a GPU.
 
 | seed | | cases | decision | exact |
 | --- | --- | --- | --- | --- |

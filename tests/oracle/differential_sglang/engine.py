@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from oracle.sglang import cases, samples
+from oracle.differential_sglang import cases, samples
 
 Row = dict[str, Any]
 _device = [9, 0]
@@ -146,7 +146,6 @@ def _name(case: Row) -> str:
 
 def _layer(case: Row, config: Any) -> Any:
     import torch
-
     from sglang.srt import runtime_context
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
     from sglang.srt.layers.moe.utils import resolve_moe_runner_backend

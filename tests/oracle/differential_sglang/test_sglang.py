@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from oracle.differential import agree
 from oracle.differential.samples import release_seed
-from oracle.sglang import cases, compare, samples
+from oracle.differential_sglang import cases, compare, samples
 
 from moeq.cli.app import run
 from moeq.deploy.deployment import Deployment

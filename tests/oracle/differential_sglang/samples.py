@@ -8,7 +8,7 @@ import lzma
 from pathlib import Path
 from typing import Any
 
-from oracle.sglang import cases
+from oracle.differential_sglang import cases
 
 Row = dict[str, Any]
 
