@@ -97,7 +97,7 @@ def test_a_ceiling_holds_for_declined_experts_too(tmp_path, monkeypatch) -> None
         return Altered(find_fast_path(*given), read=lambda *given: None)
 
     monkeypatch.setattr(memory, "find_fast_path", find)
-    with pytest.raises(MoeqError, match=r"layer 0 w13 expert \d holds unusual values") as caught:
+    with pytest.raises(MoeqError, match=r"layer 0 w(13|2) expert \d holds unusual values") as caught:
         convert(
             source, tmp_path / "out", deployment(), layout="marlin-mxfp4/1", force_layout=True, max_memory=300 * 2**20
         )
