@@ -80,10 +80,11 @@ def choose(asked: Kernels, own: MoeqError | None, slow: str | None, engine: Moeq
         return Choice(False, f"the engine's {engine}, " + (own.message if own and asked == "auto" else "as asked for"))
     if slow is None:
         return Choice(True, "moeq's kernels for this GPU")
-    if asked == "auto" and isinstance(engine, MoeqError) and engine.code in ASKED_FOR:
-        raise engine
-    if asked == "auto" and not isinstance(engine, MoeqError):
-        return Choice(False, f"the engine's {engine}, since moeq's would be those for any GPU: {slow}")
+    if asked == "auto":
+        if not isinstance(engine, MoeqError):
+            return Choice(False, f"the engine's {engine}, since moeq's would be those for any GPU: {slow}")
+        if engine.code in ASKED_FOR:
+            raise engine
     return Choice(True, f"moeq's kernels for any GPU: {slow}")
 
 
