@@ -62,6 +62,12 @@ CASES = {
     "fp8-channel": Case("qwen3-30b-a3b", "fp8-channel", 0.62, "marlin-fp8/1", naive=False),
     "fp8-block": Case("qwen3-30b-a3b", "fp8-block", 0.62, "marlin-fp8/1", naive=False),
     "mxfp8": Case("qwen3-30b-a3b", "mxfp8", 0.64, "marlin-mxfp8/1", naive=False),
+    "nvfp4-trtllm": Case("qwen3-30b-a3b", "nvfp4", 0.37, "trtllm-nvfp4/1", naive=False),
+    "nvfp4-cutlass": Case("qwen3-30b-a3b", "nvfp4", 0.37, "flashinfer-cutlass-nvfp4/1", naive=False),
+    "fp8-block-trtllm": Case("qwen3-30b-a3b", "fp8-block", 0.62, "trtllm-fp8-block/1", naive=False),
+    "fp8-block-aiter": Case("qwen3-30b-a3b", "fp8-block", 0.62, "aiter-fp8-block/1", naive=False),
+    "fp8-block-fnuz": Case("qwen3-30b-a3b", "fp8-block", 0.62, "aiter-fp8-block-fnuz/1", naive=False),
+    "mxfp8-trtllm": Case("qwen3-30b-a3b", "mxfp8", 0.64, "trtllm-mxfp8/1", naive=False),
     "gptq-regroup": Case(
         "qwen3-30b-a3b", "gptq", 0.35, "marlin-wna16/1", naive=False, options=("--tp", "4", "--regroup", "64")
     ),

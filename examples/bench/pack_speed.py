@@ -143,6 +143,18 @@ FAST_PATHS = {
     "fp8-channel": Journey("qwen3-30b-a3b", "fp8-channel", "marlin-fp8/1"),
     "fp8-block": Journey("qwen3-30b-a3b", "fp8-block", "marlin-fp8/1"),
     "mxfp8": Journey("qwen3-30b-a3b", "mxfp8", "marlin-mxfp8/1"),
+    "nvfp4-trtllm": Journey("qwen3-30b-a3b", "nvfp4", "trtllm-nvfp4/1"),
+    "nvfp4-cutlass": Journey("qwen3-30b-a3b", "nvfp4", "flashinfer-cutlass-nvfp4/1"),
+    "nvfp4-cutedsl": Journey("qwen3-30b-a3b", "nvfp4", "flashinfer-cutedsl-nvfp4/1"),
+    "nvfp4-b12x": Journey("qwen3-30b-a3b", "nvfp4", "b12x-nvfp4/1"),
+    "fp8-block-trtllm": Journey("qwen3-30b-a3b", "fp8-block", "trtllm-fp8-block/1"),
+    "fp8-block-cutlass": Journey("qwen3-30b-a3b", "fp8-block", "flashinfer-cutlass-fp8-block/1"),
+    "fp8-block-aiter": Journey("qwen3-30b-a3b", "fp8-block", "aiter-fp8-block/1"),
+    "fp8-block-fnuz": Journey("qwen3-30b-a3b", "fp8-block", "aiter-fp8-block-fnuz/1"),
+    "fp8-channel-aiter": Journey("qwen3-30b-a3b", "fp8-channel", "aiter-fp8-channel/1"),
+    "fp8-tensor-trtllm": Journey("qwen3-30b-a3b", "fp8-tensor", "trtllm-fp8-tensor/1"),
+    "mxfp8-trtllm": Journey("qwen3-30b-a3b", "mxfp8", "trtllm-mxfp8/1"),
+    "mxfp8-deepgemm": Journey("qwen3-30b-a3b", "mxfp8", "deepgemm-mxfp8/1"),
 }
 
 

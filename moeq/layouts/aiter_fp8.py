@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 SHUFFLED = Arrangement("n r16, k u2 x16 -> n k u r x")
 
 #: Negative zero in E4M3, NaN in E4M3FNUZ.
-_NEGATIVE_ZERO = 0x80
+NEGATIVE_ZERO = 0x80
 
 
 class _Aiter(Fp8Layout):
@@ -68,7 +68,9 @@ class AiterFp8Tensor(_Aiter):
     scope = "tensor"
 
 
-class _AiterFnuz(_Aiter):
+class AiterFnuz(_Aiter):
+    """Base of the layouts for gfx942."""
+
     arch = "gfx942"
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
@@ -80,11 +82,11 @@ class _AiterFnuz(_Aiter):
 
     def fill_extra(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
         if "zero_sign" in out:
-            out["zero_sign"].copy_(_bits(matrix.codes == _NEGATIVE_ZERO))
+            out["zero_sign"].copy_(_bits(matrix.codes == NEGATIVE_ZERO))
 
     def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
         found = super().encode(name, matrix)
-        return found * 2.0 if name == "scale" else found.masked_fill(found == _NEGATIVE_ZERO, 0)
+        return found * 2.0 if name == "scale" else found.masked_fill(found == NEGATIVE_ZERO, 0)
 
     def decode(self, name: str, elements: Tensor, spec: MatrixSpec) -> Tensor:
         if name == "scale":
@@ -100,7 +102,7 @@ class _AiterFnuz(_Aiter):
         if wrong:
             text = f"{self.id}: zero_sign names {wrong} codes of {spec.role} that are not 0"
             raise MoeqError("source.bad-data", text)
-        return replace(matrix, codes=matrix.codes.masked_fill(signed, _NEGATIVE_ZERO))
+        return replace(matrix, codes=matrix.codes.masked_fill(signed, NEGATIVE_ZERO))
 
     def check_values(self, matrix: QuantizedMatrix) -> None:
         import torch
@@ -123,7 +125,7 @@ class _AiterFnuz(_Aiter):
         return cut | {"zero_sign": flags.reshape(-1, flags.shape[2]).contiguous()}
 
 
-class AiterFp8BlockFnuz(_AiterFnuz):
+class AiterFp8BlockFnuz(AiterFnuz):
     """See the module."""
 
     id = "aiter-fp8-block-fnuz/1"
@@ -132,7 +134,7 @@ class AiterFp8BlockFnuz(_AiterFnuz):
     scope = "block"
 
 
-class AiterFp8ChannelFnuz(_AiterFnuz):
+class AiterFp8ChannelFnuz(AiterFnuz):
     """See the module."""
 
     id = "aiter-fp8-channel-fnuz/1"
@@ -140,7 +142,7 @@ class AiterFp8ChannelFnuz(_AiterFnuz):
     scope = "channel"
 
 
-class AiterFp8TensorFnuz(_AiterFnuz):
+class AiterFp8TensorFnuz(AiterFnuz):
     """See the module."""
 
     id = "aiter-fp8-tensor-fnuz/1"

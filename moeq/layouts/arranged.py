@@ -68,6 +68,7 @@ class Part:
         rewrite: permutation of the bits of every finished word, or None.
         flip: bits of each element that are stored inverted (8 makes int4 codes two's complement).
         rows: output features per row (scales of blocks: 128; of a whole matrix: all), which share what is stored.
+        turned: the halves of the rows change places before they are filled up and arranged.
     """
 
     field: Field
@@ -80,6 +81,7 @@ class Part:
     rewrite: BitPermutation | None = None
     flip: int = 0
     rows: int = 1
+    turned: bool = False
 
     @property
     def spec(self) -> TensorSpec:
@@ -143,7 +145,7 @@ class ArrangedLayout(Layout):
         n, k = self.n_multiple, self.k_multiple
         for part in self.parts(spec).values():
             per_half = 2 if part.arrangement.has_halves else 1
-            if not _is_common(part, spec):
+            if not is_common(part, spec):
                 n = math.lcm(n, math.lcm(part.arrangement.row_multiple, part.pad[0]) // per_half * part.rows)
             if part.field != "bias" and (part.field == "codes" or spec.num_groups > 1):
                 k = math.lcm(k, part.group * math.lcm(part.arrangement.column_multiple, part.pad[1]))
@@ -291,7 +293,7 @@ class ArrangedLayout(Layout):
         wanted = self.parts(shard)
         cut = {}
         for name, part in self.parts(spec).items():
-            if _is_common(part, spec):
+            if is_common(part, spec):
                 cut[name] = parts[name]
                 continue
             rows, columns = self.element_shape(part, spec)
@@ -325,7 +327,7 @@ class ArrangedLayout(Layout):
         return shard if k == (0, spec.k) else shard.with_sizes(k=k[1] - k[0])
 
 
-def _is_common(part: Part, spec: MatrixSpec) -> bool:
+def is_common(part: Part, spec: MatrixSpec) -> bool:
     """Whether a part holds one thing for the whole matrix."""
     return part.rows > 1 and part.rows >= spec.n
 
@@ -338,6 +340,8 @@ def is_gated_w13(spec: MatrixSpec) -> bool:
 def arrange(part: Part, elements: Tensor, out: Tensor) -> None:
     """Pack a matrix `[rows, columns]` into one stored tensor, zero-filling where the layout pads inside."""
     words = flat_words(out, part)
+    if part.turned:
+        elements = elements.roll(len(elements) // 2, dims=0)
     pack_words(part.arrangement, _zero_fill(elements, part), part.bits, words)
     if part.flip:
         flips = sum(part.flip << (part.bits * field) for field in range(part.arrangement.fields_per_word))
@@ -357,8 +361,8 @@ def rearrange(part: Part, packed: Tensor, shape: tuple[int, int]) -> Tensor:
     if part.flip:
         found = found ^ part.flip  # a new tensor: `found` may be a view of the caller's
     halves = 2 if part.arrangement.has_halves else 1
-    kept = found.view(halves, padded[0] // halves, padded[1])[:, : shape[0] // halves, : shape[1]]
-    return kept.reshape(shape)
+    kept = found.view(halves, padded[0] // halves, padded[1])[:, : shape[0] // halves, : shape[1]].reshape(shape)
+    return kept.roll(shape[0] // 2, dims=0) if part.turned else kept
 
 
 def _zero_fill(elements: Tensor, part: Part) -> Tensor:

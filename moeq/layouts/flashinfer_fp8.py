@@ -30,14 +30,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 #: What the engine raises smaller scales of blocks to.
-_LEAST = 1e-10
+LEAST = 1e-10
 
 #: Rows shuffled in 16s, in blocks of 128 bytes of K.
 _BLOCK_MAJOR = Arrangement("n e8 d2, k j128 -> k n d e j")
 _BLOCK_MAJOR_W13 = Arrangement("h2 n e8 d2, k j128 -> k ~h n d e j")
 
 
-class _Block(Fp8Layout):
+class RaisedBlocks(Fp8Layout):
+    """Base of the layouts with blocks."""
+
     source = "vLLM 0.33.0, FlashInfer 0.7.2"
     slicing = "N by 128, K by 128"
     w13_order = "up-gate"
@@ -49,10 +51,10 @@ class _Block(Fp8Layout):
 
     def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
         found = super().encode(name, matrix)
-        return found.clamp(min=_LEAST) if name == "scale" else found
+        return found.clamp(min=LEAST) if name == "scale" else found
 
 
-class FlashInferCutlassFp8Block(_Block):
+class FlashInferCutlassFp8Block(RaisedBlocks):
     """See the module."""
 
     id = "flashinfer-cutlass-fp8-block/1"
@@ -64,7 +66,7 @@ class FlashInferCutlassFp8Block(_Block):
         return {"weight": fp8_bytes(spec, order), "scale": self.scale(spec, order)}
 
 
-class TrtllmFp8Block(_Block):
+class TrtllmFp8Block(RaisedBlocks):
     """See the module."""
 
     id = "trtllm-fp8-block/1"

@@ -48,7 +48,6 @@ class Fp8Layout(ArrangedLayout):
     elements = ("e4m3",)
     scale_dtypes: ClassVar[tuple[str, ...]] = ("f32", "bf16", "f16")
     biased = False
-    rearranges = False  # scales of blocks and matrices are repeated rows
     scope: ClassVar[Scope]
 
     def __init_subclass__(cls) -> None:

@@ -45,6 +45,7 @@ class NVFP4Layout(ArrangedLayout):
     group_sizes = (GROUP,)
     channelwise = False
     biased = False
+    rearranges = True  # but for the global scale, which the fast path knows
     lossy = "where gate and up have different global scales, up gets the gate's"
 
     def extra_tensors(self, spec: MatrixSpec) -> dict[str, TensorSpec]:
@@ -87,22 +88,11 @@ class TiledNVFP4(NVFP4Layout):
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         turned = self.w13_order == "up-gate" and is_gated_w13(spec)
         weight = _UP_GATE if turned else _PLAIN
-        # A tile of both halves is no arrangement of halves: `encode` turns the rows then.
-        whole = turned and not _straddles(spec)
-        scale = TILE_128X4_UP_GATE if whole else TILE_128X4
-        return {"weight": nvfp4_weight(spec, weight), "scale": nvfp4_scale(spec, scale)}
-
-    def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
-        found = super().encode(name, matrix)
-        return self._turned(name, found, matrix.spec)
-
-    def decode(self, name: str, elements: Tensor, spec: MatrixSpec) -> Tensor:
-        return super().decode(name, self._turned(name, elements, spec), spec)
-
-    def _turned(self, name: str, rows: Tensor, spec: MatrixSpec) -> Tensor:
-        """Scale rows with their halves exchanged, where the arrangement does not do it."""
-        turned = name == "scale" and self.w13_order == "up-gate" and is_gated_w13(spec) and _straddles(spec)
-        return rows.roll(spec.n // 2, dims=0) if turned else rows
+        # A tile of both halves is no arrangement of halves.
+        scale = replace(nvfp4_scale(spec, TILE_128X4), turned=turned)
+        if turned and not _straddles(spec):
+            scale = nvfp4_scale(spec, TILE_128X4_UP_GATE)
+        return {"weight": nvfp4_weight(spec, weight), "scale": scale}
 
     def slices(self, spec: MatrixSpec) -> SliceRule:
         return SliceRule(None, None) if is_gated_w13(spec) and _straddles(spec) else super().slices(spec)

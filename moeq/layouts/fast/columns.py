@@ -33,6 +33,11 @@ def all_in(table: Array, source: Array) -> bool:
     return bool(_all_in(table, source))
 
 
+def without(byte: int, source: Array, out: Array) -> None:
+    """`out = source` with 0 in place of a byte: uint8 `[N, K]`, rows contiguous."""
+    _without(np.uint8(byte), source, out)
+
+
 def repeat_columns(source: Array, times: int, out: Array) -> None:
     """`out[:, i] = source[:, i // times]`; the last column may be repeated less often."""
     _repeat_columns(source, times, out)
@@ -68,6 +73,14 @@ def _look_up(table, source, out):  # type: ignore[no-untyped-def]
     for n in range(source.shape[0]):
         for k in range(source.shape[1]):
             out[n, k] = table[source[n, k]]
+
+
+@njit(cache=True, nogil=True, boundscheck=False)
+def _without(byte, source, out):  # type: ignore[no-untyped-def]
+    for n in range(source.shape[0]):
+        row, filled = source[n], out[n]
+        for k in range(len(row)):
+            filled[k] = np.uint8(0) if row[k] == byte else row[k]
 
 
 @njit(cache=True, nogil=True, boundscheck=False)

@@ -1,4 +1,4 @@
-"""Arrangements of 4-bit codes as arrangements of whole bytes, or of several codes at once."""
+"""Arrangements of 4-bit codes as arrangements of whole bytes, and of small elements as of several at once."""
 
 from __future__ import annotations
 
@@ -34,3 +34,24 @@ def over_lanes(arrangement: Arrangement) -> tuple[Arrangement, int] | None:
     return Arrangement(
         f"{left.rstrip().rpartition(' ')[0]} ->{words.rstrip().rpartition(' ')[0]} |{fields}"
     ), last.radix
+
+
+@lru_cache(maxsize=256)
+def over_words(arrangement: Arrangement, columns: int, width: int) -> tuple[Arrangement, int]:
+    """The same arrangement of neighbouring elements that stay neighbours, and bytes of them that can be moved as one.
+
+    Args:
+        arrangement: of whole elements, one to a word.
+        columns: of the matrix.
+        width: bytes of an element.
+    """
+    last, word = arrangement.columns[-1], arrangement.words[-1]
+    if arrangement.fields or word != replace(last, radix=0):
+        return arrangement, width
+    run = width * (last.radix or columns // arrangement.column_multiple)
+    wide = next(size for size in (8, 4, 2, 1) if size == width or (size > width and run % size == 0))
+    if not last.radix or wide == width:
+        return arrangement, wide
+    left, _, right = arrangement.pattern.partition("->")
+    kept = left.rstrip().rpartition(" ")[0]
+    return Arrangement(f"{kept} {last.name}{last.radix * width // wide} ->{right}"), wide

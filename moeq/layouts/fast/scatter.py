@@ -42,6 +42,7 @@ def pack(arrangement: Arrangement, elements: Array, bits: int, out: Array) -> No
     if lanes is not None:
         wide = _LANES[lanes[1]]
         arrangement, elements, out = lanes[0], elements.view(wide), out.view(wide)
+    arrangement, elements, out = _widened(arrangement, elements, out)
     loops = _loops(arrangement, elements.shape[0], elements.shape[1])
     source, target = _unsigned(elements), _unsigned(out)
     _PACK[len(loops.field)](source, target, loops.sizes, loops.element, loops.word, loops.field, bits)
@@ -55,10 +56,19 @@ def unpack(arrangement: Arrangement, words: Array, bits: int, out: Array) -> Non
         wide = _LANES[lanes[1]]
         arrangement, words, out = lanes[0], words.view(wide), out.view(wide)
         mask *= 0x01010101 & ((1 << 8 * lanes[1]) - 1)
+    arrangement, out, words = _widened(arrangement, out, words)
     loops = _loops(arrangement, out.shape[0], out.shape[1])
     source, target = _unsigned(words), _unsigned(out)
     loop = _unpack1 if len(loops.field) == 1 else _unpack_fields
     loop(source, target, loops.sizes, loops.element, loops.word, loops.field, bits, mask)
+
+
+def _widened(arrangement: Arrangement, elements: Array, words: Array) -> tuple[Arrangement, Array, Array]:
+    """The same with as many neighbouring elements at once as stay neighbours, where memory is aligned for them."""
+    wide, width = nibbles.over_words(arrangement, elements.shape[1], elements.itemsize)
+    if width == elements.itemsize or elements.ctypes.data % width or words.ctypes.data % width:
+        return arrangement, elements, words
+    return wide, elements.view(f"u{width}"), words.view(f"u{width}")
 
 
 def _unsigned(array: Array) -> Array:

@@ -7,18 +7,26 @@ the reference path packs them (or refuses to).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
+from moeq.layouts.aiter_fp8 import NEGATIVE_ZERO, AiterFnuz
 from moeq.layouts.arranged import ArrangedLayout
-from moeq.layouts.fast.columns import all_in, look_up
+from moeq.layouts.deepgemm_fp8 import DeepGemmFp8Sm90, DeepGemmFp8Sm100
+from moeq.layouts.fast.columns import all_in, look_up, without
 from moeq.layouts.fast.recode import BIAS, e4m3_values
+from moeq.layouts.flashinfer_fp8 import LEAST, RaisedBlocks
 from moeq.layouts.marlin_fp8 import MarlinFp8
 from moeq.layouts.marlin_nvfp4 import MarlinNVFP4
 from moeq.matrix import MatrixSpec
 from moeq.pipeline.pack.fast.scratch import Array
+
+#: Rows of codes that are handled at a time.
+_SOME = 32
 
 
 class Codec(ABC):
@@ -58,6 +66,76 @@ class WidenedF16(Codec):
 
 
 @dataclass(frozen=True)
+class AsFloat32(Codec):
+    """Floats as float32 times a power of two, those below a least one raised to it.
+
+    Attributes:
+        logical: dtype of the scales: `f32`, `bf16` or `f16`.
+        times: the power of two.
+        least: the least one; None where any may be stored.
+    """
+
+    logical: str
+    times: float = 1.0
+    least: float | None = None
+
+    def widen(self, logical: Array, out: Array) -> None:
+        numbers = _numbers(logical, self.logical)
+        if self.least is not None:
+            numbers = np.maximum(numbers, np.float32(self.least))
+        with np.errstate(over="ignore"):
+            np.copyto(out, (numbers * np.float32(self.times)).view(np.uint32))
+
+    def narrow(self, stored: Array, out: Array) -> None:
+        numbers = np.ascontiguousarray(stored).view(np.float32) / np.float32(self.times)
+        with np.errstate(over="ignore"):
+            np.copyto(out, _bits(numbers, self.logical), casting="unsafe")
+
+    def exact(self, logical: Array) -> bool:
+        return _comes_back(self, logical, np.empty(logical.shape, np.uint32), infinite=0x7F800000)
+
+
+class Exponents(Codec):
+    """E8M0 as the float32 of these exponent bits."""
+
+    def widen(self, logical: Array, out: Array) -> None:
+        np.left_shift(logical, 23, out=out, dtype=np.uint32)
+
+    def narrow(self, stored: Array, out: Array) -> None:
+        np.right_shift(stored, 23, out=out, casting="unsafe")
+
+
+class Fnuz(Codec):
+    """Words of E4M3 codes as those of E4M3FNUZ, in which there is no negative zero (`ZeroSigns` tells them)."""
+
+    def widen(self, logical: Array, out: Array) -> None:
+        without(NEGATIVE_ZERO, logical.view(np.uint8), out.view(np.uint8))
+
+    def narrow(self, stored: Array, out: Array) -> None:
+        np.copyto(out, stored)
+
+
+class ZeroSigns(Codec):
+    """Words of E4M3 codes as a bit for each, which says that it is a negative zero."""
+
+    def widen(self, logical: Array, out: Array) -> None:
+        codes = logical.view(np.uint8)
+        for rows in _some_rows(codes):
+            out[rows] = np.packbits(codes[rows] == NEGATIVE_ZERO, axis=1, bitorder="little")
+
+    def narrow(self, stored: Array, out: Array) -> None:
+        """Add the signs to codes that are there already."""
+        codes = out.view(np.uint8)
+        for rows in _some_rows(codes):
+            codes[rows] |= np.unpackbits(stored[rows], axis=1, bitorder="little") << 7
+
+
+def _some_rows(matrix: Array) -> Iterator[slice]:
+    """Rows that stay in the cache together."""
+    return (slice(row, row + _SOME) for row in range(0, len(matrix), _SOME))
+
+
+@dataclass(frozen=True)
 class Shifted(Codec):
     """Floats as 16-bit floats times a power of two (`moeq.layouts.marlin_fp8`).
 
@@ -88,12 +166,8 @@ class Shifted(Codec):
             np.copyto(out, _bits(found, self.logical), casting="unsafe")
 
     def exact(self, logical: Array) -> bool:
-        stored = np.empty(logical.shape, np.uint16)
-        self.widen(logical, stored)
         infinite = 0x7C00 if self.params == "F16" else 0x7F80
-        again = np.empty(logical.shape, logical.dtype)
-        self.narrow(stored, again)
-        return not bool((stored & infinite == infinite).any()) and np.array_equal(again, logical)
+        return _comes_back(self, logical, np.empty(logical.shape, np.uint16), infinite)
 
 
 @dataclass(frozen=True)
@@ -140,11 +214,41 @@ class MarlinE5M3(Codec):
         return kept
 
 
-def scale_codec(layout: ArrangedLayout, spec: MatrixSpec) -> Codec | None:
-    """How a layout stores scales of this dtype otherwise; None where it stores them as they are."""
-    if isinstance(layout, MarlinFp8):
-        return Shifted(spec.scale_dtype, layout.params, layout.exponent)
-    return MarlinE5M3(layout.factor) if isinstance(layout, MarlinNVFP4) else None
+def _exponents_only(spec: MatrixSpec, codecs: dict[str, Codec]) -> dict[str, Codec] | None:
+    """Other scales than exponents are requantised, which is left to the reference path."""
+    return codecs if spec.scale_dtype == "e8m0" else None
+
+
+#: How layouts that do more than rearrange store their parts.
+_CODECS: dict[type[Any], Callable[[Any, MatrixSpec], Mapping[str, Codec] | None]] = {
+    MarlinFp8: lambda layout, spec: {"scale": Shifted(spec.scale_dtype, layout.params, layout.exponent)},
+    MarlinNVFP4: lambda layout, spec: {"scale": MarlinE5M3(layout.factor)},
+    RaisedBlocks: lambda layout, spec: {"scale": AsFloat32(spec.scale_dtype, least=LEAST)},
+    AiterFnuz: lambda layout, spec: {
+        "weight": Fnuz(),
+        "zero_sign": ZeroSigns(),
+        "scale": AsFloat32(spec.scale_dtype, times=2.0),
+    },
+    DeepGemmFp8Sm90: lambda layout, spec: _exponents_only(spec, {"scale": Exponents()}),
+    DeepGemmFp8Sm100: lambda layout, spec: _exponents_only(spec, {}),
+}
+
+
+def codecs_of(layout: ArrangedLayout, spec: MatrixSpec) -> Mapping[str, Codec] | None:
+    """The codecs of the parts that a layout stores in another form; None where it does what only it knows."""
+    if layout.rearranges:
+        return {}
+    found = (make for kind, make in _CODECS.items() if isinstance(layout, kind))
+    make = next(found, None)
+    return None if make is None else make(layout, spec)
+
+
+def _comes_back(codec: Codec, logical: Array, stored: Array, infinite: int) -> bool:
+    """Whether all stored numbers are finite and give back what they were made from; `stored` is memory for them."""
+    codec.widen(logical, stored)
+    again = np.empty(logical.shape, logical.dtype)
+    codec.narrow(stored, again)
+    return not bool((stored & infinite == infinite).any()) and np.array_equal(again, logical)
 
 
 def _numbers(bits: Array, dtype: str) -> Array:

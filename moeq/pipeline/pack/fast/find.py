@@ -12,16 +12,15 @@ from moeq.checkpoint.manifest import Projection, StackedRole
 from moeq.checkpoint.names import FUSED, StoredName
 from moeq.layouts.arranged import ArrangedLayout
 from moeq.layouts.base import Layout
-from moeq.layouts.marlin_nvfp4 import MarlinNVFP4
 from moeq.matrix import MatrixSpec, projection_spec
 from moeq.model.experts import WHOLE_PARTS, ExpertKind, Experts
-from moeq.pipeline.pack.fast.codecs import scale_codec
+from moeq.pipeline.pack.fast.codecs import codecs_of
 from moeq.pipeline.pack.fast.formats import stored_projection
 from moeq.pipeline.pack.fast.parts import BLOCK, packed_parts
 from moeq.pipeline.pack.fast.path import ArrangedPath, ProjectionReader, ShardPath
 from moeq.pipeline.pack.fast.scales import WIDTH
 from moeq.pipeline.pack.fast.scratch import Region
-from moeq.pipeline.pack.fast.shared import SharedScale
+from moeq.pipeline.pack.fast.shared import shared_scale
 from moeq.pipeline.plan.layers import ShardPlan
 from moeq.schemes.format import Described, PartSig
 
@@ -34,7 +33,7 @@ def bind(
     sigs = _signatures(experts)
     if len(kinds) != 1 or sigs is None or not isinstance(layout, ArrangedLayout):
         return None
-    if not layout.rearranges and scale_codec(layout, written) is None:
+    if codecs_of(layout, written) is None:
         return None
     kind = kinds[0].kind
     readers = projection_readers(kind, role, sigs)
@@ -49,7 +48,7 @@ def bind(
     found = [rank for rank in ranks if rank is not None]
     if len(found) < len(ranks) or len({plan.shard.experts for plan in shards}) != 1:
         return None
-    parts = [part for rank in found for part in rank.parts.values()]
+    parts = [part for rank in found for part in rank.parts]
     elements = Region(readers[-1].region.stop, max(part.element_bytes for part in parts))
     expected = Region(elements.stop, max(BLOCK, *(part.spare_bytes for part in parts)))
     repeated = tuple(_repeated(expected.stop, readers, written) if times > 1 else ())
@@ -129,12 +128,10 @@ def _shard_path(layout: ArrangedLayout, spec: MatrixSpec, plan: ShardPlan, *, de
     cuts_words = spec.role == "w2" and bool(features.start % per_word or features.stop % per_word)
     if padding.rule.midpoint or cuts_words:
         return None
-    found = packed_parts(layout, shard, padded)
-    parts = {part.field: replace(part, dense=dense) for part in found}
-    if parts.keys() != _fields(spec):
+    parts = tuple(replace(part, dense=dense) for part in packed_parts(layout, shard, padded))
+    if {part.field for part in parts} != _fields(spec):
         return None
-    shared = SharedScale(layout) if isinstance(layout, MarlinNVFP4) else None
-    return ShardPath(parts, features, everything=shard == spec, first=plan.shard.rank == 0, shared=shared)
+    return ShardPath(parts, features, everything=shard == spec, first=plan.shard.rank == 0, shared=shared_scale(layout))
 
 
 def _fields(spec: MatrixSpec) -> set[str]:

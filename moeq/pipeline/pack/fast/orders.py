@@ -28,6 +28,8 @@ class Order(ABC):
     rows: int = 0
     #: Rows are gate 0, up 0, gate 1, ... instead of gate rows, then up rows.
     interleaved: bool = False
+    #: Rows are up rows, then gate rows.
+    turned: bool = False
     #: The packed part is the elements.
     in_place: bool = False
     #: `pack` takes the transpose of a contiguous matrix as well.
@@ -49,6 +51,7 @@ class OwnOrder(Order):
     """The elements' own."""
 
     interleaved: bool = False
+    turned: bool = False
     rows: int = 1
     in_place: bool = True
 
@@ -145,6 +148,8 @@ def order_of(part: Part) -> Order | None:
         right = [("~" if digit.reversed else "") + digit.name for digit in (*arrangement.words, *arrangement.fields)]
         if right == rows + columns:
             return OwnOrder()
+        if right == ["~" + rows[0], *rows[1:], *columns] and arrangement.has_halves:
+            return OwnOrder(turned=True)
         if right == rows[1:] + rows[:1] + columns and arrangement.has_halves:
             return OwnOrder(interleaved=True)
     if part.field == "codes" and part.bits == 4:

@@ -8,18 +8,18 @@ into the packed part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from moeq.layouts.arranged import ArrangedLayout, Part, as_stored, is_gated_w13, logical_dtype
+from moeq.layouts.arranged import ArrangedLayout, Part, as_stored, is_common, is_gated_w13, logical_dtype
 from moeq.layouts.fast import transpose
 from moeq.layouts.fast.compare import is_zero, same
 from moeq.matrix import MatrixSpec
-from moeq.pipeline.pack.fast.codecs import Codec, Shifted, WidenedBf16, WidenedF16, scale_codec
-from moeq.pipeline.pack.fast.orders import Order, order_of
+from moeq.pipeline.pack.fast.codecs import Codec, Shifted, WidenedBf16, WidenedF16, ZeroSigns, codecs_of
+from moeq.pipeline.pack.fast.orders import Order, OwnOrder, order_of
 from moeq.pipeline.pack.fast.scratch import Array, Region
 
 #: Bytes of the rows that are handled at a time.
@@ -92,6 +92,7 @@ class FastPart:
         widen: how elements get the form that is stored, or None where that is their own.
         flip: pattern of bits that are stored inverted, as a byte.
         dense: each view is contiguous, or the transpose of a contiguous matrix.
+        every: rows of the matrix that share a row of elements (`sampled`).
     """
 
     name: str
@@ -105,6 +106,7 @@ class FastPart:
     widen: Codec | None = None
     flip: int = 0
     dense: bool = False
+    every: int = 1
 
     @cached_property
     def row_bytes(self) -> int:
@@ -115,7 +117,7 @@ class FastPart:
     def is_whole(self) -> bool:
         """Whether the elements of each projection are consecutive rows without any filling."""
         full = len(self.starts) * self.filled[0] == self.shape[0] and self.filled[1] == self.shape[1]
-        return full and self.step == 1 and self.widen is None
+        return full and self.step == 1 and self.widen is None and self.every == 1
 
     @cached_property
     def is_direct(self) -> bool:
@@ -166,6 +168,31 @@ class FastPart:
                 elements = slice(place, place + (last - first - 1) * self.step + 1, self.step)
                 found.append(Rows(projection, slice(first, last), elements))
         return RowBlock(row, count, tuple(found))
+
+    def sampled(self, views: Views) -> Views:
+        """The rows that are stored, where several share one: `pack`, `holds` and `fill` take these."""
+        if self.every == 1:
+            return views
+        return [None if view is None else view[:: self.every] for view in views[: len(self.starts)]]
+
+    def shares(self, views: Views) -> bool:
+        """Whether rows that share what is stored are alike."""
+        return self.every == 1 or all(bool((rows == row).all()) for rows, row in self._shared(views))
+
+    def spread(self, views: Views) -> None:
+        """Fill all rows from those that `fill` has written."""
+        if self.every > 1:
+            for rows, row in self._shared(views):
+                rows[:] = row
+
+    def _shared(self, views: Views) -> Iterator[tuple[Array, Array]]:
+        """Rows that share a stored one, and that."""
+        sampled = self.sampled(views)
+        for number, view in enumerate(views):
+            stored = _present(sampled[min(number, len(sampled) - 1)])
+            whole = _present(view)
+            for row in range(0, len(whole), self.every):
+                yield whole[row : row + self.every], stored[row // self.every]
 
     def pack(self, views: Views, out: Array, region: Region, scratch: Array) -> None:
         """Fill the part.
@@ -253,7 +280,25 @@ def packed_parts(layout: ArrangedLayout, spec: MatrixSpec, padded: MatrixSpec) -
         padded: the same, as it is packed.
     """
     found = [_packed_part(name, part, layout, spec, padded) for name, part in layout.parts(padded).items()]
+    if "zero_sign" in layout.extra_tensors(padded):
+        found.append(_zero_signs(spec, padded))
     return [part for part in found if part is not None]
+
+
+def _zero_signs(spec: MatrixSpec, padded: MatrixSpec) -> FastPart:
+    """Which codes are negative zeros: a bit for each."""
+    halves = 2 if is_gated_w13(spec) else 1
+    return FastPart(
+        name="zero_sign",
+        field="codes",
+        order=OwnOrder(),
+        shape=(padded.n, padded.k // 8),
+        dtype="u1",
+        starts=tuple(half * padded.n // 2 for half in range(halves)),
+        step=1,
+        filled=(spec.n // halves, spec.k // 8),
+        widen=ZeroSigns(),
+    )
 
 
 _WORDS = {"U8": "u1", "F8_E4M3": "u1", "F16": "u2", "BF16": "u2", "F32": "u4"}
@@ -262,35 +307,37 @@ _WORDS = {"U8": "u1", "F8_E4M3": "u1", "F16": "u2", "BF16": "u2", "F32": "u4"}
 def _packed_part(
     name: str, part: Part, layout: ArrangedLayout, spec: MatrixSpec, padded: MatrixSpec
 ) -> FastPart | None:
-    rows, columns = part.padded(*layout.logical_shape(part.field, padded))
-    order, dtype, widen, per_element = order_of(part), "u1", None, 1
+    rows, columns = part.padded(*layout.element_shape(part, padded))
+    codec = (codecs_of(layout, padded) or {}).get(name)
+    order, dtype, widen, per_element = order_of(part), "u1", codec, 1
     if part.field == "codes":
         dtype, per_element = "u4", 32 // part.bits
     elif part.field in ("scales", "bias"):
         logical = logical_dtype(part, padded)
         stored = as_stored(part, padded)
-        widen = scale_codec(layout, padded) if part.field == "scales" else None
         if widen is None and not stored:
             widen = WIDENED.get((logical, part.dtype))
             if widen is None:
                 return None
         dtype = _WORDS[part.dtype if widen is not None else logical]
-    filled = layout.logical_shape(part.field, spec)
+    filled = layout.element_shape(part, spec)
     if isinstance(widen, Shifted) and widen.logical == "e8m0" and filled != (rows, columns):
         return None  # exponents are filled up with 0, which is a number
     if order is None or columns % per_element or filled[1] % per_element:
         return None
-    halves = 2 if is_gated_w13(spec) else 1
-    stride = rows // 2 if part.arrangement.has_halves else padded.n // halves
+    halves = 2 if is_gated_w13(spec) and not is_common(part, padded) else 1
+    stride = rows // 2 if part.arrangement.has_halves else layout.element_shape(part, padded)[0] // halves
+    starts = tuple(range(halves)) if order.interleaved else tuple(half * stride for half in range(halves))
     return FastPart(
         name=name,
         field=part.field,
         order=order,
         shape=(rows, columns // per_element),
         dtype=dtype,
-        starts=tuple(range(halves)) if order.interleaved else tuple(half * stride for half in range(halves)),
+        starts=starts[::-1] if part.turned or order.turned else starts,
         step=halves if order.interleaved else 1,
         filled=(filled[0] // halves, filled[1] // per_element),
         widen=widen,
         flip=part.flip * (0x11 if part.bits == 4 else 1),
+        every=part.rows,
     )

@@ -132,14 +132,14 @@ class ShardPath:
     """The packed parts of one rank.
 
     Attributes:
-        parts: its parts, by the logical field that they hold.
+        parts: its parts; the first of those that hold a field holds all of it, or all but what the others tell.
         features: its intermediate features.
         everything: it holds all of them.
         first: it is rank 0, which keeps the bias of w2.
-        shared: parts that belong to the whole matrix, where there are any.
+        shared: the global scale, where there is one.
     """
 
-    parts: Mapping[str, FastPart]
+    parts: tuple[FastPart, ...]
     features: Range
     everything: bool
     first: bool
@@ -155,14 +155,20 @@ class ShardPath:
         if self.shared is None:
             return self
         shared = self.shared.knowing(largest)
-        scales = replace(self.parts["scales"], widen=MarlinE5M3(shared.layout.factor))
-        return replace(self, parts={**self.parts, "scales": scales}, shared=shared)
+        widen = MarlinE5M3(shared.factor)
+        parts = tuple(replace(part, widen=widen) if part.field == "scales" else part for part in self.parts)
+        return replace(self, parts=parts, shared=shared)
 
     def exact(self, spec: MatrixSpec, read: Sequence[Fields]) -> bool:
         """Whether everything that is stored otherwise than the source has it comes back as it was."""
-        codec = self.parts["scales"].widen
-        kept = codec is None or all(codec.exact(view) for view in self.views("scales", spec, read) if view is not None)
-        return kept and (self.shared is None or self.shared.exact(read))
+        for part in self.parts:
+            views = self.views(part.field, spec, read)
+            codec = part.widen
+            if not part.shares(views):
+                return False
+            if codec is not None and not all(codec.exact(view) for view in part.sampled(views) if view is not None):
+                return False
+        return self.shared is None or self.shared.exact(read)
 
     def views(self, field: str, spec: MatrixSpec, read: Sequence[Fields]) -> Views:
         """The shard's part of a field."""
@@ -281,8 +287,9 @@ class ArrangedPath:
     def pack(self, read: Sequence[Fields], outputs: Outputs, scratch: Array) -> None:
         """See `FastPath.pack`."""
         for shard, packed in zip(self.shards, outputs, strict=True):
-            for part in shard.parts.values():
-                part.pack(shard.views(part.field, self.spec, read), packed[part.name], self.elements, scratch)
+            for part in shard.parts:
+                views = part.sampled(shard.views(part.field, self.spec, read))
+                part.pack(views, packed[part.name], self.elements, scratch)
             if shard.shared is not None:
                 shard.shared.fill(read, packed)
 
@@ -292,9 +299,10 @@ class ArrangedPath:
         if self.times > 1:
             blank = [self._regrouped(number, fields, scratch) for number, fields in enumerate(blank)]
         for shard, packed in zip(self.shards, outputs, strict=True):
-            for part in shard.parts.values():
+            for part in shard.parts:
                 views = shard.views(part.field, self.spec, blank)
-                part.fill(packed[part.name], views, self.elements, self.expected, scratch)
+                part.fill(packed[part.name], part.sampled(views), self.elements, self.expected, scratch)
+                part.spread(views)
             if shard.shared is not None:
                 shard.shared.rebuild(packed, blank)
         for fields in blank:
@@ -339,15 +347,18 @@ class ArrangedPath:
             yield from ((projection, fields[field]) for projection, fields in enumerate(read))
             return
         for shard, packed in zip(self.shards, outputs, strict=True):
-            part, views = shard.parts[field], shard.views(field, self.spec, read)
-            for block in part.blocks:
-                found = part.unpack(packed[part.name], block, self.elements, self.expected, scratch)
-                if not part.holds(found, block, views, self.expected, scratch):
-                    yield 0, None
-                elif len(self.shards) == 1:
-                    for r in block.rows:
-                        yield r.projection, found[r.elements] if part.is_whole else read[r.projection][field][r.source]
-        if len(self.shards) > 1:
+            lead, *others = (part for part in shard.parts if part.field == field)
+            for part in (lead, *others):
+                views = part.sampled(shard.views(field, self.spec, read))
+                for block in part.blocks:
+                    found = part.unpack(packed[part.name], block, self.elements, self.expected, scratch)
+                    if not part.holds(found, block, views, self.expected, scratch):
+                        yield 0, None
+                    elif part is lead and len(self.shards) == part.every == 1:
+                        for r in block.rows:
+                            own = found[r.elements] if part.is_whole else read[r.projection][field][r.source]
+                            yield r.projection, own
+        if len(self.shards) > 1 or lead.every > 1:
             yield from ((projection, fields[field]) for projection, fields in enumerate(read))
 
     def _feed(self, digest: blake3, matrix: Array, field: str, scratch: Array) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from moeq.layouts.arranged import ArrangedLayout
 from moeq.layouts.marlin_nvfp4 import MarlinNVFP4
+from moeq.layouts.nvfp4 import NVFP4Layout
 from moeq.pipeline.pack.fast.formats import Fields
 from moeq.pipeline.pack.fast.scratch import Array
 
@@ -16,8 +19,58 @@ from moeq.pipeline.pack.fast.scratch import Array
 _GLOBAL, _FACTOR = "global_scale", "scale_factor"
 
 
+class SharedScale(ABC):
+    """The global scale of one rank's matrix, and what is stored with it."""
+
+    #: What the scales are multiplied by.
+    factor: float = 1.0
+    #: Whether the factor is known.
+    is_known: bool = True
+
+    def knowing(self, largest: float) -> SharedScale:
+        """The same for experts whose largest scale that is."""
+        return self
+
+    def exact(self, read: Sequence[Fields]) -> bool:
+        """Whether all rows of all projections have one global scale, which comes back as it was."""
+        bits = {int(one) for fields in read for one in np.unique(fields[_GLOBAL])}
+        if len(bits) != 1:
+            return False
+        packed = {part: np.empty(4, np.uint8) for part in (_GLOBAL, _FACTOR)}
+        self.fill(read, packed)
+        return bool(self.of(packed).view(np.uint32) == bits.pop())
+
+    @abstractmethod
+    def fill(self, read: Sequence[Fields], packed: Mapping[str, Array]) -> None:
+        """Store the numbers."""
+
+    @abstractmethod
+    def of(self, packed: Mapping[str, Array]) -> np.float32:
+        """The source's global scale from the stored numbers."""
+
+    def holds(self, read: Sequence[Fields], packed: Mapping[str, Array]) -> bool:
+        """Whether the stored numbers mean the source's global scale."""
+        found = self.of(packed).view(np.uint32)
+        return all(bool((fields[_GLOBAL] == found).all()) for fields in read)
+
+    def rebuild(self, packed: Mapping[str, Array], blank: Sequence[Fields]) -> None:
+        """Fill the fields of the source."""
+        for fields in blank:
+            fields[_GLOBAL].fill(self.of(packed).view(np.uint32))
+
+
+class PlainScale(SharedScale):
+    """The part `global_scale` as the source has it."""
+
+    def fill(self, read: Sequence[Fields], packed: Mapping[str, Array]) -> None:
+        packed[_GLOBAL].view(np.uint32)[:] = read[0][_GLOBAL][0]
+
+    def of(self, packed: Mapping[str, Array]) -> np.float32:
+        return np.float32(packed[_GLOBAL].view(np.float32)[0])
+
+
 @dataclass(frozen=True)
-class SharedScale:
+class MarlinScale(SharedScale):
     """The parts `global_scale` and `scale_factor` of one rank.
 
     Attributes:
@@ -27,46 +80,40 @@ class SharedScale:
     layout: MarlinNVFP4
 
     @property
-    def is_known(self) -> bool:
-        """Whether the factor is known."""
+    def factor(self) -> float:  # type: ignore[override]
+        return self.layout.factor
+
+    @property
+    def is_known(self) -> bool:  # type: ignore[override]
         return self.layout.calibration_scope is None or self.layout.calibration is not None
 
     def knowing(self, largest: float) -> SharedScale:
-        """The same for experts whose largest scale that is."""
-        return self if self.layout.calibration_scope is None else SharedScale(self.layout.with_calibration(largest))
-
-    def exact(self, read: Sequence[Fields]) -> bool:
-        """Whether all rows of all projections have one global scale, which comes back as it was."""
-        bits = {int(one) for fields in read for one in np.unique(fields[_GLOBAL])}
-        if len(bits) != 1:
-            return False
-        packed = {part: np.empty(4, np.uint8) for part in (_GLOBAL, _FACTOR)}
-        self.fill(read, packed)
-        return bool(self._of(packed).view(np.uint32) == bits.pop())
+        if self.layout.calibration_scope is None:
+            return self
+        return replace(self, layout=self.layout.with_calibration(largest))
 
     def fill(self, read: Sequence[Fields], packed: Mapping[str, Array]) -> None:
-        """Store both numbers."""
         scale = read[0][_GLOBAL][0].view(np.float32)
         with np.errstate(over="ignore"):
             product = scale * np.float32(2.0**self.layout.exponent) / np.float32(self.layout.factor)
         packed[_GLOBAL].view(np.float32)[:] = product
         packed[_FACTOR].view(np.float32)[:] = self.layout.factor
 
-    def holds(self, read: Sequence[Fields], packed: Mapping[str, Array]) -> bool:
-        """Whether the stored numbers mean the source's global scale."""
-        found = self._of(packed).view(np.uint32)
-        factor = packed[_FACTOR].view(np.float32)[0]
-        return bool(factor == self.layout.factor) and all(bool((fields[_GLOBAL] == found).all()) for fields in read)
-
-    def rebuild(self, packed: Mapping[str, Array], blank: Sequence[Fields]) -> None:
-        """Fill the fields of the source."""
-        for fields in blank:
-            fields[_GLOBAL].fill(self._of(packed).view(np.uint32))
-
-    def _of(self, packed: Mapping[str, Array]) -> np.float32:
+    def of(self, packed: Mapping[str, Array]) -> np.float32:
         stored = float(packed[_GLOBAL].view(np.float32)[0])
         with np.errstate(over="ignore", invalid="ignore"):
             return np.float32(stored * self.layout.factor * 2.0**-self.layout.exponent)
+
+    def holds(self, read: Sequence[Fields], packed: Mapping[str, Array]) -> bool:
+        factor = packed[_FACTOR].view(np.float32)[0]
+        return bool(factor == self.layout.factor) and super().holds(read, packed)
+
+
+def shared_scale(layout: ArrangedLayout) -> SharedScale | None:
+    """How a layout stores the global scale; None where there is none."""
+    if isinstance(layout, MarlinNVFP4):
+        return MarlinScale(layout)
+    return PlainScale() if isinstance(layout, NVFP4Layout) else None
 
 
 def stored_largest(packed: Mapping[str, Array]) -> float | None:
