@@ -6,7 +6,6 @@ kernels; other layers keep the method that the source's config asks for.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_server_args
 
 from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry
+from moeq.engines.quantization import NAME, ConvertedQuantization, layer_number, source_unread
 from moeq.errors import MoeqError
 from moeq.load.kernel_experts import empty_parts, kernel_experts
 from moeq.load.ranks import Rank, plan_rank
@@ -44,11 +44,8 @@ if TYPE_CHECKING:
     from moeq.model.converted import ConvertedCheckpoint
     from moeq_kernels import PreparedLayer
 
-NAME = "moeq"
 #: Tokens that a step of the engine may have where its options do not say.
 MOST_TOKENS = 16384
-
-_LAYER = re.compile(r"\.(\d+)\.")
 
 
 def register_config() -> None:
@@ -76,40 +73,27 @@ def leave_experts_out(model: Any, weights: Iterable[tuple[str, torch.Tensor]], *
     return (model, others() if stacked else weights, *more), named
 
 
-class MoeqConfig(QuantizationConfig):  # type: ignore[misc]
-    """`quantization_config` of a converted checkpoint, with the source's own inside.
-
-    Args:
-        original: the source's quantisation config, or None where it had none in `config.json`.
-    """
+class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[misc]
+    """moeq's method in SGLang."""
 
     def __init__(self, original: dict[str, Any] | None) -> None:
-        super().__init__()
-        self.inner: Any = _source_method(original) if original else None
+        super().__init__(original)
         self._checkpoint: ConvertedCheckpoint | None = None
 
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> MoeqConfig:
-        """From `config.json`."""
-        return cls(config.get("original"))
-
-    def get_name(self) -> str:
-        """`moeq`."""
-        return NAME
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """Those of the source's method."""
-        return list(self.inner.get_supported_act_dtypes()) if self.inner else [torch.bfloat16, torch.float16]
+    @staticmethod
+    def source_config(original: dict[str, Any]) -> Any:
+        kinds = [kind for kind in QUANTIZATION_METHODS.values() if kind is not MoeqConfig]
+        better = (kind.override_quantization_method(original, None) for kind in kinds)
+        method = next(filter(None, better), original["quant_method"])
+        try:
+            return get_quantization_config(method).from_config(dict(original))
+        except ValueError as error:
+            raise source_unread(method, "SGLang", error) from error
 
     @classmethod
     def get_min_capability(cls) -> int:
         """Of the oldest kernel; the manifest says which GPU it must be."""
         return 80
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        """None: `config.json` says everything."""
-        return []
 
     def get_scaled_act_names(self) -> list[str]:
         """None."""
@@ -126,30 +110,13 @@ class MoeqConfig(QuantizationConfig):  # type: ignore[misc]
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         """Ours for converted experts, the source's for everything else."""
         if isinstance(layer, FusedMoE):
-            found = _LAYER.search(prefix)
-            # Draft layers of multi-token prediction count for themselves in some models.
-            if found and "mtp" not in prefix and self.checkpoint.is_packed(int(found[1])):
-                return MoeqMoEMethod(self.checkpoint, layer_entry(self.checkpoint, int(found[1])))
+            number = layer_number(prefix)
+            if number is not None and self.checkpoint.is_packed(number):
+                return MoeqMoEMethod(self.checkpoint, layer_entry(self.checkpoint, number))
         if self.inner is None:
             return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
         self.inner.packed_modules_mapping = self.packed_modules_mapping
         return self.inner.get_quant_method(layer, prefix)
-
-
-def _source_method(original: dict[str, Any]) -> Any:
-    """The engine's config of the source's method. Raises MoeqError `answer.no-backend` where the engine has none."""
-    kinds = [kind for kind in QUANTIZATION_METHODS.values() if kind is not MoeqConfig]
-    better = (kind.override_quantization_method(original, None) for kind in kinds)
-    method = next(filter(None, better), original["quant_method"])
-    try:
-        return get_quantization_config(method).from_config(dict(original))
-    except ValueError as error:
-        raise MoeqError(
-            "answer.no-backend",
-            f"layers outside the experts are still {method}, as the source had them, and SGLang does not read them: "
-            f"{error}",
-            "moeq oracle SRC says what serves this checkpoint",
-        ) from error
 
 
 @dataclass

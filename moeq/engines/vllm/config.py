@@ -4,11 +4,9 @@ all others. `moeq.engines.vllm.plugin` registers it.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -20,56 +18,41 @@ from vllm.model_executor.layers.quantization import (
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from moeq.engines.choice import asked_kernels
+from moeq.engines.quantization import NAME, ConvertedQuantization, layer_number, source_unread
 from moeq.engines.vllm.method import MoeqMoEMethod
 from moeq.engines.vllm.models import leave_experts_out
 from moeq.errors import MoeqError
 from moeq.load.torch_loader import layer_entry, open_converted
 
 if TYPE_CHECKING:
-    from moeq.model.converted import ConvertedCheckpoint
+    import torch
 
-_LAYER = re.compile(r"\.(\d+)\.")
+    from moeq.model.converted import ConvertedCheckpoint
 
 
 def register_config() -> None:
     """Register the config with the engine. Calling it again does nothing."""
-    register_quantization_config("moeq")(MoeqConfig)
+    register_quantization_config(NAME)(MoeqConfig)
 
 
-class MoeqConfig(QuantizationConfig):  # type: ignore[misc]
-    """`quantization_config` of a converted checkpoint, with the source's own inside.
-
-    Args:
-        original: the source's quantisation config, or None where it had none in `config.json`.
-    """
+class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[misc]
+    """moeq's method in vLLM. `checkpoint` is None until the engine has said which one it loads."""
 
     def __init__(self, original: dict[str, Any] | None) -> None:
-        super().__init__()
-        self.inner: Any = _source_method(original) if original else None
+        super().__init__(original)
         self.checkpoint: ConvertedCheckpoint | None = None
 
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> MoeqConfig:
-        """From `config.json`."""
-        return cls(config.get("original"))
-
-    def get_name(self) -> str:
-        """`moeq`."""
-        return "moeq"
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """Those of the source's method."""
-        return list(self.inner.get_supported_act_dtypes()) if self.inner else [torch.bfloat16, torch.float16]
+    @staticmethod
+    def source_config(original: dict[str, Any]) -> Any:
+        try:
+            return get_quantization_config(_method_of(original)).from_config(dict(original))
+        except ValueError as error:
+            raise source_unread(str(original["quant_method"]), "vLLM", error) from error
 
     @classmethod
     def get_min_capability(cls) -> int:
         """Of the oldest kernel; the manifest says which GPU it must be."""
         return 75
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        """None: `config.json` says everything."""
-        return []
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Open the checkpoint, a folder or a Hub repository. Raises MoeqError `usage.not-converted`, `source.*`."""
@@ -87,7 +70,7 @@ class MoeqConfig(QuantizationConfig):  # type: ignore[misc]
         if self.checkpoint is not None:
             config = get_current_vllm_config()
             leave_experts_out(config.model_config, self.checkpoint)
-            number = _layer_number(prefix)
+            number = layer_number(prefix)
             if isinstance(layer, RoutedExperts) and number is not None and self.checkpoint.is_packed(number):
                 return MoeqMoEMethod(
                     layer.moe_config,
@@ -100,12 +83,6 @@ class MoeqConfig(QuantizationConfig):  # type: ignore[misc]
             return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
         self.inner.packed_modules_mapping = self.packed_modules_mapping
         return self.inner.get_quant_method(layer, prefix)
-
-
-def _layer_number(prefix: str) -> int | None:
-    """Number of a layer by its name; None for draft layers of multi-token prediction, which some models count anew."""
-    found = _LAYER.search(prefix)
-    return int(found[1]) if found and "mtp" not in prefix else None
 
 
 def _own_options(additional: Any) -> dict[str, Any] | None:
@@ -128,20 +105,6 @@ def _method_of(original: dict[str, Any]) -> str:
     alike = [get_quantization_config(name) for name in QUANTIZATION_METHODS if name.startswith(method)]
     answers = (config.override_quantization_method(original, None, hf_config=None) for config in alike)
     return next((name for name in answers if name is not None), method)
-
-
-def _source_method(original: dict[str, Any]) -> Any:
-    """The engine's config of the source's method. Raises MoeqError `answer.no-backend` where the engine refuses it."""
-    method = str(original["quant_method"])
-    try:
-        return get_quantization_config(_method_of(original)).from_config(dict(original))
-    except ValueError as error:
-        raise MoeqError(
-            "answer.no-backend",
-            f"layers outside the experts are still {method}, as the source had them, and vLLM does not read them: "
-            f"{error}",
-            "moeq oracle SRC says what serves this checkpoint",
-        ) from error
 
 
 __all__ = ["MoeqConfig", "register_config"]

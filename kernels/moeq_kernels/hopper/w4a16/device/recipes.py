@@ -164,34 +164,17 @@ def scale_factors(old=False):
 
 
 @constexpr_function
-def powers(old=False):
-    """From four e8m0 bytes E: pairs (f, f) for each, f = 2^(E - 1 - E2M1_SHIFT) in bf16.
+def _spread_bytes(declarations, constants, arithmetic):
+    """The text that makes four pairs (f, f) of the four bytes of `$4`.
 
-    Bytes from 55 to 188 (scales 2^-72 to 2^61) give exact weights; smaller scales give weights of 0 in the end, larger
-    ones, 255 (NaN) among them, infinity.
+    Bytes 0 and 2 become the 16-bit halves of `e`, bytes 1 and 3 those of `o`; `arithmetic` turns each half into f.
     """
-    offset = (126 - E2M1_SHIFT) << 7
-    if old:  # no arithmetic on pairs of 16-bit integers; sums cannot carry from one to the other
-        limits = "\n".join(
-            f"and.b32 l, {one}, 0xffff;\nshr.u32 h, {one}, 16;\nmin.u32 l, l, 0x7f80;\nmin.u32 h, h, 0x7f80;\n"
-            f"shl.b32 h, h, 16;\nor.b32 {one}, l, h;"
-            for one in ("e", "o")
-        )
-        sums = f"add.u32 e, e, c;\nadd.u32 o, o, c;\n{limits}"
-        extra = ".reg .b32 l, h;\n"
-    else:
-        sums = "add.u16x2 e, e, c;\nadd.u16x2 o, o, c;\nmin.u16x2 e, e, top;\nmin.u16x2 o, o, top;"
-        extra = ""
     return f"""{{
-{extra}.reg .b32 e, o, c, top;
+{declarations}
 .reg .b16 f0, f1, f2, f3;
-mov.b32 c, {offset | offset << 16:#010x};
-mov.b32 top, 0x7f807f80;
-and.b32 e, $4, 0x00ff00ff;
+{constants}and.b32 e, $4, 0x00ff00ff;
 prmt.b32 o, $4, 0, 0x4341;
-mul.lo.u32 e, e, 128;
-mul.lo.u32 o, o, 128;
-{sums}
+{arithmetic}
 mov.b32 {{f0, f2}}, e;
 mov.b32 {{f1, f3}}, o;
 mov.b32 $0, {{f0, f0}};
@@ -199,6 +182,29 @@ mov.b32 $1, {{f1, f1}};
 mov.b32 $2, {{f2, f2}};
 mov.b32 $3, {{f3, f3}};
 }}"""
+
+
+@constexpr_function
+def powers(old=False):
+    """From four e8m0 bytes E: pairs (f, f) for each, f = 2^(E - 1 - E2M1_SHIFT) in bf16.
+
+    Bytes from 55 to 188 (scales 2^-72 to 2^61) give exact weights; smaller scales give weights of 0 in the end, larger
+    ones, 255 (NaN) among them, infinity.
+    """
+    offset = (126 - E2M1_SHIFT) << 7
+    declarations = ".reg .b32 e, o, c, top;"
+    if old:  # no arithmetic on pairs of 16-bit integers; sums cannot carry from one to the other
+        declarations = f".reg .b32 l, h;\n{declarations}"
+        limits = "\n".join(
+            f"and.b32 l, {one}, 0xffff;\nshr.u32 h, {one}, 16;\nmin.u32 l, l, 0x7f80;\nmin.u32 h, h, 0x7f80;\n"
+            f"shl.b32 h, h, 16;\nor.b32 {one}, l, h;"
+            for one in ("e", "o")
+        )
+        sums = f"add.u32 e, e, c;\nadd.u32 o, o, c;\n{limits}"
+    else:
+        sums = "add.u16x2 e, e, c;\nadd.u16x2 o, o, c;\nmin.u16x2 e, e, top;\nmin.u16x2 o, o, top;"
+    constants = f"mov.b32 c, {offset | offset << 16:#010x};\nmov.b32 top, 0x7f807f80;\n"
+    return _spread_bytes(declarations, constants, f"mul.lo.u32 e, e, 128;\nmul.lo.u32 o, o, 128;\n{sums}")
 
 
 @constexpr_function
@@ -212,17 +218,4 @@ def nvfp4_factors(half, old=False):
     if not half:
         lines += ["mov.b32 m, 0x73807380;", "mov.b32 nothing, 0x80008000;"]  # 2^104, for two products
         lines += [_multiply(name, name, "m", "bf16x2", old) for name in ("e", "e", "o", "o")]
-    text = "\n".join(lines)
-    return f"""{{
-.reg .b32 e, o, m, nothing;
-.reg .b16 f0, f1, f2, f3;
-and.b32 e, $4, 0x00ff00ff;
-prmt.b32 o, $4, 0, 0x4341;
-{text}
-mov.b32 {{f0, f2}}, e;
-mov.b32 {{f1, f3}}, o;
-mov.b32 $0, {{f0, f0}};
-mov.b32 $1, {{f1, f1}};
-mov.b32 $2, {{f2, f2}};
-mov.b32 $3, {{f3, f3}};
-}}"""
+    return _spread_bytes(".reg .b32 e, o, m, nothing;", "", "\n".join(lines))
