@@ -68,7 +68,7 @@ def stored_parts(
             size = entry.nbytes // experts.num_experts if row else entry.nbytes
             start = entry.start + expert * size if row else entry.start
             sig = PartSig(entry.dtype, entry.shape[1:] if row else entry.shape)
-            certain = stored_as.is_bijective(stored, part, sig, scheme)
+            certain = stored_as.is_bijective(part, stored.spec)
             wanted = rebuild_certain or not certain
             rebuilt = stored_as.rebuild(stored, part, sig, scheme) if wanted else None
             yield StoredPart(entry, start, start + size, rebuilt, certain)

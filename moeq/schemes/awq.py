@@ -8,7 +8,7 @@ AutoRound write the same.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from moeq.errors import MoeqError
 from moeq.foreign import plain
@@ -23,18 +23,21 @@ from moeq.schemes.format import (
     PartRoles,
     Parts,
     PartSig,
-    bias_dtype,
     expect_shape,
     float_name,
     group_encoding,
     inconsistent,
     make_scheme,
+    matrix_spec,
     resolve_groups,
 )
 from moeq.schemes.gptq import zero_fields
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+#: What AutoAWQ stores of a projection, in every packing.
+PARTS: PartRoles = {"qweight": "codes", "scales": "scale", "qzeros": "zeros", "bias": "bias"}
 
 #: Nibble of a word that holds column `8 * c + j`, for `j` = 0 .. 7.
 NIBBLE_OF_COLUMN = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -79,8 +82,10 @@ class Awq(Format):
 
     id = "awq"
     title = "AWQ gemm: int32 words along N, nibbles in AutoAWQ's order"
-    parts: ClassVar[PartRoles] = {"qweight": "codes", "scales": "scale", "qzeros": "zeros", "bias": "bias"}
+    parts = PARTS
     fast_view = FastView(transposed=True, nibble_of_column=NIBBLE_OF_COLUMN)
+    # Words along N are always full; zero points of symmetric weights are a constant of the writer's choice.
+    bijective = ("codes", "scale")
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight, scales = parts.get("qweight"), parts.get("scales")
@@ -109,16 +114,15 @@ class Awq(Format):
         _check_width(bits, context)
         expect_shape(parts, "qzeros", (groups, words), context, ("I32",))
         symmetric = "qzeros" not in parts if declared.symmetric is None else declared.symmetric
-        spec = MatrixSpec(
-            role=context.role,
-            n=n,
-            k=k,
+        spec = matrix_spec(
+            parts,
+            context,
+            n,
+            k,
             element=f"int{bits}",
             group_size=resolve_groups(context, k, groups),
             scale_dtype=float_name(parts, "scales", context),
             symmetric=symmetric,
-            bias_dtype=bias_dtype(parts, context, n),
-            gated=context.gated,
         )
         zero_point: ZeroPoint = "stored" if "qzeros" in parts else "none"
         packing = "nibbles along N, order 0 2 4 6 1 3 5 7" if bits == 4 else "bytes along N"
@@ -145,10 +149,6 @@ class Awq(Format):
         if part == "scales":
             return matrix.scales.t().contiguous()
         return column_words(zero_fields(matrix, sig.shape[0]).contiguous(), bits, sig.shape[1])
-
-    def is_bijective(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> bool:
-        # Words along N are always full; zero points of symmetric weights are a constant of the writer's choice.
-        return part in ("qweight", "scales") and matrix.spec.n * matrix.spec.bits % 32 == 0
 
 
 def _check_width(bits: int, context: Context) -> None:

@@ -7,23 +7,23 @@ the number of words that hold `G` nibbles, rounded up. Checked against AutoAWQ 0
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from moeq.matrix import MatrixSpec, QuantizedMatrix
+from moeq.schemes.awq import PARTS
 from moeq.schemes.base import Scheme
 from moeq.schemes.declared import Declared
 from moeq.schemes.format import (
     Context,
     Described,
     Format,
-    PartRoles,
     Parts,
     PartSig,
-    bias_dtype,
     float_name,
     group_encoding,
     inconsistent,
     make_scheme,
+    matrix_spec,
 )
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class AwqGemv(Format):
 
     id = "awq-gemv"
     title = "AWQ gemv: int32 words along K, padded scales"
-    parts: ClassVar[PartRoles] = {"qweight": "codes", "qzeros": "zeros", "scales": "scale", "bias": "bias"}
+    parts = PARTS
     padded_scales = True
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
@@ -53,24 +53,16 @@ class AwqGemv(Format):
     def describe(self, parts: Parts, context: Context) -> Described:
         n, words = parts["qweight"].shape
         k, padded = words * 8, parts["scales"].shape[1]
-        size = context.declared.group_size
-        if size is None:
-            inconsistent(context.where, "scales are padded, so the group size has to be declared, and it is not")
-        size = k if size == -1 else size
-        if -(-k // size) > padded:
-            inconsistent(
-                context.where, f"K={k} with group_size {size} needs {-(-k // size)} scales, there are {padded}"
-            )
-        spec = MatrixSpec(
-            role=context.role,
-            n=n,
-            k=k,
+        size = padded_group_size(context, k, padded)
+        spec = matrix_spec(
+            parts,
+            context,
+            n,
+            k,
             element="int4",
             group_size=size,
             scale_dtype=float_name(parts, "scales", context),
             symmetric=False,
-            bias_dtype=bias_dtype(parts, context, n),
-            gated=context.gated,
         )
         encoding = group_encoding(context, spec, "i32-packed", "nibbles along K, low first", "stored")
         return Described(make_scheme(self.id, spec, context.declared, encoding), spec)
@@ -95,6 +87,17 @@ class AwqGemv(Format):
             return torch.nn.functional.pad(matrix.scales, (0, sig.shape[1] - matrix.spec.num_groups))
         codes = matrix.codes if part == "qweight" else matrix.zeros
         return None if codes is None else pack_stream(codes.to(torch.uint8), 4, sig.shape[1])
+
+
+def padded_group_size(context: Context, k: int, scales: int) -> int:
+    """The declared group size, which rows of `scales` numbers cannot tell: AutoAWQ's gemv kernels want them padded."""
+    size = context.declared.group_size
+    if size is None:
+        inconsistent(context.where, "scales are padded, so the group size has to be declared, and it is not")
+    size = k if size == -1 else size
+    if -(-k // size) > scales:
+        inconsistent(context.where, f"K={k} with group_size {size} needs {-(-k // size)} scales, there are {scales}")
+    return size
 
 
 FORMAT = AwqGemv()

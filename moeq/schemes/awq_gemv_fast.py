@@ -7,24 +7,25 @@ padded. Checked against AutoAWQ 0.2.9.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
+from moeq.schemes.awq import PARTS
+from moeq.schemes.awq_gemv import padded_group_size
 from moeq.schemes.base import Scheme
 from moeq.schemes.declared import Declared
 from moeq.schemes.format import (
     Context,
     Described,
     Format,
-    PartRoles,
     Parts,
     PartSig,
-    bias_dtype,
     float_name,
     group_encoding,
     inconsistent,
     make_scheme,
+    matrix_spec,
 )
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class AwqGemvFast(Format):
 
     id = "awq-gemv-fast"
     title = "AWQ gemv_fast: int16 words over four rows"
-    parts: ClassVar[PartRoles] = {"qweight": "codes", "qzeros": "zeros", "scales": "scale", "bias": "bias"}
+    parts = PARTS
     padded_scales = True
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
@@ -49,28 +50,20 @@ class AwqGemvFast(Format):
     def describe(self, parts: Parts, context: Context) -> Described:
         rows, k = parts["qweight"].shape
         padded, n = parts["scales"].shape
-        size = context.declared.group_size
         if rows * 4 != n or k % 64:
             inconsistent(
                 context.where, f"qweight is {[rows, k]}, expected [N / 4, K] with N={n} and K a multiple of 64"
             )
-        if size is None:
-            inconsistent(context.where, "scales are padded, so the group size has to be declared, and it is not")
-        size = k if size == -1 else size
-        if -(-k // size) > padded:
-            inconsistent(
-                context.where, f"K={k} with group_size {size} needs {-(-k // size)} scales, there are {padded}"
-            )
-        spec = MatrixSpec(
-            role=context.role,
-            n=n,
-            k=k,
+        size = padded_group_size(context, k, padded)
+        spec = matrix_spec(
+            parts,
+            context,
+            n,
+            k,
             element="int4",
             group_size=size,
             scale_dtype=float_name(parts, "scales", context),
             symmetric=False,
-            bias_dtype=bias_dtype(parts, context, n),
-            gated=context.gated,
         )
         encoding = group_encoding(context, spec, "i16-packed", "nibbles over four rows", "stored")
         return Described(make_scheme(self.id, spec, context.declared, encoding), spec)

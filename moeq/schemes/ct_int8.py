@@ -24,11 +24,12 @@ from moeq.schemes.format import (
     PartRoles,
     Parts,
     PartSig,
-    bias_dtype,
+    expect_input_features,
     expect_shape,
     float_name,
     inconsistent,
     make_scheme,
+    matrix_spec,
 )
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Int8(Format):
         "bias": "bias",
     }
     fast_view = FastView(signed=True)
+    bijective = ("codes",)  # a scale per tensor is repeated for every row
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight, scale = parts.get("weight"), parts.get("weight_scale")
@@ -63,19 +65,17 @@ class Int8(Format):
         grouped = len(scale) == 2 and scale[0] == n and scale[1] > 1 and k % scale[1] == 0
         if not grouped and scale not in ((n, 1), (n,), (1,), (1, 1), ()):
             inconsistent(context.where, f"weight_scale is {list(scale)}, expected {[n, 1]} or one number")
-        if context.k_hint not in (None, k):
-            inconsistent(context.where, f"weight has K={k}, the sibling projection implies {context.k_hint}")
+        expect_input_features(k, context)
         expect_shape(parts, "weight_zero_point", scale, context, ("I8",))
-        spec = MatrixSpec(
-            role=context.role,
-            n=n,
-            k=k,
+        spec = matrix_spec(
+            parts,
+            context,
+            n,
+            k,
             element="int8",
             group_size=k // scale[1] if grouped else k,
             scale_dtype=float_name(parts, "weight_scale", context),
             symmetric="weight_zero_point" not in parts,
-            bias_dtype=bias_dtype(parts, context, n),
-            gated=context.gated,
         )
         declared = context.declared
         if declared.activation is None and declared.method == "w8a8_int8":
@@ -112,9 +112,6 @@ class Int8(Format):
         if part == "weight_zero_point" and matrix.zeros is not None:
             return _like((matrix.zeros.to(torch.int16) - 128).to(torch.int8), sig)
         return None
-
-    def is_bijective(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> bool:
-        return part == "weight"  # one scale per tensor is not what the matrix holds
 
 
 def _like(rows: Tensor, sig: PartSig) -> Tensor:

@@ -31,6 +31,7 @@ class Mxfp4Packed(Format):
     title = "MXFP4: byte matrix and exponent bytes per projection"
     parts: ClassVar[PartRoles] = {"weight_packed": "codes", "weight": "codes", "weight_scale": "scale", "bias": "bias"}
     fast_view = FastView()
+    bijective = ("codes", "scale")
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight, scale = parts.get(_weight(parts)), parts.get("weight_scale")
@@ -52,9 +53,6 @@ class Mxfp4Packed(Format):
 
     def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
         return repack_fp4(matrix, self.parts.get(part), sig)
-
-    def is_bijective(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> bool:
-        return self.parts.get(part) in ("codes", "scale")
 
 
 FORMAT = Mxfp4Packed()

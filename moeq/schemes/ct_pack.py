@@ -28,12 +28,13 @@ from moeq.schemes.format import (
     PartRoles,
     Parts,
     PartSig,
-    bias_dtype,
+    codes_fill_words,
     expect_shape,
     float_name,
     group_encoding,
     inconsistent,
     make_scheme,
+    matrix_spec,
     resolve_groups,
 )
 from moeq.schemes.gptq import group_index, read_group_index
@@ -56,6 +57,7 @@ class CtPack(Format):
         "bias": "bias",
     }
     fast_view = FastView()
+    bijective = ("codes", "scale")
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         packed, scale = parts.get("weight_packed"), parts.get("weight_scale")
@@ -75,17 +77,16 @@ class CtPack(Format):
         expect_shape(parts, "weight_g_idx", (k,), context, INTEGERS)
         if "weight_shape" in parts:
             expect_shape(parts, "weight_shape", parts["weight_shape"].shape, context, INTEGERS)
-        spec = MatrixSpec(
-            role=context.role,
-            n=n,
-            k=k,
+        spec = matrix_spec(
+            parts,
+            context,
+            n,
+            k,
             element=f"int{bits}",
             group_size=resolve_groups(context, k, groups),
             scale_dtype=float_name(parts, "weight_scale", context),
             symmetric="weight_zero_point" not in parts,
             act_order=declared.act_order and groups > 1 and "weight_g_idx" in parts,
-            bias_dtype=bias_dtype(parts, context, n),
-            gated=context.gated,
         )
         zero_point: ZeroPoint = "none" if spec.symmetric else "stored"
         encoding = group_encoding(context, spec, "i32-packed", "offset binary along K, low bits first", zero_point)
@@ -122,11 +123,8 @@ class CtPack(Format):
             return torch.tensor([spec.n, spec.k], dtype=torch.int64 if sig.dtype == "I64" else torch.int32)
         return group_index(matrix) if part == "weight_g_idx" else None
 
-    def is_bijective(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> bool:
-        spec = matrix.spec
-        return part == "weight_scale" or (
-            part == "weight_packed" and 8 % spec.bits == 0 and spec.k * spec.bits % 32 == 0
-        )
+    def is_bijective(self, part: str, spec: MatrixSpec) -> bool:
+        return super().is_bijective(part, spec) and (part != "weight_packed" or codes_fill_words(spec.k, spec.bits))
 
 
 def _input_features(parts: Parts, context: Context, words: int) -> tuple[int, int]:

@@ -25,6 +25,7 @@ class DeepSeekFp4(Format):
     title = "DeepSeek-V4 FP4: byte matrix typed I8, E8M0 scales"
     parts: ClassVar[PartRoles] = {"weight": "codes", "scale": "scale", "bias": "bias"}
     fast_view = FastView()
+    bijective = ("codes", "scale")
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight, scale = parts.get("weight"), parts.get("scale")
@@ -45,9 +46,6 @@ class DeepSeekFp4(Format):
 
     def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
         return repack_fp4(matrix, self.parts.get(part), sig)
-
-    def is_bijective(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> bool:
-        return self.parts.get(part) in ("codes", "scale")
 
 
 FORMAT = DeepSeekFp4()

@@ -94,6 +94,7 @@ class Format(ABC):
         title: one line for people.
         parts: every part that a projection may have, and what it holds. No other part is ever read.
         fast_view: how the fast path reads it, or None where only the reference path can.
+        bijective: roles of the parts whose every stored bit is in the matrix: `repack` must give them back unchanged.
         padded_scales: the writer fills rows of scales with zeros.
         refusal: None; see `ReadOnlyFormat`.
     """
@@ -102,6 +103,7 @@ class Format(ABC):
     title: ClassVar[str]
     parts: ClassVar[PartRoles]
     fast_view: ClassVar[FastView | None] = None
+    bijective: ClassVar[tuple[PartRole, ...]] = ()
     padded_scales: ClassVar[bool] = False
     refusal: ClassVar[str | None] = None
 
@@ -143,9 +145,9 @@ class Format(ABC):
             scheme: how it is encoded.
         """
 
-    def is_bijective(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> bool:
-        """Whether every stored bit of the part is in the matrix, so that `repack` must give it back unchanged."""
-        return False
+    def is_bijective(self, part: str, spec: MatrixSpec) -> bool:
+        """Whether every stored bit of the part is in a matrix of these sizes: see `bijective`."""
+        return self.parts.get(part) in self.bijective
 
     def rebuild(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
         """`repack`, or the bias; None where the part cannot be rebuilt in its stored shape."""
@@ -266,6 +268,44 @@ def bias_dtype(parts: Parts, context: Context, n: int) -> str | None:
         return None
     expect_shape(parts, "bias", (n,), context)
     return float_name(parts, "bias", context)
+
+
+def matrix_spec(
+    parts: Parts,
+    context: Context,
+    n: int,
+    k: int,
+    element: str,
+    group_size: int,
+    scale_dtype: str,
+    *,
+    symmetric: bool = True,
+    act_order: bool = False,
+) -> MatrixSpec:
+    """Sizes and types of a projection; role, gate and bias are read alike in every format."""
+    return MatrixSpec(
+        role=context.role,
+        n=n,
+        k=k,
+        element=element,
+        group_size=group_size,
+        scale_dtype=scale_dtype,
+        symmetric=symmetric,
+        act_order=act_order,
+        bias_dtype=bias_dtype(parts, context, n),
+        gated=context.gated,
+    )
+
+
+def expect_input_features(k: int, context: Context) -> None:
+    """Check `K`, as the shape of `weight` gives it, against the sibling projection."""
+    if context.k_hint not in (None, k):
+        inconsistent(context.where, f"weight has K={k}, the sibling projection implies {context.k_hint}")
+
+
+def codes_fill_words(count: int, bits: int) -> bool:
+    """Whether a row of `count` codes takes whole int32 words, each code inside one byte: no stored bit is unused."""
+    return 8 % bits == 0 and count * bits % 32 == 0
 
 
 def resolve_groups(context: Context, k: int, groups: int) -> int:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moeq.matrix import MatrixSpec, QuantizedMatrix
-from moeq.schemes.format import Context, PartRole, Parts, PartSig, bias_dtype, inconsistent
+from moeq.schemes.format import (
+    Context,
+    PartRole,
+    Parts,
+    PartSig,
+    inconsistent,
+    matrix_spec,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,13 +47,4 @@ def fp4_spec(parts: Parts, context: Context, weight: str, scale: str, group: int
     found = parts[scale].shape
     if found != (n, -(-k // group)):
         inconsistent(context.where, f"{scale} is {list(found)}, expected {[n, -(-k // group)]} (one per {group} codes)")
-    return MatrixSpec(
-        role=context.role,
-        n=n,
-        k=k,
-        element="e2m1",
-        group_size=group,
-        scale_dtype=scale_dtype,
-        bias_dtype=bias_dtype(parts, context, n),
-        gated=context.gated,
-    )
+    return matrix_spec(parts, context, n, k, element="e2m1", group_size=group, scale_dtype=scale_dtype)

@@ -22,10 +22,10 @@ from moeq.schemes.format import (
     PartRoles,
     Parts,
     PartSig,
-    bias_dtype,
+    expect_input_features,
     float_name,
-    inconsistent,
     make_scheme,
+    matrix_spec,
 )
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class Fp8(Format):
     title = "FP8 (E4M3): one scale per output channel or tensor"
     parts: ClassVar[PartRoles] = {"weight": "codes", "weight_scale": "scale", "input_scale": "other", "bias": "bias"}
     fast_view = FastView(repeated_scales=True)
+    bijective = ("codes", "scale")
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight, scale = parts.get("weight"), parts.get("weight_scale")
@@ -51,18 +52,10 @@ class Fp8(Format):
 
     def describe(self, parts: Parts, context: Context) -> Described:
         n, k = parts["weight"].shape
-        if context.k_hint not in (None, k):
-            inconsistent(context.where, f"weight has K={k}, the sibling projection implies {context.k_hint}")
+        expect_input_features(k, context)
         per_channel = parts["weight_scale"].shape in ((n, 1), (n,))
-        spec = MatrixSpec(
-            role=context.role,
-            n=n,
-            k=k,
-            element="e4m3",
-            group_size=k,
-            scale_dtype=float_name(parts, "weight_scale", context),
-            bias_dtype=bias_dtype(parts, context, n),
-            gated=context.gated,
+        spec = matrix_spec(
+            parts, context, n, k, element="e4m3", group_size=k, scale_dtype=float_name(parts, "weight_scale", context)
         )
         encoding = Encoding(
             "f8",
@@ -87,9 +80,6 @@ class Fp8(Format):
             return None
         per_channel = scheme.weight.scale.granularity == "channel"
         return (matrix.scales if per_channel else matrix.scales[:1]).reshape(sig.shape)
-
-    def is_bijective(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> bool:
-        return self.parts.get(part) in ("codes", "scale")
 
 
 FORMAT = Fp8()

@@ -23,10 +23,11 @@ from moeq.schemes.format import (
     PartRoles,
     Parts,
     PartSig,
-    bias_dtype,
+    expect_input_features,
     float_name,
     inconsistent,
     make_scheme,
+    matrix_spec,
 )
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class Fp8Block(Format):
         "bias": "bias",
     }
     fast_view = FastView(repeated_scales=True)
+    bijective = ("codes", "scale")
 
     def refusal_of(self, scheme: Scheme) -> str | None:
         if scheme.weight.dtype != "int8":
@@ -75,8 +77,7 @@ class Fp8Block(Format):
     def describe(self, parts: Parts, context: Context) -> Described:
         n, k = parts["weight"].shape
         name = _scale(parts)
-        if context.k_hint not in (None, k):
-            inconsistent(context.where, f"weight has K={k}, the sibling projection implies {context.k_hint}")
+        expect_input_features(k, context)
         rows, columns = context.declared.block or _BLOCK
         found = parts[name].shape
         expected = (-(-n // rows), -(-k // columns))
@@ -84,15 +85,14 @@ class Fp8Block(Format):
             detail = f"{name} is {list(found)}, blocks of {rows} x {columns} need {list(expected)}"
             inconsistent(context.where, detail, f"weight is [{n}, {k}]")
         integer = parts["weight"].dtype == "I8"
-        spec = MatrixSpec(
-            role=context.role,
-            n=n,
-            k=k,
+        spec = matrix_spec(
+            parts,
+            context,
+            n,
+            k,
             element="int8" if integer else "e4m3",
             group_size=min(columns, k),
             scale_dtype=float_name(parts, name, context, ("F32", "BF16", "F16", "F8_E8M0", "U8")),
-            bias_dtype=bias_dtype(parts, context, n),
-            gated=context.gated,
         )
         storage = "i8" if integer else "f8"
         encoding = Encoding(storage, "one byte per code", granularity="block", group_shape=(rows, columns))
@@ -116,9 +116,6 @@ class Fp8Block(Format):
         if self.parts.get(part) != "scale":
             return None
         return matrix.scales[:: scheme.weight.scale.group_shape[0]].contiguous().reshape(sig.shape)
-
-    def is_bijective(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> bool:
-        return self.parts.get(part) in ("codes", "scale")
 
 
 FORMAT = Fp8Block()

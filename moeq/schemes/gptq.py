@@ -28,12 +28,13 @@ from moeq.schemes.format import (
     PartRoles,
     Parts,
     PartSig,
-    bias_dtype,
+    codes_fill_words,
     expect_shape,
     float_name,
     group_encoding,
     inconsistent,
     make_scheme,
+    matrix_spec,
     resolve_groups,
 )
 from moeq.schemes.patterns import Patterns
@@ -175,6 +176,7 @@ class Gptq(Format):
         "bias": "bias",
     }
     fast_view = FastView(transposed=True)
+    bijective = ("codes", "scale")
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight, scales = parts.get("qweight"), parts.get("scales")
@@ -198,17 +200,16 @@ class Gptq(Format):
         size = resolve_groups(context, k, groups)
         scale_dtype = float_name(parts, "scales", context)
         symmetric = declared.symmetric if declared.symmetric is not None else "qzeros" not in parts
-        spec = MatrixSpec(
-            role=context.role,
-            n=n,
-            k=k,
+        spec = matrix_spec(
+            parts,
+            context,
+            n,
+            k,
             element=f"int{bits}",
             group_size=size,
             scale_dtype=scale_dtype,
             symmetric=symmetric,
             act_order=declared.act_order and groups > 1 and "g_idx" in parts,
-            bias_dtype=bias_dtype(parts, context, n),
-            gated=context.gated,
         )
         zero_point: ZeroPoint = "stored" if declared.variant in _RAW_ZEROS else "stored-minus-one"
         packing = "bit planes along K" if declared.variant == "gptq_p" else "bit stream along K, low bits first"
@@ -244,9 +245,8 @@ class Gptq(Format):
             return group_index(matrix)
         return _packed_zeros(matrix, sig, raw=scheme.zero_point == "stored") if part == "qzeros" else None
 
-    def is_bijective(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> bool:
-        spec = matrix.spec
-        return part == "scales" or (part == "qweight" and 8 % spec.bits == 0 and spec.k * spec.bits % 32 == 0)
+    def is_bijective(self, part: str, spec: MatrixSpec) -> bool:
+        return super().is_bijective(part, spec) and (part != "qweight" or codes_fill_words(spec.k, spec.bits))
 
 
 def _input_features(parts: Parts, context: Context, words: int) -> int:

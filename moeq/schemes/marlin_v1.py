@@ -18,11 +18,11 @@ from moeq.schemes.format import (
     PartRoles,
     Parts,
     ReadOnlyFormat,
-    bias_dtype,
     float_name,
     group_encoding,
     inconsistent,
     make_scheme,
+    matrix_spec,
     resolve_groups,
 )
 
@@ -59,15 +59,14 @@ class MarlinV1(ReadOnlyFormat):
         k, n = parts[_weight(parts)].shape[0] * 16, self.out_features(parts)
         if n % 64:
             inconsistent(context.where, f"N={n} is not a multiple of 64, which Marlin needs")
-        spec = MatrixSpec(
-            role=context.role,
-            n=n,
-            k=k,
+        spec = matrix_spec(
+            parts,
+            context,
+            n,
+            k,
             element="int4",
             group_size=resolve_groups(context, k, parts[_scale(parts)].shape[0]),
             scale_dtype=float_name(parts, _scale(parts), context),
-            bias_dtype=bias_dtype(parts, context, n),
-            gated=context.gated,
         )
         encoding = group_encoding(context, spec, "i32-packed", "16 x 16 tiles permuted for tensor cores")
         return Described(make_scheme(self.id, spec, context.declared, encoding), spec)

@@ -19,11 +19,11 @@ from moeq.schemes.format import (
     PartRoles,
     Parts,
     ReadOnlyFormat,
-    bias_dtype,
+    expect_input_features,
     float_name,
     group_encoding,
-    inconsistent,
     make_scheme,
+    matrix_spec,
     resolve_groups,
 )
 
@@ -57,17 +57,15 @@ class ModelOptInt4(ReadOnlyFormat):
     def describe(self, parts: Parts, context: Context) -> Described:
         n, groups = parts["weight_scale"].shape
         k = parts["weight"].shape[1]
-        if context.k_hint not in (None, k):
-            inconsistent(context.where, f"weight has K={k}, the sibling projection implies {context.k_hint}")
-        spec = MatrixSpec(
-            role=context.role,
-            n=n,
-            k=k,
+        expect_input_features(k, context)
+        spec = matrix_spec(
+            parts,
+            context,
+            n,
+            k,
             element="int4",
             group_size=resolve_groups(context, k, groups),
             scale_dtype=float_name(parts, "weight_scale", context),
-            bias_dtype=bias_dtype(parts, context, n),
-            gated=context.gated,
         )
         encoding = group_encoding(context, spec, "u8-packed", "two rows per byte, two's complement")
         return Described(make_scheme(self.id, spec, context.declared, encoding), spec)

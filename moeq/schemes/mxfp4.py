@@ -21,9 +21,9 @@ from moeq.schemes.format import (
     PartRoles,
     Parts,
     PartSig,
-    bias_dtype,
     inconsistent,
     make_scheme,
+    matrix_spec,
 )
 from moeq.schemes.fp4 import nibble_codes, repack_fp4
 
@@ -38,6 +38,7 @@ class Mxfp4Blocks(Format):
     title = "gpt-oss MXFP4: fused blocks and scales"
     parts: ClassVar[PartRoles] = {"blocks": "codes", "scales": "scale", "bias": "bias"}
     fast_view = FastView()
+    bijective = ("codes", "scale")
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         blocks, scales = parts.get("blocks"), parts.get("scales")
@@ -53,16 +54,7 @@ class Mxfp4Blocks(Format):
         if octets != 16 or parts["scales"].shape != (n, groups):
             found = f"blocks {list(parts['blocks'].shape)} and scales {list(parts['scales'].shape)}"
             inconsistent(context.where, f"{found} are not [N, K / 32, 16] and [N, K / 32]")
-        spec = MatrixSpec(
-            role=context.role,
-            n=n,
-            k=groups * 32,
-            element="e2m1",
-            group_size=32,
-            scale_dtype="e8m0",
-            bias_dtype=bias_dtype(parts, context, n),
-            gated=context.gated,
-        )
+        spec = matrix_spec(parts, context, n, groups * 32, element="e2m1", group_size=32, scale_dtype="e8m0")
         encoding = Encoding("u8-packed", "blocks of 32 codes, low nibble first", group_shape=(1, 32))
         return Described(make_scheme(self.id, spec, context.declared, encoding), spec)
 
@@ -72,9 +64,6 @@ class Mxfp4Blocks(Format):
 
     def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
         return repack_fp4(matrix, self.parts.get(part), sig)
-
-    def is_bijective(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> bool:
-        return self.parts.get(part) in ("codes", "scale")
 
 
 FORMAT = Mxfp4Blocks()

@@ -20,9 +20,9 @@ from moeq.schemes.format import (
     PartRoles,
     Parts,
     PartSig,
-    bias_dtype,
     inconsistent,
     make_scheme,
+    matrix_spec,
 )
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class Mxfp8(Format):
     title = "MXFP8: E4M3 codes, exponent bytes per 32"
     parts: ClassVar[PartRoles] = {"weight": "codes", "weight_scale": "scale", "bias": "bias"}
     fast_view = FastView()
+    bijective = ("codes", "scale")
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight, scale = parts.get("weight"), parts.get("weight_scale")
@@ -51,8 +52,7 @@ class Mxfp8(Format):
         if parts["weight_scale"].shape != (n, -(-k // 32)):
             found = list(parts["weight_scale"].shape)
             inconsistent(context.where, f"weight_scale is {found}, expected {[n, -(-k // 32)]} (one per 32 codes)")
-        bias = bias_dtype(parts, context, n)
-        spec = MatrixSpec(context.role, n, k, "e4m3", 32, "e8m0", bias_dtype=bias, gated=context.gated)
+        spec = matrix_spec(parts, context, n, k, element="e4m3", group_size=32, scale_dtype="e8m0")
         encoding = Encoding("f8", "one byte per code", group_shape=(1, 32))
         return Described(make_scheme(self.id, spec, context.declared, encoding), spec)
 
@@ -69,9 +69,6 @@ class Mxfp8(Format):
         if part == "weight":
             return matrix.codes.contiguous().view(torch.float8_e4m3fn)
         return matrix.scales if part == "weight_scale" else None
-
-    def is_bijective(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> bool:
-        return self.parts.get(part) in ("codes", "scale")
 
 
 FORMAT = Mxfp8()

@@ -42,6 +42,7 @@ class Nvfp4(Format):
         "bias": "bias",
     }
     fast_view = FastView(divisors=("weight_global_scale",))
+    bijective = ("codes", "scale")
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight, scale = parts.get(_weight(parts)), parts.get("weight_scale")
@@ -84,9 +85,9 @@ class Nvfp4(Format):
         stored = multiplier.float() if part == "weight_scale_2" else divisor_of(multiplier)
         return stored.reshape(sig.shape)
 
-    def is_bijective(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> bool:
+    def is_bijective(self, part: str, spec: MatrixSpec) -> bool:
         # A divisor is not: several may have one float32 reciprocal.
-        return self.parts.get(part) in ("codes", "scale") or part == "weight_scale_2"
+        return super().is_bijective(part, spec) or part == "weight_scale_2"
 
 
 _GLOBAL = ("weight_global_scale", "weight_scale_2")

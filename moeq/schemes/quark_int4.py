@@ -20,11 +20,11 @@ from moeq.schemes.format import (
     PartRoles,
     Parts,
     ReadOnlyFormat,
-    bias_dtype,
     float_name,
     group_encoding,
     inconsistent,
     make_scheme,
+    matrix_spec,
     resolve_groups,
 )
 
@@ -59,16 +59,15 @@ class QuarkInt4(ReadOnlyFormat):
         if context.declared.bits not in (None, 4):
             inconsistent(context.where, f"int32 words of nibbles, the config declares {context.declared.bits} bits")
         symmetric = "weight_zero_point" not in parts
-        spec = MatrixSpec(
-            role=context.role,
-            n=n,
-            k=k,
+        spec = matrix_spec(
+            parts,
+            context,
+            n,
+            k,
             element="int4",
             group_size=k if _per_channel(parts) else resolve_groups(context, k, groups),
             scale_dtype=float_name(parts, "weight_scale", context),
             symmetric=symmetric,
-            bias_dtype=bias_dtype(parts, context, n),
-            gated=context.gated,
         )
         packing = "nibbles along K" if _per_channel(parts) else "nibbles along N, transposed"
         encoding = group_encoding(context, spec, "i32-packed", packing, "none" if symmetric else "stored")

@@ -23,10 +23,11 @@ from moeq.schemes.format import (
     PartRoles,
     Parts,
     PartSig,
-    bias_dtype,
+    expect_input_features,
     float_name,
     inconsistent,
     make_scheme,
+    matrix_spec,
 )
 from moeq.schemes.fp4 import nibble_codes
 
@@ -54,6 +55,7 @@ class W4AFp8(Format):
         "input_scale": "other",
         "bias": "bias",
     }
+    bijective = ("codes", "scale")
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight, scale = parts.get("weight"), parts.get("weight_scale_inv")
@@ -71,17 +73,15 @@ class W4AFp8(Format):
         if found != (n, -(-k // GROUP)):
             wanted = f"expected {[n, -(-k // GROUP)]} (one per {GROUP} codes)"
             inconsistent(context.where, f"weight_scale_inv is {list(found)}, {wanted}")
-        if context.k_hint not in (None, k):
-            inconsistent(context.where, f"weight has K={k}, the sibling projection implies {context.k_hint}")
-        spec = MatrixSpec(
-            role=context.role,
-            n=n,
-            k=k,
+        expect_input_features(k, context)
+        spec = matrix_spec(
+            parts,
+            context,
+            n,
+            k,
             element="int4",
             group_size=min(GROUP, k),
             scale_dtype=float_name(parts, "weight_scale_inv", context),
-            bias_dtype=bias_dtype(parts, context, n),
-            gated=context.gated,
         )
         encoding = Encoding("i8-packed", "two codes per byte along K, two's complement", group_shape=(1, GROUP))
         return Described(make_scheme(self.id, spec, context.declared, encoding), spec)
@@ -98,9 +98,6 @@ class W4AFp8(Format):
         if part == "weight":
             return pack_nibbles(matrix.codes ^ _SIGN).view(torch.int8)
         return matrix.scales if part == "weight_scale_inv" else None
-
-    def is_bijective(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> bool:
-        return self.parts.get(part) in ("codes", "scale")
 
 
 def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
