@@ -36,7 +36,8 @@ from moeq_kernels.compiling import compile_all, specialise
 from moeq_kernels.hopper.w4a16.plan import WIDE32, WIDE64, WIDE96, Plan, kernel_for
 from moeq_kernels.mma.layer import plan_for
 from moeq_kernels.mma.plan import MmaPlan, stage_bytes
-from moeq_kernels.prepared import builds, prepare_for, schedule
+from moeq_kernels.prepared import prepare_for
+from moeq_kernels.schedules import builds, schedule
 from moeq_kernels.tuning import Blocks
 
 CLIFF = 1.6

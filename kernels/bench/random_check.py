@@ -35,7 +35,8 @@ from bench.reference import Layer, moe, relative_error
 from moeq_kernels import PreparedLayer, interpreter
 from moeq_kernels.formats import FORMATS
 from moeq_kernels.hopper.support import FLOATS
-from moeq_kernels.prepared import FAMILIES, prepare_for, warmup
+from moeq_kernels.prepared import prepare_for, warmup
+from moeq_kernels.schedules import FAMILIES
 
 ROUTINGS = ("uniform", "uniform", "zipf", "one", "holes", "mapped")
 #: Problems of one layer.

@@ -8,7 +8,7 @@ import torch
 from bench.cases import Recipe, Routed, make_layer, route
 from bench.comparison import compare
 from bench.reference import relative_error
-from moeq_kernels import fused_moe, prepared
+from moeq_kernels import fused_moe, schedules
 from moeq_kernels.tuning import Blocks
 
 
@@ -62,7 +62,7 @@ def test_results_are_deterministic(device: torch.device) -> None:
 
 def test_long_calls_go_through_a_bounded_workspace(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     packed, layer = make_layer(Recipe(), device)
-    monkeypatch.setattr(prepared, "MOST_ELEMENTS", 4 * 128 * 2 * 10)  # pieces of ten tokens
+    monkeypatch.setattr(schedules, "MOST_ELEMENTS", 4 * 128 * 2 * 10)  # pieces of ten tokens
     check(packed, layer, route(33, 128, 4, 2, device=device))
 
 

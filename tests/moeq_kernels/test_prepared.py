@@ -17,7 +17,7 @@ import torch
 from bench.cases import Recipe, make_layer, route
 from moeq_kernels import KernelArgumentError, PackedExperts, PackedMatrix, explain, fused_moe, prepare, warmup
 from moeq_kernels.formats import FORMATS, find_format
-from moeq_kernels.prepared import schedule
+from moeq_kernels.schedules import schedule
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 
@@ -241,7 +241,7 @@ sys.path.insert(0, {tests!r})
 from test_prepared import meta_experts
 from moeq_kernels import prepare
 from moeq_kernels.compiling import specialise
-from moeq_kernels.prepared import builds, schedule
+from moeq_kernels.schedules import builds, schedule
 counts = []
 for sizes, top_k, layout, element, group, gpu, fp8 in (
     ((128, 2048, 768), 8, "marlin-wna16/1", "int4", 128, "H200", ""),
@@ -289,7 +289,7 @@ from test_prepared import meta_experts
 from moeq_kernels import prepare, warmup
 from moeq_kernels.compiling import binary, specialise
 from moeq_kernels.cuda import arguments_of, size_of
-from moeq_kernels.prepared import schedule
+from moeq_kernels.schedules import schedule
 layer = prepare(meta_experts(4, 256, 128), top_k=2, max_tokens=2, gpu="H200")
 first, again = warmup([layer], 2), warmup([layer, layer])
 
@@ -344,7 +344,7 @@ sys.path.insert(0, {tests!r})
 from test_prepared import meta_experts
 from moeq_kernels import prepare
 from moeq_kernels.areas import Area, Box
-from moeq_kernels.prepared import schedule
+from moeq_kernels.schedules import schedule
 
 class Stub:  # a driver as far as compiling needs one
     def get_current_target(self): return GPUTarget("cuda", 90, 32)

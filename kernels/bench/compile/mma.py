@@ -21,8 +21,9 @@ from bench.compile.portable import CUDA_LINE, TARGETS, Outcome, cuda_registers, 
 from moeq_kernels import PackedExperts, PackedMatrix
 from moeq_kernels.compiling import compile_one, specialise
 from moeq_kernels.formats import find_format
-from moeq_kernels.prepared import prepare_for, schedule
+from moeq_kernels.prepared import prepare_for
 from moeq_kernels.problem import Problem
+from moeq_kernels.schedules import schedule
 from moeq_kernels.validate import epilogue_of
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")

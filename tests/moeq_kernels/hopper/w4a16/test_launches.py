@@ -14,7 +14,8 @@ from bench.hopper_check import LAYERS, plans
 from moeq_kernels import PackedExperts
 from moeq_kernels.epilogue import SILU, Epilogue
 from moeq_kernels.hopper.w4a16.plan import Plan
-from moeq_kernels.prepared import prepare_for, schedule
+from moeq_kernels.prepared import prepare_for
+from moeq_kernels.schedules import schedule
 
 
 def launches_of(

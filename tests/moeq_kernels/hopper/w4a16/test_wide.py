@@ -14,8 +14,9 @@ from moeq_kernels import interpreter
 from moeq_kernels.hopper.w4a16.plan import WIDE32, WIDE96, WIDE160, Plan, Wide, kernel_for
 from moeq_kernels.hopper.w4a16.products import group_of, kind_of
 from moeq_kernels.launch import run_with_triton
-from moeq_kernels.prepared import prepare_for, schedule
+from moeq_kernels.prepared import prepare_for
 from moeq_kernels.problem import tensors_of
+from moeq_kernels.schedules import schedule
 from moeq_kernels.validate import epilogue_of
 
 SIZES = {"experts": 2, "hidden": 192, "intermediate": 128}

@@ -1,0 +1,103 @@
+"""Which kernels calls of a layer launch: by family of kernels and number of tokens, with the workspace they need."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+from moeq_kernels import portable
+from moeq_kernels.areas import Arena
+from moeq_kernels.compiling import Specialisation, specialise
+from moeq_kernels.hopper.w4a16 import layer as w4a16
+from moeq_kernels.hopper.w8a8 import layer as w8a8
+from moeq_kernels.launch import Schedule
+from moeq_kernels.mma import layer as mma
+from moeq_kernels.problem import Piece, Problem
+from moeq_kernels.sorting import PAIR_LIMITS, TOKEN_LIMITS
+
+#: Families of kernels: each module has `plan_for(problem, tokens)` and `launches(problem, piece, arena, plan)`.
+FAMILIES: dict[str, ModuleType] = {
+    "hopper-w4a16": w4a16,
+    "hopper-w8a8": w8a8,
+    "mma-w4a16": mma,
+    "portable": portable,
+}
+#: Elements of the largest buffer with a row for each pair (float32 in the portable kernels); longer calls go through it
+#: in pieces of whole tokens.
+MOST_ELEMENTS = 1 << 30
+
+
+def piece_tokens(family: str, problem: Problem) -> int:
+    """Tokens that go through the buffers at a time."""
+    widest = max(problem.hidden, problem.intermediate) * (4 if family == "portable" else 1)
+    return max(1, MOST_ELEMENTS // (problem.top_k * widest))
+
+
+def schedule(family: str, problem: Problem, tokens: int, plan: Any = None) -> Schedule:
+    """The launches for so many tokens, with the plan that the family chooses or another one."""
+    module = FAMILIES[family]
+    whole = Piece.whole(problem, tokens)
+    step = piece_tokens(family, problem)
+    launches, used = [], 0
+    for start in range(0, tokens, step):
+        part = whole.part(start, min(step, tokens - start))
+        arena = Arena()
+        launches += module.launches(problem, part, arena, plan or module.plan_for(problem, part.tokens))
+        used = max(used, arena.used)
+    return Schedule(tuple(launches), used)
+
+
+def workspace_bytes(family: str, problem: Problem, tokens: int, most: int) -> int:
+    """Workspace that no call of up to so many tokens exceeds; most: at least as many, the same in all calls.
+
+    Within a plan the need grows with the tokens, so the last call of each plan counts, and the longest call.
+    """
+    step = piece_tokens(family, problem)
+    ends, needs = _needs(family, problem, min(most, step))
+    last = min(tokens, step)
+    before = bisect.bisect_left(ends, last)
+    return max(needs[before - 1] if before else 0, _need(family, problem, last))
+
+
+@cache
+def _need(family: str, problem: Problem, tokens: int) -> int:
+    """Workspace of one call."""
+    return schedule(family, problem, tokens).workspace_bytes
+
+
+@cache
+def _needs(family: str, problem: Problem, most: int) -> tuple[tuple[int, ...], list[int]]:
+    """Last numbers of tokens of each plan, and the most workspace up to each."""
+    ends = _ends(family, problem, most)
+    return ends, list(itertools.accumulate((_need(family, problem, one) for one in ends), max))
+
+
+@cache
+def _ends(family: str, problem: Problem, tokens: int) -> tuple[int, ...]:
+    """The last numbers of tokens of each plan (and way to keep results) up to `tokens`."""
+    plan_for = FAMILIES[family].plan_for
+    exact = getattr(FAMILIES[family], "EXACT_EDGES", (getattr(FAMILIES[family], "EXACT_PAIRS", 0),))
+
+    def key(one: int) -> Any:
+        return plan_for(problem, one), [one * problem.top_k <= limit for limit in exact]
+
+    keys = [key(one) for one in range(1, tokens + 1)]
+    changes = [i + 1 for i in range(len(keys) - 1) if keys[i] != keys[i + 1]]
+    return (*changes, tokens) if tokens else ()
+
+
+def builds(family: str, problem: Problem, tokens: int) -> set[Specialisation]:
+    """Every build that calls of 1 to `tokens` tokens need: those of the numbers on either side of every change."""
+    last = min(tokens, piece_tokens(family, problem))
+    edges = {0, *_ends(family, problem, last)}
+    edges |= {pairs // problem.top_k for pairs in (*PAIR_LIMITS, w4a16.ROWS_COPIED * problem.experts)}
+    edges |= {*TOKEN_LIMITS, w8a8.FEW_PAIRS // problem.top_k}
+    looked = {one + offset for one in edges for offset in (0, 1)}
+    found: set[Specialisation] = set()
+    for one in looked:
+        if 1 <= one <= last:
+            found |= {specialise(launch) for launch in schedule(family, problem, one).launches}
+    return found
