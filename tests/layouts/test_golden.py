@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -233,12 +233,16 @@ FP8 = {
     "aiter_fnuz block": "aiter-fp8-block-fnuz/1",
     "aiter_fnuz channel": "aiter-fp8-channel-fnuz/1",
     "aiter_fnuz tensor": "aiter-fp8-tensor-fnuz/1",
+    "aiter mx": "aiter-mxfp8/1",
+    "xpu block": "xpu-fp8-block/1",
+    "xpu tensor": "xpu-fp8-tensor/1",
+    "xpu mx": "xpu-mxfp8/1",
 }
 
 
-def fp8(name: str) -> tuple[Tensor, Tensor]:
+def fp8(name: str, file: str = "fp8") -> tuple[Tensor, Tensor]:
     tag, backend, _, part = name.split(".")
-    found, scope = tensors("fp8"), tag.partition("_")[0]
+    found, scope = tensors(file), tag.partition("_")[0]
 
     def source(role: str) -> Source:
         codes, scales = found[f"{tag}.in.w{role[1:]}"], found[f"{tag}.in.s{role[1:]}"]
@@ -352,6 +356,7 @@ GOLDEN: dict[str, Callable[[str], tuple[Tensor, Tensor]]] = {
     "marlin_float": marlin_float,
     "nvfp4": nvfp4,
     "fp8": fp8,
+    "fp8_vendors": partial(fp8, file="fp8_vendors"),
     "wna16_triton": wna16,
     "triton_kernels": triton_kernels,
     "aiter": aiter,
@@ -383,6 +388,7 @@ def test_golden_tensor_is_bit_exact(file: str, name: str) -> None:
 
 #: Layouts without golden bytes of their own, and what stands in.
 WITHOUT = {
+    "cpu-amx-fp8/1": "written from the loops of the engine's C++ and the kernel that reads them",
     "cpu-amx-int4/1": "written from the engine's loader and kernel; its AMX packing needs such a CPU",
     "cpu-amx-int8/1": "the same",
     "cpu-amx-mxfp4/1": "the same",

@@ -57,6 +57,8 @@ FP8_BLOCK = {
     "flashinfer-cutlass-fp8-block/1",
     "aiter-fp8-block/1",
     "aiter-fp8-block-fnuz/1",
+    "xpu-fp8-block/1",
+    "cpu-amx-fp8/1",
 }
 FP8_CHANNEL = {"aiter-fp8-channel/1", "aiter-fp8-channel-fnuz/1"}
 FP8_TENSOR = {
@@ -64,6 +66,7 @@ FP8_TENSOR = {
     "flashinfer-cutlass-fp8-tensor/1",
     "aiter-fp8-tensor/1",
     "aiter-fp8-tensor-fnuz/1",
+    "xpu-fp8-tensor/1",
 }
 FP8_LOSSY = {"deepgemm-fp8-sm90/1", "deepgemm-fp8-sm100/1"}
 FP16_MXFP4 = {"marlin-mxfp4-fp16/1", "marlin-mxfp4-fp16-interleaved/1"}
@@ -87,7 +90,7 @@ EXACT: dict[str, set[str]] = {
     "ct-fp8-block-qwen3moe": FP8 | FP8_BLOCK,
     "ct-fp8-channel-qwen3moe": FP8 | FP8_CHANNEL,
     "ct-fp8-tensor-qwen3moe": FP8 | FP8_CHANNEL,
-    "ct-mxfp8-qwen3moe": {"marlin-mxfp8/1", "deepgemm-mxfp8/1"},
+    "ct-mxfp8-qwen3moe": {"marlin-mxfp8/1", "deepgemm-mxfp8/1", "xpu-mxfp8/1"},
     "modelopt-nvfp4-qwen3moe": NVFP4,
     "modelopt-fp8-qwen3moe": FP8_CHANNEL | FP8_TENSOR,
     "gptq-int4-g128-mixtral": INT4 | {"xpu-wna16/1"},

@@ -61,8 +61,10 @@ _FP8 = {"marlin-fp8/1", "marlin-fp8-fp16/1"}
 _FP8_BLOCK = {
     "aiter-fp8-block-fnuz/1",
     "aiter-fp8-block/1",
+    "cpu-amx-fp8/1",
     "flashinfer-cutlass-fp8-block/1",
     "trtllm-fp8-block/1",
+    "xpu-fp8-block/1",
 }
 _FP8_CHANNEL = {"aiter-fp8-channel-fnuz/1", "aiter-fp8-channel/1"}
 _FP8_TENSOR = {
@@ -70,6 +72,7 @@ _FP8_TENSOR = {
     "aiter-fp8-tensor/1",
     "flashinfer-cutlass-fp8-tensor/1",
     "trtllm-fp8-tensor/1",
+    "xpu-fp8-tensor/1",
 }
 
 #: Layouts to which a checkpoint has a fast path, for w13 and w2 alike. Every other layout takes the reference path.
@@ -81,7 +84,7 @@ FAST_PATHS: dict[str, set[str]] = {
     "ct-fp8-block-qwen3moe": _FP8 | _FP8_BLOCK,
     "ct-fp8-channel-qwen3moe": _FP8 | _FP8_CHANNEL,
     "ct-fp8-tensor-qwen3moe": _FP8 | _FP8_CHANNEL,
-    "ct-mxfp8-qwen3moe": {"marlin-mxfp8/1", "deepgemm-mxfp8/1"},
+    "ct-mxfp8-qwen3moe": {"marlin-mxfp8/1", "deepgemm-mxfp8/1", "xpu-mxfp8/1"},
     "ct-nvfp4-qwen3moe": _NVFP4,
     "ct-nvfp4a16-qwen3moe": _NVFP4,
     "ct-w8a8-qwen3moe": _WNA16 | {"int8-w8a8/1"},
@@ -186,6 +189,8 @@ ODD = [
     ("mxfp8", Sizes(192, 160), "marlin-mxfp8/1", 1),
     ("mxfp8", Sizes(256, 384), "trtllm-mxfp8/1", 1),
     ("mxfp8", Sizes(192, 96), "deepgemm-mxfp8/1", 1),
+    ("mxfp8", Sizes(256, 512), "aiter-mxfp8/1", 1),
+    ("mxfp8", Sizes(96, 160), "xpu-mxfp8/1", 1),
     ("nvfp4", Sizes(192, 64), "trtllm-nvfp4/1", 1),
     ("nvfp4", Sizes(192, 192), "flashinfer-cutlass-nvfp4/1", 1),
     ("nvfp4", Sizes(128, 128), "flashinfer-cutlass-nvfp4/1", 1),

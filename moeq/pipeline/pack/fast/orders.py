@@ -16,7 +16,7 @@ from moeq.layouts import marlin_mxfp4, triton_kernels_hopper
 from moeq.layouts.arranged import Part
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.bits import MUL_FREE, BitPermutation
-from moeq.layouts.fast import bits, hopper, marlin, scatter
+from moeq.layouts.fast import bits, hopper, marlin, scatter, transpose
 from moeq.layouts.fast.nibbles import of_bytes
 from moeq.pipeline.pack.fast.scratch import Array
 
@@ -64,6 +64,25 @@ class OwnOrder(Order):
     def _bytes(self, elements: Array, packed: Array, row: int) -> Array:
         start = row * (elements.nbytes // len(elements))
         return packed[start : start + elements.nbytes]
+
+
+@dataclass(frozen=True)
+class TransposedOrder(Order):
+    """Columns as rows.
+
+    Attributes:
+        element: dtype of what is moved.
+    """
+
+    element: str
+
+    def pack(self, elements: Array, out: Array, row: int = 0) -> None:
+        turned = elements.view(self.element).T
+        transpose.copy(turned, out.view(self.element).reshape(turned.shape))
+
+    def unpack(self, packed: Array, out: Array, spare: Array, row: int = 0) -> None:
+        rows = out.view(self.element)
+        transpose.copy(packed.view(self.element).reshape(rows.shape[::-1]).T, rows)
 
 
 @dataclass(frozen=True)
@@ -152,6 +171,8 @@ def order_of(part: Part) -> Order | None:
             return OwnOrder(turned=True)
         if right == rows[1:] + rows[:1] + columns and arrangement.has_halves:
             return OwnOrder(interleaved=True)
+        if right == columns + rows and len(right) == 2:
+            return TransposedOrder(f"u{part.bits // 8}")
     if part.field == "codes" and part.bits == 4:
         by_bytes = of_bytes(arrangement)
         return None if by_bytes is None else ScatterOrder(by_bytes, 8, "u1", part.rewrite)

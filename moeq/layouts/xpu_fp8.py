@@ -1,0 +1,67 @@
+"""Intel XPU FP8 and MXFP8: weights and scales transposed; w13 columns are gate, then up.
+
+* `xpu-fp8-tensor/1`: `weight` F8_E4M3 `[K, N]`, `scale` float32 `[1]`.
+* `xpu-fp8-block/1`: `weight` likewise, `scale` float32 `[K / 128, N / 128]`.
+* `xpu-mxfp8/1`: `weight` likewise, `scale` uint8 `[K / 32, N]`.
+
+Source: vLLM 0.33.0, `xpu_moe.py` (`prepare_fp8_moe_layer_for_xpu`).
+"""
+
+from __future__ import annotations
+
+from moeq.layouts.arranged import ArrangedLayout, Part
+from moeq.layouts.arrangement import Arrangement
+from moeq.layouts.fp8 import BLOCK, Fp8Layout, fp8_bytes
+from moeq.layouts.mxfp4 import scale_bytes
+from moeq.matrix import MatrixSpec
+
+TRANSPOSED = Arrangement("n, k -> k n")
+
+
+class XpuFp8Tensor(Fp8Layout):
+    """See the module."""
+
+    id = "xpu-fp8-tensor/1"
+    title = "XPU FP8, one scale per matrix"
+    arch = "Intel XPU"
+    slicing = "N by 1, K by 1"
+    scope = "tensor"
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        return {"weight": fp8_bytes(spec, TRANSPOSED, (spec.k, spec.n)), "scale": self.scale(spec)}
+
+
+class XpuFp8Block(Fp8Layout):
+    """See the module."""
+
+    id = "xpu-fp8-block/1"
+    title = "XPU FP8, blocks"
+    arch = "Intel XPU"
+    slicing = "N by 128, K by 128"
+    scope = "block"
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        scale = self.scale(spec, TRANSPOSED, (spec.num_groups, spec.n // BLOCK))
+        return {"weight": fp8_bytes(spec, TRANSPOSED, (spec.k, spec.n)), "scale": scale}
+
+
+class XpuMXFP8(ArrangedLayout):
+    """See the module."""
+
+    id = "xpu-mxfp8/1"
+    title = "XPU MXFP8"
+    source = "vLLM 0.33.0"
+    elements = ("e4m3",)
+    schemes = "mxfp8 (e4m3 codes, e8m0 scales of 32), no bias"
+    arch = "Intel XPU"
+    slicing = "N by 1, K by 32"
+    scale_dtypes = ("e8m0",)
+    group_sizes = (32,)
+    channelwise = False
+    biased = False
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        return {
+            "weight": fp8_bytes(spec, TRANSPOSED, (spec.k, spec.n)),
+            "scale": scale_bytes(spec, TRANSPOSED, (spec.num_groups, spec.n)),
+        }
