@@ -1,10 +1,10 @@
 """AITER MXFP8 (FlyDSL): bytes in the order of `aiter-a16w4`; 16-row tiles of gate and up alternate in w13.
 
-`weight` F8_E4M3 `[N, K]`, `scale` uint8 `[N, G]`. AITER fills the scales of w2 up to 256 rows, all experts together, and
-to 8 groups with whatever lies in memory, so here the hidden and the intermediate size have to be multiples of 256. It
-takes the halves of w13 for gate and up, so there have to be both.
+`weight` F8_E4M3 `[N, K]`, `scale` uint8 `[N, G]`. AITER fills the scales of w2 up to 256 rows, all experts together,
+and to 8 groups with whatever lies in memory, so here the hidden and the intermediate size have to be multiples of 256.
+It takes the halves of w13 for gate and up, so there have to be both.
 
-Source: AITER e4048607, `shuffle_weight` and `shuffle_scale`; vLLM 0.33.0, `_aiter_ops.py` (`shuffle_mxfp8_moe_weights`).
+Source: AITER e4048607 (`shuffle_weight`, `shuffle_scale`); vLLM 0.33.0, `_aiter_ops.py` (`shuffle_mxfp8_moe_weights`).
 """
 
 from __future__ import annotations
