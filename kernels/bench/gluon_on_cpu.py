@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import import_module
@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.experimental.gluon._runtime import GluonJITFunction
 
 from bench.ptx_on_cpu import Value, inline_asm, value
 from moeq_kernels import areas
-from moeq_kernels.launch import Launch
+from moeq_kernels.launch import Launch, run_with_triton
 
 
 class Pointer:
@@ -135,8 +136,9 @@ class Barriers:
         if pred:
             self._count(shared, 1, int(moved))
 
-    def arrive(self, shared: Shared, count: int = 1) -> None:
-        self._count(shared, count, 0)
+    def arrive(self, shared: Shared, count: int = 1, pred: Any = True) -> None:
+        if pred:
+            self._count(shared, count, 0)
 
     def wait(self, shared: Shared, phase: Any) -> None:
         state = self._states[shared.memory.data_ptr()]
@@ -184,7 +186,8 @@ class Language:
     """What device code calls `gl`, for one program of a grid."""
 
     bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
-    uint8, int16, int32, int64 = torch.uint8, torch.int16, torch.int32, torch.int64
+    int8, uint8, int16, int32, int64 = torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64
+    float8e4nv = torch.float8_e4m3fn
     static_range = range
     SliceLayout = BlockedLayout = SwizzledSharedLayout = staticmethod(_nothing)
     inline_asm_elementwise = staticmethod(inline_asm)
@@ -213,6 +216,10 @@ class Language:
     @staticmethod
     def full(shape: list[int], content: Any, dtype: torch.dtype, layout: Any) -> Value:
         return value(torch.full(shape, content, dtype=dtype))
+
+    @staticmethod
+    def zeros_like(x: Value) -> Value:
+        return torch.zeros_like(x)
 
     @staticmethod
     def join(one: Value, other: Value) -> Value:
@@ -287,19 +294,38 @@ class Language:
 LANGUAGE = Language()
 
 
-def warpgroup_mma(a: Value, b: Shared, acc: Value, use_acc: bool = True, is_async: bool = False) -> Value:
-    """wgmma with its right operand in shared memory."""
-    return mma(a, value(b.memory.clone()), acc if use_acc else value(torch.zeros_like(acc)))
+def warpgroup_mma(a: Any, b: Shared, acc: Value, use_acc: bool = True, is_async: bool = False) -> Value:
+    """wgmma with its right operand in shared memory, and the left one there or in registers."""
+    left = a.memory.clone() if isinstance(a, Shared) else a
+    return mma(left, value(b.memory.clone()), acc if use_acc else value(torch.zeros_like(acc)))
 
 
-def warpgroup_mma_wait(number: int, deps: tuple[Value, ...]) -> tuple[Value, ...]:
+def warpgroup_mma_wait(number: int, deps: tuple[Value, ...]) -> Any:
     """What waited for."""
-    return deps
+    return deps[0] if len(deps) == 1 else deps
 
 
-def mma(a: Value, b: Value, acc: Value) -> Value:
-    """acc + a @ b of 16-bit numbers, in float32."""
+def mma(a: Tensor, b: Tensor, acc: Value) -> Value:
+    """acc + a @ b: of 16-bit numbers in float32, of int8 exactly, of e4m3 as Hopper's tensor cores add them."""
+    if a.dtype == torch.int8:
+        return value(acc + (a.double() @ b.double()).to(acc.dtype))
+    if a.dtype == torch.float8_e4m3fn:
+        return value(_e4m3_sums(a.float(), b.float(), acc.as_subclass(torch.Tensor)))
     return value(acc + a.float() @ b.float())
+
+
+#: Bits behind the point of the largest addend that a wgmma of e4m3 codes keeps (DeepSeek-V3 Technical Report, 3.5.2:
+#: "around 14 bits").
+E4M3_BITS = 13
+
+
+def _e4m3_sums(a: Tensor, b: Tensor, acc: Tensor) -> Tensor:
+    """32 products at a time and what there was before, cut off below the last bit that the largest of them leaves."""
+    for k in range(0, a.shape[1], 32):
+        addends = torch.cat((a[:, k : k + 32, None] * b[None, k : k + 32], acc[:, None]), 1)
+        unit = torch.exp2(torch.frexp(addends.abs().amax(1)).exponent - 1.0 - E4M3_BITS)
+        acc = torch.trunc(addends / unit[:, None]).sum(1) * unit
+    return acc
 
 
 class _Module:
@@ -308,6 +334,7 @@ class _Module:
     def __init__(self, name: str) -> None:
         self._source = import_module(name)
         self._names = {one: self._translated(one, found) for one, found in vars(self._source).items()}
+        self._names["range"] = lambda *ends: map(value, range(*ends))  # loops count in tensors
 
     def _translated(self, name: str, found: Any) -> Any:
         if name in _OTHERS:
@@ -356,6 +383,15 @@ _OTHERS: dict[str, Any] = {
 @cache
 def _module(name: str) -> _Module:
     return _Module(name)
+
+
+def run_all(launches: Iterable[Launch], roots: Mapping[str, Tensor]) -> None:
+    """Launches in order: those of Gluon kernels here, others in Triton's interpreter."""
+    for launch in launches:
+        if isinstance(launch.function, GluonJITFunction):
+            run(launch, roots)
+        else:
+            run_with_triton([launch], roots)
 
 
 def run(launch: Launch, roots: Mapping[str, Tensor]) -> None:

@@ -64,6 +64,11 @@ def hopper_int8_moe(*given: Any, **options: Any) -> Tensor:
     return run_family("hopper-w8a8", *given, **options)
 
 
+def hopper_fp8_moe(*given: Any, **options: Any) -> Tensor:
+    """By the Hopper kernels for e4m3 x e4m3."""
+    return run_family("hopper-fp8", *given, **options)
+
+
 def portable_moe(*given: Any, **options: Any) -> Tensor:
     """By the portable kernels."""
     return run_family("portable", *given, **options)

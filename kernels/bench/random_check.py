@@ -3,6 +3,7 @@
     PYTHONPATH=.:kernels python kernels/bench/random_check.py --out results.json --problems 10000 [--seconds 600]
     PYTHONPATH=.:kernels python kernels/bench/random_check.py --family mma-w4a16 --formats nvfp4,fp8 --problems 500
     PYTHONPATH=.:kernels python kernels/bench/random_check.py --interpreter --problems 200   # small ones, without a GPU
+    PYTHONPATH=.:kernels python kernels/bench/random_check.py --interpreter --family hopper-fp8 --problems 200
 
 A problem is one call of a random layer (formats, groups, zero points, biases, activations, row orders, 1 to 1024
 experts, up to 32 choices, k that is no multiple of a step, x narrower than the packed sizes), with random tokens,
@@ -10,7 +11,8 @@ routing (uniform, Zipf, all to the same experts, choices without an expert, expe
 from a graph, with or without a workspace of the caller's full of NaN. Every layer is prepared and warmed once; some
 calls bring NaN or infinity in one token, which must not show in another. Allowed: 1.2 times the error of 16-bit
 products on dequantised weights.
-Exits 1 where one problem fails.
+Without a GPU the portable kernels run in Triton's interpreter, and the Hopper kernels for products of bytes as
+`gluon_on_cpu` does it, with random plans. Exits 1 where one problem fails.
 """
 
 from __future__ import annotations
@@ -33,8 +35,10 @@ from bench.comparison import FACTOR, random_map
 from bench.planned import pretend
 from bench.reference import Layer, moe, relative_error
 from moeq_kernels import PreparedLayer, interpreter
+from moeq_kernels import prepared as calls
 from moeq_kernels.formats import FORMATS
-from moeq_kernels.hopper.support import FLOATS
+from moeq_kernels.hopper.support import FLOATS, FP8
+from moeq_kernels.hopper.w8a8.plan import E4M3_NARROW_TABLE, E4M3_TABLE, TABLE, Int8Narrow, Int8Plan
 from moeq_kernels.prepared import prepare_for, warmup
 from moeq_kernels.schedules import FAMILIES
 
@@ -80,6 +84,7 @@ def choices(family: str | None, formats: str) -> list[tuple[str, str]]:
         None: [*integers, *w8a8, *mxfp4],
         "hopper-w4a16": [*integers, *mxfp4, *FLOATS],
         "hopper-w8a8": w8a8,
+        "hopper-fp8": list(FP8),
         "mma-w4a16": [*integers, *mxfp4, *FLOATS],
         "portable": list(FORMATS),
     }[family]
@@ -98,14 +103,16 @@ def draw(generator: random.Random, family: str | None, device: str, formats: str
     fmt = FORMATS[layout, element]
     groups = [one for one in fmt.group_sizes if one in (32, 64, 128) or (one == -1 and not fmt.act_order)]
     group = generator.choice(groups or [-1])
-    step = max(fmt.k_multiple, fmt.n_multiple, 16 if layout == "int8-w8a8/1" else 8, max(group, 1))
+    step = max(fmt.k_multiple, fmt.n_multiple, 16 if layout == "int8-w8a8/1" or family == "hopper-fp8" else 8, group)
+    steps = (16 if family == "hopper-fp8" else step, step)  # these read a last group that is not whole
     while True:
         experts = int(2 ** generator.uniform(0, 10 if device == "cuda" else 3.6))
         widest = 4096 if device == "cuda" else 320
-        hidden, intermediate = (step * generator.randint(1, max(1, widest // step)) for _ in range(2))
+        hidden, intermediate = (one * generator.randint(1, max(1, widest // one)) for one in steps)
         if experts * hidden * intermediate * 3 <= LIMITS[device][0]:
             break
-    gated = generator.random() < 0.9 or layout in ("int8-w8a8/1", "marlin-mxfp4-interleaved/1")
+    always = family == "hopper-fp8" or layout in ("int8-w8a8/1", "marlin-mxfp4-interleaved/1")
+    gated = generator.random() < 0.9 or always
     order = generator.choice(["gate-up", "interleaved"]) if gated else "ungated"
     if layout == "marlin-mxfp4/1" and gated:
         order = "gate-up"
@@ -118,7 +125,7 @@ def draw(generator: random.Random, family: str | None, device: str, formats: str
         layout, element, experts=experts, hidden=hidden, intermediate=intermediate, group_size=group, order=order,
         activation=activation, limit=generator.choice([None, 0.7]) if gated else None, bias=generator.random() < 0.3,
         zero_points=fmt.zero_points and generator.random() < 0.4, dtype=dtype, seed=generator.randrange(1 << 30),
-        activation_dtype="fp8" if fp8 else "",
+        activation_dtype="fp8" if fp8 or family == "hopper-fp8" else "",
     )  # fmt: skip
     top_k = min(generator.choice([1, 2, 4, 8, 10, 32]), experts)
     narrower = hidden - 8 if generator.random() < 0.2 and hidden > 16 else hidden
@@ -126,12 +133,24 @@ def draw(generator: random.Random, family: str | None, device: str, formats: str
     return Drawn(recipe, top_k, narrower, family, most)
 
 
-def prepared(drawn: Drawn, packed: Any, mapped: bool) -> PreparedLayer:
+def random_plan(drawn: Drawn, generator: random.Random) -> Int8Plan:
+    """Any kernel of the table that can multiply such a layer, with any numbers of shares."""
+    blocks = drawn.recipe.layout == "fp8-block-identity/1"
+    narrow = blocks and drawn.recipe.order == "interleaved"
+    table = TABLE if drawn.recipe.element == "int8" else E4M3_NARROW_TABLE if narrow else E4M3_TABLE
+    kernel = generator.choice(table)[1]
+    if not isinstance(kernel, Int8Narrow):
+        return Int8Plan(kernel)
+    shares = [-(-size // 128) for size in (drawn.recipe.hidden, drawn.recipe.intermediate)]
+    return Int8Plan(kernel, *(generator.choice([one for one in (1, 1, 2, 3) if one <= most]) for most in shares))
+
+
+def prepared(drawn: Drawn, packed: Any, mapped: bool, plan: Any = None) -> PreparedLayer:
     """The layer, ready for calls with or without a map of twice its experts."""
     x = torch.empty(0, drawn.hidden, dtype=drawn.recipe.dtype, device=packed.w13.weight.device)
     known = 2 * drawn.recipe.experts if mapped else None
     epilogue = epilogue_of(drawn.recipe)
-    return prepare_for(x, packed, drawn.top_k, drawn.max_tokens, epilogue, known, family=drawn.family)
+    return prepare_for(x, packed, drawn.top_k, drawn.max_tokens, epilogue, known, family=drawn.family, plan=plan)
 
 
 def narrowed(layer: Layer, hidden: int) -> Layer:
@@ -177,6 +196,7 @@ def check(layer: PreparedLayer, plain: Layer, drawn: Drawn, generator: random.Ra
     kind = "mapped" if mapped else generator.choice([one for one in ROUTINGS if one != "mapped"])
     tokens = max(1, min(drawn.max_tokens, int(2 ** generator.uniform(0, 12))))
     how = generator.choice(["eager", "eager", "workspace", *(["graph"] if layer.device.type == "cuda" else [])])
+    how = how if layer._plan is None else "eager"  # a layer tells the workspace of its family's own plans
     seed = generator.randrange(1 << 30)
     inputs = given(kind, tokens, drawn, seed, layer.device.type)
     spoilt = generator.randrange(tokens) if tokens > 1 and generator.random() < 0.1 else None
@@ -213,14 +233,17 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=3600)
     parser.add_argument("--family", choices=FAMILIES, help="these kernels only, in all their formats")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--interpreter", action="store_true", help="small problems of the portable kernels on the CPU")
+    parser.add_argument("--interpreter", action="store_true", help="small problems on the CPU, by default of portable")
     parser.add_argument("--formats", default="", help="what names of layouts have to hold, as nvfp4,fp8")
     parser.add_argument("--per-layer", type=int, default=None, help=f"problems of a layer (default {PER_LAYER}, or 4)")
     options = parser.parse_args()
     device = "cpu" if options.interpreter else "cuda"
     if options.interpreter:
         interpreter.enable()
-        options.family = "portable"
+        options.family = options.family or "portable"
+        from bench.gluon_on_cpu import run_all  # imports triton
+
+        calls.run_with_triton = run_all
     each = options.per_layer or (4 if options.interpreter else PER_LAYER)
     if options.code_for:
         pretend(options.code_for)
@@ -236,7 +259,9 @@ def main() -> int:
         for drawn in batch:
             packed, whole = make_layer(drawn.recipe, device)
             plain = narrowed(whole, drawn.hidden)
-            made.append((drawn, plain, prepared(drawn, packed, generator.random() < 0.2)))
+            own = options.interpreter and options.family != "portable"
+            plan = random_plan(drawn, generator) if own else None
+            made.append((drawn, plain, prepared(drawn, packed, generator.random() < 0.2, plan)))
         compiling += warmup([layer for _, _, layer in made]).seconds
         layers += BATCH
         for drawn, plain, layer in made:

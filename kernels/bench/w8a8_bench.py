@@ -1,6 +1,7 @@
-"""Times the int8 (W8A8) Hopper kernels on whole MoE layers of real models, in CUDA graphs.
+"""Times the Hopper kernels for int8 x int8 or e4m3 x e4m3 on whole MoE layers of real models, in CUDA graphs.
 
     PYTHONPATH=.:kernels python kernels/bench/w8a8_bench.py --shapes mixtral --tokens 1,64,4096 [--sweep] [--kernels]
+    PYTHONPATH=.:kernels python kernels/bench/w8a8_bench.py --codes fp8-block --portable
 
 Timed: from (x, topk_ids, topk_weights) to y, SiLU, float32 scales, weights cold and hot (see `timing.py`). Floor: the
 larger of the bytes of the experts hit, x, y and the middle activations at 4.4 TB/s and the multiplications at
@@ -20,11 +21,12 @@ from typing import Any
 import torch
 import triton
 
-from bench.planned import hopper_int8_moe
+from bench.planned import hopper_fp8_moe, hopper_int8_moe, portable_moe
 from bench.timing import SHAPES, Call, Shape, call_us, copies_needed, inputs, print_kernels, print_row, save
 from bench.w8a8_check import describe
 from moeq_kernels import PackedExperts, PackedMatrix
-from moeq_kernels.hopper.w8a8.plan import Int8Direct, Int8Narrow, Int8Plan, Int8Wide, choose, direct_plan
+from moeq_kernels.hopper.w8a8.plan import E4M3_TABLE, TABLE, Int8Direct, Int8Narrow, Int8Plan, Int8Wide, direct_plan
+from moeq_kernels.hopper.w8a8.plan import choose as choose_from
 
 NARROW = (
     Int8Narrow(8, 12),
@@ -44,10 +46,23 @@ WIDE = (Int8Wide(4), Int8Wide(3))
 UNFIT = (RuntimeError, triton.runtime.errors.TritonError)
 
 
-def random_experts(shape: Shape) -> PackedExperts:
+#: Types of codes by name.
+CODES = ("int8", "fp8", "fp8-block")
+
+
+def random_experts(shape: Shape, codes_of: str) -> PackedExperts:
     """Random codes and scales."""
 
     def matrix(n: int, k: int) -> PackedMatrix:
+        if codes_of != "int8":
+            block = codes_of == "fp8-block"
+            codes = torch.randint(0, 126, (shape.experts, n, k), dtype=torch.uint8, device="cuda")
+            codes |= torch.randint(0, 2, codes.shape, dtype=torch.uint8, device="cuda") << 7
+            size = (shape.experts, -(-n // 128), -(-k // 128)) if block else (shape.experts, n, 1)
+            scale = (torch.rand(size, device="cuda") + 0.5) / (130 * k**0.5)
+            layout = "fp8-block-identity/1" if block else "fp8-identity/1"
+            group, weight = (128 if block else -1), codes.view(torch.float8_e4m3fn)
+            return PackedMatrix(layout, weight, n, k, "e4m3", group, scale, activation_dtype="fp8")
         codes = torch.randint(-128, 128, (shape.experts, n, k), dtype=torch.int8, device="cuda")
         scale = (torch.rand(shape.experts, n, 1, device="cuda") + 0.5) / (74 * k**0.5)
         return PackedMatrix("int8-w8a8/1", codes, n, k, "int8", -1, scale)
@@ -68,12 +83,18 @@ def floor_us(shape: Shape, tokens: int, hit: float) -> float:
     return max(moved / 4.4e12, operations / 1580e12) * 1e6
 
 
-def candidates(shape: Shape, tokens: int) -> list[Int8Plan]:
+def choose(shape: Shape, tokens: int, codes: str) -> Int8Plan:
+    """The plan for such a call."""
+    sizes = (tokens * shape.top_k, shape.experts, shape.hidden, shape.intermediate)
+    return choose_from(*sizes, table=TABLE if codes == "int8" else E4M3_TABLE)
+
+
+def candidates(shape: Shape, tokens: int, codes: str) -> list[Int8Plan]:
     """Plans around the chosen one."""
     pairs = tokens * shape.top_k
     mean = pairs / min(shape.experts, pairs)
     result: list[Int8Plan] = []
-    if 2 * pairs <= shape.experts and shape.intermediate <= 4096:
+    if codes == "int8" and 2 * pairs <= shape.experts and shape.intermediate <= 4096:
         few = direct_plan(pairs, shape.hidden, shape.intermediate)
         result += [few, replace(few, kernel=Int8Direct(3))]
         result += [replace(few, gate_up_splits=2 * few.gate_up_splits), replace(few, down_splits=1)]
@@ -81,7 +102,7 @@ def candidates(shape: Shape, tokens: int) -> list[Int8Plan]:
         for kernel in NARROW:
             if mean <= kernel.tokens <= max(8, mean * 5):
                 tiles = min(shape.experts, pairs)
-                chosen = _shared(shape, tokens, kernel)
+                chosen = _shared(shape, tokens, kernel, codes)
                 shares = {(chosen.gate_up_splits, chosen.down_splits), (1, 1)}
                 if tiles <= 16:
                     shares |= {(2, 2), (1, 4), (4, 4)}
@@ -93,15 +114,16 @@ def candidates(shape: Shape, tokens: int) -> list[Int8Plan]:
     return result
 
 
-def _shared(shape: Shape, tokens: int, kernel: Int8Narrow) -> Int8Plan:
+def _shared(shape: Shape, tokens: int, kernel: Int8Narrow, codes: str) -> Int8Plan:
     """That kernel with the shares of k that the rule gives it."""
-    plan = choose(tokens * shape.top_k, shape.experts, shape.hidden, shape.intermediate)
+    plan = choose(shape, tokens, codes)
     return replace(plan, kernel=kernel) if isinstance(plan.kernel, Int8Narrow) else Int8Plan(kernel)
 
 
-def ours(plan: Int8Plan | None, dependent: bool = True) -> Call:
+def ours(codes: str, plan: Int8Plan | None, dependent: bool = True) -> Call:
     """A call of the Hopper kernels."""
-    return lambda i, e: hopper_int8_moe(i.x, e, i.weights, i.ids, plan=plan, dependent=dependent)
+    moe = hopper_int8_moe if codes == "int8" else hopper_fp8_moe
+    return lambda i, e: moe(i.x, e, i.weights, i.ids, plan=plan, dependent=dependent)
 
 
 def measure(shape: Shape, tokens: int, copies: list[PackedExperts], options: argparse.Namespace) -> dict[str, Any]:
@@ -109,40 +131,42 @@ def measure(shape: Shape, tokens: int, copies: list[PackedExperts], options: arg
     hit = inputs(shape, tokens, 0).ids.unique().numel()
     needed = copies_needed(weight_bytes(shape, hit))
     while len(copies) < needed:
-        copies.append(random_experts(shape))
+        copies.append(random_experts(shape, options.codes))
     given = [inputs(shape, tokens, seed) for seed in range(needed)]
 
     def timed(call: Call, cold: bool = True) -> float:
         return call_us(call, given, copies, options.milliseconds, cold)
 
-    plan = choose(tokens * shape.top_k, shape.experts, shape.hidden, shape.intermediate)
+    plan = choose(shape, tokens, options.codes)
     row: dict[str, Any] = {"hit": hit, "floor_us": floor_us(shape, tokens, hit), "plan": describe(plan)}
-    row["cold_us"] = timed(ours(None))
-    row["hot_us"] = timed(ours(None), cold=False)
+    row["cold_us"] = timed(ours(options.codes, None))
+    row["hot_us"] = timed(ours(options.codes, None), cold=False)
+    if options.portable:
+        row["portable_us"] = timed(lambda i, e: portable_moe(i.x, e, i.weights, i.ids))
     if options.kernels:
-        print_kernels(partial(ours(None, False), given[0], copies[0]))
+        print_kernels(partial(ours(options.codes, None, False), given[0], copies[0]))
     if options.sweep:
         row["sweep"] = {}
-        for one in candidates(shape, tokens):
+        for one in candidates(shape, tokens, options.codes):
             try:
-                row["sweep"][describe(one)] = timed(ours(one))
+                row["sweep"][describe(one)] = timed(ours(options.codes, one))
             except UNFIT as error:
                 print("      failed", describe(one), str(error)[:200], flush=True)
     return row
 
 
-def warm_up(shape: Shape, tokens: list[int], kernels: bool) -> None:
+def warm_up(shape: Shape, tokens: list[int], codes: str, kernels: bool) -> None:
     """Compiles what a sweep needs, for runs side by side before the times are taken."""
-    experts = random_experts(shape)
+    experts = random_experts(shape, codes)
     for number in tokens:
         given = inputs(shape, number, 0)
-        for plan in [None, *([] if kernels else candidates(shape, number))]:
+        for plan in [None, *([] if kernels else candidates(shape, number, codes))]:
             try:
-                ours(plan)(given, experts)
+                ours(codes, plan)(given, experts)
             except UNFIT as error:
                 print("failed", describe(plan), str(error)[:300], flush=True)
         if kernels:
-            ours(None, False)(given, experts)
+            ours(codes, None, False)(given, experts)
     torch.cuda.synchronize()
 
 
@@ -151,6 +175,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--tokens", default="1,8,32,128,512,4096")
+    parser.add_argument("--codes", choices=CODES, default="int8", help="of weights and activations")
+    parser.add_argument("--portable", action="store_true", help="time the portable kernels too")
     parser.add_argument("--sweep", action="store_true", help="time other plans too")
     parser.add_argument("--kernels", action="store_true", help="show the time of each kernel")
     parser.add_argument("--warm-up", action="store_true", help="compile only")
@@ -161,13 +187,13 @@ def main() -> int:
     numbers = [int(one) for one in options.tokens.split(",")]
     if options.warm_up:
         for name in options.shapes.split(","):
-            warm_up(SHAPES[name], numbers, options.kernels)
+            warm_up(SHAPES[name], numbers, options.codes, options.kernels)
         return 0
     rows = []
     names = options.shapes.split(",")
     for name in names:
         begin = time.monotonic()
-        copies = [random_experts(SHAPES[name])]
+        copies = [random_experts(SHAPES[name], options.codes)]
         for tokens in numbers:
             if time.monotonic() - begin > options.seconds / len(names):
                 print("out of time at", name, tokens)

@@ -33,6 +33,7 @@ MAP_BYTES = 128
 MAP_TYPES = {
     torch.uint8: 0,
     torch.int8: 0,
+    torch.float8_e4m3fn: 0,
     torch.int32: 3,
     torch.float16: 6,
     torch.float32: 7,

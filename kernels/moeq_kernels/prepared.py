@@ -76,7 +76,8 @@ class PreparedLayer:
     """A MoE layer ready to be called, see `prepare`.
 
     Attributes:
-        family: `hopper-w4a16`, `hopper-w8a8`, `mma-w4a16` (any NVIDIA GPU from sm_80 on) or `portable`.
+        family: `hopper-w4a16`, `hopper-w8a8`, `hopper-fp8` (where it was asked for), `mma-w4a16` (any NVIDIA GPU from
+            sm_80 on) or `portable`.
         reason: why the kernels are not the Hopper ones; None for those.
         max_tokens: of a call.
     """

@@ -53,8 +53,9 @@ def choose_blocks(
         return Blocks(m, 128, 128, num_warps=8, num_stages=3 if large else 2)
     if fp8:  # a step lies in a group of the weights; its sum is a second accumulator
         k = 128 if fp8 == "native" else 64
-        if wgmma and m == 32:  # 32 rows take more instructions, as float16
-            return Blocks(64, 64, k, num_warps=4, num_stages=3)
+        if wgmma and m >= 32:  # 32 rows take more instructions, as float16; a warpgroup should have all 64 columns
+            m = 128 if rows_per_expert > 64 else 64
+            return Blocks(m, 64, k, num_warps=m // 16, num_stages=3)
         return Blocks(m, 64, k, num_warps=4 if m <= 32 else 8, num_stages=3 if shared > 100 * 1024 else 2)
     if m <= 32:
         return Blocks(m, 64, 64, num_warps=4, num_stages=3)

@@ -14,11 +14,12 @@ FP8 = [key for key, fmt in FORMATS.items() if fmt.fp8_activations]
 def test_e4m3_tiles_of_hopper_are_those_of_its_tensor_cores_where_that_takes_fewer_instructions(
     key: tuple[str, str],
 ) -> None:
-    chosen = {rows: choose_blocks(rows, FORMATS[key], interpret=False, fp8="native", wgmma=True) for rows in range(65)}
-    assert {blocks.m for blocks in chosen.values()} == {16, 64}
+    chosen = {rows: choose_blocks(rows, FORMATS[key], interpret=False, fp8="native", wgmma=True) for rows in range(66)}
     assert chosen[16] == Blocks(16, 64, 128, 4, 3)
-    assert chosen[17] == chosen[32] == Blocks(64, 64, 128, 4, 3)
-    assert chosen[33] == Blocks(64, 64, 128, 8, 3)
+    assert chosen[17] == chosen[64] == Blocks(64, 64, 128, 4, 3)
+    assert chosen[65] == Blocks(128, 64, 128, 8, 3)
+    assert {blocks.m for blocks in chosen.values()} == {16, 64, 128}
+    assert choose_blocks(65, FORMATS[key], interpret=False, fp8="native") == Blocks(64, 64, 128, 8, 3)
     assert choose_blocks(17, FORMATS[key], interpret=False, fp8="native").m == 32
     assert choose_blocks(17, FORMATS[key], interpret=False, fp8="decoded").m == 32
 

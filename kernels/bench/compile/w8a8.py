@@ -1,21 +1,22 @@
-"""Compiling the int8 Hopper kernels ahead of time for sm_90, without a GPU. Needs triton only."""
+"""Compiling the Hopper kernels for int8 x int8 and e4m3 x e4m3 ahead of time for sm_90, without a GPU."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 from bench.compile.w4a16 import _ast_source, _descriptor, _integers
 from moeq_kernels.epilogue import PLAIN, SILU, Epilogue
-from moeq_kernels.hopper.w8a8.plan import TABLE, Int8Direct, Int8Narrow, Int8Wide
+from moeq_kernels.hopper.w8a8.plan import E4M3_TABLE, TABLE, Int8Direct, Int8Narrow, Int8Wide
 
 OAI = Epilogue("swiglu_oai", gated=True, interleaved=True, limit=7.0)
 
 
 @dataclass(frozen=True)
 class Int8Case:
-    """One compilation of an int8 product.
+    """One compilation of a product of bytes.
 
     Attributes:
         name: unique.
@@ -25,6 +26,8 @@ class Int8Case:
         out: triton name of the type of results, of sums where split.
         bias: whether biases are added.
         epilogue: what follows the product.
+        codes: triton name of their type.
+        grouped: scales are of groups.
     """
 
     name: str
@@ -34,6 +37,8 @@ class Int8Case:
     out: str = "bf16"
     bias: bool = False
     epilogue: Epilogue = SILU
+    codes: str = "i8"
+    grouped: bool = False
 
 
 def cases() -> list[Int8Case]:
@@ -51,6 +56,20 @@ def cases() -> list[Int8Case]:
         if narrow:
             result.append(replace(base, name=f"{name}-gate-up-split", split=True, out="i32"))
             result.append(replace(base, name=f"{name}-gate-up-direct", direct=True))
+    for _, kernel in E4M3_TABLE:
+        result += _e4m3_cases(kernel, f"e4m3-{'narrow' if isinstance(kernel, Int8Narrow) else 'wide'}{kernel.tokens}")
+    return result
+
+
+def _e4m3_cases(kernel: Int8Narrow | Int8Wide, name: str) -> list[Int8Case]:
+    """Scales of blocks and of channels in either product."""
+    base = Int8Case(f"{name}-block-gate-up", kernel, codes="fp8e4nv", grouped=True)
+    down = replace(base, name=f"{name}-block-down", epilogue=PLAIN, out="fp32")
+    channel = replace(base, name=f"{name}-channel-oai", grouped=False, bias=True, epilogue=OAI)
+    result = [base, down, channel, replace(down, name=f"{name}-channel-down", grouped=False, out="bf16")]
+    if isinstance(kernel, Int8Narrow):
+        result.append(replace(base, name=f"{name}-block-gate-up-split", split=True, out="fp32"))
+        result.append(replace(channel, name=f"{name}-channel-gate-up-direct", direct=True))
     return result
 
 
@@ -70,6 +89,10 @@ def compile_case(case: Int8Case, **options: Any) -> Any:
         "BIAS": case.bias,
         "DEPENDENT": True,
     }
+    if case.grouped:
+        types |= _integers("scale_stride")
+    else:
+        constants["scale_stride"] = None
     if case.direct:
         del types["num_tiles"]
         constants["num_tiles"] = None  # no map of experts
@@ -93,16 +116,16 @@ def _compile(function: Any, types: dict[str, str], constants: dict[str, Any], op
     return triton.compile(ast, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, **options})
 
 
-def _descriptors(weight_rows: int, token_rows: int) -> dict[str, str]:
+def _descriptors(weight_rows: int, token_rows: int, codes: str = "i8") -> dict[str, str]:
     common = import_module("moeq_kernels.hopper.w8a8.device.common")
-    weights = _descriptor("i8", [1, weight_rows, 128], common.weight_box())
-    tokens = _descriptor("i8", [token_rows, 128], common.operand())
+    weights = _descriptor(codes, [1, weight_rows, 128], common.weight_box())
+    tokens = _descriptor(codes, [token_rows, 128], common.operand())
     return {"first_desc": weights, "second_desc": weights, "x_desc": tokens}
 
 
 def _narrow(case: Int8Case, kernel: Int8Narrow) -> tuple[Any, dict[str, str], dict[str, Any]]:
-    function = import_module("moeq_kernels.hopper.w8a8.device.narrow").int8_product_narrow
-    types = _descriptors(64, kernel.box)
+    function = import_module("moeq_kernels.hopper.w8a8.device.narrow").w8a8_product_narrow
+    types = _descriptors(64, kernel.box, case.codes)
     types |= _integers("steps blocks splits rows columns stride w_rows up_row row_step experts known")
     return function, types, {"TOKENS": kernel.tokens, "BOX": kernel.box, "SPLIT": case.split, "DIRECT": case.direct}
 
@@ -129,14 +152,14 @@ def _direct(case: Int8Case, kernel: Int8Direct) -> tuple[Any, dict[str, str], di
 
 
 def _wide(case: Int8Case, kernel: Int8Wide) -> tuple[Any, dict[str, str], dict[str, Any]]:
-    function = import_module("moeq_kernels.hopper.w8a8.device.wide").int8_product_wide
-    types = _descriptors(128, 64)
+    function = import_module("moeq_kernels.hopper.w8a8.device.wide").w8a8_product_wide
+    types = _descriptors(128, 64, case.codes)
     types |= _integers("steps blocks columns stride w_rows up_row row_step")
     return function, types, {}
 
 
 def compile_rows() -> dict[str, Any]:
-    """Builds of the kernels of `device.int8_rows` at sizes of real models."""
+    """Builds of the kernels of `device.rows` at sizes of real models, for int8 and for e4m3 in groups."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -160,17 +183,20 @@ def compile_rows() -> dict[str, Any]:
         "requantise": (16, {"ROWS": 1, "COLUMNS": 16384, "DIRECT": False}),
         "activate_quantised": (8, {**shared, "bias": None}),
     }
-    pointers = {"x": "*bf16", "middle": "*bf16", "codes": "*i8", "scales": "*fp32", "x_scale": "*fp32", "sums": "*i32"}
+    pointers = {"x": "*bf16", "middle": "*bf16", "scales": "*fp32", "x_scale": "*fp32"}
     pointers |= dict.fromkeys(("ids", "inverse", "expert_of_row", "tiles", "num_tiles"), "*i32") | {"w_scale": "*fp32"}
     absent = dict.fromkeys(("static_scale", "expert_map"))
     built = {}
-    for name, (warps, constants) in wanted.items():
+    for (name, (warps, constants)), e4m3 in product(wanted.items(), (False, True)):
         function = getattr(device, name)
+        own = pointers | {"codes": "*u8" if e4m3 else "*i8", "sums": "*fp32" if e4m3 else "*i32"}
         constants = constants | {one: None for one in absent if one in function.arg_names} | {"DEPENDENT": True}
-        types = {one: pointers.get(one, "i32") for one in function.arg_names if one not in constants}
-        aligned = (*pointers, "hidden", "size", "stride_x", "stride_q", "up_row")
+        constants |= {} if e4m3 else {"scale_stride": None}
+        types = {one: own.get(one, "i32") for one in function.arg_names if one not in constants}
+        aligned = (*own, "hidden", "size", "stride_x", "stride_q", "up_row")
         attributes = {(i,): [["tt.divisibility", 16]] for i, one in enumerate(function.arg_names) if one in aligned}
         signature = {one: types.get(one, "constexpr") for one in function.arg_names}
         source = ASTSource(function, signature, constexprs=constants, attrs=attributes)
-        built[name] = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+        built[f"{name} e4m3" if e4m3 else name] = compiled
     return built

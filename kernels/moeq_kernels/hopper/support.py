@@ -38,6 +38,8 @@ MOST_EXPERTS = 8192
 INT8_MOST_FEATURES = 16384
 #: What the kernels for int8 weights and activations read.
 W8A8 = ("int8-w8a8/1", "int8")
+#: What those for e4m3 weights and activations read. These never ran on a GPU: layers get them where they are asked for.
+FP8 = (("fp8-identity/1", "e4m3"), ("fp8-block-identity/1", "e4m3"))
 
 
 def family(problem: Problem) -> str:
@@ -76,23 +78,40 @@ def _common_reasons(problem: Problem) -> Iterator[str]:
         yield f"{problem.experts} experts; these kernels sort pairs among at most {MOST_EXPERTS}"
 
 
-def int8_reasons(problem: Problem) -> Iterator[str]:
-    """Reasons against the kernels for int8 weights and activations."""
+def _bytes_reasons(problem: Problem) -> Iterator[str]:
+    """Reasons against kernels for bytes times bytes."""
     yield from _common_reasons(problem)
     if not problem.epilogue.gated:
-        yield "w13 has no gate; int8 kernels multiply with gate and up"
+        yield "w13 has no gate; these kernels multiply with gate and up"
     widest = max(problem.hidden, problem.intermediate)
     if widest > INT8_MOST_FEATURES:
-        yield f"rows have {widest} features; int8 kernels quantise at most {INT8_MOST_FEATURES}"
+        yield f"rows have {widest} features; these kernels quantise at most {INT8_MOST_FEATURES}"
+    for name, matrix in (("w13", problem.w13), ("w2", problem.w2)):
+        if matrix.k % 16:
+            yield f"{name} has k = {matrix.k}; the copy engine needs a multiple of 16"
+        if matrix.global_scale is not None:
+            yield f"{name} has a global_scale, which these kernels do not apply"
+
+
+def fp8_reasons(problem: Problem) -> Iterator[str]:
+    """Reasons against the kernels for e4m3 weights and activations."""
+    yield from _bytes_reasons(problem)
+    for name, matrix in (("w13", problem.w13), ("w2", problem.w2)):
+        if (matrix.layout, matrix.element) not in FP8:
+            known = ", ".join(layout for layout, _ in FP8)
+            yield f"{name} is {matrix.layout} {matrix.element}; these kernels read {known}"
+        if matrix.activation_dtype != "fp8":
+            yield f"{name} does not ask for fp8 activations, which these kernels multiply"
+
+
+def int8_reasons(problem: Problem) -> Iterator[str]:
+    """Reasons against the kernels for int8 weights and activations."""
+    yield from _bytes_reasons(problem)
     for name, matrix in (("w13", problem.w13), ("w2", problem.w2)):
         if (matrix.layout, matrix.element) != W8A8:
             yield f"{name} is {matrix.layout} {matrix.element}; these kernels read {' '.join(W8A8)}"
         if matrix.weight.dtype != torch.int8:  # the tensor cores' instruction would take unsigned bytes as signed ones
             yield f"{name}.weight is {str(matrix.weight.dtype).removeprefix('torch.')}; these kernels read int8"
-        if matrix.k % 16:
-            yield f"{name} has k = {matrix.k}; the copy engine needs a multiple of 16"
-        if matrix.global_scale is not None:
-            yield f"{name} has a global_scale, which these kernels do not apply"
 
 
 def reasons(problem: Problem) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Ahead-of-time builds of the int8 Hopper kernels for sm_90. `kernels/bench/compile/hopper.py` builds all of them."""
+"""Ahead-of-time builds of the Hopper kernels for products of bytes; `kernels/bench/compile/hopper.py` builds all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bench.compile.w8a8 import cases, compile_case, compile_rows
 from bench.compile.sass import disassemble, instructions, is_wgmma, main_loops, problems
 wanted = {
     "int8-narrow8-gate-up-split", "int8-narrow8-gate-up-direct", "int8-narrow16-down", "int8-narrow64-oai",
-    "int8-wide128-gate-up",
+    "int8-wide128-gate-up", "e4m3-narrow64-block-gate-up", "e4m3-wide128-block-down", "e4m3-wide128-channel-oai",
 }
 outcomes = {}
 for case in cases():
@@ -53,7 +53,7 @@ def built() -> tuple[dict[str, dict[str, object]], dict[str, list[int]]]:
 
 
 @pytest.mark.slow
-def test_products_multiply_signed_bytes_from_shared_memory_and_never_spill(
+def test_products_multiply_bytes_from_shared_memory_and_never_spill(
     built: tuple[dict[str, dict[str, object]], dict[str, list[int]]],
 ) -> None:
     outcomes, _ = built
@@ -61,6 +61,9 @@ def test_products_multiply_signed_bytes_from_shared_memory_and_never_spill(
     # 128 of k in steps of 32, for two blocks of 64 rows (narrow) or of 128 columns (wide); a loop for each warpgroup
     assert outcomes["int8-narrow16-down"]["wgmma"] == [["IGMMA.64x16x32.S8.S8"] * 8]
     assert outcomes["int8-wide128-gate-up"]["wgmma"] == [["IGMMA.64x128x32.S8.S8"] * 8] * 2
+    assert outcomes["e4m3-narrow64-block-gate-up"]["wgmma"] == [["QGMMA.64x64x32.F32.E4M3.E4M3"] * 8]
+    for name in ("e4m3-wide128-block-down", "e4m3-wide128-channel-oai"):
+        assert outcomes[name]["wgmma"] == [["QGMMA.64x128x32.F32.E4M3.E4M3"] * 8] * 2
     assert all(int(str(one["shared"])) <= 227 * 1024 for one in outcomes.values())
     assert int(str(outcomes["int8-narrow16-down"]["shared"])) <= 113 * 1024  # two programs on a multiprocessor
 

@@ -1,4 +1,4 @@
-"""Our kernels, through `fused_moe`: whatever it picks."""
+"""Our kernels: whatever `fused_moe` picks, or a family that is picked only where it is asked for."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from bench.cases import Quantised, Routed
 from bench.peers.contenders.base import Contender, round_up
 from bench.peers.problem import Codes, Problem
 from bench.peers.shapes import Format
+from bench.planned import run_family
 from moeq_kernels import PackedExperts, PackedMatrix, fused_moe, prepare
 from moeq_kernels.formats import find_format
+from moeq_kernels.validate import epilogue_of
 
 LAYOUTS = {
     "int4": "marlin-wna16/1",
@@ -22,11 +24,13 @@ LAYOUTS = {
     "mxfp4": "marlin-mxfp4-interleaved/1",
     "w8a8": "int8-w8a8/1",
     "nvfp4": "marlin-nvfp4/1",
-    "fp8-block-w8a8": "marlin-fp8/1",
-    "fp8-w8a8": "marlin-fp8/1",
+    "fp8-block-w8a8": "fp8-block-identity/1",  # as in checkpoints, which is what peers read
+    "fp8-w8a8": "fp8-identity/1",
     "fp8-block": "marlin-fp8/1",
     "fp8": "marlin-fp8/1",
 }
+#: Families that nobody gets without asking, by format.
+ASKED = {"fp8-block-w8a8": "hopper-fp8", "fp8-w8a8": "hopper-fp8"}
 
 
 class Ours(Contender):
@@ -37,21 +41,28 @@ class Ours(Contender):
     def __init__(self) -> None:
         self.versions = {"torch": torch.__version__, "triton": triton.__version__}
 
-    def prepare(self, problem: Problem) -> tuple[PackedExperts, Format]:
+    def prepare(self, problem: Problem) -> tuple[PackedExperts, Format, str | None]:
         layout, fmt, shape = LAYOUTS[problem.group.format], problem.format, problem.shape
         # Only k is rounded up, and only to whole groups: the kernels take any number of rows that the layout stores.
         step = max(fmt.group_size, find_format(layout, fmt.element).k_multiple)
         w13, w2 = problem.padded(round_up(shape.hidden, step), round_up(shape.intermediate, step))
         matrices = (_packed(part, layout, problem) for part in (w13, w2.rows(0, shape.hidden)))
-        return PackedExperts(*matrices, w13_order=fmt.order), fmt
+        experts = PackedExperts(*matrices, w13_order=fmt.order)
+        here = experts.w13.weight.is_cuda and torch.cuda.get_device_capability() == (9, 0)
+        return experts, fmt, ASKED.get(problem.group.format) if here else None
 
-    def run(self, weights: tuple[PackedExperts, Format], inputs: Routed) -> Tensor:
-        experts, fmt = weights
+    def run(self, weights: tuple[PackedExperts, Format, str | None], inputs: Routed) -> Tensor:
+        experts, fmt, family = weights
+        if family is not None:
+            epilogue = epilogue_of(experts, fmt.activation, None, None, fmt.limit, False)
+            return run_family(family, inputs.x, experts, inputs.weights, inputs.ids, epilogue=epilogue)
         options = {"activation": fmt.activation, "limit": fmt.limit}
         return fused_moe(inputs.x, experts, inputs.weights, inputs.ids, **options)
 
-    def about(self, weights: tuple[PackedExperts, Format], inputs: Routed) -> str:
-        experts, fmt = weights
+    def about(self, weights: tuple[PackedExperts, Format, str | None], inputs: Routed) -> str:
+        experts, fmt, family = weights
+        if family is not None:
+            return f"{family}, asked for"
         tokens, top_k = inputs.ids.shape
         layer = prepare(experts, top_k=top_k, max_tokens=tokens, hidden_size=inputs.x.shape[1], dtype=inputs.x.dtype,
                         activation=fmt.activation, limit=fmt.limit)  # fmt: skip
@@ -65,5 +76,7 @@ def quantised(part: Codes, fmt: Format) -> Quantised:
 
 
 def _packed(part: Codes, layout: str, problem: Problem) -> PackedMatrix:
-    matrix = cases.pack(layout, problem.format.element, quantised(part, problem.format))
+    rows = find_format(layout, problem.format.element).block_rows
+    made = quantised(part if rows == 1 else replace(part, scales=part.blocks(rows)), problem.format)
+    matrix = cases.pack(layout, problem.format.element, made)
     return replace(matrix, activation_dtype="fp8" if problem.format.fp8_activations else "")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from moeq_kernels.areas import Arena, Box
+from moeq_kernels.areas import Area, Arena, Box
 from moeq_kernels.hopper.w8a8.plan import Int8Direct, Int8Plan
 from moeq_kernels.launch import Argument, Launch
 from moeq_kernels.problem import Piece, Problem
@@ -114,7 +114,9 @@ def gate_up_rows(problem: Problem) -> tuple[int, int]:
 
 def weight_boxes(problem: Problem, matrix: PackedMatrix, box: int, gated: bool) -> tuple[Box, Box]:
     """Boxes of the weights, gate and up or twice the same, with so many rows."""
-    weight = matrix.weight
+    weight: Area = matrix.weight
+    if matrix.element == "e4m3":  # whose bytes may be called unsigned
+        weight = weight.cast(torch.float8_e4m3fn)
     halves = [weight, weight]
     if gated:
         up_row, step = gate_up_rows(problem)

@@ -1,4 +1,7 @@
-"""The launches of a W8A8 layer: int8 weights, activations quantised per token on the way."""
+"""The launches of a layer whose weights and activations are both int8 or both e4m3, activations quantised on the way.
+
+e4m3 rows have one scale, or one for each 128 columns where weights have one for each block of 128 x 128.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,14 @@ import torch
 from moeq_kernels.areas import Area, Arena, Box
 from moeq_kernels.epilogue import PLAIN
 from moeq_kernels.hopper.w8a8.direct import direct_launches, gate_up_rows, weight_boxes
-from moeq_kernels.hopper.w8a8.plan import Int8Direct, Int8Narrow, Int8Plan, choose
+from moeq_kernels.hopper.w8a8.plan import (
+    E4M3_NARROW_TABLE,
+    E4M3_TABLE,
+    Int8Direct,
+    Int8Narrow,
+    Int8Plan,
+    choose,
+)
 from moeq_kernels.launch import Argument, Launch, triton_dtype
 from moeq_kernels.problem import Piece, Problem
 from moeq_kernels.records import PackedMatrix
@@ -24,12 +34,20 @@ FEW_PAIRS = 2048
 EXACT_PAIRS = 1024
 
 
+#: Weights whose scales are of blocks; each group of k has its own scale in rows of activations, too.
+BLOCKS = "fp8-block-identity/1"
+
+
 @dataclass(frozen=True)
 class Rows:
-    """int8 rows sorted by expert: codes `[P, K]` (row stride a multiple of 16 bytes) and float32 scales `[P]`."""
+    """Rows sorted by expert: codes `[P, K]` (row stride a multiple of 16 bytes) and float32 scales.
+
+    Scales are `[P]`, or `[G, ..]` with `scale_stride` from one group to the next.
+    """
 
     codes: Area
     scales: Area
+    scale_stride: int | None
 
 
 @dataclass(frozen=True)
@@ -52,7 +70,12 @@ class Quantised:
 def plan_for(problem: Problem, tokens: int) -> Int8Plan:
     """Kernels and sizes for so many tokens."""
     pairs = tokens * problem.top_k
-    return choose(pairs, problem.experts, problem.w13.k, problem.intermediate, problem.gpu)
+    sizes = (pairs, problem.experts, problem.w13.k, problem.intermediate)
+    if problem.w13.element == "int8":
+        return choose(*sizes, problem.gpu)
+    # The wide kernel reads one scale for 128 rows of gate or of up: in between each other they lie in two blocks.
+    apart = problem.w13.layout != BLOCKS or not problem.epilogue.interleaved
+    return choose(*sizes, problem.gpu, E4M3_TABLE if apart else E4M3_NARROW_TABLE)
 
 
 def launches(problem: Problem, piece: Piece, arena: Arena, plan: Int8Plan) -> list[Launch]:
@@ -67,7 +90,8 @@ def launches(problem: Problem, piece: Piece, arena: Arena, plan: Int8Plan) -> li
     result, found = _quantised(problem, piece, arena, plan)
     shared = plan.gate_up_splits > 1
     if shared:
-        middle = arena.take(torch.int32, plan.gate_up_splits, pairs, 2 * intermediate)
+        sums = torch.int32 if problem.w13.element == "int8" else torch.float32
+        middle = arena.take(sums, plan.gate_up_splits, pairs, 2 * intermediate)
     else:
         middle = arena.take(problem.dtype, 1, pairs, intermediate)
     result.append(product_launch(problem, piece, plan, found, found.rows, problem.w13, middle))
@@ -80,9 +104,19 @@ def launches(problem: Problem, piece: Piece, arena: Arena, plan: Int8Plan) -> li
     return result
 
 
-def _rows(arena: Arena, pairs: int, size: int) -> Rows:
-    codes = arena.take(torch.int8, pairs, -(-size // 16) * 16)
-    return Rows(codes.part(1, 0, size), arena.take(torch.float32, pairs))
+def _rows(arena: Arena, matrix: PackedMatrix, pairs: int, size: int) -> Rows:
+    """Room for what a matrix multiplies."""
+    dtype = torch.int8 if matrix.element == "int8" else torch.float8_e4m3fn
+    codes = arena.take(dtype, pairs, -(-size // 16) * 16).part(1, 0, size)
+    if matrix.layout != BLOCKS:
+        return Rows(codes, arena.take(torch.float32, pairs), None)
+    stride = -(-(pairs + 63) // 16) * 16  # the wide kernel also reads scales of the 63 rows behind the last one
+    return Rows(codes, arena.take(torch.float32, -(-size // 128), stride), stride)
+
+
+def _signed(codes: Area) -> Area:
+    """int8 codes as they are, e4m3 codes as unsigned bytes: what the kernels that quantise tell them by."""
+    return codes if codes.dtype == torch.int8 else codes.cast(torch.uint8)
 
 
 def _quantised(problem: Problem, piece: Piece, arena: Arena, plan: Int8Plan) -> tuple[list[Launch], Quantised]:
@@ -91,15 +125,16 @@ def _quantised(problem: Problem, piece: Piece, arena: Arena, plan: Int8Plan) -> 
     top_k, count, tile = problem.top_k, problem.experts, plan.kernel.tokens
     pairs = tokens * top_k
     direct = tokens == 1 and isinstance(plan.kernel, Int8Narrow)
-    rows = _rows(arena, pairs, hidden)
+    rows = _rows(arena, problem.w13, pairs, hidden)
     pairs_sorted = room(problem, arena, pairs, 1 if direct else tile)
     expert_of_row = arena.take(torch.int32, pairs)
-    columns = next_power_of_two(hidden)
+    columns = columns_of(rows, hidden)
     arguments: dict[str, Argument] = {
         "x": piece.x,
         "static_scale": problem.w13.input_scale,
-        "codes": rows.codes,
+        "codes": _signed(rows.codes),
         "scales": rows.scales,
+        "scale_stride": rows.scale_stride,
         "inverse": pairs_sorted.inverse,
         "hidden": hidden,
         "stride_x": piece.x.strides[0],
@@ -132,6 +167,11 @@ def _quantised(problem: Problem, piece: Piece, arena: Arena, plan: Int8Plan) -> 
     return [Launch("hopper.w8a8.device.rows:route_quantised", programs, arguments, constants, options)], found
 
 
+def columns_of(rows: Rows, size: int) -> int:
+    """Columns that a program looks at to quantise rows of so many features: a group at least."""
+    return max(128 if rows.scale_stride else 1, next_power_of_two(size))
+
+
 def warps_for(columns: int) -> int:
     """Warps of a program that quantises rows of so many features (a power of two): 16 features for a thread."""
     return max(1, min(16, columns // 512))
@@ -140,16 +180,17 @@ def warps_for(columns: int) -> int:
 def _requantised(
     problem: Problem, piece: Piece, arena: Arena, found: Quantised, middle: Area, shared: bool
 ) -> tuple[Launch, Rows]:
-    """int8 activations, from activations or (shared) from the int32 sums of the gate-up product's shares."""
+    """Quantised activations, from activations or (shared) from the sums of the gate-up product's shares."""
     splits, pairs, size = middle.shape
     size = size // 2 if shared else size
-    rows = _rows(arena, pairs, size)
-    columns = next_power_of_two(size)
+    rows = _rows(arena, problem.w2, pairs, size)
+    columns = columns_of(rows, size)
     warps = warps_for(columns)
     arguments: dict[str, Argument] = {
         "static_scale": problem.w2.input_scale,
-        "codes": rows.codes,
+        "codes": _signed(rows.codes),
         "scales": rows.scales,
+        "scale_stride": rows.scale_stride,
         "tiles": found.sorted.tiles,
         "num_tiles": found.sorted.num_tiles,
         "size": size,
@@ -209,7 +250,7 @@ def product_launch(
     programs = problem.gpu.multiprocessors
     tiles, num_tiles = (found.sorted.tiles, found.sorted.num_tiles)
     if isinstance(kernel, Int8Narrow):
-        name = "hopper.w8a8.device.narrow:int8_product_narrow"
+        name = "hopper.w8a8.device.narrow:w8a8_product_narrow"
         box, token_box, item = 64, kernel.box, (64 if gated else 128) * kernel.warpgroups
         arguments |= {"splits": splits, "rows": pairs, "experts": problem.experts, "known": problem.known}
         constants |= {"TOKENS": kernel.tokens, "BOX": kernel.box, "SPLIT": gated and splits > 1}
@@ -218,7 +259,7 @@ def product_launch(
         programs *= kernel.resident
     else:
         assert not isinstance(kernel, Int8Direct)
-        name = "hopper.w8a8.device.wide:int8_product_wide"
+        name = "hopper.w8a8.device.wide:w8a8_product_wide"
         box, token_box, item = 128, 64, 128 if gated else 256
         constants |= {"WARPGROUPS": kernel.warpgroups, "REGISTERS": kernel.registers}
     blocks = -(-columns // item)
@@ -242,5 +283,6 @@ def product_launch(
         "w_rows": matrix.n,
         "up_row": up_row,
         "row_step": row_step,
+        "scale_stride": rows.scale_stride,
     }
     return Launch(name, (min(programs, most * blocks * splits),), arguments, constants, options)

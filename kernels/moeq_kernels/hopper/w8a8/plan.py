@@ -1,9 +1,9 @@
-"""Which int8 product kernel a call uses, and with what sizes: a table and a short rule, from shapes alone.
+"""Which kernel for products of bytes a call uses, and with what sizes: a table and a short rule, from shapes alone.
 
 With few tokens per expert the time is that of reading weights, and the narrow kernel reads them as far ahead as shared
 memory reaches; its tiles take as many tokens as an expert is likely to get, so that weights are read once. With more,
-multiplying counts, and the wide kernel does it at the larger tile. The table was measured on an H200 (see
-kernels/bench/TUNING.md).
+multiplying counts, and the wide kernel does it at the larger tile. The table was measured on an H200 with int8 (see
+kernels/bench/TUNING.md); e4m3 has the same bytes and the same rate, and was not measured.
 """
 
 from __future__ import annotations
@@ -100,9 +100,10 @@ class Int8Plan:
     down_splits: int = 1
 
 
+Table = tuple[tuple[float, Int8Narrow | Int8Wide], ...]
 WIDE = Int8Wide(4)
 #: (tokens per hit expert up to, kernel), tried in order.
-TABLE: tuple[tuple[float, Int8Narrow | Int8Wide], ...] = (
+TABLE: Table = (
     (5.0, Int8Narrow(8, 6, resident=2)),
     (10.0, Int8Narrow(16, 6, resident=2)),
     (24.0, Int8Narrow(32, 5, resident=2)),
@@ -110,6 +111,10 @@ TABLE: tuple[tuple[float, Int8Narrow | Int8Wide], ...] = (
     (96.0, Int8Narrow(128, 6)),
     (float("inf"), WIDE),
 )
+#: The same for e4m3, whose sums of a step take as many registers again: 128 tokens are too many for the narrow kernel.
+E4M3_TABLE = (*TABLE[:4], TABLE[5])
+#: And where the wide kernel cannot be had.
+E4M3_NARROW_TABLE = (*TABLE[:3], (float("inf"), TABLE[3][1]))
 #: Pairs up to which the kernels that do not sort are used, where experts are many.
 DIRECT_PAIRS = 32
 #: Features of gate up to which 128 tokens a tile are left to the wide kernel: the other reads them once for each 64.
@@ -144,13 +149,13 @@ def direct_plan(pairs: int, hidden: int, intermediate: int, gpu: Gpu = H200) -> 
     return Int8Plan(Int8Direct(), up, shares(pairs * -(-hidden // 128), -(-intermediate // 128)))
 
 
-def choose(pairs: int, experts: int, hidden: int, intermediate: int, gpu: Gpu = H200) -> Int8Plan:
-    """The plan for `pairs` routed pairs among `experts` with these packed sizes."""
-    small = 3 * hidden * intermediate <= DIRECT_WEIGHTS and intermediate <= DIRECT_FEATURES
+def choose(pairs: int, experts: int, hidden: int, intermediate: int, gpu: Gpu = H200, table: Table = TABLE) -> Int8Plan:
+    """The plan for `pairs` routed pairs among `experts` with these packed sizes; e4m3 has tables of its own."""
+    small = table is TABLE and 3 * hidden * intermediate <= DIRECT_WEIGHTS and intermediate <= DIRECT_FEATURES
     if small and 4 * pairs <= experts and pairs <= DIRECT_PAIRS:
         return direct_plan(pairs, hidden, intermediate, gpu)
     mean = tokens_per_hit(pairs, experts)
-    kernel = next(one for limit, one in TABLE if mean <= limit)
+    kernel = next(one for limit, one in table if mean <= limit)
     if isinstance(kernel, Int8Wide) or (kernel.tokens == 128 and intermediate <= FEW_FEATURES):
         return Int8Plan(WIDE)
     tiles = pairs / mean * max(1.0, mean / kernel.tokens)

@@ -91,8 +91,8 @@ def _activate(epilogue: Epilogue, gate: torch.Tensor, up: torch.Tensor) -> torch
 def products(monkeypatch: pytest.MonkeyPatch) -> dict[str, Product]:
     torch.utils.deterministic.fill_uninitialized_memory = True
     found = {"narrow": Product(wide=False), "wide": Product(wide=True)}
-    monkeypatch.setattr(narrow, "int8_product_narrow", found["narrow"])
-    monkeypatch.setattr(wide, "int8_product_wide", found["wide"])
+    monkeypatch.setattr(narrow, "w8a8_product_narrow", found["narrow"])
+    monkeypatch.setattr(wide, "w8a8_product_wide", found["wide"])
     return found
 
 

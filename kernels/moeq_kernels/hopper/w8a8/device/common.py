@@ -1,7 +1,9 @@
-"""What both int8 product kernels share: layouts, the order of work items, and scales.
+"""What both product kernels share: layouts, the order of work items, and scales.
 
-Both operands of the products are int8 rows of k in shared memory, sums are exact 32-bit integers (`IGMMA`), and scales
-are applied once, as the portable kernels do: sum * weight scale * token scale, then the bias.
+Both operands of the products are rows of k in shared memory, of int8 or e4m3. Sums of int8 products are exact 32-bit
+integers (`IGMMA`), and scales are applied once, as the portable kernels do: sum * weight scale * token scale, then the
+bias. Sums of e4m3 products (`QGMMA`) are float32 numbers of which the tensor cores keep some 14 bits, so those of each
+step are added to the others outside of them. There scales of groups are applied as well: a step is a group.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ STEP = gl.constexpr(128)
 
 @constexpr_function
 def accumulator(columns):
-    """int32 sums of one warpgroup, 64 rows (or a multiple) x columns."""
+    """Sums of one warpgroup, int32 or float32: 64 rows (or a multiple) x columns."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 32])
 
 
@@ -30,6 +32,12 @@ def operand():
 def weight_box():
     """The same memory as the copy engine fills it with weights `[1, rows, 128]` of one expert."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=3)
+
+
+@gluon.jit
+def step_scales(expert, n, rows, steps):
+    """Where the scales of the blocks of 128 x 128 begin that rows n of an expert's `rows` rows of weights lie in."""
+    return (expert * ((rows + 127) >> 7) + (n >> 7)) * steps
 
 
 @gluon.jit

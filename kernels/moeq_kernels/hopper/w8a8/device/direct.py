@@ -121,7 +121,7 @@ def few_gate_up_int8(
     Programs: (block of 64 columns of gate and of up, pair, share).
 
     Args:
-        first_desc, second_desc: gate and up, as of `narrow.int8_product_narrow`.
+        first_desc, second_desc: gate and up, as of `narrow.w8a8_product_narrow`.
         x: `[tokens, hidden]` with stride_x; static_scale: float32 `[1]` or None, where each row has its own.
         ids: `[tokens * top_k]` experts, local ones by expert_map `[known]` where MAPPED.
         scales: float32 `[pairs]`, where the tokens' scales are left.

@@ -1,4 +1,4 @@
-"""int8 expert products with few tokens per expert, transposed: Y^T = W X^T, weights as wgmma's 64-row operand.
+"""Expert products of bytes with few tokens per expert, transposed: Y^T = W X^T, weights as wgmma's 64-row operand.
 
 Few tokens then waste nothing: a tile has 8 to 128 of them. Time is that of reading weights, so what counts is bytes in
 flight: one warp copies weights as far ahead as shared memory reaches, across work items, and does not even wait for
@@ -37,7 +37,7 @@ def _items(tiles, num_tiles, rows, parts, DIRECT: gl.constexpr):
 
 @gluon.jit
 def _find(index, tiles, num_tiles, parts, experts, known, TOKENS: gl.constexpr, DIRECT: gl.constexpr):
-    """Expert, first row, end row and part of a work item; see `int8_product_narrow`."""
+    """Expert, first row, end row and part of a work item; see `w8a8_product_narrow`."""
     if DIRECT:
         pair = index // parts
         chosen = gl.load(tiles + pair).to(gl.int32)
@@ -109,14 +109,29 @@ def _copy_tokens(
 
 
 @gluon.jit
-def _scales(w_scale, bias, expert, n, rows, inside, HAS_BIAS: gl.constexpr):
-    """Scales and biases of rows n of the weights of an expert, of `rows` rows."""
+def _scales(w_scale, bias, expert, n, rows, inside, HAS_BIAS: gl.constexpr, GROUPED: gl.constexpr):
+    """Scales (unless GROUPED) and biases of rows n of the weights of an expert, of `rows` rows."""
     at = expert.to(gl.int64) * rows + n
-    scale = gl.load(w_scale + at, mask=inside, other=0.0).to(gl.float32)
+    if GROUPED:
+        scale = gl.zeros_like(at).to(gl.float32)
+    else:
+        scale = gl.load(w_scale + at, mask=inside, other=0.0).to(gl.float32)
     shift = scale
     if HAS_BIAS:
         shift = gl.load(bias + at, mask=inside, other=0.0).to(gl.float32)
     return scale, shift
+
+
+@gluon.jit
+def _add_step(acc, weights, tokens, empty, row_scale, token_scale, GROUPED: gl.constexpr):
+    """acc and what one step of e4m3 codes adds to it, with both scales where they are of groups."""
+    part = gl.zeros([acc.shape[0], acc.shape[1]], gl.float32, common.accumulator(acc.shape[1]))
+    part = warpgroup_mma(weights, tokens, part, use_acc=False, is_async=True)
+    part = warpgroup_mma_wait(0, deps=(part,))
+    mbarrier.arrive(empty, count=1)
+    if GROUPED:
+        part = part * gl.expand_dims(row_scale, 1) * gl.expand_dims(token_scale, 0)
+    return acc + part
 
 
 @gluon.jit
@@ -127,13 +142,15 @@ def _multiply(
     """A multiplying warpgroup: 128 rows of the weights, 64 of gate and of up where gated."""
     (
         w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks, splits, rows, columns,
-        stride, w_rows, up_row, row_step, experts, known,
+        stride, w_rows, up_row, row_step, experts, known, scale_stride,
     ) = given
     GATED: gl.constexpr = gated(EPILOGUE)
+    GROUPED: gl.constexpr = scale_stride is not None
+    INTEGERS: gl.constexpr = w_buf.dtype == gl.int8
     OWN: gl.constexpr = 64 if GATED else 128
     wide: gl.constexpr = common.accumulator(TOKENS)
-    w_view = reinterpret(w_buf, gl.int8, [STAGES * WARPGROUPS, 128, STEP], common.operand())
-    x_view = reinterpret(x_buf, gl.int8, [STAGES, TOKENS, STEP], common.operand())
+    w_view = reinterpret(w_buf, w_buf.dtype, [STAGES * WARPGROUPS, 128, STEP], common.operand())
+    x_view = reinterpret(x_buf, x_buf.dtype, [STAGES, TOKENS, STEP], common.operand())
     n = gl.arange(0, OWN, layout=gl.SliceLayout(1, wide))
     t = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, wide))
     if DEPENDENT:
@@ -147,26 +164,42 @@ def _multiply(
         column = part // splits * (OWN * WARPGROUPS) + OWN * WG
         inside = column + n < columns
         present = row + t < end_row
-        scale, shift = _scales(w_scale, bias, expert, (column + n) * row_step, w_rows, inside, BIAS)
+        scale, shift = _scales(w_scale, bias, expert, (column + n) * row_step, w_rows, inside, BIAS, GROUPED)
         up_scale = scale
         up_shift = shift
         if GATED:
-            up_scale, up_shift = _scales(w_scale, bias, expert, (column + n) * row_step + up_row, w_rows, inside, BIAS)
-        token_scale = gl.load(x_scale + row + t, mask=present, other=0.0)
+            up_scale, up_shift = _scales(
+                w_scale, bias, expert, (column + n) * row_step + up_row, w_rows, inside, BIAS, GROUPED
+            )
+        if GROUPED:
+            both = gl.arange(0, 128, layout=gl.SliceLayout(1, wide))
+            own = column + (both & (OWN - 1))
+            block = common.step_scales(expert, own * row_step + both // OWN * up_row, w_rows, steps)
+        else:
+            token_scale = gl.load(x_scale + row + t, mask=present, other=0.0)
 
-        acc = gl.zeros([128, TOKENS], gl.int32, wide)
+        acc = gl.zeros([128, TOKENS], gl.int32 if INTEGERS else gl.float32, wide)
         for i in range(first, last):
             stage = it % STAGES
+            if GROUPED:
+                row_scale = gl.load(w_scale + block + i, mask=own < columns, other=0.0).to(gl.float32)
+                token_scale = gl.load(x_scale + i * scale_stride + row + t, mask=present, other=0.0)
             mbarrier.wait(ready.index(stage), (it // STAGES) & 1)
-            acc = warpgroup_mma(
-                w_view.index(stage * WARPGROUPS + WG), x_view.index(stage).permute((1, 0)), acc, is_async=True
-            )
-            acc = warpgroup_mma_wait(1, deps=(acc,))
-            # All but the last product are done: give back the stage before this one.
-            mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1, pred=i > first)
+            weights = w_view.index(stage * WARPGROUPS + WG)
+            tokens = x_view.index(stage).permute((1, 0))
+            if INTEGERS:
+                acc = warpgroup_mma(weights, tokens, acc, is_async=True)
+                acc = warpgroup_mma_wait(1, deps=(acc,))
+                # All but the last product are done: give back the stage before this one.
+                mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1, pred=i > first)
+            elif GROUPED:
+                acc = _add_step(acc, weights, tokens, empty.index(stage), row_scale, token_scale, True)
+            else:
+                acc = _add_step(acc, weights, tokens, empty.index(stage), None, None, False)
             it += 1
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
+        if INTEGERS:
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
 
         target = out + gl.expand_dims((row + t).to(gl.int64) * stride, 0) + gl.expand_dims(column + n, 1)
         mask = gl.expand_dims(inside, 1) & gl.expand_dims(present, 0)
@@ -179,40 +212,45 @@ def _multiply(
                 gl.store(target, gate, mask=mask)
                 gl.store(target + columns, up, mask=mask)
             else:
-                gate = common.scaled(gate, scale, token_scale, True)
-                up = common.scaled(up, up_scale, token_scale, True)
+                if not GROUPED:
+                    gate = common.scaled(gate, scale, token_scale, True)
+                    up = common.scaled(up, up_scale, token_scale, True)
                 if BIAS:
                     gate += gl.expand_dims(shift, 1)
                     up += gl.expand_dims(up_shift, 1)
                 value = activate_gated(gate, up, EPILOGUE)
                 gl.store(target, value.to(out.dtype.element_ty), mask=mask)
         else:
-            value = common.scaled(acc, scale, token_scale, True)
+            value = acc
+            if not GROUPED:
+                value = common.scaled(acc, scale, token_scale, True)
             if BIAS:
                 value += gl.expand_dims(gl.where(number == 0, shift, 0.0), 1)
             gl.store(target, value.to(out.dtype.element_ty), mask=mask)
 
 
 @gluon.jit(do_not_specialize=["steps", "blocks", "splits", "rows", "up_row", "experts", "known"])
-def int8_product_narrow(
+def w8a8_product_narrow(
     first_desc, second_desc, x_desc, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks, splits, rows,
-    columns, stride, w_rows, up_row, row_step, experts, known,
+    columns, stride, w_rows, up_row, row_step, experts, known, scale_stride,
     TOKENS: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, WARPGROUPS: gl.constexpr,
     REGISTERS: gl.constexpr, EPILOGUE: gl.constexpr, BIAS: gl.constexpr, DIRECT: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """out[row] = x[row] @ W[expert of row].T with scales, or the activation of its halves.
 
     Args:
-        first_desc, second_desc: int8 weights `[E, rows, k]`, block `[1, 64, 128]`: gate and up where gated, else twice
-            the same.
-        x_desc: int8 tokens `[rows, k]` sorted by expert, block `[BOX, 128]`.
-        x_scale: fp32 `[rows]`.
-        w_scale, bias: `[E, w_rows]`; row n of gate is `n * row_step`, of up `up_row` further.
-        out: `[rows, ..]` with `stride`; `[splits, rows, ..]` without a gate; int32 sums `[splits, rows, 2 * columns]`
-            where gated and SPLIT.
+        first_desc, second_desc: weights `[E, rows, k]` of int8 or e4m3, block `[1, 64, 128]`: gate and up where gated,
+            else twice the same.
+        x_desc: tokens `[rows, k]` of the same type sorted by expert, block `[BOX, 128]`.
+        x_scale: fp32 `[rows]`, or `[steps, ..]` with `scale_stride`.
+        w_scale, bias: `[E, w_rows]`; row n of gate is `n * row_step`, of up `up_row` further. With `scale_stride`
+            w_scale is `[E, ceil(w_rows / 128), steps]`, a scale for each block of 128 x 128.
+        out: `[rows, ..]` with `stride`; `[splits, rows, ..]` without a gate; where gated and SPLIT sums
+            `[splits, rows, 2 * columns]`, int32 or float32, the latter with scales of groups but not with other ones.
         tiles: int32 `[T, 8]` and num_tiles: int32 `[1]`, of `device.routing`. DIRECT: the experts chosen `[rows]` and
             the map of experts or None instead; every row is a tile then, and weights need not wait for routing.
         experts, known: local experts, and how many the chosen ones may name (DIRECT).
+        scale_stride: None where a row has one scale.
         steps: of 128 of k; blocks: of columns; splits: items that share their k.
         columns: of out, of each half where gated and SPLIT.
         TOKENS: of a tile; BOX: of them that are copied together.
@@ -220,10 +258,10 @@ def int8_product_narrow(
         WARPGROUPS: that multiply (1 or 2), 128 rows of the weights each; REGISTERS: of their threads.
         DEPENDENT: launched while the kernel before it still runs.
     """
-    gl.static_assert(first_desc.dtype == gl.int8 and second_desc.dtype == gl.int8, "weights must be signed")
-    gl.static_assert(x_desc.dtype == gl.int8, "tokens must be signed: wgmma takes unsigned bytes as signed ones")
-    w_buf = gl.allocate_shared_memory(gl.int8, [STAGES * WARPGROUPS * 2, 1, 64, STEP], common.weight_box())
-    x_buf = gl.allocate_shared_memory(gl.int8, [STAGES * (TOKENS // BOX), BOX, STEP], common.operand())
+    gl.static_assert(x_desc.dtype == gl.int8 or x_desc.dtype == gl.float8e4nv, "wgmma takes unsigned bytes as signed")
+    gl.static_assert(first_desc.dtype == x_desc.dtype and second_desc.dtype == x_desc.dtype, "codes of one type")
+    w_buf = gl.allocate_shared_memory(x_desc.dtype, [STAGES * WARPGROUPS * 2, 1, 64, STEP], common.weight_box())
+    x_buf = gl.allocate_shared_memory(x_desc.dtype, [STAGES * (TOKENS // BOX), BOX, STEP], common.operand())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -233,7 +271,7 @@ def int8_product_narrow(
     barrier()
     taken = (
         w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks, splits, rows, columns,
-        stride, w_rows, up_row, row_step, experts, known,
+        stride, w_rows, up_row, row_step, experts, known, scale_stride,
     )
     weights = (
         first_desc, second_desc, w_buf, ready, empty, tiles, num_tiles, steps, blocks, splits, rows, experts, known,

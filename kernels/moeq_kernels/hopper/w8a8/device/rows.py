@@ -1,7 +1,8 @@
-"""Quantising tokens and activations to int8 rows, and routing few pairs on the way: plain Triton, no atomics.
+"""Quantising tokens and activations to int8 or e4m3 rows, and routing few pairs on the way: plain Triton, no atomics.
 
-Codes and scales are those of the portable kernels' `quantize_rows`, bit for bit: scale = max |row| / 127 (1 for a zero
-row) by true division, code = row / scale to nearest even.
+Codes and scales are those of the portable kernels' `quantize_rows` and `quantize_rows_e4m3`, bit for bit: scale = max
+|row| / 127 or 448 (1 for a zero row) by true division, code = row / scale to nearest even. Codes are e4m3 where their
+bytes are unsigned; then there may be a scale for each 128 columns of a row, `scale_stride` behind each other.
 """
 
 from __future__ import annotations
@@ -11,29 +12,49 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moeq_kernels.device.activations import activate_gated
-from moeq_kernels.device.numerics import round_half_even, round_to
+from moeq_kernels.device.numerics import float_to_e4m3, round_half_even, round_to
 from moeq_kernels.device.routing import _local, _mark_unused, _write_tiles
 
 
 @triton.jit
-def _quantised(value, static_scale):
-    """int8 codes and the scale of a float32 row; columns that do not count must be zero.
+def _quantised(value, static_scale, codes, scale_stride):
+    """Codes for `codes` and the scale of a float32 row, or scales `[.., 1]`; columns that do not count must be zero.
 
     One row, not several: with two axes Triton may give a thread all columns.
     """
+    E4M3: tl.constexpr = codes.dtype.element_ty == tl.uint8
+    COLUMNS: tl.constexpr = value.shape[0]
+    if scale_stride is not None:
+        value = tl.reshape(value, (COLUMNS // 128, 128))
     if static_scale is not None:
         scale = tl.load(static_scale)
     else:
-        top = tl.max(tl.abs(value), axis=0)
-        scale = tl.where(top > 0.0, tl.div_rn(top, 127.0), 1.0)
-    code = round_half_even(tl.div_rn(value, scale))
-    return tl.minimum(tl.maximum(code, -128.0), 127.0).to(tl.int8), scale
+        if scale_stride is not None:
+            top = tl.max(tl.abs(value), axis=1, keep_dims=True)
+        else:
+            top = tl.max(tl.abs(value), axis=0)
+        scale = tl.where(top > 0.0, tl.div_rn(top, 448.0 if E4M3 else 127.0), 1.0)
+    if E4M3:
+        return tl.reshape(float_to_e4m3(tl.div_rn(value, scale)), (COLUMNS,)), scale
+    else:
+        code = round_half_even(tl.div_rn(value, scale))
+        return tl.minimum(tl.maximum(code, -128.0), 127.0).to(tl.int8), scale
+
+
+@triton.jit
+def _store_scale(scales, row, scale, there, columns, scale_stride, COLUMNS: tl.constexpr):
+    """Stores the scale of a row, or those of the groups of its `columns` columns."""
+    if scale_stride is not None:
+        group = tl.expand_dims(tl.arange(0, COLUMNS // 128), 1)
+        tl.store(scales + group.to(tl.int64) * scale_stride + row, scale, mask=(group * 128 < columns) & there)
+    else:
+        tl.store(scales + row, scale, mask=there)
 
 
 @triton.jit(do_not_specialize=["pairs", "EXPERTS", "KNOWN", "MOST", "TILE"])
 def route_quantised(
     ids, expert_map, x, static_scale, codes, scales, inverse, expert_of_row, tiles, num_tiles, pairs, hidden, stride_x,
-    stride_q, EXPERTS, KNOWN, MOST, TILE, MAPPED: tl.constexpr, PAIRS: tl.constexpr, BINS: tl.constexpr,
+    stride_q, scale_stride, EXPERTS, KNOWN, MOST, TILE, MAPPED: tl.constexpr, PAIRS: tl.constexpr, BINS: tl.constexpr,
     TOP_K: tl.constexpr, PER: tl.constexpr, COLUMNS: tl.constexpr, DIRECT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Everything before the products, in one kernel, for up to a thousand or so pairs.
@@ -71,7 +92,7 @@ def route_quantised(
         local = at
         if not DIRECT:
             local = _local(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED)
-        code, scale = _quantised(value, static_scale)
+        code, scale = _quantised(value, static_scale, codes, scale_stride)
         for i in tl.static_range(PER):
             pair = group * PER + i
             mine = _local(ids, expert_map, pairs, pair, EXPERTS, KNOWN, MAPPED)
@@ -83,21 +104,21 @@ def route_quantised(
                 row = tl.sum(((local < mine) | ((local == mine) & (at < pair))).to(tl.int32))
                 tl.store(expert_of_row + row, mine, mask=there)
             tl.store(inverse + pair, tl.where(there, row, -1))
-            tl.store(scales + row, scale, mask=there)
+            _store_scale(scales, row, scale, there, hidden, scale_stride, COLUMNS)
             target = codes + row.to(tl.int64) * stride_q + column
             tl.store(target, code, mask=(column < hidden) & there)
 
 
 @triton.jit
 def quantise_tokens(
-    x, static_scale, codes, scales, inverse, hidden, stride_x, stride_q, TOP_K: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    x, static_scale, codes, scales, inverse, hidden, stride_x, stride_q, scale_stride, TOP_K: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Codes and scale of a token, in the sorted rows of its pairs; for many pairs, after `routing.place_pairs`."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     value = tl.load(x + token * stride_x + column, mask=column < hidden, other=0.0).to(tl.float32)
-    code, scale = _quantised(value, static_scale)
+    code, scale = _quantised(value, static_scale, codes, scale_stride)
     if DEPENDENT:
         gdc_wait()
     if DEPENDENT:
@@ -106,7 +127,7 @@ def quantise_tokens(
         row = tl.load(inverse + token * TOP_K + i)
         if row >= 0:
             tl.store(codes + row.to(tl.int64) * stride_q + column, code, mask=column < hidden)
-            tl.store(scales + row, scale)
+            _store_scale(scales, row, scale, True, hidden, scale_stride, COLUMNS)
 
 
 @triton.jit
@@ -121,8 +142,8 @@ def _rows_in_use(tiles, num_tiles, pairs, DIRECT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["pairs"])
 def requantise(
-    middle, static_scale, codes, scales, tiles, num_tiles, pairs, size, stride_q, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DIRECT: tl.constexpr, DEPENDENT: tl.constexpr,
+    middle, static_scale, codes, scales, tiles, num_tiles, pairs, size, stride_q, scale_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIRECT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Codes and scales of rows of activations `[pairs, size]`, of those that are in use (DIRECT: of all)."""
     first = tl.program_id(0) * ROWS
@@ -137,22 +158,22 @@ def requantise(
         # Does not wait for the number of rows: what is not in use is read, but not written.
         inside = (column < size) & (row < pairs)
         value = tl.load(middle + row * size + column, mask=inside, other=0.0).to(tl.float32)
-        code, scale = _quantised(value, static_scale)
+        code, scale = _quantised(value, static_scale, codes, scale_stride)
         tl.store(codes + row * stride_q + column, code, mask=(column < size) & (row < rows))
-        tl.store(scales + row, scale, mask=row < rows)
+        _store_scale(scales, row, scale, row < rows, size, scale_stride, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def activate_quantised(
     sums, static_scale, x_scale, w_scale, bias, expert_of_row, codes, scales, tiles, num_tiles, rows, size, stride_q,
-    up_row, row_step, SPLITS: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
-    LIMIT: tl.constexpr, DTYPE: tl.constexpr, COLUMNS: tl.constexpr, DIRECT: tl.constexpr,
+    up_row, row_step, scale_stride, SPLITS: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr,
+    BETA: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr, COLUMNS: tl.constexpr, DIRECT: tl.constexpr,
     INTERPRET: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """The end of a gate-up product whose k was shared: int32 sums `[SPLITS, rows, 2 * size]` to codes of activations.
+    """The end of a gate-up product whose k was shared: its sums `[SPLITS, rows, 2 * size]` to codes of activations.
 
-    Adds the shares, scales, applies the activation, rounds to DTYPE and quantises a row. Arguments of weights as in
-    `narrow.int8_product_narrow`.
+    Adds the shares, scales (unless scales are of groups, which sums have met already), applies the activation, rounds
+    to DTYPE and quantises a row. Arguments of weights as in `narrow.w8a8_product_narrow`.
     """
     row = tl.program_id(0)
     column = tl.arange(0, COLUMNS)
@@ -164,21 +185,25 @@ def activate_quantised(
     if row >= _rows_in_use(tiles, num_tiles, rows, DIRECT):
         return
     expert = tl.load(expert_of_row + row).to(tl.int64)
-    token_scale = tl.load(x_scale + row)
+    if scale_stride is None:
+        token_scale = tl.load(x_scale + row)
     at = expert * 2 * size + column * row_step
-    gate = tl.zeros([COLUMNS], tl.int32)
-    up = tl.zeros([COLUMNS], tl.int32)
+    gate = tl.zeros([COLUMNS], sums.dtype.element_ty)
+    up = tl.zeros([COLUMNS], sums.dtype.element_ty)
     for split in tl.static_range(SPLITS):
         source = sums + (split * rows + row).to(tl.int64) * (2 * size) + column
         gate += tl.load(source, mask=inside, other=0)
         up += tl.load(source + size, mask=inside, other=0)
-    gate_value = gate.to(tl.float32) * tl.load(w_scale + at, mask=inside, other=0.0).to(tl.float32) * token_scale
-    up_value = up.to(tl.float32) * tl.load(w_scale + at + up_row, mask=inside, other=0.0).to(tl.float32) * token_scale
+    gate_value = gate.to(tl.float32)
+    up_value = up.to(tl.float32)
+    if scale_stride is None:
+        gate_value = gate_value * tl.load(w_scale + at, mask=inside, other=0.0).to(tl.float32) * token_scale
+        up_value = up_value * tl.load(w_scale + at + up_row, mask=inside, other=0.0).to(tl.float32) * token_scale
     if bias is not None:
         gate_value += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
         up_value += tl.load(bias + at + up_row, mask=inside, other=0.0).to(tl.float32)
     value = activate_gated(gate_value, up_value, ACTIVATION, ALPHA, BETA, LIMIT)
     value = tl.where(inside, round_to(value, DTYPE, INTERPRET).to(tl.float32), 0.0)
-    code, scale = _quantised(value, static_scale)
+    code, scale = _quantised(value, static_scale, codes, scale_stride)
     tl.store(codes + row.to(tl.int64) * stride_q + column, code, mask=inside)
-    tl.store(scales + row, scale)
+    _store_scale(scales, row, scale, True, size, scale_stride, COLUMNS)
