@@ -119,8 +119,8 @@ def _upgrade(out: Output, src: str, checkpoint: Checkpoint, deployment: Deployme
     from dataclasses import replace
     from functools import cache
 
-    from moeq.oracle.policy import version_range
     from moeq.oracle.upgrade import steps
+    from moeq.oracle.versions import version_range
     from moeq.pipeline.plan.candidates import Ask
     from moeq.pipeline.plan.feasible import answer
 

@@ -14,9 +14,10 @@ from functools import cache
 from moeq.deploy.deployment import Deployment
 from moeq.layouts.arranged import ArrangedLayout
 from moeq.layouts.registry import LAYOUTS, layout_class
-from moeq.oracle.policy import BUILTIN, DeviceTerm, device_term
+from moeq.oracle.devices import DeviceTerm, device_term
 from moeq.oracle.records import CandidateReport, ConvertTarget, EngineError, Gate, MoeShape, Reason, Sizes, Verdict
 from moeq.oracle.sizes import round_up
+from moeq.oracle.versions import BUILTIN
 from moeq.schemes.base import Scheme
 from moeq_kernels.capabilities import CAPABILITIES, Capability
 from moeq_kernels.formats import FORMATS, Format

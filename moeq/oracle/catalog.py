@@ -14,8 +14,9 @@ from moeq.oracle.advisories import versions_text
 from moeq.oracle.builtin import BUILTIN_RULES
 from moeq.oracle.engines.vllm.filters import FILTERS
 from moeq.oracle.engines.vllm.gates import GATES
-from moeq.oracle.policy import ENGINES, knowledge
+from moeq.oracle.policy import knowledge
 from moeq.oracle.rules import RULES
+from moeq.oracle.versions import ENGINES
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from moeq.oracle.engine import resolve, sensitivity, settle, verdict_of
 from moeq.oracle.engines.sglang.verdict import is_sglang, judge_sglang
 from moeq.oracle.engines.vllm.readers import PREFIX
 from moeq.oracle.outcome import Outcome
-from moeq.oracle.policy import BUILTIN, choose_engine, load_policy
+from moeq.oracle.policy import load_policy
 from moeq.oracle.records import MoeShape, Verdict
 from moeq.oracle.suggest import nearest_yes, suggested
+from moeq.oracle.versions import BUILTIN, choose_engine
 from moeq.schemes.base import Scheme
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from moeq.deploy.deployment import Deployment
 from moeq.oracle.advisories import advisories_for
 from moeq.oracle.case import Case, Method
+from moeq.oracle.engines.vllm.floats import check_activation_request
 from moeq.oracle.engines.vllm.gates import run_gates
 from moeq.oracle.engines.vllm.names import entry_of
 from moeq.oracle.engines.vllm.readers import (
@@ -16,13 +17,13 @@ from moeq.oracle.engines.vllm.readers import (
     ConfigRefusal,
     Question,
     built_in_kernel,
-    check_activation_request,
     check_layer,
     check_selected,
 )
 from moeq.oracle.engines.vllm.registry import OUTSIDE, READERS
+from moeq.oracle.experts import Variant
 from moeq.oracle.outcome import Outcome, runs_as
-from moeq.oracle.policy import EnginePolicy, Variant
+from moeq.oracle.policy import EnginePolicy
 from moeq.oracle.records import CandidateReport, ConvertTarget, EngineError, MoeShape, Reason, Verdict
 from moeq.oracle.select import Selection, candidate_reports, select
 from moeq.oracle.sizes import sizes_for, transient_bytes, transported_hidden

@@ -4,7 +4,6 @@ at."""
 from __future__ import annotations
 
 import json
-import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,192 +13,10 @@ from typing import Any
 
 from moeq.deploy.deployment import Gpu
 from moeq.errors import MoeqError
+from moeq.oracle.devices import DeviceTerm, device_term, nearest_device
+from moeq.oracle.experts import ExpertsClass, experts_class
 from moeq.oracle.tablefile import longest, unpacked
-
-#: The policy of moeq's built-in kernels: not an engine's tables, see `builtin.py`.
-BUILTIN = "moeq"
-#: Engines whose tables are here.
-ENGINES = ("vllm",)
-
-# ------------------------------------------------------------------------------------------------ device conditions
-
-
-@dataclass(frozen=True)
-class DeviceTerm:
-    """One alternative of a device condition, such as `cuda 9.0..12.x`. Platform first, always.
-
-    A bare capability comparison would be meaningless on ROCm, where gfx90a reads as (9, 0) like a Hopper.
-    """
-
-    text: str
-    platform: str
-    low: tuple[int, int] | None = None
-    high: tuple[int, int] | None = None
-    arch: str | None = None
-
-    def admits(self, gpu: Gpu) -> bool:
-        """Whether the device is one of these."""
-        if gpu.platform != self.platform:
-            return False
-        if self.arch:
-            return gpu.arch == self.arch
-        capability = gpu.capability or (0, 0)
-        return (self.low is None or capability >= self.low) and (self.high is None or capability <= self.high)
-
-
-@cache
-def device_term(text: str) -> DeviceTerm:
-    """Parse a device condition. Raises MoeqError `bug.policy` for one that cannot be read."""
-    platform, _, detail = text.partition(" ")
-    if not detail:
-        return DeviceTerm(text, platform)
-    if platform != "cuda":
-        return DeviceTerm(text, platform, arch=detail)
-    low, _, high = detail.partition("..")
-    try:
-        if low.endswith("+"):
-            return DeviceTerm(text, platform, _version(low[:-1], 0), None)
-        return DeviceTerm(text, platform, _version(low, 0), _version(high or low, 99))
-    except ValueError:
-        raise MoeqError("bug.policy", f"device condition '{text}' cannot be read") from None
-
-
-def _version(text: str, minor: int) -> tuple[int, int]:
-    """`9.0` is (9, 0); `10.x` is (10, minor)."""
-    major, _, rest = text.partition(".")
-    return (int(major), minor if rest == "x" else int(rest))
-
-
-def nearest_device(gpu: Gpu, known: Mapping[str, Any]) -> str | None:
-    """The device of an engine's tables that stands for a GPU: itself, else the newest older one of its kind, or
-    None."""
-    if gpu.arch in known:
-        return gpu.arch
-    if gpu.platform == "cuda" and gpu.capability is not None:
-        older = [name for name in known if name.startswith("sm") and _capability(name) <= gpu.capability]
-        return max(older, key=_capability, default=None)
-    if gpu.platform == "rocm":
-        # One generation differs in its last digit: gfx1200 and gfx1201, but not gfx906 and gfx90a.
-        alike = [name for name in known if name[:-1] == gpu.arch[:-1] and (name + gpu.arch[-1:])[-2:].isdigit()]
-        return max(alike, default=None)
-    return None
-
-
-def _capability(arch: str) -> tuple[int, int]:
-    return int(arch[2:-1]), int(arch[-1])
-
-
-# ------------------------------------------------------------------------------------------------ experts classes
-
-
-@dataclass(frozen=True)
-class Variant:
-    """What a class accepts for some pairs of keys on some devices: one row of the extracted table.
-
-    Attributes:
-        pairs: `(weight key, activation key)`; activation `*` is any.
-        activations: activation functions.
-        routing: routing methods, None for all.
-        fp32_logits: routing methods that take fp32 router logits, None for all of `routing`.
-        parallel: parallel forms, as `Case.parallel_form` names them.
-        dtypes: dtypes of activations.
-        lora: adapters on experts.
-        bias: expert biases.
-        limit: activation functions that may have a clamp, None for all.
-        hidden: the hidden size is a multiple of it.
-        intermediate: the intermediate size per rank is a multiple of it.
-        intermediate_by: the same for activations where it is another.
-        max_experts: most experts, None without a limit.
-        min_top_k: fewest experts per token.
-        hash_routing: experts may be chosen by token id.
-        decomposed: the router may stay outside.
-        batch_invariant: results do not depend on the batch.
-        packages: optional packages it needs.
-        env: variables it depends on, each with the values that it stands with (None: unset).
-    """
-
-    pairs: frozenset[tuple[str, str]]
-    activations: tuple[str, ...]
-    parallel: frozenset[str]
-    routing: tuple[str, ...] | None = None
-    fp32_logits: tuple[str, ...] | None = None
-    dtypes: tuple[str, ...] = ()
-    lora: bool = False
-    bias: bool = True
-    limit: tuple[str, ...] | None = None
-    hidden: int | None = 1
-    intermediate: int | None = 1
-    intermediate_by: tuple[tuple[str, int], ...] = ()
-    max_experts: int | None = None
-    min_top_k: int | None = 1
-    hash_routing: bool = True
-    decomposed: bool = True
-    batch_invariant: bool = False
-    packages: tuple[str, ...] = ()
-    env: tuple[tuple[str, tuple[str | None, ...]], ...] = ()
-
-    def admits(self, weight: str, activation: str) -> bool:
-        """Whether a pair of keys is among its own."""
-        return (weight, activation) in self.pairs or (weight, "*") in self.pairs
-
-
-def _variant(row: Mapping[str, Any], forms: tuple[str, ...]) -> Variant:
-    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
-    values["pairs"] = frozenset(_pair(text) for text in row["pairs"])
-    refused = frozenset(row["parallel"].get("not", ()))
-    values["parallel"] = frozenset(row["parallel"].get("only", ())) or frozenset(forms) - refused
-    values["intermediate_by"] = tuple(row.get("intermediate_by", {}).items())
-    values["env"] = tuple((name, tuple(allowed)) for name, allowed in row.get("env", {}).items())
-    return Variant(**values)
-
-
-def _pair(text: str) -> tuple[str, str]:
-    weight, _, activation = text.partition("|")
-    return weight, activation
-
-
-@dataclass(frozen=True)
-class ExpertsClass:
-    """One experts class: its variants by device, and what it leaves out although it says yes.
-
-    Attributes:
-        name: class name (`W4A8:` before one that is there twice).
-        format: activation format, `standard` or `batched`.
-        monolithic: it does its own routing.
-        gemm_type: Humming's GEMM type, None for others.
-        variants: device -> variants.
-        ignores_lora: adapters are not applied.
-        drops_bias: biases are not added.
-        drops_zero_points: stored zero points are not read.
-        drops_scaling: the routed scaling factor and the clamp are not applied.
-        asserted_dtypes: dtypes asserted when the kernel is made.
-    """
-
-    name: str
-    format: str
-    monolithic: bool
-    gemm_type: str | None
-    variants: Mapping[str, tuple[Variant, ...]]
-    ignores_lora: bool = False
-    drops_bias: bool = False
-    drops_zero_points: bool = False
-    drops_scaling: bool = False
-    asserted_dtypes: tuple[str, ...] | None = None
-
-    @property
-    def short(self) -> str:
-        """The engine's own name of the class."""
-        return self.name.rpartition(":")[2]
-
-
-def _class(name: str, row: Mapping[str, Any], forms: tuple[str, ...], flags: Mapping[str, Any]) -> ExpertsClass:
-    variants: dict[str, tuple[Variant, ...]] = {}
-    for block in row["blocks"]:
-        made = tuple(_variant(item, forms) for item in block["variants"])
-        variants.update({device: made for device in block["devices"]})
-    asserted = {"asserted_dtypes": tuple(flags["asserted_dtypes"])} if "asserted_dtypes" in flags else {}
-    return ExpertsClass(name, row["format"], row["monolithic"], row["gemm_type"], variants, **{**flags, **asserted})
-
+from moeq.oracle.versions import BUILTIN, engine_names, release
 
 # ------------------------------------------------------------------------------------------------ backends
 
@@ -494,14 +311,6 @@ class EnginePolicy:
         return self._nearest[gpu]
 
 
-def release(version: str) -> tuple[int, ...]:
-    """A version's numbers. Raises MoeqError `usage.engine-version`."""
-    match = re.fullmatch(r"v?(\d+(?:\.\d+)*)(?:[.+-]?(?:post|rc|dev|a|b|cu|cpu|rocm)?\S*)?", version)
-    if match is None:
-        raise MoeqError("usage.engine-version", f"'{version}' is not a version", "such as 0.33.0")
-    return tuple(int(part) for part in match[1].split("."))
-
-
 def _blocks(rows: list[Mapping[str, Any]]) -> dict[str, Any]:
     """`{"devices": [...], "value": ...}` rows as device -> value."""
     return {device: row["value"] for row in rows for device in row["devices"]}
@@ -514,7 +323,7 @@ def build_policy(tables: Mapping[str, Any], known: Mapping[str, Any]) -> EngineP
     families = {
         name: _family(name, blocks, known["families"], checked=checked) for name, blocks in tables["families"].items()
     }
-    classes = {name: _class(name, row, forms, flags.get(name, {})) for name, row in tables["classes"].items()}
+    classes = {name: experts_class(name, row, forms, flags.get(name, {})) for name, row in tables["classes"].items()}
     # Classes that are tried and run on none of the devices.
     named = {name for family in families.values() for backend in family.backends.values() for name in backend.classes}
     classes.update({name: ExpertsClass(name, "standard", False, None, {}) for name in sorted(named - set(classes))})
@@ -548,99 +357,6 @@ def knowledge(engine: str) -> dict[str, Any]:
     """What moeq knows about an engine's backends in every version: layouts, losses, converters that raise,
     advisories."""
     return tomllib.loads(files("moeq.oracle").joinpath("engines", engine, "backends.toml").read_text(encoding="utf-8"))
-
-
-@cache
-def versions(engine: str) -> tuple[str, ...]:
-    """Versions of an engine whose tables are here, oldest first."""
-    folder = files("moeq.oracle").joinpath("engines", engine, "tables")
-    found = [entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json")]
-    return tuple(sorted(found, key=release))
-
-
-def engine_names() -> tuple[str, ...]:
-    """Names of the engine policies that are there, `moeq` included."""
-    return (BUILTIN, *(f"{name}@{version}" for name in ENGINES for version in versions(name)))
-
-
-@dataclass(frozen=True)
-class EngineChoice:
-    """Which tables stand for an engine that was asked for.
-
-    Attributes:
-        policy: name of the policy that decides.
-        other: where the version asked for lies between two known ones: the newer of them. What it decides is said too.
-        notes: how the choice came about, where that is not plain.
-    """
-
-    policy: str
-    other: str | None = None
-    notes: tuple[str, ...] = ()
-
-
-def choose_engine(asked: str) -> EngineChoice:
-    """The policy behind `vllm@0.33.0`, a version between two known ones, a newer one, or `vllm` (the installed one,
-    else the newest known). One that is older than all known ones is refused when it is asked for by number.
-
-    Raises:
-        MoeqError: `usage.unknown-engine`, `usage.engine-version`.
-    """
-    name, _, version = asked.partition("@")
-    if name not in ENGINES:
-        raise MoeqError("usage.unknown-engine", f"no engine is called '{asked}'", f"known: {', '.join(engine_names())}")
-    known = versions(name)
-    notes: tuple[str, ...] = ()
-    if not version:
-        installed = installed_version(name)
-        version = installed or known[-1]
-        what = (
-            f"{name} {version} is installed" if installed else f"{name} is not installed: decided as the newest known"
-        )
-        notes = (f"{what}, {name} {version}" if not installed else what,)
-    if version in known:
-        return EngineChoice(f"{name}@{version}", None, notes)
-    older = [one for one in known if release(one) < release(version)]
-    newer = [one for one in known if release(one) > release(version)]
-    if asked.partition("@")[2] and not older:
-        hint = f"known: {', '.join(known)}"
-        raise MoeqError("usage.engine-version", f"{name} {version} is older than all known versions", hint)
-    used = older[-1] if older else newer[0]
-    other = f"{name}@{newer[0]}" if older and newer else None
-    beside = f", beside {newer[0]}" if other else f"; nothing {'newer' if older else 'older'} is known"
-    notes += (f"{name} {version} is not known exactly: decided as {used}{beside}",)
-    return EngineChoice(f"{name}@{used}", other, notes)
-
-
-def installed_version(name: str) -> str | None:
-    """Version of an engine in this environment, or None. Nothing of it is imported."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def version_range(asked: str) -> tuple[str, ...]:
-    """The known policies from `vllm@A..B`, both ends included.
-
-    Raises:
-        MoeqError: `usage.engine-version` for a range that holds fewer than two known versions; `usage.unknown-engine`.
-    """
-    name, _, ends = asked.partition("@")
-    low, _, high = ends.partition("..")
-    if name not in ENGINES:
-        raise MoeqError("usage.unknown-engine", f"no engine is called '{name}'", f"known: {', '.join(engine_names())}")
-    known = versions(name)
-    found = tuple(
-        f"{name}@{one}" for one in known
-        if (not low or release(one) >= release(low)) and (not high or release(one) <= release(high))
-    )  # fmt: skip
-    if len(found) < 2:
-        raise MoeqError(
-            "usage.engine-version", f"{asked} holds fewer than two known versions", f"known: {', '.join(known)}"
-        )
-    return found
 
 
 @cache

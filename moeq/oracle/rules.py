@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from moeq.oracle.case import DEFAULT_ALL2ALL, Case
-from moeq.oracle.policy import ExpertsClass, Variant
+from moeq.oracle.experts import ExpertsClass, Variant
 from moeq.oracle.records import Reason
 
 Failure = tuple[str, str | None]

@@ -13,9 +13,11 @@ from moeq.layouts.registry import LAYOUTS
 from moeq.oracle.builtin import builtin_policy
 from moeq.oracle.decide import judge
 from moeq.oracle.engines.vllm.filters import FILTERS
-from moeq.oracle.policy import BUILTIN, Backend, EnginePolicy, ExpertsClass, Family, Variant, choose_engine, load_policy
+from moeq.oracle.experts import ExpertsClass, Variant
+from moeq.oracle.policy import Backend, EnginePolicy, Family, load_policy
 from moeq.oracle.records import AS_IT_IS, MoeShape, Verdict
 from moeq.oracle.sweep import Cell
+from moeq.oracle.versions import BUILTIN, choose_engine
 from moeq.schemes.base import Scheme
 
 # ------------------------------------------------------------------------------------------------ backends

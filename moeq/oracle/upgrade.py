@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moeq.oracle.policy import version_range
 from moeq.oracle.records import Verdict
+from moeq.oracle.versions import version_range
 
 
 @dataclass(frozen=True)

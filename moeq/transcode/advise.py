@@ -11,7 +11,7 @@ from moeq.deploy.deployment import Deployment
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.oracle import decide as oracle
-from moeq.oracle.policy import BUILTIN
+from moeq.oracle.versions import BUILTIN
 from moeq.pipeline.plan.decision import first_layer, heads_problem, moe_shape
 from moeq.transcode.plan import TranscodePlan, make_transcode_plan
 from moeq.transcode.survey import Projected, TranscodeRequest

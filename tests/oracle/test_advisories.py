@@ -18,9 +18,10 @@ from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.oracle.advisories import CONDITIONS, advisories_for, has_defect
 from moeq.oracle.decide import judge_config
-from moeq.oracle.policy import knowledge, load_policy, release, versions
+from moeq.oracle.policy import knowledge, load_policy
 from moeq.oracle.records import MoeShape
 from moeq.oracle.upgrade import steps
+from moeq.oracle.versions import release, versions
 
 Row = dict[str, Any]
 ROWS: dict[str, Row] = {row["code"]: row for row in knowledge("vllm")["advisories"]}

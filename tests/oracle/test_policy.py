@@ -16,25 +16,15 @@ from oracle.examples import SHAPE, scheme
 from moeq.deploy.deployment import Deployment, Gpu
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
-from moeq.oracle import policy as policies
 from moeq.oracle.decide import judge, judge_config
 from moeq.oracle.declare import config_of
+from moeq.oracle.devices import device_term, nearest_device
 from moeq.oracle.engine import resolve
-from moeq.oracle.policy import (
-    build_policy,
-    choose_engine,
-    device_term,
-    engine_names,
-    knowledge,
-    load_policy,
-    nearest_device,
-    parse_search,
-    version_range,
-    versions,
-)
+from moeq.oracle.policy import build_policy, knowledge, load_policy, parse_search
 from moeq.oracle.records import MoeShape
 from moeq.oracle.tablefile import fewest, longest, packed, text, unpacked
 from moeq.oracle.upgrade import differences, steps
+from moeq.oracle.versions import choose_engine, engine_names, version_range, versions
 
 
 @pytest.fixture
@@ -138,9 +128,9 @@ def test_an_unknown_version_is_said_aloud(asked: str) -> None:
 
 
 def test_the_installed_engine_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policies, "installed_version", lambda name: "0.33.0")
+    monkeypatch.setattr("moeq.oracle.versions.installed_version", lambda name: "0.33.0")
     assert choose_engine("vllm").policy == "vllm@0.33.0"
-    monkeypatch.setattr(policies, "installed_version", lambda name: None)
+    monkeypatch.setattr("moeq.oracle.versions.installed_version", lambda name: None)
     newest = choose_engine("vllm")
     assert newest.policy == f"vllm@{versions('vllm')[-1]}"
     assert "not installed" in newest.notes[0]

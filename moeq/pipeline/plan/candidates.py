@@ -12,8 +12,8 @@ from moeq.layouts.registry import layout_class
 from moeq.model import Checkpoint
 from moeq.oracle.builtin import report_of_layout
 from moeq.oracle.engines.sglang.verdict import is_sglang
-from moeq.oracle.policy import BUILTIN as OWN_ENGINE
 from moeq.oracle.records import AS_IT_IS, CandidateReport, ConvertTarget, Reason, Sizes, Verdict
+from moeq.oracle.versions import BUILTIN as OWN_ENGINE
 from moeq.pipeline.plan.decision import heads_problem, judge_checkpoint, moe_shape
 from moeq.pipeline.plan.layers import PlanOptions
 from moeq.schemes.base import Scheme

@@ -10,8 +10,8 @@ from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model.info import RoutingInfo
 from moeq.oracle import decide as oracle
-from moeq.oracle.policy import BUILTIN as OWN_ENGINE
 from moeq.oracle.records import Gate, MoeShape, Routing, Verdict
+from moeq.oracle.versions import BUILTIN as OWN_ENGINE
 from moeq.schemes.base import Scheme
 
 HEADS = ("num_attention_heads", "n_heads", "n_head")

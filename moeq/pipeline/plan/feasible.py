@@ -17,8 +17,8 @@ from moeq.errors import MoeqError
 from moeq.layouts.registry import get_layout
 from moeq.matrix import MatrixSpec
 from moeq.model import Checkpoint
-from moeq.oracle.policy import BUILTIN as OWN_ENGINE
 from moeq.oracle.records import ConvertTarget, Sizes, Verdict
+from moeq.oracle.versions import BUILTIN as OWN_ENGINE
 from moeq.pipeline.plan.candidates import Ask, Target, candidates, tried
 from moeq.pipeline.plan.decision import first_layer, is_quantised, judge_checkpoint
 from moeq.pipeline.plan.layers import LayerPlan, PlanOptions, plan_layer

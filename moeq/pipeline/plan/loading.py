@@ -19,7 +19,7 @@ from moeq.deploy.loaders import (
 from moeq.layouts.registry import layout_class
 from moeq.model import Checkpoint
 from moeq.oracle.builtin import report_of_layout
-from moeq.oracle.policy import engine_names
+from moeq.oracle.versions import engine_names
 from moeq.pipeline.plan.candidates import Ask
 from moeq.pipeline.plan.decision import heads_problem, judge_checkpoint, moe_shape
 from moeq.pipeline.plan.layers import LayerPlan

@@ -11,8 +11,8 @@ from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
-from moeq.oracle.policy import BUILTIN as OWN_ENGINE
 from moeq.oracle.records import Verdict
+from moeq.oracle.versions import BUILTIN as OWN_ENGINE
 from moeq.pipeline.plan.candidates import Ask
 from moeq.pipeline.plan.decision import first_layer, judge_checkpoint
 from moeq.pipeline.plan.feasible import Answer, answer, convertible_problem

@@ -21,8 +21,9 @@ from oracle.differential import samples
 from oracle.differential.compare import Comparison, Row, short
 from oracle.differential.known import DIFFERENCES
 
-from moeq.oracle.policy import load_policy, release
+from moeq.oracle.policy import load_policy
 from moeq.oracle.tablefile import text as tables_text
+from moeq.oracle.versions import release
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "tests" / "data" / "oracle" / "agreement.json"

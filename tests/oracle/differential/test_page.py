@@ -5,7 +5,7 @@ from __future__ import annotations
 from oracle.differential import agree
 from oracle.differential.known import DIFFERENCES
 
-from moeq.oracle.policy import versions
+from moeq.oracle.versions import versions
 
 
 def test_the_page_is_up_to_date() -> None:

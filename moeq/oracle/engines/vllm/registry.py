@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 from moeq.oracle.engines.vllm.compressed import read_compressed_tensors
+from moeq.oracle.engines.vllm.floats import read_fp8, read_gpt_oss, read_modelopt, read_mxfp4, read_online
+from moeq.oracle.engines.vllm.integers import read_awq, read_gptq, read_humming, read_inc, read_moe_wna16
 from moeq.oracle.engines.vllm.quark import read_quark
-from moeq.oracle.engines.vllm.readers import (
-    Reader,
-    read_awq,
-    read_fp8,
-    read_gpt_oss,
-    read_gptq,
-    read_humming,
-    read_inc,
-    read_modelopt,
-    read_moe_wna16,
-    read_mxfp4,
-    read_online,
-    unquantized,
-)
+from moeq.oracle.engines.vllm.readers import Reader, unquantized
 
 #: Entry point (the name of the method in force) -> reader. A method without a checkpoint config quantises while
 # loading.

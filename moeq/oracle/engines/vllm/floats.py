@@ -1,0 +1,225 @@
+"""How vLLM reads configs of FP8, FP4 and MX weights, and of experts that it quantises while they load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from math import gcd
+from typing import Any
+
+from moeq.oracle.case import Case, Method
+from moeq.oracle.engines.vllm.readers import (
+    Config,
+    ConfigRefusal,
+    Question,
+    refuse,
+    required,
+    skipped_module,
+    unquantized,
+)
+
+
+def read_gpt_oss(question: Question) -> Method:
+    """gpt-oss MXFP4: no config keys are read except an activation request."""
+    activation = moe_activation(question.config)
+    return Method("GptOssMxfp4MoEMethod", "mxfp4", "mxfp4", "kMxfp4Static", activation, 4, 32)
+
+
+def read_mxfp4(question: Question) -> Method:
+    """MXFP4 of other models: the second selector."""
+    if not question.policy.since("0.28.0"):  # one method for all models
+        return read_gpt_oss(question)
+    activation = moe_activation(question.config)
+    return Method("Mxfp4MoEMethod", "mxfp4-generic", "mxfp4", "kMxfp4Static", activation, 4, 32)
+
+
+_REQUESTED = {"bf16": None, "mxfp8": "kMxfp8Dynamic", "mxfp4": "kMxfp4Dynamic", "fp8": "kFp8StaticTensorSym"}
+
+
+def moe_activation(config: Config) -> str | None:
+    """Activation key that is asked for beside the checkpoint (`quantization_config.moe.activation`)."""
+    moe = config.get("moe")
+    return _REQUESTED.get(str(moe.get("activation"))) if isinstance(moe, Mapping) else None
+
+
+def check_activation_request(method: Method, config: Config) -> None:
+    """An activation asked for beside the checkpoint must agree with what the checkpoint declares."""
+    moe = config.get("moe")
+    asked = moe.get("activation") if isinstance(moe, Mapping) else None
+    if asked in _REQUESTED and method.family == "mxfp4" and _REQUESTED[asked] != method.activation_key:
+        declared = method.activation_key or "16-bit"
+        refuse(
+            f"moe.activation {asked} disagrees with the checkpoint's activations ({declared})", "drop moe.activation"
+        )
+
+
+def block_key(rows: int, columns: int) -> str:
+    """The key of fp8 weights with one scale per block."""
+    return "kFp8Static128BlockSym" if (rows, columns) == (128, 128) else f"kFp8Static{rows}x{columns}Sym"
+
+
+def read_fp8(question: Question) -> Method:
+    """DeepSeek-style and per-tensor FP8."""
+    config, case = question.config, question.probe
+    if skipped_module(config.get("ignored_layers") or config.get("modules_to_not_convert"), question.prefix):
+        return unquantized()
+    base = Method("Fp8MoEMethod", "fp8", "fp8", "kFp8StaticTensorSym", None, 8, -1, vllm_cutlass=False)
+    block = config.get("weight_block_size")
+    scheme = str(config.get("activation_scheme", "dynamic"))
+    if scheme not in ("dynamic", "static"):
+        refuse(f"activation_scheme {scheme} is not one of static, dynamic")
+    if not block:
+        if scheme == "static":
+            key = "kFp8StaticTensorSym"
+        elif case.flag("VLLM_BATCH_INVARIANT") == "1" and question.policy.since("0.33.0"):
+            key = "kFp8DynamicTokenSym"  # a scale per tensor would depend on the batch
+        else:
+            key = "kFp8DynamicTensorSym"
+        return replace(base, activation_key=key)
+    if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
+        refuse(f"weight_block_size {block} is not two sizes")
+    if scheme != "dynamic":
+        refuse(f"block-wise fp8 weights need dynamic activations, activation_scheme is {scheme}")
+    return _block_method(question, replace(base, activation_key="kFp8Dynamic128Sym"), (block[0], block[1]))
+
+
+def _block_method(question: Question, base: Method, block: tuple[int, int]) -> Method:
+    """Blocks that a rank's shard cuts are refined to a size that divides, or the shard is padded to whole blocks."""
+    case = question.probe
+    refined = refined_block(case, block) if question.policy.since("0.30.0") else None
+    asked = case.deployment.backend
+    if question.policy.since("0.32.0") and asked != "auto" and not _can_refine(question, refined, asked):
+        padded = padded_shard(case, block)
+        if padded is not None:
+            return replace(
+                base, weight_key=block_key(*block), block=block, padded_intermediate=padded, group_size=block[1]
+            )
+    rows, columns = refined or block
+    # Older versions ask with the key of 128 x 128 whatever the blocks are.
+    key = block_key(rows, columns) if question.policy.since("0.30.0") else block_key(128, 128)
+    return replace(base, weight_key=key, block=(rows, columns), group_size=columns)
+
+
+def refined_block(case: Case, block: tuple[int, int]) -> tuple[int, int] | None:
+    """The largest square block (at least 32) that divides the checkpoint's and every shard; None where none is needed
+    or there is none."""
+    inner = case.intermediate
+    if inner % block[0] == 0 and (case.moe_tp == 1 or inner % block[1] == 0):
+        return None
+    size = gcd(*block, inner, case.shape.hidden_size)
+    return (size, size) if size >= 32 else None
+
+
+def _can_refine(question: Question, refined: tuple[int, int] | None, asked: str) -> bool:
+    """Whether a class of the requested backend lists the refined block."""
+    policy, device = question.policy, question.probe.device
+    from moeq.oracle.select import search_of
+
+    family = policy.families["fp8"]
+    search = search_of(question.probe, family, asked)
+    if search.error == ("ValueError", "OVERRIDE_UNKNOWN") and not search.attempts:
+        text, known = f"'{asked}' names no backend of {family.title}", f"known here: {', '.join(family.flags(device))}"
+        raise ConfigRefusal("ValueError", "OVERRIDE_UNKNOWN", text, known)
+    if refined is None:
+        return False
+    key = block_key(*refined)
+    classes = {attempt.experts for attempt in search.attempts}
+    variants = [row for name in classes for row in policy.classes[name].variants.get(device, ())]
+    return any(row.admits(key, "kFp8Dynamic128Sym") for row in variants)
+
+
+def padded_shard(case: Case, block: tuple[int, int]) -> int | None:
+    """A rank's shard padded to whole blocks, None where it need not or cannot be.
+
+    Raises:
+        ConfigRefusal: where the engine insists on padding and the deployment does not allow it.
+    """
+    rows, columns = block
+    if rows != columns or case.moe_tp == 1 or case.intermediate % rows == 0:
+        return None
+    shape, d = case.shape, case.deployment
+    if shape.intermediate_size % rows or shape.hidden_size % rows or d.ep > 1 or d.lora or shape.has_bias:
+        text = f"fp8 blocks of {rows} over tensor parallelism need sizes that they divide, no EP, no LoRA and no biases"
+        raise ConfigRefusal("ValueError", "OVERRIDE_UNSUPPORTED", text, "no --moe-backend")
+    return -(-case.intermediate // rows) * rows
+
+
+def read_online(question: Question) -> Method:
+    """`--quantization` of an unquantised checkpoint: experts are quantised while they load."""
+    case = question.probe
+    name = case.deployment.quantization or str(question.config.get("quant_method", ""))
+    token = case.flag("VLLM_BATCH_INVARIANT") == "1" and question.policy.since("0.33.0")
+    table: dict[str, Method] = {
+        "fp8_per_tensor": Method(
+            "Fp8PerTensorOnlineMoEMethod", "fp8", "online", "kFp8StaticTensorSym",
+            "kFp8DynamicTokenSym" if token else "kFp8DynamicTensorSym", 8, -1, vllm_cutlass=False,
+        ),
+        "fp8_per_block": Method(
+            "Fp8PerBlockOnlineMoEMethod", "fp8", "online", "kFp8Static128BlockSym", "kFp8Dynamic128Sym", 8, 128,
+            vllm_cutlass=False, block=(128, 128),
+        ),
+        "fp8_per_channel": Method(
+            "Fp8PtpcOnlineMoEMethod", "fp8", "online", "kFp8StaticChannelSym", "kFp8DynamicTokenSym", 8, -1,
+        ),
+        "mxfp8": Method("Mxfp8OnlineMoEMethod", "mxfp8", "online", "kMxfp8Static", "kMxfp8Dynamic", 8, 32),
+    }  # fmt: skip
+    int8 = Method(
+        "Int8OnlineMoEMethod", "int8", "experts_int8", "kInt8StaticChannelSym", "kInt8DynamicTokenSym", 8, -1,
+        notes=("selected with W8A8 keys, runs W8A16",),
+    )  # fmt: skip
+    table.update({"fp8": table["fp8_per_tensor"], "experts_int8": int8, "int8_per_channel_weight_only": int8})
+    if name not in table:
+        refuse(f"--quantization {name} on an unquantised checkpoint is not known here", f"known: {', '.join(table)}")
+    return table[name]
+
+
+_MODELOPT: dict[str, tuple[str, str, str, str | None]] = {
+    "FP8": ("ModelOptFp8MoEMethod", "fp8", "kFp8StaticTensorSym", "kFp8StaticTensorSym"),
+    "FP8_PER_CHANNEL_PER_TOKEN": ("ModelOptFp8MoEMethod", "fp8", "kFp8StaticTensorSym", "kFp8StaticTensorSym"),
+    "FP8_PB_WO": ("ModelOptFp8MoEMethod", "fp8", "kFp8StaticTensorSym", "kFp8StaticTensorSym"),
+    "NVFP4": ("ModelOptNvFp4FusedMoE", "nvfp4", "kNvfp4Static", "kNvfp4Dynamic"),
+    "W4A16_NVFP4": ("ModelOptNvFp4FusedMoE", "nvfp4", "kNvfp4Static", None),
+    "MXFP8": ("ModelOptMxFp8FusedMoE", "mxfp8", "kMxfp8Static", "kMxfp8Dynamic"),
+}
+
+
+def read_modelopt(question: Question) -> Method:
+    """NVIDIA ModelOpt: `quant_algo` decides, but for modules in the exclude list."""
+    from moeq.oracle.engines.vllm.names import algorithm_of
+
+    config = question.config
+    nested = isinstance(config.get("quantization"), Mapping)
+    source: Mapping[str, Any] = config["quantization"] if nested else config
+    algorithm = algorithm_of(config)
+    plain_mxfp8 = config.get("quant_method") == "mxfp8" and not algorithm
+    if plain_mxfp8:
+        algorithm = "MXFP8"
+    if algorithm not in _MODELOPT:
+        refuse(f"ModelOpt quant_algo '{algorithm}' has no MoE method", f"known: {', '.join(_MODELOPT)}")
+    if nested and algorithm in ("NVFP4", "W4A16_NVFP4"):
+        for name in ("group_size", "kv_cache_quant_algo", "exclude_modules"):
+            required(source, name)
+    listed = "ignored_layers" if plain_mxfp8 else "exclude_modules"
+    if nested or plain_mxfp8:
+        entries = source.get(listed) or []
+    else:
+        flat = config.get("exclude_modules", []) if question.policy.since("0.33.0") else []
+        entries = config.get("ignore", flat)
+    if excluded(entries, question.prefix):
+        return unquantized()
+    name, family, weight, activation = _MODELOPT[algorithm]
+    groups = config.get("config_groups")
+    weight_only = (
+        isinstance(groups, Mapping) and groups and all(row.get("input_activations") is None for row in groups.values())
+    )
+    if algorithm == "NVFP4" and weight_only:
+        activation = None
+    bits = 4 if family == "nvfp4" else 8
+    return Method(name, family, "modelopt", weight, activation, bits, vllm_cutlass=False)
+
+
+def excluded(entries: Iterable[str], prefix: str) -> bool:
+    """ModelOpt's exclude list: exact names, parts of names, wildcards."""
+    from fnmatch import fnmatch
+
+    return skipped_module(entries, prefix) or any(entry in prefix or fnmatch(prefix, entry) for entry in entries)

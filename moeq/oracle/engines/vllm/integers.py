@@ -1,0 +1,259 @@
+"""How vLLM reads configs of integer weights: GPTQ, AWQ, AutoRound, and the methods that take what Marlin does not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from moeq.oracle.case import Case, Method
+from moeq.oracle.engines.vllm.readers import (
+    Config,
+    ConfigRefusal,
+    Question,
+    check_marlin_input,
+    integer,
+    marlin_fails,
+    refuse,
+    required,
+    skipped_by,
+    unquantized,
+    weight_only_key,
+)
+
+
+def read_gptq(question: Question) -> Method:
+    """GPTQ: `AutoGPTQConfig`, with the MoeWNA16 fallback where Marlin's shape test fails."""
+    config = question.config
+    bits, group = integer(config, "bits"), integer(config, "group_size")
+    desc_act, sym = bool(required(config, "desc_act")), bool(required(config, "sym"))
+    ordered = not question.policy.since("0.30.0") and desc_act and group != -1
+    if question.policy.since("0.30.0"):
+        check_act_order(config, desc_act, group)
+    check_gptq_bits(bits, sym)
+    if marlin_fails(question, group, tile_padding=not ordered):
+        # The engine tests the shape with the base group size, before it looks at any per-module rule.
+        return moe_wna16(question, bits, group, zero_points=not sym, note="Marlin's shape test fails")
+    rule = dynamic_rule(config, question.prefix)
+    if rule is not None and rule.get("skip"):
+        check_marlin_input(question.probe)  # the method is made before the rule is read
+        return unquantized()
+    if rule:
+        bits, group = rule.get("bits", bits), rule.get("group_size", group)
+        check_gptq_bits(bits, bool(rule.get("sym", sym)))
+        ordered = ordered or (not question.policy.since("0.30.0") and bool(rule.get("desc_act")))
+    return replace(auto_gptq(bits, group), act_order=ordered, tile_padding=not ordered)
+
+
+def auto_gptq(bits: int, group: int) -> Method:
+    """The Marlin-layout integration of symmetric GPTQ. Its key never knows groups of 32 apart."""
+    return Method(
+        "AutoGPTQMoEMethod", "wna16", "gptq", f"kInt{bits}Static", None, bits, group,
+        bias_possible=True, tile_padding=True, checks_input=True,
+    )  # fmt: skip
+
+
+def check_act_order(config: Config, desc_act: bool, group: int) -> None:
+    """desc_act survives only with one group (as a no-op), in the base config and in every rule that does not skip."""
+    rules = (config.get("dynamic") or {}).items()
+    rows = [{**config, **rule} for pattern, rule in rules if isinstance(rule, Mapping) and not pattern.startswith("-:")]
+    for row in [config, *rows]:
+        if row.get("desc_act", desc_act) and row.get("group_size", group) != -1:
+            text = f"act-order: desc_act is true with group_size {row.get('group_size', group)}"
+            refuse(text, "requantise with desc_act false, or convert for moeq's built-in kernels (--engine moeq)")
+
+
+def check_gptq_bits(bits: int, sym: bool) -> None:
+    """(4, sym) and (8, sym) only."""
+    if (bits, sym) not in ((4, True), (8, True)):
+        text = f"GPTQ with {bits} bits and sym {str(sym).lower()} is not supported; 4 or 8 bits, symmetric"
+        refuse(text, "--quantization moe_wna16 takes asymmetric experts")
+
+
+def dynamic_rule(config: Config, prefix: str) -> dict[str, Any] | None:
+    """GPTQModel's `dynamic`: the first pattern that matches the fused prefix; `-:` skips, `+:` or none overrides."""
+    for pattern, overrides in (config.get("dynamic") or {}).items():
+        if re.match(pattern.removeprefix("-:").removeprefix("+:"), prefix):
+            skips = pattern.startswith("-:") or not isinstance(overrides, Mapping)
+            return {"skip": True} if skips else dict(overrides)
+    return None
+
+
+def read_moe_wna16(question: Question) -> Method:
+    """`--quantization moe_wna16` on a GPTQ or AWQ checkpoint."""
+    config = question.config
+    declared = str(config.get("quant_method", ""))
+    bits, group = integer(config, "bits"), integer(config, "group_size")
+    if declared == "gptq":
+        zero = not required(config, "sym")
+        if question.policy.since("0.30.0"):
+            check_act_order(config, bool(config.get("desc_act", False)), group)
+    elif declared == "awq":
+        zero = bool(required(config, "zero_point"))
+        check_awq_fallback(question)
+        if skipped_by(config.get("modules_to_not_convert"), question.prefix):
+            return unquantized()
+    else:
+        refuse(f"moe_wna16 takes GPTQ and AWQ checkpoints, this is {declared}")
+    return moe_wna16(question, bits, group, zero_points=zero)
+
+
+def moe_wna16(
+    question: Question, bits: int, group: int, *, zero_points: bool, note: str | None = None
+) -> Method:  # fmt: skip
+    """The byte-layout method that takes what Marlin's shapes do not. Its key is symmetric whatever the zero points."""
+    policy = question.policy
+    built_in = not policy.since("0.28.0")  # it has its own Triton kernel and selects nothing
+    if bits not in (4, 8) and not built_in:
+        refuse(f"moe_wna16 takes 4 and 8 bits, this is {bits}")
+    if bits == 8 and group != -1 and not built_in and not policy.since("0.30.0"):
+        text = f"8-bit weights in groups of {group} trip an assertion of this version's MoeWNA16"
+        raise ConfigRefusal("AssertionError", "BARE_ASSERTION", text, "vLLM 0.30 and newer", "G0")
+    key = "kInt8Static" if bits == 8 else "kInt4Static32" if group == 32 else "kInt4Static"
+    return Method(
+        "MoeWNA16Method", "wna16", "moe_wna16", key, None, bits, group,
+        zero_points=zero_points, raw_zero_points=zero_points,
+        built_in=("TRITON", "TritonWNA16Experts") if built_in else None,
+        notes=(f"handed to MoeWNA16: {note}",) if note else (),
+    )  # fmt: skip
+
+
+def read_awq(question: Question) -> Method:
+    """AWQ: `AutoAWQConfig`, 4 bits, with the MoeWNA16 fallback."""
+    config = question.config
+    bits, group = integer(config, "w_bit", "bits"), integer(config, "q_group_size", "group_size")
+    zero = bool(required(config, "zero_point"))
+    check_awq_bits(bits)
+    if skipped_by(config.get("modules_to_not_convert"), question.prefix):
+        return unquantized()
+    if marlin_fails(question, group):
+        integer(config, "bits"), integer(config, "group_size")  # the fallback reads only these spellings
+        check_awq_fallback(question)
+        return moe_wna16(question, bits, group, zero_points=zero, note="Marlin's shape test fails")
+    return auto_awq(group, zero)
+
+
+def check_awq_bits(bits: int) -> None:
+    """AWQ is 4 bits."""
+    if bits != 4:
+        refuse(f"AWQ with {bits} bits is not supported, only 4")
+
+
+def auto_awq(group: int, zero: bool) -> Method:
+    """The Marlin-layout integration of AWQ. Its key is symmetric whatever the zero points."""
+    return Method(
+        "AutoAWQMoEMethod", "wna16", "awq", "kInt4Static", None, 4, group,
+        zero_points=zero, bias_possible=True, tile_padding=True, raw_zero_points=zero,
+    )  # fmt: skip
+
+
+def check_awq_fallback(question: Question) -> None:
+    """MoeWNA16 asks for capability 75 on AWQ, and reads -1 where a platform has no capability."""
+    gpu = question.probe.gpu
+    if gpu.platform in ("cpu", "xpu"):
+        refuse(f"AWQ through MoeWNA16 needs capability 75, which reads -1 on {gpu.platform}", code="G2")
+    if gpu.platform == "cuda" and (gpu.capability or (0, 0)) < (7, 5):
+        refuse(f"AWQ through MoeWNA16 needs compute capability 7.5, {gpu.name} ({gpu.arch}) has less", code="G2")
+
+
+_INC_PACKINGS = ("auto_round:auto_gptq", "auto_round:auto_awq", "auto_round:fp8", "auto_round:llm_compressor")
+
+
+def read_inc(question: Question) -> Method:
+    """AutoRound / INC: the data type and packing decide which integration takes over."""
+    config = question.config
+    type_ = str(config.get("data_type") or "int")
+    bits, group = integer(config, "bits"), integer(config, "group_size")
+    mx = "mx_fp" in type_
+    packing = str(config.get("packing_format") or _INC_PACKINGS[3 if mx else 0])
+    widths = (2, 3, 4, 5, 6, 7, 8) if question.policy.since("0.30.0") else (2, 3, 4, 8)
+    if bits not in widths:
+        refuse(f"AutoRound with {bits} bits is not supported, only {', '.join(map(str, widths))}")
+    if mx and not question.policy.since("0.28.0"):
+        refuse(f"AutoRound data_type {type_} is not supported, only int")
+    if packing not in _INC_PACKINGS:
+        refuse(f"packing_format {packing} is not one of {', '.join(_INC_PACKINGS)}")
+    sym = bool(config.get("sym", True))
+    bits, group, sym = _inc_layer(question, bits, group, sym)
+    if bits >= 16:
+        return unquantized()
+    if mx:
+        return _inc_mx(bits, group, sym, packing)
+    if packing not in _INC_PACKINGS[:2]:
+        raise ConfigRefusal("AssertionError", "CONFIG", f"integers with packing_format {packing}", code="G0")
+    return _inc_int(question, bits, group, sym, awq="awq" in packing)
+
+
+def _inc_layer(question: Question, bits: int, group: int, sym: bool) -> tuple[int, int, bool]:
+    """`extra_config` by the exact module path, its suffix, or a pattern."""
+    extra: dict[str, Config] = question.config.get("extra_config") or {}
+    prefix = question.prefix
+    none: Config = {}
+    found = extra.get(prefix) or next((row for name, row in extra.items() if prefix.endswith(f".{name}")), None)
+    if found is None:
+        patterns = [(name, row) for name, row in extra.items() if set(name) & set(r"*+?^$()[]{}|\\")]
+        found = next((row for name, row in patterns if re.search(name, prefix)), none)
+    return found.get("bits", bits), found.get("group_size", group), bool(found.get("sym", sym))
+
+
+def _inc_mx(bits: int, group: int, sym: bool, packing: str) -> Method:
+    for wrong, text in (
+        (bits not in (4, 8), f"{bits} bits, only 4 and 8"),
+        (group != 32, f"group size {group}, only 32"),
+        (not sym, "asymmetric weights"),
+        (packing != _INC_PACKINGS[3], f"packing_format {packing}"),
+    ):
+        if wrong:
+            raise ConfigRefusal("AssertionError", "CONFIG", f"AutoRound MX formats: {text}", code="G0")
+    if bits == 8:
+        return Method("INCMxfp8MoEMethod", "mxfp8", "inc", "kMxfp8Static", "kMxfp8Dynamic", 8, 32)
+    return Method("INCMxfp4MoEMethod", "mxfp4-inc", "inc", "kMxfp4Static", None, 4, 32)
+
+
+def _inc_int(question: Question, bits: int, group: int, sym: bool, *, awq: bool) -> Method:
+    policy = question.policy
+    if question.platform == "cuda" and bits not in (4, 8) and policy.since("0.30.0"):
+        return humming_method(question.probe, "inc", bits, group, sym)
+    if question.platform == "cpu" or (question.platform == "xpu" and not policy.since("0.28.0")):
+        return unquantized()
+    # The shape test of this integration does not let Marlin pad.
+    fails = marlin_fails(question, group, tile_padding=False)
+    if not policy.since("0.28.0"):  # it looks at the device and the zero points, too
+        capability = question.probe.gpu.capability or (0, 0)
+        fails = fails or question.platform != "cuda" or capability < (7, 5) or (awq and (bits != 4 or sym))
+    if awq:
+        if bits in (4, 8) and not fails:
+            check_awq_bits(bits)
+            return replace(auto_awq(group, not sym))
+        check_awq_fallback(question)
+        return moe_wna16(question, bits, group, zero_points=not sym, note="Marlin's shape test fails")
+    if bits in (4, 8) and sym and not fails:
+        method = "AutoGPTQMoEMethod", "wna16", "gptq", f"kInt{bits}Static", None, bits, group
+        return Method(*method, bias_possible=True, tile_padding=True)
+    return moe_wna16(question, bits, group, zero_points=not sym, note="asymmetric, or Marlin's shape test fails")
+
+
+def read_humming(question: Question) -> Method:
+    """The humming method: one backend, no selection."""
+    config = question.config
+    bits = int(config.get("bits") or config.get("w_bit") or 4)
+    group = int(config.get("group_size") or config.get("q_group_size") or -1)
+    return humming_method(
+        question.probe, "humming", bits, group, bool(config.get("sym", not config.get("zero_point", False)))
+    )
+
+
+def humming_method(case: Case, config: str, bits: int, group: int, symmetric: bool) -> Method:
+    """Humming's own integration of integers."""
+    capability = case.gpu.capability or (0, 0)
+    newer = case.policy.since("0.31.0")
+    if newer and (capability < (7, 5) or (capability < (8, 0) and case.deployment.dtype == "bf16")):
+        refuse(f"Humming has no kernels for {case.deployment.dtype} activations on {case.gpu.name}", "dtype fp16")
+    if not newer:  # the key says four bits and a group whatever the checkpoint has
+        key = weight_only_key(4, symmetric, group if group > 0 else 128)
+    elif group > 0:
+        key = weight_only_key(bits, symmetric, group)
+    else:  # its own keys have no scale per channel: such a checkpoint gets one that no class lists
+        key = f"kUint{bits}StaticRow"
+    return Method("HummingMoEMethod", "humming", config, key, None, bits, group)
