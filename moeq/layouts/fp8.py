@@ -67,9 +67,7 @@ class Fp8Layout(ArrangedLayout):
             found.append(Problem("layout.group-size", f"groups of {spec.group_size}; it holds one scale per {what}"))
         return found
 
-    def scale(
-        self, spec: MatrixSpec, arrangement: Arrangement = PLAIN, shape: tuple[int, ...] | None = None
-    ) -> Part:
+    def scale(self, spec: MatrixSpec, arrangement: Arrangement = PLAIN, shape: tuple[int, ...] | None = None) -> Part:
         """float32 scales; `arrangement` and `shape` for blocks and channels, `[N / 128, K / 128]` or `[N, 1]` else."""
         if self.scope == "tensor":
             return Part("scales", PLAIN, (1,), "F32", 32, group=spec.group_size, rows=spec.n)
