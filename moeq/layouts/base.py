@@ -133,6 +133,7 @@ class Layout(ABC):
         padding: how sizes are rounded up before packing.
         w13_order: how the gate and up rows of `w13` lie in the packed result.
         lossy: what is lost for some inputs, or None where packing is always exact.
+        lossy_as_engine: what is written then is, bit for bit, what the engine makes of the checkpoint itself.
         calibration_scope: None, or why every expert must be looked at before the first is packed (see `calibrate`).
     """
 
@@ -146,6 +147,7 @@ class Layout(ABC):
     padding: ClassVar[PaddingRule] = PaddingRule()
     w13_order: ClassVar[W13Order] = "gate-up"
     lossy: ClassVar[str | None] = None
+    lossy_as_engine: ClassVar[bool] = False
     calibration_scope: ClassVar[str | None] = None
 
     def __init__(self, *, allow_lossy: bool = False, calibration: float | None = None) -> None:
@@ -193,6 +195,12 @@ class Layout(ABC):
     def losses(self, matrix: QuantizedMatrix) -> int:
         """Stored numbers of this matrix that packing would change; 0 where `unpack(pack(x)) == x`."""
         return 0
+
+    @classmethod
+    def how_to_allow(cls) -> str:
+        """What a user may do where numbers would change."""
+        same = "the numbers that the engine itself makes of this checkpoint at every start; " if cls.lossy_as_engine else ""
+        return f"--allow-lossy writes them ({same}moeq restore still gives back every byte of the source)"
 
     @abstractmethod
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec) -> QuantizedMatrix:

@@ -41,6 +41,7 @@ class _DeepGemm(Fp8Layout):
     scale_dtypes = ("e8m0", "f32", "bf16", "f16")
     scope = "block"
     lossy = "weights with scales other than E8M0 are requantised to powers of two, as the engine does"
+    lossy_as_engine = True
 
     def losses(self, matrix: QuantizedMatrix) -> int:
         if matrix.spec.scale_dtype == "e8m0":

@@ -45,6 +45,7 @@ class RaisedBlocks(Fp8Layout):
     w13_order = "up-gate"
     scope = "block"
     lossy = "scales below 1e-10 become 1e-10, as the engine raises them"
+    lossy_as_engine = True
 
     def recodes(self, part: Part, spec: MatrixSpec) -> bool:
         return part.field == "scales" or super().recodes(part, spec)

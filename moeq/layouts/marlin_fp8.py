@@ -58,6 +58,7 @@ class MarlinFp8(_MarlinBytes):
     scale_dtypes = ("f32", "bf16", "f16", "e8m0")
     group_sizes = (128,)
     lossy = "scales and biases that are no bf16 numbers are rounded to bf16, as the engine rounds them"
+    lossy_as_engine = True
     #: What the kernel leaves out of a widened code's exponent.
     exponent: ClassVar[int] = 120
 

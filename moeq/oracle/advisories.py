@@ -247,6 +247,16 @@ def _non_gated_padding(outcome: Outcome) -> bool:
     return _padded(outcome) and not outcome.case.shape.gated
 
 
+def _flashinfer_padding(outcome: Outcome) -> bool:
+    case, backend = outcome.case, _backend(outcome)
+    if not case.shape.gated:
+        return False
+    if case.method.family == "nvfp4":
+        return backend == "FLASHINFER_TRTLLM" and case.intermediate % 64 != 0
+    one_scale = case.method.family == "fp8" and case.method.weight_key == "kFp8StaticTensorSym"
+    return one_scale and backend in ("FLASHINFER_CUTLASS", "FLASHINFER_TRTLLM") and case.intermediate % 16 != 0
+
+
 def _later_gate_fails(outcome: Outcome) -> bool:
     return outcome.selection.selected is not None and _failed(outcome, "G6", "G7", "G8", "G9")
 
@@ -363,6 +373,7 @@ CONDITIONS: dict[str, Condition] = {
     "emulation": _emulation,
     "interleaved_padding": _interleaved_padding,
     "non_gated_padding": _non_gated_padding,
+    "flashinfer_padding": _flashinfer_padding,
     "later_gate_fails": _later_gate_fails,
     "group32_cpu": _group32_cpu,
     "int8_online": _int8_online,

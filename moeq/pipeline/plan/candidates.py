@@ -158,8 +158,8 @@ def _asked_layout(checkpoint: Checkpoint, ask: Ask, layer: int, scheme: Scheme |
                 "name one of them: the layout follows from the backend",
             )
     if any(row.lossy_layout == ask.layout for row in rows) and not (ask.allow_lossy or ask.force_layout):
-        what = layout_class(ask.layout).lossy
-        raise MoeqError("usage.lossy", f"{ask.layout} changes numbers: {what}", "--allow-lossy writes it anyway")
+        kind = layout_class(ask.layout)
+        raise MoeqError("usage.lossy", f"{ask.layout} changes numbers: {kind.lossy}", kind.how_to_allow())
     against = [heads] if (heads := heads_problem(checkpoint, deployment)) else []
     reasons = []
     for row in rows:

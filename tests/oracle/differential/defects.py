@@ -154,6 +154,20 @@ def padding_without_gate() -> bool:
     return _fails(lambda: pad(torch.zeros(1, 4, 96), 96, 128), RuntimeError)
 
 
+def padding_of_both_halves() -> bool:
+    """Do rows of the second half of w13 (24 rows each, filled up to 32) land in the padding of the first?"""
+    import torch
+
+    module = _module("vllm.model_executor.layers.quantization.utils.flashinfer_utils")
+    w13, w2 = torch.ones(1, 48, 16), torch.ones(1, 16, 24)
+    fp8 = module.align_moe_weights_for_fi(w13, w2, True, 16)[0]
+    packed = torch.ones(1, 48, 8), torch.ones(1, 48, 1), torch.ones(1, 16, 12), torch.ones(1, 16, 2)
+    fp4 = module.align_fp4_moe_weights_for_fi(*packed, True, 16)
+    found = {bool(made[0, 24:32].any()) for made in (fp8, fp4[0], fp4[1])}
+    assert len(found) == 1
+    return found.pop()
+
+
 SHOWN: dict[str, Callable[[], bool]] = {
     "marlin-w13-scale-order": scale_order,
     "moe-wna16-ep-zero-points": zeros_by_global_rank,
@@ -162,6 +176,7 @@ SHOWN: dict[str, Callable[[], bool]] = {
     "emulation-zero-off-by-one": emulation_one_step,
     "emulation-zeros-not-integers": emulation_shifts_floats,
     "padding-breaks-non-gated": padding_without_gate,
+    "flashinfer-padding-mixes-halves": padding_of_both_halves,
 }
 
 
