@@ -199,7 +199,11 @@ class Layout(ABC):
     @classmethod
     def how_to_allow(cls) -> str:
         """What a user may do where numbers would change."""
-        same = "the numbers that the engine itself makes of this checkpoint at every start; " if cls.lossy_as_engine else ""
+        same = (
+            "the numbers that the engine itself makes of this checkpoint at every start; "
+            if cls.lossy_as_engine
+            else ""
+        )
         return f"--allow-lossy writes them ({same}moeq restore still gives back every byte of the source)"
 
     @abstractmethod

@@ -150,6 +150,24 @@ def test_nvfp4_shards_that_cut_groups(gpu: str, tp: int) -> None:
         assert ("nvfp4-shard-splits-groups" in codes) is hit
 
 
+@pytest.mark.parametrize(
+    ("config", "gpu", "backend", "fits"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, "B200", "flashinfer_trtllm", 64),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, "H100", "flashinfer_cutlass", 16),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, "B200", "flashinfer_trtllm", 16),
+    ],
+)
+def test_flashinfer_padding_up_to_0_28(config: dict[str, Any], gpu: str, backend: str, fits: int) -> None:
+    """Only where gate and up have to be filled up, and only in the versions that do it as one block."""
+    for width, version, hit in ((fits - 8, "0.28.0", True), (fits - 8, "0.30.0", False), (fits, "0.28.0", False)):
+        deployment = Deployment(parse_gpu(gpu), tp=8, engine=f"vllm@{version}", backend=backend)
+        verdict = judge_config(config, replace(SHAPE, intermediate_size=8 * width), deployment, explain=False)
+        assert verdict.chosen is not None
+        codes = {row.code for row in verdict.advisories}
+        assert ("flashinfer-padding-mixes-halves" in codes) is hit, (width, version)
+
+
 def test_ranges_bind_every_condition() -> None:
     """A version outside of every range meets no advisory, whatever the conditions say."""
     policy = load_policy("vllm@0.33.0")
