@@ -8,6 +8,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parents[1] / "examples" / "bench"
 sys.path.append(str(FOLDER))
 
+import checkpoint_formats  # noqa: E402
 import convert_speed  # noqa: E402
 import inspect_speed  # noqa: E402
 import make_checkpoint  # noqa: E402
@@ -17,6 +18,7 @@ import transcode_speed  # noqa: E402
 
 __all__ = [
     "FOLDER",
+    "checkpoint_formats",
     "convert_speed",
     "inspect_speed",
     "make_checkpoint",

@@ -48,7 +48,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from make_checkpoint import FORMATS, MODELS, Size, write_checkpoint
+from checkpoint_formats import FORMATS
+from make_checkpoint import MODELS, Size, write_checkpoint
 
 #: How decoding is captured in graphs: quickly (what matters here), or as the engine does by itself, which compiles.
 QUICK = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]}

@@ -32,6 +32,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import checkpoint_formats
 import make_checkpoint
 
 import moeq
@@ -281,7 +282,7 @@ def main() -> int:
     parser.add_argument("--step", type=int, default=1, help="every how many operations one dies before it [1]; 0: none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", choices=make_checkpoint.MODELS, default="small")
-    parser.add_argument("--format", choices=make_checkpoint.FORMATS, default="gptq")
+    parser.add_argument("--format", choices=checkpoint_formats.FORMATS, default="gptq")
     parser.add_argument("--layout", default="marlin-wna16/1")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--folder", type=Path, help="where to work [the temporary folder]")

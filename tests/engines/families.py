@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_scripts import make_checkpoint
+from bench_scripts import checkpoint_formats
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -102,7 +102,7 @@ def write_family(folder: Path, model_type: str) -> torch.nn.Module:
     folder.mkdir()
     save_file(packed, folder / "model.safetensors", {"format": "pt"})
     document = json.loads((plain / "config.json").read_text())
-    document["quantization_config"] = make_checkpoint.FORMATS["ct-int4"].config
+    document["quantization_config"] = checkpoint_formats.FORMATS["ct-int4"].config
     (folder / "config.json").write_text(json.dumps(document))
     return AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
 
