@@ -1,4 +1,7 @@
-"""R01 to R48: each requirement on decisions as a named test, or a sentence why it cannot arise here."""
+"""R01 to R48: each requirement on decisions as a named test, or a sentence why it cannot arise here.
+
+Those on sizes are in `test_requirements_sizes.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from oracle import test_requirements_sizes
+from oracle.asking import POLICY, ask, candidate, codes, ct, gptq, gpu
 from oracle.examples import GPT_OSS, SHAPE, every_scheme, scheme
 
 from moeq.deploy.deployment import Deployment
-from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
 from moeq.oracle.advisories import CONDITIONS
 from moeq.oracle.builtin import builtin_policy
 from moeq.oracle.catalog import requirements
-from moeq.oracle.decide import decide, judge, judge_config
+from moeq.oracle.decide import decide, judge_config
 from moeq.oracle.engines.vllm.readers import ConfigRefusal, integer
-from moeq.oracle.policy import load_policy
-from moeq.oracle.records import CandidateReport, MoeShape, Verdict
-from moeq.oracle.sizes import marlin_block_m, marlin_padded, round_up, shrunk_group, sizes_for
-
-POLICY = load_policy("vllm@0.33.0")
+from moeq.oracle.records import MoeShape
+from moeq.oracle.sizes import marlin_block_m
 
 #: Families whose weights moeq repacks for no backend yet.
 NO_LAYOUTS = ("fp8", "nvfp4", "mxfp8")
@@ -34,36 +35,10 @@ ELSEWHERE = {
 }
 
 
-def gpu(name: str, **fields: Any) -> Deployment:
-    packages = tuple(sorted(fields.pop("packages", {}).items()))
-    env = tuple(sorted(fields.pop("env", {}).items()))
-    return Deployment(parse_gpu(name), packages=packages, env=env, **fields)
-
-
-def ask(one: Any, where: Deployment, shape: MoeShape = SHAPE, config: dict[str, Any] | None = None) -> Verdict:
-    return judge(one, shape, where, config=config)
-
-
-def codes(verdict: Verdict) -> set[str]:
-    return {advisory.code for advisory in verdict.advisories}
-
-
-def candidate(verdict: Verdict, backend: str) -> Any:
-    return next(row for row in verdict.candidates if row.backend == backend)
-
-
-def gptq(**keys: Any) -> dict[str, Any]:
-    return {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, **keys}
-
-
-def ct(group: int = 128, **weights: Any) -> dict[str, Any]:
-    block = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group, **weights}
-    groups = {"group_0": {"targets": ["Linear"], "weights": block, "input_activations": None}}
-    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": [], "config_groups": groups}
-
-
 def test_every_requirement_is_here_or_explained() -> None:
-    tested = {f"R{n}" for name in globals() for n in re.findall(r"^test_r(\d\d)_", name)}
+    tested = {
+        f"R{n}" for name in (*globals(), *vars(test_requirements_sizes)) for n in re.findall(r"^test_r(\d\d)_", name)
+    }
     assert set(requirements()) == {f"R{n:02d}" for n in range(1, 49)}
     assert tested | set(ELSEWHERE) == set(requirements())
     assert not tested & set(ELSEWHERE)
@@ -179,51 +154,6 @@ def test_r11_config_values_have_types(bits: Any) -> None:
     verdict = judge_config(gptq(bits=bits), SHAPE, gpu("A100"))
     assert verdict.error is not None
     assert verdict.error.kind == "CONFIG"
-
-
-# Executed values for gpt-oss, hidden = intermediate = 2880.
-@pytest.mark.parametrize(
-    ("device", "extra", "expected"),
-    [
-        ("A100", {}, (3072, 2944)),
-        ("A100", {"tp": 8}, (3072, 384)),
-        ("H100", {}, (2880, 2880)),
-        ("H100", {"packages": {"triton_kernels": False}}, (2944, 2944)),
-        ("B200", {}, (3072, 2944)),
-        ("MI300X", {}, (3072, 3072)),
-        ("CPU", {}, (2880, 2880)),
-    ],
-)
-def test_r12_round_up_is_reported(device: str, extra: dict[str, Any], expected: tuple[int, int]) -> None:
-    verdict = ask(scheme("mxfp4", "e2m1", 32, scale="e8m0"), gpu(device, **extra), GPT_OSS)
-    assert verdict.sizes is not None
-    assert (verdict.sizes.padded_hidden, verdict.sizes.padded_intermediate) == expected
-    assert any(str(expected[0]) in gate.text for gate in verdict.gates if gate.code == "G5")
-
-
-@pytest.mark.parametrize(
-    ("inner", "group", "padded"),
-    [(96, 32, 128), (352, 32, 384), (704, 64, 704), (192, 64, 192), (360, -1, 384), (160, 32, 192)],
-)
-def test_r12_marlin_padding(inner: int, group: int, padded: int) -> None:
-    assert marlin_padded(inner, group) == padded
-    assert round_up(inner, 64) <= padded
-
-
-def test_r12_round_up_depends_on_nothing_else() -> None:
-    from moeq.oracle.case import Case, Method
-
-    method = Method("GptOssMxfp4MoEMethod", "mxfp4", "mxfp4", "kMxfp4Static")
-    for name in ("H100", "XPU", "MI300X"):
-        one = Case(POLICY, gpu(name), GPT_OSS, method)
-        other = Case(POLICY, gpu(name, lora=True, eplb=True), replace(GPT_OSS, num_experts=8), method)
-        for backend in POLICY.families["mxfp4"].backends:
-            row = CandidateReport(backend, "", None, None, True)
-            found = [
-                (sizes.padded_hidden, sizes.padded_intermediate)
-                for sizes in (sizes_for(one, row), sizes_for(other, row))
-            ]
-            assert found[0] == found[1]
 
 
 def test_r13_bias_comes_from_the_checkpoint() -> None:
@@ -424,18 +354,6 @@ def test_r34_emulation_memory() -> None:
     assert "emulation-bf16" in codes(verdict)
 
 
-def test_r35_interleaved_padding() -> None:
-    shape = replace(SHAPE, activation="swigluoai")
-    assert "padding-breaks-interleaved-halves" in codes(ask(scheme("gptq", group=32), gpu("A100", tp=8), shape))
-    assert "padding-breaks-interleaved-halves" not in codes(ask(scheme("gptq", group=32), gpu("A100"), shape))
-
-
-def test_r36_padding_without_gate() -> None:
-    shape = replace(SHAPE, activation="relu2_no_mul", gated=False)
-    assert "padding-breaks-non-gated" in codes(ask(scheme("gptq", group=32), gpu("A100", tp=8), shape))
-    assert "padding-breaks-non-gated" not in codes(ask(scheme("gptq", group=32), gpu("A100", tp=8)))
-
-
 @pytest.mark.parametrize(
     ("one", "where", "shape", "gate"),
     [
@@ -546,10 +464,6 @@ def test_r48_mixed_models() -> None:
     assert fails.error is not None
     assert "override-breaks-unquantised-layers" in codes(fails)
     assert judge_config(ignored, SHAPE, gpu("H100", backend="marlin")).ok
-
-
-def test_group_halving() -> None:
-    assert [shrunk_group(4096, inner, 128) for inner in (192, 352, 360)] == [64, 32, 8]
 
 
 def test_builtin_kernels_have_a_policy() -> None:

@@ -1,4 +1,4 @@
-"""One thread per operation: the matrices here are small, and threads that wait for each other only cost time."""
+"""Settings of these tests: one thread per operation, since the matrices are small and waiting threads cost time."""
 
 from __future__ import annotations
 
@@ -25,3 +25,8 @@ def cluster() -> Iterator[Any]:
 
     with running(2) as found:
         yield found
+
+
+@pytest.fixture
+def fast_paths_for_small_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moeq.layouts.words.COMPILED_FROM", 0)

@@ -1,4 +1,4 @@
-"""One expert by the reference path and by its fast path; random checkpoints of any size."""
+"""Which layouts have a fast path; one expert by the reference path and by its fast path; random checkpoints."""
 
 from __future__ import annotations
 
@@ -28,6 +28,76 @@ from moeq.pipeline.plan.layers import LayerPlan, PlanOptions, plan_layer
 from moeq.pipeline.state.restore_data import unrestorable
 
 Array = np.ndarray
+
+
+_WNA16 = {"marlin-wna16/1", "triton-wna16/1"}
+_MXFP4 = {
+    "aiter-a16w4/1",
+    "aiter-gfx1250/1",
+    "aiter-shuffle/1",
+    "cutlass-mxfp4/1",
+    "deepgemm-mxfp4/1",
+    "flashinfer-cutlass-mxfp4-bf16/1",
+    "flashinfer-cutlass-mxfp4-mxfp8/1",
+    "marlin-mxfp4-interleaved/1",
+    "marlin-mxfp4/1",
+    "mxfp4-identity/1",
+    "triton-kernels-blackwell/1",
+    "triton-kernels-cdna4/1",
+    "triton-kernels-hopper-w4/1",
+    "triton-kernels-hopper/1",
+    "trtllm-mxfp4/1",
+}
+
+_NVFP4 = {
+    "b12x-nvfp4-a16/1",
+    "b12x-nvfp4/1",
+    "cutlass-nvfp4/1",
+    "flashinfer-cutedsl-nvfp4/1",
+    "flashinfer-cutlass-nvfp4/1",
+    "marlin-nvfp4-fp16/1",
+    "marlin-nvfp4/1",
+    "trtllm-nvfp4/1",
+}
+_FP8 = {"marlin-fp8/1", "marlin-fp8-fp16/1"}
+_FP8_BLOCK = {
+    "aiter-fp8-block-fnuz/1",
+    "aiter-fp8-block/1",
+    "cpu-amx-fp8/1",
+    "flashinfer-cutlass-fp8-block/1",
+    "trtllm-fp8-block/1",
+    "xpu-fp8-block/1",
+}
+_FP8_CHANNEL = {"aiter-fp8-channel-fnuz/1", "aiter-fp8-channel/1"}
+_FP8_TENSOR = {
+    "aiter-fp8-tensor-fnuz/1",
+    "aiter-fp8-tensor/1",
+    "flashinfer-cutlass-fp8-tensor/1",
+    "trtllm-fp8-tensor/1",
+    "xpu-fp8-tensor/1",
+}
+
+#: Layouts to which a checkpoint has a fast path, for w13 and w2 alike. Every other layout takes the reference path.
+FAST_PATHS: dict[str, set[str]] = {
+    "awq-int4-g32-qwen3moe": _WNA16,
+    "ct-int4-asym-g32-mixtral": _WNA16,
+    "ct-int4-g128-qwen3moe": _WNA16 | {"xpu-wna16/1"},
+    "ct-mxfp4-qwen3moe": _MXFP4 | {"marlin-mxfp4-fp16/1", "marlin-mxfp4-fp16-interleaved/1"},
+    "ct-fp8-block-qwen3moe": _FP8 | _FP8_BLOCK,
+    "ct-fp8-channel-qwen3moe": _FP8 | _FP8_CHANNEL,
+    "ct-fp8-tensor-qwen3moe": _FP8 | _FP8_CHANNEL,
+    "ct-mxfp8-qwen3moe": {"marlin-mxfp8/1", "deepgemm-mxfp8/1", "xpu-mxfp8/1"},
+    "ct-nvfp4-qwen3moe": _NVFP4,
+    "ct-nvfp4a16-qwen3moe": _NVFP4,
+    "ct-w8a8-qwen3moe": _WNA16 | {"int8-w8a8/1"},
+    "gptq-int4-g128-mixtral": _WNA16 | {"xpu-wna16/1"},
+    "gptq-int4-g32-actorder-qwen3moe": set(),
+    "gptq-int4-g32-qwen3moe": _WNA16 | {"xpu-wna16/1"},
+    "gptq-int8-g64-qwen3moe": _WNA16,
+    "modelopt-fp8-qwen3moe": _FP8_CHANNEL | _FP8_TENSOR,  # its float32 scales are no bfloat16 numbers
+    "modelopt-nvfp4-qwen3moe": _NVFP4,
+    "mxfp4-gptoss": _MXFP4,
+}
 
 
 @dataclass(frozen=True)
