@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import quick_interpreter
 import sampling
 import torch
 from hypothesis import HealthCheck, settings
@@ -19,11 +20,21 @@ CHECKPOINTS = Path(__file__).parent / "data" / "checkpoints"
 
 if not HAS_GPU:
     interpreter.enable()
+    quick_interpreter.install()
 
 # Hundreds of processes are started by tests; each would compile moeq's sources again, which is half of what a command
 # costs. pytest's own workers are started after this line.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+# No test cuts the power, and each of thousands of conversions would wait for the disk some twenty times. Commands in
+# processes of their own do wait.
+def _flushed(fd: int) -> None:
+    os.fstat(fd)  # a descriptor that is closed is an error all the same
+
+
+os.fsync = os.fdatasync = _flushed
 
 
 # No test depends on how fast the machine is.

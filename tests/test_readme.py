@@ -29,6 +29,7 @@ def test_every_command_is_in_the_readme() -> None:
         assert f"`moeq {name}" in README
 
 
+@pytest.mark.slow
 def test_the_transcript_is_what_the_commands_print(demo: ModuleType, tmp_path: Path) -> None:
     """All but the errors that `run-check` finds, which differ from machine to machine, and its time."""
 

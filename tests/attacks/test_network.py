@@ -19,11 +19,13 @@ from attacks.conftest import tree
 from checkpoint.hub_server import SHA, Handler, Hub, serving
 from forks import Ended, Starter, starting
 
-#: Short deadlines.
+#: Imported once, before the first command.
+CLIENTS = "import huggingface_hub.file_download, huggingface_hub.hf_api, moeq.checkpoint.hub"
+
+#: Short deadlines, for a command that runs into one.
 IMPATIENT = """
-import huggingface_hub.file_download, huggingface_hub.hf_api, moeq.checkpoint.hub
 from moeq.checkpoint import hub_guard, ranges
-hub_guard.ANSWER_SECONDS, hub_guard.SILENCE_SECONDS, ranges._DEADLINE = 6.0, 2.0, 6.0
+hub_guard.ANSWER_SECONDS, hub_guard.SILENCE_SECONDS, ranges._DEADLINE = 2.0, 0.7, 2.0
 """
 
 Lie = Callable[["Liar", str, bool], bool]
@@ -101,7 +103,7 @@ def starter(server: Hub, checkpoints: Path, tmp_path_factory: pytest.TempPathFac
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     cache = str(folder / "home" / "hub")
     ours = {"HF_ENDPOINT": server.url, "HF_HOME": cache, "NO_PROXY": "*", "HF_HUB_DISABLE_XET": "1"}
-    with starting(folder, {**inherited, **ours}, IMPATIENT, rehearsal) as found:
+    with starting(folder, {**inherited, **ours}, CLIENTS, rehearsal) as found:
         yield found
 
 
@@ -224,7 +226,7 @@ def test_a_hub_that_goes_silent(hub: Callable[[Lie], Hub], client: Client, stall
 
     try:
         hub(lie)
-        document, ended = client.ask("inspect", "org/tiny")
+        document, ended = client.ask("inspect", "org/tiny", first=IMPATIENT)
     finally:
         released.set()
     assert ended.code == 4, document

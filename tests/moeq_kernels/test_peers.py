@@ -160,6 +160,7 @@ class TestProcesses:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
         monkeypatch.setenv("PYTHONPATH", str(ROOT / "kernels"))
 
+    @pytest.mark.slow
     def test_a_run_without_gpu_says_what_failed_and_what_is_absent(self, tmp_path: Path) -> None:
         lane = Lane({name: Seat(name, tmp_path / "log") for name in ("moeq", "marlin")})
         saved: list[int] = []
@@ -174,6 +175,7 @@ class TestProcesses:
         assert "vllm" in absent["reason"].lower()
         assert "marlin" not in run.cells[2]["contenders"]  # it does not know W8A8
 
+    @pytest.mark.slow
     def test_gpus_share_the_groups(self, tmp_path: Path) -> None:
         """Every group once; a lane's processes see its GPU only."""
         lanes = [Lane({"moeq": Seat("moeq", tmp_path / "log", gpu)}, gpu) for gpu in ("none-a", "none-b")]

@@ -302,6 +302,7 @@ print(json.dumps([first.kernels, first.compiled, again.kernels, again.compiled, 
 """
 
 
+@pytest.mark.slow
 def test_warming_compiles_once_and_parameters_are_those_of_the_machine_code(tmp_path: Path) -> None:
     kernels, compiled, again, none, sizes = _child(SCRIPT, MOEQ_KERNEL_CACHE=str(tmp_path))
     assert kernels == compiled == again == len(list(tmp_path.iterdir())) > 0
@@ -375,6 +376,7 @@ print(json.dumps(seen))
 """
 
 
+@pytest.mark.slow
 def test_programs_that_watch_compiling_get_constants_as_json() -> None:
     """vLLM's JIT monitor sets this hook; constants that are not JSON made every call fail."""
     seen = _child(HOOK)

@@ -35,8 +35,7 @@ def source(tmp_path: Path) -> Path:
     data = np.random.default_rng(0).integers(0, 256, SIZE, dtype=np.uint8)
     path = tmp_path / "source"
     path.write_bytes(data.tobytes())
-    with path.open("rb") as file:
-        os.fsync(file.fileno())  # only what is on disk can be dropped from the page cache
+    os.sync()  # only what is on disk can be dropped from the page cache
     return path
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,20 +101,37 @@ def outcome(source: Path, out: Path, target: str, **options: Any) -> dict[str, b
     return content(out)
 
 
+@pytest.fixture
+def equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ways: list[bool]) -> Callable[..., bool]:
+    """Whether both paths come to the same; `ways` is of the fast one then."""
+
+    def compared(source: Path, target: str, **options: Any) -> bool:
+        found = []
+        for path, least in (("reference", 1 << 40), ("fast", 0)):
+            monkeypatch.setattr(words, "COMPILED_FROM", least)
+            ways.clear()
+            found.append(outcome(source, tmp_path / f"{path}-{target}", target, **options))
+        return found[0] == found[1]
+
+    return compared
+
+
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_both_paths_write_the_same(name, checkpoints, tmp_path, monkeypatch, ways) -> None:
+def test_both_paths_write_the_same(name, checkpoints, equal, ways) -> None:
     fast = set()
     for target in TARGETS:
-        for case, options in {"": {}, "lossy": {"allow_lossy": True}, "names": {"names": "stacked"}}.items():
-            found = {}
-            for path, least in (("reference", 1 << 40), ("fast", 0)):
-                monkeypatch.setattr(words, "COMPILED_FROM", least)
-                ways.clear()
-                found[path] = outcome(checkpoints / name, tmp_path / f"{path}-{target}{case}", target, **options)
-            assert found["fast"] == found["reference"], (target, case)
-            if case == "" and ways and all(ways):
-                fast.add(target)
+        assert equal(checkpoints / name, target), target
+        if ways and all(ways):
+            fast.add(target)
     assert fast == FAST.get(name, set())
+
+
+@pytest.mark.cover(("name", "options"), "target")
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("options", [{"allow_lossy": True}, {"names": "stacked"}], ids=["lossy", "names"])
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_both_paths_write_the_same_with_options(name, options, target, checkpoints, equal) -> None:
+    assert equal(checkpoints / name, target, **options)
 
 
 @pytest.mark.parametrize("target", ["compressed-tensors", "gptq", "gptq_v2"])
