@@ -69,7 +69,7 @@ class AiterFp8Tensor(_Aiter):
 
 
 class AiterFnuz(_Aiter):
-    """Base of the layouts for gfx942."""
+    """What gfx942 changes in each of them."""
 
     arch = "gfx942"
 
@@ -125,29 +125,25 @@ class AiterFnuz(_Aiter):
         return cut | {"zero_sign": flags.reshape(-1, flags.shape[2]).contiguous()}
 
 
-class AiterFp8BlockFnuz(AiterFnuz):
+class AiterFp8BlockFnuz(AiterFnuz, AiterFp8Block):
     """See the module."""
 
     id = "aiter-fp8-block-fnuz/1"
     title = "AITER FP8 (E4M3FNUZ), blocks"
-    slicing = "N by 128, K by 128"
-    scope = "block"
 
 
-class AiterFp8ChannelFnuz(AiterFnuz):
+class AiterFp8ChannelFnuz(AiterFnuz, AiterFp8Channel):
     """See the module."""
 
     id = "aiter-fp8-channel-fnuz/1"
     title = "AITER FP8 (E4M3FNUZ), one scale per channel"
-    scope = "channel"
 
 
-class AiterFp8TensorFnuz(AiterFnuz):
+class AiterFp8TensorFnuz(AiterFnuz, AiterFp8Tensor):
     """See the module."""
 
     id = "aiter-fp8-tensor-fnuz/1"
     title = "AITER FP8 (E4M3FNUZ), one scale per matrix"
-    scope = "tensor"
 
 
 def _bits(flags: Tensor) -> Tensor:

@@ -79,36 +79,36 @@ class TrtllmFp8Block(RaisedBlocks):
         return {"weight": weight, "scale": self.scale(spec, by_role(UP_GATE, PLAIN, spec))}
 
 
-class FlashInferCutlassFp8Tensor(Fp8Layout):
+class OneScale(Fp8Layout):
+    """Base of the layouts with one scale per matrix, whose sizes the engine rounds up by one rule."""
+
+    source = "vLLM 0.33.0, FlashInfer 0.7.2"
+    padding = PaddingRule(intermediate=16, ungated=128, same_scale=True)
+    w13_order = "up-gate"
+    scope = "tensor"
+    k_multiple = 16
+
+
+class FlashInferCutlassFp8Tensor(OneScale):
     """See the module."""
 
     id = "flashinfer-cutlass-fp8-tensor/1"
     title = "FlashInfer CUTLASS FP8, one scale per matrix"
-    source = "vLLM 0.33.0, FlashInfer 0.7.2"
     arch = "SM90 and newer"
     slicing = "N by 16, K by 16"
-    padding = PaddingRule(intermediate=16, ungated=128, same_scale=True)
-    w13_order = "up-gate"
-    scope = "tensor"
     n_multiple = 16
-    k_multiple = 16
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         return {"weight": fp8_bytes(spec, by_role(UP_GATE, PLAIN, spec)), "scale": self.scale(spec)}
 
 
-class TrtllmFp8Tensor(Fp8Layout):
+class TrtllmFp8Tensor(OneScale):
     """See the module."""
 
     id = "trtllm-fp8-tensor/1"
     title = "FlashInfer TRTLLM FP8, one scale per matrix"
-    source = "vLLM 0.33.0, FlashInfer 0.7.2"
     arch = "SM100 family"
     slicing = "N by 16 per half of w13, by 32 of w2; K by 16"
-    padding = PaddingRule(intermediate=16, ungated=128, same_scale=True)
-    w13_order = "up-gate"
-    scope = "tensor"
-    k_multiple = 16
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         return {"weight": fp8_bytes(spec, by_role(BIAS_W13, ROWS_128, spec)), "scale": self.scale(spec)}
