@@ -1,4 +1,4 @@
-"""Digest of what a matrix means, whatever its packing.
+"""Digest of a matrix's logical values, independent of how they are packed.
 
 The digest covers codes, scales, zero points, group indices and bias of one logical matrix, so the source and every
 layout it is converted to share it. It is stronger than a digest of dequantised values (two code/scale pairs may give

@@ -1,4 +1,4 @@
-"""The gate for text from strangers: names and values of checkpoints, manifests and servers, before anybody sees them.
+"""Sanitising untrusted text: names and values from checkpoints, manifests and servers, before they are shown.
 
 A terminal acts on escape sequences, a log's reader on lines that begin with `::`, a browser on markup, and direction
 marks show a name as another. Everything that is shown or written for people goes through one of these; JSON documents

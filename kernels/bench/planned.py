@@ -1,4 +1,4 @@
-"""Calls of one family of kernels with a plan of one's own, as measurements and checks want them."""
+"""Calls of one family of kernels with a given plan, for measurements and checks."""
 
 from __future__ import annotations
 

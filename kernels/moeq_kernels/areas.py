@@ -1,4 +1,4 @@
-"""Tensors before there is memory for them: launches are planned with them once and bound to addresses in every call."""
+"""Placeholders for tensors: launches are planned with them once, and bound to addresses in every call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Re-prove the logical digests of a converted checkpoint: do its bytes still mean what was converted?"""
+"""Recompute the logical digests of a converted checkpoint and compare them with those of its manifest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers side by side: on a CPU in processes of their own, since the interpreter keeps one core busy."""
+"""Check several layers in parallel: on a CPU in separate processes, since Triton's interpreter uses one core."""
 
 from __future__ import annotations
 

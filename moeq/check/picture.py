@@ -1,4 +1,4 @@
-"""Where a layout puts the codes of one tile, found by packing numbered codes."""
+"""A picture of where a layout puts the codes of one tile, found by packing numbered codes."""
 
 from __future__ import annotations
 

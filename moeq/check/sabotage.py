@@ -1,4 +1,4 @@
-"""Ways in which packed experts get corrupted, as data: what each does, and to which matrices it can be done.
+"""Kinds of damage to packed experts, as data: what each changes, and which matrices it applies to.
 
 Every damage is done to the logical matrix and packed again by the layout, so that each is what a wrong packer would
 have written; it touches one projection (`rows`) of one expert and leaves the others alone.

@@ -1,4 +1,4 @@
-"""What a Hub may answer: headers that become paths, sizes, and time. Servers and mirrors are not trusted.
+"""Limits on what a Hub may answer: headers that become paths, sizes, time. Servers and mirrors are not trusted.
 
 The client makes file names of the ETag and commit headers (huggingface_hub 2.4.0 and older: `blobs/<etag>`, wherever
 that leads), takes sizes from the server that it then fetches from, and waits without end where no timeout is given.

@@ -1,4 +1,4 @@
-"""Weight files of a repository, fetched when their turn comes and dropped again. No torch.
+"""Weight files of a repository, each downloaded when it is needed and deleted afterwards. No torch.
 
 The folder is ours alone. The Hub client keeps its own notes in it, by which a later run recognises finished files and
 continues half-fetched ones.

@@ -1,4 +1,4 @@
-"""Strict reading of the JSON files of a checkpoint: configs and indices come from strangers.
+"""Strict reading of the JSON files of a checkpoint: configs and indices are untrusted input.
 
 Python's parser keeps the last of two equal keys, accepts `NaN` and recurses as deep as the input says. A checkpoint
 that needs any of those means different things to different readers, so it is refused here, in one sentence.

@@ -1,4 +1,4 @@
-"""Folders that moeq writes to. Files in them are reached from the folder's descriptor, and no link is followed.
+"""Folders that moeq writes to. Files are opened relative to the folder's descriptor; no link is followed.
 
 Whoever may write to the folder around ours can put a link where a file is about to be made, or exchange the folder
 itself. From a descriptor, neither leads anywhere else.

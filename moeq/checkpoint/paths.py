@@ -1,4 +1,4 @@
-"""Names that come out of files: the one gate that each passes before it becomes a path.
+"""Names read from files: the one check that each has to pass before it is used as a path.
 
 Indices, manifests, restore data, journals and repository listings come from strangers. A name is taken where it is a
 plain relative path on every system: nothing absolute, no `..`, nothing that a terminal, a shell or Windows reads as

@@ -1,4 +1,4 @@
-"""`moeq diff`: compare two checkpoints by what their experts mean."""
+"""`moeq diff`: compare two checkpoints by the values of their experts."""
 
 from __future__ import annotations
 

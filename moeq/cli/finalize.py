@@ -1,4 +1,4 @@
-"""`moeq finalize`: publish a conversion that several processes did in shares."""
+"""`moeq finalize`: put together and publish a conversion that several processes did in shares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moeq restore`: from a conversion back to its source format."""
+"""`moeq restore`: rebuild the source's files from a conversion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A console on which every text stands for itself: no markup, no escape sequence, no line that it was not given."""
+"""A console that prints every string as one literal line: markup and escape sequences in it mean nothing."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from moeq.foreign import plain
 
 
 class Screen(Console):
-    """Rich's console behind the gate for foreign text (`moeq.foreign`).
+    """Rich's console, with text sanitised by `moeq.foreign`.
 
     A string or `Text` that is printed is one line, whatever is in it; style comes from `Text` alone, never from markup
     in a string. The same holds for cells of tables.
     """
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print behind the gate."""
-        super().print(*map(_gated, objects), **options)
+        """Print sanitised text."""
+        super().print(*map(_literal, objects), **options)
 
 
-def _gated(shown: Any) -> Any:
+def _literal(shown: Any) -> Any:
     if isinstance(shown, str):
         return Text(plain(shown))
     if isinstance(shown, Text):
-        return _gated_text(shown)
+        return _literal_text(shown)
     if isinstance(shown, Table):
-        shown.title = _gated(shown.title)
+        shown.title = _literal(shown.title)
         for column in shown.columns:
-            column.header, column._cells = _gated(column.header), [_gated(cell) for cell in column._cells]
+            column.header, column._cells = _literal(column.header), [_literal(cell) for cell in column._cells]
     return shown
 
 
-def _gated_text(text: Text) -> Text:
+def _literal_text(text: Text) -> Text:
     """The same with its spans; only text that is not plain is put together anew."""
     if plain(text.plain) == text.plain:
         return text

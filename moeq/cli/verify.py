@@ -1,4 +1,4 @@
-"""`moeq verify`: prove that a conversion still means what was converted."""
+"""`moeq verify`: check every byte of a conversion against its manifest, or against its source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""B12X NVFP4: what vLLM hands to the b12x package, and what its FlashInfer relative makes of the scales.
+"""B12X NVFP4: what vLLM hands to the b12x package, and how `flashinfer-b12x-nvfp4/1` differs in its scales.
 
 `weight`, `scale` and `global_scale` as in `nvfp4.py`, in the order of rows.
 

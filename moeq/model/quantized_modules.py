@@ -1,4 +1,4 @@
-"""Quantised modules that are no routed experts: attention of a GPTQ checkpoint, shared experts, a whole MTP layer."""
+"""Quantised modules other than routed experts: attention of a GPTQ checkpoint, shared experts, a whole MTP layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The question an engine's selection answers, resolved: what every rule looks at."""
+"""One question to an engine's backend selection, with everything resolved that the rules look at."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Types of a quantisation config, checked once before any engine's rules read it: configs come from strangers."""
+"""Types of a quantisation config, checked once before any engine's rules read it: configs are untrusted."""
 
 from __future__ import annotations
 

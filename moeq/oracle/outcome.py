@@ -1,4 +1,4 @@
-"""What one question to an engine comes to: the config as it was read, the selection and every gate."""
+"""The result of one question to an engine: the config as it was read, the selection and every gate."""
 
 from __future__ import annotations
 

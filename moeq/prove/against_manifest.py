@@ -1,4 +1,4 @@
-"""A conversion against its own manifest: that nothing was changed since it was written."""
+"""Check a conversion against its own manifest: nothing has changed since it was written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A conversion against its source: what the folder has to hold is derived, and everything in it is accounted for."""
+"""Check a conversion against its source: what the folder must hold is derived, and nothing else may be in it."""
 
 from __future__ import annotations
 

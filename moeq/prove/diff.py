@@ -1,4 +1,4 @@
-"""Compare two checkpoints by what their experts mean, whatever their packing: any format, source or conversion."""
+"""Compare two checkpoints by the values of their experts, however packed: any format, source or conversion."""
 
 from __future__ import annotations
 

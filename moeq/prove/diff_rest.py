@@ -1,4 +1,4 @@
-"""Compare what is no routed expert: quantised modules by their values, everything else byte for byte."""
+"""Compare everything but routed experts: quantised modules by their values, everything else byte for byte."""
 
 from __future__ import annotations
 

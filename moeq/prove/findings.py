@@ -1,4 +1,4 @@
-"""What checks of a conversion find, and what all of them do. See `moeq.prove.verify`."""
+"""Findings of the checks of a conversion, and the steps that all checks share. See `moeq.prove.verify`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare moeq's packing with what the engine's own code makes of the same experts: bit-equal, or who is right."""
+"""Compare moeq's packing with what the engine's own code makes of the same experts, and say which is right."""
 
 from __future__ import annotations
 

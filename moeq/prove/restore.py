@@ -1,4 +1,4 @@
-"""Take a conversion back to its source: the same files, byte for byte.
+"""Rebuild a conversion's source: the same files, byte for byte.
 
 Headers, configs and whatever the logical matrices do not tell come from the restore data; the rest is rebuilt from the
 packed experts, whose digests are checked on the way: by the fast path where there is one (`moeq.prove.rebuild`), else

@@ -1,4 +1,4 @@
-"""Prove that a conversion still means what was converted, without its source or with it.
+"""Prove that a conversion holds what was converted: against its manifest alone, or against its source.
 
 Without the source, the manifest's digests are what is compared with: that proves that nothing was changed since, and a
 signature that the manifest is somebody's. With the source nothing in the manifest is believed: what the folder has to

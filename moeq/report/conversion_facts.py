@@ -1,4 +1,4 @@
-"""What can be said about a finished conversion from its manifest alone; the model card and the job summary say it."""
+"""Facts about a finished conversion, from its manifest alone, for the model card and the job summary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Regular expressions from strangers' configs: compiled and matched within bounds.
+"""Regular expressions from untrusted configs: compiled and matched within limits.
 
 Python's engine backtracks and cannot be interrupted, so a pattern is judged before it runs. Repeated groups that can
 match one text in several ways (`(a+)+`, `(a|aa)*`) take exponential time and are refused. What remains takes at most

@@ -1,4 +1,4 @@
-"""What a run says: ratios, geometric means, cells won, and which targets were reached. Works on the JSON alone."""
+"""Evaluates a run: ratios, geometric means, cells won, and which targets were reached. Works on the JSON alone."""
 
 from __future__ import annotations
 

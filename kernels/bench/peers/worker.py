@@ -1,4 +1,4 @@
-"""A contender in a process of its own, which does what it is told over its standard streams, one JSON line each.
+"""A contender in a process of its own: takes commands on stdin and answers on stdout, one JSON line each.
 
 The process that gives the orders is `bench.peers.conduct`. A crash here loses one group of cells, not the run.
 """

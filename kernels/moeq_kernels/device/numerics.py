@@ -1,4 +1,4 @@
-"""The few operations that Triton's interpreter gets wrong, each with the form that is right in both worlds.
+"""The few operations that Triton's interpreter gets wrong, each in a form that is right there and on a GPU.
 
 `INTERPRET` is a constexpr set by the host. What is handled here, measured on triton 3.6 to 3.9:
 

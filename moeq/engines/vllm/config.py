@@ -1,4 +1,4 @@
-"""The quantisation config `moeq` inside vLLM (0.33.0, 0.26.0): which layers are ours, and the source's own method for
+"""The quantisation config `moeq` inside vLLM (0.33.0, 0.26.0): which layers moeq runs, and the source's own method for
 all others. `moeq.engines.vllm.plugin` registers it.
 """
 

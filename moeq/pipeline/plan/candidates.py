@@ -1,4 +1,4 @@
-"""Layouts that come into question for a layer on a deployment, and which backends really work there."""
+"""Candidate layouts of a layer on a deployment, and which backends really work there."""
 
 from __future__ import annotations
 

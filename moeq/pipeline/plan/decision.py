@@ -1,4 +1,4 @@
-"""From an opened checkpoint to the oracle's question."""
+"""What the oracle is asked about an opened checkpoint, and its answer."""
 
 from __future__ import annotations
 

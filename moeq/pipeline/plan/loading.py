@@ -1,4 +1,4 @@
-"""What loads a planned layer: the facts that loaders look at, gathered."""
+"""Which loaders can load a planned layer: gathers the facts that they check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The nearest things that work where an answer is no: each is tried before it is said."""
+"""The nearest alternatives where the answer is no; each is tried before it is suggested."""
 
 from __future__ import annotations
 

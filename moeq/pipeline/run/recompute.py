@@ -1,4 +1,4 @@
-"""What a source gives, without writing it: units are executed for their records alone."""
+"""Units executed for their records alone (digests, what is kept): nothing is written."""
 
 from __future__ import annotations
 

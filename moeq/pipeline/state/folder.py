@@ -1,4 +1,4 @@
-"""The output folder of a conversion: built beside its final name, continued where left, published by one rename."""
+"""The output folder of a conversion: built beside its final name, resumed after a crash, published by one rename."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose a folder is: what may be written into, replaced or removed, and what is somebody else's."""
+"""Ownership of folders: what moeq may write into, replace or remove, and what belongs to someone else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of a source that are no weights: which a conversion copies, keeps for the way back, and leaves out.
+"""Files of a source other than weights: which a conversion copies, keeps for `restore`, or leaves out.
 
 A conversion has a `config.json` and an index of its own, and `moeq push` puts a card of its own in the place of the
 source's. Whatever has such a name in the source is kept in the restore data, so that it comes back byte for byte

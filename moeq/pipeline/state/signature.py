@@ -1,4 +1,4 @@
-"""Signatures of conversions in minisign's format: who wrote a folder, where digests alone tell only that it is whole.
+"""Signatures of conversions in minisign's format: they prove who wrote a folder; digests prove only that it is intact.
 
 `moeq.json` holds a digest of every other file, so its signature (`moeq.json.minisig`, Ed25519) covers the folder. Keys
 are those of minisign; `minisign -Vm moeq.json -p moeq.pub` checks the same file.

@@ -1,4 +1,4 @@
-"""Everyone who takes part: our kernels and those peers that are installed. One module each; all imports inside."""
+"""The contenders: our kernels and the peers that are installed. One module each; all imports inside."""
 
 from __future__ import annotations
 
