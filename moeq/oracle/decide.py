@@ -11,7 +11,7 @@ from moeq.errors import MoeqError
 from moeq.oracle.builtin import judge_builtin
 from moeq.oracle.config_types import checked
 from moeq.oracle.declare import config_of
-from moeq.oracle.engine import resolve, sensitivity, settle, verdict_of
+from moeq.oracle.engine import derive_dp, resolve, sensitivity, verdict_of
 from moeq.oracle.engines.sglang.verdict import is_sglang, judge_sglang
 from moeq.oracle.engines.vllm.readers import PREFIX
 from moeq.oracle.outcome import Outcome
@@ -71,7 +71,7 @@ def judge_config(
     choice = choose_engine(deployment.engine)
     policy = load_policy(choice.policy)
     notes = list(choice.notes)
-    deployment = settle(deployment, notes)
+    deployment = derive_dp(deployment, notes)
     outcome = resolve(policy, config, shape, deployment, prefix=prefix)
     if choice.other is not None:
         notes.append(_beside(outcome, resolve(load_policy(choice.other), config, shape, deployment, prefix=prefix)))

@@ -43,7 +43,7 @@ _MARLIN = ("MARLIN", "BATCHED_MARLIN")
 _OPEN = Method("", "wna16", "none", "none")
 
 
-def settle(deployment: Deployment, notes: list[str] | None = None) -> Deployment:
+def derive_dp(deployment: Deployment, notes: list[str] | None = None) -> Deployment:
     """Fill in what the engine derives: expert parallelism takes every rank, so `dp` follows from `ep` and `tp`."""
     if deployment.ep > 1 and deployment.dp == 1 and deployment.ep % deployment.tp == 0:
         dp = deployment.ep // deployment.tp

@@ -8,7 +8,7 @@ from typing import Any
 
 from moeq.deploy.deployment import Deployment
 from moeq.oracle.case import Case
-from moeq.oracle.engine import candidate_variants, settle, with_env, with_package
+from moeq.oracle.engine import candidate_variants, derive_dp, with_env, with_package
 from moeq.oracle.engines.vllm.gates import run_gates
 from moeq.oracle.outcome import Outcome
 from moeq.oracle.records import CandidateReport, MoeShape
@@ -119,7 +119,7 @@ def _deployments(case: Case, d: Deployment) -> Iterator[tuple[str, Deployment]]:
         for tp in sorted(fits, key=lambda size: (abs(size - d.tp), size)):
             yield f"tp {tp}", replace(d, tp=tp)
         if d.tp > 1:
-            yield f"ep {d.tp} (whole experts per rank)", settle(replace(d, ep=d.tp))
+            yield f"ep {d.tp} (whole experts per rank)", derive_dp(replace(d, ep=d.tp))
     else:
         yield "ep 1", replace(d, ep=1)
     if d.dp > 1:

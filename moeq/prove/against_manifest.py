@@ -33,7 +33,7 @@ class AgainstManifest(Findings):
         if files is None:
             return
         known = files.keys() | {MANIFEST_NAME} | self.holdings.unproven
-        self.strangers(self.holdings.names - known, "moeq.json does not know it")
+        self.add_unexpected(self.holdings.names - known, "moeq.json does not know it")
         for name, recorded in files.items():
             if name not in self.holdings.names:
                 self.add("file", name, f"{name} is missing")
@@ -68,7 +68,7 @@ class AgainstManifest(Findings):
         self.counts["units"] += sum(
             len(entry.projections) * entry.num_experts for entry in self.manifest.layers if entry not in touched
         )
-        self.unpacked(touched)
+        self.check_unpacked(touched)
         named = {mismatch.name.split(" expert ")[0] for mismatch in self.found if mismatch.kind == "values"}
         # Bytes that changed although every value in their layer is right: padding, say.
         for entry in touched:

@@ -127,7 +127,7 @@ class AgainstSource(Findings):
                 self.counts["units"] += projections
                 continue
             before = len(self.found)
-            self.unpacked([entry])
+            self.check_unpacked([entry])
             if len(self.found) == before:
                 text = f"layer {entry.layer}: packed bytes differ from what the source gives, where no value is stored"
                 self.add("values", f"layer {entry.layer}", text)
@@ -137,10 +137,10 @@ class AgainstSource(Findings):
         if entry is None:
             return f"tensor {name} is not in the source"
 
-        def theirs(start: int, stop: int) -> bytearray:
+        def source_bytes(start: int, stop: int) -> bytearray:
             return source.source.read_bytes(entry.file, entry.start + start, entry.start + stop)
 
-        at = self.holdings.first_difference(found, theirs)
+        at = self.holdings.first_difference(found, source_bytes)
         return f"tensor {name} differs from the source's" + ("" if at is None else f" at byte {at:,}")
 
     def _side_files(self, derived: Derived) -> None:
@@ -166,7 +166,7 @@ class AgainstSource(Findings):
             self.add("file", INDEX_NAME, f"{INDEX_NAME} is not the index of these tensors")
         own = {MANIFEST_NAME, CONFIG_NAME, INDEX_NAME, *(file.name for file in derived.plan.files), *copied.values()}
         own |= {self.manifest.restore.file} if self.manifest.restore else set()
-        self.strangers(self.holdings.names - own - self.holdings.unproven, "nothing of the source gives it")
+        self.add_unexpected(self.holdings.names - own - self.holdings.unproven, "nothing of the source gives it")
 
     def _plan_side_files(self, derived: Derived) -> SideFiles:
         restore = self.manifest.restore
@@ -233,10 +233,10 @@ class AgainstSource(Findings):
         """The slow path: unpack the conversion, decode the source, compare both with the manifest's digests."""
         lossless = [entry for entry in self.manifest.layers if not entry.losses]
         _, ours = check_digests(self.converted, self.manifest.layers, self.advance, self.workers)
-        _, theirs = check_digests(original, lossless, self.advance, self.workers)
+        _, source_bytes = check_digests(original, lossless, self.advance, self.workers)
         now, then = "no longer holds the values that were converted", "of the source is not what was converted"
         self.found += [values_mismatch("values", row, now) for row in ours]
-        self.found += [values_mismatch("source-values", row, then) for row in theirs]
+        self.found += [values_mismatch("source-values", row, then) for row in source_bytes]
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -83,12 +83,12 @@ class Findings:
                     self.add("tensor", name, f"tensor {name} of {file} is not the one that the index names")
                 seen[name] = file
 
-    def strangers(self, names: Iterable[str], why: str) -> None:
+    def add_unexpected(self, names: Iterable[str], why: str) -> None:
         """Note files that should not be there."""
         for name in sorted(names):
             self.add("file", name, f"{name} does not belong here: {why}")
 
-    def unpacked(self, layers: Iterable[LayerEntry], kind: str = "values") -> None:
+    def check_unpacked(self, layers: Iterable[LayerEntry], kind: str = "values") -> None:
         """Recompute the digest of every expert from the packed tensors."""
         units, found = check_digests(self.converted, layers, self.advance, self.workers)
         self.counts["units"] += units

@@ -375,11 +375,11 @@ def test_r37_dry_run_finds_what_fails_later(one: Any, where: Deployment, shape: 
 
 def test_r37_what_convert_writes_passes_every_gate() -> None:
     from moeq.oracle.declare import config_of
-    from moeq.oracle.engine import resolve, settle
+    from moeq.oracle.engine import derive_dp, resolve
     from moeq.oracle.engines.vllm.gates import Stage, run_gates
 
     for one, shape in every_scheme().values():
-        outcome = resolve(POLICY, config_of(one), shape, settle(gpu("H100", tp=2)))
+        outcome = resolve(POLICY, config_of(one), shape, derive_dp(gpu("H100", tp=2)))
         verdict = ask(one, gpu("H100", tp=2), shape)
         if verdict.convert:
             row = candidate(verdict, verdict.convert.backend)

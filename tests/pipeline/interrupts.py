@@ -5,6 +5,6 @@ from __future__ import annotations
 import signal
 
 
-def heed_interrupts() -> None:
-    """In a child: Ctrl-C counts, also where the tests run in the background of a shell, which ignores it."""
+def default_interrupts() -> None:
+    """In a child process: Ctrl-C ends it, although a shell that runs the tests in the background ignores it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -21,7 +21,7 @@ from moeq.pipeline.run.workers import Executor
 from moeq.pipeline.state.folder import WorkFolder
 from moeq.pipeline.state.job import Job, JobRequest, job_stamp, open_job
 from moeq.pipeline.state.publish import finish
-from moeq.pipeline.state.records import UnitRecord, holds, pieces
+from moeq.pipeline.state.records import UnitRecord, is_intact, pieces
 
 A100 = parse_gpu("A100")
 NAME = "gptq-int4-g32-qwen3moe"
@@ -120,7 +120,7 @@ def test_units_executed_by_other_processes_in_any_order(checkpoints, tmp_path) -
         first, second = (result.get(120) for result in results)
         records = {record.unit: record for record in (*first, *second)}
         assert first[0] == second[0], "the same unit gives the same record"
-        assert all(holds(job.plan, job.plan.unit(unit), record, folder.files) for unit, record in records.items())
+        assert all(is_intact(job.plan, job.plan.unit(unit), record, folder.files) for unit, record in records.items())
         missing = dict(records)
         del missing["layer-0/w2"]
         with pytest.raises(MoeqError, match=r"1 of 5 units are not finished: layer-0/w2"):

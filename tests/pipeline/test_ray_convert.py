@@ -17,7 +17,7 @@ from bench_scripts import make_checkpoint as generator
 
 pytest.importorskip("ray")
 
-from pipeline.interrupts import heed_interrupts
+from pipeline.interrupts import default_interrupts
 from pipeline.ray_nodes import NODE, Assassin
 
 import moeq
@@ -104,7 +104,7 @@ def test_interrupted_and_continued_here(cluster, source, whole, tmp_path) -> Non
     partial = tmp_path / "out.moeq-partial"
 
     with subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=heed_interrupts
+        command, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=default_interrupts
     ) as process:
         deadline = time.monotonic() + 60
         while not (partial.is_dir() and read_journals(OutputFolder(partial)).records) and time.monotonic() < deadline:

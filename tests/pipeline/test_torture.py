@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from bench_scripts import FOLDER, make_checkpoint
-from pipeline.interrupts import heed_interrupts
+from pipeline.interrupts import default_interrupts
 
 pytestmark = pytest.mark.slow
 
@@ -115,7 +115,7 @@ class Job:
         pipe = self.folder / "events"
         os.mkfifo(pipe)
         process = subprocess.Popen(
-            self.argv("--events", pipe, "-q"), stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts
+            self.argv("--events", pipe, "-q"), stderr=subprocess.PIPE, text=True, preexec_fn=default_interrupts
         )
         with pipe.open(encoding="utf-8") as events:
             fcntl.fcntl(events.fileno(), F_SETPIPE_SZ, 4096)

@@ -107,7 +107,7 @@ def answer(checkpoint: Checkpoint, ask: Ask, *, explain: bool = False, brief: bo
         get_layout(ask.layout)
     first = first_layer(checkpoint)
     error = convertible_problem(checkpoint)
-    groups = sorted(alike(checkpoint).values(), key=lambda layers: first not in layers)
+    groups = sorted(group_alike_layers(checkpoint).values(), key=lambda layers: first not in layers)
     copied: list[CopiedLayer] = []
     parts: list[LayerGroup] = []
     for layers in groups:
@@ -164,7 +164,7 @@ def convertible_problem(checkpoint: Checkpoint) -> MoeqError | None:
     return MoeqError("answer.not-convertible", f"{info.name}: {'; '.join(reasons)}")
 
 
-def alike(checkpoint: Checkpoint) -> dict[object, list[int]]:
+def group_alike_layers(checkpoint: Checkpoint) -> dict[object, list[int]]:
     """Layers that are encoded alike, by what they have in common: one answer is good for all of them."""
     found: dict[object, list[int]] = {}
     for layer in checkpoint.info.moe_layers:

@@ -17,14 +17,14 @@ from moeq.pipeline.run.workers import Executed, Outcome
 from moeq.pipeline.state.folder import WorkFolder
 from moeq.pipeline.state.job import Work
 from moeq.pipeline.state.journal import changed
-from moeq.pipeline.state.records import UnitRecord, holds
+from moeq.pipeline.state.records import UnitRecord, is_intact
 
 #: Cuts a list of units into lists, and may do something in between.
 Batches = Callable[[Sequence[Unit]], Iterable[Sequence[Unit]]]
 
 
 @dataclass(frozen=True)
-class Ran:
+class RunResult:
     """What a run came to.
 
     Attributes:
@@ -48,7 +48,7 @@ def run_units(
     where: Where,
     progress: Progress,
     batches: Batches = at_once,
-) -> Ran:
+) -> RunResult:
     """Execute the units that are not finished yet and record them in the folder's journal.
 
     What journals tell of these units is believed only where the files still hold the bytes: those are read again.
@@ -71,8 +71,8 @@ def run_units(
     with executor(where, job, folder.files, lambda code, message: progress(Warned(code, message))) as found:
         found.prepare(units)  # those of finished units too: their headers may have been lost
         for batch in batches(driver.todo):
-            found.run(batch, driver.handle, driver.salvage)
-    return driver.ran()
+            found.run(batch, driver.handle, driver.record_finished)
+    return driver.result()
 
 
 class Driver:
@@ -112,7 +112,7 @@ class Driver:
         else:
             self.advanced(outcome.bytes, outcome.label)
 
-    def salvage(self, done: Executed) -> None:
+    def record_finished(self, done: Executed) -> None:
         """Record a unit that was finished although the run has ended."""
         self._record(done.record)
 
@@ -126,9 +126,9 @@ class Driver:
         self._record(record)
         self._progress(UnitFinished(unit.id, _kind(unit), unit.bytes_in, unit.bytes_out, seconds))
 
-    def ran(self) -> Ran:
+    def result(self) -> RunResult:
         """What the run came to."""
-        return Ran(self._records, self._resumed)
+        return RunResult(self._records, self._resumed)
 
     def _record(self, record: UnitRecord) -> None:
         self._folder.record([record])
@@ -155,7 +155,7 @@ def finished_units(
 
     def check(unit: Unit) -> bool:
         buffer = np.empty(CHUNK_BYTES, np.uint8)
-        return holds(job.plan, unit, folder.journals.records[unit.id], folder.files, buffer)
+        return is_intact(job.plan, unit, folder.journals.records[unit.id], folder.files, buffer)
 
     def advance(count: int, label: str) -> None:
         nonlocal done

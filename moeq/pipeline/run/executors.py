@@ -25,7 +25,10 @@ class Executes(Protocol):
         """Make the output files of these units."""
 
     def run(
-        self, units: Sequence[Unit], handle: Callable[[Outcome], None], salvage: Callable[[Executed], None] = ...
+        self,
+        units: Sequence[Unit],
+        handle: Callable[[Outcome], None],
+        record_finished: Callable[[Executed], None] = ...,
     ) -> None:
         """Execute units and tell of them, in this thread."""
 

@@ -184,7 +184,7 @@ class Token:
         """Take it away: who still works for it stops."""
         Path(self.path).unlink(missing_ok=True)
 
-    def gone(self) -> bool:
+    def is_removed(self) -> bool:
         """Whether it has been removed: the driver has gone away."""
         try:
             os.close(os.open(self.path, os.O_RDONLY))
@@ -278,7 +278,7 @@ def run(
     done: Callable[[R], None],
     warn: Callable[[str, str], None],
     stop: Callable[[], None] = lambda: None,
-    salvage: Callable[[R], None] = lambda result: None,
+    record_finished: Callable[[R], None] = lambda result: None,
 ) -> None:
     """Run tasks until all are done, each again where its worker or node was lost.
 
@@ -288,7 +288,7 @@ def run(
         warn: called with a code and a sentence for every retry.
         stop: called where the run ends early; tasks have to notice, and to return soon. (`ray.cancel` would be the
             other way; in Ray 2.60 it can abort this process when a task ends at that moment.)
-        salvage: called with results that still come then.
+        record_finished: called with results that still come then.
 
     Raises:
         MoeqError: the first that a task returned; `environment.ray-lost` or `resources.ray-memory` where a task was
@@ -323,11 +323,11 @@ def run(
     except BaseException:
         if running:
             stop()
-            _salvage(ray, list(running), salvage)
+            _salvage(ray, list(running), record_finished)
         raise
 
 
-def _salvage(ray: Any, references: list[Any], salvage: Callable[[R], None]) -> None:
+def _salvage(ray: Any, references: list[Any], record_finished: Callable[[R], None]) -> None:
     """Wait for tasks that were asked to stop, and take what they have."""
     ended, _ = ray.wait(references, num_returns=len(references), timeout=_STOP_SECONDS)
     for reference in ended:
@@ -336,7 +336,7 @@ def _salvage(ray: Any, references: list[Any], salvage: Callable[[R], None]) -> N
         except ray.exceptions.RayError:
             continue  # lost; the run has ended for another reason
         if not isinstance(result, MoeqError):
-            salvage(result)
+            record_finished(result)
 
 
 def _lost(ray: Any, task: Task[R], tries: int, error: Exception, warn: Callable[[str, str], None]) -> None:

@@ -82,7 +82,7 @@ class RayExecutor:
         self,
         units: Sequence[Unit],
         handle: Callable[[Outcome], None],
-        salvage: Callable[[Executed], None] = lambda done: None,
+        record_finished: Callable[[Executed], None] = lambda done: None,
     ) -> None:
         """Execute units on whichever nodes are free, the largest first.
 
@@ -108,7 +108,7 @@ class RayExecutor:
 
         def saved(results: Results) -> None:
             for record, seconds in results:
-                salvage(Executed(by_id[record.unit], record, seconds))
+                record_finished(Executed(by_id[record.unit], record, seconds))
 
         ray_cluster.run(self._ray, tasks, done, self._warn, self._order.token.remove, saved)
         if left:
@@ -171,7 +171,7 @@ class _Check:
 
     def __call__(self, count: int, label: str) -> None:
         if time.monotonic() >= self._next:
-            if self._token.gone():
+            if self._token.is_removed():
                 raise _Stopped
             self._next = time.monotonic() + _CHECK_SECONDS
 

@@ -137,7 +137,7 @@ class Executor:
         self,
         units: Sequence[Unit],
         handle: Callable[[Outcome], None],
-        salvage: Callable[[Executed], None] = lambda done: None,
+        record_finished: Callable[[Executed], None] = lambda done: None,
     ) -> None:
         """Execute units, in about this order. The files have to be prepared.
 
@@ -145,7 +145,7 @@ class Executor:
             units: what to execute.
             handle: called in this thread with everything that happens. What it raises (and KeyboardInterrupt) ends the
                 run: threads end after the expert that they are at.
-            salvage: called with units that were still brought to disk after that, or after an error.
+            record_finished: called with units that were still brought to disk after that, or after an error.
 
         Raises:
             MoeqError: as `execute`.
@@ -161,7 +161,7 @@ class Executor:
                 run.stop()
                 for outcome in run.outcomes():
                     if isinstance(outcome, Executed):
-                        salvage(outcome)
+                        record_finished(outcome)
                 raise
             finally:
                 run.stop()

@@ -140,7 +140,7 @@ def open_file_digest(fd: int) -> FileDigest:
     return FileDigest(size, digest.hexdigest())
 
 
-def holds(plan: Plan, unit: Unit, record: UnitRecord, folder: OutputFolder, buffer: Bytes | None = None) -> bool:
+def is_intact(plan: Plan, unit: Unit, record: UnitRecord, folder: OutputFolder, buffer: Bytes | None = None) -> bool:
     """Whether a folder still holds the bytes that a record tells of. Reads and hashes them all.
 
     Args:
