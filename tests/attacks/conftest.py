@@ -39,12 +39,14 @@ class Answer:
         out: stdout.
         err: stderr.
         seconds: how long it took.
+        processor: seconds of processor time, which other load on the machine does not change.
     """
 
     code: int
     out: str
     err: str
     seconds: float
+    processor: float
 
     @property
     def document(self) -> dict[str, Any]:
@@ -80,11 +82,12 @@ def command(*argv: object, seconds: float = 30.0, prepare: Callable[[], object] 
     took = time.monotonic() - begun
     if found is None:
         os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        return Answer(137, "", f"no end after {took:.1f} s", took)
-    _, status = os.waitpid(child, 0)
+    _, status, usage = os.wait4(child, 0)
+    processor = usage.ru_utime + usage.ru_stime
+    if found is None:
+        return Answer(137, "", f"no end after {took:.1f} s", took, processor)
     out, err = json.loads(found) if found else ("", "it died")
-    return Answer(os.waitstatus_to_exitcode(status), out, err, took)
+    return Answer(os.waitstatus_to_exitcode(status), out, err, took, processor)
 
 
 def _child(argv: list[str], pipe: int, prepare: Callable[[], object]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -108,9 +107,9 @@ def test_counts_of_a_manifest_are_checked_against_bytes(converted_place: Place, 
             layer["ranks"] = [rank, {**rank, "rank": 1, "experts": [4, value]}]
     (place.out / "moeq.json").write_text(json.dumps(manifest))
     for argv in (["inspect", place.out], ["verify", place.out], ["restore", place.out, place.home / "back"]):
-        answer = command(*argv, seconds=10)
+        answer = command(*argv)
         assert answer.code == 4, answer
-        assert answer.seconds < 5
+        assert answer.processor < 5
 
 
 @pytest.mark.cover
@@ -119,9 +118,9 @@ def test_counts_of_a_manifest_are_checked_against_bytes(converted_place: Place, 
 def test_counts_of_a_config_are_checked_against_bytes(place: Place, key: str, value: int) -> None:
     config = json.loads((place.source / "config.json").read_text())
     (place.source / "config.json").write_text(json.dumps({**config, key: value}))
-    answer = command("inspect", place.source, seconds=10)
+    answer = command("inspect", place.source)
     assert answer.code in (0, 4), answer
-    assert answer.seconds < 5
+    assert answer.processor < 5
 
 
 @pytest.mark.parametrize("size", [1 << 31, 1 << 40])
@@ -132,7 +131,7 @@ def test_a_huge_side_file_is_refused_while_planning(place: Place, name: str, siz
         file.truncate(size)
     answer = place.convert()
     assert (answer.code, answer.error) == (4, "source.too-large"), answer
-    assert answer.seconds < 5
+    assert answer.processor < 5
     assert not place.partial.exists()
 
 
@@ -153,10 +152,9 @@ def test_restore_data_of_petabytes(converted_place: Place) -> None:
     raw = json.dumps(table).encode()
     tensors["header/huge.safetensors"] = len(raw).to_bytes(8, "little") + raw
     write_safetensors(place.out / "moeq-restore.data", tensors, {"format": "moeq-restore/1"})
-    begun = time.monotonic()
     answer = command("restore", place.out, place.home / "back")
     assert answer.code in (4, 5), answer
-    assert time.monotonic() - begun < 10
+    assert answer.processor < 5
     assert not (place.home / "back").exists()
     assert not (place.home / "back.moeq-partial").exists()
 

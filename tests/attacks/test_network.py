@@ -20,7 +20,7 @@ from checkpoint.hub_server import SHA, Handler, Hub, serving
 from forks import Ended, Starter, starting
 
 #: Imported once, before the first command.
-CLIENTS = "import huggingface_hub.file_download, huggingface_hub.hf_api, moeq.checkpoint.hub"
+CLIENTS = "import torch, huggingface_hub.file_download, huggingface_hub.hf_api, moeq.checkpoint.hub"
 
 #: Short deadlines, for a command that runs into one.
 IMPATIENT = """

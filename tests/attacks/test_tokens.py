@@ -43,7 +43,7 @@ def traces(
             "MOEQ_DEBUG": "1",
         }
         said: list[str] = []
-        with starting(tmp_path_factory.mktemp("said"), {**inherited, **ours}, "import numba") as starter:
+        with starting(tmp_path_factory.mktemp("said"), {**inherited, **ours}, "import torch") as starter:
 
             def moeq(*argv: object, **more: str) -> int:
                 ended = starter.run(*argv, seconds=120, env=more, first=f"os.chdir({str(tmp_path)!r})")

@@ -21,22 +21,22 @@ FORMS = [(tp, ep) for tp, ep in product((1, 2, 3, 8), (1, 2, 8, 256))]
 ALL2ALL = [None, *POLICY.all2all]
 
 
-@pytest.mark.cover
+@pytest.mark.cover("name", ("engine", "gpu"))
+@pytest.mark.parametrize("gpu", ["A100", "H100", "B200", "MI300X"])
 @pytest.mark.parametrize("engine", ["vllm@0.33.0", "moeq"])
 @pytest.mark.parametrize("name", list(every_scheme()))
-def test_verdict_or_refusal(name: str, engine: str) -> None:
+def test_verdict_or_refusal(name: str, engine: str, gpu: str) -> None:
     one, shape = every_scheme()[name]
     kinds = [None] if engine == "moeq" else ALL2ALL  # moeq's own kernels do not communicate
-    for gpu in ("A100", "H100", "B200", "MI300X"):
-        for (tp, ep), kind, lora in product(FORMS, kinds, (False, True)):
-            where = Deployment(parse_gpu(gpu), tp=tp, ep=ep, all2all=kind, lora=lora, engine=engine)
-            verdict = judge(one, shape, where, explain=False)
-            assert verdict.ok or verdict.refusal, (gpu, tp, ep, kind, lora)
-            # Nothing is chosen that a dry run could not build, and nothing is written for it either.
-            if verdict.chosen:
-                assert all(gate.passed for gate in verdict.gates)
-            if verdict.convert:
-                assert verdict.convert.sizes.padded_intermediate >= verdict.convert.sizes.intermediate > 0
+    for (tp, ep), kind, lora in product(FORMS, kinds, (False, True)):
+        where = Deployment(parse_gpu(gpu), tp=tp, ep=ep, all2all=kind, lora=lora, engine=engine)
+        verdict = judge(one, shape, where, explain=False)
+        assert verdict.ok or verdict.refusal, (tp, ep, kind, lora)
+        # Nothing is chosen that a dry run could not build, and nothing is written for it either.
+        if verdict.chosen:
+            assert all(gate.passed for gate in verdict.gates)
+        if verdict.convert:
+            assert verdict.convert.sizes.padded_intermediate >= verdict.convert.sizes.intermediate > 0
 
 
 @pytest.mark.parametrize("backend", POLICY.overrides)
