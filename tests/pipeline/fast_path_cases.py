@@ -274,7 +274,7 @@ def write_checkpoint(
         "hidden_act": "silu",
         "quantization_config": recipe.quantization | quantization,
     }
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     return moeq.open(folder)

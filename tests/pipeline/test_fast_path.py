@@ -338,16 +338,20 @@ def test_scales_of_fp8_of_every_type_and_size(dtype, layout, seed, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "tp"),
+    ("name", "layout", "tp", "lossy"),
     [
-        ("awq-int4-g32-qwen3moe", "marlin-wna16/1", 1),
-        ("ct-w8a8-qwen3moe", "int8-w8a8/1", 1),
-        ("gptq-int4-g32-qwen3moe", "marlin-wna16/1", 4),
-        ("mxfp4-gptoss", "triton-kernels-hopper/1", 2),
+        ("awq-int4-g32-qwen3moe", "marlin-wna16/1", 1, False),
+        ("ct-w8a8-qwen3moe", "int8-w8a8/1", 1, False),
+        ("gptq-int4-g32-qwen3moe", "marlin-wna16/1", 4, False),
+        ("mxfp4-gptoss", "triton-kernels-hopper/1", 2, False),
+        ("modelopt-fp8-qwen3moe", "marlin-fp8/1", 1, True),
     ],
 )
-def test_a_conversion_is_the_same_folder_either_way(name, layout, tp, checkpoints, tmp_path, monkeypatch) -> None:
+def test_a_conversion_is_the_same_folder_either_way(
+    name, layout, tp, lossy, checkpoints, tmp_path, monkeypatch
+) -> None:
     deployment, taken = Deployment(gpu=parse_gpu("H100"), tp=tp), []
+    options = {"layout": layout, "force_layout": True, "allow_lossy": lossy, "workers": 2}
     prove = ArrangedPath.prove
 
     def counted(self, *buffers) -> Proof | None:  # type: ignore[no-untyped-def]
@@ -355,12 +359,13 @@ def test_a_conversion_is_the_same_folder_either_way(name, layout, tp, checkpoint
         return taken[-1]
 
     monkeypatch.setattr(ArrangedPath, "prove", counted)
-    convert(checkpoints / name, tmp_path / "fast", deployment, layout=layout, force_layout=True, workers=2)
+    manifest = convert(checkpoints / name, tmp_path / "fast", deployment, **options).manifest
+    assert any(entry.losses for entry in manifest.layers) is lossy
     assert len(taken) > 4
     assert all(taken)
     monkeypatch.setattr(words, "COMPILED_FROM", 1 << 60)
     before = len(taken)
-    convert(checkpoints / name, tmp_path / "reference", deployment, layout=layout, force_layout=True, workers=2)
+    convert(checkpoints / name, tmp_path / "reference", deployment, **options)
     assert len(taken) == before
     fast_path, reference = (
         {path.name: path.read_bytes() for path in (tmp_path / way).iterdir()} for way in ("fast", "reference")

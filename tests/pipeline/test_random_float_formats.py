@@ -6,6 +6,7 @@ within a matrix or are not, global scales of gate and up that differ.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,11 +15,16 @@ import torch
 from torch import Generator, Tensor
 
 from moeq.checkpoint.manifest import StackedRole
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
 from moeq.layouts import words
 from moeq.layouts.registry import LAYOUTS
 from moeq.model import Checkpoint
+from moeq.pipeline.convert import convert
 from moeq.pipeline.plan.layers import LayerPlan
+from moeq.prove.restore import restore
+from moeq.prove.verify import verify
 
 from .fast_path_cases import OnFastPath, Packed, Sizes, fast_paths, on_reference_path, write_checkpoint
 
@@ -39,29 +45,35 @@ def draw(options: tuple, generator: Generator):  # type: ignore[no-untyped-def,t
     return options[int(torch.randint(len(options), (), generator=generator))]
 
 
-def numbers(shape: tuple[int, ...], generator: Generator) -> Tensor:
-    """Scales of some type, in one of several ranges; now and then one that is special."""
-    low, high = draw(((-20, 0), (-10, 0), (-140, 120), (-8, 4)), generator)
-    fine = draw((1, 4, 1 << 20), generator)
-    powers = torch.randint(low, high, shape, generator=generator).float().exp2()
-    found = powers * (1 + torch.randint(fine, shape, generator=generator) / fine)
-    if draw((True, False, False), generator):
-        found = found.reshape(-1)[:1].expand(found.numel()).reshape(shape).clone()
-    special = draw((*[None] * 6, 0.0, 1e-11, 1e38), generator)
-    if special is not None and found.numel():
-        found.view(-1)[int(torch.randint(found.numel(), (), generator=generator))] = special
-    return found.to(draw(_FLOATS, generator))
+class Numbers:
+    """Scales of some type, in one of several ranges; now and then one of each tensor is special."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+        self._low, self._high = draw(((-20, 0), (-10, 0), (-8, 4), (-140, 120)), generator)
+        self._fine = draw((1, 4, 1 << 20), generator)
+        self._special = draw((None, None, None, 0.0, 1e-11, 1e38), generator)
+        self._dtype = draw(_FLOATS, generator)
+
+    def draw(self, *shape: int) -> Tensor:
+        powers = torch.randint(self._low, self._high, shape, generator=self._generator).float().exp2()
+        found = powers * (1 + torch.randint(self._fine, shape, generator=self._generator) / self._fine)
+        if draw((True, False, False), self._generator):
+            found = found.reshape(-1)[:1].expand(found.numel()).reshape(shape).clone()
+        if self._special is not None:
+            found.view(-1)[int(torch.randint(found.numel(), (), generator=self._generator))] = self._special
+        return found.to(self._dtype)
 
 
 def _scales(of: str, shape: Callable[[Tensor], tuple[int, ...]], generator: Generator) -> Callable[[dict], None]:
     """Other scales in place of those that the recipe has drawn, all of one type."""
 
     def edit(tensors: dict[str, Tensor]) -> None:
-        dtype = draw(_FLOATS, generator)
+        numbers = Numbers(generator)
         for name in [name for name in tensors if name.endswith(of)]:
             module = name.removesuffix(of)
             codes = tensors[f"{module}weight"].view(torch.uint8)
-            found = numbers(shape(tensors[name]), generator).to(dtype)
+            found = numbers.draw(*shape(tensors[name]))
             if of == "weight_scale" and draw((True, False), generator) and "up_proj" in name:
                 found = tensors[name.replace("up_proj", "gate_proj")].clone()
             tensors[name] = found
@@ -113,6 +125,13 @@ KINDS = {
     "fp8-tensor": ("fp8-channel", lambda g: _scales("weight_scale", lambda old: (1,), g), _TENSOR),
     "mxfp8": ("mxfp8", lambda g: lambda tensors: None, {}),
 }
+#: Kinds with layouts that round their scales.
+_MARLIN = ("marlin-fp8/1", "marlin-fp8-fp16/1")
+ROUNDING = {
+    "fp8-block": (*_MARLIN, "trtllm-fp8-block/1", "flashinfer-cutlass-fp8-block/1"),
+    "fp8-channel": _MARLIN,
+    "fp8-tensor": _MARLIN,
+}
 
 #: Hidden and intermediate sizes: any, and such as blocks of 128 divide.
 _SIZES = ((32, 64, 96, 128, 160, 192, 256, 320, 384, 512), (128, 256, 384, 512))
@@ -149,6 +168,52 @@ def check(kind: str, seed: int, folder: Path) -> int:
                 assert packed == reference, (layout, role, sizes, tp)
                 count += packed is not None
     return count
+
+
+def converted(source: Path, out: Path, layout: str, tp: int) -> dict[str, bytes] | str:
+    """Files of a conversion that may round; the code of the error where it is refused all the same."""
+    deployment = Deployment(gpu=parse_gpu("A100"), tp=tp)
+    try:
+        convert(source, out, deployment, layout=layout, force_layout=True, allow_lossy=True, workers=1)
+    except MoeqError as error:
+        return error.code
+    return {path.name: path.read_bytes() for path in out.iterdir()}
+
+
+def rounded_either_way(kind: str, seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """One random checkpoint whose scales may be rounded, converted by both paths; numbers that were rounded."""
+    generator = Generator().manual_seed(seed)
+    recipe, edit, config = KINDS[kind]
+    sizes = Sizes(draw(_SIZES[1], generator), draw(_SIZES[1], generator), draw((1, 2, 3), generator))
+    write_checkpoint(folder / "source", recipe, sizes, edit(generator), **config)
+    layout, tp = draw(ROUNDING[kind], generator), draw((1, 1, 2, 4), generator)
+    ways = []
+    for way, least in (("fast", 0), ("reference", 1 << 60)):
+        monkeypatch.setattr(words, "COMPILED_FROM", least)
+        ways.append(converted(folder / "source", folder / way, layout, tp))
+    assert ways[0] == ways[1], (kind, seed, layout, tp)
+    if not isinstance(ways[0], dict):
+        return 0
+    assert verify(folder / "fast", folder / "source", workers=1).ok  # by the reference path
+    monkeypatch.setattr(words, "COMPILED_FROM", 0)
+    restore(folder / "fast", folder / "back", workers=1)
+    for path in (folder / "source").iterdir():
+        assert (folder / "back" / path.name).read_bytes() == path.read_bytes(), (kind, seed, layout, tp)
+    layers: list[dict[str, int]] = json.loads(ways[0]["moeq.json"])["layers"]
+    return sum(layer["losses"] for layer in layers)
+
+
+@pytest.mark.parametrize("kind", ROUNDING)
+def test_rounding_by_either_path(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounded = [rounded_either_way(kind, seed, tmp_path / str(seed), monkeypatch) for seed in range(8)]
+    assert any(rounded)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ROUNDING)
+def test_rounding_by_either_path_at_length(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounded = [rounded_either_way(kind, seed, tmp_path / str(seed), monkeypatch) for seed in range(100, 140)]
+    assert sum(map(bool, rounded)) > 3
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -168,7 +168,7 @@ class Packer:
             raise self._round_trip(expert)
         hashes = tuple(map(piece_digest, packed))
         kept = frozenset(self._entry(key, expert).name for key in fast_path.kept(inputs, scratch))
-        result = ExpertResult(sum(sizes), proof.digests, kept, 0, hashes)
+        result = ExpertResult(sum(sizes), proof.digests, kept, fast_path.losses(read), hashes)
         return result, tuple(zip(packed, places, strict=True))
 
     def _read(self, fast_path: FastPath, expert: int, buffers: Buffers, slot: int) -> Inputs:

@@ -78,8 +78,11 @@ class FastPath(Protocol):
 
         Returns:
             None where a value needs the reference path, which handles it or says what is wrong. Otherwise packing
-            loses nothing, and every source tensor can be rebuilt from the matrices.
+            loses nothing of them, and every source tensor but those of `kept` can be rebuilt from the matrices.
         """
+
+    def losses(self, read: Matrices) -> int:
+        """Stored numbers that differ from the source's, for all shards: 0 unless losses are allowed."""
 
     def pack(self, read: Matrices, outputs: Outputs, scratch: Array) -> None:
         """Fill the outputs."""

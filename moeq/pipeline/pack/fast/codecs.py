@@ -1,7 +1,7 @@
 """Scales that a layout stores as other numbers: how they get that form, and how they are taken out of it again.
 
-A codec never loses anything: `exact` says whether all of some scales come back as they were, and where they would not,
-the reference path packs them (or refuses to).
+`exact` says whether all of some scales come back as they were. Where they would not, the reference path refuses them
+or, where losses are allowed, packs them; a codec that only rounds numbers does that itself then (`rounded`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -44,6 +44,30 @@ class Codec(ABC):
         """Whether `narrow` gives back what `widen` is given."""
         return True
 
+    def rounded(self, logical: Array) -> Array | None:
+        """What `narrow` gives back of numbers that are rounded; None where they cannot be stored, or get quite lost."""
+        return None
+
+
+class Rounding(Codec):
+    """A codec of floats. Subclasses set what is stored: its dtype, and the bits that say infinity or NaN."""
+
+    stored: ClassVar[str]
+    infinite: ClassVar[int]
+
+    def exact(self, logical: Array) -> bool:
+        again = self.rounded(logical)
+        return again is not None and np.array_equal(again, logical)
+
+    def rounded(self, logical: Array) -> Array | None:
+        stored = np.empty(logical.shape, self.stored)
+        self.widen(logical, stored)
+        if (stored & self.infinite == self.infinite).any():
+            return None
+        again = np.empty(logical.shape, logical.dtype)
+        self.narrow(stored, again)
+        return again
+
 
 class WidenedBf16(Codec):
     """bfloat16 as float32."""
@@ -66,7 +90,7 @@ class WidenedF16(Codec):
 
 
 @dataclass(frozen=True)
-class AsFloat32(Codec):
+class AsFloat32(Rounding):
     """Floats as float32 times a power of two, those below a least one raised to it.
 
     Attributes:
@@ -78,6 +102,8 @@ class AsFloat32(Codec):
     logical: str
     times: float = 1.0
     least: float | None = None
+    stored: ClassVar[str] = "u4"
+    infinite: ClassVar[int] = 0x7F800000
 
     def widen(self, logical: Array, out: Array) -> None:
         numbers = _numbers(logical, self.logical)
@@ -90,9 +116,6 @@ class AsFloat32(Codec):
         numbers = np.ascontiguousarray(stored).view(np.float32) / np.float32(self.times)
         with np.errstate(over="ignore"):
             np.copyto(out, _bits(numbers, self.logical), casting="unsafe")
-
-    def exact(self, logical: Array) -> bool:
-        return _comes_back(self, logical, np.empty(logical.shape, np.uint32), infinite=0x7F800000)
 
 
 class Exponents(Codec):
@@ -136,7 +159,7 @@ def _some_rows(matrix: Array) -> Iterator[slice]:
 
 
 @dataclass(frozen=True)
-class Shifted(Codec):
+class Shifted(Rounding):
     """Floats as 16-bit floats times a power of two (`moeq.layouts.marlin_fp8`).
 
     Attributes:
@@ -148,6 +171,11 @@ class Shifted(Codec):
     logical: str
     params: str
     exponent: int
+    stored: ClassVar[str] = "u2"
+
+    @property
+    def infinite(self) -> int:  # type: ignore[override]
+        return 0x7C00 if self.params == "F16" else 0x7F80
 
     def widen(self, logical: Array, out: Array) -> None:
         with np.errstate(over="ignore"):
@@ -164,10 +192,6 @@ class Shifted(Codec):
         found = numbers.astype(np.float64) * 2.0**-self.exponent
         with np.errstate(over="ignore"):
             np.copyto(out, _bits(found, self.logical), casting="unsafe")
-
-    def exact(self, logical: Array) -> bool:
-        infinite = 0x7C00 if self.params == "F16" else 0x7F80
-        return _comes_back(self, logical, np.empty(logical.shape, np.uint16), infinite)
 
 
 @dataclass(frozen=True)
@@ -241,14 +265,6 @@ def codecs_of(layout: ArrangedLayout, spec: MatrixSpec) -> Mapping[str, Codec] |
     found = (make for kind, make in _CODECS.items() if isinstance(layout, kind))
     make = next(found, None)
     return None if make is None else make(layout, spec)
-
-
-def _comes_back(codec: Codec, logical: Array, stored: Array, infinite: int) -> bool:
-    """Whether all stored numbers are finite and give back what they were made from; `stored` is memory for them."""
-    codec.widen(logical, stored)
-    again = np.empty(logical.shape, logical.dtype)
-    codec.narrow(stored, again)
-    return not bool((stored & infinite == infinite).any()) and np.array_equal(again, logical)
 
 
 def _numbers(bits: Array, dtype: str) -> Array:

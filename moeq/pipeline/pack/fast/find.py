@@ -53,8 +53,8 @@ def bind(
     expected = Region(elements.stop, max(BLOCK, *(part.spare_bytes for part in parts)))
     repeated = tuple(_repeated(expected.stop, readers, written) if times > 1 else ())
     last = repeated[-1][-1].stop if repeated else expected.stop
-    exact = layout.exact_scales
-    return ArrangedPath(written, readers, tuple(found), exact, elements, expected, last, times, repeated)
+    exact, rounds = layout.exact_scales, layout.allow_lossy and times == 1
+    return ArrangedPath(written, readers, tuple(found), exact, elements, expected, last, times, repeated, rounds)
 
 
 def _repeated(start: int, readers: Sequence[ProjectionReader], written: MatrixSpec) -> Iterator[tuple[Region, Region]]:

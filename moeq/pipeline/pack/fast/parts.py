@@ -189,8 +189,8 @@ class FastPart:
         """Rows that share a stored one, and that."""
         sampled = self.sampled(views)
         for number, view in enumerate(views):
-            stored = _present(sampled[min(number, len(sampled) - 1)])
-            whole = _present(view)
+            stored = present(sampled[min(number, len(sampled) - 1)])
+            whole = present(view)
             for row in range(0, len(whole), self.every):
                 yield whole[row : row + self.every], stored[row // self.every]
 
@@ -205,7 +205,7 @@ class FastPart:
         """
         if self.is_direct:
             for view, start in zip(views, self.starts, strict=True):
-                self.order.pack(_present(view), out, start)
+                self.order.pack(present(view), out, start)
         elif self.order.in_place:
             self.place(views, self.everything, out.view(self.dtype).reshape(self.shape))
         else:
@@ -230,13 +230,13 @@ class FastPart:
     def holds(self, found: Array, block: RowBlock, views: Views, region: Region, scratch: Array) -> bool:
         """Whether the unpacked elements of a block are exactly the field, filling included. `region` is another one."""
         if self.is_whole and all(view is not None for view in views):
-            return all(same(_present(views[r.projection]), found[r.elements], r.source.start) for r in block.rows)
+            return all(same(present(views[r.projection]), found[r.elements], r.source.start) for r in block.rows)
         if self.widen is not None or any(views[r.projection] is None for r in block.rows):
             expected = region.array(scratch, found.shape, self.dtype)
             self.place(views, block, expected)
             return same(expected, found)
         columns = self.filled[1]
-        held = all(same(_present(views[r.projection]), found[r.elements, :columns], r.source.start) for r in block.rows)
+        held = all(same(present(views[r.projection]), found[r.elements, :columns], r.source.start) for r in block.rows)
         return held and is_zero(found[:, columns:]) and all(is_zero(found[rows]) for rows in block.filling)
 
     def fill(self, packed: Array, views: Views, region: Region, spare: Region, scratch: Array) -> None:
@@ -265,7 +265,8 @@ class FastPart:
                 self.widen.widen(view[r.source], target)
 
 
-def _present(view: Array | None) -> Array:
+def present(view: Array | None) -> Array:
+    """A view that is there. Raises ValueError where it is not."""
     if view is None:
         raise ValueError("a field that a shard does not hold")
     return view

@@ -26,14 +26,17 @@ from moeq.layouts.fast.recode import e4m3_values
 from moeq.matrix import MatrixSpec
 from moeq.model.shards import Range
 from moeq.pipeline.pack.fast.base import Inputs, Outputs, Proof
-from moeq.pipeline.pack.fast.codecs import MarlinE5M3
+from moeq.pipeline.pack.fast.codecs import Codec, MarlinE5M3
 from moeq.pipeline.pack.fast.formats import Fields
-from moeq.pipeline.pack.fast.parts import BLOCK, FastPart, Views
+from moeq.pipeline.pack.fast.parts import BLOCK, FastPart, Views, present
 from moeq.pipeline.pack.fast.scratch import Array, Region
 from moeq.pipeline.pack.fast.shared import SharedScale, stored_largest
 
 #: The order in which the digest takes the fields.
 _FIELDS = ("codes", "scales", "zeros", "global_scale", "bias")
+
+#: Scales as the source has them, where others are written.
+_SOURCE = "source scales"
 
 #: Fields that smaller groups repeat, and what they are called as the source has them.
 _GROUPED = {"scales": "stored scales", "zeros": "stored zeros"}
@@ -200,6 +203,7 @@ class ArrangedPath:
         shards: the packed parts of every rank.
         times: groups that are written for one of the source's.
         repeated: scratch for scales and zero points that are repeated so, for each logical projection.
+        rounds: scales may be rounded to what the layout holds.
         scales: least and greatest scale, as an unsigned integer, that the layout holds exactly; None: any.
         elements: scratch for the elements of a part.
         expected: scratch for what they should be, and for intermediate values.
@@ -215,6 +219,7 @@ class ArrangedPath:
     scratch_bytes: int
     times: int = 1
     repeated: tuple[tuple[Region, Region], ...] = ()
+    rounds: bool = False
 
     @cached_property
     def reads(self) -> tuple[tuple[StoredName, str], ...]:
@@ -237,11 +242,50 @@ class ArrangedPath:
                 for field, stored in _GROUPED.items():
                     if field in grouped:
                         repeat_columns(grouped[stored], self.times, grouped[field])
-        return read if all(shard.exact(self.spec, read) for shard in self.shards) else None
+        if not self._exact(read) and not (self.rounds and self._round(read) and self._exact(read)):
+            return None
+        return read
+
+    def _exact(self, read: Sequence[Fields]) -> bool:
+        return all(shard.exact(self.spec, read) for shard in self.shards)
+
+    def _round(self, read: Sequence[Fields]) -> bool:
+        """Put what comes back of the scales in their place. False where they cannot be rounded."""
+        for fields in read:
+            rounded = self._codec.rounded(fields["scales"]) if self._codec is not None else None
+            if rounded is None:
+                return False
+            fields |= {_SOURCE: fields["scales"], "scales": rounded}
+        return True
+
+    @property
+    def _codec(self) -> Codec | None:
+        """How scales are stored, by every rank alike but for a factor that nothing is rounded for."""
+        return next(part.widen for part in self.shards[0].parts if part.field == "scales")
+
+    def losses(self, read: Sequence[Fields]) -> int:
+        """See `FastPath.losses`."""
+        if _SOURCE not in read[0]:
+            return 0
+        lost = 0
+        for shard in self.shards:
+            for fields in zip(*(shard.views(field, self.spec, read) for field in (_SOURCE, "scales")), strict=True):
+                before, after = (present(view) for view in fields)
+                lost += int((before != after).sum())
+        return lost
 
     def kept(self, inputs: Inputs, scratch: Array) -> list[tuple[StoredName, str]]:
         """See `FastPath.kept`."""
-        return [(reader.name, part) for reader in self.readers for part in reader.kept(inputs, scratch)]
+        found = [(reader.name, part) for reader in self.readers for part in reader.kept(inputs, scratch)]
+        for reader in self.readers if self.rounds else ():
+            read = reader.scales(inputs, scratch)
+            if (
+                read is not None
+                and self._codec is not None
+                and not all(self._codec.exact(one["scales"]) for one in read)
+            ):
+                found += [(reader.name, part) for part in reader.stored.scale_parts]
+        return found
 
     @property
     def calibrates(self) -> tuple[tuple[StoredName, str], ...]:
@@ -288,7 +332,7 @@ class ArrangedPath:
         """See `FastPath.pack`."""
         for shard, packed in zip(self.shards, outputs, strict=True):
             for part in shard.parts:
-                views = part.sampled(shard.views(part.field, self.spec, read))
+                views = part.sampled(shard.views(_packed(part.field, read), self.spec, read))
                 part.pack(views, packed[part.name], self.elements, scratch)
             if shard.shared is not None:
                 shard.shared.fill(read, packed)
@@ -349,7 +393,7 @@ class ArrangedPath:
         for shard, packed in zip(self.shards, outputs, strict=True):
             lead, *others = (part for part in shard.parts if part.field == field)
             for part in (lead, *others):
-                views = part.sampled(shard.views(field, self.spec, read))
+                views = part.sampled(shard.views(_packed(field, read), self.spec, read))
                 for block in part.blocks:
                     found = part.unpack(packed[part.name], block, self.elements, self.expected, scratch)
                     if not part.holds(found, block, views, self.expected, scratch):
@@ -373,3 +417,8 @@ class ArrangedPath:
             rows = self.expected.array(scratch, part.shape, dtype)
             np.copyto(rows, part) if field == "zeros" else transpose.copy(part, rows)
             digest.update(rows.reshape(-1).view(np.uint8).data)
+
+
+def _packed(field: str, read: Sequence[Fields]) -> str:
+    """The field that is packed for one: numbers are rounded from the source's, and once."""
+    return _SOURCE if field == "scales" and _SOURCE in read[0] else field
