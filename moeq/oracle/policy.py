@@ -238,12 +238,17 @@ def _family(
 
 
 def _all_searches(searches: Mapping[str, Mapping[str, SearchTable | str]]) -> Iterator[tuple[int, str, Search]]:
-    """Every search with the request that leads to it; automatic ones sort first, then those of few backends."""
-    for tables in searches.values():
-        for asked, row in tables.items():
-            for text in [row] if isinstance(row, str) else row.rows.values():
-                search = parse_search(text)
-                yield 0 if asked == "auto" else len({a.backend for a in search.attempts}), asked, search
+    """Every search, once, with the request that leads to it; automatic ones sort first, then those of few backends."""
+    # Devices share tables, and rows texts: ten thousand rows are some hundred searches.
+    tables = {(asked, id(row)): row for rows in searches.values() for asked, row in rows.items()}
+    texts = dict.fromkeys(
+        (asked, text)
+        for (asked, _), row in tables.items()
+        for text in ([row] if isinstance(row, str) else row.rows.values())
+    )
+    for asked, text in texts:
+        search = parse_search(text)
+        yield 0 if asked == "auto" else len({a.backend for a in search.attempts}), asked, search
 
 
 # ------------------------------------------------------------------------------------------------ policies
