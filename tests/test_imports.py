@@ -192,14 +192,50 @@ def test_kernels_never_import_moeq() -> None:
     "code",
     [
         "import moeq",
-        "import moeq.cli.app as app; app.run(['--help'])",
         "import moeq.oracle.decide",
         "import moeq.layouts.registry",
-        f"import moeq.cli.app as app; app.run(['inspect', '{CHECKPOINT}', '--gpu', 'a100'])",
-        f"import moeq.cli.app as app; app.run(['oracle', '{CHECKPOINT}', '--gpu', 'a100'])",
     ],
 )
 def test_no_torch_is_loaded(code: str) -> None:
     program = f"{code}\nimport sys; sys.exit(3 if 'torch' in sys.modules or 'triton' in sys.modules else 0)"
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr or result.stdout
+
+
+#: What makes up most of a start where it is imported.
+HEAVY = ("numba", "torch", "triton", "huggingface_hub", "transformers", "ray")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["inspect", CHECKPOINT, "--gpu", "a100"],
+        ["oracle", CHECKPOINT, "--gpu", "a100"],
+        ["convert", "--help"],
+    ],
+    ids=" ".join,
+)
+def test_nothing_heavy_is_imported_to_look(arguments: list[str]) -> None:
+    assert imported(arguments) == []
+
+
+def test_nothing_heavy_is_imported_to_convert(tmp_path: Path) -> None:
+    """Once the loops are compiled, which the first conversion does."""
+    first, second = (["convert", CHECKPOINT, str(tmp_path / name), "--gpu", "a100"] for name in ("first", "second"))
+    assert set(imported(first)) <= {"numba"}
+    assert imported(second) == []
+
+
+def imported(arguments: list[str]) -> list[str]:
+    """Heavy modules that a command imports, with compiled loops for matrices of any size."""
+    program = f"""
+import sys
+import moeq.layouts.words, moeq.cli.app
+moeq.layouts.words.COMPILED_FROM = 0
+assert moeq.cli.app.run({arguments!r}) == 0
+print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)
+"""
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return list(ast.literal_eval(result.stderr.strip().rpartition("\n")[2]))

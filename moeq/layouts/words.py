@@ -22,12 +22,13 @@ COMPILED_FROM = 1 << 18
 
 @lru_cache(maxsize=1)
 def have_numba() -> bool:
-    """Whether the compiled loops are available: numba is installed, fits numpy, and has a folder to cache them in."""
+    """Whether the compiled loops are available: numba is installed and fits numpy."""
     try:
-        import moeq.layouts.fast.scatter  # noqa: F401
-    except (ImportError, RuntimeError):  # numba raises RuntimeError where no cache folder can be written
+        from moeq.layouts.fast.native import available
+
+        return available()
+    except ImportError:
         return False
-    return True
 
 
 def word_dtype(bits: int) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Marlin's weights from rows of packed codes, and back, in numba.
+"""Marlin's weights from rows of packed codes, and back, in compiled loops.
 
 A row of codes is stored as it is hashed: two 4-bit codes to a byte, the even column low, or one 8-bit code to a byte.
 Eight bytes of a row are one 64-bit word here, so a word holds 16 codes of 4 bits or 8 of 8 bits. A tile is 16 columns
@@ -18,28 +18,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
-from moeq.layouts.fast.vectors import (
-    LANES,
-    load,
-    load_square,
-    pick_bytes,
-    store,
-    store_each,
-    transposed,
-    zip_high,
-    zip_low,
-)
+from moeq.layouts.fast.native import Loops
 
 Words = np.ndarray[Any, np.dtype[np.uint32]]
 
-_LOW, _HIGH = np.uint64(0x00000000FFFFFFFF), np.uint64(0xFFFFFFFF00000000)
-_EVEN, _ODD = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(0xF0F0F0F0F0F0F0F0)
-_4, _32 = np.uint64(4), np.uint64(32)
-
 #: Rows of a tile.
 ROWS = 64
+
+_loops = Loops("moeq.layouts.fast.marlin_loops")
 
 
 def pack(words: Words, bits: int, out: Words, row: int = 0) -> None:
@@ -54,227 +41,11 @@ def pack(words: Words, bits: int, out: Words, row: int = 0) -> None:
     """
     target = out.view(np.uint64)
     if words.flags.c_contiguous:
-        (_pack4_rows if bits == 4 else _pack8_rows)(words.view(np.uint64), target, row)
+        (_loops.pack4_rows if bits == 4 else _loops.pack8_rows)(words.view(np.uint64), target, row)
     else:
-        (_pack4_columns if bits == 4 else _pack8_columns)(words.T, target, row)
+        (_loops.pack4_columns if bits == 4 else _loops.pack8_columns)(words.T, target, row)
 
 
 def unpack(packed: Words, bits: int, out: Words, row: int = 0) -> None:
     """The inverse of `pack`, into contiguous `out` uint32 `[N, K * bits / 32]`."""
-    (_unpack4 if bits == 4 else _unpack8)(packed.view(np.uint64), row, out.view(np.uint64))
-
-
-# A block: words of 64 rows, those of a column together.
-
-
-@njit(cache=True, nogil=True, boundscheck=False)
-def _take_rows(rows, n, k, count, block):  # type: ignore[no-untyped-def]
-    """Columns k to k + count of 64 rows."""
-    for j in range(0, ROWS, LANES):
-        if count == LANES:
-            store_each(block, 0, j, load_square(rows, n + j, k))
-        else:
-            for i in range(count):
-                for lane in range(j, j + LANES):
-                    block[i, lane] = rows[n + lane, k + i]
-
-
-@njit(cache=True, nogil=True, boundscheck=False)
-def _put_rows(block, n, k, count, rows):  # type: ignore[no-untyped-def]
-    for j in range(0, ROWS, LANES):
-        if count == LANES:
-            store_each(rows, n + j, k, load_square(block, 0, j))
-        else:
-            for i in range(count):
-                for lane in range(j, j + LANES):
-                    rows[n + lane, k + i] = block[i, lane]
-
-
-@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
-def _take_columns(first, second, n, words):  # type: ignore[no-untyped-def]
-    """32-bit words of 64 rows, low and high."""
-    for j in range(0, ROWS, 2 * LANES):
-        low, high = load(first, n + j), load(second, n + j)
-        store(words, j, zip_low(low, high))
-        store(words, j + LANES, zip_high(low, high))
-
-
-# 4 bits. Word 8 r + 2 p + c of a packed tile holds bytes p and p + 4 of what is merged from rows 32 c + r and
-# 32 c + 16 + r (even codes, then odd ones: words 4 c and 4 c + 2 of a line) and from rows 8 further (4 c + 1, 4 c + 3).
-
-_deal4 = pick_bytes(
-    *(8 * (4 * c + q) + p + 4 * half for p in range(4) for c in range(2) for half in range(2) for q in range(4))
-)
-_gather4 = pick_bytes(
-    *(8 * (2 * (at % 4) + c) + 4 * (at // 4) + q for c in range(2) for q in range(4) for at in range(8))
-)
-
-
-@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
-def _merged(x, y):  # type: ignore[no-untyped-def]
-    """Words of two rows -> their even and their odd columns: k in the low nibbles, k + 8 in the high ones."""
-    first, second = (x & _LOW) | (y << _32), (x >> _32) | (y & _HIGH)
-    return (first & _EVEN) | ((second & _EVEN) << _4), ((first >> _4) & _EVEN) | (second & _ODD)
-
-
-@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
-def _split(even, odd):  # type: ignore[no-untyped-def]
-    """The inverse: the words of both rows."""
-    first = (even & _EVEN) | ((odd & _EVEN) << _4)
-    second = ((even >> _4) & _EVEN) | (odd & _ODD)
-    return (first & _LOW) | (second << _32), (first >> _32) | (second & _HIGH)
-
-
-@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
-def _tile4(words, packed, at):  # type: ignore[no-untyped-def]
-    even_0, odd_0 = _merged(load(words, 0), load(words, 16))
-    even_8, odd_8 = _merged(load(words, 8), load(words, 24))
-    even_32, odd_32 = _merged(load(words, 32), load(words, 48))
-    even_40, odd_40 = _merged(load(words, 40), load(words, 56))
-    lines = transposed(even_0, even_8, odd_0, odd_8, even_32, even_40, odd_32, odd_40)
-    for r in range(LANES):
-        store(packed, at + LANES * r, _deal4(lines[r], lines[r]))
-
-
-@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
-def _words4(packed, at, words):  # type: ignore[no-untyped-def]
-    """The inverse of `_tile4`."""
-    a, b, c, d = load(packed, at), load(packed, at + 8), load(packed, at + 16), load(packed, at + 24)
-    e, f, g, h = load(packed, at + 32), load(packed, at + 40), load(packed, at + 48), load(packed, at + 56)
-    a, b, c, d = _gather4(a, a), _gather4(b, b), _gather4(c, c), _gather4(d, d)
-    e, f, g, h = _gather4(e, e), _gather4(f, f), _gather4(g, g), _gather4(h, h)
-    even_0, even_8, odd_0, odd_8, even_32, even_40, odd_32, odd_40 = transposed(a, b, c, d, e, f, g, h)
-    _store_two(words, 0, 16, _split(even_0, odd_0))
-    _store_two(words, 8, 24, _split(even_8, odd_8))
-    _store_two(words, 32, 48, _split(even_32, odd_32))
-    _store_two(words, 40, 56, _split(even_40, odd_40))
-
-
-@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
-def _store_two(words, first, second, vectors):  # type: ignore[no-untyped-def]
-    store(words, first, vectors[0])
-    store(words, second, vectors[1])
-
-
-@njit(cache=True, nogil=True, boundscheck=False)
-def _pack4_rows(rows, target, start):  # type: ignore[no-untyped-def]
-    block = np.empty((LANES, ROWS), np.uint64)
-    for k in range(0, rows.shape[1], LANES):
-        count = min(LANES, rows.shape[1] - k)
-        for n in range(0, rows.shape[0], ROWS):
-            _take_rows(rows, n, k, count, block)
-            for i in range(count):
-                _tile4(block[i], target[k + i], start + n)
-
-
-@njit(cache=True, nogil=True, boundscheck=False)
-def _pack4_columns(columns, target, start):  # type: ignore[no-untyped-def]
-    words = np.empty(ROWS, np.uint64)
-    for i in range(columns.shape[0] // 2):
-        for n in range(0, columns.shape[1], ROWS):
-            _take_columns(columns[2 * i], columns[2 * i + 1], n, words)
-            _tile4(words, target[i], start + n)
-
-
-@njit(cache=True, nogil=True, boundscheck=False)
-def _unpack4(packed, start, rows):  # type: ignore[no-untyped-def]
-    block = np.empty((LANES, ROWS), np.uint64)
-    for k in range(0, rows.shape[1], LANES):
-        count = min(LANES, rows.shape[1] - k)
-        for n in range(0, rows.shape[0], ROWS):
-            for i in range(count):
-                _words4(packed[k + i], start + n, block[i])
-            _put_rows(block, n, k, count, rows)
-
-
-# 8 bits. Word 16 r + 4 p + c of a packed tile holds columns 2 p, 2 p + 8, 2 p + 1 and 2 p + 9 of row 16 c + r, and of
-# the row 8 further.
-
-_deal8_low, _deal8_high = (
-    pick_bytes(
-        *(
-            64 * (at % 2) + 8 * (2 * c + half) + 2 * p + at // 2
-            for p in pairs
-            for c in range(4)
-            for half in range(2)
-            for at in range(4)
-        )
-    )
-    for pairs in ((0, 1), (2, 3))
-)
-_gather8_low, _gather8_high = (
-    pick_bytes(
-        *(
-            8 * (8 * (k // 4) + 4 * (k // 2 % 2) + c) + 4 * half + 2 * (k % 2) + upper
-            for c in range(4)
-            for half in range(2)
-            for k in range(8)
-        )
-    )
-    for upper in range(2)
-)
-
-
-@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
-def _square(words):  # type: ignore[no-untyped-def]
-    """The transpose of 64 words."""
-    first = load(words, 0), load(words, 8), load(words, 16), load(words, 24)
-    return transposed(*first, load(words, 32), load(words, 40), load(words, 48), load(words, 56))
-
-
-@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
-def _tile8(low, high, packed, at):  # type: ignore[no-untyped-def]
-    """One tile of k 0 .. 7 (`low`) and 8 .. 15 (`high`)."""
-    lows, highs = _square(low), _square(high)
-    for r in range(LANES):
-        store(packed, at + 16 * r, _deal8_low(lows[r], highs[r]))
-        store(packed, at + 16 * r + LANES, _deal8_high(lows[r], highs[r]))
-
-
-@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
-def _words8(packed, at, scratch, low, high):  # type: ignore[no-untyped-def]
-    """The inverse of `_tile8`."""
-    for r in range(LANES):
-        first, second = load(packed, at + 16 * r), load(packed, at + 16 * r + LANES)
-        store(scratch[0], LANES * r, _gather8_low(first, second))
-        store(scratch[1], LANES * r, _gather8_high(first, second))
-    _store_square(low, _square(scratch[0]))
-    _store_square(high, _square(scratch[1]))
-
-
-@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
-def _store_square(words, vectors):  # type: ignore[no-untyped-def]
-    for i in range(LANES):
-        store(words, LANES * i, vectors[i])
-
-
-@njit(cache=True, nogil=True, boundscheck=False)
-def _pack8_rows(rows, target, start):  # type: ignore[no-untyped-def]
-    block = np.empty((LANES, ROWS), np.uint64)
-    for k in range(0, rows.shape[1], LANES):
-        count = min(LANES, rows.shape[1] - k)
-        for n in range(0, rows.shape[0], ROWS):
-            _take_rows(rows, n, k, count, block)
-            for i in range(0, count, 2):
-                _tile8(block[i], block[i + 1], target[(k + i) // 2], 2 * (start + n))
-
-
-@njit(cache=True, nogil=True, boundscheck=False)
-def _pack8_columns(columns, target, start):  # type: ignore[no-untyped-def]
-    low, high = np.empty(ROWS, np.uint64), np.empty(ROWS, np.uint64)
-    for i in range(columns.shape[0] // 4):
-        for n in range(0, columns.shape[1], ROWS):
-            _take_columns(columns[4 * i], columns[4 * i + 1], n, low)
-            _take_columns(columns[4 * i + 2], columns[4 * i + 3], n, high)
-            _tile8(low, high, target[i], 2 * (start + n))
-
-
-@njit(cache=True, nogil=True, boundscheck=False)
-def _unpack8(packed, start, rows):  # type: ignore[no-untyped-def]
-    block, scratch = np.empty((LANES, ROWS), np.uint64), np.empty((2, ROWS), np.uint64)
-    for k in range(0, rows.shape[1], LANES):
-        count = min(LANES, rows.shape[1] - k)
-        for n in range(0, rows.shape[0], ROWS):
-            for i in range(0, count, 2):
-                _words8(packed[(k + i) // 2], 2 * (start + n), scratch, block[i], block[i + 1])
-            _put_rows(block, n, k, count, rows)
+    (_loops.unpack4 if bits == 4 else _loops.unpack8)(packed.view(np.uint64), row, out.view(np.uint64))

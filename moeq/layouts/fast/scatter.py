@@ -1,4 +1,4 @@
-"""One pass of numba over any `Arrangement`: a table for the fixed digits, two loops for the free ones."""
+"""One compiled pass over any `Arrangement`: a table for the fixed digits, two loops for the free ones."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from moeq.layouts.arrangement import Arrangement, Digit
 from moeq.layouts.fast import nibbles
+from moeq.layouts.fast.native import Loops
 
 Array = np.ndarray[Any, Any]
+
+_loops = Loops("moeq.layouts.fast.scatter_loops")
+#: By fields of a word.
+_PACK = {1: _loops.pack1, 2: _loops.pack2, 4: _loops.pack4, 8: _loops.pack8}
 
 #: Dtypes of several codes as one.
 _LANES = {2: np.uint16, 4: np.uint32}
@@ -23,7 +27,7 @@ _TABLE = 64
 
 
 @dataclass(frozen=True)
-class _Loops:
+class _Tables:
     """An arrangement for one matrix size: where each element comes from and each word goes, in elements and words.
 
     Word number `outer * outer_words + inner * inner_words + word[t]` holds, as field f, element
@@ -43,9 +47,9 @@ def pack(arrangement: Arrangement, elements: Array, bits: int, out: Array) -> No
         wide = _LANES[lanes[1]]
         arrangement, elements, out = lanes[0], elements.view(wide), out.view(wide)
     arrangement, elements, out = _widened(arrangement, elements, out)
-    loops = _loops(arrangement, elements.shape[0], elements.shape[1])
+    table = _tables(arrangement, elements.shape[0], elements.shape[1])
     source, target = _unsigned(elements), _unsigned(out)
-    _PACK[len(loops.field)](source, target, loops.sizes, loops.element, loops.word, loops.field, bits)
+    _PACK[len(table.field)](source, target, table.sizes, table.element, table.word, table.field, bits)
 
 
 def unpack(arrangement: Arrangement, words: Array, bits: int, out: Array) -> None:
@@ -57,10 +61,10 @@ def unpack(arrangement: Arrangement, words: Array, bits: int, out: Array) -> Non
         arrangement, words, out = lanes[0], words.view(wide), out.view(wide)
         mask *= 0x01010101 & ((1 << 8 * lanes[1]) - 1)
     arrangement, out, words = _widened(arrangement, out, words)
-    loops = _loops(arrangement, out.shape[0], out.shape[1])
+    table = _tables(arrangement, out.shape[0], out.shape[1])
     source, target = _unsigned(words), _unsigned(out)
-    loop = _unpack1 if len(loops.field) == 1 else _unpack_fields
-    loop(source, target, loops.sizes, loops.element, loops.word, loops.field, bits, mask)
+    loop = _loops.unpack1 if len(table.field) == 1 else _loops.unpack_fields
+    loop(source, target, table.sizes, table.element, table.word, table.field, bits, mask)
 
 
 def _widened(arrangement: Arrangement, elements: Array, words: Array) -> tuple[Arrangement, Array, Array]:
@@ -76,7 +80,7 @@ def _unsigned(array: Array) -> Array:
 
 
 @lru_cache(maxsize=256)
-def _loops(arrangement: Arrangement, rows: int, columns: int) -> _Loops:
+def _tables(arrangement: Arrangement, rows: int, columns: int) -> _Tables:
     radix = arrangement.radices(rows, columns)
     element_stride = _strides(arrangement.columns, radix, 1) | _strides(arrangement.rows, radix, columns)
     word_stride = _strides(arrangement.words, radix, 1)
@@ -101,7 +105,7 @@ def _loops(arrangement: Arrangement, rows: int, columns: int) -> _Loops:
     sizes += [radix[inner] // taken, element_stride[inner] * taken, word_stride[inner] * taken]
     element = _offsets([(count, stride) for count, stride, _ in axes])
     word = _offsets([(count, stride) for count, _, stride in axes])
-    return _Loops(np.array(sizes, np.int64), element, word, _offsets(field))
+    return _Tables(np.array(sizes, np.int64), element, word, _offsets(field))
 
 
 def _strides(digits: tuple[Digit, ...], radix: dict[str, int], unit: int) -> dict[str, int]:
@@ -117,82 +121,3 @@ def _offsets(axes: list[tuple[int, int]]) -> np.ndarray[Any, np.dtype[np.int64]]
     for count, stride in axes:
         offsets = (offsets[:, None] + np.arange(count, dtype=np.int64) * stride).reshape(-1)
     return offsets
-
-
-@njit(cache=True, nogil=True)
-def _pack1(source, target, sizes, element, word, field, bits):  # type: ignore[no-untyped-def]
-    for a in range(sizes[1]):
-        for b in range(sizes[4]):
-            s = sizes[0] + a * sizes[2] + b * sizes[5]
-            t = a * sizes[3] + b * sizes[6]
-            for i in range(len(word)):
-                target[t + word[i]] = source[s + element[i]]
-
-
-@njit(cache=True, nogil=True)
-def _pack2(source, target, sizes, element, word, field, bits):  # type: ignore[no-untyped-def]
-    f1 = field[1]
-    for a in range(sizes[1]):
-        for b in range(sizes[4]):
-            s = sizes[0] + a * sizes[2] + b * sizes[5]
-            t = a * sizes[3] + b * sizes[6]
-            for i in range(len(word)):
-                e = s + element[i]
-                target[t + word[i]] = source[e] | source[e + f1] << bits
-
-
-@njit(cache=True, nogil=True)
-def _pack4(source, target, sizes, element, word, field, bits):  # type: ignore[no-untyped-def]
-    f1, f2, f3 = field[1], field[2], field[3]
-    for a in range(sizes[1]):
-        for b in range(sizes[4]):
-            s = sizes[0] + a * sizes[2] + b * sizes[5]
-            t = a * sizes[3] + b * sizes[6]
-            for i in range(len(word)):
-                e = s + element[i]
-                low = np.uint32(source[e]) | np.uint32(source[e + f1]) << np.uint32(bits)
-                high = np.uint32(source[e + f2]) | np.uint32(source[e + f3]) << np.uint32(bits)
-                target[t + word[i]] = low | high << np.uint32(2 * bits)
-
-
-@njit(cache=True, nogil=True)
-def _pack8(source, target, sizes, element, word, field, bits):  # type: ignore[no-untyped-def]
-    f1, f2, f3, f4, f5, f6, f7 = field[1], field[2], field[3], field[4], field[5], field[6], field[7]
-    for a in range(sizes[1]):
-        for b in range(sizes[4]):
-            s = sizes[0] + a * sizes[2] + b * sizes[5]
-            t = a * sizes[3] + b * sizes[6]
-            for i in range(len(word)):
-                e = s + element[i]
-                v0 = np.uint32(source[e]) | np.uint32(source[e + f1]) << np.uint32(4)
-                v1 = np.uint32(source[e + f2]) | np.uint32(source[e + f3]) << np.uint32(4)
-                v2 = np.uint32(source[e + f4]) | np.uint32(source[e + f5]) << np.uint32(4)
-                v3 = np.uint32(source[e + f6]) | np.uint32(source[e + f7]) << np.uint32(4)
-                target[t + word[i]] = (v0 | v1 << np.uint32(8)) | (v2 | v3 << np.uint32(8)) << np.uint32(16)
-
-
-@njit(cache=True, nogil=True)
-def _unpack1(source, target, sizes, element, word, field, bits, mask):  # type: ignore[no-untyped-def]
-    for a in range(sizes[1]):
-        for b in range(sizes[4]):
-            s = sizes[0] + a * sizes[2] + b * sizes[5]
-            t = a * sizes[3] + b * sizes[6]
-            for i in range(len(word)):
-                target[s + element[i]] = source[t + word[i]]
-
-
-@njit(cache=True, nogil=True)
-def _unpack_fields(source, target, sizes, element, word, field, bits, mask):  # type: ignore[no-untyped-def]
-    for a in range(sizes[1]):
-        for b in range(sizes[4]):
-            s = sizes[0] + a * sizes[2] + b * sizes[5]
-            t = a * sizes[3] + b * sizes[6]
-            for i in range(len(word)):
-                e = s + element[i]
-                value = np.uint32(source[t + word[i]])
-                for f in range(len(field)):
-                    target[e + field[f]] = value & np.uint32(mask)
-                    value >>= np.uint32(bits)
-
-
-_PACK = {1: _pack1, 2: _pack2, 4: _pack4, 8: _pack8}

@@ -12,8 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic, models, overload, register_model
+
+from moeq.layouts.fast.compiler import loop
 
 #: 64-bit words of a vector.
 LANES = 8
@@ -184,7 +186,7 @@ _twos_0, _twos_1 = pick_words(0, 1, 8, 9, 4, 5, 12, 13), pick_words(2, 3, 10, 11
 _fours_0, _fours_1 = pick_words(0, 1, 2, 3, 8, 9, 10, 11), pick_words(4, 5, 6, 7, 12, 13, 14, 15)
 
 
-@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
+@loop
 def transposed(a, b, c, d, e, f, g, h):  # type: ignore[no-untyped-def]
     """Eight vectors -> eight vectors: of the first words, of the second, ..."""
     a, b, c, d = _ones_0(a, b), _ones_1(a, b), _ones_0(c, d), _ones_1(c, d)
@@ -195,7 +197,7 @@ def transposed(a, b, c, d, e, f, g, h):  # type: ignore[no-untyped-def]
     return (*low, _fours_1(a, e), _fours_1(b, f), _fours_1(c, g), _fours_1(d, h))
 
 
-@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
+@loop
 def load_square(rows, n, k):  # type: ignore[no-untyped-def]
     """The transpose of `rows[n : n + 8, k : k + 8]`, whose rows are contiguous: a vector for each k."""
     first = load(rows[n], k), load(rows[n + 1], k), load(rows[n + 2], k), load(rows[n + 3], k)
@@ -203,7 +205,7 @@ def load_square(rows, n, k):  # type: ignore[no-untyped-def]
     return transposed(*first, *second)
 
 
-@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
+@loop
 def store_each(rows, n, k, vectors):  # type: ignore[no-untyped-def]
     """Eight vectors to `rows[n : n + 8]`, from column k on."""
     store(rows[n], k, vectors[0])

@@ -5,18 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, uint32
 
-from moeq.layouts.fast.vectors import load, store_two, transposed, zip_high, zip_low
-from moeq.schemes.awq import NIBBLE_OF_COLUMN
+from moeq.layouts.fast.native import Loops
 
 Array = np.ndarray[Any, Any]
 
-_16, _8, _4 = np.uint64(16), np.uint64(8), np.uint64(4)
-_LOW16, _LOW8, _LOW4 = np.uint64(0x0000FFFF0000FFFF), np.uint64(0x00FF00FF00FF00FF), np.uint64(0x0F0F0F0F0F0F0F0F)
-
-#: Words that are turned at once: a cache line of each of 8 rows.
-_TURNED = 16
+_loops = Loops("moeq.pipeline.pack.fast.stored_loops")
 
 
 def spread_zeros(words: Array, shifts: Array, mask: int, add: int, out: Array) -> None:
@@ -29,7 +23,7 @@ def spread_zeros(words: Array, shifts: Array, mask: int, add: int, out: Array) -
         add: added to whole words first, so that carries run as the writer's borrows did.
         out: uint8 `[W * len(shifts), G]`.
     """
-    _spread_zeros(words, shifts, np.uint32(mask), np.uint32(add), out)
+    _loops.spread_zeros(words, shifts, np.uint32(mask), np.uint32(add), out)
 
 
 def gather_zeros(zeros: Array, shifts: Array, subtract: int, words: Array) -> None:
@@ -41,12 +35,12 @@ def gather_zeros(zeros: Array, shifts: Array, subtract: int, words: Array) -> No
         subtract: subtracted from whole words at last, borrows included, as the writer did.
         words: uint32 `[G, W]`, any strides.
     """
-    _gather_zeros(zeros, shifts, np.uint32(subtract), words)
+    _loops.gather_zeros(zeros, shifts, np.uint32(subtract), words)
 
 
 def turn_back_awq(turned: Array, words: Array) -> None:
     """The inverse of `turn_awq`: uint32 `[K / 8, N]` to uint32 `[K, N / 8]`."""
-    _turn_back_awq(turned, words)
+    _loops.turn_back_awq(turned, words)
 
 
 def turn_awq(words: Array, out: Array) -> None:
@@ -56,104 +50,4 @@ def turn_awq(words: Array, out: Array) -> None:
         words: uint32 `[K, N / 8]`, K a multiple of 8.
         out: uint32 `[K / 8, N]`, k % 8 selects the nibble (as GPTQ stores codes).
     """
-    _turn_awq(words, out)
-
-
-@njit(cache=True, nogil=True, boundscheck=False)
-def _spread_zeros(words, shifts, mask, add, out):  # type: ignore[no-untyped-def]
-    fields = len(shifts)
-    for g in range(words.shape[0]):
-        for w in range(words.shape[1]):
-            word = uint32(words[g, w] + add)
-            for i in range(fields):
-                out[fields * w + i, g] = (word >> shifts[i]) & mask
-
-
-@njit(cache=True, nogil=True, boundscheck=False)
-def _gather_zeros(zeros, shifts, subtract, words):  # type: ignore[no-untyped-def]
-    fields = len(shifts)
-    for w in range(words.shape[1]):
-        for g in range(words.shape[0]):
-            word = uint32(0)
-            for i in range(fields):
-                word |= uint32(zeros[fields * w + i, g]) << shifts[i]
-            words[g, w] = word - subtract
-
-
-#: The column of each nibble of a word.
-_COLUMN_OF_NIBBLE = tuple(sorted(range(8), key=NIBBLE_OF_COLUMN.__getitem__))
-
-
-@njit(cache=True, nogil=True, boundscheck=False)
-def _turn_back_awq(turned, words):  # type: ignore[no-untyped-def]
-    """Transposes 8 x 8 nibbles as `_turn_block` does, a word at a time."""
-    block = np.empty(8, np.uint32)
-    for k in range(turned.shape[0]):
-        line = turned[k]
-        for w in range(words.shape[1]):
-            for i in range(8):
-                block[i] = line[8 * w + _COLUMN_OF_NIBBLE[i]]
-            for j in range(4):
-                _swap(block, j, j + 4, uint32(16), uint32(0x0000FFFF))
-            for j in (0, 1, 4, 5):
-                _swap(block, j, j + 2, uint32(8), uint32(0x00FF00FF))
-            for j in (0, 2, 4, 6):
-                _swap(block, j, j + 1, uint32(4), uint32(0x0F0F0F0F))
-            for j in range(8):
-                words[8 * k + j, w] = block[j]
-
-
-@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
-def _swap(block, first, second, shift, low):  # type: ignore[no-untyped-def]
-    """The high fields of one word against the low fields of another."""
-    x, y = block[first], block[second]
-    block[first] = (x & low) | ((y & low) << shift)
-    block[second] = ((x >> shift) & low) | (y & ~low)
-
-
-@njit(cache=True, nogil=True, boundscheck=False)
-def _turn_awq(words, out):  # type: ignore[no-untyped-def]
-    whole = words.shape[1] // _TURNED * _TURNED
-    rest, turned = np.zeros((8, _TURNED), np.uint32), np.empty(8 * _TURNED, np.uint32)
-    for k in range(out.shape[0]):
-        block, line = words[8 * k : 8 * k + 8], out[k]
-        for w in range(0, whole, _TURNED):
-            _turn_block(block, w, line[8 * w :])
-        if whole < words.shape[1]:
-            rest[:, : words.shape[1] - whole] = block[:, whole:]
-            _turn_block(rest, 0, turned)
-            line[8 * whole :] = turned[: len(line) - 8 * whole]
-
-
-@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
-def _turn_block(block, w, line):  # type: ignore[no-untyped-def]
-    """16 words of 8 rows. A transposition of 8 x 8 nibbles: halves of words change places, then bytes, then nibbles."""
-    a0, a4 = _swapped(load(block[0], w), load(block[4], w), _16, _LOW16)
-    a1, a5 = _swapped(load(block[1], w), load(block[5], w), _16, _LOW16)
-    a2, a6 = _swapped(load(block[2], w), load(block[6], w), _16, _LOW16)
-    a3, a7 = _swapped(load(block[3], w), load(block[7], w), _16, _LOW16)
-    b0, b2 = _swapped(a0, a2, _8, _LOW8)
-    b1, b3 = _swapped(a1, a3, _8, _LOW8)
-    b4, b6 = _swapped(a4, a6, _8, _LOW8)
-    b5, b7 = _swapped(a5, a7, _8, _LOW8)
-    nibbles = (
-        *_swapped(b0, b1, _4, _LOW4),
-        *_swapped(b2, b3, _4, _LOW4),
-        *_swapped(b4, b5, _4, _LOW4),
-        *_swapped(b6, b7, _4, _LOW4),
-    )
-    first, second = nibbles[NIBBLE_OF_COLUMN[0]], nibbles[NIBBLE_OF_COLUMN[1]]
-    third, fourth = nibbles[NIBBLE_OF_COLUMN[2]], nibbles[NIBBLE_OF_COLUMN[3]]
-    fifth, sixth = nibbles[NIBBLE_OF_COLUMN[4]], nibbles[NIBBLE_OF_COLUMN[5]]
-    seventh, eighth = nibbles[NIBBLE_OF_COLUMN[6]], nibbles[NIBBLE_OF_COLUMN[7]]
-    low = zip_low(first, second), zip_low(third, fourth), zip_low(fifth, sixth), zip_low(seventh, eighth)
-    high = zip_high(first, second), zip_high(third, fourth), zip_high(fifth, sixth), zip_high(seventh, eighth)
-    lines = transposed(*low, *high)
-    for i in range(8):
-        store_two(line, line[8 * 8 :], 8 * i, lines[i])
-
-
-@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
-def _swapped(x, y, shift, low):  # type: ignore[no-untyped-def]
-    """The low fields of both, and the high fields of both."""
-    return (x & low) | ((y & low) << shift), ((x >> shift) & low) | (y & (low << shift))
+    _loops.turn_awq(words, out)

@@ -1,0 +1,147 @@
+"""Compiles loops, with numba. Nothing imports this but loops, and what runs one that is not in the cache.
+
+A loop becomes a function of C that depends on nothing but the C library, so that its object code can be loaded without
+numba, whose import takes longer than most of what moeq starts with (`moeq.layouts.fast.native` calls and keeps it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from math import prod
+from typing import Any, NamedTuple
+
+import llvmlite.binding as llvm
+import numpy as np
+from llvmlite import ir
+from numba import cfunc, from_dtype, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
+
+from moeq.layouts.fast.native import Kind, target_machine
+
+#: Declares a loop, and a function that loops call. Everything is inlined into what calls it: only then LLVM sees that
+#: nothing raises and that no array is kept, and leaves out the calls of numba's runtime that this would need.
+loop = njit(boundscheck=False, forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+#: What compiled loops may call: LLVM turns copies and fills into these.
+_C_LIBRARY = {"memcpy", "memmove", "memset"}
+
+_WORD = ir.IntType(64)
+
+#: Words of numpy's `PyArrayInterface` up to shape, strides and data, three addresses; five smaller fields are before.
+_INTERFACE_WORDS = 6
+
+
+class Compiled(NamedTuple):
+    """A loop that has been compiled.
+
+    Attributes:
+        function: calls it in this process.
+        code: its object code; None where that needs numba's runtime, since the loop raises, allocates, or calls what is
+            not inlined. What it raises is printed and ignored.
+    """
+
+    function: Callable[[bytes], int]
+    code: bytes | None
+
+
+def compile_loop(module: str, name: str, kinds: Sequence[Kind], symbol: str) -> Compiled:
+    """Compile a loop for arguments of these kinds.
+
+    Args:
+        module: where the loop is.
+        name: what it is called there.
+        kinds: its arguments.
+        symbol: the function in the object, `int64 symbol(void *words)`: `words` are the arguments as
+            `moeq.layouts.fast.native` spells them, the result is the loop's, and 0 where it returns none.
+    """
+    function, arguments = getattr(import_module(module), name), _arguments([_numba_type(kind) for kind in kinds])
+
+    @cfunc(types.int64(types.voidptr), forceinline=True)
+    def entry(words):  # type: ignore[no-untyped-def]
+        return _number(function(*arguments(words)))  # type: ignore[no-untyped-call]
+
+    text = entry.inspect_llvm().replace(entry.native_name, symbol)
+    compiled = llvm.parse_assembly(text)
+    declared = {item.name for item in (*compiled.functions, *compiled.global_variables) if item.is_declaration}
+    alone = {item for item in declared if not item.startswith("llvm.")} <= _C_LIBRARY
+    return Compiled(entry.ctypes, target_machine().emit_object(compiled) if alone else None)
+
+
+def scratch(dtype: type, *shape: int) -> Callable[..., Any]:
+    """A function that gives a contiguous array on the stack, of a few KiB, at a multiple of 64 bytes."""
+    kind = types.Array(from_dtype(np.dtype(dtype)), len(shape), "C")
+
+    @intrinsic
+    def allocate(typing):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
+            data = cgutils.alloca_once(builder, ir.ArrayType(context.get_data_type(kind.dtype), prod(shape)))
+            data.align = 64
+            strides = [prod(shape[axis + 1 :]) * np.dtype(dtype).itemsize for axis in range(len(shape))]
+            sizes = [[ir.Constant(_WORD, size) for size in row] for row in (shape, strides)]
+            return _view(context, builder, kind, data, *sizes)
+
+        return kind(), generate
+
+    return allocate  # type: ignore[no-any-return]
+
+
+def _numba_type(kind: Kind) -> Any:
+    dtype = from_dtype(kind.dtype)
+    if kind.layout is None:
+        return dtype
+    return types.Array(dtype, kind.ndim, kind.layout, readonly=not kind.writeable, aligned=kind.aligned)
+
+
+def _arguments(kinds: Sequence[Any]) -> Any:
+    """A function of the words of an argument list (`moeq.layouts.fast.native`) that gives the arguments."""
+    together = types.Tuple(kinds)
+
+    @intrinsic
+    def arguments(typing, words):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
+            made = []
+            for word, kind in zip(_load(builder, values[0], len(kinds)), kinds, strict=True):
+                if not isinstance(kind, types.Array):
+                    made.append(context.cast(builder, word, types.int64, kind))
+                    continue
+                shape, strides, data = _load(builder, word, _INTERFACE_WORDS)[-3:]
+                sizes = [_load(builder, place, kind.ndim) for place in (shape, strides)]
+                made.append(_view(context, builder, kind, data, *sizes))
+            return context.make_tuple(builder, together, made)
+
+        return together(words), generate
+
+    return arguments
+
+
+def _load(builder: Any, address: Any, count: int) -> list[Any]:
+    """So many words from an address on."""
+    convert = builder.bitcast if isinstance(address.type, ir.PointerType) else builder.inttoptr
+    start = convert(address, _WORD.as_pointer())
+    return [builder.load(builder.gep(start, [ir.Constant(_WORD, place)])) for place in range(count)]
+
+
+def _view(context: Any, builder: Any, kind: Any, data: Any, shape: Sequence[Any], strides: Sequence[Any]) -> Any:
+    """An array over memory that nothing counts references to."""
+    array = context.make_array(kind)(context, builder)
+    convert = builder.bitcast if isinstance(data.type, ir.PointerType) else builder.inttoptr
+    array.data = convert(data, array.data.type)
+    array.shape, array.strides = cgutils.pack_array(builder, shape), cgutils.pack_array(builder, strides)
+    array.itemsize = ir.Constant(_WORD, kind.dtype.bitwidth // 8)
+    count = shape[0]
+    for size in shape[1:]:
+        count = builder.mul(count, size)
+    array.nitems = count
+    return array._getvalue()
+
+
+def _number(result):  # type: ignore[no-untyped-def]
+    """What a loop returns, as the result of a function of C. Only compiled code calls it."""
+    raise NotImplementedError
+
+
+@overload(_number)
+def _compiled_number(result):  # type: ignore[no-untyped-def]
+    return (lambda result: 0) if result is types.none else (lambda result: types.int64(result))

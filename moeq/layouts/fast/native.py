@@ -1,0 +1,270 @@
+"""Runs loops as machine code, which numba compiles once (`moeq.layouts.fast.compiler`) and a cache keeps.
+
+Importing numba takes longer than all the rest of a start, so loops that are in the cache are loaded without it. The
+cache is a folder of object files: `NUMBA_CACHE_DIR` where that is set, else `__pycache__` beside this file, else, where
+that cannot be written to, a folder of the user's. A file counts only where nobody can have written it who could not
+have written this file as well, and where it begins with the digest of the rest and of what the rest depends on: the
+sources, the versions of what compiled them, the processor. Everything else is compiled again, and replaced.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import stat
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from functools import lru_cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from struct import pack
+from threading import RLock
+from typing import Any, NamedTuple
+
+import llvmlite
+import llvmlite.binding as llvm
+import numpy as np
+from blake3 import blake3
+
+_DIGEST_BYTES = 32
+
+#: Of numpy's `ndarray.flags.num`: C order, Fortran's order, aligned, writeable.
+_FLAGS = 0x1 | 0x2 | 0x100 | 0x400
+
+_INTEGER = np.dtype(np.int64)
+
+#: Modules of moeq that a source imports where it is imported.
+_IMPORTS = re.compile(r"^from (moeq(?:\.\w+)*) import (?:\(([^)]*)\)|(.*))", re.MULTILINE)
+
+_lock = RLock()
+
+_address = ctypes.pythonapi.PyCapsule_GetPointer
+_address.argtypes, _address.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_void_p
+
+
+class Kind(NamedTuple):
+    """What machine code has to know of an argument.
+
+    Attributes:
+        dtype: of its elements, or of itself.
+        ndim: dimensions of an array.
+        layout: `C` (contiguous), `F` (its transpose is) or `A` (anything); None for a number.
+        aligned: elements lie at multiples of their size.
+        writeable: the loop may write to it.
+    """
+
+    dtype: np.dtype[Any]
+    ndim: int = 0
+    layout: str | None = None
+    aligned: bool = True
+    writeable: bool = True
+
+    def spell(self) -> str:
+        """All of it in a word."""
+        return f"{self.dtype.str}{self.ndim}{self.layout}{self.aligned:d}{self.writeable:d}"
+
+
+class Loop:
+    """A loop, to be called with arrays and integers; results arrive as integers, also where the loop returns a bool.
+
+    Machine code is given 64 bits for each argument: the number, or the address of what numpy's array interface for C
+    says of the array. It runs without the interpreter's lock.
+    """
+
+    def __init__(self, module: str, name: str) -> None:
+        self.module = module
+        self.name = name
+        self._compiled: dict[tuple[Any, ...], Callable[[bytes], int]] = {}
+
+    def __call__(self, *arguments: Any) -> int:
+        # Some loops take no longer than a dozen lines of Python.
+        key: list[Any] = []
+        words, kept = [], []
+        for argument in arguments:
+            if isinstance(argument, np.ndarray):
+                interface = argument.__array_struct__
+                kept.append(interface)
+                words.append(_address(interface, None))
+                key += argument.dtype, argument.ndim, argument.flags.num & _FLAGS
+            else:
+                words.append(argument)
+                key.append(_INTEGER if isinstance(argument, int) else argument.dtype)
+        function = self._compiled.get(tuple(key)) or self._prepare(tuple(key), [_kind(item) for item in arguments])
+        return function(pack(f"{len(words)}q", *words))
+
+    def _prepare(self, key: tuple[Any, ...], kinds: list[Kind]) -> Callable[[bytes], int]:
+        with _lock:
+            if key not in self._compiled:
+                self._compiled[key] = load(self.module, self.name, kinds)
+            return self._compiled[key]
+
+
+class Loops:
+    """The loops of a module, by name. The module is imported when one of them has to be compiled."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Loop:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        loop = Loop(self._module, name)
+        setattr(self, name, loop)
+        return loop
+
+
+def _kind(argument: Any) -> Kind:
+    if not isinstance(argument, np.ndarray):
+        return Kind(_INTEGER if isinstance(argument, int) else argument.dtype)
+    flags = argument.flags
+    layout = "C" if flags.c_contiguous else "F" if flags.f_contiguous else "A"
+    return Kind(argument.dtype, argument.ndim, layout, flags.aligned, flags.writeable)
+
+
+def available() -> bool:
+    """Whether loops can be run: they can be compiled, or have been with all that is installed now as it is."""
+    if find_spec("numba") is None:
+        return False
+    folder = cache_folder()
+    if folder is not None and any(folder.glob(f"*.{_environment_digest()}.o")):
+        return True
+    try:
+        import moeq.layouts.fast.compiler  # noqa: F401 - numba raises ImportError where it does not fit numpy
+    except ImportError:
+        return False
+    return True
+
+
+def load(module: str, name: str, kinds: list[Kind]) -> Callable[[bytes], int]:
+    """The machine code of a loop, from the cache or compiled now."""
+    spelled = " ".join(kind.spell() for kind in kinds)
+    about = "\n".join((module, name, spelled, _environment(), _source_digest(module)))
+    symbol = f"moeq_{blake3(f'{module}.{name} {spelled}'.encode()).hexdigest()[:16]}"
+    folder = cache_folder()
+    path = folder and folder / f"{module.rpartition('.')[2]}.{name}.{symbol}.{_environment_digest()}.o"
+    code = path and _read(path, about)
+    if not code:
+        from moeq.layouts.fast.compiler import compile_loop
+
+        function, code = compile_loop(module, name, kinds, symbol)
+        if code is None:
+            warnings.warn(
+                f"{module}.{name} needs numba to run: every process compiles it", RuntimeWarning, stacklevel=4
+            )
+        elif path:
+            _write(path, about, code)
+        return function
+    _engine().add_object_file(llvm.ObjectFileRef.from_data(code))
+    return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)(_engine().get_function_address(symbol))
+
+
+@lru_cache(maxsize=1)
+def cache_folder() -> Path | None:
+    """Where object files are; None where nothing can be kept."""
+    folders = [Path(__file__).parent / "__pycache__"]
+    home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    if home.is_absolute():
+        folders.append(home / "moeq" / _digest(str(folders[0])))
+    if chosen := os.environ.get("NUMBA_CACHE_DIR"):
+        folders = [Path(chosen)]
+    for folder in folders:
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK):
+                return folder
+    return None
+
+
+def _read(path: Path, about: str) -> bytes | None:
+    """The object code in a file of the cache; None where there is none, or none to be run."""
+    # Of a pipe that somebody put there, opening waits for nothing.
+    with suppress(OSError), open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode) or (hasattr(os, "getuid") and not _trusted(found)):
+            return None
+        digest, code = file.read(_DIGEST_BYTES), file.read()
+        if digest == _seal(about, code):
+            return code
+    return None
+
+
+def _trusted(found: os.stat_result) -> bool:
+    """Whether only this user, the owner of moeq's own code or the administrator can have written a file."""
+    return not found.st_mode & 0o022 and found.st_uid in (0, os.getuid(), os.stat(__file__).st_uid)
+
+
+def _write(path: Path, about: str, code: bytes) -> None:
+    """Keep object code. Where that fails, it is compiled again next time."""
+    with suppress(OSError):
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)  # mode 0o600
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(_seal(about, code) + code)
+            # Others may run what this user compiled, as they may run what Python keeps in `__pycache__`.
+            os.chmod(name, 0o644)
+            os.replace(name, path)
+        except OSError:
+            os.unlink(name)
+
+
+def _seal(about: str, code: bytes) -> bytes:
+    return blake3(about.encode() + b"\0" + code).digest(_DIGEST_BYTES)
+
+
+def _digest(text: str) -> str:
+    return blake3(text.encode()).hexdigest()[:16]
+
+
+@lru_cache(maxsize=1)
+def _environment() -> str:
+    """What compiles, and for which processor."""
+    versions = sys.version, np.__version__, llvmlite.__version__, version("numba")
+    return "\n".join((*versions, llvm.get_process_triple(), *_processor()))
+
+
+@lru_cache(maxsize=1)
+def _environment_digest() -> str:
+    return _digest(_environment())
+
+
+@lru_cache(maxsize=1)
+def _processor() -> tuple[str, str]:
+    return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+
+
+@lru_cache(maxsize=16)
+def _source_digest(module: str) -> str:
+    """Of the source of a module and of everything of moeq that it imports, since constants are compiled in."""
+    sources: dict[Path, bytes] = {}
+    _add_sources(module, sources)
+    return blake3(b"\0".join(sources.values())).hexdigest()
+
+
+def _add_sources(module: str, sources: dict[Path, bytes]) -> None:
+    path = Path(__file__).parents[3].joinpath(*module.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if path in sources or not path.exists():
+        return
+    sources[path] = path.read_bytes()
+    for imported, several, one in _IMPORTS.findall(sources[path].decode()):
+        _add_sources(imported, sources)
+        for name in re.findall(r"\w+", several or one):
+            _add_sources(f"{imported}.{name}", sources)
+
+
+def target_machine() -> Any:
+    """A new one, for this processor."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    name, features = _processor()
+    return llvm.Target.from_default_triple().create_target_machine(cpu=name, features=features, opt=3, jit=True)
+
+
+@lru_cache(maxsize=1)
+def _engine() -> Any:
+    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())

@@ -1,0 +1,228 @@
+"""Compiled loops from the cache: what is loaded without numba, and what is compiled again."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba")
+
+from numba.core.errors import TypingError
+
+from moeq.layouts.fast import compiler, native
+from moeq.layouts.fast.native import Kind, Loop, Loops
+
+ROOT = Path(__file__).parents[2]
+
+#: In a process of its own, two kinds of a loop: what they say, and whether numba was needed.
+PROGRAM = """
+import json, sys
+import numpy as np
+from moeq.layouts.fast import compare
+matrix = np.zeros((3, 100), np.uint8)
+found = [compare.is_zero(matrix), compare.is_zero(matrix[:, ::1][1:, 3:])]
+matrix[1, 70] = 4
+found += [compare.is_zero(matrix), compare.is_zero(matrix[1:, 3:]), compare.is_zero(matrix[2:, 3:])]
+print(json.dumps([found, "numba" in sys.modules]))
+"""
+
+RIGHT = [True, True, False, False, True]
+
+
+def run(folder: Path) -> bool:
+    """Run the loops, which have to be right; whether numba was imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        cwd=ROOT,
+        env={**os.environ, "NUMBA_CACHE_DIR": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found, compiled = json.loads(done.stdout)
+    assert found == RIGHT
+    return compiled
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that holds the loops."""
+    folder = tmp_path_factory.mktemp("loops")
+    assert run(folder)
+    return folder
+
+
+def files(folder: Path) -> list[Path]:
+    found = sorted(folder.glob("*.o"))
+    assert len(found) == 2
+    return found
+
+
+def test_what_is_in_the_cache_runs_without_numba(kept: Path) -> None:
+    assert not run(kept)
+    assert {path.stat().st_mode & 0o777 for path in files(kept)} == {0o644}
+
+
+def truncated(folder: Path) -> None:
+    for path in files(folder):
+        path.write_bytes(path.read_bytes()[:-100])
+
+
+def emptied(folder: Path) -> None:
+    for path in files(folder):
+        path.write_bytes(b"")
+
+
+def flipped(folder: Path) -> None:
+    for path in files(folder):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 4
+        path.write_bytes(content)
+
+
+def exchanged(folder: Path) -> None:
+    """Good code, of the same loop for other arguments."""
+    first, second = (path.read_bytes() for path in files(folder))
+    files(folder)[0].write_bytes(second)
+    files(folder)[1].write_bytes(first)
+
+
+def pipes(folder: Path) -> None:
+    for path in files(folder):
+        path.unlink()
+        os.mkfifo(path)
+
+
+def writeable_by_others(folder: Path) -> None:
+    for path in files(folder):
+        path.chmod(0o666)
+
+
+def of_another_user(folder: Path) -> None:
+    for path in files(folder):
+        os.chown(path, 12345, -1)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        truncated,
+        emptied,
+        flipped,
+        exchanged,
+        pipes,
+        writeable_by_others,
+        pytest.param(
+            of_another_user, marks=pytest.mark.skipif(os.name != "posix" or os.getuid() != 0, reason="only root can")
+        ),
+    ],
+)
+def test_what_is_not_to_be_trusted_is_compiled_again_and_replaced(spoil, kept: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "loops"
+    shutil.copytree(kept, folder)
+    spoil(folder)
+    assert run(folder)
+    assert [path.read_bytes() for path in files(folder)] == [path.read_bytes() for path in files(kept)]
+    assert not run(folder)
+
+
+def test_where_nothing_can_be_kept_loops_are_compiled(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    assert run(tmp_path / "file")
+
+
+def test_constants_that_are_compiled_in_count_as_source() -> None:
+    found: dict[Path, bytes] = {}
+    native._add_sources("moeq.pipeline.pack.fast.stored_loops", found)
+    names = {str(path.relative_to(ROOT / "moeq")) for path in found}
+    assert {"schemes/awq.py", "layouts/fast/vectors.py", "layouts/fast/compiler.py", "layouts/fast/native.py"} <= names
+    assert "layouts/fast/marlin_loops.py" not in names
+
+
+def test_another_source_is_another_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(ROOT / "moeq" / "layouts", tmp_path / "moeq" / "layouts")
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "moeq/layouts/fast/native.py"))
+    digests = set()
+    for name in ("compare_loops", "compare_loops", "transpose_loops", "vectors", "marlin_loops"):
+        native._source_digest.cache_clear()
+        digests.add(native._source_digest("moeq.layouts.fast.compare_loops"))
+        with (tmp_path / "moeq/layouts/fast" / f"{name}.py").open("a") as file:
+            file.write("# changed\n")
+    native._source_digest.cache_clear()
+    assert native._source_digest("moeq.layouts.fast.compare_loops") in digests, "nothing here takes loops of Marlin"
+    native._source_digest.cache_clear()
+    assert len(digests) == 5
+
+
+@compiler.loop
+def allocates(source, out):  # type: ignore[no-untyped-def]
+    doubled = source * 2
+    out[0] = doubled[-1]
+    return len(doubled) > 2
+
+
+def test_a_loop_that_needs_numba_at_run_time_runs_and_is_not_kept() -> None:
+    row = np.arange(5)
+    kind = Kind(row.dtype, 1, "C")
+    compiled = compiler.compile_loop(__name__, "allocates", [kind, kind], "moeq_test_allocates")
+    assert compiled.code is None
+    with pytest.warns(RuntimeWarning, match="allocates needs numba"):
+        assert Loop(__name__, "allocates")(row, row) == 1
+    assert row[0] == 8
+
+
+def test_arguments_arrive_as_they_are() -> None:
+    numbers = np.arange(-12, 12, dtype=np.int16).reshape(4, 6)
+    out = np.zeros(8, np.int64)
+    for matrix in (numbers, numbers.T, numbers[::-1, ::2], np.asfortranarray(numbers), numbers[:0]):
+        for scalar in (-3, np.uint8(200), np.int32(-5), True, 2**62):
+            assert Loop(__name__, "describes")(matrix, scalar, out) == matrix.shape[1] - 10
+            total = int((matrix.astype(np.int64) * np.arange(1, matrix.shape[0] + 1)[:, None]).sum())
+            assert out.tolist()[:4] == [*matrix.shape, int(scalar), total]
+
+
+@compiler.loop
+def describes(matrix, scalar, out):  # type: ignore[no-untyped-def]
+    out[0], out[1], out[2], out[3] = matrix.shape[0], matrix.shape[1], scalar, 0
+    for n in range(matrix.shape[0]):
+        for k in range(matrix.shape[1]):
+            out[3] += matrix[n, k] * (n + 1)
+    return matrix.shape[1] - 10
+
+
+def test_nothing_is_written_to_what_must_not_be_written_to() -> None:
+    out = np.zeros(8, np.int64)
+    out.flags.writeable = False
+    with pytest.raises(TypingError):
+        Loop(__name__, "describes")(np.zeros((1, 1)), 1, out)
+
+
+def wrappers() -> list[Path]:
+    found = [
+        path.with_name(path.name.replace("_loops", "")) for path in (ROOT / "moeq/layouts/fast").glob("*_loops.py")
+    ]
+    return [*found, ROOT / "moeq/pipeline/pack/fast/loops.py"]
+
+
+@pytest.mark.parametrize("path", wrappers(), ids=lambda path: path.stem)
+def test_loops_that_are_called_are_there(path: Path) -> None:
+    module = import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    assert isinstance(module._loops, Loops)
+    loops = import_module(module._loops._module)
+    called = {
+        node.attr
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "_loops"
+    }
+    assert called
+    assert all(type(getattr(loops, name)) is type(allocates) for name in called)
