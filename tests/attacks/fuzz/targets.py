@@ -72,6 +72,8 @@ def watched(action: Callable[[], object], data: bytes) -> None:
         sys.addaudithook(_audit)
         _watched = True
     before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    # The bytecode of a module that a parser imports late would be a file elsewhere.
+    kept, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     _inside[0] = True
     try:
         action()
@@ -81,7 +83,7 @@ def watched(action: Callable[[], object], data: bytes) -> None:
         if not error.message.isprintable() and "\n" not in error.message:
             raise Broken(f"message is not printable: {error.message!a}") from error
     finally:
-        _inside[0] = False
+        _inside[0], sys.dont_write_bytecode = False, kept
     if time.process_time() - started > SECONDS:
         raise Broken(f"took {time.process_time() - started:.1f} s for {len(data)} bytes")
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
