@@ -20,6 +20,29 @@ VLLM_LAYOUTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "marlin-mxfp4/1": ("marlin", VLLM_VERSIONS, ("bf16",)),
     "marlin-mxfp4-interleaved/1": ("marlin", VLLM_VERSIONS, ("bf16",)),
     "marlin-act-order/1": ("marlin", ("0.26.0",), ("bf16", "fp16")),
+    "marlin-nvfp4/1": ("marlin", VLLM_VERSIONS, ("bf16",)),
+    "marlin-nvfp4-fp16/1": ("marlin", VLLM_VERSIONS, ("fp16",)),
+    "marlin-fp8/1": ("marlin", VLLM_VERSIONS, ("bf16",)),
+    "marlin-fp8-fp16/1": ("marlin", VLLM_VERSIONS, ("fp16",)),
+    "marlin-mxfp8/1": ("marlin", VLLM_VERSIONS, ("bf16",)),
+    "trtllm-nvfp4/1": ("flashinfer_trtllm", VLLM_VERSIONS, ("bf16", "fp16")),
+    "flashinfer-cutlass-nvfp4/1": ("flashinfer_cutlass", VLLM_VERSIONS, ("bf16", "fp16")),
+    "cutlass-nvfp4/1": ("cutlass", VLLM_VERSIONS, ("bf16", "fp16")),
+    "flashinfer-cutedsl-nvfp4/1": ("flashinfer_cutedsl", ("0.33.0",), ("bf16", "fp16")),
+    "trtllm-fp8-block/1": ("flashinfer_trtllm", VLLM_VERSIONS, ("bf16", "fp16")),
+    "trtllm-fp8-tensor/1": ("flashinfer_trtllm", VLLM_VERSIONS, ("bf16", "fp16")),
+    "trtllm-mxfp8/1": ("flashinfer_trtllm", VLLM_VERSIONS, ("bf16", "fp16")),
+    "flashinfer-cutlass-fp8-block/1": ("flashinfer_cutlass", VLLM_VERSIONS, ("bf16", "fp16")),
+    "flashinfer-cutlass-fp8-tensor/1": ("flashinfer_cutlass", VLLM_VERSIONS, ("bf16", "fp16")),
+    "deepgemm-fp8-sm90/1": ("deep_gemm", VLLM_VERSIONS, ("bf16", "fp16")),
+    "deepgemm-fp8-sm100/1": ("deep_gemm", VLLM_VERSIONS, ("bf16", "fp16")),
+    "deepgemm-mxfp8/1": ("deep_gemm", VLLM_VERSIONS, ("bf16", "fp16")),
+    "aiter-fp8-block/1": ("aiter", VLLM_VERSIONS, ("bf16", "fp16")),
+    "aiter-fp8-block-fnuz/1": ("aiter", VLLM_VERSIONS, ("bf16", "fp16")),
+    "aiter-fp8-channel/1": ("aiter", VLLM_VERSIONS, ("bf16", "fp16")),
+    "aiter-fp8-channel-fnuz/1": ("aiter", VLLM_VERSIONS, ("bf16", "fp16")),
+    "aiter-fp8-tensor/1": ("aiter", VLLM_VERSIONS, ("bf16", "fp16")),
+    "aiter-fp8-tensor-fnuz/1": ("aiter", VLLM_VERSIONS, ("bf16", "fp16")),
 }
 #: SGLang versions that the plug-in was written against (`moeq.engines.sglang.plugin`).
 SGLANG_VERSIONS = ("0.5.23",)
@@ -124,8 +147,8 @@ def _engine_runs_own_kernel(planned: PlannedLayer) -> bool:
 def _engines_own(planned: PlannedLayer) -> tuple[str, ...]:
     """Versions whose own kernels run the layer."""
     _, versions, dtypes = VLLM_LAYOUTS.get(planned.layout, ("", (), ()))
-    wanted = "interleaved" if planned.activation == "swigluoai" else "gate-up"
-    if planned.dtype not in dtypes or planned.w13_order != wanted:
+    # Gate and up rows by turns are for gpt-oss's activation alone; which half comes first is the kernel's own.
+    if planned.dtype not in dtypes or (planned.w13_order == "interleaved") != (planned.activation == "swigluoai"):
         return ()
     if planned.layout == "marlin-act-order/1" and planned.tp > 1:
         return ()

@@ -18,15 +18,6 @@ if TYPE_CHECKING:
     from moeq_kernels import PackedExperts
     from moeq_kernels.tuning import Blocks
 
-#: Layouts whose floating-point scales engines keep as they are.
-AS_STORED = (
-    "int8-w8a8/1",
-    "marlin-fp8/1",
-    "marlin-fp8-fp16/1",
-    "marlin-nvfp4/1",
-    "marlin-nvfp4-fp16/1",
-)
-
 #: Our activation names to the kernels'.
 _KERNEL_ACTIVATIONS = {"swigluoai": "swiglu_oai"}
 
@@ -81,7 +72,7 @@ def empty_parts(
 
     Args:
         floats: dtype of floating-point scales and biases, where they are not kept as stored: engines round those of
-            weight-only formats to the dtype of the activations.
+            int4, int8 and MXFP4 weights for 16-bit activations to the dtype of the activations.
     """
     import torch
 
@@ -92,10 +83,15 @@ def empty_parts(
         parts = found[role] = {}
         for part, tensor in get_layout(layout).tensors(spec).items():
             dtype = torch_dtype(tensor.dtype)
-            if floats is not None and dtype.is_floating_point and layout not in AS_STORED:
+            if floats is not None and dtype.is_floating_point and not _as_stored(layout, spec):
                 dtype = floats
             parts[part] = torch.empty(experts, *tensor.shape, dtype=dtype, device=device)
     return found
+
+
+def _as_stored(layout: str, spec: MatrixSpec) -> bool:
+    """Whether engines keep the floating-point scales as they are."""
+    return layout == "int8-w8a8/1" or "e4m3" in (spec.element, spec.scale_dtype)
 
 
 def activation_arguments(activation: Activation) -> dict[str, Any]:

@@ -44,10 +44,13 @@ def test_versions_of_vllm() -> None:
 
 
 def test_layouts_that_vllms_kernels_read() -> None:
-    table = assigned(ENGINES / "vllm" / "backends.py", "BACKENDS")
-    assert isinstance(table, ast.Dict)
-    named = {ast.literal_eval(key) for key in table.keys if key is not None}
-    assert named | {"marlin-act-order/1"} == set(loaders.VLLM_LAYOUTS)
+    named = set()
+    for module, name in (("backends", "BACKENDS"), ("floats", "FLOATS")):
+        table = assigned(ENGINES / "vllm" / f"{module}.py", name)
+        assert isinstance(table, ast.Dict)
+        named |= {ast.literal_eval(key) for key in table.keys if key is not None}
+    of_one_version = {"marlin-act-order/1", "flashinfer-cutedsl-nvfp4/1"}
+    assert named | of_one_version == set(loaders.VLLM_LAYOUTS)
 
 
 def test_versions_of_sglang() -> None:

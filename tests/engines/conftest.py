@@ -19,11 +19,12 @@ def folders(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pretend that the device suits every expert class (and has int8 products, which one class asks for apart)."""
+    """Pretend that the device suits every expert class (some ask for it again beside the scheme)."""
     from engines.vllm_engine import BACKENDS
 
     for backend in BACKENDS.values():
         for kind in backend.classes():
             monkeypatch.setattr(kind, "_supports_current_device", staticmethod(lambda: True))
-    for kind in BACKENDS["int8-w8a8/1"].classes():
-        monkeypatch.setattr(kind, "_supports_quant_scheme", staticmethod(lambda weight, activation: True))
+    for layout in ("int8-w8a8/1", "flashinfer-cutlass-nvfp4/1", "deepgemm-mxfp8/1"):
+        for kind in BACKENDS[layout].classes():
+            monkeypatch.setattr(kind, "_supports_quant_scheme", staticmethod(lambda weight, activation: True))

@@ -77,8 +77,8 @@ def test_a_layer_in_moeqs_kernels_is_the_sources(name, folders, checkpoints, bat
         ("ct-mxfp8-qwen3moe", "marlin-mxfp8/1"),
     ],
 )
-def test_formats_that_the_plug_in_has_no_engine_kernels_for(name, layout, checkpoints, tmp_path) -> None:
-    """By themselves they run in moeq's kernels, here the portable ones."""
+def test_floating_point_weights_in_moeqs_kernels(name, layout, checkpoints, tmp_path) -> None:
+    """By themselves where the engine's kernels do not run, as here without a GPU; the portable ones."""
     source = moeq.open(checkpoints / name)
     batch = batch_of(source.info.hidden_size, source.info.num_experts)
     layer = loaded_layer(convert(checkpoints / name, tmp_path / "out", layout))

@@ -69,21 +69,17 @@ def config_of(folder: Path) -> Any:
     return config
 
 
-def experts_layer(
+def ranks_of(
     folder: Path,
     *,
     tp: tuple[int, int] = (0, 1),
     ep: tuple[int, int] = (0, 1),
-    kernels: str | None = None,
-    load_format: str = "auto",
     parallel: dict[str, Any] | None = None,
     **options: Any,
-) -> Any:
-    """The engine's own layer class with our config, on one rank.
+) -> tuple[Any, Any]:
+    """The engine's record of a layer on one rank, and which experts lie there.
 
     Args:
-        kernels: what `--additional-config` asks for.
-        load_format: as `--load-format`.
         parallel: fields of the engine's record of ranks, other than those of `tp` and `ep`.
         options: fields of the engine's record of the layer.
     """
@@ -128,6 +124,18 @@ def experts_layer(
         in_dtype=options.pop("dtype", torch.bfloat16),
         **options,
     )
+    return moe, manager
+
+
+def experts_layer(folder: Path, *, kernels: str | None = None, load_format: str = "auto", **options: Any) -> Any:
+    """The engine's own layer class with our config, on one rank.
+
+    Args:
+        kernels: what `--additional-config` asks for.
+        load_format: as `--load-format`.
+        options: as of `ranks_of`.
+    """
+    moe, manager = ranks_of(folder, **options)
     additional = {"moeq": {"kernels": kernels}} if kernels else {}
     with engine(additional_config=additional, load_config=LoadConfig(load_format=load_format)):
         return RoutedExperts("model.layers.1.mlp.experts", moe.in_dtype, moe, config_of(folder), manager)

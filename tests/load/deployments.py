@@ -27,10 +27,13 @@ LAYOUTS = {
 }
 
 
-def convert(source: Path, destination: Path, layout: str | None = None, **deployment: object) -> Path:
+def convert(
+    source: Path, destination: Path, layout: str | None = None, allow_lossy: bool = False, **deployment: object
+) -> Path:
     """Convert for an A100 with the given TP / EP."""
     where = Deployment(gpu=parse_gpu("A100"), **deployment)  # type: ignore[arg-type]
-    moeq.convert(source, destination, where, layout=layout or LAYOUTS[source.name], force_layout=True)
+    chosen = layout or LAYOUTS[source.name]
+    moeq.convert(source, destination, where, layout=chosen, force_layout=True, allow_lossy=allow_lossy)
     return destination
 
 

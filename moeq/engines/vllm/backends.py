@@ -6,49 +6,16 @@ a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from vllm.model_executor.layers.fused_moe.config import int8_w8a8_moe_quant_config, mxfp4_w4a16_moe_quant_config
 from vllm.model_executor.layers.fused_moe.oracle import int8, int_wna16, mxfp4
 from vllm.model_executor.layers.quantization.utils import quant_utils
 
+from moeq.engines.vllm.floats import FLOATS
+from moeq.engines.vllm.rows import OLDER, Clamp, EngineExperts, Tensors, Weights
 from moeq.matrix import MatrixSpec
-
-Tensors = dict[str, Any]
-Clamp = dict[str, float | None]
-
-#: 0.26.0: its oracle does not know the Triton WNA16 experts.
-OLDER = not hasattr(int_wna16.WNA16MoEBackend, "TRITON")
-
-
-@dataclass(frozen=True)
-class EngineExperts:
-    """How vLLM runs one layout.
-
-    Attributes:
-        title: the engine's name for the backend, as in its log.
-        option: value of `--moe-backend` that allows it, besides `auto`.
-        classes: its expert classes, best first.
-        keys: `(weight key, activation key)` of a matrix, in the engine's terms.
-        quant_config: its record of scales, from the layer's tensors and the constants of its activation.
-        kernel: its kernel, from that record, its MoE config, the class, the routing tables and the layer's tensors.
-        rounds_sizes: hidden and intermediate size are rounded up before weights are made, as the layout pads.
-        dtypes: torch dtype names of activations.
-        shards: tensor-parallel ranks may hold parts of experts.
-    """
-
-    title: str
-    option: str
-    classes: Callable[[], list[Any]]
-    keys: Callable[[MatrixSpec], tuple[Any, Any]]
-    quant_config: Callable[[Tensors, MatrixSpec, Clamp], Any]
-    kernel: Callable[[Any, Any, Any, Any, Tensors], Any]
-    rounds_sizes: bool = False
-    dtypes: tuple[str, ...] = ("bfloat16", "float16")
-    shards: bool = True
-
 
 _WNA16_KEYS = {
     ("int4", True): quant_utils.kInt4Static,
@@ -57,16 +24,18 @@ _WNA16_KEYS = {
 }
 
 
-def _wna16_keys(spec: MatrixSpec) -> tuple[Any, Any]:
-    return _WNA16_KEYS.get((spec.element, spec.symmetric)), None
+def _wna16_keys(weights: Weights) -> tuple[Any, Any]:
+    return _WNA16_KEYS.get((weights.w13.element, weights.w13.symmetric)), None
 
 
-def _wna16_config(tensors: Tensors, spec: MatrixSpec, clamp: Clamp) -> Any:
+def _wna16_config(tensors: Tensors, weights: Weights, clamp: Clamp) -> Any:
+    spec = weights.w13
     return _grouped_config(tensors, spec, -1 if _channelwise(spec) else spec.group_size, clamp)
 
 
-def _triton_config(tensors: Tensors, spec: MatrixSpec, clamp: Clamp) -> Any:
+def _triton_config(tensors: Tensors, weights: Weights, clamp: Clamp) -> Any:
     """The kernel finds a group by division: a single one for each channel is as long as the longer of both products."""
+    spec = weights.w13
     return _grouped_config(tensors, spec, max(spec.k, spec.n // 2) if _channelwise(spec) else spec.group_size, clamp)
 
 
@@ -139,9 +108,9 @@ _INT8 = EngineExperts(
     title="TRITON (int8 W8A8)",
     option="triton",
     classes=lambda: int8.backend_to_kernel_cls(int8.Int8MoeBackend.TRITON),
-    keys=lambda spec: (quant_utils.kInt8StaticChannelSym, quant_utils.kInt8DynamicTokenSym),
+    keys=lambda weights: (quant_utils.kInt8StaticChannelSym, quant_utils.kInt8DynamicTokenSym),
     # Not through the oracle of 0.26.0, which takes dynamic activation scales for none and would run W8A16.
-    quant_config=lambda tensors, spec, clamp: int8_w8a8_moe_quant_config(
+    quant_config=lambda tensors, weights, clamp: int8_w8a8_moe_quant_config(
         w1_scale=tensors["w13_scale"],
         w2_scale=tensors["w2_scale"],
         a1_scale=None,
@@ -157,8 +126,8 @@ _MXFP4 = EngineExperts(
     title="MARLIN (MXFP4)",
     option="marlin",
     classes=lambda: mxfp4.backend_to_kernel_cls(mxfp4.Mxfp4MoeBackend.MARLIN),
-    keys=lambda spec: (quant_utils.kMxfp4Static, None),
-    quant_config=lambda tensors, spec, clamp: mxfp4_w4a16_moe_quant_config(
+    keys=lambda weights: (quant_utils.kMxfp4Static, None),
+    quant_config=lambda tensors, weights, clamp: mxfp4_w4a16_moe_quant_config(
         w1_scale=tensors["w13_scale"],
         w2_scale=tensors["w2_scale"],
         w1_bias=tensors.get("w13_bias"),
@@ -179,5 +148,6 @@ BACKENDS: dict[str, EngineExperts] = {
     "int8-w8a8/1": _INT8,
     "marlin-mxfp4/1": _MXFP4,
     "marlin-mxfp4-interleaved/1": _MXFP4,
+    **FLOATS,
     **_act_order(),
 }

@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 
 from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry, StackedRole
 from moeq.engines.choice import Kernels, choose, outcome
-from moeq.engines.vllm.backends import BACKENDS, EngineExperts
+from moeq.engines.vllm.backends import BACKENDS
 from moeq.engines.vllm.experts import (
     activation_format,
     check_own,
@@ -26,8 +26,10 @@ from moeq.engines.vllm.experts import (
     runs_alone,
     slow_reason,
 )
+from moeq.engines.vllm.rows import OLDER, EngineExperts, Weights
 from moeq.errors import MoeqError
 from moeq.layouts.registry import layout_class
+from moeq.load.activation_scales import ActivationScales, activation_scales
 from moeq.load.kernel_experts import empty_parts, kernel_experts
 from moeq.load.ranks import Rank, plan_rank
 from moeq.load.torch_loader import read_parts, require_arch, uneven_unit
@@ -67,7 +69,9 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             self.rank = Rank(parallel.tp_rank, parallel.tp_size)
         self.part = plan_rank(entry, self.rank, uneven_unit(checkpoint, entry.layer))
 
-        engine = outcome(lambda: _engine_experts(moe, entry, self.rank))
+        w13, w2 = (self.part.matrices[role].spec for role in STACKED_ROLES)
+        self.weights = Weights(w13, w2, checkpoint.scheme_of(entry.layer), self.part.experts)
+        engine = outcome(lambda: _engine_experts(moe, entry, self.rank, self.weights))
         own = outcome(lambda: check_own(moe, entry, self.part))
         slow = None if own else slow_reason(moe, self.packed(self.empty(moe.in_dtype, "meta")))
         title = engine if isinstance(engine, MoeqError) else engine[0].title
@@ -133,15 +137,22 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 _pretend(targets)
             else:
                 self._fill(role, targets)
-        tensors = dict(layer.named_parameters())
-        self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         if self.choice.own:
-            self.moe_kernel = own_kernel(self.moe, self.packed(tensors), layer)
-        else:
-            tables = layer._expert_routing_tables()
-            self.moe_kernel = self.engine.kernel(
-                self.moe_quant_config, self.moe, self.experts_cls, tables, _as_engine(tensors)
-            )
+            self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+            self.moe_kernel = own_kernel(self.moe, self.packed(dict(layer.named_parameters())), layer)
+            return
+        self.engine.settle(layer, self.weights, self._activation_scales)
+        self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+        tables, tensors = layer._expert_routing_tables(), _as_engine(dict(layer.named_parameters()))
+        self.moe_kernel = self.engine.kernel(self.moe_quant_config, self.moe, self.experts_cls, tables, tensors)
+        self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    def _activation_scales(self) -> ActivationScales | None:
+        """As the source stores them; ones where nothing is read."""
+        if not self.dummy:
+            return activation_scales(self.checkpoint, self.entry)
+        ones = torch.ones(self.entry.num_experts, 2 if self.weights.w13.gated else 1)
+        return ActivationScales(ones, ones[:, 0], "input_scale")
 
     def _fill(self, role: StackedRole, targets: Mapping[str, torch.Tensor]) -> None:
         """This rank's bytes, straight from the files."""
@@ -165,7 +176,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         if self.choice.own:
             return FUSED_MOE_UNQUANTIZED_CONFIG
         tensors = _as_engine(dict(layer.named_parameters()))
-        return self.engine.quant_config(tensors, self.part.matrices["w13"].spec, clamp_arguments(self.moe))
+        return self.engine.quant_config(tensors, self.weights, clamp_arguments(self.moe))
 
     def apply(
         self,
@@ -197,6 +208,29 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             shared_experts_input=shared_experts_input,
         )
 
+    def apply_monolithic(
+        self, layer: Any, x: torch.Tensor, router_logits: torch.Tensor, input_ids: torch.Tensor | None = None
+    ) -> Any:
+        """The same where the engine's kernel routes the tokens itself."""
+        kernel = self.moe_kernel
+        assert kernel is not None
+        sink = {} if OLDER else {"routing_sink": layer.routing_sink}
+        return kernel.apply_monolithic(
+            x,
+            layer.w13_weight,
+            layer.w2_weight,
+            router_logits,
+            activation=layer.activation,
+            global_num_experts=layer.global_num_experts,
+            expert_map=layer.expert_map,
+            apply_router_weight_on_input=layer.apply_router_weight_on_input,
+            num_expert_group=layer.num_expert_group,
+            topk_group=layer.topk_group,
+            e_score_correction_bias=layer.e_score_correction_bias,
+            routed_scaling_factor=layer.routed_scaling_factor,
+            **sink,
+        )
+
 
 def _check_deployment(moe: Any, checkpoint: ConvertedCheckpoint) -> None:
     """What no kernels can make up for."""
@@ -209,7 +243,7 @@ def _check_deployment(moe: Any, checkpoint: ConvertedCheckpoint) -> None:
         require_arch(checkpoint, f"sm{capability.major}{capability.minor}")
 
 
-def _engine_experts(moe: Any, entry: LayerEntry, rank: Rank) -> tuple[EngineExperts, Any]:
+def _engine_experts(moe: Any, entry: LayerEntry, rank: Rank, weights: Weights) -> tuple[EngineExperts, Any]:
     """The engine's experts for a layout and its class for them. Raises MoeqError where it would not run them."""
     engine = BACKENDS.get(entry.layout)
     if engine is None:
@@ -226,7 +260,7 @@ def _engine_experts(moe: Any, entry: LayerEntry, rank: Rank) -> tuple[EngineExpe
             f"layer {entry.layer}: experts with act-order cannot be split over {rank.tp_size} ranks",
             "start with --tensor-parallel-size 1, or with --enable-expert-parallel",
         )
-    return engine, _supported_class(engine, moe, entry)
+    return engine, _supported_class(engine, moe, entry, weights)
 
 
 def _check_start(engine: EngineExperts, moe: Any) -> None:
@@ -253,10 +287,13 @@ def _check_start(engine: EngineExperts, moe: Any) -> None:
 
 
 def _check_order(moe: Any, entry: LayerEntry) -> None:
-    """The engine's activation of gpt-oss takes gate and up by turns, every other one half after half."""
+    """The engine's activation of gpt-oss takes gate and up by turns, every other one half after half.
+
+    Which half comes first is the kernel's, and so the layout's.
+    """
     order = layout_class(entry.layout).w13_order
     wanted = "interleaved" if moe.activation is MoEActivation.SWIGLUOAI else "gate-up"
-    if order != wanted:
+    if (order == "interleaved") != (wanted == "interleaved"):
         same = [layout for layout, engine in BACKENDS.items() if engine is BACKENDS[entry.layout]]
         fitting = [layout for layout in same if layout_class(layout).w13_order == wanted]
         raise MoeqError(
@@ -267,11 +304,11 @@ def _check_order(moe: Any, entry: LayerEntry) -> None:
         )
 
 
-def _supported_class(engine: EngineExperts, moe: Any, entry: LayerEntry) -> Any:
+def _supported_class(engine: EngineExperts, moe: Any, entry: LayerEntry, weights: Weights) -> Any:
     """The engine's expert class, by the engine's own judgement."""
-    weight, activation = engine.keys(entry.matrices["w13"].spec)
-    reason: str | None = None
-    for kind in engine.classes():
+    weight, activation = engine.keys(weights)
+    reason = engine.obstacle()
+    for kind in () if reason else engine.classes():
         supported, reason = kind.is_supported_config(kind, moe, weight, activation, activation_format(moe))
         if supported:
             return kind

@@ -82,7 +82,7 @@ def _own_kernel(checkpoint: Checkpoint, deployment: Deployment, layer: int, sche
 def _vllm_versions(
     checkpoint: Checkpoint, deployment: Deployment, layer: int, scheme: Scheme | None, layout: str
 ) -> Iterator[str]:
-    """Versions of vLLM that run the layout's backend on this deployment.
+    """Versions of vLLM whose backend of the layout runs on this deployment, and reads that layout there.
 
     A version whose rules are not known is taken to run what the newest one does; act-order is Marlin's everywhere.
     """
@@ -97,5 +97,6 @@ def _vllm_versions(
                 yield version
             continue
         where = replace(deployment, engine=engine, backend=backend)
-        if judge_checkpoint(checkpoint, where, layer, scheme=scheme, explain=False).ok:
+        verdict = judge_checkpoint(checkpoint, where, layer, scheme=scheme, explain=False)
+        if verdict.ok and verdict.selected and layout in (verdict.selected.layout, verdict.selected.lossy_layout):
             yield version

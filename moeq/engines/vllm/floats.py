@@ -1,0 +1,297 @@
+"""vLLM's experts for NVFP4, FP8 and MXFP8 on bytes that already lie as they want them (0.33.0, 0.26.0).
+
+The records of scales and the kernels are made by the engine's own functions (`fused_moe/oracle/nvfp4.py`, `fp8.py`).
+What its `process_weights_after_loading` leaves on the layer beside converted weights is set here: the scales of static
+activations, reduced as it reduces them, and sizes after padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.model_executor.layers.fused_moe.oracle import fp8, mxfp8, nvfp4
+from vllm.model_executor.layers.quantization.utils import quant_utils
+
+from moeq.engines.vllm.rows import OLDER, Clamp, EngineExperts, ReadScales, Tensors, Weights, as_filled, set_parameter
+from moeq.errors import MoeqError
+from moeq.load.activation_scales import ActivationScales
+
+_BF16, _F16 = ("bfloat16",), ("float16",)
+_FN, _FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
+
+_FP8_WEIGHTS = {
+    "block": quant_utils.kFp8Static128BlockSym,
+    "channel": quant_utils.kFp8StaticChannelSym,
+    "tensor": quant_utils.kFp8StaticTensorSym,
+}
+#: By granularity, and whether scales are computed while the model runs.
+_FP8_ACTIVATIONS = {
+    ("group", True): quant_utils.kFp8Dynamic128Sym,
+    ("token", True): quant_utils.kFp8DynamicTokenSym,
+    ("tensor", True): quant_utils.kFp8DynamicTensorSym,
+    ("tensor", False): quant_utils.kFp8StaticTensorSym,
+}
+
+
+def _clamped(clamp: Clamp, alpha: str, beta: str) -> dict[str, float | None]:
+    return {"swiglu_limit": clamp["gemm1_clamp_limit"], alpha: clamp["gemm1_alpha"], beta: clamp["gemm1_beta"]}
+
+
+def _stored(scales: ReadScales, title: str) -> ActivationScales:
+    found = scales()
+    if found is None:
+        raise MoeqError(
+            "answer.no-backend",
+            f"{title} quantises activations with stored scales, and the source stores none",
+            "moeq oracle SRC lists the backends for weights alone",
+        )
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------ NVFP4
+
+
+def _nvfp4_keys(weights: Weights) -> tuple[Any, Any]:
+    return quant_utils.kNvfp4Static, None if weights.scheme.activation is None else quant_utils.kNvfp4Dynamic
+
+
+def _nvfp4_config(backend: Any, tensors: Tensors, weights: Weights, clamp: Clamp) -> Any:
+    """The engine's tensors of global scales: what its experts multiply in place is what the record holds."""
+    limits = _clamped(clamp, "swiglu_alpha", "swiglu_beta")
+    if OLDER:  # its experts take the others from the layer's record
+        limits = {"swiglu_limit": limits["swiglu_limit"]}
+    return nvfp4.make_nvfp4_moe_quant_config(
+        backend=backend,
+        w13_scale=tensors["w13_scale"],
+        w2_scale=tensors["w2_scale"],
+        w13_scale_2=tensors["w13_weight_scale_2"],
+        w2_scale_2=tensors["w2_weight_scale_2"],
+        a13_scale=tensors.get("w13_input_scale"),
+        a2_scale=tensors.get("w2_input_scale"),
+        **limits,
+    )
+
+
+def _nvfp4_kernel(backend: Any, config: Any, moe: Any, kind: Any, tables: Any, tensors: Tensors) -> Any:
+    return nvfp4.make_nvfp4_moe_kernel(
+        moe_quant_config=config, moe_config=moe, experts_cls=kind, backend=backend, routing_tables=tables
+    )
+
+
+def _global_scales(layer: Any, weights: Weights, scales: ReadScales) -> None:
+    """By the engine's names, in the same memory."""
+    for role in ("w13", "w2"):
+        set_parameter(layer, f"{role}_weight_scale_2", getattr(layer, f"{role}_global_scale").data.view(-1))
+
+
+def _nvfp4_settled(backend: Any, padded: tuple[str, ...], layer: Any, weights: Weights, scales: ReadScales) -> None:
+    _global_scales(layer, weights, scales)
+    stored = _stored(scales, backend.value)
+    start, stop = weights.experts
+    everywhere = nvfp4.is_global_sf_supported_for_nvfp4_backend(backend)
+    # The engine's class for ModelOpt loads the scales of all experts for such a backend, that for compressed-tensors
+    # those of its rank.
+    held = slice(None) if everywhere and stored.part == "input_scale" else slice(start, stop)
+    for role, own in (("w13", stored.w13[held]), ("w2", stored.w2[held])):
+        each = own.amax(dim=1) if role == "w13" else own
+        found = own.max().repeat(stop - start) if everywhere else each
+        set_parameter(layer, f"{role}_input_scale", found.to(layer.w13_weight.device))
+    _padded_sizes(layer, weights, padded)
+
+
+def _padded_sizes(layer: Any, weights: Weights, padded: tuple[str, ...]) -> None:
+    """What the engine's preparation writes into its record of the layer where it pads."""
+    moe = layer.moe_config
+    if "hidden_dim_unpadded" in padded and moe.hidden_dim_unpadded is None:
+        moe.hidden_dim_unpadded = moe.hidden_dim
+    if "hidden_dim" in padded:
+        moe.hidden_dim = weights.w2.n
+    if "intermediate_size_per_partition" in padded:
+        moe.intermediate_size_per_partition = weights.w2.k
+
+
+def _nvfp4(name: str, option: str, padded: tuple[str, ...] = ()) -> EngineExperts:
+    """Experts for 4-bit activations."""
+    backend = nvfp4.NvFp4MoeBackend[name]
+    return EngineExperts(
+        title=f"{name} (NVFP4)",
+        option=option,
+        classes=partial(nvfp4.backend_to_kernel_cls, backend),
+        keys=_nvfp4_keys,
+        quant_config=partial(_nvfp4_config, backend),
+        kernel=partial(_nvfp4_kernel, backend),
+        settle=partial(_nvfp4_settled, backend, padded),
+    )
+
+
+def _marlin_nvfp4(dtypes: tuple[str, ...]) -> EngineExperts:
+    backend = nvfp4.NvFp4MoeBackend.MARLIN
+    return EngineExperts(
+        title="MARLIN (NVFP4)",
+        option="marlin",
+        classes=partial(nvfp4.backend_to_kernel_cls, backend),
+        keys=_nvfp4_keys,
+        quant_config=partial(_nvfp4_config, backend),
+        kernel=partial(_nvfp4_kernel, backend),
+        settle=_global_scales,
+        dtypes=dtypes,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- FP8 and MXFP8
+
+
+def _fp8_keys(weights: Weights) -> tuple[Any, Any]:
+    scale, activation = weights.scheme.weight.scale, weights.scheme.activation
+    found = activation and (activation.scale.granularity, activation.scale.dynamic)
+    return _FP8_WEIGHTS.get(scale.granularity), _FP8_ACTIVATIONS.get(found) if found else None
+
+
+def _mxfp8_keys(weights: Weights) -> tuple[Any, Any]:
+    return quant_utils.kMxfp8Static, quant_utils.kMxfp8Dynamic
+
+
+def _fp8_config(backend: Any, scale: Callable[[Any], Any], tensors: Tensors, weights: Weights, clamp: Clamp) -> Any:
+    rows, columns = weights.scheme.weight.scale.group_shape
+    activation = weights.scheme.activation
+    by_token = activation is not None and activation.scale.granularity == "token"
+    return fp8.make_fp8_moe_quant_config(
+        fp8_backend=backend,
+        w1_scale=scale(tensors["w13_scale"]),
+        w2_scale=scale(tensors["w2_scale"]),
+        a1_scale=tensors.get("w13_input_scale"),
+        a2_scale=tensors.get("w2_input_scale"),
+        w1_bias=tensors.get("w13_bias"),
+        w2_bias=tensors.get("w2_bias"),
+        block_shape=[rows, columns] if columns > 0 else None,
+        per_act_token_quant=by_token,
+        per_out_ch_quant=by_token,
+        **_clamped(clamp, "gemm1_alpha", "gemm1_beta"),
+    )
+
+
+def _fp8_kernel(backend: Any, config: Any, moe: Any, kind: Any, tables: Any, tensors: Tensors) -> Any:
+    return fp8.make_fp8_moe_kernel(
+        moe_quant_config=config, moe_config=moe, experts_cls=kind, fp8_backend=backend, routing_tables=tables
+    )
+
+
+def _static_scales(layer: Any, weights: Weights, scales: ReadScales) -> None:
+    """One number for all experts of the rank: the largest."""
+    activation = weights.scheme.activation
+    if activation is None or activation.scale.dynamic:
+        return
+    stored = _stored(scales, "FP8")
+    # The engine's loader keeps the last of gate and up that it reads, and wants them equal.
+    if not torch.equal(stored.w13[:, 0], stored.w13[:, -1]):
+        raise MoeqError("answer.no-backend", "gate and up have different scales of activations, and the kernel has one")
+    held = slice(*weights.experts)
+    set_parameter(layer, "w13_input_scale", stored.w13[held, -1].max().to(layer.w13_weight.device))
+    set_parameter(layer, "w2_input_scale", stored.w2[held].max().to(layer.w13_weight.device))
+
+
+def _fp8_settled(padded: tuple[str, ...], layer: Any, weights: Weights, scales: ReadScales) -> None:
+    _static_scales(layer, weights, scales)
+    _padded_sizes(layer, weights, padded)
+
+
+def _shuffled(dtype: torch.dtype, layer: Any, weights: Weights, scales: ReadScales) -> None:
+    """AITER of 0.33.0 asks the tensors whether they are. Codes of E4M3FNUZ are worth half, so scales are doubled."""
+    _static_scales(layer, weights, scales)
+    for role in ("w13", "w2"):
+        weight = getattr(layer, f"{role}_weight")
+        weight.data = weight.data.view(dtype)
+        if not OLDER:
+            weight.is_shuffled = True
+        if dtype == _FNUZ and hasattr(layer, f"{role}_input_scale"):
+            getattr(layer, f"{role}_input_scale").data.mul_(2)
+
+
+def _as_it_is(scale: Any) -> Any:
+    return scale
+
+
+def _one_number(scale: Any) -> Any:
+    """`[experts]` of `[experts, 1]`."""
+    return scale.view(-1)
+
+
+def _octets(scale: Any) -> Any:
+    """Exponents as plain bytes."""
+    return scale.view(torch.uint8)
+
+
+def _transposed(scale: Any) -> Any:
+    """Words of four exponents `[experts, N, K / 512]`, rows next to each other in memory."""
+    return scale.mT
+
+
+def _e8m0_is_off() -> str | None:
+    return None if envs.VLLM_USE_DEEP_GEMM_E8M0 else "VLLM_USE_DEEP_GEMM_E8M0=0 asks for scales that are no powers of 2"
+
+
+def _fp8(name: str, option: str, scale: Callable[[Any], Any] = _as_it_is, **more: Any) -> EngineExperts:
+    backend = fp8.Fp8MoeBackend[name]
+    return EngineExperts(
+        **{
+            "title": f"{name} (FP8)",
+            "option": option,
+            "classes": partial(fp8.backend_to_kernel_cls, backend),
+            "keys": _fp8_keys,
+            "quant_config": partial(_fp8_config, backend, scale),
+            "kernel": partial(_fp8_kernel, backend),
+            "settle": partial(_fp8_settled, ()),
+            **more,
+        }
+    )
+
+
+def _mxfp8(name: str, option: str, scale: Callable[[Any], Any] = _as_it_is, **more: Any) -> EngineExperts:
+    classes = partial(mxfp8._mxfp8_backend_to_kernel_cls, fp8.Fp8MoeBackend[name])
+    return _fp8(name, option, scale, title=f"{name} (MXFP8)", classes=classes, keys=_mxfp8_keys, **more)
+
+
+#: Fields of the engine's record of a layer that its preparation changes.
+_INTERMEDIATE = ("intermediate_size_per_partition",)
+_ALL = ("hidden_dim_unpadded", "hidden_dim", *_INTERMEDIATE)
+
+
+def _aiter(scale: Callable[[Any], Any], dtype: torch.dtype) -> EngineExperts:
+    return _fp8("AITER", "aiter", scale, settle=partial(_shuffled, dtype))
+
+
+#: Layout id to the experts that read it.
+FLOATS: dict[str, EngineExperts] = {
+    "marlin-nvfp4/1": _marlin_nvfp4(_BF16),
+    "marlin-nvfp4-fp16/1": _marlin_nvfp4(_F16),
+    "marlin-fp8/1": _fp8("MARLIN", "marlin", dtypes=_BF16, settle=as_filled),
+    "marlin-fp8-fp16/1": _fp8("MARLIN", "marlin", dtypes=_F16, settle=as_filled),
+    "marlin-mxfp8/1": _mxfp8("MARLIN", "marlin", dtypes=_BF16, settle=as_filled),
+    "trtllm-nvfp4/1": _nvfp4("FLASHINFER_TRTLLM", "flashinfer_trtllm", _ALL),
+    "flashinfer-cutlass-nvfp4/1": _nvfp4("FLASHINFER_CUTLASS", "flashinfer_cutlass"),
+    "cutlass-nvfp4/1": _nvfp4("VLLM_CUTLASS", "cutlass"),
+    "trtllm-fp8-block/1": _fp8("FLASHINFER_TRTLLM", "flashinfer_trtllm"),
+    "trtllm-fp8-tensor/1": _fp8(
+        "FLASHINFER_TRTLLM", "flashinfer_trtllm", _one_number, settle=partial(_fp8_settled, _INTERMEDIATE)
+    ),
+    "trtllm-mxfp8/1": _mxfp8("FLASHINFER_TRTLLM", "flashinfer_trtllm", _octets),
+    "flashinfer-cutlass-fp8-block/1": _fp8("FLASHINFER_CUTLASS", "flashinfer_cutlass"),
+    "flashinfer-cutlass-fp8-tensor/1": _fp8(
+        "FLASHINFER_CUTLASS", "flashinfer_cutlass", _one_number, settle=partial(_fp8_settled, _INTERMEDIATE)
+    ),
+    "deepgemm-fp8-sm90/1": _fp8("DEEPGEMM", "deep_gemm", obstacle=_e8m0_is_off),
+    "deepgemm-fp8-sm100/1": _fp8("DEEPGEMM", "deep_gemm", _transposed, obstacle=_e8m0_is_off),
+    "deepgemm-mxfp8/1": _mxfp8("DEEPGEMM", "deep_gemm", _transposed),
+    "aiter-fp8-block/1": _aiter(_as_it_is, _FN),
+    "aiter-fp8-block-fnuz/1": _aiter(_as_it_is, _FNUZ),
+    "aiter-fp8-channel/1": _aiter(_as_it_is, _FN),
+    "aiter-fp8-channel-fnuz/1": _aiter(_as_it_is, _FNUZ),
+    "aiter-fp8-tensor/1": _aiter(_one_number, _FN),
+    "aiter-fp8-tensor-fnuz/1": _aiter(_one_number, _FNUZ),
+}
+if not OLDER:  # that version pads nothing for it
+    FLOATS["flashinfer-cutedsl-nvfp4/1"] = _nvfp4("FLASHINFER_CUTEDSL", "flashinfer_cutedsl", _ALL)

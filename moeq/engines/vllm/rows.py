@@ -1,0 +1,80 @@
+"""What the plug-in says of the engine's own experts for a layout: a row of `moeq.engines.vllm.backends.BACKENDS`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import vllm
+from torch import nn
+
+from moeq.load.activation_scales import ActivationScales
+from moeq.matrix import MatrixSpec
+from moeq.schemes.base import Scheme
+
+Tensors = dict[str, Any]
+Clamp = dict[str, float | None]
+#: Reads the scales of a layer's static activations; None where the source stores none.
+ReadScales = Callable[[], ActivationScales | None]
+
+#: Of the two versions that the rows are written against.
+OLDER = vllm.__version__.partition("+")[0] == "0.26.0"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a rank holds of a layer.
+
+    Attributes:
+        w13: one expert's matrix of the rank, padding included.
+        w2: the same.
+        scheme: how the source encodes it.
+        experts: `(start, stop)` of the rank's experts, as the model counts them.
+    """
+
+    w13: MatrixSpec
+    w2: MatrixSpec
+    scheme: Scheme
+    experts: tuple[int, int]
+
+
+def as_filled(layer: Any, weights: Weights, scales: ReadScales) -> None:
+    """Nothing is left to be done to the layer."""
+
+
+@dataclass(frozen=True)
+class EngineExperts:
+    """How vLLM runs one layout.
+
+    Attributes:
+        title: the engine's name for the backend, as in its log.
+        option: value of `--moe-backend` that allows it, besides `auto`.
+        classes: its expert classes, best first.
+        keys: `(weight key, activation key)`, in the engine's terms.
+        quant_config: its record of scales, from the layer's tensors and the constants of its activation.
+        kernel: its kernel, from that record, its MoE config, the class, the routing tables and the layer's tensors.
+        settle: gives the filled layer what the engine's own preparation leaves there beside the weights: parameters by
+            the engine's names, sizes after padding. Its last argument reads the scales of static activations.
+        rounds_sizes: hidden and intermediate size are rounded up before weights are made, as the layout pads.
+        dtypes: torch dtype names of activations.
+        shards: tensor-parallel ranks may hold parts of experts.
+        obstacle: why the engine, as it was started, would read the bytes wrongly; None where it would not.
+    """
+
+    title: str
+    option: str
+    classes: Callable[[], list[Any]]
+    keys: Callable[[Weights], tuple[Any, Any]]
+    quant_config: Callable[[Tensors, Weights, Clamp], Any]
+    kernel: Callable[[Any, Any, Any, Any, Tensors], Any]
+    settle: Callable[[Any, Weights, ReadScales], None] = as_filled
+    rounds_sizes: bool = False
+    dtypes: tuple[str, ...] = ("bfloat16", "float16")
+    shards: bool = True
+    obstacle: Callable[[], str | None] = lambda: None
+
+
+def set_parameter(layer: Any, name: str, value: Any) -> None:
+    """A parameter of the layer that takes no gradient; one of that name is replaced."""
+    layer.register_parameter(name, nn.Parameter(value, requires_grad=False))
