@@ -91,6 +91,8 @@ INSIDE_ENGINES = {
         "vllm/method",
         "vllm/experts",
         "vllm/backends",
+        "vllm/floats",
+        "vllm/rows",
         "sglang/config",
     )
 }

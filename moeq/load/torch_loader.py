@@ -148,7 +148,8 @@ def check_kernel(entry: LayerEntry, dtype: torch.dtype | None, converted_for: st
         raise MoeqError(
             "answer.no-kernel",
             f"layer {entry.layer}: {error.message}",
-            "convert for moeq's kernels: moeq convert SRC DST --engine moeq",
+            "moeq.load_tensors hands out its tensors for other kernels; or convert for moeq's: moeq convert SRC DST "
+            "--engine moeq",
         ) from error
     asked = str(dtype).removeprefix("torch.") if dtype is not None else DTYPES.get(converted_for, converted_for)
     if asked not in found.dtypes:
