@@ -190,38 +190,31 @@ class Bound:
         self._configs: list[LaunchConfig] = []
         self._launches: list[tuple[int, int | None, int]] = []
         self._stream = 0  # of the configurations
-        table: list[tuple[int, int]] = []
-        pointers_of: list[tuple[Any, int, int]] = []  # parameters, place, number of the pointer
+        pointers: list[tuple[Any, int, tuple[int, int]]] = []  # parameters, place, root and offset
         self._kept: list[Any] = []
         for launch in schedule.launches:
             if 0 in launch.programs:
                 continue
             wanted = specialise(launch)
             code, function = load(wanted, gpu, device)
-            slots: list[Any] = []  # number of a pointer, descriptor, or value
             boxes = iter(code.boxes)
-            for value in arguments_of(launch, wanted):
+            arguments = arguments_of(launch, wanted)
+            parameters = (c_void_p * len(arguments))()
+            for place, value in enumerate(arguments):
                 if isinstance(value, Area):
-                    slots.append(len(table))
-                    table.append((number[value.root], value.offset))
-                else:
-                    slots.append((value, *next(boxes)) if isinstance(value, Box) else value)
-            parameters = (c_void_p * len(slots))()
-            for place, slot in enumerate(slots):
-                if isinstance(slot, int):
-                    pointers_of.append((parameters, place, slot))
-                elif isinstance(slot, tuple):
-                    box, swizzle, block = slot
-                    if box.area.root in MOVING:
-                        tensor_map = TensorMap(box.area, swizzle, block)
-                        self._moving.append((tensor_map, number[box.area.root], box.area.offset))
+                    pointers.append((parameters, place, (number[value.root], value.offset)))
+                elif isinstance(value, Box):
+                    area, (swizzle, block) = value.area, next(boxes)
+                    if area.root in MOVING:
+                        tensor_map = TensorMap(area, swizzle, block)
+                        self._moving.append((tensor_map, number[area.root], area.offset))
                         parameters[place] = tensor_map.address
                     else:
-                        self._fixed.append((parameters, place, maps.setdefault((box.area, swizzle, block), len(maps))))
+                        self._fixed.append((parameters, place, maps.setdefault((area, swizzle, block), len(maps))))
                 else:
-                    self._kept.append(slot)
-                    parameters[place] = ctypes.addressof(slot)
-            sizes = tuple(size_of(one) for one in arguments_of(launch, wanted))
+                    self._kept.append(value)
+                    parameters[place] = ctypes.addressof(value)
+            sizes = tuple(size_of(one) for one in arguments)
             if sizes != code.parameters:
                 told = f"{code.name} takes parameters of {code.parameters} bytes, not of {sizes}"
                 raise KernelEnvironmentError(told, "another Triton passes others")
@@ -233,11 +226,16 @@ class Bound:
             self._kept += [parameters]
             self._configs.append(config)
             self._launches.append((ctypes.addressof(config), function.value, ctypes.addressof(parameters)))
-        self._table = table
-        self._pointers = (c_uint64 * max(1, len(table)))()
-        self._pack: Callable[..., None] = struct.Struct(f"{len(table)}Q").pack_into
-        for parameters, place, which in pointers_of:
-            parameters[place] = ctypes.addressof(self._pointers) + 8 * which
+        # Where pointers lie: the roots themselves, then what lies behind the start of the workspace, then of others.
+        self._place = number["workspace"]
+        behind = sorted({key for *_, key in pointers if key[1]}, key=lambda key: (key[0] != self._place, key))
+        self._offsets = [offset for root, offset in behind if root == self._place]
+        self._others = behind[len(self._offsets) :]
+        index = {(root, 0): root for root in range(len(roots))} | {key: len(roots) + i for i, key in enumerate(behind)}
+        self._pointers = (c_uint64 * len(index))()
+        self._pack: Callable[..., None] = struct.Struct(f"{len(index)}Q").pack_into
+        for parameters, place, key in pointers:
+            parameters[place] = ctypes.addressof(self._pointers) + 8 * index[key]
 
     def run(self, addresses: Sequence[int], maps: Sequence[int], stream: int) -> None:
         """Launches on a stream: addresses of the roots and of the layer's descriptors, by number."""
@@ -245,7 +243,11 @@ class Bound:
             driver().check(driver().set_context(self._context), "choosing the context")
             _THREAD.ready = True
         with self._lock:
-            self._pack(self._pointers, 0, *[addresses[root] + offset for root, offset in self._table])
+            place = addresses[self._place]
+            found = [*addresses, *[place + offset for offset in self._offsets]]
+            if self._others:
+                found += [addresses[root] + offset for root, offset in self._others]
+            self._pack(self._pointers, 0, *found)
             for tensor_map, root, offset in self._moving:
                 if addresses[root] + offset != tensor_map.base:
                     tensor_map.at(addresses[root] + offset)

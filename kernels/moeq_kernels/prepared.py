@@ -201,24 +201,22 @@ class PreparedLayer:
         if not self._direct:
             self._run_with_triton(x, topk_weights, topk_ids, y, workspace, expert_map)
             return
-        addresses = [x.data_ptr(), topk_weights.data_ptr(), topk_ids.data_ptr(), y.data_ptr()]
-        if (addresses[0] | addresses[1] | addresses[2] | addresses[3]) % 16:
-            self._run_aligned(x, topk_weights, topk_ids, y, workspace, expert_map)
-            return
-        program = self._program
-        bound = program.bounds.get(x.shape[0]) or program.bind(x.shape[0])
+        program, tokens = self._program, x.shape[0]
+        bound = program.bounds.get(tokens) or program.bind(tokens)
         if workspace is None:
             workspace = torch.empty(bound.workspace_bytes, dtype=torch.uint8, device=self.device)
         place = workspace.data_ptr()
         if workspace.nbytes < bound.workspace_bytes or place % 16 or workspace.dtype != torch.uint8:
             self._refuse_workspace(workspace, bound.workspace_bytes)
-        addresses.append(place)
         if expert_map is not None:
-            expert_map = self._checked_map(expert_map)
-            addresses.append(expert_map.data_ptr())
-        else:
-            addresses.append(0)
-        addresses += self._weights
+            expert_map = self._checked_map(expert_map)  # a copy lives until the kernels are launched
+        addresses = [
+            x.data_ptr(), topk_weights.data_ptr(), topk_ids.data_ptr(), y.data_ptr(), place,
+            0 if expert_map is None else expert_map.data_ptr(), *self._weights,
+        ]  # fmt: skip
+        if (addresses[0] | addresses[1] | addresses[2] | addresses[3]) % 16:
+            self._run_aligned(x, topk_weights, topk_ids, y, workspace, expert_map)
+            return
         if len(self._maps) < len(program.maps):
             self._describe()
         index = program.device

@@ -310,6 +310,21 @@ def test_warming_compiles_once_and_parameters_are_those_of_the_machine_code(tmp_
     assert [kernel for kernel, told, passed in sizes if told != passed] == []
 
 
+PARAMETERS = """
+import json, sys
+sys.path.insert(0, {tests!r})
+from launch_parameters import wrong_parameters
+families = ("hopper-w4a16", "mma-w4a16", "portable")
+print(json.dumps([wrong_parameters(family, tokens) for family in families for tokens in (1, 33, 700)]))
+"""
+
+
+def test_every_parameter_of_every_launch_is_the_schedules(tmp_path: Path) -> None:
+    found = _child(PARAMETERS, MOEQ_KERNEL_CACHE=str(tmp_path))
+    assert [wrong for _, wrong in found] == [[]] * 9
+    assert all(looked > 60 for looked, _ in found)
+
+
 def test_structures_are_those_of_cuda_h(tmp_path: Path) -> None:
     import triton
 
