@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_scripts import checkpoint_formats as formats
 from bench_scripts import make_checkpoint as bench
 
 import moeq
@@ -34,10 +35,10 @@ def gptq(group: int) -> Any:
 
     def projection(name: str, n: int, k: int) -> Iterator[bench.Tensor]:
         groups = ceil(k / group)
-        yield bench.Tensor(f"{name}.qweight", "I32", (k // 8, n), bench.any_bits)
-        yield bench.Tensor(f"{name}.qzeros", "I32", (groups, n // 8), bench.constant(0x77777777))
-        yield bench.Tensor(f"{name}.scales", "F16", (groups, n), bench.SCALES_F16)
-        yield bench.Tensor(f"{name}.g_idx", "I32", (k,), bench.group_index(group))
+        yield bench.Tensor(f"{name}.qweight", "I32", (k // 8, n), formats.any_bits)
+        yield bench.Tensor(f"{name}.qzeros", "I32", (groups, n // 8), formats.constant(0x77777777))
+        yield bench.Tensor(f"{name}.scales", "F16", (groups, n), formats.SCALES_F16)
+        yield bench.Tensor(f"{name}.g_idx", "I32", (k,), formats.group_index(group))
 
     return projection
 
