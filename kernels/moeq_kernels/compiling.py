@@ -289,7 +289,7 @@ def _feed(tasks: Iterable[Specialisation], gpu: Gpu) -> int:
 def work() -> None:
     """The other end of `_feed`: compiles what comes in until nothing more does."""
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a compiler prints is no answer
+    os.dup2(2, 1)  # keep what a compiler prints out of the answers on stdout
     while True:
         try:
             task, gpu = pickle.load(sys.stdin.buffer)

@@ -237,7 +237,7 @@ class PreparedLayer:
             self._maps.append(made.address)
 
     def _run_aligned(self, *given: Any) -> None:
-        """For tensors whose addresses are no multiples of 16 bytes: copies are."""
+        """For tensors whose addresses are not multiples of 16 bytes: run on aligned copies."""
         x, topk_weights, topk_ids, y, workspace, expert_map = given
         aligned = torch.empty_like(y)
         self._run(x.clone(), topk_weights.clone(), topk_ids.clone(), aligned, workspace, expert_map)

@@ -218,7 +218,7 @@ def _outcome(planted: Planted, by_digest: CheckReport, by_kernel: CheckReport) -
 
 
 def _false_alarms(planted: list[Planted], by_digest: CheckReport, by_kernel: CheckReport) -> Iterator[str]:
-    """What was reported at places that nobody touched."""
+    """What was reported where nothing had been damaged."""
     places = {(site.expert, name) for one in planted for site in one.sites for name in site.projections}
     for mismatch in by_digest.digest_mismatches:
         if (mismatch.expert, mismatch.projection) not in places:

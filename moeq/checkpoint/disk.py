@@ -65,7 +65,7 @@ def start_write_back(fd: int, start: int, count: int) -> None:
 
 
 def reopen_direct(fd: int, flags: int) -> int:
-    """Another descriptor of an open file, which bypasses the page cache; -1 where there is no such thing."""
+    """Another descriptor of an open file, which bypasses the page cache; -1 where the system has none."""
     try:
         return os.open(f"/proc/self/fd/{fd}", flags | os.O_DIRECT | os.O_CLOEXEC)
     except (AttributeError, OSError):

@@ -74,7 +74,7 @@ def open_repository(repo: str, revision: str | None) -> Source:
 
 
 def _cached_instead(repo: str, revision: str | None, error: MoeqError) -> Source:
-    """The snapshot in the client's cache, for want of the Hub. Raises the error where there is no whole one."""
+    """The snapshot in the client's cache, where the Hub is unreachable. Raises the error where none is complete."""
     try:
         source = _cached(repo, revision)
     except MoeqError:

@@ -94,7 +94,7 @@ class Source(ABC):
             os.close(fd)
 
     def size_of(self, file: str) -> int:
-        """Bytes of a file that is no weight file. Raises as `open`."""
+        """Bytes of a file other than a weight file. Raises as `open`."""
         fd = self.open(file)
         try:
             return os.fstat(fd).st_size

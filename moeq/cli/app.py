@@ -158,5 +158,5 @@ def main() -> None:
     code = run(sys.argv[1:])
     flush_streams()
     if "triton" not in sys.modules:  # triton 3.9 counts its objects at the end and prints those that are left
-        gc.freeze()  # what is left goes with the process: a last collection of all headers takes up to half a second
+        gc.freeze()  # skip the final garbage collection, which takes up to half a second with many headers in memory
     sys.exit(code)

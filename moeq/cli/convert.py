@@ -123,7 +123,7 @@ class Choices(NamedTuple):
 
 
 def _warn_of_code(out: Output, job: Job) -> None:
-    """Say aloud that a conversion brings code along."""
+    """Warn that a conversion copies Python code of its source."""
     code, left_out = job.side_files.code, job.side_files.no_code
     if code and not left_out:
         shown = ", ".join(code[:5]) + (f" and {len(code) - 5} more" if code[5:] else "")

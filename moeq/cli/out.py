@@ -128,8 +128,8 @@ def _console(file: TextIO, stream: TextIO) -> Console:
 
 
 def write(stream: TextIO, text: str) -> None:
-    """Write at once. A reader that went away, or a full disk behind the stream, is nobody's error: the answer stands
-    in the exit code, and the rest of the output goes nowhere."""
+    """Write at once. Where the reader has gone away or the disk is full, the rest of the output is dropped; the exit
+    code still gives the answer."""
     try:
         stream.write(text)
         stream.flush()

@@ -65,7 +65,7 @@ def warn_slow(out: Output) -> None:
 
 
 def warn_overridden(out: Output, job: Job) -> None:
-    """Say aloud what `--force-layout` overrides."""
+    """Warn about what `--force-layout` overrides."""
     for text in job.targets.overridden:
         out.warning(f"--force-layout overrides: {text}")
 

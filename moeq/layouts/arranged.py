@@ -128,7 +128,7 @@ class ArrangedLayout(Layout):
         """The parts of one packed expert. Called only for specs without `problems`."""
 
     def extra_tensors(self, spec: MatrixSpec) -> dict[str, TensorSpec]:
-        """Stored tensors that are no arrangement of a logical one."""
+        """Stored tensors that are not an arrangement of a logical one."""
         return {}
 
     def fill_extra(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:

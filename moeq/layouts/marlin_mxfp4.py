@@ -65,7 +65,7 @@ class MarlinMXFP4(MXFP4Layout):
 
     def slices(self, spec: MatrixSpec) -> SliceRule:
         rule = super().slices(spec)
-        # The single order of one group is no slice of the group order.
+        # With one group scales have another order, which is not a slice of the usual one.
         return SliceRule(rule.n, rule.k, 2 * spec.group_size if spec.num_groups > 1 else 0)
 
 

@@ -88,7 +88,7 @@ class TiledNVFP4(NVFP4Layout):
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         turned = self.w13_order == "up-gate" and is_gated_w13(spec)
         weight = _UP_GATE if turned else _PLAIN
-        # A tile of both halves is no arrangement of halves.
+        # A tile that holds rows of both halves cannot be arranged half by half.
         scale = replace(nvfp4_scale(spec, TILE_128X4), turned=turned)
         if turned and not _straddles(spec):
             scale = nvfp4_scale(spec, TILE_128X4_UP_GATE)

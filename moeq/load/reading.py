@@ -134,7 +134,7 @@ def _sliceable(layout_id: str) -> ArrangedLayout:
 
 
 def _spans(index: Tensor, size: int) -> tuple[Span, ...] | None:
-    """Positions as spans; None where they do not ascend: the bytes of the shard are no selection of the stored ones."""
+    """Positions as spans; None where they do not ascend: the shard is not a selection of the stored bytes."""
     import numpy as np
 
     positions = index.numpy()

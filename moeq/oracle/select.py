@@ -296,7 +296,7 @@ def _fallback(case: Case, family: Family, chosen: CandidateReport) -> tuple[str,
 
 
 def _fixed(case: Case, family: Family, candidates: tuple[CandidateReport, ...]) -> Selection:
-    """A method that has its one backend and asks nobody."""
+    """A method with a single backend, which needs no selection."""
     assert case.method.fixed is not None
     backend, experts = case.method.fixed
     chosen = candidate_report(case, family.backends[backend], [Attempt(backend, experts)])

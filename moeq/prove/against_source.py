@@ -245,6 +245,6 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _steps(plan: Plan) -> int:
-    """How often `derive` tells of progress."""
+    """How often `derive` reports progress."""
     packed = sum(unit.experts.size for unit in plan.units if isinstance(unit, PackUnit))
     return packed + sum(1 for unit in plan.units if isinstance(unit, CopyUnit) for _ in unit.chunks())

@@ -109,7 +109,7 @@ def derive(source: Checkpoint, plan: Plan, workers: int, moved: Callable[[int, s
 
 
 def entry_differences(recorded: LayerEntry, derived: LayerEntry) -> list[str]:
-    """Fields in which a manifest's layer is not what the source gives. Sentences and digests are no fields of it."""
+    """Fields in which a manifest's layer differs from what the source gives; text and digests are not compared."""
 
     def comparable(entry: LayerEntry) -> dict[str, Any]:
         return asdict(replace(entry, digests={}, sharding=replace(entry.sharding, why="")))

@@ -118,7 +118,7 @@ def _shown(side: tuple[_Rows, tuple[int, int]] | None) -> str:
 
 
 def _values(source: Source, stored: _Stored) -> tuple[_Rows, tuple[int, int]] | None:
-    """How to get a module's numbers, and their shape; None where it is no matrix."""
+    """How to get a module's numbers, and their shape; None where it is not a matrix."""
     from moeq.schemes.dequantize import dequantize
 
     if isinstance(stored, QuantizedModule):

@@ -63,7 +63,7 @@ class Holdings:
 
     @cached_property
     def unproven(self) -> frozenset[str]:
-        """Files that nobody can vouch for and no loader reads: the manifest's signature, what the Hub and tools add."""
+        """Files that nothing can verify and no loader reads: the manifest's signature, what the Hub and tools add."""
         found = {SIGNATURE_NAME, HUB_SETTINGS, *(f"{name}/" for name in _TOOLS)} & self.names
         if CARD in self.names and (SOURCE_CARD in self.names or self._is_model_card()):
             found.add(CARD)

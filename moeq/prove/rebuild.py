@@ -103,7 +103,7 @@ class Rebuilding:
         self._own = _Own()
 
     def experts(self) -> Generator[tuple[PackUnit, int, list[RebuiltPart]], None, None]:
-        """Rebuild experts, and tell of those that were: unit, expert, and what was written.
+        """Rebuild experts, and report each: unit, expert, and what was written.
 
         Raises:
             MoeqError: `source.truncated`, `source.unreadable`; `environment.write`, `resources.disk-full`.

@@ -72,7 +72,7 @@ def _front_matter(manifest: Manifest, options: CardOptions) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> bool:
-    """A string, or a list of them: anything else is no value of these fields."""
+    """A string, or a list of them: anything else is not a valid value of these fields."""
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value))
 
 

@@ -82,7 +82,7 @@ class InputFile:
         return found
 
     def _read_direct(self, memory: Bytes, start: int, stop: int) -> bool:
-        """Fill memory from a block on, past the page cache. False where that is no use, or does not work."""
+        """Fill memory from a block on, past the page cache. False where it would not help or does not work."""
         if self._direct < 0 or stop - start < _DIRECT_LEAST or self.cached:
             return False
         if self.cached is None:

@@ -75,7 +75,7 @@ class Target:
 def candidates(
     checkpoint: Checkpoint, ask: Ask, layer: int, scheme: Scheme | None, verdict: Verdict
 ) -> Iterator[Target]:
-    """Layouts that come into question, the engine's own choice first. Raises MoeqError where there is none."""
+    """Candidate layouts, the engine's own choice first. Raises MoeqError where there is none."""
     heads = heads_problem(checkpoint, ask.deployment)
     if ask.layout is not None:
         yield _asked_layout(checkpoint, ask, layer, scheme, verdict)

@@ -30,7 +30,7 @@ class Executes(Protocol):
         handle: Callable[[Outcome], None],
         record_finished: Callable[[Executed], None] = ...,
     ) -> None:
-        """Execute units and tell of them, in this thread."""
+        """Execute units and report them, in this thread."""
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ def is_remote(source: Source) -> bool:
 
 
 def parse_label(label: str) -> Share | None:
-    """The share with that label; None where it is no label."""
+    """The share with that label; None where it is not a label."""
     match = re.fullmatch(r"(\d{1,9})-of-(\d{1,9})", label, re.ASCII)
     return Share(int(match[1]), int(match[2])) if match else None
 

@@ -247,7 +247,7 @@ class _Run:
         finally:
             with self._counting:
                 self._alive -= 1
-                if self._alive == 0:  # every failure is told before the end, after which nobody listens
+                if self._alive == 0:  # report every failure before the end: nothing reads the queue after it
                     self._events.put(None)
 
     def _fetch(self, queues: WorkerQueues) -> None:
@@ -351,7 +351,7 @@ class _Run:
                 self._written.put(opened)
 
     def _sync(self) -> None:
-        """Bring finished units to disk, all that are ready at once, and tell of them."""
+        """Sync finished units to disk, all that are ready at once, and report them."""
         ended = False
         while not ended:
             ready = [self._written.get()]

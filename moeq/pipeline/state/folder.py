@@ -59,7 +59,7 @@ PARTIAL_SUFFIX = ".moeq-partial"
 #: Bytes of a file name on common file systems.
 _LONGEST_NAME = 255
 
-#: What is appended to the name of a conversion that gives way to another, for a moment.
+#: Appended to the name of a conversion while another one replaces it.
 OLD_SUFFIX = ".moeq-old"
 
 #: Seconds to wait for processes that have done their share and are about to end.
@@ -112,7 +112,7 @@ class WorkFolder:
         return _entered(self._files)
 
     def check(self, *sources: Path) -> None:
-        """Refuse a destination that would lose somebody's data.
+        """Refuse a destination where data would be lost.
 
         Args:
             sources: the source checkpoint's folder, and whatever else is read.
@@ -149,7 +149,7 @@ class WorkFolder:
                 )
 
     def _require_replaceable(self, found: OutputFolder) -> None:
-        """Refuse what is no conversion, or more than one, and one that nobody wants replaced."""
+        """Refuse a folder that is not exactly one conversion, or that may not be replaced."""
         try:
             files = finished_files(self.destination, self.marker)
         except MoeqError:
@@ -227,7 +227,7 @@ class WorkFolder:
         self._lock_out_others()
         remove_files(files, self.stamp.outputs)
         self._remove_all_work(files)
-        os.rmdir(self.path.name, dir_fd=parent.fd)  # not where somebody has put something there
+        os.rmdir(self.path.name, dir_fd=parent.fd)  # fails where something has been put there meanwhile
 
     def _remove_all_work(self, files: OutputFolder) -> None:
         remove_work(files)
@@ -318,7 +318,7 @@ class WorkFolder:
 
 
 def partial_of(destination: Path) -> Path:
-    """The folder in which a destination is made. Raises MoeqError `usage.no-parent` where it is no name of a folder."""
+    """The folder in which a destination is made. Raises MoeqError `usage.no-parent` where it cannot name a folder."""
     longest = len(os.fsencode(destination.name)) + len(PARTIAL_SUFFIX)
     if destination.name in ("", "..") or "\0" in str(destination) or longest > _LONGEST_NAME:
         raise MoeqError(

@@ -170,7 +170,7 @@ def work_stamp(work: Work, request: Mapping[str, Any], outputs: tuple[str, ...])
 
 
 def reopen_job(stamp: JobStamp) -> Job:
-    """The job that a journal tells of, from any working directory.
+    """The job that a journal describes, from any working directory.
 
     Raises:
         MoeqError: `usage.unreadable-journal`, and what `open_job` raises.
@@ -188,7 +188,7 @@ def places(source: Source) -> list[Path]:
 
 
 def _is_folder(source: Source) -> TypeGuard[LocalSource]:
-    """Whether a source is a folder of somebody's, and no commit of a repository, which never changes."""
+    """Whether a source is a local folder and not a commit of a repository, which never changes."""
     return isinstance(source, LocalSource) and source.revision is None
 
 

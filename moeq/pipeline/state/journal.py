@@ -203,7 +203,7 @@ def differences(there: JobStamp, here: JobStamp) -> list[str]:
 
 
 def _flat(request: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested options under dotted names, as JSON has them. How the source was spelled is no difference."""
+    """Nested options under dotted names, as JSON has them. The spelling of the source does not count."""
     found: dict[str, Any] = {}
     for key, value in request.items():
         if isinstance(value, Mapping):

@@ -71,7 +71,7 @@ def is_work(name: str) -> bool:
 
 
 def require_no_strangers(folder: OutputFolder, files: Collection[str], what: str, *, work: bool = True) -> None:
-    """Refuse a folder with files of somebody else's.
+    """Refuse a folder that holds files of another owner.
 
     Args:
         folder: a folder of moeq's.
@@ -94,7 +94,7 @@ def require_no_strangers(folder: OutputFolder, files: Collection[str], what: str
 
 
 def require_ours(parent: OutputFolder, name: str, *, fresh: bool) -> OutputFolder:
-    """Open a work folder, unless it is a link, no folder, or somebody else's.
+    """Open a work folder, unless it is a link, not a folder, or somebody else's.
 
     Args:
         parent: the folder that it is in.

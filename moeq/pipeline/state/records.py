@@ -123,7 +123,7 @@ def piece_digest(data: Bytes | memoryview) -> bytes:
 
 
 def file_digest(path: Path) -> FileDigest:
-    """What proves a whole file. Raises OSError, and MoeqError where it is no regular file."""
+    """Digests that cover a whole file. Raises OSError, and MoeqError where it is not a regular file."""
     fd = open_regular(path, path.name)
     try:
         return open_file_digest(fd)
@@ -141,7 +141,7 @@ def open_file_digest(fd: int) -> FileDigest:
 
 
 def is_intact(plan: Plan, unit: Unit, record: UnitRecord, folder: OutputFolder, buffer: Bytes | None = None) -> bool:
-    """Whether a folder still holds the bytes that a record tells of. Reads and hashes them all.
+    """Whether a folder still holds the bytes that a record describes. Reads and hashes them all.
 
     Args:
         plan: the conversion.

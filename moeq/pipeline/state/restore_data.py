@@ -138,7 +138,7 @@ def _raw_header(source: Source, file: FileEntry) -> bytes:
 
 
 class RestoreData:
-    """`moeq-restore.data` of a conversion, opened. It may come from a stranger: every name in it passes the gate.
+    """`moeq-restore.data` of a conversion, opened. It is untrusted: every name in it is checked.
 
     Attributes:
         headers: parsed header of every source file.

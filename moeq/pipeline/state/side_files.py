@@ -47,7 +47,7 @@ _AUTO_MAP = "auto_map"
 
 @dataclass(frozen=True)
 class SideFiles:
-    """What becomes of a source's files that are no weights.
+    """What becomes of a source's files other than weights.
 
     Attributes:
         sizes: bytes of every file that is written to the conversion as it is.

@@ -18,7 +18,7 @@ CONTENDERS = {
     "deep_gemm": "bench.peers.contenders.deep_gemm:DeepGemm",
 }
 
-#: Peers that nobody here has run, and why: no figure of ours says anything about them.
+#: Peers that have not been run, and why: no result includes them.
 NOT_RUN = {
     "FlashInfer SM90 CUTLASS MXFP4 (0.7.2)": (
         "no contender is written: its kernels are compiled beside the GPU, by nvcc and ninja, from sources in its wheel"

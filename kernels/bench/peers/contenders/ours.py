@@ -29,7 +29,7 @@ LAYOUTS = {
     "fp8-block": "marlin-fp8/1",
     "fp8": "marlin-fp8/1",
 }
-#: Families that nobody gets without asking, by format.
+#: Families that are never chosen unless asked for, by format.
 ASKED = {"fp8-block-w8a8": "hopper-fp8", "fp8-w8a8": "hopper-fp8"}
 
 
