@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class DigestMismatch:
-    """A projection whose bytes no longer mean what the manifest recorded.
+    """A projection whose bytes no longer hold the values that the manifest recorded.
 
     Attributes:
         layer: layer index.
@@ -310,7 +310,7 @@ def _finite(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class SabotageResult:
-    """One damage and who noticed.
+    """One kind of damage, and which checks detected it.
 
     Attributes:
         sabotage: name of the kind of damage.

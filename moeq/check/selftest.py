@@ -37,7 +37,7 @@ Advance = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Site:
-    """A place of its own for one damage."""
+    """Weights that are reserved for one damage."""
 
     expert: int
     projections: tuple[Projection, ...]

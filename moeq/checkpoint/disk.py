@@ -17,7 +17,7 @@ from moeq.errors import MoeqError
 
 
 class _NoCalls:
-    """Stands for a C library without these calls (macOS): nothing is reserved, nothing is begun early."""
+    """Stands in for a C library without these calls (macOS): nothing is reserved or written early."""
 
     def fallocate(self, *arguments: object) -> int:
         ctypes.set_errno(errno.ENOSYS)
@@ -95,7 +95,7 @@ def read_at(fd: int, view: memoryview, position: int) -> int:
 
 @contextmanager
 def disk_errors(path: Path, size: int = 0) -> Iterator[None]:
-    """Turn what the file system says about writing into MoeqError.
+    """Turn errors of writing into MoeqError.
 
     Args:
         path: what is being written.

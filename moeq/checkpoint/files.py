@@ -19,7 +19,7 @@ _READ = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 class FileState(NamedTuple):
-    """What tells whether a file is the one that it was, and unchanged.
+    """Identifies a file and its content, to tell whether it was replaced or changed.
 
     Attributes:
         device: file system.
@@ -133,7 +133,7 @@ def require_inside(path: Path, folder: Path, where: str, fd: int) -> None:
 
 
 class SeenFiles:
-    """Files of a folder that are opened again and again: each has to stay what it was when it was opened first.
+    """Files of a folder that are opened again and again: none may change after it was opened first.
 
     Args:
         folder: where they are.

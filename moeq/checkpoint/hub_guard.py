@@ -131,13 +131,13 @@ def _watch_session() -> None:
 
 
 def _ask_plainly(request: Any) -> None:
-    """Hook on the session: compressed answers unfold to a thousand times what was received."""
+    """Hook on the session: compressed answers can expand to a thousand times what was received."""
     if _EXPECTED.get() is not None:
         request.headers["Accept-Encoding"] = "identity"
 
 
 def _clean(response: Any) -> None:
-    """Hook on the session: what a server says in headers, some of which the client prints, is text and no command."""
+    """Hook on the session: strip control characters from headers, some of which the client prints."""
     headers = response.headers
     for name in {*headers}:
         values = headers.get_list(name)

@@ -180,7 +180,7 @@ class RestoreEntry:
 
 @dataclass(frozen=True)
 class TensorDigest:
-    """What proves the bytes of a tensor.
+    """Digests of the bytes of a tensor.
 
     Attributes:
         piece: bytes that are hashed at once: one expert of a stack, else a fixed size; the last may be shorter.
@@ -193,7 +193,7 @@ class TensorDigest:
 
 @dataclass(frozen=True)
 class FileDigest:
-    """What proves a file.
+    """Digests of a file.
 
     Attributes:
         bytes: its size.
@@ -321,7 +321,7 @@ def parse_manifest(raw: bytes, path: Path) -> Manifest:
 
 
 def _check(manifest: Manifest, path: Path) -> None:
-    """Whether a manifest can be one, whatever is in the weight files. Raises MoeqError `source.bad-manifest`."""
+    """Check that a manifest is consistent in itself. Raises MoeqError `source.bad-manifest`."""
     layers = [entry.layer for entry in manifest.layers]
     if not layers:
         _refuse(path, "layers", "is empty")

@@ -116,7 +116,7 @@ class OutputFolder:
         )
 
     def write_file(self, name: str, data: bytes) -> None:
-        """Write a whole file and bring it to disk.
+        """Write a whole file and sync it.
 
         Raises:
             MoeqError: `resources.disk-full`, `environment.write`, `environment.planted`.
@@ -130,7 +130,7 @@ class OutputFolder:
                 os.close(fd)
 
     def copy_file(self, source: int, name: str) -> None:
-        """Write what an open file holds and bring it to disk: as many bytes as it has now, whatever is added to it.
+        """Write what an open file holds and sync it: as many bytes as it has now, whatever is added to it.
 
         Raises:
             MoeqError: as `write_file`; `source.truncated` where the source became shorter meanwhile.
@@ -156,7 +156,7 @@ class OutputFolder:
             return file.read()
 
     def sync_file(self, name: str) -> None:
-        """Bring a file to disk. Raises as `open`."""
+        """Sync a file. Raises as `open`."""
         fd = self.open(name, os.O_RDONLY)
         try:
             os.fsync(fd)
@@ -164,7 +164,7 @@ class OutputFolder:
             os.close(fd)
 
     def sync(self) -> None:
-        """Bring the names of its files to disk. Raises OSError."""
+        """Sync the names of its files. Raises OSError."""
         os.fsync(self.fd)
 
     def names(self) -> list[str]:
@@ -214,7 +214,7 @@ class OutputFolder:
         os.rename(name, new, src_dir_fd=self.fd, dst_dir_fd=(to or self).fd)
 
     def status(self, name: str) -> os.stat_result | None:
-        """What something is, links not followed; None where it is not."""
+        """Status of an entry, links not followed; None where there is none."""
         try:
             return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):

@@ -102,7 +102,7 @@ class RangeReader:
 
 @dataclass(frozen=True)
 class _Busy:
-    """The server asked to come back later, perhaps saying in how many seconds."""
+    """The server asked to retry later, perhaps with the number of seconds."""
 
     status: int
     wait: float | None

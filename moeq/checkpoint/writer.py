@@ -200,7 +200,7 @@ class OutputFile:
         return done
 
     def sync(self) -> None:
-        """Bring its data to disk. Raises OSError."""
+        """Flush its data to disk. Raises OSError."""
         self._flush()
         os.fdatasync(self.fd)
 
@@ -220,7 +220,7 @@ class Sink(Protocol):
         """Take all of `data` for a place of the file."""
 
     def sync(self) -> None:
-        """Bring everything to disk."""
+        """Flush everything to disk."""
 
     def close(self) -> None:
         """Nothing more comes."""
@@ -278,7 +278,7 @@ class SafetensorsWriter:
             write_at(self._fd, data, start + offset)
 
     def finish(self) -> None:
-        """Bring it to disk."""
+        """Flush it to disk."""
         with disk_errors(self._path, self._form.size):
             os.fsync(self._fd)
 

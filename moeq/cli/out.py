@@ -39,7 +39,7 @@ class Output:
 
     @property
     def stderr(self) -> Console:
-        """Console for what is not the answer."""
+        """Console for everything but the result."""
         return _console(sys.stderr, sys.stderr)
 
     def answer(self, document: Mapping[str, Any], render: Callable[[Console], None], *, ok: bool = True) -> None:
@@ -138,7 +138,7 @@ def write(stream: TextIO, text: str) -> None:
 
 
 def _silence(stream: TextIO) -> None:
-    """Let what is still written to a stream, its buffer included, go nowhere."""
+    """Discard everything written to a stream from now on, its buffer included."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         stream.flush()

@@ -70,7 +70,7 @@ TRANSFORMERS_OLDEST = "5.1"
 
 @dataclass(frozen=True)
 class Loader:
-    """One loader that takes a planned.
+    """A loader of converted checkpoints.
 
     Attributes:
         name: `vllm`, `sglang`, `transformers` or `load_experts`.

@@ -187,7 +187,7 @@ def require_arch(checkpoint: ConvertedCheckpoint, arch: str) -> None:
 
 
 def check_layer_digests(checkpoint: ConvertedCheckpoint, entry: LayerEntry) -> None:
-    """Raises MoeqError `source.digest-mismatch` where an expert no longer means what was converted."""
+    """Raises MoeqError `source.digest-mismatch` where an expert no longer holds the values that were converted."""
     from moeq.digest import check_digests
 
     checked, wrong = check_digests(checkpoint, [entry], lambda label: None)

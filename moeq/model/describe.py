@@ -62,7 +62,7 @@ class Stacks:
 
 
 def split_stacks(layers: Iterable[LayerExperts], num_layers: int | None) -> Stacks:
-    """Tell the decoder from multi-token prediction and from further stacks.
+    """Separate the decoder from multi-token prediction and from further stacks.
 
     Raises:
         MoeqError: `source.bad-names` where one layer has two sets of experts.

@@ -35,7 +35,7 @@ class SchemeUse:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """Everything `moeq inspect` tells, from headers and config alone.
+    """Everything `moeq inspect` reports, from headers and config alone.
 
     Attributes:
         name: path or repository as the user named it.

@@ -209,7 +209,7 @@ def conversion_of(
     share: ShareRun | None = None,
     memory: Memory | None = None,
 ) -> Conversion:
-    """What a run came to."""
+    """The result of a run."""
     targets = job.targets
     return Conversion(
         folder.destination, job.plan, targets.verdict, manifest, resumed, targets.backend, share, memory, job

@@ -56,12 +56,12 @@ class _Sizes:
 
 @dataclass(frozen=True)
 class Derived:
-    """What a source gives.
+    """What a conversion of a source has to contain.
 
     Attributes:
         source: the source.
         plan: files, tensors and units.
-        records: unit id to what it came to.
+        records: unit id to its record.
         layers: the manifest's entries of the converted layers.
         tensors: name to digest of every tensor.
         kept: expert tensors that have to be kept verbatim.

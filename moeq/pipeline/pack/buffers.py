@@ -29,7 +29,7 @@ class Buffers:
         self._held: dict[str, Bytes] = {}
 
     def take(self, name: str, size: int) -> Bytes:
-        """`size` bytes, aligned; what is in them is whatever was there. The same memory on every call."""
+        """`size` bytes, aligned and not initialised. The same memory on every call."""
         held = self._held.get(name)
         if held is None or held.nbytes < size:
             self._held.pop(name, None)

@@ -24,7 +24,7 @@ _CANNOT = {errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.EPER
 
 @dataclass(frozen=True)
 class CopyResult:
-    """What copying one chunk came to."""
+    """The result of copying one chunk."""
 
     written: int
     hashes: tuple[bytes, ...]

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExpertResult:
-    """What packing one expert came to.
+    """The result of packing one expert.
 
     Attributes:
         written: bytes.

@@ -46,7 +46,7 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer.
+    """Whether a source checkpoint can be converted, to what, and why not.
 
     Attributes:
         ask: the question.
@@ -92,7 +92,7 @@ class Answer:
 
 
 def answer(checkpoint: Checkpoint, ask: Ask, *, explain: bool = False, brief: bool = False) -> Answer:
-    """Ask about a source checkpoint. A no is an answer too.
+    """Whether a source checkpoint can be converted as asked. A refusal is returned in the answer, not raised.
 
     Args:
         checkpoint: the source.
@@ -222,7 +222,7 @@ def _target(
 
 
 def _given_up(passed: list[Target]) -> str:
-    """What the engine would rather run, and why it is not written."""
+    """The backend that the engine prefers, and why nothing is written for it."""
     names = " and ".join(f"{target.backend} ({target.layout})" for target in passed)
     loaders = ", ".join(dict.fromkeys(loader.title for target in passed for loader in target.loaders))
     what = f"load in {loaders} only" if loaders else "load in nothing yet"

@@ -36,7 +36,7 @@ class Targets:
 
 
 def choose_targets(checkpoint: Checkpoint, ask: Ask) -> Targets:
-    """The answer as what is to be done.
+    """The targets of a conversion: the layout of every layer, and which layers are copied.
 
     Raises:
         MoeqError: the answer's error where it is no (`answer.nothing-to-convert`, `answer.not-convertible`,
@@ -50,7 +50,7 @@ def choose_targets(checkpoint: Checkpoint, ask: Ask) -> Targets:
 
 
 def targets_of(found: Answer) -> Targets:
-    """What an answer that is yes comes to."""
+    """The targets of an answer that is yes."""
     return Targets(
         verdict=found.verdict,
         backend=found.first.backend,

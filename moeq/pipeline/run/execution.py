@@ -25,7 +25,7 @@ Batches = Callable[[Sequence[Unit]], Iterable[Sequence[Unit]]]
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
         records: unit id to its record, for every unit of the run, resumed ones included.
@@ -104,7 +104,7 @@ class Driver:
             progress(UnitFinished(unit.id, _kind(unit), unit.bytes_in, unit.bytes_out, 0.0, resumed=True))
 
     def handle(self, outcome: Outcome) -> None:
-        """Note what an `Executor` tells."""
+        """Handle an event of an `Executor`."""
         if isinstance(outcome, UnitStarted):
             self._progress(outcome)
         elif isinstance(outcome, Executed):
@@ -122,12 +122,12 @@ class Driver:
         self._progress(Advanced(self._done, self._total, label))
 
     def finished(self, unit: Unit, record: UnitRecord, seconds: float) -> None:
-        """A unit is on disk: record it, then tell."""
+        """A unit is on disk: record it, then report it."""
         self._record(record)
         self._progress(UnitFinished(unit.id, _kind(unit), unit.bytes_in, unit.bytes_out, seconds))
 
     def result(self) -> RunResult:
-        """What the run came to."""
+        """The records of the run."""
         return RunResult(self._records, self._resumed)
 
     def _record(self, record: UnitRecord) -> None:

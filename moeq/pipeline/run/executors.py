@@ -19,7 +19,7 @@ Warn = Callable[[str, str], None]
 
 
 class Executes(Protocol):
-    """What `moeq.pipeline.run.workers.Executor` and its like do."""
+    """The interface of `moeq.pipeline.run.workers.Executor` and other executors."""
 
     def prepare(self, units: Sequence[Unit]) -> None:
         """Make the output files of these units."""

@@ -117,7 +117,7 @@ def place(launcher: Launcher, environ: Mapping[str, str]) -> TaskIndex:
 
 
 def find_place(environ: Mapping[str, str]) -> TaskIndex:
-    """The place that the environment tells. Launchers of a single process (one task per array job, say) do not count.
+    """The place that the environment gives. Launchers of a single process (one task per array job, say) do not count.
 
     Raises:
         MoeqError: `usage.shard-launcher` where no launcher is found, or several that contradict each other.

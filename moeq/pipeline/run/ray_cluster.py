@@ -58,7 +58,7 @@ class Task(Generic[R]):
 
 
 class _Dropped(io.TextIOBase):
-    """Takes text and forgets it."""
+    """Discards text."""
 
     def write(self, text: str) -> int:
         return len(text)
@@ -181,7 +181,7 @@ class Token:
             time.sleep(0.2)
 
     def remove(self) -> None:
-        """Take it away: who still works for it stops."""
+        """Remove it: workers that still run then stop."""
         Path(self.path).unlink(missing_ok=True)
 
     def is_removed(self) -> bool:
@@ -340,7 +340,7 @@ def _salvage(ray: Any, references: list[Any], record_finished: Callable[[R], Non
 
 
 def _lost(ray: Any, task: Task[R], tries: int, error: Exception, warn: Callable[[str, str], None]) -> None:
-    """Tell of a lost task, or give it up."""
+    """Report a lost task, or give it up."""
     if tries <= RETRIES:
         warn("ray-retry", f"{task.name} is started again ({tries} of {RETRIES}): {first_line(error)}")
         return

@@ -144,7 +144,7 @@ def ray_executor(
 
 
 def execute(remote: RemoteJob, units: Sequence[str]) -> Results | MoeqError:
-    """Execute units in this process, a worker. What it came to until the token was removed; or why not."""
+    """Execute units in this worker process. Returns the results until the token was removed, or the error."""
     results: Results = []
     try:
         worker, check = _worker(remote), _Check(remote.token)
@@ -163,7 +163,7 @@ class _Stopped(Exception):
 
 
 class _Check:
-    """Looks, now and then, whether anybody still waits."""
+    """Checks from time to time whether the driver still waits for the result."""
 
     def __init__(self, token: Token) -> None:
         self._token = token

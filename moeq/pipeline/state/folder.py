@@ -194,7 +194,7 @@ class WorkFolder:
         self.journals = found
 
     def _lock_out_others(self) -> None:
-        """Make sure that nobody else works here, and that nobody begins to. Raises MoeqError `usage.running`."""
+        """Make sure that no other process works here or starts to. Raises MoeqError `usage.running`."""
         try:
             require_lock(self.files.fd, self.path)
         except MoeqError:
@@ -361,7 +361,7 @@ def _beside(parent: OutputFolder, work: str) -> list[str]:
 
 
 def tidy(parent: OutputFolder, destination: Path) -> None:
-    """Remove what a run left beside a destination that was killed right after that got its name.
+    """Remove what a run left beside a destination when it was killed right after the final rename.
 
     Args:
         parent: the folder that the destination is in; there is no work folder in it.
@@ -375,7 +375,7 @@ def tidy(parent: OutputFolder, destination: Path) -> None:
 
 
 def _remove_replaced(parent: OutputFolder, destination: Path, replaced: Replaced | None) -> None:
-    """Remove the files of a folder that has given way; the folder as well, unless there is more in it."""
+    """Remove the files of a folder that was replaced; the folder as well, unless there is more in it."""
     old = destination.name + OLD_SUFFIX
     if replaced is None or not _is(parent.status(old), replaced):
         return
