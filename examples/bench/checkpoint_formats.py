@@ -45,6 +45,7 @@ def dtype_of(dtype: str, value: int) -> np.generic:
 
 SCALES_F16 = masked("<u2", 0x03FF, 0x2000)  # 2^-7 to 2^-6
 SCALES_BF16 = masked("<u2", 0x007F, 0x3C00)  # 2^-7 to 2^-6
+SCALES_F32 = masked("<u4", 0x007FFFFF, 0x3C000000)  # 2^-7 to 2^-6
 SCALES_E4M3 = masked("u1", 0x1F, 0x30)  # 2^-1 to 2^3
 CODES_E4M3 = masked("u1", 0xBF, 0x00)  # up to 1.875, no NaN
 SCALES_E8M0 = masked("u1", 0x07, 0x70)  # 2^-15 to 2^-8
@@ -119,6 +120,12 @@ def fp8_block(name: str, n: int, k: int) -> Iterator[Tensor]:
     yield Tensor(f"{name}.weight_scale_inv", "BF16", (ceil(n / 128), ceil(k / 128)), SCALES_BF16)
 
 
+def fp8_block_f32(name: str, n: int, k: int) -> Iterator[Tensor]:
+    """The same with float32 scales, as DeepSeek stores them."""
+    yield Tensor(f"{name}.weight", "F8_E4M3", (n, k), CODES_E4M3)
+    yield Tensor(f"{name}.weight_scale_inv", "F32", (ceil(n / 128), ceil(k / 128)), SCALES_F32)
+
+
 def mxfp8(name: str, n: int, k: int) -> Iterator[Tensor]:
     """ModelOpt's MXFP8."""
     yield Tensor(f"{name}.weight", "F8_E4M3", (n, k), CODES_E4M3)
@@ -161,6 +168,14 @@ _PLAIN_PATTERNS = ["lm_head", "*self_attn*", "*mlp.gate*", "*moe.gate*", "*share
 _FP8_TOKENS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token"}
 _INT8_TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
 
+_FP8_BLOCK = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": _PLAIN,
+}
+
 FORMATS = {
     "gptq": Format(
         gptq,
@@ -191,11 +206,8 @@ FORMATS = {
         fp8_channel,
         _ct("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}, input_activations=_FP8_TOKENS),
     ),
-    "fp8-block": Format(
-        fp8_block,
-        {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-        | {"modules_to_not_convert": _PLAIN},
-    ),
+    "fp8-block": Format(fp8_block, _FP8_BLOCK),
+    "fp8-block-f32": Format(fp8_block_f32, _FP8_BLOCK),
     "mxfp8": Format(
         mxfp8,
         {"quant_method": "modelopt", "quant_algo": "MXFP8", "group_size": 32} | {"exclude_modules": _PLAIN_PATTERNS},

@@ -68,6 +68,9 @@ CASES = {
     "fp8-block-aiter": Case("qwen3-30b-a3b", "fp8-block", 0.62, "aiter-fp8-block/1", naive=False),
     "fp8-block-fnuz": Case("qwen3-30b-a3b", "fp8-block", 0.62, "aiter-fp8-block-fnuz/1", naive=False),
     "mxfp8-trtllm": Case("qwen3-30b-a3b", "mxfp8", 0.64, "trtllm-mxfp8/1", naive=False),
+    "fp8-block-rounded": Case(
+        "qwen3-30b-a3b", "fp8-block-f32", 0.62, "marlin-fp8/1", naive=False, options=("--allow-lossy",)
+    ),
     "gptq-regroup": Case(
         "qwen3-30b-a3b", "gptq", 0.35, "marlin-wna16/1", naive=False, options=("--tp", "4", "--regroup", "64")
     ),

@@ -52,7 +52,7 @@ class Model:
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     formats: tuple[str, ...] = (
         *("gptq", "awq", "ct-int4", "w8a8"),
-        *("nvfp4", "fp8-tensor", "fp8-channel", "fp8-block", "mxfp8"),
+        *("nvfp4", "fp8-tensor", "fp8-channel", "fp8-block", "fp8-block-f32", "mxfp8"),
     )
     dense: int = 0
     dense_intermediate: int = 0
