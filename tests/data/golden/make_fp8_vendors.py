@@ -41,13 +41,18 @@ class Vendors(FP8):
         return dict(zip(PARTS, packed, strict=True))
 
 
-def main() -> None:
-    vllm, aiter = (Path(folder) for folder in sys.argv[1:])
+def engine(vllm: Path, aiter: Path) -> dict[str, Any]:
+    """The functions."""
     scope: dict[str, Any] = {"torch": torch}
     experts = vllm / "vllm/model_executor/layers/fused_moe/experts"
     take(experts / "xpu_moe.py", {"prepare_fp8_moe_layer_for_xpu"}, scope)
     take(aiter / "aiter/ops/shuffle.py", {"shuffle_weight", "shuffle_scale"}, scope)
-    maker = Vendors(scope)
+    return scope
+
+
+def main() -> None:
+    vllm, aiter = (Path(folder) for folder in sys.argv[1:])
+    maker = Vendors(engine(vllm, aiter))
     maker.random = torch.Generator().manual_seed(23)
     maker.case("block", 128, 128, "block", ("xpu",))
     maker.case("tensor", 48, 20, "tensor", ("xpu",))
