@@ -19,7 +19,8 @@ pytest.importorskip("numba")
 from numba.core.errors import TypingError
 
 from moeq.layouts.fast import compiler, native
-from moeq.layouts.fast.native import Kind, Loop, Loops
+from moeq.layouts.fast.native import Loop, Loops
+from moeq.layouts.fast.target import Kind
 
 ROOT = Path(__file__).parents[2]
 
@@ -145,7 +146,7 @@ def test_constants_that_are_compiled_in_count_as_source() -> None:
     found: dict[Path, bytes] = {}
     native._add_sources("moeq.pipeline.pack.fast.stored_loops", found)
     names = {str(path.relative_to(ROOT / "moeq")) for path in found}
-    assert {"schemes/awq.py", "layouts/fast/vectors.py", "layouts/fast/compiler.py", "layouts/fast/native.py"} <= names
+    assert {"schemes/awq.py", "layouts/fast/vectors.py", "layouts/fast/compiler.py", "layouts/fast/target.py"} <= names
     assert "layouts/fast/marlin_loops.py" not in names
 
 

@@ -18,7 +18,7 @@ from numba import cfunc, from_dtype, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from moeq.layouts.fast.native import Kind, target_machine
+from moeq.layouts.fast.target import Kind, target_machine
 
 #: Declares a loop, and a function that loops call. Everything is inlined into what calls it: only then LLVM sees that
 #: nothing raises and that no array is kept, and leaves out the calls of numba's runtime that this would need.

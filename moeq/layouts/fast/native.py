@@ -24,12 +24,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from struct import pack
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import Any
 
 import llvmlite
 import llvmlite.binding as llvm
 import numpy as np
 from blake3 import blake3
+
+from moeq.layouts.fast.target import Kind, processor, target_machine
 
 _DIGEST_BYTES = 32
 
@@ -45,28 +47,6 @@ _lock = RLock()
 
 _address = ctypes.pythonapi.PyCapsule_GetPointer
 _address.argtypes, _address.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_void_p
-
-
-class Kind(NamedTuple):
-    """What machine code has to know of an argument.
-
-    Attributes:
-        dtype: of its elements, or of itself.
-        ndim: dimensions of an array.
-        layout: `C` (contiguous), `F` (its transpose is) or `A` (anything); None for a number.
-        aligned: elements lie at multiples of their size.
-        writeable: the loop may write to it.
-    """
-
-    dtype: np.dtype[Any]
-    ndim: int = 0
-    layout: str | None = None
-    aligned: bool = True
-    writeable: bool = True
-
-    def spell(self) -> str:
-        """All of it in a word."""
-        return f"{self.dtype.str}{self.ndim}{self.layout}{self.aligned:d}{self.writeable:d}"
 
 
 class Loop:
@@ -224,17 +204,12 @@ def _digest(text: str) -> str:
 def _environment() -> str:
     """What compiles, and for which processor."""
     versions = sys.version, np.__version__, llvmlite.__version__, version("numba")
-    return "\n".join((*versions, llvm.get_process_triple(), *_processor()))
+    return "\n".join((*versions, llvm.get_process_triple(), *processor()))
 
 
 @lru_cache(maxsize=1)
 def _environment_digest() -> str:
     return _digest(_environment())
-
-
-@lru_cache(maxsize=1)
-def _processor() -> tuple[str, str]:
-    return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
 
 
 @lru_cache(maxsize=16)
@@ -255,14 +230,6 @@ def _add_sources(module: str, sources: dict[Path, bytes]) -> None:
         _add_sources(imported, sources)
         for name in re.findall(r"\w+", several or one):
             _add_sources(f"{imported}.{name}", sources)
-
-
-def target_machine() -> Any:
-    """A new one, for this processor."""
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    name, features = _processor()
-    return llvm.Target.from_default_triple().create_target_machine(cpu=name, features=features, opt=3, jit=True)
 
 
 @lru_cache(maxsize=1)

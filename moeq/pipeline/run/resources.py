@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from moeq.model import Checkpoint
     from moeq.pipeline.state.job import Job
 
-#: Python with moeq and numpy; the loops with numba, which compiles them when they are first used on a machine (40 to 60
-#: MiB more than loading them); torch, which only the reference path imports.
+#: Python with moeq and numpy; numba, which compiles the loops when they are first used on a machine (loading them takes
+#: 100 MiB less); torch, which only the reference path imports.
 BASE_BYTES, COMPILED_BYTES, TORCH_BYTES = 64 * MIB, 160 * MIB, 200 * MIB
 #: What a tensor's header costs while the checkpoint is open.
 TENSOR_BYTES = 700
