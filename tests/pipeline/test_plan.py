@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 from pathlib import Path
@@ -17,7 +18,7 @@ from moeq.deploy.gpus import parse_gpu
 from moeq.errors import ExitCode, MoeqError
 from moeq.pipeline.convert import convert
 from moeq.pipeline.plan.units import CopyUnit, PackUnit
-from moeq.pipeline.run.workers import Executor
+from moeq.pipeline.run.workers import Executor, headers_frozen
 from moeq.pipeline.state.folder import WorkFolder
 from moeq.pipeline.state.job import Job, JobRequest, job_stamp, open_job
 from moeq.pipeline.state.publish import finish
@@ -198,3 +199,26 @@ class TestDocument:
         argv = ["convert", str(checkpoints / NAME), str(tmp_path / "out"), "--plan", str(tmp_path / "plan.json")]
         assert run([*argv, "--gpu", "A100"]) == ExitCode.USAGE
         assert "is not a plan" in capsys.readouterr().err
+
+
+def test_what_was_frozen_before_stays_frozen(monkeypatch) -> None:
+    """Blocks within each other count what is frozen once: it takes longer the more there is."""
+    counted = []
+    count = gc.get_freeze_count
+
+    def watched() -> int:
+        counted.append(count())
+        return counted[-1]
+
+    monkeypatch.setattr(gc, "get_freeze_count", watched)
+    gc.unfreeze()
+    for before in (False, True):
+        if before:
+            gc.freeze()
+        with headers_frozen():
+            with headers_frozen():
+                assert count() > 0
+            assert count() > 0
+        assert (count() > 0) == before
+    assert len(counted) == 2
+    gc.unfreeze()

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,14 +169,21 @@ class Executor:
                 run.join()
 
 
+#: Whether this is within a block that unfreezes.
+_FREEZING: ContextVar[bool] = ContextVar("freezing", default=False)
+
+
 @contextmanager
 def headers_frozen() -> Iterator[None]:
     """Headers are millions of objects that live on: collections need not look at them."""
-    frozen = gc.get_freeze_count()
+    # Counting takes longer the more is frozen: not again where the block around this one has frozen everything.
+    frozen = _FREEZING.get() or gc.get_freeze_count()
     gc.freeze()
+    within = _FREEZING.set(True)
     try:
         yield
     finally:
+        _FREEZING.reset(within)
         if not frozen:
             gc.unfreeze()
 
