@@ -155,7 +155,7 @@ class ShardPath:
 
     def knowing(self, largest: float) -> ShardPath:
         """The same for experts whose largest scale that is."""
-        if self.shared is None:
+        if self.shared is None or self.shared.is_known:
             return self
         shared = self.shared.knowing(largest)
         widen = MarlinE5M3(shared.factor)
@@ -251,8 +251,9 @@ class ArrangedPath:
 
     def _round(self, read: Sequence[Fields]) -> bool:
         """Put what comes back of the scales in their place. False where they cannot be rounded."""
+        codec = self._codec
         for fields in read:
-            rounded = self._codec.rounded(fields["scales"]) if self._codec is not None else None
+            rounded = None if codec is None else codec.rounded(fields["scales"])
             if rounded is None:
                 return False
             fields |= {_SOURCE: fields["scales"], "scales": rounded}
@@ -277,13 +278,12 @@ class ArrangedPath:
     def kept(self, inputs: Inputs, scratch: Array) -> list[tuple[StoredName, str]]:
         """See `FastPath.kept`."""
         found = [(reader.name, part) for reader in self.readers for part in reader.kept(inputs, scratch)]
-        for reader in self.readers if self.rounds else ():
-            read = reader.scales(inputs, scratch)
-            if (
-                read is not None
-                and self._codec is not None
-                and not all(self._codec.exact(one["scales"]) for one in read)
-            ):
+        codec = self._codec if self.rounds else None
+        if codec is None:
+            return found
+        for reader in self.readers:
+            scales = [fields["scales"] for fields in reader.scales(inputs, scratch) or ()]
+            if not all(map(codec.exact, scales)):
                 found += [(reader.name, part) for part in reader.stored.scale_parts]
         return found
 

@@ -88,8 +88,6 @@ class MarlinScale(SharedScale):
         return self.layout.calibration_scope is None or self.layout.calibration is not None
 
     def knowing(self, largest: float) -> SharedScale:
-        if self.layout.calibration_scope is None:
-            return self
         return replace(self, layout=self.layout.with_calibration(largest))
 
     def fill(self, read: Sequence[Fields], packed: Mapping[str, Array]) -> None:
