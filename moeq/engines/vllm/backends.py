@@ -14,7 +14,7 @@ from vllm.model_executor.layers.fused_moe.oracle import int8, int_wna16, mxfp4
 from vllm.model_executor.layers.quantization.utils import quant_utils
 
 from moeq.engines.vllm.floats import FLOATS
-from moeq.engines.vllm.rows import OLDER, Clamp, EngineExperts, Tensors, Weights
+from moeq.engines.vllm.rows import OLDER, Clamp, EngineExperts, RankWeights, Tensors
 from moeq.matrix import MatrixSpec
 
 _WNA16_KEYS = {
@@ -24,16 +24,16 @@ _WNA16_KEYS = {
 }
 
 
-def _wna16_keys(weights: Weights) -> tuple[Any, Any]:
+def _wna16_keys(weights: RankWeights) -> tuple[Any, Any]:
     return _WNA16_KEYS.get((weights.w13.element, weights.w13.symmetric)), None
 
 
-def _wna16_config(tensors: Tensors, weights: Weights, clamp: Clamp) -> Any:
+def _wna16_config(tensors: Tensors, weights: RankWeights, clamp: Clamp) -> Any:
     spec = weights.w13
     return _grouped_config(tensors, spec, -1 if _channelwise(spec) else spec.group_size, clamp)
 
 
-def _triton_config(tensors: Tensors, weights: Weights, clamp: Clamp) -> Any:
+def _triton_config(tensors: Tensors, weights: RankWeights, clamp: Clamp) -> Any:
     """The kernel finds a group by division: a single one for each channel is as long as the longer of both products."""
     spec = weights.w13
     return _grouped_config(tensors, spec, max(spec.k, spec.n // 2) if _channelwise(spec) else spec.group_size, clamp)

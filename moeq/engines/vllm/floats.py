@@ -16,7 +16,16 @@ from vllm import envs
 from vllm.model_executor.layers.fused_moe.oracle import fp8, mxfp8, nvfp4
 from vllm.model_executor.layers.quantization.utils import quant_utils
 
-from moeq.engines.vllm.rows import OLDER, Clamp, EngineExperts, ReadScales, Tensors, Weights, as_filled, set_parameter
+from moeq.engines.vllm.rows import (
+    OLDER,
+    Clamp,
+    EngineExperts,
+    RankWeights,
+    ReadScales,
+    Tensors,
+    as_filled,
+    set_parameter,
+)
 from moeq.errors import MoeqError
 from moeq.load.activation_scales import ActivationScales
 
@@ -55,11 +64,11 @@ def _stored(scales: ReadScales, title: str) -> ActivationScales:
 # ------------------------------------------------------------------------------------------------------------ NVFP4
 
 
-def _nvfp4_keys(weights: Weights) -> tuple[Any, Any]:
+def _nvfp4_keys(weights: RankWeights) -> tuple[Any, Any]:
     return quant_utils.kNvfp4Static, None if weights.scheme.activation is None else quant_utils.kNvfp4Dynamic
 
 
-def _nvfp4_config(backend: Any, tensors: Tensors, weights: Weights, clamp: Clamp) -> Any:
+def _nvfp4_config(backend: Any, tensors: Tensors, weights: RankWeights, clamp: Clamp) -> Any:
     """The engine's tensors of global scales: what its experts multiply in place is what the record holds."""
     limits = _clamped(clamp, "swiglu_alpha", "swiglu_beta")
     if OLDER:  # its experts take the others from the layer's record
@@ -82,13 +91,13 @@ def _nvfp4_kernel(backend: Any, config: Any, moe: Any, kind: Any, tables: Any, t
     )
 
 
-def _global_scales(layer: Any, weights: Weights, scales: ReadScales) -> None:
+def _global_scales(layer: Any, weights: RankWeights, scales: ReadScales) -> None:
     """By the engine's names, in the same memory."""
     for role in ("w13", "w2"):
         set_parameter(layer, f"{role}_weight_scale_2", getattr(layer, f"{role}_global_scale").data.view(-1))
 
 
-def _nvfp4_settled(backend: Any, padded: tuple[str, ...], layer: Any, weights: Weights, scales: ReadScales) -> None:
+def _nvfp4_settled(backend: Any, padded: tuple[str, ...], layer: Any, weights: RankWeights, scales: ReadScales) -> None:
     _global_scales(layer, weights, scales)
     stored = _stored(scales, backend.value)
     start, stop = weights.experts
@@ -103,7 +112,7 @@ def _nvfp4_settled(backend: Any, padded: tuple[str, ...], layer: Any, weights: W
     _padded_sizes(layer, weights, padded)
 
 
-def _padded_sizes(layer: Any, weights: Weights, padded: tuple[str, ...]) -> None:
+def _padded_sizes(layer: Any, weights: RankWeights, padded: tuple[str, ...]) -> None:
     """What the engine's preparation writes into its record of the layer where it pads."""
     moe = layer.moe_config
     if "hidden_dim_unpadded" in padded and moe.hidden_dim_unpadded is None:
@@ -145,17 +154,17 @@ def _marlin_nvfp4(dtypes: tuple[str, ...]) -> EngineExperts:
 # ---------------------------------------------------------------------------------------------------- FP8 and MXFP8
 
 
-def _fp8_keys(weights: Weights) -> tuple[Any, Any]:
+def _fp8_keys(weights: RankWeights) -> tuple[Any, Any]:
     scale, activation = weights.scheme.weight.scale, weights.scheme.activation
     found = activation and (activation.scale.granularity, activation.scale.dynamic)
     return _FP8_WEIGHTS.get(scale.granularity), _FP8_ACTIVATIONS.get(found) if found else None
 
 
-def _mxfp8_keys(weights: Weights) -> tuple[Any, Any]:
+def _mxfp8_keys(weights: RankWeights) -> tuple[Any, Any]:
     return quant_utils.kMxfp8Static, quant_utils.kMxfp8Dynamic
 
 
-def _fp8_config(backend: Any, scale: Callable[[Any], Any], tensors: Tensors, weights: Weights, clamp: Clamp) -> Any:
+def _fp8_config(backend: Any, scale: Callable[[Any], Any], tensors: Tensors, weights: RankWeights, clamp: Clamp) -> Any:
     rows, columns = weights.scheme.weight.scale.group_shape
     activation = weights.scheme.activation
     by_token = activation is not None and activation.scale.granularity == "token"
@@ -180,7 +189,7 @@ def _fp8_kernel(backend: Any, config: Any, moe: Any, kind: Any, tables: Any, ten
     )
 
 
-def _static_scales(layer: Any, weights: Weights, scales: ReadScales) -> None:
+def _static_scales(layer: Any, weights: RankWeights, scales: ReadScales) -> None:
     """One number for all experts of the rank: the largest."""
     activation = weights.scheme.activation
     if activation is None or activation.scale.dynamic:
@@ -194,12 +203,12 @@ def _static_scales(layer: Any, weights: Weights, scales: ReadScales) -> None:
     set_parameter(layer, "w2_input_scale", stored.w2[held].max().to(layer.w13_weight.device))
 
 
-def _fp8_settled(padded: tuple[str, ...], layer: Any, weights: Weights, scales: ReadScales) -> None:
+def _fp8_settled(padded: tuple[str, ...], layer: Any, weights: RankWeights, scales: ReadScales) -> None:
     _static_scales(layer, weights, scales)
     _padded_sizes(layer, weights, padded)
 
 
-def _shuffled(dtype: torch.dtype, layer: Any, weights: Weights, scales: ReadScales) -> None:
+def _shuffled(dtype: torch.dtype, layer: Any, weights: RankWeights, scales: ReadScales) -> None:
     """AITER of 0.33.0 asks the tensors whether they are. Codes of E4M3FNUZ are worth half, so scales are doubled."""
     _static_scales(layer, weights, scales)
     for role in ("w13", "w2"):

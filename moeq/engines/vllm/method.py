@@ -26,7 +26,7 @@ from moeq.engines.vllm.experts import (
     runs_alone,
     slow_reason,
 )
-from moeq.engines.vllm.rows import OLDER, EngineExperts, Weights
+from moeq.engines.vllm.rows import OLDER, EngineExperts, RankWeights
 from moeq.errors import MoeqError
 from moeq.layouts.registry import layout_class
 from moeq.load.activation_scales import ActivationScales, activation_scales
@@ -70,7 +70,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self.part = plan_rank(entry, self.rank, uneven_unit(checkpoint, entry.layer))
 
         w13, w2 = (self.part.matrices[role].spec for role in STACKED_ROLES)
-        self.weights = Weights(w13, w2, checkpoint.scheme_of(entry.layer), self.part.experts)
+        self.weights = RankWeights(w13, w2, checkpoint.scheme_of(entry.layer), self.part.experts)
         engine = outcome(lambda: _engine_experts(moe, entry, self.rank, self.weights))
         own = outcome(lambda: check_own(moe, entry, self.part))
         slow = None if own else slow_reason(moe, self.packed(self.empty(moe.in_dtype, "meta")))
@@ -243,7 +243,7 @@ def _check_deployment(moe: Any, checkpoint: ConvertedCheckpoint) -> None:
         require_arch(checkpoint, f"sm{capability.major}{capability.minor}")
 
 
-def _engine_experts(moe: Any, entry: LayerEntry, rank: Rank, weights: Weights) -> tuple[EngineExperts, Any]:
+def _engine_experts(moe: Any, entry: LayerEntry, rank: Rank, weights: RankWeights) -> tuple[EngineExperts, Any]:
     """The engine's experts for a layout and its class for them. Raises MoeqError where it would not run them."""
     engine = BACKENDS.get(entry.layout)
     if engine is None:
@@ -304,7 +304,7 @@ def _check_order(moe: Any, entry: LayerEntry) -> None:
         )
 
 
-def _supported_class(engine: EngineExperts, moe: Any, entry: LayerEntry, weights: Weights) -> Any:
+def _supported_class(engine: EngineExperts, moe: Any, entry: LayerEntry, weights: RankWeights) -> Any:
     """The engine's expert class, by the engine's own judgement."""
     weight, activation = engine.keys(weights)
     reason = engine.obstacle()

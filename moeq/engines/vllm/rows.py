@@ -23,7 +23,7 @@ OLDER = vllm.__version__.partition("+")[0] == "0.26.0"
 
 
 @dataclass(frozen=True)
-class Weights:
+class RankWeights:
     """What a rank holds of a layer.
 
     Attributes:
@@ -39,7 +39,7 @@ class Weights:
     experts: tuple[int, int]
 
 
-def as_filled(layer: Any, weights: Weights, scales: ReadScales) -> None:
+def as_filled(layer: Any, weights: RankWeights, scales: ReadScales) -> None:
     """Nothing is left to be done to the layer."""
 
 
@@ -65,10 +65,10 @@ class EngineExperts:
     title: str
     option: str
     classes: Callable[[], list[Any]]
-    keys: Callable[[Weights], tuple[Any, Any]]
-    quant_config: Callable[[Tensors, Weights, Clamp], Any]
+    keys: Callable[[RankWeights], tuple[Any, Any]]
+    quant_config: Callable[[Tensors, RankWeights, Clamp], Any]
     kernel: Callable[[Any, Any, Any, Any, Tensors], Any]
-    settle: Callable[[Any, Weights, ReadScales], None] = as_filled
+    settle: Callable[[Any, RankWeights, ReadScales], None] = as_filled
     rounds_sizes: bool = False
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
     shards: bool = True
