@@ -52,8 +52,11 @@ def _halves(dtype: torch.dtype, function: Callable[..., Tensor]) -> Callable[...
 
 
 def _permute(a: Tensor, b: Tensor, selector: Tensor) -> Tensor:
-    table = [one >> 8 * i & 255 for one in (a, b) for i in range(4)]
-    return sum((table[int(selector) >> 4 * i & 7] << 8 * i for i in range(4)), torch.tensor(0))
+    a, b, selector = torch.broadcast_tensors(a, b, selector)
+    table = torch.stack([one >> 8 * i & 255 for one in (a, b) for i in range(4)])
+    chosen = [selector >> 4 * i & 15 for i in range(4)]
+    assert not any(bool((one > 7).any()) for one in chosen), "copies of a sign are not written here"
+    return sum((table.gather(0, one[None])[0] << 8 * i for i, one in enumerate(chosen)), torch.tensor(0))
 
 
 def _pairs(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:

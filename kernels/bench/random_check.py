@@ -38,6 +38,7 @@ from moeq_kernels import PreparedLayer, interpreter
 from moeq_kernels import prepared as calls
 from moeq_kernels.formats import FORMATS
 from moeq_kernels.hopper.support import FLOATS, FP8
+from moeq_kernels.hopper.w4a8.layer import EXACT, FAST, W4a8Plan
 from moeq_kernels.hopper.w8a8.plan import E4M3_NARROW_TABLE, E4M3_TABLE, TABLE, Int8Narrow, Int8Plan
 from moeq_kernels.prepared import prepare_for, warmup
 from moeq_kernels.schedules import FAMILIES
@@ -85,6 +86,7 @@ def choices(family: str | None, formats: str) -> list[tuple[str, str]]:
         "hopper-w4a16": [*integers, *mxfp4, *FLOATS],
         "hopper-w8a8": w8a8,
         "hopper-fp8": list(FP8),
+        "hopper-w4a8": mxfp4,
         "mma-w4a16": [*integers, *mxfp4, *FLOATS],
         "portable": list(FORMATS),
     }[family]
@@ -128,13 +130,16 @@ def draw(generator: random.Random, family: str | None, device: str, formats: str
         activation_dtype="fp8" if fp8 or family == "hopper-fp8" else "",
     )  # fmt: skip
     top_k = min(generator.choice([1, 2, 4, 8, 10, 32]), experts)
-    narrower = hidden - 8 if generator.random() < 0.2 and hidden > 16 else hidden
+    less = 16 if family == "hopper-w4a8" else 8
+    narrower = hidden - less if generator.random() < 0.2 and hidden > 16 else hidden
     most = generator.choice([one for one in (24, 64, 700, 3000) if device == "cuda" or one <= LIMITS[device][1]])
     return Drawn(recipe, top_k, narrower, family, most)
 
 
-def random_plan(drawn: Drawn, generator: random.Random) -> Int8Plan:
+def random_plan(drawn: Drawn, generator: random.Random) -> Any:
     """Any kernel of the table that can multiply such a layer, with any numbers of shares."""
+    if drawn.family == "hopper-w4a8":
+        return W4a8Plan(generator.choice([EXACT, FAST]))
     blocks = drawn.recipe.layout == "fp8-block-identity/1"
     narrow = blocks and drawn.recipe.order == "interleaved"
     table = TABLE if drawn.recipe.element == "int8" else E4M3_NARROW_TABLE if narrow else E4M3_TABLE
@@ -210,6 +215,7 @@ def check(layer: PreparedLayer, plain: Layer, drawn: Drawn, generator: random.Ra
     int8 = FORMATS[drawn.recipe.layout, drawn.recipe.element].int8_activations
     truth = moe(inputs.x, plain, inputs.weights, inputs.local)
     groups = layer.problem.w13.group_size if drawn.recipe.activation_dtype else None
+    groups = -1 if drawn.family == "hopper-w4a8" else groups  # weights have groups, tokens have not
     rounded = moe(
         inputs.x, plain, inputs.weights, inputs.local, dtype=inputs.x.dtype, int8_activations=int8, fp8_groups=groups
     )

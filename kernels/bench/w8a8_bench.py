@@ -1,7 +1,8 @@
 """Times the Hopper kernels for int8 x int8 or e4m3 x e4m3 on whole MoE layers of real models, in CUDA graphs.
 
     PYTHONPATH=.:kernels python kernels/bench/w8a8_bench.py --shapes mixtral --tokens 1,64,4096 [--sweep] [--kernels]
-    PYTHONPATH=.:kernels python kernels/bench/w8a8_bench.py --codes fp8-block --portable
+    PYTHONPATH=.:kernels python kernels/bench/w8a8_bench.py --codes fp8-block --other
+    PYTHONPATH=.:kernels python kernels/bench/w8a8_bench.py --codes mxfp4 --other   # MXFP4 x e4m3 beside W4A16
 
 Timed: from (x, topk_ids, topk_weights) to y, SiLU, float32 scales, weights cold and hot (see `timing.py`). Floor: the
 larger of the bytes of the experts hit, x, y and the middle activations at 4.4 TB/s and the multiplications at
@@ -21,12 +22,17 @@ from typing import Any
 import torch
 import triton
 
-from bench.planned import hopper_fp8_moe, hopper_int8_moe, portable_moe
-from bench.timing import SHAPES, Call, Shape, call_us, copies_needed, inputs, print_kernels, print_row, save
+from bench.hopper_bench import FORMATS, epilogue_of
+from bench.hopper_bench import random_experts as mxfp4_experts
+from bench.planned import hopper_fp8_moe, hopper_int8_moe, hopper_moe, portable_moe
+from bench.timing import SHAPES, Call, Inputs, Shape, call_us, copies_needed, inputs, print_kernels, print_row, save
 from bench.w8a8_check import describe
-from moeq_kernels import PackedExperts, PackedMatrix
+from moeq_kernels import PackedExperts, PackedMatrix, PreparedLayer
+from moeq_kernels.epilogue import Epilogue
+from moeq_kernels.hopper.w4a8.layer import EXACT, FAST, W4a8Plan
 from moeq_kernels.hopper.w8a8.plan import E4M3_TABLE, TABLE, Int8Direct, Int8Narrow, Int8Plan, Int8Wide, direct_plan
 from moeq_kernels.hopper.w8a8.plan import choose as choose_from
+from moeq_kernels.prepared import prepare_for
 
 NARROW = (
     Int8Narrow(8, 12),
@@ -46,12 +52,15 @@ WIDE = (Int8Wide(4), Int8Wide(3))
 UNFIT = (RuntimeError, triton.runtime.errors.TritonError)
 
 
+MXFP4 = FORMATS["mxfp4"]
 #: Types of codes by name.
-CODES = ("int8", "fp8", "fp8-block")
+CODES = ("int8", "fp8", "fp8-block", "mxfp4")
 
 
 def random_experts(shape: Shape, codes_of: str) -> PackedExperts:
     """Random codes and scales."""
+    if codes_of == "mxfp4":
+        return mxfp4_experts(shape, MXFP4)
 
     def matrix(n: int, k: int) -> PackedMatrix:
         if codes_of != "int8":
@@ -70,15 +79,17 @@ def random_experts(shape: Shape, codes_of: str) -> PackedExperts:
     return PackedExperts(matrix(2 * shape.intermediate, shape.hidden), matrix(shape.hidden, shape.intermediate))
 
 
-def weight_bytes(shape: Shape, experts: float) -> float:
+def weight_bytes(shape: Shape, experts: float, codes: str) -> float:
     """Codes and scales of that many experts."""
+    if codes == "mxfp4":
+        return experts * 3 * shape.hidden * shape.intermediate * MXFP4.bytes_each
     return experts * (3 * shape.hidden * shape.intermediate + 8 * shape.intermediate + 4 * shape.hidden)
 
 
-def floor_us(shape: Shape, tokens: int, hit: float) -> float:
+def floor_us(shape: Shape, tokens: int, hit: float, codes: str) -> float:
     """Least time on an H200."""
     pairs = tokens * shape.top_k
-    moved = weight_bytes(shape, hit) + 4 * tokens * shape.hidden + 2 * pairs * shape.intermediate
+    moved = weight_bytes(shape, hit, codes) + 4 * tokens * shape.hidden + 2 * pairs * shape.intermediate
     operations = 6 * shape.hidden * shape.intermediate * pairs
     return max(moved / 4.4e12, operations / 1580e12) * 1e6
 
@@ -89,11 +100,13 @@ def choose(shape: Shape, tokens: int, codes: str) -> Int8Plan:
     return choose_from(*sizes, table=TABLE if codes == "int8" else E4M3_TABLE)
 
 
-def candidates(shape: Shape, tokens: int, codes: str) -> list[Int8Plan]:
+def candidates(shape: Shape, tokens: int, codes: str) -> list[Any]:
     """Plans around the chosen one."""
     pairs = tokens * shape.top_k
     mean = pairs / min(shape.experts, pairs)
     result: list[Int8Plan] = []
+    if codes == "mxfp4":
+        return [W4a8Plan(EXACT), W4a8Plan(FAST)]
     if codes == "int8" and 2 * pairs <= shape.experts and shape.intermediate <= 4096:
         few = direct_plan(pairs, shape.hidden, shape.intermediate)
         result += [few, replace(few, kernel=Int8Direct(3))]
@@ -120,16 +133,41 @@ def _shared(shape: Shape, tokens: int, kernel: Int8Narrow, codes: str) -> Int8Pl
     return replace(plan, kernel=kernel) if isinstance(plan.kernel, Int8Narrow) else Int8Plan(kernel)
 
 
-def ours(codes: str, plan: Int8Plan | None, dependent: bool = True) -> Call:
+def ours(shape: Shape, codes: str, plan: Any, dependent: bool = True) -> Call:
     """A call of the Hopper kernels."""
+    if codes == "mxfp4":
+        epilogue = epilogue_of(shape)
+        return lambda i, e: _prepared(i, e, epilogue, plan, dependent)(i.x, i.weights, i.ids)
     moe = hopper_int8_moe if codes == "int8" else hopper_fp8_moe
     return lambda i, e: moe(i.x, e, i.weights, i.ids, plan=plan, dependent=dependent)
+
+
+_LAYERS: dict[tuple[Any, ...], PreparedLayer] = {}
+
+
+def _prepared(given: Inputs, experts: PackedExperts, epilogue: Epilogue, plan: Any, dependent: bool) -> PreparedLayer:
+    """The layer with its scales folded, which a graph cannot hold: made in the first call."""
+    key = (id(experts), given.ids.shape, plan, dependent)
+    if key not in _LAYERS:
+        tokens, top_k = given.ids.shape
+        _LAYERS[key] = prepare_for(
+            given.x, experts, top_k, tokens, epilogue, None, family="hopper-w4a8", plan=plan, dependent=dependent
+        )
+    return _LAYERS[key]
+
+
+def others(shape: Shape, codes: str) -> Call:
+    """What it is timed beside: portable kernels, or those for 16-bit activations."""
+    if codes == "mxfp4":
+        epilogue = epilogue_of(shape)
+        return lambda i, e: hopper_moe(i.x, e, i.weights, i.ids, epilogue=epilogue)
+    return lambda i, e: portable_moe(i.x, e, i.weights, i.ids)
 
 
 def measure(shape: Shape, tokens: int, copies: list[PackedExperts], options: argparse.Namespace) -> dict[str, Any]:
     """Times for one number of tokens; adds to `copies` what cold weights need."""
     hit = inputs(shape, tokens, 0).ids.unique().numel()
-    needed = copies_needed(weight_bytes(shape, hit))
+    needed = copies_needed(weight_bytes(shape, hit, options.codes))
     while len(copies) < needed:
         copies.append(random_experts(shape, options.codes))
     given = [inputs(shape, tokens, seed) for seed in range(needed)]
@@ -137,21 +175,24 @@ def measure(shape: Shape, tokens: int, copies: list[PackedExperts], options: arg
     def timed(call: Call, cold: bool = True) -> float:
         return call_us(call, given, copies, options.milliseconds, cold)
 
-    plan = choose(shape, tokens, options.codes)
-    row: dict[str, Any] = {"hit": hit, "floor_us": floor_us(shape, tokens, hit), "plan": describe(plan)}
-    row["cold_us"] = timed(ours(options.codes, None))
-    row["hot_us"] = timed(ours(options.codes, None), cold=False)
-    if options.portable:
-        row["portable_us"] = timed(lambda i, e: portable_moe(i.x, e, i.weights, i.ids))
+    row: dict[str, Any] = {"hit": hit, "floor_us": floor_us(shape, tokens, hit, options.codes)}
+    row["plan"] = "chosen" if options.codes == "mxfp4" else describe(choose(shape, tokens, options.codes))
+    row["codes"] = options.codes
+    row["cold_us"] = timed(ours(shape, options.codes, None))
+    row["hot_us"] = timed(ours(shape, options.codes, None), cold=False)
+    if options.other:
+        row["other_us"] = timed(others(shape, options.codes))
     if options.kernels:
-        print_kernels(partial(ours(options.codes, None, False), given[0], copies[0]))
+        print_kernels(partial(ours(shape, options.codes, None, False), given[0], copies[0]))
     if options.sweep:
         row["sweep"] = {}
         for one in candidates(shape, tokens, options.codes):
             try:
-                row["sweep"][describe(one)] = timed(ours(options.codes, one))
+                row["sweep"][str(one) if options.codes == "mxfp4" else describe(one)] = timed(
+                    ours(shape, options.codes, one)
+                )
             except UNFIT as error:
-                print("      failed", describe(one), str(error)[:200], flush=True)
+                print("      failed", one, str(error)[:200], flush=True)
     return row
 
 
@@ -162,11 +203,11 @@ def warm_up(shape: Shape, tokens: list[int], codes: str, kernels: bool) -> None:
         given = inputs(shape, number, 0)
         for plan in [None, *([] if kernels else candidates(shape, number, codes))]:
             try:
-                ours(codes, plan)(given, experts)
+                ours(shape, codes, plan)(given, experts)
             except UNFIT as error:
-                print("failed", describe(plan), str(error)[:300], flush=True)
+                print("failed", plan, str(error)[:300], flush=True)
         if kernels:
-            ours(codes, None, False)(given, experts)
+            ours(shape, codes, None, False)(given, experts)
     torch.cuda.synchronize()
 
 
@@ -176,7 +217,7 @@ def main() -> int:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--tokens", default="1,8,32,128,512,4096")
     parser.add_argument("--codes", choices=CODES, default="int8", help="of weights and activations")
-    parser.add_argument("--portable", action="store_true", help="time the portable kernels too")
+    parser.add_argument("--other", action="store_true", help="time portable kernels too, beside MXFP4 those of W4A16")
     parser.add_argument("--sweep", action="store_true", help="time other plans too")
     parser.add_argument("--kernels", action="store_true", help="show the time of each kernel")
     parser.add_argument("--warm-up", action="store_true", help="compile only")

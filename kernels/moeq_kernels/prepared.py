@@ -25,7 +25,7 @@ from moeq_kernels.launch import run_with_triton
 from moeq_kernels.mma import layer as mma
 from moeq_kernels.problem import Problem, symbolic, tensors_of
 from moeq_kernels.records import PackedExperts
-from moeq_kernels.schedules import builds, schedule, workspace_bytes
+from moeq_kernels.schedules import FAMILIES, builds, schedule, workspace_bytes
 from moeq_kernels.validate import (
     check_experts,
     check_ids,
@@ -76,8 +76,8 @@ class PreparedLayer:
     """A MoE layer ready to be called, see `prepare`.
 
     Attributes:
-        family: `hopper-w4a16`, `hopper-w8a8`, `hopper-fp8` (where it was asked for), `mma-w4a16` (any NVIDIA GPU from
-            sm_80 on) or `portable`.
+        family: `hopper-w4a16`, `hopper-w8a8`, `mma-w4a16` (any NVIDIA GPU from sm_80 on) or `portable`; where they
+            were asked for `hopper-fp8` or `hopper-w4a8`.
         reason: why the kernels are not the Hopper ones; None for those.
         max_tokens: of a call.
     """
@@ -373,6 +373,8 @@ def prepare_for(
     dependent: launch kernels while the ones before them end, where they can be.
     """
     check_experts(x, experts, epilogue.activation)
+    if family is not None:
+        experts = getattr(FAMILIES[family], "ready", lambda given: given)(experts)
     device = x.device
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())

@@ -11,6 +11,7 @@ from typing import Any
 from moeq_kernels import portable
 from moeq_kernels.areas import Arena
 from moeq_kernels.compiling import Specialisation, specialise
+from moeq_kernels.hopper.w4a8 import layer as w4a8
 from moeq_kernels.hopper.w4a16 import layer as w4a16
 from moeq_kernels.hopper.w8a8 import layer as w8a8
 from moeq_kernels.launch import Schedule
@@ -22,6 +23,7 @@ from moeq_kernels.sorting import PAIR_LIMITS, TOKEN_LIMITS
 FAMILIES: dict[str, ModuleType] = {
     "hopper-w4a16": w4a16,
     "hopper-w8a8": w8a8,
+    "hopper-w4a8": w4a8,  # MXFP4 x e4m3; likewise
     "hopper-fp8": w8a8,  # e4m3 x e4m3; never run on a GPU yet, hence only where it is asked for
     "mma-w4a16": mma,
     "portable": portable,

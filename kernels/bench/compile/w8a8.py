@@ -191,6 +191,7 @@ def compile_rows() -> dict[str, Any]:
         function = getattr(device, name)
         own = pointers | {"codes": "*u8" if e4m3 else "*i8", "sums": "*fp32" if e4m3 else "*i32"}
         constants = constants | {one: None for one in absent if one in function.arg_names} | {"DEPENDENT": True}
+        constants |= {"MARLIN": e4m3}
         constants |= {} if e4m3 else {"scale_stride": None}
         types = {one: own.get(one, "i32") for one in function.arg_names if one not in constants}
         aligned = (*own, "hidden", "size", "stride_x", "stride_q", "up_row")

@@ -104,6 +104,22 @@ def fp8_reasons(problem: Problem) -> Iterator[str]:
             yield f"{name} does not ask for fp8 activations, which these kernels multiply"
 
 
+def w4a8_reasons(problem: Problem) -> Iterator[str]:
+    """Reasons against the kernel for MXFP4 weights and e4m3 activations, before their scales are folded."""
+    yield from _common_reasons(problem)
+    if problem.hidden % 16:
+        yield f"x has {problem.hidden} features; this kernel orders them in sixteens"
+    if max(problem.hidden, problem.intermediate) > INT8_MOST_FEATURES:
+        yield f"rows have more than {INT8_MOST_FEATURES} features; these kernels quantise no longer ones"
+    for name, matrix in (("w13", problem.w13), ("w2", problem.w2)):
+        if matrix.element != "e2m1" or matrix.layout not in ("marlin-mxfp4/1", "marlin-mxfp4-interleaved/1"):
+            yield f"{name} is {matrix.layout} {matrix.element}; this kernel reads MXFP4 in Marlin's order"
+        if matrix.channelwise:
+            yield f"{name} has one group of k = {matrix.k} codes; this kernel reads scales from two groups on"
+        if matrix.global_scale is not None:
+            yield f"{name} has a global_scale, which this kernel does not apply"
+
+
 def int8_reasons(problem: Problem) -> Iterator[str]:
     """Reasons against the kernels for int8 weights and activations."""
     yield from _bytes_reasons(problem)

@@ -15,6 +15,7 @@ KERNELS = Path(__file__).parents[3] / "kernels"
 # In a child process: this one may be interpreting, where nothing can be compiled.
 SCRIPT = """
 import json
+from bench.compile import w4a8
 from bench.compile.w8a8 import cases, compile_case, compile_rows
 from bench.compile.sass import disassemble, instructions, is_wgmma, main_loops, problems
 wanted = {
@@ -36,6 +37,15 @@ rows = {}
 for name, kernel in compile_rows().items():
     code = [one.operation for one in instructions(disassemble(kernel.asm["cubin"])).values()]
     rows[name] = [len(code), sum(one.startswith(("LDL", "STL")) for one in code)]
+for case in w4a8.cases():
+    if case.name in ("w4a8-wide64-oai", "w4a8-wide128-gate-up"):
+        kernel = w4a8.compile_case(case)
+        sass = disassemble(kernel.asm["cubin"])
+        outcomes[case.name] = {
+            "problems": problems(sass), "shared": kernel.metadata.shared,
+            "wgmma": [[one.operation for one in body if is_wgmma(one)] for body in main_loops(sass)],
+            "local": [one.operation for one in instructions(sass).values() if one.operation.startswith(("LDL", "STL"))],
+        }
 print(json.dumps([outcomes, rows]))
 """
 
@@ -64,6 +74,7 @@ def test_products_multiply_bytes_from_shared_memory_and_never_spill(
     assert outcomes["e4m3-narrow64-block-gate-up"]["wgmma"] == [["QGMMA.64x64x32.F32.E4M3.E4M3"] * 8]
     for name in ("e4m3-wide128-block-down", "e4m3-wide128-channel-oai"):
         assert outcomes[name]["wgmma"] == [["QGMMA.64x128x32.F32.E4M3.E4M3"] * 8] * 2
+    assert outcomes["w4a8-wide128-gate-up"]["wgmma"] == [["QGMMA.64x128x32.F32.E4M3.E4M3"] * 8] * 2
     assert all(int(str(one["shared"])) <= 227 * 1024 for one in outcomes.values())
     assert int(str(outcomes["int8-narrow16-down"]["shared"])) <= 113 * 1024  # two programs on a multiprocessor
 

@@ -5,6 +5,7 @@ e4m3 rows have one scale, or one for each 128 columns where weights have one for
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -86,6 +87,13 @@ def launches(problem: Problem, piece: Piece, arena: Arena, plan: Int8Plan) -> li
     """
     if isinstance(plan.kernel, Int8Direct):
         return direct_launches(problem, piece, arena, plan, plan.kernel)
+    return quantised_launches(problem, piece, arena, plan, product_launch)
+
+
+def quantised_launches(
+    problem: Problem, piece: Piece, arena: Arena, plan: Any, product_launch: Callable[..., Launch]
+) -> list[Launch]:
+    """Pairs sorted and quantised, both products, the sum; `product_launch` makes a product as the one below."""
     pairs, intermediate = piece.ids.numel(), problem.intermediate
     result, found = _quantised(problem, piece, arena, plan)
     shared = plan.gate_up_splits > 1
@@ -112,6 +120,11 @@ def _rows(arena: Arena, matrix: PackedMatrix, pairs: int, size: int) -> Rows:
         return Rows(codes, arena.take(torch.float32, pairs), None)
     stride = -(-(pairs + 63) // 16) * 16  # the wide kernel also reads scales of the 63 rows behind the last one
     return Rows(codes, arena.take(torch.float32, -(-size // 128), stride), stride)
+
+
+def marlin(matrix: PackedMatrix) -> bool:
+    """Whether k of tokens has to be in the order of Marlin's words."""
+    return matrix.layout.startswith("marlin-")
 
 
 def _signed(codes: Area) -> Area:
@@ -141,6 +154,7 @@ def _quantised(problem: Problem, piece: Piece, arena: Arena, plan: Int8Plan) -> 
         "stride_q": rows.codes.strides[0],
     }
     constants: dict[str, Any] = {"TOP_K": top_k, "COLUMNS": columns, "DEPENDENT": problem.dependent}
+    constants["MARLIN"] = marlin(problem.w13)
     options = {"num_warps": max(4, warps_for(columns)), **problem.after}
     found = Quantised(pairs_sorted, rows, expert_of_row, direct)
     if pairs > FEW_PAIRS:
@@ -197,6 +211,7 @@ def _requantised(
         "stride_q": rows.codes.strides[0],
     }
     constants: dict[str, Any] = {"COLUMNS": columns, "DIRECT": found.direct, "DEPENDENT": problem.dependent}
+    constants["MARLIN"] = marlin(problem.w2)
     if shared:
         w13, epilogue = problem.w13, problem.epilogue
         up_row, row_step = gate_up_rows(problem)

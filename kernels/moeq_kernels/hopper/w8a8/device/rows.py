@@ -2,7 +2,8 @@
 
 Codes and scales are those of the portable kernels' `quantize_rows` and `quantize_rows_e4m3`, bit for bit: scale = max
 |row| / 127 or 448 (1 for a zero row) by true division, code = row / scale to nearest even. Codes are e4m3 where their
-bytes are unsigned; then there may be a scale for each 128 columns of a row, `scale_stride` behind each other.
+bytes are unsigned; then there may be a scale for each 128 columns of a row, `scale_stride` behind each other. MARLIN:
+each 16 codes are in the order in which lanes have those of Marlin's words, as `w4a8.device.wide` wants them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from moeq_kernels.device.routing import _local, _mark_unused, _write_tiles
 
 
 @triton.jit
-def _quantised(value, static_scale, codes, scale_stride):
+def _quantised(value, static_scale, codes, scale_stride, MARLIN: tl.constexpr):
     """Codes for `codes` and the scale of a float32 row, or scales `[.., 1]`; columns that do not count must be zero.
 
     One row, not several: with two axes Triton may give a thread all columns.
@@ -35,7 +36,10 @@ def _quantised(value, static_scale, codes, scale_stride):
             top = tl.max(tl.abs(value), axis=0)
         scale = tl.where(top > 0.0, tl.div_rn(top, 448.0 if E4M3 else 127.0), 1.0)
     if E4M3:
-        return tl.reshape(float_to_e4m3(tl.div_rn(value, scale)), (COLUMNS,)), scale
+        code = float_to_e4m3(tl.div_rn(value, scale))
+        if MARLIN:  # k is 8 a + 2 t + b in 4 t + 2 b + a
+            code = tl.permute(tl.reshape(code, (COLUMNS // 16, 2, 4, 2)), (0, 2, 3, 1))
+        return tl.reshape(code, (COLUMNS,)), scale
     else:
         code = round_half_even(tl.div_rn(value, scale))
         return tl.minimum(tl.maximum(code, -128.0), 127.0).to(tl.int8), scale
@@ -56,6 +60,7 @@ def route_quantised(
     ids, expert_map, x, static_scale, codes, scales, inverse, expert_of_row, tiles, num_tiles, pairs, hidden, stride_x,
     stride_q, scale_stride, EXPERTS, KNOWN, MOST, TILE, MAPPED: tl.constexpr, PAIRS: tl.constexpr, BINS: tl.constexpr,
     TOP_K: tl.constexpr, PER: tl.constexpr, COLUMNS: tl.constexpr, DIRECT: tl.constexpr, DEPENDENT: tl.constexpr,
+    MARLIN: tl.constexpr,
 ):  # fmt: skip
     """Everything before the products, in one kernel, for up to a thousand or so pairs.
 
@@ -92,7 +97,7 @@ def route_quantised(
         local = at
         if not DIRECT:
             local = _local(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED)
-        code, scale = _quantised(value, static_scale, codes, scale_stride)
+        code, scale = _quantised(value, static_scale, codes, scale_stride, MARLIN)
         for i in tl.static_range(PER):
             pair = group * PER + i
             mine = _local(ids, expert_map, pairs, pair, EXPERTS, KNOWN, MAPPED)
@@ -113,12 +118,13 @@ def route_quantised(
 def quantise_tokens(
     x, static_scale, codes, scales, inverse, hidden, stride_x, stride_q, scale_stride, TOP_K: tl.constexpr,
     COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
+    MARLIN: tl.constexpr,
 ):  # fmt: skip
     """Codes and scale of a token, in the sorted rows of its pairs; for many pairs, after `routing.place_pairs`."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     value = tl.load(x + token * stride_x + column, mask=column < hidden, other=0.0).to(tl.float32)
-    code, scale = _quantised(value, static_scale, codes, scale_stride)
+    code, scale = _quantised(value, static_scale, codes, scale_stride, MARLIN)
     if DEPENDENT:
         gdc_wait()
     if DEPENDENT:
@@ -144,6 +150,7 @@ def _rows_in_use(tiles, num_tiles, pairs, DIRECT: tl.constexpr):
 def requantise(
     middle, static_scale, codes, scales, tiles, num_tiles, pairs, size, stride_q, scale_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIRECT: tl.constexpr, DEPENDENT: tl.constexpr,
+    MARLIN: tl.constexpr,
 ):  # fmt: skip
     """Codes and scales of rows of activations `[pairs, size]`, of those that are in use (DIRECT: of all)."""
     first = tl.program_id(0) * ROWS
@@ -158,7 +165,7 @@ def requantise(
         # Does not wait for the number of rows: what is not in use is read, but not written.
         inside = (column < size) & (row < pairs)
         value = tl.load(middle + row * size + column, mask=inside, other=0.0).to(tl.float32)
-        code, scale = _quantised(value, static_scale, codes, scale_stride)
+        code, scale = _quantised(value, static_scale, codes, scale_stride, MARLIN)
         tl.store(codes + row * stride_q + column, code, mask=(column < size) & (row < rows))
         _store_scale(scales, row, scale, row < rows, size, scale_stride, COLUMNS)
 
@@ -169,6 +176,7 @@ def activate_quantised(
     up_row, row_step, scale_stride, SPLITS: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr,
     BETA: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr, COLUMNS: tl.constexpr, DIRECT: tl.constexpr,
     INTERPRET: tl.constexpr, DEPENDENT: tl.constexpr,
+    MARLIN: tl.constexpr,
 ):  # fmt: skip
     """The end of a gate-up product whose k was shared: its sums `[SPLITS, rows, 2 * size]` to codes of activations.
 
@@ -204,6 +212,6 @@ def activate_quantised(
         up_value += tl.load(bias + at + up_row, mask=inside, other=0.0).to(tl.float32)
     value = activate_gated(gate_value, up_value, ACTIVATION, ALPHA, BETA, LIMIT)
     value = tl.where(inside, round_to(value, DTYPE, INTERPRET).to(tl.float32), 0.0)
-    code, scale = _quantised(value, static_scale, codes, scale_stride)
+    code, scale = _quantised(value, static_scale, codes, scale_stride, MARLIN)
     tl.store(codes + row.to(tl.int64) * stride_q + column, code, mask=inside)
     _store_scale(scales, row, scale, True, size, scale_stride, COLUMNS)

@@ -1,0 +1,1 @@
+"""Device code, written in Gluon. Importing these modules needs triton."""

@@ -1,0 +1,81 @@
+"""MXFP4 scales as shifts of e4m3 exponents, with one factor for each output feature, made once for a layer.
+
+An e2m1 code times 2^e is an e4m3 number for e from -5 to 6 (0.5 becomes 2^-6, the least normal one, and 6 becomes 384).
+So where the e8m0 scales of an output feature span no more than 11 powers of two, its weights are e4m3 numbers times the
+largest of these scales over 2^6, exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from moeq_kernels.errors import KernelUnsupportedError
+from moeq_kernels.records import PackedExperts, PackedMatrix
+
+#: Powers of two between the largest and the least scale of an output feature.
+SPAN = 11
+#: Exponents of e8m0 and of the largest scale's codes.
+_BIAS, _TOP = 127, 6
+
+
+def folded(experts: PackedExperts) -> PackedExperts:
+    """The layer as `layer` takes it: scales as shifts, factors in `scale_factor`, activations e4m3.
+
+    Raises KernelUnsupportedError where scales of an output feature are too far apart, or NaN, or one.
+    """
+    w13, w2 = (_folded(name, one) for name, one in (("w13", experts.w13), ("w2", experts.w2)))
+    return replace(experts, w13=w13, w2=w2)
+
+
+def _folded(name: str, matrix: PackedMatrix) -> PackedMatrix:
+    """Shifts are bytes 8 (E - top + SPAN) in the places of the scales E; factors float32 `[E, n]` in Marlin's order."""
+    if matrix.scale is None or matrix.channelwise:
+        raise KernelUnsupportedError(f"{name} has no scales of groups along k, which this kernel folds")
+    experts, n = matrix.num_experts, matrix.n
+    if matrix.scale.device.type == "meta":
+        factor = torch.empty(experts, n, device="meta")
+        return replace(matrix, scale_factor=factor, activation_dtype="fp8")
+    scale = matrix.scale.view(torch.uint8).to(torch.int16)
+    used = _used(matrix)
+    top = torch.where(used, scale, 0).amax(1)
+    shift = scale - top[:, None] + SPAN
+    far = int((used & (shift < 0)).sum())
+    if far or int(top.max()) == 255:
+        what = "NaN" if not far else f"more than 2^{SPAN} apart in {far} groups"
+        raise KernelUnsupportedError(f"{name} has scales that are {what}; e4m3 weights cannot hold them")
+    column = torch.arange(n, device=scale.device)
+    factor = torch.empty(experts, n, device=scale.device)
+    factor[:, _single(column)] = torch.exp2((top.float() - (_BIAS + _TOP))[:, _grouped(column)])
+    # Groups of zeros may have any scale.
+    shifts = (8 * shift.clamp(0, SPAN)).to(torch.uint8)
+    return replace(matrix, scale=shifts, scale_factor=factor, activation_dtype="fp8")
+
+
+def _grouped(column: Tensor) -> Tensor:
+    """Where Marlin's MXFP4 scales of columns lie: bits below 64 as g, j1, h, j0.
+
+    Source: vLLM 0.33.0, `mxfp4_marlin_process_scales`.
+    """
+    g, h, j0, j1 = column & 7, column >> 3 & 1, column >> 4 & 1, column >> 5 & 1
+    return (column & -64) | g << 3 | j1 << 2 | h << 1 | j0
+
+
+def _single(column: Tensor) -> Tensor:
+    """Where Marlin's values of columns lie: `device.epilogue.single_order`."""
+    return (column & -31) | ((column & 6) << 2) | ((column & 24) >> 2)
+
+
+def _used(matrix: PackedMatrix) -> Tensor:
+    """Which groups hold anything but zeros, in the places of their scales `[E, K / 32, n]`."""
+    experts, n, k = matrix.num_experts, matrix.n, matrix.k
+    found = torch.empty(experts, k // 32, n, dtype=torch.bool, device=matrix.weight.device)
+    for expert in range(experts):
+        words = matrix.weight[expert].view(k // 32, 2, n // 64, 8, 4, 4)  # slab, tile, g, t, j
+        # Nibbles 0, 1, 4, 5 are of column g of 16 columns, 2, 3, 6, 7 of column g + 8.
+        halves = [(words & mask != 0).any(1).any(3) for mask in (0x00770077, 0x77007700)]
+        both = torch.stack(halves, -1).view(k // 32, n // 64, 8, 2, 2, 2)  # tile, g, j1, j0, h
+        found[expert] = both.transpose(4, 5).reshape(k // 32, n)
+    return found

@@ -1,0 +1,114 @@
+"""The launches of a layer of MXFP4 weights and e4m3 activations: those of `w8a8`, with a product that reads words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from moeq_kernels.areas import Area, Arena, Box
+from moeq_kernels.epilogue import PLAIN
+from moeq_kernels.hopper.w4a8.fold import folded
+from moeq_kernels.hopper.w8a8 import layer as w8a8
+from moeq_kernels.hopper.w8a8.layer import EXACT_PAIRS, Quantised, Rows
+from moeq_kernels.launch import Argument, Launch
+from moeq_kernels.problem import Piece, Problem
+from moeq_kernels.records import PackedMatrix
+from moeq_kernels.sorting import most_tiles
+
+__all__ = ["EXACT_PAIRS", "W4a8Plan", "W4a8Wide", "launches", "plan_for", "ready"]
+
+#: What a layer's weights become before they are used.
+ready = folded
+
+
+@dataclass(frozen=True)
+class W4a8Wide:
+    """Sizes of the kernel.
+
+    Attributes:
+        tokens: of a tile.
+        stages: steps of 128 of k in shared memory.
+        promoted: sums of each step are added in float32, for which 128 tokens leave no registers.
+        registers: of multiplying threads.
+    """
+
+    tokens: int
+    stages: int
+    promoted: bool
+    registers: int = 232
+
+    @property
+    def box(self) -> int:
+        """Tokens that are copied together."""
+        return self.tokens // 4
+
+
+@dataclass(frozen=True)
+class W4a8Plan:
+    """A kernel for both products; their k is not shared."""
+
+    kernel: W4a8Wide
+    gate_up_splits: int = 1
+    down_splits: int = 1
+
+
+#: Words are decoded once for a tile, so larger ones are faster; smaller ones are more exact.
+FAST, EXACT = W4a8Wide(128, 5, promoted=False), W4a8Wide(64, 7, promoted=True)
+
+
+def plan_for(problem: Problem, tokens: int) -> W4a8Plan:
+    """The kernel for so many tokens: the exact one up to 64 for an expert on average."""
+    return W4a8Plan(EXACT if tokens * problem.top_k <= 64 * problem.experts else FAST)
+
+
+def launches(problem: Problem, piece: Piece, arena: Arena, plan: W4a8Plan) -> list[Launch]:
+    """y of some tokens."""
+    return w8a8.quantised_launches(problem, piece, arena, plan, product_launch)
+
+
+def product_launch(
+    problem: Problem, piece: Piece, plan: W4a8Plan, found: Quantised, rows: Rows, matrix: PackedMatrix, out: Area
+) -> Launch:
+    """One grouped product: `rows` times the weights of their experts into out `[1, P, ..]`."""
+    layouts = import_module("moeq_kernels.hopper.w4a16.device.layouts")
+    common = import_module("moeq_kernels.hopper.w8a8.device.common")
+    kernel, epilogue = plan.kernel, problem.epilogue if matrix is problem.w13 else PLAIN
+    paired = epilogue.gated and not epilogue.interleaved
+    scale: Any = matrix.scale
+    columns = out.shape[-1]
+    blocks = -(-(columns if paired else matrix.n) // (128 if paired else 256))
+    arguments: dict[str, Argument] = {
+        "w_desc": Box(matrix.weight.view(-1, matrix.n // 64, 128), (8, 2, 128), layouts.word_buffer()),
+        "s_desc": Box(scale.cast(torch.uint8).view(-1, matrix.n), (4, 128), layouts.scale_buffer(8)),
+        "x_desc": Box(rows.codes, (kernel.box, 128), common.operand()),
+        "x_scale": rows.scales,
+        "factor": matrix.scale_factor,
+        "bias": matrix.bias,
+        "out": out,
+        "tiles": found.sorted.tiles,
+        "num_tiles": found.sorted.num_tiles,
+        "steps": -(-min(matrix.k, rows.codes.shape[1]) // 128),
+        "blocks": blocks,
+        "slabs": matrix.k // 16,
+        "groups": matrix.k // 32,
+        "pair_tiles": columns // 64 if paired else 2,
+        "columns": columns,
+        "stride": out.strides[-2],
+        "packed": matrix.n,
+    }
+    constants = {
+        "TOKENS": kernel.tokens,
+        "BOX": kernel.box,
+        "STAGES": kernel.stages,
+        "REGISTERS": kernel.registers,
+        "PROMOTED": kernel.promoted,
+        "EPILOGUE": epilogue,
+        "DEPENDENT": problem.dependent,
+    }
+    most = most_tiles(piece.ids.numel(), kernel.tokens, problem.experts) * blocks
+    programs = (min(problem.gpu.multiprocessors, most),)
+    name = "hopper.w4a8.device.wide:w4a8_product_wide"
+    return Launch(name, programs, arguments, constants, {"num_warps": 4, **problem.after})

@@ -1,0 +1,111 @@
+"""MXFP4 weights and e4m3 activations: folded scales, decoded words, and layers by the device code run on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench import gluon_on_cpu
+from bench.cases import Quantised, Recipe, make_layer, pack, random_mxfp4, route
+from bench.ptx_on_cpu import value
+from bench.reference import moe, relative_error
+from moeq_kernels import KernelUnsupportedError, PackedExperts, interpreter
+from moeq_kernels.hopper import support
+from moeq_kernels.hopper.w4a8.fold import SPAN, folded
+from moeq_kernels.hopper.w4a8.layer import EXACT, FAST, W4a8Plan, W4a8Wide, plan_for
+from moeq_kernels.prepared import prepare_for
+from moeq_kernels.schedules import schedule
+from moeq_kernels.validate import epilogue_of
+
+PLAIN = Recipe("marlin-mxfp4/1", "e2m1", experts=2, hidden=192, intermediate=128)
+OAI = Recipe("marlin-mxfp4-interleaved/1", "e2m1", experts=2, hidden=192, intermediate=128, bias=True,
+             order="interleaved", activation="swiglu_oai", limit=7.0)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kernel"),
+    [
+        (replace(PLAIN, intermediate=192, bias=True), W4a8Wide(64, 3, promoted=True)),
+        (PLAIN, W4a8Wide(128, 2, promoted=False)),
+        (OAI, W4a8Wide(64, 3, promoted=True)),
+    ],
+)
+def test_the_code_as_it_is_gives_the_layer(recipe: Recipe, kernel: W4a8Wide) -> None:
+    if not interpreter.active():
+        pytest.skip("the kernels that sort run in Triton's interpreter here")
+    packed, layer = make_layer(recipe)
+    routed = route(23, recipe.hidden, recipe.experts, 2)
+    epilogue = epilogue_of(packed, recipe.activation, None, None, recipe.limit, False)
+    made = prepare_for(routed.x, packed, 2, 23, epilogue, None, family="hopper-w4a8")
+    gpu = replace(made.problem.gpu, multiprocessors=2)
+    planned = schedule("hopper-w4a8", replace(made.problem, gpu=gpu), 23, W4a8Plan(kernel))
+    y = torch.empty_like(routed.x)
+    workspace = torch.full((planned.workspace_bytes,), 255, dtype=torch.uint8)
+    roots = {"x": routed.x, "topk_weights": routed.weights, "topk_ids": routed.ids, "out": y, "workspace": workspace}
+    gluon_on_cpu.run_all(planned.launches, roots | made._tensors)
+    truth = moe(routed.x, layer, routed.weights, routed.ids)
+    quantised = moe(routed.x, layer, routed.weights, routed.ids, dtype=torch.bfloat16, fp8_groups=-1)
+    assert relative_error(y, truth) <= 1.05 * relative_error(quantised, truth)
+    assert relative_error(y, quantised) <= 1e-2
+
+
+def _both(matrix: Quantised) -> PackedExperts:
+    one = pack("marlin-mxfp4/1", "e2m1", matrix)
+    return PackedExperts(one, one)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_words_become_the_weights_exactly_over_factors(seed: int) -> None:
+    """Every scale of a feature up to 2^11 below the largest; groups of zeros with any scale."""
+    generator = torch.Generator().manual_seed(seed)
+    matrix = random_mxfp4((1, 128, 128), generator=generator)
+    scales = torch.randint(100, 101 + SPAN, (1, 128, 4), generator=generator, dtype=torch.uint8)
+    codes = matrix.codes.clone()
+    codes[0, 5, 32:64] = 8  # minus zero
+    scales[0, 5, 1] = seed
+    made = folded(_both(replace(matrix, codes=codes, scales=scales))).w13
+    device = gluon_on_cpu._module("moeq_kernels.hopper.w4a8.device.wide")
+    row, k = torch.arange(128), torch.arange(32)
+    column = 64 * (row >> 5 & 1) + 32 * (row >> 4 & 1) + 16 * (row >> 6) + (row & 15)  # map B of `w4a16.device.layouts`
+    source = (k & 16) | (k & 15) >> 2 << 1 | (k >> 1 & 1) | (k & 1) << 3
+    single = (column & -31) | ((column & 6) << 2) | ((column & 24) >> 2)
+    table = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+    for group in range(4):
+        words = made.weight[0, 2 * group : 2 * group + 2].view(2, 2, 128).transpose(0, 1).contiguous()
+        shifts = made.scale[0, group].view(2, 8, 8)
+        found = device.operand(value(words.view(torch.uint8).view(2, 2, 512)), value(shifts), 64)
+        code = codes[0, column][:, 32 * group + source].int()
+        wanted = table[code & 7] * torch.where(code > 7, -1.0, 1.0)
+        wanted = torch.where(wanted == 0, wanted, wanted * torch.exp2(scales[0, column, group, None].float() - 127))
+        assert torch.equal(torch.as_tensor(found.float()) * made.scale_factor[0, single, None], wanted)
+
+
+@pytest.mark.parametrize(("scale", "what"), [(100 + SPAN + 1, "apart in 1 groups"), (255, "NaN")])
+def test_scales_that_e4m3_cannot_hold_are_refused(scale: int, what: str) -> None:
+    matrix = random_mxfp4((1, 128, 64), generator=torch.Generator().manual_seed(1))
+    scales = torch.full((1, 128, 2), 100, dtype=torch.uint8)
+    scales[0, 7] = torch.tensor([100 if scale < 255 else scale, scale], dtype=torch.uint8)
+    with pytest.raises(KernelUnsupportedError, match=what):
+        folded(_both(replace(matrix, scales=scales)))
+
+
+def test_one_scale_a_feature_is_refused() -> None:
+    packed, _ = make_layer(replace(PLAIN, intermediate=32))
+    with pytest.raises(KernelUnsupportedError, match="no scales of groups"):
+        folded(packed)
+
+
+def test_nobody_gets_this_kernel_who_did_not_ask() -> None:
+    packed, _ = make_layer(PLAIN)
+    epilogue = epilogue_of(packed, "silu", None, None, None, False)
+    x = torch.empty(0, 192, dtype=torch.bfloat16)
+    problem = replace(prepare_for(x, packed, 2, 64, epilogue, None).problem, interpret=False)
+    assert list(support.w4a8_reasons(problem)) == []
+    assert support.family(problem) == "hopper-w4a16"
+    other = replace(problem.w13, layout="marlin-nvfp4/1", group_size=-1, global_scale=problem.w13.scale)
+    odd = replace(problem, hidden=184, w13=other)
+    assert len(list(support.w4a8_reasons(odd))) == 4
+    assert plan_for(problem, 64).kernel is EXACT
+    assert plan_for(problem, 65).kernel is FAST
