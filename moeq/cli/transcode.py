@@ -29,8 +29,8 @@ def command(
         typer.Option(
             "--to",
             metavar="FORMAT",
-            help="compressed-tensors, gptq, gptq_v2, mxfp4, deepseek-v4, fp8, nvfp4, nvfp4-compressed-tensors, "
-            "bf16 or fp16.",
+            help="compressed-tensors, gptq, gptq_v2, mxfp4, deepseek-v4, fp8, modelopt, nvfp4, "
+            "nvfp4-compressed-tensors, bf16 or fp16.",
         ),
     ] = "",
     regroup: Annotated[

@@ -45,6 +45,9 @@ class Fp8(Format):
         weight, scale = parts.get("weight"), parts.get("weight_scale")
         if weight is None or scale is None or weight.dtype != "F8_E4M3" or len(weight.shape) != 2:
             return False
+        # A single block has one scale as well.
+        if scale.shape == (1, 1) and declared is not None and declared.strategy == "block":
+            return False
         return scale.shape in ((weight.shape[0], 1), (weight.shape[0],), (1,), (1, 1), ())
 
     def out_features(self, parts: Parts) -> int:

@@ -81,8 +81,8 @@ class Nvfp4(Format):
             return matrix.scales
         if matrix.global_scale is None or self.parts.get(part) != "scale2":
             return None
-        multiplier = matrix.global_scale[:1]
-        stored = multiplier.float() if part == "weight_scale_2" else divisor_of(multiplier)
+        multiplier = matrix.global_scale[:1].float()
+        stored = multiplier if part == "weight_scale_2" else multiplier.new_tensor([divisor_of(float(multiplier))])
         return stored.reshape(sig.shape)
 
     def is_bijective(self, part: str, spec: MatrixSpec) -> bool:
@@ -103,18 +103,19 @@ def _multiplier(parts: Mapping[str, Tensor]) -> Tensor:
     return (1 / divisor).float()
 
 
-def divisor_of(multiplier: Tensor) -> Tensor:
-    """float32 `[1]`: what compressed-tensors stores, which readers divide 1 by.
+def divisor_of(multiplier: float) -> float:
+    """What compressed-tensors stores of a float32 scale: a float32 number that readers divide 1 by.
 
     Of the numbers next to the reciprocal, the first whose float32 reciprocal is the multiplier again; not every
     multiplier has one.
     """
-    import torch
+    import numpy as np
 
-    wanted = multiplier.float()
-    nearest = (1 / multiplier.double()).float()
-    steps = (nearest, torch.nextafter(nearest, nearest * 2), torch.nextafter(nearest, nearest / 2))
-    return next((divisor for divisor in steps if bool(1 / divisor == wanted)), nearest)
+    wanted = np.float32(multiplier)
+    with np.errstate(divide="ignore", over="ignore"):
+        nearest = np.float32(1 / np.float64(wanted))
+        steps = (nearest, np.nextafter(nearest, nearest * 2), np.nextafter(nearest, nearest / 2))
+        return float(next((divisor for divisor in steps if np.float32(1) / divisor == wanted), nearest))
 
 
 FORMAT = Nvfp4()

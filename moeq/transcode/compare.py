@@ -153,11 +153,16 @@ def _differences(
         of_blocks=touched.numel(),
         block=(height, width),
         max_abs=largest,
-        relative=(squares**0.5 / norm**0.5) if norm else float("inf"),
+        relative=relative(squares, norm),
         first=(first[0], first[1]),
         before=first[2],
         after=first[3],
     )
+
+
+def relative(squares: float, norm: float) -> float:
+    """Norm of the change over the norm of the source, from their squares: digits that no order of adding changes."""
+    return float(f"{squares**0.5 / norm**0.5:.9g}") if norm else float("inf")
 
 
 def _rows(before: QuantizedMatrix, after: QuantizedMatrix | Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -30,6 +30,7 @@ class Quantisation:
         group_size: weights along K per scale, or -1 for one scale per output channel.
         symmetric: no zero points.
         act_order: columns are in activation order.
+        activations: activations are quantised as well, where the spelling leaves that open.
     """
 
     spelling: str
@@ -37,6 +38,7 @@ class Quantisation:
     group_size: int
     symmetric: bool
     act_order: bool = False
+    activations: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,9 @@ class Contents:
         return next(iter(self.quantised))
 
 
-def weights_of(spelling: str, spec: MatrixSpec, group_size: int) -> Quantisation:
+def weights_of(spelling: str, spec: MatrixSpec, group_size: int, *, activations: bool) -> Quantisation:
     """The config's view of a projection. `group_size` is the declared one, larger than K for narrow projections."""
-    return Quantisation(spelling, spec.bits, group_size, spec.symmetric, spec.act_order)
+    return Quantisation(spelling, spec.bits, group_size, spec.symmetric, spec.act_order, activations)
 
 
 def compressed_tensors(contents: Contents) -> dict[str, Any]:
@@ -115,11 +117,23 @@ def _ct_mxfp4(weights: Quantisation) -> _CtGroup:
 
 def _ct_nvfp4(weights: Quantisation) -> _CtGroup:
     arguments = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
-    return "nvfp4-pack-quantized", {**arguments, "scale_dtype": "torch.float8_e4m3fn"}, None
+    arguments["scale_dtype"] = "torch.float8_e4m3fn"
+    return "nvfp4-pack-quantized", arguments, {**arguments, "dynamic": "local"} if weights.activations else None
 
 
 def _ct_fp8(weights: Quantisation) -> _CtGroup:
     return "float-quantized", {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}, _PER_TOKEN
+
+
+def _ct_fp8_tensor(weights: Quantisation) -> _CtGroup:
+    arguments = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
+    return "float-quantized", arguments, {**arguments, "dynamic": False}
+
+
+def _ct_mxfp8(weights: Quantisation) -> _CtGroup:
+    arguments = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
+    arguments["scale_dtype"] = "torch.uint8"
+    return "mxfp8-quantized", arguments, {**arguments, "dynamic": True} if weights.activations else None
 
 
 def _ct_fp8_block(weights: Quantisation) -> _CtGroup:
@@ -132,6 +146,8 @@ _CT_ARGUMENTS: dict[str, Callable[[Quantisation], _CtGroup]] = {
     "ct-mxfp4": _ct_mxfp4,
     "ct-nvfp4": _ct_nvfp4,
     "ct-fp8": _ct_fp8,
+    "ct-fp8-tensor": _ct_fp8_tensor,
+    "ct-mxfp8": _ct_mxfp8,
     "ct-fp8-block": _ct_fp8_block,
 }
 
@@ -187,19 +203,54 @@ def gpt_oss(contents: Contents) -> dict[str, Any]:
     return {"modules_to_not_convert": left_alone, "quant_method": "mxfp4"}
 
 
-def modelopt_nvfp4(contents: Contents) -> dict[str, Any]:
-    """`quantization_config` of ModelOpt for weight-only NVFP4."""
-    weights = {"dynamic": False, "group_size": 16, "num_bits": 4, "type": "float"}
-    return {
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-        "exclude_modules": sorted(contents.plain, key=_natural),
-        "group_size": 16,
-        "ignore": sorted(contents.plain, key=_natural),
+def modelopt(contents: Contents) -> dict[str, Any]:
+    """`quantization_config` of ModelOpt: one algorithm, or `MIXED_PRECISION` with that of every module."""
+    excluded = sorted(contents.plain, key=_natural)
+    table: dict[str, Any] = {
+        "exclude_modules": excluded,
+        "ignore": excluded,
         "kv_cache_quant_algo": None,
         "producer": {"name": "moeq", "version": __version__},
-        "quant_algo": "W4A16_NVFP4",
         "quant_method": "modelopt",
     }
+    if len(contents.quantised) == 1:
+        algorithm = _algorithm(contents.usual)
+        group = _modelopt_group(contents.usual)
+        # ModelOpt 0.47 describes no other algorithm in this way.
+        if algorithm["quant_algo"] in ("FP8", "NVFP4", "W4A16_NVFP4"):
+            table["config_groups"] = {"group_0": {**group, "targets": ["Linear"]}}
+        return table | algorithm
+    table["config_groups"] = {
+        f"group_{number}": {**_modelopt_group(weights), "targets": sorted(names, key=_natural)}
+        for number, (weights, names) in enumerate(contents.quantised.items())
+    }
+    table["quant_algo"] = "MIXED_PRECISION"
+    table["quantized_layers"] = {
+        name: _algorithm(weights) for weights, names in contents.quantised.items() for name in names
+    }
+    return table
+
+
+def _algorithm(weights: Quantisation) -> dict[str, Any]:
+    """ModelOpt's name of a way of quantising, with the group size where it says one."""
+    if weights.spelling == "modelopt-nvfp4":
+        return {"quant_algo": "NVFP4" if weights.activations else "W4A16_NVFP4", "group_size": 16}
+    if weights.spelling == "modelopt-mxfp8":
+        return {"quant_algo": "MXFP8", "group_size": 32}
+    names = {"modelopt-fp8": "FP8", "modelopt-fp8-channel": "FP8_PER_CHANNEL_PER_TOKEN"}
+    return {"quant_algo": names.get(weights.spelling, "fp8_pb_wo")}  # which ModelOpt writes so
+
+
+def _modelopt_group(weights: Quantisation) -> dict[str, Any]:
+    """A config group of ModelOpt (`modelopt.torch.export.convert_hf_config`, 0.47)."""
+    if weights.spelling == "modelopt-fp8-block":
+        return dict(_algorithm(weights))
+    sizes = {"modelopt-nvfp4": (4, 16), "modelopt-mxfp8": (8, 32)}
+    bits, group = sizes.get(weights.spelling, (8, None))
+    shared = {"dynamic": False, "num_bits": bits, "type": "float", **({"group_size": group} if group else {})}
+    channel = {"strategy": "channel"} if weights.spelling == "modelopt-fp8-channel" else {}
+    alone = weights.spelling == "modelopt-nvfp4" and not weights.activations
+    return {**({} if alone else {"input_activations": shared}), "weights": {**shared, **channel}}
 
 
 def gptq_side(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
@@ -209,10 +260,10 @@ def gptq_side(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 
 def modelopt_side(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """ModelOpt's own file, in which the config has another form."""
-    keys = ("quant_algo", "kv_cache_quant_algo", "group_size", "exclude_modules")
+    keys = ("quant_algo", "kv_cache_quant_algo", "group_size", "exclude_modules", "quantized_layers")
     return "hf_quant_config.json", {
         "producer": config["producer"],
-        "quantization": {key: config[key] for key in keys},
+        "quantization": {key: config[key] for key in keys if key in config},
     }
 
 

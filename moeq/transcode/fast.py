@@ -2,22 +2,22 @@
 
 Source and target are read and filled as the same matrices (`moeq.pipeline.pack.fast.formats`), in one pass from one to
 the other. Then what was filled is read again, as a reader of the target reads it, and compared with the source by loops
-of their own. Nothing lossy is ever written here: what is not proven equal is left to the reference path, which writes
-it where that was allowed, and says what changed.
+of their own. What is not proven equal is left to the reference path, which writes it where that was allowed, and says
+what changed; only of floats, the comparison itself says that.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from moeq.checkpoint.manifest import Projection
 from moeq.checkpoint.names import StoredName
-from moeq.layouts.fast import recode, transpose
+from moeq.layouts.fast import floats, recode, transpose
 from moeq.layouts.fast.columns import repeat_columns, repeats_columns
 from moeq.layouts.fast.compare import same
 from moeq.matrix import MatrixSpec
@@ -40,6 +40,9 @@ _PLAIN = ("plain", "plain-transposed")
 #: Fields of all projections of an item.
 Matrices = Sequence[Fields]
 
+#: How every projection of an item changed; None for one that is equal by other means than subtraction.
+Changes = Sequence[floats.Measured | None]
+
 
 class Recoder(ABC):
     """From the source's fields to the target's."""
@@ -47,6 +50,10 @@ class Recoder(ABC):
     @abstractmethod
     def fill(self, source: Matrices, target: Matrices) -> None:
         """Fill the target's fields, but for the bias."""
+
+    def changes(self, source: Matrices, target: Matrices) -> Changes | None:
+        """How the target's fields, as read again, differ from the source; None where that is not known."""
+        return [None] * len(source) if self.holds(source, target) else None
 
     @abstractmethod
     def holds(self, source: Matrices, target: Matrices) -> bool:
@@ -60,19 +67,23 @@ class Copied(Recoder):
     Attributes:
         times: groups of the target for one of the source; 0: all of them have the one of the row.
         nonzero: zero points of 0 are refused by the reference path.
+        widened: the type of the source's scales, where the target has them as float32.
     """
 
     times: int
     nonzero: bool
+    widened: str | None = None
 
     def fill(self, source: Matrices, target: Matrices) -> None:
         for one, other in zip(source, target, strict=True):
             for field in (field for field in _COPIED if field in one and field in other):
-                before, after = one[field], other[field]
+                before, after = self._scales(field, one[field]), other[field]
                 if self._is_repeated(field):
                     repeat_columns(before, self.times or after.shape[1], after)
                 else:
                     transpose.copy_any(before, after)
+            if "index" in one:
+                np.copyto(other["index"], one["index"])
 
     def holds(self, source: Matrices, target: Matrices) -> bool:
         if any(one.keys() != other.keys() for one, other in zip(source, target, strict=True)):
@@ -80,11 +91,31 @@ class Copied(Recoder):
         if self.nonzero and any("zeros" in one and not one["zeros"].all() for one in source):
             return False
         return all(
-            self._agree(field, one[field], other[field])
+            self._agree(field, one[field], self._narrowed(field, other[field]))
             for one, other in zip(source, target, strict=True)
             for field in _COPIED
             if field in one
+        ) and all(
+            np.array_equal(one["index"], other["index"]) for one, other in _pairs(source, target) if "index" in one
         )
+
+    def _scales(self, field: str, before: Array) -> Array:
+        """Scales as the target has them."""
+        if self.widened is None or field != "scales":
+            return before
+        if self.widened == "bf16":
+            return before.astype(np.uint32) << 16
+        return np.ascontiguousarray(before).view(np.float16).astype(np.float32).view(np.uint32)
+
+    def _narrowed(self, field: str, after: Array) -> Array:
+        """The other way; scales that are none of the narrower type become NaN, which no scale is."""
+        if self.widened is None or field != "scales":
+            return after
+        if self.widened == "bf16":
+            return np.where(after & 0xFFFF, 0xFFFF, after >> 16).astype(np.uint16)
+        with np.errstate(over="ignore"):
+            found = after.view(np.float32).astype(np.float16)
+        return np.where(found.astype(np.float32).view(np.uint32) == after, found.view(np.uint16), 0xFFFF).astype("u2")
 
     def _is_repeated(self, field: str) -> bool:
         return self.times != 1 and field in ("scales", "zeros")
@@ -143,6 +174,64 @@ class ToBfloat16(Recoder):
             recode.holds_bf16(_bytes(one), one["scales"], other["values"])
             for one, other in zip(source, target, strict=True)
         )
+
+
+@dataclass(frozen=True)
+class ToFloats(Recoder):
+    """Anything as bfloat16 or binary16, every value rounded once.
+
+    Attributes:
+        spec: the source's sizes and types, whatever its role.
+        binary16: the target is no bfloat16.
+    """
+
+    spec: MatrixSpec
+    binary16: bool
+
+    def fill(self, source: Matrices, target: Matrices) -> None:
+        for one, other in _pairs(source, target):
+            floats.write(self._coded(one), other["values"], binary16=self.binary16)
+
+    def changes(self, source: Matrices, target: Matrices) -> Changes | None:
+        found: list[floats.Measured | None] = []
+        for one, other in _pairs(source, target):
+            change = floats.measure(self._coded(one), other["values"], self.spec.group_size, binary16=self.binary16)
+            if change is None:
+                return None
+            found.append(change)
+        return found
+
+    def holds(self, source: Matrices, target: Matrices) -> bool:
+        found = self.changes(source, target)
+        return found is not None and not any(change and change.numbers for change in found)
+
+    def _coded(self, fields: Fields) -> floats.Coded:
+        spec, codes = self.spec, fields["codes"]
+        if codes.strides[1] != codes.itemsize:
+            turned = np.empty(codes.shape, codes.dtype)
+            transpose.copy_any(codes, turned)
+            codes = turned
+        scales = _numbers(fields["scales"], spec.scale_dtype)
+        if "global_scale" in fields:
+            scales = scales * fields["global_scale"].view(np.float32)
+        zeros = fields.get("zeros")
+        if zeros is None:
+            zeros = np.full(scales.shape, spec.symmetric_zero, np.uint8)
+        index, run = fields.get("index"), 1
+        if index is None:
+            index, run = np.arange(spec.k, dtype=np.int32) // spec.group_size, spec.group_size
+        return floats.Coded(spec.element, codes, zeros, scales, index, run)
+
+
+def _numbers(scales: Array, dtype: str) -> Array:
+    """Scales, as unsigned integers, to float64 numbers."""
+    if dtype == "e8m0":
+        return np.exp2(scales.astype(np.float64) - recode.BIAS)
+    if dtype == "e4m3":
+        return recode.e4m3_values().astype(np.float64)[scales]
+    if dtype == "bf16":
+        return (scales.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return np.ascontiguousarray(scales).view({"f16": np.float16, "f32": np.float32}[dtype]).astype(np.float64)
 
 
 @dataclass(frozen=True)
@@ -225,7 +314,7 @@ class FastItem:
         """Size of the scratch buffer."""
         return self.writers[-1].region.stop
 
-    def transcode(self, inputs: Inputs, outputs: Inputs, scratch: Array) -> bool:
+    def transcode(self, inputs: Inputs, outputs: Inputs, scratch: Array) -> Changes | None:
         """Fill the outputs and prove them.
 
         Args:
@@ -234,11 +323,12 @@ class FastItem:
             scratch: uint8, `scratch_bytes` or more.
 
         Returns:
-            Whether they hold the source's values. Where they do not, nothing in them may be used.
+            What changed, for every projection that is written. None where it is not known: then nothing in the outputs
+            may be used.
         """
         source = [fields for reader in self.readers for fields in reader.read(inputs, scratch) or [{}]]
         if not all(source):
-            return False
+            return None
         target = [fields for writer in self.writers for fields in writer.blank(outputs, scratch)]
         self.recoder.fill(source, target)
         for one, other in zip(source, target, strict=True):
@@ -247,13 +337,22 @@ class FastItem:
         for writer in self.writers:
             writer.finish(outputs, scratch)
         found = [fields for writer in self.writers for fields in writer.read(outputs, scratch) or [{}]]
-        return all(found) and self._holds(source, found)
-
-    def _holds(self, source: Matrices, found: Matrices) -> bool:
-        for one, other in zip(source, found, strict=True):
+        if not all(found):
+            return None
+        for one, other in _pairs(source, found):
             if ("bias" in one) != ("bias" in other) or not ("bias" not in one or _same(one["bias"], other["bias"])):
-                return False
-        return self.recoder.holds(source, found)
+                return None
+        changes = self.recoder.changes(source, found)
+        return None if changes is None else self._as_written(changes)
+
+    def _as_written(self, changes: Changes) -> Changes:
+        """Changes of logical projections as those of the matrices that hold them."""
+        found: list[floats.Measured | None] = []
+        for writer in self.writers:
+            count = len(writer.holds)
+            here, changes = changes[:count], changes[count:]
+            found.append(floats.joined(here, writer.stored.spec.n, writer.interleaved) if count > 1 else here[0])
+        return found
 
 
 def bind(
@@ -271,7 +370,7 @@ def bind(
     recoders: list[Recoder | None] = []
     for name, one in written.items():
         stored = _stored(one)
-        if stored is None:
+        if stored is None or (one.projected.source.spec.act_order and len(readers) != len(written)):
             return None
         spec = one.described.spec
         names: tuple[Projection, ...] = ("gate", "up") if name == "gate_up" else (name,)
@@ -287,28 +386,36 @@ def bind(
 
 def _stored(one: WrittenProjection) -> StoredMatrix | None:
     if one.projected.spelling in _PLAIN:
-        return StoredFloats(one.described.spec, tuple(one.signatures), one.projected.spelling != "plain")
-    return stored_projection(one.signatures, one.described.spec, one.described.scheme)
+        return StoredFloats(one.described.spec, tuple(one.packed), one.projected.spelling != "plain")
+    return stored_projection(one.packed, one.described.spec, one.described.scheme, any_order=True)
 
 
 def recoder_of(one: WrittenProjection) -> Recoder | None:
     """What takes a projection to its target; None where only the reference path does."""
     before, after = one.projected.source.spec, one.described.spec
     if before.scale_dtype == "e8m0" and before.element == "e2m1" and after != before:
-        return _of_mxfp4(one.projected.spelling, before, after)
-    alike = (before.element, before.scale_dtype, before.symmetric, before.bias_dtype)
+        found = _of_mxfp4(one.projected.spelling, before, after)
+        if found is not None:
+            return found
+    if one.projected.spelling in _PLAIN:
+        known = before.element in floats.ELEMENTS and before.bias_dtype == after.bias_dtype
+        # Gate and up are one item, and have one recoder.
+        return ToFloats(replace(before, role="w2", gated=False), after.element == "f16") if known else None
+    widened = before.scale_dtype if before.scale_dtype in ("bf16", "f16") and after.scale_dtype == "f32" else None
+    alike = (before.element, before.symmetric, before.bias_dtype)
     if (
-        alike != (after.element, after.scale_dtype, after.symmetric, after.bias_dtype)
-        or one.projected.spelling == "plain"
+        alike != (after.element, after.symmetric, after.bias_dtype)
+        or (before.scale_dtype != after.scale_dtype and widened is None)
+        or before.act_order != after.act_order
     ):
         return None
     if before.num_groups == 1 and after.num_groups > 1 and one.projected.spelling in FP8_BLOCKS:
-        return Copied(0, nonzero=False)
-    if before.group_size % after.group_size:
+        return Copied(0, nonzero=False, widened=widened)
+    if before.group_size % after.group_size or (before.act_order and before.group_size != after.group_size):
         return None
     times = before.group_size // after.group_size
     nonzero = one.described.scheme.zero_point == "stored-minus-one"
-    return Copied(times, nonzero) if after.num_groups <= before.num_groups * times else None
+    return Copied(times, nonzero, widened) if after.num_groups <= before.num_groups * times else None
 
 
 def _of_mxfp4(spelling: str, before: MatrixSpec, after: MatrixSpec) -> Recoder | None:
@@ -322,6 +429,10 @@ def _of_mxfp4(spelling: str, before: MatrixSpec, after: MatrixSpec) -> Recoder |
 
 
 _FP8_BLOCKS, _NVFP4, _BFLOAT16 = ToFp8Blocks(), ToNvfp4(), ToBfloat16()
+
+
+def _pairs(source: Matrices, target: Matrices) -> zip[tuple[Fields, Fields]]:
+    return zip(source, target, strict=True)
 
 
 def _bytes(fields: Fields) -> Array:

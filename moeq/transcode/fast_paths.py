@@ -104,5 +104,7 @@ class FastPaths:
         if isinstance(item, ExpertItem):
             if self._checkpoint.experts(item.layer).flat:
                 return None
-            return projection_readers(self._checkpoint.kind_of(item.layer, item.expert), item.role, signatures)
+            return projection_readers(
+                self._checkpoint.kind_of(item.layer, item.expert), item.role, signatures, any_order=True
+            )
         return module_reader(self._plan.modules_by_name[item.name].source.described, signatures["down"])

@@ -23,6 +23,7 @@ from moeq.pipeline.plan.units import PlacedUnit, Span, Unit, copy_units, joined
 from moeq.schemes.declared import Declaration, Declared
 from moeq.schemes.format import Context, Described, PartSig
 from moeq.schemes.registry import match_format, read_dialect
+from moeq.transcode.activations import static_part
 from moeq.transcode.naming import rename
 from moeq.transcode.spellings import SPELLINGS
 from moeq.transcode.survey import LayerSurvey, ModuleSurvey, Projected, Survey, TranscodeRequest, survey
@@ -51,6 +52,12 @@ class WrittenProjection:
     signatures: Mapping[str, PartSig]
     places: Mapping[str, Span]
     projected: Projected
+
+    @property
+    def packed(self) -> dict[str, PartSig]:
+        """The parts that hold the matrix: all but the static scale of its activations."""
+        carried = self.projected.activation
+        return {part: signature for part, signature in self.signatures.items() if not carried or part != carried.target}
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,7 @@ class TranscodePlan(Plan):
         """What is written for an item."""
         if isinstance(item, ModuleItem):
             module = self.modules_by_name[item.name]
-            signatures = _signatures(module.projected)
+            signatures = module.projected.signatures
             places = {part: form.ranges[f"{module.written}.{part}"] for part in signatures}
             described = self.described[module.projected, ""]
             return {"down": WrittenProjection(module.written, described, signatures, places, module.projected)}
@@ -115,7 +122,7 @@ class TranscodePlan(Plan):
         found: dict[StoredName, WrittenProjection] = {}
         for projection in _of_role(layer, item.expert, item.role):
             projected = layer.kinds[item.expert][projection]
-            signatures = _signatures(projected)
+            signatures = projected.signatures
             places = {
                 part: _place(layer, projection, item.expert, part, form)
                 for part in signatures
@@ -167,10 +174,6 @@ def item_specs(plan: TranscodePlan, item: Item) -> list[MatrixSpec]:
     return [layer.kinds[item.expert][name].spec for name in _of_role(layer, item.expert, item.role)]
 
 
-def _signatures(projected: Projected) -> dict[str, PartSig]:
-    return SPELLINGS[projected.spelling].signatures(projected.spec)
-
-
 def _of_role(layer: LayerSurvey, expert: int, role: StackedRole) -> list[StoredName]:
     """The written projections that a stacked matrix holds."""
     return [name for name in layer.kinds[expert] if (name == "down") == (role == "w2")]
@@ -209,8 +212,8 @@ def _reader(projected: Projected, module: str, declaration: Declaration | None) 
         MoeqError: `bug.config` where that is not what was meant.
     """
     # Readers turn transposed stacks round before anything else.
-    known_as = "plain" if projected.spelling == "plain-transposed" else projected.spelling
-    signatures = SPELLINGS[known_as].signatures(projected.spec)
+    plain = projected.spelling == "plain-transposed"
+    signatures = replace(projected, spelling="plain").signatures if plain else projected.signatures
     declared = declaration.resolve(module) if declaration else None
     spelling = SPELLINGS[projected.spelling]
     matched = match_format(signatures, declared)
@@ -219,7 +222,8 @@ def _reader(projected: Projected, module: str, declaration: Declaration | None) 
     context = Context(module, spec.role, known, k_hint=spec.k, gated=spec.gated)
     if matched is not None and matched.id == spelling.format and (declaration is None or declared is not None):
         described = matched.describe(signatures, context)
-        if described.spec == spec:
+        static = static_part(signatures, described.scheme)
+        if described.spec == spec and (static is None) == (projected.activation is None):
             return described
     raise MoeqError(
         "bug.config",
@@ -285,7 +289,7 @@ def _bounded(together: Iterable[Tensors]) -> Iterator[Tensors]:
 
 
 def _module_tensors(module: ModuleSurvey) -> Tensors:
-    signatures = _signatures(module.projected)
+    signatures = module.projected.signatures
     return {f"{module.written}.{part}": (signature.shape, signature.dtype) for part, signature in signatures.items()}
 
 
@@ -294,7 +298,7 @@ def _layer_tensors(layer: LayerSurvey) -> Iterator[tuple[str, tuple[tuple[int, .
     naming = layer.naming
     for expert, projections in layer.kinds.items():
         for projection, projected in projections.items():
-            for part, signature in _signatures(projected).items():
+            for part, signature in projected.signatures.items():
                 # A stack's own shape has the number of experts in front, as its tensors have.
                 shape = signature.shape
                 if naming.stacked:
@@ -340,7 +344,7 @@ def _module_units(plan: TranscodePlan, modules: Iterator[ModuleSurvey], file: Fi
     left, group, size = len(file.tensors), list[ModuleSurvey](), 0
     while left:
         module = next(modules)
-        signatures = _signatures(module.projected)
+        signatures = module.projected.signatures
         count = sum(tensor_bytes(signature.shape, signature.dtype) for signature in signatures.values())
         if group and size + count > _UNIT_BYTES:
             yield _modules_unit(plan, file, group)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 BLOCK = 128
 
 #: Spellings with one scale per such block.
-FP8_BLOCKS = ("fp8-block", "ct-fp8-block", "deepseek-fp8")
+FP8_BLOCKS = ("fp8-block", "ct-fp8-block", "deepseek-fp8", "modelopt-fp8-block")
 
 _DTYPES = {name: dtype for dtype, name in FLOAT_NAMES.items() if dtype != "U8"}
 
@@ -36,14 +36,16 @@ class Spelling:
         id: name within this module's table.
         format: id of the format in `moeq.schemes.registry` that reads it.
         parts: dtype and shape of every part, from the sizes alone.
+        activation: name and shape of the static scale of activations, where it has a place for one.
     """
 
     id: str
     format: str
     parts: Callable[[MatrixSpec], dict[str, PartSig]]
+    activation: tuple[str, tuple[int, ...]] | None = None
 
     def signatures(self, spec: MatrixSpec) -> dict[str, PartSig]:
-        """Dtype and shape of every part, the bias among them."""
+        """Dtype and shape of every part of the matrix, the bias among them."""
         found = self.parts(spec)
         if spec.bias_dtype is not None:
             found["bias"] = PartSig(_DTYPES[spec.bias_dtype], (spec.n,))
@@ -120,22 +122,30 @@ def _modelopt_nvfp4(spec: MatrixSpec) -> dict[str, PartSig]:
     return {**parts, "weight_scale_2": PartSig("F32", ())}
 
 
-def _fp8_rows(spec: MatrixSpec) -> dict[str, PartSig]:
-    return {
-        "weight": PartSig("F8_E4M3", (spec.n, spec.k)),
-        "weight_scale": PartSig(_DTYPES[spec.scale_dtype], (spec.n, 1)),
-    }
+def _e4m3(
+    scale: str, shape: Callable[[MatrixSpec], tuple[int, ...]], dtype: str | None = None
+) -> Callable[[MatrixSpec], dict[str, PartSig]]:
+    """FP8 codes with scales of some shape, by default in the type that the matrix has."""
 
-
-def _fp8_blocks(scale: str) -> Callable[[MatrixSpec], dict[str, PartSig]]:
     def parts(spec: MatrixSpec) -> dict[str, PartSig]:
-        blocks = (-(-spec.n // BLOCK), -(-spec.k // BLOCK))
-        return {
-            "weight": PartSig("F8_E4M3", (spec.n, spec.k)),
-            scale: PartSig(_DTYPES[spec.scale_dtype], blocks),
-        }
+        scales = PartSig(dtype or _DTYPES[spec.scale_dtype], shape(spec))
+        return {"weight": PartSig("F8_E4M3", (spec.n, spec.k)), scale: scales}
 
     return parts
+
+
+def _groups(spec: MatrixSpec) -> tuple[int, int]:
+    return spec.n, spec.num_groups
+
+
+def _blocks(spec: MatrixSpec) -> tuple[int, int]:
+    return -(-spec.n // BLOCK), -(-spec.k // BLOCK)
+
+
+def _spread_blocks(spec: MatrixSpec) -> tuple[int, ...]:
+    """As ModelOpt stores them: one dimension more for the rows, and one for the columns, of a block."""
+    rows, columns = _blocks(spec)
+    return rows, 1, columns, 1
 
 
 def _plain(spec: MatrixSpec) -> dict[str, PartSig]:
@@ -153,13 +163,19 @@ SPELLINGS: dict[str, Spelling] = {
         Spelling("gptq", "gptq", _gptq),
         Spelling("ct-mxfp4", "ct-mxfp4", _byte_matrix("weight_packed", "U8", "weight_scale", "U8")),
         Spelling("deepseek-fp4", "deepseek-fp4", _byte_matrix("weight", "I8", "scale", "F8_E8M0")),
-        Spelling("deepseek-fp8", "fp8-block", _fp8_blocks("scale")),
+        Spelling("deepseek-fp8", "fp8-block", _e4m3("scale", _blocks)),
         Spelling("gpt-oss", "mxfp4", _gpt_oss),
-        Spelling("ct-nvfp4", "nvfp4", _ct_nvfp4),
-        Spelling("modelopt-nvfp4", "nvfp4", _modelopt_nvfp4),
-        Spelling("ct-fp8", "fp8", _fp8_rows),
-        Spelling("fp8-block", "fp8-block", _fp8_blocks("weight_scale_inv")),
-        Spelling("ct-fp8-block", "fp8-block", _fp8_blocks("weight_scale")),
+        Spelling("ct-nvfp4", "nvfp4", _ct_nvfp4, ("input_global_scale", (1,))),
+        Spelling("ct-fp8", "fp8", _e4m3("weight_scale", lambda spec: (spec.n, 1))),
+        Spelling("ct-fp8-tensor", "fp8", _e4m3("weight_scale", lambda spec: (1,)), ("input_scale", (1,))),
+        Spelling("ct-mxfp8", "mxfp8", _e4m3("weight_scale", _groups, "U8")),
+        Spelling("fp8-block", "fp8-block", _e4m3("weight_scale_inv", _blocks)),
+        Spelling("ct-fp8-block", "fp8-block", _e4m3("weight_scale", _blocks)),
+        Spelling("modelopt-nvfp4", "nvfp4", _modelopt_nvfp4, ("input_scale", ())),
+        Spelling("modelopt-fp8", "fp8", _e4m3("weight_scale", lambda spec: ()), ("input_scale", ())),
+        Spelling("modelopt-fp8-channel", "fp8", _e4m3("weight_scale", lambda spec: (spec.n,))),
+        Spelling("modelopt-fp8-block", "fp8-block", _e4m3("weight_scale", _spread_blocks)),
+        Spelling("modelopt-mxfp8", "mxfp8", _e4m3("weight_scale", _groups, "U8")),
         Spelling("plain", "unquantized", _plain),
         Spelling("plain-transposed", "unquantized", _transposed),
     )

@@ -13,11 +13,14 @@ from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec
 from moeq.model import Checkpoint
 from moeq.model.describe import model_type
-from moeq.model.experts import ExpertKind
+from moeq.model.experts import Experts, KindGroup
 from moeq.model.quantized_modules import QuantizedModule, quantized_modules
-from moeq.schemes.format import Described
+from moeq.schemes.format import Described, PartSig
+from moeq.schemes.registry import get_format
+from moeq.transcode.activations import StaticScale, static_part
 from moeq.transcode.configs import Contents, Quantisation, weights_of
 from moeq.transcode.naming import NamesOption, Naming, choose_naming, rename
+from moeq.transcode.spellings import SPELLINGS
 from moeq.transcode.targets import TargetFormat
 
 #: Words in names of modules that hold a matrix but multiply nothing.
@@ -56,12 +59,20 @@ class Projected:
         spelling: how the target stores it.
         spec: its sizes and types there.
         weights: the config's view of that.
+        activation: the static scale of its activations, where it is carried over.
     """
 
     source: Described
     spelling: str
     spec: MatrixSpec
     weights: Quantisation
+    activation: StaticScale | None = None
+
+    @property
+    def signatures(self) -> dict[str, PartSig]:
+        """Dtype and shape of everything that is written."""
+        found = SPELLINGS[self.spelling].signatures(self.spec)
+        return found if self.activation is None else {**found, self.activation.target: self.activation.written}
 
 
 @dataclass(frozen=True)
@@ -183,7 +194,7 @@ def _layer(
         raise MoeqError("usage.names", "--sort-act-order with --names stacked", "--names per-expert")
     found: dict[int, Mapping[StoredName, Projected]] = {}
     for group in groups:
-        projected = _experts(group.kind, naming, target, request, f"{where} expert {group.experts[0]}")
+        projected = _experts(experts, group, naming, target, request)
         found.update(dict.fromkeys(group.experts, projected))
     if naming.stacked and len(groups) > 1:
         raise MoeqError(
@@ -195,9 +206,10 @@ def _layer(
 
 
 def _experts(
-    kind: ExpertKind, naming: Naming, target: TargetFormat, request: TranscodeRequest, where: str
+    experts: Experts, group: KindGroup, naming: Naming, target: TargetFormat, request: TranscodeRequest
 ) -> Mapping[StoredName, Projected]:
-    """The projections of an expert as they are written."""
+    """The projections of some experts as they are written."""
+    kind, where = group.kind, f"{experts.layer.prefix} expert {group.experts[0]}"
     if problems := kind.problems():
         raise MoeqError("source.not-convertible", f"{where}: {problems[0]}")
     names: tuple[StoredName, ...] = ("gate", "up", "down") if kind.gated else ("up", "down")
@@ -207,17 +219,47 @@ def _experts(
     for name in names:
         stored = kind.projection("w13" if name == "gate_up" else name)
         spec = kind.spec("w13" if name == "gate_up" else name)
-        projected = project(Described(stored.scheme, spec), target, request, f"{where} {name}")
+        parts = _parts_of_all(experts, group.experts, name) if not naming.stacked else {}
+        projected = project(Described(stored.scheme, spec), parts, target, request, f"{where} {name}")
         found[name] = replace(projected, spelling="plain-transposed") if naming.transposed else projected
     return found
 
 
-def project(described: Described, target: TargetFormat, request: TranscodeRequest, where: str) -> Projected:
-    """What the target makes of one projection."""
-    spelling = target.spelling(described, where)
+def _parts_of_all(experts: Experts, numbers: Iterable[int], name: StoredName) -> dict[str, PartSig]:
+    """Parts of a stored projection that all of some experts have alike, each as a tensor of its own."""
+    if experts.layer.fused:
+        return {}
+    units = [experts.layer.unit(number).get(name, {}) for number in numbers]
+    first = {part: PartSig(entry.dtype, entry.shape) for part, entry in units[0].items()}
+    return {
+        part: signature
+        for part, signature in first.items()
+        if all(part in unit and unit[part][1:3] == signature for unit in units)
+    }
+
+
+def project(
+    described: Described, parts: Mapping[str, PartSig], target: TargetFormat, request: TranscodeRequest, where: str
+) -> Projected:
+    """What the target makes of one projection.
+
+    Args:
+        described: as the source has it.
+        parts: its stored parts, where each is a tensor of its own.
+        target: the format.
+        request: what was asked for.
+        where: its module.
+    """
+    static = static_part(parts, described.scheme)
+    spelling = target.spelling(described, where, static=static is not None)
+    place = SPELLINGS[spelling].activation
+    activation = None
+    if static is not None and place is not None:
+        dtype = static[1] if spelling == "ct-fp8-tensor" else "F32"
+        activation = StaticScale(*static, place[0], PartSig(dtype, place[1]))
     if request.sort_act_order:
         described = replace(described, spec=replace(described.spec, act_order=False))
-    spec = target.spec(described, request.regroup)
+    spec = target.spec(described, spelling, request.regroup)
     declared = described.scheme.group_size
     if spelling in ("ct-pack", "gptq"):
         if request.regroup and spec.group_size != described.spec.group_size:
@@ -235,7 +277,9 @@ def project(described: Described, target: TargetFormat, request: TranscodeReques
             "vLLM 0.33 refuses",
             "--to gptq_v2 keeps g_idx",
         )
-    return Projected(described, spelling, spec, weights_of(spelling, spec, declared))
+    quantised = activation is not None or (spelling == "ct-mxfp8" and described.scheme.activation is not None)
+    weights = weights_of(spelling, spec, declared, activations=quantised)
+    return Projected(described, spelling, spec, weights, activation)
 
 
 def _check_regroup(spec: MatrixSpec, group_size: int, where: str) -> None:
@@ -281,8 +325,12 @@ def _modules(
 ) -> Iterator[ModuleSurvey]:
     """Quantised modules among the tensors that are no routed experts."""
     for module in quantized_modules(rest, checkpoint.declaration):
-        projected = project(module.described, target, request, module.name)
-        yield ModuleSurvey(module, rename(module.name, renamed), projected)
+        signatures = {part: PartSig(entry.dtype, entry.shape) for part, entry in module.parts.items()}
+        projected = project(module.described, signatures, target, request, module.name)
+        # What belongs to no format (scales of a KV cache) is not part of the matrix.
+        known = get_format(module.described.scheme.format).parts
+        parts = {part: entry for part, entry in module.parts.items() if part in known}
+        yield ModuleSurvey(replace(module, parts=parts), rename(module.name, renamed), projected)
 
 
 def _plain_modules(copied: tuple[TensorEntry, ...]) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ class TargetFormat:
         id: what `--to` takes.
         title: one line for people.
         spellings: kind of a projection to the spelling that stores it.
+        static: the same where activations have one static scale per tensor, as the weights have.
         config: the quantisation config; None for floats, which have none.
         side_config: name and content of the file in which the format's tools also keep the config.
         element: element type of floats.
@@ -41,9 +42,16 @@ class TargetFormat:
     model_types: tuple[str, ...] = ()
     stackable: bool = False
     bits: tuple[int, ...] = ()
+    static: Mapping[str, str] = field(default_factory=dict)
 
-    def spelling(self, described: Described, where: str) -> str:
-        """Id of the spelling of a projection. Raises MoeqError `usage.target` with what would work."""
+    def spelling(self, described: Described, where: str, *, static: bool = False) -> str:
+        """Id of the spelling of a projection. Raises MoeqError `usage.target` with what would work.
+
+        Args:
+            described: the projection as the source has it.
+            where: its module.
+            static: the source holds a static scale of its activations.
+        """
         scheme = described.scheme
         refusal = get_format(scheme.format).refusal_of(scheme) if scheme.format in _UNREADABLE else None
         kind = kind_of(described)
@@ -53,16 +61,16 @@ class TargetFormat:
                 f"--to {self.id} takes codes of {', '.join(map(str, self.bits))} bits, readers disagree about {bits}"
             )
         if kind in self.spellings and refusal is None:
-            return self.spellings[kind]
+            per_tensor = static and scheme.weight.scale.granularity == "tensor"
+            return self.static.get(kind, self.spellings[kind]) if per_tensor else self.spellings[kind]
         reason = refusal or f"--to {self.id} stores {_titles(self.spellings)}, no {_TITLES[kind]}"
         others = [] if refusal else [other.id for other in TARGETS.values() if kind in other.spellings]
         hint = f"--to {', '.join(others)}" if others else "--to compressed-tensors" if self.bits else None
         raise MoeqError("usage.target", f"{where} is {described.scheme.title}: {reason}", hint)
 
-    def spec(self, described: Described, regroup: int | None) -> MatrixSpec:
-        """What a projection becomes, sizes and types."""
+    def spec(self, described: Described, spelling: str, regroup: int | None) -> MatrixSpec:
+        """What a projection becomes under a spelling, sizes and types."""
         spec = described.spec
-        spelling = self.spellings[kind_of(described)]
         if spelling == "plain":
             return replace(
                 spec,
@@ -77,9 +85,12 @@ class TargetFormat:
         if spelling == "deepseek-fp8":
             return replace(spec, element="e4m3", scale_dtype="e8m0", symmetric=True, act_order=False)
         if "fp8-block" in spelling:
-            scale = spec.scale_dtype if kind_of(described) == "fp8-block" and spec.scale_dtype != "e8m0" else "f32"
+            kept = kind_of(described) == "fp8-block" and spec.scale_dtype != "e8m0" and "modelopt" not in spelling
+            scale = spec.scale_dtype if kept else "f32"
             size = min(BLOCK, spec.k)
             return replace(spec, element="e4m3", group_size=size, scale_dtype=scale, symmetric=True, act_order=False)
+        if spelling in ("modelopt-fp8", "modelopt-fp8-channel"):
+            return replace(spec, scale_dtype="f32")
         if spelling == "ct-pack" or spelling == "gptq":
             size = min(regroup, spec.k) if regroup else spec.group_size
             return replace(spec, group_size=size)
@@ -126,10 +137,18 @@ TARGETS: dict[str, TargetFormat] = {
     for target in (
         TargetFormat(
             "compressed-tensors",
-            "compressed-tensors: pack-quantized, mxfp4-, nvfp4-pack-quantized or float-quantized",
-            {"int": "ct-pack", "mxfp4": "ct-mxfp4", "nvfp4": "ct-nvfp4", "fp8": "ct-fp8", "fp8-block": "ct-fp8-block"},
+            "compressed-tensors: pack-quantized, mxfp4-, nvfp4-pack-quantized, float- or mxfp8-quantized",
+            {
+                "int": "ct-pack",
+                "mxfp4": "ct-mxfp4",
+                "nvfp4": "ct-nvfp4",
+                "fp8": "ct-fp8",
+                "fp8-block": "ct-fp8-block",
+                "mxfp8": "ct-mxfp8",
+            },
             configs.compressed_tensors,
             stackable=True,
+            static={"fp8": "ct-fp8-tensor"},
         ),
         TargetFormat(
             "gptq",
@@ -168,15 +187,28 @@ TARGETS: dict[str, TargetFormat] = {
             configs.fp8_blocks,
         ),
         TargetFormat(
+            "modelopt",
+            "ModelOpt: FP8 per tensor, channel or block, MXFP8, NVFP4",
+            {
+                "fp8": "modelopt-fp8-channel",
+                "fp8-block": "modelopt-fp8-block",
+                "mxfp8": "modelopt-mxfp8",
+                "nvfp4": "modelopt-nvfp4",
+            },
+            configs.modelopt,
+            side_config=configs.modelopt_side,
+            static={"fp8": "modelopt-fp8"},
+        ),
+        TargetFormat(
             "nvfp4",
-            "NVFP4 as ModelOpt writes it, weights only",
+            "NVFP4 as ModelOpt writes it",
             {"mxfp4": "modelopt-nvfp4", "nvfp4": "modelopt-nvfp4"},
-            configs.modelopt_nvfp4,
+            configs.modelopt,
             side_config=configs.modelopt_side,
         ),
         TargetFormat(
             "nvfp4-compressed-tensors",
-            "NVFP4 as compressed-tensors writes it, weights only",
+            "NVFP4 as compressed-tensors writes it",
             {"mxfp4": "ct-nvfp4", "nvfp4": "ct-nvfp4"},
             configs.compressed_tensors,
         ),

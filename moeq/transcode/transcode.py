@@ -46,7 +46,7 @@ from moeq.pipeline.state.side_files import SideFiles, plan_side_files
 from moeq.transcode.compare import Loss
 from moeq.transcode.naming import NamesOption
 from moeq.transcode.plan import Item, TranscodePlan, TranscodeUnit, make_transcode_plan
-from moeq.transcode.survey import TranscodeRequest
+from moeq.transcode.survey import Projected, TranscodeRequest
 from moeq.transcode.worker import Transcoder
 from moeq.version import __version__
 
@@ -280,30 +280,40 @@ def dropped_parts(checkpoint: Checkpoint, plan: TranscodePlan) -> dict[str, int]
     """Parts that the target has no place for, and how many tensors they are: static scales of activations."""
     found: dict[str, int] = {}
     for layer in plan.survey.layers:
-        for (_, part), entries in checkpoint.experts(layer.layer).layer.parts.items():
+        for (name, part), entries in checkpoint.experts(layer.layer).layer.parts.items():
             if part.startswith("input_"):
-                found[part] = found.get(part, 0) + len(entries)
+                carried = sum(_carries(projections.get(name), part) for projections in layer.kinds.values())
+                found[part] = found.get(part, 0) + len(entries) - carried
     for module in plan.survey.modules:
         for part in module.source.parts:
             if part.startswith("input_"):
-                found[part] = found.get(part, 0) + 1
-    return found
+                found[part] = found.get(part, 0) + (not _carries(module.projected, part))
+    return {part: count for part, count in found.items() if count}
+
+
+def _carries(projected: Projected | None, part: str) -> bool:
+    return projected is not None and projected.activation is not None and projected.activation.source == part
 
 
 def notes(plan: TranscodePlan) -> tuple[str, ...]:
-    """What changes beside the spelling: whether engines quantise activations."""
-    projected = [kind for layer in plan.survey.layers for kinds in layer.kinds.values() for kind in kinds.values()]
-    projected += [module.projected for module in plan.survey.modules]
-    before = {kind.source.scheme.activation.dtype for kind in projected if kind.source.scheme.activation}
-    kinds = {(kind.spelling, kind.source.scheme.activation is not None) for kind in projected}
+    """What changes beside the spelling: how engines quantise activations."""
+    kinds = {
+        (projected.source.scheme.activation, reader.scheme.activation)
+        for (projected, _), reader in plan.described.items()
+    }
     found = []
     if plan.request.sort_act_order:
         found.append("intermediate features of experts with sorted columns are in another order; moeq diff sees that")
-    if before and any(had and "fp8" not in spelling for spelling, had in kinds):
+    before = {old.dtype for old, new in kinds if old is not None and new is None}
+    if before:
         names = " and ".join(sorted(before))
         found.append(f"the source asks for {names} activations, the result is weight-only: activations stay 16-bit")
-    if any(not had and "fp8" in spelling for spelling, had in kinds):
+    if any(old is None and new is not None for old, new in kinds):
         found.append("engines quantise activations to FP8 with this format; the source was weight-only")
+    if any(old and new and not old.scale.dynamic and new.scale.dynamic for old, new in kinds):
+        found.append("the source has static scales of activations; with this format engines take them at run time")
+    if any(old and new and old.dtype != new.dtype for old, new in kinds):
+        found.append("engines quantise activations to another type with this format than with the source's")
     return tuple(found)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from moeq.checkpoint.disk import read_at
 from moeq.checkpoint.header import DTYPE_BITS
 from moeq.checkpoint.names import StoredName
 from moeq.checkpoint.writer import FileForm, Sink, tensor_bytes
@@ -29,7 +30,7 @@ from moeq.pipeline.state.records import Bytes, UnitRecord, piece_digest, pieces,
 from moeq.schemes.format import PartSig
 from moeq.schemes.registry import get_format
 from moeq.transcode import act_order
-from moeq.transcode.compare import Loss, compare
+from moeq.transcode.compare import Loss, compare, relative
 from moeq.transcode.fast_paths import FastPaths
 from moeq.transcode.plan import ExpertItem, Item, TranscodePlan, TranscodeUnit, WrittenProjection
 from moeq.transcode.spellings import BLOCK, FP8_BLOCKS, pack
@@ -37,6 +38,7 @@ from moeq.transcode.spellings import BLOCK, FP8_BLOCKS, pack
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moeq.layouts.fast.floats import Measured
     from moeq.matrix import QuantizedMatrix
     from moeq.pipeline.pack.fast.base import Inputs
     from moeq.transcode.fast import FastItem
@@ -124,17 +126,50 @@ class Transcoder:
         sizes = [_part_bytes(outputs[name].signatures[part]) for name, part in keys]
         places = [outputs[name].places.get(part, (0, 0))[0] for name, part in keys]
         memory = dict(zip(keys, buffers.take_many(f"output {slot}", sizes, places), strict=True))
-        if not path.transcode(inputs, memory, buffers.take("scratch", path.scratch_bytes)):
+        changes = path.transcode(inputs, memory, buffers.take("scratch", path.scratch_bytes))
+        if changes is None:
             return None
+        found = [loss_of(output, change) for output, change in zip(outputs.values(), changes, strict=True)]
+        if any(found) and not self._plan.request.allow_lossy:
+            return None
+        carried, changed = self._carried(item, outputs)
+        losses = [loss for loss in found if loss is not None] + changed
         written = []
         for name, output in outputs.items():
             for part, (start, stop) in output.places.items():
-                data = self._with_experts(item, part, output, memory[name, part])
+                data = carried.get((name, part))
+                if data is None:
+                    data = self._with_experts(item, part, output, memory[name, part])
                 if data.nbytes != stop - start:
                     raise ValueError(f"{output.module}.{part} has {data.nbytes} bytes, its place {stop - start}")
                 written.append((data, start))
         hashes = tuple(piece_digest(data) for data, _ in written)
-        return ItemResult(sum(data.nbytes for data, _ in written), hashes, ()), tuple(written)
+        return ItemResult(sum(data.nbytes for data, _ in written), hashes, tuple(losses)), tuple(written)
+
+    def _carried(
+        self, item: Item, outputs: Mapping[StoredName, WrittenProjection]
+    ) -> tuple[dict[tuple[StoredName, str], Bytes], list[Loss]]:
+        """Static scales of activations as they are written, by projection and part, and which of them changed.
+
+        Raises:
+            MoeqError: `answer.not-exact` where one changes and that was not allowed; `source.bad-data`.
+        """
+        found: dict[tuple[StoredName, str], Bytes] = {}
+        losses: list[Loss] = []
+        for name, output in outputs.items():
+            scale = output.projected.activation
+            if scale is None:
+                continue
+            file, start, stop = self._paths.places(item, [(name, scale.source)])[0]
+            stored = np.empty(stop - start, np.uint8)
+            if read_at(self._inputs[file].fd, stored.data, start) < stored.nbytes:
+                raise MoeqError("source.truncated", f"{file}: ended before byte {stop:,} while being read")
+            found[name, scale.target], loss = scale.converted(stored, output.module)
+            if loss is not None:
+                losses.append(loss)
+        if losses and not self._plan.request.allow_lossy:
+            raise _not_exact(losses[0], self._plan)
+        return found, losses
 
     def _with_experts(self, item: Item, part: str, output: WrittenProjection, data: Bytes) -> Bytes:
         """As `_with_experts` for tensors."""
@@ -151,10 +186,11 @@ class Transcoder:
 
         one_torch_thread()
         written, hashes, losses = 0, list[bytes](), list[Loss]()
-        for transcoded in transcode_item(self._checkpoint, self._plan, item, self._form):
+        carried, changed = self._carried(item, self._plan.outputs(item, self._form))
+        for name, transcoded in transcode_item(self._checkpoint, self._plan, item, self._form).items():
             output = transcoded.output
             for part, (start, stop) in output.places.items():
-                piece = as_bytes(transcoded.stored[part])
+                piece = carried[name, part].data if (name, part) in carried else as_bytes(transcoded.stored[part])
                 if piece.nbytes != stop - start:
                     raise ValueError(f"{output.module}.{part} has {piece.nbytes} bytes, its place {stop - start}")
                 self._output.write(piece, start)
@@ -162,7 +198,7 @@ class Transcoder:
                 written += piece.nbytes
             if transcoded.loss is not None:
                 losses.append(transcoded.loss)
-        return ItemResult(written, tuple(hashes), tuple(losses))
+        return ItemResult(written, tuple(hashes), (*losses, *changed))
 
     def record(self, results: Sequence[ItemResult]) -> UnitRecord:
         """The unit's record from the results of all its items, in order."""
@@ -177,6 +213,26 @@ class Transcoder:
         )
 
 
+def loss_of(output: WrittenProjection, change: Measured | None) -> Loss | None:
+    """What the fast path found, for the report."""
+    if change is None or not change.numbers:
+        return None
+    spec, (_, width) = output.projected.spec, _block(output)
+    return Loss(
+        module=output.module,
+        numbers=change.numbers,
+        of=spec.n * spec.k,
+        blocks=change.blocks,
+        of_blocks=spec.n * -(-spec.k // width),
+        block=(1, width),
+        max_abs=change.largest,
+        relative=relative(change.squares, change.norm),
+        first=change.first,
+        before=change.before,
+        after=change.after,
+    )
+
+
 def _part_bytes(signature: PartSig) -> int:
     return tensor_bytes(signature.shape, signature.dtype)
 
@@ -187,7 +243,7 @@ class Transcoded:
 
     Attributes:
         output: where it goes.
-        stored: its tensors by part.
+        stored: its tensors by part, but for the static scale of its activations.
         loss: what changed; None where every value is equal.
     """
 
@@ -196,7 +252,9 @@ class Transcoded:
     loss: Loss | None
 
 
-def transcode_item(checkpoint: Checkpoint, plan: TranscodePlan, item: Item, form: FileForm) -> list[Transcoded]:
+def transcode_item(
+    checkpoint: Checkpoint, plan: TranscodePlan, item: Item, form: FileForm
+) -> dict[StoredName, Transcoded]:
     """Decode an item's projections, store them in the target's spelling, decode that and compare.
 
     Raises:
@@ -204,15 +262,15 @@ def transcode_item(checkpoint: Checkpoint, plan: TranscodePlan, item: Item, form
     """
     outputs = plan.outputs(item, form)
     matrices = read_item(checkpoint, plan, item, list(outputs))
-    found = []
+    found = {}
     for projection, recoded in _recoded(plan, outputs, matrices).items():
         output, before = outputs[projection], matrices[projection]
         stored = _stored(output, recoded, before.bias)
-        after = decode(output, _from_bytes(stored, output.signatures))
+        after = decode(output, _from_bytes(stored, output.packed))
         loss = compare(output.module, before, after, _block(output))
         if loss is not None and not plan.request.allow_lossy:
             raise _not_exact(loss, plan)
-        found.append(Transcoded(output, _with_experts(stored, plan, item), loss))
+        found[projection] = Transcoded(output, _with_experts(stored, plan, item), loss)
     return found
 
 
@@ -274,6 +332,8 @@ def _recoded(
             results[name] = recode.to_fp8_blocks(matrix, spec)
         elif spec.group_size != matrix.spec.group_size:
             results[name] = repeat_groups(matrix, spec)
+        elif spec.scale_dtype != matrix.spec.scale_dtype:
+            results[name] = replace(matrix, spec=spec, scales=matrix.scales.float())
         else:
             results[name] = replace(matrix, spec=spec)
     return results
@@ -294,7 +354,7 @@ def _stored(output: WrittenProjection, recoded: QuantizedMatrix | Tensor, bias: 
 
     if isinstance(recoded, QuantizedMatrix):
         _check_zeros(recoded, output)
-        return pack(recoded, output.signatures, output.described.scheme, output.module)
+        return pack(recoded, output.packed, output.described.scheme, output.module)
     weight = recoded.t().contiguous() if output.projected.spelling == "plain-transposed" else recoded
     return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
 

@@ -1,6 +1,7 @@
 """Transcoded checkpoints in the hands of the real libraries: what each reads is bit for bit what the source means.
 
-Every test needs its library and is skipped without: compressed-tensors (with transformers), GPTQModel, AutoAWQ, vLLM.
+Every test needs its library and is skipped without: compressed-tensors (with transformers), GPTQModel, AutoAWQ,
+ModelOpt, vLLM.
 None of them is a dependency of moeq; `recorded.json` says with which versions these tests last passed.
 """
 
@@ -35,7 +36,8 @@ INTEGERS = (
     "ct-int4-asym-g32-mixtral",
     "ct-w8a8-qwen3moe",
 )
-FP8 = ("ct-fp8-tensor-qwen3moe", "ct-fp8-channel-qwen3moe", "ct-fp8-block-qwen3moe")
+FP8 = ("ct-fp8-tensor-qwen3moe", "ct-fp8-channel-qwen3moe", "ct-fp8-block-qwen3moe", "modelopt-fp8-qwen3moe")
+MXFP8 = "ct-mxfp8-qwen3moe"
 NVFP4 = ("ct-nvfp4-qwen3moe", "ct-nvfp4a16-qwen3moe")
 _MIXTRAL = ("gptq-int4-g128-mixtral", "ct-int4-asym-g32-mixtral")
 
@@ -88,7 +90,7 @@ def assert_equal(read: torch.Tensor, expected: torch.Tensor, module: str) -> Non
         ("gptq-int4-g128-mixtral", "compressed-tensors", {"regroup": 64, "names": "mlp"}),
         ("ct-mxfp4-qwen3moe", "nvfp4-compressed-tensors", {}),
         ("mxfp4-gptoss", "nvfp4-compressed-tensors", {}),
-        *((name, "compressed-tensors", {}) for name in (*FP8, *NVFP4)),
+        *((name, "compressed-tensors", {}) for name in (*FP8, *NVFP4, MXFP8)),
         *((name, "nvfp4-compressed-tensors", {}) for name in NVFP4),
     ],
 )
@@ -113,8 +115,9 @@ def test_compressed_tensors_reads_the_same_values(
         reader = BaseCompressor.get_value_from_registry(scheme.format or parsed.format)
         read = reader.decompress(parts, scheme)["weight"]
         assert_equal(read, expected.to(read.dtype).float(), module)
-        # The library rounds NVFP4 to bfloat16, as it does the source's.
-        assert read.dtype == torch.float32 or name in NVFP4 or torch.equal(expected.to(read.dtype).float(), expected)
+        # The library rounds NVFP4 and MXFP8 to bfloat16, as it does the source's.
+        rounded = name in (*NVFP4, MXFP8)
+        assert read.dtype == torch.float32 or rounded or torch.equal(expected.to(read.dtype).float(), expected)
         count += 1
     assert count >= 12
 
@@ -268,6 +271,43 @@ def test_autoawq_means_the_same_by_the_source(checkpoints: Path) -> None:
         parts = parts_of(tensors, module)
         read = dequantize_gemm(parts["qweight"], parts["qzeros"], parts["scales"], 4, 32)
         assert torch.equal(read.t(), expected.to(read.dtype)), module
+
+
+# ModelOpt
+
+
+@pytest.mark.parametrize("name", [*FP8, *NVFP4, MXFP8, "modelopt-nvfp4-qwen3moe"])
+def test_modelopt_reads_the_same_values(checkpoints: Path, tmp_path: Path, name: str) -> None:
+    pytest.importorskip("modelopt.torch.quantization.qtensor")
+    from modelopt.torch.quantization.qtensor import FP8QTensor, MXFP8QTensor, NVFP4QTensor
+
+    config, tensors = result(checkpoints / name, tmp_path / "out", "modelopt")
+    algorithm = config["quantization_config"]["quant_algo"].upper()
+    for module, expected in source_values(checkpoints / name):
+        parts, (n, k) = parts_of(tensors, module), expected.shape
+        codes, scale = parts["weight"], parts["weight_scale"]
+        if algorithm == "MXFP8":
+            read = MXFP8QTensor(expected.shape, torch.float32, codes).dequantize(scale=scale)
+        elif "NVFP4" in algorithm:
+            # Its reader multiplies both scales in float32 before the code, which rounds twice.
+            factor = (scale.float() * parts["weight_scale_2"]).repeat_interleave(16, 1)
+            unit = torch.ones((), dtype=torch.float32)
+            ones = torch.full_like(scale, 1.0)
+            values = NVFP4QTensor(expected.shape, torch.float32, codes).dequantize(
+                scale=ones, double_scale=unit, block_sizes={-1: 16}
+            )
+            assert torch.allclose(values * factor, expected, rtol=2e-7, atol=0)
+            exact = values.double() * scale.double().repeat_interleave(16, 1) * parts["weight_scale_2"].double()
+            read = exact.float()
+        else:
+            given: dict[str, Any] = {"scale": scale}
+            if algorithm == "FP8_PB_WO":
+                given = {"scale": scale[:, 0, :, 0], "block_sizes": {-1: 128, -2: 128}}
+            elif algorithm.endswith("PER_TOKEN"):
+                given = {"scale": scale.reshape(-1, 1)}
+            read = FP8QTensor(expected.shape, torch.float32, codes).dequantize(dtype=torch.float32, **given)
+        assert_equal(read, expected, module)
+        assert (n, k) == tuple(read.shape)
 
 
 # vLLM: its config parsers and what they say of every module

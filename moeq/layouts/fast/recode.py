@@ -40,8 +40,8 @@ ZEROS = HIGHEST - LOWEST + 1
 #: What the inverse tables say of a number that no code has.
 _NO_CODE = 0x100
 
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-_E2M1 = np.concatenate([_E2M1, -_E2M1])
+#: float32 `[16]`: what each code means.
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
 def to_fp8_blocks(codes: Array, exponents: Array, out: Array, scales: Array) -> None:
@@ -137,7 +137,7 @@ def _to_e4m3() -> Array:
     codes = {float(value): byte for byte, value in enumerate(e4m3_values().tolist()) if byte not in (0x7F, 0x80, 0xFF)}
     for row in range(ZEROS):
         for code in range(1, 8):
-            byte = codes.get(float(_E2M1[code]) * 2.0 ** (row + LOWEST), 0x7F)
+            byte = codes.get(float(E2M1[code]) * 2.0 ** (row + LOWEST), 0x7F)
             single[row, code], single[row, code + 8] = byte, byte | 0x80
     single[:, 0], single[:, 8] = 0x00, 0x80
     return _pairs(single, 8)
@@ -165,8 +165,8 @@ def _from_e4m3() -> Array:
         for code in range(16):
             if row == ZEROS and code & 7:
                 continue
-            value = _E2M1[code] * np.float32(2.0 ** (row + LOWEST))
-            found[row, (e4m3_values() == value) & (signs == np.signbit(_E2M1[code]))] = code
+            value = E2M1[code] * np.float32(2.0 ** (row + LOWEST))
+            found[row, (e4m3_values() == value) & (signs == np.signbit(E2M1[code]))] = code
     return found
 
 
@@ -175,7 +175,7 @@ def _values() -> Array:
     """float32 `[256, 16]`: value of each code under each E8M0 exponent."""
     with np.errstate(over="ignore"):
         powers = np.exp2(np.arange(256, dtype=np.float64) - BIAS)
-        return (powers[:, None] * _E2M1.astype(np.float64)).astype(np.float32)
+        return (powers[:, None] * E2M1.astype(np.float64)).astype(np.float32)
 
 
 @lru_cache(maxsize=64)

@@ -86,15 +86,15 @@ def _signature(entry: TensorEntry, part: str, fused: bool) -> PartSig:
 
 
 def projection_readers(
-    kind: ExpertKind, role: StackedRole, sigs: Mapping[StoredName, Mapping[str, PartSig]]
+    kind: ExpertKind, role: StackedRole, sigs: Mapping[StoredName, Mapping[str, PartSig]], *, any_order: bool = False
 ) -> tuple[ProjectionReader, ...] | None:
-    """How each stored projection of a role is read, in the order of the packed rows."""
+    """How each stored projection of a role is read, in the order of the packed rows (`stored_projection`)."""
     names: tuple[StoredName, ...] = ("down",) if role == "w2" else ("gate", "up", "gate_up")
     readers: list[ProjectionReader] = []
     start = 0
     for name in (name for name in names if name in kind.projections):
         described = kind.projections[name]
-        stored = stored_projection(sigs[name], described.spec, described.scheme)
+        stored = stored_projection(sigs[name], described.spec, described.scheme, any_order=any_order)
         holds = _held(name, kind.spec(role))
         if stored is None or (name == "gate_up" and kind.interleaved is None):
             return None
@@ -106,8 +106,8 @@ def projection_readers(
 
 
 def module_reader(described: Described, sigs: Mapping[str, PartSig]) -> tuple[ProjectionReader, ...] | None:
-    """How a quantised module that is no expert is read."""
-    stored = stored_projection(sigs, described.spec, described.scheme)
+    """How a quantised module that is no expert is read, also where its columns are in activation order."""
+    stored = stored_projection(sigs, described.spec, described.scheme, any_order=True)
     if stored is None:
         return None
     held: tuple[Projection, MatrixSpec] = ("down", described.spec)

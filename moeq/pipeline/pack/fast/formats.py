@@ -8,6 +8,7 @@ rows along N, in whatever strides they lie:
     zeros   uint8 `[N, G]`, effective zero points
     global_scale  uint32 `[N, 1]`, bits of float32: the second-level scale, where there is one
     bias    `[N, 1]`, unsigned integers as wide as the stored dtype
+    index   int32 `[K]`, the group of each column, where columns are in activation order
 
 Which bytes these are is said by each format (`moeq.schemes.format.FastView`). A projection is read only if every stored
 bit follows from these four, so that the source can be rebuilt from them, and if its values are unremarkable; otherwise
@@ -62,6 +63,7 @@ class StoredProjection:
         scheme: how it is encoded.
         view: how its format lies.
         names: what is stored, to the name of the part; but for what no matrix tells ("other"), which is never read.
+        any_order: columns may be in activation order.
     """
 
     sigs: Mapping[str, PartSig]
@@ -69,6 +71,7 @@ class StoredProjection:
     scheme: Scheme
     view: FastView
     names: Mapping[PartRole, str]
+    any_order: bool = False
 
     def fits(self) -> bool:
         """Whether headers alone allow this fast path."""
@@ -79,7 +82,7 @@ class StoredProjection:
             and (spec.element != "int8" or self.view.signed or self.sigs[self.names["codes"]].dtype == "I32")
             and spec.bits in ((4,) if self.view.nibble_of_column else (4, 8))
             and spec.k * spec.bits % 32 == 0
-            and not spec.act_order
+            and (self.any_order or not spec.act_order)
             and self._scales.fits()
             and (self._global_scale is None or self._global_scale.fits())
             and self._side_parts_fit()
@@ -155,6 +158,8 @@ class StoredProjection:
             fields["global_scale"] = found
         if self.spec.bias_dtype is not None:
             fields["bias"] = self._matrix(stored, "bias", WIDTH[self.spec.bias_dtype]).reshape(-1, 1)
+        if self.spec.act_order:
+            fields["index"] = stored[self.names["index"]].view(np.int32)
         if "zeros" not in self.names:
             return fields
         zeros = self._zeros(stored, scratch)
@@ -183,6 +188,8 @@ class StoredProjection:
             fields["bias"] = self._matrix(stored, "bias", WIDTH[self.spec.bias_dtype]).reshape(-1, 1)
         if not self.spec.symmetric:
             fields["zeros"] = self._zero_points(scratch)
+        if self.spec.act_order:
+            fields["index"] = stored[self.names["index"]].view(np.int32)
         return fields
 
     def finish(self, stored: Stored, scratch: Array) -> None:
@@ -198,7 +205,7 @@ class StoredProjection:
             self._global_scale.finish(stored[self.names["scale2"]], scratch[self._global_region.start :])
         if "zeros" in self.names:
             self._write_zeros(stored, scratch)
-        if "index" in self.names:
+        if "index" in self.names and not self.spec.act_order:
             stored[self.names["index"]].view(np.int32)[:] = self._plain_group_index
         if "shape" in self.names:
             name = self.names["shape"]
@@ -212,14 +219,17 @@ class StoredProjection:
         return (*self.others, self.names["scale2"])
 
     def _sides_are_plain(self, stored: Stored) -> bool:
-        """Whether the group index and the stored shape say only what the spec says."""
+        """Whether the stored shape says only what the spec says, and so the group index, or names groups there are."""
         if "shape" in self.names:
             name = self.names["shape"]
             if stored[name].view(_INTEGER[self.sigs[name].dtype]).tolist() != [self.spec.n, self.spec.k]:
                 return False
         if "index" not in self.names:
             return True
-        return bool((stored[self.names["index"]].view(np.int32) == self._plain_group_index).all())
+        index = stored[self.names["index"]].view(np.int32)
+        if self.spec.act_order:
+            return bool(index.min() >= 0 and index.max() < self.spec.num_groups)
+        return bool((index == self._plain_group_index).all())
 
     def _codes(self, stored: Stored, scratch: Array) -> Array:
         """uint32 `[N, K * bits / 32]`."""
@@ -291,11 +301,16 @@ class StoredProjection:
         return (np.arange(self.spec.k) // self.spec.group_size).astype(np.int32)
 
 
-def stored_projection(sigs: Mapping[str, PartSig], spec: MatrixSpec, scheme: Scheme) -> StoredProjection | None:
-    """How to read a projection, or None where only the reference path can."""
+def stored_projection(
+    sigs: Mapping[str, PartSig], spec: MatrixSpec, scheme: Scheme, *, any_order: bool = False
+) -> StoredProjection | None:
+    """How to read a projection, or None where only the reference path can, as where columns are in activation order.
+
+    With `any_order` such columns are read as well, and the fields have `index`.
+    """
     stored_as = get_format(scheme.format)
     if stored_as.fast_view is None or not sigs.keys() <= stored_as.parts.keys():
         return None
     names = {stored_as.parts[part]: part for part in sigs if stored_as.parts[part] != "other"}
-    found = StoredProjection(sigs, spec, scheme, stored_as.fast_view, names)
+    found = StoredProjection(sigs, spec, scheme, stored_as.fast_view, names, any_order)
     return found if found.fits() else None

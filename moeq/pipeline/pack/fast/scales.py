@@ -13,6 +13,7 @@ from moeq.matrix import MatrixSpec
 from moeq.pipeline.pack.fast.scratch import Array, Region
 from moeq.schemes.base import Scheme
 from moeq.schemes.format import PartSig
+from moeq.schemes.nvfp4 import divisor_of
 
 #: Bits of a stored scale that are all set for NaN and infinity.
 EXPONENT = {"f16": 0x7C00, "bf16": 0x7F80, "f32": 0x7F800000, "e8m0": 0xFF, "e4m3": 0x7F}
@@ -136,18 +137,10 @@ class GlobalScale:
     def finish(self, stored: Array, scratch: Array) -> None:
         """Store the number of the first row."""
         number = self.blank(scratch)[0].view(np.float32)
-        stored.view(np.float32)[:] = _divisor_of(number[0]) if self.divides else number
+        stored.view(np.float32)[:] = divisor_of(float(number[0])) if self.divides else number
 
     def is_lost(self, stored: Array, scratch: Array) -> bool:
         """Whether the stored number does not follow from what was read."""
         again = np.empty(4, np.uint8)
         self.finish(again, scratch)
         return not np.array_equal(again, stored)
-
-
-def _divisor_of(multiplier: np.float32) -> np.float32:
-    """As `moeq.schemes.nvfp4.divisor_of`."""
-    with np.errstate(divide="ignore", over="ignore"):
-        nearest = np.float32(1 / np.float64(multiplier))
-        steps = (nearest, np.nextafter(nearest, nearest * 2), np.nextafter(nearest, nearest / 2))
-        return next((divisor for divisor in steps if np.float32(1) / divisor == multiplier), nearest)

@@ -1,0 +1,136 @@
+"""Quantised matrices as bfloat16 or binary16, every value rounded once, and how far that is from them, in numba.
+
+Values are the products that `moeq.schemes.dequantize` defines: scale times code (less the zero point), exact in
+float64, rounded to float32. They are written by a table of codes. The comparison takes them from the bits of the codes
+and reads what was written back by arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moeq.layouts.fast.native import Loops
+from moeq.layouts.fast.recode import E2M1, e4m3_values
+
+Array = np.ndarray[Any, Any]
+
+_loops = Loops("moeq.layouts.fast.floats_loops")
+
+#: What can be written as floats, and its number in the loops.
+ELEMENTS = {"int4": 4, "int8": 8, "e2m1": 21, "e4m3": 43}
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A matrix `[N, K]` of codes that can be written as floats.
+
+    Attributes:
+        element: `int4`, `int8`, `e2m1` or `e4m3`.
+        codes: uint32 `[N, K * bits / 32]`, rows contiguous.
+        zeros: uint8 `[N, G]`, zero points of integers; zeros for floats.
+        scales: float64 `[N, G]`.
+        index: int32 `[K]`, the group of each column.
+        run: columns that are known to have one group: as many from each multiple of it on.
+    """
+
+    element: str
+    codes: Array
+    zeros: Array
+    scales: Array
+    index: Array
+    run: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """How a matrix differs from what was written for it.
+
+    Attributes:
+        numbers: numbers that differ.
+        blocks: runs of columns with such numbers.
+        largest: the largest difference.
+        squares: sum of the squares of all differences.
+        norm: sum of the squares of the values.
+        first: row and column of the first difference.
+        before: the value there.
+        after: what was written there.
+    """
+
+    numbers: int
+    blocks: int
+    largest: float
+    squares: float
+    norm: float
+    first: tuple[int, int]
+    before: float
+    after: float
+
+
+def joined(halves: Sequence[Measured | None], rows: int, interleaved: bool) -> Measured | None:
+    """Two matrices' changes as those of one of so many rows, which alternate or follow each other."""
+    known = [half for half in halves if half is not None]
+    if len(known) < len(halves):
+        return None
+    places = [
+        ((2 * row + half if interleaved else row + half * rows // 2, column), change)
+        for half, change in enumerate(known)
+        for row, column in [change.first]
+        if change.numbers
+    ]
+    first, change = min(places, key=lambda found: found[0], default=((0, 0), known[0]))
+    return Measured(
+        numbers=sum(half.numbers for half in known),
+        blocks=sum(half.blocks for half in known),
+        largest=max(half.largest for half in known),
+        squares=sum(half.squares for half in known),
+        norm=sum(half.norm for half in known),
+        first=first,
+        before=change.before,
+        after=change.after,
+    )
+
+
+def write(matrix: Coded, out: Array, *, binary16: bool) -> None:
+    """Fill `out`, uint16 `[N, K]`, rows contiguous, with the numbers nearest to the values."""
+    table, numbers = _table(matrix.element), np.empty((1, len(matrix.index)), np.float32)
+    bits = 4 if len(table) == 16 else 8
+    _loops.round_rows(
+        matrix.codes.view(np.uint8), bits, table, matrix.zeros, matrix.index, matrix.run, matrix.scales,
+        int(binary16), numbers, numbers.view(np.uint32), out,
+    )  # fmt: skip
+
+
+def measure(matrix: Coded, found: Array, block: int, *, binary16: bool) -> Measured | None:
+    """Compare floats with the matrix, number by number.
+
+    Args:
+        matrix: what they should be.
+        found: uint16 `[N, K]`, rows contiguous.
+        block: columns that count as a block.
+        binary16: they are no bfloat16.
+
+    Returns:
+        The change; of 0 numbers where all are equal (0.0 and -0.0 are). None where a number is not finite.
+    """
+    numbers = np.empty((2, len(matrix.index)), np.float32)
+    sums, counts = np.zeros(5), np.zeros(4, np.int64)
+    finite = _loops.measure_rows(
+        matrix.codes, ELEMENTS[matrix.element], matrix.zeros, matrix.index, matrix.run, block, matrix.scales,
+        int(binary16), found, numbers, numbers.view(np.uint32), sums, counts,
+    )  # fmt: skip
+    if not finite:
+        return None
+    count, blocks, row, column = (int(counted) for counted in counts)
+    squares, norm, largest, before, after = (float(total) for total in sums)
+    return Measured(count, blocks, largest, squares, norm, (row, column), before, after)
+
+
+def _table(element: str) -> Array:
+    """float32: what each code means, integers before their zero point is subtracted."""
+    if element == "e2m1":
+        return E2M1
+    return e4m3_values() if element == "e4m3" else np.arange(1 << int(element[3:]), dtype=np.float32)

@@ -1,0 +1,117 @@
+"""Static scales of activations, carried over where the target keeps them.
+
+Checkpoints with static FP8 activations hold one `input_scale` per projection; those with 4-bit activations hold a
+second-level scale, which ModelOpt stores as a multiplier (`input_scale`) and compressed-tensors as a divisor
+(`input_global_scale`), as both do with the second-level scale of the weights. No torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moeq.errors import MoeqError
+from moeq.schemes.base import Scheme
+from moeq.schemes.format import PartSig
+from moeq.schemes.nvfp4 import divisor_of
+from moeq.transcode.compare import Loss
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    Array = np.ndarray[Any, Any]
+
+#: Parts that hold the reciprocal.
+_DIVISORS = ("input_global_scale",)
+
+_NUMBERS = {"F32": 4, "BF16": 2, "F16": 2}
+
+
+@dataclass(frozen=True)
+class StaticScale:
+    """The scale of a projection's activations, from the source to the target.
+
+    Attributes:
+        source: its part in the source.
+        dtype: how it is stored there.
+        target: its part in the target.
+        written: dtype and shape there.
+    """
+
+    source: str
+    dtype: str
+    target: str
+    written: PartSig
+
+    @property
+    def inverted(self) -> bool:
+        """Whether one of the two is the reciprocal of the other."""
+        return (self.source in _DIVISORS) != (self.target in _DIVISORS)
+
+    def converted(self, stored: Array, module: str) -> tuple[Array, Loss | None]:
+        """The bytes that the target stores.
+
+        Args:
+            stored: the source's bytes.
+            module: the written module, for messages.
+
+        Returns:
+            uint8, and what changed: a multiplier need not be the float32 reciprocal of any float32 number.
+
+        Raises:
+            MoeqError: `source.bad-data` where it is no positive number.
+        """
+        value = float(_float32(stored, self.dtype)[0])
+        if not isfinite(value) or value <= 0:
+            raise MoeqError("source.bad-data", f"{module}: {self.source} is {value}, expected a positive number")
+        if not self.inverted:
+            return _stored(value, self.written.dtype), None
+        if self.source in _DIVISORS:
+            return _stored(float(np.float32(1 / value)), self.written.dtype), None
+        divisor = divisor_of(value)
+        after = float(np.float32(1) / np.float32(divisor))
+        loss = None if after == value else _loss(f"{module}.{self.target}", value, after)
+        return _stored(divisor, self.written.dtype), loss
+
+
+def static_part(parts: Mapping[str, PartSig], scheme: Scheme) -> tuple[str, str] | None:
+    """Part and dtype of a projection's static scale of activations; None where the checkpoint uses none.
+
+    A scale that lies there although the config asks for scales at run time is not used by any engine.
+    """
+    activation = scheme.activation
+    if activation is None:
+        return None
+    names = ("input_scale", "input_global_scale") if activation.dtype == "e2m1" else ("input_scale",)
+    if activation.dtype != "e2m1" and (activation.scale.dynamic or activation.scale.granularity != "tensor"):
+        return None
+    for name in names:
+        if name in parts and parts[name].dtype in _NUMBERS and parts[name].shape in ((), (1,), (1, 1)):
+            return name, parts[name].dtype
+    return None
+
+
+def _float32(stored: Array, dtype: str) -> Array:
+    if dtype == "F32":
+        return stored.view(np.float32)
+    if dtype == "F16":
+        return stored.view(np.float16).astype(np.float32)
+    return (stored.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def _stored(value: float, dtype: str) -> Array:
+    """The bytes of a value that the dtype holds."""
+    number = np.array([value], np.float32)
+    if dtype == "F32":
+        return number.view(np.uint8)
+    if dtype == "F16":
+        return number.astype(np.float16).view(np.uint8)
+    return (number.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+
+
+def _loss(name: str, before: float, after: float) -> Loss:
+    change = abs(before - after)
+    return Loss(name, 1, 1, 1, 1, (1, 1), change, change / abs(before), (0, 0), before, after)
