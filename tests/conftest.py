@@ -28,6 +28,10 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
+# The matrices here are small: threads that wait for each other only cost time, as many more in two workers.
+torch.set_num_threads(1)
+
+
 # No test cuts the power, and each of thousands of conversions would wait for the disk some twenty times. Commands in
 # processes of their own do wait.
 def _flushed(fd: int) -> None:

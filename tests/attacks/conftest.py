@@ -158,12 +158,9 @@ def pristine(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     home = tmp_path_factory.mktemp("pristine")
     shutil.copytree(checkpoints / NAME, home / "source")
     # In this process, so that every fork has loaded and compiled what it needs.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     convert(home / "source", home / "out", Deployment(gpu=parse_gpu("a100")), workers=1)
     assert command("restore", home / "out", home / "back").code == 0
     shutil.rmtree(home / "back")
-    torch.set_num_threads(threads)
     return home
 
 

@@ -1,4 +1,4 @@
-"""Settings of these tests: one thread per operation, since the matrices are small and waiting threads cost time."""
+"""A cluster, and fast paths for matrices that are too small for them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
