@@ -261,6 +261,7 @@ def sharding_lines(conversion: Conversion) -> list[str]:
 
 
 def _render_proof(console: Console, conversion: Conversion) -> None:
+    from moeq.layouts.registry import layout_class
     from moeq.report.text import line
 
     manifest = conversion.manifest
@@ -269,7 +270,9 @@ def _render_proof(console: Console, conversion: Conversion) -> None:
     units = sum(shard.shard.experts.size for layer in conversion.plan.layers for shard in layer.shards) * 2
     losses = sum(entry.losses for entry in manifest.layers)
     if losses:
-        line(console, "lossy", f"{losses} stored numbers were changed, as was allowed; the rest is proven equal")
+        lossy = (layout_class(entry.layout) for entry in manifest.layers if entry.losses)
+        whose = ", and as the engine itself changes them at load" if all(one.lossy_as_engine for one in lossy) else ""
+        line(console, "lossy", f"{losses} stored numbers were changed, as was allowed{whose}; the rest is proven equal")
     else:
         line(console, "proof", f"{units} of {units} packed matrices unpacked again and equal to the source")
     kept = len(manifest.restore.kept) if manifest.restore else 0

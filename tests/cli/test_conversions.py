@@ -55,6 +55,24 @@ def test_the_round_trip(call, checkpoints, tmp_path) -> None:
     assert (code, document["schema"], document["differing"], document["worst"]) == (0, "moeq.diff/1", [], None)
 
 
+def test_numbers_that_the_engine_rounds_itself(call, text, checkpoints, tmp_path) -> None:
+    """Float32 scales on Marlin: refused with what would be lost and who else loses it, then written and taken back."""
+    source, out, back = checkpoints / "modelopt-fp8-qwen3moe", tmp_path / "out", tmp_path / "back"
+    code, document = call("convert", source, out, "--gpu", "a100")
+    assert (code, document["error"]["code"]) == (ExitCode.USAGE, "usage.lossy")
+    assert "scales by at most 0.24 %" in document["error"]["message"]
+    assert "the engine itself makes of this checkpoint at every start" in document["error"]["hint"]
+    code, shown, _ = text("convert", source, out, "--gpu", "a100", "--allow-lossy")
+    assert code == ExitCode.OK
+    assert "stored numbers were changed, as was allowed, and as the engine itself changes them at load" in " ".join(
+        shown.split()
+    )
+    code, _ = call("restore", out, back)
+    assert code == ExitCode.OK
+    for path in source.iterdir():
+        assert (back / path.name).read_bytes() == path.read_bytes()
+
+
 def test_differences_end_with_1(call, text, checkpoints, tmp_path) -> None:
     out = tmp_path / "out"
     assert text("convert", checkpoints / INT4, out, "--gpu", "a100")[0] == ExitCode.OK
