@@ -229,7 +229,7 @@ class _Rebuilder:
         if largest is None:
             return None
         if largest not in self._known:
-            self._known[largest] = self._fast_path.knowing(largest)
+            self._known[largest] = self._fast_path.with_calibration(largest)
         return self._known[largest]
 
     def _put_kept(self, target: _Target, data: Bytes) -> bool:

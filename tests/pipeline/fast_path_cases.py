@@ -162,7 +162,7 @@ class OnFastPath:
         self.scratch = buffer(fast_path.scratch_bytes)
         if fast_path.calibrates:
             largest = fast_path.largest(self.inputs, self.scratch)
-            fast_path = fast_path.knowing([1.0] * len(plan.shards) if largest is None else largest)
+            fast_path = fast_path.with_calibration([1.0] * len(plan.shards) if largest is None else largest)
         self.fast_path = fast_path
 
     def pack(self) -> bool:

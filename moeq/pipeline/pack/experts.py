@@ -208,7 +208,7 @@ class Packer:
             if found is None:
                 return None
             largest = [max(one, other) for one, other in zip(largest, found, strict=True)]
-        return path.knowing(largest)
+        return path.with_calibration(largest)
 
     # The reference path.
 

@@ -51,7 +51,7 @@ class FastPath(Protocol):
 
     @property
     def calibrates(self) -> tuple[tuple[StoredName, str], ...]:
-        """Stored projection and part of what `largest` looks at; nothing where `knowing` need not be called first."""
+        """Projections and parts that `largest` looks at; none where no calibration is needed."""
 
     def largest(self, inputs: Inputs, scratch: Array) -> Sequence[float] | None:
         """The largest scale of one expert, for every shard. Arguments as for `read`, but only what `calibrates` names.
@@ -60,11 +60,11 @@ class FastPath(Protocol):
             None where a scale is no finite number.
         """
 
-    def knowing(self, largest: Sequence[float]) -> FastPath:
+    def with_calibration(self, largest: Sequence[float]) -> FastPath:
         """This path for experts whose largest scales these are, shard by shard (`Layout.calibrate`)."""
 
     def stored_largest(self, outputs: Outputs) -> tuple[float, ...] | None:
-        """What `knowing` has to be given for packed bytes to mean what they mean; None where they cannot."""
+        """The calibration that packed bytes were made with; None where they fit none."""
 
     def kept(self, inputs: Inputs, scratch: Array) -> Sequence[tuple[StoredName, str]]:
         """Stored projection and part of what cannot be rebuilt, after `read` with the same arguments."""

@@ -153,11 +153,11 @@ class ShardPath:
         """Whether nothing has to be known of other experts any more."""
         return self.shared is None or self.shared.is_known
 
-    def knowing(self, largest: float) -> ShardPath:
+    def with_calibration(self, largest: float) -> ShardPath:
         """The same for experts whose largest scale that is."""
         if self.shared is None or self.shared.is_known:
             return self
-        shared = self.shared.knowing(largest)
+        shared = self.shared.with_calibration(largest)
         widen = MarlinE5M3(shared.factor)
         parts = tuple(replace(part, widen=widen) if part.field == "scales" else part for part in self.parts)
         return replace(self, parts=parts, shared=shared)
@@ -309,9 +309,11 @@ class ArrangedPath:
             found.append(float(e4m3_values()[positive]))
         return found
 
-    def knowing(self, largest: Sequence[float]) -> ArrangedPath:
-        """See `FastPath.knowing`."""
-        return replace(self, shards=tuple(shard.knowing(one) for shard, one in zip(self.shards, largest, strict=True)))
+    def with_calibration(self, largest: Sequence[float]) -> ArrangedPath:
+        """See `FastPath.with_calibration`."""
+        return replace(
+            self, shards=tuple(shard.with_calibration(one) for shard, one in zip(self.shards, largest, strict=True))
+        )
 
     def stored_largest(self, outputs: Outputs) -> tuple[float, ...] | None:
         """See `FastPath.stored_largest`."""

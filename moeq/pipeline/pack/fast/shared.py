@@ -27,7 +27,7 @@ class SharedScale(ABC):
     #: Whether the factor is known.
     is_known: bool = True
 
-    def knowing(self, largest: float) -> SharedScale:
+    def with_calibration(self, largest: float) -> SharedScale:
         """The same for experts whose largest scale that is."""
         return self
 
@@ -74,7 +74,7 @@ class MarlinScale(SharedScale):
     """The parts `global_scale` and `scale_factor` of one rank.
 
     Attributes:
-        layout: the layout, knowing the largest scale of its experts where it has to.
+        layout: the layout, calibrated where it needs that.
     """
 
     layout: MarlinNVFP4
@@ -87,7 +87,7 @@ class MarlinScale(SharedScale):
     def is_known(self) -> bool:  # type: ignore[override]
         return self.layout.calibration_scope is None or self.layout.calibration is not None
 
-    def knowing(self, largest: float) -> SharedScale:
+    def with_calibration(self, largest: float) -> SharedScale:
         return replace(self, layout=self.layout.with_calibration(largest))
 
     def fill(self, read: Sequence[Fields], packed: Mapping[str, Array]) -> None:
