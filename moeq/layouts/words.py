@@ -1,8 +1,7 @@
-"""From elements to packed words and back, by an `Arrangement`: in numba where it is installed, else in torch.
+"""From elements to packed words and back, by an `Arrangement`: in compiled loops where there is numba, else in torch.
 
-Both loops give the same bytes. The numba loop fills a buffer that callers may reuse, with at most the packed matrix of
-one expert as scratch; it starts to pay at `COMPILED_FROM` elements, below which importing numba costs more than it
-saves.
+Both give the same bytes. The compiled loop fills a buffer that callers may reuse, with at most the packed matrix of
+one expert as scratch; it starts to pay at `COMPILED_FROM` elements, since the first use on a machine compiles it.
 """
 
 from __future__ import annotations

@@ -1,1 +1,4 @@
-"""Compiled loops of the layouts. Import only after `moeq.layouts.words.have_numba` has said yes."""
+"""Compiled loops of the layouts. Import only after `moeq.layouts.words.have_numba` has said yes.
+
+`<name>.py` is what others call, `<name>_loops.py` the loops, in numba; `native` runs them, `compiler` compiles them.
+"""

@@ -56,17 +56,19 @@ def compile_loop(module: str, name: str, kinds: Sequence[Kind], symbol: str) -> 
         symbol: the function in the object, `int64 symbol(void *words)`: `words` are the arguments as
             `moeq.layouts.fast.native` spells them, the result is the loop's, and 0 where it returns none.
     """
-    function, arguments = getattr(import_module(module), name), _arguments([_numba_type(kind) for kind in kinds])
+    looped, arguments = getattr(import_module(module), name), _arguments([_numba_type(kind) for kind in kinds])
 
     @cfunc(types.int64(types.voidptr), forceinline=True)
     def entry(words):  # type: ignore[no-untyped-def]
-        return _number(function(*arguments(words)))  # type: ignore[no-untyped-call]
+        return _number(looped(*arguments(words)))  # type: ignore[no-untyped-call]
 
     text = entry.inspect_llvm().replace(entry.native_name, symbol)
     compiled = llvm.parse_assembly(text)
     declared = {item.name for item in (*compiled.functions, *compiled.global_variables) if item.is_declaration}
     alone = {item for item in declared if not item.startswith("llvm.")} <= _C_LIBRARY
-    return Compiled(entry.ctypes, target_machine().emit_object(compiled) if alone else None)
+    function = entry.ctypes
+    function.owner = entry  # of the machine code, which has to stay
+    return Compiled(function, target_machine().emit_object(compiled) if alone else None)
 
 
 def scratch(dtype: type, *shape: int) -> Callable[..., Any]:
