@@ -190,6 +190,24 @@ def draw(source: Path, folder: Path, hidden: int, inner: int, experts: int, seed
     return folder
 
 
+def as_deepseek(source: Path, folder: Path) -> Path:
+    """A checkpoint of compressed-tensors' FP8 blocks in the form of DeepSeek's."""
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]
+    }  # fmt: skip
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    with safe_open(source / "model.safetensors", "pt") as file:
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    spelled = {
+        name.replace("weight_scale", "weight_scale_inv"): tensor.float() if "weight_scale" in name else tensor
+        for name, tensor in found.items()
+    }
+    save_file(spelled, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def _random(like: Tensor, shape: tuple[int, ...], name: str, random: torch.Generator) -> Tensor:
     """Any codes but NaN; scales are positive numbers that bf16 holds."""
     codes = torch.randint(0, 256, shape, generator=random, dtype=torch.int64).to(torch.uint8)
@@ -249,7 +267,9 @@ def layer_differences(ours: Any, theirs: Any) -> list[str]:
     asked = copy.copy(ours.moe_config)
     asked.moe_backend = theirs.moe_config.moe_backend  # the test's own
     found += differences(asked, theirs.moe_config, "moe_config")
-    made = {"g1_scale_c", "gemm1_clamp_limit", "gemm1_beta", "gemm1_alpha", "w13_input_scale", "w2_input_scale"}
+    parts = ("weight_scale", "weight_scale_2", "input_scale")
+    made = {f"{role}_{part}" for role in ("w13", "w2") for part in parts}
+    made |= {"g1_scale_c", "gemm1_clamp_limit", "gemm1_beta", "gemm1_alpha"}
     for name in made & dict(theirs.named_parameters()).keys() & dict(ours.named_parameters()).keys():
         found += differences(getattr(ours, name).data, getattr(theirs, name).data, name)
     return found

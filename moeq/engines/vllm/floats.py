@@ -8,6 +8,7 @@ activations, reduced as it reduces them, and sizes after padding.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,18 +17,12 @@ from vllm import envs
 from vllm.model_executor.layers.fused_moe.oracle import fp8, mxfp8, nvfp4
 from vllm.model_executor.layers.quantization.utils import quant_utils
 
-from moeq.engines.vllm.rows import (
-    OLDER,
-    Clamp,
-    EngineExperts,
-    RankWeights,
-    ReadScales,
-    Tensors,
-    as_filled,
-    set_parameter,
-)
+from moeq.engines.vllm.rows import OLDER, Clamp, EngineExperts, RankWeights, ReadScales, Tensors, set_parameter
 from moeq.errors import MoeqError
 from moeq.load.activation_scales import ActivationScales
+
+#: How the engine's kernel takes stored scales: a view of them.
+Form = Callable[[Any], Any]
 
 _BF16, _F16 = ("bfloat16",), ("float16",)
 _FN, _FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
@@ -48,6 +43,31 @@ _FP8_ACTIVATIONS = {
 
 def _clamped(clamp: Clamp, alpha: str, beta: str) -> dict[str, float | None]:
     return {"swiglu_limit": clamp["gemm1_clamp_limit"], alpha: clamp["gemm1_alpha"], beta: clamp["gemm1_beta"]}
+
+
+def _as_it_is(scale: Any) -> Any:
+    return scale
+
+
+def _one_number(scale: Any) -> Any:
+    """`[experts]` of `[experts, 1]`."""
+    return scale.view(-1)
+
+
+def _exponents(scale: Any) -> Any:
+    """Bytes by the name that the engine has for them."""
+    return scale.view(torch.float8_e8m0fnu)
+
+
+def _transposed(scale: Any) -> Any:
+    """Words of four exponents `[experts, N, K / 512]`, rows next to each other in memory."""
+    return scale.mT
+
+
+def _named_scales(scale: Form, layer: Any, weights: RankWeights, scales: ReadScales) -> None:
+    """By the engine's names, as its kernel takes them: its warm-up of kernels looks for them there."""
+    for role in ("w13", "w2"):
+        set_parameter(layer, f"{role}_weight_scale", scale(getattr(layer, f"{role}_scale").data))
 
 
 def _stored(scales: ReadScales, title: str) -> ActivationScales:
@@ -75,8 +95,8 @@ def _nvfp4_config(backend: Any, tensors: Tensors, weights: RankWeights, clamp: C
         limits = {"swiglu_limit": limits["swiglu_limit"]}
     return nvfp4.make_nvfp4_moe_quant_config(
         backend=backend,
-        w13_scale=tensors["w13_scale"],
-        w2_scale=tensors["w2_scale"],
+        w13_scale=tensors["w13_weight_scale"],
+        w2_scale=tensors["w2_weight_scale"],
         w13_scale_2=tensors["w13_weight_scale_2"],
         w2_scale_2=tensors["w2_weight_scale_2"],
         a13_scale=tensors.get("w13_input_scale"),
@@ -91,14 +111,15 @@ def _nvfp4_kernel(backend: Any, config: Any, moe: Any, kind: Any, tables: Any, t
     )
 
 
-def _global_scales(layer: Any, weights: RankWeights, scales: ReadScales) -> None:
+def _nvfp4_scales(layer: Any, weights: RankWeights, scales: ReadScales) -> None:
     """By the engine's names, in the same memory."""
+    _named_scales(_as_it_is, layer, weights, scales)
     for role in ("w13", "w2"):
         set_parameter(layer, f"{role}_weight_scale_2", getattr(layer, f"{role}_global_scale").data.view(-1))
 
 
 def _nvfp4_settled(backend: Any, padded: tuple[str, ...], layer: Any, weights: RankWeights, scales: ReadScales) -> None:
-    _global_scales(layer, weights, scales)
+    _nvfp4_scales(layer, weights, scales)
     stored = _stored(scales, backend.value)
     start, stop = weights.experts
     everywhere = nvfp4.is_global_sf_supported_for_nvfp4_backend(backend)
@@ -138,17 +159,8 @@ def _nvfp4(name: str, option: str, padded: tuple[str, ...] = ()) -> EngineExpert
 
 
 def _marlin_nvfp4(dtypes: tuple[str, ...]) -> EngineExperts:
-    backend = nvfp4.NvFp4MoeBackend.MARLIN
-    return EngineExperts(
-        title="MARLIN (NVFP4)",
-        option="marlin",
-        classes=partial(nvfp4.backend_to_kernel_cls, backend),
-        keys=_nvfp4_keys,
-        quant_config=partial(_nvfp4_config, backend),
-        kernel=partial(_nvfp4_kernel, backend),
-        settle=_global_scales,
-        dtypes=dtypes,
-    )
+    """Experts for weights alone."""
+    return replace(_nvfp4("MARLIN", "marlin"), settle=_nvfp4_scales, dtypes=dtypes)
 
 
 # ---------------------------------------------------------------------------------------------------- FP8 and MXFP8
@@ -164,14 +176,14 @@ def _mxfp8_keys(weights: RankWeights) -> tuple[Any, Any]:
     return quant_utils.kMxfp8Static, quant_utils.kMxfp8Dynamic
 
 
-def _fp8_config(backend: Any, scale: Callable[[Any], Any], tensors: Tensors, weights: RankWeights, clamp: Clamp) -> Any:
+def _fp8_config(backend: Any, tensors: Tensors, weights: RankWeights, clamp: Clamp) -> Any:
     rows, columns = weights.scheme.weight.scale.group_shape
     activation = weights.scheme.activation
     by_token = activation is not None and activation.scale.granularity == "token"
     return fp8.make_fp8_moe_quant_config(
         fp8_backend=backend,
-        w1_scale=scale(tensors["w13_scale"]),
-        w2_scale=scale(tensors["w2_scale"]),
+        w1_scale=tensors["w13_weight_scale"],
+        w2_scale=tensors["w2_weight_scale"],
         a1_scale=tensors.get("w13_input_scale"),
         a2_scale=tensors.get("w2_input_scale"),
         w1_bias=tensors.get("w13_bias"),
@@ -203,47 +215,28 @@ def _static_scales(layer: Any, weights: RankWeights, scales: ReadScales) -> None
     set_parameter(layer, "w2_input_scale", stored.w2[held].max().to(layer.w13_weight.device))
 
 
-def _fp8_settled(padded: tuple[str, ...], layer: Any, weights: RankWeights, scales: ReadScales) -> None:
+def _fp8_settled(scale: Form, padded: tuple[str, ...], layer: Any, weights: RankWeights, scales: ReadScales) -> None:
+    _named_scales(scale, layer, weights, scales)
     _static_scales(layer, weights, scales)
     _padded_sizes(layer, weights, padded)
 
 
-def _shuffled(dtype: torch.dtype, layer: Any, weights: RankWeights, scales: ReadScales) -> None:
-    """AITER of 0.33.0 asks the tensors whether they are. Codes of E4M3FNUZ are worth half, so scales are doubled."""
-    _static_scales(layer, weights, scales)
+def _shuffled(scale: Form, dtype: torch.dtype, layer: Any, weights: RankWeights, scales: ReadScales) -> None:
+    """AITER asks the tensors whether they are. Codes of E4M3FNUZ are worth half: scales of activations are doubled."""
+    _fp8_settled(scale, (), layer, weights, scales)
     for role in ("w13", "w2"):
         weight = getattr(layer, f"{role}_weight")
         weight.data = weight.data.view(dtype)
-        if not OLDER:
-            weight.is_shuffled = True
+        weight.is_shuffled = True
         if dtype == _FNUZ and hasattr(layer, f"{role}_input_scale"):
             getattr(layer, f"{role}_input_scale").data.mul_(2)
-
-
-def _as_it_is(scale: Any) -> Any:
-    return scale
-
-
-def _one_number(scale: Any) -> Any:
-    """`[experts]` of `[experts, 1]`."""
-    return scale.view(-1)
-
-
-def _octets(scale: Any) -> Any:
-    """Exponents as plain bytes."""
-    return scale.view(torch.uint8)
-
-
-def _transposed(scale: Any) -> Any:
-    """Words of four exponents `[experts, N, K / 512]`, rows next to each other in memory."""
-    return scale.mT
 
 
 def _e8m0_is_off() -> str | None:
     return None if envs.VLLM_USE_DEEP_GEMM_E8M0 else "VLLM_USE_DEEP_GEMM_E8M0=0 asks for scales that are no powers of 2"
 
 
-def _fp8(name: str, option: str, scale: Callable[[Any], Any] = _as_it_is, **more: Any) -> EngineExperts:
+def _fp8(name: str, option: str, scale: Form = _as_it_is, padded: tuple[str, ...] = (), **more: Any) -> EngineExperts:
     backend = fp8.Fp8MoeBackend[name]
     return EngineExperts(
         **{
@@ -251,15 +244,15 @@ def _fp8(name: str, option: str, scale: Callable[[Any], Any] = _as_it_is, **more
             "option": option,
             "classes": partial(fp8.backend_to_kernel_cls, backend),
             "keys": _fp8_keys,
-            "quant_config": partial(_fp8_config, backend, scale),
+            "quant_config": partial(_fp8_config, backend),
             "kernel": partial(_fp8_kernel, backend),
-            "settle": partial(_fp8_settled, ()),
+            "settle": partial(_fp8_settled, scale, padded),
             **more,
         }
     )
 
 
-def _mxfp8(name: str, option: str, scale: Callable[[Any], Any] = _as_it_is, **more: Any) -> EngineExperts:
+def _mxfp8(name: str, option: str, scale: Form, **more: Any) -> EngineExperts:
     classes = partial(mxfp8._mxfp8_backend_to_kernel_cls, fp8.Fp8MoeBackend[name])
     return _fp8(name, option, scale, title=f"{name} (MXFP8)", classes=classes, keys=_mxfp8_keys, **more)
 
@@ -269,29 +262,30 @@ _INTERMEDIATE = ("intermediate_size_per_partition",)
 _ALL = ("hidden_dim_unpadded", "hidden_dim", *_INTERMEDIATE)
 
 
-def _aiter(scale: Callable[[Any], Any], dtype: torch.dtype) -> EngineExperts:
-    return _fp8("AITER", "aiter", scale, settle=partial(_shuffled, dtype))
+def _aiter(scale: Form, dtype: torch.dtype) -> EngineExperts:
+    return _fp8("AITER", "aiter", settle=partial(_shuffled, scale, dtype))
+
+
+def _marlin_fp8(dtypes: tuple[str, ...]) -> EngineExperts:
+    """It never quantises activations."""
+    return _fp8("MARLIN", "marlin", dtypes=dtypes, settle=partial(_named_scales, _as_it_is))
 
 
 #: Layout id to the experts that read it.
 FLOATS: dict[str, EngineExperts] = {
     "marlin-nvfp4/1": _marlin_nvfp4(_BF16),
     "marlin-nvfp4-fp16/1": _marlin_nvfp4(_F16),
-    "marlin-fp8/1": _fp8("MARLIN", "marlin", dtypes=_BF16, settle=as_filled),
-    "marlin-fp8-fp16/1": _fp8("MARLIN", "marlin", dtypes=_F16, settle=as_filled),
-    "marlin-mxfp8/1": _mxfp8("MARLIN", "marlin", dtypes=_BF16, settle=as_filled),
+    "marlin-fp8/1": _marlin_fp8(_BF16),
+    "marlin-fp8-fp16/1": _marlin_fp8(_F16),
+    "marlin-mxfp8/1": _mxfp8("MARLIN", "marlin", _exponents, dtypes=_BF16),
     "trtllm-nvfp4/1": _nvfp4("FLASHINFER_TRTLLM", "flashinfer_trtllm", _ALL),
     "flashinfer-cutlass-nvfp4/1": _nvfp4("FLASHINFER_CUTLASS", "flashinfer_cutlass"),
     "cutlass-nvfp4/1": _nvfp4("VLLM_CUTLASS", "cutlass"),
     "trtllm-fp8-block/1": _fp8("FLASHINFER_TRTLLM", "flashinfer_trtllm"),
-    "trtllm-fp8-tensor/1": _fp8(
-        "FLASHINFER_TRTLLM", "flashinfer_trtllm", _one_number, settle=partial(_fp8_settled, _INTERMEDIATE)
-    ),
-    "trtllm-mxfp8/1": _mxfp8("FLASHINFER_TRTLLM", "flashinfer_trtllm", _octets),
+    "trtllm-fp8-tensor/1": _fp8("FLASHINFER_TRTLLM", "flashinfer_trtllm", _one_number, _INTERMEDIATE),
+    "trtllm-mxfp8/1": _mxfp8("FLASHINFER_TRTLLM", "flashinfer_trtllm", _as_it_is),
     "flashinfer-cutlass-fp8-block/1": _fp8("FLASHINFER_CUTLASS", "flashinfer_cutlass"),
-    "flashinfer-cutlass-fp8-tensor/1": _fp8(
-        "FLASHINFER_CUTLASS", "flashinfer_cutlass", _one_number, settle=partial(_fp8_settled, _INTERMEDIATE)
-    ),
+    "flashinfer-cutlass-fp8-tensor/1": _fp8("FLASHINFER_CUTLASS", "flashinfer_cutlass", _one_number, _INTERMEDIATE),
     "deepgemm-fp8-sm90/1": _fp8("DEEPGEMM", "deep_gemm", obstacle=_e8m0_is_off),
     "deepgemm-fp8-sm100/1": _fp8("DEEPGEMM", "deep_gemm", _transposed, obstacle=_e8m0_is_off),
     "deepgemm-mxfp8/1": _mxfp8("DEEPGEMM", "deep_gemm", _transposed),

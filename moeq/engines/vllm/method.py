@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from moeq_kernels import PackedExperts
 
 
+#: Parameters that hold scales of weights, by moeq's names.
+SCALES = tuple(f"{role}_scale" for role in STACKED_ROLES)
+
+
 class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
     """The experts of one layer.
 
@@ -322,7 +326,7 @@ def _supported_class(engine: EngineExperts, moe: Any, entry: LayerEntry, weights
 def _as_engine(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same memory with exponents of scales by the name that the engine has for them."""
     return {
-        name: tensor.view(torch.float8_e8m0fnu) if name.endswith("_scale") and tensor.dtype == torch.uint8 else tensor
+        name: tensor.view(torch.float8_e8m0fnu) if name in SCALES and tensor.dtype == torch.uint8 else tensor
         for name, tensor in tensors.items()
     }
 
