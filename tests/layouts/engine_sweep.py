@@ -29,8 +29,8 @@ def nvfp4(maker: make_nvfp4.NVFP4, sizes: random.Random) -> None:
     filled = ("FLASHINFER_TRTLLM", "cutedsl", "b12x")
     hidden, gated = 64 * sizes.randint(1, 9), ("b12x_a16",)
     maker.case("whole", hidden, 64 * sizes.randint(1, 7), (*tiled, "FLASHINFER_CUTEDSL_BATCHED", *filled, *gated))
-    maker.case("filled", hidden, 16 * sizes.randint(1, 27), (*filled, *gated))
-    maker.case("ungated", hidden, 16 * sizes.randint(1, 27), (*tiled, *filled), gated=False)
+    maker.case("filled", hidden, 16 * sizes.randint(2, 27), (*filled, *gated))
+    maker.case("ungated", hidden, 16 * sizes.randint(2, 27), (*tiled, *filled), gated=False)
 
 
 def fp8(maker: make_fp8.FP8, sizes: random.Random) -> None:

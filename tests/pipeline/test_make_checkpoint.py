@@ -16,7 +16,7 @@ PAIRS = [(model, kind) for model, row in generator.MODELS.items() for kind in ro
 TINY = generator.MODELS["tiny"]
 SCHEMES = {"gptq": "gptq int4 g128 sym", "awq": "awq int4 g128", "ct-int4": "ct-pack int4 g32 sym"}
 SCHEMES |= {"w8a8": "ct-int8 int8", "mxfp4": "mxfp4 e2m1 g32 sym", "nvfp4": "nvfp4", "mxfp8": "mxfp8"}
-SCHEMES |= {"fp8-tensor": "fp8", "fp8-channel": "fp8", "fp8-block": "fp8-block"}
+SCHEMES |= {"fp8-tensor": "fp8", "fp8-channel": "fp8", "fp8-block": "fp8-block", "fp8-block-f32": "fp8-block"}
 
 
 def digests(folder: Path) -> dict[str, str]:
