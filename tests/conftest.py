@@ -27,8 +27,8 @@ if not HAS_GPU:
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-
-# The matrices here are small: threads that wait for each other only cost time, as many more in two workers.
+# The matrices here are small: torch's and numpy's threads would take more time to wait for each other than to work.
+os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 
 

@@ -78,7 +78,7 @@ def script(path: Path, text: str) -> None:
 def run(words: list[str], tools: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     launchers = {name for launcher in LAUNCHERS for name in (launcher.index, launcher.count, *launcher.mark)}
     inherited = {key: value for key, value in os.environ.items() if key not in launchers and "SLURM" not in key}
-    environment = {**inherited, "PATH": f"{tools}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", **variables}
+    environment = {**inherited, "PATH": f"{tools}:{os.environ['PATH']}", **variables}
     return subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=120)
 
 

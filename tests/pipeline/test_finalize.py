@@ -102,7 +102,7 @@ def command(*words: object) -> list[str]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", **more}
+    return {**os.environ, **more}
 
 
 def together(commands: Sequence[Sequence[str]], **more: str) -> list[int]:

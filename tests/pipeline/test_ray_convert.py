@@ -139,8 +139,7 @@ def test_an_error_of_a_unit_is_the_error_that_it_is_here(cluster, source, tmp_pa
 
 def moeq_command(*words: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from moeq.cli.app import main; main()", *map(str, words)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
 @pytest.mark.slow

@@ -72,7 +72,7 @@ def content(folder: Path) -> dict[str, bytes]:
 def start(hub: Hub, home: Path, *words: object, name: str = "convert") -> subprocess.Popen[str]:
     """A conversion in a process with a Hub cache of its own."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "TRANSFORMERS_"))}
-    settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home / "hf"), "NO_PROXY": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home / "hf"), "NO_PROXY": "127.0.0.1"}
     command = [sys.executable, "-c", "from moeq.cli.app import main; main()", name, *map(str, words)]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**inherited, **settings}
