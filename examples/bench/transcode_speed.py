@@ -42,6 +42,8 @@ CASES = {
     "ct-gptq": Case("kimi-k2", "ct-int4", 1.9, ("gptq_v2",), experts=24),
     "gptq-regroup": Case("qwen3-30b-a3b", "gptq", 0.35, ("compressed-tensors", "--regroup", "32")),
     "mxfp4-fp8": Case("gpt-oss-120b", "mxfp4", 1.7, ("fp8",), experts=64),
+    "gptq-bf16": Case("qwen3-30b-a3b", "gptq", 0.35, ("bf16", "--allow-lossy")),
+    "fp8-bf16": Case("qwen3-30b-a3b", "fp8-block", 0.6, ("bf16", "--allow-lossy")),
     "mxfp4-bf16": Case("gpt-oss-120b", "mxfp4", 1.7, ("bf16",), experts=64),
 }
 

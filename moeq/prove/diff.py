@@ -172,7 +172,7 @@ def _projections(a: Checkpoint, b: Checkpoint) -> Sequence[Projection]:
 def _compare(
     a: Checkpoint, b: Checkpoint, layer: int, expert: int, projection: Projection
 ) -> ProjectionDifference | None:
-    """One projection; None where all numbers are equal (0.0 and -0.0 are)."""
+    """One projection; None where all numbers are equal (0.0 and -0.0 are, and NaN and NaN)."""
     import torch
 
     left, left_bias = numbers(a, layer, expert, projection)
@@ -185,12 +185,12 @@ def _compare(
         # The bias becomes the last column: one comparison finds the first and the worst of both.
         left = torch.cat([left, left_bias.float().unsqueeze(1)], dim=1)
         right = torch.cat([right, right_bias.float().unsqueeze(1)], dim=1)
-    if torch.equal(left, right):
+    unequal = (left != right) & ~(left.isnan() & right.isnan())
+    if not bool(unequal.any()):
         return None
-    unequal = left != right
     distance = (left.double() - right.double()).abs()
     distance = torch.where(unequal, distance.nan_to_num(nan=float("inf"), posinf=float("inf")), 0.0)
-    norm = float(left.double().norm())
+    norm = float(left.double().nan_to_num(nan=0.0).norm())
     columns = left.shape[1] - (0 if left_bias is None else 1)
 
     def place(index: int) -> Place:

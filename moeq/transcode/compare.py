@@ -72,7 +72,7 @@ class Loss:
 def compare(
     module: str, before: QuantizedMatrix, after: QuantizedMatrix | Tensor, block: tuple[int, int]
 ) -> Loss | None:
-    """Compare a projection with what was written for it; None where every value is equal (0.0 and -0.0 are).
+    """Compare a projection with what was written for it; None where all are equal (0.0 and -0.0 are, and NaN and NaN).
 
     Args:
         module: the source's module, for the report.
@@ -129,9 +129,9 @@ def _differences(
     largest = squares = 0.0
     touched = torch.zeros(-(-spec.n // height), -(-spec.k // width), dtype=torch.bool)
     for start, old, new in _rows(before, after):
-        if torch.equal(old, new):
+        unequal = (old != new) & ~(old.isnan() & new.isnan())
+        if not bool(unequal.any()):
             continue
-        unequal = old != new
         change = torch.where(unequal, (old.double() - new.double()).abs(), 0.0)
         change = change.nan_to_num(nan=float("inf"), posinf=float("inf"))
         numbers += int(unequal.sum())
@@ -144,7 +144,7 @@ def _differences(
             first = (row + start, column, float(old[row, column]), float(new[row, column]))
     if first is None:
         return None
-    norm = sum(float((old.double() ** 2).sum()) for _, old, _ in _rows(before, before))
+    norm = sum(float((old.double().nan_to_num(0, 0, 0) ** 2).sum()) for _, old, _ in _rows(before, before))
     return Loss(
         module=module,
         numbers=numbers,

@@ -315,7 +315,7 @@ def test_modelopt_reads_the_same_values(checkpoints: Path, tmp_path: Path, name:
 
 def _modules(config: dict[str, Any], tensors: Tensors) -> tuple[list[str], list[str]]:
     """Quantised modules and plain ones with a matrix, by tensors alone."""
-    marks = ("weight_packed", "qweight", "weight_scale_inv", "weight_scale_2")
+    marks = ("weight_packed", "qweight", "weight_scale_inv", "weight_scale")
     names = {name.rpartition(".")[0]: name for name in tensors}
     quantised = {name for name in names if any(f"{name}.{mark}" in tensors for mark in marks)}
     plain = [
@@ -342,6 +342,7 @@ def _fused(names: list[str]) -> list[str]:
     [
         *((name, "compressed-tensors") for name in (*INTEGERS, "ct-mxfp4-qwen3moe")),
         ("ct-mxfp4-qwen3moe", "nvfp4-compressed-tensors"),
+        *((name, "compressed-tensors") for name in (*FP8, *NVFP4, MXFP8)),
     ],
 )
 def test_vllm_parses_compressed_tensors(checkpoints: Path, tmp_path: Path, name: str, target: str) -> None:
@@ -360,6 +361,8 @@ def test_vllm_parses_compressed_tensors(checkpoints: Path, tmp_path: Path, name:
             "pack-quantized": parsed._is_wNa16_group_channel(scheme["weights"], scheme["input_activations"]),
             "mxfp4-pack-quantized": parsed._is_mxfp4(scheme["weights"]),
             "nvfp4-pack-quantized": parsed._is_nvfp4_format(scheme["weights"]),
+            "mxfp8-quantized": parsed._is_mxfp8(scheme["weights"]),
+            "float-quantized": scheme["weights"].type == "float" and scheme["weights"].num_bits == 8,
         }
         assert kind[scheme["format"]], module
         if scheme["format"] == "pack-quantized":
@@ -419,6 +422,25 @@ def test_vllm_parses_nvfp4(checkpoints: Path, tmp_path: Path) -> None:
         assert all(parsed.is_layer_excluded(name) for name in _fused(plain))
 
 
+@pytest.mark.parametrize("name", [*FP8, MXFP8])
+def test_vllm_parses_modelopt(checkpoints: Path, tmp_path: Path, name: str) -> None:
+    pytest.importorskip("vllm.model_executor.layers.quantization.modelopt")
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8Config, ModelOptMxFp8Config
+
+    config, tensors = result(checkpoints / name, tmp_path / "out", "modelopt")
+    side = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())
+    for table in (config["quantization_config"], {**side, "quant_method": "modelopt"}):
+        kind = ModelOptMxFp8Config if name == MXFP8 else ModelOptFp8Config
+        parsed = kind.from_config(table)
+        parsed.packed_modules_mapping = _FUSED
+        algorithms = {"channel": "FP8_PER_CHANNEL_PER_TOKEN", "block": "FP8_PB_WO", "mxfp8": "MXFP8"}
+        assert parsed.quant_method == next((algorithms[word] for word in algorithms if word in name), "FP8")
+        quantised, plain = _modules(config, tensors)
+        assert quantised
+        assert not any(parsed.is_layer_excluded(module) for module in _fused(quantised))
+        assert all(parsed.is_layer_excluded(module) for module in _fused(plain))
+
+
 def test_vllm_knows_gpt_oss(checkpoints: Path, tmp_path: Path) -> None:
     pytest.importorskip("vllm.model_executor.layers.quantization.mxfp4")
     from transformers import AutoConfig
@@ -434,7 +456,11 @@ def _vllm_method(table: dict[str, Any], parsed: Any, module: str) -> Any:
     """vLLM's MoE method for a config, without the choice of a kernel, which needs a device."""
     from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQMoEMethod
     from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
-    from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4FusedMoE
+    from vllm.model_executor.layers.quantization.modelopt import (
+        ModelOptFp8MoEMethod,
+        ModelOptMxFp8FusedMoE,
+        ModelOptNvFp4FusedMoE,
+    )
 
     moe = SimpleNamespace(is_act_and_mul=True, w13_num_shards=2, has_bias=False)
     known: dict[str, Any] = {"moe": moe, "quant_config": parsed, "weight_scale_refine": None, "use_global_sf": False}
@@ -442,11 +468,18 @@ def _vllm_method(table: dict[str, Any], parsed: Any, module: str) -> Any:
         scheme = parsed.get_scheme_dict(torch.nn.Linear(1, 1), module)
         weights = scheme["weights"]
         known |= {"strategy": weights.strategy, "group_size": weights.group_size, "symmetric": weights.symmetric}
+        block = weights.block_structure
+        known |= {"weight_quant": weights, "input_quant": scheme["input_activations"], "weight_block_size": block}
+        known |= {"block_quant": block is not None}
+        if scheme["format"] == "float-quantized":
+            known["static_input_scales"] = not scheme["input_activations"].dynamic
         known |= {"num_bits": weights.num_bits, "packed_factor": Fraction(32, weights.num_bits)}
         ending, name = {
             "pack-quantized": ("wna16", "CompressedTensorsWNA16MoEMethod"),
             "mxfp4-pack-quantized": ("w4a4_mxfp4", "CompressedTensorsW4A4Mxfp4MoEMethod"),
             "nvfp4-pack-quantized": ("w4a4_nvfp4", "CompressedTensorsW4A4Nvfp4MoEMethod"),
+            "float-quantized": ("w8a8_fp8", "CompressedTensorsW8A8Fp8MoEMethod"),
+            "mxfp8-quantized": ("w8a8_mxfp8", "CompressedTensorsW8A8Mxfp8MoEMethod"),
         }[scheme["format"]]
         folder = "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe"
         kind = getattr(import_module(f"{folder}.compressed_tensors_moe_{ending}"), name)
@@ -457,7 +490,8 @@ def _vllm_method(table: dict[str, Any], parsed: Any, module: str) -> Any:
         kind, known["moe_block_shape"] = Fp8MoEMethod, block
         known |= {"block_quant": True, "weight_block_size": block, "weight_scale_name": "weight_scale_inv"}
     else:
-        kind = ModelOptNvFp4FusedMoE
+        kinds = {"FP8": ModelOptFp8MoEMethod, "MXFP8": ModelOptMxFp8FusedMoE}
+        kind = kinds.get(table["quant_algo"], ModelOptNvFp4FusedMoE)
     method = object.__new__(kind)
     method.__dict__.update(known)
     return method
@@ -469,6 +503,8 @@ def _vllm_method(table: dict[str, Any], parsed: Any, module: str) -> Any:
         *((name, "compressed-tensors") for name in (*INTEGERS, "ct-mxfp4-qwen3moe")),
         *((name, "gptq") for name in INTEGERS if "asym" not in name and "awq" not in name),
         *(("ct-mxfp4-qwen3moe", target) for target in ("fp8", "nvfp4", "nvfp4-compressed-tensors")),
+        *((name, "modelopt") for name in ("modelopt-fp8-qwen3moe", "ct-fp8-tensor-qwen3moe", MXFP8, *NVFP4)),
+        *((name, "compressed-tensors") for name in (*FP8, *NVFP4, MXFP8)),
     ],
 )
 def test_vllm_has_a_place_for_every_expert(
@@ -483,14 +519,17 @@ def test_vllm_has_a_place_for_every_expert(
     config, tensors = result(checkpoints / name, tmp_path / "out", target)
     table = config["quantization_config"]
     monkeypatch.setattr(parallel_state, "_TP", SimpleNamespace(world_size=1, rank_in_group=0))
-    methods = {"gptq": "auto_gptq", "modelopt": "modelopt_fp4"}
+    algorithms = {"FP8": "modelopt", "MXFP8": "modelopt_mxfp8"}
+    methods = {"gptq": "auto_gptq", "modelopt": algorithms.get(table.get("quant_algo"), "modelopt_fp4")}
     parsed = get_quantization_config(methods.get(table["quant_method"], table["quant_method"])).from_config(table)
     experts = {key: tensor for key, tensor in tensors.items() if ".experts." in key}
     short = any(".w1." in key for key in experts)
     gate, up, down = ("w1", "w3", "w2") if short else ("gate_proj", "up_proj", "down_proj")
     count = 1 + max(int(key.split(".experts.")[1].split(".")[0]) for key in experts)
     mapping = RoutedExperts.build_expert_params_mapping(gate, down, up, count, routed_experts_prefix="")
-    layer, first = torch.nn.Module(), next(key for key in experts if "layers.1." in key)
+    layer: Any = torch.nn.Module()
+    layer.hidden_size, layer.intermediate_size_per_partition = config["hidden_size"], _intermediate(config)
+    first = next(key for key in experts if "layers.1." in key)
     _vllm_method(table, parsed, first.rpartition(".")[0]).create_weights(
         layer, count, config["hidden_size"], _intermediate(config), torch.bfloat16, global_num_experts=count,
         intermediate_size_full=_intermediate(config), weight_loader=None,
@@ -503,14 +542,18 @@ def test_vllm_has_a_place_for_every_expert(
         written = key.partition("experts.")[2]
         full = parameter.removeprefix("experts.") + written[len(weight) - len("experts.") :]
         place = parameters[full][expert]
-        assert key.endswith("weight_shape") or tensor.dtype.itemsize == place.dtype.itemsize, key
+        # bfloat16 scales, as llm-compressor writes them, are copied into float32 parameters.
+        widened = key.endswith("_scale") and (tensor.dtype, place.dtype) == (torch.bfloat16, torch.float32)
+        assert key.endswith("weight_shape") or widened or tensor.dtype.itemsize == place.dtype.itemsize, key
         shared = 2 if shard in ("w1", "w3") and place.numel() != tensor.numel() else 1
         assert place.numel() == tensor.numel() * shared, (key, list(place.shape), list(tensor.shape))
         filled[full] = filled.get(full, 0) + 1
     assert {full: count * (2 if full.startswith("w13") else 1) for full in filled} == filled
     # What a weight-only result without biases and activation order leaves as vLLM initialises it.
     optional = ("bias", "g_idx", "input")
-    assert {full for full in parameters if not any(word in full for word in optional)} == filled.keys()
+    assert {full for full in parameters if not any(word in full for word in optional)} <= filled.keys()
+    inputs = {full for full in parameters if "input" in full}
+    assert not (inputs & filled.keys()) or inputs <= filled.keys()
 
 
 def _intermediate(config: dict[str, Any]) -> int:
