@@ -143,7 +143,8 @@ def render(console: Console, found: Transcoding) -> None:
     elif found.exact:
         console.print(f"  proof     exact: {found.projections} of {found.projections} projections equal in every value")
     else:
-        same = found.projections - len(found.losses)
+        changed = {loss.module.removesuffix(".input_global_scale") for loss in found.losses}
+        same = found.projections - len(changed)
         console.print(f"  proof     not exact: {same} of {found.projections} projections equal in every value")
     for loss in found.losses[:_SHOWN]:
         console.print(f"    {loss.text}", markup=False)
