@@ -186,7 +186,7 @@ def _measure_path(
     size = sum(part.nbytes for part in inputs[0].values())
     if fast_path.calibrates:
         largest = [fast_path.largest(one, scratch[0]) or () for one in inputs]
-        fast_path = fast_path.knowing([max(both) for both in zip(*largest, strict=True)])
+        fast_path = fast_path.with_calibration([max(both) for both in zip(*largest, strict=True)])
     path = fast_path
 
     def read(which: int) -> Matrices:
