@@ -65,7 +65,7 @@ def test_deaths_of_shares_and_of_finalize() -> None:
 
 def test_the_torture_notices_a_conversion_that_believes_its_journal() -> None:
     """Without reading finished units again, a power cut goes unnoticed: the script has to fail then."""
-    blind = "import moeq.pipeline.run.execution as run; run.holds = lambda *a, **k: True; import torture, sys; "
+    blind = "import moeq.pipeline.run.execution as run; run.is_intact = lambda *a, **k: True; import torture, sys; "
     options = ["--kills", "0", "--power-cuts", "20", "--share-kills", "0", "--step", "0", "--layers", "3"]
     program = f"import sys; sys.path.insert(0, {str(FOLDER)!r}); {blind} sys.argv[1:] = {options!r}; torture.main()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=200)
