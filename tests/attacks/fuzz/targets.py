@@ -196,7 +196,8 @@ def journal(data: bytes) -> None:
         lines.append(sealed)
 
     def read() -> None:
-        found = journals.read_journals(OutputFolder(partial))
+        with OutputFolder(partial) as files:
+            found = journals.read_journals(files)
         stamp = next(iter(found.stamps.values()), None)
         if stamp is not None:
             journals.require_job(found, stamp, partial)
