@@ -1,6 +1,6 @@
 """What the real libraries have read: `python tests/transcode/record.py`, where all of them are installed.
 
-It runs test_libraries.py, of which nothing may be skipped or fail, and writes `recorded.json`: the date, the versions
+It runs test_libraries*.py, of which nothing may be skipped or fail, and writes `recorded.json`: the date, the versions
 that were there, and per source and target one digest over config and tensors. Bytes that change later have not been in
 the libraries' hands: test_recorded.py then asks for another run.
 """
@@ -45,7 +45,7 @@ NAMES = sorted(path.name for path in CHECKPOINTS.iterdir() if path.is_dir() and 
 #: Libraries that read them.
 LIBRARIES = ("compressed-tensors", "transformers", "gptqmodel", "autoawq", "vllm")
 
-#: Targets that a library reads in test_libraries.py.
+#: Targets that a library reads in these tests.
 READ = ("compressed-tensors", "gptq", "gptq_v2", "mxfp4", "fp8", "nvfp4", "nvfp4-compressed-tensors")
 
 
@@ -76,8 +76,9 @@ def digest(folder: Path) -> str:
 
 
 def run_tests(report: Path) -> int:
-    """Run test_libraries.py; how many tests passed. Raises SystemExit where any did not."""
-    command = [sys.executable, "-m", "pytest", "-q", str(Path(__file__).with_name("test_libraries.py"))]
+    """Run the tests with the libraries; how many passed. Raises SystemExit where any did not."""
+    tests = map(str, sorted(Path(__file__).parent.glob("test_libraries*.py")))
+    command = [sys.executable, "-m", "pytest", "-q", *tests]
     code = subprocess.run([*command, "-p", "no:cacheprovider", f"--junitxml={report}"], check=False).returncode
     suite = ElementTree.parse(report).getroot()[0].attrib
     if code or int(suite["skipped"]):

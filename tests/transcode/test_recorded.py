@@ -16,4 +16,4 @@ def test_bytes_have_been_in_the_libraries_hands(tmp_path: Path, name: str) -> No
     expected = {key: value for key, value in recorded.items() if key.startswith(f"{name} -> ")}
     assert expected
     found = digests([name], tmp_path)
-    assert found == expected, "run test_libraries.py with the libraries, then python tests/transcode/record.py"
+    assert found == expected, "read by no library yet: run python tests/transcode/record.py where all are installed"
