@@ -21,14 +21,13 @@ import torch
 from safetensors.torch import load_file
 
 from moeq.errors import MoeqError
-from moeq.transcode.targets import TARGETS
 from moeq.transcode.transcode import transcode
 
 RECORD = Path(__file__).with_name("recorded.json")
 CHECKPOINTS = Path(__file__).parents[1] / "data" / "checkpoints"
 
-#: Checkpoints that compressed-tensors has read and the libraries of other targets have not: no digests are kept.
-NOT_RECORDED = {
+#: Checkpoints of FP8, NVFP4 and MXFP8.
+FLOATS = {
     "ct-fp8-block-qwen3moe",
     "ct-fp8-channel-qwen3moe",
     "ct-fp8-tensor-qwen3moe",
@@ -40,20 +39,21 @@ NOT_RECORDED = {
 }
 
 #: Checkpoints of the record.
-NAMES = sorted(path.name for path in CHECKPOINTS.iterdir() if path.is_dir() and path.name not in NOT_RECORDED)
+NAMES = sorted(path.name for path in CHECKPOINTS.iterdir() if path.is_dir())
 
 #: Libraries that read them.
-LIBRARIES = ("compressed-tensors", "transformers", "gptqmodel", "autoawq", "vllm")
+LIBRARIES = ("compressed-tensors", "transformers", "gptqmodel", "autoawq", "nvidia-modelopt", "vllm")
 
-#: Targets that a library reads in these tests.
+#: Targets that a library reads in these tests: made from integers and MXFP4, and made from `FLOATS`.
 READ = ("compressed-tensors", "gptq", "gptq_v2", "mxfp4", "fp8", "nvfp4", "nvfp4-compressed-tensors")
+READ_FROM_FLOATS = ("compressed-tensors", "modelopt", "nvfp4-compressed-tensors")
 
 
 def digests(names: list[str], folder: Path) -> dict[str, str]:
     """`source -> target` to a digest, for what can be transcoded exactly."""
     found = {}
     for name in names:
-        for target in (target for target in TARGETS if target in READ):
+        for target in READ_FROM_FLOATS if name in FLOATS else READ:
             try:
                 transcode(CHECKPOINTS / name, folder / name / target, target)
             except MoeqError:
