@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from attacks.conftest import Answer, Place, command, contents, tree
@@ -198,6 +199,28 @@ def test_what_gave_way_is_removed_by_the_next_run(place: Place, pristine: Path, 
     refused(place.convert() if again == "convert" else command(*again.split(" ")[:1], place.out, *again.split(" ")[1:]))
     assert sorted(path.name for path in place.home.iterdir()) == ["out", "source", "theirs"]
     assert contents(place.out) == wanted
+
+
+def test_two_processes_remove_what_gave_way(place: Place, pristine: Path) -> None:
+    """The other one is done between this one's look at the folder and its reading of the journal there."""
+    assert place.convert("--shard", "0/1").code == 0
+    shutil.copytree(pristine / "out", place.out)
+    killed_when_it_stands(place, "finalize", place.out, "--force")
+
+    def prepare() -> None:
+        from moeq.pipeline.state import folder
+
+        real = folder.read_journals
+
+        def late(parent: Any, names: Any) -> Any:
+            folder.read_journals = real
+            folder.tidy(parent, place.out)
+            return real(parent, names)
+
+        folder.read_journals = late  # type: ignore[assignment]
+
+    refused(command("finalize", place.out, prepare=prepare))
+    assert sorted(path.name for path in place.home.iterdir()) == ["out", "source", "theirs"]
 
 
 def forged_journal(folder: Path, files: list[str]) -> bytes:

@@ -363,15 +363,18 @@ def _beside(parent: OutputFolder, work: str) -> list[str]:
 def tidy(parent: OutputFolder, destination: Path) -> None:
     """Remove what a run left beside a destination when it was killed right after the final rename.
 
+    Several processes may do so at once: each leaves out what another has removed already.
+
     Args:
         parent: the folder that the destination is in; there is no work folder in it.
         destination: the finished output.
     """
     for name in _beside(parent, partial_of(destination).name):
-        journals = read_journals(parent, [name])
-        if journals.stamps:
-            _remove_replaced(parent, destination, journals.replaced)
-            parent.remove(name)  # another process may be here, too
+        with suppress(FileNotFoundError):
+            journals = read_journals(parent, [name])
+            if journals.stamps:
+                _remove_replaced(parent, destination, journals.replaced)
+                parent.remove(name)
 
 
 def _remove_replaced(parent: OutputFolder, destination: Path, replaced: Replaced | None) -> None:
