@@ -14,6 +14,7 @@ from moeq.checkpoint.header import TensorEntry, read_header
 from moeq.checkpoint.names import LayerExperts, StoredName, index_experts
 from moeq.errors import MoeqError
 from moeq.layouts.arranged import torch_dtype
+from moeq.schemes.format import ACTIVATION_SCALES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from moeq.checkpoint.manifest import LayerEntry
     from moeq.checkpoint.source import Source
     from moeq.model.converted import ConvertedCheckpoint
-
-#: Parts that hold them, and whether these are reciprocals.
-PARTS = {"input_scale": False, "input_global_scale": True}
 
 _KEPT = "tensor/"
 
@@ -37,7 +35,7 @@ class ActivationScales:
     Attributes:
         w13: float32 `[experts, 2]`, of gate and up; `[experts, 1]` without a gate.
         w2: float32 `[experts]`, of down.
-        part: how the source calls them, a key of `PARTS`.
+        part: how the source calls them, a key of `ACTIVATION_SCALES`.
     """
 
     w13: Tensor
@@ -55,7 +53,7 @@ def activation_scales(checkpoint: ConvertedCheckpoint, entry: LayerEntry) -> Act
     import torch
 
     restore = checkpoint.manifest.restore
-    if restore is None or not any(name.endswith(tuple(PARTS)) for name in restore.kept):
+    if restore is None or not any(name.endswith(tuple(ACTIVATION_SCALES)) for name in restore.kept):
         return None
     path = checkpoint.source.path(restore.file)
     if not path.is_file():
@@ -65,7 +63,7 @@ def activation_scales(checkpoint: ConvertedCheckpoint, entry: LayerEntry) -> Act
             "copy the whole folder, or convert the source again",
         )
     kept = _kept(path).get(entry.prefix)
-    part = next((name for _, name in (kept.parts if kept else ()) if name in PARTS), None)
+    part = next((name for _, name in (kept.parts if kept else ()) if name in ACTIVATION_SCALES), None)
     if kept is None or part is None:
         return None
 
@@ -77,7 +75,7 @@ def activation_scales(checkpoint: ConvertedCheckpoint, entry: LayerEntry) -> Act
                 f"layer {entry.layer}: {len(found)} of {entry.num_experts} experts have {part} of {projection}",
             )
         numbers = torch.stack([_number(checkpoint.source, found[expert]) for expert in range(entry.num_experts)])
-        return 1.0 / numbers if PARTS[part] else numbers
+        return 1.0 / numbers if ACTIVATION_SCALES[part] else numbers
 
     first: list[StoredName] = ["gate", "up"] if "gate" in entry.projections else ["up"]
     return ActivationScales(torch.stack([scales(name) for name in first], dim=1), scales("down"), part)

@@ -9,15 +9,8 @@ from typing import TYPE_CHECKING
 from moeq.layouts.base import W13Order
 from moeq.layouts.registry import layout_class
 from moeq.load.activation_scales import ActivationScales, activation_scales
-from moeq.load.ranks import Rank, plan_rank
-from moeq.load.torch_loader import (
-    check_device,
-    check_layer_digests,
-    layer_entry,
-    open_converted,
-    read_parts,
-    uneven_unit,
-)
+from moeq.load.ranks import Rank
+from moeq.load.torch_loader import checked_part, layer_entry, open_converted, read_parts
 from moeq.matrix import MatrixSpec
 from moeq.model import Checkpoint
 
@@ -74,12 +67,8 @@ def load_tensors(
 
     checkpoint = open_converted(dst)
     entry = layer_entry(checkpoint, layer)
-    target = torch.device(device)
-    if check_gpu:
-        check_device(checkpoint, target)
-    if verify:
-        check_layer_digests(checkpoint, entry)
-    part = plan_rank(entry, Rank(tp_rank, tp_size, ep_rank, ep_size), uneven_unit(checkpoint, layer))
+    target, rank = torch.device(device), Rank(tp_rank, tp_size, ep_rank, ep_size)
+    part = checked_part(checkpoint, entry, rank, target, verify=verify, check_gpu=check_gpu)
     w13, w2 = part.matrices["w13"], part.matrices["w2"]
     return LayerTensors(
         layout=entry.layout,

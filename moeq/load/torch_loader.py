@@ -74,14 +74,31 @@ def load_experts(
     checkpoint = open_converted(dst)
     entry = layer_entry(checkpoint, layer)
     check_kernel(entry, dtype, str(checkpoint.manifest.deployment.get("dtype", "bf16")))
-    target = torch.device(device)
-    if check_gpu:
-        check_device(checkpoint, target)
-    if verify:
-        check_layer_digests(checkpoint, entry)
-    part = plan_rank(entry, Rank(tp_rank, tp_size, ep_rank, ep_size), uneven_unit(checkpoint, layer))
+    target, rank = torch.device(device), Rank(tp_rank, tp_size, ep_rank, ep_size)
+    part = checked_part(checkpoint, entry, rank, target, verify=verify, check_gpu=check_gpu)
     check_groups(entry, part)
     return packed_experts(checkpoint, entry, part, target)
+
+
+def checked_part(
+    checkpoint: ConvertedCheckpoint,
+    entry: LayerEntry,
+    rank: Rank,
+    device: torch.device,
+    *,
+    verify: bool,
+    check_gpu: bool,
+) -> RankPart:
+    """What a rank reads of a layer, after the checks that `load_experts` and `load_tensors` are asked for.
+
+    Raises:
+        MoeqError: `environment.gpu-mismatch`, `source.digest-mismatch`; as `plan_rank`.
+    """
+    if check_gpu:
+        check_device(checkpoint, device)
+    if verify:
+        check_layer_digests(checkpoint, entry)
+    return plan_rank(entry, rank, uneven_unit(checkpoint, entry.layer))
 
 
 def check_groups(entry: LayerEntry, part: RankPart) -> None:

@@ -19,6 +19,9 @@ from moeq.schemes.declared import Declared
 if TYPE_CHECKING:
     from torch import Tensor
 
+#: Parts that hold the static scale of a projection's activations, and whether they hold its reciprocal.
+ACTIVATION_SCALES = {"input_scale": False, "input_global_scale": True}
+
 
 class PartSig(NamedTuple):
     """Header facts of one part: safetensors dtype and shape."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from moeq.errors import MoeqError
 from moeq.schemes.base import Scheme
-from moeq.schemes.format import PartSig
+from moeq.schemes.format import ACTIVATION_SCALES, PartSig
 from moeq.schemes.nvfp4 import divisor_of
 from moeq.transcode.compare import Loss
 
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     Array = np.ndarray[Any, Any]
-
-#: Parts that hold the reciprocal.
-_DIVISORS = ("input_global_scale",)
 
 _NUMBERS = {"F32": 4, "BF16": 2, "F16": 2}
 
@@ -49,7 +46,7 @@ class StaticScale:
     @property
     def inverted(self) -> bool:
         """Whether one of the two is the reciprocal of the other."""
-        return (self.source in _DIVISORS) != (self.target in _DIVISORS)
+        return ACTIVATION_SCALES[self.source] != ACTIVATION_SCALES[self.target]
 
     def converted(self, stored: Array, module: str) -> tuple[Array, Loss | None]:
         """The bytes that the target stores.
@@ -69,7 +66,7 @@ class StaticScale:
             raise MoeqError("source.bad-data", f"{module}: {self.source} is {value}, expected a positive number")
         if not self.inverted:
             return _stored(value, self.written.dtype), None
-        if self.source in _DIVISORS:
+        if ACTIVATION_SCALES[self.source]:
             return _stored(float(np.float32(1 / value)), self.written.dtype), None
         divisor = divisor_of(value)
         after = float(np.float32(1) / np.float32(divisor))
@@ -85,7 +82,7 @@ def static_part(parts: Mapping[str, PartSig], scheme: Scheme) -> tuple[str, str]
     activation = scheme.activation
     if activation is None:
         return None
-    names = ("input_scale", "input_global_scale") if activation.dtype == "e2m1" else ("input_scale",)
+    names = tuple(ACTIVATION_SCALES) if activation.dtype == "e2m1" else ("input_scale",)
     if activation.dtype != "e2m1" and (activation.scale.dynamic or activation.scale.granularity != "tensor"):
         return None
     for name in names:

@@ -1,4 +1,4 @@
-"""What the tests with the real libraries share: sources, results, and what they should mean."""
+"""What tests of transcode share: sources, results, and the values that the sources mean."""
 
 from __future__ import annotations
 
@@ -32,12 +32,15 @@ NVFP4 = ("ct-nvfp4-qwen3moe", "ct-nvfp4a16-qwen3moe")
 MIXTRAL = ("gptq-int4-g128-mixtral", "ct-int4-asym-g32-mixtral")
 
 
+def tensors_of(folder: Path) -> Tensors:
+    """All tensors of a checkpoint."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
 def result(source: Path, out: Path, to: str, **options: Any) -> tuple[dict[str, Any], Tensors]:
     """Transcode; the written config and all tensors."""
     assert transcode(source, out, to, **options).written
-    config = json.loads((out / "config.json").read_text())
-    tensors = {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    return config, tensors
+    return json.loads((out / "config.json").read_text()), tensors_of(out)
 
 
 def source_values(source: Path) -> Iterator[tuple[str, torch.Tensor]]:

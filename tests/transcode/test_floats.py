@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transcode.libraries import tensors_of
 
 from moeq.errors import MoeqError
 from moeq.model import open as open_checkpoint
@@ -141,10 +142,6 @@ def test_spellings_are_exact(
     )
     wanted = {"input_scale": 0.1 if config == NVFP4 else 0.02, "input_global_scale": 10.0}[ending]
     assert all(tensor.item() == torch.tensor(wanted).item() for tensor in written.values())
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 @pytest.mark.parametrize("target", ["modelopt", "compressed-tensors"])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transcode.libraries import INTEGERS, tensors_of
 
 from moeq.errors import ExitCode, MoeqError
 from moeq.model import open as open_checkpoint
@@ -19,20 +20,7 @@ from moeq.schemes.dequantize import dequantize
 from moeq.transcode.transcode import REPORT_NAME, check, transcode
 from moeq.transcode.worker import Transcoder
 
-INTEGERS = (
-    "gptq-int4-g32-qwen3moe",
-    "gptq-int8-g64-qwen3moe",
-    "gptq-int4-g128-mixtral",
-    "awq-int4-g32-qwen3moe",
-    "ct-int4-g128-qwen3moe",
-    "ct-int4-asym-g32-mixtral",
-    "ct-w8a8-qwen3moe",
-)
 MXFP4 = ("ct-mxfp4-qwen3moe", "mxfp4-gptoss")
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def config_of(folder: Path) -> dict[str, Any]:
