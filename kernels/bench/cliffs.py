@@ -2,13 +2,16 @@
 
     PYTHONPATH=.:kernels python kernels/bench/cliffs.py --out results.json      # the grid, what runs by default
     PYTHONPATH=.:kernels python kernels/bench/cliffs.py --shapes known --family mma-w4a16 --peers peers.json [--sweep]
+    PYTHONPATH=.:kernels python kernels/bench/cliffs.py --shapes floats --most 512   # nvfp4, fp8, bytes x bytes
+    PYTHONPATH=.:kernels python kernels/bench/cliffs.py --shapes qwen3-30b --formats int4,nvfp4,fp8 --most 512 --sweep
 
 The grid: layers of 8 to 512 experts, hidden sizes 1024 to 8192, intermediate sizes 128 to 14336 of a rank, groups of 32
 to 128 and one scale a channel; tokens at powers of two and halfway between. A jump is how much more a time grows from
 one number of tokens to the next than its floor does; more than 1.6 counts as a cliff. Floors as in `hopper_bench`, cold
 weights, CUDA graphs. `--peers` sets times beside those of a side-by-side run (another day, another GPU of the kind).
-`--sweep` times other plans of the `mma.sync` kernels, or tiles of the portable ones, around the chosen one; of
-`hopper-w4a16` the wide kernels beside those of `mma.sync`.
+Formats are those of `hopper_bench` and of products of bytes (BYTES), which get their family. `--sweep` times other
+plans of the `mma.sync` kernels, or tiles of the portable ones, around the chosen one; of `hopper-w4a16` the `mma.sync`
+kernels, those for few tokens and the wide ones side by side, and says from how many tokens of an expert on which wins.
 """
 
 from __future__ import annotations
@@ -29,14 +32,17 @@ import torch
 
 from bench import w8a8_bench
 from bench.hopper_bench import FORMATS, epilogue_of, floor_us, random_experts, weight_bytes
-from bench.planned import pretend
+from bench.planned import planned_launches, pretend
 from bench.timing import SHAPES, Shape, copies_needed, graph_us, inputs, save
 from moeq_kernels import PackedExperts, PreparedLayer, portable
 from moeq_kernels.compiling import compile_all, specialise
+from moeq_kernels.hopper.w4a16 import few
 from moeq_kernels.hopper.w4a16.plan import WIDE32, WIDE64, WIDE96, Plan, kernel_for
-from moeq_kernels.mma.layer import plan_for
+from moeq_kernels.hopper.w4a16.products import group_of, kind_of
+from moeq_kernels.mma import layer as mma
 from moeq_kernels.mma.plan import MmaPlan, stage_bytes
 from moeq_kernels.prepared import prepare_for
+from moeq_kernels.problem import Problem
 from moeq_kernels.schedules import builds, schedule
 from moeq_kernels.tuning import Blocks
 
@@ -59,6 +65,28 @@ GRID: tuple[tuple[int, int, int, int, str], ...] = (
     (512, 10, 4096, 128, "int4"),
     (512, 22, 8192, 128, "mxfp4"),
 )
+#: Families whose sweep is one of `rivals`.
+RIVALS = ("hopper-w4a16", "hopper-few")
+#: Formats of products of bytes: codes of `w8a8_bench`, and the family where it has to be asked for.
+BYTES = {
+    "w8a8": ("int8", None),
+    "fp8-w8a8": ("fp8", "hopper-fp8"),
+    "fp8-block-w8a8": ("fp8-block", "hopper-fp8"),
+    "mxfp4-w4a8": ("mxfp4", "hopper-w4a8"),
+}
+#: A grid of the formats without one above.
+FLOAT_GRID: tuple[tuple[int, int, int, int, str], ...] = (
+    (8, 2, 4096, 14336, "nvfp4"),
+    (128, 8, 2048, 768, "nvfp4"),
+    (256, 8, 7168, 256, "fp8"),
+    (128, 8, 2048, 768, "fp8"),
+    (8, 2, 4096, 14336, "fp8-channel"),
+    (128, 8, 4096, 384, "mxfp8"),
+    (128, 8, 2048, 768, "fp8-block-w8a8"),
+    (512, 10, 4096, 128, "fp8-block-w8a8"),
+    (8, 2, 4096, 14336, "fp8-w8a8"),
+    (32, 4, 2880, 2880, "mxfp4-w4a8"),
+)
 #: Names of a side-by-side run's shapes.
 PEER_SHAPES = {"mixtral": "mixtral-8x7b", "qwen3-30b": "qwen3-30b-a3b", "gpt-oss-20b": "gpt-oss-20b",
                "deepseek-v3-tp8": "deepseek-v3-tp8"}  # fmt: skip
@@ -66,17 +94,17 @@ PEER_SHAPES = {"mixtral": "mixtral-8x7b", "qwen3-30b": "qwen3-30b-a3b", "gpt-oss
 
 def layers(which: str, formats: str) -> list[tuple[str, Shape, str]]:
     """Names, sizes and formats of the layers to time."""
-    if which == "grid":
+    if which in ("grid", "floats"):
         return [
             (f"e{experts}k{top_k}h{hidden}i{intermediate}", Shape(experts, top_k, hidden, intermediate), stored)
-            for experts, top_k, hidden, intermediate, stored in GRID
+            for experts, top_k, hidden, intermediate, stored in (GRID if which == "grid" else FLOAT_GRID)
         ]
     names = PEER_SHAPES if which == "known" else which.split(",")
     return [
-        (name, replace(SHAPES[name], gpt_oss=stored == "mxfp4"), stored)
+        (name, replace(SHAPES[name], gpt_oss=stored.startswith("mxfp4")), stored)
         for stored in formats.split(",")
         for name in names
-        if SHAPES[name].hidden % 128 == 0 or stored == "mxfp4"
+        if SHAPES[name].hidden % 128 == 0 or stored.startswith("mxfp4")
     ]
 
 
@@ -88,11 +116,16 @@ def tokens_up_to(most: int) -> list[int]:
 
 def stored_as(stored: str) -> tuple[Any, Any, Any]:
     """For a format: makers of random experts of a shape, bytes of so many experts' weights, and the floor."""
-    if stored == "w8a8":
-        return w8a8_bench.random_experts, w8a8_bench.weight_bytes, w8a8_bench.floor_us
+    if stored in BYTES:
+        codes = BYTES[stored][0]
+        return (
+            lambda shape, device="cuda": w8a8_bench.random_experts(shape, codes, device),
+            lambda shape, hit: w8a8_bench.weight_bytes(shape, hit, codes),
+            lambda shape, tokens, hit: w8a8_bench.floor_us(shape, tokens, hit, codes),
+        )
     kept = FORMATS[stored]
     return (
-        lambda shape: random_experts(shape, kept),
+        lambda shape, device="cuda": random_experts(shape, kept, device),
         lambda shape, hit: weight_bytes(shape, kept, hit),
         lambda shape, tokens, hit: floor_us(shape, kept, tokens, hit),
     )
@@ -126,31 +159,56 @@ def portable_variants(chosen: Blocks) -> list[Blocks]:
     return [one for one in found if one != chosen and chosen.m / 4 <= one.m <= chosen.m * 4]
 
 
-def wide_variants(kind: str, group: int) -> list[Plan]:
-    """The wide Hopper kernels, to find from how many tokens on they win against those of `mma.sync`."""
-    return [Plan(kernel_for(one, kind, group)) for one in (WIDE32, WIDE64, WIDE96)]
+def rivals(problem: Problem, tokens: int) -> dict[str, Any]:
+    """Plans of the kernels for 16-bit activations that compete for few tokens of an expert, by name."""
+    kind, group = kind_of(problem.w13), group_of(problem.w13)
+    found: dict[str, Any] = {"mma": mma.plan_for(problem, tokens), "few": few.plan_for(problem, tokens)}
+    found |= {f"wide{one.tokens}": Plan(kernel_for(one, kind, group)) for one in (WIDE32, WIDE64, WIDE96)}
+    return found
+
+
+def swept(family: str, problem: Problem, tokens: int) -> dict[str, Any]:
+    """Plans to time beside what is chosen, by name."""
+    if family in RIVALS:
+        return rivals(problem, tokens)
+    found: list[Any]
+    if family == "portable":
+        found = portable_variants(portable.plan_for(problem, tokens))
+    else:
+        found = variants(mma.plan_for(problem, tokens), kind_of(problem.w13), group_of(problem.w13))
+    return {repr(plan): plan for plan in found}
+
+
+def edges(rows: list[dict[str, Any]]) -> list[str]:
+    """From how many tokens of an expert that is hit on which of `rivals` is the fastest, in the rows of one layer."""
+    found, last = [], ""
+    for row in rows:
+        rival, us = min(row["rivals"].items(), key=lambda item: item[1])
+        if rival != last:
+            found.append(f"{rival} from {row['mean']:.1f} tokens an expert on ({us:.1f} us)")
+        last = rival
+    return found
+
+
+def sizes_of(options: argparse.Namespace) -> list[int]:
+    """Numbers of tokens."""
+    return [int(one) for one in options.tokens.split(",")] if options.tokens else tokens_up_to(options.most)
 
 
 def measure(name: str, shape: Shape, stored: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of one layer."""
     make, size_of, floor_of = stored_as(stored)
-    copies = [make(shape)]
-    sizes = [int(one) for one in options.tokens.split(",")] if options.tokens else tokens_up_to(options.most)
-    first = layer_for(copies[0], shape, options.family, max(sizes))
+    copies, sizes = [make(shape)], sizes_of(options)
+    asked = options.family or BYTES.get(stored, ("", None))[1]
+    first = layer_for(copies[0], shape, asked, max(sizes))
     problem, family = first.problem, first.family
     gpu = problem.gpu
     wanted = builds(family, problem, max(sizes))
-    plans: dict[int, list[Any]] = {}
-    if options.sweep:
-        kept = FORMATS[stored]
+    plans: dict[int, dict[str, Any]] = {}
+    if options.sweep and stored not in BYTES:  # `w8a8_bench` sweeps those
         for tokens in sizes:
-            if family == "portable":
-                plans[tokens] = portable_variants(portable.plan_for(problem, tokens))
-            elif family == "hopper-w4a16":
-                plans[tokens] = [plan_for(problem, tokens), *wide_variants(kept.kind, kept.group)]
-            else:
-                plans[tokens] = variants(plan_for(problem, tokens), kept.kind, kept.group)
-            for plan in plans[tokens]:
+            plans[tokens] = swept(family, problem, tokens)
+            for plan in plans[tokens].values():
                 wanted |= {specialise(launch) for launch in schedule(family, problem, tokens, plan).launches}
     done = compile_all(wanted, gpu)
     print(f"{first}: {done.compiled} of {done.kernels} kernels compiled in {done.seconds:.0f} s", flush=True)
@@ -163,23 +221,25 @@ def measure(name: str, shape: Shape, stored: str, options: argparse.Namespace) -
         given = [inputs(shape, tokens, seed) for seed in range(needed)]
 
         def timed(plan: Any = None, given: Any = given, needed: int = needed) -> float:
-            ready = [layer_for(packed, shape, options.family, max(sizes), plan) for packed in copies[:needed]]
+            ready = [layer_for(packed, shape, asked, max(sizes), plan) for packed in copies[:needed]]
             calls = [partial(one, i.x, i.weights, i.ids) for one, i in zip(ready, given, strict=True)]
             return graph_us(calls, options.milliseconds)
 
         row = {"layer": name, "format": stored, "tokens": tokens, "family": family, "hit": hit,
-               "floor_us": floor_of(shape, tokens, hit), "us": timed()}  # fmt: skip
-        for plan in plans.get(tokens, ()):
-            row.setdefault("sweep", {})[repr(plan)] = timed(plan)
+               "mean": tokens * shape.top_k / hit, "floor_us": floor_of(shape, tokens, hit), "us": timed()}  # fmt: skip
+        if tokens in plans:
+            row["rivals" if family in RIVALS else "sweep"] = {key: timed(plan) for key, plan in plans[tokens].items()}
         rows.append(row)
     for before, row in itertools.pairwise(rows):
         growth = max(1.0, row["floor_us"] / before["floor_us"])
         row["jump"] = row["us"] / before["us"] / growth
     for row in rows:
-        best = sorted(row.get("sweep", {}).items(), key=lambda item: item[1])[:3]
+        best = sorted({**row.get("sweep", {}), **row.get("rivals", {})}.items(), key=lambda item: item[1])[:3]
         text = "; ".join(f"{plan.removeprefix('MmaPlan')} {us:.1f}" for plan, us in best)
         print(f"{name:18s} {stored:12s} M={row['tokens']:5d} {row['us']:9.1f} us, {row['us'] / row['floor_us']:6.2f} "
               f"x floor, jump {row.get('jump', 1.0):.2f} {text}", flush=True)  # fmt: skip
+    if rows and "rivals" in rows[0]:
+        print(f"{name} {stored}: {'; '.join(edges(rows))}", flush=True)
     return rows
 
 
@@ -204,12 +264,15 @@ def beside_peers(rows: list[dict[str, Any]], path: Path) -> None:
 def main() -> int:
     """Command line; exits 1 where there is a cliff."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="grid", help="grid, known, or names of shapes")
+    parser.add_argument("--shapes", default="grid", help="grid, floats, known, or names of shapes")
     parser.add_argument("--only", default="", help="layers whose name contains this")
-    parser.add_argument("--formats", default="int4", help="of other shapes than the grid's: int4, mxfp4, w8a8, ..")
+    parser.add_argument(
+        "--formats", default="int4", help="of other shapes than the grids': int4, mxfp4, nvfp4, w8a8, .."
+    )
     parser.add_argument("--family", help="kernels to use instead of what the layer gets")
     parser.add_argument("--tokens", help="numbers of tokens instead of powers of two and halfway between")
     parser.add_argument("--most", type=int, default=8192)
+    parser.add_argument("--dry-run", action="store_true", help="plan every call, without a GPU, and time nothing")
     parser.add_argument("--milliseconds", type=float, default=8)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--sweep", action="store_true")
@@ -217,11 +280,18 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--code-for", metavar="GPU", help="run code for another GPU (its PTX), such as A100")
     options = parser.parse_args()
+    chosen = [one for one in layers(options.shapes, options.formats) if options.only in one[0]]
+    if options.dry_run:
+        for name, shape, stored in chosen:
+            asked = options.family or BYTES.get(stored, ("", None))[1]
+            experts, numbers = stored_as(stored)[0](shape, "meta"), sizes_of(options)
+            for line in planned_launches(experts, shape, numbers, epilogue_of(shape), asked):
+                print(name, stored, line)
+        return 0
     if options.code_for:
         pretend(options.code_for)
     begin = time.monotonic()
     rows: list[dict[str, Any]] = []
-    chosen = [one for one in layers(options.shapes, options.formats) if options.only in one[0]]
     for name, shape, stored in chosen:
         if time.monotonic() - begin > options.seconds:
             print("out of time at", name, stored)

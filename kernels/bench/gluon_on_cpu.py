@@ -8,6 +8,7 @@ write zeros, as cp.async does. Warps that specialise are threads, which wait for
 
 from __future__ import annotations
 
+import itertools
 import threading
 import types
 from collections.abc import Iterable, Mapping
@@ -25,6 +26,25 @@ from moeq_kernels import areas
 from moeq_kernels.launch import Launch, run_with_triton
 
 
+class Observed:
+    """Told what warps do with shared memory and mbarriers, if it has a listener: see `handover`."""
+
+    listener: Any = None
+    warps = threading.local()
+
+    def __call__(self, what: str, shared: Shared | None = None, bar: Shared | None = None, number: Any = 0) -> None:
+        if self.listener is not None:
+            self.listener(getattr(self.warps, "partition", None), what, shared, bar, int(number))
+
+
+_seen = Observed()
+
+
+def listen(listener: Any) -> None:
+    """From now on `listener` is told what kernels do; None: nobody is."""
+    _seen.listener = listener
+
+
 class Pointer:
     """An address in a flat tensor, or many."""
 
@@ -34,6 +54,10 @@ class Pointer:
 
     def __add__(self, more: Any) -> Pointer:
         return Pointer(self.memory, value(self.offset + more))
+
+    def to(self, dtype: Any) -> Pointer:
+        """Itself, for PTX that takes addresses as integers."""
+        return self
 
     def load(self, mask: Any = None, other: Any = 0) -> Value:
         """What is there; `other` where the mask does not hold."""
@@ -80,6 +104,7 @@ class Shared:
         self.memory, self.dtype = memory, Dtype(memory.dtype)
 
     def store(self, content: Tensor) -> None:
+        _seen("write", self)
         self.memory.copy_(content)
 
     def index(self, number: Any) -> Shared:
@@ -92,6 +117,7 @@ class Shared:
         return Shared(self.memory.permute(order))
 
     def load(self, layout: Any) -> Value:
+        _seen("read", self)
         return value(self.memory.clone())
 
 
@@ -130,17 +156,21 @@ class Barriers:
                 self._changed.notify_all()
 
     def init(self, shared: Shared, count: int) -> None:
+        _seen("init", None, shared, count)
         self._states[shared.memory.data_ptr()] = [count, count, 0, 0]  # arrivals of a phase, missing ones, bytes, phase
 
     def expect(self, shared: Shared, moved: Any, pred: Any = True) -> None:
         if pred:
+            _seen("expect", None, shared, moved)
             self._count(shared, 1, int(moved))
 
     def arrive(self, shared: Shared, count: int = 1, pred: Any = True) -> None:
         if pred:
+            _seen("arrive", None, shared, count)
             self._count(shared, count, 0)
 
     def wait(self, shared: Shared, phase: Any) -> None:
+        _seen("wait", None, shared, phase)
         state = self._states[shared.memory.data_ptr()]
         with self._changed:
             assert self._changed.wait_for(lambda: state[3] != int(phase), timeout=120), "waits forever"
@@ -157,6 +187,7 @@ class Barriers:
 def tma_load(box: Box, place: list[Any], bar: Shared, target: Shared, pred: Any = True) -> None:
     """A copy of the copy engine."""
     if pred:
+        _seen("copy", target, bar, target.memory.numel() * target.memory.itemsize)
         target.memory.copy_(box.load(place))
         LANGUAGE.barriers.copied(bar, target.memory.numel() * target.memory.itemsize)
 
@@ -175,6 +206,7 @@ def allocate(dtype: Any, shape: list[int], layout: Any) -> Shared:
 
 def rows_load(shared: Shared, pointer: Pointer, mask: Any = None) -> None:
     """cp.async: masked elements become 0."""
+    _seen("gather", shared)
     shared.memory.copy_(pointer.load(mask, 0))
 
 
@@ -190,7 +222,6 @@ class Language:
     float8e4nv = torch.float8_e4m3fn
     static_range = range
     SliceLayout = BlockedLayout = SwizzledSharedLayout = staticmethod(_nothing)
-    inline_asm_elementwise = staticmethod(inline_asm)
     allocate_shared_memory = staticmethod(allocate)
 
     def __init__(self) -> None:
@@ -198,6 +229,14 @@ class Language:
         self.grid: tuple[int, ...] = ()
         self.barriers = Barriers()
         self.counting = threading.Lock()
+
+    def inline_asm_elementwise(
+        self, text: str, constraints: str, given: Any, dtypes: Any, pure: bool, pack: int
+    ) -> Any:
+        """A PTX text; of those that take an address, one adds 1 there and the other reads."""
+        if given and isinstance(given[0], Pointer):
+            return self.atomic_add(given[0], 1, "relaxed") if "atom." in text else given[0].load()
+        return inline_asm(text, constraints, tuple(given), dtypes, pure, pack)
 
     def program_id(self, axis: int) -> Value:
         return value(self.program[axis])
@@ -210,12 +249,12 @@ class Language:
         return value(torch.arange(start, end))
 
     @staticmethod
-    def zeros(shape: list[int], dtype: torch.dtype, layout: Any) -> Value:
-        return value(torch.zeros(shape, dtype=dtype))
+    def zeros(shape: list[int], dtype: Any, layout: Any) -> Value:
+        return value(torch.zeros(shape, dtype=_torch(dtype)))
 
     @staticmethod
     def full(shape: list[int], content: Any, dtype: torch.dtype, layout: Any) -> Value:
-        return value(torch.full(shape, content, dtype=dtype))
+        return value(value(content).to(dtype).expand(shape).clone())
 
     @staticmethod
     def zeros_like(x: Value) -> Value:
@@ -284,10 +323,20 @@ class Language:
         return x.sum(axis)
 
     @staticmethod
+    def max(x: Value, axis: int) -> Value:
+        return x.amax(axis)
+
+    @staticmethod
     def warp_specialize(partitions: list[tuple[Any, Any]], warps: list[int], registers: list[int]) -> None:
         """Each partition in a thread of its own."""
+
+        def start(number: int) -> None:
+            _seen.warps.partition = number
+            function, given = partitions[number]
+            function(*given)
+
         with ThreadPoolExecutor(len(partitions)) as threads:
-            for future in [threads.submit(function, *given) for function, given in partitions]:
+            for future in [threads.submit(start, number) for number in range(len(partitions))]:
                 future.result()
 
 
@@ -296,12 +345,16 @@ LANGUAGE = Language()
 
 def warpgroup_mma(a: Any, b: Shared, acc: Value, use_acc: bool = True, is_async: bool = False) -> Value:
     """wgmma with its right operand in shared memory, and the left one there or in registers."""
+    for operand in (a, b):
+        if isinstance(operand, Shared):
+            _seen("product", operand)
     left = a.memory.clone() if isinstance(a, Shared) else a
     return mma(left, value(b.memory.clone()), acc if use_acc else value(torch.zeros_like(acc)))
 
 
 def warpgroup_mma_wait(number: int, deps: tuple[Value, ...]) -> Any:
     """What waited for."""
+    _seen("products", number=number)
     return deps[0] if len(deps) == 1 else deps
 
 
@@ -375,8 +428,11 @@ _OTHERS: dict[str, Any] = {
     "warpgroup_mma": warpgroup_mma,
     "warpgroup_mma_wait": warpgroup_mma_wait,
     "mbarrier": _Mbarrier(),
-    "async_copy": types.SimpleNamespace(commit_group=_nothing, wait_group=_nothing),
-    **dict.fromkeys(("barrier", "gdc_wait", "gdc_launch_dependents", "fence_async_shared"), _nothing),
+    "async_copy": types.SimpleNamespace(
+        commit_group=lambda: _seen("commit"), wait_group=lambda number: _seen("committed", number=number)
+    ),
+    "fence_async_shared": lambda: _seen("fence"),
+    **dict.fromkeys(("barrier", "gdc_wait", "gdc_launch_dependents"), _nothing),
 }
 
 
@@ -407,9 +463,13 @@ def run(launch: Launch, roots: Mapping[str, Tensor]) -> None:
             given[key] = Pointer(root[argument.offset : end].view(argument.dtype))
         elif isinstance(argument, areas.Box):
             given[key] = Box(argument.area.bind(roots), argument.block)
+        elif isinstance(argument, int):
+            given[key] = value(argument)
     constants = {key: getattr(one, "value", one) for key, one in launch.constants.items()}
-    LANGUAGE.grid = (*launch.programs, 1)[:2]
-    for second in range(LANGUAGE.grid[1]):
-        for first in range(LANGUAGE.grid[0]):
-            LANGUAGE.program, LANGUAGE.barriers = (first, second), Barriers()
-            kernel(**given, **constants)
+    LANGUAGE.grid = (*launch.programs, 1, 1)[:3]
+    for place in itertools.product(*map(range, reversed(LANGUAGE.grid))):
+        LANGUAGE.program, LANGUAGE.barriers = place[::-1], Barriers()
+        _seen.warps.partition = None
+        if _seen.listener is not None:
+            _seen.listener.begin(launch.kernel.rpartition(":")[2])
+        kernel(**given, **constants)

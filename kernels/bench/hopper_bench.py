@@ -26,7 +26,7 @@ import torch
 import triton
 
 from bench.hopper_check import describe
-from bench.planned import hopper_moe, portable_moe
+from bench.planned import hopper_moe, planned_launches, portable_moe
 from bench.timing import SHAPES, Call, Shape, call_us, copies_needed, inputs, print_kernels, print_row, save
 from moeq_kernels import PackedExperts, PackedMatrix
 from moeq_kernels.epilogue import SILU, Epilogue
@@ -54,6 +54,8 @@ from moeq_kernels.hopper.w4a16.plan import (
     splits_for,
     tokens_per_hit,
 )
+from moeq_kernels.mma.plan import MmaPlan
+from moeq_kernels.mma.plan import choose as choose_mma
 
 
 @dataclass(frozen=True)
@@ -110,28 +112,28 @@ NARROW = (NARROW8, Narrow(16, 3, after=True, resident=4, registers=128))
 UNFIT = (RuntimeError, triton.runtime.errors.TritonError)
 
 
-def random_experts(shape: Shape, stored: Weights) -> PackedExperts:
+def random_experts(shape: Shape, stored: Weights, device: str = "cuda") -> PackedExperts:
     """Random words and scales: every word is a valid one."""
 
     def matrix(n: int, k: int) -> PackedMatrix:
         size = (shape.experts, k // 16, KINDS[stored.kind].bits // 2 * n)
-        words = torch.randint(-(2**31), 2**31 - 1, size, dtype=torch.int32, device="cuda")
+        words = torch.randint(-(2**31), 2**31 - 1, size, dtype=torch.int32, device=device)
         if stored.element == "e4m3":
             words &= ~0x40404040  # codes below 2, none of them NaN
         size = (shape.experts, k // stored.group if stored.group else 1, n)
         whole = None
         if stored.kind == "nvfp4":  # stored numbers from 32 to 256, of which the global scale makes something near 1
-            scale = torch.randint(0xA0, 0xB8, size, dtype=torch.uint8, device="cuda").view(stored.scale)
+            scale = torch.randint(0xA0, 0xB8, size, dtype=torch.uint8, device=device).view(stored.scale)
             lift = 2.0 ** (14 if stored.x == torch.float16 else 126)
-            whole = torch.full((shape.experts, 1), lift / (300 * k**0.5), device="cuda")
+            whole = torch.full((shape.experts, 1), lift / (300 * k**0.5), device=device)
         elif stored.scale == torch.uint8:
             middle = 126 - round(math.log2(3 * k**0.5))
-            scale = torch.randint(middle - 1, middle + 2, size, dtype=torch.uint8, device="cuda")
+            scale = torch.randint(middle - 1, middle + 2, size, dtype=torch.uint8, device=device)
         else:
             spread = {"int8": 74, "int4": 4.6, "e4m3": 0.6}[stored.element]
             lift = 2.0**120 if stored.element == "e4m3" else 1.0
-            scale = ((torch.rand(size, device="cuda") + 0.5) / (spread * k**0.5) * lift).to(stored.scale)
-        bias = torch.randn(shape.experts, n, device="cuda").to(stored.x) if shape.gpt_oss else None
+            scale = ((torch.rand(size, device=device) + 0.5) / (spread * k**0.5) * lift).to(stored.scale)
+        bias = torch.randn(shape.experts, n, device=device).to(stored.x) if shape.gpt_oss else None
         layout, element, group = stored.layout, stored.element, stored.group or -1
         return PackedMatrix(
             layout, words, n, k, element, group, scale, bias=bias, global_scale=whole,
@@ -160,27 +162,29 @@ def floor_us(shape: Shape, stored: Weights, tokens: int, hit: float) -> float:
     return max(moved / 4.4e12, operations / 790e12) * 1e6
 
 
-def chosen_plan(shape: Shape, stored: Weights, tokens: int) -> Plan | None:
-    """What `hopper_moe` chooses; None for the `mma.sync` kernels."""
-    if not KINDS[stored.kind].few and tokens_per_hit(tokens * shape.top_k, shape.experts) <= MMA_TOKENS:
-        return None
-    pairs = tokens * shape.top_k
-    return choose(
-        pairs,
-        shape.experts,
-        shape.hidden,
-        shape.intermediate,
-        stored.group,
-        stored.kind,
-        top_k=shape.top_k,
-    )
+def chosen_plan(shape: Shape, stored: Weights, tokens: int) -> Plan | MmaPlan:
+    """What `hopper_moe` chooses."""
+    few, pairs = KINDS[stored.kind].few, tokens * shape.top_k
+    if not few and tokens_per_hit(pairs, shape.experts) <= MMA_TOKENS:
+        return mma_plan(shape, stored, tokens)
+    sizes = (pairs, shape.experts, shape.hidden, shape.intermediate, stored.group)
+    return choose(*sizes, stored.kind, top_k=shape.top_k, few=few)
 
 
-def candidates(shape: Shape, stored: Weights, tokens: int) -> list[Plan]:
-    """Plans around the chosen one."""
+def mma_plan(shape: Shape, stored: Weights, tokens: int) -> MmaPlan:
+    """That of the `mma.sync` kernels."""
+    sizes = (tokens * shape.top_k, shape.experts, shape.hidden, shape.intermediate, stored.group)
+    return choose_mma(*sizes, stored.kind, True, H200)
+
+
+def candidates(shape: Shape, stored: Weights, tokens: int) -> list[Plan | MmaPlan]:
+    """Plans around the chosen one, and those of the `mma.sync` kernels and of the Hopper ones for few tokens."""
     pairs = tokens * shape.top_k
     mean = tokens_per_hit(pairs, shape.experts)
-    result: list[Plan] = []
+    sizes = (pairs, shape.experts, shape.hidden, shape.intermediate, stored.group)
+    result: list[Plan | MmaPlan] = [choose(*sizes, stored.kind, top_k=shape.top_k)]
+    if mean <= 4 * MMA_TOKENS:
+        result.append(mma_plan(shape, stored, tokens))
     if mean <= 1.4:
         ups = [up for up in (1, 2, 4, 8, 12) if up * 256 <= shape.hidden and up * pairs <= 128]
         downs = [one for one in (1, 2, 3, 6) if one * 128 <= shape.intermediate <= one * 1024 and one * pairs <= 64]
@@ -199,8 +203,7 @@ def candidates(shape: Shape, stored: Weights, tokens: int) -> list[Plan]:
     kernels = [kernel for kernel in QUEUE if mean / 3 <= kernel.tokens <= max(16, mean * 6)]
     kernels += [kernel for kernel in WIDE if min(mean / 3, 100) <= kernel.tokens <= mean * 4]
     result += [Plan(kernel_for(kernel, stored.kind, stored.group)) for kernel in kernels]
-    few = KINDS[stored.kind].few
-    return [plan for plan in dict.fromkeys(result) if few or isinstance(plan.kernel, Wide)]
+    return list(dict.fromkeys(result))
 
 
 @dataclass(frozen=True)
@@ -214,7 +217,7 @@ class Options:
     warm: bool
 
 
-def ours(shape: Shape, plan: Plan | None, dependent: bool = True) -> Call:
+def ours(shape: Shape, plan: Plan | MmaPlan | None, dependent: bool = True) -> Call:
     """A call of the Hopper kernels."""
     epilogue = epilogue_of(shape)
     return lambda i, e: hopper_moe(i.x, e, i.weights, i.ids, epilogue=epilogue, plan=plan, dependent=dependent)
@@ -262,12 +265,20 @@ def measure(
                 timings[one] = timed(ours(shape, one))
             except UNFIT as error:
                 print("      failed", describe(one), str(error)[:200], flush=True)
-        row["sweep"] = {f"{describe(one)} {one.kernel}": value for one, value in timings.items()}
+        row["sweep"] = {f"{describe(one)} {getattr(one, 'kernel', one)}": value for one, value in timings.items()}
         if options.kernels and timings:
             best = min(timings, key=lambda one: timings[one])
-            print("   ", describe(best), best.kernel)
+            print("   ", describe(best), best)
             print_kernels(partial(ours(shape, best, False), given[0], copies[0]))
     return row
+
+
+def plan_only(shape: Shape, stored: Weights, tokens: int, sweep: bool) -> None:
+    """Prints what would be launched, by every plan that would be timed."""
+    experts, epilogue = random_experts(shape, stored, "meta"), epilogue_of(shape)
+    for plan in (chosen_plan(shape, stored, tokens), *(candidates(shape, stored, tokens) if sweep else ())):
+        for line in planned_launches(experts, shape, [tokens], epilogue, "hopper-w4a16", plan):
+            print(describe(plan), line)
 
 
 def main() -> int:
@@ -280,6 +291,7 @@ def main() -> int:
     parser.add_argument("--portable", action="store_true", help="time the portable kernels too")
     parser.add_argument("--kernels", action="store_true", help="show the time of each kernel")
     parser.add_argument("--warm", action="store_true", help="only compile what would be timed")
+    parser.add_argument("--dry-run", action="store_true", help="plan every call, without a GPU, and time nothing")
     parser.add_argument("--milliseconds", type=float, default=60)
     parser.add_argument("--seconds", type=float, default=500)
     parser.add_argument("--out", type=Path)
@@ -290,6 +302,10 @@ def main() -> int:
     for name, kind in itertools.product(given.shapes.split(","), given.formats.split(",")):
         stored = FORMATS[kind]
         shape = replace(SHAPES[name], gpt_oss=SHAPES[name].gpt_oss or stored.kind == "e2m1")
+        if given.dry_run:
+            for tokens in map(int, given.tokens.split(",")):
+                plan_only(shape, stored, tokens, options.sweep)
+            continue
         copies = [random_experts(shape, stored)]
         for tokens in map(int, given.tokens.split(",")):
             if time.monotonic() - begin > given.seconds:

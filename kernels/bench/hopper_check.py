@@ -1,9 +1,10 @@
-"""Checks the Hopper kernels' numbers on a Hopper GPU: every kernel and size, group size and kind of routing.
+"""Checks the Hopper kernels' numbers on a Hopper GPU: every family, kernel and size, format and kind of routing.
 
     PYTHONPATH=.:kernels python kernels/bench/hopper_check.py [--out FILE] [--seconds S] [--quick]
 
 Every buffer that a call allocates starts as NaN (or the largest integer), so that nothing unwritten goes unnoticed.
-An error may be 1.2 times that of bf16 products on dequantised weights; two runs must agree bit for bit.
+An error may be 1.2 times that of bf16 products on dequantised weights; two runs must agree bit for bit. Layers of
+products of bytes, and what they are compared with, are those of `w8a8_check`.
 """
 
 from __future__ import annotations
@@ -11,17 +12,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from bench import w8a8_check
 from bench.cases import Recipe
-from bench.checking import ROUTINGS, Result, epilogue_of, given, parser, run
+from bench.checking import ROUTINGS, Calls, Result, epilogue_of, given, parser, run, top_k_of
 from bench.planned import hopper_moe
 from bench.reference import Layer, moe, relative_error
 from moeq_kernels import PackedExperts
 from moeq_kernels.formats import find_format
 from moeq_kernels.hopper.w4a16.kinds import KINDS, kind_of_format
-from moeq_kernels.hopper.w4a16.plan import DIRECT, GATHERING, Narrow, Plan, Queue, Wide, kernel_for, table_for
+from moeq_kernels.hopper.w4a16.plan import DIRECT, GATHERING, Narrow, Plan, Queue, Wide, choose, kernel_for, table_for
+from moeq_kernels.mma.plan import MmaPlan
 
 LAYERS = {
     "small": Recipe(experts=8, hidden=512, intermediate=384, group_size=128),
@@ -96,16 +100,19 @@ LAYERS = {
     "gelu-tanh": Recipe(experts=8, hidden=384, intermediate=256, activation="gelu_tanh", order="interleaved", seed=27),
     "relu2": Recipe(experts=8, hidden=384, intermediate=512, activation="relu2", order="ungated", bias=True, seed=28),
 }  # fmt: skip
+#: All layers, those of products of bytes among them.
+EVERY = LAYERS | w8a8_check.LAYERS
 #: Layers (by the beginning of their name) whose tokens are float16, or lack the last 136 packed features.
 FLOAT16, PADDED = "f16", "padded-"
 
 
 def compare(
-    name: str, recipe: Recipe, packed: PackedExperts, layer: Layer, tokens: int, kind: str, plan: Plan | None, seed: int
+    name: str, recipe: Recipe, packed: PackedExperts, layer: Layer, tokens: int, kind: str, plan: Any, seed: int
 ) -> Result:
     """One call against the references."""
-    dtype = torch.float16 if name.startswith(FLOAT16) else torch.bfloat16
-    hidden = recipe.hidden - 136 * name.startswith(PADDED)
+    if name in w8a8_check.LAYERS:
+        return w8a8_check.compare(name, recipe, packed, layer, tokens, kind, plan, seed)
+    hidden, dtype = calls_of(name).hidden, calls_of(name).dtype
     call = given(kind, tokens, recipe, hidden, seed, dtype)
     one, two = (
         hopper_moe(
@@ -120,14 +127,29 @@ def compare(
     return Result(name, tokens, kind, describe(plan), *errors, torch.equal(one, two))
 
 
-def describe(plan: Plan | None) -> str:
-    """`queue8`, `direct1 x8/3`."""
+def calls_of(name: str) -> Calls:
+    """Of any layer."""
+    if name in w8a8_check.LAYERS:
+        return w8a8_check.calls_of(name)
+    hidden = LAYERS[name].hidden - 136 * name.startswith(PADDED)
+    return Calls("hopper-w4a16", hidden, torch.float16 if name.startswith(FLOAT16) else torch.bfloat16)
+
+
+def describe(plan: Plan | MmaPlan | None) -> str:
+    """`queue8`, `direct1 x8/3`, `mma16 x2/1`."""
     if plan is None:
         return "chosen"
+    if isinstance(plan, MmaPlan):
+        return f"mma{plan.tokens} x{plan.gate_up_splits}/{plan.down_splits}"
     kernel = plan.kernel
     after = ("g" if kernel.gathers else "") if isinstance(kernel, Wide) else "" if kernel.after else "f"
     shares = "" if isinstance(kernel, Queue) else f" x{plan.gate_up_splits}/{plan.down_splits}"
     return f"{type(kernel).__name__.lower()}{kernel.tokens}{after}{shares}"
+
+
+def describe_any(plan: Any) -> str:
+    """Of a plan of any family."""
+    return describe(plan) if isinstance(plan, Plan | MmaPlan | None) else w8a8_check.describe(plan)
 
 
 def plans(recipe: Recipe, tokens: int) -> Iterator[Plan | None]:
@@ -135,16 +157,17 @@ def plans(recipe: Recipe, tokens: int) -> Iterator[Plan | None]:
     yield None
     kind = kind_of_format(find_format(recipe.layout, recipe.element))
     group = {"e2m1": 32, "mxfp8": 32, "nvfp4": 16}.get(kind, max(0, recipe.group_size))
-    few = KINDS[kind].few
     gated = recipe.order != "ungated"
+    if not KINDS[kind].few:  # what `hopper-few` chooses
+        top_k = top_k_of(recipe)
+        sizes = (tokens * top_k, recipe.experts, recipe.hidden, recipe.intermediate)
+        yield choose(*sizes, group, kind, gated, top_k)
     for base in dict.fromkeys(kernel for size in (0, 4096) for _, kernel in table_for(kind, size)):
-        if not few and not isinstance(base, Wide):
-            continue
         kernel = kernel_for(base, kind, group)
         yield Plan(kernel)
         if isinstance(kernel, Wide):
             yield Plan(kernel, 1, 2)
-        if base in GATHERING and few:
+        if base in GATHERING and KINDS[kind].few:
             yield Plan(kernel_for(GATHERING[base][1], kind, group))
         if isinstance(kernel, Narrow):
             yield Plan(kernel, 2 * gated or 1, 2)
@@ -153,37 +176,42 @@ def plans(recipe: Recipe, tokens: int) -> Iterator[Plan | None]:
             if kernel.after and group:
                 yield Plan(replace(kernel, after=False))
     direct = kernel_for(DIRECT, kind, group)
-    if gated and tokens <= 40 and few:
+    if gated and tokens <= 40:
         yield Plan(direct)
         yield Plan(replace(direct, stages=2, after=False), 3, 2)
 
 
-def comparisons(quick: bool) -> Iterator[tuple[str, int, str, Plan | None]]:
+def plans_of(name: str, tokens: int) -> Iterator[Any]:
+    """Those of any layer."""
+    yield from (w8a8_check.plans if name in w8a8_check.LAYERS else plans)(EVERY[name], tokens)
+
+
+def comparisons(quick: bool) -> Iterator[tuple[str, int, str, Any]]:
     """What to compare, most telling first."""
     counts = (1, 7, 130, 1000)
     for tokens in reversed(counts):
-        for name in LAYERS:
+        for name in EVERY:
             yield name, tokens, ROUTINGS[(tokens + len(name)) % len(ROUTINGS)], None
-    for name, recipe in LAYERS.items():
-        for plan in plans(recipe, 33):
+    for name in EVERY:
+        for plan in plans_of(name, 33):
             yield name, 33, "uniform", plan
-    for name, recipe in LAYERS.items():
+    for name in EVERY:
         for tokens in counts if not quick else ():
-            for plan in plans(recipe, tokens):
+            for plan in plans_of(name, tokens):
                 if plan is not None:
                     yield name, tokens, ROUTINGS[(tokens + len(name)) % len(ROUTINGS)], plan
     for kind in ROUTINGS:
         for tokens in (1, 2, 16, 64, 300, 4096, 16384):
-            for name in ("small", "many", "mxfp4-oai", "int8", "f16"):
+            for name in ("small", "many", "mxfp4-oai", "int8", "f16", "nvfp4", "fp8", "w8a8-oai", "blocks", "w4a8-oai"):
                 yield name, tokens, kind, None
 
 
 def main() -> int:
     """Runs what fits in the time."""
-    arguments = parser(__doc__, LAYERS)
+    arguments = parser(__doc__, EVERY)
     arguments.add_argument("--quick", action="store_true", help="beyond 33 tokens, only the chosen plans")
     options = arguments.parse_args()
-    results = run(options, LAYERS, comparisons(options.quick), compare)
+    results = run(options, EVERY, comparisons(options.quick), compare, calls_of)
     return 0 if all(one.passed for one in results) else 1
 
 

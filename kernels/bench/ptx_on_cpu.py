@@ -12,12 +12,21 @@ from torch import Tensor
 
 
 class Value(torch.Tensor):
-    """A tensor that also converts by bits, as Triton's."""
+    """A tensor that also converts by bits, and that no operator changes, as Triton's."""
+
+    def __iadd__(self, other: Any) -> Any:  # type: ignore[misc]
+        return self + other
+
+    def __isub__(self, other: Any) -> Any:  # type: ignore[misc]
+        return self - other
+
+    def __imul__(self, other: Any) -> Any:  # type: ignore[misc]
+        return self * other
 
     def to(self, dtype: Any, *, bitcast: bool = False) -> Any:
         if bitcast:
             return self.view(dtype)
-        return super().to(dtype)
+        return super().to(getattr(dtype, "dtype", dtype))
 
 
 def value(given: Any) -> Value:
@@ -86,8 +95,8 @@ def inline_asm(text: str, constraints: str, given: tuple[Value, ...], dtypes: An
     """A PTX text on `pack` neighbouring elements at a time, which lie in registers of 32 bits."""
     if ".f32" in text:
         return {"ex2": torch.exp2, "rcp": torch.reciprocal}[text[:3]](given[0])
-    if text.startswith("fence"):
-        return given[0]
+    if text.startswith(("fence", "shfl")):  # lanes of a warp have the same here
+        return given[0] if given else value(0)
     results = constraints.count("=")
     shape = torch.broadcast_shapes(*(one.shape for one in given))
     registers: dict[str, Tensor] = {}

@@ -4,6 +4,7 @@
     PYTHONPATH=.:kernels python kernels/bench/random_check.py --family mma-w4a16 --formats nvfp4,fp8 --problems 500
     PYTHONPATH=.:kernels python kernels/bench/random_check.py --interpreter --problems 200   # small ones, without a GPU
     PYTHONPATH=.:kernels python kernels/bench/random_check.py --interpreter --family hopper-fp8 --problems 200
+    PYTHONPATH=.:kernels python kernels/bench/random_check.py --interpreter --family hopper-few --problems 200
 
 A problem is one call of a random layer (formats, groups, zero points, biases, activations, row orders, 1 to 1024
 experts, up to 32 choices, k that is no multiple of a step, x narrower than the packed sizes), with random tokens,
@@ -11,8 +12,8 @@ routing (uniform, Zipf, all to the same experts, choices without an expert, expe
 from a graph, with or without a workspace of the caller's full of NaN. Every layer is prepared and warmed once; some
 calls bring NaN or infinity in one token, which must not show in another. Allowed: 1.2 times the error of 16-bit
 products on dequantised weights.
-Without a GPU the portable kernels run in Triton's interpreter, and the Hopper kernels for products of bytes as
-`gluon_on_cpu` does it, with random plans. Exits 1 where one problem fails.
+Without a GPU the portable kernels run in Triton's interpreter, and the Hopper kernels as `gluon_on_cpu` does it, with
+random plans and a few multiprocessors. Exits 1 where one problem fails.
 """
 
 from __future__ import annotations
@@ -32,14 +33,18 @@ from torch import Tensor
 from bench.cases import Recipe, make_layer
 from bench.checking import Given, epilogue_of, routed
 from bench.comparison import FACTOR, random_map
+from bench.hopper_check import plans
 from bench.planned import pretend
 from bench.reference import Layer, moe, relative_error
-from moeq_kernels import PreparedLayer, interpreter
+from bench.w8a8_check import table_of
+from moeq_kernels import PackedExperts, PreparedLayer, interpreter
 from moeq_kernels import prepared as calls
 from moeq_kernels.formats import FORMATS
 from moeq_kernels.hopper.support import FLOATS, FP8
 from moeq_kernels.hopper.w4a8.layer import EXACT, FAST, W4a8Plan
-from moeq_kernels.hopper.w8a8.plan import E4M3_NARROW_TABLE, E4M3_TABLE, TABLE, Int8Narrow, Int8Plan
+from moeq_kernels.hopper.w4a16.plan import Queue
+from moeq_kernels.hopper.w4a16.products import alike
+from moeq_kernels.hopper.w8a8.plan import Int8Narrow, Int8Plan
 from moeq_kernels.prepared import prepare_for, warmup
 from moeq_kernels.schedules import FAMILIES
 
@@ -84,6 +89,7 @@ def choices(family: str | None, formats: str) -> list[tuple[str, str]]:
     read = {
         None: [*integers, *w8a8, *mxfp4],
         "hopper-w4a16": [*integers, *mxfp4, *FLOATS],
+        "hopper-few": list(FLOATS),
         "hopper-w8a8": w8a8,
         "hopper-fp8": list(FP8),
         "hopper-w4a8": mxfp4,
@@ -136,14 +142,17 @@ def draw(generator: random.Random, family: str | None, device: str, formats: str
     return Drawn(recipe, top_k, narrower, family, most)
 
 
-def random_plan(drawn: Drawn, generator: random.Random) -> Any:
-    """Any kernel of the table that can multiply such a layer, with any numbers of shares."""
+def random_plan(drawn: Drawn, packed: PackedExperts, generator: random.Random) -> Any:
+    """Any kernel of the table that can multiply such a layer, with any numbers of shares; None for the chosen ones."""
     if drawn.family == "hopper-w4a8":
         return W4a8Plan(generator.choice([EXACT, FAST]))
-    blocks = drawn.recipe.layout == "fp8-block-identity/1"
-    narrow = blocks and drawn.recipe.order == "interleaved"
-    table = TABLE if drawn.recipe.element == "int8" else E4M3_NARROW_TABLE if narrow else E4M3_TABLE
-    kernel = generator.choice(table)[1]
+    if drawn.family == "mma-w4a16":
+        return None
+    if drawn.family in ("hopper-w4a16", "hopper-few"):
+        both = alike(packed.w13, packed.w2)
+        found = list(plans(drawn.recipe, 1))
+        return generator.choice([one for one in found if both or one is None or not isinstance(one.kernel, Queue)])
+    kernel = generator.choice(table_of(drawn.recipe))[1]
     if not isinstance(kernel, Int8Narrow):
         return Int8Plan(kernel)
     shares = [-(-size // 128) for size in (drawn.recipe.hidden, drawn.recipe.intermediate)]
@@ -266,8 +275,12 @@ def main() -> int:
             packed, whole = make_layer(drawn.recipe, device)
             plain = narrowed(whole, drawn.hidden)
             own = options.interpreter and options.family != "portable"
-            plan = random_plan(drawn, generator) if own else None
-            made.append((drawn, plain, prepared(drawn, packed, generator.random() < 0.2, plan)))
+            plan = random_plan(drawn, packed, generator) if own else None
+            layer = prepared(drawn, packed, generator.random() < 0.2, plan)
+            if own:  # programs that take several items each
+                gpu = replace(layer.problem.gpu, multiprocessors=generator.choice((1, 2, 7)))
+                layer.problem = replace(layer.problem, gpu=gpu)
+            made.append((drawn, plain, layer))
         compiling += warmup([layer for _, _, layer in made]).seconds
         layers += BATCH
         for drawn, plain, layer in made:

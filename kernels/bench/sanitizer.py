@@ -36,12 +36,12 @@ class Call:
 
 
 def calls(only: tuple[str, ...]) -> Iterator[Call]:
-    """Every format whose name contains one of `only`, then every kernel of the Hopper plan."""
+    """Every format whose name contains one of `only`, then every kernel of the Hopper plans."""
     import torch
 
     from bench.cases import Recipe, make_layer, route
-    from bench.hopper_check import LAYERS, describe, plans
-    from bench.planned import hopper_moe
+    from bench.hopper_check import EVERY, calls_of, describe_any, plans_of
+    from bench.planned import run_family
     from moeq_kernels import PackedExperts, fused_moe
     from moeq_kernels.formats import FORMATS
 
@@ -71,17 +71,20 @@ def calls(only: tuple[str, ...]) -> Iterator[Call]:
 
         yield Call(f"fused_moe {layout} {element}", fused)
 
-    for name in ("small", "zeros-g32"):
-        recipe = LAYERS[name]
+    for name in ("small", "zeros-g32", "nvfp4", "fp8-channel", "w8a8-odd", "blocks", "w4a8"):
+        recipe, family = EVERY[name], calls_of(name).family
         packed = on_gpu(make_layer(recipe)[0])
-        chosen = [(tokens, plan) for tokens in TOKENS for plan in plans(recipe, tokens)]
+        chosen = [(tokens, plan) for tokens in TOKENS for plan in plans_of(name, tokens)]
         for count, plan in chosen:
 
-            def hopper(tokens: int, recipe: Recipe = recipe, packed: PackedExperts = packed, plan: Any = plan) -> None:
+            def hopper(
+                tokens: int, recipe: Recipe = recipe, packed: PackedExperts = packed, plan: Any = plan,
+                family: str = family,
+            ) -> None:  # fmt: skip
                 x, weights, ids = given(recipe, tokens)
-                hopper_moe(x, packed, weights, ids, plan=plan)
+                run_family(family, x, packed, weights, ids, plan=plan)
 
-            yield Call(f"hopper {name} {describe(plan)}, {count} tokens", hopper, (count,))
+            yield Call(f"{family} {name} {describe_any(plan)}, {count} tokens", hopper, (count,))
 
 
 def run_calls(seconds: float, only: tuple[str, ...]) -> int:

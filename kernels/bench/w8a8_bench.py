@@ -24,11 +24,11 @@ import triton
 
 from bench.hopper_bench import FORMATS, epilogue_of
 from bench.hopper_bench import random_experts as mxfp4_experts
-from bench.planned import hopper_fp8_moe, hopper_int8_moe, hopper_moe, portable_moe
+from bench.planned import hopper_fp8_moe, hopper_int8_moe, hopper_moe, planned_launches, portable_moe
 from bench.timing import SHAPES, Call, Inputs, Shape, call_us, copies_needed, inputs, print_kernels, print_row, save
 from bench.w8a8_check import describe
 from moeq_kernels import PackedExperts, PackedMatrix, PreparedLayer
-from moeq_kernels.epilogue import Epilogue
+from moeq_kernels.epilogue import SILU, Epilogue
 from moeq_kernels.hopper.w4a8.layer import EXACT, FAST, W4a8Plan
 from moeq_kernels.hopper.w8a8.plan import E4M3_TABLE, TABLE, Int8Direct, Int8Narrow, Int8Plan, Int8Wide, direct_plan
 from moeq_kernels.hopper.w8a8.plan import choose as choose_from
@@ -55,25 +55,27 @@ UNFIT = (RuntimeError, triton.runtime.errors.TritonError)
 MXFP4 = FORMATS["mxfp4"]
 #: Types of codes by name.
 CODES = ("int8", "fp8", "fp8-block", "mxfp4")
+#: The family of kernels that multiplies each.
+FAMILY_OF = {"int8": "hopper-w8a8", "fp8": "hopper-fp8", "fp8-block": "hopper-fp8", "mxfp4": "hopper-w4a8"}
 
 
-def random_experts(shape: Shape, codes_of: str) -> PackedExperts:
+def random_experts(shape: Shape, codes_of: str, device: str = "cuda") -> PackedExperts:
     """Random codes and scales."""
     if codes_of == "mxfp4":
-        return mxfp4_experts(shape, MXFP4)
+        return mxfp4_experts(shape, MXFP4, device)
 
     def matrix(n: int, k: int) -> PackedMatrix:
         if codes_of != "int8":
             block = codes_of == "fp8-block"
-            codes = torch.randint(0, 126, (shape.experts, n, k), dtype=torch.uint8, device="cuda")
-            codes |= torch.randint(0, 2, codes.shape, dtype=torch.uint8, device="cuda") << 7
+            codes = torch.randint(0, 126, (shape.experts, n, k), dtype=torch.uint8, device=device)
+            codes |= torch.randint(0, 2, codes.shape, dtype=torch.uint8, device=device) << 7
             size = (shape.experts, -(-n // 128), -(-k // 128)) if block else (shape.experts, n, 1)
-            scale = (torch.rand(size, device="cuda") + 0.5) / (130 * k**0.5)
+            scale = (torch.rand(size, device=device) + 0.5) / (130 * k**0.5)
             layout = "fp8-block-identity/1" if block else "fp8-identity/1"
             group, weight = (128 if block else -1), codes.view(torch.float8_e4m3fn)
             return PackedMatrix(layout, weight, n, k, "e4m3", group, scale, activation_dtype="fp8")
-        codes = torch.randint(-128, 128, (shape.experts, n, k), dtype=torch.int8, device="cuda")
-        scale = (torch.rand(shape.experts, n, 1, device="cuda") + 0.5) / (74 * k**0.5)
+        codes = torch.randint(-128, 128, (shape.experts, n, k), dtype=torch.int8, device=device)
+        scale = (torch.rand(shape.experts, n, 1, device=device) + 0.5) / (74 * k**0.5)
         return PackedMatrix("int8-w8a8/1", codes, n, k, "int8", -1, scale)
 
     return PackedExperts(matrix(2 * shape.intermediate, shape.hidden), matrix(shape.hidden, shape.intermediate))
@@ -221,11 +223,20 @@ def main() -> int:
     parser.add_argument("--sweep", action="store_true", help="time other plans too")
     parser.add_argument("--kernels", action="store_true", help="show the time of each kernel")
     parser.add_argument("--warm-up", action="store_true", help="compile only")
+    parser.add_argument("--dry-run", action="store_true", help="plan every call, without a GPU, and time nothing")
     parser.add_argument("--milliseconds", type=float, default=60)
     parser.add_argument("--seconds", type=float, default=500)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     numbers = [int(one) for one in options.tokens.split(",")]
+    if options.dry_run:
+        for name in options.shapes.split(","):
+            shape = SHAPES[name]
+            experts = random_experts(shape, options.codes, "meta")
+            epilogue = epilogue_of(shape) if options.codes == "mxfp4" else SILU
+            for line in planned_launches(experts, shape, numbers, epilogue, FAMILY_OF[options.codes]):
+                print(name, line)
+        return 0
     if options.warm_up:
         for name in options.shapes.split(","):
             warm_up(SHAPES[name], numbers, options.codes, options.kernels)

@@ -42,6 +42,8 @@ MAP_TYPES = {
 
 #: Roots whose addresses change from call to call.
 MOVING = ("x", "topk_weights", "topk_ids", "out", "workspace", "expert_map")
+#: Starts of an area whose descriptors are kept: a program has few buffers for its layers' inputs.
+KEPT_MAPS = 8
 #: Area, swizzle and block of a descriptor.
 MapKey = tuple[Area, int, tuple[int, ...]]
 
@@ -143,6 +145,24 @@ class TensorMap:
         self.base = base
 
 
+class MovingMap:
+    """Descriptors of an area whose start moves from call to call: encoding one costs more than the rest of a launch."""
+
+    def __init__(self, area: Area, swizzle: int, block: Sequence[int]) -> None:
+        self._given = area, swizzle, block
+        self._maps: dict[int, TensorMap] = {}  # by start, the last used at the end
+
+    def at(self, base: int) -> int:
+        """Address of a descriptor for that start, one of the last KEPT_MAPS or encoded now."""
+        found = self._maps.pop(base, None)
+        if found is None:
+            full = len(self._maps) >= KEPT_MAPS
+            found = self._maps.pop(next(iter(self._maps))) if full else TensorMap(*self._given)
+            found.at(base)
+        self._maps[base] = found
+        return found.address
+
+
 def arguments_of(launch: Launch, wanted: Specialisation) -> list[Any]:
     """What a build's function takes, in order: areas for pointers, boxes for descriptors, ctypes' integers."""
     result: list[Any] = []
@@ -185,7 +205,8 @@ class Bound:
         self._lock = threading.Lock()
         self._launch = driver().launch
         number = {name: i for i, name in enumerate(roots)}
-        self._moving: list[tuple[TensorMap, int, int]] = []  # of arguments and workspace: root, offset
+        # Descriptors of arguments and workspace: the last start, parameters and place, root and offset.
+        self._moving: list[list[Any]] = []
         self._fixed: list[tuple[Any, int, int]] = []  # of weights: parameters, place, number of the map
         self._configs: list[LaunchConfig] = []
         self._launches: list[tuple[int, int | None, int]] = []
@@ -206,9 +227,8 @@ class Bound:
                 elif isinstance(value, Box):
                     area, (swizzle, block) = value.area, next(boxes)
                     if area.root in MOVING:
-                        tensor_map = TensorMap(area, swizzle, block)
-                        self._moving.append((tensor_map, number[area.root], area.offset))
-                        parameters[place] = tensor_map.address
+                        moving = MovingMap(area, swizzle, block)
+                        self._moving.append([0, moving, parameters, place, number[area.root], area.offset])
                     else:
                         self._fixed.append((parameters, place, maps.setdefault((area, swizzle, block), len(maps))))
                 else:
@@ -230,6 +250,11 @@ class Bound:
         self._place = number["workspace"]
         behind = sorted({key for *_, key in pointers if key[1]}, key=lambda key: (key[0] != self._place, key))
         self._offsets = [offset for root, offset in behind if root == self._place]
+        self._placed, self._behind = (
+            -1,
+            list[int](),
+        )  # where the workspace was last, and what lies behind its start there
+        self._maps: Sequence[int] | None = None  # of the layer that was called last
         self._others = behind[len(self._offsets) :]
         index = {(root, 0): root for root in range(len(roots))} | {key: len(roots) + i for i, key in enumerate(behind)}
         self._pointers = (c_uint64 * len(index))()
@@ -244,15 +269,19 @@ class Bound:
             _THREAD.ready = True
         with self._lock:
             place = addresses[self._place]
-            found = [*addresses, *[place + offset for offset in self._offsets]]
-            if self._others:
-                found += [addresses[root] + offset for root, offset in self._others]
-            self._pack(self._pointers, 0, *found)
-            for tensor_map, root, offset in self._moving:
-                if addresses[root] + offset != tensor_map.base:
-                    tensor_map.at(addresses[root] + offset)
-            for parameters, place, which in self._fixed:
-                parameters[place] = maps[which]
+            if place != self._placed:
+                self._placed, self._behind = place, [place + offset for offset in self._offsets]
+            others = [addresses[root] + offset for root, offset in self._others] if self._others else ()
+            self._pack(self._pointers, 0, *addresses, *self._behind, *others)
+            for one in self._moving:
+                last, moving, parameters, at, root, offset = one
+                base = addresses[root] + offset
+                if base != last:
+                    one[0], parameters[at] = base, moving.at(base)
+            if maps is not self._maps:
+                for parameters, at, which in self._fixed:
+                    parameters[at] = maps[which]
+                self._maps = maps
             if stream != self._stream:
                 for config in self._configs:
                     config.stream = stream

@@ -57,7 +57,7 @@ def fused_moe(
         router_weight_on_input: multiply the gate and up products (before bias and activation) by the router weight
             instead of the output.
         activation_dtype: `fp8` to quantise rows of x, and of the activation's results, to e4m3 on the way; as of
-            `prepare`.
+            `prepare`, but for MXFP4, whose layers have to be prepared for that.
         blocks: tile sizes of the portable kernels, where the default choice (on a Hopper GPU: the Hopper kernels, see
             `explain`) should not be used.
 

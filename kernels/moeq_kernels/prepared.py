@@ -77,7 +77,7 @@ class PreparedLayer:
 
     Attributes:
         family: `hopper-w4a16`, `hopper-w8a8`, `mma-w4a16` (any NVIDIA GPU from sm_80 on) or `portable`; where they
-            were asked for `hopper-fp8` or `hopper-w4a8`.
+            were asked for `hopper-few`, `hopper-fp8` or `hopper-w4a8`.
         reason: why the kernels are not the Hopper ones; None for those.
         max_tokens: of a call.
     """
@@ -334,12 +334,16 @@ def prepare(
         hidden_size: features of x; by default those of the packed w13, padding included.
         num_experts: experts that topk_ids may name, where calls bring an expert_map (expert parallelism).
         activation_dtype: `fp8` to quantise rows of x to e4m3 on the way, "" not to, None for what the experts say
-            (`PackedMatrix.activation_dtype`).
+            (`PackedMatrix.activation_dtype`). Of MXFP4 in Marlin's order only Hopper GPUs multiply these, by a kernel
+            for many tokens that no GPU has timed yet: the layer keeps scales of its own (a byte for 32 weights), and
+            its error is that of e4m3 activations, about 4 % where 16-bit ones make 0.3 %.
         portable: use kernels for any GPU also where the Hopper ones could run.
         gpu: a name of `moeq_kernels.gpu.GPUS` for experts on `meta`.
         warm: compile (in parallel) and load all kernels for 1 to max_tokens tokens now, so that no call does.
 
-    A tensor whose address is no multiple of 16 bytes is copied, once. Raises the errors of `fused_moe`.
+    A tensor whose address is no multiple of 16 bytes is copied, once. Raises the errors of `fused_moe`, and
+    KernelUnsupportedError where MXFP4 weights cannot be multiplied with e4m3 activations: on another GPU, or where
+    scales of a feature are more than 2^11 apart.
     """
     require(top_k >= 1, f"top_k is {top_k}; it must be at least 1")
     require(max_tokens >= 0, f"max_tokens is {max_tokens}; it must not be negative")
@@ -347,7 +351,7 @@ def prepare(
     experts = experts.quantising(activation_dtype)
     x = torch.empty(0, hidden, dtype=dtype, device=experts.w13.weight.device)
     epilogue = epilogue_of(experts, activation, alpha, beta, limit, router_weight_on_input)
-    layer = prepare_for(x, experts, top_k, max_tokens, epilogue, num_experts, portable=portable, gpu=gpu)
+    layer = prepare_for(x, experts, top_k, max_tokens, epilogue, num_experts, portable=portable, gpu=gpu, folds=True)
     if warm:
         layer.warm()
     return layer
@@ -366,22 +370,21 @@ def prepare_for(
     family: str | None = None,
     plan: Any = None,
     dependent: bool = True,
+    folds: bool = False,
 ) -> PreparedLayer:
     """`prepare` for calls with tokens like x.
 
     family: of kernels, whatever else supports the layer; plan: of that family's, for all numbers of tokens;
-    dependent: launch kernels while the ones before them end, where they can be.
+    dependent: launch kernels while the ones before them end, where they can be; folds: the layer is kept, so that its
+    scales may be folded for it.
     """
+    w4a8 = folds and family is None and not portable and support.asks_w4a8(experts)
+    if w4a8:
+        family, experts = "hopper-w4a8", experts.quantising("")
     check_experts(x, experts, epilogue.activation)
-    if family is not None:
-        experts = getattr(FAMILIES[family], "ready", lambda given: given)(experts)
     device = x.device
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    tensors = tensors_of(experts)
-    if device.type != "meta":
-        require_runnable(device)
-        tensors = {name: one if one.data_ptr() % 16 == 0 else one.clone() for name, one in tensors.items()}
     problem = Problem(
         w13=symbolic("w13", experts.w13),
         w2=symbolic("w2", experts.w2),
@@ -394,6 +397,16 @@ def prepare_for(
         gpu=_gpu(device, gpu),
         interpret=device.type == "cpu",
     )
+    if w4a8:
+        support.require_w4a8(problem)
+    ready = getattr(FAMILIES.get(family or ""), "ready", None)
+    if ready is not None:
+        experts = ready(experts)
+        problem = replace(problem, w13=symbolic("w13", experts.w13), w2=symbolic("w2", experts.w2))
+    tensors = tensors_of(experts)
+    if device.type != "meta":
+        require_runnable(device)
+        tensors = {name: one if one.data_ptr() % 16 == 0 else one.clone() for name, one in tensors.items()}
     reason = "portable kernels were asked for" if portable else None
     if family is None:
         reason = reason or support.unsupported_reason(problem)

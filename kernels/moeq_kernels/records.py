@@ -78,11 +78,13 @@ class PackedExperts:
         w13: gate and up; `n` is twice the (padded) intermediate size, or once where ungated.
         w2: down; `k` is the (padded) intermediate size.
         w13_order: `gate-up` (gate rows, then up rows), `interleaved` (gate 0, up 0, gate 1, ...) or `ungated`.
+        name: of the layer, for messages.
     """
 
     w13: PackedMatrix
     w2: PackedMatrix
     w13_order: W13Order = "gate-up"
+    name: str = ""
 
     @property
     def num_experts(self) -> int:

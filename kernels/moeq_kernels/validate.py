@@ -8,6 +8,7 @@ from torch import Tensor
 from moeq_kernels.epilogue import Epilogue
 from moeq_kernels.errors import KernelArgumentError, KernelEnvironmentError, KernelUnsupportedError
 from moeq_kernels.formats import ACTIVATIONS, FORMATS, UNGATED_ACTIVATIONS, Format, find_format
+from moeq_kernels.hopper.support import W4A8
 from moeq_kernels.records import PackedExperts, PackedMatrix
 
 
@@ -157,9 +158,10 @@ def _check_second_scales(name: str, x: Tensor, matrix: PackedMatrix, fmt: Format
     require(asked in ("", "fp8"), f"unknown activation_dtype '{asked}' of {name}", "known: fp8, or nothing")
     if asked and not fmt.fp8_activations:
         readable = ", ".join(layout for (layout, _), one in FORMATS.items() if one.fp8_activations)
-        raise KernelUnsupportedError(
-            f"{name} asks for {asked} activations, which {kind} kernels do not have", f"layouts that do: {readable}"
-        )
+        hint = f"layouts that do: {readable}"
+        if (matrix.layout, matrix.element) in W4A8:
+            hint = f"a layer of `prepare` does on Hopper, which folds scales once, and not in every call; {hint}"
+        raise KernelUnsupportedError(f"{name} asks for {asked} activations, which {kind} kernels do not have", hint)
     quantises = fmt.int8_activations or asked == "fp8"
     require(
         matrix.input_scale is None or quantises,

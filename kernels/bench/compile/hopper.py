@@ -1,26 +1,32 @@
 """Compiles every Hopper kernel ahead of time with the triton that is installed, and reads the machine code.
 
-    PYTHONPATH=.:kernels python kernels/bench/compile/hopper.py [--trimmed] [PREFIX ...]
+    PYTHONPATH=.:kernels python kernels/bench/compile/hopper.py [--trimmed] [--out results.json] [PREFIX ...]
 
 Needs no GPU. `--trimmed` builds each kernel once or twice, with the formats spread over them. For another triton:
 `pip install --no-deps --target DIR triton==3.6.0`, and put DIR first in PYTHONPATH.
-Exits 1 where a build fails, spills in a loop or could overwrite a register that the tensor cores still read.
+Exits 1 where a build fails, spills in a loop or could overwrite a register that the tensor cores still read, or where
+a thread arrives at an mbarrier, or starts a copy, for warps that have not met since they touched shared memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import triton
 
 from bench.compile import w4a8, w4a16, w8a8
-from bench.compile.sass import disassemble, problems
+from bench.compile.sass import disassemble, instructions, is_wgmma, main_loops, problems
+from bench.handover.ptx import unsynchronised
 
 TRIMMED = {
     "direct1-zeros", "direct1-down", "narrow8-gate-up-split", "narrow8-channel", "queue8-int8-g32-zeros",
-    "queue16-mxfp4-oai", "wide32-down", "wide64-f16", "wide160-gate-up", "wide160-nvfp4", "wide96-fp8",
+    "queue16-mxfp4-oai", "narrow8-2-nvfp4", "queue8-3-fp8", "direct1-4-mxfp8-down", "wide32-down",
+    "wide64-f16", "wide160-gate-up", "wide160-nvfp4", "wide96-fp8",
     "int8-narrow8-gate-up", "int8-narrow128-down",
     "int8-wide128-oai", "e4m3-narrow8-block-gate-up", "e4m3-wide128-block-down", "e4m3-wide128-channel-oai",
     "w4a8-wide64-oai", "w4a8-wide128-gate-up",
@@ -31,22 +37,39 @@ def main() -> int:
     """A line for each case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trimmed", action="store_true")
+    parser.add_argument("--out", type=Path, help="JSON: what the innermost loops with wgmma hold, and local memory")
     parser.add_argument("prefixes", nargs="*", default=[""])
     options = parser.parse_args()
     failed = 0
+    outcomes: list[dict[str, Any]] = []
     cases = [(module, case) for module in (w4a16, w8a8, w4a8) for case in module.cases()]
     for module, case in cases:
         if not case.name.startswith(tuple(options.prefixes)) or (options.trimmed and case.name not in TRIMMED):
             continue
         begin = time.monotonic()
         kernel = module.compile_case(case)
-        found = problems(disassemble(kernel.asm["cubin"]), registers=module is not w8a8)
+        sass = disassemble(kernel.asm["cubin"])
+        found = problems(sass, registers=module is not w8a8)
+        if lines := unsynchronised(kernel.asm["ptx"]):
+            found.append(f"PTX: warps may not have met before lines {lines[:5]}")
         failed += bool(found)
+        outcomes.append({"case": case.name, "shared": kernel.metadata.shared, "problems": found, **counts(sass)})
         seconds = time.monotonic() - begin
         verdict = "; ".join(found) or "good"
         shared = kernel.metadata.shared
         print(f"triton {triton.__version__} {case.name:22s} shared {shared:7d} {seconds:5.1f} s  {verdict}", flush=True)
+    if options.out:
+        rows = ",\n ".join(json.dumps(one) for one in outcomes)
+        options.out.write_text(f'{{"triton": "{triton.__version__}", "cases": [\n {rows}\n]}}\n')
     return 1 if failed else 0
+
+
+def counts(sass: str) -> dict[str, Any]:
+    """Instructions and wgmma of each main loop; loads and stores of local memory in the whole kernel."""
+    loops = main_loops(sass)
+    local = sum(one.operation.startswith(("LDL", "STL")) for one in instructions(sass).values())
+    return {"instructions": [len(one) for one in loops], "wgmma": [sum(map(is_wgmma, one)) for one in loops],
+            "local": local}  # fmt: skip
 
 
 if __name__ == "__main__":

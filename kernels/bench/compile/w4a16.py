@@ -23,6 +23,7 @@ from moeq_kernels.hopper.w4a16.plan import (
     Queue,
     Wide,
     kernel_for,
+    table_for,
 )
 
 
@@ -81,8 +82,8 @@ _FORMATS: dict[str, dict[str, Any]] = {
     "mxfp4-down": {"kind": "e2m1", "group": 32, "scale": "u8", "bias": True, "epilogue": PLAIN, "out": "i16"},
     "relu2": {"epilogue": Epilogue("relu2")},
 }  # fmt: skip
-#: Those that only the wide kernels read.
-_MANY: dict[str, dict[str, Any]] = {
+#: Floats beside MXFP4. Of the kernels for few tokens the tables are those of int4 and of MXFP4.
+_FLOATS: dict[str, dict[str, Any]] = {
     "nvfp4": {"kind": "nvfp4", "group": 16, "scale": "u8"},
     "nvfp4-down": {"kind": "nvfp4", "group": 16, "scale": "u8", "bias": True, "epilogue": PLAIN, "out": "i16"},
     "nvfp4-f16": {"kind": "nvfp4", "group": 16, "scale": "u8", "x": "fp16"},
@@ -115,7 +116,7 @@ def cases() -> list[Case]:
                 continue  # these kernels have a gate
             result.append(replace(case, kernel=kernel_for(kernel, case.kind, case.group)))
     for kernel in (WIDE32, WIDE64, WIDE96, WIDE160):
-        for suffix, changes in _MANY.items():
+        for suffix, changes in _FLOATS.items():
             chosen = kernel_for(kernel, changes["kind"], changes.get("group", 128))
             result.append(Case(f"wide{kernel.tokens}-{suffix}", chosen, **changes))
     for kernel in (kernel for _, kernel in MXFP4_TABLE + MXFP4_LONG_TABLE if kernel not in dict(TABLE).values()):
@@ -123,6 +124,21 @@ def cases() -> list[Case]:
             if changes.get("kind") == "e2m1":
                 name = f"{type(kernel).__name__.lower()}{kernel.tokens}e-{suffix}"
                 result.append(Case(name, kernel_for(kernel, "e2m1", 32), **changes))
+    return result + _few_floats()
+
+
+def _few_floats() -> list[Case]:
+    """The kernels for few tokens, as the plan takes them for floats beside MXFP4."""
+    result = []
+    for suffix, changes in _FLOATS.items():
+        kind, group = changes["kind"], changes.get("group", 128)
+        tables = [kernel for size in (0, 4096) for _, kernel in table_for(kind, size) if not isinstance(kernel, Wide)]
+        for kernel in dict.fromkeys((DIRECT, *tables)):
+            chosen = kernel_for(kernel, kind, group)
+            name = f"{type(kernel).__name__.lower()}{kernel.tokens}-{chosen.stages}-{suffix}"
+            result.append(Case(name, chosen, **changes))
+            if isinstance(kernel, Narrow) and suffix in ("nvfp4", "fp8-channel"):
+                result.append(replace(result[-1], name=f"{name}-split", splits=4))
     return result
 
 
@@ -212,12 +228,19 @@ def _common(case: Case, step: int, tiles: int, tokens: int) -> tuple[dict[str, s
         "EPILOGUE": case.epilogue,
         "DEPENDENT": True,
     }
-    for name, there, kind in (("scale", not case.group, case.scale), ("bias", case.bias, case.x)):
+    whole = case.kind == "nvfp4"
+    for name, there, kind in (
+        ("scale", not case.group, case.scale), ("bias", case.bias, case.x), ("global_scale", whole, "fp32")
+    ):  # fmt: skip
         if there:
             types[name] = f"*{kind}"
         else:
             constants[name] = None
     return types, constants
+
+
+#: Parameters that are None where a format lacks them.
+_OPTIONAL = ("scale", "bias", "global_scale")
 
 
 def _integers(names: str) -> dict[str, str]:
@@ -241,11 +264,11 @@ def _queue(case: Case, kernel: Queue) -> _Source:
     types |= {"partial": "*fp32", "counters": "*i32", "num_tiles": "*i32", "tiles": "*i32"}
     types |= _integers("most wanted_up least_up wanted_down least_down bundle up_pair_tiles")
     for name in ("up", "down"):
-        types |= {f"{name}_{key}": found[key] for key in ("w_desc", "s_desc", "zero", "scale", "bias") if key in found}
+        types |= {f"{name}_{key}": found[key] for key in ("w_desc", "s_desc", "zero", *_OPTIONAL) if key in found}
         types |= _integers(" ".join(f"{name}_{key}" for key in ("slabs", "groups", "count", "blocks", "columns")))
         types |= _integers(" ".join(f"{name}_{key}" for key in ("stride", "zero_words", "packed")))
-        constants |= {f"{name}_{key}": None for key in ("scale", "bias") if key not in found}
-    constants = {key: value for key, value in constants.items() if key not in ("scale", "bias")}
+        constants |= {f"{name}_{key}": None for key in _OPTIONAL if key not in found}
+    constants = {key: value for key, value in constants.items() if key not in _OPTIONAL}
     constants |= {
         "TOKENS": kernel.tokens,
         "STEP": kernel.step,
@@ -291,6 +314,5 @@ def _wide(case: Case, kernel: Wide) -> _Source:
     constants["GATHER"] = case.epilogue != PLAIN and kernel.gathers
     constants |= {"TOKENS": kernel.tokens, "GROUPS_OF_WARPS": kernel.warpgroups, "REGISTERS": kernel.registers}
     constants |= {"EARLY": case.epilogue == PLAIN, "FOLLOWS": case.epilogue == PLAIN}
-    (types if case.kind == "nvfp4" else constants)["global_scale"] = "*fp32" if case.kind == "nvfp4" else None
     function = import_module("moeq_kernels.hopper.w4a16.device.wide").expert_product_wide
     return _Source(function, types, constants, ("zero", "out", "tiles", "columns", "stride", "x", "stride_x"))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from html import escape
 from typing import Any
 
-from bench.peers.contenders import NOT_RUN
+from bench.peers.contenders import CONTENDERS
 from bench.peers.evaluate import OURS, TARGETS, Cell, judge, peers_of, scores, time_of
 
 #: Line colours, told apart also by those who see few colours; ours is drawn thicker.
@@ -19,7 +19,11 @@ COLOURS = {
     "triton_kernels": "#ff7f0e",
     "triton_kernels-own-routing": "#8c564b",
     "vllm-cutlass": "#17becf",
+    "vllm-cutlass-w4a8": "#7f7f7f",
     "deep_gemm": "#bcbd22",
+    "flashinfer": "#e377c2",
+    "flashinfer-fp8": "#f7b6d2",
+    "turbomind": "#98df8a",
 }
 
 
@@ -28,8 +32,18 @@ def markdown(run: dict[str, Any]) -> str:
     parts = [*_heading(run), "", *_targets(run), "", *_scores(run)]
     for name in dict.fromkeys(cell["format"] for cell in run["cells"]):
         parts += ["", f"## {name}", "", *_cells([cell for cell in run["cells"] if cell["format"] == name])]
-    parts += ["", "## Not run", "", *(f"* {name}: {reason}." for name, reason in NOT_RUN.items())]
+    parts += ["", "## Not timed", "", *(f"* {name}: {reason}." for name, reason in not_timed(run))]
     return "\n".join(parts) + "\n"
+
+
+def not_timed(run: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Contenders without a single time in the run, so that nothing is claimed against them, and why."""
+    for name in CONTENDERS:
+        rows = [cell["contenders"][name] for cell in run["cells"] if name in cell["contenders"]]
+        if not any("cold" in row for row in rows):
+            absent = run.get("contenders", {}).get(name, {}).get("absent")
+            failed = next((row.get("reason") or row["status"] for row in rows), "took part in no cell")
+            yield name, str(absent or failed)
 
 
 def _heading(run: dict[str, Any]) -> list[str]:

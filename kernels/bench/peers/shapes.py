@@ -54,7 +54,8 @@ class Format:
         order, activation, limit, bias: as `moeq_kernels.fused_moe` has them.
         block_rows: output features that share a scale.
         int8_activations: rows are quantised to int8 on the way.
-        fp8_activations: rows are quantised to e4m3 on the way, with a scale for each group of columns.
+        fp8_activations: rows are quantised to e4m3 on the way.
+        fp8_columns: columns of a row that share a scale then; -1 is all of them, 0 as many as in the weights.
         bits: stored bits per weight, scales included.
         peak: multiplications per second of an H200 in this arithmetic, over 1e12.
     """
@@ -69,6 +70,7 @@ class Format:
     block_rows: int = 1
     int8_activations: bool = False
     fp8_activations: bool = False
+    fp8_columns: int = 0
     peak: float = 790.0
 
     @property
@@ -79,17 +81,22 @@ class Format:
     @property
     def fp8_groups(self) -> int | None:
         """Columns of a row that share a scale once they are e4m3: all of them at -1. None: rows stay as they are."""
-        return self.group_size if self.fp8_activations else None
+        return (self.fp8_columns or self.group_size) if self.fp8_activations else None
 
 
 _BLOCK = 8 + 32 / (128 * 128)
 
 #: MXFP4 is computed as gpt-oss does it (biases, clamped SwiGLU of interleaved rows): the one way that every peer knows.
-#: NVFP4 has e4m3 scales and a float32 one for an expert; FP8 has float32 scales, by channel or by blocks of 128 x 128.
+#: `-silu` is the same with neither, and gate before up, as other models have it. 4-bit weights with e4m3 activations
+#: (`-fp8`) have a scale for each row. NVFP4 has e4m3 scales and a float32 one for an expert; FP8 has float32 scales, by
+#: channel or by blocks of 128 x 128.
 FORMATS = {
     "int4": Format("int4", 128, 4 + 16 / 128),
     "int8": Format("int8", 128, 8 + 16 / 128),
     "mxfp4": Format("e2m1", 32, 4.25, "interleaved", "swiglu_oai", 7.0, bias=True),
+    "mxfp4-silu": Format("e2m1", 32, 4.25),
+    "mxfp4-fp8": Format("e2m1", 32, 4.25, fp8_activations=True, fp8_columns=-1, peak=1580.0),
+    "int4-fp8": Format("int4", 128, 4 + 16 / 128, fp8_activations=True, fp8_columns=-1, peak=1580.0),
     "w8a8": Format("int8", -1, 8.0, int8_activations=True, peak=1580.0),
     "nvfp4": Format("e2m1", 16, 4.5),
     "fp8-block-w8a8": Format("e4m3", 128, _BLOCK, block_rows=128, fp8_activations=True, peak=1580.0),
@@ -118,6 +125,8 @@ def whole_blocks(fmt: Format, shape: Shape) -> bool:
 def _groups() -> Iterator[Group]:
     layers = (*KNOWN, *HELD_OUT)
     for shape, fmt in product(layers, ("int4", "mxfp4", "w8a8")):
+        yield Group(fmt, shape)
+    for shape, fmt in product(layers, ("mxfp4-silu", "mxfp4-fp8", "int4-fp8")):
         yield Group(fmt, shape)
     for shape, fmt in product(layers, ("nvfp4", "fp8-block-w8a8", "fp8-w8a8", "fp8-block", "fp8")):
         if whole_blocks(FORMATS[fmt], SHAPES[shape]):

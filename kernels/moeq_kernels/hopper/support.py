@@ -8,8 +8,9 @@ from itertools import chain
 
 import torch
 
+from moeq_kernels.errors import KernelUnsupportedError
 from moeq_kernels.problem import Problem
-from moeq_kernels.records import PackedMatrix
+from moeq_kernels.records import PackedExperts, PackedMatrix
 
 #: Triton versions that the kernels were compiled with; each release changes Gluon.
 TRITON_FIRST, TRITON_LAST = (3, 6), (3, 9)
@@ -40,6 +41,15 @@ INT8_MOST_FEATURES = 16384
 W8A8 = ("int8-w8a8/1", "int8")
 #: What those for e4m3 weights and activations read. These never ran on a GPU: layers get them where they are asked for.
 FP8 = (("fp8-identity/1", "e4m3"), ("fp8-block-identity/1", "e4m3"))
+
+#: What the kernel for MXFP4 weights and e4m3 activations reads. It never ran on a GPU either.
+W4A8 = (("marlin-mxfp4/1", "e2m1"), ("marlin-mxfp4-interleaved/1", "e2m1"))
+
+
+def asks_w4a8(experts: PackedExperts) -> bool:
+    """Whether both projections are MXFP4 in Marlin's order and ask for e4m3 activations."""
+    matrices = (experts.w13, experts.w2)
+    return all((one.layout, one.element) in W4A8 and one.activation_dtype == "fp8" for one in matrices)
 
 
 def family(problem: Problem) -> str:
@@ -104,6 +114,16 @@ def fp8_reasons(problem: Problem) -> Iterator[str]:
             yield f"{name} does not ask for fp8 activations, which these kernels multiply"
 
 
+def require_w4a8(problem: Problem) -> None:
+    """Raises KernelUnsupportedError where the kernel for MXFP4 weights and e4m3 activations cannot run."""
+    reason = next(chain(machine_reasons(problem), w4a8_reasons(problem)), None)
+    if reason is not None:
+        kind = f"{problem.w13.layout} {problem.w13.element}"
+        raise KernelUnsupportedError(
+            f"fp8 activations beside {kind} weights: {reason}", 'activation_dtype="" multiplies 16-bit activations'
+        )
+
+
 def w4a8_reasons(problem: Problem) -> Iterator[str]:
     """Reasons against the kernel for MXFP4 weights and e4m3 activations, before their scales are folded."""
     yield from _common_reasons(problem)
@@ -112,7 +132,7 @@ def w4a8_reasons(problem: Problem) -> Iterator[str]:
     if max(problem.hidden, problem.intermediate) > INT8_MOST_FEATURES:
         yield f"rows have more than {INT8_MOST_FEATURES} features; these kernels quantise no longer ones"
     for name, matrix in (("w13", problem.w13), ("w2", problem.w2)):
-        if matrix.element != "e2m1" or matrix.layout not in ("marlin-mxfp4/1", "marlin-mxfp4-interleaved/1"):
+        if (matrix.layout, matrix.element) not in W4A8:
             yield f"{name} is {matrix.layout} {matrix.element}; this kernel reads MXFP4 in Marlin's order"
         if matrix.channelwise:
             yield f"{name} has one group of k = {matrix.k} codes; this kernel reads scales from two groups on"

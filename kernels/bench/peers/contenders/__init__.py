@@ -15,27 +15,21 @@ CONTENDERS = {
     "triton_kernels-own-routing": "bench.peers.contenders.oai_triton:OwnRouting",
     "vllm-triton": "bench.peers.contenders.vllm_triton:Triton",
     "vllm-cutlass": "bench.peers.contenders.vllm_cutlass:Cutlass",
+    "vllm-cutlass-w4a8": "bench.peers.contenders.vllm_w4a8:CutlassW4A8",
     "deep_gemm": "bench.peers.contenders.deep_gemm:DeepGemm",
-}
-
-#: Peers that have not been run, and why: no result includes them.
-NOT_RUN = {
-    "FlashInfer SM90 CUTLASS MXFP4 (0.7.2)": (
-        "no contender is written: its kernels are compiled beside the GPU, by nvcc and ninja, from sources in its wheel"
-    ),
-    "LMDeploy TurboMind int4 and MXFP4 (0.18)": (
-        "no contender is written: `LlamaLinear.forward_moe` belongs to a compiled extension, which no CPU loads"
-    ),
-    "vLLM's CUTLASS W4A8": (
-        "no contender is written: its operator multiplies int4 weights with e4m3 activations, which no kernel here does"
-    ),
+    "flashinfer": "bench.peers.contenders.flashinfer_cutlass:Bf16",
+    "flashinfer-fp8": "bench.peers.contenders.flashinfer_cutlass:Fp8",
+    "turbomind": "bench.peers.contenders.turbomind:TurboMind",
 }
 
 #: Which of them know a format.
 BY_FORMAT = {
-    "int4": ("moeq", "marlin", "humming", "vllm-triton"),
+    "int4": ("moeq", "marlin", "humming", "vllm-triton", "turbomind"),
     "int8": ("moeq", "marlin", "humming", "vllm-triton"),
-    "mxfp4": ("moeq", "marlin", "humming", "triton_kernels", "triton_kernels-own-routing"),
+    "mxfp4": ("moeq", "marlin", "humming", "triton_kernels", "triton_kernels-own-routing", "flashinfer"),
+    "mxfp4-silu": ("moeq", "marlin", "humming", "flashinfer", "turbomind"),
+    "mxfp4-fp8": ("moeq", "humming", "flashinfer-fp8"),
+    "int4-fp8": ("moeq", "humming", "vllm-cutlass-w4a8"),
     "w8a8": ("moeq", "humming", "vllm-triton"),
     "nvfp4": ("moeq", "marlin", "humming"),
     "fp8-block-w8a8": ("moeq", "humming", "vllm-triton", "deep_gemm"),
@@ -55,4 +49,4 @@ def make(name: str) -> Contender:
     return contender
 
 
-__all__ = ["BY_FORMAT", "CONTENDERS", "NOT_RUN", "Absent", "Contender", "make"]
+__all__ = ["BY_FORMAT", "CONTENDERS", "Absent", "Contender", "make"]

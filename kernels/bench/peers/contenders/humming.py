@@ -31,7 +31,11 @@ class Source:
     activations: dict[str, Any] | None = None
 
 
-def _packed(bits: int) -> Source:
+#: Activations as e4m3, with a scale for each row.
+_E4M3 = {"quant_method": "humming", "dtype": "float8e4m3"}
+
+
+def _packed(bits: int, activations: dict[str, Any] | None = None) -> Source:
     config = {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
@@ -46,12 +50,25 @@ def _packed(bits: int) -> Source:
             "weight_packed": (packing.nibbles(part.codes) if bits == 4 else part.codes).contiguous().view(torch.int32),
             "weight_scale": part.scales,
         },
+        activations,
+    )
+
+
+def _mxfp4(activations: dict[str, Any] | None = None) -> Source:
+    return Source(
+        {"quant_method": "mxfp4"},
+        lambda part: {
+            "weight": packing.nibbles(part.codes),
+            "weight_scale": part.scales,
+            **({} if part.bias is None else {"bias": part.bias}),
+        },
+        activations,
     )
 
 
 def _fp8(block: bool, activations: bool) -> Source:
     """FP8 as compressed-tensors stores channels and as DeepSeek stores blocks; activations by token, and by group."""
-    quantised = {"quant_method": "humming", "dtype": "float8e4m3", **({"group_size": 128} if block else {})}
+    quantised = {**_E4M3, **({"group_size": 128} if block else {})}
     if block:
         return Source(
             {"quant_method": "fp8", "weight_block_size": [128, 128]},
@@ -75,14 +92,10 @@ def _fp8(block: bool, activations: bool) -> Source:
 SOURCES = {
     "int4": _packed(4),
     "int8": _packed(8),
-    "mxfp4": Source(
-        {"quant_method": "mxfp4"},
-        lambda part: {
-            "weight": packing.nibbles(part.codes),
-            "weight_scale": part.scales,
-            **({} if part.bias is None else {"bias": part.bias}),
-        },
-    ),
+    "mxfp4": _mxfp4(),
+    "mxfp4-silu": _mxfp4(),
+    "mxfp4-fp8": _mxfp4(_E4M3),
+    "int4-fp8": _packed(4, _E4M3),
     "w8a8": Source(
         {
             "quant_method": "compressed-tensors",

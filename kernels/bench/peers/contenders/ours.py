@@ -22,6 +22,9 @@ LAYOUTS = {
     "int4": "marlin-wna16/1",
     "int8": "marlin-wna16/1",
     "mxfp4": "marlin-mxfp4-interleaved/1",
+    "mxfp4-silu": "marlin-mxfp4/1",
+    "mxfp4-fp8": "marlin-mxfp4/1",
+    "int4-fp8": "marlin-wna16/1",  # with 16-bit activations: no kernel of ours multiplies int4 with e4m3
     "w8a8": "int8-w8a8/1",
     "nvfp4": "marlin-nvfp4/1",
     "fp8-block-w8a8": "fp8-block-identity/1",  # as in checkpoints, which is what peers read
@@ -30,7 +33,7 @@ LAYOUTS = {
     "fp8": "marlin-fp8/1",
 }
 #: Families that are never chosen unless asked for, by format.
-ASKED = {"fp8-block-w8a8": "hopper-fp8", "fp8-w8a8": "hopper-fp8"}
+ASKED = {"fp8-block-w8a8": "hopper-fp8", "fp8-w8a8": "hopper-fp8", "mxfp4-fp8": "hopper-w4a8"}
 
 
 class Ours(Contender):
@@ -79,4 +82,5 @@ def _packed(part: Codes, layout: str, problem: Problem) -> PackedMatrix:
     rows = find_format(layout, problem.format.element).block_rows
     made = quantised(part if rows == 1 else replace(part, scales=part.blocks(rows)), problem.format)
     matrix = cases.pack(layout, problem.format.element, made)
-    return replace(matrix, activation_dtype="fp8" if problem.format.fp8_activations else "")
+    e4m3 = problem.format.fp8_activations and problem.format.element == "e4m3"
+    return replace(matrix, activation_dtype="fp8" if e4m3 else "")

@@ -36,6 +36,19 @@ class Inputs:
     scratch: Any
 
 
+def make_inputs(scratch: Any, routed: Routed, experts: int, hidden: int, intermediate: int) -> Inputs:
+    """Buffers for routed tokens; scratch: vLLM's `MoEPermuteScratch`."""
+    tokens, top_k = routed.ids.shape
+    device = routed.x.device
+
+    def buffer(columns: int) -> Tensor:
+        return torch.empty(tokens * top_k, columns, dtype=torch.bfloat16, device=device)
+
+    room = scratch(max_num_tokens=tokens, topk=top_k, num_experts=experts, num_local_experts=experts, device=device)
+    wide, narrow = buffer(max(2 * intermediate, hidden)), buffer(max(intermediate, hidden))
+    return Inputs(routed, wide, narrow, torch.empty_like(routed.x), room)
+
+
 class Cutlass(Contender):
     """`run_cutlass_moe_fp8`, with the buffers made beforehand; quantising the tokens counts."""
 
@@ -72,18 +85,7 @@ class Cutlass(Contender):
         )
 
     def inputs(self, weights: Weights, routed: Routed) -> Inputs:
-        experts, hidden, intermediate = weights.sizes
-        tokens, top_k = routed.ids.shape
-        device = routed.x.device
-
-        def buffer(columns: int) -> Tensor:
-            return torch.empty(tokens * top_k, columns, dtype=torch.bfloat16, device=device)
-
-        scratch = self.scratch(
-            max_num_tokens=tokens, topk=top_k, num_experts=experts, num_local_experts=experts, device=device
-        )
-        wide, narrow = buffer(max(2 * intermediate, hidden)), buffer(max(intermediate, hidden))
-        return Inputs(routed, wide, narrow, torch.empty_like(routed.x), scratch)
+        return make_inputs(self.scratch, routed, *weights.sizes)
 
     def run(self, weights: Weights, inputs: Inputs) -> Tensor:
         routed = inputs.routed

@@ -17,11 +17,17 @@ def single_order(column):
 
 
 @gluon.jit
-def affine(value, feature, scale, bias, bias_here, expert, packed, inside):
-    """value * channel scale + bias of packed columns `[1, n]`; scale and bias `[experts, packed]` or None."""
+def affine(value, feature, scale, bias, bias_here, expert, packed, inside, UNIT: gl.constexpr = 1.0):
+    """value * channel scale + bias of packed columns `[1, n]`; scale and bias `[experts, packed]` or None.
+
+    UNIT: what scales are in units of.
+    """
     place = expert.to(gl.int64) * packed + single_order(feature)
     if scale is not None:
-        value = value * gl.load(scale + place, mask=inside, other=0.0).to(gl.float32)
+        factor = gl.load(scale + place, mask=inside, other=0.0).to(gl.float32)
+        if UNIT != 1.0:
+            factor = factor * UNIT
+        value = value * factor
     if bias is not None:
         value = value + gl.load(bias + place, mask=inside & bias_here, other=0.0).to(gl.float32)
     return value

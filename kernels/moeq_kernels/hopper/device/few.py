@@ -40,8 +40,12 @@ def sum_choices(
     TOP_K: gl.constexpr,
     SHARES: gl.constexpr,
     COLUMNS: gl.constexpr,
+    UNIT: gl.constexpr = 1.0,
 ):
-    """y[token] = sum over choices of weight * (sum over shares * scale + bias), each in order, for COLUMNS columns."""
+    """y[token] = sum over choices of weight * (sum over shares * scale + bias), each in order, for COLUMNS columns.
+
+    scale: in units of UNIT.
+    """
     layout: gl.constexpr = gl.BlockedLayout([COLUMNS // 128], [32], [4], [0])
     at = column + gl.arange(0, COLUMNS, layout=layout)
     total = gl.zeros([COLUMNS], gl.float32, layout)
@@ -54,5 +58,5 @@ def sum_choices(
         for share in gl.static_range(SHARES):
             place = parts + (share * pairs + pair).to(gl.int64) * hidden + at
             value += gl.load(place, mask=there, other=0.0, cache_modifier=".cg")
-        total += weight * affine(value, at, scale, bias, True, expert, packed, there)
+        total += weight * affine(value, at, scale, bias, True, expert, packed, there, UNIT)
     gl.store(y + token.to(gl.int64) * hidden + at, total.to(y.dtype.element_ty), mask=at < hidden)

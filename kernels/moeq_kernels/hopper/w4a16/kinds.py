@@ -16,13 +16,19 @@ class Kind:
         scale_bytes: of a scale that codes along k share.
         finer: whether outputs that are rounded before they are summed keep a bit more than bfloat16 has: weights are
             exact, so that nothing else would hide that rounding.
-        few: whether the Hopper kernels for few tokens of an expert read it too, not the wide one alone.
+        few: whether a GPU has timed the Hopper kernels for few tokens of an expert with it. They read the others too,
+            but those get `mma.sync` kernels then.
     """
 
     bits: int
     scale_bytes: int
     finer: bool
     few: bool = False
+
+    @property
+    def small_float(self) -> bool:
+        """Whether codes are e2m1: their integer work counts beside their bytes, and their scales are many."""
+        return self.bits == 4 and self.finer
 
 
 KINDS: dict[str, Kind] = {

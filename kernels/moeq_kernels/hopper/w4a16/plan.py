@@ -148,6 +148,7 @@ TABLE: tuple[tuple[float, Narrow | Queue | Wide], ...] = (
 #: The same for down products of many steps (see SHORT_K).
 LONG_TABLE = tuple((20.0 if kernel == QUEUE16 else limit, kernel) for limit, kernel in TABLE)
 #: The same for e2m1, whose integer work counts beside its bytes: for down products of few steps and for longer ones.
+#: Measured with MXFP4.
 _MXFP4_MANY: tuple[tuple[float, Narrow | Queue | Wide], ...] = (
     (24.0, QUEUE32),
     (48.0, WIDE64),
@@ -198,8 +199,8 @@ def splits_for(items: float, steps: int, resident: int) -> int:
 def table_for(kind: str, intermediate: int = 0) -> tuple[tuple[float, Narrow | Queue | Wide], ...]:
     """The table for that kind of codes and k of the down product."""
     if intermediate <= SHORT_K:
-        return MXFP4_TABLE if kind == "e2m1" else TABLE
-    return MXFP4_LONG_TABLE if kind == "e2m1" else LONG_TABLE
+        return MXFP4_TABLE if KINDS[kind].small_float else TABLE
+    return MXFP4_LONG_TABLE if KINDS[kind].small_float else LONG_TABLE
 
 
 def kernel_for(kernel: Kernel, kind: str, group: int, gpu: Gpu = H200) -> Kernel:
@@ -212,17 +213,17 @@ def kernel_for(kernel: Kernel, kind: str, group: int, gpu: Gpu = H200) -> Kernel
         room = gpu.shared_bytes - kernel.warpgroups * _REGROUPING_WIDE
         return replace(kernel, stages=min(kernel.stages, room // bytes_of_step))
     after = kernel.after and kind == "uint4" and (group >= 64 or not group)
+    bits, small_float = KINDS[kind].bits, KINDS[kind].small_float
     if isinstance(kernel, Narrow):  # four programs have to fit a multiprocessor's shared memory
-        if kind == "uint8":
+        if bits == 8:
             return replace(kernel, after=False, step=64, stages=3)
-        return replace(kernel, after=after, stages=2 if kind == "e2m1" else kernel.stages)
+        return replace(kernel, after=after, stages=2 if small_float else kernel.stages)
+    step = 64 if bits == 8 else kernel.step
     if isinstance(kernel, Direct):  # of MXFP4's wider scales, four stages would leave room for two programs only
-        step, stages = (64 if kind == "uint8" else 128), (3 if kind == "e2m1" else kernel.stages)
-        return replace(kernel, after=after, step=step, stages=stages)
-    step = 64 if kind == "uint8" else kernel.step
+        return replace(kernel, after=after, step=step, stages=3 if small_float else kernel.stages)
     kernel = replace(kernel, after=after, step=step)
-    scales = max(1, step // group) * 512 if group else 512
-    bytes_of_step = step * (256 if kind == "uint8" else 128) + scales + 2 * step * kernel.tokens
+    scales = max(1, step // group if group else 1) * 256 * KINDS[kind].scale_bytes
+    bytes_of_step = 32 * bits * step + scales + 2 * step * kernel.tokens
     room = gpu.shared_bytes // kernel.resident - _QUEUE_BYTES
     return replace(kernel, stages=min(kernel.stages, room // bytes_of_step))
 
@@ -246,28 +247,32 @@ def choose(
     top_k: int = 1,
     gpu: Gpu = H200,
     both: bool = True,
+    few: bool = True,
 ) -> Plan:
     """The plan for `pairs` routed pairs among `experts` with these packed sizes.
 
     Args:
         group: weights that share a scale, 0 for one scale for each output feature.
-        kind: a key of `kinds.KINDS`; those that the kernels for few tokens do not read have to have many.
+        kind: a key of `kinds.KINDS`.
         gated: whether the first product makes gate and up (only then can the narrow kernel share its k).
         top_k: pairs of a token, which have different experts.
         gpu: whose multiprocessors and shared memory are planned for.
         both: whether one kernel can make both products (their weights are read alike).
+        few: whether other kernels than the wide one may be chosen.
     """
+    small_float = KINDS[kind].small_float
     small = 3 * hidden * intermediate <= DIRECT_WEIGHTS
-    crowd = 2 if kind == "e2m1" and intermediate <= SHORT_K else 4
-    if gated and small and crowd * pairs <= experts:
+    crowd = 2 if small_float and intermediate <= SHORT_K else 4
+    if few and gated and small and crowd * pairs <= experts:
         kernel = kernel_for(DIRECT, kind, group, gpu)
         up = shares_for(pairs * -(-intermediate // 128), -(-hidden // kernel.step), 16, gpu)
         return Plan(kernel, up, shares_for(pairs * -(-hidden // 256), -(-intermediate // kernel.step), 8, gpu))
     mean = tokens_per_hit(pairs, experts)
-    base = next(one for limit, one in table_for(kind, intermediate) if mean <= limit)
+    table = table_for(kind, intermediate) if few else TABLE
+    base = next(one for limit, one in table if mean <= limit)
     if isinstance(base, Queue) and not both:
         base = NARROW8 if base.tokens == 8 else WIDE32
-    if isinstance(base, Queue) and not KINDS[kind].few:
+    if not few and not isinstance(base, Wide):
         base = WIDE32
     most_columns, gathering = GATHERING.get(base, (0, base))
     gathers = intermediate <= most_columns and kind in ("uint4", "uint8")  # others leave copy warps too little time
@@ -283,7 +288,7 @@ def choose(
     tiles = hit * max(1.0, pairs / hit / kernel.tokens)
     resident = gpu.multiprocessors * kernel.resident
     waves = tiles * -(-intermediate // 128) > resident or tiles * -(-hidden // 256) > 2 * resident
-    if waves and both and kind != "e2m1":
+    if waves and both and not small_float:
         return Plan(kernel_for(QUEUE8, kind, group, gpu))
     gate_up = splits_for(tiles * -(-intermediate // 128), -(-hidden // 128), resident) if gated else 1
     down = splits_for(tiles * -(-hidden // 256), -(-intermediate // 128), resident)

@@ -21,7 +21,8 @@ from moeq_kernels.sorting import Sorted
 LEAST_UP, LEAST_DOWN, BUNDLED_STEPS = 4, 4, 8
 #: What the kernel for both products takes for each of them.
 _OF_A_PRODUCT = (
-    "w_desc", "s_desc", "zero", "slabs", "groups", "columns", "stride", "zero_words", "scale", "bias", "packed",
+    "w_desc", "s_desc", "zero", "slabs", "groups", "columns", "stride", "zero_words", "scale", "bias", "global_scale",
+    "packed",
 )  # fmt: skip
 
 
@@ -123,7 +124,6 @@ def _wide(
         "blocks": -(-out.shape[-1] // (64 * groups if epilogue.gated else 128 * groups)),
         "splits": plan.down_splits if down else 1,
         "rows": rows.pair_of_row.numel(),
-        "global_scale": matrix.global_scale,
     }
     constants |= {"TOKENS": kernel.tokens, "STAGES": kernel.stages, "GATHER": gather, "GROUPS_OF_WARPS": groups}
     constants |= {"REGISTERS": kernel.registers, "EARLY": early or down, "FOLLOWS": down}
@@ -158,6 +158,7 @@ def weight_arguments(matrix: PackedMatrix) -> tuple[dict[str, Argument], dict[st
     """What every kernel takes to find an expert's weights and to turn words into numbers: arguments and constants."""
     arguments = {
         "zero": matrix.zero,
+        "global_scale": matrix.global_scale,
         "slabs": matrix.k // 16,
         "groups": matrix.num_groups,
         "zero_words": 0 if matrix.zero is None else matrix.zero.shape[-1],

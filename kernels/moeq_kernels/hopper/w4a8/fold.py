@@ -26,7 +26,8 @@ def folded(experts: PackedExperts) -> PackedExperts:
 
     Raises KernelUnsupportedError where scales of an output feature are too far apart, or NaN, or one.
     """
-    w13, w2 = (_folded(name, one) for name, one in (("w13", experts.w13), ("w2", experts.w2)))
+    of = f" of {experts.name}" if experts.name else ""
+    w13, w2 = (_folded(f"{name}{of}", one) for name, one in (("w13", experts.w13), ("w2", experts.w2)))
     return replace(experts, w13=w13, w2=w2)
 
 
@@ -42,16 +43,31 @@ def _folded(name: str, matrix: PackedMatrix) -> PackedMatrix:
     used = _used(matrix)
     top = torch.where(used, scale, 0).amax(1)
     shift = scale - top[:, None] + SPAN
-    far = int((used & (shift < 0)).sum())
-    if far or int(top.max()) == 255:
-        what = "NaN" if not far else f"more than 2^{SPAN} apart in {far} groups"
-        raise KernelUnsupportedError(f"{name} has scales that are {what}; e4m3 weights cannot hold them")
     column = torch.arange(n, device=scale.device)
+    far = (used & ((shift < 0) | (scale == 255))).any(1)[:, _grouped(column)]
+    if bool(far.any()):
+        raise KernelUnsupportedError(
+            _refusal(name, far, scale[:, :, _grouped(column)], used[:, :, _grouped(column)]),
+            "leave activation_dtype out: beside 16-bit activations scales may be any",
+        )
     factor = torch.empty(experts, n, device=scale.device)
     factor[:, _single(column)] = torch.exp2((top.float() - (_BIAS + _TOP))[:, _grouped(column)])
     # Groups of zeros may have any scale.
     shifts = (8 * shift.clamp(0, SPAN)).to(torch.uint8)
     return replace(matrix, scale=shifts, scale_factor=factor, activation_dtype="fp8")
+
+
+def _refusal(name: str, far: Tensor, scale: Tensor, used: Tensor) -> str:
+    """Which expert and feature e4m3 cannot hold. far: `[E, n]`; scale, used: `[E, K / 32, n]`, features in order."""
+    expert, feature = far.nonzero()[0].tolist()
+    own = scale[expert, :, feature][used[expert, :, feature]]
+    least, most = int(own.min()) - _BIAS, int(own.max()) - _BIAS
+    what = "a scale that is NaN" if most == 255 - _BIAS else f"scales from 2^{least} to 2^{most}"
+    features, experts = int(far.sum()), int(far.any(1).sum())
+    return (
+        f"{name}: feature {feature} of expert {expert} has {what}, but e4m3 weights hold scales 2^{SPAN} apart; "
+        f"{features} features of {experts} of {len(far)} experts are like that"
+    )
 
 
 def _grouped(column: Tensor) -> Tensor:

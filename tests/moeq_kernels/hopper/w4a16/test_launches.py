@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from bench import checking, cliffs
 from bench.cases import Recipe, make_layer
 from bench.checking import epilogue_of
-from bench.hopper_check import LAYERS, plans
+from bench.hopper_check import EVERY, LAYERS, calls_of, plans, plans_of
 from moeq_kernels import PackedExperts
 from moeq_kernels.epilogue import SILU, Epilogue
 from moeq_kernels.hopper.w4a16.plan import Plan
+from moeq_kernels.mma.plan import MmaPlan
 from moeq_kernels.prepared import prepare_for
 from moeq_kernels.schedules import schedule
 
@@ -98,3 +100,48 @@ def test_products_in_different_formats_are_made_apart() -> None:
     for w2, names in ((one.w2, ["expert_layer"]), (other.w2, ["expert_product_wide"] * 2)):
         found = launches_of(replace(one, w2=w2), 6, SILU, None)
         assert [name for name, _ in found if name.startswith("expert_")] == names
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [
+        ("nvfp4", "expert_layer"),
+        ("nvfp4", "expert_product_mma"),
+        ("fp8-channel", "few_down"),
+        ("mxfp8", "expert_product_narrow"),
+        ("w8a8-oai", "few_down_int8"),
+        ("fp8-fp8-odd", "w8a8_product_wide"),
+        ("blocks-oai", "w8a8_product_narrow"),
+        ("w4a8-oai", "w4a8_product_wide"),
+    ],
+)
+def test_the_checks_on_a_gpu_know_every_family(name: str, kernel: str) -> None:
+    """They compile what they compare first: the kernel is among it."""
+    packed, _ = make_layer(EVERY[name])
+    found = set()
+    for plan in plans_of(name, 7):
+        launches, gpu = checking.launches_of(
+            calls_of(name), EVERY[name], checking.on_meta(packed), 7, "uniform", plan, gpu="H200"
+        )
+        assert gpu.name == "H200"
+        found |= {launch.kernel.rpartition(":")[2] for launch in launches}
+    assert kernel in found
+
+
+def test_the_sweep_of_cliffs_finds_where_kernels_change_places() -> None:
+    packed, _ = make_layer(LAYERS["nvfp4"])
+    x = torch.empty(0, packed.w13.k, dtype=torch.bfloat16, device="meta")
+    layer = prepare_for(x, checking.on_meta(packed), 2, 64, epilogue_of(LAYERS["nvfp4"]), None, gpu="H200")
+    found = cliffs.swept(layer.family, layer.problem, 6)
+    assert isinstance(found["mma"], MmaPlan)
+    assert not isinstance(found["few"], MmaPlan)
+    assert [name for name in found if name.startswith("wide")] == ["wide32", "wide64", "wide96"]
+    rows = [
+        {"mean": mean, "rivals": {"mma": mma, "few": few, "wide32": 9.0}}
+        for mean, mma, few in ((1.0, 3.0, 2.0), (2.0, 4.0, 3.0), (8.0, 8.0, 8.5), (20.0, 12.0, 11.0))
+    ]
+    assert [line.split(" tokens")[0] for line in cliffs.edges(rows)] == [
+        "few from 1.0",
+        "mma from 8.0",
+        "wide32 from 20.0",
+    ]

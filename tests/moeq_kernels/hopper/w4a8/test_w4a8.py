@@ -9,9 +9,10 @@ import torch
 
 from bench import gluon_on_cpu
 from bench.cases import Quantised, Recipe, make_layer, pack, random_mxfp4, route
+from bench.checking import on_meta
 from bench.ptx_on_cpu import value
 from bench.reference import moe, relative_error
-from moeq_kernels import KernelUnsupportedError, PackedExperts, interpreter
+from moeq_kernels import KernelUnsupportedError, PackedExperts, fused_moe, interpreter, prepare
 from moeq_kernels.hopper import support
 from moeq_kernels.hopper.w4a8.fold import SPAN, folded
 from moeq_kernels.hopper.w4a8.layer import EXACT, FAST, W4a8Plan, W4a8Wide, plan_for
@@ -82,19 +83,64 @@ def test_words_become_the_weights_exactly_over_factors(seed: int) -> None:
         assert torch.equal(torch.as_tensor(found.float()) * made.scale_factor[0, single, None], wanted)
 
 
-@pytest.mark.parametrize(("scale", "what"), [(100 + SPAN + 1, "apart in 1 groups"), (255, "NaN")])
-def test_scales_that_e4m3_cannot_hold_are_refused(scale: int, what: str) -> None:
-    matrix = random_mxfp4((1, 128, 64), generator=torch.Generator().manual_seed(1))
-    scales = torch.full((1, 128, 2), 100, dtype=torch.uint8)
-    scales[0, 7] = torch.tensor([100 if scale < 255 else scale, scale], dtype=torch.uint8)
-    with pytest.raises(KernelUnsupportedError, match=what):
-        folded(_both(replace(matrix, scales=scales)))
+@pytest.mark.parametrize(
+    ("scale", "what"), [(100 + SPAN + 1, r"scales from 2\^-27 to 2\^-15, but"), (255, "a scale that is NaN")]
+)
+@pytest.mark.parametrize("feature", [7, 41, 94])
+def test_scales_that_e4m3_cannot_hold_are_refused(scale: int, what: str, feature: int) -> None:
+    matrix = random_mxfp4((3, 128, 64), generator=torch.Generator().manual_seed(1))
+    scales = torch.full((3, 128, 2), 100, dtype=torch.uint8)
+    scales[2, feature, 1] = scale
+    given = replace(_both(replace(matrix, scales=scales)), name="layer 5")
+    with pytest.raises(KernelUnsupportedError, match=what) as caught:
+        folded(given)
+    assert f"w13 of layer 5: feature {feature} of expert 2 has" in str(caught.value)
+    assert "1 features of 1 of 3 experts" in str(caught.value)
 
 
 def test_one_scale_a_feature_is_refused() -> None:
     packed, _ = make_layer(replace(PLAIN, intermediate=32))
     with pytest.raises(KernelUnsupportedError, match="no scales of groups"):
         folded(packed)
+
+
+@pytest.mark.parametrize("recipe", [PLAIN, OAI])
+def test_who_asks_gets_this_kernel_on_hopper(recipe: Recipe) -> None:
+    experts = on_meta(make_layer(recipe)[0])
+    options = {"top_k": 2, "max_tokens": 300, "activation": recipe.activation, "limit": recipe.limit}
+    assert prepare(experts, gpu="H200", **options).family == "hopper-w4a16"
+    layer = prepare(experts, gpu="H200", activation_dtype="fp8", **options)
+    assert (layer.family, layer.reason) == ("hopper-w4a8", None)
+    assert "bfloat16 as e4m3" in str(layer)
+    assert [name for name in layer.explain(300).split() if name.startswith("w4a8")] == ["w4a8_product_wide"] * 2
+    asked = experts.quantising("fp8")  # as `moeq.load_experts` gives them
+    assert prepare(asked, gpu="H200", **options).family == "hopper-w4a8"
+    assert prepare(asked, gpu="H200", activation_dtype="", **options).family == "hopper-w4a16"
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"gpu": "A100"}, "A100 has compute capability 8.0"),
+        ({"gpu": "MI300X"}, "not an NVIDIA GPU"),
+        ({"gpu": "H200", "hidden_size": 184}, "x has 184 features"),
+        ({"gpu": "H200", "router_weight_on_input": True}, "router weights multiply the input"),
+        ({"gpu": "H200", "portable": True}, "a layer of `prepare` does on Hopper"),
+    ],
+)
+def test_where_it_cannot_run_the_reason_is_said(options: dict, what: str) -> None:
+    experts = on_meta(make_layer(PLAIN)[0])
+    with pytest.raises(KernelUnsupportedError) as caught:
+        prepare(experts, top_k=2, max_tokens=8, activation_dtype="fp8", **options)
+    assert what in f"{caught.value} {caught.value.hint}"
+
+
+def test_a_call_does_not_fold_scales() -> None:
+    packed, _ = make_layer(PLAIN)
+    routed = route(3, 192, 2, 2)
+    with pytest.raises(KernelUnsupportedError, match="fp8 activations") as caught:
+        fused_moe(routed.x, packed, routed.weights, routed.ids, activation_dtype="fp8")
+    assert "prepare" in str(caught.value.hint)
 
 
 def test_nobody_gets_this_kernel_who_did_not_ask() -> None:

@@ -1,4 +1,4 @@
-"""What the int4, int8 and MXFP4 kernels share: weights of a step, and the way from accumulators to stored rows."""
+"""What the kernels for 16-bit activations share: weights of a step, and the way from accumulators to stored rows."""
 
 from __future__ import annotations
 
@@ -105,6 +105,15 @@ def step_weights(
     return weights.step_operand(
         words, first_scale, second_scale, first_zero, second_zero, KIND, HALF, WIDE, TOKENS, SCALED, ZEROS, SLABS
     )
+
+
+@gluon.jit
+def undone(acc, global_scale, expert, UNDO: gl.constexpr):
+    """Sums times what their weights lack: UNDO, and the expert's global scale (float32 `[E]`, or None)."""
+    if global_scale is None:
+        return acc * UNDO
+    else:
+        return acc * (gl.load(global_scale + expert) * UNDO)
 
 
 @gluon.jit

@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from moeq_kernels.hopper.compat import barrier
 from moeq_kernels.hopper.device import epilogue
 from moeq_kernels.hopper.device.few import expert_of, sum_choices
-from moeq_kernels.hopper.w4a16.device import layouts, steps, weights
+from moeq_kernels.hopper.w4a16.device import common, layouts, steps, weights
 
 #: Tokens of the smallest product; only the first one is used.
 TOKENS = gl.constexpr(8)
@@ -41,8 +41,8 @@ def _store_row(acc, place, half, left, second_left):
     ]
 )
 def few_gate_up(
-    w_desc, x_desc, s_desc, zero, ids, expert_map, partial, arrived, to_clear, slabs, groups, count, columns,
-    zero_words, top_k, pairs, experts, known, MAPPED: gl.constexpr, SHARE: gl.constexpr, STEP: gl.constexpr,
+    w_desc, x_desc, s_desc, zero, global_scale, ids, expert_map, partial, arrived, to_clear, slabs, groups, count,
+    columns, zero_words, top_k, pairs, experts, known, MAPPED: gl.constexpr, SHARE: gl.constexpr, STEP: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, AFTER: gl.constexpr,
     PAIRED: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
@@ -52,7 +52,8 @@ def few_gate_up(
     in the down kernel.
 
     Args:
-        w_desc, s_desc: as of `narrow.expert_product_narrow`; x_desc: tokens `[tokens, K]`, block `[8, 64]`.
+        w_desc, s_desc, global_scale: as of `narrow.expert_product_narrow`; x_desc: tokens `[tokens, K]`, block
+            `[8, 64]`.
         PAIRED: a block has 128 columns of gate and the same of up, `columns` further; else neighbouring ones.
         ids: `[tokens * top_k]` experts, local ones by expert_map `[known]` where MAPPED.
         arrived: int32; to_clear of them are set to zero.
@@ -117,12 +118,12 @@ def few_gate_up(
         UNDO: gl.constexpr = weights.undo(KIND, x_desc.dtype == gl.float16, GROUP > 0 and not AFTER)
         place = partial + (gl.program_id(2) * pairs + pair).to(gl.int64) * (2 * columns) + column
         left = columns - column if PAIRED else 2 * columns - column
-        _store_row(acc * UNDO, place, half, left, left if PAIRED else left - 128)
+        _store_row(common.undone(acc, global_scale, expert, UNDO), place, half, left, left if PAIRED else left - 128)
 
 
 @gluon.jit
 def _activate(x_buf, slot, partial, scale, bias, expert, packed, pair, pairs, columns, step, STEP: gl.constexpr,
-              EPILOGUE: gl.constexpr, UP_SHARES: gl.constexpr):
+              EPILOGUE: gl.constexpr, UP_SHARES: gl.constexpr, UNIT: gl.constexpr):
     """One step's tokens: the activation of the shares' sums, rounded; the same for all TOKENS."""
     layout: gl.constexpr = gl.BlockedLayout([4, 1], [1, 32], [2, 2], [1, 0])
     for half in gl.static_range(STEP // 64):
@@ -137,8 +138,8 @@ def _activate(x_buf, slot, partial, scale, bias, expert, packed, pair, pairs, co
         for other in gl.static_range(UP_SHARES):
             gate += gl.load(row + other * size + own, mask=inside, other=0.0, cache_modifier=".cg")
             up += gl.load(row + other * size + beside, mask=inside, other=0.0, cache_modifier=".cg")
-        gate = epilogue.affine(gate, own, scale, bias, True, expert, packed, inside)
-        up = epilogue.affine(up, beside, scale, bias, True, expert, packed, inside)
+        gate = epilogue.affine(gate, own, scale, bias, True, expert, packed, inside, UNIT)
+        up = epilogue.affine(up, beside, scale, bias, True, expert, packed, inside, UNIT)
         value = epilogue.activate_gated(gate, up, EPILOGUE).to(x_buf.dtype)
         _, value = gl.broadcast(gl.zeros([TOKENS, 64], x_buf.dtype, layout), gl.expand_dims(value, 0))
         x_buf.index(STEP // 64 * slot + half).store(value)
@@ -150,8 +151,8 @@ def _activate(x_buf, slot, partial, scale, bias, expert, packed, pair, pairs, co
     ]
 )
 def few_down(
-    w_desc, s_desc, zero, ids, expert_map, topk_weights, partial, parts, arrived, y, up_scale, up_bias, up_packed,
-    scale, bias, packed, slabs, groups, count, columns, hidden, stride_w, zero_words, pairs, experts, known,
+    w_desc, s_desc, zero, global_scale, ids, expert_map, topk_weights, partial, parts, arrived, y, up_scale, up_bias,
+    up_packed, scale, bias, packed, slabs, groups, count, columns, hidden, stride_w, zero_words, pairs, experts, known,
     MAPPED: gl.constexpr, TOP_K: gl.constexpr,
     UP_SHARES: gl.constexpr, SHARES: gl.constexpr, SHARE: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, AFTER: gl.constexpr, EPILOGUE: gl.constexpr,
@@ -164,6 +165,7 @@ def few_down(
     Args:
         partial: what `few_gate_up` left, `[UP_SHARES, pairs, 2 columns]`; parts: float32 `[SHARES, pairs, hidden]`.
         arrived: int32 zeros `[tokens, blocks]`.
+        global_scale: of the down product's weights, as of `narrow.expert_product_narrow`.
         up_scale, up_bias `[experts, up_packed]`, scale, bias `[experts, packed]`: of the columns of either product, in
             Marlin's 32-column order, or None.
         count: of steps, SHARE of them for each share; columns: of gate, the k of the weights; hidden: of y.
@@ -183,6 +185,7 @@ def few_down(
     w_row = expert * slabs
     s_row = expert * groups
     SIZE: gl.constexpr = steps.weight_bytes(STEP, GROUP, KIND, s_desc.dtype.primitive_bitwidth)
+    UNIT: gl.constexpr = weights.channel_unit(KIND, y.dtype.element_ty == gl.float16)
     if expert >= 0:
         for i in gl.static_range(STAGES):
             if first + i < last:
@@ -198,7 +201,7 @@ def few_down(
             if first + i < last:
                 _activate(
                     x_buf, i, partial, up_scale, up_bias, expert, up_packed, pair, pairs, columns, first + i, STEP,
-                    EPILOGUE, UP_SHARES,
+                    EPILOGUE, UP_SHARES, UNIT,
                 )
         fence_async_shared()
         barrier()
@@ -221,14 +224,15 @@ def few_down(
                 )
         UNDO: gl.constexpr = weights.undo(KIND, y.dtype.element_ty == gl.float16, GROUP > 0 and not AFTER)
         place = parts + (gl.program_id(2) * pairs + pair).to(gl.int64) * hidden + block * 256
-        _store_row(acc * UNDO, place, 128, hidden - block * 256, hidden - block * 256 - 128)
+        left = hidden - block * 256
+        _store_row(common.undone(acc, global_scale, expert, UNDO), place, 128, left, left - 128)
         barrier()
     token = pair // TOP_K
     counter = arrived + token * gl.num_programs(0) + block
     if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == TOP_K * SHARES - 1:
         sum_choices(
             y, ids, expert_map, topk_weights, parts, scale, bias, packed, token, block * 256, hidden, stride_w, pairs,
-            experts, known, MAPPED, TOP_K, SHARES, 256,
+            experts, known, MAPPED, TOP_K, SHARES, 256, UNIT,
         )
 
 

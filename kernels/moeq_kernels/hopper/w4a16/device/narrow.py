@@ -35,6 +35,7 @@ def expert_product_narrow(
     zero_words,
     scale,
     bias,
+    global_scale,
     packed,
     TOKENS: gl.constexpr,
     STEP: gl.constexpr,
@@ -62,6 +63,7 @@ def expert_product_narrow(
         pair_tiles: distance, in tiles of 64 columns, of the second half of a program's columns from the first.
         columns: of out.
         scale, bias: `[E, packed]`, one for each output feature, or None.
+        global_scale: float32 `[E]` that multiplies an expert's matrix, or None.
         GROUP: rows of k that share a scale; 0 for one scale for each output feature.
         AFTER: scales multiply float32 sums of a group, else they are folded into the weights.
         DEPENDENT: launched while the kernel before it still runs.
@@ -72,6 +74,7 @@ def expert_product_narrow(
     GATED: gl.constexpr = epilogue.gated(EPILOGUE)
     FIRST: gl.constexpr = epilogue.activation(EPILOGUE) != "none"
     UNDO: gl.constexpr = weights.undo(KIND, x_desc.dtype == gl.float16, GROUP > 0 and not AFTER)
+    UNIT: gl.constexpr = weights.channel_unit(KIND, x_desc.dtype == gl.float16)
 
     SIZE: gl.constexpr = steps.weight_bytes(STEP, GROUP, KIND, s_desc.dtype.primitive_bitwidth) + TOKENS * STEP * 2
     w_buf, s_buf = steps.buffers(s_desc, STAGES, STEP, GROUP, KIND)
@@ -129,7 +132,8 @@ def expert_product_narrow(
 
         column = tile * 64
         second = (tile + pair_tiles) * 64
-        acc = common.affine_rows(acc * UNDO, column, second, scale, bias, split == 0, expert, packed, False, TOKENS)
+        acc = common.undone(acc, global_scale, expert, UNDO)
+        acc = common.affine_rows(acc, column, second, scale, bias, split == 0, expert, packed, False, TOKENS, UNIT)
         one, two = common.pair_columns(acc, False, TOKENS, epilogue.interleaved(EPILOGUE))
         if not GATED:
             base = out + (split * rows).to(gl.int64) * stride

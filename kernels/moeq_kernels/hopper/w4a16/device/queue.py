@@ -265,10 +265,13 @@ def _add_shares(acc, partial, arrived, item, share, shares, TOKENS: gl.constexpr
 
 
 @gluon.jit
-def _store_down(acc, out, row, end_row, column, columns, stride, scale, bias, expert, packed, TOKENS: gl.constexpr):
+def _store_down(
+    acc, out, row, end_row, column, columns, stride, scale, bias, expert, packed, TOKENS: gl.constexpr,
+    UNIT: gl.constexpr,
+):
     """Finishes down sums and stores them from where they are: eight columns of a token lie in eight lanes."""
     layout: gl.constexpr = layouts.accumulator(TOKENS)
-    acc = common.affine_rows(acc, column, column + 128, scale, bias, True, expert, packed, False, TOKENS)
+    acc = common.affine_rows(acc, column, column + 128, scale, bias, True, expert, packed, False, TOKENS, UNIT)
     m = gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(1, layout)), 1)
     t = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(0, layout)), 0)
     at = column + ((m >> 4) & 3) * 64 + (m >> 6) * 16 + (m & 15)  # map A, see `layouts`
@@ -284,16 +287,17 @@ def _multiply(
     """The multiplying warpgroup."""
     w_buf, x_buf, s_buf, info, ready, empty, up, dn, finished = given
     (
-        up_zero, up_zero_words, up_groups, up_pair_tiles, up_out, up_columns, up_stride, up_scale, up_bias, up_packed,
-        up_partial, up_arrived,
+        up_zero, up_zero_words, up_groups, up_pair_tiles, up_out, up_columns, up_stride, up_scale, up_bias, up_global,
+        up_packed, up_partial, up_arrived,
     ) = up
     (
         down_zero, down_zero_words, down_groups, down_out, down_columns, down_stride, down_scale, down_bias,
-        down_packed, down_partial, down_arrived,
+        down_global, down_packed, down_partial, down_arrived,
     ) = dn
     w_view, s_view = steps.views(w_buf, s_buf, STAGES, STEP, GROUP, KIND)
     x_view = reinterpret(x_buf, x_buf.dtype, [STAGES * STEP // 64, TOKENS, 64], layouts.token_buffer())
     UNDO: gl.constexpr = weights.undo(KIND, x_buf.dtype == gl.float16, GROUP > 0 and not AFTER)
+    UNIT: gl.constexpr = weights.channel_unit(KIND, x_buf.dtype == gl.float16)
     it = 0
     heard = 0
     mbarrier.wait(ready.index(0), 0)
@@ -336,13 +340,14 @@ def _multiply(
         if done:
             if down:
                 _store_down(
-                    acc * UNDO, down_out, row, end_row, tile * 64, down_columns, down_stride, down_scale, down_bias,
-                    expert, down_packed, TOKENS,
+                    common.undone(acc, down_global, expert, UNDO), down_out, row, end_row, tile * 64, down_columns,
+                    down_stride, down_scale, down_bias, expert, down_packed, TOKENS, UNIT,
                 )
             else:
                 common.store_chunks(
-                    acc * UNDO, up_out, row, end_row, tile * 64, (tile + pair_tiles) * 64, up_columns, up_stride,
-                    up_scale, up_bias, True, expert, up_packed, EPILOGUE, False, TOKENS, 8,
+                    common.undone(acc, up_global, expert, UNDO), up_out, row, end_row, tile * 64,
+                    (tile + pair_tiles) * 64, up_columns, up_stride, up_scale, up_bias, True, expert, up_packed,
+                    EPILOGUE, False, TOKENS, 8, UNIT,
                 )
                 _fence_copies()
                 barrier()
@@ -360,11 +365,11 @@ def _multiply(
 def expert_layer(
     x_desc, m_desc, middle, out, partial, counters, tiles, num_tiles, most, wanted_up, least_up, wanted_down,
     least_down, bundle, up_w_desc, up_s_desc, up_zero, up_slabs, up_groups, up_count, up_blocks, up_pair_tiles,
-    up_columns, up_stride, up_zero_words, up_scale, up_bias, up_packed, down_w_desc, down_s_desc, down_zero,
-    down_slabs, down_groups, down_count, down_blocks, down_columns, down_stride, down_zero_words, down_scale,
-    down_bias, down_packed, TOKENS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    ZEROS: gl.constexpr, KIND: gl.constexpr, AFTER: gl.constexpr, ROWS: gl.constexpr, EPILOGUE: gl.constexpr,
-    DEPENDENT: gl.constexpr, EARLY: gl.constexpr,
+    up_columns, up_stride, up_zero_words, up_scale, up_bias, up_global_scale, up_packed, down_w_desc, down_s_desc,
+    down_zero, down_slabs, down_groups, down_count, down_blocks, down_columns, down_stride, down_zero_words, down_scale,
+    down_bias, down_global_scale, down_packed, TOKENS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, AFTER: gl.constexpr, ROWS: gl.constexpr,
+    EPILOGUE: gl.constexpr, DEPENDENT: gl.constexpr, EARLY: gl.constexpr,
 ):
     """middle[row] = epilogue(x[row] @ W13[expert of row].T); out[row] = middle[row] @ W2[expert of row].T.
 
@@ -408,12 +413,12 @@ def expert_layer(
     finished = counters + COUNTERS
     arrived = finished + most
     up = (
-        up_zero, up_zero_words, up_groups, up_pair_tiles, middle, up_columns, up_stride, up_scale, up_bias, up_packed,
-        partial, arrived,
+        up_zero, up_zero_words, up_groups, up_pair_tiles, middle, up_columns, up_stride, up_scale, up_bias,
+        up_global_scale, up_packed, partial, arrived,
     )
     down = (
-        down_zero, down_zero_words, down_groups, out, down_columns, down_stride, down_scale, down_bias, down_packed,
-        partial + wanted_up.to(gl.int64) * (256 * TOKENS), arrived + wanted_up,
+        down_zero, down_zero_words, down_groups, out, down_columns, down_stride, down_scale, down_bias,
+        down_global_scale, down_packed, partial + wanted_up.to(gl.int64) * (256 * TOKENS), arrived + wanted_up,
     )
     taken = (w_buf, x_buf, s_buf, info, ready, empty, up, down, finished)
     copied = (

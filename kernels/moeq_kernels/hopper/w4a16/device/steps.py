@@ -67,6 +67,12 @@ def load_tokens(step, slot, bar, x_desc, x_buf, row, STEP: gl.constexpr, some=Tr
 
 
 @gluon.jit
+def _slab_scales(scales, SLAB: gl.constexpr, LAYOUT: gl.constexpr):
+    """Scales of the two slabs of 16 rows of k from SLAB of a step on, where each slab has its own."""
+    return scales.slice(SLAB * 16, 16, dim=1).load(LAYOUT), scales.slice(SLAB * 16 + 16, 16, dim=1).load(LAYOUT)
+
+
+@gluon.jit
 def _rows(
     acc, part, words, x, scales, zero, z_row, groups, zero_words, tile, pair_tiles, k, SUB: gl.constexpr,
     TOKENS: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, AFTER: gl.constexpr, KIND: gl.constexpr,
@@ -80,7 +86,12 @@ def _rows(
     words = words.slice(ROWS // 16 * SUB, ROWS // 16, dim=1).load(layouts.words(False, ROWS // 16, KIND))
     scale1 = 0
     scale2 = 0
-    if GROUP:
+    if GROUP == 16:
+        scale1 = _slab_scales(scales, ROWS // 16 * SUB, layout)
+        scale2 = scale1
+        if ROWS == 64:
+            scale2 = _slab_scales(scales, ROWS // 16 * SUB + 2, layout)
+    elif GROUP:
         scale1 = scales.slice(first * 16, 16, dim=1).load(layout)
         scale2 = scale1
         if first != second:

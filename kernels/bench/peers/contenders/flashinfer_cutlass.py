@@ -1,0 +1,155 @@
+"""FlashInfer's CUTLASS kernels for MXFP4 on Hopper, with 16-bit activations and with e4m3 ones.
+
+Weights are prepared as vLLM 0.33.0 does it for its FLASHINFER_CUTLASS_MXFP4_BF16: up before gate, codes and scales
+in the order of FlashInfer's own functions, both sizes whole multiples of 128. e4m3 activations are
+`use_wfp4afp8_humming`, the only way of 0.7.2 on Hopper: rows are quantised on the way. nvcc and ninja compile the
+kernels at their first use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from bench import packing
+from bench.cases import Routed
+from bench.peers.contenders.base import Contender, round_up, widened
+from bench.peers.problem import Codes, Problem
+from bench.peers.shapes import Format
+
+#: Scale of gate in swiglu_oai, and what is added to up.
+OAI_ALPHA, OAI_BETA = 1.702, 1.0
+#: What FlashInfer asks residual scales of experts to be multiplied by, on its way with e4m3 activations.
+COMPENSATION = 2.0**6
+
+
+@dataclass
+class Weights:
+    """The arguments of a call that belong to the layer, and the layer's rounded-up sizes."""
+
+    arguments: dict[str, Any]
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A call's inputs and its buffers."""
+
+    routed: Routed
+    output: Tensor
+    workspace: Tensor | None = None
+
+
+class Bf16(Contender):
+    """`cutlass_fused_moe` with `use_w4_group_scaling`, its tactics tuned for the number of tokens beforehand."""
+
+    options: ClassVar[dict[str, bool]] = {"use_w4_group_scaling": True}
+
+    def __init__(self) -> None:
+        from importlib.metadata import version
+
+        from flashinfer import autotune, fused_moe
+
+        self.versions = {"flashinfer-python": version("flashinfer-python")}
+        self.flashinfer = SimpleNamespace(autotune=autotune, moe=fused_moe)
+
+    def prepare(self, problem: Problem) -> Weights:
+        shape = problem.shape
+        hidden, intermediate = round_up(shape.hidden, 128), round_up(shape.intermediate, 128)
+        w13, w2 = problem.padded(hidden, intermediate)
+        parts = [up_before_gate(w13, problem.format), w2]
+        words, scales = self.packed(parts)
+        arguments = {
+            "fc1_expert_weights": words[0],
+            "fc2_expert_weights": words[1],
+            "fc1_expert_biases": parts[0].bias,
+            "fc2_expert_biases": parts[1].bias,
+            "quant_scales": scales,
+            "output_dtype": torch.bfloat16,
+            "activation_type": self.flashinfer.moe.core.ActivationType.Swiglu,
+            **activation(problem.format, shape.experts, w13.codes.device),
+            **self.options,
+        }
+        return Weights(arguments, shape.experts, shape.top_k, hidden, intermediate)
+
+    def packed(self, parts: list[Codes]) -> tuple[list[Tensor], list[Tensor]]:
+        """Codes and scales of w13 and w2 in the order of the kernels."""
+        moe = self.flashinfer.moe
+        words = [moe.interleave_moe_weights_for_sm90_mixed_gemm(packing.nibbles(part.codes), "fp4") for part in parts]
+        return words, [moe.interleave_moe_scales_for_sm90_mixed_gemm(part.scales) for part in parts]
+
+    def inputs(self, weights: Weights, routed: Routed) -> Inputs:
+        tokens = routed.x.shape[0]
+        x = widened(routed.x, weights.hidden)
+        size = self.flashinfer.moe.core.cutlass_fused_moe_workspace_size(
+            tokens,
+            weights.hidden,
+            weights.intermediate,
+            weights.experts,
+            weights.top_k,
+            x_dtype=torch.bfloat16,
+            weight_dtype=torch.uint8,
+            **self.options,
+        )
+        workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
+        inputs = Inputs(Routed(x, routed.weights, routed.ids), torch.empty_like(x), workspace)
+        with self.flashinfer.autotune(tuning_buckets=(tokens,)):
+            self.run(weights, inputs)
+        return inputs
+
+    def run(self, weights: Weights, inputs: Inputs) -> Tensor:
+        self.flashinfer.moe.cutlass_fused_moe(**call(weights, inputs))
+        return inputs.output
+
+
+class Fp8(Bf16):
+    """The same with e4m3 activations. An expert's scales below 2^-11 of its largest are rounded into codes."""
+
+    options: ClassVar[dict[str, bool]] = {"use_w4_group_scaling": True, "use_wfp4afp8_humming": True}
+
+    def packed(self, parts: list[Codes]) -> tuple[list[Tensor], list[Tensor]]:
+        words, scales = [], []
+        for part in parts:
+            word, scale, residual = self.flashinfer.moe.preprocess_moe_weights_for_sm90_mixed_gemm_humming(
+                packing.nibbles(part.codes), part.scales
+            )
+            words.append(word)
+            scales += [scale.view(torch.int32), residual * COMPENSATION]
+        one = torch.ones((), dtype=torch.float32, device=words[0].device)  # a place that the kernels do not read
+        return words, [*scales[:2], one, *scales[2:]]
+
+
+def call(weights: Weights, inputs: Inputs) -> dict[str, Any]:
+    """The arguments of `cutlass_fused_moe`."""
+    return {
+        "input": inputs.routed.x,
+        "token_selected_experts": inputs.routed.ids,
+        "token_final_scales": inputs.routed.weights,
+        "output": inputs.output,
+        "workspace_buffer": inputs.workspace,
+        **weights.arguments,
+    }
+
+
+def up_before_gate(part: Codes, fmt: Format) -> Codes:
+    """The rows of w13, up first; those of gate and up may lie between each other."""
+    half = part.codes.shape[1] // 2
+    rows = torch.arange(2 * half, device=part.codes.device)
+    order = torch.cat([rows[1::2], rows[::2]]) if fmt.order == "interleaved" else rows.roll(half)
+    bias = None if part.bias is None else part.bias[:, order]
+    return Codes(part.codes[:, order], part.scales[:, order], bias)
+
+
+def activation(fmt: Format, experts: int, device: torch.device) -> dict[str, Tensor]:
+    """Numbers of the activation, each for every expert; none for SiLU."""
+    if fmt.activation == "silu":
+        return {}
+    numbers = {"swiglu_alpha": OAI_ALPHA, "swiglu_beta": OAI_BETA, "swiglu_limit": fmt.limit or float("inf")}
+    return {name: torch.full((experts,), value, device=device) for name, value in numbers.items()}

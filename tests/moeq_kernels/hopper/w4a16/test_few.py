@@ -1,0 +1,102 @@
+"""The kernels for few tokens as they are, run on a CPU: queues, shares of k, every format's codes and scales."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench import gluon_on_cpu
+from bench.cases import Recipe, make_layer, route
+from bench.comparison import random_map
+from bench.reference import moe, relative_error
+from moeq_kernels import interpreter
+from moeq_kernels.hopper.w4a16.plan import DIRECT, NARROW8, QUEUE8, QUEUE16, QUEUE32, Kernel, Plan, kernel_for
+from moeq_kernels.hopper.w4a16.products import group_of, kind_of
+from moeq_kernels.prepared import prepare_for
+from moeq_kernels.problem import tensors_of
+from moeq_kernels.schedules import schedule
+from moeq_kernels.validate import epilogue_of
+
+SIZES = {"experts": 3, "hidden": 192, "intermediate": 128}
+OAI = {"order": "interleaved", "activation": "swiglu_oai", "limit": 7.0, "bias": True}
+INT4 = Recipe(group_size=64, **SIZES)
+NVFP4 = Recipe("marlin-nvfp4/1", "e2m1", **SIZES)
+HALF = Recipe("marlin-nvfp4-fp16/1", "e2m1", dtype=torch.float16, **SIZES)
+FP8 = Recipe("marlin-fp8/1", "e4m3", group_size=128, **{**SIZES, "intermediate": 256})
+CHANNEL = Recipe("marlin-fp8/1", "e4m3", group_size=-1, bias=True, **SIZES)
+CHANNEL_HALF = Recipe("marlin-fp8-fp16/1", "e4m3", group_size=-1, dtype=torch.float16, **SIZES)
+MXFP8 = Recipe("marlin-mxfp8/1", "e4m3", group_size=32, **SIZES)
+
+
+def run(
+    recipe: Recipe, kernel: Kernel, shares: tuple[int, int], tokens: int, mapped: bool, spoilt: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y of the kernels, of float32 and of 16-bit arithmetic; spoilt: a token with an infinite feature."""
+    packed, layer = make_layer(recipe)
+    known = 2 * recipe.experts if mapped else recipe.experts
+    expert_map = random_map(known, recipe.experts, 1, "cpu") if mapped else None
+    routed = route(tokens, recipe.hidden, known, 2, dtype=recipe.dtype)
+    if spoilt is not None:
+        routed.x[spoilt, 7] = float("inf")
+    epilogue = epilogue_of(packed, recipe.activation, None, None, recipe.limit, False)
+    count = known if mapped else None
+    problem = prepare_for(routed.x, packed, 2, tokens, epilogue, count, family="hopper-few").problem
+    problem = replace(problem, gpu=replace(problem.gpu, multiprocessors=2), dependent=False)
+    plan = Plan(kernel_for(kernel, kind_of(packed.w13), group_of(packed.w13)), *shares)
+    planned = schedule("hopper-few", problem, tokens, plan)
+    y = torch.empty_like(routed.x)
+    workspace = torch.full((planned.workspace_bytes,), 255, dtype=torch.uint8)
+    roots = {"x": routed.x, "topk_weights": routed.weights, "topk_ids": routed.ids, "out": y, "workspace": workspace}
+    roots |= tensors_of(packed) | ({} if expert_map is None else {"expert_map": expert_map})
+    gluon_on_cpu.run_all(planned.launches, roots)
+    ids = routed.ids if expert_map is None else expert_map[routed.ids.long()]
+    truth = moe(routed.x, layer, routed.weights, ids)
+    return y, truth, moe(routed.x, layer, routed.weights, ids, dtype=recipe.dtype)
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize(
+    ("recipe", "kernel", "shares"),
+    [
+        (INT4, QUEUE8, (1, 1)),
+        (INT4, DIRECT, (2, 1)),
+        (NVFP4, NARROW8, (1, 1)),
+        (replace(NVFP4, bias=True), NARROW8, (2, 2)),
+        (NVFP4, QUEUE32, (1, 1)),
+        (replace(NVFP4, **OAI), QUEUE8, (1, 1)),
+        (NVFP4, DIRECT, (2, 1)),
+        (HALF, DIRECT, (1, 1)),
+        (HALF, QUEUE16, (1, 1)),
+        (FP8, NARROW8, (3, 2)),
+        (FP8, QUEUE16, (1, 1)),
+        (replace(FP8, **OAI), DIRECT, (3, 2)),
+        (replace(FP8, intermediate=128), NARROW8, (1, 1)),  # w2 has one group: its scale is that of a channel
+        (replace(FP8, intermediate=128), DIRECT, (1, 1)),
+        (CHANNEL, NARROW8, (1, 1)),
+        (CHANNEL, QUEUE8, (1, 1)),
+        (replace(CHANNEL, **OAI), DIRECT, (3, 2)),
+        (CHANNEL_HALF, NARROW8, (2, 2)),
+        (CHANNEL_HALF, DIRECT, (1, 1)),
+        (MXFP8, NARROW8, (2, 1)),
+        (MXFP8, QUEUE16, (1, 1)),
+        (MXFP8, DIRECT, (1, 2)),
+        (replace(MXFP8, activation="relu2", order="ungated"), QUEUE8, (1, 1)),
+    ],
+)
+def test_the_code_as_it_is_gives_the_layer(recipe: Recipe, kernel: Kernel, shares: tuple[int, int]) -> None:
+    if not interpreter.active():
+        pytest.skip("the kernels that sort run in Triton's interpreter here")
+    y, truth, rounded = run(recipe, kernel, shares, 5 if kernel == DIRECT else 11, mapped=shares == (2, 1))
+    assert relative_error(y, truth) <= 1.2 * relative_error(rounded, truth)
+
+
+@pytest.mark.parametrize("kernel", [NARROW8, QUEUE8, DIRECT])
+def test_an_infinite_token_stays_alone(kernel: Kernel) -> None:
+    if not interpreter.active():
+        pytest.skip("the kernels that sort run in Triton's interpreter here")
+    y, truth, _ = run(NVFP4, kernel, (1, 1), 6, mapped=False, spoilt=2)
+    assert not bool(y[2].isfinite().all())
+    others = [0, 1, 3, 4, 5]
+    assert relative_error(y[others], truth[others]) < 1e-2
