@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moeq.errors import MoeqError
+from moeq.layouts.float_bits import bits_of, numbers_of
 from moeq.schemes.base import Scheme
-from moeq.schemes.format import ACTIVATION_SCALES, PartSig
+from moeq.schemes.format import ACTIVATION_SCALES, FLOAT_NAMES, PartSig
 from moeq.schemes.nvfp4 import divisor_of
 from moeq.transcode.compare import Loss
 
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-_NUMBERS = {"F32": 4, "BF16": 2, "F16": 2}
+#: Types of such scales, and their bytes.
+_WIDTHS = {"F32": 4, "BF16": 2, "F16": 2}
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class StaticScale:
         Raises:
             MoeqError: `source.bad-data` where it is no positive number.
         """
-        value = float(_float32(stored, self.dtype)[0])
+        value = float(numbers_of(stored.view(f"u{_WIDTHS[self.dtype]}"), FLOAT_NAMES[self.dtype])[0])
         if not isfinite(value) or value <= 0:
             raise MoeqError("source.bad-data", f"{module}: {self.source} is {value}, expected a positive number")
         if not self.inverted:
@@ -86,27 +88,14 @@ def static_part(parts: Mapping[str, PartSig], scheme: Scheme) -> tuple[str, str]
     if activation.dtype != "e2m1" and (activation.scale.dynamic or activation.scale.granularity != "tensor"):
         return None
     for name in names:
-        if name in parts and parts[name].dtype in _NUMBERS and parts[name].shape in ((), (1,), (1, 1)):
+        if name in parts and parts[name].dtype in _WIDTHS and parts[name].shape in ((), (1,), (1, 1)):
             return name, parts[name].dtype
     return None
 
 
-def _float32(stored: Array, dtype: str) -> Array:
-    if dtype == "F32":
-        return stored.view(np.float32)
-    if dtype == "F16":
-        return stored.view(np.float16).astype(np.float32)
-    return (stored.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-
-
 def _stored(value: float, dtype: str) -> Array:
     """The bytes of a value that the dtype holds."""
-    number = np.array([value], np.float32)
-    if dtype == "F32":
-        return number.view(np.uint8)
-    if dtype == "F16":
-        return number.astype(np.float16).view(np.uint8)
-    return (number.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    return bits_of(np.array([value], np.float32), FLOAT_NAMES[dtype]).view(np.uint8)
 
 
 def _loss(name: str, before: float, after: float) -> Loss:

@@ -11,10 +11,11 @@ from moeq.checkpoint.names import StoredName
 from moeq.checkpoint.writer import FileForm
 from moeq.layouts.words import use_compiled
 from moeq.model import Checkpoint
-from moeq.model.experts import WHOLE_PARTS
+from moeq.model.experts import is_whole
 from moeq.pipeline.pack.reading import Place
 from moeq.pipeline.plan.units import place_of
 from moeq.schemes.format import PartSig
+from moeq.schemes.registry import get_format
 from moeq.transcode.plan import ExpertItem, Item, TranscodePlan
 
 if TYPE_CHECKING:
@@ -42,8 +43,6 @@ class FastPaths:
 
     def of(self, item: Item) -> FastItem | None:
         """The fast path of an item, or None where the reference path takes it."""
-        if self._plan.request.sort_act_order:
-            return None
         signatures = self._signatures(item)
         key = self._key(item, signatures)
         with self._lock:
@@ -52,15 +51,13 @@ class FastPaths:
             return self._known[key]
 
     def places(self, item: Item, reads: Sequence[tuple[StoredName, str]]) -> list[Place]:
-        """Where the parts of an item lie in the source."""
+        """Where the parts of an item lie in the source; those of gate and up may be stored together."""
         entries = self._entries(item)
         if not isinstance(item, ExpertItem):
             return [(entry.file, entry.start, entry.end) for entry in (entries[name][part] for name, part in reads)]
         experts = self._checkpoint.experts(item.layer)
-        return [
-            (entries[name][part].file, *place_of(entries[name][part], part, experts, item.expert))
-            for name, part in reads
-        ]
+        found = [(part, (entries.get(name) or entries["gate_up"])[part]) for name, part in reads]
+        return [(entry.file, *place_of(entry, part, experts, item.expert)) for part, entry in found]
 
     def _entries(self, item: Item) -> Mapping[StoredName, Mapping[str, TensorEntry]]:
         if isinstance(item, ExpertItem):
@@ -72,7 +69,7 @@ class FastPaths:
         fused = isinstance(item, ExpertItem) and self._checkpoint.experts(item.layer).layer.fused
         return {
             name: {
-                part: PartSig(entry.dtype, entry.shape[1:] if fused and part not in WHOLE_PARTS else entry.shape)
+                part: PartSig(entry.dtype, entry.shape[1:] if fused and not is_whole(part, entry) else entry.shape)
                 for part, entry in parts.items()
             }
             for name, parts in self._entries(item).items()
@@ -96,7 +93,18 @@ class FastPaths:
 
         readers = self._readers(item, signatures)
         interleaved = isinstance(item, ExpertItem) and self._plan.layers_by_number[item.layer].naming.interleaved
-        return None if readers is None else bind(readers, outputs, interleaved=interleaved)
+        if readers is None:
+            return None
+        sort = self._plan.request.sort_act_order
+        index = self._group_index(item, signatures) if sort and isinstance(item, ExpertItem) else None
+        return bind(readers, outputs, interleaved=interleaved, index=index, sort=sort)
+
+    def _group_index(self, item: ExpertItem, signatures: _Signatures) -> tuple[StoredName, str, int] | None:
+        """Where the group index of an expert's down projection is, and its group size; None where it has none."""
+        down = self._checkpoint.kind_of(item.layer, item.expert).projections["down"]
+        roles = get_format(down.scheme.format).parts
+        names = [part for part in signatures["down"] if roles.get(part) == "index"]
+        return ("down", names[0], down.spec.group_size) if names else None
 
     def _readers(self, item: Item, signatures: _Signatures) -> tuple[ProjectionReader, ...] | None:
         from moeq.pipeline.pack.fast.find import module_reader, projection_readers

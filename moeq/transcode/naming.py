@@ -19,6 +19,9 @@ _LONG: dict[StoredName, str] = {"gate": "gate_proj", "up": "up_proj", "down": "d
 _SHORT: dict[StoredName, str] = {"gate": "w1", "up": "w3", "down": "w2"}
 _STACKED: dict[StoredName, str] = {"gate_up": "gate_up_proj", "down": "down_proj"}
 
+#: What may be asked for as the module that holds experts and router.
+_CONTAINERS: dict[NamesOption, str] = {"mlp": "mlp", "block-sparse-moe": "block_sparse_moe"}
+
 #: Containers of experts whose projections are called w1, w3, w2.
 _SHORT_CONTAINERS = ("block_sparse_moe", "ffn")
 
@@ -90,13 +93,21 @@ def choose_naming(
                 "--names stacked: no tool writes stacked experts in this format",
                 "--names per-expert, or --to compressed-tensors",
             )
+        interleaved = family is not None and family.interleaved
+        if interleaved and not floats:
+            raise MoeqError(
+                "usage.names",
+                f"--names stacked: {layer.prefix} has gate and up in alternating rows where it is stacked, and no tool "
+                "writes that in this format",
+                "--names per-expert",
+            )
         if not first.gated:
             raise MoeqError("usage.names", f"{layer.prefix} has no gate: nothing to stack", "--names per-expert")
         return Naming(
             layer.prefix,
             _STACKED,
             stacked=True,
-            interleaved=floats and family is not None and family.interleaved,
+            interleaved=interleaved,
             transposed=floats and family is not None and family.transposed,
         )
     prefix, renamed = _prefix(layer.prefix, asked)
@@ -108,16 +119,25 @@ def choose_naming(
     return Naming(prefix, spelled, renamed=renamed)
 
 
+def misplaced(naming: Naming, family: ModelFamily | None) -> str | None:
+    """A note where experts lie in another container than in the family's published models, which engines look for."""
+    found = ".".join(naming.prefix.split(".")[-2:])
+    paths = {f"{module}.experts": option for option, module in _CONTAINERS.items()}
+    if family is None or found == family.experts or not {found, family.experts} <= paths.keys():
+        return None
+    option = paths[family.experts]
+    return f"experts are called {found}; engines look for {family.experts} in such models: --names {option}"
+
+
 def _prefix(prefix: str, asked: NamesOption) -> tuple[str, tuple[str, str] | None]:
     """The experts' module path in the asked container, and what is renamed for it."""
-    containers: dict[NamesOption, str] = {"mlp": "mlp", "block-sparse-moe": "block_sparse_moe"}
-    if asked not in containers:
+    if asked not in _CONTAINERS:
         return prefix, None
     parts = prefix.split(".")
-    if parts[-1] != "experts" or len(parts) < 2:
+    if parts[-1] != "experts" or len(parts) < 2 or parts[-2].isdecimal():
         raise MoeqError("usage.names", f"--names {asked}: {prefix} is no module of experts in a container")
     before = ".".join(parts[:-1])
-    after = ".".join([*parts[:-2], containers[asked]])
+    after = ".".join([*parts[:-2], _CONTAINERS[asked]])
     return f"{after}.experts", (before, after) if before != after else None
 
 

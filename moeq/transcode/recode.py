@@ -114,10 +114,11 @@ def to_fp8_blocks(matrix: QuantizedMatrix, spec: MatrixSpec) -> QuantizedMatrix:
         blocks = _blocks(values, BLOCK)
         largest = blocks.abs().amax(dim=(0, 2))
         exponents = torch.ceil(torch.log2(largest / E4M3_MAX))
-        exponents = torch.where(largest > 0, exponents, 0.0).clamp(-126, 127)
+        exponents = torch.where(largest > 0, exponents, 0.0)
         # log2 rounds: one step down where that still fits, one up where it does not.
         exponents -= (largest <= E4M3_MAX * torch.exp2(exponents - 1)).to(exponents.dtype) * (largest > 0)
         exponents += (largest > E4M3_MAX * torch.exp2(exponents)).to(exponents.dtype)
+        exponents = exponents.clamp(-126, 127)  # of normal float32 numbers
         scale = torch.exp2(exponents).float()
         coded = (blocks / scale.unsqueeze(1)).to(torch.float8_e4m3fn).view(torch.uint8)
         codes[start:stop] = coded.reshape(stop - start, -1)[:, : spec.k]
@@ -126,7 +127,7 @@ def to_fp8_blocks(matrix: QuantizedMatrix, spec: MatrixSpec) -> QuantizedMatrix:
 
 
 def _kept_fp8(matrix: QuantizedMatrix, spec: MatrixSpec) -> QuantizedMatrix | None:
-    """The same codes, where every block has one scale already; None elsewhere."""
+    """The same codes, where every block has one scale already, of those that can be stored; None elsewhere."""
     import torch
 
     from moeq.schemes.dequantize import scale_values
@@ -140,11 +141,12 @@ def _kept_fp8(matrix: QuantizedMatrix, spec: MatrixSpec) -> QuantizedMatrix | No
         rows = scales[start : start + BLOCK]
         if not torch.equal(rows, rows[:1].expand_as(rows)):
             return None
-    return QuantizedMatrix(spec, matrix.codes, _stored_scales(scales, spec), bias=matrix.bias)
+    kept = QuantizedMatrix(spec, matrix.codes, _stored_scales(scales, spec), bias=matrix.bias)
+    return kept if torch.equal(scale_values(kept), scales) else None
 
 
 def _stored_scales(scales: Tensor, spec: MatrixSpec) -> Tensor:
-    """float32 scales in the type that is stored; as exponent bytes, what is no power of two is rounded down."""
+    """float32 scales in the type that is stored; as exponent bytes, what is no power of two becomes another number."""
     import torch
 
     if spec.scale_dtype == "e8m0":

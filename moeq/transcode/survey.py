@@ -13,7 +13,7 @@ from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec
 from moeq.model import Checkpoint
 from moeq.model.describe import model_type
-from moeq.model.experts import Experts, KindGroup
+from moeq.model.experts import Experts, KindGroup, is_whole
 from moeq.model.quantized_modules import QuantizedModule, quantized_modules
 from moeq.schemes.format import Described, PartSig
 from moeq.schemes.registry import get_format
@@ -114,12 +114,14 @@ class Survey:
         modules: other quantised modules.
         copied: tensors that stay as they are.
         contents: what the target's config has to describe.
+        family: the model's family.
     """
 
     layers: tuple[LayerSurvey, ...]
     modules: tuple[ModuleSurvey, ...]
     copied: tuple[TensorEntry, ...]
     contents: Contents
+    family: ModelFamily | None
 
     @property
     def renamed(self) -> tuple[tuple[str, str], ...]:
@@ -158,7 +160,7 @@ def survey(checkpoint: Checkpoint, target: TargetFormat, request: TranscodeReque
     taken = {entry.name for module in modules for entry in module.source.parts.values()}
     copied = tuple(entry for entry in rest if entry.name not in taken)
     plain = tuple(rename(name, renamed) for name in _plain_modules(copied))
-    return Survey(tuple(layers), modules, copied, _contents(layers, modules, plain))
+    return Survey(tuple(layers), modules, copied, _contents(layers, modules, plain), family)
 
 
 def _renamed(layers: Iterable[LayerSurvey]) -> tuple[tuple[str, str], ...]:
@@ -228,7 +230,11 @@ def _experts(
 def _parts_of_all(experts: Experts, numbers: Iterable[int], name: StoredName) -> dict[str, PartSig]:
     """Parts of a stored projection that all of some experts have alike, each as a tensor of its own."""
     if experts.layer.fused:
-        return {}
+        unit = experts.layer.unit(0)
+        return {
+            part: PartSig(entry.dtype, entry.shape if is_whole(part, entry) else entry.shape[1:])
+            for part, entry in (unit.get(name) or unit.get("gate_up", {})).items()
+        }
     units = [experts.layer.unit(number).get(name, {}) for number in numbers]
     first = {part: PartSig(entry.dtype, entry.shape) for part, entry in units[0].items()}
     return {

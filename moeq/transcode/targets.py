@@ -85,7 +85,8 @@ class TargetFormat:
         if spelling == "deepseek-fp8":
             return replace(spec, element="e4m3", scale_dtype="e8m0", symmetric=True, act_order=False)
         if "fp8-block" in spelling:
-            kept = kind_of(described) == "fp8-block" and spec.scale_dtype != "e8m0" and "modelopt" not in spelling
+            blocks = kind_of(described) == "fp8-block" and spec.element == "e4m3"
+            kept = blocks and spec.scale_dtype != "e8m0" and "modelopt" not in spelling
             scale = spec.scale_dtype if kept else "f32"
             size = min(BLOCK, spec.k)
             return replace(spec, element="e4m3", group_size=size, scale_dtype=scale, symmetric=True, act_order=False)

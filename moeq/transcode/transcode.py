@@ -44,7 +44,7 @@ from moeq.pipeline.state.publish import (
 from moeq.pipeline.state.records import UnitRecord
 from moeq.pipeline.state.side_files import SideFiles, plan_side_files
 from moeq.transcode.compare import Loss
-from moeq.transcode.naming import NamesOption
+from moeq.transcode.naming import NamesOption, misplaced
 from moeq.transcode.plan import Item, TranscodePlan, TranscodeUnit, make_transcode_plan
 from moeq.transcode.survey import Projected, TranscodeRequest
 from moeq.transcode.worker import Transcoder
@@ -296,12 +296,12 @@ def _carries(projected: Projected | None, part: str) -> bool:
 
 
 def notes(plan: TranscodePlan) -> tuple[str, ...]:
-    """What changes beside the spelling: how engines quantise activations."""
+    """What to know beside the values: names that engines do not look for, and how they quantise activations."""
     kinds = {
         (projected.source.scheme.activation, reader.scheme.activation)
         for (projected, _), reader in plan.described.items()
     }
-    found = []
+    found = list(filter(None, {misplaced(layer.naming, plan.survey.family) for layer in plan.survey.layers}))
     if plan.request.sort_act_order:
         found.append("intermediate features of experts with sorted columns are in another order; moeq diff sees that")
     before = {old.dtype for old, new in kinds if old is not None and new is None}

@@ -217,14 +217,14 @@ def loss_of(output: WrittenProjection, change: Measured | None) -> Loss | None:
     """What the fast path found, for the report."""
     if change is None or not change.numbers:
         return None
-    spec, (_, width) = output.projected.spec, _block(output)
+    spec, (height, width) = output.projected.spec, _block(output)
     return Loss(
         module=output.module,
         numbers=change.numbers,
         of=spec.n * spec.k,
         blocks=change.blocks,
-        of_blocks=spec.n * -(-spec.k // width),
-        block=(1, width),
+        of_blocks=-(-spec.n // height) * -(-spec.k // width),
+        block=(height, width),
         max_abs=change.largest,
         relative=relative(change.squares, change.norm),
         first=change.first,

@@ -84,6 +84,29 @@ def test_fp8_scales_are_repeated_where_blocks_have_one(kind: str) -> None:
         assert loss.relative < 0.04  # E4M3 has three bits behind the point
 
 
+@pytest.mark.parametrize("powers", [True, False])
+def test_fp8_blocks_under_exponents_are_the_nearest_numbers(powers: bool) -> None:
+    """Scales that are no powers of two are not stored as some: the codes change with them."""
+    generator = torch.Generator().manual_seed(4)
+    codes = torch.randn(200, 256, generator=generator).mul(60).to(torch.float8_e4m3fn).view(torch.uint8)
+    scales = torch.exp2(torch.randint(-9, -5, (2, 2), generator=generator).float()) * (1.0 if powers else 1.7)
+    spread = scales.repeat_interleave(128, 0)[:200].contiguous()
+    matrix = QuantizedMatrix(MatrixSpec("up", 200, 256, "e4m3", 128, "f32"), codes, spread)
+    found = recode.to_fp8_blocks(matrix, replace(matrix.spec, scale_dtype="e8m0"))
+    before, after = dequantize(matrix), dequantize(found)
+    assert torch.equal(before, after) == powers
+    assert torch.equal(found.codes, codes) == powers
+    assert float((before - after).abs().div(before.abs().clamp(min=1e-4)).max()) <= 2**-4
+
+
+def test_tiny_blocks_get_a_scale_that_kernels_do_not_flush() -> None:
+    codes = torch.ones(128, 128, dtype=torch.uint8)
+    matrix = QuantizedMatrix(MatrixSpec("up", 128, 128, "e2m1", 32, "e8m0"), codes, torch.zeros(128, 4).byte())
+    found = recode.to_fp8_blocks(matrix, replace(matrix.spec, element="e4m3", group_size=128, scale_dtype="f32"))
+    assert float(found.scales.min()) == 2.0**-126
+    assert torch.equal(dequantize(found), dequantize(matrix))
+
+
 @pytest.mark.parametrize("spread", [0, 9, 17, 18, 22, 40])
 def test_nvfp4_is_exact_where_scales_fit(spread: int) -> None:
     generator = torch.Generator().manual_seed(spread)

@@ -108,6 +108,15 @@ def test_groups_that_do_not_divide_are_refused(checkpoints: Path, tmp_path: Path
     assert error.value.hint == "--regroup 128 or 64 or 32 or 16"
 
 
+def test_names_that_engines_do_not_look_for_are_noted(checkpoints: Path) -> None:
+    source = checkpoints / "gptq-int4-g128-mixtral"
+    (note,) = check(source, "compressed-tensors").notes
+    assert "mlp.experts; engines look for block_sparse_moe.experts" in note
+    assert note.endswith("--names block-sparse-moe")
+    assert not check(source, "compressed-tensors", names="block-sparse-moe").notes
+    assert not check(checkpoints / "ct-int4-g128-qwen3moe", "compressed-tensors").notes
+
+
 def test_names_move_to_another_container_and_back(checkpoints: Path, tmp_path: Path) -> None:
     source = checkpoints / "ct-int4-g128-qwen3moe"
     transcode(source, tmp_path / "moved", "compressed-tensors", names="block-sparse-moe")

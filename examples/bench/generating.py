@@ -1,0 +1,116 @@
+"""What scripts that generate with vLLM share: an engine in this process, greedy tokens and all log-probabilities."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Engine and scheduler in this process; the engine's own sampler instead of FlashInfer's.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+#: How many times further from float32 an engine may be than the same model in bf16 in transformers, which rounds
+#: elsewhere; and how far a greedy token may be from the best one, relative to how far the best is from the mean.
+FACTOR = 3.0
+GAP = 0.05
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What an engine made of one prompt.
+
+    Attributes:
+        tokens: the greedy tokens.
+        prompt: log-probabilities of every token after each token of the prompt but the last,
+            `[prompt - 1, vocabulary]`.
+        new: the same for each greedy token, `[tokens, vocabulary]`.
+    """
+
+    tokens: list[int]
+    prompt: Tensor
+    new: Tensor
+
+
+def generate(
+    folder: Path, prompts: Sequence[Sequence[int]], new: int, *, graphs: bool = False, **more: Any
+) -> list[Generated]:
+    """Start vLLM from a folder as `vllm serve` does, all prompts together; on a GPU or a CPU.
+
+    Args:
+        folder: the checkpoint.
+        prompts: token ids.
+        new: tokens to generate after each.
+        graphs: decode in CUDA graphs.
+        more: further arguments of the engine.
+    """
+    import torch
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    arguments = EngineArgs(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        enforce_eager=not graphs,
+        max_model_len=64,
+        max_num_seqs=4,
+        max_logprobs=vocabulary,
+        gpu_memory_utilization=0.2,
+        kv_cache_memory_bytes=1 << 28,
+        attention_backend="TRITON_ATTN",
+        **({"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}} if graphs else {}),
+        **more,
+    )
+    engine = LLMEngine.from_engine_args(arguments)
+    wanted = SamplingParams(
+        temperature=0,
+        max_tokens=new,
+        prompt_logprobs=vocabulary,
+        logprobs=vocabulary,
+        detokenize=False,
+        ignore_eos=True,
+    )
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), {"prompt_token_ids": list(prompt)}, wanted)
+    found: dict[str, Any] = {}
+    while engine.has_unfinished_requests():
+        found |= {output.request_id: output for output in engine.step()}
+
+    def rows(places: Any) -> Tensor:
+        return torch.tensor([[place[token].logprob for token in range(vocabulary)] for place in places])
+
+    return [
+        Generated(list(output.outputs[0].token_ids), rows(output.prompt_logprobs[1:]), rows(output.outputs[0].logprobs))
+        for output in (found[str(number)] for number in range(len(prompts)))
+    ]
+
+
+def error_of(found: Tensor, wanted: Tensor) -> float:
+    """Relative to how log-probabilities differ between tokens."""
+    return float((found - wanted).norm() / (wanted - wanted.mean(-1, keepdim=True)).norm())
+
+
+def gap_of(logits: Tensor, tokens: Sequence[int]) -> float:
+    """How far tokens are from the best ones at most, relative to how far those are from the mean.
+
+    Args:
+        logits: float32 `[tokens, vocabulary]`, each row those of what is before the token.
+        tokens: what an engine chose.
+    """
+    import torch
+
+    best, mean = logits.max(-1).values, logits.mean(-1)
+    chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    return float(((best - chosen) / (best - mean)).max())

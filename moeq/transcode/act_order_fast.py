@@ -1,0 +1,119 @@
+"""`moeq.transcode.act_order` on stored bytes: columns sorted into groups, and the proof that nothing else changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moeq.checkpoint.names import StoredName
+from moeq.layouts.fast import columns
+from moeq.pipeline.pack.fast.base import Inputs
+from moeq.pipeline.pack.fast.formats import Fields
+from moeq.pipeline.pack.fast.path import ProjectionReader
+from moeq.pipeline.pack.fast.scales import WIDTH
+from moeq.pipeline.pack.fast.scratch import Array, Region
+
+#: Fields that have a row for each output feature.
+_ROWS = ("codes", "scales", "zeros", "bias")
+
+
+@dataclass(frozen=True)
+class Sorting:
+    """Sorts the columns of a down projection into groups, or the rows of gate and up likewise.
+
+    Attributes:
+        bits: of a code.
+        index: stored projection and part of the down projection's group index; None for what is no expert.
+        group_size: columns of its groups.
+        own_sizes: the same of the groups of every projection.
+        is_down: the item is the down projection.
+        regions: scratch for the sorted fields of every projection.
+    """
+
+    bits: int
+    index: tuple[StoredName, str] | None
+    group_size: int
+    own_sizes: tuple[int, ...]
+    is_down: bool
+    regions: tuple[dict[str, Region], ...]
+
+    @classmethod
+    def of(cls, readers: Sequence[ProjectionReader], index: tuple[StoredName, str, int] | None, start: int) -> Sorting:
+        """Of an item with these projections; the arguments of `moeq.transcode.fast.bind`, and where scratch is free."""
+        is_down = index is not None and readers[0].name == index[0]
+        regions = []
+        specs = [spec for reader in readers for _, spec in reader.holds]
+        for spec in specs:
+            sizes = {"codes": spec.n * spec.k * spec.bits // 8}
+            if index is not None and not is_down:
+                scales = np.dtype(WIDTH[spec.scale_dtype]).itemsize
+                bias = np.dtype(WIDTH[spec.bias_dtype]).itemsize if spec.bias_dtype else 0
+                groups = spec.n * spec.num_groups
+                sizes |= {"scales": groups * scales, "zeros": groups, "bias": spec.n * bias}
+            regions.append(dict(_regions(start, sizes)))
+            start = max(region.stop for region in regions[-1].values())
+        own = tuple(spec.group_size for spec in specs)
+        size = own[0] if index is None else index[2]
+        return cls(specs[0].bits, index and index[:2], size, own, is_down, tuple(regions))
+
+    @property
+    def reads(self) -> tuple[tuple[StoredName, str], ...]:
+        """What has to be read beside the item's own parts."""
+        return () if self.index is None else (self.index,)
+
+    @property
+    def stop(self) -> int:
+        """Where scratch ends."""
+        return max(region.stop for regions in self.regions for region in regions.values())
+
+    def sort(self, source: Sequence[Fields], inputs: Inputs, scratch: Array) -> list[Fields] | None:
+        """The fields in the order of the target; None where the reference path says what is wrong, or sorts them."""
+        order = None
+        if self.index is not None:
+            found = inputs[self.index].view(np.int32)
+            order = np.argsort(found, kind="stable")
+            if not _in_groups(found[order], self.group_size):
+                return None
+            if _in_groups(found, self.group_size):
+                order = None
+        sorted_fields = []
+        for fields, own_size, regions in zip(source, self.own_sizes, self.regions, strict=True):
+            made = {name: field for name, field in fields.items() if name != "index"}
+            if not self.is_down and "index" in fields and not _in_groups(fields["index"], own_size):
+                return None
+            if order is not None:
+                changed = ("codes",) if self.is_down else [name for name in _ROWS if name in fields]
+                for name in changed:
+                    sorted_field = self._sorted(fields[name], order, regions[name], scratch)
+                    if sorted_field is None:
+                        return None
+                    made[name] = sorted_field
+            sorted_fields.append(made)
+        return sorted_fields
+
+    def _sorted(self, field: Array, order: Array, region: Region, scratch: Array) -> Array | None:
+        """A field whose features along N (or, of the down projection, along K) are in another order."""
+        out = region.array(scratch, (field.shape[1], field.shape[0]), field.dtype.str).T
+        places = np.empty_like(order)
+        places[order] = np.arange(len(order))
+        if not np.array_equal(order[places], np.arange(len(order))):
+            return None
+        if self.is_down:
+            columns.take_codes(field.T, order, self.bits, out.T)
+            return out if columns.took_codes(field.T, places, self.bits, out.T) else None
+        columns.take_elements(field.T, order, out.T)
+        return out if columns.took_elements(field.T, places, out.T) else None
+
+
+def _in_groups(index: Array, group_size: int) -> bool:
+    """Whether groups are runs of columns, all of one size but for the last."""
+    return np.array_equal(index, np.arange(len(index)) // group_size)
+
+
+def _regions(start: int, sizes: dict[str, int]) -> Iterator[tuple[str, Region]]:
+    for name, size in sizes.items():
+        region = Region(start, size)
+        start = region.stop
+        yield name, region

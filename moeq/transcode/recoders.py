@@ -1,0 +1,350 @@
+"""From the fields of a source to those of a target, and the comparison of what was written with the source.
+
+A recoder fills the target by loops of one kind and reads it again by loops of another. Each says what it proves: that
+all values are equal, or, number by number, how they differ.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moeq.layouts.fast import floats, recode, transpose
+from moeq.layouts.fast.columns import repeat_columns, repeats_columns
+from moeq.layouts.fast.compare import same
+from moeq.layouts.float_bits import BIAS, bits_of, numbers_of
+from moeq.matrix import MatrixSpec
+from moeq.pipeline.pack.fast.formats import Fields
+from moeq.pipeline.pack.fast.scratch import Array
+from moeq.transcode.plan import WrittenProjection
+from moeq.transcode.spellings import BLOCK, FP8_BLOCKS
+
+#: Codes of MXFP4 that share an exponent.
+_GROUP = 2 * recode.GROUP_BYTES
+
+#: What is the same in both, the smallest first.
+_COPIED = ("global_scale", "scales", "zeros", "codes")
+
+#: Spellings of floats.
+PLAIN = ("plain", "plain-transposed")
+
+#: Fields of all projections of an item.
+Matrices = Sequence[Fields]
+
+#: How every projection of an item changed; None for each where they are equal by other means than subtraction.
+Changes = Sequence[floats.Measured | None]
+
+
+class Recoder(ABC):
+    """From the source's fields to the target's."""
+
+    @abstractmethod
+    def fill(self, source: Matrices, target: Matrices) -> None:
+        """Fill the target's fields, but for the bias."""
+
+    def changes(self, source: Matrices, target: Matrices) -> Changes | None:
+        """How the target's fields, as read again, differ from the source; None where that is not known."""
+        return [None] * len(source) if self.holds(source, target) else None
+
+    @abstractmethod
+    def holds(self, source: Matrices, target: Matrices) -> bool:
+        """Whether the target's fields, as read again, are the same values."""
+
+
+@dataclass(frozen=True)
+class Copied(Recoder):
+    """The same codes. Scales and zero points are the same, or repeated for smaller groups.
+
+    Attributes:
+        times: groups of the target for one of the source; 0: all of them have the one of the row.
+        nonzero: zero points of 0 are refused by the reference path.
+        widened: the type of the source's scales, where the target has them as float32.
+    """
+
+    times: int
+    nonzero: bool
+    widened: str | None = None
+
+    def fill(self, source: Matrices, target: Matrices) -> None:
+        for one, other in zip(source, target, strict=True):
+            for field in (field for field in _COPIED if field in one and field in other):
+                before, after = self._scales(field, one[field]), other[field]
+                if self._is_repeated(field):
+                    repeat_columns(before, self.times or after.shape[1], after)
+                else:
+                    transpose.copy_any(before, after)
+            if "index" in one:
+                np.copyto(other["index"], one["index"])
+
+    def holds(self, source: Matrices, target: Matrices) -> bool:
+        if any(one.keys() != other.keys() for one, other in zip(source, target, strict=True)):
+            return False
+        if self.nonzero and any("zeros" in one and not one["zeros"].all() for one in source):
+            return False
+        return all(
+            self._agree(field, one[field], self._narrowed(field, other[field]))
+            for one, other in zip(source, target, strict=True)
+            for field in _COPIED
+            if field in one
+        ) and all(
+            np.array_equal(one["index"], other["index"]) for one, other in _pairs(source, target) if "index" in one
+        )
+
+    def _scales(self, field: str, before: Array) -> Array:
+        """Scales as the target has them."""
+        if self.widened is None or field != "scales":
+            return before
+        return numbers_of(before, self.widened).view(np.uint32)
+
+    def _narrowed(self, field: str, after: Array) -> Array:
+        """The other way; scales that are none of the narrower type become NaN, which no scale is."""
+        if self.widened is None or field != "scales":
+            return after
+        found = bits_of(after.view(np.float32), self.widened)
+        return np.where(numbers_of(found, self.widened).view(np.uint32) == after, found, found.dtype.type(0xFFFF))
+
+    def _is_repeated(self, field: str) -> bool:
+        return self.times != 1 and field in ("scales", "zeros")
+
+    def _agree(self, field: str, before: Array, after: Array) -> bool:
+        if not self._is_repeated(field):
+            return same_bits(before, after)
+        return before.dtype == after.dtype and repeats_columns(before, self.times or after.shape[1], after)
+
+
+@dataclass(frozen=True)
+class Mxfp4ToFp8Blocks(Recoder):
+    """MXFP4 as blocks of FP8."""
+
+    def fill(self, source: Matrices, target: Matrices) -> None:
+        for one, other in zip(source, target, strict=True):
+            recode.to_fp8_blocks(_bytes(one), one["scales"], _bytes(other), other["scales"])
+
+    def holds(self, source: Matrices, target: Matrices) -> bool:
+        return all(
+            recode.holds_fp8_blocks(_bytes(one), one["scales"], _bytes(other), other["scales"])
+            for one, other in zip(source, target, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class Mxfp4ToNvfp4(Recoder):
+    """MXFP4 as NVFP4, with one global scale for gate and up (`moeq.transcode.recode.to_e4m3_scales`)."""
+
+    def fill(self, source: Matrices, target: Matrices) -> None:
+        top = max(recode.used_exponents(_bytes(one), one["scales"])[1] for one in source)
+        shift = (0 if top < 0 else top - BIAS) - 8
+        for one, other in zip(source, target, strict=True):
+            transpose.copy_any(one["codes"], other["codes"])
+            recode.to_e4m3_scales(one["scales"], shift, other["scales"])
+            other["global_scale"].view(np.float32).fill(2.0**shift)
+
+    def holds(self, source: Matrices, target: Matrices) -> bool:
+        shared = {int(bits) for other in target for bits in np.unique(other["global_scale"])}
+        return len(shared) == 1 and all(
+            same_bits(one["codes"], other["codes"])
+            and recode.holds_e4m3_scales(
+                _bytes(one), one["scales"], other["scales"], float(other["global_scale"].view(np.float32)[0, 0])
+            )
+            for one, other in zip(source, target, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class Mxfp4ToBfloat16(Recoder):
+    """MXFP4 as bfloat16."""
+
+    def fill(self, source: Matrices, target: Matrices) -> None:
+        for one, other in zip(source, target, strict=True):
+            recode.to_bf16(_bytes(one), one["scales"], other["values"])
+
+    def holds(self, source: Matrices, target: Matrices) -> bool:
+        return all(
+            recode.holds_bf16(_bytes(one), one["scales"], other["values"])
+            for one, other in zip(source, target, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class CopiedNvfp4(Copied):
+    """NVFP4 under another spelling of its global scale, which may not be the same number there.
+
+    Attributes:
+        spec: the source's sizes and types, whatever its role.
+    """
+
+    spec: MatrixSpec | None = None
+
+    def changes(self, source: Matrices, target: Matrices) -> Changes | None:
+        if self.holds(source, target):
+            return [None] * len(source)
+        assert self.spec is not None  # always given
+        block = 1, self.spec.group_size
+        pairs = [(coded(one, self.spec), coded(other, self.spec)) for one, other in _pairs(source, target)]
+        found = [floats.measure_codes(one, other, block) for one, other in pairs]
+        return None if None in found else found
+
+
+@dataclass(frozen=True)
+class Rounded(Recoder):
+    """Anything under scales of another kind, every value rounded once.
+
+    Attributes:
+        before, after: sizes and types on both sides, whatever their role.
+    """
+
+    before: MatrixSpec
+    after: MatrixSpec
+
+    @abstractmethod
+    def measure(self, one: Fields, other: Fields) -> floats.Measured | None:
+        """How a projection changed; None where a value is not finite."""
+
+    def changes(self, source: Matrices, target: Matrices) -> Changes | None:
+        found = [self.measure(one, other) for one, other in _pairs(source, target)]
+        return None if None in found else found
+
+    def holds(self, source: Matrices, target: Matrices) -> bool:
+        found = self.changes(source, target)
+        return found is not None and not any(change and change.numbers for change in found)
+
+
+class ToFp8Blocks(Rounded):
+    """FP8 blocks (`moeq.transcode.recode.to_fp8_blocks`)."""
+
+    def fill(self, source: Matrices, target: Matrices) -> None:
+        for one, other in _pairs(source, target):
+            kept = self._kept_scales(one)
+            if kept is not None:
+                transpose.copy_any(one["codes"], other["codes"])
+                np.copyto(other["scales"], bits_of(kept, self.after.scale_dtype))
+                continue
+            powers = floats.write_fp8_blocks(coded(one, self.before), _bytes(other))
+            if powers is not None:  # else a value is not finite, and the comparison says so
+                scales = np.exp2(powers.astype(np.float64)).astype(np.float32)
+                bits = bits_of(scales, self.after.scale_dtype)
+                np.copyto(other["scales"], bits.repeat(BLOCK, axis=0)[: self.after.n])
+
+    def _kept_scales(self, one: Fields) -> Array | None:
+        """float32 `[N, G]`: the scales of FP8 whose codes can stay, since every block has one; None elsewhere."""
+        before, after = self.before, self.after
+        if before.element != "e4m3" or (before.group_size % BLOCK and before.num_groups > 1):
+            return None
+        scales = numbers_of(one["scales"], before.scale_dtype)
+        scales = scales.repeat(-(-before.group_size // BLOCK), axis=1)[:, : after.num_groups]
+        stored = numbers_of(bits_of(scales, after.scale_dtype), after.scale_dtype)
+        alike = np.array_equal(scales, scales[::BLOCK].repeat(BLOCK, axis=0)[: after.n])
+        return scales if alike and np.array_equal(scales, stored) else None
+
+    def measure(self, one: Fields, other: Fields) -> floats.Measured | None:
+        return floats.measure_codes(coded(one, self.before), coded(other, self.after), (BLOCK, BLOCK))
+
+
+class ToFloats(Rounded):
+    """bfloat16 or binary16."""
+
+    def fill(self, source: Matrices, target: Matrices) -> None:
+        for one, other in _pairs(source, target):
+            floats.write(coded(one, self.before), other["values"], binary16=self._binary16)
+
+    def measure(self, one: Fields, other: Fields) -> floats.Measured | None:
+        block = 1, self.before.group_size
+        return floats.measure(coded(one, self.before), other["values"], block, binary16=self._binary16)
+
+    @property
+    def _binary16(self) -> bool:
+        return self.after.element == "f16"
+
+
+def coded(fields: Fields, spec: MatrixSpec) -> floats.Coded:
+    """A projection as the loops over numbers take it."""
+    codes = fields["codes"]
+    if codes.strides[1] != codes.itemsize:
+        turned = np.empty(codes.shape, codes.dtype)
+        transpose.copy_any(codes, turned)
+        codes = turned
+    scales = numbers_of(fields["scales"], spec.scale_dtype).astype(np.float64)
+    if "global_scale" in fields:
+        scales = scales * fields["global_scale"].view(np.float32)
+    zeros = fields.get("zeros")
+    if zeros is None:
+        zeros = np.full(scales.shape, spec.symmetric_zero, np.uint8)
+    index, run = fields.get("index"), 1
+    if index is None:
+        index, run = np.arange(spec.k, dtype=np.int32) // spec.group_size, spec.group_size
+    return floats.Coded(spec.element, codes, zeros, scales, index, run)
+
+
+def recoders_of(one: WrittenProjection, *, halved: bool) -> tuple[Recoder, ...]:
+    """What takes a projection to its target, the first that proves it; none where only the reference path does.
+
+    Args:
+        one: the projection.
+        halved: it is written together with another one, whose rows may share blocks with its own.
+    """
+    before, after = one.projected.source.spec, one.described.spec
+    if before.bias_dtype != after.bias_dtype:
+        return ()
+    spelling = one.projected.spelling
+    found = [_of_mxfp4(spelling, before, after), _copied(one, before, after)]
+    if before.element in floats.ELEMENTS and (spelling in PLAIN or (spelling in FP8_BLOCKS and not halved)):
+        # Gate and up are one item, and have the same recoders.
+        specs = [replace(spec, role="w2", gated=False) for spec in (before, after)]
+        found.append(ToFloats(*specs) if spelling in PLAIN else ToFp8Blocks(*specs))
+    return tuple(recoder for recoder in found if recoder is not None)
+
+
+def _copied(one: WrittenProjection, before: MatrixSpec, after: MatrixSpec) -> Recoder | None:
+    """Where codes stay as they are."""
+    widened = before.scale_dtype if before.scale_dtype in ("bf16", "f16") and after.scale_dtype == "f32" else None
+    if (
+        (before.element, before.symmetric, before.act_order) != (after.element, after.symmetric, after.act_order)
+        or (before.scale_dtype != after.scale_dtype and widened is None)
+        or one.projected.spelling in PLAIN
+    ):
+        return None
+    if before.num_groups == 1 and after.num_groups > 1 and one.projected.spelling in FP8_BLOCKS:
+        return Copied(0, nonzero=False, widened=widened)
+    if before.group_size % after.group_size or (before.act_order and before.group_size != after.group_size):
+        return None
+    times = before.group_size // after.group_size
+    if after.num_groups > before.num_groups * times:
+        return None
+    if before.element == "e2m1" and before.scale_dtype == "e4m3":
+        return CopiedNvfp4(times, nonzero=False, spec=replace(before, role="w2", gated=False))
+    return Copied(times, one.described.scheme.zero_point == "stored-minus-one", widened)
+
+
+def _of_mxfp4(spelling: str, before: MatrixSpec, after: MatrixSpec) -> Recoder | None:
+    if before.element != "e2m1" or before.scale_dtype != "e8m0" or before.group_size != _GROUP or before.k % _GROUP:
+        return None
+    if spelling in FP8_BLOCKS:
+        return Mxfp4ToFp8Blocks() if after.scale_dtype in ("f32", "e8m0") else None
+    if "nvfp4" in spelling:
+        return Mxfp4ToNvfp4()
+    return Mxfp4ToBfloat16() if spelling in PLAIN and after.element == "bf16" else None
+
+
+def _pairs(source: Matrices, target: Matrices) -> zip[tuple[Fields, Fields]]:
+    return zip(source, target, strict=True)
+
+
+def _bytes(fields: Fields) -> Array:
+    """Codes as bytes, rows contiguous."""
+    return fields["codes"].view(np.uint8)
+
+
+def same_bits(one: Array, other: Array) -> bool:
+    """Whether two matrices of unsigned integers are equal, whatever their strides."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if other.strides[1] == other.itemsize:
+        return same(one, other)
+    if one.strides[1] == one.itemsize:
+        return same(other, one)
+    if one.flags.f_contiguous and other.flags.f_contiguous:
+        return same(one.T, other.T)
+    return bool(np.array_equal(one, other))
