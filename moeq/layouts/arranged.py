@@ -221,6 +221,10 @@ class ArrangedLayout(Layout):
         """Whether a part holds other values than the logical tensor (and so might lose some)."""
         return part.field in ("scales", "bias") and not as_stored(part, spec)
 
+    def rounds(self, spec: MatrixSpec) -> bool:
+        recoded = [part for part in self.parts(spec).values() if self.recodes(part, spec)]
+        return any(part.dtype in _HALVES and logical_dtype(part, spec) in (*_HALVES, "F32") for part in recoded)
+
     def losses(self, matrix: QuantizedMatrix) -> int:
         return sum(changed(before, after) for _, before, after in self._recoded(matrix))
 
@@ -399,6 +403,10 @@ def changed(before: Tensor, after: Tensor) -> int:
     """How many values differ in their bits."""
     width = word_dtype(8 * before.element_size())
     return int((before.contiguous().view(width) != after.contiguous().view(width)).sum())
+
+
+#: Floats that hold neither all numbers of each other nor those of float32.
+_HALVES = ("F16", "BF16")
 
 
 def logical_dtype(part: Part, spec: MatrixSpec) -> str:

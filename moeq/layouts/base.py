@@ -196,6 +196,13 @@ class Layout(ABC):
         """Stored numbers of this matrix that packing would change; 0 where `unpack(pack(x)) == x`."""
         return 0
 
+    def rounds(self, spec: MatrixSpec) -> bool:
+        """Whether scales or biases of such matrices get a float type that holds fewer numbers than theirs.
+
+        What fits is kept, and the first value that does not is `usage.lossy`: headers cannot tell whether there is one.
+        """
+        return False
+
     @classmethod
     def how_to_allow(cls) -> str:
         """What a user may do where numbers would change."""

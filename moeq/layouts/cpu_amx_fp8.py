@@ -1,7 +1,8 @@
 """CPU (AMX) FP8 with 16-bit activations: blocks of 32 rows, two columns together.
 
 `weight` F8_E4M3 `[N, K]`; `scale` float32 `[N / 128, K / 128]` as stored. Source: vLLM 0.33.0, `CPUExpertsFp8`, whose
-`convert_weight_packed` and kernel are `csrc/cpu/sgl-kernels/gemm.cpp` and `gemm_fp8.cpp`.
+`convert_weight_packed` and kernel are `csrc/cpu/sgl-kernels/gemm.cpp` and `gemm_fp8.cpp`. Golden bytes: the operator of
+vLLM 0.32.0.
 """
 
 from __future__ import annotations

@@ -3,7 +3,9 @@
 `weight` uint8 `[N / 32, K / B, 16 B + 128]`: the codes of a block, then 32 int32 sums of `code - zero` over the block's
 columns; `scale` float32 `[N / 32, G, 32]`; `zero` int8 `[N / 32, G, 32]`, 8 everywhere where symmetric; `bias` float32.
 vLLM adds one to every zero point that is not AWQ's, which is right for GPTQ v1 files and for the 7 that it makes up
-for symmetric ones, so moeq's zero points (as they count) are the stored ones. Source: vLLM 0.33.0, CPU experts (int4).
+for symmetric ones, so moeq's zero points (as they count) are the stored ones.
+
+Source: vLLM 0.33.0, CPU experts (int4). Golden bytes: `convert_weight_packed_scale_zp` of vLLM 0.32.0.
 """
 
 from __future__ import annotations

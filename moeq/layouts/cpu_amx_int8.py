@@ -1,8 +1,8 @@
-"""CPU (AMX / VNNI) int8 W8A8: blocks of 32 rows, four columns together, each block followed by its row sums.
+"""CPU (AMX) int8 W8A8: blocks of 32 rows, four columns together, each block followed by its row sums.
 
 `weight` uint8 `[N / 32, 32 (K + 4)]`: int8 values, then 32 int32 `128 * sum over K` (activations are offset by 128);
 `scale` float32 `[N, 1]`, `bias` float32. The sums run over all of K, so nothing can be cut along K.
-Source: vLLM 0.33.0, `CPUExpertsInt8`.
+Source: vLLM 0.33.0, `CPUExpertsInt8`. Golden bytes: `convert_weight_packed` of vLLM 0.32.0.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CpuAmxInt8(ArrangedLayout):
     source = "vLLM 0.33.0"
     elements = ("int8",)
     schemes = "int8 with one scale per channel, activations quantised per token"
-    arch = "x86 with AMX or VNNI"
+    arch = "x86 with AMX"
     slicing = "N by 32; none along K"
     padding = PaddingRule(intermediate=32)
     scale_dtypes = ("f16", "bf16", "f32")

@@ -9,20 +9,21 @@
 * `trtllm-fp8-tensor/1`: `weight` `[N, K]`, rows shuffled in 32s, w13 rows paired up, gate; `scale` `[1]`.
 
 With blocks the engine raises scales below 1e-10 to that, which is lossy; with one scale it rounds the intermediate size
-up to 16 (128 without a gate).
+up to 16 (128 without a gate), and gate and up that have a scale each are requantised to the larger, which is lossy.
 
 Source: vLLM 0.33.0, `flashinfer_utils.py` (`prepare_fp8_moe_layer_for_fi`); FlashInfer 0.7.2.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from moeq.layouts.arranged import Part
+from moeq.layouts.arranged import ArrangedLayout, Part, changed
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule
 from moeq.layouts.flashinfer import BIAS_W13, ROWS_128
-from moeq.layouts.fp8 import PLAIN, UP_GATE, Fp8Layout, fp8_bytes
+from moeq.layouts.fp8 import PLAIN, UP_GATE, Fp8Layout, fp8_bytes, has_two_scales, to_larger_scale
 from moeq.layouts.mxfp4 import by_role
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
@@ -87,6 +88,26 @@ class OneScale(Fp8Layout):
     w13_order = "up-gate"
     scope = "tensor"
     k_multiple = 16
+    rearranges = True  # but for two scales, which the fast path leaves to the reference path
+    lossy = "gate and up, which have a scale each, are requantised to the larger, as the engine does"
+    lossy_as_engine = True
+
+    def losses(self, matrix: QuantizedMatrix) -> int:
+        if not has_two_scales(matrix):
+            return super().losses(matrix)
+        written = to_larger_scale(matrix)
+        return changed(matrix.codes, written.codes) + changed(matrix.scales, written.scales)
+
+    def check_values(self, matrix: QuantizedMatrix) -> None:
+        if not has_two_scales(matrix):
+            super().check_values(matrix)
+        elif not self.allow_lossy:
+            ArrangedLayout.check_values(self, matrix)  # says what would be lost
+
+    def pack_into(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
+        self.check(matrix.spec)
+        self.check_values(matrix)
+        super().pack_into(to_larger_scale(matrix) if has_two_scales(matrix) else matrix, out)
 
 
 class FlashInferCutlassFp8Tensor(OneScale):

@@ -3,7 +3,8 @@ them: per block of 128 x 128 (`[N / 128, K / 128]`), per output channel (`[N, 1]
 
 Which of the three a checkpoint has, its sizes do not tell; every layout holds one of them, and packing is refused where
 the scales of a block, or of a matrix, are not one number. w13 has one scale per matrix for gate and up together. Where
-a checkpoint has two, the engine requantises both halves to the larger on the GPU; moeq does not.
+a checkpoint has two, the engine requantises both halves to the larger: `to_larger_scale`, for the kernels of NVIDIA's
+GPUs. AMD's and Intel's operators were not read; their layouts refuse such a checkpoint.
 
 With one scale per matrix the engine also takes its weights through float16 and back to E4M3. That gives every code back
 for scales from 2**-15 (all codes tried); below, subnormal codes are lost, and above 146 the largest overflow. The codes
@@ -14,13 +15,15 @@ Scales of activations are no part of a matrix; they stay what the source has.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from moeq.errors import MoeqError
-from moeq.layouts.arranged import ArrangedLayout, Part
+from moeq.layouts.arranged import ArrangedLayout, Part, is_gated_w13
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import Problem
 from moeq.layouts.mxfp4 import IDENTITY_SCALE
+from moeq.layouts.words import word_dtype
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 if TYPE_CHECKING:
@@ -28,6 +31,9 @@ if TYPE_CHECKING:
 
 #: Rows and columns of a block.
 BLOCK = 128
+
+#: Largest E4M3 number.
+_MAX = 448.0
 
 #: Bytes and scales as they are, and with up before gate.
 PLAIN = IDENTITY_SCALE
@@ -83,8 +89,9 @@ class Fp8Layout(ArrangedLayout):
 
     def _check_shared(self, matrix: QuantizedMatrix, rows: int) -> None:
         scales = matrix.scales
-        first = scales[::rows].repeat_interleave(rows, dim=0)[: len(scales)]
-        differ = int((scales != first).any(dim=1).sum())
+        bits = scales.contiguous().view(word_dtype(8 * scales.element_size()))  # 0 is not -0
+        first = bits[::rows].repeat_interleave(rows, dim=0)[: len(bits)]
+        differ = int((bits != first).any(dim=1).sum())
         if not differ:
             return
         if self.scope == "tensor":
@@ -96,6 +103,32 @@ class Fp8Layout(ArrangedLayout):
             f"{self.id} holds one scale per {'matrix' if self.scope == 'tensor' else 'block'}, but {text}",
             "moeq oracle SRC lists the backends; --backend marlin keeps every scale",
         )
+
+
+def has_two_scales(matrix: QuantizedMatrix) -> bool:
+    """Whether gate and up have one scale each, and not the same."""
+    if not is_gated_w13(matrix.spec) or matrix.spec.num_groups > 1:
+        return False
+    gate, up = matrix.scales.reshape(2, -1)
+    return bool((gate == gate[0]).all() and (up == up[0]).all() and gate[0] != up[0])
+
+
+def to_larger_scale(matrix: QuantizedMatrix) -> QuantizedMatrix:
+    """The matrix under the larger of two scales, as vLLM makes it on an NVIDIA GPU.
+
+    Codes times their scale in float16 (a scale that is a tensor of its own is rounded to float16 first), times the
+    float32 reciprocal of the larger scale in float32, limited to what E4M3 holds (NaN becomes 448), rounded to nearest
+    even: `process_fp8_weight_tensor_strategy_moe` of `fp8_utils.py` and `scaled_fp8_conversion` of
+    `csrc/quantization/w8a8/fp8/common.cuh`. No GPU has confirmed it.
+    """
+    import torch
+
+    scales = matrix.scales.float()
+    larger = scales.max()
+    weights = matrix.codes.view(torch.float8_e4m3fn).half() * scales.half()
+    numbers = (weights.float() * (1.0 / larger)).nan_to_num(nan=_MAX).clamp(-_MAX, _MAX)
+    codes = numbers.to(torch.float8_e4m3fn).view(torch.uint8)
+    return replace(matrix, codes=codes, scales=larger.to(matrix.scales.dtype).expand_as(matrix.scales).contiguous())
 
 
 def fp8_bytes(spec: MatrixSpec, arrangement: Arrangement, shape: tuple[int, ...] | None = None) -> Part:

@@ -5,8 +5,9 @@
 the group order. Engines sort with an unstable argsort, so rows of one group may come in another order than theirs:
 moeq's packing is an equivalent of an engine's own, not always its bytes; within one group any order means the same.
 
+A projection of a single group, beside others that have more, is in order as it is: its permutation is the identity.
 Along K nothing can be cut: a shard's columns may use any group, so each rank keeps all scales and the shard's rows are
-sorted anew. Nothing is padded. Source: SGLang 0.5.23; vLLM up to 0.26 (0.33 has no act-order any more).
+sorted anew. Nothing is padded. Source: SGLang 0.5.23; vLLM up to 0.29 (newer ones have no act-order any more).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class MarlinActOrder(ArrangedLayout):
 
     def problems(self, spec: MatrixSpec) -> list[Problem]:
         found = super().problems(spec)
-        if not spec.act_order:
+        if not spec.act_order and spec.num_groups > 1:
             found.append(Problem("layout.act-order", "the matrix has no act-order", "marlin-wna16/1 is for those"))
         return found
 
@@ -61,8 +62,8 @@ class MarlinActOrder(ArrangedLayout):
 
     def check_values(self, matrix: QuantizedMatrix) -> None:
         super().check_values(matrix)
-        index = matrix.group_index
-        if index is None or int(index.min()) < 0 or int(index.max()) >= matrix.spec.num_groups:
+        index = _groups(matrix)
+        if int(index.min()) < 0 or int(index.max()) >= matrix.spec.num_groups:
             raise MoeqError("source.bad-group-index", f"{matrix.spec.role}: group indices must lie in 0 .. groups - 1")
 
     def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
@@ -73,8 +74,8 @@ class MarlinActOrder(ArrangedLayout):
         order = _order(matrix)
         if "permutation" in out:
             out["permutation"].copy_(order)
-        if "group_index" in out and matrix.group_index is not None:
-            out["group_index"].copy_(matrix.group_index[order])
+        if "group_index" in out:
+            out["group_index"].copy_(_groups(matrix)[order])
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec) -> QuantizedMatrix:
         import torch
@@ -84,7 +85,7 @@ class MarlinActOrder(ArrangedLayout):
         back, index = torch.empty_like(order), torch.empty_like(parts["group_index"])
         back[order] = torch.arange(len(order))
         index[order] = parts["group_index"]
-        return replace(matrix, codes=take_columns(matrix.codes, back), group_index=index)
+        return replace(matrix, codes=take_columns(matrix.codes, back), group_index=index if spec.act_order else None)
 
     def slice_parts(
         self, parts: Mapping[str, Tensor], spec: MatrixSpec, *, n: tuple[int, int], k: tuple[int, int]
@@ -96,6 +97,15 @@ class MarlinActOrder(ArrangedLayout):
 def _order(matrix: QuantizedMatrix) -> Tensor:
     import torch
 
-    if matrix.group_index is None:
+    return torch.argsort(_groups(matrix), stable=True)
+
+
+def _groups(matrix: QuantizedMatrix) -> Tensor:
+    """The group of each column."""
+    import torch
+
+    if matrix.group_index is not None:
+        return matrix.group_index
+    if matrix.spec.num_groups > 1:
         raise MoeqError("source.bad-group-index", f"{matrix.spec.role}: act-order without group indices")
-    return torch.argsort(matrix.group_index, stable=True)
+    return torch.zeros(matrix.spec.k, dtype=torch.int32)

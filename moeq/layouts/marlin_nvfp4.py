@@ -91,9 +91,13 @@ class MarlinNVFP4(ArrangedLayout):
 
     def fill_extra(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
         if "global_scale" in out:
-            out["global_scale"].copy_(_global_scale(matrix)[:1] * 2.0**self.exponent / self.factor)
+            out["global_scale"].copy_(self._shifted(matrix))
         if "scale_factor" in out:
             out["scale_factor"].fill_(self.factor)
+
+    def _shifted(self, matrix: QuantizedMatrix) -> Tensor:
+        """The global scale as it is stored, float32 `[1]`."""
+        return _global_scale(matrix)[:1] * 2.0**self.exponent / self.factor
 
     def slices(self, spec: MatrixSpec) -> SliceRule:
         return SliceRule(None, None)
@@ -114,7 +118,20 @@ class MarlinNVFP4(ArrangedLayout):
                 f"{self.id}: {self.calibration_scope}; calibrate on the experts before packing them",
                 "layout.with_calibration(max(layout.calibrate(expert) for every local expert))",
             )
+        self._check_global(matrix)
         super().check_values(matrix)
+
+    def _check_global(self, matrix: QuantizedMatrix) -> None:
+        import torch
+
+        shared = float(_global_scale(matrix)[0])
+        if not bool(torch.isfinite(self._shifted(matrix)).all()):
+            raise MoeqError(
+                "usage.scale-range",
+                f"{self.id} stores the global scale of {matrix.spec.role} times 2**{self.exponent} / {self.factor:g}, "
+                f"which float32 cannot hold: it is {shared:g}",
+                "moeq oracle SRC lists the backends that read the scales as they are",
+            )
 
     def recodes(self, part: Part, spec: MatrixSpec) -> bool:
         return part.field == "scales" or super().recodes(part, spec)
@@ -173,6 +190,7 @@ class MarlinNVFP4Fp16(MarlinNVFP4):
         return None
 
     def check_values(self, matrix: QuantizedMatrix) -> None:
+        self._check_global(matrix)
         ArrangedLayout.check_values(self, matrix)
 
 

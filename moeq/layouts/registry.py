@@ -71,6 +71,7 @@ LAYOUTS: dict[str, str] = {
     "cpu-amx-int4/1": "cpu_amx_int4:CpuAmxInt4",
     "cpu-amx-int8/1": "cpu_amx_int8:CpuAmxInt8",
     "cpu-amx-mxfp4/1": "cpu_amx_mxfp4:CpuAmxMXFP4",
+    "cpu-amx-mxfp4-interleaved/1": "cpu_amx_mxfp4:CpuAmxMXFP4Interleaved",
     "rdna3-int4/1": "rdna3_int4:Rdna3Int4",
     "xpu-wna16/1": "xpu_wna16:XpuWNA16",
     "mxfp4-identity/1": "mxfp4_identity:IdentityMXFP4",
@@ -83,12 +84,13 @@ NOT_OFFLINE: dict[str, str] = {
     "Humming, other modes": "native-dequant, packed-K and W4A8 modes depend on the GPU's SM version, the compiler, "
     "tuned configurations and extremes of the local shard",
     "Zen CPU": "the bytes come from an opaque operator of zentorch",
-    "CUTLASS W4A8": "its scales go through the engine's own fp8 quantizer on the GPU, whose rounding is not specified",
-    "FP8 x FP8 on a CPU": "the engine arranges the bytes of w13 for the CPU that it runs on, with AMX-FP8 or without",
+    "CUTLASS W4A8": "the order of its weights is computed by CUTLASS templates on the GPU (`reorder_tensor`), which "
+    "were not read; the rounding of its scales follows from vLLM's CUDA source",
+    "FP8 x FP8 on a CPU": "only CPUs with AMX-FP8 run it, and on others the engine's operator arranges w13 otherwise",
     "int4 on an Arm CPU": "the bytes come from an operator of PyTorch, which differ with the CPU it was built for",
     "FlashInfer megakernels (MoE-EP)": "they arrange the checkpoint's tensors in code for their GPU",
-    "FP8 with a scale each for gate and up, in kernels that take one": "the engine requantises both to the larger with "
-    "an operator of the GPU",
+    "FP8 with a scale each for gate and up, in AITER's and Intel's kernels": "the engine requantises both to the "
+    "larger with an operator of the GPU, which was not read",
     "WNA16 emulation": "experts are dequantised to bf16 at load: nothing is packed",
     "Machete": "dense layers only; no MoE kernel reads it",
 }

@@ -1,17 +1,19 @@
 """Scales of a layer's static activations. No layout holds them: they lie in the restore data as in the source.
 
-Checkpoints for FP8 and 4-bit activations may store one number for each projection of each expert. ModelOpt's
-`input_scale` is what codes are multiplied by, compressed-tensors' `input_global_scale` is its reciprocal.
+Checkpoints for FP8 and 4-bit activations may store one number for each projection of each expert, or, where experts are
+stacked, a tensor of these or one number for all. ModelOpt's `input_scale` is what codes are multiplied by,
+compressed-tensors' `input_global_scale` is its reciprocal.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING
 
 from moeq.checkpoint.header import TensorEntry, read_header
-from moeq.checkpoint.names import LayerExperts, StoredName, index_experts
+from moeq.checkpoint.names import FUSED, LayerExperts, StoredName, index_experts
 from moeq.errors import MoeqError
 from moeq.layouts.arranged import torch_dtype
 from moeq.schemes.format import ACTIVATION_SCALES
@@ -69,15 +71,20 @@ def activation_scales(checkpoint: ConvertedCheckpoint, entry: LayerEntry) -> Act
 
     def scales(projection: StoredName) -> Tensor:
         found = kept.parts.get((projection, part), {})
-        if sorted(found) != list(range(entry.num_experts)):
+        if FUSED in found:
+            numbers = _numbers(checkpoint.source, found[FUSED], entry.num_experts)
+        elif sorted(found) == list(range(entry.num_experts)):
+            numbers = torch.cat([_numbers(checkpoint.source, found[expert]) for expert in range(entry.num_experts)])
+        else:
             raise MoeqError(
                 "source.missing-part",
                 f"layer {entry.layer}: {len(found)} of {entry.num_experts} experts have {part} of {projection}",
             )
-        numbers = torch.stack([_number(checkpoint.source, found[expert]) for expert in range(entry.num_experts)])
         return 1.0 / numbers if ACTIVATION_SCALES[part] else numbers
 
     first: list[StoredName] = ["gate", "up"] if "gate" in entry.projections else ["up"]
+    if ("gate_up", part) in kept.parts:  # one number for the rows of both
+        first = ["gate_up"] * len(first)
     return ActivationScales(torch.stack([scales(name) for name in first], dim=1), scales("down"), part)
 
 
@@ -89,13 +96,15 @@ def _kept(path: Path) -> dict[str, LayerExperts]:
     return {layer.prefix: layer for layer in index_experts(named)}
 
 
-def _number(source: Source, entry: TensorEntry) -> Tensor:
-    """float32 `[]`."""
+def _numbers(source: Source, entry: TensorEntry, experts: int = 1) -> Tensor:
+    """float32 `[experts]` of a tensor with one number for each expert, or one for all."""
     import torch
 
-    if entry.shape not in ((), (1,)) or entry.dtype not in ("F32", "BF16", "F16"):
+    count = prod(entry.shape)
+    if count not in (1, experts) or count != max((1, *entry.shape)) or entry.dtype not in ("F32", "BF16", "F16"):
+        what = f"{experts} numbers" if experts > 1 else "number"
         raise MoeqError(
-            "source.bad-manifest", f"{ascii(entry.name)[:200]} is {entry.dtype} {list(entry.shape)}, no number"
+            "source.bad-manifest", f"{ascii(entry.name)[:200]} is {entry.dtype} {list(entry.shape)}, no {what}"
         )
     raw = source.read_bytes(entry.file, entry.start, entry.end)
-    return torch.frombuffer(raw, dtype=torch_dtype(entry.dtype)).float()[0]
+    return torch.frombuffer(raw, dtype=torch_dtype(entry.dtype)).float().expand(experts).clone()

@@ -30,11 +30,35 @@ def row_order(layout: str) -> Literal["gate-up", "interleaved"]:
     return order
 
 
+def check_e4m3(layout: str, element: str, *, prepared: bool) -> None:
+    """Whether kernels multiply such weights with e4m3 activations.
+
+    Args:
+        prepared: in layers that are prepared once, too, not in single calls alone.
+
+    Raises:
+        MoeqError: `answer.no-kernel` where none does.
+        KernelUnsupportedError: no kernel reads the layout at all.
+    """
+    from moeq_kernels.formats import FORMATS, find_format
+    from moeq_kernels.hopper.support import W4A8
+
+    if find_format(layout, element).fp8_activations or (prepared and (layout, element) in W4A8):
+        return
+    readable = [one.layout for one in FORMATS.values() if one.fp8_activations]
+    readable += [one for one, _ in W4A8 if prepared]
+    raise MoeqError(
+        "answer.no-kernel",
+        f"moeq has no kernel that multiplies {element} weights in layout {layout} with e4m3 activations",
+        f"layouts that have one: {', '.join(readable)}",
+    )
+
+
 def kernel_experts(
     layout: str,
     specs: Mapping[StackedRole, MatrixSpec],
     tensors: Mapping[StackedRole, Mapping[str, Tensor]],
-    activation_dtype: str = "",
+    name: str = "",
 ) -> PackedExperts:
     """Stacked tensors as the kernels take them.
 
@@ -42,7 +66,7 @@ def kernel_experts(
         layout: layout id.
         specs: `w13` and `w2` as stored, padding included.
         tensors: their parts by name, `[experts, ...]` each.
-        activation_dtype: `fp8` where kernels are to quantise activations to e4m3 on the way.
+        name: of the layer, for the kernels' messages.
 
     Raises:
         MoeqError: `answer.no-kernel` where up rows come before gate rows.
@@ -57,12 +81,11 @@ def kernel_experts(
             k=specs[role].k,
             element=specs[role].element,
             group_size=specs[role].group_size,
-            activation_dtype=activation_dtype,
-            **tensors[role],
+            **dict[str, Any](tensors[role]),
         )
         for role in ("w13", "w2")
     )
-    return PackedExperts(w13, w2, w13_order=order if specs["w13"].gated else "ungated")
+    return PackedExperts(w13, w2, w13_order=order if specs["w13"].gated else "ungated", name=name)
 
 
 def empty_parts(
@@ -91,7 +114,7 @@ def empty_parts(
 
 def _as_stored(layout: str, spec: MatrixSpec) -> bool:
     """Whether engines keep the floating-point scales as they are."""
-    return layout == "int8-w8a8/1" or "e4m3" in (spec.element, spec.scale_dtype)
+    return layout in ("int8-w8a8/1", "cpu-amx-int8/1") or "e4m3" in (spec.element, spec.scale_dtype)
 
 
 def activation_arguments(activation: Activation) -> dict[str, Any]:

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from moeq.checkpoint.manifest import LayerEntry
 from moeq.errors import MoeqError
 from moeq.layouts.arranged import ArrangedLayout
 from moeq.layouts.registry import get_layout
-from moeq.load.kernel_experts import kernel_experts, row_order
+from moeq.load.kernel_experts import check_e4m3, kernel_experts, row_order
 from moeq.load.ranks import MatrixPart, Rank, RankPart, plan_rank
 from moeq.load.reading import PartCut, part_cuts, read_experts, read_shards
 from moeq.model import Checkpoint
@@ -46,6 +46,7 @@ def load_experts(
     ep_rank: int = 0,
     ep_size: int = 1,
     dtype: torch.dtype | None = None,
+    activation_dtype: Literal["", "fp8"] = "",
     verify: bool = False,
     check_gpu: bool = True,
 ) -> PackedExperts:
@@ -60,6 +61,8 @@ def load_experts(
         ep_rank: rank within expert parallelism.
         ep_size: ranks that share the experts; this one holds those of `expert_map`.
         dtype: dtype of the activations, checked against what the kernel takes; None: that of the conversion.
+        activation_dtype: `fp8` for kernels that quantise activations to e4m3 on the way, which costs accuracy:
+            FP8 weights, and on Hopper MXFP4 in Marlin's order by `moeq_kernels.prepare` (see there).
         verify: recompute the digest of every expert of the layer first (reads all of them).
         check_gpu: refuse a GPU of another architecture than the one converted for.
 
@@ -74,10 +77,15 @@ def load_experts(
     checkpoint = open_converted(dst)
     entry = layer_entry(checkpoint, layer)
     check_kernel(entry, dtype, str(checkpoint.manifest.deployment.get("dtype", "bf16")))
+    if activation_dtype:
+        if activation_dtype != "fp8":
+            raise MoeqError("usage.dtype", f"unknown activation_dtype '{activation_dtype}'", "known: fp8, or nothing")
+        check_e4m3(entry.layout, entry.matrices["w13"].spec.element, prepared=True)
     target, rank = torch.device(device), Rank(tp_rank, tp_size, ep_rank, ep_size)
     part = checked_part(checkpoint, entry, rank, target, verify=verify, check_gpu=check_gpu)
     check_groups(entry, part)
-    return packed_experts(checkpoint, entry, part, target)
+    experts = packed_experts(checkpoint, entry, part, target)
+    return experts.quantising(activation_dtype) if activation_dtype else experts
 
 
 def checked_part(
@@ -232,7 +240,8 @@ def packed_experts(
         spans = [part.rows] if rows is None else [(row, row + 1) for row in rows]
         read = [read_parts(checkpoint, entry, replace(part, rows=span), matrix, device) for span in spans]
         tensors[role] = read[0] if rows is None else {name: torch.cat([one[name] for one in read]) for name in read[0]}
-    return kernel_experts(entry.layout, {role: matrix.spec for role, matrix in part.matrices.items()}, tensors)
+    specs = {role: matrix.spec for role, matrix in part.matrices.items()}
+    return kernel_experts(entry.layout, specs, tensors, name=f"layer {entry.layer}")
 
 
 def read_parts(

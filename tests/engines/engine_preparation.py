@@ -14,7 +14,7 @@ import dataclasses
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -28,7 +28,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from vllm.distributed import parallel_state
-from vllm.model_executor.layers.fused_moe.experts import deep_gemm_moe
+from vllm.model_executor.layers.fused_moe.experts import aiter_mxfp8_moe, deep_gemm_moe
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.utils import fp8_utils, marlin_utils_fp4, marlin_utils_fp8
@@ -36,6 +36,11 @@ from vllm.model_executor.layers.quantization.utils.marlin_utils_test import get_
 from vllm.model_executor.layers.quantization.utils.nvfp4_utils import swizzle_blockscale
 from vllm.platforms import current_platform
 from vllm.utils import deep_gemm
+
+try:
+    from vllm.model_executor.layers.fused_moe import b12x
+except ImportError:  # 0.26.0
+    b12x = None
 
 from moeq.engines.vllm.config import _method_of
 
@@ -51,18 +56,26 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     for module in (marlin_utils_fp4, marlin_utils_fp8):
         monkeypatch.setattr(module.ops, "gptq_marlin_repack", _repack)
-        # 0.26.0 makes a buffer of the GPU's size, which its experts do not use.
-        monkeypatch.setattr(module, "marlin_make_workspace_new", lambda *_: torch.zeros(1), raising=False)
+        # Up to 0.30.0 they make a buffer of the GPU's size, which the experts do not use.
+        monkeypatch.setattr(module, "marlin_make_workspace_new", lambda *_, **__: torch.zeros(1), raising=False)
     monkeypatch.setattr(fp8_utils.ops, "scaled_fp8_quant", _to_fp8)
+    # A scale that is a tensor of no dimension is rounded to the other's float16 on a GPU, and not on a CPU.
+    monkeypatch.setattr(fp8_utils, "per_tensor_dequantize", lambda codes, scale: codes.half() * scale.half())
     monkeypatch.setattr(fp8_utils, "is_deep_gemm_e8m0_used", lambda: True)
     monkeypatch.setattr(fp8_utils, "per_block_cast_to_fp8", _plain(deep_gemm.per_block_cast_to_fp8), raising=False)
     monkeypatch.setattr(deep_gemm, "per_block_cast_to_fp8", _plain(deep_gemm.per_block_cast_to_fp8))
     monkeypatch.setattr(fp8_utils, "transform_sf_into_required_layout", _packed_exponents)
+    monkeypatch.setattr(torch.ops, "_xpu_C", SimpleNamespace(is_xe2_arch=lambda: True), raising=False)
     monkeypatch.setattr(deep_gemm_moe, "get_mk_alignment_for_contiguous_layout", lambda: [128, 128])
+    monkeypatch.setattr(aiter_mxfp8_moe, "is_aiter_mxfp8_moe_available", lambda: True, raising=False)  # 0.26.0
     shuffle = ModuleType("aiter.ops.shuffle")
     shuffle.shuffle_weight = _shuffle_weight  # type: ignore[attr-defined]
+    shuffle.shuffle_scale = _shuffle_scale  # type: ignore[attr-defined]
     for module in (ModuleType("aiter"), ModuleType("aiter.ops"), shuffle):
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    if b12x is not None:
+        monkeypatch.setattr(b12x, "get_b12x_fused_moe", _Handed)
+        monkeypatch.setattr(b12x, "_is_current_stream_capturing", lambda: False)
     try:
         import flashinfer
         from flashinfer.quantization import fp4_quantization
@@ -77,6 +90,19 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, utils.__name__, utils)
     monkeypatch.setattr(flashinfer, "nvfp4_block_scale_interleave", lambda scales: interleave(scales).reshape(-1))
     monkeypatch.setattr(fp4_quantization, "block_scale_interleave", interleave)
+
+
+class _Handed:
+    """Stands for the b12x package: keeps what the engine's class hands to it."""
+
+    discards_source_parameters = False
+
+    def plan_weights(self, **options: Any) -> _Handed:
+        self.options = options
+        return self
+
+    def prepare_weights(self, *, plan: _Handed, **given: Any) -> SimpleNamespace:
+        return SimpleNamespace(plan=plan, given={**plan.options, **given})
 
 
 def scales_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,10 +148,28 @@ def _packed_exponents(sf: Tensor, mn: int, recipe: tuple[int, int, int], **_: An
     return padded.view(torch.int32).mT.contiguous().mT[..., :mn, :]
 
 
-def _shuffle_weight(x: Tensor, layout: tuple[int, int] = (16, 16)) -> Tensor:
-    """AITER's tiles of 16 rows and 32 bytes, half a row of a tile (16 bytes) at a time."""
-    blocks = x.view(-1, x.shape[-2] // 16, 16, x.shape[-1] // 32, 2, 16)
-    return blocks.permute(0, 1, 3, 4, 2, 5).contiguous().view(*x.shape)
+def _shuffle_weight(
+    x: Tensor, layout: tuple[int, int] = (16, 16), is_guinterleave: bool = False, gate_up: bool = False
+) -> Tensor:
+    """AITER's tiles of 16 rows and 32 bytes, half a row of a tile (16 bytes) at a time.
+
+    For FlyDSL 64 bytes, a quarter at a time; of w13 a tile of gate and one of up by turns.
+    """
+    columns, parts = (64, 4) if is_guinterleave else (32, 2)
+    halves = 2 if gate_up else 1
+    tiles = x.reshape(len(x), halves, -1, 16, x.shape[-1] // columns, parts, 16)
+    return tiles.permute(0, 2, 1, 4, 5, 3, 6).reshape(x.shape)
+
+
+def _shuffle_scale(x: Tensor, experts: int = 1, is_guinterleave: bool = False, gate_up: bool = False) -> Tensor:
+    """AITER's tiles of 32 rows and 8 exponents: rows of both halves beside each other, of w13 those of gate and up."""
+    rows, groups = len(x) // experts, x.shape[-1]
+    assert rows % (32 if is_guinterleave else 256) == 0, "AITER would fill up"
+    assert groups % 8 == 0, "AITER would fill up"
+    if gate_up:
+        x = x.view(experts, 2, -1, 16, groups).transpose(1, 2)
+    tiles = x.reshape(-1, 2, 16, groups // 8, 2, 4)
+    return tiles.permute(0, 3, 5, 2, 4, 1).reshape(-1, groups)
 
 
 def prepared_layer(source: Path, *, moe_backend: str, **options: Any) -> Any:
@@ -190,21 +234,32 @@ def draw(source: Path, folder: Path, hidden: int, inner: int, experts: int, seed
     return folder
 
 
+def as_dynamic(source: Path, folder: Path) -> Path:
+    """A checkpoint of compressed-tensors' FP8 as `quant_method: fp8`, scales of activations left to the engine."""
+    return _rewritten(source, folder, {}, lambda name, tensor: None if "input_scale" in name else (name, tensor))
+
+
 def as_deepseek(source: Path, folder: Path) -> Path:
     """A checkpoint of compressed-tensors' FP8 blocks in the form of DeepSeek's."""
+
+    def spelled(name: str, tensor: Tensor) -> tuple[str, Tensor]:
+        is_scale = "weight_scale" in name
+        return name.replace("weight_scale", "weight_scale_inv"), tensor.float() if is_scale else tensor
+
+    return _rewritten(source, folder, {"weight_block_size": [128, 128]}, spelled)
+
+
+def _rewritten(
+    source: Path, folder: Path, more: dict[str, Any], spelled: Callable[[str, Tensor], tuple[str, Tensor] | None]
+) -> Path:
+    """The checkpoint as `quant_method: fp8` with tensors by other names; those without one are left out."""
     config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]
-    }  # fmt: skip
+    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", **more}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     with safe_open(source / "model.safetensors", "pt") as file:
-        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    spelled = {
-        name.replace("weight_scale", "weight_scale_inv"): tensor.float() if "weight_scale" in name else tensor
-        for name, tensor in found.items()
-    }
-    save_file(spelled, folder / "model.safetensors", metadata={"format": "pt"})
+        found = (spelled(name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+        save_file(dict(filter(None, found)), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
@@ -232,6 +287,9 @@ def differences(ours: Any, theirs: Any, where: str = "") -> Iterator[str]:
             yield f"{where}: {int((_bits(ours) != _bits(theirs)).sum())} of {theirs.numel()} differ"
         elif getattr(theirs, "is_shuffled", False) != getattr(ours, "is_shuffled", False):
             yield f"{where}: is_shuffled"
+    elif isinstance(theirs, dict):
+        for name in theirs:
+            yield from differences(ours[name], theirs[name], f"{where}[{name!r}]")
     elif dataclasses.is_dataclass(theirs) and not isinstance(theirs, type):
         for field in dataclasses.fields(theirs):
             yield from differences(getattr(ours, field.name), getattr(theirs, field.name), f"{where}.{field.name}")
@@ -264,6 +322,8 @@ def layer_differences(ours: Any, theirs: Any) -> list[str]:
     for name, value in vars(wanted).items():
         if not name.startswith("_") and name not in ("quant_config", "moe_config"):
             found += differences(vars(mine).get(name), value, f"experts.{name}")
+    if hasattr(wanted, "_prepared_experts"):
+        found += differences(mine._prepared_experts.given, wanted._prepared_experts.given, "given")
     asked = copy.copy(ours.moe_config)
     asked.moe_backend = theirs.moe_config.moe_backend  # the test's own
     found += differences(asked, theirs.moe_config, "moe_config")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines.families import FAMILIES, write_family
+from bench_scripts import make_family
+from engines.families import write_family
 from load.deployments import convert
 
 transformers = pytest.importorskip("transformers", minversion="5.1", reason="transformers 5.1 is not installed")
@@ -19,7 +20,7 @@ from moeq.errors import MoeqError  # noqa: E402
 IDS = torch.tensor([[5, 9, 3, 33, 60, 17], [3, 3, 8, 21, 40, 7]])
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", list(make_family.FAMILIES))
 def test_logits_are_those_of_the_source(family, tmp_path: Path) -> None:
     wanted = write_family(tmp_path / "source", family)
     folder = convert(tmp_path / "source", tmp_path / "out", "marlin-wna16/1")

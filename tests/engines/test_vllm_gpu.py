@@ -36,8 +36,8 @@ def test_every_converted_checkpoint_through_the_engines_kernels(checkpoints: Pat
         assert {name for name, one in ran if one == fast_path} == {Path(folder).name for folder in folders}
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-def test_whole_models_generate(graphs, checkpoints: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["eager", "graphs"])
+def test_whole_models_generate(way, checkpoints: Path, tmp_path: Path) -> None:
     """The engine starts from converted folders and says what the model in float32 says."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     if not any(point.name == "moeq" for point in entry_points(group="vllm.general_plugins")):
@@ -46,7 +46,7 @@ def test_whole_models_generate(graphs, checkpoints: Path, tmp_path: Path) -> Non
     layouts = {"ct-int4-g128-qwen3moe": "marlin-wna16/1", "mxfp4-gptoss": "marlin-mxfp4-interleaved/1"}
     folders = [str(checkpoints / name) for name in layouts]
     options = [part for layout in layouts.values() for part in ("--layout", layout)]
-    run = script("engine_generate.py", *folders, *options, *(["--graphs"] if graphs else []), "--out", str(out))
+    run = script("engine_generate.py", *folders, *options, "--way", way, "--out", str(out))
     assert run.returncode == 0, run.stdout + run.stderr[-2000:]
     rows = json.loads(out.read_text())["rows"]
     assert {row["checkpoint"]: row["layout"] for row in rows if row.get("right")} == layouts

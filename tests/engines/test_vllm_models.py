@@ -13,6 +13,7 @@ from engines.vllm_engine import DeviceConfig, VllmConfig, set_current_vllm_confi
 from load.deployments import convert
 
 import moeq
+from moeq.errors import MoeqError
 
 
 class NoAttention(torch.nn.Module):
@@ -110,6 +111,8 @@ def whole_model(folder: Path, scratch: Path, experts_of: Any) -> tuple[set[str],
             experts = [layer.routed_experts for layer in experts_of(model)]
             for layer in experts:
                 layer.quant_method.process_weights_after_loading(layer)
+            with pytest.raises(MoeqError, match="a second time"):  # as `reload_weights` does
+                model.load_weights(tensors.items())
             return loaded, parameters, [layer.w13_weight for layer in experts]
     finally:
         destroy_model_parallel()

@@ -22,7 +22,7 @@ from moeq.matrix import MatrixSpec
 
 pytest.importorskip("numba")
 
-from moeq.layouts.fast import compare, marlin, transpose
+from moeq.layouts.fast import columns, compare, marlin, transpose
 
 ROOT = Path(__file__).parents[2]
 
@@ -173,3 +173,27 @@ print(packed.sum().item())
     assert done.returncode == 0, done.stderr
     codes = torch.arange(64 * 32).reshape(64, 32).remainder(16).to(torch.uint8)
     assert int(done.stdout) == int(pack_words(WEIGHT[4], codes, 4, compiled=True).sum())
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (5, 8), (33, 64), (128, 10)])
+@pytest.mark.parametrize("lie", ["rows", "columns", "every other row"])
+def test_negative_zeros_are_told_and_put_back(shape: tuple[int, int], lie: str) -> None:
+    random = np.random.default_rng(shape[0])
+    codes = random.choice(np.array([0x80, 0x80, 0, 0x81, 0x7F, 0xFF, 1, 0x40], np.uint8), (shape[0], 4 * shape[1]))
+    words = codes.view(np.uint32)
+    given = {"rows": words, "columns": np.asfortranarray(words), "every other row": np.repeat(words, 2, axis=0)[::2]}[
+        lie
+    ]
+    flags = np.full((shape[0], shape[1] // 2), 0xA5, np.uint8)
+    columns.negative_zeros(given, flags)
+    assert np.array_equal(flags, np.packbits(codes == 0x80, axis=1, bitorder="little"))
+    assert columns.are_negative_zeros(given, flags)
+    without = np.where(codes == 0x80, 0, codes).astype(np.uint8).view(np.uint32)
+    assert columns.lacks_negative_zeros(given, without)
+    back = without.copy()
+    columns.add_negative_zeros(flags, back)
+    assert np.array_equal(back, words)
+    without[-1, -1] ^= np.uint32(1 << 17)
+    flags[0, 0] ^= 4
+    assert not columns.lacks_negative_zeros(given, without)
+    assert not columns.are_negative_zeros(given, flags)

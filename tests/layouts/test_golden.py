@@ -260,6 +260,37 @@ def fp8(name: str, file: str = "fp8") -> tuple[Tensor, Tensor]:
     return packed.reshape(-1) if kind == "s" and scope == "tensor" else packed, found[name]
 
 
+# --------------------------------------------------------------------------------------------------- CPUs
+
+CPU = {"int4": "cpu-amx-int4/1", "int8": "cpu-amx-int8/1", "mxfp4": "cpu-amx-mxfp4/1", "fp8": "cpu-amx-fp8/1"}
+CPU_INTERLEAVED = "cpu-amx-mxfp4-interleaved/1"
+
+
+def cpu(name: str) -> tuple[Tensor, Tensor]:
+    tag, _, part = name.split(".")
+    found, element, interleaved = tensors("cpu"), tag.partition("_")[0], tag.endswith("interleaved")
+
+    def source(role: str) -> Source:
+        given = {kind: found.get(f"{tag}.in.{kind}{role[1:]}") for kind in "wqsz"}
+        if element == "int4":
+            return Source(role, element, given["q"], given["s"], given["z"])
+        if element == "int8":  # bytes of signed numbers; the operator takes no scales
+            codes = given["q"] ^ 0x80
+            return Source(role, element, codes, torch.ones(*codes.shape[:2], 1))
+        if element == "mxfp4":
+            rows = [nibbles(given["w"]), given["s"]]
+            if interleaved and role == "w13":
+                rows = [torch.cat([x[:, 0::2], x[:, 1::2]], dim=1) for x in rows]
+            return Source(role, "e2m1", *rows)
+        return Source(role, "e4m3", given["w"], given["s"].repeat_interleave(128, dim=1))
+
+    role = "w13" if part.endswith("13") else "w2"
+    layout = lay(CPU_INTERLEAVED if interleaved else CPU[element])
+    packed = pack_experts(layout, source("w13"), source("w2"), role)[PARTS[part[0]]]
+    # For int8 and for scales of MXFP4 the operators say the shape of the matrix, layouts that of their blocks.
+    return packed, found[name].reshape(packed.shape)
+
+
 # ----------------------------------------------------------------------------------------- triton_kernels
 
 TRITON_KERNELS = {
@@ -357,6 +388,7 @@ GOLDEN: dict[str, Callable[[str], tuple[Tensor, Tensor]]] = {
     "nvfp4": nvfp4,
     "fp8": fp8,
     "fp8_vendors": partial(fp8, file="fp8_vendors"),
+    "cpu": cpu,
     "wna16_triton": wna16,
     "triton_kernels": triton_kernels,
     "aiter": aiter,
@@ -388,10 +420,6 @@ def test_golden_tensor_is_bit_exact(file: str, name: str) -> None:
 
 #: Layouts without golden bytes of their own, and what stands in.
 WITHOUT = {
-    "cpu-amx-fp8/1": "written from the loops of the engine's C++ and the kernel that reads them",
-    "cpu-amx-int4/1": "written from the engine's loader and kernel; its AMX packing needs such a CPU",
-    "cpu-amx-int8/1": "the same",
-    "cpu-amx-mxfp4/1": "the same",
     "cutlass-mxfp4/1": "weights as stored; the scale tile has golden bytes under trtllm-mxfp4",
     "deepgemm-mxfp4/1": "weights as stored, four exponents to a word: its packing needs such a GPU",
     "int8-w8a8/1": "as stored",

@@ -85,6 +85,19 @@ def test_two_global_scales_are_refused_and_the_gates_is_taken_for_both_where_tha
     assert torch.equal(back.global_scale, shared[:1].expand(256))
 
 
+@pytest.mark.parametrize("layout_id", ["marlin-nvfp4/1", "marlin-nvfp4-fp16/1"])
+@pytest.mark.parametrize("shared", [3.4e38, -3.4e38, float("inf"), float("nan")])
+def test_a_global_scale_that_overflows_is_refused_even_where_losses_are_allowed(layout_id: str, shared: float) -> None:
+    """Found by random checkpoints: such a packing would not have come back, which convert took for a bug of its own."""
+    matrix = replace(random_matrix(NVFP4), global_scale=torch.full((256,), shared))
+    layout = get_layout(layout_id, allow_lossy=True)
+    if layout.calibration_scope is not None:
+        layout = layout.with_calibration(448.0)
+    with pytest.raises(MoeqError, match="which float32 cannot hold") as caught:
+        layout.pack(matrix)
+    assert caught.value.code == "usage.scale-range"
+
+
 @pytest.mark.parametrize("damage", [3.0, 0.5, 0.0, -2.0, float("nan"), float("inf")])
 def test_a_factor_that_is_no_power_of_two_is_refused(damage: float) -> None:
     layout = nvfp4()

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from load.deployments import convert
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import moeq
 from moeq.errors import MoeqError
 from moeq.load.activation_scales import ActivationScales, activation_scales
 from moeq.load.torch_loader import layer_entry, open_converted
+from moeq.prove.restore import restore
+from moeq.prove.verify import verify
+from moeq.transcode.transcode import transcode
 
 
 def of_layer(folder: Path, layer: int = 1) -> ActivationScales | None:
@@ -92,3 +97,60 @@ class TestDamaged:
         with pytest.raises(MoeqError, match="1 of 2 experts have input_scale of gate") as caught:
             of_layer(folder)
         assert caught.value.code == "source.missing-part"
+
+
+def stacked(source: Path, folder: Path, form: str) -> Path:
+    """The experts of each layer as one tensor, as ModelOpt 0.47 names them for gpt-oss and Llama 4.
+
+    Args:
+        form: `shared`: one number of no dimension for all experts, as it writes; else `[E]` or `[E, 1]`.
+    """
+    shutil.copytree(source, folder)
+    written: dict[str, torch.Tensor] = {}
+    groups: dict[tuple[str, str, str], dict[int, torch.Tensor]] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        head, found, tail = name.partition(".experts.")
+        if not found:
+            written[name] = tensor
+            continue
+        expert, projection, part = tail.split(".")
+        groups.setdefault((head, projection, part), {})[int(expert)] = tensor
+    for (head, projection, part), found in groups.items():
+        whole = torch.stack([found[expert] for expert in sorted(found)])
+        if projection == "up_proj":
+            continue
+        if projection == "gate_proj" and whole.dim() == 3:
+            up = groups[head, "up_proj", part]
+            whole = torch.cat([whole, torch.stack([up[expert] for expert in sorted(up)])], dim=1)
+        if part == "input_scale":
+            whole = {"shared": whole.max(), "[E]": whole.reshape(-1), "[E, 1]": whole.reshape(-1, 1)}[form]
+        stem = "down_proj" if projection == "down_proj" else "gate_up_proj"
+        suffix = "" if part == "weight" else f"_{part}"
+        written[f"{head}.experts.{stem}{suffix}"] = whole.contiguous()
+    save_file(written, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("form", ["shared", "[E]", "[E, 1]"])
+def test_those_of_stacked_experts(form: str, checkpoints: Path, tmp_path: Path) -> None:
+    """The same numbers as of single experts; everything else that is done with such a source works too."""
+    plain = of_layer(convert(checkpoints / "modelopt-nvfp4-qwen3moe", tmp_path / "plain", "trtllm-nvfp4/1"))
+    assert plain is not None
+    source = stacked(checkpoints / "modelopt-nvfp4-qwen3moe", tmp_path / "source", form)
+    folder = convert(source, tmp_path / "out", "trtllm-nvfp4/1", allow_lossy=True)
+    found = of_layer(folder)
+    assert found is not None
+    everyone = form == "shared"
+    assert torch.equal(found.w13, plain.w13.max().expand_as(plain.w13) if everyone else plain.w13)
+    assert torch.equal(found.w2, plain.w2.max().expand_as(plain.w2) if everyone else plain.w2)
+    assert verify(folder, source).ok
+    restore(folder, tmp_path / "back")
+    name = "model.safetensors"
+    assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
+    transcode(source, tmp_path / "transcoded", "nvfp4-compressed-tensors", allow_lossy=True)
+    numbers: dict[str, torch.Tensor] = {}
+    for path in (tmp_path / "transcoded").glob("*.safetensors"):
+        numbers |= {name: one for name, one in load_file(path).items() if name.endswith("input_global_scale")}
+    wanted = {name: (plain.w2 if "down" in name else plain.w13).max() for name in numbers if "layers.1" in name}
+    assert wanted  # in this checkpoint they are alike for all experts
+    assert all(torch.allclose(1 / numbers[name], number, rtol=1e-6) for name, number in wanted.items())

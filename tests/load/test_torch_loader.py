@@ -21,7 +21,8 @@ from moeq.load import reading
 from moeq.load.ranks import Rank, plan_rank
 from moeq.load.reading import Window, part_cuts, read_experts, read_shards
 from moeq.load.torch_loader import expert_map, open_converted, read_parts, require_arch
-from moeq_kernels import fused_moe
+from moeq_kernels import KernelUnsupportedError, fused_moe, prepare
+from moeq_kernels.hopper.w4a8.fold import folded
 
 OAI = {"activation": "swiglu_oai", "limit": 7.0}
 
@@ -50,6 +51,16 @@ def test_the_layer_is_that_of_the_source(name, converted, checkpoints, batch) ->
     expected = reference_layer(moeq.open(checkpoints / name), 1, *batch)
     # int8 activations are rounded per token; 16-bit ones to 8 bits of mantissa.
     assert close(run(experts, name, batch), expected, 0.03 if "w8a8" in name else 0.01)
+
+
+def test_mxfp4_asks_for_e4m3_activations_where_that_is_asked(converted) -> None:
+    experts = moeq.load_experts(converted["mxfp4-gptoss"], 1, activation_dtype="fp8")
+    assert (experts.w13.activation_dtype, experts.name) == ("fp8", "layer 1")
+    options = {"top_k": 2, "max_tokens": 64, **OAI}
+    with pytest.raises(KernelUnsupportedError, match=r"fp8 activations beside .* x is on cpu"):  # Hopper alone has them
+        prepare(experts, **options)
+    assert prepare(experts, activation_dtype="", **options).family == "portable"
+    assert not bool((folded(experts).w13.scale > 8 * 11).any())  # scales of a real quantiser lie close enough
 
 
 @pytest.mark.parametrize("name", ["gptq-int4-g32-qwen3moe", "awq-int4-g32-qwen3moe", "ct-w8a8-qwen3moe"])
@@ -210,6 +221,12 @@ class TestRefusals:
         assert error.code == "usage.dtype"
         assert "bfloat16" in error.message
         moeq.load_experts(converted[self.name], 0, dtype=torch.float16)
+
+    def test_e4m3_activations_beside_weights_without_a_kernel_for_them(self, converted) -> None:
+        error = self.refused(converted[self.name], 0, activation_dtype="fp8")
+        assert error.code == "answer.no-kernel"
+        assert "marlin-mxfp4/1" in (error.hint or "")
+        assert self.refused(converted[self.name], 0, activation_dtype="fp4").code == "usage.dtype"
 
     def test_a_layout_without_a_kernel(self, checkpoints, tmp_path) -> None:
         folder = convert(checkpoints / self.name, tmp_path / "out", layout="humming-wna16/1")

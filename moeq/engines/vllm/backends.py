@@ -1,4 +1,4 @@
-"""Which of vLLM's experts read which layout, and how they are set up. Written against vLLM 0.33.0 and 0.26.0.
+"""Which of vLLM's experts read which layout, and how they are set up.
 
 The engine's own constructors are called with tensors that already lie as its kernels want them; nothing here changes
 a tensor.
@@ -13,8 +13,9 @@ from vllm.model_executor.layers.fused_moe.config import int8_w8a8_moe_quant_conf
 from vllm.model_executor.layers.fused_moe.oracle import int8, int_wna16, mxfp4
 from vllm.model_executor.layers.quantization.utils import quant_utils
 
+from moeq.engines.vllm.cpus import CPUS
 from moeq.engines.vllm.floats import FLOATS
-from moeq.engines.vllm.rows import OLDER, Clamp, EngineExperts, RankWeights, Tensors
+from moeq.engines.vllm.rows import VERSION, Clamp, EngineExperts, RankWeights, Tensors, takes
 from moeq.matrix import MatrixSpec
 
 _WNA16_KEYS = {
@@ -72,7 +73,7 @@ def _wna16(backend: Any, title: str, option: str) -> EngineExperts:
 
 def _triton_wna16() -> EngineExperts:
     """Through the engine's oracle, where that knows these experts."""
-    if not OLDER:
+    if hasattr(int_wna16.WNA16MoEBackend, "TRITON"):
         return replace(_wna16(int_wna16.WNA16MoEBackend.TRITON, "TRITON", "triton"), quant_config=_triton_config)
     from moeq.engines.vllm.older import AskableWNA16Experts, triton_kernel
 
@@ -87,8 +88,8 @@ def _triton_wna16() -> EngineExperts:
 
 
 def _act_order() -> dict[str, EngineExperts]:
-    """Marlin with act-order, where the engine still reads it (0.26.0)."""
-    if not OLDER:
+    """Marlin with act-order, where the engine still reads it (up to 0.29.0)."""
+    if not takes(int_wna16.make_wna16_moe_kernel, "w13_g_idx"):
         return {}
     from moeq.engines.vllm.older import act_order_kernel
 
@@ -97,7 +98,7 @@ def _act_order() -> dict[str, EngineExperts]:
 
 
 def _int8_kernel(config: Any, moe: Any, kind: Any, tables: Any, tensors: Tensors) -> Any:
-    if OLDER:
+    if VERSION < (0, 28):  # its expert class asserts that activations are floating-point
         from moeq.engines.vllm.older import triton_kernel
 
         return triton_kernel(config, moe, kind, tables, tensors)
@@ -148,6 +149,7 @@ BACKENDS: dict[str, EngineExperts] = {
     "int8-w8a8/1": _INT8,
     "marlin-mxfp4/1": _MXFP4,
     "marlin-mxfp4-interleaved/1": _MXFP4,
+    **CPUS,
     **FLOATS,
     **_act_order(),
 }

@@ -1,4 +1,4 @@
-"""The quantisation config `moeq` inside vLLM (0.33.0, 0.26.0): which layers moeq runs, and the source's own method for
+"""The quantisation config `moeq` inside vLLM: which layers moeq runs, and the source's own method for
 all others. `moeq.engines.vllm.plugin` registers it.
 """
 
@@ -17,6 +17,7 @@ from vllm.model_executor.layers.quantization import (
 )
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
+from moeq.deploy.loaders import TRANSFORMERS_GUARD
 from moeq.engines.choice import asked_kernels
 from moeq.engines.quantization import NAME, ConvertedQuantization, layer_number, source_unread
 from moeq.engines.vllm.method import MoeqMoEMethod
@@ -36,11 +37,26 @@ def register_config() -> None:
 
 
 class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[misc]
-    """moeq's method in vLLM. `checkpoint` is None until the engine has said which one it loads."""
+    """moeq's method in vLLM.
+
+    Attributes:
+        checkpoint: what is loaded; None until the engine has said which.
+        opened: its folder or Hub repository, and the revision.
+    """
 
     def __init__(self, original: dict[str, Any] | None) -> None:
         super().__init__(original)
         self.checkpoint: ConvertedCheckpoint | None = None
+        self.opened: tuple[str, str | None] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The engine sends its config to the processes of other ranks, and each opens the checkpoint for itself."""
+        return {**self.__dict__, "checkpoint": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.opened is not None:
+            self.checkpoint = open_converted(*self.opened)
 
     @staticmethod
     def source_config(original: dict[str, Any]) -> Any:
@@ -56,7 +72,10 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Open the checkpoint, a folder or a Hub repository. Raises MoeqError `usage.not-converted`, `source.*`."""
-        self.checkpoint = open_converted(model_name, None if Path(model_name).is_dir() else revision)
+        self.opened = (model_name, None if Path(model_name).is_dir() else revision)
+        self.checkpoint = open_converted(*self.opened)
+        if getattr(hf_config, "_experts_implementation", None) == TRANSFORMERS_GUARD:
+            hf_config._experts_implementation = "eager"  # some classes are transformers'
         if self.inner is not None:
             self.inner.maybe_update_config(model_name, hf_config=hf_config, revision=revision)
 

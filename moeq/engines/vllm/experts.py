@@ -1,4 +1,4 @@
-"""moeq's kernels as an expert class of vLLM (0.33.0, 0.26.0).
+"""moeq's kernels as an expert class of vLLM.
 
 The engine builds its own kernel object around it, so that everything between a router and the experts is the engine's:
 how tokens come from other ranks and go back, shared experts and their stream, buffers that its profiling run sees.
@@ -149,7 +149,9 @@ class MoeqExperts(FusedMoEExpertsModular):  # type: ignore[misc]
         """
         if weight_on_input:
             x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
-        (workspace,) = current_workspace_manager().get_simultaneous(((self.workspace_bytes,), torch.uint8))
+        workspace = None
+        if not current_platform.is_cpu():  # where the engine keeps no buffers
+            (workspace,) = current_workspace_manager().get_simultaneous(((self.workspace_bytes,), torch.uint8))
         return self.prepared(x, topk_weights, topk_ids, workspace=workspace, expert_map=expert_map)
 
 

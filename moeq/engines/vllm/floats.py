@@ -1,4 +1,4 @@
-"""vLLM's experts for NVFP4, FP8 and MXFP8 on bytes that already lie as they want them (0.33.0, 0.26.0).
+"""vLLM's experts for NVFP4, FP8, MXFP8 and MXFP4 on bytes that already lie as they want them.
 
 The records of scales and the kernels are made by the engine's own functions (`fused_moe/oracle/nvfp4.py`, `fp8.py`).
 What its `process_weights_after_loading` leaves on the layer beside converted weights is set here: the scales of static
@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from vllm import envs
-from vllm.model_executor.layers.fused_moe.oracle import fp8, mxfp8, nvfp4
+from vllm.model_executor.layers.fused_moe.oracle import fp8, mxfp4, mxfp8, nvfp4
 from vllm.model_executor.layers.quantization.utils import quant_utils
 
-from moeq.engines.vllm.rows import OLDER, Clamp, EngineExperts, RankWeights, ReadScales, Tensors, set_parameter
+from moeq.engines.vllm.cpus import routed_inside
+from moeq.engines.vllm.rows import VERSION, Clamp, EngineExperts, RankWeights, ReadScales, Tensors, set_parameter, takes
 from moeq.errors import MoeqError
 from moeq.load.activation_scales import ActivationScales
 
@@ -54,6 +55,11 @@ def _one_number(scale: Any) -> Any:
     return scale.view(-1)
 
 
+def _all_rows(scale: Any) -> Any:
+    """`[experts * N, K / 32]` of `[experts, N, K / 32]`."""
+    return scale.flatten(0, 1)
+
+
 def _exponents(scale: Any) -> Any:
     """Bytes by the name that the engine has for them."""
     return scale.view(torch.float8_e8m0fnu)
@@ -88,10 +94,10 @@ def _nvfp4_keys(weights: RankWeights) -> tuple[Any, Any]:
     return quant_utils.kNvfp4Static, None if weights.scheme.activation is None else quant_utils.kNvfp4Dynamic
 
 
-def _nvfp4_config(backend: Any, tensors: Tensors, weights: RankWeights, clamp: Clamp) -> Any:
+def _nvfp4_config(backend: Any, tensors: Tensors, weights: RankWeights, clamp: Clamp, **more: Any) -> Any:
     """The engine's tensors of global scales: what its experts multiply in place is what the record holds."""
     limits = _clamped(clamp, "swiglu_alpha", "swiglu_beta")
-    if OLDER:  # its experts take the others from the layer's record
+    if not takes(nvfp4.make_nvfp4_moe_quant_config, "swiglu_alpha"):  # experts take the layer's record's
         limits = {"swiglu_limit": limits["swiglu_limit"]}
     return nvfp4.make_nvfp4_moe_quant_config(
         backend=backend,
@@ -102,6 +108,7 @@ def _nvfp4_config(backend: Any, tensors: Tensors, weights: RankWeights, clamp: C
         a13_scale=tensors.get("w13_input_scale"),
         a2_scale=tensors.get("w2_input_scale"),
         **limits,
+        **more,
     )
 
 
@@ -163,6 +170,20 @@ def _marlin_nvfp4(dtypes: tuple[str, ...]) -> EngineExperts:
     return replace(_nvfp4("MARLIN", "marlin"), settle=_nvfp4_scales, dtypes=dtypes)
 
 
+def _b12x(for_16_bit: bool) -> EngineExperts:
+    """The engine's class hands what is on the layer to the b12x package, which arranges it once more."""
+    row = _nvfp4("B12X", "b12x")
+    if not for_16_bit:
+        return replace(row, obstacle=_b12x_is_16_bit)
+    config = partial(_nvfp4_config, nvfp4.NvFp4MoeBackend["B12X"], use_a16=True)
+    return replace(row, keys=lambda weights: (_nvfp4_keys(weights)[0], None), quant_config=config, settle=_nvfp4_scales)
+
+
+def _b12x_is_16_bit() -> str | None:
+    forced = envs.VLLM_B12X_MOE_FP4_FORCE_A16
+    return "VLLM_B12X_MOE_FP4_FORCE_A16=1 asks for 16-bit activations, whose weights lie otherwise" if forced else None
+
+
 # ---------------------------------------------------------------------------------------------------- FP8 and MXFP8
 
 
@@ -206,12 +227,14 @@ def _static_scales(layer: Any, weights: RankWeights, scales: ReadScales) -> None
     activation = weights.scheme.activation
     if activation is None or activation.scale.dynamic:
         return
-    stored = _stored(scales, "FP8")
-    # The engine's loader keeps the last of gate and up that it reads, and wants them equal.
-    if not torch.equal(stored.w13[:, 0], stored.w13[:, -1]):
-        raise MoeqError("answer.no-backend", "gate and up have different scales of activations, and the kernel has one")
-    held = slice(*weights.experts)
-    set_parameter(layer, "w13_input_scale", stored.w13[held, -1].max().to(layer.w13_weight.device))
+    stored, held = _stored(scales, "FP8"), slice(*weights.experts)
+    gate, up = stored.w13[held, 0], stored.w13[held, -1]
+    # The engine's loader keeps the last of the two that it reads, by name. Where they differ it refuses a checkpoint of
+    # compressed-tensors; the larger limits no activation that either would let pass.
+    refused = (gate != 1) & ((gate - up).abs() > 1e-5)
+    checked = weights.scheme.quant_method == "compressed-tensors"
+    w13 = torch.where(refused, torch.maximum(gate, up), up) if checked else up
+    set_parameter(layer, "w13_input_scale", w13.max().to(layer.w13_weight.device))
     set_parameter(layer, "w2_input_scale", stored.w2[held].max().to(layer.w13_weight.device))
 
 
@@ -271,6 +294,38 @@ def _marlin_fp8(dtypes: tuple[str, ...]) -> EngineExperts:
     return _fp8("MARLIN", "marlin", dtypes=dtypes, settle=partial(_named_scales, _as_it_is))
 
 
+# ------------------------------------------------------------------------------------------------------------ MXFP4
+
+
+def _cutlass_mxfp4() -> EngineExperts:
+    """Experts for MXFP4 activations; the sizes are rounded up to whole tiles of scales before weights are made."""
+    backend = mxfp4.Mxfp4MoeBackend["CUTLASS_MXFP4_MXFP4"]
+
+    def config(tensors: Tensors, weights: RankWeights, clamp: Clamp) -> Any:
+        return mxfp4.make_mxfp4_moe_quant_config(
+            backend,
+            tensors["w13_weight_scale"],
+            tensors["w2_weight_scale"],
+            w1_bias=tensors.get("w13_bias"),
+            w2_bias=tensors.get("w2_bias"),
+            **_clamped(clamp, "gemm1_alpha", "gemm1_beta"),
+        )
+
+    def kernel(config: Any, moe: Any, kind: Any, tables: Any, tensors: Tensors) -> Any:
+        return mxfp4.make_mxfp4_moe_kernel(config, moe, kind, backend, routing_tables=tables)
+
+    return EngineExperts(
+        title="CUTLASS_MXFP4_MXFP4 (MXFP4)",
+        option="auto",
+        classes=partial(mxfp4.backend_to_kernel_cls, backend),
+        keys=lambda weights: (quant_utils.kMxfp4Static, quant_utils.kMxfp4Dynamic),
+        quant_config=config,
+        kernel=kernel,
+        settle=partial(_named_scales, _as_it_is),
+        rounds_sizes=True,
+    )
+
+
 #: Layout id to the experts that read it.
 FLOATS: dict[str, EngineExperts] = {
     "marlin-nvfp4/1": _marlin_nvfp4(_BF16),
@@ -281,6 +336,7 @@ FLOATS: dict[str, EngineExperts] = {
     "trtllm-nvfp4/1": _nvfp4("FLASHINFER_TRTLLM", "flashinfer_trtllm", _ALL),
     "flashinfer-cutlass-nvfp4/1": _nvfp4("FLASHINFER_CUTLASS", "flashinfer_cutlass"),
     "cutlass-nvfp4/1": _nvfp4("VLLM_CUTLASS", "cutlass"),
+    "flashinfer-b12x-nvfp4/1": _nvfp4("FLASHINFER_B12X", "flashinfer_b12x"),
     "trtllm-fp8-block/1": _fp8("FLASHINFER_TRTLLM", "flashinfer_trtllm"),
     "trtllm-fp8-tensor/1": _fp8("FLASHINFER_TRTLLM", "flashinfer_trtllm", _one_number, _INTERMEDIATE),
     "trtllm-mxfp8/1": _mxfp8("FLASHINFER_TRTLLM", "flashinfer_trtllm", _as_it_is),
@@ -295,6 +351,15 @@ FLOATS: dict[str, EngineExperts] = {
     "aiter-fp8-channel-fnuz/1": _aiter(_as_it_is, _FNUZ),
     "aiter-fp8-tensor/1": _aiter(_one_number, _FN),
     "aiter-fp8-tensor-fnuz/1": _aiter(_one_number, _FNUZ),
+    "aiter-mxfp8/1": _mxfp8("AITER_MXFP8", "aiter", _all_rows, settle=partial(_shuffled, _all_rows, _FN)),
+    "xpu-fp8-block/1": _fp8("XPU", "auto"),  # no value of --moe-backend asks for these alone
+    "xpu-fp8-tensor/1": _fp8("XPU", "auto", _one_number),
+    "xpu-mxfp8/1": _mxfp8("XPU", "xpu", _as_it_is),
+    "cpu-amx-fp8/1": _fp8("CPU", "auto", dtypes=_BF16, spreads=False, obstacle=routed_inside),
 }
-if not OLDER:  # that version pads nothing for it
+if VERSION >= (0, 32):  # earlier ones pad nothing for CuteDSL, and their record of MXFP4 backends lacks CUTLASS
+    FLOATS["cutlass-mxfp4/1"] = _cutlass_mxfp4()
     FLOATS["flashinfer-cutedsl-nvfp4/1"] = _nvfp4("FLASHINFER_CUTEDSL", "flashinfer_cutedsl", _ALL)
+if takes(nvfp4.make_nvfp4_moe_quant_config, "use_a16"):  # and so knows B12X
+    FLOATS["b12x-nvfp4/1"] = _b12x(for_16_bit=False)
+    FLOATS["b12x-nvfp4-a16/1"] = _b12x(for_16_bit=True)

@@ -1,4 +1,4 @@
-"""Converted experts inside vLLM (0.33.0, 0.26.0): created in their converted shapes, filled with the bytes of this
+"""Converted experts inside vLLM: created in their converted shapes, filled with the bytes of this
 rank, and run as they are, by moeq's kernels or by the engine's own.
 """
 
@@ -26,7 +26,7 @@ from moeq.engines.vllm.experts import (
     runs_alone,
     slow_reason,
 )
-from moeq.engines.vllm.rows import OLDER, EngineExperts, RankWeights
+from moeq.engines.vllm.rows import EngineExperts, RankWeights, takes
 from moeq.errors import MoeqError
 from moeq.layouts.registry import layout_class
 from moeq.load.activation_scales import ActivationScales, activation_scales
@@ -149,7 +149,8 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         tables, tensors = layer._expert_routing_tables(), _as_engine(dict(layer.named_parameters()))
         self.moe_kernel = self.engine.kernel(self.moe_quant_config, self.moe, self.experts_cls, tables, tensors)
-        self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+        if self.engine.finishes:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
     def _activation_scales(self) -> ActivationScales | None:
         """As the source stores them; ones where nothing is read."""
@@ -218,7 +219,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         """The same where the engine's kernel routes the tokens itself."""
         kernel = self.moe_kernel
         assert kernel is not None
-        sink = {} if OLDER else {"routing_sink": layer.routing_sink}
+        sink = {"routing_sink": layer.routing_sink} if takes(kernel.apply_monolithic, "routing_sink") else {}
         return kernel.apply_monolithic(
             x,
             layer.w13_weight,
@@ -254,7 +255,8 @@ def _engine_experts(moe: Any, entry: LayerEntry, rank: Rank, weights: RankWeight
         raise MoeqError(
             "answer.no-backend",
             f"layer {entry.layer} is in layout {entry.layout}, which none of vLLM's kernels reads as it is",
-            f"they read {', '.join(BACKENDS)}: moeq convert SRC DST --backend marlin",
+            f"moeq convert SRC DST --gpu {_device()} writes what they read there, if it can; it may be "
+            f"{', '.join(BACKENDS)}",
         )
     _check_start(engine, moe)
     _check_order(moe, entry)
@@ -263,6 +265,12 @@ def _engine_experts(moe: Any, entry: LayerEntry, rank: Rank, weights: RankWeight
             "usage.tp",
             f"layer {entry.layer}: experts with act-order cannot be split over {rank.tp_size} ranks",
             "start with --tensor-parallel-size 1, or with --enable-expert-parallel",
+        )
+    if rank.ep_size > 1 and not engine.spreads:
+        raise MoeqError(
+            "usage.ep",
+            f"layer {entry.layer}: {engine.title} has no map of experts, so every rank has to hold all of them",
+            "start without --enable-expert-parallel",
         )
     return engine, _supported_class(engine, moe, entry, weights)
 
@@ -316,11 +324,17 @@ def _supported_class(engine: EngineExperts, moe: Any, entry: LayerEntry, weights
         supported, reason = kind.is_supported_config(kind, moe, weight, activation, activation_format(moe))
         if supported:
             return kind
+    device = _device()
     raise MoeqError(
         "answer.no-backend",
         f"layer {entry.layer} is packed for {engine.title}, which vLLM does not run here: {reason}",
-        "moeq oracle SRC --gpu NAME says which backend it runs, moeq convert SRC DST converts for it",
+        f"moeq oracle SRC --gpu {device} says which backend it runs; moeq convert SRC DST --gpu {device}",
     )
+
+
+def _device() -> str:
+    """This device for `--gpu`."""
+    return "cpu" if current_platform.is_cpu() else "NAME"
 
 
 def _as_engine(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

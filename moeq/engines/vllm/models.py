@@ -1,4 +1,4 @@
-"""Keeping converted experts away from vLLM's model classes (0.33.0, 0.26.0), which would look for the source's tensors.
+"""Keeping converted experts away from vLLM's model classes, which would look for the source's tensors.
 
 Experts are filled by their own method, whatever the model: a model class gets all tensors of the checkpoint but those.
 """
@@ -51,6 +51,14 @@ def _without_experts(kind: Any) -> Load:
             for name, layer in model.named_modules()
             if isinstance(layer, RoutedExperts) and hasattr(layer.quant_method, "entry")
         }
+        if any(layer.quant_method.moe_kernel is not None for layer in own.values()):
+            # Nothing in `weights` is for the experts: they would stay as they are beside others that are new.
+            raise MoeqError(
+                "usage.reload",
+                "weights of a converted checkpoint are not loaded a second time into a running engine: its experts "
+                "would stay as they were. This engine's weights are incomplete now",
+                "start it again, with the folder that holds the new weights",
+            )
         # With pipeline parallelism a rank may hold no layer with experts.
         homeless = not own and not any(isinstance(module, PPMissingLayer) for module in model.modules())
 

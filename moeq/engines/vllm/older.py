@@ -1,13 +1,15 @@
-"""Where vLLM 0.26.0 differs from 0.33.0.
+"""What earlier releases of vLLM need.
 
-Its Triton WNA16 experts exist, but no oracle knows them, so they do not say what they support, and nothing builds their
-kernel. Both Triton classes run by way of a function (`FunctionalKernel`). Its Marlin experts still read act-order.
+In 0.26.0 Triton WNA16 experts exist, but no oracle knows them, so they do not say what they support, and nothing builds
+their kernel: they run by way of a function (`FunctionalKernel`). So do its W8A8 experts and those of 0.27, which assert
+that activations are floating-point. Up to 0.29.0 Marlin experts read act-order.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import vllm
 from vllm.model_executor.layers.fused_moe import modular_kernel
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts, TritonWNA16Experts
@@ -15,6 +17,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
 from vllm.model_executor.layers.fused_moe.oracle import int_wna16
 from vllm.model_executor.layers.quantization.utils import quant_utils
 
+from moeq.deploy.loaders import VLLM_VERSIONS
 from moeq.errors import MoeqError
 
 
@@ -35,8 +38,8 @@ class AskableWNA16Experts(TritonWNA16Experts):  # type: ignore[misc]
 class FunctionalKernel(modular_kernel.FusedMoEKernel):  # type: ignore[misc]
     """Calls the engine's function `fused_experts`, as its own WNA16 method does.
 
-    Its expert classes fail here: those of WNA16 are given no order of blocks for int4 and few tokens, those of W8A8
-    refuse int8 activations.
+    The expert classes fail here: those of WNA16 (0.26.0) are given no order of blocks for int4 and few tokens, those of
+    W8A8 refuse int8 activations.
     """
 
     def apply(
@@ -73,8 +76,9 @@ def triton_kernel(config: Any, moe: Any, kind: Any, tables: Any, tensors: dict[s
     if moe.moe_parallel_config.use_all2all_kernels:
         raise MoeqError(
             "answer.no-backend",
-            "moeq runs vLLM 0.26.0's Triton experts without its all-to-all kernels, and this deployment needs them",
-            "pip install vllm==0.33.0, or start without data parallelism",
+            f"moeq runs the Triton experts of vLLM {vllm.__version__} without its all-to-all kernels, and this "
+            "deployment needs them",
+            f"pip install vllm=={VLLM_VERSIONS[0]}, or start without data parallelism",
         )
     prepare = maybe_make_prepare_finalize(
         moe=moe, quant_config=config, routing_tables=tables, allow_new_interface=True, use_monolithic=False

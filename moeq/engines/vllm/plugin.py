@@ -1,15 +1,13 @@
 """Entry point of the vLLM plug-in (`vllm.general_plugins`). Importing this imports no engine.
 
 vLLM calls `register` in every one of its processes, for every model: it must be quick, may be called twice, and must
-not fail where the engine's version is not the one that the loader was written against.
+not fail where the engine's version is one that the loader was never run with.
 """
 
 from __future__ import annotations
 
+from moeq.deploy.loaders import VLLM_VERSIONS, version_ranges
 from moeq.errors import MoeqError
-
-#: The versions of the engine that `moeq.engines.vllm` was run with, newest first.
-ENGINES = ("0.33.0", "0.26.0")
 
 
 def register() -> None:
@@ -17,7 +15,7 @@ def register() -> None:
     import vllm
 
     found = str(vllm.__version__).partition("+")[0]
-    if found in ENGINES:
+    if found in VLLM_VERSIONS:
         from moeq.engines.vllm.config import register_config
 
         register_config()
@@ -29,9 +27,9 @@ def wrong_engine(found: str) -> MoeqError:
     """What a user of another version reads when a converted checkpoint is loaded."""
     return MoeqError(
         "environment.engine-version",
-        f"moeq's plug-in was written against vLLM {' and '.join(ENGINES)}, and this is vLLM {found}: kernels and "
+        f"moeq's plug-in was run with vLLM {version_ranges(VLLM_VERSIONS)}, and this is vLLM {found}: kernels and "
         "loaders differ",
-        f"pip install vllm=={ENGINES[0]}; or serve the source checkpoint, which this engine repacks itself",
+        f"pip install vllm=={VLLM_VERSIONS[0]}; or serve the source checkpoint, which this engine repacks itself",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,13 @@ Clamp = dict[str, float | None]
 #: Reads the scales of a layer's static activations; None where the source stores none.
 ReadScales = Callable[[], ActivationScales | None]
 
-#: Of the two versions that the rows are written against.
-OLDER = vllm.__version__.partition("+")[0] == "0.26.0"
+#: The engine's version, for what it cannot be asked.
+VERSION = tuple(int(part) for part in vllm.__version__.partition("+")[0].split("."))
+
+
+def takes(function: Callable[..., Any], argument: str) -> bool:
+    """Whether one of the engine's functions has an argument of that name in this version."""
+    return argument in inspect.signature(function).parameters
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,8 @@ class EngineExperts:
         rounds_sizes: hidden and intermediate size are rounded up before weights are made, as the layout pads.
         dtypes: torch dtype names of activations.
         shards: tensor-parallel ranks may hold parts of experts.
+        spreads: expert-parallel ranks may hold some of the experts.
+        finishes: the expert class is given the filled layer at last.
         obstacle: why the engine, as it was started, would read the bytes wrongly; None where it would not.
     """
 
@@ -72,6 +80,8 @@ class EngineExperts:
     rounds_sizes: bool = False
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
     shards: bool = True
+    spreads: bool = True
+    finishes: bool = True
     obstacle: Callable[[], str | None] = lambda: None
 
 

@@ -21,6 +21,33 @@ def take(codes: Tensor, order: Tensor, out: Tensor) -> None:
     _loops.take_columns(codes.numpy(), order.numpy(), out.numpy())
 
 
+def take_elements(source: Array, order: Array, out: Array) -> None:
+    """`out[:, i] = source[:, order[i]]`; matrices of one dtype, `order` int64, each of 0 .. K - 1."""
+    _loops.take_columns(source, order, out)
+
+
+def took_elements(source: Array, places: Array, found: Array) -> bool:
+    """Whether `found[:, places[i]] == source[:, i]` for every i."""
+    return bool(_loops.took_columns(source, places, found))
+
+
+def take_codes(source: Array, order: Array, bits: int, out: Array) -> None:
+    """Codes in another order along K.
+
+    Args:
+        source: uint32 `[K * bits / 32, N]`, the first code of a word in its lowest bits.
+        order: int64 `[K]`, the source of each code, each of 0 .. K - 1.
+        bits: of a code, 4 or 8.
+        out: as `source`.
+    """
+    _loops.take_codes(source, order, bits, out)
+
+
+def took_codes(source: Array, places: Array, bits: int, found: Array) -> bool:
+    """Whether code `places[k]` of `found` is code k of `source`, for every k. Arguments as for `take_codes`."""
+    return bool(_loops.took_codes(source, places, bits, found))
+
+
 def block_sums(codes: Tensor, block: int, out: Tensor) -> None:
     """int32 `[N, K / block]` sums of consecutive uint8 codes."""
     _loops.block_sums(codes.numpy(), block, out.numpy())
@@ -36,9 +63,34 @@ def all_in(table: Array, source: Array) -> bool:
     return bool(_loops.all_in(table, source))
 
 
+def negative_zeros(words: Array, out: Array) -> None:
+    """Which bytes are 0x80: bit i of `out[n, k]` says it of byte `8 k + i` of row n.
+
+    Args:
+        words: uint32 `[N, 2 K]`, the first byte in the lowest bits.
+        out: uint8 `[N, K]`.
+    """
+    _loops.negative_zeros(words, out)
+
+
+def are_negative_zeros(words: Array, flags: Array) -> bool:
+    """Whether that is what `negative_zeros` makes of the words."""
+    return bool(_loops.are_negative_zeros(words, flags))
+
+
+def add_negative_zeros(flags: Array, words: Array) -> None:
+    """Set the highest bit of the bytes that the flags name; arguments as of `negative_zeros`."""
+    _loops.add_negative_zeros(flags, words)
+
+
 def without(byte: int, source: Array, out: Array) -> None:
     """`out = source` with 0 in place of a byte: uint8 `[N, K]`, rows contiguous."""
     _loops.without(np.uint8(byte), source, out)
+
+
+def lacks_negative_zeros(words: Array, found: Array) -> bool:
+    """Whether `found` is the words with 0 in place of the bytes that are 0x80; uint32 matrices."""
+    return bool(_loops.lacks_negative_zeros(words, found))
 
 
 def repeat_columns(source: Array, times: int, out: Array) -> None:

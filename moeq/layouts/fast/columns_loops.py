@@ -42,6 +42,60 @@ def without(byte, source, out):  # type: ignore[no-untyped-def]
             filled[k] = np.uint8(0) if row[k] == byte else row[k]
 
 
+#: The highest bit of each of four bytes, and all others.
+_HIGH, _LOW = np.uint32(0x80808080), np.uint32(0x7F7F7F7F)
+
+
+@loop
+def _negative(word):  # type: ignore[no-untyped-def]
+    """The bytes that are 0x80; of another byte a bit is left after that is taken off, or carries one up."""
+    other = word ^ _HIGH
+    return np.uint32(~(((other & _LOW) + _LOW) | other | _LOW))
+
+
+@loop
+def _four_flags(word):  # type: ignore[no-untyped-def]
+    """Bit i: byte i is 0x80."""
+    return ((_negative(word) >> np.uint32(7)) * np.uint32(0x01020408)) >> np.uint32(24) & np.uint32(0xF)
+
+
+@loop
+def negative_zeros(words, out):  # type: ignore[no-untyped-def]
+    for n in range(out.shape[0]):
+        for k in range(out.shape[1]):
+            high = _four_flags(words[n, 2 * k + 1])
+            out[n, k] = np.uint8(_four_flags(words[n, 2 * k]) | high << np.uint32(4))
+
+
+@loop
+def are_negative_zeros(words, flags):  # type: ignore[no-untyped-def]
+    wrong = np.uint32(0)
+    for n in range(flags.shape[0]):
+        for k in range(flags.shape[1]):
+            high = _four_flags(words[n, 2 * k + 1])
+            wrong |= (_four_flags(words[n, 2 * k]) | high << np.uint32(4)) ^ np.uint32(flags[n, k])
+    return wrong == 0
+
+
+@loop
+def lacks_negative_zeros(words, found):  # type: ignore[no-untyped-def]
+    wrong = np.uint32(0)
+    for n in range(words.shape[0]):
+        for k in range(words.shape[1]):
+            wrong |= (words[n, k] ^ _negative(words[n, k])) ^ found[n, k]
+    return wrong == 0
+
+
+@loop
+def add_negative_zeros(flags, words):  # type: ignore[no-untyped-def]
+    for n in range(flags.shape[0]):
+        for k in range(flags.shape[1]):
+            for half in range(2):
+                four = np.uint32(flags[n, k]) >> np.uint32(4 * half) & np.uint32(0xF)
+                spread = (four * np.uint32(0x00204081)) & np.uint32(0x01010101)
+                words[n, 2 * k + half] |= spread << np.uint32(7)
+
+
 @loop
 def all_in(table, source):  # type: ignore[no-untyped-def]
     found = np.uint8(1)
@@ -57,6 +111,47 @@ def take_columns(codes, order, out):  # type: ignore[no-untyped-def]
         row, filled = codes[n], out[n]
         for i in range(len(order)):
             filled[i] = row[order[i]]
+
+
+@loop
+def took_columns(source, places, found):  # type: ignore[no-untyped-def]
+    wrong = False
+    for n in range(source.shape[0]):
+        row, read = source[n], found[n]
+        for i in range(len(places)):
+            wrong |= read[places[i]] != row[i]
+    return not wrong
+
+
+@loop
+def take_codes(source, order, bits, out):  # type: ignore[no-untyped-def]
+    fields, shift = (8, 3) if bits == 4 else (4, 2)
+    mask = np.uint32((1 << bits) - 1)
+    for word in range(out.shape[0]):
+        filled = out[word]
+        for field in range(fields):
+            place = order[word * fields + field]
+            row, right = source[place >> shift], np.uint32((place & (fields - 1)) * bits)
+            left = np.uint32(field * bits)
+            if field == 0:
+                for n in range(len(filled)):
+                    filled[n] = row[n] >> right & mask
+            else:
+                for n in range(len(filled)):
+                    filled[n] |= (row[n] >> right & mask) << left
+
+
+@loop
+def took_codes(source, places, bits, found):  # type: ignore[no-untyped-def]
+    shift, last = (3, 7) if bits == 4 else (2, 3)
+    mask, wrong = np.uint32((1 << bits) - 1), np.uint32(0)
+    for k in range(len(places)):
+        place = places[k]
+        row, read = source[k >> shift], found[place >> shift]
+        right, there = np.uint32((k & last) * bits), np.uint32((place & last) * bits)
+        for n in range(len(row)):
+            wrong |= (row[n] >> right ^ read[n] >> there) & mask
+    return wrong == 0
 
 
 @loop

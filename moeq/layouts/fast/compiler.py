@@ -22,7 +22,11 @@ from moeq.layouts.fast.target import Kind, target_machine
 
 #: Declares a loop, and a function that loops call. Everything is inlined into what calls it: only then LLVM sees that
 #: nothing raises and that no array is kept, and leaves out the calls of numba's runtime that this would need.
-loop = njit(boundscheck=False, forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+_OPTIONS = {"boundscheck": False, "forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+loop = njit(**_OPTIONS)
+
+#: The same of floats that may be added in any order, as many at once as the processor can, and of which none is NaN.
+loop_of_sums = njit(**_OPTIONS, fastmath={"reassoc", "nnan", "nsz"})
 
 #: What compiled loops may call: LLVM turns copies and fills into these.
 _C_LIBRARY = {"memcpy", "memmove", "memset"}

@@ -1,8 +1,8 @@
-"""Quantised matrices as bfloat16 or binary16, every value rounded once, and how far that is from them, in numba.
+"""Quantised matrices as floats or FP8 blocks, every value rounded once, and how far that is from them, in numba.
 
 Values are the products that `moeq.schemes.dequantize` defines: scale times code (less the zero point), exact in
 float64, rounded to float32. They are written by a table of codes. The comparison takes them from the bits of the codes
-and reads what was written back by arithmetic.
+and reads what was written by arithmetic.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from moeq.layouts.fast.native import Loops
-from moeq.layouts.fast.recode import E2M1, e4m3_values
+from moeq.layouts.fast.native import Loop, Loops
+from moeq.layouts.fast.recode import BLOCK, E2M1
+from moeq.layouts.float_bits import e4m3_values
 
 Array = np.ndarray[Any, Any]
 
@@ -51,7 +52,7 @@ class Measured:
 
     Attributes:
         numbers: numbers that differ.
-        blocks: runs of columns with such numbers.
+        blocks: blocks with such numbers.
         largest: the largest difference.
         squares: sum of the squares of all differences.
         norm: sum of the squares of the values.
@@ -71,10 +72,15 @@ class Measured:
 
 
 def joined(halves: Sequence[Measured | None], rows: int, interleaved: bool) -> Measured | None:
-    """Two matrices' changes as those of one of so many rows, which alternate or follow each other."""
+    """Two matrices' changes as those of one of so many rows, which alternate or follow each other.
+
+    None where neither was measured. Raises ValueError where only one was.
+    """
     known = [half for half in halves if half is not None]
-    if len(known) < len(halves):
+    if not known:
         return None
+    if len(known) < len(halves):
+        raise ValueError("only one of two halves was measured")  # a bug: what the other adds is not known
     places = [
         ((2 * row + half if interleaved else row + half * rows // 2, column), change)
         for half, change in enumerate(known)
@@ -96,37 +102,67 @@ def joined(halves: Sequence[Measured | None], rows: int, interleaved: bool) -> M
 
 def write(matrix: Coded, out: Array, *, binary16: bool) -> None:
     """Fill `out`, uint16 `[N, K]`, rows contiguous, with the numbers nearest to the values."""
-    table, numbers = _table(matrix.element), np.empty((1, len(matrix.index)), np.float32)
-    bits = 4 if len(table) == 16 else 8
-    _loops.round_rows(
-        matrix.codes.view(np.uint8), bits, table, matrix.zeros, matrix.index, matrix.run, matrix.scales,
-        int(binary16), numbers, numbers.view(np.uint32), out,
-    )  # fmt: skip
+    numbers = np.empty((1, len(matrix.index)), np.float32)
+    _loops.round_rows(*_by_table(matrix), int(binary16), numbers, numbers.view(np.uint32), out)
 
 
-def measure(matrix: Coded, found: Array, block: int, *, binary16: bool) -> Measured | None:
+def write_fp8_blocks(matrix: Coded, out: Array) -> Array | None:
+    """Fill `out`, uint8 `[N, K]`, rows contiguous, with E4M3 codes under one power of two per block of 128 x 128.
+
+    That is the smallest under which the block's largest value fits 448, and a normal float32 number; values are rounded
+    to the nearest, ties to even.
+
+    Returns:
+        int64 `[ceil(N / 128), ceil(K / 128)]`, the exponents of the powers; None where a value is not finite.
+    """
+    powers = np.zeros([-(-size // BLOCK) for size in out.shape], np.int64)
+    numbers = np.empty((BLOCK, BLOCK), np.float32)
+    finite = _loops.round_blocks(*_by_table(matrix), numbers, numbers.view(np.uint32), out, powers)
+    return powers if finite else None
+
+
+def measure(matrix: Coded, found: Array, block: tuple[int, int], *, binary16: bool) -> Measured | None:
     """Compare floats with the matrix, number by number.
 
     Args:
         matrix: what they should be.
         found: uint16 `[N, K]`, rows contiguous.
-        block: columns that count as a block.
+        block: rows and columns that count as a block.
         binary16: they are no bfloat16.
 
     Returns:
         The change; of 0 numbers where all are equal (0.0 and -0.0 are). None where a number is not finite.
     """
-    numbers = np.empty((2, len(matrix.index)), np.float32)
+    return _measured(_loops.measure_rows, (*_by_bits(matrix), int(binary16), found), len(matrix.index), block)
+
+
+def measure_codes(matrix: Coded, found: Coded, block: tuple[int, int]) -> Measured | None:
+    """`measure` of a matrix of other codes that are to mean the same numbers."""
+    return _measured(_loops.measure_codes, (*_by_bits(matrix), *_by_bits(found)), len(matrix.index), block)
+
+
+def _measured(loop: Loop, sides: Sequence[Any], columns: int, block: tuple[int, int]) -> Measured | None:
+    numbers = np.empty((2, columns), np.float32)
     sums, counts = np.zeros(5), np.zeros(4, np.int64)
-    finite = _loops.measure_rows(
-        matrix.codes, ELEMENTS[matrix.element], matrix.zeros, matrix.index, matrix.run, block, matrix.scales,
-        int(binary16), found, numbers, numbers.view(np.uint32), sums, counts,
-    )  # fmt: skip
-    if not finite:
+    touched = np.zeros(-(-columns // block[1]), np.uint8)
+    if not loop(*sides, np.array(block), numbers, numbers.view(np.uint32), sums, counts, touched):
         return None
     count, blocks, row, column = (int(counted) for counted in counts)
     squares, norm, largest, before, after = (float(total) for total in sums)
     return Measured(count, blocks, largest, squares, norm, (row, column), before, after)
+
+
+def _by_table(matrix: Coded) -> tuple[Any, ...]:
+    """A matrix for the loops that write: with a table of codes."""
+    table = _table(matrix.element)
+    codes, bits = matrix.codes.view(np.uint8), 4 if len(table) == 16 else 8
+    ends = (np.arange(len(matrix.index)) // matrix.run + 1) * matrix.run
+    return codes, bits, table, matrix.zeros, matrix.index, ends, matrix.scales
+
+
+def _by_bits(matrix: Coded) -> tuple[Any, ...]:
+    """A matrix for the loops that compare."""
+    return matrix.codes.view(np.uint8), ELEMENTS[matrix.element], matrix.zeros, matrix.index, matrix.run, matrix.scales
 
 
 def _table(element: str) -> Array:

@@ -4,34 +4,112 @@ from __future__ import annotations
 
 import numpy as np
 
-from moeq.layouts.fast.compiler import loop
+from moeq.layouts.fast.compiler import loop, loop_of_sums
+from moeq.layouts.fast.recode import BLOCK
 
 _1, _16, _13 = np.uint32(1), np.uint32(16), np.uint32(13)
-_SIGN, _REST = np.uint32(0x80000000), np.uint32(0x7FFFFFFF)
+_SIGN, _REST, _REST64 = np.uint32(0x80000000), np.uint32(0x7FFFFFFF), np.uint64(0x7FFFFFFFFFFFFFFF)
 
 # float32 bits of the least numbers that round to infinity and to a normal number in binary16, of 0.5, whose last bit is
 # that of binary16's subnormal numbers, and what moves an exponent from one bias to the other and rounds.
 _INFINITE16, _NORMAL16, _HALF, _REBIAS = (np.uint32(n) for n in (0x477FF000, 0x38800000, 0x3F000000, 0xC8000FFF))
+
+# float32 bits of E4M3's least normal number, what moves an exponent from one bias to the other, what rounds, and the
+# number whose last bit is that of E4M3's subnormal numbers.
+_NORMAL8, _REBIAS8, _ROUND8, _20, _24 = (np.uint32(n) for n in (0x3C800000, 960, 0x7FFFF, 20, 24))
+_STEP8, _STEP8_BITS = np.float32(2.0**14), np.uint32(0x46800000)
+
 
 #: float32 bits, but for the sign, of what is no finite number.
 _NOT_FINITE = np.uint32(0x7F800000)
 
 
 @loop
-def round_rows(codes, bits, table, zeros, index, run, scales, binary16, numbers, bits_of, out):  # type: ignore[no-untyped-def]
-    """Fill rows: values by a table of codes, rounded to nearest even. `run` columns at a time have one group.
+def round_rows(codes, bits, table, zeros, index, ends, scales, binary16, numbers, bits_of, out):  # type: ignore[no-untyped-def]
+    """Fill rows: values by a table of codes, rounded to nearest even. Columns up to `ends[k]` have the group of k.
 
     `numbers`, float32 `[1, K]`, is room for a row, and `bits_of` the same as uint32.
     """
     for n in range(out.shape[0]):
-        row, values, start = codes[n], numbers[0], 0
-        while start < len(index):
-            scale, zero = scales[n, index[start]], np.float64(zeros[n, index[start]])
-            for k in range(start, min(start + run, len(index))):
-                code = row[k >> 1] >> np.uint8(4 * (k & 1)) & np.uint8(15) if bits == 4 else row[k]
-                values[k] = np.float32((np.float64(table[code]) - zero) * scale)
-            start += run
+        _look_up(codes[n], bits, table, zeros[n], index, ends, scales[n], 0, numbers[0])
         _round(bits_of[0], binary16, out[n])
+
+
+@loop
+def _look_up(codes, bits, table, zeros, index, ends, scales, first, values):  # type: ignore[no-untyped-def]
+    """float32 values of a row from column `first` on, as many as there is room for."""
+    start, end = first, first + len(values)
+    while start < end:
+        scale, zero = scales[index[start]], np.float64(zeros[index[start]])
+        stop = min(np.int64(ends[start]), end)
+        for k in range(start, stop):
+            code = codes[k >> 1] >> np.uint8(4 * (k & 1)) & np.uint8(15) if bits == 4 else codes[k]
+            values[k - first] = np.float32((np.float64(table[code]) - zero) * scale)
+        start = stop
+
+
+@loop
+def round_blocks(codes, bits, table, zeros, index, ends, scales, numbers, bits_of, out, powers):  # type: ignore[no-untyped-def]
+    """Fill FP8 blocks, and int64 `[ceil(N / 128), ceil(K / 128)]` with the exponents of their scales.
+
+    `numbers`, float32 `[128, 128]`, is room for a block, and `bits_of` the same as uint32.
+
+    Returns:
+        Whether every value is finite.
+    """
+    for row in range(0, out.shape[0], BLOCK):
+        height = min(BLOCK, out.shape[0] - row)
+        for column in range(0, out.shape[1], BLOCK):
+            width = min(BLOCK, out.shape[1] - column)
+            top = np.uint32(0)
+            for n in range(height):
+                _look_up(
+                    codes[row + n],
+                    bits,
+                    table,
+                    zeros[row + n],
+                    index,
+                    ends,
+                    scales[row + n],
+                    column,
+                    numbers[n, :width],
+                )
+                for k in range(width):
+                    top = max(top, np.uint32(bits_of[n, k] & _REST))
+            if top >= _NOT_FINITE:
+                return False
+            power = _power(top)
+            powers[row // BLOCK, column // BLOCK] = power
+            factor = np.uint32((127 - power) << 23)
+            for n in range(height):
+                _scale(numbers[n, :width], np.uint32(factor).view(np.float32))
+                _round_e4m3(bits_of[n, :width], out[row + n, column : column + width])
+    return True
+
+
+@loop
+def _power(top):  # type: ignore[no-untyped-def]
+    """The least exponent of a normal power of two under which a magnitude, as bits of float32, fits 448."""
+    if top == 0:
+        return 0
+    above = np.int64((top & np.uint32(0x7FFFFF)) > np.uint32(0x600000))  # 448 is 1.75 * 2**8
+    return max(np.int64(top >> np.uint32(23)) - 127 - 8 + above, -126)
+
+
+@loop
+def _scale(numbers, factor):  # type: ignore[no-untyped-def]
+    for k in range(len(numbers)):
+        numbers[k] *= factor
+
+
+@loop
+def _round_e4m3(numbers, out):  # type: ignore[no-untyped-def]
+    """Magnitudes of 448 at most to nearest even, from bits of float32."""
+    for k in range(len(out)):
+        number = numbers[k] & _REST
+        normal = ((number + _ROUND8 + (number >> _20 & _1)) >> _20) - _REBIAS8
+        small = np.float32(np.uint32(number).view(np.float32) + _STEP8).view(np.uint32) - _STEP8_BITS
+        out[k] = (small if number < _NORMAL8 else normal) | (numbers[k] >> _24 & np.uint32(0x80))
 
 
 @loop
@@ -53,102 +131,153 @@ def _round(numbers, binary16, out):  # type: ignore[no-untyped-def]
 
 
 @loop
-def measure_rows(words, element, zeros, index, run, block, scales, binary16, found, numbers, bits_of, sums, counts):  # type: ignore[no-untyped-def]
-    """Compare rows with values that are computed from bits of codes, without the table.
+def measure_rows(  # type: ignore[no-untyped-def]
+    codes, element, zeros, index, run, scales, binary16, found, block, numbers, bits_of, sums, counts, touched
+):
+    """Compare rows of floats with values that are computed from bits of codes, without the table.
 
     Args:
+        block: int64 `[2]`, rows and columns of a block.
         numbers: float32 `[2, K]`, room for a row of each side.
         bits_of: the same as uint32.
         sums: float64 `[5]`, of zeros: squares of changes, squares of values, the largest change, and both numbers of
             the first one.
         counts: int64 `[4]`, of zeros: numbers and blocks that changed, row and column of the first number.
+        touched: uint8, room for as many blocks as a row has.
 
     Returns:
         Whether every number is finite, on both sides.
     """
     top = np.uint32(0)
-    for n in range(found.shape[0]):
-        values, read = numbers[0], numbers[1]
-        _decode(words[n], element, zeros[n], index, run, scales[n], values)
-        _widen(found[n], binary16, bits_of[1], read)
-        for k in range(len(index)):
-            top = max(top, np.uint32(bits_of[0, k] & _REST))
-            top = max(top, np.uint32(bits_of[1, k] & _REST))
-        _add_squares(values, read, sums)
-        start = 0
-        while start < len(index):
-            stop = min(start + block, len(index))
-            changed = np.int32(0)
-            for k in range(start, stop):
-                changed += np.int32(values[k] != read[k])
-            if changed and counts[0] == 0:
-                column = start
-                while values[column] == read[column]:
-                    column += 1
-                counts[2], counts[3] = n, column
-                sums[3], sums[4] = values[column], read[column]
-            counts[0] += changed
-            counts[1] += changed > 0
-            start += block
+    start = 0
+    while start < found.shape[0]:
+        touched[:] = 0
+        for n in range(start, min(start + block[0], found.shape[0])):
+            _decode(codes[n], element, zeros[n], index, run, scales[n], numbers[0])
+            _widen(found[n], binary16, bits_of[1], numbers[1])
+            top = max(top, _compare_row(n, block[1], numbers, bits_of, sums, counts, touched))
+        start += block[0]
     return top < _NOT_FINITE
 
 
 @loop
-def _add_squares(values, read, sums):  # type: ignore[no-untyped-def]
-    """Four sums side by side, since an addition waits for the one before."""
-    a = b = c = d = e = f = g = h = i = j = k = m = 0.0
-    whole = len(values) // 4 * 4
-    for n in range(0, whole, 4):
-        v, w = np.float64(values[n]), np.float64(values[n + 1])
-        x, y = np.float64(values[n + 2]), np.float64(values[n + 3])
-        p, q = np.float64(read[n]) - v, np.float64(read[n + 1]) - w
-        r, s = np.float64(read[n + 2]) - x, np.float64(read[n + 3]) - y
-        a, b, c, d = a + p * p, b + q * q, c + r * r, d + s * s
-        e, f, g, h = e + v * v, f + w * w, g + x * x, h + y * y
-        p, q, r, s = abs(p), abs(q), abs(r), abs(s)
-        i, j, k, m = p if p > i else i, q if q > j else j, r if r > k else k, s if s > m else m
-    for n in range(whole, len(values)):
-        v = np.float64(values[n])
-        p = np.float64(read[n]) - v
-        a, e, i = a + p * p, e + v * v, max(i, abs(p))
-    sums[0] += (a + b) + (c + d)
-    sums[1] += (e + f) + (g + h)
-    sums[2] = max(sums[2], max(max(i, j), max(k, m)))
+def measure_codes(  # type: ignore[no-untyped-def]
+    codes,
+    element,
+    zeros,
+    index,
+    run,
+    scales,
+    found,
+    kind,
+    offsets,
+    groups,
+    length,
+    factors,
+    block,
+    numbers,
+    bits_of,
+    sums,
+    counts,
+    touched,
+):
+    """The same of a matrix of other codes: `found` to `factors` are of it what `codes` to `scales` are."""
+    top = np.uint32(0)
+    start = 0
+    while start < found.shape[0]:
+        touched[:] = 0
+        for n in range(start, min(start + block[0], found.shape[0])):
+            _decode(codes[n], element, zeros[n], index, run, scales[n], numbers[0])
+            _decode(found[n], kind, offsets[n], groups, length, factors[n], numbers[1])
+            top = max(top, _compare_row(n, block[1], numbers, bits_of, sums, counts, touched))
+        start += block[0]
+    return top < _NOT_FINITE
 
 
 @loop
-def _decode(words, element, zeros, index, run, scales, values):  # type: ignore[no-untyped-def]
-    """float32 values of a row. `element`: 4 and 8 for integers, 21 for E2M1, 43 for E4M3."""
+def _compare_row(n, width, numbers, bits_of, sums, counts, touched):  # type: ignore[no-untyped-def]
+    """Add what changed in row n, and give the largest magnitude of both sides as bits."""
+    values, read, top = numbers[0], numbers[1], np.uint32(0)
+    for k in range(len(values)):
+        top = max(top, np.uint32(bits_of[0, k] & _REST))
+        top = max(top, np.uint32(bits_of[1, k] & _REST))
+    _add_squares(values, read, sums)
+    for place in range(len(touched)):
+        start = place * width
+        stop = min(start + width, len(values))
+        changed = np.int32(0)
+        for k in range(start, stop):
+            changed += np.int32(values[k] != read[k])
+        if changed and counts[0] == 0:
+            column = start
+            while values[column] == read[column]:
+                column += 1
+            counts[2], counts[3] = n, column
+            sums[3], sums[4] = values[column], read[column]
+        counts[0] += changed
+        counts[1] += np.int64(changed > 0 and touched[place] == 0)
+        touched[place] |= np.uint8(changed > 0)
+    return top
+
+
+@loop_of_sums
+def _add_squares(values, read, sums):  # type: ignore[no-untyped-def]
+    changes = sizes = 0.0
+    largest = np.uint64(0)
+    for n in range(len(values)):
+        value = np.float64(values[n])
+        change = np.float64(read[n]) - value
+        changes += change * change
+        sizes += value * value
+        largest = max(
+            largest, np.uint64(np.float64(change).view(np.uint64) & _REST64)
+        )  # magnitudes are in order as integers
+    sums[0] += changes
+    sums[1] += sizes
+    sums[2] = max(sums[2], np.uint64(largest).view(np.float64))
+
+
+@loop
+def _decode(codes, element, zeros, index, run, scales, values):  # type: ignore[no-untyped-def]
+    """float32 values of a row, from its bytes. `element`: 4 and 8 for integers, 21 for E2M1, 43 for E4M3."""
     start = 0
     while start < len(index):
         scale, stop = scales[index[start]], min(start + run, len(index))
         offset = np.float64(zeros[index[start]]) * scale
-        if element == 4:
+        if element == 8:
             for k in range(start, stop):
-                values[k] = np.float32(np.float64(_field(words, k, 3, 4)) * scale - offset)
-        elif element == 8:
+                values[k] = np.float32(np.float64(codes[k]) * scale - offset)
+        elif element == 43:
             for k in range(start, stop):
-                values[k] = np.float32(np.float64(_field(words, k, 2, 8)) * scale - offset)
-        elif element == 21:
+                values[k] = _e4m3(codes[k], scale)
+        elif (start | stop) & 1:
             for k in range(start, stop):
-                code = _field(words, k, 3, 4)
-                bits = np.uint32((code & np.uint32(8)) << np.uint32(28) | (code & np.uint32(7)) << np.uint32(22))
-                values[k] = np.float32(np.float64(np.uint32(bits).view(np.float32)) * 2.0**126 * scale)
+                code = codes[k >> 1] >> np.uint8(4 * (k & 1)) & np.uint8(15)
+                values[k] = np.float32(np.float64(code) * scale - offset) if element == 4 else _e2m1(code, scale)
+        elif element == 4:
+            for byte in range(start >> 1, stop >> 1):
+                values[2 * byte] = np.float32(np.float64(codes[byte] & np.uint8(15)) * scale - offset)
+                values[2 * byte + 1] = np.float32(np.float64(codes[byte] >> np.uint8(4)) * scale - offset)
         else:
-            for k in range(start, stop):
-                code = _field(words, k, 2, 8)
-                rest = np.uint32(code & np.uint32(0x7F))
-                bits = (code & np.uint32(0x80)) << np.uint32(24) | rest << np.uint32(20)
-                value = np.float32(np.float64(np.uint32(bits).view(np.float32)) * 2.0**120 * scale)
-                values[k] = np.nan if rest == np.uint32(0x7F) else value
+            for byte in range(start >> 1, stop >> 1):
+                values[2 * byte] = _e2m1(codes[byte] & np.uint8(15), scale)
+                values[2 * byte + 1] = _e2m1(codes[byte] >> np.uint8(4), scale)
         start += run
 
 
 @loop
-def _field(words, k, shift, bits):  # type: ignore[no-untyped-def]
-    """A code of 4 or 8 bits, of which 2**shift are in a word."""
-    place = np.uint32((k & ((1 << shift) - 1)) * bits)
-    return np.uint32(words[k >> shift] >> place & np.uint32((1 << bits) - 1))
+def _e2m1(code, scale):  # type: ignore[no-untyped-def]
+    code = np.uint32(code)
+    bits = np.uint32((code & np.uint32(8)) << np.uint32(28) | (code & np.uint32(7)) << np.uint32(22))
+    return np.float32(np.float64(np.uint32(bits).view(np.float32)) * 2.0**126 * scale)
+
+
+@loop
+def _e4m3(code, scale):  # type: ignore[no-untyped-def]
+    rest = np.uint32(code & np.uint8(0x7F))
+    bits = np.uint32(code & np.uint8(0x80)) << np.uint32(24) | rest << np.uint32(20)
+    value = np.float32(np.float64(np.uint32(bits).view(np.float32)) * 2.0**120 * scale)
+    return np.float32(np.nan) if rest == np.uint32(0x7F) else value
 
 
 @loop

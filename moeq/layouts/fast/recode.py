@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from moeq.layouts.fast.native import Loops
+from moeq.layouts.float_bits import BIAS, e4m3_values
 
 Array = np.ndarray[Any, Any]
 
@@ -25,9 +26,6 @@ _loops = Loops("moeq.layouts.fast.recode_loops")
 
 #: Rows and columns of a block, bytes of a group, groups of a block.
 BLOCK, GROUP_BYTES, GROUPS = 128, 16, 4
-
-#: Bias of an E8M0 exponent.
-BIAS = 127
 
 #: Differences of exponents (of a group and of its block's scale) that tables are made for. A magnitude is 6 at most,
 #: which fits E4M3 under 2**6, and 0.5 at least, which fits down to 2**-8; a group of small codes may lie higher, of
@@ -117,17 +115,6 @@ def holds_e4m3_scales(codes: Array, exponents: Array, found: Array, global_scale
     values = e4m3_values().astype(np.float64) * float(global_scale)
     powers = np.exp2(np.arange(256, dtype=np.float64) - BIAS)
     return bool(_loops.holds_scales(codes.view(np.uint64), exponents, found, values, powers))
-
-
-@lru_cache(maxsize=1)
-def e4m3_values() -> Array:
-    """float32 `[256]`: what each E4M3 byte means; 0x7F and 0xFF are NaN."""
-    byte = np.arange(256)
-    exponent, mantissa = byte >> 3 & 15, byte & 7
-    numbers = np.where(exponent == 0, mantissa / 512, (8 + mantissa) * 2.0 ** (exponent - 10.0))
-    numbers = np.where(byte & 0x80, -numbers, numbers)
-    numbers[[0x7F, 0xFF]] = np.nan
-    return numbers.astype(np.float32)
 
 
 @lru_cache(maxsize=1)

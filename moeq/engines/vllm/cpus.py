@@ -1,0 +1,157 @@
+"""vLLM's experts for x86 CPUs with AMX on bytes that already lie as they want them (0.32.0, 0.33.0).
+
+For int8 weights and for scales of MXFP4 the engine's tensors have the shape of the matrix, the layouts' that of their
+blocks: the same bytes. Scales of int4 and biases are float32 there, after rounding to the dtype of the activations.
+FP8 is with the other floating-point formats (`floats.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExpertsModular
+from vllm.model_executor.layers.fused_moe.oracle import int8, int_wna16, mxfp4
+from vllm.model_executor.layers.quantization.utils import quant_utils
+
+from moeq.checkpoint.manifest import STACKED_ROLES
+from moeq.engines.vllm.rows import Clamp, EngineExperts, RankWeights, ReadScales, Tensors, set_parameter
+from moeq.errors import MoeqError
+
+_GPT_OSS: Clamp = {"gemm1_alpha": 1.702, "gemm1_beta": 1.0, "gemm1_clamp_limit": 7.0}
+
+
+def routed_inside() -> str | None:
+    """Why this version's experts are not handed anything, or None."""
+    if issubclass(cpu_moe.CPUExpertsInt4, FusedMoEExpertsModular):
+        return None
+    return "in this version they route tokens themselves, which moeq never ran; vLLM 0.30.0 and newer do not"
+
+
+def _unbiased(key: Any, activation: Any, weights: RankWeights) -> tuple[Any, Any]:
+    if weights.w13.bias_dtype is not None:
+        raise MoeqError(
+            "answer.no-backend",
+            f"vLLM's CPU kernels for {weights.w13.element} take no biases, and these experts have some",
+            "serve it on a GPU: moeq oracle SRC --gpu NAME",
+        )
+    return key, activation
+
+
+def _in_float32(layer: Any, weights: RankWeights, scales: ReadScales) -> None:
+    for role in STACKED_ROLES:
+        set_parameter(layer, f"{role}_scale", getattr(layer, f"{role}_scale").data.float())
+
+
+def _by_rows(layer: Any, weights: RankWeights, scales: ReadScales) -> None:
+    """Values of a row and what the kernel adds for it: `[experts, N, K + 4]`."""
+    for role, spec in zip(STACKED_ROLES, (weights.w13, weights.w2), strict=True):
+        weight = getattr(layer, f"{role}_weight").data.view(torch.int8)
+        set_parameter(layer, f"{role}_weight", weight.view(len(weight), spec.n, spec.k + 4))
+
+
+def _mxfp4_settled(layer: Any, weights: RankWeights, scales: ReadScales) -> None:
+    for role, spec in zip(STACKED_ROLES, (weights.w13, weights.w2), strict=True):
+        scale = getattr(layer, f"{role}_scale").data
+        set_parameter(layer, f"{role}_scale", scale.view(len(scale), spec.n, spec.num_groups))
+        if spec.bias_dtype is not None:
+            set_parameter(layer, f"{role}_bias", getattr(layer, f"{role}_bias").data.float())
+
+
+def _int4_config(tensors: Tensors, weights: RankWeights, clamp: Clamp) -> Any:
+    return int_wna16.make_wna16_moe_quant_config(
+        w1_scale=tensors["w13_scale"],
+        w2_scale=tensors["w2_scale"],
+        group_size=weights.w13.group_size,
+        num_bits=4,
+        w1_zp=tensors["w13_zero"],
+        w2_zp=tensors["w2_zero"],
+        **clamp,
+    )
+
+
+def _int8_config(tensors: Tensors, weights: RankWeights, clamp: Clamp) -> Any:
+    return int8.make_int8_moe_quant_config(
+        int8_backend=int8.Int8MoeBackend.CPU,
+        w1_scale=tensors["w13_scale"],
+        w2_scale=tensors["w2_scale"],
+        a1_scale=None,
+        a2_scale=None,
+        per_act_token_quant=True,
+    )
+
+
+def _mxfp4_config(constants: Clamp | None, tensors: Tensors, weights: RankWeights, clamp: Clamp) -> Any:
+    constants = constants or clamp
+    return mxfp4.make_mxfp4_moe_quant_config(
+        mxfp4_backend=mxfp4.Mxfp4MoeBackend.CPU,
+        w1_scale=tensors["w13_scale"].view(torch.uint8),
+        w2_scale=tensors["w2_scale"].view(torch.uint8),
+        w1_bias=tensors.get("w13_bias"),
+        w2_bias=tensors.get("w2_bias"),
+        gemm1_alpha=constants["gemm1_alpha"],
+        gemm1_beta=constants["gemm1_beta"],
+        swiglu_limit=constants["gemm1_clamp_limit"],
+    )
+
+
+def _row(kind: Any, title: str, keys: Callable[[RankWeights], tuple[Any, Any]], **more: Any) -> EngineExperts:
+    """No value of `--moe-backend` names these experts. Activations of another dtype end the process."""
+    return EngineExperts(
+        **{
+            "title": f"CPU ({title})",
+            "option": "auto",
+            "classes": lambda: [kind],
+            "keys": keys,
+            "dtypes": ("bfloat16",),
+            "spreads": False,
+            "obstacle": routed_inside,
+            **more,
+        }
+    )
+
+
+_MXFP4 = _row(
+    cpu_moe.CPUExpertsMxfp4,
+    "MXFP4",
+    lambda weights: (quant_utils.kMxfp4Static, None),
+    quant_config=partial(_mxfp4_config, None),
+    kernel=lambda config, moe, kind, tables, tensors: mxfp4.make_mxfp4_moe_kernel(
+        config, moe, kind, mxfp4.Mxfp4MoeBackend.CPU, routing_tables=tables
+    ),
+    settle=_mxfp4_settled,
+    rounds_sizes=True,
+)
+
+#: Layout id to the experts that read it.
+CPUS: dict[str, EngineExperts] = {
+    "cpu-amx-int4/1": _row(
+        cpu_moe.CPUExpertsInt4,
+        "int4",
+        # The only key that the class knows; its kernel subtracts zero points whatever they are.
+        partial(_unbiased, quant_utils.kInt4Static, None),
+        quant_config=_int4_config,
+        kernel=lambda config, moe, kind, tables, tensors: int_wna16.make_wna16_moe_kernel(
+            config, moe, kind, int_wna16.WNA16MoEBackend.CPU, routing_tables=tables
+        ),
+        settle=_in_float32,
+        dtypes=("bfloat16", "float16"),
+    ),
+    "cpu-amx-int8/1": _row(
+        cpu_moe.CPUExpertsInt8,
+        "int8 W8A8",
+        partial(_unbiased, quant_utils.kInt8StaticChannelSym, quant_utils.kInt8DynamicTokenSym),
+        quant_config=_int8_config,
+        kernel=lambda config, moe, kind, tables, tensors: int8.make_int8_moe_kernel(
+            int8.Int8MoeBackend.CPU, config, moe, kind, routing_tables=tables
+        ),
+        settle=_by_rows,
+        finishes=False,  # the class would pack the weights
+    ),
+    "cpu-amx-mxfp4/1": _MXFP4,
+    "cpu-amx-mxfp4-interleaved/1": replace(_MXFP4, quant_config=partial(_mxfp4_config, _GPT_OSS)),
+}
