@@ -74,14 +74,20 @@ def as_moeq_error(error: BaseException) -> MoeqError:
     )
 
 
-#: What libraries say when memory or threads run out, where they raise no MemoryError.
-_NO_MEMORY = ("can't allocate memory", "not enough memory", "cannot allocate memory", "can't start new thread")
+#: What libraries say when memory or threads run out, where they raise no MemoryError: torch, the loader of shared
+#: libraries, and modules in C that fail without a word.
+_NO_MEMORY = (
+    *("can't allocate memory", "not enough memory", "cannot allocate memory", "can't start new thread"),
+    *("failed to map segment from shared object", "error return without exception set"),
+)
 
 
 def _lacking(error: BaseException) -> MoeqError | None:
     """What the machine did not have, or the file system refused."""
     number = error.errno if isinstance(error, OSError) else None
-    no_memory = isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _NO_MEMORY)
+    no_memory = isinstance(error, (RuntimeError, ImportError, SystemError)) and any(
+        text in str(error).lower() for text in _NO_MEMORY
+    )
     if isinstance(error, MemoryError) or number == errno.ENOMEM or no_memory:
         hint = "fewer --workers, a higher limit, or a machine with more memory"
         return MoeqError("resources.memory", "memory ran out; what was finished is kept", hint)

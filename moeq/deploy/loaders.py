@@ -9,17 +9,30 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-#: vLLM versions that the plug-in was written against, newest first (`moeq.engines.vllm.plugin`).
-VLLM_VERSIONS = ("0.33.0", "0.26.0")
+#: vLLM versions that the plug-in was run with, newest first (`moeq.engines.vllm.plugin`).
+VLLM_VERSIONS = ("0.33.0", "0.32.0", "0.31.0", "0.30.0", "0.29.0", "0.28.0", "0.27.1", "0.27.0", "0.26.0")
+
+
+def _since(version: str) -> tuple[str, ...]:
+    """Of `VLLM_VERSIONS` that one and newer."""
+    return VLLM_VERSIONS[: VLLM_VERSIONS.index(version) + 1]
+
+
+def _until(version: str) -> tuple[str, ...]:
+    """Of `VLLM_VERSIONS` that one and older."""
+    return VLLM_VERSIONS[VLLM_VERSIONS.index(version) :]
+
+
 #: Layouts that the plug-in hands to a kernel of the engine (`moeq.engines.vllm.backends`), with the engine's name of
-#: the backend, the versions that read it and the dtypes of the activations. moeq's own kernels run in the plug-in too.
+#: the backend (`auto`: no name asks for it), the versions that read it and the dtypes of the activations. moeq's own
+#: kernels run in the plug-in too.
 VLLM_LAYOUTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "marlin-wna16/1": ("marlin", VLLM_VERSIONS, ("bf16", "fp16")),
     "triton-wna16/1": ("triton", VLLM_VERSIONS, ("bf16", "fp16")),
     "int8-w8a8/1": ("triton", VLLM_VERSIONS, ("bf16", "fp16")),
     "marlin-mxfp4/1": ("marlin", VLLM_VERSIONS, ("bf16",)),
     "marlin-mxfp4-interleaved/1": ("marlin", VLLM_VERSIONS, ("bf16",)),
-    "marlin-act-order/1": ("marlin", ("0.26.0",), ("bf16", "fp16")),
+    "marlin-act-order/1": ("marlin", _until("0.29.0"), ("bf16", "fp16")),
     "marlin-nvfp4/1": ("marlin", VLLM_VERSIONS, ("bf16",)),
     "marlin-nvfp4-fp16/1": ("marlin", VLLM_VERSIONS, ("fp16",)),
     "marlin-fp8/1": ("marlin", VLLM_VERSIONS, ("bf16",)),
@@ -28,7 +41,11 @@ VLLM_LAYOUTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "trtllm-nvfp4/1": ("flashinfer_trtllm", VLLM_VERSIONS, ("bf16", "fp16")),
     "flashinfer-cutlass-nvfp4/1": ("flashinfer_cutlass", VLLM_VERSIONS, ("bf16", "fp16")),
     "cutlass-nvfp4/1": ("cutlass", VLLM_VERSIONS, ("bf16", "fp16")),
-    "flashinfer-cutedsl-nvfp4/1": ("flashinfer_cutedsl", ("0.33.0",), ("bf16", "fp16")),
+    "flashinfer-cutedsl-nvfp4/1": ("flashinfer_cutedsl", _since("0.32.0"), ("bf16", "fp16")),
+    "b12x-nvfp4/1": ("b12x", _since("0.29.0"), ("bf16", "fp16")),
+    "b12x-nvfp4-a16/1": ("b12x", _since("0.29.0"), ("bf16", "fp16")),
+    "flashinfer-b12x-nvfp4/1": ("flashinfer_b12x", VLLM_VERSIONS, ("bf16", "fp16")),
+    "cutlass-mxfp4/1": ("auto", _since("0.32.0"), ("bf16", "fp16")),
     "trtllm-fp8-block/1": ("flashinfer_trtllm", VLLM_VERSIONS, ("bf16", "fp16")),
     "trtllm-fp8-tensor/1": ("flashinfer_trtllm", VLLM_VERSIONS, ("bf16", "fp16")),
     "trtllm-mxfp8/1": ("flashinfer_trtllm", VLLM_VERSIONS, ("bf16", "fp16")),
@@ -43,7 +60,19 @@ VLLM_LAYOUTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "aiter-fp8-channel-fnuz/1": ("aiter", VLLM_VERSIONS, ("bf16", "fp16")),
     "aiter-fp8-tensor/1": ("aiter", VLLM_VERSIONS, ("bf16", "fp16")),
     "aiter-fp8-tensor-fnuz/1": ("aiter", VLLM_VERSIONS, ("bf16", "fp16")),
+    "aiter-mxfp8/1": ("aiter", VLLM_VERSIONS, ("bf16", "fp16")),
+    "xpu-fp8-block/1": ("auto", VLLM_VERSIONS, ("bf16", "fp16")),
+    "xpu-fp8-tensor/1": ("auto", VLLM_VERSIONS, ("bf16", "fp16")),
+    "xpu-mxfp8/1": ("xpu", VLLM_VERSIONS, ("bf16", "fp16")),
+    "cpu-amx-int4/1": ("auto", _since("0.32.0"), ("bf16", "fp16")),
+    "cpu-amx-int8/1": ("auto", _since("0.32.0"), ("bf16",)),
+    "cpu-amx-mxfp4/1": ("auto", _since("0.32.0"), ("bf16",)),
+    "cpu-amx-mxfp4-interleaved/1": ("auto", _since("0.32.0"), ("bf16",)),
+    "cpu-amx-fp8/1": ("auto", _since("0.32.0"), ("bf16",)),
 }
+#: Model types whose other layers vLLM reads by a config of the model (`DeepseekV4FP8Config`), not by the one that the
+#: checkpoint names: the plug-in would give them plain FP8.
+VLLM_OWN_CONFIGS = ("deepseek_v4", "deepseek_v4_text", "deepseek_v41", "deepseek_v41_text")
 #: SGLang versions that the plug-in was written against (`moeq.engines.sglang.plugin`).
 SGLANG_VERSIONS = ("0.5.23",)
 #: Architectures whose class in SGLang 0.5.23 hands its experts to `FusedMoE` under a name with the layer's number: the
@@ -101,6 +130,7 @@ class PlannedLayer:
         sglang: SGLang's class of the model takes its experts as the plug-in expects, its reader of the source's method
             takes the other layers, and attention and experts divide by these ranks.
         dispatched: activations come as an all-to-all leaves them, or experts move (EPLB).
+        scales: the source stores the scales of static activations that an engine's kernel needs.
     """
 
     layout: str
@@ -117,13 +147,14 @@ class PlannedLayer:
     heads: bool
     sglang: bool
     dispatched: bool
+    scales: bool
 
 
 def loaders_of(planned: PlannedLayer) -> Iterator[Loader]:
     """The loaders that take a layer, those of serving engines first."""
     versions = _vllm_versions(planned)
     if versions:
-        yield Loader("vllm", f"vLLM {' and '.join(versions)} (moeq's plug-in)")
+        yield Loader("vllm", f"vLLM {version_ranges(versions)} (moeq's plug-in)")
     if planned.sglang and _engine_runs_own_kernel(planned):
         yield Loader("sglang", f"SGLang {' and '.join(SGLANG_VERSIONS)} (moeq's plug-in)")
     if _transformers(planned):
@@ -132,8 +163,21 @@ def loaders_of(planned: PlannedLayer) -> Iterator[Loader]:
         yield Loader("load_experts", "moeq.load_experts")
 
 
+def version_ranges(versions: tuple[str, ...]) -> str:
+    """Some of `VLLM_VERSIONS` for people, oldest first: `0.26.0 to 0.29.0 and 0.32.0`."""
+    runs: list[list[str]] = []
+    for version in reversed(VLLM_VERSIONS):
+        if version not in versions:
+            runs.append([])
+        elif runs and runs[-1]:
+            runs[-1].append(version)
+        else:
+            runs.append([version])
+    return " and ".join(" to ".join(dict.fromkeys((run[0], run[-1]))) for run in runs if run)
+
+
 def _vllm_versions(planned: PlannedLayer) -> tuple[str, ...]:
-    if not planned.family or not planned.heads:
+    if not planned.family or not planned.heads or planned.model_type in VLLM_OWN_CONFIGS:
         return ()
     own = _engine_runs_own_kernel(planned)
     return tuple(version for version in VLLM_VERSIONS if own or version in _engines_own(planned))
@@ -150,7 +194,7 @@ def _engines_own(planned: PlannedLayer) -> tuple[str, ...]:
     # Gate and up rows by turns are for gpt-oss's activation alone; which half comes first is the kernel's own.
     if planned.dtype not in dtypes or (planned.w13_order == "interleaved") != (planned.activation == "swigluoai"):
         return ()
-    if planned.layout == "marlin-act-order/1" and planned.tp > 1:
+    if (planned.layout == "marlin-act-order/1" and planned.tp > 1) or not planned.scales:
         return ()
     return tuple(version for version in versions if version in planned.vllm)
 

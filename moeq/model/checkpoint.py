@@ -15,7 +15,7 @@ from moeq.checkpoint.source import Source
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix, Role
 from moeq.model.describe import Model, describe, model_type, split_stacks
-from moeq.model.experts import UNKNOWN_ORDER, WHOLE_PARTS, ExpertKind, Experts
+from moeq.model.experts import UNKNOWN_ORDER, ExpertKind, Experts, is_whole
 from moeq.model.info import CheckpointInfo
 from moeq.model.quantization import find_declaration
 from moeq.schemes.base import Scheme
@@ -144,7 +144,7 @@ class Checkpoint:
         for part, entry in experts.layer.unit(expert)[projection].items():
             if part not in wanted:
                 continue
-            whole = not experts.layer.fused or part in WHOLE_PARTS
+            whole = not experts.layer.fused or is_whole(part, entry)
             parts[part] = source.read(entry.name) if whole else source.read_row(entry, expert)
         return parts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from moeq.checkpoint.facts import MAX_COUNT, Facts
 from moeq.checkpoint.families import find_family
@@ -24,6 +24,7 @@ from moeq.model.quantization import find_declaration
 from moeq.model.regroup import ungroup
 from moeq.model.shards import Range, join_shards, shard_spec
 from moeq.schemes.base import Scheme
+from moeq.schemes.declared import Declaration
 from moeq.typed import brief, read_as
 
 _STACK: dict[Role, StackedRole] = {"w13": "w13", "gate": "w13", "up": "w13", "w2": "w2", "down": "w2"}
@@ -32,7 +33,7 @@ _STACK: dict[Role, StackedRole] = {"w13": "w13", "gate": "w13", "up": "w13", "w2
 class ConvertedCheckpoint(Checkpoint):
     """A converted checkpoint: the same questions as a source, answered from the packed tensors.
 
-    Layers that were copied unchanged are read as their source is.
+    Layers that were copied unchanged are read as their source is, and `declaration` is the source's.
 
     Attributes:
         manifest: its `moeq.json`.
@@ -52,7 +53,8 @@ class ConvertedCheckpoint(Checkpoint):
         names = [name for entry in manifest.layers for name in entry.tensors]
         source.expert_names = frozenset(names)
         expert_bytes = sum(source.tensors[name].nbytes for name in names)
-        self._experts = _copied_experts(source, manifest)
+        self.declaration = _source_declaration(source)
+        self._experts = _copied_experts(source, manifest, self.declaration)
         self.info = replace(
             _info(manifest),
             name=source.name,
@@ -63,6 +65,14 @@ class ConvertedCheckpoint(Checkpoint):
             num_files=len(source.files),
             warnings=tuple(source.warnings),
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the declaration, which holds functions that no other process can have."""
+        return {name: value for name, value in vars(self).items() if name != "declaration"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.declaration = _source_declaration(self.source)
 
     def is_packed(self, layer: int) -> bool:
         """Whether a layer's experts were converted; the others were copied unchanged."""
@@ -136,14 +146,18 @@ def _holds(rank: RankEntry, expert: int) -> bool:
     return rank.experts[0] <= expert < rank.experts[1]
 
 
-def _copied_experts(source: Source, manifest: Manifest) -> dict[int, Experts]:
+def _source_declaration(source: Source) -> Declaration | None:
+    """The quantisation config of the source, which `config.json` keeps as `original`, or a side file."""
+    ours = source.config.get("quantization_config")
+    original = ours.get("original") if isinstance(ours, Mapping) else None
+    declaration, _ = find_declaration({**source.config, "quantization_config": original or {}}, source.side_configs)
+    return declaration
+
+
+def _copied_experts(source: Source, manifest: Manifest, declaration: Declaration | None) -> dict[int, Experts]:
     """Experts of the layers that were copied, under the quantisation config of the source."""
     if not manifest.copied:
         return {}
-    ours = source.config.get("quantization_config")
-    original = ours.get("original") if isinstance(ours, Mapping) else None
-    config = {**source.config, "quantization_config": original or {}}
-    declaration, _ = find_declaration(config, source.side_configs)
     family = find_family(model_type(Facts(source.config)))
     rest = {name: entry for name, entry in source.tensors.items() if name not in source.expert_names}
     copied = {row.layer for row in manifest.copied}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import NoReturn
 
 from moeq.checkpoint.header import TensorEntry
@@ -198,6 +199,14 @@ class Experts:
         return ExpertKind(described, self._interleaved)
 
 
+def is_whole(part: str, entry: TensorEntry) -> bool:
+    """Whether a tensor of a stack has no leading expert axis: it describes the whole stack, or is one number for all.
+
+    ModelOpt 0.47 writes such numbers for the experts of Llama 4 and gpt-oss (`gate_up_proj_input_scale` `[]`).
+    """
+    return part in WHOLE_PARTS or prod(entry.shape) == 1
+
+
 def _headers_only(declaration: Declaration | None) -> Declared:
     """For tensors that are quantised although no config says so."""
     if declaration and declaration.default:
@@ -215,7 +224,7 @@ def _sigs(owner: Experts, parts: Mapping[str, TensorEntry]) -> dict[str, PartSig
             part: PartSig(entry.dtype, (entry.shape[0] // count, *entry.shape[1:])) for part, entry in parts.items()
         }
     return {
-        part: PartSig(entry.dtype, entry.shape if part in WHOLE_PARTS else _row_shape(owner, part, entry))
+        part: PartSig(entry.dtype, entry.shape if is_whole(part, entry) else _row_shape(owner, part, entry))
         for part, entry in parts.items()
     }
 
@@ -260,7 +269,7 @@ def _count(layer: LayerExperts, declared: int | None) -> int:
         sizes = {
             entries[FUSED].shape[0] if entries[FUSED].shape else 0
             for (_, part), entries in layer.parts.items()
-            if FUSED in entries and part not in WHOLE_PARTS
+            if FUSED in entries and not is_whole(part, entries[FUSED])
         }
         if len(sizes) != 1:
             inconsistent(layer.prefix, f"stacked tensors disagree about the number of experts: {sorted(sizes)}")

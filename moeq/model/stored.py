@@ -10,7 +10,7 @@ from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.manifest import StackedRole
 from moeq.checkpoint.names import StoredName
 from moeq.matrix import QuantizedMatrix
-from moeq.model.experts import WHOLE_PARTS, ExpertKind, Experts
+from moeq.model.experts import ExpertKind, Experts, is_whole
 from moeq.schemes.format import PartSig
 from moeq.schemes.registry import get_format
 
@@ -64,7 +64,7 @@ def stored_parts(
         scheme = kind.projections[projection].scheme
         stored_as = get_format(scheme.format)
         for part, entry in unit[projection].items():
-            row = fused and part not in WHOLE_PARTS
+            row = fused and not is_whole(part, entry)
             size = entry.nbytes // experts.num_experts if row else entry.nbytes
             start = entry.start + expert * size if row else entry.start
             sig = PartSig(entry.dtype, entry.shape[1:] if row else entry.shape)

@@ -38,6 +38,7 @@ _FAMILY_OF_ENTRY = {
     "mxfp4": "mxfp4-generic",
     "experts_int8": "int8",
     "fp8": "fp8",
+    "deepseek_v4_fp8": "mxfp4-generic",
 }
 _MARLIN = ("MARLIN", "BATCHED_MARLIN")
 _OPEN = Method("", "wna16", "none", "none")

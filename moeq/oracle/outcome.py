@@ -16,6 +16,8 @@ from moeq.oracle.select import Selection
 _ACTIVATION_BITS = {"kMxfp8": 8, "kFp8": 8, "kInt8": 8, "kMxfp4": 4, "kNvfp4": 4, "kMxfp6": 6}
 #: Classes that run weight-only whatever the activation key says.
 _WEIGHT_ONLY = ("Marlin", "Emulation")
+#: Classes whose call of `fused_experts_cpu` names another precision of activations than their keys do.
+_CPU_ACTIVATION_BITS = {"CPUExpertsInt4": 8, "CPUExpertsFp8": 16}  # INT4_W4A8, FP8_W8A16
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,9 @@ class Outcome:
 
     def stage(self, row: CandidateReport | None) -> Stage:
         """What the gates look at if that backend were the selected one."""
-        return Stage(self.case, self.entry, row, declared_kind(self.config, self.case.shape, self.case.policy))
+        return Stage(
+            self.case, self.entry, row, declared_kind(self.config, self.case.shape, self.case.policy, self.case.device)
+        )
 
     @property
     def runs(self) -> str | None:
@@ -57,6 +61,7 @@ def runs_as(case: Case, chosen: CandidateReport) -> str:
     bits = next((bits for prefix, bits in _ACTIVATION_BITS.items() if key.startswith(prefix)), 16)
     if any(word in (chosen.experts or "") for word in _WEIGHT_ONLY) or case.method.config == "experts_int8":
         bits = 16
+    bits = _CPU_ACTIVATION_BITS.get(chosen.experts or "", bits)
     return f"W{case.method.bits or _key_bits(case.method.weight_key)}A{bits}"
 
 

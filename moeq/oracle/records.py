@@ -43,6 +43,9 @@ class MoeShape:
         routed_scaling_factor: factor on the combined output (1: none).
         router_weight_on_input: router weights multiply the input instead of the output.
         model_type: the model config's own name (`gpt_oss`), where known: some engines branch on it.
+        architecture: the model class that its config names (`KimiK3ForConditionalGeneration`), where known.
+        expert_dtype: what the model's config says of its experts beside the quantisation config (DeepSeek-V4's `fp4`
+            or `fp8`); empty where it says nothing.
     """
 
     hidden_size: int
@@ -59,6 +62,8 @@ class MoeShape:
     routed_scaling_factor: float = 1.0
     router_weight_on_input: bool = False
     model_type: str = ""
+    architecture: str = ""
+    expert_dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -216,6 +221,8 @@ class ConvertTarget:
         flag: what to start the engine with, such as `--moe-backend marlin`; None where the engine chooses the same.
         sizes: sizes per rank.
         why: why this is not the engine's own choice, or None.
+        rounding: what is rounded where stored values do not fit; `convert` then stops unless lossy layouts are allowed.
+            None where all values fit, whatever they are.
     """
 
     backend: str
@@ -224,6 +231,7 @@ class ConvertTarget:
     flag: str | None
     sizes: Sizes
     why: str | None = None
+    rounding: str | None = None
 
 
 @dataclass(frozen=True)

@@ -88,10 +88,12 @@ def installed_version(name: str) -> str | None:
     """Version of an engine in this environment, or None. Nothing of it is imported."""
     from importlib.metadata import PackageNotFoundError, version
 
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+    for package in (name, f"{name}-cpu"):
+        try:
+            return version(package).partition("+")[0]
+        except PackageNotFoundError:
+            continue
+    return None
 
 
 def version_range(asked: str) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
 
 
 def stream_codes(words: Tensor, bits: int, count: int) -> Tensor:
@@ -21,7 +21,7 @@ def stream_codes(words: Tensor, bits: int, count: int) -> Tensor:
     """
     import torch
 
-    octets = words.contiguous().view(torch.uint8).reshape(*words.shape[:-1], -1)
+    octets = _seen_as(words, torch.uint8)
     if bits == 4:  # each byte becomes two: 0xHL -> 0x0H0L
         pairs = octets.to(torch.int16)
         pairs |= pairs << 4
@@ -98,13 +98,13 @@ def pack_stream(codes: Tensor, bits: int, words: int) -> Tensor:
         padded = torch.nn.functional.pad(codes, (0, missing)) if missing else codes
         whole = padded.is_contiguous() and padded.storage_offset() % 2 == 0 and padded.dtype == torch.uint8
         if bits == 4 and whole:  # 0x0H0L -> 0xHL
-            pairs = padded.view(torch.int16)
-            return (pairs | pairs >> 4).to(torch.uint8).view(torch.int32)
+            pairs = _seen_as(padded, torch.int16)
+            return _seen_as((pairs | pairs >> 4).to(torch.uint8), torch.int32)
         fields = padded.reshape(padded.shape[0], -1, lanes)
         octets = fields[..., 0].clone()
         for index in range(1, lanes):
             octets |= fields[..., index] << (bits * index)
-        return octets.contiguous().view(torch.int32)
+        return _seen_as(octets, torch.int32)
     missing = -codes.shape[1] % 8
     lanes64 = torch.nn.functional.pad(codes, (0, missing)).to(torch.int64).reshape(codes.shape[0], -1, 8)
     joined = torch.zeros_like(lanes64[..., 0])
@@ -113,7 +113,17 @@ def pack_stream(codes: Tensor, bits: int, words: int) -> Tensor:
     octets = torch.stack([(joined >> (8 * byte)) & 0xFF for byte in range(bits)], dim=-1).to(torch.uint8).flatten(-2)
     missing = words * 4 - octets.shape[1]
     octets = torch.nn.functional.pad(octets, (0, missing)) if missing > 0 else octets[:, : words * 4]
-    return octets.contiguous().view(torch.int32)
+    return _seen_as(octets, torch.int32)
+
+
+def _seen_as(tensor: Tensor, kind: dtype) -> Tensor:
+    """The same bytes as elements of another width: `[..., C]` becomes `[..., C * width / new width]`.
+
+    An axis of length one may have any stride in a tensor that torch calls contiguous, and `view(dtype)` refuses some.
+    """
+    row = tensor.shape[-1] * tensor.element_size() // kind.itemsize
+    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
+    return flat.view(kind).view(*tensor.shape[:-1], row)
 
 
 def pack_lanes(codes: Tensor, bits: int, words: int) -> Tensor:

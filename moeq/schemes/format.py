@@ -198,13 +198,15 @@ class Encoding:
 def make_scheme(format_id: str, spec: MatrixSpec, declared: Declared, encoding: Encoding) -> Scheme:
     """The scheme of a projection, from its sizes, what the config says and how the format encodes."""
     scale = ScaleKey(spec.scale_dtype, encoding.granularity, encoding.group_shape)
+    # Where all columns share a scale there is nothing to order, whatever the config says (`desc_act` with group -1).
+    grouped = encoding.granularity == "group"
     return Scheme(
         format=format_id,
         weight=QuantKey(spec.element, encoding.storage, scale, spec.symmetric, encoding.scale2),
         activation=declared.activation,
         packing=encoding.packing,
         zero_point=encoding.zero_point,
-        act_order=declared.act_order,
+        act_order=declared.act_order and grouped,
         has_bias=spec.bias_dtype is not None,
         quant_method=declared.method,
         checkpoint_format=declared.variant,

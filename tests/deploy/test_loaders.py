@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import moeq
 from moeq.checkpoint.manifest import read_manifest
@@ -39,18 +40,47 @@ def assigned(path: Path, name: str) -> ast.expr:
     raise AssertionError(f"{path} assigns no {name}")
 
 
-def test_versions_of_vllm() -> None:
-    assert ast.literal_eval(assigned(ENGINES / "vllm" / "plugin.py", "ENGINES")) == loaders.VLLM_VERSIONS
+@pytest.mark.parametrize(
+    ("versions", "words"),
+    [
+        (loaders.VLLM_VERSIONS, "0.26.0 to 0.33.0"),
+        (("0.33.0", "0.32.0"), "0.32.0 to 0.33.0"),
+        (("0.33.0", "0.28.0", "0.27.1", "0.26.0"), "0.26.0 and 0.27.1 to 0.28.0 and 0.33.0"),
+    ],
+)
+def test_ranges_of_versions(versions, words) -> None:
+    assert loaders.version_ranges(versions) == words
 
 
 def test_layouts_that_vllms_kernels_read() -> None:
     named = set()
-    for module, name in (("backends", "BACKENDS"), ("floats", "FLOATS")):
+    for module, name in (("backends", "BACKENDS"), ("cpus", "CPUS"), ("floats", "FLOATS")):
         table = assigned(ENGINES / "vllm" / f"{module}.py", name)
+        table = table.body if isinstance(table, ast.IfExp) else table
         assert isinstance(table, ast.Dict)
         named |= {ast.literal_eval(key) for key in table.keys if key is not None}
-    of_one_version = {"marlin-act-order/1", "flashinfer-cutedsl-nvfp4/1"}
-    assert named | of_one_version == set(loaders.VLLM_LAYOUTS)
+    of_some = {
+        "marlin-act-order/1",
+        "flashinfer-cutedsl-nvfp4/1",
+        "cutlass-mxfp4/1",
+        "b12x-nvfp4/1",
+        "b12x-nvfp4-a16/1",
+    }
+    assert named | of_some == set(loaders.VLLM_LAYOUTS)
+
+
+@pytest.mark.parametrize(
+    ("backend", "versions"),
+    [
+        ("flashinfer_trtllm", "0.26.0 to 0.33.0"),  # 0.27 and 0.29.0 have no rules of their own: as those beside them
+        ("flashinfer_cutedsl", "0.32.0 to 0.33.0"),  # earlier ones pad nothing for it
+    ],
+)
+def test_versions_whose_kernels_read_a_layout(checkpoints: Path, backend, versions) -> None:
+    """None of moeq's own kernels reads these layouts."""
+    source = moeq.open(checkpoints / "modelopt-nvfp4-qwen3moe")
+    found = answer(source, Ask(moeq.Deployment(gpu=moeq.gpu("B200"), backend=backend)))
+    assert [loader.title for loader in found.loaders] == [f"vLLM {versions} (moeq's plug-in)"]
 
 
 def test_versions_of_sglang() -> None:
@@ -111,6 +141,23 @@ def test_where_sglang_is_named(checkpoints: Path, tmp_path: Path, name, changes,
     deployment = moeq.Deployment(gpu=moeq.gpu("H100"), engine="moeq", **options)
     found = answer(moeq.open(source), Ask(deployment))
     assert ("sglang" in [loader.name for loader in found.loaders]) == loads
+
+
+@pytest.mark.parametrize("layout", ["trtllm-nvfp4/1", "marlin-nvfp4/1"])
+@pytest.mark.parametrize("lost", ["none", "of one expert", "all"])
+def test_what_needs_scales_of_activations_is_named_where_all_are_there(
+    checkpoints: Path, tmp_path: Path, layout: str, lost: str
+) -> None:
+    """The plug-in would refuse to load such a conversion; Marlin quantises no activations."""
+    source = tmp_path / "source"
+    shutil.copytree(checkpoints / "modelopt-nvfp4-qwen3moe", source)
+    path = source / "model.safetensors"
+    drop = {"none": "nothing", "of one expert": ".experts.1.up_proj.input_scale", "all": ".input_scale"}[lost]
+    save_file({name: one for name, one in load_file(path).items() if not name.endswith(drop)}, path)
+    deployment = moeq.Deployment(gpu=moeq.gpu("B200"))
+    done = moeq.convert(source, tmp_path / "out", deployment, layout=layout, force_layout=True)
+    named = "vllm" in [loader.name for loader in done.loaders]
+    assert named == (lost == "none" or layout == "marlin-nvfp4/1")
 
 
 def test_models_of_transformers() -> None:

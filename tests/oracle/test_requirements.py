@@ -361,7 +361,11 @@ def test_r34_emulation_memory() -> None:
         (scheme("compressed-tensors"), gpu("A100", tp=8), SHAPE, "G7"),
         (scheme("gptq"), gpu("CPU"), replace(SHAPE, hidden_size=2880), "G8"),
         (scheme("mxfp4", "e2m1", 32, scale="e8m0"), gpu("B200"), replace(GPT_OSS, has_bias=False), "G8"),
+        (scheme("compressed-tensors", "e2m1", 32, scale="e8m0"), gpu("CPU"), SHAPE, "G8"),
         (scheme("compressed-tensors", "e2m1", 32, scale="e8m0"), gpu("MI300X"), SHAPE, "G9"),
+        (scheme("gptq"), gpu("CPU", tp=2, ep=2), SHAPE, "G11"),
+        (scheme("mxfp4", "e2m1", 32, scale="e8m0"), gpu("CPU", dtype="fp16"), GPT_OSS, "G11"),
+        (scheme("mxfp8", "e4m3", 32, scale="e8m0"), gpu("CPU"), SHAPE, "G11"),
     ],
 )
 def test_r37_dry_run_finds_what_fails_later(one: Any, where: Deployment, shape: MoeShape, gate: str) -> None:
@@ -410,12 +414,17 @@ def test_r40_precision_that_really_runs() -> None:
     assert (mxfp4.runs_as, "activation-precision-differs" in codes(mxfp4)) == ("W4A4", True)
     int8 = ask(every_scheme()["ct int8 w8a8"][0], gpu("A100"))
     assert (int8.runs_as, "activation-precision-differs" in codes(int8)) == ("W8A8", False)
+    # vLLM calls its CPU kernels by INT4_W4A8 and FP8_W8A16, whatever the keys of their classes say.
+    int4 = ask(every_scheme()["gptq int4 g128"][0], gpu("CPU"))
+    assert (int4.runs_as, "activation-precision-differs" in codes(int4)) == ("W4A8", True)
+    fp8 = ask(every_scheme()["fp8 block"][0], gpu("CPU"))
+    assert (fp8.runs_as, "activation-precision-differs" in codes(fp8)) == ("W8A16", True)
 
 
 def test_r41_gates_are_in_the_report() -> None:
     verdict = ask(scheme("mxfp4", "e2m1", 32, scale="e8m0"), gpu("T4", dtype="fp16"), GPT_OSS)
     assert [gate.code for gate in verdict.gates if not gate.passed] == ["G2", "G3"]
-    assert {gate.code for gate in verdict.gates} == {"G0", "G1", "G2", "G3", "G5", "G6", "G7", "G8", "G9", "G10"}
+    assert {gate.code for gate in verdict.gates} == {"G0", "G1", "G2", "G3", "G5", "G6", "G7", "G8", "G9", "G10", "G11"}
     assert verdict.selected is not None
 
 

@@ -36,3 +36,22 @@ def test_views_that_begin_anywhere(offset: int) -> None:
     assert torch.equal(pack_stream(columns, 4, 8), packed)
     octets = packed.view(torch.uint8)
     assert torch.equal(stream_codes(octets[:, offset:], 4, 64 - 2 * offset), codes[:, 2 * offset :])
+
+
+def restrided(tensor: torch.Tensor, stride: int) -> torch.Tensor:
+    """The same tensor with that stride wherever an axis has one element, as transposed views have it."""
+    strides = [stride if size == 1 else old for size, old in zip(tensor.shape, tensor.stride(), strict=True)]
+    found = tensor.as_strided(tensor.shape, strides)
+    assert found.is_contiguous()
+    return found
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("shape", [(1, 64), (64, 1), (1, 1)])
+@pytest.mark.parametrize("stride", [1, 2, 7])
+def test_an_axis_of_one_may_have_any_stride(bits: int, shape: tuple[int, int], stride: int) -> None:
+    codes = torch.randint(0, 2**bits, shape, dtype=torch.uint8)
+    words = -(-shape[1] * bits // 32)
+    packed = pack_stream(codes, bits, words)
+    assert torch.equal(pack_stream(restrided(codes, stride), bits, words), packed)
+    assert torch.equal(stream_codes(restrided(packed, stride), bits, shape[1]), codes)

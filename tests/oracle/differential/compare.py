@@ -135,6 +135,7 @@ def question_of(world: Row, case: Row) -> tuple[Row, MoeShape, Deployment]:
         hash_routing=case["hash_routing"],
         swiglu_limit=case["swiglu_limit"],
         model_type=case["model_type"],
+        expert_dtype=case.get("expert_dtype", ""),
     )
     return dict(case["qcfg"] or {}), shape, deployment
 

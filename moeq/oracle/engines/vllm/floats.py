@@ -53,6 +53,26 @@ def check_activation_request(method: Method, config: Config) -> None:
         )
 
 
+def read_deepseek_v4(question: Question) -> Method:
+    """DeepSeek-V4: the model's `expert_dtype` says what the experts are, and `moe_quant_algo` which FP4.
+
+    Raises:
+        ConfigRefusal: for another `expert_dtype` than fp4 and fp8.
+    """
+    config = question.config
+    if skipped_module(config.get("ignored_layers") or config.get("modules_to_not_convert"), question.prefix):
+        return unquantized()
+    experts = question.probe.shape.expert_dtype or "fp4"
+    if experts not in ("fp4", "fp8"):
+        refuse(f"expert_dtype '{experts}' is not one of fp4, fp8")
+    if experts == "fp8":
+        return read_fp8(question)
+    if str(config.get("moe_quant_algo") or "").upper() == "NVFP4":
+        name, family, weight, activation = _MODELOPT["NVFP4"]
+        return Method(name, family, "modelopt", weight, activation, 4, vllm_cutlass=False)
+    return Method("Mxfp4MoEMethod", "mxfp4-generic", "mxfp4", "kMxfp4Static", None, 4, 32)
+
+
 def block_key(rows: int, columns: int) -> str:
     """The key of fp8 weights with one scale per block."""
     return "kFp8Static128BlockSym" if (rows, columns) == (128, 128) else f"kFp8Static{rows}x{columns}Sym"

@@ -1,4 +1,4 @@
-"""Gates: what else can stop a deployment, before and after backend selection (G0 to G10 of the report).
+"""Gates: what else can stop a deployment, before and after backend selection (G0 to G11 of the report).
 
 Each gate is a value with a check; all are evaluated and reported, passed or not.
 """
@@ -244,6 +244,7 @@ def _convert(stage: Stage) -> Iterator[Failed]:
         "family": case.method.family,
         "backend": selected.backend,
         "bias": case.shape.has_bias,
+        "platform": case.gpu.platform,
     }
     for row in case.policy.no_converter:
         if all(row.get(key, value) == value for key, value in known.items()):
@@ -295,6 +296,33 @@ def _options(stage: Stage) -> Iterator[Failed]:
         yield Failed("ValueError", text, f"one of {', '.join(policy.all2all)}", "OPTION")
 
 
+#: Expert classes for x86 CPUs with AMX, and the dtypes of activations that their kernels take.
+_CPU_KERNELS = {
+    "CPUExpertsInt4": ("bf16", "fp16"),
+    "CPUExpertsInt8": ("bf16",),
+    "CPUExpertsMxfp4": ("bf16",),
+    "CPUExpertsFp8": ("bf16",),
+}
+
+
+def _first_call(stage: Stage) -> Iterator[Failed]:
+    """Known for CPUs, where the kernels of 0.32.0 were run."""
+    case = stage.case
+    experts = stage.selected.experts or "" if stage.selected and case.gpu.platform == "cpu" else ""
+    if experts.endswith("TritonExperts"):
+        text = "the experts run in Triton, which vLLM's build for CPUs replaces with an empty module"
+        yield Failed("AttributeError", text, "a GPU", "KERNEL_CALL")
+    dtypes = _CPU_KERNELS.get(experts)
+    if dtypes is None:
+        return
+    if case.deployment.ep > 1:
+        text = "the kernel takes no map of experts: at tokens for another rank's it stops or ends the process"
+        yield Failed("RuntimeError", text, "no expert parallelism", "KERNEL_CALL")
+    if case.deployment.dtype not in dtypes:
+        text = f"the kernel ends the process with {case.deployment.dtype} activations (c10::Error)"
+        yield Failed("SystemExit", text, f"dtype {dtypes[0]}", "KERNEL_CALL")
+
+
 GATES: tuple[GateRule, ...] = (
     GateRule("G0", "method detection", "The method a checkpoint declares, or the one the user names.", _method),
     GateRule("G1", "platform list", "Methods that a platform's build leaves out.", _platform),
@@ -306,6 +334,7 @@ GATES: tuple[GateRule, ...] = (
     GateRule("G8", "conversion", "Load-time conversion has to know the config class.", _convert),
     GateRule("G9", "kernel creation", "Prepare and experts objects are made and checked against each other.", _kernel),
     GateRule("G10", "options", "Values of options that this version of the engine does not have.", _options),
+    GateRule("G11", "first call", "What a kernel refuses only when it is called.", _first_call),
 )  # fmt: skip
 
 

@@ -90,6 +90,8 @@ def set_config(question: Question) -> Any:
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[question["dtype"]]
     hf = Loose(model_type=question["model_type"], quantization_config=question["qcfg"])
+    if question.get("expert_dtype"):
+        hf.expert_dtype = question["expert_dtype"]
     CONFIG.__dict__.clear()
     CONFIG.__dict__.update(
         model_config=Loose(

@@ -16,8 +16,11 @@ _ENTRIES = {
     "awq_marlin": "awq",
     "auto-round": "inc",
     "modelopt_mixed": "modelopt",
-    "deepseek_v4_fp8": "fp8",
 }
+
+
+#: Declared kind and method in force -> the model's own entry point.
+_OF_MODEL = {("mxfp4:gpt_oss", "mxfp4"): "gpt_oss_mxfp4", ("fp8:deepseek_v4", "fp8"): "deepseek_v4_fp8"}
 
 
 def canonical(name: str) -> str:
@@ -32,10 +35,11 @@ def algorithm_of(config: Mapping[str, Any]) -> str:
     return str(source.get("quant_algo") or "").upper()
 
 
-def declared_kind(config: Mapping[str, Any], shape: MoeShape, policy: EnginePolicy) -> str:
+def declared_kind(config: Mapping[str, Any], shape: MoeShape, policy: EnginePolicy, device: str) -> str:
     """What a config declares, as the tables of names write it: its method, and what else decides the name.
 
-    GPTQ and AWQ that the byte-layout method does not take are `-odd`; MXFP4 knows gpt-oss; ModelOpt its algorithm.
+    GPTQ and AWQ that the byte-layout method does not take are `-odd`; MXFP4 knows gpt-oss, FP8 DeepSeek-V4; Kimi-K3's
+    compressed MXFP4 is plain MXFP4; ModelOpt knows its algorithm.
     """
     declared = str(config.get("quant_method", ""))
     if declared == "gptq":
@@ -45,6 +49,10 @@ def declared_kind(config: Mapping[str, Any], shape: MoeShape, policy: EnginePoli
         return "awq" if config.get("bits") == 4 else "awq-odd"
     if declared == "mxfp4" and is_gpt_oss(shape):
         return "mxfp4:gpt_oss"
+    if declared == "fp8" and is_deepseek_v4(shape, policy, device):
+        return "fp8:deepseek_v4"
+    if declared == "compressed-tensors" and is_kimi_k3_mxfp4(config, shape, policy):
+        return "mxfp4"
     if declared.startswith("modelopt") and algorithm_of(config):
         return f"{declared}:{algorithm_of(config)}"
     return declared
@@ -65,6 +73,20 @@ def is_gpt_oss(shape: MoeShape) -> bool:
     return shape.activation == "swigluoai" and shape.has_bias
 
 
+def is_deepseek_v4(shape: MoeShape, policy: EnginePolicy, device: str) -> bool:
+    """DeepSeek-V4, or V4.1 where the engine has it (CUDA and ROCm): their FP8 config says nothing of the experts
+    (`DeepseekV4FP8Config`)."""
+    if policy.since("0.30.0") and device.startswith(("sm", "gfx")):
+        return shape.model_type in ("deepseek_v4", "deepseek_v4_text", "deepseek_v41", "deepseek_v41_text")
+    return shape.model_type == "deepseek_v4"
+
+
+def is_kimi_k3_mxfp4(config: Mapping[str, Any], shape: MoeShape, policy: EnginePolicy) -> bool:
+    """Kimi-K3's MXFP4, which the engine renames (`KimiK3ForConditionalGenerationConfig`)."""
+    kimi = shape.architecture in ("KimiK3ForConditionalGeneration", "KimiK3MTPModel") and policy.since("0.28.0")
+    return kimi and config.get("format") == "mxfp4-pack-quantized"
+
+
 def in_force(policy: EnginePolicy, device: str, kind: str, asked: str | None) -> str | None:
     """The method in force, or None where the combination is refused. A kind that the tables do not know stands for
     itself."""
@@ -83,6 +105,6 @@ def entry_of(policy: EnginePolicy, device: str, config: Mapping[str, Any], shape
     """The entry point that a checkpoint's config goes through; what it declares where the engine refuses the name."""
     if not config and asked is None:
         return ""
-    kind = declared_kind(config, shape, policy)
+    kind = declared_kind(config, shape, policy, device)
     found = in_force(policy, device, kind, asked) or kind.partition(":")[0].removesuffix("-odd") or asked or ""
-    return canonical("gpt_oss_mxfp4" if kind == "mxfp4:gpt_oss" and found == "mxfp4" else found)
+    return canonical(_OF_MODEL.get((kind, found), found))

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from moeq.oracle.engines.vllm.compressed import read_compressed_tensors
-from moeq.oracle.engines.vllm.floats import read_fp8, read_gpt_oss, read_modelopt, read_mxfp4, read_online
+from moeq.oracle.engines.vllm.floats import (
+    read_deepseek_v4,
+    read_fp8,
+    read_gpt_oss,
+    read_modelopt,
+    read_mxfp4,
+    read_online,
+)
 from moeq.oracle.engines.vllm.integers import read_awq, read_gptq, read_humming, read_inc, read_moe_wna16
 from moeq.oracle.engines.vllm.quark import read_quark
 from moeq.oracle.engines.vllm.readers import Reader, unquantized
@@ -21,6 +28,7 @@ READERS: dict[str, Reader] = {
     "gpt_oss_mxfp4": read_gpt_oss,
     "mxfp4": read_mxfp4,
     "fp8": read_fp8,
+    "deepseek_v4_fp8": read_deepseek_v4,
     "modelopt": read_modelopt,
     "modelopt_fp4": read_modelopt,
     "modelopt_mxfp8": read_modelopt,
