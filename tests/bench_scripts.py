@@ -10,8 +10,11 @@ sys.path.append(str(FOLDER))
 
 import checkpoint_formats  # noqa: E402
 import convert_speed  # noqa: E402
+import generating  # noqa: E402
 import inspect_speed  # noqa: E402
+import judging  # noqa: E402
 import make_checkpoint  # noqa: E402
+import make_family  # noqa: E402
 import measuring  # noqa: E402
 import naive_convert  # noqa: E402
 import transcode_speed  # noqa: E402
@@ -20,8 +23,11 @@ __all__ = [
     "FOLDER",
     "checkpoint_formats",
     "convert_speed",
+    "generating",
     "inspect_speed",
+    "judging",
     "make_checkpoint",
+    "make_family",
     "measuring",
     "naive_convert",
     "transcode_speed",

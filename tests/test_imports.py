@@ -18,6 +18,7 @@ RECORDS = {"errors", "foreign", "matrix", "typed"}
 # area -> areas it may import. An area is the first name below `moeq`; "" is moeq/__init__.py itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "": {"version", "model", "pipeline", "prove", "load", "check", "deploy", *RECORDS},
+    "__main__": {"cli"},
     "errors": set(),
     "foreign": set(),
     "typed": {"errors"},
@@ -91,6 +92,7 @@ INSIDE_ENGINES = {
         "vllm/method",
         "vllm/experts",
         "vllm/backends",
+        "vllm/cpus",
         "vllm/floats",
         "vllm/rows",
         "sglang/config",

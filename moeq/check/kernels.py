@@ -26,17 +26,12 @@ def activations_of(layout: str, element: str, asked: str = "") -> str:
         MoeqError: `answer.no-kernel` where no kernel reads the layout, or none so that activations become e4m3.
     """
     from moeq_kernels.errors import KernelUnsupportedError
-    from moeq_kernels.formats import FORMATS, find_format
+    from moeq_kernels.formats import find_format
 
     try:
         found = find_format(layout, element)
-        if asked == "fp8" and not found.fp8_activations:
-            readable = ", ".join(one.layout for one in FORMATS.values() if one.fp8_activations)
-            raise MoeqError(
-                "answer.no-kernel",
-                f"moeq has no kernel that multiplies {element} weights in layout {layout} with e4m3 activations",
-                f"layouts that have one: {readable}",
-            )
+        if asked == "fp8":
+            kernel_experts.check_e4m3(layout, element, prepared=False)
         return "int8" if found.int8_activations else asked
     except KernelUnsupportedError as error:
         raise MoeqError(

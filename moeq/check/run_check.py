@@ -47,6 +47,10 @@ class Opened:
     manifest: Manifest
     notes: tuple[str, ...] = ()
 
+    def reference_of(self, layer: int) -> Checkpoint:
+        """The truth for one layer's kernels: what is stored, where lossy packing was allowed to change numbers."""
+        return self.converted if self.manifest.layer(layer).losses else self.reference
+
 
 def run_check(
     dst: str | Path,
@@ -83,8 +87,8 @@ def check_opened(opened: Opened, options: CheckOptions, progress: Progress | Non
     dtype = str(manifest.deployment.get("dtype", "bf16"))
     checks = [
         LayerCheck(
-            converted, opened.reference, manifest.layer(sample.layer), sample, device, _DTYPES[dtype], options.seed,
-            activation, options.whole, options.activation_dtype,
+            converted, opened.reference_of(sample.layer), manifest.layer(sample.layer), sample, device, _DTYPES[dtype],
+            options.seed, activation, options.whole, options.activation_dtype,
         )
         for sample in samples
     ]  # fmt: skip
@@ -112,7 +116,7 @@ def check_opened(opened: Opened, options: CheckOptions, progress: Progress | Non
         layers_in_checkpoint=len(manifest.layers),
         derivation=derivation,
         seconds=time.monotonic() - started,
-        notes=(*opened.notes, *notes),
+        notes=(*opened.notes, *_changed(opened, [sample.layer for sample in samples]), *notes),
     )
 
 
@@ -154,6 +158,17 @@ def open_both(dst: str | Path, source: str | Path | None = None, revision: str |
             "name the right source, or convert again",
         )
     return Opened(converted, reference, manifest)
+
+
+def _changed(opened: Opened, layers: list[int]) -> tuple[str, ...]:
+    """That some layers are not held against the source, which has other numbers."""
+    changed = sum(opened.manifest.layer(layer).losses for layer in layers)
+    if not changed or opened.reference is opened.converted:
+        return ()
+    return (
+        f"--allow-lossy changed {changed} stored numbers of these layers: their reference is what is stored, "
+        "not the source; moeq diff shows how far the two differ",
+    )
 
 
 def _activation(reference: Checkpoint) -> tuple[Activation, tuple[str, ...]]:

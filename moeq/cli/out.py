@@ -131,7 +131,10 @@ def write(stream: TextIO, text: str) -> None:
     """Write at once. Where the reader has gone away or the disk is full, the rest of the output is dropped; the exit
     code still gives the answer."""
     try:
-        stream.write(text)
+        try:
+            stream.write(text)
+        except UnicodeEncodeError:  # a terminal or a locale that is not UTF-8: `\\u2192` for an arrow
+            stream.write(text.encode(stream.encoding, "backslashreplace").decode(stream.encoding))
         stream.flush()
     except (OSError, ValueError):  # ValueError: the stream was closed
         _silence(stream)

@@ -74,10 +74,14 @@ def render(console: Console, job: Job, needs: Needs) -> None:
     """The plan for people."""
     from moeq.deploy.loaders import loads_in
     from moeq.report.text import line
+    from moeq.report.verdict_text import rounding_text
 
     layouts = ", ".join(dict.fromkeys(layer.entry.layout for layer in job.plan.layers))
     console.print(job.checkpoint.source.name, style="bold")
     line(console, "backend", f"{job.targets.backend}, layout {layouts}")
+    convert = job.targets.verdict.convert
+    if convert and convert.rounding:
+        line(console, "", rounding_text(convert.rounding))
     line(console, "loads in", loads_in(job.targets.loaders))
     render_needs(console, job.plan, needs)
 

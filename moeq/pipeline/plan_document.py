@@ -108,6 +108,7 @@ def plan_document(job: Job, needs: Needs) -> dict[str, Any]:
         "backend": job.targets.backend,
         "loads_in": [loader.title for loader in job.targets.loaders],
         "overridden": list(job.targets.overridden),
+        "rounding": job.targets.verdict.convert.rounding if job.targets.verdict.convert else None,
         "layouts": list(dict.fromkeys(layer.entry.layout for layer in plan.layers)),
         "totals": {
             "files": len(plan.files),

@@ -89,7 +89,13 @@ def restore(
         raise MoeqError("usage.not-converted", f"{dst} is not an output of `moeq convert`", "there is nothing to undo")
     converted = checkpoint.source
     restore_data = restore_data_of(checkpoint)
-    original = Checkpoint(KeptSource(converted, restore_data))
+    original = Checkpoint(KeptSource(converted, restore_data, checkpoint.manifest.source.revision))
+    if original.source.identity() != checkpoint.manifest.source.identity:
+        raise MoeqError(
+            "source.digest-mismatch",
+            f"{restore_data.path.name}: its configs and headers are not those of the source that was converted",
+            "moeq verify says what differs; convert the source again",
+        )
     destination = Path(out)
     outputs = (*restore_data.headers, *restore_data.texts, *restore_data.copied)
     job = f"restore of {checkpoint.manifest.source.identity}"

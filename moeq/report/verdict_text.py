@@ -38,6 +38,8 @@ def render_part(console: Console, answer: Answer, part: LayerGroup, *, verbose: 
         line(console, "convert", f"writes {part.target.layout} for {part.target.backend}")
         if part.target.why:
             line(console, "", part.target.why)
+        if part.target.rounding:
+            line(console, "", rounding_text(part.target.rounding))
         line(console, "loads in", loads_in(part.target.loaders))
     else:
         error = part.error or answer.error
@@ -49,6 +51,11 @@ def render_part(console: Console, answer: Answer, part: LayerGroup, *, verbose: 
     for one in others:
         row = Text(f"  {one.backend:<{width}}  {_reasons(one, verbose)}", style="dim")
         hanging(console, row, width + 4)
+
+
+def rounding_text(rounding: str) -> str:
+    """When `convert` will stop, as far as headers tell."""
+    return f"only with --allow-lossy if there are any: {rounding}"
 
 
 def deployment_text(deployment: Deployment) -> str:

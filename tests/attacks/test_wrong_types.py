@@ -272,6 +272,8 @@ def test_destinations(dst, checkpoints, tmp_path, moeq_command, monkeypatch) -> 
             "resources.memory",
         ),
         (RuntimeError("can't start new thread"), "resources.memory"),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "resources.memory"),
+        (SystemError("error return without exception set"), "resources.memory"),
         (RuntimeError("something else"), "bug.unexpected"),
         (KeyboardInterrupt(), "interrupted.signal"),
     ],

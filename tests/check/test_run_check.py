@@ -226,3 +226,22 @@ def test_a_sample_of_experts(converted, checkpoints) -> None:
     sample = report.layers[0].sample
     assert (sample.experts, sample.top_k, sample.complete) == ((3, 1), 2, False)
     assert {one.expert for result in report.results for one in result.experts} == {1, 3}
+
+
+def test_numbers_that_were_changed_on_purpose_are_no_failure(checkpoints, tmp_path) -> None:
+    """FP8 scales rounded to bf16: the kernels are right about what is stored, and the report says what it is."""
+    source = checkpoints / "modelopt-fp8-qwen3moe"
+    conversion = convert(source, tmp_path / "out", A100, allow_lossy=True)
+    assert conversion.manifest.layer(0).losses
+    report = run_check(tmp_path / "out", source, options=QUICK)
+    assert report.ok, [result for result in report.results if not result.passed]
+    (note,) = report.notes
+    assert f"--allow-lossy changed {conversion.manifest.layer(0).losses} stored numbers" in note
+
+
+def test_damage_is_found_where_numbers_were_changed_on_purpose(checkpoints, tmp_path) -> None:
+    convert(checkpoints / "modelopt-fp8-qwen3moe", tmp_path / "out", A100, allow_lossy=True)
+    tensor = "model.layers.0.mlp.experts.w2_scale"
+    scale = stored(tmp_path / "out", tensor)
+    overwrite(tmp_path / "out", tensor, 0, bytes((scale[0] ^ 0x40,)))
+    assert run_check(tmp_path / "out", options=QUICK).digest_mismatches

@@ -96,6 +96,11 @@ def test_version(moeq: Moeq) -> None:
     assert (result.code, result.out) == (0, "moeq 0.1.0\n")
 
 
+def test_the_package_runs_as_a_module() -> None:
+    result = subprocess.run([sys.executable, "-m", "moeq", "--version"], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (0, "moeq 0.1.0\n")
+
+
 @pytest.mark.parametrize("argv", [["no-such-command"], ["inspect"], ["inspect", "x", "--no-such-option"]])
 def test_usage_errors(moeq: Moeq, argv: list[str]) -> None:
     result = moeq(*argv)

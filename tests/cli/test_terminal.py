@@ -140,3 +140,19 @@ def test_a_misspelt_backend_is_usage(checkpoints: Path, tmp_path: Path) -> None:
         words = [argv[0], checkpoints / INT4, *([tmp_path / "out"] if argv[0] == "convert" else []), *argv[1:]]
         line = [*COMMAND, *map(str, words), "--gpu", "H100", "--backend", "marlim"]
         assert subprocess.run(line, capture_output=True, text=True, check=False).returncode == 2
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp437"])
+def test_an_encoding_without_arrows_and_boxes(encoding: str, checkpoints: Path) -> None:
+    """Nothing is left out for a character that the locale does not have."""
+
+    def answer(name: str) -> tuple[int, str]:
+        command = [*COMMAND, "oracle", str(checkpoints / INT4), "--gpu", "A100,H100", "--tp", "1,2"]
+        done = subprocess.run(command, env={**os.environ, "PYTHONIOENCODING": name}, capture_output=True, check=False)
+        return done.returncode, done.stdout.decode(name)
+
+    code, text = answer(encoding)
+    wanted, whole = answer("utf-8")
+    assert "┏" in whole
+    assert (code, len(text.splitlines())) == (wanted, len(whole.splitlines()))
+    assert re.findall(r"\w{4,}", text.encode().decode("unicode_escape")) == re.findall(r"\w{4,}", whole)

@@ -249,3 +249,34 @@ def test_what_is_said_to_load_is_loaded(checkpoints: Path, tmp_path: Path) -> No
             assert (problem is None) == claimed, f"{name}, {found.first.layout}, tp {tp}, ep {ep}: {problem}"
             seen[claimed] += 1
     assert seen[True] > 5
+
+
+def refusal_of(source: Path, folder: Path, where: Deployment) -> MoeqError | None:
+    """Why `convert` refuses once it reads values, or None where it does not."""
+    try:
+        moeq.convert(source, folder, where)
+    except MoeqError as error:
+        return error
+    return None
+
+
+def test_rounding_is_announced(checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A conversion that stops since scales would be rounded was said to do so, by every command."""
+    stopped = 0
+    for number, source in enumerate(path for path in sorted(checkpoints.iterdir()) if path.is_dir()):
+        for dtype in ("bf16", "fp16"):
+            where = Deployment(gpu=GPUS["sm80"], dtype=dtype, engine="moeq" if number % 2 else "vllm@0.33.0")
+            found = answer(moeq.open(source), Ask(where))
+            refused = refusal_of(source, tmp_path / f"{source.name}-{dtype}", where) if found.ok else None
+            if refused is None:
+                continue
+            stopped += 1
+            assert refused.code == "usage.lossy"
+            assert found.first.rounding is not None, f"{source.name}, {found.first.layout}: {refused}"
+            assert answer(moeq.open(source), Ask(where, allow_lossy=True)).first.rounding is None
+            for command in ("plan", "inspect"):
+                run([command, str(source), "--gpu", "sm80", "--dtype", dtype, "--engine", where.engine, "--json"])
+                document = json.loads(capsys.readouterr().out)
+                told = document if command == "plan" else document["verdict"]["convert"]
+                assert told["rounding"] == found.first.rounding
+    assert stopped

@@ -10,10 +10,13 @@ import contextlib
 import fcntl
 import json
 import os
+import random
 import resource
 import signal
 import subprocess
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -73,10 +76,15 @@ def test_the_torture_notices_a_conversion_that_believes_its_journal() -> None:
     assert "not what an undisturbed run writes" in done.stderr or "and is not complete" in done.stderr
 
 
-class Job:
-    """`moeq convert` of one small checkpoint, as processes."""
+#: Commands that write, and what they are given beside source and destination.
+COMMANDS = {"convert": ("--gpu", "a100"), "transcode": ("--to", "compressed-tensors")}
 
-    def __init__(self, folder: Path, layers: int = 12) -> None:
+
+class Job:
+    """`moeq convert` or `moeq transcode` of one small checkpoint, as processes."""
+
+    def __init__(self, folder: Path, command: str, layers: int = 12) -> None:
+        self.command = command
         self.folder, self.source, self.out = folder, folder / "source", folder / "disk" / "out"
         self.out.parent.mkdir()
         self.partial = self.out.with_name("out.moeq-partial")
@@ -85,7 +93,7 @@ class Job:
         )
 
     def argv(self, *more: object) -> list[str]:
-        return [*COMMAND, "convert", str(self.source), str(self.out), "--gpu", "a100", *map(str, more)]
+        return [*COMMAND, self.command, str(self.source), str(self.out), *COMMANDS[self.command], *map(str, more)]
 
     def run(self, *more: object, **settings: Any) -> tuple[int, dict[str, Any]]:
         done = subprocess.run(
@@ -130,9 +138,9 @@ class Job:
         return process.returncode, stderr
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    return Job(tmp_path_factory.mktemp("job"))
+@pytest.fixture(scope="module", params=COMMANDS)
+def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return Job(tmp_path_factory.mktemp("job"), request.param)
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +173,7 @@ def test_a_process_that_is_ended_goes_on_where_it_was(
             "hint: run the same command again: it continues where it stopped\n"
         )
     assert not job.out.exists()
-    assert not (job.partial / "moeq.json").exists()
+    assert not [name for name in ("moeq.json", "moeq-transcode.json") if (job.partial / name).exists()]
     assert list(job.partial.glob("moeq-journal*"))
     again, document = job.run()
     assert again == 0
@@ -200,6 +208,50 @@ def test_files_that_may_not_grow(job: Job, wanted: dict[str, bytes]) -> None:
     assert job.content() == wanted
 
 
+@pytest.mark.slow
+def test_signals_at_random_instants(job: Job, wanted: dict[str, bytes]) -> None:
+    """Interrupted, ended and killed, again and again: the same command goes on, and nothing is lost."""
+    dice, ended, done = random.Random(5), Counter[int](), 0
+    for _ in range(30):
+        process = subprocess.Popen(
+            job.argv("-q"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=default_interrupts
+        )
+        time.sleep(dice.uniform(0.1, 1.5))
+        process.send_signal(dice.choice([signal.SIGINT, signal.SIGTERM, signal.SIGKILL]))
+        _, stderr = process.communicate(timeout=60)
+        ended[process.returncode] += 1
+        assert process.returncode in (0, 1, 130, -signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL)
+        # While Python still imports the command there is nobody to catch an interrupt.
+        assert "Traceback" not in stderr or ("KeyboardInterrupt" in stderr and "in main" not in stderr), stderr
+        if job.out.exists():
+            assert job.content() == wanted
+            subprocess.run(["rm", "-rf", str(job.out)], check=True)
+            done += 1
+    assert ended[130]
+    assert ended[-signal.SIGKILL]
+    assert job.run()[0] == 0
+    assert job.content() == wanted
+    assert not job.partial.exists()
+
+
+@pytest.mark.slow
+def test_shares_at_the_same_time(job: Job, wanted: dict[str, bytes]) -> None:
+    """Each says what is left to do; the command without a share then publishes."""
+    shares = [
+        subprocess.Popen(job.argv("--json", "--shard", f"{number}/2"), stdout=subprocess.PIPE, text=True)
+        for number in range(2)
+    ]
+    for process in shares:
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0
+        assert json.loads(output)["shard"]
+        assert not job.out.exists()
+    code, document = job.run()
+    assert code == 0
+    assert document["resumed_units"] > 12, "every unit was there"
+    assert job.content() == wanted
+
+
 @contextlib.contextmanager
 def small_disk(place: Path, size: int) -> Iterator[Callable[[int], None]]:
     """A file system of `size` bytes in memory; call what it gives to make it larger."""
@@ -219,8 +271,10 @@ def small_disk(place: Path, size: int) -> Iterator[Callable[[int], None]]:
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may mount a small disk")
-def test_a_disk_that_is_full(tmp_path: Path) -> None:
-    job = Job(tmp_path, layers=3)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_disk_that_is_full(tmp_path: Path, command: str) -> None:
+    """On a file system that is not the source's."""
+    job = Job(tmp_path, command, layers=3)
     ballast = job.source / "tokenizer.json"
     ballast.write_bytes(bytes(4 * MIB))
     wanted = job.undisturbed()

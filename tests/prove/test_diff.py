@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from checkpoint.builder import ct, ct_config, experts, router, write
 from pipeline.mixing import Tensors, rewritten, with_plain_layer
 from safetensors.torch import load_file, save_file
 
@@ -106,3 +107,16 @@ def test_a_folder_that_is_no_checkpoint(tmp_path, checkpoints) -> None:
     with pytest.raises(MoeqError) as caught:
         diff(tmp_path, checkpoints / "ct-w8a8-qwen3moe")
     assert caught.value.code.startswith("source.")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("square", [True, False])
+def test_quantised_modules_beside_converted_experts(tmp_path, bits: int, square: bool) -> None:
+    """Their headers alone do not say how many bits they have: the converted checkpoint knows the source's config."""
+    make, rows = ct(bits), 64 if square else 32
+    attention = {f"model.layers.0.self_attn.q_proj.{part}": row for part, row in make(rows, 64).items()}
+    source = write(tmp_path / "a", {**router(), **attention, **experts(make=make)}, ct_config(num_bits=bits))
+    convert(source, tmp_path / "b", A100, layout="triton-wna16/1", force_layout=True)
+    found = diff(source, tmp_path / "b")
+    assert found.equal, found
+    assert moeq.open(tmp_path / "b").quantization_config == moeq.open(source).quantization_config

@@ -235,3 +235,20 @@ def test_the_fast_path_needs_no_torch(checkpoints, tmp_path) -> None:
     )
     command = [sys.executable, "-c", program, str(tmp_path / "out"), str(tmp_path / "back")]
     assert subprocess.run(command, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["text/elsewhere.json", "text/a/b", "stray/x/y", "tensor/"])
+def test_restore_data_without_the_config_is_refused(checkpoints, tmp_path, name: str) -> None:
+    """What is rebuilt would not be the source, whatever the packed experts hold."""
+    convert(checkpoints / "gptq-int4-g32-qwen3moe", tmp_path / "out", Deployment(gpu=parse_gpu("A100")))
+    path = tmp_path / "out" / "moeq-restore.data"
+    raw = path.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + size])
+    header[name] = header.pop("text/config.json")
+    changed = json.dumps(header).encode()
+    path.write_bytes(len(changed).to_bytes(8, "little") + changed + raw[8 + size :])
+    with pytest.raises(MoeqError) as caught:
+        restore(tmp_path / "out", tmp_path / "back")
+    assert caught.value.exit_code == ExitCode.SOURCE
+    assert not (tmp_path / "back").exists()

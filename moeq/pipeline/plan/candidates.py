@@ -57,6 +57,7 @@ class Target:
         flag: what to start the engine with, or None.
         loaders: what loads it.
         why: why it is not the engine's own choice, or None.
+        rounding: what is rounded where stored values do not fit, which takes `--allow-lossy`; None where all fit.
         overridden: what speaks against it and was overridden by force.
         sizes: sizes per rank.
         rank_bytes: bytes of a layer's experts on the fullest rank.
@@ -70,6 +71,7 @@ class Target:
     overridden: tuple[str, ...] = ()
     sizes: Sizes | None = None
     rank_bytes: int = 0
+    rounding: str | None = None
 
 
 def candidates(

@@ -15,6 +15,7 @@ from moeq.oracle.versions import BUILTIN as OWN_ENGINE
 from moeq.schemes.base import Scheme
 
 HEADS = ("num_attention_heads", "n_heads", "n_head")
+EXPERT_DTYPE = ("expert_dtype", "quantization_config.expert_dtype")
 KV_HEADS = ("num_key_value_heads", "attn_config.kv_n_heads", "num_kv_heads")
 
 # How engines name routing rules: by scoring, renormalisation and correction bias. DeepSeek's rule is told from
@@ -122,6 +123,8 @@ def moe_shape(checkpoint: Checkpoint, layer: int | None = None) -> MoeShape:
         swiglu_limit=Facts(checkpoint.source.config).number(("swiglu_limit",)),
         routed_scaling_factor=info.routing.scaling_factor,
         model_type=info.model_type,
+        architecture=info.architecture,
+        expert_dtype=Facts(checkpoint.source.config).text(EXPERT_DTYPE) or "",
     )
 
 

@@ -135,7 +135,7 @@ def _part(layers: list[int], verdict: Verdict, found: Target | MoeqError) -> Lay
         return LayerGroup(tuple(layers), replace(verdict, convert=None, no_convert=found.message), None, found)
     assert found.sizes is not None  # it was planned
     experts = next((row.experts for row in verdict.candidates if row.backend == found.backend), "")
-    convert = ConvertTarget(found.backend, experts, found.layout, found.flag, found.sizes, found.why)
+    convert = ConvertTarget(found.backend, experts, found.layout, found.flag, found.sizes, found.why, found.rounding)
     return LayerGroup(tuple(layers), replace(verdict, convert=convert, no_convert=None), found)
 
 
@@ -212,13 +212,20 @@ def _target(
             loaders = tuple(loaders_of_plan(checkpoint, ask, plan, written))
             sizes = candidate.sizes or _sizes(plan, ask.options)
             rank_bytes = _rank_bytes(plan, ask.options)
-            fitting.append(replace(candidate, loaders=loaders, sizes=sizes, rank_bytes=rank_bytes))
+            rounding = None if ask.allow_lossy else _rounding(plan)
+            fitting.append(replace(candidate, loaders=loaders, sizes=sizes, rank_bytes=rank_bytes, rounding=rounding))
     if not fitting:
         return against[0]
     best = min(fitting, key=lambda target: _preference(target, ask.deployment))  # the first of equals
     if best is fitting[0]:
         return replace(best, why="; ".join(filter(None, (best.why, *(error.message for error in against[:1])))) or None)
     return replace(best, why="; ".join(filter(None, (_given_up(fitting[: fitting.index(best)]), best.why))))
+
+
+def _rounding(plan: LayerPlan) -> str | None:
+    """What the layout rounds where the layer's values do not fit, or None where it holds all of them."""
+    layout, padding = get_layout(plan.entry.layout), plan.shards[0].padding
+    return layout.lossy if any(layout.rounds(spec) for spec in (padding.w13, padding.w2)) else None
 
 
 def _given_up(passed: list[Target]) -> str:

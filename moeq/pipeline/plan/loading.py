@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 
 from moeq.checkpoint.families import find_family
+from moeq.checkpoint.names import FUSED
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.loaders import (
     SGLANG_MODELS,
@@ -19,11 +21,12 @@ from moeq.deploy.loaders import (
 from moeq.layouts.registry import layout_class
 from moeq.model import Checkpoint
 from moeq.oracle.builtin import report_of_layout
-from moeq.oracle.versions import engine_names
+from moeq.oracle.versions import choose_engine
 from moeq.pipeline.plan.candidates import Ask
 from moeq.pipeline.plan.decision import heads_problem, judge_checkpoint, moe_shape
 from moeq.pipeline.plan.layers import LayerPlan
 from moeq.schemes.base import Scheme
+from moeq.schemes.format import ACTIVATION_SCALES
 
 
 def loaders_of_plan(checkpoint: Checkpoint, ask: Ask, plan: LayerPlan, scheme: Scheme | None) -> Iterator[Loader]:
@@ -45,8 +48,25 @@ def loaders_of_plan(checkpoint: Checkpoint, ask: Ask, plan: LayerPlan, scheme: S
             heads=_heads(checkpoint, deployment),
             sglang=_sglang(checkpoint, deployment, layer),
             dispatched=deployment.batched or deployment.all2all is not None or deployment.eplb,
+            scales=_scales(checkpoint, layer, scheme or checkpoint.scheme_of(layer), layout),
         )
     )
+
+
+def _scales(checkpoint: Checkpoint, layer: int, scheme: Scheme, layout: str) -> bool:
+    """Whether every expert has the scale of its activations that the plug-in hands to the engine's kernel.
+
+    Marlin, and B12X for 16-bit activations, quantise none.
+    """
+    activation = scheme.activation
+    static = scheme.format == "fp8" and activation is not None and not activation.scale.dynamic
+    if layout.startswith("marlin-") or layout == "b12x-nvfp4-a16/1" or not (static or scheme.format == "nvfp4"):
+        return True
+    experts = checkpoint.experts(layer)
+    parts = experts.layer.parts
+    stored = next((part for _, part in parts if part in ACTIVATION_SCALES), None)
+    held = [parts.get((projection, stored), {}) for projection in {name for name, _ in parts}] if stored else [{}]
+    return all(FUSED in found or len(found) == experts.num_experts for found in held)
 
 
 def _heads(checkpoint: Checkpoint, deployment: Deployment) -> bool:
@@ -84,19 +104,21 @@ def _vllm_versions(
 ) -> Iterator[str]:
     """Versions of vLLM whose backend of the layout runs on this deployment, and reads that layout there.
 
-    A version whose rules are not known is taken to run what the newest one does; act-order is Marlin's everywhere.
+    A version without rules of its own does where those before and after it do, of those that read the layout.
     """
     if layout not in VLLM_LAYOUTS:
         return
     backend, versions, _ = VLLM_LAYOUTS[layout]
-    known = set(engine_names())
-    for version in versions:
-        engine = f"vllm@{version}" if f"vllm@{version}" in known else f"vllm@{VLLM_VERSIONS[0]}"
-        if layout == "marlin-act-order/1" and engine != f"vllm@{version}":
-            if deployment.gpu.platform == "cuda":
-                yield version
-            continue
+
+    @cache
+    def runs(engine: str) -> bool:
         where = replace(deployment, engine=engine, backend=backend)
         verdict = judge_checkpoint(checkpoint, where, layer, scheme=scheme, explain=False)
-        if verdict.ok and verdict.selected and layout in (verdict.selected.layout, verdict.selected.lossy_layout):
+        selected = verdict.selected if verdict.ok else None
+        return selected is not None and layout in (selected.layout, selected.lossy_layout)
+
+    for version in versions:
+        choice = choose_engine(f"vllm@{version}")
+        near = [name for name in (choice.policy, choice.other) if name and name.partition("@")[2] in versions]
+        if near and all(map(runs, near)):
             yield version

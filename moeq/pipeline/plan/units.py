@@ -18,7 +18,7 @@ from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.manifest import STACKED_ROLES, StackedRole
 from moeq.checkpoint.names import FUSED
 from moeq.checkpoint.writer import FileForm
-from moeq.model.experts import WHOLE_PARTS, Experts
+from moeq.model.experts import Experts, is_whole
 from moeq.model.shards import Range
 from moeq.pipeline.plan.layers import LayerPlan
 
@@ -211,7 +211,7 @@ def copy_units(
 
 def place_of(entry: TensorEntry, part: str, experts: Experts, expert: int) -> Span:
     """Where one expert's part of a stored tensor lies in its file: the whole tensor, or a row of a stacked one."""
-    if not experts.layer.fused or part in WHOLE_PARTS:
+    if not experts.layer.fused or is_whole(part, entry):
         return entry.start, entry.end
     size = entry.nbytes // experts.num_experts
     return entry.start + expert * size, entry.start + (expert + 1) * size

@@ -253,11 +253,11 @@ def _data_size(raw: bytes, file: str) -> int:
 
 
 class KeptSource(Source):
-    """The source as its kept headers and configs tell it: everything but data."""
+    """The source as its kept headers and configs tell it: everything but data. `revision`: that of the source."""
 
-    def __init__(self, converted: Source, restore_data: RestoreData) -> None:
+    def __init__(self, converted: Source, restore_data: RestoreData, revision: str | None) -> None:
         config = _json(restore_data.texts.get(CONFIG_NAME), converted.side_configs.get("params.json", {}))
-        super().__init__(converted.name, config, dict(converted.side_configs))
+        super().__init__(converted.name, config, dict(converted.side_configs), revision)
         names = [*restore_data.headers, *restore_data.texts]
         weights = choose_weights(names, lambda name: _json(restore_data.texts.get(name), {}), converted.name)
         absent = [file for file in weights.files if file not in restore_data.headers]

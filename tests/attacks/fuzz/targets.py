@@ -173,7 +173,7 @@ def restore_data(data: bytes) -> None:
     opened = open_checkpoint(folder).source
     entry = read_manifest(folder).restore
     try:
-        watched(lambda: Checkpoint(KeptSource(opened, RestoreData(folder / "moeq-restore.data", entry))), data)
+        watched(lambda: Checkpoint(KeptSource(opened, RestoreData(folder / "moeq-restore.data", entry), None)), data)
     finally:
         (folder / "moeq-restore.data").write_bytes(kept)
 

@@ -7,7 +7,7 @@ or, where losses are allowed, packs them; a codec that only rounds numbers does 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -17,16 +17,21 @@ import numpy as np
 from moeq.layouts.aiter_fp8 import NEGATIVE_ZERO, AiterFnuz
 from moeq.layouts.arranged import ArrangedLayout
 from moeq.layouts.deepgemm_fp8 import DeepGemmFp8Sm90, DeepGemmFp8Sm100
-from moeq.layouts.fast.columns import all_in, look_up, without
-from moeq.layouts.fast.recode import BIAS, e4m3_values
+from moeq.layouts.fast.columns import (
+    add_negative_zeros,
+    all_in,
+    are_negative_zeros,
+    lacks_negative_zeros,
+    look_up,
+    negative_zeros,
+    without,
+)
 from moeq.layouts.flashinfer_fp8 import LEAST, RaisedBlocks
+from moeq.layouts.float_bits import bits_of, e4m3_values, numbers_of
 from moeq.layouts.marlin_fp8 import MarlinFp8
 from moeq.layouts.marlin_nvfp4 import MarlinNVFP4
 from moeq.matrix import MatrixSpec
 from moeq.pipeline.pack.fast.scratch import Array
-
-#: Rows of codes that are handled at a time.
-_SOME = 32
 
 
 class Codec(ABC):
@@ -46,6 +51,10 @@ class Codec(ABC):
 
     def rounded(self, logical: Array) -> Array | None:
         """What `narrow` gives back of numbers that are rounded; None where they cannot be stored, or get quite lost."""
+        return None
+
+    def stores(self, logical: Array, stored: Array) -> bool | None:
+        """Whether `widen` would give that; None where only `widen` can tell."""
         return None
 
 
@@ -106,7 +115,7 @@ class AsFloat32(Rounding):
     infinite: ClassVar[int] = 0x7F800000
 
     def widen(self, logical: Array, out: Array) -> None:
-        numbers = _numbers(logical, self.logical)
+        numbers = numbers_of(logical, self.logical)
         if self.least is not None:
             numbers = np.maximum(numbers, np.float32(self.least))
         with np.errstate(over="ignore"):
@@ -115,7 +124,7 @@ class AsFloat32(Rounding):
     def narrow(self, stored: Array, out: Array) -> None:
         numbers = np.ascontiguousarray(stored).view(np.float32) / np.float32(self.times)
         with np.errstate(over="ignore"):
-            np.copyto(out, _bits(numbers, self.logical), casting="unsafe")
+            np.copyto(out, bits_of(numbers, self.logical), casting="unsafe")
 
 
 class Exponents(Codec):
@@ -134,6 +143,9 @@ class Fnuz(Codec):
     def widen(self, logical: Array, out: Array) -> None:
         without(NEGATIVE_ZERO, logical.view(np.uint8), out.view(np.uint8))
 
+    def stores(self, logical: Array, stored: Array) -> bool:
+        return lacks_negative_zeros(logical, stored)
+
     def narrow(self, stored: Array, out: Array) -> None:
         np.copyto(out, stored)
 
@@ -142,20 +154,14 @@ class ZeroSigns(Codec):
     """Words of E4M3 codes as a bit for each, which says that it is a negative zero."""
 
     def widen(self, logical: Array, out: Array) -> None:
-        codes = logical.view(np.uint8)
-        for rows in _some_rows(codes):
-            out[rows] = np.packbits(codes[rows] == NEGATIVE_ZERO, axis=1, bitorder="little")
+        negative_zeros(logical, out)
+
+    def stores(self, logical: Array, stored: Array) -> bool:
+        return are_negative_zeros(logical, stored)
 
     def narrow(self, stored: Array, out: Array) -> None:
         """Add the signs to codes that are there already."""
-        codes = out.view(np.uint8)
-        for rows in _some_rows(codes):
-            codes[rows] |= np.unpackbits(stored[rows], axis=1, bitorder="little") << 7
-
-
-def _some_rows(matrix: Array) -> Iterator[slice]:
-    """Rows that stay in the cache together."""
-    return (slice(row, row + _SOME) for row in range(0, len(matrix), _SOME))
+        add_negative_zeros(stored, out)
 
 
 @dataclass(frozen=True)
@@ -180,18 +186,18 @@ class Shifted(Rounding):
     def widen(self, logical: Array, out: Array) -> None:
         with np.errstate(over="ignore"):
             if self.params == "F16":
-                product = _numbers(logical, self.logical).astype(np.float16) * np.float16(2.0**self.exponent)
+                product = numbers_of(logical, self.logical).astype(np.float16) * np.float16(2.0**self.exponent)
                 np.copyto(out, product.view(np.uint16))
                 return
-            rounded = _bf16_bits(_numbers(logical, self.logical)).astype(np.uint32) << 16
+            rounded = bits_of(numbers_of(logical, self.logical), "bf16").astype(np.uint32) << 16
             product = rounded.view(np.float32) * np.float32(2.0**self.exponent)
         np.copyto(out, product.view(np.uint32) >> 16, casting="unsafe")
 
     def narrow(self, stored: Array, out: Array) -> None:
-        numbers = stored.view(np.float16) if self.params == "F16" else _numbers(stored, "bf16")
+        numbers = stored.view(np.float16) if self.params == "F16" else numbers_of(stored, "bf16")
         found = numbers.astype(np.float64) * 2.0**-self.exponent
         with np.errstate(over="ignore"):
-            np.copyto(out, _bits(found, self.logical), casting="unsafe")
+            np.copyto(out, bits_of(found, self.logical), casting="unsafe")
 
 
 @dataclass(frozen=True)
@@ -265,30 +271,3 @@ def codecs_of(layout: ArrangedLayout, spec: MatrixSpec) -> Mapping[str, Codec] |
     found = (make for kind, make in _CODECS.items() if isinstance(layout, kind))
     make = next(found, None)
     return None if make is None else make(layout, spec)
-
-
-def _numbers(bits: Array, dtype: str) -> Array:
-    """float32 (for exponents float64) numbers of the bits of a dtype."""
-    if dtype == "e8m0":
-        return np.exp2(bits.astype(np.float64) - BIAS)
-    if dtype == "bf16":
-        return (bits.astype(np.uint32) << 16).view(np.float32)
-    return np.ascontiguousarray(bits).view(np.float16 if dtype == "f16" else np.float32).astype(np.float32)
-
-
-def _bf16_bits(numbers: Array) -> Array:
-    """uint16 bits of the nearest bfloat16 numbers, ties to even."""
-    bits = np.ascontiguousarray(numbers, np.float32).view(np.uint32)
-    return ((bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-
-
-def _bits(numbers: Array, dtype: str) -> Array:
-    """The inverse of `_numbers`; exponents of what is no power of two are 255."""
-    if dtype == "e8m0":
-        mantissa, exponent = np.frexp(numbers)
-        biased = exponent.astype(np.int64) + BIAS - 1
-        return np.where((mantissa == 0.5) & (biased >= 0) & (biased < 255), biased, 255)
-    if dtype == "bf16":
-        return _bf16_bits(numbers.astype(np.float32))
-    found = numbers.astype(np.float16 if dtype == "f16" else np.float32)
-    return found.view(np.uint16 if dtype == "f16" else np.uint32)

@@ -13,7 +13,7 @@ from moeq.checkpoint.names import FUSED, StoredName
 from moeq.layouts.arranged import ArrangedLayout
 from moeq.layouts.base import Layout
 from moeq.matrix import MatrixSpec, projection_spec
-from moeq.model.experts import WHOLE_PARTS, ExpertKind, Experts
+from moeq.model.experts import ExpertKind, Experts, is_whole
 from moeq.pipeline.pack.fast.codecs import codecs_of
 from moeq.pipeline.pack.fast.formats import stored_projection
 from moeq.pipeline.pack.fast.parts import BLOCK, packed_parts
@@ -81,7 +81,7 @@ def _signatures(experts: Experts) -> dict[StoredName, dict[str, PartSig]] | None
 
 
 def _signature(entry: TensorEntry, part: str, fused: bool) -> PartSig:
-    row = fused and part not in WHOLE_PARTS
+    row = fused and not is_whole(part, entry)
     return PartSig(entry.dtype, entry.shape[1:] if row else entry.shape)
 
 

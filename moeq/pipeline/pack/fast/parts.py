@@ -231,6 +231,11 @@ class FastPart:
         """Whether the unpacked elements of a block are exactly the field, filling included. `region` is another one."""
         if self.is_whole and all(view is not None for view in views):
             return all(same(present(views[r.projection]), found[r.elements], r.source.start) for r in block.rows)
+        full = not block.filling and found.shape[1] == self.filled[1]
+        if self.widen is not None and full and all(views[r.projection] is not None for r in block.rows):
+            stores = [self.widen.stores(present(views[r.projection])[r.source], found[r.elements]) for r in block.rows]
+            if None not in stores:
+                return all(stores)
         if self.widen is not None or any(views[r.projection] is None for r in block.rows):
             expected = region.array(scratch, found.shape, self.dtype)
             self.place(views, block, expected)

@@ -22,7 +22,7 @@ from moeq.digest import begin_field, new_digest
 from moeq.layouts.fast import transpose
 from moeq.layouts.fast.columns import repeat_columns
 from moeq.layouts.fast.compare import all_between
-from moeq.layouts.fast.recode import e4m3_values
+from moeq.layouts.float_bits import e4m3_values
 from moeq.matrix import MatrixSpec
 from moeq.model.shards import Range
 from moeq.pipeline.pack.fast.base import Inputs, Outputs, Proof
