@@ -191,8 +191,7 @@ FORMATS = {
     "w8a8": Format(w8a8, _ct("int-quantized", {"num_bits": 8, "strategy": "channel"}, input_activations=_INT8_TOKENS)),
     "nvfp4": Format(
         nvfp4,
-        {"quant_method": "modelopt", "quant_algo": "NVFP4_W4A16", "group_size": 16}
-        | {"exclude_modules": _PLAIN_PATTERNS},
+        {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "group_size": 16, "ignore": _PLAIN_PATTERNS},
     ),
     "fp8-tensor": Format(
         fp8_tensor,
@@ -210,7 +209,7 @@ FORMATS = {
     "fp8-block-f32": Format(fp8_block_f32, _FP8_BLOCK),
     "mxfp8": Format(
         mxfp8,
-        {"quant_method": "modelopt", "quant_algo": "MXFP8", "group_size": 32} | {"exclude_modules": _PLAIN_PATTERNS},
+        {"quant_method": "modelopt", "quant_algo": "MXFP8", "group_size": 32, "ignore": _PLAIN_PATTERNS},
     ),
     "mxfp4": Format(
         None,

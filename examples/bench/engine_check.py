@@ -295,9 +295,12 @@ def source_layer(checkpoint: Any, number: int, method: Any, read: Callable[[str]
     from vllm.config import get_current_vllm_config
 
     int8 = checkpoint.source.config["quantization_config"].get("format") == "int-quantized"
+    backend = ("triton" if int8 else "marlin") if DEVICE == "cuda" else "auto"
     with torch.device(DEVICE), patch.object(get_current_vllm_config(), "model_config", UNASKED):
-        layer = engine_layer(checkpoint, number, method, "triton" if int8 else "marlin")
+        layer = engine_layer(checkpoint, number, method, backend)
     names = [name for name in checkpoint.source.tensors if f"layers.{number}." in name and ".experts." in name]
+    if not hasattr(layer, "w13_g_idx"):  # newer versions read no order of columns
+        names = [name for name in names if not name.endswith(".g_idx")]
     tensors = ((name.rpartition("experts.")[2], read(name)) for name in names)
     loaded = list((load_gpt_oss if is_gpt_oss(checkpoint) else type(layer).load_weights)(layer, tensors))
     if len(loaded) != len(names):
@@ -378,8 +381,9 @@ def text(row: dict[str, Any]) -> str:
 @contextmanager
 def engine() -> Iterator[None]:
     """The engine's operators loaded, and the context in which it builds and runs layers."""
-    import vllm._C_stable_libtorch
-    import vllm._moe_C_stable_libtorch  # noqa: F401
+    if DEVICE == "cuda":
+        import vllm._C_stable_libtorch
+        import vllm._moe_C_stable_libtorch  # noqa: F401
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
     from vllm.v1.worker.workspace import init_workspace_manager
 

