@@ -1,6 +1,19 @@
-"""`python -m moeq`, where the script is not on the path."""
+"""The `moeq` command, also as `python -m moeq`, where the script is not on the path."""
 
-from moeq.cli.app import main
+from __future__ import annotations
+
+import signal
+
+
+def main() -> None:
+    """Entry point of the `moeq` script."""
+    # Until the command can say it in one line, Ctrl-C ends the process without a traceback.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from moeq.cli.app import main
+
+    main()
+
 
 if __name__ == "__main__":
     main()

@@ -39,4 +39,4 @@ def test_every_source_file_and_data_file_is_there(wheel: zipfile.ZipFile) -> Non
 def test_licence_and_entry_point(wheel: zipfile.ZipFile) -> None:
     (info,) = {name.split("/")[0] for name in wheel.namelist() if ".dist-info/" in name}
     assert f"{info}/licenses/LICENSE" in wheel.namelist()
-    assert "moeq = moeq.cli.app:main" in wheel.read(f"{info}/entry_points.txt").decode()
+    assert "moeq = moeq.__main__:main" in wheel.read(f"{info}/entry_points.txt").decode()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -12,6 +11,7 @@ from typing import NamedTuple
 
 import typer
 
+from moeq.cli import interrupts
 from moeq.cli.out import Output, flush_streams, open_missing_streams
 from moeq.errors import ExitCode, MoeqError, as_moeq_error
 
@@ -113,21 +113,30 @@ def run(argv: Sequence[str]) -> int:
     out = Output(f"moeq.{name or 'moeq'}/1", json_mode="--json" in argv)
     try:
         code = build(name)(args=list(argv) or ["--help"], standalone_mode=False, obj=out, prog_name="moeq")
-    except MoeqError as error:
+    except BaseException as error:  # noqa: BLE001 - the last line of defence: a bug must be reported as one, exit code 70
+        interrupted = interrupts.received() or isinstance(error, (KeyboardInterrupt, typer.Abort))
+        interrupts.release()
+        return _interrupted(out) if interrupted else _failed(error, argv, out)
+    if code == ExitCode.INTERRUPTED:  # the parser caught Ctrl-C itself
+        return _interrupted(out)
+    return int(code or 0)
+
+
+def _interrupted(out: Output) -> int:
+    out.failure(as_moeq_error(KeyboardInterrupt()))
+    return int(ExitCode.INTERRUPTED)
+
+
+def _failed(error: BaseException, argv: Sequence[str], out: Output) -> int:
+    """The exit code of what a command raised, after saying it."""
+    if isinstance(error, MoeqError):
         out.failure(error)
         return int(error.exit_code)
-    except (typer.Abort, KeyboardInterrupt):
-        out.failure(as_moeq_error(KeyboardInterrupt()))
-        return int(ExitCode.INTERRUPTED)
-    except SystemExit as error:  # how the parser ends where its reader went away (`moeq --help | head -1`)
-        return int(ExitCode.OK) if _only_prints(argv) else int(error.code or ExitCode.OK)
-    except OSError as error:
-        return int(ExitCode.OK) if _only_prints(argv) else _unexpected(error, out)
-    except Exception as error:  # noqa: BLE001 - the last line of defence: a bug must be reported as one, exit code 70
-        return _unexpected(error, out)
-    if code == ExitCode.INTERRUPTED:  # the parser caught Ctrl-C itself
-        out.failure(as_moeq_error(KeyboardInterrupt()))
-    return int(code or 0)
+    if isinstance(error, (SystemExit, OSError)) and _only_prints(argv):
+        return int(ExitCode.OK)  # how the parser ends where its reader went away (`moeq --help | head -1`)
+    if isinstance(error, SystemExit):
+        return int(error.code or ExitCode.OK)
+    return _unexpected(error, out)
 
 
 def _only_prints(argv: Sequence[str]) -> bool:
@@ -135,7 +144,7 @@ def _only_prints(argv: Sequence[str]) -> bool:
     return not argv or not {"--help", "-h", "--version", "--show-completion"}.isdisjoint(argv)
 
 
-def _unexpected(error: Exception, out: Output) -> int:
+def _unexpected(error: BaseException, out: Output) -> int:
     """Usage errors of the command-line parser, what the machine lacks, and bugs in moeq (exit 70)."""
     # Typer vendors its parser and moves its classes between releases; these two attributes are the stable part.
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):
@@ -150,12 +159,16 @@ def _unexpected(error: Exception, out: Output) -> int:
 
 def main() -> None:
     """Entry point of the `moeq` script."""
-    # Schedulers end jobs with SIGTERM: finished work is kept as after Ctrl-C.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     # Modules are made of many objects that stay: collecting after every 700 is a twentieth of a start.
     gc.set_threshold(50_000)
     open_missing_streams()
-    code = run(sys.argv[1:])
+    try:
+        interrupts.catch()
+        code = run(sys.argv[1:])
+        interrupts.release()
+    except KeyboardInterrupt:  # before the command began, after it ended, or a second one
+        interrupts.release()
+        code = _interrupted(Output("moeq.moeq/1"))
     flush_streams()
     if "triton" not in sys.modules:  # triton 3.9 counts its objects at the end and prints those that are left
         gc.freeze()  # skip the final garbage collection, which takes up to half a second with many headers in memory

@@ -36,6 +36,7 @@ class Output:
         self.schema = schema
         self.json_mode = json_mode
         self.live: Console | None = None  # of a progress bar, while there is one
+        self._told = False
 
     @property
     def stderr(self) -> Console:
@@ -107,8 +108,11 @@ class Output:
         write(sys.stderr, text.getvalue())
 
     def _document(self, document: Mapping[str, Any]) -> None:
+        if self._told:  # interrupted after the answer: there is one document
+            return
         # allow_nan=False: NaN and Infinity are not JSON, and a reader in another language would choke on them.
         text = json.dumps({"schema": self.schema, **document}, indent=2, allow_nan=False, default=str)
+        self._told = True
         write(sys.stdout, text + "\n")
 
 
