@@ -369,6 +369,7 @@ def main() -> None:
     parser.add_argument("--kv-gib", type=float, default=8.0, help="key-value cache of each server [8]")
     parser.add_argument("--port", type=int, default=8100)
     parser.add_argument("--together", action="store_true", help="start all servers at once, and say nothing of starts")
+    parser.add_argument("--hold", type=Path, help="measure when this file exists, so that others may use the GPU first")
     parser.add_argument("--out", type=Path, required=True, help="results as JSON; the table lies beside it as .md")
     parser.add_argument("server", nargs="*", help="after --: options for every server")
     options = parser.parse_args()
@@ -394,6 +395,8 @@ def main() -> None:
                 rows += started(servers[-1:], facts, alone=True)
         if options.together:
             rows = started(servers, facts, alone=False)
+        while options.hold and not options.hold.exists():
+            time.sleep(0.2)
         for row in rows:
             row.greedy = greedy(row.port, 16)
         checks = {"again": compared(greedy(rows[0].port, 1), rows[0].greedy)}

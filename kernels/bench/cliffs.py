@@ -11,7 +11,7 @@ one number of tokens to the next than its floor does; more than 1.6 counts as a 
 weights, CUDA graphs. `--peers` sets times beside those of a side-by-side run (another day, another GPU of the kind).
 Formats are those of `hopper_bench` and of products of bytes (BYTES), which get their family. `--sweep` times other
 plans of the `mma.sync` kernels, or tiles of the portable ones, around the chosen one; of `hopper-w4a16` the `mma.sync`
-kernels, those for few tokens and the wide ones side by side, and says from how many tokens of an expert on which wins.
+kernels, the chosen one and the wide ones side by side, and says from how many tokens of an expert on which wins.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from bench.planned import planned_launches, pretend
 from bench.timing import SHAPES, Shape, copies_needed, graph_us, inputs, save
 from moeq_kernels import PackedExperts, PreparedLayer, portable
 from moeq_kernels.compiling import compile_all, specialise
-from moeq_kernels.hopper.w4a16 import few
+from moeq_kernels.hopper.w4a16 import layer as w4a16
 from moeq_kernels.hopper.w4a16.plan import WIDE32, WIDE64, WIDE96, Plan, kernel_for
 from moeq_kernels.hopper.w4a16.products import group_of, kind_of
 from moeq_kernels.mma import layer as mma
@@ -65,13 +65,11 @@ GRID: tuple[tuple[int, int, int, int, str], ...] = (
     (512, 10, 4096, 128, "int4"),
     (512, 22, 8192, 128, "mxfp4"),
 )
-#: Families whose sweep is one of `rivals`.
-RIVALS = ("hopper-w4a16", "hopper-few")
 #: Formats of products of bytes: codes of `w8a8_bench`, and the family where it has to be asked for.
 BYTES = {
     "w8a8": ("int8", None),
-    "fp8-w8a8": ("fp8", "hopper-fp8"),
-    "fp8-block-w8a8": ("fp8-block", "hopper-fp8"),
+    "fp8-w8a8": ("fp8", None),
+    "fp8-block-w8a8": ("fp8-block", None),
     "mxfp4-w4a8": ("mxfp4", "hopper-w4a8"),
 }
 #: A grid of the formats without one above.
@@ -162,14 +160,14 @@ def portable_variants(chosen: Blocks) -> list[Blocks]:
 def rivals(problem: Problem, tokens: int) -> dict[str, Any]:
     """Plans of the kernels for 16-bit activations that compete for few tokens of an expert, by name."""
     kind, group = kind_of(problem.w13), group_of(problem.w13)
-    found: dict[str, Any] = {"mma": mma.plan_for(problem, tokens), "few": few.plan_for(problem, tokens)}
+    found: dict[str, Any] = {"mma": mma.plan_for(problem, tokens), "chosen": w4a16.plan_for(problem, tokens)}
     found |= {f"wide{one.tokens}": Plan(kernel_for(one, kind, group)) for one in (WIDE32, WIDE64, WIDE96)}
     return found
 
 
 def swept(family: str, problem: Problem, tokens: int) -> dict[str, Any]:
     """Plans to time beside what is chosen, by name."""
-    if family in RIVALS:
+    if family == "hopper-w4a16":
         return rivals(problem, tokens)
     found: list[Any]
     if family == "portable":
@@ -228,7 +226,9 @@ def measure(name: str, shape: Shape, stored: str, options: argparse.Namespace) -
         row = {"layer": name, "format": stored, "tokens": tokens, "family": family, "hit": hit,
                "mean": tokens * shape.top_k / hit, "floor_us": floor_of(shape, tokens, hit), "us": timed()}  # fmt: skip
         if tokens in plans:
-            row["rivals" if family in RIVALS else "sweep"] = {key: timed(plan) for key, plan in plans[tokens].items()}
+            row["rivals" if family == "hopper-w4a16" else "sweep"] = {
+                key: timed(plan) for key, plan in plans[tokens].items()
+            }
         rows.append(row)
     for before, row in itertools.pairwise(rows):
         growth = max(1.0, row["floor_us"] / before["floor_us"])

@@ -33,7 +33,6 @@ from moeq_kernels.epilogue import SILU, Epilogue
 from moeq_kernels.formats import find_format
 from moeq_kernels.gpu import H200
 from moeq_kernels.hopper.w4a16.kinds import KINDS, kind_of_format
-from moeq_kernels.hopper.w4a16.layer import MMA_TOKENS
 from moeq_kernels.hopper.w4a16.plan import (
     DIRECT,
     GATHERING,
@@ -162,13 +161,10 @@ def floor_us(shape: Shape, stored: Weights, tokens: int, hit: float) -> float:
     return max(moved / 4.4e12, operations / 790e12) * 1e6
 
 
-def chosen_plan(shape: Shape, stored: Weights, tokens: int) -> Plan | MmaPlan:
+def chosen_plan(shape: Shape, stored: Weights, tokens: int) -> Plan:
     """What `hopper_moe` chooses."""
-    few, pairs = KINDS[stored.kind].few, tokens * shape.top_k
-    if not few and tokens_per_hit(pairs, shape.experts) <= MMA_TOKENS:
-        return mma_plan(shape, stored, tokens)
-    sizes = (pairs, shape.experts, shape.hidden, shape.intermediate, stored.group)
-    return choose(*sizes, stored.kind, top_k=shape.top_k, few=few)
+    sizes = (tokens * shape.top_k, shape.experts, shape.hidden, shape.intermediate, stored.group)
+    return choose(*sizes, stored.kind, top_k=shape.top_k)
 
 
 def mma_plan(shape: Shape, stored: Weights, tokens: int) -> MmaPlan:
@@ -181,9 +177,8 @@ def candidates(shape: Shape, stored: Weights, tokens: int) -> list[Plan | MmaPla
     """Plans around the chosen one, and those of the `mma.sync` kernels and of the Hopper ones for few tokens."""
     pairs = tokens * shape.top_k
     mean = tokens_per_hit(pairs, shape.experts)
-    sizes = (pairs, shape.experts, shape.hidden, shape.intermediate, stored.group)
-    result: list[Plan | MmaPlan] = [choose(*sizes, stored.kind, top_k=shape.top_k)]
-    if mean <= 4 * MMA_TOKENS:
+    result: list[Plan | MmaPlan] = [chosen_plan(shape, stored, tokens)]
+    if mean <= 48:
         result.append(mma_plan(shape, stored, tokens))
     if mean <= 1.4:
         ups = [up for up in (1, 2, 4, 8, 12) if up * 256 <= shape.hidden and up * pairs <= 128]

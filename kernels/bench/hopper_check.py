@@ -18,13 +18,13 @@ import torch
 
 from bench import w8a8_check
 from bench.cases import Recipe
-from bench.checking import ROUTINGS, Calls, Result, epilogue_of, given, parser, run, top_k_of
+from bench.checking import ROUTINGS, Calls, Result, epilogue_of, given, parser, run
 from bench.planned import hopper_moe
 from bench.reference import Layer, moe, relative_error
 from moeq_kernels import PackedExperts
 from moeq_kernels.formats import find_format
 from moeq_kernels.hopper.w4a16.kinds import KINDS, kind_of_format
-from moeq_kernels.hopper.w4a16.plan import DIRECT, GATHERING, Narrow, Plan, Queue, Wide, choose, kernel_for, table_for
+from moeq_kernels.hopper.w4a16.plan import DIRECT, GATHERING, Narrow, Plan, Queue, Wide, kernel_for, table_for
 from moeq_kernels.mma.plan import MmaPlan
 
 LAYERS = {
@@ -158,16 +158,12 @@ def plans(recipe: Recipe, tokens: int) -> Iterator[Plan | None]:
     kind = kind_of_format(find_format(recipe.layout, recipe.element))
     group = {"e2m1": 32, "mxfp8": 32, "nvfp4": 16}.get(kind, max(0, recipe.group_size))
     gated = recipe.order != "ungated"
-    if not KINDS[kind].few:  # what `hopper-few` chooses
-        top_k = top_k_of(recipe)
-        sizes = (tokens * top_k, recipe.experts, recipe.hidden, recipe.intermediate)
-        yield choose(*sizes, group, kind, gated, top_k)
     for base in dict.fromkeys(kernel for size in (0, 4096) for _, kernel in table_for(kind, size)):
         kernel = kernel_for(base, kind, group)
         yield Plan(kernel)
         if isinstance(kernel, Wide):
             yield Plan(kernel, 1, 2)
-        if base in GATHERING and KINDS[kind].few:
+        if base in GATHERING and not KINDS[kind].finer:
             yield Plan(kernel_for(GATHERING[base][1], kind, group))
         if isinstance(kernel, Narrow):
             yield Plan(kernel, 2 * gated or 1, 2)

@@ -4,7 +4,6 @@
     PYTHONPATH=.:kernels python kernels/bench/random_check.py --family mma-w4a16 --formats nvfp4,fp8 --problems 500
     PYTHONPATH=.:kernels python kernels/bench/random_check.py --interpreter --problems 200   # small ones, without a GPU
     PYTHONPATH=.:kernels python kernels/bench/random_check.py --interpreter --family hopper-fp8 --problems 200
-    PYTHONPATH=.:kernels python kernels/bench/random_check.py --interpreter --family hopper-few --problems 200
 
 A problem is one call of a random layer (formats, groups, zero points, biases, activations, row orders, 1 to 1024
 experts, up to 32 choices, k that is no multiple of a step, x narrower than the packed sizes), with random tokens,
@@ -89,7 +88,6 @@ def choices(family: str | None, formats: str) -> list[tuple[str, str]]:
     read = {
         None: [*integers, *w8a8, *mxfp4],
         "hopper-w4a16": [*integers, *mxfp4, *FLOATS],
-        "hopper-few": list(FLOATS),
         "hopper-w8a8": w8a8,
         "hopper-fp8": list(FP8),
         "hopper-w4a8": mxfp4,
@@ -148,7 +146,7 @@ def random_plan(drawn: Drawn, packed: PackedExperts, generator: random.Random) -
         return W4a8Plan(generator.choice([EXACT, FAST]))
     if drawn.family == "mma-w4a16":
         return None
-    if drawn.family in ("hopper-w4a16", "hopper-few"):
+    if drawn.family == "hopper-w4a16":
         both = alike(packed.w13, packed.w2)
         found = list(plans(drawn.recipe, 1))
         return generator.choice([one for one in found if both or one is None or not isinstance(one.kernel, Queue)])

@@ -76,8 +76,8 @@ class PreparedLayer:
     """A MoE layer ready to be called, see `prepare`.
 
     Attributes:
-        family: `hopper-w4a16`, `hopper-w8a8`, `mma-w4a16` (any NVIDIA GPU from sm_80 on) or `portable`; where they
-            were asked for `hopper-few`, `hopper-fp8` or `hopper-w4a8`.
+        family: `hopper-w4a16`, `hopper-w8a8`, `hopper-fp8`, `mma-w4a16` (any NVIDIA GPU from sm_80 on) or `portable`;
+            where e4m3 activations were asked for beside MXFP4, `hopper-w4a8`.
         reason: why the kernels are not the Hopper ones; None for those.
         max_tokens: of a call.
     """
@@ -335,7 +335,7 @@ def prepare(
         num_experts: experts that topk_ids may name, where calls bring an expert_map (expert parallelism).
         activation_dtype: `fp8` to quantise rows of x to e4m3 on the way, "" not to, None for what the experts say
             (`PackedMatrix.activation_dtype`). Of MXFP4 in Marlin's order only Hopper GPUs multiply these, by a kernel
-            for many tokens that no GPU has timed yet: the layer keeps scales of its own (a byte for 32 weights), and
+            for many tokens: the layer keeps scales of its own (a byte for 32 weights), and
             its error is that of e4m3 activations, about 4 % where 16-bit ones make 0.3 %.
         portable: use kernels for any GPU also where the Hopper ones could run.
         gpu: a name of `moeq_kernels.gpu.GPUS` for experts on `meta`.

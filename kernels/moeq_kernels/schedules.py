@@ -12,7 +12,6 @@ from moeq_kernels import portable
 from moeq_kernels.areas import Arena
 from moeq_kernels.compiling import Specialisation, specialise
 from moeq_kernels.hopper.w4a8 import layer as w4a8
-from moeq_kernels.hopper.w4a16 import few
 from moeq_kernels.hopper.w4a16 import layer as w4a16
 from moeq_kernels.hopper.w8a8 import layer as w8a8
 from moeq_kernels.launch import Schedule
@@ -23,10 +22,9 @@ from moeq_kernels.sorting import PAIR_LIMITS, TOKEN_LIMITS
 #: Families of kernels: each module has `plan_for(problem, tokens)` and `launches(problem, piece, arena, plan)`.
 FAMILIES: dict[str, ModuleType] = {
     "hopper-w4a16": w4a16,
-    "hopper-few": few,  # NVFP4, FP8 and MXFP8 without `mma.sync` kernels; not timed yet, hence where it is asked for
     "hopper-w8a8": w8a8,
-    "hopper-w4a8": w4a8,  # MXFP4 x e4m3; likewise
-    "hopper-fp8": w8a8,  # e4m3 x e4m3; never run on a GPU yet, hence only where it is asked for
+    "hopper-fp8": w8a8,  # e4m3 x e4m3
+    "hopper-w4a8": w4a8,  # MXFP4 x e4m3, where `activation_dtype` asks for it
     "mma-w4a16": mma,
     "portable": portable,
 }

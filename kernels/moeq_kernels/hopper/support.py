@@ -39,10 +39,10 @@ MOST_EXPERTS = 8192
 INT8_MOST_FEATURES = 16384
 #: What the kernels for int8 weights and activations read.
 W8A8 = ("int8-w8a8/1", "int8")
-#: What those for e4m3 weights and activations read. These never ran on a GPU: layers get them where they are asked for.
+#: What those for e4m3 weights and activations read.
 FP8 = (("fp8-identity/1", "e4m3"), ("fp8-block-identity/1", "e4m3"))
 
-#: What the kernel for MXFP4 weights and e4m3 activations reads. It never ran on a GPU either.
+#: What the kernel for MXFP4 weights and e4m3 activations reads.
 W4A8 = (("marlin-mxfp4/1", "e2m1"), ("marlin-mxfp4-interleaved/1", "e2m1"))
 
 
@@ -54,7 +54,10 @@ def asks_w4a8(experts: PackedExperts) -> bool:
 
 def family(problem: Problem) -> str:
     """Which of the Hopper kernels a problem is for."""
-    return "hopper-w8a8" if (problem.w13.layout, problem.w13.element) == W8A8 else "hopper-w4a16"
+    key = (problem.w13.layout, problem.w13.element)
+    if key == W8A8:
+        return "hopper-w8a8"
+    return "hopper-fp8" if key in FP8 and problem.w13.activation_dtype == "fp8" else "hopper-w4a16"
 
 
 def unsupported_reason(problem: Problem) -> str | None:
@@ -62,7 +65,7 @@ def unsupported_reason(problem: Problem) -> str | None:
 
     Shapes are taken to fit together already.
     """
-    of_layer = int8_reasons if family(problem) == "hopper-w8a8" else reasons
+    of_layer = {"hopper-w8a8": int8_reasons, "hopper-fp8": fp8_reasons}.get(family(problem), reasons)
     return next(chain(machine_reasons(problem), of_layer(problem)), None)
 
 

@@ -33,7 +33,7 @@ LAYOUTS = {
     "fp8": "marlin-fp8/1",
 }
 #: Families that are never chosen unless asked for, by format.
-ASKED = {"fp8-block-w8a8": "hopper-fp8", "fp8-w8a8": "hopper-fp8", "mxfp4-fp8": "hopper-w4a8"}
+ASKED = {"mxfp4-fp8": "hopper-w4a8"}
 
 
 class Ours(Contender):

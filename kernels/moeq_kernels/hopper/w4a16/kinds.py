@@ -16,14 +16,13 @@ class Kind:
         scale_bytes: of a scale that codes along k share.
         finer: whether outputs that are rounded before they are summed keep a bit more than bfloat16 has: weights are
             exact, so that nothing else would hide that rounding.
-        few: whether a GPU has timed the Hopper kernels for few tokens of an expert with it. They read the others too,
-            but those get `mma.sync` kernels then.
+        mixes: whether the Hopper kernels take it beside another kind in one layer; else those of `mma.sync` do.
     """
 
     bits: int
     scale_bytes: int
     finer: bool
-    few: bool = False
+    mixes: bool = False
 
     @property
     def small_float(self) -> bool:
@@ -32,9 +31,9 @@ class Kind:
 
 
 KINDS: dict[str, Kind] = {
-    "uint4": Kind(4, 2, False, few=True),
-    "uint8": Kind(8, 2, False, few=True),
-    "e2m1": Kind(4, 1, True, few=True),  # MXFP4
+    "uint4": Kind(4, 2, False, mixes=True),
+    "uint8": Kind(8, 2, False, mixes=True),
+    "e2m1": Kind(4, 1, True, mixes=True),  # MXFP4
     "nvfp4": Kind(4, 1, True),
     "fp8": Kind(8, 2, True),
     "mxfp8": Kind(8, 1, True),

@@ -19,7 +19,6 @@ from moeq_kernels.hopper.w4a16.plan import (
     Wide,
     choose,
     kernel_for,
-    tokens_per_hit,
 )
 from moeq_kernels.hopper.w4a16.products import (
     alike,
@@ -54,34 +53,22 @@ EXACT_PAIRS = 256
 EXACT_EDGES = (EXACT_PAIRS, mma.EXACT_PAIRS)
 #: Rows of an expert, on average, up to which the sorting kernel also copies tokens.
 ROWS_COPIED = 4
-#: Tokens of an expert that is hit, on average, up to which `mma.sync` kernels multiply what the Hopper kernels for few
-#: tokens were not timed with (`Kind.few`).
-MMA_TOKENS = 12.0
 #: What heights of the wide kernel's tiles are multiples of.
 HEIGHT_GRAIN = 32
 
 
 def plan_for(problem: Problem, tokens: int) -> Plan | MmaPlan:
-    """Kernels and sizes for so many tokens; those of `mma.sync` where few tokens meet a kind without `Kind.few`."""
-    return planned(problem, tokens, KINDS[kind_of(problem.w13)].few and KINDS[kind_of(problem.w2)].few)
-
-
-def planned(problem: Problem, tokens: int, few: bool) -> Plan | MmaPlan:
-    """The same, with the Hopper kernels for few tokens of an expert where `few`, whatever the kind."""
+    """Kernels and sizes for so many tokens; those of `mma.sync` where the projections' kinds differ and do not mix."""
     first, second, gpu = problem.w13, problem.w2, problem.gpu
     kind, group = kind_of(first), group_of(first)
     gated, both = problem.epilogue.gated, alike(first, second)
-    apart = not both and not one_group(first, second)
+    if not both and not one_group(first, second):
+        if not (KINDS[kind].mixes and KINDS[kind_of(second)].mixes):
+            return mma.plan_for(problem, tokens)
+        # The one kernel that takes all of a format from its own matrix.
+        return Plan(kernel_for(kernel_for(WIDE32, kind, group, gpu), kind_of(second), group_of(second), gpu))
     pairs = tokens * problem.top_k
-    if apart and not (KINDS[kind].few and KINDS[kind_of(second)].few):
-        return mma.plan_for(problem, tokens)
-    if not few and tokens_per_hit(pairs, problem.experts) <= MMA_TOKENS:
-        return mma.plan_for(problem, tokens)
-    if apart:  # the one kernel that takes all of a format from its own matrix
-        return Plan(kernel_for(kernel_for(WIDE32, kind, group, gpu), kind_of(second), group, gpu))
-    return choose(
-        pairs, problem.experts, first.k, problem.intermediate, group, kind, gated, problem.top_k, gpu, both, few
-    )
+    return choose(pairs, problem.experts, first.k, problem.intermediate, group, kind, gated, problem.top_k, gpu, both)
 
 
 def launches(problem: Problem, piece: Piece, arena: Arena, plan: Plan | MmaPlan) -> list[Launch]:

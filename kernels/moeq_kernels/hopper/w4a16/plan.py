@@ -145,10 +145,10 @@ TABLE: tuple[tuple[float, Narrow | Queue | Wide], ...] = (
     (90.0, WIDE96),
     (float("inf"), WIDE160),
 )
-#: The same for down products of many steps (see SHORT_K).
+#: The same for down products of many steps (see SHORT_K), but of e4m3: there the wide kernel wins from 12 tokens on.
 LONG_TABLE = tuple((20.0 if kernel == QUEUE16 else limit, kernel) for limit, kernel in TABLE)
 #: The same for e2m1, whose integer work counts beside its bytes: for down products of few steps and for longer ones.
-#: Measured with MXFP4.
+#: Measured with MXFP4; NVFP4 was timed with them too.
 _MXFP4_MANY: tuple[tuple[float, Narrow | Queue | Wide], ...] = (
     (24.0, QUEUE32),
     (48.0, WIDE64),
@@ -198,9 +198,10 @@ def splits_for(items: float, steps: int, resident: int) -> int:
 
 def table_for(kind: str, intermediate: int = 0) -> tuple[tuple[float, Narrow | Queue | Wide], ...]:
     """The table for that kind of codes and k of the down product."""
-    if intermediate <= SHORT_K:
-        return MXFP4_TABLE if KINDS[kind].small_float else TABLE
-    return MXFP4_LONG_TABLE if KINDS[kind].small_float else LONG_TABLE
+    short = intermediate <= SHORT_K
+    if KINDS[kind].small_float:
+        return MXFP4_TABLE if short else MXFP4_LONG_TABLE
+    return TABLE if short or KINDS[kind].finer else LONG_TABLE
 
 
 def kernel_for(kernel: Kernel, kind: str, group: int, gpu: Gpu = H200) -> Kernel:
@@ -247,7 +248,6 @@ def choose(
     top_k: int = 1,
     gpu: Gpu = H200,
     both: bool = True,
-    few: bool = True,
 ) -> Plan:
     """The plan for `pairs` routed pairs among `experts` with these packed sizes.
 
@@ -258,22 +258,19 @@ def choose(
         top_k: pairs of a token, which have different experts.
         gpu: whose multiprocessors and shared memory are planned for.
         both: whether one kernel can make both products (their weights are read alike).
-        few: whether other kernels than the wide one may be chosen.
     """
     small_float = KINDS[kind].small_float
     small = 3 * hidden * intermediate <= DIRECT_WEIGHTS
     crowd = 2 if small_float and intermediate <= SHORT_K else 4
-    if few and gated and small and crowd * pairs <= experts:
+    if gated and small and crowd * pairs <= experts:
         kernel = kernel_for(DIRECT, kind, group, gpu)
         up = shares_for(pairs * -(-intermediate // 128), -(-hidden // kernel.step), 16, gpu)
         return Plan(kernel, up, shares_for(pairs * -(-hidden // 256), -(-intermediate // kernel.step), 8, gpu))
     mean = tokens_per_hit(pairs, experts)
-    table = table_for(kind, intermediate) if few else TABLE
+    table = table_for(kind, intermediate)
     base = next(one for limit, one in table if mean <= limit)
     if isinstance(base, Queue) and not both:
         base = NARROW8 if base.tokens == 8 else WIDE32
-    if not few and not isinstance(base, Wide):
-        base = WIDE32
     most_columns, gathering = GATHERING.get(base, (0, base))
     gathers = intermediate <= most_columns and kind in ("uint4", "uint8")  # others leave copy warps too little time
     kernel = kernel_for(gathering if gathers else base, kind, group, gpu)

@@ -42,10 +42,10 @@ def run(
         routed.x[spoilt, 7] = float("inf")
     epilogue = epilogue_of(packed, recipe.activation, None, None, recipe.limit, False)
     count = known if mapped else None
-    problem = prepare_for(routed.x, packed, 2, tokens, epilogue, count, family="hopper-few").problem
+    problem = prepare_for(routed.x, packed, 2, tokens, epilogue, count, family="hopper-w4a16").problem
     problem = replace(problem, gpu=replace(problem.gpu, multiprocessors=2), dependent=False)
     plan = Plan(kernel_for(kernel, kind_of(packed.w13), group_of(packed.w13)), *shares)
-    planned = schedule("hopper-few", problem, tokens, plan)
+    planned = schedule("hopper-w4a16", problem, tokens, plan)
     y = torch.empty_like(routed.x)
     workspace = torch.full((planned.workspace_bytes,), 255, dtype=torch.uint8)
     roots = {"x": routed.x, "topk_weights": routed.weights, "topk_ids": routed.ids, "out": y, "workspace": workspace}

@@ -106,7 +106,7 @@ def test_products_in_different_formats_are_made_apart() -> None:
     ("name", "kernel"),
     [
         ("nvfp4", "expert_layer"),
-        ("nvfp4", "expert_product_mma"),
+        ("nvfp4", "expert_layer"),
         ("fp8-channel", "few_down"),
         ("mxfp8", "expert_product_narrow"),
         ("w8a8-oai", "few_down_int8"),
@@ -134,7 +134,7 @@ def test_the_sweep_of_cliffs_finds_where_kernels_change_places() -> None:
     layer = prepare_for(x, checking.on_meta(packed), 2, 64, epilogue_of(LAYERS["nvfp4"]), None, gpu="H200")
     found = cliffs.swept(layer.family, layer.problem, 6)
     assert isinstance(found["mma"], MmaPlan)
-    assert not isinstance(found["few"], MmaPlan)
+    assert not isinstance(found["chosen"], MmaPlan)
     assert [name for name in found if name.startswith("wide")] == ["wide32", "wide64", "wide96"]
     rows = [
         {"mean": mean, "rivals": {"mma": mma, "few": few, "wide32": 9.0}}

@@ -13,7 +13,6 @@ from bench.cases import Recipe, make_layer
 from moeq_kernels.epilogue import Epilogue
 from moeq_kernels.gpu import H200
 from moeq_kernels.hopper.support import matrix_reasons, triton_reason
-from moeq_kernels.hopper.w4a16 import few
 from moeq_kernels.hopper.w4a16 import layer as layer_of_hopper
 from moeq_kernels.hopper.w4a16.kinds import KINDS
 from moeq_kernels.hopper.w4a16.plan import (
@@ -84,12 +83,12 @@ def test_few_tiles_share_k_and_many_do_not() -> None:
     assert splits_for(5000, 16, 528) == 1
 
 
-@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if not kind.few])
-@pytest.mark.parametrize("group", [0, 16, 32, 128])
-def test_without_the_kernels_for_few_tokens_wide_ones_fit(kind: str, group: int) -> None:
+@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind.bits == 8 and kind.finer])
+@pytest.mark.parametrize("group", [0, 32, 128])
+def test_wide_kernels_for_floats_of_8_bits_fit(kind: str, group: int) -> None:
+    """They win from 12 tokens an expert on, also where the down product is long."""
     for tokens, intermediate in itertools.product((13, 19, 24, 25, 40, 44, 45, 90, 91, 4096), (768, 2880)):
-        plan = choose(tokens * 128, 128, 2048, intermediate, group, kind, few=False)
-        kernel = plan.kernel
+        kernel = choose(tokens * 128, 128, 2048, intermediate, group, kind).kernel
         assert isinstance(kernel, Wide)
         assert not kernel.gathers
         scales = max(1, 64 // group if group else 1) * 128 * KINDS[kind].scale_bytes
@@ -97,7 +96,7 @@ def test_without_the_kernels_for_few_tokens_wide_ones_fit(kind: str, group: int)
         assert 2 <= kernel.stages <= (H200.shared_bytes - 16640 * kernel.warpgroups) // step
 
 
-def test_the_layer_takes_mma_sync_for_few_tokens_and_for_mixed_formats() -> None:
+def test_the_layer_takes_mma_sync_for_mixed_formats_of_floats_only() -> None:
     one, _ = make_layer(Recipe("marlin-nvfp4/1", "e2m1", hidden=256, intermediate=256))
     other, _ = make_layer(Recipe("marlin-fp8/1", "e4m3", hidden=256, intermediate=256, group_size=128))
     x = torch.zeros(1, 256, dtype=torch.bfloat16)
@@ -106,7 +105,9 @@ def test_the_layer_takes_mma_sync_for_few_tokens_and_for_mixed_formats() -> None
         layer = prepare_for(x, experts, 2, 4096, epilogue, None, family="hopper-w4a16")
         for tokens in (1, 23, 25, 4096):  # of four experts, two of a token
             plan = layer_of_hopper.plan_for(layer.problem, tokens)
-            assert isinstance(plan, MmaPlan) == (mixed or tokens < 24), tokens
+            assert isinstance(plan, MmaPlan) == mixed, tokens
+            if not mixed:
+                assert isinstance(plan.kernel, Wide) == (tokens > 23 if experts is other else tokens == 4096), tokens
 
 
 @pytest.mark.parametrize(("kind", "group"), [("nvfp4", 16), ("fp8", 128), ("fp8", 0), ("mxfp8", 32)])
@@ -115,7 +116,7 @@ def test_the_kernels_for_few_tokens_fit_floats(kind: str, group: int, intermedia
     """As many programs as planned have to fit the shared memory of a multiprocessor: 228 KB, 1 KB of each is lost."""
     found = set()
     for pairs in range(1, 1536, 7):
-        kernel = choose(pairs, 128, 2048, intermediate, group, kind, few=True).kernel
+        kernel = choose(pairs, 128, 2048, intermediate, group, kind).kernel
         found.add(type(kernel))
         if isinstance(kernel, Wide):
             continue
@@ -127,20 +128,6 @@ def test_the_kernels_for_few_tokens_fit_floats(kind: str, group: int, intermedia
         assert resident * (kernel.stages * step + rest + 1024) <= 228 * 1024, kernel
         assert not kernel.after
     assert {Direct, Queue} <= found
-
-
-def test_who_asks_gets_the_kernels_for_few_tokens_in_every_format() -> None:
-    one, _ = make_layer(Recipe("marlin-nvfp4/1", "e2m1", hidden=256, intermediate=256))
-    other, _ = make_layer(Recipe("marlin-fp8/1", "e4m3", hidden=256, intermediate=256, group_size=128))
-    x = torch.zeros(1, 256, dtype=torch.bfloat16)
-    epilogue = epilogue_of(one, "silu", None, None, None, False)
-    for experts, mixed in ((one, False), (other, False), (dataclasses.replace(one, w2=other.w2), True)):
-        problem = prepare_for(x, experts, 2, 4096, epilogue, None, family="hopper-few").problem
-        for tokens in (1, 23, 25, 4096):
-            assert isinstance(few.plan_for(problem, tokens), MmaPlan) == mixed, tokens
-        if not mixed:
-            assert not isinstance(few.plan_for(problem, 1).kernel, Wide)
-            assert isinstance(few.plan_for(problem, 4096).kernel, Wide)
 
 
 @pytest.mark.parametrize("kind", ["uint4", "e2m1"])

@@ -12,6 +12,7 @@ from bench.cases import Recipe, make_layer, route
 from bench.comparison import random_map
 from bench.reference import moe, relative_error
 from moeq_kernels import interpreter
+from moeq_kernels.gpu import GPUS
 from moeq_kernels.hopper import support
 from moeq_kernels.hopper.w8a8 import layer as w8a8
 from moeq_kernels.hopper.w8a8.plan import Int8Narrow, Int8Plan, Int8Wide
@@ -104,11 +105,18 @@ def test_sums_of_e4m3_are_cut_off_as_tensor_cores_do() -> None:
 
 
 @pytest.mark.parametrize("recipe", [ROWS, BLOCKS])
-def test_nobody_gets_these_kernels_who_did_not_ask(recipe: Recipe) -> None:
+def test_who_asks_for_fp8_activations_gets_these_kernels(recipe: Recipe) -> None:
     problem, _ = planned(recipe, 4, 2, None)
     on_gpu = replace(problem, interpret=False)
-    assert list(support.fp8_reasons(on_gpu)) == []
-    assert support.unsupported_reason(on_gpu) is not None
+    assert support.family(on_gpu) == "hopper-fp8"
+    assert support.unsupported_reason(on_gpu) is None
+    older = replace(on_gpu, gpu=GPUS["A100"])
+    assert "these kernels are for 9.0" in str(support.unsupported_reason(older))
+    w13, w2 = (replace(one, activation_dtype="") for one in (problem.w13, problem.w2))
+    wide = replace(on_gpu, w13=w13, w2=w2)
+    assert support.family(wide) == "hopper-w4a16"
+    assert "these kernels read marlin-wna16/1" in str(support.unsupported_reason(wide))
+    assert "does not ask for fp8" in str(support.unsupported_reason(replace(on_gpu, w2=w2)))
 
 
 def test_what_they_do_not_read() -> None:
