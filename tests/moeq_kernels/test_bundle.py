@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import struct
 import subprocess
 import sys
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from bench.bundle import flashinfer_module
 from bench.bundle.__main__ import CUBLAS, cublas_12, unpack, uploads, wanted
 from bench.bundle.fatbin import MACHINE, PTX, Entry, containers, kept, trimmed
 from bench.bundle.parts import PARTS, Part
@@ -93,3 +96,74 @@ def test_calls_of_cublas_12_arrive_in_cublas_13_with_all_arguments(tmp_path: Pat
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(sum((i + 1) * i for i in range(19))), "7"]
     assert ctypes.sizeof(ctypes.c_long) == 8
+
+
+class TestFlashInferModule:
+    @pytest.fixture
+    def made(self, tmp_path: Path) -> flashinfer_module.Kit:
+        (tmp_path / "cuda" / "bin").mkdir(parents=True)
+        (tmp_path / "cuda" / "lib64").mkdir()
+        (tmp_path / "out" / "objects").mkdir(parents=True)
+        (tmp_path / "out" / "generated").mkdir()
+        empty = tmp_path / "empty.c"
+        empty.write_text("")
+        subprocess.run(["gcc", "-shared", empty, "-o", tmp_path / "cuda/lib64/libcudart.so"], check=True)
+        return flashinfer_module.Kit(tmp_path, (), tmp_path / "cuda/bin/nvcc", tmp_path / "out")
+
+    def test_what_is_not_built_throws_and_says_so(self, made: flashinfer_module.Kit) -> None:
+        """Called by name, through a table of virtual functions, and never: all load at once, the first two throw."""
+        source = made.csrc / "uses.cpp"
+        source.write_text(
+            "#include <cstring>\n#include <stdexcept>\n"
+            "namespace tensorrt_llm { int absent(int); struct Runner { virtual int run(); virtual int other(); }; }\n"
+            'extern "C" int asked(char *text) {\n'
+            "  try { return tensorrt_llm::absent(3); }\n"
+            "  catch (std::runtime_error &error) { std::strcpy(text, error.what()); return -1; } }\n"
+            'extern "C" void *table() { static tensorrt_llm::Runner one; return &one; }\n'
+        )
+        library = flashinfer_module.link(made, [flashinfer_module.compile_one(made, source)])
+        assert library.relative_to(made.out / "site") == Path(flashinfer_module.PLACE)
+        loaded = ctypes.CDLL(str(library), mode=os.RTLD_NOW)
+        text = ctypes.create_string_buffer(400)
+        assert loaded.asked(text) == -1
+        assert text.value.decode().startswith("not in this module")
+        assert text.value.decode().endswith("absentEi")
+
+    def test_an_object_is_made_again_when_its_source_changes(self, made: flashinfer_module.Kit) -> None:
+        source = made.csrc / "one.cpp"
+        source.write_text("int one() { return 1; }\n")
+        first = flashinfer_module.compile_one(made, source)
+        stamp = first.stat().st_mtime_ns
+        assert flashinfer_module.compile_one(made, source) == first
+        assert first.stat().st_mtime_ns == stamp
+        source.write_text("int one() { return 2; }\n")
+        assert flashinfer_module.compile_one(made, source) != first
+
+    def test_a_source_that_does_not_compile_is_named(self, made: flashinfer_module.Kit) -> None:
+        source = made.csrc / "broken.cpp"
+        source.write_text("int one( {\n")
+        with pytest.raises(RuntimeError, match=r"broken\.cpp was not compiled"):
+            flashinfer_module.compile_one(made, source)
+
+    def test_every_candidate_of_flashinfer_is_compiled(self) -> None:
+        """One schedule for each of 29 tiles and 4 clusters; bf16 never takes 4 of the tiles, e4m3 has 10 more."""
+        package = find_spec("flashinfer")
+        if package is None or package.origin is None:
+            pytest.skip("flashinfer is not installed")
+        generate = flashinfer_module.generator(Path(package.origin).parents[1])
+        kernels = {kind: flashinfer_module.wanted(generate, kind) for kind in ("bf16", "fp8")}
+        assert {kind: len(found) for kind, found in kernels.items()} == {"bf16": 25 * 4, "fp8": 29 * 4 + 10}
+        assert len({repr(one) for found in kernels.values() for one in found}) == 226
+
+    def test_flags_are_those_of_flashinfer(self) -> None:
+        """Of the release that is built; its own description of the module names them, and the sources."""
+        flashinfer = pytest.importorskip("flashinfer")
+        if flashinfer.__version__ != "0.7.2":
+            pytest.skip(f"flashinfer is {flashinfer.__version__}")
+        jit = pytest.importorskip("flashinfer.jit.fused_moe")
+        spec = jit.gen_cutlass_fused_moe_sm90_module()
+        assert [flag for flag in spec.extra_cuda_cflags if flag] == list(flashinfer_module.CUDA_FLAGS)
+        assert [*spec.extra_cflags, "-fPIC"] == list(flashinfer_module.CXX_FLAGS)
+        known = {str(path) for path in spec.sources}
+        assert all(any(one.endswith(name) for one in known) for name in flashinfer_module.SOURCES)
+        assert str(spec.aot_path).endswith(flashinfer_module.PLACE)

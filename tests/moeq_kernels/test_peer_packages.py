@@ -64,6 +64,31 @@ class TestFlashInfer:
         size.bind(3, 256, 128, 4, 2, x_dtype=torch.bfloat16, weight_dtype=torch.uint8, **kind.options)
         assert "tuning_buckets" in inspect.signature(contender.flashinfer.autotune).parameters
 
+    @pytest.mark.parametrize("tokens", [3, 512, 16384])
+    def test_timed_calls_find_what_was_tuned(self, tokens: int, moe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A tactic is kept under the number of tokens that FlashInfer maps the call's to, at tuning and afterwards."""
+        from flashinfer import autotuner
+
+        utils = pytest.importorskip("flashinfer.fused_moe.utils")
+        spec = autotuner.DynamicTensorSpec(
+            (0,), (0,), utils.get_hybrid_num_tokens_buckets(8192), utils.make_hybrid_bucket_mapper(8192)
+        )
+        config = autotuner.TuningConfig(dynamic_tensor_specs=(spec,))
+        seen: list[tuple[bool, int]] = []
+
+        def fused(**given: Any) -> None:
+            tuner = autotuner.AutoTuner.get()
+            key = tuner.get_effective_map_to_tuning_buckets(config)(given["input"].shape[0])
+            seen.append((tuner.is_tuning_mode, key))
+
+        monkeypatch.setattr(moe, "cutlass_fused_moe", fused)
+        monkeypatch.setattr(moe.core, "cutlass_fused_moe_workspace_size", lambda *given, **more: 16)
+        contender = flashinfer_cutlass.Bf16()
+        weights = flashinfer_cutlass.Weights({}, 4, 2, 192, 128)
+        inputs = contender.inputs(weights, route(problem_of("mxfp4"), tokens, 0))
+        contender.run(weights, inputs)
+        assert seen == [(True, tokens), (False, tokens)]
+
     def test_scales_are_folded_as_the_kernels_read_them(self, moe: Any) -> None:
         """[E, rows / 64, K / 128, 16, 16 bytes], which the extension checks (as int32: 4) for e4m3 activations."""
         w13, _ = problem_of("mxfp4-silu").padded(256, 128)
