@@ -123,7 +123,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _interrupted(out: Output) -> int:
-    out.failure(as_moeq_error(KeyboardInterrupt()))
+    out.failure(as_moeq_error(KeyboardInterrupt()), styled=False)
     return int(ExitCode.INTERRUPTED)
 
 

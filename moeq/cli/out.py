@@ -58,14 +58,21 @@ class Output:
             render(_console(text, sys.stdout))
             write(sys.stdout, text.getvalue())
 
-    def failure(self, error: MoeqError) -> None:
-        """Report a MoeqError: one line and a hint on stderr, and in JSON mode the document on stdout."""
+    def failure(self, error: MoeqError, *, styled: bool = True) -> None:
+        """Report a MoeqError: one line and a hint on stderr, and in JSON mode the document on stdout.
+
+        Args:
+            error: what to report.
+            styled: False imports nothing: after an interrupt, modules may be half imported.
+        """
         if self.json_mode:
             details = {"code": error.code, "message": error.message, "hint": error.hint}
             self._document({"ok": False, "error": {**details, "exit_code": int(error.exit_code)}})
-        self._line("error", "bold red", error.message)
-        if error.hint:
-            self._line("hint", "cyan", error.hint)
+        for label, style, told in (("error", "bold red", error.message), ("hint", "cyan", error.hint)):
+            if told and styled:
+                self._line(label, style, told)
+            elif told:
+                self.line(f"{label}: {told}")
         text = error.message + (f"\n{error.hint}" if error.hint else "")
         self.annotate("error", error.code, text)
 

@@ -108,8 +108,14 @@ def test_after_the_answer_there_is_no_second_document() -> None:
     assert json.loads(done.stdout) == {"schema": "moeq.gpus/1", "ok": True, "rows": []}
 
 
+def test_the_line_imports_nothing() -> None:
+    """What was being imported may be left in a state that cannot be imported again, or only with a warning."""
+    done = interrupted('sys.modules["rich.text"] = sys.modules["moeq.cli.screen"] = None; interrupt()')
+    assert (done.returncode, done.stderr) == (130, TOLD)
+
+
 def test_a_second_one_while_the_first_is_told() -> None:
-    body = "app.Output.failure = lambda *_: interrupt(); interrupt()"
+    body = "app.Output.failure = lambda *_, **__: interrupt(); interrupt()"
     done = interrupted(body)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 

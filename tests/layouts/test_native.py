@@ -227,3 +227,19 @@ def test_loops_that_are_called_are_there(path: Path) -> None:
     }
     assert called
     assert all(type(getattr(loops, name)) is type(allocates) for name in called)
+
+
+@pytest.mark.parametrize("call", ["chmod", "replace"])
+def test_an_interrupt_leaves_no_half_written_file_and_is_not_swallowed(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = getattr(os, call)
+
+    def interrupted(*given: object) -> None:
+        real(*given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(native.os, call, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        native._write(tmp_path / "loop.o", "about", b"code")
+    assert {path.name for path in tmp_path.iterdir()} <= ({"loop.o"} if call == "replace" else set())

@@ -188,8 +188,10 @@ def _write(path: Path, about: str, code: bytes) -> None:
             # Others may run what this user compiled, as they may run what Python keeps in `__pycache__`.
             os.chmod(name, 0o644)
             os.replace(name, path)
-        except OSError:
-            os.unlink(name)
+        except BaseException:  # interrupted as well
+            with suppress(OSError):
+                os.unlink(name)
+            raise
 
 
 def _seal(about: str, code: bytes) -> bytes:
