@@ -106,7 +106,6 @@ def test_products_in_different_formats_are_made_apart() -> None:
     ("name", "kernel"),
     [
         ("nvfp4", "expert_layer"),
-        ("nvfp4", "expert_layer"),
         ("fp8-channel", "few_down"),
         ("mxfp8", "expert_product_narrow"),
         ("w8a8-oai", "few_down_int8"),
