@@ -27,6 +27,7 @@ class Method:
         activation_key: requested activation key, or None.
         bits: bits per weight.
         group_size: weights per scale along K, -1 per channel, None where it does not apply.
+        group_missing: the config of channel-wise scales names no group size, not even -1.
         zero_points: the integration says zero points are possible.
         bias_possible: the integration says biases are possible.
         tile_padding: Marlin may pad the intermediate size.
@@ -51,6 +52,7 @@ class Method:
     activation_key: str | None = None
     bits: int | None = None
     group_size: int | None = None
+    group_missing: bool = False
     zero_points: bool = False
     bias_possible: bool = False
     tile_padding: bool = False

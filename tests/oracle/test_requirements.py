@@ -213,6 +213,16 @@ def test_r18_no_choice_without_a_converter() -> None:
         assert found == ([error] if error else [])
 
 
+def test_r18_marlins_converter_wants_a_group_size_up_to_vllm_0_29() -> None:
+    """An H200 with vLLM 0.26.0 stopped so on weight-only int8 experts with one scale a channel."""
+    for engine, group, error in (
+        ("vllm@0.26.0", None, "TypeError"), ("vllm@0.26.0", -1, None), ("vllm@0.30.0", None, None)
+    ):  # fmt: skip
+        channels = ct(strategy="channel", num_bits=8, group_size=group)
+        verdict = judge_config(channels, SHAPE, gpu("H200", engine=engine, backend="marlin"))
+        assert [gate.error for gate in verdict.gates if not gate.passed] == ([error] if error else [])
+
+
 def test_r19_what_is_reported_is_what_runs() -> None:
     one = scheme("compressed-tensors", "e2m1", 32, scale="e8m0")
     vllm = ask(one, gpu("B200"))

@@ -227,6 +227,7 @@ def _wna16(question: Question, weights: Arguments, inputs: Arguments | None, for
         None,
         weights.bits,
         group,
+        group_missing=weights.group is None,
         zero_points=not weights.symmetric,
         raw_zero_points=not weights.symmetric,
         tile_padding=True,

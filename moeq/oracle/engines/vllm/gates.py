@@ -250,6 +250,10 @@ def _convert(stage: Stage) -> Iterator[Failed]:
         if all(row.get(key, value) == value for key, value in known.items()):
             text = f"conversion to {selected.backend}: {row['text']}"
             yield Failed(row["error"], text, "another backend", "CONVERSION")
+    marlin = selected.backend in ("MARLIN", "BATCHED_MARLIN")
+    if marlin and case.method.group_missing and not case.policy.since("0.30.0"):
+        text = f"conversion to {selected.backend}: it compares group_size with 0, and the config names none"
+        yield Failed("TypeError", text, "group_size -1 in the config, or vLLM 0.30 and newer", "CONVERSION")
 
 
 _FLASHINFER_ONE_SIDED = ("kNvfp4Dynamic", "kMxfp8Dynamic", "kFp8Dynamic128Sym", "none")
