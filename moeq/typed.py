@@ -8,6 +8,7 @@ version may add some.
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -39,6 +40,18 @@ def read_as(kind: type[T], value: Any, where: str, code: str = "source.bad-manif
         MoeqError: `code`, with the place in the document, what is there and what was expected.
     """
     return cast(T, _Reader(where, code).read(kind, value, ""))
+
+
+def spell_floats(value: Any) -> Any:
+    """A value for JSON, which has no infinity and no NaN: those become the texts `inf`, `-inf` and `nan`.
+
+    `float` reads them again. Everything else stays as it is, in tables, lists and tuples too.
+    """
+    if isinstance(value, dict):
+        return {key: spell_floats(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [spell_floats(one) for one in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def check_depth(value: Any, where: str, code: str, most: int = MAX_DEPTH) -> None:

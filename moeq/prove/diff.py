@@ -14,6 +14,7 @@ from moeq.matrix import QuantizedMatrix
 from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
 from moeq.prove.diff_rest import compare_rest
+from moeq.typed import spell_floats
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -112,9 +113,10 @@ class Difference:
         return max(self.differing, key=lambda row: row.relative, default=None)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for a JSON document."""
+        """Plain values for a JSON document; what is no finite number is a text."""
         worst = self.worst
-        return {**asdict(self), "worst": asdict(worst) if worst else None}
+        document: dict[str, Any] = spell_floats({**asdict(self), "worst": asdict(worst) if worst else None})
+        return document
 
 
 def diff(
@@ -190,7 +192,7 @@ def _compare(
         return None
     distance = (left.double() - right.double()).abs()
     distance = torch.where(unequal, distance.nan_to_num(nan=float("inf"), posinf=float("inf")), 0.0)
-    norm = float(left.double().nan_to_num(nan=0.0).norm())
+    norm = float(left.double().nan_to_num(0, 0, 0).norm())  # of its finite numbers
     columns = left.shape[1] - (0 if left_bias is None else 1)
 
     def place(index: int) -> Place:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from moeq.matrix import QuantizedMatrix
+from moeq.typed import spell_floats
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,9 +47,9 @@ class Loss:
     after: float
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; JSON has no infinity, so that one is a text."""
-        row = asdict(self)
-        return {key: str(value) if value in (float("inf"), float("-inf")) else value for key, value in row.items()}
+        """Plain values; what is no finite number is a text."""
+        row: dict[str, Any] = spell_floats(asdict(self))
+        return row
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> Loss:

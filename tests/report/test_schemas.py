@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
+from pipeline.mixing import Tensors, rewritten, with_plain_layer
 
 from moeq.cli.app import COMMANDS, run
 from moeq.errors import MoeqError
@@ -46,6 +47,30 @@ def test_documents_fit(checkpoints, tmp_path, capsys) -> None:
     assert not answer(capsys, "doctor", tmp_path / "nowhere")["ok"]
     for argv in (("gpus",), ("backends",), ("explain",), ("schema",), ("schema", "inspect"), ("doctor",)):
         assert answer(capsys, *argv)["ok"]
+
+
+def test_differences_that_are_no_numbers_fit(checkpoints, tmp_path, capsys) -> None:
+    """Infinite where shapes differ, where a number became infinite, and where it became none; JSON has neither."""
+    found = answer(capsys, "diff", checkpoints / "ct-fp8-block-qwen3moe", checkpoints / "mxfp4-gptoss")
+    assert {row["max_abs"] for row in found["differing"]} == {"inf"}
+    assert {row["first"] for row in found["differing"]} == {None}
+
+    source = rewritten(checkpoints / INT4, tmp_path / "plain", with_plain_layer(1))
+    name = "model.layers.1.mlp.experts.2.down_proj.weight"
+    for value in ("inf", "-inf", "nan"):
+        other = rewritten(source, tmp_path / value, lambda tensors, value=value: with_number(tensors, name, value))
+        for left, right in ((source, other), (other, source)):
+            found = answer(capsys, "diff", left, right, "--experts-only")
+            (row,) = found["differing"]
+            assert (row["max_abs"], row["relative"]) == ("inf", "inf")
+            assert row["first"]["left" if left == other else "right"] == value
+
+
+def with_number(tensors: Tensors, name: str, value: str) -> Tensors:
+    """Another number in a tensor."""
+    changed = tensors[name].clone()
+    changed[7, 3] = float(value)
+    return tensors | {name: changed}
 
 
 def test_a_field_of_another_type_is_found() -> None:
