@@ -40,9 +40,10 @@ from moeq_kernels import PackedExperts, PreparedLayer, interpreter
 from moeq_kernels import prepared as calls
 from moeq_kernels.formats import FORMATS
 from moeq_kernels.hopper.support import FLOATS, FP8
-from moeq_kernels.hopper.w4a8.layer import EXACT, FAST, W4a8Plan
+from moeq_kernels.hopper.w4a8.layer import EXACT, FAST, QUEUED, W4a8Plan
 from moeq_kernels.hopper.w4a16.plan import Queue
 from moeq_kernels.hopper.w4a16.products import alike
+from moeq_kernels.hopper.w8a8.plan import QUEUED as QUEUED_BYTES
 from moeq_kernels.hopper.w8a8.plan import Int8Narrow, Int8Plan
 from moeq_kernels.prepared import prepare_for, warmup
 from moeq_kernels.schedules import FAMILIES
@@ -143,7 +144,7 @@ def draw(generator: random.Random, family: str | None, device: str, formats: str
 def random_plan(drawn: Drawn, packed: PackedExperts, generator: random.Random) -> Any:
     """Any kernel of the table that can multiply such a layer, with any numbers of shares; None for the chosen ones."""
     if drawn.family == "hopper-w4a8":
-        return W4a8Plan(generator.choice([EXACT, FAST]))
+        return W4a8Plan(generator.choice([EXACT, FAST, *QUEUED]))
     if drawn.family == "mma-w4a16":
         return None
     if drawn.family == "hopper-w4a16":
@@ -152,7 +153,7 @@ def random_plan(drawn: Drawn, packed: PackedExperts, generator: random.Random) -
         return generator.choice([one for one in found if both or one is None or not isinstance(one.kernel, Queue)])
     kernel = generator.choice(table_of(drawn.recipe))[1]
     if not isinstance(kernel, Int8Narrow):
-        return Int8Plan(kernel)
+        return Int8Plan(generator.choice([kernel, QUEUED_BYTES]))
     shares = [-(-size // 128) for size in (drawn.recipe.hidden, drawn.recipe.intermediate)]
     return Int8Plan(kernel, *(generator.choice([one for one in (1, 1, 2, 3) if one <= most]) for most in shares))
 
@@ -247,6 +248,7 @@ def main() -> int:
     parser.add_argument("--family", choices=FAMILIES, help="these kernels only, in all their formats")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--interpreter", action="store_true", help="small problems on the CPU, by default of portable")
+    parser.add_argument("--plans", action="store_true", help="random plans of the family on a GPU, too")
     parser.add_argument("--formats", default="", help="what names of layouts have to hold, as nvfp4,fp8")
     parser.add_argument("--per-layer", type=int, default=None, help=f"problems of a layer (default {PER_LAYER}, or 4)")
     options = parser.parse_args()
@@ -272,10 +274,10 @@ def main() -> int:
         for drawn in batch:
             packed, whole = make_layer(drawn.recipe, device)
             plain = narrowed(whole, drawn.hidden)
-            own = options.interpreter and options.family != "portable"
+            own = (options.interpreter or options.plans) and options.family not in (None, "portable")
             plan = random_plan(drawn, packed, generator) if own else None
             layer = prepared(drawn, packed, generator.random() < 0.2, plan)
-            if own:  # programs that take several items each
+            if own and options.interpreter:  # programs that take several items each
                 gpu = replace(layer.problem.gpu, multiprocessors=generator.choice((1, 2, 7)))
                 layer.problem = replace(layer.problem, gpu=gpu)
             made.append((drawn, plain, layer))

@@ -29,7 +29,7 @@ from bench.timing import SHAPES, Call, Inputs, Shape, call_us, copies_needed, in
 from bench.w8a8_check import describe
 from moeq_kernels import PackedExperts, PackedMatrix, PreparedLayer
 from moeq_kernels.epilogue import SILU, Epilogue
-from moeq_kernels.hopper.w4a8.layer import EXACT, FAST, W4a8Plan
+from moeq_kernels.hopper.w4a8.layer import EXACT, FAST, QUEUED, W4a8Plan
 from moeq_kernels.hopper.w8a8.plan import E4M3_TABLE, TABLE, Int8Direct, Int8Narrow, Int8Plan, Int8Wide, direct_plan
 from moeq_kernels.hopper.w8a8.plan import choose as choose_from
 from moeq_kernels.prepared import prepare_for
@@ -47,7 +47,7 @@ NARROW = (
     Int8Narrow(128, 6),
     Int8Narrow(128, 4, warpgroups=2),
 )
-WIDE = (Int8Wide(4), Int8Wide(3))
+WIDE = (Int8Wide(4), Int8Wide(4, queue=True))
 #: What a size that does not fit raises; it must not end a sweep.
 UNFIT = (RuntimeError, triton.runtime.errors.TritonError)
 
@@ -108,7 +108,7 @@ def candidates(shape: Shape, tokens: int, codes: str) -> list[Any]:
     mean = pairs / min(shape.experts, pairs)
     result: list[Int8Plan] = []
     if codes == "mxfp4":
-        return [W4a8Plan(EXACT), W4a8Plan(FAST)]
+        return [W4a8Plan(one) for one in (EXACT, FAST, *QUEUED)]
     if codes == "int8" and 2 * pairs <= shape.experts and shape.intermediate <= 4096:
         few = direct_plan(pairs, shape.hidden, shape.intermediate)
         result += [few, replace(few, kernel=Int8Direct(3))]
@@ -124,7 +124,7 @@ def candidates(shape: Shape, tokens: int, codes: str) -> list[Any]:
                 if tiles * shape.intermediate < 64 * 1024 and shape.hidden >= 4096:
                     shares |= {(2, 1), (3, 1), (4, 1), (8, 1)}
                 result += [Int8Plan(kernel, *one) for one in sorted(shares)]
-    if mean >= 60:
+    if mean >= 24:
         result += [Int8Plan(kernel) for kernel in WIDE]
     return result
 
@@ -190,9 +190,7 @@ def measure(shape: Shape, tokens: int, copies: list[PackedExperts], options: arg
         row["sweep"] = {}
         for one in candidates(shape, tokens, options.codes):
             try:
-                row["sweep"][str(one) if options.codes == "mxfp4" else describe(one)] = timed(
-                    ours(shape, options.codes, one)
-                )
+                row["sweep"][describe(one)] = timed(ours(shape, options.codes, one))
             except UNFIT as error:
                 print("      failed", one, str(error)[:200], flush=True)
     return row

@@ -9,7 +9,7 @@ from typing import Any
 from bench.compile.w4a16 import _descriptor, _integers
 from bench.compile.w8a8 import OAI, _compile
 from moeq_kernels.epilogue import PLAIN, SILU, Epilogue
-from moeq_kernels.hopper.w4a8.layer import EXACT, FAST, W4a8Wide
+from moeq_kernels.hopper.w4a8.layer import EXACT, FAST, QUEUED, W4a8Wide
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,11 @@ class W4a8Case:
 def cases() -> list[W4a8Case]:
     """Both sizes as gate-up (gpt-oss's too) and down product."""
     result = []
-    for kernel in (EXACT, FAST):
-        base = W4a8Case(f"w4a8-wide{kernel.tokens}-gate-up", kernel)
-        result += [base, replace(base, name=f"w4a8-wide{kernel.tokens}-oai", epilogue=OAI, bias=True)]
-        result.append(replace(base, name=f"w4a8-wide{kernel.tokens}-down", epilogue=PLAIN, bias=True, out="fp32"))
+    for kernel in (EXACT, FAST, *QUEUED):
+        name = f"w4a8-{'queue' if kernel.queue else 'wide'}{kernel.tokens}"
+        base = W4a8Case(f"{name}-gate-up", kernel)
+        result += [base, replace(base, name=f"{name}-oai", epilogue=OAI, bias=True)]
+        result.append(replace(base, name=f"{name}-down", epilogue=PLAIN, bias=True, out="fp32"))
     return result
 
 
@@ -49,16 +50,20 @@ def compile_case(case: W4a8Case, **options: Any) -> Any:
     }
     constants = {
         "TOKENS": kernel.tokens,
-        "BOX": kernel.box,
         "STAGES": kernel.stages,
         "REGISTERS": kernel.registers,
-        "PROMOTED": kernel.promoted,
         "EPILOGUE": case.epilogue,
         "DEPENDENT": True,
     }
+    module, function = "wide", "w4a8_product_wide"
+    if kernel.queue:
+        module, function = "wide_queue", "w4a8_product_wide_queue"
+        types["queue"] = "*i32"
+    else:
+        constants |= {"BOX": kernel.box, "PROMOTED": kernel.promoted}
     if case.bias:
         types["bias"] = "*bf16"
     else:
         constants["bias"] = None
-    function = import_module("moeq_kernels.hopper.w4a8.device.wide").w4a8_product_wide
-    return _compile(function, types, constants, options)
+    found = getattr(import_module(f"moeq_kernels.hopper.w4a8.device.{module}"), function)
+    return _compile(found, types, constants, options)

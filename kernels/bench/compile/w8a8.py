@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.compile.w4a16 import _ast_source, _descriptor, _integers
 from moeq_kernels.epilogue import PLAIN, SILU, Epilogue
-from moeq_kernels.hopper.w8a8.plan import E4M3_TABLE, TABLE, Int8Direct, Int8Narrow, Int8Wide
+from moeq_kernels.hopper.w8a8.plan import E4M3_TABLE, QUEUED, TABLE, Int8Direct, Int8Narrow, Int8Wide
 
 OAI = Epilogue("swiglu_oai", gated=True, interleaved=True, limit=7.0)
 
@@ -56,9 +56,20 @@ def cases() -> list[Int8Case]:
         if narrow:
             result.append(replace(base, name=f"{name}-gate-up-split", split=True, out="i32"))
             result.append(replace(base, name=f"{name}-gate-up-direct", direct=True))
+    result += _queue_cases()
     for _, kernel in E4M3_TABLE:
         result += _e4m3_cases(kernel, f"e4m3-{'narrow' if isinstance(kernel, Int8Narrow) else 'wide'}{kernel.tokens}")
     return result
+
+
+def _queue_cases() -> list[Int8Case]:
+    """The wide kernel with a queue: codes of activations, sums of channels and of integers."""
+    base = Int8Case("e4m3-queue128-block-gate-up", QUEUED, codes="fp8e4nv", grouped=True, out="fp8e4nv")
+    down = replace(base, name="e4m3-queue128-block-down", epilogue=PLAIN, out="bf16")
+    oai = replace(base, name="e4m3-queue128-channel-oai", grouped=False, bias=True, epilogue=OAI, out="bf16")
+    result = [base, down, oai, replace(down, name="e4m3-queue128-channel-down", grouped=False)]
+    whole = Int8Case("int8-queue128-gate-up", QUEUED)
+    return [*result, whole, replace(whole, name="int8-queue128-down", epilogue=PLAIN)]
 
 
 def _e4m3_cases(kernel: Int8Narrow | Int8Wide, name: str) -> list[Int8Case]:
@@ -83,7 +94,6 @@ def compile_case(case: Int8Case, **options: Any) -> Any:
     types["out"] = f"*{case.out}"
     constants |= {
         "STAGES": kernel.stages,
-        "WARPGROUPS": kernel.warpgroups,
         "REGISTERS": kernel.registers,
         "EPILOGUE": case.epilogue,
         "BIAS": case.bias,
@@ -127,7 +137,8 @@ def _narrow(case: Int8Case, kernel: Int8Narrow) -> tuple[Any, dict[str, str], di
     function = import_module("moeq_kernels.hopper.w8a8.device.narrow").w8a8_product_narrow
     types = _descriptors(64, kernel.box, case.codes)
     types |= _integers("steps blocks splits rows columns stride w_rows up_row row_step experts known")
-    return function, types, {"TOKENS": kernel.tokens, "BOX": kernel.box, "SPLIT": case.split, "DIRECT": case.direct}
+    constants = {"TOKENS": kernel.tokens, "BOX": kernel.box, "SPLIT": case.split, "DIRECT": case.direct}
+    return function, types, {**constants, "WARPGROUPS": kernel.warpgroups}
 
 
 def _direct(case: Int8Case, kernel: Int8Direct) -> tuple[Any, dict[str, str], dict[str, Any]]:
@@ -152,10 +163,20 @@ def _direct(case: Int8Case, kernel: Int8Direct) -> tuple[Any, dict[str, str], di
 
 
 def _wide(case: Int8Case, kernel: Int8Wide) -> tuple[Any, dict[str, str], dict[str, Any]]:
-    function = import_module("moeq_kernels.hopper.w8a8.device.wide").w8a8_product_wide
     types = _descriptors(128, 64, case.codes)
     types |= _integers("steps blocks columns stride w_rows up_row row_step")
-    return function, types, {}
+    if not kernel.queue:
+        function = import_module("moeq_kernels.hopper.w8a8.device.wide").w8a8_product_wide
+        return function, types, {"WARPGROUPS": kernel.warpgroups}
+    types |= dict.fromkeys(("queue", "done"), "*i32") | _integers("needed")
+    constants: dict[str, Any] = {"FOLLOWS": case.grouped and case.epilogue == PLAIN}
+    if case.out == "fp8e4nv":
+        types["out_scale"] = "*fp32"
+        constants["ROUNDED"] = "bfloat16"
+    else:
+        constants |= {"out_scale": None, "ROUNDED": None}
+    function = import_module("moeq_kernels.hopper.w8a8.device.wide_queue").w8a8_product_wide_queue
+    return function, types, constants
 
 
 def compile_rows() -> dict[str, Any]:

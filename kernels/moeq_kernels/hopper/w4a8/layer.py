@@ -33,17 +33,24 @@ class W4a8Wide:
         stages: steps of 128 of k in shared memory.
         promoted: sums of each step are added in float32, for which 128 tokens leave no registers.
         registers: of multiplying threads.
+        queue: work items come from a counter, and an expert's tiles are of one height (tokens: 128, 160 or 192).
     """
 
     tokens: int
     stages: int
     promoted: bool
     registers: int = 232
+    queue: bool = False
 
     @property
     def box(self) -> int:
         """Tokens that are copied together."""
-        return self.tokens // 4
+        return 32 if self.queue else self.tokens // 4
+
+    @property
+    def grain(self) -> int:
+        """What heights of tiles are multiples of."""
+        return 32 if self.queue else self.tokens
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,8 @@ class W4a8Plan:
 
 #: Words are decoded once for a tile, so larger ones are faster; smaller ones are more exact.
 FAST, EXACT = W4a8Wide(128, 5, promoted=False), W4a8Wide(64, 7, promoted=True)
+#: As FAST, with work from a queue; `plan_for` does not choose them before they are timed.
+QUEUED = (W4a8Wide(128, 5, promoted=False, queue=True), W4a8Wide(160, 5, promoted=False, queue=True))
 
 
 def plan_for(problem: Problem, tokens: int) -> W4a8Plan:
@@ -101,14 +110,17 @@ def product_launch(
     }
     constants = {
         "TOKENS": kernel.tokens,
-        "BOX": kernel.box,
         "STAGES": kernel.stages,
         "REGISTERS": kernel.registers,
-        "PROMOTED": kernel.promoted,
         "EPILOGUE": epilogue,
         "DEPENDENT": problem.dependent,
     }
     most = most_tiles(piece.ids.numel(), kernel.tokens, problem.experts) * blocks
     programs = (min(problem.gpu.multiprocessors, most),)
     name = "hopper.w4a8.device.wide:w4a8_product_wide"
+    if kernel.queue:
+        name = "hopper.w4a8.device.wide_queue:w4a8_product_wide_queue"
+        arguments["queue"] = found.sorted.cleared.part(0, int(matrix is problem.w2), 1)
+    else:
+        constants |= {"BOX": kernel.box, "PROMOTED": kernel.promoted}
     return Launch(name, programs, arguments, constants, {"num_warps": 4, **problem.after})

@@ -21,18 +21,21 @@ from moeq_kernels.hopper.w8a8.plan import (
     Int8Direct,
     Int8Narrow,
     Int8Plan,
+    Int8Wide,
     choose,
 )
 from moeq_kernels.launch import Argument, Launch, triton_dtype
 from moeq_kernels.problem import Piece, Problem
 from moeq_kernels.records import PackedMatrix
-from moeq_kernels.sorting import Sorted, few_size, kept_dtype, most_tiles, room, sort_many, sum_parts
+from moeq_kernels.sorting import Sorted, few_size, kept_dtype, most_tiles, room, sort_many, sort_pairs, sum_parts
 from moeq_kernels.tuning import next_power_of_two
 
 #: Pairs up to which one kernel does all the routing.
 FEW_PAIRS = 2048
 #: Pairs up to which expert outputs are kept in float32 until they are summed.
 EXACT_PAIRS = 1024
+#: Counters of kernels that take work items from a queue: one for each product, then one for each expert.
+COUNTERS = 2
 
 
 #: Weights whose scales are of blocks; each group of k has its own scale in rows of activations, too.
@@ -97,19 +100,30 @@ def quantised_launches(
     pairs, intermediate = piece.ids.numel(), problem.intermediate
     result, found = _quantised(problem, piece, arena, plan)
     shared = plan.gate_up_splits > 1
-    if shared:
-        sums = torch.int32 if problem.w13.element == "int8" else torch.float32
-        middle = arena.take(sums, plan.gate_up_splits, pairs, 2 * intermediate)
+    if quantises(problem, plan):
+        activations = _rows(arena, problem.w2, pairs, intermediate)
+        result.append(product_launch(problem, piece, plan, found, found.rows, problem.w13, activations))
     else:
-        middle = arena.take(problem.dtype, 1, pairs, intermediate)
-    result.append(product_launch(problem, piece, plan, found, found.rows, problem.w13, middle))
-    again, activations = _requantised(problem, piece, arena, found, middle, shared)
-    result.append(again)
+        if shared:
+            sums = torch.int32 if problem.w13.element == "int8" else torch.float32
+            middle = arena.take(sums, plan.gate_up_splits, pairs, 2 * intermediate)
+        else:
+            middle = arena.take(problem.dtype, 1, pairs, intermediate)
+        result.append(product_launch(problem, piece, plan, found, found.rows, problem.w13, middle))
+        again, activations = _requantised(problem, piece, arena, found, middle, shared)
+        result.append(again)
     kept = kept_dtype(problem, pairs <= EXACT_PAIRS or plan.down_splits > 1, finer=False)
     parts = arena.take(kept, plan.down_splits, pairs, problem.hidden)
     result.append(product_launch(problem, piece, plan, found, activations, problem.w2, parts))
     result.append(sum_parts(problem, piece, parts, found.sorted.inverse))
     return result
+
+
+def quantises(problem: Problem, plan: Any) -> bool:
+    """Whether the gate-up product makes codes of its activations: where a program has a whole group of them."""
+    kernel = plan.kernel
+    grouped = problem.w2.layout == BLOCKS and problem.w2.input_scale is None
+    return isinstance(kernel, Int8Wide) and kernel.queue and grouped
 
 
 def _rows(arena: Arena, matrix: PackedMatrix, pairs: int, size: int) -> Rows:
@@ -138,8 +152,9 @@ def _quantised(problem: Problem, piece: Piece, arena: Arena, plan: Int8Plan) -> 
     top_k, count, tile = problem.top_k, problem.experts, plan.kernel.tokens
     pairs = tokens * top_k
     direct = tokens == 1 and isinstance(plan.kernel, Int8Narrow)
+    queue = not isinstance(plan.kernel, Int8Narrow) and plan.kernel.queue
     rows = _rows(arena, problem.w13, pairs, hidden)
-    pairs_sorted = room(problem, arena, pairs, 1 if direct else tile)
+    pairs_sorted = room(problem, arena, pairs, 1 if direct else tile, COUNTERS + count if queue else 0)
     expert_of_row = arena.take(torch.int32, pairs)
     columns = columns_of(rows, hidden)
     arguments: dict[str, Argument] = {
@@ -157,8 +172,11 @@ def _quantised(problem: Problem, piece: Piece, arena: Arena, plan: Int8Plan) -> 
     constants["MARLIN"] = marlin(problem.w13)
     options = {"num_warps": max(4, warps_for(columns)), **problem.after}
     found = Quantised(pairs_sorted, rows, expert_of_row, direct)
-    if pairs > FEW_PAIRS:
-        result = sort_many(problem, piece, arena, pairs_sorted, tile, tile)
+    if pairs > FEW_PAIRS or queue:
+        if queue:
+            result = sort_pairs(problem, piece, arena, pairs_sorted, tile, plan.kernel.grain)
+        else:
+            result = sort_many(problem, piece, arena, pairs_sorted, tile, tile)
         name = "hopper.w8a8.device.rows:quantise_tokens"
         return [*result, Launch(name, (tokens,), arguments, constants, options)], found
     # One token is soonest done by a program for each pair, more by one for each token.
@@ -246,12 +264,13 @@ def _requantised(
 
 
 def product_launch(
-    problem: Problem, piece: Piece, plan: Int8Plan, found: Quantised, rows: Rows, matrix: PackedMatrix, out: Area
+    problem: Problem, piece: Piece, plan: Int8Plan, found: Quantised, rows: Rows, matrix: PackedMatrix, to: Area | Rows
 ) -> Launch:
-    """One grouped product: `rows` times the weights of their experts into out `[splits, P, ..]`."""
+    """One grouped product: `rows` times the weights of their experts to `[splits, P, ..]`, or to codes and scales."""
     kernel = plan.kernel
     gated = matrix is problem.w13
-    splits, pairs, _ = out.shape
+    out = to.codes if isinstance(to, Rows) else to
+    pairs, splits = out.shape[-2], 1 if isinstance(to, Rows) else out.shape[0]
     columns = matrix.n // 2 if gated else out.shape[-1]
     up_row, row_step = gate_up_rows(problem) if gated else (128, 1)
     constants: dict[str, Any] = {
@@ -276,7 +295,20 @@ def product_launch(
         assert not isinstance(kernel, Int8Direct)
         name = "hopper.w8a8.device.wide:w8a8_product_wide"
         box, token_box, item = 128, 64, 128 if gated else 256
-        constants |= {"WARPGROUPS": kernel.warpgroups, "REGISTERS": kernel.registers}
+        constants |= {"REGISTERS": kernel.registers}
+        if kernel.queue:
+            name = "hopper.w8a8.device.wide_queue:w8a8_product_wide_queue"
+            counters = found.sorted.cleared
+            arguments |= {
+                "out_scale": to.scales if isinstance(to, Rows) else None,
+                "queue": counters.part(0, 0 if gated else 1, 1),
+                "done": counters.part(0, COUNTERS, problem.experts),
+                "needed": 2 * -(-problem.intermediate // 128),  # both warpgroups of each block
+            }
+            rounded = str(problem.dtype).removeprefix("torch.") if isinstance(to, Rows) else None
+            constants |= {"FOLLOWS": not gated and quantises(problem, plan), "ROUNDED": rounded}
+        else:
+            constants["WARPGROUPS"] = kernel.warpgroups
     blocks = -(-columns // item)
     first, second = weight_boxes(problem, matrix, box, gated)
     common = import_module("moeq_kernels.hopper.w8a8.device.common")

@@ -71,16 +71,24 @@ class Int8Wide:
         stages: steps of 128 bytes of k in shared memory.
         warpgroups: that multiply, 64 tokens each (2: with 3 there are too few registers and stages).
         registers: of their threads; the copy warps keep 24.
+        queue: work items come from a counter, and where scales are of blocks the gate-up product quantises what it
+            makes, so that the down product of an expert begins when its activations are there.
     """
 
     stages: int
     warpgroups: int = 2
     registers: int = 232
+    queue: bool = False
 
     @property
     def tokens(self) -> int:
         """Of a tile."""
         return 64 * self.warpgroups
+
+    @property
+    def grain(self) -> int:
+        """What heights of tiles are multiples of."""
+        return self.tokens
 
     @property
     def cap(self) -> None:
@@ -102,6 +110,8 @@ class Int8Plan:
 
 Table = tuple[tuple[float, Int8Narrow | Int8Wide], ...]
 WIDE = Int8Wide(4)
+#: The same with work from a queue; no table has it before it is timed.
+QUEUED = Int8Wide(4, queue=True)
 #: (tokens per hit expert up to, kernel), tried in order.
 TABLE: Table = (
     (5.0, Int8Narrow(8, 6, resident=2)),

@@ -31,17 +31,21 @@ OAI = Recipe("marlin-mxfp4-interleaved/1", "e2m1", experts=2, hidden=192, interm
         (replace(PLAIN, intermediate=192, bias=True), W4a8Wide(64, 3, promoted=True)),
         (PLAIN, W4a8Wide(128, 2, promoted=False)),
         (OAI, W4a8Wide(64, 3, promoted=True)),
+        (replace(PLAIN, intermediate=192, bias=True), W4a8Wide(160, 2, promoted=False, queue=True)),
+        (OAI, W4a8Wide(128, 3, promoted=False, queue=True)),
     ],
 )
-def test_the_code_as_it_is_gives_the_layer(recipe: Recipe, kernel: W4a8Wide) -> None:
+@pytest.mark.parametrize("tokens", [23, 150])
+def test_the_code_as_it_is_gives_the_layer(recipe: Recipe, kernel: W4a8Wide, tokens: int) -> None:
+    """150 tokens: every expert gets all, in tiles of two heights, of which a queue's need two products."""
     if not interpreter.active():
         pytest.skip("the kernels that sort run in Triton's interpreter here")
     packed, layer = make_layer(recipe)
-    routed = route(23, recipe.hidden, recipe.experts, 2)
+    routed = route(tokens, recipe.hidden, recipe.experts, 2)
     epilogue = epilogue_of(packed, recipe.activation, None, None, recipe.limit, False)
-    made = prepare_for(routed.x, packed, 2, 23, epilogue, None, family="hopper-w4a8")
+    made = prepare_for(routed.x, packed, 2, tokens, epilogue, None, family="hopper-w4a8")
     gpu = replace(made.problem.gpu, multiprocessors=2)
-    planned = schedule("hopper-w4a8", replace(made.problem, gpu=gpu), 23, W4a8Plan(kernel))
+    planned = schedule("hopper-w4a8", replace(made.problem, gpu=gpu), tokens, W4a8Plan(kernel))
     y = torch.empty_like(routed.x)
     workspace = torch.full((planned.workspace_bytes,), 255, dtype=torch.uint8)
     roots = {"x": routed.x, "topk_weights": routed.weights, "topk_ids": routed.ids, "out": y, "workspace": workspace}

@@ -58,6 +58,10 @@ def planned(
         (replace(BLOCKS, hidden=272, intermediate=256), 21, Int8Plan(Int8Narrow(32, 3))),
         (replace(INT8, **OAI), 9, Int8Plan(NARROW, 2, 1)),
         (INT8, 37, Int8Plan(Int8Wide(3))),
+        (INT8, 70, Int8Plan(Int8Wide(2, queue=True))),
+        (replace(ROWS, bias=True), 37, Int8Plan(Int8Wide(3, queue=True))),
+        (replace(BLOCKS, bias=True, intermediate=256), 141, Int8Plan(Int8Wide(2, queue=True))),
+        (replace(BLOCKS, dtype=torch.float16), 6, Int8Plan(Int8Wide(3, queue=True))),
     ],
 )
 def test_the_code_as_it_is_gives_the_layer(

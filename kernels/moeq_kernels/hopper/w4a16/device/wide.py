@@ -102,7 +102,7 @@ def _item(
         mbarrier.arrive(empty.index(stage), count=1)
         it += 1
     if SIGNALS and finished >= 0:
-        _signal(done, finished)
+        wide_copies.signal(done, finished)
     undo: gl.constexpr = weights.undo(KIND, HALF, GROUP > 0)
     unit: gl.constexpr = weights.channel_unit(KIND, HALF)
     chunk: gl.constexpr = 32 if GROUPS_OF_WARPS == 4 else 64  # tokens regrouped at a time
@@ -126,13 +126,6 @@ def _item(
             EPILOGUE, True, second, second, unit,
         )
     return it
-
-
-@gluon.jit
-def _signal(done, expert):
-    """Counts an item that this warpgroup has stored."""
-    barrier()
-    gl.atomic_add(done + expert, 1, sem="release", scope="gpu")
 
 
 @gluon.jit
@@ -175,7 +168,7 @@ def _multiply(
         number += 1
         expert, row, end_row, part = wide_copies.next_item(info, full, free, number, SLOTS)
     if SIGNALS and finished >= 0:
-        _signal(done, finished)
+        wide_copies.signal(done, finished)
 
 
 @gluon.jit(

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_wait
 
-from moeq_kernels.hopper.compat import reinterpret, rows_load, tma_load
+from moeq_kernels.hopper.compat import barrier, reinterpret, rows_load, tma_load
 from moeq_kernels.hopper.w4a16.device import common, layouts
 
 #: Rows of k in one step.
@@ -33,7 +33,8 @@ def _weight_bytes(group, kind, scale_bits, warpgroups):
 @constexpr_function
 def heights(tokens):
     """Heights at which tiles are multiplied: the smallest one that is enough."""
-    return {32: (32,), 64: (32, 64), 96: (32, 64, 96), 160: (64, 96, 128, 160)}[tokens]
+    return {32: (32,), 64: (32, 64), 96: (32, 64, 96), 128: (64, 96, 128), 160: (64, 96, 128, 160),
+            192: (64, 96, 128, 160, 192)}[tokens]  # fmt: skip
 
 
 @constexpr_function
@@ -59,7 +60,7 @@ def extent(row, end_row, part, splits, each, steps, PAIRED: gl.constexpr, GROUPS
 
 
 @gluon.jit
-def _announce(info, full, free, number, expert, row, end_row, part, SLOTS: gl.constexpr, WARPS: gl.constexpr):
+def announce(info, full, free, number, expert, row, end_row, part, SLOTS: gl.constexpr, WARPS: gl.constexpr):
     """Tells the multiplying warpgroups about work item `number` of this program; expert -1: there are no more."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     slot = number % SLOTS
@@ -103,7 +104,7 @@ def _load_words(
 
 
 @gluon.jit
-def _expect(bar, left, WORDS: gl.constexpr, TOKENS: gl.constexpr):
+def expect(bar, left, WORDS: gl.constexpr, TOKENS: gl.constexpr):
     """Tells a barrier how many bytes to wait for, where `left` tokens are left."""
     BOX: gl.constexpr = 32 * STEP * 2
     if TOKENS == 32:
@@ -130,11 +131,18 @@ def _load_rows(x_desc, x_buf, x_rest, bar, stage, row, left, i, TOKENS: gl.const
 
 
 @gluon.jit
-def _await(counter, needed):
+def wait_for(counter, needed):
     """Returns when `needed` warpgroups have counted, and what they stored before can be copied."""
     while gl.atomic_add(counter, 0, sem="acquire", scope="gpu") < needed:
         pass
     gl.inline_asm_elementwise("fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", (needed,), gl.int32, False, 1)
+
+
+@gluon.jit
+def signal(done, expert):
+    """Counts an item that this warpgroup has stored."""
+    barrier()
+    gl.atomic_add(done + expert, 1, sem="release", scope="gpu")
 
 
 @gluon.jit
@@ -160,7 +168,7 @@ def copy(
     index = gl.program_id(0)
     while index < items:
         expert, row, end_row, part = common.find_tile(index, tiles, blocks * splits)
-        _announce(info, full, free, number, expert, row, end_row, part, SLOTS, 1)
+        announce(info, full, free, number, expert, row, end_row, part, SLOTS, 1)
         number += 1
         index_of = index // (blocks * splits)
         index = gl.num_programs(0) + gl.atomic_add(queue, 1, sem="relaxed")
@@ -172,28 +180,28 @@ def copy(
             start = gl.minimum(first + STAGES, last)
             for i in range(first, start):
                 early = ready.index(i - first)
-                _expect(early, left, WORDS, TOKENS)
+                expect(early, left, WORDS, TOKENS)
                 _load_words(w_desc, s_desc, w_buf, s_buf, early, i - first, w_row, s_row, i, tile, pair_tiles, GROUP)
             if WAITS:
                 gdc_wait()
             if FOLLOWS:
-                _await(done + expert, gl.load(tiles + index_of * 8 + 4) * needed)
+                wait_for(done + expert, gl.load(tiles + index_of * 8 + 4) * needed)
                 complete = expert
             for i in range(first, start):
                 _load_rows(x_desc, x_buf, x_rest, ready.index(i - first), i - first, row, left, i, TOKENS)
             it = start - first
         if FOLLOWS and expert != complete:
-            _await(done + expert, gl.load(tiles + index_of * 8 + 4) * needed)
+            wait_for(done + expert, gl.load(tiles + index_of * 8 + 4) * needed)
             complete = expert
         for i in range(start, last):
             stage = it % STAGES
             mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
             bar = ready.index(stage)
-            _expect(bar, left, WORDS, TOKENS)
+            expect(bar, left, WORDS, TOKENS)
             _load_words(w_desc, s_desc, w_buf, s_buf, bar, stage, w_row, s_row, i, tile, pair_tiles, GROUP)
             _load_rows(x_desc, x_buf, x_rest, bar, stage, row, left, i, TOKENS)
             it += 1
-    _announce(info, full, free, number, -1, 0, 0, 0, SLOTS, 1)
+    announce(info, full, free, number, -1, 0, 0, 0, SLOTS, 1)
 
 
 @gluon.jit
@@ -262,7 +270,7 @@ def gather(
     index = gl.program_id(0)
     while index < items:
         expert, row, end_row, part = common.find_tile(index, tiles, blocks * splits)
-        _announce(info, full, free, number, expert, row, end_row, part, SLOTS, 4)
+        announce(info, full, free, number, expert, row, end_row, part, SLOTS, 4)
         number += 1
         index = gl.num_programs(0) + gl.atomic_add(queue, 1, sem="relaxed")
         first, last, left, tile = extent(row, end_row, part, splits, each, steps, PAIRED, GROUPS_OF_WARPS)
@@ -273,7 +281,7 @@ def gather(
                     end_row, expert * slabs, expert * groups, first, last, tile, pair_tiles, HEIGHTS[h], TOKENS, STAGES,
                     GROUP, KIND, GROUPS_OF_WARPS,
                 )
-    _announce(info, full, free, number, -1, 0, 0, 0, SLOTS, 4)
+    announce(info, full, free, number, -1, 0, 0, 0, SLOTS, 4)
 
 
 # fmt: on

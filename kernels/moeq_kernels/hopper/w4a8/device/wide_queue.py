@@ -1,0 +1,263 @@
+"""`wide` with work items from a queue and tiles of even heights, as the wide kernel for 16-bit activations has them.
+
+Words are decoded once for a tile, so it has more tokens (160 or 192 at most): a product of a power of two of them and
+one of the others, from the same weights in registers. Sums stay in the tensor cores.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import constexpr_function
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from moeq_kernels.hopper.compat import barrier, reinterpret, tma_load
+from moeq_kernels.hopper.device import epilogue
+from moeq_kernels.hopper.w4a8.device import wide
+from moeq_kernels.hopper.w4a16.device import common, layouts, wide_copies
+from moeq_kernels.hopper.w8a8.device import common as bytes_common
+
+STEP = bytes_common.STEP
+#: Tokens that are copied together, and work items that are announced ahead.
+BOX, SLOTS = gl.constexpr(32), gl.constexpr(4)
+#: Bytes of a step's words and shifts.
+WORDS = gl.constexpr(2 * 2 * (8 * 512 + 4 * 64))
+
+
+@constexpr_function
+def boxes(tokens):
+    """Boxes of a tile's tokens: of the power of two, and of the others (one at least, so that there is a buffer)."""
+    main = wide_copies.main_height(tokens) // 32
+    return main, max(1, tokens // 32 - main)
+
+
+# Argument lists of twenty names, one to a line, would hide the code.
+# fmt: off
+@gluon.jit
+def _load_words(w_desc, s_desc, w_buf, s_buf, bar, stage, expert, i, tile, slabs, groups, pair_tiles):
+    """Starts the copies of one step's words and shifts."""
+    for half in gl.static_range(2):
+        at = tile + half * pair_tiles
+        tma_load(w_desc, [expert * slabs + i * 8, at, 0], bar, w_buf.index(2 * stage + half))
+        tma_load(s_desc, [expert * groups + i * 4, at * 64], bar, s_buf.index(2 * stage + half))
+
+
+@gluon.jit
+def _load_rows(x_desc, x_buf, x_rest, bar, stage, row, left, i, TOKENS: gl.constexpr):
+    """Starts the copies of one step's tokens: the boxes that hold any of the tile."""
+    COUNTS: gl.constexpr = boxes(TOKENS)
+    for b in gl.static_range(TOKENS // BOX):
+        if b < COUNTS[0]:
+            target = x_buf.index(stage * COUNTS[0] + b)
+        else:
+            target = x_rest.index(stage * COUNTS[1] + (b - COUNTS[0]))
+        tma_load(x_desc, [row + b * BOX, i * STEP], bar, target, pred=left > b * BOX)
+
+
+@gluon.jit
+def _copy(given, TOKENS: gl.constexpr, STAGES: gl.constexpr, PAIRED: gl.constexpr, DEPENDENT: gl.constexpr):
+    """The copy warp: takes items, announces them, brings words, shifts and tokens; its first words before it waits."""
+    (
+        w_desc, s_desc, x_desc, w_buf, s_buf, x_buf, x_rest, ready, empty, info, full, free, queue, tiles, num_tiles,
+        steps, blocks, slabs, groups, pair_tiles,
+    ) = given
+    it = 0
+    number = 0
+    items = gl.load(num_tiles) * blocks
+    index = gl.program_id(0)
+    while index < items:
+        expert, row, end_row, block = common.find_tile(index, tiles, blocks)
+        wide_copies.announce(info, full, free, number, expert, row, end_row, block, SLOTS, 1)
+        number += 1
+        index = gl.num_programs(0) + gl.atomic_add(queue, 1, sem="relaxed")
+        tile = block * (2 if PAIRED else 4)
+        left = end_row - row
+        start = 0
+        if DEPENDENT and it == 0:
+            start = gl.minimum(STAGES, steps)
+            for i in range(start):
+                wide_copies.expect(ready.index(i), left, WORDS, TOKENS)
+                _load_words(w_desc, s_desc, w_buf, s_buf, ready.index(i), i, expert, i, tile, slabs, groups, pair_tiles)
+            gdc_wait()
+            for i in range(start):
+                _load_rows(x_desc, x_buf, x_rest, ready.index(i), i, row, left, i, TOKENS)
+            it = start
+        for i in range(start, steps):
+            stage = it % STAGES
+            mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
+            bar = ready.index(stage)
+            wide_copies.expect(bar, left, WORDS, TOKENS)
+            _load_words(w_desc, s_desc, w_buf, s_buf, bar, stage, expert, i, tile, slabs, groups, pair_tiles)
+            _load_rows(x_desc, x_buf, x_rest, bar, stage, row, left, i, TOKENS)
+            it += 1
+    wide_copies.announce(info, full, free, number, -1, 0, 0, 0, SLOTS, 1)
+
+
+@gluon.jit
+def _quarter(acc, rest, w_view, s_view, x, x_others, stage, QUARTER: gl.constexpr, WG: gl.constexpr,
+             MAIN: gl.constexpr, OTHERS: gl.constexpr):
+    """Starts the products of 32 rows of k."""
+    a = wide._weights(w_view, s_view, stage, QUARTER, WG, MAIN)
+    acc = warpgroup_mma(a, x.slice(32 * QUARTER, 32, dim=1).permute((1, 0)), acc, is_async=True)
+    if OTHERS:
+        same = gl.convert_layout(a, wide.left_operand(OTHERS), assert_trivial=True)
+        rest = warpgroup_mma(same, x_others.slice(32 * QUARTER, 32, dim=1).permute((1, 0)), rest, is_async=True)
+    return acc, rest
+
+
+@gluon.jit
+def _store(acc, x_scale, out, row, end_row, column, up, columns, stride, factor, bias, expert, packed,
+           TOKENS: gl.constexpr, EPILOGUE: gl.constexpr):
+    """Scales, biases, activation and stores of `[128, TOKENS]`."""
+    t = row + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, bytes_common.accumulator(TOKENS)))
+    token_scale = gl.load(x_scale + t, mask=t < end_row, other=0.0)
+    acc = acc * gl.expand_dims(token_scale, 0)
+    acc = gl.convert_layout(acc, layouts.accumulator(TOKENS), assert_trivial=True)
+    common.store_chunks(
+        acc, out, row, end_row, column, up, columns, stride, factor, bias, True, expert, packed, EPILOGUE, True,
+        TOKENS, min(TOKENS, 64),
+    )
+
+
+@gluon.jit
+def _item(
+    it, w_view, s_view, x_buf, x_rest, ready, empty, x_scale, factor, bias, out, expert, row, end_row, tile, steps,
+    columns, stride, packed, pair_tiles, WG: gl.constexpr, NOW: gl.constexpr, TOKENS: gl.constexpr,
+    STAGES: gl.constexpr, EPILOGUE: gl.constexpr,
+):
+    """One warpgroup's part of one item, with NOW of the TOKENS columns of the buffers."""
+    COUNTS: gl.constexpr = boxes(TOKENS)
+    MAIN: gl.constexpr = wide_copies.main_height(NOW)
+    OTHERS: gl.constexpr = NOW - MAIN
+    MOST: gl.constexpr = wide_copies.main_height(TOKENS)
+    EACH: gl.constexpr = MOST // MAIN
+    x_view = reinterpret(x_buf, x_buf.dtype, [STAGES * EACH, MAIN, STEP], bytes_common.operand())
+    # The other tokens: behind those of a lower product, or in their own buffers.
+    others_view = x_buf
+    FACTOR: gl.constexpr = COUNTS[1] * BOX // max(OTHERS, BOX) if NOW > MOST else COUNTS[0]
+    AT: gl.constexpr = 0 if NOW > MOST else MAIN // BOX
+    if NOW > MOST:
+        others_view = reinterpret(x_rest, x_buf.dtype, [STAGES * FACTOR, OTHERS, STEP], bytes_common.operand())
+    acc = gl.zeros([128, MAIN], gl.float32, bytes_common.accumulator(MAIN))
+    rest = acc
+    if OTHERS:
+        rest = gl.zeros([128, OTHERS], gl.float32, bytes_common.accumulator(OTHERS))
+    for _ in range(steps):
+        stage = it % STAGES
+        mbarrier.wait(ready.index(stage), (it // STAGES) & 1)
+        x = x_view.index(stage * EACH)
+        others = x
+        if OTHERS:
+            others = others_view.index(stage * FACTOR + AT)
+        acc, rest = _quarter(acc, rest, w_view, s_view, x, others, stage, 0, WG, MAIN, OTHERS)
+        acc, rest = _quarter(acc, rest, w_view, s_view, x, others, stage, 1, WG, MAIN, OTHERS)
+        acc, rest = _quarter(acc, rest, w_view, s_view, x, others, stage, 2, WG, MAIN, OTHERS)
+        acc, rest = _quarter(acc, rest, w_view, s_view, x, others, stage, 3, WG, MAIN, OTHERS)
+        if OTHERS:
+            acc, rest = warpgroup_mma_wait(0, deps=(acc, rest))
+        else:
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index(stage), count=1)
+        it += 1
+    column = (tile + WG) * 64
+    up = (tile + WG + pair_tiles) * 64
+    _store(acc, x_scale, out, row, end_row, column, up, columns, stride, factor, bias, expert, packed, MAIN, EPILOGUE)
+    if OTHERS:
+        _store(rest, x_scale, out, row + MAIN, end_row, column, up, columns, stride, factor, bias, expert, packed,
+               OTHERS, EPILOGUE)
+    return it
+
+
+@gluon.jit
+def _multiply(given, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, EPILOGUE: gl.constexpr,
+              PAIRED: gl.constexpr, DEPENDENT: gl.constexpr):
+    """A multiplying warpgroup: 128 rows of the weights, 64 of each half of a pair."""
+    (
+        w_buf, s_buf, x_buf, x_rest, ready, empty, info, full, free, x_scale, factor, bias, out, steps, columns, stride,
+        packed, pair_tiles,
+    ) = given
+    HEIGHTS: gl.constexpr = wide_copies.heights(TOKENS)
+    w_view = reinterpret(w_buf, gl.uint8, [STAGES, 2, 8, 2 * 512], layouts.plain_shared())
+    s_view = reinterpret(s_buf, gl.uint8, [STAGES, 2, 4 * 2 * 8, 8], layouts.plain_shared())
+    if DEPENDENT:
+        gdc_wait()  # for scales of tokens
+        if WG == 0:
+            gdc_launch_dependents()
+    it = 0
+    number = 0
+    expert, row, end_row, block = wide_copies.next_item(info, full, free, 0, SLOTS)
+    while expert >= 0:
+        tile = block * (2 if PAIRED else 4)
+        left = end_row - row
+        for h in gl.static_range(len(HEIGHTS)):
+            if (left <= HEIGHTS[h]) & (h == 0 or left > HEIGHTS[h - 1]):
+                it = _item(
+                    it, w_view, s_view, x_buf, x_rest, ready, empty, x_scale, factor, bias, out, expert, row, end_row,
+                    tile, steps, columns, stride, packed, pair_tiles, WG, HEIGHTS[h], TOKENS, STAGES, EPILOGUE,
+                )
+        number += 1
+        expert, row, end_row, block = wide_copies.next_item(info, full, free, number, SLOTS)
+
+
+@gluon.jit(do_not_specialize=["steps", "blocks", "slabs", "groups", "pair_tiles", "packed"])
+def w4a8_product_wide_queue(
+    w_desc, s_desc, x_desc, x_scale, factor, bias, out, queue, tiles, num_tiles, steps, blocks, slabs, groups,
+    pair_tiles, columns, stride, packed,
+    TOKENS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, EPILOGUE: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """out[row] = epilogue(x[row] @ W[expert of row].T), see `epilogue.Epilogue`.
+
+    Args as of `wide.w4a8_product_wide`, except:
+        x_desc: block `[32, 128]`.
+        queue: int32 0: counts the work items taken, after the first one of each program.
+        tiles: int32 `[T, 8]` of `device.routing`, of up to TOKENS tokens and of heights that are multiples of 32.
+        TOKENS: 128, 160 or 192.
+    """
+    PAIRED: gl.constexpr = epilogue.gated(EPILOGUE) and not epilogue.interleaved(EPILOGUE)
+    COUNTS: gl.constexpr = boxes(TOKENS)
+    w_buf = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 8, 2, 128], layouts.word_buffer())
+    s_buf = gl.allocate_shared_memory(gl.uint8, [STAGES * 2, 4, 128], layouts.scale_buffer(8))
+    x_buf = gl.allocate_shared_memory(x_desc.dtype, [STAGES * COUNTS[0], 32, STEP], bytes_common.operand())
+    x_rest = x_buf
+    if wide_copies.main_height(TOKENS) < TOKENS:
+        x_rest = gl.allocate_shared_memory(x_desc.dtype, [STAGES * COUNTS[1], 32, STEP], bytes_common.operand())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    info = gl.allocate_shared_memory(gl.int32, [SLOTS * 4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)
+    fence_async_shared()
+    barrier()
+    taken = (
+        w_buf, s_buf, x_buf, x_rest, ready, empty, info, full, free, x_scale, factor, bias, out, steps, columns, stride,
+        packed, pair_tiles,
+    )
+    copied = (
+        w_desc, s_desc, x_desc, w_buf, s_buf, x_buf, x_rest, ready, empty, info, full, free, queue, tiles, num_tiles,
+        steps, blocks, slabs, groups, pair_tiles,
+    )
+    gl.warp_specialize(
+        [
+            (_multiply, (taken, 0, TOKENS, STAGES, EPILOGUE, PAIRED, DEPENDENT)),
+            (_multiply, (taken, 1, TOKENS, STAGES, EPILOGUE, PAIRED, DEPENDENT)),
+            (_copy, (copied, TOKENS, STAGES, PAIRED, DEPENDENT)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )
+
+
+# fmt: on

@@ -1,0 +1,282 @@
+"""`wide` with work items from a queue; where scales are of blocks its gate-up product quantises what it makes.
+
+A program's 128 columns of activations are a group of the down product's k there: no other program has to know their
+maximum, and the down product of an expert begins when that expert's activations are there. Scales of groups are read
+a step ahead.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from moeq_kernels.hopper.compat import barrier, reinterpret, tma_load
+from moeq_kernels.hopper.device.epilogue import activate_gated, gated
+from moeq_kernels.hopper.w4a16.device import wide_copies
+from moeq_kernels.hopper.w4a16.device.common import find_tile
+from moeq_kernels.hopper.w8a8.device import common, wide
+
+STEP = common.STEP
+#: Work items that are announced ahead.
+SLOTS = gl.constexpr(4)
+#: Activations of a group that are all smaller become zeros: the inverse of their scale could be infinite.
+LEAST = gl.constexpr(2.0**-100)
+
+
+# Argument lists of twenty names, one to a line, would hide the code.
+# fmt: off
+@gluon.jit
+def _load_weights(first_desc, second_desc, w_buf, bar, stage, expert, at, i, OWN: gl.constexpr):
+    """Starts the copies of one step's weights: two boxes of 128 rows."""
+    tma_load(first_desc, [expert, at, i * STEP], bar, w_buf.index(2 * stage))
+    tma_load(second_desc, [expert, at + (OWN - 128), i * STEP], bar, w_buf.index(2 * stage + 1))
+
+
+@gluon.jit
+def _load_tokens(x_desc, x_buf, bar, stage, row, left, i):
+    """Starts the copies of one step's tokens: 64 for each warpgroup that has any."""
+    for w in gl.static_range(2):
+        tma_load(x_desc, [row + 64 * w, i * STEP], bar, x_buf.index(2 * stage + w), pred=left > 64 * w)
+
+
+@gluon.jit
+def _expect(bar, left):
+    """Tells a barrier how many bytes to wait for."""
+    mbarrier.expect(bar, (256 + 64) * STEP, pred=left <= 64)
+    mbarrier.expect(bar, (256 + 128) * STEP, pred=left > 64)
+
+
+@gluon.jit
+def _copy(given, STAGES: gl.constexpr, EPILOGUE: gl.constexpr, DEPENDENT: gl.constexpr, FOLLOWS: gl.constexpr):
+    """The copy warp: takes items, announces them, brings weights and tokens; its first weights before it waits."""
+    (
+        first_desc, second_desc, x_desc, w_buf, x_buf, ready, empty, info, full, free, queue, done, needed, tiles,
+        num_tiles, steps, blocks,
+    ) = given
+    OWN: gl.constexpr = 128 if gated(EPILOGUE) else 256
+    complete = -1
+    it = 0
+    number = 0
+    items = gl.load(num_tiles) * blocks
+    index = gl.program_id(0)
+    while index < items:
+        expert, row, end_row, block = find_tile(index, tiles, blocks)
+        count = gl.load(tiles + index // blocks * 8 + 4)
+        index = gl.num_programs(0) + gl.atomic_add(queue, 1, sem="relaxed")
+        left = end_row - row
+        start = 0
+        if (DEPENDENT or FOLLOWS) and it == 0:
+            start = gl.minimum(STAGES, steps)
+            for i in range(start):
+                _expect(ready.index(i), left)
+                _load_weights(first_desc, second_desc, w_buf, ready.index(i), i, expert, block * OWN, i, OWN)
+            if DEPENDENT and not FOLLOWS:
+                gdc_wait()
+            it = start
+        if FOLLOWS and expert != complete:
+            wide_copies.wait_for(done + expert, count * needed)
+            complete = expert
+        wide_copies.announce(info, full, free, number, expert, row, end_row, block, SLOTS, 1)
+        for i in range(start):
+            _load_tokens(x_desc, x_buf, ready.index(i), i, row, left, i)
+        number += 1
+        for i in range(start, steps):
+            stage = it % STAGES
+            mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
+            bar = ready.index(stage)
+            _expect(bar, left)
+            _load_weights(first_desc, second_desc, w_buf, bar, stage, expert, block * OWN, i, OWN)
+            _load_tokens(x_desc, x_buf, bar, stage, row, left, i)
+            it += 1
+    wide_copies.announce(info, full, free, number, -1, 0, 0, 0, SLOTS, 1)
+
+
+@gluon.jit
+def _float_steps(it, steps, w_view, x_view, ready, empty, x_scale, first_scale, second_scale, row, scale_stride,
+                 WG: gl.constexpr, STAGES: gl.constexpr):
+    """`wide._float_steps`, which explains it, with the scales of the next step under way."""
+    GROUPED: gl.constexpr = scale_stride is not None
+    layout: gl.constexpr = common.accumulator(128)
+    t = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    first = gl.zeros([64, 128], gl.float32, layout)
+    second = gl.zeros([64, 128], gl.float32, layout)
+    token_scale = None
+    one = None
+    two = None
+    if GROUPED:
+        token_scale = gl.load(x_scale + t)
+        one = gl.load(first_scale).to(gl.float32)
+        two = gl.load(second_scale).to(gl.float32)
+    for i in range(steps):
+        stage = (it + i) % STAGES
+        scale = None
+        other = None
+        if GROUPED:
+            scale = token_scale * one
+            other = token_scale * two
+            after = gl.minimum(i + 1, steps - 1)
+            token_scale = gl.load(x_scale + (after * scale_stride + t))
+            one = gl.load(first_scale + after).to(gl.float32)
+            two = gl.load(second_scale + after).to(gl.float32)
+        bar = ready.index(stage)
+        phase = ((it + i) // STAGES) & 1
+        mbarrier.wait(bar, phase)
+        tokens = x_view.index(2 * stage + WG)
+        first = wide._add_half(first, tokens, w_view.index(2 * stage), scale, GROUPED)
+        first = warpgroup_mma_wait(0, deps=(first,))
+        mbarrier.wait(bar, phase)
+        second = wide._add_half(second, tokens, w_view.index(2 * stage + 1), other, GROUPED)
+        mbarrier.arrive(empty.index(stage), count=1)
+    return first, second
+
+
+@gluon.jit
+def _quantise(
+    first, second, out, out_scale, bias, expert, row, end_row, block, columns, stride, w_rows, up_row, scale_stride,
+    ROUNDED: gl.constexpr, EPILOGUE: gl.constexpr, BIAS: gl.constexpr,
+):
+    """Activations of a group of 128 columns as e4m3 codes with a scale for each token.
+
+    They are rounded to ROUNDED before that, as `rows.requantise` reads them. Its codes are of a true division.
+    """
+    layout: gl.constexpr = common.accumulator(128)
+    n = block * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, layout))
+    t = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    inside = n < columns
+    at = expert.to(gl.int64) * w_rows + n
+    gate = wide._half(first, None, None, bias, at, inside, 128, BIAS, True)
+    up = wide._half(second, None, None, bias, at + up_row, inside, 128, BIAS, True)
+    kind: gl.constexpr = gl.float16 if ROUNDED == "float16" else gl.bfloat16
+    value = activate_gated(gate, up, EPILOGUE).to(kind).to(gl.float32)
+    value = gl.where(gl.expand_dims(inside, 0), value, 0.0)
+    top = gl.max(gl.abs(value), 1)
+    scale = gl.where(top > LEAST, top * (1.0 / 448.0), 1.0)
+    gl.store(out_scale + (block * scale_stride + t), scale, mask=t < end_row)
+    code = (value * gl.expand_dims(1.0 / scale, 1)).to(gl.float8e4nv)
+    rows: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    code = gl.convert_layout(code, rows)
+    t = gl.expand_dims(row + gl.arange(0, 64, layout=gl.SliceLayout(1, rows)), 1)
+    n = gl.expand_dims(block * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, rows)), 0)
+    gl.store(out + t.to(gl.int64) * stride + n, code, mask=(t < end_row) & (n < columns))
+
+
+@gluon.jit
+def _multiply(
+    given, WG: gl.constexpr, STAGES: gl.constexpr, EPILOGUE: gl.constexpr, BIAS: gl.constexpr, DEPENDENT: gl.constexpr,
+    FOLLOWS: gl.constexpr, ROUNDED: gl.constexpr,
+):
+    """A multiplying warpgroup. It counts its finished items of each expert where it quantises (ROUNDED)."""
+    (
+        w_buf, x_buf, ready, empty, info, full, free, done, x_scale, w_scale, bias, out, out_scale, steps, columns,
+        stride, w_rows, up_row, row_step, scale_stride,
+    ) = given
+    GROUPED: gl.constexpr = scale_stride is not None
+    SIGNALS: gl.constexpr = ROUNDED is not None
+    INTEGERS: gl.constexpr = w_buf.dtype == gl.int8
+    OWN: gl.constexpr = 128 if gated(EPILOGUE) else 256
+    BOXES: gl.constexpr = 1 if INTEGERS else 2
+    w_view = reinterpret(w_buf, w_buf.dtype, [STAGES * BOXES, 256 // BOXES, STEP], common.operand())
+    if DEPENDENT:
+        if not FOLLOWS:
+            gdc_wait()  # for scales of tokens
+        if WG == 0:
+            gdc_launch_dependents()
+    it = 0
+    number = 0
+    finished = -1
+    expert, row, end_row, block = wide_copies.next_item(info, full, free, 0, SLOTS)
+    while expert >= 0:
+        row += 64 * WG
+        if row < end_row:
+            if INTEGERS:
+                acc = gl.zeros([64, 256], gl.int32, common.accumulator(128))
+                acc = wide._steps(acc, it, steps, w_view, x_buf, ready, empty, WG, STAGES, 2)
+                first, second = gl.split(acc.reshape([64, 2, 128]).permute([0, 2, 1]))
+            else:
+                first_scale = w_scale
+                second_scale = w_scale
+                if GROUPED:
+                    first_scale += common.step_scales(expert, block * OWN, w_rows, steps)
+                    # What lies beyond the last row is multiplied, but not stored.
+                    other_row = gl.minimum(block * OWN + up_row, w_rows - 1)
+                    second_scale += common.step_scales(expert, other_row, w_rows, steps)
+                first, second = _float_steps(it, steps, w_view, x_buf, ready, empty, x_scale, first_scale, second_scale,
+                                             row, scale_stride, WG, STAGES)
+            if SIGNALS and finished >= 0:  # its stores have arrived by now
+                wide_copies.signal(done, finished)
+            if SIGNALS:
+                _quantise(first, second, out, out_scale, bias, expert, row, end_row, block, columns, stride, w_rows,
+                          up_row, scale_stride, ROUNDED, EPILOGUE, BIAS)
+            else:
+                wide._finish(first, second, out, x_scale, w_scale, bias, expert, row, end_row, block * OWN, columns,
+                             stride, w_rows, up_row, row_step, 128, 64, EPILOGUE, BIAS, GROUPED)
+        else:
+            if SIGNALS and finished >= 0:
+                wide_copies.signal(done, finished)
+            for i in range(steps):
+                stage = (it + i) % STAGES
+                mbarrier.wait(ready.index(stage), ((it + i) // STAGES) & 1)
+                mbarrier.arrive(empty.index(stage), count=1)
+        it += steps
+        finished = expert
+        number += 1
+        expert, row, end_row, block = wide_copies.next_item(info, full, free, number, SLOTS)
+    if SIGNALS and finished >= 0:
+        wide_copies.signal(done, finished)
+
+
+@gluon.jit(do_not_specialize=["steps", "blocks", "up_row", "needed"])
+def w8a8_product_wide_queue(
+    first_desc, second_desc, x_desc, x_scale, w_scale, bias, out, out_scale, queue, done, needed, tiles, num_tiles,
+    steps, blocks, columns, stride, w_rows, up_row, row_step, scale_stride,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr, EPILOGUE: gl.constexpr, BIAS: gl.constexpr,
+    DEPENDENT: gl.constexpr, FOLLOWS: gl.constexpr, ROUNDED: gl.constexpr,
+):
+    """out[row] = x[row] @ W[expert of row].T with scales, or the activation of its halves.
+
+    Args as of `wide.w8a8_product_wide`, except:
+        queue: int32 0: counts the work items taken, after the first one of each program.
+        done: int32 `[experts]`, zeros: finished items of an expert, of both warpgroups, counted where ROUNDED.
+        needed: what `done` counts for each of an expert's tiles in the product before, waited for where FOLLOWS.
+        ROUNDED: None, or the type (bfloat16, float16) that activations are rounded to before out gets their e4m3 codes
+            and out_scale, `scale_stride` behind each other, the scale of each 128 columns.
+    """
+    gl.static_assert(x_desc.dtype == gl.int8 or x_desc.dtype == gl.float8e4nv, "wgmma takes unsigned bytes as signed")
+    gl.static_assert(first_desc.dtype == x_desc.dtype and second_desc.dtype == x_desc.dtype, "codes of one type")
+    w_buf = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, 1, 128, STEP], common.weight_box())
+    x_buf = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, 64, STEP], common.operand())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    info = gl.allocate_shared_memory(gl.int32, [SLOTS * 4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)
+    fence_async_shared()
+    barrier()
+    taken = (
+        w_buf, x_buf, ready, empty, info, full, free, done, x_scale, w_scale, bias, out, out_scale, steps, columns,
+        stride, w_rows, up_row, row_step, scale_stride,
+    )
+    copied = (
+        first_desc, second_desc, x_desc, w_buf, x_buf, ready, empty, info, full, free, queue, done, needed, tiles,
+        num_tiles, steps, blocks,
+    )
+    gl.warp_specialize(
+        [
+            (_multiply, (taken, 0, STAGES, EPILOGUE, BIAS, DEPENDENT, FOLLOWS, ROUNDED)),
+            (_multiply, (taken, 1, STAGES, EPILOGUE, BIAS, DEPENDENT, FOLLOWS, ROUNDED)),
+            (_copy, (copied, STAGES, EPILOGUE, DEPENDENT, FOLLOWS)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )
+
+
+# fmt: on
