@@ -4,6 +4,7 @@
     PYTHONPATH=.:kernels python kernels/bench/random_check.py --family mma-w4a16 --formats nvfp4,fp8 --problems 500
     PYTHONPATH=.:kernels python kernels/bench/random_check.py --interpreter --problems 200   # small ones, without a GPU
     PYTHONPATH=.:kernels python kernels/bench/random_check.py --interpreter --family hopper-fp8 --problems 200
+    PYTHONPATH=.:kernels python kernels/bench/random_check.py --family hopper-w4a8 --plans queue --problems 400
 
 A problem is one call of a random layer (formats, groups, zero points, biases, activations, row orders, 1 to 1024
 experts, up to 32 choices, k that is no multiple of a step, x narrower than the packed sizes), with random tokens,
@@ -35,7 +36,7 @@ from bench.comparison import FACTOR, random_map
 from bench.hopper_check import plans
 from bench.planned import pretend
 from bench.reference import Layer, moe, relative_error
-from bench.w8a8_check import table_of
+from bench.w8a8_check import describe, table_of
 from moeq_kernels import PackedExperts, PreparedLayer, interpreter
 from moeq_kernels import prepared as calls
 from moeq_kernels.formats import FORMATS
@@ -141,8 +142,16 @@ def draw(generator: random.Random, family: str | None, device: str, formats: str
     return Drawn(recipe, top_k, narrower, family, most)
 
 
-def random_plan(drawn: Drawn, packed: PackedExperts, generator: random.Random) -> Any:
-    """Any kernel of the table that can multiply such a layer, with any numbers of shares; None for the chosen ones."""
+def random_plan(drawn: Drawn, packed: PackedExperts, generator: random.Random, named: str = "") -> Any:
+    """Any kernel of the table that can multiply such a layer, with any numbers of shares; None for the chosen ones.
+
+    named: what the plan's name has to hold, where the family multiplies bytes; None if no plan for the layer does.
+    """
+    if named:
+        if drawn.family not in ("hopper-w8a8", "hopper-fp8", "hopper-w4a8"):
+            raise SystemExit("--plans needs --family hopper-w8a8, hopper-fp8 or hopper-w4a8")
+        found = (random_plan(drawn, packed, generator) for _ in range(100))
+        return next((one for one in found if named in describe(one)), None)
     if drawn.family == "hopper-w4a8":
         return W4a8Plan(generator.choice([EXACT, FAST, *QUEUED]))
     if drawn.family == "mma-w4a16":
@@ -248,7 +257,7 @@ def main() -> int:
     parser.add_argument("--family", choices=FAMILIES, help="these kernels only, in all their formats")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--interpreter", action="store_true", help="small problems on the CPU, by default of portable")
-    parser.add_argument("--plans", action="store_true", help="random plans of the family on a GPU, too")
+    parser.add_argument("--plans", default="", help="plans of products of bytes whose names hold this, as queue")
     parser.add_argument("--formats", default="", help="what names of layouts have to hold, as nvfp4,fp8")
     parser.add_argument("--per-layer", type=int, default=None, help=f"problems of a layer (default {PER_LAYER}, or 4)")
     options = parser.parse_args()
@@ -274,10 +283,10 @@ def main() -> int:
         for drawn in batch:
             packed, whole = make_layer(drawn.recipe, device)
             plain = narrowed(whole, drawn.hidden)
-            own = (options.interpreter or options.plans) and options.family not in (None, "portable")
-            plan = random_plan(drawn, packed, generator) if own else None
+            own = options.interpreter and options.family != "portable"
+            plan = random_plan(drawn, packed, generator, options.plans) if own or options.plans else None
             layer = prepared(drawn, packed, generator.random() < 0.2, plan)
-            if own and options.interpreter:  # programs that take several items each
+            if own:  # programs that take several items each
                 gpu = replace(layer.problem.gpu, multiprocessors=generator.choice((1, 2, 7)))
                 layer.problem = replace(layer.problem, gpu=gpu)
             made.append((drawn, plain, layer))

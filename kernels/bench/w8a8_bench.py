@@ -28,11 +28,14 @@ from bench.planned import hopper_fp8_moe, hopper_int8_moe, hopper_moe, planned_l
 from bench.timing import SHAPES, Call, Inputs, Shape, call_us, copies_needed, inputs, print_kernels, print_row, save
 from bench.w8a8_check import describe
 from moeq_kernels import PackedExperts, PackedMatrix, PreparedLayer
+from moeq_kernels.compiling import Specialisation, compile_all, specialise
 from moeq_kernels.epilogue import SILU, Epilogue
+from moeq_kernels.gpu import GPUS
 from moeq_kernels.hopper.w4a8.layer import EXACT, FAST, QUEUED, W4a8Plan
 from moeq_kernels.hopper.w8a8.plan import E4M3_TABLE, TABLE, Int8Direct, Int8Narrow, Int8Plan, Int8Wide, direct_plan
 from moeq_kernels.hopper.w8a8.plan import choose as choose_from
 from moeq_kernels.prepared import prepare_for
+from moeq_kernels.schedules import schedule
 
 NARROW = (
     Int8Narrow(8, 12),
@@ -129,6 +132,13 @@ def candidates(shape: Shape, tokens: int, codes: str) -> list[Any]:
     return result
 
 
+def swept(shape: Shape, tokens: int, options: argparse.Namespace) -> list[Any]:
+    """The candidates whose names hold one of the words that were asked for."""
+    words = options.plans.split(",")
+    found = dict.fromkeys(candidates(shape, tokens, options.codes))
+    return [plan for plan in found if any(word in describe(plan) for word in words)]
+
+
 def _shared(shape: Shape, tokens: int, kernel: Int8Narrow, codes: str) -> Int8Plan:
     """That kernel with the shares of k that the rule gives it."""
     plan = choose(shape, tokens, codes)
@@ -196,19 +206,22 @@ def measure(shape: Shape, tokens: int, copies: list[PackedExperts], options: arg
     return row
 
 
-def warm_up(shape: Shape, tokens: list[int], codes: str, kernels: bool) -> None:
-    """Compiles what a sweep needs, for runs side by side before the times are taken."""
-    experts = random_experts(shape, codes)
-    for number in tokens:
-        given = inputs(shape, number, 0)
-        for plan in [None, *([] if kernels else candidates(shape, number, codes))]:
-            try:
-                ours(shape, codes, plan)(given, experts)
-            except UNFIT as error:
-                print("failed", plan, str(error)[:300], flush=True)
-        if kernels:
-            ours(shape, codes, None, False)(given, experts)
-    torch.cuda.synchronize()
+def sweep_builds(names: list[str], numbers: list[int], options: argparse.Namespace) -> set[Specialisation]:
+    """Builds that sweeps need, those of W4A16 beside MXFP4 included; on Hopper they are the same for every GPU."""
+    found: set[Specialisation] = set()
+    codes = options.codes
+    for shape in (SHAPES[name] for name in names):
+        experts = random_experts(shape, codes, "meta")
+        epilogue = epilogue_of(shape) if codes == "mxfp4" else SILU
+        x = torch.empty(0, shape.hidden, dtype=torch.bfloat16, device="meta")
+        for family in (FAMILY_OF[codes], *(["hopper-w4a16"] if codes == "mxfp4" else [])):
+            layer = prepare_for(x, experts, shape.top_k, max(numbers), epilogue, None, gpu="H200", family=family)
+            for tokens in numbers:
+                own = family == FAMILY_OF[codes]
+                for plan in [None, *(swept(shape, tokens, options) if own else [])]:
+                    planned = schedule(family, layer.problem, tokens, plan)
+                    found.update(specialise(launch) for launch in planned.launches)
+    return found
 
 
 def main() -> int:
@@ -219,8 +232,9 @@ def main() -> int:
     parser.add_argument("--codes", choices=CODES, default="int8", help="of weights and activations")
     parser.add_argument("--other", action="store_true", help="time portable kernels too, beside MXFP4 those of W4A16")
     parser.add_argument("--sweep", action="store_true", help="time other plans too")
+    parser.add_argument("--plans", default="", help="words: of other plans those whose names hold one, as wide,x2")
     parser.add_argument("--kernels", action="store_true", help="show the time of each kernel")
-    parser.add_argument("--warm-up", action="store_true", help="compile only")
+    parser.add_argument("--warm-up", action="store_true", help="compile what a sweep needs, on all processors")
     parser.add_argument("--dry-run", action="store_true", help="plan every call, without a GPU, and time nothing")
     parser.add_argument("--milliseconds", type=float, default=60)
     parser.add_argument("--seconds", type=float, default=500)
@@ -236,8 +250,8 @@ def main() -> int:
                 print(name, line)
         return 0
     if options.warm_up:
-        for name in options.shapes.split(","):
-            warm_up(SHAPES[name], numbers, options.codes, options.kernels)
+        found = sweep_builds(options.shapes.split(","), numbers, options)
+        print(options.codes, len(found), "builds", compile_all(found, GPUS["H200"]), flush=True)
         return 0
     rows = []
     names = options.shapes.split(",")

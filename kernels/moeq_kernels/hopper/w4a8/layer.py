@@ -66,11 +66,14 @@ class W4a8Plan:
 FAST, EXACT = W4a8Wide(128, 5, promoted=False), W4a8Wide(64, 7, promoted=True)
 #: As FAST, with work from a queue; `plan_for` does not choose them before they are timed.
 QUEUED = (W4a8Wide(128, 5, promoted=False, queue=True), W4a8Wide(160, 5, promoted=False, queue=True))
+#: (tokens for an expert on average up to, kernel), tried in order.
+TABLE = ((64.0, EXACT), (float("inf"), FAST))
 
 
 def plan_for(problem: Problem, tokens: int) -> W4a8Plan:
-    """The kernel for so many tokens: the exact one up to 64 for an expert on average."""
-    return W4a8Plan(EXACT if tokens * problem.top_k <= 64 * problem.experts else FAST)
+    """The kernel for so many tokens."""
+    mean = tokens * problem.top_k / problem.experts
+    return W4a8Plan(next(kernel for most, kernel in TABLE if mean <= most))
 
 
 def launches(problem: Problem, piece: Piece, arena: Arena, plan: W4a8Plan) -> list[Launch]:

@@ -166,7 +166,9 @@ def choose(pairs: int, experts: int, hidden: int, intermediate: int, gpu: Gpu = 
         return direct_plan(pairs, hidden, intermediate, gpu)
     mean = tokens_per_hit(pairs, experts)
     kernel = next(one for limit, one in table if mean <= limit)
-    if isinstance(kernel, Int8Wide) or (kernel.tokens == 128 and intermediate <= FEW_FEATURES):
+    if isinstance(kernel, Int8Wide):
+        return Int8Plan(kernel)
+    if kernel.tokens == 128 and intermediate <= FEW_FEATURES:
         return Int8Plan(WIDE)
     tiles = pairs / mean * max(1.0, mean / kernel.tokens)
     gate_up = splits_for(tiles * -(-intermediate // (64 * kernel.warpgroups)), -(-hidden // 128), kernel.resident, gpu)
