@@ -21,6 +21,7 @@ from bench.compile.sass import disassemble, instructions, is_wgmma, main_loops, 
 wanted = {
     "int8-narrow8-gate-up-split", "int8-narrow8-gate-up-direct", "int8-narrow16-down", "int8-narrow64-oai",
     "int8-wide128-gate-up", "e4m3-narrow64-block-gate-up", "e4m3-wide128-block-down", "e4m3-wide128-channel-oai",
+    "e4m3-queue128-block-gate-up",
 }
 outcomes = {}
 for case in cases():
@@ -72,7 +73,7 @@ def test_products_multiply_bytes_from_shared_memory_and_never_spill(
     assert outcomes["int8-narrow16-down"]["wgmma"] == [["IGMMA.64x16x32.S8.S8"] * 8]
     assert outcomes["int8-wide128-gate-up"]["wgmma"] == [["IGMMA.64x128x32.S8.S8"] * 8] * 2
     assert outcomes["e4m3-narrow64-block-gate-up"]["wgmma"] == [["QGMMA.64x64x32.F32.E4M3.E4M3"] * 8]
-    for name in ("e4m3-wide128-block-down", "e4m3-wide128-channel-oai"):
+    for name in ("e4m3-wide128-block-down", "e4m3-wide128-channel-oai", "e4m3-queue128-block-gate-up"):
         assert outcomes[name]["wgmma"] == [["QGMMA.64x128x32.F32.E4M3.E4M3"] * 8] * 2
     assert outcomes["w4a8-wide128-gate-up"]["wgmma"] == [["QGMMA.64x128x32.F32.E4M3.E4M3"] * 8] * 2
     assert all(int(str(one["shared"])) <= 227 * 1024 for one in outcomes.values())
