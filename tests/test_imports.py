@@ -94,6 +94,7 @@ INSIDE_ENGINES = {
         "vllm/backends",
         "vllm/cpus",
         "vllm/floats",
+        "vllm/mxfp4",
         "vllm/rows",
         "sglang/config",
     )

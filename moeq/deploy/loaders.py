@@ -46,6 +46,19 @@ VLLM_LAYOUTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "b12x-nvfp4-a16/1": ("b12x", _since("0.29.0"), ("bf16", "fp16")),
     "flashinfer-b12x-nvfp4/1": ("flashinfer_b12x", VLLM_VERSIONS, ("bf16", "fp16")),
     "cutlass-mxfp4/1": ("auto", _since("0.32.0"), ("bf16", "fp16")),
+    "marlin-mxfp4-fp8act/1": ("marlin", VLLM_VERSIONS, ("bf16",)),
+    "marlin-mxfp4-fp8act-interleaved/1": ("marlin", VLLM_VERSIONS, ("bf16",)),
+    "trtllm-mxfp4/1": ("flashinfer_trtllm", _since("0.27.0"), ("bf16",)),
+    "flashinfer-cutlass-mxfp4-bf16/1": ("flashinfer_cutlass", _since("0.29.0"), ("bf16",)),
+    "flashinfer-cutlass-mxfp4-mxfp8/1": ("flashinfer_cutlass_afp8", VLLM_VERSIONS, ("bf16",)),
+    "deepgemm-mxfp4/1": ("deep_gemm", VLLM_VERSIONS, ("bf16",)),
+    "triton-kernels-hopper/1": ("triton", VLLM_VERSIONS, ("bf16",)),
+    "triton-kernels-blackwell/1": ("triton", VLLM_VERSIONS, ("bf16",)),
+    "triton-kernels-cdna4/1": ("triton", VLLM_VERSIONS, ("bf16",)),
+    "aiter-shuffle/1": ("aiter_mxfp4_mxfp4", _since("0.28.0"), ("bf16",)),
+    "aiter-a16w4/1": ("aiter", VLLM_VERSIONS, ("bf16",)),
+    "aiter-gfx1250/1": ("aiter_triton_mxfp4_mxfp4", _since("0.33.0"), ("bf16",)),
+    "mxfp4-identity/1": ("xpu", VLLM_VERSIONS, ("bf16",)),
     "trtllm-fp8-block/1": ("flashinfer_trtllm", VLLM_VERSIONS, ("bf16", "fp16")),
     "trtllm-fp8-tensor/1": ("flashinfer_trtllm", VLLM_VERSIONS, ("bf16", "fp16")),
     "trtllm-mxfp8/1": ("flashinfer_trtllm", VLLM_VERSIONS, ("bf16", "fp16")),
@@ -70,6 +83,19 @@ VLLM_LAYOUTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "cpu-amx-mxfp4-interleaved/1": ("auto", _since("0.32.0"), ("bf16",)),
     "cpu-amx-fp8/1": ("auto", _since("0.32.0"), ("bf16",)),
 }
+#: Other backends of the engine that read the same bytes.
+VLLM_INSTEAD: dict[str, tuple[str, ...]] = {
+    "trtllm-mxfp4/1": ("flashinfer_trtllm_afp8",),
+    "triton-kernels-hopper/1": ("triton_unfused",),
+    "triton-kernels-blackwell/1": ("triton_unfused",),
+    "triton-kernels-cdna4/1": ("triton_unfused", "aiter_triton_mxfp4_bf16"),
+    "mxfp4-identity/1": ("b12x",),
+}
+#: Layouts whose kernel in the engine applies the activation itself, and finds gate and up where the layout has them.
+VLLM_ACTIVATES = (
+    *("trtllm-mxfp4/1", "flashinfer-cutlass-mxfp4-bf16/1", "flashinfer-cutlass-mxfp4-mxfp8/1", "aiter-a16w4/1"),
+    "triton-kernels-cdna4/1",
+)
 #: Model types whose other layers vLLM reads by a config of the model (`DeepseekV4FP8Config`), not by the one that the
 #: checkpoint names: the plug-in would give them plain FP8.
 VLLM_OWN_CONFIGS = ("deepseek_v4", "deepseek_v4_text", "deepseek_v41", "deepseek_v41_text")
@@ -192,7 +218,8 @@ def _engines_own(planned: PlannedLayer) -> tuple[str, ...]:
     """Versions whose own kernels run the layer."""
     _, versions, dtypes = VLLM_LAYOUTS.get(planned.layout, ("", (), ()))
     # Gate and up rows by turns are for gpt-oss's activation alone; which half comes first is the kernel's own.
-    if planned.dtype not in dtypes or (planned.w13_order == "interleaved") != (planned.activation == "swigluoai"):
+    turned = (planned.w13_order == "interleaved") != (planned.activation == "swigluoai")
+    if planned.dtype not in dtypes or (turned and planned.layout not in VLLM_ACTIVATES):
         return ()
     if (planned.layout == "marlin-act-order/1" and planned.tp > 1) or not planned.scales:
         return ()

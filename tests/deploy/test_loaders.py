@@ -54,7 +54,7 @@ def test_ranges_of_versions(versions, words) -> None:
 
 def test_layouts_that_vllms_kernels_read() -> None:
     named = set()
-    for module, name in (("backends", "BACKENDS"), ("cpus", "CPUS"), ("floats", "FLOATS")):
+    for module, name in (("backends", "BACKENDS"), ("cpus", "CPUS"), ("floats", "FLOATS"), ("mxfp4", "MXFP4S")):
         table = assigned(ENGINES / "vllm" / f"{module}.py", name)
         table = table.body if isinstance(table, ast.IfExp) else table
         assert isinstance(table, ast.Dict)
@@ -62,7 +62,8 @@ def test_layouts_that_vllms_kernels_read() -> None:
     of_some = {
         "marlin-act-order/1",
         "flashinfer-cutedsl-nvfp4/1",
-        "cutlass-mxfp4/1",
+        *("cutlass-mxfp4/1", "trtllm-mxfp4/1", "flashinfer-cutlass-mxfp4-bf16/1"),
+        *("aiter-shuffle/1", "aiter-gfx1250/1"),
         "b12x-nvfp4/1",
         "b12x-nvfp4-a16/1",
     }

@@ -22,7 +22,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that the device suits every expert class (some ask for it again beside the scheme)."""
     from engines.vllm_engine import BACKENDS
 
-    for backend in BACKENDS.values():
+    for backend in (row for first in BACKENDS.values() for row in (first, *first.instead)):
         for kind in backend.classes():
             monkeypatch.setattr(kind, "_supports_current_device", staticmethod(lambda: True))
     for layout in ("int8-w8a8/1", "flashinfer-cutlass-nvfp4/1", "deepgemm-mxfp8/1"):

@@ -172,14 +172,18 @@ def _shuffle_scale(x: Tensor, experts: int = 1, is_guinterleave: bool = False, g
     return tiles.permute(0, 3, 5, 2, 4, 1).reshape(-1, groups)
 
 
-def prepared_layer(source: Path, *, moe_backend: str, **options: Any) -> Any:
-    """A layer of the source in the engine's own hands, filled and made ready by it."""
+def prepared_layer(source: Path, *, moe_backend: str, config: Any = None, **options: Any) -> Any:
+    """A layer of the source in the engine's own hands, filled and made ready by it.
+
+    Args:
+        config: the engine's quantisation config; without one, the one that the source's config names.
+    """
     moe, manager = ranks_of(source, moe_backend=moe_backend, **options)
     original = json.loads((source / "config.json").read_text())["quantization_config"]
     parallel = moe.moe_parallel_config
     group = SimpleNamespace(rank_in_group=parallel.tp_rank, world_size=parallel.tp_size)
     with engine(), mock.patch.object(parallel_state, "_TP", group):  # no processes are started
-        config = get_quantization_config(_method_of(original)).from_config(original)
+        config = config or get_quantization_config(_method_of(original)).from_config(original)
         config.packed_modules_mapping = {}
         layer = RoutedExperts(LAYER, moe.in_dtype, moe, config, manager)
         for name, tensor in _experts(source):

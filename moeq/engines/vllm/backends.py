@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from vllm.model_executor.layers.fused_moe.config import int8_w8a8_moe_quant_config, mxfp4_w4a16_moe_quant_config
-from vllm.model_executor.layers.fused_moe.oracle import int8, int_wna16, mxfp4
+from vllm.model_executor.layers.fused_moe.config import int8_w8a8_moe_quant_config
+from vllm.model_executor.layers.fused_moe.oracle import int8, int_wna16
 from vllm.model_executor.layers.quantization.utils import quant_utils
 
 from moeq.engines.vllm.cpus import CPUS
 from moeq.engines.vllm.floats import FLOATS
+from moeq.engines.vllm.mxfp4 import MXFP4S
 from moeq.engines.vllm.rows import VERSION, Clamp, EngineExperts, RankWeights, Tensors, takes
 from moeq.matrix import MatrixSpec
 
@@ -123,33 +124,13 @@ _INT8 = EngineExperts(
     kernel=_int8_kernel,
 )
 
-_MXFP4 = EngineExperts(
-    title="MARLIN (MXFP4)",
-    option="marlin",
-    classes=lambda: mxfp4.backend_to_kernel_cls(mxfp4.Mxfp4MoeBackend.MARLIN),
-    keys=lambda weights: (quant_utils.kMxfp4Static, None),
-    quant_config=lambda tensors, weights, clamp: mxfp4_w4a16_moe_quant_config(
-        w1_scale=tensors["w13_scale"],
-        w2_scale=tensors["w2_scale"],
-        w1_bias=tensors.get("w13_bias"),
-        w2_bias=tensors.get("w2_bias"),
-        **clamp,
-    ),
-    kernel=lambda config, moe, kind, tables, tensors: mxfp4.make_mxfp4_moe_kernel(
-        config, moe, kind, mxfp4.Mxfp4MoeBackend.MARLIN, routing_tables=tables
-    ),
-    rounds_sizes=True,
-    dtypes=("bfloat16",),
-)
-
 #: Layout id to the experts that read it.
 BACKENDS: dict[str, EngineExperts] = {
     "marlin-wna16/1": _wna16(int_wna16.WNA16MoEBackend.MARLIN, "MARLIN", "marlin"),
     "triton-wna16/1": _triton_wna16(),
     "int8-w8a8/1": _INT8,
-    "marlin-mxfp4/1": _MXFP4,
-    "marlin-mxfp4-interleaved/1": _MXFP4,
     **CPUS,
     **FLOATS,
+    **MXFP4S,
     **_act_order(),
 }

@@ -25,7 +25,7 @@ from moeq.errors import MoeqError
 _GPT_OSS: Clamp = {"gemm1_alpha": 1.702, "gemm1_beta": 1.0, "gemm1_clamp_limit": 7.0}
 
 
-def routed_inside() -> str | None:
+def routed_inside(weights: RankWeights) -> str | None:
     """Why this version's experts are not handed anything, or None."""
     if issubclass(cpu_moe.CPUExpertsInt4, FusedMoEExpertsModular):
         return None

@@ -1,4 +1,4 @@
-"""vLLM's experts for NVFP4, FP8, MXFP8 and MXFP4 on bytes that already lie as they want them.
+"""vLLM's experts for NVFP4, FP8 and MXFP8 on bytes that already lie as they want them.
 
 The records of scales and the kernels are made by the engine's own functions (`fused_moe/oracle/nvfp4.py`, `fp8.py`).
 What its `process_weights_after_loading` leaves on the layer beside converted weights is set here: the scales of static
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from vllm import envs
-from vllm.model_executor.layers.fused_moe.oracle import fp8, mxfp4, mxfp8, nvfp4
+from vllm.model_executor.layers.fused_moe.oracle import fp8, mxfp8, nvfp4
 from vllm.model_executor.layers.quantization.utils import quant_utils
 
 from moeq.engines.vllm.cpus import routed_inside
@@ -25,7 +25,7 @@ from moeq.load.activation_scales import ActivationScales
 #: How the engine's kernel takes stored scales: a view of them.
 Form = Callable[[Any], Any]
 
-_BF16, _F16 = ("bfloat16",), ("float16",)
+BF16, _F16 = ("bfloat16",), ("float16",)
 _FN, _FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 
 _FP8_WEIGHTS = {
@@ -46,7 +46,7 @@ def _clamped(clamp: Clamp, alpha: str, beta: str) -> dict[str, float | None]:
     return {"swiglu_limit": clamp["gemm1_clamp_limit"], alpha: clamp["gemm1_alpha"], beta: clamp["gemm1_beta"]}
 
 
-def _as_it_is(scale: Any) -> Any:
+def as_it_is(scale: Any) -> Any:
     return scale
 
 
@@ -60,17 +60,17 @@ def _all_rows(scale: Any) -> Any:
     return scale.flatten(0, 1)
 
 
-def _exponents(scale: Any) -> Any:
+def exponents(scale: Any) -> Any:
     """Bytes by the name that the engine has for them."""
     return scale.view(torch.float8_e8m0fnu)
 
 
-def _transposed(scale: Any) -> Any:
+def transposed(scale: Any) -> Any:
     """Words of four exponents `[experts, N, K / 512]`, rows next to each other in memory."""
     return scale.mT
 
 
-def _named_scales(scale: Form, layer: Any, weights: RankWeights, scales: ReadScales) -> None:
+def named_scales(scale: Form, layer: Any, weights: RankWeights, scales: ReadScales) -> None:
     """By the engine's names, as its kernel takes them: its warm-up of kernels looks for them there."""
     for role in ("w13", "w2"):
         set_parameter(layer, f"{role}_weight_scale", scale(getattr(layer, f"{role}_scale").data))
@@ -120,7 +120,7 @@ def _nvfp4_kernel(backend: Any, config: Any, moe: Any, kind: Any, tables: Any, t
 
 def _nvfp4_scales(layer: Any, weights: RankWeights, scales: ReadScales) -> None:
     """By the engine's names, in the same memory."""
-    _named_scales(_as_it_is, layer, weights, scales)
+    named_scales(as_it_is, layer, weights, scales)
     for role in ("w13", "w2"):
         set_parameter(layer, f"{role}_weight_scale_2", getattr(layer, f"{role}_global_scale").data.view(-1))
 
@@ -174,12 +174,12 @@ def _b12x(for_16_bit: bool) -> EngineExperts:
     """The engine's class hands what is on the layer to the b12x package, which arranges it once more."""
     row = _nvfp4("B12X", "b12x")
     if not for_16_bit:
-        return replace(row, obstacle=_b12x_is_16_bit)
+        return replace(row, obstacle=b12x_is_16_bit)
     config = partial(_nvfp4_config, nvfp4.NvFp4MoeBackend["B12X"], use_a16=True)
     return replace(row, keys=lambda weights: (_nvfp4_keys(weights)[0], None), quant_config=config, settle=_nvfp4_scales)
 
 
-def _b12x_is_16_bit() -> str | None:
+def b12x_is_16_bit(weights: RankWeights) -> str | None:
     forced = envs.VLLM_B12X_MOE_FP4_FORCE_A16
     return "VLLM_B12X_MOE_FP4_FORCE_A16=1 asks for 16-bit activations, whose weights lie otherwise" if forced else None
 
@@ -239,7 +239,7 @@ def _static_scales(layer: Any, weights: RankWeights, scales: ReadScales) -> None
 
 
 def _fp8_settled(scale: Form, padded: tuple[str, ...], layer: Any, weights: RankWeights, scales: ReadScales) -> None:
-    _named_scales(scale, layer, weights, scales)
+    named_scales(scale, layer, weights, scales)
     _static_scales(layer, weights, scales)
     _padded_sizes(layer, weights, padded)
 
@@ -255,11 +255,11 @@ def _shuffled(scale: Form, dtype: torch.dtype, layer: Any, weights: RankWeights,
             getattr(layer, f"{role}_input_scale").data.mul_(2)
 
 
-def _e8m0_is_off() -> str | None:
+def _e8m0_is_off(weights: RankWeights) -> str | None:
     return None if envs.VLLM_USE_DEEP_GEMM_E8M0 else "VLLM_USE_DEEP_GEMM_E8M0=0 asks for scales that are no powers of 2"
 
 
-def _fp8(name: str, option: str, scale: Form = _as_it_is, padded: tuple[str, ...] = (), **more: Any) -> EngineExperts:
+def _fp8(name: str, option: str, scale: Form = as_it_is, padded: tuple[str, ...] = (), **more: Any) -> EngineExperts:
     backend = fp8.Fp8MoeBackend[name]
     return EngineExperts(
         **{
@@ -291,74 +291,41 @@ def _aiter(scale: Form, dtype: torch.dtype) -> EngineExperts:
 
 def _marlin_fp8(dtypes: tuple[str, ...]) -> EngineExperts:
     """It never quantises activations."""
-    return _fp8("MARLIN", "marlin", dtypes=dtypes, settle=partial(_named_scales, _as_it_is))
-
-
-# ------------------------------------------------------------------------------------------------------------ MXFP4
-
-
-def _cutlass_mxfp4() -> EngineExperts:
-    """Experts for MXFP4 activations; the sizes are rounded up to whole tiles of scales before weights are made."""
-    backend = mxfp4.Mxfp4MoeBackend["CUTLASS_MXFP4_MXFP4"]
-
-    def config(tensors: Tensors, weights: RankWeights, clamp: Clamp) -> Any:
-        return mxfp4.make_mxfp4_moe_quant_config(
-            backend,
-            tensors["w13_weight_scale"],
-            tensors["w2_weight_scale"],
-            w1_bias=tensors.get("w13_bias"),
-            w2_bias=tensors.get("w2_bias"),
-            **_clamped(clamp, "gemm1_alpha", "gemm1_beta"),
-        )
-
-    def kernel(config: Any, moe: Any, kind: Any, tables: Any, tensors: Tensors) -> Any:
-        return mxfp4.make_mxfp4_moe_kernel(config, moe, kind, backend, routing_tables=tables)
-
-    return EngineExperts(
-        title="CUTLASS_MXFP4_MXFP4 (MXFP4)",
-        option="auto",
-        classes=partial(mxfp4.backend_to_kernel_cls, backend),
-        keys=lambda weights: (quant_utils.kMxfp4Static, quant_utils.kMxfp4Dynamic),
-        quant_config=config,
-        kernel=kernel,
-        settle=partial(_named_scales, _as_it_is),
-        rounds_sizes=True,
-    )
+    return _fp8("MARLIN", "marlin", dtypes=dtypes, settle=partial(named_scales, as_it_is))
 
 
 #: Layout id to the experts that read it.
 FLOATS: dict[str, EngineExperts] = {
-    "marlin-nvfp4/1": _marlin_nvfp4(_BF16),
+    "marlin-nvfp4/1": _marlin_nvfp4(BF16),
     "marlin-nvfp4-fp16/1": _marlin_nvfp4(_F16),
-    "marlin-fp8/1": _marlin_fp8(_BF16),
+    "marlin-fp8/1": _marlin_fp8(BF16),
     "marlin-fp8-fp16/1": _marlin_fp8(_F16),
-    "marlin-mxfp8/1": _mxfp8("MARLIN", "marlin", _exponents, dtypes=_BF16),
+    "marlin-mxfp8/1": _mxfp8("MARLIN", "marlin", exponents, dtypes=BF16),
     "trtllm-nvfp4/1": _nvfp4("FLASHINFER_TRTLLM", "flashinfer_trtllm", _ALL),
     "flashinfer-cutlass-nvfp4/1": _nvfp4("FLASHINFER_CUTLASS", "flashinfer_cutlass"),
     "cutlass-nvfp4/1": _nvfp4("VLLM_CUTLASS", "cutlass"),
     "flashinfer-b12x-nvfp4/1": _nvfp4("FLASHINFER_B12X", "flashinfer_b12x"),
     "trtllm-fp8-block/1": _fp8("FLASHINFER_TRTLLM", "flashinfer_trtllm"),
     "trtllm-fp8-tensor/1": _fp8("FLASHINFER_TRTLLM", "flashinfer_trtllm", _one_number, _INTERMEDIATE),
-    "trtllm-mxfp8/1": _mxfp8("FLASHINFER_TRTLLM", "flashinfer_trtllm", _as_it_is),
+    "trtllm-mxfp8/1": _mxfp8("FLASHINFER_TRTLLM", "flashinfer_trtllm", as_it_is),
     "flashinfer-cutlass-fp8-block/1": _fp8("FLASHINFER_CUTLASS", "flashinfer_cutlass"),
     "flashinfer-cutlass-fp8-tensor/1": _fp8("FLASHINFER_CUTLASS", "flashinfer_cutlass", _one_number, _INTERMEDIATE),
     "deepgemm-fp8-sm90/1": _fp8("DEEPGEMM", "deep_gemm", obstacle=_e8m0_is_off),
-    "deepgemm-fp8-sm100/1": _fp8("DEEPGEMM", "deep_gemm", _transposed, obstacle=_e8m0_is_off),
-    "deepgemm-mxfp8/1": _mxfp8("DEEPGEMM", "deep_gemm", _transposed),
-    "aiter-fp8-block/1": _aiter(_as_it_is, _FN),
-    "aiter-fp8-block-fnuz/1": _aiter(_as_it_is, _FNUZ),
-    "aiter-fp8-channel/1": _aiter(_as_it_is, _FN),
-    "aiter-fp8-channel-fnuz/1": _aiter(_as_it_is, _FNUZ),
+    "deepgemm-fp8-sm100/1": _fp8("DEEPGEMM", "deep_gemm", transposed, obstacle=_e8m0_is_off),
+    "deepgemm-mxfp8/1": _mxfp8("DEEPGEMM", "deep_gemm", transposed),
+    "aiter-fp8-block/1": _aiter(as_it_is, _FN),
+    "aiter-fp8-block-fnuz/1": _aiter(as_it_is, _FNUZ),
+    "aiter-fp8-channel/1": _aiter(as_it_is, _FN),
+    "aiter-fp8-channel-fnuz/1": _aiter(as_it_is, _FNUZ),
     "aiter-fp8-tensor/1": _aiter(_one_number, _FN),
     "aiter-fp8-tensor-fnuz/1": _aiter(_one_number, _FNUZ),
     "aiter-mxfp8/1": _mxfp8("AITER_MXFP8", "aiter", _all_rows, settle=partial(_shuffled, _all_rows, _FN)),
     "xpu-fp8-block/1": _fp8("XPU", "auto"),  # no value of --moe-backend asks for these alone
     "xpu-fp8-tensor/1": _fp8("XPU", "auto", _one_number),
-    "xpu-mxfp8/1": _mxfp8("XPU", "xpu", _as_it_is),
-    "cpu-amx-fp8/1": _fp8("CPU", "auto", dtypes=_BF16, spreads=False, obstacle=routed_inside),
+    "xpu-mxfp8/1": _mxfp8("XPU", "xpu", as_it_is),
+    "cpu-amx-fp8/1": _fp8("CPU", "auto", dtypes=BF16, spreads=False, obstacle=routed_inside),
 }
-if VERSION >= (0, 32):  # earlier ones pad nothing for CuteDSL, and their record of MXFP4 backends lacks CUTLASS
-    FLOATS["cutlass-mxfp4/1"] = _cutlass_mxfp4()
+if VERSION >= (0, 32):  # earlier ones pad nothing for CuteDSL
     FLOATS["flashinfer-cutedsl-nvfp4/1"] = _nvfp4("FLASHINFER_CUTEDSL", "flashinfer_cutedsl", _ALL)
 if takes(nvfp4.make_nvfp4_moe_quant_config, "use_a16"):  # and so knows B12X
     FLOATS["b12x-nvfp4/1"] = _b12x(for_16_bit=False)

@@ -26,7 +26,7 @@ from moeq.engines.vllm.experts import (
     runs_alone,
     slow_reason,
 )
-from moeq.engines.vllm.rows import EngineExperts, RankWeights, takes
+from moeq.engines.vllm.rows import RECORDS, EngineExperts, RankWeights, takes
 from moeq.errors import MoeqError
 from moeq.layouts.registry import layout_class
 from moeq.load.activation_scales import ActivationScales, activation_scales
@@ -74,8 +74,10 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self.part = plan_rank(entry, self.rank, uneven_unit(checkpoint, entry.layer))
 
         w13, w2 = (self.part.matrices[role].spec for role in STACKED_ROLES)
-        self.weights = RankWeights(w13, w2, checkpoint.scheme_of(entry.layer), self.part.experts)
-        engine = outcome(lambda: _engine_experts(moe, entry, self.rank, self.weights))
+        scheme = checkpoint.scheme_of(entry.layer)
+        self.weights = RankWeights(w13, w2, scheme, self.part.experts, moe.activation.value)
+        preferred = checkpoint.manifest.backend
+        engine = outcome(lambda: _engine_experts(moe, entry, self.rank, self.weights, preferred))
         own = outcome(lambda: check_own(moe, entry, self.part))
         slow = None if own else slow_reason(moe, self.packed(self.empty(moe.in_dtype, "meta")))
         title = engine if isinstance(engine, MoeqError) else engine[0].title
@@ -102,6 +104,16 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             return hidden_size, intermediate_size_per_partition
         w2 = self.part.matrices["w2"].spec
         return w2.n, w2.k
+
+    @property
+    def skip_forward_padding(self) -> bool:
+        """Whether the engine's kernel takes tokens without the padding of the hidden size."""
+        return not self.choice.own and self.engine.trims.tokens
+
+    @property
+    def has_unpadded_output(self) -> bool:
+        """Whether the engine's kernel leaves results without it."""
+        return not self.choice.own and self.engine.trims.results
 
     def create_weights(
         self,
@@ -180,7 +192,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         """The engine's record of scales, zero points and biases; an empty one where it does not run the experts."""
         if self.choice.own:
             return FUSED_MOE_UNQUANTIZED_CONFIG
-        tensors = _as_engine(dict(layer.named_parameters()))
+        tensors = _as_engine(dict(layer.named_parameters())) | getattr(layer, RECORDS, {})
         return self.engine.quant_config(tensors, self.weights, clamp_arguments(self.moe))
 
     def apply(
@@ -248,18 +260,51 @@ def _check_deployment(moe: Any, checkpoint: ConvertedCheckpoint) -> None:
         require_arch(checkpoint, f"sm{capability.major}{capability.minor}")
 
 
-def _engine_experts(moe: Any, entry: LayerEntry, rank: Rank, weights: RankWeights) -> tuple[EngineExperts, Any]:
-    """The engine's experts for a layout and its class for them. Raises MoeqError where it would not run them."""
-    engine = BACKENDS.get(entry.layout)
-    if engine is None:
+def _engine_experts(
+    moe: Any, entry: LayerEntry, rank: Rank, weights: RankWeights, preferred: str
+) -> tuple[EngineExperts, Any]:
+    """The engine's experts for a layout and its class for them. Raises MoeqError where it would not run them.
+
+    Of several backends that read the same bytes: those that `--moe-backend` allows, the one that the checkpoint was
+    converted for before the others.
+    """
+    found = BACKENDS.get(entry.layout)
+    if found is None:
         raise MoeqError(
             "answer.no-backend",
             f"layer {entry.layer} is in layout {entry.layout}, which none of vLLM's kernels reads as it is",
             f"moeq convert SRC DST --gpu {_device()} writes what they read there, if it can; it may be "
             f"{', '.join(BACKENDS)}",
         )
-    _check_start(engine, moe)
-    _check_order(moe, entry)
+    alike = (found, *found.instead)
+    asked = str(moe.moe_backend)
+    allowed = [row for row in alike if asked in ("auto", row.option)]
+    if not allowed:
+        options = list(dict.fromkeys(row.option for row in alike))
+        raise MoeqError(
+            "usage.moe-backend",
+            f"--moe-backend {asked} was requested, but the experts are packed for {found.title}",
+            f"start with --moe-backend {' or '.join(options)}, or convert: moeq convert SRC DST --backend {asked}",
+        )
+    reasons: list[MoeqError] = []
+    for engine in sorted(allowed, key=lambda row: row.backend != preferred):
+        kind = outcome(lambda engine=engine: _supported_class(engine, moe, entry, rank, weights))  # type: ignore[misc]
+        if not isinstance(kind, MoeqError):
+            return engine, kind
+        reasons.append(kind)
+    raise reasons[0]
+
+
+def _check_start(engine: EngineExperts, moe: Any, entry: LayerEntry, rank: Rank) -> None:
+    """Options that would make the engine read the bytes wrongly, or not at all."""
+    dtype = str(moe.in_dtype).removeprefix("torch.")
+    if dtype not in engine.dtypes:
+        raise MoeqError(
+            "usage.dtype",
+            f"activations are {dtype}; {engine.title} reads these bytes with {' or '.join(engine.dtypes)}",
+        )
+    if engine.option == "marlin":
+        _check_marlin_input(engine)
     if rank.tp_size > 1 and not engine.shards:
         raise MoeqError(
             "usage.tp",
@@ -272,58 +317,60 @@ def _engine_experts(moe: Any, entry: LayerEntry, rank: Rank, weights: RankWeight
             f"layer {entry.layer}: {engine.title} has no map of experts, so every rank has to hold all of them",
             "start without --enable-expert-parallel",
         )
-    return engine, _supported_class(engine, moe, entry, weights)
 
 
-def _check_start(engine: EngineExperts, moe: Any) -> None:
-    """Options that would make the engine read the bytes wrongly, or not at all."""
-    asked = str(moe.moe_backend)
-    if asked not in ("auto", engine.option):
-        raise MoeqError(
-            "usage.moe-backend",
-            f"--moe-backend {asked} was requested, but the experts are packed for {engine.title}",
-            f"start with --moe-backend {engine.option}, or convert: moeq convert SRC DST --backend {asked}",
-        )
-    dtype = str(moe.in_dtype).removeprefix("torch.")
-    if dtype not in engine.dtypes:
-        raise MoeqError(
-            "usage.dtype",
-            f"activations are {dtype}; {engine.title} reads these bytes with {' or '.join(engine.dtypes)}",
-        )
-    if engine.option == "marlin" and get_marlin_input_dtype() is not None:
+def _check_marlin_input(engine: EngineExperts) -> None:
+    """Marlin's weights for 8-bit activations are packed otherwise than for 16-bit ones."""
+    try:
+        found = get_marlin_input_dtype()
+    except ValueError as error:  # not on this GPU
+        raise MoeqError("environment.marlin-input", str(error), "unset VLLM_MARLIN_INPUT_DTYPE") from error
+    name = {None: None, torch.int8: "int8", torch.float8_e4m3fn: "fp8"}[found]
+    if name != engine.marlin_input:
+        wanted = f"set VLLM_MARLIN_INPUT_DTYPE={engine.marlin_input}" if engine.marlin_input else None
+        asked = f"asks Marlin for {name} activations" if name else "is not set, so Marlin would take 16-bit activations"
         raise MoeqError(
             "environment.marlin-input",
-            "VLLM_MARLIN_INPUT_DTYPE asks Marlin for 8-bit activations, whose weights are packed otherwise",
-            "unset VLLM_MARLIN_INPUT_DTYPE",
+            f"VLLM_MARLIN_INPUT_DTYPE {asked}, whose weights are packed otherwise",
+            wanted or "unset VLLM_MARLIN_INPUT_DTYPE",
         )
 
 
-def _check_order(moe: Any, entry: LayerEntry) -> None:
+def _check_order(moe: Any, entry: LayerEntry, engine: EngineExperts) -> None:
     """The engine's activation of gpt-oss takes gate and up by turns, every other one half after half.
 
-    Which half comes first is the kernel's, and so the layout's.
+    Which half comes first is the kernel's, and so the layout's; and so is all of it where the kernel applies the
+    activation itself.
     """
     order = layout_class(entry.layout).w13_order
     wanted = "interleaved" if moe.activation is MoEActivation.SWIGLUOAI else "gate-up"
-    if (order == "interleaved") != (wanted == "interleaved"):
-        same = [layout for layout, engine in BACKENDS.items() if engine is BACKENDS[entry.layout]]
+    if not engine.activates and (order == "interleaved") != (wanted == "interleaved"):
+        same = [layout for layout, row in BACKENDS.items() if row.title == engine.title]
         fitting = [layout for layout in same if layout_class(layout).w13_order == wanted]
+        device = f"moeq oracle SRC --gpu {_device()} says which backend takes them"
         raise MoeqError(
             "answer.no-backend",
             f"layer {entry.layer} is in layout {entry.layout}, whose gate and up rows lie {order}, and vLLM's "
             f"activation {moe.activation.value} takes them {wanted}",
-            f"convert the source to another layout: moeq convert SRC DST --layout {' or '.join(fitting)}",
+            f"convert the source to another layout: moeq convert SRC DST --layout {' or '.join(fitting)}"
+            if fitting
+            else device,
         )
 
 
-def _supported_class(engine: EngineExperts, moe: Any, entry: LayerEntry, weights: RankWeights) -> Any:
+def _supported_class(engine: EngineExperts, moe: Any, entry: LayerEntry, rank: Rank, weights: RankWeights) -> Any:
     """The engine's expert class, by the engine's own judgement."""
+    _check_order(moe, entry, engine)
+    _check_start(engine, moe, entry, rank)
     weight, activation = engine.keys(weights)
-    reason = engine.obstacle()
-    for kind in () if reason else engine.classes():
+    reason = None
+    for kind in engine.classes():
         supported, reason = kind.is_supported_config(kind, moe, weight, activation, activation_format(moe))
         if supported:
-            return kind
+            reason = engine.obstacle(weights)
+            if reason is None:
+                return kind
+            break
     device = _device()
     raise MoeqError(
         "answer.no-backend",

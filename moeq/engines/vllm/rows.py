@@ -23,6 +23,10 @@ ReadScales = Callable[[], ActivationScales | None]
 VERSION = tuple(int(part) for part in vllm.__version__.partition("+")[0].split("."))
 
 
+#: Name of an attribute of a layer: what its `settle` made beside parameters, for `quant_config`.
+RECORDS = "moeq_records"
+
+
 def takes(function: Callable[..., Any], argument: str) -> bool:
     """Whether one of the engine's functions has an argument of that name in this version."""
     return argument in inspect.signature(function).parameters
@@ -37,16 +41,31 @@ class RankWeights:
         w2: the same.
         scheme: how the source encodes it.
         experts: `(start, stop)` of the rank's experts, as the model counts them.
+        activation: the engine's name of the activation function.
     """
 
     w13: MatrixSpec
     w2: MatrixSpec
     scheme: Scheme
     experts: tuple[int, int]
+    activation: str
 
 
 def as_filled(layer: Any, weights: RankWeights, scales: ReadScales) -> None:
     """Nothing is left to be done to the layer."""
+
+
+@dataclass(frozen=True)
+class Trims:
+    """Whose business the padding of the hidden size is, where the layout pads it.
+
+    Attributes:
+        tokens: the kernel takes them without it.
+        results: the kernel leaves them without it.
+    """
+
+    tokens: bool = False
+    results: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,11 +82,15 @@ class EngineExperts:
         settle: gives the filled layer what the engine's own preparation leaves there beside the weights: parameters by
             the engine's names, sizes after padding. Its last argument reads the scales of static activations.
         rounds_sizes: hidden and intermediate size are rounded up before weights are made, as the layout pads.
+        trims: whose business the padding of the hidden size is.
+        activates: the kernel applies the activation itself and finds gate and up where the layout has them.
+        marlin_input: value of VLLM_MARLIN_INPUT_DTYPE that the bytes are for.
         dtypes: torch dtype names of activations.
         shards: tensor-parallel ranks may hold parts of experts.
         spreads: expert-parallel ranks may hold some of the experts.
         finishes: the expert class is given the filled layer at last.
         obstacle: why the engine, as it was started, would read the bytes wrongly; None where it would not.
+        instead: other backends of the engine that read the same bytes, in the engine's order.
     """
 
     title: str
@@ -78,11 +101,20 @@ class EngineExperts:
     kernel: Callable[[Any, Any, Any, Any, Tensors], Any]
     settle: Callable[[Any, RankWeights, ReadScales], None] = as_filled
     rounds_sizes: bool = False
+    trims: Trims = Trims()
+    activates: bool = False
+    marlin_input: str | None = None
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
     shards: bool = True
     spreads: bool = True
     finishes: bool = True
-    obstacle: Callable[[], str | None] = lambda: None
+    obstacle: Callable[[RankWeights], str | None] = lambda weights: None
+    instead: tuple[EngineExperts, ...] = ()
+
+    @property
+    def backend(self) -> str:
+        """The engine's name of the backend, without what `title` says beside it."""
+        return self.title.partition(" ")[0]
 
 
 def set_parameter(layer: Any, name: str, value: Any) -> None:

@@ -11,6 +11,7 @@ from moeq.checkpoint.names import FUSED
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.loaders import (
     SGLANG_MODELS,
+    VLLM_INSTEAD,
     VLLM_LAYOUTS,
     VLLM_VERSIONS,
     Loader,
@@ -102,7 +103,7 @@ def _own_kernel(checkpoint: Checkpoint, deployment: Deployment, layer: int, sche
 def _vllm_versions(
     checkpoint: Checkpoint, deployment: Deployment, layer: int, scheme: Scheme | None, layout: str
 ) -> Iterator[str]:
-    """Versions of vLLM whose backend of the layout runs on this deployment, and reads that layout there.
+    """Versions of vLLM that have a backend of the layout which runs on this deployment, and reads that layout there.
 
     A version without rules of its own does where those before and after it do, of those that read the layout.
     """
@@ -110,9 +111,13 @@ def _vllm_versions(
         return
     backend, versions, _ = VLLM_LAYOUTS[layout]
 
+    backends = (backend, *VLLM_INSTEAD.get(layout, ()))
+
     @cache
     def runs(engine: str) -> bool:
-        where = replace(deployment, engine=engine, backend=backend)
+        return any(reads(replace(deployment, engine=engine, backend=backend)) for backend in backends)
+
+    def reads(where: Deployment) -> bool:
         verdict = judge_checkpoint(checkpoint, where, layer, scheme=scheme, explain=False)
         selected = verdict.selected if verdict.ok else None
         return selected is not None and layout in (selected.layout, selected.lossy_layout)

@@ -1,0 +1,264 @@
+"""vLLM's experts for MXFP4 on bytes that already lie as they want them.
+
+The records of scales and the kernels are made by the engine's own functions (`fused_moe/oracle/mxfp4.py`). For
+triton_kernels, whose tensors carry their arrangement with them, the engine's own preparation runs on tensors without
+memory (device `meta`), and the stored bytes take the place of what it made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe.oracle import mxfp4
+from vllm.model_executor.layers.quantization.utils import mxfp4_utils, quant_utils
+
+from moeq.checkpoint.manifest import STACKED_ROLES
+from moeq.engines.vllm.floats import BF16, as_it_is, b12x_is_16_bit, exponents, named_scales, transposed
+from moeq.engines.vllm.rows import (
+    RECORDS,
+    VERSION,
+    Clamp,
+    EngineExperts,
+    RankWeights,
+    ReadScales,
+    Tensors,
+    Trims,
+    set_parameter,
+)
+from moeq.errors import MoeqError
+
+_WEIGHTS = quant_utils.kMxfp4Static
+_16_BIT, _MXFP8, _MXFP4 = None, quant_utils.kMxfp8Dynamic, quant_utils.kMxfp4Dynamic
+
+#: What the engine's method for gpt-oss hands to every kernel, whatever the model's config says.
+_GPT_OSS: Clamp = {"gemm1_alpha": 1.702, "gemm1_beta": 1.0, "gemm1_clamp_limit": 7.0}
+
+
+def _config(backend: Any, tensors: Tensors, weights: RankWeights, clamp: Clamp) -> Any:
+    limits = _GPT_OSS if weights.activation == "swigluoai" else clamp
+    return mxfp4.make_mxfp4_moe_quant_config(
+        backend,
+        tensors["w13_weight_scale"],
+        tensors["w2_weight_scale"],
+        gemm1_alpha=limits["gemm1_alpha"],
+        gemm1_beta=limits["gemm1_beta"],
+        swiglu_limit=limits["gemm1_clamp_limit"],
+        w1_bias=tensors.get("w13_bias"),
+        w2_bias=tensors.get("w2_bias"),
+    )
+
+
+def _kernel(backend: Any, config: Any, moe: Any, kind: Any, tables: Any, tensors: Tensors) -> Any:
+    return mxfp4.make_mxfp4_moe_kernel(config, moe, kind, backend, routing_tables=tables)
+
+
+def _row(name: str, option: str, activation: Any, **more: Any) -> EngineExperts:
+    """Sizes are rounded up before weights are made. The engine's config for MXFP4 asks for bf16 activations."""
+    backend = mxfp4.Mxfp4MoeBackend[name]
+    return EngineExperts(
+        **{
+            "title": f"{name} (MXFP4)",
+            "option": option,
+            "classes": partial(mxfp4.backend_to_kernel_cls, backend),
+            "keys": lambda weights: (_WEIGHTS, activation),
+            "quant_config": partial(_config, backend),
+            "kernel": partial(_kernel, backend),
+            "settle": partial(named_scales, as_it_is),
+            "rounds_sizes": True,
+            "dtypes": BF16,
+            **more,
+        }
+    )
+
+
+def _known(*names: str) -> bool:
+    """Whether this version has those backends."""
+    return all(name in mxfp4.Mxfp4MoeBackend.__members__ for name in names)
+
+
+# ----------------------------------------------------------------------------------------------- FlashInfer, DeepGEMM
+
+
+def _as_e4m3(scale: Any) -> Any:
+    """FlashInfer's name for bytes of scales, which are exponents here too."""
+    return scale.view(torch.float8_e4m3fn)
+
+
+def _wide_biases(layer: Any) -> None:
+    for role in STACKED_ROLES:
+        bias = getattr(layer, f"{role}_bias", None)
+        if bias is not None:
+            set_parameter(layer, f"{role}_bias", bias.data.float())
+
+
+def _trtllm_settled(layer: Any, weights: RankWeights, scales: ReadScales) -> None:
+    named_scales(_as_e4m3, layer, weights, scales)
+    _wide_biases(layer)
+
+
+def _trtllm() -> EngineExperts:
+    common: dict[str, Any] = {"settle": _trtllm_settled, "activates": True}
+    quantised = _row(
+        "FLASHINFER_TRTLLM_MXFP4_MXFP8",
+        "flashinfer_trtllm_afp8",
+        _MXFP8,
+        trims=Trims(tokens=True, results=True),
+        **common,
+    )
+    rest = {"trims": Trims(results=True), "instead": (quantised,)}
+    return _row("FLASHINFER_TRTLLM_MXFP4_BF16", "flashinfer_trtllm", _16_BIT, **common, **rest)
+
+
+# --------------------------------------------------------------------------------------------------------------- AITER
+
+
+def _aiter_settled(flat: bool, layer: Any, weights: RankWeights, scales: ReadScales) -> None:
+    """AITER asks the tensors whether they are shuffled. Scales of all experts are one matrix for its bf16 kernel."""
+    named_scales(_all_rows if flat else as_it_is, layer, weights, scales)
+    _wide_biases(layer)
+    for role in STACKED_ROLES:
+        weight = getattr(layer, f"{role}_weight")
+        weight.data = weight.data.view(torch.float4_e2m1fn_x2)
+        weight.is_shuffled = True
+
+
+def _all_rows(scale: Any) -> Any:
+    return scale.flatten(0, 1)
+
+
+def _columns_first(layer: Any, weights: RankWeights, scales: ReadScales) -> None:
+    """The kernel for gfx1250 takes the transposed views `[experts, K, N]` of weights and of tiles of scales."""
+    named_scales(transposed, layer, weights, scales)
+    _wide_biases(layer)
+    for role in STACKED_ROLES:
+        weight = getattr(layer, f"{role}_weight")
+        weight.data = weight.data.mT
+
+
+# ------------------------------------------------------------------------------------------------------ triton_kernels
+
+
+def _swizzled(weights: RankWeights, experts: int) -> dict[str, tuple[Any, Any, Any]]:
+    """What the engine would make of empty weights: values, their record and scales of both matrices."""
+    found: dict[str, tuple[Any, Any, Any]] = {}
+    for role, spec in zip(STACKED_ROLES, (weights.w13, weights.w2), strict=True):
+        shape = (experts, spec.n, spec.k // 2), (experts, spec.n, spec.num_groups)
+        empty = (torch.empty(size, dtype=torch.uint8, device="meta") for size in shape)
+        found[role] = mxfp4_utils._swizzle_mxfp4(*empty)
+    return found
+
+
+def _other_arrangement(wanted: tuple[str | None, str], weights: RankWeights) -> str | None:
+    from triton_kernels import tensor
+
+    if hasattr(tensor, "SparseMatrix"):
+        return "triton_kernels is newer than generation 3.5.1, which is what the bytes are arranged for"
+    values, _, scale = _swizzled(weights, 1)["w2"]
+    found = values.storage.layout.name, scale.storage.layout.name
+    if found != wanted:
+        return (
+            f"triton_kernels arranges weights and scales as {found} on this GPU and with these ranks, not as {wanted}"
+        )
+    return None
+
+
+def _wrapped(layer: Any, weights: RankWeights, scales: ReadScales) -> None:
+    """The engine's tensors on the stored memory, and its records of scales."""
+    from triton_kernels.matmul_ogs import FlexCtx, PrecisionConfig
+
+    records = {}
+    for role, (values, flex, scale) in _swizzled(weights, len(layer.w13_weight)).items():
+        for made, part in ((values, "weight"), (scale, "scale")):
+            _fill(made, getattr(layer, f"{role}_{part}").data, f"{role}_{part}")
+        # Not a parameter any more: the engine's attribute is a tensor of triton_kernels.
+        delattr(layer, f"{role}_weight")
+        setattr(layer, f"{role}_weight", values)
+        flexible = FlexCtx(rhs_data=flex)
+        records[f"{role}_weight_scale"] = PrecisionConfig(weight_scale=scale, flex_ctx=flexible)
+    setattr(layer, RECORDS, records)
+    _wide_biases(layer)
+
+
+def _fill(made: Any, stored: Any, name: str) -> None:
+    """Put stored memory where the engine's preparation has made a tensor without memory."""
+    like = made.storage.data
+    if like.numel() != stored.numel():
+        raise MoeqError(
+            "internal.triton-kernels",
+            f"{name} holds {stored.numel()} bytes, and triton_kernels makes {like.numel()} of it ({tuple(like.shape)})",
+        )
+    made.storage.data = stored.view(-1).as_strided(like.shape, like.stride())
+
+
+def _triton(name: str, option: str, wanted: tuple[str | None, str], **more: Any) -> EngineExperts:
+    obstacle = partial(_other_arrangement, wanted)
+    return _row(name, option, _16_BIT, settle=_wrapped, obstacle=obstacle, **more)
+
+
+def _triton_kernels(values: str | None, scales: str) -> EngineExperts:
+    wanted = (values, scales)
+    instead: tuple[EngineExperts, ...] = (_triton("TRITON_UNFUSED", "triton_unfused", wanted),)
+    if scales == "CDNA4_SCALE" and _known("AITER_TRITON_MXFP4_BF16"):
+        instead += (_triton("AITER_TRITON_MXFP4_BF16", "aiter_triton_mxfp4_bf16", wanted, activates=True),)
+    return _triton("TRITON", "triton", wanted, instead=instead)
+
+
+# ----------------------------------------------------------------------------------------------------------- the table
+
+
+def _as_stored() -> EngineExperts:
+    """Experts that take the checkpoint's own order. B12X sees the sizes of the model."""
+    row = _row("XPU", "xpu", _16_BIT)
+    if not _known("B12X_MXFP4_MXFP8"):
+        return row
+    b12x: Callable[..., EngineExperts] = partial(_row, option="b12x", rounds_sizes=False)
+    instead = (
+        b12x("B12X_MXFP4_MXFP8", activation=_MXFP8, obstacle=b12x_is_16_bit),
+        b12x("B12X_MXFP4_BF16", activation=_16_BIT),
+    )
+    return replace(row, instead=instead)
+
+
+_MARLIN = _row("MARLIN", "marlin", _16_BIT, settle=partial(named_scales, exponents))
+_MARLIN_FP8 = replace(_MARLIN, title="MARLIN (MXFP4, FP8 activations)", marlin_input="fp8")
+
+#: Layout id to the experts that read it.
+MXFP4S: dict[str, EngineExperts] = {
+    "marlin-mxfp4/1": _MARLIN,
+    "marlin-mxfp4-interleaved/1": _MARLIN,
+    "marlin-mxfp4-fp8act/1": _MARLIN_FP8,
+    "marlin-mxfp4-fp8act-interleaved/1": _MARLIN_FP8,
+    "flashinfer-cutlass-mxfp4-mxfp8/1": _row(
+        "FLASHINFER_CUTLASS_MXFP4_MXFP8", "flashinfer_cutlass_afp8", _MXFP8, activates=True
+    ),
+    "deepgemm-mxfp4/1": _row(
+        "DEEPGEMM_MXFP4",
+        "deep_gemm",
+        quant_utils.kFp8Dynamic128Sym,
+        settle=partial(named_scales, transposed),
+    ),
+    "triton-kernels-hopper/1": _triton_kernels("HOPPER_VALUE", "HOPPER_SCALE"),
+    "triton-kernels-blackwell/1": _triton_kernels("BLACKWELL_VALUE", "BLACKWELL_SCALE"),
+    "triton-kernels-cdna4/1": _triton_kernels(None, "CDNA4_SCALE"),
+    "aiter-a16w4/1": _row("AITER_MXFP4_BF16", "aiter", _16_BIT, settle=partial(_aiter_settled, True), activates=True),
+    "mxfp4-identity/1": _as_stored(),
+}
+if VERSION >= (0, 27):  # earlier ones fill intermediate sizes up to twice the layout's multiple
+    MXFP4S["trtllm-mxfp4/1"] = _trtllm()
+if VERSION >= (0, 28):  # earlier ones take rows of gpt-oss alone, by turns
+    _SHUFFLED = partial(_aiter_settled, False)
+    MXFP4S["aiter-shuffle/1"] = _row("AITER_MXFP4_MXFP4", "aiter_mxfp4_mxfp4", _MXFP4, settle=_SHUFFLED)
+if VERSION >= (0, 29):  # the FlashInfer of earlier ones arranges scales otherwise
+    MXFP4S["flashinfer-cutlass-mxfp4-bf16/1"] = _row(
+        "FLASHINFER_CUTLASS_MXFP4_BF16", "flashinfer_cutlass", _16_BIT, activates=True
+    )
+if _known("CUTLASS_MXFP4_MXFP4"):
+    MXFP4S["cutlass-mxfp4/1"] = _row("CUTLASS_MXFP4_MXFP4", "auto", _MXFP4, dtypes=(*BF16, "float16"))
+if _known("AITER_TRITON_MXFP4_MXFP4"):
+    MXFP4S["aiter-gfx1250/1"] = _row(
+        "AITER_TRITON_MXFP4_MXFP4", "aiter_triton_mxfp4_mxfp4", _MXFP4, settle=_columns_first
+    )
