@@ -152,6 +152,10 @@ class Format(ABC):
         """Whether every stored bit of the part is in a matrix of these sizes: see `bijective`."""
         return self.parts.get(part) in self.bijective
 
+    def fast_view_of(self, scheme: Scheme) -> FastView | None:
+        """How the fast path reads this scheme: `fast_view`, unless a format has forms that it cannot read."""
+        return self.fast_view
+
     def rebuild(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
         """`repack`, or the bias; None where the part cannot be rebuilt in its stored shape."""
         if part not in self.parts:

@@ -4,6 +4,10 @@ Tensors: compressed-tensors `weight_packed` U8 `[N, K / 2]`, `weight_scale` F8_E
 `weight_global_scale` F32 (a divisor); ModelOpt `weight`, `weight_scale`, `weight_scale_2` F32 (a multiplier, its
 reciprocal). `input_global_scale` and `input_scale` are for 4-bit activations (W4A4); weight-only files lack them.
 Checked against compressed-tensors 0.17 to 0.20 and nvidia-modelopt 0.47.
+
+ModelOpt turns the stacked experts of Llama 4, which that model multiplies from the left, before it quantises them and
+turns codes and scales back: `weight` U8 `[K / 2, N]` with the two codes of a byte along K, `weight_scale` `[K / 16, N]`
+(`maybe_transpose_expert_weight_dimensions`; `Llama4Model.load_weights` in vLLM turns both again).
 """
 
 from __future__ import annotations
@@ -20,6 +24,11 @@ from moeq.schemes.fp4 import fp4_spec, nibble_codes
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+#: Where codes lie, for people, and which of the two forms a scheme is.
+_BY_ROWS = "two codes per byte along K, low nibble first"
+_BY_COLUMNS = "two codes per byte along K, low nibble first, rows and columns exchanged"
 
 
 def _weight(names: Mapping[str, object]) -> str:
@@ -51,23 +60,31 @@ class Nvfp4(Format):
         return weight.dtype == "U8" and scale.dtype == "F8_E4M3" and not parts.keys().isdisjoint(_GLOBAL)
 
     def out_features(self, parts: Parts) -> int:
-        return parts[_weight(parts)].shape[0]
+        return parts[_weight(parts)].shape[1 if _is_turned(parts) else 0]
 
     def describe(self, parts: Parts, context: Context) -> Described:
-        spec = fp4_spec(parts, context, _weight(parts), "weight_scale", 16, "e4m3")
+        turned = _is_turned(parts)
+        upright = {
+            part: sig._replace(shape=sig.shape[::-1]) if turned and part in _MATRICES else sig
+            for part, sig in parts.items()
+        }
+        spec = fp4_spec(upright, context, _weight(parts), "weight_scale", 16, "e4m3")
         encoding = Encoding(
             "u8-packed",
-            "two codes per byte along K, low nibble first",
+            _BY_COLUMNS if turned else _BY_ROWS,
             group_shape=(1, 16),
             scale2=ScaleKey("f32", "tensor", (-1, -1)),
         )
         return Described(make_scheme(self.id, spec, context.declared, encoding), spec)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
+        weight, scales = parts[_weight(parts)], parts["weight_scale"]
+        if scheme.packing == _BY_COLUMNS:
+            weight, scales = _turned(weight), _turned(scales)
         return QuantizedMatrix(
             spec=spec,
-            codes=nibble_codes(parts[_weight(parts)]),
-            scales=parts["weight_scale"].contiguous(),
+            codes=nibble_codes(weight),
+            scales=scales.contiguous(),
             global_scale=_multiplier(parts).expand(spec.n).contiguous(),
             bias=parts.get("bias"),
         )
@@ -75,19 +92,39 @@ class Nvfp4(Format):
     def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
         from moeq.schemes.bits import pack_nibbles
 
-        if part in ("weight_packed", "weight"):
-            return pack_nibbles(matrix.codes)
-        if part == "weight_scale":
-            return matrix.scales
+        if part in _MATRICES:
+            found = matrix.scales if part == "weight_scale" else pack_nibbles(matrix.codes)
+            return _turned(found) if scheme.packing == _BY_COLUMNS else found
         if matrix.global_scale is None or self.parts.get(part) != "scale2":
             return None
         multiplier = matrix.global_scale[:1].float()
         stored = multiplier if part == "weight_scale_2" else multiplier.new_tensor([divisor_of(float(multiplier))])
         return stored.reshape(sig.shape)
 
+    def fast_view_of(self, scheme: Scheme) -> FastView | None:
+        """Words of eight codes along K are not next to each other where rows and columns are exchanged."""
+        return None if scheme.packing == _BY_COLUMNS else self.fast_view
+
     def is_bijective(self, part: str, spec: MatrixSpec) -> bool:
         # A divisor is not: several may have one float32 reciprocal.
         return super().is_bijective(part, spec) or part == "weight_scale_2"
+
+
+#: Parts that are matrices.
+_MATRICES = ("weight_packed", "weight", "weight_scale")
+
+
+def _is_turned(parts: Parts) -> bool:
+    """Whether rows and columns are exchanged: one scale per 8 bytes goes along one axis only, whatever the sizes."""
+    weight, scale = parts[_weight(parts)].shape, parts["weight_scale"].shape
+    return scale == (weight[0] // 8, weight[1])
+
+
+def _turned(matrix: Tensor) -> Tensor:
+    """Bytes with rows and columns exchanged, in the same dtype."""
+    import torch
+
+    return matrix.view(torch.uint8).t().contiguous().view(matrix.dtype)
 
 
 _GLOBAL = ("weight_global_scale", "weight_scale_2")

@@ -309,8 +309,9 @@ def stored_projection(
     With `any_order` such columns are read as well, and the fields have `index`.
     """
     stored_as = get_format(scheme.format)
-    if stored_as.fast_view is None or not sigs.keys() <= stored_as.parts.keys():
+    view = stored_as.fast_view_of(scheme)
+    if view is None or not sigs.keys() <= stored_as.parts.keys():
         return None
     names = {stored_as.parts[part]: part for part in sigs if stored_as.parts[part] != "other"}
-    found = StoredProjection(sigs, spec, scheme, stored_as.fast_view, names, any_order)
+    found = StoredProjection(sigs, spec, scheme, view, names, any_order)
     return found if found.fits() else None
