@@ -58,10 +58,15 @@ def test_chosen_files_go_where_they_belong(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "one.whl", "w") as wheel:
         for name in ("one/a.py", "one/b.so", "nvidia/lib/libx.so.12", "one/c.txt"):
             wheel.writestr(name, name)
+        program = zipfile.ZipInfo("one/compile")
+        program.external_attr = 0o100755 << 16
+        wheel.writestr(program, "")
     part = Part("", (), keep=("one/*", "*/libx.so.12"), drop=("*.txt",), libraries=("*/libx.so.12",))
     unpack(part, [tmp_path / "one.whl"], tmp_path / "out", 90)
     found = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
-    assert found == {"site/one/a.py", "site/one/b.so", "lib/libx.so.12"}
+    assert found == {"site/one/a.py", "site/one/b.so", "site/one/compile", "lib/libx.so.12"}
+    assert os.access(tmp_path / "out/site/one/compile", os.X_OK)
+    assert not os.access(tmp_path / "out/site/one/a.py", os.X_OK)
 
 
 def test_uploads_hold_what_fits() -> None:
