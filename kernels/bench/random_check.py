@@ -39,15 +39,19 @@ from bench.reference import Layer, moe, relative_error
 from bench.w8a8_check import describe, table_of
 from moeq_kernels import PackedExperts, PreparedLayer, interpreter
 from moeq_kernels import prepared as calls
+from moeq_kernels.compiling import Specialisation, compile_all, specialise
 from moeq_kernels.formats import FORMATS
+from moeq_kernels.gpu import Gpu
 from moeq_kernels.hopper.support import FLOATS, FP8
 from moeq_kernels.hopper.w4a8.layer import EXACT, FAST, QUEUED, W4a8Plan
 from moeq_kernels.hopper.w4a16.plan import Queue
 from moeq_kernels.hopper.w4a16.products import alike
+from moeq_kernels.hopper.w8a8 import layer as w8a8
 from moeq_kernels.hopper.w8a8.plan import QUEUED as QUEUED_BYTES
 from moeq_kernels.hopper.w8a8.plan import Int8Narrow, Int8Plan
 from moeq_kernels.prepared import prepare_for, warmup
-from moeq_kernels.schedules import FAMILIES
+from moeq_kernels.schedules import FAMILIES, schedule
+from moeq_kernels.sorting import PAIR_LIMITS, TOKEN_LIMITS
 
 ROUTINGS = ("uniform", "uniform", "zipf", "one", "holes", "mapped")
 #: Problems of one layer.
@@ -175,6 +179,17 @@ def prepared(drawn: Drawn, packed: Any, mapped: bool, plan: Any = None) -> Prepa
     return prepare_for(x, packed, drawn.top_k, drawn.max_tokens, epilogue, known, family=drawn.family, plan=plan)
 
 
+def compile_planned(layers: list[PreparedLayer]) -> float:
+    """Compiles what layers with plans of their own need, in parallel (`warmup` knows chosen plans only). Seconds."""
+    wanted: dict[Gpu, set[Specialisation]] = {}
+    for layer in layers:
+        edges = {pairs // layer.problem.top_k for pairs in (*PAIR_LIMITS, w8a8.FEW_PAIRS)} | {0, *TOKEN_LIMITS}
+        for tokens in {min(layer.max_tokens, edge + more) for edge in edges for more in (0, 1)} - {0}:
+            planned = schedule(layer.family, layer.problem, tokens, layer._plan)
+            wanted.setdefault(layer.problem.gpu, set()).update(map(specialise, planned.launches))
+    return sum(compile_all(found, gpu).seconds for gpu, found in wanted.items())
+
+
 def narrowed(layer: Layer, hidden: int) -> Layer:
     """The part of a layer that tokens of so many features meet."""
     b2 = None if layer.b2 is None else layer.b2[:, :hidden]
@@ -290,7 +305,9 @@ def main() -> int:
                 gpu = replace(layer.problem.gpu, multiprocessors=generator.choice((1, 2, 7)))
                 layer.problem = replace(layer.problem, gpu=gpu)
             made.append((drawn, plain, layer))
-        compiling += warmup([layer for _, _, layer in made]).seconds
+        layers_made = [layer for _, _, layer in made]
+        planned = options.plans and not options.interpreter
+        compiling += compile_planned(layers_made) if planned else warmup(layers_made).seconds
         layers += BATCH
         for drawn, plain, layer in made:
             for _ in range(each):
