@@ -69,12 +69,14 @@ def choose(asked: Kernels, own: MoeqError | None, slow: str | None, engine: Moeq
         engine: why the engine's cannot run it, or their name.
 
     Raises:
-        MoeqError: the reason, where what was asked for cannot be had, or nothing runs the layer. Options of the engine
-            count as asked for while none of moeq's kernels is for this GPU.
+        MoeqError: the reason, where what was asked for cannot be had; both reasons, where nothing runs the layer.
+            Options of the engine count as asked for while none of moeq's kernels is for this GPU.
     """
     if asked == "moeq" and own is not None:
         raise own
     if asked == "engine" or own is not None:
+        if isinstance(engine, MoeqError) and own and asked == "auto":
+            raise MoeqError(engine.code, f"{engine.message}; and moeq's kernels: {own.message}", engine.hint)
         if isinstance(engine, MoeqError):
             raise engine
         return Choice(False, f"the engine's {engine}, " + (own.message if own and asked == "auto" else "as asked for"))

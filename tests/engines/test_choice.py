@@ -45,3 +45,10 @@ def test_what_cannot_be_had_is_refused(asked, own, slow, engine, code) -> None:
     with pytest.raises(MoeqError) as refused:
         choose(asked, own, slow, engine)
     assert refused.value.code == code
+
+
+def test_where_nothing_runs_a_layer_both_reasons_are_said() -> None:
+    with pytest.raises(MoeqError, match="no kernel of the engine's reads it; and moeq's kernels: act-order"):
+        choose("auto", OWN_CANNOT, None, NO_LAYOUT)
+    with pytest.raises(MoeqError, match=r"reads it$"):
+        choose("engine", OWN_CANNOT, None, NO_LAYOUT)

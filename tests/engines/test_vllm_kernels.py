@@ -191,7 +191,9 @@ class TestChoice:
     def test_what_moeqs_kernels_cannot_goes_to_the_engines(self, options, words, folders, gpu, monkeypatch) -> None:
         if "parallel" in options:
             pytest.importorskip("deep_ep", reason="the engine's batched experts need deep_ep")
-        assert words in self.chosen(folders[INT4], **options)
+        why = self.chosen(folders[INT4], **options)
+        assert words in why
+        assert "layer 1" not in why  # the log says it once for all layers that are alike
         with pytest.raises(MoeqError, match=words) as caught:
             experts_layer(folders[INT4], kernels="moeq", **options)
         assert caught.value.code == "answer.no-kernel"

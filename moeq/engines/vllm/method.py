@@ -5,6 +5,7 @@ rank, and run as they are, by moeq's kernels or by the engine's own.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,7 +82,9 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         own = outcome(lambda: check_own(moe, entry, self.part))
         slow = None if own else slow_reason(moe, self.packed(self.empty(moe.in_dtype, "meta")))
         title = engine if isinstance(engine, MoeqError) else engine[0].title
-        self.choice = choose(asked, own, slow, title)
+        choice = choose(asked, own, slow, title)
+        # Without the number of the layer: layers that are alike share a line of the log.
+        self.choice = replace(choice, why=choice.why.replace(f"layer {entry.layer}: ", ""))
         if not self.choice.own:
             assert not isinstance(engine, MoeqError)  # `choose` has raised it
             self.engine, self.experts_cls = engine
