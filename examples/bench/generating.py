@@ -1,9 +1,17 @@
-"""What scripts that generate with vLLM share: an engine in this process, greedy tokens and all log-probabilities."""
+"""What scripts that generate with vLLM share: engines in processes of their own, greedy tokens and all
+log-probabilities.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import multiprocessing
+import os
+import pickle
+import re
+import tempfile
+import traceback
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +26,8 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 
+#: What a process imports from which those of engines are forked.
+_PRELOADED = ["vllm.v1.engine.llm_engine", "vllm.engine.arg_utils", "torch._inductor"]
 
 #: How many times further from float32 an engine may be than the same model in bf16 in transformers, which rounds
 #: elsewhere; and how far a greedy token may be from the best one, relative to how far the best is from the mean.
@@ -69,9 +79,8 @@ def generate(
         max_logprobs=vocabulary,
         gpu_memory_utilization=0.2,
         kv_cache_memory_bytes=1 << 28,
-        attention_backend="TRITON_ATTN",
         **({"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}} if graphs else {}),
-        **more,
+        **{"attention_backend": "TRITON_ATTN", **more},
     )
     engine = LLMEngine.from_engine_args(arguments)
     wanted = SamplingParams(
@@ -95,6 +104,69 @@ def generate(
         Generated(list(output.outputs[0].token_ids), rows(output.prompt_logprobs[1:]), rows(output.outputs[0].logprobs))
         for output in (found[str(number)] for number in range(len(prompts)))
     ]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of an engine: what it generated, or why it did not start; what of that the log says."""
+
+    found: list[Generated] | None
+    refused: str = ""
+    log: str = ""
+
+
+class Engines:
+    """Engines in processes of their own, forked from one that has imported vLLM.
+
+    Args:
+        environment: variables of all of them; this process gets them too.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        os.environ |= ENVIRONMENT | environment
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(_PRELOADED)
+
+    def ask(self, folder: Path, prompts: Sequence[Sequence[int]], new: int, **arguments: Any) -> Answer:
+        """Start, `generate`, end."""
+        with tempfile.NamedTemporaryFile("w+", errors="replace") as log:
+            receiver, sender = self.context.Pipe(duplex=False)
+            given = (folder, prompts, new, arguments, log.name, sender)
+            process = self.context.Process(target=_answer, args=given)
+            process.start()
+            sender.close()
+            try:
+                answer: Answer = pickle.loads(receiver.recv_bytes())
+            except EOFError:
+                answer = Answer(None, "the process ended without an answer")
+            process.join()
+            return Answer(answer.found, answer.refused, log.read()[-20_000:])
+
+
+def _answer(
+    folder: Path, prompts: Sequence[Sequence[int]], new: int, arguments: dict[str, Any], log: str, sender: Any
+) -> None:
+    """In a process of its own: an engine on a folder."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    try:
+        answer = Answer(generate(folder, prompts, new, **arguments))
+    except Exception as error:  # noqa: BLE001 - whatever an engine refuses with is the answer
+        traceback.print_exc()
+        answer = Answer(None, f"{type(error).__name__}: {error}")
+    sender.send_bytes(pickle.dumps(answer))
+
+
+def reason(answer: Answer) -> str | None:
+    """Why an engine did not start: of several processes the first that says so."""
+    if answer.found is not None:
+        return None
+    named = [line for line in answer.log.splitlines() if re.search(r"^(\S+ )*[\w.]*(Error|Exception): ", line)]
+    causes = [line for line in named if "WorkerProc" not in line and "Engine core" not in line]
+    if "Engine core" in answer.refused or "WorkerProc" in answer.refused:
+        return (causes or [answer.refused])[0][-300:]
+    return " ".join(answer.refused.split())[:300]
 
 
 def error_of(found: Tensor, wanted: Tensor) -> float:

@@ -51,19 +51,30 @@ SMALL: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
-_MLA = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
-_MLA |= {"num_key_value_heads": 4, "head_dim": 32}
+_MLA: dict[str, Any] = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+}
+_MLA |= {"num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 256}
+# As published: without it vLLM 0.32.0 on a CPU rotates otherwise than DeepSeek does.
+_MLA |= {
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32, "beta_slow": 1}
+    | {"mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 64}
+}
 
 #: Family to what it needs beyond that.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {},
     "qwen3_moe": {},
-    "qwen3_next": {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 32}
-    | {"linear_value_head_dim": 32, "layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_next": {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 128}
+    | {"linear_value_head_dim": 128, "layer_types": ["linear_attention", "full_attention"]},
     "mixtral": {},
     "olmoe": {},
-    "phimoe": {},
-    "minimax_m2": {"rotary_dim": 16},
+    "phimoe": {"attention_bias": True, "lm_head_bias": True},
+    "minimax_m2": {},
     "glm4_moe": {},
     "deepseek_v2": _MLA,
     "deepseek_v3": _MLA,
@@ -79,6 +90,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "solar_open": {},
 }
 
+#: Keys of published configs that transformers' class leaves out, since it knows no other value, and engines read.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "kimi_k2": {"model_type": "kimi_k2", "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "minimax_m2": {"scoring_func": "sigmoid", "use_routing_bias": True},
+    "phimoe": {"architectures": ["PhiMoEForCausalLM"]},
+}
+
 
 #: Exponents of gpt-oss' scales, and the gain of formats whose random codes are small: with both, experts change what a
 #: model says.
@@ -86,10 +105,15 @@ _SCALES_OSS = masked("u1", 0x03, 0x78)  # 2^-7 to 2^-4
 _GAIN = dict.fromkeys(("fp8-tensor", "fp8-channel", "fp8-block", "fp8-block-f32"), 16.0)
 
 
+#: Families that are another one to transformers.
+LIKE = {"kimi_k2": "deepseek_v3"}
+
+
 def family_config(model_type: str, **more: Any) -> Any:
     """transformers' config of a small model of the family. `more`: keys beside or instead of what makes it small."""
     from transformers import AutoConfig
 
+    model_type = LIKE.get(model_type, model_type)
     known = type(AutoConfig.for_model(model_type))
     wanted = SMALL | FAMILIES.get(model_type, {}) | more
     return known(**{name: value for name, value in wanted.items() if _takes(known, name)})
@@ -108,6 +132,7 @@ def write_family(
     attention: bool = False,
     act_order: bool = False,
     gain: float | None = None,
+    draft: bool = False,
     seed: int = 0,
     **sizes: Any,
 ) -> None:
@@ -120,12 +145,15 @@ def write_family(
         attention: quantise the projections of attention as well.
         act_order: GPTQ: columns of down projections in activation order.
         gain: how much larger than usual the inputs of experts are [1, or what the format's codes need].
+        draft: a layer for multi-token prediction behind the last one, in bf16, as GLM-4.5 and DeepSeek-V3 name it.
         seed: of all random values.
         sizes: keys of the config.
     """
     gain = _GAIN.get(kind, 1.0) if gain is None else gain
-    plain = _plain(model_type, seed, sizes)
+    plain = dict(_unstacked(_plain(model_type, seed, sizes)))
     wanted = [name for name in plain if _is_quantised(name, plain[name], attention=attention)]
+    if draft:
+        plain |= _draft(plain, seed)
     found: list[Tensor] = []
     for name, tensor in plain.items():
         if name not in wanted:
@@ -138,9 +166,14 @@ def write_family(
     write_shard(folder / "model.safetensors", found, seed, sparse=False)
     config = family_config(model_type, **sizes).to_dict()
     names = [name.removesuffix(".weight") for name in plain if name not in wanted and plain[name].dim() == 2]
+    # The engine asks for the whole stack of a layer.
+    names += sorted({name.partition(".experts.")[0] + ".experts" for name in names if ".experts." in name})
     config |= {"architectures": [_architecture(model_type)], "dtype": "bfloat16"}
+    config |= PUBLISHED.get(model_type, {})
     if "head_dim" in sizes:  # published configs have it where transformers derives it
         config.setdefault("head_dim", sizes["head_dim"])
+    if model_type == "minimax_m2":
+        config["rotary_dim"] = config["head_dim"]
     config["quantization_config"] = _quantization(FORMATS[kind].config, names, act_order=act_order)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
 
@@ -158,10 +191,39 @@ def _plain(model_type: str, seed: int, sizes: Mapping[str, Any]) -> dict[str, to
         return load_file(Path(scratch) / "model.safetensors")
 
 
+def _unstacked(plain: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Experts that Granite stacks one by one, as quantised checkpoints of it have them."""
+    for name, tensor in plain.items():
+        prefix, stack, projection = name.partition("block_sparse_moe.")
+        if not stack or tensor.dim() < 3:
+            yield name, tensor
+            continue
+        for number, one in enumerate(tensor):
+            parts = one.chunk(2) if projection.startswith("input") else (one,)
+            for role, part in zip(("gate", "up") if len(parts) == 2 else ("down",), parts, strict=True):
+                yield f"{prefix}{stack}experts.{number}.{role}_proj.weight", part
+
+
+def _draft(plain: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    """The last layer again, with what joins a hidden state and the next token before it."""
+    import torch
+
+    number = max(int(name.split(".")[2]) for name in plain if name.startswith("model.layers."))
+    last, prefix = f"model.layers.{number}.", f"model.layers.{number + 1}."
+    norm, embedding = plain["model.norm.weight"], plain["model.embed_tokens.weight"]
+    size = norm.numel()
+    joined = torch.randn(size, 2 * size, generator=torch.Generator().manual_seed(seed)) / (2 * size) ** 0.5
+    own = {"eh_proj.weight": joined.to(norm.dtype), "embed_tokens.weight": embedding}
+    own |= {"shared_head.head.weight": plain["lm_head.weight"], "shared_head.norm.weight": norm}
+    own |= {"enorm.weight": norm, "hnorm.weight": norm}
+    layer = {name.removeprefix(last): tensor for name, tensor in plain.items() if name.startswith(last)}
+    return {prefix + name: tensor for name, tensor in (layer | own).items()}
+
+
 def _architecture(model_type: str) -> str:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    found: str = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    found: str = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[LIKE.get(model_type, model_type)]
     return found
 
 
@@ -221,6 +283,7 @@ def main() -> None:
     parser.add_argument("--format", choices=FORMATS, default="gptq")
     parser.add_argument("--attention", action="store_true", help="attention quantised as well")
     parser.add_argument("--act-order", action="store_true", help="GPTQ: down projections in activation order")
+    parser.add_argument("--draft", action="store_true", help="a layer for multi-token prediction behind the last one")
     parser.add_argument("--sizes", type=json.loads, default={}, help='keys of the config: {"hidden_size": 512}')
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -230,6 +293,7 @@ def main() -> None:
         options.format,
         attention=options.attention,
         act_order=options.act_order,
+        draft=options.draft,
         seed=options.seed,
         **options.sizes,
     )

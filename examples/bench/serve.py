@@ -119,8 +119,12 @@ class Server:
                 env=os.environ | {"VLLM_PORT": str(20000 + row.port % 1000 * 50)},
             )  # fmt: skip
 
-    def wait(self, *, alone: bool) -> None:
-        """Until it answers. `alone`: no other server starts meanwhile, so times and memory are its own.
+    def wait(self, *, alone: bool, prompt: list[int] | None = None) -> None:
+        """Until it answers.
+
+        Args:
+            alone: no other server starts meanwhile, so times and memory are its own.
+            prompt: the first one [random].
 
         Raises:
             RuntimeError: it ended; the message holds the end of its log.
@@ -133,7 +137,7 @@ class Server:
                 raise RuntimeError(f"{row.name} did not start:\n{end}")
             time.sleep(0.2)
         ready = time.perf_counter() - self.start
-        ask(row.port, prompts(1, PROMPT, 1)[0], 1)
+        ask(row.port, prompt or prompts(1, PROMPT, 1)[0], 1)
         text = self.log.read_text()
         if alone:
             row.facts["ready"], row.facts["answer"] = ready, time.perf_counter() - self.start

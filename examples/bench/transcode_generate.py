@@ -31,22 +31,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
-import pickle
 import re
 import shutil
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from generating import ENVIRONMENT, Generated, generate
+from generating import Answer, Engines, reason
 from judging import Reference, compare
 from make_family import write_family
 
@@ -59,7 +55,6 @@ CHECKPOINTS = Path(__file__).parents[2] / "tests" / "data" / "checkpoints"
 NEW = 8
 LENGTHS = (1, 5, 14, 40)
 _DROP_COMPILER = {"TORCH_COMPILE_DISABLE": "1", "VLLM_PLUGINS": "", "TOKENIZERS_PARALLELISM": "false"}
-_PRELOADED = ["vllm.v1.engine.llm_engine", "vllm.engine.arg_utils", "torch._inductor"]
 
 
 @dataclass(frozen=True)
@@ -109,7 +104,7 @@ class Source:
 _SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 64}
 _SIZES |= {"vocab_size": 128, "num_experts": 8, "n_routed_experts": 8, "num_local_experts": 8, "initializer_range": 0.1}
 _MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "q_lora_rank": 64}
-_MORE: dict[str, dict[str, Any]] = {"deepseek_v2": _MLA, "deepseek_v3": _MLA}
+_MORE: dict[str, dict[str, Any]] = dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), _MLA)
 
 
 def _family(family: str, kind: str, *pairs: Pair, targets: tuple[str, ...] | None = None, **more: Any) -> Source:
@@ -176,52 +171,6 @@ def pairs_of(source: Source, only: Collection[str]) -> Iterator[Pair]:
     return (pair for pair in (*pairs, *source.pairs) if not only or pair.to in only)
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What came of an engine: what it generated, or why it did not start; what of that the log says."""
-
-    found: list[Generated] | None
-    refused: str = ""
-    log: str = ""
-
-
-class Engines:
-    """Engines in processes of their own, forked from one that has imported vLLM."""
-
-    def __init__(self, scratch: Path) -> None:
-        os.environ |= ENVIRONMENT | _DROP_COMPILER
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(_PRELOADED)
-        self.log = scratch / "engine.log"
-
-    def ask(self, folder: Path, prompts: list[list[int]], tp: int) -> Answer:
-        """Start, generate, end."""
-        receiver, sender = self.context.Pipe(duplex=False)
-        process = self.context.Process(target=_generate, args=(folder, prompts, tp, self.log, sender))
-        process.start()
-        sender.close()
-        try:
-            answer: Answer = pickle.loads(receiver.recv_bytes())
-        except EOFError:
-            answer = Answer(None, "the process ended without an answer")
-        process.join()
-        log = self.log.read_text(errors="replace")
-        return Answer(answer.found, answer.refused or "", log[-20_000:])
-
-
-def _generate(folder: Path, prompts: list[list[int]], tp: int, log: Path, sender: Any) -> None:
-    """In a process of its own: an engine on a folder."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    try:
-        answer = Answer(generate(folder, prompts, NEW, tensor_parallel_size=tp))
-    except Exception as error:  # noqa: BLE001 - whatever an engine refuses with is the answer
-        traceback.print_exc()
-        answer = Answer(None, f"{type(error).__name__}: {error}")
-    sender.send_bytes(pickle.dumps(answer))
-
-
 def verdict_of(folder: Path, engine: str, tp: int) -> dict[str, Any]:
     """What `moeq oracle` says of a folder on this machine: whether the engine takes it, with what."""
     gpu = detect_gpu() or detect_cpu()
@@ -259,12 +208,12 @@ def run_source(
             continue
         tp = pair.source_tp or pair.tp
         if tp not in answers:
-            answers[tp] = engines.ask(folder, prompts, tp), verdict_of(folder, engine, tp)
+            answers[tp] = engines.ask(folder, prompts, NEW, tensor_parallel_size=tp), verdict_of(folder, engine, tp)
         (before, said_before), said_after = answers[tp], verdict_of(out, engine, pair.tp)
-        after = engines.ask(out, prompts, pair.tp)
+        after = engines.ask(out, prompts, NEW, tensor_parallel_size=pair.tp)
         row |= {"exact": done.exact, "notes": list(done.notes), "oracle": [said_before, said_after]}
         row["disagrees"] = _disagreement(before, said_before) + _disagreement(after, said_after)
-        reasons = [_reason(before), _reason(after)]
+        reasons = [reason(before), reason(after)]
         row |= {"refused": reasons} if any(reasons) else {}
         if after.found is None:
             row["answer"] = "refused"
@@ -291,23 +240,12 @@ def _prompts(vocabulary: int) -> list[list[int]]:
     return [torch.randint(3, vocabulary, (length,), generator=draw).tolist() for length in LENGTHS]
 
 
-def _reason(answer: Answer) -> str | None:
-    """Why an engine did not start: of several processes the first that says so."""
-    if answer.found is not None:
-        return None
-    named = [line for line in answer.log.splitlines() if re.search(r"^(\S+ )*[\w.]*(Error|Exception): ", line)]
-    causes = [line for line in named if "WorkerProc" not in line and "Engine core" not in line]
-    if "Engine core" in answer.refused or "WorkerProc" in answer.refused:
-        return (causes or [answer.refused])[0][-300:]
-    return " ".join(answer.refused.split())[:300]
-
-
 def _disagreement(answer: Answer, said: Mapping[str, Any]) -> list[str]:
     """Where the oracle, which speaks of experts, and the engine do not say the same."""
-    reason = _reason(answer)
-    if said["takes"] == (reason is None) or (reason and re.search(r"attention|head_dim|head_size", reason)):
+    why = reason(answer)
+    if said["takes"] == (why is None) or (why and re.search(r"attention|head_dim|head_size", why)):
         return []
-    return [f"oracle: {said['backend'] or said.get('why')}; engine: {reason or 'runs'}"]
+    return [f"oracle: {said['backend'] or said.get('why')}; engine: {why or 'runs'}"]
 
 
 def text(row: Mapping[str, Any]) -> str:
@@ -331,7 +269,7 @@ def main() -> int:
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
-        engines = Engines(Path(scratch))
+        engines = Engines(_DROP_COMPILER)
         import torch
         import transformers
         import vllm
