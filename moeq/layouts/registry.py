@@ -84,8 +84,8 @@ NOT_OFFLINE: dict[str, str] = {
     "Humming, other modes": "native-dequant, packed-K and W4A8 modes depend on the GPU's SM version, the compiler, "
     "tuned configurations and extremes of the local shard",
     "Zen CPU": "the bytes come from an opaque operator of zentorch",
-    "CUTLASS W4A8": "the order of its weights is computed by CUTLASS templates on the GPU (`reorder_tensor`), which "
-    "were not read; the rounding of its scales follows from vLLM's CUDA source",
+    "CUTLASS W4A8": "its group scales are rounded to E4M3 by an operator of the GPU, which was not tried; the order of "
+    "its weights is `n o2 r8, k h2 q4 i4 -> k n r q h o i`, as CUTLASS's own templates say when compiled for a CPU",
     "FP8 x FP8 on a CPU": "only CPUs with AMX-FP8 run it, and on others the engine's operator arranges w13 otherwise",
     "int4 on an Arm CPU": "the bytes come from an operator of PyTorch, which differ with the CPU it was built for",
     "FlashInfer megakernels (MoE-EP)": "they arrange the checkpoint's tensors in code for their GPU",

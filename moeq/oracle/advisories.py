@@ -348,6 +348,13 @@ def _nvfp4_split_groups(outcome: Outcome) -> bool:
     return case.method.family == "nvfp4" and outcome.selection.selected is not None and case.intermediate % 16 != 0
 
 
+def _act_order_one_group(outcome: Outcome) -> bool:
+    """Where all of K is on one rank, as the kernel is told then."""
+    case = outcome.case
+    sizes = (case.shape.hidden_size, case.intermediate)
+    return case.method.act_order and _runs_marlin(outcome) and case.moe_tp == 1 and case.method.group_size in sizes
+
+
 CONDITIONS: dict[str, Condition] = {
     "w13_scale_order": _w13_scale_order,
     "lora_ignored": _lora_ignored,
@@ -391,4 +398,5 @@ CONDITIONS: dict[str, Condition] = {
     "unprintable_key": _unprintable_key,
     "wna16_8bit_zero_points": _wna16_8bit_zero_points,
     "nvfp4_split_groups": _nvfp4_split_groups,
+    "act_order_one_group": _act_order_one_group,
 }

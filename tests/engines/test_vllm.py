@@ -17,6 +17,7 @@ import pytest
 import torch
 from engines.vllm_engine import BACKENDS, NAMES, experts_layer, loaded_layer, vllm
 from load.deployments import LAYOUTS, convert
+from safetensors.torch import load_file, save_file
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.utils import quant_utils
 from vllm.plugins import load_general_plugins
@@ -90,6 +91,28 @@ def test_parameters_hold_the_bytes_of_the_rank(name, where, folders, gpu) -> Non
         for part in ("zero", "bias"):
             if getattr(matrix, part) is not None:
                 assert torch.equal(getattr(layer, f"{role}_{part}"), getattr(matrix, part))
+
+
+@pytest.mark.skipif("marlin-act-order/1" not in BACKENDS, reason="this version reads no act-order")
+def test_a_product_of_one_group_has_no_order(checkpoints: Path, tmp_path: Path, gpu: None) -> None:
+    """The engine's kernel refuses act-order there ("num_groups must be > 1"); its columns are as they were."""
+    source = tmp_path / "source"
+    shutil.copytree(checkpoints / "gptq-int4-g32-actorder-qwen3moe", source)
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"]["group_size"] = 128  # of 256 and 128 columns
+    (source / "config.json").write_text(json.dumps(config))
+    for path in source.glob("*.safetensors"):
+        tensors = load_file(path)
+        for name, tensor in tensors.items():
+            if name.endswith(("scales", "qzeros")) and ".experts." in name:
+                tensors[name] = tensor[::4].contiguous()
+            elif name.endswith("g_idx") and ".experts." in name:
+                tensors[name] = tensor // 4
+        save_file(tensors, path, metadata={"format": "pt"})
+    folder = convert(source, tmp_path / "out", "marlin-act-order/1")
+    experts = loaded_layer(folder, kernels="engine").quant_method.moe_kernel.fused_experts
+    assert experts.w13_g_idx is not None
+    assert experts.w2_g_idx is experts.w2_g_idx_sort_indices is None
 
 
 def triton_takes_zero_points() -> bool:

@@ -176,3 +176,14 @@ def test_ranges_bind_every_condition() -> None:
         replace(policy, advisories=tuple({**row, "last": "0.25.0"} for row in policy.advisories)), world, case
     )
     assert advisories_for(outcome) == ()
+
+
+@pytest.mark.parametrize(("intermediate", "tp", "hit"), [(128, 1, True), (256, 1, False), (256, 2, False)])
+@pytest.mark.parametrize(("version", "has"), [("0.26.0", True), ("0.28.0", True), ("0.30.0", False)])
+def test_act_order_of_one_group(version: str, has: bool, intermediate: int, tp: int, hit: bool) -> None:
+    """Marlin's kernel asks for more groups than one where the whole of K is on the rank; later versions have none."""
+    deployment = Deployment(parse_gpu("A100"), tp=tp, engine=f"vllm@{version}")
+    shape = MoeShape(2048, intermediate, 128, 8)
+    found = judge_config({**GPTQ, "desc_act": True}, shape, deployment, explain=False)
+    codes = {row.code for row in found.advisories}
+    assert ("marlin-act-order-one-group" in codes) == (hit and has)

@@ -94,9 +94,17 @@ def act_order_kernel(config: Any, moe: Any, kind: Any, tables: Any, tensors: dic
         experts_cls=kind,
         backend=int_wna16.WNA16MoEBackend.MARLIN,
         is_k_full=True,
-        w13_g_idx=tensors["w13_group_index"],
-        w2_g_idx=tensors["w2_group_index"],
-        w13_g_idx_sort_indices=tensors["w13_permutation"],
-        w2_g_idx_sort_indices=tensors["w2_permutation"],
+        **_order(tensors, "w13"),
+        **_order(tensors, "w2"),
         routing_tables=tables,
     )
+
+
+def _order(tensors: dict[str, Any], role: str) -> dict[str, Any]:
+    """Nothing for a matrix of one group, whose columns are as they were: the kernel refuses an order then
+    (`csrc/moe/marlin_moe_wna16/ops.cu`: "For act_order, num_groups must be > 1").
+    """
+    if tensors[f"{role}_scale"].shape[1] == 1:
+        return {f"{role}_g_idx": None, f"{role}_g_idx_sort_indices": None}
+    index, order = tensors[f"{role}_group_index"], tensors[f"{role}_permutation"]
+    return {f"{role}_g_idx": index, f"{role}_g_idx_sort_indices": order}
