@@ -115,8 +115,9 @@ class Server:
             self.process = subprocess.Popen(
                 [*command, "--served-model-name", "m", *arguments, *row.options],
                 stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
-                # Servers that start together must not look for free ports in the same place.
-                env=os.environ | {"VLLM_PORT": str(20000 + row.port % 1000 * 50)},
+                # Servers that start together must not look for free ports in the same place; FlashInfer's sampler, which
+                # not every machine can compile, changes nothing here.
+                env={"VLLM_USE_FLASHINFER_SAMPLER": "0"} | os.environ | {"VLLM_PORT": str(20000 + row.port % 1000 * 50)},
             )  # fmt: skip
 
     def wait(self, *, alone: bool, prompt: list[int] | None = None) -> None:
