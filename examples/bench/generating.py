@@ -68,7 +68,9 @@ def generate(
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    config = json.loads((folder / "config.json").read_text())
+    vocabulary = config["vocab_size"]
+    latent = "kv_lora_rank" in config and torch.cuda.is_available()  # such attention has a backend of its own there
     arguments = EngineArgs(
         model=str(folder),
         skip_tokenizer_init=True,
@@ -80,7 +82,7 @@ def generate(
         gpu_memory_utilization=0.2,
         kv_cache_memory_bytes=1 << 28,
         **({"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}} if graphs else {}),
-        **{"attention_backend": "TRITON_ATTN", **more},
+        **{"attention_backend": "TRITON_MLA" if latent else "TRITON_ATTN", **more},
     )
     engine = LLMEngine.from_engine_args(arguments)
     wanted = SamplingParams(

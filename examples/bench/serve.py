@@ -57,6 +57,8 @@ from make_checkpoint import MODELS, Size, write_checkpoint
 #: How decoding is captured in graphs: quickly (what matters here), or as the engine does by itself, which compiles.
 QUICK = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]}
 PROMPT, NEW, LONG = 64, 128, 2000
+#: Not every machine can compile FlashInfer's sampler, and it changes nothing here.
+ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 ON_GPU = shutil.which("nvidia-smi") is not None
 LOADED = re.compile(r"Model loading took ([\d.]+) GiB memory and ([\d.]+) seconds")
 STARTED = re.compile(r"init engine .* took ([\d.]+) s")
@@ -110,14 +112,13 @@ class Server:
         read_once(row.folder)
         self.memory_before = gpu_memory()
         self.start = time.perf_counter()
+        # Servers that start together must not look for free ports in the same place (VLLM_PORT).
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(row.folder), "--port", str(row.port)]
         with log.open("w") as out:
             self.process = subprocess.Popen(
                 [*command, "--served-model-name", "m", *arguments, *row.options],
                 stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
-                # Servers that start together must not look for free ports in the same place; FlashInfer's sampler, which
-                # not every machine can compile, changes nothing here.
-                env={"VLLM_USE_FLASHINFER_SAMPLER": "0"} | os.environ | {"VLLM_PORT": str(20000 + row.port % 1000 * 50)},
+                env=ENVIRONMENT | os.environ | {"VLLM_PORT": str(20000 + row.port % 1000 * 50)},
             )  # fmt: skip
 
     def wait(self, *, alone: bool, prompt: list[int] | None = None) -> None:
