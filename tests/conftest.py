@@ -13,6 +13,7 @@ import sampling
 import torch
 from hypothesis import HealthCheck, settings
 
+from moeq.layouts import words
 from moeq_kernels import interpreter
 
 HAS_GPU = torch.cuda.is_available()
@@ -30,6 +31,11 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # The matrices here are small: torch's and numpy's threads would take more time to wait for each other than to work.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
+
+
+# What small checkpoints take must not depend on what earlier tests have left in the cache of compiled loops: tests that
+# are about it say so.
+words.CACHED_FROM = 1 << 60
 
 
 # No test cuts the power, and each of thousands of conversions would wait for the disk some twenty times. Commands in

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 #: Elements from which the compiled loops are used.
 COMPILED_FROM = 1 << 18
 
+#: Elements from which loops are used that have been compiled before: calling them takes no longer than importing torch.
+CACHED_FROM = 0
+
 
 @lru_cache(maxsize=1)
 def have_numba() -> bool:
@@ -26,6 +29,17 @@ def have_numba() -> bool:
         from moeq.layouts.fast.native import available
 
         return available()
+    except ImportError:
+        return False
+
+
+@lru_cache(maxsize=1)
+def have_cached() -> bool:
+    """Whether some of the compiled loops are in the cache, ready to be called."""
+    try:
+        from moeq.layouts.fast.native import cached
+
+        return cached()
     except ImportError:
         return False
 
@@ -145,6 +159,11 @@ def block_sums(codes: Tensor, block: int) -> Tensor:
 def use_compiled(elements: int) -> bool:
     """Whether a job of that size is worth the compiled loops, and they are there."""
     return elements >= COMPILED_FROM and have_numba()
+
+
+def use_cached(elements: int) -> bool:
+    """Whether loops are worth trying for a job of that size as far as they are in the cache."""
+    return elements >= CACHED_FROM and have_cached()
 
 
 def _compiled(wanted: bool | None, elements: int) -> bool:

@@ -17,6 +17,7 @@ import numpy as np
 from moeq.checkpoint.manifest import Projection
 from moeq.checkpoint.names import StoredName
 from moeq.layouts.fast import floats, transpose
+from moeq.layouts.fast.native import NotCachedError, only_cached
 from moeq.matrix import MatrixSpec
 from moeq.pipeline.pack.fast.base import Inputs
 from moeq.pipeline.pack.fast.formats import Fields, Stored, stored_projection
@@ -159,6 +160,28 @@ class FastItem:
             here, changes = changes[:count], changes[count:]
             found.append(floats.joined(here, writer.stored.spec.n, writer.interleaved) if count > 1 else here[0])
         return found
+
+
+class CachedItem:
+    """The fast path of an item that is too small to compile loops for: taken where all of them are in the cache.
+
+    Attributes:
+        missing: some loop is not, and the reference path has to be taken.
+    """
+
+    def __init__(self, item: FastItem) -> None:
+        self._item = item
+        self.reads, self.scratch_bytes = item.reads, item.scratch_bytes
+        self.missing = False
+
+    def transcode(self, inputs: Inputs, outputs: Inputs, scratch: Array) -> Changes | None:
+        """As of `FastItem`."""
+        try:
+            with only_cached():
+                return self._item.transcode(inputs, outputs, scratch)
+        except NotCachedError:
+            self.missing = True
+            return None
 
 
 def bind(

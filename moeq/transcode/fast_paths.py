@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.names import StoredName
 from moeq.checkpoint.writer import FileForm
-from moeq.layouts.words import use_compiled
+from moeq.layouts.words import use_cached, use_compiled
 from moeq.model import Checkpoint
 from moeq.model.experts import is_whole
 from moeq.pipeline.pack.reading import Place
@@ -20,7 +20,7 @@ from moeq.transcode.plan import ExpertItem, Item, TranscodePlan
 
 if TYPE_CHECKING:
     from moeq.pipeline.pack.fast.path import ProjectionReader
-    from moeq.transcode.fast import FastItem
+    from moeq.transcode.fast import CachedItem, FastItem
 
 _Signatures = Mapping[StoredName, Mapping[str, PartSig]]
 
@@ -38,17 +38,18 @@ class FastPaths:
         self._checkpoint = checkpoint
         self._plan = plan
         self._form = form
-        self._known: dict[object, FastItem | None] = {}
+        self._known: dict[object, FastItem | CachedItem | None] = {}
         self._lock = threading.Lock()
 
-    def of(self, item: Item) -> FastItem | None:
+    def of(self, item: Item) -> FastItem | CachedItem | None:
         """The fast path of an item, or None where the reference path takes it."""
         signatures = self._signatures(item)
         key = self._key(item, signatures)
         with self._lock:
             if key not in self._known:
                 self._known[key] = self._bind(item, signatures)
-            return self._known[key]
+            found = self._known[key]
+        return None if getattr(found, "missing", False) else found
 
     def places(self, item: Item, reads: Sequence[tuple[StoredName, str]]) -> list[Place]:
         """Where the parts of an item lie in the source; those of gate and up may be stored together."""
@@ -80,16 +81,18 @@ class FastPaths:
         stored = tuple((name, *sorted(parts.items())) for name, parts in sorted(signatures.items()))
         if not isinstance(item, ExpertItem):
             return stored, self._plan.modules_by_name[item.name].projected
-        layer = self._plan.layers_by_number[item.layer]
-        projected = tuple(layer.kinds[item.expert].items())
-        return item.role, stored, projected, id(self._checkpoint.kind_of(item.layer, item.expert))
+        # Experts that are written alike share the table of their projections.
+        projected = self._plan.layers_by_number[item.layer].kinds[item.expert]
+        return item.role, stored, id(projected), id(self._checkpoint.kind_of(item.layer, item.expert))
 
-    def _bind(self, item: Item, signatures: _Signatures) -> FastItem | None:
+    def _bind(self, item: Item, signatures: _Signatures) -> FastItem | CachedItem | None:
         outputs = self._plan.outputs(item, self._form)
         specs = [output.described.spec for output in outputs.values()]
-        if not specs or not use_compiled(sum(spec.n * spec.k for spec in specs)):
+        size = sum(spec.n * spec.k for spec in specs)
+        large = use_compiled(size)
+        if not specs or not (large or use_cached(size)):
             return None
-        from moeq.transcode.fast import bind
+        from moeq.transcode.fast import CachedItem, bind
 
         readers = self._readers(item, signatures)
         interleaved = isinstance(item, ExpertItem) and self._plan.layers_by_number[item.layer].naming.interleaved
@@ -97,7 +100,8 @@ class FastPaths:
             return None
         sort = self._plan.request.sort_act_order
         index = self._group_index(item, signatures) if sort and isinstance(item, ExpertItem) else None
-        return bind(readers, outputs, interleaved=interleaved, index=index, sort=sort)
+        found = bind(readers, outputs, interleaved=interleaved, index=index, sort=sort)
+        return found if large or found is None else CachedItem(found)
 
     def _group_index(self, item: ExpertItem, signatures: _Signatures) -> tuple[StoredName, str, int] | None:
         """Where the group index of an expert's down projection is, and its group size; None where it has none."""

@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from moeq.layouts.fast.floats import Measured
     from moeq.matrix import QuantizedMatrix
     from moeq.pipeline.pack.fast.base import Inputs
-    from moeq.transcode.fast import FastItem
+    from moeq.transcode.fast import CachedItem, FastItem
 
     #: A fast path and what it reads.
-    Fetched = tuple[FastItem, Inputs]
+    Fetched = tuple[FastItem | CachedItem, Inputs]
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Transcoder:
         return (self._on_reference_path(item), ()) if found is None else found
 
     def _on_fast_path(
-        self, item: Item, path: FastItem, inputs: Inputs, buffers: Buffers, slot: int
+        self, item: Item, path: FastItem | CachedItem, inputs: Inputs, buffers: Buffers, slot: int
     ) -> tuple[ItemResult, Writes] | None:
         """None where it is not proven exact."""
         outputs = self._plan.outputs(item, self._form)

@@ -16,14 +16,14 @@ import stat
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from struct import pack
-from threading import RLock
+from threading import RLock, local
 from typing import Any
 
 import llvmlite
@@ -44,9 +44,24 @@ _INTEGER = np.dtype(np.int64)
 _IMPORTS = re.compile(r"^from (moeq(?:\.\w+)*) import (?:\(([^)]*)\)|(.*))", re.MULTILINE)
 
 _lock = RLock()
+_here = local()  # what the present thread may do
 
 _address = ctypes.pythonapi.PyCapsule_GetPointer
 _address.argtypes, _address.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_void_p
+
+
+class NotCachedError(Exception):
+    """A loop would have to be compiled, where only those in the cache were allowed."""
+
+
+@contextmanager
+def only_cached() -> Iterator[None]:
+    """Let this thread run only loops that are in the cache: others raise `NotCachedError` and are not compiled."""
+    _here.only_cached = True
+    try:
+        yield
+    finally:
+        _here.only_cached = False
 
 
 class Loop:
@@ -110,14 +125,19 @@ def available() -> bool:
     """Whether loops can be run: they can be compiled, or have been with all that is installed now as it is."""
     if find_spec("numba") is None:
         return False
-    folder = cache_folder()
-    if folder is not None and any(folder.glob(f"*.{_environment_digest()}.o")):
+    if cached():
         return True
     try:
         import moeq.layouts.fast.compiler  # noqa: F401 - numba raises ImportError where it does not fit numpy
     except ImportError:
         return False
     return True
+
+
+def cached() -> bool:
+    """Whether loops have been compiled with all that is installed now as it is. Needs no numba."""
+    folder = cache_folder()
+    return folder is not None and any(folder.glob(f"*.{_environment_digest()}.o"))
 
 
 def load(module: str, name: str, kinds: list[Kind]) -> Callable[[bytes], int]:
@@ -129,6 +149,8 @@ def load(module: str, name: str, kinds: list[Kind]) -> Callable[[bytes], int]:
     path = folder and folder / f"{module.rpartition('.')[2]}.{name}.{symbol}.{_environment_digest()}.o"
     code = path and _read(path, about)
     if not code:
+        if getattr(_here, "only_cached", False):
+            raise NotCachedError(f"{module}.{name}")
         from moeq.layouts.fast.compiler import compile_loop
 
         function, code = compile_loop(module, name, kinds, symbol)
