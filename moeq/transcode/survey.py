@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from moeq.checkpoint.facts import Facts
 from moeq.checkpoint.families import ModelFamily, find_family
@@ -68,7 +69,19 @@ class Projected:
     weights: Quantisation
     activation: StaticScale | None = None
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Looked up with every expert, and of fields within fields."""
+        return hash((self.source, self.spelling, self.spec, self.weights, self.activation))
+
+    def __getstate__(self) -> dict[str, object]:
+        # Another process hashes text otherwise.
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
+
+    @cached_property
     def signatures(self) -> dict[str, PartSig]:
         """Dtype and shape of everything that is written."""
         found = SPELLINGS[self.spelling].signatures(self.spec)

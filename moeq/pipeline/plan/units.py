@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 from moeq.checkpoint.header import TensorEntry
@@ -50,12 +51,12 @@ class Unit:
     outputs: tuple[Span, ...]
     padding_bytes: int
 
-    @property
+    @cached_property
     def bytes_in(self) -> int:
         """Bytes of the source that it reads."""
         return sum(stop - start for spans in self.inputs.values() for start, stop in spans)
 
-    @property
+    @cached_property  # asked for with every expert that is packed
     def bytes_out(self) -> int:
         """Bytes that it writes."""
         return sum(stop - start for start, stop in self.outputs)

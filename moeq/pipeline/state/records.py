@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,8 @@ class UnitRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        return asdict(self)
+        # As `asdict`, which copies every name of thousands of tensors.
+        return {**vars(self), "tensors": {name: dict(vars(digest)) for name, digest in self.tensors.items()}}
 
     @classmethod
     def from_json(cls, row: Any) -> UnitRecord:
