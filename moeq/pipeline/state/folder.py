@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 import time
 from collections.abc import Iterable
@@ -118,13 +119,16 @@ class WorkFolder:
             sources: the source checkpoint's folder, and whatever else is read.
 
         Raises:
-            MoeqError: `usage.no-parent`, `usage.destination-is-source`, `usage.destination-exists`,
-                `usage.foreign-folder`, `usage.foreign-files`; `environment.write`.
+            MoeqError: `usage.no-parent`, `usage.destination-name`, `usage.destination-is-source`,
+                `usage.destination-exists`, `usage.foreign-folder`, `usage.foreign-files`; `environment.write`.
         """
         destination = self.destination
         old = destination.name + OLD_SUFFIX
-        _require_parent(destination)
-        require_apart(sources, (destination, self.path, destination.with_name(old)))
+        missing = _missing_parent(destination)
+        if missing is None or missing.code == "usage.no-parent":  # a folder in the source is not one to create
+            require_apart(sources, (destination, self.path, destination.with_name(old)))
+        if missing is not None:
+            raise missing
         with disk_errors(destination), OutputFolder(destination.parent.resolve()) as parent:
             if parent.status(self.path.name) is not None:
                 require_ours(parent, self.path.name, fresh=False).close()
@@ -396,18 +400,18 @@ def take_back_journals(parent: OutputFolder, files: OutputFolder) -> None:
             parent.rename(journal, journal.removeprefix(f"{work}."), files)
 
 
-def _require_parent(destination: Path) -> None:
-    """Refuse a destination that has no folder to be in. Raises MoeqError `usage.no-parent`."""
+def _missing_parent(destination: Path) -> MoeqError | None:
+    """Why a destination has no folder to be in: `usage.no-parent`, `usage.destination-name`; None where it has one."""
+    parent = destination.parent
     try:
-        is_folder = destination.parent.is_dir()
-    except (OSError, ValueError):
-        is_folder = False
-    if not is_folder:
-        raise MoeqError(
-            "usage.no-parent",
-            f"{destination.parent} does not exist or is not a folder",
-            f"create it first: mkdir -p {destination.parent}",
-        )
+        if parent.is_dir():
+            return None
+        above = next(one for one in (parent, *parent.parents) if os.path.lexists(one))
+    except (OSError, ValueError) as error:
+        reason = f"{ascii(str(parent))[:200]}: {error.strerror if isinstance(error, OSError) else error}"
+        return MoeqError("usage.destination-name", reason, "name another folder")
+    hint = f"create it first: mkdir -p {shlex.quote(str(parent))}" if above.is_dir() else "name a folder that is there"
+    return MoeqError("usage.no-parent", f"{parent} does not exist or is not a folder", hint)
 
 
 def _entered(one: T | None) -> T:
