@@ -54,6 +54,7 @@ _KINDS = {
     "BARE_ASSERTION": "The engine stops at an assertion without text.",
     "KERNEL_CREATION": "The selected class is refused when its kernel is made.",
     "CONVERSION": "The selected backend has no converter for this config.",
+    "LOADING": "The engine's model class does not know the checkpoint's tensors.",
     "METHOD": "The quantisation method that was asked for, or that the checkpoint declares, is not one for it.",
     "OTHER": "The engine stops at an error of its own making.",
     "NOT_FOLLOWED": "moeq does not know what this engine decides here: neither yes nor no.",
@@ -89,6 +90,11 @@ def _entries() -> Iterator[Entry]:
     for gate in GATES:
         yield Entry(gate.code, "gate", gate.stage, gate.explain)
     yield Entry("G4", "gate", "selection", "Backend selection itself: the candidates and their reasons.")
+    text = (
+        "The engine's model class loads experts under some names only, one by one or stacked; moeq transcode --names "
+        "writes others. Known for classes that could be executed."
+    )
+    yield Entry("G12", "gate", "names of experts", text)
     for code, (_, text) in BUILTIN_RULES.items():
         yield Entry(code, "kernel rule", "moeq's built-in kernels", text)
     yield from _advisories()

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from moeq.deploy.deployment import Deployment
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.oracle import decide as oracle
+from moeq.oracle.engines.vllm.expert_names import EXPERT, StoredName
+from moeq.oracle.records import Verdict
 from moeq.oracle.versions import BUILTIN
 from moeq.pipeline.plan.decision import first_layer, heads_problem, moe_shape
+from moeq.pipeline.plan.names import is_known, order_of, problem_of
+from moeq.transcode.naming import NamesOption
 from moeq.transcode.plan import TranscodePlan, make_transcode_plan
-from moeq.transcode.survey import Projected, TranscodeRequest
+from moeq.transcode.survey import LayerSurvey, Projected, TranscodeRequest
 from moeq.transcode.targets import TARGETS, kind_of
 
 #: Group sizes that are tried where tensor parallelism may cut groups.
 _GROUPS = (64, 32, 16)
+
+#: Spellings in the order in which they are tried.
+_NAMES: tuple[NamesOption, ...] = ("source", "per-expert", "mlp", "block-sparse-moe", "stacked")
 
 #: What happens to the values: all stay; they stay where the data allow it and nothing is written elsewhere; they are
 #: rounded where they do not fit.
@@ -68,24 +75,31 @@ def advise(checkpoint: Checkpoint, deployment: Deployment, src: str | None = Non
     if deployment.engine == BUILTIN or heads_problem(checkpoint, deployment) is not None:
         return None
     found: dict[Proof, Advice] = {}
-    for request in _requests(src or checkpoint.source.name, checkpoint.source.revision, deployment):
-        try:
-            plan = make_transcode_plan(checkpoint, request)
-        except MoeqError:
-            continue
-        proof = _proof(plan)
-        if proof is None or proof in found:
-            continue
-        backend = _backend(checkpoint, plan, deployment)
-        if backend is not None:
-            found[proof] = Advice(_command(request, proof), backend, proof)
+    for request in _requests(src or checkpoint.source.name, checkpoint, deployment):
+        for names in _NAMES:
+            try:
+                plan = make_transcode_plan(checkpoint, replace(request, names=names))
+            except MoeqError:
+                continue
+            proof = _proof(plan)
+            verdict = _judged(checkpoint, plan, deployment) if proof and proof not in found else None
+            if proof is None or verdict is None or verdict.chosen is None:
+                break  # names do not change that
+            if _is_loaded(checkpoint, plan, verdict.engine):
+                found[proof] = Advice(_command(plan.request, proof), verdict.chosen.backend, proof)
+                break
         if "exact" in found:
             break
     return next((found[proof] for proof in _PROOFS if proof in found), None)
 
 
-def _requests(src: str, revision: str | None, deployment: Deployment) -> Iterator[TranscodeRequest]:
-    """What is tried: compressed-tensors, also with finer groups; other formats; floats of the deployment's type."""
+def _requests(src: str, checkpoint: Checkpoint, deployment: Deployment) -> Iterator[TranscodeRequest]:
+    """What is tried: the format as it is, where only names are in the way; compressed-tensors, also with finer groups;
+    other formats; floats of the deployment's type."""
+    revision = checkpoint.source.revision
+    own = _own_format(checkpoint)
+    if own is not None and own != "compressed-tensors":
+        yield TranscodeRequest(src, own, revision)
     yield TranscodeRequest(src, "compressed-tensors", revision)
     if deployment.tp > 1 and deployment.ep == 1:
         for group in _GROUPS:
@@ -99,6 +113,7 @@ def _requests(src: str, revision: str | None, deployment: Deployment) -> Iterato
 def _command(request: TranscodeRequest, proof: Proof) -> str:
     options = [f"--revision {shlex.quote(request.revision)}"] if request.revision else []
     options += [f"--regroup {request.regroup}"] if request.regroup else []
+    options += [f"--names {request.names}"] if request.names != "source" else []
     options += ["--allow-lossy"] if proof == "rounded" else []
     return " ".join([f"moeq transcode {shlex.quote(request.src)} DST --to {request.to}", *options])
 
@@ -128,14 +143,23 @@ def _exact(projected: Projected, plan: TranscodePlan) -> bool:
     return projected.spelling != "ct-nvfp4"  # which stores the reciprocal of the global scale
 
 
-def _backend(checkpoint: Checkpoint, plan: TranscodePlan, deployment: Deployment) -> str | None:
-    """The backend that the engine runs the result with, or None where it refuses it."""
+def _own_format(checkpoint: Checkpoint) -> str | None:
+    """The target that writes what the source has; None where there is none."""
+    config = checkpoint.quantization_config or {}
+    method = str(config.get("quant_method", ""))
+    if method == "gptq" and config.get("checkpoint_format") == "gptq_v2":
+        return "gptq_v2"
+    return method if method in TARGETS else None
+
+
+def _judged(checkpoint: Checkpoint, plan: TranscodePlan, deployment: Deployment) -> Verdict | None:
+    """What the engine says of the first layer as it would be written; None where it is not transcoded."""
     layer = first_layer(checkpoint)
     written = plan.layers_by_number.get(layer)
-    if written is None or (checkpoint.experts(layer).layer.fused and not written.naming.stacked):
-        return None  # the model's loader looks for stacked experts
+    if written is None:
+        return None
     projection, projected = next(iter(written.kinds[0].items()))
-    verdict = oracle.judge(
+    return oracle.judge(
         plan.described[projected, projection].scheme,
         moe_shape(checkpoint, layer),
         deployment,
@@ -143,4 +167,27 @@ def _backend(checkpoint: Checkpoint, plan: TranscodePlan, deployment: Deployment
         prefix=written.naming.prefix,
         explain=False,
     )
-    return verdict.chosen.backend if verdict.chosen else None
+
+
+def _is_loaded(checkpoint: Checkpoint, plan: TranscodePlan, engine: str) -> bool:
+    """Whether the engine's model class loads the first layer under the names that it would have."""
+    layer = first_layer(checkpoint)
+    written, stored = plan.layers_by_number[layer], checkpoint.experts(layer).layer
+    architecture = checkpoint.info.architecture
+    if not is_known(architecture, engine):  # its loader may look for what the source has
+        return not stored.fused or written.naming.stacked
+    return problem_of(architecture, engine, written_names(written, f"{stored.stack}.{stored.layer}.")) is None
+
+
+def written_names(written: LayerSurvey, layer: str) -> Iterator[StoredName]:
+    """How a layer is named and stored as it is written. `layer`: path of the layer, with a dot at its end."""
+    naming = written.naming
+    for projection, projected in written.kinds[0].items():
+        if not naming.stacked:
+            yield StoredName(f"{naming.prefix}.{EXPERT}.{naming.spelled[projection]}".removeprefix(layer))
+            continue
+        for part in projected.signatures:
+            alternate = naming.interleaved and projection == "gate_up"
+            plain = part == "weight" and projected.spec.bits > 8
+            order = order_of(alternate=alternate, turned=naming.transposed, plain=plain)
+            yield StoredName(naming.tensor(projection, 0, part).removeprefix(layer), order)

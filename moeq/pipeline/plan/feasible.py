@@ -23,6 +23,7 @@ from moeq.pipeline.plan.candidates import Ask, Target, candidates, tried
 from moeq.pipeline.plan.decision import first_layer, is_quantised, judge_checkpoint
 from moeq.pipeline.plan.layers import LayerPlan, PlanOptions, plan_layer
 from moeq.pipeline.plan.loading import loaders_of_plan
+from moeq.pipeline.plan.names import with_names
 from moeq.schemes.base import Scheme
 from moeq.schemes.registry import get_format
 
@@ -118,7 +119,7 @@ def answer(checkpoint: Checkpoint, ask: Ask, *, explain: bool = False, brief: bo
         verdict = judge_checkpoint(checkpoint, ask.deployment, layers[0], scheme=written, explain=explain)
         found = error or _target(checkpoint, ask, layers[0], written, verdict)
         verdict = verdict if brief else tried(checkpoint, verdict, layers[0], written)
-        parts.append(_part(layers, verdict, found))
+        parts.append(_part(layers, with_names(checkpoint, verdict, layers[0]), found))
     refused = {layer: part.error for part in parts for layer in part.layers if part.error}
     if refused:
         someone_fits = len(refused) < sum(len(part.layers) for part in parts)

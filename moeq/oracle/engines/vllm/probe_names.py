@@ -1,0 +1,443 @@
+"""Which names of expert tensors vLLM's model classes load, taken out of vLLM by executing `load_weights`.
+
+    python -m moeq.oracle.engines.vllm.probe_names 0.33.0 --site DIR
+
+DIR holds the unpacked wheel. Needs torch and what vLLM's Python files import; no GPU. Every model class is built on
+the meta device. The loaders of its experts' parameters are replaced by one that writes down what reaches it, and
+parameters of every quantised format are added. Then `load_weights` gets one tensor at a time, under every spelling of
+experts that is known, with rows that are numbered: what arrives says whether the name is known, and where its rows go.
+The result is one version's part of `expert_names.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moeq.errors import MoeqError
+from moeq.oracle.engines.vllm import sandbox
+from moeq.oracle.engines.vllm.expert_names import EXPERT, FACTS, OWN_SUFFIXES, SUFFIXES, WHOLE_SUFFIXES, merged
+
+#: What makes a model of any family small; every config takes what it knows. Sizes are distinct, so that a tensor's
+#: shape says which way round it is.
+SMALL: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_local_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "vocab_size": 64,
+    "first_k_dense_replace": 0,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "shared_expert_intermediate_size": 64,
+    "pad_token_id": 0,
+}
+_MLA = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
+_MLA |= {"num_key_value_heads": 4}
+
+_SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32}
+_LONGCAT = {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": None, "zero_expert_num": 0}
+
+#: `model_type` to its architecture and what its config needs beyond that. `None`: the config's own sizes, which have to
+#: fit each other.
+MODELS: dict[str, tuple[str, dict[str, Any] | None]] = {
+    "mixtral": ("MixtralForCausalLM", {}),
+    "qwen2_moe": ("Qwen2MoeForCausalLM", {}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {}),
+    "qwen3_next": ("Qwen3NextForCausalLM", {}),
+    "deepseek_v2": ("DeepseekV2ForCausalLM", _MLA),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", _MLA),
+    "deepseek_v32": ("DeepseekV32ForCausalLM", None),
+    "glm4_moe": ("Glm4MoeForCausalLM", {"head_dim": 64}),
+    "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", {**_MLA, "first_k_dense_replace": 0}),
+    "glm_moe_dsa": ("GlmMoeDsaForCausalLM", None),
+    "minimax_m2": ("MiniMaxM2ForCausalLM", {"rotary_dim": 32, "scoring_func": "sigmoid"}),
+    "gpt_oss": ("GptOssForCausalLM", {}),
+    "llama4_text": ("Llama4ForCausalLM", {}),
+    "phimoe": ("PhiMoEForCausalLM", {}),
+    "jamba": ("JambaForCausalLM", {}),
+    "olmoe": ("OlmoeForCausalLM", {}),
+    "flex_olmo": ("FlexOlmoForCausalLM", {}),
+    "granitemoe": ("GraniteMoeForCausalLM", {}),
+    "granitemoeshared": ("GraniteMoeSharedForCausalLM", {}),
+    "granitemoehybrid": ("GraniteMoeHybridForCausalLM", None),
+    "hunyuan_v1_moe": ("HunYuanMoEV1ForCausalLM", {"moe_intermediate_size": 64, "use_mixed_mlp_moe": False}),
+    "hy_v3": ("HYV3ForCausalLM", {"first_k_dense_replace": 0, "expert_hidden_dim": 64, "route_norm": True}),
+    "ernie4_5_moe": ("Ernie4_5_MoeForCausalLM", {}),
+    "dots1": ("Dots1ForCausalLM", {}),
+    "lfm2_moe": ("Lfm2MoeForCausalLM", {"num_dense_layers": 0, "layer_types": ["conv", "full_attention"]}),
+    "afmoe": ("AfmoeForCausalLM", {"score_func": "sigmoid", "num_dense_layers": 0, "route_norm": True, **_SLIDING}),
+    "solar_open": ("SolarOpenForCausalLM", {}),
+    "exaone_moe": ("ExaoneMoEForCausalLM", None),
+    "kimi_linear": ("KimiLinearForCausalLM", None),
+    "longcat_flash": ("LongcatFlashForCausalLM", {**_MLA, **_LONGCAT}),
+    "mimo_v2_flash": ("MiMoV2FlashForCausalLM", None),
+    "laguna": ("LagunaForCausalLM", None),
+    "mellum": ("MellumForCausalLM", None),
+    "axk1": ("AXK1ForCausalLM", _MLA),
+    "aria_text": ("AriaTextForCausalLM", {}),
+    "nemotron_h": ("NemotronHForCausalLM", None),
+}
+
+#: Paths of experts below a layer: those of all families.
+CONTAINERS = (
+    "mlp.experts",
+    "block_sparse_moe.experts",
+    "feed_forward.experts",
+    "ffn.experts",
+    "ffn.experts.mlp",
+    "mixer.experts",
+    "moe.experts",
+    "experts",
+    "moe",
+    "block_sparse_moe",
+)
+#: Spellings of one expert's modules, and of tensors that hold all experts, with what they hold.
+_PER_EXPERT = (
+    {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"},
+    {"w1": "gate", "w3": "up", "w2": "down"},
+    {"v1": "up", "linear": "gate", "linear_v": "up", "linear_1": "down"},
+    {"gate_up_proj": "gate_up", "w13": "gate_up"},
+)
+_STACKED = (
+    {"gate_up_proj": "gate_up", "down_proj": "down"},
+    {"w13": "gate_up", "w2": "down", "input_linear": "gate_up", "output_linear": "down"},
+    {"gate_proj": "gate", "up_proj": "up", "w1": "gate", "w3": "up", "v1": "up", "fc1": "gate_up", "fc2": "down"},
+)
+#: Parts of modules in every quantised format.
+_WEIGHTS = ("weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "qweight", "qzeros")
+_PARTS = (*_WEIGHTS, "scales", "g_idx", "weight_zero_point", "weight_shape", "weight_global_scale", "input_scale")
+_STACKS = ("model.layers", "backbone.layers", "model.language_model.layers", "language_model.model.layers", "layers")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a parameter's loader: the parameter, and the tensor that was cut out for it."""
+
+    parameter: str
+    expert: int | None
+    shard: str | None
+    tensor: Any
+
+
+class Probe:
+    """One model class, ready to be asked.
+
+    Args:
+        model: built on the meta device.
+        config: vLLM's config of it.
+    """
+
+    def __init__(self, model: Any, config: Any) -> None:
+        self._model, self._config = model, config
+        self._calls: list[Call] = []
+        name, experts = next((n, m) for n, m in model.named_modules() if "w13_weight" in m._parameters)
+        self._layer = name.partition("layers.")[2].partition(".")[0] or "0"
+        self.experts, rows, self.hidden = experts._parameters["w13_weight"].shape
+        self.inner = experts._parameters["w2_weight"].shape[2]
+        self.gated = rows == 2 * self.inner
+        for name in ("w13", "w2"):
+            self._record(experts, name)
+
+    def _record(self, experts: Any, name: str) -> None:
+        """Give a projection parameters of every format, and loaders that write down what they get."""
+        import torch
+
+        shape = experts._parameters[f"{name}_weight"].shape
+        for suffix in (*_PARTS, *(f"weight{suffix}" for suffix in OWN_SUFFIXES)):
+            full = f"{name}_{suffix}"
+            if full not in experts._parameters:
+                empty = torch.nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
+                experts.register_parameter(full, empty)
+            parameter = experts._parameters[full]
+            field = "_weight_loader" if hasattr(type(parameter), "weight_loader") else "weight_loader"
+            setattr(parameter, field, self._loader(full))
+
+    def _loader(self, parameter: str) -> Any:
+        def load(param: Any, loaded_weight: Any, *values: Any, **named: Any) -> bool:
+            given = {**dict(zip(("weight_name", "shard_id", "expert_id"), values, strict=False)), **named}
+            self._calls.append(Call(parameter, given.get("expert_id"), given.get("shard_id"), loaded_weight))
+            return True
+
+        return load
+
+    def load(self, name: str, tensor: Any) -> tuple[list[Call], bool] | None:
+        """What reaches the experts' parameters from one tensor, and whether any was filled without its loader.
+
+        None where the class stops at it.
+        """
+        from vllm.config import set_current_vllm_config
+
+        self._calls.clear()
+        try:
+            with set_current_vllm_config(self._config):
+                loaded = self._model.load_weights(iter([(name, tensor)])) or ()
+        except Exception:  # noqa: BLE001 - whatever a class raises at a name that it does not know
+            return None
+        return list(self._calls), any(".w13_" in f".{one}" or ".w2_" in f".{one}" for one in loaded)
+
+    def per_expert(self, stack: str, head: str, role: str) -> str | None:
+        """How a class takes a module of one expert: `any`, whatever it holds, or the order of gate and up."""
+        first = None
+        for part in _WEIGHTS:
+            order = self._order(stack, f"{head.replace(EXPERT, '1')}.{part}", role, stacked=False)
+            if order is None or order != (first or order):
+                return None
+            first = order
+        return first
+
+    def stacked(self, stack: str, name: str, role: str) -> str | None:
+        """How a class takes a tensor of all experts: `halves`, `interleaved`, `transposed` or `as-is`."""
+        if name.endswith(WHOLE_SUFFIXES):
+            return self._whole(stack, name)
+        if name.endswith(OWN_SUFFIXES):
+            return self._own(stack, name, role)
+        return self._order(stack, name, role, stacked=True)
+
+    def _whole(self, stack: str, name: str) -> str | None:
+        """How a class takes numbers that are the same for all experts: `as-is` where it leaves them out.
+
+        Parameters have a place for each expert, so that numbers which reach one of them do not fit there.
+        """
+        import torch
+
+        found = self.load(f"{stack}.{self._layer}.{name}", torch.tensor([self.experts, self.inner, self.hidden]))
+        return "as-is" if found is not None and not found[0] else None
+
+    def _own(self, stack: str, name: str, role: str) -> str | None:
+        """gpt-oss' blocks of 16 bytes, or their scales: `as-is` where a parameter takes all experts at once."""
+        import torch
+
+        n, k = self._sizes(role)
+        shape = (self.experts, n, k // 32, *((16,) if name.endswith("_blocks") else ()))
+        found = self.load(f"{stack}.{self._layer}.{name}", torch.zeros(shape, dtype=torch.uint8))
+        return "as-is" if found is not None and any(found) else None
+
+    def _sizes(self, role: str) -> tuple[int, int]:
+        """Rows and columns."""
+        n = {"gate": self.inner, "up": self.inner, "gate_up": 2 * self.inner, "down": self.hidden}[role]
+        return n, self.inner if role == "down" else self.hidden
+
+    def _order(self, stack: str, name: str, role: str, *, stacked: bool) -> str | None:
+        import torch
+
+        n, k = self._sizes(role)
+        rows = torch.arange(n, dtype=torch.float32)
+        plain = rows.view(-1, 1).expand(n, k)
+        forms = {"halves": plain, "transposed": plain.T} if stacked else {"halves": plain}
+        for form, tensor in forms.items():
+            whole = tensor.unsqueeze(0).expand(self.experts, *tensor.shape) if stacked else tensor
+            found = self.load(f"{stack}.{self._layer}.{name}", whole)
+            if found is None:
+                continue
+            calls, direct = found
+            if not calls and direct:
+                return "as-is"
+            order = _order_of([call for call in calls if call.expert in (None, 0 if stacked else 1)], role, n, k)
+            if order is not None:
+                return form if order == "halves" and form == "transposed" else order
+        return None
+
+
+def _order_of(calls: list[Call], role: str, n: int, k: int) -> str | None:
+    """The order of rows that a class reads out of numbered rows; None where they do not get where they belong."""
+    expected = {"gate": ("w1",), "up": ("w3", "w1"), "down": ("w2",)}
+    starts = {}
+    for call in calls:
+        tensor = call.tensor
+        if not call.parameter.startswith("w2_" if role == "down" else "w13_") or tensor.dim() < 2:
+            return None
+        first, second = map(float, tensor[..., :2, 0].flatten()[:2])
+        starts[(call.shard or "").rpartition("_")[2]] = tuple(tensor.shape[-2:]), first, second
+    if role == "gate_up":
+        half = (n // 2, k)
+        if starts.keys() == {"w1", "w3"}:
+            orders = {
+                "halves": {"w1": (half, 0.0, 1.0), "w3": (half, n / 2, n / 2 + 1)},
+                "interleaved": {"w1": (half, 0.0, 2.0), "w3": (half, 1.0, 3.0)},
+            }
+            return next((order for order, found in orders.items() if found == starts), None)
+        return "as-is" if list(starts.values()) == [((n, k), 0.0, 1.0)] else None
+    right = len(starts) == 1 and next(iter(starts)) in expected[role] and starts.popitem()[1] == ((n, k), 0.0, 1.0)
+    return "halves" if right else None
+
+
+def names_of(probe: Probe) -> dict[str, Any]:
+    """Spellings that a class loads: modules of single experts, and stacked tensors with the order of their rows."""
+    for stack in _STACKS:
+        modules: dict[str, str] = {}
+        for head, role in _heads(_PER_EXPERT, f".{EXPERT}"):
+            order = probe.per_expert(stack, head, role)
+            if order is not None:
+                modules[head] = order if role == "gate_up" else "any"
+        tensors: dict[str, str] = {}
+        for head, role in _heads(_STACKED, ""):
+            for suffix in (*SUFFIXES, *WHOLE_SUFFIXES, *OWN_SUFFIXES):
+                order = probe.stacked(stack, head + suffix, role)
+                if order is not None:
+                    tensors[head + suffix] = order
+        # Of tensors that a class does not know it leaves out whatever it does not look at.
+        known = {_head(name) for name in tensors if not name.endswith(WHOLE_SUFFIXES)}
+        tensors = {name: order for name, order in tensors.items() if _head(name) in known}
+        if modules or tensors:
+            return {"modules": modules, "tensors": tensors}
+    return {}
+
+
+def _head(name: str) -> str:
+    """A tensor's name without what says which part it is."""
+    ends = (end for end in (*SUFFIXES, *WHOLE_SUFFIXES, *OWN_SUFFIXES) if end and name.endswith(end))
+    return name.removesuffix(max(ends, key=len, default=""))
+
+
+def _heads(spellings: tuple[dict[str, str], ...], between: str) -> Iterator[tuple[str, str]]:
+    for container in CONTAINERS:
+        for spelling in spellings:
+            for name, role in spelling.items():
+                yield f"{container}{between}.{name}", role
+
+
+# ------------------------------------------------------------------------------------------------ building classes
+
+
+def build(model_type: str, architecture: str, more: Mapping[str, Any] | None, method: str | None) -> Probe:
+    """A model class of the imported vLLM on the meta device. `method`: `quant_method` that the config declares."""
+    import torch
+    from transformers import AutoConfig
+    from vllm.config import DeviceConfig, ModelConfig, VllmConfig, set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.transformers_utils import config as known
+
+    registry = known._CONFIG_REGISTRY
+    config: Any = registry[model_type]() if model_type in registry else AutoConfig.for_model(model_type)
+    for key, value in {**SMALL, **(more or {})}.items() if more is not None else ():
+        if key in (more or {}) or hasattr(config, key):
+            setattr(config, key, value)
+    if more is not None and len(getattr(config, "layer_types", None) or ()) > SMALL["num_hidden_layers"]:
+        config.layer_types = config.layer_types[: SMALL["num_hidden_layers"]]
+    with tempfile.TemporaryDirectory() as folder:
+        document = {**config.to_dict(), "architectures": [architecture], "model_type": model_type}
+        Path(folder, "config.json").write_text(json.dumps(document, default=str), encoding="utf-8")
+        made = ModelConfig(model=folder, skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True)
+        whole = VllmConfig(model_config=made, device_config=DeviceConfig(device="cpu"))
+        with set_current_vllm_config(whole):
+            _one_rank(folder)
+            with torch.device("meta"):
+                model = initialize_model(whole)
+    if method is not None:  # classes that load in several ways look at the config then
+        made.hf_config.quantization_config = {"quant_method": method}
+    return Probe(model, whole)
+
+
+def _one_rank(folder: str) -> None:
+    import torch
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+
+    if not torch.distributed.is_initialized():
+        init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
+        initialize_model_parallel()
+
+
+#: Compiled operators that layers look up when they are made, and that no name depends on.
+_OPERATORS = (
+    "silu_and_mul",
+    "mul_and_silu",
+    "gelu_and_mul",
+    "gelu_tanh_and_mul",
+    "gelu_new",
+    "gelu_fast",
+    "gelu_quick",
+)
+_libraries: list[Any] = []  # operator definitions live as long as these
+
+
+def install(site: str) -> None:
+    """Import vLLM from `site` as on a CPU, and make its classes buildable. Once a process."""
+    sys.meta_path.insert(0, sandbox._Finder({"xgrammar"}))
+    sandbox.preload()
+    sandbox.install(site, {"kind": "cpu", "arch": "x86", "amx": True, "flags": {}, "env": {}})
+    prepare()
+
+
+def prepare() -> None:
+    """Make every model class buildable here: without attention, which has no weights and wants a device.
+
+    Classes are looked at in this process: vLLM would start one for each.
+    """
+    import torch
+    from vllm.model_executor.layers import attention
+    from vllm.model_executor.models import registry
+
+    lazy: Any = registry._LazyRegisteredModel
+    lazy.inspect_model_cls = lambda self: registry._ModelInfo.from_model_cls(self.load_model_cls())
+    for name in ("Attention", "MLAAttention"):
+        getattr(attention, name).__init__ = lambda self, *values, **named: torch.nn.Module.__init__(self)
+    make: Any = torch.library.Library
+    _libraries.append(make("_C", "FRAGMENT"))
+    for name in _OPERATORS:
+        with contextlib.suppress(RuntimeError):  # the engine's own are here
+            _libraries[-1].define(f"{name}(Tensor(a!) out, Tensor input) -> ()")
+
+
+def probe_models(only: tuple[str, ...] = ()) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Names by architecture, and why the others could not be built."""
+    found: dict[str, dict[str, Any]] = {}
+    failed: dict[str, str] = {}
+    for model_type, (architecture, more) in MODELS.items():
+        if only and architecture not in only:
+            continue
+        try:
+            names = names_of(build(model_type, architecture, more, None))
+            own = names_of(build(model_type, architecture, more, "mxfp4")) if "gpt_oss" in model_type else names
+        except Exception as error:  # noqa: BLE001 - a class that wants what is not here is left out
+            failed[architecture] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+            continue
+        tensors = {name: order for name, order in names["tensors"].items() if not name.endswith(OWN_SUFFIXES)}
+        tensors |= {name: order for name, order in own["tensors"].items() if name.endswith(("_blocks", "_scales"))}
+        if model_type != "gpt_oss":
+            tensors = {name: order for name, order in tensors.items() if not name.endswith(("_blocks", "_scales"))}
+        found[architecture] = {"modules": names["modules"], "tensors": tensors}
+    return found, failed
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Probe one version and put what was found into the data file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("version")
+    parser.add_argument("--site", required=True, help="folder of the unpacked wheel")
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name(FACTS))
+    parser.add_argument("--only", nargs="*", default=(), help="architectures")
+    options = parser.parse_args(arguments)
+    install(options.site)
+    found, failed = probe_models(tuple(options.only))
+    for name, why in failed.items():
+        print(f"{name}: {why}", file=sys.stderr)
+    if not found:
+        raise MoeqError("environment.engine", f"no class of vllm {options.version} could be built")
+    known = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
+    document = merged(known, options.version, found)
+    options.out.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    print(f"{options.out}: {len(found)} classes")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,85 @@
+"""Whether an engine's model class knows the names and forms under which experts are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from moeq.checkpoint.names import FUSED, LayerExperts
+from moeq.model import Checkpoint
+from moeq.model.experts import WHOLE_PARTS, Experts, is_whole
+from moeq.oracle.engines.vllm.expert_names import EXPERT, StoredName, names_of_class
+from moeq.oracle.records import Gate, Verdict
+from moeq.schemes.unquantized import PLAIN_DTYPES
+
+
+def with_names(checkpoint: Checkpoint, verdict: Verdict, layer: int) -> Verdict:
+    """The verdict with a failed gate where the engine's class does not load the names.
+
+    `convert` is left as it is: what it writes, plug-ins load by themselves.
+    """
+    problem = names_problem(checkpoint, verdict.engine, layer)
+    if problem is None:
+        return verdict
+    remedy = "moeq transcode --names"
+    gate = Gate("G12", "names of experts", False, problem, "ValueError", "LOADING", remedy)
+    return replace(verdict, gates=(*verdict.gates, gate))
+
+
+def names_problem(checkpoint: Checkpoint, engine: str, layer: int) -> str | None:
+    """Why an engine's model class does not load a layer's experts as the source stores them.
+
+    None where it does, and where nothing is known of the class.
+
+    Args:
+        checkpoint: the source.
+        engine: name of a policy, `vllm@0.33.0`.
+        layer: number of the layer.
+    """
+    return problem_of(checkpoint.info.architecture, engine, stored_names(checkpoint.experts(layer)))
+
+
+def is_known(architecture: str, engine: str) -> bool:
+    """Whether it is known what an engine's class loads."""
+    name, _, version = engine.partition("@")
+    return name == "vllm" and names_of_class(version, architecture) is not None
+
+
+def problem_of(architecture: str, engine: str, names: Iterable[StoredName]) -> str | None:
+    """`names_problem` for names of any origin."""
+    name, _, version = engine.partition("@")
+    known = names_of_class(version, architecture) if name == "vllm" else None
+    return None if known is None else known.problem(names)
+
+
+def below_layer(layer: LayerExperts) -> str:
+    """Path of the experts below their layer: `mlp.experts`."""
+    return layer.prefix.removeprefix(f"{layer.stack}.{layer.layer}.")
+
+
+def order_of(*, alternate: bool, turned: bool, plain: bool) -> str | None:
+    """Order of the rows of a stacked tensor. Formats have their own way round, so that of codes nothing is said."""
+    if plain and turned:
+        return "transposed"
+    return "interleaved" if alternate else "halves" if plain else None
+
+
+def stored_names(experts: Experts) -> Iterable[StoredName]:
+    """How a layer names and stores its experts."""
+    layer, path = experts.layer, below_layer(experts.layer)
+    interleaved = experts.kind(0).interleaved
+    seen: set[str] = set()
+    for (projection, part), entries in layer.parts.items():
+        entry = entries.get(FUSED)
+        if entry is None:
+            found = StoredName(f"{path}.{EXPERT}.{layer.spelling[projection]}")
+        elif part not in WHOLE_PARTS and is_whole(part, entry):  # one number for all: no rows to cut
+            continue
+        else:
+            alternate = projection == "gate_up" and bool(interleaved)
+            plain = part == "weight" and entry.dtype in PLAIN_DTYPES
+            order = order_of(alternate=alternate, turned=experts.transposed, plain=plain)
+            found = StoredName(path + entry.name.removeprefix(layer.prefix), order)
+        if found.path not in seen:
+            seen.add(found.path)
+            yield found
