@@ -188,6 +188,6 @@ def written_names(written: LayerSurvey, layer: str) -> Iterator[StoredName]:
             continue
         for part in projected.signatures:
             alternate = naming.interleaved and projection == "gate_up"
-            plain = part == "weight" and projected.spec.bits > 8
-            order = order_of(alternate=alternate, turned=naming.transposed, plain=plain)
+            known = projected.spec.bits > 8 or "weight" not in projected.signatures
+            order = order_of(alternate=alternate, turned=naming.transposed, known=known)
             yield StoredName(naming.tensor(projection, 0, part).removeprefix(layer), order)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,16 @@ from jsonschema import Draft202012Validator
 
 from moeq.cli.out import Output
 from moeq.report.schemas import load_schema, schema_names
+
+
+@pytest.fixture(scope="session")
+def mixtral(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """GPTQ under Mixtral's own names, which vLLM loads; those of the small checkpoint it does not."""
+    from moeq.transcode.transcode import transcode
+
+    made = tmp_path_factory.mktemp("named") / "gptq-int4-g128-mixtral"
+    transcode(checkpoints / made.name, made, "gptq", names="block-sparse-moe", workers=1)
+    return str(made)
 
 
 @pytest.fixture(autouse=True)

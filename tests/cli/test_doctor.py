@@ -24,8 +24,8 @@ def test_the_environment_alone(capsys) -> None:
     assert document["checkpoint"] is None
 
 
-def test_a_checkpoint_on_a_deployment(checkpoints, capsys) -> None:
-    code, document = said(capsys, "doctor", checkpoints / INT4, "--gpu", "A100", "--tp", "2")
+def test_a_checkpoint_on_a_deployment(mixtral, capsys) -> None:
+    code, document = said(capsys, "doctor", mixtral, "--gpu", "A100", "--tp", "2")
     advice = document["deployment"]
     assert code == 0
     assert advice["converts"]
@@ -37,7 +37,7 @@ def test_a_checkpoint_on_a_deployment(checkpoints, capsys) -> None:
     assert advice["memory"]["gpu_bytes"] == 80 << 30
     for row in advice["advisories"]:
         assert row["workaround"]
-    _, text = run(["doctor", str(checkpoints / INT4), "--gpu", "A100"]), capsys.readouterr().out
+    _, text = run(["doctor", mixtral, "--gpu", "A100"]), capsys.readouterr().out
     for label in ("moeq", "packages", "checkpoint", "verdict", "loads in", "memory", "next"):
         assert f"\n  {label} " in text
 

@@ -13,16 +13,14 @@ from pipeline.mixing import rewritten, with_layer_of
 
 from moeq.cli.app import run
 
-SRC = str(CHECKPOINTS / "gptq-int4-g128-mixtral")
-
 
 def document(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     result: dict[str, Any] = json.loads(capsys.readouterr().out)
     return result
 
 
-def test_one_deployment(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["oracle", SRC, "--gpu", "h100", "--json"]) == 0
+def test_one_deployment(mixtral: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["oracle", mixtral, "--gpu", "h100", "--json"]) == 0
     answer = document(capsys)
     assert answer["schema"] == "moeq.oracle/1"
     assert answer["verdict"]["chosen"]["backend"] == "HUMMING"
@@ -32,16 +30,16 @@ def test_one_deployment(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(reasons)
 
 
-def test_text_names_choice_and_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["oracle", SRC, "--gpu", "h100", "--package", "humming=no"]) == 0
+def test_text_names_choice_and_every_backend(mixtral: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["oracle", mixtral, "--gpu", "h100", "--package", "humming=no"]) == 0
     text = capsys.readouterr().out
     assert "MarlinExperts" in text
     assert all(name in text for name in ("RDNA3", "FLASHINFER_TRTLLM", "TRITON", "EMULATION", "ZEN_CPU", "XPU"))
     assert "package humming is absent" in text
 
 
-def test_a_forced_backend_that_cannot_work(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["oracle", SRC, "--gpu", "a100", "--backend", "triton", "--json"]) == 1
+def test_a_forced_backend_that_cannot_work(mixtral: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["oracle", mixtral, "--gpu", "a100", "--backend", "triton", "--json"]) == 1
     answer = document(capsys)
     assert answer["ok"] is False
     assert answer["verdict"]["asked"] == "triton"
@@ -49,9 +47,9 @@ def test_a_forced_backend_that_cannot_work(capsys: pytest.CaptureFixture[str]) -
     assert "--backend auto (MARLIN)" in answer["verdict"]["nearest"]
 
 
-def test_matrix(capsys: pytest.CaptureFixture[str]) -> None:
+def test_matrix(mixtral: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--gpu", "a100,h100,mi300x", "--tp", "1,2,4", "--ep", "1,4"]
-    assert run(["oracle", SRC, *options, "--json"]) == 0
+    assert run(["oracle", mixtral, *options, "--json"]) == 0
     cells = document(capsys)["cells"]
     assert len(cells) == 18
     assert {(cell["gpu"], cell["backend"]) for cell in cells if cell["tp"] == cell["ep"] == 1} == {
@@ -59,12 +57,12 @@ def test_matrix(capsys: pytest.CaptureFixture[str]) -> None:
         ("H100", "HUMMING"),
         ("MI300X", "TRITON"),
     }
-    assert run(["oracle", SRC, *options]) == 0
+    assert run(["oracle", mixtral, *options]) == 0
     assert "marlin-w13-scale-order" in capsys.readouterr().out
 
 
-def test_markdown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["oracle", SRC, "--gpu", "a100,mi300x", "--tp", "1,2", "--markdown"]) == 0
+def test_markdown(mixtral: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["oracle", mixtral, "--gpu", "a100,mi300x", "--tp", "1,2", "--markdown"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "| GPU | TP1 | TP2 |"
     assert lines[2].startswith("| A100 | MARLIN")
@@ -81,18 +79,20 @@ def test_markdown(capsys: pytest.CaptureFixture[str]) -> None:
         (["A100/tp64"], 2),
     ],
 )
-def test_require(required: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_require(mixtral: str, required: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
     tps = "1,2,3" if required == ["a100/tp3"] else "1,2"
     asks = [word for text in required for word in ("--require", text)]
-    assert run(["oracle", SRC, "--gpu", "a100,h100", "--tp", tps, *asks, "--json"]) == code
+    assert run(["oracle", mixtral, "--gpu", "a100,h100", "--tp", tps, *asks, "--json"]) == code
     assert bool(document(capsys).get("unmet")) == (code == 1)
 
 
-def test_required_cells_are_the_sweep_where_no_option_names_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["oracle", SRC, "--require", "A100/tp2", "--require", "H100/tp1=MARLIN", "--json"]) == 1
+def test_required_cells_are_the_sweep_where_no_option_names_one(
+    mixtral: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["oracle", mixtral, "--require", "A100/tp2", "--require", "H100/tp1=MARLIN", "--json"]) == 1
     cells = {(cell["gpu"], cell["tp"]) for cell in document(capsys)["cells"]}
     assert cells == {(gpu, tp) for gpu in ("A100", "H100") for tp in (1, 2)}
-    assert run(["oracle", SRC, "--gpu", "H100", "--require", "A100/tp2", "--json"]) == 2
+    assert run(["oracle", mixtral, "--gpu", "H100", "--require", "A100/tp2", "--json"]) == 2
 
 
 def test_the_matrix_says_what_convert_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +104,7 @@ def test_the_matrix_says_what_convert_cannot_write(tmp_path: Path, capsys: pytes
     assert "A100/tp2" not in shown
 
 
-def test_wrong_options_are_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_are_usage_errors(mixtral: str, capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in (
         ["--gpu", "h1000"],
         ["--gpu", "h100", "--tp", "two"],
@@ -114,14 +114,14 @@ def test_wrong_options_are_usage_errors(capsys: pytest.CaptureFixture[str]) -> N
         ["--gpu", "h100", "--engine", "vllm@0.1"],
         ["--gpu", "h100", "--dtype", "int3"],
     ):
-        assert run(["oracle", SRC, *wrong, "--json"]) == 2, wrong
+        assert run(["oracle", mixtral, *wrong, "--json"]) == 2, wrong
         assert document(capsys)["error"]["hint"] is not None or wrong[-1] in ("two", "0", "humming", "humming=maybe")
 
 
-def test_deploy_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_deploy_file(mixtral: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "deploy.toml"
     file.write_text('gpu = "H100"\ntp = 1\n[packages]\nhumming = false\n', encoding="utf-8")
-    assert run(["oracle", SRC, "--deploy", str(file), "--json"]) == 0
+    assert run(["oracle", mixtral, "--deploy", str(file), "--json"]) == 0
     assert document(capsys)["verdict"]["chosen"]["backend"] == "MARLIN"
 
 

@@ -23,16 +23,18 @@ SPELLINGS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("gate_u
 SPELLINGS += (("w1", "v1", "w2"), ("linear", "linear_v", "linear_1"))
 
 
-def layer(rng: random.Random, own: Any, path: str, leaves: tuple[str, ...]) -> tuple[list[StoredName], Any]:
+def layer(rng: random.Random, own: Any, path: str, leaves: tuple[str, ...]) -> tuple[list[StoredName], Any, int]:
     """A layer's experts under random names: what they are called, and every tensor with its rows numbered."""
     n, k = {"down": own.hidden, "gate_up": 2 * own.inner, "half": own.inner}, {"down": own.inner}
     stacked = rng.random() < 0.5
     order = rng.choice(("halves", "transposed")) if stacked else "halves"
     part = rng.choice(SUFFIXES[:1] + SUFFIXES[2:5] if stacked else ("weight", "qweight", "weight_scale"))
     names, tensors = [], []
+    shared = probe_names._NUMBERS.get(part, 1) if stacked else 1
     for leaf in leaves:
         role = "down" if leaf in ("down_proj", "w2", "linear_1") else "gate_up" if len(leaves) == 2 else "half"
-        tensor = torch.arange(n[role], dtype=torch.float32).view(-1, 1).expand(n[role], k.get(role, own.hidden))
+        width = k.get(role, own.hidden) // shared
+        tensor = torch.arange(n[role], dtype=torch.float32).view(-1, 1).expand(n[role], width)
         tensor = tensor.T if order == "transposed" else tensor
         if stacked:
             names.append(StoredName(f"{path}.{leaf}{part}", order))
@@ -40,11 +42,14 @@ def layer(rng: random.Random, own: Any, path: str, leaves: tuple[str, ...]) -> t
             continue
         names.append(StoredName(f"{path}.{EXPERT}.{leaf}", order))
         tensors += [(f"{path}.{expert}.{leaf}.{part}", role, tensor) for expert in range(own.experts)]
-    return names, tensors
+    return names, tensors, shared
 
 
-def loaded(own: Any, stack: str, tensors: Any) -> bool:
-    """Whether every expert's every projection reaches its place, once and with its own rows."""
+def loaded(own: Any, stack: str, tensors: Any, shared: int) -> bool:
+    """Whether every expert's every projection reaches its place, once and with its own rows.
+
+    `shared`: numbers of a row that one stored value stands for.
+    """
     places: dict[tuple[int, str], tuple[Any, ...]] = {}
     for name, _, tensor in tensors:
         found = own.load(f"{stack}.{own._layer}.{name}", tensor)
@@ -54,7 +59,7 @@ def loaded(own: Any, stack: str, tensors: Any) -> bool:
             assert (call.expert, call.shard) not in places
             first, second = (float(call.tensor[row, 0]) for row in (0, 1))
             places[call.expert, call.shard] = (*call.tensor.shape[-2:], first, second)
-    half, whole = (own.inner, own.hidden), (own.hidden, own.inner)
+    half, whole = (own.inner, own.hidden // shared), (own.hidden, own.inner // shared)
     start = own.inner if any(role == "gate_up" for _, role, _ in tensors) else 0
     expected = {"w1": (*half, 0.0, 1.0), "w3": (*half, float(start), start + 1.0), "w2": (*whole, 0.0, 1.0)}
     return places == {(expert, shard): row for expert in range(own.experts) for shard, row in expected.items()}
@@ -71,8 +76,8 @@ def compare(version: str, model_type: str, count: int = 60) -> dict[str, Any]:
     containers = [*own_paths, *rng.sample(probe_names.CONTAINERS, 2)]
     yes, no, wrong = 0, 0, []
     for _ in range(count):
-        names, tensors = layer(rng, own, rng.choice(containers), rng.choice(SPELLINGS))
-        does = loaded(own, stack, tensors)
+        names, tensors, shared = layer(rng, own, rng.choice(containers), rng.choice(SPELLINGS))
+        does = loaded(own, stack, tensors, shared)
         yes, no = yes + does, no + (not does)
         if does != (known.problem(names) is None):
             wrong.append([name.path for name in names])

@@ -135,15 +135,18 @@ def test_the_command_mends_the_names(name, names, version, checkpoints: Path, tm
         return
     assert not found["verdict"]["ok"]
     assert problem in found["verdict"]["refusal"]
+    if found["transcode"] is None:  # gpt-oss' own format keeps the container
+        assert (name, names) == ("mxfp4-gptoss", "block-sparse-moe")
+        return
     words = shlex.split(found["transcode"]["command"])[1:]
-    assert "--names" in words
+    assert "--names" in words or "gptoss" in name
     words[words.index("DST")] = str(tmp_path / "mended")
     assert run(words) == 0
     again = said(capsys, "oracle", tmp_path / "mended", *where)
     assert refused(again) is None
     assert again["verdict"]["ok"]
     run(["oracle", str(made), *where])
-    assert "does not load" in " ".join(capsys.readouterr().out.split())
+    assert problem in " ".join(capsys.readouterr().out.split())
 
 
 def test_published_names_pass(checkpoints: Path, capsys) -> None:

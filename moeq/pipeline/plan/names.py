@@ -57,17 +57,20 @@ def below_layer(layer: LayerExperts) -> str:
     return layer.prefix.removeprefix(f"{layer.stack}.{layer.layer}.")
 
 
-def order_of(*, alternate: bool, turned: bool, plain: bool) -> str | None:
-    """Order of the rows of a stacked tensor. Formats have their own way round, so that of codes nothing is said."""
-    if plain and turned:
-        return "transposed"
-    return "interleaved" if alternate else "halves" if plain else None
+def order_of(*, alternate: bool, turned: bool, known: bool) -> str | None:
+    """Order of the rows of a stacked tensor; None where formats differ in which way round they store it."""
+    if not known:
+        return "interleaved" if alternate else None
+    return "transposed" if turned else "interleaved" if alternate else "halves"
 
 
 def stored_names(experts: Experts) -> Iterable[StoredName]:
     """How a layer names and stores its experts."""
     layer, path = experts.layer, below_layer(experts.layer)
     interleaved = experts.kind(0).interleaved
+    weights = [entries for (_, part), entries in layer.parts.items() if part == "weight"]
+    plain = bool(weights) and all(entry.dtype in PLAIN_DTYPES for entries in weights for entry in entries.values())
+    packed = not weights  # in parts of their own, always row by row
     seen: set[str] = set()
     for (projection, part), entries in layer.parts.items():
         entry = entries.get(FUSED)
@@ -77,8 +80,7 @@ def stored_names(experts: Experts) -> Iterable[StoredName]:
             continue
         else:
             alternate = projection == "gate_up" and bool(interleaved)
-            plain = part == "weight" and entry.dtype in PLAIN_DTYPES
-            order = order_of(alternate=alternate, turned=experts.transposed, plain=plain)
+            order = order_of(alternate=alternate, turned=plain and experts.transposed, known=plain or packed)
             found = StoredName(path + entry.name.removeprefix(layer.prefix), order)
         if found.path not in seen:
             seen.add(found.path)

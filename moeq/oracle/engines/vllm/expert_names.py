@@ -59,7 +59,8 @@ class ClassNames:
         modules: path of a module of one expert below its layer, `mlp.experts.*.gate_proj`, to `any`, or to the order of
             the rows where it holds gate and up.
         tensors: name of a tensor of all experts below its layer, `mlp.experts.gate_up_proj_packed`, to the order of its
-            rows: `halves`, `interleaved`, `transposed` (rows and columns exchanged), or `as-is`.
+            rows: `halves`, `interleaved`, `transposed` (rows and columns exchanged), `either` of halves and transposed,
+            told by the shape, or `as-is`.
     """
 
     architecture: str
@@ -72,7 +73,8 @@ class ClassNames:
             known = (self.modules if name.single else self.tensors).get(name.path)
             if known is None and (name.single or self._was_asked(name.path)):
                 return f"{self.architecture} does not load {name.path}, but {self._loads}"
-            if known not in (None, "any", "as-is", name.order) and name.order is not None:
+            accepted = {"either": ("halves", "transposed")}.get(str(known), (known,))
+            if known not in (None, "any", "as-is") and name.order is not None and name.order not in accepted:
                 return f"{self.architecture} takes the rows of {name.path} as {known}, and they are {name.order}"
         return None
 

@@ -125,6 +125,9 @@ _STACKED = (
 #: Parts of modules in every quantised format.
 _WEIGHTS = ("weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "qweight", "qzeros")
 _PARTS = (*_WEIGHTS, "scales", "g_idx", "weight_zero_point", "weight_shape", "weight_global_scale", "input_scale")
+#: Numbers of a row that one stored value stands for, in an int4 format with groups of 32.
+_NUMBERS = {"_packed": 8, ".qweight": 8, "_scale": 32, "_scale_inv": 32}
+
 _STACKS = ("model.layers", "backbone.layers", "model.language_model.layers", "language_model.model.layers", "layers")
 
 
@@ -205,7 +208,7 @@ class Probe:
         return first
 
     def stacked(self, stack: str, name: str, role: str) -> str | None:
-        """How a class takes a tensor of all experts: `halves`, `interleaved`, `transposed` or `as-is`."""
+        """How a class takes a tensor of all experts, as of `ClassNames.tensors`."""
         if name.endswith(WHOLE_SUFFIXES):
             return self._whole(stack, name)
         if name.endswith(OWN_SUFFIXES):
@@ -240,9 +243,11 @@ class Probe:
         import torch
 
         n, k = self._sizes(role)
-        rows = torch.arange(n, dtype=torch.float32)
-        plain = rows.view(-1, 1).expand(n, k)
+        # Classes look at shapes, and codes and scales of a row are fewer than its numbers.
+        k //= next((count for end, count in _NUMBERS.items() if stacked and name.endswith(end)), 1)
+        plain = torch.arange(n, dtype=torch.float32).view(-1, 1).expand(n, k)
         forms = {"halves": plain, "transposed": plain.T} if stacked else {"halves": plain}
+        orders = []
         for form, tensor in forms.items():
             whole = tensor.unsqueeze(0).expand(self.experts, *tensor.shape) if stacked else tensor
             found = self.load(f"{stack}.{self._layer}.{name}", whole)
@@ -253,8 +258,8 @@ class Probe:
                 return "as-is"
             order = _order_of([call for call in calls if call.expert in (None, 0 if stacked else 1)], role, n, k)
             if order is not None:
-                return form if order == "halves" and form == "transposed" else order
-        return None
+                orders.append(form if order == "halves" else order)
+        return "either" if orders == ["halves", "transposed"] else orders[0] if orders else None
 
 
 def _order_of(calls: list[Call], role: str, n: int, k: int) -> str | None:
