@@ -175,7 +175,7 @@ class TestChoice:
     def test_a_layout_that_only_moeq_reads(self, checkpoints, tmp_path) -> None:
         from load.deployments import convert
 
-        folder = convert(checkpoints / "ct-mxfp4-qwen3moe", tmp_path / "out", "mxfp4-identity/1")
+        folder = convert(checkpoints / "mxfp4-gptoss", tmp_path / "out", "triton-kernels-hopper-w4/1")
         assert "moeq's kernels for any GPU" in self.chosen(folder)
         with pytest.raises(MoeqError, match="none of vLLM's kernels reads"):
             experts_layer(folder, kernels="engine")
