@@ -50,6 +50,8 @@ class MoeqError(Exception):
         self.code = code
         self.message = message
         self.hint = hint
+        if hint is not None:
+            self.add_note(f"nearest: {hint}")  # tracebacks are all that an engine's log has of it
         self.exit_code = EXIT_CODES[code.partition(".")[0]]
 
     def __reduce__(self) -> tuple[type[MoeqError], tuple[str, str, str | None]]:

@@ -102,7 +102,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 #: Exponents of gpt-oss' scales, and the gain of formats whose random codes are small: with both, experts change what a
 #: model says.
 _SCALES_OSS = masked("u1", 0x03, 0x78)  # 2^-7 to 2^-4
-_GAIN = dict.fromkeys(("fp8-tensor", "fp8-channel", "fp8-block", "fp8-block-f32"), 16.0)
+_GAIN = dict.fromkeys(("fp8-tensor", "fp8-channel", "fp8-block", "fp8-block-f32"), 16.0) | {"nvfp4": 8.0}
 
 
 #: Families that are another one to transformers.

@@ -44,7 +44,7 @@ PROMPTS = ([1, 5, 9, 2, 33, 60, 17, 3, 3, 8, 21, 40, 7, 12], [4, 4, 19], [50, 31
 NEW = 8
 #: Lines of a log that say which kernels run, or what was refused.
 SAID = re.compile(r"moeq: .*")
-FAILED = re.compile(r"(?:^|\s)([\w.]*(?:Error|Exception)\b: .*)")
+FAILED = re.compile(r"(?:^|\s)([\w.]*(?:Error|Exception)\b(?:: .*|$))")
 
 
 def kernels(which: str) -> list[str]:
@@ -156,8 +156,13 @@ def why(log: str) -> str | None:
     """What a server that ended says: moeq's sentence, else the first error of a process."""
     lines = log.splitlines()
     pairs = ((FAILED.search(line), after.strip()) for line, after in zip(lines, [*lines[1:], ""], strict=True))
-    # What is wrong with an argument is in the line after.
-    named = [f"{found[1]}: {after}" if "validation error" in found[1] else found[1] for found, after in pairs if found]
+    # What is wrong with an argument, and what helps, is in the line after.
+    more = ("validation error", "MoeqError")
+    named = [
+        f"{found[1]}: {after}" if any(word in found[1] for word in more) else found[1]
+        for found, after in pairs
+        if found
+    ]
     causes = [line for line in named if "Engine core" not in line and "WorkerProc" not in line]
     own = [line for line in causes if "MoeqError" in line]
     return next(iter(own or causes or named), None)
