@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -39,14 +40,45 @@ def check_layers(checks: Sequence[LayerCheck], jobs: int, advance: Callable[[str
     if jobs == 1:
         with _few_threads(checks):
             return [check_layer(check, advance) for check in checks]
+    others = set(multiprocessing.active_children())
     # Not forked: torch's threads do not survive a fork. The checkpoints are opened again over there.
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _end_at_ctrl_c) as pool:
         threads = max(1, (os.cpu_count() or 1) // jobs)
-        futures = [pool.submit(_in_process, _Portable.of(check), threads) for check in checks]
-        for future in as_completed(futures):
-            for label in future.result()[1]:
-                advance(label)
-        return [future.result()[0] for future in futures]
+        try:
+            with _ctrl_c_blocked():
+                futures = [pool.submit(_in_process, _Portable.of(check), threads) for check in checks]
+            for future in as_completed(futures):
+                for label in future.result()[1]:
+                    advance(label)
+            return [future.result()[0] for future in futures]
+        except BaseException:  # nobody waits for the other layers
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in set(multiprocessing.active_children()) - others:
+                process.terminate()
+            raise
+
+
+@contextmanager
+def _ctrl_c_blocked() -> Iterator[None]:
+    """Processes that are started in this block cannot be interrupted before they ask for it.
+
+    A terminal sends Ctrl-C to all processes; those that still import torch would print tracebacks.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end_at_ctrl_c() -> None:
+    """In a process that has been started: Ctrl-C ends it, without a word."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 @contextmanager

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from pipeline.interrupts import default_interrupts
+
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
+from moeq.pipeline.convert import convert
 
 TOLD = (
     "error: interrupted; what was finished is kept\nhint: run the same command again: it continues where it stopped\n"
@@ -177,3 +183,39 @@ main()
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=15)
     assert (process.returncode, stderr) == (-signal.SIGINT, "")
+
+
+def processes_of(session: int, words: str) -> list[int]:
+    """Processes of a session whose command line holds these words."""
+    listed = subprocess.run(
+        ["ps", "ww", "-s", str(session), "-o", "pid=,stat=,args="], capture_output=True, text=True, check=False
+    ).stdout.splitlines()
+    rows = [line.split(None, 2) for line in listed]
+    return [int(row[0]) for row in rows if not row[1].startswith("Z") and words in row[2]]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ps of procps")
+@pytest.mark.parametrize("to_all", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["Ctrl-C", "SIGTERM"])
+def test_processes_that_check_layers_end_as_well(checkpoints: Path, tmp_path: Path, to_all: bool) -> None:
+    """A terminal interrupts all processes, which are at their imports here; a scheduler may end the first alone."""
+    source, out = checkpoints / "gptq-int4-g32-qwen3moe", tmp_path / "out"
+    convert(source, out, Deployment(gpu=parse_gpu("A100")), workers=1)
+    words = ["run-check", str(out), "--source", str(source), "--jobs", "2", "--quiet"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from moeq.__main__ import main; main()", *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=default_interrupts,
+        start_new_session=True,
+    )
+    while len(processes_of(process.pid, "spawn_main")) < 2:
+        assert process.poll() is None
+        time.sleep(0.02)
+    if to_all:
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=100)
+    assert (process.returncode, stderr) == (130, TOLD)
+    assert not processes_of(process.pid, "spawn_main")
