@@ -98,10 +98,11 @@ def _role(head: str) -> str:
 
 
 def main(site: str, version: str, *only: str) -> None:
-    """Every class of that version that is known, but for those that load experts in a way of their own."""
+    """Every class of that version that loads single experts."""
     probe_names.install(site)
     for model_type, (architecture, _) in probe_names.MODELS.items():
-        if names_of_class(version, architecture) is None or architecture == "GptOssForCausalLM":
+        known = names_of_class(version, architecture)
+        if known is None or not known.modules:  # gpt-oss, and Granite's hybrid up to 0.26.0: stacked only
             continue
         if not only or architecture in only:
             print(json.dumps(compare(version, model_type)), flush=True)
