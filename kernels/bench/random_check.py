@@ -4,7 +4,7 @@
     PYTHONPATH=.:kernels python kernels/bench/random_check.py --family mma-w4a16 --formats nvfp4,fp8 --problems 500
     PYTHONPATH=.:kernels python kernels/bench/random_check.py --interpreter --problems 200   # small ones, without a GPU
     PYTHONPATH=.:kernels python kernels/bench/random_check.py --interpreter --family hopper-fp8 --problems 200
-    PYTHONPATH=.:kernels python kernels/bench/random_check.py --family hopper-w4a8 --plans queue --problems 400
+    PYTHONPATH=.:kernels python kernels/bench/random_check.py --family hopper-w4a8 --plans wide160 --problems 400
 
 A problem is one call of a random layer (formats, groups, zero points, biases, activations, row orders, 1 to 1024
 experts, up to 32 choices, k that is no multiple of a step, x narrower than the packed sizes), with random tokens,
@@ -43,11 +43,10 @@ from moeq_kernels.compiling import Specialisation, compile_all, specialise
 from moeq_kernels.formats import FORMATS
 from moeq_kernels.gpu import Gpu
 from moeq_kernels.hopper.support import FLOATS, FP8
-from moeq_kernels.hopper.w4a8.layer import EXACT, FAST, QUEUED, W4a8Plan
+from moeq_kernels.hopper.w4a8 import layer as w4a8
 from moeq_kernels.hopper.w4a16.plan import Queue
 from moeq_kernels.hopper.w4a16.products import alike
 from moeq_kernels.hopper.w8a8 import layer as w8a8
-from moeq_kernels.hopper.w8a8.plan import QUEUED as QUEUED_BYTES
 from moeq_kernels.hopper.w8a8.plan import Int8Narrow, Int8Plan
 from moeq_kernels.prepared import prepare_for, warmup
 from moeq_kernels.schedules import FAMILIES, schedule
@@ -157,7 +156,7 @@ def random_plan(drawn: Drawn, packed: PackedExperts, generator: random.Random, n
         found = (random_plan(drawn, packed, generator) for _ in range(100))
         return next((one for one in found if named in describe(one)), None)
     if drawn.family == "hopper-w4a8":
-        return W4a8Plan(generator.choice([EXACT, FAST, *QUEUED]))
+        return w4a8.W4a8Plan(generator.choice(w4a8.TABLE)[1])
     if drawn.family == "mma-w4a16":
         return None
     if drawn.family == "hopper-w4a16":
@@ -166,7 +165,7 @@ def random_plan(drawn: Drawn, packed: PackedExperts, generator: random.Random, n
         return generator.choice([one for one in found if both or one is None or not isinstance(one.kernel, Queue)])
     kernel = generator.choice(table_of(drawn.recipe))[1]
     if not isinstance(kernel, Int8Narrow):
-        return Int8Plan(generator.choice([kernel, QUEUED_BYTES]))
+        return Int8Plan(kernel)
     shares = [-(-size // 128) for size in (drawn.recipe.hidden, drawn.recipe.intermediate)]
     return Int8Plan(kernel, *(generator.choice([one for one in (1, 1, 2, 3) if one <= most]) for most in shares))
 
@@ -272,7 +271,7 @@ def main() -> int:
     parser.add_argument("--family", choices=FAMILIES, help="these kernels only, in all their formats")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--interpreter", action="store_true", help="small problems on the CPU, by default of portable")
-    parser.add_argument("--plans", default="", help="plans of products of bytes whose names hold this, as queue")
+    parser.add_argument("--plans", default="", help="plans of products of bytes whose names hold this, as wide160")
     parser.add_argument("--formats", default="", help="what names of layouts have to hold, as nvfp4,fp8")
     parser.add_argument("--per-layer", type=int, default=None, help=f"problems of a layer (default {PER_LAYER}, or 4)")
     options = parser.parse_args()

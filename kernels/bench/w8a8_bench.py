@@ -31,8 +31,9 @@ from moeq_kernels import PackedExperts, PackedMatrix, PreparedLayer
 from moeq_kernels.compiling import Specialisation, compile_all, specialise
 from moeq_kernels.epilogue import SILU, Epilogue
 from moeq_kernels.gpu import GPUS
-from moeq_kernels.hopper.w4a8.layer import EXACT, FAST, QUEUED, W4a8Plan
-from moeq_kernels.hopper.w8a8.plan import E4M3_TABLE, TABLE, Int8Direct, Int8Narrow, Int8Plan, Int8Wide, direct_plan
+from moeq_kernels.hopper.w4a8.layer import TABLE as W4A8_TABLE
+from moeq_kernels.hopper.w4a8.layer import W4a8Plan
+from moeq_kernels.hopper.w8a8.plan import E4M3_TABLE, TABLE, WIDE, Int8Direct, Int8Narrow, Int8Plan, direct_plan
 from moeq_kernels.hopper.w8a8.plan import choose as choose_from
 from moeq_kernels.prepared import prepare_for
 from moeq_kernels.schedules import schedule
@@ -50,7 +51,6 @@ NARROW = (
     Int8Narrow(128, 6),
     Int8Narrow(128, 4, warpgroups=2),
 )
-WIDE = (Int8Wide(4), Int8Wide(4, queue=True))
 #: What a size that does not fit raises; it must not end a sweep.
 UNFIT = (RuntimeError, triton.runtime.errors.TritonError)
 
@@ -111,7 +111,7 @@ def candidates(shape: Shape, tokens: int, codes: str) -> list[Any]:
     mean = pairs / min(shape.experts, pairs)
     result: list[Int8Plan] = []
     if codes == "mxfp4":
-        return [W4a8Plan(one) for one in (EXACT, FAST, *QUEUED)]
+        return [W4a8Plan(one) for _, one in W4A8_TABLE]
     if codes == "int8" and 2 * pairs <= shape.experts and shape.intermediate <= 4096:
         few = direct_plan(pairs, shape.hidden, shape.intermediate)
         result += [few, replace(few, kernel=Int8Direct(3))]
@@ -128,7 +128,7 @@ def candidates(shape: Shape, tokens: int, codes: str) -> list[Any]:
                     shares |= {(2, 1), (3, 1), (4, 1), (8, 1)}
                 result += [Int8Plan(kernel, *one) for one in sorted(shares)]
     if mean >= 24:
-        result += [Int8Plan(kernel) for kernel in WIDE]
+        result.append(Int8Plan(WIDE))
     return result
 
 

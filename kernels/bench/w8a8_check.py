@@ -24,7 +24,8 @@ from bench.checking import ROUTINGS, Calls, epilogue_of, given, parser, run
 from bench.planned import portable_moe, run_family
 from bench.reference import Layer, moe, relative_error
 from moeq_kernels import PackedExperts
-from moeq_kernels.hopper.w4a8.layer import EXACT, FAST, QUEUED, W4a8Plan, W4a8Wide
+from moeq_kernels.hopper.w4a8.layer import TABLE as W4A8_TABLE
+from moeq_kernels.hopper.w4a8.layer import W4a8Plan, W4a8Wide
 from moeq_kernels.hopper.w8a8.plan import (
     E4M3_NARROW_TABLE,
     E4M3_TABLE,
@@ -117,7 +118,7 @@ def describe(plan: Int8Plan | W4a8Plan | None) -> str:
         return "chosen"
     kernel = plan.kernel
     if isinstance(kernel, Int8Wide | W4a8Wide):
-        return f"wide{kernel.tokens} s{kernel.stages}" + " queue" * kernel.queue
+        return f"wide{kernel.tokens} s{kernel.stages}"
     if isinstance(kernel, Int8Direct):
         return f"direct s{kernel.stages} x{plan.gate_up_splits}/{plan.down_splits}"
     sizes = f"w{kernel.warpgroups} r{kernel.resident} s{kernel.stages}"
@@ -136,7 +137,7 @@ def plans(recipe: Recipe, tokens: int) -> Iterator[Int8Plan | W4a8Plan | None]:
     """The chosen plan, every kernel of the table and some more; narrow ones with and without shared k."""
     yield None
     if recipe.element == "e2m1":
-        yield from (W4a8Plan(kernel) for kernel in (EXACT, FAST, *QUEUED))
+        yield from (W4a8Plan(kernel) for _, kernel in W4A8_TABLE)
         return
     int8 = recipe.element == "int8"
     if tokens <= 40 and int8:
@@ -144,8 +145,7 @@ def plans(recipe: Recipe, tokens: int) -> Iterator[Int8Plan | W4a8Plan | None]:
         yield few
         yield replace(few, kernel=Int8Direct(2), down_splits=1)
     kernels = [kernel for _, kernel in table_of(recipe)]
-    kernels += [Int8Narrow(8, 10), Int8Narrow(16, 5, warpgroups=2), *([Int8Wide(4)] if int8 else [])]
-    kernels += [replace(kernel, queue=True) for kernel in kernels if isinstance(kernel, Int8Wide)]
+    kernels += [Int8Narrow(8, 10), Int8Narrow(16, 5, warpgroups=2)]
     for kernel in dict.fromkeys(kernels):
         yield Int8Plan(kernel)
         if isinstance(kernel, Int8Narrow):

@@ -9,7 +9,7 @@ from typing import Any
 from bench.compile.w4a16 import _descriptor, _integers
 from bench.compile.w8a8 import OAI, _compile
 from moeq_kernels.epilogue import PLAIN, SILU, Epilogue
-from moeq_kernels.hopper.w4a8.layer import EXACT, FAST, QUEUED, W4a8Wide
+from moeq_kernels.hopper.w4a8.layer import TABLE, W4a8Wide
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class W4a8Case:
 def cases() -> list[W4a8Case]:
     """Both sizes as gate-up (gpt-oss's too) and down product."""
     result = []
-    for kernel in (EXACT, FAST, *QUEUED):
+    for _, kernel in TABLE:
         name = f"w4a8-{'queue' if kernel.queue else 'wide'}{kernel.tokens}"
         base = W4a8Case(f"{name}-gate-up", kernel)
         result += [base, replace(base, name=f"{name}-oai", epilogue=OAI, bias=True)]
@@ -60,7 +60,7 @@ def compile_case(case: W4a8Case, **options: Any) -> Any:
         module, function = "wide_queue", "w4a8_product_wide_queue"
         types["queue"] = "*i32"
     else:
-        constants |= {"BOX": kernel.box, "PROMOTED": kernel.promoted}
+        constants["BOX"] = kernel.box
     if case.bias:
         types["bias"] = "*bf16"
     else:

@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.compile.w4a16 import _ast_source, _descriptor, _integers
 from moeq_kernels.epilogue import PLAIN, SILU, Epilogue
-from moeq_kernels.hopper.w8a8.plan import E4M3_TABLE, QUEUED, TABLE, Int8Direct, Int8Narrow, Int8Wide
+from moeq_kernels.hopper.w8a8.plan import E4M3_TABLE, TABLE, Int8Direct, Int8Narrow, Int8Wide
 
 OAI = Epilogue("swiglu_oai", gated=True, interleaved=True, limit=7.0)
 
@@ -56,27 +56,18 @@ def cases() -> list[Int8Case]:
         if narrow:
             result.append(replace(base, name=f"{name}-gate-up-split", split=True, out="i32"))
             result.append(replace(base, name=f"{name}-gate-up-direct", direct=True))
-    result += _queue_cases()
     for _, kernel in E4M3_TABLE:
         result += _e4m3_cases(kernel, f"e4m3-{'narrow' if isinstance(kernel, Int8Narrow) else 'wide'}{kernel.tokens}")
     return result
 
 
-def _queue_cases() -> list[Int8Case]:
-    """The wide kernel with a queue: codes of activations, sums of channels and of integers."""
-    base = Int8Case("e4m3-queue128-block-gate-up", QUEUED, codes="fp8e4nv", grouped=True, out="fp8e4nv")
-    down = replace(base, name="e4m3-queue128-block-down", epilogue=PLAIN, out="bf16")
-    oai = replace(base, name="e4m3-queue128-channel-oai", grouped=False, bias=True, epilogue=OAI, out="bf16")
-    result = [base, down, oai, replace(down, name="e4m3-queue128-channel-down", grouped=False)]
-    whole = Int8Case("int8-queue128-gate-up", QUEUED)
-    return [*result, whole, replace(whole, name="int8-queue128-down", epilogue=PLAIN)]
-
-
 def _e4m3_cases(kernel: Int8Narrow | Int8Wide, name: str) -> list[Int8Case]:
-    """Scales of blocks and of channels in either product."""
+    """Scales of blocks and of channels in either product; with blocks the wide gate-up product makes codes."""
     base = Int8Case(f"{name}-block-gate-up", kernel, codes="fp8e4nv", grouped=True)
     down = replace(base, name=f"{name}-block-down", epilogue=PLAIN, out="fp32")
     channel = replace(base, name=f"{name}-channel-oai", grouped=False, bias=True, epilogue=OAI)
+    if isinstance(kernel, Int8Wide):
+        base = replace(base, out="fp8e4nv")
     result = [base, down, channel, replace(down, name=f"{name}-channel-down", grouped=False, out="bf16")]
     if isinstance(kernel, Int8Narrow):
         result.append(replace(base, name=f"{name}-block-gate-up-split", split=True, out="fp32"))
@@ -89,7 +80,7 @@ def compile_case(case: Int8Case, **options: Any) -> Any:
     kernel = case.kernel
     if isinstance(kernel, Int8Direct):
         return _compile(*_direct(case, kernel), options)
-    function, types, constants = _narrow(case, kernel) if isinstance(kernel, Int8Narrow) else _wide(case, kernel)
+    function, types, constants = _narrow(case, kernel) if isinstance(kernel, Int8Narrow) else _wide(case)
     types |= {"x_scale": "*fp32", "w_scale": "*fp32", "tiles": "*i32", "num_tiles": "*i32"}
     types["out"] = f"*{case.out}"
     constants |= {
@@ -162,12 +153,9 @@ def _direct(case: Int8Case, kernel: Int8Direct) -> tuple[Any, dict[str, str], di
     return device.few_down_int8, types, constants
 
 
-def _wide(case: Int8Case, kernel: Int8Wide) -> tuple[Any, dict[str, str], dict[str, Any]]:
+def _wide(case: Int8Case) -> tuple[Any, dict[str, str], dict[str, Any]]:
     types = _descriptors(128, 64, case.codes)
     types |= _integers("steps blocks columns stride w_rows up_row row_step")
-    if not kernel.queue:
-        function = import_module("moeq_kernels.hopper.w8a8.device.wide").w8a8_product_wide
-        return function, types, {"WARPGROUPS": kernel.warpgroups}
     types |= dict.fromkeys(("queue", "done"), "*i32") | _integers("needed")
     constants: dict[str, Any] = {"FOLLOWS": case.grouped and case.epilogue == PLAIN}
     if case.out == "fp8e4nv":
@@ -175,7 +163,7 @@ def _wide(case: Int8Case, kernel: Int8Wide) -> tuple[Any, dict[str, str], dict[s
         constants["ROUNDED"] = "bfloat16"
     else:
         constants |= {"out_scale": None, "ROUNDED": None}
-    function = import_module("moeq_kernels.hopper.w8a8.device.wide_queue").w8a8_product_wide_queue
+    function = import_module("moeq_kernels.hopper.w8a8.device.wide").w8a8_product_wide
     return function, types, constants
 
 

@@ -43,7 +43,7 @@ def cases() -> Iterator[tuple[str, str, Recipe, Any, int]]:
 
     Layers are small, but k is as long as the ring asks for.
     """
-    from moeq_kernels.hopper.w4a8.layer import EXACT, FAST, QUEUED, W4a8Plan
+    from moeq_kernels.hopper.w4a8 import layer as w4a8
     from moeq_kernels.hopper.w4a16 import plan as w4a16
     from moeq_kernels.hopper.w8a8 import plan as w8a8
 
@@ -64,15 +64,13 @@ def cases() -> Iterator[tuple[str, str, Recipe, Any, int]]:
     for element, recipe, table, family in (
         ("int8", int8, w8a8.TABLE, "hopper-w8a8"), ("e4m3 blocks", blocks, w8a8.E4M3_TABLE, "hopper-fp8"),
     ):  # fmt: skip
-        for kernel in dict.fromkeys((*(kernel for _, kernel in table), w8a8.QUEUED)):
-            name = f"{element} {type(kernel).__name__} {kernel.tokens} x {kernel.stages}" + (
-                " queue" * getattr(kernel, "queue", False)
-            )
+        for kernel in dict.fromkeys(kernel for _, kernel in table):
+            name = f"{element} {type(kernel).__name__} {kernel.tokens} x {kernel.stages}"
             yield name, family, sized(recipe, 128, kernel.stages), w8a8.Int8Plan(kernel), kernel.tokens + 5
-    for size in (EXACT, FAST, *QUEUED):
+    for _, size in w4a8.TABLE:
         recipe = sized(Recipe("marlin-mxfp4/1", "e2m1"), 128, size.stages)
         name = f"mxfp4 x e4m3 {size.tokens} x {size.stages}" + " queue" * size.queue
-        yield name, "hopper-w4a8", recipe, W4a8Plan(size), size.tokens + 5
+        yield name, "hopper-w4a8", recipe, w4a8.W4a8Plan(size), size.tokens + 5
 
 
 def recorded(family: str, recipe: Recipe, plan: Any, tokens: int) -> Recorder:

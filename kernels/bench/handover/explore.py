@@ -6,6 +6,9 @@ from typing import Any
 
 from bench.handover.trace import LONG, Event, Trace
 
+#: Accesses by a thread's own instructions.
+SHORT = ("read", "write")
+
 
 def explore(trace: Trace, most: int = 300_000) -> str | None:
     """Every interleaving: the first thing that goes wrong, or None. Copies complete at any time after their start.
@@ -31,9 +34,12 @@ def explore(trace: Trace, most: int = 300_000) -> str | None:
                 step = _step(one, number, places, barriers, copies, index, trace.counts)
                 if step is None:
                     continue
-                if one.what in (*LONG, "read", "write"):
+                if one.what in (*LONG, *SHORT):
                     busy = [(threads[t][at], t) for t, at in copies]
                     busy += [(threads[t][at], t) for t in range(1, len(threads)) for at in running[t][places[t]]]
+                    # What takes no time itself is at the same time as what another thread could do now.
+                    others = [t for t in range(1, len(threads)) if places[t] < len(threads[t])]
+                    busy += [(threads[t][places[t]], t) for t in others if threads[t][places[t]].what in SHORT]
                     for other, thread in busy:
                         foreign = thread != number or other.what == "copy"
                         if foreign and _conflict(one, other):

@@ -21,7 +21,7 @@ from bench.compile.sass import disassemble, instructions, is_wgmma, main_loops, 
 wanted = {
     "int8-narrow8-gate-up-split", "int8-narrow8-gate-up-direct", "int8-narrow16-down", "int8-narrow64-oai",
     "int8-wide128-gate-up", "e4m3-narrow64-block-gate-up", "e4m3-wide128-block-down", "e4m3-wide128-channel-oai",
-    "e4m3-queue128-block-gate-up",
+    "e4m3-wide128-block-gate-up",
 }
 outcomes = {}
 for case in cases():
@@ -39,7 +39,7 @@ for name, kernel in compile_rows().items():
     code = [one.operation for one in instructions(disassemble(kernel.asm["cubin"])).values()]
     rows[name] = [len(code), sum(one.startswith(("LDL", "STL")) for one in code)]
 for case in w4a8.cases():
-    if case.name in ("w4a8-wide64-oai", "w4a8-wide128-gate-up"):
+    if case.name in ("w4a8-wide64-oai", "w4a8-queue160-gate-up"):
         kernel = w4a8.compile_case(case)
         sass = disassemble(kernel.asm["cubin"])
         outcomes[case.name] = {
@@ -73,9 +73,12 @@ def test_products_multiply_bytes_from_shared_memory_and_never_spill(
     assert outcomes["int8-narrow16-down"]["wgmma"] == [["IGMMA.64x16x32.S8.S8"] * 8]
     assert outcomes["int8-wide128-gate-up"]["wgmma"] == [["IGMMA.64x128x32.S8.S8"] * 8] * 2
     assert outcomes["e4m3-narrow64-block-gate-up"]["wgmma"] == [["QGMMA.64x64x32.F32.E4M3.E4M3"] * 8]
-    for name in ("e4m3-wide128-block-down", "e4m3-wide128-channel-oai", "e4m3-queue128-block-gate-up"):
+    for name in ("e4m3-wide128-block-down", "e4m3-wide128-channel-oai", "e4m3-wide128-block-gate-up"):
         assert outcomes[name]["wgmma"] == [["QGMMA.64x128x32.F32.E4M3.E4M3"] * 8] * 2
-    assert outcomes["w4a8-wide128-gate-up"]["wgmma"] == [["QGMMA.64x128x32.F32.E4M3.E4M3"] * 8] * 2
+    # a loop for each height, 64, 96, 128 and 160 tokens, of one product or two
+    products = ((64,), (64, 32), (128,), (128, 32))
+    heights = [{f"QGMMA.64x{tokens}x32.F32.E4M3.E4M3" for tokens in one} for one in products]
+    assert [set(loop) for loop in outcomes["w4a8-queue160-gate-up"]["wgmma"]] == heights * 2
     assert all(int(str(one["shared"])) <= 227 * 1024 for one in outcomes.values())
     assert int(str(outcomes["int8-narrow16-down"]["shared"])) <= 113 * 1024  # two programs on a multiprocessor
 

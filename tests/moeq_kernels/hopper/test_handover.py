@@ -61,6 +61,16 @@ def test_threads_that_write_for_products_set_a_fence() -> None:
         assert [one.split(" between")[0] for one in problems] == ["no fence"] * (1 - fences)
 
 
+def test_two_threads_may_not_touch_a_place_together() -> None:
+    """Of which one writes it, be it as short as can be."""
+    there = {"low": 0, "high": 4}
+    arrival, wait = Event("arrive", 1, number=1), Event("wait", 1)
+    for writer, apart in (((Event("write", **there), arrival), True), ((arrival, Event("write", **there)), False)):
+        made = Trace(((), writer, (wait, Event("read", **there))), {1: 1}, {1: 1})
+        assert (Order(made).problems == []) is apart
+        assert (explore(made) is None) is apart
+
+
 @pytest.mark.parametrize("kernel", [Int8Wide(2), Int8Narrow(8, 2), Int8Narrow(8, 3)])
 def test_the_real_code_in_every_interleaving(kernel: Any) -> None:
     """Both ways agree on the code as it is and on every mistake, also a warpgroup's that only gives stages back."""
@@ -68,7 +78,7 @@ def test_the_real_code_in_every_interleaving(kernel: Any) -> None:
         pytest.skip("the kernels that sort run in Triton's interpreter here")
     found = recorded("hopper-w8a8", SHORT, Int8Plan(kernel), 5)
     trace = next(one for one in found.traces() if one.counts)
-    assert len(trace.threads) == (5 if isinstance(kernel, Int8Wide) else 4)
+    assert len(trace.threads) == 4
     assert Order(trace).problems == []
     assert explore(trace) is None
     spoilt = dict(mutants(trace))

@@ -31,14 +31,14 @@ class W4a8Wide:
     Attributes:
         tokens: of a tile.
         stages: steps of 128 of k in shared memory.
-        promoted: sums of each step are added in float32, for which 128 tokens leave no registers.
         registers: of multiplying threads.
-        queue: work items come from a counter, and an expert's tiles are of one height (tokens: 128, 160 or 192).
+        queue: work items come from a counter, an expert's tiles are of one height (tokens: 160 or 192), and sums stay
+            in the tensor cores. Else those of each step are added in float32, for which more than 64 tokens leave no
+            registers.
     """
 
     tokens: int
     stages: int
-    promoted: bool
     registers: int = 232
     queue: bool = False
 
@@ -46,11 +46,6 @@ class W4a8Wide:
     def box(self) -> int:
         """Tokens that are copied together."""
         return 32 if self.queue else self.tokens // 4
-
-    @property
-    def grain(self) -> int:
-        """What heights of tiles are multiples of."""
-        return 32 if self.queue else self.tokens
 
 
 @dataclass(frozen=True)
@@ -63,11 +58,9 @@ class W4a8Plan:
 
 
 #: Words are decoded once for a tile, so larger ones are faster; smaller ones are more exact.
-FAST, EXACT = W4a8Wide(128, 5, promoted=False), W4a8Wide(64, 7, promoted=True)
-#: As FAST, with work from a queue; `plan_for` does not choose them before they are timed.
-QUEUED = (W4a8Wide(128, 5, promoted=False, queue=True), W4a8Wide(160, 5, promoted=False, queue=True))
-#: (tokens for an expert on average up to, kernel), tried in order.
-TABLE = ((64.0, EXACT), (float("inf"), FAST))
+EXACT, QUEUED = W4a8Wide(64, 7), W4a8Wide(160, 5, queue=True)
+#: (tokens for an expert on average up to, kernel), tried in order: on an H200 both took as long at 32 tokens.
+TABLE = ((48.0, EXACT), (float("inf"), QUEUED))
 
 
 def plan_for(problem: Problem, tokens: int) -> W4a8Plan:
@@ -78,7 +71,8 @@ def plan_for(problem: Problem, tokens: int) -> W4a8Plan:
 
 def launches(problem: Problem, piece: Piece, arena: Arena, plan: W4a8Plan) -> list[Launch]:
     """y of some tokens."""
-    return w8a8.quantised_launches(problem, piece, arena, plan, product_launch)
+    grain = plan.kernel.box if plan.kernel.queue else None
+    return w8a8.quantised_launches(problem, piece, arena, plan, product_launch, grain)
 
 
 def product_launch(
@@ -125,5 +119,5 @@ def product_launch(
         name = "hopper.w4a8.device.wide_queue:w4a8_product_wide_queue"
         arguments["queue"] = found.sorted.cleared.part(0, int(matrix is problem.w2), 1)
     else:
-        constants |= {"BOX": kernel.box, "PROMOTED": kernel.promoted}
+        constants["BOX"] = kernel.box
     return Launch(name, programs, arguments, constants, {"num_warps": 4, **problem.after})

@@ -90,15 +90,26 @@ def launches(problem: Problem, piece: Piece, arena: Arena, plan: Int8Plan) -> li
     """
     if isinstance(plan.kernel, Int8Direct):
         return direct_launches(problem, piece, arena, plan, plan.kernel)
-    return quantised_launches(problem, piece, arena, plan, product_launch)
+    grain = plan.kernel.tokens if isinstance(plan.kernel, Int8Wide) else None
+    return quantised_launches(problem, piece, arena, plan, product_launch, grain)
 
 
 def quantised_launches(
-    problem: Problem, piece: Piece, arena: Arena, plan: Any, product_launch: Callable[..., Launch]
+    problem: Problem,
+    piece: Piece,
+    arena: Arena,
+    plan: Any,
+    product_launch: Callable[..., Launch],
+    grain: int | None,
 ) -> list[Launch]:
-    """Pairs sorted and quantised, both products, the sum; `product_launch` makes a product as the one below."""
+    """Pairs sorted and quantised, both products, the sum.
+
+    Args:
+        product_launch: makes a product as the one below.
+        grain: what heights of tiles are multiples of, for kernels that take work items from a counter.
+    """
     pairs, intermediate = piece.ids.numel(), problem.intermediate
-    result, found = _quantised(problem, piece, arena, plan)
+    result, found = _quantised(problem, piece, arena, plan, grain)
     shared = plan.gate_up_splits > 1
     if quantises(problem, plan):
         activations = _rows(arena, problem.w2, pairs, intermediate)
@@ -121,9 +132,8 @@ def quantised_launches(
 
 def quantises(problem: Problem, plan: Any) -> bool:
     """Whether the gate-up product makes codes of its activations: where a program has a whole group of them."""
-    kernel = plan.kernel
     grouped = problem.w2.layout == BLOCKS and problem.w2.input_scale is None
-    return isinstance(kernel, Int8Wide) and kernel.queue and grouped
+    return isinstance(plan.kernel, Int8Wide) and grouped
 
 
 def _rows(arena: Arena, matrix: PackedMatrix, pairs: int, size: int) -> Rows:
@@ -146,15 +156,16 @@ def _signed(codes: Area) -> Area:
     return codes if codes.dtype == torch.int8 else codes.cast(torch.uint8)
 
 
-def _quantised(problem: Problem, piece: Piece, arena: Arena, plan: Int8Plan) -> tuple[list[Launch], Quantised]:
-    """Sorts pairs by expert and quantises tokens into that order."""
+def _quantised(
+    problem: Problem, piece: Piece, arena: Arena, plan: Int8Plan, grain: int | None
+) -> tuple[list[Launch], Quantised]:
+    """Sorts pairs by expert and quantises tokens into that order; `grain` as of `quantised_launches`."""
     tokens, hidden = piece.x.shape
     top_k, count, tile = problem.top_k, problem.experts, plan.kernel.tokens
     pairs = tokens * top_k
     direct = tokens == 1 and isinstance(plan.kernel, Int8Narrow)
-    queue = not isinstance(plan.kernel, Int8Narrow) and plan.kernel.queue
     rows = _rows(arena, problem.w13, pairs, hidden)
-    pairs_sorted = room(problem, arena, pairs, 1 if direct else tile, COUNTERS + count if queue else 0)
+    pairs_sorted = room(problem, arena, pairs, 1 if direct else tile, COUNTERS + count if grain else 0)
     expert_of_row = arena.take(torch.int32, pairs)
     columns = columns_of(rows, hidden)
     arguments: dict[str, Argument] = {
@@ -172,9 +183,9 @@ def _quantised(problem: Problem, piece: Piece, arena: Arena, plan: Int8Plan) -> 
     constants["MARLIN"] = marlin(problem.w13)
     options = {"num_warps": max(4, warps_for(columns)), **problem.after}
     found = Quantised(pairs_sorted, rows, expert_of_row, direct)
-    if pairs > FEW_PAIRS or queue:
-        if queue:
-            result = sort_pairs(problem, piece, arena, pairs_sorted, tile, plan.kernel.grain)
+    if pairs > FEW_PAIRS or grain:
+        if grain:
+            result = sort_pairs(problem, piece, arena, pairs_sorted, tile, grain)
         else:
             result = sort_many(problem, piece, arena, pairs_sorted, tile, tile)
         name = "hopper.w8a8.device.rows:quantise_tokens"
@@ -295,20 +306,16 @@ def product_launch(
         assert not isinstance(kernel, Int8Direct)
         name = "hopper.w8a8.device.wide:w8a8_product_wide"
         box, token_box, item = 128, 64, 128 if gated else 256
-        constants |= {"REGISTERS": kernel.registers}
-        if kernel.queue:
-            name = "hopper.w8a8.device.wide_queue:w8a8_product_wide_queue"
-            counters = found.sorted.cleared
-            arguments |= {
-                "out_scale": to.scales if isinstance(to, Rows) else None,
-                "queue": counters.part(0, 0 if gated else 1, 1),
-                "done": counters.part(0, COUNTERS, problem.experts),
-                "needed": 2 * -(-problem.intermediate // 128),  # both warpgroups of each block
-            }
-            rounded = str(problem.dtype).removeprefix("torch.") if isinstance(to, Rows) else None
-            constants |= {"FOLLOWS": not gated and quantises(problem, plan), "ROUNDED": rounded}
-        else:
-            constants["WARPGROUPS"] = kernel.warpgroups
+        counters = found.sorted.cleared
+        arguments |= {
+            "out_scale": to.scales if isinstance(to, Rows) else None,
+            "queue": counters.part(0, 0 if gated else 1, 1),
+            "done": counters.part(0, COUNTERS, problem.experts),
+            "needed": 2 * -(-problem.intermediate // 128),  # both warpgroups of each block
+        }
+        rounded = str(problem.dtype).removeprefix("torch.") if isinstance(to, Rows) else None
+        constants |= {"FOLLOWS": not gated and quantises(problem, plan), "ROUNDED": rounded}
+        constants["REGISTERS"] = kernel.registers
     blocks = -(-columns // item)
     first, second = weight_boxes(problem, matrix, box, gated)
     common = import_module("moeq_kernels.hopper.w8a8.device.common")

@@ -3,7 +3,7 @@
 With few tokens per expert the time is that of reading weights, and the narrow kernel reads them as far ahead as shared
 memory reaches; its tiles take as many tokens as an expert is likely to get, so that weights are read once. With more,
 multiplying counts, and the wide kernel does it at the larger tile. The table was measured on an H200 with int8 (see
-kernels/bench/TUNING.md); e4m3 has the same bytes and the same rate, and was not measured.
+kernels/bench/TUNING.md), the wide kernel with e4m3 as well, which has the same bytes and the same rate.
 """
 
 from __future__ import annotations
@@ -69,26 +69,16 @@ class Int8Wide:
 
     Attributes:
         stages: steps of 128 bytes of k in shared memory.
-        warpgroups: that multiply, 64 tokens each (2: with 3 there are too few registers and stages).
-        registers: of their threads; the copy warps keep 24.
-        queue: work items come from a counter, and where scales are of blocks the gate-up product quantises what it
-            makes, so that the down product of an expert begins when its activations are there.
+        registers: of multiplying threads; the copy warp keeps 24.
     """
 
     stages: int
-    warpgroups: int = 2
     registers: int = 232
-    queue: bool = False
 
     @property
     def tokens(self) -> int:
-        """Of a tile."""
-        return 64 * self.warpgroups
-
-    @property
-    def grain(self) -> int:
-        """What heights of tiles are multiples of."""
-        return self.tokens
+        """Of a tile: 64 for each of two warpgroups (with a third there are too few registers and stages)."""
+        return 128
 
     @property
     def cap(self) -> None:
@@ -110,8 +100,6 @@ class Int8Plan:
 
 Table = tuple[tuple[float, Int8Narrow | Int8Wide], ...]
 WIDE = Int8Wide(4)
-#: The same with work from a queue; no table has it before it is timed.
-QUEUED = Int8Wide(4, queue=True)
 #: (tokens per hit expert up to, kernel), tried in order.
 TABLE: Table = (
     (5.0, Int8Narrow(8, 6, resident=2)),

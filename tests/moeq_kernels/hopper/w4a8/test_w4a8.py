@@ -15,7 +15,7 @@ from bench.reference import moe, relative_error
 from moeq_kernels import KernelUnsupportedError, PackedExperts, fused_moe, interpreter, prepare
 from moeq_kernels.hopper import support
 from moeq_kernels.hopper.w4a8.fold import SPAN, folded
-from moeq_kernels.hopper.w4a8.layer import EXACT, FAST, W4a8Plan, W4a8Wide, plan_for
+from moeq_kernels.hopper.w4a8.layer import EXACT, QUEUED, W4a8Plan, W4a8Wide, plan_for
 from moeq_kernels.prepared import prepare_for
 from moeq_kernels.schedules import schedule
 from moeq_kernels.validate import epilogue_of
@@ -28,16 +28,16 @@ OAI = Recipe("marlin-mxfp4-interleaved/1", "e2m1", experts=2, hidden=192, interm
 @pytest.mark.parametrize(
     ("recipe", "kernel", "tokens"),
     [
-        (replace(PLAIN, intermediate=192, bias=True), W4a8Wide(64, 3, promoted=True), 23),
-        (PLAIN, W4a8Wide(128, 2, promoted=False), 23),
-        (OAI, W4a8Wide(64, 3, promoted=True), 23),
-        (PLAIN, W4a8Wide(160, 2, promoted=False, queue=True), 150),
-        (replace(PLAIN, bias=True), W4a8Wide(160, 2, promoted=False, queue=True), 90),
-        (OAI, W4a8Wide(128, 3, promoted=False, queue=True), 150),
+        (replace(PLAIN, intermediate=192, bias=True), W4a8Wide(64, 3), 23),
+        (OAI, W4a8Wide(64, 3), 23),
+        (PLAIN, W4a8Wide(160, 2, queue=True), 150),
+        (replace(PLAIN, bias=True), W4a8Wide(160, 2, queue=True), 90),
+        (replace(PLAIN, intermediate=192), W4a8Wide(160, 3, queue=True), 23),
+        (OAI, W4a8Wide(160, 3, queue=True), 170),
     ],
 )
 def test_the_code_as_it_is_gives_the_layer(recipe: Recipe, kernel: W4a8Wide, tokens: int) -> None:
-    """Every expert gets all tokens. From a queue 150 are a tile of 160 or of 96 and 64, 90 one of 96: two products."""
+    """Every expert gets all tokens. From a queue 150 are a tile of 160, 90 one of 96 and 170 two: two products each."""
     if not interpreter.active():
         pytest.skip("the kernels that sort run in Triton's interpreter here")
     packed, layer = make_layer(recipe)
@@ -116,7 +116,7 @@ def test_who_asks_gets_this_kernel_on_hopper(recipe: Recipe) -> None:
     layer = prepare(experts, gpu="H200", activation_dtype="fp8", **options)
     assert (layer.family, layer.reason) == ("hopper-w4a8", None)
     assert "bfloat16 as e4m3" in str(layer)
-    assert [name for name in layer.explain(300).split() if name.startswith("w4a8")] == ["w4a8_product_wide"] * 2
+    assert [name for name in layer.explain(300).split() if name.startswith("w4a8")] == ["w4a8_product_wide_queue"] * 2
     asked = experts.quantising("fp8")  # as `moeq.load_experts` gives them
     assert prepare(asked, gpu="H200", **options).family == "hopper-w4a8"
     assert prepare(asked, gpu="H200", activation_dtype="", **options).family == "hopper-w4a16"
@@ -157,5 +157,5 @@ def test_nobody_gets_this_kernel_who_did_not_ask() -> None:
     other = replace(problem.w13, layout="marlin-nvfp4/1", group_size=-1, global_scale=problem.w13.scale)
     odd = replace(problem, hidden=184, w13=other)
     assert len(list(support.w4a8_reasons(odd))) == 4
-    assert plan_for(problem, 64).kernel is EXACT
-    assert plan_for(problem, 65).kernel is FAST
+    assert plan_for(problem, 48).kernel is EXACT
+    assert plan_for(problem, 49).kernel is QUEUED

@@ -1,11 +1,12 @@
 """W8A8 layers of the Hopper kernels up to what needs a Hopper GPU: routing, quantising and launches are the real ones.
 
 Gluon has no interpreter, so the two product kernels are replaced by the product in torch, from the very arguments
-that they get: descriptors, tiles, scales, places.
+that they get: descriptors, tiles, scales, places, counters.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -44,7 +45,9 @@ class Product:
         first, second, x = first_desc, second_desc, x_desc
         splits, rows = constants.get("splits", 1), constants.get("rows", out.shape[1])
         gated, split = constants["EPILOGUE"].gated, constants.get("SPLIT", False)
-        tile = 64 * constants["WARPGROUPS"] if self.wide else constants["TOKENS"]
+        if self.wide:
+            self.count(constants, (len(tiles), blocks))
+        tile = 128 if self.wide else constants["TOKENS"]
         item = (128 if gated else 256) if self.wide else (64 if gated else 128) * constants["WARPGROUPS"]
         assert blocks == -(-columns // item)
         assert (rows, stride) == (out.shape[1], out.stride(1))
@@ -76,6 +79,14 @@ class Product:
                     out[number, some] = torch.cat(both, 1).to(torch.int32)
                 else:
                     out[number, some] = _activate(constants["EPILOGUE"], *both).to(out.dtype)
+
+    def count(self, constants: dict[str, Any], most: tuple[int, int]) -> None:
+        """Takes all items from the counter, as programs do until there are no more: each product has its own."""
+        assert constants["queue"].tolist() == [0]
+        constants["queue"] += math.prod(most)
+        # Integers are quantised by a kernel behind the gate-up product, for which the down product waits as a whole.
+        assert (constants["out_scale"], constants["ROUNDED"], constants["FOLLOWS"]) == (None, None, False)
+        assert not constants["done"].any()
 
 
 def _activate(epilogue: Epilogue, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -110,7 +121,8 @@ OAI = Epilogue("swiglu_oai", gated=True, interleaved=True, limit=7.0)
         (9, 2, Int8Plan(WIDE), True, True, OAI, 18),
         (1, 3, Int8Plan(NARROW), True, False, SILU, 16),
         (1, 2, Int8Plan(NARROW, 2, 1), False, True, OAI, 16),
-        (21, 2, Int8Plan(WIDE), False, False, SILU, 16),  # the kernels for many pairs
+        (21, 2, Int8Plan(WIDE), False, False, SILU, 16),
+        (21, 2, Int8Plan(NARROW), False, False, SILU, 16),  # the kernels for many pairs
     ],
 )
 def test_layer_equals_the_portable_kernels(
@@ -157,7 +169,7 @@ def test_codes_and_scales_are_those_of_the_portable_kernel(products: dict[str, P
         )
         arena = Arena()
         piece = Piece.whole(prepared.problem, tokens)
-        launches, found = layer._quantised(prepared.problem, piece, arena, Int8Plan(NARROW))
+        launches, found = layer._quantised(prepared.problem, piece, arena, Int8Plan(NARROW), None)
         roots = {"x": x[:tokens], "topk_ids": ids[:tokens], "workspace": torch.empty(arena.used, dtype=torch.uint8)}
         run_with_triton(launches, roots)
         rows = found.sorted.inverse.bind(roots).long()

@@ -2,7 +2,8 @@
 
 Scales are folded into the exponents of weights (`fold`), so a product of 32 rows of k is one of e4m3 numbers. A Marlin
 word of a lane has four codes of column g and four of g + 8, of k as 2 t, 2 t + 8, 2 t + 1, 2 t + 9 from one row of 16
-on. Tensor cores want four neighbours: tokens are stored in that order of k (`w8a8.device.rows`).
+on. Tensor cores want four neighbours: tokens are stored in that order of k (`w8a8.device.rows`). They keep some 14 bits
+of a sum, so those of each step of 128 are added to the others outside of them.
 """
 
 from __future__ import annotations
@@ -133,8 +134,8 @@ def _weights(w_view, s_view, stage, QUARTER: gl.constexpr, WG: gl.constexpr, TOK
 
 
 @gluon.jit
-def _multiply(given, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, PROMOTED: gl.constexpr,
-              EPILOGUE: gl.constexpr, PAIRED: gl.constexpr, DEPENDENT: gl.constexpr):
+def _multiply(given, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, EPILOGUE: gl.constexpr,
+              PAIRED: gl.constexpr, DEPENDENT: gl.constexpr):
     """A multiplying warpgroup: 128 rows of the weights, 64 of each half of a pair."""
     (
         w_buf, s_buf, x_buf, ready, empty, x_scale, factor, bias, out, tiles, num_tiles, steps, blocks, columns, stride,
@@ -158,12 +159,10 @@ def _multiply(given, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexp
             stage = it % STAGES
             mbarrier.wait(ready.index(stage), (it // STAGES) & 1)
             x = x_view.index(stage)
-            part = acc
-            if PROMOTED:
-                part = gl.zeros([128, TOKENS], gl.float32, layout)
+            part = gl.zeros([128, TOKENS], gl.float32, layout)
             one = _weights(w_view, s_view, stage, 0, WG, TOKENS)
             x1 = x.slice(0, 32, dim=1).permute((1, 0))
-            part = warpgroup_mma(one, x1, part, use_acc=not PROMOTED, is_async=True)
+            part = warpgroup_mma(one, x1, part, use_acc=False, is_async=True)
             two = _weights(w_view, s_view, stage, 1, WG, TOKENS)
             part = warpgroup_mma(two, x.slice(32, 32, dim=1).permute((1, 0)), part, is_async=True)
             three = _weights(w_view, s_view, stage, 2, WG, TOKENS)
@@ -172,7 +171,7 @@ def _multiply(given, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexp
             part = warpgroup_mma(four, x.slice(96, 32, dim=1).permute((1, 0)), part, is_async=True)
             part = warpgroup_mma_wait(0, deps=(part,))
             mbarrier.arrive(empty.index(stage), count=1)
-            acc = acc + part if PROMOTED else part
+            acc = acc + part
             it += 1
         token_scale = gl.load(x_scale + row + t, mask=row + t < end_row, other=0.0)
         acc = acc * gl.expand_dims(token_scale, 0)
@@ -189,8 +188,8 @@ def _multiply(given, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexp
 def w4a8_product_wide(
     w_desc, s_desc, x_desc, x_scale, factor, bias, out, tiles, num_tiles, steps, blocks, slabs, groups, pair_tiles,
     columns, stride, packed,
-    TOKENS: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, PROMOTED: gl.constexpr,
-    EPILOGUE: gl.constexpr, DEPENDENT: gl.constexpr,
+    TOKENS: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, EPILOGUE: gl.constexpr,
+    DEPENDENT: gl.constexpr,
 ):
     """out[row] = epilogue(x[row] @ W[expert of row].T), see `epilogue.Epilogue`.
 
@@ -204,7 +203,6 @@ def w4a8_product_wide(
         steps: of 128 of k; blocks: of 128 columns where gated and not interleaved, else of 256 packed ones.
         slabs, groups: of 16 and of 32 rows of k of an expert; pair_tiles: from a tile of 64 columns to its other half.
         BOX: tokens that are copied together; REGISTERS: of multiplying threads.
-        PROMOTED: sums of each step are added in float32; without, tensor cores keep some 14 bits of all sums.
         DEPENDENT: launched while the kernel before it still runs.
     """
     PAIRED: gl.constexpr = epilogue.gated(EPILOGUE) and not epilogue.interleaved(EPILOGUE)
@@ -228,8 +226,8 @@ def w4a8_product_wide(
     )
     gl.warp_specialize(
         [
-            (_multiply, (taken, 0, TOKENS, STAGES, PROMOTED, EPILOGUE, PAIRED, DEPENDENT)),
-            (_multiply, (taken, 1, TOKENS, STAGES, PROMOTED, EPILOGUE, PAIRED, DEPENDENT)),
+            (_multiply, (taken, 0, TOKENS, STAGES, EPILOGUE, PAIRED, DEPENDENT)),
+            (_multiply, (taken, 1, TOKENS, STAGES, EPILOGUE, PAIRED, DEPENDENT)),
             (_copy, (copied, TOKENS, BOX, STAGES, PAIRED, DEPENDENT)),
         ],
         [4, 1],

@@ -1,7 +1,7 @@
 """`wide` with work items from a queue and tiles of even heights, as the wide kernel for 16-bit activations has them.
 
 Words are decoded once for a tile, so it has more tokens (160 or 192 at most): a product of a power of two of them and
-one of the others, from the same weights in registers. Sums stay in the tensor cores.
+one of the others, from the same weights in registers. Sums stay in the tensor cores, which keep some 14 bits of them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ WORDS = gl.constexpr(2 * 2 * (8 * 512 + 4 * 64))
 
 @constexpr_function
 def boxes(tokens):
-    """Boxes of a tile's tokens: of the power of two, and of the others (one at least, so that there is a buffer)."""
+    """Boxes of a tile's tokens: of the power of two, and of the others."""
     main = wide_copies.main_height(tokens) // 32
-    return main, max(1, tokens // 32 - main)
+    return main, tokens // 32 - main
 
 
 # Argument lists of twenty names, one to a line, would hide the code.
@@ -218,16 +218,14 @@ def w4a8_product_wide_queue(
         x_desc: block `[32, 128]`.
         queue: int32 0: counts the work items taken, after the first one of each program.
         tiles: int32 `[T, 8]` of `device.routing`, of up to TOKENS tokens and of heights that are multiples of 32.
-        TOKENS: 128, 160 or 192.
+        TOKENS: 160 or 192.
     """
     PAIRED: gl.constexpr = epilogue.gated(EPILOGUE) and not epilogue.interleaved(EPILOGUE)
     COUNTS: gl.constexpr = boxes(TOKENS)
     w_buf = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 8, 2, 128], layouts.word_buffer())
     s_buf = gl.allocate_shared_memory(gl.uint8, [STAGES * 2, 4, 128], layouts.scale_buffer(8))
     x_buf = gl.allocate_shared_memory(x_desc.dtype, [STAGES * COUNTS[0], 32, STEP], bytes_common.operand())
-    x_rest = x_buf
-    if wide_copies.main_height(TOKENS) < TOKENS:
-        x_rest = gl.allocate_shared_memory(x_desc.dtype, [STAGES * COUNTS[1], 32, STEP], bytes_common.operand())
+    x_rest = gl.allocate_shared_memory(x_desc.dtype, [STAGES * COUNTS[1], 32, STEP], bytes_common.operand())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):

@@ -1,11 +1,16 @@
 """Expert products of bytes with many tokens per expert: each warpgroup multiplies 64 tokens with 256 rows of weights.
 
 At the rate of such tensor cores the L2 cache is as much a limit as they are, hence tiles as large as registers can
-hold: two warpgroups share the 256 rows that a copy warp brings in. A warpgroup without tokens only returns
-its buffers. Warpgroups may be several steps apart: while one finishes its tile the others multiply.
+hold: two warpgroups share the 256 rows that a copy warp brings in. A warpgroup without tokens only returns its
+buffers. Warpgroups may be several steps apart: while one finishes its tile the other multiplies. The copy warp takes
+work items from a counter, so that no program waits long for others at the end.
 
 Sums of e4m3 products take 128 registers for all steps and 64 for a step and half of the rows, which one warpgroup adds
 while the other multiplies.
+
+Where scales are of blocks the gate-up product quantises what it makes: a program's 128 columns of activations are a
+group of the down product's k, so no other program has to know their maximum, and the down product of an expert begins
+when that expert's activations are there. Scales of groups are read a step ahead.
 """
 
 from __future__ import annotations
@@ -22,9 +27,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moeq_kernels.hopper.compat import barrier, reinterpret, tma_load
 from moeq_kernels.hopper.device.epilogue import activate_gated, gated
+from moeq_kernels.hopper.w4a16.device import wide_copies
+from moeq_kernels.hopper.w4a16.device.common import find_tile
 from moeq_kernels.hopper.w8a8.device import common
 
 STEP = common.STEP
+#: Work items that are announced ahead.
+SLOTS = gl.constexpr(4)
+#: Activations of a group that are all smaller become zeros: the inverse of their scale could be infinite.
+LEAST = gl.constexpr(2.0**-100)
 
 
 @gluon.constexpr_function
@@ -33,63 +44,81 @@ def stored(columns):
     return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
 
 
+# Argument lists of twenty names, one to a line, would hide the code.
 # fmt: off
 @gluon.jit
-def _copy_weights(
-    given, STAGES: gl.constexpr, EPILOGUE: gl.constexpr, WARPGROUPS: gl.constexpr, DEPENDENT: gl.constexpr,
-):
-    """A copy warp: two boxes of 128 rows for each step."""
-    first_desc, second_desc, w_buf, ready, empty, tiles, num_tiles, steps, blocks = given
-    GATED: gl.constexpr = gated(EPILOGUE)
-    OWN: gl.constexpr = 128 if GATED else 256
-    if DEPENDENT and GATED:
-        gdc_wait()  # the tiles come from the kernel right before
-    it = 0
-    for index in range(gl.program_id(0), gl.load(num_tiles) * blocks, gl.num_programs(0)):
-        expert, _, _, block = common.find_item(index, tiles, blocks, 64 * WARPGROUPS)
-        for i in range(steps):
-            stage = it % STAGES
-            mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
-            bar = ready.index(stage)
-            mbarrier.expect(bar, 256 * STEP)
-            tma_load(first_desc, [expert, block * OWN, i * STEP], bar, w_buf.index(2 * stage))
-            tma_load(second_desc, [expert, block * OWN + (OWN - 128), i * STEP], bar, w_buf.index(2 * stage + 1))
-            it += 1
+def _load_weights(first_desc, second_desc, w_buf, bar, stage, expert, at, i, OWN: gl.constexpr):
+    """Starts the copies of one step's weights: two boxes of 128 rows."""
+    tma_load(first_desc, [expert, at, i * STEP], bar, w_buf.index(2 * stage))
+    tma_load(second_desc, [expert, at + (OWN - 128), i * STEP], bar, w_buf.index(2 * stage + 1))
 
 
 @gluon.jit
-def _copy_tokens(
-    given, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr, DEPENDENT: gl.constexpr,
-):
-    """A copy warp: 64 tokens for each warpgroup that has any."""
-    x_desc, x_buf, ready, empty, tiles, num_tiles, steps, blocks = given
-    if DEPENDENT:
-        gdc_wait()
+def _load_tokens(x_desc, x_buf, bar, stage, row, left, i):
+    """Starts the copies of one step's tokens: 64 for each warpgroup that has any."""
+    for w in gl.static_range(2):
+        tma_load(x_desc, [row + 64 * w, i * STEP], bar, x_buf.index(2 * stage + w), pred=left > 64 * w)
+
+
+@gluon.jit
+def _expect(bar, left):
+    """Tells a barrier how many bytes to wait for."""
+    mbarrier.expect(bar, (256 + 64) * STEP, pred=left <= 64)
+    mbarrier.expect(bar, (256 + 128) * STEP, pred=left > 64)
+
+
+@gluon.jit
+def _copy(given, STAGES: gl.constexpr, EPILOGUE: gl.constexpr, DEPENDENT: gl.constexpr, FOLLOWS: gl.constexpr):
+    """The copy warp: takes items, announces them, brings weights and tokens; its first weights before it waits."""
+    (
+        first_desc, second_desc, x_desc, w_buf, x_buf, ready, empty, info, full, free, queue, done, needed, tiles,
+        num_tiles, steps, blocks,
+    ) = given
+    OWN: gl.constexpr = 128 if gated(EPILOGUE) else 256
+    complete = -1
     it = 0
-    for index in range(gl.program_id(0), gl.load(num_tiles) * blocks, gl.num_programs(0)):
-        _, row, end_row, _ = common.find_item(index, tiles, blocks, 64 * WARPGROUPS)
+    number = 0
+    items = gl.load(num_tiles) * blocks
+    index = gl.program_id(0)
+    while index < items:
+        expert, row, end_row, block = find_tile(index, tiles, blocks)
+        count = gl.load(tiles + index // blocks * 8 + 4)
+        index = gl.num_programs(0) + gl.atomic_add(queue, 1, sem="relaxed")
         left = end_row - row
-        for i in range(steps):
+        start = 0
+        if (DEPENDENT or FOLLOWS) and it == 0:
+            start = gl.minimum(STAGES, steps)
+            for i in range(start):
+                _expect(ready.index(i), left)
+                _load_weights(first_desc, second_desc, w_buf, ready.index(i), i, expert, block * OWN, i, OWN)
+            if DEPENDENT and not FOLLOWS:
+                gdc_wait()
+            it = start
+        if FOLLOWS and expert != complete:
+            wide_copies.wait_for(done + expert, count * needed)
+            complete = expert
+        wide_copies.announce(info, full, free, number, expert, row, end_row, block, SLOTS, 1)
+        for i in range(start):
+            _load_tokens(x_desc, x_buf, ready.index(i), i, row, left, i)
+        number += 1
+        for i in range(start, steps):
             stage = it % STAGES
             mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
             bar = ready.index(stage)
-            for w in gl.static_range(WARPGROUPS):
-                is_last = (left <= 64 * (w + 1)) | (w == WARPGROUPS - 1)
-                mbarrier.expect(bar, (w + 1) * 64 * STEP, pred=is_last & ((left > 64 * w) | (w == 0)))
-            for w in gl.static_range(WARPGROUPS):
-                needed = (left > 64 * w) | (w == 0)
-                tma_load(x_desc, [row + 64 * w, i * STEP], bar, x_buf.index(stage * WARPGROUPS + w), pred=needed)
+            _expect(bar, left)
+            _load_weights(first_desc, second_desc, w_buf, bar, stage, expert, block * OWN, i, OWN)
+            _load_tokens(x_desc, x_buf, bar, stage, row, left, i)
             it += 1
+    wide_copies.announce(info, full, free, number, -1, 0, 0, 0, SLOTS, 1)
 
 
 @gluon.jit
-def _steps(acc, it, steps, w_view, x_view, ready, empty, WG: gl.constexpr, STAGES: gl.constexpr,
-           WARPGROUPS: gl.constexpr):
+def _steps(acc, it, steps, w_view, x_view, ready, empty, WG: gl.constexpr, STAGES: gl.constexpr):
     """All steps of an item; returns the sums."""
     for i in range(steps):
         stage = (it + i) % STAGES
         mbarrier.wait(ready.index(stage), ((it + i) // STAGES) & 1)
-        tokens = x_view.index(stage * WARPGROUPS + WG)
+        tokens = x_view.index(2 * stage + WG)
         acc = warpgroup_mma(tokens, w_view.index(stage).permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
         # All but the last product are done: give back the stage before this one.
@@ -112,8 +141,8 @@ def _add_half(acc, tokens, weights, scale, GROUPED: gl.constexpr):
 
 @gluon.jit
 def _float_steps(it, steps, w_view, x_view, ready, empty, x_scale, first_scale, second_scale, row, scale_stride,
-                 WG: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr):
-    """All steps of an item of e4m3 codes; returns the sums of both halves.
+                 WG: gl.constexpr, STAGES: gl.constexpr):
+    """All steps of an item of e4m3 codes, with the scales of the next step under way; returns the sums of both halves.
 
     first_scale, second_scale: pointers to the scales of the first step where scales are of groups.
     """
@@ -122,18 +151,28 @@ def _float_steps(it, steps, w_view, x_view, ready, empty, x_scale, first_scale, 
     t = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     first = gl.zeros([64, 128], gl.float32, layout)
     second = gl.zeros([64, 128], gl.float32, layout)
+    token_scale = None
+    one = None
+    two = None
+    if GROUPED:
+        token_scale = gl.load(x_scale + t)
+        one = gl.load(first_scale).to(gl.float32)
+        two = gl.load(second_scale).to(gl.float32)
     for i in range(steps):
         stage = (it + i) % STAGES
         scale = None
         other = None
         if GROUPED:
-            token_scale = gl.load(x_scale + (i * scale_stride + t))
-            scale = token_scale * gl.load(first_scale + i).to(gl.float32)
-            other = token_scale * gl.load(second_scale + i).to(gl.float32)
+            scale = token_scale * one
+            other = token_scale * two
+            after = gl.minimum(i + 1, steps - 1)
+            token_scale = gl.load(x_scale + (after * scale_stride + t))
+            one = gl.load(first_scale + after).to(gl.float32)
+            two = gl.load(second_scale + after).to(gl.float32)
         bar = ready.index(stage)
         phase = ((it + i) // STAGES) & 1
         mbarrier.wait(bar, phase)
-        tokens = x_view.index(stage * WARPGROUPS + WG)
+        tokens = x_view.index(2 * stage + WG)
         first = _add_half(first, tokens, w_view.index(2 * stage), scale, GROUPED)
         # Without these the compiler begins the other product before it adds, in registers that there are not: LLVM
         # keeps sums in front of a wait for them, and ptxas in front of a branch.
@@ -203,34 +242,66 @@ def _finish(
 
 
 @gluon.jit
-def _multiply(
-    given, WG: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr, EPILOGUE: gl.constexpr, BIAS: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+def _quantise(
+    first, second, out, out_scale, bias, expert, row, end_row, block, columns, stride, w_rows, up_row, scale_stride,
+    ROUNDED: gl.constexpr, EPILOGUE: gl.constexpr, BIAS: gl.constexpr,
 ):
-    """A multiplying warpgroup."""
+    """Activations of a group of 128 columns as e4m3 codes with a scale for each token.
+
+    They are rounded to ROUNDED before that, as `rows.requantise` reads them. Its codes are of a true division.
+    """
+    layout: gl.constexpr = common.accumulator(128)
+    n = block * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, layout))
+    t = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    inside = n < columns
+    at = expert.to(gl.int64) * w_rows + n
+    gate = _half(first, None, None, bias, at, inside, 128, BIAS, True)
+    up = _half(second, None, None, bias, at + up_row, inside, 128, BIAS, True)
+    kind: gl.constexpr = gl.float16 if ROUNDED == "float16" else gl.bfloat16
+    value = activate_gated(gate, up, EPILOGUE).to(kind).to(gl.float32)
+    value = gl.where(gl.expand_dims(inside, 0), value, 0.0)
+    top = gl.max(gl.abs(value), 1)
+    scale = gl.where(top > LEAST, top * (1.0 / 448.0), 1.0)
+    gl.store(out_scale + (block * scale_stride + t), scale, mask=t < end_row)
+    code = (value * gl.expand_dims(1.0 / scale, 1)).to(gl.float8e4nv)
+    rows: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    code = gl.convert_layout(code, rows)
+    t = gl.expand_dims(row + gl.arange(0, 64, layout=gl.SliceLayout(1, rows)), 1)
+    n = gl.expand_dims(block * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, rows)), 0)
+    gl.store(out + t.to(gl.int64) * stride + n, code, mask=(t < end_row) & (n < columns))
+
+
+@gluon.jit
+def _multiply(
+    given, WG: gl.constexpr, STAGES: gl.constexpr, EPILOGUE: gl.constexpr, BIAS: gl.constexpr, DEPENDENT: gl.constexpr,
+    FOLLOWS: gl.constexpr, ROUNDED: gl.constexpr,
+):
+    """A multiplying warpgroup. It counts its finished items of each expert where it quantises (ROUNDED)."""
     (
-        w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks, columns, stride,
-        w_rows, up_row, row_step, scale_stride,
+        w_buf, x_buf, ready, empty, info, full, free, done, x_scale, w_scale, bias, out, out_scale, steps, columns,
+        stride, w_rows, up_row, row_step, scale_stride,
     ) = given
-    GATED: gl.constexpr = gated(EPILOGUE)
     GROUPED: gl.constexpr = scale_stride is not None
+    SIGNALS: gl.constexpr = ROUNDED is not None
     INTEGERS: gl.constexpr = w_buf.dtype == gl.int8
-    OWN: gl.constexpr = 128 if GATED else 256
+    OWN: gl.constexpr = 128 if gated(EPILOGUE) else 256
     BOXES: gl.constexpr = 1 if INTEGERS else 2
     w_view = reinterpret(w_buf, w_buf.dtype, [STAGES * BOXES, 256 // BOXES, STEP], common.operand())
-    CHUNK: gl.constexpr = 64
     if DEPENDENT:
-        gdc_wait()
+        if not FOLLOWS:
+            gdc_wait()  # for scales of tokens
         if WG == 0:
             gdc_launch_dependents()
     it = 0
-    for index in range(gl.program_id(0), gl.load(num_tiles) * blocks, gl.num_programs(0)):
-        expert, row, end_row, block = common.find_item(index, tiles, blocks, 64 * WARPGROUPS)
+    number = 0
+    finished = -1
+    expert, row, end_row, block = wide_copies.next_item(info, full, free, 0, SLOTS)
+    while expert >= 0:
         row += 64 * WG
         if row < end_row:
             if INTEGERS:
                 acc = gl.zeros([64, 256], gl.int32, common.accumulator(128))
-                acc = _steps(acc, it, steps, w_view, x_buf, ready, empty, WG, STAGES, WARPGROUPS)
+                acc = _steps(acc, it, steps, w_view, x_buf, ready, empty, WG, STAGES)
                 first, second = gl.split(acc.reshape([64, 2, 128]).permute([0, 2, 1]))
             else:
                 first_scale = w_scale
@@ -241,60 +312,83 @@ def _multiply(
                     other_row = gl.minimum(block * OWN + up_row, w_rows - 1)
                     second_scale += common.step_scales(expert, other_row, w_rows, steps)
                 first, second = _float_steps(it, steps, w_view, x_buf, ready, empty, x_scale, first_scale, second_scale,
-                                             row, scale_stride, WG, STAGES, WARPGROUPS)
-            _finish(first, second, out, x_scale, w_scale, bias, expert, row, end_row, block * OWN, columns, stride,
-                    w_rows, up_row, row_step, 128, CHUNK, EPILOGUE, BIAS, GROUPED)
+                                             row, scale_stride, WG, STAGES)
+            if SIGNALS and finished >= 0:  # its stores have arrived by now
+                wide_copies.signal(done, finished)
+            if SIGNALS:
+                _quantise(first, second, out, out_scale, bias, expert, row, end_row, block, columns, stride, w_rows,
+                          up_row, scale_stride, ROUNDED, EPILOGUE, BIAS)
+            else:
+                _finish(first, second, out, x_scale, w_scale, bias, expert, row, end_row, block * OWN, columns,
+                             stride, w_rows, up_row, row_step, 128, 64, EPILOGUE, BIAS, GROUPED)
         else:
+            if SIGNALS and finished >= 0:
+                wide_copies.signal(done, finished)
             for i in range(steps):
                 stage = (it + i) % STAGES
                 mbarrier.wait(ready.index(stage), ((it + i) // STAGES) & 1)
                 mbarrier.arrive(empty.index(stage), count=1)
         it += steps
+        finished = expert
+        number += 1
+        expert, row, end_row, block = wide_copies.next_item(info, full, free, number, SLOTS)
+    if SIGNALS and finished >= 0:
+        wide_copies.signal(done, finished)
 
 
-@gluon.jit(do_not_specialize=["steps", "blocks", "up_row"])
+@gluon.jit(do_not_specialize=["steps", "blocks", "up_row", "needed"])
 def w8a8_product_wide(
-    first_desc, second_desc, x_desc, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks, columns, stride,
-    w_rows, up_row, row_step, scale_stride,
-    STAGES: gl.constexpr, WARPGROUPS: gl.constexpr, REGISTERS: gl.constexpr,
-    EPILOGUE: gl.constexpr, BIAS: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+    first_desc, second_desc, x_desc, x_scale, w_scale, bias, out, out_scale, queue, done, needed, tiles, num_tiles,
+    steps, blocks, columns, stride, w_rows, up_row, row_step, scale_stride,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr, EPILOGUE: gl.constexpr, BIAS: gl.constexpr,
+    DEPENDENT: gl.constexpr, FOLLOWS: gl.constexpr, ROUNDED: gl.constexpr,
 ):
     """out[row] = x[row] @ W[expert of row].T with scales, or the activation of its halves.
 
     Args as of `narrow.w8a8_product_narrow`, except:
         first_desc, second_desc: block `[1, 128, 128]`; x_desc: block `[64, 128]`.
         out: `[rows, columns]` with `stride`.
+        tiles: of 128 tokens, 64 for each of two warpgroups.
         w_rows, up_row: with `scale_stride` up_row is a multiple of 128 and row_step is 1.
-        WARPGROUPS: 2; a tile has 64 tokens for each.
+        queue: int32 0: counts the work items taken, after the first one of each program.
+        done: int32 `[experts]`, zeros: finished items of an expert, of both warpgroups, counted where ROUNDED.
+        needed: what `done` counts for each of an expert's tiles in the product before, waited for where FOLLOWS.
+        ROUNDED: None, or the type (bfloat16, float16) that activations are rounded to before out gets their e4m3 codes
+            and out_scale, fp32 `[blocks, ..]` with `scale_stride`, the scale of each 128 columns of a row.
     """
     gl.static_assert(x_desc.dtype == gl.int8 or x_desc.dtype == gl.float8e4nv, "wgmma takes unsigned bytes as signed")
     gl.static_assert(first_desc.dtype == x_desc.dtype and second_desc.dtype == x_desc.dtype, "codes of one type")
     w_buf = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, 1, 128, STEP], common.weight_box())
-    x_buf = gl.allocate_shared_memory(x_desc.dtype, [STAGES * WARPGROUPS, 64, STEP], common.operand())
+    x_buf = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, 64, STEP], common.operand())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=2)
-        mbarrier.init(empty.index(i), count=WARPGROUPS)
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    info = gl.allocate_shared_memory(gl.int32, [SLOTS * 4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)
     fence_async_shared()
     barrier()
-    gl.static_assert(WARPGROUPS == 2, "a partition is listed for each")
     taken = (
-        w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks, columns, stride,
-        w_rows, up_row, row_step, scale_stride,
+        w_buf, x_buf, ready, empty, info, full, free, done, x_scale, w_scale, bias, out, out_scale, steps, columns,
+        stride, w_rows, up_row, row_step, scale_stride,
     )
-    weights = (first_desc, second_desc, w_buf, ready, empty, tiles, num_tiles, steps, blocks)
-    tokens = (x_desc, x_buf, ready, empty, tiles, num_tiles, steps, blocks)
+    copied = (
+        first_desc, second_desc, x_desc, w_buf, x_buf, ready, empty, info, full, free, queue, done, needed, tiles,
+        num_tiles, steps, blocks,
+    )
     gl.warp_specialize(
         [
-            (_multiply, (taken, 0, STAGES, 2, EPILOGUE, BIAS, DEPENDENT)),
-            (_multiply, (taken, 1, STAGES, 2, EPILOGUE, BIAS, DEPENDENT)),
-            (_copy_weights, (weights, STAGES, EPILOGUE, 2, DEPENDENT)),
-            (_copy_tokens, (tokens, STAGES, 2, DEPENDENT)),
+            (_multiply, (taken, 0, STAGES, EPILOGUE, BIAS, DEPENDENT, FOLLOWS, ROUNDED)),
+            (_multiply, (taken, 1, STAGES, EPILOGUE, BIAS, DEPENDENT, FOLLOWS, ROUNDED)),
+            (_copy, (copied, STAGES, EPILOGUE, DEPENDENT, FOLLOWS)),
         ],
-        [4, 1, 1],
-        [REGISTERS, 24, 24],
+        [4, 1],
+        [REGISTERS, 24],
     )
 
 
