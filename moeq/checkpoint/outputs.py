@@ -102,8 +102,9 @@ class OutputFolder:
                     inner = os.open(folder, _FOLDER, dir_fd=fd)
                 except NotADirectoryError:
                     raise self._planted(name, f"below {folder}, which is not a folder") from None
-                os.close(fd)
-                fd = inner
+                # An interrupt in between leaves a descriptor open, which closing first would close twice.
+                fd, outer = inner, fd
+                os.close(outer)
             yield fd, last
         finally:
             os.close(fd)

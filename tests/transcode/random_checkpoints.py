@@ -296,7 +296,7 @@ def _t(array: Array) -> torch.Tensor:
 
 def write(folder: Path, drawn: Drawn) -> Checkpoint:
     """Write the checkpoint, over one file or several."""
-    draw = np.random.default_rng([drawn.seed, 7])
+    draw, floats = np.random.default_rng([drawn.seed, 7]), torch.Generator().manual_seed(drawn.seed)
     made, tensors, family = Checkpoint(drawn), {}, drawn.family
     for expert in range(2):
         for name, (n, k) in drawn.projections.items():
@@ -311,15 +311,15 @@ def write(folder: Path, drawn: Drawn) -> Checkpoint:
         tensors = _stacked(drawn, tensors)
     layer = f"{family.layers[0]}.0"
     made.beside = {
-        f"{layer}.{family.router}.weight": torch.randn(2, drawn.hidden).bfloat16(),
+        f"{layer}.{family.router}.weight": torch.randn(2, drawn.hidden, generator=floats).bfloat16(),
         f"{layer}.input_layernorm.weight": torch.ones(drawn.hidden),
-        "model.embed_tokens.weight": torch.randn(16, drawn.hidden).bfloat16(),
+        "model.embed_tokens.weight": torch.randn(16, drawn.hidden, generator=floats).bfloat16(),
         "an.extra.tensor": torch.arange(7),
         "empty": torch.empty(0, 3),
     }
     tied = bool(draw.random() < 0.5)
     if not tied:
-        made.beside["lm_head.weight"] = torch.randn(16, drawn.hidden).bfloat16()
+        made.beside["lm_head.weight"] = torch.randn(16, drawn.hidden, generator=floats).bfloat16()
     folder.mkdir()
     _save(folder, {**tensors, **made.beside}, draw)
     gpt_oss = {"num_local_experts": 2} if "gpt_oss" in family.model_types else {}
