@@ -27,6 +27,8 @@ from bench.peers.shapes import FORMATS, SHAPES, Group, floor
 
 #: Seconds for an answer, and for a process to start; compiling takes the longest.
 PATIENCE = 240.0
+#: Of what a process wrote before it ended, lines that its failure quotes.
+LAST_LINES = 6
 
 Document = dict[str, Any]
 
@@ -39,7 +41,8 @@ class Seat:
     """
 
     def __init__(self, name: str, log: Path | None, gpu: str | None = None, patience: float = PATIENCE) -> None:
-        self.name, self.log, self.gpu, self.patience = name, log, gpu, patience
+        self.name, self.gpu, self.patience = name, gpu, patience
+        self.log = None if log is None else log.with_name(f"{log.stem}-{name}{log.suffix}")
         self.versions: dict[str, str] = {}
         self.absent: str | None = None
         self.gone: str | None = "not started"
@@ -97,6 +100,8 @@ class Seat:
     def _ended(self) -> Document:
         after = f" after: {self.last_failure}" if self.last_failure else ""
         self.gone = f"its process ended (code {self.process.wait()}){after}"
+        if self.log is not None and (said := self.log.read_text(errors="replace").split("\n")[-LAST_LINES:]):
+            self.gone += "; it said: " + " / ".join(line.strip()[:300] for line in said if line.strip())
         return {"failed": self.gone}
 
     def stop(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import copy
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -13,9 +14,9 @@ from bench.cases import Quantised, Routed
 from bench.peers.contenders.base import Contender, round_up
 from bench.peers.problem import Codes, Problem
 from bench.peers.shapes import Format
-from bench.planned import run_family
-from moeq_kernels import PackedExperts, PackedMatrix, fused_moe, prepare
+from moeq_kernels import PackedExperts, PackedMatrix, PreparedLayer, fused_moe, prepare
 from moeq_kernels.formats import find_format
+from moeq_kernels.prepared import prepare_for
 from moeq_kernels.validate import epilogue_of
 
 LAYOUTS = {
@@ -34,6 +35,23 @@ LAYOUTS = {
 }
 #: Families that are never chosen unless asked for, by format.
 ASKED = {"mxfp4-fp8": "hopper-w4a8"}
+#: Tokens that a layer of these is prepared for: as many as any cell has.
+MOST_TOKENS = 32768
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The experts and what they compute.
+
+    Attributes:
+        layer: with the family that was asked for. It is made beforehand, since its scales are folded then, which a
+            graph cannot hold.
+    """
+
+    experts: PackedExperts
+    format: Format
+    family: str | None
+    layer: PreparedLayer | None
 
 
 class Ours(Contender):
@@ -44,7 +62,7 @@ class Ours(Contender):
     def __init__(self) -> None:
         self.versions = {"torch": torch.__version__, "triton": triton.__version__}
 
-    def prepare(self, problem: Problem) -> tuple[PackedExperts, Format, str | None]:
+    def prepare(self, problem: Problem) -> Weights:
         layout, fmt, shape = LAYOUTS[problem.group.format], problem.format, problem.shape
         # Only k is rounded up, and only to whole groups: the kernels take any number of rows that the layout stores.
         step = max(fmt.group_size, find_format(layout, fmt.element).k_multiple)
@@ -52,23 +70,37 @@ class Ours(Contender):
         matrices = (_packed(part, layout, problem) for part in (w13, w2.rows(0, shape.hidden)))
         experts = PackedExperts(*matrices, w13_order=fmt.order)
         here = experts.w13.weight.is_cuda and torch.cuda.get_device_capability() == (9, 0)
-        return experts, fmt, ASKED.get(problem.group.format) if here else None
+        return self._made(experts, fmt, ASKED.get(problem.group.format) if here else None, shape.hidden, shape.top_k)
 
-    def run(self, weights: tuple[PackedExperts, Format, str | None], inputs: Routed) -> Tensor:
-        experts, fmt, family = weights
-        if family is not None:
-            epilogue = epilogue_of(experts, fmt.activation, None, None, fmt.limit, False)
-            return run_family(family, inputs.x, experts, inputs.weights, inputs.ids, epilogue=epilogue)
-        options = {"activation": fmt.activation, "limit": fmt.limit}
-        return fused_moe(inputs.x, experts, inputs.weights, inputs.ids, **options)
+    @staticmethod
+    def _made(experts: PackedExperts, fmt: Format, family: str | None, hidden: int, top_k: int) -> Weights:
+        if family is None:
+            return Weights(experts, fmt, None, None)
+        x = torch.empty(0, hidden, dtype=torch.bfloat16, device=experts.w13.weight.device)
+        epilogue = epilogue_of(experts, fmt.activation, None, None, fmt.limit, False)
+        layer = prepare_for(x, experts, top_k, MOST_TOKENS, epilogue, None, family=family)
+        return Weights(experts, fmt, family, layer)
 
-    def about(self, weights: tuple[PackedExperts, Format, str | None], inputs: Routed) -> str:
-        experts, fmt, family = weights
-        if family is not None:
-            return f"{family}, asked for"
+    def duplicate(self, weights: Weights) -> Weights:
+        experts = copy.deepcopy(weights.experts)
+        if weights.layer is None:
+            return replace(weights, experts=experts)
+        problem = weights.layer.problem
+        return self._made(experts, weights.format, weights.family, problem.hidden, problem.top_k)
+
+    def run(self, weights: Weights, inputs: Routed) -> Tensor:
+        if weights.layer is not None:
+            return weights.layer(inputs.x, inputs.weights, inputs.ids)
+        options = {"activation": weights.format.activation, "limit": weights.format.limit}
+        return fused_moe(inputs.x, weights.experts, inputs.weights, inputs.ids, **options)
+
+    def about(self, weights: Weights, inputs: Routed) -> str:
+        if weights.layer is not None:
+            return f"{weights.family}, asked for"
         tokens, top_k = inputs.ids.shape
-        layer = prepare(experts, top_k=top_k, max_tokens=tokens, hidden_size=inputs.x.shape[1], dtype=inputs.x.dtype,
-                        activation=fmt.activation, limit=fmt.limit)  # fmt: skip
+        options = {"activation": weights.format.activation, "limit": weights.format.limit}
+        layer = prepare(weights.experts, top_k=top_k, max_tokens=tokens, hidden_size=inputs.x.shape[1],
+                        dtype=inputs.x.dtype, **options)  # fmt: skip
         return layer.family if layer.reason is None else f"{layer.family}: {layer.reason}"
 
 

@@ -38,6 +38,7 @@ class CutlassW4A8(Contender):
     def __init__(self) -> None:
         engine.load()
         import vllm._custom_ops as ops
+        from vllm.config import VllmConfig, set_current_vllm_config
         from vllm.model_executor.layers.fused_moe.activation import MoEActivation
         from vllm.model_executor.layers.fused_moe.experts.cutlass_moe import run_cutlass_moe_w4a8_fp8
         from vllm.model_executor.layers.fused_moe.moe_permute_unpermute import (
@@ -52,13 +53,15 @@ class CutlassW4A8(Contender):
         self.versions = {"vllm": engine.version()}
         self.call, self.ops, self.scratch = run_cutlass_moe_w4a8_fp8, ops, MoEPermuteScratch
         self.convert, self.silu = convert_to_w4a8_moe_kernel_format, MoEActivation.SILU
+        self.configured = lambda: set_current_vllm_config(VllmConfig())
 
     def prepare(self, problem: Problem) -> Weights:
         shape = problem.shape
         hidden, intermediate = round_up(shape.hidden, 256), round_up(shape.intermediate, 256)
         parts = problem.padded(hidden, intermediate)
         words = [packing.nibbles(part.codes).contiguous().view(torch.int32) for part in parts]
-        w1, w2, s1, s2, c1, c2, b1, b2 = self.convert(*words, *(part.scales.contiguous() for part in parts))
+        with self.configured():  # the quantiser of scales asks for the engine's options
+            w1, w2, s1, s2, c1, c2, b1, b2 = self.convert(*words, *(part.scales.contiguous() for part in parts))
         arguments = {
             "w1": w1,
             "w2": w2,
