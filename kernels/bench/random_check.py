@@ -182,7 +182,7 @@ def compile_planned(layers: list[PreparedLayer]) -> float:
     """Compiles what layers with plans of their own need, in parallel (`warmup` knows chosen plans only). Seconds."""
     wanted: dict[Gpu, set[Specialisation]] = {}
     for layer in layers:
-        edges = {pairs // layer.problem.top_k for pairs in (*PAIR_LIMITS, w8a8.FEW_PAIRS)} | {0, *TOKEN_LIMITS}
+        edges = {pairs // layer.problem.top_k for pairs in (*PAIR_LIMITS, w8a8.SINGLE_ROWS)} | {0, *TOKEN_LIMITS}
         for tokens in {min(layer.max_tokens, edge + more) for edge in edges for more in (0, 1)} - {0}:
             planned = schedule(layer.family, layer.problem, tokens, layer._plan)
             wanted.setdefault(layer.problem.gpu, set()).update(map(specialise, planned.launches))

@@ -97,7 +97,7 @@ def builds(family: str, problem: Problem, tokens: int) -> set[Specialisation]:
     last = min(tokens, piece_tokens(family, problem))
     edges = {0, *_ends(family, problem, last)}
     edges |= {pairs // problem.top_k for pairs in (*PAIR_LIMITS, w4a16.ROWS_COPIED * problem.experts)}
-    edges |= {*TOKEN_LIMITS, w8a8.FEW_PAIRS // problem.top_k}
+    edges |= {*TOKEN_LIMITS, w8a8.SINGLE_ROWS // problem.top_k}
     looked = {one + offset for one in edges for offset in (0, 1)}
     found: set[Specialisation] = set()
     for one in looked:

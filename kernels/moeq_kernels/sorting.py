@@ -14,11 +14,13 @@ from moeq_kernels.tuning import next_power_of_two
 #: Pairs up to which one kernel does all the routing.
 FEW_PAIRS = 4096
 #: Sizes that this kernel is compiled for: pairs that a program looks at.
-FEW_SIZES = (64, 256, 1024, FEW_PAIRS)
+FEW_SIZES = (64, 256, 512, 1024, 2048, FEW_PAIRS)
+#: Programs that list tiles: one would do, but where an expert has very many tiles.
+LISTERS = 4
 #: Pairs of a program that sorts many.
 BLOCK = 512
 #: Numbers of pairs and of tokens up to which kernels here are compiled in one way, and beyond which in another.
-PAIR_LIMITS = (*FEW_SIZES, 256, 1024)
+PAIR_LIMITS = FEW_SIZES
 TOKEN_LIMITS = (1, 63, 511)
 
 
@@ -49,6 +51,21 @@ class Sorted:
 def few_size(pairs: int) -> int:
     """Pairs that a program of the kernels for few pairs looks at."""
     return next((size for size in FEW_SIZES if pairs <= size), next_power_of_two(pairs))
+
+
+def few_warps(size: int) -> int:
+    """Warps of a program that looks at so many pairs: those that list tiles are what the others are waited for."""
+    return 16 if size > 1024 else 8 if size > 256 else 4
+
+
+def listers(problem: Problem) -> int:
+    """Programs that list tiles, where few pairs are sorted."""
+    return 1 if problem.interpret else LISTERS
+
+
+def bins_of(experts: int) -> int:
+    """Bins for pairs of so many experts; histograms of Triton have 16 at least."""
+    return next_power_of_two(max(experts, 16))
 
 
 def most_tiles(pairs: int, tile: int, experts: int) -> int:
@@ -94,19 +111,27 @@ def sort_few(
         "MOST": rows.most,
         "TILE": tile,
         "GRAIN": grain,
+        "listers": listers(problem),
     }
+    size = few_size(pairs)
+    block = 16 if size > 1024 else 8
+    if problem.interpret:  # it pays for operations, not for elements
+        block = min(256, size)
     constants = {
         "MAPPED": problem.mapped,
-        "PAIRS": few_size(pairs),
-        "BINS": next_power_of_two(count + 1),
+        "PAIRS": size,
+        "BINS": bins_of(count),
+        "ROWS": block,
         "COPY": sorted_x is not None,
         "COLUMNS": columns,
         "DEPENDENT": problem.dependent,
     }
-    # Where there are two programs for each multiprocessor, wider ones only wait for each other.
-    wide = pairs > 256 and count <= problem.gpu.multiprocessors
-    warps = (16 if pairs > 1024 else 8) if wide else 4
-    programs = (count, 1 if sorted_x is None else 1 + -(-hidden // columns))
+    # No more slices than two programs for each multiprocessor: each of them looks at all pairs.
+    blocks, slices = -(-pairs // block), 1
+    if sorted_x is not None:
+        slices = max(1, min(-(-hidden // columns), 2 * problem.gpu.multiprocessors // blocks))
+    programs = (listers(problem) + blocks, slices)
+    warps = few_warps(size)
     return [Launch("device.routing:route_few", programs, arguments, constants, {"num_warps": warps, **problem.after})]
 
 
@@ -114,7 +139,7 @@ def sort_many(problem: Problem, piece: Piece, arena: Arena, rows: Sorted, tile: 
     """Two kernels; tile, grain: tokens of a tile at most, and what heights of tiles are multiples of."""
     pairs, count = piece.ids.numel(), problem.experts
     blocks = -(-pairs // BLOCK)
-    bins = next_power_of_two(max(count, 16))
+    bins = bins_of(count)
     common = {
         "ids": piece.ids,
         "expert_map": problem.expert_map,

@@ -60,13 +60,13 @@ def test_pairs_are_sorted_by_expert_and_tokens_copied(
     cleared = torch.ones(7, dtype=torch.int32, device=device)
     ids = ids.to(device)
     given = expert_map.to(device) if expert_map is not None else None
-    bins = next_power_of_two(experts + 1 if few else experts)
+    bins = next_power_of_two(max(experts, 16))
     common = {"MAPPED": mapped, "BINS": bins, "DEPENDENT": False}
     sizes = (experts, known, most, tile, grain)
     if few:
-        routing.route_few[(experts, 3)](
+        routing.route_few[(3 + -(-pairs // 4), 3)](
             ids, given, x, sorted_x, pair_of_row, inverse, tiles, num_tiles, cleared, 7, pairs, top_k, hidden, hidden,
-            *sizes, PAIRS=next_power_of_two(max(pairs, 16)), COPY=True, COLUMNS=32, **common,
+            *sizes, 3, PAIRS=next_power_of_two(max(pairs, 16)), ROWS=4, COPY=True, COLUMNS=16, **common,
         )  # fmt: skip
     else:
         blocks = -(-pairs // 64)

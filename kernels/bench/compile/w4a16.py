@@ -175,7 +175,7 @@ def compile_routing() -> dict[str, Any]:
 
     device = import_module("moeq_kernels.device.routing")
     wanted: dict[str, tuple[int, dict[str, Any]]] = {
-        "route_few": (16, {"MAPPED": True, "PAIRS": 4096, "BINS": 256, "COPY": True, "COLUMNS": 1024}),
+        "route_few": (16, {"MAPPED": True, "PAIRS": 4096, "BINS": 256, "ROWS": 16, "COPY": True, "COLUMNS": 1024}),
         "count_pairs": (4, {"MAPPED": False, "BLOCK": 512, "BINS": 128, "expert_map": None}),
         "place_pairs": (8, {"MAPPED": True, "BLOCK": 512, "BINS": 128, "GROUP": 64}),
         "gather_rows": (4, {"ROWS": 8, "COLUMNS": 1024}),

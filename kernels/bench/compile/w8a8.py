@@ -182,6 +182,7 @@ def compile_rows() -> dict[str, Any]:
         "BINS": 256,
         "TOP_K": 8,
         "PER": 8,
+        "CHOICES": 8,
         "COLUMNS": 8192,
         "DIRECT": False,
     }

@@ -38,78 +38,85 @@ def _tiles_of(count, TILE, GRAIN):
 
 
 @triton.jit
-def _write_tiles(tiles, expert, count, start, first, TILE, GRAIN):
-    """The rows of `tiles` of one expert."""
+def _write_tiles(tiles, num_tiles, count, MOST, TILE, GRAIN, lister, listers, BINS: tl.constexpr):
+    """The list of tiles of experts with `count [BINS]` rows; each of `listers` programs writes its share."""
+    expert = tl.arange(0, BINS)
     number, height = _tiles_of(count, TILE, GRAIN)
-    for i in range(number):
-        entry = tiles + (first + i) * 8
-        tl.store(entry, expert)
-        tl.store(entry + 1, start + i * height)
-        tl.store(entry + 2, start + count)
-        tl.store(entry + 3, first)
-        tl.store(entry + 4, number)
-        tl.store(entry + 5, height)
+    end = tl.cumsum(count)
+    start = end - count
+    first = tl.cumsum(number) - number
+    used = tl.sum(number)
+    for one in range(lister, tl.max(number), listers):  # this tile of every expert that has as many
+        entry = tiles + (first + one) * 8
+        filled = one < number
+        tl.store(entry, expert, mask=filled)
+        tl.store(entry + 1, start + one * height, mask=filled)
+        tl.store(entry + 2, end, mask=filled)
+        tl.store(entry + 3, first, mask=filled)
+        tl.store(entry + 4, number, mask=filled)
+        tl.store(entry + 5, height, mask=filled)
+    for at in range(used + lister * BINS, MOST, listers * BINS):
+        unused = at + expert
+        tl.store(tiles + unused * 8, tl.full([BINS], -1, tl.int32), mask=unused < MOST)
+    if lister == 0:
+        tl.store(num_tiles, used)
 
 
 @triton.jit
-def _mark_unused(tiles, num_tiles, used, MOST, BLOCK: tl.constexpr):
-    """Ends the list of tiles."""
-    tl.store(num_tiles, used)
-    for at in range(used, MOST, BLOCK):
-        unused = at + tl.arange(0, BLOCK)
-        tl.store(tiles + unused * 8, tl.full([BLOCK], -1, tl.int32), mask=unused < MOST)
+def _count(local, EXPERTS, BINS: tl.constexpr):
+    """Pairs of each expert; a histogram costs elements x BINS / 32, so only programs that list tiles make one."""
+    return tl.histogram(tl.minimum(local, BINS - 1), BINS, local < EXPERTS)
 
 
-@triton.jit(do_not_specialize=["to_clear", "pairs", "top_k", "EXPERTS", "KNOWN", "MOST", "TILE", "GRAIN"])
+@triton.jit
+def _rows_of(local, mine, pair, PAIRS: tl.constexpr):
+    """Sorted rows of the pairs `pair` with experts `mine`: how many of all PAIRS pairs come before each."""
+    key = local * PAIRS + tl.arange(0, PAIRS)
+    own = mine * PAIRS + pair
+    return tl.sum((key[None, :] < own[:, None]).to(tl.int32), 1)
+
+
+@triton.jit(do_not_specialize=["to_clear", "pairs", "top_k", "EXPERTS", "KNOWN", "MOST", "TILE", "GRAIN", "listers"])
 def route_few(
     ids, expert_map, x, sorted_x, pair_of_row, inverse, tiles, num_tiles, cleared, to_clear, pairs, top_k, hidden,
-    stride_x, EXPERTS, KNOWN, MOST, TILE, GRAIN, MAPPED: tl.constexpr, PAIRS: tl.constexpr, BINS: tl.constexpr,
-    COPY: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
+    stride_x, EXPERTS, KNOWN, MOST, TILE, GRAIN, listers, MAPPED: tl.constexpr, PAIRS: tl.constexpr,
+    BINS: tl.constexpr, ROWS: tl.constexpr, COPY: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Everything in one kernel for up to a few thousand pairs; programs: (expert, 0 or 1 + slice of columns).
+    """Everything in one kernel for up to a few thousand pairs; programs: (listers + blocks of ROWS pairs, slices).
 
-    Each program counts all pairs for itself. Those of slices, with COPY, copy their expert's tokens (COLUMNS columns)
-    to their sorted rows; else `gather_rows` or a product has to do that. Together they also set `to_clear` integers
-    of `cleared` to zero.
+    Each program looks at all pairs for itself. The first `listers` list the tiles, the others place their pairs and,
+    with COPY, copy their tokens to their sorted rows (slices of COLUMNS columns in turns); else `gather_rows` or a
+    product has to do that. They also set `to_clear` integers of `cleared` to zero.
     """
-    expert = tl.program_id(0)
-    at = tl.arange(0, PAIRS)
+    block = tl.program_id(0) - listers
+    part = tl.program_id(1)
     if DEPENDENT:
         gdc_wait()
-    local = _local(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED)
-    mine = local == expert
-    count = tl.sum(mine.to(tl.int32))
-    start = tl.sum((local < expert).to(tl.int32))
-    row = start + tl.cumsum(mine.to(tl.int32)) - 1
+    local = _local(ids, expert_map, pairs, tl.arange(0, PAIRS), EXPERTS, KNOWN, MAPPED)
     if DEPENDENT:
         gdc_launch_dependents()
-    if tl.program_id(1) == 0:
-        tl.store(pair_of_row + row, at, mask=mine)
-        tl.store(inverse + at, row, mask=mine)
-        if expert == 0:
-            tl.store(inverse + at, tl.full([PAIRS], -1, tl.int32), mask=local == EXPERTS)
-        bins = tl.arange(0, BINS)
-        counts = tl.histogram(tl.minimum(local, BINS - 1), BINS)
-        blocks, _ = _tiles_of(counts, TILE, GRAIN)
-        first = tl.sum(tl.where(bins < expert, blocks, 0))
-        _write_tiles(tiles, expert, count, start, first, TILE, GRAIN)
-        if expert == 0:
-            _mark_unused(tiles, num_tiles, tl.sum(tl.where(bins < EXPERTS, blocks, 0)), MOST, BINS)
-    program = expert * tl.num_programs(1) + tl.program_id(1)
-    for begin in range(program * BINS, to_clear, tl.num_programs(0) * tl.num_programs(1) * BINS):
-        clear = begin + tl.arange(0, BINS)
-        tl.store(cleared + clear, tl.zeros([BINS], tl.int32), mask=clear < to_clear)
-    if COPY:
-        part = tl.program_id(1) - 1
-        if part >= 0:
-            column = part * COLUMNS + tl.arange(0, COLUMNS)
-            for begin in range(start, start + count, 8):
-                rows = begin + tl.arange(0, 8)
-                found = mine[None, :] & (row[None, :] == rows[:, None])
-                token = tl.sum(tl.where(found, at[None, :], 0), 1) // top_k
-                inside = (rows < start + count)[:, None] & (column < hidden)[None, :]
-                value = tl.load(x + token.to(tl.int64)[:, None] * stride_x + column[None, :], mask=inside)
-                tl.store(sorted_x + rows.to(tl.int64)[:, None] * hidden + column[None, :], value, mask=inside)
+    if block < 0:
+        if part == 0:
+            count = _count(local, EXPERTS, BINS)
+            _write_tiles(tiles, num_tiles, count, MOST, TILE, GRAIN, block + listers, listers, BINS)
+    else:
+        pair = block * ROWS + tl.arange(0, ROWS)
+        mine = _local(ids, expert_map, pairs, pair, EXPERTS, KNOWN, MAPPED)
+        there = mine < EXPERTS
+        row = _rows_of(local, mine, pair, PAIRS)
+        if part == 0:
+            tl.store(pair_of_row + row, pair, mask=there)
+            tl.store(inverse + pair, tl.where(there, row, -1), mask=pair < pairs)
+            for begin in range(block * 512, to_clear, (tl.num_programs(0) - listers) * 512):
+                clear = begin + tl.arange(0, 512)
+                tl.store(cleared + clear, tl.zeros([512], tl.int32), mask=clear < to_clear)
+        if COPY:
+            source = x + (pair // top_k).to(tl.int64)[:, None] * stride_x
+            target = sorted_x + row.to(tl.int64)[:, None] * hidden
+            for begin in range(part * COLUMNS, hidden, tl.num_programs(1) * COLUMNS):
+                column = (begin + tl.arange(0, COLUMNS))[None, :]
+                inside = there[:, None] & (column < hidden)
+                tl.store(target + column, tl.load(source + column, mask=inside), mask=inside)
 
 
 @triton.jit(do_not_specialize=["to_clear", "pairs", "EXPERTS", "KNOWN"])
@@ -127,8 +134,7 @@ def count_pairs(
     for begin in range(tl.program_id(0) * BINS, to_clear, tl.num_programs(0) * BINS):
         clear = begin + tl.arange(0, BINS)
         tl.store(cleared + clear, tl.zeros([BINS], tl.int32), mask=clear < to_clear)
-    found = tl.histogram(tl.minimum(local, BINS - 1), BINS, local < EXPERTS)
-    tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), found)
+    tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), _count(local, EXPERTS, BINS))
 
 
 @triton.jit(do_not_specialize=["pairs", "EXPERTS", "KNOWN", "MOST", "TILE", "GRAIN"])
@@ -160,7 +166,7 @@ def place_pairs(
     key = tl.sort(local * BLOCK + own)  # unique, so the order is stable
     expert = key // BLOCK
     position = tl.arange(0, BLOCK)
-    in_block = tl.histogram(tl.minimum(local, BINS - 1), BINS, local < EXPERTS)
+    in_block = _count(local, EXPERTS, BINS)
     offset = tl.cumsum(in_block) - in_block
     clipped = tl.minimum(expert, BINS - 1)
     row = tl.gather(base, clipped, 0) + position - tl.gather(offset, clipped, 0)
@@ -170,19 +176,7 @@ def place_pairs(
     tl.store(inverse + pair, tl.where(there, row, -1), mask=expert <= EXPERTS)
     if DEPENDENT:
         gdc_launch_dependents()
-    tiles_of, height = _tiles_of(total, TILE, GRAIN)
-    first_of = tl.cumsum(tiles_of) - tiles_of
-    for one in range(block, tl.max(tiles_of), tl.num_programs(0)):  # this tile of every expert that has as many
-        entry = tiles + (first_of + one) * 8
-        filled = one < tiles_of
-        tl.store(entry, bins, mask=filled)
-        tl.store(entry + 1, start + one * height, mask=filled)
-        tl.store(entry + 2, start + total, mask=filled)
-        tl.store(entry + 3, first_of, mask=filled)
-        tl.store(entry + 4, tiles_of, mask=filled)
-        tl.store(entry + 5, height, mask=filled)
-    if block == 0:
-        _mark_unused(tiles, num_tiles, tl.sum(tiles_of), MOST, BINS)
+    _write_tiles(tiles, num_tiles, total, MOST, TILE, GRAIN, block, tl.num_programs(0), BINS)
 
 
 @triton.jit(do_not_specialize=["pairs", "top_k"])

@@ -27,11 +27,24 @@ from moeq_kernels.hopper.w8a8.plan import (
 from moeq_kernels.launch import Argument, Launch, triton_dtype
 from moeq_kernels.problem import Piece, Problem
 from moeq_kernels.records import PackedMatrix
-from moeq_kernels.sorting import Sorted, few_size, kept_dtype, most_tiles, room, sort_many, sort_pairs, sum_parts
+from moeq_kernels.sorting import (
+    FEW_PAIRS,
+    Sorted,
+    bins_of,
+    few_size,
+    few_warps,
+    kept_dtype,
+    listers,
+    most_tiles,
+    room,
+    sort_many,
+    sort_pairs,
+    sum_parts,
+)
 from moeq_kernels.tuning import next_power_of_two
 
-#: Pairs up to which one kernel does all the routing.
-FEW_PAIRS = 2048
+#: Pairs up to which a program quantises one row of activations.
+SINGLE_ROWS = 2048
 #: Pairs up to which expert outputs are kept in float32 until they are summed.
 EXACT_PAIRS = 1024
 #: Counters of kernels that take work items from a queue: one for each product, then one for each expert.
@@ -203,10 +216,13 @@ def _quantised(
         "KNOWN": problem.known,
         "MOST": pairs_sorted.most,
         "TILE": tile,
+        "listers": listers(problem),
     }
-    constants |= {"PAIRS": few_size(pairs), "PER": per, "DIRECT": direct, "MAPPED": problem.mapped}
-    constants |= {"BINS": next_power_of_two(count + 1)}
-    programs = (pairs // per if direct else count + pairs // per,)
+    size = few_size(pairs)
+    constants |= {"PAIRS": size, "BINS": bins_of(count), "DIRECT": direct, "MAPPED": problem.mapped}
+    constants |= {"PER": per, "CHOICES": next_power_of_two(per)}
+    options["num_warps"] = max(options["num_warps"], 1 if direct else few_warps(size))
+    programs = (pairs // per if direct else listers(problem) + pairs // per,)
     return [Launch("hopper.w8a8.device.rows:route_quantised", programs, arguments, constants, options)], found
 
 
@@ -266,8 +282,8 @@ def _requantised(
         name = "hopper.w8a8.device.rows:activate_quantised"
         return Launch(name, (pairs,), arguments, constants, {"num_warps": warps, **problem.after}), rows
     # What counts with many rows is how many a multiprocessor has under way.
-    block = max(1, 1024 // columns) if pairs > FEW_PAIRS else 1
-    warps = max(1, columns // 1024) if pairs > FEW_PAIRS else warps
+    block = max(1, 1024 // columns) if pairs > SINGLE_ROWS else 1
+    warps = max(1, columns // 1024) if pairs > SINGLE_ROWS else warps
     arguments |= {"middle": middle, "pairs": pairs}
     constants |= {"ROWS": block}
     name = "hopper.w8a8.device.rows:requantise"

@@ -130,6 +130,7 @@ def test_layer_equals_the_portable_kernels(
     mapped: bool, bias: bool, epilogue: Epilogue, few: int,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(layer, "FEW_PAIRS", few)
+    monkeypatch.setattr(layer, "SINGLE_ROWS", few)
     limit, order = epilogue.limit or None, "gate-up" if epilogue is SILU else "interleaved"
     recipe = Recipe("int8-w8a8/1", "int8", experts=4, hidden=352, intermediate=304, bias=bias,
                     activation=epilogue.activation, order=order, limit=limit)  # fmt: skip

@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moeq_kernels.device.activations import activate_gated
 from moeq_kernels.device.numerics import float_to_e4m3, round_half_even, round_to
-from moeq_kernels.device.routing import _local, _mark_unused, _write_tiles
+from moeq_kernels.device.routing import _count, _local, _rows_of, _write_tiles
 
 
 @triton.jit
@@ -55,19 +55,21 @@ def _store_scale(scales, row, scale, there, columns, scale_stride, COLUMNS: tl.c
         tl.store(scales + row, scale, mask=there)
 
 
-@triton.jit(do_not_specialize=["pairs", "EXPERTS", "KNOWN", "MOST", "TILE"])
+@triton.jit(do_not_specialize=["pairs", "EXPERTS", "KNOWN", "MOST", "TILE", "listers"])
 def route_quantised(
     ids, expert_map, x, static_scale, codes, scales, inverse, expert_of_row, tiles, num_tiles, pairs, hidden, stride_x,
-    stride_q, scale_stride, EXPERTS, KNOWN, MOST, TILE, MAPPED: tl.constexpr, PAIRS: tl.constexpr, BINS: tl.constexpr,
-    TOP_K: tl.constexpr, PER: tl.constexpr, COLUMNS: tl.constexpr, DIRECT: tl.constexpr, DEPENDENT: tl.constexpr,
+    stride_q, scale_stride, EXPERTS, KNOWN, MOST, TILE, listers, MAPPED: tl.constexpr, PAIRS: tl.constexpr,
+    BINS: tl.constexpr, TOP_K: tl.constexpr, PER: tl.constexpr, CHOICES: tl.constexpr, COLUMNS: tl.constexpr,
+    DIRECT: tl.constexpr, DEPENDENT: tl.constexpr,
     MARLIN: tl.constexpr,
 ):  # fmt: skip
-    """Everything before the products, in one kernel, for up to a thousand or so pairs.
+    """Everything before the products, in one kernel, for up to a few thousand pairs.
 
-    The first EXPERTS programs list the tiles of an expert each, the others take PER pairs of a token: they write its
-    codes and scale to the sorted rows of these, `inverse` and `expert_of_row`. Every program counts all pairs itself.
-    DIRECT: pairs stay in their order, no tiles are listed and there are no programs for experts.
-    See `device.routing` for the terms; PER divides TOP_K, COLUMNS is at least `hidden`.
+    The first `listers` programs list the tiles, the others take PER pairs of a token: they write its codes and scale
+    to the sorted rows of these, `inverse` and `expert_of_row`. Every program looks at all pairs itself.
+    DIRECT: pairs stay in their order, no tiles are listed and there are no programs that list them.
+    See `device.routing` for the terms; PER divides TOP_K, CHOICES is the power of two from PER on, COLUMNS is at least
+    `hidden`.
     """
     at = tl.arange(0, PAIRS)
     if DEPENDENT:
@@ -76,42 +78,33 @@ def route_quantised(
         gdc_launch_dependents()
     group = tl.program_id(0)
     if not DIRECT:
-        group -= EXPERTS
+        group -= listers
     if group < 0:
-        expert = tl.program_id(0)
         local = _local(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED)
-        bins = tl.arange(0, BINS)
-        counts = tl.histogram(tl.minimum(local, BINS - 1), BINS)
-        blocks = (counts + TILE - 1) // TILE
-        first = tl.sum(tl.where(bins < expert, blocks, 0))
-        count = tl.sum((local == expert).to(tl.int32))
-        start = tl.sum((local < expert).to(tl.int32))
-        _write_tiles(tiles, expert, count, start, first, TILE, TILE)
-        if expert == 0:
-            _mark_unused(tiles, num_tiles, tl.sum(tl.where(bins < EXPERTS, blocks, 0)), MOST, BINS)
+        count = _count(local, EXPERTS, BINS)
+        _write_tiles(tiles, num_tiles, count, MOST, TILE, TILE, group + listers, listers, BINS)
     else:
         column = tl.arange(0, COLUMNS)
         token = group // (TOP_K // PER)
         source = x + token.to(tl.int64) * stride_x + column
         value = tl.load(source, mask=column < hidden, other=0.0).to(tl.float32)
-        local = at
+        choice = tl.arange(0, CHOICES)
+        pair = group * PER + choice
+        mine = _local(ids, expert_map, pairs, pair, EXPERTS, KNOWN, MAPPED)
+        there = (mine < EXPERTS) & (choice < PER)
+        row = pair
         if not DIRECT:
             local = _local(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED)
+            row = _rows_of(local, mine, pair, PAIRS)
         code, scale = _quantised(value, static_scale, codes, scale_stride, MARLIN)
+        tl.store(expert_of_row + row, tl.where(there, mine, 0), mask=(choice < PER) if DIRECT else there)
+        row = tl.where(there, row, -1)
+        tl.store(inverse + pair, row, mask=choice < PER)
         for i in tl.static_range(PER):
-            pair = group * PER + i
-            mine = _local(ids, expert_map, pairs, pair, EXPERTS, KNOWN, MAPPED)
-            there = mine < EXPERTS
-            row = pair
-            if DIRECT:
-                tl.store(expert_of_row + row, tl.where(there, mine, 0))
-            else:
-                row = tl.sum(((local < mine) | ((local == mine) & (at < pair))).to(tl.int32))
-                tl.store(expert_of_row + row, mine, mask=there)
-            tl.store(inverse + pair, tl.where(there, row, -1))
-            _store_scale(scales, row, scale, there, hidden, scale_stride, COLUMNS)
-            target = codes + row.to(tl.int64) * stride_q + column
-            tl.store(target, code, mask=(column < hidden) & there)
+            to = tl.max(tl.where(choice == i, row, -1))
+            _store_scale(scales, to, scale, to >= 0, hidden, scale_stride, COLUMNS)
+            target = codes + to.to(tl.int64) * stride_q + column
+            tl.store(target, code, mask=(column < hidden) & (to >= 0))
 
 
 @triton.jit
