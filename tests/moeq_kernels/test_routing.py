@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
 
+from bench import routing_bench
 from moeq_kernels import interpreter
 from moeq_kernels.device import routing
+from moeq_kernels.launch import run_with_triton
 from moeq_kernels.tuning import next_power_of_two
 
 GARBAGE = 2**31 - 1
@@ -149,3 +152,46 @@ def test_results_in_sixteen_bits_are_read_again(device: torch.device) -> None:
     torch.testing.assert_close(y[0, :10].cpu(), wanted, rtol=2.0**-9, atol=1e-18)
     assert torch.equal(y[0, :4].cpu(), values[:4])  # exact where 8 bits of a fraction are enough
     assert y[0, 10].isnan()
+
+
+def _cases(number: int) -> list[tuple[int, int, int, int, int, int | None, bool, int]]:
+    """Random experts, choices, tokens, tile, grain, experts that ids name (None: no map), sizes of a GPU, seed."""
+    found = []
+    for seed in range(number):
+        rng = random.Random(seed)
+        experts = rng.choice([1, 2, 3, 7, 16, 17, 64, 127, 128, 129, 256, 384, 512, 1000, 1024])
+        top_k = rng.choice([1, 2, 3, 6, 8, 10, 17, 32])
+        on_gpu = rng.random() < 0.6
+        pairs = rng.choice([1, 20, 64, 65, 200, 256, 500]) if on_gpu else rng.choice([64, 700, 1030, 2500, 4096])
+        grain = rng.choice([1, 4, 8, 16])
+        tile = grain * rng.choice([1, 2, 3, 8])
+        known = rng.choice([None, None, 2 * experts, experts // 2 + 1])
+        found.append((experts, top_k, max(1, pairs // top_k), tile, grain, known, on_gpu, seed))
+    return found
+
+
+@pytest.mark.parametrize("kind", routing_bench.KINDS)
+@pytest.mark.parametrize(("experts", "top_k", "tokens", "tile", "grain", "known", "on_gpu", "seed"), _cases(14))
+def test_random_pairs_are_routed_as_by_numpy(
+    device: torch.device, kind: str, experts: int, top_k: int, tokens: int, tile: int, grain: int, known: int | None,
+    on_gpu: bool, seed: int,
+) -> None:  # fmt: skip
+    """Ids of no expert, experts without pairs, and experts with nearly all of them are among these."""
+    quantised = kind.startswith("quantised")
+    tokens = max(tokens, 2)  # nothing sorts the pairs of one token before int8 products: see the tests of the layer
+    tile, grain = (1 << (tile - 1).bit_length(), 0) if quantised else (tile, grain)
+    problem = routing_bench.problem_of(experts, top_k, 40, known=known, interpret=not on_gpu)
+    generator = torch.Generator().manual_seed(seed)
+    named = problem.known
+    ids = torch.randint(-1, named + 1, (tokens, top_k), generator=generator, dtype=torch.int32)
+    if seed % 3 == 0:
+        ids = torch.where(torch.rand(tokens, top_k, generator=generator) < 0.9, named // 2, ids)
+    planned = routing_bench.plan(kind, problem, tokens, tile, grain, copy=kind == "few")
+    roots = routing_bench.roots_of(planned, problem, ids.int().to(device), seed)
+    if known is not None:
+        places = torch.randperm(max(named, experts), generator=generator)[:named]
+        given = torch.where(places < experts, places, -1).int()
+        given[places == 0] = experts + 3  # beyond the last one: none that is here
+        roots["expert_map"] = given.to(device)
+    run_with_triton(planned.schedule.launches, roots)
+    assert routing_bench.differences(planned, roots, problem, tile, grain or None) == []
