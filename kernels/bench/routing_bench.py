@@ -70,8 +70,8 @@ class Planned:
 
 
 def problem_of(
-    experts: int, top_k: int, hidden: int, *, known: int | None = None, gpu: Gpu = GPUS["H200"], interpret: bool = False,
-    dependent: bool = False,
+    experts: int, top_k: int, hidden: int, *, known: int | None = None, gpu: Gpu = GPUS["H200"],
+    interpret: bool = False, dependent: bool = False,
 ) -> Problem:  # fmt: skip
     """A W8A8 layer without weights; `known`: experts that ids name, through a map."""
     weight = torch.empty(experts, 0, dtype=torch.int8, device="meta")
@@ -109,7 +109,8 @@ def expected_tiles(local: np.ndarray[Any, Any], experts: int, tile: int, grain: 
     start = 0
     for expert, count in enumerate(np.bincount(local[local >= 0], minlength=experts).tolist()):
         fewest = max(1, -(-count // tile))
-        height = max(1, -(-(-(-count // fewest)) // grain)) * grain
+        even = -(-count // fewest)
+        height = max(1, -(-even // grain)) * grain
         number, first = -(-count // height), len(rows)
         rows += [(expert, start + i * height, start + count, first, number, height) for i in range(number)]
         start += count
