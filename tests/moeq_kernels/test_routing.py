@@ -195,3 +195,13 @@ def test_random_pairs_are_routed_as_by_numpy(
         roots["expert_map"] = given.to(device)
     run_with_triton(planned.schedule.launches, roots)
     assert routing_bench.differences(planned, roots, problem, tile, grain or None) == []
+
+
+def test_the_benchmark_plans_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["routing_bench.py", "--dry-run", "--tokens", "128"])
+    assert routing_bench.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(routing_bench.LAYERS) * len(routing_bench.KINDS)
+    # One wave of an H200's 132 multiprocessors: four programs list tiles, each other one takes 16 pairs or a token.
+    assert "E=512 k=10 H=2048 M= 128 few            route_few[84, 1] of 672 tiles" in lines
+    assert "E=512 k=10 H=2048 M= 128 quantised      route_quantised[132] of 672 tiles" in lines
