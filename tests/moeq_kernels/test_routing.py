@@ -162,7 +162,7 @@ def _cases(number: int) -> list[tuple[int, int, int, int, int, int | None, bool,
         experts = rng.choice([1, 2, 3, 7, 16, 17, 64, 127, 128, 129, 256, 384, 512, 1000, 1024])
         top_k = rng.choice([1, 2, 3, 6, 8, 10, 17, 32])
         on_gpu = rng.random() < 0.6
-        pairs = rng.choice([1, 20, 64, 65, 200, 256, 500]) if on_gpu else rng.choice([64, 700, 1030, 2500, 4096])
+        pairs = rng.choice([1, 20, 64, 65, 200, 256, 500]) if on_gpu else rng.choice([64, 700, 1030, 2100])
         grain = rng.choice([1, 4, 8, 16])
         tile = grain * rng.choice([1, 2, 3, 8])
         known = rng.choice([None, None, 2 * experts, experts // 2 + 1])
@@ -171,7 +171,7 @@ def _cases(number: int) -> list[tuple[int, int, int, int, int, int | None, bool,
 
 
 @pytest.mark.parametrize("kind", routing_bench.KINDS)
-@pytest.mark.parametrize(("experts", "top_k", "tokens", "tile", "grain", "known", "on_gpu", "seed"), _cases(14))
+@pytest.mark.parametrize(("experts", "top_k", "tokens", "tile", "grain", "known", "on_gpu", "seed"), _cases(10))
 def test_random_pairs_are_routed_as_by_numpy(
     device: torch.device, kind: str, experts: int, top_k: int, tokens: int, tile: int, grain: int, known: int | None,
     on_gpu: bool, seed: int,
