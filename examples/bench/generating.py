@@ -11,8 +11,9 @@ import pickle
 import re
 import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,55 +65,68 @@ def generate(
         more: further arguments of the engine.
     """
     import torch
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.engine.llm_engine import LLMEngine
 
     config = json.loads((folder / "config.json").read_text())
-    vocabulary = config["vocab_size"]
     latent = "kv_lora_rank" in config and torch.cuda.is_available()  # such attention has a backend of its own there
-    arguments = EngineArgs(
-        model=str(folder),
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        enforce_eager=not graphs,
-        max_model_len=64,
-        max_num_seqs=4,
-        max_logprobs=vocabulary,
-        gpu_memory_utilization=0.2,
-        kv_cache_memory_bytes=1 << 28,
-        **({"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}} if graphs else {}),
-        **{"attention_backend": "TRITON_MLA" if latent else "TRITON_ATTN", **more},
+    quick = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}} if graphs else {}
+    attention = "TRITON_MLA" if latent else "TRITON_ATTN"
+    return said(
+        start(folder, **{"enforce_eager": not graphs, **quick, "attention_backend": attention, **more}), prompts, new
     )
-    engine = LLMEngine.from_engine_args(arguments)
-    wanted = SamplingParams(
-        temperature=0,
-        max_tokens=new,
-        prompt_logprobs=vocabulary,
-        logprobs=vocabulary,
-        detokenize=False,
-        ignore_eos=True,
-    )
-    for number, prompt in enumerate(prompts):
-        engine.add_request(str(number), {"prompt_token_ids": list(prompt)}, wanted)
-    found: dict[str, Any] = {}
-    while engine.has_unfinished_requests():
-        found |= {output.request_id: output for output in engine.step()}
+
+
+def start(folder: Path, **more: Any) -> Any:
+    """An `LLMEngine` on a folder, small. `more`: arguments of the engine beside or instead of those."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    usual = {
+        "model": str(folder),
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "max_model_len": 64,
+        "max_num_seqs": 4,
+        "max_logprobs": json.loads((folder / "config.json").read_text())["vocab_size"],
+        "gpu_memory_utilization": 0.2,
+        "kv_cache_memory_bytes": 1 << 28,
+    }
+    return LLMEngine.from_engine_args(EngineArgs(**{**usual, **more}))
+
+
+def said(engine: Any, prompts: Sequence[Sequence[int]], new: int, lora: Any = None) -> list[Generated]:
+    """What an engine makes of prompts that it gets together. `lora`: the engine's request for an adapter."""
+    import torch
+
+    vocabulary = engine.model_config.max_logprobs
+    found = outputs(engine, prompts, new, lora, logprobs=vocabulary, prompt_logprobs=vocabulary)
 
     def rows(places: Any) -> Tensor:
         return torch.tensor([[place[token].logprob for token in range(vocabulary)] for place in places])
 
     return [
         Generated(list(output.outputs[0].token_ids), rows(output.prompt_logprobs[1:]), rows(output.outputs[0].logprobs))
-        for output in (found[str(number)] for number in range(len(prompts)))
+        for output in found
     ]
+
+
+def outputs(engine: Any, prompts: Sequence[Sequence[int]], new: int, lora: Any = None, **wanted: int) -> list[Any]:
+    """The engine's records of its answers, one for each prompt. `wanted`: which log-probabilities come with them."""
+    from vllm.sampling_params import SamplingParams
+
+    asked = SamplingParams(temperature=0, max_tokens=new, detokenize=False, ignore_eos=True, **wanted)
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), {"prompt_token_ids": list(prompt)}, asked, lora_request=lora)
+    found: dict[str, Any] = {}
+    while engine.has_unfinished_requests():
+        found |= {output.request_id: output for output in engine.step()}
+    return [found[str(number)] for number in range(len(prompts))]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of an engine: what it generated, or why it did not start; what of that the log says."""
+    """What came of a process: what an engine generated, or why it did not start; what of that the log says."""
 
-    found: list[Generated] | None
+    found: Any
     refused: str = ""
     log: str = ""
 
@@ -131,29 +145,50 @@ class Engines:
 
     def ask(self, folder: Path, prompts: Sequence[Sequence[int]], new: int, **arguments: Any) -> Answer:
         """Start, `generate`, end."""
+        return self.run(partial(generate, folder, prompts, new, **arguments))
+
+    def run(
+        self,
+        work: Callable[[], Any],
+        *,
+        limit: float | None = None,
+        environment: Mapping[str, str] | None = None,
+        anew: bool = False,
+    ) -> Answer:
+        """What `work` returns in a process of its own.
+
+        Args:
+            work: a function that can be pickled.
+            limit: seconds after which the process is ended [none].
+            environment: variables of that process.
+            anew: it imports vLLM itself, which reads some variables while it is imported.
+        """
+        context = multiprocessing.get_context("spawn") if anew else self.context
         with tempfile.NamedTemporaryFile("w+", errors="replace") as log:
-            receiver, sender = self.context.Pipe(duplex=False)
-            given = (folder, prompts, new, arguments, log.name, sender)
-            process = self.context.Process(target=_answer, args=given)
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_answer, args=(work, dict(environment or {}), log.name, sender))
             process.start()
             sender.close()
             try:
-                answer: Answer = pickle.loads(receiver.recv_bytes())
+                if receiver.poll(limit):
+                    answer: Answer = pickle.loads(receiver.recv_bytes())
+                else:
+                    process.kill()
+                    answer = Answer(None, f"no answer in {limit:.0f} s")
             except EOFError:
                 answer = Answer(None, "the process ended without an answer")
             process.join()
-            return Answer(answer.found, answer.refused, log.read()[-20_000:])
+            return Answer(answer.found, answer.refused, log.read()[-50_000:])
 
 
-def _answer(
-    folder: Path, prompts: Sequence[Sequence[int]], new: int, arguments: dict[str, Any], log: str, sender: Any
-) -> None:
-    """In a process of its own: an engine on a folder."""
+def _answer(work: Callable[[], Any], environment: dict[str, str], log: str, sender: Any) -> None:
+    """In a process of its own."""
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    os.environ |= environment
     try:
-        answer = Answer(generate(folder, prompts, new, **arguments))
+        answer = Answer(work())
     except Exception as error:  # noqa: BLE001 - whatever an engine refuses with is the answer
         traceback.print_exc()
         answer = Answer(None, f"{type(error).__name__}: {error}")

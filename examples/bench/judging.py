@@ -125,7 +125,7 @@ def compare(
         activations: the kernels of the result quantise activations otherwise than those of the source, or at all.
     """
     figures = {
-        **({} if source is None else _beside(source, result) | {"source_error": known.error(source)}),
+        **({} if source is None else beside(source, result) | {"source_error": known.error(source)}),
         "result_error": known.error(result),
         "bf16_error": known.bf16,
         "experts": known.experts,
@@ -145,7 +145,7 @@ def compare(
     return {"answer": answer, **{key: _short(value) for key, value in figures.items()}}
 
 
-def _beside(source: list[Generated], result: list[Generated]) -> dict[str, float]:
+def beside(source: list[Generated], result: list[Generated]) -> dict[str, float]:
     """How far two answers are apart: tokens in all places, log-probabilities where both saw the same tokens before."""
     import torch
 

@@ -51,7 +51,7 @@ class ConvertedExperts:
         self.module = module
         self.entry = entry
         self.activation = find_activation(module, entry)
-        self._prepared: tuple[Any, PreparedLayer] | None = None
+        self._prepared: tuple[Any, int, PreparedLayer] | None = None
         more = {name for name, _ in module.named_parameters()} - STACKS
         if more or getattr(module, "has_post_expert_norm", False):
             raise MoeqError(
@@ -76,11 +76,19 @@ class ConvertedExperts:
 
     def _fused(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         tokens, hidden = x.shape
-        key = (x.device, x.dtype, hidden, ids.shape[1], self.module.w13_weight.data_ptr())
-        if self._prepared is None or self._prepared[0] != key or self._prepared[1].max_tokens < tokens:
-            self._prepared = (key, self._prepare(x, ids.shape[1]))
-        return self._prepared[1](x, weights, ids)
+        key = (x.device, x.dtype, hidden, ids.shape[1])
+        made = self._prepared
+        if made is None or made[0] != key or made[2].max_tokens < tokens or self._moved(made[1]):
+            made = self._prepared = (key, self.module.w13_weight.data_ptr(), self._prepare(x, ids.shape[1]))
+        return made[2](x, weights, ids)
 
+    def _moved(self, address: int) -> bool:
+        """Whether the weights are elsewhere now. Not asked in a compiled program, which cannot be traced through a
+        comparison of addresses; what it calls holds on to the weights that it was prepared with.
+        """
+        return not torch.compiler.is_compiling() and bool(self.module.w13_weight.data_ptr() != address)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _prepare(self, x: Tensor, top_k: int) -> PreparedLayer:
         """For calls of twice as many tokens, and for those of a few thousand at least."""
         from moeq_kernels import prepare
