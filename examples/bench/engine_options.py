@@ -39,7 +39,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -201,9 +201,10 @@ def run_engine(
     if option.adapter:
         from vllm.lora.request import LoRARequest
 
-        without = said(engine, prompts, NEW)
+        without = said(engine, prompts, NEW, whole=False)
         lora = LoRARequest("adapter", 1, str(adapter))
-    found = said(engine, prompts, NEW, lora)
+    # Where adapters are allowed the engine has logits of the last tokens only (0.32.0 on a CPU).
+    found = said(engine, prompts, NEW, lora, whole=not option.adapter)
     if lora is not None:
         facts["moved by the adapter"] = beside(without, found)
     if option.sleeps:
@@ -305,7 +306,7 @@ def judge(rows: dict[str, dict[str, Any]], said: Mapping[Job, list[Generated]], 
             kin["plain"] = Job(job.checkpoint, "plain", job.kernels)
             kin |= {f"same option: {kernels}": Job(job.checkpoint, job.option, kernels) for kernels in RUNS}
         row["beside"] = {
-            name: {key: float(f"{value:.3g}") for key, value in beside(said[other], found).items()}
+            name: {key: float(f"{value:.3g}") for key, value in beside(*alike(said[other], found)).items()}
             for name, other in kin.items()
             if other in said and other != job
         }
@@ -314,7 +315,8 @@ def judge(rows: dict[str, dict[str, Any]], said: Mapping[Job, list[Generated]], 
         else:
             row["rounding"] = float(f"{model.known.bf16:.3g}")
             row["without experts"] = float(f"{model.known.experts:.3g}")
-            row["error"] = float(f"{model.known.error(found):.3g}")
+            if all(len(one.prompt) == len(prompt) - 1 for one, prompt in zip(found, model.prompts, strict=True)):
+                row["error"] = float(f"{model.known.error(found):.3g}")
             allowed = FACTOR * model.known.bf16
         changed = job.kernels != "transformers" and OPTIONS[job.option].changes
         order = (
@@ -332,6 +334,13 @@ def judge(rows: dict[str, dict[str, Any]], said: Mapping[Job, list[Generated]], 
             if name.endswith("source") and source and engine:  # it may quantise activations otherwise
                 allowed = max(allowed, FACTOR * beside(source, engine)["apart"])
             row["compared with"], row["answer"] = name, answer_of(row["beside"][name], allowed)
+
+
+def alike(one: list[Generated], other: list[Generated]) -> tuple[list[Generated], list[Generated]]:
+    """Both without the log-probabilities of the prompts where one has none."""
+    if [len(a.prompt) for a in one] == [len(b.prompt) for b in other]:
+        return one, other
+    return tuple([replace(a, prompt=a.prompt[:0]) for a in answers] for answers in (one, other))  # type: ignore[return-value]
 
 
 def answer_of(figures: Mapping[str, float], allowed: float) -> str:

@@ -93,19 +93,34 @@ def start(folder: Path, **more: Any) -> Any:
     return LLMEngine.from_engine_args(EngineArgs(**{**usual, **more}))
 
 
-def said(engine: Any, prompts: Sequence[Sequence[int]], new: int, lora: Any = None) -> list[Generated]:
-    """What an engine makes of prompts that it gets together. `lora`: the engine's request for an adapter."""
+def said(
+    engine: Any, prompts: Sequence[Sequence[int]], new: int, lora: Any = None, *, whole: bool = True
+) -> list[Generated]:
+    """What an engine makes of prompts that it gets together.
+
+    Args:
+        engine: as `start` returns it.
+        prompts: token ids.
+        new: tokens to generate after each.
+        lora: the engine's request for an adapter.
+        whole: also the log-probabilities of the prompts, which are empty otherwise.
+    """
     import torch
 
     vocabulary = engine.model_config.max_logprobs
-    found = outputs(engine, prompts, new, lora, logprobs=vocabulary, prompt_logprobs=vocabulary)
+    wanted = {"logprobs": vocabulary} | ({"prompt_logprobs": vocabulary} if whole else {})
 
     def rows(places: Any) -> Tensor:
-        return torch.tensor([[place[token].logprob for token in range(vocabulary)] for place in places])
+        found = [[place[token].logprob for token in range(vocabulary)] for place in places]
+        return torch.tensor(found).reshape(-1, vocabulary)
 
     return [
-        Generated(list(output.outputs[0].token_ids), rows(output.prompt_logprobs[1:]), rows(output.outputs[0].logprobs))
-        for output in found
+        Generated(
+            list(output.outputs[0].token_ids),
+            rows(output.prompt_logprobs[1:] if whole else ()),
+            rows(output.outputs[0].logprobs),
+        )
+        for output in outputs(engine, prompts, new, lora, **wanted)
     ]
 
 
