@@ -1,6 +1,6 @@
 """What the engine's own options do with converted experts: whole models, each option in a process of its own.
 
-    python examples/bench/engine_options.py --out options.json [--at-once 12] [--seconds 140] [--only "qwen3-int4: lora"]
+    python examples/bench/engine_options.py --out options.json [--at-once 12] [--seconds 140] [--only TEXT]
 
 Small random checkpoints are written and converted. vLLM is started on them with every option, several engines at a
 time, and then transformers, whose `generate` runs with static caches, compiled, and in a CUDA graph. Each is asked for
@@ -76,7 +76,7 @@ _SIZES |= dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts")
 CHECKPOINTS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "qwen3-int4": ("qwen3_moe", "gptq", {}, "marlin-wna16/1"),
     "gpt-oss-mxfp4": ("gpt_oss", "mxfp4", {"gain": 0.03, "initializer_range": 0.04}, "marlin-mxfp4-interleaved/1"),
-    "qwen3-w8a8": ("qwen3_moe", "w8a8", {"gain": 0.05}, "int8-w8a8/1"),
+    "qwen3-w8a8": ("qwen3_moe", "w8a8", {"gain": 0.02}, "int8-w8a8/1"),
     "glm4-int4-draft": ("glm4_moe", "gptq", {"draft": True, "gain": 4.0}, "marlin-wna16/1"),
 }
 
