@@ -122,6 +122,24 @@ def test_the_kernels_give_the_same_logits(name, converted) -> None:
     assert (kernels - reference).norm() < 0.02 * reference.norm()
 
 
+def test_a_compiled_model_is_one_graph(converted) -> None:
+    """Experts do not break the compiler's graph; weights that have moved since are prepared anew outside of it."""
+    model = AutoModelForCausalLM.from_pretrained(converted["gptq-int4-g32-qwen3moe"], dtype=torch.bfloat16)
+    experts = [module for module in model.modules() if hasattr(module, "converted")]
+    for module in experts:
+        module.converted.run_on = "kernels"
+    with torch.no_grad():
+        wanted = model(IDS[:1, :3]).logits
+        compiled = torch.compile(model.forward, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(IDS[:1, :3]).logits, wanted)
+        first = experts[0]
+        first.w2_scale.data.zero_()
+        same = first.converted._prepared
+        first.w13_weight.data = first.w13_weight.data.clone()
+        assert not torch.equal(model(IDS[:1, :3]).logits, wanted)
+        assert first.converted._prepared is not same
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_packed_tensors_are_loaded_as_they_lie(dtype, converted) -> None:
     folder = converted["gptq-int4-g32-qwen3moe"]
