@@ -1,0 +1,169 @@
+"""How much slower the plans that are chosen now are than the best ones of a sweep over plans.
+
+    PYTHONPATH=.:kernels python kernels/bench/plan_regret.py sweep.json [more.json] [--worst 10] [--by-band]
+
+Reads what `plan_sweep.py` wrote. A plan that was not timed counts as the one of the same kernel whose shares of k are
+nearest; where there is none its cell is left out and counted. Layers fall into two halves by their sizes: rules are
+fitted on one and judged on the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.plan_cells import held_out, layer_of, name_of
+from moeq_kernels.hopper.w4a16.plan import tokens_per_hit
+
+#: Tokens for an expert that is hit, up to which a cell counts to a band.
+BANDS = (1.6, 5.0, 12.0, 24.0, 48.0, math.inf)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell with the time of its chosen plan over that of the best one; None where it was not timed."""
+
+    row: dict[str, Any]
+    chosen: str
+    ratio: float | None
+
+    @property
+    def mean(self) -> float:
+        """Tokens for an expert that is hit."""
+        return tokens_per_hit(self.row["tokens"] * self.row["top_k"], self.row["experts"])
+
+    @property
+    def held_out(self) -> bool:
+        """Whether rules were not fitted on the layer."""
+        return held_out(tuple(self.row[name] for name in ("experts", "top_k", "hidden", "intermediate")))
+
+
+def rows_of(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """Rows of all files, compact ones too (`compact`)."""
+    rows: list[dict[str, Any]] = []
+    for path in paths:
+        found = json.loads(path.read_text())
+        names = found.get("names")
+        for row in found["rows"]:
+            if names:
+                row["plans"] = {names[int(key)]: value for key, value in row["plans"].items()}
+                row["chosen"] = names[row["chosen"]]
+            rows.append(row)
+    return rows
+
+
+def compact(path: Path, rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
+    """Rows with the names of plans in a list of their own, a row a line."""
+    names = sorted({name for row in rows for name in (*row["plans"], row["chosen"])})
+    number = {name: index for index, name in enumerate(names)}
+    lines = []
+    for row in rows:
+        plans = {str(number[name]): value for name, value in row["plans"].items()}
+        lines.append(json.dumps({**row, "chosen": number[row["chosen"]], "plans": plans}, separators=(",", ":")))
+    head = json.dumps({**about, "names": names}, indent=0)[:-2]
+    path.write_text(head + ',\n"rows": [\n' + ",\n".join(lines) + "\n]}\n")
+
+
+def time_of(plans: dict[str, float], name: str) -> float | None:
+    """Microseconds of a plan, or of the nearest one of its kernel."""
+    if name in plans:
+        return plans[name]
+    kernel, _, shares = name.rpartition(" x")
+
+    def distance(other: str) -> float:
+        pairs = zip(shares.split("/"), other.rpartition(" x")[2].split("/"), strict=True)
+        return sum(abs(math.log(int(one) / int(two))) for one, two in pairs)
+
+    same = [one for one in plans if one.rpartition(" x")[0] == kernel]
+    return plans[min(same, key=distance)] if same else None
+
+
+def judged(rows: list[dict[str, Any]], choose: Callable[[dict[str, Any]], str] | None = None) -> list[Cell]:
+    """Rows with what `choose` says of them, by default what the kernels do now."""
+    choose = choose or (lambda row: name_of(layer_of(row).chosen(row["tokens"])))
+    cells = []
+    for row in rows:
+        if row["plans"]:
+            name = choose(row)
+            took = time_of(row["plans"], name)
+            cells.append(Cell(row, name, None if took is None else took / min(row["plans"].values())))
+    return cells
+
+
+def summary(cells: list[Cell]) -> str:
+    """Geometric mean, shares within 2 and 5 %, the worst."""
+    ratios = [cell.ratio for cell in cells if cell.ratio is not None]
+    if not ratios:
+        return "no cells"
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    within = [sum(one <= limit for one in ratios) / len(ratios) for limit in (1.02, 1.05)]
+    missing = f", {len(cells) - len(ratios)} not timed" if len(cells) > len(ratios) else ""
+    return (
+        f"{len(ratios):4d} cells  mean {mean:.3f}  within 2 % {within[0]:4.0%}  within 5 % {within[1]:4.0%}"
+        f"  worst {max(ratios):.2f}{missing}"
+    )
+
+
+def band(cell: Cell) -> str:
+    """Of tokens for an expert."""
+    limit = next(one for one in BANDS if cell.mean <= one)
+    return f"up to {limit:g}" if limit < math.inf else f"beyond {BANDS[-2]:g}"
+
+
+def grouped(cells: list[Cell], key: Callable[[Cell], str]) -> dict[str, list[Cell]]:
+    """Cells by what `key` calls them, in the order of their first."""
+    found: dict[str, list[Cell]] = defaultdict(list)
+    for cell in cells:
+        found[key(cell)].append(cell)
+    return found
+
+
+def report(cells: list[Cell], worst: int, by_band: bool) -> None:
+    """Prints all summaries."""
+    for half, some in (("all", cells), ("fitted", [one for one in cells if not one.held_out]),
+                       ("held out", [one for one in cells if one.held_out])):  # fmt: skip
+        print(f"{half:26s} {summary(some)}")
+        for name, group in sorted(grouped(some, lambda one: one.row["format"]).items()):
+            print(f"  {name:24s} {summary(group)}")
+            if by_band:
+                for part, few in sorted(grouped(group, band).items(), key=lambda item: item[1][0].mean):
+                    print(f"    {part:22s} {summary(few)}")
+    timed = sorted((one for one in cells if one.ratio is not None), key=lambda one: -(one.ratio or 0))
+    for cell in timed[:worst]:
+        row = cell.row
+        sizes = " ".join(str(row[name]) for name in ("experts", "top_k", "hidden", "intermediate"))
+        best = min(row["plans"].items(), key=lambda item: item[1])
+        print(
+            f"{cell.ratio:.2f} {row['format']:10s} {row['shape']:16s} {sizes} M={row['tokens']} ({cell.mean:.1f})",
+            end=" ",
+        )
+        print(f"{cell.chosen} {time_of(row['plans'], cell.chosen)}; best {best[0]} {best[1]}")
+
+
+def main() -> int:
+    """Prints how the plans do."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--worst", type=int, default=15, help="cells to show")
+    parser.add_argument("--by-band", action="store_true", help="by tokens for an expert, too")
+    parser.add_argument("--then", action="store_true", help="of the plans that were chosen when the sweep was made")
+    parser.add_argument("--compact", type=Path, help="write all rows to one small file")
+    options = parser.parse_args()
+    rows = rows_of(options.files)
+    report(judged(rows, (lambda row: row["chosen"]) if options.then else None), options.worst, options.by_band)
+    if options.compact:
+        about = {key: value for key, value in json.loads(options.files[0].read_text()).items()
+                 if key not in ("rows", "names", "bad", "starts")}  # fmt: skip
+        compact(options.compact, rows, about)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
