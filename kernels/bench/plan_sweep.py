@@ -32,6 +32,7 @@ from bench.timing import L2, graph_us, inputs
 from moeq_kernels import PackedExperts, PreparedLayer
 from moeq_kernels.compiling import Specialisation, compile_all, specialise
 from moeq_kernels.gpu import GPUS
+from moeq_kernels.launch import Launch
 from moeq_kernels.prepared import prepare_for
 from moeq_kernels.schedules import schedule
 
@@ -45,16 +46,12 @@ HUNG = 30.0
 MOST_STARTS = 12
 
 
-def builds_of(layer: Layer, tokens: int, plan: Any) -> set[Specialisation]:
-    """What a call with that plan launches."""
-    prepared = _planned(layer, tokens)
-    return {specialise(launch) for launch in schedule(layer.family, prepared.problem, tokens, plan).launches}
-
-
-def _planned(layer: Layer, tokens: int) -> PreparedLayer:
+def launches_of(layer: Layer, tokens: int, plan: Any) -> tuple[Launch, ...]:
+    """What a call with that plan launches on an H200."""
     experts, x = meta_experts(layer), empty(layer, "meta")
     sizes = (layer.shape.top_k, tokens, layer.epilogue, None)
-    return prepare_for(x, experts, *sizes, gpu="H200", family=layer.family)
+    problem = prepare_for(x, experts, *sizes, gpu="H200", family=layer.family).problem
+    return schedule(layer.family, problem, tokens, plan).launches
 
 
 class Sweep:
@@ -184,7 +181,7 @@ def wanted_builds(work: list[tuple[Layer, list[int]]]) -> tuple[set[Specialisati
             for plan in layer.candidates(tokens):
                 plans += 1
                 try:
-                    found |= builds_of(layer, tokens, plan)
+                    found |= {specialise(launch) for launch in launches_of(layer, tokens, plan)}
                 except Exception as error:  # noqa: BLE001 - a plan that cannot be made fails in its cell, too
                     print("unplanned", layer.format, layer.sizes, tokens, name_of(plan), str(error)[:120], flush=True)
     return found, plans

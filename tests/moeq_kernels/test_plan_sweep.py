@@ -1,0 +1,67 @@
+"""The sweep over plans: its cells, its candidates, and the judgement of plans by its results."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.plan_cells import BYTES, MOST_BYTES, ROUND, cells, held_out, layer_of, name_of
+from bench.plan_regret import compact, judged, rows_of, summary, time_of
+from bench.plan_sweep import launches_of
+
+FORMATS = list(dict.fromkeys(ROUND))
+
+
+def _row(tokens: int = 8, **changes: Any) -> dict[str, Any]:
+    row = {"format": "int4", "shape": "random", "experts": 128, "top_k": 8, "hidden": 2048, "intermediate": 768}
+    row |= {"tokens": tokens, **changes}
+    chosen = name_of(layer_of(row).chosen(tokens))
+    return {**row, "chosen": chosen, "plans": {chosen: 20.0, "Queue 8 9 9 1 128 64 3 3 x1/1": 10.0}}
+
+
+def test_cells_follow_from_the_seed_and_all_formats_come_early() -> None:
+    first = list(itertools.islice(cells(FORMATS, 3, 0), 40))
+    assert first == list(itertools.islice(cells(FORMATS, 3, 0), 40))
+    assert first != list(itertools.islice(cells(FORMATS, 3, 1), 40))
+    assert len({layer.format.removesuffix("-silu") for layer, _ in first[:10]}) == len(FORMATS)
+    halves = [held_out(layer.sizes) for layer, _ in first]
+    assert 0.2 < sum(halves) / len(halves) < 0.8
+    for layer, numbers in first:
+        assert len(set(numbers)) == 3
+        assert all(1 <= tokens <= 4096 for tokens in numbers)
+        assert layer.name != "random" or layer.weight_bytes(layer.shape.experts) <= 1.05 * MOST_BYTES
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_every_candidate_can_be_launched_and_has_a_name_of_its_own(fmt: str) -> None:
+    kernels = set()
+    for layer, numbers in itertools.islice(cells([fmt], 2, 0), 6):
+        for tokens in numbers:
+            plans = layer.candidates(tokens)
+            assert plans[0] == layer.chosen(tokens)
+            assert len({name_of(plan) for plan in plans}) == len(plans)
+            for plan in plans:
+                assert launches_of(layer, tokens, plan)
+                kernels.add(name_of(plan).split()[0])
+    assert {"Int8Narrow", "Int8Wide"} <= kernels if fmt in BYTES else {"Queue", "Wide", "Mma"} <= kernels
+
+
+def test_judging_plans(tmp_path: Path) -> None:
+    rows = [_row(), _row(64)]
+    found = judged(rows)
+    assert [cell.ratio for cell in found] == [2.0, 2.0]
+    assert "mean 2.000  within 2 %   0%" in summary(found)
+    compact(tmp_path / "small.json", rows, {"device": "one"})
+    assert rows_of([tmp_path / "small.json"]) == rows
+    assert json.loads((tmp_path / "small.json").read_text())["device"] == "one"
+    # The nearest shares of the same kernel stand for a plan that was not timed; another kernel does not.
+    plans = {"Narrow 8 x1/1": 5.0, "Narrow 8 x4/1": 3.0}
+    assert time_of(plans, "Narrow 8 x3/1") == 3.0
+    assert time_of(plans, "Narrow 16 x1/1") is None
+    rows[0]["plans"].pop(rows[0]["chosen"])
+    assert judged(rows)[0].ratio is None
+    assert summary(judged(rows)).endswith("1 not timed")
