@@ -22,8 +22,12 @@ from moeq_kernels import PackedExperts
 from moeq_kernels.epilogue import SILU, Epilogue
 from moeq_kernels.gpu import H200
 from moeq_kernels.hopper.w4a16 import plan as w4a16
+from moeq_kernels.hopper.w4a16.products import alike
 from moeq_kernels.hopper.w8a8 import plan as w8a8
 from moeq_kernels.mma.plan import MmaPlan
+from moeq_kernels.prepared import prepare_for
+from moeq_kernels.problem import Problem
+from moeq_kernels.schedules import FAMILIES
 
 #: What each format of a cell is called in `hopper_bench.FORMATS`, or among the codes of `w8a8_bench`.
 SIXTEEN_BITS = {"int4": "int4", "mxfp4": "mxfp4", "mxfp4-silu": "mxfp4", "nvfp4": "nvfp4"}
@@ -90,11 +94,14 @@ class Layer:
             return hopper_bench.floor_us(self.shape, self.stored, tokens, hit)
         return w8a8_bench.floor_us(self.shape, tokens, hit, self.codes)
 
+    @property
+    def problem(self) -> Problem:
+        """On an H200."""
+        return _problem(self)
+
     def chosen(self, tokens: int) -> Any:
         """The plan that a call would have."""
-        if self.codes is None:
-            return hopper_bench.chosen_plan(self.shape, self.stored, tokens)
-        return w8a8_bench.choose(self.shape, tokens, self.codes)
+        return FAMILIES[self.family].plan_for(self.problem, tokens)
 
     def candidates(self, tokens: int) -> list[Any]:
         """Every plan that may be the best, the chosen one first."""
@@ -246,7 +253,8 @@ def _sixteen_bits(layer: Layer, tokens: int) -> Iterator[Any]:
             down = w4a16.splits_for(tiles * -(-shape.hidden // 256), -(-shape.intermediate // 128), resident)
             yield w4a16.Plan(kernel, _rounded(up), _rounded(down))
             yield w4a16.Plan(kernel)
-    for kernel in QUEUES:
+    both = alike(layer.problem.w13, layer.problem.w2)
+    for kernel in QUEUES if both else ():
         if mean / 3 <= kernel.tokens <= max(16.0, mean * 6):
             yield w4a16.Plan(fitted(kernel))
     for kernel in WIDES:
@@ -287,9 +295,9 @@ def layer_of(row: dict[str, Any]) -> Layer:
 
 
 @cache
-def meta_experts(layer: Layer) -> PackedExperts:
-    """Weights that take no memory, for planning."""
-    return layer.random_experts("meta")
+def _problem(layer: Layer) -> Problem:
+    experts, x = layer.random_experts("meta"), empty(layer, "meta")
+    return prepare_for(x, experts, layer.shape.top_k, 1, layer.epilogue, None, gpu="H200", family=layer.family).problem
 
 
 def empty(layer: Layer, device: str) -> torch.Tensor:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import triton
 
-from bench.plan_cells import NUMBERS, ROUND, Layer, cells, empty, meta_experts, name_of
+from bench.plan_cells import NUMBERS, ROUND, Layer, cells, empty, name_of
 from bench.timing import L2, graph_us, inputs
 from moeq_kernels import PackedExperts, PreparedLayer
 from moeq_kernels.compiling import Specialisation, compile_all, specialise
@@ -48,10 +48,7 @@ MOST_STARTS = 12
 
 def launches_of(layer: Layer, tokens: int, plan: Any) -> tuple[Launch, ...]:
     """What a call with that plan launches on an H200."""
-    experts, x = meta_experts(layer), empty(layer, "meta")
-    sizes = (layer.shape.top_k, tokens, layer.epilogue, None)
-    problem = prepare_for(x, experts, *sizes, gpu="H200", family=layer.family).problem
-    return schedule(layer.family, problem, tokens, plan).launches
+    return schedule(layer.family, layer.problem, tokens, plan).launches
 
 
 class Sweep:

@@ -9,9 +9,10 @@ from typing import Any
 from moeq_kernels.epilogue import PLAIN, SILU, Epilogue
 from moeq_kernels.hopper.w4a16.plan import (
     DIRECT,
+    E2M1_LONG_TABLE,
+    E2M1_TABLE,
     GATHERING,
-    MXFP4_LONG_TABLE,
-    MXFP4_TABLE,
+    LONG_TABLE,
     TABLE,
     WIDE32,
     WIDE64,
@@ -101,7 +102,7 @@ def cases() -> list[Case]:
     """Every kernel of the plan's table, as gate-up (whole and split) and down product, and in all formats."""
     result = []
     gathering = [kernel for _, kernel in GATHERING.values()]
-    for kernel in dict.fromkeys((DIRECT, *(kernel for _, kernel in TABLE), *gathering)):
+    for kernel in dict.fromkeys((DIRECT, *(kernel for _, kernel in TABLE + LONG_TABLE), *gathering)):
         name = f"{type(kernel).__name__.lower()}{kernel.tokens}{'g' if kernel in gathering else ''}"
         base = Case(f"{name}-gate-up", kernel)
         if isinstance(kernel, Queue):  # both products
@@ -119,7 +120,11 @@ def cases() -> list[Case]:
         for suffix, changes in _FLOATS.items():
             chosen = kernel_for(kernel, changes["kind"], changes.get("group", 128))
             result.append(Case(f"wide{kernel.tokens}-{suffix}", chosen, **changes))
-    for kernel in (kernel for _, kernel in MXFP4_TABLE + MXFP4_LONG_TABLE if kernel not in dict(TABLE).values()):
+    for kernel in (
+        kernel
+        for _, kernel in dict.fromkeys(E2M1_TABLE + E2M1_LONG_TABLE)
+        if kernel not in dict(TABLE + LONG_TABLE).values()
+    ):
         for suffix, changes in _FORMATS.items():
             if changes.get("kind") == "e2m1":
                 name = f"{type(kernel).__name__.lower()}{kernel.tokens}e-{suffix}"

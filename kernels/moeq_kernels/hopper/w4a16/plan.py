@@ -1,10 +1,11 @@
 """Which Hopper kernel a call uses, and with what sizes: a table and a short rule, from shapes alone.
 
-What decides is how many tokens an expert that is hit gets on average. While it is one, and experts are small, the two
-kernels for few tokens need no sorting. With few tokens the time is that of reading weights: the narrow kernel, whose
-programs the GPU balances itself and which share a tile's k, where tiles are few; then the queue kernel, which makes
-both products and keeps reading across tiles. Beyond 12 tokens the tokens' own traffic and multiplying count too, and
-the wide kernel has several warpgroups share them. The table was measured on an H200 (see kernels/bench/TUNING.md).
+While all pairs together read little, the two kernels for few tokens, which need no sorting, take the least time. Then
+what decides is how many tokens an expert that is hit gets on average. With few tokens the time is that of reading
+weights: the narrow kernel, whose programs the GPU balances itself and which share a tile's k, where tiles are few; then
+the queue kernel, which makes both products and keeps reading across tiles. With more the tokens' own traffic and
+multiplying count too, and the wide kernel has several warpgroups share them. The limits were fitted to layers of models
+and to random ones on an H200 (see kernels/bench/TUNING.md).
 """
 
 from __future__ import annotations
@@ -119,6 +120,11 @@ _REGROUPING_WIDE = 16640
 DIRECT = Direct()
 #: Weights of an expert up to which the kernels for few tokens are used; larger ones keep the GPU busy anyway.
 DIRECT_WEIGHTS = 1 << 25
+#: Weights that all pairs together read there, and more in int4, whose codes take fewer instructions: every pair reads
+#: its expert for itself. In 35 measured layers nothing else told so well whether this pays.
+DIRECT_READ, DIRECT_READ_INT4 = 300 * 10**6, 400 * 10**6
+#: Tokens for an expert up to which it was measured.
+DIRECT_MEAN = 1.6
 NARROW8 = Narrow(8, 3, after=True, resident=4, registers=128)
 QUEUE8 = Queue(8, 3, resident=3, after=True)
 QUEUE16 = Queue(16, 3, resident=3, after=True, rows=32, down=2)
@@ -135,33 +141,32 @@ GATHERING: dict[Kernel, tuple[int, Kernel]] = {
     WIDE96: (GATHER_COLUMNS, replace(WIDE96, gathers=True)),
     WIDE160: (GATHER_COLUMNS, replace(WIDE160, gathers=True)),
 }
-#: (tokens per hit expert up to, kernel), tried in order.
-TABLE: tuple[tuple[float, Narrow | Queue | Wide], ...] = (
-    (1.6, NARROW8),
-    (5.0, QUEUE8),
-    (12.0, QUEUE16),
-    (24.0, WIDE32),
-    (44.0, WIDE64),
-    (90.0, WIDE96),
-    (float("inf"), WIDE160),
-)
-#: The same for down products of many steps (see SHORT_K), but of e4m3: there the wide kernel wins from 12 tokens on.
-LONG_TABLE = tuple((20.0 if kernel == QUEUE16 else limit, kernel) for limit, kernel in TABLE)
-#: The same for e2m1, whose integer work counts beside its bytes: for down products of few steps and for longer ones.
-#: Measured with MXFP4; NVFP4 was timed with them too.
-_MXFP4_MANY: tuple[tuple[float, Narrow | Queue | Wide], ...] = (
-    (24.0, QUEUE32),
-    (48.0, WIDE64),
-    (90.0, WIDE96),
-    (float("inf"), WIDE160),
-)
-MXFP4_TABLE = (
-    (3.0, NARROW8),
-    (5.0, QUEUE8),
+#: For e2m1, where scales are folded anyway: more stages, and all of the weights of a step in registers.
+QUEUE16_FOLDED = Queue(16, 3, resident=3)
+#: Weights in bytes beyond which the queue kernel keeps the memory busier, even where all of the narrow one's programs
+#: run at once.
+NARROW_BYTES = 200 * 10**6
+Table = tuple[tuple[float, Narrow | Queue | Wide], ...]
+_MANY: Table = ((44.0, WIDE64), (90.0, WIDE96), (float("inf"), WIDE160))
+_FEW: Table = ((1.0, NARROW8), (5.0, QUEUE8))
+#: (tokens per hit expert up to, kernel), tried in order; which of NARROW8 and QUEUE8 it is depends on the work, see
+#: `choose`. Tiles of 16 tokens hold until every fourth expert or so has more than 16.
+TABLE: Table = (_FEW[0], (6.0, QUEUE8), (14.0, QUEUE16), (24.0, WIDE32), *_MANY)
+#: The same for down products of many steps (see SHORT_K).
+LONG_TABLE: Table = (_FEW[0], (6.0, QUEUE8), (14.0, QUEUE16), (26.0, QUEUE32), *_MANY)
+#: For codes of 8 bits: with e4m3 the wide kernel wins from 12 tokens on whatever the down product.
+BYTES_TABLE: Table = (*_FEW, (12.0, QUEUE16), (24.0, WIDE32), *_MANY)
+#: For int8 and long down products; QUEUE32 was not measured with it.
+INT8_LONG_TABLE: Table = (*_FEW, (14.0, QUEUE16), (24.0, WIDE32), *_MANY)
+#: For e2m1, whose integer work counts beside its bytes: for down products of few steps and for longer ones.
+_E2M1_MANY: Table = ((30.0, QUEUE32), (48.0, WIDE64), (90.0, WIDE96), (float("inf"), WIDE160))
+E2M1_TABLE: Table = (
+    *_FEW,
     (12.0, Narrow(16, 2, after=False, resident=4, registers=128)),
-    *_MXFP4_MANY,
+    (14.0, QUEUE16_FOLDED),
+    *_E2M1_MANY,
 )
-MXFP4_LONG_TABLE = ((1.2, NARROW8), (5.0, QUEUE8), (12.0, Queue(16, 5, resident=2)), *_MXFP4_MANY)
+E2M1_LONG_TABLE: Table = (*_FEW, (14.0, QUEUE16_FOLDED), *_E2M1_MANY)
 #: Features of a down product's k up to which it counts as short.
 SHORT_K = 1024
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -196,12 +201,14 @@ def splits_for(items: float, steps: int, resident: int) -> int:
     return -(-steps // -(-steps // best))  # without empty shares
 
 
-def table_for(kind: str, intermediate: int = 0) -> tuple[tuple[float, Narrow | Queue | Wide], ...]:
+def table_for(kind: str, intermediate: int = 0) -> Table:
     """The table for that kind of codes and k of the down product."""
     short = intermediate <= SHORT_K
     if KINDS[kind].small_float:
-        return MXFP4_TABLE if short else MXFP4_LONG_TABLE
-    return TABLE if short or KINDS[kind].finer else LONG_TABLE
+        return E2M1_TABLE if short else E2M1_LONG_TABLE
+    if KINDS[kind].bits == 8:
+        return BYTES_TABLE if short or KINDS[kind].finer else INT8_LONG_TABLE
+    return TABLE if short else LONG_TABLE
 
 
 def kernel_for(kernel: Kernel, kind: str, group: int, gpu: Gpu = H200) -> Kernel:
@@ -259,18 +266,28 @@ def choose(
         gpu: whose multiprocessors and shared memory are planned for.
         both: whether one kernel can make both products (their weights are read alike).
     """
-    small_float = KINDS[kind].small_float
-    small = 3 * hidden * intermediate <= DIRECT_WEIGHTS
-    crowd = 2 if small_float and intermediate <= SHORT_K else 4
-    if gated and small and crowd * pairs <= experts:
+    weights = 3 * hidden * intermediate
+    mean = tokens_per_hit(pairs, experts)
+    most_read = DIRECT_READ_INT4 if kind == "uint4" else DIRECT_READ
+    if gated and weights <= DIRECT_WEIGHTS and pairs * weights <= most_read and mean <= DIRECT_MEAN:
         kernel = kernel_for(DIRECT, kind, group, gpu)
         up = shares_for(pairs * -(-intermediate // 128), -(-hidden // kernel.step), 16, gpu)
         return Plan(kernel, up, shares_for(pairs * -(-hidden // 256), -(-intermediate // kernel.step), 8, gpu))
-    mean = tokens_per_hit(pairs, experts)
     table = table_for(kind, intermediate)
     base = next(one for limit, one in table if mean <= limit)
-    if isinstance(base, Queue) and not both:
-        base = NARROW8 if base.tokens == 8 else WIDE32
+    # One program too many is a second wave: here the experts hit are counted as they are, not as for single pairs.
+    hit = experts * (1.0 - (1.0 - min(top_k, experts) / experts) ** (pairs / top_k))
+    up_blocks, down_blocks = -(-intermediate // 128), -(-hidden // 256)
+    if base in (NARROW8, QUEUE8):
+        tiles = hit * max(1.0, pairs / hit / NARROW8.tokens)
+        resident = gpu.multiprocessors * NARROW8.resident
+        one_wave = tiles * up_blocks <= resident and tiles * down_blocks <= 2 * resident
+        narrow = not both or (one_wave and hit * weights * KINDS[kind].bits / 8 <= NARROW_BYTES)
+        base = NARROW8 if narrow else QUEUE8
+    elif base in (QUEUE32, WIDE32) and hit * up_blocks < 2 * gpu.multiprocessors:
+        base = WIDE64  # whose warpgroups share the work of few tiles
+    elif isinstance(base, Queue) and not both:
+        base = WIDE64  # so it is with a single group of k in the down product, hence few columns of gate and up
     most_columns, gathering = GATHERING.get(base, (0, base))
     gathers = intermediate <= most_columns and kind in ("uint4", "uint8")  # others leave copy warps too little time
     kernel = kernel_for(gathering if gathers else base, kind, group, gpu)
@@ -280,13 +297,7 @@ def choose(
         tiles = pairs / mean * max(1.0, mean / kernel.tokens)
         down_items = tiles * -(-hidden // (128 * kernel.warpgroups))
         return Plan(kernel, down_splits=max(1, min(4, int(gpu.multiprocessors / max(1.0, down_items)))))
-    # One program too many is a second wave: here the experts hit are counted as they are, not as for single pairs.
-    hit = experts * (1.0 - (1.0 - min(top_k, experts) / experts) ** (pairs / top_k))
     tiles = hit * max(1.0, pairs / hit / kernel.tokens)
     resident = gpu.multiprocessors * kernel.resident
-    waves = tiles * -(-intermediate // 128) > resident or tiles * -(-hidden // 256) > 2 * resident
-    if waves and both and not small_float:
-        return Plan(kernel_for(QUEUE8, kind, group, gpu))
-    gate_up = splits_for(tiles * -(-intermediate // 128), -(-hidden // 128), resident) if gated else 1
-    down = splits_for(tiles * -(-hidden // 256), -(-intermediate // 128), resident)
-    return Plan(kernel, gate_up, down)
+    gate_up = splits_for(tiles * up_blocks, -(-hidden // 128), resident) if gated else 1
+    return Plan(kernel, gate_up, splits_for(tiles * down_blocks, -(-intermediate // 128), resident))

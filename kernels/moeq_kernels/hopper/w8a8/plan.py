@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moeq_kernels.gpu import H200, Gpu
-from moeq_kernels.hopper.w4a16.plan import DIRECT_WEIGHTS, shares_for, tokens_per_hit
+from moeq_kernels.hopper.w4a16.plan import DIRECT_MEAN, DIRECT_READ, DIRECT_WEIGHTS, shares_for, tokens_per_hit
 
 
 @dataclass(frozen=True)
@@ -106,15 +106,14 @@ TABLE: Table = (
     (10.0, Int8Narrow(16, 6, resident=2)),
     (24.0, Int8Narrow(32, 5, resident=2)),
     (48.0, Int8Narrow(64, 4, resident=2)),
-    (96.0, Int8Narrow(128, 6)),
+    (70.0, Int8Narrow(128, 6)),
     (float("inf"), WIDE),
 )
-#: The same for e4m3, whose sums of a step take as many registers again: 128 tokens are too many for the narrow kernel.
-E4M3_TABLE = (*TABLE[:4], TABLE[5])
+#: The same for e4m3, whose sums of a step take as many registers again: 128 tokens are too many for the narrow kernel,
+#: and with 64 it is behind the wide one where they are many.
+E4M3_TABLE = (*TABLE[:3], (30.0, TABLE[3][1]), TABLE[5])
 #: And where the wide kernel cannot be had.
 E4M3_NARROW_TABLE = (*TABLE[:3], (float("inf"), TABLE[3][1]))
-#: Pairs up to which the kernels that do not sort are used, where experts are many.
-DIRECT_PAIRS = 32
 #: Features of gate up to which 128 tokens a tile are left to the wide kernel: the other reads them once for each 64.
 FEW_FEATURES = 512
 #: Features of a row of activations that all programs can quantise for themselves (beyond, that takes too long), and
@@ -150,9 +149,9 @@ def direct_plan(pairs: int, hidden: int, intermediate: int, gpu: Gpu = H200) -> 
 def choose(pairs: int, experts: int, hidden: int, intermediate: int, gpu: Gpu = H200, table: Table = TABLE) -> Int8Plan:
     """The plan for `pairs` routed pairs among `experts` with these packed sizes; e4m3 has tables of its own."""
     small = table is TABLE and 3 * hidden * intermediate <= DIRECT_WEIGHTS and intermediate <= DIRECT_FEATURES
-    if small and 4 * pairs <= experts and pairs <= DIRECT_PAIRS:
-        return direct_plan(pairs, hidden, intermediate, gpu)
     mean = tokens_per_hit(pairs, experts)
+    if small and pairs * 3 * hidden * intermediate <= DIRECT_READ and mean <= DIRECT_MEAN:
+        return direct_plan(pairs, hidden, intermediate, gpu)
     kernel = next(one for limit, one in table if mean <= limit)
     if isinstance(kernel, Int8Wide):
         return Int8Plan(kernel)

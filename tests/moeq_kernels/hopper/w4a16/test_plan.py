@@ -68,13 +68,40 @@ def test_groups_of_32_fold_their_scales() -> None:
 def test_few_tokens_on_small_experts_are_not_sorted() -> None:
     assert isinstance(choose(8, 128, 2048, 768, 128).kernel, Direct)
     assert isinstance(choose(64, 256, 7168, 256, 128).kernel, Direct)
-    assert not isinstance(choose(72, 256, 7168, 256, 128).kernel, Direct)  # experts begin to be shared
+    assert not isinstance(choose(80, 256, 7168, 256, 128).kernel, Direct)  # all pairs together read 440 M weights
+    assert isinstance(choose(52, 256, 7168, 256, 32, "e2m1").kernel, Direct)
+    assert not isinstance(choose(64, 256, 7168, 256, 32, "e2m1").kernel, Direct)  # 352 M
+    assert not isinstance(choose(32, 128, 2944, 2944, 128, top_k=4).kernel, Direct)  # gpt-oss-120b at 8 tokens
+    assert isinstance(choose(30, 64, 2048, 1408, 128, top_k=6).kernel, Direct)  # 24 experts are hit: each is read twice
+    assert not isinstance(choose(24, 8, 1024, 256, 128, top_k=2).kernel, Direct)  # three pairs of each expert
     assert not isinstance(choose(2, 8, 4096, 14336, 128).kernel, Direct)  # large experts
     assert not isinstance(choose(8, 128, 2048, 768, 128, gated=False).kernel, Direct)
     assert isinstance(choose(8, 128, 2048, 768, 0).kernel, Direct)
     assert shares_for(48, 16, 16) == 8
     assert shares_for(64, 6, 4) == 4
     assert shares_for(1792, 2, 4) == 1
+
+
+def test_the_queue_kernel_has_what_is_more_than_a_wave_of_the_narrow_one() -> None:
+    for kind in ("uint4", "e2m1"):
+        assert isinstance(choose(70, 16, 1664, 3456, 32, kind, top_k=4).kernel, Narrow)  # 432 programs of 528
+        assert isinstance(choose(70, 32, 1664, 3456, 32, kind, top_k=4).kernel, Queue)
+        assert isinstance(choose(256, 256, 7168, 256, 32, kind, top_k=8).kernel, Queue)
+        assert isinstance(choose(328, 256, 7168, 256, 32, kind, top_k=8).kernel, Queue)
+        assert isinstance(choose(16, 16, 4096, 6400, 32, kind, top_k=2).kernel, Queue)  # 500 programs, 400 MB
+        assert isinstance(choose(4, 16, 4096, 6400, 32, kind, top_k=2).kernel, Narrow)
+
+
+def test_tiles_of_32_tokens_are_for_many_tiles() -> None:
+    for kind, intermediate in (("uint4", 2944), ("e2m1", 2944), ("e2m1", 768)):
+        kernel = choose(64 * 20, 64, 3200, intermediate, 32, kind, top_k=8).kernel
+        assert isinstance(kernel, Queue)
+        assert kernel.tokens == 32
+    assert isinstance(choose(64 * 20, 64, 7168, 768, 128, top_k=8).kernel, Wide)
+    for kind in ("uint4", "e2m1"):  # 128 tiles of gate and up
+        kernel = choose(32 * 20, 32, 2560, 512, 32, kind, top_k=8).kernel
+        assert isinstance(kernel, Wide)
+        assert (kernel.tokens, kernel.warpgroups) == (64, 2)
 
 
 def test_few_tiles_share_k_and_many_do_not() -> None:

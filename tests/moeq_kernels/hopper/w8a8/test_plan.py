@@ -11,7 +11,7 @@ import torch
 from bench.cases import Recipe, make_layer
 from moeq_kernels.epilogue import PLAIN
 from moeq_kernels.hopper.support import int8_reasons, unsupported_reason
-from moeq_kernels.hopper.w8a8.plan import TABLE, Int8Direct, Int8Narrow, Int8Wide, choose, splits_for
+from moeq_kernels.hopper.w8a8.plan import E4M3_TABLE, TABLE, Int8Direct, Int8Narrow, Int8Wide, choose, splits_for
 from moeq_kernels.prepared import prepare
 from moeq_kernels.problem import Problem
 from moeq_kernels.records import PackedExperts
@@ -39,6 +39,29 @@ def test_only_few_tiles_share_k() -> None:
     assert splits_for(32, 56, 2) == 8
     assert splits_for(96, 16, 2) == 1
     assert splits_for(8, 11, 2) == 1  # every share keeps LEAST_STEPS
+
+
+def test_few_pairs_of_small_experts_are_not_sorted() -> None:
+    """What counts is the weights that all pairs together read, up to 300 million, each for itself."""
+    for pairs, experts, hidden, intermediate, direct in (
+        (24, 128, 2048, 768, True),
+        (40, 256, 1280, 128, True),
+        (16, 20, 2048, 640, True),
+        (64, 256, 3072, 384, True),
+        (64, 256, 7168, 256, False),
+        (32, 183, 4480, 896, False),
+        (24, 439, 1152, 3072, False),  # too many features for all programs to quantise
+        (24, 8, 1024, 256, False),  # three pairs of each expert
+    ):
+        plan = choose(pairs, experts, hidden, intermediate)
+        assert isinstance(plan.kernel, Int8Direct) == direct, (pairs, experts)
+        assert isinstance(choose(pairs, experts, hidden, intermediate, table=E4M3_TABLE).kernel, Int8Narrow)
+
+
+def test_the_wide_kernel_begins_earlier_for_e4m3() -> None:
+    for mean, wide, wide_of_e4m3 in ((24, False, False), (40, False, True), (64, False, True), (80, True, True)):
+        for table, wanted in ((TABLE, wide), (E4M3_TABLE, wide_of_e4m3)):
+            assert isinstance(choose(64 * mean, 64, 4096, 1408, table=table).kernel, Int8Wide) == wanted, mean
 
 
 def test_sizes_fit_a_multiprocessor() -> None:
