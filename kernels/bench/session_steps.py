@@ -124,6 +124,11 @@ STEPS = (
         "where narrow 64 should end, stages, two programs a multiprocessor", "--dry-run",
     ),
     Step(
+        "plan-sweep", 6,
+        "python kernels/bench/plan_sweep.py --seed 1 --seconds 250 --out {out}/plan-sweep.json",
+        "what the plans lose on layers that nobody looked at when they were fitted (`plan_regret.py`)", "--dry-run",
+    ),
+    Step(
         "sanitizer", 5, "python kernels/bench/sanitizer.py --out {out}/sanitizer.json --seconds 200",
         "memcheck, racecheck, synccheck over the present kernels", "--seconds 1",
     ),
