@@ -89,14 +89,14 @@ class Option:
         arguments: of the engine, beside or instead of the usual ones.
         environment: variables of its process.
         sleeps: at this level, and wakes, before the prompts are asked for once more.
-        adapter: with a random adapter on the projections of attention.
+        adapter: with a random adapter on the projections of `attention`, or on those of the `experts`.
         changes: the model answers something else than without the option.
     """
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     sleeps: int = 0
-    adapter: bool = False
+    adapter: str | None = None
     changes: bool = False
 
 
@@ -115,8 +115,9 @@ OPTIONS: dict[str, Option] = {
     "graphs of decoding": Option(_compiled(mode=0, cudagraph_mode="FULL_DECODE_ONLY")),
     "piecewise graphs": Option(_compiled(cudagraph_mode="PIECEWISE")),
     "compiled, no graphs": Option(_compiled(cudagraph_mode="NONE")),
-    "lora": Option(_LORA, adapter=True, changes=True),
-    "lora, default compilation": Option(_LORA | _compiled(), adapter=True, changes=True),
+    "lora": Option(_LORA, adapter="attention", changes=True),
+    "lora on experts": Option(_LORA, adapter="experts", changes=True),
+    "lora, default compilation": Option(_LORA | _compiled(), adapter="attention", changes=True),
     "sleep 1": Option(_SLEEP, sleeps=1),
     "sleep 1, default compilation": Option(_SLEEP | _compiled(), sleeps=1),
     "sleep 2": Option(_SLEEP, sleeps=2),
@@ -141,6 +142,7 @@ PLAN: tuple[tuple[Sequence[str], Sequence[str], Sequence[str]], ...] = (
     (_ALL, ["plain"], ["auto", "source", "engine"]),
     ([_INT4, _OSS, _W8A8], ["default compilation"], ["auto"]),
     ([_INT4, _OSS, _W8A8], ["lora"], ["auto", "source"]),
+    ([_INT4, _W8A8], ["lora on experts"], ["auto", "source"]),
     ([_INT4, _OSS, _W8A8], ["sleep 1", "full graphs"], ["auto"]),
     ([_INT4], ["sleep 1, default compilation", "sleep 2"], ["auto"]),
     ([_INT4], ["prefix caching, chunked prefill", "ngram", "ngram_gpu", "graphs of decoding"], ["auto"]),
@@ -182,7 +184,7 @@ def jobs() -> list[Job]:
         for one in checkpoints
     ]
     ways = [Job(one, way, "transformers") for names, ways in PLAN_TRANSFORMERS for way in ways for one in names]
-    return list(dict.fromkeys(of_engine[:16] + ways + of_engine[16:]))
+    return list(dict.fromkeys(of_engine[:31] + ways + of_engine[31:]))
 
 
 def run_engine(
@@ -203,9 +205,9 @@ def run_engine(
         from vllm.lora.request import LoRARequest
 
         without = said(engine, prompts, NEW, whole=False)
-        lora = LoRARequest("adapter", 1, str(adapter))
+        lora = LoRARequest("adapter", 1, str(adapter / option.adapter))
     # Where adapters are allowed the engine has logits of the last tokens only (0.32.0 on a CPU).
-    found = said(engine, prompts, NEW, lora, whole=not option.adapter)
+    found = said(engine, prompts, NEW, lora, whole=option.adapter is None)
     if lora is not None:
         facts["moved by the adapter"] = beside(without, found)
     if option.sleeps:
@@ -230,26 +232,37 @@ def run_engine(
     return found, facts
 
 
-def write_adapter(source: Path, folder: Path, rank: int = 8) -> None:
-    """A random adapter on the projections of attention, in PEFT's files."""
+def write_adapter(source: Path, folder: Path, which: str, rank: int = 8) -> None:
+    """A random adapter in PEFT's files.
+
+    Args:
+        source: a checkpoint whose attention is not quantised.
+        folder: where to; it is created.
+        which: projections of `attention`, or of the `experts` of models that name them as Qwen3-MoE does.
+        rank: of the adapter.
+    """
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    draw, tensors, modules = torch.Generator().manual_seed(5), dict[str, torch.Tensor](), set[str]()
+    config = json.loads((source / "config.json").read_text())
+    shapes: dict[str, tuple[int, int]] = {}
     with safe_open(source / "model.safetensors", "pt") as file:
         for name in file.keys():  # noqa: SIM118 - not a dictionary
-            found = re.fullmatch(r"(model\.layers\.\d+\.self_attn\.([qkvo]_proj))\.weight", name)
-            if found:
-                n, k = file.get_slice(name).get_shape()
-                place = f"base_model.model.{found[1]}"
-                tensors[f"{place}.lora_A.weight"] = torch.randn(rank, k, generator=draw).bfloat16() / k**0.5
-                tensors[f"{place}.lora_B.weight"] = torch.randn(n, rank, generator=draw).bfloat16()
-                modules.add(found[2])
-    folder.mkdir()
+            module = name.rpartition(".")[0]
+            if which == "attention" and re.search(r"self_attn\.[qkvo]_proj\.weight$", name):
+                shapes[module] = tuple(file.get_slice(name).get_shape())
+            elif which == "experts" and re.search(r"mlp\.experts\.\d+\.\w+_proj\.", name):
+                sizes = (config["moe_intermediate_size"], config["hidden_size"])
+                shapes[module] = sizes[::-1] if module.endswith("down_proj") else sizes
+    draw, tensors = torch.Generator().manual_seed(5), dict[str, torch.Tensor]()
+    for module, (n, k) in shapes.items():
+        tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(rank, k, generator=draw).bfloat16() / k**0.5
+        tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(n, rank, generator=draw).bfloat16() / 4
+    folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     about = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank, "bias": "none"}
-    about |= {"target_modules": sorted(modules), "base_model_name_or_path": str(source), "lora_dropout": 0.0}
-    (folder / "adapter_config.json").write_text(json.dumps(about))
+    about |= {"target_modules": sorted({module.rpartition(".")[2] for module in shapes}), "lora_dropout": 0.0}
+    (folder / "adapter_config.json").write_text(json.dumps(about | {"base_model_name_or_path": str(source)}))
 
 
 def prompts_of(vocabulary: int) -> list[list[int]]:
@@ -268,7 +281,9 @@ class Model:
         self.floats = folder / "floats"
         write_family(self.source, family, kind, **(_SIZES | more))
         moeq.convert(self.source, self.converted, moeq.Deployment(gpu=parse_gpu(gpu)), layout=layout, force_layout=True)
-        write_adapter(self.source, self.adapter)
+        write_adapter(self.source, self.adapter / "attention", "attention")
+        if family == "qwen3_moe":
+            write_adapter(self.source, self.adapter / "experts", "experts")
         self.prompts = prompts_of(_SIZES["vocab_size"])
         self.known: Reference | str = "not computed"
 

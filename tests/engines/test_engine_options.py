@@ -113,16 +113,21 @@ def test_every_job_is_of_something_that_exists() -> None:
     assert set(engine_options.OPTIONS) == {job.option for job in jobs if job.kernels != "transformers"}
 
 
-def test_the_adapter_is_in_pefts_files(tmp_path: Path) -> None:
-    shapes = {"q_proj": (64, 32), "k_proj": (16, 32), "v_proj": (16, 32), "o_proj": (32, 64)}
-    names = {f"model.layers.1.self_attn.{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
-    save_file(names | {"model.layers.1.mlp.gate.weight": torch.zeros(4, 32)}, tmp_path / "model.safetensors")
-    engine_options.write_adapter(tmp_path, tmp_path / "adapter", rank=4)
+@pytest.mark.parametrize("which", ["attention", "experts"])
+def test_the_adapter_is_in_pefts_files(which: str, tmp_path: Path) -> None:
+    attention = {"q_proj": (64, 32), "k_proj": (16, 32), "v_proj": (16, 32), "o_proj": (32, 64)}
+    experts = {f"{number}.{name}": (24, 32) for number in (0, 1) for name in ("gate_proj", "up_proj")}
+    experts |= {f"{number}.down_proj": (32, 24) for number in (0, 1)}
+    stored = {f"model.layers.1.self_attn.{name}.weight": torch.zeros(shape) for name, shape in attention.items()}
+    stored |= {f"model.layers.1.mlp.experts.{name}.qweight": torch.zeros(1, dtype=torch.int32) for name in experts}
+    save_file(stored | {"model.layers.1.mlp.gate.weight": torch.zeros(4, 32)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 32, "moe_intermediate_size": 24}))
+    engine_options.write_adapter(tmp_path, tmp_path / "adapter", which, rank=4)
     found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    place, shapes = ("self_attn", attention) if which == "attention" else ("mlp.experts", experts)
     for name, (n, k) in shapes.items():
-        place = f"base_model.model.model.layers.1.self_attn.{name}"
-        assert found.pop(f"{place}.lora_A.weight").shape == (4, k)
-        assert found.pop(f"{place}.lora_B.weight").shape == (n, 4)
+        assert found.pop(f"base_model.model.model.layers.1.{place}.{name}.lora_A.weight").shape == (4, k)
+        assert found.pop(f"base_model.model.model.layers.1.{place}.{name}.lora_B.weight").shape == (n, 4)
     assert not found
     about = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert about["target_modules"] == sorted(shapes)
+    assert about["target_modules"] == sorted({name.rpartition(".")[2] for name in shapes})
