@@ -50,9 +50,9 @@ int cuTensorMapEncodeTiled(void *map, int type, uint32_t rank, void *address, co
 """
 
 
-def driver(folder: Path) -> ctypes.CDLL:
-    """The library, loaded under the driver's name."""
-    (folder / "driver.c").write_text(DRIVER)
+def driver(folder: Path, more: str = "") -> ctypes.CDLL:
+    """The library, with more functions in C if wanted, loaded under the driver's name."""
+    (folder / "driver.c").write_text(DRIVER + more)
     library = folder / "libcuda.so.1"
     build = ["gcc", "-O2", "-shared", "-fPIC", "-w", folder / "driver.c", "-o", library, "-Wl,-soname,libcuda.so.1"]
     subprocess.run(build, check=True)
@@ -71,12 +71,32 @@ def layer_on_cpu(name: str, stored: str) -> tuple[Any, Any]:
     experts = random_experts(shape, FORMATS[stored], "meta")
     x = torch.empty(0, shape.hidden, dtype=torch.bfloat16, device="meta")
     layer = prepared.prepare_for(x, experts, shape.top_k, 8192, epilogue_of(shape), None, gpu="H200")
+    take_cpu(layer)
+    return layer, shape
+
+
+def take_cpu(layer: Any) -> None:
+    """Makes a layer that was planned on `meta` take tensors of the CPU and launch through the stand-in."""
+    import torch
+
+    from moeq_kernels import prepared
+
     cpu = torch.device("cpu", 0)
     layer.device, layer._expected = cpu, (*layer._expected[:3], torch.device("cpu"))
     layer._direct, layer._program = True, prepared._program(layer.family, layer.problem, 0, None)
     weights = {one: torch.empty(64, dtype=torch.uint8) for one in layer._program.roots[6:]}
     layer._tensors, layer._weights = weights, [one.data_ptr() for one in weights.values()]
-    return layer, shape
+
+
+def pretend_cuda() -> None:
+    """What prepared calls ask torch about the current device, answered without one."""
+    import contextlib
+
+    import torch
+
+    torch._C._cuda_getDevice = lambda: 0  # type: ignore[attr-defined]
+    torch._C._cuda_getCurrentRawStream = lambda index: 7  # type: ignore[attr-defined]
+    torch.cuda.device = lambda index: contextlib.nullcontext()  # type: ignore[assignment,misc]
 
 
 def in_turns(first: Any, second: Any, weights: Any, ids: Any, given: Any) -> None:
@@ -98,14 +118,10 @@ def host_us(call: Any, rounds: int, calls: int = 200) -> float:
 
 def measure(rounds: int, names: list[str]) -> list[dict[str, Any]]:
     """Rows of all layers and token counts."""
-    import contextlib
-
     import torch
 
     torch.set_num_threads(1)
-    torch._C._cuda_getDevice = lambda: 0  # type: ignore[attr-defined]
-    torch._C._cuda_getCurrentRawStream = lambda index: 7  # type: ignore[attr-defined]
-    torch.cuda.device = lambda index: contextlib.nullcontext()  # type: ignore[assignment,misc]
+    pretend_cuda()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         library = driver(Path(folder))
