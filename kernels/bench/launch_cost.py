@@ -226,6 +226,30 @@ def otherwise(bench: Bench, case: Case, where: str) -> None:
     case.fill()
 
 
+def many(bench: Bench, graph: Graph, count: int = 32) -> dict[str, float]:
+    """Executable graphs of the same launches, as layers would have them: their memory, and launching them in turns."""
+
+    def free() -> int:
+        return 0 if bench.dry else torch.cuda.mem_get_info()[0]
+
+    cuda, before, begin = bench.cuda, free(), time.perf_counter()
+    made = [cuda.made("cuGraphInstantiateWithFlags", graph.graph, 0) for _ in range(count)]
+    took = (time.perf_counter() - begin) / count * 1e6
+    launch = cuda.library.cuGraphLaunch
+
+    def call() -> None:
+        for one in made:
+            launch(one, 0)
+
+    call()
+    bench.sync()
+    used = (before - free()) / count
+    host = bench.host_us(call, 1) / count
+    for one in made:
+        cuda.cuGraphExecDestroy(one)
+    return {"instantiating_us": round(took, 1), "bytes of the device": used, "launch_us": round(host, 2)}
+
+
 def as_graph(bench: Bench, case: Case, where: str) -> None:
     """Part (b)."""
 
@@ -260,6 +284,7 @@ def as_graph(bench: Bench, case: Case, where: str) -> None:
     info = (c_uint64 * 4)()
     note("update from the graph", lambda: bench.host_us(
         lambda: bench.cuda.cuGraphExecUpdate_v2(graph.exec, graph.graph, info), 2))  # fmt: skip
+    note("many", lambda: many(bench, graph))
     plans: dict[str, Callable[[], Any]] = {"launches": case.direct, "graph": graph.launch, "set and graph": graph.both}
     for name, call in plans.items():
         note(f"gpu/{name}, alone on an idle stream", lambda call=call: bench.gpu_us(call, 1, queued=False))
