@@ -3,9 +3,9 @@
     PYTHONPATH=.:kernels python kernels/bench/host_time.py --out results.json [--before FOLDER]
 
 Everything is real but the driver: layers of real models are planned for an H200, their kernels are compiled for it, and
-calls go through `PreparedLayer` to `cuLaunchKernelEx`, which a library of this script's own takes and counts. So the
-figure is the host time of a call WITHOUT the launches themselves, which cost some 2 us each on an H200's host, and on
-this machine's processor. `serving_check.py` measures the whole on a GPU.
+calls go through `PreparedLayer` to `cuLaunchKernelEx`, or to `cuGraphLaunch` once they are replayed, which a library of
+this script's own takes and counts. So the figure is the host time of a call WITHOUT what the driver does, on this
+machine's processor. `serving_check.py` measures the whole on a GPU, `launch_cost.py` the driver's calls.
 
 `--before` names a folder with an earlier `moeq_kernels` (a checkout's `kernels`): both are measured in turns, in
 processes of their own, several rounds, and a row holds the ratio of their medians, which means something on a busy
@@ -34,7 +34,8 @@ LAYERS = (("qwen3-30b", "int4"), ("mixtral-tp8", "int4"), ("gpt-oss-20b", "mxfp4
 #: A driver that does nothing: what `moeq_kernels.cuda` calls, and how many launches there were.
 DRIVER = """
 #include <stdint.h>
-static long launches;
+#include <stddef.h>
+static long launches, nodes; static int capturing;
 long counted_launches(void) { return launches; }
 int cuModuleLoadData(void **module, const void *image) { *module = (void *)image; return 0; }
 int cuModuleGetFunction(void **function, void *module, const char *name) { *function = module; return 0; }
@@ -47,6 +48,23 @@ int cuLaunchKernelEx(const void *config, void *function, void **parameters, void
 int cuTensorMapEncodeTiled(void *map, int type, uint32_t rank, void *address, const void *sizes, const void *strides,
     const void *box, const void *steps, int interleave, int swizzle, int promotion, int fill) {
     *(void **)map = address; return 0; }
+int cuStreamCreate(void **stream, unsigned flags) { *stream = (void *)(16 + (long)flags); return 0; }
+int cuStreamIsCapturing(void *stream, int *is) { *is = capturing; return 0; }
+int cuThreadExchangeStreamCaptureMode(int *mode) { return 0; }
+int cuStreamBeginCapture_v2(void *stream, int mode) { capturing = 1; nodes = launches; return 0; }
+int cuStreamEndCapture(void *stream, void **graph) {
+    capturing = 0; nodes = launches - nodes; launches -= nodes; *graph = (void *)3; return 0; }
+int cuGraphGetNodes(void *graph, void **found, size_t *count) {
+    if (found) for (size_t i = 0; i < *count; i++) found[i] = (void *)(100 + i);
+    *count = nodes; return 0; }
+int cuGraphGetEdges_v2(void *graph, void **from, void **to, void *data, size_t *count) {
+    if (from) for (size_t i = 0; i < *count; i++) from[i] = (void *)(100 + i), to[i] = (void *)(101 + i);
+    *count = nodes - 1; return 0; }
+int cuGraphInstantiateWithFlags(void **run, void *graph, uint64_t flags) { *run = (void *)4; return 0; }
+int cuGraphLaunch(void *run, void *stream) { launches++; return 0; }
+int cuGraphExecKernelNodeSetParams_v2(void *run, void *node, const void *params) { return 0; }
+int cuGraphExecDestroy(void *run) { return 0; }
+int cuGraphDestroy(void *graph) { return 0; }
 """
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import os
 import platform
 import statistics
@@ -145,6 +146,11 @@ def launching(bench: Bench, case: Case, where: str, sequence: Any) -> None:
     note("first, second, third call", lambda: case.first)
     note("call", lambda: bench.host_us(case.call))
     note("Bound.run", lambda: bench.host_us(case.run))
+    case.replaying(True)
+    note("call, replayed", lambda: bench.host_us(case.call))
+    turns = itertools.cycle((0, 1))
+    note("call, replayed, tensors in turns", lambda: bench.host_us(lambda: case.call(next(turns))))
+    case.replaying(False)
     case.fill()
     note("launches alone", lambda: bench.host_us(case.direct))
     note("launches alone, processor time", lambda: bench.processor(case.direct))

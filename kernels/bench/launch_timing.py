@@ -18,9 +18,8 @@ from bench import host_time
 from moeq_kernels.compiling import compile_all, specialise
 from moeq_kernels.cuda import driver, load
 from moeq_kernels.prepared import prepare_for
+from moeq_kernels.replay import NON_BLOCKING, RELAXED, NodeParams
 from moeq_kernels.schedules import schedule
-
-NON_BLOCKING, RELAXED = 1, 2
 
 P = c_void_p
 #: What is called besides the product's own calls, as cuda.h of CUDA 13.0 has it.
@@ -56,53 +55,22 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
 #: What the stand-in has besides that of `host_time.py`.
 STAND_IN = """
 #include <stddef.h>
-static void *kept[64]; static size_t nodes; static int capturing;
 int cuDriverGetVersion(int *v) { *v = 13000; return 0; }
 int cuCtxSynchronize(void) { return 0; }
 int cuFuncGetParamInfo(void *f, size_t i, size_t *offset, size_t *size) { *offset = 128 * i; *size = 4; return 0; }
-int cuStreamCreate(void **s, unsigned f) { *s = (void *)(16 + (long)f); return 0; }
-int cuStreamIsCapturing(void *s, int *is) { *is = capturing; return 0; }
-int cuStreamBeginCapture_v2(void *s, int mode) { capturing = 1; launches = 0; return 0; }
-int cuStreamEndCapture(void *s, void **g) { capturing = 0; nodes = launches; *g = (void *)3; return 0; }
 int cuEventCreate(void **e, unsigned f) { *e = (void *)5; return 0; }
 int cuEventRecord(void *e, void *s) { return 0; }
 int cuEventElapsedTime(float *ms, void *a, void *b) { *ms = 0.5f; return 0; }
 int cuLaunchKernel(void *f, unsigned a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned g, unsigned shared,
     void *s, void **parameters, void **extra) { return 0; }
-int cuGraphGetNodes(void *g, void **n, size_t *count) {
-    if (n) for (size_t i = 0; i < *count; i++) n[i] = (void *)(100 + i);
-    *count = nodes; return 0; }
-int cuGraphGetEdges_v2(void *g, void **from, void **to, void *data, size_t *count) {
-    if (from) for (size_t i = 0; i < *count; i++) from[i] = (void *)(100 + i), to[i] = (void *)(101 + i);
-    *count = nodes - 1; return 0; }
 int cuGraphKernelNodeGetParams_v2(void *n, void *p) { return 0; }
-int cuGraphInstantiateWithFlags(void **x, void *g, uint64_t flags) { *x = (void *)4; return 0; }
 int cuGraphUpload(void *x, void *s) { return 0; }
-int cuGraphLaunch(void *x, void *s) { return 0; }
-int cuGraphExecKernelNodeSetParams_v2(void *x, void *n, const void *p) { return 0; }
 int cuGraphExecUpdate_v2(void *x, void *g, void *info) { return 801; }
-int cuGraphExecDestroy(void *x) { return 0; }
-int cuGraphDestroy(void *g) { return 0; }
 """
 
 
 class Refused(Exception):
     """A call of the driver that failed."""
-
-
-class NodeParams(ctypes.Structure):
-    """CUDA_KERNEL_NODE_PARAMS_v2."""
-
-    _fields_ = (
-        ("func", c_void_p),
-        ("grid", c_uint * 3),
-        ("block", c_uint * 3),
-        ("shared", c_uint),
-        ("parameters", c_void_p),
-        ("extra", c_void_p),
-        ("kern", c_void_p),
-        ("ctx", c_void_p),
-    )
 
 
 class Cuda:
@@ -275,6 +243,7 @@ class Case:
             self.first.append(round((time.perf_counter() - begin) * 1e6, 1))
             bench.sync()
         self.bound = layer._program.bounds[tokens]
+        self.replaying(False)
         self.codes = [load(one, layer.problem.gpu, 0) for one in wanted]
         self.names = [code.name for code, _ in self.codes]
         self.launches = list(self.bound._launches)
@@ -288,6 +257,10 @@ class Case:
     def call(self, which: int = 0) -> None:
         """A call as users make it."""
         self.layer(*self.given[which], out=self.outs[which], workspace=self.workspace)
+
+    def replaying(self, on: bool) -> None:
+        """Whether calls may go through graphs of the product's own."""
+        self.bound._replays._off = not on
 
     def run(self, stream: int = 0, which: int = 0) -> None:
         """The same without what Python checks around it."""
@@ -346,7 +319,7 @@ class Graph:
         order, found = [], NodeParams()
         for node in self.nodes:
             self.cuda.cuGraphKernelNodeGetParams_v2(node, byref(found))
-            order.append(found.func)
+            order.append(found.function)
         count = c_size_t()
         self.cuda.cuGraphGetEdges_v2(self.graph, None, None, None, byref(count))
         one, two = (c_void_p * count.value)(), (c_void_p * count.value)()

@@ -52,6 +52,16 @@ def host_us(call: Any, rounds: int = 30, calls: int = 10) -> float:
     return sorted(times)[rounds // 2]
 
 
+def launched_us(layer: PreparedLayer, tokens: int, call: Any) -> float:
+    """The same where calls are not replayed as graphs."""
+    replays = layer._program.bounds[tokens]._replays
+    kept, replays._off = replays._off, True
+    try:
+        return host_us(call)
+    finally:
+        replays._off = kept
+
+
 def measure(name: str, stored: str) -> list[dict[str, Any]]:
     """Host times of one layer."""
     shape = SHAPES[name]
@@ -82,6 +92,7 @@ def measure(name: str, stored: str) -> list[dict[str, Any]]:
             "layer": name, "format": stored, "tokens": tokens, "first_us": round(first, 1),
             "owned_us": round(host_us(owned), 1),
             "two_layers_us": round(host_us(alternating) / 2, 1),
+            "launches_us": round(launched_us(layer, tokens, owned), 1),
             "allocating_us": round(host_us(lambda tensors=tensors: layer(*tensors)), 1),
             "fused_moe_us": round(host_us(simple), 1),
         })  # fmt: skip
@@ -128,6 +139,62 @@ def check_use() -> dict[str, bool]:
         layer(*tensors)
         torch.cuda.set_sync_debug_mode("default")
     results["no synchronisation"] = True
+    return results | check_replays()
+
+
+def check_replays() -> dict[str, bool]:
+    """Calls that are replayed as graphs: the numbers of launches one by one, whatever changes between calls."""
+    shape = SHAPES["qwen3-30b"]
+    layer, packed = layer_of("qwen3-30b", "int4", 256, warm=True)
+    other, _ = layer_of("qwen3-30b", "int4", 256, warm=False)
+    results = {}
+    for tokens in (1, 24, 200):
+        drawn = [inputs(shape, tokens, seed) for seed in (3, 4)]
+        wanted = {}
+        for number, one in enumerate((layer, other)):
+            one(drawn[0].x, drawn[0].weights, drawn[0].ids)
+            replays = one._program.bounds[tokens]._replays
+            replays._off = True
+            for which, given in enumerate(drawn):
+                wanted[number, which] = one(given.x, given.weights, given.ids).clone()
+        replays._off = False
+
+        def call(number: int, which: int, layers: Any = (layer, other), drawn: Any = drawn) -> torch.Tensor:
+            given = drawn[which]
+            return layers[number](given.x, given.weights, given.ids)
+
+        def right(number: int, which: int, call: Any = call, wanted: Any = wanted) -> bool:
+            return torch.equal(call(number, which), wanted[number, which])
+
+        same = all([right(0, 0) for _ in range(20)])
+        results[f"replayed, {tokens}"] = same and bool(replays._by_stream)
+        order = [(number, which) for _ in range(10) for number in (0, 1) for which in (0, 1)]
+        results[f"replayed in turns, {tokens}"] = all([right(*one) for one in order])
+        queued = [(one, call(*one)) for one in order]  # nothing waits between these
+        results[f"replayed without waiting, {tokens}"] = all(torch.equal(y, wanted[one]) for one, y in queued)
+        kept = [given.x.clone() for given in drawn]
+        drawn[0].x.copy_(kept[1])
+        drawn[0].ids.copy_(drawn[1].ids)
+        drawn[0].weights.copy_(drawn[1].weights)
+        results[f"replayed with other values, {tokens}"] = torch.equal(call(0, 0), wanted[0, 1])
+        streams = [torch.cuda.Stream() for _ in range(3)]
+        torch.cuda.synchronize()
+        found = []
+        for _ in range(10):
+            for stream in streams:
+                with torch.cuda.stream(stream):
+                    found.append(call(1, 1))
+        torch.cuda.synchronize()
+        results[f"replayed on streams, {tokens}"] = all(torch.equal(y, wanted[1, 1]) for y in found)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = call(1, 1)
+        y.fill_(float("nan"))
+        call(0, 1)
+        graph.replay()
+        results[f"captured after replays, {tokens}"] = torch.equal(y, wanted[1, 1])
+        del found, queued, graph
+    del packed
     return results
 
 

@@ -22,6 +22,7 @@ from moeq_kernels.compiling import Binary, Specialisation, binary, specialise
 from moeq_kernels.errors import KernelEnvironmentError
 from moeq_kernels.gpu import Gpu
 from moeq_kernels.launch import Launch, Schedule
+from moeq_kernels.replay import Replay, Replays
 
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
@@ -213,15 +214,18 @@ class Bound:
         self._stream = 0  # of the configurations
         pointers: list[tuple[Any, int, tuple[int, int]]] = []  # parameters, place, root and offset
         self._kept: list[Any] = []
+        users = [0] * len(roots)  # launches that read what lies at a root, as bits
         for launch in schedule.launches:
             if 0 in launch.programs:
                 continue
-            wanted = specialise(launch)
+            wanted, bit = specialise(launch), 1 << len(self._launches)
             code, function = load(wanted, gpu, device)
             boxes = iter(code.boxes)
             arguments = arguments_of(launch, wanted)
             parameters = (c_void_p * len(arguments))()
             for place, value in enumerate(arguments):
+                if isinstance(value, Area | Box):
+                    users[number[(value.area if isinstance(value, Box) else value).root]] |= bit
                 if isinstance(value, Area):
                     pointers.append((parameters, place, (number[value.root], value.offset)))
                 elif isinstance(value, Box):
@@ -246,6 +250,8 @@ class Bound:
             self._kept += [parameters]
             self._configs.append(config)
             self._launches.append((ctypes.addressof(config), function.value, ctypes.addressof(parameters)))
+        self._replays = Replays(users)
+        self._addresses: Sequence[int] = ()  # that were written last
         # Where pointers lie: the roots themselves, then what lies behind the start of the workspace, then of others.
         self._place = number["workspace"]
         behind = sorted({key for *_, key in pointers if key[1]}, key=lambda key: (key[0] != self._place, key))
@@ -268,20 +274,14 @@ class Bound:
             driver().check(driver().set_context(self._context), "choosing the context")
             _THREAD.ready = True
         with self._lock:
-            place = addresses[self._place]
-            if place != self._placed:
-                self._placed, self._behind = place, [place + offset for offset in self._offsets]
-            others = [addresses[root] + offset for root, offset in self._others] if self._others else ()
-            self._pack(self._pointers, 0, *addresses, *self._behind, *others)
-            for one in self._moving:
-                last, moving, parameters, at, root, offset = one
-                base = addresses[root] + offset
-                if base != last:
-                    one[0], parameters[at] = base, moving.at(base)
+            if addresses != self._addresses:
+                self._point(addresses)
             if maps is not self._maps:
                 for parameters, at, which in self._fixed:
                     parameters[at] = maps[which]
                 self._maps = maps
+            if self._replays.run(addresses, stream, self._replay):
+                return
             if stream != self._stream:
                 for config in self._configs:
                     config.stream = stream
@@ -291,3 +291,23 @@ class Bound:
                 status = launch(address, function, parameters, None)
                 if status:
                     driver().check(status, "launching a kernel")
+
+    def _point(self, addresses: Sequence[int]) -> None:
+        """Writes the addresses of the roots, and what follows from them, where parameters point."""
+        self._addresses = ()
+        place = addresses[self._place]
+        if place != self._placed:
+            self._placed, self._behind = place, [place + offset for offset in self._offsets]
+        others = [addresses[root] + offset for root, offset in self._others] if self._others else ()
+        self._pack(self._pointers, 0, *addresses, *self._behind, *others)
+        for one in self._moving:
+            last, moving, parameters, at, root, offset = one
+            base = addresses[root] + offset
+            if base != last:
+                one[0], parameters[at] = base, moving.at(base)
+        self._addresses = list(addresses)
+
+    def _replay(self, users: Sequence[int]) -> Replay:
+        """The launches as a graph, with what was written last."""
+        self._stream = -1  # capturing changes the configurations
+        return Replay(self._configs, self._launches, users, self._launch, self._context.value)

@@ -325,10 +325,32 @@ def test_every_parameter_of_every_launch_is_the_schedules(tmp_path: Path) -> Non
     assert all(looked > 60 for looked, _ in found)
 
 
+REPLAYS = """
+import json, sys
+sys.path.insert(0, {tests!r})
+from launch_parameters import graphs_left, wrong_replays
+families = ("hopper-w4a16", "mma-w4a16", "portable")
+found = [wrong_replays(family, tokens) for family in families for tokens in (1, 33, 700)]
+print(json.dumps([found, graphs_left(2, 100), graphs_left(4, 3)]))
+"""
+
+
+def test_replayed_graphs_have_the_parameters_of_the_call(tmp_path: Path) -> None:
+    found, all_kept, few_kept = _child(REPLAYS, MOEQ_KERNEL_CACHE=str(tmp_path))
+    assert [wrong for _, wrong in found] == [[]] * 9
+    assert all(replayed > 50 for replayed, _ in found)
+    assert all_kept == [2, 0, 0]
+    made, destroyed, wrong = few_kept
+    assert made > 4
+    assert made - destroyed == 3
+    assert not wrong
+
+
 def test_structures_are_those_of_cuda_h(tmp_path: Path) -> None:
     import triton
 
     from moeq_kernels.cuda import LaunchAttribute, LaunchConfig
+    from moeq_kernels.replay import NodeParams
 
     include = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
     if not (include / "cuda.h").exists():
@@ -336,6 +358,8 @@ def test_structures_are_those_of_cuda_h(tmp_path: Path) -> None:
     names = {"sharedMemBytes": LaunchConfig.shared, "hStream": LaunchConfig.stream, "attrs": LaunchConfig.attributes,
              "numAttrs": LaunchConfig.number}  # fmt: skip
     fields = "".join(f'printf("%zu ", offsetof(CUlaunchConfig, {name}));' for name in names)
+    node = ("func", "gridDimX", "blockDimX", "sharedMemBytes", "kernelParams", "extra", "kern", "ctx")
+    fields += "".join(f'printf("%zu ", offsetof(CUDA_KERNEL_NODE_PARAMS_v2, {name}));' for name in node)
     source = tmp_path / "sizes.c"
     source.write_text(
         '#include <stddef.h>\n#include <stdio.h>\n#include "cuda.h"\nint main() {'
@@ -348,7 +372,9 @@ def test_structures_are_those_of_cuda_h(tmp_path: Path) -> None:
         pytest.skip("no C compiler")
     told = subprocess.run([str(tmp_path / "sizes")], capture_output=True, text=True, check=True).stdout.split()
     config, attribute, value = ctypes.sizeof(LaunchConfig), ctypes.sizeof(LaunchAttribute), LaunchAttribute.value.offset
-    assert [int(one) for one in told] == [config, attribute, value, 128, 6, *(one.offset for one in names.values())]
+    params = [getattr(NodeParams, name).offset for name, *_ in NodeParams._fields_]
+    wanted = [config, attribute, value, 128, 6, *(one.offset for one in names.values()), *params]
+    assert [int(one) for one in told] == wanted
 
 
 HOOK = """
