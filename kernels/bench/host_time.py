@@ -49,6 +49,8 @@ int cuTensorMapEncodeTiled(void *map, int type, uint32_t rank, void *address, co
     const void *box, const void *steps, int interleave, int swizzle, int promotion, int fill) {
     *(void **)map = address; return 0; }
 int cuStreamCreate(void **stream, unsigned flags) { *stream = (void *)(16 + (long)flags); return 0; }
+int cuStreamGetPriority(void *stream, int *priority) { *priority = 0; return 0; }
+int cuStreamCreateWithPriority(void **stream, unsigned flags, int priority) { return cuStreamCreate(stream, flags); }
 int cuStreamIsCapturing(void *stream, int *is) { *is = capturing; return 0; }
 int cuThreadExchangeStreamCaptureMode(int *mode) { return 0; }
 int cuStreamBeginCapture_v2(void *stream, int mode) { capturing = 1; nodes = launches; return 0; }

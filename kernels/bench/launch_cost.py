@@ -17,6 +17,7 @@ import ctypes
 import itertools
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -65,11 +66,10 @@ def machine(bench: Bench) -> dict[str, Any]:
     return {
         "processor": model,
         "hypervisor": " hypervisor" in flags,
-        "kernel": Path("/proc/version").read_text().strip(),
         "cpus": len(os.sched_getaffinity(0)),
         "load": os.getloadavg(),
         "driver": version.value,
-        "nvidia": nvidia.read_text().splitlines()[0] if nvidia.exists() else "?",
+        "nvidia": next(iter(re.findall(r"\b\d+\.\d+\.\d+\b", nvidia.read_text())), "?") if nvidia.exists() else "?",
         "settings": {name: value for name, value in os.environ.items() if name.startswith("CUDA_")},
         "python": platform.python_version(),
         "torch": torch.__version__,

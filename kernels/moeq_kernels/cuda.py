@@ -307,7 +307,7 @@ class Bound:
                 one[0], parameters[at] = base, moving.at(base)
         self._addresses = list(addresses)
 
-    def _replay(self, users: Sequence[int]) -> Replay:
-        """The launches as a graph, with what was written last."""
+    def _replay(self, users: Sequence[int], stream: int) -> Replay:
+        """The launches as a graph for a stream, with what was written last."""
         self._stream = -1  # capturing changes the configurations
-        return Replay(self._configs, self._launches, users, self._launch, self._context.value)
+        return Replay(self._configs, self._launches, users, self._launch, self._context.value, stream)

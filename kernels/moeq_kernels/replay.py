@@ -31,7 +31,8 @@ RELAXED = 2
 #: Handles of the legacy default stream, which is never captured (asking fails while another is).
 LEGACY_STREAMS = (0, 1)
 _HANDLES = {
-    "cuStreamCreate": (c_void_p, c_uint),
+    "cuStreamGetPriority": (c_void_p, c_void_p),
+    "cuStreamCreateWithPriority": (c_void_p, c_uint, c_int),
     "cuStreamIsCapturing": (c_void_p, c_void_p),
     "cuStreamBeginCapture_v2": (c_void_p, c_int),
     "cuStreamEndCapture": (c_void_p, c_void_p),
@@ -119,11 +120,11 @@ def graphs() -> Graphs | None:
 
 
 @cache
-def _capture_stream(context: int | None) -> int:
-    """A stream to capture on, one for each context, which has to be current."""
+def _capture_stream(context: int | None, priority: int) -> int:
+    """A stream to capture on, one for each context, which has to be current, and priority, which nodes take from it."""
     found = graphs()
     assert found is not None
-    return found.made("cuStreamCreate", NON_BLOCKING)
+    return found.made("cuStreamCreateWithPriority", NON_BLOCKING, priority)
 
 
 class Replay:
@@ -139,13 +140,14 @@ class Replay:
         users: by root, launches that read what depends on its address, as bits.
         launch: cuLaunchKernelEx.
         context: the current one.
+        stream: that it will be launched on.
 
     Raises KernelEnvironmentError where the driver cannot make it.
     """
 
     def __init__(
         self, configs: Sequence[Any], launches: Sequence[tuple[int, int | None, int]], users: Sequence[int],
-        launch: Callable[..., int], context: int | None,
+        launch: Callable[..., int], context: int | None, stream: int,
     ) -> None:  # fmt: skip
         found = graphs()
         assert found is not None
@@ -153,7 +155,9 @@ class Replay:
         self._addresses: list[int] = []
         self._graph = self._exec = 0
         with found.building, found.relaxed():
-            self._graph = self._captured(configs, launches, launch, _capture_stream(context))
+            priority = c_int()
+            found.call("cuStreamGetPriority", stream, byref(priority))
+            self._graph = self._captured(configs, launches, launch, _capture_stream(context, priority.value))
             self._exec = found.made("cuGraphInstantiateWithFlags", self._graph, 0)
             nodes = self._nodes()
         if len(nodes) != len(launches):
@@ -221,9 +225,9 @@ class Replay:
             self._addresses = list(addresses)
         return self._cuda.launch(self._exec, stream)
 
-    def __del__(self) -> None:
+    def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """Gives it back; the driver waits with that until it no longer runs."""
-        if sys.is_finalizing() or not getattr(self, "_graph", 0):
+        if finalizing() or not getattr(self, "_graph", 0):
             return
         try:
             with self._cuda.relaxed():
@@ -275,7 +279,7 @@ class Replays:
         return self._calls > REPLAY_AFTER
 
     def _made(self, stream: int, make: Callable[..., Replay]) -> Replay:
-        found = make(self._users)
+        found = make(self._users, stream)
         self._by_stream[stream] = found
         self._calls = 0
         self._ages.append((self, stream))

@@ -33,7 +33,8 @@ class Driver(replay.Graphs):
         self.captured: list[Any] | None = None
         self.busy: set[int] = set()  # streams that somebody captures
         self.graphs: dict[int, list[Any]] = {}
-        self.replayed = self.destroyed = self.changed = self.mode = 0
+        self.priorities: dict[int, int] = {}
+        self.capturing_on = self.replayed = self.destroyed = self.changed = self.mode = 0
         self.refusing = ""
         self.building = threading.Lock()
         self.functions = {name: self.function(name) for name in replay._HANDLES}
@@ -70,7 +71,7 @@ class Driver(replay.Graphs):
         """cuLaunchKernelEx."""
         read = LaunchConfig.from_address(config)
         grid, values = (read.grid_x, read.grid_y, read.grid_z), self.values(function, parameters)
-        if self.captured is not None and read.stream == 999:
+        if self.captured is not None and read.stream == self.capturing_on:
             self.captured.append((function, grid, values))
         else:
             self.launched.append((function, grid, read.stream or 0, values))
@@ -91,9 +92,12 @@ class Driver(replay.Graphs):
         """cuLaunchKernelEx or cuGraphLaunch: what `Bound` and `Replay` take from a driver has one name."""
         return self.launch_one(*given) if len(given) == 4 else self.functions["cuGraphLaunch"](*given)
 
-    def _cuStreamCreate(self, out: Any, flags: int) -> None:
+    def _cuStreamGetPriority(self, stream: int, out: Any) -> None:
+        out._obj.value = -3 if stream == 72 else 0
+
+    def _cuStreamCreateWithPriority(self, out: Any, flags: int, priority: int) -> None:
         assert flags == 1
-        out._obj.value = 999
+        out._obj.value = 999 - priority
 
     def _cuStreamIsCapturing(self, stream: int, out: Any) -> None:
         assert stream > 1, "asked for the legacy stream"
@@ -103,12 +107,13 @@ class Driver(replay.Graphs):
         mode._obj.value, self.mode = self.mode, mode._obj.value
 
     def _cuStreamBeginCapture_v2(self, stream: int, mode: int) -> None:
-        assert (stream, mode, self.mode, self.captured) == (999, 2, 2, None)
-        self.captured = []
+        assert (mode, self.mode, self.captured) == (2, 2, None)
+        self.captured, self.capturing_on = [], stream
 
     def _cuStreamEndCapture(self, stream: int, out: Any) -> None:
         assert self.captured is not None
         out._obj.value = len(self.graphs) + 1
+        self.priorities[len(self.graphs) + 1] = 999 - stream
         self.graphs[len(self.graphs) + 1], self.captured = self.captured, None
 
     def _cuGraphGetNodes(self, graph: int, nodes: Any, count: Any) -> None:
@@ -123,6 +128,7 @@ class Driver(replay.Graphs):
 
     def _cuGraphInstantiateWithFlags(self, out: Any, graph: int, flags: int) -> None:
         out._obj.value = len(self.graphs) + 1
+        self.priorities[len(self.graphs) + 1] = self.priorities[graph]
         self.graphs[len(self.graphs) + 1] = list(self.graphs[graph])
 
     def _cuGraphExecKernelNodeSetParams_v2(self, graph: int, node: int, params: int) -> None:
@@ -133,6 +139,7 @@ class Driver(replay.Graphs):
         self.changed += 1
 
     def _cuGraphLaunch(self, graph: int, stream: int) -> None:
+        assert self.priorities[graph] == (-3 if stream == 72 else 0), "nodes have another stream's priority"
         self.launched += [(function, grid, stream, values) for function, grid, values in self.graphs[graph]]
         self.replayed += 1
 
