@@ -145,7 +145,7 @@ def check_use() -> dict[str, bool]:
 def check_replays() -> dict[str, bool]:
     """Calls that are replayed as graphs: the numbers of launches one by one, whatever changes between calls."""
     shape = SHAPES["qwen3-30b"]
-    layer, packed = layer_of("qwen3-30b", "int4", 256, warm=True)
+    layer, _ = layer_of("qwen3-30b", "int4", 256, warm=True)
     other, _ = layer_of("qwen3-30b", "int4", 256, warm=False)
     results = {}
     for tokens in (1, 24, 200):
@@ -194,7 +194,6 @@ def check_replays() -> dict[str, bool]:
         graph.replay()
         results[f"captured after replays, {tokens}"] = torch.equal(y, wanted[1, 1])
         del found, queued, graph
-    del packed
     return results
 
 

@@ -25,6 +25,6 @@ def test_every_part_runs(tmp_path: Path) -> None:
     assert [line.split()[0] for line in failed] == ["qwen3-30b:int4:8/graph/update"], failed  # the stand-in refuses it
     found = json.loads(out.read_text())
     case = found["qwen3-30b:int4:8"]
-    assert [kernel["name"] for kernel in case["kernels"]][-1] == "sum_rows"
+    assert len(case["graph"]["about"]["edges (ports, type)"]) == len(case["kernels"]) - 1 > 0
     assert case["graph"]["gpu"]["graph, alone on an idle stream"] == 500.0
     assert found["empty kernels"]["0 bytes, from C"] > 0
