@@ -33,29 +33,35 @@ class Step:
     module: str = ""
 
 
-_RANDOM = "python kernels/bench/random_check.py"
 _BYTES = "python kernels/bench/w8a8_bench.py"
 _PEERS = "python -m bench.peers run --warm 12 --warm-seconds 150"
 _SERVE = "python examples/bench/serve.py --rounds 2 --users 1,8,32,128 --together --folder {out}/../checkpoints"
-_INTERPRETER = "--interpreter --problems 2 --per-layer 1"
 _TINY = "--layers 1 --experts 8"
 _NO_TIME = "--seconds 1 --warm 0 --tokens 1"
 
 STEPS = (
     Step(
-        "w4a8-random", 4, f"{_RANDOM} --family hopper-w4a8 --problems 400 --per-layer 20 --seconds 200 "
-        "--out {out}/w4a8-random.json",
-        "whether `hopper-w4a8` with its present kernels is right (21 random problems so far); its times do not count "
-        "without it", _INTERPRETER,
-    ),
-    Step(
         "peers-fp4", 9,
-        f"{_PEERS} --seconds 520 --formats mxfp4,mxfp4-silu,mxfp4-fp8,int4-fp8,int4 --tokens 1,8,32,128,512,4096 "
-        "--contenders moeq,marlin,humming,flashinfer,flashinfer-fp8,turbomind,vllm-cutlass-w4a8 "
-        "--shapes gpt-oss-20b,qwen3-30b-a3b,mixtral-8x7b --out {out}/peers-fp4",
-        "cells against FlashInfer, TurboMind and vLLM's CUTLASS W4A8, which have not run yet; FlashInfer's module is "
-        "built before (`bench.bundle.flashinfer_module`, some 40 minutes of a processor)", _NO_TIME,
-        after=("w4a8-random",), module="vllm",
+        f"{_PEERS} --seconds 520 --formats mxfp4,mxfp4-fp8,mxfp4-silu,int4-fp8,int4 --tokens 4096,128,8,512 "
+        "--contenders moeq,flashinfer,flashinfer-fp8,turbomind,vllm-cutlass-w4a8 "
+        "--shapes qwen3-30b-a3b,gpt-oss-20b,mixtral-8x7b --out {out}/peers-fp4",
+        "cells against FlashInfer (six so far), TurboMind, whose process ended in most, and vLLM's CUTLASS W4A8, which "
+        "has not run; Humming is left out, as it packs for six seconds a group. FlashInfer's module is built before "
+        "(`bench.bundle.flashinfer_module`, 75 minutes of a processor for both kinds of activations)", _NO_TIME,
+        module="vllm",
+    ),
+    *(
+        Step(
+            f"peers-{fmt}", 8,
+            f"{_PEERS} --seconds 460 --rounds 2 --milliseconds 15 --formats {fmt} --tokens 8,128,32,512,4096,1 "
+            f"--contenders moeq,humming,{peer} --out {{out}}/peers-{fmt}",
+            f"the musts for {fmt} on the whole grid with the new routing and plans; {ran}", _NO_TIME, module="vllm",
+        )
+        for fmt, peer, ran in (
+            ("w8a8", "vllm-triton", "23 of 66 cells have run"),
+            ("int4", "marlin", "none has run"),
+            ("mxfp4", "triton_kernels", "one has run"),
+        )
     ),
     Step(
         "serve-w8a8", 9,
@@ -80,13 +86,6 @@ STEPS = (
         f"{_PEERS} --seconds 460 --formats fp8-block-w8a8,fp8-w8a8,nvfp4 --out {{out}}/peers-fp8",
         "cells against DeepGEMM, vLLM's Triton and CUTLASS, Humming and Marlin with the present kernels; 11 ran with "
         "those before", _NO_TIME, module="vllm",
-    ),
-    Step(
-        "w4a8", 6,
-        f"{_BYTES} --codes mxfp4 --other --shapes qwen3-30b,mixtral --tokens 512,2048,4096,16384 "
-        "--out {out}/w4a8.json",
-        "whether MXFP4 x e4m3 reaches 1.4 times W4A16 on Qwen3-30B and Mixtral too", "--dry-run",
-        after=("w4a8-random",),
     ),
     Step(
         "serve-tp2", 9,
