@@ -17,6 +17,7 @@ from vllm.v1.worker import workspace
 
 import moeq
 from moeq.engines.vllm.experts import ACTIVATIONS, MoeqExperts, activation_arguments
+from moeq.engines.vllm.rows import VERSION
 from moeq.errors import MoeqError
 
 INT4 = "gptq-int4-g32-qwen3moe"
@@ -197,6 +198,20 @@ class TestChoice:
         with pytest.raises(MoeqError, match=words) as caught:
             experts_layer(folders[INT4], kernels="moeq", **options)
         assert caught.value.code == "answer.no-kernel"
+
+    @pytest.mark.parametrize(
+        ("name", "layout", "since"),
+        [("gptq-int4-g32-qwen3moe", "triton-wna16/1", (0, 27)), ("ct-w8a8-qwen3moe", "int8-w8a8/1", (0, 28))],
+    )
+    def test_adapters_are_not_left_out_of_a_function(self, name, layout, since, checkpoints, tmp_path, gpu) -> None:
+        """Triton experts of earlier releases run by way of a function that knows nothing of adapters."""
+        folder = convert(checkpoints / name, tmp_path / "out", layout)
+        if since <= VERSION:
+            assert "does not support LoRA" in self.chosen(folder, is_lora_enabled=True)
+            return
+        for kernels in ("auto", "engine"):
+            with pytest.raises(MoeqError, match="does not support LoRA"):
+                experts_layer(folder, kernels=kernels, is_lora_enabled=True)
 
     def test_batch_invariance(self, folders, gpu, monkeypatch) -> None:
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")

@@ -106,10 +106,18 @@ def _int8_kernel(config: Any, moe: Any, kind: Any, tables: Any, tensors: Tensors
     return int8.make_int8_moe_kernel(int8.Int8MoeBackend.TRITON, config, moe, kind, routing_tables=tables)
 
 
+def _int8_classes() -> Any:
+    if VERSION < (0, 28):
+        from moeq.engines.vllm.older import FunctionalExperts
+
+        return [FunctionalExperts]
+    return int8.backend_to_kernel_cls(int8.Int8MoeBackend.TRITON)
+
+
 _INT8 = EngineExperts(
     title="TRITON (int8 W8A8)",
     option="triton",
-    classes=lambda: int8.backend_to_kernel_cls(int8.Int8MoeBackend.TRITON),
+    classes=_int8_classes,
     keys=lambda weights: (quant_utils.kInt8StaticChannelSym, quant_utils.kInt8DynamicTokenSym),
     # Not through the oracle of 0.26.0, which takes dynamic activation scales for none and would run W8A16.
     quant_config=lambda tensors, weights, clamp: int8_w8a8_moe_quant_config(

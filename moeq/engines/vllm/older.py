@@ -21,6 +21,15 @@ from moeq.deploy.loaders import VLLM_VERSIONS
 from moeq.errors import MoeqError
 
 
+class FunctionalExperts(TritonExperts):  # type: ignore[misc]
+    """The same experts by way of a function, which knows nothing of adapters: they would be left out."""
+
+    @staticmethod
+    def supports_lora() -> bool:
+        """Never."""
+        return False
+
+
 class AskableWNA16Experts(TritonWNA16Experts):  # type: ignore[misc]
     """The same experts with the answers of `TritonExperts`, whose tiles and activations they share."""
 
@@ -28,6 +37,7 @@ class AskableWNA16Experts(TritonWNA16Experts):  # type: ignore[misc]
     _supports_no_act_and_mul = staticmethod(TritonExperts._supports_no_act_and_mul)
     _supports_activation = staticmethod(TritonExperts._supports_activation)
     _supports_parallel_config = staticmethod(TritonExperts._supports_parallel_config)
+    supports_lora = staticmethod(FunctionalExperts.supports_lora)
 
     @staticmethod
     def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
