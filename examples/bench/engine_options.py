@@ -49,6 +49,7 @@ import torch
 from engine_generate import PLACES
 from generating import FACTOR, GAP, Answer, Engines, Generated, outputs, reason, said, start
 from judging import Reference, beside
+from make_adapter import write_adapter
 from make_family import write_family
 from transformers_ways import WAYS, generate
 
@@ -139,25 +140,26 @@ _INT4, _OSS, _W8A8, _GLM = _ALL
 RUNS = ("auto", "engine", "source")
 #: Checkpoints, options and kernels: what is run, in this order.
 PLAN: tuple[tuple[Sequence[str], Sequence[str], Sequence[str]], ...] = (
-    (_ALL, ["plain"], ["auto", "source", "engine"]),
-    ([_INT4, _OSS, _W8A8], ["default compilation"], ["auto"]),
-    ([_INT4, _OSS, _W8A8], ["lora"], ["auto", "source"]),
-    ([_INT4, _W8A8], ["lora on experts"], ["auto", "source"]),
-    ([_INT4, _OSS, _W8A8], ["sleep 1", "full graphs"], ["auto"]),
-    ([_INT4], ["sleep 1, default compilation", "sleep 2"], ["auto"]),
-    ([_INT4], ["prefix caching, chunked prefill", "ngram", "ngram_gpu", "graphs of decoding"], ["auto"]),
-    ([_INT4, _W8A8], ["batch invariant"], ["auto", "source"]),
-    ([_INT4], ["eplb", "expert parallel", "piecewise graphs", "compiled, no graphs"], ["auto"]),
-    ([_INT4, _OSS, _W8A8], ["dummy"], ["auto"]),
-    ([_GLM], ["mtp"], ["auto", "source"]),
-    ([_INT4], ["default compilation"], ["engine", "source"]),
+    ([_INT4], ["plain"], ["auto", "source", "engine"]),
+    ([_INT4], ["lora", "default compilation"], ["auto", "source"]),
+    ([_INT4], ["sleep 1", "sleep 2", "full graphs"], ["auto"]),
+    ([_INT4], ["lora on experts"], ["auto", "source"]),
+    ([_INT4], ["ngram", "ngram_gpu", "prefix caching, chunked prefill", "batch invariant", "eplb"], ["auto"]),
+    ([_W8A8, _OSS], ["plain"], ["auto", "engine", "source"]),
+    ([_W8A8, _OSS], ["lora"], ["auto", "source"]),
+    ([_W8A8, _OSS], ["default compilation", "sleep 1", "full graphs"], ["auto"]),
+    ([_W8A8], ["lora on experts", "batch invariant"], ["auto", "source"]),
+    ([_INT4], ["sleep 1, default compilation", "piecewise graphs", "compiled, no graphs"], ["auto"]),
+    ([_INT4], ["dummy", "expert parallel", "graphs of decoding", "moe-backend triton"], ["auto"]),
+    ([_GLM], ["plain", "mtp"], ["auto", "source"]),
+    ([_INT4], ["default compilation"], ["engine"]),
     ([_INT4], ["lora", "batch invariant"], ["moeq"]),
+    ([_INT4], ["batch invariant"], ["source"]),
     ([_INT4], ["lora, default compilation"], ["auto", "source"]),
-    ([_OSS, _W8A8], ["prefix caching, chunked prefill", "graphs of decoding"], ["auto"]),
-    ([_INT4], ["moe-backend triton"], ["auto"]),
+    ([_W8A8, _OSS], ["dummy", "prefix caching, chunked prefill", "graphs of decoding"], ["auto"]),
 )
-#: Checkpoints and ways of transformers.
-PLAN_TRANSFORMERS = (([_INT4, _OSS], list(WAYS)),)
+#: How many rows of the engine come before those of transformers.
+BEFORE = 17
 
 
 @dataclass(frozen=True)
@@ -183,8 +185,9 @@ def jobs() -> list[Job]:
         for kernels in choices
         for one in checkpoints
     ]
-    ways = [Job(one, way, "transformers") for names, ways in PLAN_TRANSFORMERS for way in ways for one in names]
-    return list(dict.fromkeys(of_engine[:31] + ways + of_engine[31:]))
+    ways = [Job(_INT4, way, "transformers") for way in WAYS]
+    last = [Job(_OSS, way, "transformers") for way in WAYS]
+    return list(dict.fromkeys([*of_engine[:BEFORE], *ways, *of_engine[BEFORE:], *last]))
 
 
 def run_engine(
@@ -230,39 +233,6 @@ def run_engine(
         }
         facts["speculation"] = {name.removeprefix("vllm:spec_decode_num_"): value for name, value in kept.items()}
     return found, facts
-
-
-def write_adapter(source: Path, folder: Path, which: str, rank: int = 8) -> None:
-    """A random adapter in PEFT's files.
-
-    Args:
-        source: a checkpoint whose attention is not quantised.
-        folder: where to; it is created.
-        which: projections of `attention`, or of the `experts` of models that name them as Qwen3-MoE does.
-        rank: of the adapter.
-    """
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
-    config = json.loads((source / "config.json").read_text())
-    shapes: dict[str, tuple[int, int]] = {}
-    with safe_open(source / "model.safetensors", "pt") as file:
-        for name in file.keys():  # noqa: SIM118 - not a dictionary
-            module = name.rpartition(".")[0]
-            if which == "attention" and re.search(r"self_attn\.[qkvo]_proj\.weight$", name):
-                shapes[module] = tuple(file.get_slice(name).get_shape())
-            elif which == "experts" and re.search(r"mlp\.experts\.\d+\.\w+_proj\.", name):
-                sizes = (config["moe_intermediate_size"], config["hidden_size"])
-                shapes[module] = sizes[::-1] if module.endswith("down_proj") else sizes
-    draw, tensors = torch.Generator().manual_seed(5), dict[str, torch.Tensor]()
-    for module, (n, k) in shapes.items():
-        tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(rank, k, generator=draw).bfloat16() / k**0.5
-        tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(n, rank, generator=draw).bfloat16() / 4
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    about = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank, "bias": "none"}
-    about |= {"target_modules": sorted({module.rpartition(".")[2] for module in shapes}), "lora_dropout": 0.0}
-    (folder / "adapter_config.json").write_text(json.dumps(about | {"base_model_name_or_path": str(source)}))
 
 
 def prompts_of(vocabulary: int) -> list[list[int]]:
@@ -368,6 +338,13 @@ def answer_of(figures: Mapping[str, float], allowed: float) -> str:
     return "DIFFERENT"
 
 
+def text(job: Job, row: Mapping[str, Any]) -> str:
+    """One line."""
+    figures = row.get("beside", {}).get(row.get("compared with"), {})
+    shown = " ".join(f"{key} {value:g}" for key, value in figures.items())
+    return f"{job.name:58s} {row['answer']:9s} {row['seconds']:5.1f} s {shown}{row.get('why', '')[:300]}"
+
+
 class Run:
     """All jobs."""
 
@@ -422,7 +399,8 @@ class Run:
             if found is not None:
                 self.said[job] = found
             self.write()
-            print(f"{job.name:58s} {row.get('answer', ''):9s} {row.get('why', '')[:200]}", flush=True)
+            if row["answer"] != "not run":
+                print(text(job, row), flush=True)
 
     def write(self) -> None:
         """Rows as far as they are known."""
@@ -430,30 +408,34 @@ class Run:
         self.out.write_text(json.dumps(self.about | {"rows": self.rows}, indent=1) + "\n")
 
     def all(self, wanted: list[Job], at_once: int) -> None:
-        """Every job: of a checkpoint's conversion the plain one first, which compiles moeq's kernels for the others."""
+        """Every job, in order; of a conversion the plain one first, which compiles moeq's kernels for the others."""
         with ThreadPoolExecutor(at_once) as pool, ThreadPoolExecutor(1) as aside:
-            first = Job("", "plain", "auto")
-            waiting = list(wanted)
-            running: dict[Future[None], Job] = {}
-            done: set[str] = set()
-            for name in dict.fromkeys(job.checkpoint for job in wanted):
-                self.models[name] = Model(name, self.scratch / name, self.gpu)
-                begun = [job for job in waiting if job.checkpoint == name and job.option == "plain"]
-                running |= {pool.submit(self.start, job): job for job in begun}
-                waiting = [job for job in waiting if job not in begun]
-                if not any((job.option, job.kernels) == (first.option, first.kernels) for job in begun):
-                    done.add(name)
-            computed = [aside.submit(model.compute) for model in self.models.values()]
-            while running or waiting:
-                free = [job for job in waiting if job.checkpoint in done or job.kernels in ("source", "engine")]
-                running |= {pool.submit(self.start, job): job for job in free}
-                waiting = [job for job in waiting if job not in free]
-                ended, _ = wait(running, return_when=FIRST_COMPLETED)
-                for future in ended:
-                    job = running.pop(future)
-                    if error := future.exception():  # of this script; the other rows go on
-                        self.rows[job.name] = {"answer": "failed", "why": f"{type(error).__name__}: {error}"}
-                    done |= {job.checkpoint} if (job.option, job.kernels) == ("plain", "auto") else set()
+            waiting, running = list(wanted), dict[Future[None], Job]()
+            first = {name: Job(name, "plain", "auto") for name in CHECKPOINTS}
+            awaited = {name for name, job in first.items() if job in wanted}
+            computed = []
+            while waiting or running:
+                ready = (
+                    job
+                    for job in waiting
+                    if job.kernels in ("source", "engine")
+                    or job == first[job.checkpoint]
+                    or job.checkpoint not in awaited
+                )
+                job = next(ready, None) if len(running) < at_once else None
+                if job is None:
+                    ended, _ = wait(running, return_when=FIRST_COMPLETED)
+                    for future in ended:
+                        job = running.pop(future)
+                        if error := future.exception():  # of this script; the other rows go on
+                            self.rows[job.name] = {"answer": "failed", "why": f"{type(error).__name__}: {error}"}
+                        awaited -= {job.checkpoint} if job == first[job.checkpoint] else set()
+                    continue
+                if job.checkpoint not in self.models:
+                    self.models[job.checkpoint] = model = Model(job.checkpoint, self.scratch / job.checkpoint, self.gpu)
+                    computed.append(aside.submit(model.compute))
+                waiting.remove(job)
+                running[pool.submit(self.start, job)] = job
             wait(computed)
         self.write()
 
@@ -483,10 +465,8 @@ def main() -> int:
         run.all(wanted, options.at_once)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    for job in wanted:
-        row = run.rows[job.name]
-        shown = row.get("beside", {}).get(row.get("compared with"), {})
-        print(f"{job.name:58s} {row['answer']:9s} {row.get('seconds', 0):5.1f} s {shown or row.get('why', '')}")
+    late = [name for name, row in run.rows.items() if row["answer"] == "not run"]
+    print(f"{len(run.rows) - len(late)} rows, no time for {len(late)} more")
     return 1 if any(row["answer"] == "DIFFERENT" for row in run.rows.values()) else 0
 
 
