@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from bench import host_time
-from bench.launch_timing import NON_BLOCKING, STAND_IN, Bench, Case, Graph, alone
+from bench.launch_timing import NON_BLOCKING, STAND_IN, Bench, Case, Graph, alone, in_turn
 from moeq_kernels.cuda import LaunchAttribute, LaunchConfig, driver
 
 CASES = "qwen3-30b:int4:8,qwen3-30b:int4:200,mixtral-tp8:int4:64,qwen3-30b:w8a8:200"
@@ -209,14 +209,7 @@ def otherwise(bench: Bench, case: Case, where: str) -> None:
             extra = (c_void_p * 5)(BUFFER_POINTER, ctypes.addressof(memory), BUFFER_SIZE, ctypes.addressof(count), 0)
             kept.append((memory, count, extra))
             launches.append((address, function, None, ctypes.addressof(extra)))
-        launch = driver().launch
-
-        def call() -> int:
-            status = 0
-            for one in launches:
-                status = status or launch(*one)
-            return int(status)
-
+        call = in_turn(driver().launch, launches)
         alone(bench, call)
         return bench.host_us(call)
 
@@ -352,13 +345,7 @@ def empties(bench: Bench, where: str, sequence: Any) -> None:
 
     def timed(launches: list[tuple[Any, ...]], busy: bool = False) -> float:
         turns = [one for _ in range(count // len(launches)) for one in launches]
-
-        def call() -> int:
-            status = 0
-            for one in turns:
-                status = status or launch(*one)
-            return int(status)
-
+        call = in_turn(launch, turns)
         alone(bench, call)
         return bench.host_us(call, 4, busy) / len(turns)
 

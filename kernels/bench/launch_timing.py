@@ -7,7 +7,7 @@ import json
 import resource
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_uint8, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -202,6 +202,18 @@ def alone(bench: Bench, call: Callable[[], int]) -> None:
     if status:
         raise Refused(f"status {status}")
     bench.sync()
+
+
+def in_turn(launch: Callable[..., int], launches: Sequence[tuple[Any, ...]]) -> Callable[[], int]:
+    """A call of `launch` with the arguments of each of `launches`; it returns the first status that is an error."""
+
+    def call() -> int:
+        status = 0
+        for one in launches:
+            status = status or launch(*one)
+        return int(status)
+
+    return call
 
 
 class Case:
