@@ -19,7 +19,7 @@ from bench.peers.conduct import Lane, Options, Run, Seat, conduct, jobs, one_cel
 from bench.peers.contenders import BY_FORMAT, CONTENDERS
 from bench.peers.contenders.ours import Ours
 from bench.peers.evaluate import TARGETS, judge, merge, scores, time_of
-from bench.peers.problem import Stack, make_problem, route, truth
+from bench.peers.problem import ROUTINGS, Stack, make_problem, route, truth
 from bench.peers.report import markdown, picture
 from bench.peers.shapes import FORMATS, GROUPS, Group, Shape, floor
 from bench.reference import Layer, moe
@@ -87,6 +87,20 @@ class TestInputs:
         one, two = (make_problem(Group("int4", "tiny"), "cpu") for _ in range(2))
         assert torch.equal(one.w13.codes, two.w13.codes)
         assert torch.equal(route(one, 9, 3).ids, route(two, 9, 3).ids)
+
+    def test_routing_is_as_skewed_as_asked_for(self, tiny: None) -> None:
+        def chosen(routing: str) -> torch.Tensor:
+            problem = make_problem(tiny_group("int4"), device="cpu", routing=routing)
+            ids = route(problem, 400, 0).ids
+            assert ids.dtype == torch.int32
+            assert (ids.sort(1).values.diff(dim=1) > 0).all()
+            return ids.flatten().long().bincount(minlength=problem.shape.experts)
+
+        uniform, zipf, same = (chosen(routing) for routing in ROUTINGS)
+        assert uniform.max() < 1.5 * uniform.min()
+        assert zipf[0] > 1.5 * uniform[0]
+        assert zipf[-1] < 0.75 * uniform[-1]
+        assert sorted(same.unique().tolist()) == [0, 400]
 
     def test_floor_is_bytes_at_few_tokens_and_arithmetic_at_many(self) -> None:
         few = floor(FORMATS["int4"], shapes.SHAPES["mixtral-8x7b"], 1, 2)
@@ -389,6 +403,10 @@ class TestMerging:
         ]
         assert "not across cells" in merged["side_by_side"]
         assert merge([first])["side_by_side"] == "one run"
+
+    def test_different_routing_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="uniform, zipf"):
+            merge([document(), {**document(), "routing": "zipf"}])
 
     def test_different_gpus_are_refused(self) -> None:
         with pytest.raises(ValueError, match="different GPUs"):

@@ -22,6 +22,7 @@ from typing import Any
 from bench.peers.conduct import PATIENCE, Lane, Options, Run, Seat, conduct, jobs, warm
 from bench.peers.contenders import BY_FORMAT, CONTENDERS
 from bench.peers.evaluate import merge
+from bench.peers.problem import ROUTINGS
 from bench.peers.report import markdown, picture
 from bench.peers.shapes import GROUPS, TOKENS
 
@@ -78,6 +79,7 @@ def document(run: Run, clocks: Clocks) -> dict[str, Any]:
         "side_by_side": "one run",
         "rounds": run.options.rounds,
         "milliseconds": run.options.milliseconds,
+        "routing": run.options.routing,
         "contenders": {n: {"versions": s.versions, "absent": s.absent} for n, s in run.lanes[0].seats.items()},
         "peaks": {lane.gpu: lane.peak for lane in run.lanes},
         "clocks": clocks.summary(),
@@ -104,7 +106,7 @@ def run(given: argparse.Namespace) -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     log = given.out / "contenders.log"
     skip = frozenset(tuple(pair.split(":", 1)) for pair in given.skip.split(",") if pair)
-    options = Options(given.seconds, tokens, given.rounds, given.milliseconds, log, skip)
+    options = Options(given.seconds, tokens, given.rounds, given.milliseconds, log, skip, given.routing)
     gpus = given.gpus.split(",")
     clocks = Clocks(gpus)
     begin = time.monotonic()
@@ -148,6 +150,9 @@ def main() -> int:
     timing.add_argument("--rounds", type=int, default=3)
     timing.add_argument("--patience", type=float, default=PATIENCE, help="seconds for an answer of a contender")
     timing.add_argument("--milliseconds", type=float, default=25)
+    timing.add_argument(
+        "--routing", choices=ROUTINGS, default="uniform", help="experts alike, by rank, or the same for all tokens"
+    )
     timing.add_argument(
         "--warm", type=int, default=0, metavar="PROCESSES", help="compile everything first, in parallel"
     )

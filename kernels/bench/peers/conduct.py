@@ -126,6 +126,7 @@ class Options:
         tokens: token counts, most telling first.
         log: where contenders' own output goes.
         skip: `(format, contender)` pairs to leave out.
+        routing: how tokens choose their experts (`problem.ROUTINGS`).
     """
 
     seconds: float
@@ -134,6 +135,7 @@ class Options:
     milliseconds: float = 25.0
     log: Path | None = None
     skip: frozenset[tuple[str, str]] = frozenset()
+    routing: str = "uniform"
 
 
 def contenders_of(group: Group, names: Iterable[str], skip: frozenset[tuple[str, str]]) -> list[str]:
@@ -212,7 +214,7 @@ def one_group(group: Group, lane: Lane, run: Run, deadline: float) -> None:
         run.left_out.append({**asdict(group), "tokens": list(run.options.tokens), "reason": "time"})
         return
     begin = time.monotonic()
-    opened = together(seats, lambda seat: seat.order("open", **asdict(group)))
+    opened = together(seats, lambda seat: seat.order("open", **asdict(group), routing=run.options.routing))
     details = {name: answer.get("ok", answer) for name, answer in opened.items()}
     print(f"{group.format} {group.shape}: set up in {time.monotonic() - begin:.1f} s {details}", flush=True)
     for number, tokens in enumerate(run.options.tokens):

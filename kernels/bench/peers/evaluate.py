@@ -276,11 +276,14 @@ def merge(runs: list[dict[str, Any]]) -> dict[str, Any]:
     was side by side, cells of different runs were not.
 
     Raises:
-        ValueError: the runs are of different GPUs.
+        ValueError: the runs are of different GPUs, or tokens chose their experts in different ways.
     """
     devices = {run["device"] for run in runs}
     if len(devices) > 1:
         raise ValueError(f"runs of different GPUs are not comparable: {', '.join(sorted(devices))}")
+    routings = {run.get("routing", "uniform") for run in runs}
+    if len(routings) > 1:
+        raise ValueError(f"runs with different routing are not comparable: {', '.join(sorted(routings))}")
     cells: dict[tuple[str, str, int], Cell] = {}
     for number, run in enumerate(runs):
         for cell in run["cells"]:

@@ -64,6 +64,10 @@ class Codes:
         return self.scales[:, ::rows].contiguous()
 
 
+#: How tokens choose: all experts alike, the expert of rank r with a chance like 1 / r, all tokens the same ones.
+ROUTINGS = ("uniform", "zipf", "same")
+
+
 @dataclass(frozen=True)
 class Problem:
     """A layer.
@@ -71,11 +75,13 @@ class Problem:
     Attributes:
         group: what it is.
         w13, w2: codes; rows of w13 in the order of the format.
+        routing: one of `ROUTINGS`.
     """
 
     group: Group
     w13: Codes
     w2: Codes
+    routing: str = "uniform"
 
     @property
     def format(self) -> Format:
@@ -104,12 +110,13 @@ class Problem:
         return self.format.code_bits
 
 
-def make_problem(group: Group, device: str = "cuda", seed: int = 0) -> Problem:
+def make_problem(group: Group, device: str = "cuda", seed: int = 0, routing: str = "uniform") -> Problem:
     """Random codes, with scales that give weights of about 1 / sqrt(k): the same numbers in every process."""
     fmt, shape = FORMATS[group.format], SHAPES[group.shape]
     generator = torch.Generator(device=device).manual_seed(seed)
     sizes = ((2 * shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate))
-    return Problem(group, *(_random(fmt, shape.experts, n, k, generator) for n, k in sizes))
+    w13, w2 = (_random(fmt, shape.experts, n, k, generator) for n, k in sizes)
+    return Problem(group, w13, w2, routing)
 
 
 def _random(fmt: Format, experts: int, n: int, k: int, generator: torch.Generator) -> Codes:
@@ -152,11 +159,17 @@ def _random_scales(
 
 
 def route(problem: Problem, tokens: int, seed: int) -> Routed:
-    """Normal tokens, uniform routing without replacement; weights float32, ids int32."""
+    """Normal tokens, experts drawn without replacement; weights float32, ids int32."""
     shape, device = problem.shape, problem.w13.codes.device
     generator = torch.Generator(device=device).manual_seed(1000 + seed)
     x = torch.randn(tokens, shape.hidden, generator=generator, device=device).to(torch.bfloat16)
     weights, ids = torch.rand(tokens, shape.experts, generator=generator, device=device).topk(shape.top_k, dim=1)
+    if problem.routing == "zipf":  # Gumbel's trick: the largest sums are a draw without replacement
+        popularity = -torch.arange(1, shape.experts + 1, device=device).log()
+        noise = torch.rand(tokens, shape.experts, generator=generator, device=device)
+        ids = (popularity - (-noise.log()).log()).topk(shape.top_k, dim=1).indices
+    elif problem.routing == "same":
+        ids = ids[:1].expand(tokens, -1).contiguous()
     return Routed(x, weights / weights.sum(1, keepdim=True), ids.to(torch.int32))
 
 

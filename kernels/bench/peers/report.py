@@ -29,7 +29,8 @@ COLOURS = {
 
 def markdown(run: dict[str, Any]) -> str:
     """Verdicts, scores and every cell."""
-    parts = [*_heading(run), "", *_targets(run), "", *_scores(run)]
+    targets = _targets(run) if run.get("routing", "uniform") == "uniform" else []  # they are for uniform routing
+    parts = [*_heading(run), "", *targets, "", *_scores(run)]
     for name in dict.fromkeys(cell["format"] for cell in run["cells"]):
         parts += ["", f"## {name}", "", *_cells([cell for cell in run["cells"] if cell["format"] == name])]
     parts += ["", "## Not timed", "", *(f"* {name}: {reason}." for name, reason in not_timed(run))]
@@ -52,7 +53,9 @@ def _heading(run: dict[str, Any]) -> list[str]:
     shown = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
     cells = f"{len(run['cells'])} cells"
     rows = [f"# Side by side: {run['device']}, {run['date']}", "", f"{cells}; {shown or 'no versions recorded'}."]
-    rows += [f"Microseconds, cold weights (`hot`: ours, warm); {run.get('side_by_side', 'one run')}.", ""]
+    routing = run.get("routing", "uniform")
+    routed = "" if routing == "uniform" else f"routing: {routing}; "
+    rows += [f"Microseconds, cold weights (`hot`: ours, warm); {routed}{run.get('side_by_side', 'one run')}.", ""]
     rows += [f"* {note}" for note in run.get("notes", ())]
     for gone in run.get("left_out", ()):
         rows.append(

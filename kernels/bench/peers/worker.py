@@ -55,11 +55,11 @@ class Worker:
         """What takes part."""
         return {"versions": self.contender.versions}
 
-    def open(self, format: str, shape: str) -> dict[str, Any]:
+    def open(self, format: str, shape: str, routing: str = "uniform") -> dict[str, Any]:
         """Set a group up."""
         self.close()
         begin = time.monotonic()
-        problem = make_problem(Group(format, shape))
+        problem = make_problem(Group(format, shape), routing=routing)
         self.opened = Opened(problem, [self.contender.prepare(problem)])
         torch.cuda.synchronize()
         return {"gigabytes": torch.cuda.memory_allocated() / 1e9, "seconds": round(time.monotonic() - begin, 2)}
