@@ -64,24 +64,6 @@ STEPS = (
         )
     ),
     Step(
-        "serve-w8a8", 9,
-        f"{_SERVE} --model qwen3-30b-a3b --format w8a8 --row auto --row converted:engine --row converted:moeq "
-        "--out {out}/serve-w8a8.json",
-        "W8A8 at real size with all numbers of users; one round with 1 and 32 has run", _TINY, module="vllm",
-    ),
-    Step(
-        "serve-compiled", 9,
-        f"{_SERVE} --default-graphs --model qwen3-30b-a3b --format gptq --row marlin --row humming "
-        "--row converted:moeq --out {out}/serve-compiled.json",
-        "int4 with the engine's own compilation and graph settings", _TINY, module="vllm",
-    ),
-    Step(
-        "serve-gpt-oss", 9,
-        f"{_SERVE} --model gpt-oss-20b --format mxfp4 --backend marlin --row auto --row marlin --row converted:moeq "
-        "--out {out}/serve-gpt-oss.json",
-        "gpt-oss again: its cells were depressed by compiling while it served", _TINY, module="vllm",
-    ),
-    Step(
         "peers-fp8", 8,
         f"{_PEERS} --seconds 460 --formats fp8-block-w8a8,fp8-w8a8,nvfp4 --out {{out}}/peers-fp8",
         "cells against DeepGEMM, vLLM's Triton and CUTLASS, Humming and Marlin with the present kernels; 11 ran with "
