@@ -3,7 +3,7 @@
 Code depends on types, on constants, and on which integers are 1 or multiples of 16, as in Triton's own launcher;
 integers that a kernel lists in `do_not_specialize` do not matter: those that change with the number of tokens.
 
-Machine code is kept in `cache_folder()`, a file for each build, under a key of the kernel's source, Triton's version,
+Machine code is kept in `cache_folder()`, a file for each build, under a key of this package's source, Triton's version,
 the build and the GPU's architecture. The folder may be copied to, or shared with, machines with such GPUs.
 """
 
@@ -67,11 +67,28 @@ class Specialisation:
 
 @dataclass(frozen=True)
 class Warmed:
-    """What warming did: kernels in all, those that were not in the cache on disk, and seconds."""
+    """What warming did.
+
+    Attributes:
+        kernels: in all.
+        compiled: those that were not in the cache on disk.
+        seconds: that it took.
+        kept: whether the cache has them now: not where its folder cannot be written, and then each is compiled again
+            by every process that calls it.
+    """
 
     kernels: int
     compiled: int
     seconds: float
+    kept: bool = True
+
+    def __add__(self, other: Warmed) -> Warmed:
+        return Warmed(
+            self.kernels + other.kernels,
+            self.compiled + other.compiled,
+            self.seconds + other.seconds,
+            self.kept and other.kept,
+        )
 
 
 def specialise(launch: Launch) -> Specialisation:
@@ -170,13 +187,27 @@ def cache_folder() -> Path:
     )
 
 
+@cache
+def _source_key() -> str:
+    """Hash of this package's source.
+
+    Not triton's `cache_key` of a kernel: where functions that it calls read constants, that depends on which others
+    were asked for theirs before, so that a process would not find what another has compiled.
+    """
+    folder = Path(__file__).parent
+    files = sorted((path.relative_to(folder).as_posix(), path) for path in folder.rglob("*.py"))
+    found = hashlib.sha256()
+    for name, path in files:
+        found.update(repr((name, path.read_bytes())).encode())
+    return found.hexdigest()
+
+
 def _file(wanted: Specialisation, gpu: Gpu) -> Path:
     import triton
     from triton._C import libtriton
 
-    source = _function(wanted).cache_key  # of the kernel and of all that it calls
     settings = sorted(libtriton.get_cache_invalidating_env_vars().items())
-    parts = (source, triton.__version__, settings, gpu.arch, wanted.types, wanted.constants)
+    parts = (_source_key(), triton.__version__, settings, gpu.arch, wanted.types, wanted.constants)
     text = repr((*parts, sorted(wanted.aligned), wanted.options))
     name = wanted.kernel.rpartition(":")[2]
     return cache_folder() / f"{name}-sm{gpu.arch}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
@@ -253,7 +284,7 @@ def compile_all(wanted: Iterable[Specialisation], gpu: Gpu, workers: int | None 
     queue = iter(tasks)
     with ThreadPoolExecutor(workers) as threads:  # each feeds one process; `next` on a shared iterator is atomic
         done = list(threads.map(lambda _: _feed(queue, gpu), range(workers)))
-    return Warmed(len(builds), sum(done), time.monotonic() - begin)
+    return Warmed(len(builds), sum(done), time.monotonic() - begin, stored(tasks[0], gpu) is not None)
 
 
 _WORKER = "from moeq_kernels.compiling import work; work()"

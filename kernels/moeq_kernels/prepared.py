@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from functools import cache
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -23,6 +21,7 @@ from moeq_kernels.gpu import GPUS, Gpu, gpu_of
 from moeq_kernels.hopper import support
 from moeq_kernels.launch import run_with_triton
 from moeq_kernels.mma import layer as mma
+from moeq_kernels.operators import Forward, register
 from moeq_kernels.problem import Problem, symbolic, tensors_of
 from moeq_kernels.records import PackedExperts
 from moeq_kernels.schedules import FAMILIES, builds, schedule, workspace_bytes
@@ -105,7 +104,7 @@ class PreparedLayer:
             self._program = _program(self.family, problem, device.index, plan)
             weights = self._program.roots[6:]
             self._weights = [tensors[name].data_ptr() for name in weights]
-        self._handle = _register(self)
+        self._handle = register(self)
 
     def __str__(self) -> str:
         problem, first = self.problem, self.problem.w13
@@ -116,8 +115,14 @@ class PreparedLayer:
         if first.activation_dtype:
             native = portable.fp8_products(problem.gpu, problem.interpret) == "native"
             dtype += " as e4m3" + ("" if native else " (multiplied in bfloat16)")
-        text = f"{layer}, {dtype}, {problem.gpu.name}: {self.family} kernels"
+        where = "Triton's interpreter" if problem.interpret else problem.gpu.name
+        text = f"{layer}, {dtype}, {where}: {self.family} kernels"
         return text if self.reason is None else f"{text}, because {self.reason}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies are prepared anew: addresses and the number of an operator are this layer's own."""
+        given = (self.family, self.problem, self._tensors, self.device, self.max_tokens, self.reason, self._plan)
+        return PreparedLayer, given
 
     def workspace_bytes(self, tokens: int | None = None) -> int:
         """Bytes of workspace that no call of up to `tokens` (default: max_tokens) needs more than."""
@@ -153,17 +158,22 @@ class PreparedLayer:
         Args:
             topk_weights: float32; other floating dtypes are converted.
             topk_ids: int32; int64 is converted.
-            out: where y goes: contiguous, like x, and not x itself; None for a new tensor.
+            out: where y goes: contiguous, like x, in memory that x has no part of; None for a new tensor.
             workspace: uint8, at least `workspace_bytes(M)` bytes on the same device, which no other stream uses before
                 this call has ended; None for torch's allocator.
             expert_map: int32 `[num_experts]` if `prepare` was given num_experts: local expert of each, or -1.
 
-        Nothing waits for the device. Raises KernelArgumentError where tensors do not fit the layer.
+        Nothing waits for the device. Raises KernelArgumentError where tensors do not fit the layer. There are no
+        gradients: a backward pass that reaches y raises KernelUnsupportedError (in a program that is compiled, y is
+        a constant to it).
         """
         if torch.compiler.is_compiling():
-            y = torch.empty_like(x) if out is None else out
+            y = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
             torch.ops.moeq_kernels.layer(y, x, topk_weights, topk_ids, expert_map, workspace, self._handle)
             return y
+        if (x.requires_grad or topk_weights.requires_grad) and torch.is_grad_enabled():
+            result: Tensor = Forward.apply(x, topk_weights, topk_ids, out, workspace, expert_map, self)
+            return result
         # What follows costs host time in every call: nothing is looked at twice, and messages are made when needed.
         dtype, hidden, top_k, device = self._expected
         tokens = x.shape[0]
@@ -187,7 +197,11 @@ class PreparedLayer:
         else:
             y = out
             if not (
-                y.shape == x.shape and y.dtype == dtype and y.device == device and y.is_contiguous() and y is not x
+                y.shape == x.shape
+                and y.dtype == dtype
+                and y.device == device
+                and y.is_contiguous()
+                and abs(y.data_ptr() - x.data_ptr()) >= x.nbytes
             ):
                 self._refuse_out(x, y)
         if tokens:
@@ -206,7 +220,12 @@ class PreparedLayer:
         if workspace is None:
             workspace = torch.empty(bound.workspace_bytes, dtype=torch.uint8, device=self.device)
         place = workspace.data_ptr()
-        if workspace.nbytes < bound.workspace_bytes or place % 16 or workspace.dtype != torch.uint8:
+        if (
+            workspace.nbytes < bound.workspace_bytes
+            or place % 16
+            or workspace.dtype != torch.uint8
+            or not workspace.is_contiguous()
+        ):
             self._refuse_workspace(workspace, bound.workspace_bytes)
         if expert_map is not None:
             expert_map = self._checked_map(expert_map)  # a copy lives until the kernels are launched
@@ -251,7 +270,11 @@ class PreparedLayer:
         planned = schedule(self.family, self.problem, x.shape[0], self._plan)
         if workspace is None:
             workspace = torch.empty(planned.workspace_bytes, dtype=torch.uint8, device=x.device)
-        elif workspace.nbytes < planned.workspace_bytes or workspace.dtype != torch.uint8:
+        elif (
+            workspace.nbytes < planned.workspace_bytes
+            or workspace.dtype != torch.uint8
+            or not workspace.is_contiguous()
+        ):
             self._refuse_workspace(workspace, planned.workspace_bytes)
         roots = {"x": x, "topk_weights": topk_weights, "topk_ids": topk_ids, "out": y, "workspace": workspace}
         roots |= {} if expert_map is None else {"expert_map": self._checked_map(expert_map)}
@@ -288,19 +311,20 @@ class PreparedLayer:
         )
 
     def _checked_map(self, expert_map: Tensor) -> Tensor:
-        check_map(expert_map, self.device, self.problem.known)
+        check_map(expert_map, self.device, self.problem.known, self.problem.experts)
         return expert_map.to(torch.int32).contiguous()
 
     def _refuse_out(self, x: Tensor, out: Tensor) -> None:
-        require(out is not x, "out is x; kernels still read x while they write out")
+        apart = out.device != x.device or abs(out.data_ptr() - x.data_ptr()) >= x.nbytes
+        require(apart or out.shape != x.shape, "out is in the memory of x; kernels still read x while they write out")
         raise KernelArgumentError(
             f"out is {shape_of(out)} on {out.device}; it must be contiguous and like x, {shape_of(x)} on {x.device}"
         )
 
     def _refuse_workspace(self, workspace: Tensor, needed: int) -> None:
         raise KernelArgumentError(
-            f"workspace is {shape_of(workspace)} at {workspace.data_ptr():#x}; this call needs uint8 [{needed}] at a "
-            "multiple of 16",
+            f"workspace is {shape_of(workspace)} at {workspace.data_ptr():#x}, strides {list(workspace.stride())}; it "
+            f"has to be uint8 [{needed}], contiguous, at a multiple of 16",
             "workspace_bytes(tokens) is enough for all calls of up to so many tokens",
         )
 
@@ -348,6 +372,8 @@ def prepare(
     require(top_k >= 1, f"top_k is {top_k}; it must be at least 1")
     require(max_tokens >= 0, f"max_tokens is {max_tokens}; it must not be negative")
     hidden = experts.w13.k if hidden_size is None else hidden_size
+    require(hidden >= 1, f"hidden_size is {hidden}; it must be at least 1")
+    require(num_experts is None or num_experts >= 1, f"num_experts is {num_experts}; it must be at least 1")
     experts = experts.quantising(activation_dtype)
     x = torch.empty(0, hidden, dtype=dtype, device=experts.w13.weight.device)
     epilogue = epilogue_of(experts, activation, alpha, beta, limit, router_weight_on_input)
@@ -433,7 +459,8 @@ def warmup(layers: Iterable[PreparedLayer], max_tokens: int | None = None) -> Wa
     """Compiles every kernel that these layers need for 1 to max_tokens tokens (default: their own), in parallel.
 
     Layers of one shape and format share kernels. Machine code goes to `compiling.cache_folder()`; on a GPU it is loaded
-    as well. In the interpreter there is nothing to do. Raises KernelEnvironmentError where a kernel does not compile.
+    as well. In the interpreter there is nothing to do, nor for AMD's GPUs, whose kernels Triton compiles when they are
+    first called. Raises KernelEnvironmentError where a kernel does not compile.
     """
     wanted: dict[Gpu, set[Specialisation]] = {}
     problems: dict[tuple[str, Problem], int] = {}
@@ -444,39 +471,13 @@ def warmup(layers: Iterable[PreparedLayer], max_tokens: int | None = None) -> Wa
         problems[key] = max(tokens, problems.get(key, 0))
     total = Warmed(0, 0, 0.0)
     for (family, problem), tokens in problems.items():
-        if not problem.interpret:
+        if not problem.interpret and problem.gpu.backend == "cuda":
             wanted.setdefault(problem.gpu, set()).update(builds(family, problem, tokens))
     for gpu, found in wanted.items():
-        done = compile_all(found, gpu)
-        total = Warmed(total.kernels + done.kernels, total.compiled + done.compiled, total.seconds + done.seconds)
+        total += compile_all(found, gpu)
     for device in {layer.device for layer in layers if layer._direct}:
         _load(wanted, device)
     return total
-
-
-_LAYERS: WeakValueDictionary[int, PreparedLayer] = WeakValueDictionary()
-_NUMBERS = itertools.count()
-
-
-def _register(layer: PreparedLayer) -> int:
-    """A number for the layer: operators take no Python objects."""
-    number = next(_NUMBERS)
-    _LAYERS[number] = layer
-    return number
-
-
-@torch.library.custom_op("moeq_kernels::layer", mutates_args=("out", "workspace"))
-def _operator(
-    out: Tensor, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None, workspace: Tensor | None,
-    layer: int,
-) -> None:  # fmt: skip
-    """A call of a prepared layer, for programs that are compiled."""
-    _LAYERS[layer](x, topk_weights, topk_ids, out=out, workspace=workspace, expert_map=expert_map)
-
-
-@_operator.register_fake
-def _(*_given: Any) -> None:
-    return None
 
 
 def _load(wanted: dict[Gpu, set[Specialisation]], device: torch.device) -> None:

@@ -220,8 +220,10 @@ def check_ids(topk_ids: Tensor, known: int) -> None:
         require(low >= -1 and high < known, f"topk_ids run from {low} to {high}, but experts from 0 to {known - 1}")
 
 
-def check_map(expert_map: Tensor, device: torch.device, known: int | None = None) -> None:
-    """A map of experts: its dtype, size (where known) and device."""
+def check_map(expert_map: Tensor, device: torch.device, known: int | None = None, experts: int | None = None) -> None:
+    """A map of experts: its dtype, size (where known) and device; on a CPU also that it names one of `experts`, what on
+    a GPU would cost a synchronisation.
+    """
     size = "global experts" if known is None else str(known)
     require(
         expert_map.dim() == 1
@@ -230,3 +232,6 @@ def check_map(expert_map: Tensor, device: torch.device, known: int | None = None
         f"expert_map is {shape_of(expert_map)}; it must be int32 or int64 [{size}]",
     )
     require(expert_map.device == device, f"expert_map is on {expert_map.device}, but x is on {device}")
+    if experts is not None and device.type == "cpu" and expert_map.numel():
+        most = int(expert_map.max())
+        require(most < experts, f"expert_map names local expert {most}, but there are experts 0 to {experts - 1} here")

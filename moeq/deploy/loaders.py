@@ -114,8 +114,16 @@ SGLANG_LINEAR = ("awq", "ct-int8", "ct-pack", "gptq")
 #: Bits and groups of the GPTQ that it reads, symmetric only: `GPTQMarlinConfig.TYPE_MAP` and
 #: `MARLIN_SUPPORTED_GROUP_SIZES`.
 SGLANG_GPTQ: tuple[tuple[int, ...], tuple[int, ...]] = ((4, 8), (-1, 32, 64, 128))
-#: Model types that the transformers loader was run with; it takes others that use transformers' experts interface.
-TRANSFORMERS_MODELS = ("mixtral", "qwen3_moe", "gpt_oss")
+#: Model types that the transformers loader was run with, and since which version; it takes others that use its experts
+#: interface.
+TRANSFORMERS_MODELS = dict.fromkeys(("mixtral", "qwen3_moe", "gpt_oss"), "5.1") | dict.fromkeys(
+    (
+        *("afmoe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe"),
+        *("hunyuan_v1_moe", "jamba", "lfm2_moe", "minimax_m2", "olmoe", "phimoe", "qwen2_moe", "qwen3_next"),
+        "solar_open",
+    ),
+    "5.23",
+)
 #: Name of an experts implementation that `config.json` of a conversion asks for and that only the loader's import makes
 #: known. Without it transformers would give the experts random weights and warn; with it, it stops and says this name.
 TRANSFORMERS_GUARD = "moeq (import moeq.engines.transformers before loading)"
@@ -184,7 +192,7 @@ def loaders_of(planned: PlannedLayer) -> Iterator[Loader]:
     if planned.sglang and _engine_runs_own_kernel(planned):
         yield Loader("sglang", f"SGLang {' and '.join(SGLANG_VERSIONS)} (moeq's plug-in)")
     if _transformers(planned):
-        yield Loader("transformers", f"transformers {TRANSFORMERS_OLDEST} and newer")
+        yield Loader("transformers", f"transformers {TRANSFORMERS_MODELS[planned.model_type]} and newer")
     if _own_kernel(planned):
         yield Loader("load_experts", "moeq.load_experts")
 

@@ -42,8 +42,11 @@ def asked_kernels(options: Mapping[str, Any] | None) -> Kernels:
             MOEQ_KERNELS is read, and without that it is `auto`.
 
     Raises:
-        MoeqError: `usage.kernels` for any other value.
+        MoeqError: `usage.kernels` for any other value, and for options that there are not.
     """
+    unknown = sorted(map(str, set(options or {}) - {"kernels"}))
+    if unknown:
+        raise MoeqError("usage.kernels", f"moeq has no option {', '.join(unknown)} for engines", "it has kernels")
     where = "the option kernels" if options and "kernels" in options else VARIABLE
     found = (options or {}).get("kernels", os.environ.get(VARIABLE) or "auto")
     if found not in KERNELS:

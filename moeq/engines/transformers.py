@@ -104,6 +104,7 @@ class MoeqQuantizer(HfQuantizer):  # type: ignore[misc]
         super().__init__(quantization_config, **kwargs)
         self.checkpoint: ConvertedCheckpoint | None = None
         self.linears: list[QuantizedLinear] = []
+        self.beside: dict[str, torch.dtype] = {}
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -116,6 +117,7 @@ class MoeqQuantizer(HfQuantizer):  # type: ignore[misc]
             )
         checkpoint = _open(model, checkpoint_files)
         self.checkpoint = checkpoint
+        self.beside = _dtypes_beside(model)
         for name, module in _experts(model):
             entry = layer_entry(checkpoint, _layer_number(name))
             if entry.ranks:
@@ -140,8 +142,8 @@ class MoeqQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         assert self.checkpoint is not None  # transformers calls the two in this order
-        for name, module in _experts(model):
-            _cast_beside(model.get_submodule(name.rpartition(".")[0]), module, model.dtype)
+        _cast(model, self.beside)
+        for _, module in _experts(model):
             device = module.w13_weight.device
             if device.type == "cuda":
                 check_device(self.checkpoint, device)
@@ -170,8 +172,14 @@ def _open(model: Any, checkpoint_files: list[str] | None) -> ConvertedCheckpoint
         raise MoeqError("usage.no-files", "a converted model needs its files: from_pretrained('DST')")
     folder = Path(checkpoint_files[0]).parent
     if not (folder / MANIFEST_NAME).exists():  # a Hub download: transformers fetched only what it knows
-        cached_file(model.config.name_or_path, MANIFEST_NAME)
+        _download_manifest(model, folder)
     return open_converted(folder)
+
+
+def _download_manifest(model: Any, folder: Path) -> None:
+    """Fetch the manifest into a folder of the Hub's cache, `CACHE/models--org--name/snapshots/COMMIT`."""
+    if folder.parent.name == "snapshots":
+        cached_file(model.config.name_or_path, MANIFEST_NAME, revision=folder.name, cache_dir=folder.parents[2])
 
 
 def _experts(model: Any) -> list[tuple[str, Any]]:
@@ -183,15 +191,34 @@ def _experts(model: Any) -> list[tuple[str, Any]]:
     ]
 
 
-def _cast_beside(block: torch.nn.Module, experts: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Give what stands beside the experts (the router) the model's dtype.
+def _dtypes_beside(model: Any) -> dict[str, torch.dtype]:
+    """Dtype of every floating-point tensor beside the experts (the router), in a model that is not filled yet.
 
-    transformers before 5.21 leaves tensors of a quantised checkpoint that it renames in the dtype of the file, and
-    Mixtral's router is one: a file in another dtype than the model's would fail in the first forward pass.
+    It is the one that the model's code creates the tensor in, or asks transformers for (`_keep_in_fp32_modules_strict`:
+    the bias that corrects the choice of experts).
     """
-    for module in block.children():
-        if module is not experts:
-            module.to(dtype)
+    plan: dict[str, torch.dtype] = model._get_dtype_plan(model.dtype)
+    found = {}
+    for experts, _ in _experts(model):
+        block = experts.rpartition(".")[0]
+        inner = model.get_submodule(block)
+        for name, tensor in (*inner.named_parameters(block), *inner.named_buffers(block)):
+            if tensor.is_floating_point() and not name.startswith(f"{experts}."):
+                kept = (dtype for key, dtype in plan.items() if re.search(key.replace("*", ".*"), name))
+                found[name] = next(kept, tensor.dtype)
+    return found
+
+
+def _cast(model: Any, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Give tensors the dtypes that transformers gives them in a checkpoint that is not quantised.
+
+    Before 5.21 it leaves tensors of a quantised one that it renames in the dtype of the file, and Mixtral's router is
+    one: a file in another dtype than the model's would fail in the first forward pass.
+    """
+    for name, dtype in dtypes.items():
+        module, _, last = name.rpartition(".")
+        tensor = getattr(model.get_submodule(module), last)
+        tensor.data = tensor.data.to(dtype)
 
 
 def _layer_number(name: str) -> int:

@@ -59,9 +59,10 @@ def warm_up(checkpoint: ConvertedCheckpoint, *, gpu: str | None, rank: Rank, dty
 
     Raises:
         MoeqError: `answer.no-kernel`, `usage.*` where moeq's kernels do not run a layer so; `environment.kernels` where
-            a kernel does not compile here.
+            a kernel does not compile here, where its machine code cannot be kept, and for AMD's GPUs.
     """
     from moeq_kernels import KernelError, interpreter, warmup
+    from moeq_kernels.compiling import cache_folder
 
     if interpreter.active():
         raise MoeqError(
@@ -69,9 +70,22 @@ def warm_up(checkpoint: ConvertedCheckpoint, *, gpu: str | None, rank: Rank, dty
         )
     try:
         found = list(_prepared(checkpoint, gpu, rank, dtype, max_tokens))
+        here = found[0][1].problem.gpu if found else None
+        if here is not None and here.backend != "cuda":
+            raise MoeqError(
+                "environment.kernels",
+                f"{here.name} is an AMD GPU: Triton compiles its kernels when they are first called, not ahead of time",
+                "serve the folder without: its first requests take longer",
+            )
         done = warmup(layer for _, layer in found)
     except KernelError as error:
         raise MoeqError("environment.kernels", error.message, error.hint) from error
+    if not done.kept:
+        raise MoeqError(
+            "environment.kernels",
+            f"{done.compiled} kernels were compiled for nothing: {cache_folder()} cannot be written",
+            "set MOEQ_KERNEL_CACHE to a folder that can",
+        )
     kinds = tuple(LayerKind(numbers, str(layer)) for numbers, layer in found)
     return WarmUp(kinds, done.kernels, done.compiled, round(done.seconds, 2))
 

@@ -35,7 +35,19 @@ def open(path_or_repo: str | Path, revision: str | None = None, *, name: str | N
 
             raw = source.read_file(MANIFEST_NAME, MAX_MANIFEST_BYTES)
             return ConvertedCheckpoint(source, parse_manifest(raw, source.path(MANIFEST_NAME)))
+        _check_source(source)
         return Checkpoint(source)
+
+
+def _check_source(source: Source) -> None:
+    """Raises MoeqError `source.no-manifest` for a conversion that has lost its manifest."""
+    found = source.config.get("quantization_config")
+    if isinstance(found, dict) and found.get("quant_method") == "moeq":
+        raise MoeqError(
+            "source.no-manifest",
+            f"{source.name}: config.json says that moeq wrote this, and {MANIFEST_NAME} is missing",
+            f"copy the whole folder, {MANIFEST_NAME} too; or convert the source again",
+        )
 
 
 @contextmanager

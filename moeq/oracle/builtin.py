@@ -390,7 +390,11 @@ def _target(
 
 
 def report_of_layout(scheme: Scheme, shape: MoeShape, deployment: Deployment, layout: str) -> CandidateReport | None:
-    """The kernel that comes closest to reading a layout; None where none is for it."""
+    """The kernel that comes closest to reading a layout; None where none is for it.
+
+    A few of the layouts that kernels read have no name to ask for them by: their bytes are for an engine's kernels too.
+    """
     request = Request(scheme, shape, deployment)
-    reports = [_report(request, row) for row in builtin_policy().kernels if row.layout == layout]
+    rows = [_kernel_row(_NAMES.get(layout, layout), row) for row in FORMATS.values() if row.layout == layout]
+    reports = [_report(request, row) for row in rows]
     return min(reports, key=lambda report: len(report.reasons), default=None)

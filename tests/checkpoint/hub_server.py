@@ -16,6 +16,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
+#: An older commit, with the same files.
+OLDER = "89abcdef0123456789abcdef0123456789abcdef"
 
 
 @dataclass
@@ -47,6 +49,10 @@ class Hub:
         self.folders[repo] = folder
         self.behaviours[repo] = behaviour or Behaviour()
         return repo
+
+
+def _commit(revision: str) -> str:
+    return SHA if revision == "main" else revision
 
 
 @contextmanager
@@ -85,7 +91,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.headers.get("Authorization"):
             self.hub.authorizations.add(self.headers["Authorization"])
         parts = path.strip("/").split("/")
-        if parts[:2] == ["api", "models"]:
+        if parts[:2] == ["api", "models"] and parts[4:5] == ["tree"]:
+            self._tree(f"{parts[2]}/{parts[3]}", body)
+        elif parts[:2] == ["api", "models"]:
             self._model(f"{parts[2]}/{parts[3]}", parts[5] if len(parts) > 5 else "main", body)
         elif len(parts) > 4 and parts[2] == "resolve":
             self._file(f"{parts[0]}/{parts[1]}", parts[3], "/".join(parts[4:]), body)
@@ -97,7 +105,7 @@ class Handler(BaseHTTPRequestHandler):
         if behaviour.status != 200:
             self._send(behaviour.status, b'{"error": "no"}', body, {"X-Error-Code": behaviour.error_code or ""})
             return
-        if revision not in ("main", SHA):
+        if revision not in ("main", SHA, OLDER):
             self._send(404, b'{"error": "no"}', body, {"X-Error-Code": "RevisionNotFound"})
             return
         folder = self.hub.folders[repo]
@@ -106,8 +114,14 @@ class Handler(BaseHTTPRequestHandler):
             for file in sorted(folder.rglob("*"))
             if file.is_file()
         ]
-        document = {"id": repo, "modelId": repo, "sha": SHA, "siblings": siblings, "tags": [], "private": False}
+        document = {"id": repo, "modelId": repo, "siblings": siblings, "tags": [], "private": False}
+        document["sha"] = _commit(revision)
         self._send(200, json.dumps(document).encode(), body, {"Content-Type": "application/json"})
+
+    def _tree(self, repo: str, body: bool) -> None:
+        files = sorted(file for file in self.hub.folders[repo].iterdir() if file.is_file())
+        rows = [{"type": "file", "path": file.name, "oid": SHA, "size": file.stat().st_size} for file in files]
+        self._send(200, json.dumps(rows).encode(), body, {"Content-Type": "application/json"})
 
     def _file(self, repo: str, revision: str, name: str, body: bool) -> None:
         behaviour = self.hub.behaviours.get(repo, Behaviour(404, "RepoNotFound"))
@@ -124,7 +138,8 @@ class Handler(BaseHTTPRequestHandler):
             self._send(404, b"", body, {"X-Error-Code": "EntryNotFound"})
             return
         data = path.read_bytes()
-        headers = {"ETag": f'"{abs(hash((name, len(data)))):x}"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"}
+        headers = {"ETag": f'"{abs(hash((name, len(data)))):x}"', "Accept-Ranges": "bytes"}
+        headers["X-Repo-Commit"] = _commit(revision)
         wanted = self.headers.get("Range")
         if weights and wanted and not behaviour.ignores_ranges:
             self._range(data, wanted, headers, body, behaviour)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import moeq
 from moeq.checkpoint.manifest import (
     MANIFEST_NAME,
     CopiedLayer,
@@ -121,4 +123,14 @@ def test_what_cannot_be_understood_is_refused(damage, message, tmp_path) -> None
 def test_a_folder_without_one(tmp_path) -> None:
     with pytest.raises(MoeqError, match="not a finished output") as caught:
         read_manifest(tmp_path)
+    assert caught.value.code == "source.no-manifest"
+
+
+def test_a_conversion_that_lost_it_is_no_source(checkpoints, tmp_path) -> None:
+    shutil.copytree(checkpoints / "ct-w8a8-qwen3moe", tmp_path / "folder")
+    config = json.loads((tmp_path / "folder" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "moeq", "manifest": "moeq.json"}
+    (tmp_path / "folder" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(MoeqError, match=r"moeq wrote this, and moeq\.json is missing") as caught:
+        moeq.open(tmp_path / "folder")
     assert caught.value.code == "source.no-manifest"

@@ -53,3 +53,26 @@ def test_refusals(options, code, checkpoints, tmp_path, capsys) -> None:
 def test_a_source_is_no_conversion(checkpoints, capsys) -> None:
     assert run(["warmup", str(checkpoints / "ct-w8a8-qwen3moe"), "--gpu", "H200"]) == 2
     assert "moeq convert" in capsys.readouterr().err
+
+
+def compiling(monkeypatch) -> None:
+    """Only in words: here kernels are interpreted, and nothing is compiled."""
+    monkeypatch.setattr("moeq_kernels.interpreter.active", lambda: False)
+
+
+def test_amd_gpus_compile_while_they_serve(checkpoints, tmp_path, monkeypatch, capsys) -> None:
+    compiling(monkeypatch)
+    assert run(["warmup", folder(checkpoints, tmp_path), "--gpu", "gfx942"]) == 3
+    assert "MI300X is an AMD GPU: Triton compiles its kernels when they are first called" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_cache_that_cannot_be_written_is_said(checkpoints, tmp_path) -> None:
+    """In a process of its own, as above."""
+    (tmp_path / "file").touch()
+    environment = {**os.environ, "MOEQ_KERNEL_CACHE": str(tmp_path / "file"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    del environment["TRITON_INTERPRET"]
+    command = [sys.executable, "-m", "moeq", "warmup", folder(checkpoints, tmp_path), "--gpu", "H200", "--max-tokens=1"]
+    done = subprocess.run(command, env=environment, text=True, capture_output=True, check=False)
+    assert done.returncode == 3
+    assert f"compiled for nothing: {tmp_path / 'file'} cannot be written" in done.stderr

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_scripts import make_family
 from safetensors.torch import load_file, save_file
 
 import moeq
@@ -164,10 +165,22 @@ def test_what_needs_scales_of_activations_is_named_where_all_are_there(
 def test_models_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     models = Path(transformers.__file__).parent / "models"
+    assert set(make_family.FAMILIES) | {"gpt_oss"} == set(
+        loaders.TRANSFORMERS_MODELS
+    )  # `test_transformers_families.py`
     for name in loaders.TRANSFORMERS_MODELS:
         assert "@use_experts_implementation" in (models / name / f"modeling_{name}.py").read_text(encoding="utf-8")
     oldest = ast.literal_eval(assigned(ENGINES / "transformers_versions.py", "OLDEST"))
-    assert ".".join(map(str, oldest)) == loaders.TRANSFORMERS_OLDEST
+    assert ".".join(map(str, oldest)) == loaders.TRANSFORMERS_OLDEST == min(loaders.TRANSFORMERS_MODELS.values())
+
+
+@pytest.mark.parametrize("layout", ["marlin-mxfp4-interleaved/1", "triton-kernels-hopper-w4/1"])
+def test_kernels_that_no_name_asks_for_are_loaders_too(checkpoints: Path, tmp_path: Path, layout: str) -> None:
+    """What vLLM's Marlin reads of gpt-oss is what moeq's kernels read of it."""
+    deployment = moeq.Deployment(gpu=moeq.gpu("H100"))
+    done = moeq.convert(checkpoints / "mxfp4-gptoss", tmp_path / "out", deployment, layout=layout, force_layout=True)
+    assert [loader.name for loader in done.loaders] == ["vllm", "sglang", "transformers", "load_experts"]
+    assert moeq.load_experts(tmp_path / "out", 0).w13.layout == layout
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moeq.engines.choice import Choice, choose
+from moeq.engines.choice import Choice, asked_kernels, choose
 from moeq.errors import MoeqError
 
 SLOW = "no kernels for sm_75"
@@ -52,3 +52,12 @@ def test_where_nothing_runs_a_layer_both_reasons_are_said() -> None:
         choose("auto", OWN_CANNOT, None, NO_LAYOUT)
     with pytest.raises(MoeqError, match=r"reads it$"):
         choose("engine", OWN_CANNOT, None, NO_LAYOUT)
+
+
+@pytest.mark.parametrize("options", [{"kernel": "moeq"}, {"kernels": "auto", "lora": True}, {"kernels": "fast"}])
+def test_options_that_there_are_not_are_refused(options) -> None:
+    with pytest.raises(
+        MoeqError, match=r"no option (kernel|lora) for engines|it must be auto, moeq or engine"
+    ) as refused:
+        asked_kernels(options)
+    assert refused.value.code == "usage.kernels"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from checkpoint.hub_server import OLDER, serving
 from load.deployments import LAYOUTS, convert
 
 import moeq
@@ -254,3 +257,26 @@ class TestVersions:
     def test_newer_is_not_refused(self, version, pretend) -> None:
         pretend(version)
         check_version()
+
+
+LOAD = """
+import json, sys
+import moeq.engines.transformers
+from transformers import AutoModelForCausalLM
+print(type(AutoModelForCausalLM.from_pretrained("org/converted", **json.loads(sys.argv[1]))).__name__)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"revision": OLDER}, {"cache_dir": "cache"}])
+def test_a_repository_brings_its_manifest(options, converted, tmp_path: Path) -> None:
+    """Of the commit that its other files are of, into the cache where they are."""
+    options = {name: str(tmp_path / value) if name == "cache_dir" else value for name, value in options.items()}
+    with serving() as hub:
+        hub.add("org/converted", converted["gptq-int4-g32-qwen3moe"])
+        ours = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "NO_PROXY": "127.0.0.1"}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-c", LOAD, json.dumps(options)]
+        done = subprocess.run(command, env=inherited | ours | paths, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["Qwen3MoeForCausalLM"], done.stderr

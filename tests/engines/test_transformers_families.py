@@ -37,3 +37,18 @@ def test_plain_weights_are_not_read_as_packed_ones(tmp_path: Path) -> None:
     model.set_experts_implementation("moeq")
     with pytest.raises(MoeqError, match="Qwen3MoeExperts holds plain weights"):
         model(IDS)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5_moe", "glm4_moe", "minimax_m2", "mixtral"])
+def test_what_transformers_keeps_in_float32_is_kept(family, tmp_path: Path) -> None:
+    """A bias that corrects the choice of experts, rounded to bfloat16, would choose others."""
+    write_family(tmp_path / "source", family)
+    folder = convert(tmp_path / "source", tmp_path / "out", "marlin-wna16/1")
+    model, plain = (
+        AutoModelForCausalLM.from_pretrained(place, dtype=torch.bfloat16)
+        for place in (folder, tmp_path / "source-plain")
+    )
+    found, wanted = ({name: one.dtype for name, one in each.state_dict().items()} for each in (model, plain))
+    beside = {name for name in wanted if name in found}
+    assert beside
+    assert {name: found[name] for name in beside} == {name: wanted[name] for name in beside}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import json
 import os
+import pickle
 import random
 import subprocess
 import sys
@@ -15,7 +17,16 @@ import pytest
 import torch
 
 from bench.cases import Recipe, make_layer, route
-from moeq_kernels import KernelArgumentError, PackedExperts, PackedMatrix, explain, fused_moe, prepare, warmup
+from moeq_kernels import (
+    KernelArgumentError,
+    KernelUnsupportedError,
+    PackedExperts,
+    PackedMatrix,
+    explain,
+    fused_moe,
+    prepare,
+    warmup,
+)
 from moeq_kernels.formats import FORMATS, find_format
 from moeq_kernels.schedules import schedule
 
@@ -71,6 +82,9 @@ def test_an_expert_map_comes_with_each_call(device: torch.device) -> None:
         expert_map = torch.tensor(order, dtype=torch.int32, device=device)
         wanted = fused_moe(given.x, packed, given.weights, given.ids, expert_map=expert_map)
         assert torch.equal(layer(given.x, given.weights, given.ids, expert_map=expert_map), wanted)
+    if device.type == "cpu":  # on a GPU looking would cost a synchronisation
+        with pytest.raises(KernelArgumentError, match="local expert 4, but there are experts 0 to 3"):
+            layer(given.x, given.weights, given.ids, expert_map=torch.arange(6) - 1)
     with pytest.raises(KernelArgumentError, match="expert_map is missing"):
         layer(given.x, given.weights, given.ids)
     with pytest.raises(KernelArgumentError, match="num_experts=6"):
@@ -82,17 +96,22 @@ def test_what_does_not_fit_is_refused_with_both_sides(device: torch.device) -> N
     layer = prepare(packed, top_k=2, max_tokens=8)
     given = route(8, 128, 4, 2, device=device)
     x, weights, ids = given.x, given.weights, given.ids
-    small = torch.empty(16, dtype=torch.uint8, device=device)
+    small, large = (torch.empty(count, dtype=torch.uint8, device=device) for count in (16, 2 * layer.workspace_bytes()))
     for call, words in (
         (lambda: layer(x[:, :64], weights, ids), r"prepared for bfloat16 \[tokens, 128\]"),
         (lambda: layer(x.half(), weights, ids), "float16"),
         (lambda: layer(x, weights[:, :1], ids[:, :1]), "top_k = 2"),
         (lambda: layer(torch.cat([x, x]), torch.cat([weights] * 2), torch.cat([ids] * 2)), "at most 8"),
-        (lambda: layer(x, weights, ids, out=x), "out is x"),
+        (lambda: layer(x, weights, ids, out=x), "out is in the memory of x"),
+        (lambda: layer(x, weights, ids, out=x.view(8, 128)), "out is in the memory of x"),
+        (lambda: layer(x[:7], weights[:7], ids[:7], out=x[1:]), "out is in the memory of x"),
         (lambda: layer(x, weights, ids, out=x.float()), "like x"),
         (lambda: layer(x, weights, ids, workspace=small), r"workspace is uint8 \[16\]"),
+        (lambda: layer(x, weights, ids, workspace=large[::2]), r"strides \[2\]; it has to be .* contiguous"),
         (lambda: layer(x, ids, weights), "topk_weights is"),
         (lambda: prepare(packed, top_k=0, max_tokens=8), "top_k is 0"),
+        (lambda: prepare(packed, top_k=2, max_tokens=8, hidden_size=-8), "hidden_size is -8"),
+        (lambda: prepare(packed, top_k=2, max_tokens=8, num_experts=0), "num_experts is 0"),
         (lambda: prepare(meta_experts(4, 256, 128), top_k=2, max_tokens=8), "no gpu is named"),
         (lambda: prepare(meta_experts(4, 256, 128), top_k=2, max_tokens=8, gpu="H2000"), "unknown gpu"),
     ):
@@ -110,6 +129,46 @@ def test_it_works_under_torch_compile(device: torch.device) -> None:
 
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(given.x), model(given.x))
+
+
+def test_a_compiled_program_may_give_it_any_strides(device: torch.device) -> None:
+    packed, _ = make_layer(Recipe(), device)
+    layer = prepare(packed, top_k=2, max_tokens=8, hidden_size=128)
+    given = route(8, 128, 4, 2, device=device)
+    strided = given.x.T.contiguous().T
+    compiled = torch.compile(lambda x: layer(x, given.weights, given.ids), backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(strided), layer(strided, given.weights, given.ids))
+
+
+def test_a_copy_is_a_layer_of_its_own(device: torch.device) -> None:
+    """Also in a compiled program, where a layer is a number."""
+    packed, _ = make_layer(Recipe(), device)
+    layer = prepare(packed, top_k=2, max_tokens=8, hidden_size=128)
+    given = route(8, 128, 4, 2, device=device)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        other._tensors["w2.scale"].zero_()
+        for call in (other, torch.compile(other.__call__, backend="aot_eager")):
+            assert not call(given.x, given.weights, given.ids).any()
+    assert layer(given.x, given.weights, given.ids).any()
+
+
+def test_a_backward_pass_does_not_take_it_for_a_constant(device: torch.device) -> None:
+    packed, _ = make_layer(Recipe(), device)
+    layer = prepare(packed, top_k=2, max_tokens=8, hidden_size=128)
+    given = route(8, 128, 4, 2, device=device)
+    plain = layer(given.x, given.weights, given.ids)
+    given.x.requires_grad_()
+    for y in (
+        layer(given.x, given.weights, given.ids),
+        layer(given.x, given.weights, given.ids, out=torch.empty_like(plain)),
+        layer(given.x.detach(), given.weights.clone().requires_grad_(), given.ids),
+        fused_moe(given.x, packed, given.weights, given.ids),
+    ):
+        assert torch.equal(y, plain)
+        with pytest.raises(KernelUnsupportedError, match="no gradients"):
+            (y + given.x).sum().backward()
+    with torch.no_grad():
+        assert not layer(given.x, given.weights, given.ids).requires_grad
 
 
 def test_the_layer_says_which_kernels_run_and_why() -> None:

@@ -210,10 +210,14 @@ def slow_reason(moe: Any, packed: PackedExperts) -> str | None:
 
 def own_kernel(moe: Any, packed: PackedExperts, layer: Any) -> modular_kernel.FusedMoEKernel:
     """The engine's kernel object with moeq's experts inside, whose kernels are compiled and loaded."""
+    from moeq_kernels.compiling import cache_folder
+
     prepared = _prepare(moe, packed, None if layer.expert_map is None else layer.global_num_experts)
     if (key := (prepared.problem, prepared.max_tokens, prepared.device)) not in _WARMED:
         done = prepared.warm()
         _WARMED.add(key)
+        if not done.kept:
+            logger.warning("moeq: kernels are compiled at every start: %s cannot be written", cache_folder())
         logger.info("moeq: %s: %d kernels, %d compiled, %.1f s", prepared, done.kernels, done.compiled, done.seconds)
     prepare = maybe_make_prepare_finalize(
         moe=moe,

@@ -1,0 +1,61 @@
+"""A prepared layer as an operator of torch, for programs that are compiled, and as a node of its graph of gradients."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from moeq_kernels.errors import KernelUnsupportedError
+
+if TYPE_CHECKING:
+    from moeq_kernels.prepared import PreparedLayer
+
+
+class Forward(torch.autograd.Function):
+    """A call whose result remembers that it has no gradients, instead of looking like a constant."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, out: Tensor | None, workspace: Tensor | None,
+        expert_map: Tensor | None, layer: PreparedLayer,
+    ) -> Tensor:  # fmt: skip
+        if out is not None:
+            ctx.mark_dirty(out)
+        return layer(x, topk_weights, topk_ids, out=out, workspace=workspace, expert_map=expert_map)
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: Any) -> Any:
+        raise KernelUnsupportedError(
+            "packed experts have no gradients, and a backward pass came to them",
+            "call the layer under torch.no_grad(), or train the checkpoint before it is quantised",
+        )
+
+
+_LAYERS: WeakValueDictionary[int, PreparedLayer] = WeakValueDictionary()
+_NUMBERS = itertools.count()
+
+
+def register(layer: PreparedLayer) -> int:
+    """A number for the layer: operators take no Python objects."""
+    number = next(_NUMBERS)
+    _LAYERS[number] = layer
+    return number
+
+
+@torch.library.custom_op("moeq_kernels::layer", mutates_args=("out", "workspace"))
+def _operator(
+    out: Tensor, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None, workspace: Tensor | None,
+    layer: int,
+) -> None:  # fmt: skip
+    """A call of a prepared layer, for programs that are compiled."""
+    with torch.no_grad():
+        _LAYERS[layer](x, topk_weights, topk_ids, out=out, workspace=workspace, expert_map=expert_map)
+
+
+@_operator.register_fake
+def _(*_given: Any) -> None:
+    return None
