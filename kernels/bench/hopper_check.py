@@ -24,7 +24,18 @@ from bench.reference import Layer, moe, relative_error
 from moeq_kernels import PackedExperts
 from moeq_kernels.formats import find_format
 from moeq_kernels.hopper.w4a16.kinds import KINDS, kind_of_format
-from moeq_kernels.hopper.w4a16.plan import DIRECT, GATHERING, Narrow, Plan, Queue, Wide, kernel_for, table_for
+from moeq_kernels.hopper.w4a16.plan import (
+    DIRECT,
+    GATHERING,
+    QUEUE32_MIXED,
+    QUEUE64,
+    Narrow,
+    Plan,
+    Queue,
+    Wide,
+    kernel_for,
+    table_for,
+)
 from moeq_kernels.mma.plan import MmaPlan
 
 LAYERS = {
@@ -158,7 +169,8 @@ def plans(recipe: Recipe, tokens: int) -> Iterator[Plan | None]:
     kind = kind_of_format(find_format(recipe.layout, recipe.element))
     group = {"e2m1": 32, "mxfp8": 32, "nvfp4": 16}.get(kind, max(0, recipe.group_size))
     gated = recipe.order != "ungated"
-    for base in dict.fromkeys(kernel for size in (0, 4096) for _, kernel in table_for(kind, size)):
+    tables = [kernel for size in (0, 4096) for _, kernel in table_for(kind, size)]
+    for base in dict.fromkeys([*tables, QUEUE32_MIXED, QUEUE64]):
         kernel = kernel_for(base, kind, group)
         yield Plan(kernel)
         if isinstance(kernel, Wide):

@@ -113,7 +113,9 @@ def name_of(plan: Any) -> str:
     """A plan's kernel with its sizes in the order of their fields, and its shares; no two plans have the same."""
     if isinstance(plan, MmaPlan):
         return f"Mma {plan.tokens} {plan.stages} {plan.rows} x{plan.gate_up_splits}/{plan.down_splits}"
-    values = (getattr(plan.kernel, field.name) for field in fields(plan.kernel))
+    values = [getattr(plan.kernel, field.name) for field in fields(plan.kernel)]
+    if isinstance(plan.kernel, w4a16.Queue) and not plan.kernel.least:
+        values.pop()  # as results before there was this size have it
     words = " ".join(str(int(one)) if isinstance(one, bool) else str(one) for one in values)
     return f"{type(plan.kernel).__name__} {words} x{plan.gate_up_splits}/{plan.down_splits}"
 
@@ -172,6 +174,22 @@ def model_layer(name: str, fmt: str) -> Layer | None:
     return layer if layer.weight_bytes(shape.experts) <= 2 * MOST_BYTES else None
 
 
+def named_cells(names: list[str]) -> Iterator[tuple[Layer, list[int]]]:
+    """Cells as `int4:qwen3-30b-a3b:256,512` names them, or `int4:64x8x3200x2944:300` of a layer without a name.
+
+    The numbers are experts, choices of a token, hidden and intermediate features.
+    """
+    for name in names:
+        fmt, shape, numbers = name.split(":")
+        if shape in peers.SHAPES:
+            layer = model_layer(shape, fmt)
+        else:
+            layer = Layer("mxfp4-silu" if fmt == "mxfp4" else fmt, "random", Shape(*map(int, shape.split("x"))))
+        if layer is None:
+            raise SystemExit(f"{name}: {shape} has no layer in {fmt}")
+        yield layer, [int(one) for one in numbers.split(",")]
+
+
 def cells(formats: list[str], count: int, seed: int) -> Iterator[tuple[Layer, list[int]]]:
     """Layers with their numbers of tokens, `count` random ones in each format, real and random ones in turns.
 
@@ -211,6 +229,17 @@ QUEUES = (
     w4a16.Queue(16, 5, 2, up=1, down=1),
     w4a16.QUEUE32,
     w4a16.Queue(32, 2, 3, rows=32),
+    w4a16.Queue(8, 4, 4, step=64, rows=32),
+    w4a16.Queue(16, 4, 4, step=64, rows=32),
+    w4a16.Queue(16, 6, 3, step=64, rows=32),
+    replace(w4a16.QUEUE32, least=16),
+    w4a16.Queue(32, 5, 3, step=64, rows=32),
+    w4a16.Queue(32, 5, 3, step=64, rows=32, least=16),
+    w4a16.Queue(32, 5, 3, step=64, rows=32, least=16, up=1, down=1),
+    w4a16.Queue(64, 6, 2, step=64, least=32),
+    w4a16.Queue(64, 6, 2, step=64, least=32, up=1, down=1),
+    w4a16.Queue(64, 6, 2, step=64, rows=32, least=16),
+    w4a16.Queue(64, 3, 2, least=32, up=2, down=2),
 )
 WIDES = hopper_bench.WIDE
 NARROWS = (
@@ -264,6 +293,8 @@ def _sixteen_bits(layer: Layer, tokens: int) -> Iterator[Any]:
             down_items = pairs / mean * max(1.0, mean / kernel.tokens) * -(-shape.hidden // (128 * kernel.warpgroups))
             shares = max(1, min(4, int(H200.multiprocessors / max(1.0, down_items))))
             yield w4a16.Plan(kernel, down_splits=shares)
+            if 1 < 2 * shares <= 4 and down_items < 4 * H200.multiprocessors:
+                yield w4a16.Plan(kernel, down_splits=2 * shares)  # the last items end sooner
 
 
 def _bytes(layer: Layer, tokens: int) -> Iterator[Any]:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import triton
 
-from bench.plan_cells import NUMBERS, ROUND, Layer, cells, empty, name_of
+from bench.plan_cells import NUMBERS, ROUND, Layer, cells, empty, name_of, named_cells
 from bench.timing import L2, graph_us, inputs
 from moeq_kernels import PackedExperts, PreparedLayer
 from moeq_kernels.compiling import Specialisation, compile_all, specialise
@@ -149,7 +149,7 @@ def measure(sweep: Sweep, layer: Layer, tokens: int, copies: list[PackedExperts]
     names = ("format", "shape", "experts", "top_k", "hidden", "intermediate", "tokens")
     row: dict[str, Any] = dict(zip(names, (layer.format, layer.name, *layer.sizes, tokens), strict=True))
     row |= {"hit": hit, "floor_us": round(layer.floor_us(tokens, hit), 2), "chosen": name_of(layer.chosen(tokens))}
-    plans = layer.candidates(tokens)
+    plans = candidates(layer, tokens, sweep.options.plans)
     # In an order of chance, so that what changes with time, as clocks do, is no plan's advantage.
     random.Random(repr(row)).shuffle(plans)
     times: dict[str, float] = {}
@@ -169,13 +169,19 @@ def _with_plan(base: PreparedLayer, plan: Any) -> PreparedLayer:
     return PreparedLayer(base.family, base.problem, base._tensors, base.device, base.max_tokens, base.reason, plan)
 
 
-def wanted_builds(work: list[tuple[Layer, list[int]]]) -> tuple[set[Specialisation], int]:
+def candidates(layer: Layer, tokens: int, names: str) -> list[Any]:
+    """The chosen plan, and those whose names begin with one of `names`."""
+    first, *others = layer.candidates(tokens)
+    return [first, *(one for one in others if name_of(one).startswith(tuple(names.split(","))))]
+
+
+def wanted_builds(work: list[tuple[Layer, list[int]]], names: str) -> tuple[set[Specialisation], int]:
     """What all cells need, and how many plans that is."""
     found: set[Specialisation] = set()
     plans = 0
     for layer, numbers in work:
         for tokens in numbers:
-            for plan in layer.candidates(tokens):
+            for plan in candidates(layer, tokens, names):
                 plans += 1
                 try:
                     found |= {specialise(launch) for launch in launches_of(layer, tokens, plan)}
@@ -189,6 +195,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", default=",".join(dict.fromkeys(ROUND)))
     parser.add_argument("--random", type=int, default=12, help="random layers of each format")
+    parser.add_argument("--cell", action="append", metavar="FORMAT:LAYER:TOKENS", help="only such, see `named_cells`")
+    parser.add_argument(
+        "--plans", default="", help="only plans whose names begin with one of these, as 'Queue 64,Wide'"
+    )
     parser.add_argument("--cells", type=int, default=10**6, help="end after so many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--milliseconds", type=float, default=8, help="of each plan")
@@ -199,11 +209,14 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="go on with what is in --out")
     parser.add_argument("--out", type=Path, default=Path("plan-sweep.json"))
     options = parser.parse_args()
-    work = list(cells(options.formats.split(","), options.random, options.seed))
+    if options.cell:
+        work = list(named_cells(options.cell))
+    else:
+        work = list(cells(options.formats.split(","), options.random, options.seed))
     work = work[: -(-options.cells // NUMBERS)]
     begin = time.monotonic()
     if not options.again:
-        found, plans = wanted_builds(work)
+        found, plans = wanted_builds(work, options.plans)
         number = sum(len(numbers) for _, numbers in work)
         print(f"{len(work)} layers, {number} cells, {plans} plans, {len(found)} builds", end=" ")
         print(f"({time.monotonic() - begin:.0f} s)", flush=True)

@@ -33,10 +33,10 @@ from torch import Tensor
 from bench.cases import Recipe, make_layer
 from bench.checking import Given, epilogue_of, routed
 from bench.comparison import FACTOR, random_map
-from bench.hopper_check import plans
+from bench.hopper_check import describe_any, plans
 from bench.planned import pretend
 from bench.reference import Layer, moe, relative_error
-from bench.w8a8_check import describe, table_of
+from bench.w8a8_check import table_of
 from moeq_kernels import PackedExperts, PreparedLayer, interpreter
 from moeq_kernels import prepared as calls
 from moeq_kernels.compiling import Specialisation, compile_all, specialise
@@ -151,10 +151,10 @@ def random_plan(drawn: Drawn, packed: PackedExperts, generator: random.Random, n
     named: what the plan's name has to hold, where the family multiplies bytes; None if no plan for the layer does.
     """
     if named:
-        if drawn.family not in ("hopper-w8a8", "hopper-fp8", "hopper-w4a8"):
-            raise SystemExit("--plans needs --family hopper-w8a8, hopper-fp8 or hopper-w4a8")
+        if drawn.family not in ("hopper-w4a16", "hopper-w8a8", "hopper-fp8", "hopper-w4a8"):
+            raise SystemExit("--plans needs --family hopper-w4a16, hopper-w8a8, hopper-fp8 or hopper-w4a8")
         found = (random_plan(drawn, packed, generator) for _ in range(100))
-        return next((one for one in found if named in describe(one)), None)
+        return next((one for one in found if any(part in describe_any(one) for part in named.split(","))), None)
     if drawn.family == "hopper-w4a8":
         return w4a8.W4a8Plan(generator.choice(w4a8.TABLE)[1])
     if drawn.family == "mma-w4a16":

@@ -13,6 +13,8 @@ from moeq_kernels.hopper.w4a16.plan import (
     E2M1_TABLE,
     GATHERING,
     LONG_TABLE,
+    QUEUE32_MIXED,
+    QUEUE64,
     TABLE,
     WIDE32,
     WIDE64,
@@ -102,8 +104,10 @@ def cases() -> list[Case]:
     """Every kernel of the plan's table, as gate-up (whole and split) and down product, and in all formats."""
     result = []
     gathering = [kernel for _, kernel in GATHERING.values()]
-    for kernel in dict.fromkeys((DIRECT, *(kernel for _, kernel in TABLE + LONG_TABLE), *gathering)):
-        name = f"{type(kernel).__name__.lower()}{kernel.tokens}{'g' if kernel in gathering else ''}"
+    more = (QUEUE32_MIXED, QUEUE64)
+    for kernel in dict.fromkeys((DIRECT, *(kernel for _, kernel in TABLE + LONG_TABLE), *gathering, *more)):
+        mixed = "m" if kernel == QUEUE32_MIXED else ""
+        name = f"{type(kernel).__name__.lower()}{kernel.tokens}{mixed}{'g' if kernel in gathering else ''}"
         base = Case(f"{name}-gate-up", kernel)
         if isinstance(kernel, Queue):  # both products
             result.append(replace(base, out="fp32"))
@@ -264,7 +268,8 @@ def _narrow(case: Case, kernel: Narrow) -> _Source:
 
 
 def _queue(case: Case, kernel: Queue) -> _Source:
-    found, constants = _common(case, kernel.step, 2, 8)
+    module = import_module("moeq_kernels.hopper.w4a16.device.queue")
+    found, constants = _common(case, kernel.step, 2, module.box_of(kernel.tokens))
     types = {"x_desc": found["x_desc"], "m_desc": found["x_desc"], "middle": f"*{case.x}", "out": found["out"]}
     types |= {"partial": "*fp32", "counters": "*i32", "num_tiles": "*i32", "tiles": "*i32"}
     types |= _integers("most wanted_up least_up wanted_down least_down bundle up_pair_tiles")
@@ -280,10 +285,11 @@ def _queue(case: Case, kernel: Queue) -> _Source:
         "AFTER": kernel.after,
         "ROWS": kernel.rows,
         "EARLY": True,
+        "LEAST": kernel.least or kernel.tokens,
     }
-    function = import_module("moeq_kernels.hopper.w4a16.device.queue").expert_layer
     columns = ("up_columns", "up_stride", "down_columns", "down_stride")
-    return _Source(function, types, constants, ("up_zero", "down_zero", "middle", "out", "partial", "tiles", *columns))
+    pointers = ("up_zero", "down_zero", "middle", "out", "partial", "tiles", *columns)
+    return _Source(module.expert_layer, types, constants, pointers)
 
 
 def _direct(case: Case, kernel: Direct) -> _Source:

@@ -59,12 +59,13 @@ class Queue:
     """Sizes of the kernel for both products.
 
     Attributes:
-        tokens: of a tile (8, 16 or 32).
+        tokens: of a tile (8, 16, 32 or 64).
         stages: steps in shared memory.
         resident: programs that a multiprocessor holds (2 or 3).
         after, step: as of `Narrow`.
         rows: of k, whose weights are in registers at a time (32 or 64).
         up, down: tiles of either product are cut into so many shares for each program at most.
+        least: tiles are multiplied at the smallest power of two from here to `tokens` that is enough; 0: at `tokens`.
     """
 
     tokens: int
@@ -75,6 +76,7 @@ class Queue:
     rows: int = 64
     up: int = 3
     down: int = 3
+    least: int = 0
 
     @property
     def registers(self) -> int:
@@ -129,6 +131,8 @@ NARROW8 = Narrow(8, 3, after=True, resident=4, registers=128)
 QUEUE8 = Queue(8, 3, resident=3, after=True)
 QUEUE16 = Queue(16, 3, resident=3, after=True, rows=32, down=2)
 QUEUE32 = Queue(32, 4, resident=2, up=1, down=1)
+QUEUE32_MIXED = Queue(32, 5, resident=3, step=64, rows=32, least=16)
+QUEUE64 = Queue(64, 6, resident=2, step=64, least=32)
 WIDE32 = Wide(32, 6, warpgroups=4, registers=120)
 WIDE64 = Wide(64, 6, warpgroups=4, registers=112)
 WIDE96 = Wide(96, 8, warpgroups=2, registers=232)

@@ -10,15 +10,16 @@ import torch
 from moeq_kernels.areas import Area, Arena, Box
 from moeq_kernels.epilogue import PLAIN, Epilogue
 from moeq_kernels.formats import find_format
-from moeq_kernels.hopper.w4a16.kinds import kind_of_format
+from moeq_kernels.hopper.w4a16.kinds import KINDS, kind_of_format
 from moeq_kernels.hopper.w4a16.plan import Narrow, Plan, Queue, Wide
 from moeq_kernels.launch import Argument, Launch
 from moeq_kernels.problem import Problem
 from moeq_kernels.records import PackedMatrix
 from moeq_kernels.sorting import Sorted
 
-#: Steps of a share of the queue kernel's products at least, and of a unit of several tiles.
+#: Steps of a share of the queue kernel's products at least, and of a unit of several tiles; of STEP_BYTES of words each.
 LEAST_UP, LEAST_DOWN, BUNDLED_STEPS = 4, 4, 8
+STEP_BYTES = 16384
 #: What the kernel for both products takes for each of them.
 _OF_A_PRODUCT = (
     "w_desc", "s_desc", "zero", "slabs", "groups", "columns", "stride", "zero_words", "scale", "bias", "global_scale",
@@ -67,10 +68,12 @@ def queue_launch(
     """Both products: of w13 from x to middle, of w2 from there to parts `[1, P, H]`."""
     programs = problem.gpu.multiprocessors * kernel.resident
     out = parts.view(*parts.shape[1:])
-    up, constants = _common(problem.w13, x, middle, problem.epilogue, kernel.step, 2, 8)
-    down, _ = _common(problem.w2, middle, out, PLAIN, kernel.step, 2, 8)
+    box = import_module("moeq_kernels.hopper.w4a16.device.queue").box_of(kernel.tokens)
+    up, constants = _common(problem.w13, x, middle, problem.epilogue, kernel.step, 2, box)
+    down, _ = _common(problem.w2, middle, out, PLAIN, kernel.step, 2, box)
     count = _steps(problem.w2, middle, kernel.step)
-    bundle = max(1, BUNDLED_STEPS // count)
+    smaller = max(1, STEP_BYTES // (32 * KINDS[kind_of(problem.w13)].bits * kernel.step))
+    bundle = max(1, BUNDLED_STEPS * smaller // count)
     shares = (kernel.up + kernel.down) * programs
     arguments = {
         **{f"up_{name}": up[name] for name in _OF_A_PRODUCT},
@@ -85,9 +88,9 @@ def queue_launch(
         "num_tiles": rows.num_tiles,
         "most": rows.most,
         "wanted_up": kernel.up * programs,
-        "least_up": LEAST_UP,
+        "least_up": LEAST_UP * smaller,
         "wanted_down": kernel.down * programs,
-        "least_down": LEAST_DOWN if bundle == 1 else count + 1,
+        "least_down": LEAST_DOWN * smaller if bundle == 1 else count + 1,
         "bundle": bundle,
         "up_pair_tiles": up["pair_tiles"],
         "up_count": _steps(problem.w13, x, kernel.step),
@@ -97,6 +100,7 @@ def queue_launch(
     }
     constants |= {"TOKENS": kernel.tokens, "STEP": kernel.step, "STAGES": kernel.stages, "AFTER": kernel.after}
     constants |= {"ROWS": kernel.rows, "EARLY": early, "DEPENDENT": problem.dependent}
+    constants["LEAST"] = kernel.least or kernel.tokens
     options = {"num_warps": 4, "maxnreg": kernel.registers, **problem.after}
     return Launch("hopper.w4a16.device.queue:expert_layer", (programs,), arguments, constants, options)
 

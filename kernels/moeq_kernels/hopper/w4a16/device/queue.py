@@ -11,6 +11,7 @@ Shares of a tile are added in order by the last one to arrive: who draws a unit 
 from __future__ import annotations
 
 from triton.experimental import gluon
+from triton.experimental.gluon import constexpr_function
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -39,6 +40,18 @@ def find_share(number, shares, each, count):
         share = number % shares
         last = gl.minimum(share * each + each, count)
     return item, share, share * each, last
+
+
+@constexpr_function
+def box_of(tokens):
+    """Tokens that are copied at a time, as far as the expert has any."""
+    return max(8, tokens // 4)
+
+
+@constexpr_function
+def heights(least, tokens):
+    """Heights at which tiles are multiplied, powers of two: the smallest one that is enough."""
+    return tuple(height for height in (8, 16, 32, 64) if least <= height <= tokens)
 
 
 #: Where counters of tiles begin: those who wait for one do not slow down those who draw units.
@@ -102,12 +115,13 @@ def _tell(info, place, numbers, WARPS: gl.constexpr):
 
 @gluon.jit
 def _expect(bar, row, end_row, BYTES: gl.constexpr, TOKENS: gl.constexpr, STEP: gl.constexpr):
-    """Opens a slot for a step's copies: BYTES of weights, and tokens in eights as far as the expert has any."""
-    for eights in gl.static_range(1, TOKENS // 8 + 1):
-        here = row + 8 * eights >= end_row if eights < TOKENS // 8 else True
-        if eights > 1:
-            here = here & (row + 8 * (eights - 1) < end_row)
-        mbarrier.expect(bar, BYTES + eights * 16 * STEP, pred=here)
+    """Opens a slot for a step's copies: BYTES of weights, and boxes of tokens as far as the expert has any."""
+    BOX: gl.constexpr = box_of(TOKENS)
+    for boxes in gl.static_range(1, TOKENS // BOX + 1):
+        here = row + BOX * boxes >= end_row if boxes < TOKENS // BOX else True
+        if boxes > 1:
+            here = here & (row + BOX * (boxes - 1) < end_row)
+        mbarrier.expect(bar, BYTES + boxes * BOX * 2 * STEP, pred=here)
 
 
 @gluon.jit
@@ -138,15 +152,16 @@ def _open(
 def _load_tokens(
     down, step, slot, bar, x_desc, m_desc, x_buf, row, end_row, TOKENS: gl.constexpr, STEP: gl.constexpr,
 ):
-    """Starts copies of a step's tokens, in eights as far as the expert has any."""
-    for part in gl.static_range(TOKENS // 8):
-        some = row + 8 * part < end_row if part else True
+    """Starts copies of a step's tokens, in boxes as far as the expert has any."""
+    BOX: gl.constexpr = box_of(TOKENS)
+    for part in gl.static_range(TOKENS // BOX):
+        some = row + BOX * part < end_row if part else True
         for half in gl.static_range(STEP // 64):
-            target = x_buf.index((STEP // 64 * slot + half) * (TOKENS // 8) + part)
+            target = x_buf.index((STEP // 64 * slot + half) * (TOKENS // BOX) + part)
             if down:
-                tma_load(m_desc, [row + 8 * part, step * STEP + 64 * half], bar, target, pred=some)
+                tma_load(m_desc, [row + BOX * part, step * STEP + 64 * half], bar, target, pred=some)
             else:
-                tma_load(x_desc, [row + 8 * part, step * STEP + 64 * half], bar, target, pred=some)
+                tma_load(x_desc, [row + BOX * part, step * STEP + 64 * half], bar, target, pred=some)
 
 
 @gluon.jit
@@ -244,21 +259,21 @@ def _copy(
 
 
 @gluon.jit
-def _add_shares(acc, partial, arrived, item, share, shares, TOKENS: gl.constexpr):
+def _add_shares(acc, partial, arrived, item, share, shares, NOW: gl.constexpr, TOKENS: gl.constexpr):
     """Leaves a share's sums for the others; the item's last share to arrive gets the sum of all, and True.
 
-    partial: fp32 `[items * shares, 256 * TOKENS]`.
+    partial: fp32 `[items * shares, 256 * TOKENS]`. NOW: tokens of acc.
     """
-    layout: gl.constexpr = layouts.accumulator(TOKENS)
+    layout: gl.constexpr = layouts.accumulator(NOW)
     m = gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(1, layout)), 1)
-    t = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(0, layout)), 0)
+    t = gl.expand_dims(gl.arange(0, NOW, layout=gl.SliceLayout(0, layout)), 0)
     SIZE: gl.constexpr = 256 * TOKENS
-    place = partial + item.to(gl.int64) * shares * SIZE + m * TOKENS + t
+    place = partial + item.to(gl.int64) * shares * SIZE + m * NOW + t
     gl.store(place + share * SIZE, acc)
     barrier()
     done = gl.atomic_add(arrived + item, 1, sem="acq_rel", scope="gpu") == shares - 1
     if done:
-        acc = gl.zeros([256, TOKENS], gl.float32, layout)
+        acc = gl.zeros([256, NOW], gl.float32, layout)
         for other in range(shares):
             acc += gl.load(place + other * SIZE, cache_modifier=".cg")
     return acc, done
@@ -280,11 +295,12 @@ def _store_down(
 
 
 @gluon.jit
-def _multiply(
-    given, TOKENS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr,
-    KIND: gl.constexpr, AFTER: gl.constexpr, EPILOGUE: gl.constexpr, PAIRED: gl.constexpr, ROWS: gl.constexpr,
+def _unit(
+    given, it, place, down, NOW: gl.constexpr, TOKENS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, AFTER: gl.constexpr, EPILOGUE: gl.constexpr,
+    PAIRED: gl.constexpr, ROWS: gl.constexpr,
 ):
-    """The multiplying warpgroup."""
+    """Multiplies a unit, of which a place of `info` tells, with NOW of the TOKENS rows of the buffers."""
     w_buf, x_buf, s_buf, info, ready, empty, up, dn, finished = given
     (
         up_zero, up_zero_words, up_groups, up_pair_tiles, up_out, up_columns, up_stride, up_scale, up_bias, up_global,
@@ -294,64 +310,91 @@ def _multiply(
         down_zero, down_zero_words, down_groups, down_out, down_columns, down_stride, down_scale, down_bias,
         down_global, down_packed, down_partial, down_arrived,
     ) = dn
+    EACH: gl.constexpr = TOKENS // NOW
     w_view, s_view = steps.views(w_buf, s_buf, STAGES, STEP, GROUP, KIND)
-    x_view = reinterpret(x_buf, x_buf.dtype, [STAGES * STEP // 64, TOKENS, 64], layouts.token_buffer())
+    x_view = reinterpret(x_buf, x_buf.dtype, [STAGES * STEP // 64 * EACH, NOW, 64], layouts.token_buffer())
     UNDO: gl.constexpr = weights.undo(KIND, x_buf.dtype == gl.float16, GROUP > 0 and not AFTER)
     UNIT: gl.constexpr = weights.channel_unit(KIND, x_buf.dtype == gl.float16)
+    expert = _get(info, place, 1, 4)
+    block = _get(info, place, 4, 4)
+    tile = block * gl.where(down, 4, 2 if PAIRED else 4)
+    pair_tiles = gl.where(down, 2, up_pair_tiles)
+    groups = gl.where(down, down_groups, up_groups)
+    zero = up_zero
+    zero_words = up_zero_words
+    if ZEROS:
+        zero = down_zero if down else up_zero
+        zero_words = gl.where(down, down_zero_words, up_zero_words)
+    acc = gl.zeros([256, NOW], gl.float32, layouts.accumulator(NOW))
+    part = acc
+    for step in range(_get(info, place, 6, 4), _get(info, place, 7, 4)):
+        slot = it % STAGES
+        mbarrier.wait(ready.index(slot), (it // STAGES) & 1)
+        acc, part = steps.multiply(
+            acc, part, w_view.index(slot), s_view.index(slot), x_view, slot, zero, expert * groups, groups,
+            zero_words, tile, pair_tiles, step * STEP, STEP, NOW, GROUP, ZEROS, KIND, AFTER, ROWS, EACH,
+        )
+        mbarrier.arrive(empty.index(slot), count=1)
+        it += 1
+    # Read here, so that they take no registers while products are formed.
+    row = _get(info, place, 2, 4)
+    end_row = _get(info, place, 3, 4)
+    shares = _get(info, place, 10, 4)
+    done = shares == 1
+    if shares > 1:
+        item = _get(info, place, 8, 4)
+        share = _get(info, place, 9, 4)
+        partial = down_partial if down else up_partial
+        arrived = down_arrived if down else up_arrived
+        acc, done = _add_shares(acc, partial, arrived, item, share, shares, NOW, TOKENS)
+    if done:
+        if down:
+            _store_down(
+                common.undone(acc, down_global, expert, UNDO), down_out, row, end_row, tile * 64, down_columns,
+                down_stride, down_scale, down_bias, expert, down_packed, NOW, UNIT,
+            )
+        else:
+            common.store_chunks(
+                common.undone(acc, up_global, expert, UNDO), up_out, row, end_row, tile * 64,
+                (tile + pair_tiles) * 64, up_columns, up_stride, up_scale, up_bias, True, expert, up_packed,
+                EPILOGUE, False, NOW, 8, UNIT,
+            )
+            _fence_copies()
+            barrier()
+            gl.atomic_add(finished + _get(info, place, 5, 4), 1, sem="release", scope="gpu")
+    return it
+
+
+@gluon.jit
+def _multiply(
+    given, LEAST: gl.constexpr, TOKENS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    ZEROS: gl.constexpr, KIND: gl.constexpr, AFTER: gl.constexpr, EPILOGUE: gl.constexpr, PAIRED: gl.constexpr,
+    ROWS: gl.constexpr,
+):
+    """The multiplying warpgroup."""
+    _w_buf, _x_buf, _s_buf, info, ready, _empty, _up, _dn, _finished = given
+    HEIGHTS: gl.constexpr = heights(LEAST, TOKENS)
     it = 0
     heard = 0
     mbarrier.wait(ready.index(0), 0)
     kind = _get(info, 0, 0, 4)
     while kind >= 0:
         place = heard % (STAGES + 1)
-        down = kind == 1
-        expert = _get(info, place, 1, 4)
-        block = _get(info, place, 4, 4)
-        tile = block * gl.where(down, 4, 2 if PAIRED else 4)
-        pair_tiles = gl.where(down, 2, up_pair_tiles)
-        groups = gl.where(down, down_groups, up_groups)
-        zero = up_zero
-        zero_words = up_zero_words
-        if ZEROS:
-            zero = down_zero if down else up_zero
-            zero_words = gl.where(down, down_zero_words, up_zero_words)
-        acc = gl.zeros([256, TOKENS], gl.float32, layouts.accumulator(TOKENS))
-        part = acc
-        for step in range(_get(info, place, 6, 4), _get(info, place, 7, 4)):
-            slot = it % STAGES
-            mbarrier.wait(ready.index(slot), (it // STAGES) & 1)
-            acc, part = steps.multiply(
-                acc, part, w_view.index(slot), s_view.index(slot), x_view, slot, zero, expert * groups, groups,
-                zero_words, tile, pair_tiles, step * STEP, STEP, TOKENS, GROUP, ZEROS, KIND, AFTER, ROWS,
+        if len(HEIGHTS) == 1:
+            it = _unit(
+                given, it, place, kind == 1, TOKENS, TOKENS, STEP, STAGES, GROUP, ZEROS, KIND, AFTER, EPILOGUE, PAIRED,
+                ROWS,
             )
-            mbarrier.arrive(empty.index(slot), count=1)
-            it += 1
-        # Read here, so that they take no registers while products are formed.
-        row = _get(info, place, 2, 4)
-        end_row = _get(info, place, 3, 4)
-        shares = _get(info, place, 10, 4)
-        done = shares == 1
-        if shares > 1:
-            item = _get(info, place, 8, 4)
-            share = _get(info, place, 9, 4)
-            partial = down_partial if down else up_partial
-            arrived = down_arrived if down else up_arrived
-            acc, done = _add_shares(acc, partial, arrived, item, share, shares, TOKENS)
-        if done:
-            if down:
-                _store_down(
-                    common.undone(acc, down_global, expert, UNDO), down_out, row, end_row, tile * 64, down_columns,
-                    down_stride, down_scale, down_bias, expert, down_packed, TOKENS, UNIT,
-                )
-            else:
-                common.store_chunks(
-                    common.undone(acc, up_global, expert, UNDO), up_out, row, end_row, tile * 64,
-                    (tile + pair_tiles) * 64, up_columns, up_stride, up_scale, up_bias, True, expert, up_packed,
-                    EPILOGUE, False, TOKENS, 8, UNIT,
-                )
-                _fence_copies()
-                barrier()
-                gl.atomic_add(finished + _get(info, place, 5, 4), 1, sem="release", scope="gpu")
+        else:
+            left = _get(info, place, 3, 4) - _get(info, place, 2, 4)
+            for h in gl.static_range(len(HEIGHTS)):
+                # `left` counts to the expert's end, so a whole tile may have more than TOKENS.
+                lower = left <= HEIGHTS[h] if h < len(HEIGHTS) - 1 else True
+                if lower & (h == 0 or left > HEIGHTS[h - 1]):
+                    it = _unit(
+                        given, it, place, kind == 1, HEIGHTS[h], TOKENS, STEP, STAGES, GROUP, ZEROS, KIND, AFTER,
+                        EPILOGUE, PAIRED, ROWS,
+                    )
         heard += 1
         mbarrier.wait(ready.index(it % STAGES), (it // STAGES) & 1)
         kind = _get(info, heard % (STAGES + 1), 0, 4)
@@ -369,12 +412,12 @@ def expert_layer(
     down_zero, down_slabs, down_groups, down_count, down_blocks, down_columns, down_stride, down_zero_words, down_scale,
     down_bias, down_global_scale, down_packed, TOKENS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, AFTER: gl.constexpr, ROWS: gl.constexpr,
-    EPILOGUE: gl.constexpr, DEPENDENT: gl.constexpr, EARLY: gl.constexpr,
+    EPILOGUE: gl.constexpr, DEPENDENT: gl.constexpr, EARLY: gl.constexpr, LEAST: gl.constexpr,
 ):
     """middle[row] = epilogue(x[row] @ W13[expert of row].T); out[row] = middle[row] @ W2[expert of row].T.
 
     Args as of `narrow.expert_product_narrow` for each product, except:
-        x_desc: blocks of 8 tokens; m_desc: the same of middle. out: `[rows, ..]` with down_stride.
+        x_desc: blocks of `box_of` tokens; m_desc: the same of middle. out: `[rows, ..]` with down_stride.
         partial: fp32 `[wanted_up + wanted_down, 256 * TOKENS]`.
         counters: int32 zeros, `COUNTERS + most + wanted_up + wanted_down`: the queue; gate-up items done of each tile;
             shares that have arrived.
@@ -383,10 +426,12 @@ def expert_layer(
         wanted_*, least_*: as of `cut`. bundle: tiles of a down unit at most; where it is not 1 none are cut.
         *_count: of steps; *_blocks: of 256 output rows.
         EARLY: the kernel before makes x only, so that copies of weights need not wait for it.
+        LEAST: tiles are multiplied at powers of two from here to TOKENS, as `heights` has them.
     """
     PAIRED: gl.constexpr = epilogue.gated(EPILOGUE) and not epilogue.interleaved(EPILOGUE)
     w_buf, s_buf = steps.buffers(up_s_desc, STAGES, STEP, GROUP, KIND)
-    x_buf = steps.token_buffer(STAGES * (TOKENS // 8), STEP, 8, x_desc.dtype)
+    BOX: gl.constexpr = box_of(TOKENS)
+    x_buf = steps.token_buffer(STAGES * (TOKENS // BOX), STEP, BOX, x_desc.dtype)
     info = gl.allocate_shared_memory(gl.int32, [(STAGES + 3) * 16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -439,7 +484,7 @@ def expert_layer(
     )
     gl.warp_specialize(
         [
-            (_multiply, (taken, TOKENS, STEP, STAGES, GROUP, ZEROS, KIND, AFTER, EPILOGUE, PAIRED, ROWS)),
+            (_multiply, (taken, LEAST, TOKENS, STEP, STAGES, GROUP, ZEROS, KIND, AFTER, EPILOGUE, PAIRED, ROWS)),
             (_copy, (copied, TOKENS, STEP, STAGES, GROUP, KIND, PAIRED, WAITS)),
         ],
         [1],

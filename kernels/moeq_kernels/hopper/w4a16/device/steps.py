@@ -130,9 +130,11 @@ def _rows(
 def multiply(
     acc, part, words, scales, x_buf, x_slot, zero, z_row, groups, zero_words, tile, pair_tiles, k, STEP: gl.constexpr,
     TOKENS: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, AFTER: gl.constexpr,
-    ROWS: gl.constexpr = 64,
+    ROWS: gl.constexpr = 64, EACH: gl.constexpr = 1,
 ):
     """Multiplies a step that begins at row k. words, scales: its slots of `views`; x_slot: where its tokens are.
+
+    EACH: x_buf has room for so many times TOKENS rows in a step, of which the first TOKENS are multiplied.
 
     zero: zero points of all experts, of this one from row z_row, `groups` of them.
 
@@ -140,7 +142,7 @@ def multiply(
     """
     for sub in gl.static_range(STEP // ROWS):
         acc, part = _rows(
-            acc, part, words, x_buf.index(STEP // 64 * x_slot + sub * ROWS // 64), scales, zero, z_row, groups,
+            acc, part, words, x_buf.index((STEP // 64 * x_slot + sub * ROWS // 64) * EACH), scales, zero, z_row, groups,
             zero_words, tile, pair_tiles, k, sub, TOKENS, GROUP, ZEROS, AFTER, KIND, ROWS,
         )
     return acc, part
