@@ -180,7 +180,7 @@ def plans(recipe: Recipe, tokens: int) -> Iterator[Plan | None]:
         if isinstance(kernel, Narrow):
             yield Plan(kernel, 2 * gated or 1, 2)
         if isinstance(kernel, Queue):
-            yield Plan(replace(kernel, up=0, down=0))
+            yield Plan(replace(kernel, up=0, down=0), ahead=1 << 20)
             if kernel.after and group:
                 yield Plan(replace(kernel, after=False))
     direct = kernel_for(DIRECT, kind, group)

@@ -105,8 +105,13 @@ class Layer:
 
     def candidates(self, tokens: int) -> list[Any]:
         """Every plan that may be the best, the chosen one first."""
-        found = _sixteen_bits(self, tokens) if self.codes is None else _bytes(self, tokens)
-        return list(dict.fromkeys([self.chosen(tokens), *found]))
+        found = list(_sixteen_bits(self, tokens) if self.codes is None else _bytes(self, tokens))
+        chosen = self.chosen(tokens)
+        if isinstance(chosen, w4a16.Plan) and not isinstance(chosen.kernel, w4a16.Direct):
+            queues = [w4a16.kernel_for(one, self.stored.kind, self.stored.group) for one in QUEUES[-3:]]
+            sorting = [one for one in found if isinstance(one, w4a16.Plan) and one.kernel in queues]
+            found += [replace(one, ahead=AHEAD) for one in (chosen, *sorting)] + [replace(chosen, ahead=2 * AHEAD)]
+        return list(dict.fromkeys([chosen, *found]))
 
 
 def name_of(plan: Any) -> str:
@@ -117,7 +122,8 @@ def name_of(plan: Any) -> str:
     if isinstance(plan.kernel, w4a16.Queue) and not plan.kernel.least:
         values.pop()  # as results before there was this size have it
     words = " ".join(str(int(one)) if isinstance(one, bool) else str(one) for one in values)
-    return f"{type(plan.kernel).__name__} {words} x{plan.gate_up_splits}/{plan.down_splits}"
+    ahead = f" a{plan.ahead >> 20}" if isinstance(plan, w4a16.Plan) and plan.ahead else ""
+    return f"{type(plan.kernel).__name__} {words} x{plan.gate_up_splits}/{plan.down_splits}{ahead}"
 
 
 def held_out(sizes: tuple[int, ...]) -> bool:
@@ -234,13 +240,16 @@ QUEUES = (
     w4a16.Queue(16, 6, 3, step=64, rows=32),
     replace(w4a16.QUEUE32, least=16),
     w4a16.Queue(32, 5, 3, step=64, rows=32),
-    w4a16.Queue(32, 5, 3, step=64, rows=32, least=16),
     w4a16.Queue(32, 5, 3, step=64, rows=32, least=16, up=1, down=1),
-    w4a16.Queue(64, 6, 2, step=64, least=32),
-    w4a16.Queue(64, 6, 2, step=64, least=32, up=1, down=1),
+    w4a16.Queue(64, 6, 2, step=64, least=32, up=2, down=2),
     w4a16.Queue(64, 6, 2, step=64, rows=32, least=16),
     w4a16.Queue(64, 3, 2, least=32, up=2, down=2),
+    w4a16.Queue(64, 6, 2, step=64, least=32, up=1, down=1),
+    w4a16.Queue(32, 5, 3, step=64, rows=32, least=16),
+    w4a16.QUEUE16,
 )
+#: Bytes of weights to bring to the L2 cache while pairs are sorted, of a second plan for each.
+AHEAD = 16 << 20
 WIDES = hopper_bench.WIDE
 NARROWS = (
     w4a16.NARROW8,

@@ -184,14 +184,26 @@ def compile_routing() -> dict[str, Any]:
 
     device = import_module("moeq_kernels.device.routing")
     wanted: dict[str, tuple[int, dict[str, Any]]] = {
-        "route_few": (16, {"MAPPED": True, "PAIRS": 4096, "BINS": 256, "ROWS": 16, "COPY": True, "COLUMNS": 1024}),
+        "route_few": (
+            16,
+            {
+                "MAPPED": True,
+                "PAIRS": 4096,
+                "BINS": 256,
+                "ROWS": 16,
+                "COPY": True,
+                "COLUMNS": 1024,
+                "PIECE": 8192,
+                "THREADS": 512,
+            },
+        ),
         "count_pairs": (4, {"MAPPED": False, "BLOCK": 512, "BINS": 128, "expert_map": None}),
         "place_pairs": (8, {"MAPPED": True, "BLOCK": 512, "BINS": 128, "GROUP": 64}),
         "gather_rows": (4, {"ROWS": 8, "COLUMNS": 1024}),
         "sum_rows": (4, {"TOP_K": 8, "SPLITS": 2, "COLUMNS": 1024, "TOKENS": 2, "INTERPRET": False}),
     }
     pointers = dict.fromkeys(("x", "sorted_x", "parts", "y"), "*bf16") | {"weights": "*fp32"}
-    numbers = ("ids", "expert_map", "pair_of_row", "inverse", "tiles", "num_tiles", "cleared", "counts")
+    numbers = ("matrices", "ids", "expert_map", "pair_of_row", "inverse", "tiles", "num_tiles", "cleared", "counts")
     pointers |= dict.fromkeys(numbers, "*i32")
     built = {}
     for name, (warps, constants) in wanted.items():

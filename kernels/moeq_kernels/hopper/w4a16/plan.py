@@ -108,11 +108,15 @@ Kernel = Narrow | Direct | Queue | Wide
 
 @dataclass(frozen=True)
 class Plan:
-    """A kernel, and how many programs share a tile's k in each product (gate-up: narrow only)."""
+    """A kernel, and how many programs share a tile's k in each product (gate-up: narrow only).
+
+    ahead: bytes of the gate-up weights that are brought to the L2 cache while pairs are sorted.
+    """
 
     kernel: Kernel
     gate_up_splits: int = 1
     down_splits: int = 1
+    ahead: int = 0
 
 
 #: Shared memory that a program of the queue and one of the wide kernel needs beside its steps.
