@@ -69,8 +69,8 @@ def test_pairs_are_sorted_by_expert_and_tokens_copied(
     if few:
         routing.route_few[(3 + -(-pairs // 4), 3)](
             ids, given, x, sorted_x, pair_of_row, inverse, tiles, num_tiles, cleared, 7, pairs, top_k, hidden, hidden,
-            *sizes, 3, None, 0, 0, 0, PAIRS=next_power_of_two(max(pairs, 16)), ROWS=4, COPY=True, COLUMNS=16, PIECE=64, THREADS=128,
-            **common,
+            *sizes, 3, None, 0, 0, 0, PAIRS=next_power_of_two(max(pairs, 16)), ROWS=4, COPY=True, COLUMNS=16, PIECE=64,
+            THREADS=128, **common,
         )  # fmt: skip
     else:
         blocks = -(-pairs // 64)

@@ -17,7 +17,7 @@ from moeq_kernels.problem import Problem
 from moeq_kernels.records import PackedMatrix
 from moeq_kernels.sorting import Sorted
 
-#: Steps of a share of the queue kernel's products at least, and of a unit of several tiles; of STEP_BYTES of words each.
+#: Steps of a share of the queue kernel's products at least, and of a unit of several tiles, of STEP_BYTES of words.
 LEAST_UP, LEAST_DOWN, BUNDLED_STEPS = 4, 4, 8
 STEP_BYTES = 16384
 #: What the kernel for both products takes for each of them.

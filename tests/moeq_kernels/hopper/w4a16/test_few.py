@@ -12,7 +12,19 @@ from bench.cases import Recipe, make_layer, route
 from bench.comparison import random_map
 from bench.reference import moe, relative_error
 from moeq_kernels import interpreter
-from moeq_kernels.hopper.w4a16.plan import DIRECT, NARROW8, QUEUE8, QUEUE16, QUEUE32, Kernel, Plan, kernel_for
+from moeq_kernels.hopper.w4a16.plan import (
+    DIRECT,
+    NARROW8,
+    QUEUE8,
+    QUEUE16,
+    QUEUE32,
+    QUEUE32_MIXED,
+    QUEUE64,
+    Kernel,
+    Plan,
+    Queue,
+    kernel_for,
+)
 from moeq_kernels.hopper.w4a16.products import group_of, kind_of
 from moeq_kernels.prepared import prepare_for
 from moeq_kernels.problem import tensors_of
@@ -89,6 +101,15 @@ def test_the_code_as_it_is_gives_the_layer(recipe: Recipe, kernel: Kernel, share
     if not interpreter.active():
         pytest.skip("the kernels that sort run in Triton's interpreter here")
     y, truth, rounded = run(recipe, kernel, shares, 5 if kernel == DIRECT else 11, mapped=shares == (2, 1))
+    assert relative_error(y, truth) <= 1.2 * relative_error(rounded, truth)
+
+
+@pytest.mark.parametrize("kernel", [QUEUE32_MIXED, QUEUE64])
+@pytest.mark.parametrize("tokens", [40, 70, 130])  # 27, 47, 87 for an expert on average
+def test_tiles_are_multiplied_at_several_heights(kernel: Queue, tokens: int) -> None:
+    if not interpreter.active():
+        pytest.skip("the kernels that sort run in Triton's interpreter here")
+    y, truth, rounded = run(INT4, kernel, (1, 1), tokens, mapped=False)
     assert relative_error(y, truth) <= 1.2 * relative_error(rounded, truth)
 
 
