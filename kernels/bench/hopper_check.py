@@ -175,6 +175,8 @@ def plans(recipe: Recipe, tokens: int) -> Iterator[Plan | None]:
         yield Plan(kernel)
         if isinstance(kernel, Wide):
             yield Plan(kernel, 1, 2)
+            if kernel.tokens in (96, 160):
+                yield Plan(replace(kernel, fine=True))
         if base in GATHERING and not KINDS[kind].finer:
             yield Plan(kernel_for(GATHERING[base][1], kind, group))
         if isinstance(kernel, Narrow):

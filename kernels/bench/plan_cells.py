@@ -119,7 +119,7 @@ def name_of(plan: Any) -> str:
     if isinstance(plan, MmaPlan):
         return f"Mma {plan.tokens} {plan.stages} {plan.rows} x{plan.gate_up_splits}/{plan.down_splits}"
     values = [getattr(plan.kernel, field.name) for field in fields(plan.kernel)]
-    if isinstance(plan.kernel, w4a16.Queue) and not plan.kernel.least:
+    if isinstance(plan.kernel, w4a16.Queue | w4a16.Wide) and not values[-1]:
         values.pop()  # as results before there was this size have it
     words = " ".join(str(int(one)) if isinstance(one, bool) else str(one) for one in values)
     ahead = f" a{plan.ahead >> 20}" if isinstance(plan, w4a16.Plan) and plan.ahead else ""
@@ -250,7 +250,7 @@ QUEUES = (
 )
 #: Bytes of weights to bring to the L2 cache while pairs are sorted, of a second plan for each.
 AHEAD = 16 << 20
-WIDES = hopper_bench.WIDE
+WIDES = (*hopper_bench.WIDE, *(replace(one, fine=True) for one in hopper_bench.WIDE if one.tokens in (96, 160)))
 NARROWS = (
     w4a16.NARROW8,
     w4a16.Narrow(16, 2, after=False, resident=4, registers=128),

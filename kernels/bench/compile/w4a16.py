@@ -336,6 +336,6 @@ def _wide(case: Case, kernel: Wide) -> _Source:
     )
     constants["GATHER"] = case.epilogue != PLAIN and kernel.gathers
     constants |= {"TOKENS": kernel.tokens, "GROUPS_OF_WARPS": kernel.warpgroups, "REGISTERS": kernel.registers}
-    constants |= {"EARLY": case.epilogue == PLAIN, "FOLLOWS": case.epilogue == PLAIN}
+    constants |= {"EARLY": case.epilogue == PLAIN, "FOLLOWS": case.epilogue == PLAIN, "FINE": kernel.fine}
     function = import_module("moeq_kernels.hopper.w4a16.device.wide").expert_product_wide
     return _Source(function, types, constants, ("zero", "out", "tiles", "columns", "stride", "x", "stride_x"))

@@ -117,7 +117,9 @@ def sorting(
     Weights can be read while it does.
     """
     kernel = plan.kernel
-    tile, grain = kernel.tokens, HEIGHT_GRAIN if isinstance(kernel, Wide) else kernel.tokens
+    tile, grain = kernel.tokens, kernel.tokens
+    if isinstance(kernel, Wide):
+        grain = HEIGHT_GRAIN // 2 if kernel.fine else HEIGHT_GRAIN
     pairs, hidden = piece.ids.numel(), problem.hidden
     rows = room(problem, arena, pairs, tile, counters(problem, plan, most_tiles(pairs, tile, problem.experts)))
     # While `gather_rows` copies, the queue kernel reads its first weights already.

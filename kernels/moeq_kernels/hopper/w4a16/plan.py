@@ -94,6 +94,7 @@ class Wide:
         warpgroups: that multiply (2 or 4).
         registers: of each of their threads.
         gathers: the gate-up product picks tokens itself (two warpgroups only), else a kernel before it copies them.
+        fine: heights of tiles are multiples of 16, not of 32 (96 and 160 tokens only).
     """
 
     tokens: int
@@ -101,6 +102,7 @@ class Wide:
     warpgroups: int
     registers: int
     gathers: bool = False
+    fine: bool = False
 
 
 Kernel = Narrow | Direct | Queue | Wide

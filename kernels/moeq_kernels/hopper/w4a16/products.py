@@ -131,7 +131,7 @@ def _wide(
     }
     constants |= {"TOKENS": kernel.tokens, "STAGES": kernel.stages, "GATHER": gather, "GROUPS_OF_WARPS": groups}
     constants |= {"REGISTERS": kernel.registers, "EARLY": early or down, "FOLLOWS": down}
-    constants["DEPENDENT"] = problem.dependent
+    constants |= {"DEPENDENT": problem.dependent, "FINE": kernel.fine}
     name = "hopper.w4a16.device.wide:expert_product_wide"
     return Launch(name, (problem.gpu.multiprocessors,), arguments, constants, {"num_warps": 4, **problem.after})
 

@@ -93,7 +93,7 @@ def _item(
             x = x_view.index(stage * EACH).slice(p * 16 * SLABS, 16 * SLABS, dim=1)
             acc = warpgroup_mma(a, x.permute((1, 0)), acc, is_async=True)
             if NOW > MAIN:
-                x = x_rest.index(stage).slice(p * 16 * SLABS, 16 * SLABS, dim=1)
+                x = x_rest.index(stage).slice(0, NOW - MAIN, dim=0).slice(p * 16 * SLABS, 16 * SLABS, dim=1)
                 same = gl.convert_layout(a, layouts.left_operand(NOW - MAIN), assert_trivial=True)
                 rest = warpgroup_mma(same, x.permute((1, 0)), rest, is_async=True)
                 acc, rest, a = warpgroup_mma_wait(0, deps=(acc, rest, a))
@@ -132,7 +132,7 @@ def _item(
 def _multiply(
     given, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, EPILOGUE: gl.constexpr, PAIRED: gl.constexpr,
-    GROUPS_OF_WARPS: gl.constexpr, SIGNALS: gl.constexpr, SLOTS: gl.constexpr,
+    GROUPS_OF_WARPS: gl.constexpr, FINE: gl.constexpr, SIGNALS: gl.constexpr, SLOTS: gl.constexpr,
 ):
     """A multiplying warpgroup. SIGNALS: counts its finished items of each expert."""
     (
@@ -140,7 +140,7 @@ def _multiply(
         columns, stride, zero_words, scale, bias, whole, packed, done,
     ) = given
     PER: gl.constexpr = layouts.groups_of(STEP, GROUP)
-    HEIGHTS: gl.constexpr = wide_copies.heights(TOKENS)
+    HEIGHTS: gl.constexpr = wide_copies.heights(TOKENS, FINE)
     w_shape: gl.constexpr = [STAGES, 2, 4, GROUPS_OF_WARPS * layouts.tile_bytes(KIND)]
     w_view = reinterpret(w_buf, gl.uint8, w_shape, layouts.plain_shared())
     s_view = reinterpret(s_buf, s_buf.dtype, [STAGES, 2, PER * GROUPS_OF_WARPS * 8, 8], layouts.plain_shared())
@@ -181,7 +181,7 @@ def expert_product_wide(
     groups, steps, blocks, splits, rows, pair_tiles, columns, stride, zero_words, scale, bias, global_scale, packed,
     TOKENS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr,
     EPILOGUE: gl.constexpr, GATHER: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr, REGISTERS: gl.constexpr,
-    DEPENDENT: gl.constexpr, EARLY: gl.constexpr, FOLLOWS: gl.constexpr,
+    DEPENDENT: gl.constexpr, EARLY: gl.constexpr, FOLLOWS: gl.constexpr, FINE: gl.constexpr,
 ):
     """out[row] = epilogue(x[row] @ W[expert of row].T), see `epilogue.Epilogue`.
 
@@ -200,6 +200,7 @@ def expert_product_wide(
         EARLY: the kernel before makes the tokens only, so that copies of weights need not wait for it.
         FOLLOWS: and it is this kernel with the gate-up product (FOLLOWS and EARLY): tokens of an expert are ready when
             `done` `[experts]` has counted `needed` for each of its tiles. Without FOLLOWS it is the one that counts.
+        FINE: heights of tiles as of `wide_copies.heights`.
     """
     PER: gl.constexpr = layouts.groups_of(STEP, GROUP)
     PAIRED: gl.constexpr = epilogue.gated(EPILOGUE) and not epilogue.interleaved(EPILOGUE)
@@ -218,11 +219,11 @@ def expert_product_wide(
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=2 if GATHER else 1)
         mbarrier.init(empty.index(i), count=GROUPS_OF_WARPS)
-    SLOTS: gl.constexpr = 4
-    info = gl.allocate_shared_memory(gl.int32, [SLOTS * 4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(SLOTS):
+    RING: gl.constexpr = 4
+    info = gl.allocate_shared_memory(gl.int32, [RING * 4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(RING):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(free.index(i), count=GROUPS_OF_WARPS)
     fence_async_shared()
@@ -233,7 +234,7 @@ def expert_product_wide(
         gdc_launch_dependents()
     WAITS: gl.constexpr = DEPENDENT and EARLY and not FOLLOWS
     SIGNALS: gl.constexpr = not FOLLOWS
-    taken = (
+    own = (
         w_buf, x_buf, x_rest, s_buf, ready, empty, info, full, free, zero, out, groups, steps, splits, rows, pair_tiles,
         columns, stride, zero_words, scale, bias, global_scale, packed, done,
     )
@@ -246,9 +247,9 @@ def expert_product_wide(
             gathered = (x, pair_of_row, top_k, stride_x)
             gl.warp_specialize(
                 [
-                    (_multiply, (taken, 0, TOKENS, STAGES, GROUP, ZEROS, KIND, EPILOGUE, PAIRED, 2, SIGNALS, SLOTS)),
-                    (_multiply, (taken, 1, TOKENS, STAGES, GROUP, ZEROS, KIND, EPILOGUE, PAIRED, 2, SIGNALS, SLOTS)),
-                    (wide_copies.gather, (copied, gathered, TOKENS, STAGES, GROUP, KIND, PAIRED, 2, SLOTS)),
+                    (_multiply, (own, 0, TOKENS, STAGES, GROUP, ZEROS, KIND, EPILOGUE, PAIRED, 2, FINE, SIGNALS, RING)),
+                    (_multiply, (own, 1, TOKENS, STAGES, GROUP, ZEROS, KIND, EPILOGUE, PAIRED, 2, FINE, SIGNALS, RING)),
+                    (wide_copies.gather, (copied, gathered, TOKENS, STAGES, GROUP, KIND, PAIRED, 2, RING)),
                 ],
                 [4, 4],
                 [REGISTERS - 8, 48],
@@ -256,9 +257,9 @@ def expert_product_wide(
         else:
             gl.warp_specialize(
                 [
-                    (_multiply, (taken, 0, TOKENS, STAGES, GROUP, ZEROS, KIND, EPILOGUE, PAIRED, 2, SIGNALS, SLOTS)),
-                    (_multiply, (taken, 1, TOKENS, STAGES, GROUP, ZEROS, KIND, EPILOGUE, PAIRED, 2, SIGNALS, SLOTS)),
-                    (wide_copies.copy, (copied, TOKENS, STAGES, GROUP, KIND, PAIRED, 2, WAITS, FOLLOWS, SLOTS)),
+                    (_multiply, (own, 0, TOKENS, STAGES, GROUP, ZEROS, KIND, EPILOGUE, PAIRED, 2, FINE, SIGNALS, RING)),
+                    (_multiply, (own, 1, TOKENS, STAGES, GROUP, ZEROS, KIND, EPILOGUE, PAIRED, 2, FINE, SIGNALS, RING)),
+                    (wide_copies.copy, (copied, TOKENS, STAGES, GROUP, KIND, PAIRED, 2, WAITS, FOLLOWS, RING)),
                 ],
                 [4, 1],
                 [REGISTERS, 24],
@@ -268,11 +269,11 @@ def expert_product_wide(
         gl.static_assert(not GATHER)
         gl.warp_specialize(
             [
-                (_multiply, (taken, 0, TOKENS, STAGES, GROUP, ZEROS, KIND, EPILOGUE, PAIRED, 4, SIGNALS, SLOTS)),
-                (_multiply, (taken, 1, TOKENS, STAGES, GROUP, ZEROS, KIND, EPILOGUE, PAIRED, 4, SIGNALS, SLOTS)),
-                (_multiply, (taken, 2, TOKENS, STAGES, GROUP, ZEROS, KIND, EPILOGUE, PAIRED, 4, SIGNALS, SLOTS)),
-                (_multiply, (taken, 3, TOKENS, STAGES, GROUP, ZEROS, KIND, EPILOGUE, PAIRED, 4, SIGNALS, SLOTS)),
-                (wide_copies.copy, (copied, TOKENS, STAGES, GROUP, KIND, PAIRED, 4, WAITS, FOLLOWS, SLOTS)),
+                (_multiply, (own, 0, TOKENS, STAGES, GROUP, ZEROS, KIND, EPILOGUE, PAIRED, 4, FINE, SIGNALS, RING)),
+                (_multiply, (own, 1, TOKENS, STAGES, GROUP, ZEROS, KIND, EPILOGUE, PAIRED, 4, FINE, SIGNALS, RING)),
+                (_multiply, (own, 2, TOKENS, STAGES, GROUP, ZEROS, KIND, EPILOGUE, PAIRED, 4, FINE, SIGNALS, RING)),
+                (_multiply, (own, 3, TOKENS, STAGES, GROUP, ZEROS, KIND, EPILOGUE, PAIRED, 4, FINE, SIGNALS, RING)),
+                (wide_copies.copy, (copied, TOKENS, STAGES, GROUP, KIND, PAIRED, 4, WAITS, FOLLOWS, RING)),
             ],
             [4, 4, 4, 1],
             [REGISTERS, REGISTERS, REGISTERS, 24],

@@ -31,8 +31,10 @@ def _weight_bytes(group, kind, scale_bits, warpgroups):
 
 
 @constexpr_function
-def heights(tokens):
-    """Heights at which tiles are multiplied: the smallest one that is enough."""
+def heights(tokens, fine=False):
+    """Heights at which tiles are multiplied: the smallest one that is enough. fine: also 16 above 64 and 128."""
+    if fine:
+        return {96: (32, 64, 80, 96), 160: (64, 80, 96, 128, 144, 160)}[tokens]
     return {32: (32,), 64: (32, 64), 96: (32, 64, 96), 128: (64, 96, 128), 160: (64, 96, 128, 160),
             192: (64, 96, 128, 160, 192)}[tokens]  # fmt: skip
 
