@@ -77,16 +77,22 @@ def _rows_of(local, mine, pair, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def _bring(matrices, brought, stride, pieces, PIECE: tl.constexpr, THREADS: tl.constexpr):
-    """Starts copies to the L2 cache of the first `pieces` pieces of `brought` experts, `stride` bytes apart.
+def _pieces(begin, brought, stride, pieces, PIECE: tl.constexpr, THREADS: tl.constexpr):
+    """Where this program's pieces from number `begin` of the grid on lie, one a thread, and their bytes, PIECE or 0.
 
-    Each program takes some, as many threads as it needs one each: all experts' first pieces before the second ones.
+    All experts' first pieces come before the second ones, and neighbours belong to different programs.
     """
     program = tl.program_id(0) + tl.program_id(1) * tl.num_programs(0)
-    programs = tl.num_programs(0) * tl.num_programs(1)
-    for begin in range(0, brought * pieces, programs * THREADS):
-        one = begin + tl.arange(0, THREADS) * programs + program
-        at = (one % brought).to(tl.int64) * stride + (one // brought) * PIECE
+    one = begin + tl.arange(0, THREADS) * (tl.num_programs(0) * tl.num_programs(1)) + program
+    at = (one % brought).to(tl.int64) * stride + (one // brought) * PIECE
+    return at, tl.where(one < brought * pieces, PIECE, 0)
+
+
+@triton.jit
+def _bring(matrices, brought, stride, pieces, PIECE: tl.constexpr, THREADS: tl.constexpr):
+    """Starts copies to the L2 cache of the first `pieces` pieces of `brought` experts, `stride` bytes apart."""
+    for begin in range(0, brought * pieces, tl.num_programs(0) * tl.num_programs(1) * THREADS):
+        at, size = _pieces(begin, brought, stride, pieces, PIECE, THREADS)
         tl.inline_asm_elementwise(
             """{
             .reg .pred some;
@@ -94,7 +100,7 @@ def _bring(matrices, brought, stride, pieces, PIECE: tl.constexpr, THREADS: tl.c
             @some cp.async.bulk.prefetch.L2.global [$1], $2;
             mov.u32 $0, 0;
             }""",
-            "=r,l,r", [matrices.to(tl.int64) + at, tl.where(one < brought * pieces, PIECE, 0)], tl.int32, False, 1,
+            "=r,l,r", [matrices.to(tl.int64) + at, size], tl.int32, False, 1,
         )  # fmt: skip
 
 
