@@ -27,8 +27,6 @@ from moeq_kernels.hopper.w4a16.kinds import KINDS, kind_of_format
 from moeq_kernels.hopper.w4a16.plan import (
     DIRECT,
     GATHERING,
-    QUEUE32_MIXED,
-    QUEUE64,
     Narrow,
     Plan,
     Queue,
@@ -170,19 +168,17 @@ def plans(recipe: Recipe, tokens: int) -> Iterator[Plan | None]:
     group = {"e2m1": 32, "mxfp8": 32, "nvfp4": 16}.get(kind, max(0, recipe.group_size))
     gated = recipe.order != "ungated"
     tables = [kernel for size in (0, 4096) for _, kernel in table_for(kind, size)]
-    for base in dict.fromkeys([*tables, QUEUE32_MIXED, QUEUE64]):
+    for base in dict.fromkeys(tables):
         kernel = kernel_for(base, kind, group)
         yield Plan(kernel)
         if isinstance(kernel, Wide):
             yield Plan(kernel, 1, 2)
-            if kernel.tokens in (96, 160):
-                yield Plan(replace(kernel, fine=True))
         if base in GATHERING and not KINDS[kind].finer:
             yield Plan(kernel_for(GATHERING[base][1], kind, group))
         if isinstance(kernel, Narrow):
             yield Plan(kernel, 2 * gated or 1, 2)
         if isinstance(kernel, Queue):
-            yield Plan(replace(kernel, up=0, down=0), ahead=1 << 20)
+            yield Plan(replace(kernel, up=0, down=0))
             if kernel.after and group:
                 yield Plan(replace(kernel, after=False))
     direct = kernel_for(DIRECT, kind, group)

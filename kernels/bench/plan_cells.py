@@ -107,10 +107,6 @@ class Layer:
         """Every plan that may be the best, the chosen one first."""
         found = list(_sixteen_bits(self, tokens) if self.codes is None else _bytes(self, tokens))
         chosen = self.chosen(tokens)
-        if isinstance(chosen, w4a16.Plan) and not isinstance(chosen.kernel, w4a16.Direct):
-            queues = [w4a16.kernel_for(one, self.stored.kind, self.stored.group) for one in QUEUES[-3:]]
-            sorting = [one for one in found if isinstance(one, w4a16.Plan) and one.kernel in queues]
-            found += [replace(one, ahead=AHEAD) for one in (chosen, *sorting)] + [replace(chosen, ahead=2 * AHEAD)]
         return list(dict.fromkeys([chosen, *found]))
 
 
@@ -122,8 +118,7 @@ def name_of(plan: Any) -> str:
     if isinstance(plan.kernel, w4a16.Queue | w4a16.Wide) and not values[-1]:
         values.pop()  # as results before there was this size have it
     words = " ".join(str(int(one)) if isinstance(one, bool) else str(one) for one in values)
-    ahead = f" a{plan.ahead >> 20}" if isinstance(plan, w4a16.Plan) and plan.ahead else ""
-    return f"{type(plan.kernel).__name__} {words} x{plan.gate_up_splits}/{plan.down_splits}{ahead}"
+    return f"{type(plan.kernel).__name__} {words} x{plan.gate_up_splits}/{plan.down_splits}"
 
 
 def held_out(sizes: tuple[int, ...]) -> bool:
@@ -236,21 +231,12 @@ QUEUES = (
     w4a16.QUEUE32,
     w4a16.Queue(32, 2, 3, rows=32),
     w4a16.Queue(8, 4, 4, step=64, rows=32),
-    w4a16.Queue(16, 4, 4, step=64, rows=32),
-    w4a16.Queue(16, 6, 3, step=64, rows=32),
-    replace(w4a16.QUEUE32, least=16),
-    w4a16.Queue(32, 5, 3, step=64, rows=32),
-    w4a16.Queue(32, 5, 3, step=64, rows=32, least=16, up=1, down=1),
-    w4a16.Queue(64, 6, 2, step=64, least=32, up=2, down=2),
-    w4a16.Queue(64, 6, 2, step=64, rows=32, least=16),
-    w4a16.Queue(64, 3, 2, least=32, up=2, down=2),
-    w4a16.Queue(64, 6, 2, step=64, least=32, up=1, down=1),
+    replace(w4a16.QUEUE32, least=0),
     w4a16.Queue(32, 5, 3, step=64, rows=32, least=16),
-    w4a16.QUEUE16,
+    w4a16.QUEUE64,
+    w4a16.Queue(64, 3, 2, up=2, down=2, least=32),
 )
-#: Bytes of weights to bring to the L2 cache while pairs are sorted, of a second plan for each.
-AHEAD = 16 << 20
-WIDES = (*hopper_bench.WIDE, *(replace(one, fine=True) for one in hopper_bench.WIDE if one.tokens in (96, 160)))
+WIDES = (*hopper_bench.WIDE, *(replace(one, fine=not one.fine) for one in hopper_bench.WIDE if one.tokens > 64))
 NARROWS = (
     w4a16.NARROW8,
     w4a16.Narrow(16, 2, after=False, resident=4, registers=128),

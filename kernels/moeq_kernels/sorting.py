@@ -15,8 +15,6 @@ from moeq_kernels.tuning import next_power_of_two
 FEW_PAIRS = 4096
 #: Sizes that this kernel is compiled for: pairs that a program looks at.
 FEW_SIZES = (64, 256, 512, 1024, 2048, FEW_PAIRS)
-#: Bytes of weights that a thread of the routing kernel brings to the L2 cache at a time.
-PIECE = 8192
 #: Programs that list tiles: one would do, but where an expert has very many tiles.
 LISTERS = 4
 #: Pairs of a program that sorts many.
@@ -48,18 +46,6 @@ class Sorted:
     def most(self) -> int:
         """Tiles at most."""
         return self.tiles.shape[0]
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """Weights that the routing kernel brings to the L2 cache: of so many experts the first pieces of PIECE bytes.
-
-    It may be any that is read soon; none has to be.
-    """
-
-    weights: Area
-    experts: int
-    pieces: int
 
 
 def few_size(pairs: int) -> int:
@@ -100,13 +86,9 @@ def room(problem: Problem, arena: Arena, pairs: int, tile: int, to_clear: int = 
 
 
 def sort_few(
-    problem: Problem, piece: Piece, rows: Sorted, tile: int, grain: int, sorted_x: Area | None = None,
-    ahead: Ahead | None = None,
-) -> list[Launch]:  # fmt: skip
-    """One kernel for up to FEW_PAIRS pairs; it copies tokens to sorted_x where that is given.
-
-    ahead: weights that it brings to the L2 cache meanwhile.
-    """
+    problem: Problem, piece: Piece, rows: Sorted, tile: int, grain: int, sorted_x: Area | None = None
+) -> list[Launch]:
+    """One kernel for up to FEW_PAIRS pairs; it copies tokens to sorted_x where that is given."""
     pairs, count, hidden = piece.ids.numel(), problem.experts, problem.hidden
     columns = min(1024, next_power_of_two(hidden))
     arguments = {
@@ -130,10 +112,6 @@ def sort_few(
         "TILE": tile,
         "GRAIN": grain,
         "listers": listers(problem),
-        "matrices": None if ahead is None else ahead.weights,
-        "brought": 0 if ahead is None else ahead.experts,
-        "stride": 0 if ahead is None else ahead.weights.numel() * ahead.weights.itemsize // count,
-        "pieces": 0 if ahead is None else ahead.pieces,
     }
     size = few_size(pairs)
     block = 16 if size > 1024 else 8
@@ -147,8 +125,6 @@ def sort_few(
         "COPY": sorted_x is not None,
         "COLUMNS": columns,
         "DEPENDENT": problem.dependent,
-        "PIECE": PIECE,
-        "THREADS": 32 * few_warps(size),
     }
     # No more slices than two programs for each multiprocessor: each of them looks at all pairs.
     blocks, slices = -(-pairs // block), 1
@@ -195,12 +171,10 @@ def sort_many(problem: Problem, piece: Piece, arena: Arena, rows: Sorted, tile: 
     ]
 
 
-def sort_pairs(
-    problem: Problem, piece: Piece, arena: Arena, rows: Sorted, tile: int, grain: int, ahead: Ahead | None = None
-) -> list[Launch]:
-    """Sorted pairs, without their tokens. ahead: as of `sort_few`; more pairs are sorted without it."""
+def sort_pairs(problem: Problem, piece: Piece, arena: Arena, rows: Sorted, tile: int, grain: int) -> list[Launch]:
+    """Sorted pairs, without their tokens."""
     if piece.ids.numel() <= FEW_PAIRS:
-        return sort_few(problem, piece, rows, tile, grain, ahead=ahead)
+        return sort_few(problem, piece, rows, tile, grain)
     return sort_many(problem, piece, arena, rows, tile, grain)
 
 

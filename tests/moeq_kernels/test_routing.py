@@ -7,8 +7,6 @@ import random
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
 from bench import routing_bench
 from moeq_kernels import interpreter
@@ -17,27 +15,6 @@ from moeq_kernels.launch import run_with_triton
 from moeq_kernels.tuning import next_power_of_two
 
 GARBAGE = 2**31 - 1
-
-
-@triton.jit
-def _list_pieces(where, bytes_of, begin, brought, stride, pieces, PIECE: tl.constexpr, THREADS: tl.constexpr):
-    at, size = routing._pieces(begin, brought, stride, pieces, PIECE, THREADS)
-    place = (tl.program_id(0) + tl.program_id(1) * tl.num_programs(0)) * THREADS + tl.arange(0, THREADS)
-    tl.store(where + place, at)
-    tl.store(bytes_of + place, size)
-
-
-@pytest.mark.parametrize(("brought", "pieces"), [(3, 2), (44, 5), (7, 40)])
-def test_pieces_of_weights_are_brought_once(device: torch.device, brought: int, pieces: int) -> None:
-    programs, threads, stride = (5, 2), 8, 4096
-    found = []
-    for begin in range(0, brought * pieces, 10 * threads):
-        where = torch.empty(10 * threads, dtype=torch.int64, device=device)
-        size = torch.empty(10 * threads, dtype=torch.int32, device=device)
-        _list_pieces[programs](where, size, begin, brought, stride, pieces, PIECE=64, THREADS=threads)
-        assert set(size.tolist()) <= {0, 64}
-        found += where[size > 0].tolist()
-    assert sorted(found) == sorted(expert * stride + 64 * one for expert in range(brought) for one in range(pieces))
 
 
 def _expected(local: torch.Tensor, experts: int, tile: int, grain: int) -> tuple[torch.Tensor, list[list[int]]]:
@@ -92,8 +69,7 @@ def test_pairs_are_sorted_by_expert_and_tokens_copied(
     if few:
         routing.route_few[(3 + -(-pairs // 4), 3)](
             ids, given, x, sorted_x, pair_of_row, inverse, tiles, num_tiles, cleared, 7, pairs, top_k, hidden, hidden,
-            *sizes, 3, None, 0, 0, 0, PAIRS=next_power_of_two(max(pairs, 16)), ROWS=4, COPY=True, COLUMNS=16, PIECE=64,
-            THREADS=128, **common,
+            *sizes, 3, PAIRS=next_power_of_two(max(pairs, 16)), ROWS=4, COPY=True, COLUMNS=16, **common,
         )  # fmt: skip
     else:
         blocks = -(-pairs // 64)

@@ -13,8 +13,6 @@ from moeq_kernels.hopper.w4a16.plan import (
     E2M1_TABLE,
     GATHERING,
     LONG_TABLE,
-    QUEUE32_MIXED,
-    QUEUE64,
     TABLE,
     WIDE32,
     WIDE64,
@@ -104,10 +102,8 @@ def cases() -> list[Case]:
     """Every kernel of the plan's table, as gate-up (whole and split) and down product, and in all formats."""
     result = []
     gathering = [kernel for _, kernel in GATHERING.values()]
-    more = (QUEUE32_MIXED, QUEUE64)
-    for kernel in dict.fromkeys((DIRECT, *(kernel for _, kernel in TABLE + LONG_TABLE), *gathering, *more)):
-        mixed = "m" if kernel == QUEUE32_MIXED else ""
-        name = f"{type(kernel).__name__.lower()}{kernel.tokens}{mixed}{'g' if kernel in gathering else ''}"
+    for kernel in dict.fromkeys((DIRECT, *(kernel for _, kernel in TABLE + LONG_TABLE), *gathering)):
+        name = f"{type(kernel).__name__.lower()}{kernel.tokens}{'g' if kernel in gathering else ''}"
         base = Case(f"{name}-gate-up", kernel)
         if isinstance(kernel, Queue):  # both products
             result.append(replace(base, out="fp32"))
@@ -203,7 +199,7 @@ def compile_routing() -> dict[str, Any]:
         "sum_rows": (4, {"TOP_K": 8, "SPLITS": 2, "COLUMNS": 1024, "TOKENS": 2, "INTERPRET": False}),
     }
     pointers = dict.fromkeys(("x", "sorted_x", "parts", "y"), "*bf16") | {"weights": "*fp32"}
-    numbers = ("matrices", "ids", "expert_map", "pair_of_row", "inverse", "tiles", "num_tiles", "cleared", "counts")
+    numbers = ("ids", "expert_map", "pair_of_row", "inverse", "tiles", "num_tiles", "cleared", "counts")
     pointers |= dict.fromkeys(numbers, "*i32")
     built = {}
     for name, (warps, constants) in wanted.items():

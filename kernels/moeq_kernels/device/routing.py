@@ -76,57 +76,20 @@ def _rows_of(local, mine, pair, PAIRS: tl.constexpr):
     return tl.sum((key[None, :] < own[:, None]).to(tl.int32), 1)
 
 
-@triton.jit
-def _pieces(begin, brought, stride, pieces, PIECE: tl.constexpr, THREADS: tl.constexpr):
-    """Where this program's pieces from number `begin` of the grid on lie, one a thread, and their bytes, PIECE or 0.
-
-    All experts' first pieces come before the second ones, and neighbours belong to different programs.
-    """
-    program = tl.program_id(0) + tl.program_id(1) * tl.num_programs(0)
-    one = begin + tl.arange(0, THREADS) * (tl.num_programs(0) * tl.num_programs(1)) + program
-    at = (one % brought).to(tl.int64) * stride + (one // brought) * PIECE
-    return at, tl.where(one < brought * pieces, PIECE, 0)
-
-
-@triton.jit
-def _bring(matrices, brought, stride, pieces, PIECE: tl.constexpr, THREADS: tl.constexpr):
-    """Starts copies to the L2 cache of the first `pieces` pieces of `brought` experts, `stride` bytes apart."""
-    for begin in range(0, brought * pieces, tl.num_programs(0) * tl.num_programs(1) * THREADS):
-        at, size = _pieces(begin, brought, stride, pieces, PIECE, THREADS)
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred some;
-            setp.ne.s32 some, $2, 0;
-            @some cp.async.bulk.prefetch.L2.global [$1], $2;
-            mov.u32 $0, 0;
-            }""",
-            "=r,l,r", [matrices.to(tl.int64) + at, size], tl.int32, False, 1,
-        )  # fmt: skip
-
-
-@triton.jit(
-    do_not_specialize=[
-        "to_clear", "pairs", "top_k", "EXPERTS", "KNOWN", "MOST", "TILE", "GRAIN", "listers", "brought", "stride",
-        "pieces",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["to_clear", "pairs", "top_k", "EXPERTS", "KNOWN", "MOST", "TILE", "GRAIN", "listers"])
 def route_few(
     ids, expert_map, x, sorted_x, pair_of_row, inverse, tiles, num_tiles, cleared, to_clear, pairs, top_k, hidden,
-    stride_x, EXPERTS, KNOWN, MOST, TILE, GRAIN, listers, matrices, brought, stride, pieces, MAPPED: tl.constexpr,
-    PAIRS: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr, COPY: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPENDENT: tl.constexpr, PIECE: tl.constexpr, THREADS: tl.constexpr,
+    stride_x, EXPERTS, KNOWN, MOST, TILE, GRAIN, listers, MAPPED: tl.constexpr, PAIRS: tl.constexpr,
+    BINS: tl.constexpr, ROWS: tl.constexpr, COPY: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Everything in one kernel for up to a few thousand pairs; programs: (listers + blocks of ROWS pairs, slices).
 
     Each program looks at all pairs for itself. The first `listers` list the tiles, the others place their pairs and,
     with COPY, copy their tokens to their sorted rows (slices of COLUMNS columns in turns); else `gather_rows` or a
-    product has to do that. They also set `to_clear` integers of `cleared` to zero. Before all that, while the memory
-    is idle, THREADS threads of each program bring `matrices` (not None) to the L2 cache as `_bring` does.
+    product has to do that. They also set `to_clear` integers of `cleared` to zero.
     """
     block = tl.program_id(0) - listers
     part = tl.program_id(1)
-    if matrices is not None:
-        _bring(matrices, brought, stride, pieces, PIECE, THREADS)
     if DEPENDENT:
         gdc_wait()
     local = _local(ids, expert_map, pairs, tl.arange(0, PAIRS), EXPERTS, KNOWN, MAPPED)

@@ -37,8 +37,6 @@ from moeq_kernels.mma.plan import MmaPlan
 from moeq_kernels.problem import Piece, Problem
 from moeq_kernels.sorting import (
     FEW_PAIRS,
-    PIECE,
-    Ahead,
     Sorted,
     kept_dtype,
     most_tiles,
@@ -145,19 +143,6 @@ def sorting(
     programs = (-(-pairs // block), -(-hidden // columns))
     result.append(Launch("device.routing:gather_rows", programs, arguments, constants, problem.after))
     return result, rows, True
-
-
-def ahead_of(problem: Problem, plan: Plan) -> Ahead | None:
-    """The first rows of k of those experts whose tiles the first programs multiply, `plan.ahead` bytes of them."""
-    kernel, matrix = plan.kernel, problem.w13
-    if not plan.ahead or not problem.dependent or problem.interpret:
-        return None
-    columns = 64 * kernel.warpgroups if isinstance(kernel, Wide) else 128
-    blocks = -(-problem.intermediate // (columns if problem.epilogue.gated else 2 * columns))
-    resident = 1 if isinstance(kernel, Wide) else kernel.resident
-    experts = max(1, min(problem.experts, resident * problem.gpu.multiprocessors // blocks))
-    whole = matrix.weight.numel() * matrix.weight.itemsize // problem.experts
-    return Ahead(matrix.weight, experts, min(plan.ahead // experts, whole) // PIECE)
 
 
 def counters(problem: Problem, plan: Plan, most: int) -> int:

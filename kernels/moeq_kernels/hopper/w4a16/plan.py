@@ -110,15 +110,11 @@ Kernel = Narrow | Direct | Queue | Wide
 
 @dataclass(frozen=True)
 class Plan:
-    """A kernel, and how many programs share a tile's k in each product (gate-up: narrow only).
-
-    ahead: bytes of the gate-up weights that are brought to the L2 cache while pairs are sorted.
-    """
+    """A kernel, and how many programs share a tile's k in each product (gate-up: narrow only)."""
 
     kernel: Kernel
     gate_up_splits: int = 1
     down_splits: int = 1
-    ahead: int = 0
 
 
 #: Shared memory that a program of the queue and one of the wide kernel needs beside its steps.
@@ -136,12 +132,11 @@ DIRECT_MEAN = 1.6
 NARROW8 = Narrow(8, 3, after=True, resident=4, registers=128)
 QUEUE8 = Queue(8, 3, resident=3, after=True)
 QUEUE16 = Queue(16, 3, resident=3, after=True, rows=32, down=2)
-QUEUE32 = Queue(32, 4, resident=2, up=1, down=1)
-QUEUE32_MIXED = Queue(32, 5, resident=3, step=64, rows=32, least=16)
-QUEUE64 = Queue(64, 6, resident=2, step=64, least=32)
+QUEUE32 = Queue(32, 4, resident=2, up=1, down=1, least=16)
+QUEUE64 = Queue(64, 6, resident=2, step=64, up=2, down=2, least=32)
 WIDE32 = Wide(32, 6, warpgroups=4, registers=120)
 WIDE64 = Wide(64, 6, warpgroups=4, registers=112)
-WIDE96 = Wide(96, 8, warpgroups=2, registers=232)
+WIDE96 = Wide(96, 8, warpgroups=2, registers=232, fine=True)
 WIDE160 = Wide(160, 6, warpgroups=2, registers=232)
 #: With few columns of gate and up, picking tokens costs less than copying them first; up to so many.
 GATHER_COLUMNS = 1024
@@ -161,7 +156,7 @@ _MANY: Table = ((44.0, WIDE64), (90.0, WIDE96), (float("inf"), WIDE160))
 _FEW: Table = ((1.0, NARROW8), (5.0, QUEUE8))
 #: (tokens per hit expert up to, kernel), tried in order; which of NARROW8 and QUEUE8 it is depends on the work, see
 #: `choose`. Tiles of 16 tokens hold until every fourth expert or so has more than 16.
-TABLE: Table = (_FEW[0], (6.0, QUEUE8), (14.0, QUEUE16), (24.0, WIDE32), *_MANY)
+TABLE: Table = (_FEW[0], (6.0, QUEUE8), (14.0, QUEUE16), (20.0, QUEUE32), (24.0, WIDE32), *_MANY)
 #: The same for down products of many steps (see SHORT_K).
 LONG_TABLE: Table = (_FEW[0], (6.0, QUEUE8), (14.0, QUEUE16), (26.0, QUEUE32), *_MANY)
 #: For codes of 8 bits: with e4m3 the wide kernel wins from 12 tokens on whatever the down product.
@@ -169,7 +164,7 @@ BYTES_TABLE: Table = (*_FEW, (12.0, QUEUE16), (24.0, WIDE32), *_MANY)
 #: For int8 and long down products; QUEUE32 was not measured with it.
 INT8_LONG_TABLE: Table = (*_FEW, (14.0, QUEUE16), (24.0, WIDE32), *_MANY)
 #: For e2m1, whose integer work counts beside its bytes: for down products of few steps and for longer ones.
-_E2M1_MANY: Table = ((30.0, QUEUE32), (48.0, WIDE64), (90.0, WIDE96), (float("inf"), WIDE160))
+_E2M1_MANY: Table = ((30.0, QUEUE32), (48.0, QUEUE64), (90.0, WIDE96), (float("inf"), WIDE160))
 E2M1_TABLE: Table = (
     *_FEW,
     (12.0, Narrow(16, 2, after=False, resident=4, registers=128)),
@@ -226,6 +221,8 @@ def kernel_for(kernel: Kernel, kind: str, group: int, gpu: Gpu = H200) -> Kernel
     if isinstance(kernel, Wide):
         if kind != "uint4" and kernel.warpgroups == 4 and kernel.tokens == 64:  # too few registers, too little memory
             kernel = replace(kernel, warpgroups=2, registers=232, stages=9)
+        if kind != "uint4":  # of e2m1 no faster, of others not measured
+            kernel = replace(kernel, fine=False)
         scales = max(1, 64 // group if group else 1) * 256
         bytes_of_step = kernel.warpgroups * (1024 * KINDS[kind].bits + scales) + 128 * kernel.tokens
         room = gpu.shared_bytes - kernel.warpgroups * _REGROUPING_WIDE
@@ -294,7 +291,7 @@ def choose(
         one_wave = tiles * up_blocks <= resident and tiles * down_blocks <= 2 * resident
         narrow = not both or (one_wave and hit * weights * KINDS[kind].bits / 8 <= NARROW_BYTES)
         base = NARROW8 if narrow else QUEUE8
-    elif base in (QUEUE32, WIDE32) and hit * up_blocks < 2 * gpu.multiprocessors:
+    elif base in (QUEUE32, QUEUE64, WIDE32) and hit * up_blocks < 2 * gpu.multiprocessors:
         base = WIDE64  # whose warpgroups share the work of few tiles
     elif isinstance(base, Queue) and not both:
         base = WIDE64  # so it is with a single group of k in the down product, hence few columns of gate and up
