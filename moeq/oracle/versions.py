@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 
 from moeq.errors import MoeqError
@@ -15,6 +15,7 @@ BUILTIN = "moeq"
 ENGINES = ("vllm",)
 
 
+@lru_cache(1024)  # a verdict asks about two thousand times, a few versions
 def release(version: str) -> tuple[int, ...]:
     """A version's numbers. Raises MoeqError `usage.engine-version`."""
     match = re.fullmatch(r"v?(\d+(?:\.\d+)*)(?:[.+-]?(?:post|rc|dev|a|b|cu|cpu|rocm)?\S*)?", version)
