@@ -38,12 +38,12 @@ def modules() -> dict[str, Path]:
 
 def imported(path: Path, known: Iterable[str], *, typing: bool = False) -> Iterator[str]:
     """The known modules that a file imports, anywhere; with `typing`, for type checkers as well."""
-    tree, names = ast.parse(path.read_text()), set(known)
+    nodes, names = [*ast.walk(ast.parse(path.read_text()))], set(known)
     skipped = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if not typing and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             skipped.update(id(child) for statement in node.body for child in ast.walk(statement))
-    for node in ast.walk(tree):
+    for node in nodes:
         if id(node) in skipped:
             continue
         if isinstance(node, ast.Import):

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -107,26 +108,31 @@ def modules() -> Iterator[tuple[str, Path]]:
         yield ("" if parts == ("__init__",) else parts[0]), path
 
 
-def type_checking_lines(tree: ast.Module) -> set[int]:
+def type_checking_lines(nodes: list[ast.AST]) -> set[int]:
     lines: set[int] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return lines
 
 
-def imports(path: Path) -> Iterator[tuple[str, bool, int]]:
+@cache
+def imports(path: Path) -> list[tuple[str, bool, int]]:
     """(imported module, at module level and at run time, line)."""
-    tree = ast.parse(path.read_text())
-    typing_only = type_checking_lines(tree)
+    return list(read_imports(path))
+
+
+def read_imports(path: Path) -> Iterator[tuple[str, bool, int]]:
+    nodes = [*ast.walk(ast.parse(path.read_text()))]
+    typing_only = type_checking_lines(nodes)
     inside = {
         child.lineno
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         for child in ast.walk(node)
         if isinstance(child, ast.Import | ast.ImportFrom)
     }
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -12,6 +12,13 @@ from sampling import covering
 CASES = [{"a": a, "b": b, "c": c} for a, b, c in product(range(4), range(3), range(5))]
 
 
+@pytest.fixture
+def inner(pytester: pytest.Pytester) -> pytest.Pytester:
+    """Runs pytest inside pytest, without the plugin that then collects all garbage of both, five times over."""
+    pytester.makeini("[pytest]\naddopts = -p no:unraisableexception")
+    return pytester
+
+
 def test_every_value_is_there_in_the_fewest_cases() -> None:
     chosen = covering(CASES, [("a",), ("b",), ("c",)])
     assert len(chosen) == 5
@@ -37,8 +44,8 @@ def test_a_value_that_only_one_case_has_is_never_left_out() -> None:
     assert 20 in covering(cases, [("a",)])
 
 
-def test_plain_values_stand_for_themselves(pytester: pytest.Pytester) -> None:
-    items = pytester.getitems(
+def test_plain_values_stand_for_themselves(inner: pytest.Pytester) -> None:
+    items = inner.getitems(
         "import pytest\n"
         "@pytest.mark.cover\n"
         "@pytest.mark.parametrize(('a', 'b'), [('x', 1), ('x', 2), ('y', 1), ('y', 2)])\n"
@@ -47,8 +54,8 @@ def test_plain_values_stand_for_themselves(pytester: pytest.Pytester) -> None:
     assert len(sampling.left_for_later(items)) == 2
 
 
-def test_other_values_are_the_object_in_the_list(pytester: pytest.Pytester) -> None:
-    items = pytester.getitems(
+def test_other_values_are_the_object_in_the_list(inner: pytest.Pytester) -> None:
+    items = inner.getitems(
         "import pytest\n"
         "@pytest.mark.cover\n"
         "@pytest.mark.parametrize(('a', 'n'), [('x', 1), ('y', 2), ('z', 3)])\n"
@@ -58,22 +65,22 @@ def test_other_values_are_the_object_in_the_list(pytester: pytest.Pytester) -> N
     assert len(sampling.left_for_later(items)) == 3
 
 
-def test_one_of_four(pytester: pytest.Pytester) -> None:
-    items = pytester.getitems(
+def test_one_of_four(inner: pytest.Pytester) -> None:
+    items = inner.getitems(
         "import pytest\n@pytest.mark.cover(every=4)\n@pytest.mark.parametrize('a', range(9))\ndef test_x(a): pass\n"
     )
     assert len(sampling.left_for_later(items)) == 6
 
 
-def test_nothing_but_what_is_marked_is_left_for_later(pytester: pytest.Pytester) -> None:
-    pytester.makeconftest(
+def test_nothing_but_what_is_marked_is_left_for_later(inner: pytest.Pytester) -> None:
+    inner.makeconftest(
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import sampling, pytest\n"
         "def pytest_configure(config): config.addinivalue_line('markers', 'cover: x')\n"
         "@pytest.hookimpl(tryfirst=True)\n"
         "def pytest_collection_modifyitems(items):\n"
         "    for item in sampling.left_for_later(items): item.add_marker('slow')\n"
     )
-    pytester.makepyfile(
+    inner.makepyfile(
         "import pytest\n"
         "@pytest.mark.parametrize('a', range(3))\n"
         "@pytest.mark.parametrize('b', range(3))\n"
@@ -83,8 +90,8 @@ def test_nothing_but_what_is_marked_is_left_for_later(pytester: pytest.Pytester)
         "@pytest.mark.parametrize('b', range(3))\n"
         "def test_covered(a, b): pass\n"
     )
-    pytester.runpytest_inprocess("-p", "no:xdist", "-m", "not slow").assert_outcomes(passed=12, deselected=6)
-    pytester.runpytest_inprocess("-p", "no:xdist", "-m", "slow").assert_outcomes(passed=6, deselected=12)
+    inner.runpytest_inprocess("-p", "no:xdist", "-m", "not slow").assert_outcomes(passed=12, deselected=6)
+    inner.runpytest_inprocess("-p", "no:xdist", "-m", "slow").assert_outcomes(passed=6, deselected=12)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +101,7 @@ def test_nothing_but_what_is_marked_is_left_for_later(pytester: pytest.Pytester)
         ("@pytest.mark.cover\ndef test_x(): pass", "cover is for tests with parameters"),
     ],
 )
-def test_a_marker_that_means_nothing_is_refused(pytester: pytest.Pytester, body: str, said: str) -> None:
-    items = pytester.getitems(f"import pytest\n{body}\n")
+def test_a_marker_that_means_nothing_is_refused(inner: pytest.Pytester, body: str, said: str) -> None:
+    items = inner.getitems(f"import pytest\n{body}\n")
     with pytest.raises(pytest.UsageError, match=said):
         sampling.left_for_later(items)

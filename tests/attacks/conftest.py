@@ -21,9 +21,6 @@ import pytest
 import torch
 
 from moeq.cli.app import run
-from moeq.deploy.deployment import Deployment
-from moeq.deploy.gpus import parse_gpu
-from moeq.pipeline.convert import convert
 
 NAME = "gptq-int4-g32-qwen3moe"
 #: Address space beyond what this process has, for a command.
@@ -157,10 +154,21 @@ def pristine(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """A folder with `source`, and `out`, which is its conversion. Not to be changed."""
     home = tmp_path_factory.mktemp("pristine")
     shutil.copytree(checkpoints / NAME, home / "source")
-    # In this process, so that every fork has loaded and compiled what it needs.
-    convert(home / "source", home / "out", Deployment(gpu=parse_gpu("a100")), workers=1)
-    assert command("restore", home / "out", home / "back").code == 0
-    shutil.rmtree(home / "back")
+    out = home / "out"
+    # In this process, so that every fork has loaded and compiled what it needs: that would be most of a fork's time.
+    for argv in (
+        ["inspect", home / "source", "--gpu", "a100"],
+        ["convert", home / "source", out, "--gpu", "a100", "--workers", "1"],
+        ["verify", out, "--source", home / "source"],
+        ["restore", out, home / "back"],
+        ["run-check", out, "--digests-only"],
+        ["transcode", home / "source", home / "recoded", "--to", "compressed-tensors"],
+    ):
+        said = io.StringIO()
+        with redirect_stdout(said), redirect_stderr(said):
+            assert run([*map(str, argv), "--json"]) == 0, said.getvalue()
+    for name in ("back", "recoded"):
+        shutil.rmtree(home / name)
     return home
 
 

@@ -25,8 +25,10 @@ CLIENTS = "import torch, huggingface_hub.file_download, huggingface_hub.hf_api, 
 #: Short deadlines, for a command that runs into one.
 IMPATIENT = """
 from moeq.checkpoint import hub_guard, ranges
-hub_guard.ANSWER_SECONDS, hub_guard.SILENCE_SECONDS, ranges._DEADLINE = 2.0, 0.7, 2.0
+hub_guard.ANSWER_SECONDS, hub_guard.SILENCE_SECONDS, ranges._DEADLINE = 0.8, 0.4, 0.8
 """
+#: Seconds between the bytes of a Hub that drips, fewer than silence may last, and how many there are: far too many.
+DRIP, DRIPS = 0.15, 600
 
 Lie = Callable[["Liar", str, bool], bool]
 
@@ -213,8 +215,8 @@ def test_a_hub_that_goes_silent(hub: Callable[[Lie], Hub], client: Client, stall
             if ranged:
                 headers |= {"Content-Range": "bytes 0-699/700"}
             handler.head(206 if ranged else 200, headers)
-        for _ in range(300):
-            if released.wait(0.3):
+        for _ in range(DRIPS):
+            if released.wait(DRIP):
                 break
             if drip:
                 try:

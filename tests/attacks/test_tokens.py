@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,15 @@ TOKEN = "hf_TokenThatNobodyMayRead"
 PARTS = (TOKEN, TOKEN[3:], TOKEN[:12], TOKEN[-12:])
 
 
-@pytest.fixture
-def traces(
-    checkpoints: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> Any:
+@pytest.fixture(scope="module")
+def runner(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Runs commands with the token in every place where people put it, and gathers all that they write."""
-    monkeypatch.setitem(ROLES, TOKEN, "write")
-    with serving_uploads() as (hub, _uploads):
-        shutil.copytree(checkpoints / SOURCE, tmp_path / "source")
+    folder = tmp_path_factory.mktemp("tokens")
+    with pytest.MonkeyPatch.context() as patched, serving_uploads() as (hub, _uploads):
+        patched.setitem(ROLES, TOKEN, "write")
+        shutil.copytree(checkpoints / SOURCE, folder / "source")
         hub.add("org/source", checkpoints / SOURCE)
-        home = tmp_path / "home"
+        home = folder / "home"
         home.mkdir()
         (home / "token").write_text(TOKEN)
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "GITHUB_"))}
@@ -39,18 +39,25 @@ def traces(
             "HF_HUB_DISABLE_XET": "1",
             "NO_PROXY": "127.0.0.1",
             "GITHUB_ACTIONS": "true",
-            "GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md"),
+            "GITHUB_STEP_SUMMARY": str(folder / "summary.md"),
             "MOEQ_DEBUG": "1",
         }
         said: list[str] = []
         with starting(tmp_path_factory.mktemp("said"), {**inherited, **ours}, "import torch") as starter:
 
             def moeq(*argv: object, **more: str) -> int:
-                ended = starter.run(*argv, seconds=120, env=more, first=f"os.chdir({str(tmp_path)!r})")
+                ended = starter.run(*argv, seconds=120, env=more, first=f"os.chdir({str(folder)!r})")
                 said.extend((ended.out, ended.err))
                 return ended.code
 
-            yield moeq, hub, said, tmp_path
+            yield moeq, hub, said, folder
+
+
+@pytest.fixture
+def traces(runner: Any) -> Any:
+    """`runner`, that has said nothing yet."""
+    runner[2].clear()
+    return runner
 
 
 def found(said: list[str], folder: Path) -> list[str]:
@@ -80,7 +87,7 @@ def test_all_commands(traces) -> None:
 
 def test_failures(traces) -> None:
     """What goes wrong on the way, with the client's own errors and tracebacks asked for."""
-    moeq, _, said, folder = traces
+    moeq, hub, said, folder = traces
     for argv in (
         ("inspect", "org/missing"),
         ("inspect", f"org/{TOKEN}"),
@@ -89,5 +96,6 @@ def test_failures(traces) -> None:
         ("push", folder / "source", "org/name"),
     ):
         assert moeq(*argv) != 0
-    assert moeq("inspect", "org/source", HF_ENDPOINT="http://127.0.0.1:9") != 0
+    hub.add("org/never-asked-for", folder / "source")
+    assert moeq("inspect", "org/never-asked-for", HF_ENDPOINT="http://127.0.0.1:9") != 0
     assert found([text.replace(f"org/{TOKEN}", "") for text in said], folder) == []

@@ -1,85 +1,116 @@
 """Experts too small to compile loops for: those of the cache are used, the reference path where one is missing.
 
-Each run is a process of its own with a cache of its own, since what a process has looked up it keeps.
+Runs are processes of their own with a cache of their own, since what a process has looked up it keeps; those that need
+no start of their own are forks of one.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-import pytest
-
-#: Transcodes words 1 to 3 of the command line, and prints what it used.
+#: Transcodings (JSON) with `words`' bounds of what compiles loops and of what uses those of the cache, each in a fork
+#: or all in this process; for each the experts on the reference path, which modules are there, and the cache then.
 SCRIPT = """
-import sys
+import json, os, sys
+folder, names, compiled, cached, forks, modules = json.loads(sys.argv[1])
+for name in modules:
+    __import__(name)
 from moeq.layouts import words
 from moeq.transcode.transcode import transcode
 from moeq.transcode.worker import Transcoder
-words.COMPILED_FROM, words.CACHED_FROM = map(int, sys.argv[4:])
+words.COMPILED_FROM, words.CACHED_FROM = compiled, cached
 slow, found = Transcoder._on_reference_path, []
 def counted(self, item):
     found.append(item)
     return slow(self, item)
 Transcoder._on_reference_path = counted
-transcode(*sys.argv[1:4], workers=1, allow_lossy=True)
-print(len(found), "numba" in sys.modules, "torch" in sys.modules)
+def run(source, out, target, missing):
+    found.clear()
+    path = os.path.join(folder, missing or "")
+    if missing:
+        os.rename(path, path + ".away")
+    transcode(source, out, target, workers=1, allow_lossy=True)
+    if missing:
+        os.rename(path + ".away", path)
+    print(json.dumps([len(found), "numba" in sys.modules, "torch" in sys.modules, sorted(os.listdir(folder))]))
+    sys.stdout.flush()
+for row in names:
+    if not forks:
+        run(*row)
+    elif os.fork() == 0:
+        code = 1
+        try:
+            run(*row)
+            code = 0
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            os._exit(code)
+    else:
+        assert os.wait()[1] == 0, row
 """
-NEVER, ALWAYS = 1 << 60, 0
+NEVER, ALWAYS, LARGE = 1 << 60, 0, 1 << 18
 
+CASES = [
+    ("gptq-int4-g32-qwen3moe", "compressed-tensors"),
+    ("gptq-int4-g32-qwen3moe", "bf16"),
+    ("ct-mxfp4-qwen3moe", "fp8"),
+    ("ct-fp8-channel-qwen3moe", "fp8"),
+]
 
-def transcoded(source: Path, out: Path, target: str, cache: Path, compiled: int, cached: int) -> tuple[int, bool, bool]:
-    """Items on the reference path, and whether numba and torch were imported."""
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
-    command = [sys.executable, "-c", SCRIPT, *map(str, (source, out, target, compiled, cached))]
-    words = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.split()
-    return int(words[0]), words[1] == "True", words[2] == "True"
+#: Source, destination, target, object file that is away meanwhile.
+Job = tuple[str, str, str, str | None]
 
 
 def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize(
-    ("name", "target"),
-    [
-        ("gptq-int4-g32-qwen3moe", "compressed-tensors"),
-        ("gptq-int4-g32-qwen3moe", "bf16"),
-        ("ct-mxfp4-qwen3moe", "fp8"),
-        ("ct-fp8-channel-qwen3moe", "fp8"),
-    ],
-)
-def test_loops_of_the_cache_serve_small_experts(checkpoints: Path, tmp_path: Path, name: str, target: str) -> None:
-    source, cache = checkpoints / name, tmp_path / "cache"
+def test_loops_of_the_cache_serve_small_experts(checkpoints: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
     cache.mkdir()
 
-    def run(out: str, compiled: int, cached: int) -> tuple[int, bool, bool]:
-        return transcoded(source, tmp_path / out, target, cache, compiled, cached)
+    def job(number: int, out: str, missing: str | None = None) -> Job:
+        name, target = CASES[number]
+        return str(checkpoints / name), str(tmp_path / f"{number}-{out}"), target, missing
 
+    def run(jobs: list[Job], compiled: int, cached: int, forks: bool, *modules: str) -> list[list[Any]]:
+        """Per job: items on the reference path, whether numba and torch were imported, files of the cache."""
+        asked = json.dumps([str(cache), jobs, compiled, cached, forks, modules])
+        environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
+        ran = subprocess.run([sys.executable, "-c", SCRIPT, asked], env=environment, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
+        return [json.loads(line) for line in ran.stdout.splitlines()]
+
+    every = range(len(CASES))
     # A first run compiles nothing.
-    slow, numba, torch = run("first", 1 << 18, ALWAYS)
-    assert (slow > 0, numba, torch) == (True, False, True)
-    assert list(cache.iterdir()) == []
-    reference = content(tmp_path / "first")
-    # Somebody's large checkpoint fills the cache.
-    slow, numba, _ = run("filling", ALWAYS, NEVER)
-    assert (slow, numba) == (0, True)
-    objects = sorted(cache.iterdir())
-    assert objects
-    assert content(tmp_path / "filling") == reference
+    for slow, numba, _, files in run([job(i, "first") for i in every], LARGE, ALWAYS, True, "torch"):
+        assert (slow > 0, numba, files) == (True, False, [])
+    reference = [content(tmp_path / f"{i}-first") for i in every]
+    # Somebody's large checkpoints fill the cache, each with loops of its own.
+    own: list[list[str]] = []
+    for slow, numba, _, files in run([job(i, "filling") for i in every], ALWAYS, NEVER, False):
+        assert (slow, numba) == (0, True)
+        own.append([name for name in files if not any(name in others for others in own)])
+        assert len(own[-1]) > 1
+    objects = content(cache)
+    assert [content(tmp_path / f"{i}-filling") for i in every] == reference
     # Now small ones need neither torch nor numba.
-    assert run("second", 1 << 18, ALWAYS) == (0, False, False)
-    assert content(tmp_path / "second") == reference
+    for slow, numba, torch, _ in run([job(i, "second") for i in every], LARGE, ALWAYS, True):
+        assert (slow, numba, torch) == (0, False, False)
+    assert [content(tmp_path / f"{i}-second") for i in every] == reference
     # One loop is missing: nothing is compiled, and the answer is the same.
-    for path in objects[:1] + objects[-1:]:
-        path.rename(tmp_path / path.name)
-        slow, numba, _ = run(f"without {path.name}", 1 << 18, ALWAYS)
+    without = [(i, name) for i in every for name in (own[i][0], own[i][-1])]
+    for slow, numba, _, files in run([job(i, name, name) for i, name in without], LARGE, ALWAYS, True, "torch"):
         assert (slow > 0, numba) == (True, False)
-        assert content(tmp_path / f"without {path.name}") == reference
-        (tmp_path / path.name).rename(path)
-    assert sorted(cache.iterdir()) == objects
+        assert len(files) == len(objects)
+    assert all(content(tmp_path / f"{i}-{name}") == reference[i] for i, name in without)
+    assert content(cache) == objects
 
 
 def test_the_switch_is_the_threads_own(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import json
 import lzma
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ class Head:
         return cases.jobs(self.seed, CASES, WORLDS)
 
 
+@cache
 def digest_of_cases(seed: str) -> str:
     """BLAKE2 of a sample's cases."""
     total = hashlib.blake2b(digest_size=8)
@@ -76,10 +78,16 @@ def save(head: Head, rows: Iterable[Row]) -> None:
     path_of(head.version).write_bytes(lzma.compress(json.dumps(document).encode(), preset=9))
 
 
+@cache
+def asked(seed: str) -> list[tuple[Row, Row]]:
+    """World and case of every case of a sample: the same for all versions of a release."""
+    return [(world, case) for world, part in cases.jobs(seed, CASES, WORLDS) for case in part]
+
+
+@cache
 def load(version: str) -> tuple[Head, list[tuple[Row, Row, Row]]]:
     """A version's sample: head, and `(world, case, engine's answer)` of every case."""
     document: dict[str, Any] = json.loads(lzma.decompress(path_of(version).read_bytes()))
     rows = document.pop("rows")
     head = Head(**document)
-    asked = [(world, case) for world, part in head.jobs() for case in part]
-    return head, [(world, case, answer) for (world, case), answer in zip(asked, rows, strict=True)]
+    return head, [(world, case, answer) for (world, case), answer in zip(asked(head.seed), rows, strict=True)]
