@@ -81,6 +81,7 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "add.u32": lambda a, b: a + b & 0xFFFFFFFF,
     "min.u32": torch.minimum,
     "mul.lo.u32": lambda a, b: a * b & 0xFFFFFFFF,
+    "mad.lo.u32": lambda a, b, c: a * b + c & 0xFFFFFFFF,
     "add.u16x2": _pairs(torch.add),
     "min.u16x2": _pairs(torch.minimum),
     "prmt.b32": _permute,

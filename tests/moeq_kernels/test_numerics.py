@@ -9,7 +9,16 @@ import triton.language as tl
 
 from bench.planned import quantize
 from moeq_kernels import interpreter
-from moeq_kernels.device.numerics import dot, e4m3_to_float, float_to_e4m3, round_half_even, round_to, sigmoid
+from moeq_kernels.device.numerics import (
+    dot,
+    e4m3_to_float,
+    float_to_e4m3,
+    quotients,
+    round_half_even,
+    round_to,
+    round_to_int8,
+    sigmoid,
+)
 from moeq_kernels.device.scales import e2m1_to_float, scale_to_float
 
 INTERPRET = interpreter.active()
@@ -39,6 +48,15 @@ def _map_kernel(x, y, SIZE: tl.constexpr, ROUND: tl.constexpr):
     index = tl.arange(0, SIZE)
     value = tl.load(x + index)
     tl.store(y + index, round_half_even(value) if ROUND else sigmoid(value))
+
+
+@triton.jit
+def _quotient_kernel(x, scales, y, codes, SIZE: tl.constexpr, INTERPRET: tl.constexpr):
+    row = tl.program_id(0)
+    index = tl.arange(0, SIZE)
+    value = quotients(tl.load(x + index), tl.load(scales + row), INTERPRET)
+    tl.store(y + row * SIZE + index, value)
+    tl.store(codes + row * SIZE + index, round_to_int8(tl.minimum(tl.maximum(value, -128.0), 127.0)))
 
 
 @triton.jit
@@ -135,6 +153,33 @@ def test_round_half_even(device: torch.device) -> None:
     y = torch.empty(16, device=device)
     _map_kernel[(1,)](x.to(device), y, SIZE=16, ROUND=True)
     assert torch.equal(y.cpu(), torch.round(x))
+
+
+@pytest.mark.parametrize("codes", [127, 448])
+@pytest.mark.parametrize("bits", [8, 11], ids=["bf16", "f16"])
+def test_quotients_by_an_inverse_are_those_of_divisions(bits: int, codes: int, device: torch.device) -> None:
+    """Every fraction over every scale of such a fraction; powers of two change nothing but the exponent."""
+    fractions = torch.arange(1 << bits - 1, 1 << bits).float()
+    tops = fractions if bits == 8 else fractions[::37]
+    powers = torch.arange(16) - 20
+    x = (fractions[None] * torch.exp2(powers)[:, None]).flatten()
+    scales = tops / codes
+    y = torch.empty(len(tops), len(x), device=device)
+    rounded = torch.empty(len(tops), len(x), dtype=torch.int8, device=device)
+    _quotient_kernel[(len(tops),)](x.to(device), scales.to(device), y, rounded, SIZE=len(x), INTERPRET=INTERPRET)
+    wanted = x[None] / scales[:, None]
+    assert not torch.equal(x[None] * (1 / scales[:, None]), wanted)  # a product with the inverse alone is not enough
+    assert torch.equal(y.cpu(), wanted)
+    assert torch.equal(rounded.cpu(), wanted.round().clamp(-128, 127).to(torch.int8))
+
+
+def test_quotients_of_values_without_inverse_are_finite(device: torch.device) -> None:
+    x = torch.tensor([0.0, 1e-40, 1e-38, -1e-38]).repeat(4)
+    y, codes = torch.empty(16, device=device), torch.empty(16, dtype=torch.int8, device=device)
+    scale = torch.tensor([1e-38 / 127], device=device)
+    _quotient_kernel[(1,)](x.to(device), scale, y, codes, SIZE=16, INTERPRET=INTERPRET)
+    assert y.isfinite().all()
+    assert y.abs().max() <= 127
 
 
 def test_sigmoid_at_both_ends(device: torch.device) -> None:

@@ -186,10 +186,10 @@ def compile_rows() -> dict[str, Any]:
         "COLUMNS": 8192,
         "DIRECT": False,
     }
-    shared = {**silu, "SPLITS": 4, "DTYPE": language.bfloat16, "COLUMNS": 4096, "DIRECT": False, "INTERPRET": False}
+    shared = {**silu, "SPLITS": 4, "DTYPE": language.bfloat16, "COLUMNS": 4096, "DIRECT": False}
     wanted: dict[str, tuple[int, dict[str, Any]]] = {
         "route_quantised": (16, few),
-        "quantise_tokens": (8, {"TOP_K": 2, "COLUMNS": 4096}),
+        "quantise_tokens": (8, {"TOP_K": 2, "CHOICES": 2, "COLUMNS": 4096}),
         "requantise": (16, {"ROWS": 1, "COLUMNS": 16384, "DIRECT": False}),
         "activate_quantised": (8, {**shared, "bias": None}),
     }
@@ -201,7 +201,7 @@ def compile_rows() -> dict[str, Any]:
         function = getattr(device, name)
         own = pointers | {"codes": "*u8" if e4m3 else "*i8", "sums": "*fp32" if e4m3 else "*i32"}
         constants = constants | {one: None for one in absent if one in function.arg_names} | {"DEPENDENT": True}
-        constants |= {"MARLIN": e4m3}
+        constants |= {"MARLIN": e4m3, "INTERPRET": False}
         constants |= {} if e4m3 else {"scale_stride": None}
         types = {one: own.get(one, "i32") for one in function.arg_names if one not in constants}
         aligned = (*own, "hidden", "size", "stride_x", "stride_q", "up_row")

@@ -63,10 +63,39 @@ def float_to_e4m3(value):
 
 
 @triton.jit
+def _fma(a, b, c, INTERPRET: tl.constexpr):
+    """a * b + c of float32, rounded once."""
+    if INTERPRET:  # which rounds the product
+        return (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float32)
+    else:
+        return tl.fma(a, b, c)
+
+
+@triton.jit
+def quotients(value, scale, INTERPRET: tl.constexpr):
+    """value / scale in float32 by one division for each scale; smaller where scale is below 2^-100.
+
+    Rounded as a division is where values are bfloat16 or float16 and scale is the largest of such over 127 or 448:
+    what a product with the inverse leaves is known exactly, and corrects it (Markstein, IBM J. Res. Dev. 34, 1990). A
+    division for each value would be twelve instructions with a branch, which do not overlap with others.
+    """
+    inverse = tl.div_rn(1.0, tl.maximum(scale, 7.888609052210118e-31))
+    near = value * inverse
+    return _fma(_fma(-near, scale, value, INTERPRET), inverse, near, INTERPRET)
+
+
+@triton.jit
 def round_half_even(value):
     """float32 -> nearest integer as float32, ties to even, for magnitudes below 2**22."""
     # Adding 1.5 * 2**23 leaves no fraction bits, so the addition itself rounds.
     return (value + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def round_to_int8(value):
+    """float32 from -128 to 127 to the nearest int8, ties to even."""
+    # As above, and the integer is in the lowest bits.
+    return (value + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit

@@ -193,7 +193,7 @@ def _quantised(
         "stride_q": rows.codes.strides[0],
     }
     constants: dict[str, Any] = {"TOP_K": top_k, "COLUMNS": columns, "DEPENDENT": problem.dependent}
-    constants["MARLIN"] = marlin(problem.w13)
+    constants |= {"MARLIN": marlin(problem.w13), "INTERPRET": problem.interpret}
     options = {"num_warps": max(4, warps_for(columns)), **problem.after}
     found = Quantised(pairs_sorted, rows, expert_of_row, direct)
     if pairs > FEW_PAIRS or grain:
@@ -201,6 +201,7 @@ def _quantised(
             result = sort_pairs(problem, piece, arena, pairs_sorted, tile, grain)
         else:
             result = sort_many(problem, piece, arena, pairs_sorted, tile, tile)
+        constants["CHOICES"] = next_power_of_two(top_k)
         name = "hopper.w8a8.device.rows:quantise_tokens"
         return [*result, Launch(name, (tokens,), arguments, constants, options)], found
     # One token is soonest done by a program for each pair, more by one for each token.
@@ -256,7 +257,7 @@ def _requantised(
         "stride_q": rows.codes.strides[0],
     }
     constants: dict[str, Any] = {"COLUMNS": columns, "DIRECT": found.direct, "DEPENDENT": problem.dependent}
-    constants["MARLIN"] = marlin(problem.w2)
+    constants |= {"MARLIN": marlin(problem.w2), "INTERPRET": problem.interpret}
     if shared:
         w13, epilogue = problem.w13, problem.epilogue
         up_row, row_step = gate_up_rows(problem)
@@ -273,7 +274,6 @@ def _requantised(
         constants |= {
             "SPLITS": splits,
             "DTYPE": triton_dtype(problem.dtype),
-            "INTERPRET": problem.interpret,
             "ACTIVATION": epilogue.activation,
             "ALPHA": epilogue.alpha,
             "BETA": epilogue.beta,

@@ -152,6 +152,15 @@ def places(column, second_column, WIDE: gl.constexpr, TOKENS: gl.constexpr, EPIL
 
 
 @gluon.jit
+def row_places(column, second_column, expert, packed, WIDE: gl.constexpr, TOKENS: gl.constexpr):
+    """Where channel scales and biases of accumulators' rows (in map order) are, and which rows there are."""
+    m = gl.arange(0, 128 if WIDE else 256, layout=gl.SliceLayout(1, layouts.accumulator(TOKENS)))
+    within = ((m >> 4) & 1) * (32 if WIDE else 64) + (m >> 6) * 16 + (m & 15)  # maps B and A, see `layouts`
+    feature = within + gl.where(((m >> 5) & 1) == 1, second_column, column)
+    return expert.to(gl.int64) * packed + epilogue.single_order(feature), feature < packed
+
+
+@gluon.jit
 def affine_rows(
     acc, column, second_column, scale, bias, bias_here, expert, packed, WIDE: gl.constexpr, TOKENS: gl.constexpr,
     UNIT: gl.constexpr = 1.0,
@@ -161,17 +170,14 @@ def affine_rows(
     Arguments as of `store_chunks`.
     """
     if scale is not None or bias is not None:
-        m = gl.arange(0, 128 if WIDE else 256, layout=gl.SliceLayout(1, layouts.accumulator(TOKENS)))
-        within = ((m >> 4) & 1) * (32 if WIDE else 64) + (m >> 6) * 16 + (m & 15)  # maps B and A, see `layouts`
-        feature = within + gl.where(((m >> 5) & 1) == 1, second_column, column)
-        place = expert.to(gl.int64) * packed + epilogue.single_order(feature)
+        place, inside = row_places(column, second_column, expert, packed, WIDE, TOKENS)
         if scale is not None:
-            factor = gl.load(scale + place, mask=feature < packed, other=0.0).to(gl.float32)
+            factor = gl.load(scale + place, mask=inside, other=0.0).to(gl.float32)
             if UNIT != 1.0:
                 factor = factor * UNIT
             acc = acc * gl.expand_dims(factor, 1)
         if bias is not None:
-            own = gl.load(bias + place, mask=(feature < packed) & bias_here, other=0.0)
+            own = gl.load(bias + place, mask=inside & bias_here, other=0.0)
             acc = acc + gl.expand_dims(own.to(gl.float32), 1)
     return acc
 

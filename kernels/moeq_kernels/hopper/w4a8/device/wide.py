@@ -39,14 +39,14 @@ def _decode():
 
     Operands: results of h = 0 (4 registers) and of h = 1, the words, a register with the shifts of (h, j0) in its bytes
     and three copies of it. Eight magnitudes of a column fit two registers, which `prmt` reads by three bits of a code.
+    Shifts are added to them by `mad`, which does not run where all other instructions here do.
     """
     lines = [".reg .b32 p, q, m, s, v, zero;", ".reg .b32 " + ", ".join(f"lo{r}, hi{r}" for r in range(4)) + ";"]
     lines.append("mov.b32 zero, 0;")
     for r in range(4):
-        lines.append(f"prmt.b32 lo{r}, $12, zero, 0x{r}{r}{r}4;")  # nothing is added to the code of zero
-        lines.append(f"add.u32 lo{r}, lo{r}, 0x14100800;")  # 0, 0.5, 1, 1.5 times 2^-5
-        lines.append(f"prmt.b32 hi{r}, $12, zero, 0x{r}{r}{r}{r};")
-        lines.append(f"add.u32 hi{r}, hi{r}, 0x24201c18;")  # 2, 3, 4, 6 times 2^-5
+        lines.append(f"prmt.b32 s, $12, zero, 0x444{r};")
+        lines.append(f"mad.lo.u32 lo{r}, s, 0x01010100, 0x14100800;")  # 0, 0.5, 1, 1.5 times 2^-5; zero stays
+        lines.append(f"mad.lo.u32 hi{r}, s, 0x01010101, 0x24201c18;")  # 2, 3, 4, 6 times 2^-5
     for word in range(4):  # slab, j0
         j0 = word % 2
         lines.append(f"prmt.b32 p, ${8 + word}, zero, 0x3120;")  # codes of h = 0 below, those of h = 1 above

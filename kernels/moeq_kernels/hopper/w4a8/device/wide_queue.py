@@ -112,16 +112,26 @@ def _quarter(acc, rest, w_view, s_view, x, x_others, stage, QUARTER: gl.constexp
 
 
 @gluon.jit
-def _store(acc, x_scale, out, row, end_row, column, up, columns, stride, factor, bias, expert, packed,
+def _token_scales(x_scale, row, end_row, TOKENS: gl.constexpr):
+    """Scales of TOKENS rows, one or none in a thread."""
+    t = row + gl.arange(0, TOKENS, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    return gl.load(x_scale + t, mask=t < end_row, other=0.0)
+
+
+@gluon.jit
+def _store(acc, token_scale, factor, shift, out, row, end_row, column, up, columns, stride, expert, packed,
            TOKENS: gl.constexpr, EPILOGUE: gl.constexpr):
     """Scales, biases, activation and stores of `[128, TOKENS]`."""
-    t = row + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, bytes_common.accumulator(TOKENS)))
-    token_scale = gl.load(x_scale + t, mask=t < end_row, other=0.0)
+    token_scale = gl.convert_layout(token_scale, gl.SliceLayout(0, bytes_common.accumulator(TOKENS)))
     acc = acc * gl.expand_dims(token_scale, 0)
     acc = gl.convert_layout(acc, layouts.accumulator(TOKENS), assert_trivial=True)
+    rows: gl.constexpr = gl.SliceLayout(1, layouts.accumulator(TOKENS))
+    acc = acc * gl.expand_dims(gl.convert_layout(factor, rows, assert_trivial=True), 1)
+    if shift is not None:
+        acc = acc + gl.expand_dims(gl.convert_layout(shift, rows, assert_trivial=True), 1)
     common.store_chunks(
-        acc, out, row, end_row, column, up, columns, stride, factor, bias, True, expert, packed, EPILOGUE, True,
-        TOKENS, min(TOKENS, 64),
+        acc, out, row, end_row, column, up, columns, stride, None, None, True, expert, packed, EPILOGUE, True, TOKENS,
+        min(TOKENS, 64),
     )
 
 
@@ -148,6 +158,18 @@ def _item(
     rest = acc
     if OTHERS:
         rest = gl.zeros([128, OTHERS], gl.float32, bytes_common.accumulator(OTHERS))
+    column = (tile + WG) * 64
+    up = (tile + WG + pair_tiles) * 64
+    # Read before the products, or each item would end with waiting for them.
+    scale = _token_scales(x_scale, row, end_row, MAIN)
+    rest_scale = scale
+    if OTHERS:
+        rest_scale = _token_scales(x_scale, row + MAIN, end_row, OTHERS)
+    place, inside = common.row_places(column, up, expert, packed, True, MAIN)
+    row_factor = gl.load(factor + place, mask=inside, other=0.0)
+    shift = None
+    if bias is not None:
+        shift = gl.load(bias + place, mask=inside, other=0.0).to(gl.float32)
     for _ in range(steps):
         stage = it % STAGES
         mbarrier.wait(ready.index(stage), (it // STAGES) & 1)
@@ -165,12 +187,11 @@ def _item(
             acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index(stage), count=1)
         it += 1
-    column = (tile + WG) * 64
-    up = (tile + WG + pair_tiles) * 64
-    _store(acc, x_scale, out, row, end_row, column, up, columns, stride, factor, bias, expert, packed, MAIN, EPILOGUE)
+    _store(acc, scale, row_factor, shift, out, row, end_row, column, up, columns, stride, expert, packed, MAIN,
+           EPILOGUE)
     if OTHERS:
-        _store(rest, x_scale, out, row + MAIN, end_row, column, up, columns, stride, factor, bias, expert, packed,
-               OTHERS, EPILOGUE)
+        _store(rest, rest_scale, row_factor, shift, out, row + MAIN, end_row, column, up, columns, stride, expert,
+               packed, OTHERS, EPILOGUE)
     return it
 
 

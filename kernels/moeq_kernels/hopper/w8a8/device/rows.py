@@ -1,9 +1,10 @@
 """Quantising tokens and activations to int8 or e4m3 rows, and routing few pairs on the way: plain Triton, no atomics.
 
-Codes and scales are those of the portable kernels' `quantize_rows` and `quantize_rows_e4m3`, bit for bit: scale = max
-|row| / 127 or 448 (1 for a zero row) by true division, code = row / scale to nearest even. Codes are e4m3 where their
-bytes are unsigned; then there may be a scale for each 128 columns of a row, `scale_stride` behind each other. MARLIN:
-each 16 codes are in the order in which lanes have those of Marlin's words, as `w4a8.device.wide` wants them.
+Codes and scales are those of the portable kernels' `quantize_rows` and `quantize_rows_e4m3`, bit for bit, down to
+scales of 2^-100: scale = max |row| / 127 or 448 (1 for a zero row), code = row / scale to nearest even. Codes are e4m3
+where their bytes are unsigned; then there may be a scale for each 128 columns of a row, `scale_stride` behind each
+other. MARLIN: each 16 codes are in the order in which lanes have those of Marlin's words, as `w4a8.device.wide` wants
+them.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moeq_kernels.device.activations import activate_gated
-from moeq_kernels.device.numerics import float_to_e4m3, round_half_even, round_to
+from moeq_kernels.device.numerics import float_to_e4m3, quotients, round_to, round_to_int8
 from moeq_kernels.device.routing import _count, _local, _rows_of, _write_tiles
 
 
 @triton.jit
-def _quantised(value, static_scale, codes, scale_stride, MARLIN: tl.constexpr):
+def _quantised(value, static_scale, codes, scale_stride, MARLIN: tl.constexpr, INTERPRET: tl.constexpr):
     """Codes for `codes` and the scale of a float32 row, or scales `[.., 1]`; columns that do not count must be zero.
 
     One row, not several: with two axes Triton may give a thread all columns.
@@ -29,20 +30,23 @@ def _quantised(value, static_scale, codes, scale_stride, MARLIN: tl.constexpr):
         value = tl.reshape(value, (COLUMNS // 128, 128))
     if static_scale is not None:
         scale = tl.load(static_scale)
+        value = tl.div_rn(value, scale)
+        if not E4M3:
+            value = tl.minimum(tl.maximum(value, -128.0), 127.0)
     else:
         if scale_stride is not None:
             top = tl.max(tl.abs(value), axis=1, keep_dims=True)
         else:
             top = tl.max(tl.abs(value), axis=0)
         scale = tl.where(top > 0.0, tl.div_rn(top, 448.0 if E4M3 else 127.0), 1.0)
+        value = quotients(value, scale, INTERPRET)
     if E4M3:
-        code = float_to_e4m3(tl.div_rn(value, scale))
         if MARLIN:  # k is 8 a + 2 t + b in 4 t + 2 b + a
-            code = tl.permute(tl.reshape(code, (COLUMNS // 16, 2, 4, 2)), (0, 2, 3, 1))
+            value = tl.permute(tl.reshape(value, (COLUMNS // 16, 2, 4, 2)), (0, 2, 3, 1))
+        code = float_to_e4m3(value) if INTERPRET else value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         return tl.reshape(code, (COLUMNS,)), scale
     else:
-        code = round_half_even(tl.div_rn(value, scale))
-        return tl.minimum(tl.maximum(code, -128.0), 127.0).to(tl.int8), scale
+        return round_to_int8(value), scale
 
 
 @triton.jit
@@ -61,7 +65,7 @@ def route_quantised(
     stride_q, scale_stride, EXPERTS, KNOWN, MOST, TILE, listers, MAPPED: tl.constexpr, PAIRS: tl.constexpr,
     BINS: tl.constexpr, TOP_K: tl.constexpr, PER: tl.constexpr, CHOICES: tl.constexpr, COLUMNS: tl.constexpr,
     DIRECT: tl.constexpr, DEPENDENT: tl.constexpr,
-    MARLIN: tl.constexpr,
+    MARLIN: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Everything before the products, in one kernel, for up to a few thousand pairs.
 
@@ -96,7 +100,7 @@ def route_quantised(
         if not DIRECT:
             local = _local(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED)
             row = _rows_of(local, mine, pair, PAIRS)
-        code, scale = _quantised(value, static_scale, codes, scale_stride, MARLIN)
+        code, scale = _quantised(value, static_scale, codes, scale_stride, MARLIN, INTERPRET)
         tl.store(expert_of_row + row, tl.where(there, mine, 0), mask=(choice < PER) if DIRECT else there)
         row = tl.where(there, row, -1)
         tl.store(inverse + pair, row, mask=choice < PER)
@@ -110,23 +114,25 @@ def route_quantised(
 @triton.jit
 def quantise_tokens(
     x, static_scale, codes, scales, inverse, hidden, stride_x, stride_q, scale_stride, TOP_K: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
-    MARLIN: tl.constexpr,
+    CHOICES: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
+    MARLIN: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Codes and scale of a token, in the sorted rows of its pairs; for many pairs, after `routing.place_pairs`."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     value = tl.load(x + token * stride_x + column, mask=column < hidden, other=0.0).to(tl.float32)
-    code, scale = _quantised(value, static_scale, codes, scale_stride, MARLIN)
+    code, scale = _quantised(value, static_scale, codes, scale_stride, MARLIN, INTERPRET)
     if DEPENDENT:
         gdc_wait()
     if DEPENDENT:
         gdc_launch_dependents()
+    # All rows first: a load behind a store would wait for the one before it.
+    choice = tl.arange(0, CHOICES)
+    rows = tl.load(inverse + token * TOP_K + choice, mask=choice < TOP_K, other=-1)
     for i in tl.static_range(TOP_K):
-        row = tl.load(inverse + token * TOP_K + i)
-        if row >= 0:
-            tl.store(codes + row.to(tl.int64) * stride_q + column, code, mask=column < hidden)
-            _store_scale(scales, row, scale, True, hidden, scale_stride, COLUMNS)
+        row = tl.max(tl.where(choice == i, rows, -1))
+        tl.store(codes + row.to(tl.int64) * stride_q + column, code, mask=(column < hidden) & (row >= 0))
+        _store_scale(scales, row, scale, row >= 0, hidden, scale_stride, COLUMNS)
 
 
 @triton.jit
@@ -143,22 +149,22 @@ def _rows_in_use(tiles, num_tiles, pairs, DIRECT: tl.constexpr):
 def requantise(
     middle, static_scale, codes, scales, tiles, num_tiles, pairs, size, stride_q, scale_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIRECT: tl.constexpr, DEPENDENT: tl.constexpr,
-    MARLIN: tl.constexpr,
+    MARLIN: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Codes and scales of rows of activations `[pairs, size]`, of those that are in use (DIRECT: of all)."""
     first = tl.program_id(0) * ROWS
     column = tl.arange(0, COLUMNS)
+    rows = _rows_in_use(tiles, num_tiles, pairs, DIRECT)  # the product has waited for the kernels that sort
     if DEPENDENT:
         gdc_wait()
     if DEPENDENT:
         gdc_launch_dependents()
-    rows = _rows_in_use(tiles, num_tiles, pairs, DIRECT)
     for i in tl.static_range(ROWS):
         row = (first + i).to(tl.int64)
         # Does not wait for the number of rows: what is not in use is read, but not written.
         inside = (column < size) & (row < pairs)
         value = tl.load(middle + row * size + column, mask=inside, other=0.0).to(tl.float32)
-        code, scale = _quantised(value, static_scale, codes, scale_stride, MARLIN)
+        code, scale = _quantised(value, static_scale, codes, scale_stride, MARLIN, INTERPRET)
         tl.store(codes + row * stride_q + column, code, mask=(column < size) & (row < rows))
         _store_scale(scales, row, scale, row < rows, size, scale_stride, COLUMNS)
 
@@ -205,6 +211,6 @@ def activate_quantised(
         up_value += tl.load(bias + at + up_row, mask=inside, other=0.0).to(tl.float32)
     value = activate_gated(gate_value, up_value, ACTIVATION, ALPHA, BETA, LIMIT)
     value = tl.where(inside, round_to(value, DTYPE, INTERPRET).to(tl.float32), 0.0)
-    code, scale = _quantised(value, static_scale, codes, scale_stride, MARLIN)
+    code, scale = _quantised(value, static_scale, codes, scale_stride, MARLIN, INTERPRET)
     tl.store(codes + row.to(tl.int64) * stride_q + column, code, mask=inside)
     _store_scale(scales, row, scale, True, size, scale_stride, COLUMNS)

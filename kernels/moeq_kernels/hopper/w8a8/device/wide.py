@@ -184,18 +184,6 @@ def _float_steps(it, steps, w_view, x_view, ready, empty, x_scale, first_scale, 
 
 
 @gluon.jit
-def _half(acc, token_scale, w_scale, bias, at, inside, COLUMNS: gl.constexpr, BIAS: gl.constexpr,
-          GROUPED: gl.constexpr):
-    """Scaled sums `[64, COLUMNS]` of rows `at` of the weights (offsets of scales and biases)."""
-    value = gl.convert_layout(acc, common.accumulator(COLUMNS), assert_trivial=True)
-    if not GROUPED:
-        value = common.scaled(value, token_scale, gl.load(w_scale + at, mask=inside, other=0.0).to(gl.float32), False)
-    if BIAS:
-        value += gl.expand_dims(gl.load(bias + at, mask=inside, other=0.0).to(gl.float32), 0)
-    return value
-
-
-@gluon.jit
 def _store(value, out, row, end_row, column, columns, stride, COLUMNS: gl.constexpr):
     """Stores `[64, COLUMNS]` in the output's type."""
     layout: gl.constexpr = stored(COLUMNS)
@@ -206,39 +194,40 @@ def _store(value, out, row, end_row, column, columns, stride, COLUMNS: gl.conste
 
 
 @gluon.jit
-def _finish(
-    first, second, out, x_scale, w_scale, bias, expert, row, end_row, column, columns, stride, w_rows, up_row, row_step,
-    COLUMNS: gl.constexpr, CHUNK: gl.constexpr, EPILOGUE: gl.constexpr, BIAS: gl.constexpr, GROUPED: gl.constexpr,
-):
-    """Scales, activation and stores of both halves `[64, COLUMNS]`, CHUNK columns at a time to save registers."""
-    GATED: gl.constexpr = gated(EPILOGUE)
-    if COLUMNS > CHUNK:
-        half: gl.constexpr = COLUMNS // 2
-        first, first_right = gl.split(first.reshape([64, 2, half]).permute([0, 2, 1]))
-        second, second_right = gl.split(second.reshape([64, 2, half]).permute([0, 2, 1]))
-        _finish(first, second, out, x_scale, w_scale, bias, expert, row, end_row, column, columns, stride, w_rows,
-                up_row, row_step, half, CHUNK, EPILOGUE, BIAS, GROUPED)
-        _finish(first_right, second_right, out, x_scale, w_scale, bias, expert, row, end_row, column + half, columns,
-                stride, w_rows, up_row, row_step, half, CHUNK, EPILOGUE, BIAS, GROUPED)
+def _terms(of, expert, column, columns, w_rows, up_row, row_step, GATED: gl.constexpr):
+    """Scales or biases of 64 rows of the weights from `column` on and of those beside, in float32."""
+    n = column + gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    at = expert.to(gl.int64) * w_rows + n * row_step
+    beside: gl.constexpr = 0 if GATED else 128
+    one = gl.load(of + at, mask=n < columns, other=0.0).to(gl.float32)
+    two = gl.load(of + (at + up_row), mask=n + beside < columns, other=0.0).to(gl.float32)
+    return one, two
+
+
+@gluon.jit
+def _apply(acc, token_scale, factor, shift):
+    """Sums `[64, 64]`, scaled unless they are already (both scales None), and with biases unless there are none."""
+    layout: gl.constexpr = gl.SliceLayout(0, common.accumulator(64))
+    value = gl.convert_layout(acc, common.accumulator(64), assert_trivial=True)
+    if factor is not None:
+        token_scale = gl.convert_layout(token_scale, gl.SliceLayout(1, common.accumulator(64)), assert_trivial=True)
+        value = common.scaled(value, token_scale, gl.convert_layout(factor, layout), False)
+    if shift is not None:
+        value += gl.expand_dims(gl.convert_layout(shift, layout), 0)
+    return value
+
+
+@gluon.jit
+def _finish(first, second, token_scale, factor, other_factor, shift, other_shift, out, row, end_row, column,
+                  columns, stride, EPILOGUE: gl.constexpr):
+    """Scales, activation and stores of 64 columns of both halves."""
+    value = _apply(first, token_scale, factor, shift)
+    other = _apply(second, token_scale, other_factor, other_shift)
+    if gated(EPILOGUE):
+        _store(activate_gated(value, other, EPILOGUE), out, row, end_row, column, columns, stride, 64)
     else:
-        layout: gl.constexpr = common.accumulator(COLUMNS)
-        t = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-        token_scale = None
-        if not GROUPED:
-            token_scale = gl.load(x_scale + t, mask=t < end_row, other=0.0)
-        n = column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
-        at = expert.to(gl.int64) * w_rows + n * row_step
-        value = _half(first, token_scale, w_scale, bias, at, n < columns, COLUMNS, BIAS, GROUPED)
-        # Without a gate the second half holds the columns 128 further.
-        beside: gl.constexpr = 0 if GATED else 128
-        at += up_row
-        other = _half(second, token_scale, w_scale, bias, at, n + beside < columns, COLUMNS, BIAS, GROUPED)
-        if GATED:
-            value = activate_gated(value, other, EPILOGUE)
-            _store(value, out, row, end_row, column, columns, stride, COLUMNS)
-        else:
-            _store(value, out, row, end_row, column, columns, stride, COLUMNS)
-            _store(other, out, row, end_row, column + 128, columns, stride, COLUMNS)
+        _store(value, out, row, end_row, column, columns, stride, 64)
+        _store(other, out, row, end_row, column + 128, columns, stride, 64)
 
 
 @gluon.jit
@@ -254,9 +243,12 @@ def _quantise(
     n = block * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, layout))
     t = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     inside = n < columns
-    at = expert.to(gl.int64) * w_rows + n
-    gate = _half(first, None, None, bias, at, inside, 128, BIAS, True)
-    up = _half(second, None, None, bias, at + up_row, inside, 128, BIAS, True)
+    gate = gl.convert_layout(first, layout, assert_trivial=True)
+    up = gl.convert_layout(second, layout, assert_trivial=True)
+    if BIAS:
+        at = expert.to(gl.int64) * w_rows + n
+        gate += gl.expand_dims(gl.load(bias + at, mask=inside, other=0.0).to(gl.float32), 0)
+        up += gl.expand_dims(gl.load(bias + at + up_row, mask=inside, other=0.0).to(gl.float32), 0)
     kind: gl.constexpr = gl.float16 if ROUNDED == "float16" else gl.bfloat16
     value = activate_gated(gate, up, EPILOGUE).to(kind).to(gl.float32)
     value = gl.where(gl.expand_dims(inside, 0), value, 0.0)
@@ -284,7 +276,8 @@ def _multiply(
     GROUPED: gl.constexpr = scale_stride is not None
     SIGNALS: gl.constexpr = ROUNDED is not None
     INTEGERS: gl.constexpr = w_buf.dtype == gl.int8
-    OWN: gl.constexpr = 128 if gated(EPILOGUE) else 256
+    GATED: gl.constexpr = gated(EPILOGUE)
+    OWN: gl.constexpr = 128 if GATED else 256
     BOXES: gl.constexpr = 1 if INTEGERS else 2
     w_view = reinterpret(w_buf, w_buf.dtype, [STAGES * BOXES, 256 // BOXES, STEP], common.operand())
     if DEPENDENT:
@@ -299,6 +292,19 @@ def _multiply(
     while expert >= 0:
         row += 64 * WG
         if row < end_row:
+            at = block * OWN
+            token_scale = None
+            f1, g1, f2, g2 = None, None, None, None
+            s1, u1, s2, u2 = None, None, None, None
+            if not GROUPED:
+                # Read before the products, or each item would end with waiting for them.
+                t = row + gl.arange(0, 64, layout=gl.SliceLayout(1, common.accumulator(128)))
+                token_scale = gl.load(x_scale + t, mask=t < end_row, other=0.0)
+                f1, g1 = _terms(w_scale, expert, at, columns, w_rows, up_row, row_step, GATED)
+                f2, g2 = _terms(w_scale, expert, at + 64, columns, w_rows, up_row, row_step, GATED)
+            if BIAS and not SIGNALS:
+                s1, u1 = _terms(bias, expert, at, columns, w_rows, up_row, row_step, GATED)
+                s2, u2 = _terms(bias, expert, at + 64, columns, w_rows, up_row, row_step, GATED)
             if INTEGERS:
                 acc = gl.zeros([64, 256], gl.int32, common.accumulator(128))
                 acc = _steps(acc, it, steps, w_view, x_buf, ready, empty, WG, STAGES)
@@ -319,8 +325,11 @@ def _multiply(
                 _quantise(first, second, out, out_scale, bias, expert, row, end_row, block, columns, stride, w_rows,
                           up_row, scale_stride, ROUNDED, EPILOGUE, BIAS)
             else:
-                _finish(first, second, out, x_scale, w_scale, bias, expert, row, end_row, block * OWN, columns,
-                             stride, w_rows, up_row, row_step, 128, 64, EPILOGUE, BIAS, GROUPED)
+                one, one_right = gl.split(first.reshape([64, 2, 64]).permute([0, 2, 1]))
+                two, two_right = gl.split(second.reshape([64, 2, 64]).permute([0, 2, 1]))
+                _finish(one, two, token_scale, f1, g1, s1, u1, out, row, end_row, at, columns, stride, EPILOGUE)
+                _finish(one_right, two_right, token_scale, f2, g2, s2, u2, out, row, end_row, at + 64, columns, stride,
+                        EPILOGUE)
         else:
             if SIGNALS and finished >= 0:
                 wide_copies.signal(done, finished)
