@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor
 
 from moeq_kernels.errors import KernelUnsupportedError
 
-if TYPE_CHECKING:
-    from moeq_kernels.prepared import PreparedLayer
+#: A `PreparedLayer`.
+Layer = Callable[..., Tensor]
 
 
 class Forward(torch.autograd.Function):
@@ -21,7 +22,7 @@ class Forward(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, out: Tensor | None, workspace: Tensor | None,
-        expert_map: Tensor | None, layer: PreparedLayer,
+        expert_map: Tensor | None, layer: Layer,
     ) -> Tensor:  # fmt: skip
         if out is not None:
             ctx.mark_dirty(out)
@@ -35,11 +36,11 @@ class Forward(torch.autograd.Function):
         )
 
 
-_LAYERS: WeakValueDictionary[int, PreparedLayer] = WeakValueDictionary()
+_LAYERS: WeakValueDictionary[int, Layer] = WeakValueDictionary()
 _NUMBERS = itertools.count()
 
 
-def register(layer: PreparedLayer) -> int:
+def register(layer: Layer) -> int:
     """A number for the layer: operators take no Python objects."""
     number = next(_NUMBERS)
     _LAYERS[number] = layer
