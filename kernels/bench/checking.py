@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench import routing
 from bench.cases import Recipe, Routed, make_layer
 from bench.comparison import FACTOR, random_map
 from bench.reference import Layer
@@ -25,7 +26,7 @@ from moeq_kernels.launch import Launch
 from moeq_kernels.prepared import prepare_for
 from moeq_kernels.schedules import schedule
 
-ROUTINGS = ("uniform", "zipf", "one", "holes", "mapped")
+ROUTINGS = (*routing.ROUTINGS, "holes", "mapped")
 #: Comparisons whose kernels are compiled together.
 BATCH = 200
 
@@ -88,14 +89,7 @@ def routed(
     """Random tokens and their choices among so many experts."""
     generator = torch.Generator(device=device).manual_seed(seed)
     x = torch.randn(tokens, hidden, generator=generator, device=device).to(dtype)
-    popularity = torch.ones(experts, device=device)
-    if kind == "zipf":
-        popularity = torch.arange(1, experts + 1, device=device) ** -1.2
-    if kind == "one":
-        popularity = torch.full((experts,), 1e-20, device=device)
-        popularity[1 : 1 + top_k] = 1.0
-    noise = torch.rand(tokens, experts, generator=generator, device=device)
-    ids = (popularity.log() - (-noise.log()).log()).topk(top_k, dim=1).indices
+    ids = routing.choose_experts(kind, tokens, experts, top_k, generator)
     weights = torch.rand(tokens, top_k, generator=generator, device=device)
     if kind == "holes":
         ids = torch.where(torch.rand(ids.shape, generator=generator, device=device) < 0.4, -1, ids)

@@ -28,6 +28,7 @@ import torch
 import triton
 
 from bench.plan_cells import NUMBERS, ROUND, Layer, cells, empty, name_of, named_cells
+from bench.routing import ROUTINGS
 from bench.timing import L2, graph_us, inputs
 from moeq_kernels import PackedExperts, PreparedLayer
 from moeq_kernels.compiling import Specialisation, compile_all, specialise
@@ -76,7 +77,7 @@ class Sweep:
     def save(self) -> None:
         """Whole or not at all."""
         about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-        given = {"seed": self.options.seed, "milliseconds": self.options.milliseconds}
+        given = {name: getattr(self.options, name) for name in ("seed", "milliseconds", "routing")}
         state = {"seconds": self.seconds, "starts": self.starts, "bad": self.bad}
         folder = self.options.out.parent
         folder.mkdir(parents=True, exist_ok=True)
@@ -138,12 +139,13 @@ def copies_and_calls(layer: Layer, hit: int) -> tuple[int, int]:
 def measure(sweep: Sweep, layer: Layer, tokens: int, copies: list[PackedExperts]) -> dict[str, Any]:
     """One cell; adds to `copies` what cold weights need."""
     shape = layer.shape
-    hit = inputs(shape, tokens, 0).ids.unique().numel()
+    drawn = partial(inputs, shape, tokens, routing=sweep.options.routing)
+    hit = drawn(0).ids.unique().numel()
     needed, number = copies_and_calls(layer, hit)
     while len(copies) < needed:
         copies.append(layer.random_experts())
     dtype = empty(layer, "cpu").dtype
-    given = [inputs(shape, tokens, seed, dtype) for seed in range(number)]
+    given = [drawn(seed, dtype) for seed in range(number)]
     whole = (shape.top_k, tokens, layer.epilogue, None)
     bases = [prepare_for(given[0].x, one, *whole, family=layer.family) for one in copies[:needed]]
     names = ("format", "shape", "experts", "top_k", "hidden", "intermediate", "tokens")
@@ -199,6 +201,7 @@ def main() -> int:
     parser.add_argument(
         "--plans", default="", help="only plans whose names begin with one of these, as 'Queue 64,Wide'"
     )
+    parser.add_argument("--routing", choices=ROUTINGS, default="uniform")
     parser.add_argument("--cells", type=int, default=10**6, help="end after so many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--milliseconds", type=float, default=8, help="of each plan")

@@ -52,7 +52,7 @@ from moeq_kernels.prepared import prepare_for, warmup
 from moeq_kernels.schedules import FAMILIES, schedule
 from moeq_kernels.sorting import PAIR_LIMITS, TOKEN_LIMITS
 
-ROUTINGS = ("uniform", "uniform", "zipf", "one", "holes", "mapped")
+ROUTINGS = ("uniform", "uniform", "zipf", "same", "holes", "mapped")
 #: Problems of one layer.
 PER_LAYER = 125
 #: Layers that are made, and whose kernels are compiled, together.

@@ -19,6 +19,7 @@ import torch
 import triton
 from torch import Tensor
 
+from bench.routing import choose_experts
 from moeq_kernels import PackedExperts
 
 #: Bytes that the L2 cache of an H200 may keep.
@@ -55,12 +56,15 @@ class Inputs:
     ids: Tensor
 
 
-def inputs(shape: Shape, tokens: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Inputs:
-    """Normal tokens, uniform routing."""
+def inputs(
+    shape: Shape, tokens: int, seed: int, dtype: torch.dtype = torch.bfloat16, routing: str = "uniform"
+) -> Inputs:
+    """Normal tokens, and their experts drawn as `choose_experts` says."""
     generator = torch.Generator(device="cuda").manual_seed(seed)
     x = torch.randn(tokens, shape.hidden, generator=generator, device="cuda").to(dtype)
-    weights, ids = torch.rand(tokens, shape.experts, generator=generator, device="cuda").topk(shape.top_k, dim=1)
-    return Inputs(x, weights / weights.sum(1, keepdim=True), ids.to(torch.int32))
+    ids = choose_experts(routing, tokens, shape.experts, shape.top_k, generator)
+    weights = torch.rand(tokens, shape.top_k, generator=generator, device="cuda")
+    return Inputs(x, weights / weights.sum(1, keepdim=True), ids)
 
 
 def graph_us(calls: list[Callable[[], object]], milliseconds: float) -> float:

@@ -19,10 +19,11 @@ from bench.peers.conduct import Lane, Options, Run, Seat, conduct, jobs, one_cel
 from bench.peers.contenders import BY_FORMAT, CONTENDERS
 from bench.peers.contenders.ours import Ours
 from bench.peers.evaluate import TARGETS, judge, merge, scores, time_of
-from bench.peers.problem import ROUTINGS, Stack, make_problem, route, truth
+from bench.peers.problem import Stack, make_problem, route, truth
 from bench.peers.report import markdown, picture
 from bench.peers.shapes import FORMATS, GROUPS, Group, Shape, floor
 from bench.reference import Layer, moe
+from bench.routing import ROUTINGS
 
 ROOT = Path(__file__).parents[2]
 

@@ -22,9 +22,9 @@ from typing import Any
 from bench.peers.conduct import PATIENCE, Lane, Options, Run, Seat, conduct, jobs, warm
 from bench.peers.contenders import BY_FORMAT, CONTENDERS
 from bench.peers.evaluate import merge
-from bench.peers.problem import ROUTINGS
 from bench.peers.report import markdown, picture
 from bench.peers.shapes import GROUPS, TOKENS
+from bench.routing import ROUTINGS
 
 
 class Clocks:

@@ -126,7 +126,7 @@ class Options:
         tokens: token counts, most telling first.
         log: where contenders' own output goes.
         skip: `(format, contender)` pairs to leave out.
-        routing: how tokens choose their experts (`problem.ROUTINGS`).
+        routing: how tokens choose their experts (`bench.routing.ROUTINGS`).
     """
 
     seconds: float

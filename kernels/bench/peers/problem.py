@@ -11,6 +11,7 @@ from torch import Tensor
 from bench.cases import E2M1, Routed
 from bench.peers.shapes import FORMATS, SHAPES, Format, Group, Shape
 from bench.reference import Layer, moe, relative_error
+from bench.routing import choose_experts
 
 #: Tokens whose outputs are compared; more would cost minutes and tell little, since tokens do not mix.
 COMPARED = 16
@@ -64,10 +65,6 @@ class Codes:
         return self.scales[:, ::rows].contiguous()
 
 
-#: How tokens choose: all experts alike, the expert of rank r with a chance like 1 / r, all tokens the same ones.
-ROUTINGS = ("uniform", "zipf", "same")
-
-
 @dataclass(frozen=True)
 class Problem:
     """A layer.
@@ -75,7 +72,7 @@ class Problem:
     Attributes:
         group: what it is.
         w13, w2: codes; rows of w13 in the order of the format.
-        routing: one of `ROUTINGS`.
+        routing: one of `bench.routing.ROUTINGS`.
     """
 
     group: Group
@@ -163,14 +160,9 @@ def route(problem: Problem, tokens: int, seed: int) -> Routed:
     shape, device = problem.shape, problem.w13.codes.device
     generator = torch.Generator(device=device).manual_seed(1000 + seed)
     x = torch.randn(tokens, shape.hidden, generator=generator, device=device).to(torch.bfloat16)
-    weights, ids = torch.rand(tokens, shape.experts, generator=generator, device=device).topk(shape.top_k, dim=1)
-    if problem.routing == "zipf":  # Gumbel's trick: the largest sums are a draw without replacement
-        popularity = -torch.arange(1, shape.experts + 1, device=device).log()
-        noise = torch.rand(tokens, shape.experts, generator=generator, device=device)
-        ids = (popularity - (-noise.log()).log()).topk(shape.top_k, dim=1).indices
-    elif problem.routing == "same":
-        ids = ids[:1].expand(tokens, -1).contiguous()
-    return Routed(x, weights / weights.sum(1, keepdim=True), ids.to(torch.int32))
+    ids = choose_experts(problem.routing, tokens, shape.experts, shape.top_k, generator)
+    weights = torch.rand(tokens, shape.top_k, generator=generator, device=device)
+    return Routed(x, weights / weights.sum(1, keepdim=True), ids)
 
 
 class Stack:
