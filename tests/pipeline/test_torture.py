@@ -74,8 +74,12 @@ def test_the_torture_notices_a_conversion_that_believes_its_journal() -> None:
     """Without reading finished units again, a power cut goes unnoticed: the script has to fail then."""
     blind = "import moeq.pipeline.run.execution as run; run.is_intact = lambda *a, **k: True; import torture, sys; "
     options = ["--kills", "0", "--power-cuts", "20", "--share-kills", "0", "--step", "0", "--layers", "3"]
-    program = f"import sys; sys.path.insert(0, {str(FOLDER)!r}); {blind} sys.argv[1:] = {options!r}; torture.main()"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=200)
+    for seed in range(4):  # on a busy machine all cuts of a run may come before the first unit is finished
+        given = [*options, "--seed", str(seed)]
+        program = f"import sys; sys.path.insert(0, {str(FOLDER)!r}); {blind} sys.argv[1:] = {given!r}; torture.main()"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=200)
+        if done.returncode:
+            break
     assert done.returncode == 1
     assert "not what an undisturbed run writes" in done.stderr or "and is not complete" in done.stderr
 
