@@ -152,7 +152,9 @@ def describe(plan: Plan | MmaPlan | None) -> str:
         return f"mma{plan.tokens} x{plan.gate_up_splits}/{plan.down_splits}"
     kernel = plan.kernel
     after = ("g" if kernel.gathers else "") if isinstance(kernel, Wide) else "" if kernel.after else "f"
-    shares = "" if isinstance(kernel, Queue) else f" x{plan.gate_up_splits}/{plan.down_splits}"
+    if isinstance(kernel, Queue):
+        return f"queue{kernel.tokens}{after}" + (f"-{kernel.least}" if kernel.least else "")
+    shares = f" x{plan.gate_up_splits}/{plan.down_splits}"
     return f"{type(kernel).__name__.lower()}{kernel.tokens}{after}{shares}"
 
 
@@ -179,6 +181,8 @@ def plans(recipe: Recipe, tokens: int) -> Iterator[Plan | None]:
             yield Plan(kernel, 2 * gated or 1, 2)
         if isinstance(kernel, Queue):
             yield Plan(replace(kernel, up=0, down=0))
+            if kernel.tokens > 8:
+                yield Plan(replace(kernel, least=8))
             if kernel.after and group:
                 yield Plan(replace(kernel, after=False))
     direct = kernel_for(DIRECT, kind, group)

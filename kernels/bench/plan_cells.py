@@ -235,6 +235,12 @@ QUEUES = (
     w4a16.Queue(32, 5, 3, step=64, rows=32, least=16),
     w4a16.QUEUE64,
     w4a16.Queue(64, 3, 2, up=2, down=2, least=32),
+    replace(w4a16.QUEUE16, least=0),
+    w4a16.QUEUE16_FOLDED,
+    w4a16.Queue(16, 4, 4, step=64, rows=32, least=8),
+    w4a16.Queue(16, 6, 3, step=64, rows=32, least=8),
+    w4a16.Queue(32, 5, 3, step=64, rows=32, least=8),
+    replace(w4a16.QUEUE32, least=8),
 )
 WIDES = (*hopper_bench.WIDE, *(replace(one, fine=not one.fine) for one in hopper_bench.WIDE if one.tokens > 64))
 NARROWS = (
@@ -279,7 +285,7 @@ def _sixteen_bits(layer: Layer, tokens: int) -> Iterator[Any]:
             yield w4a16.Plan(kernel)
     both = alike(layer.problem.w13, layer.problem.w2)
     for kernel in QUEUES if both else ():
-        if mean / 3 <= kernel.tokens <= max(16.0, mean * 6):
+        if mean / 3 <= kernel.tokens and (kernel.least or kernel.tokens) <= max(16.0, mean * 6):
             yield w4a16.Plan(fitted(kernel))
     for kernel in WIDES:
         if min(mean / 3, 100) <= kernel.tokens <= mean * 8:

@@ -9,7 +9,6 @@ from typing import Any
 from moeq_kernels.epilogue import PLAIN, SILU, Epilogue
 from moeq_kernels.hopper.w4a16.plan import (
     DIRECT,
-    E2M1_LONG_TABLE,
     E2M1_TABLE,
     GATHERING,
     LONG_TABLE,
@@ -121,9 +120,7 @@ def cases() -> list[Case]:
             chosen = kernel_for(kernel, changes["kind"], changes.get("group", 128))
             result.append(Case(f"wide{kernel.tokens}-{suffix}", chosen, **changes))
     for kernel in (
-        kernel
-        for _, kernel in dict.fromkeys(E2M1_TABLE + E2M1_LONG_TABLE)
-        if kernel not in dict(TABLE + LONG_TABLE).values()
+        kernel for _, kernel in dict.fromkeys(E2M1_TABLE) if kernel not in dict(TABLE + LONG_TABLE).values()
     ):
         for suffix, changes in _FORMATS.items():
             if changes.get("kind") == "e2m1":
@@ -189,8 +186,6 @@ def compile_routing() -> dict[str, Any]:
                 "ROWS": 16,
                 "COPY": True,
                 "COLUMNS": 1024,
-                "PIECE": 8192,
-                "THREADS": 512,
             },
         ),
         "count_pairs": (4, {"MAPPED": False, "BLOCK": 512, "BINS": 128, "expert_map": None}),

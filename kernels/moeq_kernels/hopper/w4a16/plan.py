@@ -131,7 +131,7 @@ DIRECT_READ, DIRECT_READ_INT4 = 300 * 10**6, 400 * 10**6
 DIRECT_MEAN = 1.6
 NARROW8 = Narrow(8, 3, after=True, resident=4, registers=128)
 QUEUE8 = Queue(8, 3, resident=3, after=True)
-QUEUE16 = Queue(16, 3, resident=3, after=True, rows=32, down=2)
+QUEUE16 = Queue(16, 3, resident=3, after=True, rows=32, down=2, least=8)
 QUEUE32 = Queue(32, 4, resident=2, up=1, down=1, least=16)
 QUEUE64 = Queue(64, 6, resident=2, step=64, up=2, down=2, least=32)
 WIDE32 = Wide(32, 6, warpgroups=4, registers=120)
@@ -147,7 +147,10 @@ GATHERING: dict[Kernel, tuple[int, Kernel]] = {
     WIDE160: (GATHER_COLUMNS, replace(WIDE160, gathers=True)),
 }
 #: For e2m1, where scales are folded anyway: more stages, and all of the weights of a step in registers.
-QUEUE16_FOLDED = Queue(16, 3, resident=3)
+QUEUE16_FOLDED = Queue(16, 3, resident=3, least=8)
+#: Tokens for an expert from which tiles of 16 tokens, multiplied at 8 where that is enough, replace tiles of 8 in the
+#: queue kernel: in int4 and other codes, and in e2m1. They cost nothing there, and less where routing is uneven.
+SIXTEEN, SIXTEEN_FOLDED = 3.0, 1.5
 #: Weights in bytes beyond which the queue kernel keeps the memory busier, even where all of the narrow one's programs
 #: run at once.
 NARROW_BYTES = 200 * 10**6
@@ -163,15 +166,9 @@ LONG_TABLE: Table = (_FEW[0], (6.0, QUEUE8), (14.0, QUEUE16), (26.0, QUEUE32), *
 BYTES_TABLE: Table = (*_FEW, (12.0, QUEUE16), (24.0, WIDE32), *_MANY)
 #: For int8 and long down products; QUEUE32 was not measured with it.
 INT8_LONG_TABLE: Table = (*_FEW, (14.0, QUEUE16), (24.0, WIDE32), *_MANY)
-#: For e2m1, whose integer work counts beside its bytes: for down products of few steps and for longer ones.
+#: For e2m1, whose integer work counts beside its bytes.
 _E2M1_MANY: Table = ((30.0, QUEUE32), (48.0, QUEUE64), (90.0, WIDE96), (float("inf"), WIDE160))
-E2M1_TABLE: Table = (
-    *_FEW,
-    (12.0, Narrow(16, 2, after=False, resident=4, registers=128)),
-    (14.0, QUEUE16_FOLDED),
-    *_E2M1_MANY,
-)
-E2M1_LONG_TABLE: Table = (*_FEW, (14.0, QUEUE16_FOLDED), *_E2M1_MANY)
+E2M1_TABLE: Table = (*_FEW, (14.0, QUEUE16_FOLDED), *_E2M1_MANY)
 #: Features of a down product's k up to which it counts as short.
 SHORT_K = 1024
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -210,7 +207,7 @@ def table_for(kind: str, intermediate: int = 0) -> Table:
     """The table for that kind of codes and k of the down product."""
     short = intermediate <= SHORT_K
     if KINDS[kind].small_float:
-        return E2M1_TABLE if short else E2M1_LONG_TABLE
+        return E2M1_TABLE
     if KINDS[kind].bits == 8:
         return BYTES_TABLE if short or KINDS[kind].finer else INT8_LONG_TABLE
     return TABLE if short else LONG_TABLE
@@ -280,6 +277,7 @@ def choose(
         kernel = kernel_for(DIRECT, kind, group, gpu)
         up = shares_for(pairs * -(-intermediate // 128), -(-hidden // kernel.step), 16, gpu)
         return Plan(kernel, up, shares_for(pairs * -(-hidden // 256), -(-intermediate // kernel.step), 8, gpu))
+    small_float = KINDS[kind].small_float
     table = table_for(kind, intermediate)
     base = next(one for limit, one in table if mean <= limit)
     # One program too many is a second wave: here the experts hit are counted as they are, not as for single pairs.
@@ -290,7 +288,8 @@ def choose(
         resident = gpu.multiprocessors * NARROW8.resident
         one_wave = tiles * up_blocks <= resident and tiles * down_blocks <= 2 * resident
         narrow = not both or (one_wave and hit * weights * KINDS[kind].bits / 8 <= NARROW_BYTES)
-        base = NARROW8 if narrow else QUEUE8
+        few = mean <= (SIXTEEN_FOLDED if small_float else SIXTEEN)
+        base = NARROW8 if narrow else QUEUE8 if few else QUEUE16_FOLDED if small_float else QUEUE16
     elif base in (QUEUE32, QUEUE64, WIDE32) and hit * up_blocks < 2 * gpu.multiprocessors:
         base = WIDE64  # whose warpgroups share the work of few tiles
     elif isinstance(base, Queue) and not both:
