@@ -181,7 +181,7 @@ def plans(recipe: Recipe, tokens: int) -> Iterator[Plan | None]:
             yield Plan(kernel, 2 * gated or 1, 2)
         if isinstance(kernel, Queue):
             yield Plan(replace(kernel, up=0, down=0))
-            if kernel.tokens > 8:
+            if kernel.tokens > 8 and kernel.least != 8:
                 yield Plan(replace(kernel, least=8))
             if kernel.after and group:
                 yield Plan(replace(kernel, after=False))

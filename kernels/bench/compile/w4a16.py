@@ -119,9 +119,7 @@ def cases() -> list[Case]:
         for suffix, changes in _FLOATS.items():
             chosen = kernel_for(kernel, changes["kind"], changes.get("group", 128))
             result.append(Case(f"wide{kernel.tokens}-{suffix}", chosen, **changes))
-    for kernel in (
-        kernel for _, kernel in dict.fromkeys(E2M1_TABLE) if kernel not in dict(TABLE + LONG_TABLE).values()
-    ):
+    for kernel in (kernel for _, kernel in E2M1_TABLE if kernel not in dict(TABLE + LONG_TABLE).values()):
         for suffix, changes in _FORMATS.items():
             if changes.get("kind") == "e2m1":
                 name = f"{type(kernel).__name__.lower()}{kernel.tokens}e-{suffix}"

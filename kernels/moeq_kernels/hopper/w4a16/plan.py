@@ -148,17 +148,17 @@ GATHERING: dict[Kernel, tuple[int, Kernel]] = {
 }
 #: For e2m1, where scales are folded anyway: more stages, and all of the weights of a step in registers.
 QUEUE16_FOLDED = Queue(16, 3, resident=3, least=8)
-#: Tokens for an expert from which tiles of 16 tokens, multiplied at 8 where that is enough, replace tiles of 8 in the
-#: queue kernel: in int4 and other codes, and in e2m1. They cost nothing there, and less where routing is uneven.
-SIXTEEN, SIXTEEN_FOLDED = 3.0, 1.5
+#: Tokens for an expert up to which the queue kernel has tiles of 8: in e2m1, and in int4 and other codes. Beyond, tiles
+#: of 16 that are multiplied at 8 where that is enough take as long with uniform routing, and less with uneven one.
+QUEUE8_MEAN_E2M1, QUEUE8_MEAN = 1.5, 3.0
 #: Weights in bytes beyond which the queue kernel keeps the memory busier, even where all of the narrow one's programs
 #: run at once.
 NARROW_BYTES = 200 * 10**6
 Table = tuple[tuple[float, Narrow | Queue | Wide], ...]
 _MANY: Table = ((44.0, WIDE64), (90.0, WIDE96), (float("inf"), WIDE160))
 _FEW: Table = ((1.0, NARROW8), (5.0, QUEUE8))
-#: (tokens per hit expert up to, kernel), tried in order; which of NARROW8 and QUEUE8 it is depends on the work, see
-#: `choose`. Tiles of 16 tokens hold until every fourth expert or so has more than 16.
+#: (tokens per hit expert up to, kernel), tried in order; for NARROW8 and QUEUE8 `choose` looks at the work, too.
+#: Tiles of 16 tokens hold until every fourth expert or so has more than 16.
 TABLE: Table = (_FEW[0], (6.0, QUEUE8), (14.0, QUEUE16), (20.0, QUEUE32), (24.0, WIDE32), *_MANY)
 #: The same for down products of many steps (see SHORT_K).
 LONG_TABLE: Table = (_FEW[0], (6.0, QUEUE8), (14.0, QUEUE16), (26.0, QUEUE32), *_MANY)
@@ -288,7 +288,7 @@ def choose(
         resident = gpu.multiprocessors * NARROW8.resident
         one_wave = tiles * up_blocks <= resident and tiles * down_blocks <= 2 * resident
         narrow = not both or (one_wave and hit * weights * KINDS[kind].bits / 8 <= NARROW_BYTES)
-        few = mean <= (SIXTEEN_FOLDED if small_float else SIXTEEN)
+        few = mean <= (QUEUE8_MEAN_E2M1 if small_float else QUEUE8_MEAN)
         base = NARROW8 if narrow else QUEUE8 if few else QUEUE16_FOLDED if small_float else QUEUE16
     elif base in (QUEUE32, QUEUE64, WIDE32) and hit * up_blocks < 2 * gpu.multiprocessors:
         base = WIDE64  # whose warpgroups share the work of few tiles
