@@ -46,7 +46,8 @@ def asked_kernels(options: Mapping[str, Any] | None) -> Kernels:
     """
     unknown = sorted(map(str, set(options or {}) - {"kernels"}))
     if unknown:
-        raise MoeqError("usage.kernels", f"moeq has no option {', '.join(unknown)} for engines", "it has kernels")
+        what = f"moeq has no option {', '.join(unknown)} for engines"
+        raise MoeqError("usage.kernels", what, "the one there is: kernels")
     where = "the option kernels" if options and "kernels" in options else VARIABLE
     found = (options or {}).get("kernels", os.environ.get(VARIABLE) or "auto")
     if found not in KERNELS:
