@@ -140,9 +140,11 @@ WIDE96 = Wide(96, 8, warpgroups=2, registers=232, fine=True)
 WIDE160 = Wide(160, 6, warpgroups=2, registers=232)
 #: With few columns of gate and up, picking tokens costs less than copying them first; up to so many.
 GATHER_COLUMNS = 1024
+#: Its programs make half as many columns as those of `WIDE64`, so with few tiles more multiprocessors have work.
+WIDE64_HALVES = Wide(64, 9, warpgroups=2, registers=232, gathers=True)
 #: What replaces kernels of the table then, and the columns up to which it does.
 GATHERING: dict[Kernel, tuple[int, Kernel]] = {
-    WIDE64: (512, Wide(64, 9, warpgroups=2, registers=232, gathers=True)),
+    WIDE64: (512, WIDE64_HALVES),
     WIDE96: (GATHER_COLUMNS, replace(WIDE96, gathers=True)),
     WIDE160: (GATHER_COLUMNS, replace(WIDE160, gathers=True)),
 }
@@ -154,6 +156,10 @@ QUEUE8_MEAN_E2M1, QUEUE8_MEAN = 1.5, 3.0
 #: Weights in bytes beyond which the queue kernel keeps the memory busier, even where all of the narrow one's programs
 #: run at once.
 NARROW_BYTES = 200 * 10**6
+#: The same where tiles are few and experts get more than 6 tokens, as many as its tiles have at most.
+NARROW_BYTES_FULL = 100 * 10**6
+#: Tiles are few up to so many waves of 128 columns of gate and up.
+FEW_WAVES = 3
 Table = tuple[tuple[float, Narrow | Queue | Wide], ...]
 _MANY: Table = ((44.0, WIDE64), (90.0, WIDE96), (float("inf"), WIDE160))
 _FEW: Table = ((1.0, NARROW8), (5.0, QUEUE8))
@@ -211,6 +217,28 @@ def table_for(kind: str, intermediate: int = 0) -> Table:
     if KINDS[kind].bits == 8:
         return BYTES_TABLE if short or KINDS[kind].finer else INT8_LONG_TABLE
     return TABLE if short else LONG_TABLE
+
+
+def kernel_for_few_tiles(base: Kernel, kind: str, mean: float, waves: float, halves: bool) -> Kernel:
+    """What replaces a kernel of the table with few tiles, where whole waves of programs count.
+
+    Args:
+        mean: tokens for an expert.
+        waves: 128 columns of gate and up by expert, for each multiprocessor.
+        halves: whether programs that make 128 columns take less time than those that make 256.
+    """
+    int4 = kind == "uint4"
+    if base in (QUEUE16, QUEUE16_FOLDED):
+        if waves <= 1.0 and (int4 or waves > 0.5):  # long tiles that are very few: the queue kernel shares their k
+            return WIDE64_HALVES if int4 else WIDE64
+        return WIDE32 if int4 and mean > 10.0 and waves <= 2.0 else base
+    if mean > 60.0 or not (isinstance(base, Queue | Wide) and base.tokens <= 96):
+        return base
+    if 1.0 < waves <= 2.0 and mean <= (27.0 if int4 else 24.0):
+        return WIDE32
+    if base == WIDE96 and not halves:
+        return base
+    return WIDE64_HALVES if int4 and halves else WIDE64
 
 
 def kernel_for(kernel: Kernel, kind: str, group: int, gpu: Gpu = H200) -> Kernel:
@@ -283,13 +311,19 @@ def choose(
     # One program too many is a second wave: here the experts hit are counted as they are, not as for single pairs.
     hit = experts * (1.0 - (1.0 - min(top_k, experts) / experts) ** (pairs / top_k))
     up_blocks, down_blocks = -(-intermediate // 128), -(-hidden // 256)
-    if base in (NARROW8, QUEUE8):
+    int4 = kind == "uint4"
+    few_tiles = KINDS[kind].bits == 4 and hit * up_blocks <= FEW_WAVES * gpu.multiprocessors
+    if base in (NARROW8, QUEUE8) or (few_tiles and round(mean) <= NARROW8.tokens):
         tiles = hit * max(1.0, pairs / hit / NARROW8.tokens)
         resident = gpu.multiprocessors * NARROW8.resident
         one_wave = tiles * up_blocks <= resident and tiles * down_blocks <= 2 * resident
-        narrow = not both or (one_wave and hit * weights * KINDS[kind].bits / 8 <= NARROW_BYTES)
-        few = mean <= (QUEUE8_MEAN_E2M1 if small_float else QUEUE8_MEAN)
+        most_bytes = NARROW_BYTES if base in (NARROW8, QUEUE8) else NARROW_BYTES_FULL
+        narrow = not both or (one_wave and hit * weights * KINDS[kind].bits / 8 <= most_bytes)
+        few = (few_tiles and int4) or mean <= (QUEUE8_MEAN_E2M1 if small_float else QUEUE8_MEAN)
         base = NARROW8 if narrow else QUEUE8 if few else QUEUE16_FOLDED if small_float else QUEUE16
+    elif few_tiles:
+        halves, wholes = (math.ceil(hit * -(-intermediate // of) / gpu.multiprocessors) for of in (128, 256))
+        base = kernel_for_few_tiles(base, kind, mean, hit * up_blocks / gpu.multiprocessors, 2 * halves <= 3 * wholes)
     elif base in (QUEUE32, QUEUE64, WIDE32) and hit * up_blocks < 2 * gpu.multiprocessors:
         base = WIDE64  # whose warpgroups share the work of few tiles
     elif isinstance(base, Queue) and not both:
