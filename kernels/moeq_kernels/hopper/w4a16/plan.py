@@ -228,13 +228,15 @@ def kernel_for_few_tiles(base: Kernel, kind: str, mean: float, waves: float, hal
         halves: whether programs that make 128 columns take less time than those that make 256.
     """
     int4 = kind == "uint4"
+    if waves * math.ceil(mean / 60.0) <= 1.0 and isinstance(base, Wide):
+        return WIDE64_HALVES if int4 else WIDE64
     if base in (QUEUE16, QUEUE16_FOLDED):
         if waves <= 1.0 and (int4 or waves > 0.5):  # long tiles that are very few: the queue kernel shares their k
             return WIDE64_HALVES if int4 else WIDE64
         return WIDE32 if int4 and mean > 10.0 and waves <= 2.0 else base
     if mean > 60.0 or not (isinstance(base, Queue | Wide) and base.tokens <= 96):
         return base
-    if 1.0 < waves <= 2.0 and mean <= (27.0 if int4 else 24.0):
+    if 1.0 < waves <= 2.0 and mean <= 30.0:
         return WIDE32
     if base == WIDE96 and not halves:
         return base
@@ -335,8 +337,9 @@ def choose(
         return Plan(kernel)
     if isinstance(kernel, Wide):
         tiles = pairs / mean * max(1.0, mean / kernel.tokens)
-        down_items = tiles * -(-hidden // (128 * kernel.warpgroups))
-        return Plan(kernel, down_splits=max(1, min(4, int(gpu.multiprocessors / max(1.0, down_items)))))
+        down_items = max(1.0, tiles * -(-hidden // (128 * kernel.warpgroups)))
+        shares = min(4, int(gpu.multiprocessors / down_items), -(-intermediate // 64) // 9)  # of 9 steps at least
+        return Plan(kernel, down_splits=max(1, shares))
     tiles = hit * max(1.0, pairs / hit / kernel.tokens)
     resident = gpu.multiprocessors * kernel.resident
     gate_up = splits_for(tiles * up_blocks, -(-hidden // 128), resident) if gated else 1

@@ -93,7 +93,7 @@ def test_the_queue_kernel_has_what_is_more_than_a_wave_of_the_narrow_one() -> No
 
 
 def test_tiles_of_32_tokens_are_for_many_tiles() -> None:
-    for kind, intermediate in (("uint4", 2944), ("e2m1", 2944), ("e2m1", 768)):
+    for kind, intermediate in (("uint4", 2944), ("e2m1", 2944), ("e2m1", 1024)):
         kernel = choose(64 * 20, 64, 3200, intermediate, 32, kind, top_k=8).kernel
         assert isinstance(kernel, Queue)
         assert kernel.tokens == 32
@@ -245,3 +245,31 @@ def test_products_that_one_kernel_cannot_make_get_two() -> None:
         plan = choose(10 * tokens, 512, 4096, 128, 128, top_k=10, both=False)
         assert not isinstance(plan.kernel, Queue)
         assert plan.kernel.tokens <= choose(10 * tokens, 512, 4096, 128, 128, top_k=10).kernel.tokens or tokens > 64
+
+
+def test_with_few_tiles_whole_waves_decide() -> None:
+    def wide(experts: int, mean: int, kind: str = "uint4") -> Wide:
+        kernel = choose(experts * mean, experts, 2048, 2048, 32, kind, top_k=1).kernel
+        assert isinstance(kernel, Wide)
+        return kernel
+
+    one, two, three = 8, 16, 24  # experts, of 16 tiles each, for 132 multiprocessors
+    for kind in ("uint4", "e2m1"):
+        assert (wide(one, 20, kind).tokens, wide(one, 20, kind).warpgroups) == (64, 2)
+        assert wide(two, 20, kind).tokens == 32
+        assert (wide(three, 20, kind).tokens, wide(three, 20, kind).warpgroups) == (64, 2)
+    assert wide(two, 40).warpgroups == 4  # 128 tiles of 256 columns fit one wave
+    assert wide(one, 10).gathers and not wide(one, 80).gathers
+    assert wide(4, 80) == wide(one, 20)  # two tiles of tokens for every expert are one wave, too
+
+
+def test_narrow_tiles_are_used_until_they_are_full() -> None:
+    for kind in ("uint4", "e2m1"):
+        assert isinstance(choose(8 * 8, 8, 2048, 2048, 32, kind, top_k=1).kernel, Narrow)
+        assert isinstance(choose(8 * 8, 8, 7168, 4096, 32, kind, top_k=1).kernel, Queue)  # too many bytes
+        assert isinstance(choose(64 * 8, 64, 2048, 2048, 32, kind, top_k=1).kernel, Queue)  # too many tiles
+
+
+def test_shares_of_a_wide_down_product_have_enough_steps() -> None:
+    assert choose(8 * 20, 8, 1024, 2048, 32, top_k=1).down_splits == 3
+    assert choose(8 * 20, 8, 1024, 512, 32, top_k=1).down_splits == 1
