@@ -30,7 +30,15 @@ from moeq_kernels.problem import Problem
 from moeq_kernels.schedules import FAMILIES
 
 #: What each format of a cell is called in `hopper_bench.FORMATS`, or among the codes of `w8a8_bench`.
-SIXTEEN_BITS = {"int4": "int4", "mxfp4": "mxfp4", "mxfp4-silu": "mxfp4", "nvfp4": "nvfp4"}
+SIXTEEN_BITS = {
+    "int4": "int4",
+    "mxfp4": "mxfp4",
+    "mxfp4-silu": "mxfp4",
+    "nvfp4": "nvfp4",
+    "w8a16": "int8",
+    "fp8-w8a16": "fp8",
+    "mxfp8-w8a16": "mxfp8",
+}
 BYTES = {"w8a8": "int8", "fp8-block": "fp8-block", "fp8": "fp8"}
 #: The order of formats: those whose plans matter most come twice.
 ROUND = ("int4", "w8a8", "mxfp4", "fp8-block", "int4", "mxfp4", "w8a8", "nvfp4", "fp8")
