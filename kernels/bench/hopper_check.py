@@ -23,7 +23,7 @@ from bench.planned import hopper_moe
 from bench.reference import Layer, moe, relative_error
 from moeq_kernels import PackedExperts
 from moeq_kernels.formats import find_format
-from moeq_kernels.hopper.w4a16.kinds import KINDS, kind_of_format
+from moeq_kernels.hopper.w4a16.kinds import kind_of_format
 from moeq_kernels.hopper.w4a16.plan import (
     DIRECT,
     GATHERING,
@@ -175,7 +175,7 @@ def plans(recipe: Recipe, tokens: int) -> Iterator[Plan | None]:
         yield Plan(kernel)
         if isinstance(kernel, Wide):
             yield Plan(kernel, 1, 2)
-        if base in GATHERING and not KINDS[kind].finer:
+        if base in GATHERING:
             yield Plan(kernel_for(GATHERING[base][1], kind, group))
         if isinstance(kernel, Narrow):
             yield Plan(kernel, 2 * gated or 1, 2)

@@ -157,7 +157,7 @@ QUEUE8_MEAN_E2M1, QUEUE8_MEAN = 1.5, 3.0
 #: run at once.
 NARROW_BYTES = 200 * 10**6
 #: The same where tiles are few and experts get more than 6 tokens, as many as its tiles have at most.
-NARROW_BYTES_FULL = 100 * 10**6
+NARROW_BYTES_FULL = 120 * 10**6
 #: Tiles are few up to so many waves of 128 columns of gate and up.
 FEW_WAVES = 3
 Table = tuple[tuple[float, Narrow | Queue | Wide], ...]
@@ -227,20 +227,18 @@ def kernel_for_few_tiles(base: Kernel, kind: str, mean: float, waves: float, hal
         waves: 128 columns of gate and up by expert, for each multiprocessor.
         halves: whether programs that make 128 columns take less time than those that make 256.
     """
-    int4 = kind == "uint4"
+    int4, small_float = kind == "uint4", KINDS[kind].small_float
     if waves * math.ceil(mean / 60.0) <= 1.0 and isinstance(base, Wide):
-        return WIDE64_HALVES if int4 else WIDE64
+        return WIDE64_HALVES
     if base in (QUEUE16, QUEUE16_FOLDED):
-        if waves <= 1.0 and (int4 or waves > 0.5):  # long tiles that are very few: the queue kernel shares their k
-            return WIDE64_HALVES if int4 else WIDE64
-        return WIDE32 if int4 and mean > 10.0 and waves <= 2.0 else base
-    if mean > 60.0 or not (isinstance(base, Queue | Wide) and base.tokens <= 96):
+        # The queue kernel shares the k of tiles that are very few, and multiplies tiles of 16 tokens once.
+        if (small_float and not 0.5 < waves <= 1.0) or (int4 and (waves > 2.0 or (waves > 1.0 and mean <= 9.0))):
+            return base
+    elif mean > 60.0 or base == WIDE160:
         return base
-    if 1.0 < waves <= 2.0 and mean <= 30.0:
+    if 1.0 < waves <= 2.0 and mean <= (30.0 if int4 else 24.0):
         return WIDE32
-    if base == WIDE96 and not halves:
-        return base
-    return WIDE64_HALVES if int4 and halves else WIDE64
+    return WIDE64 if int4 and base != WIDE96 and not halves else WIDE64_HALVES
 
 
 def kernel_for(kernel: Kernel, kind: str, group: int, gpu: Gpu = H200) -> Kernel:
@@ -313,21 +311,19 @@ def choose(
     # One program too many is a second wave: here the experts hit are counted as they are, not as for single pairs.
     hit = experts * (1.0 - (1.0 - min(top_k, experts) / experts) ** (pairs / top_k))
     up_blocks, down_blocks = -(-intermediate // 128), -(-hidden // 256)
-    int4 = kind == "uint4"
-    few_tiles = KINDS[kind].bits == 4 and hit * up_blocks <= FEW_WAVES * gpu.multiprocessors
+    waves = hit * up_blocks / gpu.multiprocessors
+    few_tiles = waves <= FEW_WAVES
     if base in (NARROW8, QUEUE8) or (few_tiles and round(mean) <= NARROW8.tokens):
         tiles = hit * max(1.0, pairs / hit / NARROW8.tokens)
         resident = gpu.multiprocessors * NARROW8.resident
         one_wave = tiles * up_blocks <= resident and tiles * down_blocks <= 2 * resident
         most_bytes = NARROW_BYTES if base in (NARROW8, QUEUE8) else NARROW_BYTES_FULL
         narrow = not both or (one_wave and hit * weights * KINDS[kind].bits / 8 <= most_bytes)
-        few = (few_tiles and int4) or mean <= (QUEUE8_MEAN_E2M1 if small_float else QUEUE8_MEAN)
+        few = (few_tiles and not small_float) or mean <= (QUEUE8_MEAN_E2M1 if small_float else QUEUE8_MEAN)
         base = NARROW8 if narrow else QUEUE8 if few else QUEUE16_FOLDED if small_float else QUEUE16
     elif few_tiles:
         halves, wholes = (math.ceil(hit * -(-intermediate // of) / gpu.multiprocessors) for of in (128, 256))
-        base = kernel_for_few_tiles(base, kind, mean, hit * up_blocks / gpu.multiprocessors, 2 * halves <= 3 * wholes)
-    elif base in (QUEUE32, QUEUE64, WIDE32) and hit * up_blocks < 2 * gpu.multiprocessors:
-        base = WIDE64  # whose warpgroups share the work of few tiles
+        base = kernel_for_few_tiles(base, kind, mean, waves, 2 * halves <= 3 * wholes)
     elif isinstance(base, Queue) and not both:
         base = WIDE64  # so it is with a single group of k in the down product, hence few columns of gate and up
     most_columns, gathering = GATHERING.get(base, (0, base))
