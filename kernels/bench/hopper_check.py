@@ -169,7 +169,7 @@ def plans(recipe: Recipe, tokens: int) -> Iterator[Plan | None]:
     kind = kind_of_format(find_format(recipe.layout, recipe.element))
     group = {"e2m1": 32, "mxfp8": 32, "nvfp4": 16}.get(kind, max(0, recipe.group_size))
     gated = recipe.order != "ungated"
-    tables = [kernel for size in (0, 4096) for _, kernel in table_for(kind, size)]
+    tables = [kernel for size, waves in ((0, 0), (4096, 0), (4096, 99)) for _, kernel in table_for(kind, size, waves)]
     for base in dict.fromkeys(tables):
         kernel = kernel_for(base, kind, group)
         yield Plan(kernel)

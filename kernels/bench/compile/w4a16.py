@@ -12,9 +12,11 @@ from moeq_kernels.hopper.w4a16.plan import (
     E2M1_TABLE,
     GATHERING,
     LONG_TABLE,
+    LONG_TABLE_MANY,
     TABLE,
     WIDE32,
     WIDE64,
+    WIDE64_HALVES,
     WIDE96,
     WIDE160,
     Direct,
@@ -101,7 +103,8 @@ def cases() -> list[Case]:
     """Every kernel of the plan's table, as gate-up (whole and split) and down product, and in all formats."""
     result = []
     gathering = [kernel for _, kernel in GATHERING.values()]
-    for kernel in dict.fromkeys((DIRECT, *(kernel for _, kernel in TABLE + LONG_TABLE), *gathering)):
+    tables = dict.fromkeys(kernel for table in (TABLE, LONG_TABLE, LONG_TABLE_MANY) for _, kernel in table)
+    for kernel in dict.fromkeys((DIRECT, *tables, *gathering)):
         name = f"{type(kernel).__name__.lower()}{kernel.tokens}{'g' if kernel in gathering else ''}"
         base = Case(f"{name}-gate-up", kernel)
         if isinstance(kernel, Queue):  # both products
@@ -115,11 +118,13 @@ def cases() -> list[Case]:
             if isinstance(kernel, Direct) and case.epilogue != PLAIN and not case.epilogue.gated:
                 continue  # these kernels have a gate
             result.append(replace(case, kernel=kernel_for(kernel, case.kind, case.group)))
-    for kernel in (WIDE32, WIDE64, WIDE96, WIDE160):
+    for kernel in (WIDE32, WIDE64, WIDE64_HALVES, WIDE96, WIDE160):
         for suffix, changes in _FLOATS.items():
+            if kernel.gathers and changes.get("epilogue") == PLAIN:
+                continue  # rows of a down product are in order
             chosen = kernel_for(kernel, changes["kind"], changes.get("group", 128))
-            result.append(Case(f"wide{kernel.tokens}-{suffix}", chosen, **changes))
-    for kernel in (kernel for _, kernel in E2M1_TABLE if kernel not in dict(TABLE + LONG_TABLE).values()):
+            result.append(Case(f"wide{kernel.tokens}{'g' * kernel.gathers}-{suffix}", chosen, **changes))
+    for kernel in (kernel for _, kernel in E2M1_TABLE if kernel not in tables):
         for suffix, changes in _FORMATS.items():
             if changes.get("kind") == "e2m1":
                 name = f"{type(kernel).__name__.lower()}{kernel.tokens}e-{suffix}"

@@ -53,7 +53,9 @@ def cases() -> Iterator[tuple[str, str, Recipe, Any, int]]:
     int4, int8 = Recipe(group_size=128), Recipe("int8-w8a8/1", "int8")
     blocks = Recipe("fp8-block-identity/1", "e4m3", group_size=128, activation_dtype="fp8")
     kernels = dict.fromkeys(
-        kernel for table in (w4a16.LONG_TABLE, w4a16.TABLE, w4a16.E2M1_TABLE) for _, kernel in table
+        kernel
+        for table in (w4a16.LONG_TABLE, w4a16.LONG_TABLE_MANY, w4a16.TABLE, w4a16.E2M1_TABLE)
+        for _, kernel in table
     )
     kernels |= dict.fromkeys(kernel for _, kernel in w4a16.GATHERING.values())
     for kernel in kernels:

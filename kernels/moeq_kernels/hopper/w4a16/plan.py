@@ -134,6 +134,7 @@ QUEUE8 = Queue(8, 3, resident=3, after=True)
 QUEUE16 = Queue(16, 3, resident=3, after=True, rows=32, down=2, least=8)
 QUEUE32 = Queue(32, 4, resident=2, up=1, down=1, least=16)
 QUEUE64 = Queue(64, 6, resident=2, step=64, up=2, down=2, least=32)
+QUEUE64_INT4 = replace(QUEUE64, stages=3, step=128)
 WIDE32 = Wide(32, 6, warpgroups=4, registers=120)
 WIDE64 = Wide(64, 6, warpgroups=4, registers=112)
 WIDE96 = Wide(96, 8, warpgroups=2, registers=232, fine=True)
@@ -168,6 +169,9 @@ _FEW: Table = ((1.0, NARROW8), (5.0, QUEUE8))
 TABLE: Table = (_FEW[0], (6.0, QUEUE8), (14.0, QUEUE16), (20.0, QUEUE32), (24.0, WIDE32), *_MANY)
 #: The same for down products of many steps (see SHORT_K).
 LONG_TABLE: Table = (_FEW[0], (6.0, QUEUE8), (14.0, QUEUE16), (26.0, QUEUE32), *_MANY)
+#: The same with so many waves of tiles that only an even flow of reads counts.
+MANY_WAVES = 7
+LONG_TABLE_MANY: Table = (*LONG_TABLE[:4], (56.0, QUEUE64_INT4), *_MANY[1:])
 #: For codes of 8 bits: with e4m3 the wide kernel wins from 12 tokens on whatever the down product.
 BYTES_TABLE: Table = (*_FEW, (12.0, QUEUE16), (24.0, WIDE32), *_MANY)
 #: For int8 and long down products; QUEUE32 was not measured with it.
@@ -209,17 +213,17 @@ def splits_for(items: float, steps: int, resident: int) -> int:
     return -(-steps // -(-steps // best))  # without empty shares
 
 
-def table_for(kind: str, intermediate: int = 0) -> Table:
-    """The table for that kind of codes and k of the down product."""
+def table_for(kind: str, intermediate: int = 0, waves: float = 0.0) -> Table:
+    """The table for that kind of codes, k of the down product and tiles of gate and up for each multiprocessor."""
     short = intermediate <= SHORT_K
     if KINDS[kind].small_float:
         return E2M1_TABLE
     if KINDS[kind].bits == 8:
         return BYTES_TABLE if short or KINDS[kind].finer else INT8_LONG_TABLE
-    return TABLE if short else LONG_TABLE
+    return TABLE if short else LONG_TABLE_MANY if waves > MANY_WAVES else LONG_TABLE
 
 
-def kernel_for_few_tiles(base: Kernel, kind: str, mean: float, waves: float, halves: bool) -> Kernel:
+def kernel_for_few_tiles(base: Kernel, kind: str, mean: float, hidden: int, waves: float, halves: bool) -> Kernel:
     """What replaces a kernel of the table with few tiles, where whole waves of programs count.
 
     Args:
@@ -232,6 +236,8 @@ def kernel_for_few_tiles(base: Kernel, kind: str, mean: float, waves: float, hal
         return WIDE64_HALVES
     if base in (QUEUE16, QUEUE16_FOLDED):
         # The queue kernel shares the k of tiles that are very few, and multiplies tiles of 16 tokens once.
+        if int4 and waves <= 0.6 and hidden > 4096:
+            return QUEUE8
         if (small_float and not 0.5 < waves <= 1.0) or (int4 and (waves > 2.0 or (waves > 1.0 and mean <= 9.0))):
             return base
     elif mean > 60.0 or base == WIDE160:
@@ -306,25 +312,25 @@ def choose(
         up = shares_for(pairs * -(-intermediate // 128), -(-hidden // kernel.step), 16, gpu)
         return Plan(kernel, up, shares_for(pairs * -(-hidden // 256), -(-intermediate // kernel.step), 8, gpu))
     small_float = KINDS[kind].small_float
-    table = table_for(kind, intermediate)
-    base = next(one for limit, one in table if mean <= limit)
     # One program too many is a second wave: here the experts hit are counted as they are, not as for single pairs.
     hit = experts * (1.0 - (1.0 - min(top_k, experts) / experts) ** (pairs / top_k))
     up_blocks, down_blocks = -(-intermediate // 128), -(-hidden // 256)
     waves = hit * up_blocks / gpu.multiprocessors
     few_tiles = waves <= FEW_WAVES
-    if base in (NARROW8, QUEUE8) or (few_tiles and round(mean) <= NARROW8.tokens):
+    base = next(one for limit, one in table_for(kind, intermediate, waves) if mean <= limit)
+    full = base not in (NARROW8, QUEUE8)
+    if not full or (few_tiles and round(mean) <= NARROW8.tokens):
         tiles = hit * max(1.0, pairs / hit / NARROW8.tokens)
         resident = gpu.multiprocessors * NARROW8.resident
         one_wave = tiles * up_blocks <= resident and tiles * down_blocks <= 2 * resident
-        most_bytes = NARROW_BYTES if base in (NARROW8, QUEUE8) else NARROW_BYTES_FULL
-        narrow = not both or (one_wave and hit * weights * KINDS[kind].bits / 8 <= most_bytes)
+        few_bytes = hit * weights * KINDS[kind].bits / 8 <= (NARROW_BYTES_FULL if full else NARROW_BYTES)
+        narrow = (one_wave and few_bytes) or not (both or full)
         few = (few_tiles and not small_float) or mean <= (QUEUE8_MEAN_E2M1 if small_float else QUEUE8_MEAN)
         base = NARROW8 if narrow else QUEUE8 if few else QUEUE16_FOLDED if small_float else QUEUE16
     elif few_tiles:
         halves, wholes = (math.ceil(hit * -(-intermediate // of) / gpu.multiprocessors) for of in (128, 256))
-        base = kernel_for_few_tiles(base, kind, mean, waves, 2 * halves <= 3 * wholes)
-    elif isinstance(base, Queue) and not both:
+        base = kernel_for_few_tiles(base, kind, mean, hidden, waves, 2 * halves <= 3 * wholes)
+    if isinstance(base, Queue) and not both:
         base = WIDE64  # so it is with a single group of k in the down product, hence few columns of gate and up
     most_columns, gathering = GATHERING.get(base, (0, base))
     gathers = intermediate <= most_columns and kind in ("uint4", "uint8")  # others leave copy warps too little time

@@ -95,10 +95,10 @@ def _check_layer(plan: Plan | None, given: dict[str, Any], pairs: int, intermedi
 
 
 def test_products_in_different_formats_are_made_apart() -> None:
-    one, _ = make_layer(Recipe(hidden=256, intermediate=256, group_size=128))
-    other, _ = make_layer(Recipe(hidden=256, intermediate=256, group_size=32))
+    one, _ = make_layer(Recipe(hidden=4352, intermediate=256, group_size=128))
+    other, _ = make_layer(Recipe(hidden=4352, intermediate=256, group_size=32))
     for w2, names in ((one.w2, ["expert_layer"]), (other.w2, ["expert_product_wide"] * 2)):
-        found = launches_of(replace(one, w2=w2), 16, SILU, None)
+        found = launches_of(replace(one, w2=w2), 20, SILU, None)
         assert [name for name, _ in found if name.startswith("expert_")] == names
 
 

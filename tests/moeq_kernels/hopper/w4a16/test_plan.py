@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import pickle
+import random
 
 import pytest
 import torch
@@ -274,3 +275,26 @@ def test_narrow_tiles_are_used_until_they_are_full() -> None:
 def test_shares_of_a_wide_down_product_have_enough_steps() -> None:
     assert choose(8 * 20, 8, 1024, 2048, 32, top_k=1).down_splits == 3
     assert choose(8 * 20, 8, 1024, 512, 32, top_k=1).down_splits == 1
+
+
+def test_long_down_products_of_many_tiles_keep_the_queue_kernel() -> None:
+    many, fewer = (choose(experts * 40, experts, 4096, 1536, 128, top_k=1).kernel for experts in (128, 64))
+    assert isinstance(many, Queue)
+    assert many.tokens == 64
+    assert isinstance(fewer, Wide)
+    assert isinstance(choose(128 * 40, 128, 4096, 1024, 128, top_k=1).kernel, Wide)
+
+
+def test_very_few_tiles_of_long_k_are_for_the_queue_kernel() -> None:
+    assert isinstance(choose(16 * 10, 16, 5376, 384, 128, top_k=1).kernel, Queue)
+    assert isinstance(choose(16 * 10, 16, 2048, 384, 128, top_k=1).kernel, Wide)
+
+
+def test_products_that_are_made_apart_never_get_the_queue_kernel() -> None:
+    pick = random.Random(7)
+    for _ in range(4000):
+        experts = 1 << pick.randint(0, 9)
+        hidden, intermediate = (256 * pick.randint(1, 32) for _ in range(2))
+        pairs = max(1, round(experts * 2 ** pick.uniform(-2, 7)))
+        kernel = choose(pairs, experts, hidden, intermediate, 128, pick.choice(list(KINDS)), both=False).kernel
+        assert not isinstance(kernel, Queue), (pairs, experts, hidden, intermediate)
