@@ -170,7 +170,7 @@ TABLE: Table = (_FEW[0], (6.0, QUEUE8), (14.0, QUEUE16), (20.0, QUEUE32), (24.0,
 #: The same for down products of many steps (see SHORT_K).
 LONG_TABLE: Table = (_FEW[0], (6.0, QUEUE8), (14.0, QUEUE16), (26.0, QUEUE32), *_MANY)
 #: The same with so many waves of tiles that only an even flow of reads counts.
-MANY_WAVES = 7
+MANY_WAVES = 9
 LONG_TABLE_MANY: Table = (*LONG_TABLE[:4], (56.0, QUEUE64_INT4), *_MANY[1:])
 #: For codes of 8 bits: with e4m3 the wide kernel wins from 12 tokens on whatever the down product.
 BYTES_TABLE: Table = (*_FEW, (12.0, QUEUE16), (24.0, WIDE32), *_MANY)
