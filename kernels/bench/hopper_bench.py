@@ -6,8 +6,8 @@
 MXFP4 layers always have what gpt-oss has: biases, interleaved rows and SwiGLU-OAI, as in `bench.peers`.
 
 Timed: from (x, topk_ids, topk_weights) to y, weights cold and hot (see `timing.py`). Floor: the larger of the bytes of
-the experts hit (words and scales), x, y and the middle activations at 4.4 TB/s and the multiplications at 790 TFLOP/s,
-both measured on an H200.
+the experts hit (words and scales), x, y and the middle activations, and the multiplications, at the rates of
+`ceilings.py`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import triton
 
+from bench.ceilings import BF16, read_rate
 from bench.hopper_check import describe
 from bench.planned import hopper_moe, planned_launches, portable_moe
 from bench.timing import SHAPES, Call, Shape, call_us, copies_needed, inputs, print_kernels, print_row, save
@@ -154,11 +155,11 @@ def weight_bytes(shape: Shape, stored: Weights, experts: float) -> float:
 
 
 def floor_us(shape: Shape, stored: Weights, tokens: int, hit: float) -> float:
-    """Least time on an H200."""
+    """Least time."""
     pairs = tokens * shape.top_k
     moved = weight_bytes(shape, stored, hit) + 4 * tokens * shape.hidden + 4 * pairs * shape.intermediate
     operations = 6 * shape.hidden * shape.intermediate * pairs
-    return max(moved / 4.4e12, operations / 790e12) * 1e6
+    return max(moved / read_rate(), operations / BF16) * 1e6
 
 
 def chosen_plan(shape: Shape, stored: Weights, tokens: int) -> Plan:

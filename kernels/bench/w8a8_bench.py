@@ -5,8 +5,8 @@
     PYTHONPATH=.:kernels python kernels/bench/w8a8_bench.py --codes mxfp4 --other   # MXFP4 x e4m3 beside W4A16
 
 Timed: from (x, topk_ids, topk_weights) to y, SiLU, float32 scales, weights cold and hot (see `timing.py`). Floor: the
-larger of the bytes of the experts hit, x, y and the middle activations at 4.4 TB/s and the multiplications at
-1580 TOP/s (twice the bf16 rate measured on an H200).
+larger of the bytes of the experts hit, x, y and the middle activations, and the multiplications, at the rates of
+`ceilings.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import triton
 
+from bench.ceilings import BYTES, read_rate
 from bench.hopper_bench import FORMATS, epilogue_of
 from bench.hopper_bench import random_experts as mxfp4_experts
 from bench.planned import hopper_fp8_moe, hopper_int8_moe, hopper_moe, planned_launches, portable_moe
@@ -92,11 +93,11 @@ def weight_bytes(shape: Shape, experts: float, codes: str) -> float:
 
 
 def floor_us(shape: Shape, tokens: int, hit: float, codes: str) -> float:
-    """Least time on an H200."""
+    """Least time."""
     pairs = tokens * shape.top_k
     moved = weight_bytes(shape, hit, codes) + 4 * tokens * shape.hidden + 2 * pairs * shape.intermediate
     operations = 6 * shape.hidden * shape.intermediate * pairs
-    return max(moved / 4.4e12, operations / 1580e12) * 1e6
+    return max(moved / read_rate(), operations / BYTES) * 1e6
 
 
 def choose(shape: Shape, tokens: int, codes: str) -> Int8Plan:

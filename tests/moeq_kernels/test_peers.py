@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from bench.ceilings import H200, READ
 from bench.peers import evaluate, shapes
 from bench.peers.conduct import Lane, Options, Run, Seat, conduct, jobs, one_cell, warm
 from bench.peers.contenders import BY_FORMAT, CONTENDERS
@@ -108,6 +109,14 @@ class TestInputs:
         many = floor(FORMATS["int4"], shapes.SHAPES["mixtral-8x7b"], 4096, 8)
         assert few.time == few.memory == pytest.approx(41.3, abs=0.1)
         assert many.time == many.compute == pytest.approx(3653, abs=1)
+
+    def test_another_gpu_reads_at_another_rate(self) -> None:
+        shape = shapes.SHAPES["mixtral-8x7b"]
+        h200, h100 = (floor(FORMATS["int4"], shape, 64, 8, rate) for rate in READ.values())
+        assert h100.memory / h200.memory == pytest.approx(READ[H200] / READ["NVIDIA H100 80GB HBM3"])
+        assert h100.compute == h200.compute
+        assert Lane({}, peak={"floor_read_tbs": 3.0}).read == 3e12
+        assert Lane({}).read == READ[H200]
 
     @pytest.mark.parametrize(
         ("name", "memory", "compute"),

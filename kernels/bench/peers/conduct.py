@@ -22,6 +22,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from bench.ceilings import H200, READ
 from bench.peers.contenders import BY_FORMAT
 from bench.peers.shapes import FORMATS, SHAPES, Group, floor
 
@@ -152,6 +153,11 @@ class Lane:
     gpu: str = ""
     peak: Document = field(default_factory=dict)
 
+    @property
+    def read(self) -> float:
+        """Bytes a second that floors count with."""
+        return float(self.peak["floor_read_tbs"]) * 1e12 if self.peak else READ[H200]
+
 
 @dataclass
 class Run:
@@ -223,14 +229,16 @@ def one_group(group: Group, lane: Lane, run: Run, deadline: float) -> None:
             run.left_out.append({**asdict(group), "tokens": rest, "reason": "time"})
             print(f"{group.format} {group.shape}: no time for {rest}", flush=True)
             break
-        cell = one_cell(group, tokens, seats, opened, run.options)
+        cell = one_cell(group, tokens, seats, opened, run.options, lane.read)
         run.cells.append(cell | {"gpu": lane.gpu, "peak_tflops": lane.peak.get("bf16_tflops")})
         print(line(cell), flush=True)
     together(seats, lambda seat: seat.order("close"))
 
 
-def one_cell(group: Group, tokens: int, seats: list[Seat], opened: Document, options: Options) -> Document:
-    """A token count: compare, capture, take turns."""
+def one_cell(
+    group: Group, tokens: int, seats: list[Seat], opened: Document, options: Options, read: float = READ[H200]
+) -> Document:
+    """A token count: compare, capture, take turns. Floors count with `read` bytes a second."""
     found: dict[str, Document] = {}
     for name, answer in opened.items():
         if "failed" in answer:
@@ -250,7 +258,7 @@ def one_cell(group: Group, tokens: int, seats: list[Seat], opened: Document, opt
         else:
             found[name]["copies"] = answer["ok"]["copies"]
     take_turns([seat for seat in timed if found[seat.name]["status"] == "right"], found, options)
-    least = floor(FORMATS[group.format], SHAPES[group.shape], tokens, hit)
+    least = floor(FORMATS[group.format], SHAPES[group.shape], tokens, hit, read)
     return {
         **asdict(group),
         "tokens": tokens,

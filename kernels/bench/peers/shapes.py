@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
+from bench.ceilings import BF16, BYTES, H200, READ
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -57,7 +59,7 @@ class Format:
         fp8_activations: rows are quantised to e4m3 on the way.
         fp8_columns: columns of a row that share a scale then; -1 is all of them, 0 as many as in the weights.
         bits: stored bits per weight, scales included.
-        peak: multiplications per second of an H200 in this arithmetic, over 1e12.
+        peak: operations per second of a Hopper GPU in this arithmetic.
     """
 
     element: str
@@ -71,7 +73,7 @@ class Format:
     int8_activations: bool = False
     fp8_activations: bool = False
     fp8_columns: int = 0
-    peak: float = 790.0
+    peak: float = BF16
 
     @property
     def code_bits(self) -> int:
@@ -95,12 +97,12 @@ FORMATS = {
     "int8": Format("int8", 128, 8 + 16 / 128),
     "mxfp4": Format("e2m1", 32, 4.25, "interleaved", "swiglu_oai", 7.0, bias=True),
     "mxfp4-silu": Format("e2m1", 32, 4.25),
-    "mxfp4-fp8": Format("e2m1", 32, 4.25, fp8_activations=True, fp8_columns=-1, peak=1580.0),
-    "int4-fp8": Format("int4", 128, 4 + 16 / 128, fp8_activations=True, fp8_columns=-1, peak=1580.0),
-    "w8a8": Format("int8", -1, 8.0, int8_activations=True, peak=1580.0),
+    "mxfp4-fp8": Format("e2m1", 32, 4.25, fp8_activations=True, fp8_columns=-1, peak=BYTES),
+    "int4-fp8": Format("int4", 128, 4 + 16 / 128, fp8_activations=True, fp8_columns=-1, peak=BYTES),
+    "w8a8": Format("int8", -1, 8.0, int8_activations=True, peak=BYTES),
     "nvfp4": Format("e2m1", 16, 4.5),
-    "fp8-block-w8a8": Format("e4m3", 128, _BLOCK, block_rows=128, fp8_activations=True, peak=1580.0),
-    "fp8-w8a8": Format("e4m3", -1, 8.0, fp8_activations=True, peak=1580.0),
+    "fp8-block-w8a8": Format("e4m3", 128, _BLOCK, block_rows=128, fp8_activations=True, peak=BYTES),
+    "fp8-w8a8": Format("e4m3", -1, 8.0, fp8_activations=True, peak=BYTES),
     "fp8-block": Format("e4m3", 128, _BLOCK, block_rows=128),
     "fp8": Format("e4m3", -1, 8.0),
 }
@@ -140,8 +142,8 @@ def _groups() -> Iterator[Group]:
 #: Groups, most telling first.
 GROUPS = tuple(_groups())
 
-#: Read bandwidth of an H200 in bytes per second, as measured; the second-level cache in bytes.
-BANDWIDTH, L2 = 4.4e12, 60e6
+#: Bytes of the largest second-level cache, an H200's.
+L2 = 60e6
 
 
 def weight_bytes(fmt: Format, shape: Shape, experts: float) -> float:
@@ -156,7 +158,7 @@ def operations(shape: Shape, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Floor:
-    """Least microseconds on an H200: for the bytes, and for the arithmetic."""
+    """Least microseconds: for the bytes, and for the arithmetic."""
 
     memory: float
     compute: float
@@ -167,7 +169,10 @@ class Floor:
         return max(self.memory, self.compute)
 
 
-def floor(fmt: Format, shape: Shape, tokens: int, hit: float) -> Floor:
-    """For `hit` experts chosen: their weights, x, y and the activations in the middle, read or written once."""
+def floor(fmt: Format, shape: Shape, tokens: int, hit: float, read: float = READ[H200]) -> Floor:
+    """For `hit` experts chosen: their weights, x, y and the activations in the middle, read or written once.
+
+    read: bytes a second.
+    """
     moved = weight_bytes(fmt, shape, hit) + 4 * tokens * shape.hidden + 4 * tokens * shape.top_k * shape.intermediate
-    return Floor(moved / BANDWIDTH * 1e6, operations(shape, tokens) / (fmt.peak * 1e12) * 1e6)
+    return Floor(moved / read * 1e6, operations(shape, tokens) / fmt.peak * 1e6)

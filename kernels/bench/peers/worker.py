@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from bench.ceilings import measured_read, median_us, read_rate
 from bench.peers import contenders
 from bench.peers.problem import Truth, make_problem, route, truth
 from bench.peers.shapes import L2, Group, weight_bytes
@@ -132,30 +133,19 @@ class Worker:
         return {}
 
     def peak(self) -> dict[str, Any]:
-        """What this GPU gives today: bf16 products, and reading memory."""
+        """What this GPU gives today: bf16 products, and reading memory; and the rate of reading that floors count."""
         square = [torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
-        big = torch.empty(2 << 30, dtype=torch.int32, device="cuda").random_()
-        products = _timed(lambda: square[0] @ square[1], 20)
-        reads = _timed(lambda: torch.max(big), 10)
-        return {"bf16_tflops": 2 * 8192**3 / products / 1e6, "read_tbs": 4 * big.numel() / reads / 1e6}
+        products = median_us(lambda: square[0] @ square[1], 20)
+        return {
+            "bf16_tflops": 2 * 8192**3 / products / 1e6,
+            "read_tbs": measured_read() / 1e12,
+            "floor_read_tbs": read_rate() / 1e12,
+        }
 
 
 def enough(replays: int, milliseconds: float) -> float:
     """Seconds after which to stop: three replays are worth four times the time."""
     return milliseconds / 1e3 * (4 if replays < 3 else 1)
-
-
-def _timed(call: Any, times: int) -> float:
-    """Microseconds, median."""
-    found = []
-    for _ in range(times + 3):
-        one, two = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        one.record()
-        call()
-        two.record()
-        two.synchronize()
-        found.append(one.elapsed_time(two) * 1e3)
-    return statistics.median(found[3:])
 
 
 def _graph(calls: list[Any]) -> tuple[torch.cuda.CUDAGraph, int]:
