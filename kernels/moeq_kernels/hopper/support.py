@@ -115,6 +115,12 @@ def fp8_reasons(problem: Problem) -> Iterator[str]:
             yield f"{name} is {matrix.layout} {matrix.element}; these kernels read {known}"
         if matrix.activation_dtype != "fp8":
             yield f"{name} does not ask for fp8 activations, which these kernels multiply"
+    w13 = problem.w13
+    if not w13.channelwise and -(-problem.hidden // w13.group_size) < w13.num_groups:
+        yield (
+            f"x has {problem.hidden} features, which end before the last group of w13 (k = {w13.k}, groups of "
+            f"{w13.group_size}); these kernels read a scale of x for each group"
+        )
 
 
 def require_w4a8(problem: Problem) -> None:
