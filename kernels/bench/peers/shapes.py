@@ -168,6 +168,11 @@ class Floor:
 
 
 def floor(fmt: Format, shape: Shape, tokens: int, hit: float) -> Floor:
-    """For `hit` experts chosen: their weights, x, y and the activations in the middle, read or written once."""
-    moved = weight_bytes(fmt, shape, hit) + 4 * tokens * shape.hidden + 4 * tokens * shape.top_k * shape.intermediate
+    """For `hit` experts chosen: their weights, x, y and the activations in the middle, read or written once.
+
+    In the middle an activation is a byte where rows are quantised, else two, written and read.
+    """
+    middle = 2 if fmt.int8_activations or fmt.fp8_activations else 4
+    moved = weight_bytes(fmt, shape, hit) + 4 * tokens * shape.hidden
+    moved += middle * tokens * shape.top_k * shape.intermediate
     return Floor(moved / BANDWIDTH * 1e6, operations(shape, tokens) / (fmt.peak * 1e12) * 1e6)
