@@ -120,6 +120,7 @@ def fused_moe_batched(
             row_weights.is_floating_point() and tuple(row_weights.shape) == (count, max_tokens),
             f"row_weights is {shape_of(row_weights)}; with x {shape_of(x)} it must be floating [{count}, {max_tokens}]",
         )
+        require(row_weights.device == x.device, f"row_weights is on {row_weights.device}, but x is on {x.device}")
     require(experts.num_experts == count, f"x is {shape_of(x)}, but there are {experts.num_experts} experts in experts")
     check_experts(x, experts, activation)
     require_runnable(x.device)

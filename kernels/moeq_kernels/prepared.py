@@ -224,9 +224,10 @@ class PreparedLayer:
             workspace.nbytes < bound.workspace_bytes
             or place % 16
             or workspace.dtype != torch.uint8
+            or workspace.device != x.device
             or not workspace.is_contiguous()
         ):
-            self._refuse_workspace(workspace, bound.workspace_bytes)
+            self._refuse_workspace(x, workspace, bound.workspace_bytes)
         if expert_map is not None:
             expert_map = self._checked_map(expert_map)  # a copy lives until the kernels are launched
         addresses = [
@@ -273,9 +274,10 @@ class PreparedLayer:
         elif (
             workspace.nbytes < planned.workspace_bytes
             or workspace.dtype != torch.uint8
+            or workspace.device != x.device
             or not workspace.is_contiguous()
         ):
-            self._refuse_workspace(workspace, planned.workspace_bytes)
+            self._refuse_workspace(x, workspace, planned.workspace_bytes)
         roots = {"x": x, "topk_weights": topk_weights, "topk_ids": topk_ids, "out": y, "workspace": workspace}
         roots |= {} if expert_map is None else {"expert_map": self._checked_map(expert_map)}
         run_with_triton(planned.launches, {**roots, **self._tensors})
@@ -284,6 +286,7 @@ class PreparedLayer:
         """The tensors as kernels take them. Raises KernelArgumentError where they do not fit."""
         problem = self.problem
         check_routing(x, topk_weights, topk_ids)
+        check_ids(topk_ids, problem.known)  # before int64 ones are cut to 32 bits
         wanted = f"{str(problem.dtype).removeprefix('torch.')} [tokens, {problem.hidden}]"
         require(
             x.dtype == problem.dtype and x.shape[1] == problem.hidden,
@@ -321,7 +324,8 @@ class PreparedLayer:
             f"out is {shape_of(out)} on {out.device}; it must be contiguous and like x, {shape_of(x)} on {x.device}"
         )
 
-    def _refuse_workspace(self, workspace: Tensor, needed: int) -> None:
+    def _refuse_workspace(self, x: Tensor, workspace: Tensor, needed: int) -> None:
+        require(workspace.device == x.device, f"workspace is on {workspace.device}, but x is on {x.device}")
         raise KernelArgumentError(
             f"workspace is {shape_of(workspace)} at {workspace.data_ptr():#x}, strides {list(workspace.stride())}; it "
             f"has to be uint8 [{needed}], contiguous, at a multiple of 16",

@@ -38,6 +38,7 @@ def expert_products(x: Tensor, matrix: PackedMatrix, ids: Tensor, *, blocks: Blo
         ids.dim() == 2 and ids.shape[0] == x.shape[0] and ids.dtype in (torch.int32, torch.int64),
         f"ids is {shape_of(ids)}; with x {shape_of(x)} it must be int32 or int64 [{x.shape[0]}, choices]",
     )
+    require(ids.device == x.device, f"ids is on {ids.device}, but x is on {x.device}")
     require(x.shape[1] <= matrix.k, f"x is {shape_of(x)}, but k = {matrix.k} is smaller than its last size")
     check_matrix("matrix", x, matrix, 1)
     require_runnable(x.device)

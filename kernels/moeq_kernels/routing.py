@@ -15,6 +15,8 @@ _SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda logits: torch.softmax(logits, dim=-1),
     "sigmoid": torch.sigmoid,
 }
+#: How many scores of a group are added.
+_GROUP_SCORES = {"max": 1, "top2": 2}
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,9 @@ def route(logits: Tensor, router: Router, correction_bias: Tensor | None = None)
     require(logits.dim() == 2 and logits.is_floating_point(), f"logits are {shape_of(logits)}; they must be [M, E]")
     tokens, experts = logits.shape
     require(router.scoring in _SCORES, f"unknown scoring '{router.scoring}'", f"known: {', '.join(_SCORES)}")
+    require(router.group_score in _GROUP_SCORES, f"unknown group_score '{router.group_score}'", "known: max, top2")
     require(
-        experts % router.num_groups == 0 and 1 <= router.topk_groups <= router.num_groups,
+        1 <= router.topk_groups <= router.num_groups and experts % router.num_groups == 0,
         f"{experts} experts in {router.num_groups} groups of which {router.topk_groups} stay: the groups must be equal",
     )
     eligible = experts // router.num_groups * router.topk_groups
@@ -79,8 +82,7 @@ def route(logits: Tensor, router: Router, correction_bias: Tensor | None = None)
 def _keep_best_groups(choice: Tensor, router: Router) -> Tensor:
     """`[M, groups, experts]` with -inf in all but the best groups."""
     best = choice.sort(dim=2, descending=True).values
-    count = 2 if router.group_score == "top2" else 1
-    group_scores = best[:, :, :count].sum(dim=2)
+    group_scores = best[:, :, : _GROUP_SCORES[router.group_score]].sum(dim=2)
     kept = torch.sort(group_scores, dim=1, descending=True, stable=True).indices[:, : router.topk_groups]
     keep = torch.zeros_like(group_scores, dtype=torch.bool).scatter(1, kept, True)
     return choice.masked_fill(~keep[:, :, None], float("-inf"))

@@ -31,12 +31,18 @@ FAMILIES: dict[str, ModuleType] = {
 #: Elements of the largest buffer with a row for each pair (float32 in the portable kernels); longer calls go through it
 #: in pieces of whole tokens.
 MOST_ELEMENTS = 1 << 30
+#: Pairs of a piece at most: with tiles of 64 rows, half as many tiles as a grid's second axis takes.
+MOST_PAIRS = 1 << 21
+#: Tokens of pieces are multiples of so many: their ids and weights begin at multiples of 16 bytes like those of a whole
+#: call, or they would need other builds.
+PIECE_GRAIN = 16
 
 
 def piece_tokens(family: str, problem: Problem) -> int:
     """Tokens that go through the buffers at a time."""
     widest = max(problem.hidden, problem.intermediate) * (4 if family == "portable" else 1)
-    return max(1, MOST_ELEMENTS // (problem.top_k * widest))
+    tokens = min(MOST_ELEMENTS // widest, MOST_PAIRS) // problem.top_k
+    return max(PIECE_GRAIN, tokens // PIECE_GRAIN * PIECE_GRAIN)
 
 
 def schedule(family: str, problem: Problem, tokens: int, plan: Any = None) -> Schedule:

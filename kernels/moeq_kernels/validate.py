@@ -79,6 +79,7 @@ def check_experts(x: Tensor, experts: PackedExperts, activation: str) -> tuple[F
         f"known: {', '.join(known[order])}",
     )
     gated = order != "ungated"
+    require(experts.num_experts >= 1, "w13.weight holds no experts", "a rank without experts adds zeros by itself")
     require(
         experts.w13.num_experts == experts.w2.num_experts,
         f"w13 holds {experts.w13.num_experts} experts, but w2 holds {experts.w2.num_experts}",

@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from bench.cases import Recipe, make_layer, route
-from moeq_kernels import KernelArgumentError, KernelUnsupportedError, fused_moe
+from moeq_kernels import (
+    KernelArgumentError,
+    KernelUnsupportedError,
+    PackedExperts,
+    expert_products,
+    fused_moe,
+    fused_moe_batched,
+    prepare,
+)
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 
@@ -77,6 +85,35 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
         timeout=120,
         check=False,
     )
+
+
+def test_ids_that_do_not_fit_32_bits_are_not_cut(call) -> None:
+    packed, routed = call
+    if routed.x.device.type != "cpu":
+        pytest.skip("ids on a GPU are not looked at")
+    with pytest.raises(KernelArgumentError, match=r"topk_ids run from 42949672\d\d to"):
+        fused_moe(routed.x, packed, routed.weights, routed.ids.long() + 2**32)
+
+
+def test_tensors_on_other_devices_are_refused(call) -> None:
+    """A kernel would take their addresses for its own device's."""
+    packed, routed = call
+    layer = prepare(packed, top_k=2, max_tokens=3)
+    elsewhere = torch.empty(layer.workspace_bytes(), dtype=torch.uint8, device="meta")
+    with pytest.raises(KernelArgumentError, match="workspace is on meta, but x is on"):
+        layer(routed.x, routed.weights, routed.ids, workspace=elsewhere)
+    with pytest.raises(KernelArgumentError, match="ids is on meta, but x is on"):
+        expert_products(routed.x, packed.w13, routed.ids.to("meta"))
+    x, counts = routed.x.expand(4, 3, 128), torch.ones(4, dtype=torch.int32, device=routed.x.device)
+    with pytest.raises(KernelArgumentError, match="row_weights is on meta, but x is on"):
+        fused_moe_batched(x, packed, counts, row_weights=torch.ones(4, 3, device="meta"))
+
+
+def test_a_layer_without_experts_is_refused(call) -> None:
+    packed, routed = call
+    w13, w2 = (dataclasses.replace(one, weight=one.weight[:0], scale=one.scale[:0]) for one in (packed.w13, packed.w2))
+    with pytest.raises(KernelArgumentError, match="holds no experts"):
+        fused_moe(routed.x, PackedExperts(w13, w2), routed.weights, routed.ids)
 
 
 def test_importing_needs_neither_torch_nor_triton() -> None:

@@ -47,6 +47,17 @@ def test_expert_parallelism(layout: str, device: torch.device) -> None:
     assert not y.isnan().any()
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_the_weight_of_a_choice_without_an_expert_does_not_count(value: float, device: torch.device) -> None:
+    packed, _ = make_layer(Recipe(), device)
+    routed = route(5, 128, 4, 2, device=device)
+    ids = routed.ids.clone()
+    ids[1:3, 0] = -1
+    wanted = fused_moe(routed.x, packed, routed.weights, ids)
+    weights = routed.weights.masked_fill(ids < 0, value)
+    assert torch.equal(fused_moe(routed.x, packed, weights, ids), wanted)
+
+
 def test_ranks_add_up_to_the_whole(device: torch.device) -> None:
     packed, layer = make_layer(Recipe(experts=6), device)
     routed = route(10, 128, 6, 3, device=device)

@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from bench import hopper_bench, timing, w8a8_bench
 from bench.ceilings import H200, READ
 from bench.peers import evaluate, shapes
 from bench.peers.conduct import Lane, Options, Run, Seat, conduct, jobs, one_cell, warm
@@ -126,6 +127,17 @@ class TestInputs:
         shape = shapes.SHAPES["mixtral-8x7b"]
         assert floor(FORMATS[name], shape, 1, 2).memory == pytest.approx(memory, abs=0.1)
         assert floor(FORMATS[name], shape, 4096, 8).compute == pytest.approx(compute, abs=1)
+
+    def test_floors_agree_with_those_of_the_other_benchmarks(self) -> None:
+        """Where rows are quantised the activations in the middle are bytes."""
+        shape, other = shapes.SHAPES["deepseek-v2-lite"], timing.Shape(64, 6, 2048, 1408)
+        for name, found in (
+            ("int4", hopper_bench.floor_us(other, hopper_bench.FORMATS["int4"], 1024, 64)),
+            ("w8a8", w8a8_bench.floor_us(other, 1024, 64, "int8")),
+            ("fp8-w8a8", w8a8_bench.floor_us(other, 1024, 64, "fp8")),
+            ("mxfp4-fp8", w8a8_bench.floor_us(other, 1024, 64, "mxfp4")),
+        ):
+            assert floor(FORMATS[name], shape, 1024, 64).time == pytest.approx(found, rel=0.003), name
 
     def test_groups_name_what_exists(self) -> None:
         assert all(group.format in FORMATS and group.shape in shapes.SHAPES for group in GROUPS)

@@ -300,7 +300,7 @@ sys.path.insert(0, {tests!r})
 from test_prepared import meta_experts
 from moeq_kernels import prepare
 from moeq_kernels.compiling import specialise
-from moeq_kernels.schedules import builds, schedule
+from moeq_kernels.schedules import builds, piece_tokens, schedule
 counts = []
 for sizes, top_k, layout, element, group, gpu, fp8 in (
     ((128, 2048, 768), 8, "marlin-wna16/1", "int4", 128, "H200", ""),
@@ -323,6 +323,19 @@ for sizes, top_k, layout, element, group, gpu, fp8 in (
         assert planned.workspace_bytes <= layer.workspace_bytes(tokens) <= most
         missing = {{specialise(launch) for launch in planned.launches}} - wanted
         assert not missing, (tokens, missing)
+for sizes, top_k, layout, gpu in (
+    ((512, 8192, 128), 22, "marlin-wna16/1", "H200"),
+    ((64, 2048, 1408), 6, "marlin-wna16/1", "A10"),
+    ((64, 1088, 704), 7, "triton-wna16/1", "L4"),
+):
+    layer = prepare(meta_experts(*sizes, layout), top_k=top_k, max_tokens=120000, gpu=gpu)
+    wanted = builds(layer.family, layer.problem, 120000)
+    piece = piece_tokens(layer.family, layer.problem)
+    assert 1000 < piece < 119000
+    for tokens in (piece + 1, piece + 5, piece + 700, 2 * piece + 3, 120000):
+        planned = schedule(layer.family, layer.problem, tokens)
+        missing = {{specialise(launch) for launch in planned.launches}} - wanted
+        assert not missing, (tokens, missing)
 print(json.dumps(counts))
 """
 
@@ -335,6 +348,14 @@ def _child(script: str, **variables: str) -> Any:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_very_long_calls_of_small_layers_fit_a_grid() -> None:
+    """CUDA's second axis takes 65535 programs: tiles of the mma.sync kernels lie on it."""
+    for gpu in ("A100", "H200"):
+        layer = prepare(meta_experts(64, 128, 64), top_k=32, max_tokens=250_000, gpu=gpu)
+        for launch in schedule(layer.family, layer.problem, 250_000).launches:
+            assert all(size < 65536 for size in launch.programs[1:]), launch.kernel
 
 
 def test_builds_are_few_and_no_number_of_tokens_needs_another() -> None:

@@ -62,6 +62,10 @@ def test_sizes_are_checked() -> None:
         route(LOGITS, Router(5, num_groups=4, topk_groups=1))
     with pytest.raises(KernelArgumentError, match=r"correction_bias is float32 \[3\]"):
         route(LOGITS, Router(2), BIAS[:3])
+    with pytest.raises(KernelArgumentError, match="in 0 groups of which 1 stay"):
+        route(LOGITS, Router(2, num_groups=0))
+    with pytest.raises(KernelArgumentError, match="unknown group_score 'top3'"):
+        route(LOGITS, Router(2, num_groups=2, group_score="top3"))  # type: ignore[arg-type]
 
 
 def test_the_result_is_what_fused_moe_takes(device: torch.device) -> None:

@@ -172,7 +172,11 @@ class Floor:
 def floor(fmt: Format, shape: Shape, tokens: int, hit: float, read: float = READ[H200]) -> Floor:
     """For `hit` experts chosen: their weights, x, y and the activations in the middle, read or written once.
 
+    In the middle an activation is a byte where rows are quantised, else two, written and read.
+
     read: bytes a second.
     """
-    moved = weight_bytes(fmt, shape, hit) + 4 * tokens * shape.hidden + 4 * tokens * shape.top_k * shape.intermediate
+    middle = 2 if fmt.int8_activations or fmt.fp8_activations else 4
+    moved = weight_bytes(fmt, shape, hit) + 4 * tokens * shape.hidden
+    moved += middle * tokens * shape.top_k * shape.intermediate
     return Floor(moved / read * 1e6, operations(shape, tokens) / fmt.peak * 1e6)

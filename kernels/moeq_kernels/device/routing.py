@@ -245,7 +245,7 @@ def sum_rows(
             value += _as_float(part)
         if weights is not None:
             weight = tl.load(weights + token * stride_w + choice, mask=token < tokens, other=0.0).to(tl.float32)
-            value *= weight[:, None]
+            value *= tl.where(row >= 0, weight, 0.0)[:, None]  # without an expert the weight may be anything
         total += value
     where = y + token.to(tl.int64)[:, None] * hidden + column[None, :]
     tl.store(where, round_to(total, y.dtype.element_ty, INTERPRET), mask=inside)

@@ -9,6 +9,8 @@ from itertools import chain
 import torch
 
 from moeq_kernels.errors import KernelUnsupportedError
+from moeq_kernels.hopper.w4a16.kinds import KINDS
+from moeq_kernels.hopper.w4a16.products import alike, kind_of, one_group
 from moeq_kernels.problem import Problem
 from moeq_kernels.records import PackedExperts, PackedMatrix
 
@@ -115,6 +117,12 @@ def fp8_reasons(problem: Problem) -> Iterator[str]:
             yield f"{name} is {matrix.layout} {matrix.element}; these kernels read {known}"
         if matrix.activation_dtype != "fp8":
             yield f"{name} does not ask for fp8 activations, which these kernels multiply"
+    w13 = problem.w13
+    if not w13.channelwise and -(-problem.hidden // w13.group_size) < w13.num_groups:
+        yield (
+            f"x has {problem.hidden} features, which end before the last group of w13 (k = {w13.k}, groups of "
+            f"{w13.group_size}); these kernels read a scale of x for each group"
+        )
 
 
 def require_w4a8(problem: Problem) -> None:
@@ -160,6 +168,19 @@ def reasons(problem: Problem) -> Iterator[str]:
         yield f"x has {problem.hidden} features; the copy engine needs a multiple of 8"
     yield from matrix_reasons("w13", problem.w13, READ)
     yield from matrix_reasons("w2", problem.w2, READ)
+    yield from mixture_reasons(problem.w13, problem.w2)
+
+
+def mixture_reasons(w13: PackedMatrix, w2: PackedMatrix) -> Iterator[str]:
+    """A reason where both are read, but not in one layer."""
+    if not {(one.layout, one.element) for one in (w13, w2)} <= READ.keys() or alike(w13, w2) or one_group(w13, w2):
+        return
+    if not (KINDS[kind_of(w13)].mixes and KINDS[kind_of(w2)].mixes):
+        first, second = (f"{one.layout} {one.element}, groups of {one.group_size}" for one in (w13, w2))
+        yield (
+            f"w13 is {first}, but w2 is {second}; of different formats these kernels read int4, int8 and MXFP4 in one "
+            "layer"
+        )
 
 
 def matrix_reasons(

@@ -54,6 +54,7 @@ def sum_choices(
         expert = expert_of(ids, expert_map, pair, experts, known, MAPPED)
         there = (at < hidden) & (expert >= 0)
         weight = gl.load(topk_weights + token * stride_w + choice).to(gl.float32)
+        weight = gl.where(expert >= 0, weight, 0.0)  # without an expert it may be anything
         value = total * 0.0
         for share in gl.static_range(SHARES):
             place = parts + (share * pairs + pair).to(gl.int64) * hidden + at

@@ -57,14 +57,12 @@ ROWS_COPIED = 4
 HEIGHT_GRAIN = 32
 
 
-def plan_for(problem: Problem, tokens: int) -> Plan | MmaPlan:
-    """Kernels and sizes for so many tokens; those of `mma.sync` where the projections' kinds differ and do not mix."""
+def plan_for(problem: Problem, tokens: int) -> Plan:
+    """Kernels and sizes for so many tokens."""
     first, second, gpu = problem.w13, problem.w2, problem.gpu
     kind, group = kind_of(first), group_of(first)
     gated, both = problem.epilogue.gated, alike(first, second)
     if not both and not one_group(first, second):
-        if not (KINDS[kind].mixes and KINDS[kind_of(second)].mixes):
-            return mma.plan_for(problem, tokens)
         # The one kernel that takes all of a format from its own matrix.
         return Plan(kernel_for(kernel_for(WIDE32, kind, group, gpu), kind_of(second), group_of(second), gpu))
     pairs = tokens * problem.top_k

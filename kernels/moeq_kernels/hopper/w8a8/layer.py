@@ -6,7 +6,7 @@ e4m3 rows have one scale, or one for each 128 columns where weights have one for
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -18,6 +18,7 @@ from moeq_kernels.hopper.w8a8.direct import direct_launches, gate_up_rows, weigh
 from moeq_kernels.hopper.w8a8.plan import (
     E4M3_NARROW_TABLE,
     E4M3_TABLE,
+    TABLE,
     Int8Direct,
     Int8Narrow,
     Int8Plan,
@@ -88,11 +89,16 @@ def plan_for(problem: Problem, tokens: int) -> Int8Plan:
     """Kernels and sizes for so many tokens."""
     pairs = tokens * problem.top_k
     sizes = (pairs, problem.experts, problem.w13.k, problem.intermediate)
-    if problem.w13.element == "int8":
-        return choose(*sizes, problem.gpu)
-    # The wide kernel reads one scale for 128 rows of gate or of up: in between each other they lie in two blocks.
-    apart = problem.w13.layout != BLOCKS or not problem.epilogue.interleaved
-    return choose(*sizes, problem.gpu, E4M3_TABLE if apart else E4M3_NARROW_TABLE)
+    table = TABLE
+    if problem.w13.element != "int8":
+        # The wide kernel reads one scale for 128 rows of gate or of up: in between each other they lie in two blocks.
+        apart = problem.w13.layout != BLOCKS or not problem.epilogue.interleaved
+        table = E4M3_TABLE if apart else E4M3_NARROW_TABLE
+    plan = choose(*sizes, problem.gpu, table)
+    if pairs > FEW_PAIRS and isinstance(plan.kernel, Int8Narrow):
+        # Adding shares needs `expert_of_row`, which is written for few pairs only.
+        plan = replace(plan, gate_up_splits=1)
+    return plan
 
 
 def launches(problem: Problem, piece: Piece, arena: Arena, plan: Int8Plan) -> list[Launch]:

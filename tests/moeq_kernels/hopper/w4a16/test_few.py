@@ -59,10 +59,11 @@ def run(
     planned = schedule("hopper-w4a16", problem, tokens, plan)
     y = torch.empty_like(routed.x)
     workspace = torch.full((planned.workspace_bytes,), 255, dtype=torch.uint8)
-    roots = {"x": routed.x, "topk_weights": routed.weights, "topk_ids": routed.ids, "out": y, "workspace": workspace}
+    ids = routed.ids if expert_map is None else expert_map[routed.ids.long()]
+    given = routed.weights.masked_fill(ids < 0, float("nan"))  # choices without an expert contribute nothing
+    roots = {"x": routed.x, "topk_weights": given, "topk_ids": routed.ids, "out": y, "workspace": workspace}
     roots |= tensors_of(packed) | ({} if expert_map is None else {"expert_map": expert_map})
     gluon_on_cpu.run_all(planned.launches, roots)
-    ids = routed.ids if expert_map is None else expert_map[routed.ids.long()]
     truth = moe(routed.x, layer, routed.weights, ids)
     return y, truth, moe(routed.x, layer, routed.weights, ids, dtype=recipe.dtype)
 

@@ -29,10 +29,9 @@ from moeq_kernels.hopper.w4a16.plan import (
     table_for,
     tokens_per_hit,
 )
-from moeq_kernels.mma.plan import MmaPlan
-from moeq_kernels.prepared import prepare, prepare_for
+from moeq_kernels.prepared import prepare
 from moeq_kernels.problem import symbolic
-from moeq_kernels.records import W13Order
+from moeq_kernels.records import PackedExperts, PackedMatrix, W13Order
 from moeq_kernels.validate import epilogue_of
 
 SHAPES = [(8, 2, 4096, 14336), (128, 8, 2048, 768), (256, 8, 7168, 256), (4, 1, 512, 192)]
@@ -124,18 +123,33 @@ def test_wide_kernels_for_floats_of_8_bits_fit(kind: str, group: int) -> None:
         assert 2 <= kernel.stages <= (H200.shared_bytes - 16640 * kernel.warpgroups) // step
 
 
-def test_the_layer_takes_mma_sync_for_mixed_formats_of_floats_only() -> None:
+def on_meta(matrix: PackedMatrix) -> PackedMatrix:
+    parts = {name: value.to("meta") for name, value in vars(matrix).items() if isinstance(value, torch.Tensor)}
+    return dataclasses.replace(matrix, **parts)
+
+
+def test_mixed_formats_of_floats_go_to_mma_sync_and_the_layer_says_so() -> None:
     one, _ = make_layer(Recipe("marlin-nvfp4/1", "e2m1", hidden=256, intermediate=256))
     other, _ = make_layer(Recipe("marlin-fp8/1", "e4m3", hidden=256, intermediate=256, group_size=128))
-    x = torch.zeros(1, 256, dtype=torch.bfloat16)
-    epilogue = epilogue_of(one, "silu", None, None, None, False)
-    for experts, mixed in ((one, False), (other, False), (dataclasses.replace(one, w2=other.w2), True)):
-        layer = prepare_for(x, experts, 2, 4096, epilogue, None, family="hopper-w4a16")
+    int4, _ = make_layer(Recipe(hidden=256, intermediate=256, group_size=128))
+    int8, _ = make_layer(Recipe("marlin-wna16/1", "int8", hidden=256, intermediate=256, group_size=32))
+    mixed, integers = dataclasses.replace(one, w2=other.w2), dataclasses.replace(int4, w2=int8.w2)
+    for experts, family in (
+        (one, "hopper-w4a16"),
+        (other, "hopper-w4a16"),
+        (integers, "hopper-w4a16"),
+        (mixed, "mma-w4a16"),
+    ):
+        layer = prepare(PackedExperts(on_meta(experts.w13), on_meta(experts.w2)), top_k=2, max_tokens=4096, gpu="H200")
+        assert layer.family == family
+        if experts is mixed:
+            assert "w13 is marlin-nvfp4/1 e2m1, groups of 16, but w2 is marlin-fp8/1 e4m3, groups of 128" in str(layer)
+            continue
+        assert layer.reason is None
         for tokens in (1, 23, 25, 4096):  # of four experts, two of a token
-            plan = layer_of_hopper.plan_for(layer.problem, tokens)
-            assert isinstance(plan, MmaPlan) == mixed, tokens
-            if not mixed:
-                assert isinstance(plan.kernel, Wide) == (tokens > 1 if experts is other else tokens == 4096), tokens
+            kernel = layer_of_hopper.plan_for(layer.problem, tokens).kernel
+            few = tokens > 1 if experts is other else tokens == 4096 or experts is integers
+            assert isinstance(kernel, Wide) == few, tokens
 
 
 @pytest.mark.parametrize(("kind", "group"), [("nvfp4", 16), ("fp8", 128), ("fp8", 0), ("mxfp8", 32)])

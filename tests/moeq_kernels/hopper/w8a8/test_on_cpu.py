@@ -132,6 +132,36 @@ def test_what_they_do_not_read() -> None:
     assert len(list(support.fp8_reasons(other))) == 4
 
 
+@pytest.mark.parametrize("recipe", [ROWS, BLOCKS])
+def test_tokens_may_be_narrower_than_the_packed_weights(recipe: Recipe) -> None:
+    """But where weights have groups, x has to reach into the last one: its scales are read by group."""
+    if not interpreter.active():
+        pytest.skip("the kernels that sort run in Triton's interpreter here")
+    packed, layer = make_layer(recipe)  # k = 176: two groups of 128
+    padded = torch.nn.functional.pad
+    for hidden, plan in ((136, Int8Plan(NARROW)), (136, Int8Plan(Int8Wide(3))), (128, Int8Plan(NARROW))):
+        x = torch.empty(0, hidden, dtype=recipe.dtype)
+        problem = prepare_for(
+            x, packed, 2, 9, epilogue_of(packed, "silu", None, None, None, False), None, family="hopper-fp8"
+        ).problem
+        problem = replace(problem, gpu=replace(problem.gpu, multiprocessors=2), dependent=False)
+        reason = support.unsupported_reason(replace(problem, interpret=False))
+        if recipe is BLOCKS and hidden == 128:
+            assert "x has 128 features, which end before the last group of w13 (k = 176" in str(reason)
+            continue
+        assert reason is None
+        routed = route(9, hidden, recipe.experts, 2)
+        y = torch.empty_like(routed.x)
+        launches = schedule("hopper-fp8", problem, 9, plan)
+        workspace = torch.full((launches.workspace_bytes,), 255, dtype=torch.uint8)
+        given = {"x": routed.x, "topk_weights": routed.weights, "topk_ids": routed.ids, "out": y}
+        gluon_on_cpu.run_all(launches.launches, {**given, "workspace": workspace, **tensors_of(packed)})
+        whole = padded(routed.x, (0, recipe.hidden - hidden))
+        truth = moe(whole, layer, routed.weights, routed.ids)
+        quantised = moe(whole, layer, routed.weights, routed.ids, dtype=recipe.dtype, fp8_groups=recipe.group_size)
+        assert relative_error(y, truth[:, :hidden]) <= 1.2 * relative_error(quantised, truth)
+
+
 @pytest.mark.parametrize(
     ("recipe", "wide"), [(ROWS, True), (BLOCKS, True), (replace(BLOCKS, order="interleaved"), False)]
 )

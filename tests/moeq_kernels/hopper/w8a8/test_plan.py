@@ -11,10 +11,21 @@ import torch
 from bench.cases import Recipe, make_layer
 from moeq_kernels.epilogue import PLAIN
 from moeq_kernels.hopper.support import int8_reasons, unsupported_reason
-from moeq_kernels.hopper.w8a8.plan import E4M3_TABLE, TABLE, Int8Direct, Int8Narrow, Int8Wide, choose, splits_for
+from moeq_kernels.hopper.w8a8.layer import plan_for
+from moeq_kernels.hopper.w8a8.plan import (
+    E4M3_NARROW_TABLE,
+    E4M3_TABLE,
+    TABLE,
+    Int8Direct,
+    Int8Narrow,
+    Int8Wide,
+    choose,
+    splits_for,
+)
 from moeq_kernels.prepared import prepare
 from moeq_kernels.problem import Problem
 from moeq_kernels.records import PackedExperts
+from moeq_kernels.sorting import FEW_PAIRS
 
 SHAPES = [(8, 2, 4096, 14336), (128, 8, 2048, 768), (256, 8, 7168, 256), (32, 4, 2880, 2880), (4, 1, 64, 48)]
 
@@ -39,6 +50,24 @@ def test_only_few_tiles_share_k() -> None:
     assert splits_for(32, 56, 2) == 8
     assert splits_for(96, 16, 2) == 1
     assert splits_for(8, 11, 2) == 1  # every share keeps LEAST_STEPS
+
+
+@pytest.mark.parametrize(
+    ("recipe", "experts"),
+    [
+        (Recipe("int8-w8a8/1", "int8", group_size=-1), 87),
+        (Recipe("fp8-block-identity/1", "e4m3", group_size=128, activation_dtype="fp8", order="interleaved"), 2),
+    ],
+)
+def test_the_k_of_gate_and_up_is_shared_only_where_rows_know_their_expert(recipe: Recipe, experts: int) -> None:
+    """Who adds shares finds scales and biases by `expert_of_row`, which is written for few pairs only."""
+    packed, _ = make_layer(dataclasses.replace(recipe, experts=experts, hidden=2560, intermediate=64))
+    problem = _problem(packed)
+    assert plan_for(problem, 2).gate_up_splits > 1
+    sizes = (problem.experts, 2560, 64, problem.gpu)
+    table = TABLE if recipe.element == "int8" else E4M3_NARROW_TABLE
+    assert choose(FEW_PAIRS + 2, *sizes, table).gate_up_splits > 1
+    assert plan_for(problem, FEW_PAIRS // 2 + 1).gate_up_splits == 1
 
 
 def test_few_pairs_of_small_experts_are_not_sorted() -> None:
