@@ -30,7 +30,7 @@ import triton
 from bench.plan_cells import NUMBERS, ROUND, Layer, cells, empty, name_of, named_cells
 from bench.routing import ROUTINGS
 from bench.timing import L2, graph_us, inputs
-from moeq_kernels import PackedExperts, PreparedLayer
+from moeq_kernels import PackedExperts, PreparedLayer, cuda
 from moeq_kernels.compiling import Specialisation, compile_all, specialise
 from moeq_kernels.gpu import GPUS
 from moeq_kernels.launch import Launch
@@ -77,7 +77,7 @@ class Sweep:
     def save(self) -> None:
         """Whole or not at all."""
         about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-        given = {name: getattr(self.options, name) for name in ("seed", "milliseconds", "routing")}
+        given = {name: getattr(self.options, name) for name in ("seed", "milliseconds", "routing", "promotion")}
         state = {"seconds": self.seconds, "starts": self.starts, "bad": self.bad}
         folder = self.options.out.parent
         folder.mkdir(parents=True, exist_ok=True)
@@ -202,6 +202,10 @@ def main() -> int:
         "--plans", default="", help="only plans whose names begin with one of these, as 'Queue 64,Wide'"
     )
     parser.add_argument("--routing", choices=ROUTINGS, default="uniform")
+    parser.add_argument(
+        "--promotion", type=int, choices=cuda.L2_PROMOTIONS, default=cuda.L2_PROMOTION,
+        help="bytes that a miss of the copy engine brings to the L2 cache",
+    )  # fmt: skip
     parser.add_argument("--cells", type=int, default=10**6, help="end after so many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--milliseconds", type=float, default=8, help="of each plan")
@@ -212,6 +216,7 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="go on with what is in --out")
     parser.add_argument("--out", type=Path, default=Path("plan-sweep.json"))
     options = parser.parse_args()
+    cuda.L2_PROMOTION = options.promotion
     if options.cell:
         work = list(named_cells(options.cell))
     else:

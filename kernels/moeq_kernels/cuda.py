@@ -28,7 +28,9 @@ PROGRAMMATIC_STREAM_SERIALIZATION = 6
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 PREFER_SHARED = 1
 SHARED_WITHOUT_ASKING = 48 * 1024
-L2_PROMOTION_128B = 2
+#: CUtensorMapL2promotion by bytes, and which of them descriptors have: what a miss brings to the L2 cache at once.
+L2_PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}
+L2_PROMOTION = 128
 MAP_BYTES = 128
 #: CUtensorMapDataType by torch dtype; the copy engine only moves bytes, so signs do not matter.
 MAP_TYPES = {
@@ -136,7 +138,7 @@ class TensorMap:
         self._kept = (sizes, strides, blocks, steps)
         addresses = tuple(ctypes.addressof(one) for one in self._kept)
         self._before = (self.address, MAP_TYPES[area.dtype], rank)
-        self._behind = (*addresses, 0, swizzle, L2_PROMOTION_128B, 0)
+        self._behind = (*addresses, 0, swizzle, L2_PROMOTIONS[L2_PROMOTION], 0)
 
     def at(self, base: int) -> None:
         """Points it at `base`, an address."""
