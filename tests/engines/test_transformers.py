@@ -16,6 +16,8 @@ from checkpoint.hub_server import OLDER, serving
 from load.deployments import LAYOUTS, convert
 
 import moeq
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
 
 transformers = pytest.importorskip("transformers", minversion="5.1", reason="transformers 5.1 is not installed")
@@ -108,6 +110,18 @@ def test_logits_and_greedy_tokens_are_those_of_the_source(name, converted, check
         torch.testing.assert_close(model(IDS).logits, wanted(IDS).logits, rtol=1e-4, atol=1e-5)
     greedy = {"max_new_tokens": 6, "do_sample": False}
     assert torch.equal(model.generate(IDS[:1], **greedy), wanted.generate(IDS[:1], **greedy))
+
+
+def test_an_activation_that_engines_call_otherwise(checkpoints, tmp_path) -> None:
+    """Gemma's config says gelu_pytorch_tanh, vLLM and the kernels gelu_tanh: it converts, and runs."""
+    source = tmp_path / "source"
+    shutil.copytree(checkpoints / "gptq-int4-g32-qwen3moe", source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu_pytorch_tanh"}))
+    moeq.convert(source, tmp_path / "out", Deployment(gpu=parse_gpu("H200"), backend="marlin"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS).logits, source_model(source)(IDS).logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["gptq-int4-g32-qwen3moe", "mxfp4-gptoss"])
