@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import os
@@ -172,6 +173,34 @@ def test_a_device_map_works(converted) -> None:
     pytest.importorskip("accelerate", reason="device_map needs accelerate")
     model = AutoModelForCausalLM.from_pretrained(converted["gptq-int4-g128-mixtral"], device_map="cpu")
     assert model(IDS).logits.shape == (2, 7, 64)
+
+
+def held(model: torch.nn.Module) -> list[bool]:
+    """Whether a layer's experts hold on to weights, beside their own parameters."""
+    return [one.converted._prepared is not None for one in model.modules() if hasattr(one, "converted")]
+
+
+def test_weights_that_are_offloaded_are_not_held(converted) -> None:
+    """accelerate puts them on the device for the time of a call: all layers' would be there otherwise."""
+    accelerate = pytest.importorskip("accelerate", reason="offloading is accelerate's")
+    model = AutoModelForCausalLM.from_pretrained(converted["gptq-int4-g32-qwen3moe"], dtype=torch.bfloat16)
+    experts = [module for module in model.modules() if hasattr(module, "converted")]
+    for module in experts:
+        module.converted.run_on = "kernels"
+    with torch.no_grad():
+        wanted = model(IDS[:1, :3]).logits
+        assert held(model) == [True, True]
+        assert held(copy.deepcopy(model)) == [False, False]
+        for module in experts:
+            module.converted.run_on = "reference"  # as on a CPU
+        model(IDS[:1, :3])
+        assert held(model) == [False, False]
+        for module in experts:
+            module.converted.run_on = "kernels"
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+        assert torch.equal(model(IDS[:1, :3]).logits, wanted)
+        assert held(model) == [False, False]
+        assert {module.w13_weight.device.type for module in experts} == {"meta"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
