@@ -34,9 +34,12 @@ MOST_ELEMENTS = 1 << 30
 
 
 def piece_tokens(family: str, problem: Problem) -> int:
-    """Tokens that go through the buffers at a time."""
+    """Tokens that go through the buffers at a time.
+
+    A multiple of 16, so that pieces begin at multiples of 16 bytes as calls do: code depends on that.
+    """
     widest = max(problem.hidden, problem.intermediate) * (4 if family == "portable" else 1)
-    return max(1, MOST_ELEMENTS // (problem.top_k * widest))
+    return max(1, MOST_ELEMENTS // (16 * problem.top_k * widest)) * 16
 
 
 def schedule(family: str, problem: Problem, tokens: int, plan: Any = None) -> Schedule:
