@@ -272,6 +272,12 @@ class TestRefusals:
         with pytest.raises(ValueError, match="moeq"):
             model.save_pretrained(tmp_path / "saved")
 
+    def test_plain_weights_are_the_sources(self, converted) -> None:
+        model = AutoModelForCausalLM.from_pretrained(converted[self.name])
+        with pytest.raises(MoeqError, match="not made plain weights again") as caught:
+            model.dequantize()
+        assert "moeq restore" in (caught.value.hint or "")
+
 
 class TestVersions:
     """The installed version is read from the package's metadata, of which a folder in front holds another."""
