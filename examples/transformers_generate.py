@@ -1,6 +1,7 @@
 """Generate with transformers from a converted checkpoint: `transformers_generate.py DST "The capital of France is"`.
 
-Works for Mixtral, Qwen3-MoE and gpt-oss. The import is all that is needed; on a GPU the experts run in moeq's kernels.
+Works for models whose experts take transformers' experts interface (`docs/loaders.md`). The import is all that is
+needed; on a GPU the experts run in moeq's kernels.
 """
 
 import sys

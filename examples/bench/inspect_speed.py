@@ -9,6 +9,7 @@ memory:
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -50,8 +51,11 @@ def measure(folder: Path) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", nargs="?", type=Path, help="where the checkpoint is written (default: removed again)")
+    given = parser.parse_args().folder
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(scratch) / "synthetic"
+        folder = given or Path(scratch) / "synthetic"
         write_checkpoint(folder)
         sys.stdout.write(measure(folder))
 

@@ -65,12 +65,15 @@ _MLA |= {
     | {"mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 64}
 }
 
+_QWEN3_NEXT: dict[str, Any] = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 128}
+_QWEN3_NEXT |= {"linear_value_head_dim": 128, "layer_types": ["linear_attention", "full_attention"]}
+_SLIDING: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32}
+
 #: Family to what it needs beyond that.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {},
     "qwen3_moe": {},
-    "qwen3_next": {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 128}
-    | {"linear_value_head_dim": 128, "layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_next": _QWEN3_NEXT,
     "mixtral": {},
     "olmoe": {},
     "phimoe": {"attention_bias": True, "lm_head_bias": True},
@@ -85,9 +88,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 1, "expert_layer_offset": 0}
     | {"mamba_d_state": 8, "mamba_dt_rank": 8, "use_mamba_kernels": False},
     "lfm2_moe": {"num_dense_layers": 0, "layer_types": ["conv", "full_attention"]},
-    "afmoe": {"num_dense_layers": 0, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32},
+    "afmoe": {"num_dense_layers": 0} | _SLIDING,
     "exaone_moe": {"sliding_window": 32, "sliding_window_pattern": 2},
     "solar_open": {},
+    "qwen3_5_moe_text": _QWEN3_NEXT,
+    "deepseek_v32": _MLA | {"index_n_heads": 2, "index_head_dim": 64, "index_topk": 8},
+    "glm4_moe_lite": _MLA,
+    "cohere2_moe": _SLIDING,
+    "mimo_v2_flash": _SLIDING,
+    "laguna": {},
+    "nemotron_h": {"layers_block_type": ["moe", "attention"]},
+    "mellum": {},
+    "minimax": {},
+    "hy_v3": {},
+    "kolibri1": {},
 }
 
 #: Keys of published configs that transformers' class leaves out, since it knows no other value, and engines read.

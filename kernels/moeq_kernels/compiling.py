@@ -14,12 +14,15 @@ import json
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -214,16 +217,22 @@ def _file(wanted: Specialisation, gpu: Gpu) -> Path:
 
 
 def stored(wanted: Specialisation, gpu: Gpu) -> Binary | None:
-    """A build from the cache folder; None where it is not there or not whole."""
+    """A build from the cache folder; None where it is not there, cannot be read or is damaged."""
     try:
-        head, _, code = _file(wanted, gpu).read_bytes().partition(b"\n")
-        about = json.loads(head)
-        if len(code) != about["bytes"]:
-            return None
-        boxes = tuple((swizzle, tuple(block)) for swizzle, block in about["boxes"])
-        return Binary(code, about["name"], about["warps"], about["shared"], boxes, tuple(about["parameters"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        digest, _, rest = _file(wanted, gpu).read_bytes().partition(b"\n")
+    except OSError:
         return None
+    if digest != _digest(rest):
+        return None
+    head, _, code = rest.partition(b"\n")
+    about = json.loads(head)
+    boxes = tuple((swizzle, tuple(block)) for swizzle, block in about["boxes"])
+    return Binary(code, about["name"], about["warps"], about["shared"], boxes, tuple(about["parameters"]))
+
+
+def _digest(rest: bytes) -> bytes:
+    """First line of a file in the cache folder, of what follows."""
+    return hashlib.sha256(rest).hexdigest().encode()
 
 
 def binary(wanted: Specialisation, gpu: Gpu) -> Binary:
@@ -240,17 +249,27 @@ def binary(wanted: Specialisation, gpu: Gpu) -> Binary:
     )
     parameters = parameters_of(built.asm["ptx"])
     found = Binary(built.asm["cubin"], metadata.name, metadata.num_warps, metadata.shared, boxes, parameters)
-    path = _file(wanted, gpu)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            about = {"name": found.name, "warps": found.warps, "shared": found.shared, "boxes": found.boxes}
-            about["parameters"] = found.parameters
-            file.write(json.dumps({**about, "bytes": len(found.code)}).encode() + b"\n" + found.code)
-        os.replace(file.name, path)  # whole or not at all, whoever else writes it
-    except OSError:  # a folder that cannot be written costs compiling again
-        pass
+    about = {"name": found.name, "warps": found.warps, "shared": found.shared, "boxes": found.boxes}
+    about["parameters"] = found.parameters
+    rest = json.dumps(about).encode() + b"\n" + found.code
+    with suppress(OSError):  # a folder that cannot be written costs compiling again
+        _keep(_file(wanted, gpu), _digest(rest) + b"\n" + rest)
     return found
+
+
+def _keep(path: Path, content: bytes) -> None:
+    """Writes a file whole or not at all, whoever else writes it; others may read it. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    number, name = tempfile.mkstemp(dir=path.parent)
+    try:
+        with open(number, "wb") as file:
+            file.write(content)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
 
 
 def _function(wanted: Specialisation) -> Any:
@@ -281,17 +300,21 @@ def compile_all(wanted: Iterable[Specialisation], gpu: Gpu, workers: int | None 
     workers = min(len(tasks), workers or len(os.sched_getaffinity(0)))
     if not tasks:
         return Warmed(len(builds), 0, time.monotonic() - begin)
-    queue = iter(tasks)
-    with ThreadPoolExecutor(workers) as threads:  # each feeds one process; `next` on a shared iterator is atomic
-        done = list(threads.map(lambda _: _feed(queue, gpu), range(workers)))
+    queue = deque(tasks)
+    with ThreadPoolExecutor(workers) as threads:  # each feeds one process
+        try:
+            done = list(threads.map(lambda _: _feed(queue, gpu), range(workers)))
+        except BaseException:  # interrupted, or one has failed: the others end what they are at
+            queue.clear()
+            raise
     return Warmed(len(builds), sum(done), time.monotonic() - begin, stored(tasks[0], gpu) is not None)
 
 
 _WORKER = "from moeq_kernels.compiling import work; work()"
 
 
-def _feed(tasks: Iterable[Specialisation], gpu: Gpu) -> int:
-    """Gives one process a task after the other; returns how many it had to compile."""
+def _feed(tasks: deque[Specialisation], gpu: Gpu) -> int:
+    """Gives one process a task after the other while there are some; returns how many it had to compile."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.Popen(
@@ -301,17 +324,23 @@ def _feed(tasks: Iterable[Specialisation], gpu: Gpu) -> int:
     assert process.stdout is not None
     compiled = 0
     try:
-        for task in tasks:
+        while True:
+            try:
+                task = tasks.popleft()  # atomic
+            except IndexError:
+                break
             pickle.dump((task, gpu), process.stdin)
             process.stdin.flush()
             answer = pickle.load(process.stdout)
             if isinstance(answer, str):
                 raise KernelEnvironmentError(f"{task.kernel} does not compile: {answer}")
             compiled += answer
-    except EOFError:
-        raise KernelEnvironmentError("a process that compiled kernels ended early") from None
+    except (EOFError, BrokenPipeError):
+        code = process.wait()
+        raise KernelEnvironmentError(f"a process that compiled kernels ended early, with exit code {code}") from None
     finally:
-        process.stdin.close()
+        with suppress(BrokenPipeError):  # what it did not read any more
+            process.stdin.close()
         process.wait()
         process.stdout.close()
     return compiled
@@ -319,6 +348,7 @@ def _feed(tasks: Iterable[Specialisation], gpu: Gpu) -> int:
 
 def work() -> None:
     """The other end of `_feed`: compiles what comes in until nothing more does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes to all; the other process ends this one
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # keep what a compiler prints out of the answers on stdout
     while True:

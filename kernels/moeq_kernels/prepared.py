@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch._subclasses.fake_tensor import FakeTensor
 
 from moeq_kernels import portable
 from moeq_kernels.areas import Area
@@ -52,14 +54,14 @@ class Program:
         self.roots = (*MOVING, *names)
         self.maps: dict[Any, int] = {}
         self.bounds: OrderedDict[int, Any] = OrderedDict()
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
 
     def bind(self, tokens: int) -> Any:
         """The launches for so many tokens, which are new."""
         from moeq_kernels.cuda import Bound
 
         planned = schedule(self.family, self.problem, tokens, self.plan)
-        with self._lock, torch.cuda.device(self.device):
+        with self.lock, torch.cuda.device(self.device):
             found = self.bounds[tokens] = Bound(planned, self.roots, self.maps, self.problem.gpu, self.device)
             while len(self.bounds) > KEPT:
                 self.bounds.popitem(last=False)
@@ -168,12 +170,12 @@ class PreparedLayer:
         a constant to it).
         """
         if torch.compiler.is_compiling():
-            y = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
-            torch.ops.moeq_kernels.layer(y, x, topk_weights, topk_ids, expert_map, workspace, self._handle)
-            return y
+            return self._as_operator(x, topk_weights, topk_ids, out, workspace, expert_map)
         if (x.requires_grad or topk_weights.requires_grad) and torch.is_grad_enabled():
             result: Tensor = Forward.apply(x, topk_weights, topk_ids, out, workspace, expert_map, self)
             return result
+        if type(x) is FakeTensor or _len_torch_dispatch_stack():  # shapes without numbers, or calls that are recorded
+            return self._as_operator(x, topk_weights, topk_ids, out, workspace, expert_map)
         # What follows costs host time in every call: nothing is looked at twice, and messages are made when needed.
         dtype, hidden, top_k, device = self._expected
         tokens = x.shape[0]
@@ -208,10 +210,20 @@ class PreparedLayer:
             self._run(x, topk_weights, topk_ids, y, workspace, expert_map)
         return y
 
+    def _as_operator(
+        self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, out: Tensor | None, workspace: Tensor | None,
+        expert_map: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        y = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+        torch.ops.moeq_kernels.layer(y, x, topk_weights, topk_ids, expert_map, workspace, self._handle)
+        return y
+
     def _run(
         self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, y: Tensor, workspace: Tensor | None,
         expert_map: Tensor | None,
     ) -> None:  # fmt: skip
+        if self.device.type == "meta":  # shapes are all there is
+            return
         if not self._direct:
             self._run_with_triton(x, topk_weights, topk_ids, y, workspace, expert_map)
             return
@@ -250,11 +262,12 @@ class PreparedLayer:
         """Descriptors of the weights for boxes that are new."""
         from moeq_kernels.cuda import TensorMap
 
-        for area, swizzle, block in list(self._program.maps)[len(self._maps) :]:
-            made = TensorMap(area, swizzle, block)
-            made.at(self._tensors[area.root].data_ptr() + area.offset)
-            self._kept.append(made)
-            self._maps.append(made.address)
+        with self._program.lock:  # threads may call a layer at once, and numbers of maps are those of the program
+            for area, swizzle, block in list(self._program.maps)[len(self._maps) :]:
+                made = TensorMap(area, swizzle, block)
+                made.at(self._tensors[area.root].data_ptr() + area.offset)
+                self._kept.append(made)
+                self._maps.append(made.address)
 
     def _run_aligned(self, *given: Any) -> None:
         """For tensors whose addresses are not multiples of 16 bytes: run on aligned copies."""
@@ -276,6 +289,7 @@ class PreparedLayer:
             or workspace.dtype != torch.uint8
             or workspace.device != x.device
             or not workspace.is_contiguous()
+            or workspace.data_ptr() % 16
         ):
             self._refuse_workspace(x, workspace, planned.workspace_bytes)
         roots = {"x": x, "topk_weights": topk_weights, "topk_ids": topk_ids, "out": y, "workspace": workspace}

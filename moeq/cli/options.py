@@ -114,6 +114,15 @@ class GivenDeployment:
         return make_deployment(given, file)
 
     @property
+    def named(self) -> dict[str, Any]:
+        """Those that were given, here or in the `--deploy` file; the command line wins. Raises as `make`."""
+        from moeq.deploy.options import read_deploy_file
+
+        file = self.options["deploy"]
+        here = {name: value for name, value in self.options.items() if value is not None and name != "deploy"}
+        return {**(read_deploy_file(file) if file else {}), **here}
+
+    @property
     def empty(self) -> bool:
         """Whether none was given."""
         return all(value is None for value in self.options.values())

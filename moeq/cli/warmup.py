@@ -13,6 +13,8 @@ from moeq.cli.out import Output
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from moeq.checkpoint.manifest import Manifest
+    from moeq.deploy.deployment import Deployment
     from moeq.load.warmup import WarmUp
 
 
@@ -28,21 +30,37 @@ def command(
     revision: options.RevisionOption = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Compile every kernel that serving DST needs, in parallel, into the cache on disk. Needs no GPU with --gpu."""
-    from moeq.load.ranks import Rank
+    """Compile every kernel that serving DST needs, in parallel, into the cache on disk. Needs no GPU with --gpu.
+
+    Where none of --tp, --ep and --dp is given, ranks are those that DST was converted for, and so is --dtype.
+    """
     from moeq.load.torch_loader import open_converted
     from moeq.load.warmup import kernel_gpu, warm_up
+    from moeq.oracle.engine import derive_dp
 
     out: Output = ctx.obj
-    deployment = given.make()
+    named = given.named
+    checkpoint = open_converted(dst, revision)
+    deployment = derive_dp(served(given, checkpoint.manifest))
     found = warm_up(
-        open_converted(dst, revision),
-        gpu=kernel_gpu(deployment.gpu) if given.options["gpu"] else None,
-        rank=Rank(tp_size=deployment.tp, ep_size=deployment.ep),
+        checkpoint,
+        gpu=kernel_gpu(deployment.gpu) if "gpu" in named else None,
+        tp=1 if deployment.ep > 1 else deployment.tp * deployment.dp,  # ranks that share an expert
+        ep=deployment.ep,
         dtype=deployment.dtype,
-        max_tokens=max_tokens,
+        max_tokens=max_tokens * deployment.dp,  # engines gather the tokens of all data-parallel ranks
     )
     out.answer(asdict(found), lambda console: render(console, found))
+
+
+def served(given: options.GivenDeployment, manifest: Manifest) -> Deployment:
+    """The deployment that was given; ranks and dtype are those of the conversion where none were."""
+    from moeq.deploy.deployment import Deployment
+
+    converted, named = Deployment.from_json(manifest.deployment), given.named
+    ranks = {"tp", "ep", "dp"}
+    missing = (set() if named.keys() & ranks else ranks) | {"dtype"} - named.keys()
+    return given.make(**{name: getattr(converted, name) for name in missing})
 
 
 def render(console: Console, found: WarmUp) -> None:

@@ -118,9 +118,10 @@ SGLANG_GPTQ: tuple[tuple[int, ...], tuple[int, ...]] = ((4, 8), (-1, 32, 64, 128
 #: interface.
 TRANSFORMERS_MODELS = dict.fromkeys(("mixtral", "qwen3_moe", "gpt_oss"), "5.1") | dict.fromkeys(
     (
-        *("afmoe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe"),
-        *("hunyuan_v1_moe", "jamba", "lfm2_moe", "minimax_m2", "olmoe", "phimoe", "qwen2_moe", "qwen3_next"),
-        "solar_open",
+        *("afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe"),
+        *("flex_olmo", "glm4_moe", "glm4_moe_lite", "hunyuan_v1_moe", "hy_v3", "jamba", "kolibri1", "laguna"),
+        *("lfm2_moe", "mellum", "mimo_v2_flash", "minimax", "minimax_m2", "nemotron_h", "olmoe", "phimoe", "qwen2_moe"),
+        *("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next", "solar_open"),
     ),
     "5.23",
 )
@@ -151,7 +152,7 @@ class PlannedLayer:
     Attributes:
         layout: layout id.
         w13_order: how its gate and up rows lie.
-        model_type: `model_type` of the language model's config.
+        model_type: `model_type` of the config: of the whole model, where its language model is a part.
         activation: activation function of the experts.
         dtype: activation dtype, `bf16` or `fp16`.
         platform: platform of the GPU.

@@ -74,12 +74,18 @@ class ConvertedExperts:
         kernels = self.run_on == "kernels" or (self.run_on == "auto" and x.is_cuda)
         return (self._fused if kernels else self._reference)(x, weights, ids)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies prepare for themselves."""
+        return {**self.__dict__, "_prepared": None}
+
     def _fused(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         tokens, hidden = x.shape
         key = (x.device, x.dtype, hidden, ids.shape[1])
         made = self._prepared
         if made is None or made[0] != key or made[2].max_tokens < tokens or self._moved(made[1]):
-            made = self._prepared = (key, self.module.w13_weight.data_ptr(), self._prepare(x, ids.shape[1]))
+            made = (key, self.module.w13_weight.data_ptr(), self._prepare(x, ids.shape[1]))
+            # A layer that is kept holds on to its weights. Offloaded ones are on the device for the time of a call.
+            self._prepared = None if getattr(getattr(self.module, "_hf_hook", None), "offload", False) else made
         return made[2](x, weights, ids)
 
     def _moved(self, address: int) -> bool:
@@ -109,6 +115,7 @@ class ConvertedExperts:
                 "environment.no-kernel",
                 f"experts on {x.device} run neither in moeq's kernels (CUDA, ROCm) nor as its reference (CPU)",
             )
+        self._prepared = None  # the model has left the GPU, and so may its weights
         return moe(x, self.expert, weights, ids, self.activation).to(x.dtype)
 
     def expert(self, number: int) -> Expert:

@@ -150,6 +150,14 @@ class MoeqQuantizer(HfQuantizer):  # type: ignore[misc]
                 check_kernel(module.converted.entry, model.dtype, "bf16")
         return model
 
+    def dequantize(self, model: Any, *more: Any, **named: Any) -> Any:
+        """Refused: transformers would say that it is not implemented."""
+        raise MoeqError(
+            "usage.dequantize",
+            "packed experts are not made plain weights again inside transformers",
+            "moeq restore DST OUT gives the source back",
+        )
+
     def is_serializable(self) -> bool:
         """Saving would lose the manifest; copy the folder instead."""
         return False

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from moeq.checkpoint.facts import Facts
 from moeq.checkpoint.manifest import LayerEntry
 from moeq.errors import MoeqError
 from moeq.load.kernel_experts import activation_arguments, empty_parts, kernel_experts
@@ -49,27 +50,37 @@ class WarmUp:
     seconds: float
 
 
-def warm_up(checkpoint: ConvertedCheckpoint, *, gpu: str | None, rank: Rank, dtype: str, max_tokens: int) -> WarmUp:
-    """Compile, in parallel, all kernels that a rank's layers need for 1 to `max_tokens` tokens, into their cache.
+def warm_up(
+    checkpoint: ConvertedCheckpoint, *, gpu: str | None, tp: int, ep: int, dtype: str, max_tokens: int
+) -> WarmUp:
+    """Compile, in parallel, all kernels that the layers of all ranks need for 1 to `max_tokens` tokens, into their
+    cache.
 
     Args:
         gpu: a GPU by name, whether it is here or not; None: the one that is here.
-        rank: any rank of the deployment.
+        tp: ranks that share every expert.
+        ep: ranks that share the experts.
         dtype: of the activations, `bf16` or `fp16`.
 
     Raises:
-        MoeqError: `answer.no-kernel`, `usage.*` where moeq's kernels do not run a layer so; `environment.kernels` where
-            a kernel does not compile here, where its machine code cannot be kept, and for AMD's GPUs.
+        MoeqError: `answer.no-kernel`, `usage.*` where moeq's kernels do not run a layer so; `environment.no-gpu` where
+            none is named and torch finds none; `environment.kernels` where a kernel does not compile here, where its
+            machine code cannot be kept, and for AMD's GPUs.
     """
-    from moeq_kernels import KernelError, interpreter, warmup
+    import torch
+
+    from moeq_kernels import KernelEnvironmentError, KernelError, interpreter, warmup
     from moeq_kernels.compiling import cache_folder
 
     if interpreter.active():
         raise MoeqError(
             "environment.kernels", "TRITON_INTERPRET is set: kernels are interpreted, not compiled", "unset it"
         )
+    if gpu is None and not torch.cuda.is_available():
+        raise MoeqError("environment.no-gpu", "this torch finds no GPU", "--gpu NAME needs none")
+    ranks = [Rank(i, tp, j, ep) for i in range(tp) for j in range(ep)]
     try:
-        found = list(_prepared(checkpoint, gpu, rank, dtype, max_tokens))
+        found = list(_prepared(checkpoint, gpu, ranks, dtype, max_tokens))
         here = found[0][1].problem.gpu if found else None
         if here is not None and here.backend != "cuda":
             raise MoeqError(
@@ -78,8 +89,10 @@ def warm_up(checkpoint: ConvertedCheckpoint, *, gpu: str | None, rank: Rank, dty
                 "serve the folder without: its first requests take longer",
             )
         done = warmup(layer for _, layer in found)
-    except KernelError as error:
+    except KernelEnvironmentError as error:
         raise MoeqError("environment.kernels", error.message, error.hint) from error
+    except KernelError as error:  # a layer that they do not take
+        raise MoeqError("answer.no-kernel", error.message, error.hint) from error
     if not done.kept:
         raise MoeqError(
             "environment.kernels",
@@ -91,9 +104,9 @@ def warm_up(checkpoint: ConvertedCheckpoint, *, gpu: str | None, rank: Rank, dty
 
 
 def _prepared(
-    checkpoint: ConvertedCheckpoint, gpu: str | None, rank: Rank, dtype: str, max_tokens: int
+    checkpoint: ConvertedCheckpoint, gpu: str | None, ranks: Sequence[Rank], dtype: str, max_tokens: int
 ) -> Iterator[tuple[tuple[int, ...], PreparedLayer]]:
-    """One layer of each kind, without weights."""
+    """One layer of each kind, without weights. Ranks differ where experts or features do not divide evenly."""
     import torch
 
     from moeq_kernels import prepare
@@ -102,10 +115,11 @@ def _prepared(
     kinds: dict[Any, list[tuple[LayerEntry, RankPart]]] = {}
     for entry in checkpoint.manifest.layers:
         check_kernel(entry, asked, dtype)
-        part = plan_rank(entry, rank, uneven_unit(checkpoint, entry.layer))
-        check_groups(entry, part)
-        sizes = tuple(matrix.spec for matrix in part.matrices.values())
-        kinds.setdefault((entry.layout, sizes, part.experts[1] - part.experts[0]), []).append((entry, part))
+        for rank in ranks:
+            part = plan_rank(entry, rank, uneven_unit(checkpoint, entry.layer))
+            check_groups(entry, part)
+            sizes = tuple(matrix.spec for matrix in part.matrices.values())
+            kinds.setdefault((entry.layout, sizes, part.experts[1] - part.experts[0]), []).append((entry, part))
     for layers in kinds.values():
         entry, part = layers[0]
         specs = {role: matrix.spec for role, matrix in part.matrices.items()}
@@ -118,11 +132,11 @@ def _prepared(
             max_tokens=max_tokens,
             dtype=asked,
             hidden_size=entry.matrices["w2"].spec.n,
-            num_experts=entry.num_experts if rank.ep_size > 1 else None,
+            num_experts=entry.num_experts if ranks[0].ep_size > 1 else None,
             gpu=gpu,
-            **activation_arguments(_activation(info.activation, checkpoint.source.config)),
+            **_activation_arguments(info.activation, checkpoint.source.config),
         )
-        yield tuple(entry.layer for entry, _ in layers), layer
+        yield tuple(dict.fromkeys(entry.layer for entry, _ in layers)), layer
 
 
 def kernel_gpu(gpu: Gpu) -> str:
@@ -139,7 +153,8 @@ def kernel_gpu(gpu: Gpu) -> str:
     return gpu.name if gpu.name in alike else alike[0]
 
 
-def _activation(name: str, config: Mapping[str, Any]) -> Activation:
-    """With the constants that the model's config has for it."""
+def _activation_arguments(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """As arguments of the kernels, with the constants that the model's config has for it."""
     alpha, limit = (config.get(f"swiglu_{key}", getattr(Activation, key)) for key in ("alpha", "limit"))
-    return Activation(name, alpha, limit)
+    clamp = {"limit": Facts(config).number(("swiglu_limit",))} if name == "silu" else {}
+    return activation_arguments(Activation(name, alpha, limit)) | clamp

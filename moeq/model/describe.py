@@ -206,9 +206,14 @@ def model_type(facts: Facts) -> str:
     return facts.text(("model_type",)) or "unknown"
 
 
+#: What transformers calls an activation, as engines and kernels call it (vLLM's `_STR_ALIASES` has the same row).
+_SAME_ACTIVATION = {"gelu_pytorch_tanh": "gelu_tanh"}
+
+
 def _activation(facts: Facts, family: ModelFamily) -> str:
     """The family's own activation where its code ignores the config key, else what the config says."""
-    return family.activation or facts.text(ACTIVATION) or "silu"
+    found = family.activation or facts.text(ACTIVATION) or "silu"
+    return _SAME_ACTIVATION.get(found, found)
 
 
 #: Leaf names of the per-expert bias that takes part in choosing experts.

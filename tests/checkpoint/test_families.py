@@ -316,7 +316,7 @@ ROWS = (
         sizes=("num_experts", "top_k_experts", "hidden_size", "moe_intermediate_size"),
         nested="text_config",
         router="router.proj.weight",
-        activation="gelu_pytorch_tanh",
+        activation="gelu_tanh",
     ),
     Row("inkling", "model.layers.1.mlp.experts", scoring="sigmoid"),
     Row("lfm2_moe", "model.layers.1.feed_forward.experts", W123, bias="feed_forward.expert_bias", scoring="sigmoid"),

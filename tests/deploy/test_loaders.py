@@ -165,10 +165,9 @@ def test_what_needs_scales_of_activations_is_named_where_all_are_there(
 def test_models_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     models = Path(transformers.__file__).parent / "models"
-    assert set(make_family.FAMILIES) | {"gpt_oss"} == set(
-        loaders.TRANSFORMERS_MODELS
-    )  # `test_transformers_families.py`
-    for name in loaders.TRANSFORMERS_MODELS:
+    # Run in `test_transformers_families.py` and, gpt-oss, `test_transformers.py`.
+    assert {*make_family.FAMILIES, "gpt_oss", "qwen3_5_moe"} == set(loaders.TRANSFORMERS_MODELS)
+    for name in {name.removesuffix("_text") for name in loaders.TRANSFORMERS_MODELS}:
         assert "@use_experts_implementation" in (models / name / f"modeling_{name}.py").read_text(encoding="utf-8")
     oldest = ast.literal_eval(assigned(ENGINES / "transformers_versions.py", "OLDEST"))
     assert ".".join(map(str, oldest)) == loaders.TRANSFORMERS_OLDEST == min(loaders.TRANSFORMERS_MODELS.values())

@@ -14,14 +14,18 @@ GROUP = 32
 
 
 def write_family(folder: Path, model_type: str) -> torch.nn.Module:
-    """Write a quantised checkpoint of the family, and return the model that it means, in float32.
-
-    Weights of experts are rounded to int4 codes before the model is made, so that both hold the same numbers.
-    """
+    """Write a quantised checkpoint of the family, and return the model that it means, in float32."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(make_family.family_config(model_type), dtype=torch.float32).eval()
+    return write_model(folder, AutoModelForCausalLM.from_config(make_family.family_config(model_type)).float())
+
+
+def write_model(folder: Path, model: torch.nn.Module) -> torch.nn.Module:
+    """Write a model with quantised experts, and return the one that the files mean, in float32.
+
+    Weights of experts are rounded to int4 codes before that is made, so that both hold the same numbers.
+    """
     plain = folder.with_name(folder.name + "-plain")
     model.save_pretrained(plain)
     with safe_open(plain / "model.safetensors", "pt") as file:
@@ -46,7 +50,7 @@ def write_family(folder: Path, model_type: str) -> torch.nn.Module:
     document = json.loads((plain / "config.json").read_text())
     document["quantization_config"] = checkpoint_formats.FORMATS["ct-int4"].config
     (folder / "config.json").write_text(json.dumps(document))
-    return AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+    return type(model).from_pretrained(plain, dtype=torch.float32).eval()
 
 
 def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

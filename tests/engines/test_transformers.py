@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import os
@@ -16,6 +17,8 @@ from checkpoint.hub_server import OLDER, serving
 from load.deployments import LAYOUTS, convert
 
 import moeq
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
 
 transformers = pytest.importorskip("transformers", minversion="5.1", reason="transformers 5.1 is not installed")
@@ -110,6 +113,18 @@ def test_logits_and_greedy_tokens_are_those_of_the_source(name, converted, check
     assert torch.equal(model.generate(IDS[:1], **greedy), wanted.generate(IDS[:1], **greedy))
 
 
+def test_an_activation_that_engines_call_otherwise(checkpoints, tmp_path) -> None:
+    """Gemma's config says gelu_pytorch_tanh, vLLM and the kernels gelu_tanh: it converts, and runs."""
+    source = tmp_path / "source"
+    shutil.copytree(checkpoints / "gptq-int4-g32-qwen3moe", source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu_pytorch_tanh"}))
+    moeq.convert(source, tmp_path / "out", Deployment(gpu=parse_gpu("H200"), backend="marlin"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS).logits, source_model(source)(IDS).logits, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["gptq-int4-g32-qwen3moe", "mxfp4-gptoss"])
 def test_the_kernels_give_the_same_logits(name, converted) -> None:
     """What a GPU runs, here in Triton's interpreter."""
@@ -158,6 +173,34 @@ def test_a_device_map_works(converted) -> None:
     pytest.importorskip("accelerate", reason="device_map needs accelerate")
     model = AutoModelForCausalLM.from_pretrained(converted["gptq-int4-g128-mixtral"], device_map="cpu")
     assert model(IDS).logits.shape == (2, 7, 64)
+
+
+def held(model: torch.nn.Module) -> list[bool]:
+    """Whether a layer's experts hold on to weights, beside their own parameters."""
+    return [one.converted._prepared is not None for one in model.modules() if hasattr(one, "converted")]
+
+
+def test_weights_that_are_offloaded_are_not_held(converted) -> None:
+    """accelerate puts them on the device for the time of a call: all layers' would be there otherwise."""
+    accelerate = pytest.importorskip("accelerate", reason="offloading is accelerate's")
+    model = AutoModelForCausalLM.from_pretrained(converted["gptq-int4-g32-qwen3moe"], dtype=torch.bfloat16)
+    experts = [module for module in model.modules() if hasattr(module, "converted")]
+    for module in experts:
+        module.converted.run_on = "kernels"
+    with torch.no_grad():
+        wanted = model(IDS[:1, :3]).logits
+        assert held(model) == [True, True]
+        assert held(copy.deepcopy(model)) == [False, False]
+        for module in experts:
+            module.converted.run_on = "reference"  # as on a CPU
+        model(IDS[:1, :3])
+        assert held(model) == [False, False]
+        for module in experts:
+            module.converted.run_on = "kernels"
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+        assert torch.equal(model(IDS[:1, :3]).logits, wanted)
+        assert held(model) == [False, False]
+        assert {module.w13_weight.device.type for module in experts} == {"meta"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -228,6 +271,12 @@ class TestRefusals:
         model = AutoModelForCausalLM.from_pretrained(converted[self.name])
         with pytest.raises(ValueError, match="moeq"):
             model.save_pretrained(tmp_path / "saved")
+
+    def test_plain_weights_are_the_sources(self, converted) -> None:
+        model = AutoModelForCausalLM.from_pretrained(converted[self.name])
+        with pytest.raises(MoeqError, match="not made plain weights again") as caught:
+            model.dequantize()
+        assert "moeq restore" in (caught.value.hint or "")
 
 
 class TestVersions:

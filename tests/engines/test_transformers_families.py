@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from bench_scripts import make_family
-from engines.families import write_family
+from engines.families import write_family, write_model
 from load.deployments import convert
 
 transformers = pytest.importorskip("transformers", minversion="5.1", reason="transformers 5.1 is not installed")
 
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText  # noqa: E402
 
 import moeq.engines.transformers  # noqa: E402, F401
 from moeq.errors import MoeqError  # noqa: E402
@@ -30,6 +30,27 @@ def test_logits_are_those_of_the_source(family, tmp_path: Path) -> None:
     assert any(hasattr(module, "converted") for module in model.modules())
     with torch.no_grad():
         torch.testing.assert_close(model(IDS).logits, wanted(IDS).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["AutoModelForImageTextToText", "AutoModelForCausalLM"])
+def test_a_model_that_sees_images_too(kind, tmp_path: Path) -> None:
+    """Qwen3.5 as it is published, whole and its language model alone."""
+    config = type(AutoConfig.for_model("qwen3_5_moe"))(
+        text_config=make_family.family_config("qwen3_5_moe_text").to_dict(),
+        vision_config={"depth": 1, "num_heads": 2, "num_position_embeddings": 16, "out_hidden_size": 128}
+        | dict.fromkeys(("hidden_size", "intermediate_size"), 32),
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    write_model(tmp_path / "source", AutoModelForImageTextToText.from_config(config, dtype=torch.float32))
+    folder = convert(tmp_path / "source", tmp_path / "out", "marlin-wna16/1")
+    wanted = getattr(transformers, kind).from_pretrained(tmp_path / "source-plain", dtype=torch.float32)
+    model = getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32)
+    assert sum(hasattr(module, "converted") for module in model.modules()) == 2
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS).logits, wanted(IDS).logits, rtol=1e-4, atol=1e-4)
+    greedy = {"max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(model.generate(IDS[:1], **greedy), wanted.generate(IDS[:1], **greedy))
 
 
 def test_plain_weights_are_not_read_as_packed_ones(tmp_path: Path) -> None:

@@ -16,9 +16,12 @@ from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep
 from vllm.v1.worker import workspace
 
 import moeq
-from moeq.engines.vllm.experts import ACTIVATIONS, MoeqExperts, activation_arguments
+from moeq.engines.vllm.experts import ACTIVATIONS, MoeqExperts, _prepare, activation_arguments
 from moeq.engines.vllm.rows import VERSION
 from moeq.errors import MoeqError
+from moeq.load import warmup
+from moeq.load.ranks import Rank
+from moeq.load.torch_loader import open_converted
 
 INT4 = "gptq-int4-g32-qwen3moe"
 
@@ -152,6 +155,25 @@ def test_dummy_weights_are_not_read_and_give_numbers(folders, batch, tmp_path) -
         with engine():
             layer.quant_method.process_weights_after_loading(layer)
         assert torch.isfinite(run(layer, batch)).all(), name
+
+
+@pytest.mark.parametrize("where", ["tp", "ep"])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", list(NAMES))
+def test_what_a_rank_calls_is_what_warmup_compiles(name, ranks, where, folders, gpu) -> None:
+    checkpoint = open_converted(folders[name])
+    every = [Rank(**{f"{where}_rank": rank, f"{where}_size": ranks}) for rank in range(ranks)]
+    try:
+        warmed = {layer.problem for _, layer in warmup._prepared(checkpoint, "H200", every, "bf16", 64)}
+    except MoeqError as refused:
+        if refused.code != "usage.tp":  # small checkpoints, whose halves are padded
+            raise
+        return
+    for rank in range(ranks):
+        method = experts_layer(folders[name], kernels="moeq", **{where: (rank, ranks)}).quant_method
+        packed = method.packed(method.empty(torch.bfloat16, "meta"))
+        known = 4 if where == "ep" and ranks > 1 else None
+        assert _prepare(method.moe, packed, known, "H200").problem in warmed
 
 
 class TestChoice:

@@ -10,11 +10,16 @@ import pickle
 import random
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 from bench.cases import Recipe, make_layer, route
 from moeq_kernels import (
@@ -27,7 +32,9 @@ from moeq_kernels import (
     prepare,
     warmup,
 )
+from moeq_kernels.areas import Area
 from moeq_kernels.formats import FORMATS, find_format
+from moeq_kernels.prepared import Program
 from moeq_kernels.schedules import schedule
 
 KERNELS = Path(__file__).parents[2] / "kernels"
@@ -108,6 +115,7 @@ def test_what_does_not_fit_is_refused_with_both_sides(device: torch.device) -> N
         (lambda: layer(x, weights, ids, out=x.float()), "like x"),
         (lambda: layer(x, weights, ids, workspace=small), r"workspace is uint8 \[16\]"),
         (lambda: layer(x, weights, ids, workspace=large[::2]), r"strides \[2\]; it has to be .* contiguous"),
+        (lambda: layer(x, weights, ids, workspace=large[1:]), "at a multiple of 16"),
         (lambda: layer(x, ids, weights), "topk_weights is"),
         (lambda: prepare(packed, top_k=0, max_tokens=8), "top_k is 0"),
         (lambda: prepare(packed, top_k=2, max_tokens=8, hidden_size=-8), "hidden_size is -8"),
@@ -131,6 +139,39 @@ def test_it_works_under_torch_compile(device: torch.device) -> None:
     assert torch.equal(compiled(given.x), model(given.x))
 
 
+def test_it_works_where_torch_traces_without_compiling(device: torch.device) -> None:
+    """Fake tensors, recorded programs, modes that watch operators, and export for any number of tokens."""
+    packed, _ = make_layer(Recipe(), device)
+    layer = prepare(packed, top_k=2, max_tokens=8, hidden_size=128)
+    x, weights, ids = (given := route(6, 128, 4, 2, device=device)).x, given.weights, given.ids
+    wanted = layer(x, weights, ids)
+    with FakeTensorMode() as mode:
+        fake = layer(*map(mode.from_tensor, (x, weights, ids)))
+    for one in (fake, layer(*map(mode.from_tensor, (x, weights, ids)))):
+        assert (one.shape, one.dtype, one.device) == (wanted.shape, wanted.dtype, wanted.device)
+    for tracing in ("real", "fake", "symbolic"):
+        assert torch.equal(make_fx(layer, tracing_mode=tracing)(x, weights, ids)(x, weights, ids), wanted)
+    with FlopCounterMode(display=False):
+        assert torch.equal(layer(x, weights, ids), wanted)
+        with pytest.raises(KernelUnsupportedError, match="no gradients"):
+            layer(x.clone().requires_grad_(), weights, ids).sum().backward()
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            return layer(x, weights, ids)
+
+    tokens = {0: torch.export.Dim("tokens", min=1, max=8)}
+    exported = torch.export.export(Layer(), (x, weights, ids), dynamic_shapes=(tokens,) * 3).module()
+    assert torch.equal(exported(x[:3], weights[:3], ids[:3]), wanted[:3])
+
+
+def test_a_layer_on_meta_gives_shapes(device: torch.device) -> None:
+    layer = prepare(meta_experts(4, 256, 128), top_k=2, max_tokens=8, gpu="H200")
+    x, weights = torch.empty(2, 256, dtype=torch.bfloat16, device="meta"), torch.empty(2, 2, device="meta")
+    y = layer(x, weights, weights.to(torch.int32))
+    assert (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device)
+
+
 def test_a_compiled_program_may_give_it_any_strides(device: torch.device) -> None:
     packed, _ = make_layer(Recipe(), device)
     layer = prepare(packed, top_k=2, max_tokens=8, hidden_size=128)
@@ -150,6 +191,32 @@ def test_a_copy_is_a_layer_of_its_own(device: torch.device) -> None:
         for call in (other, torch.compile(other.__call__, backend="aot_eager")):
             assert not call(given.x, given.weights, given.ids).any()
     assert layer(given.x, given.weights, given.ids).any()
+
+
+def test_threads_that_call_a_layer_first_share_its_descriptors(device: torch.device, monkeypatch) -> None:
+    """One each, in the order of their numbers: a kernel is handed a descriptor by its number."""
+
+    class Driver:  # as far as descriptors need one, and slow
+        def encode(self, *_given: Any) -> int:
+            time.sleep(0.01)
+            return 0
+
+        def check(self, status: int, what: str) -> None:
+            assert status == 0
+
+    monkeypatch.setattr("moeq_kernels.cuda.driver", Driver)
+    layer = prepare(make_layer(Recipe(), device)[0], top_k=2, max_tokens=8)
+    layer._program = Program(layer.family, layer.problem, 0, None)
+    tensors = layer._tensors = {f"w{i}": torch.empty(64, 64) for i in range(4)}
+    for i, (name, tensor) in enumerate(tensors.items()):
+        layer._program.maps[Area.like(name, tensor), 0, (8, 8)] = i
+    threads = [threading.Thread(target=layer._describe) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [made.base for made in layer._kept] == [tensor.data_ptr() for tensor in tensors.values()]
+    assert layer._maps == [made.address for made in layer._kept]
 
 
 def test_a_backward_pass_does_not_take_it_for_a_constant(device: torch.device) -> None:
