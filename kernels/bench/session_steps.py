@@ -1,4 +1,4 @@
-"""What a session on an H200 has to measure, in order. Data only: `gpu_session.py` runs it, TUNING.md shows it.
+"""What a session on an H100 or H200 has to measure, in order. Data only: `gpu_session.py` runs it, TUNING.md shows it.
 
 A new step is a row here; `python kernels/bench/gpu_session.py --rehearse --only NAME` tries it without a GPU.
 """
@@ -36,19 +36,38 @@ class Step:
 _BYTES = "python kernels/bench/w8a8_bench.py"
 _PEERS = "python -m bench.peers run --warm 12 --warm-seconds 150"
 _SERVE = "python examples/bench/serve.py --rounds 2 --users 1,8,32,128 --together --folder {out}/../checkpoints"
+#: NCCL without multicast and without kernels of the engine's own between GPUs, which not every machine allows.
+_TWO = "-- --tensor-parallel-size 2 --disable-custom-all-reduce"
+#: Cells in which an H100 was behind Humming on 25 November 2026, or close to it.
+_PLANS = "python kernels/bench/plan_sweep.py " + " ".join(
+    f"--cell {cell}"
+    for cell in (
+        "int4:deepseek-v3-tp8:32,128,512", "int4:mixtral-8x7b:8,32", "int4:minimax-m2-tp4:32", "int4:phi-3.5-moe:8",
+        "mxfp4:deepseek-v3-tp8:8,128", "w8a8:kimi-k2-tp8:32,128", "w8a8:deepseek-v3-tp8:32,128,512",
+        "w8a8:gpt-oss-120b:32,128", "w8a8:qwen3-next-80b:32,128", "w8a8:mixtral-8x7b:8,32",
+    )
+)  # fmt: skip
 _TINY = "--layers 1 --experts 8"
 _NO_TIME = "--seconds 1 --warm 0 --tokens 1"
 
 STEPS = (
     Step(
+        "plans-h100", 5, f"{_PLANS} --seconds 200 --out {{out}}/plans-h100.json",
+        "where an H100 is behind Humming: whether other plans than an H200's are better", "--dry-run",
+    ),
+    Step(
+        "promotion-h100", 4, f"{_PLANS} --promotion 256 --seconds 150 --out {{out}}/promotion-h100.json",
+        "the same cells where a miss brings 256 bytes to the L2 cache", "--dry-run", after=("plans-h100",),
+    ),
+    Step(
         "peers-fp4", 9,
-        f"{_PEERS} --seconds 520 --formats mxfp4,mxfp4-fp8,mxfp4-silu,int4-fp8,int4 --tokens 4096,128,8,512 "
+        f"{_PEERS} --seconds 520 --formats mxfp4,mxfp4-fp8,mxfp4-silu,int4-fp8,int4 --tokens 4096,512,32,1 "
         "--contenders moeq,flashinfer,flashinfer-fp8,turbomind,vllm-cutlass-w4a8 "
         "--shapes qwen3-30b-a3b,gpt-oss-20b,mixtral-8x7b --out {out}/peers-fp4",
-        "cells against FlashInfer (six so far), TurboMind, whose process ended in most, and vLLM's CUTLASS W4A8, which "
-        "has not run; Humming is left out, as it packs for six seconds a group. FlashInfer's module is built before "
-        "(`bench.bundle.flashinfer_module`, 75 minutes of a processor for both kinds of activations)", _NO_TIME,
-        module="vllm",
+        "cells against FlashInfer that are left (19 have run with bf16 activations, mostly at 8 and 128 tokens), and "
+        "TurboMind, whose process ended in most; Humming is left out, as it packs for six seconds a group. "
+        "FlashInfer's module is built before (`bench.bundle.flashinfer_module`, 75 minutes of a processor for both "
+        "kinds of activations)", _NO_TIME, module="vllm",
     ),
     *(
         Step(
@@ -58,9 +77,9 @@ STEPS = (
             f"the musts for {fmt} on the whole grid with the new routing and plans; {ran}", _NO_TIME, module="vllm",
         )
         for fmt, peer, ran in (
-            ("w8a8", "vllm-triton", "41 of 66 cells have run"),
-            ("int4", "marlin", "19 have run, beside Humming"),
-            ("mxfp4", "triton_kernels", "one has run"),
+            ("w8a8", "vllm-triton", "not with plans for an H100"),
+            ("int4", "marlin", "not beside Marlin with the plans of 24 November; at 8 tokens on an H100"),
+            ("mxfp4", "triton_kernels", "at 8 tokens on an H100, on an H200 not all layers"),
         )
     ),
     Step(
@@ -70,16 +89,16 @@ STEPS = (
         "those before", _NO_TIME, module="vllm",
     ),
     Step(
-        "serve-tp2", 9,
-        f"{_SERVE} --model qwen3-30b-a3b --format gptq --row marlin --row converted:engine --row converted:moeq "
-        "--out {out}/serve-tp2.json -- --tensor-parallel-size 2",
-        "plain TP 2: that server lost its port the last time", _TINY, gpus=2, module="vllm",
+        "serve-gpt-oss-ep2", 8,
+        f"{_SERVE} --model gpt-oss-20b --format mxfp4 --backend marlin --row auto --row marlin --row converted:moeq "
+        f"--out {{out}}/serve-gpt-oss-ep2.json {_TWO} --enable-expert-parallel",
+        "another model than Qwen3-30B on two GPUs", _TINY, gpus=2, module="vllm",
     ),
     Step(
-        "serve-ep2", 9,
+        "serve-tp2-humming", 8,
         f"{_SERVE} --model qwen3-30b-a3b --format gptq --row marlin --row humming --row converted:moeq "
-        "--out {out}/serve-ep2.json -- --tensor-parallel-size 2 --enable-expert-parallel",
-        "EP 2 with more than one round", _TINY, gpus=2, module="vllm",
+        f"--out {{out}}/serve-tp2-humming.json {_TWO}",
+        "TP 2 beside Humming, which died of an illegal memory access on two H200s", _TINY, gpus=2, module="vllm",
     ),
     Step(
         "check", 9, "python kernels/bench/hopper_check.py --quick --seconds 480 --out {out}/check.json",
