@@ -178,7 +178,7 @@ class PreparedLayer:
             return self._as_operator(x, topk_weights, topk_ids, out, workspace, expert_map)
         # What follows costs host time in every call: nothing is looked at twice, and messages are made when needed.
         dtype, hidden, top_k, device = self._expected
-        tokens = x.shape[0]
+        tokens = x.shape[0] if x.shape else 0
         if not (
             x.dtype == dtype
             and topk_weights.dtype == torch.float32
@@ -388,7 +388,9 @@ def prepare(
     scales of a feature are more than 2^11 apart.
     """
     require(top_k >= 1, f"top_k is {top_k}; it must be at least 1")
-    require(max_tokens >= 0, f"max_tokens is {max_tokens}; it must not be negative")
+    whole = isinstance(max_tokens, int) and max_tokens >= 0
+    require(whole, f"max_tokens is {max_tokens}; it must be a whole number and not negative")
+    require(isinstance(dtype, torch.dtype), f"dtype is {dtype!r}; it must be torch.bfloat16 or torch.float16")
     hidden = experts.w13.k if hidden_size is None else hidden_size
     require(hidden >= 1, f"hidden_size is {hidden}; it must be at least 1")
     require(num_experts is None or num_experts >= 1, f"num_experts is {num_experts}; it must be at least 1")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 from moeq.errors import MoeqError
 
@@ -13,16 +13,20 @@ OLDEST = (5, 1)
 
 
 def check_version() -> None:
-    """Refuse an installed transformers that is too old: before it is imported, as what is imported from it is missing.
+    """Refuse a transformers that is missing or too old: before it is imported, as what is imported from it is missing.
 
     Raises:
         MoeqError: `environment.engine-version`.
     """
-    found = version("transformers")
-    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
+    try:
+        found = version("transformers")
+    except PackageNotFoundError:
+        found = ""
+    if not found or tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
+        here = f"this is transformers {found}" if found else "it is not installed here"
         raise MoeqError(
             "environment.engine-version",
-            f"moeq's loader works with transformers {oldest} and newer, and this is transformers {found}",
+            f"moeq's loader works with transformers {oldest} and newer, and {here}",
             f"pip install 'transformers>={oldest}'",
         )

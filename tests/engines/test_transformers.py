@@ -302,6 +302,11 @@ class TestVersions:
         assert f"transformers {version}" in caught.value.message
         assert "transformers>=5.1" in (caught.value.hint or "")
 
+    def test_missing_is_said(self, tmp_path, monkeypatch) -> None:
+        monkeypatch.setattr(sys, "path", [str(tmp_path)])
+        with pytest.raises(MoeqError, match="it is not installed here"):
+            check_version()
+
     @pytest.mark.parametrize("version", ["5.1.0", "5.17.0", "5.24.0.dev0", "6.0.0"])
     def test_newer_is_not_refused(self, version, pretend) -> None:
         pretend(version)
