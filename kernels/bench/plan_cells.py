@@ -123,7 +123,7 @@ def name_of(plan: Any) -> str:
     if isinstance(plan, MmaPlan):
         return f"Mma {plan.tokens} {plan.stages} {plan.rows} x{plan.gate_up_splits}/{plan.down_splits}"
     values = [getattr(plan.kernel, field.name) for field in fields(plan.kernel)]
-    if isinstance(plan.kernel, w4a16.Queue | w4a16.Wide) and not values[-1]:
+    if isinstance(plan.kernel, w4a16.Queue | w4a16.Wide | w8a8.Int8Narrow) and not values[-1]:
         values.pop()  # as results before there was this size have it
     words = " ".join(str(int(one)) if isinstance(one, bool) else str(one) for one in values)
     return f"{type(plan.kernel).__name__} {words} x{plan.gate_up_splits}/{plan.down_splits}"

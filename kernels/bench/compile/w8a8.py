@@ -54,6 +54,8 @@ def cases() -> list[Int8Case]:
         result += [base, down, replace(base, name=f"{name}-oai", bias=True, epilogue=OAI)]
         result.append(replace(down, name=f"{name}-down-bias", bias=True, out="bf16"))
         if narrow:
+            turned = replace(kernel, rotated=True)
+            result.append(replace(base, name=f"{name}-gate-up-rotated", kernel=turned))
             result.append(replace(base, name=f"{name}-gate-up-split", split=True, out="i32"))
             result.append(replace(base, name=f"{name}-gate-up-direct", direct=True))
     for _, kernel in E4M3_TABLE:
@@ -129,7 +131,7 @@ def _narrow(case: Int8Case, kernel: Int8Narrow) -> tuple[Any, dict[str, str], di
     types = _descriptors(64, kernel.box, case.codes)
     types |= _integers("steps blocks splits rows columns stride w_rows up_row row_step experts known")
     constants = {"TOKENS": kernel.tokens, "BOX": kernel.box, "SPLIT": case.split, "DIRECT": case.direct}
-    return function, types, {**constants, "WARPGROUPS": kernel.warpgroups}
+    return function, types, {**constants, "WARPGROUPS": kernel.warpgroups, "ROTATED": kernel.rotated}
 
 
 def _direct(case: Int8Case, kernel: Int8Direct) -> tuple[Any, dict[str, str], dict[str, Any]]:

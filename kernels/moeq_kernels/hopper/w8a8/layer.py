@@ -322,6 +322,7 @@ def product_launch(
         arguments |= {"splits": splits, "rows": pairs, "experts": problem.experts, "known": problem.known}
         constants |= {"TOKENS": kernel.tokens, "BOX": kernel.box, "SPLIT": gated and splits > 1}
         constants |= {"DIRECT": found.direct, "WARPGROUPS": kernel.warpgroups, "REGISTERS": kernel.registers}
+        constants["ROTATED"] = kernel.rotated
         options |= {"maxnreg": kernel.cap} if kernel.cap else {}
         programs *= kernel.resident
     else:

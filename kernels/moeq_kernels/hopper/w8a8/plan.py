@@ -23,12 +23,14 @@ class Int8Narrow:
         stages: steps of 128 bytes of k in shared memory.
         warpgroups: that multiply, 128 rows of the weights each (1 or 2).
         resident: programs that a multiprocessor holds.
+        rotated: neighbouring programs read different columns of the weights at a time.
     """
 
     tokens: int
     stages: int
     warpgroups: int = 1
     resident: int = 1
+    rotated: bool = False
 
     @property
     def box(self) -> int:

@@ -53,7 +53,7 @@ def _find(index, tiles, num_tiles, parts, experts, known, TOKENS: gl.constexpr, 
 @gluon.jit
 def _copy_weights(
     given, TOKENS: gl.constexpr, STAGES: gl.constexpr, EPILOGUE: gl.constexpr, WARPGROUPS: gl.constexpr,
-    DIRECT: gl.constexpr, DEPENDENT: gl.constexpr,
+    DIRECT: gl.constexpr, DEPENDENT: gl.constexpr, ROTATED: gl.constexpr,
 ):
     """A copy warp: two boxes of 64 rows for each warpgroup and step."""
     (
@@ -73,17 +73,19 @@ def _copy_weights(
             mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
             bar = ready.index(stage)
             mbarrier.expect(bar, WARPGROUPS * 128 * STEP)
+            k = common.step_of(i, index, first, last, ROTATED) * STEP
             for w in gl.static_range(WARPGROUPS):
                 slot = (stage * WARPGROUPS + w) * 2
                 at = column + OWN * w
-                tma_load(first_desc, [expert, at, i * STEP], bar, w_buf.index(slot))
-                tma_load(second_desc, [expert, at + (OWN - 64), i * STEP], bar, w_buf.index(slot + 1))
+                tma_load(first_desc, [expert, at, k], bar, w_buf.index(slot))
+                tma_load(second_desc, [expert, at + (OWN - 64), k], bar, w_buf.index(slot + 1))
             it += 1
 
 
 @gluon.jit
 def _copy_tokens(
     given, TOKENS: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, DIRECT: gl.constexpr, DEPENDENT: gl.constexpr,
+    ROTATED: gl.constexpr,
 ):
     """A copy warp: the boxes of BOX tokens that hold any of the tile."""
     x_desc, x_buf, ready, empty, tiles, num_tiles, steps, blocks, splits, rows, experts, known = given
@@ -102,9 +104,10 @@ def _copy_tokens(
             for b in gl.static_range(BOXES):
                 is_last = (left <= (b + 1) * BOX) | (b == BOXES - 1)
                 mbarrier.expect(bar, (b + 1) * BOX * STEP, pred=is_last & ((left > b * BOX) | (b == 0)))
+            k = common.step_of(i, index, first, last, ROTATED) * STEP
             for b in gl.static_range(BOXES):
                 needed = (left > b * BOX) | (b == 0)
-                tma_load(x_desc, [row + b * BOX, i * STEP], bar, x_buf.index(stage * BOXES + b), pred=needed)
+                tma_load(x_desc, [row + b * BOX, k], bar, x_buf.index(stage * BOXES + b), pred=needed)
             it += 1
 
 
@@ -137,7 +140,7 @@ def _add_step(acc, weights, tokens, empty, row_scale, token_scale, GROUPED: gl.c
 @gluon.jit
 def _multiply(
     given, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, WARPGROUPS: gl.constexpr,
-    EPILOGUE: gl.constexpr, BIAS: gl.constexpr, DIRECT: gl.constexpr, DEPENDENT: gl.constexpr,
+    EPILOGUE: gl.constexpr, BIAS: gl.constexpr, DIRECT: gl.constexpr, DEPENDENT: gl.constexpr, ROTATED: gl.constexpr,
 ):
     """A multiplying warpgroup: 128 rows of the weights, 64 of gate and of up where gated."""
     (
@@ -182,8 +185,9 @@ def _multiply(
         for i in range(first, last):
             stage = it % STAGES
             if GROUPED:
-                row_scale = gl.load(w_scale + block + i, mask=own < columns, other=0.0).to(gl.float32)
-                token_scale = gl.load(x_scale + i * scale_stride + row + t, mask=present, other=0.0)
+                k = common.step_of(i, index, first, last, ROTATED)
+                row_scale = gl.load(w_scale + block + k, mask=own < columns, other=0.0).to(gl.float32)
+                token_scale = gl.load(x_scale + k * scale_stride + row + t, mask=present, other=0.0)
             mbarrier.wait(ready.index(stage), (it // STAGES) & 1)
             weights = w_view.index(stage * WARPGROUPS + WG)
             tokens = x_view.index(stage).permute((1, 0))
@@ -235,6 +239,7 @@ def w8a8_product_narrow(
     columns, stride, w_rows, up_row, row_step, experts, known, scale_stride,
     TOKENS: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, WARPGROUPS: gl.constexpr,
     REGISTERS: gl.constexpr, EPILOGUE: gl.constexpr, BIAS: gl.constexpr, DIRECT: gl.constexpr, DEPENDENT: gl.constexpr,
+    ROTATED: gl.constexpr,
 ):
     """out[row] = x[row] @ W[expert of row].T with scales, or the activation of its halves.
 
@@ -257,6 +262,7 @@ def w8a8_product_narrow(
         EPILOGUE: `epilogue.Epilogue`, what follows the product.
         WARPGROUPS: that multiply (1 or 2), 128 rows of the weights each; REGISTERS: of their threads.
         DEPENDENT: launched while the kernel before it still runs.
+        ROTATED: neighbouring items begin at different steps of k, and go around.
     """
     gl.static_assert(x_desc.dtype == gl.int8 or x_desc.dtype == gl.float8e4nv, "wgmma takes unsigned bytes as signed")
     gl.static_assert(first_desc.dtype == x_desc.dtype and second_desc.dtype == x_desc.dtype, "codes of one type")
@@ -280,9 +286,9 @@ def w8a8_product_narrow(
     if WARPGROUPS == 1:
         gl.warp_specialize(
             [
-                (_multiply, (taken, 0, TOKENS, STAGES, SPLIT, 1, EPILOGUE, BIAS, DIRECT, DEPENDENT)),
-                (_copy_weights, (weights, TOKENS, STAGES, EPILOGUE, 1, DIRECT, DEPENDENT)),
-                (_copy_tokens, (tokens, TOKENS, BOX, STAGES, DIRECT, DEPENDENT)),
+                (_multiply, (taken, 0, TOKENS, STAGES, SPLIT, 1, EPILOGUE, BIAS, DIRECT, DEPENDENT, ROTATED)),
+                (_copy_weights, (weights, TOKENS, STAGES, EPILOGUE, 1, DIRECT, DEPENDENT, ROTATED)),
+                (_copy_tokens, (tokens, TOKENS, BOX, STAGES, DIRECT, DEPENDENT, ROTATED)),
             ],
             [1, 1],
             [24, 24],
@@ -291,10 +297,10 @@ def w8a8_product_narrow(
         gl.static_assert(WARPGROUPS == 2)
         gl.warp_specialize(
             [
-                (_multiply, (taken, 0, TOKENS, STAGES, SPLIT, 2, EPILOGUE, BIAS, DIRECT, DEPENDENT)),
-                (_multiply, (taken, 1, TOKENS, STAGES, SPLIT, 2, EPILOGUE, BIAS, DIRECT, DEPENDENT)),
-                (_copy_weights, (weights, TOKENS, STAGES, EPILOGUE, 2, DIRECT, DEPENDENT)),
-                (_copy_tokens, (tokens, TOKENS, BOX, STAGES, DIRECT, DEPENDENT)),
+                (_multiply, (taken, 0, TOKENS, STAGES, SPLIT, 2, EPILOGUE, BIAS, DIRECT, DEPENDENT, ROTATED)),
+                (_multiply, (taken, 1, TOKENS, STAGES, SPLIT, 2, EPILOGUE, BIAS, DIRECT, DEPENDENT, ROTATED)),
+                (_copy_weights, (weights, TOKENS, STAGES, EPILOGUE, 2, DIRECT, DEPENDENT, ROTATED)),
+                (_copy_tokens, (tokens, TOKENS, BOX, STAGES, DIRECT, DEPENDENT, ROTATED)),
             ],
             [4, 1, 1],
             [REGISTERS, 24, 24],
