@@ -1,4 +1,4 @@
-"""First calls of a layer in threads that have done nothing with a GPU yet, and while somebody captures a graph.
+"""First calls of a layer in threads that have done nothing with a GPU yet, or while somebody captures; warming.
 
 Against the driver of `bench.host_time`, which refuses what a real one refuses there. Nothing is compiled.
 """
@@ -82,3 +82,39 @@ def test_first_calls_need_nothing_of_their_thread_and_spoil_no_capture(tmp_path:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines() == ["good"] * 7
+
+
+WARMING = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+from bench.host_time import pretend_cuda
+pretend_cuda()
+from test_prepared import meta_experts
+from moeq_kernels import cuda, prepare, prepared, warmup
+from moeq_kernels.compiling import Warmed
+loaded, compiled = set(), {}
+
+def compile_all(wanted, gpu):  # in place of the compiler
+    compiled[gpu.name] = wanted
+    return Warmed(len(wanted), 0, 0.0)
+
+prepared.compile_all = compile_all
+cuda.load = lambda wanted, gpu, device: loaded.add((device, gpu.name, wanted))
+layers = []
+for gpu, device in (("H200", "cuda:0"), ("A100", "cuda:1"), ("H200", "cuda:0"), ("L4", "meta")):
+    layer = prepare(meta_experts(8, 512, 256), top_k=2, max_tokens=64, gpu=gpu)
+    layer.device, layer._direct = torch.device(device), device != "meta"
+    layers.append(layer)
+warmup(iter(layers))
+for place in sorted({one[:2] for one in loaded}):
+    print(*place, {one[2] for one in loaded if one[:2] == place} == compiled[place[1]])
+print(*sorted(compiled))
+"""
+
+
+def test_each_gpu_loads_what_its_own_layers_need() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", WARMING, str(Path(__file__).parent)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines() == ["0 H200 True", "1 A100 True", "A100 H200 L4"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bench.cliffs import cells_of
 from bench.plan_cells import BYTES, MOST_BYTES, ROUND, cells, held_out, layer_of, name_of
 from bench.plan_regret import compact, judged, rows_of, summary, time_of
 from bench.plan_sweep import launches_of
@@ -73,3 +74,15 @@ def test_copies_keep_weights_cold_however_few_a_call_reads() -> None:
         read = megabytes * 1e6
         assert copies_needed(read) * read >= 2 * L2
         assert copies_needed(read) <= max(24, 2 * L2 / read + 1)
+
+
+def test_cliffs_stand_beside_peers_of_the_same_gpu_only(tmp_path: Path) -> None:
+    run = {"device": "H200", "cells": [{"format": "int4", "shape": "a", "tokens": 8, "contenders": {}}]}
+    path = tmp_path / "peers.json"
+    path.write_text(json.dumps(run))
+    assert cells_of(path, "H200") == {("int4", "a", 8): {}}
+    with pytest.raises(SystemExit, match="H200"):
+        cells_of(path, "H100")
+    path.write_text(json.dumps(run | {"routing": "zipf"}))
+    with pytest.raises(SystemExit, match="zipf"):
+        cells_of(path, "H200")
