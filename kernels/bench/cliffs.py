@@ -243,12 +243,19 @@ def measure(name: str, shape: Shape, stored: str, options: argparse.Namespace) -
     return rows
 
 
-def beside_peers(rows: list[dict[str, Any]], path: Path) -> None:
+def cells_of(path: Path, device: str) -> dict[tuple[str, str, int], Any]:
+    """Contenders of a side-by-side run by format, shape and tokens.
+
+    Raises SystemExit where it was of another GPU, or its tokens did not choose experts as they do here.
+    """
+    run = json.loads(path.read_text())
+    if run["device"] != device or run.get("routing", "uniform") != "uniform":
+        raise SystemExit(f"{path} is of {run['device']}, routing {run.get('routing', 'uniform')}; this is {device}")
+    return {(cell["format"], cell["shape"], cell["tokens"]): cell["contenders"] for cell in run["cells"]}
+
+
+def beside_peers(rows: list[dict[str, Any]], cells: dict[tuple[str, str, int], Any]) -> None:
     """Adds the peers' times of a side-by-side run to rows, and prints how often and by how much they are beaten."""
-    cells = {
-        (cell["format"], cell["shape"], cell["tokens"]): cell["contenders"]
-        for cell in json.loads(path.read_text())["cells"]
-    }
     ratios: dict[tuple[str, str], list[float]] = {}
     for row in rows:
         found = cells.get((row["format"], PEER_SHAPES.get(row["layer"], ""), row["tokens"]), {})
@@ -288,6 +295,7 @@ def main() -> int:
             for line in planned_launches(experts, shape, numbers, epilogue_of(shape), asked):
                 print(name, stored, line)
         return 0
+    peers = cells_of(options.peers, torch.cuda.get_device_name()) if options.peers else {}
     if options.code_for:
         pretend(options.code_for)
     begin = time.monotonic()
@@ -301,7 +309,7 @@ def main() -> int:
         if options.out:
             save(options.out, rows)
     if options.peers:
-        beside_peers(rows, options.peers)
+        beside_peers(rows, peers)
     cliffs = [row for row in rows if row.get("jump", 1.0) > CLIFF]
     for row in cliffs:
         print(f"cliff: {row['layer']} {row['format']} M={row['tokens']}: {row['jump']:.2f}")

@@ -432,7 +432,8 @@ _OTHERS: dict[str, Any] = {
         commit_group=lambda: _seen("commit"), wait_group=lambda number: _seen("committed", number=number)
     ),
     "fence_async_shared": lambda: _seen("fence"),
-    **dict.fromkeys(("barrier", "gdc_wait", "gdc_launch_dependents"), _nothing),
+    "gdc_wait": lambda: _seen("grids"),
+    **dict.fromkeys(("barrier", "gdc_launch_dependents"), _nothing),
 }
 
 

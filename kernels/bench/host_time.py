@@ -31,28 +31,37 @@ from typing import Any
 TOKENS = (1, 8, 64, 200, 512)
 LAYERS = (("qwen3-30b", "int4"), ("mixtral-tp8", "int4"), ("gpt-oss-20b", "mxfp4"), ("deepseek-v3-tp8", "int4"))
 
-#: A driver that does nothing: what `moeq_kernels.cuda` calls, and how many launches there were.
+#: A driver that does nothing: what `moeq_kernels.cuda` calls, and how many launches there were. Like a real one it
+#: refuses what needs a context in a thread that has none, and code while somebody captures, but for a thread that is
+#: relaxed about that.
 DRIVER = """
 #include <stdint.h>
 #include <stddef.h>
-static long launches, nodes; static int capturing;
+static long launches, nodes; static int capturing, others_capture;
+static __thread void *current; static __thread int mode;
 long counted_launches(void) { return launches; }
-int cuModuleLoadData(void **module, const void *image) { *module = (void *)image; return 0; }
+void somebody_captures(int does) { others_capture = does; }
+int cuModuleLoadData(void **module, const void *image) {
+    if (!current || (others_capture && mode != 2)) return current ? 900 : 201;
+    *module = (void *)image; return 0; }
 int cuModuleGetFunction(void **function, void *module, const char *name) { *function = module; return 0; }
 int cuFuncSetAttribute(void *function, int attribute, int value) { return 0; }
 int cuFuncSetCacheConfig(void *function, int config) { return 0; }
-int cuCtxGetCurrent(void **context) { *context = (void *)1; return 0; }
-int cuCtxSetCurrent(void *context) { return 0; }
+int cuDeviceGet(int *device, int number) { *device = number; return 0; }
+int cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)(1 + (long)device); return 0; }
+int cuCtxGetCurrent(void **context) { *context = current; return 0; }
+int cuCtxSetCurrent(void *context) { current = context; return 0; }
 int cuGetErrorString(int error, const char **text) { *text = "none"; return 0; }
-int cuLaunchKernelEx(const void *config, void *function, void **parameters, void **extra) { launches++; return 0; }
+int cuLaunchKernelEx(const void *config, void *function, void **parameters, void **extra) {
+    launches++; return current ? 0 : 201; }
 int cuTensorMapEncodeTiled(void *map, int type, uint32_t rank, void *address, const void *sizes, const void *strides,
     const void *box, const void *steps, int interleave, int swizzle, int promotion, int fill) {
-    *(void **)map = address; return 0; }
+    *(void **)map = address; return current ? 0 : 201; }
 int cuStreamCreate(void **stream, unsigned flags) { *stream = (void *)(16 + (long)flags); return 0; }
 int cuStreamGetPriority(void *stream, int *priority) { *priority = 0; return 0; }
 int cuStreamCreateWithPriority(void **stream, unsigned flags, int priority) { return cuStreamCreate(stream, flags); }
 int cuStreamIsCapturing(void *stream, int *is) { *is = capturing; return 0; }
-int cuThreadExchangeStreamCaptureMode(int *mode) { return 0; }
+int cuThreadExchangeStreamCaptureMode(int *given) { int last = mode; mode = *given; *given = last; return 0; }
 int cuStreamBeginCapture_v2(void *stream, int mode) { capturing = 1; nodes = launches; return 0; }
 int cuStreamEndCapture(void *stream, void **graph) {
     capturing = 0; nodes = launches - nodes; launches -= nodes; *graph = (void *)3; return 0; }
@@ -63,7 +72,7 @@ int cuGraphGetEdges_v2(void *graph, void **from, void **to, void *data, size_t *
     if (from) for (size_t i = 0; i < *count; i++) from[i] = (void *)(100 + i), to[i] = (void *)(101 + i);
     *count = nodes - 1; return 0; }
 int cuGraphInstantiateWithFlags(void **run, void *graph, uint64_t flags) { *run = (void *)4; return 0; }
-int cuGraphLaunch(void *run, void *stream) { launches++; return 0; }
+int cuGraphLaunch(void *run, void *stream) { launches++; return current ? 0 : 201; }
 int cuGraphExecKernelNodeSetParams_v2(void *run, void *node, const void *params) { return 0; }
 int cuGraphExecDestroy(void *run) { return 0; }
 int cuGraphDestroy(void *graph) { return 0; }

@@ -119,3 +119,13 @@ def e4m3_rows(rows: Tensor, group: int) -> Tensor:
 def relative_error(actual: Tensor, truth: Tensor) -> float:
     """Frobenius norm of the difference over that of the truth."""
     return float((actual.float() - truth).norm() / truth.norm().clamp(min=1e-30))
+
+
+def worst_row(actual: Tensor, truth: Tensor) -> float:
+    """The largest error of a row `[.., H]`, over its norm or (where more) that of rows in the square mean.
+
+    In `relative_error` many good rows hide a few wrong numbers.
+    """
+    norms = truth.norm(dim=1)
+    least = max(float(norms.square().mean().sqrt()), 1e-30)
+    return float(((actual.float() - truth).norm(dim=1) / norms.clamp(min=least)).max())

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,14 +125,7 @@ def check_use() -> dict[str, bool]:
         y = layer(*tensors)
     torch.cuda.current_stream().wait_stream(stream)
     results["another stream"] = torch.equal(y, wanted)
-    workspace = torch.empty(layer.workspace_bytes(24), dtype=torch.uint8, device="cuda")
-    found = torch.full_like(given.x, float("nan"))
-    torch.cuda.synchronize()
-    thread = threading.Thread(target=lambda: layer(*tensors, out=found, workspace=workspace))
-    thread.start()
-    thread.join()
-    torch.cuda.synchronize()
-    results["a fresh thread"] = torch.equal(found, wanted)
+    results |= check_first_calls(layer, given, wanted)
     compiled = torch.compile(lambda x: layer(x, given.weights, given.ids) * 2, backend="aot_eager", fullgraph=True)
     results["torch.compile"] = torch.equal(compiled(given.x), wanted * 2)
     view = torch.empty(given.x.numel() + 1, dtype=given.x.dtype, device="cuda")[1:].view(given.x.shape)
@@ -143,6 +137,34 @@ def check_use() -> dict[str, bool]:
         torch.cuda.set_sync_debug_mode("default")
     results["no synchronisation"] = True
     return results | check_replays()
+
+
+def check_first_calls(layer: PreparedLayer, given: Any, wanted: torch.Tensor) -> dict[str, bool]:
+    """Calls in threads that have used no GPU, and one whose kernels are loaded while it is captured."""
+    results = {}
+    workspace = torch.empty(layer.workspace_bytes(24), dtype=torch.uint8, device="cuda")
+    for tokens, name in ((24, "a fresh thread"), (23, "a fresh thread, as the first with so many tokens")):
+        tensors = [one[:tokens] for one in (given.x, given.weights, given.ids)]
+        found = torch.full_like(tensors[0], float("nan"))
+        torch.cuda.synchronize()
+        call = partial(layer, *tensors, out=found, workspace=workspace)
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        torch.cuda.synchronize()
+        results[name] = torch.equal(found, wanted if tokens == 24 else layer(*tensors))
+    other, _ = layer_of("mixtral-tp8", "int4", 24, warm=False)
+    drawn = inputs(SHAPES["mixtral-tp8"], 24, 3)
+    graph, out = torch.cuda.CUDAGraph(), torch.empty_like(drawn.x)
+    try:
+        with torch.cuda.graph(graph):
+            other(drawn.x, drawn.weights, drawn.ids, out=out)
+        graph.replay()
+        results["a first call, captured"] = torch.equal(out, other(drawn.x, drawn.weights, drawn.ids))
+    except RuntimeError as error:
+        print("a first call, captured:", error, flush=True)
+        results["a first call, captured"] = False
+    return results
 
 
 def check_replays() -> dict[str, bool]:

@@ -7,6 +7,7 @@ copy.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -104,8 +105,12 @@ Call = Callable[[Inputs, PackedExperts], object]
 
 
 def copies_needed(hit_bytes: float) -> int:
-    """Copies of the weights that keep them cold, where a call reads so many bytes of them."""
-    return max(2, min(24, int(4 * L2 / hit_bytes) + 2))
+    """Copies of the weights that keep them cold, where a call reads so many bytes of them.
+
+    Not more than 24 where those take twice the L2 cache at least.
+    """
+    most = max(24, math.ceil(2 * L2 / hit_bytes))
+    return max(2, min(most, int(4 * L2 / hit_bytes) + 2))
 
 
 def call_us(call: Call, given: list[Inputs], copies: list[PackedExperts], milliseconds: float, cold: bool) -> float:

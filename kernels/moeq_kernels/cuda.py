@@ -11,6 +11,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from ctypes import POINTER, Structure, byref, c_int, c_int32, c_int64, c_uint, c_uint32, c_uint64, c_void_p
 from functools import cache
 from typing import Any
@@ -22,7 +23,7 @@ from moeq_kernels.compiling import Binary, Specialisation, binary, specialise
 from moeq_kernels.errors import KernelEnvironmentError
 from moeq_kernels.gpu import Gpu
 from moeq_kernels.launch import Launch, Schedule
-from moeq_kernels.replay import Replay, Replays
+from moeq_kernels.replay import Replay, Replays, relaxed
 
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
@@ -84,7 +85,9 @@ class Driver:
             raise KernelEnvironmentError(f"the CUDA driver cannot be loaded: {error}") from None
         names = ("cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute", "cuFuncSetCacheConfig")
         self.load, self.find, self.set_attribute, self.set_cache = (getattr(library, name) for name in names)
-        self.get_context, self.set_context = library.cuCtxGetCurrent, library.cuCtxSetCurrent
+        self.device, self.retain = library.cuDeviceGet, library.cuDevicePrimaryCtxRetain
+        self.set_context, self.exchange = library.cuCtxSetCurrent, library.cuThreadExchangeStreamCaptureMode
+        self.set_context.argtypes = [c_void_p]
         self.launch = library.cuLaunchKernelEx
         self.launch.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p]
         self.encode = library.cuTensorMapEncodeTiled
@@ -92,6 +95,7 @@ class Driver:
             c_void_p, c_int, c_uint32, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_int,
         ]  # fmt: skip
         self._text = library.cuGetErrorString
+        self._contexts: dict[int, int | None] = {}
 
     def check(self, status: int, what: str) -> None:
         """Raises KernelEnvironmentError with the driver's words unless status is 0."""
@@ -100,6 +104,19 @@ class Driver:
             self._text(status, byref(text))
             raise KernelEnvironmentError(f"{what} failed: {(text.value or b'?').decode()} (CUDA error {status})")
 
+    def context(self, device: int) -> int | None:
+        """The context of a device that torch uses as well; like there, it is kept until the process ends."""
+        if device not in self._contexts:
+            number, context = c_int(), c_void_p()
+            self.check(self.device(byref(number), device), "asking for the device")
+            self.check(self.retain(byref(context), number), "asking for the context")
+            self._contexts[device] = context.value
+        return self._contexts[device]
+
+    def relaxed(self) -> AbstractContextManager[None]:
+        """As `replay.relaxed`."""
+        return relaxed(self.exchange)
+
 
 @cache
 def driver() -> Driver:
@@ -107,20 +124,37 @@ def driver() -> Driver:
     return Driver()
 
 
+_THREAD = threading.local()
+
+
+def enter(device: int) -> None:
+    """Makes the context of torch's current device current in this thread, unless that is where it was here last.
+
+    For torch a device is current before a thread has any context: it gets one with its first call of CUDA's runtime,
+    which need not come before it calls a layer (memory may be from torch's cache).
+    """
+    if getattr(_THREAD, "device", None) != device:
+        driver().check(driver().set_context(driver().context(device)), "choosing the context")
+        _THREAD.device = device
+
+
 @cache
 def load(wanted: Specialisation, gpu: Gpu, device: int) -> tuple[Binary, c_void_p]:
-    """A build and its function on a device, which has to be current; compiled first where it is not in the cache."""
+    """A build and its function on a device, which has to be current; compiled first where it is not in the cache.
+
+    Somebody may be capturing: loading code would spoil that, in this thread or another.
+    """
     code, cuda = binary(wanted, gpu), driver()
     module, function = c_void_p(), c_void_p()
-    cuda.check(cuda.load(byref(module), code.code), f"loading {code.name}")
-    cuda.check(cuda.find(byref(function), module, code.name.encode()), f"finding {code.name}")
-    if code.shared > SHARED_WITHOUT_ASKING:
-        cuda.check(cuda.set_cache(function, PREFER_SHARED), f"preparing {code.name}")
-        cuda.check(cuda.set_attribute(function, MAX_DYNAMIC_SHARED_SIZE_BYTES, code.shared), f"preparing {code.name}")
+    enter(device)
+    with cuda.relaxed():
+        cuda.check(cuda.load(byref(module), code.code), f"loading {code.name}")
+        cuda.check(cuda.find(byref(function), module, code.name.encode()), f"finding {code.name}")
+        if code.shared > SHARED_WITHOUT_ASKING:
+            told = f"preparing {code.name}"
+            cuda.check(cuda.set_cache(function, PREFER_SHARED), told)
+            cuda.check(cuda.set_attribute(function, MAX_DYNAMIC_SHARED_SIZE_BYTES, code.shared), told)
     return code, function
-
-
-_THREAD = threading.local()
 
 
 class TensorMap:
@@ -203,8 +237,7 @@ class Bound:
         self, schedule: Schedule, roots: Sequence[str], maps: dict[MapKey, int], gpu: Gpu, device: int
     ) -> None:
         self.workspace_bytes = schedule.workspace_bytes
-        self._context = c_void_p()
-        driver().check(driver().get_context(byref(self._context)), "asking for the context")
+        self._device = device
         self._lock = threading.Lock()
         self._launch = driver().launch
         number = {name: i for i, name in enumerate(roots)}
@@ -272,19 +305,21 @@ class Bound:
 
     def run(self, addresses: Sequence[int], maps: Sequence[int], stream: int) -> None:
         """Launches on a stream: addresses of the roots and of the layer's descriptors, by number."""
-        if not hasattr(_THREAD, "ready"):  # one that has not used a device yet
-            driver().check(driver().set_context(self._context), "choosing the context")
-            _THREAD.ready = True
+        if getattr(_THREAD, "device", None) != self._device:
+            enter(self._device)
         with self._lock:
             if addresses != self._addresses:
                 self._point(addresses)
+            # What is remembered is forgotten before it is changed: calls may be interrupted.
             if maps is not self._maps:
+                self._maps = None
                 for parameters, at, which in self._fixed:
                     parameters[at] = maps[which]
                 self._maps = maps
             if self._replays.run(addresses, stream, self._replay):
                 return
             if stream != self._stream:
+                self._stream = -1
                 for config in self._configs:
                     config.stream = stream
                 self._stream = stream
@@ -312,4 +347,4 @@ class Bound:
     def _replay(self, users: Sequence[int], stream: int) -> Replay:
         """The launches as a graph for a stream, with what was written last."""
         self._stream = -1  # capturing changes the configurations
-        return Replay(self._configs, self._launches, users, self._launch, self._context.value, stream)
+        return Replay(self._configs, self._launches, users, self._launch, driver().context(self._device), stream)

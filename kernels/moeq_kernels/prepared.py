@@ -260,9 +260,12 @@ class PreparedLayer:
 
     def _describe(self) -> None:
         """Descriptors of the weights for boxes that are new."""
-        from moeq_kernels.cuda import TensorMap
+        from moeq_kernels.cuda import TensorMap, enter
 
-        with self._program.lock:  # threads may call a layer at once, and numbers of maps are those of the program
+        device = self._program.device
+        # Threads may call a layer at once, and numbers of maps are those of the program.
+        with self._program.lock, torch.cuda.device(device):
+            enter(device)
             for area, swizzle, block in list(self._program.maps)[len(self._maps) :]:
                 made = TensorMap(area, swizzle, block)
                 made.at(self._tensors[area.root].data_ptr() + area.offset)
@@ -482,31 +485,36 @@ def warmup(layers: Iterable[PreparedLayer], max_tokens: int | None = None) -> Wa
     as well. In the interpreter there is nothing to do, nor for AMD's GPUs, whose kernels Triton compiles when they are
     first called. Raises KernelEnvironmentError where a kernel does not compile.
     """
-    wanted: dict[Gpu, set[Specialisation]] = {}
     problems: dict[tuple[str, Problem], int] = {}
-    layers = list(layers)
+    on: dict[torch.device, set[tuple[str, Problem]]] = {}
     for layer in layers:
         key = (layer.family, layer.problem)
         tokens = layer.max_tokens if max_tokens is None else max_tokens
         problems[key] = max(tokens, problems.get(key, 0))
+        if layer._direct:
+            on.setdefault(layer.device, set()).add(key)
+    found = {
+        (family, problem): builds(family, problem, tokens)
+        for (family, problem), tokens in problems.items()
+        if not problem.interpret and problem.gpu.backend == "cuda"
+    }
+    wanted: dict[Gpu, set[Specialisation]] = {}
+    for (_, problem), needed in found.items():
+        wanted.setdefault(problem.gpu, set()).update(needed)
     total = Warmed(0, 0, 0.0)
-    for (family, problem), tokens in problems.items():
-        if not problem.interpret and problem.gpu.backend == "cuda":
-            wanted.setdefault(problem.gpu, set()).update(builds(family, problem, tokens))
-    for gpu, found in wanted.items():
-        total += compile_all(found, gpu)
-    for device in {layer.device for layer in layers if layer._direct}:
-        _load(wanted, device)
+    for gpu, needed in wanted.items():
+        total += compile_all(needed, gpu)
+    for device, keys in on.items():
+        _load({(one, problem.gpu) for family, problem in keys for one in found[family, problem]}, device)
     return total
 
 
-def _load(wanted: dict[Gpu, set[Specialisation]], device: torch.device) -> None:
+def _load(wanted: Iterable[tuple[Specialisation, Gpu]], device: torch.device) -> None:
     from moeq_kernels.cuda import load
 
     with torch.cuda.device(device):
-        for gpu, found in wanted.items():
-            for one in found:
-                load(one, gpu, device.index)
+        for one, gpu in wanted:
+            load(one, gpu, device.index)
 
 
 def explain(experts: PackedExperts, tokens: int, **options: Any) -> str:

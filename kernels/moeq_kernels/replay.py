@@ -12,7 +12,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from ctypes import Structure, byref, c_int, c_size_t, c_uint, c_uint8, c_uint64, c_void_p
 from functools import cache
 from typing import Any, ClassVar
@@ -45,6 +45,22 @@ _HANDLES = {
     "cuGraphExecDestroy": (c_void_p,),
     "cuGraphDestroy": (c_void_p,),
 }
+
+
+@contextmanager
+def relaxed(exchange: Callable[..., int]) -> Iterator[None]:
+    """What this thread does meanwhile leaves captures alone that it or another thread has begun.
+
+    exchange: cuThreadExchangeStreamCaptureMode. Raises KernelEnvironmentError where it fails.
+    """
+    mode = c_int(RELAXED)
+    status = exchange(byref(mode))
+    if status:
+        raise KernelEnvironmentError(f"the capture mode of a thread cannot be changed (CUDA error {status})")
+    try:
+        yield
+    finally:
+        exchange(byref(mode))
 
 
 class NodeParams(Structure):
@@ -97,15 +113,9 @@ class Graphs:
         state = c_int()
         return bool(self.asked(stream, byref(state)) or state.value)
 
-    @contextmanager
-    def relaxed(self) -> Iterator[None]:
-        """What this thread does meanwhile leaves captures alone that it or another thread has begun."""
-        mode = c_int(RELAXED)
-        self.call("cuThreadExchangeStreamCaptureMode", byref(mode))
-        try:
-            yield
-        finally:
-            self.call("cuThreadExchangeStreamCaptureMode", byref(mode))
+    def relaxed(self) -> AbstractContextManager[None]:
+        """As the function of this name."""
+        return relaxed(self.functions["cuThreadExchangeStreamCaptureMode"])
 
 
 @cache
@@ -181,12 +191,13 @@ class Replay:
         for config in configs:
             config.stream = stream
         self._cuda.call("cuStreamBeginCapture_v2", stream, RELAXED)
-        status = 0
-        for address, function, parameters in launches:
-            status = status or launch(address, function, parameters, None)
-        handle = c_void_p()
-        self._cuda.call("cuStreamEndCapture", stream, byref(handle))  # always, or the stream stays in its capture
-        self._graph = handle.value or 0
+        status, handle = 0, c_void_p()
+        try:
+            for address, function, parameters in launches:
+                status = status or launch(address, function, parameters, None)
+        finally:  # always, or the stream stays in its capture
+            self._cuda.call("cuStreamEndCapture", stream, byref(handle))
+            self._graph = handle.value or 0
         if status:
             raise KernelEnvironmentError(f"a launch cannot be captured (CUDA error {status})")
         return self._graph
@@ -215,6 +226,7 @@ class Replay:
         """
         if addresses != self._addresses:
             stale, last = 0, self._addresses or [-1] * len(addresses)
+            self._addresses = []  # whoever interrupts this leaves some nodes changed
             for users, one, other in zip(self._users, addresses, last, strict=True):
                 if one != other:
                     stale |= users

@@ -8,9 +8,13 @@ this in a process without Triton's interpreter.
 from __future__ import annotations
 
 import ctypes
+import itertools
+import linecache
 import random
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,17 +39,18 @@ class Driver(replay.Graphs):
         self.graphs: dict[int, list[Any]] = {}
         self.priorities: dict[int, int] = {}
         self.capturing_on = self.replayed = self.destroyed = self.changed = self.mode = 0
-        self.refusing = ""
+        self.refusing, self.interrupting = "", False
         self.building = threading.Lock()
         self.functions = {name: self.function(name) for name in replay._HANDLES}
         self.asked, self.change = (
             self.functions[name] for name in ("cuStreamIsCapturing", "cuGraphExecKernelNodeSetParams_v2")
         )
 
-    def get_context(self, context: Any) -> int:
-        return 0
+    def context(self, device: int) -> int:
+        return 1 + device
 
-    set_context = get_context
+    def set_context(self, context: Any) -> int:
+        return 0
 
     def check(self, status: int, what: str) -> None:
         assert status == 0
@@ -72,6 +77,9 @@ class Driver(replay.Graphs):
         read = LaunchConfig.from_address(config)
         grid, values = (read.grid_x, read.grid_y, read.grid_z), self.values(function, parameters)
         if self.captured is not None and read.stream == self.capturing_on:
+            if self.interrupting:
+                self.interrupting = False
+                raise KeyboardInterrupt
             self.captured.append((function, grid, values))
         else:
             self.launched.append((function, grid, read.stream or 0, values))
@@ -247,6 +255,47 @@ def wrong_replays(family: str, tokens: int) -> tuple[int, list[str]]:
         calls.call(1, 10 + tensors, stream)
     assert len(driver.graphs) == made
     return replayed, calls.wrong
+
+
+def wrong_after_interrupts(tokens: int) -> tuple[int, int, list[str]]:
+    """Replays, interrupts and wrong parameters, where each line of a call is interrupted once and others follow.
+
+    They are interrupted where something has changed: layer, tensors and stream, one of which has a graph.
+    """
+    calls, files, replay.KEPT_STREAMS = Calls("hopper-w4a16", tokens), {cuda.__file__, replay.__file__}, 1
+    calls.driver.interrupting = True
+    for number in range(2 * replay.REPLAY_AFTER):
+        with suppress(KeyboardInterrupt):
+            calls.call(1, 1, 71)
+        assert calls.driver.captured is None, f"call {number} has left a stream in its capture"
+    interrupts, done = 0, False
+    while not done:
+        done = True
+        for stream, skipped in itertools.product((71, 74), (0, 1)):
+            left = interrupts
+
+            def trace(frame: Any, event: str, _argument: Any) -> Any:
+                nonlocal left
+                if frame.f_code.co_filename not in files:
+                    return None
+                # Not where a `with` ends, before it gives its lock back: Python is not interrupted there.
+                line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+                left -= event == "line" and not line.lstrip().startswith("with ")
+                if left < 0:
+                    raise KeyboardInterrupt
+                return trace
+
+            sys.settrace(trace)
+            try:
+                calls.call(2, 2, stream)
+            except KeyboardInterrupt:
+                done = False
+            finally:
+                sys.settrace(None)
+            for layer, other in ((1, 75), (1, 71), (2, 71), (1, 71), (1, 75))[skipped:]:
+                calls.call(layer, layer, other)
+        interrupts += 1
+    return calls.driver.replayed, interrupts, calls.wrong
 
 
 def graphs_left(streams: int, kept: int) -> tuple[int, int, int]:

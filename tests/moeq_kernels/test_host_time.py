@@ -16,6 +16,7 @@ import torch
 from bench.host_time import driver
 driver(Path(sys.argv[1]))
 from moeq_kernels import cuda
+cuda.enter(0)
 from moeq_kernels.areas import Area
 area = Area.of("x", torch.bfloat16, 64, 128)
 moving = cuda.MovingMap(area, 3, (32, 64))

@@ -403,6 +403,33 @@ class TestVerdicts:
         assert verdict(target, document(*good, bad), "decode").reached is True
         assert verdict(target, document(*good[:3], bad), "decode").reached is False
 
+    @pytest.mark.parametrize("status", ["failed", "wrong"])
+    def test_a_cell_that_only_peers_have_is_lost(self, status: str) -> None:
+        good = cell("int4", "mixtral-8x7b", 8, moeq=100, marlin=150, humming=300)
+        ours = cell("int4", "mixtral-8x7b", 4096, marlin=150, humming=300)
+        ours["contenders"]["moeq"] = {"status": status}
+        for wanted in (
+            "must: faster than Marlin in every cell",
+            "must: faster than Humming in 90 % of the cells",
+            "aim: 1.4 x Humming in the geometric mean",
+        ):
+            assert verdict(wanted, document(good)).reached is True
+            assert verdict(wanted, document(good, ours)).reached is False
+        assert verdict("must: 70 % of the bf16 peak", document(ours), "int4 prefill").reached is False
+        good["contenders"]["moeq"] = {"status": status}
+        assert verdict("must: 70 % of the byte floor in 80 %", document(good), "decode").reached is False
+        good = cell("int4", "mixtral-8x7b", 8, moeq=100, marlin=150, humming=300)
+        found = {score.peer: score for score in scores(document(good, ours))}
+        assert (found["marlin"].cells, found["marlin"].won) == (2, 1)
+        assert found["marlin"].mean == pytest.approx(1.5)
+        assert scores(document(ours))[0].won == 0
+
+    def test_without_us_nothing_is_lost(self) -> None:
+        run = document(cell("int4", "mixtral-8x7b", 8, marlin=150))
+        assert verdict("must: faster than Marlin in every cell", run).reached is None
+        run["cells"][0]["contenders"]["moeq"] = {"status": "absent", "reason": "no triton"}
+        assert verdict("must: faster than Marlin in every cell", run).reached is None
+
     def test_scores_name_every_peer_and_the_best(self) -> None:
         cells = [cell("w8a8", "mixtral-8x7b", n, moeq=100, humming=110, vllm_triton=200) for n in (1, 8)]
         found = {score.peer: score for score in scores(document(*cells))}
@@ -425,6 +452,15 @@ class TestMerging:
         ]
         assert "not across cells" in merged["side_by_side"]
         assert merge([first])["side_by_side"] == "one run"
+
+    def test_a_run_before_does_not_hide_that_we_failed(self) -> None:
+        right = document(cell("int4", "mixtral-8x7b", 8, moeq=100, marlin=150))
+        wrong = document(cell("int4", "mixtral-8x7b", 8, marlin=150))
+        wrong["cells"][0]["contenders"]["moeq"] = {"status": "wrong"}
+        assert [time_of(row, "moeq") for row in merge([right, wrong])["cells"]] == [None]
+        assert [time_of(row, "moeq") for row in merge([wrong, right])["cells"]] == [100]
+        mended = document(cell("int4", "mixtral-8x7b", 8, moeq=90))
+        assert [time_of(row, "moeq") for row in merge([right, wrong, mended])["cells"]] == [90]
 
     def test_different_routing_is_refused(self) -> None:
         with pytest.raises(ValueError, match="uniform, zipf"):

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from bench.cliffs import cells_of
 from bench.plan_cells import BYTES, MOST_BYTES, ROUND, cells, held_out, layer_of, name_of
 from bench.plan_regret import compact, judged, rows_of, summary, time_of
 from bench.plan_sweep import launches_of
+from bench.timing import L2, copies_needed
 
 FORMATS = list(dict.fromkeys(ROUND))
 
@@ -65,3 +67,22 @@ def test_judging_plans(tmp_path: Path) -> None:
     rows[0]["plans"].pop(rows[0]["chosen"])
     assert judged(rows)[0].ratio is None
     assert summary(judged(rows)).endswith("1 not timed")
+
+
+def test_copies_keep_weights_cold_however_few_a_call_reads() -> None:
+    for megabytes in (0.1, 1.6, 10, 60, 700):
+        read = megabytes * 1e6
+        assert copies_needed(read) * read >= 2 * L2
+        assert copies_needed(read) <= max(24, 2 * L2 / read + 1)
+
+
+def test_cliffs_stand_beside_peers_of_the_same_gpu_only(tmp_path: Path) -> None:
+    run = {"device": "H200", "cells": [{"format": "int4", "shape": "a", "tokens": 8, "contenders": {}}]}
+    path = tmp_path / "peers.json"
+    path.write_text(json.dumps(run))
+    assert cells_of(path, "H200") == {("int4", "a", 8): {}}
+    with pytest.raises(SystemExit, match="H200"):
+        cells_of(path, "H100")
+    path.write_text(json.dumps(run | {"routing": "zipf"}))
+    with pytest.raises(SystemExit, match="zipf"):
+        cells_of(path, "H200")

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -204,10 +205,17 @@ def test_threads_that_call_a_layer_first_share_its_descriptors(device: torch.dev
             time.sleep(0.01)
             return 0
 
+        def context(self, device: int) -> int:
+            return 1 + device
+
+        def set_context(self, context: int) -> int:
+            return 0
+
         def check(self, status: int, what: str) -> None:
             assert status == 0
 
     monkeypatch.setattr("moeq_kernels.cuda.driver", Driver)
+    monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
     layer = prepare(make_layer(Recipe(), device)[0], top_k=2, max_tokens=8)
     layer._program = Program(layer.family, layer.problem, 0, None)
     tensors = layer._tensors = {f"w{i}": torch.empty(64, 64) for i in range(4)}
@@ -478,15 +486,15 @@ def test_every_parameter_of_every_launch_is_the_schedules(tmp_path: Path) -> Non
 REPLAYS = """
 import json, sys
 sys.path.insert(0, {tests!r})
-from launch_parameters import graphs_left, wrong_replays
+from launch_parameters import graphs_left, wrong_after_interrupts, wrong_replays
 families = ("hopper-w4a16", "mma-w4a16", "portable")
 found = [wrong_replays(family, tokens) for family in families for tokens in (1, 33, 700)]
-print(json.dumps([found, graphs_left(2, 100), graphs_left(4, 3)]))
+print(json.dumps([found, graphs_left(2, 100), graphs_left(4, 3), wrong_after_interrupts(33)]))
 """
 
 
 def test_replayed_graphs_have_the_parameters_of_the_call(tmp_path: Path) -> None:
-    found, all_kept, few_kept = _child(REPLAYS, MOEQ_KERNEL_CACHE=str(tmp_path))
+    found, all_kept, few_kept, interrupted = _child(REPLAYS, MOEQ_KERNEL_CACHE=str(tmp_path))
     assert [wrong for _, wrong in found] == [[]] * 9
     assert all(replayed > 50 for replayed, _ in found)
     assert all_kept == [2, 0, 0]
@@ -494,6 +502,9 @@ def test_replayed_graphs_have_the_parameters_of_the_call(tmp_path: Path) -> None
     assert made > 4
     assert made - destroyed == 3
     assert not wrong
+    replayed, interrupts, wrong_then = interrupted
+    assert replayed > interrupts > 20
+    assert wrong_then == []
 
 
 def test_structures_are_those_of_cuda_h(tmp_path: Path) -> None:

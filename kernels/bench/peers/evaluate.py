@@ -19,6 +19,12 @@ def time_of(cell: Cell, name: str, kind: str = "cold") -> float | None:
     return float(row[kind]["us"]) if row.get("status") == "right" and kind in row else None
 
 
+def lost(cell: Cell) -> bool:
+    """Whether we took part and have no time: our call failed, or was wrong. No claim may pass over such a cell."""
+    ours = cell["contenders"].get(OURS, {"status": "absent"})
+    return ours["status"] != "absent" and time_of(cell, OURS) is None
+
+
 def best(cell: Cell, names: Iterable[str]) -> float | None:
     """The fastest of them."""
     return min((found for name in names if (found := time_of(cell, name)) is not None), default=None)
@@ -87,10 +93,12 @@ class Verdict:
 
 
 def ahead_of(*names: str) -> Callable[[Cell, dict[str, Any]], float | None]:
-    """How many times as fast as the fastest of them."""
+    """How many times as fast as the fastest of them; 0 where only they have a time."""
 
     def figure(cell: Cell, run: dict[str, Any]) -> float | None:
         ours, theirs = time_of(cell, OURS), best(cell, names)
+        if theirs is not None and lost(cell):
+            return 0.0
         return None if ours is None or theirs is None else theirs / ours
 
     return figure
@@ -99,12 +107,16 @@ def ahead_of(*names: str) -> Callable[[Cell, dict[str, Any]], float | None]:
 def of_floor(cell: Cell, run: dict[str, Any]) -> float | None:
     """Byte floor over time."""
     ours = time_of(cell, OURS)
+    if lost(cell):
+        return 0.0
     return None if ours is None else cell["memory_floor_us"] / ours
 
 
 def of_peak(cell: Cell, run: dict[str, Any]) -> float | None:
     """Rate over the bf16 rate of the cell's GPU, as measured in the run."""
     ours, peak = time_of(cell, OURS), cell.get("peak_tflops")
+    if lost(cell):
+        return 0.0
     if ours is None or not peak:
         return None
     return operations(SHAPES[cell["shape"]], cell["tokens"]) / ours / 1e6 / peak
@@ -220,9 +232,12 @@ TARGETS = (
 
 
 def geometric_mean(values: Iterable[float]) -> float:
-    """Of positive numbers."""
+    """Of numbers that are not negative: 0 where one of them is."""
+    values = list(values)
+    if not all(values):
+        return 0.0
     logs = [math.log(value) for value in values]
-    return math.exp(sum(logs) / len(logs))
+    return math.exp(sum(logs) / len(logs)) if logs else 0.0
 
 
 def judge(target: Target, run: dict[str, Any]) -> Verdict:
@@ -246,7 +261,7 @@ def judge(target: Target, run: dict[str, Any]) -> Verdict:
 
 @dataclass(frozen=True)
 class Score:
-    """Us against one peer in one format: cells that both have, those won, and the mean of time ratios."""
+    """Us against one peer in one format: cells that it has, those won, and the mean ratio of times that both have."""
 
     format: str
     peer: str
@@ -265,7 +280,7 @@ def scores(run: dict[str, Any]) -> list[Score]:
             ratios = [value for cell in cells if (value := ahead_of(*names)(cell, run)) is not None]
             if ratios:
                 won = sum(value > 1 for value in ratios)
-                result.append(Score(name, title, len(ratios), won, geometric_mean(ratios)))
+                result.append(Score(name, title, len(ratios), won, geometric_mean(filter(None, ratios))))
     return result
 
 
@@ -273,7 +288,7 @@ def merge(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """One document of several runs on the same kind of GPU.
 
     A cell is taken whole from one run, the last that timed the most contenders in it: what is compared within a cell
-    was side by side, cells of different runs were not.
+    was side by side, cells of different runs were not. Where we failed in a run, the runs before it no longer count.
 
     Raises:
         ValueError: the runs are of different GPUs, or tokens chose their experts in different ways.
@@ -288,7 +303,8 @@ def merge(runs: list[dict[str, Any]]) -> dict[str, Any]:
     for number, run in enumerate(runs):
         for cell in run["cells"]:
             key = (cell["format"], cell["shape"], cell["tokens"])
-            if key not in cells or _timed(cell) >= _timed(cells[key]):
+            kept = cells.get(key)
+            if kept is None or lost(cell) or lost(kept) or _timed(cell) >= _timed(kept):
                 cells[key] = {**cell, "run": number}
     used = sorted({cell["run"] for cell in cells.values()})
     note = "one run" if len(used) == 1 else f"cells of {len(used)} runs: side by side within a cell, not across cells"

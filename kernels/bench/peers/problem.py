@@ -203,8 +203,8 @@ class Truth:
     hit: int
 
     def error(self, y: Tensor) -> float:
-        """Relative error of a result `[M, H]`; infinite where something is not a number."""
-        return relative_error(y[self.rows], self.y) if bool(y[self.rows].isfinite().all()) else float("inf")
+        """Relative error of a result `[M, H]`; infinite where a number of any token is not finite."""
+        return relative_error(y[self.rows], self.y) if bool(y.isfinite().all()) else float("inf")
 
 
 def truth(problem: Problem, tokens: int, seed: int = 0) -> Truth:

@@ -93,3 +93,10 @@ def test_rows_are_spread_over_threads(built: tuple[dict[str, dict[str, object]],
     _, rows = built
     assert rows
     assert {name: found for name, found in rows.items() if found[0] > 2600 or found[1]} == {}
+
+
+def test_every_build_of_the_short_list_is_one() -> None:
+    from bench.compile import w4a8, w4a16, w8a8
+    from bench.compile.hopper import TRIMMED
+
+    assert {case.name for module in (w4a16, w8a8, w4a8) for case in module.cases()} >= TRIMMED

@@ -232,7 +232,7 @@ def expert_product_wide(
         gdc_wait()
     if DEPENDENT:
         gdc_launch_dependents()
-    WAITS: gl.constexpr = DEPENDENT and EARLY and not FOLLOWS
+    WAITS: gl.constexpr = DEPENDENT and EARLY
     SIGNALS: gl.constexpr = not FOLLOWS
     own = (
         w_buf, x_buf, x_rest, s_buf, ready, empty, info, full, free, zero, out, groups, steps, splits, rows, pair_tiles,

@@ -155,7 +155,10 @@ def copy(
     """The copy warp: words, scales and tokens (rows in sorted order) of every step of every item.
 
     WAITS: for the kernel before this one, but only with its first tokens. FOLLOWS: tokens are the results of the kernel
-    before, which may still run: waits for each expert's.
+    before, which may still run: waits for each expert's, and for the kernel itself (WAITS) at the end.
+
+    Whatever there is to do, a program waits: the kernel after this one waits for this one only, and may write where
+    kernels before it read.
     """
     (
         w_desc, x_desc, s_desc, w_buf, x_buf, x_rest, s_buf, ready, empty, info, full, free, queue, tiles, num_tiles,
@@ -184,7 +187,7 @@ def copy(
                 early = ready.index(i - first)
                 expect(early, left, WORDS, TOKENS)
                 _load_words(w_desc, s_desc, w_buf, s_buf, early, i - first, w_row, s_row, i, tile, pair_tiles, GROUP)
-            if WAITS:
+            if WAITS and not FOLLOWS:
                 gdc_wait()
             if FOLLOWS:
                 wait_for(done + expert, gl.load(tiles + index_of * 8 + 4) * needed)
@@ -204,6 +207,8 @@ def copy(
             _load_rows(x_desc, x_buf, x_rest, bar, stage, row, left, i, TOKENS)
             it += 1
     announce(info, full, free, number, -1, 0, 0, 0, SLOTS, 1)
+    if WAITS and (FOLLOWS or it == 0):
+        gdc_wait()
 
 
 @gluon.jit

@@ -110,6 +110,8 @@ def _copy(given, STAGES: gl.constexpr, EPILOGUE: gl.constexpr, DEPENDENT: gl.con
             _load_tokens(x_desc, x_buf, bar, stage, row, left, i)
             it += 1
     wide_copies.announce(info, full, free, number, -1, 0, 0, 0, SLOTS, 1)
+    if DEPENDENT and FOLLOWS:  # as in `wide_copies.copy`
+        gdc_wait()
 
 
 @gluon.jit
