@@ -259,7 +259,8 @@ def sglang_reads(config: Mapping[str, Any], linear: str | None) -> bool:
     method = str(config.get("quant_method", "")).lower()
     if method == "gptq":
         bits, groups = SGLANG_GPTQ
-        return config.get("bits") in bits and config.get("group_size") in groups and config.get("sym") is True
+        stated = config.get("sym") is True and config.get("desc_act") is not None  # it reads none that is silent
+        return stated and config.get("bits") in bits and config.get("group_size") in groups
     return method in SGLANG_METHODS and linear in (None, *SGLANG_LINEAR)
 
 
