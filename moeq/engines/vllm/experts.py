@@ -20,6 +20,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 from vllm.platforms import current_platform
 from vllm.v1.worker.workspace import current_workspace_manager
 
+from moeq.engines.ready import make_ready
 from moeq.errors import MoeqError
 from moeq.load.torch_loader import check_groups, check_kernel
 
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from moeq_kernels import PackedExperts, PreparedLayer
 
 logger = init_logger("vllm.moeq")  # below the engine's own logger, whose handlers print it
-
-#: Layers whose kernels are loaded; those that are alike share them.
-_WARMED: set[Any] = set()
 
 #: The engine's activations as the kernels name them.
 ACTIVATIONS = {
@@ -210,15 +208,8 @@ def slow_reason(moe: Any, packed: PackedExperts) -> str | None:
 
 def own_kernel(moe: Any, packed: PackedExperts, layer: Any) -> modular_kernel.FusedMoEKernel:
     """The engine's kernel object with moeq's experts inside, whose kernels are compiled and loaded."""
-    from moeq_kernels.compiling import cache_folder
-
     prepared = _prepare(moe, packed, None if layer.expert_map is None else layer.global_num_experts)
-    if (key := (prepared.problem, prepared.max_tokens, prepared.device)) not in _WARMED:
-        done = prepared.warm()
-        _WARMED.add(key)
-        if not done.kept:
-            logger.warning("moeq: kernels are compiled at every start: %s cannot be written", cache_folder())
-        logger.info("moeq: %s: %d kernels, %d compiled, %.1f s", prepared, done.kernels, done.compiled, done.seconds)
+    make_ready(prepared, logger)
     prepare = maybe_make_prepare_finalize(
         moe=moe,
         quant_config=FUSED_MOE_UNQUANTIZED_CONFIG,
