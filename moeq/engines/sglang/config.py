@@ -144,11 +144,6 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
         return []
 
     @property
-    def weight_block_size(self) -> list[int] | None:
-        """Of the layers that are as the source has them."""
-        return None if self.inner is None else self.inner.weight_block_size
-
-    @property
     def kv_cache_quant_algo(self) -> str | None:
         """Of a key-value cache for which the source stores scales."""
         return getattr(self.inner, "kv_cache_quant_algo", None)
