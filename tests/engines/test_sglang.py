@@ -301,6 +301,23 @@ class TestRefusals:
                 method.create_weights(layer, 4, 256, 128, torch.bfloat16)
         assert caught.value.code == "usage.eplb"
 
+    @pytest.mark.parametrize("option", [{"cpu_offload_gb": 8}, {"offload_group_size": 4}])
+    def test_experts_that_are_moved_away(self, option, folders) -> None:
+        """Kernels would read what is left, or nothing, and give numbers all the same."""
+        config_of(folders[INT4])
+        with get_exec().offload.override(**option):
+            checkpoint = open_converted(folders[INT4])
+            method = MoeqMoEMethod(checkpoint, checkpoint.manifest.layers[0])
+            layer = SimpleNamespace(num_fused_shared_experts=0)
+            with pytest.raises(MoeqError) as caught:
+                method.create_weights(layer, 4, 256, 128, torch.bfloat16)
+        assert caught.value.code == "usage.offload"
+
+    def test_another_way_to_the_tensors(self, folders) -> None:
+        error = self.refused(folders[INT4], load_format="sharded_state")
+        assert error.code == "usage.load-format"
+        assert "auto" in (error.hint or "")
+
     def test_adapters_on_experts(self, folders) -> None:
         backend = SimpleNamespace(name="triton", is_moe_lora=False)
         with pytest.raises(MoeqError, match="adapters") as caught:

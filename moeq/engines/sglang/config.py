@@ -51,6 +51,9 @@ logger = logging.getLogger(__name__)
 #: Tokens that a step of the engine may have where its options do not say.
 MOST_TOKENS = 16384
 
+#: Values of `--load-format` by which the engine reads a folder's tensors through `load_others`, or none.
+LOAD_FORMATS = ("auto", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "dummy")
+
 #: Why the engine takes no other weights while it runs: a layer says so by its `_derived_weight_cache_error`.
 NO_UPDATE = (
     "moeq: converted experts are read from their files when the engine starts, so they would stay as they were. "
@@ -264,6 +267,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 f"moeq's kernels take tokens by rows, not from --moe-a2a-backend {get_moe_a2a_backend().value}",
                 "start without --moe-a2a-backend",
             )
+        _check_options()
         moe = get_exec().moe
         if layer.uses_expert_location and (moe.enable_eplb or moe.init_expert_location != "trivial"):
             raise MoeqError(
@@ -311,7 +315,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         }
         check_device(self.checkpoint, layer.w13_weight.device)
         for role in STACKED_ROLES:
-            if str(get_server_args().load_format) == "dummy":
+            if get_server_args().load_format == "dummy":
                 dummy_parts(tensors[role])
             else:
                 self._fill(role, tensors[role])
@@ -363,6 +367,24 @@ def activation_arguments(config: MoeRunnerConfig) -> dict[str, Any]:
         raise MoeqError("answer.no-kernel", f"moeq's kernels do not compute the activation {config.activation}")
     limit = config.swiglu_limit if config.is_gated and config.activation == "silu" else None
     return {"activation": config.activation, "limit": limit}
+
+
+def _check_options() -> None:
+    """Raises MoeqError `usage.load-format`, `usage.offload` where experts would not be where the kernels look."""
+    asked = get_server_args().load_format
+    if asked not in LOAD_FORMATS:
+        raise MoeqError(
+            "usage.load-format",
+            f"--load-format {asked} does not read a folder's tensors as it is, and the plug-in would not see them",
+            f"start with --load-format {', '.join(LOAD_FORMATS[:-1])} or {LOAD_FORMATS[-1]}",
+        )
+    offload = get_exec().offload
+    if offload.cpu_offload_gb > 0 or offload.offload_group_size > 0:
+        raise MoeqError(
+            "usage.offload",
+            "converted experts are prepared where they lie, and the engine's offloading moves them away",
+            "start without --cpu-offload-gb and --offload-group-size",
+        )
 
 
 def _most_tokens() -> int:
