@@ -111,6 +111,9 @@ SGLANG_MODELS = (
 #: `quant_method` of sources that SGLang has a config for on CUDA, and the formats of linear layers that it then reads.
 SGLANG_METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
 SGLANG_LINEAR = ("awq", "ct-int8", "ct-pack", "gptq")
+#: Those whose q_a and kv_a its class of DeepSeek makes one layer of: it joins AWQ's tensors by columns and all others
+#: by rows, which GPTQ's are not stored by, nor the `weight_shape` of compressed-tensors.
+SGLANG_JOINED = ("awq", "ct-int8")
 #: Bits and groups of the GPTQ that it reads, symmetric only: `GPTQMarlinConfig.TYPE_MAP` and
 #: `MARLIN_SUPPORTED_GROUP_SIZES`.
 SGLANG_GPTQ: tuple[tuple[int, ...], tuple[int, ...]] = ((4, 8), (-1, 32, 64, 128))

@@ -131,6 +131,8 @@ class TestSglang:
         ("gptq-int4-g32-qwen3moe", {}, {"batched": True}, False),
         ("gptq-int4-g32-qwen3moe", {"architectures": ["SomeMoeForCausalLM"]}, {}, False),
         ("gptq-int4-g32-qwen3moe", {"quantization_config": {"desc_act": None}}, {}, False),  # its Marlin wants it said
+        ("gptq-int4-g32-qwen3moe", {"q_lora_rank": 32}, {}, False),  # its class would join q_a and kv_a by rows
+        ("awq-int4-g32-qwen3moe", {"q_lora_rank": 32}, {}, True),
         ("gptq-int4-g128-mixtral", {}, {}, False),  # experts are called `mlp.experts`, which its class does not know
         ("ct-mxfp4-qwen3moe", {}, {}, True),
         ("mxfp4-gptoss", {}, {}, True),
