@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import modular_kernel
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -186,6 +187,13 @@ def check_own(moe: Any, entry: LayerEntry, part: RankPart) -> None:
     """Raises MoeqError `answer.no-kernel` or `usage.dtype` where moeq's kernels cannot run a layer."""
     check_kernel(entry, moe.in_dtype, "")
     check_groups(entry, part)
+    offload = get_current_vllm_config().offload_config
+    if offload.prefetch.offload_group_size > 0 or offload.offload_backend == "prefetch":
+        raise MoeqError(
+            "answer.no-kernel",
+            "moeq's kernels are prepared where experts lie, and --offload-group-size moves them: all would stay",
+            "start without it, or with --cpu-offload-gb, whose memory GPUs read where it is",
+        )
     supported, reason = MoeqExperts.is_supported_config(MoeqExperts, moe, None, None, activation_format(moe))
     if not supported:
         raise MoeqError("answer.no-kernel", f"layer {entry.layer}: moeq's {reason}")
