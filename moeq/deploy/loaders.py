@@ -111,6 +111,9 @@ SGLANG_MODELS = (
 #: `quant_method` of sources that SGLang has a config for on CUDA, and the formats of linear layers that it then reads.
 SGLANG_METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
 SGLANG_LINEAR = ("awq", "ct-int8", "ct-pack", "gptq")
+#: Those whose q_a and kv_a its class of DeepSeek makes one layer of: it joins AWQ's tensors by columns and all others
+#: by rows, which GPTQ's are not stored by, nor the `weight_shape` of compressed-tensors.
+SGLANG_JOINED = ("awq", "ct-int8")
 #: Bits and groups of the GPTQ that it reads, symmetric only: `GPTQMarlinConfig.TYPE_MAP` and
 #: `MARLIN_SUPPORTED_GROUP_SIZES`.
 SGLANG_GPTQ: tuple[tuple[int, ...], tuple[int, ...]] = ((4, 8), (-1, 32, 64, 128))
@@ -259,7 +262,8 @@ def sglang_reads(config: Mapping[str, Any], linear: str | None) -> bool:
     method = str(config.get("quant_method", "")).lower()
     if method == "gptq":
         bits, groups = SGLANG_GPTQ
-        return config.get("bits") in bits and config.get("group_size") in groups and config.get("sym") is True
+        stated = config.get("sym") is True and config.get("desc_act") is not None  # it reads none that is silent
+        return stated and config.get("bits") in bits and config.get("group_size") in groups
     return method in SGLANG_METHODS and linear in (None, *SGLANG_LINEAR)
 
 

@@ -56,6 +56,12 @@ class ConvertedQuantization(ABC):
 
         return list(self.inner.get_supported_act_dtypes()) if self.inner else [torch.bfloat16, torch.float16]
 
+    @property
+    def weight_block_size(self) -> list[int] | None:
+        """Of the layers that are as the source has them: engines allow sizes that such blocks do not divide."""
+        found: list[int] | None = getattr(self.inner, "weight_block_size", None)
+        return found
+
     @staticmethod
     def get_config_filenames() -> list[str]:
         """None: `config.json` says everything."""

@@ -112,6 +112,24 @@ def empty_parts(
     return found
 
 
+def dummy_parts(parts: Mapping[str, Tensor]) -> None:
+    """Fill the tensors of one matrix with numbers that any kernel can work with, where an engine reads no weights.
+
+    Floating-point ones are left as they are: engines fill those of all layers.
+    """
+    import torch
+
+    for part, tensor in parts.items():
+        if part == "permutation":
+            tensor.copy_(torch.arange(tensor.shape[-1], device=tensor.device).expand_as(tensor))
+        elif part == "group_index":
+            tensor.zero_()
+        elif part == "scale" and tensor.dtype == torch.uint8:
+            tensor.fill_(117)  # 2^-10
+        elif not tensor.is_floating_point():
+            tensor.view(torch.uint8).random_(0, 256)
+
+
 def _as_stored(layout: str, spec: MatrixSpec) -> bool:
     """Whether engines keep the floating-point scales as they are."""
     return layout in ("int8-w8a8/1", "cpu-amx-int8/1") or "e4m3" in (spec.element, spec.scale_dtype)

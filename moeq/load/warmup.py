@@ -99,14 +99,17 @@ def warm_up(
             f"{done.compiled} kernels were compiled for nothing: {cache_folder()} cannot be written",
             "set MOEQ_KERNEL_CACHE to a folder that can",
         )
-    kinds = tuple(LayerKind(numbers, str(layer)) for numbers, layer in found)
-    return WarmUp(kinds, done.kernels, done.compiled, round(done.seconds, 2))
+    kinds = dict.fromkeys(LayerKind(numbers, str(layer)) for numbers, layer in found)
+    return WarmUp(tuple(kinds), done.kernels, done.compiled, round(done.seconds, 2))
 
 
 def _prepared(
     checkpoint: ConvertedCheckpoint, gpu: str | None, ranks: Sequence[Rank], dtype: str, max_tokens: int
 ) -> Iterator[tuple[tuple[int, ...], PreparedLayer]]:
-    """One layer of each kind, without weights. Ranks differ where experts or features do not divide evenly."""
+    """Layers of each kind, without weights. Ranks differ where experts or features do not divide evenly.
+
+    Under expert parallelism there are two of each: vLLM hands kernels a map of experts, SGLang local numbers.
+    """
     import torch
 
     from moeq_kernels import prepare
@@ -126,17 +129,19 @@ def _prepared(
         held = part.experts[1] - part.experts[0]
         device = "meta" if gpu else "cuda"
         parts = empty_parts(entry.layout, specs, held, device, asked)
-        layer = prepare(
-            kernel_experts(entry.layout, specs, parts),
-            top_k=info.top_k or 1,
-            max_tokens=max_tokens,
-            dtype=asked,
-            hidden_size=entry.matrices["w2"].spec.n,
-            num_experts=entry.num_experts if ranks[0].ep_size > 1 else None,
-            gpu=gpu,
-            **_activation_arguments(info.activation, checkpoint.source.config),
-        )
-        yield tuple(dict.fromkeys(entry.layer for entry, _ in layers)), layer
+        numbers = tuple(dict.fromkeys(entry.layer for entry, _ in layers))
+        for num_experts in (None, entry.num_experts) if ranks[0].ep_size > 1 else (None,):
+            layer = prepare(
+                kernel_experts(entry.layout, specs, parts),
+                top_k=info.top_k or 1,
+                max_tokens=max_tokens,
+                dtype=asked,
+                hidden_size=entry.matrices["w2"].spec.n,
+                num_experts=num_experts,
+                gpu=gpu,
+                **_activation_arguments(info.activation, checkpoint.source.config),
+            )
+            yield numbers, layer
 
 
 def kernel_gpu(gpu: Gpu) -> str:

@@ -106,9 +106,12 @@ def sizes(layer: PreparedLayer) -> tuple[int, int, int, bool]:
         ({}, [], {(4, 128, 16384, False)}),
         ({"tp": 2}, [], {(4, 64, 16384, False)}),
         ({"tp": 2}, ["--tp", "1"], {(4, 128, 16384, False)}),
-        ({"tp": 2}, ["--ep", "2"], {(2, 128, 32768, True)}),
-        ({}, ["--tp", "2", "--ep", "2"], {(2, 128, 16384, True)}),  # experts are whole, as in an engine
-        ({}, ["--ep", "3"], {(2, 128, 49152, True), (1, 128, 49152, True)}),  # ranks hold 2, 1 and 1 of 4
+        # With a map of experts for vLLM, without one for SGLang.
+        ({"tp": 2}, ["--ep", "2"], {(2, 128, 32768, mapped) for mapped in (True, False)}),
+        # Experts are whole, as in an engine.
+        ({}, ["--tp", "2", "--ep", "2"], {(2, 128, 16384, mapped) for mapped in (True, False)}),
+        # Ranks hold 2, 1 and 1 of 4.
+        ({}, ["--ep", "3"], {(held, 128, 49152, mapped) for held in (2, 1) for mapped in (True, False)}),
         ({}, ["--dp", "2"], {(4, 64, 32768, False)}),
     ],
 )

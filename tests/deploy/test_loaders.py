@@ -130,6 +130,9 @@ class TestSglang:
         ("gptq-int4-g32-qwen3moe", {}, {"ep": 4}, False),  # two attention heads on four ranks
         ("gptq-int4-g32-qwen3moe", {}, {"batched": True}, False),
         ("gptq-int4-g32-qwen3moe", {"architectures": ["SomeMoeForCausalLM"]}, {}, False),
+        ("gptq-int4-g32-qwen3moe", {"quantization_config": {"desc_act": None}}, {}, False),  # its Marlin wants it said
+        ("gptq-int4-g32-qwen3moe", {"q_lora_rank": 32}, {}, False),  # its class would join q_a and kv_a by rows
+        ("awq-int4-g32-qwen3moe", {"q_lora_rank": 32}, {}, True),
         ("gptq-int4-g128-mixtral", {}, {}, False),  # experts are called `mlp.experts`, which its class does not know
         ("ct-mxfp4-qwen3moe", {}, {}, True),
         ("mxfp4-gptoss", {}, {}, True),
@@ -138,7 +141,10 @@ class TestSglang:
 def test_where_sglang_is_named(checkpoints: Path, tmp_path: Path, name, changes, options, loads) -> None:
     source = tmp_path / "source"
     shutil.copytree(checkpoints / name, source)
-    config = json.loads((source / "config.json").read_text()) | changes
+    config = json.loads((source / "config.json").read_text())
+    config |= {
+        key: {**config[key], **change} if isinstance(change, dict) else change for key, change in changes.items()
+    }
     (source / "config.json").write_text(json.dumps(config))
     deployment = moeq.Deployment(gpu=moeq.gpu("H100"), engine="moeq", **options)
     found = answer(moeq.open(source), Ask(deployment))

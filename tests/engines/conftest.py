@@ -25,6 +25,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for backend in (row for first in BACKENDS.values() for row in (first, *first.instead)):
         for kind in backend.classes():
             monkeypatch.setattr(kind, "_supports_current_device", staticmethod(lambda: True))
-    for layout in ("int8-w8a8/1", "flashinfer-cutlass-nvfp4/1", "deepgemm-mxfp8/1"):
+    for layout in ("int8-w8a8/1", "flashinfer-cutlass-nvfp4/1", "deepgemm-mxfp8/1", "deepgemm-fp8-sm90/1"):
         for kind in BACKENDS[layout].classes():
             monkeypatch.setattr(kind, "_supports_quant_scheme", staticmethod(lambda weight, activation: True))

@@ -78,17 +78,25 @@ register_config()
 HookRegistry.apply_hooks()
 
 
-def config_of(folder: Path) -> Any:
+def config_of(folder: Path, **options: Any) -> Any:
     """The engine's configuration of a process that serves the folder, and the quantisation config that it makes."""
-    arguments = ServerArgs(model_path=str(folder), device="cpu", disable_cuda_graph=True, skip_tokenizer_init=True)
+    started = {"device": "cpu", "disable_cuda_graph": True, "skip_tokenizer_init": True, **options}
+    arguments = ServerArgs(model_path=str(folder), **started)
     runtime_context.publish(arguments, role="scheduler")
     document = moeq.open(folder).source.config["quantization_config"]
     return get_quantization_config(arguments.quantization or "moeq").from_config(document)
 
 
-def experts_layer(folder: Path, *, tp: tuple[int, int] = (0, 1), ep: tuple[int, int] = (0, 1), **options: Any) -> Any:
+def experts_layer(
+    folder: Path,
+    *,
+    tp: tuple[int, int] = (0, 1),
+    ep: tuple[int, int] = (0, 1),
+    load_format: str = "auto",
+    **options: Any,
+) -> Any:
     """The engine's own layer with our config, on one rank."""
-    info, config = moeq.open(folder).info, config_of(folder)
+    info, config = moeq.open(folder).info, config_of(folder, load_format=load_format)
     ranks = {"moe_tp_rank": tp[0], "moe_tp_size": tp[1], "moe_ep_rank": ep[0], "moe_ep_size": ep[1]}
     rank, size = ep[0] * tp[1] + tp[0], tp[1] * ep[1]
     ranks |= {"tp_rank": rank, "tp_size": size, "attn_tp_rank": rank, "attn_tp_size": size}
@@ -100,11 +108,10 @@ def experts_layer(folder: Path, *, tp: tuple[int, int] = (0, 1), ep: tuple[int, 
             hidden_size=info.hidden_size,
             intermediate_size=info.intermediate_size,
             layer_id=1,
-            top_k=info.top_k,
             params_dtype=torch.bfloat16,
             quant_config=config,
             prefix="model.layers.1.mlp.experts",
-            **options,
+            **{"top_k": info.top_k, **options},
         )
 
 

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from engines.sglang_engine import HookRegistry, config_of, experts_layer, loaded_layer, run
 from load.deployments import convert, reference_layer
 from sglang.srt.arg_groups.choices import MOE_RUNNER_BACKEND_CHOICES, QUANTIZATION_CHOICES
+from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.moe import utils as moe_utils
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.token_dispatcher import standard
 from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.lora.layers import FusedMoEWithLoRA
+from sglang.srt.model_executor.model_runner_components import weight_updater
 from sglang.srt.model_loader.loader import DefaultModelLoader
+from sglang.srt.models.utils import WeightsMapper
+from sglang.srt.runtime_context import get_exec, get_flags, get_spec
 
 import moeq
+from moeq.engines import ready
+from moeq.engines.sglang import config as sglang_config
 from moeq.engines.sglang import plugin
 from moeq.engines.sglang.config import MoeqConfig, MoeqMoEMethod, register_config
 from moeq.errors import MoeqError
+from moeq.load import warmup
+from moeq.load.ranks import Rank
+from moeq.load.torch_loader import open_converted
 
 #: Those whose other layers SGLang reads on a CPU.
 LAYOUTS = {
@@ -90,6 +106,73 @@ def test_the_routed_scaling_factor_and_padding_are_kept(folders, batch) -> None:
     assert not scaled[~kept].any()
 
 
+def test_a_scaling_factor_is_not_multiplied_into_the_input(folders, batch) -> None:
+    x, weights, ids = batch[0], batch[1][:, :1], batch[2][:, :1]
+    given = {"apply_router_weight_on_input": True, "top_k": 1}
+    plain = run(loaded_layer(folders[INT4], **given), (x, weights, ids))
+    scaled = run(loaded_layer(folders[INT4], **given, routed_scaling_factor=2.0), (x, weights, ids))
+    assert torch.equal(scaled, 2 * plain)
+
+
+def test_a_prompt_longer_than_the_layer_was_prepared_for(folders, batch, monkeypatch) -> None:
+    """Without chunks (`--chunked-prefill-size -1`) the engine runs a prompt in one step, however long it is."""
+    whole = run(loaded_layer(folders[INT4]), batch)
+    monkeypatch.setattr(sglang_config, "_most_tokens", lambda: 4)
+    layer = loaded_layer(folders[INT4])
+    assert layer.quant_method.info.layer.max_tokens == 4
+    assert torch.equal(run(layer, batch), whole)
+    none = tuple(tensor[:0] for tensor in batch)
+    assert run(layer, none).shape == (0, 256)
+
+
+def test_the_log_says_once_which_kernels_run(folders, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(ready, "_READY", set())
+    with caplog.at_level(logging.INFO, "moeq"):
+        for _ in range(2):
+            loaded_layer(folders[INT4])
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("moeq")]
+    assert len(said) == 1
+    assert "portable kernels, because" in said[0]
+
+
+def test_dummy_weights_are_not_read_and_give_numbers(folders, batch) -> None:
+    for name, folder in folders.items():
+        layer = experts_layer(folder, load_format="dummy")
+        generator = torch.Generator().manual_seed(1)
+        for parameter in layer.parameters():
+            if parameter.is_floating_point():
+                parameter.data.uniform_(-1e-3, 1e-3, generator=generator)
+        layer.quant_method.process_weights_after_loading(layer)
+        assert torch.isfinite(run(layer, batch)).all(), name
+        assert not torch.equal(layer.w13_weight, moeq.load_experts(folder, 1).w13.weight), name
+
+
+@pytest.mark.parametrize("where", ["tp", "ep"])
+@pytest.mark.parametrize("name", list(LAYOUTS))
+def test_what_a_rank_calls_is_what_warmup_compiles(name, where, folders) -> None:
+    checkpoint = open_converted(folders[name])
+    every = [Rank(**{f"{where}_rank": rank, f"{where}_size": 2}) for rank in (0, 1)]
+    try:
+        warmed = {layer.problem for _, layer in warmup._prepared(checkpoint, "H200", every, "bf16", 64)}
+    except MoeqError as refused:
+        if refused.code != "usage.tp":  # small checkpoints, whose halves are padded
+            raise
+        return
+    layer = experts_layer(folders[name], **{where: (1, 2)})
+    method = layer.quant_method
+    tensors = {
+        role: {part: getattr(layer, f"{role}_{part}").to("meta") for part in matrix.stored.tensors}
+        for role, matrix in method.part.matrices.items()
+    }
+    assert method.prepared(tensors, "H200").problem in warmed
+
+
+def test_weights_are_not_updated_while_the_engine_runs(folders) -> None:
+    """Its own question before it writes any: from a disk, from tensors, from another process."""
+    said = weight_updater._unsupported_derived_weight_cache_error(experts_layer(folders[INT4]))
+    assert said == sglang_config.NO_UPDATE
+
+
 def test_a_model_gets_all_tensors_but_the_converted_experts(folders) -> None:
     """Through the engine's own loader, which the hook is around."""
 
@@ -97,19 +180,99 @@ def test_a_model_gets_all_tensors_but_the_converted_experts(folders) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.experts = experts_layer(folders[INT4])
+            self.quant_config = self.experts.quant_config
 
         def load_weights(self, weights) -> None:
             self.seen = [name for name, _ in weights]
+            self.asked = self.quant_config.get_name()
 
     model, checkpoint = Model(), moeq.open(folders[INT4])
     tensors = [(name, torch.empty(0)) for name in checkpoint.source.tensors]
     DefaultModelLoader.load_weights_only(model, iter(tensors), torch.device("cpu"))
     assert set(model.seen) == set(checkpoint.source.tensors) - checkpoint.source.expert_names
     assert len(model.seen) < len(tensors)
+    assert model.asked == "compressed_tensors"  # how the tensors of other layers lie
+    assert isinstance(model.quant_config, MoeqConfig)
 
 
 def test_other_layers_keep_the_method_of_the_source(folders) -> None:
     assert config_of(folders[INT4]).inner.get_name() == "compressed_tensors"
+
+
+class TestWhatTheSourcesConfigIsTold:
+    """The engine tells the config that it has; the source's decides about layers."""
+
+    @pytest.fixture
+    def document(self, folders) -> dict:
+        found = moeq.open(folders[INT4]).source.config["quantization_config"]
+        ignored = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
+        return {**found, "original": {**found["original"], "ignore": ignored}}
+
+    def unquantised(self, config: MoeqConfig, name: str) -> bool:
+        return isinstance(config.get_quant_method(LinearBase(1, 1), name), UnquantizedLinearMethod)
+
+    def test_which_layers_the_model_makes_one_of(self, document) -> None:
+        joined = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+        config = MoeqConfig.from_config({**document, "packed_modules_mapping": joined, "hf_config": None})
+        assert config.packed_modules_mapping == joined
+        assert self.unquantised(config, "model.layers.0.self_attn.qkv_proj")
+        config = MoeqConfig.from_config({**document, "packed_modules_mapping": {}})
+        config.update_packed_modules_mapping(joined)
+        assert self.unquantised(config, "model.layers.0.self_attn.qkv_proj")
+
+    def test_how_the_model_names_them(self, document) -> None:
+        config = MoeqConfig.from_config(document)
+        config.apply_weight_name_mapper(WeightsMapper(orig_to_new_prefix={"model.": "language_model."}))
+        assert self.unquantised(config, "language_model.layers.0.self_attn.q_proj")
+
+    def test_that_the_key_value_cache_has_scales(self, document) -> None:
+        assert MoeqConfig.from_config(document).kv_cache_quant_algo is None
+        scheme = {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": True, "dynamic": False}
+        document["original"]["kv_cache_scheme"] = scheme
+        assert MoeqConfig.from_config(document).kv_cache_quant_algo == "FP8"
+
+    def test_blocks_of_weights(self, document) -> None:
+        fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+        assert MoeqConfig.from_config({**document, "original": fp8}).weight_block_size == [128, 128]
+        assert MoeqConfig(None).weight_block_size is None
+
+
+def test_shared_experts_stay_what_they_are(folders) -> None:
+    """The engine runs them as one more routed expert where it can, which converted experts have no room for."""
+
+    class Model:
+        shared_experts_fusion_disable_reason = staticmethod(lambda hf_config, quant_config: None)
+        num_fusable_shared_experts = staticmethod(lambda hf_config: 1)
+
+    config = config_of(folders[INT4])
+    assert moe_utils.resolve_shared_experts_config(Model, None, config.inner).num_fused_shared_experts == 1
+    assert moe_utils.resolve_shared_experts_config(Model, None, config).num_fused_shared_experts == 0
+    assert config.can_fuse_shared_expert() is False
+
+
+class TestDraftLayers:
+    @pytest.fixture(autouse=True)
+    def drafting(self) -> Iterator[None]:
+        get_flags().moe.in_speculative_scope = True
+        yield
+        get_flags().moe.in_speculative_scope = False
+
+    def experts(self) -> FusedMoE:
+        layer = FusedMoE.__new__(FusedMoE)
+        torch.nn.Module.__init__(layer)
+        layer.is_draft = get_flags().moe.in_speculative_scope
+        return layer
+
+    def test_of_the_same_checkpoint_are_not_converted_whatever_their_number(self, folders) -> None:
+        """Qwen3-Next's class names its draft layer `model.layers.0`, like the first of the model."""
+        config_of(folders[INT4])
+        assert MoeqConfig(None).get_quant_method(self.experts(), "model.layers.0.mlp.experts") is None
+
+    def test_a_draft_model_of_its_own_is_read_from_its_own_folder(self, folders) -> None:
+        config_of(folders["ct-w8a8-qwen3moe"])
+        with get_spec().override(speculative_draft_model_path=str(folders[INT4])):
+            method = MoeqConfig(None).get_quant_method(self.experts(), "model.layers.0.mlp.experts")
+        assert method.checkpoint.source.name == moeq.open(folders[INT4]).source.name
 
 
 class TestRefusals:
@@ -126,6 +289,40 @@ class TestRefusals:
 
     def test_an_activation_that_the_kernels_do_not_compute(self, folders) -> None:
         assert "situ" in self.refused(folders[INT4], activation="situ").message
+
+    @pytest.mark.parametrize("option", [{"enable_eplb": True}, {"init_expert_location": "places.json"}])
+    def test_experts_at_other_places(self, option, folders) -> None:
+        config_of(folders[INT4])
+        with get_exec().moe.override(**option):
+            layer = SimpleNamespace(num_fused_shared_experts=0, uses_expert_location=True)
+            checkpoint = open_converted(folders[INT4])
+            method = MoeqMoEMethod(checkpoint, checkpoint.manifest.layers[0])
+            with pytest.raises(MoeqError) as caught:
+                method.create_weights(layer, 4, 256, 128, torch.bfloat16)
+        assert caught.value.code == "usage.eplb"
+
+    @pytest.mark.parametrize("option", [{"cpu_offload_gb": 8}, {"offload_group_size": 4}])
+    def test_experts_that_are_moved_away(self, option, folders) -> None:
+        """Kernels would read what is left, or nothing, and give numbers all the same."""
+        config_of(folders[INT4])
+        with get_exec().offload.override(**option):
+            checkpoint = open_converted(folders[INT4])
+            method = MoeqMoEMethod(checkpoint, checkpoint.manifest.layers[0])
+            layer = SimpleNamespace(num_fused_shared_experts=0)
+            with pytest.raises(MoeqError) as caught:
+                method.create_weights(layer, 4, 256, 128, torch.bfloat16)
+        assert caught.value.code == "usage.offload"
+
+    def test_another_way_to_the_tensors(self, folders) -> None:
+        error = self.refused(folders[INT4], load_format="sharded_state")
+        assert error.code == "usage.load-format"
+        assert "auto" in (error.hint or "")
+
+    def test_adapters_on_experts(self, folders) -> None:
+        backend = SimpleNamespace(name="triton", is_moe_lora=False)
+        with pytest.raises(MoeqError, match="adapters") as caught:
+            FusedMoEWithLoRA(loaded_layer(folders[INT4]), backend)
+        assert caught.value.code == "answer.no-kernel"
 
     def test_outputs_of_every_choice(self, folders) -> None:
         assert self.refused(folders[INT4], no_combine=True).code == "answer.no-kernel"

@@ -15,9 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from engines.vllm_engine import BACKENDS, NAMES, experts_layer, loaded_layer, vllm
+from engines.vllm_engine import BACKENDS, NAMES, config_of, engine, experts_layer, loaded_layer, vllm
 from load.deployments import LAYOUTS, convert
 from safetensors.torch import load_file, save_file
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    MergedColumnParallelLinear,
+    UnquantizedLinearMethod,
+)
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.utils import quant_utils
 from vllm.plugins import load_general_plugins
@@ -65,6 +70,42 @@ def test_other_layers_keep_the_method_of_the_source(name, checkpoints) -> None:
     original = json.loads((checkpoints / name / "config.json").read_text())["quantization_config"]
     config = get_quantization_config("moeq").from_config({"quant_method": "moeq", "original": original})
     assert type(config.inner) is get_quantization_config(original["quant_method"])
+
+
+def test_layers_see_the_blocks_of_the_source() -> None:
+    """The engine allows joined layers whose parts are no whole blocks, and else refuses to make them."""
+    original = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    config = get_quantization_config("moeq").from_config({"quant_method": "moeq", "original": original})
+    layer = MergedColumnParallelLinear.__new__(MergedColumnParallelLinear)
+    torch.nn.Module.__init__(layer)
+    layer.quant_config, layer.output_partition_sizes = config, [192, 128]
+    layer._maybe_allow_fp8_block_shape_mismatch()
+    assert layer.allow_fp8_block_shape_mismatch
+
+
+def test_a_part_of_the_model_without_quantised_tensors_stays_so(checkpoints, tmp_path) -> None:
+    """Though no ignore list names it, as in Kimi-K2.5, where the engine asks for the source's class of config."""
+    source = tmp_path / "source"
+    shutil.copytree(checkpoints / "ct-int4-g128-qwen3moe", source)
+    tensors = load_file(path := source / "model.safetensors")
+    save_file(tensors | {"vision_tower.encoder.wo.weight": torch.zeros(8, 8, dtype=torch.bfloat16)}, path)
+    config = config_of(convert(source, tmp_path / "out", "marlin-wna16/1"))
+    layer = LinearBase.__new__(LinearBase)
+    torch.nn.Module.__init__(layer)
+    with engine():
+        vision, text = (
+            config.get_quant_method(layer, name) for name in ("vision_tower.encoder.wo", "model.layers.0.x")
+        )
+    assert isinstance(vision, UnquantizedLinearMethod)
+    assert not isinstance(text, UnquantizedLinearMethod)
+
+
+def test_attention_sees_the_scales_of_a_key_value_cache() -> None:
+    scheme = {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": True, "dynamic": False}
+    original = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {}, "ignore": []}
+    document = {"quant_method": "moeq", "original": original | {"kv_cache_scheme": scheme}}
+    assert get_quantization_config("moeq").from_config(document).kv_cache_scheme == scheme
+    assert get_quantization_config("moeq").from_config({"quant_method": "moeq"}).kv_cache_scheme is None
 
 
 @pytest.mark.parametrize("name", list(NAMES))

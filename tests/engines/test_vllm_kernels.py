@@ -10,13 +10,14 @@ import pytest
 import torch
 from engines.vllm_engine import BACKENDS, NAMES, engine, experts_layer, loaded_layer
 from load.deployments import convert, reference_layer
+from vllm.config.offload import OffloadConfig, PrefetchOffloadConfig
 from vllm.model_executor.layers.fused_moe import modular_kernel
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep
 from vllm.v1.worker import workspace
 
 import moeq
-from moeq.engines.vllm.experts import ACTIVATIONS, MoeqExperts, _prepare, activation_arguments
+from moeq.engines.vllm.experts import ACTIVATIONS, MoeqExperts, _prepare, activation_arguments, check_own
 from moeq.engines.vllm.rows import VERSION
 from moeq.errors import MoeqError
 from moeq.load import warmup
@@ -189,6 +190,12 @@ class TestChoice:
 
         monkeypatch.setattr(method, "slow_reason", lambda moe, packed: None)
         assert self.chosen(folders[name]) == "moeq's kernels for this GPU"
+
+    def test_where_experts_are_moved_away_they_are_not_moeqs(self, folders, gpu) -> None:
+        method = experts_layer(folders[INT4]).quant_method
+        offload = OffloadConfig(prefetch=PrefetchOffloadConfig(offload_group_size=2))
+        with engine(offload_config=offload), pytest.raises(MoeqError, match="--offload-group-size"):
+            check_own(method.moe, method.entry, method.part)
 
     def test_the_environment_decides_where_the_option_is_silent(self, folders, gpu, monkeypatch) -> None:
         monkeypatch.setenv("MOEQ_KERNELS", "moeq")

@@ -6,7 +6,8 @@ kernels; other layers keep the method that the source's config asks for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +24,13 @@ from sglang.srt.layers.quantization import QUANTIZATION_METHODS, get_quantizatio
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase, QuantizationConfig
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang.srt.runtime_context import get_server_args
+from sglang.srt.runtime_context import get_exec, get_model, get_server_args, get_spec
 
-from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry
+from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry, StackedRole
 from moeq.engines.quantization import NAME, ConvertedQuantization, layer_number, source_unread
+from moeq.engines.ready import make_ready
 from moeq.errors import MoeqError
-from moeq.load.kernel_experts import empty_parts, kernel_experts
+from moeq.load.kernel_experts import dummy_parts, empty_parts, kernel_experts
 from moeq.load.ranks import Rank, plan_rank
 from moeq.load.torch_loader import (
     check_device,
@@ -44,8 +46,19 @@ if TYPE_CHECKING:
     from moeq.model.converted import ConvertedCheckpoint
     from moeq_kernels import PreparedLayer
 
+logger = logging.getLogger(__name__)
+
 #: Tokens that a step of the engine may have where its options do not say.
 MOST_TOKENS = 16384
+
+#: Values of `--load-format` by which the engine reads a folder's tensors through `load_others`, or none.
+LOAD_FORMATS = ("auto", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "dummy")
+
+#: Why the engine takes no other weights while it runs: a layer says so by its `_derived_weight_cache_error`.
+NO_UPDATE = (
+    "moeq: converted experts are read from their files when the engine starts, so they would stay as they were. "
+    "Start the engine again with the new folder."
+)
 
 
 def register_config() -> None:
@@ -57,20 +70,45 @@ def register_config() -> None:
     add_moe_runner_backend_choices([NAME])
     register_moe_runner_core(NAME, MoeqRunnerCore)
     loader = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_only"
-    HookRegistry.register(loader, leave_experts_out, HookType.BEFORE)
+    HookRegistry.register(loader, load_others, HookType.AROUND)
+    shared = "sglang.srt.layers.moe.utils.resolve_shared_experts_config"
+    HookRegistry.register(shared, keep_shared_experts, HookType.AROUND)
 
 
-def leave_experts_out(model: Any, weights: Iterable[tuple[str, torch.Tensor]], *more: Any, **named: Any) -> Any:
-    """Before a model looks at its weights: take out converted experts, which their method reads itself."""
+def load_others(
+    load: Callable[..., Any], model: Any, weights: Iterable[tuple[str, torch.Tensor]], *more: Any, **named: Any
+) -> Any:
+    """Around the loading of a model's weights: converted experts are taken out, which their method reads itself.
+
+    What is left is as the source has it, so while it is loaded the model has the source's config: the engine's classes
+    ask it by name how tensors lie (DeepSeek's joins q_a and kv_a of AWQ by columns).
+    """
     stacked: set[str] = set()
+    configs: list[tuple[Any, MoeqConfig]] = []
     for module in model.modules():
         if isinstance(method := getattr(module, "quant_method", None), MoeqMoEMethod):
             stacked |= method.checkpoint.source.expert_names
+        if isinstance(config := getattr(module, "quant_config", None), MoeqConfig):
+            configs.append((module, config))
 
     def others() -> Iterator[tuple[str, torch.Tensor]]:
         return (pair for pair in weights if pair[0] not in stacked)
 
-    return (model, others() if stacked else weights, *more), named
+    for module, config in configs:
+        module.quant_config = config.inner
+    try:
+        return load(model, others() if stacked else weights, *more, **named)
+    finally:
+        for module, config in configs:
+            module.quant_config = config
+
+
+def keep_shared_experts(resolve: Callable[..., Any], model_class: Any, hf_config: Any, quant_config: Any) -> Any:
+    """Around the engine's question whether shared experts run as one more routed expert: not beside converted ones."""
+    if not isinstance(quant_config, MoeqConfig):
+        return resolve(model_class, hf_config, quant_config)
+    with get_exec().moe.override(disable_shared_experts_fusion=True):
+        return resolve(model_class, hf_config, quant_config)
 
 
 class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[misc]
@@ -79,6 +117,15 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
     def __init__(self, original: dict[str, Any] | None) -> None:
         super().__init__(original)
         self._checkpoint: ConvertedCheckpoint | None = None
+        if self.inner is not None:
+            self.packed_modules_mapping = self.inner.packed_modules_mapping
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> MoeqConfig:
+        """From `config.json`. What the engine puts beside it is for the source's config as well."""
+        if not (original := config.get("original")):
+            return cls(None)
+        return cls(original | {key: config[key] for key in ("packed_modules_mapping", "hf_config") if key in config})
 
     @staticmethod
     def source_config(original: dict[str, Any]) -> Any:
@@ -100,22 +147,49 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
         return []
 
     @property
-    def checkpoint(self) -> ConvertedCheckpoint:
-        """What the engine serves, opened once. Raises MoeqError `usage.not-converted`, `source.*`."""
+    def kv_cache_quant_algo(self) -> str | None:
+        """Of a key-value cache for which the source stores scales."""
+        return getattr(self.inner, "kv_cache_quant_algo", None)
+
+    def update_packed_modules_mapping(self, mapping: dict[str, list[str]]) -> None:
+        """Which layers of the source the model makes one of."""
+        super().update_packed_modules_mapping(mapping)
+        if self.inner is not None:
+            self.inner.update_packed_modules_mapping(mapping)
+
+    def apply_weight_name_mapper(self, hf_to_sglang_mapper: Any) -> None:
+        """Names in the source's config follow the engine's."""
+        if self.inner is not None:
+            self.inner.apply_weight_name_mapper(hf_to_sglang_mapper)
+
+    def can_fuse_shared_expert(self) -> bool:
+        """Shared experts are not converted, so they do not run as one more of those that are."""
+        return False
+
+    def checkpoint(self, draft: bool) -> ConvertedCheckpoint | None:
+        """What the engine serves, opened once; None for draft layers that it serves from the same checkpoint: they are
+        copied unchanged, and some models count them from 0.
+
+        Raises MoeqError `usage.not-converted`, `source.*`.
+        """
+        where, revision = get_model().model_path, get_model().revision
+        if draft:
+            drafter = get_spec().speculative_draft_model_path
+            if drafter in (None, where):
+                return None
+            where, revision = drafter, get_spec().speculative_draft_model_revision
         if self._checkpoint is None:
-            arguments = get_server_args()
-            self._checkpoint = open_converted(arguments.model_path, getattr(arguments, "revision", None))
+            self._checkpoint = open_converted(where, revision)
         return self._checkpoint
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         """Ours for converted experts, the source's for everything else."""
-        if isinstance(layer, FusedMoE):
-            number = layer_number(prefix)
-            if number is not None and self.checkpoint.is_packed(number):
-                return MoeqMoEMethod(self.checkpoint, layer_entry(self.checkpoint, number))
+        if isinstance(layer, FusedMoE) and (number := layer_number(prefix)) is not None:
+            checkpoint = self.checkpoint(layer.is_draft)
+            if checkpoint is not None and checkpoint.is_packed(number):
+                return MoeqMoEMethod(checkpoint, layer_entry(checkpoint, number))
         if self.inner is None:
             return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
-        self.inner.packed_modules_mapping = self.packed_modules_mapping
         return self.inner.get_quant_method(layer, prefix)
 
 
@@ -141,10 +215,17 @@ class MoeqRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
         x, choices = dispatch_output.hidden_states, dispatch_output.topk_output
         if TopKOutputChecker.format_is_bypassed(choices):
             choices = choices.to_standard()
-        weights = choices.topk_weights
-        if runner_config.routed_scaling_factor is not None:
-            weights = weights * runner_config.routed_scaling_factor
-        return StandardCombineInput(quant_info.layer(x, weights, choices.topk_ids))
+        weights, ids, layer = choices.topk_weights, choices.topk_ids, quant_info.layer
+        scale = runner_config.routed_scaling_factor
+        if scale is not None and not runner_config.apply_router_weight_on_input:
+            weights = weights * scale
+        # A prompt that is not cut into chunks may be longer than what the layer was prepared for.
+        starts = range(0, max(1, x.shape[0]), layer.max_tokens)
+        parts = [layer(*(one[start : start + layer.max_tokens] for one in (x, weights, ids))) for start in starts]
+        y = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if scale is not None and runner_config.apply_router_weight_on_input:
+            y = y * scale
+        return StandardCombineInput(y)
 
 
 class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
@@ -186,6 +267,14 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 f"moeq's kernels take tokens by rows, not from --moe-a2a-backend {get_moe_a2a_backend().value}",
                 "start without --moe-a2a-backend",
             )
+        _check_options()
+        moe = get_exec().moe
+        if layer.uses_expert_location and (moe.enable_eplb or moe.init_expert_location != "trivial"):
+            raise MoeqError(
+                "usage.eplb",
+                "converted experts stay on their rank, in the order of their numbers, and EPLB places them otherwise",
+                "start without --enable-eplb and --init-expert-location",
+            )
         check_kernel(self.entry, params_dtype, "bf16")
         rank = Rank(layer.moe_tp_rank, layer.moe_tp_size, layer.moe_ep_rank, layer.moe_ep_size)
         self.part = plan_rank(self.entry, rank, uneven_unit(self.checkpoint, self.entry.layer))
@@ -196,11 +285,12 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             raise MoeqError(
                 "usage.ep",
                 f"layer {self.entry.layer}: {rank.title} holds {num_experts} experts in the engine and {held} by moeq",
-                "start without redundant experts",
+                "start without --ep-num-redundant-experts",
             )
         for role, parts in empty_parts(self.entry.layout, self.specs, held, None, params_dtype).items():
             for part, empty in parts.items():
                 layer.register_parameter(f"{role}_{part}", torch.nn.Parameter(empty, requires_grad=False))
+        layer._derived_weight_cache_error = NO_UPDATE
 
     def create_moe_runner(self, layer: Any, moe_runner_config: MoeRunnerConfig) -> None:
         """The engine's runner around ours."""
@@ -209,32 +299,53 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self.config = moe_runner_config
         self.runner = MoeRunner(resolve_moe_runner_backend(NAME), moe_runner_config)
 
+    def get_moe_quant_info(self, layer: Any, runner_backend: MoeRunnerBackendLike) -> MoeQuantInfo:
+        """What the engine asks for to run adapters on experts, which there are none of."""
+        raise MoeqError(
+            "answer.no-kernel",
+            f"layer {self.entry.layer}: moeq's kernels take no adapters on experts, and the bytes are for them alone",
+            "start with --lora-target-modules that name no expert, or serve the source",
+        )
+
     def process_weights_after_loading(self, layer: Any) -> None:
         """Fill the parameters from the files and get the kernels ready."""
-        from moeq_kernels import prepare
-
         tensors = {
             role: {part: getattr(layer, f"{role}_{part}").data for part in self.part.matrices[role].stored.tensors}
             for role in STACKED_ROLES
         }
         check_device(self.checkpoint, layer.w13_weight.device)
         for role in STACKED_ROLES:
-            matrix, targets = self.part.matrices[role], tensors[role]
-            device = targets["weight"].device
-            for part, tensor in read_parts(self.checkpoint, self.entry, self.part, matrix, device, targets).items():
-                if tensor.data_ptr() != targets[part].data_ptr():
-                    targets[part].copy_(tensor)
-        prepared = prepare(
+            if get_server_args().load_format == "dummy":
+                dummy_parts(tensors[role])
+            else:
+                self._fill(role, tensors[role])
+        prepared = self.prepared(tensors)
+        make_ready(prepared, logger)
+        self.info = MoeqQuantInfo(prepared)
+
+    def _fill(self, role: StackedRole, targets: Mapping[str, torch.Tensor]) -> None:
+        """This rank's bytes, straight from the files."""
+        matrix, device = self.part.matrices[role], targets["weight"].device
+        for part, tensor in read_parts(self.checkpoint, self.entry, self.part, matrix, device, targets).items():
+            if tensor.data_ptr() != targets[part].data_ptr():
+                targets[part].copy_(tensor)
+
+    def prepared(
+        self, tensors: Mapping[StackedRole, Mapping[str, torch.Tensor]], gpu: str | None = None
+    ) -> PreparedLayer:
+        """The layer in the kernels, for the GPU that its tensors are on or another one by name."""
+        from moeq_kernels import prepare
+
+        return prepare(
             kernel_experts(self.entry.layout, self.specs, tensors),
             top_k=self.config.top_k,
             max_tokens=_most_tokens(),
             dtype=self.config.params_dtype,
             hidden_size=self.config.hidden_size,
             router_weight_on_input=self.config.apply_router_weight_on_input,
-            warm=True,
+            gpu=gpu,
             **activation_arguments(self.config),
         )
-        self.info = MoeqQuantInfo(prepared)
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
         """The routed experts on the tokens that the dispatcher brought."""
@@ -256,6 +367,24 @@ def activation_arguments(config: MoeRunnerConfig) -> dict[str, Any]:
         raise MoeqError("answer.no-kernel", f"moeq's kernels do not compute the activation {config.activation}")
     limit = config.swiglu_limit if config.is_gated and config.activation == "silu" else None
     return {"activation": config.activation, "limit": limit}
+
+
+def _check_options() -> None:
+    """Raises MoeqError `usage.load-format`, `usage.offload` where experts would not be where the kernels look."""
+    asked = get_server_args().load_format
+    if asked not in LOAD_FORMATS:
+        raise MoeqError(
+            "usage.load-format",
+            f"--load-format {asked} does not read a folder's tensors as it is, and the plug-in would not see them",
+            f"start with --load-format {', '.join(LOAD_FORMATS[:-1])} or {LOAD_FORMATS[-1]}",
+        )
+    offload = get_exec().offload
+    if offload.cpu_offload_gb > 0 or offload.offload_group_size > 0:
+        raise MoeqError(
+            "usage.offload",
+            "converted experts are prepared where they lie, and the engine's offloading moves them away",
+            "start without --cpu-offload-gb and --offload-group-size",
+        )
 
 
 def _most_tokens() -> int:

@@ -48,6 +48,7 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
         super().__init__(original)
         self.checkpoint: ConvertedCheckpoint | None = None
         self.opened: tuple[str, str | None] | None = None
+        self._plain: dict[str, bool] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """The engine sends its config to the processes of other ranks, and each opens the checkpoint for itself."""
@@ -79,6 +80,12 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
         if self.inner is not None:
             self.inner.maybe_update_config(model_name, hf_config=hf_config, revision=revision)
 
+    @property
+    def kv_cache_scheme(self) -> dict[str, Any] | None:
+        """Of a key-value cache for which the source stores scales: the engine makes one of FP8 then."""
+        found: dict[str, Any] | None = getattr(self.inner, "kv_cache_scheme", None)
+        return found
+
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Names in the source's config follow the engine's."""
         if self.inner is not None:
@@ -98,10 +105,26 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
                     asked_kernels(_own_options(config.additional_config)),
                     dummy=config.load_config.load_format == "dummy",
                 )
+        if isinstance(layer, LinearBase) and (self.inner is None or self._is_plain(prefix.partition(".")[0])):
+            return UnquantizedLinearMethod()
         if self.inner is None:
-            return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+            return None
         self.inner.packed_modules_mapping = self.packed_modules_mapping
         return self.inner.get_quant_method(layer, prefix)
+
+    def _is_plain(self, part: str) -> bool:
+        """Whether a part of the model, such as its vision tower, has tensors and none of them is quantised.
+
+        Ignore lists may be silent about it, since the engine leaves the source's config out there: Kimi-K2.5's class
+        does where it is one of compressed-tensors, which ours is not.
+        """
+        if self.checkpoint is None:
+            return False
+        if part not in self._plain:
+            entries = self.checkpoint.source.tensors.items()
+            dtypes = {entry.dtype for name, entry in entries if name.startswith(f"{part}.")}
+            self._plain[part] = bool(dtypes) and dtypes <= {"F64", "F32", "F16", "BF16"}
+        return self._plain[part]
 
 
 def _own_options(additional: Any) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import modular_kernel
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -20,6 +21,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 from vllm.platforms import current_platform
 from vllm.v1.worker.workspace import current_workspace_manager
 
+from moeq.engines.ready import make_ready
 from moeq.errors import MoeqError
 from moeq.load.torch_loader import check_groups, check_kernel
 
@@ -29,9 +31,6 @@ if TYPE_CHECKING:
     from moeq_kernels import PackedExperts, PreparedLayer
 
 logger = init_logger("vllm.moeq")  # below the engine's own logger, whose handlers print it
-
-#: Layers whose kernels are loaded; those that are alike share them.
-_WARMED: set[Any] = set()
 
 #: The engine's activations as the kernels name them.
 ACTIVATIONS = {
@@ -188,6 +187,13 @@ def check_own(moe: Any, entry: LayerEntry, part: RankPart) -> None:
     """Raises MoeqError `answer.no-kernel` or `usage.dtype` where moeq's kernels cannot run a layer."""
     check_kernel(entry, moe.in_dtype, "")
     check_groups(entry, part)
+    offload = get_current_vllm_config().offload_config
+    if offload.prefetch.offload_group_size > 0 or offload.offload_backend == "prefetch":
+        raise MoeqError(
+            "answer.no-kernel",
+            "moeq's kernels are prepared where experts lie, and --offload-group-size moves them: all would stay",
+            "start without it, or with --cpu-offload-gb, whose memory GPUs read where it is",
+        )
     supported, reason = MoeqExperts.is_supported_config(MoeqExperts, moe, None, None, activation_format(moe))
     if not supported:
         raise MoeqError("answer.no-kernel", f"layer {entry.layer}: moeq's {reason}")
@@ -210,15 +216,8 @@ def slow_reason(moe: Any, packed: PackedExperts) -> str | None:
 
 def own_kernel(moe: Any, packed: PackedExperts, layer: Any) -> modular_kernel.FusedMoEKernel:
     """The engine's kernel object with moeq's experts inside, whose kernels are compiled and loaded."""
-    from moeq_kernels.compiling import cache_folder
-
     prepared = _prepare(moe, packed, None if layer.expert_map is None else layer.global_num_experts)
-    if (key := (prepared.problem, prepared.max_tokens, prepared.device)) not in _WARMED:
-        done = prepared.warm()
-        _WARMED.add(key)
-        if not done.kept:
-            logger.warning("moeq: kernels are compiled at every start: %s cannot be written", cache_folder())
-        logger.info("moeq: %s: %d kernels, %d compiled, %.1f s", prepared, done.kernels, done.compiled, done.seconds)
+    make_ready(prepared, logger)
     prepare = maybe_make_prepare_finalize(
         moe=moe,
         quant_config=FUSED_MOE_UNQUANTIZED_CONFIG,

@@ -31,7 +31,7 @@ from moeq.engines.vllm.rows import RECORDS, EngineExperts, RankWeights, takes
 from moeq.errors import MoeqError
 from moeq.layouts.registry import layout_class
 from moeq.load.activation_scales import ActivationScales, activation_scales
-from moeq.load.kernel_experts import empty_parts, kernel_experts
+from moeq.load.kernel_experts import dummy_parts, empty_parts, kernel_experts
 from moeq.load.ranks import Rank, plan_rank
 from moeq.load.torch_loader import read_parts, require_arch, uneven_unit
 
@@ -153,7 +153,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         for role in STACKED_ROLES:
             targets = {part: getattr(layer, f"{role}_{part}").data for part in self.part.matrices[role].stored.tensors}
             if self.dummy:
-                _pretend(targets)
+                dummy_parts(targets)
             else:
                 self._fill(role, targets)
         if self.choice.own:
@@ -393,19 +393,6 @@ def _as_engine(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         name: tensor.view(torch.float8_e8m0fnu) if name in SCALES and tensor.dtype == torch.uint8 else tensor
         for name, tensor in tensors.items()
     }
-
-
-def _pretend(targets: Mapping[str, torch.Tensor]) -> None:
-    """Numbers that any kernel can work with, where no weights are read. Floating-point ones are the engine's."""
-    for part, tensor in targets.items():
-        if part == "permutation":
-            tensor.copy_(torch.arange(tensor.shape[-1], device=tensor.device).expand_as(tensor))
-        elif part == "group_index":
-            tensor.zero_()
-        elif part == "scale" and tensor.dtype == torch.uint8:
-            tensor.fill_(117)  # 2^-10
-        elif not tensor.is_floating_point():
-            tensor.view(torch.uint8).random_(0, 256)
 
 
 __all__ = ["MoeqMoEMethod"]

@@ -10,6 +10,7 @@ from moeq.checkpoint.families import find_family
 from moeq.checkpoint.names import FUSED
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.loaders import (
+    SGLANG_JOINED,
     SGLANG_MODELS,
     VLLM_INSTEAD,
     VLLM_LAYOUTS,
@@ -89,6 +90,9 @@ def _sglang(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> bool:
     linear = checkpoint.scheme_of(layer).format if others else None
     named = checkpoint.expert_prefix(layer).endswith(family.experts)
     if not named or not sglang_reads(checkpoint.quantization_config or {}, linear):
+        return False
+    attention = any(use.quantized for use in info.modules if use.part == "attention")
+    if attention and checkpoint.source.config.get("q_lora_rank") and linear not in SGLANG_JOINED:
         return False
     divided = deployment.tp in (1, ranks) and deployment.ep in (1, ranks)
     return divided and _heads(checkpoint, replace(deployment, tp=ranks))
