@@ -12,7 +12,7 @@ from torch import Tensor
 from bench import packing
 from bench.reference import Layer
 from moeq_kernels import PackedExperts, PackedMatrix
-from moeq_kernels.formats import FORMATS, Format
+from moeq_kernels.formats import FORMATS, Format, find_format
 from moeq_kernels.records import W13Order
 
 
@@ -379,3 +379,30 @@ def route(
     logits = torch.rand(tokens, experts, generator=generator, device=device)
     weights, ids = logits.topk(top_k, dim=1)
     return Routed(x, weights / weights.sum(1, keepdim=True), ids.to(torch.int32))
+
+
+def meta_matrix(layout: str, element: str, experts: int, n: int, k: int, group: int) -> PackedMatrix:
+    """A matrix of these sizes that takes no memory."""
+    fmt = find_format(layout, element)
+    order = fmt.single_order if group in (-1, k) else fmt.group_order
+    groups = 1 if group in (-1, k) else -(-k // group)
+    kind = torch.bfloat16 if "bfloat16" in fmt.scale_dtypes else getattr(torch, fmt.scale_dtypes[0])
+    weight = torch.empty(experts, *fmt.weight_shape(n, k), dtype=getattr(torch, fmt.weight_dtype), device="meta")
+    scale = torch.empty(experts, *fmt.scale_shape(order or "", n, groups), dtype=kind, device="meta")
+    whole = torch.empty(experts, device="meta") if fmt.global_scale == "required" else None
+    return PackedMatrix(layout, weight, n, k, element, group, scale, global_scale=whole)
+
+
+def meta_experts(
+    experts: int,
+    hidden: int,
+    intermediate: int,
+    layout: str = "marlin-wna16/1",
+    element: str = "int4",
+    group: int = 128,
+) -> PackedExperts:
+    """A layer of these sizes that takes no memory."""
+    return PackedExperts(
+        meta_matrix(layout, element, experts, 2 * intermediate, hidden, group),
+        meta_matrix(layout, element, experts, hidden, intermediate, group),
+    )

@@ -14,7 +14,8 @@ import torch
 
 from bench.hopper_bench import FORMATS, epilogue_of, random_experts
 from bench.timing import SHAPES, inputs
-from moeq_kernels.prepared import prepare_for, warmup
+from moeq_kernels.prepared import prepare_for
+from moeq_kernels.warming import warmup
 
 
 def main() -> None:

@@ -48,9 +48,10 @@ from moeq_kernels.hopper.w4a16.plan import Queue
 from moeq_kernels.hopper.w4a16.products import alike
 from moeq_kernels.hopper.w8a8 import layer as w8a8
 from moeq_kernels.hopper.w8a8.plan import Int8Narrow, Int8Plan
-from moeq_kernels.prepared import prepare_for, warmup
+from moeq_kernels.prepared import prepare_for
 from moeq_kernels.schedules import FAMILIES, schedule
 from moeq_kernels.sorting import PAIR_LIMITS, TOKEN_LIMITS
+from moeq_kernels.warming import warmup
 
 ROUTINGS = ("uniform", "uniform", "zipf", "same", "holes", "mapped")
 #: Problems of one layer.

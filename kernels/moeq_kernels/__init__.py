@@ -31,7 +31,7 @@ _PUBLIC = {
     "Router": "moeq_kernels.routing:Router",
     "prepare": "moeq_kernels.prepared:prepare",
     "route": "moeq_kernels.routing:route",
-    "warmup": "moeq_kernels.prepared:warmup",
+    "warmup": "moeq_kernels.warming:warmup",
 }
 
 __all__ = [
@@ -60,10 +60,11 @@ if TYPE_CHECKING:
     from moeq_kernels.compiling import Warmed
     from moeq_kernels.errors import KernelArgumentError, KernelEnvironmentError, KernelError, KernelUnsupportedError
     from moeq_kernels.fused import fused_moe, fused_moe_batched
-    from moeq_kernels.prepared import PreparedLayer, explain, prepare, warmup
+    from moeq_kernels.prepared import PreparedLayer, explain, prepare
     from moeq_kernels.products import expert_products
     from moeq_kernels.records import PackedExperts, PackedMatrix
     from moeq_kernels.routing import Router, route
+    from moeq_kernels.warming import warmup
 
 
 def __getattr__(name: str) -> Any:

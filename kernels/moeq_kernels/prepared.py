@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
 from dataclasses import fields, replace
 from functools import cache
 from typing import Any
@@ -16,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from moeq_kernels import portable
 from moeq_kernels.areas import Area
-from moeq_kernels.compiling import Specialisation, Warmed, compile_all
+from moeq_kernels.compiling import Warmed
 from moeq_kernels.epilogue import Epilogue
 from moeq_kernels.errors import KernelArgumentError
 from moeq_kernels.gpu import GPUS, Gpu, gpu_of
@@ -26,7 +25,7 @@ from moeq_kernels.mma import layer as mma
 from moeq_kernels.operators import Forward, register
 from moeq_kernels.problem import Problem, symbolic, tensors_of
 from moeq_kernels.records import PackedExperts
-from moeq_kernels.schedules import FAMILIES, builds, schedule, workspace_bytes
+from moeq_kernels.schedules import FAMILIES, schedule, workspace_bytes
 from moeq_kernels.validate import (
     check_experts,
     check_ids,
@@ -133,6 +132,8 @@ class PreparedLayer:
 
     def warm(self, max_tokens: int | None = None) -> Warmed:
         """Compiles and loads every kernel for 1 to max_tokens tokens. Raises KernelEnvironmentError where one fails."""
+        from moeq_kernels.warming import warmup
+
         return warmup([self], max_tokens)
 
     def explain(self, tokens: int) -> str:
@@ -476,45 +477,6 @@ def _gpu(device: torch.device, name: str | None) -> Gpu:
     require(device.type == "meta", f"gpu is '{name}', but experts are on {device}, which is asked itself")
     require(name in GPUS, f"unknown gpu '{name}'", f"known: {', '.join(GPUS)}")
     return GPUS[name]
-
-
-def warmup(layers: Iterable[PreparedLayer], max_tokens: int | None = None) -> Warmed:
-    """Compiles every kernel that these layers need for 1 to max_tokens tokens (default: their own), in parallel.
-
-    Layers of one shape and format share kernels. Machine code goes to `compiling.cache_folder()`; on a GPU it is loaded
-    as well. In the interpreter there is nothing to do, nor for AMD's GPUs, whose kernels Triton compiles when they are
-    first called. Raises KernelEnvironmentError where a kernel does not compile.
-    """
-    problems: dict[tuple[str, Problem], int] = {}
-    on: dict[torch.device, set[tuple[str, Problem]]] = {}
-    for layer in layers:
-        key = (layer.family, layer.problem)
-        tokens = layer.max_tokens if max_tokens is None else max_tokens
-        problems[key] = max(tokens, problems.get(key, 0))
-        if layer._direct:
-            on.setdefault(layer.device, set()).add(key)
-    found = {
-        (family, problem): builds(family, problem, tokens)
-        for (family, problem), tokens in problems.items()
-        if not problem.interpret and problem.gpu.backend == "cuda"
-    }
-    wanted: dict[Gpu, set[Specialisation]] = {}
-    for (_, problem), needed in found.items():
-        wanted.setdefault(problem.gpu, set()).update(needed)
-    total = Warmed(0, 0, 0.0)
-    for gpu, needed in wanted.items():
-        total += compile_all(needed, gpu)
-    for device, keys in on.items():
-        _load({(one, problem.gpu) for family, problem in keys for one in found[family, problem]}, device)
-    return total
-
-
-def _load(wanted: Iterable[tuple[Specialisation, Gpu]], device: torch.device) -> None:
-    from moeq_kernels.cuda import load
-
-    with torch.cuda.device(device):
-        for one, gpu in wanted:
-            load(one, gpu, device.index)
 
 
 def explain(experts: PackedExperts, tokens: int, **options: Any) -> str:

@@ -1,7 +1,7 @@
 """Every parameter of every launch, as its kernel would read it from the memory that the driver is handed.
 
 A stand-in takes the driver's place, since there is none here, and nothing is compiled. It keeps parameters as the
-driver does: of a launch those of that moment, of a graph those that were captured or set last. `test_prepared.py` runs
+driver does: of a launch those of that moment, of a graph those that were captured or set last. `test_warming.py` runs
 this in a process without Triton's interpreter.
 """
 
@@ -18,8 +18,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
-from test_prepared import meta_experts
-
+from bench.cases import meta_experts
 from moeq_kernels import cuda, prepare, replay
 from moeq_kernels.areas import Area, Box
 from moeq_kernels.cuda import MOVING, Bound, LaunchConfig, arguments_of

@@ -39,7 +39,7 @@ KEPT = """
 import os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from test_prepared import meta_experts
+from bench.cases import meta_experts
 from moeq_kernels import prepare
 from moeq_kernels.compiling import binary, stored
 from moeq_kernels.schedules import builds
@@ -87,7 +87,7 @@ def test_a_process_that_ends_early_is_an_error_of_the_machine(worker: str, tmp_p
 INTERRUPTED = """
 import os, signal, sys, threading, time
 sys.path.insert(0, sys.argv[1])
-from test_prepared import meta_experts
+from bench.cases import meta_experts
 from moeq_kernels import prepare
 
 def interrupt():

@@ -21,7 +21,7 @@ from bench.host_time import driver, pretend_cuda, take_cpu
 library = driver(Path(sys.argv[1]))
 pretend_cuda()
 sys.path.insert(0, sys.argv[2])
-from test_prepared import meta_experts
+from bench.cases import meta_experts
 from moeq_kernels import cuda, prepare
 from moeq_kernels.replay import REPLAY_AFTER
 
@@ -89,8 +89,8 @@ import sys, torch
 sys.path.insert(0, sys.argv[1])
 from bench.host_time import pretend_cuda
 pretend_cuda()
-from test_prepared import meta_experts
-from moeq_kernels import cuda, prepare, prepared, warmup
+from bench.cases import meta_experts
+from moeq_kernels import cuda, prepare, warming, warmup
 from moeq_kernels.compiling import Warmed
 loaded, compiled = set(), {}
 
@@ -98,7 +98,7 @@ def compile_all(wanted, gpu):  # in place of the compiler
     compiled[gpu.name] = wanted
     return Warmed(len(wanted), 0, 0.0)
 
-prepared.compile_all = compile_all
+warming.compile_all = compile_all
 cuda.load = lambda wanted, gpu, device: loaded.add((device, gpu.name, wanted))
 layers = []
 for gpu, device in (("H200", "cuda:0"), ("A100", "cuda:1"), ("H200", "cuda:0"), ("L4", "meta")):
