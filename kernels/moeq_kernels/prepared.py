@@ -36,6 +36,7 @@ from moeq_kernels.validate import (
     require_runnable,
     shape_of,
 )
+from moeq_kernels.warming import warmup
 
 #: Numbers of tokens whose launches are kept for each problem; the oldest goes first.
 KEPT = 4096
@@ -132,8 +133,6 @@ class PreparedLayer:
 
     def warm(self, max_tokens: int | None = None) -> Warmed:
         """Compiles and loads every kernel for 1 to max_tokens tokens. Raises KernelEnvironmentError where one fails."""
-        from moeq_kernels.warming import warmup
-
         return warmup([self], max_tokens)
 
     def explain(self, tokens: int) -> str:

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 
 from moeq_kernels.compiling import Specialisation, Warmed, compile_all
 from moeq_kernels.gpu import Gpu
-from moeq_kernels.prepared import PreparedLayer
 from moeq_kernels.problem import Problem
 from moeq_kernels.schedules import builds
 
 
-def warmup(layers: Iterable[PreparedLayer], max_tokens: int | None = None) -> Warmed:
-    """Compiles every kernel that these layers need for 1 to max_tokens tokens (default: their own), in parallel.
+class Layer(Protocol):
+    """What of a prepared layer says which kernels it needs, and where."""
+
+    family: str
+    problem: Problem
+    device: torch.device
+    max_tokens: int
+    _direct: bool
+
+
+def warmup(layers: Iterable[Layer], max_tokens: int | None = None) -> Warmed:
+    """Compiles every kernel that layers need for 1 to max_tokens tokens (default: their own), in parallel.
 
     Layers of one shape and format share kernels. Machine code goes to `compiling.cache_folder()`; on a GPU it is loaded
     as well. In the interpreter there is nothing to do, nor for AMD's GPUs, whose kernels Triton compiles when they are

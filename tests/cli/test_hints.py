@@ -29,7 +29,8 @@ MOEQ = Path(moeq.__file__).parent
 #: Options of other programs that hints name.
 FOREIGN = {
     *("--moe-backend", "--tensor-parallel-size", "--enable-expert-parallel", "--enable-eplb", "--additional-config"),
-    *("--moe-a2a-backend", "--disable-shared-experts-fusion"),
+    *("--moe-a2a-backend", "--disable-shared-experts-fusion", "--lora-target-modules", "--init-expert-location"),
+    *("--ep-num-redundant-experts", "--cpu-offload-gb", "--offload-group-size", "--load-format"),
     *("--expert-placement-strategy", "--local-dir", "--no-deps", "--memory", "--help", "--version"),
 }
 
