@@ -24,6 +24,7 @@ def _interpreted() -> None:
         pytest.skip("on a GPU they would take its memory")
 
 
+@pytest.mark.slow
 def test_the_last_expert_lies_beyond_them() -> None:
     experts, hidden, intermediate = 600, 2048, 1024
     w13 = torch.empty(experts, 2 * intermediate, hidden, dtype=torch.bfloat16)
