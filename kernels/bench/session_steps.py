@@ -52,6 +52,20 @@ _NO_TIME = "--seconds 1 --warm 0 --tokens 1"
 
 STEPS = (
     Step(
+        "serving-check", 4, "python kernels/bench/serving_check.py --out {out}/serving-check.json",
+        "first calls in fresh threads and beside captures, replays where the driver is asked for a device's context, "
+        "and wide kernels that wait for the grid before: mended without a GPU",
+    ),
+    *(
+        Step(
+            f"random-{family}", 2,
+            f"python kernels/bench/random_check.py --family {family} --problems 400 --per-layer 20 --seconds 90 "
+            f"--seed 25 --out {{out}}/random-{family}.json",
+            "the same mends, and the limit for single rows, which no GPU has seen", "--interpreter --problems 1",
+        )
+        for family in ("hopper-w4a16", "hopper-w8a8", "hopper-fp8", "hopper-w4a8", "mma-w4a16")
+    ),
+    Step(
         "plans-h100", 5, f"{_PLANS} --seconds 200 --out {{out}}/plans-h100.json",
         "where an H100 is behind Humming: whether other plans than an H200's are better", "--dry-run",
     ),
