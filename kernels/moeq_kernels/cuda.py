@@ -11,7 +11,6 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from ctypes import POINTER, Structure, byref, c_int, c_int32, c_int64, c_uint, c_uint32, c_uint64, c_void_p
 from functools import cache
 from typing import Any
@@ -113,10 +112,6 @@ class Driver:
             self._contexts[device] = context.value
         return self._contexts[device]
 
-    def relaxed(self) -> AbstractContextManager[None]:
-        """As `replay.relaxed`."""
-        return relaxed(self.exchange)
-
 
 @cache
 def driver() -> Driver:
@@ -147,7 +142,7 @@ def load(wanted: Specialisation, gpu: Gpu, device: int) -> tuple[Binary, c_void_
     code, cuda = binary(wanted, gpu), driver()
     module, function = c_void_p(), c_void_p()
     enter(device)
-    with cuda.relaxed():
+    with relaxed(cuda.exchange):
         cuda.check(cuda.load(byref(module), code.code), f"loading {code.name}")
         cuda.check(cuda.find(byref(function), module, code.name.encode()), f"finding {code.name}")
         if code.shared > SHARED_WITHOUT_ASKING:

@@ -140,12 +140,18 @@ def test_the_kernels_give_the_same_logits(name, converted) -> None:
     assert (kernels - reference).norm() < 0.02 * reference.norm()
 
 
-def test_a_compiled_model_is_one_graph(converted) -> None:
-    """Experts do not break the compiler's graph; weights that have moved since are prepared anew outside of it."""
-    model = AutoModelForCausalLM.from_pretrained(converted["gptq-int4-g32-qwen3moe"], dtype=torch.bfloat16)
+def in_kernels(folder: Path) -> tuple[torch.nn.Module, list[torch.nn.Module]]:
+    """The model with its experts in the kernels, and the modules of those."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     experts = [module for module in model.modules() if hasattr(module, "converted")]
     for module in experts:
         module.converted.run_on = "kernels"
+    return model, experts
+
+
+def test_a_compiled_model_is_one_graph(converted) -> None:
+    """Experts do not break the compiler's graph; weights that have moved since are prepared anew outside of it."""
+    model, experts = in_kernels(converted["gptq-int4-g32-qwen3moe"])
     with torch.no_grad():
         wanted = model(IDS[:1, :3]).logits
         compiled = torch.compile(model.forward, backend="eager", fullgraph=True)
@@ -183,10 +189,7 @@ def held(model: torch.nn.Module) -> list[bool]:
 def test_weights_that_are_offloaded_are_not_held(converted) -> None:
     """accelerate puts them on the device for the time of a call: all layers' would be there otherwise."""
     accelerate = pytest.importorskip("accelerate", reason="offloading is accelerate's")
-    model = AutoModelForCausalLM.from_pretrained(converted["gptq-int4-g32-qwen3moe"], dtype=torch.bfloat16)
-    experts = [module for module in model.modules() if hasattr(module, "converted")]
-    for module in experts:
-        module.converted.run_on = "kernels"
+    model, experts = in_kernels(converted["gptq-int4-g32-qwen3moe"])
     with torch.no_grad():
         wanted = model(IDS[:1, :3]).logits
         assert held(model) == [True, True]

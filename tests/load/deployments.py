@@ -9,8 +9,13 @@ import torch
 import moeq
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
+from moeq.errors import MoeqError
+from moeq.load import warmup
+from moeq.load.ranks import Rank
+from moeq.load.torch_loader import open_converted
 from moeq.model import Checkpoint
 from moeq.reference.moe import Activation, Expert, Linear, moe
+from moeq_kernels.problem import Problem
 
 #: Checkpoint to the layout it is converted to: every kernel of moeq at least once.
 LAYOUTS = {
@@ -35,6 +40,20 @@ def convert(
     chosen = layout or LAYOUTS[source.name]
     moeq.convert(source, destination, where, layout=chosen, force_layout=True, allow_lossy=allow_lossy)
     return destination
+
+
+def warmed_problems(folder: Path, where: str, ranks: int) -> set[Problem] | None:
+    """What `moeq warmup --gpu H200` compiles kernels for with so many ranks (`tp` or `ep`).
+
+    None for small checkpoints whose halves are padded, and which cannot be cut.
+    """
+    every = [Rank(**{f"{where}_rank": rank, f"{where}_size": ranks}) for rank in range(ranks)]
+    try:
+        return {layer.problem for _, layer in warmup._prepared(open_converted(folder), "H200", every, "bf16", 64)}
+    except MoeqError as refused:
+        if refused.code != "usage.tp":
+            raise
+        return None
 
 
 def reference_layer(

@@ -20,7 +20,6 @@ import torch
 from bench.host_time import driver, pretend_cuda, take_cpu
 library = driver(Path(sys.argv[1]))
 pretend_cuda()
-sys.path.insert(0, sys.argv[2])
 from bench.cases import meta_experts
 from moeq_kernels import cuda, prepare
 from moeq_kernels.replay import REPLAY_AFTER
@@ -78,15 +77,14 @@ assert library.counted_launches() > before
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
 def test_first_calls_need_nothing_of_their_thread_and_spoil_no_capture(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path), str(Path(__file__).parent)]
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines() == ["good"] * 7
 
 
 WARMING = """
-import sys, torch
-sys.path.insert(0, sys.argv[1])
+import torch
 from bench.host_time import pretend_cuda
 pretend_cuda()
 from bench.cases import meta_experts
@@ -114,7 +112,7 @@ print(*sorted(compiled))
 
 def test_each_gpu_loads_what_its_own_layers_need() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", WARMING, str(Path(__file__).parent)]
+    command = [sys.executable, "-c", WARMING]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines() == ["0 H200 True", "1 A100 True", "A100 H200 L4"]

@@ -20,7 +20,7 @@ KERNELS = Path(__file__).parents[2] / "kernels"
 
 # Compiling is impossible in a process that interprets, and so is knowing what code depends on.
 BUILDS = """
-import json, random, sys
+import json, random
 from bench.cases import meta_experts
 from moeq_kernels import prepare
 from moeq_kernels.compiling import specialise
@@ -79,7 +79,7 @@ def test_builds_are_few_and_no_number_of_tokens_needs_another() -> None:
 
 
 SCRIPT = """
-import json, sys, torch
+import json, torch
 from bench.cases import meta_experts
 from moeq_kernels import prepare, warmup
 from moeq_kernels.compiling import binary, specialise
@@ -176,7 +176,7 @@ def test_structures_are_those_of_cuda_h(tmp_path: Path) -> None:
 
 
 HOOK = """
-import json, sys, torch, triton
+import json, torch, triton
 from types import SimpleNamespace
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
