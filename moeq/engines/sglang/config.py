@@ -56,7 +56,7 @@ LOAD_FORMATS = ("auto", "safetensors", "fastsafetensors", "instanttensor", "runa
 
 #: Why the engine takes no other weights while it runs: a layer says so by its `_derived_weight_cache_error`.
 NO_UPDATE = (
-    "moeq: converted experts are read from their files when the engine starts, so they would stay as they were. "
+    "moeq: converted experts are read from their files when the engine starts; updated weights would not reach them. "
     "Start the engine again with the new folder."
 )
 
@@ -272,7 +272,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         if layer.uses_expert_location and (moe.enable_eplb or moe.init_expert_location != "trivial"):
             raise MoeqError(
                 "usage.eplb",
-                "converted experts stay on their rank, in the order of their numbers, and EPLB places them otherwise",
+                "converted experts stay on the rank that their number says, and EPLB moves experts between ranks",
                 "start without --enable-eplb and --init-expert-location",
             )
         check_kernel(self.entry, params_dtype, "bf16")
@@ -303,7 +303,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         """What the engine asks for to run adapters on experts, which there are none of."""
         raise MoeqError(
             "answer.no-kernel",
-            f"layer {self.entry.layer}: moeq's kernels take no adapters on experts, and the bytes are for them alone",
+            f"layer {self.entry.layer}: moeq's kernels take no adapters on experts, and no others read these bytes",
             "start with --lora-target-modules that name no expert, or serve the source",
         )
 
@@ -375,14 +375,14 @@ def _check_options() -> None:
     if asked not in LOAD_FORMATS:
         raise MoeqError(
             "usage.load-format",
-            f"--load-format {asked} does not read a folder's tensors as it is, and the plug-in would not see them",
+            f"--load-format {asked} does not read the folder's tensors as they are, so the plug-in would not see them",
             f"start with --load-format {', '.join(LOAD_FORMATS[:-1])} or {LOAD_FORMATS[-1]}",
         )
     offload = get_exec().offload
     if offload.cpu_offload_gb > 0 or offload.offload_group_size > 0:
         raise MoeqError(
             "usage.offload",
-            "converted experts are prepared where they lie, and the engine's offloading moves them away",
+            "moeq's kernels keep the addresses of converted experts, and the engine's offloading moves them",
             "start without --cpu-offload-gb and --offload-group-size",
         )
 

@@ -191,7 +191,7 @@ def check_own(moe: Any, entry: LayerEntry, part: RankPart) -> None:
     if offload.prefetch.offload_group_size > 0 or offload.offload_backend == "prefetch":
         raise MoeqError(
             "answer.no-kernel",
-            "moeq's kernels are prepared where experts lie, and --offload-group-size moves them: all would stay",
+            "moeq's kernels keep the addresses of experts, so with --offload-group-size all would stay on the GPU",
             "start without it, or with --cpu-offload-gb, whose memory GPUs read where it is",
         )
     supported, reason = MoeqExperts.is_supported_config(MoeqExperts, moe, None, None, activation_format(moe))
