@@ -305,11 +305,13 @@ class Language:
         assert condition, message
 
     @staticmethod
-    def load(pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> Value:
+    def load(
+        pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "", eviction_policy: Any = ""
+    ) -> Value:
         return pointer.load(mask, other)
 
     @staticmethod
-    def store(pointer: Pointer, content: Any, mask: Any = None) -> None:
+    def store(pointer: Pointer, content: Any, mask: Any = None, eviction_policy: Any = "") -> None:
         pointer.store(content, mask)
 
     def atomic_add(self, pointer: Pointer, more: int, sem: str, scope: str = "gpu") -> Value:

@@ -20,7 +20,7 @@ from bench.peers import shapes as peers
 from bench.timing import Shape
 from moeq_kernels import PackedExperts
 from moeq_kernels.epilogue import SILU, Epilogue
-from moeq_kernels.gpu import H200
+from moeq_kernels.gpu import GPUS, H200
 from moeq_kernels.hopper.w4a16 import plan as w4a16
 from moeq_kernels.hopper.w4a16.products import alike
 from moeq_kernels.hopper.w8a8 import plan as w8a8
@@ -52,11 +52,17 @@ GPT_OSS_PADDED = 2944
 
 @dataclass(frozen=True)
 class Layer:
-    """A format and a layer; `name` of the model, or `random`."""
+    """A format and a layer.
+
+    Attributes:
+        name: of the model, or `random`.
+        gpu: a key of `moeq_kernels.gpu.GPUS`, for which plans are made.
+    """
 
     format: str
     name: str
     shape: Shape
+    gpu: str = H200.name
 
     @property
     def codes(self) -> str | None:
@@ -104,7 +110,7 @@ class Layer:
 
     @property
     def problem(self) -> Problem:
-        """On an H200."""
+        """On its GPU."""
         return _problem(self)
 
     def chosen(self, tokens: int) -> Any:
@@ -123,7 +129,7 @@ def name_of(plan: Any) -> str:
     if isinstance(plan, MmaPlan):
         return f"Mma {plan.tokens} {plan.stages} {plan.rows} x{plan.gate_up_splits}/{plan.down_splits}"
     values = [getattr(plan.kernel, field.name) for field in fields(plan.kernel)]
-    if isinstance(plan.kernel, w4a16.Queue | w4a16.Wide | w8a8.Int8Narrow) and not values[-1]:
+    if isinstance(plan.kernel, w4a16.Queue | w4a16.Wide) and not values[-1]:
         values.pop()  # as results before there was this size have it
     words = " ".join(str(int(one)) if isinstance(one, bool) else str(one) for one in values)
     return f"{type(plan.kernel).__name__} {words} x{plan.gate_up_splits}/{plan.down_splits}"
@@ -228,27 +234,30 @@ def cells(formats: list[str], count: int, seed: int) -> Iterator[tuple[Layer, li
 
 QUEUES = (
     w4a16.QUEUE8,
-    replace(w4a16.QUEUE8, up=1, down=1),
     w4a16.Queue(8, 3, 3),
     w4a16.Queue(8, 5, 2, after=True),
     w4a16.Queue(8, 5, 2, after=True, up=1, down=1),
+    w4a16.Queue(8, 10, 2, after=True, step=64),
+    w4a16.Queue(8, 10, 2, after=True, step=64, up=1, down=1),
+    w4a16.Queue(8, 6, 3, after=True, step=64),
+    w4a16.Queue(8, 6, 3, after=True, step=64, up=1, down=1),
+    w4a16.Queue(8, 20, 1, after=True, step=64),
     w4a16.QUEUE16,
-    w4a16.Queue(16, 3, 3),
-    w4a16.Queue(16, 5, 2, after=True),
-    w4a16.Queue(16, 5, 2, up=1, down=1),
-    w4a16.QUEUE32,
-    w4a16.Queue(32, 2, 3, rows=32),
-    w4a16.Queue(8, 4, 4, step=64, rows=32),
-    replace(w4a16.QUEUE32, least=0),
-    w4a16.Queue(32, 5, 3, step=64, rows=32, least=16),
-    w4a16.QUEUE64,
-    w4a16.Queue(64, 3, 2, up=2, down=2, least=32),
-    replace(w4a16.QUEUE16, least=0),
     w4a16.QUEUE16_FOLDED,
-    w4a16.Queue(16, 4, 4, step=64, rows=32, least=8),
+    w4a16.Queue(16, 5, 2, up=1, down=1, least=8),
+    w4a16.Queue(16, 5, 2, least=8),
+    w4a16.Queue(16, 9, 2, step=64, least=8),
+    w4a16.Queue(16, 9, 2, step=64, up=1, down=1, least=8),
+    w4a16.Queue(16, 9, 2, after=True, step=64, rows=32, least=8),
+    w4a16.Queue(16, 9, 2, after=True, step=64, rows=32, up=1, down=1, least=8),
     w4a16.Queue(16, 6, 3, step=64, rows=32, least=8),
-    w4a16.Queue(32, 5, 3, step=64, rows=32, least=8),
+    w4a16.QUEUE32,
     replace(w4a16.QUEUE32, least=8),
+    w4a16.Queue(32, 8, 2, step=64, least=8),
+    w4a16.Queue(32, 8, 2, step=64, up=1, down=1, least=8),
+    w4a16.Queue(32, 8, 2, step=64, up=1, down=1, least=16),
+    w4a16.QUEUE64,
+    w4a16.QUEUE64_INT4,
 )
 WIDES = (*hopper_bench.WIDE, *(replace(one, fine=not one.fine) for one in hopper_bench.WIDE if one.tokens > 64))
 NARROWS = (
@@ -331,13 +340,21 @@ def layer_of(row: dict[str, Any]) -> Layer:
     """The layer of a row of results."""
     sizes = (row["experts"], row["top_k"], row["hidden"], row["intermediate"])
     gpt_oss = row["format"] == "mxfp4"  # others' MXFP4 is called `mxfp4-silu`
-    return Layer(row["format"], row["shape"], Shape(*sizes, gpt_oss))
+    return Layer(row["format"], row["shape"], Shape(*sizes, gpt_oss), row.get("gpu", H200.name))
+
+
+def gpu_called(device: str) -> str:
+    """The key of `GPUS` for what torch calls a GPU; H200's where there is none for it."""
+    words = device.split()
+    return next((name for name in GPUS if name in words), H200.name)
 
 
 @cache
 def _problem(layer: Layer) -> Problem:
     experts, x = layer.random_experts("meta"), empty(layer, "meta")
-    return prepare_for(x, experts, layer.shape.top_k, 1, layer.epilogue, None, gpu="H200", family=layer.family).problem
+    return prepare_for(
+        x, experts, layer.shape.top_k, 1, layer.epilogue, None, gpu=layer.gpu, family=layer.family
+    ).problem
 
 
 def empty(layer: Layer, device: str) -> torch.Tensor:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.plan_cells import held_out, layer_of, name_of
+from bench.plan_cells import gpu_called, held_out, layer_of, name_of
 from moeq_kernels.hopper.w4a16.plan import tokens_per_hit
 
 #: Tokens for an expert that is hit, up to which a cell counts to a band.
@@ -55,7 +55,7 @@ def rows_of(paths: Iterable[Path]) -> list[dict[str, Any]]:
             if names:
                 row["plans"] = {names[int(key)]: value for key, value in row["plans"].items()}
                 row["chosen"] = names[row["chosen"]]
-            rows.append(row)
+            rows.append({"gpu": gpu_called(found.get("device", "")), **row})
     return rows
 
 

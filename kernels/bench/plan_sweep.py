@@ -20,6 +20,8 @@ import random
 import sys
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from typing import Any
 import torch
 import triton
 
-from bench.plan_cells import NUMBERS, ROUND, Layer, cells, empty, name_of, named_cells
+from bench.plan_cells import NUMBERS, ROUND, Layer, cells, empty, gpu_called, name_of, named_cells
 from bench.routing import ROUTINGS
 from bench.timing import L2, graph_us, inputs
 from moeq_kernels import PackedExperts, PreparedLayer, cuda
@@ -41,6 +43,8 @@ from moeq_kernels.schedules import schedule
 APART = 2.5 * L2
 #: Calls of a graph at most.
 MOST_CALLS = 20
+#: Relative difference of two plans' results that their roundings explain.
+APART_AT_MOST = 0.03
 #: Seconds after which a plan counts as hung.
 HUNG = 30.0
 #: Times that the program starts itself again at most.
@@ -48,7 +52,7 @@ MOST_STARTS = 12
 
 
 def launches_of(layer: Layer, tokens: int, plan: Any) -> tuple[Launch, ...]:
-    """What a call with that plan launches on an H200."""
+    """What a call with that plan launches on the layer's GPU."""
     return schedule(layer.family, layer.problem, tokens, plan).launches
 
 
@@ -103,6 +107,20 @@ class Sweep:
             if self.current is not None and time.monotonic() - self.progress > HUNG:
                 self.again("no progress")
 
+    def right(self, key: tuple[Any, ...], name: str, call: Callable[[], Any], truth: torch.Tensor) -> bool:
+        """Whether a plan's result is what the chosen one gives; a plan that fails may be timed, which notes it."""
+        self.current, self.progress = [*key, name], time.monotonic()
+        try:
+            error = float((call().float() - truth.float()).norm() / truth.float().norm())
+        except Exception:  # noqa: BLE001 - `time_plan` looks after it
+            return True
+        finally:
+            self.current = None
+        if not error <= APART_AT_MOST:  # NaN, too
+            print("WRONG", *key, name, f"differs by {error:.3g}", flush=True)
+            self.bad.append([*key, name])
+        return error <= APART_AT_MOST
+
     def time_plan(self, key: tuple[Any, ...], name: str, calls: list[Any]) -> float | None:
         """Median microseconds of a call; None where it fails."""
         if [*key, name] in self.bad:
@@ -151,17 +169,25 @@ def measure(sweep: Sweep, layer: Layer, tokens: int, copies: list[PackedExperts]
     names = ("format", "shape", "experts", "top_k", "hidden", "intermediate", "tokens")
     row: dict[str, Any] = dict(zip(names, (layer.format, layer.name, *layer.sizes, tokens), strict=True))
     row |= {"hit": hit, "floor_us": round(layer.floor_us(tokens, hit), 2), "chosen": name_of(layer.chosen(tokens))}
-    plans = candidates(layer, tokens, sweep.options.plans)
+    usual = cuda.L2_PROMOTION
+    truth = bases[0](given[0].x, given[0].weights, given[0].ids).clone()
+    plans = [(one, size) for one in candidates(layer, tokens, sweep.options.plans) for size in sweep.options.promotion]
     # In an order of chance, so that what changes with time, as clocks do, is no plan's advantage.
     random.Random(repr(row)).shuffle(plans)
     times: dict[str, float] = {}
     key = (layer.format, layer.name, *layer.sizes, tokens)
-    for plan in plans:
+    for plan, promotion in plans:
+        # Descriptors are made with a plan's first call.
+        cuda.L2_PROMOTION = promotion
+        name = name_of(plan) if promotion == usual else f"{name_of(plan)} @{promotion}"
         layers = [_with_plan(base, plan) for base in bases]
         calls = [partial(layers[i % needed], one.x, one.weights, one.ids) for i, one in enumerate(given)]
-        found = sweep.time_plan(key, name_of(plan), calls)
+        if not sweep.right(key, name, calls[0], truth):
+            continue
+        found = sweep.time_plan(key, name, calls)
         if found is not None:
-            times[name_of(plan)] = round(found, 2)
+            times[name] = round(found, 2)
+    cuda.L2_PROMOTION = usual
     row["chosen_us"] = times.get(row["chosen"])
     return {**row, "plans": dict(sorted(times.items(), key=lambda item: item[1]))}
 
@@ -203,8 +229,8 @@ def main() -> int:
     )
     parser.add_argument("--routing", choices=ROUTINGS, default="uniform")
     parser.add_argument(
-        "--promotion", type=int, choices=cuda.L2_PROMOTIONS, default=cuda.L2_PROMOTION,
-        help="bytes that a miss of the copy engine brings to the L2 cache",
+        "--promotion", type=lambda text: [int(one) for one in text.split(",")], default=[cuda.L2_PROMOTION],
+        help=f"bytes that a miss of the copy engine brings to the L2 cache, of {list(cuda.L2_PROMOTIONS)}",
     )  # fmt: skip
     parser.add_argument("--cells", type=int, default=10**6, help="end after so many")
     parser.add_argument("--seed", type=int, default=0)
@@ -216,12 +242,12 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="go on with what is in --out")
     parser.add_argument("--out", type=Path, default=Path("plan-sweep.json"))
     options = parser.parse_args()
-    cuda.L2_PROMOTION = options.promotion
     if options.cell:
         work = list(named_cells(options.cell))
     else:
         work = list(cells(options.formats.split(","), options.random, options.seed))
-    work = work[: -(-options.cells // NUMBERS)]
+    gpu = gpu_called(torch.cuda.get_device_name() if torch.cuda.is_available() else "")
+    work = [(replace(layer, gpu=gpu), numbers) for layer, numbers in work[: -(-options.cells // NUMBERS)]]
     begin = time.monotonic()
     if not options.again:
         found, plans = wanted_builds(work, options.plans)
@@ -230,9 +256,9 @@ def main() -> int:
         print(f"({time.monotonic() - begin:.0f} s)", flush=True)
         if options.dry_run:
             sample = random.Random(0).sample(sorted(found, key=repr), min(options.sample, len(found)))
-            print(compile_all(sample, GPUS["H200"]))
+            print(compile_all(sample, GPUS[gpu]))
             return 0
-        print(compile_all(found, GPUS["H200"]), flush=True)
+        print(compile_all(found, GPUS[gpu]), flush=True)
         if options.warm_up:
             return 0
     sweep = Sweep(options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import device as Device
@@ -22,6 +22,7 @@ class Gpu:
         l2_bytes: second-level cache.
         arch: what Triton compiles for: 90, or `gfx942`.
         warp: threads of a warp.
+        memory_rate: bytes a second, by the data sheet; 0 where it is not known.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Gpu:
     l2_bytes: int
     arch: int | str
     warp: int = 32
+    memory_rate: float = 0.0
 
     @property
     def backend(self) -> str:
@@ -38,8 +40,9 @@ class Gpu:
         return "cuda" if isinstance(self.arch, int) else "hip"
 
 
-def _nvidia(name: str, arch: int, multiprocessors: int, shared: int, l2: int) -> Gpu:
-    return Gpu(name, divmod(arch, 10), multiprocessors, shared * 1024, l2 << 20, arch)
+def _nvidia(name: str, arch: int, multiprocessors: int, shared: int, l2: int, memory_rate: float = 0.0) -> Gpu:
+    capability = divmod(arch, 10)
+    return Gpu(name, capability, multiprocessors, shared * 1024, l2 << 20, arch, memory_rate=memory_rate)
 
 
 #: GPUs that can be planned and compiled for where they are not: vendors' data sheets, and the CUDA programming guide's
@@ -47,12 +50,12 @@ def _nvidia(name: str, arch: int, multiprocessors: int, shared: int, l2: int) ->
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        _nvidia("H200", 90, 132, 227, 60),
-        _nvidia("H100", 90, 132, 227, 50),
-        _nvidia("H100-PCIe", 90, 114, 227, 50),
-        _nvidia("H100-NVL", 90, 132, 227, 50),
-        _nvidia("H20", 90, 78, 227, 60),
-        _nvidia("GH200", 90, 132, 227, 60),
+        _nvidia("H200", 90, 132, 227, 60, 4.8e12),
+        _nvidia("H100", 90, 132, 227, 50, 3.35e12),
+        _nvidia("H100-PCIe", 90, 114, 227, 50, 2.0e12),
+        _nvidia("H100-NVL", 90, 132, 227, 50, 3.9e12),
+        _nvidia("H20", 90, 78, 227, 60, 4.0e12),
+        _nvidia("GH200", 90, 132, 227, 60, 4.0e12),
         _nvidia("A100", 80, 108, 163, 40),
         _nvidia("A10", 86, 72, 99, 6),
         _nvidia("A40", 86, 84, 99, 6),
@@ -92,4 +95,11 @@ def _read(index: int) -> Gpu:
         l2_bytes=int(found.L2_cache_size),
         arch=found.gcnArchName.split(":")[0] if amd else 10 * found.major + found.minor,
         warp=found.warp_size,
+        memory_rate=_memory_rate(found),
     )
+
+
+def _memory_rate(found: Any) -> float:
+    """Bytes a second of a device's memory: two words a clock, as all of them have; 0 where torch does not say."""
+    clock, width = (getattr(found, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))  # kHz, bits
+    return 2e3 * clock * width / 8

@@ -14,6 +14,7 @@ from bench.plan_cells import BYTES, MOST_BYTES, ROUND, cells, held_out, layer_of
 from bench.plan_regret import compact, judged, rows_of, summary, time_of
 from bench.plan_sweep import launches_of
 from bench.timing import L2, copies_needed
+from moeq_kernels.gpu import GPUS
 
 FORMATS = list(dict.fromkeys(ROUND))
 
@@ -57,9 +58,10 @@ def test_judging_plans(tmp_path: Path) -> None:
     found = judged(rows)
     assert [cell.ratio for cell in found] == [2.0, 2.0]
     assert "mean 2.000  within 2 %   0%" in summary(found)
-    compact(tmp_path / "small.json", rows, {"device": "one"})
-    assert rows_of([tmp_path / "small.json"]) == rows
-    assert json.loads((tmp_path / "small.json").read_text())["device"] == "one"
+    # Plans are judged for the GPU that they were timed on.
+    compact(tmp_path / "small.json", rows, {"device": "NVIDIA H100 80GB HBM3"})
+    assert rows_of([tmp_path / "small.json"]) == [{"gpu": "H100", **row} for row in rows]
+    assert layer_of(rows_of([tmp_path / "small.json"])[0]).problem.gpu == GPUS["H100"]
     # The nearest shares of the same kernel stand for a plan that was not timed; another kernel does not.
     plans = {"Narrow 8 x1/1": 5.0, "Narrow 8 x4/1": 3.0}
     assert time_of(plans, "Narrow 8 x3/1") == 3.0

@@ -13,6 +13,8 @@ from moeq_kernels.hopper.w4a16.plan import (
     GATHERING,
     LONG_TABLE,
     LONG_TABLE_MANY,
+    NARROW16,
+    QUEUE16_PAIR,
     TABLE,
     WIDE32,
     WIDE64,
@@ -104,8 +106,9 @@ def cases() -> list[Case]:
     result = []
     gathering = [kernel for _, kernel in GATHERING.values()]
     tables = dict.fromkeys(kernel for table in (TABLE, LONG_TABLE, LONG_TABLE_MANY) for _, kernel in table)
-    for kernel in dict.fromkeys((DIRECT, *tables, *gathering)):
+    for kernel in dict.fromkeys((DIRECT, *tables, *gathering, QUEUE16_PAIR)):
         name = f"{type(kernel).__name__.lower()}{kernel.tokens}{'g' if kernel in gathering else ''}"
+        name += "-pair" if kernel == QUEUE16_PAIR else ""
         base = Case(f"{name}-gate-up", kernel)
         if isinstance(kernel, Queue):  # both products
             result.append(replace(base, out="fp32"))
@@ -124,7 +127,7 @@ def cases() -> list[Case]:
                 continue  # rows of a down product are in order
             chosen = kernel_for(kernel, changes["kind"], changes.get("group", 128))
             result.append(Case(f"wide{kernel.tokens}{'g' * kernel.gathers}-{suffix}", chosen, **changes))
-    for kernel in (kernel for _, kernel in E2M1_TABLE if kernel not in tables):
+    for kernel in (NARROW16, *(kernel for _, kernel in E2M1_TABLE if kernel not in tables)):
         for suffix, changes in _FORMATS.items():
             if changes.get("kind") == "e2m1":
                 name = f"{type(kernel).__name__.lower()}{kernel.tokens}e-{suffix}"
@@ -138,7 +141,8 @@ def _few_floats() -> list[Case]:
     for suffix, changes in _FLOATS.items():
         kind, group = changes["kind"], changes.get("group", 128)
         tables = [kernel for size in (0, 4096) for _, kernel in table_for(kind, size) if not isinstance(kernel, Wide)]
-        for kernel in dict.fromkeys((DIRECT, *tables)):
+        slow = (NARROW16, QUEUE16_PAIR) if kind == "nvfp4" else ()
+        for kernel in dict.fromkeys((DIRECT, *tables, *slow)):
             chosen = kernel_for(kernel, kind, group)
             name = f"{type(kernel).__name__.lower()}{kernel.tokens}-{chosen.stages}-{suffix}"
             result.append(Case(name, chosen, **changes))

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from moeq_kernels.device.caching import DONE, KEPT
 from moeq_kernels.device.numerics import round_to
 
 
@@ -116,7 +117,8 @@ def route_few(
             for begin in range(part * COLUMNS, hidden, tl.num_programs(1) * COLUMNS):
                 column = (begin + tl.arange(0, COLUMNS))[None, :]
                 inside = there[:, None] & (column < hidden)
-                tl.store(target + column, tl.load(source + column, mask=inside), mask=inside)
+                value = tl.load(source + column, mask=inside)
+                tl.store(target + column, value, mask=inside, eviction_policy=KEPT)
 
 
 @triton.jit(do_not_specialize=["to_clear", "pairs", "EXPERTS", "KNOWN"])
@@ -196,7 +198,8 @@ def gather_rows(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < hidden)[None, :]
     value = tl.load(x + token.to(tl.int64)[:, None] * stride_x + column[None, :], mask=inside)
-    tl.store(sorted_x + row.to(tl.int64)[:, None] * hidden + column[None, :], value, mask=inside)
+    target = sorted_x + row.to(tl.int64)[:, None] * hidden + column[None, :]
+    tl.store(target, value, mask=inside, eviction_policy=KEPT)
 
 
 @triton.jit
@@ -241,7 +244,7 @@ def sum_rows(
         value = tl.zeros([TOKENS, COLUMNS], tl.float32)
         for split in tl.static_range(SPLITS):
             at = (split * rows + row).to(tl.int64)
-            part = tl.load(parts + at[:, None] * hidden + column[None, :], mask=there, other=0)
+            part = tl.load(parts + at[:, None] * hidden + column[None, :], mask=there, other=0, eviction_policy=DONE)
             value += _as_float(part)
         if weights is not None:
             weight = tl.load(weights + token * stride_w + choice, mask=token < tokens, other=0.0).to(tl.float32)

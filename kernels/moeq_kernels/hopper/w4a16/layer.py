@@ -19,6 +19,8 @@ from moeq_kernels.hopper.w4a16.plan import (
     Wide,
     choose,
     kernel_for,
+    mma_where_memory_is_slow,
+    tokens_per_hit,
 )
 from moeq_kernels.hopper.w4a16.products import (
     alike,
@@ -53,11 +55,13 @@ EXACT_PAIRS = 256
 EXACT_EDGES = (EXACT_PAIRS, mma.EXACT_PAIRS)
 #: Rows of an expert, on average, up to which the sorting kernel also copies tokens.
 ROWS_COPIED = 4
+#: Tokens for an expert up to which `mma.sync` kernels are faster where one kernel cannot make both products.
+MMA_MEAN = 24.0
 #: What heights of the wide kernel's tiles are multiples of.
 HEIGHT_GRAIN = 32
 
 
-def plan_for(problem: Problem, tokens: int) -> Plan:
+def plan_for(problem: Problem, tokens: int) -> Plan | MmaPlan:
     """Kernels and sizes for so many tokens."""
     first, second, gpu = problem.w13, problem.w2, problem.gpu
     kind, group = kind_of(first), group_of(first)
@@ -66,7 +70,13 @@ def plan_for(problem: Problem, tokens: int) -> Plan:
         # The one kernel that takes all of a format from its own matrix.
         return Plan(kernel_for(kernel_for(WIDE32, kind, group, gpu), kind_of(second), group_of(second), gpu))
     pairs = tokens * problem.top_k
-    return choose(pairs, problem.experts, first.k, problem.intermediate, group, kind, gated, problem.top_k, gpu, both)
+    sizes = (pairs, problem.experts, first.k, problem.intermediate, group, kind, gated, problem.top_k)
+    plan = choose(*sizes, gpu, both)
+    mean = tokens_per_hit(pairs, problem.experts)
+    faster = mean <= MMA_MEAN if not both else mma_where_memory_is_slow(mean, problem.intermediate, kind, gpu)
+    if faster and not isinstance(plan.kernel, Direct) and not any(mma.reasons(problem)):
+        return mma.plan_for(problem, tokens)
+    return plan
 
 
 def launches(problem: Problem, piece: Piece, arena: Arena, plan: Plan | MmaPlan) -> list[Launch]:

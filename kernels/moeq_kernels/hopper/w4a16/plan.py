@@ -130,6 +130,7 @@ DIRECT_READ, DIRECT_READ_INT4 = 300 * 10**6, 400 * 10**6
 #: Tokens for an expert up to which it was measured.
 DIRECT_MEAN = 1.6
 NARROW8 = Narrow(8, 3, after=True, resident=4, registers=128)
+NARROW16 = Narrow(16, 2, after=False, resident=4, registers=128)
 QUEUE8 = Queue(8, 3, resident=3, after=True)
 QUEUE16 = Queue(16, 3, resident=3, after=True, rows=32, down=2, least=8)
 QUEUE32 = Queue(32, 4, resident=2, up=1, down=1, least=16)
@@ -139,18 +140,21 @@ WIDE32 = Wide(32, 6, warpgroups=4, registers=120)
 WIDE64 = Wide(64, 6, warpgroups=4, registers=112)
 WIDE96 = Wide(96, 8, warpgroups=2, registers=232, fine=True)
 WIDE160 = Wide(160, 6, warpgroups=2, registers=232)
-#: With few columns of gate and up, picking tokens costs less than copying them first; up to so many.
-GATHER_COLUMNS = 1024
+#: With few columns of gate and up, picking tokens costs less than copying them first; up to so many, and those that are
+#: few for other kernels too.
+GATHER_COLUMNS, FEW_COLUMNS = 1024, 512
 #: Its programs make half as many columns as those of `WIDE64`, so with few tiles more multiprocessors have work.
 WIDE64_HALVES = Wide(64, 9, warpgroups=2, registers=232, gathers=True)
 #: What replaces kernels of the table then, and the columns up to which it does.
 GATHERING: dict[Kernel, tuple[int, Kernel]] = {
-    WIDE64: (512, WIDE64_HALVES),
+    WIDE64: (FEW_COLUMNS, WIDE64_HALVES),
     WIDE96: (GATHER_COLUMNS, replace(WIDE96, gathers=True)),
     WIDE160: (GATHER_COLUMNS, replace(WIDE160, gathers=True)),
 }
 #: For e2m1, where scales are folded anyway: more stages, and all of the weights of a step in registers.
 QUEUE16_FOLDED = Queue(16, 3, resident=3, least=8)
+#: Where memory is slow two programs with more stages beat three.
+QUEUE16_PAIR = Queue(16, 5, resident=2, least=8)
 #: Tokens for an expert up to which the queue kernel has tiles of 8: in e2m1, and in int4 and other codes. Beyond, tiles
 #: of 16 that are multiplied at 8 where that is enough take as long with uniform routing, and less with uneven one.
 QUEUE8_MEAN_E2M1, QUEUE8_MEAN = 1.5, 3.0
@@ -179,6 +183,17 @@ INT8_LONG_TABLE: Table = (*_FEW, (14.0, QUEUE16), (24.0, WIDE32), *_MANY)
 #: For e2m1, whose integer work counts beside its bytes.
 _E2M1_MANY: Table = ((30.0, QUEUE32), (48.0, QUEUE64), (90.0, WIDE96), (float("inf"), WIDE160))
 E2M1_TABLE: Table = (*_FEW, (14.0, QUEUE16_FOLDED), *_E2M1_MANY)
+#: Bytes a second for each multiprocessor below which memory counts as slow: an H100 has 25e9, an H200 36e9.
+SLOW_MEMORY = 31e9
+#: What DIRECT_READ and NARROW_BYTES are there.
+SLOW_DIRECT_READ, SLOW_NARROW_BYTES = 290 * 10**6, 260 * 10**6
+#: For int4 where memory is slow.
+SLOW_TABLE: Table = ((12.0, QUEUE16_PAIR), (30.0, WIDE32), *_MANY[1:])
+SLOW_TABLE_MANY: Table = (*SLOW_TABLE[:2], (56.0, QUEUE64_INT4), *_MANY[1:])
+#: For e2m1 there.
+SLOW_E2M1_TABLE: Table = ((14.0, QUEUE16_PAIR), *_E2M1_MANY)
+#: Tokens for an expert from which, and up to which, few columns are soonest done in programs of 128 of them there.
+FEW_COLUMNS_FROM, FEW_COLUMNS_TO = 20.0, 48.0
 #: Features of a down product's k up to which it counts as short.
 SHORT_K = 1024
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -223,28 +238,9 @@ def table_for(kind: str, intermediate: int = 0, waves: float = 0.0) -> Table:
     return TABLE if short else LONG_TABLE_MANY if waves > MANY_WAVES else LONG_TABLE
 
 
-def kernel_for_few_tiles(base: Kernel, kind: str, mean: float, hidden: int, waves: float, halves: bool) -> Kernel:
-    """What replaces a kernel of the table with few tiles, where whole waves of programs count.
-
-    Args:
-        mean: tokens for an expert.
-        waves: 128 columns of gate and up by expert, for each multiprocessor.
-        halves: whether programs that make 128 columns take less time than those that make 256.
-    """
-    int4, small_float = kind == "uint4", KINDS[kind].small_float
-    if waves * math.ceil(mean / 60.0) <= 1.0 and isinstance(base, Wide):
-        return WIDE64_HALVES
-    if base in (QUEUE16, QUEUE16_FOLDED):
-        # The queue kernel shares the k of tiles that are very few, and multiplies tiles of 16 tokens once.
-        if int4 and waves <= 0.6 and hidden > 4096:
-            return QUEUE8
-        if (small_float and not 0.5 < waves <= 1.0) or (int4 and (waves > 2.0 or (waves > 1.0 and mean <= 9.0))):
-            return base
-    elif mean > 60.0 or base == WIDE160:
-        return base
-    if 1.0 < waves <= 2.0 and mean <= (30.0 if int4 else 24.0):
-        return WIDE32
-    return WIDE64 if int4 and base != WIDE96 and not halves else WIDE64_HALVES
+def slow_memory(gpu: Gpu) -> bool:
+    """Whether fewer bytes come from memory for each multiprocessor than the other tables were fitted for."""
+    return 0.0 < gpu.memory_rate < SLOW_MEMORY * gpu.multiprocessors
 
 
 def kernel_for(kernel: Kernel, kind: str, group: int, gpu: Gpu = H200) -> Kernel:
@@ -282,6 +278,124 @@ def shares_for(items: int, steps: int, most: int, gpu: Gpu = H200) -> int:
     return max(1, min(most, steps, 3 * gpu.multiprocessors // 32 * 32 // items))
 
 
+@dataclass(frozen=True)
+class Work:
+    """What a call has to do, as far as the kernel depends on it.
+
+    Attributes:
+        pairs, experts, hidden, intermediate, kind, top_k, gpu, both: as of `choose`.
+    """
+
+    pairs: int
+    experts: int
+    hidden: int
+    intermediate: int
+    kind: str
+    top_k: int
+    gpu: Gpu
+    both: bool
+
+    @property
+    def mean(self) -> float:
+        """Tokens for an expert that is hit."""
+        return tokens_per_hit(self.pairs, self.experts)
+
+    @property
+    def hit(self) -> float:
+        """Experts hit. One program too many is a second wave, so they are counted as they are, not by single pairs."""
+        missed = 1.0 - min(self.top_k, self.experts) / self.experts
+        return self.experts * (1.0 - missed ** (self.pairs / self.top_k))
+
+    @property
+    def bytes(self) -> float:
+        """Of the weights of the experts hit."""
+        return self.hit * 3 * self.hidden * self.intermediate * KINDS[self.kind].bits / 8
+
+    @property
+    def waves(self) -> float:
+        """128 columns of gate and up by expert, for each multiprocessor."""
+        return self.hit * -(-self.intermediate // 128) / self.gpu.multiprocessors
+
+    @property
+    def one_wave(self) -> bool:
+        """Whether all programs of the narrow kernel run at once."""
+        tiles = self.hit * max(1.0, self.pairs / self.hit / NARROW8.tokens)
+        resident = self.gpu.multiprocessors * NARROW8.resident
+        return tiles * -(-self.intermediate // 128) <= resident and tiles * -(-self.hidden // 256) <= 2 * resident
+
+    @property
+    def halves(self) -> bool:
+        """Whether programs that make 128 columns take less time than those that make 256."""
+        halves, wholes = (
+            math.ceil(self.hit * -(-self.intermediate // of) / self.gpu.multiprocessors) for of in (128, 256)
+        )
+        return 2 * halves <= 3 * wholes
+
+
+def kernel_for_few_tiles(base: Kernel, work: Work) -> Kernel:
+    """What replaces a kernel of the table with few tiles, where whole waves of programs count."""
+    int4, small_float = work.kind == "uint4", KINDS[work.kind].small_float
+    mean, waves = work.mean, work.waves
+    if waves * max(1.0, mean / 64.0 + 0.5) <= 1.0 and isinstance(base, Wide):
+        return WIDE64_HALVES
+    if base in (QUEUE16, QUEUE16_FOLDED):
+        # The queue kernel shares the k of tiles that are very few, and multiplies tiles of 16 tokens once.
+        if int4 and waves <= 0.6 and work.hidden > 4096:
+            return QUEUE8
+        if (small_float and not 0.5 < waves <= 1.0) or (int4 and (waves > 2.0 or (waves > 1.0 and mean <= 9.0))):
+            return base
+    elif mean > 60.0 or base == WIDE160:
+        return base
+    if 1.0 < waves <= 2.0 and mean <= (30.0 if int4 else 24.0):
+        return WIDE32
+    return WIDE64 if int4 and base != WIDE96 and not work.halves else WIDE64_HALVES
+
+
+def kernel_where_memory_is_fast(work: Work) -> Kernel:
+    """The kernel by what was fitted on an H200."""
+    kind, mean, waves = work.kind, work.mean, work.waves
+    small_float, few_tiles = KINDS[kind].small_float, waves <= FEW_WAVES
+    base = next(one for limit, one in table_for(kind, work.intermediate, waves) if mean <= limit)
+    full = base not in (NARROW8, QUEUE8)
+    if not full or (few_tiles and round(mean) <= NARROW8.tokens):
+        few_bytes = work.bytes <= (NARROW_BYTES_FULL if full else NARROW_BYTES)
+        if (work.one_wave and few_bytes) or not (work.both or full):
+            return NARROW8
+        few = (few_tiles and not small_float) or mean <= (QUEUE8_MEAN_E2M1 if small_float else QUEUE8_MEAN)
+        return QUEUE8 if few else QUEUE16_FOLDED if small_float else QUEUE16
+    return kernel_for_few_tiles(base, work) if few_tiles else base
+
+
+def kernel_where_memory_is_slow(work: Work) -> Kernel:
+    """The kernel for codes of 4 bits by what was fitted on an H100."""
+    mean, small_float = work.mean, KINDS[work.kind].small_float
+    if mean <= 8.0 and ((work.one_wave and work.bytes <= SLOW_NARROW_BYTES) or not work.both):
+        return NARROW8
+    if mean <= 14.0 and work.one_wave and work.bytes <= NARROW_BYTES and small_float:
+        return NARROW16
+    few_columns = work.intermediate <= FEW_COLUMNS
+    many = work.waves > MANY_WAVES and not few_columns
+    table = SLOW_E2M1_TABLE if small_float else SLOW_TABLE_MANY if many else SLOW_TABLE
+    base = next(one for limit, one in table if mean <= limit)
+    if base == QUEUE16_PAIR:
+        return base
+    if work.waves <= FEW_WAVES:
+        return kernel_for_few_tiles(base, work)
+    if few_columns and FEW_COLUMNS_FROM < mean <= FEW_COLUMNS_TO:
+        return WIDE64_HALVES
+    # Four warpgroups beat the queue kernel where the last of their waves is not half empty.
+    one_wave = work.hit * max(1.0, mean / WIDE32.tokens) * -(-work.hidden // 512) <= 1.1 * work.gpu.multiprocessors
+    return WIDE32 if base == QUEUE32 and (one_wave or few_columns) else base
+
+
+def mma_where_memory_is_slow(mean: float, intermediate: int, kind: str, gpu: Gpu) -> bool:
+    """Whether `mma.sync` kernels are faster than the one of `choose`, by what was fitted on an H100.
+
+    They pick tokens themselves, which counts where those weigh most beside an expert's weights.
+    """
+    return slow_memory(gpu) and KINDS[kind].bits == 4 and intermediate <= 256 and 6.0 < mean <= 11.0
+
+
 def choose(
     pairs: int,
     experts: int,
@@ -301,48 +415,35 @@ def choose(
         kind: a key of `kinds.KINDS`.
         gated: whether the first product makes gate and up (only then can the narrow kernel share its k).
         top_k: pairs of a token, which have different experts.
-        gpu: whose multiprocessors and shared memory are planned for.
+        gpu: whose multiprocessors, shared memory and rate of reading are planned for.
         both: whether one kernel can make both products (their weights are read alike).
     """
-    weights = 3 * hidden * intermediate
-    mean = tokens_per_hit(pairs, experts)
-    most_read = DIRECT_READ_INT4 if kind == "uint4" else DIRECT_READ
+    work = Work(pairs, experts, hidden, intermediate, kind, top_k, gpu, both)
+    slow = slow_memory(gpu) and KINDS[kind].bits == 4
+    weights, mean = 3 * hidden * intermediate, work.mean
+    most_read = SLOW_DIRECT_READ if slow else DIRECT_READ_INT4 if kind == "uint4" else DIRECT_READ
     if gated and weights <= DIRECT_WEIGHTS and pairs * weights <= most_read and mean <= DIRECT_MEAN:
         kernel = kernel_for(DIRECT, kind, group, gpu)
         up = shares_for(pairs * -(-intermediate // 128), -(-hidden // kernel.step), 16, gpu)
         return Plan(kernel, up, shares_for(pairs * -(-hidden // 256), -(-intermediate // kernel.step), 8, gpu))
-    small_float = KINDS[kind].small_float
-    # One program too many is a second wave: here the experts hit are counted as they are, not as for single pairs.
-    hit = experts * (1.0 - (1.0 - min(top_k, experts) / experts) ** (pairs / top_k))
-    up_blocks, down_blocks = -(-intermediate // 128), -(-hidden // 256)
-    waves = hit * up_blocks / gpu.multiprocessors
-    few_tiles = waves <= FEW_WAVES
-    base = next(one for limit, one in table_for(kind, intermediate, waves) if mean <= limit)
-    full = base not in (NARROW8, QUEUE8)
-    if not full or (few_tiles and round(mean) <= NARROW8.tokens):
-        tiles = hit * max(1.0, pairs / hit / NARROW8.tokens)
-        resident = gpu.multiprocessors * NARROW8.resident
-        one_wave = tiles * up_blocks <= resident and tiles * down_blocks <= 2 * resident
-        few_bytes = hit * weights * KINDS[kind].bits / 8 <= (NARROW_BYTES_FULL if full else NARROW_BYTES)
-        narrow = (one_wave and few_bytes) or not (both or full)
-        few = (few_tiles and not small_float) or mean <= (QUEUE8_MEAN_E2M1 if small_float else QUEUE8_MEAN)
-        base = NARROW8 if narrow else QUEUE8 if few else QUEUE16_FOLDED if small_float else QUEUE16
-    elif few_tiles:
-        halves, wholes = (math.ceil(hit * -(-intermediate // of) / gpu.multiprocessors) for of in (128, 256))
-        base = kernel_for_few_tiles(base, kind, mean, hidden, waves, 2 * halves <= 3 * wholes)
+    base = kernel_where_memory_is_slow(work) if slow else kernel_where_memory_is_fast(work)
     if isinstance(base, Queue) and not both:
         base = WIDE64  # so it is with a single group of k in the down product, hence few columns of gate and up
     most_columns, gathering = GATHERING.get(base, (0, base))
-    gathers = intermediate <= most_columns and kind in ("uint4", "uint8")  # others leave copy warps too little time
-    kernel = kernel_for(gathering if gathers else base, kind, group, gpu)
+    if kind not in ("uint4", "uint8"):  # its copy warps have little time left
+        most_columns = min(FEW_COLUMNS, most_columns) if slow_memory(gpu) else 0
+    kernel = kernel_for(gathering if intermediate <= most_columns else base, kind, group, gpu)
     if isinstance(kernel, Queue):
         return Plan(kernel)
     if isinstance(kernel, Wide):
         tiles = pairs / mean * max(1.0, mean / kernel.tokens)
         down_items = max(1.0, tiles * -(-hidden // (128 * kernel.warpgroups)))
-        shares = min(4, int(gpu.multiprocessors / down_items), -(-intermediate // 64) // 9)  # of 9 steps at least
-        return Plan(kernel, down_splits=max(1, shares))
-    tiles = hit * max(1.0, pairs / hit / kernel.tokens)
+        steps = -(-intermediate // 64)
+        shares = min(4, int(gpu.multiprocessors / down_items), steps // 9)  # of 9 steps at least
+        # With one long tile for each multiprocessor, halves are spread more evenly.
+        even = kernel.warpgroups == 4 and down_items <= 1.1 * gpu.multiprocessors and steps >= 70
+        return Plan(kernel, down_splits=max(1, shares, 2 if even else 1))
+    tiles = work.hit * max(1.0, pairs / work.hit / kernel.tokens)
     resident = gpu.multiprocessors * kernel.resident
-    gate_up = splits_for(tiles * up_blocks, -(-hidden // 128), resident) if gated else 1
-    return Plan(kernel, gate_up, splits_for(tiles * down_blocks, -(-intermediate // 128), resident))
+    gate_up = splits_for(tiles * -(-intermediate // 128), -(-hidden // 128), resident) if gated else 1
+    return Plan(kernel, gate_up, splits_for(tiles * -(-hidden // 256), -(-intermediate // 128), resident))

@@ -47,7 +47,7 @@ from moeq_kernels.tuning import next_power_of_two
 #: Pairs up to which a program quantises one row of activations.
 SINGLE_ROWS = 2048
 #: Pairs up to which expert outputs are kept in float32 until they are summed.
-EXACT_PAIRS = 1024
+EXACT_PAIRS = 256
 #: Counters of kernels that take work items from a queue: one for each product, then one for each expert.
 COUNTERS = 2
 
@@ -322,7 +322,6 @@ def product_launch(
         arguments |= {"splits": splits, "rows": pairs, "experts": problem.experts, "known": problem.known}
         constants |= {"TOKENS": kernel.tokens, "BOX": kernel.box, "SPLIT": gated and splits > 1}
         constants |= {"DIRECT": found.direct, "WARPGROUPS": kernel.warpgroups, "REGISTERS": kernel.registers}
-        constants["ROTATED"] = kernel.rotated
         options |= {"maxnreg": kernel.cap} if kernel.cap else {}
         programs *= kernel.resident
     else:

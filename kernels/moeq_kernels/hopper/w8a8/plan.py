@@ -8,10 +8,17 @@ kernels/bench/TUNING.md), the wide kernel with e4m3 as well, which has the same 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moeq_kernels.gpu import H200, Gpu
-from moeq_kernels.hopper.w4a16.plan import DIRECT_MEAN, DIRECT_READ, DIRECT_WEIGHTS, shares_for, tokens_per_hit
+from moeq_kernels.hopper.w4a16.plan import (
+    DIRECT_MEAN,
+    DIRECT_READ,
+    DIRECT_WEIGHTS,
+    shares_for,
+    slow_memory,
+    tokens_per_hit,
+)
 
 
 @dataclass(frozen=True)
@@ -23,14 +30,12 @@ class Int8Narrow:
         stages: steps of 128 bytes of k in shared memory.
         warpgroups: that multiply, 128 rows of the weights each (1 or 2).
         resident: programs that a multiprocessor holds.
-        rotated: neighbouring programs read different columns of the weights at a time.
     """
 
     tokens: int
     stages: int
     warpgroups: int = 1
     resident: int = 1
-    rotated: bool = False
 
     @property
     def box(self) -> int:
@@ -116,6 +121,9 @@ TABLE: Table = (
 E4M3_TABLE = (*TABLE[:3], (30.0, TABLE[3][1]), TABLE[5])
 #: And where the wide kernel cannot be had.
 E4M3_NARROW_TABLE = (*TABLE[:3], (float("inf"), TABLE[3][1]))
+#: Bytes of k in a step. Rows of other lengths begin within a line of the L2 cache, of which a step reads a part: where
+#: memory is slow, fewer programs that are further ahead read more of it while it is there.
+STEP = 128
 #: Features of gate up to which 128 tokens a tile are left to the wide kernel: the other reads them once for each 64.
 FEW_FEATURES = 512
 #: Features of a row of activations that all programs can quantise for themselves (beyond, that takes too long), and
@@ -159,6 +167,8 @@ def choose(pairs: int, experts: int, hidden: int, intermediate: int, gpu: Gpu = 
         return Int8Plan(kernel)
     if kernel.tokens == 128 and intermediate <= FEW_FEATURES:
         return Int8Plan(WIDE)
+    if table is TABLE and (hidden % STEP or intermediate % STEP) and kernel.tokens <= 16 and slow_memory(gpu):
+        kernel = replace(kernel, stages=2 * kernel.stages, resident=1)
     tiles = pairs / mean * max(1.0, mean / kernel.tokens)
     gate_up = splits_for(tiles * -(-intermediate // (64 * kernel.warpgroups)), -(-hidden // 128), kernel.resident, gpu)
     down = splits_for(tiles * -(-hidden // (128 * kernel.warpgroups)), -(-intermediate // 128), kernel.resident, gpu)

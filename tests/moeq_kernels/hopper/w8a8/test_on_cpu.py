@@ -57,8 +57,6 @@ def planned(
         (replace(BLOCKS, bias=True), 70, Int8Plan(Int8Wide(3))),
         (replace(BLOCKS, hidden=272, intermediate=256), 21, Int8Plan(Int8Narrow(32, 3))),
         (replace(INT8, **OAI), 9, Int8Plan(NARROW, 2, 1)),
-        (replace(INT8, hidden=400, **OAI), 9, Int8Plan(replace(NARROW, rotated=True), 2, 1)),
-        (replace(BLOCKS, hidden=656, intermediate=256), 9, Int8Plan(replace(NARROW, rotated=True), 2, 2)),
         (INT8, 37, Int8Plan(Int8Wide(3))),
         (INT8, 70, Int8Plan(Int8Wide(2))),
         (replace(BLOCKS, bias=True, intermediate=256), 141, Int8Plan(Int8Wide(2))),

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from moeq_kernels.device.caching import KEPT
 from moeq_kernels.hopper.compat import barrier
 from moeq_kernels.hopper.device import epilogue
 from moeq_kernels.hopper.w4a16.device import common, layouts, steps, weights
@@ -147,8 +148,8 @@ def expert_product_narrow(
             inside = (row + t < end_row) & (at < columns)
             place = partial + (row + t).to(gl.int64) * (2 * columns) + at
             size = (row * 0 + rows).to(gl.int64) * (2 * columns)
-            gl.store(place + split * size, one, mask=inside)
-            gl.store(place + split * size + columns, two, mask=inside)
+            gl.store(place + split * size, one, mask=inside, eviction_policy=KEPT)
+            gl.store(place + split * size + columns, two, mask=inside, eviction_policy=KEPT)
             barrier()
             number = gl.program_id(1) * (gl.num_programs(0) // SPLITS) + block
             before = gl.atomic_add(arrived + number, 1, sem="acq_rel", scope="gpu")

@@ -18,6 +18,12 @@ def weight_bytes(step, group, kind, scale_bits):
     return step // 16 * 4 * layouts.tile_bytes(kind) + scales
 
 
+@constexpr_function
+def span(step, group):
+    """Rows of k of a step that a scale multiplies."""
+    return min(group, step)
+
+
 # Argument lists of twenty names, one to a line, would hide the code.
 # fmt: off
 @gluon.jit
@@ -76,9 +82,12 @@ def _slab_scales(scales, SLAB: gl.constexpr, LAYOUT: gl.constexpr):
 def _rows(
     acc, part, words, x, scales, zero, z_row, groups, zero_words, tile, pair_tiles, k, SUB: gl.constexpr,
     TOKENS: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, AFTER: gl.constexpr, KIND: gl.constexpr,
-    ROWS: gl.constexpr,
+    ROWS: gl.constexpr, SPAN: gl.constexpr,
 ):
-    """Multiplies ROWS rows of k (32 or 64), the SUB-th of a step that begins at row k."""
+    """Multiplies ROWS rows of k (32 or 64), the SUB-th of a step that begins at row k.
+
+    SPAN: rows of k after which a scale multiplies their sums, where AFTER.
+    """
     HALF: gl.constexpr = x.dtype == gl.float16
     first: gl.constexpr = SUB * ROWS // GROUP if GROUP else 0
     second: gl.constexpr = (SUB * ROWS + ROWS - 32) // GROUP if GROUP else 0
@@ -112,8 +121,8 @@ def _rows(
     if ROWS < 64:
         x = x.slice(SUB * ROWS % 64, ROWS, dim=1)
     if GROUP > 0 and AFTER:
-        opens: gl.constexpr = SUB * ROWS % GROUP == 0
-        closes: gl.constexpr = (SUB + 1) * ROWS % GROUP == 0
+        opens: gl.constexpr = SUB * ROWS % SPAN == 0
+        closes: gl.constexpr = (SUB + 1) * ROWS % SPAN == 0
         part = warpgroup_mma(a, x.permute((1, 0)), part, use_acc=not opens, is_async=True)
         part, a = warpgroup_mma_wait(0, deps=(part, a))
         if closes:
@@ -138,12 +147,13 @@ def multiply(
 
     zero: zero points of all experts, of this one from row z_row, `groups` of them.
 
-    part: float32 sums of a group, not scaled yet, where AFTER. ROWS: of k, whose weights are in registers at a time.
+    part: float32 sums of a group, or of as much of it as lies in the step, not scaled yet, where AFTER. ROWS: of k,
+    whose weights are in registers at a time.
     """
     for sub in gl.static_range(STEP // ROWS):
         acc, part = _rows(
             acc, part, words, x_buf.index((STEP // 64 * x_slot + sub * ROWS // 64) * EACH), scales, zero, z_row, groups,
-            zero_words, tile, pair_tiles, k, sub, TOKENS, GROUP, ZEROS, AFTER, KIND, ROWS,
+            zero_words, tile, pair_tiles, k, sub, TOKENS, GROUP, ZEROS, AFTER, KIND, ROWS, span(STEP, GROUP),
         )
     return acc, part
 

@@ -67,19 +67,6 @@ def share(part, splits, steps):
 
 
 @gluon.jit
-def step_of(i, index, first, last, ROTATED: gl.constexpr):
-    """Which step of k an item multiplies i-th; where ROTATED, neighbouring items begin at other places of their share.
-
-    Rows of weights lie k bytes apart, and programs run side by side: without it all of them read the same columns.
-    """
-    if ROTATED:
-        step = i + index * 37 % (last - first)
-        return gl.where(step < last, step, step - (last - first))
-    else:
-        return i
-
-
-@gluon.jit
 def scaled(acc, row_scale, column_scale, ROWS_FIRST: gl.constexpr):
     """float32 acc * weight scale * token scale; weight scales lie along the rows where ROWS_FIRST."""
     value = acc.to(gl.float32)

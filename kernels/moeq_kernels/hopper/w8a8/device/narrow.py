@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from moeq_kernels.device.caching import KEPT
 from moeq_kernels.hopper.compat import barrier, reinterpret, tma_load
 from moeq_kernels.hopper.device.epilogue import activate_gated, gated
 from moeq_kernels.hopper.w8a8.device import common
@@ -53,7 +54,7 @@ def _find(index, tiles, num_tiles, parts, experts, known, TOKENS: gl.constexpr, 
 @gluon.jit
 def _copy_weights(
     given, TOKENS: gl.constexpr, STAGES: gl.constexpr, EPILOGUE: gl.constexpr, WARPGROUPS: gl.constexpr,
-    DIRECT: gl.constexpr, DEPENDENT: gl.constexpr, ROTATED: gl.constexpr,
+    DIRECT: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """A copy warp: two boxes of 64 rows for each warpgroup and step."""
     (
@@ -73,19 +74,17 @@ def _copy_weights(
             mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
             bar = ready.index(stage)
             mbarrier.expect(bar, WARPGROUPS * 128 * STEP)
-            k = common.step_of(i, index, first, last, ROTATED) * STEP
             for w in gl.static_range(WARPGROUPS):
                 slot = (stage * WARPGROUPS + w) * 2
                 at = column + OWN * w
-                tma_load(first_desc, [expert, at, k], bar, w_buf.index(slot))
-                tma_load(second_desc, [expert, at + (OWN - 64), k], bar, w_buf.index(slot + 1))
+                tma_load(first_desc, [expert, at, i * STEP], bar, w_buf.index(slot))
+                tma_load(second_desc, [expert, at + (OWN - 64), i * STEP], bar, w_buf.index(slot + 1))
             it += 1
 
 
 @gluon.jit
 def _copy_tokens(
     given, TOKENS: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, DIRECT: gl.constexpr, DEPENDENT: gl.constexpr,
-    ROTATED: gl.constexpr,
 ):
     """A copy warp: the boxes of BOX tokens that hold any of the tile."""
     x_desc, x_buf, ready, empty, tiles, num_tiles, steps, blocks, splits, rows, experts, known = given
@@ -104,10 +103,9 @@ def _copy_tokens(
             for b in gl.static_range(BOXES):
                 is_last = (left <= (b + 1) * BOX) | (b == BOXES - 1)
                 mbarrier.expect(bar, (b + 1) * BOX * STEP, pred=is_last & ((left > b * BOX) | (b == 0)))
-            k = common.step_of(i, index, first, last, ROTATED) * STEP
             for b in gl.static_range(BOXES):
                 needed = (left > b * BOX) | (b == 0)
-                tma_load(x_desc, [row + b * BOX, k], bar, x_buf.index(stage * BOXES + b), pred=needed)
+                tma_load(x_desc, [row + b * BOX, i * STEP], bar, x_buf.index(stage * BOXES + b), pred=needed)
             it += 1
 
 
@@ -140,7 +138,7 @@ def _add_step(acc, weights, tokens, empty, row_scale, token_scale, GROUPED: gl.c
 @gluon.jit
 def _multiply(
     given, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, WARPGROUPS: gl.constexpr,
-    EPILOGUE: gl.constexpr, BIAS: gl.constexpr, DIRECT: gl.constexpr, DEPENDENT: gl.constexpr, ROTATED: gl.constexpr,
+    EPILOGUE: gl.constexpr, BIAS: gl.constexpr, DIRECT: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """A multiplying warpgroup: 128 rows of the weights, 64 of gate and of up where gated."""
     (
@@ -185,9 +183,8 @@ def _multiply(
         for i in range(first, last):
             stage = it % STAGES
             if GROUPED:
-                k = common.step_of(i, index, first, last, ROTATED)
-                row_scale = gl.load(w_scale + block + k, mask=own < columns, other=0.0).to(gl.float32)
-                token_scale = gl.load(x_scale + k * scale_stride + row + t, mask=present, other=0.0)
+                row_scale = gl.load(w_scale + block + i, mask=own < columns, other=0.0).to(gl.float32)
+                token_scale = gl.load(x_scale + i * scale_stride + row + t, mask=present, other=0.0)
             mbarrier.wait(ready.index(stage), (it // STAGES) & 1)
             weights = w_view.index(stage * WARPGROUPS + WG)
             tokens = x_view.index(stage).permute((1, 0))
@@ -213,8 +210,8 @@ def _multiply(
             gate = gl.convert_layout(gate, wide, assert_trivial=True)
             up = gl.convert_layout(up, wide, assert_trivial=True)
             if SPLIT:
-                gl.store(target, gate, mask=mask)
-                gl.store(target + columns, up, mask=mask)
+                gl.store(target, gate, mask=mask, eviction_policy=KEPT)
+                gl.store(target + columns, up, mask=mask, eviction_policy=KEPT)
             else:
                 if not GROUPED:
                     gate = common.scaled(gate, scale, token_scale, True)
@@ -223,14 +220,14 @@ def _multiply(
                     gate += gl.expand_dims(shift, 1)
                     up += gl.expand_dims(up_shift, 1)
                 value = activate_gated(gate, up, EPILOGUE)
-                gl.store(target, value.to(out.dtype.element_ty), mask=mask)
+                gl.store(target, value.to(out.dtype.element_ty), mask=mask, eviction_policy=KEPT)
         else:
             value = acc
             if not GROUPED:
                 value = common.scaled(acc, scale, token_scale, True)
             if BIAS:
                 value += gl.expand_dims(gl.where(number == 0, shift, 0.0), 1)
-            gl.store(target, value.to(out.dtype.element_ty), mask=mask)
+            gl.store(target, value.to(out.dtype.element_ty), mask=mask, eviction_policy=KEPT)
 
 
 @gluon.jit(do_not_specialize=["steps", "blocks", "splits", "rows", "up_row", "experts", "known"])
@@ -239,7 +236,6 @@ def w8a8_product_narrow(
     columns, stride, w_rows, up_row, row_step, experts, known, scale_stride,
     TOKENS: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, WARPGROUPS: gl.constexpr,
     REGISTERS: gl.constexpr, EPILOGUE: gl.constexpr, BIAS: gl.constexpr, DIRECT: gl.constexpr, DEPENDENT: gl.constexpr,
-    ROTATED: gl.constexpr,
 ):
     """out[row] = x[row] @ W[expert of row].T with scales, or the activation of its halves.
 
@@ -262,7 +258,6 @@ def w8a8_product_narrow(
         EPILOGUE: `epilogue.Epilogue`, what follows the product.
         WARPGROUPS: that multiply (1 or 2), 128 rows of the weights each; REGISTERS: of their threads.
         DEPENDENT: launched while the kernel before it still runs.
-        ROTATED: neighbouring items begin at different steps of k, and go around.
     """
     gl.static_assert(x_desc.dtype == gl.int8 or x_desc.dtype == gl.float8e4nv, "wgmma takes unsigned bytes as signed")
     gl.static_assert(first_desc.dtype == x_desc.dtype and second_desc.dtype == x_desc.dtype, "codes of one type")
@@ -286,9 +281,9 @@ def w8a8_product_narrow(
     if WARPGROUPS == 1:
         gl.warp_specialize(
             [
-                (_multiply, (taken, 0, TOKENS, STAGES, SPLIT, 1, EPILOGUE, BIAS, DIRECT, DEPENDENT, ROTATED)),
-                (_copy_weights, (weights, TOKENS, STAGES, EPILOGUE, 1, DIRECT, DEPENDENT, ROTATED)),
-                (_copy_tokens, (tokens, TOKENS, BOX, STAGES, DIRECT, DEPENDENT, ROTATED)),
+                (_multiply, (taken, 0, TOKENS, STAGES, SPLIT, 1, EPILOGUE, BIAS, DIRECT, DEPENDENT)),
+                (_copy_weights, (weights, TOKENS, STAGES, EPILOGUE, 1, DIRECT, DEPENDENT)),
+                (_copy_tokens, (tokens, TOKENS, BOX, STAGES, DIRECT, DEPENDENT)),
             ],
             [1, 1],
             [24, 24],
@@ -297,10 +292,10 @@ def w8a8_product_narrow(
         gl.static_assert(WARPGROUPS == 2)
         gl.warp_specialize(
             [
-                (_multiply, (taken, 0, TOKENS, STAGES, SPLIT, 2, EPILOGUE, BIAS, DIRECT, DEPENDENT, ROTATED)),
-                (_multiply, (taken, 1, TOKENS, STAGES, SPLIT, 2, EPILOGUE, BIAS, DIRECT, DEPENDENT, ROTATED)),
-                (_copy_weights, (weights, TOKENS, STAGES, EPILOGUE, 2, DIRECT, DEPENDENT, ROTATED)),
-                (_copy_tokens, (tokens, TOKENS, BOX, STAGES, DIRECT, DEPENDENT, ROTATED)),
+                (_multiply, (taken, 0, TOKENS, STAGES, SPLIT, 2, EPILOGUE, BIAS, DIRECT, DEPENDENT)),
+                (_multiply, (taken, 1, TOKENS, STAGES, SPLIT, 2, EPILOGUE, BIAS, DIRECT, DEPENDENT)),
+                (_copy_weights, (weights, TOKENS, STAGES, EPILOGUE, 2, DIRECT, DEPENDENT)),
+                (_copy_tokens, (tokens, TOKENS, BOX, STAGES, DIRECT, DEPENDENT)),
             ],
             [4, 1, 1],
             [REGISTERS, 24, 24],

@@ -14,6 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moeq_kernels.device.activations import activate_gated
+from moeq_kernels.device.caching import KEPT, USUAL
 from moeq_kernels.device.numerics import float_to_e4m3, quotients, round_to, round_to_int8
 from moeq_kernels.device.routing import _count, _local, _rows_of, _write_tiles
 
@@ -108,7 +109,7 @@ def route_quantised(
             to = tl.max(tl.where(choice == i, row, -1))
             _store_scale(scales, to, scale, to >= 0, hidden, scale_stride, COLUMNS)
             target = codes + to.to(tl.int64) * stride_q + column
-            tl.store(target, code, mask=(column < hidden) & (to >= 0))
+            tl.store(target, code, mask=(column < hidden) & (to >= 0), eviction_policy=KEPT)
 
 
 @triton.jit
@@ -165,7 +166,8 @@ def requantise(
         inside = (column < size) & (row < pairs)
         value = tl.load(middle + row * size + column, mask=inside, other=0.0).to(tl.float32)
         code, scale = _quantised(value, static_scale, codes, scale_stride, MARLIN, INTERPRET)
-        tl.store(codes + row * stride_q + column, code, mask=(column < size) & (row < rows))
+        policy: tl.constexpr = KEPT if ROWS == 1 else USUAL  # many rows leave no room for weights
+        tl.store(codes + row * stride_q + column, code, mask=(column < size) & (row < rows), eviction_policy=policy)
         _store_scale(scales, row, scale, row < rows, size, scale_stride, COLUMNS)
 
 
@@ -212,5 +214,5 @@ def activate_quantised(
     value = activate_gated(gate_value, up_value, ACTIVATION, ALPHA, BETA, LIMIT)
     value = tl.where(inside, round_to(value, DTYPE, INTERPRET).to(tl.float32), 0.0)
     code, scale = _quantised(value, static_scale, codes, scale_stride, MARLIN, INTERPRET)
-    tl.store(codes + row.to(tl.int64) * stride_q + column, code, mask=inside)
+    tl.store(codes + row.to(tl.int64) * stride_q + column, code, mask=inside, eviction_policy=KEPT)
     _store_scale(scales, row, scale, True, size, scale_stride, COLUMNS)
