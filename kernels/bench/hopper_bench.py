@@ -32,7 +32,7 @@ from bench.timing import SHAPES, Call, Shape, call_us, copies_needed, inputs, pr
 from moeq_kernels import PackedExperts, PackedMatrix
 from moeq_kernels.epilogue import SILU, Epilogue
 from moeq_kernels.formats import find_format
-from moeq_kernels.gpu import H200
+from moeq_kernels.gpu import H200, gpu_of
 from moeq_kernels.hopper.w4a16.kinds import KINDS, kind_of_format
 from moeq_kernels.hopper.w4a16.plan import (
     DIRECT,
@@ -49,6 +49,7 @@ from moeq_kernels.hopper.w4a16.plan import (
     Plan,
     Queue,
     Wide,
+    Work,
     choose,
     kernel_for,
     splits_for,
@@ -164,8 +165,9 @@ def floor_us(shape: Shape, stored: Weights, tokens: int, hit: float) -> float:
 
 def chosen_plan(shape: Shape, stored: Weights, tokens: int) -> Plan:
     """What `hopper_moe` chooses."""
-    sizes = (tokens * shape.top_k, shape.experts, shape.hidden, shape.intermediate, stored.group)
-    return choose(*sizes, stored.kind, top_k=shape.top_k)
+    gpu = gpu_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    sizes = (tokens * shape.top_k, shape.experts, shape.hidden, shape.intermediate)
+    return choose(Work(*sizes, stored.kind, shape.top_k, gpu), stored.group)
 
 
 def mma_plan(shape: Shape, stored: Weights, tokens: int) -> MmaPlan:

@@ -17,6 +17,7 @@ import json
 import math
 import os
 import random
+import statistics
 import sys
 import threading
 import time
@@ -164,11 +165,16 @@ def measure(sweep: Sweep, layer: Layer, tokens: int, copies: list[PackedExperts]
         copies.append(layer.random_experts())
     dtype = empty(layer, "cpu").dtype
     given = [drawn(seed, dtype) for seed in range(number)]
+    hit = statistics.mean(one.ids.unique().numel() for one in given)
     whole = (shape.top_k, tokens, layer.epilogue, None)
     bases = [prepare_for(given[0].x, one, *whole, family=layer.family) for one in copies[:needed]]
     names = ("format", "shape", "experts", "top_k", "hidden", "intermediate", "tokens")
     row: dict[str, Any] = dict(zip(names, (layer.format, layer.name, *layer.sizes, tokens), strict=True))
-    row |= {"hit": hit, "floor_us": round(layer.floor_us(tokens, hit), 2), "chosen": name_of(layer.chosen(tokens))}
+    row |= {
+        "hit": round(hit, 1),
+        "floor_us": round(layer.floor_us(tokens, hit), 2),
+        "chosen": name_of(layer.chosen(tokens)),
+    }
     usual = cuda.L2_PROMOTION
     truth = bases[0](given[0].x, given[0].weights, given[0].ids).clone()
     plans = [(one, size) for one in candidates(layer, tokens, sweep.options.plans) for size in sweep.options.promotion]

@@ -59,7 +59,7 @@ def calls(only: tuple[str, ...]) -> Iterator[Call]:
     for layout, element in FORMATS:
         if not any(part in f"{layout} {element}" for part in only):
             continue
-        dtype = torch.float16 if element == "f16" else torch.bfloat16
+        dtype = torch.float16 if element == "f16" or "-fp16" in layout else torch.bfloat16
         mx = element == "e2m1"
         order, activation = ("interleaved", "swiglu_oai") if mx else ("gate-up", "silu")
         recipe = Recipe(layout, element, hidden=256, intermediate=128, dtype=dtype, bias=mx, order=order)  # type: ignore[arg-type]

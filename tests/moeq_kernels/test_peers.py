@@ -269,7 +269,7 @@ class Pretended(Seat):
         answers: dict[str, dict[str, Any]] = {
             "open": {},
             "check": {"right": True, "hit": 8},
-            "capture": {"copies": 2},
+            "capture": {"copies": 2, "hit": 8.0},
             "time": {"median": 100.0, "least": 99.0, "replays": 7},
         }
         return {"ok": answers[do]}

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench.cliffs import cells_of
 from bench.plan_cells import BYTES, MOST_BYTES, ROUND, cells, held_out, layer_of, name_of
 from bench.plan_regret import compact, judged, rows_of, summary, time_of
-from bench.plan_sweep import launches_of
+from bench.plan_sweep import Sweep, launches_of
 from bench.timing import L2, copies_needed
 from moeq_kernels.gpu import GPUS
 
@@ -88,3 +90,15 @@ def test_cliffs_stand_beside_peers_of_the_same_gpu_only(tmp_path: Path) -> None:
     path.write_text(json.dumps(run | {"routing": "zipf"}))
     with pytest.raises(SystemExit, match="zipf"):
         cells_of(path, "H200")
+
+
+def test_a_plan_with_other_numbers_is_not_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = Sweep(argparse.Namespace(again=False, out=tmp_path / "sweep.json"))
+    truth = torch.randn(4, 64, dtype=torch.bfloat16)
+    key = ("int4", "random", 8, 2, 64, 64, 4)
+    assert sweep.right(key, "Queue", lambda: truth * 1.01, truth)
+    assert not sweep.right(key, "Wide", lambda: truth * 0, truth)
+    assert not sweep.right(key, "Narrow", lambda: truth * float("nan"), truth)
+    assert sweep.bad == [[*key, "Wide"], [*key, "Narrow"]]
+    assert "WRONG int4 random 8 2 64 64 4 Wide differs by 1" in capsys.readouterr().out
+    assert sweep.right(key, "Direct", lambda: 1 // 0, truth)  # `time_plan` says why it fails

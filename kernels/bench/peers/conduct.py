@@ -252,17 +252,21 @@ def one_cell(
             found[name]["reason"] = answer["failed"]
     hit = max((row["hit"] for row in found.values() if "hit" in row), default=0)
     timed = [seat for seat in ready if found[seat.name]["status"] == "right"]
-    for name, answer in together(timed, lambda seat: seat.order("capture", tokens=tokens, hit=hit)).items():
+    captured = together(timed, lambda seat: seat.order("capture", tokens=tokens, hit=hit))
+    every = hit
+    for name, answer in captured.items():
         if "failed" in answer:
             found[name] |= {"status": "failed", "reason": answer["failed"]}
         else:
             found[name]["copies"] = answer["ok"]["copies"]
+            every = answer["ok"]["hit"]
     take_turns([seat for seat in timed if found[seat.name]["status"] == "right"], found, options)
-    least = floor(FORMATS[group.format], SHAPES[group.shape], tokens, hit, read)
+    # Cold calls choose more or fewer experts than the first one.
+    least = floor(FORMATS[group.format], SHAPES[group.shape], tokens, every, read)
     return {
         **asdict(group),
         "tokens": tokens,
-        "hit": hit,
+        "hit": every,
         "floor_us": least.time,
         "memory_floor_us": least.memory,
         "compute_floor_us": least.compute,

@@ -103,10 +103,12 @@ class Worker:
         copies = max(2, min(wanted, 24, int(COPIES / weight_bytes(fmt, shape, shape.experts))))
         while len(here.copies) < copies:
             here.copies.append(self.contender.duplicate(here.copies[0]))
-        given = [self.contender.inputs(here.copies[0], route(here.problem, tokens, seed)) for seed in range(copies)]
+        routed = [route(here.problem, tokens, seed) for seed in range(copies)]
+        given = [self.contender.inputs(here.copies[0], one) for one in routed]
         cold = [partial(self.contender.run, one, two) for one, two in zip(here.copies, given, strict=False)]
         here.graphs = {"cold": _graph(cold), "hot": _graph([cold[0]] * min(4, copies))}
-        return {"copies": copies, "group": [group.format, group.shape]}
+        hits = statistics.mean(one.ids.unique().numel() for one in routed)
+        return {"copies": copies, "hit": hits, "group": [group.format, group.shape]}
 
     def time(self, kind: str, milliseconds: float) -> dict[str, Any]:
         """Microseconds of a call, from replays for about so long."""

@@ -14,8 +14,8 @@ class Kind:
     Attributes:
         bits: of a code.
         scale_bytes: of a scale that codes along k share.
-        finer: whether outputs that are rounded before they are summed keep a bit more than bfloat16 has: weights are
-            exact, so that nothing else would hide that rounding.
+        finer: whether outputs that are rounded before they are summed keep a bit more than bfloat16 has: weights have
+            so many bits that nothing else would hide that rounding.
         mixes: whether the Hopper kernels take it beside another kind in one layer; else those of `mma.sync` do.
     """
 
@@ -32,7 +32,7 @@ class Kind:
 
 KINDS: dict[str, Kind] = {
     "uint4": Kind(4, 2, False, mixes=True),
-    "uint8": Kind(8, 2, False, mixes=True),
+    "uint8": Kind(8, 2, True, mixes=True),
     "e2m1": Kind(4, 1, True, mixes=True),  # MXFP4
     "nvfp4": Kind(4, 1, True),
     "fp8": Kind(8, 2, True),

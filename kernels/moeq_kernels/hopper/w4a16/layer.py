@@ -17,10 +17,10 @@ from moeq_kernels.hopper.w4a16.plan import (
     Plan,
     Queue,
     Wide,
+    Work,
     choose,
     kernel_for,
     mma_where_memory_is_slow,
-    tokens_per_hit,
 )
 from moeq_kernels.hopper.w4a16.products import (
     alike,
@@ -70,10 +70,9 @@ def plan_for(problem: Problem, tokens: int) -> Plan | MmaPlan:
         # The one kernel that takes all of a format from its own matrix.
         return Plan(kernel_for(kernel_for(WIDE32, kind, group, gpu), kind_of(second), group_of(second), gpu))
     pairs = tokens * problem.top_k
-    sizes = (pairs, problem.experts, first.k, problem.intermediate, group, kind, gated, problem.top_k)
-    plan = choose(*sizes, gpu, both)
-    mean = tokens_per_hit(pairs, problem.experts)
-    faster = mean <= MMA_MEAN if not both else mma_where_memory_is_slow(mean, problem.intermediate, kind, gpu)
+    work = Work(pairs, problem.experts, first.k, problem.intermediate, kind, problem.top_k, gpu, both)
+    plan = choose(work, group, gated)
+    faster = work.mean <= MMA_MEAN if not both else mma_where_memory_is_slow(work)
     if faster and not isinstance(plan.kernel, Direct) and not any(mma.reasons(problem)):
         return mma.plan_for(problem, tokens)
     return plan

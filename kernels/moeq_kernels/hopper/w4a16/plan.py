@@ -234,7 +234,7 @@ def table_for(kind: str, intermediate: int = 0, waves: float = 0.0) -> Table:
     if KINDS[kind].small_float:
         return E2M1_TABLE
     if KINDS[kind].bits == 8:
-        return BYTES_TABLE if short or KINDS[kind].finer else INT8_LONG_TABLE
+        return BYTES_TABLE if short or kind != "uint8" else INT8_LONG_TABLE
     return TABLE if short else LONG_TABLE_MANY if waves > MANY_WAVES else LONG_TABLE
 
 
@@ -283,17 +283,22 @@ class Work:
     """What a call has to do, as far as the kernel depends on it.
 
     Attributes:
-        pairs, experts, hidden, intermediate, kind, top_k, gpu, both: as of `choose`.
+        pairs: routed ones, among `experts`.
+        hidden, intermediate: packed sizes.
+        kind: a key of `kinds.KINDS`.
+        top_k: pairs of a token, which have different experts.
+        gpu: whose multiprocessors, shared memory and rate of reading are planned for.
+        both: whether one kernel can make both products (their weights are read alike).
     """
 
     pairs: int
     experts: int
     hidden: int
     intermediate: int
-    kind: str
-    top_k: int
-    gpu: Gpu
-    both: bool
+    kind: str = "uint4"
+    top_k: int = 1
+    gpu: Gpu = H200
+    both: bool = True
 
     @property
     def mean(self) -> float:
@@ -383,42 +388,35 @@ def kernel_where_memory_is_slow(work: Work) -> Kernel:
         return kernel_for_few_tiles(base, work)
     if few_columns and FEW_COLUMNS_FROM < mean <= FEW_COLUMNS_TO:
         return WIDE64_HALVES
-    # Four warpgroups beat the queue kernel where the last of their waves is not half empty.
-    one_wave = work.hit * max(1.0, mean / WIDE32.tokens) * -(-work.hidden // 512) <= 1.1 * work.gpu.multiprocessors
-    return WIDE32 if base == QUEUE32 and (one_wave or few_columns) else base
+    if few_columns and base == QUEUE32:
+        return WIDE32 if work.intermediate > 128 else WIDE64_HALVES
+    # The wide kernels beat the queue kernel where their down products are one wave of tiles at most.
+    tokens = base.tokens if isinstance(base, Queue) else 0
+    one_wave = work.hit * max(1.0, mean / max(1, tokens)) * -(-work.hidden // 512) <= 1.1 * work.gpu.multiprocessors
+    return {32: WIDE32, 64: WIDE64}.get(tokens, base) if one_wave else base
 
 
-def mma_where_memory_is_slow(mean: float, intermediate: int, kind: str, gpu: Gpu) -> bool:
+def mma_where_memory_is_slow(work: Work) -> bool:
     """Whether `mma.sync` kernels are faster than the one of `choose`, by what was fitted on an H100.
 
-    They pick tokens themselves, which counts where those weigh most beside an expert's weights.
+    They pick tokens themselves, which counts where those weigh most beside an expert's weights, and five of them run on
+    a multiprocessor, which counts where tiles are few.
     """
-    return slow_memory(gpu) and KINDS[kind].bits == 4 and intermediate <= 256 and 6.0 < mean <= 11.0
+    if not slow_memory(work.gpu) or KINDS[work.kind].bits != 4:
+        return False
+    mean = work.mean
+    few_tiles = work.waves <= 0.7 and NARROW8.tokens < mean <= (14.0 if work.waves > 0.5 else 30.0)
+    return few_tiles or (work.intermediate <= 256 and 6.0 < mean <= 11.0)
 
 
-def choose(
-    pairs: int,
-    experts: int,
-    hidden: int,
-    intermediate: int,
-    group: int,
-    kind: str = "uint4",
-    gated: bool = True,
-    top_k: int = 1,
-    gpu: Gpu = H200,
-    both: bool = True,
-) -> Plan:
-    """The plan for `pairs` routed pairs among `experts` with these packed sizes.
+def choose(work: Work, group: int, gated: bool = True) -> Plan:
+    """The plan for a call.
 
     Args:
         group: weights that share a scale, 0 for one scale for each output feature.
-        kind: a key of `kinds.KINDS`.
         gated: whether the first product makes gate and up (only then can the narrow kernel share its k).
-        top_k: pairs of a token, which have different experts.
-        gpu: whose multiprocessors, shared memory and rate of reading are planned for.
-        both: whether one kernel can make both products (their weights are read alike).
     """
-    work = Work(pairs, experts, hidden, intermediate, kind, top_k, gpu, both)
+    pairs, hidden, intermediate, kind, gpu = work.pairs, work.hidden, work.intermediate, work.kind, work.gpu
     slow = slow_memory(gpu) and KINDS[kind].bits == 4
     weights, mean = 3 * hidden * intermediate, work.mean
     most_read = SLOW_DIRECT_READ if slow else DIRECT_READ_INT4 if kind == "uint4" else DIRECT_READ
@@ -427,7 +425,7 @@ def choose(
         up = shares_for(pairs * -(-intermediate // 128), -(-hidden // kernel.step), 16, gpu)
         return Plan(kernel, up, shares_for(pairs * -(-hidden // 256), -(-intermediate // kernel.step), 8, gpu))
     base = kernel_where_memory_is_slow(work) if slow else kernel_where_memory_is_fast(work)
-    if isinstance(base, Queue) and not both:
+    if isinstance(base, Queue) and not work.both:
         base = WIDE64  # so it is with a single group of k in the down product, hence few columns of gate and up
     most_columns, gathering = GATHERING.get(base, (0, base))
     if kind not in ("uint4", "uint8"):  # its copy warps have little time left
@@ -441,7 +439,7 @@ def choose(
         steps = -(-intermediate // 64)
         shares = min(4, int(gpu.multiprocessors / down_items), steps // 9)  # of 9 steps at least
         # With one long tile for each multiprocessor, halves are spread more evenly.
-        even = kernel.warpgroups == 4 and down_items <= 1.1 * gpu.multiprocessors and steps >= 70
+        even = (slow or kernel.warpgroups == 4) and down_items <= 1.1 * gpu.multiprocessors and steps >= 70
         return Plan(kernel, down_splits=max(1, shares, 2 if even else 1))
     tiles = work.hit * max(1.0, pairs / work.hit / kernel.tokens)
     resident = gpu.multiprocessors * kernel.resident

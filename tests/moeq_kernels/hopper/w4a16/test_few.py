@@ -17,6 +17,7 @@ from moeq_kernels.hopper.w4a16.plan import (
     NARROW8,
     QUEUE8,
     QUEUE16,
+    QUEUE16_PAIR,
     QUEUE32,
     QUEUE64,
     Kernel,
@@ -73,6 +74,13 @@ def run(
     ("recipe", "kernel", "shares"),
     [
         (INT4, QUEUE8, (1, 1)),
+        (INT4, QUEUE16_PAIR, (1, 1)),
+        (
+            replace(INT4, group_size=128, hidden=256, intermediate=256),
+            Queue(8, 6, 2, after=True, step=64),
+            (1, 1),
+        ),  # half a group a step
+        (replace(NVFP4, **OAI), QUEUE16_PAIR, (1, 1)),
         (INT4, DIRECT, (2, 1)),
         (NVFP4, NARROW8, (1, 1)),
         (replace(NVFP4, bias=True), NARROW8, (2, 2)),

@@ -12,29 +12,41 @@ import torch
 
 from bench.cases import Recipe, make_layer
 from moeq_kernels.epilogue import Epilogue
-from moeq_kernels.gpu import H200
+from moeq_kernels.gpu import GPUS, H200, Gpu
 from moeq_kernels.hopper.support import matrix_reasons, triton_reason
 from moeq_kernels.hopper.w4a16 import layer as layer_of_hopper
+from moeq_kernels.hopper.w4a16 import plan as plan_of_call
 from moeq_kernels.hopper.w4a16.kinds import KINDS
 from moeq_kernels.hopper.w4a16.plan import (
     NARROW8,
     Direct,
     Narrow,
+    Plan,
     Queue,
     Wide,
-    choose,
+    Work,
     kernel_for,
     shares_for,
+    slow_memory,
     splits_for,
     table_for,
     tokens_per_hit,
 )
+from moeq_kernels.mma.plan import MmaPlan
 from moeq_kernels.prepared import prepare
 from moeq_kernels.problem import symbolic
 from moeq_kernels.records import PackedExperts, PackedMatrix, W13Order
 from moeq_kernels.validate import epilogue_of
 
+H100 = GPUS["H100"]
 SHAPES = [(8, 2, 4096, 14336), (128, 8, 2048, 768), (256, 8, 7168, 256), (4, 1, 512, 192)]
+
+
+def choose(
+    pairs: int, experts: int, hidden: int, intermediate: int, group: int, kind: str = "uint4", *,
+    gated: bool = True, top_k: int = 1, gpu: Gpu = H200, both: bool = True,
+) -> Plan:  # fmt: skip
+    return plan_of_call.choose(Work(pairs, experts, hidden, intermediate, kind, top_k, gpu, both), group, gated)
 
 
 @pytest.mark.parametrize(("experts", "top_k", "hidden", "intermediate"), SHAPES)
@@ -104,13 +116,59 @@ def test_tiles_of_32_tokens_are_for_many_tiles() -> None:
         assert (kernel.tokens, kernel.warpgroups) == (64, 2)
 
 
+def test_memory_is_slow_where_a_multiprocessor_gets_less_than_on_an_h200() -> None:
+    slow = [name for name, gpu in GPUS.items() if gpu.capability == (9, 0) and slow_memory(gpu)]
+    assert slow == ["H100", "H100-PCIe", "H100-NVL", "GH200"]
+    assert not slow_memory(dataclasses.replace(H100, memory_rate=0.0))  # torch does not say
+
+
+@pytest.mark.parametrize("kind", ["uint4", "e2m1", "nvfp4"])
+def test_an_h100_has_two_programs_of_the_queue_kernel_and_its_own_limits(kind: str) -> None:
+    group = {"uint4": 128, "e2m1": 32, "nvfp4": 16}[kind]
+    for pairs in (24 * 8, 128 * 8):  # DeepSeek-V3 TP8
+        kernel = choose(pairs, 256, 7168, 256, group, kind, top_k=8, gpu=H100).kernel
+        assert isinstance(kernel, Queue)
+        assert (kernel.tokens, kernel.resident, kernel.least) == (16, 2, 8)
+        assert choose(pairs, 256, 7168, 256, group, kind, top_k=8).kernel.resident == 3
+    # All pairs together read 300 M weights: below that the kernels that do not sort win.
+    assert isinstance(choose(52, 256, 7168, 256, group, kind, top_k=8, gpu=H100).kernel, Direct)
+    assert not isinstance(choose(56, 256, 7168, 256, group, kind, top_k=8, gpu=H100).kernel, Direct)
+    # Few columns of gate and up: programs that make 128 of them, and pick tokens themselves, whatever the codes.
+    kernel = choose(32 * 256, 256, 7168, 256, group, kind, top_k=8, gpu=H100).kernel
+    assert isinstance(kernel, Wide)
+    assert (kernel.tokens, kernel.warpgroups, kernel.gathers) == (64, 2, True)
+    # Down products that are one wave of tiles, long ones in halves.
+    plan = choose(20 * 16, 16, 4096, 6400, group, kind, top_k=2, gpu=H100)
+    assert isinstance(plan.kernel, Wide)
+    assert (plan.kernel.tokens, plan.kernel.warpgroups, plan.down_splits) == (32, 4, 2)
+
+
+def test_mma_sync_kernels_take_what_they_do_sooner() -> None:
+    """Down products of one group, on any GPU; few columns at 6 to 11 tokens an expert and few tiles on an H100."""
+
+    def kernel_of(gpu: str, tokens: int, **sizes: int) -> type:
+        packed, _ = make_layer(Recipe(group_size=128, experts=8, **sizes))
+        layer = prepare(PackedExperts(on_meta(packed.w13), on_meta(packed.w2)), top_k=2, max_tokens=4096, gpu=gpu)
+        assert layer.family == "hopper-w4a16"
+        plan = layer_of_hopper.plan_for(layer.problem, tokens)
+        return type(plan) if isinstance(plan, MmaPlan) else type(plan.kernel)
+
+    for gpu in ("H100", "H200"):
+        assert kernel_of(gpu, 1, hidden=256, intermediate=128) is Direct
+        assert kernel_of(gpu, 40, hidden=256, intermediate=128) is MmaPlan
+        assert kernel_of(gpu, 400, hidden=256, intermediate=128) is Wide
+    assert kernel_of("H100", 32, hidden=256, intermediate=256) is MmaPlan
+    assert kernel_of("H200", 32, hidden=256, intermediate=256) is not MmaPlan
+    assert kernel_of("H100", 160, hidden=256, intermediate=256) is Wide
+
+
 def test_few_tiles_share_k_and_many_do_not() -> None:
     assert splits_for(16, 56, 528) >= 8
     assert splits_for(400, 16, 528) == 1
     assert splits_for(5000, 16, 528) == 1
 
 
-@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind.bits == 8 and kind.finer])
+@pytest.mark.parametrize("kind", ["fp8", "mxfp8"])
 @pytest.mark.parametrize("group", [0, 32, 128])
 def test_wide_kernels_for_floats_of_8_bits_fit(kind: str, group: int) -> None:
     """They win from 12 tokens an expert on, also where the down product is long."""

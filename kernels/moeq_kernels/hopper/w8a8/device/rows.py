@@ -160,13 +160,13 @@ def requantise(
         gdc_wait()
     if DEPENDENT:
         gdc_launch_dependents()
+    policy: tl.constexpr = KEPT if ROWS == 1 else USUAL  # many rows leave no room for weights
     for i in tl.static_range(ROWS):
         row = (first + i).to(tl.int64)
         # Does not wait for the number of rows: what is not in use is read, but not written.
         inside = (column < size) & (row < pairs)
         value = tl.load(middle + row * size + column, mask=inside, other=0.0).to(tl.float32)
         code, scale = _quantised(value, static_scale, codes, scale_stride, MARLIN, INTERPRET)
-        policy: tl.constexpr = KEPT if ROWS == 1 else USUAL  # many rows leave no room for weights
         tl.store(codes + row * stride_q + column, code, mask=(column < size) & (row < rows), eviction_policy=policy)
         _store_scale(scales, row, scale, row < rows, size, scale_stride, COLUMNS)
 
