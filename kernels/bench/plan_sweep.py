@@ -175,16 +175,18 @@ def measure(sweep: Sweep, layer: Layer, tokens: int, copies: list[PackedExperts]
         "floor_us": round(layer.floor_us(tokens, hit), 2),
         "chosen": name_of(layer.chosen(tokens)),
     }
-    usual = cuda.L2_PROMOTION
+    by_gpu = cuda.promotion_of
+    usual = by_gpu(GPUS[layer.gpu])
+    sizes = sweep.options.promotion or [usual]
     truth = bases[0](given[0].x, given[0].weights, given[0].ids).clone()
-    plans = [(one, size) for one in candidates(layer, tokens, sweep.options.plans) for size in sweep.options.promotion]
+    plans = [(one, size) for one in candidates(layer, tokens, sweep.options.plans) for size in sizes]
     # In an order of chance, so that what changes with time, as clocks do, is no plan's advantage.
     random.Random(repr(row)).shuffle(plans)
     times: dict[str, float] = {}
     key = (layer.format, layer.name, *layer.sizes, tokens)
     for plan, promotion in plans:
         # Descriptors are made with a plan's first call.
-        cuda.L2_PROMOTION = promotion
+        cuda.promotion_of = lambda gpu, size=promotion: size
         name = name_of(plan) if promotion == usual else f"{name_of(plan)} @{promotion}"
         layers = [_with_plan(base, plan) for base in bases]
         calls = [partial(layers[i % needed], one.x, one.weights, one.ids) for i, one in enumerate(given)]
@@ -193,7 +195,7 @@ def measure(sweep: Sweep, layer: Layer, tokens: int, copies: list[PackedExperts]
         found = sweep.time_plan(key, name, calls)
         if found is not None:
             times[name] = round(found, 2)
-    cuda.L2_PROMOTION = usual
+    cuda.promotion_of = by_gpu
     row["chosen_us"] = times.get(row["chosen"])
     return {**row, "plans": dict(sorted(times.items(), key=lambda item: item[1]))}
 
@@ -235,7 +237,7 @@ def main() -> int:
     )
     parser.add_argument("--routing", choices=ROUTINGS, default="uniform")
     parser.add_argument(
-        "--promotion", type=lambda text: [int(one) for one in text.split(",")], default=[cuda.L2_PROMOTION],
+        "--promotion", type=lambda text: [int(one) for one in text.split(",")], default=[],
         help=f"bytes that a miss of the copy engine brings to the L2 cache, of {list(cuda.L2_PROMOTIONS)}",
     )  # fmt: skip
     parser.add_argument("--cells", type=int, default=10**6, help="end after so many")

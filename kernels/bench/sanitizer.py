@@ -1,4 +1,4 @@
-"""compute-sanitizer over the kernels, on tiny layers: memory, races in shared memory, barriers.
+"""compute-sanitizer over the kernels, on tiny layers: memory, what was never written, races in shared memory, barriers.
 
     PYTHONPATH=.:kernels python kernels/bench/sanitizer.py --out results.json [--seconds 120]
 
@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-TOOLS = ("memcheck", "racecheck", "synccheck")
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 TOKENS = (1, 70)
 
 

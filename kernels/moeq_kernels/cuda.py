@@ -28,10 +28,8 @@ PROGRAMMATIC_STREAM_SERIALIZATION = 6
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 PREFER_SHARED = 1
 SHARED_WITHOUT_ASKING = 48 * 1024
-#: CUtensorMapL2promotion by bytes, and which of them descriptors have: what a miss brings to the L2 cache at once. So
-#: the next step of a row of bytes comes with this one, which is 4 % of W8A8's time where bytes are what limits.
+#: CUtensorMapL2promotion by bytes: what a miss brings to the L2 cache at once.
 L2_PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}
-L2_PROMOTION = 256
 MAP_BYTES = 128
 #: CUtensorMapDataType by torch dtype; the copy engine only moves bytes, so signs do not matter.
 MAP_TYPES = {
@@ -153,10 +151,19 @@ def load(wanted: Specialisation, gpu: Gpu, device: int) -> tuple[Binary, c_void_
     return code, function
 
 
-class TensorMap:
-    """A descriptor of the copy engine, encoded again when its address changes."""
+def promotion_of(gpu: Gpu) -> int:
+    """Bytes that a miss of the copy engine brings to the L2 cache of a GPU.
 
-    def __init__(self, area: Area, swizzle: int, block: Sequence[int]) -> None:
+    With 256 the next step of a row of bytes comes with this one: 4 % of W8A8's time on an H100. An H200 is 1 % slower
+    so.
+    """
+    return 256 if gpu.slow_memory else 128
+
+
+class TensorMap:
+    """A descriptor of the copy engine, encoded again when its address changes; promotion as `promotion_of` says."""
+
+    def __init__(self, area: Area, swizzle: int, block: Sequence[int], promotion: int) -> None:
         rank = len(block)
         self.area = area
         self._memory = (ctypes.c_char * (MAP_BYTES + 64))()
@@ -168,7 +175,7 @@ class TensorMap:
         self._kept = (sizes, strides, blocks, steps)
         addresses = tuple(ctypes.addressof(one) for one in self._kept)
         self._before = (self.address, MAP_TYPES[area.dtype], rank)
-        self._behind = (*addresses, 0, swizzle, L2_PROMOTIONS[L2_PROMOTION], 0)
+        self._behind = (*addresses, 0, swizzle, L2_PROMOTIONS[promotion], 0)
 
     def at(self, base: int) -> None:
         """Points it at `base`, an address."""
@@ -181,8 +188,8 @@ class TensorMap:
 class MovingMap:
     """Descriptors of an area whose start moves from call to call: encoding one costs more than the rest of a launch."""
 
-    def __init__(self, area: Area, swizzle: int, block: Sequence[int]) -> None:
-        self._given = area, swizzle, block
+    def __init__(self, area: Area, swizzle: int, block: Sequence[int], promotion: int) -> None:
+        self._given = area, swizzle, block, promotion
         self._maps: dict[int, TensorMap] = {}  # by start, the last used at the end
 
     def at(self, base: int) -> int:
@@ -262,7 +269,7 @@ class Bound:
                 elif isinstance(value, Box):
                     area, (swizzle, block) = value.area, next(boxes)
                     if area.root in MOVING:
-                        moving = MovingMap(area, swizzle, block)
+                        moving = MovingMap(area, swizzle, block, promotion_of(gpu))
                         self._moving.append([0, moving, parameters, place, number[area.root], area.offset])
                     else:
                         self._fixed.append((parameters, place, maps.setdefault((area, swizzle, block), len(maps))))

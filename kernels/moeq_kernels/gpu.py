@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from torch import device as Device
 
 
+#: Bytes a second for each multiprocessor below which memory counts as slow: an H100 has 25e9, an H200 36e9.
+SLOW_MEMORY = 31e9
+
+
 @dataclass(frozen=True)
 class Gpu:
     """A GPU as the plans see it.
@@ -33,6 +37,11 @@ class Gpu:
     arch: int | str
     warp: int = 32
     memory_rate: float = 0.0
+
+    @property
+    def slow_memory(self) -> bool:
+        """Whether fewer bytes come from memory for each multiprocessor than on an H200: as few as on an H100."""
+        return 0.0 < self.memory_rate < SLOW_MEMORY * self.multiprocessors
 
     @property
     def backend(self) -> str:

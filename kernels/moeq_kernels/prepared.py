@@ -260,14 +260,14 @@ class PreparedLayer:
 
     def _describe(self) -> None:
         """Descriptors of the weights for boxes that are new."""
-        from moeq_kernels.cuda import TensorMap, enter
+        from moeq_kernels.cuda import TensorMap, enter, promotion_of
 
         device = self._program.device
         # Threads may call a layer at once, and numbers of maps are those of the program.
         with self._program.lock, torch.cuda.device(device):
             enter(device)
             for area, swizzle, block in list(self._program.maps)[len(self._maps) :]:
-                made = TensorMap(area, swizzle, block)
+                made = TensorMap(area, swizzle, block, promotion_of(self.problem.gpu))
                 made.at(self._tensors[area.root].data_ptr() + area.offset)
                 self._kept.append(made)
                 self._maps.append(made.address)

@@ -19,7 +19,7 @@ from moeq_kernels import cuda
 cuda.enter(0)
 from moeq_kernels.areas import Area
 area = Area.of("x", torch.bfloat16, 64, 128)
-moving = cuda.MovingMap(area, 3, (32, 64))
+moving = cuda.MovingMap(area, 3, (32, 64), 128)
 draw, found = random.Random(0), {}
 for _ in range(500):
     base = 16 * draw.randrange(1, 3 * cuda.KEPT_MAPS)

@@ -124,9 +124,9 @@ _REGROUPING_WIDE = 16640
 DIRECT = Direct()
 #: Weights of an expert up to which the kernels for few tokens are used; larger ones keep the GPU busy anyway.
 DIRECT_WEIGHTS = 1 << 25
-#: Weights that all pairs together read there, and more in int4, whose codes take fewer instructions: every pair reads
-#: its expert for itself. In 35 measured layers nothing else told so well whether this pays.
-DIRECT_READ, DIRECT_READ_INT4 = 300 * 10**6, 400 * 10**6
+#: Weights that all pairs together read there: every pair reads its expert for itself. Nothing else told so well whether
+#: this pays.
+DIRECT_READ = 290 * 10**6
 #: Tokens for an expert up to which it was measured.
 DIRECT_MEAN = 1.6
 NARROW8 = Narrow(8, 3, after=True, resident=4, registers=128)
@@ -153,7 +153,7 @@ GATHERING: dict[Kernel, tuple[int, Kernel]] = {
 }
 #: For e2m1, where scales are folded anyway: more stages, and all of the weights of a step in registers.
 QUEUE16_FOLDED = Queue(16, 3, resident=3, least=8)
-#: Where memory is slow two programs with more stages beat three.
+#: Two programs with more stages, which suit more layers of int4.
 QUEUE16_PAIR = Queue(16, 5, resident=2, least=8)
 #: Tokens for an expert up to which the queue kernel has tiles of 8: in e2m1, and in int4 and other codes. Beyond, tiles
 #: of 16 that are multiplied at 8 where that is enough take as long with uniform routing, and less with uneven one.
@@ -170,9 +170,9 @@ _MANY: Table = ((44.0, WIDE64), (90.0, WIDE96), (float("inf"), WIDE160))
 _FEW: Table = ((1.0, NARROW8), (5.0, QUEUE8))
 #: (tokens per hit expert up to, kernel), tried in order; for NARROW8 and QUEUE8 `choose` looks at the work, too.
 #: Tiles of 16 tokens hold until every fourth expert or so has more than 16.
-TABLE: Table = (_FEW[0], (6.0, QUEUE8), (14.0, QUEUE16), (20.0, QUEUE32), (24.0, WIDE32), *_MANY)
+TABLE: Table = (_FEW[0], (6.0, QUEUE8), (14.0, QUEUE16_PAIR), (20.0, QUEUE32), (24.0, WIDE32), *_MANY)
 #: The same for down products of many steps (see SHORT_K).
-LONG_TABLE: Table = (_FEW[0], (6.0, QUEUE8), (14.0, QUEUE16), (26.0, QUEUE32), *_MANY)
+LONG_TABLE: Table = (_FEW[0], (6.0, QUEUE8), (14.0, QUEUE16_PAIR), (26.0, QUEUE32), *_MANY)
 #: The same with so many waves of tiles that only an even flow of reads counts.
 MANY_WAVES = 9
 LONG_TABLE_MANY: Table = (*LONG_TABLE[:4], (56.0, QUEUE64_INT4), *_MANY[1:])
@@ -183,11 +183,9 @@ INT8_LONG_TABLE: Table = (*_FEW, (14.0, QUEUE16), (24.0, WIDE32), *_MANY)
 #: For e2m1, whose integer work counts beside its bytes.
 _E2M1_MANY: Table = ((30.0, QUEUE32), (48.0, QUEUE64), (90.0, WIDE96), (float("inf"), WIDE160))
 E2M1_TABLE: Table = (*_FEW, (14.0, QUEUE16_FOLDED), *_E2M1_MANY)
-#: Bytes a second for each multiprocessor below which memory counts as slow: an H100 has 25e9, an H200 36e9.
-SLOW_MEMORY = 31e9
-#: What DIRECT_READ and NARROW_BYTES are there.
-SLOW_DIRECT_READ, SLOW_NARROW_BYTES = 290 * 10**6, 260 * 10**6
-#: For int4 where memory is slow.
+#: What NARROW_BYTES is where memory is slow.
+SLOW_NARROW_BYTES = 260 * 10**6
+#: For int4 there.
 SLOW_TABLE: Table = ((12.0, QUEUE16_PAIR), (30.0, WIDE32), *_MANY[1:])
 SLOW_TABLE_MANY: Table = (*SLOW_TABLE[:2], (56.0, QUEUE64_INT4), *_MANY[1:])
 #: For e2m1 there.
@@ -236,11 +234,6 @@ def table_for(kind: str, intermediate: int = 0, waves: float = 0.0) -> Table:
     if KINDS[kind].bits == 8:
         return BYTES_TABLE if short or kind != "uint8" else INT8_LONG_TABLE
     return TABLE if short else LONG_TABLE_MANY if waves > MANY_WAVES else LONG_TABLE
-
-
-def slow_memory(gpu: Gpu) -> bool:
-    """Whether fewer bytes come from memory for each multiprocessor than the other tables were fitted for."""
-    return 0.0 < gpu.memory_rate < SLOW_MEMORY * gpu.multiprocessors
 
 
 def kernel_for(kernel: Kernel, kind: str, group: int, gpu: Gpu = H200) -> Kernel:
@@ -343,7 +336,7 @@ def kernel_for_few_tiles(base: Kernel, work: Work) -> Kernel:
     mean, waves = work.mean, work.waves
     if waves * max(1.0, mean / 64.0 + 0.5) <= 1.0 and isinstance(base, Wide):
         return WIDE64_HALVES
-    if base in (QUEUE16, QUEUE16_FOLDED):
+    if base in (QUEUE16, QUEUE16_PAIR, QUEUE16_FOLDED):
         # The queue kernel shares the k of tiles that are very few, and multiplies tiles of 16 tokens once.
         if int4 and waves <= 0.6 and work.hidden > 4096:
             return QUEUE8
@@ -367,7 +360,7 @@ def kernel_where_memory_is_fast(work: Work) -> Kernel:
         if (work.one_wave and few_bytes) or not (work.both or full):
             return NARROW8
         few = (few_tiles and not small_float) or mean <= (QUEUE8_MEAN_E2M1 if small_float else QUEUE8_MEAN)
-        return QUEUE8 if few else QUEUE16_FOLDED if small_float else QUEUE16
+        return QUEUE8 if few else QUEUE16_FOLDED if small_float else QUEUE16_PAIR if kind == "uint4" else QUEUE16
     return kernel_for_few_tiles(base, work) if few_tiles else base
 
 
@@ -402,7 +395,7 @@ def mma_where_memory_is_slow(work: Work) -> bool:
     They pick tokens themselves, which counts where those weigh most beside an expert's weights, and five of them run on
     a multiprocessor, which counts where tiles are few.
     """
-    if not slow_memory(work.gpu) or KINDS[work.kind].bits != 4:
+    if not work.gpu.slow_memory or KINDS[work.kind].bits != 4:
         return False
     mean = work.mean
     few_tiles = work.waves <= 0.7 and NARROW8.tokens < mean <= (14.0 if work.waves > 0.5 else 30.0)
@@ -417,10 +410,9 @@ def choose(work: Work, group: int, gated: bool = True) -> Plan:
         gated: whether the first product makes gate and up (only then can the narrow kernel share its k).
     """
     pairs, hidden, intermediate, kind, gpu = work.pairs, work.hidden, work.intermediate, work.kind, work.gpu
-    slow = slow_memory(gpu) and KINDS[kind].bits == 4
+    slow = gpu.slow_memory and KINDS[kind].bits == 4
     weights, mean = 3 * hidden * intermediate, work.mean
-    most_read = SLOW_DIRECT_READ if slow else DIRECT_READ_INT4 if kind == "uint4" else DIRECT_READ
-    if gated and weights <= DIRECT_WEIGHTS and pairs * weights <= most_read and mean <= DIRECT_MEAN:
+    if gated and weights <= DIRECT_WEIGHTS and pairs * weights <= DIRECT_READ and mean <= DIRECT_MEAN:
         kernel = kernel_for(DIRECT, kind, group, gpu)
         up = shares_for(pairs * -(-intermediate // 128), -(-hidden // kernel.step), 16, gpu)
         return Plan(kernel, up, shares_for(pairs * -(-hidden // 256), -(-intermediate // kernel.step), 8, gpu))
@@ -429,7 +421,7 @@ def choose(work: Work, group: int, gated: bool = True) -> Plan:
         base = WIDE64  # so it is with a single group of k in the down product, hence few columns of gate and up
     most_columns, gathering = GATHERING.get(base, (0, base))
     if kind not in ("uint4", "uint8"):  # its copy warps have little time left
-        most_columns = min(FEW_COLUMNS, most_columns) if slow_memory(gpu) else 0
+        most_columns = min(FEW_COLUMNS, most_columns) if gpu.slow_memory else 0
     kernel = kernel_for(gathering if intermediate <= most_columns else base, kind, group, gpu)
     if isinstance(kernel, Queue):
         return Plan(kernel)

@@ -16,7 +16,6 @@ from moeq_kernels.hopper.w4a16.plan import (
     DIRECT_READ,
     DIRECT_WEIGHTS,
     shares_for,
-    slow_memory,
     tokens_per_hit,
 )
 
@@ -121,8 +120,8 @@ TABLE: Table = (
 E4M3_TABLE = (*TABLE[:3], (30.0, TABLE[3][1]), TABLE[5])
 #: And where the wide kernel cannot be had.
 E4M3_NARROW_TABLE = (*TABLE[:3], (float("inf"), TABLE[3][1]))
-#: Bytes of k in a step. Rows of other lengths begin within a line of the L2 cache, of which a step reads a part: where
-#: memory is slow, fewer programs that are further ahead read more of it while it is there.
+#: Bytes of k in a step. Rows of other lengths begin within a line of the L2 cache, of which a step reads a part: fewer
+#: programs that are further ahead read more of it while it is there.
 STEP = 128
 #: Features of gate up to which 128 tokens a tile are left to the wide kernel: the other reads them once for each 64.
 FEW_FEATURES = 512
@@ -167,7 +166,7 @@ def choose(pairs: int, experts: int, hidden: int, intermediate: int, gpu: Gpu = 
         return Int8Plan(kernel)
     if kernel.tokens == 128 and intermediate <= FEW_FEATURES:
         return Int8Plan(WIDE)
-    if table is TABLE and (hidden % STEP or intermediate % STEP) and kernel.tokens <= 16 and slow_memory(gpu):
+    if table is TABLE and (hidden % STEP or intermediate % STEP) and kernel.tokens <= 16:
         kernel = replace(kernel, stages=2 * kernel.stages, resident=1)
     tiles = pairs / mean * max(1.0, mean / kernel.tokens)
     gate_up = splits_for(tiles * -(-intermediate // (64 * kernel.warpgroups)), -(-hidden // 128), kernel.resident, gpu)
