@@ -210,6 +210,8 @@ def cells(formats: list[str], count: int, seed: int) -> Iterator[tuple[Layer, li
 
     A sweep that ends early has done about as many of either kind in each format.
     """
+    if unknown := set(formats) - set(ROUND):
+        raise SystemExit(f"{', '.join(sorted(unknown))}: only {', '.join(dict.fromkeys(ROUND))} are drawn")
     names = [*peers.HELD_OUT, *peers.KNOWN]
     turn = {fmt: 0 for fmt in formats}
     while any(one < 2 * max(count, len(names)) for one in turn.values()):
