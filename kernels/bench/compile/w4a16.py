@@ -11,6 +11,7 @@ from moeq_kernels.hopper.w4a16.plan import (
     DIRECT,
     E2M1_TABLE,
     GATHERING,
+    INT8_LONG_TABLE,
     LONG_TABLE,
     LONG_TABLE_MANY,
     NARROW16,
@@ -61,6 +62,8 @@ class Case:
     out: str | None = None
 
 
+#: Of integers.
+TABLES = (TABLE, LONG_TABLE, LONG_TABLE_MANY, INT8_LONG_TABLE)
 #: Formats beside int4 in groups of 128: name and changes.
 _FORMATS: dict[str, dict[str, Any]] = {
     "g32": {"group": 32},
@@ -105,7 +108,7 @@ def cases() -> list[Case]:
     """Every kernel of the plan's table, as gate-up (whole and split) and down product, and in all formats."""
     result = []
     gathering = [kernel for _, kernel in GATHERING.values()]
-    tables = dict.fromkeys(kernel for table in (TABLE, LONG_TABLE, LONG_TABLE_MANY) for _, kernel in table)
+    tables = dict.fromkeys(kernel for table in TABLES for _, kernel in table)
     for kernel in dict.fromkeys((DIRECT, *tables, *gathering, QUEUE16_PAIR)):
         name = f"{type(kernel).__name__.lower()}{kernel.tokens}{'g' if kernel in gathering else ''}"
         name += "-pair" if kernel == QUEUE16_PAIR else ""
