@@ -155,7 +155,7 @@ def promotion_of(gpu: Gpu) -> int:
     """Bytes that a miss of the copy engine brings to the L2 cache of a GPU.
 
     With 256 the next step of a row of bytes comes with this one: 4 % of W8A8's time on an H100. An H200 is 1 % slower
-    so.
+    that way.
     """
     return 256 if gpu.slow_memory else 128
 

@@ -5,7 +5,7 @@ what decides is how many tokens an expert that is hit gets on average. With few 
 weights: the narrow kernel, whose programs the GPU balances itself and which share a tile's k, where tiles are few; then
 the queue kernel, which makes both products and keeps reading across tiles. With more the tokens' own traffic and
 multiplying count too, and the wide kernel has several warpgroups share them. The limits were fitted to layers of models
-and to random ones on an H200 (see kernels/bench/TUNING.md).
+and to random ones on an H200 and, for codes of 4 bits where memory is slow, on an H100 (see kernels/bench/TUNING.md).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Narrow:
     """Sizes of the narrow kernel.
 
     Attributes:
-        tokens: of a tile (8; 16 works too, but was slower).
+        tokens: of a tile (8 or 16).
         stages: steps in shared memory.
         after: group scales multiply float32 sums (else they are folded into bf16 weights).
         resident: programs that a multiprocessor holds.
@@ -420,7 +420,7 @@ def choose(work: Work, group: int, gated: bool = True) -> Plan:
     if isinstance(base, Queue) and not work.both:
         base = WIDE64  # so it is with a single group of k in the down product, hence few columns of gate and up
     most_columns, gathering = GATHERING.get(base, (0, base))
-    if kind not in ("uint4", "uint8"):  # its copy warps have little time left
+    if kind not in ("uint4", "uint8"):  # their copy warps have little time left
         most_columns = min(FEW_COLUMNS, most_columns) if gpu.slow_memory else 0
     kernel = kernel_for(gathering if intermediate <= most_columns else base, kind, group, gpu)
     if isinstance(kernel, Queue):

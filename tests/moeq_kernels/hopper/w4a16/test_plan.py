@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from bench.cases import Recipe, make_layer
+from moeq_kernels.cuda import promotion_of
 from moeq_kernels.epilogue import Epilogue
 from moeq_kernels.gpu import GPUS, H200, Gpu
 from moeq_kernels.hopper.support import matrix_reasons, triton_reason
@@ -118,6 +119,7 @@ def test_memory_is_slow_where_a_multiprocessor_gets_less_than_on_an_h200() -> No
     slow = [name for name, gpu in GPUS.items() if gpu.capability == (9, 0) and gpu.slow_memory]
     assert slow == ["H100", "H100-PCIe", "H100-NVL", "GH200"]
     assert not dataclasses.replace(H100, memory_rate=0.0).slow_memory  # torch does not say
+    assert [promotion_of(GPUS[name]) for name in ("H100", "H200", "A100")] == [256, 128, 128]
 
 
 @pytest.mark.parametrize("kind", ["uint4", "e2m1", "nvfp4"])
