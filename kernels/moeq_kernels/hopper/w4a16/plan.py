@@ -421,7 +421,7 @@ def choose(work: Work, group: int, gated: bool = True) -> Plan:
         base = WIDE64  # so it is with a single group of k in the down product, hence few columns of gate and up
     most_columns, gathering = GATHERING.get(base, (0, base))
     if kind not in ("uint4", "uint8"):  # their copy warps have little time left
-        most_columns = min(FEW_COLUMNS, most_columns) if gpu.slow_memory else 0
+        most_columns = min(FEW_COLUMNS, most_columns)
     kernel = kernel_for(gathering if intermediate <= most_columns else base, kind, group, gpu)
     if isinstance(kernel, Queue):
         return Plan(kernel)
