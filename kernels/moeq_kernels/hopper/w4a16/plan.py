@@ -376,7 +376,7 @@ def kernel_where_memory_is_slow(work: Work) -> Kernel:
     table = SLOW_E2M1_TABLE if small_float else SLOW_TABLE_MANY if many else SLOW_TABLE
     base = next(one for limit, one in table if mean <= limit)
     if base == QUEUE16_PAIR:
-        return base
+        return WIDE64_HALVES if work.waves <= 1.0 and mean > 12.0 else base
     if work.waves <= FEW_WAVES:
         return kernel_for_few_tiles(base, work)
     if few_columns and FEW_COLUMNS_FROM < mean <= FEW_COLUMNS_TO:
@@ -398,7 +398,7 @@ def mma_where_memory_is_slow(work: Work) -> bool:
     if not work.gpu.slow_memory or KINDS[work.kind].bits != 4:
         return False
     mean = work.mean
-    few_tiles = work.waves <= 0.7 and NARROW8.tokens < mean <= (14.0 if work.waves > 0.5 else 30.0)
+    few_tiles = work.waves <= 1.0 and NARROW8.tokens < mean <= (12.0 if work.waves > 0.5 else 30.0)
     return few_tiles or (work.intermediate <= 256 and 6.0 < mean <= 11.0)
 
 
