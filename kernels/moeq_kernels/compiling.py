@@ -14,7 +14,6 @@ import json
 import os
 import pickle
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -317,8 +316,14 @@ def _feed(tasks: deque[Specialisation], gpu: Gpu) -> int:
     """Gives one process a task after the other while there are some; returns how many it had to compile."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "CUDA_VISIBLE_DEVICES": ""}
+    # In a session of its own, where Ctrl-C does not come: an assembler that it ended would print all of its input. The
+    # process ends when nothing more comes from this one.
     process = subprocess.Popen(
-        [sys.executable, "-c", _WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        [sys.executable, "-c", _WORKER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+        start_new_session=True,
     )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -348,7 +353,6 @@ def _feed(tasks: deque[Specialisation], gpu: Gpu) -> int:
 
 def work() -> None:
     """The other end of `_feed`: compiles what comes in until nothing more does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes to all; the other process ends this one
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # keep what a compiler prints out of the answers on stdout
     while True:

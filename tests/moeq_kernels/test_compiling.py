@@ -104,7 +104,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.slow
 def test_an_interruption_ends_soon_and_without_a_word(tmp_path: Path) -> None:
-    """Ctrl-C comes to all processes of a terminal: those that compile end what they are at, and begin nothing."""
+    """Ctrl-C comes to all processes of a session: those that compile have their own, end what they are at, no more."""
     told = child(INTERRUPTED, start_new_session=True, MOEQ_KERNEL_CACHE=str(tmp_path))
     assert 1 <= int(told) <= 1 + 2 * len(os.sched_getaffinity(0))
 
