@@ -237,8 +237,8 @@ def main() -> int:
     )
     parser.add_argument("--routing", choices=ROUTINGS, default="uniform")
     parser.add_argument(
-        "--promotion", type=lambda text: [int(one) for one in text.split(",")], default=[],
-        help=f"bytes that a miss of the copy engine brings to the L2 cache, of {list(cuda.L2_PROMOTIONS)}",
+        "--promotion", action="append", type=int, choices=cuda.L2_PROMOTIONS, default=[],
+        help="bytes that a miss of the copy engine brings to the L2 cache; given again, one more to time",
     )  # fmt: skip
     parser.add_argument("--cells", type=int, default=10**6, help="end after so many")
     parser.add_argument("--seed", type=int, default=0)

@@ -56,7 +56,7 @@ def cases() -> list[Int8Case]:
         if narrow:
             result.append(replace(base, name=f"{name}-gate-up-split", split=True, out="i32"))
             result.append(replace(base, name=f"{name}-gate-up-direct", direct=True))
-            if kernel.tokens <= 16:  # where rows are no multiple of a step and memory is slow
+            if kernel.tokens <= 16:  # where rows are no multiple of a step
                 ahead = replace(kernel, stages=2 * kernel.stages, resident=1)
                 result.append(replace(base, name=f"{name}-gate-up-ahead", kernel=ahead))
     for _, kernel in E4M3_TABLE:

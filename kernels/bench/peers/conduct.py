@@ -253,20 +253,20 @@ def one_cell(
     hit = max((row["hit"] for row in found.values() if "hit" in row), default=0)
     timed = [seat for seat in ready if found[seat.name]["status"] == "right"]
     captured = together(timed, lambda seat: seat.order("capture", tokens=tokens, hit=hit))
-    every = hit
+    average_hit = hit
     for name, answer in captured.items():
         if "failed" in answer:
             found[name] |= {"status": "failed", "reason": answer["failed"]}
         else:
             found[name]["copies"] = answer["ok"]["copies"]
-            every = answer["ok"]["hit"]
+            average_hit = answer["ok"]["hit"]
     take_turns([seat for seat in timed if found[seat.name]["status"] == "right"], found, options)
     # Cold calls choose more or fewer experts than the first one.
-    least = floor(FORMATS[group.format], SHAPES[group.shape], tokens, every, read)
+    least = floor(FORMATS[group.format], SHAPES[group.shape], tokens, average_hit, read)
     return {
         **asdict(group),
         "tokens": tokens,
-        "hit": every,
+        "hit": average_hit,
         "floor_us": least.time,
         "memory_floor_us": least.memory,
         "compute_floor_us": least.compute,

@@ -11,13 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from moeq_kernels.gpu import H200, Gpu
-from moeq_kernels.hopper.w4a16.plan import (
-    DIRECT_MEAN,
-    DIRECT_READ,
-    DIRECT_WEIGHTS,
-    shares_for,
-    tokens_per_hit,
-)
+from moeq_kernels.hopper.w4a16.plan import DIRECT_MEAN, DIRECT_READ, DIRECT_WEIGHTS, shares_for, tokens_per_hit
 
 
 @dataclass(frozen=True)
