@@ -71,6 +71,7 @@ BYTES = {
     "fp8-w8a8": ("fp8", None),
     "fp8-block-w8a8": ("fp8-block", None),
     "mxfp4-w4a8": ("mxfp4", "hopper-w4a8"),
+    "int4-w4a8": ("int4", "hopper-w4a8"),
 }
 #: A grid of the formats without one above.
 FLOAT_GRID: tuple[tuple[int, int, int, int, str], ...] = (
@@ -84,6 +85,7 @@ FLOAT_GRID: tuple[tuple[int, int, int, int, str], ...] = (
     (512, 10, 4096, 128, "fp8-block-w8a8"),
     (8, 2, 4096, 14336, "fp8-w8a8"),
     (32, 4, 2880, 2880, "mxfp4-w4a8"),
+    (128, 8, 2048, 768, "int4-w4a8"),
 )
 #: Names of a side-by-side run's shapes.
 PEER_SHAPES = {"mixtral": "mixtral-8x7b", "qwen3-30b": "qwen3-30b-a3b", "gpt-oss-20b": "gpt-oss-20b",

@@ -63,17 +63,25 @@ def _halves(dtype: torch.dtype, function: Callable[..., Tensor]) -> Callable[...
 def _permute(a: Tensor, b: Tensor, selector: Tensor) -> Tensor:
     a, b, selector = torch.broadcast_tensors(a, b, selector)
     table = torch.stack([one >> 8 * i & 255 for one in (a, b) for i in range(4)])
-    chosen = [selector >> 4 * i & 15 for i in range(4)]
-    assert not any(bool((one > 7).any()) for one in chosen), "copies of a sign are not written here"
-    return sum((table.gather(0, one[None])[0] << 8 * i for i, one in enumerate(chosen)), torch.tensor(0))
+    result = torch.zeros_like(selector)
+    for i in range(4):
+        chosen = selector >> 4 * i & 15
+        byte = table.gather(0, (chosen & 7)[None])[0]
+        # The fourth bit asks for eight copies of the byte's sign.
+        result |= torch.where(chosen > 7, (byte >> 7) * 255, byte) << 8 * i
+    return result
 
 
 def _pairs(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda a, b: (function(a & 0xFFFF, b & 0xFFFF) & 0xFFFF) | (function(a >> 16, b >> 16) & 0xFFFF) << 16
 
 
+#: Registers of the machine: of lane 31, whose mask has most bits.
+SPECIAL = {"%lanemask_lt": 0x7FFFFFFF}
+
 OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "mov.b32": lambda a: a,
+    "mov.u32": lambda a: a,
     "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
     "shr.u32": lambda a, b: a >> b,
     "and.b32": lambda a, b: a & b,
@@ -113,6 +121,8 @@ def inline_asm(text: str, constraints: str, given: tuple[Value, ...], dtypes: An
         if source.startswith("{"):
             low, high = source.strip("{}").split(", ")
             return registers[low] | registers[high] << 16
+        if source in SPECIAL:
+            return torch.tensor(SPECIAL[source])
         return registers[source] if source in registers else torch.tensor(int(source, 0))
 
     for operation, target, sources in _instructions(text):

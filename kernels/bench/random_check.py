@@ -99,7 +99,7 @@ def choices(family: str | None, formats: str) -> list[tuple[str, str]]:
         "hopper-w4a16": [*integers, *mxfp4, *FLOATS],
         "hopper-w8a8": w8a8,
         "hopper-fp8": list(FP8),
-        "hopper-w4a8": mxfp4,
+        "hopper-w4a8": [*mxfp4, ("marlin-wna16/1", "int4")],
         "mma-w4a16": [*integers, *mxfp4, *FLOATS],
         "portable": list(FORMATS),
     }[family]
@@ -135,11 +135,12 @@ def draw(generator: random.Random, family: str | None, device: str, formats: str
         order = "interleaved"
     activation = generator.choice(["silu", "silu", "gelu", "gelu_tanh", "swiglu_oai"] if gated else ["relu2"])
     dtype = getattr(torch, generator.choice(fmt.dtypes))
+    zeros = fmt.zero_points and family != "hopper-w4a8" and generator.random() < 0.4
     fp8 = fmt.fp8_activations and family in (None, "portable") and generator.random() < 0.5
     recipe = Recipe(
         layout, element, experts=experts, hidden=hidden, intermediate=intermediate, group_size=group, order=order,
         activation=activation, limit=generator.choice([None, 0.7]) if gated else None, bias=generator.random() < 0.3,
-        zero_points=fmt.zero_points and generator.random() < 0.4, dtype=dtype, seed=generator.randrange(1 << 30),
+        zero_points=zeros, dtype=dtype, seed=generator.randrange(1 << 30),
         activation_dtype="fp8" if fp8 or family == "hopper-fp8" else "",
     )  # fmt: skip
     top_k = min(generator.choice([1, 2, 4, 8, 10, 32]), experts)
@@ -160,7 +161,7 @@ def random_plan(drawn: Drawn, packed: PackedExperts, generator: random.Random, n
         found = (random_plan(drawn, packed, generator) for _ in range(100))
         return next((one for one in found if any(part in describe_any(one) for part in named.split(","))), None)
     if drawn.family == "hopper-w4a8":
-        return w4a8.W4a8Plan(generator.choice(w4a8.TABLE)[1])
+        return w4a8.W4a8Plan(generator.choice(w4a8.TABLES[drawn.recipe.element])[1])
     if drawn.family == "mma-w4a16":
         return None
     if drawn.family == "hopper-w4a16":

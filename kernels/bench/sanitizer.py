@@ -71,7 +71,7 @@ def calls(only: tuple[str, ...]) -> Iterator[Call]:
 
         yield Call(f"fused_moe {layout} {element}", fused)
 
-    for name in ("small", "zeros-g32", "nvfp4", "fp8-channel", "w8a8-odd", "blocks", "w4a8"):
+    for name in ("small", "zeros-g32", "nvfp4", "fp8-channel", "w8a8-odd", "blocks", "w4a8", "int4-fp8"):
         recipe, family = EVERY[name], calls_of(name).family
         packed = on_gpu(make_layer(recipe)[0])
         chosen = [(tokens, plan) for tokens in TOKENS for plan in plans_of(name, tokens)]

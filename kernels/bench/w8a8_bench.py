@@ -3,6 +3,7 @@
     PYTHONPATH=.:kernels python kernels/bench/w8a8_bench.py --shapes mixtral --tokens 1,64,4096 [--sweep] [--kernels]
     PYTHONPATH=.:kernels python kernels/bench/w8a8_bench.py --codes fp8-block --other
     PYTHONPATH=.:kernels python kernels/bench/w8a8_bench.py --codes mxfp4 --other   # MXFP4 x e4m3 beside W4A16
+    PYTHONPATH=.:kernels python kernels/bench/w8a8_bench.py --codes int4 --other    # int4 x e4m3 beside W4A16
 
 Timed: from (x, topk_ids, topk_weights) to y, SiLU, float32 scales, weights cold and hot (see `timing.py`). Floor: the
 larger of the bytes of the experts hit, x, y and the middle activations, and the multiplications, at the rates of
@@ -24,7 +25,7 @@ import triton
 
 from bench.ceilings import BYTES, read_rate
 from bench.hopper_bench import FORMATS, epilogue_of
-from bench.hopper_bench import random_experts as mxfp4_experts
+from bench.hopper_bench import random_experts as four_bit_experts
 from bench.planned import hopper_fp8_moe, hopper_int8_moe, hopper_moe, planned_launches, portable_moe
 from bench.timing import SHAPES, Call, Inputs, Shape, call_us, copies_needed, inputs, print_kernels, print_row, save
 from bench.w8a8_check import describe
@@ -32,7 +33,7 @@ from moeq_kernels import PackedExperts, PackedMatrix, PreparedLayer
 from moeq_kernels.compiling import Specialisation, compile_all, specialise
 from moeq_kernels.epilogue import SILU, Epilogue
 from moeq_kernels.gpu import GPUS
-from moeq_kernels.hopper.w4a8.layer import TABLE as W4A8_TABLE
+from moeq_kernels.hopper.w4a8.layer import TABLES as W4A8_TABLES
 from moeq_kernels.hopper.w4a8.layer import W4a8Plan
 from moeq_kernels.hopper.w8a8.plan import E4M3_TABLE, TABLE, WIDE, Int8Direct, Int8Narrow, Int8Plan, direct_plan
 from moeq_kernels.hopper.w8a8.plan import choose as choose_from
@@ -61,17 +62,20 @@ NARROW = (
 UNFIT = (RuntimeError, triton.runtime.errors.TritonError)
 
 
-MXFP4 = FORMATS["mxfp4"]
+#: Codes of 4 bits.
+FOUR_BITS = {name: FORMATS[name] for name in ("mxfp4", "int4")}
 #: Types of codes by name.
-CODES = ("int8", "fp8", "fp8-block", "mxfp4")
+CODES = ("int8", "fp8", "fp8-block", *FOUR_BITS)
 #: The family of kernels that multiplies each.
-FAMILY_OF = {"int8": "hopper-w8a8", "fp8": "hopper-fp8", "fp8-block": "hopper-fp8", "mxfp4": "hopper-w4a8"}
+FAMILY_OF = {"int8": "hopper-w8a8", "fp8": "hopper-fp8", "fp8-block": "hopper-fp8"} | dict.fromkeys(
+    FOUR_BITS, "hopper-w4a8"
+)
 
 
 def random_experts(shape: Shape, codes_of: str, device: str = "cuda") -> PackedExperts:
     """Random codes and scales."""
-    if codes_of == "mxfp4":
-        return mxfp4_experts(shape, MXFP4, device)
+    if codes_of in FOUR_BITS:
+        return four_bit_experts(shape, FOUR_BITS[codes_of], device)
 
     def matrix(n: int, k: int) -> PackedMatrix:
         if codes_of != "int8":
@@ -92,8 +96,8 @@ def random_experts(shape: Shape, codes_of: str, device: str = "cuda") -> PackedE
 
 def weight_bytes(shape: Shape, experts: float, codes: str) -> float:
     """Codes and scales of that many experts."""
-    if codes == "mxfp4":
-        return experts * 3 * shape.hidden * shape.intermediate * MXFP4.bytes_each
+    if codes in FOUR_BITS:
+        return experts * 3 * shape.hidden * shape.intermediate * FOUR_BITS[codes].bytes_each
     return experts * (3 * shape.hidden * shape.intermediate + 8 * shape.intermediate + 4 * shape.hidden)
 
 
@@ -116,8 +120,8 @@ def candidates(shape: Shape, tokens: int, codes: str) -> list[Any]:
     pairs = tokens * shape.top_k
     mean = pairs / min(shape.experts, pairs)
     result: list[Int8Plan] = []
-    if codes == "mxfp4":
-        return [W4a8Plan(one) for _, one in W4A8_TABLE]
+    if codes in FOUR_BITS:
+        return [W4a8Plan(one) for _, one in W4A8_TABLES["e2m1" if codes == "mxfp4" else "int4"]]
     if codes == "int8" and 2 * pairs <= shape.experts and shape.intermediate <= 4096:
         few = direct_plan(pairs, shape.hidden, shape.intermediate)
         result += [few, replace(few, kernel=Int8Direct(3))]
@@ -153,11 +157,16 @@ def _shared(shape: Shape, tokens: int, kernel: Int8Narrow, codes: str) -> Int8Pl
 
 def ours(shape: Shape, codes: str, plan: Any, dependent: bool = True) -> Call:
     """A call of the Hopper kernels."""
-    if codes == "mxfp4":
-        epilogue = epilogue_of(shape)
+    if codes in FOUR_BITS:
+        epilogue = _epilogue(shape, codes)
         return lambda i, e: _prepared(i, e, epilogue, plan, dependent)(i.x, i.weights, i.ids)
     moe = hopper_int8_moe if codes == "int8" else hopper_fp8_moe
     return lambda i, e: moe(i.x, e, i.weights, i.ids, plan=plan, dependent=dependent)
+
+
+def _epilogue(shape: Shape, codes: str) -> Epilogue:
+    """What gate and up become: MXFP4's as the model has it."""
+    return epilogue_of(shape) if codes == "mxfp4" else SILU
 
 
 _LAYERS: dict[tuple[Any, ...], PreparedLayer] = {}
@@ -176,8 +185,8 @@ def _prepared(given: Inputs, experts: PackedExperts, epilogue: Epilogue, plan: A
 
 def others(shape: Shape, codes: str) -> Call:
     """What it is timed beside: portable kernels, or those for 16-bit activations."""
-    if codes == "mxfp4":
-        epilogue = epilogue_of(shape)
+    if codes in FOUR_BITS:
+        epilogue = _epilogue(shape, codes)
         return lambda i, e: hopper_moe(i.x, e, i.weights, i.ids, epilogue=epilogue)
     return lambda i, e: portable_moe(i.x, e, i.weights, i.ids)
 
@@ -194,7 +203,7 @@ def measure(shape: Shape, tokens: int, copies: list[PackedExperts], options: arg
         return call_us(call, given, copies, options.milliseconds, cold)
 
     row: dict[str, Any] = {"hit": hit, "floor_us": floor_us(shape, tokens, hit, options.codes)}
-    row["plan"] = "chosen" if options.codes == "mxfp4" else describe(choose(shape, tokens, options.codes))
+    row["plan"] = "chosen" if options.codes in FOUR_BITS else describe(choose(shape, tokens, options.codes))
     row["codes"] = options.codes
     row["cold_us"] = timed(ours(shape, options.codes, None))
     row["hot_us"] = timed(ours(shape, options.codes, None), cold=False)
@@ -218,9 +227,9 @@ def sweep_builds(names: list[str], numbers: list[int], options: argparse.Namespa
     codes = options.codes
     for shape in (SHAPES[name] for name in names):
         experts = random_experts(shape, codes, "meta")
-        epilogue = epilogue_of(shape) if codes == "mxfp4" else SILU
+        epilogue = _epilogue(shape, codes)
         x = torch.empty(0, shape.hidden, dtype=torch.bfloat16, device="meta")
-        for family in (FAMILY_OF[codes], *(["hopper-w4a16"] if codes == "mxfp4" else [])):
+        for family in (FAMILY_OF[codes], *(["hopper-w4a16"] if codes in FOUR_BITS else [])):
             layer = prepare_for(x, experts, shape.top_k, max(numbers), epilogue, None, gpu="H200", family=family)
             for tokens in numbers:
                 own = family == FAMILY_OF[codes]
@@ -236,7 +245,7 @@ def main() -> int:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--tokens", default="1,8,32,128,512,4096")
     parser.add_argument("--codes", choices=CODES, default="int8", help="of weights and activations")
-    parser.add_argument("--other", action="store_true", help="time portable kernels too, beside MXFP4 those of W4A16")
+    parser.add_argument("--other", action="store_true", help="time portable kernels too, beside 4 bits W4A16's")
     parser.add_argument("--sweep", action="store_true", help="time other plans too")
     parser.add_argument("--plans", default="", help="words: of other plans those whose names hold one, as wide,x2")
     parser.add_argument("--kernels", action="store_true", help="show the time of each kernel")
@@ -251,7 +260,7 @@ def main() -> int:
         for name in options.shapes.split(","):
             shape = SHAPES[name]
             experts = random_experts(shape, options.codes, "meta")
-            epilogue = epilogue_of(shape) if options.codes == "mxfp4" else SILU
+            epilogue = _epilogue(shape, options.codes)
             for line in planned_launches(experts, shape, numbers, epilogue, FAMILY_OF[options.codes]):
                 print(name, line)
         return 0

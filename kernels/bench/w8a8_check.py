@@ -24,7 +24,7 @@ from bench.checking import ROUTINGS, Calls, epilogue_of, given, parser, run
 from bench.planned import portable_moe, run_family
 from bench.reference import Layer, moe, relative_error
 from moeq_kernels import PackedExperts
-from moeq_kernels.hopper.w4a8.layer import TABLE as W4A8_TABLE
+from moeq_kernels.hopper.w4a8.layer import TABLES as W4A8_TABLES
 from moeq_kernels.hopper.w4a8.layer import W4a8Plan, W4a8Wide
 from moeq_kernels.hopper.w8a8.plan import (
     E4M3_NARROW_TABLE,
@@ -41,6 +41,7 @@ _W8A8 = Recipe("int8-w8a8/1", "int8", experts=8, hidden=512, intermediate=384)
 _ROWS = replace(_W8A8, layout="fp8-identity/1", element="e4m3", group_size=-1, activation_dtype="fp8")
 _BLOCKS = replace(_ROWS, layout="fp8-block-identity/1", group_size=128)
 _W4A8 = replace(_W8A8, layout="marlin-mxfp4/1", element="e2m1", group_size=32)
+_INT4_FP8 = replace(_W8A8, layout="marlin-wna16/1", element="int4", group_size=128)
 _OAI = {"bias": True, "order": "interleaved", "activation": "swiglu_oai", "limit": 7.0}
 
 LAYERS = {
@@ -67,9 +68,12 @@ LAYERS = {
     "w4a8-bias": replace(_W4A8, hidden=448, intermediate=320, bias=True, seed=17),
     "w4a8-oai": replace(_W4A8, layout="marlin-mxfp4-interleaved/1", hidden=448, intermediate=320, seed=18, **_OAI),
     "w4a8-many": replace(_W4A8, experts=128, hidden=256, intermediate=256, seed=19),
+    "int4-fp8": _INT4_FP8,
+    "int4-fp8-g32": replace(_INT4_FP8, hidden=448, intermediate=320, group_size=32, bias=True, seed=20),
+    "int4-fp8-channel": replace(_INT4_FP8, hidden=448, intermediate=320, group_size=-1, seed=21, **_OAI),
 }
 #: Families of kernels by elements of weights.
-FAMILIES = {"int8": "hopper-w8a8", "e4m3": "hopper-fp8", "e2m1": "hopper-w4a8"}
+FAMILIES = {"int8": "hopper-w8a8", "e4m3": "hopper-fp8", "e2m1": "hopper-w4a8", "int4": "hopper-w4a8"}
 #: How far results may be from the portable kernels', relatively, where they are rounded once or twice more.
 CLOSE = {"narrow": 1.5e-3, "wide": 6e-3}
 
@@ -136,8 +140,8 @@ def table_of(recipe: Recipe) -> Sequence[tuple[float, Int8Narrow | Int8Wide]]:
 def plans(recipe: Recipe, tokens: int) -> Iterator[Int8Plan | W4a8Plan | None]:
     """The chosen plan, every kernel of the table and some more; narrow ones with and without shared k."""
     yield None
-    if recipe.element == "e2m1":
-        yield from (W4a8Plan(kernel) for _, kernel in W4A8_TABLE)
+    if FAMILIES[recipe.element] == "hopper-w4a8":
+        yield from (W4a8Plan(kernel) for _, kernel in W4A8_TABLES[recipe.element])
         return
     int8 = recipe.element == "int8"
     if tokens <= 40 and int8:

@@ -78,7 +78,7 @@ class PreparedLayer:
 
     Attributes:
         family: `hopper-w4a16`, `hopper-w8a8`, `hopper-fp8`, `mma-w4a16` (any NVIDIA GPU from sm_80 on) or `portable`;
-            where e4m3 activations were asked for beside MXFP4, `hopper-w4a8`.
+            where e4m3 activations were asked for beside MXFP4 or int4, `hopper-w4a8`.
         reason: why the kernels are not the Hopper ones; None for those.
         max_tokens: of a call.
     """
@@ -379,16 +379,16 @@ def prepare(
         hidden_size: features of x; by default those of the packed w13, padding included.
         num_experts: experts that topk_ids may name, where calls bring an expert_map (expert parallelism).
         activation_dtype: `fp8` to quantise rows of x to e4m3 on the way, "" not to, None for what the experts say
-            (`PackedMatrix.activation_dtype`). Of MXFP4 in Marlin's order only Hopper GPUs multiply these, by a kernel
-            for many tokens: the layer keeps scales of its own (a byte for 32 weights), and
-            its error is that of e4m3 activations, about 4 % where 16-bit ones make 0.3 %.
+            (`PackedMatrix.activation_dtype`). Of MXFP4 and symmetric int4 in Marlin's order only Hopper GPUs
+            multiply these, by a kernel for many tokens: beside MXFP4 the layer keeps scales of its own (a byte for 32
+            weights). Its error is that of e4m3 activations, about 4 % where 16-bit ones make 0.3 %.
         portable: use kernels for any GPU also where the Hopper ones could run.
         gpu: a name of `moeq_kernels.gpu.GPUS` for experts on `meta`.
         warm: compile (in parallel) and load all kernels for 1 to max_tokens tokens now, so that no call does.
 
     A tensor whose address is no multiple of 16 bytes is copied, once. Raises the errors of `fused_moe`, and
-    KernelUnsupportedError where MXFP4 weights cannot be multiplied with e4m3 activations: on another GPU, or where
-    scales of a feature are more than 2^11 apart.
+    KernelUnsupportedError where 4-bit weights cannot be multiplied with e4m3 activations: on another GPU, with zero
+    points, or where MXFP4's scales of a feature are more than 2^11 apart.
     """
     require(top_k >= 1, f"top_k is {top_k}; it must be at least 1")
     whole = isinstance(max_tokens, int) and max_tokens >= 0

@@ -24,7 +24,7 @@ FAMILIES: dict[str, ModuleType] = {
     "hopper-w4a16": w4a16,
     "hopper-w8a8": w8a8,
     "hopper-fp8": w8a8,  # e4m3 x e4m3
-    "hopper-w4a8": w4a8,  # MXFP4 x e4m3, where `activation_dtype` asks for it
+    "hopper-w4a8": w4a8,  # MXFP4 or int4 x e4m3, where `activation_dtype` asks for it
     "mma-w4a16": mma,
     "portable": portable,
 }

@@ -161,7 +161,7 @@ def _check_second_scales(name: str, x: Tensor, matrix: PackedMatrix, fmt: Format
         readable = ", ".join(layout for (layout, _), one in FORMATS.items() if one.fp8_activations)
         hint = f"layouts that do: {readable}"
         if (matrix.layout, matrix.element) in W4A8:
-            hint = f"a layer of `prepare` does on Hopper, which folds scales once, and not in every call; {hint}"
+            hint = f"a layer of `prepare` does on Hopper; {hint}"
         raise KernelUnsupportedError(f"{name} asks for {asked} activations, which {kind} kernels do not have", hint)
     quantises = fmt.int8_activations or asked == "fp8"
     require(

@@ -62,7 +62,7 @@ def load_experts(
         ep_size: ranks that share the experts; this one holds those of `expert_map`.
         dtype: dtype of the activations, checked against what the kernel takes; None: that of the conversion.
         activation_dtype: `fp8` for kernels that quantise activations to e4m3 on the way, which costs accuracy:
-            FP8 weights, and on Hopper MXFP4 in Marlin's order by `moeq_kernels.prepare` (see there).
+            FP8 weights, and on Hopper MXFP4 and symmetric int4 in Marlin's order by `moeq_kernels.prepare` (see there).
         verify: recompute the digest of every expert of the layer first (reads all of them).
         check_gpu: refuse a GPU of another architecture than the one converted for.
 

@@ -53,14 +53,19 @@ def test_the_layer_is_that_of_the_source(name, converted, checkpoints, batch) ->
     assert close(run(experts, name, batch), expected, 0.03 if "w8a8" in name else 0.01)
 
 
-def test_mxfp4_asks_for_e4m3_activations_where_that_is_asked(converted) -> None:
-    experts = moeq.load_experts(converted["mxfp4-gptoss"], 1, activation_dtype="fp8")
+@pytest.mark.parametrize(("name", "activation"), [("mxfp4-gptoss", OAI), ("gptq-int4-g32-qwen3moe", {})])
+def test_4_bit_weights_ask_for_e4m3_activations_where_that_is_asked(name, activation, converted) -> None:
+    experts = moeq.load_experts(converted[name], 1, activation_dtype="fp8")
     assert (experts.w13.activation_dtype, experts.name) == ("fp8", "layer 1")
-    options = {"top_k": 2, "max_tokens": 64, **OAI}
+    options = {"top_k": 2, "max_tokens": 64, **activation}
     with pytest.raises(KernelUnsupportedError, match=r"fp8 activations beside .* x is on cpu"):  # Hopper alone has them
         prepare(experts, **options)
     assert prepare(experts, activation_dtype="", **options).family == "portable"
-    assert not bool((folded(experts).w13.scale > 8 * 11).any())  # scales of a real quantiser lie close enough
+
+
+def test_scales_of_a_real_quantiser_lie_close_enough_to_be_folded(converted) -> None:
+    experts = moeq.load_experts(converted["mxfp4-gptoss"], 1)
+    assert not bool((folded(experts).w13.scale > 8 * 11).any())
 
 
 @pytest.mark.parametrize("name", ["gptq-int4-g32-qwen3moe", "awq-int4-g32-qwen3moe", "ct-w8a8-qwen3moe"])
@@ -223,7 +228,7 @@ class TestRefusals:
         moeq.load_experts(converted[self.name], 0, dtype=torch.float16)
 
     def test_e4m3_activations_beside_weights_without_a_kernel_for_them(self, converted) -> None:
-        error = self.refused(converted[self.name], 0, activation_dtype="fp8")
+        error = self.refused(converted["gptq-int8-g64-qwen3moe"], 0, activation_dtype="fp8")
         assert error.code == "answer.no-kernel"
         assert "marlin-mxfp4/1" in (error.hint or "")
         assert self.refused(converted[self.name], 0, activation_dtype="fp4").code == "usage.dtype"

@@ -29,7 +29,8 @@ TRIMMED = {
     "wide64-f16", "wide160-gate-up", "wide160-nvfp4", "wide96-fp8",
     "int8-narrow8-gate-up", "int8-narrow128-down",
     "int8-wide128-oai", "e4m3-narrow8-block-gate-up", "e4m3-wide128-block-down", "e4m3-wide128-channel-oai",
-    "w4a8-wide64-oai", "w4a8-queue160-gate-up", "e4m3-wide128-block-gate-up",
+    "e4m3-wide128-block-gate-up",
+    "w4a8-wide64-oai", "w4a8-queue160-gate-up", "w4a8-int4-64-g32", "w4a8-int4-160-g128-down",
 }  # fmt: skip
 
 

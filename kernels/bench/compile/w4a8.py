@@ -1,4 +1,4 @@
-"""Compiling the Hopper kernel for MXFP4 weights and e4m3 activations ahead of time for sm_90, without a GPU."""
+"""Compiling the Hopper kernels for 4-bit weights and e4m3 activations ahead of time for sm_90, without a GPU."""
 
 from __future__ import annotations
 
@@ -9,15 +9,25 @@ from typing import Any
 from bench.compile.w4a16 import _descriptor, _integers
 from bench.compile.w8a8 import OAI, _compile
 from moeq_kernels.epilogue import PLAIN, SILU, Epilogue
-from moeq_kernels.hopper.w4a8.layer import TABLE, W4a8Wide
+from moeq_kernels.hopper.w4a8.layer import FEW, MANY, TABLES, W4a8Wide
 
 
 @dataclass(frozen=True)
 class W4a8Case:
-    """One compilation: a unique name, sizes, what follows the product, whether biases are added, triton type of out."""
+    """One compilation.
+
+    Attributes:
+        name: unique.
+        kernel: sizes.
+        element: of weights.
+        group: int4 codes that share a scale, 0 for one scale for each output feature.
+        epilogue, bias, out: what follows the product, whether biases are added, triton type of out.
+    """
 
     name: str
     kernel: W4a8Wide
+    element: str = "e2m1"
+    group: int = 32
     epilogue: Epilogue = SILU
     bias: bool = False
     out: str = "bf16"
@@ -26,11 +36,15 @@ class W4a8Case:
 def cases() -> list[W4a8Case]:
     """Both sizes as gate-up (gpt-oss's too) and down product."""
     result = []
-    for _, kernel in TABLE:
+    for _, kernel in TABLES["e2m1"]:
         name = f"w4a8-{'queue' if kernel.queue else 'wide'}{kernel.tokens}"
         base = W4a8Case(f"{name}-gate-up", kernel)
         result += [base, replace(base, name=f"{name}-oai", epilogue=OAI, bias=True)]
         result.append(replace(base, name=f"{name}-down", epilogue=PLAIN, bias=True, out="fp32"))
+    for kernel in (FEW, MANY):
+        for group in (128, 64, 32, 0):
+            base = W4a8Case(f"w4a8-int4-{kernel.tokens}-g{group}", kernel, "int4", group)
+            result += [base, replace(base, name=f"{base.name}-down", epilogue=PLAIN, bias=True, out="fp32")]
     return result
 
 
@@ -38,12 +52,13 @@ def compile_case(case: W4a8Case, **options: Any) -> Any:
     """Compiles for sm_90a; the result has `.asm` (`ttgir`, `ptx`, `cubin`, `sass`) and `.metadata`."""
     words = import_module("moeq_kernels.hopper.w4a16.device.layouts")
     common = import_module("moeq_kernels.hopper.w8a8.device.common")
-    kernel = case.kernel
+    kernel, mxfp4 = case.kernel, case.element == "e2m1"
+    per = words.groups_of(128, case.group)
     types = {
         "w_desc": _descriptor("i32", [8, 2, 128], words.word_buffer()),
-        "s_desc": _descriptor("u8", [4, 128], words.scale_buffer(8)),
+        "s_desc": _descriptor("u8" if mxfp4 else "bf16", [per, 128], words.scale_buffer(8 if mxfp4 else 16)),
         "x_desc": _descriptor("fp8e4nv", [kernel.box, 128], common.operand()),
-        **dict.fromkeys(("x_scale", "factor"), "*fp32"),
+        "x_scale": "*fp32",
         **dict.fromkeys(("tiles", "num_tiles"), "*i32"),
         "out": f"*{case.out}",
         **_integers("steps blocks slabs groups pair_tiles columns stride packed"),
@@ -59,8 +74,13 @@ def compile_case(case: W4a8Case, **options: Any) -> Any:
     if kernel.queue:
         module, function = "wide_queue", "w4a8_product_wide_queue"
         types["queue"] = "*i32"
+        constants |= {"KIND": "e2m1" if mxfp4 else "uint4", "GROUP": case.group}
     else:
         constants["BOX"] = kernel.box
+    if case.group and not mxfp4:
+        constants["factor"] = None
+    else:
+        types["factor"] = "*fp32" if mxfp4 else "*bf16"
     if case.bias:
         types["bias"] = "*bf16"
     else:

@@ -71,10 +71,10 @@ def cases() -> Iterator[tuple[str, str, Recipe, Any, int]]:
         for kernel in dict.fromkeys(kernel for _, kernel in table):
             name = f"{element} {type(kernel).__name__} {kernel.tokens} x {kernel.stages}"
             yield name, family, sized(recipe, 128, kernel.stages), w8a8.Int8Plan(kernel), kernel.tokens + 5
-    for _, size in w4a8.TABLE:
-        recipe = sized(Recipe("marlin-mxfp4/1", "e2m1"), 128, size.stages)
-        name = f"mxfp4 x e4m3 {size.tokens} x {size.stages}" + " queue" * size.queue
-        yield name, "hopper-w4a8", recipe, w4a8.W4a8Plan(size), size.tokens + 5
+    for element, recipe in (("e2m1", Recipe("marlin-mxfp4/1", "e2m1")), ("int4", int4)):
+        for _, size in w4a8.TABLES[element]:
+            name = f"{element} x e4m3 {size.tokens} x {size.stages}" + " queue" * size.queue
+            yield name, "hopper-w4a8", sized(recipe, 128, size.stages), w4a8.W4a8Plan(size), size.tokens + 5
 
 
 def recorded(family: str, recipe: Recipe, plan: Any, tokens: int) -> Recorder:

@@ -44,12 +44,12 @@ W8A8 = ("int8-w8a8/1", "int8")
 #: What those for e4m3 weights and activations read.
 FP8 = (("fp8-identity/1", "e4m3"), ("fp8-block-identity/1", "e4m3"))
 
-#: What the kernel for MXFP4 weights and e4m3 activations reads.
-W4A8 = (("marlin-mxfp4/1", "e2m1"), ("marlin-mxfp4-interleaved/1", "e2m1"))
+#: What the kernels for 4-bit weights and e4m3 activations read, with the dtypes of scales.
+W4A8 = {key: SCALES[key] for key in SCALES if key[1] in ("int4", "e2m1")}
 
 
 def asks_w4a8(experts: PackedExperts) -> bool:
-    """Whether both projections are MXFP4 in Marlin's order and ask for e4m3 activations."""
+    """Whether both projections are MXFP4 or int4 in Marlin's order and ask for e4m3 activations."""
     matrices = (experts.w13, experts.w2)
     return all((one.layout, one.element) in W4A8 and one.activation_dtype == "fp8" for one in matrices)
 
@@ -126,7 +126,7 @@ def fp8_reasons(problem: Problem) -> Iterator[str]:
 
 
 def require_w4a8(problem: Problem) -> None:
-    """Raises KernelUnsupportedError where the kernel for MXFP4 weights and e4m3 activations cannot run."""
+    """Raises KernelUnsupportedError where the kernels for 4-bit weights and e4m3 activations cannot run."""
     reason = next(chain(machine_reasons(problem), w4a8_reasons(problem)), None)
     if reason is not None:
         kind = f"{problem.w13.layout} {problem.w13.element}"
@@ -136,19 +136,18 @@ def require_w4a8(problem: Problem) -> None:
 
 
 def w4a8_reasons(problem: Problem) -> Iterator[str]:
-    """Reasons against the kernel for MXFP4 weights and e4m3 activations, before their scales are folded."""
+    """Reasons against the kernels for 4-bit weights and e4m3 activations, before MXFP4's scales are folded."""
     yield from _common_reasons(problem)
     if problem.hidden % 16:
-        yield f"x has {problem.hidden} features; this kernel orders them in sixteens"
+        yield f"x has {problem.hidden} features; these kernels order them in sixteens"
+    if problem.w13.element != problem.w2.element:
+        yield f"w13 is {problem.w13.element}, but w2 is {problem.w2.element}; these kernels read one in a layer"
     if max(problem.hidden, problem.intermediate) > INT8_MOST_FEATURES:
         yield f"rows have more than {INT8_MOST_FEATURES} features; these kernels quantise no longer ones"
     for name, matrix in (("w13", problem.w13), ("w2", problem.w2)):
-        if (matrix.layout, matrix.element) not in W4A8:
-            yield f"{name} is {matrix.layout} {matrix.element}; this kernel reads MXFP4 in Marlin's order"
-        if matrix.channelwise:
-            yield f"{name} has one group of k = {matrix.k} codes; this kernel reads scales from two groups on"
-        if matrix.global_scale is not None:
-            yield f"{name} has a global_scale, which this kernel does not apply"
+        if matrix.zero is not None:
+            yield f"{name} has zero points; these kernels read codes around 8"
+        yield from matrix_reasons(name, matrix, W4A8)
 
 
 def int8_reasons(problem: Problem) -> Iterator[str]:

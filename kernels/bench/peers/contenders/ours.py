@@ -25,7 +25,7 @@ LAYOUTS = {
     "mxfp4": "marlin-mxfp4-interleaved/1",
     "mxfp4-silu": "marlin-mxfp4/1",
     "mxfp4-fp8": "marlin-mxfp4/1",
-    "int4-fp8": "marlin-wna16/1",  # with 16-bit activations: no kernel of ours multiplies int4 with e4m3
+    "int4-fp8": "marlin-wna16/1",
     "w8a8": "int8-w8a8/1",
     "nvfp4": "marlin-nvfp4/1",
     "fp8-block-w8a8": "fp8-block-identity/1",  # as in checkpoints, which is what peers read
@@ -34,7 +34,7 @@ LAYOUTS = {
     "fp8": "marlin-fp8/1",
 }
 #: Families that are never chosen unless asked for, by format.
-ASKED = {"mxfp4-fp8": "hopper-w4a8"}
+ASKED = {"mxfp4-fp8": "hopper-w4a8", "int4-fp8": "hopper-w4a8"}
 #: Tokens that a layer of these is prepared for: as many as any cell has.
 MOST_TOKENS = 32768
 

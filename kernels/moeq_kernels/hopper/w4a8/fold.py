@@ -51,7 +51,8 @@ def _folded(name: str, matrix: PackedMatrix) -> PackedMatrix:
             "leave activation_dtype out: beside 16-bit activations scales may be any",
         )
     factor = torch.empty(experts, n, device=scale.device)
-    factor[:, _single(column)] = torch.exp2((top.float() - (_BIAS + _TOP))[:, _grouped(column)])
+    # Codes are decoded with the other sign (`device.wide`).
+    factor[:, _single(column)] = -torch.exp2((top.float() - (_BIAS + _TOP))[:, _grouped(column)])
     # Groups of zeros may have any scale.
     shifts = (8 * shift.clamp(0, SPAN)).to(torch.uint8)
     return replace(matrix, scale=shifts, scale_factor=factor, activation_dtype="fp8")

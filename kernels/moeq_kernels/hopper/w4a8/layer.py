@@ -1,4 +1,4 @@
-"""The launches of a layer of MXFP4 weights and e4m3 activations: those of `w8a8`, with a product that reads words."""
+"""The launches of a layer of 4-bit weights and e4m3 activations: those of `w8a8`, with a product that reads words."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ import torch
 from moeq_kernels.areas import Area, Arena, Box
 from moeq_kernels.epilogue import PLAIN
 from moeq_kernels.hopper.w4a8.fold import folded
+from moeq_kernels.hopper.w4a16.products import channel_scale, group_of, kind_of
 from moeq_kernels.hopper.w8a8 import layer as w8a8
 from moeq_kernels.hopper.w8a8.layer import EXACT_PAIRS, Quantised, Rows
 from moeq_kernels.launch import Argument, Launch
 from moeq_kernels.problem import Piece, Problem
-from moeq_kernels.records import PackedMatrix
+from moeq_kernels.records import PackedExperts, PackedMatrix
 from moeq_kernels.sorting import most_tiles
 
 __all__ = ["EXACT_PAIRS", "W4a8Plan", "W4a8Wide", "launches", "plan_for", "ready"]
 
-#: What a layer's weights become before they are used.
-ready = folded
+
+def ready(experts: PackedExperts) -> PackedExperts:
+    """What a layer's weights become before they are used: those of MXFP4 have scales that are folded."""
+    return folded(experts) if experts.w13.element == "e2m1" else experts.quantising("fp8")
 
 
 @dataclass(frozen=True)
@@ -32,9 +35,8 @@ class W4a8Wide:
         tokens: of a tile.
         stages: steps of 128 of k in shared memory.
         registers: of multiplying threads.
-        queue: work items come from a counter, an expert's tiles are of one height (tokens: 160 or 192), and sums stay
-            in the tensor cores. Else those of each step are added in float32, for which more than 64 tokens leave no
-            registers.
+        queue: work items come from a counter, an expert's tiles are of one height, and sums stay in the tensor cores.
+            Else those of each step are added in float32, for which more than 64 tokens leave no registers.
     """
 
     tokens: int
@@ -57,16 +59,20 @@ class W4a8Plan:
     down_splits: int = 1
 
 
-#: Words are decoded once for a tile, so larger ones are faster; smaller ones are more exact.
-EXACT, QUEUED = W4a8Wide(64, 7), W4a8Wide(160, 5, queue=True)
-#: (tokens for an expert on average up to, kernel), tried in order: on an H200 both took as long at 32 tokens.
-TABLE = ((48.0, EXACT), (float("inf"), QUEUED))
+#: Words are decoded once for a tile, so larger ones are faster.
+EXACT, FEW, MANY = W4a8Wide(64, 7), W4a8Wide(64, 7, queue=True), W4a8Wide(160, 5, queue=True)
+#: (tokens for an expert on average up to, kernel), tried in order. On an H200 both take as long at 32 tokens (e2m1) and
+#: at 56 (int4).
+TABLES = {
+    "e2m1": ((48.0, EXACT), (float("inf"), MANY)),
+    "int4": ((48.0, FEW), (float("inf"), MANY)),
+}
 
 
 def plan_for(problem: Problem, tokens: int) -> W4a8Plan:
     """The kernel for so many tokens."""
     mean = tokens * problem.top_k / problem.experts
-    return W4a8Plan(next(kernel for most, kernel in TABLE if mean <= most))
+    return W4a8Plan(next(kernel for most, kernel in TABLES[problem.w13.element] if mean <= most))
 
 
 def launches(problem: Problem, piece: Piece, arena: Arena, plan: W4a8Plan) -> list[Launch]:
@@ -83,15 +89,19 @@ def product_launch(
     common = import_module("moeq_kernels.hopper.w8a8.device.common")
     kernel, epilogue = plan.kernel, problem.epilogue if matrix is problem.w13 else PLAIN
     paired = epilogue.gated and not epilogue.interleaved
+    kind, group = kind_of(matrix), group_of(matrix)
     scale: Any = matrix.scale
+    scale = scale.cast(torch.uint8) if kind == "e2m1" else scale
     columns = out.shape[-1]
     blocks = -(-(columns if paired else matrix.n) // (128 if paired else 256))
     arguments: dict[str, Argument] = {
         "w_desc": Box(matrix.weight.view(-1, matrix.n // 64, 128), (8, 2, 128), layouts.word_buffer()),
-        "s_desc": Box(scale.cast(torch.uint8).view(-1, matrix.n), (4, 128), layouts.scale_buffer(8)),
+        "s_desc": Box(
+            scale.view(-1, matrix.n), (layouts.groups_of(128, group), 128), layouts.scale_buffer(8 * scale.itemsize)
+        ),
         "x_desc": Box(rows.codes, (kernel.box, 128), common.operand()),
         "x_scale": rows.scales,
-        "factor": matrix.scale_factor,
+        "factor": matrix.scale_factor if kind == "e2m1" else channel_scale(matrix),
         "bias": matrix.bias,
         "out": out,
         "tiles": found.sorted.tiles,
@@ -99,7 +109,7 @@ def product_launch(
         "steps": -(-min(matrix.k, rows.codes.shape[1]) // 128),
         "blocks": blocks,
         "slabs": matrix.k // 16,
-        "groups": matrix.k // 32,
+        "groups": matrix.num_groups,
         "pair_tiles": columns // 64 if paired else 2,
         "columns": columns,
         "stride": out.strides[-2],
@@ -117,6 +127,7 @@ def product_launch(
     name = "hopper.w4a8.device.wide:w4a8_product_wide"
     if kernel.queue:
         name = "hopper.w4a8.device.wide_queue:w4a8_product_wide_queue"
+        constants |= {"KIND": kind, "GROUP": group}
         arguments["queue"] = found.sorted.cleared.part(0, int(matrix is problem.w2), 1)
     else:
         constants["BOX"] = kernel.box

@@ -1,4 +1,4 @@
-"""MXFP4 weights and e4m3 activations: folded scales, decoded words, and layers by the device code run on a CPU."""
+"""4-bit weights and e4m3 activations: folded scales, decoded words, and layers by the device code run on a CPU."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from bench import gluon_on_cpu
-from bench.cases import Quantised, Recipe, make_layer, pack, random_mxfp4, route
+from bench.cases import Quantised, Recipe, make_layer, pack, random_integers, random_mxfp4, route
 from bench.checking import on_meta
 from bench.ptx_on_cpu import value
-from bench.reference import moe, relative_error
+from bench.reference import Layer, moe, relative_error
 from moeq_kernels import KernelUnsupportedError, PackedExperts, fused_moe, interpreter, prepare
 from moeq_kernels.hopper import support
 from moeq_kernels.hopper.w4a8.fold import SPAN, folded
-from moeq_kernels.hopper.w4a8.layer import EXACT, QUEUED, W4a8Plan, W4a8Wide, plan_for
+from moeq_kernels.hopper.w4a8.layer import EXACT, FEW, MANY, W4a8Plan, W4a8Wide, plan_for
 from moeq_kernels.prepared import prepare_for
 from moeq_kernels.schedules import schedule
 from moeq_kernels.validate import epilogue_of
@@ -23,6 +23,7 @@ from moeq_kernels.validate import epilogue_of
 PLAIN = Recipe("marlin-mxfp4/1", "e2m1", experts=2, hidden=192, intermediate=128)
 OAI = Recipe("marlin-mxfp4-interleaved/1", "e2m1", experts=2, hidden=192, intermediate=128, bias=True,
              order="interleaved", activation="swiglu_oai", limit=7.0)  # fmt: skip
+INT4 = Recipe("marlin-wna16/1", "int4", experts=2, hidden=192, intermediate=128, group_size=64)
 
 
 @pytest.mark.parametrize(
@@ -34,15 +35,34 @@ OAI = Recipe("marlin-mxfp4-interleaved/1", "e2m1", experts=2, hidden=192, interm
         (replace(PLAIN, bias=True), W4a8Wide(160, 2, queue=True), 90),
         (replace(PLAIN, intermediate=192), W4a8Wide(160, 3, queue=True), 23),
         (OAI, W4a8Wide(160, 3, queue=True), 170),
+        (INT4, W4a8Wide(64, 2, queue=True), 23),
+        (replace(INT4, group_size=32, bias=True), W4a8Wide(64, 3, queue=True), 70),
+        (replace(INT4, group_size=128, hidden=256), W4a8Wide(128, 2, queue=True), 120),
+        (replace(INT4, group_size=-1, bias=True), W4a8Wide(128, 3, queue=True), 90),
+        (
+            replace(INT4, bias=True, order="interleaved", activation="swiglu_oai", limit=7.0),
+            W4a8Wide(128, 2, queue=True),
+            60,
+        ),
     ],
 )
 def test_the_code_as_it_is_gives_the_layer(recipe: Recipe, kernel: W4a8Wide, tokens: int) -> None:
-    """Every expert gets all tokens. From a queue 150 are a tile of 160, 90 one of 96 and 170 two: two products each."""
+    """Every expert gets all tokens. From a queue 150 are a tile of 160, 90 one of 96 and 170 two: two products each.
+
+    So are 120 and 90 of int4, whose k of 192 ends within a step: what follows in memory is another expert's.
+    """
+    packed, layer = make_layer(recipe)
+    _check(packed, layer, recipe.activation, recipe.limit, kernel, tokens)
+
+
+def _check(
+    packed: PackedExperts, layer: Layer, activation: str, limit: float | None, kernel: W4a8Wide, tokens: int
+) -> None:
     if not interpreter.active():
         pytest.skip("the kernels that sort run in Triton's interpreter here")
-    packed, layer = make_layer(recipe)
-    routed = route(tokens, recipe.hidden, recipe.experts, 2)
-    epilogue = epilogue_of(packed, recipe.activation, None, None, recipe.limit, False)
+    experts, _, hidden = layer.w13.shape
+    routed = route(tokens, hidden, experts, 2)
+    epilogue = epilogue_of(packed, activation, None, None, limit, False)
     made = prepare_for(routed.x, packed, 2, tokens, epilogue, None, family="hopper-w4a8")
     gpu = replace(made.problem.gpu, multiprocessors=2)
     planned = schedule("hopper-w4a8", replace(made.problem, gpu=gpu), tokens, W4a8Plan(kernel))
@@ -56,9 +76,52 @@ def test_the_code_as_it_is_gives_the_layer(recipe: Recipe, kernel: W4a8Wide, tok
     assert relative_error(y, quantised) <= 1e-2
 
 
+@pytest.mark.parametrize(("group", "dtype"), [(32, torch.bfloat16), (64, torch.float16), (128, torch.bfloat16)])
+def test_int4_scales_may_be_zero_negative_and_far_apart(group: int, dtype: torch.dtype) -> None:
+    """Sums are divided by scales; those of a whole feature may be zero as well, or only the first or the last ones."""
+    generator = torch.Generator().manual_seed(group)
+    matrices = []
+    for n, k in ((256, 256), (256, 128)):
+        one = random_integers(
+            (2, n, k), bits=4, group_size=group, zero_points=False, dtype=torch.float32, generator=generator
+        )
+        scales = one.scales * torch.exp2(torch.randint(-8, 4, one.scales.shape, generator=generator))
+        scales *= torch.randint(-1, 2, scales.shape, generator=generator)
+        scales[:, 5] = 0
+        scales = scales.to(dtype)
+        values = (one.codes.float() - 8) * scales.float().repeat_interleave(group, 2)
+        matrices.append(replace(one, scales=scales, values=values))
+    packed = PackedExperts(*(pack("marlin-wna16/1", "int4", one) for one in matrices))
+    layer = Layer(*(one.values for one in matrices))
+    _check(packed, layer, "silu", None, W4a8Wide(64, 2, queue=True), 40)
+
+
 def _both(matrix: Quantised) -> PackedExperts:
     one = pack("marlin-mxfp4/1", "e2m1", matrix)
     return PackedExperts(one, one)
+
+
+def _order() -> tuple[torch.Tensor, torch.Tensor]:
+    """Columns of the operand's rows, map B of `w4a16.device.layouts`, and k of its columns."""
+    row, k = torch.arange(128), torch.arange(32)
+    column = 64 * (row >> 5 & 1) + 32 * (row >> 4 & 1) + 16 * (row >> 6) + (row & 15)
+    return column, (k & 16) | (k & 15) >> 2 << 1 | (k >> 1 & 1) | (k & 1) << 3
+
+
+def test_int4_words_become_the_codes_exactly() -> None:
+    generator = torch.Generator().manual_seed(3)
+    matrix = random_integers(
+        (1, 128, 128), bits=4, group_size=64, zero_points=False, dtype=torch.bfloat16, generator=generator
+    )
+    packed = pack("marlin-wna16/1", "int4", matrix)
+    device = gluon_on_cpu._module("moeq_kernels.hopper.w4a8.device.codes")
+    column, source = _order()
+    for slab in range(0, 8, 2):
+        words = packed.weight[0, slab : slab + 2].view(2, 2, 128).transpose(0, 1).contiguous()
+        found = device.int4_operand(value(words.view(torch.uint8).view(2, 2, 512)), 64)
+        assert torch.equal(torch.as_tensor(found.float()), matrix.codes[0, column][:, 16 * slab + source].float() - 8)
+    scales = packed.scale[0, 1].view(2, 8, 8)
+    assert torch.equal(torch.as_tensor(device.row_scales(value(scales), 64)), matrix.scales[0, column, 1])
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -71,16 +134,14 @@ def test_words_become_the_weights_exactly_over_factors(seed: int) -> None:
     codes[0, 5, 32:64] = 8  # minus zero
     scales[0, 5, 1] = seed
     made = folded(_both(replace(matrix, codes=codes, scales=scales))).w13
-    device = gluon_on_cpu._module("moeq_kernels.hopper.w4a8.device.wide")
-    row, k = torch.arange(128), torch.arange(32)
-    column = 64 * (row >> 5 & 1) + 32 * (row >> 4 & 1) + 16 * (row >> 6) + (row & 15)  # map B of `w4a16.device.layouts`
-    source = (k & 16) | (k & 15) >> 2 << 1 | (k >> 1 & 1) | (k & 1) << 3
+    device = gluon_on_cpu._module("moeq_kernels.hopper.w4a8.device.codes")
+    column, source = _order()
     single = (column & -31) | ((column & 6) << 2) | ((column & 24) >> 2)
     table = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
     for group in range(4):
         words = made.weight[0, 2 * group : 2 * group + 2].view(2, 2, 128).transpose(0, 1).contiguous()
         shifts = made.scale[0, group].view(2, 8, 8)
-        found = device.operand(value(words.view(torch.uint8).view(2, 2, 512)), value(shifts), 64)
+        found = device.e2m1_operand(value(words.view(torch.uint8).view(2, 2, 512)), value(shifts), 64)
         code = codes[0, column][:, 32 * group + source].int()
         wanted = table[code & 7] * torch.where(code > 7, -1.0, 1.0)
         wanted = torch.where(wanted == 0, wanted, wanted * torch.exp2(scales[0, column, group, None].float() - 127))
@@ -154,8 +215,31 @@ def test_nobody_gets_this_kernel_who_did_not_ask() -> None:
     problem = replace(prepare_for(x, packed, 2, 64, epilogue, None).problem, interpret=False)
     assert list(support.w4a8_reasons(problem)) == []
     assert support.family(problem) == "hopper-w4a16"
-    other = replace(problem.w13, layout="marlin-nvfp4/1", group_size=-1, global_scale=problem.w13.scale)
-    odd = replace(problem, hidden=184, w13=other)
-    assert len(list(support.w4a8_reasons(odd))) == 4
+    odd = replace(problem, hidden=184, w13=replace(problem.w13, layout="marlin-nvfp4/1"))
+    assert len(list(support.w4a8_reasons(odd))) == 2
     assert plan_for(problem, 48).kernel is EXACT
-    assert plan_for(problem, 49).kernel is QUEUED
+    assert plan_for(problem, 49).kernel is MANY
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"zero_points": True}, "w13 has zero points; these kernels read codes around 8"),
+        ({"group_size": 16}, "w13 has groups of 16; these kernels read 32, 64, 128"),
+    ],
+)
+def test_int4_that_it_cannot_read_is_refused(change: dict, what: str) -> None:
+    experts = on_meta(make_layer(replace(INT4, **change))[0])
+    with pytest.raises(KernelUnsupportedError, match=what) as caught:
+        prepare(experts, top_k=2, max_tokens=8, gpu="H200", activation_dtype="fp8")
+    assert "multiplies 16-bit activations" in str(caught.value.hint)
+
+
+def test_int4_gets_it_where_e4m3_activations_are_asked_for() -> None:
+    experts = on_meta(make_layer(INT4)[0])
+    assert prepare(experts, top_k=2, max_tokens=300, gpu="H200").family == "hopper-w4a16"
+    layer = prepare(experts, top_k=2, max_tokens=300, gpu="H200", activation_dtype="fp8")
+    assert layer.family == "hopper-w4a8"
+    assert [name for name in layer.explain(300).split() if name.startswith("w4a8")] == ["w4a8_product_wide_queue"] * 2
+    assert plan_for(layer.problem, 48).kernel is FEW
+    assert plan_for(layer.problem, 49).kernel is MANY

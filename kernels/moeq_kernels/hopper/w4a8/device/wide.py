@@ -1,15 +1,12 @@
 """MXFP4 words times e4m3 tokens: words become e4m3 in registers, the left operand of wgmma.
 
-Scales are folded into the exponents of weights (`fold`), so a product of 32 rows of k is one of e4m3 numbers. A Marlin
-word of a lane has four codes of column g and four of g + 8, of k as 2 t, 2 t + 8, 2 t + 1, 2 t + 9 from one row of 16
-on. Tensor cores want four neighbours: tokens are stored in that order of k (`w8a8.device.rows`). They keep some 14 bits
-of a sum, so those of each step of 128 are added to the others outside of them.
+Scales are folded into the exponents of weights (`fold`), so a product of 32 rows of k is one of e4m3 numbers. Tensor
+cores keep some 14 bits of a sum, so those of each step of 128 are added to the others outside of them.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
-from triton.experimental.gluon import constexpr_function
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
@@ -21,74 +18,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moeq_kernels.hopper.compat import barrier, reinterpret, tma_load
 from moeq_kernels.hopper.device import epilogue
+from moeq_kernels.hopper.w4a8.device import codes
 from moeq_kernels.hopper.w4a16.device import common, layouts
 from moeq_kernels.hopper.w8a8.device import common as bytes_common
 
 STEP = bytes_common.STEP
 
 
-@constexpr_function
-def left_operand(tokens):
-    """e4m3 weights in registers."""
-    return gl.DotOperandLayout(operand_index=0, parent=bytes_common.accumulator(tokens), k_width=4)
-
-
-@constexpr_function
-def _decode():
-    """The text that makes e4m3 of a lane's four words of 32 rows of k: two columns' words (j0) of two slabs of 16.
-
-    Operands: results of h = 0 (4 registers) and of h = 1, the words, a register with the shifts of (h, j0) in its bytes
-    and three copies of it. Eight magnitudes of a column fit two registers, which `prmt` reads by three bits of a code.
-    Shifts are added to them by `mad`, which does not run where all other instructions here do.
-    """
-    lines = [".reg .b32 p, q, m, s, v, zero;", ".reg .b32 " + ", ".join(f"lo{r}, hi{r}" for r in range(4)) + ";"]
-    lines.append("mov.b32 zero, 0;")
-    for r in range(4):
-        lines.append(f"prmt.b32 s, $12, zero, 0x444{r};")
-        lines.append(f"mad.lo.u32 lo{r}, s, 0x01010100, 0x14100800;")  # 0, 0.5, 1, 1.5 times 2^-5; zero stays
-        lines.append(f"mad.lo.u32 hi{r}, s, 0x01010101, 0x24201c18;")  # 2, 3, 4, 6 times 2^-5
-    for word in range(4):  # slab, j0
-        j0 = word % 2
-        lines.append(f"prmt.b32 p, ${8 + word}, zero, 0x3120;")  # codes of h = 0 below, those of h = 1 above
-        lines.append("and.b32 m, p, 0x77777777;")
-        lines.append("shl.b32 q, p, 4;")
-        for h in range(2):
-            r = 2 * h + j0
-            if h:
-                lines.append("shr.u32 m, m, 16;")
-            lines.append(f"prmt.b32 v, lo{r}, hi{r}, m;")
-            lines.append(f"prmt.b32 s, p, q, {'0x3726' if h else '0x1504'};")  # signs, at the top of bytes
-            lines.append("and.b32 s, s, 0x80808080;")
-            lines.append(f"or.b32 ${4 * h + word}, v, s;")
-    return "{\n" + "\n".join(lines) + "\n}"
-
-
 # Argument lists of twenty names, one to a line, would hide the code.
 # fmt: off
-@gluon.jit
-def _lanes(x):
-    """Bytes of two slabs of words with those of a lane, 16 from (slab, j0), behind each other, as in its registers."""
-    return x.reshape([2, 2, 8, 4, 2, 2, 4]).permute([0, 2, 3, 4, 1, 5, 6]).reshape([2, 64, 16])
-
-
-@gluon.jit
-def operand(words, shifts, TOKENS: gl.constexpr):
-    """The left operand of 32 rows of k: words uint8 `layouts.words` of two slabs, shifts as stored `[2, 8, 8]`."""
-    full: gl.constexpr = layouts.scales(True)
-    x, _ = gl.broadcast(gl.expand_dims(shifts, 2), gl.full([2, 8, 4, 8], 0, gl.uint8, full))
-    x = gl.join(x, x)
-    x = gl.join(x, x).reshape([2, 8, 4, 2, 4, 2, 2])  # pair, g, t, j1, (h, j0), and copies for j0 and slab
-    x = x.permute([0, 6, 1, 2, 3, 5, 4]).reshape([2, 2, 512])
-    x = gl.convert_layout(x, layouts.words(True, 2, "e2m1"), assert_trivial=True)
-    lower, upper = gl.inline_asm_elementwise(
-        _decode(), "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r", (_lanes(words), _lanes(x)),
-        (gl.float8e4nv, gl.float8e4nv), True, 16,
-    )
-    x = gl.join(lower, upper).reshape([2, 8, 4, 2, 2, 2, 4, 2])  # pair, g, t, j1, slab, j0, byte, h
-    x = x.permute([5, 0, 3, 7, 1, 4, 2, 6]).reshape([128, 32])
-    return gl.convert_layout(x, left_operand(TOKENS), assert_trivial=True)
-
-
 @gluon.jit
 def _copy(given, TOKENS: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, PAIRED: gl.constexpr,
           DEPENDENT: gl.constexpr):
@@ -124,11 +62,11 @@ def _copy(given, TOKENS: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, 
 
 
 @gluon.jit
-def _weights(w_view, s_view, stage, QUARTER: gl.constexpr, WG: gl.constexpr, TOKENS: gl.constexpr):
+def weights(w_view, s_view, stage, QUARTER: gl.constexpr, WG: gl.constexpr, TOKENS: gl.constexpr):
     """A quarter of a step's weights."""
     words = w_view.index(stage).slice(2 * QUARTER, 2, dim=1).slice(WG * 512, 512, dim=2)
     shifts = s_view.index(stage).slice((2 * QUARTER + WG) * 8, 8, dim=1)
-    return operand(
+    return codes.e2m1_operand(
         words.load(layouts.words(True, 2, "e2m1")), shifts.load(gl.SliceLayout(2, layouts.scales(True))), TOKENS
     )
 
@@ -160,14 +98,14 @@ def _multiply(given, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexp
             mbarrier.wait(ready.index(stage), (it // STAGES) & 1)
             x = x_view.index(stage)
             part = gl.zeros([128, TOKENS], gl.float32, layout)
-            one = _weights(w_view, s_view, stage, 0, WG, TOKENS)
+            one = weights(w_view, s_view, stage, 0, WG, TOKENS)
             x1 = x.slice(0, 32, dim=1).permute((1, 0))
             part = warpgroup_mma(one, x1, part, use_acc=False, is_async=True)
-            two = _weights(w_view, s_view, stage, 1, WG, TOKENS)
+            two = weights(w_view, s_view, stage, 1, WG, TOKENS)
             part = warpgroup_mma(two, x.slice(32, 32, dim=1).permute((1, 0)), part, is_async=True)
-            three = _weights(w_view, s_view, stage, 2, WG, TOKENS)
+            three = weights(w_view, s_view, stage, 2, WG, TOKENS)
             part = warpgroup_mma(three, x.slice(64, 32, dim=1).permute((1, 0)), part, is_async=True)
-            four = _weights(w_view, s_view, stage, 3, WG, TOKENS)
+            four = weights(w_view, s_view, stage, 3, WG, TOKENS)
             part = warpgroup_mma(four, x.slice(96, 32, dim=1).permute((1, 0)), part, is_async=True)
             part = warpgroup_mma_wait(0, deps=(part,))
             mbarrier.arrive(empty.index(stage), count=1)

@@ -1,7 +1,11 @@
 """`wide` with work items from a queue and tiles of even heights, as the wide kernel for 16-bit activations has them.
 
-Words are decoded once for a tile, so it has more tokens (160 or 192 at most): a product of a power of two of them and
-one of the others, from the same weights in registers. Sums stay in the tensor cores, which keep some 14 bits of them.
+Words are decoded once for a tile, so it may have more tokens (160 or 192 at most): a product of a power of two of them
+and one of the others, from the same weights in registers. Sums stay in the tensor cores, which keep some 14 bits of
+them.
+
+int4 codes become e4m3 exactly, as their scales would not. Sums are in units of the scale that was last: where the next
+group begins they are multiplied by what one scale is of the other, which takes no registers as sums of a group would.
 """
 
 from __future__ import annotations
@@ -19,15 +23,22 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moeq_kernels.hopper.compat import barrier, reinterpret, tma_load
 from moeq_kernels.hopper.device import epilogue
-from moeq_kernels.hopper.w4a8.device import wide
+from moeq_kernels.hopper.w4a8.device import codes, wide
 from moeq_kernels.hopper.w4a16.device import common, layouts, wide_copies
 from moeq_kernels.hopper.w8a8.device import common as bytes_common
 
 STEP = bytes_common.STEP
 #: Tokens that are copied together, and work items that are announced ahead.
 BOX, SLOTS = gl.constexpr(32), gl.constexpr(4)
-#: Bytes of a step's words and shifts.
-WORDS = gl.constexpr(2 * 2 * (8 * 512 + 4 * 64))
+#: What smaller scales of int4 groups count as, since sums are divided by them.
+LEAST = gl.constexpr(2.0**-60)
+
+
+@constexpr_function
+def _weight_bytes(group, scale_bits):
+    """Bytes of a step's words and scales."""
+    scales = layouts.groups_of(128, group) * 128 * scale_bits // 8 if group else 0
+    return 2 * (2 * 8 * 512 + scales)
 
 
 @constexpr_function
@@ -40,12 +51,15 @@ def boxes(tokens):
 # Argument lists of twenty names, one to a line, would hide the code.
 # fmt: off
 @gluon.jit
-def _load_words(w_desc, s_desc, w_buf, s_buf, bar, stage, expert, i, tile, slabs, groups, pair_tiles):
-    """Starts the copies of one step's words and shifts."""
+def _load_words(w_desc, s_desc, w_buf, s_buf, bar, stage, expert, i, tile, slabs, groups, pair_tiles,
+                GROUP: gl.constexpr):
+    """Starts the copies of one step's words and scales."""
     for half in gl.static_range(2):
         at = tile + half * pair_tiles
         tma_load(w_desc, [expert * slabs + i * 8, at, 0], bar, w_buf.index(2 * stage + half))
-        tma_load(s_desc, [expert * groups + i * 4, at * 64], bar, s_buf.index(2 * stage + half))
+        if GROUP:
+            s_row = expert * groups + i * layouts.groups_of(128, GROUP)
+            tma_load(s_desc, [s_row, at * 64], bar, s_buf.index(2 * stage + half))
 
 
 @gluon.jit
@@ -61,12 +75,14 @@ def _load_rows(x_desc, x_buf, x_rest, bar, stage, row, left, i, TOKENS: gl.const
 
 
 @gluon.jit
-def _copy(given, TOKENS: gl.constexpr, STAGES: gl.constexpr, PAIRED: gl.constexpr, DEPENDENT: gl.constexpr):
-    """The copy warp: takes items, announces them, brings words, shifts and tokens; its first words before it waits."""
+def _copy(given, TOKENS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PAIRED: gl.constexpr,
+          DEPENDENT: gl.constexpr):
+    """The copy warp: takes items, announces them, brings words, scales and tokens; its first words before it waits."""
     (
         w_desc, s_desc, x_desc, w_buf, s_buf, x_buf, x_rest, ready, empty, info, full, free, queue, tiles, num_tiles,
         steps, blocks, slabs, groups, pair_tiles,
     ) = given
+    BYTES: gl.constexpr = _weight_bytes(GROUP, s_buf.dtype.primitive_bitwidth)
     it = 0
     number = 0
     items = gl.load(num_tiles) * blocks
@@ -82,8 +98,9 @@ def _copy(given, TOKENS: gl.constexpr, STAGES: gl.constexpr, PAIRED: gl.constexp
         if DEPENDENT and it == 0:
             start = gl.minimum(STAGES, steps)
             for i in range(start):
-                wide_copies.expect(ready.index(i), left, WORDS, TOKENS)
-                _load_words(w_desc, s_desc, w_buf, s_buf, ready.index(i), i, expert, i, tile, slabs, groups, pair_tiles)
+                wide_copies.expect(ready.index(i), left, BYTES, TOKENS)
+                _load_words(w_desc, s_desc, w_buf, s_buf, ready.index(i), i, expert, i, tile, slabs, groups, pair_tiles,
+                            GROUP)
             gdc_wait()
             for i in range(start):
                 _load_rows(x_desc, x_buf, x_rest, ready.index(i), i, row, left, i, TOKENS)
@@ -92,23 +109,72 @@ def _copy(given, TOKENS: gl.constexpr, STAGES: gl.constexpr, PAIRED: gl.constexp
             stage = it % STAGES
             mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
             bar = ready.index(stage)
-            wide_copies.expect(bar, left, WORDS, TOKENS)
-            _load_words(w_desc, s_desc, w_buf, s_buf, bar, stage, expert, i, tile, slabs, groups, pair_tiles)
+            wide_copies.expect(bar, left, BYTES, TOKENS)
+            _load_words(w_desc, s_desc, w_buf, s_buf, bar, stage, expert, i, tile, slabs, groups, pair_tiles, GROUP)
             _load_rows(x_desc, x_buf, x_rest, bar, stage, row, left, i, TOKENS)
             it += 1
     wide_copies.announce(info, full, free, number, -1, 0, 0, 0, SLOTS, 1)
 
 
 @gluon.jit
-def _quarter(acc, rest, w_view, s_view, x, x_others, stage, QUARTER: gl.constexpr, WG: gl.constexpr,
-             MAIN: gl.constexpr, OTHERS: gl.constexpr):
-    """Starts the products of 32 rows of k."""
-    a = wide._weights(w_view, s_view, stage, QUARTER, WG, MAIN)
-    acc = warpgroup_mma(a, x.slice(32 * QUARTER, 32, dim=1).permute((1, 0)), acc, is_async=True)
-    if OTHERS:
-        same = gl.convert_layout(a, wide.left_operand(OTHERS), assert_trivial=True)
-        rest = warpgroup_mma(same, x_others.slice(32 * QUARTER, 32, dim=1).permute((1, 0)), rest, is_async=True)
-    return acc, rest
+def _weights(w_view, s_view, stage, QUARTER: gl.constexpr, WG: gl.constexpr, TOKENS: gl.constexpr, KIND: gl.constexpr):
+    """A quarter of a step's weights."""
+    if KIND == "e2m1":
+        return wide.weights(w_view, s_view, stage, QUARTER, WG, TOKENS)
+    else:
+        words = w_view.index(stage).slice(2 * QUARTER, 2, dim=1).slice(WG * 512, 512, dim=2)
+        return codes.int4_operand(words.load(layouts.words(True, 2, "e2m1")), TOKENS)
+
+
+@gluon.jit
+def _step(acc, rest, unit, w_view, s_view, x, others, stage, left, WG: gl.constexpr, MAIN: gl.constexpr,
+          OTHERS: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr):
+    """Adds 128 rows of k to sums in units of `unit`, and gives both; all words are decoded before the products.
+
+    left: groups of the expert from this step on.
+    """
+    SCALED: gl.constexpr = KIND != "e2m1" and GROUP > 0
+    PER: gl.constexpr = layouts.groups_of(128, GROUP) if SCALED else 1
+    EACH: gl.constexpr = 4 // PER
+    a = ()
+    for q in gl.static_range(4):
+        a += (_weights(w_view, s_view, stage, q, WG, MAIN, KIND),)
+    for p in gl.static_range(PER):
+        if SCALED:
+            stored = s_view.index(stage).slice((2 * p + WG) * 8, 8, dim=1)
+            stored = stored.load(gl.SliceLayout(2, layouts.scales(True))).to(gl.float32)
+            scale = codes.row_scales(stored, MAIN)
+            if p:  # behind the expert's last group lies another expert's
+                scale = gl.where(left > p, scale, unit)
+            scale = gl.where(gl.abs(scale) < LEAST, LEAST, scale)
+            ratio = _quotient(unit, scale)
+            unit = scale
+            acc = acc * gl.expand_dims(ratio, 1)
+            if OTHERS:
+                rest = rest * gl.expand_dims(_of(ratio, OTHERS), 1)
+        for q in gl.static_range(p * EACH, p * EACH + EACH):
+            acc = warpgroup_mma(a[q], x.slice(32 * q, 32, dim=1).permute((1, 0)), acc, is_async=True)
+            if OTHERS:
+                same = gl.convert_layout(a[q], codes.left_operand(OTHERS), assert_trivial=True)
+                rest = warpgroup_mma(same, others.slice(32 * q, 32, dim=1).permute((1, 0)), rest, is_async=True)
+        if OTHERS:
+            acc, rest = warpgroup_mma_wait(0, deps=(acc, rest))
+        else:
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+    return acc, rest, unit
+
+
+@gluon.jit
+def _quotient(one, other):
+    """one / other to a few units of the last place."""
+    inverse = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", (other,), gl.float32, True, 1)
+    return one * inverse
+
+
+@gluon.jit
+def _of(rows, TOKENS: gl.constexpr):
+    """A value for each row, beside sums of TOKENS tokens."""
+    return gl.convert_layout(rows, gl.SliceLayout(1, bytes_common.accumulator(TOKENS)), assert_trivial=True)
 
 
 @gluon.jit
@@ -138,26 +204,29 @@ def _store(acc, token_scale, factor, shift, out, row, end_row, column, up, colum
 @gluon.jit
 def _item(
     it, w_view, s_view, x_buf, x_rest, ready, empty, x_scale, factor, bias, out, expert, row, end_row, tile, steps,
-    columns, stride, packed, pair_tiles, WG: gl.constexpr, NOW: gl.constexpr, TOKENS: gl.constexpr,
-    STAGES: gl.constexpr, EPILOGUE: gl.constexpr,
+    groups, columns, stride, packed, pair_tiles, WG: gl.constexpr, NOW: gl.constexpr, TOKENS: gl.constexpr,
+    STAGES: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, EPILOGUE: gl.constexpr,
 ):
     """One warpgroup's part of one item, with NOW of the TOKENS columns of the buffers."""
     COUNTS: gl.constexpr = boxes(TOKENS)
+    PER: gl.constexpr = layouts.groups_of(128, GROUP)
     MAIN: gl.constexpr = wide_copies.main_height(NOW)
     OTHERS: gl.constexpr = NOW - MAIN
     MOST: gl.constexpr = wide_copies.main_height(TOKENS)
     EACH: gl.constexpr = MOST // MAIN
     x_view = reinterpret(x_buf, x_buf.dtype, [STAGES * EACH, MAIN, STEP], bytes_common.operand())
     # The other tokens: behind those of a lower product, or in their own buffers.
-    others_view = x_buf
-    FACTOR: gl.constexpr = COUNTS[1] * BOX // max(OTHERS, BOX) if NOW > MOST else COUNTS[0]
-    AT: gl.constexpr = 0 if NOW > MOST else MAIN // BOX
-    if NOW > MOST:
-        others_view = reinterpret(x_rest, x_buf.dtype, [STAGES * FACTOR, OTHERS, STEP], bytes_common.operand())
+    others_view = x_view
+    FACTOR: gl.constexpr = (COUNTS[1] * BOX if NOW > MOST else MOST) // max(OTHERS, BOX)
+    AT: gl.constexpr = 0 if NOW > MOST else MAIN // max(OTHERS, BOX)
+    if OTHERS:
+        buffer = x_rest if NOW > MOST else x_buf
+        others_view = reinterpret(buffer, x_buf.dtype, [STAGES * FACTOR, OTHERS, STEP], bytes_common.operand())
     acc = gl.zeros([128, MAIN], gl.float32, bytes_common.accumulator(MAIN))
     rest = acc
     if OTHERS:
         rest = gl.zeros([128, OTHERS], gl.float32, bytes_common.accumulator(OTHERS))
+    unit = gl.full([128], 1.0, gl.float32, gl.SliceLayout(1, bytes_common.accumulator(MAIN)))
     column = (tile + WG) * 64
     up = (tile + WG + pair_tiles) * 64
     # Read before the products, or each item would end with waiting for them.
@@ -166,27 +235,26 @@ def _item(
     if OTHERS:
         rest_scale = _token_scales(x_scale, row + MAIN, end_row, OTHERS)
     place, inside = common.row_places(column, up, expert, packed, True, MAIN)
-    row_factor = gl.load(factor + place, mask=inside, other=0.0)
+    row_factor = unit
+    if factor is not None:
+        row_factor = gl.load(factor + place, mask=inside, other=0.0).to(gl.float32)
     shift = None
     if bias is not None:
         shift = gl.load(bias + place, mask=inside, other=0.0).to(gl.float32)
-    for _ in range(steps):
+    for i in range(steps):
         stage = it % STAGES
         mbarrier.wait(ready.index(stage), (it // STAGES) & 1)
         x = x_view.index(stage * EACH)
         others = x
         if OTHERS:
             others = others_view.index(stage * FACTOR + AT)
-        acc, rest = _quarter(acc, rest, w_view, s_view, x, others, stage, 0, WG, MAIN, OTHERS)
-        acc, rest = _quarter(acc, rest, w_view, s_view, x, others, stage, 1, WG, MAIN, OTHERS)
-        acc, rest = _quarter(acc, rest, w_view, s_view, x, others, stage, 2, WG, MAIN, OTHERS)
-        acc, rest = _quarter(acc, rest, w_view, s_view, x, others, stage, 3, WG, MAIN, OTHERS)
-        if OTHERS:
-            acc, rest = warpgroup_mma_wait(0, deps=(acc, rest))
-        else:
-            acc = warpgroup_mma_wait(0, deps=(acc,))
+        acc, rest, unit = _step(
+            acc, rest, unit, w_view, s_view, x, others, stage, groups - i * PER, WG, MAIN, OTHERS, KIND, GROUP
+        )
         mbarrier.arrive(empty.index(stage), count=1)
         it += 1
+    if factor is None:
+        row_factor = unit
     _store(acc, scale, row_factor, shift, out, row, end_row, column, up, columns, stride, expert, packed, MAIN,
            EPILOGUE)
     if OTHERS:
@@ -196,16 +264,17 @@ def _item(
 
 
 @gluon.jit
-def _multiply(given, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, EPILOGUE: gl.constexpr,
-              PAIRED: gl.constexpr, DEPENDENT: gl.constexpr):
+def _multiply(given, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
+              GROUP: gl.constexpr, EPILOGUE: gl.constexpr, PAIRED: gl.constexpr, DEPENDENT: gl.constexpr):
     """A multiplying warpgroup: 128 rows of the weights, 64 of each half of a pair."""
     (
-        w_buf, s_buf, x_buf, x_rest, ready, empty, info, full, free, x_scale, factor, bias, out, steps, columns, stride,
-        packed, pair_tiles,
+        w_buf, s_buf, x_buf, x_rest, ready, empty, info, full, free, x_scale, factor, bias, out, steps, groups, columns,
+        stride, packed, pair_tiles,
     ) = given
     HEIGHTS: gl.constexpr = wide_copies.heights(TOKENS)
     w_view = reinterpret(w_buf, gl.uint8, [STAGES, 2, 8, 2 * 512], layouts.plain_shared())
-    s_view = reinterpret(s_buf, gl.uint8, [STAGES, 2, 4 * 2 * 8, 8], layouts.plain_shared())
+    PER: gl.constexpr = layouts.groups_of(128, GROUP)
+    s_view = reinterpret(s_buf, s_buf.dtype, [STAGES, 2, PER * 2 * 8, 8], layouts.plain_shared())
     if DEPENDENT:
         gdc_wait()  # for scales of tokens
         if WG == 0:
@@ -220,7 +289,8 @@ def _multiply(given, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexp
             if (left <= HEIGHTS[h]) & (h == 0 or left > HEIGHTS[h - 1]):
                 it = _item(
                     it, w_view, s_view, x_buf, x_rest, ready, empty, x_scale, factor, bias, out, expert, row, end_row,
-                    tile, steps, columns, stride, packed, pair_tiles, WG, HEIGHTS[h], TOKENS, STAGES, EPILOGUE,
+                    tile, steps, groups, columns, stride, packed, pair_tiles, WG, HEIGHTS[h], TOKENS, STAGES, KIND,
+                    GROUP, EPILOGUE,
                 )
         number += 1
         expert, row, end_row, block = wide_copies.next_item(info, full, free, number, SLOTS)
@@ -230,23 +300,31 @@ def _multiply(given, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexp
 def w4a8_product_wide_queue(
     w_desc, s_desc, x_desc, x_scale, factor, bias, out, queue, tiles, num_tiles, steps, blocks, slabs, groups,
     pair_tiles, columns, stride, packed,
-    TOKENS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, EPILOGUE: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+    TOKENS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr,
+    EPILOGUE: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """out[row] = epilogue(x[row] @ W[expert of row].T), see `epilogue.Epilogue`.
 
     Args as of `wide.w4a8_product_wide`, except:
+        s_desc: of int4 scales of groups, 16 bits each `[E K / GROUP, N]` in Marlin's order, block `[.., 128]`.
         x_desc: block `[32, 128]`.
+        factor: of int4 scales of output features, None where groups have theirs.
         queue: int32 0: counts the work items taken, after the first one of each program.
         tiles: int32 `[T, 8]` of `device.routing`, of up to TOKENS tokens and of heights that are multiples of 32.
-        TOKENS: 160 or 192.
+        groups: of k of an expert.
+        TOKENS: 64, 128, 160 or 192.
+        KIND, GROUP: `e2m1` and 32, or `uint4` and codes that share a scale (0 for one scale for each feature).
     """
     PAIRED: gl.constexpr = epilogue.gated(EPILOGUE) and not epilogue.interleaved(EPILOGUE)
     COUNTS: gl.constexpr = boxes(TOKENS)
     w_buf = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 8, 2, 128], layouts.word_buffer())
-    s_buf = gl.allocate_shared_memory(gl.uint8, [STAGES * 2, 4, 128], layouts.scale_buffer(8))
+    s_shape: gl.constexpr = [STAGES * 2, layouts.groups_of(128, GROUP), 128]
+    s_layout: gl.constexpr = layouts.scale_buffer(s_desc.dtype.primitive_bitwidth)
+    s_buf = gl.allocate_shared_memory(s_desc.dtype, s_shape, s_layout)
     x_buf = gl.allocate_shared_memory(x_desc.dtype, [STAGES * COUNTS[0], 32, STEP], bytes_common.operand())
-    x_rest = gl.allocate_shared_memory(x_desc.dtype, [STAGES * COUNTS[1], 32, STEP], bytes_common.operand())
+    x_rest = x_buf
+    if COUNTS[1]:
+        x_rest = gl.allocate_shared_memory(x_desc.dtype, [STAGES * COUNTS[1], 32, STEP], bytes_common.operand())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -261,8 +339,8 @@ def w4a8_product_wide_queue(
     fence_async_shared()
     barrier()
     taken = (
-        w_buf, s_buf, x_buf, x_rest, ready, empty, info, full, free, x_scale, factor, bias, out, steps, columns, stride,
-        packed, pair_tiles,
+        w_buf, s_buf, x_buf, x_rest, ready, empty, info, full, free, x_scale, factor, bias, out, steps, groups, columns,
+        stride, packed, pair_tiles,
     )
     copied = (
         w_desc, s_desc, x_desc, w_buf, s_buf, x_buf, x_rest, ready, empty, info, full, free, queue, tiles, num_tiles,
@@ -270,9 +348,9 @@ def w4a8_product_wide_queue(
     )
     gl.warp_specialize(
         [
-            (_multiply, (taken, 0, TOKENS, STAGES, EPILOGUE, PAIRED, DEPENDENT)),
-            (_multiply, (taken, 1, TOKENS, STAGES, EPILOGUE, PAIRED, DEPENDENT)),
-            (_copy, (copied, TOKENS, STAGES, PAIRED, DEPENDENT)),
+            (_multiply, (taken, 0, TOKENS, STAGES, KIND, GROUP, EPILOGUE, PAIRED, DEPENDENT)),
+            (_multiply, (taken, 1, TOKENS, STAGES, KIND, GROUP, EPILOGUE, PAIRED, DEPENDENT)),
+            (_copy, (copied, TOKENS, STAGES, GROUP, PAIRED, DEPENDENT)),
         ],
         [4, 1],
         [REGISTERS, 24],

@@ -1,0 +1,134 @@
+"""From Marlin's words of 4-bit codes to e4m3, wgmma's left operand, without moving a value between lanes.
+
+A word of a lane has four codes of column g and four of g + 8, of k as 2 t, 2 t + 8, 2 t + 1, 2 t + 9 from one row of 16
+on. Tensor cores want four neighbours: tokens are stored in that order of k (`w8a8.device.rows`). Rows of the operand
+are those of map B in `w4a16.device.layouts`.
+
+`prmt` reads eight bytes in two registers by three bits of a code. With the fourth bit it gives eight copies of the
+byte's sign instead. Multiplications by numbers that do not follow from the text keep what would be additions away from
+the pipe that all other instructions here need; `%lanemask_lt` has no bit 31, which no compiler knows.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import constexpr_function
+from triton.experimental.gluon import language as gl
+
+from moeq_kernels.hopper.w4a16.device import layouts
+from moeq_kernels.hopper.w8a8.device import common as bytes_common
+
+#: e4m3 bytes of 0 to 7, and half of what the bytes of -8 to -1 are above them.
+_INTEGERS = (0x00, 0x38, 0x40, 0x44, 0x48, 0x4A, 0x4C, 0x4E)
+_BELOW = tuple((one - other) // 2 for one, other in zip(
+    (0xD0, 0xCE, 0xCC, 0xCA, 0xC8, 0xC4, 0xC0, 0xB8), _INTEGERS, strict=True
+))  # fmt: skip
+
+
+@constexpr_function
+def left_operand(tokens):
+    """e4m3 weights in registers."""
+    return gl.DotOperandLayout(operand_index=0, parent=bytes_common.accumulator(tokens), k_width=4)
+
+
+@constexpr_function
+def _register(table):
+    """Four bytes as a register."""
+    return f"0x{int.from_bytes(bytes(table), 'little'):08x}"
+
+
+@constexpr_function
+def _regrouped(word, h):
+    """Lines: codes of a word's column h in the lower half of p, without their fourth bits in that of m."""
+    if h:
+        return ["shr.u32 p, p, 16;", "shr.u32 m, m, 16;"]
+    return [f"prmt.b32 p, ${word}, zero, 0x3120;", "and.b32 m, p, 0x77777777;"]
+
+
+@constexpr_function
+def decode_e2m1():
+    """The text that makes e4m3 of a lane's four words of 32 rows of k: two columns' words (j0) of two slabs of 16.
+
+    Operands: results of h = 0 (4 registers) and of h = 1, the words, a register with the shifts of (h, j0) in its bytes
+    and three copies of it. Shifts are added to a column's eight magnitudes. Codes without a sign give 0x40, those with
+    one 0: twice that is the sign the other way round, which `fold` undoes.
+    """
+    lines = [".reg .b32 p, m, s, v, zero, plus, two;"]
+    lines += [".reg .b32 " + ", ".join(f"lo{r}, hi{r}" for r in range(4)) + ";"]
+    lines += ["mov.b32 zero, 0;", "mov.u32 s, %lanemask_lt;", "shr.u32 s, s, 31;"]
+    lines += ["or.b32 plus, s, 0x40404040;", "or.b32 two, s, 2;"]
+    for r in range(4):
+        lines.append(f"prmt.b32 s, $12, zero, 0x444{r};")
+        lines.append(f"mad.lo.u32 lo{r}, s, 0x01010100, 0x14100800;")  # 0, 0.5, 1, 1.5 times 2^-5; zero stays
+        lines.append(f"mad.lo.u32 hi{r}, s, 0x01010101, 0x24201c18;")  # 2, 3, 4, 6 times 2^-5
+    for word in range(4):  # slab, j0
+        for h in range(2):
+            r = 2 * h + word % 2
+            lines += [*_regrouped(8 + word, h), f"prmt.b32 v, lo{r}, hi{r}, m;", "prmt.b32 s, plus, plus, p;"]
+            lines.append(f"mad.lo.u32 ${4 * h + word}, s, two, v;")
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+@constexpr_function
+def decode_int4():
+    """The same of codes that mean themselves minus 8, exactly, and have no shifts.
+
+    Codes from 8 on are 0 to 7 by their other bits. To those below twice what `_BELOW` has is added.
+    """
+    lines = [".reg .b32 p, m, s, v, zero, two, lo, hi, below, under;"]
+    lines += ["mov.b32 zero, 0;", "mov.u32 s, %lanemask_lt;", "shr.u32 s, s, 31;", "or.b32 two, s, 2;"]
+    for name, table in (("lo", _INTEGERS[:4]), ("hi", _INTEGERS[4:]), ("below", _BELOW[:4]), ("under", _BELOW[4:])):
+        lines.append(f"add.u32 {name}, s, {_register(table)};")
+    for word in range(4):
+        for h in range(2):
+            lines += [*_regrouped(8 + word, h), "prmt.b32 v, lo, hi, m;", "prmt.b32 s, below, under, p;"]
+            lines.append(f"mad.lo.u32 ${4 * h + word}, s, two, v;")
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+@gluon.jit
+def _lanes(x):
+    """Bytes of two slabs of words with those of a lane, 16 from (slab, j0), behind each other, as in its registers."""
+    return x.reshape([2, 2, 8, 4, 2, 2, 4]).permute([0, 2, 3, 4, 1, 5, 6]).reshape([2, 64, 16])
+
+
+@gluon.jit
+def e2m1_operand(words, shifts, TOKENS: gl.constexpr):
+    """`[128, 32]` of 32 rows of k: words uint8 `layouts.words` of two slabs, shifts as stored `[2, 8, 8]`."""
+    full: gl.constexpr = layouts.scales(True)
+    x, _ = gl.broadcast(gl.expand_dims(shifts, 2), gl.full([2, 8, 4, 8], 0, gl.uint8, full))
+    x = gl.join(x, x)
+    x = gl.join(x, x).reshape([2, 8, 4, 2, 4, 2, 2])  # pair, g, t, j1, (h, j0), and copies for j0 and slab
+    x = x.permute([0, 6, 1, 2, 3, 5, 4]).reshape([2, 2, 512])
+    x = gl.convert_layout(x, layouts.words(True, 2, "e2m1"), assert_trivial=True)
+    lower, upper = gl.inline_asm_elementwise(
+        decode_e2m1(), "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r", (_lanes(words), _lanes(x)),
+        (gl.float8e4nv, gl.float8e4nv), True, 16,
+    )  # fmt: skip
+    return _operand(lower, upper, TOKENS)
+
+
+@gluon.jit
+def int4_operand(words, TOKENS: gl.constexpr):
+    """The same of int4 codes."""
+    lower, upper = gl.inline_asm_elementwise(
+        decode_int4(), "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r", (_lanes(words),), (gl.float8e4nv, gl.float8e4nv),
+        True, 16,
+    )  # fmt: skip
+    return _operand(lower, upper, TOKENS)
+
+
+@gluon.jit
+def _operand(lower, upper, TOKENS: gl.constexpr):
+    """What was decoded for h = 0 and h = 1 as `[128, 32]`."""
+    x = gl.join(lower, upper).reshape([2, 8, 4, 2, 2, 2, 4, 2])  # pair, g, t, j1, slab, j0, byte, h
+    x = x.permute([5, 0, 3, 7, 1, 4, 2, 6]).reshape([128, 32])
+    return gl.convert_layout(x, left_operand(TOKENS), assert_trivial=True)
+
+
+@gluon.jit
+def row_scales(scales, TOKENS: gl.constexpr):
+    """Scales `[128]` of the rows of an operand, from those of a group as stored `[2, 8, 8]`."""
+    x = scales.reshape([2, 8, 2, 2, 2])  # pair, g, j1, j0, h
+    x = x.permute([3, 0, 2, 4, 1]).reshape([128])
+    return gl.convert_layout(x, gl.SliceLayout(1, bytes_common.accumulator(TOKENS)), assert_trivial=True)
