@@ -195,9 +195,11 @@ def _store(acc, token_scale, factor, shift, out, row, end_row, column, up, colum
     acc = acc * gl.expand_dims(gl.convert_layout(factor, rows, assert_trivial=True), 1)
     if shift is not None:
         acc = acc + gl.expand_dims(gl.convert_layout(shift, rows, assert_trivial=True), 1)
+    # As many tokens are regrouped at a time as 32 KB hold: of 32 bits before an activation, else as they are stored.
+    CHUNK: gl.constexpr = 128 if epilogue.activation(EPILOGUE) == "none" and out.dtype.element_ty != gl.float32 else 64
     common.store_chunks(
         acc, out, row, end_row, column, up, columns, stride, None, None, True, expert, packed, EPILOGUE, True, TOKENS,
-        min(TOKENS, 64),
+        min(TOKENS, CHUNK),
     )
 
 
