@@ -161,7 +161,7 @@ def random_plan(drawn: Drawn, packed: PackedExperts, generator: random.Random, n
         found = (random_plan(drawn, packed, generator) for _ in range(100))
         return next((one for one in found if any(part in describe_any(one) for part in named.split(","))), None)
     if drawn.family == "hopper-w4a8":
-        return w4a8.W4a8Plan(generator.choice(w4a8.TABLES[drawn.recipe.element])[1])
+        return w4a8.W4a8Plan(generator.choice(w4a8.TABLE)[1])
     if drawn.family == "mma-w4a16":
         return None
     if drawn.family == "hopper-w4a16":

@@ -33,7 +33,7 @@ from moeq_kernels import PackedExperts, PackedMatrix, PreparedLayer
 from moeq_kernels.compiling import Specialisation, compile_all, specialise
 from moeq_kernels.epilogue import SILU, Epilogue
 from moeq_kernels.gpu import GPUS
-from moeq_kernels.hopper.w4a8.layer import TABLES as W4A8_TABLES
+from moeq_kernels.hopper.w4a8.layer import TABLE as W4A8_TABLE
 from moeq_kernels.hopper.w4a8.layer import W4a8Plan
 from moeq_kernels.hopper.w8a8.plan import E4M3_TABLE, TABLE, WIDE, Int8Direct, Int8Narrow, Int8Plan, direct_plan
 from moeq_kernels.hopper.w8a8.plan import choose as choose_from
@@ -121,7 +121,7 @@ def candidates(shape: Shape, tokens: int, codes: str) -> list[Any]:
     mean = pairs / min(shape.experts, pairs)
     result: list[Int8Plan] = []
     if codes in FOUR_BITS:
-        return [W4a8Plan(one) for _, one in W4A8_TABLES["e2m1" if codes == "mxfp4" else "int4"]]
+        return [W4a8Plan(one) for _, one in W4A8_TABLE]
     if codes == "int8" and 2 * pairs <= shape.experts and shape.intermediate <= 4096:
         few = direct_plan(pairs, shape.hidden, shape.intermediate)
         result += [few, replace(few, kernel=Int8Direct(3))]

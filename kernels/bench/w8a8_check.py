@@ -24,7 +24,7 @@ from bench.checking import ROUTINGS, Calls, epilogue_of, given, parser, run
 from bench.planned import portable_moe, run_family
 from bench.reference import Layer, moe, relative_error
 from moeq_kernels import PackedExperts
-from moeq_kernels.hopper.w4a8.layer import TABLES as W4A8_TABLES
+from moeq_kernels.hopper.w4a8.layer import TABLE as W4A8_TABLE
 from moeq_kernels.hopper.w4a8.layer import W4a8Plan, W4a8Wide
 from moeq_kernels.hopper.w8a8.plan import (
     E4M3_NARROW_TABLE,
@@ -141,7 +141,7 @@ def plans(recipe: Recipe, tokens: int) -> Iterator[Int8Plan | W4a8Plan | None]:
     """The chosen plan, every kernel of the table and some more; narrow ones with and without shared k."""
     yield None
     if FAMILIES[recipe.element] == "hopper-w4a8":
-        yield from (W4a8Plan(kernel) for _, kernel in W4A8_TABLES[recipe.element])
+        yield from (W4a8Plan(kernel) for _, kernel in W4A8_TABLE)
         return
     int8 = recipe.element == "int8"
     if tokens <= 40 and int8:

@@ -9,7 +9,7 @@ from typing import Any
 from bench.compile.w4a16 import _descriptor, _integers
 from bench.compile.w8a8 import OAI, _compile
 from moeq_kernels.epilogue import PLAIN, SILU, Epilogue
-from moeq_kernels.hopper.w4a8.layer import FEW, MANY, TABLES, W4a8Wide
+from moeq_kernels.hopper.w4a8.layer import BOX, FEW, MANY, W4a8Wide
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,15 @@ class W4a8Case:
 
 
 def cases() -> list[W4a8Case]:
-    """Both sizes as gate-up (gpt-oss's too) and down product."""
+    """Both sizes as gate-up (gpt-oss's too) and down product, int4 with every group."""
     result = []
-    for _, kernel in TABLES["e2m1"]:
-        name = f"w4a8-{'queue' if kernel.queue else 'wide'}{kernel.tokens}"
-        base = W4a8Case(f"{name}-gate-up", kernel)
-        result += [base, replace(base, name=f"{name}-oai", epilogue=OAI, bias=True)]
-        result.append(replace(base, name=f"{name}-down", epilogue=PLAIN, bias=True, out="fp32"))
     for kernel in (FEW, MANY):
+        base = W4a8Case(f"w4a8-{kernel.tokens}-gate-up", kernel)
+        result += [base, replace(base, name=f"w4a8-{kernel.tokens}-oai", epilogue=OAI, bias=True)]
+        result.append(replace(base, name=f"w4a8-{kernel.tokens}-down", epilogue=PLAIN, bias=True))
         for group in (128, 64, 32, 0):
             base = W4a8Case(f"w4a8-int4-{kernel.tokens}-g{group}", kernel, "int4", group)
-            result += [base, replace(base, name=f"{base.name}-down", epilogue=PLAIN, bias=True, out="fp32")]
+            result += [base, replace(base, name=f"{base.name}-down", epilogue=PLAIN, bias=True)]
     return result
 
 
@@ -57,9 +55,9 @@ def compile_case(case: W4a8Case, **options: Any) -> Any:
     types = {
         "w_desc": _descriptor("i32", [8, 2, 128], words.word_buffer()),
         "s_desc": _descriptor("u8" if mxfp4 else "bf16", [per, 128], words.scale_buffer(8 if mxfp4 else 16)),
-        "x_desc": _descriptor("fp8e4nv", [kernel.box, 128], common.operand()),
+        "x_desc": _descriptor("fp8e4nv", [BOX, 128], common.operand()),
         "x_scale": "*fp32",
-        **dict.fromkeys(("tiles", "num_tiles"), "*i32"),
+        **dict.fromkeys(("queue", "tiles", "num_tiles"), "*i32"),
         "out": f"*{case.out}",
         **_integers("steps blocks slabs groups pair_tiles columns stride packed"),
     }
@@ -69,14 +67,9 @@ def compile_case(case: W4a8Case, **options: Any) -> Any:
         "REGISTERS": kernel.registers,
         "EPILOGUE": case.epilogue,
         "DEPENDENT": True,
+        "KIND": "e2m1" if mxfp4 else "uint4",
+        "GROUP": case.group,
     }
-    module, function = "wide", "w4a8_product_wide"
-    if kernel.queue:
-        module, function = "wide_queue", "w4a8_product_wide_queue"
-        types["queue"] = "*i32"
-        constants |= {"KIND": "e2m1" if mxfp4 else "uint4", "GROUP": case.group}
-    else:
-        constants["BOX"] = kernel.box
     if case.group and not mxfp4:
         constants["factor"] = None
     else:
@@ -85,5 +78,5 @@ def compile_case(case: W4a8Case, **options: Any) -> Any:
         types["bias"] = "*bf16"
     else:
         constants["bias"] = None
-    found = getattr(import_module(f"moeq_kernels.hopper.w4a8.device.{module}"), function)
-    return _compile(found, types, constants, options)
+    wide = import_module("moeq_kernels.hopper.w4a8.device.wide")
+    return _compile(wide.w4a8_product_wide, types, constants, options)

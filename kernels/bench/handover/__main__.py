@@ -72,8 +72,8 @@ def cases() -> Iterator[tuple[str, str, Recipe, Any, int]]:
             name = f"{element} {type(kernel).__name__} {kernel.tokens} x {kernel.stages}"
             yield name, family, sized(recipe, 128, kernel.stages), w8a8.Int8Plan(kernel), kernel.tokens + 5
     for element, recipe in (("e2m1", Recipe("marlin-mxfp4/1", "e2m1")), ("int4", int4)):
-        for _, size in w4a8.TABLES[element]:
-            name = f"{element} x e4m3 {size.tokens} x {size.stages}" + " queue" * size.queue
+        for _, size in w4a8.TABLE:
+            name = f"{element} x e4m3 {size.tokens} x {size.stages}"
             yield name, "hopper-w4a8", sized(recipe, 128, size.stages), w4a8.W4a8Plan(size), size.tokens + 5
 
 

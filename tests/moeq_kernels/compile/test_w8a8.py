@@ -39,7 +39,7 @@ for name, kernel in compile_rows().items():
     code = [one.operation for one in instructions(disassemble(kernel.asm["cubin"])).values()]
     rows[name] = [len(code), sum(one.startswith(("LDL", "STL")) for one in code)]
 for case in w4a8.cases():
-    if case.name in ("w4a8-wide64-oai", "w4a8-queue160-gate-up", "w4a8-int4-160-g128", "w4a8-int4-64-g32"):
+    if case.name in ("w4a8-64-oai", "w4a8-160-gate-up", "w4a8-int4-160-g128", "w4a8-int4-64-g32"):
         kernel = w4a8.compile_case(case)
         sass = disassemble(kernel.asm["cubin"])
         outcomes[case.name] = {
@@ -70,7 +70,7 @@ def test_products_multiply_bytes_from_shared_memory_and_never_spill(
     outcomes, _ = built
     # 160 tokens take all registers; what is kept for an item's end may lie in local memory, as `problems` finds no loop
     # that reads or writes it.
-    most = {"w4a8-queue160-gate-up": 8, "w4a8-int4-160-g128": 24}
+    most = {"w4a8-160-gate-up": 8, "w4a8-int4-160-g128": 24}
     found = {name: one["problems"] for name, one in outcomes.items() if one["problems"]}
     assert found | {name: one["local"] for name, one in outcomes.items() if len(one["local"]) > most.get(name, 0)} == {}
     # 128 of k in steps of 32, for two blocks of 64 rows (narrow) or of 128 columns (wide); a loop for each warpgroup
@@ -82,7 +82,7 @@ def test_products_multiply_bytes_from_shared_memory_and_never_spill(
     # a loop for each height, 64, 96, 128 and 160 tokens, of one product or two
     products = ((64,), (64, 32), (128,), (128, 32))
     heights = [{f"QGMMA.64x{tokens}x32.F32.E4M3.E4M3" for tokens in one} for one in products]
-    assert [set(loop) for loop in outcomes["w4a8-queue160-gate-up"]["wgmma"]] == heights * 2
+    assert [set(loop) for loop in outcomes["w4a8-160-gate-up"]["wgmma"]] == heights * 2
     assert [set(loop) for loop in outcomes["w4a8-int4-160-g128"]["wgmma"]] == heights * 2
     assert all(int(str(one["shared"])) <= 227 * 1024 for one in outcomes.values())
     assert int(str(outcomes["int8-narrow16-down"]["shared"])) <= 113 * 1024  # two programs on a multiprocessor

@@ -29,25 +29,11 @@ def ready(experts: PackedExperts) -> PackedExperts:
 
 @dataclass(frozen=True)
 class W4a8Wide:
-    """Sizes of the kernel.
-
-    Attributes:
-        tokens: of a tile.
-        stages: steps of 128 of k in shared memory.
-        registers: of multiplying threads.
-        queue: work items come from a counter, an expert's tiles are of one height, and sums stay in the tensor cores.
-            Else those of each step are added in float32, for which more than 64 tokens leave no registers.
-    """
+    """Sizes of the kernel: tokens of a tile, steps of 128 of k in shared memory, registers of multiplying threads."""
 
     tokens: int
     stages: int
     registers: int = 232
-    queue: bool = False
-
-    @property
-    def box(self) -> int:
-        """Tokens that are copied together."""
-        return 32 if self.queue else self.tokens // 4
 
 
 @dataclass(frozen=True)
@@ -60,25 +46,22 @@ class W4a8Plan:
 
 
 #: Words are decoded once for a tile, so larger ones are faster.
-EXACT, FEW, MANY = W4a8Wide(64, 7), W4a8Wide(64, 7, queue=True), W4a8Wide(160, 5, queue=True)
-#: (tokens for an expert on average up to, kernel), tried in order. On an H200 both take as long at 32 tokens (e2m1) and
-#: at 56 (int4).
-TABLES = {
-    "e2m1": ((48.0, EXACT), (float("inf"), MANY)),
-    "int4": ((48.0, FEW), (float("inf"), MANY)),
-}
+FEW, MANY = W4a8Wide(64, 7), W4a8Wide(160, 5)
+#: (tokens for an expert on average up to, kernel), tried in order.
+TABLE = ((48.0, FEW), (float("inf"), MANY))
+#: Tokens that are copied together, of which heights of tiles are multiples.
+BOX = 32
 
 
 def plan_for(problem: Problem, tokens: int) -> W4a8Plan:
     """The kernel for so many tokens."""
     mean = tokens * problem.top_k / problem.experts
-    return W4a8Plan(next(kernel for most, kernel in TABLES[problem.w13.element] if mean <= most))
+    return W4a8Plan(next(kernel for most, kernel in TABLE if mean <= most))
 
 
 def launches(problem: Problem, piece: Piece, arena: Arena, plan: W4a8Plan) -> list[Launch]:
     """y of some tokens."""
-    grain = plan.kernel.box if plan.kernel.queue else None
-    return w8a8.quantised_launches(problem, piece, arena, plan, product_launch, grain)
+    return w8a8.quantised_launches(problem, piece, arena, plan, product_launch, BOX)
 
 
 def product_launch(
@@ -99,13 +82,14 @@ def product_launch(
         "s_desc": Box(
             scale.view(-1, matrix.n), (layouts.groups_of(128, group), 128), layouts.scale_buffer(8 * scale.itemsize)
         ),
-        "x_desc": Box(rows.codes, (kernel.box, 128), common.operand()),
+        "x_desc": Box(rows.codes, (BOX, 128), common.operand()),
         "x_scale": rows.scales,
         "factor": matrix.scale_factor if kind == "e2m1" else channel_scale(matrix),
         "bias": matrix.bias,
         "out": out,
         "tiles": found.sorted.tiles,
         "num_tiles": found.sorted.num_tiles,
+        "queue": found.sorted.cleared.part(0, int(matrix is problem.w2), 1),
         "steps": -(-min(matrix.k, rows.codes.shape[1]) // 128),
         "blocks": blocks,
         "slabs": matrix.k // 16,
@@ -119,16 +103,12 @@ def product_launch(
         "TOKENS": kernel.tokens,
         "STAGES": kernel.stages,
         "REGISTERS": kernel.registers,
+        "KIND": kind,
+        "GROUP": group,
         "EPILOGUE": epilogue,
         "DEPENDENT": problem.dependent,
     }
     most = most_tiles(piece.ids.numel(), kernel.tokens, problem.experts) * blocks
     programs = (min(problem.gpu.multiprocessors, most),)
     name = "hopper.w4a8.device.wide:w4a8_product_wide"
-    if kernel.queue:
-        name = "hopper.w4a8.device.wide_queue:w4a8_product_wide_queue"
-        constants |= {"KIND": kind, "GROUP": group}
-        arguments["queue"] = found.sorted.cleared.part(0, int(matrix is problem.w2), 1)
-    else:
-        constants["BOX"] = kernel.box
     return Launch(name, programs, arguments, constants, {"num_warps": 4, **problem.after})

@@ -15,7 +15,7 @@ from bench.reference import Layer, moe, relative_error
 from moeq_kernels import KernelUnsupportedError, PackedExperts, fused_moe, interpreter, prepare
 from moeq_kernels.hopper import support
 from moeq_kernels.hopper.w4a8.fold import SPAN, folded
-from moeq_kernels.hopper.w4a8.layer import EXACT, FEW, MANY, W4a8Plan, W4a8Wide, plan_for
+from moeq_kernels.hopper.w4a8.layer import FEW, MANY, W4a8Plan, W4a8Wide, plan_for
 from moeq_kernels.prepared import prepare_for
 from moeq_kernels.schedules import schedule
 from moeq_kernels.validate import epilogue_of
@@ -31,17 +31,17 @@ INT4 = Recipe("marlin-wna16/1", "int4", experts=2, hidden=192, intermediate=128,
     [
         (replace(PLAIN, intermediate=192, bias=True), W4a8Wide(64, 3), 23),
         (OAI, W4a8Wide(64, 3), 23),
-        (PLAIN, W4a8Wide(160, 2, queue=True), 150),
-        (replace(PLAIN, bias=True), W4a8Wide(160, 2, queue=True), 90),
-        (replace(PLAIN, intermediate=192), W4a8Wide(160, 3, queue=True), 23),
-        (OAI, W4a8Wide(160, 3, queue=True), 170),
-        (INT4, W4a8Wide(64, 2, queue=True), 23),
-        (replace(INT4, group_size=32, bias=True), W4a8Wide(64, 3, queue=True), 70),
-        (replace(INT4, group_size=128, hidden=256), W4a8Wide(128, 2, queue=True), 120),
-        (replace(INT4, group_size=-1, bias=True), W4a8Wide(128, 3, queue=True), 90),
+        (PLAIN, W4a8Wide(160, 2), 150),
+        (replace(PLAIN, bias=True), W4a8Wide(160, 2), 90),
+        (replace(PLAIN, intermediate=192), W4a8Wide(160, 3), 23),
+        (OAI, W4a8Wide(160, 3), 170),
+        (INT4, W4a8Wide(64, 2), 23),
+        (replace(INT4, group_size=32, bias=True), W4a8Wide(64, 3), 70),
+        (replace(INT4, group_size=128, hidden=256), W4a8Wide(128, 2), 120),
+        (replace(INT4, group_size=-1, bias=True), W4a8Wide(128, 3), 90),
         (
             replace(INT4, bias=True, order="interleaved", activation="swiglu_oai", limit=7.0),
-            W4a8Wide(128, 2, queue=True),
+            W4a8Wide(128, 2),
             60,
         ),
     ],
@@ -93,7 +93,7 @@ def test_int4_scales_may_be_zero_negative_and_far_apart(group: int, dtype: torch
         matrices.append(replace(one, scales=scales, values=values))
     packed = PackedExperts(*(pack("marlin-wna16/1", "int4", one) for one in matrices))
     layer = Layer(*(one.values for one in matrices))
-    _check(packed, layer, "silu", None, W4a8Wide(64, 2, queue=True), 40)
+    _check(packed, layer, "silu", None, W4a8Wide(64, 2), 40)
 
 
 def _both(matrix: Quantised) -> PackedExperts:
@@ -177,7 +177,7 @@ def test_who_asks_gets_this_kernel_on_hopper(recipe: Recipe) -> None:
     layer = prepare(experts, gpu="H200", activation_dtype="fp8", **options)
     assert (layer.family, layer.reason) == ("hopper-w4a8", None)
     assert "bfloat16 as e4m3" in str(layer)
-    assert [name for name in layer.explain(300).split() if name.startswith("w4a8")] == ["w4a8_product_wide_queue"] * 2
+    assert [name for name in layer.explain(300).split() if name.startswith("w4a8")] == ["w4a8_product_wide"] * 2
     asked = experts.quantising("fp8")  # as `moeq.load_experts` gives them
     assert prepare(asked, gpu="H200", **options).family == "hopper-w4a8"
     assert prepare(asked, gpu="H200", activation_dtype="", **options).family == "hopper-w4a16"
@@ -217,7 +217,7 @@ def test_nobody_gets_this_kernel_who_did_not_ask() -> None:
     assert support.family(problem) == "hopper-w4a16"
     odd = replace(problem, hidden=184, w13=replace(problem.w13, layout="marlin-nvfp4/1"))
     assert len(list(support.w4a8_reasons(odd))) == 2
-    assert plan_for(problem, 48).kernel is EXACT
+    assert plan_for(problem, 48).kernel is FEW
     assert plan_for(problem, 49).kernel is MANY
 
 
@@ -240,6 +240,6 @@ def test_int4_gets_it_where_e4m3_activations_are_asked_for() -> None:
     assert prepare(experts, top_k=2, max_tokens=300, gpu="H200").family == "hopper-w4a16"
     layer = prepare(experts, top_k=2, max_tokens=300, gpu="H200", activation_dtype="fp8")
     assert layer.family == "hopper-w4a8"
-    assert [name for name in layer.explain(300).split() if name.startswith("w4a8")] == ["w4a8_product_wide_queue"] * 2
+    assert [name for name in layer.explain(300).split() if name.startswith("w4a8")] == ["w4a8_product_wide"] * 2
     assert plan_for(layer.problem, 48).kernel is FEW
     assert plan_for(layer.problem, 49).kernel is MANY

@@ -1,12 +1,19 @@
-"""MXFP4 words times e4m3 tokens: words become e4m3 in registers, the left operand of wgmma.
+"""4-bit words times e4m3 tokens: words become e4m3 in registers, the left operand of wgmma.
 
-Scales are folded into the exponents of weights (`fold`), so a product of 32 rows of k is one of e4m3 numbers. Tensor
-cores keep some 14 bits of a sum, so those of each step of 128 are added to the others outside of them.
+Programs take work items from a queue, and tiles have even heights, as those of the wide kernel for 16-bit activations.
+Words are decoded once for a tile, so it has many tokens: a product of a power of two of them and one of the others,
+from the same weights in registers. Sums stay in the tensor cores, which keep some 14 bits of them: next to nothing
+beside what e4m3 activations lose.
+
+MXFP4's scales are folded into the exponents of weights (`fold`), so a product of 32 rows of k is one of e4m3 numbers.
+int4 codes become e4m3 exactly, as their scales would not. Sums are in units of the scale that was last: where the next
+group begins they are multiplied by what one scale is of the other, which takes no registers as sums of a group would.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
+from triton.experimental.gluon import constexpr_function
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
@@ -19,154 +26,343 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from moeq_kernels.hopper.compat import barrier, reinterpret, tma_load
 from moeq_kernels.hopper.device import epilogue
 from moeq_kernels.hopper.w4a8.device import codes
-from moeq_kernels.hopper.w4a16.device import common, layouts
+from moeq_kernels.hopper.w4a16.device import common, layouts, wide_copies
 from moeq_kernels.hopper.w8a8.device import common as bytes_common
 
 STEP = bytes_common.STEP
+#: Tokens that are copied together, and work items that are announced ahead.
+BOX, SLOTS = gl.constexpr(32), gl.constexpr(4)
+#: What smaller scales of int4 groups count as, since sums are divided by them.
+LEAST = gl.constexpr(2.0**-60)
+
+
+@constexpr_function
+def _weight_bytes(group, scale_bits):
+    """Bytes of a step's words and scales."""
+    scales = layouts.groups_of(128, group) * 128 * scale_bits // 8 if group else 0
+    return 2 * (2 * 8 * 512 + scales)
+
+
+@constexpr_function
+def boxes(tokens):
+    """Boxes of a tile's tokens: of the power of two, and of the others."""
+    main = wide_copies.main_height(tokens) // 32
+    return main, tokens // 32 - main
 
 
 # Argument lists of twenty names, one to a line, would hide the code.
 # fmt: off
 @gluon.jit
-def _copy(given, TOKENS: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, PAIRED: gl.constexpr,
-          DEPENDENT: gl.constexpr):
-    """The copy warp: words, shifts, and the boxes of BOX tokens that hold any of the tile."""
-    (
-        w_desc, s_desc, x_desc, w_buf, s_buf, x_buf, ready, empty, tiles, num_tiles, steps, blocks, slabs, groups,
-        pair_tiles,
-    ) = given
-    BOXES: gl.constexpr = TOKENS // BOX
-    WORDS: gl.constexpr = 2 * 2 * (8 * 512 + 4 * 64)
-    if DEPENDENT:
-        gdc_wait()
-    it = 0
-    for index in range(gl.program_id(0), gl.load(num_tiles) * blocks, gl.num_programs(0)):
-        expert, row, end_row, block = bytes_common.find_item(index, tiles, blocks, TOKENS)
-        tile = block * (2 if PAIRED else 4)
-        left = end_row - row
-        for i in range(steps):
-            stage = it % STAGES
-            mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
-            bar = ready.index(stage)
-            for b in gl.static_range(BOXES):
-                is_last = (left <= (b + 1) * BOX) | (b == BOXES - 1)
-                mbarrier.expect(bar, WORDS + (b + 1) * BOX * STEP, pred=is_last & ((left > b * BOX) | (b == 0)))
-            for half in gl.static_range(2):
-                at = tile + half * pair_tiles
-                tma_load(w_desc, [expert * slabs + i * 8, at, 0], bar, w_buf.index(2 * stage + half))
-                tma_load(s_desc, [expert * groups + i * 4, at * 64], bar, s_buf.index(2 * stage + half))
-            for b in gl.static_range(BOXES):
-                needed = (left > b * BOX) | (b == 0)
-                tma_load(x_desc, [row + b * BOX, i * STEP], bar, x_buf.index(stage * BOXES + b), pred=needed)
-            it += 1
+def _load_words(w_desc, s_desc, w_buf, s_buf, bar, stage, expert, i, tile, slabs, groups, pair_tiles,
+                GROUP: gl.constexpr):
+    """Starts the copies of one step's words and scales."""
+    for half in gl.static_range(2):
+        at = tile + half * pair_tiles
+        tma_load(w_desc, [expert * slabs + i * 8, at, 0], bar, w_buf.index(2 * stage + half))
+        if GROUP:
+            s_row = expert * groups + i * layouts.groups_of(128, GROUP)
+            tma_load(s_desc, [s_row, at * 64], bar, s_buf.index(2 * stage + half))
 
 
 @gluon.jit
-def weights(w_view, s_view, stage, QUARTER: gl.constexpr, WG: gl.constexpr, TOKENS: gl.constexpr):
+def _load_rows(x_desc, x_buf, x_rest, bar, stage, row, left, i, TOKENS: gl.constexpr):
+    """Starts the copies of one step's tokens: the boxes that hold any of the tile."""
+    COUNTS: gl.constexpr = boxes(TOKENS)
+    for b in gl.static_range(TOKENS // BOX):
+        if b < COUNTS[0]:
+            target = x_buf.index(stage * COUNTS[0] + b)
+        else:
+            target = x_rest.index(stage * COUNTS[1] + (b - COUNTS[0]))
+        tma_load(x_desc, [row + b * BOX, i * STEP], bar, target, pred=left > b * BOX)
+
+
+@gluon.jit
+def _copy(given, TOKENS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PAIRED: gl.constexpr,
+          DEPENDENT: gl.constexpr):
+    """The copy warp: takes items, announces them, brings words, scales and tokens; its first words before it waits."""
+    (
+        w_desc, s_desc, x_desc, w_buf, s_buf, x_buf, x_rest, ready, empty, info, full, free, queue, tiles, num_tiles,
+        steps, blocks, slabs, groups, pair_tiles,
+    ) = given
+    BYTES: gl.constexpr = _weight_bytes(GROUP, s_buf.dtype.primitive_bitwidth)
+    it = 0
+    number = 0
+    items = gl.load(num_tiles) * blocks
+    index = gl.program_id(0)
+    while index < items:
+        expert, row, end_row, block = common.find_tile(index, tiles, blocks)
+        wide_copies.announce(info, full, free, number, expert, row, end_row, block, SLOTS, 1)
+        number += 1
+        index = gl.num_programs(0) + gl.atomic_add(queue, 1, sem="relaxed")
+        tile = block * (2 if PAIRED else 4)
+        left = end_row - row
+        start = 0
+        if DEPENDENT and it == 0:
+            start = gl.minimum(STAGES, steps)
+            for i in range(start):
+                wide_copies.expect(ready.index(i), left, BYTES, TOKENS)
+                _load_words(w_desc, s_desc, w_buf, s_buf, ready.index(i), i, expert, i, tile, slabs, groups, pair_tiles,
+                            GROUP)
+            gdc_wait()
+            for i in range(start):
+                _load_rows(x_desc, x_buf, x_rest, ready.index(i), i, row, left, i, TOKENS)
+            it = start
+        for i in range(start, steps):
+            stage = it % STAGES
+            mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
+            bar = ready.index(stage)
+            wide_copies.expect(bar, left, BYTES, TOKENS)
+            _load_words(w_desc, s_desc, w_buf, s_buf, bar, stage, expert, i, tile, slabs, groups, pair_tiles, GROUP)
+            _load_rows(x_desc, x_buf, x_rest, bar, stage, row, left, i, TOKENS)
+            it += 1
+    wide_copies.announce(info, full, free, number, -1, 0, 0, 0, SLOTS, 1)
+
+
+@gluon.jit
+def _weights(w_view, s_view, stage, QUARTER: gl.constexpr, WG: gl.constexpr, TOKENS: gl.constexpr, KIND: gl.constexpr):
     """A quarter of a step's weights."""
     words = w_view.index(stage).slice(2 * QUARTER, 2, dim=1).slice(WG * 512, 512, dim=2)
-    shifts = s_view.index(stage).slice((2 * QUARTER + WG) * 8, 8, dim=1)
-    return codes.e2m1_operand(
-        words.load(layouts.words(True, 2, "e2m1")), shifts.load(gl.SliceLayout(2, layouts.scales(True))), TOKENS
+    words = words.load(layouts.words(True, 2, KIND))
+    if KIND == "e2m1":
+        shifts = s_view.index(stage).slice((2 * QUARTER + WG) * 8, 8, dim=1)
+        return codes.e2m1_operand(words, shifts.load(gl.SliceLayout(2, layouts.scales(True))), TOKENS)
+    else:
+        return codes.int4_operand(words, TOKENS)
+
+
+@gluon.jit
+def _step(acc, rest, unit, w_view, s_view, x, others, stage, left, WG: gl.constexpr, MAIN: gl.constexpr,
+          OTHERS: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr):
+    """Adds 128 rows of k to sums in units of `unit`, and gives both; all words are decoded before the products.
+
+    left: groups of the expert from this step on.
+    """
+    SCALED: gl.constexpr = KIND != "e2m1" and GROUP > 0
+    PER: gl.constexpr = layouts.groups_of(128, GROUP) if SCALED else 1
+    EACH: gl.constexpr = 4 // PER
+    a = ()
+    for q in gl.static_range(4):
+        a += (_weights(w_view, s_view, stage, q, WG, MAIN, KIND),)
+    for p in gl.static_range(PER):
+        if SCALED:
+            stored = s_view.index(stage).slice((2 * p + WG) * 8, 8, dim=1)
+            stored = stored.load(gl.SliceLayout(2, layouts.scales(True))).to(gl.float32)
+            scale = codes.row_scales(stored, MAIN)
+            if p:  # behind the expert's last group lies another expert's
+                scale = gl.where(left > p, scale, unit)
+            scale = gl.where(gl.abs(scale) < LEAST, LEAST, scale)
+            ratio = _quotient(unit, scale)
+            unit = scale
+            acc = acc * gl.expand_dims(ratio, 1)
+            if OTHERS:
+                rest = rest * gl.expand_dims(_of(ratio, OTHERS), 1)
+        for q in gl.static_range(p * EACH, p * EACH + EACH):
+            acc = warpgroup_mma(a[q], x.slice(32 * q, 32, dim=1).permute((1, 0)), acc, is_async=True)
+            if OTHERS:
+                same = gl.convert_layout(a[q], codes.left_operand(OTHERS), assert_trivial=True)
+                rest = warpgroup_mma(same, others.slice(32 * q, 32, dim=1).permute((1, 0)), rest, is_async=True)
+        if OTHERS:
+            acc, rest = warpgroup_mma_wait(0, deps=(acc, rest))
+        else:
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+    return acc, rest, unit
+
+
+@gluon.jit
+def _quotient(one, other):
+    """one / other to a few units of the last place."""
+    inverse = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", (other,), gl.float32, True, 1)
+    return one * inverse
+
+
+@gluon.jit
+def _of(rows, TOKENS: gl.constexpr):
+    """A value for each row, beside sums of TOKENS tokens."""
+    return gl.convert_layout(rows, gl.SliceLayout(1, bytes_common.accumulator(TOKENS)), assert_trivial=True)
+
+
+@gluon.jit
+def _token_scales(x_scale, row, end_row, TOKENS: gl.constexpr):
+    """Scales of TOKENS rows, one or none in a thread."""
+    t = row + gl.arange(0, TOKENS, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    return gl.load(x_scale + t, mask=t < end_row, other=0.0)
+
+
+@gluon.jit
+def _store(acc, token_scale, factor, shift, out, row, end_row, column, up, columns, stride, expert, packed,
+           TOKENS: gl.constexpr, EPILOGUE: gl.constexpr):
+    """Scales, biases, activation and stores of `[128, TOKENS]`."""
+    token_scale = gl.convert_layout(token_scale, gl.SliceLayout(0, bytes_common.accumulator(TOKENS)))
+    acc = acc * gl.expand_dims(token_scale, 0)
+    acc = gl.convert_layout(acc, layouts.accumulator(TOKENS), assert_trivial=True)
+    rows: gl.constexpr = gl.SliceLayout(1, layouts.accumulator(TOKENS))
+    acc = acc * gl.expand_dims(gl.convert_layout(factor, rows, assert_trivial=True), 1)
+    if shift is not None:
+        acc = acc + gl.expand_dims(gl.convert_layout(shift, rows, assert_trivial=True), 1)
+    common.store_chunks(
+        acc, out, row, end_row, column, up, columns, stride, None, None, True, expert, packed, EPILOGUE, True, TOKENS,
+        min(TOKENS, 64),
     )
 
 
 @gluon.jit
-def _multiply(given, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, EPILOGUE: gl.constexpr,
-              PAIRED: gl.constexpr, DEPENDENT: gl.constexpr):
+def _item(
+    it, w_view, s_view, x_buf, x_rest, ready, empty, x_scale, factor, bias, out, expert, row, end_row, tile, steps,
+    groups, columns, stride, packed, pair_tiles, WG: gl.constexpr, NOW: gl.constexpr, TOKENS: gl.constexpr,
+    STAGES: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, EPILOGUE: gl.constexpr,
+):
+    """One warpgroup's part of one item, with NOW of the TOKENS columns of the buffers."""
+    COUNTS: gl.constexpr = boxes(TOKENS)
+    PER: gl.constexpr = layouts.groups_of(128, GROUP)
+    MAIN: gl.constexpr = wide_copies.main_height(NOW)
+    OTHERS: gl.constexpr = NOW - MAIN
+    MOST: gl.constexpr = wide_copies.main_height(TOKENS)
+    EACH: gl.constexpr = MOST // MAIN
+    x_view = reinterpret(x_buf, x_buf.dtype, [STAGES * EACH, MAIN, STEP], bytes_common.operand())
+    # The other tokens: behind those of a lower product, or in their own buffers.
+    others_view = x_view
+    FACTOR: gl.constexpr = (COUNTS[1] * BOX if NOW > MOST else MOST) // max(OTHERS, BOX)
+    AT: gl.constexpr = 0 if NOW > MOST else MAIN // max(OTHERS, BOX)
+    if OTHERS:
+        buffer = x_rest if NOW > MOST else x_buf
+        others_view = reinterpret(buffer, x_buf.dtype, [STAGES * FACTOR, OTHERS, STEP], bytes_common.operand())
+    acc = gl.zeros([128, MAIN], gl.float32, bytes_common.accumulator(MAIN))
+    rest = acc
+    if OTHERS:
+        rest = gl.zeros([128, OTHERS], gl.float32, bytes_common.accumulator(OTHERS))
+    unit = gl.full([128], 1.0, gl.float32, gl.SliceLayout(1, bytes_common.accumulator(MAIN)))
+    column = (tile + WG) * 64
+    up = (tile + WG + pair_tiles) * 64
+    # Read before the products, or each item would end with waiting for them.
+    scale = _token_scales(x_scale, row, end_row, MAIN)
+    rest_scale = scale
+    if OTHERS:
+        rest_scale = _token_scales(x_scale, row + MAIN, end_row, OTHERS)
+    place, inside = common.row_places(column, up, expert, packed, True, MAIN)
+    row_factor = unit
+    if factor is not None:
+        row_factor = gl.load(factor + place, mask=inside, other=0.0).to(gl.float32)
+    shift = None
+    if bias is not None:
+        shift = gl.load(bias + place, mask=inside, other=0.0).to(gl.float32)
+    for i in range(steps):
+        stage = it % STAGES
+        mbarrier.wait(ready.index(stage), (it // STAGES) & 1)
+        x = x_view.index(stage * EACH)
+        others = x
+        if OTHERS:
+            others = others_view.index(stage * FACTOR + AT)
+        acc, rest, unit = _step(
+            acc, rest, unit, w_view, s_view, x, others, stage, groups - i * PER, WG, MAIN, OTHERS, KIND, GROUP
+        )
+        mbarrier.arrive(empty.index(stage), count=1)
+        it += 1
+    if factor is None:
+        row_factor = unit
+    _store(acc, scale, row_factor, shift, out, row, end_row, column, up, columns, stride, expert, packed, MAIN,
+           EPILOGUE)
+    if OTHERS:
+        _store(rest, rest_scale, row_factor, shift, out, row + MAIN, end_row, column, up, columns, stride, expert,
+               packed, OTHERS, EPILOGUE)
+    return it
+
+
+@gluon.jit
+def _multiply(given, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
+              GROUP: gl.constexpr, EPILOGUE: gl.constexpr, PAIRED: gl.constexpr, DEPENDENT: gl.constexpr):
     """A multiplying warpgroup: 128 rows of the weights, 64 of each half of a pair."""
     (
-        w_buf, s_buf, x_buf, ready, empty, x_scale, factor, bias, out, tiles, num_tiles, steps, blocks, columns, stride,
-        packed, pair_tiles,
+        w_buf, s_buf, x_buf, x_rest, ready, empty, info, full, free, x_scale, factor, bias, out, steps, groups, columns,
+        stride, packed, pair_tiles,
     ) = given
-    layout: gl.constexpr = bytes_common.accumulator(TOKENS)
+    HEIGHTS: gl.constexpr = wide_copies.heights(TOKENS)
     w_view = reinterpret(w_buf, gl.uint8, [STAGES, 2, 8, 2 * 512], layouts.plain_shared())
-    s_view = reinterpret(s_buf, gl.uint8, [STAGES, 2, 4 * 2 * 8, 8], layouts.plain_shared())
-    x_view = reinterpret(x_buf, x_buf.dtype, [STAGES, TOKENS, STEP], bytes_common.operand())
-    t = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, layout))
+    PER: gl.constexpr = layouts.groups_of(128, GROUP)
+    s_view = reinterpret(s_buf, s_buf.dtype, [STAGES, 2, PER * 2 * 8, 8], layouts.plain_shared())
     if DEPENDENT:
-        gdc_wait()
+        gdc_wait()  # for scales of tokens
         if WG == 0:
             gdc_launch_dependents()
     it = 0
-    for index in range(gl.program_id(0), gl.load(num_tiles) * blocks, gl.num_programs(0)):
-        expert, row, end_row, block = bytes_common.find_item(index, tiles, blocks, TOKENS)
+    number = 0
+    expert, row, end_row, block = wide_copies.next_item(info, full, free, 0, SLOTS)
+    while expert >= 0:
         tile = block * (2 if PAIRED else 4)
-        acc = gl.zeros([128, TOKENS], gl.float32, layout)
-        for _ in range(steps):
-            stage = it % STAGES
-            mbarrier.wait(ready.index(stage), (it // STAGES) & 1)
-            x = x_view.index(stage)
-            part = gl.zeros([128, TOKENS], gl.float32, layout)
-            one = weights(w_view, s_view, stage, 0, WG, TOKENS)
-            x1 = x.slice(0, 32, dim=1).permute((1, 0))
-            part = warpgroup_mma(one, x1, part, use_acc=False, is_async=True)
-            two = weights(w_view, s_view, stage, 1, WG, TOKENS)
-            part = warpgroup_mma(two, x.slice(32, 32, dim=1).permute((1, 0)), part, is_async=True)
-            three = weights(w_view, s_view, stage, 2, WG, TOKENS)
-            part = warpgroup_mma(three, x.slice(64, 32, dim=1).permute((1, 0)), part, is_async=True)
-            four = weights(w_view, s_view, stage, 3, WG, TOKENS)
-            part = warpgroup_mma(four, x.slice(96, 32, dim=1).permute((1, 0)), part, is_async=True)
-            part = warpgroup_mma_wait(0, deps=(part,))
-            mbarrier.arrive(empty.index(stage), count=1)
-            acc = acc + part
-            it += 1
-        token_scale = gl.load(x_scale + row + t, mask=row + t < end_row, other=0.0)
-        acc = acc * gl.expand_dims(token_scale, 0)
-        acc = gl.convert_layout(acc, layouts.accumulator(TOKENS), assert_trivial=True)
-        column = (tile + WG) * 64
-        up = (tile + WG + pair_tiles) * 64
-        common.store_chunks(
-            acc, out, row, end_row, column, up, columns, stride, factor, bias, True, expert, packed, EPILOGUE, True,
-            TOKENS, 64,
-        )
+        left = end_row - row
+        for h in gl.static_range(len(HEIGHTS)):
+            if (left <= HEIGHTS[h]) & (h == 0 or left > HEIGHTS[h - 1]):
+                it = _item(
+                    it, w_view, s_view, x_buf, x_rest, ready, empty, x_scale, factor, bias, out, expert, row, end_row,
+                    tile, steps, groups, columns, stride, packed, pair_tiles, WG, HEIGHTS[h], TOKENS, STAGES, KIND,
+                    GROUP, EPILOGUE,
+                )
+        number += 1
+        expert, row, end_row, block = wide_copies.next_item(info, full, free, number, SLOTS)
 
 
 @gluon.jit(do_not_specialize=["steps", "blocks", "slabs", "groups", "pair_tiles", "packed"])
 def w4a8_product_wide(
-    w_desc, s_desc, x_desc, x_scale, factor, bias, out, tiles, num_tiles, steps, blocks, slabs, groups, pair_tiles,
-    columns, stride, packed,
-    TOKENS: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, EPILOGUE: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+    w_desc, s_desc, x_desc, x_scale, factor, bias, out, queue, tiles, num_tiles, steps, blocks, slabs, groups,
+    pair_tiles, columns, stride, packed,
+    TOKENS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr,
+    EPILOGUE: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """out[row] = epilogue(x[row] @ W[expert of row].T), see `epilogue.Epilogue`.
 
     Args:
         w_desc: words int32 `[E K / 16, N / 64, 128]`, block `[8, 2, 128]`.
-        s_desc: shifts uint8 `[E K / 32, N]`, block `[4, 128]`.
-        x_desc: e4m3 tokens `[rows, k]` sorted by expert, k in the order of words, block `[BOX, 128]`.
-        x_scale: fp32 `[rows]`; factor: fp32 and bias `[E, packed]`, in Marlin's 32-column order, bias or None.
+        s_desc: uint8 shifts (of int4 scales of 16 bits) of groups in Marlin's order `[E groups, N]`, block `[.., 128]`.
+        x_desc: e4m3 tokens `[rows, k]` sorted by expert, k in the order of words, block `[32, 128]`.
+        x_scale: fp32 `[rows]`.
+        factor: fp32 factors of `fold`, or int4's scales of output features, or None where groups have theirs.
+        bias: as factor `[E, packed]`, in Marlin's 32-column order, or None.
         out: `[rows, columns]` with `stride`.
-        tiles: int32 `[T, 8]` and num_tiles: int32 `[1]`, of `device.routing`, of TOKENS tokens.
+        queue: int32 0: counts the work items taken, after the first one of each program.
+        tiles: int32 `[T, 8]` and num_tiles: int32 `[1]`, of `device.routing`, of up to TOKENS tokens and of heights
+            that are multiples of 32.
         steps: of 128 of k; blocks: of 128 columns where gated and not interleaved, else of 256 packed ones.
-        slabs, groups: of 16 and of 32 rows of k of an expert; pair_tiles: from a tile of 64 columns to its other half.
-        BOX: tokens that are copied together; REGISTERS: of multiplying threads.
+        slabs: of 16 rows of k of an expert; groups: of k of an expert.
+        pair_tiles: from a tile of 64 columns to its other half.
+        TOKENS: 64, 128, 160 or 192; REGISTERS: of multiplying threads.
+        KIND, GROUP: `e2m1` and 32, or `uint4` and codes that share a scale (0 for one scale for each feature).
         DEPENDENT: launched while the kernel before it still runs.
     """
     PAIRED: gl.constexpr = epilogue.gated(EPILOGUE) and not epilogue.interleaved(EPILOGUE)
+    COUNTS: gl.constexpr = boxes(TOKENS)
     w_buf = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 8, 2, 128], layouts.word_buffer())
-    s_buf = gl.allocate_shared_memory(gl.uint8, [STAGES * 2, 4, 128], layouts.scale_buffer(8))
-    x_buf = gl.allocate_shared_memory(x_desc.dtype, [STAGES * (TOKENS // BOX), BOX, STEP], bytes_common.operand())
+    s_shape: gl.constexpr = [STAGES * 2, layouts.groups_of(128, GROUP), 128]
+    s_layout: gl.constexpr = layouts.scale_buffer(s_desc.dtype.primitive_bitwidth)
+    s_buf = gl.allocate_shared_memory(s_desc.dtype, s_shape, s_layout)
+    x_buf = gl.allocate_shared_memory(x_desc.dtype, [STAGES * COUNTS[0], 32, STEP], bytes_common.operand())
+    x_rest = x_buf
+    if COUNTS[1]:
+        x_rest = gl.allocate_shared_memory(x_desc.dtype, [STAGES * COUNTS[1], 32, STEP], bytes_common.operand())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
+    info = gl.allocate_shared_memory(gl.int32, [SLOTS * 4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)
     fence_async_shared()
     barrier()
     taken = (
-        w_buf, s_buf, x_buf, ready, empty, x_scale, factor, bias, out, tiles, num_tiles, steps, blocks, columns, stride,
-        packed, pair_tiles,
+        w_buf, s_buf, x_buf, x_rest, ready, empty, info, full, free, x_scale, factor, bias, out, steps, groups, columns,
+        stride, packed, pair_tiles,
     )
     copied = (
-        w_desc, s_desc, x_desc, w_buf, s_buf, x_buf, ready, empty, tiles, num_tiles, steps, blocks, slabs, groups,
-        pair_tiles,
+        w_desc, s_desc, x_desc, w_buf, s_buf, x_buf, x_rest, ready, empty, info, full, free, queue, tiles, num_tiles,
+        steps, blocks, slabs, groups, pair_tiles,
     )
     gl.warp_specialize(
         [
-            (_multiply, (taken, 0, TOKENS, STAGES, EPILOGUE, PAIRED, DEPENDENT)),
-            (_multiply, (taken, 1, TOKENS, STAGES, EPILOGUE, PAIRED, DEPENDENT)),
-            (_copy, (copied, TOKENS, BOX, STAGES, PAIRED, DEPENDENT)),
+            (_multiply, (taken, 0, TOKENS, STAGES, KIND, GROUP, EPILOGUE, PAIRED, DEPENDENT)),
+            (_multiply, (taken, 1, TOKENS, STAGES, KIND, GROUP, EPILOGUE, PAIRED, DEPENDENT)),
+            (_copy, (copied, TOKENS, STAGES, GROUP, PAIRED, DEPENDENT)),
         ],
         [4, 1],
         [REGISTERS, 24],
