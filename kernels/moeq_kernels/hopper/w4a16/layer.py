@@ -20,7 +20,7 @@ from moeq_kernels.hopper.w4a16.plan import (
     Work,
     choose,
     kernel_for,
-    mma_where_memory_is_slow,
+    mma_is_faster,
 )
 from moeq_kernels.hopper.w4a16.products import (
     alike,
@@ -55,8 +55,6 @@ EXACT_PAIRS = 256
 EXACT_EDGES = (EXACT_PAIRS, mma.EXACT_PAIRS)
 #: Rows of an expert, on average, up to which the sorting kernel also copies tokens.
 ROWS_COPIED = 4
-#: Tokens for an expert up to which `mma.sync` kernels are faster where one kernel cannot make both products.
-MMA_MEAN = 24.0
 #: What heights of the wide kernel's tiles are multiples of.
 HEIGHT_GRAIN = 32
 
@@ -72,8 +70,7 @@ def plan_for(problem: Problem, tokens: int) -> Plan | MmaPlan:
     pairs = tokens * problem.top_k
     work = Work(pairs, problem.experts, first.k, problem.intermediate, kind, problem.top_k, gpu, both)
     plan = choose(work, group, gated)
-    faster = work.mean <= MMA_MEAN if not both else mma_where_memory_is_slow(work)
-    if faster and not isinstance(plan.kernel, Direct) and not any(mma.reasons(problem)):
+    if mma_is_faster(work, plan.kernel) and not any(mma.reasons(problem)):
         return mma.plan_for(problem, tokens)
     return plan
 

@@ -129,6 +129,11 @@ DIRECT_WEIGHTS = 1 << 25
 DIRECT_READ = 290 * 10**6
 #: Tokens for an expert up to which it was measured.
 DIRECT_MEAN = 1.6
+#: Tokens for an expert up to which `mma.sync` kernels are faster where one kernel cannot make both products.
+MMA_MEAN = 24.0
+#: With DIRECT_MEAN tokens at most and FEW_COLUMNS they are ahead from so many waves of 128 columns of gate and up on, up
+#: to so many bytes of weights.
+MMA_WAVES, MMA_BYTES = 1.15, 250 * 10**6
 NARROW8 = Narrow(8, 3, after=True, resident=4, registers=128)
 NARROW16 = Narrow(16, 2, after=False, resident=4, registers=128)
 QUEUE8 = Queue(8, 3, resident=3, after=True)
@@ -153,8 +158,10 @@ GATHERING: dict[Kernel, tuple[int, Kernel]] = {
 }
 #: For e2m1, where scales are folded anyway: more stages, and all of the weights of a step in registers.
 QUEUE16_FOLDED = Queue(16, 3, resident=3, least=8)
-#: Two programs with more stages, which suit more layers of int4.
+#: For int4 two programs with more stages, where there are fewer tiles than three programs on each multiprocessor.
 QUEUE16_PAIR = Queue(16, 5, resident=2, least=8)
+#: 128 columns of gate and up for each multiprocessor from which three programs have a tile of 256 each, but for a tenth.
+QUEUE16_WAVES = 5.4
 #: Tokens for an expert up to which the queue kernel has tiles of 8: in e2m1, and in int4 and other codes. Beyond, tiles
 #: of 16 that are multiplied at 8 where that is enough take as long with uniform routing, and less with uneven one.
 QUEUE8_MEAN_E2M1, QUEUE8_MEAN = 1.5, 3.0
@@ -168,11 +175,11 @@ FEW_WAVES = 3
 Table = tuple[tuple[float, Narrow | Queue | Wide], ...]
 _MANY: Table = ((44.0, WIDE64), (90.0, WIDE96), (float("inf"), WIDE160))
 _FEW: Table = ((1.0, NARROW8), (5.0, QUEUE8))
-#: (tokens per hit expert up to, kernel), tried in order; for NARROW8 and QUEUE8 `choose` looks at the work, too.
+#: (tokens per hit expert up to, kernel), tried in order; for NARROW8, QUEUE8 and QUEUE16 `choose` looks at the work too.
 #: Tiles of 16 tokens hold until every fourth expert or so has more than 16.
-TABLE: Table = (_FEW[0], (6.0, QUEUE8), (14.0, QUEUE16_PAIR), (20.0, QUEUE32), (24.0, WIDE32), *_MANY)
+TABLE: Table = (_FEW[0], (6.0, QUEUE8), (14.0, QUEUE16), (20.0, QUEUE32), (24.0, WIDE32), *_MANY)
 #: The same for down products of many steps (see SHORT_K).
-LONG_TABLE: Table = (_FEW[0], (6.0, QUEUE8), (14.0, QUEUE16_PAIR), (26.0, QUEUE32), *_MANY)
+LONG_TABLE: Table = (_FEW[0], (6.0, QUEUE8), (14.0, QUEUE16), (26.0, QUEUE32), *_MANY)
 #: The same with so many waves of tiles that only an even flow of reads counts.
 MANY_WAVES = 9
 LONG_TABLE_MANY: Table = (*LONG_TABLE[:4], (56.0, QUEUE64_INT4), *_MANY[1:])
@@ -182,7 +189,7 @@ BYTES_TABLE: Table = (*_FEW, (12.0, QUEUE16), (24.0, WIDE32), *_MANY)
 INT8_LONG_TABLE: Table = (*_FEW, (14.0, QUEUE16), (24.0, WIDE32), *_MANY)
 #: For e2m1, whose integer work counts beside its bytes.
 _E2M1_MANY: Table = ((30.0, QUEUE32), (48.0, QUEUE64), (90.0, WIDE96), (float("inf"), WIDE160))
-E2M1_TABLE: Table = (*_FEW, (14.0, QUEUE16_FOLDED), *_E2M1_MANY)
+E2M1_TABLE: Table = (*_FEW, (14.0, QUEUE16), *_E2M1_MANY)
 #: What NARROW_BYTES is where memory is slow.
 SLOW_NARROW_BYTES = 260 * 10**6
 #: For int4 there.
@@ -354,13 +361,18 @@ def kernel_where_memory_is_fast(work: Work) -> Kernel:
     kind, mean, waves = work.kind, work.mean, work.waves
     small_float, few_tiles = KINDS[kind].small_float, waves <= FEW_WAVES
     base = next(one for limit, one in table_for(kind, work.intermediate, waves) if mean <= limit)
+    queue16 = QUEUE16_FOLDED if small_float else QUEUE16
+    if kind == "uint4" and waves <= QUEUE16_WAVES:
+        queue16 = QUEUE16_PAIR
+    if base == QUEUE16:
+        base = queue16
     full = base not in (NARROW8, QUEUE8)
     if not full or (few_tiles and round(mean) <= NARROW8.tokens):
         few_bytes = work.bytes <= (NARROW_BYTES_FULL if full else NARROW_BYTES)
         if (work.one_wave and few_bytes) or not (work.both or full):
             return NARROW8
         few = (few_tiles and not small_float) or mean <= (QUEUE8_MEAN_E2M1 if small_float else QUEUE8_MEAN)
-        return QUEUE8 if few else QUEUE16_FOLDED if small_float else QUEUE16_PAIR if kind == "uint4" else QUEUE16
+        return QUEUE8 if few else queue16
     return kernel_for_few_tiles(base, work) if few_tiles else base
 
 
@@ -389,17 +401,22 @@ def kernel_where_memory_is_slow(work: Work) -> Kernel:
     return {32: WIDE32, 64: WIDE64}.get(tokens, base) if one_wave else base
 
 
-def mma_where_memory_is_slow(work: Work) -> bool:
-    """Whether `mma.sync` kernels are faster than the one of `choose`, by what was fitted on an H100.
+def mma_is_faster(work: Work, kernel: Kernel) -> bool:
+    """Whether `mma.sync` kernels are faster than `kernel` of `choose`, by what was fitted on an H100 and on an H200.
 
     They pick tokens themselves, which counts where those weigh most beside an expert's weights, and five of them run on
     a multiprocessor, which counts where tiles are few.
     """
-    if not work.gpu.slow_memory or KINDS[work.kind].bits != 4:
+    mean, waves, direct = work.mean, work.waves, isinstance(kernel, Direct)
+    if not work.both:
+        return not direct and mean <= MMA_MEAN
+    if KINDS[work.kind].bits != 4:
         return False
-    mean = work.mean
-    few_tiles = work.waves <= 1.0 and NARROW8.tokens < mean <= (12.0 if work.waves > 0.5 else 30.0)
-    return few_tiles or (work.intermediate <= 256 and 6.0 < mean <= 11.0)
+    if work.gpu.slow_memory:
+        few_tiles = waves <= 1.0 and NARROW8.tokens < mean <= (12.0 if waves > 0.5 else 30.0)
+        return not direct and (few_tiles or (work.intermediate <= 256 and 6.0 < mean <= 11.0))
+    few_columns = work.kind == "uint4" and work.intermediate <= FEW_COLUMNS
+    return few_columns and mean <= DIRECT_MEAN and waves > MMA_WAVES and work.bytes <= MMA_BYTES
 
 
 def choose(work: Work, group: int, gated: bool = True) -> Plan:
