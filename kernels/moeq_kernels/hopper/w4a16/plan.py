@@ -131,8 +131,8 @@ DIRECT_READ = 290 * 10**6
 DIRECT_MEAN = 1.6
 #: Tokens for an expert up to which `mma.sync` kernels are faster where one kernel cannot make both products.
 MMA_MEAN = 24.0
-#: With DIRECT_MEAN tokens at most and FEW_COLUMNS they are ahead from so many waves of 128 columns of gate and up on, up
-#: to so many bytes of weights.
+#: With DIRECT_MEAN tokens and FEW_COLUMNS at most they are ahead from so many waves of 128 columns of gate and up on,
+#: up to so many bytes of weights.
 MMA_WAVES, MMA_BYTES = 1.15, 250 * 10**6
 NARROW8 = Narrow(8, 3, after=True, resident=4, registers=128)
 NARROW16 = Narrow(16, 2, after=False, resident=4, registers=128)
@@ -158,9 +158,9 @@ GATHERING: dict[Kernel, tuple[int, Kernel]] = {
 }
 #: For e2m1, where scales are folded anyway: more stages, and all of the weights of a step in registers.
 QUEUE16_FOLDED = Queue(16, 3, resident=3, least=8)
-#: For int4 two programs with more stages, where there are fewer tiles than three programs on each multiprocessor.
+#: For int4 two programs with more stages, where three on each multiprocessor would have less than a tile each.
 QUEUE16_PAIR = Queue(16, 5, resident=2, least=8)
-#: 128 columns of gate and up for each multiprocessor from which three programs have a tile of 256 each, but for a tenth.
+#: Waves of 128 columns of gate and up from which three programs have a tile of 256 columns each, but for a tenth.
 QUEUE16_WAVES = 5.4
 #: Tokens for an expert up to which the queue kernel has tiles of 8: in e2m1, and in int4 and other codes. Beyond, tiles
 #: of 16 that are multiplied at 8 where that is enough take as long with uniform routing, and less with uneven one.
@@ -175,7 +175,7 @@ FEW_WAVES = 3
 Table = tuple[tuple[float, Narrow | Queue | Wide], ...]
 _MANY: Table = ((44.0, WIDE64), (90.0, WIDE96), (float("inf"), WIDE160))
 _FEW: Table = ((1.0, NARROW8), (5.0, QUEUE8))
-#: (tokens per hit expert up to, kernel), tried in order; for NARROW8, QUEUE8 and QUEUE16 `choose` looks at the work too.
+#: (tokens per hit expert up to, kernel), tried in order; of NARROW8, QUEUE8 and QUEUE16 the work decides as well.
 #: Tiles of 16 tokens hold until every fourth expert or so has more than 16.
 TABLE: Table = (_FEW[0], (6.0, QUEUE8), (14.0, QUEUE16), (20.0, QUEUE32), (24.0, WIDE32), *_MANY)
 #: The same for down products of many steps (see SHORT_K).

@@ -159,6 +159,28 @@ def test_mma_sync_kernels_take_what_they_do_sooner() -> None:
     assert kernel_of("H100", 160, hidden=256, intermediate=256) is Wide
 
 
+def test_an_h200_has_mma_sync_kernels_for_one_or_two_tokens_of_many_experts_with_few_columns() -> None:
+    """From 1.15 tiles of 128 columns on for each multiprocessor, up to 250 MB, int4 only."""
+
+    def faster(tokens: int, kind: str = "uint4", gpu: Gpu = H200, intermediate: int = 384) -> bool:
+        work = Work(8 * tokens, 256, 3072, intermediate, kind, 8, gpu)
+        return plan_of_call.mma_is_faster(work, plan_of_call.choose(work, 128).kernel)
+
+    assert [faster(tokens) for tokens in (1, 6, 8, 16, 23, 32, 200)] == [False, False, True, True, True, False, False]
+    assert not faster(8, kind="e2m1")
+    assert not faster(8, kind="uint8")
+    assert not faster(8, gpu=H100)
+    assert not faster(8, intermediate=768)
+
+
+def test_int4_has_three_programs_of_the_queue_kernel_where_each_has_a_tile() -> None:
+    for experts, intermediate, programs in ((128, 768, 3), (64, 1408, 2)):
+        for mean in (4, 8, 12):
+            kernel = choose(mean * experts, experts, 2048, intermediate, 128, top_k=8).kernel
+            assert isinstance(kernel, Queue)
+            assert (kernel.tokens, kernel.resident) == (16, programs)
+
+
 def test_few_tiles_share_k_and_many_do_not() -> None:
     assert splits_for(16, 56, 528) >= 8
     assert splits_for(400, 16, 528) == 1
