@@ -127,6 +127,8 @@ DIRECT_WEIGHTS = 1 << 25
 #: Weights that all pairs together read there: every pair reads its expert for itself. Nothing else told so well whether
 #: this pays.
 DIRECT_READ = 290 * 10**6
+#: The same for int4 where memory is fast, however large an expert is.
+DIRECT_READ_FAST = 165 * 10**6
 #: Tokens for an expert up to which it was measured.
 DIRECT_MEAN = 1.6
 #: Tokens for an expert up to which `mma.sync` kernels are faster where one kernel cannot make both products.
@@ -165,6 +167,8 @@ QUEUE16_WAVES = 5.4
 #: Tokens for an expert up to which the queue kernel has tiles of 8: in e2m1, and in int4 and other codes. Beyond, tiles
 #: of 16 that are multiplied at 8 where that is enough take as long with uniform routing, and less with uneven one.
 QUEUE8_MEAN_E2M1, QUEUE8_MEAN = 1.5, 3.0
+#: The same for int4 with two to FEW_WAVES waves of tiles.
+QUEUE8_MEAN_TILES = 6.8
 #: Weights in bytes beyond which the queue kernel keeps the memory busier, even where all of the narrow one's programs
 #: run at once.
 NARROW_BYTES = 200 * 10**6
@@ -371,8 +375,10 @@ def kernel_where_memory_is_fast(work: Work) -> Kernel:
         few_bytes = work.bytes <= (NARROW_BYTES_FULL if full else NARROW_BYTES)
         if (work.one_wave and few_bytes) or not (work.both or full):
             return NARROW8
-        few = (few_tiles and not small_float) or mean <= (QUEUE8_MEAN_E2M1 if small_float else QUEUE8_MEAN)
-        return QUEUE8 if few else queue16
+        limit = QUEUE8_MEAN_E2M1 if small_float else QUEUE8_MEAN
+        if few_tiles and not small_float:  # a second tile of 8 tokens costs less than what few tiles leave idle
+            limit = QUEUE8_MEAN_TILES if kind == "uint4" and waves > 2.0 else math.inf
+        return QUEUE8 if mean <= limit else queue16
     return kernel_for_few_tiles(base, work) if few_tiles else base
 
 
@@ -428,8 +434,12 @@ def choose(work: Work, group: int, gated: bool = True) -> Plan:
     """
     pairs, hidden, intermediate, kind, gpu = work.pairs, work.hidden, work.intermediate, work.kind, work.gpu
     slow = gpu.slow_memory and KINDS[kind].bits == 4
-    weights, mean = 3 * hidden * intermediate, work.mean
-    if gated and weights <= DIRECT_WEIGHTS and pairs * weights <= DIRECT_READ and mean <= DIRECT_MEAN:
+    weights = 3 * hidden * intermediate
+    few = weights <= DIRECT_WEIGHTS and pairs * weights <= DIRECT_READ
+    if kind == "uint4" and not slow:
+        few = pairs * weights <= DIRECT_READ_FAST
+    mean = work.mean
+    if gated and few and mean <= DIRECT_MEAN:
         kernel = kernel_for(DIRECT, kind, group, gpu)
         up = shares_for(pairs * -(-intermediate // 128), -(-hidden // kernel.step), 16, gpu)
         return Plan(kernel, up, shares_for(pairs * -(-hidden // 256), -(-intermediate // kernel.step), 8, gpu))

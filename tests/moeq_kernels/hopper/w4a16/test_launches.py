@@ -112,7 +112,7 @@ def test_products_in_different_formats_are_made_apart() -> None:
         ("fp8-fp8-odd", "w8a8_product_wide"),
         ("blocks-oai", "w8a8_product_narrow"),
         ("w4a8-oai", "w4a8_product_wide"),
-        ("w4a8-oai", "w4a8_product_wide"),
+        ("int4-fp8", "w4a8_product_wide"),
     ],
 )
 def test_the_checks_on_a_gpu_know_every_family(name: str, kernel: str) -> None:

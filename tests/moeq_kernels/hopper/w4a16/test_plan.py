@@ -80,10 +80,15 @@ def test_groups_of_32_fold_their_scales() -> None:
 def test_few_tokens_on_small_experts_are_not_sorted() -> None:
     assert isinstance(choose(8, 128, 2048, 768, 128).kernel, Direct)
     for kind in ("uint4", "e2m1"):
-        assert isinstance(choose(52, 256, 7168, 256, 32, kind).kernel, Direct)
-        assert not isinstance(choose(64, 256, 7168, 256, 32, kind).kernel, Direct)  # 352 M weights
+        assert isinstance(choose(52, 256, 7168, 256, 32, kind, gpu=H100).kernel, Direct)
+        assert not isinstance(choose(64, 256, 7168, 256, 32, kind, gpu=H100).kernel, Direct)  # 352 M weights
+        fast = 29 if kind == "uint4" else 52  # int4 on an H200: up to 165 M
+        assert isinstance(choose(fast, 256, 7168, 256, 32, kind).kernel, Direct)
+        assert not isinstance(choose(fast + 2, 256, 7168, 256, 32, kind).kernel, Direct)
+    assert isinstance(choose(2, 16, 4096, 6400, 128, top_k=2).kernel, Direct)  # two pairs read 157 M
+    assert not isinstance(choose(2, 16, 4096, 6400, 128, top_k=2, gpu=H100).kernel, Direct)
     assert not isinstance(choose(32, 128, 2944, 2944, 128, top_k=4).kernel, Direct)  # gpt-oss-120b at 8 tokens
-    assert isinstance(choose(30, 64, 2048, 1408, 128, top_k=6).kernel, Direct)  # 24 experts are hit: each is read twice
+    assert isinstance(choose(30, 64, 2048, 1408, 128, top_k=6, gpu=H100).kernel, Direct)  # 24 of 64 experts are hit
     assert not isinstance(choose(24, 8, 1024, 256, 128, top_k=2).kernel, Direct)  # three pairs of each expert
     assert not isinstance(choose(2, 8, 4096, 14336, 128).kernel, Direct)  # large experts
     assert not isinstance(choose(8, 128, 2048, 768, 128, gated=False).kernel, Direct)
