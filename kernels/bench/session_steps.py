@@ -44,10 +44,10 @@ _NO_TIME = "--seconds 1 --warm 0 --tokens 1"
 STEPS = (
     Step(
         "plan-sweep", 5,
-        "python kernels/bench/plan_sweep.py --formats w8a8,fp8-block,fp8,nvfp4 --seed 3 --seconds 200 "
-        "--out {out}/plan-sweep.json",
-        "on an H200: products of bytes and NVFP4 with results kept in the L2 cache, as int4 and MXFP4 have been "
-        "timed; on an H100: layers that nobody looked at when plans were fitted (`plan_regret.py`)", "--dry-run",
+        "python kernels/bench/plan_sweep.py --formats int4,mxfp4,w8a8,fp8-block,nvfp4 --seed 4 --seconds "
+        "200 --out {out}/plan-sweep.json",
+        "on an H100: layers that nobody looked at when plans were fitted (`plan_regret.py`), as an H200 has had",
+        "--dry-run",
     ),
     Step(
         "few-tiles", 3,
