@@ -61,8 +61,9 @@ STEPS = (
         f"{_PEERS} --seconds 520 --formats mxfp4,mxfp4-fp8,mxfp4-silu,int4-fp8,int4 --tokens 4096,512,32,1 "
         "--contenders moeq,flashinfer,flashinfer-fp8,turbomind,vllm-cutlass-w4a8 "
         "--shapes qwen3-30b-a3b,gpt-oss-20b,mixtral-8x7b --out {out}/peers-fp4",
-        "cells against FlashInfer that are left (19 have run with bf16 activations, mostly at 8 and 128 tokens), and "
-        "TurboMind, whose process ended in most; Humming is left out, as it packs for six seconds a group. "
+        "cells against FlashInfer that are left (19 have run with bf16 activations, mostly at 8 and 128 tokens; with "
+        "e4m3 ones none since MXFP4 x e4m3 has been faster), and TurboMind, whose process ended in most; Humming is "
+        "left out, as it packs for six seconds a group. "
         "FlashInfer's module is built before (`bench.bundle.flashinfer_module`, 75 minutes of a processor for both "
         "kinds of activations)", _NO_TIME, module="vllm",
     ),
@@ -74,9 +75,9 @@ STEPS = (
             f"the musts for {fmt} on the whole grid with the present plans; {ran}", _NO_TIME, module="vllm",
         )
         for fmt, peer, ran in (
-            ("w8a8", "vllm-triton", "on an H200 not since 24 November"),
-            ("int4", "marlin", "on an H200 not since 24 November"),
-            ("mxfp4", "triton_kernels", "on an H200 not since 24 November"),
+            ("w8a8", "vllm-triton", "on an H200 64 of 66 won on 26 November, on an H100 61"),
+            ("int4", "marlin", "on an H200 66 of 66 won on 26 November, without Marlin; on an H100 59"),
+            ("mxfp4", "triton_kernels", "66 of 66 won on both on 26 November, without triton_kernels"),
         )
     ),
     Step(
@@ -122,8 +123,10 @@ STEPS = (
     ),
     Step(
         "sanitizer", 5, "python kernels/bench/sanitizer.py --out {out}/sanitizer.json --seconds 200",
-        "all four tools to the end of the list: on 26 November their time ended with the wide kernels; racecheck "
-        "reports hand-overs that it does not follow", "--seconds 1",
+        "all four tools to the end of the list: on 26 November their time ended with the wide kernels, and 4-bit "
+        "weights x e4m3 have another kernel since (`--only w4a8,int4-fp8`); racecheck reports hand-overs that it does "
+        "not follow",
+        "--seconds 1",
     ),
 )  # fmt: skip
 
