@@ -57,7 +57,7 @@ def cases() -> Iterator[tuple[str, str, Recipe, Any, int]]:
         for table in (w4a16.LONG_TABLE, w4a16.LONG_TABLE_MANY, w4a16.TABLE, w4a16.E2M1_TABLE)
         for _, kernel in table
     )
-    kernels |= dict.fromkeys(kernel for _, kernel in w4a16.GATHERING.values())
+    kernels |= dict.fromkeys((w4a16.QUEUE16_PAIR, *(kernel for _, kernel in w4a16.GATHERING.values())))
     for kernel in kernels:
         if isinstance(kernel, w4a16.Wide | w4a16.Queue):
             fitting = w4a16.kernel_for(kernel, "uint4", 128)

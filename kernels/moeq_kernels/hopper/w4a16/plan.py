@@ -179,7 +179,7 @@ FEW_WAVES = 3
 Table = tuple[tuple[float, Narrow | Queue | Wide], ...]
 _MANY: Table = ((44.0, WIDE64), (90.0, WIDE96), (float("inf"), WIDE160))
 _FEW: Table = ((1.0, NARROW8), (5.0, QUEUE8))
-#: (tokens per hit expert up to, kernel), tried in order; of NARROW8, QUEUE8 and QUEUE16 the work decides as well.
+#: (tokens per hit expert up to, kernel), tried in order; for NARROW8, QUEUE8 and int4's QUEUE16 the work counts, too.
 #: Tiles of 16 tokens hold until every fourth expert or so has more than 16.
 TABLE: Table = (_FEW[0], (6.0, QUEUE8), (14.0, QUEUE16), (20.0, QUEUE32), (24.0, WIDE32), *_MANY)
 #: The same for down products of many steps (see SHORT_K).
@@ -193,7 +193,7 @@ BYTES_TABLE: Table = (*_FEW, (12.0, QUEUE16), (24.0, WIDE32), *_MANY)
 INT8_LONG_TABLE: Table = (*_FEW, (14.0, QUEUE16), (24.0, WIDE32), *_MANY)
 #: For e2m1, whose integer work counts beside its bytes.
 _E2M1_MANY: Table = ((30.0, QUEUE32), (48.0, QUEUE64), (90.0, WIDE96), (float("inf"), WIDE160))
-E2M1_TABLE: Table = (*_FEW, (14.0, QUEUE16), *_E2M1_MANY)
+E2M1_TABLE: Table = (*_FEW, (14.0, QUEUE16_FOLDED), *_E2M1_MANY)
 #: What NARROW_BYTES is where memory is slow.
 SLOW_NARROW_BYTES = 260 * 10**6
 #: For int4 there.
@@ -368,8 +368,7 @@ def kernel_where_memory_is_fast(work: Work) -> Kernel:
     queue16 = QUEUE16_FOLDED if small_float else QUEUE16
     if kind == "uint4" and waves <= QUEUE16_WAVES:
         queue16 = QUEUE16_PAIR
-    if base == QUEUE16:
-        base = queue16
+        base = queue16 if base == QUEUE16 else base
     full = base not in (NARROW8, QUEUE8)
     if not full or (few_tiles and round(mean) <= NARROW8.tokens):
         few_bytes = work.bytes <= (NARROW_BYTES_FULL if full else NARROW_BYTES)
@@ -434,11 +433,10 @@ def choose(work: Work, group: int, gated: bool = True) -> Plan:
     """
     pairs, hidden, intermediate, kind, gpu = work.pairs, work.hidden, work.intermediate, work.kind, work.gpu
     slow = gpu.slow_memory and KINDS[kind].bits == 4
-    weights = 3 * hidden * intermediate
+    weights, mean = 3 * hidden * intermediate, work.mean
     few = weights <= DIRECT_WEIGHTS and pairs * weights <= DIRECT_READ
     if kind == "uint4" and not slow:
         few = pairs * weights <= DIRECT_READ_FAST
-    mean = work.mean
     if gated and few and mean <= DIRECT_MEAN:
         kernel = kernel_for(DIRECT, kind, group, gpu)
         up = shares_for(pairs * -(-intermediate // 128), -(-hidden // kernel.step), 16, gpu)
