@@ -51,7 +51,7 @@ def _folded(name: str, matrix: PackedMatrix) -> PackedMatrix:
             "leave activation_dtype out: beside 16-bit activations scales may be any",
         )
     factor = torch.empty(experts, n, device=scale.device)
-    # Codes are decoded with the other sign (`device.wide`).
+    # Codes are decoded with the other sign (`device.codes`).
     factor[:, _single(column)] = -torch.exp2((top.float() - (_BIAS + _TOP))[:, _grouped(column)])
     # Groups of zeros may have any scale.
     shifts = (8 * shift.clamp(0, SPAN)).to(torch.uint8)

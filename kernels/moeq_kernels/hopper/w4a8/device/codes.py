@@ -5,8 +5,9 @@ on. Tensor cores want four neighbours: tokens are stored in that order of k (`w8
 are those of map B in `w4a16.device.layouts`.
 
 `prmt` reads eight bytes in two registers by three bits of a code. With the fourth bit it gives eight copies of the
-byte's sign instead. Multiplications by numbers that do not follow from the text keep what would be additions away from
-the pipe that all other instructions here need; `%lanemask_lt` has no bit 31, which no compiler knows.
+byte's sign instead. Constants that the compiler knows it would copy into a register before each use, and a product by
+a known 2 it would add on the pipe that all other instructions here need. So they get bit 31 of `%lanemask_lt` added,
+which is always 0, but which it does not know.
 """
 
 from __future__ import annotations
