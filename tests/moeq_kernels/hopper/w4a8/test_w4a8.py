@@ -56,14 +56,23 @@ def test_the_code_as_it_is_gives_the_layer(recipe: Recipe, kernel: W4a8Wide, tok
 
 
 def _check(
-    packed: PackedExperts, layer: Layer, activation: str, limit: float | None, kernel: W4a8Wide, tokens: int
+    packed: PackedExperts,
+    layer: Layer,
+    activation: str,
+    limit: float | None,
+    kernel: W4a8Wide,
+    tokens: int,
+    expert: int | None = None,
 ) -> None:
+    """expert: the only one that tokens choose, once; else each gets all of them."""
     if not interpreter.active():
         pytest.skip("the kernels that sort run in Triton's interpreter here")
     experts, _, hidden = layer.w13.shape
-    routed = route(tokens, hidden, experts, 2)
+    routed = route(tokens, hidden, experts, 2 if expert is None else 1)
+    if expert is not None:
+        routed.ids.fill_(expert)
     epilogue = epilogue_of(packed, activation, None, None, limit, False)
-    made = prepare_for(routed.x, packed, 2, tokens, epilogue, None, family="hopper-w4a8")
+    made = prepare_for(routed.x, packed, routed.ids.shape[1], tokens, epilogue, None, family="hopper-w4a8")
     gpu = replace(made.problem.gpu, multiprocessors=2)
     planned = schedule("hopper-w4a8", replace(made.problem, gpu=gpu), tokens, W4a8Plan(kernel))
     y = torch.empty_like(routed.x)
@@ -94,6 +103,16 @@ def test_int4_scales_may_be_zero_negative_and_far_apart(group: int, dtype: torch
     packed = PackedExperts(*(pack("marlin-wna16/1", "int4", one) for one in matrices))
     layer = Layer(*(one.values for one in matrices))
     _check(packed, layer, "silu", None, W4a8Wide(64, 2), 40)
+
+
+@pytest.mark.parametrize("group", [32, 64])
+def test_scales_of_the_next_expert_do_not_count(group: int) -> None:
+    """k of 192 ends within a step of 128; what lies behind an expert's scales is the next one's, here NaN."""
+    packed, layer = make_layer(replace(INT4, group_size=group, intermediate=192))
+    for matrix, values in ((packed.w13, layer.w13), (packed.w2, layer.w2)):
+        matrix.scale[1] = torch.nan
+        values[1] = torch.nan
+    _check(packed, layer, "silu", None, W4a8Wide(64, 2), 20, expert=0)
 
 
 def _both(matrix: Quantised) -> PackedExperts:
