@@ -127,8 +127,8 @@ DIRECT_WEIGHTS = 1 << 25
 #: Weights that all pairs together read there: every pair reads its expert for itself. Nothing else told so well whether
 #: this pays.
 DIRECT_READ = 290 * 10**6
-#: The same for int4 where memory is fast, however large an expert is.
-DIRECT_READ_FAST = 165 * 10**6
+#: The same for int4 where memory is fast, however large an expert is, and for int8 activations.
+DIRECT_READ_LESS = 165 * 10**6
 #: Tokens for an expert up to which it was measured.
 DIRECT_MEAN = 1.6
 #: Tokens for an expert up to which `mma.sync` kernels are faster where one kernel cannot make both products.
@@ -436,7 +436,7 @@ def choose(work: Work, group: int, gated: bool = True) -> Plan:
     weights, mean = 3 * hidden * intermediate, work.mean
     few = weights <= DIRECT_WEIGHTS and pairs * weights <= DIRECT_READ
     if kind == "uint4" and not slow:
-        few = pairs * weights <= DIRECT_READ_FAST
+        few = pairs * weights <= DIRECT_READ_LESS
     if gated and few and mean <= DIRECT_MEAN:
         kernel = kernel_for(DIRECT, kind, group, gpu)
         up = shares_for(pairs * -(-intermediate // 128), -(-hidden // kernel.step), 16, gpu)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from moeq_kernels.gpu import H200, Gpu
-from moeq_kernels.hopper.w4a16.plan import DIRECT_MEAN, DIRECT_READ, DIRECT_WEIGHTS, shares_for, tokens_per_hit
+from moeq_kernels.hopper.w4a16.plan import DIRECT_MEAN, DIRECT_READ_LESS, DIRECT_WEIGHTS, shares_for, tokens_per_hit
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def choose(pairs: int, experts: int, hidden: int, intermediate: int, gpu: Gpu = 
     """The plan for `pairs` routed pairs among `experts` with these packed sizes; e4m3 has tables of its own."""
     small = table is TABLE and 3 * hidden * intermediate <= DIRECT_WEIGHTS and intermediate <= DIRECT_FEATURES
     mean = tokens_per_hit(pairs, experts)
-    if small and pairs * 3 * hidden * intermediate <= DIRECT_READ and mean <= DIRECT_MEAN:
+    if small and pairs * 3 * hidden * intermediate <= DIRECT_READ_LESS and mean <= DIRECT_MEAN:
         return direct_plan(pairs, hidden, intermediate, gpu)
     kernel = next(one for limit, one in table if mean <= limit)
     if isinstance(kernel, Int8Wide):
