@@ -135,12 +135,12 @@ def draw(generator: random.Random, family: str | None, device: str, formats: str
         order = "interleaved"
     activation = generator.choice(["silu", "silu", "gelu", "gelu_tanh", "swiglu_oai"] if gated else ["relu2"])
     dtype = getattr(torch, generator.choice(fmt.dtypes))
-    zeros = fmt.zero_points and family != "hopper-w4a8" and generator.random() < 0.4
+    zeros = fmt.zero_points and family != "hopper-w4a8"
     fp8 = fmt.fp8_activations and family in (None, "portable") and generator.random() < 0.5
     recipe = Recipe(
         layout, element, experts=experts, hidden=hidden, intermediate=intermediate, group_size=group, order=order,
         activation=activation, limit=generator.choice([None, 0.7]) if gated else None, bias=generator.random() < 0.3,
-        zero_points=zeros, dtype=dtype, seed=generator.randrange(1 << 30),
+        zero_points=zeros and generator.random() < 0.4, dtype=dtype, seed=generator.randrange(1 << 30),
         activation_dtype="fp8" if fp8 or family == "hopper-fp8" else "",
     )  # fmt: skip
     top_k = min(generator.choice([1, 2, 4, 8, 10, 32]), experts)

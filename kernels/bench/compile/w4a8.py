@@ -39,7 +39,7 @@ def cases() -> list[W4a8Case]:
     for kernel in (FEW, MANY):
         base = W4a8Case(f"w4a8-{kernel.tokens}-gate-up", kernel)
         result += [base, replace(base, name=f"w4a8-{kernel.tokens}-oai", epilogue=OAI, bias=True)]
-        result.append(replace(base, name=f"w4a8-{kernel.tokens}-down", epilogue=PLAIN, bias=True))
+        result.append(replace(base, name=f"w4a8-{kernel.tokens}-down", epilogue=PLAIN, bias=True, out="fp32"))
         for group in (128, 64, 32, 0):
             base = W4a8Case(f"w4a8-int4-{kernel.tokens}-g{group}", kernel, "int4", group)
             result += [base, replace(base, name=f"{base.name}-down", epilogue=PLAIN, bias=True)]

@@ -141,7 +141,7 @@ def w4a8_reasons(problem: Problem) -> Iterator[str]:
     if problem.hidden % 16:
         yield f"x has {problem.hidden} features; these kernels order them in sixteens"
     if problem.w13.element != problem.w2.element:
-        yield f"w13 is {problem.w13.element}, but w2 is {problem.w2.element}; these kernels read one in a layer"
+        yield f"w13 is {problem.w13.element}, but w2 is {problem.w2.element}; these kernels read one format in a layer"
     if max(problem.hidden, problem.intermediate) > INT8_MOST_FEATURES:
         yield f"rows have more than {INT8_MOST_FEATURES} features; these kernels quantise no longer ones"
     for name, matrix in (("w13", problem.w13), ("w2", problem.w2)):

@@ -58,12 +58,18 @@ def constant(epilogue, name):
 
 
 @gluon.jit
+def reciprocal(value):
+    """1 / value to a few units of the last place."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", (value,), gl.float32, True, 1)
+
+
+@gluon.jit
 def logistic(value):
     """1 / (1 + exp(-value)) to a few units of the last place, 0 and 1 at the ends: four instructions, not twenty."""
     power = gl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", (value * -1.4426950408889634,), gl.float32, True, 1
     )
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", (1.0 + power,), gl.float32, True, 1)
+    return reciprocal(1.0 + power)
 
 
 @gluon.jit

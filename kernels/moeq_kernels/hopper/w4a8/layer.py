@@ -47,7 +47,8 @@ class W4a8Plan:
 
 #: Words are decoded once for a tile, so larger ones are faster.
 FEW, MANY = W4a8Wide(64, 7), W4a8Wide(160, 5)
-#: (tokens for an expert on average up to, kernel), tried in order.
+#: (tokens for an expert on average up to, kernel), tried in order: on an H200 tiles of 64 tokens are up to 9 % ahead at
+#: 48, those of 160 up to 28 % at 64.
 TABLE = ((48.0, FEW), (float("inf"), MANY))
 #: Tokens that are copied together, of which heights of tiles are multiples.
 BOX = 32

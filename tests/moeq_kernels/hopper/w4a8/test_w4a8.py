@@ -47,9 +47,9 @@ INT4 = Recipe("marlin-wna16/1", "int4", experts=2, hidden=192, intermediate=128,
     ],
 )
 def test_the_code_as_it_is_gives_the_layer(recipe: Recipe, kernel: W4a8Wide, tokens: int) -> None:
-    """Every expert gets all tokens. From a queue 150 are a tile of 160, 90 one of 96 and 170 two: two products each.
+    """Every expert gets all tokens. 150 are a tile of 160, 90 one of 96 and 170 two: two products each.
 
-    So are 120 and 90 of int4, whose k of 192 ends within a step: what follows in memory is another expert's.
+    k of 192 ends within a step: what follows in memory is another expert's.
     """
     packed, layer = make_layer(recipe)
     _check(packed, layer, recipe.activation, recipe.limit, kernel, tokens)
@@ -236,6 +236,8 @@ def test_nobody_gets_this_kernel_who_did_not_ask() -> None:
     assert support.family(problem) == "hopper-w4a16"
     odd = replace(problem, hidden=184, w13=replace(problem.w13, layout="marlin-nvfp4/1"))
     assert len(list(support.w4a8_reasons(odd))) == 2
+    odd = replace(problem, hidden=184, w13=replace(problem.w13, group_size=-1, global_scale=problem.w13.scale))
+    assert len(list(support.w4a8_reasons(odd))) == 3
     assert plan_for(problem, 48).kernel is FEW
     assert plan_for(problem, 49).kernel is MANY
 

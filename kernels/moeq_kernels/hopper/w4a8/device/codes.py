@@ -5,9 +5,9 @@ on. Tensor cores want four neighbours: tokens are stored in that order of k (`w8
 are those of map B in `w4a16.device.layouts`.
 
 `prmt` reads eight bytes in two registers by three bits of a code. With the fourth bit it gives eight copies of the
-byte's sign instead. Constants that the compiler knows it would copy into a register before each use, and a product by
-a known 2 it would add on the pipe that all other instructions here need. So they get bit 31 of `%lanemask_lt` added,
-which is always 0, but which it does not know.
+byte's sign instead. The compiler copies constants into a register before each use, and turns a product by 2 into an
+addition on the pipe that all other instructions here need. To prevent both, constants get bit 31 of `%lanemask_lt`
+added: it is always 0, but the compiler does not know that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from moeq_kernels.hopper.w4a16.device import layouts
 from moeq_kernels.hopper.w8a8.device import common as bytes_common
 
-#: e4m3 bytes of 0 to 7, and half of what the bytes of -8 to -1 are above them.
+#: e4m3 bytes of 0 to 7, and half of the differences between the bytes of -8 to -1 and them.
 _INTEGERS = (0x00, 0x38, 0x40, 0x44, 0x48, 0x4A, 0x4C, 0x4E)
 _BELOW = tuple((one - other) // 2 for one, other in zip(
     (0xD0, 0xCE, 0xCC, 0xCA, 0xC8, 0xC4, 0xC0, 0xB8), _INTEGERS, strict=True

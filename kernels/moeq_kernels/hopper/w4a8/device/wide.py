@@ -151,7 +151,7 @@ def _step(acc, rest, unit, w_view, s_view, x, others, stage, left, WG: gl.conste
             if p:  # behind the expert's last group lies another expert's
                 scale = gl.where(left > p, scale, unit)
             scale = gl.where(gl.abs(scale) < LEAST, LEAST, scale)
-            ratio = _quotient(unit, scale)
+            ratio = unit * epilogue.reciprocal(scale)
             unit = scale
             acc = acc * gl.expand_dims(ratio, 1)
             if OTHERS:
@@ -166,13 +166,6 @@ def _step(acc, rest, unit, w_view, s_view, x, others, stage, left, WG: gl.conste
         else:
             acc = warpgroup_mma_wait(0, deps=(acc,))
     return acc, rest, unit
-
-
-@gluon.jit
-def _quotient(one, other):
-    """one / other to a few units of the last place."""
-    inverse = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", (other,), gl.float32, True, 1)
-    return one * inverse
 
 
 @gluon.jit
