@@ -151,7 +151,7 @@ def pack(layout: str, element: str, matrix: Quantised) -> PackedMatrix:
     n, k = matrix.values.shape[1:]
     parts = PARTS[layout, element](matrix)
     bias = matrix.bias
-    if bias is not None and layout.startswith("marlin"):
+    if bias is not None and find_format(layout, element).bias_single:
         bias = packing.marlin_bias(bias)
     return PackedMatrix(layout=layout, n=n, k=k, element=element, group_size=matrix.group_size, bias=bias, **parts)
 
@@ -181,6 +181,10 @@ def _marlin_act_order(bits: int) -> Callable[[Quantised], dict[str, Tensor | Non
 
 def _marlin_mxfp4(m: Quantised) -> dict[str, Tensor | None]:
     return {"weight": packing.marlin_weight(m.codes, 4), "scale": packing.marlin_mx_scale(m.scales)}
+
+
+def _moeq_mxfp4(m: Quantised) -> dict[str, Tensor | None]:
+    return {"weight": packing.dealt_weight(m.codes), "scale": packing.marlin_mx_scale(m.scales)}
 
 
 def _hopper(warps: int) -> Callable[[Quantised], dict[str, Tensor | None]]:
@@ -245,6 +249,7 @@ PARTS: dict[tuple[str, str], Callable[[Quantised], dict[str, Tensor | None]]] = 
     ("int8-w8a8/1", "int8"): _w8a8,
     ("marlin-mxfp4/1", "e2m1"): _marlin_mxfp4,
     ("marlin-mxfp4-interleaved/1", "e2m1"): _marlin_mxfp4,
+    ("moeq-mxfp4/1", "e2m1"): _moeq_mxfp4,
     ("mxfp4-identity/1", "e2m1"): lambda m: {"weight": packing.nibbles(m.codes), "scale": m.scales},
     ("triton-kernels-hopper/1", "e2m1"): _hopper(8),
     ("triton-kernels-hopper-w4/1", "e2m1"): _hopper(4),

@@ -90,6 +90,7 @@ FORMATS = {
     "int8": Weights("marlin-wna16/1", "int8", 128),
     "int8-channel": Weights("marlin-wna16/1", "int8", 0),
     "mxfp4": Weights("marlin-mxfp4/1", "e2m1", 32, scale=torch.uint8),
+    "moeq-mxfp4": Weights("moeq-mxfp4/1", "e2m1", 32, scale=torch.uint8),
     "nvfp4": Weights("marlin-nvfp4/1", "e2m1", 16, scale=torch.float8_e4m3fn),
     "nvfp4-f16": Weights("marlin-nvfp4-fp16/1", "e2m1", 16, scale=torch.float8_e4m3fn, x=torch.float16),
     "fp8": Weights("marlin-fp8/1", "e4m3", 128),
@@ -299,7 +300,7 @@ def main() -> int:
     begin = time.monotonic()
     for name, kind in itertools.product(given.shapes.split(","), given.formats.split(",")):
         stored = FORMATS[kind]
-        shape = replace(SHAPES[name], gpt_oss=SHAPES[name].gpt_oss or stored.kind == "e2m1")
+        shape = replace(SHAPES[name], gpt_oss=SHAPES[name].gpt_oss or stored.kind.startswith("e2m1"))
         if given.dry_run:
             for tokens in map(int, given.tokens.split(",")):
                 plan_only(shape, stored, tokens, options.sweep)

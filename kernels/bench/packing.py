@@ -39,6 +39,22 @@ def marlin_weight(codes: Tensor, bits: int) -> Tensor:
     return torch.stack([pack_words(codes[e].reshape(-1)[flat], bits) for e in range(experts)])
 
 
+def dealt_weight(codes: Tensor) -> Tensor:
+    """uint8 e2m1 codes `[E, N, K]` -> int32 `[E, K / 16, 2 N]`: Marlin's words, their bits as `moeq-mxfp4/1` has them.
+
+    Numbers of three of each four nibbles stay together: sign, two bits of an exponent, mantissa. Those of the fourth
+    are where there is room, in the other half of the word.
+    """
+    words = marlin_weight(codes, 4).to(torch.int64)
+    places = {0: (6, 7, 8, 15), 2: (3, 4, 5, 12), 1: (0, 1, 2, 9), 3: (30, 26, 27, 29)}  # mantissa .. sign
+    result = torch.zeros_like(words)
+    for nibble, targets in places.items():
+        for bit, target in enumerate(targets):
+            for upper in (0, 16):
+                result |= (words >> (4 * nibble + bit + upper) & 1) << ((target + upper) % 32)
+    return (result - ((result >> 31) << 32)).to(torch.int32)
+
+
 def group_column(n: Tensor) -> Tensor:
     """Where Marlin stores the group scale of column n."""
     return 64 * (n // 64) + 8 * (n % 8) + (n % 64) // 8

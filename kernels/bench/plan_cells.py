@@ -34,6 +34,8 @@ SIXTEEN_BITS = {
     "int4": "int4",
     "mxfp4": "mxfp4",
     "mxfp4-silu": "mxfp4",
+    "moeq-mxfp4": "moeq-mxfp4",
+    "moeq-mxfp4-silu": "moeq-mxfp4",
     "nvfp4": "nvfp4",
     "w8a16": "int8",
     "fp8-w8a16": "fp8",
@@ -41,7 +43,9 @@ SIXTEEN_BITS = {
 }
 BYTES = {"w8a8": "int8", "fp8-block": "fp8-block", "fp8": "fp8"}
 #: The order of formats: those whose plans matter most come twice.
-ROUND = ("int4", "w8a8", "mxfp4", "fp8-block", "int4", "mxfp4", "w8a8", "nvfp4", "fp8")
+ROUND = ("int4", "w8a8", "moeq-mxfp4", "fp8-block", "int4", "mxfp4", "w8a8", "nvfp4", "fp8")
+#: Those that gpt-oss has with its own activation; other layers have them with `-silu` behind.
+MXFP4 = ("mxfp4", "moeq-mxfp4")
 #: Numbers of tokens of a layer in one format.
 NUMBERS = 3
 #: Bytes of the weights of a layer at most.
@@ -181,11 +185,11 @@ def model_layer(name: str, fmt: str) -> Layer | None:
     if name.startswith("gpt-oss"):
         if fmt == "int4":
             shape = replace(shape, hidden=GPT_OSS_PADDED, intermediate=GPT_OSS_PADDED)
-        elif fmt == "mxfp4":
+        elif fmt in MXFP4:
             return Layer(fmt, name, replace(shape, gpt_oss=True))
         elif fmt in ("fp8-block", "nvfp4"):
             return None
-    layer = Layer("mxfp4-silu" if fmt == "mxfp4" else fmt, name, shape)
+    layer = Layer(f"{fmt}-silu" if fmt in MXFP4 else fmt, name, shape)
     return layer if layer.weight_bytes(shape.experts) <= 2 * MOST_BYTES else None
 
 
@@ -199,7 +203,7 @@ def named_cells(names: list[str]) -> Iterator[tuple[Layer, list[int]]]:
         if shape in peers.SHAPES:
             layer = model_layer(shape, fmt)
         else:
-            layer = Layer("mxfp4-silu" if fmt == "mxfp4" else fmt, "random", Shape(*map(int, shape.split("x"))))
+            layer = Layer(f"{fmt}-silu" if fmt in MXFP4 else fmt, "random", Shape(*map(int, shape.split("x"))))
         if layer is None:
             raise SystemExit(f"{name}: {shape} has no layer in {fmt}")
         yield layer, [int(one) for one in numbers.split(",")]
@@ -227,7 +231,7 @@ def cells(formats: list[str], count: int, seed: int) -> Iterator[tuple[Layer, li
                 layer = model_layer(names[(index + 3 * formats.index(fmt)) % len(names)], fmt)
             elif not real and index < count:
                 bytes_each = 1.0 if fmt in BYTES else 0.57
-                layer = Layer("mxfp4-silu" if fmt == "mxfp4" else fmt, "random", random_shape(generator, bytes_each))
+                layer = Layer(f"{fmt}-silu" if fmt in MXFP4 else fmt, "random", random_shape(generator, bytes_each))
             else:
                 layer = None
             if layer is not None:
@@ -341,7 +345,7 @@ def _bytes(layer: Layer, tokens: int) -> Iterator[Any]:
 def layer_of(row: dict[str, Any]) -> Layer:
     """The layer of a row of results."""
     sizes = (row["experts"], row["top_k"], row["hidden"], row["intermediate"])
-    gpt_oss = row["format"] == "mxfp4"  # others' MXFP4 is called `mxfp4-silu`
+    gpt_oss = row["format"] in MXFP4
     return Layer(row["format"], row["shape"], Shape(*sizes, gpt_oss), row.get("gpu", H200.name))
 
 

@@ -84,6 +84,8 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "mov.u32": lambda a: a,
     "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
     "shr.u32": lambda a, b: a >> b,
+    # Of the 64 bits of b and a the upper half, after b * 2^32 + a has gone c bits to the left.
+    "shf.l.wrap.b32": lambda a, b, c: (b << (c & 31) | a >> 32 - (c & 31)) & 0xFFFFFFFF,
     "and.b32": lambda a, b: a & b,
     "or.b32": lambda a, b: a | b,
     "add.u32": lambda a, b: a + b & 0xFFFFFFFF,

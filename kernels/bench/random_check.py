@@ -92,14 +92,15 @@ class Failure:
 def choices(family: str | None, formats: str) -> list[tuple[str, str]]:
     """Layouts and elements to draw from: what the family reads, or what the names of layouts hold of that."""
     integers = [("marlin-wna16/1", "int4")] * 3 + [("marlin-wna16/1", "int8")]
-    mxfp4 = [("marlin-mxfp4/1", "e2m1"), ("marlin-mxfp4-interleaved/1", "e2m1")]
+    marlin = [("marlin-mxfp4/1", "e2m1"), ("marlin-mxfp4-interleaved/1", "e2m1")]
+    mxfp4 = [*marlin, ("moeq-mxfp4/1", "e2m1")]
     w8a8 = [("int8-w8a8/1", "int8")]
     read = {
         None: [*integers, *w8a8, *mxfp4],
         "hopper-w4a16": [*integers, *mxfp4, *FLOATS],
         "hopper-w8a8": w8a8,
         "hopper-fp8": list(FP8),
-        "hopper-w4a8": [*mxfp4, ("marlin-wna16/1", "int4")],
+        "hopper-w4a8": [*marlin, ("marlin-wna16/1", "int4")],
         "mma-w4a16": [*integers, *mxfp4, *FLOATS],
         "portable": list(FORMATS),
     }[family]

@@ -21,6 +21,7 @@ LAYOUTS: dict[str, str] = {
     "marlin-mxfp4-fp16-interleaved/1": "marlin_mxfp4:MarlinMXFP4Fp16Interleaved",
     "marlin-mxfp4-fp8act/1": "marlin_mxfp4:MarlinMXFP4Fp8Act",
     "marlin-mxfp4-fp8act-interleaved/1": "marlin_mxfp4:MarlinMXFP4Fp8ActInterleaved",
+    "moeq-mxfp4/1": "moeq_mxfp4:MoeqMXFP4",
     "marlin-nvfp4/1": "marlin_nvfp4:MarlinNVFP4",
     "marlin-nvfp4-fp16/1": "marlin_nvfp4:MarlinNVFP4Fp16",
     "trtllm-nvfp4/1": "trtllm_nvfp4:TrtllmNVFP4",

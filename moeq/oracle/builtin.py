@@ -24,6 +24,7 @@ from moeq_kernels.formats import FORMATS, Format
 
 #: Layouts in order of preference, with the name to ask for them by. What the kernels read besides is not chosen here.
 _NAMES = {
+    "moeq-mxfp4/1": "MOEQ",
     "marlin-wna16/1": "MARLIN",
     "marlin-act-order/1": "MARLIN",
     "triton-wna16/1": "TRITON",

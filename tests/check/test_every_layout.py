@@ -19,6 +19,7 @@ INTEGER = ("marlin-wna16/1", "triton-wna16/1")
 MXFP4 = (
     "marlin-mxfp4/1",
     "marlin-mxfp4-interleaved/1",
+    "moeq-mxfp4/1",
     "mxfp4-identity/1",
     "triton-kernels-hopper/1",
     "triton-kernels-hopper-w4/1",

@@ -32,7 +32,7 @@ def tame(layout: ArrangedLayout, matrix: QuantizedMatrix) -> QuantizedMatrix:
         )
     if matrix.spec.scale_dtype != "e8m0":
         return matrix
-    low, high = {"marlin-mxfp4-fp8act": (0, 249), "marlin-mxfp4": (0, 255)}.get(
+    low, high = {"marlin-mxfp4-fp8act": (0, 249), "marlin-mxfp4": (0, 255), "moeq-mxfp4": (0, 188)}.get(
         layout.id.partition("/")[0].removesuffix("-interleaved"), (112, 142)
     )
     return type(matrix)(**{**vars(matrix), "scales": matrix.scales.clamp(low, high)})

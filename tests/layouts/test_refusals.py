@@ -94,6 +94,17 @@ def test_fp8_activation_exponents_above_249_are_refused() -> None:
         get_layout("marlin-mxfp4-fp8act/1").pack(matrix)
 
 
+def test_exponents_above_188_are_refused_where_kernels_have_no_limit() -> None:
+    matrix = random_matrix(MX)
+    matrix.scales.clamp_(max=188)
+    layout = get_layout("moeq-mxfp4/1")
+    assert torch.equal(layout.unpack(layout.pack(matrix), MX).scales, matrix.scales)
+    matrix.scales[5, 2] = 189
+    with pytest.raises(MoeqError, match=r"up to 188 .* w2 has 189") as caught:
+        layout.pack(matrix)
+    assert "--backend MARLIN" in (caught.value.hint or "")
+
+
 def test_fp8_activation_fp16_scales_that_overflow_are_counted() -> None:
     matrix = random_matrix(replace(INT4, scale_dtype="f16"))
     matrix.scales[0, 0] = 200.0

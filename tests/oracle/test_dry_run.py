@@ -60,6 +60,6 @@ def test_builtin_policy_says_what_the_kernels_say() -> None:
     table = {(row.layout, element) for row in CAPABILITIES for element in row.elements}
     rows = builtin_policy().kernels
     assert {(row.layout, row.element) for row in rows} <= table
-    assert {row.backend for row in rows} == {"MARLIN", "TRITON", "TRITON_KERNELS_HOPPER", "MXFP4_PLAIN"}
+    assert {row.backend for row in rows} == {"MOEQ", "MARLIN", "TRITON", "TRITON_KERNELS_HOPPER", "MXFP4_PLAIN"}
     assert {"silu", "swigluoai", "relu2_no_mul"} <= set(builtin_policy().activations)
     assert [term.text for term in builtin_policy().devices] == ["cuda 8.0+", "rocm gfx942", "rocm gfx950", "cpu"]

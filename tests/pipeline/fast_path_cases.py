@@ -41,6 +41,7 @@ _MXFP4 = {
     "flashinfer-cutlass-mxfp4-mxfp8/1",
     "marlin-mxfp4-interleaved/1",
     "marlin-mxfp4/1",
+    "moeq-mxfp4/1",
     "mxfp4-identity/1",
     "triton-kernels-blackwell/1",
     "triton-kernels-cdna4/1",

@@ -38,6 +38,7 @@ MXFP4 = {
     "aiter-gfx1250/1",
     "cpu-amx-mxfp4/1",
     "cpu-amx-mxfp4-interleaved/1",
+    "moeq-mxfp4/1",
     "mxfp4-identity/1",
     "humming-mxfp4-fp16/1",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
 from moeq.layouts import words
+from moeq.layouts.moeq_mxfp4 import GREATEST
 from moeq.layouts.registry import LAYOUTS
 from moeq.pipeline.convert import convert
 
@@ -97,6 +99,7 @@ ODD = [
     ("w8a8-int8", Sizes(64, 80), "marlin-wna16/1", 1),
     ("mxfp4", Sizes(288, 96), "marlin-mxfp4-interleaved/1", 1),
     ("mxfp4", Sizes(544, 160), "marlin-mxfp4/1", 2),
+    ("mxfp4", Sizes(544, 160), "moeq-mxfp4/1", 2),
     ("mxfp4", Sizes(288, 352), "triton-kernels-hopper/1", 1),
     ("mxfp4", Sizes(96, 224), "triton-kernels-hopper-w4/1", 2),
     ("mxfp4", Sizes(288, 96), "triton-kernels-blackwell/1", 1),
@@ -129,9 +132,21 @@ ODD = [
 ]
 
 
+def exponents_for(layout: str) -> Callable[[dict[str, Tensor]], None]:
+    """Pulls exponents into the range that the layout holds."""
+    greatest = GREATEST if layout == "moeq-mxfp4/1" else 255
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        for name in tensors:
+            if name.endswith("proj_scales"):
+                tensors[name].clamp_(max=greatest)
+
+    return edit
+
+
 @pytest.mark.parametrize(("kind", "sizes", "layout", "tp"), ODD)
 def test_random_checkpoints_of_odd_sizes(kind: str, sizes: Sizes, layout: str, tp: int, tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path, kind, sizes)
+    checkpoint = write_checkpoint(tmp_path, kind, sizes, exponents_for(layout))
     plan, on = fast_paths(checkpoint, layout, tp=tp)
     assert set(on) == {"w13", "w2"}
     for role, fast_path in on.items():
@@ -146,7 +161,7 @@ def test_blocks_of_few_rows_give_the_same(kind, sizes, layout, tp, tmp_path, mon
     """Matrices here fit one block; with small blocks, every part of several takes several steps, and so do digests."""
     for module in (parts, path_module, find):
         monkeypatch.setattr(module, "BLOCK", 1536)
-    checkpoint = write_checkpoint(tmp_path, kind, sizes)
+    checkpoint = write_checkpoint(tmp_path, kind, sizes, exponents_for(layout))
     plan, on = fast_paths(checkpoint, layout, tp=tp)
     for role, fast_path in on.items():
         for part in fast_path.shards[0].parts:
@@ -286,8 +301,8 @@ def test_every_damaged_bit_is_seen(name: str, checkpoints: Path) -> None:
 
 def test_damaged_filling_is_seen(tmp_path: Path) -> None:
     """Zeros that fill up to the layout's sizes are compared as well, for every rank."""
-    checkpoint = write_checkpoint(tmp_path, "mxfp4", Sizes(288, 96))
-    for layout in ("marlin-mxfp4/1", "triton-kernels-hopper/1", "mxfp4-identity/1"):
+    checkpoint = write_checkpoint(tmp_path, "mxfp4", Sizes(288, 96), exponents_for("moeq-mxfp4/1"))
+    for layout in ("marlin-mxfp4/1", "moeq-mxfp4/1", "triton-kernels-hopper/1", "mxfp4-identity/1"):
         plan, on = fast_paths(checkpoint, layout, tp=2)
         for role, fast_path in on.items():
             case = OnFastPath(checkpoint, plan, role, 1, fast_path)

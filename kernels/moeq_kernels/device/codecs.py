@@ -14,7 +14,7 @@ import triton.language as tl
 @triton.jit
 def column_of(position, CODEC: tl.constexpr):
     """Output feature at a tile position."""
-    if CODEC == "marlin4" or CODEC == "marlin8":
+    if CODEC == "marlin4" or CODEC == "marlin4-dealt" or CODEC == "marlin8":
         # position = 64 tile + 8 octet + 2 block + half; feature = 64 tile + 16 block + 8 half + octet
         inner = position % 64
         return position - inner + 16 * ((inner // 2) % 4) + 8 * (inner % 2) + inner // 8
@@ -27,6 +27,8 @@ def codes(w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.
     """Codes of rows k0 .. k0 + BK and positions p0 .. p0 + BN; 0 beyond the matrix."""
     if CODEC == "marlin4":
         return _marlin4(w, k0, p0, K, N, BK, BN)
+    elif CODEC == "marlin4-dealt":
+        return _marlin4_dealt(w, k0, p0, K, N, BK, BN)
     elif CODEC == "marlin8":
         return _marlin8(w, k0, p0, K, N, BK, BN)
     elif CODEC == "nibbles":
@@ -51,6 +53,25 @@ def _marlin4(w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: 
     fields = tl.reshape(fields & 15, (BK // 16, BN // 64, 8, 4, 4, 2, 2, 2))
     # (k tile, n tile, octet, k pair, block, k + 8, half, k + 1) -> k in order, then position
     return tl.reshape(tl.permute(fields, (0, 5, 3, 7, 1, 2, 4, 6)), (BK, BN))
+
+
+@triton.jit
+def _marlin4_dealt(w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
+    """The words of `_marlin4`, their bits dealt as `hopper.w4a16.device.recipes` says."""
+    rows = k0 // 16 + tl.arange(0, BK // 16)
+    words = p0 * 2 + tl.arange(0, 2 * BN)
+    mask = (rows[:, None] < K // 16) & (words[None, :] < 2 * N)
+    packed = tl.load(w + rows[:, None] * (2 * N) + words[None, :], mask=mask, other=0).to(tl.uint32, bitcast=True)
+    half = tl.join(packed, packed >> 16)  # k + 1
+    other = tl.join(packed >> 16, packed)
+    code0 = ((half >> 12) & 8) | ((half >> 6) & 7)
+    code1 = ((half >> 9) & 8) | ((half >> 3) & 7)
+    code2 = ((half >> 6) & 8) | (half & 7)
+    code3 = ((other >> 10) & 8) | ((other >> 9) & 6) | ((other >> 14) & 1)
+    fields = tl.join(tl.join(code0, code2), tl.join(code1, code3))  # k + 8, then column + 8
+    fields = tl.reshape(fields, (BK // 16, BN // 64, 8, 4, 4, 2, 2, 2))
+    # (k tile, n tile, octet, k pair, block, k + 1, k + 8, half) -> k in order, then position
+    return tl.reshape(tl.permute(fields, (0, 6, 3, 5, 1, 2, 4, 7)), (BK, BN))
 
 
 @triton.jit

@@ -166,7 +166,8 @@ def moe_gemm(
         value = activate_gated(value, up, ACTIVATION, ALPHA, BETA, LIMIT)
         keep = column < N // 2
     elif EPILOGUE == "interleaved":
-        if CODEC == "marlin4" or CODEC == "marlin8":  # positions 8 octet + ...: gate and up differ in octet bit 0
+        # Marlin's positions are 8 octet + ..: gate and up differ in the octet's lowest bit.
+        if CODEC == "marlin4" or CODEC == "marlin4-dealt" or CODEC == "marlin8":
             pairs_last = tl.permute(tl.reshape(value, (BM, BN // 16, 2, 8)), (0, 1, 3, 2))
             column = tl.reshape(tl.permute(tl.reshape(column, (BN // 16, 2, 8)), (0, 2, 1)), (BN // 2, 2))
         else:

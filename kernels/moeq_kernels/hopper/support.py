@@ -23,6 +23,7 @@ SCALES: dict[tuple[str, str], tuple[torch.dtype, ...]] = {
     ("marlin-wna16/1", "int8"): (torch.bfloat16, torch.float16),
     ("marlin-mxfp4/1", "e2m1"): (torch.uint8,),
     ("marlin-mxfp4-interleaved/1", "e2m1"): (torch.uint8,),
+    ("moeq-mxfp4/1", "e2m1"): (torch.uint8,),
 }
 #: The same of NVFP4, FP8 and MXFP8 in Marlin's order, where a family takes them: without its row a format is left to
 #: the portable kernels.
@@ -45,7 +46,7 @@ W8A8 = ("int8-w8a8/1", "int8")
 FP8 = (("fp8-identity/1", "e4m3"), ("fp8-block-identity/1", "e4m3"))
 
 #: What the kernels for 4-bit weights and e4m3 activations read, with the dtypes of scales.
-W4A8 = {key: SCALES[key] for key in SCALES if key[1] in ("int4", "e2m1")}
+W4A8 = {key: SCALES[key] for key in SCALES if key[1] in ("int4", "e2m1") and key[0].startswith("marlin")}
 
 
 def asks_w4a8(experts: PackedExperts) -> bool:

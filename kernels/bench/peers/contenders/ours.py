@@ -22,8 +22,8 @@ from moeq_kernels.validate import epilogue_of
 LAYOUTS = {
     "int4": "marlin-wna16/1",
     "int8": "marlin-wna16/1",
-    "mxfp4": "marlin-mxfp4-interleaved/1",
-    "mxfp4-silu": "marlin-mxfp4/1",
+    "mxfp4": "moeq-mxfp4/1",
+    "mxfp4-silu": "moeq-mxfp4/1",
     "mxfp4-fp8": "marlin-mxfp4/1",
     "int4-fp8": "marlin-wna16/1",
     "w8a8": "int8-w8a8/1",

@@ -127,7 +127,7 @@ DIRECT_WEIGHTS = 1 << 25
 #: Weights that all pairs together read there: every pair reads its expert for itself. Nothing else told so well whether
 #: this pays.
 DIRECT_READ = 290 * 10**6
-#: The same for int4 where memory is fast, however large an expert is, and for int8 activations.
+#: The same for light codes where memory is fast, however large an expert is, and for int8 activations.
 DIRECT_READ_LESS = 165 * 10**6
 #: Tokens for an expert up to which it was measured.
 DIRECT_MEAN = 1.6
@@ -160,11 +160,11 @@ GATHERING: dict[Kernel, tuple[int, Kernel]] = {
 }
 #: For e2m1, where scales are folded anyway: more stages, and all of the weights of a step in registers.
 QUEUE16_FOLDED = Queue(16, 3, resident=3, least=8)
-#: For int4 two programs with more stages, where three on each multiprocessor would have less than a tile each.
+#: For light codes two programs with more stages, where three on each multiprocessor would have less than a tile each.
 QUEUE16_PAIR = Queue(16, 5, resident=2, least=8)
 #: Waves of 128 columns of gate and up from which three programs have a tile of 256 columns each, but for a tenth.
 QUEUE16_WAVES = 5.4
-#: Tokens for an expert up to which the queue kernel has tiles of 8: in e2m1, and in int4 and other codes. Beyond, tiles
+#: Tokens for an expert up to which the queue kernel has tiles of 8: in e2m1 that is not light, and else. Beyond, tiles
 #: of 16 that are multiplied at 8 where that is enough take as long with uniform routing, and less with uneven one.
 QUEUE8_MEAN_E2M1, QUEUE8_MEAN = 1.5, 3.0
 #: The same for int4 with two to FEW_WAVES waves of tiles.
@@ -194,6 +194,8 @@ INT8_LONG_TABLE: Table = (*_FEW, (14.0, QUEUE16), (24.0, WIDE32), *_MANY)
 #: For e2m1, whose integer work counts beside its bytes.
 _E2M1_MANY: Table = ((30.0, QUEUE32), (48.0, QUEUE64), (90.0, WIDE96), (float("inf"), WIDE160))
 E2M1_TABLE: Table = (*_FEW, (14.0, QUEUE16_FOLDED), *_E2M1_MANY)
+#: For e2m1 that is light.
+LIGHT_E2M1_TABLE: Table = (*E2M1_TABLE[:4], (48.0, QUEUE64_INT4), *E2M1_TABLE[5:])
 #: What NARROW_BYTES is where memory is slow.
 SLOW_NARROW_BYTES = 260 * 10**6
 #: For int4 there.
@@ -241,7 +243,7 @@ def table_for(kind: str, intermediate: int = 0, waves: float = 0.0) -> Table:
     """The table for that kind of codes, k of the down product and tiles of gate and up for each multiprocessor."""
     short = intermediate <= SHORT_K
     if KINDS[kind].small_float:
-        return E2M1_TABLE
+        return LIGHT_E2M1_TABLE if KINDS[kind].light else E2M1_TABLE
     if KINDS[kind].bits == 8:
         return BYTES_TABLE if short or kind != "uint8" else INT8_LONG_TABLE
     return TABLE if short else LONG_TABLE_MANY if waves > MANY_WAVES else LONG_TABLE
@@ -363,18 +365,18 @@ def kernel_for_few_tiles(base: Kernel, work: Work) -> Kernel:
 def kernel_where_memory_is_fast(work: Work) -> Kernel:
     """The kernel by what was fitted on an H200."""
     kind, mean, waves = work.kind, work.mean, work.waves
-    small_float, few_tiles = KINDS[kind].small_float, waves <= FEW_WAVES
+    small_float, light, few_tiles = KINDS[kind].small_float, KINDS[kind].light, waves <= FEW_WAVES
     base = next(one for limit, one in table_for(kind, work.intermediate, waves) if mean <= limit)
     queue16 = QUEUE16_FOLDED if small_float else QUEUE16
-    if kind == "uint4" and waves <= QUEUE16_WAVES:
+    if light and waves <= QUEUE16_WAVES:
+        base = QUEUE16_PAIR if base == queue16 else base
         queue16 = QUEUE16_PAIR
-        base = queue16 if base == QUEUE16 else base
     full = base not in (NARROW8, QUEUE8)
     if not full or (few_tiles and round(mean) <= NARROW8.tokens):
         few_bytes = work.bytes <= (NARROW_BYTES_FULL if full else NARROW_BYTES)
         if (work.one_wave and few_bytes) or not (work.both or full):
             return NARROW8
-        limit = QUEUE8_MEAN_E2M1 if small_float else QUEUE8_MEAN
+        limit = QUEUE8_MEAN_E2M1 if small_float and not light else QUEUE8_MEAN
         if few_tiles and not small_float:  # a second tile of 8 tokens costs less than what few tiles leave idle
             limit = QUEUE8_MEAN_TILES if kind == "uint4" and waves > 2.0 else math.inf
         return QUEUE8 if mean <= limit else queue16
@@ -420,7 +422,7 @@ def mma_is_faster(work: Work, kernel: Kernel) -> bool:
     if work.gpu.slow_memory:
         few_tiles = waves <= 1.0 and NARROW8.tokens < mean <= (12.0 if waves > 0.5 else 30.0)
         return not direct and (few_tiles or (work.intermediate <= 256 and 6.0 < mean <= 11.0))
-    few_columns = work.kind == "uint4" and work.intermediate <= FEW_COLUMNS
+    few_columns = KINDS[work.kind].light and work.intermediate <= FEW_COLUMNS
     return few_columns and mean <= DIRECT_MEAN and waves > MMA_WAVES and work.bytes <= MMA_BYTES
 
 
@@ -435,7 +437,7 @@ def choose(work: Work, group: int, gated: bool = True) -> Plan:
     slow = gpu.slow_memory and KINDS[kind].bits == 4
     weights, mean = 3 * hidden * intermediate, work.mean
     few = weights <= DIRECT_WEIGHTS and pairs * weights <= DIRECT_READ
-    if kind == "uint4" and not slow:
+    if KINDS[kind].light and not slow:
         few = pairs * weights <= DIRECT_READ_LESS
     if gated and few and mean <= DIRECT_MEAN:
         kernel = kernel_for(DIRECT, kind, group, gpu)

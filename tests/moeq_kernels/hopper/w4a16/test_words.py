@@ -6,6 +6,7 @@ The instruction texts of `device.recipes` are run here one by one, in exact arit
 from __future__ import annotations
 
 import math
+import random
 import re
 from collections.abc import Callable
 from fractions import Fraction
@@ -17,6 +18,7 @@ import torch
 
 from bench.cases import E2M1
 from bench.packing import marlin_mx_scale, marlin_scale, marlin_weight, marlin_zero
+from moeq.layouts.moeq_mxfp4 import DEALT
 from moeq_kernels.hopper.w4a16.device import layouts, recipes, weights
 from moeq_kernels.hopper.w4a16.kinds import KINDS as KINDS_OF_WEIGHTS
 
@@ -159,6 +161,8 @@ OPERATIONS: dict[str, Callable[..., int]] = {
     "or.b32": lambda a, b: a | b,
     "and.b32": lambda a, b: a & b,
     "mul.lo.u32": lambda a, b: a * b & 0xFFFFFFFF,
+    "mad.lo.u32": lambda a, b, c: a * b + c & 0xFFFFFFFF,
+    "shf.l.wrap.b32": lambda low, high, by: (high << by | low >> 32 - by) & 0xFFFFFFFF,
     "add.u16x2": _each_16(lambda a, b: a + b & 0xFFFF),
     "min.u16x2": _each_16(min),
     "prmt.b32": _permute,
@@ -325,6 +329,25 @@ def test_e2m1_times_powers_of_two_is_exact() -> None:
     found = run(recipes.dequantize("e2m1", False, "power"), 4, 0x7E5C3A19, *[_twice(0x7E80)] * 2)  # 2^126
     for value, (low, high) in zip(found, [(0x9, 0xC), (0xA, 0xE), (0x1, 0x5), (0x3, 0x7)], strict=True):
         assert (_value(value & 0xFFFF, False), _value(value >> 16, False)) == (E2M1[low], E2M1[high])
+
+
+def test_dealt_words_become_what_nibbles_become() -> None:
+    """Every code in every place beside zeros and beside all ones, and random words."""
+    generator = random.Random(0)
+    words = [code << 4 * place for place in range(8) for code in range(16)]
+    words += [word ^ 0xFFFFFFFF for word in words] + [generator.getrandbits(32) for _ in range(1000)]
+    scales = [_twice(0x7E80), _twice(0x3F80)]  # 2^126 and 1, for columns g and g + 8
+    for word in words:
+        dealt = sum((word >> bit & 1) << place for bit, place in enumerate(DEALT.places))
+        found = run(recipes.dequantize("e2m1-dealt", False, "power"), 4, dealt, *scales)
+        assert found == run(recipes.dequantize("e2m1", False, "power"), 4, word, *scales), hex(word)
+
+
+def test_factors_of_bytes_without_a_limit() -> None:
+    for first in range(0, 188, 4):
+        word = sum(first + i << 8 * i for i in range(4))
+        assert run(recipes.powers(False), 4, word) == run(recipes.powers(), 4, word)
+    assert run(recipes.powers(False), 4, 188)[0] == run(recipes.powers(), 4, 188)[0]
 
 
 def _old(text: str) -> str:

@@ -17,6 +17,12 @@ A code in bits 0 .. 3 or 4 .. 7 gets there by one multiplication with two set bi
 scale, a power of two, undoes the factor and is exact. NVFP4's scales have four significant bits, so that the product is
 exact as well. In float16 the code is the value times 2^-14, and bits go to their places one by one.
 
+e2m1, dealt (`moeq-mxfp4/1`). A mask of a bf16's sign and three bits takes the first pair of codes from the word itself,
+the second from the word three bits to the left, the third from the word rotated by six bits to the left. The fourth
+has the bits that are left; of the rotated word one multiplication with three set bits brings them under the mask. That
+is eight instructions for eight codes, where nibbles take 13. Scale bytes are 188 at most there, so that factors
+need no limit.
+
 e4m3. Sign and the seven other bits, moved to their places in a 16-bit float, are the value times 2^-120 (f16: 2^-8),
 subnormals included; codes of NaN count as 480, as in Marlin. One product with the scale, which is stored that much
 larger, rounds once; with a power of two it is exact.
@@ -83,6 +89,10 @@ def _fields(kind, half):
             lines += [f"shr.u32 s8, a{i}, 3;", f"and.b32 a{i}, a{i}, 0x80008000;"]
             lines += ["and.b32 s8, s8, 0x0e000e00;", f"or.b32 a{i}, a{i}, s8;"]
         return lines
+    if kind == "e2m1-dealt":
+        lines = ["mov.b32 a0, w;", "shl.b32 a1, w, 3;", "shf.l.wrap.b32 a2, w, w, 6;"]
+        lines += ["and.b32 a3, a2, 0x001b001b;", "mul.lo.u32 a3, a3, 0x1084;"]
+        return lines + [f"and.b32 a{i}, a{i}, 0x81c081c0;" for i in range(4)]
     lines = ["shr.u32 s8, w, 8;"]
     for i in range(4):
         lines.append(f"and.b32 a{i}, {'s8' if i % 2 else 'w'}, {'0x00f000f0' if i >= 2 else '0x000f000f'};")
@@ -185,13 +195,16 @@ mov.b32 $3, {{f3, f3}};
 
 
 @constexpr_function
-def powers(old=False):
+def powers(limited=True, old=False):
     """From four e8m0 bytes E: pairs (f, f) for each, f = 2^(E - 1 - E2M1_SHIFT) in bf16.
 
     Bytes from 55 to 188 (scales 2^-72 to 2^61) give exact weights; smaller scales give weights of 0 in the end, larger
-    ones, 255 (NaN) among them, infinity.
+    ones, 255 (NaN) among them, infinity where they are `limited`, and else must not be.
     """
     offset = (126 - E2M1_SHIFT) << 7
+    if not limited:
+        text = f"mad.lo.u32 e, e, 128, {offset | offset << 16:#x};\nmad.lo.u32 o, o, 128, {offset | offset << 16:#x};"
+        return _spread_bytes(".reg .b32 e, o;", "", text)
     declarations = ".reg .b32 e, o, c, top;"
     if old:  # no arithmetic on pairs of 16-bit integers; sums cannot carry from one to the other
         declarations = f".reg .b32 l, h;\n{declarations}"

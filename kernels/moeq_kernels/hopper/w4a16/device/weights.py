@@ -18,7 +18,7 @@ from moeq_kernels.hopper.w4a16.device import layouts, recipes
 @constexpr_function
 def undo(kind, half, scaled):
     """What makes up for the power of two in the weights; scaled: whether they carry their group's scales."""
-    if kind == "e2m1":
+    if kind in ("e2m1", "e2m1-dealt"):
         return float(2**recipes.E2M1_SHIFT)
     if kind == "mxfp8":
         return float(2**recipes.MXFP8_SHIFT)
@@ -52,7 +52,7 @@ def step_operand(
     if KIND == "nvfp4":
         factors = _beside_slabs(first_scale, second_scale, HALF, WIDE, SLABS, OLD)
         weights = _unpack((words, factors), KIND, HALF, "power", OLD)
-    elif KIND == "e2m1" or KIND == "mxfp8":
+    elif KIND == "e2m1" or KIND == "e2m1-dealt" or KIND == "mxfp8":
         operands = (words, _beside_powers(first_scale, second_scale, KIND, WIDE, SLABS, OLD))
         weights = _unpack(operands, KIND, HALF, "power", OLD)
     elif KIND == "fp8":
@@ -204,8 +204,8 @@ def _parts(scale):
 @gluon.jit
 def _beside_powers(first, second, KIND: gl.constexpr, WIDE: gl.constexpr, SLABS: gl.constexpr, OLD: gl.constexpr):
     """Factors of e8m0 bytes, spread over the bytes of SLABS slabs of words."""
-    x = _powers(_spread(first, WIDE), WIDE, OLD)
-    x = gl.join(x, _powers(_spread(second, WIDE), WIDE, OLD)) if SLABS == 4 else x
+    x = _powers(_spread(first, WIDE), KIND, WIDE, OLD)
+    x = gl.join(x, _powers(_spread(second, WIDE), KIND, WIDE, OLD)) if SLABS == 4 else x
     x = gl.join(x, x)  # pair, tile and g, t, j and h and k, (upper slabs,) slab
     if layouts.bits(KIND) == 8:
         x = gl.join(x, x)  # the upper two bytes of four
@@ -243,10 +243,10 @@ def _factors(scale, HALF: gl.constexpr, WIDE: gl.constexpr, OLD: gl.constexpr):
 
 
 @gluon.jit
-def _powers(scale, WIDE: gl.constexpr, OLD: gl.constexpr):
+def _powers(scale, KIND: gl.constexpr, WIDE: gl.constexpr, OLD: gl.constexpr):
     """`[pair, tile and g, t, j and h and k]` of bytes `[pair, tile and g, t, j1 and h and j0]`, Marlin's e8m0 order."""
-    upper_h: gl.constexpr = recipes.powers(OLD)
-    zero, one = gl.inline_asm_elementwise(upper_h, "=&r,=&r,=&r,=&r,r", (scale,), (gl.bfloat16, gl.bfloat16), True, 4)
+    text: gl.constexpr = recipes.powers(KIND != "e2m1-dealt", OLD)
+    zero, one = gl.inline_asm_elementwise(text, "=&r,=&r,=&r,=&r,r", (scale,), (gl.bfloat16, gl.bfloat16), True, 4)
     return _both_halves(zero, one, WIDE)
 
 
