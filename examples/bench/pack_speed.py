@@ -137,6 +137,8 @@ FAST_PATHS = {
     "ct-int4": Journey("kimi-k2", "ct-int4", "marlin-wna16/1"),
     "w8a8": Journey("qwen3-30b-a3b", "w8a8", "int8-w8a8/1"),
     "mxfp4": Journey("gpt-oss-120b", "mxfp4", "marlin-mxfp4-interleaved/1"),
+    "mxfp4-gate-up": Journey("gpt-oss-120b", "mxfp4", "marlin-mxfp4/1"),
+    "mxfp4-moeq": Journey("gpt-oss-120b", "mxfp4", "moeq-mxfp4/1"),
     "mxfp4-hopper": Journey("gpt-oss-120b", "mxfp4", "triton-kernels-hopper/1"),
     "mxfp4-cdna4": Journey("gpt-oss-120b", "mxfp4", "triton-kernels-cdna4/1"),
     "nvfp4": Journey("qwen3-30b-a3b", "nvfp4", "marlin-nvfp4/1"),

@@ -15,18 +15,12 @@ from dataclasses import replace
 
 from moeq.errors import MoeqError
 from moeq.layouts.arranged import Part
-from moeq.layouts.bits import BitPermutation
+from moeq.layouts.bits import DEALT
 from moeq.layouts.marlin_mxfp4 import MarlinMXFP4
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 #: Greatest exponent byte.
 GREATEST = 188
-#: Where mantissa, both bits of the exponent and sign of the nibbles 0, 1, 2 and 3 of a word go. Those of nibbles 4 to 7
-#: go 16 bits further, around the end.
-_PLACES = ((6, 7, 8, 15), (0, 1, 2, 9), (3, 4, 5, 12), (30, 26, 27, 29))
-
-#: The order of bits.
-DEALT = BitPermutation(tuple((place + 16 * half) % 32 for half in range(2) for nibble in _PLACES for place in nibble))
 
 
 class MoeqMXFP4(MarlinMXFP4):

@@ -29,7 +29,7 @@ ROWS = 64
 _loops = Loops("moeq.layouts.fast.marlin_loops")
 
 
-def pack(words: Words, bits: int, out: Words, row: int = 0) -> None:
+def pack(words: Words, bits: int, out: Words, row: int = 0, *, dealt: bool = False) -> None:
     """Pack rows of codes.
 
     Args:
@@ -38,14 +38,20 @@ def pack(words: Words, bits: int, out: Words, row: int = 0) -> None:
         bits: 4 or 8.
         out: uint32 `[K / 16, M * bits / 2]`, contiguous; M is N or more: gate and up of a w13 are packed side by side.
         row: output feature of `out` at which these rows start, a multiple of 64.
+        dealt: 4 bits only: the bits of each word are dealt as `moeq-mxfp4/1` has them.
     """
     target = out.view(np.uint64)
     if words.flags.c_contiguous:
-        (_loops.pack4_rows if bits == 4 else _loops.pack8_rows)(words.view(np.uint64), target, row)
+        rows = words.view(np.uint64)
+        _loops.pack4_rows(rows, target, row, int(dealt)) if bits == 4 else _loops.pack8_rows(rows, target, row)
     else:
-        (_loops.pack4_columns if bits == 4 else _loops.pack8_columns)(words.T, target, row)
+        columns = words.T
+        _loops.pack4_columns(columns, target, row, int(dealt)) if bits == 4 else _loops.pack8_columns(
+            columns, target, row
+        )
 
 
-def unpack(packed: Words, bits: int, out: Words, row: int = 0) -> None:
+def unpack(packed: Words, bits: int, out: Words, row: int = 0, *, dealt: bool = False) -> None:
     """The inverse of `pack`, into contiguous `out` uint32 `[N, K * bits / 32]`."""
-    (_loops.unpack4 if bits == 4 else _loops.unpack8)(packed.view(np.uint64), row, out.view(np.uint64))
+    source, target = packed.view(np.uint64), out.view(np.uint64)
+    _loops.unpack4(source, row, target, int(dealt)) if bits == 4 else _loops.unpack8(source, row, target)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from moeq.layouts.bits import DEALT
 from moeq.layouts.fast.compiler import loop, scratch
 from moeq.layouts.fast.marlin import ROWS
 from moeq.layouts.fast.vectors import (
     LANES,
     load,
     load_square,
+    permute_bits,
     pick_bytes,
     store,
     store_each,
@@ -71,6 +73,9 @@ _gather4 = pick_bytes(
 )
 
 
+_dealt, _undealt = permute_bits(DEALT.steps), permute_bits(DEALT.inverse.steps)
+
+
 @loop
 def _merged(x, y):  # type: ignore[no-untyped-def]
     """Words of two rows -> their even and their odd columns: k in the low nibbles, k + 8 in the high ones."""
@@ -87,21 +92,25 @@ def _split(even, odd):  # type: ignore[no-untyped-def]
 
 
 @loop
-def _tile4(words, packed, at):  # type: ignore[no-untyped-def]
+def _tile4(words, packed, at, dealt):  # type: ignore[no-untyped-def]
     even_0, odd_0 = _merged(load(words, 0), load(words, 16))
     even_8, odd_8 = _merged(load(words, 8), load(words, 24))
     even_32, odd_32 = _merged(load(words, 32), load(words, 48))
     even_40, odd_40 = _merged(load(words, 40), load(words, 56))
     lines = transposed(even_0, even_8, odd_0, odd_8, even_32, even_40, odd_32, odd_40)
     for r in range(LANES):
-        store(packed, at + LANES * r, _deal4(lines[r], lines[r]))
+        line = _deal4(lines[r], lines[r])
+        store(packed, at + LANES * r, _dealt(line) if dealt else line)
 
 
 @loop
-def _words4(packed, at, words):  # type: ignore[no-untyped-def]
+def _words4(packed, at, words, dealt):  # type: ignore[no-untyped-def]
     """The inverse of `_tile4`."""
     a, b, c, d = load(packed, at), load(packed, at + 8), load(packed, at + 16), load(packed, at + 24)
     e, f, g, h = load(packed, at + 32), load(packed, at + 40), load(packed, at + 48), load(packed, at + 56)
+    if dealt:
+        a, b, c, d = _undealt(a), _undealt(b), _undealt(c), _undealt(d)
+        e, f, g, h = _undealt(e), _undealt(f), _undealt(g), _undealt(h)
     a, b, c, d = _gather4(a, a), _gather4(b, b), _gather4(c, c), _gather4(d, d)
     e, f, g, h = _gather4(e, e), _gather4(f, f), _gather4(g, g), _gather4(h, h)
     even_0, even_8, odd_0, odd_8, even_32, even_40, odd_32, odd_40 = transposed(a, b, c, d, e, f, g, h)
@@ -118,33 +127,33 @@ def _store_two(words, first, second, vectors):  # type: ignore[no-untyped-def]
 
 
 @loop
-def pack4_rows(rows, target, start):  # type: ignore[no-untyped-def]
+def pack4_rows(rows, target, start, dealt):  # type: ignore[no-untyped-def]
     block = _block()
     for k in range(0, rows.shape[1], LANES):
         count = min(LANES, rows.shape[1] - k)
         for n in range(0, rows.shape[0], ROWS):
             _take_rows(rows, n, k, count, block)
             for i in range(count):
-                _tile4(block[i], target[k + i], start + n)
+                _tile4(block[i], target[k + i], start + n, dealt)
 
 
 @loop
-def pack4_columns(columns, target, start):  # type: ignore[no-untyped-def]
+def pack4_columns(columns, target, start, dealt):  # type: ignore[no-untyped-def]
     words = _row()
     for i in range(columns.shape[0] // 2):
         for n in range(0, columns.shape[1], ROWS):
             _take_columns(columns[2 * i], columns[2 * i + 1], n, words)
-            _tile4(words, target[i], start + n)
+            _tile4(words, target[i], start + n, dealt)
 
 
 @loop
-def unpack4(packed, start, rows):  # type: ignore[no-untyped-def]
+def unpack4(packed, start, rows, dealt):  # type: ignore[no-untyped-def]
     block = _block()
     for k in range(0, rows.shape[1], LANES):
         count = min(LANES, rows.shape[1] - k)
         for n in range(0, rows.shape[0], ROWS):
             for i in range(count):
-                _words4(packed[k + i], start + n, block[i])
+                _words4(packed[k + i], start + n, block[i], dealt)
             _put_rows(block, n, k, count, rows)
 
 

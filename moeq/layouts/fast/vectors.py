@@ -146,6 +146,26 @@ def pick_bytes(*lanes: int) -> Callable[..., Any]:
     return _permutation(_BYTES, lanes)
 
 
+def permute_bits(steps: tuple[tuple[int, int], ...]) -> Callable[..., Any]:
+    """A function of a vector: the bits of each 32-bit word by the steps of a `moeq.layouts.bits.BitPermutation`."""
+
+    @intrinsic
+    def permuted(typing, vector):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
+            def each(number: int) -> ir.Constant:
+                return ir.Constant(_HALVES, [number] * _HALVES.count)
+
+            words, result = builder.bitcast(values[0], _HALVES), each(0)
+            for shift, mask in steps:
+                moved = builder.shl(words, each(shift)) if shift >= 0 else builder.lshr(words, each(-shift))
+                result = builder.or_(result, builder.and_(moved, each(mask)))
+            return builder.bitcast(result, _WORDS)
+
+        return _vector(vector), generate
+
+    return permuted  # type: ignore[no-any-return]
+
+
 def _define(function: Callable[..., Any], name: str) -> None:
     """An operator between vectors, or between a vector and a word that stands for eight equal ones."""
 

@@ -15,10 +15,9 @@ from moeq.layouts import marlin as marlin_layout
 from moeq.layouts import marlin_mxfp4, triton_kernels_hopper
 from moeq.layouts.arranged import Part
 from moeq.layouts.arrangement import Arrangement
-from moeq.layouts.bits import MUL_FREE, BitPermutation
+from moeq.layouts.bits import DEALT, MUL_FREE, BitPermutation
 from moeq.layouts.fast import bits, hopper, marlin, scatter, transpose
 from moeq.layouts.fast.nibbles import of_bytes
-from moeq.layouts.moeq_mxfp4 import DEALT
 from moeq.pipeline.pack.fast.scratch import Array
 
 
@@ -88,36 +87,19 @@ class TransposedOrder(Order):
 
 @dataclass(frozen=True)
 class MarlinOrder(Order):
-    """Marlin's weights for 16-bit activations, and moeq's, whose words have their bits in another order."""
+    """Marlin's weights for 16-bit activations, or moeq's, whose words have their bits dealt."""
 
     bits: int
     interleaved: bool = False
-    rewrite: BitPermutation | None = None
+    dealt: bool = False
     rows: int = marlin.ROWS
     transposed: bool = True
 
-    @property
-    def needs_spare(self) -> bool:  # type: ignore[override]
-        return self.rewrite is not None
-
     def pack(self, elements: Array, out: Array, row: int = 0) -> None:
-        words = self._words(elements, out)
-        marlin.pack(elements, self.bits, words, row)
-        if self.rewrite is not None:
-            bits.apply(self.rewrite.steps, words, self._columns(elements, row))
+        marlin.pack(elements, self.bits, self._words(elements, out), row, dealt=self.dealt)
 
     def unpack(self, packed: Array, out: Array, spare: Array, row: int = 0) -> None:
-        words = self._words(out, packed)
-        if self.rewrite is not None:
-            given = words[:, self._columns(out, row)]
-            words, row = spare[: given.nbytes].view("u4").reshape(given.shape), 0
-            np.copyto(words, given)
-            bits.apply(self.rewrite.inverse.steps, words.reshape(-1))
-        marlin.unpack(words, self.bits, out, row)
-
-    def _columns(self, elements: Array, row: int) -> slice:
-        """Words of these rows, in each row of words."""
-        return slice(row * self.bits // 2, (row + len(elements)) * self.bits // 2)
+        marlin.unpack(self._words(out, packed), self.bits, out, row, dealt=self.dealt)
 
     def _words(self, elements: Array, packed: Array) -> Array:
         return packed.view("u4").reshape(elements.shape[1] * 32 // self.bits // 16, -1)
@@ -170,7 +152,7 @@ class ScatterOrder(Order):
 ORDERS: dict[tuple[Arrangement, BitPermutation | None], Order] = {
     (marlin_layout.WEIGHT[4], None): MarlinOrder(4),
     (marlin_layout.WEIGHT[8], None): MarlinOrder(8),
-    (marlin_layout.WEIGHT[4], DEALT): MarlinOrder(4, rewrite=DEALT),
+    (marlin_layout.WEIGHT[4], DEALT): MarlinOrder(4, dealt=True),
     (marlin_mxfp4.WEIGHT_PAIRS, None): MarlinOrder(4, interleaved=True),
     (triton_kernels_hopper.WEIGHT, MUL_FREE): HopperOrder(),
     (triton_kernels_hopper.WEIGHT_W13, MUL_FREE): HopperOrder(interleaved=True),

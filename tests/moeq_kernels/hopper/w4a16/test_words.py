@@ -18,7 +18,7 @@ import torch
 
 from bench.cases import E2M1
 from bench.packing import marlin_mx_scale, marlin_scale, marlin_weight, marlin_zero
-from moeq.layouts.moeq_mxfp4 import DEALT
+from moeq.layouts.bits import DEALT
 from moeq_kernels.hopper.w4a16.device import layouts, recipes, weights
 from moeq_kernels.hopper.w4a16.kinds import KINDS as KINDS_OF_WEIGHTS
 
