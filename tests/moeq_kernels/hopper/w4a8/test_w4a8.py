@@ -219,6 +219,13 @@ def test_where_it_cannot_run_the_reason_is_said(options: dict, what: str) -> Non
     assert what in f"{caught.value} {caught.value.hint}"
 
 
+def test_another_order_of_bits_names_the_layouts_that_do() -> None:
+    experts = on_meta(make_layer(replace(PLAIN, layout="moeq-mxfp4/1"))[0])
+    with pytest.raises(KernelUnsupportedError) as caught:
+        prepare(experts, top_k=2, max_tokens=8, activation_dtype="fp8", gpu="H200")
+    assert "of e2m1, in layers of `prepare` on Hopper: marlin-mxfp4/1" in str(caught.value.hint)
+
+
 def test_a_call_does_not_fold_scales() -> None:
     packed, _ = make_layer(PLAIN)
     routed = route(3, 192, 2, 2)
