@@ -191,6 +191,12 @@ def others(shape: Shape, codes: str) -> Call:
     return lambda i, e: portable_moe(i.x, e, i.weights, i.ids)
 
 
+def dealt(experts: PackedExperts) -> PackedExperts:
+    """Random MXFP4 words as `moeq-mxfp4/1`, where every word is a valid one, too."""
+    w13, w2 = (replace(one, layout="moeq-mxfp4/1") for one in (experts.w13, experts.w2))
+    return replace(experts, w13=w13, w2=w2)
+
+
 def measure(shape: Shape, tokens: int, copies: list[PackedExperts], options: argparse.Namespace) -> dict[str, Any]:
     """Times for one number of tokens; adds to `copies` what cold weights need."""
     hit = inputs(shape, tokens, 0).ids.unique().numel()
@@ -208,7 +214,10 @@ def measure(shape: Shape, tokens: int, copies: list[PackedExperts], options: arg
     row["cold_us"] = timed(ours(shape, options.codes, None))
     row["hot_us"] = timed(ours(shape, options.codes, None), cold=False)
     if options.other:
-        row["other_us"] = timed(others(shape, options.codes))
+        beside = others(shape, options.codes)
+        row["other_us"] = timed(beside)
+        if options.codes == "mxfp4":
+            row["dealt_us"] = timed(lambda i, e: beside(i, dealt(e)))
     if options.kernels:
         print_kernels(partial(ours(shape, options.codes, None, False), given[0], copies[0]))
     if options.sweep:
@@ -236,6 +245,10 @@ def sweep_builds(names: list[str], numbers: list[int], options: argparse.Namespa
                 for plan in [None, *(swept(shape, tokens, options) if own else [])]:
                     planned = schedule(family, layer.problem, tokens, plan)
                     found.update(specialise(launch) for launch in planned.launches)
+        if codes == "mxfp4":
+            layer = prepare_for(x, dealt(experts), shape.top_k, max(numbers), epilogue, None, gpu="H200")
+            for tokens in numbers:
+                found.update(specialise(launch) for launch in schedule(layer.family, layer.problem, tokens).launches)
     return found
 
 
@@ -245,7 +258,11 @@ def main() -> int:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--tokens", default="1,8,32,128,512,4096")
     parser.add_argument("--codes", choices=CODES, default="int8", help="of weights and activations")
-    parser.add_argument("--other", action="store_true", help="time portable kernels too, beside 4 bits W4A16's")
+    parser.add_argument(
+        "--other",
+        action="store_true",
+        help="time portable kernels too, beside 4 bits W4A16's (of MXFP4 in either order of bits)",
+    )
     parser.add_argument("--sweep", action="store_true", help="time other plans too")
     parser.add_argument("--plans", default="", help="words: of other plans those whose names hold one, as wide,x2")
     parser.add_argument("--kernels", action="store_true", help="show the time of each kernel")

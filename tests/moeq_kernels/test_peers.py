@@ -402,6 +402,9 @@ class TestVerdicts:
         bad = cell("mxfp4", "phi-3.5-moe", 8, moeq=1e6)
         assert verdict(target, document(*good, bad), "decode").reached is True
         assert verdict(target, document(*good[:3], bad), "decode").reached is False
+        prefill = cell("w8a8", "deepseek-v3-tp8", 4096, moeq=1e6)  # bytes take longer than products here
+        assert prefill["memory_floor_us"] > prefill["compute_floor_us"]
+        assert verdict(target, document(*good, prefill), "decode").cells == 4
 
     @pytest.mark.parametrize("status", ["failed", "wrong"])
     def test_a_cell_that_only_peers_have_is_lost(self, status: str) -> None:

@@ -126,9 +126,17 @@ def _format(name: str, *shapes: str) -> Callable[[Cell], bool]:
     return lambda cell: cell["format"] == name and (not shapes or cell["shape"] in shapes)
 
 
+#: Tokens from which a cell is prefill, not decode.
+PREFILL = 4096
+
+
+def _bound(cell: Cell) -> bool:
+    """Decode cells whose byte floor is the larger one, and long enough to measure against."""
+    return bool(cell["tokens"] < PREFILL and cell["memory_floor_us"] >= max(60.0, cell["compute_floor_us"]))
+
+
 def _decode(cell: Cell) -> bool:
-    bound = cell["memory_floor_us"] >= max(60.0, cell["compute_floor_us"])
-    return bool(cell["format"] == "int4" and cell["tokens"] >= 8 and bound)
+    return bool(cell["format"] == "int4" and cell["tokens"] >= 8 and _bound(cell))
 
 
 def _single(cell: Cell) -> bool:
@@ -137,7 +145,7 @@ def _single(cell: Cell) -> bool:
 
 def _prefill(name: str) -> Callable[[Cell], bool]:
     shapes = ("mixtral-8x7b", "qwen3-30b-a3b")
-    return lambda cell: cell["format"] == name and cell["tokens"] >= 4096 and cell["shape"] in shapes
+    return lambda cell: cell["format"] == name and cell["tokens"] >= PREFILL and cell["shape"] in shapes
 
 
 def _grid(name: str) -> Callable[[Cell], bool]:
@@ -146,9 +154,9 @@ def _grid(name: str) -> Callable[[Cell], bool]:
 
 
 def _bound_by_bytes(cell: Cell) -> bool:
-    """Decode cells of the grid in int4, MXFP4 or W8A8 whose byte floor is worth measuring against."""
+    """Decode cells of the grid in int4, MXFP4 or W8A8."""
     known = cell["format"] in ("int4", "mxfp4", "w8a8") and cell["shape"] in {**KNOWN, **HELD_OUT}
-    return bool(known and cell["memory_floor_us"] >= max(60.0, cell["compute_floor_us"]))
+    return bool(known and _bound(cell))
 
 
 _INT4, _MX = _format("int4"), _format("mxfp4", "gpt-oss-20b", "qwen3-30b-a3b")
@@ -166,7 +174,7 @@ def _floats(cell: Cell) -> bool:
 
 
 def _four_by_eight(cell: Cell) -> bool:
-    return cell["format"] in ("mxfp4-fp8", "int4-fp8") and cell["tokens"] >= 4096
+    return cell["format"] in ("mxfp4-fp8", "int4-fp8") and cell["tokens"] >= PREFILL
 
 
 #: What the kernels are to reach side by side on an H200: what they must, and what they aim for.
