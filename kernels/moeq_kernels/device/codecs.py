@@ -41,12 +41,20 @@ def codes(w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.
 
 
 @triton.jit
+def _marlin_words(
+    w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, EACH: tl.constexpr
+):  # fmt: skip
+    """The words of a tile: EACH for a column in each 16 rows."""
+    rows = k0 // 16 + tl.arange(0, BK // 16)
+    words = p0 * EACH + tl.arange(0, EACH * BN)
+    mask = (rows[:, None] < K // 16) & (words[None, :] < EACH * N)
+    return tl.load(w + rows[:, None] * (EACH * N) + words[None, :], mask=mask, other=0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
 def _marlin4(w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
     """int32 [K / 16, 2 N]: word 4 lane + block of a 64-column tile, lane = 4 octet + k pair."""
-    rows = k0 // 16 + tl.arange(0, BK // 16)
-    words = p0 * 2 + tl.arange(0, 2 * BN)
-    mask = (rows[:, None] < K // 16) & (words[None, :] < 2 * N)
-    packed = tl.load(w + rows[:, None] * (2 * N) + words[None, :], mask=mask, other=0).to(tl.uint32, bitcast=True)
+    packed = _marlin_words(w, k0, p0, K, N, BK, BN, 2)
     fields = tl.join(packed, packed >> 4)  # bit 0 of the field: k + 8
     fields = tl.join(fields, fields >> 8)  # bit 1: column + 8
     fields = tl.join(fields, fields >> 16)  # bit 2: k + 1
@@ -58,10 +66,7 @@ def _marlin4(w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: 
 @triton.jit
 def _marlin4_dealt(w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
     """The words of `_marlin4`, their bits dealt as `hopper.w4a16.device.recipes` says."""
-    rows = k0 // 16 + tl.arange(0, BK // 16)
-    words = p0 * 2 + tl.arange(0, 2 * BN)
-    mask = (rows[:, None] < K // 16) & (words[None, :] < 2 * N)
-    packed = tl.load(w + rows[:, None] * (2 * N) + words[None, :], mask=mask, other=0).to(tl.uint32, bitcast=True)
+    packed = _marlin_words(w, k0, p0, K, N, BK, BN, 2)
     half = tl.join(packed, packed >> 16)  # k + 1
     other = tl.join(packed >> 16, packed)
     code0 = ((half >> 12) & 8) | ((half >> 6) & 7)
@@ -77,10 +82,7 @@ def _marlin4_dealt(w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr
 @triton.jit
 def _marlin8(w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
     """int32 [K / 16, 4 N]: word 8 lane + 2 block + half of a 64-column tile."""
-    rows = k0 // 16 + tl.arange(0, BK // 16)
-    words = p0 * 4 + tl.arange(0, 4 * BN)
-    mask = (rows[:, None] < K // 16) & (words[None, :] < 4 * N)
-    packed = tl.load(w + rows[:, None] * (4 * N) + words[None, :], mask=mask, other=0).to(tl.uint32, bitcast=True)
+    packed = _marlin_words(w, k0, p0, K, N, BK, BN, 4)
     fields = tl.join(packed, packed >> 8)  # bit 0 of the byte number: k + 8
     fields = tl.join(fields, fields >> 16)  # bit 1: k + 1
     fields = tl.reshape(fields & 255, (BK // 16, BN // 64, 8, 4, 4, 2, 2, 2))
