@@ -2,11 +2,12 @@
 
 Parts are those of `marlin-mxfp4/1`. Of the four codes in each half of a word three keep sign and magnitude as far apart
 as a bf16 has them, so that the word, the word three bits to the left and the word rotated by six bits to the left show
-one each under a mask. The fourth, of the other half, lies in the four bits that are left, where one multiplication
-brings it to its place. So eight codes become bf16 in eight instructions where nibbles take thirteen
-(`moeq_kernels.hopper.w4a16.device.recipes`), and an H200 reads experts up to a fifth faster.
+one each under a mask. The fourth, of the other half, lies in the four bits that are left, from which one multiplication
+brings it under the mask. So eight codes become bf16 in eight instructions where nibbles take thirteen
+(`moeq_kernels.hopper.w4a16.device.recipes`); on an H200 layers take 0.81 to 0.97 of their time with Marlin's words.
 
-Exponent bytes above 188 (scales above 2^61) are refused: the kernels make factors of bytes without a limit.
+Exponent bytes above 188 (scales above 2^61) are refused: the kernels make factors of bytes without a limit. The idea is
+that of `bits.MUL_FREE`, whose fourth code takes six instructions.
 """
 
 from __future__ import annotations

@@ -40,18 +40,19 @@ def pack(words: Words, bits: int, out: Words, row: int = 0, *, dealt: bool = Fal
         row: output feature of `out` at which these rows start, a multiple of 64.
         dealt: 4 bits only: the bits of each word are dealt as `moeq-mxfp4/1` has them.
     """
+    rows = bool(words.flags.c_contiguous)
+    given = words.view(np.uint64) if rows else words.T
     target = out.view(np.uint64)
-    if words.flags.c_contiguous:
-        rows = words.view(np.uint64)
-        _loops.pack4_rows(rows, target, row, int(dealt)) if bits == 4 else _loops.pack8_rows(rows, target, row)
+    if bits == 4:
+        (_loops.pack4_rows if rows else _loops.pack4_columns)(given, target, row, int(dealt))
     else:
-        columns = words.T
-        _loops.pack4_columns(columns, target, row, int(dealt)) if bits == 4 else _loops.pack8_columns(
-            columns, target, row
-        )
+        (_loops.pack8_rows if rows else _loops.pack8_columns)(given, target, row)
 
 
 def unpack(packed: Words, bits: int, out: Words, row: int = 0, *, dealt: bool = False) -> None:
     """The inverse of `pack`, into contiguous `out` uint32 `[N, K * bits / 32]`."""
     source, target = packed.view(np.uint64), out.view(np.uint64)
-    _loops.unpack4(source, row, target, int(dealt)) if bits == 4 else _loops.unpack8(source, row, target)
+    if bits == 4:
+        _loops.unpack4(source, row, target, int(dealt))
+    else:
+        _loops.unpack8(source, row, target)
