@@ -93,6 +93,7 @@ def interrupt():
         time.sleep(0.01)
     os.killpg(0, signal.SIGINT)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 layer = prepare(meta_experts(4, 256, 128), top_k=2, max_tokens=4096, gpu="H200")
 threading.Thread(target=interrupt).start()
 try:
