@@ -184,7 +184,7 @@ def _marlin_mxfp4(m: Quantised) -> dict[str, Tensor | None]:
 
 
 def _moeq_mxfp4(m: Quantised) -> dict[str, Tensor | None]:
-    return {"weight": packing.dealt_weight(m.codes), "scale": packing.marlin_mx_scale(m.scales)}
+    return {"weight": packing.permuted_weight(m.codes), "scale": packing.marlin_mx_scale(m.scales)}
 
 
 def _hopper(warps: int) -> Callable[[Quantised], dict[str, Tensor | None]]:

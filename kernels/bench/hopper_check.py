@@ -89,7 +89,7 @@ LAYERS = {
         "marlin-mxfp4-interleaved/1", "e2m1", experts=32, hidden=2880, intermediate=2880, order="interleaved",
         activation="swiglu_oai", limit=7.0, bias=True, seed=23,
     ),
-    "mxfp4-dealt": Recipe("moeq-mxfp4/1", "e2m1", experts=8, hidden=512, intermediate=384, bias=True, seed=39),
+    "mxfp4-permuted": Recipe("moeq-mxfp4/1", "e2m1", experts=8, hidden=512, intermediate=384, bias=True, seed=39),
     "padded-mxfp4": Recipe("marlin-mxfp4/1", "e2m1", experts=8, hidden=640, intermediate=256, bias=True, seed=24),
     "padded-int4": Recipe(experts=8, hidden=640, intermediate=192, group_size=64, bias=True, limit=0.5, seed=25),
     "nvfp4": Recipe("marlin-nvfp4/1", "e2m1", experts=8, hidden=512, intermediate=384, seed=32),
@@ -167,8 +167,9 @@ def describe_any(plan: Any) -> str:
 def plans(recipe: Recipe, tokens: int) -> Iterator[Plan | None]:
     """The chosen plan, and every kernel of the table, narrow ones with and without splits and in both scale modes."""
     yield None
-    kind = kind_of_format(find_format(recipe.layout, recipe.element))
-    group = {"e2m1": 32, "e2m1-dealt": 32, "mxfp8": 32, "nvfp4": 16}.get(kind, max(0, recipe.group_size))
+    fmt = find_format(recipe.layout, recipe.element)
+    kind = kind_of_format(fmt)
+    group = max(0, fmt.group_sizes[0] if len(fmt.group_sizes) == 1 else recipe.group_size)
     gated = recipe.order != "ungated"
     tables = [kernel for size, waves in ((0, 0), (4096, 0), (4096, 99)) for _, kernel in table_for(kind, size, waves)]
     for base in dict.fromkeys(tables):

@@ -39,7 +39,7 @@ def marlin_weight(codes: Tensor, bits: int) -> Tensor:
     return torch.stack([pack_words(codes[e].reshape(-1)[flat], bits) for e in range(experts)])
 
 
-def dealt_weight(codes: Tensor) -> Tensor:
+def permuted_weight(codes: Tensor) -> Tensor:
     """uint8 e2m1 codes `[E, N, K]` -> int32 `[E, K / 16, 2 N]`: Marlin's words, their bits as `moeq-mxfp4/1` has them.
 
     Numbers of three of each four nibbles stay together: sign, two bits of an exponent, mantissa. Those of the fourth

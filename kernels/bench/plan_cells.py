@@ -44,7 +44,7 @@ SIXTEEN_BITS = {
 BYTES = {"w8a8": "int8", "fp8-block": "fp8-block", "fp8": "fp8"}
 #: The order of formats: those whose plans matter most come twice.
 ROUND = ("int4", "w8a8", "moeq-mxfp4", "fp8-block", "int4", "mxfp4", "w8a8", "nvfp4", "fp8")
-#: Those that gpt-oss has with its own activation; other layers have them with `-silu` behind.
+#: Those that gpt-oss has with its own activation.
 MXFP4 = ("mxfp4", "moeq-mxfp4")
 #: Numbers of tokens of a layer in one format.
 NUMBERS = 3
@@ -178,6 +178,11 @@ def numbers_of_tokens(generator: random.Random, shape: Shape) -> list[int]:
     return found
 
 
+def with_silu(fmt: str) -> str:
+    """A format's name in layers that do not have gpt-oss's activation."""
+    return f"{fmt}-silu" if fmt in MXFP4 else fmt
+
+
 def model_layer(name: str, fmt: str) -> Layer | None:
     """A real model's layer, MXFP4 and int4 of gpt-oss as those checkpoints are served; None where no format fits."""
     one = peers.SHAPES[name]
@@ -189,7 +194,7 @@ def model_layer(name: str, fmt: str) -> Layer | None:
             return Layer(fmt, name, replace(shape, gpt_oss=True))
         elif fmt in ("fp8-block", "nvfp4"):
             return None
-    layer = Layer(f"{fmt}-silu" if fmt in MXFP4 else fmt, name, shape)
+    layer = Layer(with_silu(fmt), name, shape)
     return layer if layer.weight_bytes(shape.experts) <= 2 * MOST_BYTES else None
 
 
@@ -203,7 +208,7 @@ def named_cells(names: list[str]) -> Iterator[tuple[Layer, list[int]]]:
         if shape in peers.SHAPES:
             layer = model_layer(shape, fmt)
         else:
-            layer = Layer(f"{fmt}-silu" if fmt in MXFP4 else fmt, "random", Shape(*map(int, shape.split("x"))))
+            layer = Layer(with_silu(fmt), "random", Shape(*map(int, shape.split("x"))))
         if layer is None:
             raise SystemExit(f"{name}: {shape} has no layer in {fmt}")
         yield layer, [int(one) for one in numbers.split(",")]
@@ -231,7 +236,7 @@ def cells(formats: list[str], count: int, seed: int) -> Iterator[tuple[Layer, li
                 layer = model_layer(names[(index + 3 * formats.index(fmt)) % len(names)], fmt)
             elif not real and index < count:
                 bytes_each = 1.0 if fmt in BYTES else 0.57
-                layer = Layer(f"{fmt}-silu" if fmt in MXFP4 else fmt, "random", random_shape(generator, bytes_each))
+                layer = Layer(with_silu(fmt), "random", random_shape(generator, bytes_each))
             else:
                 layer = None
             if layer is not None:

@@ -191,7 +191,7 @@ def others(shape: Shape, codes: str) -> Call:
     return lambda i, e: portable_moe(i.x, e, i.weights, i.ids)
 
 
-def dealt(experts: PackedExperts) -> PackedExperts:
+def permuted(experts: PackedExperts) -> PackedExperts:
     """Random MXFP4 words as `moeq-mxfp4/1`, where every word is a valid one, too."""
     w13, w2 = (replace(one, layout="moeq-mxfp4/1") for one in (experts.w13, experts.w2))
     return replace(experts, w13=w13, w2=w2)
@@ -217,7 +217,7 @@ def measure(shape: Shape, tokens: int, copies: list[PackedExperts], options: arg
         beside = others(shape, options.codes)
         row["other_us"] = timed(beside)
         if options.codes == "mxfp4":
-            row["dealt_us"] = timed(lambda i, e: beside(i, dealt(e)))
+            row["permuted_us"] = timed(lambda i, e: beside(i, permuted(e)))
     if options.kernels:
         print_kernels(partial(ours(shape, options.codes, None, False), given[0], copies[0]))
     if options.sweep:
@@ -246,7 +246,7 @@ def sweep_builds(names: list[str], numbers: list[int], options: argparse.Namespa
                     planned = schedule(family, layer.problem, tokens, plan)
                     found.update(specialise(launch) for launch in planned.launches)
         if codes == "mxfp4":
-            layer = prepare_for(x, dealt(experts), shape.top_k, max(numbers), epilogue, None, gpu="H200")
+            layer = prepare_for(x, permuted(experts), shape.top_k, max(numbers), epilogue, None, gpu="H200")
             for tokens in numbers:
                 found.update(specialise(launch) for launch in schedule(layer.family, layer.problem, tokens).launches)
     return found

@@ -243,7 +243,7 @@ _TABLE = (
     _plain("int8-w8a8/1", "int8", "rows", "int8", 1),
     _mxfp4("marlin-mxfp4/1", "marlin4", _marlin_words, "marlin-mx", (64, 32)),
     _mxfp4("marlin-mxfp4-interleaved/1", "marlin4", _marlin_words, "marlin-mx", (64, 32)),
-    _mxfp4("moeq-mxfp4/1", "marlin4-dealt", _marlin_words, "marlin-mx", (64, 32)),
+    _mxfp4("moeq-mxfp4/1", "marlin4-permuted", _marlin_words, "marlin-mx", (64, 32)),
     _mxfp4("mxfp4-identity/1", "nibbles", lambda n, k: (n, k // 2), "rows", (1, 32)),
     _mxfp4("triton-kernels-hopper/1", "hopper4", _hopper_bytes, "hopper-mx8", (16, 64)),
     _mxfp4("triton-kernels-hopper-w4/1", "hopper4", _hopper_bytes, "hopper-mx4", (16, 64)),

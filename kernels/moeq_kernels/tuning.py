@@ -60,6 +60,6 @@ def choose_blocks(
     if m <= 32:
         return Blocks(m, 64, 64, num_warps=4, num_stages=3)
     # These take the most registers: wider tiles spill on sm_100 (e2m1 with triton 3.9 and 3.6, bytes with 3.7).
-    most = ("marlin4 e2m1", "marlin4-dealt e2m1", "hopper4 e2m1", "rows uint8")
-    n = 64 if f"{fmt.codec} {fmt.kind}" in most else 128
+    most = (("marlin4", "e2m1"), ("marlin4-permuted", "e2m1"), ("hopper4", "e2m1"), ("rows", "uint8"))
+    n = 64 if (fmt.codec, fmt.kind) in most else 128
     return Blocks(m, n, 64, num_warps=8, num_stages=3 if shared > 100 * 1024 else 2)

@@ -160,11 +160,11 @@ def _check_second_scales(name: str, x: Tensor, matrix: PackedMatrix, fmt: Format
     if asked and not fmt.fp8_activations:
         readable = ", ".join(layout for (layout, _), one in FORMATS.items() if one.fp8_activations)
         hint = f"layouts that do: {readable}"
-        if (matrix.layout, matrix.element) in W4A8:
+        prepared = [layout for layout, element in W4A8 if element == matrix.element]
+        if matrix.layout in prepared:
             hint = f"a layer of `prepare` does on Hopper; {hint}"
-        elif matrix.element in {element for _, element in W4A8}:
-            there = ", ".join(layout for layout, element in W4A8 if element == matrix.element)
-            hint += f"; of {matrix.element}, in layers of `prepare` on Hopper: {there}"
+        elif prepared:
+            hint += f"; of {matrix.element}, in layers of `prepare` on Hopper: {', '.join(prepared)}"
         raise KernelUnsupportedError(f"{name} asks for {asked} activations, which {kind} kernels do not have", hint)
     quantises = fmt.int8_activations or asked == "fp8"
     require(

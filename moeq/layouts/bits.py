@@ -72,17 +72,17 @@ def _mul_free() -> tuple[int, ...]:
     return tuple(places)
 
 
-#: Eight e2m1 codes of a word dealt so that shifts and one bf16 multiplication decode them ("mul-free" fp4). Three codes
-#: of each half-word keep sign and magnitude together; the fourth is spread over what is left.
+#: Eight e2m1 codes of a word permuted so that shifts and one bf16 multiplication decode them ("mul-free" fp4). Three
+#: codes of each half-word keep sign and magnitude together; the fourth is spread over what is left.
 #: Source: triton_kernels 3.5.1 (`HopperMXValueLayout`) and FlashInfer 0.7.2 (SM90 mixed-input GEMM).
 MUL_FREE = BitPermutation(_mul_free())
 
 
-def _dealt() -> tuple[int, ...]:
+def _moeq_mxfp4() -> tuple[int, ...]:
     """Of nibbles 0, 1, 2 and 3 mantissa, both bits of the exponent, and sign; 4 to 7 go 16 bits further."""
     ends = ((6, 7, 8, 15), (0, 1, 2, 9), (3, 4, 5, 12), (30, 26, 27, 29))
     return tuple((end + 16 * half) % 32 for half in range(2) for nibble in ends for end in nibble)
 
 
 #: Eight e2m1 codes of a Marlin word as `moeq-mxfp4/1` has them (see `moeq.layouts.moeq_mxfp4`).
-DEALT = BitPermutation(_dealt())
+MOEQ_MXFP4 = BitPermutation(_moeq_mxfp4())

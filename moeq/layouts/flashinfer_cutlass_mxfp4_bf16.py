@@ -1,7 +1,7 @@
 """FlashInfer CUTLASS MXFP4 for bf16 activations (SM90 only).
 
 w13 rows are up, then gate. Weights are interleaved for the mixed-input tensor-core tile, four bytes to a 32-bit word,
-and the bits of each word are dealt for a decoding without multiplication tables (`bits.MUL_FREE`): `weight` uint8
+and the bits of each word are permuted for a decoding without multiplication tables (`bits.MUL_FREE`): `weight` uint8
 `[N, K / 2]`. `scale` uint8 `[N / 64, K / 128, 16, 16]`, `bias` bf16.
 Source: FlashInfer 0.7.2, SM90 mixed-input MoE GEMM and `prepare.py`; vLLM 0.33.0.
 """

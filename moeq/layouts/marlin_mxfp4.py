@@ -19,13 +19,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from moeq.errors import MoeqError
 from moeq.layouts.arranged import Part, is_gated_w13
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule, SliceRule, W13Order
 from moeq.layouts.marlin import SINGLE, WEIGHT, scale_part, weight_part
 from moeq.layouts.marlin_a8 import WEIGHT_A8
-from moeq.layouts.mxfp4 import MXFP4Layout, bias_as
+from moeq.layouts.mxfp4 import MXFP4Layout, bias_as, refuse_exponents_above
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 if TYPE_CHECKING:
@@ -129,13 +128,8 @@ class MarlinMXFP4Fp8Act(MarlinMXFP4):
 
     def check_values(self, matrix: QuantizedMatrix) -> None:
         super().check_values(matrix)
-        largest = int(matrix.scales.max())
-        if largest > 249:
-            raise MoeqError(
-                "usage.scale-range",
-                f"{self.id} stores exponents plus 6 in a byte, so 249 is the largest; {matrix.spec.role} has {largest}",
-                "marlin-mxfp4/1 (16-bit activations) keeps every exponent",
-            )
+        why = f"{self.id} stores exponents plus 6 in a byte, so 249 is the largest"
+        refuse_exponents_above(249, matrix, why, "marlin-mxfp4/1 (16-bit activations) keeps every exponent")
 
     def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
         found = super().encode(name, matrix)

@@ -5,9 +5,10 @@ In the patterns, `h` leads the rows of a gated w13 (0: gate, 1: up) and `b` is t
 
 from __future__ import annotations
 
+from moeq.errors import MoeqError
 from moeq.layouts.arranged import ArrangedLayout, Part, is_gated_w13
 from moeq.layouts.arrangement import Arrangement
-from moeq.matrix import MatrixSpec
+from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 #: The OCP Microscaling group.
 GROUP = 32
@@ -38,6 +39,13 @@ def bias_as(spec: MatrixSpec, arrangement: Arrangement, dtype: str) -> dict[str,
     if spec.bias_dtype is None:
         return {}
     return {"bias": Part("bias", arrangement, (spec.n,), dtype, {"F32": 32, "BF16": 16, "F16": 16}[dtype])}
+
+
+def refuse_exponents_above(greatest: int, matrix: QuantizedMatrix, why: str, hint: str) -> None:
+    """Raises `usage.scale-range` where a scale's exponent byte is larger."""
+    largest = int(matrix.scales.max())
+    if largest > greatest:
+        raise MoeqError("usage.scale-range", f"{why}; {matrix.spec.role} has {largest}", hint)
 
 
 def by_role(w13: Arrangement, plain: Arrangement, spec: MatrixSpec) -> Arrangement:

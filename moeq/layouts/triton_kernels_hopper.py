@@ -1,7 +1,7 @@
 """triton_kernels MXFP4 on Hopper (SM90).
 
 `weight` uint8 `[N / 4, 2 K]` (`HopperMXValueLayout`; N is filled up to 16 and K to 64), the bits of each 32-bit
-word dealt as in `bits.MUL_FREE`. `scale` uint8 `[N / 32, 32 G]` (`HopperMXScaleLayout`; N is filled up to 32 times
+word permuted as in `bits.MUL_FREE`. `scale` uint8 `[N / 32, 32 G]` (`HopperMXScaleLayout`; N is filled up to 32 times
 the number of warps and G to 4). The scale order depends on the number of warps: 8 in vLLM, 4 in the `-w4` id.
 Source: triton_kernels 3.5.1 (vLLM 0.33.0).
 """

@@ -86,7 +86,7 @@ _FORMATS: dict[str, dict[str, Any]] = {
         "kind": "e2m1", "group": 32, "scale": "u8", "bias": True,
         "epilogue": Epilogue("swiglu_oai", gated=True, interleaved=True, limit=7.0),
     },
-    "mxfp4-dealt": {"kind": "e2m1-dealt", "group": 32, "scale": "u8"},
+    "mxfp4-permuted": {"kind": "e2m1-permuted", "group": 32, "scale": "u8"},
     "mxfp4-down": {"kind": "e2m1", "group": 32, "scale": "u8", "bias": True, "epilogue": PLAIN, "out": "i16"},
     "relu2": {"epilogue": Epilogue("relu2")},
 }  # fmt: skip
@@ -133,9 +133,10 @@ def cases() -> list[Case]:
             result.append(Case(f"wide{kernel.tokens}{'g' * kernel.gathers}-{suffix}", chosen, **changes))
     for kernel in (NARROW16, *(kernel for _, kernel in E2M1_TABLE if kernel not in tables)):
         for suffix, changes in _FORMATS.items():
-            if changes.get("kind", "").startswith("e2m1"):
+            kind = changes.get("kind", "")
+            if kind.startswith("e2m1"):
                 name = f"{type(kernel).__name__.lower()}{kernel.tokens}e-{suffix}"
-                result.append(Case(name, kernel_for(kernel, "e2m1", 32), **changes))
+                result.append(Case(name, kernel_for(kernel, kind, 32), **changes))
     return result + _few_floats()
 
 

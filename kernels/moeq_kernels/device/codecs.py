@@ -14,7 +14,7 @@ import triton.language as tl
 @triton.jit
 def column_of(position, CODEC: tl.constexpr):
     """Output feature at a tile position."""
-    if CODEC == "marlin4" or CODEC == "marlin4-dealt" or CODEC == "marlin8":
+    if CODEC == "marlin4" or CODEC == "marlin4-permuted" or CODEC == "marlin8":
         # position = 64 tile + 8 octet + 2 block + half; feature = 64 tile + 16 block + 8 half + octet
         inner = position % 64
         return position - inner + 16 * ((inner // 2) % 4) + 8 * (inner % 2) + inner // 8
@@ -27,8 +27,8 @@ def codes(w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.
     """Codes of rows k0 .. k0 + BK and positions p0 .. p0 + BN; 0 beyond the matrix."""
     if CODEC == "marlin4":
         return _marlin4(w, k0, p0, K, N, BK, BN)
-    elif CODEC == "marlin4-dealt":
-        return _marlin4_dealt(w, k0, p0, K, N, BK, BN)
+    elif CODEC == "marlin4-permuted":
+        return _marlin4_permuted(w, k0, p0, K, N, BK, BN)
     elif CODEC == "marlin8":
         return _marlin8(w, k0, p0, K, N, BK, BN)
     elif CODEC == "nibbles":
@@ -64,8 +64,8 @@ def _marlin4(w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: 
 
 
 @triton.jit
-def _marlin4_dealt(w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
-    """The words of `_marlin4`, their bits dealt as `hopper.w4a16.device.recipes` says."""
+def _marlin4_permuted(w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
+    """The words of `_marlin4`, their bits permuted as `hopper.w4a16.device.recipes` says."""
     packed = _marlin_words(w, k0, p0, K, N, BK, BN, 2)
     half = tl.join(packed, packed >> 16)  # k + 1
     other = tl.join(packed >> 16, packed)

@@ -167,7 +167,7 @@ def moe_gemm(
         keep = column < N // 2
     elif EPILOGUE == "interleaved":
         # Marlin's positions are 8 octet + ..: gate and up differ in the octet's lowest bit.
-        if CODEC == "marlin4" or CODEC == "marlin4-dealt" or CODEC == "marlin8":
+        if CODEC == "marlin4" or CODEC == "marlin4-permuted" or CODEC == "marlin8":
             pairs_last = tl.permute(tl.reshape(value, (BM, BN // 16, 2, 8)), (0, 1, 3, 2))
             column = tl.reshape(tl.permute(tl.reshape(column, (BN // 16, 2, 8)), (0, 2, 1)), (BN // 2, 2))
         else:

@@ -9,6 +9,7 @@ from itertools import chain
 import torch
 
 from moeq_kernels.errors import KernelUnsupportedError
+from moeq_kernels.formats import find_format
 from moeq_kernels.hopper.w4a16.kinds import KINDS
 from moeq_kernels.hopper.w4a16.products import alike, kind_of, one_group
 from moeq_kernels.problem import Problem
@@ -46,7 +47,7 @@ W8A8 = ("int8-w8a8/1", "int8")
 FP8 = (("fp8-identity/1", "e4m3"), ("fp8-block-identity/1", "e4m3"))
 
 #: What the kernels for 4-bit weights and e4m3 activations read, with the dtypes of scales.
-W4A8 = {key: SCALES[key] for key in SCALES if key[1] in ("int4", "e2m1") and key[0].startswith("marlin")}
+W4A8 = {key: dtypes for key, dtypes in SCALES.items() if find_format(*key).codec == "marlin4"}
 
 
 def asks_w4a8(experts: PackedExperts) -> bool:

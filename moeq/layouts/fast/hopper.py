@@ -1,8 +1,8 @@
 """triton_kernels' Hopper weights from rows of packed 4-bit codes, and back, in compiled loops.
 
 Rows are as in `moeq.layouts.fast.marlin`: 64-bit words of 16 codes. A 32-bit word of the packed matrix holds two bytes
-each of two rows of the same tile of 16, and its bits are dealt by `moeq.layouts.bits.MUL_FREE`. So 32 bytes of two rows
-become 16 packed words: an order of bytes, and masked shifts.
+each of two rows of the same tile of 16, and its bits are permuted by `moeq.layouts.bits.MUL_FREE`. So 32 bytes of two
+rows become 16 packed words: an order of bytes, and masked shifts.
 
 Equal bit for bit to packing from codes by the arrangements in `moeq.layouts.triton_kernels_hopper` (tested).
 """

@@ -29,7 +29,7 @@ ROWS = 64
 _loops = Loops("moeq.layouts.fast.marlin_loops")
 
 
-def pack(words: Words, bits: int, out: Words, row: int = 0, *, dealt: bool = False) -> None:
+def pack(words: Words, bits: int, out: Words, row: int = 0, *, permuted: bool = False) -> None:
     """Pack rows of codes.
 
     Args:
@@ -38,21 +38,21 @@ def pack(words: Words, bits: int, out: Words, row: int = 0, *, dealt: bool = Fal
         bits: 4 or 8.
         out: uint32 `[K / 16, M * bits / 2]`, contiguous; M is N or more: gate and up of a w13 are packed side by side.
         row: output feature of `out` at which these rows start, a multiple of 64.
-        dealt: 4 bits only: the bits of each word are dealt as `moeq-mxfp4/1` has them.
+        permuted: 4 bits only: the bits of each word are permuted as `moeq-mxfp4/1` has them.
     """
     rows = bool(words.flags.c_contiguous)
     given = words.view(np.uint64) if rows else words.T
     target = out.view(np.uint64)
     if bits == 4:
-        (_loops.pack4_rows if rows else _loops.pack4_columns)(given, target, row, int(dealt))
+        (_loops.pack4_rows if rows else _loops.pack4_columns)(given, target, row, int(permuted))
     else:
         (_loops.pack8_rows if rows else _loops.pack8_columns)(given, target, row)
 
 
-def unpack(packed: Words, bits: int, out: Words, row: int = 0, *, dealt: bool = False) -> None:
+def unpack(packed: Words, bits: int, out: Words, row: int = 0, *, permuted: bool = False) -> None:
     """The inverse of `pack`, into contiguous `out` uint32 `[N, K * bits / 32]`."""
     source, target = packed.view(np.uint64), out.view(np.uint64)
     if bits == 4:
-        _loops.unpack4(source, row, target, int(dealt))
+        _loops.unpack4(source, row, target, int(permuted))
     else:
         _loops.unpack8(source, row, target)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moeq.layouts.bits import DEALT
+from moeq.layouts.bits import MOEQ_MXFP4
 from moeq.layouts.fast.compiler import loop, scratch
 from moeq.layouts.fast.marlin import ROWS
 from moeq.layouts.fast.vectors import (
@@ -73,7 +73,7 @@ _gather4 = pick_bytes(
 )
 
 
-_dealt, _undealt = permute_bits(DEALT.steps), permute_bits(DEALT.inverse.steps)
+_permuted, _restored = permute_bits(MOEQ_MXFP4.steps), permute_bits(MOEQ_MXFP4.inverse.steps)
 
 
 @loop
@@ -92,7 +92,7 @@ def _split(even, odd):  # type: ignore[no-untyped-def]
 
 
 @loop
-def _tile4(words, packed, at, dealt):  # type: ignore[no-untyped-def]
+def _tile4(words, packed, at, permuted):  # type: ignore[no-untyped-def]
     even_0, odd_0 = _merged(load(words, 0), load(words, 16))
     even_8, odd_8 = _merged(load(words, 8), load(words, 24))
     even_32, odd_32 = _merged(load(words, 32), load(words, 48))
@@ -100,17 +100,17 @@ def _tile4(words, packed, at, dealt):  # type: ignore[no-untyped-def]
     lines = transposed(even_0, even_8, odd_0, odd_8, even_32, even_40, odd_32, odd_40)
     for r in range(LANES):
         line = _deal4(lines[r], lines[r])
-        store(packed, at + LANES * r, _dealt(line) if dealt else line)
+        store(packed, at + LANES * r, _permuted(line) if permuted else line)
 
 
 @loop
-def _words4(packed, at, words, dealt):  # type: ignore[no-untyped-def]
+def _words4(packed, at, words, permuted):  # type: ignore[no-untyped-def]
     """The inverse of `_tile4`."""
     a, b, c, d = load(packed, at), load(packed, at + 8), load(packed, at + 16), load(packed, at + 24)
     e, f, g, h = load(packed, at + 32), load(packed, at + 40), load(packed, at + 48), load(packed, at + 56)
-    if dealt:
-        a, b, c, d = _undealt(a), _undealt(b), _undealt(c), _undealt(d)
-        e, f, g, h = _undealt(e), _undealt(f), _undealt(g), _undealt(h)
+    if permuted:
+        a, b, c, d = _restored(a), _restored(b), _restored(c), _restored(d)
+        e, f, g, h = _restored(e), _restored(f), _restored(g), _restored(h)
     a, b, c, d = _gather4(a, a), _gather4(b, b), _gather4(c, c), _gather4(d, d)
     e, f, g, h = _gather4(e, e), _gather4(f, f), _gather4(g, g), _gather4(h, h)
     even_0, even_8, odd_0, odd_8, even_32, even_40, odd_32, odd_40 = transposed(a, b, c, d, e, f, g, h)
@@ -127,33 +127,33 @@ def _store_two(words, first, second, vectors):  # type: ignore[no-untyped-def]
 
 
 @loop
-def pack4_rows(rows, target, start, dealt):  # type: ignore[no-untyped-def]
+def pack4_rows(rows, target, start, permuted):  # type: ignore[no-untyped-def]
     block = _block()
     for k in range(0, rows.shape[1], LANES):
         count = min(LANES, rows.shape[1] - k)
         for n in range(0, rows.shape[0], ROWS):
             _take_rows(rows, n, k, count, block)
             for i in range(count):
-                _tile4(block[i], target[k + i], start + n, dealt)
+                _tile4(block[i], target[k + i], start + n, permuted)
 
 
 @loop
-def pack4_columns(columns, target, start, dealt):  # type: ignore[no-untyped-def]
+def pack4_columns(columns, target, start, permuted):  # type: ignore[no-untyped-def]
     words = _row()
     for i in range(columns.shape[0] // 2):
         for n in range(0, columns.shape[1], ROWS):
             _take_columns(columns[2 * i], columns[2 * i + 1], n, words)
-            _tile4(words, target[i], start + n, dealt)
+            _tile4(words, target[i], start + n, permuted)
 
 
 @loop
-def unpack4(packed, start, rows, dealt):  # type: ignore[no-untyped-def]
+def unpack4(packed, start, rows, permuted):  # type: ignore[no-untyped-def]
     block = _block()
     for k in range(0, rows.shape[1], LANES):
         count = min(LANES, rows.shape[1] - k)
         for n in range(0, rows.shape[0], ROWS):
             for i in range(count):
-                _words4(packed[k + i], start + n, block[i], dealt)
+                _words4(packed[k + i], start + n, block[i], permuted)
             _put_rows(block, n, k, count, rows)
 
 

@@ -36,7 +36,7 @@ KINDS: dict[str, Kind] = {
     "uint4": Kind(4, 2, False, light=True, mixes=True),
     "uint8": Kind(8, 2, True, mixes=True),
     "e2m1": Kind(4, 1, True, mixes=True),  # MXFP4
-    "e2m1-dealt": Kind(4, 1, True, light=True, mixes=True),  # the same with bits in another order, see `recipes`
+    "e2m1-permuted": Kind(4, 1, True, light=True, mixes=True),  # the same with bits in another order, see `recipes`
     "nvfp4": Kind(4, 1, True),
     "fp8": Kind(8, 2, True),
     "mxfp8": Kind(8, 1, True),
@@ -52,6 +52,6 @@ _BY_SCALE = {
 
 def kind_of_format(fmt: Format) -> str:
     """The key of KINDS for a format that the fast kernels read."""
-    if fmt.codec == "marlin4-dealt":
-        return "e2m1-dealt"
+    if fmt.codec == "marlin4-permuted":
+        return "e2m1-permuted"
     return _BY_SCALE.get((fmt.kind, fmt.scale_kind), fmt.kind)

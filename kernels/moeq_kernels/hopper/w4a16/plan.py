@@ -194,8 +194,8 @@ INT8_LONG_TABLE: Table = (*_FEW, (14.0, QUEUE16), (24.0, WIDE32), *_MANY)
 #: For e2m1, whose integer work counts beside its bytes.
 _E2M1_MANY: Table = ((30.0, QUEUE32), (48.0, QUEUE64), (90.0, WIDE96), (float("inf"), WIDE160))
 E2M1_TABLE: Table = (*_FEW, (14.0, QUEUE16_FOLDED), *_E2M1_MANY)
-#: For e2m1 that is light.
-LIGHT_E2M1_TABLE: Table = (*E2M1_TABLE[:4], (48.0, QUEUE64_INT4), *E2M1_TABLE[5:])
+#: The same for light codes, with int4's kernel for tiles of 64.
+LIGHT_E2M1_TABLE: Table = tuple((limit, QUEUE64_INT4 if one == QUEUE64 else one) for limit, one in E2M1_TABLE)
 #: What NARROW_BYTES is where memory is slow.
 SLOW_NARROW_BYTES = 260 * 10**6
 #: For int4 there.

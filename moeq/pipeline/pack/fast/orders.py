@@ -15,7 +15,7 @@ from moeq.layouts import marlin as marlin_layout
 from moeq.layouts import marlin_mxfp4, triton_kernels_hopper
 from moeq.layouts.arranged import Part
 from moeq.layouts.arrangement import Arrangement
-from moeq.layouts.bits import DEALT, MUL_FREE, BitPermutation
+from moeq.layouts.bits import MOEQ_MXFP4, MUL_FREE, BitPermutation
 from moeq.layouts.fast import bits, hopper, marlin, scatter, transpose
 from moeq.layouts.fast.nibbles import of_bytes
 from moeq.pipeline.pack.fast.scratch import Array
@@ -87,19 +87,19 @@ class TransposedOrder(Order):
 
 @dataclass(frozen=True)
 class MarlinOrder(Order):
-    """Marlin's weights for 16-bit activations, or moeq's, whose words have their bits dealt."""
+    """Marlin's weights for 16-bit activations, or moeq's, whose words have their bits permuted."""
 
     bits: int
     interleaved: bool = False
-    dealt: bool = False
+    permuted: bool = False
     rows: int = marlin.ROWS
     transposed: bool = True
 
     def pack(self, elements: Array, out: Array, row: int = 0) -> None:
-        marlin.pack(elements, self.bits, self._words(elements, out), row, dealt=self.dealt)
+        marlin.pack(elements, self.bits, self._words(elements, out), row, permuted=self.permuted)
 
     def unpack(self, packed: Array, out: Array, spare: Array, row: int = 0) -> None:
-        marlin.unpack(self._words(out, packed), self.bits, out, row, dealt=self.dealt)
+        marlin.unpack(self._words(out, packed), self.bits, out, row, permuted=self.permuted)
 
     def _words(self, elements: Array, packed: Array) -> Array:
         return packed.view("u4").reshape(elements.shape[1] * 32 // self.bits // 16, -1)
@@ -152,7 +152,7 @@ class ScatterOrder(Order):
 ORDERS: dict[tuple[Arrangement, BitPermutation | None], Order] = {
     (marlin_layout.WEIGHT[4], None): MarlinOrder(4),
     (marlin_layout.WEIGHT[8], None): MarlinOrder(8),
-    (marlin_layout.WEIGHT[4], DEALT): MarlinOrder(4, dealt=True),
+    (marlin_layout.WEIGHT[4], MOEQ_MXFP4): MarlinOrder(4, permuted=True),
     (marlin_mxfp4.WEIGHT_PAIRS, None): MarlinOrder(4, interleaved=True),
     (triton_kernels_hopper.WEIGHT, MUL_FREE): HopperOrder(),
     (triton_kernels_hopper.WEIGHT_W13, MUL_FREE): HopperOrder(interleaved=True),

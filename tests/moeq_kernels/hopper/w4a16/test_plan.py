@@ -79,7 +79,7 @@ def test_groups_of_32_fold_their_scales() -> None:
 
 def test_few_tokens_on_small_experts_are_not_sorted() -> None:
     assert isinstance(choose(8, 128, 2048, 768, 128).kernel, Direct)
-    for kind in ("uint4", "e2m1", "e2m1-dealt"):
+    for kind in ("uint4", "e2m1", "e2m1-permuted"):
         assert isinstance(choose(52, 256, 7168, 256, 32, kind, gpu=H100).kernel, Direct)
         assert not isinstance(choose(64, 256, 7168, 256, 32, kind, gpu=H100).kernel, Direct)  # 352 M weights
         fast = 52 if kind == "e2m1" else 29  # light codes on an H200: up to 165 M
@@ -99,7 +99,7 @@ def test_few_tokens_on_small_experts_are_not_sorted() -> None:
 
 
 def test_the_queue_kernel_has_what_is_more_than_a_wave_of_the_narrow_one() -> None:
-    for kind in ("uint4", "e2m1", "e2m1-dealt"):
+    for kind in ("uint4", "e2m1", "e2m1-permuted"):
         assert isinstance(choose(70, 16, 1664, 3456, 32, kind, top_k=4).kernel, Narrow)  # 432 programs of 528
         assert isinstance(choose(70, 32, 1664, 3456, 32, kind, top_k=4).kernel, Queue)
         assert isinstance(choose(256, 256, 7168, 256, 32, kind, top_k=8).kernel, Queue)
@@ -114,7 +114,7 @@ def test_tiles_of_32_tokens_are_for_many_tiles() -> None:
         assert isinstance(kernel, Queue)
         assert kernel.tokens == 32
     assert isinstance(choose(64 * 20, 64, 7168, 768, 128, top_k=8).kernel, Wide)
-    for kind in ("uint4", "e2m1", "e2m1-dealt"):  # 128 tiles of gate and up
+    for kind in ("uint4", "e2m1", "e2m1-permuted"):  # 128 tiles of gate and up
         kernel = choose(32 * 20, 32, 2560, 512, 32, kind, top_k=8).kernel
         assert isinstance(kernel, Wide)
         assert (kernel.tokens, kernel.warpgroups) == (64, 2)
@@ -254,7 +254,7 @@ def test_the_kernels_for_few_tokens_fit_floats(kind: str, group: int, intermedia
     assert {Direct, Queue} <= found
 
 
-@pytest.mark.parametrize("kind", ["uint4", "e2m1", "e2m1-dealt"])
+@pytest.mark.parametrize("kind", ["uint4", "e2m1", "e2m1-permuted"])
 def test_tables_are_ordered_and_sizes_fit_the_register_file(kind: str) -> None:
     limits = [limit for limit, _ in table_for(kind)]
     assert limits == sorted(limits)
@@ -293,7 +293,7 @@ def test_other_formats_change_the_kernels_and_fit_shared_memory() -> None:
         ("uint8", 32),
         ("uint8", 0),
         ("e2m1", 32),
-        ("e2m1-dealt", 32),
+        ("e2m1-permuted", 32),
     ):
         for _, base in table_for(kind):
             kernel = kernel_for(base, kind, group)
@@ -359,7 +359,7 @@ def test_with_few_tiles_whole_waves_decide() -> None:
         return kernel
 
     one, two, three = 8, 16, 24  # experts, of 16 tiles each, for 132 multiprocessors
-    for kind in ("uint4", "e2m1", "e2m1-dealt"):
+    for kind in ("uint4", "e2m1", "e2m1-permuted"):
         assert (wide(one, 20, kind).tokens, wide(one, 20, kind).warpgroups) == (64, 2)
         assert wide(two, 20, kind).tokens == 32
         assert (wide(three, 20, kind).tokens, wide(three, 20, kind).warpgroups) == (64, 2)
@@ -370,7 +370,7 @@ def test_with_few_tiles_whole_waves_decide() -> None:
 
 
 def test_narrow_tiles_are_used_until_they_are_full() -> None:
-    for kind in ("uint4", "e2m1", "e2m1-dealt"):
+    for kind in ("uint4", "e2m1", "e2m1-permuted"):
         assert isinstance(choose(8 * 8, 8, 2048, 2048, 32, kind, top_k=1).kernel, Narrow)
         assert isinstance(choose(8 * 8, 8, 7168, 4096, 32, kind, top_k=1).kernel, Queue)  # too many bytes
         assert isinstance(choose(64 * 8, 64, 2048, 2048, 32, kind, top_k=1).kernel, Queue)  # too many tiles

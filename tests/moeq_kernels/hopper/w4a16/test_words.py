@@ -18,7 +18,7 @@ import torch
 
 from bench.cases import E2M1
 from bench.packing import marlin_mx_scale, marlin_scale, marlin_weight, marlin_zero
-from moeq.layouts.bits import DEALT
+from moeq.layouts.bits import MOEQ_MXFP4
 from moeq_kernels.hopper.w4a16.device import layouts, recipes, weights
 from moeq_kernels.hopper.w4a16.kinds import KINDS as KINDS_OF_WEIGHTS
 
@@ -331,15 +331,15 @@ def test_e2m1_times_powers_of_two_is_exact() -> None:
         assert (_value(value & 0xFFFF, False), _value(value >> 16, False)) == (E2M1[low], E2M1[high])
 
 
-def test_dealt_words_become_what_nibbles_become() -> None:
+def test_permuted_words_become_what_nibbles_become() -> None:
     """Every code in every place beside zeros and beside all ones, and random words."""
     generator = random.Random(0)
     words = [code << 4 * place for place in range(8) for code in range(16)]
     words += [word ^ 0xFFFFFFFF for word in words] + [generator.getrandbits(32) for _ in range(1000)]
     scales = [_twice(0x7E80), _twice(0x3F80)]  # 2^126 and 1, for columns g and g + 8
     for word in words:
-        dealt = sum((word >> bit & 1) << place for bit, place in enumerate(DEALT.places))
-        found = run(recipes.dequantize("e2m1-dealt", False, "power"), 4, dealt, *scales)
+        permuted = sum((word >> bit & 1) << place for bit, place in enumerate(MOEQ_MXFP4.places))
+        found = run(recipes.dequantize("e2m1-permuted", False, "power"), 4, permuted, *scales)
         assert found == run(recipes.dequantize("e2m1", False, "power"), 4, word, *scales), hex(word)
 
 

@@ -17,11 +17,11 @@ A code in bits 0 .. 3 or 4 .. 7 gets there by one multiplication with two set bi
 scale, a power of two, undoes the factor and is exact. NVFP4's scales have four significant bits, so that the product is
 exact as well. In float16 the code is the value times 2^-14, and bits go to their places one by one.
 
-e2m1, dealt (`moeq-mxfp4/1`). A mask of a bf16's sign and three bits takes the first pair of codes from the word itself,
-the second from the word three bits to the left, the third from the word rotated by six bits to the left. The fourth
-has the bits that are left; of the rotated word one multiplication with three set bits brings them under the mask. That
-is eight instructions for eight codes, where nibbles take 13. Scale bytes are 188 at most there, so that factors
-need no limit.
+e2m1, permuted (`moeq-mxfp4/1`). One mask (sign and bits 8 to 6 of a bf16) takes the first pair of codes from the word
+itself, the second from the word shifted left by three bits, the third from the word rotated left by six. The fourth
+pair has the bits that remain: they are masked in the rotated word, and one multiplication with three set bits moves
+them under the mask. That is eight instructions for eight codes, where nibbles take 13. Scale bytes are 188 at most in
+this layout, so factors need no limit.
 
 e4m3. Sign and the seven other bits, moved to their places in a 16-bit float, are the value times 2^-120 (f16: 2^-8),
 subnormals included; codes of NaN count as 480, as in Marlin. One product with the scale, which is stored that much
@@ -89,7 +89,7 @@ def _fields(kind, half):
             lines += [f"shr.u32 s8, a{i}, 3;", f"and.b32 a{i}, a{i}, 0x80008000;"]
             lines += ["and.b32 s8, s8, 0x0e000e00;", f"or.b32 a{i}, a{i}, s8;"]
         return lines
-    if kind == "e2m1-dealt":
+    if kind == "e2m1-permuted":
         lines = ["mov.b32 a0, w;", "shl.b32 a1, w, 3;", "shf.l.wrap.b32 a2, w, w, 6;"]
         lines += ["and.b32 a3, a2, 0x001b001b;", "mul.lo.u32 a3, a3, 0x1084;"]
         return lines + [f"and.b32 a{i}, a{i}, 0x81c081c0;" for i in range(4)]

@@ -18,7 +18,7 @@ from moeq_kernels.hopper.w4a16.device import layouts, recipes
 @constexpr_function
 def undo(kind, half, scaled):
     """What makes up for the power of two in the weights; scaled: whether they carry their group's scales."""
-    if kind in ("e2m1", "e2m1-dealt"):
+    if kind in ("e2m1", "e2m1-permuted"):
         return float(2**recipes.E2M1_SHIFT)
     if kind == "mxfp8":
         return float(2**recipes.MXFP8_SHIFT)
@@ -52,7 +52,7 @@ def step_operand(
     if KIND == "nvfp4":
         factors = _beside_slabs(first_scale, second_scale, HALF, WIDE, SLABS, OLD)
         weights = _unpack((words, factors), KIND, HALF, "power", OLD)
-    elif KIND == "e2m1" or KIND == "e2m1-dealt" or KIND == "mxfp8":
+    elif KIND == "e2m1" or KIND == "e2m1-permuted" or KIND == "mxfp8":
         operands = (words, _beside_powers(first_scale, second_scale, KIND, WIDE, SLABS, OLD))
         weights = _unpack(operands, KIND, HALF, "power", OLD)
     elif KIND == "fp8":
@@ -245,7 +245,7 @@ def _factors(scale, HALF: gl.constexpr, WIDE: gl.constexpr, OLD: gl.constexpr):
 @gluon.jit
 def _powers(scale, KIND: gl.constexpr, WIDE: gl.constexpr, OLD: gl.constexpr):
     """`[pair, tile and g, t, j and h and k]` of bytes `[pair, tile and g, t, j1 and h and j0]`, Marlin's e8m0 order."""
-    text: gl.constexpr = recipes.powers(KIND != "e2m1-dealt", OLD)
+    text: gl.constexpr = recipes.powers(KIND != "e2m1-permuted", OLD)
     zero, one = gl.inline_asm_elementwise(text, "=&r,=&r,=&r,=&r,r", (scale,), (gl.bfloat16, gl.bfloat16), True, 4)
     return _both_halves(zero, one, WIDE)
 
