@@ -105,7 +105,7 @@ def logical_digest(matrix: QuantizedMatrix) -> str:
 
 
 def new_digest(spec: MatrixSpec) -> blake3:
-    """The digest of a matrix before its first tensor (see `logical_digest`)."""
+    """Begin the digest of a matrix, before its first tensor (see `logical_digest`)."""
     return blake3(_header(spec))
 
 
@@ -217,5 +217,5 @@ def in_order(function: Callable[[int], T], items: Iterable[int], workers: int) -
 
 
 def default_workers() -> int:
-    """The cores there are, at most 8: beyond that, disks and memory are the limit."""
+    """Return the number of cores, at most 8: beyond that, disks and memory are the limit."""
     return min(8, os.cpu_count() or 1)

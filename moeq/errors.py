@@ -60,7 +60,7 @@ class MoeqError(Exception):
 
 
 def as_moeq_error(error: BaseException) -> MoeqError:
-    """The error that users are shown for any exception: an interruption, what the machine lacks, or else a bug."""
+    """Turn any exception into what users are shown: an interruption, what the machine lacks, or else a bug."""
     if isinstance(error, MoeqError):
         return error
     if isinstance(error, KeyboardInterrupt):
@@ -76,8 +76,8 @@ def as_moeq_error(error: BaseException) -> MoeqError:
     )
 
 
-#: What libraries say when memory or threads run out, where they raise no MemoryError: torch, the loader of shared
-#: libraries, and modules in C that fail without a word.
+#: Messages of libraries that raise no MemoryError when memory or threads run out: torch, the loader of shared
+#: libraries, and C modules that set no exception.
 _NO_MEMORY = (
     *("can't allocate memory", "not enough memory", "cannot allocate memory", "can't start new thread"),
     *("failed to map segment from shared object", "error return without exception set"),
@@ -85,7 +85,7 @@ _NO_MEMORY = (
 
 
 def _lacking(error: BaseException) -> MoeqError | None:
-    """What the machine did not have, or the file system refused."""
+    """Return the error for what the machine lacks or its file system refused, or None."""
     number = error.errno if isinstance(error, OSError) else None
     no_memory = isinstance(error, (RuntimeError, ImportError, SystemError)) and any(
         text in str(error).lower() for text in _NO_MEMORY

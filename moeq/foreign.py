@@ -50,13 +50,13 @@ def in_xml(text: str) -> str:
 
 
 def in_markdown(text: object) -> str:
-    """A piece of a Markdown paragraph, heading or table cell that draws nothing and links nowhere."""
+    """Escape text for a Markdown paragraph, heading or table cell: it draws nothing and links nowhere."""
     escaped = _MARKDOWN.sub(r"\\\g<0>", plain(text)).replace("&", "&amp;").replace("<", "&lt;")
     return _LINKS.sub(lambda found: f"{found[1]}&#58;" if found[1] else f"{found[2]}&#46;", escaped)
 
 
 def in_code(text: object) -> str:
-    """The same in `code`, a table's cell included: nothing in there can end it."""
+    """Wrap text in backticks for Markdown, table cells included; no character of it can end the code span."""
     return f"`{plain(text).replace('`', chr(39)).replace('|', chr(92) + '|')}`"
 
 

@@ -89,13 +89,13 @@ class MatrixSpec:
         return 1 << (self.bits - 1) if self.integer else 0
 
     def with_sizes(self, *, n: int | None = None, k: int | None = None) -> MatrixSpec:
-        """The same matrix with other sizes (a shard, or padded). One scale per output channel stays one."""
+        """Return this spec with other sizes (a shard, or padded); one scale per output channel stays one."""
         k = self.k if k is None else k
         group_size = k if self.num_groups == 1 else self.group_size
         return replace(self, n=self.n if n is None else n, k=k, group_size=group_size)
 
     def with_role(self, role: Role, n: int) -> MatrixSpec:
-        """Some of the rows, as a matrix of their own."""
+        """Return the spec of `n` of the rows as a matrix of their own."""
         return replace(self, role=role, n=n)
 
 
@@ -147,7 +147,7 @@ class QuantizedMatrix:
 
 
 def split_projections(matrix: QuantizedMatrix) -> Iterator[tuple[Literal["gate", "up", "down"], QuantizedMatrix]]:
-    """The projections that a stacked matrix holds: gate and up of `w13` (up alone without a gate), down of `w2`."""
+    """Yield the projections of a stacked matrix: gate and up of `w13` (up alone without a gate), down of `w2`."""
     spec = matrix.spec
     if spec.role == "w2":
         yield "down", matrix.rows(0, spec.n, "down")

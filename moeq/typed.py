@@ -22,12 +22,12 @@ T = TypeVar("T")
 #: Larger numbers fit no file offset; they exist to make readers allocate.
 _MOST = 1 << 63
 
-#: Nothing that moeq or the Hub writes is nested deeper than a quarter of this.
+#: Deepest nesting that is read: four times that of any document which moeq or the Hub writes.
 MAX_DEPTH = 64
 
 
 def read_as(kind: type[T], value: Any, where: str, code: str = "source.bad-manifest") -> T:
-    """A value from JSON as an instance of `kind`.
+    """Read a value from JSON as an instance of `kind`.
 
     Args:
         kind: a dataclass, or an annotation that its fields may have: `int`, `float`, `bool`, `str`, `None`, `Any`,
@@ -43,7 +43,7 @@ def read_as(kind: type[T], value: Any, where: str, code: str = "source.bad-manif
 
 
 def spell_floats(value: Any) -> Any:
-    """A value for JSON, which has no infinity and no NaN: those become the texts `inf`, `-inf` and `nan`.
+    """Spell infinities and NaN, which JSON does not have, as the texts `inf`, `-inf` and `nan`.
 
     `float` reads them again. Everything else stays as it is, in tables, lists and tuples too.
     """
@@ -178,7 +178,7 @@ def _is_text(value: str) -> bool:
 
 
 def brief(value: Any) -> str:
-    """A value for messages: short and printable, whatever it is."""
+    """Shorten any value to printable text for messages."""
     if isinstance(value, (dict, list)):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 200:
