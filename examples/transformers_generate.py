@@ -1,6 +1,6 @@
 """Generate with transformers from a converted checkpoint: `transformers_generate.py DST "The capital of France is"`.
 
-Works for models whose experts take transformers' experts interface (`docs/loaders.md`). The import is all that is
+Works for models whose experts take transformers' experts interface (`docs/how-to/vllm.md`). The import is all that is
 needed; on a GPU the experts run in moeq's kernels.
 """
 

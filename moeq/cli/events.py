@@ -1,4 +1,4 @@
-"""`--events FILE`: what a command does, as JSON lines for machines (schema `moeq.events/1`, see docs/events.md)."""
+"""`--events FILE`: what a command does, as JSON lines (schema `moeq.events/1`: docs/reference/events.md)."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def command(
     name: Annotated[str | None, typer.Argument(metavar="[COMMAND]", help="inspect, oracle, plan ...")] = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Print the schema of a command's document (docs/json.md has the promise), or list all documents."""
+    """Print the schema of a command's document (docs/reference/json.md has the promise), or list all documents."""
     from moeq.report.schemas import load_schema, schema_names
 
     out: Output = ctx.obj

@@ -8,7 +8,7 @@ from moeq.errors import MoeqError
 
 #: The oldest version that works. 5.0 reads the number of experts of a Qwen3-MoE from `num_experts` only, which configs
 #: that later versions wrote lack; transformers 4 has no conversions of weights while loading. The newest is not
-#: limited: `docs/loaders.md` says what was run.
+#: limited: `docs/reference/tested.md` says what was run.
 OLDEST = (5, 1)
 
 

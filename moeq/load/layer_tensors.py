@@ -24,7 +24,7 @@ class LayerTensors:
     """What a rank holds of a layer, as it lies in the files.
 
     Attributes:
-        layout: layout id; `docs/layouts.md` names its kernel, its module's docstring says what each tensor is.
+        layout: layout id; `docs/reference/layouts.md` names its kernel, its module's docstring describes each tensor.
         w13_order: how gate and up rows lie.
         experts: `(start, stop)` of the experts held, as the model counts them.
         w13: part (`weight`, `scale`, `global_scale`, ...) to tensor `[experts, ...]`, in the stored dtype and shape.

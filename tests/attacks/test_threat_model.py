@@ -1,4 +1,4 @@
-"""Each promise of docs/threat-model.md names a test that there is."""
+"""Each promise of docs/explanation/threat-model.md names a test that there is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_promises_name_tests() -> None:
-    text = (ROOT / "docs" / "threat-model.md").read_text()
+    text = (ROOT / "docs" / "explanation" / "threat-model.md").read_text()
     promises = [line for line in text.splitlines() if line.startswith("|") and " | `test_" in line]
     assert len(promises) >= 15
     for line in promises:
@@ -25,4 +25,4 @@ def test_promises_name_tests() -> None:
 
 
 def test_security_points_there() -> None:
-    assert "docs/threat-model.md" in (ROOT / "SECURITY.md").read_text()
+    assert "docs/explanation/threat-model.md" in (ROOT / "SECURITY.md").read_text()

@@ -30,7 +30,7 @@ REFUSED = {"usage.target", "usage.names", "usage.regroup", "answer.zero-points"}
 
 
 def written_module(made: Checkpoint, module: str, names: str, *, stays_stacked: bool) -> tuple[str, int | None]:
-    """What a module is called in the result, and its row where it is in a stack (by `docs/transcode.md`)."""
+    """What a module is called in the result, and its row where it is in a stack (by `docs/how-to/transcode.md`)."""
     drawn = made.drawn
     prefix, expert, name = module.rpartition(".")[0].rpartition(".")[0], *module.split(".")[-2:]
     role = list(reversed(drawn.projections)).index(name)  # down, up, gate

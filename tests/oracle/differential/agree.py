@@ -3,7 +3,7 @@
     python tests/oracle/differential/agree.py VERSION --seed SEED --rows FILE.jsonl    (what `record.py --out` wrote)
     python tests/oracle/differential/agree.py VERSION                                  (the recorded sample)
 
-Results are kept in `tests/data/oracle/agreement.json`; `docs/oracle.md` is made of them.
+Results are kept in `tests/data/oracle/agreement.json`; `docs/reference/oracle-accuracy.md` is made of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moeq.oracle.versions import release
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "tests" / "data" / "oracle" / "agreement.json"
 SGLANG = RESULTS.with_name("sglang.json")
-PAGE = ROOT / "docs" / "oracle.md"
+PAGE = ROOT / "docs" / "reference" / "oracle-accuracy.md"
 
 Results = dict[str, dict[str, Any]]
 
@@ -103,7 +103,7 @@ _NOT_MODELLED = """
 | engine | what is known |
 | --- | --- |
 | SGLang 0.5.23 | integer weights on CUDA, see below; for everything else the verdict says that moeq does not model it |
-| transformers | moeq's loader replaces experts by its kernels ([loaders](loaders.md)); nothing else is predicted |
+| transformers | moeq's loader replaces experts by its kernels ([how](../how-to/transformers.md)); nothing is predicted |
 | TensorRT-LLM | nothing is predicted |
 """
 
@@ -142,7 +142,7 @@ def _share(part: int, whole: int) -> str:
 
 
 def page(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """`docs/oracle.md`."""
+    """`docs/reference/oracle-accuracy.md`."""
     lines = [_INTRO.rstrip("\n")]
     versions = sorted(results, key=release, reverse=True)
     for version in versions:

@@ -1,4 +1,4 @@
-"""`docs/oracle.md` is what the results say, and the results are of every version that there are tables of."""
+"""`docs/reference/oracle-accuracy.md` is what the results say, and every version with tables has results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draw which folders of moeq import which, from the imports themselves: `python docs/import_graph.py` writes the SVG.
+"""Draw which folders of moeq import which, as docs/explanation/architecture.svg.
 
 Every folder is a box, above everything that it imports; the folders of `pipeline` are boxes of their own. Imports
 inside functions count, imports for type checkers do not. An arrow that follows from two others is left out, and so are
@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-PICTURE = ROOT / "docs" / "architecture.svg"
+ROOT = Path(__file__).parents[2]
+PICTURE = ROOT / "docs" / "explanation" / "architecture.svg"
 
 #: Plain records that nearly everything imports; and the front door, which imports the rest when it is asked for it.
 LEFT_OUT = {"moeq", "moeq.errors", "moeq.matrix", "moeq.version", "moeq.pipeline.events"}

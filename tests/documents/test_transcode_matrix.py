@@ -1,4 +1,4 @@
-"""The table of docs/transcode.md is what `--check-only` says."""
+"""The table of docs/how-to/transcode.md is what `--check-only` says."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("transcode_matrix", ROOT / "docs" / "transcode_matrix.py")
+    spec = importlib.util.spec_from_file_location("transcode_matrix", ROOT / "tools" / "pages" / "transcode_matrix.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -42,4 +42,4 @@ def test_rows_are_what_the_command_says(script: ModuleType, name: str) -> None:
 
 @pytest.mark.slow
 def test_the_whole_table_is_fresh(script: ModuleType, tmp_path: Path) -> None:
-    assert list(script.rows(tmp_path)) == table(script).splitlines(), "run: python docs/transcode_matrix.py"
+    assert list(script.rows(tmp_path)) == table(script).splitlines(), "run: python tools/pages/transcode_matrix.py"

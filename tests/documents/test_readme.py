@@ -10,13 +10,13 @@ import pytest
 
 from moeq.cli.app import COMMANDS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
 def demo() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("demo", ROOT / "docs" / "demo.py")
+    spec = importlib.util.spec_from_file_location("demo", ROOT / "tools" / "pages" / "demo.py")
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -41,7 +41,7 @@ def test_the_transcript_is_what_the_commands_print(demo: ModuleType, tmp_path: P
     shown = demo.BEGIN + README.partition(demo.BEGIN)[2].partition(demo.END)[0] + demo.END
     found = demo.transcript(demo.run(tmp_path))
     assert found.splitlines()[-4].startswith("ok  8 of 8 products within tolerance")
-    assert exact(shown) == exact(found), "run: python docs/demo.py"
+    assert exact(shown) == exact(found), "run: python tools/pages/demo.py"
 
 
 def test_it_is_short() -> None:

@@ -1,4 +1,4 @@
-"""docs/architecture.md and its picture say what the code is."""
+"""docs/explanation/architecture.md and its picture say what the code is."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
 def graph() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("import_graph", ROOT / "docs" / "import_graph.py")
+    spec = importlib.util.spec_from_file_location("import_graph", ROOT / "tools" / "pages" / "import_graph.py")
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -42,7 +42,7 @@ def test_circles_are_found(graph: ModuleType) -> None:
 
 def test_the_picture_is_up_to_date(graph: ModuleType, areas: dict[str, set[str]]) -> None:
     drawn = graph.draw(areas)
-    assert graph.PICTURE.read_text(encoding="utf-8") == drawn, "run: python docs/import_graph.py"
+    assert graph.PICTURE.read_text(encoding="utf-8") == drawn, "run: python tools/pages/import_graph.py"
 
 
 def test_an_arrow_that_follows_from_others_is_left_out(graph: ModuleType) -> None:
@@ -53,7 +53,9 @@ def test_every_folder_has_a_line(areas: dict[str, set[str]]) -> None:
     table = PAGE.partition("## Folders")[2].partition("##")[0]
     for box in areas:
         folder = box if box == "moeq_kernels" else f"moeq/{box}"
-        assert re.search(rf"`(kernels/)?{folder}(\.py)?`", table), f"{folder} has no line in docs/architecture.md"
+        assert re.search(rf"`(kernels/)?{folder}(\.py)?`", table), (
+            f"{folder} has no line in docs/explanation/architecture.md"
+        )
 
 
 def test_every_path_on_the_page_exists() -> None:

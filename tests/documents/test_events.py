@@ -1,4 +1,4 @@
-"""docs/events.md names every event and every field that is written."""
+"""docs/reference/events.md names every event and every field that is written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moeq.cli.events import SCHEMA
 from moeq.pipeline import events
 from moeq.pipeline.push import Pushed
 
-DOCS = (Path(__file__).parents[2] / "docs" / "events.md").read_text()
+DOCS = (Path(__file__).parents[2] / "docs" / "reference" / "events.md").read_text()
 #: Not written: heartbeats say how far they are.
 SUMMED_UP = (events.Advanced, events.Checking)
 

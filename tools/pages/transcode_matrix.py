@@ -1,7 +1,6 @@
-"""Write the table of docs/transcode.md: every small checkpoint to every target, by `moeq transcode --check-only`.
+"""Write the table of targets: every small checkpoint to every target, by `moeq transcode --check-only`.
 
-`python docs/transcode_matrix.py` takes about a minute. Sources that no tool's checkpoint in tests/data stands for are
-transcoded from one that does.
+It takes about a minute. Sources of which tests/data has no checkpoint are transcoded from another one.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from moeq.errors import MoeqError
 from moeq.transcode.targets import TARGETS
 from moeq.transcode.transcode import check, transcode
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "transcode.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "how-to" / "transcode.md"
 CHECKPOINTS = ROOT / "tests" / "data" / "checkpoints"
-BEGIN, END = "<!-- matrix: python docs/transcode_matrix.py -->\n", "<!-- end of matrix -->"
+BEGIN, END = "<!-- matrix: python tools/pages/transcode_matrix.py -->\n", "<!-- end of matrix -->"
 
 #: Sources that are made here: name, from which checkpoint, to which target.
 MADE = (

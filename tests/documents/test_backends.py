@@ -1,4 +1,4 @@
-"""`docs/backends.md` is what the registries say. MOEQ_UPDATE_DOCS=1 rewrites it."""
+"""`docs/reference/backends.md` is what the registries say. MOEQ_UPDATE_DOCS=1 rewrites it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from oracle.examples import checkpoints
 
 from moeq.oracle.table import DEVICES, backends_page
 
-PAGE = Path(__file__).parents[2] / "docs" / "backends.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "backends.md"
 
 
 def test_backends_page_is_up_to_date() -> None:

@@ -1,4 +1,4 @@
-"""The transcript in the README: `python docs/demo.py` runs its three commands and writes what they print."""
+"""The transcript in the README: `python tools/pages/demo.py` runs its three commands and writes what they print."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 BEGIN, END = "<!-- demo:begin -->", "<!-- demo:end -->"
 

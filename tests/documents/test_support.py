@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pages.support import documents, formats_page, layouts_page, replace_summary, summary
 
 from moeq.layouts.registry import LAYOUTS
-from moeq.report.support import documents, formats_page, layouts_page, replace_summary, summary
 from moeq.schemes.registry import FORMATS
 
 ROOT = Path(__file__).parents[2]
@@ -16,7 +16,7 @@ PAGES = documents(ROOT)
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_documents_are_up_to_date(path: Path) -> None:
-    assert path.read_text(encoding="utf-8") == PAGES[path], "run: python -m moeq.report.support --write"
+    assert path.read_text(encoding="utf-8") == PAGES[path], "run: python tools/pages/support.py --write"
 
 
 def test_every_format_and_layout_is_named() -> None:
