@@ -36,11 +36,11 @@ from bench.planned import planned_launches, pretend
 from bench.timing import SHAPES, Shape, copies_needed, graph_us, inputs, save
 from moeq_kernels import PackedExperts, PreparedLayer, portable
 from moeq_kernels.compiling import compile_all, specialise
-from moeq_kernels.hopper.w4a16 import layer as w4a16
-from moeq_kernels.hopper.w4a16.plan import WIDE32, WIDE64, WIDE96, Plan, kernel_for
-from moeq_kernels.hopper.w4a16.products import group_of, kind_of
-from moeq_kernels.mma import layer as mma
-from moeq_kernels.mma.plan import MmaPlan, stage_bytes
+from moeq_kernels.hopper.w4a16 import w4a16_launches as w4a16
+from moeq_kernels.hopper.w4a16.product_launches import group_of, kind_of
+from moeq_kernels.hopper.w4a16.w4a16_plan import WIDE32, WIDE64, WIDE96, Plan, kernel_for
+from moeq_kernels.mma import mma_launches as mma
+from moeq_kernels.mma.mma_plan import MmaPlan, stage_bytes
 from moeq_kernels.prepared import prepare_for
 from moeq_kernels.problem import Problem
 from moeq_kernels.schedules import builds, schedule

@@ -34,7 +34,7 @@ from moeq_kernels.epilogue import SILU, Epilogue
 from moeq_kernels.formats import find_format
 from moeq_kernels.gpu import H200, gpu_of
 from moeq_kernels.hopper.w4a16.kinds import KINDS, kind_of_format
-from moeq_kernels.hopper.w4a16.plan import (
+from moeq_kernels.hopper.w4a16.w4a16_plan import (
     DIRECT,
     GATHERING,
     NARROW8,
@@ -55,8 +55,8 @@ from moeq_kernels.hopper.w4a16.plan import (
     splits_for,
     tokens_per_hit,
 )
-from moeq_kernels.mma.plan import MmaPlan
-from moeq_kernels.mma.plan import choose as choose_mma
+from moeq_kernels.mma.mma_plan import MmaPlan
+from moeq_kernels.mma.mma_plan import choose as choose_mma
 
 
 @dataclass(frozen=True)

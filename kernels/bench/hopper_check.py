@@ -24,7 +24,7 @@ from bench.reference import Layer, moe, relative_error
 from moeq_kernels import PackedExperts
 from moeq_kernels.formats import find_format
 from moeq_kernels.hopper.w4a16.kinds import kind_of_format
-from moeq_kernels.hopper.w4a16.plan import (
+from moeq_kernels.hopper.w4a16.w4a16_plan import (
     DIRECT,
     GATHERING,
     Narrow,
@@ -34,7 +34,7 @@ from moeq_kernels.hopper.w4a16.plan import (
     kernel_for,
     table_for,
 )
-from moeq_kernels.mma.plan import MmaPlan
+from moeq_kernels.mma.mma_plan import MmaPlan
 
 LAYERS = {
     "small": Recipe(experts=8, hidden=512, intermediate=384, group_size=128),

@@ -21,10 +21,10 @@ from bench.timing import Shape
 from moeq_kernels import PackedExperts
 from moeq_kernels.epilogue import SILU, Epilogue
 from moeq_kernels.gpu import GPUS, H200
-from moeq_kernels.hopper.w4a16 import plan as w4a16
-from moeq_kernels.hopper.w4a16.products import alike
-from moeq_kernels.hopper.w8a8 import plan as w8a8
-from moeq_kernels.mma.plan import MmaPlan
+from moeq_kernels.hopper.w4a16 import w4a16_plan as w4a16
+from moeq_kernels.hopper.w4a16.product_launches import alike
+from moeq_kernels.hopper.w8a8 import w8a8_plan as w8a8
+from moeq_kernels.mma.mma_plan import MmaPlan
 from moeq_kernels.prepared import prepare_for
 from moeq_kernels.problem import Problem
 from moeq_kernels.schedules import FAMILIES

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.plan_cells import gpu_called, held_out, layer_of, name_of
-from moeq_kernels.hopper.w4a16.plan import tokens_per_hit
+from moeq_kernels.hopper.w4a16.w4a16_plan import tokens_per_hit
 
 #: Tokens for an expert that is hit, up to which a cell counts to a band.
 BANDS = (1.6, 5.0, 12.0, 24.0, 48.0, math.inf)

@@ -43,11 +43,11 @@ from moeq_kernels.compiling import Specialisation, compile_all, specialise
 from moeq_kernels.formats import FORMATS
 from moeq_kernels.gpu import Gpu
 from moeq_kernels.hopper.support import FLOATS, FP8
-from moeq_kernels.hopper.w4a8 import layer as w4a8
-from moeq_kernels.hopper.w4a16.plan import Queue
-from moeq_kernels.hopper.w4a16.products import alike
-from moeq_kernels.hopper.w8a8 import layer as w8a8
-from moeq_kernels.hopper.w8a8.plan import Int8Narrow, Int8Plan
+from moeq_kernels.hopper.w4a8 import w4a8_launches as w4a8
+from moeq_kernels.hopper.w4a16.product_launches import alike
+from moeq_kernels.hopper.w4a16.w4a16_plan import Queue
+from moeq_kernels.hopper.w8a8 import w8a8_launches as w8a8
+from moeq_kernels.hopper.w8a8.w8a8_plan import Int8Narrow, Int8Plan
 from moeq_kernels.prepared import prepare_for
 from moeq_kernels.schedules import FAMILIES, schedule
 from moeq_kernels.sorting import PAIR_LIMITS, TOKEN_LIMITS

@@ -33,8 +33,8 @@ from moeq_kernels.areas import Area, Arena
 from moeq_kernels.compiling import compile_all, specialise
 from moeq_kernels.epilogue import SILU
 from moeq_kernels.gpu import GPUS, Gpu
-from moeq_kernels.hopper.w8a8 import layer as w8a8
-from moeq_kernels.hopper.w8a8.plan import Int8Narrow, Int8Plan
+from moeq_kernels.hopper.w8a8 import w8a8_launches as w8a8
+from moeq_kernels.hopper.w8a8.w8a8_plan import Int8Narrow, Int8Plan
 from moeq_kernels.launch import Launch, Schedule
 from moeq_kernels.problem import Piece, Problem
 from moeq_kernels.records import PackedMatrix

@@ -33,10 +33,10 @@ from moeq_kernels import PackedExperts, PackedMatrix, PreparedLayer
 from moeq_kernels.compiling import Specialisation, compile_all, specialise
 from moeq_kernels.epilogue import SILU, Epilogue
 from moeq_kernels.gpu import GPUS
-from moeq_kernels.hopper.w4a8.layer import TABLE as W4A8_TABLE
-from moeq_kernels.hopper.w4a8.layer import W4a8Plan
-from moeq_kernels.hopper.w8a8.plan import E4M3_TABLE, TABLE, WIDE, Int8Direct, Int8Narrow, Int8Plan, direct_plan
-from moeq_kernels.hopper.w8a8.plan import choose as choose_from
+from moeq_kernels.hopper.w4a8.w4a8_launches import TABLE as W4A8_TABLE
+from moeq_kernels.hopper.w4a8.w4a8_launches import W4a8Plan
+from moeq_kernels.hopper.w8a8.w8a8_plan import E4M3_TABLE, TABLE, WIDE, Int8Direct, Int8Narrow, Int8Plan, direct_plan
+from moeq_kernels.hopper.w8a8.w8a8_plan import choose as choose_from
 from moeq_kernels.prepared import prepare_for
 from moeq_kernels.schedules import schedule
 

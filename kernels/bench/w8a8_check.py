@@ -24,9 +24,9 @@ from bench.checking import ROUTINGS, Calls, epilogue_of, given, parser, run
 from bench.planned import portable_moe, run_family
 from bench.reference import Layer, moe, relative_error
 from moeq_kernels import PackedExperts
-from moeq_kernels.hopper.w4a8.layer import TABLE as W4A8_TABLE
-from moeq_kernels.hopper.w4a8.layer import W4a8Plan, W4a8Wide
-from moeq_kernels.hopper.w8a8.plan import (
+from moeq_kernels.hopper.w4a8.w4a8_launches import TABLE as W4A8_TABLE
+from moeq_kernels.hopper.w4a8.w4a8_launches import W4a8Plan, W4a8Wide
+from moeq_kernels.hopper.w8a8.w8a8_plan import (
     E4M3_NARROW_TABLE,
     E4M3_TABLE,
     TABLE,

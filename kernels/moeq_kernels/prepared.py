@@ -21,7 +21,7 @@ from moeq_kernels.errors import KernelArgumentError
 from moeq_kernels.gpu import GPUS, Gpu, gpu_of
 from moeq_kernels.hopper import support
 from moeq_kernels.launch import run_with_triton
-from moeq_kernels.mma import layer as mma
+from moeq_kernels.mma import mma_launches as mma
 from moeq_kernels.operators import Forward, register
 from moeq_kernels.problem import Problem, symbolic, tensors_of
 from moeq_kernels.records import PackedExperts

@@ -11,11 +11,11 @@ from typing import Any
 from moeq_kernels import portable
 from moeq_kernels.areas import Arena
 from moeq_kernels.compiling import Specialisation, specialise
-from moeq_kernels.hopper.w4a8 import layer as w4a8
-from moeq_kernels.hopper.w4a16 import layer as w4a16
-from moeq_kernels.hopper.w8a8 import layer as w8a8
+from moeq_kernels.hopper.w4a8 import w4a8_launches as w4a8
+from moeq_kernels.hopper.w4a16 import w4a16_launches as w4a16
+from moeq_kernels.hopper.w8a8 import w8a8_launches as w8a8
 from moeq_kernels.launch import Schedule
-from moeq_kernels.mma import layer as mma
+from moeq_kernels.mma import mma_launches as mma
 from moeq_kernels.problem import Piece, Problem
 from moeq_kernels.sorting import PAIR_LIMITS, TOKEN_LIMITS
 

@@ -20,8 +20,8 @@ from moeq_kernels.areas import Area
 from moeq_kernels.gpu import GPUS
 from moeq_kernels.hopper.w4a16.kinds import KINDS
 from moeq_kernels.launch import Launch, run_with_triton
-from moeq_kernels.mma import layer as mma
-from moeq_kernels.mma.plan import RESIDENT, MmaPlan, choose, stage_bytes
+from moeq_kernels.mma import mma_launches as mma
+from moeq_kernels.mma.mma_plan import RESIDENT, MmaPlan, choose, stage_bytes
 from moeq_kernels.prepared import prepare_for
 from moeq_kernels.problem import tensors_of
 from moeq_kernels.schedules import schedule

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from moeq_kernels.epilogue import PLAIN, SILU, Epilogue
-from moeq_kernels.hopper.w4a16.plan import (
+from moeq_kernels.hopper.w4a16.w4a16_plan import (
     DIRECT,
     E2M1_TABLE,
     GATHERING,

@@ -9,7 +9,7 @@ from typing import Any
 from bench.compile.w4a16 import _descriptor, _integers
 from bench.compile.w8a8 import OAI, _compile
 from moeq_kernels.epilogue import PLAIN, SILU, Epilogue
-from moeq_kernels.hopper.w4a8.layer import BOX, FEW, MANY, W4a8Wide
+from moeq_kernels.hopper.w4a8.w4a8_launches import BOX, FEW, MANY, W4a8Wide
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.compile.w4a16 import _ast_source, _descriptor, _integers
 from moeq_kernels.epilogue import PLAIN, SILU, Epilogue
-from moeq_kernels.hopper.w8a8.plan import E4M3_TABLE, TABLE, Int8Direct, Int8Narrow, Int8Wide
+from moeq_kernels.hopper.w8a8.w8a8_plan import E4M3_TABLE, TABLE, Int8Direct, Int8Narrow, Int8Wide
 
 OAI = Epilogue("swiglu_oai", gated=True, interleaved=True, limit=7.0)
 

@@ -43,9 +43,9 @@ def cases() -> Iterator[tuple[str, str, Recipe, Any, int]]:
 
     Layers are small, but k is as long as the ring asks for.
     """
-    from moeq_kernels.hopper.w4a8 import layer as w4a8
-    from moeq_kernels.hopper.w4a16 import plan as w4a16
-    from moeq_kernels.hopper.w8a8 import plan as w8a8
+    from moeq_kernels.hopper.w4a8 import w4a8_launches as w4a8
+    from moeq_kernels.hopper.w4a16 import w4a16_plan as w4a16
+    from moeq_kernels.hopper.w8a8 import w8a8_plan as w8a8
 
     def sized(recipe: Recipe, rows: int, stages: int) -> Recipe:
         return replace(recipe, experts=2, hidden=-(-(2 * stages + 2) * rows // 256) * 256, intermediate=256)

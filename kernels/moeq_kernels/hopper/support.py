@@ -11,7 +11,7 @@ import torch
 from moeq_kernels.errors import KernelUnsupportedError
 from moeq_kernels.formats import find_format
 from moeq_kernels.hopper.w4a16.kinds import KINDS
-from moeq_kernels.hopper.w4a16.products import alike, kind_of, one_group
+from moeq_kernels.hopper.w4a16.product_launches import alike, kind_of, one_group
 from moeq_kernels.problem import Problem
 from moeq_kernels.records import PackedExperts, PackedMatrix
 

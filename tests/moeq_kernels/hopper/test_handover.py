@@ -15,7 +15,7 @@ from bench.handover.order import Order
 from bench.handover.ptx import unsynchronised
 from bench.handover.trace import Event, Trace
 from moeq_kernels import interpreter
-from moeq_kernels.hopper.w8a8.plan import Int8Narrow, Int8Plan, Int8Wide
+from moeq_kernels.hopper.w8a8.w8a8_plan import Int8Narrow, Int8Plan, Int8Wide
 
 SHORT = Recipe("int8-w8a8/1", "int8", experts=2, hidden=256, intermediate=128)
 

@@ -12,7 +12,8 @@ from bench.cases import Recipe, make_layer, route
 from bench.comparison import random_map
 from bench.reference import moe, relative_error
 from moeq_kernels import interpreter
-from moeq_kernels.hopper.w4a16.plan import (
+from moeq_kernels.hopper.w4a16.product_launches import group_of, kind_of
+from moeq_kernels.hopper.w4a16.w4a16_plan import (
     DIRECT,
     NARROW8,
     QUEUE8,
@@ -25,7 +26,6 @@ from moeq_kernels.hopper.w4a16.plan import (
     Queue,
     kernel_for,
 )
-from moeq_kernels.hopper.w4a16.products import group_of, kind_of
 from moeq_kernels.prepared import prepare_for
 from moeq_kernels.problem import tensors_of
 from moeq_kernels.schedules import schedule

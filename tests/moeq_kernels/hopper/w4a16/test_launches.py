@@ -14,8 +14,8 @@ from bench.checking import epilogue_of
 from bench.hopper_check import EVERY, LAYERS, calls_of, plans, plans_of
 from moeq_kernels import PackedExperts
 from moeq_kernels.epilogue import SILU, Epilogue
-from moeq_kernels.hopper.w4a16.plan import Plan
-from moeq_kernels.mma.plan import MmaPlan
+from moeq_kernels.hopper.w4a16.w4a16_plan import Plan
+from moeq_kernels.mma.mma_plan import MmaPlan
 from moeq_kernels.prepared import prepare_for
 from moeq_kernels.schedules import schedule
 

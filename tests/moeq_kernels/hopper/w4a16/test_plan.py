@@ -15,10 +15,10 @@ from moeq_kernels.cuda import promotion_of
 from moeq_kernels.epilogue import Epilogue
 from moeq_kernels.gpu import GPUS, H200, Gpu
 from moeq_kernels.hopper.support import matrix_reasons, triton_reason
-from moeq_kernels.hopper.w4a16 import layer as layer_of_hopper
-from moeq_kernels.hopper.w4a16 import plan as plan_of_call
+from moeq_kernels.hopper.w4a16 import w4a16_launches as layer_of_hopper
+from moeq_kernels.hopper.w4a16 import w4a16_plan as plan_of_call
 from moeq_kernels.hopper.w4a16.kinds import KINDS
-from moeq_kernels.hopper.w4a16.plan import (
+from moeq_kernels.hopper.w4a16.w4a16_plan import (
     NARROW8,
     Direct,
     Narrow,
@@ -32,7 +32,7 @@ from moeq_kernels.hopper.w4a16.plan import (
     table_for,
     tokens_per_hit,
 )
-from moeq_kernels.mma.plan import MmaPlan
+from moeq_kernels.mma.mma_plan import MmaPlan
 from moeq_kernels.prepared import prepare
 from moeq_kernels.problem import symbolic
 from moeq_kernels.records import PackedExperts, PackedMatrix, W13Order

@@ -11,8 +11,8 @@ from bench import gluon_on_cpu
 from bench.cases import Recipe, make_layer, route
 from bench.reference import moe, relative_error
 from moeq_kernels import interpreter
-from moeq_kernels.hopper.w4a16.plan import WIDE32, WIDE96, WIDE160, Plan, Wide, kernel_for
-from moeq_kernels.hopper.w4a16.products import group_of, kind_of
+from moeq_kernels.hopper.w4a16.product_launches import group_of, kind_of
+from moeq_kernels.hopper.w4a16.w4a16_plan import WIDE32, WIDE96, WIDE160, Plan, Wide, kernel_for
 from moeq_kernels.launch import run_with_triton
 from moeq_kernels.prepared import prepare_for
 from moeq_kernels.problem import tensors_of

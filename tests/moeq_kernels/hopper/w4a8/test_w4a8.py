@@ -15,7 +15,7 @@ from bench.reference import Layer, moe, relative_error
 from moeq_kernels import KernelUnsupportedError, PackedExperts, fused_moe, interpreter, prepare
 from moeq_kernels.hopper import support
 from moeq_kernels.hopper.w4a8.fold import SPAN, folded
-from moeq_kernels.hopper.w4a8.layer import FEW, MANY, W4a8Plan, W4a8Wide, plan_for
+from moeq_kernels.hopper.w4a8.w4a8_launches import FEW, MANY, W4a8Plan, W4a8Wide, plan_for
 from moeq_kernels.prepared import prepare_for
 from moeq_kernels.schedules import schedule
 from moeq_kernels.validate import epilogue_of

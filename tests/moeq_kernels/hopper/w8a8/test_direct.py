@@ -15,7 +15,7 @@ from bench.planned import hopper_int8_moe, quantize
 from moeq_kernels import fused_moe
 from moeq_kernels.epilogue import SILU, Epilogue
 from moeq_kernels.hopper.w8a8.device import direct
-from moeq_kernels.hopper.w8a8.plan import Int8Direct, Int8Plan
+from moeq_kernels.hopper.w8a8.w8a8_plan import Int8Direct, Int8Plan
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the real kernels are tested")
 OAI = Epilogue("swiglu_oai", gated=True, interleaved=True, limit=7.0)

@@ -18,9 +18,9 @@ from bench.planned import hopper_int8_moe, quantize
 from moeq_kernels import fused_moe
 from moeq_kernels.areas import Arena
 from moeq_kernels.epilogue import SILU, Epilogue
-from moeq_kernels.hopper.w8a8 import layer
+from moeq_kernels.hopper.w8a8 import w8a8_launches as layer
 from moeq_kernels.hopper.w8a8.device import narrow, wide
-from moeq_kernels.hopper.w8a8.plan import Int8Narrow, Int8Plan, Int8Wide
+from moeq_kernels.hopper.w8a8.w8a8_plan import Int8Narrow, Int8Plan, Int8Wide
 from moeq_kernels.launch import run_with_triton
 from moeq_kernels.prepared import prepare_for
 from moeq_kernels.problem import Piece

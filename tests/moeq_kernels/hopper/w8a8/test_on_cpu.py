@@ -14,8 +14,8 @@ from bench.reference import moe, relative_error
 from moeq_kernels import interpreter
 from moeq_kernels.gpu import GPUS
 from moeq_kernels.hopper import support
-from moeq_kernels.hopper.w8a8 import layer as w8a8
-from moeq_kernels.hopper.w8a8.plan import Int8Narrow, Int8Plan, Int8Wide
+from moeq_kernels.hopper.w8a8 import w8a8_launches as w8a8
+from moeq_kernels.hopper.w8a8.w8a8_plan import Int8Narrow, Int8Plan, Int8Wide
 from moeq_kernels.launch import Schedule
 from moeq_kernels.prepared import prepare_for
 from moeq_kernels.problem import Problem, tensors_of

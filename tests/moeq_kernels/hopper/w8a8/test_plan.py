@@ -11,8 +11,8 @@ import torch
 from bench.cases import Recipe, make_layer
 from moeq_kernels.epilogue import PLAIN
 from moeq_kernels.hopper.support import int8_reasons, unsupported_reason
-from moeq_kernels.hopper.w8a8.layer import plan_for
-from moeq_kernels.hopper.w8a8.plan import (
+from moeq_kernels.hopper.w8a8.w8a8_launches import plan_for
+from moeq_kernels.hopper.w8a8.w8a8_plan import (
     E4M3_NARROW_TABLE,
     E4M3_TABLE,
     TABLE,

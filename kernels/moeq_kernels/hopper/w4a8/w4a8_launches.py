@@ -11,9 +11,9 @@ import torch
 from moeq_kernels.areas import Area, Arena, Box
 from moeq_kernels.epilogue import PLAIN
 from moeq_kernels.hopper.w4a8.fold import folded
-from moeq_kernels.hopper.w4a16.products import channel_scale, group_of, kind_of
-from moeq_kernels.hopper.w8a8 import layer as w8a8
-from moeq_kernels.hopper.w8a8.layer import EXACT_PAIRS, Quantised, Rows
+from moeq_kernels.hopper.w4a16.product_launches import channel_scale, group_of, kind_of
+from moeq_kernels.hopper.w8a8 import w8a8_launches as w8a8
+from moeq_kernels.hopper.w8a8.w8a8_launches import EXACT_PAIRS, Quantised, Rows
 from moeq_kernels.launch import Argument, Launch
 from moeq_kernels.problem import Piece, Problem
 from moeq_kernels.records import PackedExperts, PackedMatrix

@@ -11,7 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from moeq_kernels.gpu import H200, Gpu
-from moeq_kernels.hopper.w4a16.plan import DIRECT_MEAN, DIRECT_READ_LESS, DIRECT_WEIGHTS, shares_for, tokens_per_hit
+from moeq_kernels.hopper.w4a16.w4a16_plan import (
+    DIRECT_MEAN,
+    DIRECT_READ_LESS,
+    DIRECT_WEIGHTS,
+    shares_for,
+    tokens_per_hit,
+)
 
 
 @dataclass(frozen=True)

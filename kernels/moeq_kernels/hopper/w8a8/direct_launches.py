@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from moeq_kernels.areas import Area, Arena, Box
-from moeq_kernels.hopper.w8a8.plan import Int8Direct, Int8Plan
+from moeq_kernels.hopper.w8a8.w8a8_plan import Int8Direct, Int8Plan
 from moeq_kernels.launch import Argument, Launch
 from moeq_kernels.problem import Piece, Problem
 from moeq_kernels.records import PackedMatrix

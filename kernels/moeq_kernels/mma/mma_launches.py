@@ -10,9 +10,9 @@ from moeq_kernels.areas import Area, Arena
 from moeq_kernels.epilogue import PLAIN
 from moeq_kernels.hopper.support import FLOATS, MOST_EXPERTS, SCALES, matrix_reasons, triton_reason
 from moeq_kernels.hopper.w4a16.kinds import KINDS
-from moeq_kernels.hopper.w4a16.products import alike, channel_scale, group_of, group_scale, kind_of
+from moeq_kernels.hopper.w4a16.product_launches import alike, channel_scale, group_of, group_scale, kind_of
 from moeq_kernels.launch import Launch
-from moeq_kernels.mma.plan import MmaPlan, choose
+from moeq_kernels.mma.mma_plan import MmaPlan, choose
 from moeq_kernels.problem import Piece, Problem
 from moeq_kernels.records import PackedMatrix
 from moeq_kernels.sorting import Sorted, kept_dtype, most_tiles, room, sort_pairs, sum_parts

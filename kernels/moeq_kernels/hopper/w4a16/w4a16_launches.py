@@ -10,7 +10,18 @@ import torch
 from moeq_kernels.areas import Area, Arena
 from moeq_kernels.epilogue import PLAIN
 from moeq_kernels.hopper.w4a16.kinds import KINDS
-from moeq_kernels.hopper.w4a16.plan import (
+from moeq_kernels.hopper.w4a16.product_launches import (
+    alike,
+    boxes,
+    channel_scale,
+    group_of,
+    kind_of,
+    one_group,
+    product_launch,
+    queue_launch,
+    weight_arguments,
+)
+from moeq_kernels.hopper.w4a16.w4a16_plan import (
     WIDE32,
     Direct,
     Narrow,
@@ -22,20 +33,9 @@ from moeq_kernels.hopper.w4a16.plan import (
     kernel_for,
     mma_is_faster,
 )
-from moeq_kernels.hopper.w4a16.products import (
-    alike,
-    boxes,
-    channel_scale,
-    group_of,
-    kind_of,
-    one_group,
-    product_launch,
-    queue_launch,
-    weight_arguments,
-)
 from moeq_kernels.launch import Launch
-from moeq_kernels.mma import layer as mma
-from moeq_kernels.mma.plan import MmaPlan
+from moeq_kernels.mma import mma_launches as mma
+from moeq_kernels.mma.mma_plan import MmaPlan
 from moeq_kernels.problem import Piece, Problem
 from moeq_kernels.sorting import (
     FEW_PAIRS,

@@ -11,7 +11,7 @@ from moeq_kernels.areas import Area, Arena, Box
 from moeq_kernels.epilogue import PLAIN, Epilogue
 from moeq_kernels.formats import find_format
 from moeq_kernels.hopper.w4a16.kinds import KINDS, kind_of_format
-from moeq_kernels.hopper.w4a16.plan import Narrow, Plan, Queue, Wide
+from moeq_kernels.hopper.w4a16.w4a16_plan import Narrow, Plan, Queue, Wide
 from moeq_kernels.launch import Argument, Launch
 from moeq_kernels.problem import Problem
 from moeq_kernels.records import PackedMatrix

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from moeq_kernels.gpu import Gpu
 from moeq_kernels.hopper.w4a16.kinds import KINDS
-from moeq_kernels.hopper.w4a16.plan import splits_for, tokens_per_hit
+from moeq_kernels.hopper.w4a16.w4a16_plan import splits_for, tokens_per_hit
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import torch
 
 from moeq_kernels.areas import Area, Arena, Box
 from moeq_kernels.epilogue import PLAIN
-from moeq_kernels.hopper.w8a8.direct import direct_launches, gate_up_rows, weight_boxes
-from moeq_kernels.hopper.w8a8.plan import (
+from moeq_kernels.hopper.w8a8.direct_launches import direct_launches, gate_up_rows, weight_boxes
+from moeq_kernels.hopper.w8a8.w8a8_plan import (
     E4M3_NARROW_TABLE,
     E4M3_TABLE,
     TABLE,
