@@ -40,7 +40,7 @@ class BitPermutation:
     def apply_(self, words: Tensor, *, compiled: bool | None = None) -> Tensor:
         """Permute the bits of flat int32 words in place. Returns the words."""
         if use_compiled(words.numel()) if compiled is None else compiled:
-            from moeq.layouts.fast.bits import apply
+            from moeq.layouts.loops.bits import apply
 
             apply(self.steps, words.numpy())
             return words

@@ -26,7 +26,7 @@ CACHED_FROM = 0
 def have_numba() -> bool:
     """Whether the compiled loops are available: numba is installed and fits numpy."""
     try:
-        from moeq.layouts.fast.native import available
+        from moeq.layouts.loops.native import available
 
         return available()
     except ImportError:
@@ -37,7 +37,7 @@ def have_numba() -> bool:
 def have_cached() -> bool:
     """Whether some of the compiled loops are in the cache, ready to be called."""
     try:
-        from moeq.layouts.fast.native import cached
+        from moeq.layouts.loops.native import cached
 
         return cached()
     except ImportError:
@@ -75,7 +75,7 @@ def pack_words(
     if fields == 1 and elements.dtype != dtype:
         elements = elements.view(dtype)
     if _compiled(compiled, elements.numel()):
-        from moeq.layouts.fast.scatter import pack
+        from moeq.layouts.loops.scatter import pack
 
         pack(arrangement, elements.contiguous().numpy(), bits, out.numpy())
         return out
@@ -114,7 +114,7 @@ def unpack_words(
     dtype = word_dtype(bits * fields)
     words = words.contiguous().view(dtype).reshape(-1)
     if _compiled(compiled, words.numel() * fields):
-        from moeq.layouts.fast.scatter import unpack
+        from moeq.layouts.loops.scatter import unpack
 
         out = torch.empty(shape, dtype=torch.uint8 if fields > 1 else dtype)
         unpack(arrangement, words.numpy(), bits, out.numpy())
@@ -135,7 +135,7 @@ def take_columns(codes: Tensor, order: Tensor) -> Tensor:
 
     if not use_compiled(codes.numel()):
         return codes[:, order]
-    from moeq.layouts.fast.columns import take
+    from moeq.layouts.loops.columns import take
 
     out = torch.empty_like(codes)
     take(codes.contiguous(), order.contiguous(), out)
@@ -149,7 +149,7 @@ def block_sums(codes: Tensor, block: int) -> Tensor:
     n, k = codes.shape
     if not use_compiled(codes.numel()):
         return codes.reshape(n, k // block, block).sum(dim=2, dtype=torch.int32)
-    from moeq.layouts.fast.columns import block_sums as compiled
+    from moeq.layouts.loops.columns import block_sums as compiled
 
     out = torch.empty(n, k // block, dtype=torch.int32)
     compiled(codes.contiguous(), block, out)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moeq.checkpoint.names import StoredName
-from moeq.layouts.fast import columns
+from moeq.layouts.loops import columns
 from moeq.pipeline.pack.fast.base import Inputs
 from moeq.pipeline.pack.fast.formats import Fields
 from moeq.pipeline.pack.fast.path import ProjectionReader

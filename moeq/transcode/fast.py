@@ -16,8 +16,8 @@ import numpy as np
 
 from moeq.checkpoint.manifest import Projection
 from moeq.checkpoint.names import StoredName
-from moeq.layouts.fast import floats, transpose
-from moeq.layouts.fast.native import NotCachedError, only_cached
+from moeq.layouts.loops import floats, transpose
+from moeq.layouts.loops.native import NotCachedError, only_cached
 from moeq.matrix import MatrixSpec
 from moeq.pipeline.pack.fast.base import Inputs
 from moeq.pipeline.pack.fast.formats import Fields, Stored, stored_projection

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moeq.layouts.fast import floats, recode, transpose
-from moeq.layouts.fast.columns import repeat_columns, repeats_columns
-from moeq.layouts.fast.compare import same
 from moeq.layouts.float_bits import BIAS, bits_of, numbers_of
+from moeq.layouts.loops import floats, recode, transpose
+from moeq.layouts.loops.columns import repeat_columns, repeats_columns
+from moeq.layouts.loops.compare import same
 from moeq.matrix import MatrixSpec
 from moeq.pipeline.pack.fast.formats import Fields
 from moeq.pipeline.pack.fast.scratch import Array

@@ -38,7 +38,7 @@ from moeq.transcode.spellings import BLOCK, FP8_BLOCKS, pack
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moeq.layouts.fast.floats import Measured
+    from moeq.layouts.loops.floats import Measured
     from moeq.matrix import QuantizedMatrix
     from moeq.pipeline.pack.fast.base import Inputs
     from moeq.transcode.fast import CachedItem, FastItem

@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("numba")
 
-from moeq.layouts.fast import floats
-from moeq.layouts.fast.floats import Coded, Measured
+from moeq.layouts.loops import floats
+from moeq.layouts.loops.floats import Coded, Measured
 from moeq.schemes.dequantize import E2M1_VALUES
 
 ELEMENTS = ("int4", "int8", "e2m1", "e4m3")

@@ -18,9 +18,9 @@ pytest.importorskip("numba")
 
 from numba.core.errors import TypingError
 
-from moeq.layouts.fast import compiler, native
-from moeq.layouts.fast.native import Loop, Loops
-from moeq.layouts.fast.target import Kind
+from moeq.layouts.loops import compiler, native
+from moeq.layouts.loops.native import Loop, Loops
+from moeq.layouts.loops.target import Kind
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import json, sys
 import numpy as np
-from moeq.layouts.fast import compare
+from moeq.layouts.loops import compare
 matrix = np.zeros((3, 100), np.uint8)
 found = [compare.is_zero(matrix), compare.is_zero(matrix[:, ::1][1:, 3:])]
 matrix[1, 70] = 4
@@ -146,21 +146,26 @@ def test_constants_that_are_compiled_in_count_as_source() -> None:
     found: dict[Path, bytes] = {}
     native._add_sources("moeq.pipeline.pack.fast.stored_loops", found)
     names = {str(path.relative_to(ROOT / "moeq")) for path in found}
-    assert {"schemes/awq.py", "layouts/fast/vectors.py", "layouts/fast/compiler.py", "layouts/fast/target.py"} <= names
-    assert "layouts/fast/marlin_loops.py" not in names
+    assert {
+        "schemes/awq.py",
+        "layouts/loops/vectors.py",
+        "layouts/loops/compiler.py",
+        "layouts/loops/target.py",
+    } <= names
+    assert "layouts/loops/marlin_loops.py" not in names
 
 
 def test_another_source_is_another_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(ROOT / "moeq" / "layouts", tmp_path / "moeq" / "layouts")
-    monkeypatch.setattr(native, "__file__", str(tmp_path / "moeq/layouts/fast/native.py"))
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "moeq/layouts/loops/native.py"))
     digests = set()
     for name in ("compare_loops", "compare_loops", "transpose_loops", "vectors", "marlin_loops"):
         native._source_digest.cache_clear()
-        digests.add(native._source_digest("moeq.layouts.fast.compare_loops"))
-        with (tmp_path / "moeq/layouts/fast" / f"{name}.py").open("a") as file:
+        digests.add(native._source_digest("moeq.layouts.loops.compare_loops"))
+        with (tmp_path / "moeq/layouts/loops" / f"{name}.py").open("a") as file:
             file.write("# changed\n")
     native._source_digest.cache_clear()
-    assert native._source_digest("moeq.layouts.fast.compare_loops") in digests, "nothing here takes loops of Marlin"
+    assert native._source_digest("moeq.layouts.loops.compare_loops") in digests, "nothing here takes loops of Marlin"
     native._source_digest.cache_clear()
     assert len(digests) == 5
 
@@ -210,7 +215,7 @@ def test_nothing_is_written_to_what_must_not_be_written_to() -> None:
 
 def wrappers() -> list[Path]:
     found = [
-        path.with_name(path.name.replace("_loops", "")) for path in (ROOT / "moeq/layouts/fast").glob("*_loops.py")
+        path.with_name(path.name.replace("_loops", "")) for path in (ROOT / "moeq/layouts/loops").glob("*_loops.py")
     ]
     return [*found, ROOT / "moeq/pipeline/pack/fast/loops.py"]
 

@@ -18,7 +18,7 @@ from moeq.transcode.worker import Transcoder
 
 pytest.importorskip("numba")
 
-from moeq.layouts.fast import columns
+from moeq.layouts.loops import columns
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -25,8 +25,8 @@ from moeq.transcode.worker import Transcoder
 
 pytest.importorskip("numba")
 
-from moeq.layouts.fast import recode
 from moeq.layouts.float_bits import e4m3_values
+from moeq.layouts.loops import recode
 from moeq.transcode.fast import FastItem
 
 CHECKPOINTS = (

@@ -117,7 +117,7 @@ def test_the_switch_is_the_threads_own(tmp_path: Path) -> None:
     """A thread that may compile does, beside one that may not."""
     script = """
 import threading, numpy as np
-from moeq.layouts.fast import compare, native
+from moeq.layouts.loops import compare, native
 one = np.zeros((4, 8), np.uint8)
 found = []
 def other():

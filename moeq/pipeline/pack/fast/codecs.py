@@ -17,7 +17,9 @@ import numpy as np
 from moeq.layouts.aiter_fp8 import NEGATIVE_ZERO, AiterFnuz
 from moeq.layouts.arranged import ArrangedLayout
 from moeq.layouts.deepgemm_fp8 import DeepGemmFp8Sm90, DeepGemmFp8Sm100
-from moeq.layouts.fast.columns import (
+from moeq.layouts.flashinfer_fp8 import LEAST, RaisedBlocks
+from moeq.layouts.float_bits import bits_of, e4m3_values, numbers_of
+from moeq.layouts.loops.columns import (
     add_negative_zeros,
     all_in,
     are_negative_zeros,
@@ -26,8 +28,6 @@ from moeq.layouts.fast.columns import (
     negative_zeros,
     without,
 )
-from moeq.layouts.flashinfer_fp8 import LEAST, RaisedBlocks
-from moeq.layouts.float_bits import bits_of, e4m3_values, numbers_of
 from moeq.layouts.marlin_fp8 import MarlinFp8
 from moeq.layouts.marlin_nvfp4 import MarlinNVFP4
 from moeq.matrix import MatrixSpec

@@ -26,7 +26,7 @@ from functools import cached_property
 
 import numpy as np
 
-from moeq.layouts.fast.compare import any_all_ones
+from moeq.layouts.loops.compare import any_all_ones
 from moeq.matrix import MatrixSpec
 from moeq.pipeline.pack.fast.loops import gather_zeros, spread_zeros, turn_awq, turn_back_awq
 from moeq.pipeline.pack.fast.scales import WIDTH, GlobalScale, StoredScales

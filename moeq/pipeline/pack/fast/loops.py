@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from moeq.layouts.fast.native import Loops
+from moeq.layouts.loops.native import Loops
 
 Array = np.ndarray[Any, Any]
 

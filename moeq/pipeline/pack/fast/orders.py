@@ -16,8 +16,8 @@ from moeq.layouts import marlin_mxfp4, triton_kernels_hopper
 from moeq.layouts.arranged import Part
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.bits import MOEQ_MXFP4, MUL_FREE, BitPermutation
-from moeq.layouts.fast import bits, hopper, marlin, scatter, transpose
-from moeq.layouts.fast.nibbles import of_bytes
+from moeq.layouts.loops import bits, hopper, marlin, scatter, transpose
+from moeq.layouts.loops.nibbles import of_bytes
 from moeq.pipeline.pack.fast.scratch import Array
 
 

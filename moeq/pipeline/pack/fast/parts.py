@@ -15,8 +15,8 @@ from functools import cached_property
 import numpy as np
 
 from moeq.layouts.arranged import ArrangedLayout, Part, as_stored, is_common, is_gated_w13, logical_dtype
-from moeq.layouts.fast import transpose
-from moeq.layouts.fast.compare import is_zero, same
+from moeq.layouts.loops import transpose
+from moeq.layouts.loops.compare import is_zero, same
 from moeq.matrix import MatrixSpec
 from moeq.pipeline.pack.fast.codecs import Codec, Shifted, WidenedBf16, WidenedF16, ZeroSigns, codecs_of
 from moeq.pipeline.pack.fast.orders import Order, OwnOrder, order_of

@@ -19,10 +19,10 @@ from blake3 import blake3
 from moeq.checkpoint.manifest import Projection
 from moeq.checkpoint.names import StoredName
 from moeq.digest import begin_field, new_digest
-from moeq.layouts.fast import transpose
-from moeq.layouts.fast.columns import repeat_columns
-from moeq.layouts.fast.compare import all_between
 from moeq.layouts.float_bits import e4m3_values
+from moeq.layouts.loops import transpose
+from moeq.layouts.loops.columns import repeat_columns
+from moeq.layouts.loops.compare import all_between
 from moeq.matrix import MatrixSpec
 from moeq.model.shards import Range
 from moeq.pipeline.pack.fast.base import Inputs, Outputs, Proof

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from moeq.layouts.fast.compare import any_all_ones
+from moeq.layouts.loops.compare import any_all_ones
 from moeq.matrix import MatrixSpec
 from moeq.pipeline.pack.fast.scratch import Array, Region
 from moeq.schemes.base import Scheme

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numba import uint32
 
-from moeq.layouts.fast.compiler import loop, scratch
-from moeq.layouts.fast.vectors import load, store_two, transposed, zip_high, zip_low
+from moeq.layouts.loops.compiler import loop, scratch
+from moeq.layouts.loops.vectors import load, store_two, transposed, zip_high, zip_low
 from moeq.schemes.awq import NIBBLE_OF_COLUMN
 
 _16, _8, _4 = np.uint64(16), np.uint64(8), np.uint64(4)

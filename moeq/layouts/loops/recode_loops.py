@@ -1,12 +1,12 @@
-"""The loops of `moeq.layouts.fast.recode`."""
+"""The loops of `moeq.layouts.loops.recode`."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from moeq.layouts.fast.compiler import loop
-from moeq.layouts.fast.recode import BLOCK, GROUP_BYTES, GROUPS, HIGHEST, LOWEST, ZEROS
 from moeq.layouts.float_bits import BIAS
+from moeq.layouts.loops.compiler import loop
+from moeq.layouts.loops.recode import BLOCK, GROUP_BYTES, GROUPS, HIGHEST, LOWEST, ZEROS
 
 #: Exponents of scales of blocks that are proven. Beyond, float32 ends, and so does what its operations keep.
 _LEAST_SCALE, _GREATEST_SCALE = -100, 110

@@ -1,10 +1,10 @@
-"""The loop of `moeq.layouts.fast.bits`."""
+"""The loop of `moeq.layouts.loops.bits`."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from moeq.layouts.fast.compiler import loop, scratch
+from moeq.layouts.loops.compiler import loop, scratch
 
 _BLOCK = 1024
 

@@ -1,9 +1,9 @@
-"""The loops of `moeq.layouts.fast.transpose`."""
+"""The loops of `moeq.layouts.loops.transpose`."""
 
 from __future__ import annotations
 
-from moeq.layouts.fast.compiler import loop
-from moeq.layouts.fast.vectors import LANES, load, store_each, transposed, zip_high, zip_low
+from moeq.layouts.loops.compiler import loop
+from moeq.layouts.loops.vectors import LANES, load, store_each, transposed, zip_high, zip_low
 
 #: Side of a square: a cache line of 32-bit words.
 SIDE = 16

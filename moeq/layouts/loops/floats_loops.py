@@ -1,11 +1,11 @@
-"""The loops of `moeq.layouts.fast.floats`, a row at a time."""
+"""The loops of `moeq.layouts.loops.floats`, a row at a time."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from moeq.layouts.fast.compiler import loop, loop_of_sums
-from moeq.layouts.fast.recode import BLOCK
+from moeq.layouts.loops.compiler import loop, loop_of_sums
+from moeq.layouts.loops.recode import BLOCK
 
 _1, _16, _13 = np.uint32(1), np.uint32(16), np.uint32(13)
 _SIGN, _REST, _REST64 = np.uint32(0x80000000), np.uint32(0x7FFFFFFF), np.uint64(0x7FFFFFFFFFFFFFFF)

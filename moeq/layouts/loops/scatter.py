@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from moeq.layouts.arrangement import Arrangement, Digit
-from moeq.layouts.fast import nibbles
-from moeq.layouts.fast.native import Loops
+from moeq.layouts.loops import nibbles
+from moeq.layouts.loops.native import Loops
 
 Array = np.ndarray[Any, Any]
 
-_loops = Loops("moeq.layouts.fast.scatter_loops")
+_loops = Loops("moeq.layouts.loops.scatter_loops")
 #: By fields of a word.
 _PACK = {1: _loops.pack1, 2: _loops.pack2, 4: _loops.pack4, 8: _loops.pack8}
 

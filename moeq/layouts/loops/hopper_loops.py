@@ -1,4 +1,4 @@
-"""The loops of `moeq.layouts.fast.hopper`."""
+"""The loops of `moeq.layouts.loops.hopper`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import numpy as np
 from numba import uint64
 
 from moeq.layouts.bits import MUL_FREE, BitPermutation
-from moeq.layouts.fast.compiler import loop
-from moeq.layouts.fast.hopper import TILE
-from moeq.layouts.fast.vectors import load, load_two, pick_bytes, store, store_two
+from moeq.layouts.loops.compiler import loop
+from moeq.layouts.loops.hopper import TILE
+from moeq.layouts.loops.vectors import load, load_two, pick_bytes, store, store_two
 
 #: Words of a row that are handled together.
 _STEP = 4

@@ -1,10 +1,10 @@
-"""The loops of `moeq.layouts.fast.scatter`."""
+"""The loops of `moeq.layouts.loops.scatter`."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from moeq.layouts.fast.compiler import loop
+from moeq.layouts.loops.compiler import loop
 
 
 @loop

@@ -1,4 +1,4 @@
-"""Runs loops as machine code, which numba compiles once (`moeq.layouts.fast.compiler`) and a cache keeps.
+"""Runs loops as machine code, which numba compiles once (`moeq.layouts.loops.compiler`) and a cache keeps.
 
 Importing numba takes longer than all the rest of a start, so loops that are in the cache are loaded without it. The
 cache is a folder of object files: `NUMBA_CACHE_DIR` where that is set, else `__pycache__` beside this file, else, where
@@ -31,7 +31,7 @@ import llvmlite.binding as llvm
 import numpy as np
 from blake3 import blake3
 
-from moeq.layouts.fast.target import Kind, processor, target_machine
+from moeq.layouts.loops.target import Kind, processor, target_machine
 
 _DIGEST_BYTES = 32
 
@@ -128,7 +128,7 @@ def available() -> bool:
     if cached():
         return True
     try:
-        import moeq.layouts.fast.compiler  # noqa: F401 - numba raises ImportError where it does not fit numpy
+        import moeq.layouts.loops.compiler  # noqa: F401 - numba raises ImportError where it does not fit numpy
     except ImportError:
         return False
     return True
@@ -151,7 +151,7 @@ def load(module: str, name: str, kinds: list[Kind]) -> Callable[[bytes], int]:
     if not code:
         if getattr(_here, "only_cached", False):
             raise NotCachedError(f"{module}.{name}")
-        from moeq.layouts.fast.compiler import compile_loop
+        from moeq.layouts.loops.compiler import compile_loop
 
         function, code = compile_loop(module, name, kinds, symbol)
         if code is None:

@@ -1,13 +1,13 @@
-"""The loops of `moeq.layouts.fast.compare`."""
+"""The loops of `moeq.layouts.loops.compare`."""
 
 from __future__ import annotations
 
 import numpy as np
 from numba import uint64
 
-from moeq.layouts.fast.compiler import loop
-from moeq.layouts.fast.transpose_loops import SIDE, load_turned
-from moeq.layouts.fast.vectors import LANES, is_blank, load, zeros
+from moeq.layouts.loops.compiler import loop
+from moeq.layouts.loops.transpose_loops import SIDE, load_turned
+from moeq.layouts.loops.vectors import LANES, is_blank, load, zeros
 
 
 @loop

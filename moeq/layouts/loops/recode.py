@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from moeq.layouts.fast.native import Loops
 from moeq.layouts.float_bits import BIAS, e4m3_values
+from moeq.layouts.loops.native import Loops
 
 Array = np.ndarray[Any, Any]
 
-_loops = Loops("moeq.layouts.fast.recode_loops")
+_loops = Loops("moeq.layouts.loops.recode_loops")
 
 #: Rows and columns of a block, bytes of a group, groups of a block.
 BLOCK, GROUP_BYTES, GROUPS = 128, 16, 4

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from moeq.layouts.fast.native import Loops
+from moeq.layouts.loops.native import Loops
 
 Array = np.ndarray[Any, Any]
 
-_loops = Loops("moeq.layouts.fast.compare_loops")
+_loops = Loops("moeq.layouts.loops.compare_loops")
 
 
 def same(left: Array, right: Array, row: int = 0) -> bool:

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from moeq.layouts.fast.native import Loops
+from moeq.layouts.loops.native import Loops
 
-_loops = Loops("moeq.layouts.fast.bits_loops")
+_loops = Loops("moeq.layouts.loops.bits_loops")
 
 
 def apply(steps: tuple[tuple[int, int], ...], words: np.ndarray[Any, Any]) -> None:

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from moeq.layouts.fast.native import Loop, Loops
-from moeq.layouts.fast.recode import BLOCK, E2M1
 from moeq.layouts.float_bits import e4m3_values
+from moeq.layouts.loops.native import Loop, Loops
+from moeq.layouts.loops.recode import BLOCK, E2M1
 
 Array = np.ndarray[Any, Any]
 
-_loops = Loops("moeq.layouts.fast.floats_loops")
+_loops = Loops("moeq.layouts.loops.floats_loops")
 
 #: What can be written as floats, and its number in the loops.
 ELEMENTS = {"int4": 4, "int8": 8, "e2m1": 21, "e4m3": 43}

@@ -22,7 +22,7 @@ from moeq.matrix import MatrixSpec
 
 pytest.importorskip("numba")
 
-from moeq.layouts.fast import columns, compare, marlin, transpose
+from moeq.layouts.loops import columns, compare, marlin, transpose
 
 ROOT = Path(__file__).parents[2]
 

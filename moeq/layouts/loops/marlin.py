@@ -19,14 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from moeq.layouts.fast.native import Loops
+from moeq.layouts.loops.native import Loops
 
 Words = np.ndarray[Any, np.dtype[np.uint32]]
 
 #: Rows of a tile.
 ROWS = 64
 
-_loops = Loops("moeq.layouts.fast.marlin_loops")
+_loops = Loops("moeq.layouts.loops.marlin_loops")
 
 
 def pack(words: Words, bits: int, out: Words, row: int = 0, *, permuted: bool = False) -> None:

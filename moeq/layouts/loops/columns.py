@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moeq.layouts.fast.native import Loops
+from moeq.layouts.loops.native import Loops
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     Array = np.ndarray[Any, Any]
 
-_loops = Loops("moeq.layouts.fast.columns_loops")
+_loops = Loops("moeq.layouts.loops.columns_loops")
 
 
 def take(codes: Tensor, order: Tensor, out: Tensor) -> None:

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from moeq.layouts.fast.native import Loops
+from moeq.layouts.loops.native import Loops
 
 Array = np.ndarray[Any, Any]
 
-_loops = Loops("moeq.layouts.fast.transpose_loops")
+_loops = Loops("moeq.layouts.loops.transpose_loops")
 
 
 def copy(source: Array, out: Array) -> None:

@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, models, overload, register_model
 
-from moeq.layouts.fast.compiler import loop
+from moeq.layouts.loops.compiler import loop
 
 #: 64-bit words of a vector.
 LANES = 8

@@ -1,7 +1,7 @@
 """Compiles loops, with numba. Nothing imports this but loops, and what runs one that is not in the cache.
 
 A loop becomes a function of C that depends on nothing but the C library, so that its object code can be loaded without
-numba, whose import takes longer than most of what moeq starts with (`moeq.layouts.fast.native` calls and keeps it).
+numba, whose import takes longer than most of what moeq starts with (`moeq.layouts.loops.native` calls and keeps it).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numba import cfunc, from_dtype, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from moeq.layouts.fast.target import Kind, target_machine
+from moeq.layouts.loops.target import Kind, target_machine
 
 #: Declares a loop, and a function that loops call. Everything is inlined into what calls it: only then LLVM sees that
 #: nothing raises and that no array is kept, and leaves out the calls of numba's runtime that this would need.
@@ -58,7 +58,7 @@ def compile_loop(module: str, name: str, kinds: Sequence[Kind], symbol: str) -> 
         name: what it is called there.
         kinds: its arguments.
         symbol: the function in the object, `int64 symbol(void *words)`: `words` are the arguments as
-            `moeq.layouts.fast.native` spells them, the result is the loop's, and 0 where it returns none.
+            `moeq.layouts.loops.native` spells them, the result is the loop's, and 0 where it returns none.
     """
     looped, arguments = getattr(import_module(module), name), _arguments([_numba_type(kind) for kind in kinds])
 
@@ -101,7 +101,7 @@ def _numba_type(kind: Kind) -> Any:
 
 
 def _arguments(kinds: Sequence[Any]) -> Any:
-    """A function of the words of an argument list (`moeq.layouts.fast.native`) that gives the arguments."""
+    """A function of the words of an argument list (`moeq.layouts.loops.native`) that gives the arguments."""
     together = types.Tuple(kinds)
 
     @intrinsic

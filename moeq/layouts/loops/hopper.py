@@ -1,6 +1,6 @@
 """triton_kernels' Hopper weights from rows of packed 4-bit codes, and back, in compiled loops.
 
-Rows are as in `moeq.layouts.fast.marlin`: 64-bit words of 16 codes. A 32-bit word of the packed matrix holds two bytes
+Rows are as in `moeq.layouts.loops.marlin`: 64-bit words of 16 codes. A 32-bit word of the packed matrix holds two bytes
 each of two rows of the same tile of 16, and its bits are permuted by `moeq.layouts.bits.MUL_FREE`. So 32 bytes of two
 rows become 16 packed words: an order of bytes, and masked shifts.
 
@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from moeq.layouts.fast.native import Loops
+from moeq.layouts.loops.native import Loops
 
 Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 #: Rows of a tile.
 TILE = 16
 
-_loops = Loops("moeq.layouts.fast.hopper_loops")
+_loops = Loops("moeq.layouts.loops.hopper_loops")
 
 
 def pack(words: Words, out: Words, row: int = 0) -> None:

@@ -1,13 +1,13 @@
-"""The loops of `moeq.layouts.fast.marlin`."""
+"""The loops of `moeq.layouts.loops.marlin`."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from moeq.layouts.bits import MOEQ_MXFP4
-from moeq.layouts.fast.compiler import loop, scratch
-from moeq.layouts.fast.marlin import ROWS
-from moeq.layouts.fast.vectors import (
+from moeq.layouts.loops.compiler import loop, scratch
+from moeq.layouts.loops.marlin import ROWS
+from moeq.layouts.loops.vectors import (
     LANES,
     load,
     load_square,
