@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from moeq.oracle.engines.vllm import probe_names
 from moeq.oracle.engines.vllm.expert_names import EXPERT, SUFFIXES, StoredName, names_of_class
+from vllm_tables import names as probe_names
 
 SPELLINGS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("gate_up_proj", "down_proj"), ("w13", "w2"))
 SPELLINGS += (("w1", "v1", "w2"), ("linear", "linear_v", "linear_1"))

@@ -13,8 +13,8 @@ import pytest
 from moeq.checkpoint.families import FAMILIES
 from moeq.cli.app import run
 from moeq.oracle.engines.vllm import expert_names
-from moeq.oracle.engines.vllm.expert_names import EXPERT, ClassNames, StoredName, merged, names_of_class
-from moeq.oracle.engines.vllm.probe_names import CONTAINERS, MODELS
+from moeq.oracle.engines.vllm.expert_names import EXPERT, ClassNames, StoredName, names_of_class
+from vllm_tables.names import CONTAINERS, MODELS, merged
 
 VERSIONS = expert_names.versions()
 LONG, SHORT = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")

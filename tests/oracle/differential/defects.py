@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
 
-from moeq.oracle.engines.vllm import inside, sandbox
-from moeq.oracle.engines.vllm.questions import BASE
+from vllm_tables import inside, sandbox
+from vllm_tables.questions import BASE
 
 RESULTS = Path(__file__).parents[2] / "data" / "oracle" / "defects.json"
 _WNA16 = "vllm.model_executor.layers.fused_moe.oracle.int_wna16"

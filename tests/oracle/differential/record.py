@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
 
 from oracle.differential import cases, samples
 
-from moeq.oracle.engines.vllm import inside, sandbox
-from moeq.oracle.engines.vllm.extract import digest_of
-from moeq.oracle.engines.vllm.questions import GROUPS
+from vllm_tables import inside, sandbox
+from vllm_tables.questions import GROUPS
+from vllm_tables.tables import digest_of
 
 Row = dict[str, Any]
 Job = tuple[Row, list[Row]]

@@ -1,6 +1,6 @@
 """Names and stored forms of expert tensors that vLLM's model classes load, version by version.
 
-Facts are `expert_names.json`, which `probe_names.py` takes out of vLLM by executing `load_weights` of every class.
+Facts are `expert_names.json`, extracted by `tools/extract.py names`: it executes `load_weights` of every class of vLLM.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
-
-from moeq.oracle.versions import release
 
 FACTS = "expert_names.json"
 
@@ -120,25 +118,3 @@ def names_of_class(version: str, architecture: str) -> ClassNames | None:
 def versions() -> tuple[str, ...]:
     """Versions that were looked at."""
     return tuple(_facts()["versions"])
-
-
-def merged(known: Mapping[str, Any], version: str, found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The data file with some classes of a version in it, in place of what it had of those."""
-    classes: dict[str, dict[str, dict[str, Any]]] = {}
-    for architecture, rows in known.get("classes", {}).items():
-        for row in rows:
-            for one in row["versions"]:
-                if one != version or architecture not in found:
-                    classes.setdefault(architecture, {})[one] = {key: row[key] for key in ("modules", "tensors")}
-    for architecture, row in found.items():
-        classes.setdefault(architecture, {})[version] = dict(row)
-    document: dict[str, list[dict[str, Any]]] = {}
-    for architecture, by_version in sorted(classes.items()):
-        rows = document.setdefault(architecture, [])
-        for one in sorted(by_version, key=release):
-            same = next((row for row in rows if row == {**by_version[one], "versions": row["versions"]}), None)
-            if same is None:
-                rows.append({"versions": [one], **by_version[one]})
-            else:
-                same["versions"].append(one)
-    return {"versions": sorted({*known.get("versions", ()), version}, key=release), "classes": document}

@@ -11,9 +11,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from moeq.oracle.engines.vllm import inside, sandbox
-from moeq.oracle.engines.vllm.probe_classes import LAYERS, Domain, class_name, experts_classes, layer_of
-from moeq.oracle.engines.vllm.questions import ASKED, BASE, PACKAGE_FACTORS, RICH, SWITCHES, World
+from vllm_tables import inside, sandbox
+from vllm_tables.classes import LAYERS, Domain, class_name, experts_classes, layer_of
+from vllm_tables.questions import ASKED, BASE, PACKAGE_FACTORS, RICH, SWITCHES, World
 
 Factor = dict[str, dict[str, Any]]  # value's name -> what it changes in the question, its world or the call
 

@@ -1,7 +1,7 @@
-"""vLLM's tables, taken out of vLLM by executing it: `python -m moeq.oracle.extract vllm==X --site DIR`.
+"""vLLM's tables, taken out of vLLM by executing it: `python tools/extract.py tables X --site SITE`.
 
-Two kinds of tables. *Classes* (`probe_classes.py`): what every experts class says yes to on a device. *Selection*
-(`probe_search.py`): for every family, device and requested backend, which candidates are tried in which order. Here the
+Two kinds of tables. *Classes* (`classes.py`): what every experts class says yes to on a device. *Selection*
+(`search.py`): for every family, device and requested backend, which candidates are tried in which order. Here the
 probes are run on every device, and what they find becomes one data file.
 """
 
@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from moeq.errors import MoeqError
-from moeq.oracle.engines.vllm import inside, sandbox
-from moeq.oracle.engines.vllm.probe_classes import LAYERS, Domain, class_rows, standing
-from moeq.oracle.engines.vllm.probe_methods import method_limits, method_names, rounding
-from moeq.oracle.engines.vllm.probe_search import probe, selection_rows
-from moeq.oracle.engines.vllm.questions import (
+from vllm_tables import inside, sandbox
+from vllm_tables.classes import LAYERS, Domain, class_rows, standing
+from vllm_tables.methods import method_limits, method_names, rounding
+from vllm_tables.questions import (
     DEVICES,
     GROUPS,
     NOT_FOR_CLASSES,
@@ -28,6 +27,7 @@ from moeq.oracle.engines.vllm.questions import (
     World,
     parallel_forms,
 )
+from vllm_tables.search import probe, selection_rows
 
 # ------------------------------------------------------------------------------------------------ one device
 

@@ -8,9 +8,9 @@ import importlib
 import inspect
 from typing import Any
 
-from moeq.oracle.engines.vllm import inside
-from moeq.oracle.engines.vllm.probe_classes import Domain
-from moeq.oracle.engines.vllm.questions import BASE
+from vllm_tables import inside
+from vllm_tables.classes import Domain
+from vllm_tables.questions import BASE
 
 # ------------------------------------------------------------------------------------------------ names of methods
 

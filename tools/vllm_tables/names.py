@@ -1,8 +1,6 @@
 """Which names of expert tensors vLLM's model classes load, taken out of vLLM by executing `load_weights`.
 
-    python -m moeq.oracle.engines.vllm.probe_names 0.33.0 --site DIR
-
-DIR holds the unpacked wheel. Needs torch and what vLLM's Python files import; no GPU. Every model class is built on
+Run by `python tools/extract.py names 0.33.0 --site SITE`. Every model class is built on
 the meta device. The loaders of its experts' parameters are replaced by one that writes down what reaches it, and
 parameters of every quantised format are added. Then `load_weights` gets one tensor at a time, under every spelling of
 experts that is known, with rows that are numbered: what arrives says whether the name is known, and where its rows go.
@@ -11,7 +9,6 @@ The result is one version's part of `expert_names.json`.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import sys
@@ -22,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from moeq.errors import MoeqError
-from moeq.oracle.engines.vllm import sandbox
-from moeq.oracle.engines.vllm.expert_names import EXPERT, FACTS, OWN_SUFFIXES, SUFFIXES, WHOLE_SUFFIXES, merged
+from moeq.oracle.engines.vllm.expert_names import EXPERT, OWN_SUFFIXES, SUFFIXES, WHOLE_SUFFIXES
+from moeq.oracle.versions import release
+from vllm_tables import sandbox
 
 #: What makes a model of any family small; every config takes what it knows. Sizes are distinct, so that a tensor's
 #: shape says which way round it is.
@@ -423,26 +421,38 @@ def probe_models(only: tuple[str, ...] = ()) -> tuple[dict[str, dict[str, Any]],
     return found, failed
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Probe one version and put what was found into the data file."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("version")
-    parser.add_argument("--site", required=True, help="folder of the unpacked wheel")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name(FACTS))
-    parser.add_argument("--only", nargs="*", default=(), help="architectures")
-    options = parser.parse_args(arguments)
-    install(options.site)
-    found, failed = probe_models(tuple(options.only))
+def extract(version: str, site: str, only: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
+    """Names that the classes of the version in `site` load, by architecture; reports classes that cannot be built.
+
+    Raises:
+        MoeqError: `environment.engine` when no class can be built.
+    """
+    install(site)
+    found, failed = probe_models(only)
     for name, why in failed.items():
         print(f"{name}: {why}", file=sys.stderr)
     if not found:
-        raise MoeqError("environment.engine", f"no class of vllm {options.version} could be built")
-    known = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
-    document = merged(known, options.version, found)
-    options.out.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    print(f"{options.out}: {len(found)} classes")
-    return 0
+        raise MoeqError("environment.engine", f"no class of vllm {version} could be built")
+    return found
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def merged(known: Mapping[str, Any], version: str, found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The data file with some classes of a version in it, in place of what it had of those."""
+    classes: dict[str, dict[str, dict[str, Any]]] = {}
+    for architecture, rows in known.get("classes", {}).items():
+        for row in rows:
+            for one in row["versions"]:
+                if one != version or architecture not in found:
+                    classes.setdefault(architecture, {})[one] = {key: row[key] for key in ("modules", "tensors")}
+    for architecture, row in found.items():
+        classes.setdefault(architecture, {})[version] = dict(row)
+    document: dict[str, list[dict[str, Any]]] = {}
+    for architecture, by_version in sorted(classes.items()):
+        rows = document.setdefault(architecture, [])
+        for one in sorted(by_version, key=release):
+            same = next((row for row in rows if row == {**by_version[one], "versions": row["versions"]}), None)
+            if same is None:
+                rows.append({"versions": [one], **by_version[one]})
+            else:
+                same["versions"].append(one)
+    return {"versions": sorted({*known.get("versions", ()), version}, key=release), "classes": document}

@@ -11,8 +11,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from moeq.oracle.engines.vllm import inside
-from moeq.oracle.engines.vllm.questions import ASKED, BASE, parallel_forms
+from vllm_tables import inside
+from vllm_tables.questions import ASKED, BASE, parallel_forms
 
 # ------------------------------------------------------------------------------------------------ names
 

@@ -1,0 +1,50 @@
+"""Extract what moeq knows of vLLM from vLLM itself: `python tools/extract.py tables|names VERSION --site SITE`.
+
+SITE is the folder of the unpacked wheel. `tables` executes its decisions on every device and writes
+`moeq/oracle/engines/vllm/tables/VERSION.json`; `names` executes `load_weights` of its model classes and updates
+`moeq/oracle/engines/vllm/expert_names.json`. README.md beside this file lists what has to be installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from moeq.errors import MoeqError
+from moeq.oracle.tablefile import packed, text
+from vllm_tables import names, tables
+
+DATA = Path(__file__).parents[1] / "moeq" / "oracle" / "engines" / "vllm"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one extractor and return its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("tables", "names"))
+    parser.add_argument("version")
+    parser.add_argument("--site", required=True, help="folder of the unpacked wheel")
+    parser.add_argument(
+        "--only", nargs="*", default=(), metavar="ARCHITECTURE", help="with `names`: these classes only"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        if options.what == "tables":
+            out = DATA / "tables" / f"{options.version}.json"
+            content = text(packed(tables.extract(options.version, options.site)))
+        else:
+            out = DATA / names.FACTS
+            known = json.loads(out.read_text(encoding="utf-8"))
+            found = names.extract(options.version, options.site, tuple(options.only))
+            content = json.dumps(names.merged(known, options.version, found), indent=1, sort_keys=True)
+    except MoeqError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    out.write_text(content + "\n", encoding="utf-8")
+    print(out)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
