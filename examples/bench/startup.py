@@ -45,7 +45,7 @@ from make_checkpoint import MODELS
 
 import moeq
 from moeq.checkpoint.source import Source
-from moeq.load import reading
+from moeq.load import rank_reading
 
 LAYOUTS = {"qwen3-30b-a3b": "marlin-wna16/1", "gpt-oss-20b": "marlin-mxfp4-interleaved/1"}
 CPU_LAYOUTS = {"qwen3-30b-a3b": "cpu-amx-int4/1", "gpt-oss-20b": "cpu-amx-mxfp4-interleaved/1"}
@@ -79,7 +79,7 @@ class Stopwatch:
             return self.function(*args)
         finally:
             alone = threading.current_thread() is threading.main_thread()
-            took = (time.perf_counter() - started) / (1 if alone else reading.READERS)
+            took = (time.perf_counter() - started) / (1 if alone else rank_reading.READERS)
             with self.lock:
                 self.seconds += took
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moeq.check.records import ExpertError, ProjectionResult
+from moeq.check.results import ExpertError, ProjectionResult
 from moeq.check.tolerance import EXPERT_FACTOR, tolerance
 from moeq.reference.arithmetic import Emulated
 

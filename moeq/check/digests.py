@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import moeq.digest as digest
-from moeq.check.records import DigestMismatch
+from moeq.check.results import DigestMismatch
 from moeq.checkpoint.manifest import Manifest
 from moeq.model import Checkpoint
 

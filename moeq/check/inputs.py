@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moeq.check.records import Run, Sample
+from moeq.check.results import Run, Sample
 from moeq.check.router import find_router
 from moeq.model import Checkpoint
 from moeq.reference.moe import Linear

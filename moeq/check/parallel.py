@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moeq.check.layer import LayerCheck, check_layer
-from moeq.check.records import LayerReport
+from moeq.check.layer_check import LayerCheck, check_layer
+from moeq.check.results import LayerReport
 from moeq.model import Checkpoint
 
 #: Weights per layer and run below which starting a process (importing torch and triton) takes longer than it saves.

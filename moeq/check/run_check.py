@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from moeq.check.digests import check_digests
-from moeq.check.layer import LayerCheck
+from moeq.check.layer_check import LayerCheck
 from moeq.check.parallel import check_layers, choose_jobs
-from moeq.check.records import CheckReport
+from moeq.check.results import CheckReport
 from moeq.check.sampling import CheckOptions, choose_samples
 from moeq.check.tolerance import FP8_LAYER_RULE, INT8_LAYER_RULE, LAYER_RULE, NORM_RULE
 from moeq.checkpoint.manifest import Manifest, read_manifest

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from moeq.check.inputs import LEAST_ROWS
-from moeq.check.records import Run, Sample
+from moeq.check.results import Run, Sample
 from moeq.checkpoint.manifest import LayerEntry, Manifest
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint

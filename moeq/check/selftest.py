@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from moeq.check.overlay import OverlaySource, open_overlay
-from moeq.check.records import CheckReport, SabotageResult, SelftestReport
+from moeq.check.results import CheckReport, SabotageResult, SelftestReport
 from moeq.check.run_check import Opened, check_opened, open_both
 from moeq.check.sabotage import SABOTAGES, Sabotage
 from moeq.check.sampling import CheckOptions
@@ -22,7 +22,7 @@ from moeq.errors import MoeqError
 from moeq.layouts.base import Layout
 from moeq.layouts.padding import PaddingPlan
 from moeq.layouts.registry import get_layout
-from moeq.load.packed import load_packed
+from moeq.load.packed_sample import load_packed
 from moeq.matrix import QuantizedMatrix
 from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from moeq.check.inputs import Inputs
-from moeq.check.kernels import fused_experts
-from moeq.check.records import Run, Timing
+from moeq.check.kernel_calls import fused_experts
+from moeq.check.results import Run, Timing
 from moeq.reference.moe import Activation
 
 if TYPE_CHECKING:
-    from moeq.load.packed import PackedPart
+    from moeq.load.packed_sample import PackedPart
     from moeq_kernels import PackedMatrix
 
 #: Timed calls of a run, after as many for warming up and compiling.

@@ -17,8 +17,8 @@ from moeq.errors import ExitCode, MoeqError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from moeq.check.picture import TilePicture
-    from moeq.check.records import CheckReport
+    from moeq.check.results import CheckReport
+    from moeq.check.tile_picture import TilePicture
     from moeq.checkpoint.manifest import Manifest
     from moeq.deploy.deployment import Deployment
     from moeq.report.backend_matrix import BackendMatrix
@@ -157,7 +157,7 @@ def _provenance(dst: str, command: str) -> Provenance:
 
 def _illustrations(dst: str) -> tuple[BackendMatrix | None, TilePicture | None]:
     """What a page shows besides the results: what the oracle says at other sizes, and what the layout does."""
-    from moeq.check.picture import tile_picture
+    from moeq.check.tile_picture import tile_picture
     from moeq.checkpoint.manifest import read_manifest
     from moeq.model import open as open_checkpoint
     from moeq.report.backend_matrix import backend_matrix

@@ -15,7 +15,7 @@ from moeq.errors import ExitCode
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from moeq.check.records import SelftestReport
+    from moeq.check.results import SelftestReport
 
 
 def command(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moeq.errors import MoeqError
-from moeq.model.quantization import find_declaration
+from moeq.model.declaration import find_declaration
 from moeq.schemes.declared import Declaration
 from moeq.schemes.format import Context, Described, PartSig
 from moeq.schemes.registry import get_format, match_format

@@ -10,7 +10,7 @@ from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry, MatrixEntry, Sta
 from moeq.errors import MoeqError
 from moeq.layouts.arranged import ArrangedLayout
 from moeq.layouts.registry import get_layout
-from moeq.load.reading import Window
+from moeq.load.rank_reading import Window
 from moeq.matrix import MatrixSpec
 from moeq.model.division import slicing_obstacle, split_experts, split_intermediate
 

@@ -19,8 +19,8 @@ from moeq.errors import MoeqError
 from moeq.layouts.arranged import ArrangedLayout
 from moeq.layouts.registry import get_layout
 from moeq.load.kernel_experts import check_e4m3, kernel_experts, row_order
+from moeq.load.rank_reading import PartCut, part_cuts, read_experts, read_shards
 from moeq.load.ranks import MatrixPart, Rank, RankPart, plan_rank
-from moeq.load.reading import PartCut, part_cuts, read_experts, read_shards
 from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
 from moeq.model.division import UNEVEN_FORMATS, split_experts

@@ -14,10 +14,10 @@ from moeq.checkpoint.names import StoredName, index_experts
 from moeq.checkpoint.source import Source
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix, Role
+from moeq.model.declaration import find_declaration
 from moeq.model.describe import Model, describe, model_type, split_stacks
-from moeq.model.experts import UNKNOWN_ORDER, ExpertKind, Experts, is_whole
+from moeq.model.expert_kinds import UNKNOWN_ORDER, ExpertKind, Experts, is_whole
 from moeq.model.info import CheckpointInfo
-from moeq.model.quantization import find_declaration
 from moeq.schemes.base import Scheme
 from moeq.schemes.declared import Declaration
 from moeq.schemes.registry import get_format

@@ -17,10 +17,10 @@ from moeq.layouts.base import TensorSpec
 from moeq.layouts.registry import get_layout
 from moeq.matrix import ELEMENT_BITS, MatrixSpec, QuantizedMatrix, Role, projection_spec, split_projections
 from moeq.model.checkpoint import Checkpoint, check_role
+from moeq.model.declaration import find_declaration
 from moeq.model.describe import model_type, split_stacks
-from moeq.model.experts import Experts
+from moeq.model.expert_kinds import Experts
 from moeq.model.info import CheckpointInfo
-from moeq.model.quantization import find_declaration
 from moeq.model.regroup import ungroup
 from moeq.model.shards import Range, join_shards, shard_spec
 from moeq.schemes.base import Scheme

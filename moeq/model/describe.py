@@ -28,7 +28,7 @@ from moeq.checkpoint.warning import CheckpointWarning
 from moeq.errors import MoeqError
 from moeq.foreign import plain
 from moeq.matrix import MatrixSpec
-from moeq.model.experts import ExpertKind, Experts
+from moeq.model.expert_kinds import ExpertKind, Experts
 from moeq.model.info import CheckpointInfo, SchemeUse
 from moeq.model.lint import (
     check_complete,

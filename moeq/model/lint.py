@@ -11,7 +11,7 @@ from moeq.checkpoint.names import StoredName
 from moeq.checkpoint.warning import CheckpointWarning
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec
-from moeq.model.experts import ExpertKind, Experts
+from moeq.model.expert_kinds import ExpertKind, Experts
 from moeq.model.modules import quantized_routers
 from moeq.schemes.base import Scheme
 from moeq.schemes.declared import Declaration

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from moeq.checkpoint.names import StoredName
 from moeq.checkpoint.warning import CheckpointWarning
 from moeq.model.checkpoint import Checkpoint
-from moeq.model.experts import ExpertKind
+from moeq.model.expert_kinds import ExpertKind
 from moeq.schemes.format import Described, PartRole
 from moeq.schemes.registry import get_format
 

@@ -9,7 +9,7 @@ from moeq.checkpoint.manifest import LayerEntry
 from moeq.digest import DigestDifference, check_digests
 from moeq.errors import MoeqError
 from moeq.model.converted import ConvertedCheckpoint
-from moeq.prove.holdings import Holdings
+from moeq.prove.folder_contents import Holdings
 
 #: Called with steps done, steps in all, and a label.
 Advance = Callable[[int, int, str], None]

@@ -84,7 +84,7 @@ def marlin_mxfp4(engine: EngineCode, experts: ParityExperts) -> Packed:
     """`prepare_moe_mxfp4_layer_for_marlin`, with bf16 parameters. vLLM pads while loading, so the input is padded."""
     import torch
 
-    from moeq.model.stored import interleaved
+    from moeq.model.stored_parts import interleaved
     from moeq.schemes.bits import pack_nibbles
 
     namespace = _marlin(engine)

@@ -23,7 +23,7 @@ from moeq.checkpoint.writer import OutputFile, tensor_bytes
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model.converted import ConvertedCheckpoint
-from moeq.model.experts import Experts
+from moeq.model.expert_kinds import Experts
 from moeq.pipeline.pack.buffers import Buffers
 from moeq.pipeline.pack.fast.base import FastPath, Outputs
 from moeq.pipeline.pack.inputs import InputFile, blocks_of

@@ -25,7 +25,7 @@ from moeq.matrix import QuantizedMatrix, split_projections
 from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
 from moeq.model.converted import ConvertedCheckpoint
-from moeq.model.stored import StoredPart, stored_parts
+from moeq.model.stored_parts import StoredPart, stored_parts
 from moeq.pipeline.state.folder import WorkFolder
 from moeq.pipeline.state.job import places
 from moeq.pipeline.state.journal import JobStamp

@@ -14,7 +14,7 @@ from moeq.report.text import line
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from moeq.check.records import CheckReport, LayerReport, ProjectionResult, Sample
+    from moeq.check.results import CheckReport, LayerReport, ProjectionResult, Sample
 
 #: Lines of a kind before "and N more".
 MOST_LINES = 20

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from moeq.check.records import CheckReport, ProjectionResult
+    from moeq.check.results import CheckReport, ProjectionResult
 
 #: Upper ends of the levels 0, 1, ...: error over bound. What is above the last is beyond the bound.
 LIMITS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0)

@@ -11,8 +11,8 @@ from moeq.report.heat import heat_maps
 from moeq.report.svg import dot_svg, heat_legend, heat_svg, tile_svg
 
 if TYPE_CHECKING:
-    from moeq.check.picture import TilePicture
-    from moeq.check.records import CheckReport, ProjectionResult
+    from moeq.check.results import CheckReport, ProjectionResult
+    from moeq.check.tile_picture import TilePicture
     from moeq.report.backend_matrix import BackendMatrix
 
 #: Mismatches and failing experts that are listed.

@@ -10,7 +10,7 @@ from moeq.foreign import in_xml
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from moeq.check.records import CheckReport, ProjectionResult
+    from moeq.check.results import CheckReport, ProjectionResult
 
 #: (class name, name, None or why it failed)
 _Case = tuple[str, str, str | None]

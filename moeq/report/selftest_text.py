@@ -12,7 +12,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from moeq.check.records import SabotageResult, SelftestReport
+    from moeq.check.results import SabotageResult, SelftestReport
 
 
 def render(console: Console, reports: Sequence[SelftestReport]) -> None:

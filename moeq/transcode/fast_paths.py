@@ -11,7 +11,7 @@ from moeq.checkpoint.names import StoredName
 from moeq.checkpoint.writer import FileForm
 from moeq.layouts.words import use_cached, use_compiled
 from moeq.model import Checkpoint
-from moeq.model.experts import is_whole
+from moeq.model.expert_kinds import is_whole
 from moeq.pipeline.pack.reading import Place
 from moeq.pipeline.plan.units import place_of
 from moeq.schemes.format import PartSig

@@ -9,7 +9,7 @@ from typing import Literal
 from moeq.checkpoint.families import ModelFamily
 from moeq.checkpoint.names import StoredName
 from moeq.errors import MoeqError
-from moeq.model.experts import WHOLE_PARTS, Experts
+from moeq.model.expert_kinds import WHOLE_PARTS, Experts
 
 #: What may be asked for. `source`: as they are, as far as the target format can.
 NamesOption = Literal["source", "mlp", "block-sparse-moe", "per-expert", "stacked"]

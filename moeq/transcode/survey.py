@@ -14,7 +14,7 @@ from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec
 from moeq.model import Checkpoint
 from moeq.model.describe import model_type
-from moeq.model.experts import Experts, KindGroup, is_whole
+from moeq.model.expert_kinds import Experts, KindGroup, is_whole
 from moeq.model.quantized_modules import QuantizedModule, quantized_modules
 from moeq.schemes.format import Described, PartSig
 from moeq.schemes.registry import get_format

@@ -18,7 +18,7 @@ from moeq.checkpoint.names import StoredName
 from moeq.checkpoint.writer import FileForm, Sink, tensor_bytes
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
-from moeq.model.experts import WHOLE_PARTS
+from moeq.model.expert_kinds import WHOLE_PARTS
 from moeq.model.quantized_modules import read_module
 from moeq.model.regroup import repeat_groups
 from moeq.pipeline.pack.buffers import Buffers, Writes
@@ -182,7 +182,7 @@ class Transcoder:
         return np.concatenate([np.frombuffer(len(layer.kinds).to_bytes(width, "little"), np.uint8), data])
 
     def _on_reference_path(self, item: Item) -> ItemResult:
-        from moeq.model.tensors import as_bytes, one_torch_thread
+        from moeq.model.tensor_bytes import as_bytes, one_torch_thread
 
         one_torch_thread()
         written, hashes, losses = 0, list[bytes](), list[Loss]()
@@ -278,7 +278,7 @@ def read_item(
     checkpoint: Checkpoint, plan: TranscodePlan, item: Item, projections: Sequence[StoredName]
 ) -> dict[StoredName, QuantizedMatrix]:
     """The source's matrices, in the rows' order of the target. Raises MoeqError as `Checkpoint.matrix`."""
-    from moeq.model.stored import interleaved
+    from moeq.model.stored_parts import interleaved
 
     if not isinstance(item, ExpertItem):
         matrix = read_module(checkpoint.source, plan.modules_by_name[item.name].source)
@@ -380,7 +380,7 @@ def _check_zeros(matrix: QuantizedMatrix, output: WrittenProjection) -> None:
 def _from_bytes(stored: Mapping[str, Tensor], signatures: Mapping[str, PartSig]) -> dict[str, Tensor]:
     """The tensors as a reader gets them from the written bytes. Raises ValueError where sizes differ (a bug)."""
     from moeq.checkpoint.source import tensor_of
-    from moeq.model.tensors import as_bytes
+    from moeq.model.tensor_bytes import as_bytes
 
     return {
         part: tensor_of(bytearray(as_bytes(stored[part])), signature.dtype, signature.shape, part)

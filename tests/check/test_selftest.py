@@ -11,7 +11,7 @@ import torch
 
 import moeq
 from moeq.check.overlay import open_overlay
-from moeq.check.records import SelftestReport
+from moeq.check.results import SelftestReport
 from moeq.check.run_check import open_both
 from moeq.check.sabotage import SABOTAGES, Sabotage
 from moeq.check.selftest import selftest

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 import moeq
-from moeq.check.records import CheckReport
+from moeq.check.results import CheckReport
 from moeq.check.run_check import CheckOptions, run_check
 from moeq.report.check_text import render
 

@@ -55,7 +55,12 @@ def test_ranges_of_versions(versions, words) -> None:
 
 def test_layouts_that_vllms_kernels_read() -> None:
     named = set()
-    for module, name in (("backends", "BACKENDS"), ("cpus", "CPUS"), ("floats", "FLOATS"), ("mxfp4", "MXFP4S")):
+    for module, name in (
+        ("backends", "BACKENDS"),
+        ("cpu_experts", "CPUS"),
+        ("float_experts", "FLOATS"),
+        ("mxfp4_experts", "MXFP4S"),
+    ):
         table = assigned(ENGINES / "vllm" / f"{module}.py", name)
         table = table.body if isinstance(table, ast.IfExp) else table
         assert isinstance(table, ast.Dict)

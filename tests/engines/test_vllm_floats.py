@@ -22,7 +22,7 @@ from load.deployments import convert
 from safetensors.torch import load_file, save_file
 from vllm.platforms import current_platform
 
-from moeq.engines.vllm.rows import VERSION
+from moeq.engines.vllm.engine_experts import VERSION
 from moeq.errors import MoeqError
 from moeq.load.activation_scales import activation_scales
 from moeq.load.torch_loader import layer_entry, open_converted

@@ -17,8 +17,8 @@ from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep
 from vllm.v1.worker import workspace
 
 import moeq
-from moeq.engines.vllm.experts import ACTIVATIONS, MoeqExperts, _prepare, activation_arguments, check_own
-from moeq.engines.vllm.rows import VERSION
+from moeq.engines.vllm.engine_experts import VERSION
+from moeq.engines.vllm.own_experts import ACTIVATIONS, MoeqExperts, _prepare, activation_arguments, check_own
 from moeq.errors import MoeqError
 
 INT4 = "gptq-int4-g32-qwen3moe"
@@ -178,9 +178,9 @@ class TestChoice:
 
     @pytest.mark.parametrize("name", list(NAMES))
     def test_where_there_are_kernels_for_the_gpu_moeqs_run(self, name, folders, gpu, monkeypatch) -> None:
-        from moeq.engines.vllm import method
+        from moeq.engines.vllm import experts_method
 
-        monkeypatch.setattr(method, "slow_reason", lambda moe, packed: None)
+        monkeypatch.setattr(experts_method, "slow_reason", lambda moe, packed: None)
         assert self.chosen(folders[name]) == "moeq's kernels for this GPU"
 
     def test_where_experts_are_moved_away_they_are_not_moeqs(self, folders, gpu) -> None:
@@ -250,13 +250,13 @@ class TestChoice:
         assert caught.value.code == "usage.kernels"
 
     def test_the_log_says_it_once_for_layers_that_are_alike(self, folders, gpu, caplog, monkeypatch) -> None:
-        monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-        from moeq.engines.vllm import method
+        from moeq.engines.vllm import experts_method
 
+        monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
         with caplog.at_level(logging.INFO, logger="vllm.moeq"):
             for _ in range(3):
                 experts_layer(folders["awq-int4-g32-qwen3moe"], kernels="moeq")
-        said = [record.getMessage() for record in caplog.records if record.name == method.logger.name]
+        said = [record.getMessage() for record in caplog.records if record.name == experts_method.logger.name]
         assert len(said) <= 1
         assert all("4 experts of [256, 128], marlin-wna16/1 int4, silu" in line for line in said)
 

@@ -18,8 +18,8 @@ from vllm.platforms import current_platform
 
 import moeq
 from moeq.deploy.loaders import VLLM_ACTIVATES, VLLM_INSTEAD, VLLM_LAYOUTS
-from moeq.engines.vllm.mxfp4 import MXFP4S
-from moeq.engines.vllm.rows import VERSION
+from moeq.engines.vllm.engine_experts import VERSION
+from moeq.engines.vllm.mxfp4_experts import MXFP4S
 from moeq.errors import MoeqError
 
 #: What the engine prepares, the layout, and `--moe-backend`; hidden and intermediate size of a rank.

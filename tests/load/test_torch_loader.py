@@ -17,9 +17,9 @@ import moeq
 from moeq.checkpoint.manifest import STACKED_ROLES
 from moeq.errors import MoeqError
 from moeq.layouts.registry import get_layout
-from moeq.load import reading
+from moeq.load import rank_reading
+from moeq.load.rank_reading import Window, part_cuts, read_experts, read_shards
 from moeq.load.ranks import Rank, plan_rank
-from moeq.load.reading import Window, part_cuts, read_experts, read_shards
 from moeq.load.torch_loader import expert_map, open_converted, read_parts, require_arch
 from moeq_kernels import KernelUnsupportedError, fused_moe, prepare
 from moeq_kernels.hopper.w4a8.fold import folded
@@ -286,9 +286,9 @@ class TestReading:
         spec = open_converted(converted[self.name]).manifest.layer(1).matrices["w13"].padded_spec
         cut = part_cuts("marlin-wna16/1", spec, Window(n=(64, 128), k=(0, 256)))["weight"]
         shards = read_shards(source, name, (1, 3), cut)
-        fill = reading._fill
-        monkeypatch.setattr(reading, "STAGE", stage)
-        monkeypatch.setattr(reading, "_fill", lambda *given: fill(*given, staged=staged))
+        fill = rank_reading._fill
+        monkeypatch.setattr(rank_reading, "STAGE", stage)
+        monkeypatch.setattr(rank_reading, "_fill", lambda *given: fill(*given, staged=staged))
         assert torch.equal(read_experts(source, name, (1, 3)), rows)
         assert torch.equal(read_shards(source, name, (1, 3), cut), shards)
 

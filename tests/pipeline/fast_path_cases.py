@@ -19,10 +19,10 @@ from moeq.checkpoint.manifest import StackedRole
 from moeq.digest import logical_digest
 from moeq.matrix import split_projections
 from moeq.model import Checkpoint
-from moeq.model.experts import WHOLE_PARTS, Experts
+from moeq.model.expert_kinds import WHOLE_PARTS, Experts
 from moeq.model.regroup import regroup
 from moeq.model.shards import shard_matrix
-from moeq.model.tensors import as_bytes
+from moeq.model.tensor_bytes import as_bytes
 from moeq.pipeline.pack.fast import FastPath, Proof, find_fast_path
 from moeq.pipeline.plan.layers import LayerPlan, PlanOptions, plan_layer
 from moeq.pipeline.state.restore_data import unrestorable

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moeq.reference.stored import E2M1, E4M3, e8m0, stored_weight
+from moeq.reference.stored_floats import E2M1, E4M3, e8m0, stored_weight
 
 
 def test_every_code() -> None:

@@ -11,8 +11,7 @@ from xml.etree import ElementTree as ET
 import pytest
 from rich.console import Console
 
-from moeq.check.picture import tile_picture
-from moeq.check.records import (
+from moeq.check.results import (
     CheckReport,
     DigestMismatch,
     ExpertError,
@@ -24,6 +23,7 @@ from moeq.check.records import (
     SelftestReport,
     Timing,
 )
+from moeq.check.tile_picture import tile_picture
 from moeq.matrix import MatrixSpec
 from moeq.report import check_text, html, junit, selftest_text
 from moeq.report.backend_matrix import BackendMatrix, MatrixCell

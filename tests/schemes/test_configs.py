@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moeq.errors import MoeqError
-from moeq.model.quantization import find_declaration
+from moeq.model.declaration import find_declaration
 from moeq.schemes.declared import Declaration
 
 EXPERT = "model.layers.3.mlp.experts.7.down_proj"

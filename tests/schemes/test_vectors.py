@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moeq.errors import MoeqError
-from moeq.model.tensors import as_bytes
+from moeq.model.tensor_bytes import as_bytes
 from moeq.schemes.bits import lane_codes, stream_codes
 from moeq.schemes.declared import Declared
 from moeq.schemes.dequantize import E2M1_VALUES, dequantize

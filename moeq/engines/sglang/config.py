@@ -27,7 +27,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_exec, get_model, get_server_args, get_spec
 
 from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry, StackedRole
-from moeq.engines.quantization import NAME, ConvertedQuantization, layer_number, source_unread
+from moeq.engines.converted_config import NAME, ConvertedQuantization, layer_number, source_unread
 from moeq.engines.ready import make_ready
 from moeq.errors import MoeqError
 from moeq.load.kernel_experts import dummy_parts, empty_parts, kernel_experts

@@ -13,10 +13,10 @@ from vllm.model_executor.layers.fused_moe.config import int8_w8a8_moe_quant_conf
 from vllm.model_executor.layers.fused_moe.oracle import int8, int_wna16
 from vllm.model_executor.layers.quantization.utils import quant_utils
 
-from moeq.engines.vllm.cpus import CPUS
-from moeq.engines.vllm.floats import FLOATS
-from moeq.engines.vllm.mxfp4 import MXFP4S
-from moeq.engines.vllm.rows import VERSION, Clamp, EngineExperts, RankWeights, Tensors, takes
+from moeq.engines.vllm.cpu_experts import CPUS
+from moeq.engines.vllm.engine_experts import VERSION, Clamp, EngineExperts, RankWeights, Tensors, takes
+from moeq.engines.vllm.float_experts import FLOATS
+from moeq.engines.vllm.mxfp4_experts import MXFP4S
 from moeq.matrix import MatrixSpec
 
 _WNA16_KEYS = {
@@ -76,7 +76,7 @@ def _triton_wna16() -> EngineExperts:
     """Through the engine's oracle, where that knows these experts."""
     if hasattr(int_wna16.WNA16MoEBackend, "TRITON"):
         return replace(_wna16(int_wna16.WNA16MoEBackend.TRITON, "TRITON", "triton"), quant_config=_triton_config)
-    from moeq.engines.vllm.older import AskableWNA16Experts, triton_kernel
+    from moeq.engines.vllm.older_versions import AskableWNA16Experts, triton_kernel
 
     return EngineExperts(
         title="TRITON",
@@ -92,7 +92,7 @@ def _act_order() -> dict[str, EngineExperts]:
     """Marlin with act-order, where the engine still reads it (up to 0.29.0)."""
     if not takes(int_wna16.make_wna16_moe_kernel, "w13_g_idx"):
         return {}
-    from moeq.engines.vllm.older import act_order_kernel
+    from moeq.engines.vllm.older_versions import act_order_kernel
 
     marlin = _wna16(int_wna16.WNA16MoEBackend.MARLIN, "MARLIN", "marlin")
     return {"marlin-act-order/1": replace(marlin, kernel=act_order_kernel, shards=False)}
@@ -100,7 +100,7 @@ def _act_order() -> dict[str, EngineExperts]:
 
 def _int8_kernel(config: Any, moe: Any, kind: Any, tables: Any, tensors: Tensors) -> Any:
     if VERSION < (0, 28):  # its expert class asserts that activations are floating-point
-        from moeq.engines.vllm.older import triton_kernel
+        from moeq.engines.vllm.older_versions import triton_kernel
 
         return triton_kernel(config, moe, kind, tables, tensors)
     return int8.make_int8_moe_kernel(int8.Int8MoeBackend.TRITON, config, moe, kind, routing_tables=tables)
@@ -108,7 +108,7 @@ def _int8_kernel(config: Any, moe: Any, kind: Any, tables: Any, tensors: Tensors
 
 def _int8_classes() -> Any:
     if VERSION < (0, 28):
-        from moeq.engines.vllm.older import FunctionalExperts
+        from moeq.engines.vllm.older_versions import FunctionalExperts
 
         return [FunctionalExperts]
     return int8.backend_to_kernel_cls(int8.Int8MoeBackend.TRITON)

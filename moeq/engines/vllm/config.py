@@ -19,9 +19,9 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from moeq.deploy.loaders import TRANSFORMERS_GUARD
 from moeq.engines.choice import asked_kernels
-from moeq.engines.quantization import NAME, ConvertedQuantization, layer_number, source_unread
-from moeq.engines.vllm.method import MoeqMoEMethod
-from moeq.engines.vllm.models import leave_experts_out
+from moeq.engines.converted_config import NAME, ConvertedQuantization, layer_number, source_unread
+from moeq.engines.vllm.experts_method import MoeqMoEMethod
+from moeq.engines.vllm.model_classes import leave_experts_out
 from moeq.errors import MoeqError
 from moeq.load.torch_loader import layer_entry, open_converted
 

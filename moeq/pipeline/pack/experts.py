@@ -216,7 +216,7 @@ class Packer:
         from moeq.digest import logical_digest
         from moeq.matrix import split_projections
         from moeq.model.shards import join_shards
-        from moeq.model.tensors import one_torch_thread, same_matrix
+        from moeq.model.tensor_bytes import one_torch_thread, same_matrix
         from moeq.pipeline.state.restore_data import unrestorable
 
         one_torch_thread()
@@ -296,7 +296,7 @@ class Packer:
         hashes: list[bytes],
     ) -> QuantizedMatrix:
         """Pack one matrix, write it into its slot of the stack, and unpack what was written."""
-        from moeq.model.tensors import as_bytes, reshaped
+        from moeq.model.tensor_bytes import as_bytes, reshaped
 
         row = expert - self._unit.experts.start
         written: dict[str, Tensor] = {}

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from moeq.checkpoint.names import FUSED, LayerExperts
 from moeq.model import Checkpoint
-from moeq.model.experts import WHOLE_PARTS, Experts, is_whole
+from moeq.model.expert_kinds import WHOLE_PARTS, Experts, is_whole
 from moeq.oracle.engines.vllm.expert_names import EXPERT, StoredName, names_of_class
 from moeq.oracle.records import Gate, Verdict
 from moeq.schemes.unquantized import PLAIN_DTYPES

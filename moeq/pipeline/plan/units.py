@@ -19,7 +19,7 @@ from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.manifest import STACKED_ROLES, StackedRole
 from moeq.checkpoint.names import FUSED
 from moeq.checkpoint.writer import FileForm
-from moeq.model.experts import Experts, is_whole
+from moeq.model.expert_kinds import Experts, is_whole
 from moeq.model.shards import Range
 from moeq.pipeline.plan.layers import LayerPlan
 

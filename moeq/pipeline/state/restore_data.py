@@ -32,7 +32,7 @@ from moeq.errors import MoeqError
 from moeq.matrix import QuantizedMatrix
 from moeq.model import Checkpoint
 from moeq.model.converted import ConvertedCheckpoint
-from moeq.model.stored import stored_parts
+from moeq.model.stored_parts import stored_parts
 from moeq.pipeline.state.side_files import SideFiles, limit_of
 from moeq.typed import read_as
 

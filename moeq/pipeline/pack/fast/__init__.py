@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moeq.checkpoint.manifest import StackedRole
     from moeq.layouts.base import Layout
     from moeq.matrix import MatrixSpec
-    from moeq.model.experts import Experts
+    from moeq.model.expert_kinds import Experts
     from moeq.pipeline.plan.layers import ShardPlan
 
 __all__ = ["FastPath", "Proof", "find_fast_path"]

@@ -13,7 +13,7 @@ from moeq.checkpoint.names import FUSED, StoredName
 from moeq.layouts.arranged import ArrangedLayout
 from moeq.layouts.base import Layout
 from moeq.matrix import MatrixSpec, projection_spec
-from moeq.model.experts import ExpertKind, Experts, is_whole
+from moeq.model.expert_kinds import ExpertKind, Experts, is_whole
 from moeq.pipeline.pack.fast.codecs import codecs_of
 from moeq.pipeline.pack.fast.formats import stored_projection
 from moeq.pipeline.pack.fast.parts import BLOCK, packed_parts

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moeq.check.comparison import Totals, difference, ratio
 from moeq.check.inputs import Inputs
-from moeq.check.records import ExpertError, ProjectionResult
+from moeq.check.results import ExpertError, ProjectionResult
 from moeq.check.tolerance import EXPERT_FACTOR, tolerance
 from moeq.reference.arithmetic import (
     CONFIDENCE,

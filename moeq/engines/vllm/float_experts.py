@@ -17,8 +17,17 @@ from vllm import envs
 from vllm.model_executor.layers.fused_moe.oracle import fp8, mxfp8, nvfp4
 from vllm.model_executor.layers.quantization.utils import quant_utils
 
-from moeq.engines.vllm.cpus import routed_inside
-from moeq.engines.vllm.rows import VERSION, Clamp, EngineExperts, RankWeights, ReadScales, Tensors, set_parameter, takes
+from moeq.engines.vllm.cpu_experts import routed_inside
+from moeq.engines.vllm.engine_experts import (
+    VERSION,
+    Clamp,
+    EngineExperts,
+    RankWeights,
+    ReadScales,
+    Tensors,
+    set_parameter,
+    takes,
+)
 from moeq.errors import MoeqError
 from moeq.load.activation_scales import ActivationScales
 

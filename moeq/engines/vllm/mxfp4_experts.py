@@ -17,8 +17,7 @@ from vllm.model_executor.layers.fused_moe.oracle import mxfp4
 from vllm.model_executor.layers.quantization.utils import mxfp4_utils, quant_utils
 
 from moeq.checkpoint.manifest import STACKED_ROLES
-from moeq.engines.vllm.floats import BF16, as_it_is, b12x_is_16_bit, exponents, named_scales, transposed
-from moeq.engines.vllm.rows import (
+from moeq.engines.vllm.engine_experts import (
     RECORDS,
     VERSION,
     Clamp,
@@ -29,6 +28,7 @@ from moeq.engines.vllm.rows import (
     Trims,
     set_parameter,
 )
+from moeq.engines.vllm.float_experts import BF16, as_it_is, b12x_is_16_bit, exponents, named_scales, transposed
 from moeq.errors import MoeqError
 
 _WEIGHTS = quant_utils.kMxfp4Static

@@ -19,7 +19,7 @@ from vllm.model_executor.layers.fused_moe.oracle import int8, int_wna16, mxfp4
 from vllm.model_executor.layers.quantization.utils import quant_utils
 
 from moeq.checkpoint.manifest import STACKED_ROLES
-from moeq.engines.vllm.rows import Clamp, EngineExperts, RankWeights, ReadScales, Tensors, set_parameter
+from moeq.engines.vllm.engine_experts import Clamp, EngineExperts, RankWeights, ReadScales, Tensors, set_parameter
 from moeq.errors import MoeqError
 
 _GPT_OSS: Clamp = {"gemm1_alpha": 1.702, "gemm1_beta": 1.0, "gemm1_clamp_limit": 7.0}

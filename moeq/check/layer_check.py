@@ -12,13 +12,13 @@ from torch import Tensor
 from moeq.check.comparison import ProductComparison
 from moeq.check.diagnose import Evidence, diagnose
 from moeq.check.inputs import Inputs, make_inputs
-from moeq.check.kernels import activations_of, down_products, first_products, fused_layer, kernel_errors
-from moeq.check.records import LayerReport, ProjectionResult, Sample
+from moeq.check.kernel_calls import activations_of, down_products, first_products, fused_layer, kernel_errors
+from moeq.check.results import LayerReport, ProjectionResult, Sample
 from moeq.check.timing import time_runs
-from moeq.check.whole import LayerComparison, Passage, pass_16bit, pass_fp8, pass_int8
+from moeq.check.whole_layer import LayerComparison, Passage, pass_16bit, pass_fp8, pass_int8
 from moeq.checkpoint.manifest import LayerEntry, Projection
 from moeq.errors import MoeqError
-from moeq.load.packed import load_packed
+from moeq.load.packed_sample import load_packed
 from moeq.model import Checkpoint
 from moeq.reference.arithmetic import (
     Emulated,
@@ -29,10 +29,10 @@ from moeq.reference.arithmetic import (
     quantize_rows_e4m3,
 )
 from moeq.reference.moe import Activation, Expert, Linear, activate
-from moeq.reference.stored import stored_weight
+from moeq.reference.stored_floats import stored_weight
 
 if TYPE_CHECKING:
-    from moeq.load.packed import PackedPart
+    from moeq.load.packed_sample import PackedPart
 
 #: Other experts that a failing one is compared with, to recognise a swap.
 MOST_SUSPECTS = 16

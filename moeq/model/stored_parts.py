@@ -10,7 +10,7 @@ from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.manifest import StackedRole
 from moeq.checkpoint.names import StoredName
 from moeq.matrix import QuantizedMatrix
-from moeq.model.experts import ExpertKind, Experts, is_whole
+from moeq.model.expert_kinds import ExpertKind, Experts, is_whole
 from moeq.schemes.format import PartSig
 from moeq.schemes.registry import get_format
 
@@ -39,7 +39,7 @@ class StoredPart:
     @property
     def data(self) -> memoryview | None:
         """Bytes of the rebuilt part; None where it cannot be, or is not of the stored size."""
-        from moeq.model.tensors import as_bytes
+        from moeq.model.tensor_bytes import as_bytes
 
         if self.rebuilt is None:
             return None

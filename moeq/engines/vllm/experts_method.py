@@ -18,7 +18,8 @@ from vllm.platforms import current_platform
 from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry, StackedRole
 from moeq.engines.choice import Kernels, choose, outcome
 from moeq.engines.vllm.backends import BACKENDS
-from moeq.engines.vllm.experts import (
+from moeq.engines.vllm.engine_experts import RECORDS, EngineExperts, RankWeights, takes
+from moeq.engines.vllm.own_experts import (
     activation_format,
     check_own,
     clamp_arguments,
@@ -27,7 +28,6 @@ from moeq.engines.vllm.experts import (
     runs_alone,
     slow_reason,
 )
-from moeq.engines.vllm.rows import RECORDS, EngineExperts, RankWeights, takes
 from moeq.errors import MoeqError
 from moeq.layouts.registry import layout_class
 from moeq.load.activation_scales import ActivationScales, activation_scales

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moeq.errors import MoeqError
 from moeq.load import kernel_experts
-from moeq.load.packed import PackedPart
+from moeq.load.packed_sample import PackedPart
 from moeq.reference.moe import Activation
 
 if TYPE_CHECKING:
