@@ -151,8 +151,8 @@ def _how_to_load(repo: str, manifest: Manifest) -> list[str]:
         "",
         *(shown or ["Nothing loads this layout yet."]),
         "",
-        "What each loader takes is in `docs/how-to` of moeq's repository. A loader refuses another GPU, engine version or",
-        "number of ranks than this was converted for.",
+        "What each loader takes is in `docs/how-to` of moeq's repository. A loader refuses another GPU, engine version",
+        "or number of ranks than this was converted for.",
     ]
 
 

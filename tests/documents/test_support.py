@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pages.support import documents, formats_page, layouts_page, replace_summary, summary
 
 from moeq.layouts.registry import LAYOUTS
 from moeq.schemes.registry import FORMATS
+from pages.support import documents, formats_page, layouts_page, replace_summary, summary
 
 ROOT = Path(__file__).parents[2]
 PAGES = documents(ROOT)

@@ -103,7 +103,7 @@ _NOT_MODELLED = """
 | engine | what is known |
 | --- | --- |
 | SGLang 0.5.23 | integer weights on CUDA, see below; for everything else the verdict says that moeq does not model it |
-| transformers | moeq's loader replaces experts by its kernels ([how](../how-to/transformers.md)); nothing is predicted |
+| transformers | moeq's loader replaces experts by its kernels ([how](../how-to/transformers.md)); no prediction |
 | TensorRT-LLM | nothing is predicted |
 """
 
