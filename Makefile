@@ -71,9 +71,9 @@ gpu-test: $(STAMP)
 # Every kind of kernel for every target, ahead of time, without a GPU, with the oldest and the newest triton; the
 # machine code of the Hopper kernels is read as well.
 compile-matrix: $(STAMP) $(TRITONS:%=$(VENV)/triton-%)
-	PYTHONPATH=kernels $(BIN)/python kernels/bench/compile/matrix.py --trimmed $(TRITONS:%=--triton $(VENV)/triton-%)
+	PYTHONPATH=kernels:tests/moeq_kernels $(BIN)/python -m support.compile.matrix --trimmed $(TRITONS:%=--triton $(VENV)/triton-%)
 	for version in $(TRITONS); do \
-		PYTHONPATH=$(VENV)/triton-$$version:kernels $(BIN)/python kernels/bench/compile/hopper.py --trimmed || exit 1; \
+		PYTHONPATH=$(VENV)/triton-$$version:kernels:tests/moeq_kernels $(BIN)/python -m support.compile.hopper --trimmed || exit 1; \
 	done
 
 $(VENV)/triton-%:

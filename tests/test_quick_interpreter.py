@@ -11,8 +11,8 @@ import quick_interpreter
 import torch
 import triton
 import triton.language as tl
+from support.cases import Recipe, make_layer, route
 
-from bench.cases import Recipe, make_layer, route
 from moeq_kernels import fused_moe, interpreter
 
 pytestmark = pytest.mark.skipif(not interpreter.active(), reason="kernels run on a GPU here")

@@ -1,6 +1,6 @@
 """Checks the kernels' numbers on a GPU, for every format, tile size and real model shape; optionally times them.
 
-    PYTHONPATH=.:kernels python kernels/bench/check_on_gpu.py --out results.json [--time] [--seconds 330]
+    python kernels/bench/check_on_gpu.py --out results.json [--time] [--seconds 330]
 
 Needs torch and triton only. Prints a table, writes JSON, exits 1 when a comparison fails. `--device cpu --only tiny`
 runs the same in Triton's interpreter. Comparisons that do not fit in `--seconds` are listed as skipped.
@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from support.cases import Recipe, Routed, make_layer, route
+from support.comparison import compare, random_map
+from support.reference import Layer, moe, relative_error
 
-from bench.cases import Recipe, Routed, make_layer, route
-from bench.comparison import compare, random_map
-from bench.reference import Layer, moe, relative_error
 from moeq_kernels import PackedExperts, fused_moe, fused_moe_batched, interpreter
 from moeq_kernels.formats import FORMATS
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.cases import Recipe, Routed, make_layer
+from support.comparison import FACTOR, random_map
+from support.reference import Layer
 from torch import Tensor
 
 from bench import routing
-from bench.cases import Recipe, Routed, make_layer
-from bench.comparison import FACTOR, random_map
-from bench.reference import Layer
 from moeq_kernels import PackedExperts
 from moeq_kernels.compiling import Specialisation, compile_all, specialise
 from moeq_kernels.epilogue import Epilogue

@@ -1,9 +1,9 @@
 """Time over floor on a grid of layers and tokens, and where it jumps; also for kernels that the GPU would not choose.
 
-    PYTHONPATH=.:kernels python kernels/bench/cliffs.py --out results.json      # the grid, what runs by default
-    PYTHONPATH=.:kernels python kernels/bench/cliffs.py --shapes known --family mma-w4a16 --peers peers.json [--sweep]
-    PYTHONPATH=.:kernels python kernels/bench/cliffs.py --shapes floats --most 512   # nvfp4, fp8, bytes x bytes
-    PYTHONPATH=.:kernels python kernels/bench/cliffs.py --shapes qwen3-30b --formats int4,nvfp4,fp8 --most 512 --sweep
+    python kernels/bench/cliffs.py --out results.json      # the grid, what runs by default
+    python kernels/bench/cliffs.py --shapes known --family mma-w4a16 --peers peers.json [--sweep]
+    python kernels/bench/cliffs.py --shapes floats --most 512   # nvfp4, fp8, bytes x bytes
+    python kernels/bench/cliffs.py --shapes qwen3-30b --formats int4,nvfp4,fp8 --most 512 --sweep
 
 The grid: layers of 8 to 512 experts, hidden sizes 1024 to 8192, intermediate sizes 128 to 14336 of a rank, groups of 32
 to 128 and one scale a channel; tokens at powers of two and halfway between. A jump is how much more a time grows from
@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.planned import planned_launches, pretend
 
 from bench import w8a8_bench
 from bench.hopper_bench import FORMATS, epilogue_of, floor_us, random_experts, weight_bytes
-from bench.planned import planned_launches, pretend
 from bench.timing import SHAPES, Shape, copies_needed, graph_us, inputs, save
 from moeq_kernels import PackedExperts, PreparedLayer, portable
 from moeq_kernels.compiling import compile_all, specialise

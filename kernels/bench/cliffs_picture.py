@@ -1,6 +1,6 @@
 """A picture of `cliffs.py`'s results: time over floor against tokens, a line for each layer.
 
-PYTHONPATH=.:kernels python kernels/bench/cliffs_picture.py results.json picture.svg
+python kernels/bench/cliffs_picture.py results.json picture.svg
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Times the Hopper kernels on whole MoE layers of real models in CUDA graphs.
 
-    PYTHONPATH=.:kernels python kernels/bench/hopper_bench.py --shapes mixtral,qwen3-30b --tokens 1,64,4096 [--sweep]
-    PYTHONPATH=.:kernels python kernels/bench/hopper_bench.py --shapes gpt-oss-20b --formats mxfp4,int8
+    python kernels/bench/hopper_bench.py --shapes mixtral,qwen3-30b --tokens 1,64,4096 [--sweep]
+    python kernels/bench/hopper_bench.py --shapes gpt-oss-20b --formats mxfp4,int8
 
 MXFP4 layers always have what gpt-oss has: biases, interleaved rows and SwiGLU-OAI, as in `bench.peers`.
 
@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 import triton
+from support.planned import hopper_moe, planned_launches, portable_moe
 
 from bench.ceilings import BF16, read_rate
 from bench.hopper_check import describe
-from bench.planned import hopper_moe, planned_launches, portable_moe
 from bench.timing import SHAPES, Call, Shape, call_us, copies_needed, inputs, print_kernels, print_row, save
 from moeq_kernels import PackedExperts, PackedMatrix
 from moeq_kernels.epilogue import SILU, Epilogue

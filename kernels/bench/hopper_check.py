@@ -1,6 +1,6 @@
 """Checks the Hopper kernels' numbers on a Hopper GPU: every family, kernel and size, format and kind of routing.
 
-    PYTHONPATH=.:kernels python kernels/bench/hopper_check.py [--out FILE] [--seconds S] [--quick]
+    python kernels/bench/hopper_check.py [--out FILE] [--seconds S] [--quick]
 
 Every buffer that a call allocates starts as NaN (or the largest integer), so that nothing unwritten goes unnoticed.
 An error may be 1.2 times that of bf16 products on dequantised weights; two runs must agree bit for bit. Layers of
@@ -15,12 +15,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from support.cases import Recipe
+from support.planned import hopper_moe
+from support.reference import Layer, moe, relative_error
 
 from bench import w8a8_check
-from bench.cases import Recipe
 from bench.checking import ROUTINGS, Calls, Result, epilogue_of, given, parser, run
-from bench.planned import hopper_moe
-from bench.reference import Layer, moe, relative_error
 from moeq_kernels import PackedExperts
 from moeq_kernels.formats import find_format
 from moeq_kernels.hopper.w4a16.kinds import kind_of_format

@@ -1,6 +1,6 @@
 """What a launch costs the host, and what would cost less: the driver's calls by themselves, one thing changed at once.
 
-    PYTHONPATH=.:kernels python kernels/bench/launch_cost.py --out results.json [--cases qwen3-30b:int4:8] [--dry-run]
+    python kernels/bench/launch_cost.py --out results.json [--cases qwen3-30b:int4:8] [--dry-run]
 
 Of a prepared layer's real launches: as they are, without the attribute for dependent launches, through cuLaunchKernel,
 with parameters in one buffer, from C, on other streams, with more or fewer calls under way, behind a GPU that is kept
@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support import pretended_driver
 
-from bench import host_time
 from bench.launch_timing import NON_BLOCKING, STAND_IN, Bench, Case, Graph, alone, in_turn
 from moeq_kernels.cuda import LaunchAttribute, LaunchConfig, driver
 
@@ -377,8 +377,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         if given.dry_run:
-            host_time.pretend_cuda()
-            host_time.driver(folder, STAND_IN)
+            pretended_driver.pretend_cuda()
+            pretended_driver.driver(folder, STAND_IN)
         else:
             torch.zeros(1, device="cuda")
         bench = Bench(given.out, given.seconds, given.dry_run)

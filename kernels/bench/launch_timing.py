@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support import pretended_driver
 
-from bench import host_time
 from moeq_kernels.compiling import compile_all, specialise
 from moeq_kernels.cuda import driver, load
 from moeq_kernels.prepared import prepare_for
@@ -52,7 +52,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuGraphDestroy": (P,),
 }
 
-#: What the stand-in has besides that of `host_time.py`.
+#: What the stand-in has besides that of `support.pretended_driver`.
 STAND_IN = """
 #include <stddef.h>
 int cuDriverGetVersion(int *v) { *v = 13000; return 0; }
@@ -233,7 +233,7 @@ class Case:
         epilogue = hopper_bench.epilogue_of(shape)
         self.layer = layer = prepare_for(x, experts, shape.top_k, 512, epilogue, None, gpu=gpu)
         if bench.dry:
-            host_time.take_cpu(layer)
+            pretended_driver.take_cpu(layer)
             x = torch.zeros(tokens, shape.hidden, dtype=torch.bfloat16)
             ids = torch.zeros(tokens, shape.top_k, dtype=torch.int32)
             given = [(x, torch.zeros(tokens, shape.top_k), ids), (x.clone(), torch.zeros(tokens, shape.top_k), ids)]

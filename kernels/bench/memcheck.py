@@ -1,6 +1,6 @@
 """Prepared layers of real sizes, called once or twice: what compute-sanitizer is run on.
 
-    PYTHONPATH=.:kernels compute-sanitizer --tool memcheck python kernels/bench/memcheck.py [--families mma-w4a16]
+    compute-sanitizer --tool memcheck python kernels/bench/memcheck.py [--families mma-w4a16]
 
 Kernels are compiled first, in processes that the tool does not follow. Workspaces are the caller's, exactly as large as
 `workspace_bytes` says, and full of NaN.

@@ -1,6 +1,6 @@
 """How much slower the plans that are chosen now are than the best ones of a sweep over plans.
 
-    PYTHONPATH=.:kernels python kernels/bench/plan_regret.py sweep.json [more.json] [--worst 10] [--by-band]
+    python kernels/bench/plan_regret.py sweep.json [more.json] [--worst 10] [--by-band]
 
 Reads what `plan_sweep.py` wrote. A plan that was not timed counts as the one of the same kernel whose shares of k are
 nearest; where there is none its cell is left out and counted. Layers fall into two halves by their sizes: rules are

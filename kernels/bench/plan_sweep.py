@@ -1,8 +1,8 @@
 """Times every plan that may be the best, on layers of real models and on random ones, to fit the rules that choose.
 
-    PYTHONPATH=.:kernels python kernels/bench/plan_sweep.py --seconds 250 --out sweep.json [--formats int4,w8a8]
-    PYTHONPATH=.:kernels python kernels/bench/plan_sweep.py --warm-up          # compile only, on all processors
-    PYTHONPATH=.:kernels python kernels/bench/plan_sweep.py --dry-run --sample 8   # plans and builds, without a GPU
+    python kernels/bench/plan_sweep.py --seconds 250 --out sweep.json [--formats int4,w8a8]
+    python kernels/bench/plan_sweep.py --warm-up          # compile only, on all processors
+    python kernels/bench/plan_sweep.py --dry-run --sample 8   # plans and builds, without a GPU
 
 Weights are cold: several calls, of several copies where one layer is not much larger than the L2 cache, are captured
 in a CUDA graph; a time is the median of its replays. Plans are compared in the same cell, so the few milliseconds that

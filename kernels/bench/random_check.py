@@ -1,10 +1,10 @@
 """Random problems against the float32 reference, on a GPU: shapes, formats, routing, graphs and eager calls.
 
-    PYTHONPATH=.:kernels python kernels/bench/random_check.py --out results.json --problems 10000 [--seconds 600]
-    PYTHONPATH=.:kernels python kernels/bench/random_check.py --family mma-w4a16 --formats nvfp4,fp8 --problems 500
-    PYTHONPATH=.:kernels python kernels/bench/random_check.py --interpreter --problems 200   # small ones, without a GPU
-    PYTHONPATH=.:kernels python kernels/bench/random_check.py --interpreter --family hopper-fp8 --problems 200
-    PYTHONPATH=.:kernels python kernels/bench/random_check.py --family hopper-w4a8 --plans wide160 --problems 400
+    python kernels/bench/random_check.py --out results.json --problems 10000 [--seconds 600]
+    python kernels/bench/random_check.py --family mma-w4a16 --formats nvfp4,fp8 --problems 500
+    python kernels/bench/random_check.py --interpreter --problems 200   # small ones, without a GPU
+    python kernels/bench/random_check.py --interpreter --family hopper-fp8 --problems 200
+    python kernels/bench/random_check.py --family hopper-w4a8 --plans wide160 --problems 400
 
 A problem is one call of a random layer (formats, groups, zero points, biases, activations, row orders, 1 to 1024
 experts, up to 32 choices, k that is no multiple of a step, x narrower than the packed sizes), with random tokens,
@@ -28,14 +28,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.cases import Recipe, make_layer
+from support.comparison import FACTOR, random_map
+from support.planned import pretend
+from support.reference import Layer, moe, relative_error, worst_row
 from torch import Tensor
 
-from bench.cases import Recipe, make_layer
 from bench.checking import Given, epilogue_of, routed
-from bench.comparison import FACTOR, random_map
 from bench.hopper_check import describe_any, plans
-from bench.planned import pretend
-from bench.reference import Layer, moe, relative_error, worst_row
 from bench.w8a8_check import table_of
 from moeq_kernels import PackedExperts, PreparedLayer, interpreter
 from moeq_kernels import prepared as calls
@@ -286,7 +286,7 @@ def main() -> int:
     if options.interpreter:
         interpreter.enable()
         options.family = options.family or "portable"
-        from bench.gluon_on_cpu import run_all  # imports triton
+        from support.gluon_on_cpu import run_all  # imports triton
 
         calls.run_with_triton = run_all
     each = options.per_layer or (4 if options.interpreter else PER_LAYER)

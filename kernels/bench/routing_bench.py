@@ -1,7 +1,7 @@
 """Times routing alone: sorting pairs, and sorting pairs and quantising tokens, in one kernel and in several.
 
-    PYTHONPATH=.:kernels python kernels/bench/routing_bench.py --out routing.json
-    PYTHONPATH=.:kernels python kernels/bench/routing_bench.py --dry-run      # plans only, without a GPU
+    python kernels/bench/routing_bench.py --out routing.json
+    python kernels/bench/routing_bench.py --dry-run      # plans only, without a GPU
 
 A CUDA graph holds 20 calls, one behind the other, as layers launch them (programmatic dependent launch) unless
 --independent is given. What each kind writes is compared with NumPy's first; a cell that differs is not timed, and the

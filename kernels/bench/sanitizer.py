@@ -1,6 +1,6 @@
 """compute-sanitizer over the kernels, on tiny layers: memory, what was never written, races in shared memory, barriers.
 
-    PYTHONPATH=.:kernels python kernels/bench/sanitizer.py --out results.json [--seconds 120]
+    python kernels/bench/sanitizer.py --out results.json [--seconds 120]
 
 Every format that `fused_moe` reads, and every kernel of the Hopper plan; layers are made on the CPU, so that nearly
 all that the tool watches is ours. Tools run at the same time, each in a process of its own.
@@ -38,10 +38,10 @@ class Call:
 def calls(only: tuple[str, ...]) -> Iterator[Call]:
     """Every format whose name contains one of `only`, then every kernel of the Hopper plans, for such layers."""
     import torch
+    from support.cases import Recipe, make_layer, route
+    from support.planned import run_family
 
-    from bench.cases import Recipe, make_layer, route
     from bench.hopper_check import EVERY, calls_of, describe_any, plans_of
-    from bench.planned import run_family
     from moeq_kernels import PackedExperts, fused_moe
     from moeq_kernels.formats import FORMATS
 

@@ -1,6 +1,6 @@
 """What an engine needs of prepared layers, measured on a GPU: host time of calls, warming, graphs, streams, threads.
 
-    PYTHONPATH=.:kernels python kernels/bench/serving_check.py --out results.json [--tokens 8192]
+    python kernels/bench/serving_check.py --out results.json [--tokens 8192]
 
 Host time: a call's share of the time that several calls take to return, without waiting for the device (fewer are under
 way than its queue holds). Warming: kernels of one layer for 1 to 8192 tokens, from an empty cache folder, and by

@@ -1,9 +1,9 @@
 """Times the Hopper kernels for int8 x int8 or e4m3 x e4m3 on whole MoE layers of real models, in CUDA graphs.
 
-    PYTHONPATH=.:kernels python kernels/bench/w8a8_bench.py --shapes mixtral --tokens 1,64,4096 [--sweep] [--kernels]
-    PYTHONPATH=.:kernels python kernels/bench/w8a8_bench.py --codes fp8-block --other
-    PYTHONPATH=.:kernels python kernels/bench/w8a8_bench.py --codes mxfp4 --other   # MXFP4 x e4m3 beside W4A16
-    PYTHONPATH=.:kernels python kernels/bench/w8a8_bench.py --codes int4 --other    # int4 x e4m3 beside W4A16
+    python kernels/bench/w8a8_bench.py --shapes mixtral --tokens 1,64,4096 [--sweep] [--kernels]
+    python kernels/bench/w8a8_bench.py --codes fp8-block --other
+    python kernels/bench/w8a8_bench.py --codes mxfp4 --other   # MXFP4 x e4m3 beside W4A16
+    python kernels/bench/w8a8_bench.py --codes int4 --other    # int4 x e4m3 beside W4A16
 
 Timed: from (x, topk_ids, topk_weights) to y, SiLU, float32 scales, weights cold and hot (see `timing.py`). Floor: the
 larger of the bytes of the experts hit, x, y and the middle activations, and the multiplications, at the rates of
@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 import triton
+from support.planned import hopper_fp8_moe, hopper_int8_moe, hopper_moe, planned_launches, portable_moe
 
 from bench.ceilings import BYTES, read_rate
 from bench.hopper_bench import FORMATS, epilogue_of
 from bench.hopper_bench import random_experts as four_bit_experts
-from bench.planned import hopper_fp8_moe, hopper_int8_moe, hopper_moe, planned_launches, portable_moe
 from bench.timing import SHAPES, Call, Inputs, Shape, call_us, copies_needed, inputs, print_kernels, print_row, save
 from bench.w8a8_check import describe
 from moeq_kernels import PackedExperts, PackedMatrix, PreparedLayer

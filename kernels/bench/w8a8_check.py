@@ -1,6 +1,6 @@
 """Checks the Hopper kernels for products of bytes on a Hopper GPU: every kernel, size and kind of routing.
 
-    PYTHONPATH=.:kernels python kernels/bench/w8a8_check.py [--out FILE] [--seconds S] [--layers NAME,...]
+    python kernels/bench/w8a8_check.py [--out FILE] [--seconds S] [--layers NAME,...]
 
 int8 x int8, e4m3 x e4m3 (scales of rows and of blocks) and MXFP4 x e4m3. Every buffer that a call allocates starts as
 NaN (or the largest integer). Results are compared with float32 arithmetic: an error of 1.2 times that of the same
@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from support.cases import Recipe
+from support.planned import portable_moe, run_family
+from support.reference import Layer, moe, relative_error
 
 from bench import checking
-from bench.cases import Recipe
 from bench.checking import ROUTINGS, Calls, epilogue_of, given, parser, run
-from bench.planned import portable_moe, run_family
-from bench.reference import Layer, moe, relative_error
 from moeq_kernels import PackedExperts
 from moeq_kernels.hopper.w4a8.w4a8_launches import TABLE as W4A8_TABLE
 from moeq_kernels.hopper.w4a8.w4a8_launches import W4a8Plan, W4a8Wide

@@ -1,7 +1,7 @@
 """How many clocks a wgmma with its left operand in registers takes, by its number of tokens (n), on an H200.
 
-    PYTHONPATH=.:kernels python kernels/bench/wgmma_rate.py [--out rate.json]
-    PYTHONPATH=.:kernels python kernels/bench/wgmma_rate.py --compile          # without a GPU: only that it builds
+    python kernels/bench/wgmma_rate.py [--out rate.json]
+    python kernels/bench/wgmma_rate.py --compile          # without a GPU: only that it builds
 
 Several programs of one warpgroup on each multiprocessor multiply 128 x 64 weights, random and always the same, with n
 tokens from shared memory, and wait, as the kernels of `hopper/w4a16` do. Clocks are those of the multiprocessor.

@@ -18,7 +18,8 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
-from bench.cases import meta_experts
+from support.cases import meta_experts
+
 from moeq_kernels import cuda, prepare, replay
 from moeq_kernels.areas import Area, Box
 from moeq_kernels.cuda import MOVING, Bound, LaunchConfig, arguments_of

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from support.cases import Recipe, make_layer, route
 
-from bench.cases import Recipe, make_layer, route
 from moeq_kernels import (
     KernelArgumentError,
     KernelUnsupportedError,
@@ -20,8 +20,6 @@ from moeq_kernels import (
     fused_moe_batched,
     prepare,
 )
-
-KERNELS = Path(__file__).parents[2] / "kernels"
 
 
 @pytest.fixture
@@ -79,7 +77,7 @@ def test_ids_beyond_the_experts_are_refused(call) -> None:
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code],
-        env={"PYTHONPATH": str(KERNELS), "PATH": "/usr/bin:/bin", "HOME": "/tmp", **environment},
+        env={"PYTHONPATH": os.pathsep.join(sys.path), "PATH": "/usr/bin:/bin", "HOME": "/tmp", **environment},
         capture_output=True,
         text=True,
         timeout=120,
@@ -126,7 +124,7 @@ def test_importing_needs_neither_torch_nor_triton() -> None:
 
 def test_cpu_tensors_without_the_interpreter_name_the_remedy() -> None:
     done = run_python(
-        "from bench.cases import Recipe, make_layer, route\n"
+        "from support.cases import Recipe, make_layer, route\n"
         "from moeq_kernels import fused_moe\n"
         "p, _ = make_layer(Recipe(experts=2, hidden=64))\n"
         "r = route(1, 64, 2, 1)\n"
@@ -140,7 +138,7 @@ def test_missing_triton_is_named() -> None:
     done = run_python(
         "import sys\n"
         "sys.modules['triton'] = None\n"
-        "from bench.cases import Recipe, make_layer, route\n"
+        "from support.cases import Recipe, make_layer, route\n"
         "from moeq_kernels import fused_moe\n"
         "p, _ = make_layer(Recipe(experts=2, hidden=64))\n"
         "r = route(1, 64, 2, 1)\n"

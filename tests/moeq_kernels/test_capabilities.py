@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 import torch
+from support.cases import Recipe, make_layer, route
+from support.comparison import compare
 
-from bench.cases import Recipe, make_layer, route
-from bench.comparison import compare
 from moeq_kernels import CAPABILITIES
 from moeq_kernels.formats import FORMATS
 

@@ -38,7 +38,7 @@ def test_a_process_finds_what_another_compiled() -> None:
 KEPT = """
 import os
 from pathlib import Path
-from bench.cases import meta_experts
+from support.cases import meta_experts
 from moeq_kernels import prepare
 from moeq_kernels.compiling import binary, stored
 from moeq_kernels.schedules import builds
@@ -85,7 +85,7 @@ def test_a_process_that_ends_early_is_an_error_of_the_machine(worker: str, tmp_p
 
 INTERRUPTED = """
 import os, signal, threading, time
-from bench.cases import meta_experts
+from support.cases import meta_experts
 from moeq_kernels import prepare
 
 def interrupt():

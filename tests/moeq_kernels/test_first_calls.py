@@ -17,10 +17,10 @@ SCRIPT = """
 import re, sys, threading
 from pathlib import Path
 import torch
-from bench.host_time import driver, pretend_cuda, take_cpu
+from support.pretended_driver import driver, pretend_cuda, take_cpu
 library = driver(Path(sys.argv[1]))
 pretend_cuda()
-from bench.cases import meta_experts
+from support.cases import meta_experts
 from moeq_kernels import cuda, prepare
 from moeq_kernels.replay import REPLAY_AFTER
 
@@ -77,6 +77,7 @@ assert library.counted_launches() > before
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
 def test_first_calls_need_nothing_of_their_thread_and_spoil_no_capture(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -85,9 +86,9 @@ def test_first_calls_need_nothing_of_their_thread_and_spoil_no_capture(tmp_path:
 
 WARMING = """
 import torch
-from bench.host_time import pretend_cuda
+from support.pretended_driver import pretend_cuda
 pretend_cuda()
-from bench.cases import meta_experts
+from support.cases import meta_experts
 from moeq_kernels import cuda, prepare, warming, warmup
 from moeq_kernels.compiling import Warmed
 loaded, compiled = set(), {}
@@ -112,6 +113,7 @@ print(*sorted(compiled))
 
 def test_each_gpu_loads_what_its_own_layers_need() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     command = [sys.executable, "-c", WARMING]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]

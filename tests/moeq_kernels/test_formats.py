@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 import torch
+from support.cases import PARTS, Recipe, make_layer, route
+from support.comparison import compare
+from support.reference import moe, relative_error
 
-from bench.cases import PARTS, Recipe, make_layer, route
-from bench.comparison import compare
-from bench.reference import moe, relative_error
 from moeq_kernels import KernelArgumentError, KernelUnsupportedError, expert_products, fused_moe
 from moeq_kernels.formats import FORMATS
 from moeq_kernels.records import W13Order

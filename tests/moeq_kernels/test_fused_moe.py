@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.cases import Recipe, Routed, make_layer, route
+from support.comparison import compare
+from support.reference import relative_error
 
-from bench.cases import Recipe, Routed, make_layer, route
-from bench.comparison import compare
-from bench.reference import relative_error
 from moeq_kernels import fused_moe, schedules
 from moeq_kernels.tuning import Blocks
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.cases import Recipe, make_layer, route
+from support.comparison import compare
 
-from bench.cases import Recipe, make_layer, route
-from bench.comparison import compare
 from moeq_kernels import fused_moe
 
 pytestmark = pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ SCRIPT = """
 import ctypes, random, sys
 from pathlib import Path
 import torch
-from bench.host_time import driver
+from support.pretended_driver import driver
 driver(Path(sys.argv[1]))
 from moeq_kernels import cuda
 cuda.enter(0)
@@ -39,7 +40,7 @@ print("good")
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
 def test_a_moving_descriptor_always_points_at_its_area(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, check=False, timeout=120
-    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
     assert done.stdout.split() == ["good"], done.stderr[-2000:]

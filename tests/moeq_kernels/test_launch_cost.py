@@ -19,6 +19,7 @@ def test_every_part_runs(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     command = [sys.executable, SCRIPT, "--dry-run", "--cases", "qwen3-30b:int4:8", "--out", out, "--seconds", "100"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
     failed = [line for line in done.stdout.splitlines() if "Error" in line or "Refused" in line]

@@ -6,8 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-
-from bench.cases import (
+from support.cases import (
     Quantised,
     as_stored,
     pack,
@@ -18,8 +17,9 @@ from bench.cases import (
     random_nvfp4,
     route,
 )
-from bench.comparison import compare
-from bench.reference import Layer
+from support.comparison import compare
+from support.reference import Layer
+
 from moeq.layouts.registry import LAYOUTS, get_layout
 from moeq.matrix import MatrixSpec, QuantizedMatrix, Role
 from moeq_kernels import PackedExperts, PackedMatrix

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from support import gluon_on_cpu
+from support.cases import Recipe, make_layer, route
+from support.comparison import compare
+from support.planned import run_family
+from support.reference import moe, relative_error
 
-from bench import gluon_on_cpu
-from bench.cases import Recipe, make_layer, route
-from bench.comparison import compare
-from bench.planned import run_family
 from bench.random_check import narrowed
-from bench.reference import moe, relative_error
 from moeq_kernels import PackedExperts, interpreter, prepare
 from moeq_kernels.areas import Area
 from moeq_kernels.gpu import GPUS

@@ -6,8 +6,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from support.planned import quantize
 
-from bench.planned import quantize
 from moeq_kernels import interpreter
 from moeq_kernels.device.numerics import (
     dot,

@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 import torch
+from support import packing
+from support.cases import Recipe, Routed, make_layer, random_integers, route
+from support.comparison import compare, random_map
+from support.reference import Layer, moe, relative_error
 from torch import Tensor
 
-from bench import packing
-from bench.cases import Recipe, Routed, make_layer, random_integers, route
-from bench.comparison import compare, random_map
-from bench.reference import Layer, moe, relative_error
 from moeq_kernels import KernelArgumentError, PackedExperts, PackedMatrix, expert_products, fused_moe, fused_moe_batched
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from support import packing
+from support.cases import E2M1
 
-from bench import packing
-from bench.cases import E2M1
 from bench.peers import shapes
 from bench.peers.contenders import flashinfer_cutlass, turbomind, vllm_w4a8
 from bench.peers.problem import Problem, Stack, make_problem, route

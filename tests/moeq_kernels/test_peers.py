@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.reference import Layer, moe
 
 from bench import hopper_bench, timing, w8a8_bench
 from bench.ceilings import H200, READ
@@ -17,7 +20,6 @@ from bench.peers.contenders.ours import Ours
 from bench.peers.evaluate import time_of
 from bench.peers.problem import Stack, make_problem, route, truth
 from bench.peers.shapes import FORMATS, GROUPS, Group, Shape, floor
-from bench.reference import Layer, moe
 from bench.routing import ROUTINGS
 
 ROOT = Path(__file__).parents[2]
@@ -174,7 +176,7 @@ class TestWarmingUp:
 
     def test_failures_are_told_and_absent_peers_are_not(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-        monkeypatch.setenv("PYTHONPATH", str(ROOT / "kernels"))
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         work = jobs([Group("int4", "qwen3-30b-a3b")], ["moeq", "marlin"], Options(1.0, (1,)))
         failed = warm(work, 2, 60.0, tmp_path / "log")
         assert len(failed) == 1
@@ -187,7 +189,7 @@ class TestProcesses:
     @pytest.fixture(autouse=True)
     def no_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-        monkeypatch.setenv("PYTHONPATH", str(ROOT / "kernels"))
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
 
     @pytest.mark.slow
     def test_a_run_without_gpu_says_what_failed_and_what_is_absent(self, tmp_path: Path) -> None:

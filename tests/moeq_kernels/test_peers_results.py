@@ -224,6 +224,6 @@ class TestReport:
         source = tmp_path / "run.json"
         source.write_text(json.dumps(self.run()))
         command = [sys.executable, "-m", "bench.peers", "report", str(source), "--out", str(tmp_path / "out")]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "kernels")}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         subprocess.run(command, check=True, env=environment, capture_output=True)
         assert {path.name for path in (tmp_path / "out").iterdir()} == {"peers.json", "peers.md", "peers.svg"}

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import Recipe, make_layer, meta_experts, route
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.cases import Recipe, make_layer, meta_experts, route
 from moeq_kernels import (
     KernelArgumentError,
     KernelUnsupportedError,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+from support.comparison import FACTOR
+from support.reference import relative_error, worst_row
 
-from bench.comparison import FACTOR
 from bench.random_check import ROW_FACTOR
-from bench.reference import relative_error, worst_row
 
 
 def test_a_few_wrong_numbers_show_in_their_row() -> None:

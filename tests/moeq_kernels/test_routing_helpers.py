@@ -69,9 +69,9 @@ def test_sizes_are_checked() -> None:
 
 
 def test_the_result_is_what_fused_moe_takes(device: torch.device) -> None:
-    from bench.cases import Recipe, Routed, make_layer
-    from bench.cases import route as random_input
-    from bench.comparison import compare
+    from support.cases import Recipe, Routed, make_layer
+    from support.cases import route as random_input
+    from support.comparison import compare
 
     packed, layer = make_layer(Recipe(experts=16), device)
     x = random_input(6, 128, 16, 1, device=device).x

@@ -12,16 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import Recipe, make_layer
 
-from bench.cases import Recipe, make_layer
 from moeq_kernels import prepare, warmup
-
-KERNELS = Path(__file__).parents[2] / "kernels"
 
 # Compiling is impossible in a process that interprets, and so is knowing what code depends on.
 BUILDS = """
 import json, random
-from bench.cases import meta_experts
+from support.cases import meta_experts
 from moeq_kernels import prepare
 from moeq_kernels.compiling import specialise
 from moeq_kernels.schedules import builds, piece_tokens, schedule
@@ -66,7 +64,7 @@ print(json.dumps(counts))
 
 def _child(script: str, **variables: str) -> Any:
     """What a script prints last, as JSON, in a process that can compile."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(KERNELS), str(KERNELS.parent)]), **variables}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-c", script.format(tests=str(Path(__file__).parent))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
@@ -80,7 +78,7 @@ def test_builds_are_few_and_no_number_of_tokens_needs_another() -> None:
 
 SCRIPT = """
 import json, torch
-from bench.cases import meta_experts
+from support.cases import meta_experts
 from moeq_kernels import prepare, warmup
 from moeq_kernels.compiling import binary, specialise
 from moeq_kernels.cuda import arguments_of, size_of
@@ -180,7 +178,7 @@ import json, torch, triton
 from types import SimpleNamespace
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from bench.cases import meta_experts
+from support.cases import meta_experts
 from moeq_kernels import prepare
 from moeq_kernels.areas import Area, Box
 from moeq_kernels.schedules import schedule

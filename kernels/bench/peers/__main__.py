@@ -1,7 +1,7 @@
 """Our kernels beside the peers that are installed, side by side in one run: see README.md in this folder.
 
-PYTHONPATH=.:kernels python -m bench.peers run --out FOLDER [--seconds S] [--warm PROCESSES]
-PYTHONPATH=.:kernels python -m bench.peers report FOLDER/peers.json [MORE.json ...] --out FOLDER
+python -m bench.peers run --out FOLDER [--seconds S] [--warm PROCESSES]
+python -m bench.peers report FOLDER/peers.json [MORE.json ...] --out FOLDER
 """
 
 from __future__ import annotations

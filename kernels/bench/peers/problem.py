@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from support.cases import E2M1, Routed
+from support.reference import Layer, moe, relative_error
 from torch import Tensor
 
-from bench.cases import E2M1, Routed
 from bench.peers.shapes import FORMATS, SHAPES, Format, Group, Shape
-from bench.reference import Layer, moe, relative_error
 from bench.routing import choose_experts
 
 #: Tokens whose outputs are compared; more would cost minutes and tell little, since tokens do not mix.

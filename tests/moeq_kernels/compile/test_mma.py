@@ -1,4 +1,4 @@
-"""Ahead-of-time builds of the `mma.sync` products. `kernels/bench/compile/mma.py` builds the rest."""
+"""Ahead-of-time builds of the `mma.sync` products. `support.compile.mma` builds the rest."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-KERNELS = Path(__file__).parents[3] / "kernels"
 
 # In a child process: this one may be interpreting, where nothing can be compiled.
 SCRIPT = """
 import dataclasses, json
-from bench.compile.mma import check
+from support.compile.mma import check
 cases = (("int4", "sm_80", 4), ("mxfp4-oai", "sm_120", 200), ("int8-zeros", "sm_89", 96), ("int4-f16", "sm_86", 2000),
          ("nvfp4", "sm_80", 2000), ("fp8", "sm_89", 4), ("mxfp8", "sm_120", 96), ("fp8-channel-f16", "sm_90", 200))
 print(json.dumps([dataclasses.asdict(one) for case in cases for one in check(*case)]))
@@ -24,7 +21,7 @@ print(json.dumps([dataclasses.asdict(one) for case in cases for one in check(*ca
 
 @pytest.mark.slow
 def test_products_keep_their_registers_on_every_architecture() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(KERNELS)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=280, check=False

@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation for every target, without a GPU. `kernels/bench/compile/matrix.py` compiles the rest."""
+"""Ahead-of-time compilation for every target, without a GPU. `support.compile.matrix` compiles the rest."""
 
 from __future__ import annotations
 
@@ -6,18 +6,14 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-from bench.compile.portable import _AMD_LINE, CUDA_LINE, TARGETS, _register_left_operand, local_memory
-
-KERNELS = Path(__file__).parents[3] / "kernels"
+from support.compile.portable import _AMD_LINE, CUDA_LINE, TARGETS, _register_left_operand, local_memory
 
 # Compiled in one child process: this one may be interpreting, which cannot be undone. A case meets one or two targets.
 SCRIPT = """
 import dataclasses, json
-from bench.compile.portable import TARGETS, compile_case, trimmed_matrix
+from support.compile.portable import TARGETS, compile_case, trimmed_matrix
 names = list(TARGETS)
 outcomes = []
 for index, case in enumerate(trimmed_matrix()):
@@ -30,7 +26,7 @@ print(json.dumps(outcomes))
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, object]]:
-    environment = {**os.environ, "PYTHONPATH": str(KERNELS)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=280, check=False

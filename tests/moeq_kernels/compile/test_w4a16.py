@@ -1,4 +1,4 @@
-"""Ahead-of-time builds of the Hopper kernels for sm_90. `kernels/bench/compile/hopper.py` builds all of them."""
+"""Ahead-of-time builds of the Hopper kernels for sm_90. `support.compile.hopper` builds all of them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-from bench.compile.sass import hazards, main_loops, problems
-
-KERNELS = Path(__file__).parents[3] / "kernels"
+from support.compile.sass import hazards, main_loops, problems
 
 # In a child process: this one may be interpreting, where nothing can be compiled.
 SCRIPT = """
 import json
-from bench.compile.w4a16 import cases, compile_case, compile_routing
-from bench.compile.sass import disassemble, is_wgmma, main_loops, problems
+from support.compile.w4a16 import cases, compile_case, compile_routing
+from support.compile.sass import disassemble, is_wgmma, main_loops, problems
 wanted = {
     "narrow8-gate-up-split", "narrow8-down", "narrow8-g32-zeros", "wide32-down", "wide64-gate-up", "wide160g-g32",
     "narrow8-f16-g32-zeros", "wide32-g32-f16-scales-zeros", "narrow8-channel", "narrow8-int8", "wide32-int8-g32-zeros",
@@ -41,7 +37,7 @@ print(json.dumps(outcomes))
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, dict[str, object]]:
-    environment = {**os.environ, "PYTHONPATH": str(KERNELS)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=280, check=False

@@ -1,4 +1,4 @@
-"""Ahead-of-time builds of the Hopper kernels for products of bytes; `kernels/bench/compile/hopper.py` builds all."""
+"""Ahead-of-time builds of the Hopper kernels for products of bytes; `support.compile.hopper` builds all."""
 
 from __future__ import annotations
 
@@ -6,18 +6,15 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-KERNELS = Path(__file__).parents[3] / "kernels"
 
 # In a child process: this one may be interpreting, where nothing can be compiled.
 SCRIPT = """
 import json
-from bench.compile import w4a8
-from bench.compile.w8a8 import cases, compile_case, compile_rows
-from bench.compile.sass import disassemble, instructions, is_wgmma, main_loops, problems
+from support.compile import w4a8
+from support.compile.w8a8 import cases, compile_case, compile_rows
+from support.compile.sass import disassemble, instructions, is_wgmma, main_loops, problems
 wanted = {
     "int8-narrow8-gate-up-split", "int8-narrow8-gate-up-direct", "int8-narrow16-down", "int8-narrow64-oai",
     "int8-wide128-gate-up", "e4m3-narrow64-block-gate-up", "e4m3-wide128-block-down", "e4m3-wide128-channel-oai",
@@ -53,7 +50,7 @@ print(json.dumps([outcomes, rows]))
 
 @pytest.fixture(scope="module")
 def built() -> tuple[dict[str, dict[str, object]], dict[str, list[int]]]:
-    environment = {**os.environ, "PYTHONPATH": str(KERNELS)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=280, check=False
@@ -97,7 +94,7 @@ def test_rows_are_spread_over_threads(built: tuple[dict[str, dict[str, object]],
 
 
 def test_every_build_of_the_short_list_is_one() -> None:
-    from bench.compile import w4a8, w4a16, w8a8
-    from bench.compile.hopper import TRIMMED
+    from support.compile import w4a8, w4a16, w8a8
+    from support.compile.hopper import TRIMMED
 
     assert {case.name for module in (w4a16, w8a8, w4a8) for case in module.cases()} >= TRIMMED

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from support import gluon_on_cpu
+from support.cases import make_layer, route
+from support.handover.__main__ import cases
 
-from bench import gluon_on_cpu
-from bench.cases import make_layer, route
-from bench.handover.__main__ import cases
 from moeq_kernels import interpreter
 from moeq_kernels.device import gemm, routing
 from moeq_kernels.hopper.w8a8.device import rows

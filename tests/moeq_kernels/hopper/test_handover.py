@@ -6,14 +6,14 @@ import re
 from typing import Any
 
 import pytest
+from support.cases import Recipe
+from support.handover.__main__ import cases, recorded, rows_of
+from support.handover.explore import explore
+from support.handover.mutants import mutants
+from support.handover.order import Order
+from support.handover.ptx import unsynchronised
+from support.handover.trace import Event, Trace
 
-from bench.cases import Recipe
-from bench.handover.__main__ import cases, recorded, rows_of
-from bench.handover.explore import explore
-from bench.handover.mutants import mutants
-from bench.handover.order import Order
-from bench.handover.ptx import unsynchronised
-from bench.handover.trace import Event, Trace
 from moeq_kernels import interpreter
 from moeq_kernels.hopper.w8a8.w8a8_plan import Int8Narrow, Int8Plan, Int8Wide
 

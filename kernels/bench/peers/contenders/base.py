@@ -7,9 +7,9 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
+from support.cases import Routed
 from torch import Tensor
 
-from bench.cases import Routed
 from bench.peers.problem import Problem
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
+from support.cases import Routed
 from torch import Tensor
 
-from bench.cases import Routed
 from bench.peers.contenders import engine
 from bench.peers.contenders.base import Contender
 from bench.peers.problem import Problem

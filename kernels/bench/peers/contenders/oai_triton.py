@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from support import packing
+from support.cases import Routed
 from torch import Tensor
 
-from bench import packing
-from bench.cases import Routed
 from bench.peers.contenders import engine
 from bench.peers.contenders.base import Contender, round_up
 from bench.peers.problem import Problem

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 import triton
+from support import cases
+from support.cases import Quantised, Routed
 from torch import Tensor
 
-from bench import cases
-from bench.cases import Quantised, Routed
 from bench.peers.contenders.base import Contender, round_up
 from bench.peers.problem import Codes, Problem
 from bench.peers.shapes import Format
@@ -55,7 +55,7 @@ class Weights:
 
 
 class Ours(Contender):
-    """Packed by the closed forms of the layouts in `bench.packing`."""
+    """Packed by the closed forms of the layouts in `support.packing`."""
 
     factor = 1.2
 
@@ -105,7 +105,7 @@ class Ours(Contender):
 
 
 def quantised(part: Codes, fmt: Format) -> Quantised:
-    """The matrix as `bench.cases` packs it: scales of bytes in their own type."""
+    """The matrix as `support.cases` packs it: scales of bytes in their own type."""
     scales = part.scales.view(torch.float8_e4m3fn) if part.global_scale is not None else part.scales
     return Quantised(part.codes, scales, None, part.codes, fmt.group_size, part.bias, global_scale=part.global_scale)
 

@@ -17,10 +17,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from support import packing
+from support.cases import Routed
 from torch import Tensor
 
-from bench import packing
-from bench.cases import Routed
 from bench.peers.contenders.base import Contender, round_up, widened
 from bench.peers.problem import Codes, Problem
 

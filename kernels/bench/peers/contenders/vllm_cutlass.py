@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from support.cases import Routed
 from torch import Tensor
 
-from bench.cases import Routed
 from bench.peers.contenders import engine
 from bench.peers.contenders.base import Contender
 from bench.peers.problem import Problem

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from support import cases
+from support.cases import Routed
 from torch import Tensor
 
-from bench import cases
-from bench.cases import Routed
 from bench.peers.contenders import engine
 from bench.peers.contenders.base import Contender, round_up, widened
 from bench.peers.contenders.ours import LAYOUTS, quantised

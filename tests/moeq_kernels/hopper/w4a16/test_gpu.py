@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.cases import Recipe, make_layer, route
+from support.comparison import compare
 
-from bench.cases import Recipe, make_layer, route
-from bench.comparison import compare
 from moeq_kernels import prepare
 
 pytestmark = [

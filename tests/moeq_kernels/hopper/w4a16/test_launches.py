@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import Recipe, make_layer
 
 from bench import checking, cliffs
-from bench.cases import Recipe, make_layer
 from bench.checking import epilogue_of
 from bench.hopper_check import EVERY, LAYERS, calls_of, plans, plans_of
 from moeq_kernels import PackedExperts

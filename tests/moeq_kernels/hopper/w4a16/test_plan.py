@@ -9,8 +9,8 @@ import random
 
 import pytest
 import torch
+from support.cases import Recipe, make_layer
 
-from bench.cases import Recipe, make_layer
 from moeq_kernels.cuda import promotion_of
 from moeq_kernels.epilogue import Epilogue
 from moeq_kernels.gpu import GPUS, H200, Gpu

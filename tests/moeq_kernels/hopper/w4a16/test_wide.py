@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support import gluon_on_cpu
+from support.cases import Recipe, make_layer, route
+from support.reference import moe, relative_error
 
-from bench import gluon_on_cpu
-from bench.cases import Recipe, make_layer, route
-from bench.reference import moe, relative_error
 from moeq_kernels import interpreter
 from moeq_kernels.hopper.w4a16.product_launches import group_of, kind_of
 from moeq_kernels.hopper.w4a16.w4a16_plan import WIDE32, WIDE96, WIDE160, Plan, Wide, kernel_for

@@ -15,9 +15,9 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from support.cases import E2M1
+from support.packing import marlin_mx_scale, marlin_scale, marlin_weight, marlin_zero
 
-from bench.cases import E2M1
-from bench.packing import marlin_mx_scale, marlin_scale, marlin_weight, marlin_zero
 from moeq.layouts.bits import MOEQ_MXFP4
 from moeq_kernels.hopper.w4a16.device import layouts, recipes, weights
 from moeq_kernels.hopper.w4a16.kinds import KINDS as KINDS_OF_WEIGHTS

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support import gluon_on_cpu
+from support.cases import Quantised, Recipe, make_layer, pack, random_integers, random_mxfp4, route
+from support.ptx_on_cpu import value
+from support.reference import Layer, moe, relative_error
 
-from bench import gluon_on_cpu
-from bench.cases import Quantised, Recipe, make_layer, pack, random_integers, random_mxfp4, route
 from bench.checking import on_meta
-from bench.ptx_on_cpu import value
-from bench.reference import Layer, moe, relative_error
 from moeq_kernels import KernelUnsupportedError, PackedExperts, fused_moe, interpreter, prepare
 from moeq_kernels.hopper import support
 from moeq_kernels.hopper.w4a8.fold import SPAN, folded

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import Recipe, make_layer, route
+from support.comparison import random_map
+from support.planned import hopper_int8_moe, quantize
 from torch import Tensor
 
-from bench.cases import Recipe, make_layer, route
-from bench.comparison import random_map
-from bench.planned import hopper_int8_moe, quantize
 from moeq_kernels import fused_moe
 from moeq_kernels.epilogue import SILU, Epilogue
 from moeq_kernels.hopper.w8a8.device import direct

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.cases import Recipe, make_layer, route
+from support.comparison import compare
+from support.planned import portable_moe
 
-from bench.cases import Recipe, make_layer, route
-from bench.comparison import compare
-from bench.planned import portable_moe
 from moeq_kernels import prepare
 
 pytestmark = [

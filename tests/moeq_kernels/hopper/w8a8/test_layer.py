@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import Recipe, make_layer, route
+from support.comparison import random_map
+from support.planned import hopper_int8_moe, quantize
 
-from bench.cases import Recipe, make_layer, route
-from bench.comparison import random_map
-from bench.planned import hopper_int8_moe, quantize
 from moeq_kernels import fused_moe
 from moeq_kernels.areas import Arena
 from moeq_kernels.epilogue import SILU, Epilogue

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support import gluon_on_cpu
+from support.cases import Recipe, make_layer, route
+from support.comparison import random_map
+from support.reference import moe, relative_error
 
-from bench import gluon_on_cpu
-from bench.cases import Recipe, make_layer, route
-from bench.comparison import random_map
-from bench.reference import moe, relative_error
 from moeq_kernels import interpreter
 from moeq_kernels.gpu import GPUS
 from moeq_kernels.hopper import support

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import Recipe, make_layer
 
-from bench.cases import Recipe, make_layer
 from moeq_kernels.epilogue import PLAIN
 from moeq_kernels.hopper.support import int8_reasons, unsupported_reason
 from moeq_kernels.hopper.w8a8.w8a8_launches import plan_for

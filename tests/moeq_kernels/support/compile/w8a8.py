@@ -7,7 +7,8 @@ from importlib import import_module
 from itertools import product
 from typing import Any
 
-from bench.compile.w4a16 import _ast_source, _descriptor, _integers
+from support.compile.w4a16 import _ast_source, _descriptor, _integers
+
 from moeq_kernels.epilogue import PLAIN, SILU, Epilogue
 from moeq_kernels.hopper.w8a8.w8a8_plan import E4M3_TABLE, TABLE, Int8Direct, Int8Narrow, Int8Wide
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.handover.trace import LONG, Event, Trace
+from support.handover.trace import LONG, Event, Trace
 
 #: Accesses by a thread's own instructions.
 SHORT = ("read", "write")

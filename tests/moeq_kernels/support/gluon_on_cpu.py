@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon._runtime import GluonJITFunction
 
-from bench.ptx_on_cpu import Value, inline_asm, value
 from moeq_kernels import areas
 from moeq_kernels.launch import Launch, run_with_triton
+from support.ptx_on_cpu import Value, inline_asm, value
 
 
 class Observed:

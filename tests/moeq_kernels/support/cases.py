@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from bench import packing
-from bench.reference import Layer
 from moeq_kernels import PackedExperts, PackedMatrix
 from moeq_kernels.formats import FORMATS, Format, find_format
 from moeq_kernels.records import W13Order
+from support import packing
+from support.reference import Layer
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Compiles every kernel configuration for every target, ahead of time, with one or several versions of triton.
 
-    PYTHONPATH=kernels python kernels/bench/compile/matrix.py                      # the installed triton
+    PYTHONPATH=kernels:tests/moeq_kernels python -m support.compile.matrix                      # the installed triton
     pip install --target /tmp/t36 --no-deps triton==3.6.0
-    PYTHONPATH=kernels python kernels/bench/compile/matrix.py --triton /tmp/t36 --out results.json
+    PYTHONPATH=kernels:tests/moeq_kernels python -m support.compile.matrix --triton /tmp/t36 --out results.json
 
 Exits 1 when a configuration does not compile, spills inside a loop, needs more shared memory than the target has, or
 puts a left operand of a Hopper product in registers. `--trimmed` is the subset that the tests compile.
@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from bench.compile.portable import TARGETS, compile_case, full_matrix, trimmed_matrix
+from support.compile.portable import TARGETS, compile_case, full_matrix, trimmed_matrix
 
 
 def compile_all(targets: list[str], trimmed: bool) -> dict[str, object]:
@@ -51,10 +51,17 @@ def compile_all(targets: list[str], trimmed: bool) -> dict[str, object]:
 
 def compile_with(folder: Path, targets: list[str], trimmed: bool) -> dict[str, object]:
     """The same in a child process that finds the triton in `folder` first."""
-    kernels = str(Path(__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), kernels])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, __file__, "--targets", *targets, "--json", *["--trimmed"] * trimmed]
+    command = [
+        sys.executable,
+        "-m",
+        "support.compile.matrix",
+        "--targets",
+        *targets,
+        "--json",
+        *["--trimmed"] * trimmed,
+    ]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     if not done.stdout.strip():
         raise SystemExit(f"compiling with the triton in {folder} failed (exit code {done.returncode})")

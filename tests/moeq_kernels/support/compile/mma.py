@@ -1,6 +1,6 @@
 """Compiling the `mma.sync` products ahead of time for all NVIDIA architectures and reading them; needs no GPU.
 
-    PYTHONPATH=.:kernels python kernels/bench/compile/mma.py [--formats nvfp4] [--targets sm_80] [--out results.json]
+    python -m support.compile.mma [--formats nvfp4] [--targets sm_80] [--out results.json]
 
 Checked: each compiles, keeps its registers (no local memory inside loops) and fits shared memory; words come by
 cp.async (LDGSTS), tokens by ldmatrix (LDSM), products are HMMA. Exits 1 where one does not.
@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from support.compile.portable import CUDA_LINE, TARGETS, Outcome, cuda_registers, local_memory, sass
 
-from bench.compile.portable import CUDA_LINE, TARGETS, Outcome, cuda_registers, local_memory, sass
 from moeq_kernels import PackedExperts, PackedMatrix
 from moeq_kernels.compiling import compile_one, specialise
 from moeq_kernels.formats import find_format

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
-from bench.compile.w4a16 import _descriptor, _integers
-from bench.compile.w8a8 import OAI, _compile
+from support.compile.w4a16 import _descriptor, _integers
+from support.compile.w8a8 import OAI, _compile
+
 from moeq_kernels.epilogue import PLAIN, SILU, Epilogue
 from moeq_kernels.hopper.w4a8.w4a8_launches import BOX, FEW, MANY, W4a8Wide
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from bench.handover.trace import Event, Trace
+from support.handover.trace import Event, Trace
 
 Events = list[Event]
 

@@ -1,6 +1,6 @@
 """Is every hand-over of shared memory between warps ordered? Checked on a CPU, for all schedules of the real code.
 
-    PYTHONPATH=.:kernels python -m bench.handover --out results.json
+    python -m support.handover --out results.json
 
 `gluon_on_cpu` runs the device code with warps as threads; this records what each of them does with shared memory and
 mbarriers: waits, arrivals, bytes that are expected, copies of the copy engine and of cp.async, products that read
@@ -30,11 +30,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.cases import Recipe, make_layer, route
+from support.handover.mutants import mutants
+from support.handover.order import Order
+from support.handover.trace import Recorder, Trace
 
-from bench.cases import Recipe, make_layer, route
-from bench.handover.mutants import mutants
-from bench.handover.order import Order
-from bench.handover.trace import Recorder, Trace
 from moeq_kernels import interpreter
 
 
@@ -79,7 +79,8 @@ def cases() -> Iterator[tuple[str, str, Recipe, Any, int]]:
 
 def recorded(family: str, recipe: Recipe, plan: Any, tokens: int) -> Recorder:
     """One call of a layer on two multiprocessors."""
-    from bench import gluon_on_cpu
+    from support import gluon_on_cpu
+
     from moeq_kernels.prepared import prepare_for
     from moeq_kernels.problem import tensors_of
     from moeq_kernels.schedules import schedule

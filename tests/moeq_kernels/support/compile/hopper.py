@@ -1,6 +1,6 @@
 """Compiles every Hopper kernel ahead of time with the triton that is installed, and reads the machine code.
 
-    PYTHONPATH=.:kernels python kernels/bench/compile/hopper.py [--trimmed] [--out results.json] [PREFIX ...]
+    python -m support.compile.hopper [--trimmed] [--out results.json] [PREFIX ...]
 
 Needs no GPU. `--trimmed` builds each kernel once or twice, with the formats spread over them. For another triton:
 `pip install --no-deps --target DIR triton==3.6.0`, and put DIR first in PYTHONPATH.
@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import triton
-
-from bench.compile import w4a8, w4a16, w8a8
-from bench.compile.sass import disassemble, instructions, is_wgmma, main_loops, problems
-from bench.handover.ptx import unsynchronised
+from support.compile import w4a8, w4a16, w8a8
+from support.compile.sass import disassemble, instructions, is_wgmma, main_loops, problems
+from support.handover.ptx import unsynchronised
 
 TRIMMED = {
     "direct1-zeros", "direct1-down", "narrow8-gate-up-split", "narrow8-channel", "queue8-int8-g32-zeros",

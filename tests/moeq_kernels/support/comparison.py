@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bench.cases import Routed
-from bench.reference import Layer, moe, relative_error
 from moeq_kernels import PackedExperts, fused_moe
 from moeq_kernels.formats import find_format
+from support.cases import Routed
+from support.reference import Layer, moe, relative_error
 
 #: How much larger than the error of 16-bit products on dequantised weights a kernel's error may be.
 FACTOR = 1.2

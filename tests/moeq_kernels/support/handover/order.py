@@ -1,11 +1,11 @@
-"""What is ordered in every schedule of a trace, from one recording: see `bench.handover`."""
+"""What is ordered in every schedule of a trace, from one recording: see `support.handover`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from bench.handover.trace import LONG, Event, Trace
+from support.handover.trace import LONG, Event, Trace
 
 
 @dataclass
