@@ -1,8 +1,22 @@
-"""Index maps that AITER's layouts share. Source: AITER e4048607 (`aiter/ops/shuffle.py`), as driven by vLLM 0.33.0."""
+"""MXFP4, MXFP8, FP8 and int4 of AITER. Source: AITER e4048607 (`aiter/ops/shuffle.py`), as driven by vLLM 0.33.0."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from moeq.errors import MoeqError
+from moeq.layouts.arranged import ArrangedLayout, Part, is_gated_w13
 from moeq.layouts.arrangement import Arrangement
+from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec
+from moeq.layouts.fp8 import Fp8Layout, fp8_bytes
+from moeq.layouts.mxfp4 import IDENTITY, IDENTITY_SCALE, MXFP4Layout, bias_as, by_role, scale_bytes, weight_bytes
+from moeq.matrix import MatrixSpec, QuantizedMatrix
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 #: (16, 16): rows in 16s, bytes of K in 32s of two 16s.
 SHUFFLED = Arrangement("n r16, k u2 x16 b2 -> n k u r x | b")
@@ -14,3 +28,297 @@ A16W4_GATE_UP = Arrangement("h2 n r16, k m4 x16 b2 -> n h k m r x | b")
 #: `e8m0_shuffle`: 32 rows by 8 groups; with gate and up, 16 rows of each.
 E8M0 = Arrangement("n o2 r16, g u2 q4 -> n g q r u o")
 E8M0_GATE_UP = Arrangement("h2 n r16, g u2 q4 -> n g q r u h")
+
+
+class AiterA16W4(MXFP4Layout):
+    """AITER MXFP4 for bf16 activations (a16w4): 16-row tiles of gate and up alternate in w13.
+
+    `weight` uint8 `[N, K / 2]`, `scale` uint8 `[N, G]`, `bias` float32 (gate, then up; tiles alternate only in weights
+    and scales). Source: AITER e4048607, `shuffle_weight_a16w4` and `shuffle_scale_a16w4`; vLLM 0.33.0.
+    """
+
+    id = "aiter-a16w4/1"
+    title = "AITER MXFP4, bf16 activations"
+    source = "AITER e4048607, vLLM 0.33.0"
+    arch = "gfx942, gfx950"
+    slicing = "N by 16 per half of w13, by 32 of w2; K by 256"
+    padding = PaddingRule(intermediate=256, hidden=256)
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        return {
+            "weight": weight_bytes(spec, by_role(A16W4_GATE_UP, A16W4, spec)),
+            "scale": scale_bytes(spec, by_role(E8M0_GATE_UP, E8M0, spec)),
+            **bias_as(spec, IDENTITY_SCALE, "F32"),
+        }
+
+
+class AiterShuffle(MXFP4Layout):
+    """AITER MXFP4 x MXFP4 (CK): weights shuffled (16, 16), scales by `e8m0_shuffle`.
+
+    `weight` uint8 `[N, K / 2]`, `scale` uint8 `[N, G]`, `bias` float32; w13 rows as loaded (gate, then up). The engine
+    fills scales up to 256 rows over all experts and 8 groups with uninitialised memory, so K must be a multiple of 256
+    here and no padding arises. Source: AITER e4048607; vLLM 0.33.0.
+    """
+
+    id = "aiter-shuffle/1"
+    title = "AITER MXFP4, (16, 16)"
+    source = "AITER e4048607, vLLM 0.33.0"
+    arch = "gfx950"
+    slicing = "N by 32, K by 256"
+    padding = PaddingRule(intermediate=256, hidden=256)
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        return {
+            "weight": weight_bytes(spec, SHUFFLED),
+            "scale": scale_bytes(spec, E8M0),
+            **bias_as(spec, IDENTITY_SCALE, "F32"),
+        }
+
+
+_N32K4 = Arrangement("n r32, g q4 -> n g r q")
+
+
+class AiterGfx1250(MXFP4Layout):
+    """AITER Triton MXFP4 x MXFP4 on gfx1250: values in row order, scales in tiles of 32 rows by 4 groups (n32k4).
+
+    `weight` uint8 `[N, K / 2]` (the kernel takes the transposed view), `scale` uint8 `[N / 32, 32 G]`, `bias` float32;
+    w13 rows as loaded. Source: AITER e4048607, `shuffle_scale_n32k4`; vLLM 0.33.0.
+    """
+
+    id = "aiter-gfx1250/1"
+    title = "AITER Triton MXFP4, n32k4 scales"
+    source = "AITER e4048607, vLLM 0.33.0"
+    arch = "gfx1250"
+    slicing = "N by 32, K by 128"
+    padding = PaddingRule(intermediate=256, hidden=256)
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        return {
+            "weight": weight_bytes(spec, IDENTITY),
+            "scale": scale_bytes(spec, _N32K4, (spec.n // 32, 32 * spec.num_groups)),
+            **bias_as(spec, IDENTITY_SCALE, "F32"),
+        }
+
+
+_INT4_WEIGHT = Arrangement("n r16, k u2 y2 f2 b4 -> n k u r y b | f")
+_INT4_SCALE = Arrangement("n, g s2 -> g n s")
+
+
+class AiterInt4(ArrangedLayout):
+    """AITER FlyDSL int4: two's complement codes shuffled (16, 16) as bytes, then eight values packed to four bytes.
+
+    Of eight consecutive shuffled values, v0 .. v3 take the low nibbles of four bytes and v4 .. v7 the high ones:
+    `weight` uint8 `[N, K / 2]`. `scale` bf16 `[G / 2, N, 2]`. Source: AITER e4048607, `pack_int8_to_packed_int4`.
+    """
+
+    id = "aiter-int4/1"
+    title = "AITER FlyDSL int4"
+    source = "AITER e4048607"
+    elements = ("int4",)
+    schemes = "int4 symmetric with groups and bf16 scales"
+    arch = "gfx942, gfx950"
+    slicing = "N by 16, K by two groups"
+    scale_dtypes = ("bf16",)
+    channelwise = False
+    biased = False
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        shape = (spec.num_groups // 2, spec.n, 2)
+        return {
+            "weight": Part("codes", _INT4_WEIGHT, (spec.n, spec.k // 2), "U8", 4, flip=8),
+            "scale": Part("scales", _INT4_SCALE, shape, "BF16", 16, group=spec.group_size),
+        }
+
+
+_MXFP8_WEIGHT = Arrangement("n r16, k m4 x16 -> n k m r x")
+_MXFP8_WEIGHT_W13 = Arrangement("h2 n r16, k m4 x16 -> n h k m r x")
+
+#: What the hidden size has to be a multiple of, as the intermediate size is by its groups.
+_HIDDEN = 256
+
+
+class AiterMXFP8(ArrangedLayout):
+    """AITER MXFP8 (FlyDSL): bytes in the order of `aiter-a16w4`; 16-row tiles of gate and up alternate in w13.
+
+    `weight` F8_E4M3 `[N, K]`, `scale` uint8 `[N, G]`. AITER fills the scales of w2 up to 256 rows, all experts
+    together, and to 8 groups with whatever lies in memory, so here the hidden and the intermediate size have to be
+    multiples of 256. It takes the halves of w13 for gate and up, so there have to be both.
+
+    Source: AITER e4048607 (`shuffle_weight`, `shuffle_scale`); vLLM 0.33.0, `_aiter_ops.py`
+    (`shuffle_mxfp8_moe_weights`).
+    """
+
+    id = "aiter-mxfp8/1"
+    title = "AITER MXFP8"
+    source = "AITER e4048607, vLLM 0.33.0"
+    elements = ("e4m3",)
+    schemes = "mxfp8 (e4m3 codes, e8m0 scales of 32), with a gate, no bias"
+    arch = "gfx950"
+    slicing = "I by 256, H by 256"
+    scale_dtypes = ("e8m0",)
+    group_sizes = (32,)
+    channelwise = False
+    biased = False
+
+    def problems(self, spec: MatrixSpec) -> list[Problem]:
+        found = super().problems(spec)
+        if spec.role == "w13" and not spec.gated:
+            found.append(Problem("layout.gate", "its kernel takes the rows of w13 for gate and up"))
+        if spec.role == "w2" and spec.n % _HIDDEN:
+            rest = f"{spec.n} % {_HIDDEN} = {spec.n % _HIDDEN}"
+            found.append(Problem("layout.n-multiple", f"N = {spec.n} is not a multiple of {_HIDDEN} ({rest})"))
+        return found
+
+    def slices(self, spec: MatrixSpec) -> SliceRule:
+        return SliceRule(_HIDDEN, super().slices(spec).k)
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        return {
+            "weight": fp8_bytes(spec, by_role(_MXFP8_WEIGHT_W13, _MXFP8_WEIGHT, spec)),
+            "scale": scale_bytes(spec, by_role(E8M0_GATE_UP, E8M0, spec)),
+        }
+
+
+#: (16, 16): rows in 16s, K in 32s of two 16s.
+SHUFFLED_BYTES = Arrangement("n r16, k u2 x16 -> n k u r x")
+
+#: Negative zero in E4M3, NaN in E4M3FNUZ.
+NEGATIVE_ZERO = 0x80
+
+
+class _Aiter(Fp8Layout):
+    source = "AITER 0.1.7, vLLM 0.33.0"
+    arch = "gfx950"
+    slicing = "N by 16, K by 32"
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        return {"weight": fp8_bytes(spec, SHUFFLED_BYTES), "scale": self.scale(spec)}
+
+
+class AiterFp8Block(_Aiter):
+    """AITER FP8: weights shuffled (16, 16) as bytes, scales as the engine keeps them (`fp8.py`); w13 is gate, then up.
+
+    * `aiter-fp8-block/1`, `aiter-fp8-channel/1`, `aiter-fp8-tensor/1`: `weight` F8_E4M3 `[N, K]`, for gfx950 (E4M3 as
+      most checkpoints have it).
+    * `aiter-fp8-block-fnuz/1`, `-channel-fnuz/1`, `-tensor-fnuz/1`: for gfx942, whose FP8 has another bias and no
+      negative zero. `weight` uint8, the bytes of E4M3FNUZ: the same bits stand for half the value, so scales are
+      doubled; 0x80 would be NaN and becomes 0. `zero_sign` uint8 `[N, K / 8]` is moeq's own, for the way back: bit k %
+      8 of byte k // 8 says that code k was 0x80.
+
+    Source: AITER 0.1.7 (`shuffle_weight`, as in e4048607); vLLM 0.33.0, `oracle/fp8.py` and `w8a8_utils.py`
+    (`normalize_e4m3fn_to_e4m3fnuz`).
+    """
+
+    id = "aiter-fp8-block/1"
+    title = "AITER FP8, blocks"
+    slicing = "N by 128, K by 128"
+    scope = "block"
+
+
+class AiterFp8Channel(_Aiter):
+    """See the module."""
+
+    id = "aiter-fp8-channel/1"
+    title = "AITER FP8, one scale per channel"
+    scope = "channel"
+
+
+class AiterFp8Tensor(_Aiter):
+    """See the module."""
+
+    id = "aiter-fp8-tensor/1"
+    title = "AITER FP8, one scale per matrix"
+    scope = "tensor"
+
+
+class AiterFnuz(_Aiter):
+    """What gfx942 changes in each of them."""
+
+    arch = "gfx942"
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        parts = super().parts(spec)
+        return parts | {"weight": replace(parts["weight"], dtype="U8")}
+
+    def extra_tensors(self, spec: MatrixSpec) -> dict[str, TensorSpec]:
+        return {"zero_sign": TensorSpec((spec.n, spec.k // 8), "U8")}
+
+    def fill_extra(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
+        if "zero_sign" in out:
+            out["zero_sign"].copy_(_bits(matrix.codes == NEGATIVE_ZERO))
+
+    def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
+        found = super().encode(name, matrix)
+        return found * 2.0 if name == "scale" else found.masked_fill(found == NEGATIVE_ZERO, 0)
+
+    def decode(self, name: str, elements: Tensor, spec: MatrixSpec) -> Tensor:
+        if name == "scale":
+            import torch
+
+            elements = (elements.view(torch.float32) / 2.0).view(elements.dtype)
+        return super().decode(name, elements, spec)
+
+    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec) -> QuantizedMatrix:
+        matrix = super().unpack(parts, spec)
+        signed = _flags(parts["zero_sign"])
+        wrong = int((matrix.codes[signed] != 0).sum())
+        if wrong:
+            text = f"{self.id}: zero_sign names {wrong} codes of {spec.role} that are not 0"
+            raise MoeqError("source.bad-data", text)
+        return replace(matrix, codes=matrix.codes.masked_fill(signed, NEGATIVE_ZERO))
+
+    def check_values(self, matrix: QuantizedMatrix) -> None:
+        import torch
+
+        beyond = int((~torch.isfinite(self.encode("scale", matrix))).sum())
+        if beyond:
+            raise MoeqError(
+                "usage.scale-range",
+                f"{self.id} stores scales times 2, which is infinite for {beyond} scales of {matrix.spec.role}",
+                "moeq oracle SRC lists the backends that read the scales as they are",
+            )
+        super().check_values(matrix)
+
+    def slice_parts(
+        self, parts: Mapping[str, Tensor], spec: MatrixSpec, *, n: tuple[int, int], k: tuple[int, int]
+    ) -> dict[str, Tensor]:
+        cut = super().slice_parts(parts, spec, n=n, k=k)
+        halves = 2 if is_gated_w13(spec) else 1
+        flags = parts["zero_sign"].view(halves, spec.n // halves, -1)[:, n[0] : n[1], k[0] // 8 : k[1] // 8]
+        return cut | {"zero_sign": flags.reshape(-1, flags.shape[2]).contiguous()}
+
+
+class AiterFp8BlockFnuz(AiterFnuz, AiterFp8Block):
+    """See the module."""
+
+    id = "aiter-fp8-block-fnuz/1"
+    title = "AITER FP8 (E4M3FNUZ), blocks"
+
+
+class AiterFp8ChannelFnuz(AiterFnuz, AiterFp8Channel):
+    """See the module."""
+
+    id = "aiter-fp8-channel-fnuz/1"
+    title = "AITER FP8 (E4M3FNUZ), one scale per channel"
+
+
+class AiterFp8TensorFnuz(AiterFnuz, AiterFp8Tensor):
+    """See the module."""
+
+    id = "aiter-fp8-tensor-fnuz/1"
+    title = "AITER FP8 (E4M3FNUZ), one scale per matrix"
+
+
+def _bits(flags: Tensor) -> Tensor:
+    """uint8 `[N, K / 8]` of booleans `[N, K]`, the first in the lowest bit."""
+    import torch
+
+    weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
+    return (flags.view(flags.shape[0], -1, 8) * weights).sum(dim=2, dtype=torch.uint8)
+
+
+def _flags(octets: Tensor) -> Tensor:
+    """The inverse of `_bits`."""
+    import torch
+
+    return ((octets.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(1).bool()

@@ -84,5 +84,5 @@ def _moeq_mxfp4() -> tuple[int, ...]:
     return tuple((end + 16 * half) % 32 for half in range(2) for nibble in ends for end in nibble)
 
 
-#: Eight e2m1 codes of a Marlin word as `moeq-mxfp4/1` has them (see `moeq.layouts.moeq_mxfp4`).
+#: Eight e2m1 codes of a Marlin word as `moeq-mxfp4/1` has them (see `moeq.layouts.moeq`).
 MOEQ_MXFP4 = BitPermutation(_moeq_mxfp4())

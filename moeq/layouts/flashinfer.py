@@ -1,12 +1,35 @@
-"""Index maps that FlashInfer's layouts share. Source: FlashInfer 0.7.2 as driven by vLLM 0.33.0.
-
-The TRTLLM kernels read rows shuffled for an epilogue tile of 128: new row 32 a + 8 d + e holds row 32 a + 4 e + d. w13
-rows are first paired up 0, gate 0, up 1, gate 1, ..., so there the last bit of d tells gate from up.
-"""
+"""Layouts of FlashInfer: its TRTLLM, CUTLASS and CuteDSL kernels. Source: FlashInfer 0.7.2 as driven by vLLM 0.33.0."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from moeq.layouts.arranged import ArrangedLayout, Part, changed
 from moeq.layouts.arrangement import Arrangement
+from moeq.layouts.base import PaddingRule, Problem, SliceRule
+from moeq.layouts.bits import MUL_FREE
+from moeq.layouts.fp8 import Fp8Layout, fp8_bytes, has_two_scales, to_larger_scale
+from moeq.layouts.mxfp4 import (
+    IDENTITY,
+    IDENTITY_SCALE,
+    TILE_128X4,
+    TILE_128X4_UP_GATE,
+    UP_GATE,
+    UP_GATE_ROWS,
+    MXFP4Layout,
+    bias_as,
+    by_role,
+    scale_bytes,
+    weight_bytes,
+)
+from moeq.layouts.nvfp4 import NVFP4Layout, TiledNVFP4, nvfp4_scale, nvfp4_weight
+from moeq.matrix import MatrixSpec, QuantizedMatrix
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 #: Row numbers alone, for tiles of 128 and (unused by vLLM) for others.
 ROWS_128 = Arrangement("n e8 d4, k -> n d e k")
@@ -27,3 +50,352 @@ SCALE_W13 = Arrangement("h2 n y4 e8 d2, c x4 -> n c d ~h e y x")
 #: Biases.
 BIAS = ROWS_128
 BIAS_W13 = Arrangement("h2 n e8 d2, k -> n d ~h e k")
+
+
+class TrtllmMXFP4(MXFP4Layout):
+    """FlashInfer TRTLLM MXFP4, for bf16 and for MXFP8 activations alike (the same bytes).
+
+    `weight` uint8 `[N, K / 2]` with shuffled rows, w13 rows paired up, gate first (`flashinfer.py`); `scale` uint8 `[N,
+    G]`, shuffled and in 128 x 4 tiles; `bias` float32 in the order of the rows. gpt-oss's interleaved rows give the
+    same result as separate gate and up. Source: vLLM 0.33.0, `oracle/mxfp4.py`; FlashInfer 0.7.2.
+    """
+
+    id = "trtllm-mxfp4/1"
+    title = "FlashInfer TRTLLM MXFP4, bf16 or MXFP8 activations"
+    source = "vLLM 0.33.0, FlashInfer 0.7.2"
+    arch = "SM100 family"
+    slicing = "N by 64 per half of w13, by 128 of w2; K by 128"
+    padding = PaddingRule(intermediate=128, hidden=256)
+    w13_order = "up-gate"
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        return {
+            "weight": weight_bytes(spec, by_role(SHUFFLED_W13, SHUFFLED, spec)),
+            "scale": scale_bytes(spec, by_role(SCALE_W13, SCALE, spec)),
+            **bias_as(spec, by_role(BIAS_W13, BIAS, spec), "F32"),
+        }
+
+
+# Byte columns split as k (32 bytes), m v (the MMA step of 8 bytes), j, x; rows as n (16), o (octet), r.
+_SM90_WEIGHT = Arrangement("n o2 r8, k m2 v2 j2 x4 b2 -> n v r k m x | j o b")
+_SM90_WEIGHT_W13 = Arrangement("h2 n o2 r8, k m2 v2 j2 x4 b2 -> ~h n v r k m x | j o b")
+_SM90_SCALE = Arrangement("n y4 z16, c x4 -> n c z y x")
+_SM90_SCALE_W13 = Arrangement("h2 n y4 z16, c x4 -> ~h n c z y x")
+
+
+class FlashInferCutlassBF16(MXFP4Layout):
+    """FlashInfer CUTLASS MXFP4 for bf16 activations (SM90 only).
+
+    w13 rows are up, then gate. Weights are interleaved for the mixed-input tensor-core tile, four bytes to a 32-bit
+    word, and the bits of each word are permuted for a decoding without multiplication tables (`bits.MUL_FREE`):
+    `weight` uint8 `[N, K / 2]`. `scale` uint8 `[N / 64, K / 128, 16, 16]`, `bias` bf16.
+    Source: FlashInfer 0.7.2, SM90 mixed-input MoE GEMM and `prepare.py`; vLLM 0.33.0.
+    """
+
+    id = "flashinfer-cutlass-mxfp4-bf16/1"
+    title = "FlashInfer CUTLASS MXFP4, bf16 activations"
+    source = "vLLM 0.33.0, FlashInfer 0.7.2"
+    arch = "SM90"
+    slicing = "N by 64, K by 128"
+    padding = PaddingRule(intermediate=128, hidden=128)
+    w13_order = "up-gate"
+    lossy = "biases are rounded to bf16"
+    n_multiple = 64
+    k_multiple = 128
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        weight = weight_bytes(spec, by_role(_SM90_WEIGHT_W13, _SM90_WEIGHT, spec))
+        return {
+            "weight": replace(weight, rewrite=MUL_FREE),
+            "scale": scale_bytes(
+                spec, by_role(_SM90_SCALE_W13, _SM90_SCALE, spec), (spec.n // 64, spec.k // 128, 16, 16)
+            ),
+            **bias_as(spec, by_role(UP_GATE_ROWS, IDENTITY_SCALE, spec), "BF16"),
+        }
+
+
+class FlashInferCutlassMXFP8(MXFP4Layout):
+    """FlashInfer CUTLASS MXFP4 for MXFP8 activations (SM100 and newer, SM120).
+
+    w13 rows are up, then gate; bytes stay. `weight` uint8 `[N, K / 2]`, `scale` uint8 `[N, G]` in 128 x 4 tiles, `bias`
+    bf16. Source: vLLM 0.33.0, `oracle/mxfp4.py`; FlashInfer 0.7.2.
+    """
+
+    id = "flashinfer-cutlass-mxfp4-mxfp8/1"
+    title = "FlashInfer CUTLASS MXFP4, MXFP8 activations"
+    source = "vLLM 0.33.0, FlashInfer 0.7.2"
+    arch = "SM100 and newer, SM120"
+    slicing = "N by 128, K by 128"
+    padding = PaddingRule(intermediate=128, hidden=128)
+    w13_order = "up-gate"
+    lossy = "biases are rounded to bf16"
+    n_multiple = 128
+    k_multiple = 128
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        return {
+            "weight": weight_bytes(spec, by_role(UP_GATE, IDENTITY, spec)),
+            "scale": scale_bytes(spec, by_role(TILE_128X4_UP_GATE, TILE_128X4, spec)),
+            **bias_as(spec, by_role(UP_GATE_ROWS, IDENTITY_SCALE, spec), "BF16"),
+        }
+
+
+class TrtllmNVFP4(NVFP4Layout):
+    """FlashInfer TRTLLM NVFP4: shuffled rows, w13 rows paired up, gate (`flashinfer.py`), scales in 128 x 4 tiles.
+
+    `weight`, `scale` and `global_scale` as in `nvfp4.py`. The intermediate size is rounded up to 64 (128 without a
+    gate), the hidden size to 256; with one activation scale per token and without a gate the engine rounds it up to
+    512, which is no layout of moeq.
+
+    Source: vLLM 0.33.0, `flashinfer_fp4_moe.py` (`prepare_static_weights_for_trtllm_fp4_moe`); FlashInfer 0.7.2.
+    """
+
+    id = "trtllm-nvfp4/1"
+    title = "FlashInfer TRTLLM NVFP4"
+    source = "vLLM 0.33.0, FlashInfer 0.7.2"
+    arch = "SM100 family"
+    slicing = "N by 64 per half of w13, by 128 of w2; K by 64"
+    padding = PaddingRule(intermediate=64, hidden=256, ungated=128)
+    w13_order = "up-gate"
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        return {
+            "weight": nvfp4_weight(spec, by_role(SHUFFLED_W13, SHUFFLED, spec)),
+            "scale": nvfp4_scale(spec, by_role(SCALE_W13, SCALE, spec)),
+        }
+
+
+_CUTEDSL_WEIGHT_W13 = Arrangement("h2 n r64, k b2 -> n ~h r k | b")
+_CUTEDSL_SCALE_W13 = Arrangement("h2 n y2 z32, c x4 -> n c z ~h y x")
+
+
+class CuteDslNVFP4(NVFP4Layout):
+    """FlashInfer CuteDSL NVFP4: 64 rows of up and 64 of gate in turns, scales in 128 x 4 tiles.
+
+    `weight`, `scale` and `global_scale` as in `nvfp4.py`. The intermediate size is rounded up to 64 (128 without a
+    gate), the hidden size to 256; before 0.32.0 the engine rounds neither. The kernel takes the scales as a view of
+    these bytes.
+
+    Source: vLLM 0.33.0, `flashinfer_fp4_moe.py` (`prepare_nvfp4_moe_layer_for_flashinfer_cutedsl`).
+    """
+
+    id = "flashinfer-cutedsl-nvfp4/1"
+    title = "FlashInfer CuteDSL NVFP4"
+    source = "vLLM 0.33.0, FlashInfer 0.7.2"
+    arch = "SM100 family"
+    slicing = "N by 64 per half of w13, by 128 of w2; K by 64"
+    padding = PaddingRule(intermediate=64, hidden=256, ungated=128)
+    w13_order = "up-gate"
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        return {
+            "weight": nvfp4_weight(spec, by_role(_CUTEDSL_WEIGHT_W13, IDENTITY, spec)),
+            "scale": nvfp4_scale(spec, by_role(_CUTEDSL_SCALE_W13, TILE_128X4, spec)),
+        }
+
+
+class FlashInferCutlassNVFP4(TiledNVFP4):
+    """See the module."""
+
+    id = "flashinfer-cutlass-nvfp4/1"
+    title = "FlashInfer CUTLASS NVFP4"
+    arch = "SM100 and newer"
+    padding = PaddingRule(ungated=128)
+    w13_order = "up-gate"
+
+
+class TrtllmMXFP8(ArrangedLayout):
+    """FlashInfer TRTLLM MXFP8: shuffled rows, w13 rows paired up, gate (`flashinfer.py`), scales in 128 x 4 tiles.
+
+    `weight` F8_E4M3 `[N, K]`; `scale` uint8 `[N, G]`. The engine rounds the intermediate size up to 128 and the hidden
+    size to 256, with scales of 1 where moeq fills up with 0, so here they have to be such multiples already.
+
+    Source: vLLM 0.33.0, `flashinfer_utils.py` (`_shuffle_mxfp8_moe_weights`); FlashInfer 0.7.2.
+    """
+
+    id = "trtllm-mxfp8/1"
+    title = "FlashInfer TRTLLM MXFP8"
+    source = "vLLM 0.33.0, FlashInfer 0.7.2"
+    elements = ("e4m3",)
+    schemes = "mxfp8 (e4m3 codes, e8m0 scales of 32), no bias"
+    arch = "SM100 family"
+    slicing = "I by 128, H by 256"
+    w13_order = "up-gate"
+    scale_dtypes = ("e8m0",)
+    group_sizes = (32,)
+    channelwise = False
+    biased = False
+    n_multiple = 128
+    k_multiple = 128
+
+    def problems(self, spec: MatrixSpec) -> list[Problem]:
+        found = super().problems(spec)
+        axis, hidden = ("n", spec.n) if spec.role == "w2" else ("k", spec.k)
+        if hidden % 256:
+            above = -(-hidden // 256) * 256
+            message = f"the hidden size {hidden} is not a multiple of 256 ({hidden} % 256 = {hidden % 256})"
+            remedy = f"the engine pads it to {above} with scales of 1"
+            found.append(Problem(f"layout.{axis}-multiple", message, remedy))
+        return found
+
+    def slices(self, spec: MatrixSpec) -> SliceRule:
+        rule = super().slices(spec)
+        return SliceRule(256, rule.k) if spec.role == "w2" else SliceRule(rule.n, 256)
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        return {
+            "weight": fp8_bytes(spec, by_role(BIAS_W13, ROWS_128, spec)),
+            "scale": scale_bytes(spec, by_role(SCALE_W13, SCALE, spec)),
+        }
+
+
+#: What the engine raises smaller scales of blocks to.
+LEAST = 1e-10
+
+#: Rows shuffled in 16s, in blocks of 128 bytes of K.
+_BLOCK_MAJOR = Arrangement("n e8 d2, k j128 -> k n d e j")
+_BLOCK_MAJOR_W13 = Arrangement("h2 n e8 d2, k j128 -> k ~h n d e j")
+
+
+class RaisedBlocks(Fp8Layout):
+    """Base of the layouts with blocks."""
+
+    source = "vLLM 0.33.0, FlashInfer 0.7.2"
+    slicing = "N by 128, K by 128"
+    w13_order = "up-gate"
+    scope = "block"
+    lossy = "scales below 1e-10 become 1e-10, as the engine raises them"
+    lossy_as_engine = True
+
+    def recodes(self, part: Part, spec: MatrixSpec) -> bool:
+        return part.field == "scales" or super().recodes(part, spec)
+
+    def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
+        found = super().encode(name, matrix)
+        return found.clamp(min=LEAST) if name == "scale" else found
+
+
+class FlashInferCutlassFp8Block(RaisedBlocks):
+    """FlashInfer FP8 x FP8: up rows before gate rows; TRTLLM's also shuffled (`flashinfer.py`).
+
+    `weight` F8_E4M3 and `scale` float32 (`fp8.py`).
+
+    * `flashinfer-cutlass-fp8-block/1` (SM90): `weight` `[N, K]`, `scale` `[N / 128, K / 128]`, both up, then gate.
+    * `trtllm-fp8-block/1`: `weight` `[K / 128, N, 128]`, rows shuffled in 16s, blocks of 128 bytes of K outermost;
+      `scale` `[N / 128, K / 128]`. Both are up, then gate.
+    * `flashinfer-cutlass-fp8-tensor/1`: `weight` `[N, K]` up, then gate; `scale` `[1]`.
+    * `trtllm-fp8-tensor/1`: `weight` `[N, K]`, rows shuffled in 32s, w13 rows paired up, gate; `scale` `[1]`.
+
+    With blocks the engine raises scales below 1e-10 to that, which is lossy; with one scale it rounds the intermediate
+    size up to 16 (128 without a gate), and gate and up that have a scale each are requantised to the larger, which is
+    lossy.
+
+    Source: vLLM 0.33.0, `flashinfer_utils.py` (`prepare_fp8_moe_layer_for_fi`); FlashInfer 0.7.2.
+    """
+
+    id = "flashinfer-cutlass-fp8-block/1"
+    title = "FlashInfer CUTLASS FP8, blocks"
+    arch = "SM90"
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        order = by_role(UP_GATE_ROWS, IDENTITY_SCALE, spec)
+        return {"weight": fp8_bytes(spec, order), "scale": self.scale(spec, order)}
+
+
+class TrtllmFp8Block(RaisedBlocks):
+    """See the module."""
+
+    id = "trtllm-fp8-block/1"
+    title = "FlashInfer TRTLLM FP8, blocks"
+    arch = "SM100 family"
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        weight = fp8_bytes(spec, by_role(_BLOCK_MAJOR_W13, _BLOCK_MAJOR, spec), (spec.k // 128, spec.n, 128))
+        return {"weight": weight, "scale": self.scale(spec, by_role(UP_GATE_ROWS, IDENTITY_SCALE, spec))}
+
+
+class OneScale(Fp8Layout):
+    """Base of the layouts with one scale per matrix, whose sizes the engine rounds up by one rule."""
+
+    source = "vLLM 0.33.0, FlashInfer 0.7.2"
+    padding = PaddingRule(intermediate=16, ungated=128, same_scale=True)
+    w13_order = "up-gate"
+    scope = "tensor"
+    k_multiple = 16
+    rearranges = True  # but for two scales, which the fast path leaves to the reference path
+    lossy = "gate and up, which have a scale each, are requantised to the larger, as the engine does"
+    lossy_as_engine = True
+
+    def losses(self, matrix: QuantizedMatrix) -> int:
+        if not has_two_scales(matrix):
+            return super().losses(matrix)
+        written = to_larger_scale(matrix)
+        return changed(matrix.codes, written.codes) + changed(matrix.scales, written.scales)
+
+    def check_values(self, matrix: QuantizedMatrix) -> None:
+        if not has_two_scales(matrix):
+            super().check_values(matrix)
+        elif not self.allow_lossy:
+            ArrangedLayout.check_values(self, matrix)  # says what would be lost
+
+    def pack_into(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
+        self.check(matrix.spec)
+        self.check_values(matrix)
+        super().pack_into(to_larger_scale(matrix) if has_two_scales(matrix) else matrix, out)
+
+
+class FlashInferCutlassFp8Tensor(OneScale):
+    """See the module."""
+
+    id = "flashinfer-cutlass-fp8-tensor/1"
+    title = "FlashInfer CUTLASS FP8, one scale per matrix"
+    arch = "SM90 and newer"
+    slicing = "N by 16, K by 16"
+    n_multiple = 16
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        return {"weight": fp8_bytes(spec, by_role(UP_GATE_ROWS, IDENTITY_SCALE, spec)), "scale": self.scale(spec)}
+
+
+class TrtllmFp8Tensor(OneScale):
+    """See the module."""
+
+    id = "trtllm-fp8-tensor/1"
+    title = "FlashInfer TRTLLM FP8, one scale per matrix"
+    arch = "SM100 family"
+    slicing = "N by 16 per half of w13, by 32 of w2; K by 16"
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        return {"weight": fp8_bytes(spec, by_role(BIAS_W13, ROWS_128, spec)), "scale": self.scale(spec)}
+
+
+class TrtllmMxInt4(ArrangedLayout):
+    """FlashInfer TRTLLM MxInt4: symmetric int4 in groups of 32 with bf16 scales.
+
+    Codes become two's complement (`code xor 8`), rows are shuffled (`flashinfer.py`), K is cut in blocks of 256 codes:
+    `weight` uint8 `[K / 256, N, 128]`; `scale` bf16, flat `[N * G]`, shuffled and in 128 x 4 tiles. H and I must be
+    multiples of 256. Source: vLLM 0.33.0, `flashinfer_mxint4_moe.py`; FlashInfer 0.7.2.
+    """
+
+    id = "trtllm-mxint4/1"
+    title = "FlashInfer TRTLLM MxInt4"
+    source = "vLLM 0.33.0, FlashInfer 0.7.2"
+    elements = ("int4",)
+    schemes = "int4 symmetric in groups of 32 with bf16 scales, no bias"
+    arch = "SM100 family"
+    slicing = "N by 256, K by 256"
+    w13_order = "up-gate"
+    scale_dtypes = ("bf16",)
+    group_sizes = (32,)
+    channelwise = False
+    biased = False
+    n_multiple = 256
+    k_multiple = 256
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        weight, scale = by_role(BLOCK_MAJOR_W13, BLOCK_MAJOR, spec), by_role(SCALE_W13, SCALE, spec)
+        shape = (spec.k // 256, spec.n, 128)
+        return {
+            "weight": Part("codes", weight, shape, "U8", 4, flip=8),
+            "scale": Part("scales", scale, (spec.n * spec.num_groups,), "BF16", 16, group=spec.group_size),
+        }

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING
 from moeq.errors import MoeqError
 from moeq.layouts.arranged import Part
 from moeq.layouts.base import PaddingRule, SliceRule
-from moeq.layouts.marlin import GROUPED, SINGLE, WEIGHT, bias_part, scale_part, weight_part, zero_part
-from moeq.layouts.marlin_a8 import ZERO_A8
-from moeq.layouts.marlin_wna16 import MarlinWNA16
+from moeq.layouts.marlin.maps import GROUPED, SINGLE, WEIGHT, ZERO_A8, bias_part, scale_part, weight_part, zero_part
+from moeq.layouts.marlin.wna16 import MarlinWNA16
 from moeq.layouts.mxfp4 import MXFP4Layout
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 

@@ -1,18 +1,25 @@
-"""What the triton_kernels layouts share. Source: triton_kernels as vendored in vLLM 0.33.0 (generation 3.5.1).
-
-Shapes are those of the memory, contiguous, one expert; the kernel takes the transposed view. w13 rows are
-interleaved (gate 0, up 0, gate 1, ...), as the SwiGLU epilogue reads pairs, and biases are float32. The layouts are
-a function of the installed triton_kernels: newer generations pad more; these ids mean generation 3.5.1.
-
-vLLM 0.33.0 interleaves the last dimension, not the rows, of models other than gpt-oss on this backend, which does not
-fit the kernel; moeq writes interleaved rows for every model.
-"""
+"""MXFP4 of triton_kernels."""
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from moeq.layouts.arranged import Part
+from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule
-from moeq.layouts.mxfp4 import IDENTITY_SCALE, INTERLEAVED_ROWS, MXFP4Layout, bias_as, by_role
+from moeq.layouts.bits import MUL_FREE
+from moeq.layouts.mxfp4 import (
+    IDENTITY,
+    IDENTITY_SCALE,
+    INTERLEAVED,
+    INTERLEAVED_ROWS,
+    TILE_128X4,
+    MXFP4Layout,
+    bias_as,
+    by_role,
+    scale_bytes,
+    weight_bytes,
+)
 from moeq.matrix import MatrixSpec
 
 
@@ -26,3 +33,106 @@ class TritonKernelsLayout(MXFP4Layout):
     def bias(self, spec: MatrixSpec) -> dict[str, Part]:
         """float32 `[N]` in row order."""
         return bias_as(spec, by_role(INTERLEAVED_ROWS, IDENTITY_SCALE, spec), "F32")
+
+
+# Row 16 n + 8 o + 2 r + s: for a gated w13, s is the half. Byte column 32 k + 8 m + 4 j + x.
+HOPPER_WEIGHT = Arrangement("n o2 r4 s2, k m4 j2 x4 b2 -> n r k s x m | j o b")
+HOPPER_WEIGHT_W13 = Arrangement("h2 n o2 r4, k m4 j2 x4 b2 -> n r k h x m | j o b")
+
+
+class TritonKernelsHopper(TritonKernelsLayout):
+    """triton_kernels MXFP4 on Hopper (SM90).
+
+    `weight` uint8 `[N / 4, 2 K]` (`HopperMXValueLayout`; N is filled up to 16 and K to 64), the bits of each 32-bit
+    word permuted as in `bits.MUL_FREE`. `scale` uint8 `[N / 32, 32 G]` (`HopperMXScaleLayout`; N is filled up to 32
+    times the number of warps and G to 4). The scale order depends on the number of warps: 8 in vLLM, 4 in the `-w4` id.
+    Source: triton_kernels 3.5.1 (vLLM 0.33.0).
+    """
+
+    id = "triton-kernels-hopper/1"
+    title = "triton_kernels MXFP4, Hopper, 8 warps"
+    arch = "SM90"
+    slicing = "N by 256 (128 per half of w13), K by 128"
+    warps: ClassVar[int] = 8
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        w, unit = self.warps, 32 * self.warps
+        scale = by_role(
+            Arrangement(f"h2 n u2 x{w} o2 r4, g s2 -> n x g u r h s o"),
+            Arrangement(f"n u2 x{w} o2 r8, g s2 -> n x g u r s o"),
+            spec,
+        )
+        rows, columns = -(-spec.n // 16) * 16, -(-spec.k // 64) * 64
+        scale_shape = (-(-spec.n // unit) * unit // 32, 32 * (-(-spec.num_groups // 4) * 4))
+        scales = scale_bytes(spec, scale, scale_shape)
+        shape = (rows // 4, 2 * columns)
+        return {
+            "weight": Part(
+                "codes", by_role(HOPPER_WEIGHT_W13, HOPPER_WEIGHT, spec), shape, "U8", 4, pad=(16, 64), rewrite=MUL_FREE
+            ),
+            "scale": Part("scales", scale, scales.shape, "U8", 8, pad=(unit, 4), group=spec.group_size),
+            **self.bias(spec),
+        }
+
+
+class TritonKernelsHopper4(TritonKernelsHopper):
+    """Scales for 4 warps."""
+
+    id = "triton-kernels-hopper-w4/1"
+    title = "triton_kernels MXFP4, Hopper, 4 warps"
+    slicing = "N by 128 (64 per half of w13), K by 128"
+    warps = 4
+
+
+# Row 128 n + 32 y + 2 z + h of the interleaved matrix.
+_BLACKWELL_SCALE_W13 = Arrangement("h2 n y4 z16, c x4 -> n c z h y x")
+
+
+class TritonKernelsBlackwell(TritonKernelsLayout):
+    """triton_kernels MXFP4 on Blackwell (SM100, SM120).
+
+    `weight` uint8 `[N, K / 2]`, K filled up to 256 (`BlackwellMXValueLayout`: no permutation); `scale` uint8 `[N / 128,
+    G / 4, 2, 256]` in 128 x 4 tiles, N filled up to 128 and G to 8 (`BlackwellMXScaleLayout`; the kernel takes all
+    experts as `[1, E N / 128, G / 4, 2, 256]`). Source: triton_kernels 3.5.1 (vLLM 0.33.0).
+    """
+
+    id = "triton-kernels-blackwell/1"
+    title = "triton_kernels MXFP4, Blackwell"
+    arch = "SM100, SM120"
+    slicing = "N by 128 (64 per half of w13), K by 256"
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        weight, scale = by_role(INTERLEAVED, IDENTITY, spec), by_role(_BLACKWELL_SCALE_W13, TILE_128X4, spec)
+        shape = (-(-spec.n // 128), -(-spec.num_groups // 8) * 2, 2, 256)
+        return {
+            "weight": Part("codes", weight, (spec.n, -(-spec.k // 256) * 128), "U8", 4, pad=(1, 256)),
+            "scale": Part("scales", scale, shape, "U8", 8, pad=(128, 8), group=spec.group_size),
+            **self.bias(spec),
+        }
+
+
+_CDNA4_SCALE = Arrangement("n o2 r16, g u2 q4 -> n g q r u o")
+_CDNA4_SCALE_W13 = Arrangement("h2 n o2 r8, g u2 q4 -> n g q r h u o")
+
+
+class TritonKernelsCDNA4(TritonKernelsLayout):
+    """triton_kernels MXFP4 on CDNA4 (gfx950): values in row order, scales for its matrix cores.
+
+    `weight` uint8 `[N, K / 2]`, `scale` uint8 `[N / 32, 32 G]` (`CDNA4MXScaleLayout`), `bias` float32. vLLM takes this
+    scale order only for TP up to 2 and the plain one (`mxfp4-identity/1` with interleaved rows) beyond. Source:
+    triton_kernels 3.5.1 (vLLM 0.33.0).
+    """
+
+    id = "triton-kernels-cdna4/1"
+    title = "triton_kernels MXFP4, CDNA4 scales"
+    arch = "gfx950, TP up to 2"
+    slicing = "N by 32 (16 per half of w13), K by 256"
+    padding = PaddingRule(intermediate=256, hidden=256)
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        shape = (spec.n // 32, 32 * spec.num_groups)
+        return {
+            "weight": weight_bytes(spec, by_role(INTERLEAVED, IDENTITY, spec)),
+            "scale": scale_bytes(spec, by_role(_CDNA4_SCALE_W13, _CDNA4_SCALE, spec), shape),
+            **self.bias(spec),
+        }

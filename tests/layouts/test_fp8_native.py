@@ -11,7 +11,7 @@ from layouts.cases import arranged
 from layouts.matrices import random_matrix, same
 
 from moeq.errors import MoeqError
-from moeq.layouts.deepgemm_fp8 import requantised
+from moeq.layouts.deepgemm import requantised
 from moeq.layouts.padding import plan_padding
 from moeq.layouts.registry import get_layout
 from moeq.matrix import MatrixSpec, QuantizedMatrix

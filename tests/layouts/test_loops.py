@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.bits import MUL_FREE
-from moeq.layouts.marlin import WEIGHT
+from moeq.layouts.marlin.maps import WEIGHT
 from moeq.layouts.words import pack_words, unpack_words
 from moeq.matrix import MatrixSpec
 
@@ -160,7 +160,7 @@ import sys
 sys.modules["numba"] = None
 import torch
 from moeq.layouts import words
-from moeq.layouts.marlin import WEIGHT
+from moeq.layouts.marlin.maps import WEIGHT
 words.COMPILED_FROM = 0
 assert not words.have_numba()
 codes = torch.arange(64 * 32).reshape(64, 32).remainder(16).to(torch.uint8)

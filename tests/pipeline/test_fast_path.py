@@ -16,7 +16,7 @@ from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
 from moeq.layouts import words
-from moeq.layouts.moeq_mxfp4 import GREATEST
+from moeq.layouts.moeq import GREATEST
 from moeq.layouts.registry import LAYOUTS
 from moeq.pipeline.convert import convert
 

@@ -4,7 +4,7 @@ Rows are as in `moeq.layouts.loops.marlin`: 64-bit words of 16 codes. A 32-bit w
 each of two rows of the same tile of 16, and its bits are permuted by `moeq.layouts.bits.MUL_FREE`. So 32 bytes of two
 rows become 16 packed words: an order of bytes, and masked shifts.
 
-Equal bit for bit to packing from codes by the arrangements in `moeq.layouts.triton_kernels_hopper` (tested).
+Equal bit for bit to packing from codes by the arrangements in `moeq.layouts.triton_kernels` (tested).
 """
 
 from __future__ import annotations

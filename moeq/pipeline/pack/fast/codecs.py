@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from moeq.layouts.aiter_fp8 import NEGATIVE_ZERO, AiterFnuz
+from moeq.layouts.aiter import NEGATIVE_ZERO, AiterFnuz
 from moeq.layouts.arranged import ArrangedLayout
-from moeq.layouts.deepgemm_fp8 import DeepGemmFp8Sm90, DeepGemmFp8Sm100
-from moeq.layouts.flashinfer_fp8 import LEAST, RaisedBlocks
+from moeq.layouts.deepgemm import DeepGemmFp8Sm90, DeepGemmFp8Sm100
+from moeq.layouts.flashinfer import LEAST, RaisedBlocks
 from moeq.layouts.float_bits import bits_of, e4m3_values, numbers_of
 from moeq.layouts.loops.columns import (
     add_negative_zeros,
@@ -28,8 +28,8 @@ from moeq.layouts.loops.columns import (
     negative_zeros,
     without,
 )
-from moeq.layouts.marlin_fp8 import MarlinFp8
-from moeq.layouts.marlin_nvfp4 import MarlinNVFP4
+from moeq.layouts.marlin.fp8 import MarlinFp8
+from moeq.layouts.marlin.nvfp4 import MarlinNVFP4
 from moeq.matrix import MatrixSpec
 from moeq.pipeline.pack.fast.scratch import Array
 
@@ -166,7 +166,7 @@ class ZeroSigns(Codec):
 
 @dataclass(frozen=True)
 class Shifted(Rounding):
-    """Floats as 16-bit floats times a power of two (`moeq.layouts.marlin_fp8`).
+    """Floats as 16-bit floats times a power of two (`moeq.layouts.marlin.fp8`).
 
     Attributes:
         logical: dtype of the scales: `f32`, `bf16`, `f16` or `e8m0`.
@@ -202,7 +202,7 @@ class Shifted(Rounding):
 
 @dataclass(frozen=True)
 class MarlinE5M3(Codec):
-    """E4M3 as Marlin's bytes for NVFP4 (`moeq.layouts.marlin_nvfp4`).
+    """E4M3 as Marlin's bytes for NVFP4 (`moeq.layouts.marlin.nvfp4`).
 
     Attributes:
         factor: what scales are multiplied by.

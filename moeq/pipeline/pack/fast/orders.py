@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moeq.layouts import marlin as marlin_layout
-from moeq.layouts import marlin_mxfp4, triton_kernels_hopper
+from moeq.layouts import triton_kernels
 from moeq.layouts.arranged import Part
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.bits import MOEQ_MXFP4, MUL_FREE, BitPermutation
 from moeq.layouts.loops import bits, hopper, marlin, scatter, transpose
 from moeq.layouts.loops.nibbles import of_bytes
+from moeq.layouts.marlin.maps import WEIGHT
+from moeq.layouts.marlin.mxfp4 import WEIGHT_PAIRS
 from moeq.pipeline.pack.fast.scratch import Array
 
 
@@ -150,12 +151,12 @@ class ScatterOrder(Order):
 
 #: Orders of codes that have loops of their own, by arrangement and rewriting of words.
 ORDERS: dict[tuple[Arrangement, BitPermutation | None], Order] = {
-    (marlin_layout.WEIGHT[4], None): MarlinOrder(4),
-    (marlin_layout.WEIGHT[8], None): MarlinOrder(8),
-    (marlin_layout.WEIGHT[4], MOEQ_MXFP4): MarlinOrder(4, permuted=True),
-    (marlin_mxfp4.WEIGHT_PAIRS, None): MarlinOrder(4, interleaved=True),
-    (triton_kernels_hopper.WEIGHT, MUL_FREE): HopperOrder(),
-    (triton_kernels_hopper.WEIGHT_W13, MUL_FREE): HopperOrder(interleaved=True),
+    (WEIGHT[4], None): MarlinOrder(4),
+    (WEIGHT[8], None): MarlinOrder(8),
+    (WEIGHT[4], MOEQ_MXFP4): MarlinOrder(4, permuted=True),
+    (WEIGHT_PAIRS, None): MarlinOrder(4, interleaved=True),
+    (triton_kernels.HOPPER_WEIGHT, MUL_FREE): HopperOrder(),
+    (triton_kernels.HOPPER_WEIGHT_W13, MUL_FREE): HopperOrder(interleaved=True),
 }
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moeq.layouts.arranged import ArrangedLayout
-from moeq.layouts.marlin_nvfp4 import MarlinNVFP4
+from moeq.layouts.marlin.nvfp4 import MarlinNVFP4
 from moeq.layouts.nvfp4 import NVFP4Layout
 from moeq.pipeline.pack.fast.formats import Fields
 from moeq.pipeline.pack.fast.scratch import Array

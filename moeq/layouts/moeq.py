@@ -1,14 +1,4 @@
-"""MXFP4 for moeq's own kernels: Marlin's parts, with the bits of every 32-bit word of codes in another order.
-
-Parts are those of `marlin-mxfp4/1`. Three of the four codes in each half of a word have sign and magnitude as far apart
-as in a bf16. One mask takes them from the word itself, from the word shifted left by three bits, and from the word
-rotated left by six. The fourth code lies in the remaining four bits of the other half, and one multiplication moves it
-under the mask. So eight codes become bf16 in eight instructions, where nibbles take thirteen
-(`moeq_kernels.hopper.w4a16.device.recipes`). On an H200 layers take 0.81 to 0.97 of their time with Marlin's words.
-
-Exponent bytes above 188 (scales above 2^61) are refused, since the kernels turn exponent bytes into factors without
-clamping them. The idea is that of `bits.MUL_FREE`, whose fourth code takes six instructions.
-"""
+"""MXFP4 of moeq's own kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +6,7 @@ from dataclasses import replace
 
 from moeq.layouts.arranged import Part
 from moeq.layouts.bits import MOEQ_MXFP4
-from moeq.layouts.marlin_mxfp4 import MarlinMXFP4
+from moeq.layouts.marlin.mxfp4 import MarlinMXFP4
 from moeq.layouts.mxfp4 import refuse_exponents_above
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
@@ -25,7 +15,17 @@ GREATEST = 188
 
 
 class MoeqMXFP4(MarlinMXFP4):
-    """bf16 activations (see the module)."""
+    """MXFP4 for moeq's own kernels: Marlin's parts, with the bits of every 32-bit word of codes in another order.
+
+    Parts are those of `marlin-mxfp4/1`. Three of the four codes in each half of a word have sign and magnitude as far
+    apart as in a bf16. One mask takes them from the word itself, from the word shifted left by three bits, and from the
+    word rotated left by six. The fourth code lies in the remaining four bits of the other half, and one multiplication
+    moves it under the mask. So eight codes become bf16 in eight instructions, where nibbles take thirteen
+    (`moeq_kernels.hopper.w4a16.device.recipes`). On an H200 layers take 0.81 to 0.97 of their time with Marlin's words.
+
+    Exponent bytes above 188 (scales above 2^61) are refused, since the kernels turn exponent bytes into factors without
+    clamping them. The idea is that of `bits.MUL_FREE`, whose fourth code takes six instructions.
+    """
 
     id = "moeq-mxfp4/1"
     title = "MXFP4 for moeq's own kernels, bf16 activations"

@@ -1,12 +1,4 @@
-"""The Triton WNA16 MoE kernel (vLLM's `moe_wna16` loader and the TRITON backend of its WNA16 oracle).
-
-`weight` uint8 `[N, K / 2]`, even k in the low nibble (int8: `[N, K]`, offset by 128); `scale` `[N, G]` as stored;
-`zero` uint8 `[N / 2, G]`, even n in the low nibble (int8: `[N, G]`), absent where symmetric. No bias.
-
-GPTQ v1 files can mean a zero point of 16 (stored 15), which has no nibble. vLLM's loader adds 1 to whole bytes, so the
-16 carries into the neighbouring row's zero point. Both are then wrong, so packing refuses; where loss is allowed, the
-bytes are vLLM's. Source: vLLM 0.33.0, `moe_wna16.py`.
-"""
+"""Layouts of vLLM's own Triton kernels."""
 
 from __future__ import annotations
 
@@ -14,18 +6,28 @@ from typing import TYPE_CHECKING
 
 from moeq.layouts.arranged import STORED_DTYPE, ArrangedLayout, Part
 from moeq.layouts.arrangement import Arrangement
+from moeq.layouts.base import Problem
 from moeq.layouts.mxfp4 import IDENTITY, IDENTITY_SCALE
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+
 _BYTES = Arrangement("n, k -> n k")
 _ZERO_PAIRS = Arrangement("n p2, g -> n g | p")
 
 
 class TritonWNA16(ArrangedLayout):
-    """Codes in natural order (see the module)."""
+    """The Triton WNA16 MoE kernel (vLLM's `moe_wna16` loader and the TRITON backend of its WNA16 oracle).
+
+    `weight` uint8 `[N, K / 2]`, even k in the low nibble (int8: `[N, K]`, offset by 128); `scale` `[N, G]` as stored;
+    `zero` uint8 `[N / 2, G]`, even n in the low nibble (int8: `[N, G]`), absent where symmetric. No bias.
+
+    GPTQ v1 files can mean a zero point of 16 (stored 15), which has no nibble. vLLM's loader adds 1 to whole bytes, so
+    the 16 carries into the neighbouring row's zero point. Both are then wrong, so packing refuses; where loss is
+    allowed, the bytes are vLLM's. Source: vLLM 0.33.0, `moe_wna16.py`.
+    """
 
     id = "triton-wna16/1"
     title = "Triton WNA16"
@@ -67,3 +69,40 @@ class TritonWNA16(ArrangedLayout):
         if matrix.spec.bits == 4:
             zeros[1::2] += zeros[0::2] >> 4
         return (zeros & ((1 << matrix.spec.bits) - 1)).to(torch.uint8)
+
+
+_BYTES = Arrangement("n, k -> n k")
+
+
+class Int8W8A8(ArrangedLayout):
+    """int8 weights and int8 activations in vLLM's Triton kernel: the checkpoint's own order.
+
+    `weight` int8 `[N, K]` (the signed value: code minus 128), `scale` float32 `[N, 1]`, `bias` as stored. w13 is gate
+    rows, then up rows. Source: vLLM 0.33.0, `compressed_tensors_moe` (W8A8 int8).
+    """
+
+    id = "int8-w8a8/1"
+    title = "int8 W8A8 Triton"
+    source = "vLLM 0.33.0"
+    elements = ("int8",)
+    schemes = "int8 with one scale per channel, activations quantised per token"
+    arch = "any GPU with Triton"
+    slicing = "N by 1, K by 1"
+    scale_dtypes = ("f16", "bf16", "f32")
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        parts = {
+            "weight": Part("codes", _BYTES, (spec.n, spec.k), "I8", 8, flip=0x80),
+            "scale": Part("scales", IDENTITY_SCALE, (spec.n, 1), "F32", 32, group=spec.group_size),
+        }
+        if spec.bias_dtype is not None:
+            dtype = STORED_DTYPE[spec.bias_dtype]
+            parts["bias"] = Part("bias", IDENTITY_SCALE, (spec.n,), dtype, 32 if dtype == "F32" else 16)
+        return parts
+
+    def problems(self, spec: MatrixSpec) -> list[Problem]:
+        found = super().problems(spec)
+        if spec.num_groups > 1:
+            message = f"groups of {spec.group_size}; its kernel reads one scale per channel"
+            found.append(Problem("layout.group-size", message))
+        return found

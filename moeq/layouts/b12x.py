@@ -1,16 +1,4 @@
-"""B12X NVFP4: what vLLM hands to the b12x package, and how `flashinfer-b12x-nvfp4/1` differs in its scales.
-
-`weight`, `scale` and `global_scale` as in `nvfp4.py`, in the order of rows.
-
-* `b12x-nvfp4/1`: 4-bit activations, gate rows, then up rows. `b12x-nvfp4-a16/1`: 16-bit ones, up rows, then gate rows.
-  Both round the intermediate size up to 64 (128 without a gate). The b12x package makes its own copy from these.
-* `flashinfer-b12x-nvfp4/1`: as `flashinfer-cutlass-nvfp4`, but its class multiplies the scales by the global scale and
-  rounds them to E4M3, and the global scale becomes 1. That changes numbers, so it is refused unless losses are allowed:
-  where products are subnormal E4M3 numbers, by 9 percent of a projection's norm (example checkpoints of the tests).
-
-Source: vLLM 0.33.0, `b12x_moe.py` (`prepare_nvfp4_moe_layer_for_b12x`) and `flashinfer_b12x_moe.py`
-(`process_weights_after_loading`).
-"""
+"""NVFP4 of the b12x package and of FlashInfer's b12x kernels."""
 
 from __future__ import annotations
 
@@ -33,7 +21,21 @@ _E4M3_MAX = 448.0
 
 
 class B12xNVFP4(TiledNVFP4):
-    """4-bit activations (see the module)."""
+    """B12X NVFP4: what vLLM hands to the b12x package, and how `flashinfer-b12x-nvfp4/1` differs in its scales.
+
+    `weight`, `scale` and `global_scale` as in `nvfp4.py`, in the order of rows.
+
+    * `b12x-nvfp4/1`: 4-bit activations, gate rows, then up rows. `b12x-nvfp4-a16/1`: 16-bit ones, up rows, then gate
+      rows. Both round the intermediate size up to 64 (128 without a gate). The b12x package makes its own copy from
+      these.
+    * `flashinfer-b12x-nvfp4/1`: as `flashinfer-cutlass-nvfp4`, but its class multiplies the scales by the global scale
+      and rounds them to E4M3, and the global scale becomes 1. That changes numbers, so it is refused unless losses are
+      allowed: where products are subnormal E4M3 numbers, by 9 percent of a projection's norm (example checkpoints of
+      the tests).
+
+    Source: vLLM 0.33.0, `b12x_moe.py` (`prepare_nvfp4_moe_layer_for_b12x`) and `flashinfer_b12x_moe.py`
+    (`process_weights_after_loading`).
+    """
 
     id = "b12x-nvfp4/1"
     title = "B12X NVFP4, 4-bit activations"

@@ -1,20 +1,4 @@
-"""DeepGEMM FP8 with blocks of 128 x 128: weights `[N, K]` as they lie, scales that are powers of two.
-
-* `deepgemm-fp8-sm90/1`: `scale` float32 `[N / 128, K / 128]`.
-* `deepgemm-fp8-sm100/1`: `scale` int32 `[G / 4, N]` (both rounded up to 4, zero-filled), repeated for every row: word
-  (g // 4, n) holds the exponent of group g in byte g % 4. The kernel takes the transposed view.
-
-Exponent bytes (E8M0) are kept exactly. Other scales the engine requantises: weights times scales in float32; per block
-the largest number (at least 1e-4) over 448, rounded up to a power of two; weights over that, rounded to E4M3. That
-changes codes and scales, so it is refused unless losses are allowed, and never chosen. Measured on random weights: 2.6
-percent of a matrix's norm, as much again as the first rounding to E4M3 (tests/layouts/test_fp8_native.py). The
-logarithm is a CPU's here; where a GPU rounds that of a number next to a power of two otherwise, a block may differ.
-
-* `deepgemm-mxfp8/1`: MXFP8, its exponents packed as in `deepgemm-fp8-sm100`; exact.
-
-Source: vLLM 0.33.0, `fp8_utils.py` (`requant_weight_ue8m0_inplace`, `prepare_fp8_moe_layer_for_deepgemm`) and
-`deep_gemm.py` (`per_block_cast_to_fp8`); DeepGEMM 54e2261, `transform_sf_into_required_layout`.
-"""
+"""FP8, MXFP8 and MXFP4 of DeepGEMM."""
 
 from __future__ import annotations
 
@@ -22,13 +6,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moeq.layouts.arranged import ArrangedLayout, Part, arrange, changed
+from moeq.layouts.arranged import STORED_DTYPE, ArrangedLayout, Part, arrange, changed
 from moeq.layouts.arrangement import Arrangement
+from moeq.layouts.base import PaddingRule
 from moeq.layouts.fp8 import BLOCK, PLAIN, Fp8Layout, fp8_bytes
+from moeq.layouts.mxfp4 import IDENTITY, IDENTITY_SCALE, MXFP4Layout, bias_as, weight_bytes
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 #: Largest E4M3 number, and the least that the largest of a block is taken for.
 _E4M3_MAX, _LEAST = 448.0, 1e-4
@@ -62,7 +49,24 @@ class _DeepGemm(Fp8Layout):
 
 
 class DeepGemmFp8Sm90(_DeepGemm):
-    """See the module."""
+    """DeepGEMM FP8 with blocks of 128 x 128: weights `[N, K]` as they lie, scales that are powers of two.
+
+    * `deepgemm-fp8-sm90/1`: `scale` float32 `[N / 128, K / 128]`.
+    * `deepgemm-fp8-sm100/1`: `scale` int32 `[G / 4, N]` (both rounded up to 4, zero-filled), repeated for every row:
+      word (g // 4, n) holds the exponent of group g in byte g % 4. The kernel takes the transposed view.
+
+    Exponent bytes (E8M0) are kept exactly. Other scales the engine requantises: weights times scales in float32; per
+    block the largest number (at least 1e-4) over 448, rounded up to a power of two; weights over that, rounded to E4M3.
+    That changes codes and scales, so it is refused unless losses are allowed, and never chosen. Measured on random
+    weights: 2.6 percent of a matrix's norm, as much again as the first rounding to E4M3
+    (tests/layouts/test_fp8_native.py). The logarithm is a CPU's here; where a GPU rounds that of a number next to a
+    power of two otherwise, a block may differ.
+
+    * `deepgemm-mxfp8/1`: MXFP8, its exponents packed as in `deepgemm-fp8-sm100`; exact.
+
+    Source: vLLM 0.33.0, `fp8_utils.py` (`requant_weight_ue8m0_inplace`, `prepare_fp8_moe_layer_for_deepgemm`) and
+    `deep_gemm.py` (`per_block_cast_to_fp8`); DeepGEMM 54e2261, `transform_sf_into_required_layout`.
+    """
 
     id = "deepgemm-fp8-sm90/1"
     title = "DeepGEMM FP8, blocks, power-of-two scales in float32"
@@ -163,3 +167,31 @@ def requantised(matrix: QuantizedMatrix) -> QuantizedMatrix:
     codes = (blocks * (1.0 / powers)).to(torch.float8_e4m3fn).view(spec.n, spec.k).view(torch.uint8)
     rows = powers.view(spec.n // BLOCK, spec.k // BLOCK).repeat_interleave(BLOCK, dim=0)
     return replace(matrix, spec=replace(spec, scale_dtype="f32"), codes=codes, scales=rows)
+
+
+_WORDS = Arrangement("n, g q4 -> g n | q")
+
+
+class DeepGemmMXFP4(MXFP4Layout):
+    """DeepGEMM MXFP4 (SM100): weights as they are, four exponent bytes to a word, words along N.
+
+    `weight` uint8 `[N, K / 2]`; `scale` int32 `[G / 4, N]` (both rounded up to 4, zero-filled): word (g // 4, n) holds
+    group g in byte g % 4. The kernel takes its transpose, the `[N, G / 4]` view with strides (1, N). `bias` as stored.
+    Source: DeepGEMM 54e2261, packed UE8M0 scales; vLLM 0.33.0.
+    """
+
+    id = "deepgemm-mxfp4/1"
+    title = "DeepGEMM MXFP4"
+    source = "DeepGEMM 54e2261, vLLM 0.33.0"
+    arch = "SM100 and newer"
+    slicing = "N by 4, K by 128"
+    padding = PaddingRule(intermediate=128, hidden=128)
+    k_multiple = 2
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        shape = (-(-spec.num_groups // 4), -(-spec.n // 4) * 4)
+        return {
+            "weight": weight_bytes(spec, IDENTITY),
+            "scale": Part("scales", _WORDS, shape, "I32", 8, pad=(4, 4), group=spec.group_size),
+            **bias_as(spec, IDENTITY_SCALE, STORED_DTYPE.get(spec.bias_dtype or "", "")),
+        }

@@ -27,6 +27,17 @@ ZERO = {
     4: Arrangement("n u4 v2 r8, g -> g n r | v u"),
     8: Arrangement("n o2 s2 t2 r8, g -> g n r o | t s"),
 }
+#: Weights for 8-bit activations, by bits.
+WEIGHT_A8 = {
+    4: Arrangement("n m4 r8, k h2 p4 q4 -> k n r p m | q h"),
+    8: Arrangement("n m4 r8, k h2 p4 q4 -> k n r p m h | q"),
+}
+
+#: Zero points for 8-bit activations, by bits.
+ZERO_A8 = {
+    4: Arrangement("n o8 r8, g -> g n r | o"),
+    8: Arrangement("n o2 s4 r8, g -> g n r o | s"),
+}
 
 
 def weight_part(spec: MatrixSpec, arrangement: Arrangement) -> Part:

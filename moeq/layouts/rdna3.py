@@ -1,8 +1,4 @@
-"""RDNA3 int4 (ExLlama shuffle): K-first words whose even k fill the low half and odd k the high half.
-
-`weight` int32 `[K / 8, N]`, `scale` `[G, N]` as stored, `zero` int32 `[G, N / 8]` with every nibble 7 (the kernel
-adds one). Symmetric groups only. Source: vLLM 0.33.0 (RDNA3 WNA16), ExLlamaV2 shuffle.
-"""
+"""int4 of vLLM's RDNA3 kernels."""
 
 from __future__ import annotations
 
@@ -17,12 +13,17 @@ from moeq.matrix import MatrixSpec, QuantizedMatrix
 if TYPE_CHECKING:
     from torch import Tensor
 
+
 _WEIGHT = Arrangement("n, k y4 b2 -> k n | b y")
 _SCALE = Arrangement("n, g -> g n")
 
 
 class Rdna3Int4(ArrangedLayout):
-    """See the module."""
+    """RDNA3 int4 (ExLlama shuffle): K-first words whose even k fill the low half and odd k the high half.
+
+    `weight` int32 `[K / 8, N]`, `scale` `[G, N]` as stored, `zero` int32 `[G, N / 8]` with every nibble 7 (the kernel
+    adds one). Symmetric groups only. Source: vLLM 0.33.0 (RDNA3 WNA16), ExLlamaV2 shuffle.
+    """
 
     id = "rdna3-int4/1"
     title = "RDNA3 int4 (ExLlama shuffle)"

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, ClassVar
 from moeq.errors import MoeqError
 from moeq.layouts.arranged import ArrangedLayout, Part, torch_dtype
 from moeq.layouts.base import PaddingRule, SliceRule
-from moeq.layouts.marlin import GROUPED, SINGLE, WEIGHT, scale_part, weight_part
-from moeq.layouts.marlin_mxfp4 import MX_GROUPED, MX_SINGLE
+from moeq.layouts.marlin.maps import GROUPED, SINGLE, WEIGHT, scale_part, weight_part
+from moeq.layouts.marlin.mxfp4 import MX_GROUPED, MX_SINGLE
 from moeq.layouts.mxfp4 import bias_as
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 

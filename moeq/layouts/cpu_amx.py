@@ -1,0 +1,275 @@
+"""Layouts of vLLM's CPU kernels (x86 with AMX)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
+
+from moeq.errors import MoeqError
+from moeq.layouts.arranged import ArrangedLayout, Part, is_gated_w13
+from moeq.layouts.arrangement import Arrangement
+from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec, W13Order
+from moeq.layouts.fp8 import Fp8Layout, fp8_bytes
+from moeq.layouts.mxfp4 import IDENTITY_SCALE, INTERLEAVED_ROWS, MXFP4Layout, bias_as, scale_bytes, weight_bytes
+from moeq.layouts.words import block_sums
+from moeq.matrix import MatrixSpec, QuantizedMatrix
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+_PER_GROUP = Arrangement("n r32, g -> n g r")
+
+#: Bytes of the 32 int32 sums of a block.
+_SUM_BYTES = 128
+
+
+class CpuAmxInt4(ArrangedLayout):
+    """CPU (AMX) int4: blocks of 32 rows by B = min(group size, 128) codes, each followed by its row sums.
+
+    `weight` uint8 `[N / 32, K / B, 16 B + 128]`: the codes of a block, then 32 int32 sums of `code - zero` over the
+    block's columns; `scale` float32 `[N / 32, G, 32]`; `zero` int8 `[N / 32, G, 32]`, 8 everywhere where symmetric;
+    `bias` float32. vLLM adds one to every zero point that is not AWQ's, which is right for GPTQ v1 files and for the 7
+    that it makes up for symmetric ones, so moeq's zero points (as they count) are the stored ones.
+
+    Source: vLLM 0.33.0, CPU experts (int4). Golden bytes: `convert_weight_packed_scale_zp` of vLLM 0.32.0.
+    """
+
+    id = "cpu-amx-int4/1"
+    title = "CPU AMX int4"
+    source = "vLLM 0.33.0"
+    elements = ("int4",)
+    schemes = "int4, symmetric or (GPTQ, AWQ) with zero points, with bias"
+    arch = "x86 with AMX"
+    slicing = "N by 32, K by whole groups"
+    padding = PaddingRule(intermediate=32, whole_groups=True)
+    zero_points = True
+    n_multiple = 32
+
+    def problems(self, spec: MatrixSpec) -> list[Problem]:
+        block = _block(spec)
+        if spec.num_groups == 1 and (spec.k % block or block % 4):
+            message = f"K = {spec.k} is not a whole number of blocks of {block} codes, or these not of 4"
+            return [Problem("layout.k-multiple", message, f"pad K to {-(-spec.k // 128) * 128}")]
+        if spec.group_size % block or block % 4:
+            message = f"groups of {spec.group_size} are not a whole number of blocks of {block} codes"
+            return [Problem("layout.group-size", message, "groups of 32, 64, 128 or a multiple of 128")]
+        return super().problems(spec)
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        block = _block(spec)
+        order = Arrangement(f"n a2 o2 r8, k j{block // 4} x4 -> n k j a r x | o")
+        shape = (spec.n // 32, spec.num_groups, 32)
+        return {
+            "weight": Part("codes", order, (spec.n // 32, spec.k // block, 16 * block), "U8", 4),
+            "scale": Part("scales", _PER_GROUP, shape, "F32", 32, group=spec.group_size),
+            "zero": Part("zeros", _PER_GROUP, shape, "I8", 8, group=spec.group_size),
+            **bias_as(spec, IDENTITY_SCALE, "F32"),
+        }
+
+    def tensors(self, spec: MatrixSpec) -> dict[str, TensorSpec]:
+        found = super().tensors(spec)
+        *outer, width = found["weight"].shape
+        return found | {"weight": TensorSpec((*outer, width + _SUM_BYTES), "U8")}
+
+    def slices(self, spec: MatrixSpec) -> SliceRule:
+        rule = super().slices(spec)
+        if spec.num_groups > 1:
+            return rule
+        # Blocks are the whole of K up to 128 codes, and 128 codes beyond.
+        return SliceRule(rule.n, 128 if spec.k > 128 else None)
+
+    def check_values(self, matrix: QuantizedMatrix) -> None:
+        if matrix.zeros is not None and int(matrix.zeros.max()) > 127:
+            raise MoeqError("usage.zero-point-range", f"{self.id} stores zero points as int8")
+
+    def pack_into(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
+        if "weight" not in out:
+            super().pack_into(matrix, out)
+            return
+        import torch
+
+        spec = matrix.spec
+        part = self.parts(spec)["weight"]
+        codes = torch.empty(part.shape, dtype=torch.uint8)
+        super().pack_into(matrix, {**out, "weight": codes})
+        out["weight"][..., :-_SUM_BYTES] = codes
+        out["weight"][..., -_SUM_BYTES:] = _sums(matrix).view(torch.uint8)
+
+    def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
+        if name == "zero" and matrix.zeros is None:
+            import torch
+
+            return torch.full(matrix.scales.shape, matrix.spec.symmetric_zero, dtype=torch.uint8)
+        return super().encode(name, matrix)
+
+    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec) -> QuantizedMatrix:
+        matrix = super().unpack({**parts, "weight": parts["weight"][..., :-_SUM_BYTES].contiguous()}, spec)
+        return replace(matrix, zeros=None) if spec.symmetric else matrix
+
+    def slice_parts(
+        self, parts: Mapping[str, Tensor], spec: MatrixSpec, *, n: tuple[int, int], k: tuple[int, int]
+    ) -> dict[str, Tensor]:
+        blocks = parts["weight"]
+        halves, unit = 2 if is_gated_w13(spec) else 1, _block(spec)
+        codes = {**parts, "weight": blocks[..., :-_SUM_BYTES].contiguous()}
+        shard = self.shard_spec(spec, n, k)
+        cut = self.cut_parts(codes, spec, shard, n=n, k=k)
+        by_half = blocks.view(halves, -1, *blocks.shape[1:])[:, n[0] // 32 : n[1] // 32, k[0] // unit : k[1] // unit]
+        return cut | {"weight": by_half.reshape(-1, *by_half.shape[2:])}
+
+
+def _block(spec: MatrixSpec) -> int:
+    return min(spec.group_size, 128)
+
+
+def _sums(matrix: QuantizedMatrix) -> Tensor:
+    """int32 `[N / 32, K / B, 32]`: the sum of `code - zero` over each block."""
+    import torch
+
+    spec, block = matrix.spec, _block(matrix.spec)
+    sums = block_sums(matrix.codes, block)
+    if matrix.zeros is None:
+        sums -= block * spec.symmetric_zero
+    else:
+        sums -= block * matrix.zeros.to(torch.int32).repeat_interleave(spec.group_size // block, dim=1)
+    return sums.view(spec.n // 32, 32, -1).transpose(1, 2).contiguous()
+
+
+_INT8_WEIGHT = Arrangement("n r32, k x4 -> n k r x")
+
+#: Bytes of the 32 int32 sums of a block.
+_SUM_BYTES = 128
+
+
+class CpuAmxInt8(ArrangedLayout):
+    """CPU (AMX) int8 W8A8: blocks of 32 rows, four columns together, each block followed by its row sums.
+
+    `weight` uint8 `[N / 32, 32 (K + 4)]`: int8 values, then 32 int32 `128 * sum over K` (activations are offset by
+    128); `scale` float32 `[N, 1]`, `bias` float32. The sums run over all of K, so nothing can be cut along K.
+    Source: vLLM 0.33.0, `CPUExpertsInt8`. Golden bytes: `convert_weight_packed` of vLLM 0.32.0.
+    """
+
+    id = "cpu-amx-int8/1"
+    title = "CPU int8 W8A8"
+    source = "vLLM 0.33.0"
+    elements = ("int8",)
+    schemes = "int8 with one scale per channel, activations quantised per token"
+    arch = "x86 with AMX"
+    slicing = "N by 32; none along K"
+    padding = PaddingRule(intermediate=32)
+    scale_dtypes = ("f16", "bf16", "f32")
+    n_multiple = 32
+    k_multiple = 32
+
+    def problems(self, spec: MatrixSpec) -> list[Problem]:
+        found = super().problems(spec)
+        if spec.num_groups > 1:
+            message = f"groups of {spec.group_size}; its kernel reads one scale per channel"
+            found.append(Problem("layout.group-size", message))
+        return found
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        return {
+            "weight": Part("codes", _INT8_WEIGHT, (spec.n // 32, 32 * spec.k), "U8", 8, flip=0x80),
+            "scale": Part("scales", IDENTITY_SCALE, (spec.n, 1), "F32", 32, group=spec.group_size),
+            **bias_as(spec, IDENTITY_SCALE, "F32"),
+        }
+
+    def tensors(self, spec: MatrixSpec) -> dict[str, TensorSpec]:
+        found = super().tensors(spec)
+        return found | {"weight": TensorSpec((spec.n // 32, 32 * spec.k + _SUM_BYTES), "U8")}
+
+    def slices(self, spec: MatrixSpec) -> SliceRule:
+        return SliceRule(super().slices(spec).n, None)
+
+    def pack_into(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
+        if "weight" not in out:
+            super().pack_into(matrix, out)
+            return
+        import torch
+
+        spec = matrix.spec
+        codes = torch.empty(self.parts(spec)["weight"].shape, dtype=torch.uint8)
+        super().pack_into(matrix, {**out, "weight": codes})
+        sums = 128 * (block_sums(matrix.codes, spec.k) - 128 * spec.k)
+        out["weight"][:, :-_SUM_BYTES] = codes
+        out["weight"][:, -_SUM_BYTES:] = sums.view(spec.n // 32, 32).view(torch.uint8)
+
+    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec) -> QuantizedMatrix:
+        return super().unpack({**parts, "weight": parts["weight"][:, :-_SUM_BYTES].contiguous()}, spec)
+
+    def slice_parts(
+        self, parts: Mapping[str, Tensor], spec: MatrixSpec, *, n: tuple[int, int], k: tuple[int, int]
+    ) -> dict[str, Tensor]:
+        blocks = parts["weight"]
+        codes = {**parts, "weight": blocks[:, :-_SUM_BYTES].contiguous()}
+        cut = self.cut_parts(codes, spec, self.shard_spec(spec, n, k), n=n, k=k)
+        by_half = blocks.view(2 if is_gated_w13(spec) else 1, -1, blocks.shape[1])[:, n[0] // 32 : n[1] // 32]
+        return cut | {"weight": by_half.reshape(-1, blocks.shape[1])}
+
+
+_MXFP4_WEIGHT = Arrangement("n y2 r16, k b2 -> n k r b | y")
+_MXFP4_SCALE = Arrangement("n r32, g -> n g r")
+# The same on row 2 i + h: the lowest row digit gives its last bit to h.
+_MXFP4_WEIGHT_PAIRS = Arrangement("h2 n y2 r8, k b2 -> n k r h b | y")
+_MXFP4_SCALE_PAIRS = Arrangement("h2 n r16, g -> n g r h")
+
+
+class CpuAmxMXFP4(MXFP4Layout):
+    """CPU (AMX) MXFP4: blocks of 32 rows; byte column c of a block holds the 64 codes of its rows, 32 apart in one
+    byte.
+
+    `weight` uint8 `[N, K / 2]`, `scale` uint8 `[N / 32, G, 32]`, `bias` float32. The rows of a gated w13 are those of
+    gate, then those of up; in `cpu-amx-mxfp4-interleaved/1` they lie by turns, which vLLM's kernel wants for gpt-oss.
+
+    Source: vLLM 0.33.0, CPU experts (MXFP4). Golden bytes: `convert_weight_packed` and `convert_scale_packed` of
+    0.32.0.
+    """
+
+    id = "cpu-amx-mxfp4/1"
+    title = "CPU AMX MXFP4"
+    source = "vLLM 0.33.0"
+    arch = "x86 with AMX"
+    slicing = "N by 32, K by 32"
+    padding = PaddingRule(intermediate=32, hidden=32)
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        pairs = self.w13_order == "interleaved" and is_gated_w13(spec)
+        return {
+            "weight": weight_bytes(spec, _MXFP4_WEIGHT_PAIRS if pairs else _MXFP4_WEIGHT),
+            "scale": scale_bytes(
+                spec, _MXFP4_SCALE_PAIRS if pairs else _MXFP4_SCALE, (spec.n // 32, spec.num_groups, 32)
+            ),
+            **bias_as(spec, INTERLEAVED_ROWS if pairs else IDENTITY_SCALE, "F32"),
+        }
+
+
+class CpuAmxMXFP4Interleaved(CpuAmxMXFP4):
+    """w13 rows interleaved."""
+
+    id = "cpu-amx-mxfp4-interleaved/1"
+    title = "CPU AMX MXFP4, gate and up interleaved (gpt-oss on vLLM)"
+    w13_order: ClassVar[W13Order] = "interleaved"
+
+
+_FP8_WEIGHT = Arrangement("n r32, k b2 -> n k r b")
+
+
+class CpuAmxFp8(Fp8Layout):
+    """CPU (AMX) FP8 with 16-bit activations: blocks of 32 rows, two columns together.
+
+    `weight` F8_E4M3 `[N, K]`; `scale` float32 `[N / 128, K / 128]` as stored. Source: vLLM 0.33.0, `CPUExpertsFp8`,
+    whose `convert_weight_packed` and kernel are `csrc/cpu/sgl-kernels/gemm.cpp` and `gemm_fp8.cpp`. Golden bytes: the
+    operator of vLLM 0.32.0.
+    """
+
+    id = "cpu-amx-fp8/1"
+    title = "CPU AMX FP8, blocks, 16-bit activations"
+    arch = "x86 with AMX"
+    slicing = "N by 128, K by 128"
+    scope = "block"
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        return {"weight": fp8_bytes(spec, _FP8_WEIGHT), "scale": self.scale(spec)}

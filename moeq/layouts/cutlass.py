@@ -1,0 +1,51 @@
+"""MXFP4 and NVFP4 of vLLM's CUTLASS kernels."""
+
+from __future__ import annotations
+
+from moeq.layouts.arranged import STORED_DTYPE, Part
+from moeq.layouts.base import PaddingRule
+from moeq.layouts.mxfp4 import IDENTITY, IDENTITY_SCALE, TILE_128X4, MXFP4Layout, bias_as, scale_bytes, weight_bytes
+from moeq.layouts.nvfp4 import TiledNVFP4
+from moeq.matrix import MatrixSpec
+
+
+class CutlassMXFP4(MXFP4Layout):
+    """CUTLASS MXFP4 x MXFP4 of vLLM (SM100): weights as they are, scales in 128 x 4 tiles.
+
+    `weight` uint8 `[N, K / 2]`, `scale` uint8 `[N, G]`, `bias` as stored; w13 is gate rows, then up rows.
+    Source: vLLM 0.33.0, `oracle/mxfp4.py` (CUTLASS_MXFP4_MXFP4).
+    """
+
+    id = "cutlass-mxfp4/1"
+    title = "CUTLASS MXFP4 x MXFP4"
+    source = "vLLM 0.33.0"
+    arch = "SM100 and newer"
+    slicing = "N by 128, K by 128"
+    padding = PaddingRule(intermediate=128, hidden=128)
+    n_multiple = 128
+    k_multiple = 128
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        return {
+            "weight": weight_bytes(spec, IDENTITY),
+            "scale": scale_bytes(spec, TILE_128X4),
+            **bias_as(spec, IDENTITY_SCALE, STORED_DTYPE.get(spec.bias_dtype or "", "")),
+        }
+
+
+class CutlassNVFP4(TiledNVFP4):
+    """CUTLASS NVFP4 x NVFP4: weights in the order of rows, scales in 128 x 4 tiles (`nvfp4.py`).
+
+    * `cutlass-nvfp4/1`: gate rows, then up rows. vLLM's own CUTLASS kernel, and FlashInfer CuteDSL in batches.
+    * `flashinfer-cutlass-nvfp4/1`: up rows, then gate rows. FlashInfer CUTLASS.
+
+    Tiles are laid over gate and up together, so a half must be a multiple of 64 rows: the engine pads none where there
+    is a gate. Without one it pads to 128.
+
+    Source: vLLM 0.33.0, `flashinfer_fp4_moe.py` (`prepare_nvfp4_moe_layer_for_fi_or_cutlass`).
+    """
+
+    id = "cutlass-nvfp4/1"
+    title = "CUTLASS NVFP4 (vLLM), FlashInfer CuteDSL NVFP4 in batches"
+    arch = "SM100 and newer"
+    padding = PaddingRule(ungated=128)

@@ -1,0 +1,333 @@
+"""int4 and int8 on Marlin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from moeq.errors import MoeqError
+from moeq.layouts.arranged import STORED_DTYPE, ArrangedLayout, Part, torch_dtype
+from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec
+from moeq.layouts.marlin.maps import (
+    GROUPED,
+    SINGLE,
+    WEIGHT,
+    WEIGHT_A8,
+    ZERO,
+    ZERO_A8,
+    bias_part,
+    scale_part,
+    weight_part,
+    zero_part,
+)
+from moeq.layouts.words import take_columns
+from moeq.matrix import MatrixSpec, QuantizedMatrix
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class MarlinWNA16(ArrangedLayout):
+    """Marlin with 16-bit activations: int4 and int8 weights, symmetric or with zero points.
+
+    Parts of one expert: `weight` int32 `[K / 16, 2 N]` (int8: `[K / 16, 4 N]`), `scale` `[G, N]` in the stored dtype,
+    `zero` int32 `[G, N * bits / 32]`, `bias` `[N]`. int8 codes are offset by 128 and zero points are stored as they
+    count (GPTQ's minus one is undone by the scheme). Batched Marlin reads the same bytes.
+
+    Scales lie in the grouped order where the matrix has several groups along K, and in the single order where it has
+    one; that is what the kernel reads. vLLM 0.33.0's own loader picks the order for w13 by comparing the group size
+    with the intermediate size instead of K, so it packs w13 in the single order, which its kernel then reads as
+    grouped, whenever the group size is at least the intermediate size per rank.
+
+    Source: vLLM 0.33.0, `marlin_utils.py`, the Marlin repack kernels and `marlin_template.h`; SGLang 0.5.23 uses the
+    same maps.
+    """
+
+    id = "marlin-wna16/1"
+    title = "Marlin and batched Marlin, 16-bit activations"
+    source = "vLLM 0.33.0"
+    elements = ("int4", "int8")
+    schemes = "int4 and int8, symmetric or with zero points, group-wise or channel-wise, with bias"
+    arch = "SM75 and newer (SM75: fp16 only)"
+    slicing = "N by 64, K by whole groups (16 where channel-wise)"
+    padding = PaddingRule(intermediate=64, whole_groups=True)
+    zero_points = True
+    n_multiple = 64
+    k_multiple = 16
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        order = SINGLE if spec.num_groups == 1 else GROUPED
+        parts = {"weight": weight_part(spec, WEIGHT[spec.bits]), "scale": scale_part(spec, order)}
+        if not spec.symmetric:
+            parts["zero"] = zero_part(spec, ZERO[spec.bits])
+        if spec.bias_dtype is not None:
+            parts["bias"] = bias_part(spec)
+        return parts
+
+    def slices(self, spec: MatrixSpec) -> SliceRule:
+        rule = super().slices(spec)
+        # A slice of a single group would be packed in the single order, which no slice of the grouped order is.
+        return SliceRule(rule.n, rule.k, 2 * spec.group_size if spec.num_groups > 1 else 0)
+
+
+class MarlinActOrder(ArrangedLayout):
+    """Marlin with act-order (GPTQ `desc_act`): rows of K sorted by their group.
+
+    `permutation` (int32 `[K]`) is the stable argsort of the group of each input column; packed row i holds column
+    `permutation[i]`, and `group_index` (int32 `[K]`) is the sorted group. Weights are then the plain Marlin map and
+    scales the group order. Engines sort with an unstable argsort, so rows of one group may come in another order than
+    theirs: moeq's packing is an equivalent of an engine's own, not always its bytes; within one group any order means
+    the same.
+
+    A projection of a single group, beside others that have more, is in order as it is: its permutation is the identity.
+    Along K nothing can be cut: a shard's columns may use any group, so each rank keeps all scales and the shard's rows
+    are sorted anew. Nothing is padded. Source: SGLang 0.5.23; vLLM up to 0.29 (newer ones have no act-order any more).
+    """
+
+    id = "marlin-act-order/1"
+    title = "Marlin with act-order"
+    source = "SGLang 0.5.23, vLLM 0.26.0"
+    elements = ("int4", "int8")
+    schemes = "gptq int4 and int8 with act-order, symmetric"
+    arch = "SM75 and newer (SM75: fp16 only)"
+    slicing = "N by 64; none along K"
+    padding = PaddingRule()
+    act_order = True
+    n_multiple = 64
+    k_multiple = 16
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        order = SINGLE if spec.num_groups == 1 else GROUPED
+        parts = {"weight": weight_part(spec, WEIGHT[spec.bits]), "scale": scale_part(spec, order)}
+        return parts | ({} if spec.bias_dtype is None else {"bias": bias_part(spec)})
+
+    def extra_tensors(self, spec: MatrixSpec) -> dict[str, TensorSpec]:
+        vector = TensorSpec((spec.k,), "I32")
+        return {"permutation": vector, "group_index": vector}
+
+    def problems(self, spec: MatrixSpec) -> list[Problem]:
+        found = super().problems(spec)
+        if not spec.act_order and spec.num_groups > 1:
+            found.append(Problem("layout.act-order", "the matrix has no act-order", "marlin-wna16/1 is for those"))
+        return found
+
+    def slices(self, spec: MatrixSpec) -> SliceRule:
+        return SliceRule(super().slices(spec).n, None)
+
+    def check_values(self, matrix: QuantizedMatrix) -> None:
+        super().check_values(matrix)
+        index = _groups(matrix)
+        if int(index.min()) < 0 or int(index.max()) >= matrix.spec.num_groups:
+            raise MoeqError("source.bad-group-index", f"{matrix.spec.role}: group indices must lie in 0 .. groups - 1")
+
+    def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
+        found = super().encode(name, matrix)
+        return take_columns(found, _order(matrix)) if name == "weight" else found
+
+    def fill_extra(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
+        order = _order(matrix)
+        if "permutation" in out:
+            out["permutation"].copy_(order)
+        if "group_index" in out:
+            out["group_index"].copy_(_groups(matrix)[order])
+
+    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec) -> QuantizedMatrix:
+        import torch
+
+        matrix = super().unpack(parts, spec)
+        order = parts["permutation"].long()
+        back, index = torch.empty_like(order), torch.empty_like(parts["group_index"])
+        back[order] = torch.arange(len(order))
+        index[order] = parts["group_index"]
+        return replace(matrix, codes=take_columns(matrix.codes, back), group_index=index if spec.act_order else None)
+
+    def slice_parts(
+        self, parts: Mapping[str, Tensor], spec: MatrixSpec, *, n: tuple[int, int], k: tuple[int, int]
+    ) -> dict[str, Tensor]:
+        cut = super().slice_parts(parts, spec, n=n, k=k)
+        return cut | {name: parts[name] for name in self.extra_tensors(spec)}
+
+
+def _order(matrix: QuantizedMatrix) -> Tensor:
+    import torch
+
+    return torch.argsort(_groups(matrix), stable=True)
+
+
+def _groups(matrix: QuantizedMatrix) -> Tensor:
+    """The group of each column."""
+    import torch
+
+    if matrix.group_index is not None:
+        return matrix.group_index
+    if matrix.spec.num_groups > 1:
+        raise MoeqError("source.bad-group-index", f"{matrix.spec.role}: act-order without group indices")
+    return torch.zeros(matrix.spec.k, dtype=torch.int32)
+
+
+#: Scales of int8 activations are integers below this.
+_STEPS = 4096
+
+
+class _MarlinA8(ArrangedLayout):
+    """What both kinds share."""
+
+    source = "vLLM 0.33.0"
+    padding = PaddingRule(intermediate=64, whole_groups=True)
+    zero_points = True
+    n_multiple = 64
+    k_multiple = 32
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        parts = {"weight": weight_part(spec, WEIGHT_A8[spec.bits]), "scale": scale_part(spec, SINGLE)}
+        if not spec.symmetric:
+            parts["zero"] = zero_part(spec, ZERO_A8[spec.bits])
+        if spec.bias_dtype is not None:
+            parts["bias"] = bias_part(spec)
+        return parts
+
+
+class MarlinInt8Act(_MarlinA8):
+    """Marlin with 8-bit activations: tiles of 32 x 32 codes, single scale order, recoded scales.
+
+    `marlin-wna16-int8act/1` (int8 activations, int4 or int8 weights). With several groups along K, scales become
+    `round(s / max * 4096)` in the scale dtype, kept as int16 bits in that dtype, and `global_scale` (float32, one per
+    expert, all equal) is `max / 4096`. `max` runs over all local experts of the tensor, so packing takes two passes
+    (`Layout.calibrate`), differs between EP and TP degrees, and cannot be sliced. The rounding loses scale bits, so it
+    must be allowed. With one scale per channel the scales stay as they are.
+
+    `marlin-wna16-fp8act/1` (fp8 e4m3 activations, int4 weights). Codes are rewritten around the zero point z as
+    `q - z if q >= z else 15 - q`, and scales are multiplied by 512 in their own dtype: exact in bf16, and in fp16 up to
+    127. The engine pads after rewriting: symmetric codes are therefore padded with 8, which is rewritten to 0.
+
+    Zero points lie in the order of 16-bit activations without its interleave. Source: vLLM 0.33.0, `marlin_utils.py`
+    and the repack and `marlin_int4_fp8_preprocess` kernels.
+    """
+
+    id = "marlin-wna16-int8act/1"
+    title = "Marlin, int8 activations"
+    elements = ("int4", "int8")
+    schemes = "int4 and int8, symmetric or with zero points"
+    arch = "SM75 and newer"
+    slicing = "none with groups (scales depend on all local experts); N by 64, K by 32 where channel-wise"
+    lossy = "group scales are rounded to 1/4096 of the largest local one"
+    calibration_scope = "group scales are stored relative to the largest one of all local experts"
+
+    def extra_tensors(self, spec: MatrixSpec) -> dict[str, TensorSpec]:
+        return {"global_scale": TensorSpec((1,), "F32")} if spec.num_groups > 1 else {}
+
+    def fill_extra(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
+        if "global_scale" in out:
+            out["global_scale"].fill_(self._largest() / _STEPS)
+
+    def slices(self, spec: MatrixSpec) -> SliceRule:
+        return super().slices(spec) if spec.num_groups == 1 else SliceRule(None, None)
+
+    def calibrate(self, matrix: QuantizedMatrix) -> float | None:
+        return float(matrix.scales.max()) if matrix.spec.num_groups > 1 else None
+
+    def _largest(self) -> float:
+        if self.calibration is None:
+            raise MoeqError(
+                "usage.survey-needed",
+                f"{self.id}: {self.calibration_scope}; calibrate on the experts before packing them",
+                "layout.with_calibration(max(layout.calibrate(expert) for every local expert))",
+            )
+        return self.calibration
+
+    def recodes(self, part: Part, spec: MatrixSpec) -> bool:
+        return part.field == "scales" and spec.num_groups > 1
+
+    def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
+        if name != "scale" or matrix.spec.num_groups == 1:
+            return super().encode(name, matrix)
+        scales = matrix.scales
+        # In the scale dtype, operation by operation: the engine's bytes carry that rounding.
+        steps = scales / scales.new_tensor(self._largest()) * _STEPS
+        return steps.round().to(torch_dtype("I16")).view(scales.dtype)
+
+    def decode(self, name: str, elements: Tensor, spec: MatrixSpec) -> Tensor:
+        if name != "scale" or spec.num_groups == 1:
+            return super().decode(name, elements, spec)
+        steps = elements.view(torch_dtype("I16")).float()
+        return (steps * (self._largest() / _STEPS)).to(torch_dtype(STORED_DTYPE[spec.scale_dtype]))
+
+    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec) -> QuantizedMatrix:
+        """Codes and zero points exactly; group scales as rounded."""
+        if spec.num_groups == 1:
+            return super().unpack(parts, spec)
+        knowing = MarlinInt8Act(calibration=float(parts["global_scale"][0]) * _STEPS)
+        return super(MarlinInt8Act, knowing).unpack(parts, spec)
+
+
+class MarlinFp8Act(_MarlinA8):
+    """int4 weights for fp8 activations (see the module)."""
+
+    id = "marlin-wna16-fp8act/1"
+    title = "Marlin, fp8 activations"
+    elements = ("int4",)
+    schemes = "int4, symmetric or with zero points"
+    arch = "SM89 and SM12x"
+    slicing = "N by 64, K by whole groups (32 where channel-wise)"
+    padding = PaddingRule(intermediate=64, whole_groups=True, midpoint=True)
+    lossy = "fp16 scales above 127 overflow when multiplied by 512"
+
+    def recodes(self, part: Part, spec: MatrixSpec) -> bool:
+        return part.field == "scales"
+
+    def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
+        if name == "scale":
+            return matrix.scales * 512
+        if name != "weight":
+            return super().encode(name, matrix)
+        if matrix.zeros is None:  # rewritten word by word after packing
+            return matrix.codes
+        spec = matrix.spec
+        grouped = matrix.codes.view(spec.n, spec.num_groups, spec.group_size)
+        return _around(grouped, matrix.zeros.to(grouped.dtype).unsqueeze(2)).view(spec.n, spec.k)
+
+    def decode(self, name: str, elements: Tensor, spec: MatrixSpec) -> Tensor:
+        found = super().decode(name, elements, spec)
+        return found / 512 if name == "scale" else found
+
+    def pack_into(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
+        super().pack_into(matrix, out)
+        if "weight" in out and matrix.zeros is None:
+            _around_midpoint_(out["weight"])
+
+    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec) -> QuantizedMatrix:
+        if spec.symmetric:
+            # The rewrite undoes itself but for the top bit of each code, before and after.
+            words = parts["weight"] ^ _TOP_BITS
+            return super().unpack({**parts, "weight": _around_midpoint_(words).bitwise_xor_(_TOP_BITS)}, spec)
+        matrix = super().unpack(parts, spec)
+        if matrix.zeros is None:
+            raise MoeqError("source.missing-part", f"{self.id}: zero points are missing")
+        grouped = matrix.codes.view(spec.n, spec.num_groups, spec.group_size)
+        codes = _back(grouped, matrix.zeros.to(grouped.dtype).unsqueeze(2)).view(spec.n, spec.k)
+        return replace(matrix, codes=codes)
+
+
+#: The top bit of every 4-bit code of a word (0x88888888), and the lowest one.
+_TOP_BITS, _LOW_BITS = 0x88888888 - (1 << 32), 0x11111111
+
+
+def _around_midpoint_(words: Tensor) -> Tensor:
+    """`_around` the zero point 8 for the eight codes of each int32 word, in place.
+
+    8 .. 15 lose their top bit and 0 .. 7 are inverted: every bit flips, and the lower three flip back where the top one
+    was set. Returns the words.
+    """
+    upper = (words >> 3).bitwise_and_(_LOW_BITS).mul_(7)
+    return words.bitwise_xor_(upper).bitwise_not_()
+
+
+def _around(codes: Tensor, zero: Tensor) -> Tensor:
+    """Codes counted from their zero point: up from 0 at or above it, down from 15 below. Codes and zeros are uint8."""
+    return (codes - zero).where(codes >= zero, 15 - codes)
+
+
+def _back(rewritten: Tensor, zero: Tensor) -> Tensor:
+    """The inverse: codes at or above the zero point were rewritten to 0 .. 15 - zero."""
+    return (rewritten + zero).where(rewritten <= 15 - zero, 15 - rewritten)

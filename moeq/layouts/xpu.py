@@ -1,0 +1,116 @@
+"""Layouts of Intel's XPU kernels."""
+
+from __future__ import annotations
+
+from moeq.layouts.arranged import STORED_DTYPE, ArrangedLayout, Part
+from moeq.layouts.arrangement import Arrangement
+from moeq.layouts.base import PaddingRule
+from moeq.layouts.fp8 import BLOCK, Fp8Layout, fp8_bytes
+from moeq.layouts.mxfp4 import IDENTITY, IDENTITY_SCALE, MXFP4Layout, bias_as, scale_bytes, weight_bytes
+from moeq.matrix import MatrixSpec
+
+
+class IdentityMXFP4(MXFP4Layout):
+    """MXFP4 in the checkpoint's own order: XPU, B12X and emulation.
+
+    `weight` uint8 `[N, K / 2]`, low nibble first, `scale` uint8 `[N, G]`, `bias` as stored; w13 is gate rows, then up
+    rows.
+    Source: vLLM 0.33.0, `oracle/mxfp4.py`.
+    """
+
+    id = "mxfp4-identity/1"
+    title = "MXFP4 as stored (XPU, B12X, emulation)"
+    source = "vLLM 0.33.0"
+    arch = "any"
+    slicing = "N by 1, K by 32"
+    padding = PaddingRule(intermediate=32)
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        return {
+            "weight": weight_bytes(spec, IDENTITY),
+            "scale": scale_bytes(spec, IDENTITY_SCALE),
+            **bias_as(spec, IDENTITY_SCALE, STORED_DTYPE.get(spec.bias_dtype or "", "")),
+        }
+
+
+TRANSPOSED = Arrangement("n, k -> k n")
+
+
+class XpuFp8Tensor(Fp8Layout):
+    """Intel XPU FP8 and MXFP8: weights and scales transposed; w13 columns are gate, then up.
+
+    * `xpu-fp8-tensor/1`: `weight` F8_E4M3 `[K, N]`, `scale` float32 `[1]`.
+    * `xpu-fp8-block/1`: `weight` likewise, `scale` float32 `[K / 128, N / 128]`.
+    * `xpu-mxfp8/1`: `weight` likewise, `scale` uint8 `[K / 32, N]`.
+
+    Source: vLLM 0.33.0, `xpu_moe.py` (`prepare_fp8_moe_layer_for_xpu`).
+    """
+
+    id = "xpu-fp8-tensor/1"
+    title = "XPU FP8, one scale per matrix"
+    arch = "Intel XPU"
+    slicing = "N by 1, K by 1"
+    scope = "tensor"
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        return {"weight": fp8_bytes(spec, TRANSPOSED, (spec.k, spec.n)), "scale": self.scale(spec)}
+
+
+class XpuFp8Block(Fp8Layout):
+    """See the module."""
+
+    id = "xpu-fp8-block/1"
+    title = "XPU FP8, blocks"
+    arch = "Intel XPU"
+    slicing = "N by 128, K by 128"
+    scope = "block"
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        scale = self.scale(spec, TRANSPOSED, (spec.num_groups, spec.n // BLOCK))
+        return {"weight": fp8_bytes(spec, TRANSPOSED, (spec.k, spec.n)), "scale": scale}
+
+
+class XpuMXFP8(ArrangedLayout):
+    """See the module."""
+
+    id = "xpu-mxfp8/1"
+    title = "XPU MXFP8"
+    source = "vLLM 0.33.0"
+    elements = ("e4m3",)
+    schemes = "mxfp8 (e4m3 codes, e8m0 scales of 32), no bias"
+    arch = "Intel XPU"
+    slicing = "N by 1, K by 32"
+    scale_dtypes = ("e8m0",)
+    group_sizes = (32,)
+    channelwise = False
+    biased = False
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        return {
+            "weight": fp8_bytes(spec, TRANSPOSED, (spec.k, spec.n)),
+            "scale": scale_bytes(spec, TRANSPOSED, (spec.num_groups, spec.n)),
+        }
+
+
+class XpuWNA16(ArrangedLayout):
+    """Intel XPU int4: the canonical order of checkpoints.
+
+    `weight` uint8 `[N, K / 2]`, low nibble first; `scale` `[N, G]` as stored. The backend drops zero points, so there
+    is no place for them. Source: vLLM 0.33.0, `XPUExpertsWNA16`.
+    """
+
+    id = "xpu-wna16/1"
+    title = "XPU int4 as stored"
+    source = "vLLM 0.33.0"
+    elements = ("int4",)
+    schemes = "int4 symmetric"
+    arch = "Intel XPU"
+    slicing = "N by 1, K by whole groups"
+    biased = False
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        dtype = STORED_DTYPE[spec.scale_dtype]
+        return {
+            "weight": Part("codes", IDENTITY, (spec.n, spec.k // 2), "U8", 4),
+            "scale": Part("scales", IDENTITY_SCALE, (spec.n, spec.num_groups), dtype, 16, group=spec.group_size),
+        }
