@@ -121,7 +121,7 @@ def test_only_loaders_inside_engines_import_one_another_at_the_top() -> None:
     "code",
     [
         "import moeq",
-        "import moeq.oracle.decide",
+        "import moeq.oracle.judge",
         "import moeq.layouts.registry",
     ],
 )

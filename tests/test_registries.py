@@ -7,8 +7,8 @@ import pytest
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.layouts.registry import LAYOUTS
-from moeq.oracle.decide import judge_config
-from moeq.oracle.policy import load_policy
+from moeq.oracle.engines.vllm.policy import load_policy
+from moeq.oracle.judge import judge_config
 from moeq.oracle.records import MoeShape
 from moeq.schemes.registry import DIALECTS
 from moeq_kernels.capabilities import CAPABILITIES

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from moeq.errors import MoeqError
-from moeq.oracle.tablefile import packed, text
+from moeq.oracle.engines.vllm.stored_tables import packed, text
 from vllm_tables import names, tables
 
 DATA = Path(__file__).parents[1] / "moeq" / "oracle" / "engines" / "vllm"

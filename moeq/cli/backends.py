@@ -20,7 +20,7 @@ def command(
     json: options.JsonOption = False,
 ) -> None:
     """List backend families, their backends in order, and their limits."""
-    from moeq.oracle.table import backend_rows
+    from moeq.oracle.backends import backend_rows
 
     out: Output = ctx.obj
     name = engine or "vllm@0.33.0"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from moeq.oracle.catalog import Entry
+    from moeq.oracle.explain import Entry
 
 
 def command(
@@ -24,7 +24,7 @@ def command(
     json: options.JsonOption = False,
 ) -> None:
     """Explain a code that a command printed. Without one, list all codes."""
-    from moeq.oracle.catalog import catalog, explain
+    from moeq.oracle.explain import catalog, explain
 
     out: Output = ctx.obj
     warnings = {row.code: row for row in checkpoint_warnings()}
@@ -52,7 +52,7 @@ def checkpoint_warnings() -> Iterator[Entry]:
     """What `inspect` calls odd, and what `--scan` finds."""
     from moeq.checkpoint.warning import EXPLAINED
     from moeq.model.scan import MESSAGES
-    from moeq.oracle.catalog import Entry
+    from moeq.oracle.explain import Entry
 
     for code, text in EXPLAINED.items():
         yield Entry(code, "warning", "about a checkpoint", text)

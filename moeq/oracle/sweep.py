@@ -10,8 +10,8 @@ from typing import Any
 
 from moeq.deploy.deployment import Deployment, Gpu
 from moeq.errors import MoeqError
-from moeq.oracle.decide import judge
-from moeq.oracle.engines.vllm.readers import PREFIX
+from moeq.oracle.engines.vllm.configs.question import PREFIX
+from moeq.oracle.judge import judge
 from moeq.oracle.records import MoeShape, Verdict
 from moeq.schemes.base import Scheme
 

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from moeq.deploy.deployment import Deployment
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
-from moeq.oracle import decide as oracle
 from moeq.oracle.engines.vllm.expert_names import EXPERT, StoredName
+from moeq.oracle.judge import judge
 from moeq.oracle.records import Verdict
 from moeq.oracle.versions import BUILTIN
 from moeq.pipeline.plan.decision import first_layer, heads_problem, moe_shape
@@ -159,7 +159,7 @@ def _judged(checkpoint: Checkpoint, plan: TranscodePlan, deployment: Deployment)
     if written is None:
         return None
     projection, projected = next(iter(written.kinds[0].items()))
-    return oracle.judge(
+    return judge(
         plan.described[projected, projection].scheme,
         moe_shape(checkpoint, layer),
         deployment,

@@ -138,8 +138,8 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_code_of_a_verdict_can_be_explained() -> None:
     from moeq.deploy.deployment import Deployment
     from moeq.deploy.gpus import parse_gpu
-    from moeq.oracle.catalog import explain
-    from moeq.oracle.decide import judge
+    from moeq.oracle.explain import explain
+    from moeq.oracle.judge import judge
 
     for engine in ("vllm@0.33.0", "moeq"):
         for gpu in ("V100", "H100", "B200", "MI300X", "CPU", "XPU"):

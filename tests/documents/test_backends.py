@@ -7,7 +7,7 @@ from pathlib import Path
 
 from oracle.examples import checkpoints
 
-from moeq.oracle.table import DEVICES, backends_page
+from moeq.oracle.backends import DEVICES, backends_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "backends.md"
 

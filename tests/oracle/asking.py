@@ -8,8 +8,8 @@ from oracle.examples import SHAPE
 
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
-from moeq.oracle.decide import judge
-from moeq.oracle.policy import load_policy
+from moeq.oracle.engines.vllm.policy import load_policy
+from moeq.oracle.judge import judge
 from moeq.oracle.records import MoeShape, Verdict
 
 POLICY = load_policy("vllm@0.33.0")

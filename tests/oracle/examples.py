@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import moeq
+from moeq.oracle.backends import Example
 from moeq.oracle.records import MoeShape
-from moeq.oracle.table import Example
 from moeq.pipeline.plan.decision import moe_shape
 from moeq.schemes.base import QuantKey, ScaleKey, Scheme
 

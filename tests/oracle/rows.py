@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from moeq.deploy.deployment import Deployment, Gpu
-from moeq.oracle.case import Case, Method
-from moeq.oracle.engine import resolve, resolve_method
-from moeq.oracle.engines.vllm.names import canonical
-from moeq.oracle.outcome import Outcome
-from moeq.oracle.policy import load_policy
+from moeq.oracle.engines.vllm.case import Case, Method
+from moeq.oracle.engines.vllm.entry_points import canonical
+from moeq.oracle.engines.vllm.outcome import Outcome
+from moeq.oracle.engines.vllm.policy import load_policy
+from moeq.oracle.engines.vllm.verdict import resolve, resolve_method
 from moeq.oracle.records import MoeShape
 
 OWN_FILE = Path(__file__).parents[1] / "data" / "oracle" / "oracle_vectors.json"
@@ -152,7 +152,7 @@ def _compare_choice(row: dict[str, Any], outcome: Outcome) -> list[str]:
         "experts_cls": selection.selected.experts,
     }
     if "rounded_hidden_intermediate" in expected:
-        from moeq.oracle.sizes import sizes_for
+        from moeq.oracle.engines.vllm.sizes import sizes_for
 
         sizes = sizes_for(outcome.case, selection.selected)
         found["rounded_hidden_intermediate"] = [sizes.padded_hidden, sizes.padded_intermediate]

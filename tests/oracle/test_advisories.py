@@ -16,9 +16,9 @@ from oracle.differential.compare import moeq_outcome
 
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
-from moeq.oracle.advisories import CONDITIONS, advisories_for, has_defect
-from moeq.oracle.decide import judge_config
-from moeq.oracle.policy import knowledge, load_policy
+from moeq.oracle.engines.vllm.advisories import CONDITIONS, advisories_for, has_defect
+from moeq.oracle.engines.vllm.policy import knowledge, load_policy
+from moeq.oracle.judge import judge_config
 from moeq.oracle.records import MoeShape
 from moeq.oracle.upgrade import steps
 from moeq.oracle.versions import release, versions

@@ -9,9 +9,9 @@ from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.layouts.registry import LAYOUTS, get_layout
 from moeq.matrix import MatrixSpec, Role
-from moeq.oracle.builtin import builtin_policy
-from moeq.oracle.decide import judge
-from moeq.oracle.policy import load_policy
+from moeq.oracle.engines.moeq import builtin_policy
+from moeq.oracle.engines.vllm.policy import load_policy
+from moeq.oracle.judge import judge
 from moeq.oracle.records import ConvertTarget, MoeShape
 from moeq.schemes.base import Scheme
 from moeq_kernels.capabilities import CAPABILITIES

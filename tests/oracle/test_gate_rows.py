@@ -9,9 +9,9 @@ import pytest
 from oracle.rows import POLICY, deployment_of, gpu_of, load, shape_of
 
 from moeq.deploy.deployment import Deployment
-from moeq.oracle.decide import judge_config
+from moeq.oracle.engines.vllm.sizes import shrunk_group
+from moeq.oracle.judge import judge_config
 from moeq.oracle.records import Gate, MoeShape, Verdict
-from moeq.oracle.sizes import shrunk_group
 
 DATA = load()
 READ = [row for row in DATA["vectors"] if not row["entry"].startswith(("hf:", "oracle:"))]

@@ -9,8 +9,8 @@ import pytest
 from oracle.examples import scheme
 from oracle.rows import deployment_of, load, outcome_of, shape_of
 
-from moeq.oracle.advisories import advisories_for
-from moeq.oracle.decide import judge
+from moeq.oracle.engines.vllm.advisories import advisories_for
+from moeq.oracle.judge import judge
 from moeq.oracle.records import MoeShape, Verdict
 from moeq.schemes.base import Scheme
 
@@ -56,7 +56,7 @@ def _whole_groups(one: Scheme, shape: MoeShape, verdict: Verdict) -> bool:
 
 
 def _reads_scheme(one: Scheme, shape: MoeShape, verdict: Verdict) -> bool:
-    from moeq.oracle.builtin import builtin_policy
+    from moeq.oracle.engines.moeq import builtin_policy
 
     assert verdict.chosen is not None
     row = next(

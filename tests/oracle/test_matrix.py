@@ -12,8 +12,8 @@ from oracle.examples import SHAPE, every_scheme, scheme
 
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import known_gpus, parse_gpu
-from moeq.oracle.decide import judge
-from moeq.oracle.policy import load_policy
+from moeq.oracle.engines.vllm.policy import load_policy
+from moeq.oracle.judge import judge
 from moeq.oracle.sweep import sweep
 
 POLICY = load_policy("vllm@0.33.0")
@@ -80,6 +80,6 @@ def test_a_thousand_cells_take_less_than_three_seconds() -> None:
 
 
 def test_no_torch_in_the_import_path() -> None:
-    modules = "moeq.oracle.decide, moeq.oracle.sweep, moeq.oracle.table, moeq.oracle.catalog, moeq.deploy.options"
+    modules = "moeq.oracle.judge, moeq.oracle.sweep, moeq.oracle.backends, moeq.oracle.explain, moeq.deploy.options"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -16,13 +16,13 @@ from oracle.examples import GPT_OSS, SHAPE, every_scheme, scheme
 
 from moeq.deploy.deployment import Deployment
 from moeq.errors import MoeqError
-from moeq.oracle.advisories import CONDITIONS
-from moeq.oracle.builtin import builtin_policy
-from moeq.oracle.catalog import requirements
-from moeq.oracle.decide import decide, judge_config
-from moeq.oracle.engines.vllm.readers import ConfigRefusal, integer
+from moeq.oracle.engines.moeq import builtin_policy
+from moeq.oracle.engines.vllm.advisories import CONDITIONS
+from moeq.oracle.engines.vllm.configs.question import ConfigRefusal, integer
+from moeq.oracle.engines.vllm.sizes import marlin_block_m
+from moeq.oracle.explain import requirements
+from moeq.oracle.judge import decide, judge_config
 from moeq.oracle.records import MoeShape
-from moeq.oracle.sizes import marlin_block_m
 
 #: Families whose weights moeq repacks for no backend yet.
 NO_LAYOUTS = ("fp8", "nvfp4", "mxfp8")
@@ -388,9 +388,9 @@ def test_r37_dry_run_finds_what_fails_later(one: Any, where: Deployment, shape: 
 
 
 def test_r37_what_convert_writes_passes_every_gate() -> None:
-    from moeq.oracle.declare import config_of
-    from moeq.oracle.engine import derive_dp, resolve
     from moeq.oracle.engines.vllm.gates import Stage, run_gates
+    from moeq.oracle.engines.vllm.verdict import derive_dp, resolve
+    from moeq.oracle.quantization_config import config_of
 
     for one, shape in every_scheme().values():
         outcome = resolve(POLICY, config_of(one), shape, derive_dp(gpu("H100", tp=2)))

@@ -9,8 +9,8 @@ import pytest
 from oracle.asking import POLICY, ask, codes, gpu
 from oracle.examples import GPT_OSS, SHAPE, scheme
 
+from moeq.oracle.engines.vllm.sizes import marlin_padded, round_up, shrunk_group, sizes_for
 from moeq.oracle.records import CandidateReport
-from moeq.oracle.sizes import marlin_padded, round_up, shrunk_group, sizes_for
 
 
 # Executed values for gpt-oss, hidden = intermediate = 2880.
@@ -43,7 +43,7 @@ def test_r12_marlin_padding(inner: int, group: int, padded: int) -> None:
 
 
 def test_r12_round_up_depends_on_nothing_else() -> None:
-    from moeq.oracle.case import Case, Method
+    from moeq.oracle.engines.vllm.case import Case, Method
 
     method = Method("GptOssMxfp4MoEMethod", "mxfp4", "mxfp4", "kMxfp4Static")
     for name in ("H100", "XPU", "MI300X"):

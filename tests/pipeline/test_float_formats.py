@@ -19,7 +19,7 @@ import moeq
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
-from moeq.oracle.policy import load_policy
+from moeq.oracle.engines.vllm.policy import load_policy
 from moeq.pipeline.convert import convert
 from moeq.pipeline.plan.candidates import Ask
 from moeq.pipeline.plan.feasible import answer

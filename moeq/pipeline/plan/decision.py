@@ -9,7 +9,7 @@ from moeq.deploy.deployment import Deployment
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model.info import RoutingInfo
-from moeq.oracle import decide as oracle
+from moeq.oracle.judge import judge
 from moeq.oracle.records import Gate, MoeShape, Routing, Verdict
 from moeq.oracle.versions import BUILTIN as OWN_ENGINE
 from moeq.schemes.base import Scheme
@@ -50,7 +50,7 @@ def judge_checkpoint(
         deployment: where it is to run.
         layer: the layer to decide for, where layers differ; None for the first quantised one.
         scheme: what the experts would be encoded as, where that is not what the source has.
-        explain: also try single changes (see `moeq.oracle.decide.judge`).
+        explain: also try single changes (see `moeq.oracle.judge.judge`).
 
     Raises:
         MoeqError: `source.no-top-k` where the config does not say how many experts a token uses.
@@ -60,7 +60,7 @@ def judge_checkpoint(
     own = checkpoint.scheme_of(layer)
     # The config as a whole describes the usual layer; one that is encoded differently is described by its scheme.
     usual = scheme is None and own == checkpoint.scheme_of(first)
-    verdict = oracle.judge(
+    verdict = judge(
         scheme or own,
         moe_shape(checkpoint, layer),
         deployment,

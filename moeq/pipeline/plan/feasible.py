@@ -98,7 +98,7 @@ def answer(checkpoint: Checkpoint, ask: Ask, *, explain: bool = False, brief: bo
     Args:
         checkpoint: the source.
         ask: what is asked.
-        explain: also try what would make each backend work (see `moeq.oracle.decide.judge`).
+        explain: also try what would make each backend work (see `moeq.oracle.judge.judge`).
         brief: only yes or no matters: do not try the backends that the engine would not choose.
 
     Raises:

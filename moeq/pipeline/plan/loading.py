@@ -22,7 +22,7 @@ from moeq.deploy.loaders import (
 )
 from moeq.layouts.registry import layout_class
 from moeq.model import Checkpoint
-from moeq.oracle.builtin import report_of_layout
+from moeq.oracle.engines.moeq import report_of_layout
 from moeq.oracle.versions import choose_engine
 from moeq.pipeline.plan.candidates import Ask
 from moeq.pipeline.plan.decision import heads_problem, judge_checkpoint, moe_shape

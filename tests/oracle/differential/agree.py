@@ -21,8 +21,8 @@ from oracle.differential import samples
 from oracle.differential.compare import Comparison, Row, short
 from oracle.differential.known import DIFFERENCES
 
-from moeq.oracle.policy import load_policy
-from moeq.oracle.tablefile import text as tables_text
+from moeq.oracle.engines.vllm.policy import load_policy
+from moeq.oracle.engines.vllm.stored_tables import text as tables_text
 from moeq.oracle.versions import release
 
 ROOT = Path(__file__).parents[3]

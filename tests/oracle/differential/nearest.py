@@ -23,12 +23,12 @@ from oracle.differential import agree
 from oracle.differential.compare import Row, engine_answer, moeq_outcome, question_of
 
 from moeq.deploy.deployment import Deployment
-from moeq.oracle.case import DEFAULT_ALL2ALL
-from moeq.oracle.engine import resolve
-from moeq.oracle.outcome import Outcome
-from moeq.oracle.policy import EnginePolicy, load_policy
+from moeq.oracle.engines.vllm.case import DEFAULT_ALL2ALL
+from moeq.oracle.engines.vllm.counterfactuals import Change, nearest_yes
+from moeq.oracle.engines.vllm.outcome import Outcome
+from moeq.oracle.engines.vllm.policy import EnginePolicy, load_policy
+from moeq.oracle.engines.vllm.verdict import resolve
 from moeq.oracle.records import MoeShape
-from moeq.oracle.suggest import Change, nearest_yes
 
 
 def change_of(policy: EnginePolicy, world: Row, case: Row) -> Change | None:

@@ -18,7 +18,7 @@ from oracle.differential import samples
 from oracle.differential.compare import Comparison, short
 from oracle.differential.known import DIFFERENCES
 
-from moeq.oracle.policy import load_policy
+from moeq.oracle.engines.vllm.policy import load_policy
 from moeq.oracle.versions import versions
 
 HERE = Path(__file__).parent

@@ -19,8 +19,8 @@ from moeq.cli.app import run
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
-from moeq.oracle.decide import judge_config
 from moeq.oracle.engines.sglang.decision import Refused, SglangLayer, decide_sglang
+from moeq.oracle.judge import judge_config
 from moeq.oracle.records import MoeShape, Verdict
 
 SHAPE = MoeShape(2048, 768, 128, 8)

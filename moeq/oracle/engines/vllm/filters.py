@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from moeq.oracle.case import Case
-from moeq.oracle.policy import Backend
+from moeq.oracle.engines.vllm.case import Case
+from moeq.oracle.engines.vllm.policy import Backend
+from moeq.oracle.engines.vllm.rules import Failure, nearest_tp
 from moeq.oracle.records import Reason
-from moeq.oracle.rules import Failure, nearest_tp
 
 
 @dataclass(frozen=True)

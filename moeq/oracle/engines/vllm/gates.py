@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from moeq.oracle.case import Case
-from moeq.oracle.engines.vllm.names import in_force
+from moeq.oracle.engines.vllm.case import Case
+from moeq.oracle.engines.vllm.entry_points import in_force
+from moeq.oracle.engines.vllm.rules import RULES, class_reasons, nearest_tp, not_gated
+from moeq.oracle.engines.vllm.sizes import shrunk_group, sizes_for, transported_hidden
 from moeq.oracle.records import CandidateReport, Gate
-from moeq.oracle.rules import RULES, class_reasons, nearest_tp, not_gated
-from moeq.oracle.sizes import shrunk_group, sizes_for, transported_hidden
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moeq.layouts.registry import layout_class
-from moeq.oracle.case import Case
+from moeq.oracle.engines.vllm.case import Case
 from moeq.oracle.records import CandidateReport, Sizes
 
 

@@ -10,12 +10,12 @@ from functools import cache
 from importlib.resources import files
 
 from moeq.errors import EXIT_CODES, MoeqError
-from moeq.oracle.advisories import versions_text
-from moeq.oracle.builtin import BUILTIN_RULES
+from moeq.oracle.engines.moeq import BUILTIN_RULES
+from moeq.oracle.engines.vllm.advisories import versions_text
 from moeq.oracle.engines.vllm.filters import FILTERS
 from moeq.oracle.engines.vllm.gates import GATES
-from moeq.oracle.policy import knowledge
-from moeq.oracle.rules import RULES
+from moeq.oracle.engines.vllm.policy import knowledge
+from moeq.oracle.engines.vllm.rules import RULES
 from moeq.oracle.versions import ENGINES
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from math import gcd
 from typing import Any
 
-from moeq.oracle.case import Case, Method
-from moeq.oracle.engines.vllm.readers import (
+from moeq.oracle.engines.vllm.case import Case, Method
+from moeq.oracle.engines.vllm.configs.question import (
     Config,
     ConfigRefusal,
     Question,
@@ -133,7 +133,7 @@ def refined_block(case: Case, block: tuple[int, int]) -> tuple[int, int] | None:
 def _can_refine(question: Question, refined: tuple[int, int] | None, asked: str) -> bool:
     """Whether a class of the requested backend lists the refined block."""
     policy, device = question.policy, question.probe.device
-    from moeq.oracle.select import search_of
+    from moeq.oracle.engines.vllm.select import search_of
 
     family = policy.families["fp8"]
     search = search_of(question.probe, family, asked)
@@ -205,7 +205,7 @@ _MODELOPT: dict[str, tuple[str, str, str, str | None]] = {
 
 def read_modelopt(question: Question) -> Method:
     """NVIDIA ModelOpt: `quant_algo` decides, but for modules in the exclude list."""
-    from moeq.oracle.engines.vllm.names import algorithm_of
+    from moeq.oracle.engines.vllm.entry_points import algorithm_of
 
     config = question.config
     nested = isinstance(config.get("quantization"), Mapping)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moeq.oracle.case import Method
-from moeq.oracle.engines.vllm.readers import (
+from moeq.oracle.engines.vllm.case import Method
+from moeq.oracle.engines.vllm.configs.question import (
     Config,
     ConfigRefusal,
     Question,
@@ -19,7 +19,7 @@ from moeq.oracle.engines.vllm.readers import (
     unquantized,
     weight_only_key,
 )
-from moeq.oracle.policy import EnginePolicy
+from moeq.oracle.engines.vllm.policy import EnginePolicy
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 # Formats whose groups quantise activations: without `input_activations` their weights have to be floats.

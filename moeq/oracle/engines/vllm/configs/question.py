@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from moeq.oracle.case import Case, Method
-from moeq.oracle.policy import EnginePolicy
+from moeq.oracle.engines.vllm.case import Case, Method
+from moeq.oracle.engines.vllm.policy import EnginePolicy
 
 Config = Mapping[str, Any]
 

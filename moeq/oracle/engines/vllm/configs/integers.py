@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from moeq.oracle.case import Case, Method
-from moeq.oracle.engines.vllm.readers import (
+from moeq.oracle.engines.vllm.case import Case, Method
+from moeq.oracle.engines.vllm.configs.question import (
     Config,
     ConfigRefusal,
     Question,

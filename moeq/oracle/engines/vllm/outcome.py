@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moeq.oracle.case import Case
+from moeq.oracle.engines.vllm.case import Case
+from moeq.oracle.engines.vllm.configs.question import PREFIX
+from moeq.oracle.engines.vllm.entry_points import declared_kind
 from moeq.oracle.engines.vllm.gates import Stage
-from moeq.oracle.engines.vllm.names import declared_kind
-from moeq.oracle.engines.vllm.readers import PREFIX
+from moeq.oracle.engines.vllm.select import Selection
 from moeq.oracle.records import CandidateReport, Gate
-from moeq.oracle.select import Selection
 
 _ACTIVATION_BITS = {"kMxfp8": 8, "kFp8": 8, "kInt8": 8, "kMxfp4": 4, "kNvfp4": 4, "kMxfp6": 6}
 #: Classes that run weight-only whatever the activation key says.

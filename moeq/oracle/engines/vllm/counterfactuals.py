@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moeq.deploy.deployment import Deployment
-from moeq.oracle.case import Case
-from moeq.oracle.engine import candidate_variants, derive_dp, with_env, with_package
+from moeq.oracle.engines.vllm.case import Case
 from moeq.oracle.engines.vllm.gates import run_gates
-from moeq.oracle.outcome import Outcome
+from moeq.oracle.engines.vllm.outcome import Outcome
+from moeq.oracle.engines.vllm.select import on_device
+from moeq.oracle.engines.vllm.verdict import candidate_variants, derive_dp, with_env, with_package
 from moeq.oracle.records import CandidateReport, MoeShape
-from moeq.oracle.select import on_device
 
 Config = Mapping[str, Any]
 Again = Callable[[Config, MoeShape, Deployment], Outcome]

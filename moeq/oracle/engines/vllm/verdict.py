@@ -7,12 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from moeq.deploy.deployment import Deployment
-from moeq.oracle.advisories import advisories_for
-from moeq.oracle.case import Case, Method
-from moeq.oracle.engines.vllm.floats import check_activation_request
-from moeq.oracle.engines.vllm.gates import run_gates
-from moeq.oracle.engines.vllm.names import entry_of
-from moeq.oracle.engines.vllm.readers import (
+from moeq.oracle.engines.vllm.advisories import advisories_for
+from moeq.oracle.engines.vllm.case import Case, Method
+from moeq.oracle.engines.vllm.configs.floats import check_activation_request
+from moeq.oracle.engines.vllm.configs.question import (
     PREFIX,
     ConfigRefusal,
     Question,
@@ -20,13 +18,14 @@ from moeq.oracle.engines.vllm.readers import (
     check_layer,
     check_selected,
 )
-from moeq.oracle.engines.vllm.registry import OUTSIDE, READERS
-from moeq.oracle.experts import Variant
-from moeq.oracle.outcome import Outcome, runs_as
-from moeq.oracle.policy import EnginePolicy
+from moeq.oracle.engines.vllm.entry_points import OUTSIDE, READERS, entry_of
+from moeq.oracle.engines.vllm.experts_classes import Variant
+from moeq.oracle.engines.vllm.gates import run_gates
+from moeq.oracle.engines.vllm.outcome import Outcome, runs_as
+from moeq.oracle.engines.vllm.policy import EnginePolicy
+from moeq.oracle.engines.vllm.select import Selection, candidate_reports, select
+from moeq.oracle.engines.vllm.sizes import sizes_for, transient_bytes, transported_hidden
 from moeq.oracle.records import CandidateReport, ConvertTarget, EngineError, MoeShape, Reason, Verdict
-from moeq.oracle.select import Selection, candidate_reports, select
-from moeq.oracle.sizes import sizes_for, transient_bytes, transported_hidden
 
 #: Family whose backends are listed where the engine refuses a config before choosing any.
 _FAMILY_OF_ENTRY = {

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from moeq.layouts.registry import LAYOUTS
-from moeq.oracle.case import Case
+from moeq.oracle.engines.vllm.case import Case
 from moeq.oracle.engines.vllm.filters import filter_reasons
-from moeq.oracle.policy import Attempt, Backend, Family, Search, SearchTable, parse_search
+from moeq.oracle.engines.vllm.policy import Attempt, Backend, Family, Search, SearchTable, parse_search
+from moeq.oracle.engines.vllm.rules import RULES, class_reasons
 from moeq.oracle.records import AS_IT_IS, CandidateReport, EngineError, Reason
-from moeq.oracle.rules import RULES, class_reasons
 
 _ORDER = {rule.code: index for index, rule in enumerate(RULES)}
 _NOTHING = Search((), ("NotImplementedError", "NO_BACKEND"))

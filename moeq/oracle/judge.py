@@ -8,16 +8,15 @@ from typing import Any
 
 from moeq.deploy.deployment import Deployment
 from moeq.errors import MoeqError
-from moeq.oracle.builtin import judge_builtin
-from moeq.oracle.config_types import checked
-from moeq.oracle.declare import config_of
-from moeq.oracle.engine import derive_dp, resolve, sensitivity, verdict_of
+from moeq.oracle.engines.moeq import judge_builtin
 from moeq.oracle.engines.sglang.verdict import is_sglang, judge_sglang
-from moeq.oracle.engines.vllm.readers import PREFIX
-from moeq.oracle.outcome import Outcome
-from moeq.oracle.policy import load_policy
+from moeq.oracle.engines.vllm.configs.question import PREFIX
+from moeq.oracle.engines.vllm.counterfactuals import nearest_yes, suggested
+from moeq.oracle.engines.vllm.outcome import Outcome
+from moeq.oracle.engines.vllm.policy import load_policy
+from moeq.oracle.engines.vllm.verdict import derive_dp, resolve, sensitivity, verdict_of
+from moeq.oracle.quantization_config import checked, config_of
 from moeq.oracle.records import MoeShape, Verdict
-from moeq.oracle.suggest import nearest_yes, suggested
 from moeq.oracle.versions import BUILTIN, choose_engine
 from moeq.schemes.base import Scheme
 

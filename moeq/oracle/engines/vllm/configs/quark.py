@@ -8,8 +8,8 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from moeq.oracle.case import Method
-from moeq.oracle.engines.vllm.readers import Config, ConfigRefusal, Question, refuse, unquantized
+from moeq.oracle.engines.vllm.case import Method
+from moeq.oracle.engines.vllm.configs.question import Config, ConfigRefusal, Question, refuse, unquantized
 
 
 def read_quark(question: Question) -> Method:

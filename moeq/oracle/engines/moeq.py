@@ -15,8 +15,8 @@ from moeq.deploy.deployment import Deployment
 from moeq.layouts.arranged import ArrangedLayout
 from moeq.layouts.registry import LAYOUTS, layout_class
 from moeq.oracle.devices import DeviceTerm, device_term
+from moeq.oracle.engines.vllm.sizes import round_up
 from moeq.oracle.records import CandidateReport, ConvertTarget, EngineError, Gate, MoeShape, Reason, Sizes, Verdict
-from moeq.oracle.sizes import round_up
 from moeq.oracle.versions import BUILTIN
 from moeq.schemes.base import Scheme
 from moeq_kernels.capabilities import CAPABILITIES, Capability
@@ -292,7 +292,7 @@ def builtin_sizes(request: Request, row: KernelRow) -> Sizes:
 
 
 def judge_builtin(scheme: Scheme, shape: MoeShape, deployment: Deployment) -> Verdict:
-    """The verdict of moeq's built-in kernels. A forced backend restricts the choice; see `moeq.oracle.decide`."""
+    """The verdict of moeq's built-in kernels. A forced backend restricts the choice; see `moeq.oracle.judge`."""
     request = Request(scheme, shape, deployment)
     judged = _closest([(row, _report(request, row)) for row in builtin_policy().kernels])
     asked = deployment.backend

@@ -14,8 +14,8 @@ from typing import Any
 from moeq.deploy.deployment import Gpu
 from moeq.errors import MoeqError
 from moeq.oracle.devices import DeviceTerm, device_term, nearest_device
-from moeq.oracle.experts import ExpertsClass, experts_class
-from moeq.oracle.tablefile import longest, unpacked
+from moeq.oracle.engines.vllm.experts_classes import ExpertsClass, experts_class
+from moeq.oracle.engines.vllm.stored_tables import longest, unpacked
 from moeq.oracle.versions import BUILTIN, engine_names, release
 
 # ------------------------------------------------------------------------------------------------ backends
