@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import lzma
 import math
 import sys
 from collections import defaultdict
@@ -22,6 +23,9 @@ from typing import Any
 from bench.plan_cells import gpu_called, held_out, layer_of, name_of
 from moeq_kernels.hopper.w4a16.w4a16_plan import tokens_per_hit
 
+#: Every recorded cell.
+CELLS = Path(__file__).parent / "results" / "plan_cells.jsonl.xz"
+SCHEMA = "moeq-kernels.plan-cells/1"
 #: Tokens for an expert that is hit, up to which a cell counts to a band.
 BANDS = (1.6, 5.0, 12.0, 24.0, 48.0, math.inf)
 
@@ -45,10 +49,22 @@ class Cell:
         return held_out(tuple(self.row[name] for name in ("experts", "top_k", "hidden", "intermediate")))
 
 
+def load(path: Path = CELLS) -> list[dict[str, Any]]:
+    """Read recorded cells (`results/README.md` says what they hold); other schemas raise ValueError."""
+    text = lzma.decompress(path.read_bytes()).decode() if path.suffix == ".xz" else path.read_text()
+    head, *lines = text.splitlines()
+    if json.loads(head)["schema"] != SCHEMA:
+        raise ValueError(f"{path} has another schema than {SCHEMA}: {head[:100]}")
+    return [json.loads(line) for line in lines]
+
+
 def rows_of(paths: Iterable[Path]) -> list[dict[str, Any]]:
     """Rows of all files, compact ones too (`compact`)."""
     rows: list[dict[str, Any]] = []
     for path in paths:
+        if path.suffix in (".xz", ".jsonl"):
+            rows += load(path)
+            continue
         found = json.loads(path.read_text())
         names = found.get("names")
         for row in found["rows"]:
