@@ -236,7 +236,7 @@ def regrouping_lines(conversion: Conversion) -> list[str]:
 
 def _render_loading(console: Console, conversion: Conversion) -> None:
     """What loads the result, and with what."""
-    from moeq.deploy.loaders import loads_in
+    from moeq.oracle.loaders import loads_in
     from moeq.report.text import line
 
     target, loaders = conversion.verdict.convert, conversion.loaders

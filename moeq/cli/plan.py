@@ -72,7 +72,7 @@ def warn_overridden(out: Output, job: Job) -> None:
 
 def render(console: Console, job: Job, needs: Needs) -> None:
     """The plan for people."""
-    from moeq.deploy.loaders import loads_in
+    from moeq.oracle.loaders import loads_in
     from moeq.report.text import line
     from moeq.report.verdict_text import rounding_text
 

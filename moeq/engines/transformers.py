@@ -34,11 +34,11 @@ from transformers.utils.hub import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moeq.checkpoint.manifest import MANIFEST_NAME
-from moeq.deploy.loaders import TRANSFORMERS_GUARD
 from moeq.engines.dense import QuantizedLinear, quantized_linears
 from moeq.engines.experts_module import ConvertedExperts
 from moeq.errors import MoeqError
 from moeq.load.torch_loader import check_device, check_kernel, layer_entry, open_converted
+from moeq.oracle.loaders import TRANSFORMERS_GUARD
 
 if TYPE_CHECKING:
     from moeq.model.converted import ConvertedCheckpoint

@@ -33,7 +33,7 @@ from moeq.pipeline.state.signature import Signer
 if TYPE_CHECKING:
     from moeq.checkpoint.source import Source
     from moeq.deploy.deployment import Deployment
-    from moeq.deploy.loaders import Loader
+    from moeq.oracle.loaders import Loader
     from moeq.oracle.records import Verdict
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from moeq.deploy.loaders import loads_in
 from moeq.oracle.engines.sglang.verdict import is_sglang, launch_flags
+from moeq.oracle.loaders import loads_in
 from moeq.report.text import human_bytes
 from moeq.report.verdict_text import deployment_text
 

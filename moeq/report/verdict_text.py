@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from moeq.deploy.loaders import loads_in
+from moeq.oracle.loaders import loads_in
 from moeq.report.text import hanging, line
 
 if TYPE_CHECKING:

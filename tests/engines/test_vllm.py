@@ -28,9 +28,9 @@ from vllm.model_executor.layers.quantization.utils import quant_utils
 from vllm.plugins import load_general_plugins
 
 import moeq
-from moeq.deploy.loaders import VLLM_VERSIONS
 from moeq.engines.vllm import plugin
 from moeq.errors import MoeqError
+from moeq.oracle.loaders import VLLM_VERSIONS
 
 
 def test_the_engine_finds_the_plug_in() -> None:

@@ -17,8 +17,8 @@ from load.deployments import reference_layer
 import moeq
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
-from moeq.deploy.loaders import VLLM_LAYOUTS
 from moeq.errors import MoeqError
+from moeq.oracle.loaders import VLLM_LAYOUTS
 
 if not hasattr(torch.ops._C, "fused_experts_cpu") or not torch.cpu._is_amx_tile_supported():
     pytest.skip("needs vLLM's library for CPUs, and a CPU with AMX", allow_module_level=True)

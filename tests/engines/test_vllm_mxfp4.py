@@ -17,10 +17,10 @@ from vllm.model_executor.layers.quantization.utils import marlin_utils, mxfp4_ut
 from vllm.platforms import current_platform
 
 import moeq
-from moeq.deploy.loaders import VLLM_ACTIVATES, VLLM_INSTEAD, VLLM_LAYOUTS
 from moeq.engines.vllm.engine_experts import VERSION
 from moeq.engines.vllm.mxfp4_experts import MXFP4S
 from moeq.errors import MoeqError
+from moeq.oracle.loaders import VLLM_ACTIVATES, VLLM_INSTEAD, VLLM_LAYOUTS
 
 #: What the engine prepares, the layout, and `--moe-backend`; hidden and intermediate size of a rank.
 CASES: list[tuple[str, str, str, int, int]] = [

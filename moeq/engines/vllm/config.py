@@ -17,13 +17,13 @@ from vllm.model_executor.layers.quantization import (
 )
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from moeq.deploy.loaders import TRANSFORMERS_GUARD
 from moeq.engines.choice import asked_kernels
 from moeq.engines.converted_config import NAME, ConvertedQuantization, layer_number, source_unread
 from moeq.engines.vllm.experts_method import MoeqMoEMethod
 from moeq.engines.vllm.model_classes import leave_experts_out
 from moeq.errors import MoeqError
 from moeq.load.torch_loader import layer_entry, open_converted
+from moeq.oracle.loaders import TRANSFORMERS_GUARD
 
 if TYPE_CHECKING:
     import torch

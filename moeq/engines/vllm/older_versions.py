@@ -17,8 +17,8 @@ from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
 from vllm.model_executor.layers.fused_moe.oracle import int_wna16
 from vllm.model_executor.layers.quantization.utils import quant_utils
 
-from moeq.deploy.loaders import VLLM_VERSIONS
 from moeq.errors import MoeqError
+from moeq.oracle.loaders import VLLM_VERSIONS
 
 
 class FunctionalExperts(TritonExperts):  # type: ignore[misc]

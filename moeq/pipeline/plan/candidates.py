@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from moeq.deploy.deployment import Deployment
-from moeq.deploy.loaders import Loader
 from moeq.errors import MoeqError
 from moeq.layouts.registry import layout_class
 from moeq.model import Checkpoint
 from moeq.oracle.engines.moeq import report_of_layout
 from moeq.oracle.engines.sglang.verdict import is_sglang
+from moeq.oracle.loaders import Loader
 from moeq.oracle.records import AS_IT_IS, CandidateReport, ConvertTarget, Reason, Sizes, Verdict
 from moeq.oracle.versions import BUILTIN as OWN_ENGINE
 from moeq.pipeline.plan.decision import heads_problem, judge_checkpoint, moe_shape

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from moeq.checkpoint.manifest import CopiedLayer
 from moeq.checkpoint.writer import tensor_bytes
 from moeq.deploy.deployment import Deployment
-from moeq.deploy.loaders import Loader, common
 from moeq.errors import MoeqError
 from moeq.layouts.registry import get_layout
 from moeq.matrix import MatrixSpec
 from moeq.model import Checkpoint
+from moeq.oracle.loaders import Loader, common
 from moeq.oracle.records import ConvertTarget, Sizes, Verdict
 from moeq.oracle.versions import BUILTIN as OWN_ENGINE
 from moeq.pipeline.plan.candidates import Ask, Target, candidates, tried

@@ -9,7 +9,10 @@ from functools import cache
 from moeq.checkpoint.families import find_family
 from moeq.checkpoint.names import FUSED
 from moeq.deploy.deployment import Deployment
-from moeq.deploy.loaders import (
+from moeq.layouts.registry import layout_class
+from moeq.model import Checkpoint
+from moeq.oracle.engines.moeq import report_of_layout
+from moeq.oracle.loaders import (
     SGLANG_JOINED,
     SGLANG_MODELS,
     VLLM_INSTEAD,
@@ -20,9 +23,6 @@ from moeq.deploy.loaders import (
     loaders_of,
     sglang_reads,
 )
-from moeq.layouts.registry import layout_class
-from moeq.model import Checkpoint
-from moeq.oracle.engines.moeq import report_of_layout
 from moeq.oracle.versions import choose_engine
 from moeq.pipeline.plan.candidates import Ask
 from moeq.pipeline.plan.decision import heads_problem, judge_checkpoint, moe_shape

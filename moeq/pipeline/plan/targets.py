@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moeq.checkpoint.manifest import CopiedLayer
-from moeq.deploy.loaders import Loader
 from moeq.model import Checkpoint
+from moeq.oracle.loaders import Loader
 from moeq.oracle.records import Verdict
 from moeq.pipeline.plan.candidates import Ask
 from moeq.pipeline.plan.feasible import Answer

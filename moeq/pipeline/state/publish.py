@@ -24,10 +24,10 @@ from moeq.checkpoint.manifest import (
 from moeq.checkpoint.outputs import OutputFolder
 from moeq.checkpoint.source import CONFIG_NAME, Source
 from moeq.checkpoint.writer import require_free_space
-from moeq.deploy.loaders import TRANSFORMERS_GUARD
 from moeq.digest import DIGEST_NAME
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
+from moeq.oracle.loaders import TRANSFORMERS_GUARD
 from moeq.pipeline.plan.layers import LayerPlan
 from moeq.pipeline.plan.plan import Plan
 from moeq.pipeline.plan.units import CHUNK_BYTES, PackUnit

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 import moeq
 from moeq.checkpoint.manifest import read_manifest
 from moeq.cli.app import run
-from moeq.deploy import loaders
 from moeq.foreign import in_markdown
+from moeq.oracle import loaders
 from moeq.pipeline.plan.candidates import Ask
 from moeq.pipeline.plan.feasible import answer
 from moeq.report.model_card import CardOptions, render
