@@ -1,4 +1,4 @@
-"""`moeq explain`: what a rule, gate, advisory, requirement or failure code means."""
+"""`moeq explain`: what a name means that a command printed."""
 
 from __future__ import annotations
 
@@ -11,31 +11,28 @@ from moeq.cli import options
 from moeq.cli.out import Output
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from rich.console import Console
 
-    from moeq.oracle.explain import Entry
+#: Facts about an advisory that tell a developer of moeq something, and a user nothing: in --json only.
+_INTERNAL = {"requirement", "fixed_by", "check", "shown"}
 
 
 def command(
     ctx: typer.Context,
-    code: Annotated[str | None, typer.Argument(metavar="[CODE]", help="P04_SCHEME, G7, R14, an advisory ...")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="P04_SCHEME, G7, usage.tp, MARLIN, marlin-wna16/1, gptq ...")
+    ] = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Explain a code that a command printed. Without one, list all codes."""
-    from moeq.oracle.explain import catalog, explain
+    """Explain a code, backend, layout or format that a command printed. Without one, list all of them."""
+    from moeq.cli.explanations import everything, explain
 
     out: Output = ctx.obj
-    warnings = {row.code: row for row in checkpoint_warnings()}
-    if code is None:
-        entries = sorted([*catalog().values(), *warnings.values()], key=lambda entry: (entry.kind, entry.code))
-    else:
-        entries = [warnings[code] if code in warnings else explain(code)]
+    entries = everything() if name is None else [explain(name)]
     rows = [{**asdict(entry), "facts": dict(entry.facts)} for entry in entries]
 
     def render(console: Console) -> None:
-        if code is None:
+        if name is None:
             for entry in entries:
                 console.print(f"{entry.code:<36} {entry.kind:<12} {entry.title}")
             return
@@ -43,18 +40,7 @@ def command(
         console.print(f"{entry.code} ({entry.kind}): {entry.title}", style="bold")
         console.print(f"  {entry.text}")
         for key, value in entry.facts:
-            console.print(f"  {key.replace('_', ' ')}: {value}")
+            if key not in _INTERNAL:
+                console.print(f"  {key.replace('_', ' ')}: {value}")
 
     out.answer({"entries": rows}, render)
-
-
-def checkpoint_warnings() -> Iterator[Entry]:
-    """What `inspect` calls odd, and what `--scan` finds."""
-    from moeq.checkpoint.warning import EXPLAINED
-    from moeq.model.scan import MESSAGES
-    from moeq.oracle.explain import Entry
-
-    for code, text in EXPLAINED.items():
-        yield Entry(code, "warning", "about a checkpoint", text)
-    for code, text in MESSAGES.items():
-        yield Entry(code, "warning", "found by inspect --scan", f"{text[0].upper()}{text[1:]}.")

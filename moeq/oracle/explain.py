@@ -1,15 +1,14 @@
-"""Everything that has a code, explained: rules, pre-filters, gates, advisories, requirements, kinds of failure."""
+"""What the oracle prints by code, explained: rules, pre-filters, gates, advisories, requirements, kinds of failure."""
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-from moeq.errors import EXIT_CODES, MoeqError
+from moeq.errors import EXIT_CODES
 from moeq.oracle.engines.moeq import BUILTIN_RULES
 from moeq.oracle.engines.vllm.advisories import versions_text
 from moeq.oracle.engines.vllm.filters import FILTERS
@@ -125,20 +124,3 @@ def catalog() -> dict[str, Entry]:
         title = f"{known.title}; {entry.title}" if known and entry.title not in known.title else entry.title
         table[entry.code] = Entry(entry.code, entry.kind, title, entry.text, entry.facts)
     return table
-
-
-def explain(code: str) -> Entry:
-    """What a code means; case does not matter, `P04` stands for `P04_SCHEME`, and `usage.x` for its kind.
-
-    Raises:
-        MoeqError: `usage.unknown-code`, naming the nearest known ones.
-    """
-    table = {key.lower(): entry for key, entry in catalog().items()}
-    asked = code.lower()
-    short = {key.partition("_")[0]: entry for key, entry in table.items() if "_" in key}
-    entry = table.get(asked) or short.get(asked) or (table.get(asked.partition(".")[0]) if "." in asked else None)
-    if entry is None:
-        near = difflib.get_close_matches(asked, table, n=3, cutoff=0.4)
-        hint = f"nearest: {', '.join(table[key].code for key in near)}" if near else "`moeq explain` lists all codes"
-        raise MoeqError("usage.unknown-code", f"nothing is known as '{code}'", hint)
-    return entry

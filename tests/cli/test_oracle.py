@@ -136,9 +136,9 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_code_of_a_verdict_can_be_explained() -> None:
+    from moeq.cli.explanations import explain
     from moeq.deploy.deployment import Deployment
     from moeq.deploy.gpus import parse_gpu
-    from moeq.oracle.explain import explain
     from moeq.oracle.judge import judge
 
     for engine in ("vllm@0.33.0", "moeq"):
