@@ -45,7 +45,7 @@ def checkpoint_warnings() -> Iterator[Entry]:
 
 def backends() -> Iterator[Entry]:
     """Yield an entry for every backend of vLLM and of moeq's own kernels, whatever families it is in."""
-    from moeq.oracle.table import backend_rows
+    from moeq.oracle.backends import backend_rows
 
     found: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for engine in _ENGINES:
