@@ -30,7 +30,7 @@ _PUBLIC = {
     "Deployment": "moeq.deploy.deployment:Deployment",
     "Gpu": "moeq.deploy.deployment:Gpu",
     "gpu": "moeq.deploy.gpus:parse_gpu",
-    "decide": "moeq.pipeline.plan.nearest:decide",
+    "decide": "moeq.pipeline.plan.suggestions:decide",
     "plan": "moeq.pipeline.convert:plan",
     "convert": "moeq.pipeline.convert:convert",
     "finalize": "moeq.pipeline.finalize:finalize",
@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from moeq.model import Checkpoint, open
     from moeq.pipeline.convert import convert, plan
     from moeq.pipeline.finalize import finalize
-    from moeq.pipeline.plan.nearest import decide
+    from moeq.pipeline.plan.suggestions import decide
     from moeq.prove.diff import diff
     from moeq.prove.restore import restore
     from moeq.prove.verify import verify

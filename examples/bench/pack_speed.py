@@ -43,7 +43,7 @@ from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.model import Checkpoint
 from moeq.pipeline.pack.fast import FastPath, find_fast_path
 from moeq.pipeline.pack.fast.base import Matrices
-from moeq.pipeline.plan.layers import LayerPlan, PlanOptions, plan_layer
+from moeq.pipeline.plan.layer_plan import LayerPlan, PlanOptions, plan_layer
 from moeq.pipeline.plan.units import place_of
 
 SCALES = {"e8m0": torch.uint8, "f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}

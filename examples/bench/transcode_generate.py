@@ -48,7 +48,7 @@ from make_family import write_family
 
 import moeq
 from moeq.deploy.detect import detect_cpu, detect_gpu
-from moeq.transcode.targets import TARGETS
+from moeq.transcode.target_formats import TARGETS
 from moeq.transcode.transcode import transcode
 
 CHECKPOINTS = Path(__file__).parents[2] / "tests" / "data" / "checkpoints"

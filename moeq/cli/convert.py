@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from moeq.deploy.deployment import Deployment
     from moeq.pipeline.convert import Conversion
+    from moeq.pipeline.plan.job import Job
     from moeq.pipeline.plan_document import Needs
     from moeq.pipeline.push import Pushed
-    from moeq.pipeline.state.job import Job
 
 
 @options.with_deployment()

@@ -13,7 +13,7 @@ from moeq.errors import ExitCode, MoeqError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from moeq.pipeline.plan.feasible import Answer
+    from moeq.pipeline.plan.decide import Answer
 
 
 @options.with_deployment()
@@ -46,7 +46,7 @@ def _asked(
     from moeq.cli.inspect import asked_deployment
     from moeq.model import open as open_checkpoint
     from moeq.pipeline.plan.candidates import Ask
-    from moeq.pipeline.plan.nearest import advised
+    from moeq.pipeline.plan.suggestions import advised
     from moeq.report.advice import advice
     from moeq.transcode.advise import advise
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from moeq.checkpoint.warning import CheckpointWarning
     from moeq.deploy.deployment import Deployment
     from moeq.model import Checkpoint
-    from moeq.pipeline.plan.feasible import Answer, LayerGroup
+    from moeq.pipeline.plan.decide import Answer, LayerGroup
 
 
 @options.with_deployment()
@@ -80,7 +80,7 @@ def asked_deployment(given: options.GivenDeployment) -> Deployment | None:
 def decided(checkpoint: Checkpoint, deployment: Deployment | None) -> tuple[Answer | None, str | None]:
     """The answer, or why there is none. A backend that was asked for and does not fit is an error here too."""
     from moeq.pipeline.plan.candidates import Ask
-    from moeq.pipeline.plan.nearest import advised
+    from moeq.pipeline.plan.suggestions import advised
 
     if checkpoint.kind == "converted":
         return None, "already converted"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from moeq.model import Checkpoint
     from moeq.oracle.records import Verdict
     from moeq.oracle.sweep import Cell
-    from moeq.pipeline.plan.feasible import Answer
+    from moeq.pipeline.plan.decide import Answer
 
 
 def _several(name: str, help_: str) -> Any:
@@ -77,7 +77,7 @@ def _opened(src: str, revision: str | None) -> Checkpoint:
 def _single(out: Output, src: str, checkpoint: Checkpoint, deployment: Deployment, *, brief: bool) -> int:
     from moeq.cli.inspect import verdict_document
     from moeq.pipeline.plan.candidates import Ask
-    from moeq.pipeline.plan.nearest import advised
+    from moeq.pipeline.plan.suggestions import advised
     from moeq.transcode.advise import advise
 
     found = advised(checkpoint, Ask(deployment), explain=True)
@@ -122,7 +122,7 @@ def _upgrade(out: Output, src: str, checkpoint: Checkpoint, deployment: Deployme
     from moeq.oracle.upgrade import steps
     from moeq.oracle.versions import version_range
     from moeq.pipeline.plan.candidates import Ask
-    from moeq.pipeline.plan.feasible import answer
+    from moeq.pipeline.plan.decide import answer
 
     @cache
     def asked(engine: str) -> Answer:
@@ -230,7 +230,7 @@ def _cells(
     """Scheme to its cells over GPUs x TP x EP. Cells that cannot be are refusals, never exceptions."""
     from moeq.oracle.sweep import Cell, deployments
     from moeq.pipeline.plan.candidates import Ask
-    from moeq.pipeline.plan.feasible import answer
+    from moeq.pipeline.plan.decide import answer
 
     found: dict[str, list[Cell]] = {}
     for where in deployments(base, gpus, tps, eps):

@@ -14,9 +14,9 @@ from moeq.cli.out import Output
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from moeq.pipeline.plan.plan import Plan
+    from moeq.pipeline.plan.conversion_plan import Plan
+    from moeq.pipeline.plan.job import Job
     from moeq.pipeline.plan_document import Needs
-    from moeq.pipeline.state.job import Job
 
 
 @options.with_deployment()
@@ -40,9 +40,9 @@ def command(
 ) -> None:
     """Say what `convert` would read, write and need; `convert --plan FILE` carries out exactly that or refuses."""
     from moeq.digest import default_workers
+    from moeq.pipeline.plan.job import JobRequest, open_job
     from moeq.pipeline.plan_document import needs_of, plan_document, write_plan
     from moeq.pipeline.run.resources import parse_size, plan_memory
-    from moeq.pipeline.state.job import JobRequest, open_job
 
     out: Output = ctx.obj
     ceiling = None if max_memory is None else parse_size(max_memory)

@@ -63,9 +63,9 @@ def push_conversion(
     """Push `folder` with its card, showing progress. The manifest is not that of the folder, and is signed anew."""
     from moeq.checkpoint.manifest import MANIFEST_NAME, read_manifest
     from moeq.cli.progress import ProgressReport
+    from moeq.pipeline.plan.side_files import CARD, SIGNATURE_NAME, SOURCE_CARD
     from moeq.pipeline.push import base_model_of, gather, published_manifest, push
-    from moeq.pipeline.state.side_files import CARD, SOURCE_CARD
-    from moeq.pipeline.state.signature import SIGNATURE_NAME, Signer
+    from moeq.pipeline.state.signature import Signer
     from moeq.report import model_card
 
     manifest = read_manifest(folder)

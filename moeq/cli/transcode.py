@@ -71,7 +71,7 @@ def command(
     from moeq.cli.progress import ProgressReport
     from moeq.pipeline.run.resources import parse_size
     from moeq.transcode.naming import NAMES
-    from moeq.transcode.targets import TARGETS
+    from moeq.transcode.target_formats import TARGETS
     from moeq.transcode.transcode import check, transcode
 
     out: Output = ctx.obj

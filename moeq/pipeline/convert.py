@@ -18,7 +18,8 @@ from moeq.checkpoint.manifest import Manifest
 from moeq.digest import default_workers
 from moeq.errors import MoeqError
 from moeq.pipeline.events import Finished, Progress
-from moeq.pipeline.plan.plan import Plan
+from moeq.pipeline.plan.conversion_plan import Plan
+from moeq.pipeline.plan.job import Job, JobRequest, open_job, places
 from moeq.pipeline.run.execution import at_once, run_units
 from moeq.pipeline.run.executors import Where
 from moeq.pipeline.run.resources import Memory, plan_memory
@@ -26,9 +27,9 @@ from moeq.pipeline.run.shares import Share, ShareRun, is_remote, parse_share
 from moeq.pipeline.run.streaming import require_streamable, streamed
 from moeq.pipeline.run.workers import headers_frozen
 from moeq.pipeline.state.folder import WorkFolder
-from moeq.pipeline.state.job import Job, JobRequest, job_stamp, open_job, places
 from moeq.pipeline.state.publish import finish
 from moeq.pipeline.state.signature import Signer
+from moeq.pipeline.state.stamps import job_stamp
 
 if TYPE_CHECKING:
     from moeq.checkpoint.source import Source

@@ -15,15 +15,16 @@ from moeq.digest import default_workers
 from moeq.errors import MoeqError
 from moeq.pipeline.convert import Conversion, conversion_of
 from moeq.pipeline.events import Finished, Progress, Started
+from moeq.pipeline.plan.job import Job, places
 from moeq.pipeline.plan.units import Unit
 from moeq.pipeline.run.execution import finished_units
 from moeq.pipeline.run.shares import Share, is_remote, parse_label
 from moeq.pipeline.state.folder import WorkFolder, partial_of, take_back_journals, tidy
-from moeq.pipeline.state.job import Job, job_stamp, places, reopen_job
 from moeq.pipeline.state.journal import JobStamp, Journals, read_journals, require_job, share_of
 from moeq.pipeline.state.ownership import require_ours
 from moeq.pipeline.state.publish import finish, require_units
 from moeq.pipeline.state.signature import Signer
+from moeq.pipeline.state.stamps import job_stamp, reopen_job
 
 #: Name of finalize's own journal.
 _SHARE = "finalize"

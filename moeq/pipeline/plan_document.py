@@ -13,11 +13,11 @@ from moeq.checkpoint.hub import HubSource
 from moeq.checkpoint.jsonfile import MAX_INDEX_BYTES, read_object
 from moeq.checkpoint.source import LocalSource, Source
 from moeq.errors import MoeqError
+from moeq.pipeline.plan.job import Job, JobRequest
+from moeq.pipeline.plan.side_files import OTHER_WEIGHTS
 from moeq.pipeline.plan.units import CopyUnit, PackUnit, Unit
 from moeq.pipeline.run.resources import RATES, Memory, Way, need_of, ways_of
 from moeq.pipeline.run.streaming import Schedule, unit_schedule
-from moeq.pipeline.state.job import Job, JobRequest
-from moeq.pipeline.state.side_files import OTHER_WEIGHTS
 from moeq.typed import read_as
 
 PLAN_SCHEMA = "moeq.plan/1"

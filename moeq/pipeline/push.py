@@ -24,9 +24,8 @@ from moeq.checkpoint.hub_errors import transport_errors
 from moeq.checkpoint.jsonfile import MAX_CONFIG_BYTES
 from moeq.checkpoint.manifest import MANIFEST_NAME, FileDigest, Manifest
 from moeq.errors import MoeqError
+from moeq.pipeline.plan.side_files import CARD, HUB_SETTINGS, SIGNATURE_NAME, SOURCE_CARD
 from moeq.pipeline.state.records import open_file_digest
-from moeq.pipeline.state.side_files import CARD, HUB_SETTINGS, SOURCE_CARD
-from moeq.pipeline.state.signature import SIGNATURE_NAME
 from moeq.version import __version__
 
 if TYPE_CHECKING:

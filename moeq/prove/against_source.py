@@ -16,18 +16,17 @@ from moeq.checkpoint.source import CONFIG_NAME
 from moeq.digest import DigestDifference, check_digests
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
-from moeq.pipeline.plan.plan import Plan
+from moeq.pipeline.plan.conversion_plan import Plan
+from moeq.pipeline.plan.side_files import RESTORE_DATA_NAME, SideFiles, copied_files, plan_side_files, stripped_file
 from moeq.pipeline.plan.units import CopyUnit, PackUnit
 from moeq.pipeline.state.publish import converted_config, index_of
 from moeq.pipeline.state.records import file_digest
 from moeq.pipeline.state.restore_data import (
-    RESTORE_DATA_NAME,
     restore_contents,
     restore_data_of,
     restore_entry,
     restore_header,
 )
-from moeq.pipeline.state.side_files import SideFiles, copied_files, plan_side_files, stripped_file
 from moeq.prove.derived import Derived, derive, entry_differences, info_differences, plan_of
 from moeq.prove.findings import Findings, values_mismatch
 

@@ -15,11 +15,11 @@ from moeq.checkpoint.manifest import CopiedLayer, LayerEntry, Manifest, TensorDi
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model.info import CheckpointInfo
-from moeq.pipeline.plan.layers import PlanOptions
-from moeq.pipeline.plan.plan import Plan, make_plan
+from moeq.pipeline.plan.conversion_plan import Plan, make_plan
+from moeq.pipeline.plan.job import Work
+from moeq.pipeline.plan.layer_plan import PlanOptions
 from moeq.pipeline.run.recompute import recompute
 from moeq.pipeline.run.resources import plan_memory
-from moeq.pipeline.state.job import Work
 from moeq.pipeline.state.publish import layer_entry, tensors_of
 from moeq.pipeline.state.records import UnitRecord
 from moeq.typed import read_as

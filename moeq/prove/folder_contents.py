@@ -20,10 +20,9 @@ from moeq.checkpoint.manifest import FileDigest, TensorDigest
 from moeq.checkpoint.source import LocalSource
 from moeq.errors import MoeqError
 from moeq.model.converted import ConvertedCheckpoint
+from moeq.pipeline.plan.side_files import CARD, CARD_MARK, HUB_SETTINGS, SIGNATURE_NAME, SOURCE_CARD
 from moeq.pipeline.plan.units import CHUNK_BYTES
 from moeq.pipeline.state.records import Piece, open_file_digest, read_digest, tensor_digests
-from moeq.pipeline.state.side_files import CARD, CARD_MARK, HUB_SETTINGS, SOURCE_CARD
-from moeq.pipeline.state.signature import SIGNATURE_NAME
 
 #: Folders that tools put beside files they downloaded; no loader looks into them.
 _TOOLS = (".git", ".cache")

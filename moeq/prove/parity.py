@@ -18,7 +18,7 @@ from moeq.model import open as open_checkpoint
 from moeq.model.converted import ConvertedCheckpoint
 from moeq.model.shards import Range, shard_matrix
 from moeq.model.tensor_bytes import flat_bytes, same_matrix
-from moeq.pipeline.plan.layers import PlanOptions, plan_layer
+from moeq.pipeline.plan.layer_plan import PlanOptions, plan_layer
 from moeq.prove.engine_code import EngineCode, find_engine
 from moeq.prove.parity_vllm import PACKERS, ParityExperts
 

@@ -28,8 +28,8 @@ from moeq.pipeline.pack.buffers import Buffers
 from moeq.pipeline.pack.fast.base import FastPath, Outputs
 from moeq.pipeline.pack.inputs import InputFile, blocks_of
 from moeq.pipeline.pack.memory import fast_path_of
-from moeq.pipeline.plan.layers import LayerPlan
-from moeq.pipeline.plan.plan import Plan
+from moeq.pipeline.plan.conversion_plan import Plan
+from moeq.pipeline.plan.layer_plan import LayerPlan
 from moeq.pipeline.plan.units import PackUnit, Span, place_of
 from moeq.pipeline.run.resources import plan_memory
 from moeq.pipeline.state.records import Bytes

@@ -27,7 +27,6 @@ from moeq.model import open as open_checkpoint
 from moeq.model.converted import ConvertedCheckpoint
 from moeq.model.stored_parts import StoredPart, stored_parts
 from moeq.pipeline.state.folder import WorkFolder
-from moeq.pipeline.state.job import places
 from moeq.pipeline.state.journal import JobStamp
 from moeq.pipeline.state.restore_data import KeptSource, RestoreData, restore_data_of
 from moeq.prove.rebuild import Rebuilding

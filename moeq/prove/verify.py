@@ -18,7 +18,8 @@ from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
 from moeq.model.converted import ConvertedCheckpoint
-from moeq.pipeline.state.signature import SIGNATURE_NAME, check_signature
+from moeq.pipeline.plan.side_files import SIGNATURE_NAME
+from moeq.pipeline.state.signature import check_signature
 from moeq.prove.against_manifest import AgainstManifest
 from moeq.prove.against_source import AgainstSource
 from moeq.prove.findings import Advance, Findings, Mismatch

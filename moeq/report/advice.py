@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from moeq.deploy.deployment import Deployment
     from moeq.model import Checkpoint
     from moeq.oracle.records import Verdict
-    from moeq.pipeline.plan.feasible import Answer
+    from moeq.pipeline.plan.decide import Answer
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 

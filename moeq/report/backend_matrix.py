@@ -45,7 +45,7 @@ class BackendMatrix:
 def backend_matrix(checkpoint: Checkpoint, deployment: Deployment, sizes: Sequence[int] = TP_SIZES) -> BackendMatrix:
     """Every backend at every size, in the engine's order; one that works is one that the engine runs when asked for."""
     from moeq.pipeline.plan.candidates import tried
-    from moeq.pipeline.plan.decision import judge_checkpoint
+    from moeq.pipeline.plan.layer_verdict import judge_checkpoint
 
     verdicts = []
     for size in sizes:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from moeq.checkpoint.warning import CheckpointWarning
     from moeq.model import Checkpoint
     from moeq.model.info import CheckpointInfo, SchemeUse
+    from moeq.pipeline.plan.decide import Answer
     from moeq.pipeline.plan.degrees import Degree
-    from moeq.pipeline.plan.feasible import Answer
 
 _ZERO_POINTS = {
     "none": "no zero points stored",

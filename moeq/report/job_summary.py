@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from moeq.checkpoint.manifest import Manifest
     from moeq.errors import MoeqError
-    from moeq.pipeline.plan.plan import Plan
+    from moeq.pipeline.plan.conversion_plan import Plan
 
 
 def render(destination: str, plan: Plan, manifest: Manifest, seconds: float) -> str:

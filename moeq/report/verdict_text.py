@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from moeq.deploy.deployment import Deployment
     from moeq.oracle.records import CandidateReport
-    from moeq.pipeline.plan.feasible import Answer, LayerGroup
+    from moeq.pipeline.plan.decide import Answer, LayerGroup
 
 
 def render_answer(console: Console, answer: Answer, *, verbose: bool = False) -> None:

@@ -41,7 +41,7 @@ class Sorting:
 
     @classmethod
     def of(cls, readers: Sequence[ProjectionReader], index: tuple[StoredName, str, int] | None, start: int) -> Sorting:
-        """Of an item with these projections; the arguments of `moeq.transcode.fast.bind`, and where scratch is free."""
+        """Plan the sorting of an item. `readers` and `index` are those of `moeq.transcode.fast_item.bind`."""
         is_down = index is not None and readers[0].name == index[0]
         regions = []
         specs = [spec for reader in readers for _, spec in reader.holds]

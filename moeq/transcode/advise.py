@@ -14,12 +14,12 @@ from moeq.oracle.engines.vllm.expert_names import EXPERT, StoredName
 from moeq.oracle.judge import judge
 from moeq.oracle.records import Verdict
 from moeq.oracle.versions import BUILTIN
-from moeq.pipeline.plan.decision import first_layer, heads_problem, moe_shape
-from moeq.pipeline.plan.names import is_known, order_of, problem_of
+from moeq.pipeline.plan.expert_names import is_known, order_of, problem_of
+from moeq.pipeline.plan.layer_verdict import first_layer, heads_problem, moe_shape
 from moeq.transcode.naming import NamesOption
-from moeq.transcode.plan import TranscodePlan, make_transcode_plan
 from moeq.transcode.survey import LayerSurvey, Projected, TranscodeRequest
-from moeq.transcode.targets import TARGETS, kind_of
+from moeq.transcode.target_formats import TARGETS, kind_of
+from moeq.transcode.transcode_plan import TranscodePlan, make_transcode_plan
 
 #: Group sizes that are tried where tensor parallelism may cut groups.
 _GROUPS = (64, 32, 16)

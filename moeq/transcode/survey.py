@@ -22,7 +22,7 @@ from moeq.transcode.activations import StaticScale, static_part
 from moeq.transcode.configs import Contents, Quantisation, weights_of
 from moeq.transcode.naming import NamesOption, Naming, choose_naming, rename
 from moeq.transcode.spellings import SPELLINGS
-from moeq.transcode.targets import TargetFormat
+from moeq.transcode.target_formats import TargetFormat
 
 #: Words in names of modules that hold a matrix but multiply nothing.
 _NO_LINEAR = ("embed", "wte", "tok_embeddings", "norm", "conv", "rotary")

@@ -23,6 +23,8 @@ from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
 from moeq.pipeline.events import Finished, Progress
 from moeq.pipeline.pack.memory import MIB, mebibytes
+from moeq.pipeline.plan.job import Work, places
+from moeq.pipeline.plan.side_files import SideFiles, plan_side_files
 from moeq.pipeline.plan.units import Unit
 from moeq.pipeline.run.execution import run_units
 from moeq.pipeline.run.executors import Where
@@ -31,7 +33,6 @@ from moeq.pipeline.run.resources import BASE_BYTES, TENSOR_BYTES, TORCH_BYTES, U
 from moeq.pipeline.run.shares import Share, is_remote, parse_share
 from moeq.pipeline.run.workers import headers_frozen
 from moeq.pipeline.state.folder import WorkFolder
-from moeq.pipeline.state.job import Work, places, work_stamp
 from moeq.pipeline.state.journal import JobStamp, require_unchanged
 from moeq.pipeline.state.publish import (
     copy_side_files,
@@ -42,12 +43,12 @@ from moeq.pipeline.state.publish import (
     write_json,
 )
 from moeq.pipeline.state.records import UnitRecord
-from moeq.pipeline.state.side_files import SideFiles, plan_side_files
+from moeq.pipeline.state.stamps import work_stamp
 from moeq.transcode.compare import Loss
 from moeq.transcode.naming import NamesOption, misplaced
-from moeq.transcode.plan import Item, TranscodePlan, TranscodeUnit, make_transcode_plan
 from moeq.transcode.survey import Projected, TranscodeRequest
-from moeq.transcode.worker import Transcoder
+from moeq.transcode.transcode_plan import Item, TranscodePlan, TranscodeUnit, make_transcode_plan
+from moeq.transcode.transcoder import Transcoder
 from moeq.version import __version__
 
 REPORT_NAME = "moeq-transcode.json"
@@ -168,7 +169,7 @@ def transcode(
     Args:
         src: local folder or Hub repository.
         dst: output folder; must not exist, or with `force` must itself be an output of `transcode`.
-        to: a key of `moeq.transcode.targets.TARGETS`.
+        to: a key of `moeq.transcode.target_formats.TARGETS`.
         revision: Hub revision of `src`.
         regroup: size of the groups of integer codes; has to divide the source's.
         names: spelling of the experts' names.
@@ -341,7 +342,7 @@ def memory_of(job: TranscodeJob, workers: int, ceiling: int | None) -> Memory:
 
 def _numbers(plan: TranscodePlan, item: Item) -> int:
     """Numbers of an item's projections."""
-    from moeq.transcode.plan import item_specs
+    from moeq.transcode.transcode_plan import item_specs
 
     return sum(spec.n * spec.k for spec in item_specs(plan, item))
 

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from moeq.transcode.targets import TARGETS
+from moeq.transcode.target_formats import TARGETS
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import moeq
 from moeq.oracle.backends import Example
 from moeq.oracle.records import MoeShape
-from moeq.pipeline.plan.decision import moe_shape
+from moeq.pipeline.plan.layer_verdict import moe_shape
 from moeq.schemes.base import QuantKey, ScaleKey, Scheme
 
 CHECKPOINTS = Path(__file__).parents[1] / "data" / "checkpoints"

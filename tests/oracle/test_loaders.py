@@ -23,7 +23,7 @@ from moeq.cli.app import run
 from moeq.foreign import in_markdown
 from moeq.oracle import loaders
 from moeq.pipeline.plan.candidates import Ask
-from moeq.pipeline.plan.feasible import answer
+from moeq.pipeline.plan.decide import answer
 from moeq.report.model_card import CardOptions, render
 
 ENGINES = Path(loaders.__file__).parents[1] / "engines"

@@ -15,7 +15,7 @@ import moeq
 from moeq.oracle.engines.vllm.policy import load_policy
 from moeq.oracle.engines.vllm.verdict import resolve
 from moeq.oracle.records import MoeShape
-from moeq.pipeline.plan.decision import judge_checkpoint
+from moeq.pipeline.plan.layer_verdict import judge_checkpoint
 
 DEEPSEEK = MoeShape(4096, 2048, 256, 6, routing="DeepseekV4", model_type="deepseek_v4")
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}

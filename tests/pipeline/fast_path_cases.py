@@ -24,7 +24,7 @@ from moeq.model.regroup import regroup
 from moeq.model.shards import shard_matrix
 from moeq.model.tensor_bytes import as_bytes
 from moeq.pipeline.pack.fast import FastPath, Proof, find_fast_path
-from moeq.pipeline.plan.layers import LayerPlan, PlanOptions, plan_layer
+from moeq.pipeline.plan.layer_plan import LayerPlan, PlanOptions, plan_layer
 from moeq.pipeline.state.restore_data import unrestorable
 
 Array = np.ndarray

@@ -22,7 +22,7 @@ from moeq.errors import MoeqError
 from moeq.oracle.engines.vllm.policy import load_policy
 from moeq.pipeline.convert import convert
 from moeq.pipeline.plan.candidates import Ask
-from moeq.pipeline.plan.feasible import answer
+from moeq.pipeline.plan.decide import answer
 from moeq.prove.restore import restore
 from moeq.prove.verify import verify
 

@@ -17,8 +17,8 @@ from moeq.deploy.gpus import parse_gpu
 from moeq.errors import ExitCode, MoeqError
 from moeq.pipeline.convert import convert
 from moeq.pipeline.pack.memory import SpareMemory
+from moeq.pipeline.plan.job import JobRequest, open_job
 from moeq.pipeline.run.resources import Memory, memory_needed, parse_size, plan_memory
-from moeq.pipeline.state.job import JobRequest, open_job
 
 H100 = Deployment(gpu=parse_gpu("H100"))
 MIB = 2**20

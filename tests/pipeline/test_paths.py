@@ -16,8 +16,8 @@ from moeq.errors import ExitCode, MoeqError
 from moeq.pipeline.convert import convert
 from moeq.pipeline.pack import memory
 from moeq.pipeline.pack.fast import find_fast_path
+from moeq.pipeline.plan.job import JobRequest, open_job
 from moeq.pipeline.run.resources import ways_of
-from moeq.pipeline.state.job import JobRequest, open_job
 
 pytest.importorskip("numba")
 

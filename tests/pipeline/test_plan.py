@@ -17,12 +17,13 @@ from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import ExitCode, MoeqError
 from moeq.pipeline.convert import convert
+from moeq.pipeline.plan.job import Job, JobRequest, open_job
 from moeq.pipeline.plan.units import CopyUnit, PackUnit
 from moeq.pipeline.run.workers import Executor, headers_frozen
 from moeq.pipeline.state.folder import WorkFolder
-from moeq.pipeline.state.job import Job, JobRequest, job_stamp, open_job
 from moeq.pipeline.state.publish import finish
 from moeq.pipeline.state.records import UnitRecord, is_intact, pieces
+from moeq.pipeline.state.stamps import job_stamp
 
 A100 = parse_gpu("A100")
 NAME = "gptq-int4-g32-qwen3moe"

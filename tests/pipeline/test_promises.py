@@ -22,8 +22,8 @@ from moeq.deploy.gpus import known_gpus
 from moeq.errors import MoeqError
 from moeq.layouts.registry import LAYOUTS
 from moeq.pipeline.plan.candidates import Ask
-from moeq.pipeline.plan.feasible import answer
-from moeq.pipeline.state.job import JobRequest, open_job
+from moeq.pipeline.plan.decide import answer
+from moeq.pipeline.plan.job import JobRequest, open_job
 
 SEED = 20261122
 GPUS = {gpu.arch: gpu for gpu in known_gpus().values()}

@@ -22,7 +22,7 @@ from moeq.layouts import words
 from moeq.layouts.registry import LAYOUTS
 from moeq.model import Checkpoint
 from moeq.pipeline.convert import convert
-from moeq.pipeline.plan.layers import LayerPlan
+from moeq.pipeline.plan.layer_plan import LayerPlan
 from moeq.prove.restore import restore
 from moeq.prove.verify import verify
 

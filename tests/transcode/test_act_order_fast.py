@@ -12,9 +12,9 @@ from pipeline.mixing import content, rewritten
 
 from moeq.errors import MoeqError
 from moeq.layouts import words
-from moeq.transcode.targets import TARGETS
+from moeq.transcode.target_formats import TARGETS
 from moeq.transcode.transcode import transcode
-from moeq.transcode.worker import Transcoder
+from moeq.transcode.transcoder import Transcoder
 
 pytest.importorskip("numba")
 

@@ -13,7 +13,7 @@ from moeq.cli.app import run
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.model import open as open_checkpoint
-from moeq.pipeline.plan.decision import judge_checkpoint
+from moeq.pipeline.plan.layer_verdict import judge_checkpoint
 from moeq.transcode.advise import advise
 
 #: Refused deployments: checkpoint, GPU, TP, dtype, what is suggested for them.

@@ -18,16 +18,16 @@ from moeq.errors import MoeqError
 from moeq.layouts import words
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.dequantize import dequantize
-from moeq.transcode import recode as reference
-from moeq.transcode.targets import TARGETS
+from moeq.transcode import recode_matrices as reference
+from moeq.transcode.target_formats import TARGETS
 from moeq.transcode.transcode import transcode
-from moeq.transcode.worker import Transcoder
+from moeq.transcode.transcoder import Transcoder
 
 pytest.importorskip("numba")
 
 from moeq.layouts.float_bits import e4m3_values
 from moeq.layouts.loops import recode
-from moeq.transcode.fast import FastItem
+from moeq.transcode.fast_item import FastItem
 
 CHECKPOINTS = (
     "awq-int4-g32-qwen3moe",

@@ -20,7 +20,7 @@ from moeq.layouts import words
 from moeq.prove.diff import diff
 from moeq.transcode.compare import Loss
 from moeq.transcode.naming import NAMES
-from moeq.transcode.targets import TARGETS
+from moeq.transcode.target_formats import TARGETS
 from moeq.transcode.transcode import Transcoding, check, transcode
 
 SEEDS = range(int(os.environ.get("MOEQ_RANDOM", "10")))

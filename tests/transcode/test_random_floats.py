@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from moeq.errors import MoeqError
 from moeq.layouts import words
 from moeq.schemes.dequantize import E2M1_VALUES
-from moeq.transcode.targets import TARGETS
+from moeq.transcode.target_formats import TARGETS
 from moeq.transcode.transcode import transcode
 
 pytest.importorskip("numba")

@@ -13,7 +13,7 @@ from moeq.schemes.declared import Declared
 from moeq.schemes.dequantize import E2M1_VALUES, dequantize
 from moeq.schemes.format import Context
 from moeq.schemes.registry import get_format, read_dialect
-from moeq.transcode import recode
+from moeq.transcode import recode_matrices as recode
 from moeq.transcode.compare import compare, same_codes
 from moeq.transcode.configs import Contents, Quantisation, compressed_tensors, gptq
 from moeq.transcode.spellings import SPELLINGS, pack

@@ -22,7 +22,7 @@ for name in modules:
     __import__(name)
 from moeq.layouts import words
 from moeq.transcode.transcode import transcode
-from moeq.transcode.worker import Transcoder
+from moeq.transcode.transcoder import Transcoder
 words.COMPILED_FROM, words.CACHED_FROM = compiled, cached
 slow, found = Transcoder._on_reference_path, []
 def counted(self, item):

@@ -18,7 +18,7 @@ from moeq.model import open as open_checkpoint
 from moeq.prove.diff import diff
 from moeq.schemes.dequantize import dequantize
 from moeq.transcode.transcode import REPORT_NAME, check, transcode
-from moeq.transcode.worker import Transcoder
+from moeq.transcode.transcoder import Transcoder
 
 MXFP4 = ("ct-mxfp4-qwen3moe", "mxfp4-gptoss")
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moeq.errors import MoeqError
-from moeq.transcode.targets import TARGETS
+from moeq.transcode.target_formats import TARGETS
 from moeq.transcode.transcode import check, transcode
 
 ROOT = Path(__file__).parents[2]

@@ -121,7 +121,7 @@ def set_config(question: Question) -> Any:
 
 @cache
 def _layer_modules() -> tuple[Any, Any, Any]:
-    """vLLM's modules of layer configs, activations and ranks, with rank 0 of everything."""
+    """VLLM's modules of layer configs, activations and ranks, with rank 0 of everything."""
     config: Any = importlib.import_module(f"{_MOE}.config")
     config.get_dp_group = config.get_pcp_group = lambda: Loose(rank_in_group=0)
     config.get_tensor_model_parallel_rank = lambda: 0
@@ -130,7 +130,7 @@ def _layer_modules() -> tuple[Any, Any, Any]:
 
 
 def parallel_config(question: Question) -> Any:
-    """vLLM's own arithmetic of ranks."""
+    """VLLM's own arithmetic of ranks."""
     config, _, state = _layer_modules()
     state._TP = Loose(world_size=question["tp"], rank_in_group=0)
     return config.FusedMoEParallelConfig.make(

@@ -14,8 +14,8 @@ from moeq.checkpoint.writer import BLOCK, Sink
 from moeq.pipeline.pack.buffers import Buffers, Writes
 from moeq.pipeline.pack.inputs import InputFile, blocks_of
 from moeq.pipeline.pack.memory import SpareMemory
+from moeq.pipeline.plan.job import Work
 from moeq.pipeline.plan.units import Chunk, CopyUnit
-from moeq.pipeline.state.job import Work
 from moeq.pipeline.state.records import Bytes, UnitRecord, piece_digest, pieces, tensor_digests
 
 #: The kernel cannot copy between these two files: not supported, other file systems, odd alignment, forbidden.

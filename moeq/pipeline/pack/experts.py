@@ -21,9 +21,9 @@ from moeq.pipeline.pack.buffers import Buffers, Writes
 from moeq.pipeline.pack.inputs import InputFile
 from moeq.pipeline.pack.memory import SpareMemory, fast_path_of, reference_bytes
 from moeq.pipeline.pack.reading import Place, read_places
-from moeq.pipeline.plan.layers import ShardPlan, describe
+from moeq.pipeline.plan.job import Job
+from moeq.pipeline.plan.layer_plan import ShardPlan, describe
 from moeq.pipeline.plan.units import PackUnit, place_of
-from moeq.pipeline.state.job import Job
 from moeq.pipeline.state.records import UnitRecord, piece_digest, pieces, tensor_digests
 
 if TYPE_CHECKING:

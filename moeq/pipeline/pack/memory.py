@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from moeq.errors import MoeqError
 from moeq.pipeline.pack.fast import find_fast_path
-from moeq.pipeline.plan.layers import LayerPlan
+from moeq.pipeline.plan.layer_plan import LayerPlan
 from moeq.pipeline.plan.units import PackUnit
 
 if TYPE_CHECKING:

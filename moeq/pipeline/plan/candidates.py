@@ -14,8 +14,8 @@ from moeq.oracle.engines.sglang.verdict import is_sglang
 from moeq.oracle.loaders import Loader
 from moeq.oracle.records import AS_IT_IS, CandidateReport, ConvertTarget, Reason, Sizes, Verdict
 from moeq.oracle.versions import BUILTIN as OWN_ENGINE
-from moeq.pipeline.plan.decision import heads_problem, judge_checkpoint, moe_shape
-from moeq.pipeline.plan.layers import PlanOptions
+from moeq.pipeline.plan.layer_plan import PlanOptions
+from moeq.pipeline.plan.layer_verdict import heads_problem, judge_checkpoint, moe_shape
 from moeq.schemes.base import Scheme
 
 

@@ -10,8 +10,8 @@ from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model.division import UNEVEN_FORMATS, split_intermediate
 from moeq.pipeline.plan.candidates import Ask
-from moeq.pipeline.plan.decision import first_layer, heads_problem
-from moeq.pipeline.plan.feasible import answer
+from moeq.pipeline.plan.decide import answer
+from moeq.pipeline.plan.layer_verdict import first_layer, heads_problem
 
 #: Degrees that engines are run with.
 DEGREES = (1, 2, 4, 8, 16)

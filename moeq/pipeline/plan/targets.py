@@ -10,8 +10,8 @@ from moeq.model import Checkpoint
 from moeq.oracle.loaders import Loader
 from moeq.oracle.records import Verdict
 from moeq.pipeline.plan.candidates import Ask
-from moeq.pipeline.plan.feasible import Answer
-from moeq.pipeline.plan.nearest import advised
+from moeq.pipeline.plan.decide import Answer
+from moeq.pipeline.plan.suggestions import advised
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def choose_targets(checkpoint: Checkpoint, ask: Ask) -> Targets:
     Raises:
         MoeqError: the answer's error where it is no (`answer.nothing-to-convert`, `answer.not-convertible`,
             `answer.no-backend`, `answer.backend-unsupported`, `usage.tp`, `usage.group-cut`, ...), with the nearest
-            things that work as its hint; and what `moeq.pipeline.plan.feasible.answer` raises.
+            things that work as its hint; and what `moeq.pipeline.plan.decide.answer` raises.
     """
     found = advised(checkpoint, ask, brief=True)
     if found.error is not None:

@@ -21,7 +21,7 @@ from moeq.checkpoint.names import FUSED
 from moeq.checkpoint.writer import FileForm
 from moeq.model.expert_kinds import Experts, is_whole
 from moeq.model.shards import Range
-from moeq.pipeline.plan.layers import LayerPlan
+from moeq.pipeline.plan.layer_plan import LayerPlan
 
 #: Bytes that one copy unit moves at most, but for a single tensor that is larger.
 COPY_UNIT_BYTES = 256 * 2**20

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from moeq.pipeline.events import Advanced, Checking, Progress, Started, UnitFinished, UnitStarted, Warned
+from moeq.pipeline.plan.job import Work
 from moeq.pipeline.plan.units import CHUNK_BYTES, CopyUnit, Unit
 from moeq.pipeline.run.executors import Where, executor
 from moeq.pipeline.run.recompute import recompute
 from moeq.pipeline.run.workers import Executed, Outcome
 from moeq.pipeline.state.folder import WorkFolder
-from moeq.pipeline.state.job import Work
 from moeq.pipeline.state.journal import changed
 from moeq.pipeline.state.records import UnitRecord, is_intact
 

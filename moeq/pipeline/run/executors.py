@@ -10,9 +10,9 @@ from typing import Protocol
 from moeq.checkpoint.outputs import OutputFolder
 from moeq.errors import MoeqError
 from moeq.pipeline.pack.memory import SpareMemory
+from moeq.pipeline.plan.job import Job, Work
 from moeq.pipeline.plan.units import Unit
 from moeq.pipeline.run.workers import Executed, Executor, Outcome
-from moeq.pipeline.state.job import Job, Work
 
 #: Told of something that does not stop the work: a code and a sentence.
 Warn = Callable[[str, str], None]

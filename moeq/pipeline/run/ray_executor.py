@@ -19,13 +19,13 @@ from typing import Any
 from moeq.checkpoint.disk import disk_errors
 from moeq.checkpoint.outputs import OutputFolder
 from moeq.errors import MoeqError
+from moeq.pipeline.plan.job import Job, JobRequest, open_job
 from moeq.pipeline.plan.units import Unit
 from moeq.pipeline.run import ray_cluster
 from moeq.pipeline.run.ray_cluster import Task, Token
 from moeq.pipeline.run.resources import plan_memory
 from moeq.pipeline.run.shares import grouped
 from moeq.pipeline.run.workers import Executed, Executor, Outcome, Written
-from moeq.pipeline.state.job import Job, JobRequest, open_job
 from moeq.pipeline.state.ownership import WORK_PREFIX, require_ours
 from moeq.pipeline.state.records import UnitRecord
 from moeq.version import __version__

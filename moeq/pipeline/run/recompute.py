@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from moeq.pipeline.pack.memory import SpareMemory
+from moeq.pipeline.plan.job import Work
 from moeq.pipeline.plan.units import Unit
 from moeq.pipeline.run.workers import Executed, Executor, Outcome, Written
-from moeq.pipeline.state.job import Work
 from moeq.pipeline.state.records import UnitRecord
 
 

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Literal
 from moeq.errors import MoeqError
 from moeq.pipeline.pack.buffers import INPUT_BUFFERS, OUTPUT_BUFFERS, bytes_for
 from moeq.pipeline.pack.memory import MIB, SpareMemory, fast_path_of, mebibytes, reference_bytes
-from moeq.pipeline.plan.plan import Plan
+from moeq.pipeline.plan.conversion_plan import Plan
 from moeq.pipeline.plan.units import CHUNK_BYTES, CopyUnit, PackUnit, Unit, place_of
 from moeq.pipeline.state.records import Piece, pieces
 
 if TYPE_CHECKING:
     from moeq.model import Checkpoint
-    from moeq.pipeline.state.job import Job
+    from moeq.pipeline.plan.job import Job
 
 #: Python with moeq and numpy; numba, which compiles the loops when they are first used on a machine (loading them takes
 #: 100 MiB less); torch, which only the reference path imports.

@@ -31,9 +31,9 @@ from moeq.pipeline.pack.copying import Copier
 from moeq.pipeline.pack.experts import Packer
 from moeq.pipeline.pack.inputs import InputFile
 from moeq.pipeline.pack.memory import SpareMemory
+from moeq.pipeline.plan.job import Work
 from moeq.pipeline.plan.units import CopyUnit, PackUnit, Unit
 from moeq.pipeline.run.work_queue import OpenUnit, WorkerQueues, WorkItem
-from moeq.pipeline.state.job import Work
 from moeq.pipeline.state.records import UnitRecord
 
 

@@ -41,8 +41,8 @@ class JobStamp:
         job: digest of the plan.
         source: the source as it was named.
         identity: its identity (`Source.identity`).
-        files: its weight files with what tells them from others (`moeq.pipeline.state.job.source_stamps`).
-        sample: digest of some of its data (`moeq.pipeline.state.job.source_sample`).
+        files: its weight files with what tells them from others (`moeq.pipeline.state.stamps.source_stamps`).
+        sample: digest of some of its data (`moeq.pipeline.state.stamps.source_sample`).
         version: moeq's version.
         request: what was asked for (`JobRequest.to_json`).
         place: absolute path of a local source; None for a repository.

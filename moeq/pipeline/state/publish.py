@@ -28,16 +28,17 @@ from moeq.digest import DIGEST_NAME
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.oracle.loaders import TRANSFORMERS_GUARD
-from moeq.pipeline.plan.layers import LayerPlan
-from moeq.pipeline.plan.plan import Plan
+from moeq.pipeline.plan.conversion_plan import Plan
+from moeq.pipeline.plan.job import Job
+from moeq.pipeline.plan.layer_plan import LayerPlan
+from moeq.pipeline.plan.side_files import SIGNATURE_NAME, SideFiles, stripped_file, without_code
 from moeq.pipeline.plan.units import CHUNK_BYTES, PackUnit
 from moeq.pipeline.state.folder import WorkFolder
-from moeq.pipeline.state.job import Job, job_stamp
 from moeq.pipeline.state.journal import require_untouched
 from moeq.pipeline.state.records import UnitRecord, open_file_digest
 from moeq.pipeline.state.restore_data import write_restore_data
-from moeq.pipeline.state.side_files import SideFiles, stripped_file, without_code
-from moeq.pipeline.state.signature import SIGNATURE_NAME, Signer
+from moeq.pipeline.state.signature import Signer
+from moeq.pipeline.state.stamps import job_stamp
 from moeq.version import __version__
 
 

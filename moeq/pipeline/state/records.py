@@ -16,7 +16,7 @@ from moeq.checkpoint.disk import read_at
 from moeq.checkpoint.files import open_regular
 from moeq.checkpoint.manifest import FileDigest, Projection, TensorDigest
 from moeq.checkpoint.outputs import OutputFolder
-from moeq.pipeline.plan.plan import Plan
+from moeq.pipeline.plan.conversion_plan import Plan
 from moeq.pipeline.plan.units import CHUNK_BYTES, CopyUnit, PackUnit, PlacedUnit, Unit
 from moeq.typed import read_as
 

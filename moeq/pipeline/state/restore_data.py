@@ -33,10 +33,8 @@ from moeq.matrix import QuantizedMatrix
 from moeq.model import Checkpoint
 from moeq.model.converted import ConvertedCheckpoint
 from moeq.model.stored_parts import stored_parts
-from moeq.pipeline.state.side_files import SideFiles, limit_of
+from moeq.pipeline.plan.side_files import RESTORE_DATA_NAME, SideFiles, limit_of
 from moeq.typed import read_as
-
-RESTORE_DATA_NAME = "moeq-restore.data"
 
 _METADATA = {"format": "moeq-restore/1"}
 

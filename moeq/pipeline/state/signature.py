@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 from moeq.checkpoint.files import read_regular
 from moeq.checkpoint.manifest import MANIFEST_NAME
 from moeq.errors import MoeqError
+from moeq.pipeline.plan.side_files import SIGNATURE_NAME
 
 if TYPE_CHECKING:
     from minisign import PublicKey, SecretKey
-
-SIGNATURE_NAME = f"{MANIFEST_NAME}.minisig"
 
 #: Of the password of an encrypted key; asking for one would stop a script.
 PASSWORD_VARIABLE = "MOEQ_SIGN_PASSWORD"

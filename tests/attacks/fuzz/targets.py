@@ -96,7 +96,7 @@ def described(folder: Path) -> None:
     import moeq
     from moeq.deploy.deployment import Deployment
     from moeq.deploy.gpus import parse_gpu
-    from moeq.pipeline.plan.decision import judge_checkpoint
+    from moeq.pipeline.plan.layer_verdict import judge_checkpoint
 
     checkpoint = moeq.open(folder)
     json.dumps(checkpoint.info.to_json())

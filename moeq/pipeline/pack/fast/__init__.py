@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from moeq.layouts.base import Layout
     from moeq.matrix import MatrixSpec
     from moeq.model.expert_kinds import Experts
-    from moeq.pipeline.plan.layers import ShardPlan
+    from moeq.pipeline.plan.layer_plan import ShardPlan
 
 __all__ = ["FastPath", "Proof", "find_fast_path"]
 

@@ -21,7 +21,7 @@ from moeq.pipeline.pack.fast.path import ArrangedPath, ProjectionReader, ShardPa
 from moeq.pipeline.pack.fast.scales import WIDTH
 from moeq.pipeline.pack.fast.scratch import Region
 from moeq.pipeline.pack.fast.shared import shared_scale
-from moeq.pipeline.plan.layers import ShardPlan
+from moeq.pipeline.plan.layer_plan import ShardPlan
 from moeq.schemes.format import Described, PartSig
 
 

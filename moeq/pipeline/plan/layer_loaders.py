@@ -25,8 +25,8 @@ from moeq.oracle.loaders import (
 )
 from moeq.oracle.versions import choose_engine
 from moeq.pipeline.plan.candidates import Ask
-from moeq.pipeline.plan.decision import heads_problem, judge_checkpoint, moe_shape
-from moeq.pipeline.plan.layers import LayerPlan
+from moeq.pipeline.plan.layer_plan import LayerPlan
+from moeq.pipeline.plan.layer_verdict import heads_problem, judge_checkpoint, moe_shape
 from moeq.schemes.base import Scheme
 from moeq.schemes.format import ACTIVATION_SCALES
 

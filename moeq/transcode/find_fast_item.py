@@ -16,11 +16,11 @@ from moeq.pipeline.pack.reading import Place
 from moeq.pipeline.plan.units import place_of
 from moeq.schemes.format import PartSig
 from moeq.schemes.registry import get_format
-from moeq.transcode.plan import ExpertItem, Item, TranscodePlan
+from moeq.transcode.transcode_plan import ExpertItem, Item, TranscodePlan
 
 if TYPE_CHECKING:
     from moeq.pipeline.pack.fast.path import ProjectionReader
-    from moeq.transcode.fast import CachedItem, FastItem
+    from moeq.transcode.fast_item import CachedItem, FastItem
 
 _Signatures = Mapping[StoredName, Mapping[str, PartSig]]
 
@@ -92,7 +92,7 @@ class FastPaths:
         large = use_compiled(size)
         if not specs or not (large or use_cached(size)):
             return None
-        from moeq.transcode.fast import CachedItem, bind
+        from moeq.transcode.fast_item import CachedItem, bind
 
         readers = self._readers(item, signatures)
         interleaved = isinstance(item, ExpertItem) and self._plan.layers_by_number[item.layer].naming.interleaved

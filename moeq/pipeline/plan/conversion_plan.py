@@ -17,7 +17,7 @@ from moeq.checkpoint.manifest import CopiedLayer
 from moeq.checkpoint.writer import FileForm, file_form, tensor_bytes
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
-from moeq.pipeline.plan.layers import LayerPlan, PlanOptions, plan_layer
+from moeq.pipeline.plan.layer_plan import LayerPlan, PlanOptions, plan_layer
 from moeq.pipeline.plan.units import CopyUnit, PackUnit, Unit, copy_units, pack_units
 
 #: Tensors that are only copied are gathered into files of about this size.

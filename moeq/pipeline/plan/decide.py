@@ -20,10 +20,10 @@ from moeq.oracle.loaders import Loader, common
 from moeq.oracle.records import ConvertTarget, Sizes, Verdict
 from moeq.oracle.versions import BUILTIN as OWN_ENGINE
 from moeq.pipeline.plan.candidates import Ask, Target, candidates, tried
-from moeq.pipeline.plan.decision import first_layer, is_quantised, judge_checkpoint
-from moeq.pipeline.plan.layers import LayerPlan, PlanOptions, plan_layer
-from moeq.pipeline.plan.loading import loaders_of_plan
-from moeq.pipeline.plan.names import with_names
+from moeq.pipeline.plan.expert_names import with_names
+from moeq.pipeline.plan.layer_loaders import loaders_of_plan
+from moeq.pipeline.plan.layer_plan import LayerPlan, PlanOptions, plan_layer
+from moeq.pipeline.plan.layer_verdict import first_layer, is_quantised, judge_checkpoint
 from moeq.schemes.base import Scheme
 from moeq.schemes.registry import get_format
 

@@ -14,9 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from moeq.checkpoint.jsonfile import MAX_CONFIG_BYTES, MAX_INDEX_BYTES, parse_json
+from moeq.checkpoint.manifest import MANIFEST_NAME
 from moeq.checkpoint.paths import is_own, safe_names
 from moeq.checkpoint.source import CONFIG_NAME, LocalSource, Source
 from moeq.errors import MoeqError
+
+RESTORE_DATA_NAME = "moeq-restore.data"
+SIGNATURE_NAME = f"{MANIFEST_NAME}.minisig"
 
 CARD = "README.md"
 #: What the source's own card is called in a pushed repository.

@@ -18,7 +18,7 @@ from moeq.checkpoint.writer import FileForm, tensor_bytes
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec
 from moeq.model import Checkpoint
-from moeq.pipeline.plan.plan import PLAN_VERSION, REST_FILE_BYTES, FilePlan, Plan, file_names
+from moeq.pipeline.plan.conversion_plan import PLAN_VERSION, REST_FILE_BYTES, FilePlan, Plan, file_names
 from moeq.pipeline.plan.units import PlacedUnit, Span, Unit, copy_units, joined
 from moeq.schemes.declared import Declaration, Declared
 from moeq.schemes.format import Context, Described, PartSig
@@ -27,7 +27,7 @@ from moeq.transcode.activations import static_part
 from moeq.transcode.naming import rename
 from moeq.transcode.spellings import SPELLINGS
 from moeq.transcode.survey import LayerSurvey, ModuleSurvey, Projected, Survey, TranscodeRequest, survey
-from moeq.transcode.targets import TargetFormat, get_target
+from moeq.transcode.target_formats import TargetFormat, get_target
 
 #: Bytes of modules outside the experts that one unit writes at most, but for single larger ones.
 _UNIT_BYTES = 256 * 2**20

@@ -24,8 +24,8 @@ from moeq.pipeline.pack.fast.formats import Fields, Stored, stored_projection
 from moeq.pipeline.pack.fast.path import ProjectionReader, StoredMatrix
 from moeq.pipeline.pack.fast.scratch import Array, Region
 from moeq.transcode.act_order_fast import Sorting
-from moeq.transcode.plan import WrittenProjection
-from moeq.transcode.recoders import PLAIN, Changes, Matrices, Recoder, recoders_of, same_bits
+from moeq.transcode.recode_fields import PLAIN, Changes, Matrices, Recoder, recoders_of, same_bits
+from moeq.transcode.transcode_plan import WrittenProjection
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from moeq.model import Checkpoint
 from moeq.oracle.records import Verdict
 from moeq.oracle.versions import BUILTIN as OWN_ENGINE
 from moeq.pipeline.plan.candidates import Ask
-from moeq.pipeline.plan.decision import first_layer, judge_checkpoint
-from moeq.pipeline.plan.feasible import Answer, answer, convertible_problem
+from moeq.pipeline.plan.decide import Answer, answer, convertible_problem
+from moeq.pipeline.plan.layer_verdict import first_layer, judge_checkpoint
 
 #: Devices that are tried when nothing else helps.
 _DEVICES = ("H100", "A100", "B200", "MI300X", "CPU")

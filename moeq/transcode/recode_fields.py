@@ -19,8 +19,8 @@ from moeq.layouts.loops.compare import same
 from moeq.matrix import MatrixSpec
 from moeq.pipeline.pack.fast.formats import Fields
 from moeq.pipeline.pack.fast.scratch import Array
-from moeq.transcode.plan import WrittenProjection
 from moeq.transcode.spellings import BLOCK, FP8_BLOCKS
+from moeq.transcode.transcode_plan import WrittenProjection
 
 #: Codes of MXFP4 that share an exponent.
 _GROUP = 2 * recode.GROUP_BYTES
@@ -132,7 +132,7 @@ class Mxfp4ToFp8Blocks(Recoder):
 
 @dataclass(frozen=True)
 class Mxfp4ToNvfp4(Recoder):
-    """MXFP4 as NVFP4, with one global scale for gate and up (`moeq.transcode.recode.to_e4m3_scales`)."""
+    """MXFP4 as NVFP4, with one global scale for gate and up (`moeq.transcode.recode_matrices.to_e4m3_scales`)."""
 
     def fill(self, source: Matrices, target: Matrices) -> None:
         top = max(recode.used_exponents(_bytes(one), one["scales"])[1] for one in source)
@@ -213,7 +213,7 @@ class Rounded(Recoder):
 
 
 class ToFp8Blocks(Rounded):
-    """FP8 blocks (`moeq.transcode.recode.to_fp8_blocks`)."""
+    """FP8 blocks (`moeq.transcode.recode_matrices.to_fp8_blocks`)."""
 
     def fill(self, source: Matrices, target: Matrices) -> None:
         for one, other in _pairs(source, target):

@@ -1,7 +1,7 @@
 """One item of a unit: read, decode, write in the target's spelling, decode what was written, compare. Any thread.
 
-Most items take the fast path (`moeq.transcode.fast`), which gives the same bytes; whatever it does not do, or cannot do
-exactly, takes the reference path, which decodes to logical matrices.
+Most items take the fast path (`moeq.transcode.fast_item`), which gives the same bytes. An item that it does not handle,
+or cannot handle exactly, takes the reference path, which decodes to logical matrices.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from moeq.pipeline.pack.buffers import Buffers, Writes
 from moeq.pipeline.pack.inputs import InputFile
 from moeq.pipeline.pack.memory import SpareMemory
 from moeq.pipeline.pack.reading import read_places
-from moeq.pipeline.state.job import Work
+from moeq.pipeline.plan.job import Work
 from moeq.pipeline.state.records import Bytes, UnitRecord, piece_digest, pieces, tensor_digests
 from moeq.schemes.format import PartSig
 from moeq.schemes.registry import get_format
 from moeq.transcode import act_order
 from moeq.transcode.compare import Loss, compare, relative
-from moeq.transcode.fast_paths import FastPaths
-from moeq.transcode.plan import ExpertItem, Item, TranscodePlan, TranscodeUnit, WrittenProjection
+from moeq.transcode.find_fast_item import FastPaths
 from moeq.transcode.spellings import BLOCK, FP8_BLOCKS, pack
+from moeq.transcode.transcode_plan import ExpertItem, Item, TranscodePlan, TranscodeUnit, WrittenProjection
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from moeq.layouts.loops.floats import Measured
     from moeq.matrix import QuantizedMatrix
     from moeq.pipeline.pack.fast.base import Inputs
-    from moeq.transcode.fast import CachedItem, FastItem
+    from moeq.transcode.fast_item import CachedItem, FastItem
 
     #: A fast path and what it reads.
     Fetched = tuple[FastItem | CachedItem, Inputs]
@@ -314,7 +314,7 @@ def _recoded(
     plan: TranscodePlan, outputs: Mapping[StoredName, WrittenProjection], matrices: Mapping[StoredName, QuantizedMatrix]
 ) -> dict[StoredName, QuantizedMatrix | Tensor]:
     """The same values as the target's codes and scales, or as floats."""
-    from moeq.transcode import recode
+    from moeq.transcode import recode_matrices as recode
 
     first = next(iter(outputs.values())).projected
     if "nvfp4" in first.spelling and first.source.spec.scale_dtype == "e8m0":

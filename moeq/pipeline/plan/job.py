@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar
 
-from blake3 import blake3
-
-from moeq.checkpoint.files import stat_regular
 from moeq.checkpoint.index import INDEX_NAME
 from moeq.checkpoint.manifest import MANIFEST_NAME
 from moeq.checkpoint.paths import require_distinct
@@ -24,18 +21,11 @@ from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
 from moeq.pipeline.plan.candidates import Ask
-from moeq.pipeline.plan.plan import Plan, make_plan
+from moeq.pipeline.plan.conversion_plan import Plan, make_plan
+from moeq.pipeline.plan.side_files import RESTORE_DATA_NAME, SIGNATURE_NAME, SideFiles, plan_side_files
 from moeq.pipeline.plan.targets import Targets, choose_targets
 from moeq.pipeline.plan.units import Unit
-from moeq.pipeline.state.journal import JobStamp
-from moeq.pipeline.state.restore_data import RESTORE_DATA_NAME
-from moeq.pipeline.state.side_files import SideFiles, plan_side_files
-from moeq.pipeline.state.signature import SIGNATURE_NAME
 from moeq.typed import read_as
-from moeq.version import __version__
-
-#: How much of a source is sampled: blocks, and bytes of each.
-_SAMPLED_BLOCKS, _SAMPLED_BYTES = 64, 4096
 
 
 @dataclass(frozen=True)
@@ -148,74 +138,9 @@ def open_job(request: JobRequest, checkpoint: Checkpoint | None = None, expect: 
     return job
 
 
-def job_stamp(job: Job) -> JobStamp:
-    """What the journals of a job begin with. A repository is named with its commit, whatever was asked for."""
-    return work_stamp(job, replace(job.request, revision=job.checkpoint.source.revision).to_json(), job.outputs)
-
-
-def work_stamp(work: Work, request: Mapping[str, Any], outputs: tuple[str, ...]) -> JobStamp:
-    """The stamp of any work, with what was asked for as plain values, and the files that it writes."""
-    source = work.checkpoint.source
-    return JobStamp(
-        job=work.plan.digest,
-        source=source.name,
-        identity=source.identity(),
-        files=source_stamps(source),
-        sample=source_sample(source),
-        version=__version__,
-        request=request,
-        place=os.path.abspath(source.folder) if _is_folder(source) else None,
-        outputs=outputs,
-    )
-
-
-def reopen_job(stamp: JobStamp) -> Job:
-    """The job that a journal describes, from any working directory.
-
-    Raises:
-        MoeqError: `usage.unreadable-journal`, and what `open_job` raises.
-    """
-    request = JobRequest.from_json(stamp.request)
-    return open_job(request, None if stamp.place is None else open_checkpoint(stamp.place, name=request.src))
-
-
 def places(source: Source) -> list[Path]:
     """Where a source is on this machine: its folder, and those of files that it links to."""
     if isinstance(source, LocalSource):
         files = [source.path(file.name) for file in source.files]
         return [source.folder, *{Path(os.path.realpath(path)).parent for path in files if path.is_symlink()}]
     return [source.path(CONFIG_NAME).parent]
-
-
-def _is_folder(source: Source) -> TypeGuard[LocalSource]:
-    """Whether a source is a local folder and not a commit of a repository, which never changes."""
-    return isinstance(source, LocalSource) and source.revision is None
-
-
-def source_stamps(source: Source) -> Mapping[str, tuple[int, ...]]:
-    """Size, times of last change of content and of status (ns), and inode of every weight file of a local folder.
-
-    They are equal only for the same files, never written to since: nobody can set the time of a change of status.
-    Empty for a commit of a repository, whose name says it all.
-    """
-    if not _is_folder(source):
-        return {}
-    found = [(file.name, stat_regular(source.path(file.name), file.name)) for file in source.files]
-    return {name: (state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino) for name, state in found}
-
-
-def source_sample(source: Source) -> str:
-    """Digest of a few blocks of every part of a local folder's weights; empty for a commit of a repository.
-
-    Config and headers are the same for two fine-tunes of one model. This tells most of them apart at once; the digests
-    of units tell all, when their bytes are there.
-    """
-    if not _is_folder(source):
-        return ""
-    digest, total, start = blake3(), sum(file.size for file in source.files), 0
-    step = max(total // _SAMPLED_BLOCKS, _SAMPLED_BYTES)
-    for file in source.files:
-        for at in range(-start % step, file.size, step):
-            digest.update(source.read_bytes(file.name, at, min(at + _SAMPLED_BYTES, file.size)))
-        start += file.size
-    return digest.hexdigest()

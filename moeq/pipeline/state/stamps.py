@@ -1,0 +1,85 @@
+"""Job stamps: the first line of a journal, by which any process recognises its own work and an unchanged source."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TypeGuard
+
+from blake3 import blake3
+
+from moeq.checkpoint.files import stat_regular
+from moeq.checkpoint.source import LocalSource, Source
+from moeq.model import open as open_checkpoint
+from moeq.pipeline.plan.job import Job, JobRequest, Work, open_job
+from moeq.pipeline.state.journal import JobStamp
+from moeq.version import __version__
+
+#: How much of a source is sampled: blocks, and bytes of each.
+_SAMPLED_BLOCKS, _SAMPLED_BYTES = 64, 4096
+
+
+def job_stamp(job: Job) -> JobStamp:
+    """What the journals of a job begin with. A repository is named with its commit, whatever was asked for."""
+    return work_stamp(job, replace(job.request, revision=job.checkpoint.source.revision).to_json(), job.outputs)
+
+
+def work_stamp(work: Work, request: Mapping[str, Any], outputs: tuple[str, ...]) -> JobStamp:
+    """The stamp of any work, with what was asked for as plain values, and the files that it writes."""
+    source = work.checkpoint.source
+    return JobStamp(
+        job=work.plan.digest,
+        source=source.name,
+        identity=source.identity(),
+        files=source_stamps(source),
+        sample=source_sample(source),
+        version=__version__,
+        request=request,
+        place=os.path.abspath(source.folder) if _is_folder(source) else None,
+        outputs=outputs,
+    )
+
+
+def reopen_job(stamp: JobStamp) -> Job:
+    """The job that a journal describes, from any working directory.
+
+    Raises:
+        MoeqError: `usage.unreadable-journal`, and what `open_job` raises.
+    """
+    request = JobRequest.from_json(stamp.request)
+    return open_job(request, None if stamp.place is None else open_checkpoint(stamp.place, name=request.src))
+
+
+def _is_folder(source: Source) -> TypeGuard[LocalSource]:
+    """Whether a source is a local folder and not a commit of a repository, which never changes."""
+    return isinstance(source, LocalSource) and source.revision is None
+
+
+def source_stamps(source: Source) -> Mapping[str, tuple[int, ...]]:
+    """Size, times of last change of content and of status (ns), and inode of every weight file of a local folder.
+
+    They are equal only for the same files, never written to since: nobody can set the time of a change of status.
+    Empty for a commit of a repository, whose name says it all.
+    """
+    if not _is_folder(source):
+        return {}
+    found = [(file.name, stat_regular(source.path(file.name), file.name)) for file in source.files]
+    return {name: (state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino) for name, state in found}
+
+
+def source_sample(source: Source) -> str:
+    """Digest of a few blocks of every part of a local folder's weights; empty for a commit of a repository.
+
+    Config and headers are the same for two fine-tunes of one model. This tells most of them apart at once; the digests
+    of units tell all, when their bytes are there.
+    """
+    if not _is_folder(source):
+        return ""
+    digest, total, start = blake3(), sum(file.size for file in source.files), 0
+    step = max(total // _SAMPLED_BLOCKS, _SAMPLED_BYTES)
+    for file in source.files:
+        for at in range(-start % step, file.size, step):
+            digest.update(source.read_bytes(file.name, at, min(at + _SAMPLED_BYTES, file.size)))
+        start += file.size
+    return digest.hexdigest()
