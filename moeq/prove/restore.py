@@ -26,6 +26,7 @@ from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
 from moeq.model.converted import ConvertedCheckpoint
 from moeq.model.stored_parts import StoredPart, stored_parts
+from moeq.pipeline.plan.job import places
 from moeq.pipeline.state.folder import WorkFolder
 from moeq.pipeline.state.journal import JobStamp
 from moeq.pipeline.state.restore_data import KeptSource, RestoreData, restore_data_of
