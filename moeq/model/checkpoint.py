@@ -152,7 +152,7 @@ class Checkpoint:
         self, layer: int, expert: int, projection: StoredName, kind: ExpertKind, role: Role | None = None
     ) -> QuantizedMatrix:
         """Decode one stored projection."""
-        from moeq.schemes.check import check_matrix
+        from moeq.schemes.dequantize import check_matrix
 
         described = kind.projections[projection]
         spec = kind.spec(role) if role else described.spec

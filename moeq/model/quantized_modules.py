@@ -55,7 +55,7 @@ def quantized_modules(tensors: Iterable[TensorEntry], declaration: Declaration |
 
 def read_module(source: Source, module: QuantizedModule) -> QuantizedMatrix:
     """Decode a module, reading just its tensors. Raises MoeqError `source.bad-data` where the data is impossible."""
-    from moeq.schemes.check import check_matrix
+    from moeq.schemes.dequantize import check_matrix
 
     parts = {part: source.read(entry.name) for part, entry in module.parts.items()}
     described = module.described

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from moeq.report.heat import LIMITS, HeatMap
 
 if TYPE_CHECKING:
-    from moeq.check.picture import TilePicture
+    from moeq.check.tile_picture import TilePicture
 
 #: Size of a cell of a heat map, and room for labels, in pixels.
 _CELL, _LEFT, _TOP = 18, 64, 34

@@ -1,8 +1,15 @@
-"""AWQ "gemm": codes packed along `N` in int32 words, eight nibbles in a fixed shuffled order.
+"""AWQ in its three packings, and the config that names them. Checked against AutoAWQ 0.2.9.
 
-Tensors of one projection: `qweight` I32 `[K, N / 8]`, `qzeros` I32 `[G, N / 8]` (absent where symmetric), `scales`
-`[G, N]`, optional `bias` `[N]`. Zero points are stored as they are. Checked against AutoAWQ 0.2.9; GPTQModel and
-AutoRound write the same.
+"gemm": codes packed along `N` in int32 words, eight nibbles in a fixed shuffled order. `qweight` I32 `[K, N / 8]`,
+`qzeros` I32 `[G, N / 8]` (absent where symmetric), `scales` `[G, N]`, optional `bias` `[N]`. Zero points are stored as
+they are. GPTQModel and AutoRound write the same.
+
+"gemv": codes packed along `K`, nibbles in natural order, scales and zero points padded to whole words. `qweight` I32
+`[N, K / 8]`, `qzeros` I32 `[N, Z]`, `scales` F16 `[N, 8 * Z]`, where `Z` is the number of words that hold `G` nibbles,
+rounded up.
+
+"gemv_fast": int16 words over four rows, zero points stored as `-scale * zero`. `qweight` I16 `[N / 4, K]`, `qzeros` F16
+`[Gp, N]`, `scales` F16 `[Gp, N]`, `Gp >= G` padded.
 """
 
 from __future__ import annotations
@@ -26,8 +33,6 @@ from moeq.schemes.format import (
     expect_shape,
     float_name,
     group_encoding,
-    inconsistent,
-    make_scheme,
     matrix_spec,
     resolve_groups,
 )
@@ -35,6 +40,7 @@ from moeq.schemes.gptq import zero_fields
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 #: What AutoAWQ stores of a projection, in every packing.
 PARTS: PartRoles = {"qweight": "codes", "scales": "scale", "qzeros": "zeros", "bias": "bias"}
@@ -108,9 +114,7 @@ class Awq(Format):
         bits = 32 * words // n
         declared = context.declared
         if declared.bits not in (None, bits):
-            inconsistent(
-                context.where, f"{words} words hold {n} codes of {bits} bits, the config declares {declared.bits}"
-            )
+            context.refuse(f"{words} words hold {n} codes of {bits} bits, the config declares {declared.bits}")
         _check_width(bits, context)
         expect_shape(parts, "qzeros", (groups, words), context, ("I32",))
         symmetric = "qzeros" not in parts if declared.symmetric is None else declared.symmetric
@@ -127,7 +131,7 @@ class Awq(Format):
         zero_point: ZeroPoint = "stored" if "qzeros" in parts else "none"
         packing = "nibbles along N, order 0 2 4 6 1 3 5 7" if bits == 4 else "bytes along N"
         encoding = group_encoding(context, spec, "i32-packed", packing, zero_point)
-        return Described(make_scheme(self.id, spec, declared, encoding), spec)
+        return self._described(spec, declared, encoding)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
         zeros = _columns(parts["qzeros"], spec.bits, spec.n) if "qzeros" in parts else None
@@ -193,4 +197,156 @@ def column_words(codes: Tensor, bits: int, words: int) -> Tensor:
     return pack_stream(codes, bits, words)
 
 
-FORMAT = Awq()
+class AwqGemv(Format):
+    """AWQ weights in the gemv packing."""
+
+    id = "awq-gemv"
+    title = "AWQ gemv: int32 words along K, padded scales"
+    parts = PARTS
+    padded_scales = True
+
+    def matches(self, parts: Parts, declared: Declared | None) -> bool:
+        weight, zeros, scales = parts.get("qweight"), parts.get("qzeros"), parts.get("scales")
+        if weight is None or zeros is None or scales is None or weight.dtype != "I32":
+            return False
+        shapes = (weight.shape, zeros.shape, scales.shape)
+        if any(len(shape) != 2 for shape in shapes) or len({shape[0] for shape in shapes}) != 1:
+            return False
+        return scales.shape[1] == 8 * zeros.shape[1]
+
+    def out_features(self, parts: Parts) -> int:
+        return parts["qweight"].shape[0]
+
+    def describe(self, parts: Parts, context: Context) -> Described:
+        n, words = parts["qweight"].shape
+        k, padded = words * 8, parts["scales"].shape[1]
+        size = padded_group_size(context, k, padded)
+        spec = matrix_spec(
+            parts,
+            context,
+            n,
+            k,
+            element="int4",
+            group_size=size,
+            scale_dtype=float_name(parts, "scales", context),
+            symmetric=False,
+        )
+        encoding = group_encoding(context, spec, "i32-packed", "nibbles along K, low first", "stored")
+        return self._described(spec, context.declared, encoding)
+
+    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
+        from moeq.schemes.bits import stream_codes
+
+        return QuantizedMatrix(
+            spec=spec,
+            codes=stream_codes(parts["qweight"], 4, spec.k),
+            scales=parts["scales"][:, : spec.num_groups].contiguous(),
+            zeros=stream_codes(parts["qzeros"], 4, spec.num_groups),
+            bias=parts.get("bias"),
+        )
+
+    def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
+        import torch
+
+        from moeq.schemes.bits import pack_stream
+
+        if part == "scales":
+            return torch.nn.functional.pad(matrix.scales, (0, sig.shape[1] - matrix.spec.num_groups))
+        codes = matrix.codes if part == "qweight" else matrix.zeros
+        return None if codes is None else pack_stream(codes.to(torch.uint8), 4, sig.shape[1])
+
+
+def padded_group_size(context: Context, k: int, scales: int) -> int:
+    """The declared group size, which rows of `scales` numbers cannot tell: AutoAWQ's gemv kernels want them padded."""
+    size = context.declared.group_size
+    if size is None:
+        context.refuse("scales are padded, so the group size has to be declared, and it is not")
+    size = k if size == -1 else size
+    if -(-k // size) > scales:
+        context.refuse(f"K={k} with group_size {size} needs {-(-k // size)} scales, there are {scales}")
+    return size
+
+
+class AwqGemvFast(Format):
+    """AWQ weights in the gemv_fast packing."""
+
+    id = "awq-gemv-fast"
+    title = "AWQ gemv_fast: int16 words over four rows"
+    parts = PARTS
+    padded_scales = True
+
+    def matches(self, parts: Parts, declared: Declared | None) -> bool:
+        weight, scales = parts.get("qweight"), parts.get("scales")
+        return bool(weight and scales and weight.dtype == "I16" and len(weight.shape) == len(scales.shape) == 2)
+
+    def out_features(self, parts: Parts) -> int:
+        return parts["scales"].shape[1]
+
+    def describe(self, parts: Parts, context: Context) -> Described:
+        rows, k = parts["qweight"].shape
+        padded, n = parts["scales"].shape
+        if rows * 4 != n or k % 64:
+            context.refuse(f"qweight is {[rows, k]}, expected [N / 4, K] with N={n} and K a multiple of 64")
+        size = padded_group_size(context, k, padded)
+        spec = matrix_spec(
+            parts,
+            context,
+            n,
+            k,
+            element="int4",
+            group_size=size,
+            scale_dtype=float_name(parts, "scales", context),
+            symmetric=False,
+        )
+        encoding = group_encoding(context, spec, "i16-packed", "nibbles over four rows", "stored")
+        return self._described(spec, context.declared, encoding)
+
+    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
+        import torch
+
+        scales = parts["scales"][: spec.num_groups].t().contiguous()
+        offsets = parts["qzeros"][: spec.num_groups].t().float()
+        zeros = torch.round(-offsets / scales.float())
+        if not bool(((zeros >= 0) & (zeros <= 15)).all()):
+            raise MoeqError("source.zero-points", "stored offsets are not scale times a zero point from 0 to 15")
+        return QuantizedMatrix(
+            spec, _fast_codes(parts["qweight"], spec), scales, zeros.to(torch.uint8), bias=parts.get("bias")
+        )
+
+    def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
+        import torch
+
+        if part == "qweight":
+            return _fast_words(matrix.codes)
+        rows = matrix.scales
+        if part == "qzeros":
+            if matrix.zeros is None:
+                return None
+            rows = -(matrix.scales * matrix.zeros)
+        return torch.nn.functional.pad(rows, (0, sig.shape[0] - matrix.spec.num_groups)).t().contiguous()
+
+
+def _fast_codes(words: Tensor, spec: MatrixSpec) -> Tensor:
+    """uint8 `[N, K]`.
+
+    Nibble `t` of word `(r, 64 * b + j)` is slot `4 * (j % 16) + t` of row `4 * r + j // 16` in block `b`; within 32
+    codes, slot `8 * c + 4 * d + a` holds column `8 * a + 2 * c + d`.
+    """
+    import torch
+
+    nibbles = torch.stack([(words >> shift) & 15 for shift in (0, 4, 8, 12)], dim=-1).to(torch.uint8)
+    blocks = nibbles.reshape(spec.n // 4, spec.k // 64, 4, 16, 4)
+    slots = blocks.permute(0, 2, 1, 3, 4).reshape(spec.n, spec.k // 32, 4, 2, 4)
+    return slots.permute(0, 1, 4, 2, 3).reshape(spec.n, spec.k).contiguous()
+
+
+def _fast_words(codes: Tensor) -> Tensor:
+    """int16 `[N / 4, K]`, the inverse of `_fast_codes`."""
+    import torch
+
+    n, k = codes.shape
+    slots = codes.reshape(n, k // 32, 4, 4, 2).permute(0, 1, 3, 4, 2)
+    blocks = slots.reshape(n // 4, 4, k // 64, 16, 4).permute(0, 2, 1, 3, 4)
+    nibbles = blocks.reshape(n // 4, k, 4).to(torch.int32)
+    joined = nibbles[..., 0] | nibbles[..., 1] << 4 | nibbles[..., 2] << 8 | nibbles[..., 3] << 12
+    return joined.to(torch.int16)

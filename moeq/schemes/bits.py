@@ -142,3 +142,11 @@ def pack_lanes(codes: Tensor, bits: int, words: int) -> Tensor:
 def pack_nibbles(codes: Tensor) -> Tensor:
     """uint8 `[R, C / 2]`: two codes per byte, the even column in the low nibble."""
     return codes[:, 0::2] | (codes[:, 1::2] << 4)
+
+
+def nibble_codes(octets: Tensor) -> Tensor:
+    """Take two codes out of each byte `[..., B]`, the low nibble first: uint8 `[..., 2 * B]`."""
+    import torch
+
+    octets = octets.view(torch.uint8)
+    return stream_codes(octets, 4, octets.shape[-1] * 2)

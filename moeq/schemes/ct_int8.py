@@ -27,8 +27,6 @@ from moeq.schemes.format import (
     expect_input_features,
     expect_shape,
     float_name,
-    inconsistent,
-    make_scheme,
     matrix_spec,
 )
 
@@ -64,7 +62,7 @@ class Int8(Format):
         scale = parts["weight_scale"].shape
         grouped = len(scale) == 2 and scale[0] == n and scale[1] > 1 and k % scale[1] == 0
         if not grouped and scale not in ((n, 1), (n,), (1,), (1, 1), ()):
-            inconsistent(context.where, f"weight_scale is {list(scale)}, expected {[n, 1]} or one number")
+            context.refuse(f"weight_scale is {list(scale)}, expected {[n, 1]} or one number")
         expect_input_features(k, context)
         expect_shape(parts, "weight_zero_point", scale, context, ("I8",))
         spec = matrix_spec(
@@ -82,7 +80,7 @@ class Int8(Format):
             declared = replace(declared, activation=_DYNAMIC_PER_TOKEN)
         zero_point: ZeroPoint = "none" if spec.symmetric else "stored"
         encoding = _encoding(spec, per_tensor=scale in ((1,), (1, 1), ()), zero_point=zero_point)
-        return Described(make_scheme(self.id, spec, declared, encoding), spec)
+        return self._described(spec, declared, encoding)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
         import torch
@@ -126,6 +124,3 @@ def _encoding(spec: MatrixSpec, *, per_tensor: bool, zero_point: ZeroPoint) -> E
     if spec.num_groups > 1:
         return Encoding("i8", packing, "group", (1, spec.group_size), zero_point)
     return Encoding("i8", packing, "channel", (1, -1), zero_point)
-
-
-FORMAT = Int8()

@@ -32,8 +32,6 @@ from moeq.schemes.format import (
     expect_shape,
     float_name,
     group_encoding,
-    inconsistent,
-    make_scheme,
     matrix_spec,
     resolve_groups,
 )
@@ -90,7 +88,7 @@ class CtPack(Format):
         )
         zero_point: ZeroPoint = "none" if spec.symmetric else "stored"
         encoding = group_encoding(context, spec, "i32-packed", "offset binary along K, low bits first", zero_point)
-        return Described(make_scheme(self.id, spec, declared, encoding), spec)
+        return self._described(spec, declared, encoding)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
         _check_stored_shape(parts.get("weight_shape"), spec)
@@ -137,7 +135,7 @@ def _input_features(parts: Parts, context: Context, words: int) -> tuple[int, in
     if bits not in range(2, 9) or words not in (_dense(k, bits), _lanes(k, bits)):
         implied = f"{words * 32 / k:g}" if k else "?"
         detail = f"{words} words hold K={k} codes of {implied} bits, the config declares {declared}"
-        inconsistent(context.where, detail, "the config does not describe this tensor")
+        context.refuse(detail, "the config does not describe this tensor")
     return k, bits
 
 
@@ -156,7 +154,7 @@ def _check_zero_shape(parts: Parts, n: int, bits: int, groups: int, context: Con
     packed = zero.dtype == "I32" and zero.shape in ((_dense(n, bits), groups), (_lanes(n, bits), groups))
     if not packed and not (zero.dtype in ("I8", "U8") and zero.shape == (n, groups)):
         expected = f"I32 [{_dense(n, bits)}, {groups}]"
-        inconsistent(context.where, f"weight_zero_point is {zero.dtype} {list(zero.shape)}, expected {expected}")
+        context.refuse(f"weight_zero_point is {zero.dtype} {list(zero.shape)}, expected {expected}")
 
 
 #: Last version that stored whole codes per word.
@@ -205,6 +203,3 @@ def _check_stored_shape(shape: Tensor | None, spec: MatrixSpec) -> None:
     if stored != [spec.n, spec.k]:
         detail = f"weight_shape says {stored}, the packed tensor holds {[spec.n, spec.k]}"
         raise MoeqError("source.inconsistent", detail)
-
-
-FORMAT = CtPack()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 from moeq.errors import MoeqError
@@ -150,3 +151,8 @@ def group_size(fields: Fields, *keys: str) -> int | None:
     if value == 0:
         raise fields.refuse(keys[0], 0, "expected -1 or a positive number of weights")
     return value
+
+
+def names_module(entry: str, module: str) -> bool:
+    """Whether an exclusion names a module: exactly, by an enclosing module, or with a wildcard."""
+    return module == entry or module.startswith(f"{entry}.") or ("*" in entry and fnmatchcase(module, f"{entry}*"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from moeq.errors import MoeqError
 from moeq.matrix import QuantizedMatrix
 
 if TYPE_CHECKING:
@@ -66,3 +67,17 @@ def _per_column(matrix: QuantizedMatrix, per_group: Tensor) -> Tensor:
     if matrix.group_index is not None:
         return per_group[:, matrix.group_index.long()]
     return per_group.repeat_interleave(spec.group_size, dim=1)[:, : spec.k]
+
+
+def check_matrix(matrix: QuantizedMatrix, where: str) -> None:
+    """Refuse scales that are NaN or infinite. Raises MoeqError `source.bad-data` naming the first."""
+    import torch
+
+    bad = ~torch.isfinite(scale_values(matrix))
+    if bool(bad.any()):
+        row, group = (int(index) for index in bad.nonzero()[0])
+        value = matrix.scales[row, group].item()
+        detail = f"{where}: {int(bad.sum())} scales are not finite, first row {row} group {group}: {value}"
+        raise MoeqError("source.bad-data", detail, "the checkpoint is damaged or its quantisation diverged")
+    if matrix.global_scale is not None and not bool(torch.isfinite(matrix.global_scale).all()):
+        raise MoeqError("source.bad-data", f"{where}: the global scale is not finite")

@@ -84,6 +84,3 @@ class Foreign(ReadOnlyFormat):
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
         raise MoeqError("source.unsupported-format", f"these weights are {scheme.packing}, which moeq does not read")
-
-
-FORMAT = Foreign()

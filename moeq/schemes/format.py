@@ -52,6 +52,15 @@ class Context:
     k_hint: int | None = None
     gated: bool = True
 
+    def refuse(self, detail: str, hint: str | None = None) -> NoReturn:
+        """Raise MoeqError `source.inconsistent` for headers and config that contradict each other."""
+        inconsistent(self.where, detail, hint)
+
+
+def inconsistent(where: str, detail: str, hint: str | None = None) -> NoReturn:
+    """Raise MoeqError `source.inconsistent` for facts about `where` that contradict each other."""
+    raise MoeqError("source.inconsistent", f"{where}: {detail}", hint)
+
 
 #: What a part holds. `scale2` is a second-level scale, `index` the group of each column, `other` what moeq ignores.
 PartRole = Literal["codes", "scale", "scale2", "zeros", "index", "shape", "bias", "other"]
@@ -87,6 +96,27 @@ class Described:
 
     scheme: Scheme
     spec: MatrixSpec
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """What a format contributes to a `Scheme` beside the sizes.
+
+    Attributes:
+        storage: container of a code.
+        packing: where a code sits in it, for people.
+        granularity: what shares a scale.
+        group_shape: `(rows, columns)` that share a scale, -1 for a whole axis.
+        zero_point: how zero points are stored.
+        scale2: second-level scale, if any.
+    """
+
+    storage: str
+    packing: str
+    granularity: Granularity = "group"
+    group_shape: tuple[int, int] = (1, -1)
+    zero_point: ZeroPoint = "none"
+    scale2: ScaleKey | None = None
 
 
 class Format(ABC):
@@ -129,6 +159,24 @@ class Format(ABC):
     @abstractmethod
     def describe(self, parts: Parts, context: Context) -> Described:
         """Scheme and sizes. Raises MoeqError `source.inconsistent` where headers and config disagree."""
+
+    def _described(self, spec: MatrixSpec, declared: Declared, encoding: Encoding) -> Described:
+        """Join sizes, what the config says and how the format encodes to a scheme."""
+        scale = ScaleKey(spec.scale_dtype, encoding.granularity, encoding.group_shape)
+        scheme = Scheme(
+            format=self.id,
+            weight=QuantKey(spec.element, encoding.storage, scale, spec.symmetric, encoding.scale2),
+            activation=declared.activation,
+            packing=encoding.packing,
+            zero_point=encoding.zero_point,
+            # Where all columns share a scale there is no order, whatever the config says (`desc_act` with group -1).
+            act_order=declared.act_order and encoding.granularity == "group",
+            has_bias=spec.bias_dtype is not None,
+            quant_method=declared.method,
+            checkpoint_format=declared.variant,
+            writer=declared.writer,
+        )
+        return Described(scheme, spec)
 
     @abstractmethod
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
@@ -178,46 +226,6 @@ class ReadOnlyFormat(Format):
         return None
 
 
-@dataclass(frozen=True)
-class Encoding:
-    """What a format contributes to a `Scheme` beside the sizes.
-
-    Attributes:
-        storage: container of a code.
-        packing: where a code sits in it, for people.
-        granularity: what shares a scale.
-        group_shape: `(rows, columns)` that share a scale, -1 for a whole axis.
-        zero_point: how zero points are stored.
-        scale2: second-level scale, if any.
-    """
-
-    storage: str
-    packing: str
-    granularity: Granularity = "group"
-    group_shape: tuple[int, int] = (1, -1)
-    zero_point: ZeroPoint = "none"
-    scale2: ScaleKey | None = None
-
-
-def make_scheme(format_id: str, spec: MatrixSpec, declared: Declared, encoding: Encoding) -> Scheme:
-    """The scheme of a projection, from its sizes, what the config says and how the format encodes."""
-    scale = ScaleKey(spec.scale_dtype, encoding.granularity, encoding.group_shape)
-    # Where all columns share a scale there is nothing to order, whatever the config says (`desc_act` with group -1).
-    grouped = encoding.granularity == "group"
-    return Scheme(
-        format=format_id,
-        weight=QuantKey(spec.element, encoding.storage, scale, spec.symmetric, encoding.scale2),
-        activation=declared.activation,
-        packing=encoding.packing,
-        zero_point=encoding.zero_point,
-        act_order=declared.act_order and grouped,
-        has_bias=spec.bias_dtype is not None,
-        quant_method=declared.method,
-        checkpoint_format=declared.variant,
-        writer=declared.writer,
-    )
-
-
 def group_encoding(
     context: Context, spec: MatrixSpec, storage: str, packing: str, zero_point: ZeroPoint = "none"
 ) -> Encoding:
@@ -232,11 +240,6 @@ def group_encoding(
     return Encoding(storage, packing, "channel" if channel else "group", shape, zero_point)
 
 
-def inconsistent(where: str, detail: str, hint: str | None = None) -> NoReturn:
-    """Raise the error for headers and config that contradict each other."""
-    raise MoeqError("source.inconsistent", f"{where}: {detail}", hint)
-
-
 #: Dtypes of index tensors.
 INTEGERS = ("I32", "I64")
 
@@ -247,9 +250,9 @@ def expect_shape(
     """Check a part's shape, and dtype where `dtypes` are given, if the part exists."""
     found = parts.get(part)
     if found is not None and dtypes and found.dtype not in dtypes:
-        inconsistent(context.where, f"{part} is {found.dtype}, expected {' or '.join(dtypes)}")
+        context.refuse(f"{part} is {found.dtype}, expected {' or '.join(dtypes)}")
     if found is not None and found.shape != shape:
-        inconsistent(context.where, f"{part} is {list(found.shape)}, expected {list(shape)}")
+        context.refuse(f"{part} is {list(found.shape)}, expected {list(shape)}")
 
 
 #: `MatrixSpec` dtype name of a stored float, by safetensors dtype.
@@ -267,7 +270,7 @@ def float_name(parts: Parts, part: str, context: Context, allowed: tuple[str, ..
     """Dtype name of a float part, which must be one of the allowed safetensors dtypes."""
     dtype = parts[part].dtype
     if dtype not in allowed:
-        inconsistent(context.where, f"{part} is {dtype}, expected {' or '.join(allowed)}")
+        context.refuse(f"{part} is {dtype}, expected {' or '.join(allowed)}")
     return FLOAT_NAMES[dtype]
 
 
@@ -309,7 +312,7 @@ def matrix_spec(
 def expect_input_features(k: int, context: Context) -> None:
     """Check `K`, as the shape of `weight` gives it, against the sibling projection."""
     if context.k_hint not in (None, k):
-        inconsistent(context.where, f"weight has K={k}, the sibling projection implies {context.k_hint}")
+        context.refuse(f"weight has K={k}, the sibling projection implies {context.k_hint}")
 
 
 def codes_fill_words(count: int, bits: int) -> bool:
@@ -326,12 +329,12 @@ def resolve_groups(context: Context, k: int, groups: int) -> int:
     declared = context.declared.group_size
     if declared is None:
         if groups == 0 or k % groups:
-            inconsistent(context.where, f"{groups} groups do not divide K={k}, and no group size is declared")
+            context.refuse(f"{groups} groups do not divide K={k}, and no group size is declared")
         return k // groups
     size = k if declared == -1 else min(declared, k)
     expected = -(-k // size)
     if expected != groups:
         implied = f"K/{groups} = {k // groups}" if groups and k % groups == 0 else f"{groups} groups"
         detail = f"group_size {declared} makes {expected} groups of K={k}, the scales have {groups} ({implied})"
-        inconsistent(context.where, detail, "the config does not describe this tensor; was one of them replaced?")
+        context.refuse(detail, "the config does not describe this tensor; was one of them replaced?")
     return size

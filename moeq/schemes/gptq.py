@@ -32,8 +32,6 @@ from moeq.schemes.format import (
     expect_shape,
     float_name,
     group_encoding,
-    inconsistent,
-    make_scheme,
     matrix_spec,
     resolve_groups,
 )
@@ -214,7 +212,7 @@ class Gptq(Format):
         zero_point: ZeroPoint = "stored" if declared.variant in _RAW_ZEROS else "stored-minus-one"
         packing = "bit planes along K" if declared.variant == "gptq_p" else "bit stream along K, low bits first"
         encoding = group_encoding(context, spec, "i32-packed", packing, zero_point if "qzeros" in parts else "none")
-        return Described(make_scheme(self.id, spec, declared, encoding), spec)
+        return self._described(spec, declared, encoding)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
         import torch
@@ -256,7 +254,7 @@ def _input_features(parts: Parts, context: Context, words: int) -> int:
         return context.k_hint
     if context.declared.bits:
         return words * 32 // context.declared.bits
-    return inconsistent(context.where, "neither g_idx nor the config tells how many input features qweight holds")
+    return context.refuse("neither g_idx nor the config tells how many input features qweight holds")
 
 
 def _bits(context: Context, words: int, k: int) -> int:
@@ -267,11 +265,11 @@ def _bits(context: Context, words: int, k: int) -> int:
         detail = (
             f"{words} words hold K={k} codes of {words * 32 / k if k else 0:g} bits, the config declares {declared}"
         )
-        inconsistent(context.where, detail, "the config does not describe this tensor")
+        context.refuse(detail, "the config does not describe this tensor")
     planar = context.declared.variant == "gptq_p"
     if bits in (5, 6, 7) and not planar and context.declared.variant not in _CONTINUOUS - {"gptq", "gptq_v2"}:
         detail = f"{bits}-bit codes are planar or continuous with equal shapes, and the config does not say which"
-        inconsistent(context.where, detail, "it needs checkpoint_format: gptq_p")
+        context.refuse(detail, "it needs checkpoint_format: gptq_p")
     return bits
 
 
@@ -396,6 +394,3 @@ def read_group_index(g_idx: Tensor | None, spec: MatrixSpec) -> Tensor | None:
         raise MoeqError("source.bad-data", detail)
     trivial = torch.arange(spec.k, dtype=torch.int32) // spec.group_size
     return None if not spec.act_order and torch.equal(index, trivial) else index
-
-
-FORMAT = Gptq()

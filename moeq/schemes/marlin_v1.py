@@ -20,8 +20,6 @@ from moeq.schemes.format import (
     ReadOnlyFormat,
     float_name,
     group_encoding,
-    inconsistent,
-    make_scheme,
     matrix_spec,
     resolve_groups,
 )
@@ -58,7 +56,7 @@ class MarlinV1(ReadOnlyFormat):
     def describe(self, parts: Parts, context: Context) -> Described:
         k, n = parts[_weight(parts)].shape[0] * 16, self.out_features(parts)
         if n % 64:
-            inconsistent(context.where, f"N={n} is not a multiple of 64, which Marlin needs")
+            context.refuse(f"N={n} is not a multiple of 64, which Marlin needs")
         spec = matrix_spec(
             parts,
             context,
@@ -69,7 +67,7 @@ class MarlinV1(ReadOnlyFormat):
             scale_dtype=float_name(parts, _scale(parts), context),
         )
         encoding = group_encoding(context, spec, "i32-packed", "16 x 16 tiles permuted for tensor cores")
-        return Described(make_scheme(self.id, spec, context.declared, encoding), spec)
+        return self._described(spec, context.declared, encoding)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
         import torch
@@ -110,6 +108,3 @@ def _scale_order(*, grouped: bool) -> list[int]:
     if grouped:
         return [lane + 8 * step for lane in range(8) for step in range(8)]
     return [2 * lane + step for lane in range(4) for step in (0, 1, 8, 9, 16, 17, 24, 25)]
-
-
-FORMAT = MarlinV1()

@@ -1,7 +1,15 @@
-"""gpt-oss MXFP4: fused blocks of 16 bytes with one exponent byte each.
+"""FP4 codes (E2M1) with one exponent byte (E8M0) per 32 of them, in three spellings.
 
-Tensors of one projection, per expert: `blocks` U8 `[N, K / 32, 16]`, `scales` U8 `[N, K / 32]`, `bias` BF16 `[N]`.
-Byte `i` of block `j` holds codes `32 j + 2 i` (low nibble) and `32 j + 2 i + 1`. Checked against transformers 5.23.
+gpt-oss stores fused blocks of 16 bytes. Per expert and projection: `blocks` U8 `[N, K / 32, 16]`, `scales` U8
+`[N, K / 32]`, `bias` BF16 `[N]`. Byte `i` of block `j` holds codes `32 j + 2 i` (low nibble) and `32 j + 2 i + 1`.
+Checked against transformers 5.23.
+
+compressed-tensors (`mxfp4-pack-quantized`), Quark, ModelOpt and AutoRound store one byte matrix per projection:
+`weight_packed` (compressed-tensors, AutoRound) or `weight` (Quark, ModelOpt) U8 `[N, K / 2]`, low nibble first, and
+`weight_scale` U8 `[N, K / 32]`, exponent bytes with bias 127. Checked against compressed-tensors 0.20, amd-quark 0.13
+and nvidia-modelopt 0.47.
+
+DeepSeek-V4: `weight` I8 `[N, K / 2]` (two codes per byte, not int8) and `scale` F8_E8M0 `[N, K / 32]`.
 """
 
 from __future__ import annotations
@@ -11,6 +19,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Scheme
+from moeq.schemes.bits import nibble_codes
 from moeq.schemes.declared import Declared
 from moeq.schemes.format import (
     Context,
@@ -18,17 +27,37 @@ from moeq.schemes.format import (
     Encoding,
     FastView,
     Format,
+    PartRole,
     PartRoles,
     Parts,
     PartSig,
-    inconsistent,
-    make_scheme,
     matrix_spec,
 )
-from moeq.schemes.fp4 import nibble_codes, repack_fp4
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def repack_fp4(matrix: QuantizedMatrix, role: PartRole | None, sig: PartSig) -> Tensor | None:
+    """Codes and scales of an MXFP4 matrix as they were stored: every stored bit is a code or an exponent."""
+    import torch
+
+    from moeq.schemes.bits import pack_nibbles
+
+    if role == "codes":
+        octets = pack_nibbles(matrix.codes).reshape(sig.shape)
+        return octets.view(torch.int8) if sig.dtype == "I8" else octets
+    return matrix.scales if role == "scale" else None
+
+
+def fp4_spec(parts: Parts, context: Context, weight: str, scale: str, group: int, scale_dtype: str) -> MatrixSpec:
+    """Spec of `weight` `[N, K / 2]` bytes under `scale` `[N, K / group]`."""
+    n, octets = parts[weight].shape
+    k = octets * 2
+    found = parts[scale].shape
+    if found != (n, -(-k // group)):
+        context.refuse(f"{scale} is {list(found)}, expected {[n, -(-k // group)]} (one per {group} codes)")
+    return matrix_spec(parts, context, n, k, element="e2m1", group_size=group, scale_dtype=scale_dtype)
 
 
 class Mxfp4Blocks(Format):
@@ -53,10 +82,10 @@ class Mxfp4Blocks(Format):
         n, groups, octets = parts["blocks"].shape
         if octets != 16 or parts["scales"].shape != (n, groups):
             found = f"blocks {list(parts['blocks'].shape)} and scales {list(parts['scales'].shape)}"
-            inconsistent(context.where, f"{found} are not [N, K / 32, 16] and [N, K / 32]")
+            context.refuse(f"{found} are not [N, K / 32, 16] and [N, K / 32]")
         spec = matrix_spec(parts, context, n, groups * 32, element="e2m1", group_size=32, scale_dtype="e8m0")
         encoding = Encoding("u8-packed", "blocks of 32 codes, low nibble first", group_shape=(1, 32))
-        return Described(make_scheme(self.id, spec, context.declared, encoding), spec)
+        return self._described(spec, context.declared, encoding)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
         codes = nibble_codes(parts["blocks"].flatten(-2))
@@ -66,4 +95,66 @@ class Mxfp4Blocks(Format):
         return repack_fp4(matrix, self.parts.get(part), sig)
 
 
-FORMAT = Mxfp4Blocks()
+def _weight(names: Mapping[str, object]) -> str:
+    return "weight_packed" if "weight_packed" in names else "weight"
+
+
+class Mxfp4Packed(Format):
+    """MXFP4 with one byte matrix per projection."""
+
+    id = "ct-mxfp4"
+    title = "MXFP4: byte matrix and exponent bytes per projection"
+    parts: ClassVar[PartRoles] = {"weight_packed": "codes", "weight": "codes", "weight_scale": "scale", "bias": "bias"}
+    fast_view = FastView()
+    bijective = ("codes", "scale")
+
+    def matches(self, parts: Parts, declared: Declared | None) -> bool:
+        weight, scale = parts.get(_weight(parts)), parts.get("weight_scale")
+        if weight is None or scale is None or weight.dtype != "U8" or scale.dtype not in ("U8", "F8_E8M0"):
+            return False
+        return len(weight.shape) == 2 and len(scale.shape) == 2
+
+    def out_features(self, parts: Parts) -> int:
+        return parts[_weight(parts)].shape[0]
+
+    def describe(self, parts: Parts, context: Context) -> Described:
+        spec = fp4_spec(parts, context, _weight(parts), "weight_scale", 32, "e8m0")
+        encoding = Encoding("u8-packed", "two codes per byte along K, low nibble first", group_shape=(1, 32))
+        return self._described(spec, context.declared, encoding)
+
+    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
+        codes = nibble_codes(parts[_weight(parts)])
+        return QuantizedMatrix(spec, codes, parts["weight_scale"].contiguous(), bias=parts.get("bias"))
+
+    def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
+        return repack_fp4(matrix, self.parts.get(part), sig)
+
+
+class DeepSeekFp4(Format):
+    """FP4 experts as DeepSeek-V4 stores them; the numbers are those of MXFP4."""
+
+    id = "deepseek-fp4"
+    title = "DeepSeek-V4 FP4: byte matrix typed I8, E8M0 scales"
+    parts: ClassVar[PartRoles] = {"weight": "codes", "scale": "scale", "bias": "bias"}
+    fast_view = FastView()
+    bijective = ("codes", "scale")
+
+    def matches(self, parts: Parts, declared: Declared | None) -> bool:
+        weight, scale = parts.get("weight"), parts.get("scale")
+        if weight is None or scale is None or len(weight.shape) != 2:
+            return False
+        return weight.dtype in ("I8", "U8") and scale.dtype == "F8_E8M0"
+
+    def out_features(self, parts: Parts) -> int:
+        return parts["weight"].shape[0]
+
+    def describe(self, parts: Parts, context: Context) -> Described:
+        spec = fp4_spec(parts, context, "weight", "scale", 32, "e8m0")
+        encoding = Encoding("i8-packed", "two codes per byte along K, low nibble first", group_shape=(1, 32))
+        return self._described(spec, context.declared, encoding)
+
+    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
+        return QuantizedMatrix(spec, nibble_codes(parts["weight"]), parts["scale"].contiguous(), bias=parts.get("bias"))
+
+    def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
+        return repack_fp4(matrix, self.parts.get(part), sig)

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, ClassVar
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import ScaleKey, Scheme
+from moeq.schemes.bits import nibble_codes
 from moeq.schemes.declared import Declared
-from moeq.schemes.format import Context, Described, Encoding, FastView, Format, PartRoles, Parts, PartSig, make_scheme
-from moeq.schemes.fp4 import fp4_spec, nibble_codes
+from moeq.schemes.format import Context, Described, Encoding, FastView, Format, PartRoles, Parts, PartSig
+from moeq.schemes.mxfp4 import fp4_spec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,27 +61,27 @@ class Nvfp4(Format):
         return weight.dtype == "U8" and scale.dtype == "F8_E4M3" and not parts.keys().isdisjoint(_GLOBAL)
 
     def out_features(self, parts: Parts) -> int:
-        return parts[_weight(parts)].shape[1 if _is_turned(parts) else 0]
+        return parts[_weight(parts)].shape[1 if _is_transposed(parts) else 0]
 
     def describe(self, parts: Parts, context: Context) -> Described:
-        turned = _is_turned(parts)
+        transposed = _is_transposed(parts)
         upright = {
-            part: sig._replace(shape=sig.shape[::-1]) if turned and part in _MATRICES else sig
+            part: sig._replace(shape=sig.shape[::-1]) if transposed and part in _MATRICES else sig
             for part, sig in parts.items()
         }
         spec = fp4_spec(upright, context, _weight(parts), "weight_scale", 16, "e4m3")
         encoding = Encoding(
             "u8-packed",
-            _BY_COLUMNS if turned else _BY_ROWS,
+            _BY_COLUMNS if transposed else _BY_ROWS,
             group_shape=(1, 16),
             scale2=ScaleKey("f32", "tensor", (-1, -1)),
         )
-        return Described(make_scheme(self.id, spec, context.declared, encoding), spec)
+        return self._described(spec, context.declared, encoding)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
         weight, scales = parts[_weight(parts)], parts["weight_scale"]
         if scheme.packing == _BY_COLUMNS:
-            weight, scales = _turned(weight), _turned(scales)
+            weight, scales = _transposed(weight), _transposed(scales)
         return QuantizedMatrix(
             spec=spec,
             codes=nibble_codes(weight),
@@ -94,7 +95,7 @@ class Nvfp4(Format):
 
         if part in _MATRICES:
             found = matrix.scales if part == "weight_scale" else pack_nibbles(matrix.codes)
-            return _turned(found) if scheme.packing == _BY_COLUMNS else found
+            return _transposed(found) if scheme.packing == _BY_COLUMNS else found
         if matrix.global_scale is None or self.parts.get(part) != "scale2":
             return None
         multiplier = matrix.global_scale[:1].float()
@@ -114,13 +115,13 @@ class Nvfp4(Format):
 _MATRICES = ("weight_packed", "weight", "weight_scale")
 
 
-def _is_turned(parts: Parts) -> bool:
+def _is_transposed(parts: Parts) -> bool:
     """Whether rows and columns are exchanged: one scale per 8 bytes goes along one axis only, whatever the sizes."""
     weight, scale = parts[_weight(parts)].shape, parts["weight_scale"].shape
     return scale == (weight[0] // 8, weight[1])
 
 
-def _turned(matrix: Tensor) -> Tensor:
+def _transposed(matrix: Tensor) -> Tensor:
     """Bytes with rows and columns exchanged, in the same dtype."""
     import torch
 
@@ -153,6 +154,3 @@ def divisor_of(multiplier: float) -> float:
         nearest = np.float32(1 / np.float64(wanted))
         steps = (nearest, np.nextafter(nearest, nearest * 2), np.nextafter(nearest, nearest / 2))
         return float(next((divisor for divisor in steps if np.float32(1) / divisor == wanted), nearest))
-
-
-FORMAT = Nvfp4()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 from moeq.schemes.base import QuantKey, ScaleKey
-from moeq.schemes.declared import Declaration, Declared, Fields
+from moeq.schemes.declared import Declaration, Declared, Fields, names_module
 
 _INT8_TOKEN = QuantKey("int8", "runtime", ScaleKey("f32", "token", (1, -1), dynamic=True))
 _FP8_TOKEN = QuantKey("e4m3", "runtime", ScaleKey("f32", "group", (1, 128), dynamic=True))
@@ -57,13 +56,8 @@ def _declaration(fields: Fields, declared: Declared, experts: Declared | None = 
     skipped = tuple(fields.names("modules_to_not_convert", "ignored_layers", "ignore"))
 
     def resolve(module: str) -> Declared | None:
-        if any(_names(entry, module) for entry in skipped):
+        if any(names_module(entry, module) for entry in skipped):
             return None
         return experts if experts and ".experts" in module else declared
 
     return Declaration(declared.method, fields.where, declared, resolve, raw=fields.table)
-
-
-def _names(entry: str, module: str) -> bool:
-    """Exact name, enclosing module, or wildcard."""
-    return module == entry or module.startswith(f"{entry}.") or ("*" in entry and fnmatchcase(module, f"{entry}*"))

@@ -1,15 +1,37 @@
-"""The config of AMD Quark: one global tensor spec, exceptions per layer pattern, wildcard exclusions (0.13)."""
+"""AMD Quark 0.13: its config (one global tensor spec, exceptions per layer pattern, exclusions), and its int4 format.
+
+int4 and uint4 are described and read, not converted: nibbles in int32 words, two's complement when signed. Per group
+the matrix is transposed: `weight` I32 `[K, N / 8]`, `weight_scale` `[G, N]`; per channel it is not: `weight` I32
+`[N, K / 8]`, `weight_scale` `[N, 1]`. `pack_method` "reorder" uses AutoAWQ's nibble order, "order" the natural one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from moeq.foreign import plain
-from moeq.schemes.base import QuantKey, ScaleKey
+from moeq.matrix import MatrixSpec, QuantizedMatrix
+from moeq.schemes.awq import NIBBLE_OF_COLUMN
+from moeq.schemes.base import QuantKey, ScaleKey, Scheme
 from moeq.schemes.declared import Declaration, Declared, Fields, group_size
+from moeq.schemes.format import (
+    Context,
+    Described,
+    PartRoles,
+    Parts,
+    ReadOnlyFormat,
+    float_name,
+    group_encoding,
+    matrix_spec,
+    resolve_groups,
+)
 from moeq.schemes.patterns import Patterns
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 _BITS = {"fp4": 4, "int4": 4, "uint4": 4, "int8": 8, "uint8": 8, "fp8_e4m3": 8, "int3": 3, "int2": 2, "mx": None}
 _ACTIVATIONS = {"fp8_e4m3": "e4m3", "fp4": "e2m1", "int8": "int8"}
@@ -80,3 +102,69 @@ def _activation(spec: Any) -> QuantKey | None:
         "e8m0" if dtype == "e2m1" else "f32", "group" if per_group else "tensor", (1, 32) if per_group else (-1, -1)
     )
     return QuantKey(dtype, "runtime", scale)
+
+
+class QuarkInt4(ReadOnlyFormat):
+    """Quark 4-bit integers."""
+
+    id = "quark-int4"
+    title = "Quark int4: int32 words, two's complement nibbles"
+    parts: ClassVar[PartRoles] = {
+        "weight": "codes",
+        "weight_scale": "scale",
+        "weight_zero_point": "zeros",
+        "bias": "bias",
+    }
+    refusal = "Quark's int4 export has never been seen on a served MoE checkpoint, so its reading has not been proven"
+
+    def matches(self, parts: Parts, declared: Declared | None) -> bool:
+        weight, scale = parts.get("weight"), parts.get("weight_scale")
+        return bool(weight and scale and weight.dtype == "I32" and len(weight.shape) == len(scale.shape) == 2)
+
+    def out_features(self, parts: Parts) -> int:
+        return parts["weight"].shape[0] if _per_channel(parts) else parts["weight_scale"].shape[1]
+
+    def describe(self, parts: Parts, context: Context) -> Described:
+        rows, words = parts["weight"].shape
+        n, k = (rows, words * 8) if _per_channel(parts) else (words * 8, rows)
+        groups = 1 if _per_channel(parts) else parts["weight_scale"].shape[0]
+        if context.declared.bits not in (None, 4):
+            context.refuse(f"int32 words of nibbles, the config declares {context.declared.bits} bits")
+        symmetric = "weight_zero_point" not in parts
+        spec = matrix_spec(
+            parts,
+            context,
+            n,
+            k,
+            element="int4",
+            group_size=k if _per_channel(parts) else resolve_groups(context, k, groups),
+            scale_dtype=float_name(parts, "weight_scale", context),
+            symmetric=symmetric,
+        )
+        packing = "nibbles along K" if _per_channel(parts) else "nibbles along N, transposed"
+        encoding = group_encoding(context, spec, "i32-packed", packing, "none" if symmetric else "stored")
+        return self._described(spec, context.declared, encoding)
+
+    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
+        reorder = scheme.checkpoint_format != "order"
+        rows = _nibbles(parts["weight"], reorder)
+        scales = parts["weight_scale"]
+        zeros = _nibbles(parts["weight_zero_point"], reorder) if "weight_zero_point" in parts else None
+        if rows.shape != (spec.n, spec.k):
+            rows, scales = rows.t(), scales.t()
+            zeros = None if zeros is None else zeros.t().contiguous()
+        signed = 0 if zeros is not None else 8
+        return QuantizedMatrix(spec, rows.contiguous() ^ signed, scales.contiguous(), zeros, bias=parts.get("bias"))
+
+
+def _per_channel(parts: Parts) -> bool:
+    return parts["weight_scale"].shape in ((parts["weight"].shape[0], 1), (parts["weight"].shape[0],))
+
+
+def _nibbles(words: Tensor, reorder: bool) -> Tensor:
+    from moeq.schemes.bits import stream_codes
+
+    codes = stream_codes(words, 4, words.shape[1] * 8)
+    if not reorder:
+        return codes
+    return codes.reshape(codes.shape[0], -1, 8)[..., list(NIBBLE_OF_COLUMN)].reshape(codes.shape)

@@ -11,27 +11,27 @@ from moeq.errors import MoeqError
 from moeq.schemes.declared import Declaration, Declared
 from moeq.schemes.format import Format, Parts
 
-#: format id -> module with `FORMAT`. In the order in which headers are matched: specific formats first.
+#: Format id -> "module:class", in the order in which headers are matched: specific formats first.
 FORMATS: dict[str, str] = {
-    "gptq": "moeq.schemes.gptq",
-    "awq": "moeq.schemes.awq",
-    "awq-gemv": "moeq.schemes.awq_gemv",
-    "awq-gemv-fast": "moeq.schemes.awq_gemv_fast",
-    "marlin-v1": "moeq.schemes.marlin_v1",
-    "quark-int4": "moeq.schemes.quark_int4",
-    "ct-pack": "moeq.schemes.ct_pack",
-    "mxfp4": "moeq.schemes.mxfp4",
-    "ct-mxfp4": "moeq.schemes.ct_mxfp4",
-    "deepseek-fp4": "moeq.schemes.deepseek_fp4",
-    "nvfp4": "moeq.schemes.nvfp4",
-    "modelopt-int4": "moeq.schemes.modelopt_int4",
-    "w4afp8": "moeq.schemes.w4afp8",
-    "ct-int8": "moeq.schemes.ct_int8",
-    "mxfp8": "moeq.schemes.mxfp8",
-    "fp8": "moeq.schemes.fp8",
-    "fp8-block": "moeq.schemes.fp8_block",
-    "unquantized": "moeq.schemes.unquantized",
-    "foreign": "moeq.schemes.foreign",
+    "gptq": "moeq.schemes.gptq:Gptq",
+    "awq": "moeq.schemes.awq:Awq",
+    "awq-gemv": "moeq.schemes.awq:AwqGemv",
+    "awq-gemv-fast": "moeq.schemes.awq:AwqGemvFast",
+    "marlin-v1": "moeq.schemes.marlin_v1:MarlinV1",
+    "quark-int4": "moeq.schemes.quark:QuarkInt4",
+    "ct-pack": "moeq.schemes.ct_pack:CtPack",
+    "mxfp4": "moeq.schemes.mxfp4:Mxfp4Blocks",
+    "ct-mxfp4": "moeq.schemes.mxfp4:Mxfp4Packed",
+    "deepseek-fp4": "moeq.schemes.mxfp4:DeepSeekFp4",
+    "nvfp4": "moeq.schemes.nvfp4:Nvfp4",
+    "modelopt-int4": "moeq.schemes.modelopt:ModelOptInt4",
+    "w4afp8": "moeq.schemes.w4afp8:W4AFp8",
+    "ct-int8": "moeq.schemes.ct_int8:Int8",
+    "mxfp8": "moeq.schemes.fp8:Mxfp8",
+    "fp8": "moeq.schemes.fp8:Fp8",
+    "fp8-block": "moeq.schemes.fp8:Fp8Block",
+    "unquantized": "moeq.schemes.unquantized:Unquantized",
+    "foreign": "moeq.schemes.foreign:Foreign",
 }
 
 #: `quant_method` -> "module:function" that reads the config.
@@ -56,7 +56,7 @@ def get_format(format_id: str) -> Format:
     if format_id not in FORMATS:
         known = ", ".join(FORMATS)
         raise MoeqError("usage.unknown-format", f"no format is called '{format_id}'", f"known formats: {known}")
-    found: Format = import_module(FORMATS[format_id]).FORMAT
+    found: Format = _load(FORMATS[format_id])()
     return found
 
 
@@ -74,6 +74,10 @@ def read_dialect(method: str, table: Mapping[str, Any], origin: str) -> Declarat
     target = DIALECTS.get(method)
     if target is None:
         return None
-    module, _, function = target.partition(":")
-    declaration: Declaration = getattr(import_module(module), function)(table, origin)
+    declaration: Declaration = _load(target)(table, origin)
     return declaration
+
+
+def _load(target: str) -> Any:
+    module, _, name = target.partition(":")
+    return getattr(import_module(module), name)

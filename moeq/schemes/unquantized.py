@@ -49,6 +49,3 @@ class Unquantized(ReadOnlyFormat):
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
         raise MoeqError("source.not-quantized", "these experts are not quantised: they have no codes")
-
-
-FORMAT = Unquantized()

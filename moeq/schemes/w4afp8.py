@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import QuantKey, ScaleKey, Scheme
+from moeq.schemes.bits import nibble_codes
 from moeq.schemes.declared import Declaration, Declared, Fields
 from moeq.schemes.format import (
     Context,
@@ -25,11 +26,8 @@ from moeq.schemes.format import (
     PartSig,
     expect_input_features,
     float_name,
-    inconsistent,
-    make_scheme,
     matrix_spec,
 )
-from moeq.schemes.fp4 import nibble_codes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,7 +70,7 @@ class W4AFp8(Format):
         k, found = 2 * octets, parts["weight_scale_inv"].shape
         if found != (n, -(-k // GROUP)):
             wanted = f"expected {[n, -(-k // GROUP)]} (one per {GROUP} codes)"
-            inconsistent(context.where, f"weight_scale_inv is {list(found)}, {wanted}")
+            context.refuse(f"weight_scale_inv is {list(found)}, {wanted}")
         expect_input_features(k, context)
         spec = matrix_spec(
             parts,
@@ -84,7 +82,7 @@ class W4AFp8(Format):
             scale_dtype=float_name(parts, "weight_scale_inv", context),
         )
         encoding = Encoding("i8-packed", "two codes per byte along K, two's complement", group_shape=(1, GROUP))
-        return Described(make_scheme(self.id, spec, context.declared, encoding), spec)
+        return self._described(spec, context.declared, encoding)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
         codes = nibble_codes(parts["weight"]) ^ _SIGN
@@ -126,6 +124,3 @@ def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
         return experts if ".experts" in module else dense
 
     return Declaration("w4afp8", fields.where, experts, resolve, raw=table)
-
-
-FORMAT = W4AFp8()
